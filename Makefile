@@ -1,0 +1,50 @@
+# Everything a newcomer needs: `make demo` shows it, `make test` proves it. Both build .venv on first use.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: help demo test lint types floors unit bench-tree bench-tree-peer clean
+
+help: ## Show what can be made
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
+
+$(STAMP): pyproject.toml constraints.txt
+	@echo "==> building $(VENV) (once; a few minutes)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar on -q --constraint constraints.txt torch
+	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar on -q --constraint constraints.txt --editable '.[torch,test]'
+	@touch $@
+
+demo: $(STAMP) ## Run a small multi-turn workload through the real cache and check every byte
+	@$(BIN)/stepwell demo
+
+test: lint types floors unit ## Everything: style, types, floors, tests
+
+lint: $(STAMP) ## Style
+	@echo "==> ruff"
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+types: $(STAMP) ## Types (strict)
+	@echo "==> mypy"
+	@$(BIN)/mypy
+
+floors: $(STAMP) ## Imports go downwards only
+	@echo "==> import-linter"
+	@$(BIN)/lint-imports --no-cache > .floors.log 2>&1 || { cat .floors.log; exit 1; }
+	@tail -n 1 .floors.log
+
+unit: $(STAMP) ## Tests alone
+	@echo "==> pytest"
+	@$(BIN)/python -m pytest
+
+bench-tree: $(STAMP) ## Lookup, commit and eviction beside SGLang's trees (if installed)
+	@$(BIN)/python benchmarks/bench_tree.py
+
+bench-tree-peer: ## Install the peer that bench-tree measures against, in a venv of its own
+	@PYTHON=$(PYTHON) benchmarks/peers/install_sglang.sh
+
+clean: ## Remove what was built here
+	rm -rf $(VENV) .venv-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .floors.log

@@ -1,0 +1,33 @@
+"""Where time comes from. Nothing in the brain asks the machine: a clock is handed in."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """Seconds that never go backwards; only differences mean anything."""
+
+    def now(self) -> float: ...
+
+
+class SystemClock:
+    """The machine's monotonic clock."""
+
+    def now(self) -> float:
+        return time.monotonic()
+
+
+class ManualClock:
+    """A clock that stands still until it is told to move: for tests and replays."""
+
+    def __init__(self, start_s: float = 0.0) -> None:
+        self._now_s = start_s
+
+    def now(self) -> float:
+        return self._now_s
+
+    def advance(self, seconds: float) -> None:
+        assert seconds >= 0, f"time does not run backwards: {seconds=}"
+        self._now_s += seconds

@@ -1,0 +1,36 @@
+"""Names for the things that cross module edges: tiers, kinds of object, and numbered handles."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import NewType
+
+LeaseId = NewType("LeaseId", int)
+JobId = NewType("JobId", int)
+
+
+class Tier(IntEnum):
+    """A memory a cached object can be in, nearest to the model first."""
+
+    DEVICE = 0
+    HOST = 1
+    ENGINE = 2  # memory of an engine that owns its own: a source and target of copies, never cached in
+
+    @property
+    def label(self) -> str:
+        return self.name.lower()
+
+
+class Kind(IntEnum):
+    """A kind of object. Each is one contiguous run of bytes of one fixed size, in every tier."""
+
+    PREFIX = 0  # all Prefix states of one page of tokens
+    WINDOW = 1  # all Window states of one window page of tokens
+    POINT = 2  # all Point states at one boundary
+
+    @property
+    def label(self) -> str:
+        return self.name.lower()
+
+
+CACHED_TIERS = (Tier.DEVICE, Tier.HOST)

@@ -1,0 +1,116 @@
+"""From a Hugging Face `config.json` to a `ModelSpec`: one builder of states per family of models.
+
+The only place that knows models by name. Reads a mapping and returns a value; opens no file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from stepwell.base.errors import SpecError
+from stepwell.base.spec.families import attention, compressed, latent, recurrent
+from stepwell.base.spec.families.dtypes import KV_DTYPES, Dtypes, choose_dtypes
+from stepwell.base.spec.families.fields import Fields
+from stepwell.base.spec.model import ModelSpec, StateSpec
+
+__all__ = ["KV_DTYPES", "from_config", "known_model_types"]
+
+DEFAULT_PAGE_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """Models whose states are built alike. `model_types` as configs write them."""
+
+    model_types: tuple[str, ...]
+    states: Callable[[Fields, Dtypes], Iterator[StateSpec]]
+    draft: Callable[[Fields, Dtypes], StateSpec] | None = None
+    page_tokens: int = DEFAULT_PAGE_TOKENS
+
+
+_QWEN_LINEAR = tuple(f"qwen3_{minor}{variant}" for minor in (5, 6, 8) for variant in ("", "_text", "_moe", "_moe_text"))
+
+_FAMILIES = (
+    Family(model_types=("llama", "mixtral", "minimax_m2"), states=attention.full_states),
+    Family(model_types=("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), states=attention.qwen_states),
+    Family(model_types=("mistral",), states=attention.mistral_states),
+    Family(model_types=("gemma3", "gemma3_text"), states=attention.gemma3_states),
+    Family(model_types=("gpt_oss",), states=attention.gpt_oss_states),
+    Family(model_types=("mimo_v2", "mimo_v2_flash"), states=attention.mimo_states),
+    Family(model_types=("deepseek_v2", "deepseek_v3", "kimi_k2", "kimi_k25"), states=latent.mla_states, draft=latent.mla_draft),
+    Family(model_types=("deepseek_v32", "glm_moe_dsa"), states=latent.dsa_states, draft=latent.dsa_draft),
+    Family(model_types=("deepseek_v4",), states=compressed.compressed_states, page_tokens=256),
+    Family(model_types=("qwen3_next", *_QWEN_LINEAR), states=recurrent.delta_net_states),
+    Family(model_types=("kimi_linear", "kimi_k3"), states=recurrent.kimi_states),
+    Family(model_types=("falcon_h1",), states=recurrent.falcon_h1_states),
+    Family(model_types=("mamba2",), states=recurrent.mamba2_states),
+)
+
+_CLASS_ENDINGS = ("ForCausalLM", "ForConditionalGeneration")
+
+
+def from_config(
+    config: Mapping[str, object],
+    *,
+    kv_dtype: str | None = None,
+    page_tokens: int | None = None,
+    name: str | None = None,
+    draft: bool = False,
+) -> ModelSpec:
+    """The memory of the model a `config.json` describes; a text model nested under `text_config` is found.
+
+    `kv_dtype` and `page_tokens` override the model's own. `draft` adds the optional state of its
+    next-token-prediction layers. Raises SpecError for an unknown architecture, naming it, and for a field
+    that is missing or out of range, naming that.
+    """
+    if not isinstance(config, Mapping):
+        raise SpecError(f"a model config must be a JSON object, got {type(config).__name__}")
+    if page_tokens is not None and (not isinstance(page_tokens, int) or isinstance(page_tokens, bool)):
+        raise SpecError(f"page_tokens must be a whole number of tokens, got {page_tokens!r}")
+    outer = Fields(values=config)
+    text = outer.section("text_config") if outer.has("text_config") else outer
+    family = _family_of(text, outer)
+    dtypes = choose_dtypes(kv_dtype, text, outer)
+    states = [*family.states(text, dtypes)]
+    if draft:
+        states.append(_draft_of(family, text, dtypes))
+    return ModelSpec(
+        name=name or _title(text, outer),
+        states=tuple(states),
+        page_tokens=family.page_tokens if page_tokens is None else page_tokens,
+    )
+
+
+def known_model_types() -> tuple[str, ...]:
+    return tuple(sorted(model_type for family in _FAMILIES for model_type in family.model_types))
+
+
+def _family_of(text: Fields, outer: Fields) -> Family:
+    """The first family that knows a name the config gives itself, the innermost name first."""
+    names = [name for config in (text, outer) for name in (config.text("model_type"), *config.texts("architectures")) if name]
+    for name in names:
+        if family := _BY_KEY.get(_key(name)):
+            return family
+    named = ", ".join(dict.fromkeys(names)) or "none named in model_type or architectures"
+    raise SpecError(f"unknown architecture: {named}; known model types are: {', '.join(known_model_types())}")
+
+
+def _draft_of(family: Family, text: Fields, dtypes: Dtypes) -> StateSpec:
+    if family.draft is None:
+        raise SpecError(f"draft state is not known for {text.text('model_type') or 'this model'}; leave draft off")
+    return family.draft(text, dtypes)
+
+
+def _title(text: Fields, outer: Fields) -> str:
+    return outer.text("model_type") or text.text("model_type") or next(iter((*outer.texts("architectures"), "model")))
+
+
+def _key(name: str) -> str:
+    """Makes `Qwen3MoeForCausalLM` and `qwen3_moe` the same word."""
+    for ending in _CLASS_ENDINGS:
+        name = name.removesuffix(ending)
+    return name.replace("_", "").replace(".", "").lower()
+
+
+_BY_KEY = {_key(model_type): family for family in _FAMILIES for model_type in family.model_types}

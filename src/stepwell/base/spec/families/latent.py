@@ -1,0 +1,76 @@
+"""Multi-head latent attention: one latent per token and layer for all heads, and the DSA index beside it.
+
+Every rank needs all of a latent, so these states are never sharded. Yields states; builds no ModelSpec.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from stepwell.base.errors import SpecError
+from stepwell.base.spec.families.dtypes import Dtypes
+from stepwell.base.spec.families.fields import Fields
+from stepwell.base.spec.model import StateSpec
+from stepwell.base.spec.shapes import Prefix
+
+
+def mla_states(config: Fields, dtypes: Dtypes) -> Iterator[StateSpec]:
+    """DeepSeek-V3, R1, Kimi-K2: latents only."""
+    yield latent_state(config.num_layers(), config, dtypes)
+
+
+def dsa_states(config: Fields, dtypes: Dtypes) -> Iterator[StateSpec]:
+    """DeepSeek-V3.2 and GLM-5: latents, and index keys in the layers that select for themselves."""
+    num_layers = config.num_layers()
+    yield latent_state(num_layers, config, dtypes)
+    yield StateSpec(
+        name="index",
+        shape=Prefix(),
+        layers=_own_index(config, num_layers).count(True),
+        row_bytes=_index_row_bytes(config, dtypes),
+        dtype=dtypes.kv,
+    )
+
+
+def latent_state(layers: int, config: Fields, dtypes: Dtypes) -> StateSpec:
+    return StateSpec(name="kv", shape=Prefix(), layers=layers, row_bytes=_latent_row_bytes(config, dtypes), dtype=dtypes.kv)
+
+
+def mla_draft(config: Fields, dtypes: Dtypes) -> StateSpec:
+    """What the next-token-prediction layers keep. Without it a resumed answer is right, and only slower."""
+    return _draft(config, dtypes, _latent_row_bytes(config, dtypes))
+
+
+def dsa_draft(config: Fields, dtypes: Dtypes) -> StateSpec:
+    """As `mla_draft`; a draft layer has an index of its own, in the same row."""
+    return _draft(config, dtypes, _latent_row_bytes(config, dtypes) + _index_row_bytes(config, dtypes))
+
+
+def _draft(config: Fields, dtypes: Dtypes, row_bytes: int) -> StateSpec:
+    layers = config.size("num_nextn_predict_layers", 0, least=0)
+    if not layers:
+        raise SpecError("config field num_nextn_predict_layers is missing or 0: this model has no draft layers to cache")
+    return StateSpec(name="draft", shape=Prefix(), layers=layers, row_bytes=row_bytes, dtype=dtypes.kv, required=False)
+
+
+def _latent_row_bytes(config: Fields, dtypes: Dtypes) -> int:
+    # a model without rotary positions writes 0 channels of rotated key
+    return dtypes.latent_row_bytes(config.size("kv_lora_rank"), config.size("qk_rope_head_dim", least=0))
+
+
+def _index_row_bytes(config: Fields, dtypes: Dtypes) -> int:
+    return dtypes.index_row_bytes(config.size("index_head_dim"))
+
+
+def _own_index(config: Fields, num_layers: int) -> list[bool]:
+    """Which layers keep an index; the others reuse the selection of the last layer that did.
+
+    GLM-5.2 (78 layers, every 4th, offset 3):   0 1 2 . . . 6 . . . 10 . . .  ...  74 . . .     21 layers
+    """
+    if config.has("indexer_types"):
+        return config.per_layer("indexer_types", {"full": True, "shared": False}, num_layers=num_layers)
+    if config.has("index_topk_pattern"):
+        return config.per_layer("index_topk_pattern", {"F": True, "S": False}, num_layers=num_layers)
+    period = config.size("index_topk_freq", 1)
+    last_dense = config.size("index_skip_topk_offset", 2, least=0) - 1
+    return [max(index - last_dense, 0) % period == 0 for index in range(num_layers)]

@@ -1,0 +1,138 @@
+"""Models with a recurrent state: gated delta nets, Kimi delta attention, Mamba-2, alone or beside attention.
+
+Each recurrent layer keeps two points: `ssm`, the state itself, and `conv`, the last inputs of its short
+convolution (as many columns as the kernel is long). Yields states; builds no ModelSpec.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from stepwell.base.errors import SpecError
+from stepwell.base.spec.families.attention import kv_state, read_heads
+from stepwell.base.spec.families.dtypes import WIDTH_BYTES, Dtypes, recurrent_dtype
+from stepwell.base.spec.families.fields import Fields
+from stepwell.base.spec.families.latent import latent_state
+from stepwell.base.spec.families.layers import Layer, every, schedule
+from stepwell.base.spec.model import StateSpec
+from stepwell.base.spec.shapes import Point
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recurrence:
+    """The sizes of one recurrent layer. `conv_shards` is over how many ranks its convolution can be cut."""
+
+    heads: int
+    head_elements: int
+    conv_channels: int
+    conv_columns: int
+    conv_shards: int
+
+
+def delta_net_states(config: Fields, dtypes: Dtypes) -> Iterator[StateSpec]:
+    """Qwen3-Next and Qwen3.5: three gated delta nets, then one full attention."""
+    kinds = schedule(config, every(config.size("full_attention_interval", 4), last=Layer.FULL, others=Layer.LINEAR))
+    _refuse_windows(kinds)
+    if full := kinds.count(Layer.FULL):
+        yield kv_state(full, read_heads(config), dtypes)
+    if linear := kinds.count(Layer.LINEAR):
+        yield from _points(linear, _delta_net(config), config, dtypes)
+
+
+def kimi_states(config: Fields, dtypes: Dtypes) -> Iterator[StateSpec]:
+    """Kimi-Linear and Kimi-K3: Kimi delta attention, and latents in the full layers."""
+    kinds = _kimi_schedule(config)
+    _refuse_windows(kinds)
+    if full := kinds.count(Layer.FULL):
+        yield latent_state(full, config, dtypes)
+    if linear := kinds.count(Layer.LINEAR):
+        yield from _points(linear, _kimi_delta(config), config, dtypes)
+
+
+def falcon_h1_states(config: Fields, dtypes: Dtypes) -> Iterator[StateSpec]:
+    """Falcon-H1: attention and Mamba-2 side by side in every layer."""
+    num_layers = config.num_layers()
+    heads = config.size("mamba_n_heads")
+    if config.has("mamba_d_ssm"):
+        inner = config.size("mamba_d_ssm")
+    else:
+        inner = config.size("mamba_expand", 2) * config.size("hidden_size")
+    head_dim = inner // heads if config.text("mamba_d_head") == "auto" else config.size("mamba_d_head", inner // heads)
+    if heads * head_dim != inner:
+        raise SpecError(f"config field mamba_n_heads {heads} must cut the {inner} channels of a layer into heads of mamba_d_head")
+    groups, state = config.size("mamba_n_groups", 1), config.size("mamba_d_state")
+    yield kv_state(num_layers, read_heads(config), dtypes)
+    layer = _mamba2(heads, head_dim, state, groups, config.size("mamba_d_conv", 4))
+    yield from _points(num_layers, layer, config, dtypes)
+
+
+def mamba2_states(config: Fields, dtypes: Dtypes) -> Iterator[StateSpec]:
+    """Mamba-2: nothing but points."""
+    groups, state = config.size("n_groups", 1), config.size("state_size")
+    layer = _mamba2(config.size("num_heads"), config.size("head_dim"), state, groups, config.size("conv_kernel", 4))
+    return _points(config.num_layers(), layer, config, dtypes)
+
+
+def _points(layers: int, layer: Recurrence, config: Fields, dtypes: Dtypes) -> Iterator[StateSpec]:
+    dtype = recurrent_dtype(config)
+    state_bytes = layer.heads * layer.head_elements * WIDTH_BYTES[dtype]
+    conv_bytes = layer.conv_channels * layer.conv_columns * dtypes.model_width
+    yield StateSpec(name="ssm", shape=Point(), layers=layers, row_bytes=state_bytes, dtype=dtype, shards=layer.heads)
+    yield StateSpec(name="conv", shape=Point(), layers=layers, row_bytes=conv_bytes, dtype=dtypes.model, shards=layer.conv_shards)
+
+
+def _delta_net(config: Fields) -> Recurrence:
+    key_heads, key_dim = config.size("linear_num_key_heads"), config.size("linear_key_head_dim")
+    value_heads, value_dim = config.size("linear_num_value_heads"), config.size("linear_value_head_dim")
+    if value_heads % key_heads:
+        raise SpecError(f"config field linear_num_value_heads {value_heads} must be a multiple of {key_heads} key heads")
+    return Recurrence(
+        heads=value_heads,
+        head_elements=key_dim * value_dim,
+        conv_channels=2 * key_heads * key_dim + value_heads * value_dim,  # queries, keys, values
+        conv_columns=config.size("linear_conv_kernel_dim", 4),
+        conv_shards=key_heads,
+    )
+
+
+def _kimi_delta(config: Fields) -> Recurrence:
+    nested = config.section("linear_attn_config")
+    if nested.has("num_heads"):
+        heads, dim, columns = nested.size("num_heads"), nested.size("head_dim"), nested.size("short_conv_kernel_size", 4)
+    else:
+        heads, dim = config.size("linear_num_heads"), config.size("linear_head_dim")
+        columns = config.size("linear_conv_kernel_dim", 4)
+    return Recurrence(
+        heads=heads, head_elements=dim * dim, conv_channels=3 * heads * dim, conv_columns=columns, conv_shards=heads
+    )
+
+
+def _kimi_schedule(config: Fields) -> list[Layer]:
+    nested = config.section("linear_attn_config")
+    if config.has("layer_types") or not nested.has("kda_layers"):
+        return schedule(config, every(4, last=Layer.FULL, others=Layer.LINEAR))
+    num_layers = config.num_layers()
+    linear = nested.layer_numbers("kda_layers", num_layers=num_layers)
+    full = nested.layer_numbers("full_attn_layers", num_layers=num_layers)
+    if linear & full or len(linear) + len(full) != num_layers:
+        raise SpecError(
+            f"config fields kda_layers ({len(linear)}) and full_attn_layers ({len(full)}) in linear_attn_config "
+            f"must name each of the {num_layers} layers once"
+        )
+    return [Layer.LINEAR] * len(linear) + [Layer.FULL] * len(full)  # only how many matters here, not their order
+
+
+def _mamba2(heads: int, head_dim: int, state: int, groups: int, columns: int) -> Recurrence:
+    if heads % groups:
+        raise SpecError(f"{heads} Mamba heads cannot share {groups} groups equally; check the group count in the config")
+    # all heads of a group read the same two projections of it, so a convolution is cut between groups only
+    channels = heads * head_dim + 2 * groups * state
+    return Recurrence(
+        heads=heads, head_elements=head_dim * state, conv_channels=channels, conv_columns=columns, conv_shards=groups
+    )
+
+
+def _refuse_windows(kinds: list[Layer]) -> None:
+    if Layer.SLIDING in kinds:
+        raise SpecError("config field layer_types names sliding_attention, which this model family does not have")

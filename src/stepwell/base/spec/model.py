@@ -1,0 +1,254 @@
+"""What a model remembers, as data: a list of states, and everything that follows from the list.
+
+Sizes, the parts of a prefix page, legal boundaries and the fingerprint are all computed here from the
+states alone. Knows no model by name, holds no bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, replace
+from fractions import Fraction
+from functools import cached_property
+from math import ceil, gcd, lcm
+
+from stepwell.base.errors import SpecError
+from stepwell.base.ids import Kind
+from stepwell.base.spec.shapes import Point, Prefix, Shape, Window
+
+LAYOUT_VERSION = 1  # raise it when the order of bytes inside an object changes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateSpec:
+    """One thing a model remembers.
+
+    A row is what one layer keeps for one group of tokens (`Prefix`), one token (`Window`) or one
+    boundary (`Point`). `shards` is into how many equal parts a row can be cut over ranks; 1 means
+    that every rank keeps all of it.
+    """
+
+    name: str
+    shape: Shape
+    layers: int
+    row_bytes: int
+    dtype: str
+    required: bool = True
+    align: int = 1
+    shards: int = 1
+
+    def __post_init__(self) -> None:
+        if self.layers < 1 or self.row_bytes < 1:
+            raise SpecError(
+                f"state {self.name!r} needs at least one layer and one byte per row, got {self.layers=} {self.row_bytes=}"
+            )
+        if self.align < 1 or self.shards < 1:
+            raise SpecError(f"state {self.name!r}: align and shards must be at least 1, got {self.align=} {self.shards=}")
+        if self.row_bytes % self.shards:
+            raise SpecError(f"state {self.name!r}: rows of {self.row_bytes} bytes cannot be cut into {self.shards} equal shards")
+
+    @property
+    def replicated(self) -> bool:
+        return self.shards == 1
+
+    def rows_per_page(self, page_tokens: int) -> int:
+        """Rows of one layer in one prefix page. A group that spans pages lives in the page that completes it."""
+        assert isinstance(self.shape, Prefix), self
+        return ceil(Fraction(page_tokens, self.shape.ratio))
+
+    def point_rows(self, boundary_step: int) -> int:
+        """The most rows a point can have at any multiple of `boundary_step`."""
+        assert isinstance(self.shape, Point), self
+        period = self.shape.period
+        return 1 if period is None else period - gcd(boundary_step, period)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Where one state's bytes lie inside an object: `[layer][row]`, back to back."""
+
+    state: str
+    offset: int
+    size_bytes: int
+    layers: int
+    rows: int
+    row_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """All states of a model, cut into pages of `page_tokens` tokens."""
+
+    name: str
+    states: tuple[StateSpec, ...]
+    page_tokens: int = 64
+
+    def __post_init__(self) -> None:
+        if not self.states:
+            raise SpecError(f"model {self.name!r} has no states: there is nothing to cache")
+        names = [state.name for state in self.states]
+        if len(set(names)) != len(names):
+            raise SpecError(f"model {self.name!r} names a state twice: {', '.join(names)}")
+        if self.page_tokens < 1:
+            raise SpecError(f"page_tokens must be at least 1, got {self.page_tokens}")
+        for state in self.states:
+            ratio = state.shape.ratio if isinstance(state.shape, Prefix) else 1
+            if self.page_tokens % ratio and ratio % self.page_tokens:
+                raise SpecError(
+                    f"page_tokens {self.page_tokens} does not fit model {self.name!r}: state {state.name!r} keeps one row per "
+                    f"{ratio} tokens; choose a multiple or a divisor of {ratio}"
+                )
+
+    def of_shape(self, shape: type[Shape]) -> tuple[StateSpec, ...]:
+        return tuple(state for state in self.states if isinstance(state.shape, shape))
+
+    def state(self, name: str) -> StateSpec:
+        return next(state for state in self.states if state.name == name)
+
+    # ---- boundaries -------------------------------------------------------------------------------
+
+    @cached_property
+    def align(self) -> int:
+        """Every legal boundary is a multiple of this many tokens (and of the page)."""
+        return lcm(*(state.align for state in self.states))
+
+    @cached_property
+    def boundary_step(self) -> int:
+        return lcm(self.align, self.page_tokens)
+
+    @cached_property
+    def needs_checkpoint(self) -> bool:
+        """True when prefix pages alone are not enough to resume."""
+        return bool(self.window_tokens or self.parts(Kind.POINT))
+
+    def is_legal(self, boundary: int) -> bool:
+        return boundary >= 0 and boundary % self.boundary_step == 0
+
+    def floor(self, tokens: int) -> int:
+        """The deepest legal boundary at or below `tokens`."""
+        return tokens - tokens % self.boundary_step
+
+    def usable(self, prompt_tokens: int) -> int:
+        """The deepest boundary a prompt can resume from: at least one of its tokens is always computed."""
+        return self.floor(max(prompt_tokens - 1, 0))
+
+    def needed_at(self, boundary: int) -> tuple[StateSpec, ...]:
+        """The states that must have bytes at `boundary`, each in its own shape."""
+        if boundary == 0:
+            return ()
+        return tuple(s for s in self.states if not isinstance(s.shape, Point) or s.shape.rows_at(boundary))
+
+    # ---- windows ----------------------------------------------------------------------------------
+
+    @cached_property
+    def window_tokens(self) -> int:
+        """The longest required look-back of any window state, 0 without one."""
+        return max((s.shape.tokens for s in self.states if isinstance(s.shape, Window)), default=0)
+
+    @cached_property
+    def window_page_tokens(self) -> int:
+        """Tokens of one window page: the largest divisor of the page that is not longer than the window."""
+        longest = min(self.window_tokens or self.page_tokens, self.page_tokens)
+        return next(size for size in range(longest, 0, -1) if self.page_tokens % size == 0)
+
+    def window_span(self, boundary: int) -> range:
+        """The window pages, by index on the path, that a checkpoint at `boundary` consists of."""
+        if not self.window_tokens:
+            return range(0)
+        size = self.window_page_tokens
+        return range(max(boundary - self.window_tokens, 0) // size, boundary // size)
+
+    # ---- bytes ------------------------------------------------------------------------------------
+
+    def parts(self, kind: Kind) -> tuple[Part, ...]:
+        """The layout `[state][layer][row]` of one object of `kind`."""
+        return self._parts[kind]
+
+    @cached_property
+    def _parts(self) -> dict[Kind, tuple[Part, ...]]:
+        return {kind: tuple(self._lay_out(kind)) for kind in Kind}
+
+    def _lay_out(self, kind: Kind) -> list[Part]:
+        parts, offset = [], 0
+        for state in self.states:
+            rows = self._rows(state, kind)
+            if rows:
+                size = state.layers * rows * state.row_bytes
+                parts.append(
+                    Part(
+                        state=state.name,
+                        offset=offset,
+                        size_bytes=size,
+                        layers=state.layers,
+                        rows=rows,
+                        row_bytes=state.row_bytes,
+                    )
+                )
+                offset += size
+        return parts
+
+    def _rows(self, state: StateSpec, kind: Kind) -> int:
+        match (kind, state.shape):
+            case (Kind.PREFIX, Prefix()):
+                return state.rows_per_page(self.page_tokens)
+            case (Kind.WINDOW, Window()):
+                return self.window_page_tokens
+            case (Kind.POINT, Point()):
+                return state.point_rows(self.boundary_step)
+        return 0
+
+    def object_bytes(self, kind: Kind) -> int:
+        """Payload bytes of one object of `kind`; 0 when the model has none."""
+        return sum(part.size_bytes for part in self.parts(kind))
+
+    def state_bytes_per_token(self, state: StateSpec) -> Fraction:
+        """Bytes that grow with each token; only Prefix states grow."""
+        return Fraction(state.layers * state.row_bytes, state.shape.ratio) if isinstance(state.shape, Prefix) else Fraction(0)
+
+    def state_checkpoint_bytes(self, state: StateSpec, boundary: int | None = None) -> int:
+        """Bytes this state adds to a checkpoint at `boundary`, or to the largest one."""
+        match state.shape:
+            case Window(tokens=tokens):
+                return state.layers * state.row_bytes * (tokens if boundary is None else min(tokens, boundary))
+            case Point():
+                rows = state.point_rows(self.boundary_step) if boundary is None else state.shape.rows_at(boundary)
+                return state.layers * state.row_bytes * rows
+        return 0
+
+    @property
+    def bytes_per_token(self) -> Fraction:
+        return sum((self.state_bytes_per_token(state) for state in self.states), Fraction(0))
+
+    def checkpoint_bytes(self, boundary: int | None = None) -> int:
+        """Bytes of window and point state one must keep to resume at `boundary`, or at the costliest one."""
+        return sum(self.state_checkpoint_bytes(state, boundary) for state in self.states)
+
+    # ---- identity and ranks -----------------------------------------------------------------------
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Differs whenever two specs would read each other's bytes wrongly. The name is not part of it."""
+        facts = {
+            "layout": LAYOUT_VERSION,
+            "page_tokens": self.page_tokens,
+            "states": [asdict(state) | {"shape": str(state.shape)} for state in self.states],
+        }
+        canonical = json.dumps(facts, sort_keys=True, separators=(",", ":")).encode()
+        return hashlib.blake2b(canonical, digest_size=16).hexdigest()
+
+    def for_ranks(self, ranks: int) -> ModelSpec:
+        """What one of `ranks` equal ranks keeps: a share of sharded states, all of replicated ones."""
+        if ranks < 1:
+            raise SpecError(f"ranks must be at least 1, got {ranks}")
+        return replace(self, states=tuple(self._share(state, ranks) for state in self.states))
+
+    @staticmethod
+    def _share(state: StateSpec, ranks: int) -> StateSpec:
+        cuts = min(ranks, state.shards)
+        if state.shards % cuts or ranks % cuts:
+            raise SpecError(f"state {state.name!r} has {state.shards} shards, which {ranks} ranks cannot share equally")
+        return replace(state, row_bytes=state.row_bytes // cuts, shards=state.shards // cuts)
+
+    def with_page_tokens(self, page_tokens: int) -> ModelSpec:
+        return replace(self, page_tokens=page_tokens)

@@ -1,0 +1,50 @@
+"""Amounts of memory as people write them: `8GiB`, `1.5 TB`, `4096`.
+
+Arithmetic on strings only, exact: no value passes through a float on its way in.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from stepwell.base.errors import ConfigError
+
+_BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_DECIMAL = ("B", "kB", "MB", "GB", "TB", "PB")
+_SCALE = {unit.lower(): base**power for units, base in ((_BINARY, 1024), (_DECIMAL, 1000)) for power, unit in enumerate(units)}
+_AMOUNT = re.compile(r"\s*([0-9]{1,20}(?:\.[0-9]{1,12})?)\s*([A-Za-z]*)\s*", re.ASCII)
+
+
+def parse_bytes(amount: str | int) -> int:
+    """A whole number of bytes from `8GiB`, `500 MB`, `1.5TiB` or a plain integer; fractions of a byte are cut off.
+
+    Units do not mind their case; KiB counts in 1024s, kB in 1000s. Raises ConfigError for anything else.
+    """
+    if isinstance(amount, int) and not isinstance(amount, bool):
+        if amount < 0:
+            raise ConfigError(f"an amount of memory cannot be negative, got {amount}")
+        return amount
+    match = _AMOUNT.fullmatch(amount) if isinstance(amount, str) else None
+    if match is None:
+        raise ConfigError(f"not an amount of memory: {amount!r:.80}; write for example 8GiB, 500MB or 4096")
+    number, unit = match.groups()
+    scale = _SCALE.get(unit.lower() or "b")
+    if scale is None:
+        raise ConfigError(f"unknown unit {unit!r:.40}; use one of: {', '.join((*_BINARY, *_DECIMAL[1:]))}")
+    size = Fraction(number) * scale
+    if scale == 1 and size.denominator != 1:
+        raise ConfigError(f"{amount!r:.80} is not a whole number of bytes")
+    return int(size)
+
+
+def format_bytes(size_bytes: int) -> str:
+    """A size for people, in the largest binary unit that keeps it at 1 or above: `74.2 MiB`, `48 B`."""
+    if size_bytes < 0:
+        raise ConfigError(f"an amount of memory cannot be negative, got {size_bytes}")
+    power = min(max(size_bytes.bit_length() - 1, 0) // 10, len(_BINARY) - 1)
+    if power == 0:
+        return f"{size_bytes} B"
+    if round(size_bytes / 1024**power, 1) >= 1024 and power < len(_BINARY) - 1:
+        power += 1  # 1023.96 KiB reads better as 1.0 MiB
+    return f"{size_bytes / 1024**power:.1f} {_BINARY[power]}"

@@ -1,0 +1,76 @@
+"""The cache's self-check: every reference is accounted for by somebody who holds it, and every promise holds.
+
+Slow on purpose, and changes nothing. Ends every random test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from stepwell.base.ids import Kind, Tier
+from stepwell.base.plan import PageIds
+from stepwell.cache.core import Core
+from stepwell.cache.lease import Lease
+from stepwell.cache.pin import Pin
+from stepwell.tree import audit as tree_audit
+from stepwell.tree.node import ABSENT
+
+
+def audit(core: Core, leases: Sequence[Lease], pins: Sequence[Pin]) -> None:
+    """Asserts invariants of arenas, tree, jobs, leases and pins together."""
+    tree_audit.audit(core.tree)
+    holders = list(_holders(core, leases, pins))
+    for tier, arena in core.tree.arenas.items():
+        arena.audit()
+        for kind in arena.layout.strides:
+            expected = np.zeros_like(arena.refs[kind])
+            for held_tier, held_kind, ids in holders:
+                if held_tier is tier and held_kind is kind:
+                    np.add.at(expected, ids, 1)
+            wrong = np.flatnonzero(expected != arena.refs[kind])[:8]
+            counted, held = arena.refs[kind][wrong], expected[wrong]
+            assert not len(wrong), f"{tier.label} {kind.label}: pages {wrong} have {counted} references, {held} are held"
+    _audit_users(core, leases, pins)
+    for lease in leases:
+        assert lease.sources.total == lease.prompt_tokens, f"{lease}: {lease.sources} does not add up"
+
+
+def _holders(core: Core, leases: Sequence[Lease], pins: Sequence[Pin]) -> Iterator[tuple[Tier, Kind, PageIds]]:
+    for node in core.tree.nodes():
+        for run in node.runs:
+            if run is not None:
+                yield run.tier, Kind.PREFIX, run.ids[run.ids != ABSENT]
+        for checkpoint in (node.checkpoints or {}).values():
+            for residency in checkpoint.held:
+                if residency is not None:
+                    for kind, ids in residency.spans():
+                        yield residency.tier, kind, ids
+    for lease in leases:
+        yield core.nearest, Kind.PREFIX, lease.prefix_pages
+        yield core.nearest, Kind.WINDOW, lease.window_pages
+        yield core.nearest, Kind.POINT, lease.point_pages
+    for job in core.mover.running():
+        for copy in job.plan.copies:
+            for span in (copy.source, copy.target):
+                yield span.tier, span.kind, span.ids
+    for pin in pins:
+        for tier, ids in pin.pages:
+            yield tier, Kind.PREFIX, ids
+
+
+def _audit_users(core: Core, leases: Sequence[Lease], pins: Sequence[Pin]) -> None:
+    users: dict[int, int] = {}
+    readers = [lease.restored for lease in leases] + [pin.residency for pin in pins]
+    readers += [residency for job in core.mover.running() for residency in job.reads]
+    for residency in readers:
+        if residency is not None:
+            users[id(residency)] = users.get(id(residency), 0) + 1
+    for node in core.tree.nodes():
+        for checkpoint in (node.checkpoints or {}).values():
+            for residency in checkpoint.held:
+                if residency is not None:
+                    assert residency.users == users.get(id(residency), 0), (
+                        f"{residency.users=} but {users.get(id(residency), 0)} read it"
+                    )

@@ -1,0 +1,142 @@
+"""For engines that own their device memory: pages go between the host tier and addresses the engine names.
+
+The cache keeps no device arena then. The engine must leave the memory it named alone until the copy ended
+(`Lease.jobs` is empty, or the lease is ready again).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from stepwell.base.errors import LeaseError, NoRoom
+from stepwell.base.ids import Kind, Tier
+from stepwell.base.plan import NO_PAGES, Copy, PageIds, Purpose, Span
+from stepwell.cache.core import Core
+from stepwell.cache.expiry import note_expiry
+from stepwell.cache.lease import Lease, LeaseState
+from stepwell.cache.room import allocate
+from stepwell.tree.node import Node
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EnginePages:
+    """The engine's own names for pages: `prefix[i]` for page i of the prompt, `windows` and `points` for a checkpoint."""
+
+    prefix: PageIds = field(default_factory=lambda: NO_PAGES)
+    windows: PageIds = field(default_factory=lambda: NO_PAGES)
+    points: PageIds = field(default_factory=lambda: NO_PAGES)
+
+
+def load(core: Core, lease: Lease, into: EnginePages) -> None:
+    """Starts copying everything up to the restore point into the engine's memory; the lease loads meanwhile."""
+    restored = lease.resume // core.spec.page_tokens
+    residency = lease.restored
+    copies = [_copy(Tier.HOST, lease.prefix_pages[:restored], Tier.ENGINE, into.prefix, Kind.PREFIX)]
+    if residency is not None:
+        copies.append(_copy(Tier.HOST, residency.windows, Tier.ENGINE, into.windows, Kind.WINDOW))
+        copies.append(_copy(Tier.HOST, residency.points, Tier.ENGINE, into.points, Kind.POINT))
+    job = core.mover.start(Purpose.LOAD, copies, reads=(residency,) if residency is not None else ())
+    if job is not None:
+        lease.jobs.add(job)
+        lease.state = LeaseState.LOADING
+        lease.deadline_s = core.clock.now() + core.config.load_timeout_s
+
+
+def commit(core: Core, lease: Lease, upto: int, source: EnginePages, *, checkpoint: bool) -> bool:
+    """Copies tokens `[position, upto)` and, if wanted, a checkpoint from the engine into the host tier.
+
+    False, with nothing saved, when the host has no room: a later request will compute these tokens again.
+    """
+    page_tokens = core.spec.page_tokens
+    full, done = upto // page_tokens, len(lease.prefix_pages)
+    if len(source.prefix) < full:
+        raise LeaseError(f"{lease}: {full} pages are computed but the engine named only {len(source.prefix)}")
+    try:
+        fresh = allocate(core, Tier.HOST, {Kind.PREFIX: full - done}).get(Kind.PREFIX, NO_PAGES) if full > done else NO_PAGES
+    except NoRoom:
+        core.counters.add("save_skipped_no_room")
+        return False
+    lease.position = upto
+    if not full:
+        return True
+    use = lease.request.use(core.clock.now())
+    lease.prefix_pages = np.concatenate([lease.prefix_pages, fresh])
+    node = core.tree.insert(lease.namespace.digest, lease.packed, Tier.HOST, lease.prefix_pages, use)
+    note_expiry(core, node)
+    taken = np.array([owner is not None for owner in core.tree.owner[Tier.HOST][fresh]], np.bool_)
+    targets = fresh[taken]
+    job = core.mover.start(Purpose.SAVE, [_copy(Tier.ENGINE, source.prefix[done:full][taken], Tier.HOST, targets, Kind.PREFIX)])
+    if job is not None:
+        lease.jobs.add(job)
+    _drop_duplicates(core, lease, node, done, taken)
+    if checkpoint:
+        _save_checkpoint(core, lease, node, full, source)
+    return True
+
+
+def _drop_duplicates(core: Core, lease: Lease, node: Node, done: int, taken: object) -> None:
+    """Pages somebody else saved first: the lease refers to theirs, and its own empty ones go back."""
+    mine = lease.prefix_pages[done:][~np.asarray(taken, np.bool_)]
+    if not len(mine):
+        return
+    theirs = _path_ids(node, len(lease.prefix_pages))[done:][~np.asarray(taken, np.bool_)]
+    core.arena(Tier.HOST).retain(Kind.PREFIX, theirs)
+    lease.prefix_pages = lease.prefix_pages.copy()
+    lease.prefix_pages[done:][~np.asarray(taken, np.bool_)] = theirs
+    core.mover.release(Tier.HOST, Kind.PREFIX, mine)
+
+
+def _path_ids(node: Node, upto: int) -> PageIds:
+    ids = np.empty(upto, np.int32)
+    here: Node | None = node
+    while here is not None and here.parent is not None:
+        run = here.runs[Tier.HOST]
+        assert run is not None, f"{here} has no host pages although the host is its only tier"
+        count = min(here.end, upto) - here.start
+        ids[here.start : here.start + count] = run.ids[:count]
+        here = here.parent
+    return ids
+
+
+def _save_checkpoint(core: Core, lease: Lease, node: Node, page: int, source: EnginePages) -> None:
+    existing = (node.checkpoints or {}).get(page)
+    if existing is not None and existing.held[Tier.HOST] is not None:
+        return
+    spec = core.spec
+    counts = {
+        Kind.WINDOW: len(spec.window_span(page * spec.page_tokens)),
+        Kind.POINT: 1 if spec.parts(Kind.POINT) else 0,
+    }
+    if len(source.windows) != counts[Kind.WINDOW] or len(source.points) != counts[Kind.POINT]:
+        raise LeaseError(
+            f"{lease}: a checkpoint at token {page * spec.page_tokens} has {counts[Kind.WINDOW]} window page(s) and "
+            f"{counts[Kind.POINT]} point page(s), but the engine named {len(source.windows)} and {len(source.points)}"
+        )
+    try:
+        pages = allocate(core, Tier.HOST, counts)
+    except NoRoom:
+        core.counters.add("checkpoint_skipped_no_room")
+        return
+    windows, points = pages.get(Kind.WINDOW, NO_PAGES), pages.get(Kind.POINT, NO_PAGES)
+    now = core.clock.now()
+    residency = core.tree.add_residency(node, page, Tier.HOST, windows=windows, points=points, ready=False, now=now)
+    assert residency is not None
+    copies = [
+        _copy(Tier.ENGINE, source.windows, Tier.HOST, windows, Kind.WINDOW),
+        _copy(Tier.ENGINE, source.points, Tier.HOST, points, Kind.POINT),
+    ]
+    job = core.mover.start(Purpose.SAVE, copies, writes=residency)
+    assert job is not None, "a checkpoint without pages"
+    lease.jobs.add(job)
+    core.counters.add("checkpoints_made")
+    for kind, ids in pages.items():
+        core.mover.release(Tier.HOST, kind, ids)
+
+
+def _copy(source: Tier, read: PageIds, target: Tier, write: PageIds, kind: Kind) -> Copy:
+    count = min(len(read), len(write))
+    if len(read) != len(write) and target is Tier.ENGINE and len(write) < len(read):
+        raise LeaseError(f"{len(read)} {kind.label} page(s) are to be loaded but the engine named only {len(write)}")
+    return Copy(source=Span(tier=source, kind=kind, ids=read[:count]), target=Span(tier=target, kind=kind, ids=write[:count]))

@@ -1,0 +1,46 @@
+"""The parts that the cache's verbs share, in one place, and the few words they all need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from stepwell.base.clock import Clock
+from stepwell.base.config import CacheConfig
+from stepwell.base.ids import Tier
+from stepwell.base.spec import ModelSpec
+from stepwell.cache.mover import Mover
+from stepwell.memory.arena import Arena
+from stepwell.metrics.counters import Counters
+from stepwell.tree.node import Loss, LossReason, Node, Victim
+from stepwell.tree.tree import Tree
+
+
+@dataclass(kw_only=True, eq=False)
+class Core:
+    """What stands behind one cache. Built by `build.py`; used on one thread."""
+
+    spec: ModelSpec
+    config: CacheConfig
+    tree: Tree
+    mover: Mover
+    counters: Counters
+    clock: Clock
+    save_first: Callable[[Core, Victim], bool] | None = None  # starts saving what must not be lost; true if it did
+    expiries: list[tuple[float, int, int, Node]] = field(default_factory=list)  # heap: when, deepest first, number, node
+    expiry_number: int = 0
+
+    @property
+    def nearest(self) -> Tier:
+        """The tier that requests compute into: the device, or the host under an engine that owns its device."""
+        return self.tree.tiers[0]
+
+    @property
+    def has_both_tiers(self) -> bool:
+        return len(self.tree.tiers) == 2
+
+    def arena(self, tier: Tier) -> Arena:
+        return self.tree.arenas[tier]
+
+    def loss(self, reason: LossReason, tier: Tier) -> Loss:
+        return Loss(at_s=self.clock.now(), reason=reason, tier=tier)

@@ -1,0 +1,41 @@
+"""Time to live: paths whose last user gave them a limit leave the tree when it is reached.
+
+Every use covers a whole path from the root, so a node never expires before what is below it.
+"""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+from math import inf
+
+from stepwell.cache.core import Core
+from stepwell.tree.node import LossReason, Node
+
+
+def note_expiry(core: Core, node: Node | None) -> None:
+    """Remembers when a path's nodes run out, if they do. An entry that is too early is put off when it comes up."""
+    while node is not None and node.parent is not None and node.expires_at < inf:
+        _remember(core, node)
+        node = node.parent
+
+
+def drop_expired(core: Core) -> int:
+    """Takes out what has run out by now; returns how many nodes. Leases keep their pages."""
+    now, dropped = core.clock.now(), 0
+    while core.expiries and core.expiries[0][0] <= now:
+        *_, node = heappop(core.expiries)
+        if node.parent is None:
+            continue
+        if node.expires_at > now:
+            if node.expires_at < inf:
+                _remember(core, node)
+            continue
+        core.tree.truncate(node, 0, core.loss(LossReason.EXPIRED, core.nearest))
+        dropped += 1
+    core.counters.add("expired_nodes", dropped)
+    return dropped
+
+
+def _remember(core: Core, node: Node) -> None:
+    core.expiry_number += 1
+    heappush(core.expiries, (node.expires_at, -node.start, core.expiry_number, node))

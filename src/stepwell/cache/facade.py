@@ -1,0 +1,248 @@
+"""The cache as an engine sees it: look a prompt up, lease it, commit what was computed, give it back.
+
+    match = cache.lookup(tokens)                  a question; changes nothing
+    with cache.acquire(match) as lease:           pages held, copies started
+        ...                                       cache.step() until lease.ready
+        cache.commit(lease, upto)                 at every stop the lease names
+    cache.step()                                  once per engine step; never blocks
+
+All methods are called from one thread, the engine's scheduler. Bytes are moved by the executor's threads, and
+what came of it is applied in `step` alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stepwell.base.errors import BadTokens, ConfigError, LeaseError
+from stepwell.base.ids import Kind, LeaseId, Tier
+from stepwell.base.keys import Namespace
+from stepwell.base.tokens import TOKEN_BYTES, Tokens, pack
+from stepwell.cache import borrowed, explain, publish, restore
+from stepwell.cache.audit import audit
+from stepwell.cache.borrowed import EnginePages
+from stepwell.cache.core import Core
+from stepwell.cache.executor import Executor
+from stepwell.cache.expiry import drop_expired
+from stepwell.cache.explain import Explanation
+from stepwell.cache.lease import Lease, LeaseState, Request
+from stepwell.cache.pin import Pin, take_pin
+from stepwell.cache.saving import save_path
+from stepwell.memory.arena import DEAD, FILLING
+from stepwell.metrics.counters import Counters
+from stepwell.policy.write import save_on_commit
+from stepwell.tree.match import Match, find
+from stepwell.tree.node import LossReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """What one `step` found."""
+
+    completed: int = 0
+    failures: tuple[str, ...] = ()
+    ready: tuple[Lease, ...] = ()  # leases that may compute now
+    failed: tuple[Lease, ...] = ()  # leases to release and look up again
+    running: int = 0  # copies still under way
+
+
+class Cache:
+    """A tiered prefix cache for one model. Make one with `stepwell.cache.build.build_cache`."""
+
+    def __init__(self, core: Core, executor: Executor, namespace: Namespace) -> None:
+        self._core = core
+        self._executor = executor
+        self._namespace = namespace
+        self._leases: dict[LeaseId, Lease] = {}
+        self._pins: list[Pin] = []
+        self._last_lease = 0
+
+    # ---- questions --------------------------------------------------------------------------------
+
+    @property
+    def spec_name(self) -> str:
+        return self._core.spec.name
+
+    @property
+    def counters(self) -> Counters:
+        return self._core.counters
+
+    @property
+    def namespace(self) -> Namespace:
+        """The namespace of requests that name no other."""
+        return self._namespace
+
+    def lookup(self, tokens: Tokens, *, namespace: Namespace | None = None) -> Match:
+        """How much of a prompt is known and where it could resume. Pure. Raises BadTokens."""
+        packed = pack(tokens, vocab_size=self._core.config.vocab_size)
+        if not packed:
+            raise BadTokens("an empty prompt: there is nothing to look up, and nothing to compute")
+        return find(self._core.tree, namespace or self._namespace, packed, len(packed) // TOKEN_BYTES)
+
+    def explain(self, tokens: Tokens, *, namespace: Namespace | None = None) -> Explanation:
+        """Why a prompt would resume where it would, and not later. Pure. Raises BadTokens."""
+        return explain.explain(self._core, self.lookup(tokens, namespace=namespace))
+
+    def used_bytes(self, tier: Tier) -> int:
+        """Bytes of a tier that hold something, padding included; 0 for a tier that does not exist."""
+        arena = self._core.tree.arenas.get(tier)
+        return arena.used_bytes if arena is not None else 0
+
+    def next_stop(self, lease: Lease) -> int | None:
+        """Where the engine must end its chunk next and commit; None for nowhere."""
+        return publish.next_stop(self._core, lease)
+
+    # ---- a request's life -------------------------------------------------------------------------
+
+    def acquire(self, match: Match, *, hints: tuple[int, ...] = (), priority: int = 0, ttl_s: float | None = None) -> Lease:
+        """Leases the prompt of a match: holds its restore point, takes pages for the rest, starts what must be copied.
+
+        Raises NoRoom and holds nothing. The lease may be LOADING: call `step` until it is ready.
+        """
+        if priority < 0 or (ttl_s is not None and ttl_s <= 0):
+            raise ConfigError(f"priority must be 0 or more and ttl_s positive, got {priority} and {ttl_s}")
+        self._last_lease += 1
+        request = Request(hints=hints, priority=priority, ttl_s=ttl_s)
+        lease = restore.acquire(self._core, match, request, LeaseId(self._last_lease), self.release)
+        self._leases[lease.id] = lease
+        return lease
+
+    def grow(self, lease: Lease, upto: int) -> None:
+        """Gives the lease device pages for tokens up to `upto`; or raises NoRoom and gives none."""
+        self._must_own_device("grow")
+        lease.must_be(LeaseState.READY, LeaseState.LOADING)
+        publish.grow(self._core, lease, upto)
+
+    def append(self, lease: Lease, tokens: Tokens) -> None:
+        """Adds tokens the model has produced to the lease's path. Raises BadTokens."""
+        lease.must_be(LeaseState.READY, LeaseState.LOADING)
+        lease.append_packed(pack(tokens, vocab_size=self._core.config.vocab_size))
+
+    def load(self, lease: Lease, into: EnginePages) -> None:
+        """Without a device tier: starts copying the restored prefix into the engine's own memory."""
+        if self._core.nearest is Tier.DEVICE:
+            raise ConfigError("load() is for caches without a device tier; with one, acquire() loads")
+        lease.must_be(LeaseState.READY)
+        borrowed.load(self._core, lease, into)
+
+    def commit(self, lease: Lease, upto: int, *, source: EnginePages | None = None, last: bool = False) -> None:
+        """Offers everything computed so far, tokens `[0, upto)`, to the cache.
+
+        At a stop this leaves a checkpoint; a request with point state then loads until its own copy is made.
+        `last` says that the request computes nothing more, which spares that copy. Without a device tier,
+        `source` names the engine's memory to copy from.
+        """
+        lease.must_be(LeaseState.READY)
+        if not lease.position <= upto <= lease.num_tokens:
+            raise LeaseError(
+                f"{lease} cannot commit up to token {upto}: it stands at {lease.position} and has {lease.num_tokens} tokens"
+            )
+        wanted = self._wants_checkpoint(lease, upto, last)
+        if self._core.nearest is Tier.DEVICE:
+            publish.commit(self._core, lease, upto, checkpoint=wanted, last=last)
+        else:
+            if source is None:
+                raise LeaseError("without a device tier, commit() needs `source`: the engine's pages to copy from")
+            borrowed.commit(self._core, lease, upto, source, checkpoint=wanted)
+
+    def release(self, lease: Lease) -> None:
+        """Gives a lease back, at any moment, once. What it committed stays cached; the rest is free again."""
+        if lease.state is LeaseState.CLOSED or self._leases.pop(lease.id, None) is None:
+            raise LeaseError(f"lease #{lease.id} was given back already")
+        core, nearest = self._core, self._core.nearest
+        if lease.trail is not None and lease.trail.node is not None and save_on_commit(core.config.write):
+            save_path(core, lease.trail.node)
+        if lease.state is not LeaseState.FAILED:
+            for name in ("device", "host", "store", "computed"):
+                core.counters.add(f"tokens_{name}", getattr(lease.sources, name))
+        lease.state = LeaseState.CLOSED
+        if lease.restored is not None:
+            core.mover.unpin(lease.restored)
+            lease.restored = None
+        pages = ((Kind.PREFIX, lease.prefix_pages), (Kind.WINDOW, lease.window_pages), (Kind.POINT, lease.point_pages))
+        for kind, ids in pages:
+            if len(ids):
+                core.mover.release(nearest, kind, ids)
+
+    # ---- upkeep -----------------------------------------------------------------------------------
+
+    def step(self) -> StepReport:
+        """Applies what the hands have finished, settles leases, drops what expired. Never blocks."""
+        core = self._core
+        completions = core.mover.apply()
+        errors = {done.job: done.error for done in completions if done.error is not None}
+        drop_expired(core)
+        self._drop_expired_pins()
+        ready, failed = [], []
+        for lease in self._leases.values():
+            if lease.state is LeaseState.LOADING:
+                lease.state = self._settled(lease, any(job in errors for job in lease.jobs))
+                if lease.ready:
+                    ready.append(lease)
+                elif lease.failed:
+                    failed.append(lease)
+            lease.jobs = {job for job in lease.jobs if core.mover.is_running(job)}
+        return StepReport(
+            completed=len(completions),
+            failures=tuple(errors.values()),
+            ready=tuple(ready),
+            failed=tuple(failed),
+            running=core.mover.num_running,
+        )
+
+    def pin(self, tokens: Tokens, *, namespace: Namespace | None = None, ttl_s: float | None = None) -> Pin:
+        """Keeps one copy of everything up to the prompt's restore point until the pin is released or runs out."""
+        pin = take_pin(self._core, self.lookup(tokens, namespace=namespace), ttl_s)
+        self._pins.append(pin)
+        return pin
+
+    def unpin(self, pin: Pin) -> None:
+        """Lets go of a pin. Raises LeaseError when it was let go before."""
+        if pin not in self._pins:
+            raise LeaseError("this pin was released already, or ran out")
+        self._pins.remove(pin)
+        pin.let_go()
+
+    def clear(self, *, namespace: Namespace | None = None) -> None:
+        """Forgets everything cached under a namespace. Requests keep what they hold until they release it."""
+        digest = (namespace or self._namespace).digest
+        self._core.tree.clear(digest, self._core.loss(LossReason.CLEARED, self._core.nearest))
+
+    def audit(self) -> None:
+        """Asserts that every count, reference and promise of the cache holds. Slow: for tests and doubts."""
+        audit(self._core, list(self._leases.values()), self._pins)
+
+    def close(self) -> None:
+        """Waits for running copies and stops the workers. Leases must have been given back."""
+        self._executor.close()
+        self.step()
+
+    # ---- inside -----------------------------------------------------------------------------------
+
+    def _wants_checkpoint(self, lease: Lease, upto: int, last: bool) -> bool:
+        spec = self._core.spec
+        possible = spec.needs_checkpoint and upto > 0 and spec.is_legal(upto)
+        return possible and (last or publish.is_stop(self._core, lease, upto))
+
+    def _settled(self, lease: Lease, job_failed: bool) -> LeaseState:
+        """Where a loading lease stands, now that completions are applied."""
+        states = [self._core.arena(self._core.nearest).state[kind][ids] for kind, ids in lease.waits_for]
+        if job_failed or any((state == DEAD).any() for state in states):
+            return LeaseState.FAILED
+        waiting = any((state == FILLING).any() for state in states) or any(self._core.mover.is_running(job) for job in lease.jobs)
+        if not waiting:
+            lease.waits_for = []
+            return LeaseState.READY
+        if self._core.clock.now() < lease.deadline_s:
+            return LeaseState.LOADING
+        self._core.counters.add("load_timeouts")
+        return LeaseState.FAILED
+
+    def _drop_expired_pins(self) -> None:
+        now = self._core.clock.now()
+        for pin in [pin for pin in self._pins if pin.expires_at_s <= now]:
+            self.unpin(pin)
+
+    def _must_own_device(self, verb: str) -> None:
+        if self._core.nearest is not Tier.DEVICE:
+            raise ConfigError(f"{verb}() needs a device tier; without one the engine allocates its own pages")

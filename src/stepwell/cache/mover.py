@@ -1,0 +1,151 @@
+"""Copies on their way: what each one holds while it runs, and what its outcome does to tree and arenas.
+
+A job holds a reference to every page it reads or writes, so nothing it touches can be freed or reused
+under it, whatever happens to the tree meanwhile. Outcomes are applied by `apply`, on the brain's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from stepwell.base.clock import Clock
+from stepwell.base.ids import JobId, Kind, Tier
+from stepwell.base.plan import Completion, Copy, PageIds, Plan, Purpose, Span
+from stepwell.cache.executor import Executor
+from stepwell.metrics.counters import Counters
+from stepwell.tree.node import Loss, LossReason, Residency, Run
+from stepwell.tree.tree import Tree
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Job:
+    """A plan under way, and the checkpoints it reads from and writes to."""
+
+    plan: Plan
+    reads: tuple[Residency, ...] = ()
+    writes: Residency | None = None
+    saves: tuple[Run, ...] = ()
+
+
+class Mover:
+    """Starts jobs and applies their outcomes."""
+
+    def __init__(self, tree: Tree, executor: Executor, counters: Counters, clock: Clock) -> None:
+        self._tree = tree
+        self._executor = executor
+        self._counters = counters
+        self._clock = clock
+        self._jobs: dict[JobId, Job] = {}
+        self._last_id = 0
+
+    @property
+    def num_running(self) -> int:
+        return len(self._jobs)
+
+    def running(self) -> Iterable[Job]:
+        return self._jobs.values()
+
+    def is_running(self, job: JobId) -> bool:
+        return job in self._jobs
+
+    def start(
+        self,
+        purpose: Purpose,
+        copies: Iterable[Copy],
+        *,
+        reads: tuple[Residency, ...] = (),
+        writes: Residency | None = None,
+        saves: tuple[Run, ...] = (),
+    ) -> JobId | None:
+        """Takes a reference to every page named and submits the copies; None when there is nothing to copy."""
+        wanted = tuple(copy for copy in copies if len(copy.source.ids))
+        if not wanted:
+            return None
+        self._last_id += 1
+        plan = Plan(job=JobId(self._last_id), purpose=purpose, copies=wanted)
+        self._each_page(plan, lambda span: self._tree.arenas[span.tier].retain(span.kind, span.ids))
+        for residency in reads:
+            residency.users += 1
+        self._jobs[plan.job] = Job(plan=plan, reads=reads, writes=writes, saves=saves)
+        self._executor.submit(plan)
+        return plan.job
+
+    def apply(self) -> list[Completion]:
+        """Applies everything that completed since last time; returns it."""
+        completions = self._executor.completed()
+        for completion in completions:
+            job = self._jobs.pop(completion.job)
+            if completion.error is None:
+                self._succeed(job)
+            else:
+                self._fail(job)
+            self._let_go(job)
+        return completions
+
+    # ---- outcomes ---------------------------------------------------------------------------------
+
+    def _succeed(self, job: Job) -> None:
+        tree, purpose = self._tree, job.plan.purpose.value
+        for copy in job.plan.copies:
+            target = copy.target
+            if target.tier is not Tier.ENGINE:
+                tree.arenas[target.tier].mark_ready(target.kind, target.ids)
+                if target.kind is Kind.PREFIX:
+                    tree.refresh(target.tier, target.ids)
+            self._counters.add(f"{purpose}_pages", len(target.ids))
+        if job.writes is not None:
+            tree.residency_arrived(job.writes)
+        self._counters.add(f"{purpose}_jobs")
+
+    def _fail(self, job: Job) -> None:
+        """Targets are DEAD and leave the tree. A load that failed also takes its sources out: they cannot be trusted."""
+        tree, loss_at = self._tree, self._clock.now()
+        for copy in job.plan.copies:
+            target = copy.target
+            if target.tier is not Tier.ENGINE:
+                tree.arenas[target.tier].mark_dead(target.kind, target.ids)
+                self._discard(target, Loss(at_s=loss_at, reason=LossReason.FAILED, tier=target.tier))
+            if job.plan.purpose is not Purpose.SAVE:
+                self._discard(copy.source, Loss(at_s=loss_at, reason=LossReason.FAILED, tier=copy.source.tier))
+        suspects = job.reads if job.plan.purpose is not Purpose.SAVE else ()
+        for residency in (*suspects, *([job.writes] if job.writes is not None else [])):
+            tree.drop_residency(residency, Loss(at_s=loss_at, reason=LossReason.FAILED, tier=residency.tier))
+        for run in job.saves:
+            run.unsaved = True
+        if job.plan.purpose is Purpose.SAVE:
+            for residency in job.reads:
+                residency.unsaved = True
+        self._counters.add(f"{job.plan.purpose.value}_failures")
+
+    def _discard(self, span: Span, loss: Loss) -> None:
+        if span.kind is Kind.PREFIX and span.tier is not Tier.ENGINE:
+            self._tree.discard_ids(span.tier, span.ids, loss)
+
+    def _let_go(self, job: Job) -> None:
+        for residency in job.reads:
+            self.unpin(residency)
+        self._each_page(job.plan, self._release)
+
+    def unpin(self, residency: Residency) -> None:
+        """One user less; a checkpoint nobody reads is a candidate for eviction again."""
+        residency.users -= 1
+        assert residency.users >= 0, f"{residency.users=}"
+        if not residency.users:
+            self._tree.ranking.queue_residency(residency)
+
+    def _release(self, span: Span) -> None:
+        self.release(span.tier, span.kind, span.ids)
+
+    def release(self, tier: Tier, kind: Kind, ids: PageIds) -> None:
+        """Gives references back, and lets the tree know that it may be the last holder now."""
+        self._tree.arenas[tier].release(kind, ids)
+        if kind is Kind.PREFIX:
+            self._tree.requeue(tier, ids)
+
+    @staticmethod
+    def _each_page(plan: Plan, act: Callable[[Span], None]) -> None:
+        for copy in plan.copies:
+            for span in (copy.source, copy.target):
+                if span.tier is not Tier.ENGINE:
+                    act(span)

@@ -1,0 +1,173 @@
+"""Turns a match into a lease: holds what is there, takes room for what is not, and starts the copies.
+
+All or nothing: when there is no room, nothing is held and the request may try again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from stepwell.base.errors import NoRoom
+from stepwell.base.ids import Kind, LeaseId, Tier
+from stepwell.base.plan import NO_PAGES, Copy, PageIds, Purpose, Span
+from stepwell.cache.core import Core
+from stepwell.cache.expiry import note_expiry
+from stepwell.cache.lease import Lease, LeaseState, Request, Sources
+from stepwell.cache.room import allocate
+from stepwell.cache.saving import save_path
+from stepwell.memory.arena import FILLING
+from stepwell.policy.placement import prompt_stops
+from stepwell.policy.write import save_on_use
+from stepwell.tree.match import Match, find, ids_of
+from stepwell.tree.node import ABSENT, Residency
+
+
+@dataclass(kw_only=True)
+class Holds:
+    """References taken for a request before room is made, so that nothing it needs can be the victim."""
+
+    near: PageIds  # page ids of the restored prefix in the nearest tier, ABSENT where it lacks them
+    below: PageIds  # host pages for those gaps
+    residency: Residency | None
+
+
+def acquire(core: Core, match: Match, request: Request, number: LeaseId, on_exit: Callable[[Lease], None]) -> Lease:
+    """Leases a prompt, resuming at the match's restore point (looked up again if the tree moved on)."""
+    if match.version != core.tree.version:
+        match = find(core.tree, match.namespace, match.packed, match.prompt_tokens)
+    holds = _hold(core, match)
+    try:
+        pages = allocate(core, core.nearest, _need(core, match, holds)) if core.nearest is Tier.DEVICE else {}
+    except NoRoom:
+        _let_go(core, holds)
+        raise
+    lease = _open(core, match, request, number, on_exit)
+    if core.nearest is Tier.DEVICE:
+        _fill(core, lease, match, holds, pages)
+    else:
+        lease.prefix_pages = holds.near  # read through `load`; the engine's own memory is the device
+    lease.restored = holds.residency
+    _note_use(core, match, lease)
+    return lease
+
+
+def _hold(core: Core, match: Match) -> Holds:
+    restored = match.restore_tokens // core.spec.page_tokens
+    near = ids_of(match.path, core.nearest, restored)
+    gaps = near == ABSENT
+    below = ids_of(match.path, Tier.HOST, restored)[gaps] if core.has_both_tiers else NO_PAGES
+    checkpoint = match.checkpoint
+    residency = None
+    if checkpoint is not None:
+        residency = checkpoint.ready_in(core.nearest) or checkpoint.ready_in(Tier.HOST)
+        assert residency is not None, "a match names a checkpoint that is nowhere ready"
+        residency.users += 1
+    core.arena(core.nearest).retain(Kind.PREFIX, near[~gaps])
+    if len(below):
+        core.arena(Tier.HOST).retain(Kind.PREFIX, below)
+    return Holds(near=near, below=below, residency=residency)
+
+
+def _let_go(core: Core, holds: Holds) -> None:
+    core.mover.release(core.nearest, Kind.PREFIX, holds.near[holds.near != ABSENT])
+    if len(holds.below):
+        core.mover.release(Tier.HOST, Kind.PREFIX, holds.below)
+    if holds.residency is not None:
+        core.mover.unpin(holds.residency)
+
+
+def _need(core: Core, match: Match, holds: Holds) -> dict[Kind, int]:
+    spec, residency = core.spec, holds.residency
+    prompt_pages = -(-match.prompt_tokens // spec.page_tokens)
+    from_below = residency is not None and residency.tier is not core.nearest
+    return {
+        Kind.PREFIX: len(holds.below) + prompt_pages - len(holds.near),
+        Kind.WINDOW: len(residency.windows) if from_below and residency is not None else 0,
+        Kind.POINT: 1 if spec.parts(Kind.POINT) else 0,
+    }
+
+
+def _open(core: Core, match: Match, request: Request, number: LeaseId, on_exit: Callable[[Lease], None]) -> Lease:
+    resume = match.restore_tokens
+    stops = prompt_stops(
+        core.spec, core.config.placement, resume=resume, known=match.known_tokens,
+        prompt_tokens=match.prompt_tokens, hints=request.hints,
+    )  # fmt: skip
+    sources = Sources(device=match.device_tokens, host=match.host_tokens, computed=match.prompt_tokens - resume)
+    assert sources.total == match.prompt_tokens, f"{sources} does not add up to {match.prompt_tokens}"
+    return Lease(
+        number, namespace=match.namespace, packed=match.packed, resume=resume, sources=sources,
+        request=request, stops=stops, on_exit=on_exit,
+    )  # fmt: skip
+
+
+def _fill(core: Core, lease: Lease, match: Match, holds: Holds, pages: dict[Kind, PageIds]) -> None:
+    """Gives the lease its device pages and starts whatever must be copied into them."""
+    fresh = pages.get(Kind.PREFIX, NO_PAGES)
+    loaded, own = fresh[: len(holds.below)], fresh[len(holds.below) :]
+    near = holds.near.copy()
+    near[near == ABSENT] = loaded
+    lease.prefix_pages = np.concatenate([near, own])
+    lease.point_pages = pages.get(Kind.POINT, NO_PAGES)
+    copies = [_copy(Kind.PREFIX, Tier.HOST, holds.below, loaded)]
+    if holds.residency is not None:
+        copies += _restore_checkpoint(core, lease, holds.residency, pages.get(Kind.WINDOW, NO_PAGES))
+    if len(loaded):
+        _publish_loads(core, match, near)
+    state = core.arena(Tier.DEVICE).state[Kind.PREFIX]
+    arriving = near[state[near] == FILLING]
+    waits: list[tuple[Kind, PageIds]] = [(Kind.PREFIX, arriving)]
+    waits += [(copy.target.kind, copy.target.ids) for copy in copies[1:]]
+    lease.waits_for = [(kind, ids) for kind, ids in waits if len(ids)]
+    reads = (holds.residency,) if holds.residency is not None else ()
+    if core.mover.start(Purpose.LOAD, copies, reads=reads) is not None or lease.waits_for:
+        lease.state = LeaseState.LOADING
+        lease.deadline_s = core.clock.now() + core.config.load_timeout_s
+    if len(holds.below):
+        core.mover.release(Tier.HOST, Kind.PREFIX, holds.below)  # the copy holds its own by now
+
+
+def _restore_checkpoint(core: Core, lease: Lease, residency: Residency, windows: PageIds) -> list[Copy]:
+    """Window pages are shared where they are on the device; the point state is copied, for the request will change it."""
+    page_tokens = core.spec.page_tokens
+    lease.first_window = core.spec.window_span(residency.checkpoint.page * page_tokens).start
+    copies = []
+    if residency.tier is Tier.DEVICE:
+        if len(residency.windows):
+            core.arena(Tier.DEVICE).retain(Kind.WINDOW, residency.windows)
+        lease.window_pages = residency.windows
+    else:
+        lease.window_pages = windows
+        copies.append(_copy(Kind.WINDOW, Tier.HOST, residency.windows, windows))
+    if len(residency.points):
+        copies.append(_copy(Kind.POINT, residency.tier, residency.points, lease.point_pages))
+    return copies
+
+
+def _publish_loads(core: Core, match: Match, near: PageIds) -> None:
+    """Loaded pages are the tree's too, so that one load serves everybody who wants them."""
+    for node in match.path:
+        if node.start >= len(near):
+            break
+        core.tree.attach(node, Tier.DEVICE, near[node.start : node.end])
+
+
+def _note_use(core: Core, match: Match, lease: Lease) -> None:
+    upto = match.restore_tokens // core.spec.page_tokens
+    if not upto:
+        return
+    use = lease.request.use(core.clock.now())
+    if match.checkpoint is not None:
+        match.checkpoint.used_at = use.at_s
+        match.checkpoint.uses += 1
+    deepest = core.tree.touch(match.path, upto, use)
+    note_expiry(core, deepest)
+    if save_on_use(core.config.write, deepest.hits):
+        save_path(core, deepest)
+
+
+def _copy(kind: Kind, source: Tier, read: PageIds, write: PageIds) -> Copy:
+    return Copy(source=Span(tier=source, kind=kind, ids=read), target=Span(tier=Tier.DEVICE, kind=kind, ids=write))

@@ -1,0 +1,109 @@
+"""Makes room in a tier by giving up what is worth least, one victim at a time, until the need fits.
+
+Never waits. A victim may have to be saved first (`Core.save_first`): room is then on its way, and the caller is
+told to come back after the next `step()`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from stepwell.base.errors import NoRoom
+from stepwell.base.ids import Kind, Tier
+from stepwell.base.plan import PageIds
+from stepwell.cache.core import Core
+from stepwell.memory.arena import Need
+from stepwell.tree.node import ABSENT, LossReason, Residency, Run, Victim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """What an attempt at making room came to."""
+
+    fits: bool
+    waiting: bool
+
+
+def allocate(core: Core, tier: Tier, need: Need) -> dict[Kind, PageIds]:
+    """Hands out FILLING pages, evicting as needed; or raises NoRoom and hands out none.
+
+    Cold things that were evicted on the way stay evicted.
+    """
+    arena = core.arena(tier)
+    need = {kind: count for kind, count in need.items() if count}
+    if not arena.fits(need):
+        room = make_room(core, tier, need)
+        if not room.fits:
+            raise NoRoom(_why(core, tier, need), waiting=room.waiting)
+    return arena.alloc(need)
+
+
+def make_room(core: Core, tier: Tier, need: Need) -> Room:
+    """Evicts from `tier` until `need` would fit, or nothing more can go."""
+    arena = core.arena(tier)
+    waiting = False
+    in_vain = 0  # bytes evicted of sorts that were not asked for; they help only once a whole slab empties
+    while not arena.fits(need):
+        patient = in_vain < arena.layout.slab_bytes
+        victim = _pop(core, tier, need, any_sort=patient) or _pop(core, tier, need, any_sort=True)
+        if victim is None:
+            return Room(fits=False, waiting=waiting)
+        if core.save_first is not None and core.save_first(core, victim):
+            waiting = True  # it is a candidate again when its copy ends
+            continue
+        freed = _evict_run(core, victim, need) if isinstance(victim, Run) else _evict_residency(core, victim)
+        if not _asked_for(victim, need):
+            in_vain += freed
+    return Room(fits=True, waiting=waiting)
+
+
+def _pop(core: Core, tier: Tier, need: Need, *, any_sort: bool) -> Victim | None:
+    return core.tree.ranking.pop(
+        tier,
+        runs=any_sort or Kind.PREFIX in need,
+        checkpoints=any_sort or Kind.WINDOW in need or Kind.POINT in need,
+    )
+
+
+def _asked_for(victim: Victim, need: Need) -> bool:
+    return Kind.PREFIX in need if isinstance(victim, Run) else any(kind in need for kind, _ in victim.spans())
+
+
+def _evict_run(core: Core, run: Run, need: Need) -> int:
+    """Gives up the idle end of a run, no more of it than is needed; returns the bytes let go."""
+    ranking = core.tree.ranking
+    tail = ranking.tail(run)
+    assert tail is not None, f"{run.node} was ranked without a tail"
+    start = ranking.idle_from(run, tail.start)
+    idle = start + np.flatnonzero(run.ids[start:] != ABSENT)
+    if not len(idle):
+        return 0  # in use; whoever lets go will queue it again
+    count = min(need[Kind.PREFIX], len(idle)) if Kind.PREFIX in need else len(idle)
+    gone = np.zeros(len(run.ids), np.bool_)
+    gone[idle[-count:]] = True
+    core.tree.discard(run, gone, core.loss(LossReason.EVICTED, run.tier))
+    core.counters.add(f"evicted_{run.tier.label}_pages", count)
+    return count * core.arena(run.tier).layout.strides[Kind.PREFIX]
+
+
+def _evict_residency(core: Core, residency: Residency) -> int:
+    if residency.users or not residency.ready:
+        return 0  # read from or still arriving; it is queued again when that ends
+    strides = core.arena(residency.tier).layout.strides
+    freed = sum(len(ids) * strides[kind] for kind, ids in residency.spans())
+    core.tree.drop_residency(residency, core.loss(LossReason.EVICTED, residency.tier))
+    core.counters.add(f"evicted_{residency.tier.label}_checkpoints")
+    return freed
+
+
+def _why(core: Core, tier: Tier, need: Need) -> str:
+    arena = core.arena(tier)
+    wanted = " + ".join(f"{count} {kind.label} page(s)" for kind, count in need.items())
+    size = sum(count * arena.layout.strides[kind] for kind, count in need.items())
+    if not arena.fits_when_empty(need):
+        return (
+            f"{wanted} ({size} bytes) can never fit into the {tier.label} tier of {arena.layout.size_bytes} bytes; make it larger"
+        )
+    return f"no room in the {tier.label} tier for {wanted} ({size} bytes): the rest is in use; release a lease or wait"

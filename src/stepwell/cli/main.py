@@ -1,0 +1,53 @@
+"""The `stepwell` command: finds the subcommand, and turns every error of the user's into one line.
+
+Does no work of its own. A new subcommand is a module with a `COMMAND`, named once in `COMMANDS`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from typing import NoReturn
+
+from stepwell.base.errors import ConfigError, StepwellError
+from stepwell.cli import spec
+from stepwell.cli.command import Command
+
+COMMANDS: tuple[Command, ...] = (spec.COMMAND,)
+
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130
+
+
+class _Parser(ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (see `{self.prog} --help`)")
+
+
+def build_parser() -> ArgumentParser:
+    parser = _Parser(prog="stepwell", description="A tiered cache for everything a language model remembers about a prompt.")
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        subparser = subparsers.add_parser(command.name, help=command.summary, description=command.summary)
+        command.configure(subparser)
+        subparser.set_defaults(run=command.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command line and returns its exit status; 2 when the user has to change something."""
+    try:
+        args = build_parser().parse_args(argv)
+        status = int(args.run(args))
+        sys.stdout.flush()
+        return status
+    except StepwellError as error:
+        print(f"stepwell: error: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # the reader left, as `head` does: nothing more to say, not even at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0

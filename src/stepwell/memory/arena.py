@@ -1,0 +1,131 @@
+"""One tier's memory: pages of several sizes, each with a reference count and a state. Holds no bytes.
+
+    FREE --alloc--> FILLING --ready--> READY          what nobody refers to any more is FREE again
+                       '------fail---> DEAD
+
+Every page is FREE or referenced, and the counts can be checked at any time (`audit`). Slabs belong to one
+kind until they empty, so no share of memory is set aside for any kind. One thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from enum import IntEnum
+
+import numpy as np
+
+from stepwell.base.errors import NoRoom
+from stepwell.base.ids import Kind, Tier
+from stepwell.base.plan import NO_PAGES, PageIds
+from stepwell.memory.layout import ArenaLayout
+from stepwell.memory.slabs import SlabPool
+
+
+class PageState(IntEnum):
+    FREE = 0
+    FILLING = 1
+    READY = 2
+    DEAD = 3
+
+
+# Plain integers for the hot paths: indexing NumPy arrays with enum members is several times slower.
+FREE, FILLING, READY, DEAD = (int(state) for state in PageState)
+
+Need = Mapping[Kind, int]
+
+
+class Arena:
+    """Page ids of one tier, handed out all or nothing and counted by reference."""
+
+    def __init__(self, tier: Tier, layout: ArenaLayout, *, on_free: Callable[[Tier, Kind, PageIds], None] | None = None) -> None:
+        self.tier = tier
+        self.layout = layout
+        self._slabs = SlabPool(layout)
+        self._on_free = on_free
+        self.refs = {kind: np.zeros(layout.rows(kind), np.int32) for kind in layout.strides}
+        self.state = {kind: np.zeros(layout.rows(kind), np.uint8) for kind in layout.strides}
+
+    # ---- questions --------------------------------------------------------------------------------
+
+    def fits(self, need: Need) -> bool:
+        """Whether `alloc(need)` would succeed now."""
+        return self._slabs.fits(need)
+
+    def fits_when_empty(self, need: Need) -> bool:
+        """Whether `need` could ever be met, with nothing else in the arena."""
+        return SlabPool(self.layout).fits(need)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of pages that are handed out, padding included."""
+        return sum(self.used_pages(kind) * stride for kind, stride in self.layout.strides.items())
+
+    def used_pages(self, kind: Kind) -> int:
+        return self._slabs.used(kind)
+
+    def is_ready(self, kind: Kind, ids: PageIds) -> bool:
+        return bool((self.state[kind][ids] == READY).all())
+
+    # ---- orders -----------------------------------------------------------------------------------
+
+    def alloc(self, need: Need) -> dict[Kind, PageIds]:
+        """Hands out FILLING pages with one reference each, for every kind named; or raises NoRoom and hands out none."""
+        taken = self._slabs.take(need)
+        if taken is None:
+            wanted = ", ".join(f"{count} {kind.label}" for kind, count in need.items() if count)
+            raise NoRoom(f"the {self.tier.label} tier has no room for {wanted} page(s)")
+        for kind, ids in taken.items():
+            self.refs[kind][ids] = 1
+            self.state[kind][ids] = FILLING
+        return taken
+
+    def retain(self, kind: Kind, ids: PageIds) -> None:
+        """Adds one reference to each page. Ids are distinct and none is free."""
+        refs = self.refs[kind]
+        counts = refs[ids]
+        assert counts.all(), f"retained a free {self.tier.label} {kind.label} page: {ids[counts == 0]}"
+        refs[ids] = counts + 1
+
+    def release(self, kind: Kind, ids: PageIds) -> PageIds:
+        """Takes one reference from each page and frees those without any; returns the freed ones."""
+        refs = self.refs[kind]
+        counts = refs[ids]
+        assert counts.all(), f"released a free {self.tier.label} {kind.label} page: {ids[counts == 0]}"
+        counts -= 1
+        refs[ids] = counts
+        freed: PageIds = ids[counts == 0]
+        if not len(freed):
+            return NO_PAGES
+        self.state[kind][freed] = FREE
+        self._slabs.give(kind, freed)
+        if self._on_free:
+            self._on_free(self.tier, kind, freed)
+        return freed
+
+    def mark_ready(self, kind: Kind, ids: PageIds) -> None:
+        """FILLING pages have their bytes. READY pages stay so; a DEAD page never comes back."""
+        self._mark(kind, ids, READY)
+
+    def mark_dead(self, kind: Kind, ids: PageIds) -> None:
+        """FILLING pages will never have their bytes; they stay referenced until everyone let go."""
+        self._mark(kind, ids, DEAD)
+
+    def _mark(self, kind: Kind, ids: PageIds, outcome: int) -> None:
+        state = self.state[kind]
+        before = state[ids]
+        assert before.all(), f"a free {self.tier.label} {kind.label} page cannot change state: {ids[before == FREE]}"
+        state[ids[before == FILLING]] = outcome
+
+    # ---- self-check -------------------------------------------------------------------------------
+
+    def audit(self) -> None:
+        """Asserts that every page is free or referenced, and that nothing exceeds the budget."""
+        self._slabs.audit()
+        for kind in self.layout.strides:
+            refs, state = self.refs[kind], self.state[kind]
+            assert (refs >= 0).all(), f"negative references in {self.tier.label} {kind.label}"
+            assert ((refs == 0) == (state == FREE)).all(), f"{self.tier.label} {kind.label}: a page is both free and referenced"
+            held = np.flatnonzero(refs).astype(np.int32)
+            assert len(held) == self.used_pages(kind), f"{self.tier.label} {kind.label}: {len(held)=} {self.used_pages(kind)=}"
+            self._slabs.audit_held(kind, held)
+        assert self.used_bytes <= self.layout.size_bytes, f"{self.used_bytes=} exceeds {self.layout.size_bytes=}"

@@ -1,0 +1,44 @@
+"""Which boundaries of a request get a checkpoint. Pure: positions in, positions out.
+
+tokens    0 ......... resume ....................... prompt end
+                        |--- known path ---|branch
+stops                        k * interval  |       |  and the caller's hints
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from stepwell.base.config import PlacementConfig
+from stepwell.base.spec import ModelSpec
+
+
+def prompt_stops(
+    spec: ModelSpec, config: PlacementConfig, *, resume: int, known: int, prompt_tokens: int, hints: Iterable[int] = ()
+) -> tuple[int, ...]:
+    """Boundaries after `resume` at which prefill must leave a checkpoint, in order."""
+    if not spec.needs_checkpoint:
+        return ()
+    last = spec.usable(prompt_tokens)
+    wanted = {spec.floor(hint) for hint in hints}
+    if config.at_prompt_end:
+        wanted.add(last)
+    if config.at_branch:
+        wanted.add(spec.floor(known))
+    step = _legal_step(spec, config.interval_tokens)
+    if step:
+        wanted.update(range(resume - resume % step + step, last + 1, step))
+    return tuple(sorted(stop for stop in wanted if resume < stop <= last))
+
+
+def next_decode_stop(spec: ModelSpec, config: PlacementConfig, *, position: int) -> int | None:
+    """The next boundary after `position` at which a growing answer leaves a checkpoint."""
+    step = _legal_step(spec, config.decode_interval_tokens)
+    if not step or not spec.needs_checkpoint:
+        return None
+    return position - position % step + step
+
+
+def _legal_step(spec: ModelSpec, interval_tokens: int) -> int:
+    """The interval rounded up to whole legal boundaries; 0 for none."""
+    return -(-interval_tokens // spec.boundary_step) * spec.boundary_step

@@ -1,0 +1,147 @@
+"""The deepest boundary a request can resume from, over all states of a model and all tiers.
+
+    tokens   0 ........................................................ prompt
+             |----------------- known path -----------------|           the tree has these tokens
+             |-------- every page has arrived --------|                 in some tier
+             |---- restore point ----|                                  and a complete checkpoint is here
+
+Pure: reads nodes, returns a Match. Allocates no pages, touches no recency, splits nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from stepwell.base.ids import Kind, Tier
+from stepwell.base.keys import Namespace
+from stepwell.base.plan import PageIds
+from stepwell.base.tokens import common_pages
+from stepwell.memory.arena import READY
+from stepwell.tree.node import ABSENT, Checkpoint, Node
+from stepwell.tree.tree import Tree
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Match:
+    """What the cache knows of a prompt, in tokens; true as long as the tree stays at `version`."""
+
+    namespace: Namespace
+    packed: bytes
+    prompt_tokens: int
+    known_tokens: int
+    arrived_tokens: int
+    restore_tokens: int
+    device_tokens: int
+    host_tokens: int
+    checkpoint: Checkpoint | None
+    path: tuple[Node, ...]
+    version: int
+
+    def __repr__(self) -> str:
+        return (
+            f"Match(restore {self.restore_tokens} of {self.prompt_tokens} tokens: "
+            f"{self.device_tokens} device, {self.host_tokens} host; known {self.known_tokens})"
+        )
+
+
+def find(tree: Tree, namespace: Namespace, packed: bytes, prompt_tokens: int) -> Match:
+    """Walks the path of a prompt as far as it is known."""
+    spec = tree.spec
+    limit = spec.usable(prompt_tokens) // spec.page_tokens
+    path, known = _walk(tree, namespace, packed, limit)
+    arrived = _arrived_pages(tree, path, known)
+    checkpoint = _deepest_checkpoint(path, arrived) if spec.needs_checkpoint else None
+    if spec.needs_checkpoint:
+        restore = checkpoint.page if checkpoint is not None else 0
+    else:
+        restore = spec.floor(arrived * spec.page_tokens) // spec.page_tokens
+    on_device = _ready_pages(tree, path, restore, Tier.DEVICE)
+    return Match(
+        namespace=namespace,
+        packed=packed,
+        prompt_tokens=prompt_tokens,
+        known_tokens=known * spec.page_tokens,
+        arrived_tokens=arrived * spec.page_tokens,
+        restore_tokens=restore * spec.page_tokens,
+        device_tokens=on_device * spec.page_tokens,
+        host_tokens=(restore - on_device) * spec.page_tokens,
+        checkpoint=checkpoint if restore else None,
+        path=path,
+        version=tree.version,
+    )
+
+
+def ids_of(path: tuple[Node, ...], tier: Tier, upto: int) -> PageIds:
+    """The path's first `upto` page ids in `tier`, ABSENT where it has none."""
+    if not upto:
+        return np.empty(0, np.int32)
+    pieces = []
+    for node in path:
+        if node.start >= upto:
+            break
+        run = node.runs[tier]
+        count = min(node.num_pages, upto - node.start)
+        pieces.append(run.ids[:count] if run is not None else np.full(count, ABSENT, np.int32))
+    return np.concatenate(pieces)
+
+
+def _walk(tree: Tree, namespace: Namespace, packed: bytes, limit: int) -> tuple[tuple[Node, ...], int]:
+    """The nodes that share tokens with the prompt, and how many pages they share, up to `limit`."""
+    size = tree.page_bytes
+    node = tree.roots.get(namespace.digest)
+    path: list[Node] = []
+    page = 0
+    while node is not None and page < limit:
+        node = node.child(packed[page * size : (page + 1) * size])
+        if node is None:
+            break
+        path.append(node)
+        offset = (page + 1) * size
+        if node.end <= limit and packed.startswith(node.rest, offset):
+            page = node.end
+            continue
+        page += 1 + common_pages(node.rest, packed[offset : min(limit, node.end) * size], size)
+        break
+    return tuple(path), page
+
+
+def _arrived_pages(tree: Tree, path: tuple[Node, ...], known: int) -> int:
+    """How many of the path's first `known` pages can be read in some tier, without a gap."""
+    for node in path:
+        if any(run is not None and run.num_ready == node.num_pages for run in node.runs):
+            continue
+        ready = np.zeros(node.num_pages, np.bool_)
+        for run in node.runs:
+            if run is not None:
+                ready |= (run.ids != ABSENT) & (tree.arenas[run.tier].state[Kind.PREFIX][run.ids] == READY)
+        if not ready.all():
+            return min(node.start + int(ready.argmin()), known)
+    return known
+
+
+def _ready_pages(tree: Tree, path: tuple[Node, ...], upto: int, tier: Tier) -> int:
+    """How many of the path's first `upto` pages can be read in `tier`."""
+    count = 0
+    for node in path:
+        if node.start >= upto:
+            break
+        run = node.runs[tier]
+        if run is None:
+            continue
+        if node.end <= upto:
+            count += run.num_ready
+        else:
+            ids = run.ids[: upto - node.start]
+            count += int(np.count_nonzero(tree.arenas[tier].state[Kind.PREFIX][ids[ids != ABSENT]] == READY))
+    return count
+
+
+def _deepest_checkpoint(path: tuple[Node, ...], arrived: int) -> Checkpoint | None:
+    for node in reversed(path):
+        if node.start < arrived and node.checkpoints:
+            for page in sorted(node.checkpoints, reverse=True):
+                if page <= arrived and node.checkpoints[page].ready:
+                    return node.checkpoints[page]
+    return None

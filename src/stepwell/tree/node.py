@@ -1,0 +1,169 @@
+"""What the prefix tree is made of. Plain records; the rules that keep them true are in `tree.py`.
+
+node     pages start .. end of one path: their tokens, and per memory tier a run of page ids
+run      where those pages are in one tier (-1: not in this tier)
+checkpoint   what a model needs beside prefix pages to resume at one boundary, at any page inside a node
+residency    the pages of one checkpoint in one tier: all of them, or the residency does not exist
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TypeAlias
+
+from stepwell.base.ids import Kind, Tier
+from stepwell.base.plan import NO_PAGES, PageIds
+
+ABSENT = -1  # in a run's id array
+
+
+class LossReason(Enum):
+    """Why something that was cached is not any more."""
+
+    EVICTED = "evicted to make room"
+    FAILED = "its copy failed"
+    EXPIRED = "its time to live ran out"
+    CLEARED = "cleared on request"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """A note of what is gone: when, why, and from which tier last."""
+
+    at_s: float
+    reason: LossReason
+    tier: Tier
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Use:
+    """What a request says of the path it uses: when, how much it matters, and until when it may stay."""
+
+    at_s: float
+    priority: int = 0
+    expires_at_s: float = float("inf")
+
+
+class Run:
+    """A node's prefix pages in one tier. `num_ready` of `num_pages` present ones can be read."""
+
+    __slots__ = ("ids", "node", "num_pages", "num_ready", "standing", "ticket", "tier", "unsaved")
+
+    def __init__(self, node: Node, tier: Tier, ids: PageIds) -> None:
+        self.node = node
+        self.tier = tier
+        self.ids = ids  # one per page of the node, ABSENT where this tier has none
+        self.num_pages = 0
+        self.num_ready = 0
+        self.ticket = 0  # number of the live entry in the eviction order, 0 for none
+        self.standing = 0  # the priority of that entry
+        self.unsaved = False  # a write-back failed: evict without trying again
+
+
+class Residency:
+    """One checkpoint's pages in one tier. Window pages are in path order and may be shared with neighbours."""
+
+    __slots__ = ("checkpoint", "points", "ready", "standing", "ticket", "tier", "unsaved", "users", "windows")
+
+    def __init__(self, checkpoint: Checkpoint, tier: Tier, *, windows: PageIds, points: PageIds, ready: bool) -> None:
+        self.checkpoint = checkpoint
+        self.tier = tier
+        self.windows = windows
+        self.points = points  # one id, or none for models without point states
+        self.ready = ready
+        self.users = 0  # leases and copies that read it now: not to be evicted
+        self.ticket = self.standing = 0
+        self.unsaved = False
+
+    def spans(self) -> tuple[tuple[Kind, PageIds], ...]:
+        """Its pages by kind, leaving out kinds it has none of."""
+        return tuple((kind, ids) for kind, ids in ((Kind.WINDOW, self.windows), (Kind.POINT, self.points)) if len(ids))
+
+
+class Checkpoint:
+    """Everything of window and point shape at one boundary (in pages from the root)."""
+
+    __slots__ = ("held", "node", "page", "used_at", "uses")
+
+    def __init__(self, node: Node, page: int, now: float) -> None:
+        self.node: Node | None = node  # None once it left the tree
+        self.page = page
+        self.held: list[Residency | None] = [None, None]
+        self.used_at = now
+        self.uses = 0
+
+    def ready_in(self, tier: Tier) -> Residency | None:
+        residency = self.held[tier]
+        return residency if residency is not None and residency.ready else None
+
+    @property
+    def ready(self) -> bool:
+        return self.ready_in(Tier.DEVICE) is not None or self.ready_in(Tier.HOST) is not None
+
+
+class Kids:
+    """A node's children, and for each tier how many of them lead to pages or to checkpoints in it."""
+
+    __slots__ = ("anchored", "below", "by_page")
+
+    def __init__(self) -> None:
+        self.by_page: dict[bytes, Node] = {}
+        self.below = [0, 0]
+        self.anchored = [0, 0]
+
+
+class Node:
+    """A run of pages on one path from a namespace's root."""
+
+    __slots__ = (
+        "checkpoints", "expires_at", "first", "hits", "kids", "lost", "num_pages",
+        "parent", "priority", "rest", "runs", "start", "used_at",
+    )  # fmt: skip
+
+    def __init__(self, parent: Node | None, *, start: int, first: bytes, rest: bytes, num_pages: int) -> None:
+        self.parent = parent  # None for a root, and once it left the tree
+        self.start = start
+        self.first = first  # tokens of the first page: also the key in the parent, so stored once; a root's namespace
+        self.rest = rest  # tokens of the others
+        self.num_pages = num_pages
+        self.kids: Kids | None = None
+        self.runs: list[Run | None] = [None, None]
+        self.checkpoints: dict[int, Checkpoint] | None = None
+        self.lost: dict[bytes | int, Loss] | None = None  # by first page of what was below, or by boundary
+        self.used_at = 0.0
+        self.hits = 0
+        self.priority = 0
+        self.expires_at = 0.0  # never before that of anything below it, since every use covers a whole path
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_pages
+
+    def note_use(self, use: Use) -> None:
+        self.used_at = use.at_s
+        self.priority = max(self.priority, use.priority)
+        self.expires_at = max(self.expires_at, use.expires_at_s)
+
+    def child(self, page: bytes) -> Node | None:
+        return self.kids.by_page.get(page) if self.kids else None
+
+    def leads_to_pages(self, tier: Tier) -> bool:
+        return self.runs[tier] is not None or (self.kids is not None and self.kids.below[tier] > 0)
+
+    def leads_to_checkpoints(self, tier: Tier) -> bool:
+        return self.last_checkpoint(tier) > self.start or (self.kids is not None and self.kids.anchored[tier] > 0)
+
+    def last_checkpoint(self, tier: Tier | None = None) -> int:
+        """The deepest boundary in this node with a checkpoint in `tier` (or in any); `start` when there is none."""
+        if not self.checkpoints:
+            return self.start
+        return max((page for page, c in self.checkpoints.items() if tier is None or c.held[tier] is not None), default=self.start)
+
+    def __repr__(self) -> str:
+        return f"Node(pages {self.start}..{self.end}, kids={len(self.kids.by_page) if self.kids else 0})"
+
+
+Victim: TypeAlias = Run | Residency
+
+__all__ = ["ABSENT", "NO_PAGES", "Checkpoint", "Kids", "Loss", "LossReason", "Node", "Residency", "Run", "Use", "Victim"]

@@ -1,0 +1,156 @@
+"""Who may be evicted from a tier, and who goes first. Decides; frees nothing.
+
+Candidates are the tails of prefix runs and the residencies of checkpoints, in one order. A tail is one when
+nothing in its tier hangs below it. A checkpoint's pages go before the prefix pages it stands on, and
+prefix pages that no checkpoint reaches any more are worth nothing and go first of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from stepwell.base.ids import Kind, Tier
+from stepwell.base.spec import ModelSpec
+from stepwell.memory.arena import Arena
+from stepwell.policy.value import Facts, ValuePolicy
+from stepwell.tree.node import ABSENT, Checkpoint, Node, Residency, Run, Victim
+from stepwell.tree.order import EvictionOrder, Standing
+
+WORTHLESS = -1  # the priority of what nothing can use
+
+
+class Tail(NamedTuple):
+    """The part of a run that may go: its pages from index `start`."""
+
+    start: int
+    dead: bool
+
+
+class Ranking:
+    """The eviction order of every tier."""
+
+    def __init__(self, spec: ModelSpec, arenas: Mapping[Tier, Arena], value: ValuePolicy) -> None:
+        self._spec = spec
+        self._arenas = arenas
+        self._value = value
+        self._runs = {tier: EvictionOrder() for tier in arenas}
+        self._checkpoints = {tier: EvictionOrder() for tier in arenas}
+
+    # ---- questions --------------------------------------------------------------------------------
+
+    def tail(self, run: Run) -> Tail | None:
+        """What of a run may go now, references aside; None while something stands on all of it."""
+        node, tier = run.node, run.tier
+        kids = node.kids
+        if not run.num_pages or node.parent is None or (kids and (kids.below[tier] or kids.anchored[tier])):
+            return None
+        start = max(node.last_checkpoint(tier) - node.start, self._stood_on(run))
+        if self._spec.needs_checkpoint and not (kids and any(kids.anchored)):
+            reached = node.last_checkpoint() - node.start
+            if (run.ids[max(reached, start) :] != ABSENT).any():
+                return Tail(max(reached, start), dead=True)
+        return Tail(start, dead=False) if (run.ids[start:] != ABSENT).any() else None
+
+    @staticmethod
+    def _stood_on(run: Run) -> int:
+        """The first index from which no page of the other tier depends on one that only this tier has."""
+        node, other = run.node, run.node.runs[1 - run.tier]
+        only_here = run.ids != ABSENT if other is None else (run.ids != ABSENT) & (other.ids == ABSENT)
+        if node.kids is None or not node.kids.below[1 - run.tier]:
+            if other is None:
+                return 0
+            deepest = int(np.flatnonzero(other.ids != ABSENT)[-1])
+            only_here = only_here[:deepest]
+        last = np.flatnonzero(only_here)
+        return int(last[-1]) + 1 if len(last) else 0
+
+    def idle_from(self, run: Run, start: int) -> int:
+        """The first index at or after `start` from which only the tree refers to the run's pages."""
+        present = start + np.flatnonzero(run.ids[start:] != ABSENT)
+        busy = np.flatnonzero(self._arenas[run.tier].refs[Kind.PREFIX][run.ids[present]] > 1)
+        return int(present[busy[-1]]) + 1 if len(busy) else start
+
+    # ---- orders -----------------------------------------------------------------------------------
+
+    def queue_run(self, run: Run) -> None:
+        """Makes a run a candidate if it may be one; a run that lost its worth since it was queued is queued again."""
+        tail = self.tail(run)
+        if tail is not None and (not run.ticket or (tail.dead and run.standing > WORTHLESS)):
+            self._runs[run.tier].push(run, self._run_standing(run, tail))
+
+    def queue_residency(self, residency: Residency) -> None:
+        if not residency.ticket and _in_tree(residency):
+            self._checkpoints[residency.tier].push(residency, self._residency_standing(residency))
+
+    def pop(self, tier: Tier, *, runs: bool, checkpoints: bool) -> Victim | None:
+        """Takes the least valuable candidate of the wanted sorts out of the order.
+
+        It comes back when somebody queues it again.
+        """
+        sorts = ((self._runs[tier], runs), (self._checkpoints[tier], checkpoints))
+        heads = [(head, order) for order, wanted in sorts if wanted and (head := self._settled_head(order)) is not None]
+        if not heads:
+            return None
+        _, order = min(heads, key=lambda pair: pair[0])
+        return order.pop()
+
+    def _settled_head(self, order: EvictionOrder) -> Standing | None:
+        """The standing of the order's first entry, once that entry is up to date."""
+        while (head := order.head()) is not None:
+            victim, then = head
+            standing = self._standing(victim)
+            if standing is not None and standing <= then:
+                return standing
+            order.pop()
+            if standing is not None:  # used since it was queued; else something stands on it, and will queue it
+                order.push(victim, standing)
+        return None
+
+    def _standing(self, victim: Victim) -> Standing | None:
+        if isinstance(victim, Run):
+            tail = self.tail(victim)
+            return None if tail is None else self._run_standing(victim, tail)
+        return self._residency_standing(victim) if _in_tree(victim) else None
+
+    def _run_standing(self, run: Run, tail: Tail) -> Standing:
+        node = run.node
+        if tail.dead:
+            return Standing(WORTHLESS, node.used_at)
+        size = self._arenas[run.tier].layout.strides[Kind.PREFIX]
+        facts = Facts(used_at=node.used_at, uses=node.hits, saved_tokens=self._spec.page_tokens, size_bytes=size)
+        return Standing(node.priority, self._value.rank(facts))
+
+    def _residency_standing(self, residency: Residency) -> Standing:
+        checkpoint = residency.checkpoint
+        node = checkpoint.node
+        assert node is not None
+        strides = self._arenas[residency.tier].layout.strides
+        size = sum(len(ids) * strides[kind] for kind, ids in residency.spans())
+        saved = (checkpoint.page - previous_boundary(node, checkpoint.page)) * self._spec.page_tokens
+        facts = Facts(used_at=checkpoint.used_at, uses=checkpoint.uses, saved_tokens=saved, size_bytes=max(size, 1))
+        return Standing(node.priority, self._value.rank(facts))
+
+
+def _in_tree(residency: Residency) -> bool:
+    checkpoint = residency.checkpoint
+    return checkpoint.node is not None and checkpoint.held[residency.tier] is residency
+
+
+def previous_checkpoint(node: Node, page: int) -> Checkpoint | None:
+    """The deepest checkpoint on the path that lies before boundary `page`."""
+    here: Node | None = node
+    while here is not None:
+        if here.checkpoints:
+            before = max((each for each in here.checkpoints if each < page), default=None)
+            if before is not None:
+                return here.checkpoints[before]
+        here = here.parent
+    return None
+
+
+def previous_boundary(node: Node, page: int) -> int:
+    checkpoint = previous_checkpoint(node, page)
+    return checkpoint.page if checkpoint is not None else 0

@@ -1,0 +1,62 @@
+"""An executor whose every answer a test decides: late, out of order, or failed on one of several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from stepwell.base.ids import JobId
+from stepwell.base.plan import Completion, Plan
+from stepwell.cache.executor import attempt
+from stepwell.transfer.hands import Hands
+
+
+class ScriptedExecutor:
+    """Keeps plans until a test lets a rank answer. Bytes are copied at that moment, not before."""
+
+    def __init__(self, ranks: Sequence[Hands]) -> None:
+        self._ranks = ranks
+        self._plans: dict[JobId, Plan] = {}
+        self._answers: dict[JobId, dict[int, str | None]] = {}
+        self._done: list[Completion] = []
+        self.num_submitted = 0
+
+    @property
+    def pending(self) -> tuple[JobId, ...]:
+        """Jobs that some rank has not answered for, oldest first."""
+        return tuple(self._plans)
+
+    def plan(self, job: JobId) -> Plan:
+        return self._plans[job]
+
+    def submit(self, plan: Plan) -> None:
+        self.num_submitted += 1
+        self._plans[plan.job] = plan
+        self._answers[plan.job] = {}
+
+    def answer(self, job: JobId, rank: int = 0, *, error: str | None = None) -> None:
+        """Lets one rank make its copies, or fail without making any. The plan completes with the last rank."""
+        plan, answers = self._plans[job], self._answers[job]
+        assert rank not in answers, f"rank {rank} answered for job {job} already"
+        answers[rank] = error or attempt(rank, self._ranks[rank], plan)
+        if len(answers) == len(self._ranks):
+            del self._plans[job], self._answers[job]
+            first_error = next((answers[each] for each in sorted(answers) if answers[each]), None)
+            self._done.append(Completion(job=job, error=first_error))
+
+    def finish(self, job: JobId, *, failing_rank: int | None = None) -> None:
+        """Lets every rank that has not answered do so; one of them may fail."""
+        for rank in range(len(self._ranks)):
+            if job in self._answers and rank not in self._answers[job]:
+                self.answer(job, rank, error="told to fail" if rank == failing_rank else None)
+
+    def finish_all(self) -> None:
+        """Lets everything that is pending succeed, oldest first."""
+        for job in self.pending:
+            self.finish(job)
+
+    def completed(self) -> list[Completion]:
+        done, self._done = self._done, []
+        return done
+
+    def close(self) -> None:
+        self.finish_all()

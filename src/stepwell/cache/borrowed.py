@@ -17,6 +17,7 @@ from stepwell.cache.core import Core
 from stepwell.cache.expiry import note_expiry
 from stepwell.cache.lease import Lease, LeaseState
 from stepwell.cache.room import allocate
+from stepwell.memory.arena import DEAD
 from stepwell.tree.node import Node
 
 
@@ -49,10 +50,10 @@ def commit(core: Core, lease: Lease, upto: int, source: EnginePages, *, checkpoi
 
     False, with nothing saved, when the host has no room: a later request will compute these tokens again.
     """
-    page_tokens = core.spec.page_tokens
-    full, done = upto // page_tokens, len(lease.prefix_pages)
-    if len(source.prefix) < full:
-        raise LeaseError(f"{lease}: {full} pages are computed but the engine named only {len(source.prefix)}")
+    full = upto // core.spec.page_tokens
+    _check_named(core, lease, full, source, checkpoint=checkpoint)
+    _let_go_of_dead(core, lease)
+    done = len(lease.prefix_pages)
     try:
         fresh = allocate(core, Tier.HOST, {Kind.PREFIX: full - done}).get(Kind.PREFIX, NO_PAGES) if full > done else NO_PAGES
     except NoRoom:
@@ -74,6 +75,31 @@ def commit(core: Core, lease: Lease, upto: int, source: EnginePages, *, checkpoi
     if checkpoint:
         _save_checkpoint(core, lease, node, full, source)
     return True
+
+
+def _check_named(core: Core, lease: Lease, full: int, source: EnginePages, *, checkpoint: bool) -> None:
+    if len(source.prefix) < full:
+        raise LeaseError(f"{lease}: {full} pages are computed but the engine named only {len(source.prefix)}")
+    windows, points = _checkpoint_pages(core, full).values()
+    if checkpoint and (len(source.windows) != windows or len(source.points) != points):
+        raise LeaseError(
+            f"{lease}: a checkpoint at token {full * core.spec.page_tokens} has {windows} window page(s) and "
+            f"{points} point page(s), but the engine named {len(source.windows)} and {len(source.points)}"
+        )
+
+
+def _checkpoint_pages(core: Core, page: int) -> dict[Kind, int]:
+    windows = len(core.spec.window_span(page * core.spec.page_tokens))
+    return {Kind.WINDOW: windows, Kind.POINT: 1 if core.spec.parts(Kind.POINT) else 0}
+
+
+def _let_go_of_dead(core: Core, lease: Lease) -> None:
+    """Pages whose copy failed are not offered again: the engine still has them, so they and what follows are copied anew."""
+    dead = np.flatnonzero(core.arena(Tier.HOST).state[Kind.PREFIX][lease.prefix_pages] == DEAD)
+    if len(dead):
+        gone = lease.prefix_pages[dead[0] :]
+        lease.prefix_pages = lease.prefix_pages[: dead[0]]
+        core.mover.release(Tier.HOST, Kind.PREFIX, gone)
 
 
 def _drop_duplicates(core: Core, lease: Lease, node: Node, done: int, taken: object) -> None:
@@ -104,18 +130,8 @@ def _save_checkpoint(core: Core, lease: Lease, node: Node, page: int, source: En
     existing = (node.checkpoints or {}).get(page)
     if existing is not None and existing.held[Tier.HOST] is not None:
         return
-    spec = core.spec
-    counts = {
-        Kind.WINDOW: len(spec.window_span(page * spec.page_tokens)),
-        Kind.POINT: 1 if spec.parts(Kind.POINT) else 0,
-    }
-    if len(source.windows) != counts[Kind.WINDOW] or len(source.points) != counts[Kind.POINT]:
-        raise LeaseError(
-            f"{lease}: a checkpoint at token {page * spec.page_tokens} has {counts[Kind.WINDOW]} window page(s) and "
-            f"{counts[Kind.POINT]} point page(s), but the engine named {len(source.windows)} and {len(source.points)}"
-        )
     try:
-        pages = allocate(core, Tier.HOST, counts)
+        pages = allocate(core, Tier.HOST, _checkpoint_pages(core, page))
     except NoRoom:
         core.counters.add("checkpoint_skipped_no_room")
         return

@@ -147,8 +147,9 @@ class Cache:
 
     def release(self, lease: Lease) -> None:
         """Gives a lease back, at any moment, once. What it committed stays cached; the rest is free again."""
-        if lease.state is LeaseState.CLOSED or self._leases.pop(lease.id, None) is None:
-            raise LeaseError(f"lease #{lease.id} was given back already")
+        if self._leases.get(lease.id) is not lease:
+            raise LeaseError(f"lease #{lease.id} was given back already, or belongs to another cache")
+        del self._leases[lease.id]
         core, nearest = self._core, self._core.nearest
         if lease.trail is not None and lease.trail.node is not None and save_on_commit(core.config.write):
             save_path(core, lease.trail.node)
@@ -192,6 +193,8 @@ class Cache:
 
     def pin(self, tokens: Tokens, *, namespace: Namespace | None = None, ttl_s: float | None = None) -> Pin:
         """Keeps one copy of everything up to the prompt's restore point until the pin is released or runs out."""
+        if ttl_s is not None and ttl_s <= 0:
+            raise ConfigError(f"ttl_s must be positive, got {ttl_s}; leave it None for a pin without an end")
         pin = take_pin(self._core, self.lookup(tokens, namespace=namespace), ttl_s)
         self._pins.append(pin)
         return pin

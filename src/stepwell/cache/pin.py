@@ -10,9 +10,10 @@ import numpy as np
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.plan import PageIds
 from stepwell.cache.core import Core
+from stepwell.cache.expiry import note_expiry
 from stepwell.memory.arena import READY
 from stepwell.tree.match import Match, ids_of
-from stepwell.tree.node import ABSENT, Residency
+from stepwell.tree.node import ABSENT, Residency, Use
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -51,4 +52,6 @@ def take_pin(core: Core, match: Match, ttl_s: float | None) -> Pin:
     if residency is not None:
         residency.users += 1
     until = inf if ttl_s is None else core.clock.now() + ttl_s
+    if upto:  # a pinned path must not run out before its pin does
+        note_expiry(core, core.tree.touch(match.path, upto, Use(at_s=core.clock.now(), expires_at_s=until)))
     return Pin(core=core, tokens=match.restore_tokens, expires_at_s=until, pages=tuple(pages), residency=residency)

@@ -19,7 +19,7 @@ from stepwell.cache.expiry import note_expiry
 from stepwell.cache.lease import Lease, LeaseState
 from stepwell.cache.room import allocate
 from stepwell.cache.saving import save_path
-from stepwell.policy.placement import next_decode_stop
+from stepwell.policy.placement import is_milestone, next_decode_stop
 from stepwell.policy.write import save_on_commit
 from stepwell.tree.node import Checkpoint, LossReason, Node
 
@@ -63,10 +63,8 @@ def commit(core: Core, lease: Lease, upto: int, *, checkpoint: bool, last: bool)
 
 
 def slide(core: Core, lease: Lease) -> None:
-    """Gives back the window pages that no later token will look at."""
+    """Gives back the window pages that no later token will look at, and the checkpoint it resumed from once it is behind."""
     spec = core.spec
-    if not spec.window_tokens:
-        return
     first = max(lease.position - spec.window_tokens, 0) // spec.window_page_tokens
     passed = min(max(first - lease.first_window, 0), len(lease.window_pages))
     if passed:
@@ -84,6 +82,8 @@ def _check_covered(core: Core, lease: Lease, upto: int) -> None:
     windows = lease.first_window + len(lease.window_pages)
     if upto > len(lease.prefix_pages) * spec.page_tokens or (spec.window_tokens and upto > windows * spec.window_page_tokens):
         raise LeaseError(f"{lease} has no pages up to token {upto}; call grow() before computing")
+    if spec.parts(Kind.POINT) and not len(lease.point_pages):
+        raise LeaseError(f"{lease} has handed its point state over with `last`, and cannot commit again")
 
 
 def _room_for_fork(core: Core, lease: Lease) -> PageIds:
@@ -144,8 +144,7 @@ def _follow_trail(core: Core, lease: Lease, made: Checkpoint | None) -> None:
 
 
 def _is_milestone(core: Core, checkpoint: Checkpoint) -> bool:
-    interval = core.config.placement.interval_tokens
-    return bool(interval) and (checkpoint.page * core.spec.page_tokens) % interval == 0
+    return is_milestone(core.spec, core.config.placement, checkpoint.page * core.spec.page_tokens)
 
 
 def next_stop(core: Core, lease: Lease) -> int | None:

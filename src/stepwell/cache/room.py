@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from stepwell.base.errors import NoRoom
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.plan import PageIds
 from stepwell.cache.core import Core
 from stepwell.memory.arena import Need
-from stepwell.tree.node import ABSENT, LossReason, Residency, Run, Victim
+from stepwell.tree.node import LossReason, Residency, Run, Victim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +32,8 @@ def allocate(core: Core, tier: Tier, need: Need) -> dict[Kind, PageIds]:
     arena = core.arena(tier)
     need = {kind: count for kind, count in need.items() if count}
     if not arena.fits(need):
+        if not arena.fits_when_empty(need):
+            raise NoRoom(_why(core, tier, need))  # evicting everything would not help: evict nothing
         room = make_room(core, tier, need)
         if not room.fits:
             raise NoRoom(_why(core, tier, need), waiting=room.waiting)
@@ -76,16 +76,12 @@ def _evict_run(core: Core, run: Run, need: Need) -> int:
     ranking = core.tree.ranking
     tail = ranking.tail(run)
     assert tail is not None, f"{run.node} was ranked without a tail"
-    start = ranking.idle_from(run, tail.start)
-    idle = start + np.flatnonzero(run.ids[start:] != ABSENT)
-    if not len(idle):
+    idle = ranking.idle(run, tail.start, at_most=need.get(Kind.PREFIX, run.num_pages))
+    if not idle.num_pages:
         return 0  # in use; whoever lets go will queue it again
-    count = min(need[Kind.PREFIX], len(idle)) if Kind.PREFIX in need else len(idle)
-    gone = np.zeros(len(run.ids), np.bool_)
-    gone[idle[-count:]] = True
-    core.tree.discard(run, gone, core.loss(LossReason.EVICTED, run.tier))
-    core.counters.add(f"evicted_{run.tier.label}_pages", count)
-    return count * core.arena(run.tier).layout.strides[Kind.PREFIX]
+    core.tree.discard_tail(run, idle.start, core.loss(LossReason.EVICTED, run.tier))
+    core.counters.add(f"evicted_{run.tier.label}_pages", idle.num_pages)
+    return idle.num_pages * core.arena(run.tier).layout.strides[Kind.PREFIX]
 
 
 def _evict_residency(core: Core, residency: Residency) -> int:

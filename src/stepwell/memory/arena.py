@@ -41,6 +41,7 @@ class Arena:
         self.tier = tier
         self.layout = layout
         self._slabs = SlabPool(layout)
+        self._empty = SlabPool(layout)  # never taken from: what the arena is like with nothing in it
         self._on_free = on_free
         self.refs = {kind: np.zeros(layout.rows(kind), np.int32) for kind in layout.strides}
         self.state = {kind: np.zeros(layout.rows(kind), np.uint8) for kind in layout.strides}
@@ -53,7 +54,7 @@ class Arena:
 
     def fits_when_empty(self, need: Need) -> bool:
         """Whether `need` could ever be met, with nothing else in the arena."""
-        return SlabPool(self.layout).fits(need)
+        return self._empty.fits(need)
 
     @property
     def used_bytes(self) -> int:
@@ -88,12 +89,14 @@ class Arena:
 
     def release(self, kind: Kind, ids: PageIds) -> PageIds:
         """Takes one reference from each page and frees those without any; returns the freed ones."""
+        if not len(ids):
+            return NO_PAGES
         refs = self.refs[kind]
         counts = refs[ids]
-        assert counts.all(), f"released a free {self.tier.label} {kind.label} page: {ids[counts == 0]}"
         counts -= 1
+        assert counts.min() >= 0, f"released a free {self.tier.label} {kind.label} page: {ids[counts < 0]}"
         refs[ids] = counts
-        freed: PageIds = ids[counts == 0]
+        freed: PageIds = ids[counts == 0] if counts.any() else ids
         if not len(freed):
             return NO_PAGES
         self.state[kind][freed] = FREE

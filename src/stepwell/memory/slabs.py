@@ -41,7 +41,11 @@ class SlabPool:
     def __init__(self, layout: ArenaLayout) -> None:
         self._layout = layout
         self._slabs: list[_Slab | None] = [None] * layout.num_slabs
-        self._idle = np.ones(layout.num_slabs, np.bool_)  # slabs that nobody holds
+        # Slabs that nobody holds; the tail of the arena may be too short to be of use to anyone.
+        self._idle = np.array(
+            [any(layout.pages_of_slab(slab, kind) for kind in layout.strides) for slab in range(layout.num_slabs)]
+        )
+        self._num_idle = int(self._idle.sum())
         self._open: dict[Kind, list[int]] = {kind: [] for kind in layout.strides}  # heaps of slabs that may have free pages
         self._listed: dict[Kind, set[int]] = {kind: set() for kind in layout.strides}  # what is in those heaps
         self._free = dict.fromkeys(layout.strides, 0)  # free pages in slabs that the kind holds
@@ -64,15 +68,20 @@ class SlabPool:
 
     def give(self, kind: Kind, ids: PageIds) -> None:
         """Takes ids back. A slab whose last page comes back is nobody's."""
+        assert len(ids), "gave back no pages"
         self._used[kind] -= len(ids)
         if len(ids) == 1:
             self._push(int(ids[0]) * self._layout.strides[kind] // self._layout.slab_bytes, kind, ids)
             return
         slabs = ids.astype(np.int64) * self._layout.strides[kind] // self._layout.slab_bytes
+        first = int(slabs[0])
+        if (slabs == first).all():
+            self._push(first, kind, ids)
+            return
         order = np.argsort(slabs, kind="stable")
         slabs, ids = slabs[order], ids[order]
-        starts = np.flatnonzero(np.diff(slabs, prepend=-1))
-        for start, end in zip(starts.tolist(), [*starts[1:].tolist(), len(ids)], strict=True):
+        cuts = ((slabs[1:] != slabs[:-1]).nonzero()[0] + 1).tolist()
+        for start, end in zip([0, *cuts], [*cuts, len(ids)], strict=True):
             self._push(int(slabs[start]), kind, ids[start:end])
 
     # ---- inside -----------------------------------------------------------------------------------
@@ -80,6 +89,13 @@ class SlabPool:
     def _choose(self, need: Mapping[Kind, int]) -> dict[int, Kind] | None:
         """Which idle slabs to hand to which kind so that `need` can be met; None when it cannot."""
         chosen: dict[int, Kind] = {}
+        for kind, count in need.items():
+            if count > self._free[kind]:
+                break
+        else:
+            return chosen
+        if not self._num_idle:
+            return None
         short = {kind: count - self._free[kind] for kind, count in need.items() if count > self._free[kind]}
         for kind in sorted(short, key=lambda kind: -self._layout.strides[kind]):
             missing = short[kind]
@@ -98,6 +114,7 @@ class SlabPool:
         fresh = _Slab(kind, self._layout.pages_of_slab(slab, kind))
         self._slabs[slab] = fresh
         self._idle[slab] = False
+        self._num_idle -= 1
         self._free[kind] += fresh.num_free
         self._list(slab, kind)
 
@@ -128,6 +145,7 @@ class SlabPool:
         if slab.num_free == slab.num_pages:
             self._slabs[number] = None
             self._idle[number] = True
+            self._num_idle += 1
             self._free[kind] -= slab.num_pages
         else:
             self._list(number, kind)
@@ -136,7 +154,7 @@ class SlabPool:
 
     def audit(self) -> None:
         for number, slab in enumerate(self._slabs):
-            assert (slab is None) == self._idle[number], f"slab {number} is both idle and held"
+            assert slab is None or not self._idle[number], f"slab {number} is both idle and held"
         for kind in self._layout.strides:
             mine = [slab for slab in self._slabs if slab is not None and slab.kind is kind]
             free, total = sum(slab.num_free for slab in mine), sum(slab.num_pages for slab in mine)

@@ -39,6 +39,12 @@ def next_decode_stop(spec: ModelSpec, config: PlacementConfig, *, position: int)
     return position - position % step + step
 
 
+def is_milestone(spec: ModelSpec, config: PlacementConfig, boundary: int) -> bool:
+    """Whether `boundary` is one of the absolute multiples of the interval, which are kept in prompts and answers alike."""
+    step = _legal_step(spec, config.interval_tokens)
+    return step > 0 and boundary % step == 0
+
+
 def _legal_step(spec: ModelSpec, interval_tokens: int) -> int:
     """The interval rounded up to whole legal boundaries; 0 for none."""
     return -(-interval_tokens // spec.boundary_step) * spec.boundary_step

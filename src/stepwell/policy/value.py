@@ -14,13 +14,11 @@ so a heap stays valid while time passes. With the second term left out it is pla
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import log2
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class Facts(NamedTuple):  # not a dataclass: one is made for every candidate that eviction looks at
     """What a value policy may look at."""
 
     used_at: float

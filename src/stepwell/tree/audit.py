@@ -69,10 +69,8 @@ def _audit_run(tree: Tree, run: Run) -> None:
     assert (state != FREE).all(), f"{node} refers to a free page"
     assert all(owner is node for owner in tree.owner[run.tier][ids]), f"{node}: a page of it has another owner"
     tail = tree.ranking.tail(run)
-    if tail is not None:
-        start = tree.ranking.idle_from(run, tail.start)
-        if (run.ids[start:] != ABSENT).any():
-            assert run.ticket, f"{node} could be evicted from {run.tier.label} but is not queued"
+    if tail is not None and tree.ranking.idle(run, tail.start, at_most=1).num_pages:
+        assert run.ticket, f"{node} could be evicted from {run.tier.label} but is not queued"
 
 
 def _audit_residency(tree: Tree, residency: Residency) -> None:

@@ -20,6 +20,7 @@ from stepwell.tree.node import ABSENT, Checkpoint, Node, Residency, Run, Victim
 from stepwell.tree.order import EvictionOrder, Standing
 
 WORTHLESS = -1  # the priority of what nothing can use
+TIDY_ENTRIES = 2  # more than the one entry that a use can make out of date
 
 
 class Tail(NamedTuple):
@@ -27,6 +28,13 @@ class Tail(NamedTuple):
 
     start: int
     dead: bool
+
+
+class Idle(NamedTuple):
+    """Pages of a run that could be freed at once: `num_pages` of them, all that it has from index `start` on."""
+
+    start: int
+    num_pages: int
 
 
 class Ranking:
@@ -50,40 +58,60 @@ class Ranking:
         start = max(node.last_checkpoint(tier) - node.start, self._stood_on(run))
         if self._spec.needs_checkpoint and not (kids and any(kids.anchored)):
             reached = node.last_checkpoint() - node.start
-            if (run.ids[max(reached, start) :] != ABSENT).any():
+            if _has_pages(run, max(reached, start)):
                 return Tail(max(reached, start), dead=True)
-        return Tail(start, dead=False) if (run.ids[start:] != ABSENT).any() else None
+        return Tail(start, dead=False) if _has_pages(run, start) else None
 
     @staticmethod
     def _stood_on(run: Run) -> int:
         """The first index from which no page of the other tier depends on one that only this tier has."""
         node, other = run.node, run.node.runs[1 - run.tier]
+        deeper = node.kids is not None and node.kids.below[1 - run.tier] > 0
+        if (other is None and not deeper) or (other is not None and other.num_pages == node.num_pages):
+            return 0
         only_here = run.ids != ABSENT if other is None else (run.ids != ABSENT) & (other.ids == ABSENT)
-        if node.kids is None or not node.kids.below[1 - run.tier]:
-            if other is None:
-                return 0
-            deepest = int(np.flatnonzero(other.ids != ABSENT)[-1])
-            only_here = only_here[:deepest]
+        if other is not None and not deeper:
+            only_here = only_here[: int(np.flatnonzero(other.ids != ABSENT)[-1])]
         last = np.flatnonzero(only_here)
         return int(last[-1]) + 1 if len(last) else 0
 
-    def idle_from(self, run: Run, start: int) -> int:
-        """The first index at or after `start` from which only the tree refers to the run's pages."""
-        present = start + np.flatnonzero(run.ids[start:] != ABSENT)
-        busy = np.flatnonzero(self._arenas[run.tier].refs[Kind.PREFIX][run.ids[present]] > 1)
-        return int(present[busy[-1]]) + 1 if len(busy) else start
+    def idle(self, run: Run, start: int, at_most: int) -> Idle:
+        """The run's last pages from index `start` on, as far as only the tree refers to them, and no more than `at_most`."""
+        refs = self._arenas[run.tier].refs[Kind.PREFIX]
+        whole = run.num_pages == len(run.ids)
+        if whole and refs[run.ids[start:]].max() == 1:
+            first = max(start, run.num_pages - at_most)
+            return Idle(first, run.num_pages - first)
+        present = (run.ids[start:] != ABSENT).nonzero()[0] + start
+        busy = (refs[run.ids[present]] > 1).nonzero()[0]
+        idle = present[busy[-1] + 1 :] if len(busy) else present
+        idle = idle[-at_most:]
+        return Idle(int(idle[0]), len(idle)) if len(idle) else Idle(len(run.ids), 0)
 
     # ---- orders -----------------------------------------------------------------------------------
 
     def queue_run(self, run: Run) -> None:
-        """Makes a run a candidate if it may be one; a run that lost its worth since it was queued is queued again."""
+        """Makes a run a candidate if it may be one; a run that lost its worth since it was queued is queued again.
+
+        Not while its last page is in use: whoever gives that back will queue it.
+        """
+        if run.ticket and run.standing == WORTHLESS:
+            return
+        last = int(run.ids[-1])
+        if last != ABSENT and self._arenas[run.tier].refs[Kind.PREFIX][last] > 1:
+            return
         tail = self.tail(run)
-        if tail is not None and (not run.ticket or (tail.dead and run.standing > WORTHLESS)):
+        if tail is not None and (not run.ticket or tail.dead):
             self._runs[run.tier].push(run, self._run_standing(run, tail))
 
     def queue_residency(self, residency: Residency) -> None:
         if not residency.ticket and _in_tree(residency):
             self._checkpoints[residency.tier].push(residency, self._residency_standing(residency))
+
+    def tidy(self, tier: Tier) -> None:
+        """Brings a few entries up to date. Called whenever something is given back, so that no eviction meets a backlog."""
+        for order in (self._runs[tier], self._checkpoints[tier]):
+            self._settled_head(order, at_most=TIDY_ENTRIES)
 
     def pop(self, tier: Tier, *, runs: bool, checkpoints: bool) -> Victim | None:
         """Takes the least valuable candidate of the wanted sorts out of the order.
@@ -97,14 +125,15 @@ class Ranking:
         _, order = min(heads, key=lambda pair: pair[0])
         return order.pop()
 
-    def _settled_head(self, order: EvictionOrder) -> Standing | None:
-        """The standing of the order's first entry, once that entry is up to date."""
-        while (head := order.head()) is not None:
+    def _settled_head(self, order: EvictionOrder, at_most: int | None = None) -> Standing | None:
+        """The standing of the order's first entry, once that entry is up to date; gives up after `at_most` that were not."""
+        while at_most != 0 and (head := order.head()) is not None:
             victim, then = head
             standing = self._standing(victim)
             if standing is not None and standing <= then:
                 return standing
             order.pop()
+            at_most = None if at_most is None else at_most - 1
             if standing is not None:  # used since it was queued; else something stands on it, and will queue it
                 order.push(victim, standing)
         return None
@@ -132,6 +161,10 @@ class Ranking:
         saved = (checkpoint.page - previous_boundary(node, checkpoint.page)) * self._spec.page_tokens
         facts = Facts(used_at=checkpoint.used_at, uses=checkpoint.uses, saved_tokens=saved, size_bytes=max(size, 1))
         return Standing(node.priority, self._value.rank(facts))
+
+
+def _has_pages(run: Run, start: int) -> bool:
+    return start == 0 or bool((run.ids[start:] != ABSENT).any())
 
 
 def _in_tree(residency: Residency) -> bool:

@@ -75,6 +75,8 @@ class Tree:
     def attach(self, node: Node, tier: Tier, ids: PageIds, *, at: int = 0) -> None:
         """Offers `ids` for the node's pages from index `at`; takes a reference to those it lacks in `tier`."""
         run = node.runs[tier]
+        if run is not None and run.num_pages == node.num_pages:
+            return
         before = node.leads_to_pages(tier)
         if run is None:
             run = node.runs[tier] = Run(node, tier, np.full(node.num_pages, ABSENT, np.int32))
@@ -86,12 +88,10 @@ class Tree:
                 node.runs[tier] = None
             return
         held[gaps] = taken
-        self.arenas[tier].retain(Kind.PREFIX, taken)
         self.owner[tier][taken] = node
         run.num_pages += len(taken)
-        run.num_ready += int(np.count_nonzero(self.arenas[tier].state[Kind.PREFIX][taken] == READY))
-        self.version += 1
-        self._lead_to_pages(node, tier, before)
+        run.num_ready += int(np.count_nonzero(self._adopt(tier, taken)))
+        self._carry_pages_up(node, tier, before)
         self._queue(node)
 
     def split(self, node: Node, at: int) -> Node:
@@ -99,6 +99,7 @@ class Tree:
         assert 0 < at < node.num_pages, f"cannot split {node} at {at}"
         parent = node.parent
         assert parent is not None and parent.kids is not None
+        self.version += 1  # a match made before names the lower part as if it were the whole
         cut = (at - 1) * self.page_bytes
         upper = Node(parent, start=node.start, first=node.first, rest=node.rest[:cut], num_pages=at)
         upper.note_use(Use(at_s=node.used_at, priority=node.priority, expires_at_s=node.expires_at))
@@ -140,6 +141,7 @@ class Tree:
         """Notices that somebody let go of pages: what owns them may be a candidate for eviction again."""
         for run in self._runs_of(tier, ids):
             self.ranking.queue_run(run)
+        self.ranking.tidy(tier)
 
     def discard(self, run: Run, gone: npt.NDArray[np.bool_], loss: Loss) -> None:
         """Takes the pages where `gone` is true out of the run's tier, and out of the tree what no tier holds then."""
@@ -153,7 +155,7 @@ class Tree:
             node.runs[tier] = None
         self.owner[tier][ids] = None
         self.version += 1
-        self._lead_to_pages(node, tier, before)
+        self._carry_pages_up(node, tier, before)
         self._queue(node)
         missing = gone.copy()
         for other in node.runs:
@@ -162,6 +164,16 @@ class Tree:
         if missing.any():
             self.truncate(node, int(missing.argmax()), loss)
         self.arenas[tier].release(Kind.PREFIX, ids)
+
+    def discard_tail(self, run: Run, start: int, loss: Loss) -> None:
+        """Takes the run's pages from index `start` on out of its tier, and out of the tree what no tier holds then."""
+        node = run.node
+        if node.runs[1 - run.tier] is None and node.kids is None:
+            self.truncate(node, start, loss)  # no other tier has any of it
+            return
+        gone = np.zeros(node.num_pages, np.bool_)
+        gone[start:] = True
+        self.discard(run, gone, loss)
 
     def discard_ids(self, tier: Tier, ids: PageIds, loss: Loss) -> None:
         """Takes these pages out of the tree wherever they are in it now."""
@@ -174,18 +186,18 @@ class Tree:
         self.version += 1
         if at:
             self._note(node, node.rest[(at - 1) * self.page_bytes : at * self.page_bytes], loss)
-        before = {tier: (node.leads_to_pages(tier), node.leads_to_checkpoints(tier)) for tier in self.tiers}
+        before = [(tier, node.leads_to_pages(tier), node.leads_to_checkpoints(tier)) for tier in self.tiers]
         if node.kids is not None:
             for child in node.kids.by_page.values():
                 self._remove_below(child, loss)
             node.kids = None
-        for checkpoint in [c for c in (node.checkpoints or {}).values() if c.page > node.start + at]:
-            self._forget(checkpoint, loss)
+        if node.checkpoints:
+            for checkpoint in [c for c in node.checkpoints.values() if c.page > node.start + at]:
+                self._forget(checkpoint, loss)
         self._trim(node, at)
-        for tier in self.tiers:
-            pages, checkpoints = before[tier]
-            self._lead_to_pages(node, tier, pages)
-            self._lead_to_checkpoints(node, tier, checkpoints)
+        for tier, pages, checkpoints in before:
+            self._carry_pages_up(node, tier, pages)
+            self._carry_checkpoints_up(node, tier, checkpoints)
         if at == 0:
             self._unlink(node, loss)
         else:
@@ -212,7 +224,7 @@ class Tree:
         if node.lost:
             node.lost.pop(page, None)
         self.version += 1
-        self._lead_to_checkpoints(node, tier, before)
+        self._carry_checkpoints_up(node, tier, before)
         self.ranking.queue_residency(residency)
         return residency
 
@@ -236,7 +248,7 @@ class Tree:
             del node.checkpoints[checkpoint.page]
             checkpoint.node = None
             self._note(node, checkpoint.page, loss)
-        self._lead_to_checkpoints(node, tier, before)
+        self._carry_checkpoints_up(node, tier, before)
         self._queue(node)
         for kind, ids in residency.spans():
             self.arenas[tier].release(kind, ids)
@@ -275,20 +287,44 @@ class Tree:
             self.attach(node, tier, ids[page:end], at=page - node.start)
             node.note_use(use)
             page = end
-        while page < upto:
-            end = min(page + NODE_PAGES, upto)
-            first, rest = packed[page * size : (page + 1) * size], packed[(page + 1) * size : end * size]
-            child = Node(node, start=page, first=first, rest=rest, num_pages=end - page)
+        if page == upto:
+            return node
+        before = node.leads_to_pages(tier)
+        top = node
+        ready = self._adopt(tier, ids[page:])
+        for start in range(page, upto, NODE_PAGES):
+            end = min(start + NODE_PAGES, upto)
+            child = Node(node, start=start, first=packed[start * size : (start + 1) * size],
+                         rest=packed[(start + 1) * size : end * size], num_pages=end - start)  # fmt: skip
             child.note_use(use)
             child.hits = 1
-            if node.kids is None:
-                node.kids = Kids()
-            node.kids.by_page[first] = child
-            if node.lost:
-                node.lost.pop(first, None)
-            self.attach(child, tier, ids[page:end])
-            node, page = child, end
+            self._hang(node, child)
+            run = child.runs[tier] = Run(child, tier, ids[start:end].copy())
+            run.num_pages = end - start
+            run.num_ready = int(np.count_nonzero(ready[start - page : end - page]))
+            self.owner[tier][run.ids] = child
+            if node.kids is not None:
+                node.kids.below[tier] += 1
+            node = child
+        self._carry_pages_up(top, tier, before)
+        self._queue(top)
+        self._queue(node)
         return node
+
+    def _adopt(self, tier: Tier, ids: PageIds) -> npt.NDArray[np.bool_]:
+        """Takes the tree's reference to pages that are new to it; says which of them can be read."""
+        self.version += 1
+        arena = self.arenas[tier]
+        arena.retain(Kind.PREFIX, ids)
+        return np.asarray(arena.state[Kind.PREFIX][ids] == READY)
+
+    @staticmethod
+    def _hang(parent: Node, child: Node) -> None:
+        if parent.kids is None:
+            parent.kids = Kids()
+        parent.kids.by_page[child.first] = child
+        if parent.lost:
+            parent.lost.pop(child.first, None)
 
     def _lengthen(self, node: Node, packed: bytes) -> None:
         added = len(packed) // self.page_bytes
@@ -332,11 +368,14 @@ class Tree:
             if run is None:
                 continue
             gone = run.ids[at:]
-            gone = gone[gone != ABSENT]
-            kept = run.ids[:at]
-            run.num_ready -= int(np.count_nonzero(self.arenas[tier].state[Kind.PREFIX][gone] == READY))
+            if run.num_pages < node.num_pages:
+                gone = gone[gone != ABSENT]
+            if run.num_ready == run.num_pages:
+                run.num_ready -= len(gone)
+            else:
+                run.num_ready -= int(np.count_nonzero(self.arenas[tier].state[Kind.PREFIX][gone] == READY))
             run.num_pages -= len(gone)
-            run.ids = kept.copy()
+            run.ids = run.ids[:at].copy()
             if not run.num_pages:
                 node.runs[tier] = None
                 run.ticket = 0
@@ -393,7 +432,7 @@ class Tree:
 
     # ---- inside: what leads where -----------------------------------------------------------------
 
-    def _lead_to_pages(self, node: Node, tier: Tier, before: bool) -> None:
+    def _carry_pages_up(self, node: Node, tier: Tier, before: bool) -> None:
         """Carries a change of `node.leads_to_pages(tier)` upwards, as far as it makes a difference."""
         while node.parent is not None and node.leads_to_pages(tier) != before:
             parent, gained = node.parent, not before
@@ -403,7 +442,7 @@ class Tree:
             node = parent
             self._queue(node)
 
-    def _lead_to_checkpoints(self, node: Node, tier: Tier, before: bool) -> None:
+    def _carry_checkpoints_up(self, node: Node, tier: Tier, before: bool) -> None:
         while node.parent is not None and node.leads_to_checkpoints(tier) != before:
             parent, gained = node.parent, not before
             assert parent.kids is not None

@@ -1,0 +1,247 @@
+"""Times Stepwell's prefix tree through the public cache: our half of `make bench-tree`.
+
+Same workload, same columns and same arguments as `peers/sglang_tree.py`; prints one JSON line per prompt length.
+Hands that do nothing stand in for copies, so that what is timed is the brain.
+
+    lookup_us               `cache.lookup` of a fully cached prompt, stored in chunks of 2,048 tokens
+    lookup_one_node_us      the same, stored by one commit
+    commit_new_us           `cache.commit` of a prompt the tree does not hold
+    commit_known_us         `cache.commit` of a prompt that another request committed first
+    evict_page_us           make room for one page in a full tier, freeing included
+    evict_many_us_per_page  make room for many pages at once, per page
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import resource
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from stepwell import (
+    Cache,
+    CacheConfig,
+    Kind,
+    Lease,
+    ModelSpec,
+    PlacementConfig,
+    Point,
+    Prefix,
+    StateSpec,
+    Tier,
+    Window,
+    build_cache,
+)
+from stepwell.base.plan import Plan
+from stepwell.cache.executor import InlineExecutor
+from stepwell.cache.room import make_room
+
+CHUNK_TOKENS = 2048
+WINDOW_TOKENS = 1024
+VOCABULARY = 1 << 17
+PREFIX_PAGES, LEAF_PAGES, LEAVES_PER_FAMILY = 8, 2, 63
+WARMUP_CALLS = 3
+PAGE_BYTES = 64  # of the smallest page that can be: the tree does not look at bytes
+
+STATES = {
+    "full": (),
+    "window": (StateSpec(name="swa", shape=Window(tokens=WINDOW_TOKENS), layers=1, row_bytes=1, dtype="u8"),),
+    "point": (StateSpec(name="ssm", shape=Point(), layers=1, row_bytes=64, dtype="u8"),),
+}
+
+Tokens = npt.NDArray[np.int32]
+Argument = TypeVar("Argument")
+
+
+class NoHands:
+    """Copies nothing."""
+
+    def run(self, plan: Plan) -> None:
+        pass
+
+
+class Workload:
+    """Draws random prompts, commits them, and keeps a forest of families in the tree."""
+
+    def __init__(self, comps: str, page_tokens: int, device_pages: int, seed: int = 1) -> None:
+        kv = StateSpec(name="kv", shape=Prefix(), layers=1, row_bytes=1, dtype="u8")
+        spec = ModelSpec(name=f"bench-{comps}", states=(kv, *STATES[comps]), page_tokens=page_tokens)
+        config = CacheConfig(
+            device_bytes=device_pages * PAGE_BYTES,
+            page_alignment_bytes=PAGE_BYTES,
+            placement=PlacementConfig(interval_tokens=CHUNK_TOKENS),
+        )
+        self.cache: Cache = build_cache(spec, config, executor=InlineExecutor([NoHands()]))
+        self.core = self.cache._core
+        self.page_tokens = page_tokens
+        self._random = np.random.default_rng(seed)
+
+    def draw(self, num_tokens: int) -> Tokens:
+        return self._random.integers(VOCABULARY, size=num_tokens, dtype=np.int32)
+
+    def lease(self, tokens: Tokens, upto: int) -> Lease:
+        """A lease with pages for everything up to `upto`, ready to commit."""
+        lease = self.cache.acquire(self.cache.lookup(tokens))
+        self.settle(lease)
+        self.cache.grow(lease, upto)
+        return lease
+
+    def settle(self, lease: Lease) -> None:
+        while not lease.ready:
+            self.cache.step()
+
+    def store(self, tokens: Tokens, chunk_tokens: int) -> None:
+        """Commits a prompt chunk by chunk, as chunked prefill does."""
+        upto = len(tokens) - 1
+        with self.lease(tokens, upto) as lease:
+            for end in range(min(lease.position + chunk_tokens, upto), upto + 1, chunk_tokens):
+                self.cache.commit(lease, end, last=end == upto)
+                if end < upto:
+                    self.settle(lease)
+        self.cache.step()
+
+    def plant(self, num_nodes: int) -> None:
+        """Adds this many nodes: families of short leaves under a shared prefix."""
+        page = self.page_tokens
+        planted = 0
+        while planted < num_nodes:
+            prefix = self.draw(PREFIX_PAGES * page)
+            for _ in range(min(LEAVES_PER_FAMILY, num_nodes - planted)):
+                self.store(np.concatenate([prefix, self.draw(LEAF_PAGES * page + 1)]), CHUNK_TOKENS)
+                planted += 1
+            planted += 1
+
+    def fill_up(self) -> None:
+        """Takes all free pages, as the requests of a busy engine do."""
+        arena = self.core.arena(Tier.DEVICE)
+        for count in (1 << power for power in range(24, -1, -1)):
+            while arena.fits({Kind.PREFIX: count}):
+                arena.alloc({Kind.PREFIX: count})
+
+    def evict(self, num_pages: int) -> None:
+        """Makes room for this many pages in a full tier."""
+        assert make_room(self.core, Tier.DEVICE, {Kind.PREFIX: num_pages}).fits
+
+    def take(self, num_pages: int) -> None:
+        """What a request does with the room."""
+        self.core.arena(Tier.DEVICE).alloc({Kind.PREFIX: num_pages})
+
+
+def median_us(
+    call: Callable[[Argument], Any], reps: int, prepare: Callable[[], Argument], settle: Callable[[Argument], Any] = id
+) -> float:
+    """The median time of a call; `prepare` and `settle` run outside the clock."""
+    samples = []
+    gc.collect()
+    gc.disable()
+    for _ in range(WARMUP_CALLS + reps):
+        argument = prepare()
+        start_ns = time.perf_counter_ns()
+        call(argument)
+        samples.append((time.perf_counter_ns() - start_ns) / 1e3)
+        settle(argument)
+    gc.enable()
+    return round(statistics.median(samples[WARMUP_CALLS:]), 1)
+
+
+def measure_evictions(args: argparse.Namespace, length: int) -> dict[str, float]:
+    """Evictions from a full tier that holds a forest of exactly `--nodes` nodes."""
+    work = Workload(args.comps, args.page, _forest_pages(args) + 4096)
+    work.plant(args.nodes)
+    work.fill_up()
+    single = median_us(work.evict, args.reps, lambda: 1, work.take)
+    forest = args.nodes * LEAF_PAGES
+    many = max(min(length // args.page, forest // (4 * (WARMUP_CALLS + 5))), 1)
+    return {
+        "evict_page_us": single,
+        "evict_many_us_per_page": round(median_us(work.evict, 5, lambda: many, work.take) / many, 2),
+        "evict_many_tokens": many * args.page,
+    }
+
+
+def _forest_pages(args: argparse.Namespace) -> int:
+    per_node = {"full": 1, "window": 17, "point": 2}[args.comps]  # checkpoints take memory too
+    families = args.nodes // LEAVES_PER_FAMILY + 2
+    return int(args.nodes * LEAF_PAGES * per_node + families * PREFIX_PAGES * per_node)
+
+
+def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
+    prompts = (WARMUP_CALLS + args.reps) * 2 + 4
+    work = Workload(args.comps, args.page, _forest_pages(args) + prompts * sum(args.lens) // args.page * 3 + 65536)
+    work.plant(args.nodes)
+    for length in args.lens:
+        chain, whole = work.draw(length + 1), work.draw(length + 1)
+        work.store(chain, CHUNK_TOKENS)
+        work.store(whole, length)
+        for prompt in (chain, whole):
+            found = work.cache.lookup(prompt).restore_tokens
+            assert found == length, f"{found=} {length=}"
+        yield {
+            "peer": "stepwell",
+            "core": "stepwell",
+            "comps": args.comps,
+            "page": args.page,
+            "nodes": args.nodes,
+            "length": length,
+            "reps": args.reps,
+            "lookup_us": median_us(work.cache.lookup, args.reps, lambda chain=chain: chain),
+            "lookup_one_node_us": median_us(work.cache.lookup, args.reps, lambda whole=whole: whole),
+            **measure_commits(work, length, args.reps),
+            **measure_evictions(args, length),
+        }
+
+
+def measure_commits(work: Workload, length: int, reps: int) -> dict[str, float]:
+    def commit(lease: Lease) -> None:
+        work.cache.commit(lease, length, last=True)
+
+    new = median_us(commit, reps, lambda: work.lease(work.draw(length + 1), length), work.cache.release)
+    known = work.draw(length + 1)
+    waiting = [work.lease(known, length) for _ in range(WARMUP_CALLS + reps)]  # all saw an empty cache
+    work.store(known, CHUNK_TOKENS)
+    again = median_us(commit, reps, waiting.pop, work.cache.release)
+    return {"commit_new_us": new, "commit_known_us": again}
+
+
+def measure_memory(num_pages: int, page_tokens: int) -> dict[str, object]:
+    """Bytes of bookkeeping a cached page costs, by the growth of this process: tokens, ids, nodes, counts, everything."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    work = Workload("full", page_tokens, num_pages + 4096)
+    shapes = itertools.cycle((2, 2, 4, 8, 16, 32))
+    held = 0
+    while held < num_pages:
+        prefix = work.draw(PREFIX_PAGES * page_tokens)
+        for pages in itertools.islice(shapes, LEAVES_PER_FAMILY):
+            work.store(np.concatenate([prefix, work.draw(pages * page_tokens + 1)]), 1 << 30)
+        held = work.core.arena(Tier.DEVICE).used_pages(Kind.PREFIX)
+        if held + 1024 > num_pages:
+            break
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    nodes = sum(1 for _ in work.core.tree.nodes())
+    return {"memory_pages": held, "memory_nodes": nodes, "bytes_per_page": round(grown / held, 1)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Time Stepwell's prefix tree.")
+    parser.add_argument("--comps", choices=tuple(STATES), default="full")
+    parser.add_argument("--nodes", type=int, default=1000)
+    parser.add_argument("--lens", type=int, nargs="+", default=[1024, 8192, 65536, 262144])
+    parser.add_argument("--page", type=int, default=64)
+    parser.add_argument("--reps", type=int, default=20)
+    parser.add_argument("--memory", type=int, metavar="PAGES", help="measure memory with this many pages instead")
+    args = parser.parse_args()
+    rows = [measure_memory(args.memory, args.page)] if args.memory else measure(args)
+    for row in rows:
+        print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -43,6 +43,7 @@ from stepwell import (
 from stepwell.base.plan import Plan
 from stepwell.cache.executor import InlineExecutor
 from stepwell.cache.room import make_room
+from stepwell.transfer.hands import Work
 
 CHUNK_TOKENS = 2048
 WINDOW_TOKENS = 1024
@@ -64,8 +65,8 @@ Argument = TypeVar("Argument")
 class NoHands:
     """Copies nothing."""
 
-    def run(self, plan: Plan) -> None:
-        pass
+    def begin(self, plan: Plan) -> Work:
+        return lambda: None
 
 
 class Workload:

@@ -48,7 +48,7 @@ class CacheConfig:
     half_life_s: float = 600.0  # after which the chance that something is used again counts half
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     page_alignment_bytes: int = 4096
-    load_timeout_s: float = 30.0
+    copy_timeout_s: float = 30.0
     vocab_size: int | None = None
 
     def __post_init__(self) -> None:
@@ -57,9 +57,9 @@ class CacheConfig:
         for label, size in (("device_bytes", self.device_bytes), ("host_bytes", self.host_bytes)):
             if size is not None and size <= 0:
                 raise ConfigError(f"{label} must be positive, got {size}; leave it None to do without that tier")
-        if self.half_life_s <= 0 or self.load_timeout_s <= 0:
+        if self.half_life_s <= 0 or self.copy_timeout_s <= 0:
             raise ConfigError(
-                f"half_life_s and load_timeout_s must be positive, got {self.half_life_s} and {self.load_timeout_s}"
+                f"half_life_s and copy_timeout_s must be positive, got {self.half_life_s} and {self.copy_timeout_s}"
             )
         alignment = self.page_alignment_bytes
         if alignment < 1 or alignment & (alignment - 1):

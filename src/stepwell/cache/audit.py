@@ -32,12 +32,19 @@ def audit(core: Core, leases: Sequence[Lease], pins: Sequence[Pin]) -> None:
             wrong = np.flatnonzero(expected != arena.refs[kind])[:8]
             counted, held = arena.refs[kind][wrong], expected[wrong]
             assert not len(wrong), f"{tier.label} {kind.label}: pages {wrong} have {counted} references, {held} are held"
+    for tier, arena in core.tree.arenas.items():
+        for kind in arena.layout.strides:
+            expected = np.zeros_like(arena.kept[kind])
+            for held_tier, held_kind, ids in _kept_by_tree(core):
+                if held_tier is tier and held_kind is kind:
+                    np.add.at(expected, ids, 1)
+            assert (expected == arena.kept[kind]).all(), f"{tier.label} {kind.label}: the tree's references do not add up"
     _audit_users(core, leases, pins)
     for lease in leases:
         assert lease.sources.total == lease.prompt_tokens, f"{lease}: {lease.sources} does not add up"
 
 
-def _holders(core: Core, leases: Sequence[Lease], pins: Sequence[Pin]) -> Iterator[tuple[Tier, Kind, PageIds]]:
+def _kept_by_tree(core: Core) -> Iterator[tuple[Tier, Kind, PageIds]]:
     for node in core.tree.nodes():
         for run in node.runs:
             if run is not None:
@@ -47,6 +54,10 @@ def _holders(core: Core, leases: Sequence[Lease], pins: Sequence[Pin]) -> Iterat
                 if residency is not None:
                     for kind, ids in residency.spans():
                         yield residency.tier, kind, ids
+
+
+def _holders(core: Core, leases: Sequence[Lease], pins: Sequence[Pin]) -> Iterator[tuple[Tier, Kind, PageIds]]:
+    yield from _kept_by_tree(core)
     for lease in leases:
         yield core.nearest, Kind.PREFIX, lease.prefix_pages
         yield core.nearest, Kind.WINDOW, lease.window_pages

@@ -42,26 +42,25 @@ def load(core: Core, lease: Lease, into: EnginePages) -> None:
     if job is not None:
         lease.jobs.add(job)
         lease.state = LeaseState.LOADING
-        lease.deadline_s = core.clock.now() + core.config.load_timeout_s
 
 
 def commit(core: Core, lease: Lease, upto: int, source: EnginePages, *, checkpoint: bool) -> bool:
     """Copies tokens `[position, upto)` and, if wanted, a checkpoint from the engine into the host tier.
 
-    False, with nothing saved, when the host has no room: a later request will compute these tokens again.
+    False, with nothing saved, when the host has no room. The next commit will offer these tokens again.
     """
     full = upto // core.spec.page_tokens
     _check_named(core, lease, full, source, checkpoint=checkpoint)
     _let_go_of_dead(core, lease)
     done = len(lease.prefix_pages)
+    lease.position = upto
+    if not full or not lease.publishes:
+        return lease.publishes
     try:
         fresh = allocate(core, Tier.HOST, {Kind.PREFIX: full - done}).get(Kind.PREFIX, NO_PAGES) if full > done else NO_PAGES
     except NoRoom:
         core.counters.add("save_skipped_no_room")
         return False
-    lease.position = upto
-    if not full:
-        return True
     use = lease.request.use(core.clock.now())
     lease.prefix_pages = np.concatenate([lease.prefix_pages, fresh])
     node = core.tree.insert(lease.namespace.digest, lease.packed, Tier.HOST, lease.prefix_pages, use)

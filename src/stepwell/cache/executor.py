@@ -13,8 +13,8 @@ from threading import Lock
 from typing import Protocol
 
 from stepwell.base.ids import JobId
-from stepwell.base.plan import Completion, Plan
-from stepwell.transfer.hands import Hands
+from stepwell.base.plan import Completion, Plan, Purpose
+from stepwell.transfer.hands import Hands, Work
 
 
 class Executor(Protocol):
@@ -40,12 +40,13 @@ class _Tally:
 
 
 class ThreadExecutor:
-    """Worker threads for each rank."""
+    """Worker threads for each rank: some for what a request waits for, one for saves, which may take their time."""
 
     def __init__(self, ranks: Sequence[Hands], *, workers_per_rank: int = 2) -> None:
         assert ranks, "an executor needs at least one rank's hands"
         self._ranks = ranks
-        self._pools = [ThreadPoolExecutor(workers_per_rank, thread_name_prefix=f"stepwell-rank{i}") for i in range(len(ranks))]
+        self._urgent = [ThreadPoolExecutor(workers_per_rank, thread_name_prefix=f"stepwell-rank{i}") for i in range(len(ranks))]
+        self._saving = [ThreadPoolExecutor(1, thread_name_prefix=f"stepwell-save{i}") for i in range(len(ranks))]
         self._lock = Lock()
         self._tallies: dict[JobId, _Tally] = {}
         self._done: deque[Completion] = deque()
@@ -53,18 +54,19 @@ class ThreadExecutor:
     def submit(self, plan: Plan) -> None:
         with self._lock:
             self._tallies[plan.job] = _Tally(len(self._ranks))
-        for rank, (hands, pool) in enumerate(zip(self._ranks, self._pools, strict=True)):
-            pool.submit(self._run, rank, hands, plan)
+        pools = self._saving if plan.purpose is Purpose.SAVE else self._urgent
+        for rank, (hands, pool) in enumerate(zip(self._ranks, pools, strict=True)):
+            pool.submit(self._run, rank, plan, begin(hands, plan))
 
     def completed(self) -> list[Completion]:
         return [self._done.popleft() for _ in range(len(self._done))]
 
     def close(self) -> None:
-        for pool in self._pools:
+        for pool in (*self._urgent, *self._saving):
             pool.shutdown(wait=True)
 
-    def _run(self, rank: int, hands: Hands, plan: Plan) -> None:
-        error = attempt(rank, hands, plan)
+    def _run(self, rank: int, plan: Plan, work: Work) -> None:
+        error = attempt(rank, work)
         with self._lock:
             tally = self._tallies[plan.job]
             tally.open -= 1
@@ -82,7 +84,7 @@ class InlineExecutor:
         self._done: list[Completion] = []
 
     def submit(self, plan: Plan) -> None:
-        errors = [attempt(rank, hands, plan) for rank, hands in enumerate(self._ranks)]
+        errors = [attempt(rank, begin(hands, plan)) for rank, hands in enumerate(self._ranks)]
         self._done.append(Completion(job=plan.job, error=next(filter(None, errors), None)))
 
     def completed(self) -> list[Completion]:
@@ -93,10 +95,23 @@ class InlineExecutor:
         pass
 
 
-def attempt(rank: int, hands: Hands, plan: Plan) -> str | None:
+def begin(hands: Hands, plan: Plan) -> Work:
+    """Hands a plan to a rank. Hands that cannot even begin fail like hands that cannot copy."""
+    try:
+        return hands.begin(plan)
+    except Exception as error:  # the edge to somebody else's code: a failure comes home as a value
+        failure = error
+
+    def fail() -> None:
+        raise failure
+
+    return fail
+
+
+def attempt(rank: int, work: Work) -> str | None:
     """One rank's try at a plan: None when it worked, else what went wrong."""
     try:
-        hands.run(plan)
-    except Exception as error:  # the worker boundary: a failure comes home as a value
+        work()
+    except Exception as error:  # the worker boundary: likewise
         return f"rank {rank}: {type(error).__name__}: {error}"
     return None

@@ -1,6 +1,7 @@
-"""Time to live: paths whose last user gave them a limit leave the tree when it is reached.
+"""Time to live: paths leave the tree when the longest limit that any use of them was given runs out.
 
-Every use covers a whole path from the root, so a node never expires before what is below it.
+A use without a limit is for ever. Every use covers a whole path from the root, so a node never expires before what
+is below it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from stepwell.tree.node import LossReason, Node
 def note_expiry(core: Core, node: Node | None) -> None:
     """Remembers when a path's nodes run out, if they do. An entry that is too early is put off when it comes up."""
     while node is not None and node.parent is not None and node.expires_at < inf:
-        _remember(core, node)
+        if not node.expiry_noted:
+            _remember(core, node)
         node = node.parent
 
 
@@ -24,6 +26,7 @@ def drop_expired(core: Core) -> int:
     now, dropped = core.clock.now(), 0
     while core.expiries and core.expiries[0][0] <= now:
         *_, node = heappop(core.expiries)
+        node.expiry_noted = False
         if node.parent is None:
             continue
         if node.expires_at > now:
@@ -37,5 +40,6 @@ def drop_expired(core: Core) -> int:
 
 
 def _remember(core: Core, node: Node) -> None:
+    node.expiry_noted = True
     core.expiry_number += 1
     heappush(core.expiries, (node.expires_at, -node.start, core.expiry_number, node))

@@ -63,7 +63,7 @@ class Explanation:
 def explain(core: Core, match: Match) -> Explanation:
     """Names what stops a match, looking at it as it is now."""
     spec = core.spec
-    usable = spec.usable(match.prompt_tokens)
+    usable = match.limit_tokens
     if match.restore_tokens == usable:
         return _because(match, usable, Cause.COMPLETE)
     if spec.needs_checkpoint and match.restore_tokens < spec.floor(match.arrived_tokens):

@@ -12,12 +12,12 @@ what came of it is applied in `step` alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stepwell.base.errors import BadTokens, ConfigError, LeaseError
 from stepwell.base.ids import Kind, LeaseId, Tier
 from stepwell.base.keys import Namespace
-from stepwell.base.tokens import TOKEN_BYTES, Tokens, pack
+from stepwell.base.tokens import Tokens, pack
 from stepwell.cache import borrowed, explain, publish, restore
 from stepwell.cache.audit import audit
 from stepwell.cache.borrowed import EnginePages
@@ -43,6 +43,7 @@ class StepReport:
     failures: tuple[str, ...] = ()
     ready: tuple[Lease, ...] = ()  # leases that may compute now
     failed: tuple[Lease, ...] = ()  # leases to release and look up again
+    finished: tuple[Lease, ...] = ()  # released leases whose last copy to or from the engine's memory has ended
     running: int = 0  # copies still under way
 
 
@@ -54,14 +55,11 @@ class Cache:
         self._executor = executor
         self._namespace = namespace
         self._leases: dict[LeaseId, Lease] = {}
+        self._closing: list[Lease] = []  # given back, with copies still in the engine's memory
         self._pins: list[Pin] = []
         self._last_lease = 0
 
     # ---- questions --------------------------------------------------------------------------------
-
-    @property
-    def spec_name(self) -> str:
-        return self._core.spec.name
 
     @property
     def counters(self) -> Counters:
@@ -72,12 +70,23 @@ class Cache:
         """The namespace of requests that name no other."""
         return self._namespace
 
-    def lookup(self, tokens: Tokens, *, namespace: Namespace | None = None) -> Match:
-        """How much of a prompt is known and where it could resume. Pure. Raises BadTokens."""
+    def namespace_for(self, *, adapter: str | None = None, salt: str | None = None) -> Namespace:
+        """This model under an adapter, or for a tenant whose pages nobody else may see."""
+        return replace(self._namespace, adapter=adapter, salt=salt)
+
+    def lookup(self, tokens: Tokens, *, namespace: Namespace | None = None, limit_tokens: int | None = None) -> Match:
+        """How much of a prompt is known and where it could resume. Pure. Raises BadTokens.
+
+        `limit_tokens` caps the restore point, for requests that need logits of their prompt.
+        """
         packed = pack(tokens, vocab_size=self._core.config.vocab_size)
         if not packed:
             raise BadTokens("an empty prompt: there is nothing to look up, and nothing to compute")
-        return find(self._core.tree, namespace or self._namespace, packed, len(packed) // TOKEN_BYTES)
+        if limit_tokens is not None and limit_tokens < 0:
+            raise ConfigError(f"limit_tokens must be 0 or more, got {limit_tokens}")
+        if namespace is not None and namespace.layout != self._namespace.layout:
+            raise ConfigError("this namespace is of a model with another layout: make one with cache.namespace_for()")
+        return find(self._core.tree, namespace or self._namespace, packed, limit_tokens)
 
     def explain(self, tokens: Tokens, *, namespace: Namespace | None = None) -> Explanation:
         """Why a prompt would resume where it would, and not later. Pure. Raises BadTokens."""
@@ -87,6 +96,11 @@ class Cache:
         """Bytes of a tier that hold something, padding included; 0 for a tier that does not exist."""
         arena = self._core.tree.arenas.get(tier)
         return arena.used_bytes if arena is not None else 0
+
+    def available_bytes(self, tier: Tier) -> int:
+        """Bytes of a tier that are free or could be, by evicting what no request holds: what admission can count on."""
+        arena = self._core.tree.arenas.get(tier)
+        return arena.layout.size_bytes - arena.busy_bytes if arena is not None else 0
 
     def next_stop(self, lease: Lease) -> int | None:
         """Where the engine must end its chunk next and commit; None for nowhere."""
@@ -125,8 +139,8 @@ class Cache:
         lease.must_be(LeaseState.READY)
         borrowed.load(self._core, lease, into)
 
-    def commit(self, lease: Lease, upto: int, *, source: EnginePages | None = None, last: bool = False) -> None:
-        """Offers everything computed so far, tokens `[0, upto)`, to the cache.
+    def commit(self, lease: Lease, upto: int, *, source: EnginePages | None = None, last: bool = False) -> bool:
+        """Offers everything computed so far, tokens `[0, upto)`, to the cache; false when it could not take them.
 
         At a stop this leaves a checkpoint; a request with point state then loads until its own copy is made.
         `last` says that the request computes nothing more, which spares that copy. Without a device tier,
@@ -140,13 +154,17 @@ class Cache:
         wanted = self._wants_checkpoint(lease, upto, last)
         if self._core.nearest is Tier.DEVICE:
             publish.commit(self._core, lease, upto, checkpoint=wanted, last=last)
-        else:
-            if source is None:
-                raise LeaseError("without a device tier, commit() needs `source`: the engine's pages to copy from")
-            borrowed.commit(self._core, lease, upto, source, checkpoint=wanted)
+            return lease.publishes
+        if source is None:
+            raise LeaseError("without a device tier, commit() needs `source`: the engine's pages to copy from")
+        return borrowed.commit(self._core, lease, upto, source, checkpoint=wanted)
 
     def release(self, lease: Lease) -> None:
-        """Gives a lease back, at any moment, once. What it committed stays cached; the rest is free again."""
+        """Gives a lease back, at any moment, once. What it committed stays cached; the rest is free again.
+
+        An engine that owns its device memory must leave what it named alone while `lease.jobs` is not empty; `step`
+        reports the lease as finished when it is.
+        """
         if self._leases.get(lease.id) is not lease:
             raise LeaseError(f"lease #{lease.id} was given back already, or belongs to another cache")
         del self._leases[lease.id]
@@ -157,6 +175,8 @@ class Cache:
             for name in ("device", "host", "store", "computed"):
                 core.counters.add(f"tokens_{name}", getattr(lease.sources, name))
         lease.state = LeaseState.CLOSED
+        if lease.jobs:
+            self._closing.append(lease)
         if lease.restored is not None:
             core.mover.unpin(lease.restored)
             lease.restored = None
@@ -172,6 +192,8 @@ class Cache:
         core = self._core
         completions = core.mover.apply()
         errors = {done.job: done.error for done in completions if done.error is not None}
+        timeout_s = core.config.copy_timeout_s
+        errors |= dict.fromkeys(core.mover.abandon_overdue(timeout_s), f"no answer within {timeout_s:g} s")
         drop_expired(core)
         self._drop_expired_pins()
         ready, failed = [], []
@@ -182,20 +204,28 @@ class Cache:
                     ready.append(lease)
                 elif lease.failed:
                     failed.append(lease)
-            lease.jobs = {job for job in lease.jobs if core.mover.is_running(job)}
+            self._forget_ended_jobs(lease)
+        for lease in self._closing:
+            self._forget_ended_jobs(lease)
+        finished = [lease for lease in self._closing if not lease.jobs]
+        self._closing = [lease for lease in self._closing if lease.jobs]
         return StepReport(
             completed=len(completions),
             failures=tuple(errors.values()),
             ready=tuple(ready),
             failed=tuple(failed),
+            finished=tuple(finished),
             running=core.mover.num_running,
         )
 
     def pin(self, tokens: Tokens, *, namespace: Namespace | None = None, ttl_s: float | None = None) -> Pin:
-        """Keeps one copy of everything up to the prompt's restore point until the pin is released or runs out."""
+        """Keeps one copy of everything up to the prompt's restore point until the pin is released or runs out.
+
+        `Pin.tokens` says how much that is: 0 when nothing of the prompt can be resumed from. `with` releases it.
+        """
         if ttl_s is not None and ttl_s <= 0:
             raise ConfigError(f"ttl_s must be positive, got {ttl_s}; leave it None for a pin without an end")
-        pin = take_pin(self._core, self.lookup(tokens, namespace=namespace), ttl_s)
+        pin = take_pin(self._core, self.lookup(tokens, namespace=namespace), ttl_s, self.unpin)
         self._pins.append(pin)
         return pin
 
@@ -207,8 +237,13 @@ class Cache:
         pin.let_go()
 
     def clear(self, *, namespace: Namespace | None = None) -> None:
-        """Forgets everything cached under a namespace. Requests keep what they hold until they release it."""
+        """Forgets everything cached under a namespace: after new weights, say.
+
+        Requests keep what they hold until they release it, and what they go on to compute is no longer offered to others.
+        """
         digest = (namespace or self._namespace).digest
+        for lease in self._leases.values():
+            lease.publishes &= lease.namespace.digest != digest
         self._core.tree.clear(digest, self._core.loss(LossReason.CLEARED, self._core.nearest))
 
     def audit(self) -> None:
@@ -233,13 +268,13 @@ class Cache:
         if job_failed or any((state == DEAD).any() for state in states):
             return LeaseState.FAILED
         waiting = any((state == FILLING).any() for state in states) or any(self._core.mover.is_running(job) for job in lease.jobs)
-        if not waiting:
-            lease.waits_for = []
-            return LeaseState.READY
-        if self._core.clock.now() < lease.deadline_s:
+        if waiting:
             return LeaseState.LOADING
-        self._core.counters.add("load_timeouts")
-        return LeaseState.FAILED
+        lease.waits_for = []
+        return LeaseState.READY
+
+    def _forget_ended_jobs(self, lease: Lease) -> None:
+        lease.jobs = {job for job in lease.jobs if self._core.mover.is_running(job)}
 
     def _drop_expired_pins(self) -> None:
         now = self._core.clock.now()

@@ -73,10 +73,10 @@ class Lease:
         self.window_pages: PageIds = NO_PAGES  # window page `first_window` and those after it
         self.first_window = 0
         self.point_pages: PageIds = NO_PAGES  # the request's own point state, updated in place; one id or none
-        self.deadline_s = float("inf")
         self.waits_for: list[tuple[Kind, PageIds]] = []
         self.jobs: set[JobId] = set()
         self.restored: Residency | None = None
+        self.publishes = True  # false once its namespace was cleared: what it computes is for itself alone
         self.trail: Checkpoint | None = None  # the checkpoint its growing answer left last
         self._packed = packed
         self._tail = bytearray()

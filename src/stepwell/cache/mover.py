@@ -23,6 +23,7 @@ class Job:
     """A plan under way, and the checkpoints it reads from and writes to."""
 
     plan: Plan
+    started_s: float
     reads: tuple[Residency, ...] = ()
     writes: Residency | None = None
     saves: tuple[Run, ...] = ()
@@ -36,7 +37,8 @@ class Mover:
         self._executor = executor
         self._counters = counters
         self._clock = clock
-        self._jobs: dict[JobId, Job] = {}
+        self._jobs: dict[JobId, Job] = {}  # in the order they were started
+        self._abandoned: set[JobId] = set()
         self._last_id = 0
 
     @property
@@ -67,7 +69,7 @@ class Mover:
         self._each_page(plan, lambda span: self._tree.arenas[span.tier].retain(span.kind, span.ids))
         for residency in reads:
             residency.users += 1
-        self._jobs[plan.job] = Job(plan=plan, reads=reads, writes=writes, saves=saves)
+        self._jobs[plan.job] = Job(plan=plan, started_s=self._clock.now(), reads=reads, writes=writes, saves=saves)
         self._executor.submit(plan)
         return plan.job
 
@@ -76,12 +78,32 @@ class Mover:
         completions = self._executor.completed()
         for completion in completions:
             job = self._jobs.pop(completion.job)
-            if completion.error is None:
+            if completion.job in self._abandoned:
+                self._abandoned.discard(completion.job)  # too late to matter, whatever came of it
+            elif completion.error is None:
                 self._succeed(job)
             else:
                 self._fail(job)
             self._let_go(job)
         return completions
+
+    def abandon_overdue(self, timeout_s: float) -> list[JobId]:
+        """Treats jobs that some rank has not answered for in time as failed, for all ranks; returns them.
+
+        Their pages stay referenced until that rank does answer: it may still be writing.
+        """
+        latest_start_s = self._clock.now() - timeout_s
+        overdue = []
+        for number, job in self._jobs.items():
+            if job.started_s > latest_start_s:
+                break
+            if number not in self._abandoned:
+                overdue.append(number)
+        for number in overdue:
+            self._abandoned.add(number)
+            self._fail(self._jobs[number])
+            self._counters.add("abandoned_jobs")
+        return overdue
 
     # ---- outcomes ---------------------------------------------------------------------------------
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
+from types import TracebackType
 
 import numpy as np
 
@@ -25,6 +27,13 @@ class Pin:
     expires_at_s: float
     pages: tuple[tuple[Tier, PageIds], ...]
     residency: Residency | None
+    on_exit: Callable[[Pin], None]
+
+    def __enter__(self) -> Pin:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.on_exit(self)
 
     def let_go(self) -> None:
         for tier, ids in self.pages:
@@ -36,7 +45,7 @@ class Pin:
         return f"Pin({self.tokens} tokens)"
 
 
-def take_pin(core: Core, match: Match, ttl_s: float | None) -> Pin:
+def take_pin(core: Core, match: Match, ttl_s: float | None, on_exit: Callable[[Pin], None]) -> Pin:
     """Holds everything up to the match's restore point."""
     upto = match.restore_tokens // core.spec.page_tokens
     open_ = np.ones(upto, np.bool_)  # pages that no tier looked at so far can keep
@@ -54,4 +63,6 @@ def take_pin(core: Core, match: Match, ttl_s: float | None) -> Pin:
     until = inf if ttl_s is None else core.clock.now() + ttl_s
     if upto:  # a pinned path must not run out before its pin does
         note_expiry(core, core.tree.touch(match.path, upto, Use(at_s=core.clock.now(), expires_at_s=until)))
-    return Pin(core=core, tokens=match.restore_tokens, expires_at_s=until, pages=tuple(pages), residency=residency)
+    return Pin(
+        core=core, tokens=match.restore_tokens, expires_at_s=until, pages=tuple(pages), residency=residency, on_exit=on_exit
+    )

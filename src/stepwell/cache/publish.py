@@ -45,11 +45,12 @@ def commit(core: Core, lease: Lease, upto: int, *, checkpoint: bool, last: bool)
     spec = core.spec
     page_tokens = spec.page_tokens
     full = upto // page_tokens
+    checkpoint = checkpoint and lease.publishes
     fork = _room_for_fork(core, lease) if checkpoint and not last else NO_PAGES
     checkpoint = checkpoint and full > 0 and (last or len(fork) == len(lease.point_pages))
     core.arena(Tier.DEVICE).mark_ready(Kind.PREFIX, lease.prefix_pages[lease.position // page_tokens : full])
     lease.position = upto
-    if full:
+    if full and lease.publishes:
         use = lease.request.use(core.clock.now())
         node = core.tree.insert(lease.namespace.digest, lease.packed, Tier.DEVICE, lease.prefix_pages[:full], use)
         note_expiry(core, node)
@@ -107,7 +108,8 @@ def _leave_checkpoint(core: Core, lease: Lease, node: Node, page: int, fork: Pag
             arena.mark_ready(kind, ids)
     now = core.clock.now()
     residency = tree.add_residency(node, page, Tier.DEVICE, windows=windows, points=points, ready=True, now=now)
-    if residency is None:  # another request left the same one
+    if residency is None:  # another request left the same one: it has two owners now
+        _note_shared(node, page)
         if len(fork):
             core.mover.release(Tier.DEVICE, Kind.POINT, fork)
         return None
@@ -124,11 +126,15 @@ def _leave_checkpoint(core: Core, lease: Lease, node: Node, page: int, fork: Pag
     return residency.checkpoint
 
 
+def _note_shared(node: Node, page: int) -> None:
+    assert node.checkpoints is not None
+    node.checkpoints[page].uses += 1
+
+
 def _go_on_with(core: Core, lease: Lease, fork: PageIds) -> None:
     lease.point_pages = fork
     lease.waits_for = [(Kind.POINT, fork)]
     lease.state = LeaseState.LOADING
-    lease.deadline_s = core.clock.now() + core.config.load_timeout_s
 
 
 def _follow_trail(core: Core, lease: Lease, made: Checkpoint | None) -> None:
@@ -136,7 +142,7 @@ def _follow_trail(core: Core, lease: Lease, made: Checkpoint | None) -> None:
     if made is None or made.page * core.spec.page_tokens < lease.prompt_tokens:
         return
     before, lease.trail = lease.trail, made
-    if before is None or before.uses or before.node is None or _is_milestone(core, before):
+    if before is None or before.uses or before.in_use or before.node is None or _is_milestone(core, before):
         return
     for residency in list(before.held):
         if residency is not None:

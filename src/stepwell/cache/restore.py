@@ -32,15 +32,16 @@ class Holds:
     near: PageIds  # page ids of the restored prefix in the nearest tier, ABSENT where it lacks them
     below: PageIds  # host pages for those gaps
     residency: Residency | None
+    promotes: bool = False  # the checkpoint is to be the device tier's too, once it is loaded
 
 
 def acquire(core: Core, match: Match, request: Request, number: LeaseId, on_exit: Callable[[Lease], None]) -> Lease:
     """Leases a prompt, resuming at the match's restore point (looked up again if the tree moved on)."""
     if match.version != core.tree.version:
-        match = find(core.tree, match.namespace, match.packed, match.prompt_tokens)
+        match = find(core.tree, match.namespace, match.packed, match.limit_tokens)
     holds = _hold(core, match)
     try:
-        pages = allocate(core, core.nearest, _need(core, match, holds)) if core.nearest is Tier.DEVICE else {}
+        pages = _allocate(core, match, holds) if core.nearest is Tier.DEVICE else {}
     except NoRoom:
         _let_go(core, holds)
         raise
@@ -68,7 +69,14 @@ def _hold(core: Core, match: Match) -> Holds:
     core.arena(core.nearest).retain(Kind.PREFIX, near[~gaps])
     if len(below):
         core.arena(Tier.HOST).retain(Kind.PREFIX, below)
-    return Holds(near=near, below=below, residency=residency)
+    return Holds(near=near, below=below, residency=residency, promotes=_is_worth_promoting(core, residency))
+
+
+def _is_worth_promoting(core: Core, residency: Residency | None) -> bool:
+    """Loaded window pages can be the tree's for nothing; a point costs a page more, so it must be wanted again."""
+    if residency is None or residency.tier is core.nearest or residency.checkpoint.held[core.nearest] is not None:
+        return False
+    return not len(residency.points) or residency.checkpoint.uses > 0
 
 
 def _let_go(core: Core, holds: Holds) -> None:
@@ -77,6 +85,17 @@ def _let_go(core: Core, holds: Holds) -> None:
         core.mover.release(Tier.HOST, Kind.PREFIX, holds.below)
     if holds.residency is not None:
         core.mover.unpin(holds.residency)
+
+
+def _allocate(core: Core, match: Match, holds: Holds) -> dict[Kind, PageIds]:
+    """Device pages for everything the request lacks, and one more where a point is promoted and there is room."""
+    need = _need(core, match, holds)
+    if holds.promotes and need[Kind.POINT]:
+        try:
+            return allocate(core, Tier.DEVICE, need | {Kind.POINT: 2})
+        except NoRoom:
+            holds.promotes = False
+    return allocate(core, Tier.DEVICE, need)
 
 
 def _need(core: Core, match: Match, holds: Holds) -> dict[Kind, int]:
@@ -111,8 +130,10 @@ def _fill(core: Core, lease: Lease, match: Match, holds: Holds, pages: dict[Kind
     near = holds.near.copy()
     near[near == ABSENT] = loaded
     lease.prefix_pages = np.concatenate([near, own])
-    lease.point_pages = pages.get(Kind.POINT, NO_PAGES)
+    lease.point_pages = pages.get(Kind.POINT, NO_PAGES)[:1]
     copies = [_copy(Kind.PREFIX, Tier.HOST, holds.below, loaded)]
+    if core.spec.window_tokens:
+        lease.first_window = lease.resume // core.spec.window_page_tokens  # nothing before it, unless a checkpoint has some
     if holds.residency is not None:
         copies += _restore_checkpoint(core, lease, holds.residency, pages.get(Kind.WINDOW, NO_PAGES))
     if len(loaded):
@@ -122,10 +143,11 @@ def _fill(core: Core, lease: Lease, match: Match, holds: Holds, pages: dict[Kind
     waits: list[tuple[Kind, PageIds]] = [(Kind.PREFIX, arriving)]
     waits += [(copy.target.kind, copy.target.ids) for copy in copies[1:]]
     lease.waits_for = [(kind, ids) for kind, ids in waits if len(ids)]
+    promoted = _promote(core, holds.residency, pages, copies) if holds.promotes and holds.residency is not None else None
     reads = (holds.residency,) if holds.residency is not None else ()
-    if core.mover.start(Purpose.LOAD, copies, reads=reads) is not None or lease.waits_for:
+    if core.mover.start(Purpose.LOAD, copies, reads=reads, writes=promoted) is not None or lease.waits_for:
         lease.state = LeaseState.LOADING
-        lease.deadline_s = core.clock.now() + core.config.load_timeout_s
+    core.mover.release(Tier.DEVICE, Kind.POINT, pages.get(Kind.POINT, NO_PAGES)[1:])  # the tree has its own reference now
     if len(holds.below):
         core.mover.release(Tier.HOST, Kind.PREFIX, holds.below)  # the copy holds its own by now
 
@@ -145,6 +167,22 @@ def _restore_checkpoint(core: Core, lease: Lease, residency: Residency, windows:
     if len(residency.points):
         copies.append(_copy(Kind.POINT, residency.tier, residency.points, lease.point_pages))
     return copies
+
+
+def _promote(core: Core, source: Residency, pages: dict[Kind, PageIds], copies: list[Copy]) -> Residency:
+    """Enters the checkpoint in the device tier, to be ready with the load; adds the copy its point needs."""
+    checkpoint = source.checkpoint
+    assert checkpoint.node is not None
+    windows, points = pages.get(Kind.WINDOW, NO_PAGES), pages.get(Kind.POINT, NO_PAGES)[1:]
+    now = core.clock.now()
+    promoted = core.tree.add_residency(
+        checkpoint.node, checkpoint.page, Tier.DEVICE, windows=windows, points=points, ready=False, now=now
+    )
+    assert promoted is not None, "a checkpoint was promoted twice"
+    if len(points):
+        copies.append(_copy(Kind.POINT, Tier.HOST, source.points, points))
+    core.counters.add("checkpoints_promoted")
+    return promoted
 
 
 def _publish_loads(core: Core, match: Match, near: PageIds) -> None:

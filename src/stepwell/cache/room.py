@@ -32,7 +32,7 @@ def allocate(core: Core, tier: Tier, need: Need) -> dict[Kind, PageIds]:
     arena = core.arena(tier)
     need = {kind: count for kind, count in need.items() if count}
     if not arena.fits(need):
-        if not arena.fits_when_empty(need):
+        if not arena.could_fit(need) or not arena.fits_when_empty(need):
             raise NoRoom(_why(core, tier, need))  # evicting everything would not help: evict nothing
         room = make_room(core, tier, need)
         if not room.fits:
@@ -76,12 +76,19 @@ def _evict_run(core: Core, run: Run, need: Need) -> int:
     ranking = core.tree.ranking
     tail = ranking.tail(run)
     assert tail is not None, f"{run.node} was ranked without a tail"
-    idle = ranking.idle(run, tail.start, at_most=need.get(Kind.PREFIX, run.num_pages))
+    idle = ranking.idle(run, tail.start, at_most=_wanted(core, run, need))
     if not idle.num_pages:
         return 0  # in use; whoever lets go will queue it again
     core.tree.discard_tail(run, idle.start, core.loss(LossReason.EVICTED, run.tier))
     core.counters.add(f"evicted_{run.tier.label}_pages", idle.num_pages)
     return idle.num_pages * core.arena(run.tier).layout.strides[Kind.PREFIX]
+
+
+def _wanted(core: Core, run: Run, need: Need) -> int:
+    """How many pages of a run to give up: what is short, or all when it is the slab that is needed."""
+    if Kind.PREFIX not in need:
+        return run.num_pages
+    return max(core.arena(run.tier).shortage(Kind.PREFIX, need[Kind.PREFIX]), 1)
 
 
 def _evict_residency(core: Core, residency: Residency) -> int:

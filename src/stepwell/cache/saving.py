@@ -45,7 +45,6 @@ def write_back(core: Core, victim: Victim) -> bool:
         tail = core.tree.ranking.tail(victim)
         dirty = tail is not None and not tail.dead and len(_missing(core, victim.node)) > 0
         saving = dirty and save_runs(core, victim.node)
-    victim.unsaved = dirty and not saving
     return saving
 
 

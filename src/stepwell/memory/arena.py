@@ -14,7 +14,7 @@ from enum import IntEnum
 
 import numpy as np
 
-from stepwell.base.errors import NoRoom
+from stepwell.base.errors import ConfigError, NoRoom
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.plan import NO_PAGES, PageIds
 from stepwell.memory.layout import ArenaLayout
@@ -42,9 +42,16 @@ class Arena:
         self.layout = layout
         self._slabs = SlabPool(layout)
         self._empty = SlabPool(layout)  # never taken from: what the arena is like with nothing in it
+        if not self._empty.fits(dict.fromkeys(layout.strides, 1)):
+            raise ConfigError(
+                f"a {tier.label} tier of {layout.size_bytes} bytes cannot hold one page of each kind side by side; "
+                f"give it at least {2 * sum(layout.strides.values())} bytes"
+            )
         self._on_free = on_free
         self.refs = {kind: np.zeros(layout.rows(kind), np.int32) for kind in layout.strides}
+        self.kept = {kind: np.zeros(layout.rows(kind), np.int32) for kind in layout.strides}  # of those, the tree's
         self.state = {kind: np.zeros(layout.rows(kind), np.uint8) for kind in layout.strides}
+        self._busy = dict.fromkeys(layout.strides, 0)  # pages that somebody beside the tree refers to
 
     # ---- questions --------------------------------------------------------------------------------
 
@@ -55,6 +62,20 @@ class Arena:
     def fits_when_empty(self, need: Need) -> bool:
         """Whether `need` could ever be met, with nothing else in the arena."""
         return self._empty.fits(need)
+
+    def could_fit(self, need: Need) -> bool:
+        """Whether `need` could be met by evicting all that nobody uses, were it not for how that is spread over slabs."""
+        strides = self.layout.strides
+        return sum(strides[kind] * count for kind, count in need.items()) <= self.layout.size_bytes - self.busy_bytes
+
+    def shortage(self, kind: Kind, count: int) -> int:
+        """How many of `count` pages would have to be freed, at the least."""
+        return max(count - self._slabs.free(kind), 0)
+
+    @property
+    def busy_bytes(self) -> int:
+        """Bytes that requests and copies hold, so that no eviction could free them."""
+        return sum(self._busy[kind] * stride for kind, stride in self.layout.strides.items())
 
     @property
     def used_bytes(self) -> int:
@@ -78,6 +99,7 @@ class Arena:
         for kind, ids in taken.items():
             self.refs[kind][ids] = 1
             self.state[kind][ids] = FILLING
+            self._busy[kind] += len(ids)
         return taken
 
     def retain(self, kind: Kind, ids: PageIds) -> None:
@@ -85,12 +107,32 @@ class Arena:
         refs = self.refs[kind]
         counts = refs[ids]
         assert counts.all(), f"retained a free {self.tier.label} {kind.label} page: {ids[counts == 0]}"
+        self._busy[kind] += int(np.count_nonzero(counts == self.kept[kind][ids]))
         refs[ids] = counts + 1
+
+    def keep(self, kind: Kind, ids: PageIds) -> None:
+        """Adds the tree's reference to each page: one that does not stand in the way of eviction."""
+        refs, kept = self.refs[kind], self.kept[kind]
+        counts = refs[ids]
+        assert counts.all(), f"kept a free {self.tier.label} {kind.label} page: {ids[counts == 0]}"
+        refs[ids] = counts + 1
+        kept[ids] += 1
+
+    def drop(self, kind: Kind, ids: PageIds) -> PageIds:
+        """Takes the tree's reference from each page and frees those without any; returns the freed ones."""
+        if not len(ids):
+            return NO_PAGES
+        self.kept[kind][ids] -= 1
+        return self._lessen(kind, ids)
 
     def release(self, kind: Kind, ids: PageIds) -> PageIds:
         """Takes one reference from each page and frees those without any; returns the freed ones."""
         if not len(ids):
             return NO_PAGES
+        self._busy[kind] -= int(np.count_nonzero(self.refs[kind][ids] == self.kept[kind][ids] + 1))
+        return self._lessen(kind, ids)
+
+    def _lessen(self, kind: Kind, ids: PageIds) -> PageIds:
         refs = self.refs[kind]
         counts = refs[ids]
         counts -= 1
@@ -126,7 +168,9 @@ class Arena:
         self._slabs.audit()
         for kind in self.layout.strides:
             refs, state = self.refs[kind], self.state[kind]
-            assert (refs >= 0).all(), f"negative references in {self.tier.label} {kind.label}"
+            assert (refs >= self.kept[kind]).all() and (self.kept[kind] >= 0).all(), f"negative references in {kind.label}"
+            busy = int(np.count_nonzero(refs > self.kept[kind]))
+            assert busy == self._busy[kind], f"{self.tier.label} {kind.label}: {busy} pages are busy, counted {self._busy[kind]}"
             assert ((refs == 0) == (state == FREE)).all(), f"{self.tier.label} {kind.label}: a page is both free and referenced"
             held = np.flatnonzero(refs).astype(np.int32)
             assert len(held) == self.used_pages(kind), f"{self.tier.label} {kind.label}: {len(held)=} {self.used_pages(kind)=}"

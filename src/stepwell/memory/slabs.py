@@ -54,6 +54,10 @@ class SlabPool:
     def used(self, kind: Kind) -> int:
         return self._used[kind]
 
+    def free(self, kind: Kind) -> int:
+        """Free pages in the slabs that `kind` holds, and in those it could still have."""
+        return self._free[kind] + self._num_idle * (self._layout.slab_bytes // self._layout.strides[kind])
+
     def fits(self, need: Mapping[Kind, int]) -> bool:
         return self._choose(need) is not None
 

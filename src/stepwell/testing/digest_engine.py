@@ -87,7 +87,7 @@ class DigestEngine:
             for part in spec.parts(Kind.POINT):
                 shape = spec.state(part.state).shape
                 assert isinstance(shape, Point)
-                for row in range(shape.rows_at(upto) if shape.period else 1):
+                for row in range(min(shape.rows_at(upto), part.rows)):  # between boundaries a group may be longer
                     yield from self._layers(memory, Kind.POINT, lease.point_pages[0], part, row, seeds.at(upto))
 
     def _layers(

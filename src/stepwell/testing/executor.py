@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from stepwell.base.ids import JobId
 from stepwell.base.plan import Completion, Plan
-from stepwell.cache.executor import attempt
-from stepwell.transfer.hands import Hands
+from stepwell.cache.executor import attempt, begin
+from stepwell.transfer.hands import Hands, Work
 
 
 class ScriptedExecutor:
@@ -17,6 +17,7 @@ class ScriptedExecutor:
         self._ranks = ranks
         self._plans: dict[JobId, Plan] = {}
         self._answers: dict[JobId, dict[int, str | None]] = {}
+        self._work: dict[JobId, list[Work]] = {}
         self._done: list[Completion] = []
         self.num_submitted = 0
 
@@ -32,14 +33,15 @@ class ScriptedExecutor:
         self.num_submitted += 1
         self._plans[plan.job] = plan
         self._answers[plan.job] = {}
+        self._work[plan.job] = [begin(hands, plan) for hands in self._ranks]
 
     def answer(self, job: JobId, rank: int = 0, *, error: str | None = None) -> None:
         """Lets one rank make its copies, or fail without making any. The plan completes with the last rank."""
-        plan, answers = self._plans[job], self._answers[job]
+        answers = self._answers[job]
         assert rank not in answers, f"rank {rank} answered for job {job} already"
-        answers[rank] = error or attempt(rank, self._ranks[rank], plan)
+        answers[rank] = error or attempt(rank, self._work[job][rank])
         if len(answers) == len(self._ranks):
-            del self._plans[job], self._answers[job]
+            del self._plans[job], self._answers[job], self._work[job]
             first_error = next((answers[each] for each in sorted(answers) if answers[each]), None)
             self._done.append(Completion(job=job, error=first_error))
 

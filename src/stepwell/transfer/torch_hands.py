@@ -6,13 +6,13 @@ The only file of this floor that imports torch, and only when it is used.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from stepwell.base.ids import Kind, Tier
-from stepwell.base.plan import Copy, Plan
+from stepwell.base.plan import Plan, Purpose
 from stepwell.base.spec import ModelSpec
 from stepwell.memory.layout import ArenaLayout
+from stepwell.transfer.hands import Work
 
 if TYPE_CHECKING:
     import torch
@@ -37,29 +37,47 @@ class TorchMemory:
 
 
 class TorchHands:
-    """Copies between torch memories; on CUDA one asynchronous copy a page, all on one side stream."""
+    """Copies between torch memories. On CUDA one asynchronous copy a page, saves on one stream and the rest on another.
 
-    def __init__(self, memories: Mapping[Tier, TorchMemory]) -> None:
+    `engine_stream` is where the engine's kernels run; by default the stream that is current when a plan begins.
+    """
+
+    def __init__(self, memories: Mapping[Tier, TorchMemory], *, engine_stream: torch.cuda.Stream | None = None) -> None:
         import torch
 
         self._memories = memories
-        on_cuda = any(memory.rows(Kind.PREFIX).is_cuda for memory in memories.values())
-        self._stream = torch.cuda.Stream() if on_cuda else None  # type: ignore[no-untyped-call]
+        self._engine_stream = engine_stream
+        devices = [memory.rows(Kind.PREFIX).device for memory in memories.values()]
+        self._device = next((device for device in devices if device.type == "cuda"), None)
+        self._streams: dict[bool, torch.cuda.Stream] = {}
+        if self._device is not None:
+            for saving in (False, True):
+                self._streams[saving] = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
-    def run(self, plan: Plan) -> None:
+    def begin(self, plan: Plan) -> Work:
+        if self._device is None:
+            return lambda: self._copy_all(plan)
         import torch
 
-        stream = self._stream
-        with torch.cuda.stream(stream) if stream is not None else nullcontext():
-            for copy in plan.copies:
-                self._copy(copy)
-        if stream is not None:
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            done.record(stream)
-            done.synchronize()
+        before = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        before.record(self._engine_stream or torch.cuda.current_stream(self._device))
+        return lambda: self._run_on_stream(plan, before)
 
-    def _copy(self, copy: Copy) -> None:
-        source = self._memories[copy.source.tier].rows(copy.source.kind)
-        target = self._memories[copy.target.tier].rows(copy.target.kind)
-        for read, write in zip(copy.source.ids.tolist(), copy.target.ids.tolist(), strict=True):
-            target[write].copy_(source[read], non_blocking=True)
+    def _run_on_stream(self, plan: Plan, before: torch.cuda.Event) -> None:
+        """Copies after what the engine had queued, and waits for the copies alone."""
+        import torch
+
+        stream = self._streams[plan.purpose is Purpose.SAVE]
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
+            stream.wait_event(before)
+            self._copy_all(plan)
+            done.record(stream)
+        done.synchronize()
+
+    def _copy_all(self, plan: Plan) -> None:
+        for copy in plan.copies:
+            source = self._memories[copy.source.tier].rows(copy.source.kind)
+            target = self._memories[copy.target.tier].rows(copy.target.kind)
+            for read, write in zip(copy.source.ids.tolist(), copy.target.ids.tolist(), strict=True):
+                target[write].copy_(source[read], non_blocking=True)

@@ -17,7 +17,7 @@ import numpy as np
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.keys import Namespace
 from stepwell.base.plan import PageIds
-from stepwell.base.tokens import common_pages
+from stepwell.base.tokens import TOKEN_BYTES, common_pages
 from stepwell.memory.arena import READY
 from stepwell.tree.node import ABSENT, Checkpoint, Node
 from stepwell.tree.tree import Tree
@@ -30,6 +30,7 @@ class Match:
     namespace: Namespace
     packed: bytes
     prompt_tokens: int
+    limit_tokens: int  # no restore point beyond this was looked for
     known_tokens: int
     arrived_tokens: int
     restore_tokens: int
@@ -46,10 +47,12 @@ class Match:
         )
 
 
-def find(tree: Tree, namespace: Namespace, packed: bytes, prompt_tokens: int) -> Match:
-    """Walks the path of a prompt as far as it is known."""
+def find(tree: Tree, namespace: Namespace, packed: bytes, limit_tokens: int | None = None) -> Match:
+    """Walks the path of a prompt as far as it is known, or to a boundary at or below `limit_tokens`."""
     spec = tree.spec
-    limit = spec.usable(prompt_tokens) // spec.page_tokens
+    prompt_tokens = len(packed) // TOKEN_BYTES
+    usable = spec.usable(prompt_tokens)
+    limit = (usable if limit_tokens is None else min(spec.floor(limit_tokens), usable)) // spec.page_tokens
     path, known = _walk(tree, namespace, packed, limit)
     arrived = _arrived_pages(tree, path, known)
     checkpoint = _deepest_checkpoint(path, arrived) if spec.needs_checkpoint else None
@@ -62,6 +65,7 @@ def find(tree: Tree, namespace: Namespace, packed: bytes, prompt_tokens: int) ->
         namespace=namespace,
         packed=packed,
         prompt_tokens=prompt_tokens,
+        limit_tokens=limit * spec.page_tokens,
         known_tokens=known * spec.page_tokens,
         arrived_tokens=arrived * spec.page_tokens,
         restore_tokens=restore * spec.page_tokens,

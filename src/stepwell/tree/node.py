@@ -98,6 +98,10 @@ class Checkpoint:
         return residency if residency is not None and residency.ready else None
 
     @property
+    def in_use(self) -> bool:
+        return any(residency is not None and residency.users for residency in self.held)
+
+    @property
     def ready(self) -> bool:
         return self.ready_in(Tier.DEVICE) is not None or self.ready_in(Tier.HOST) is not None
 
@@ -117,7 +121,7 @@ class Node:
     """A run of pages on one path from a namespace's root."""
 
     __slots__ = (
-        "checkpoints", "expires_at", "first", "hits", "kids", "lost", "num_pages",
+        "checkpoints", "expires_at", "expiry_noted", "first", "hits", "kids", "lost", "num_pages",
         "parent", "priority", "rest", "runs", "start", "used_at",
     )  # fmt: skip
 
@@ -134,6 +138,7 @@ class Node:
         self.used_at = 0.0
         self.hits = 0
         self.priority = 0
+        self.expiry_noted = False  # whoever drops what ran out will look at it when the time comes
         self.expires_at = 0.0  # never before that of anything below it, since every use covers a whole path
 
     @property
@@ -144,6 +149,9 @@ class Node:
         self.used_at = use.at_s
         self.priority = max(self.priority, use.priority)
         self.expires_at = max(self.expires_at, use.expires_at_s)
+        for run in self.runs:
+            if run is not None:
+                run.unsaved = False  # it is worth another try
 
     def child(self, page: bytes) -> Node | None:
         return self.kids.by_page.get(page) if self.kids else None

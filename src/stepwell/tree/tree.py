@@ -163,7 +163,7 @@ class Tree:
                 missing &= other.ids == ABSENT
         if missing.any():
             self.truncate(node, int(missing.argmax()), loss)
-        self.arenas[tier].release(Kind.PREFIX, ids)
+        self.arenas[tier].drop(Kind.PREFIX, ids)
 
     def discard_tail(self, run: Run, start: int, loss: Loss) -> None:
         """Takes the run's pages from index `start` on out of its tier, and out of the tree what no tier holds then."""
@@ -220,7 +220,7 @@ class Tree:
             return None
         residency = checkpoint.held[tier] = Residency(checkpoint, tier, windows=windows, points=points, ready=ready)
         for kind, ids in residency.spans():
-            self.arenas[tier].retain(kind, ids)
+            self.arenas[tier].keep(kind, ids)
         if node.lost:
             node.lost.pop(page, None)
         self.version += 1
@@ -251,7 +251,7 @@ class Tree:
         self._carry_checkpoints_up(node, tier, before)
         self._queue(node)
         for kind, ids in residency.spans():
-            self.arenas[tier].release(kind, ids)
+            self.arenas[tier].drop(kind, ids)
 
     def clear(self, namespace: PageKey, loss: Loss) -> None:
         """Forgets everything under a namespace. What requests hold stays theirs until they give it back."""
@@ -315,7 +315,7 @@ class Tree:
         """Takes the tree's reference to pages that are new to it; says which of them can be read."""
         self.version += 1
         arena = self.arenas[tier]
-        arena.retain(Kind.PREFIX, ids)
+        arena.keep(Kind.PREFIX, ids)
         return np.asarray(arena.state[Kind.PREFIX][ids] == READY)
 
     @staticmethod
@@ -380,7 +380,7 @@ class Tree:
                 node.runs[tier] = None
                 run.ticket = 0
             self.owner[tier][gone] = None
-            self.arenas[tier].release(Kind.PREFIX, gone)
+            self.arenas[tier].drop(Kind.PREFIX, gone)
         node.num_pages = at
         node.rest = node.rest[: max(at - 1, 0) * self.page_bytes]
 
@@ -407,7 +407,7 @@ class Tree:
             if residency is not None:
                 residency.ticket = 0
                 for kind, ids in residency.spans():
-                    self.arenas[residency.tier].release(kind, ids)
+                    self.arenas[residency.tier].drop(kind, ids)
         checkpoint.held = [None, None]
 
     def _unlink(self, node: Node, loss: Loss) -> None:

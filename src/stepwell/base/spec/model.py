@@ -43,6 +43,8 @@ class StateSpec:
             raise SpecError(
                 f"state {self.name!r} needs at least one layer and one byte per row, got {self.layers=} {self.row_bytes=}"
             )
+        if isinstance(self.shape, Point) and not self.required:
+            raise SpecError(f"state {self.name!r}: a point state cannot be optional, since nothing else marks that it is missing")
         if self.align < 1 or self.shards < 1:
             raise SpecError(f"state {self.name!r}: align and shards must be at least 1, got {self.align=} {self.shards=}")
         if self.row_bytes % self.shards:
@@ -120,7 +122,7 @@ class ModelSpec:
     @cached_property
     def needs_checkpoint(self) -> bool:
         """True when prefix pages alone are not enough to resume."""
-        return bool(self.window_tokens or self.parts(Kind.POINT))
+        return any(isinstance(s.shape, Window) and s.required for s in self.states) or bool(self.parts(Kind.POINT))
 
     def is_legal(self, boundary: int) -> bool:
         return boundary >= 0 and boundary % self.boundary_step == 0
@@ -143,8 +145,14 @@ class ModelSpec:
 
     @cached_property
     def window_tokens(self) -> int:
-        """The longest required look-back of any window state, 0 without one."""
+        """The longest look-back of any window state, 0 without one: what a running request keeps."""
         return max((s.shape.tokens for s in self.states if isinstance(s.shape, Window)), default=0)
+
+    @cached_property
+    def checkpoint_window_tokens(self) -> int:
+        """The longest look-back that resuming depends on: optional states may find theirs cut short."""
+        windows = [(s.required, s.shape.tokens) for s in self.states if isinstance(s.shape, Window)]
+        return max((tokens for required, tokens in windows if required), default=self.window_tokens)
 
     @cached_property
     def window_page_tokens(self) -> int:
@@ -157,7 +165,7 @@ class ModelSpec:
         if not self.window_tokens:
             return range(0)
         size = self.window_page_tokens
-        return range(max(boundary - self.window_tokens, 0) // size, boundary // size)
+        return range(max(boundary - self.checkpoint_window_tokens, 0) // size, boundary // size)
 
     # ---- bytes ------------------------------------------------------------------------------------
 

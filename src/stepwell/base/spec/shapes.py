@@ -49,7 +49,8 @@ class Point:
     """Needs one object at exactly B.
 
     With a `period` the object is the unfinished group of a compressor: `B % period` rows, so nothing
-    at all at multiples of the period. Without one it is always a single row.
+    at all at multiples of the period. Between boundaries those rows are the engine's own; the object holds
+    them as they were at one. Without a period it is always a single row.
     """
 
     period: int | None = None

@@ -1,0 +1,98 @@
+"""A device tier in CUDA memory and a host tier in pinned memory: what comes back is what was saved."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from stepwell import CacheConfig, Kind, Lease, ModelSpec, PlacementConfig, Point, Prefix, StateSpec, Tier, Window, build_cache
+from stepwell.cache.build import layouts_for
+from stepwell.cache.facade import Cache
+from stepwell.transfer.torch_hands import TorchHands, TorchMemory
+
+torch = pytest.importorskip("torch")
+
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")]),
+]
+
+SPEC = ModelSpec(
+    name="cuda-toy",
+    page_tokens=16,
+    states=(
+        StateSpec(name="kv", shape=Prefix(), layers=4, row_bytes=1024, dtype="u8"),
+        StateSpec(name="swa", shape=Window(tokens=24), layers=2, row_bytes=256, dtype="u8"),
+        StateSpec(name="ssm", shape=Point(), layers=3, row_bytes=5000, dtype="u8"),
+    ),
+)
+CONFIG = CacheConfig(
+    device_bytes=4 << 20, host_bytes=32 << 20, placement=PlacementConfig(interval_tokens=64, decode_interval_tokens=0)
+)
+
+
+def settle(cache: Cache, lease: Lease) -> None:
+    deadline = time.monotonic() + 30
+    while not lease.ready:
+        assert not lease.failed and time.monotonic() < deadline, lease
+        cache.step()
+
+
+def quiet(cache: Cache) -> None:
+    deadline = time.monotonic() + 30
+    while cache.step().running:
+        assert time.monotonic() < deadline
+
+
+def random_bytes(memory: TorchMemory, kind: Kind, ids: np.ndarray, seed: int) -> torch.Tensor:
+    """Writes random bytes into pages, as an engine on its own stream would, and returns them."""
+    rows = memory.rows(kind)
+    generator = torch.Generator().manual_seed(seed)
+    content = torch.randint(0, 256, (len(ids), rows.shape[1]), dtype=torch.uint8, generator=generator)
+    rows[torch.from_numpy(ids.astype(np.int64)).to(rows.device)] = content.to(rows.device)
+    if rows.is_cuda:
+        torch.cuda.synchronize()
+    return content
+
+
+def read(memory: TorchMemory, kind: Kind, ids: np.ndarray) -> torch.Tensor:
+    rows = memory.rows(kind)
+    return rows[torch.from_numpy(ids.astype(np.int64)).to(rows.device)].cpu()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_prompt_evicted_to_the_host_comes_back_byte_for_byte(device: str) -> None:
+    layouts = layouts_for(SPEC, CONFIG)
+    memories = {tier: TorchMemory(SPEC, layout, device if tier is Tier.DEVICE else "cpu") for tier, layout in layouts.items()}
+    cache = build_cache(SPEC, CONFIG, hands=[TorchHands(memories)])
+    on_device = memories[Tier.DEVICE]
+    prompts = [np.arange(129, dtype=np.int32) + 1000 * i for i in range(20)]  # more than the device holds
+    saved = []
+    for seed, prompt in enumerate(prompts):
+        with cache.acquire(cache.lookup(prompt)) as lease:
+            settle(cache, lease)
+            for stop in lease.stops:
+                cache.grow(lease, stop)
+                prefix = random_bytes(on_device, Kind.PREFIX, lease.prefix_pages[lease.position // 16 : stop // 16], seed)
+                windows = random_bytes(on_device, Kind.WINDOW, lease.window_pages, seed + 100)
+                point = random_bytes(on_device, Kind.POINT, lease.point_pages, seed + 200)
+                cache.commit(lease, stop)
+                settle(cache, lease)
+            saved.append((prefix, windows[-2:], point))
+        quiet(cache)
+    assert cache.counters["evicted_device_pages"] > 0
+    came_from_host = 0
+    for prompt, (prefix, windows, point) in zip(prompts, saved, strict=True):
+        with cache.acquire(cache.lookup(prompt)) as lease:
+            settle(cache, lease)
+            assert lease.resume == 128
+            came_from_host += lease.sources.host
+            assert torch.equal(read(on_device, Kind.PREFIX, lease.prefix_pages[4:8]), prefix)
+            assert torch.equal(read(on_device, Kind.WINDOW, lease.window_pages), windows)
+            assert torch.equal(read(on_device, Kind.POINT, lease.point_pages), point)
+        quiet(cache)
+    assert came_from_host > 0
+    cache.audit()
+    cache.close()

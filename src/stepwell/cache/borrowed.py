@@ -18,6 +18,7 @@ from stepwell.cache.expiry import note_expiry
 from stepwell.cache.lease import Lease, LeaseState
 from stepwell.cache.room import allocate
 from stepwell.memory.arena import DEAD
+from stepwell.tree.checkpoints import add_residency
 from stepwell.tree.node import Node
 
 
@@ -136,7 +137,7 @@ def _save_checkpoint(core: Core, lease: Lease, node: Node, page: int, source: En
         return
     windows, points = pages.get(Kind.WINDOW, NO_PAGES), pages.get(Kind.POINT, NO_PAGES)
     now = core.clock.now()
-    residency = core.tree.add_residency(node, page, Tier.HOST, windows=windows, points=points, ready=False, now=now)
+    residency = add_residency(core.tree, node, page, Tier.HOST, windows=windows, points=points, ready=False, now=now)
     assert residency is not None
     copies = [
         _copy(Tier.ENGINE, source.windows, Tier.HOST, windows, Kind.WINDOW),

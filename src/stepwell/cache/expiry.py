@@ -11,6 +11,7 @@ from math import inf
 
 from stepwell.cache.core import Core
 from stepwell.tree.node import LossReason, Node
+from stepwell.tree.pruning import truncate
 
 
 def note_expiry(core: Core, node: Node | None) -> None:
@@ -33,7 +34,7 @@ def drop_expired(core: Core) -> int:
             if node.expires_at < inf:
                 _remember(core, node)
             continue
-        core.tree.truncate(node, 0, core.loss(LossReason.EXPIRED, core.nearest))
+        truncate(core.tree, node, 0, core.loss(LossReason.EXPIRED, core.nearest))
         dropped += 1
     core.counters.add("expired_nodes", dropped)
     return dropped

@@ -33,6 +33,7 @@ from stepwell.metrics.counters import Counters
 from stepwell.policy.write import save_on_commit
 from stepwell.tree.match import Match, find
 from stepwell.tree.node import LossReason
+from stepwell.tree.pruning import clear
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,7 +245,7 @@ class Cache:
         digest = (namespace or self._namespace).digest
         for lease in self._leases.values():
             lease.publishes &= lease.namespace.digest != digest
-        self._core.tree.clear(digest, self._core.loss(LossReason.CLEARED, self._core.nearest))
+        clear(self._core.tree, digest, self._core.loss(LossReason.CLEARED, self._core.nearest))
 
     def audit(self) -> None:
         """Asserts that every count, reference and promise of the cache holds. Slow: for tests and doubts."""

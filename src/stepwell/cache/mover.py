@@ -14,7 +14,9 @@ from stepwell.base.ids import JobId, Kind, Tier
 from stepwell.base.plan import Completion, Copy, PageIds, Plan, Purpose, Span
 from stepwell.cache.executor import Executor
 from stepwell.metrics.counters import Counters
+from stepwell.tree.checkpoints import drop_residency, residency_arrived
 from stepwell.tree.node import Loss, LossReason, Residency, Run
+from stepwell.tree.pruning import discard_ids
 from stepwell.tree.tree import Tree
 
 
@@ -117,7 +119,7 @@ class Mover:
                     tree.refresh(target.tier, target.ids)
             self._counters.add(f"{purpose}_pages", len(target.ids))
         if job.writes is not None:
-            tree.residency_arrived(job.writes)
+            residency_arrived(tree, job.writes)
         self._counters.add(f"{purpose}_jobs")
 
     def _fail(self, job: Job) -> None:
@@ -132,7 +134,7 @@ class Mover:
                 self._discard(copy.source, Loss(at_s=loss_at, reason=LossReason.FAILED, tier=copy.source.tier))
         suspects = job.reads if job.plan.purpose is not Purpose.SAVE else ()
         for residency in (*suspects, *([job.writes] if job.writes is not None else [])):
-            tree.drop_residency(residency, Loss(at_s=loss_at, reason=LossReason.FAILED, tier=residency.tier))
+            drop_residency(tree, residency, Loss(at_s=loss_at, reason=LossReason.FAILED, tier=residency.tier))
         for run in job.saves:
             run.unsaved = True
         if job.plan.purpose is Purpose.SAVE:
@@ -142,7 +144,7 @@ class Mover:
 
     def _discard(self, span: Span, loss: Loss) -> None:
         if span.kind is Kind.PREFIX and span.tier is not Tier.ENGINE:
-            self._tree.discard_ids(span.tier, span.ids, loss)
+            discard_ids(self._tree, span.tier, span.ids, loss)
 
     def _let_go(self, job: Job) -> None:
         for residency in job.reads:

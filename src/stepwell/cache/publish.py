@@ -21,6 +21,7 @@ from stepwell.cache.room import allocate
 from stepwell.cache.saving import save_path
 from stepwell.policy.placement import is_milestone, next_decode_stop
 from stepwell.policy.write import save_on_commit
+from stepwell.tree.checkpoints import add_residency, drop_residency
 from stepwell.tree.node import Checkpoint, LossReason, Node
 
 
@@ -107,7 +108,7 @@ def _leave_checkpoint(core: Core, lease: Lease, node: Node, page: int, fork: Pag
         if len(ids):
             arena.mark_ready(kind, ids)
     now = core.clock.now()
-    residency = tree.add_residency(node, page, Tier.DEVICE, windows=windows, points=points, ready=True, now=now)
+    residency = add_residency(tree, node, page, Tier.DEVICE, windows=windows, points=points, ready=True, now=now)
     if residency is None:  # another request left the same one: it has two owners now
         _note_shared(node, page)
         if len(fork):
@@ -146,7 +147,7 @@ def _follow_trail(core: Core, lease: Lease, made: Checkpoint | None) -> None:
         return
     for residency in list(before.held):
         if residency is not None:
-            core.tree.drop_residency(residency, core.loss(LossReason.EVICTED, residency.tier))
+            drop_residency(core.tree, residency, core.loss(LossReason.EVICTED, residency.tier))
 
 
 def _is_milestone(core: Core, checkpoint: Checkpoint) -> bool:

@@ -21,6 +21,7 @@ from stepwell.cache.saving import save_path
 from stepwell.memory.arena import FILLING
 from stepwell.policy.placement import prompt_stops
 from stepwell.policy.write import save_on_use
+from stepwell.tree.checkpoints import add_residency
 from stepwell.tree.match import Match, find, ids_of
 from stepwell.tree.node import ABSENT, Residency
 
@@ -175,8 +176,8 @@ def _promote(core: Core, source: Residency, pages: dict[Kind, PageIds], copies: 
     assert checkpoint.node is not None
     windows, points = pages.get(Kind.WINDOW, NO_PAGES), pages.get(Kind.POINT, NO_PAGES)[1:]
     now = core.clock.now()
-    promoted = core.tree.add_residency(
-        checkpoint.node, checkpoint.page, Tier.DEVICE, windows=windows, points=points, ready=False, now=now
+    promoted = add_residency(
+        core.tree, checkpoint.node, checkpoint.page, Tier.DEVICE, windows=windows, points=points, ready=False, now=now
     )
     assert promoted is not None, "a checkpoint was promoted twice"
     if len(points):

@@ -13,7 +13,9 @@ from stepwell.base.ids import Kind, Tier
 from stepwell.base.plan import PageIds
 from stepwell.cache.core import Core
 from stepwell.memory.arena import Need
+from stepwell.tree.checkpoints import drop_residency
 from stepwell.tree.node import LossReason, Residency, Run, Victim
+from stepwell.tree.pruning import discard_tail
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +81,7 @@ def _evict_run(core: Core, run: Run, need: Need) -> int:
     idle = ranking.idle(run, tail.start, at_most=_wanted(core, run, need))
     if not idle.num_pages:
         return 0  # in use; whoever lets go will queue it again
-    core.tree.discard_tail(run, idle.start, core.loss(LossReason.EVICTED, run.tier))
+    discard_tail(core.tree, run, idle.start, core.loss(LossReason.EVICTED, run.tier))
     core.counters.add(f"evicted_{run.tier.label}_pages", idle.num_pages)
     return idle.num_pages * core.arena(run.tier).layout.strides[Kind.PREFIX]
 
@@ -96,7 +98,7 @@ def _evict_residency(core: Core, residency: Residency) -> int:
         return 0  # read from or still arriving; it is queued again when that ends
     strides = core.arena(residency.tier).layout.strides
     freed = sum(len(ids) * strides[kind] for kind, ids in residency.spans())
-    core.tree.drop_residency(residency, core.loss(LossReason.EVICTED, residency.tier))
+    drop_residency(core.tree, residency, core.loss(LossReason.EVICTED, residency.tier))
     core.counters.add(f"evicted_{residency.tier.label}_checkpoints")
     return freed
 

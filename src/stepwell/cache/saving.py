@@ -14,6 +14,7 @@ from stepwell.base.plan import NO_PAGES, Copy, PageIds, Purpose, Span
 from stepwell.cache.core import Core
 from stepwell.cache.room import allocate
 from stepwell.memory.arena import READY
+from stepwell.tree.checkpoints import add_residency, residency_arrived
 from stepwell.tree.node import ABSENT, Node, Residency, Run, Victim
 from stepwell.tree.ranking import previous_checkpoint
 
@@ -114,7 +115,8 @@ def _start_save(
     placed = dict(zip((span[index] for index in fresh), windows.tolist(), strict=True)) | shared
     checkpoint = residency.checkpoint
     assert checkpoint.node is not None
-    target = core.tree.add_residency(
+    target = add_residency(
+        core.tree,
         checkpoint.node,
         checkpoint.page,
         Tier.HOST,
@@ -135,7 +137,7 @@ def _start_save(
         ),
     ]
     if core.mover.start(Purpose.SAVE, copies, reads=(residency,), writes=target) is None:
-        core.tree.residency_arrived(target)  # all of its pages were there already
+        residency_arrived(core.tree, target)  # all of its pages were there already
     _give_back(core, shared, pages)
 
 

@@ -16,6 +16,7 @@ from stepwell.base.ids import Kind, Tier
 from stepwell.base.plan import NO_PAGES, PageIds
 
 ABSENT = -1  # in a run's id array
+MAX_LOSSES = 16  # notes of lost things a node keeps, for explanations
 
 
 class LossReason(Enum):
@@ -152,6 +153,14 @@ class Node:
         for run in self.runs:
             if run is not None:
                 run.unsaved = False  # it is worth another try
+
+    def note_loss(self, what: bytes | int, loss: Loss) -> None:
+        """Remembers for a while what was below a first page, or at a boundary."""
+        if self.lost is None:
+            self.lost = {}
+        self.lost[what] = loss
+        if len(self.lost) > MAX_LOSSES:
+            del self.lost[next(iter(self.lost))]
 
     def child(self, page: bytes) -> Node | None:
         return self.kids.by_page.get(page) if self.kids else None

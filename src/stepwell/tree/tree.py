@@ -1,6 +1,7 @@
 """The prefix tree: which pages and checkpoints are where, for every path of tokens that is cached.
 
-Orders only; questions are in `match.py`. What it promises, checked by `audit.py`:
+This file is how it grows; `pruning.py` is how it shrinks, `checkpoints.py` what stands in it, `match.py` what can be asked.
+ What it promises, checked by `audit.py`:
 
     every page of every node is in at least one tier (arrived, or still arriving),
     a checkpoint stands on pages that are all in the tree,
@@ -23,12 +24,10 @@ from stepwell.base.spec import ModelSpec
 from stepwell.base.tokens import TOKEN_BYTES, common_pages
 from stepwell.memory.arena import READY, Arena
 from stepwell.policy.value import ValuePolicy
-from stepwell.tree.node import ABSENT, Checkpoint, Kids, Loss, Node, Residency, Run, Use
+from stepwell.tree.node import ABSENT, Kids, Node, Run, Use
 from stepwell.tree.ranking import Ranking
 
 NODE_PAGES = 256  # a node is cut at this length, so that growing or trimming one stays cheap
-KEPT_EMPTY_ROOTS = 256  # namespaces remembered after their last page left, for explanations
-MAX_LOSSES = 16  # notes of lost things a node keeps, for explanations
 
 
 class Tree:
@@ -91,8 +90,8 @@ class Tree:
         self.owner[tier][taken] = node
         run.num_pages += len(taken)
         run.num_ready += int(np.count_nonzero(self._adopt(tier, taken)))
-        self._carry_pages_up(node, tier, before)
-        self._queue(node)
+        self.carry_pages_up(node, tier, before)
+        self.queue(node)
 
     def split(self, node: Node, at: int) -> Node:
         """Cuts a node after `at` pages. The old object stays the lower part; returns the new upper part."""
@@ -114,8 +113,8 @@ class Tree:
             self._share_run(upper, node, tier, at)
             upper.kids.below[tier] = int(node.leads_to_pages(tier))
             upper.kids.anchored[tier] = int(node.leads_to_checkpoints(tier))
-        self._queue(upper)
-        self._queue(node)
+        self.queue(upper)
+        self.queue(node)
         return upper
 
     def touch(self, path: Sequence[Node], upto: int, use: Use) -> Node:
@@ -133,132 +132,15 @@ class Tree:
         """Notices that pages became READY: counts again in the nodes that own them."""
         self.version += 1
         state = self.arenas[tier].state[Kind.PREFIX]
-        for run in self._runs_of(tier, ids):
+        for run in self.runs_of(tier, ids):
             run.num_ready = int(np.count_nonzero(state[run.ids[run.ids != ABSENT]] == READY))
             self.ranking.queue_run(run)
 
     def requeue(self, tier: Tier, ids: PageIds) -> None:
         """Notices that somebody let go of pages: what owns them may be a candidate for eviction again."""
-        for run in self._runs_of(tier, ids):
+        for run in self.runs_of(tier, ids):
             self.ranking.queue_run(run)
         self.ranking.tidy(tier)
-
-    def discard(self, run: Run, gone: npt.NDArray[np.bool_], loss: Loss) -> None:
-        """Takes the pages where `gone` is true out of the run's tier, and out of the tree what no tier holds then."""
-        node, tier = run.node, run.tier
-        before = node.leads_to_pages(tier)
-        ids = run.ids[gone & (run.ids != ABSENT)]
-        run.ids[gone] = ABSENT
-        run.num_pages -= len(ids)
-        run.num_ready -= int(np.count_nonzero(self.arenas[tier].state[Kind.PREFIX][ids] == READY))
-        if not run.num_pages:
-            node.runs[tier] = None
-        self.owner[tier][ids] = None
-        self.version += 1
-        self._carry_pages_up(node, tier, before)
-        self._queue(node)
-        missing = gone.copy()
-        for other in node.runs:
-            if other is not None:
-                missing &= other.ids == ABSENT
-        if missing.any():
-            self.truncate(node, int(missing.argmax()), loss)
-        self.arenas[tier].drop(Kind.PREFIX, ids)
-
-    def discard_tail(self, run: Run, start: int, loss: Loss) -> None:
-        """Takes the run's pages from index `start` on out of its tier, and out of the tree what no tier holds then."""
-        node = run.node
-        if node.runs[1 - run.tier] is None and node.kids is None:
-            self.truncate(node, start, loss)  # no other tier has any of it
-            return
-        gone = np.zeros(node.num_pages, np.bool_)
-        gone[start:] = True
-        self.discard(run, gone, loss)
-
-    def discard_ids(self, tier: Tier, ids: PageIds, loss: Loss) -> None:
-        """Takes these pages out of the tree wherever they are in it now."""
-        for run in self._runs_of(tier, ids):
-            if run.node.runs[tier] is run:
-                self.discard(run, np.isin(run.ids, ids), loss)
-
-    def truncate(self, node: Node, at: int, loss: Loss) -> None:
-        """Removes the node's pages from index `at`, all below them, and the checkpoints that stood on them."""
-        self.version += 1
-        if at:
-            self._note(node, node.rest[(at - 1) * self.page_bytes : at * self.page_bytes], loss)
-        before = [(tier, node.leads_to_pages(tier), node.leads_to_checkpoints(tier)) for tier in self.tiers]
-        if node.kids is not None:
-            for child in node.kids.by_page.values():
-                self._remove_below(child, loss)
-            node.kids = None
-        if node.checkpoints:
-            for checkpoint in [c for c in node.checkpoints.values() if c.page > node.start + at]:
-                self._forget(checkpoint, loss)
-        self._trim(node, at)
-        for tier, pages, checkpoints in before:
-            self._carry_pages_up(node, tier, pages)
-            self._carry_checkpoints_up(node, tier, checkpoints)
-        if at == 0:
-            self._unlink(node, loss)
-        else:
-            self._queue(node)
-
-    # ---- checkpoints ------------------------------------------------------------------------------
-
-    def add_residency(
-        self, node: Node, page: int, tier: Tier, *, windows: PageIds, points: PageIds, ready: bool, now: float
-    ) -> Residency | None:
-        """Places a checkpoint at boundary `page` in `tier`, taking a reference to each page; None if one is there already."""
-        assert node.start < page <= node.end, f"boundary {page} is not in {node}"
-        if node.checkpoints is None:
-            node.checkpoints = {}
-        before = node.leads_to_checkpoints(tier)
-        checkpoint = node.checkpoints.get(page)
-        if checkpoint is None:
-            checkpoint = node.checkpoints[page] = Checkpoint(node, page, now)
-        if checkpoint.held[tier] is not None:
-            return None
-        residency = checkpoint.held[tier] = Residency(checkpoint, tier, windows=windows, points=points, ready=ready)
-        for kind, ids in residency.spans():
-            self.arenas[tier].keep(kind, ids)
-        if node.lost:
-            node.lost.pop(page, None)
-        self.version += 1
-        self._carry_checkpoints_up(node, tier, before)
-        self.ranking.queue_residency(residency)
-        return residency
-
-    def residency_arrived(self, residency: Residency) -> None:
-        residency.ready = True
-        self.version += 1
-        self.ranking.queue_residency(residency)
-
-    def drop_residency(self, residency: Residency, loss: Loss) -> None:
-        """Takes a checkpoint out of one tier; out of the tree when it was the last. Prefix pages stay."""
-        checkpoint, tier = residency.checkpoint, residency.tier
-        node = checkpoint.node
-        if node is None or checkpoint.held[tier] is not residency:
-            return
-        before = node.leads_to_checkpoints(tier)
-        checkpoint.held[tier] = None
-        residency.ticket = 0
-        self.version += 1
-        if not any(checkpoint.held):
-            assert node.checkpoints is not None
-            del node.checkpoints[checkpoint.page]
-            checkpoint.node = None
-            self._note(node, checkpoint.page, loss)
-        self._carry_checkpoints_up(node, tier, before)
-        self._queue(node)
-        for kind, ids in residency.spans():
-            self.arenas[tier].drop(kind, ids)
-
-    def clear(self, namespace: PageKey, loss: Loss) -> None:
-        """Forgets everything under a namespace. What requests hold stays theirs until they give it back."""
-        root = self.roots.get(namespace)
-        if root is not None and root.kids is not None:
-            for child in list(root.kids.by_page.values()):
-                self.truncate(child, 0, loss)
 
     def nodes(self) -> Iterator[Node]:
         """Every node, parents before children."""
@@ -306,9 +188,9 @@ class Tree:
             if node.kids is not None:
                 node.kids.below[tier] += 1
             node = child
-        self._carry_pages_up(top, tier, before)
-        self._queue(top)
-        self._queue(node)
+        self.carry_pages_up(top, tier, before)
+        self.queue(top)
+        self.queue(node)
         return node
 
     def _adopt(self, tier: Tier, ids: PageIds) -> npt.NDArray[np.bool_]:
@@ -359,80 +241,9 @@ class Tree:
             checkpoint.node = upper
         upper.checkpoints = {c.page: c for c in moved} or None
 
-    # ---- inside: shrinking ------------------------------------------------------------------------
+    # ---- what leads where: for the other modules of this package ------------------------------------
 
-    def _trim(self, node: Node, at: int) -> None:
-        """Cuts the node to `at` pages in every tier, giving up the tree's references to the rest."""
-        for tier in self.tiers:
-            run = node.runs[tier]
-            if run is None:
-                continue
-            gone = run.ids[at:]
-            if run.num_pages < node.num_pages:
-                gone = gone[gone != ABSENT]
-            if run.num_ready == run.num_pages:
-                run.num_ready -= len(gone)
-            else:
-                run.num_ready -= int(np.count_nonzero(self.arenas[tier].state[Kind.PREFIX][gone] == READY))
-            run.num_pages -= len(gone)
-            run.ids = run.ids[:at].copy()
-            if not run.num_pages:
-                node.runs[tier] = None
-                run.ticket = 0
-            self.owner[tier][gone] = None
-            self.arenas[tier].drop(Kind.PREFIX, gone)
-        node.num_pages = at
-        node.rest = node.rest[: max(at - 1, 0) * self.page_bytes]
-
-    def _remove_below(self, top: Node, loss: Loss) -> None:
-        """Empties a whole subtree that is being cut off; counts above it are the caller's."""
-        stack = [top]
-        while stack:
-            node = stack.pop()
-            if node.kids is not None:
-                stack.extend(node.kids.by_page.values())
-            for checkpoint in list((node.checkpoints or {}).values()):
-                self._forget(checkpoint, loss)
-            self._trim(node, 0)
-            node.parent = node.kids = None
-
-    def _forget(self, checkpoint: Checkpoint, loss: Loss) -> None:
-        """Drops a checkpoint from all tiers without touching the counts above its node."""
-        node = checkpoint.node
-        assert node is not None and node.checkpoints is not None
-        del node.checkpoints[checkpoint.page]
-        checkpoint.node = None
-        self._note(node, checkpoint.page, loss)
-        for residency in checkpoint.held:
-            if residency is not None:
-                residency.ticket = 0
-                for kind, ids in residency.spans():
-                    self.arenas[residency.tier].drop(kind, ids)
-        checkpoint.held = [None, None]
-
-    def _unlink(self, node: Node, loss: Loss) -> None:
-        parent = node.parent
-        assert parent is not None and parent.kids is not None
-        del parent.kids.by_page[node.first]
-        node.parent = None
-        self._note(parent, node.first, loss)
-        if not parent.kids.by_page:
-            parent.kids = None
-            if parent.parent is None and len(self.roots) > KEPT_EMPTY_ROOTS:
-                del self.roots[PageKey(parent.first)]
-        self._queue(parent)
-
-    @staticmethod
-    def _note(node: Node, what: bytes | int, loss: Loss) -> None:
-        if node.lost is None:
-            node.lost = {}
-        node.lost[what] = loss
-        if len(node.lost) > MAX_LOSSES:
-            del node.lost[next(iter(node.lost))]
-
-    # ---- inside: what leads where -----------------------------------------------------------------
-
-    def _carry_pages_up(self, node: Node, tier: Tier, before: bool) -> None:
+    def carry_pages_up(self, node: Node, tier: Tier, before: bool) -> None:
         """Carries a change of `node.leads_to_pages(tier)` upwards, as far as it makes a difference."""
         while node.parent is not None and node.leads_to_pages(tier) != before:
             parent, gained = node.parent, not before
@@ -440,23 +251,25 @@ class Tree:
             before = parent.leads_to_pages(tier)
             parent.kids.below[tier] += 1 if gained else -1
             node = parent
-            self._queue(node)
+            self.queue(node)
 
-    def _carry_checkpoints_up(self, node: Node, tier: Tier, before: bool) -> None:
+    def carry_checkpoints_up(self, node: Node, tier: Tier, before: bool) -> None:
+        """The same for `node.leads_to_checkpoints(tier)`."""
         while node.parent is not None and node.leads_to_checkpoints(tier) != before:
             parent, gained = node.parent, not before
             assert parent.kids is not None
             before = parent.leads_to_checkpoints(tier)
             parent.kids.anchored[tier] += 1 if gained else -1
             node = parent
-            self._queue(node)
+            self.queue(node)
 
-    def _queue(self, node: Node) -> None:
+    def queue(self, node: Node) -> None:
         """Something about the node changed: either tier's run may be a candidate for eviction now."""
         for run in node.runs:
             if run is not None:
                 self.ranking.queue_run(run)
 
-    def _runs_of(self, tier: Tier, ids: PageIds) -> Iterable[Run]:
+    def runs_of(self, tier: Tier, ids: PageIds) -> Iterable[Run]:
+        """The runs that own these pages, each once; pages the tree does not have are passed over."""
         owners = dict.fromkeys(self.owner[tier][ids].tolist())
         return [run for node in owners if node is not None and (run := node.runs[tier]) is not None]

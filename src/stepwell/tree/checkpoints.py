@@ -1,0 +1,78 @@
+"""Checkpoints come and go, tier by tier: complete in a tier, or absent from it.
+
+Prefix pages are never touched here. A checkpoint that is in no tier any more leaves its node, with a note of why.
+"""
+
+from __future__ import annotations
+
+from stepwell.base.ids import Tier
+from stepwell.base.plan import PageIds
+from stepwell.tree.node import Checkpoint, Loss, Node, Residency
+from stepwell.tree.tree import Tree
+
+
+def add_residency(
+    tree: Tree, node: Node, page: int, tier: Tier, *, windows: PageIds, points: PageIds, ready: bool, now: float
+) -> Residency | None:
+    """Places a checkpoint at boundary `page` in `tier`, taking a reference to each page; None if one is there already."""
+    assert node.start < page <= node.end, f"boundary {page} is not in {node}"
+    if node.checkpoints is None:
+        node.checkpoints = {}
+    before = node.leads_to_checkpoints(tier)
+    checkpoint = node.checkpoints.get(page)
+    if checkpoint is None:
+        checkpoint = node.checkpoints[page] = Checkpoint(node, page, now)
+    if checkpoint.held[tier] is not None:
+        return None
+    residency = checkpoint.held[tier] = Residency(checkpoint, tier, windows=windows, points=points, ready=ready)
+    for kind, ids in residency.spans():
+        tree.arenas[tier].keep(kind, ids)
+    if node.lost:
+        node.lost.pop(page, None)
+    tree.version += 1
+    tree.carry_checkpoints_up(node, tier, before)
+    tree.ranking.queue_residency(residency)
+    return residency
+
+
+def residency_arrived(tree: Tree, residency: Residency) -> None:
+    """All of a residency's pages have their bytes: matches may use it."""
+    residency.ready = True
+    tree.version += 1
+    tree.ranking.queue_residency(residency)
+
+
+def drop_residency(tree: Tree, residency: Residency, loss: Loss) -> None:
+    """Takes a checkpoint out of one tier; out of the tree when it was the last. Prefix pages stay."""
+    checkpoint, tier = residency.checkpoint, residency.tier
+    node = checkpoint.node
+    if node is None or checkpoint.held[tier] is not residency:
+        return
+    before = node.leads_to_checkpoints(tier)
+    checkpoint.held[tier] = None
+    residency.ticket = 0
+    tree.version += 1
+    if not any(checkpoint.held):
+        assert node.checkpoints is not None
+        del node.checkpoints[checkpoint.page]
+        checkpoint.node = None
+        node.note_loss(checkpoint.page, loss)
+    tree.carry_checkpoints_up(node, tier, before)
+    tree.queue(node)
+    for kind, ids in residency.spans():
+        tree.arenas[tier].drop(kind, ids)
+
+
+def forget(tree: Tree, checkpoint: Checkpoint, loss: Loss) -> None:
+    """Drops a checkpoint from all tiers without touching the counts above its node."""
+    node = checkpoint.node
+    assert node is not None and node.checkpoints is not None
+    del node.checkpoints[checkpoint.page]
+    checkpoint.node = None
+    node.note_loss(checkpoint.page, loss)
+    for residency in checkpoint.held:
+        if residency is not None:
+            residency.ticket = 0
+            for kind, ids in residency.spans():
+                tree.arenas[residency.tier].drop(kind, ids)
+    checkpoint.held = [None, None]

@@ -1,0 +1,141 @@
+"""How the tree shrinks: pages leave a tier, and what no tier holds any more leaves the tree with all that stood on it.
+
+Gives up the tree's references; what requests and copies hold stays theirs. Decides nothing: who goes is `ranking.py`'s.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from stepwell.base.ids import Kind, Tier
+from stepwell.base.keys import PageKey
+from stepwell.base.plan import PageIds
+from stepwell.memory.arena import READY
+from stepwell.tree.checkpoints import forget
+from stepwell.tree.node import ABSENT, Loss, Node, Run
+from stepwell.tree.tree import Tree
+
+KEPT_EMPTY_ROOTS = 256  # namespaces remembered after their last page left, for explanations
+
+
+def discard(tree: Tree, run: Run, gone: npt.NDArray[np.bool_], loss: Loss) -> None:
+    """Takes the pages where `gone` is true out of the run's tier, and out of the tree what no tier holds then."""
+    node, tier = run.node, run.tier
+    before = node.leads_to_pages(tier)
+    ids = run.ids[gone & (run.ids != ABSENT)]
+    run.ids[gone] = ABSENT
+    run.num_pages -= len(ids)
+    run.num_ready -= int(np.count_nonzero(tree.arenas[tier].state[Kind.PREFIX][ids] == READY))
+    if not run.num_pages:
+        node.runs[tier] = None
+    tree.owner[tier][ids] = None
+    tree.version += 1
+    tree.carry_pages_up(node, tier, before)
+    tree.queue(node)
+    missing = gone.copy()
+    for other in node.runs:
+        if other is not None:
+            missing &= other.ids == ABSENT
+    if missing.any():
+        truncate(tree, node, int(missing.argmax()), loss)
+    tree.arenas[tier].drop(Kind.PREFIX, ids)
+
+
+def discard_tail(tree: Tree, run: Run, start: int, loss: Loss) -> None:
+    """Takes the run's pages from index `start` on out of its tier, and out of the tree what no tier holds then."""
+    node = run.node
+    if node.runs[1 - run.tier] is None and node.kids is None:
+        truncate(tree, node, start, loss)  # no other tier has any of it
+        return
+    gone = np.zeros(node.num_pages, np.bool_)
+    gone[start:] = True
+    discard(tree, run, gone, loss)
+
+
+def discard_ids(tree: Tree, tier: Tier, ids: PageIds, loss: Loss) -> None:
+    """Takes these pages out of the tree wherever they are in it now."""
+    for run in tree.runs_of(tier, ids):
+        if run.node.runs[tier] is run:
+            discard(tree, run, np.isin(run.ids, ids), loss)
+
+
+def truncate(tree: Tree, node: Node, at: int, loss: Loss) -> None:
+    """Removes the node's pages from index `at`, all below them, and the checkpoints that stood on them."""
+    tree.version += 1
+    if at:
+        node.note_loss(node.rest[(at - 1) * tree.page_bytes : at * tree.page_bytes], loss)
+    before = [(tier, node.leads_to_pages(tier), node.leads_to_checkpoints(tier)) for tier in tree.tiers]
+    if node.kids is not None:
+        for child in node.kids.by_page.values():
+            _remove_below(tree, child, loss)
+        node.kids = None
+    if node.checkpoints:
+        for checkpoint in [c for c in node.checkpoints.values() if c.page > node.start + at]:
+            forget(tree, checkpoint, loss)
+    _trim(tree, node, at)
+    for tier, pages, checkpoints in before:
+        tree.carry_pages_up(node, tier, pages)
+        tree.carry_checkpoints_up(node, tier, checkpoints)
+    if at == 0:
+        _unlink(tree, node, loss)
+    else:
+        tree.queue(node)
+
+
+def clear(tree: Tree, namespace: PageKey, loss: Loss) -> None:
+    """Forgets everything under a namespace. What requests hold stays theirs until they give it back."""
+    root = tree.roots.get(namespace)
+    if root is not None and root.kids is not None:
+        for child in list(root.kids.by_page.values()):
+            truncate(tree, child, 0, loss)
+
+
+def _trim(tree: Tree, node: Node, at: int) -> None:
+    """Cuts the node to `at` pages in every tier, giving up the tree's references to the rest."""
+    for tier in tree.tiers:
+        run = node.runs[tier]
+        if run is None:
+            continue
+        gone = run.ids[at:]
+        if run.num_pages < node.num_pages:
+            gone = gone[gone != ABSENT]
+        if run.num_ready == run.num_pages:
+            run.num_ready -= len(gone)
+        else:
+            run.num_ready -= int(np.count_nonzero(tree.arenas[tier].state[Kind.PREFIX][gone] == READY))
+        run.num_pages -= len(gone)
+        run.ids = run.ids[:at].copy()
+        if not run.num_pages:
+            node.runs[tier] = None
+            run.ticket = 0
+        tree.owner[tier][gone] = None
+        tree.arenas[tier].drop(Kind.PREFIX, gone)
+    node.num_pages = at
+    node.rest = node.rest[: max(at - 1, 0) * tree.page_bytes]
+
+
+def _remove_below(tree: Tree, top: Node, loss: Loss) -> None:
+    """Empties a whole subtree that is being cut off; counts above it are the caller's."""
+    stack = [top]
+    while stack:
+        node = stack.pop()
+        if node.kids is not None:
+            stack.extend(node.kids.by_page.values())
+        for checkpoint in list((node.checkpoints or {}).values()):
+            forget(tree, checkpoint, loss)
+        _trim(tree, node, 0)
+        node.parent = node.kids = None
+
+
+def _unlink(tree: Tree, node: Node, loss: Loss) -> None:
+    parent = node.parent
+    assert parent is not None and parent.kids is not None
+    del parent.kids.by_page[node.first]
+    node.parent = None
+    parent.note_loss(node.first, loss)
+    if not parent.kids.by_page:
+        parent.kids = None
+        if parent.parent is None and len(tree.roots) > KEPT_EMPTY_ROOTS:
+            del tree.roots[PageKey(parent.first)]
+    tree.queue(parent)

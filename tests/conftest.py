@@ -1,0 +1,23 @@
+"""How hard the random tests try: the same examples every time, more of them with STEPWELL_EXAMPLES=1000."""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import HealthCheck, settings
+
+SLOW_IS_FINE = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
+
+settings.register_profile(
+    "repeatable", derandomize=True, deadline=None, max_examples=60, stateful_step_count=40, suppress_health_check=SLOW_IS_FINE
+)
+settings.load_profile("repeatable")
+if "STEPWELL_EXAMPLES" in os.environ:
+    settings.register_profile(
+        "thorough",
+        settings.get_profile("repeatable"),
+        derandomize=False,
+        print_blob=True,
+        max_examples=int(os.environ["STEPWELL_EXAMPLES"]),
+    )
+    settings.load_profile("thorough")

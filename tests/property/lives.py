@@ -1,0 +1,75 @@
+"""Long lives of random caches, told by one seed: the same verbs as the state machine, many more of them, no shrinking.
+
+`python lives.py STEPS SEED ...` prints a digest of every decision the cache made in each, for the determinism test.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from random import Random
+
+from borrowed_world import BorrowedWorld
+from toy_models import TRUNKS, make_borrowed_setup, make_setup, prompt
+from traffic import Traffic
+from world import World
+
+VERBS = {
+    "serve": 20, "acquire": 14, "prefill": 26, "decode": 8, "answer": 24, "step": 10, "settle": 4, "release": 7, "look": 4,
+    "keep_a_match": 2, "acquire_an_old_match": 2, "finish": 2, "abort_after_computing": 1, "preempt": 2, "come_back": 2,
+    "tick": 6, "pin": 1, "unpin": 1, "clear": 0.5,
+}  # fmt: skip
+
+
+def live(seed: int, steps: int, *, borrowed: bool = False) -> World:
+    """Runs a whole life, checking everything after each verb; returns the world it left behind, closed."""
+    rng = Random(seed)
+    world = BorrowedWorld(make_borrowed_setup(rng.choice)) if borrowed else World(make_setup(rng.choice))
+    traffic = Traffic(world)
+    for verb in rng.choices(list(VERBS), list(VERBS.values()), k=steps):
+        _act(traffic, verb, rng)
+        world.check()
+    world.close()
+    return world
+
+
+def _tokens(rng: Random, page: int) -> list[int]:
+    own = rng.choice(((), (), (), (1,), (2, 0)))
+    return prompt(rng.randrange(len(TRUNKS)), rng.randrange(8), own, rng.randrange(16), page)
+
+
+def _act(traffic: Traffic, verb: str, rng: Random) -> None:
+    pick, ttl_s = rng.randrange(12), rng.choice((None, None, None, 50.0))
+    match verb:
+        case "look" | "keep_a_match":
+            getattr(traffic, verb)(_tokens(rng, traffic.page), pick)
+        case "acquire":
+            hints = tuple(rng.randrange(60) for _ in range(rng.randrange(3)))
+            traffic.acquire(_tokens(rng, traffic.page), pick, hints, rng.randrange(2), ttl_s)
+        case "serve":
+            traffic.serve(_tokens(rng, traffic.page), pick, ttl_s, last=rng.random() < 0.3)
+        case "prefill":
+            traffic.prefill(pick, rng.randint(1, 40), obey=rng.random() < 0.8, again=rng.random() < 0.1)
+        case "decode":
+            traffic.decode(pick, [rng.randrange(2) for _ in range(rng.randint(1, 5))])
+        case "answer":
+            traffic.answer(pick, rng.randrange(3), fail=rng.random() < 0.15)
+        case "pin":
+            traffic.pin(_tokens(rng, traffic.page), pick, ttl_s)
+        case "tick":
+            traffic.world.clock.advance(rng.choice((1.0, 5.0, 20.0, 60.0)))
+        case "step" | "settle":
+            getattr(traffic.world, verb)()
+        case "come_back":
+            traffic.come_back()
+        case _:
+            getattr(traffic, verb)(pick)
+
+
+def digest(trace: list[str]) -> str:
+    return hashlib.blake2b("\n".join(trace).encode(), digest_size=16).hexdigest()
+
+
+if __name__ == "__main__":
+    for number in sys.argv[2:]:
+        sys.stdout.write(digest(live(int(number), int(sys.argv[1])).trace) + "\n")

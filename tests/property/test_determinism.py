@@ -1,0 +1,30 @@
+"""Same calls, same completions, same decisions: down to every page id, in this process and in one that hashes otherwise."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from lives import digest, live
+
+HERE = Path(__file__).parent
+SEEDS = (3, 11, 18)
+STEPS = 120
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_two_runs_of_one_life_decide_the_same(seed: int) -> None:
+    first, second = live(seed, STEPS).trace, live(seed, STEPS).trace
+    assert first == second
+    assert any(line.startswith("free device") for line in first), "nothing was evicted or given back: the life was too quiet"
+
+
+@pytest.mark.parametrize("hash_seed", ["1", "4242"])
+def test_a_process_that_hashes_otherwise_decides_the_same(hash_seed: int) -> None:
+    environment = os.environ | {"PYTHONHASHSEED": hash_seed}
+    command = [sys.executable, str(HERE / "lives.py"), str(STEPS), *(str(seed) for seed in SEEDS)]
+    there = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split()
+    assert there == [digest(live(seed, STEPS).trace) for seed in SEEDS]

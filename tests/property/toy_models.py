@@ -1,0 +1,168 @@
+"""Small models and small caches, drawn at random: every mix of shapes, windows around the page, alignments, policies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, TypeAlias
+
+from stepwell import (
+    CacheConfig,
+    EvictionPolicy,
+    ModelSpec,
+    Namespace,
+    PlacementConfig,
+    Point,
+    Prefix,
+    StateSpec,
+    Window,
+    WritePolicy,
+)
+from stepwell.memory.layout import lay_out
+
+ALIGNMENT_BYTES = 16
+ROOMY_OBJECTS = 500
+TRUNKS = ((0,) * 8, (0, 0, 0, 1, 0, 0, 0, 0), (0, 2, 0, 0, 0, 0, 0, 0))
+
+Choose: TypeAlias = Callable[[Sequence[Any]], Any]  # one of several, by Hypothesis or by a seeded generator
+
+
+class Regime(Enum):
+    """How hard a run is on its cache, and so how much of it an oracle can foretell."""
+
+    CALM = "room for everything, every copy succeeds: nothing may be forgotten"
+    SPILL = "a small device over a roomy host that everything is written through to: nothing may be forgotten"
+    PRESSED = "no room anywhere: whatever is claimed must exist, and what is pinned must stay"
+    FAULTY = "no room, copies fail on some rank, paths expire: whatever is claimed must exist"
+
+    @property
+    def exact(self) -> bool:
+        return self in (Regime.CALM, Regime.SPILL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """Everything that tells one random cache from another."""
+
+    spec: ModelSpec
+    regime: Regime
+    device_objects: int | None
+    host_objects: int | None
+    write: WritePolicy = WritePolicy.THROUGH
+    eviction: EvictionPolicy = EvictionPolicy.VALUE
+    interval_pages: int = 0
+    decode_interval_pages: int = 0
+    at_branch: bool = True
+    at_prompt_end: bool = True
+    ranks: int = 1
+    node_pages: int = 256  # the length at which the tree cuts its nodes
+
+    @property
+    def placement(self) -> PlacementConfig:
+        page = self.spec.page_tokens
+        return PlacementConfig(
+            interval_tokens=self.interval_pages * page,
+            decode_interval_tokens=self.decode_interval_pages * page,
+            at_branch=self.at_branch,
+            at_prompt_end=self.at_prompt_end,
+        )
+
+    @property
+    def config(self) -> CacheConfig:
+        return CacheConfig(
+            device_bytes=self._bytes(self.device_objects),
+            host_bytes=self._bytes(self.host_objects),
+            write=self.write,
+            eviction=self.eviction,
+            placement=self.placement,
+            page_alignment_bytes=ALIGNMENT_BYTES,
+            copy_timeout_s=30.0 if self.regime is Regime.FAULTY else 1e9,
+        )
+
+    def _bytes(self, objects: int | None) -> int | None:
+        """Room for about this many objects of the mean size, and at least for one of each kind."""
+        if objects is None:
+            return None
+        strides = lay_out(self.spec, budget_bytes=2**30, alignment=ALIGNMENT_BYTES).strides
+        return max(objects * sum(strides.values()) // len(strides), sum(strides.values()))
+
+    @property
+    def spaces(self) -> tuple[Namespace, ...]:
+        """Namespaces that must never meet: they differ in one field each."""
+        base = Namespace(model=self.spec.name, layout=self.spec.fingerprint)
+        return (
+            base,
+            Namespace(model=base.model, layout=base.layout, salt="tenant"),
+            Namespace(model="tuned", layout=base.layout),
+        )
+
+
+def page_of(letter: int, page_tokens: int) -> list[int]:
+    """One page of tokens. Letters 0 and 2 differ in their last token only, so paths also part in the middle of a page."""
+    return [1] * page_tokens if letter == 1 else [0] * (page_tokens - 1) + [letter]
+
+
+def make_spec(choose: Choose) -> ModelSpec:
+    page = choose((4, 2, 8, 6, 16, 3))
+    states = []
+    ratios = [ratio for ratio in (1, 2, 4) if page % ratio == 0 or ratio % page == 0]
+    for name in choose((("kv",), ("kv", "c4"), ("kv",), ())):
+        ratio = 1 if name == "kv" else choose(ratios)
+        layers, row_bytes = choose(((1, 4), (2, 3), (1, 9)))
+        states.append(StateSpec(name=name, shape=Prefix(ratio=ratio), layers=layers, row_bytes=row_bytes, dtype="u8"))
+    lengths = sorted({1, max(page // 2, 1), page - 1, page, page + 1, 2 * page + 1, 3 * page})
+    for index in range(choose((1, 0, 1, 2))):
+        shape = Window(tokens=choose(lengths))
+        required, row_bytes = choose((True, True, True, False)), choose((4, 7))
+        states.append(StateSpec(name=f"swa{index}", shape=shape, layers=1, row_bytes=row_bytes, dtype="u8", required=required))
+    for index in range(choose((1, 0, 1, 2))):
+        shape = Point(period=choose((None, None, 2, 3, 2 * page)))
+        align, row_bytes = choose((1, 1, 1, 2 * page, 3 * page)), choose((16, 40, 200))
+        states.append(StateSpec(name=f"ssm{index}", shape=shape, layers=1, row_bytes=row_bytes, dtype="u8", align=align))
+    if not states:
+        states.append(StateSpec(name="kv", shape=Prefix(), layers=1, row_bytes=4, dtype="u8", align=choose((1, 3))))
+    return ModelSpec(name="toy", page_tokens=page, states=tuple(states))
+
+
+def make_setup(choose: Choose) -> Setup:
+    """A model with a device tier, alone or over a host."""
+    regime = choose((Regime.PRESSED, Regime.FAULTY, Regime.CALM, Regime.SPILL))
+    host = choose((48, 0, 12, 96)) or None
+    if regime is Regime.SPILL or (regime is Regime.CALM and host):
+        host = ROOMY_OBJECTS
+    return Setup(
+        spec=make_spec(choose),
+        regime=regime,
+        device_objects=ROOMY_OBJECTS if regime is Regime.CALM else choose((20, 12, 16, 28)),
+        host_objects=host,
+        write=WritePolicy.THROUGH if regime is Regime.SPILL else choose(tuple(WritePolicy)),
+        eviction=choose(tuple(EvictionPolicy)),
+        interval_pages=choose((0, 2, 5)),
+        decode_interval_pages=0 if regime is Regime.SPILL else choose((1, 0, 3)),
+        at_branch=choose((True, False)),
+        at_prompt_end=choose((True, True, False)),
+        ranks=choose((1, 2, 1, 3)),
+        node_pages=choose((256, 3)),
+    )
+
+
+def make_borrowed_setup(choose: Choose) -> Setup:
+    """A model with a host tier alone, under an engine that owns its device memory."""
+    regime = choose((Regime.CALM, Regime.PRESSED, Regime.FAULTY))
+    return Setup(
+        spec=make_spec(choose),
+        regime=regime,
+        device_objects=None,
+        host_objects=ROOMY_OBJECTS if regime is Regime.CALM else choose((16, 12, 24)),
+        eviction=choose(tuple(EvictionPolicy)),
+        interval_pages=choose((0, 2)),
+        ranks=choose((1, 2)),
+        node_pages=choose((256, 3)),
+    )
+
+
+def prompt(trunk: int, cut: int, own: tuple[int, ...], tail: int, page_tokens: int) -> list[int]:
+    """The beginning of a shared trunk, pages of one's own, and a tail that fills no page. Never empty."""
+    tokens = [token for letter in TRUNKS[trunk][:cut] + own for token in page_of(letter, page_tokens)]
+    return tokens + [3] * (tail % page_tokens) or [3]

@@ -1,0 +1,357 @@
+"""One random cache with everything that watches it: a ledger of contents, an oracle of facts, a model of digests.
+
+Each order goes to the cache and to its watchers; each answer of the cache is checked on the spot. `check` looks at
+everything that must hold between two orders. Used by the state machines and by the determinism test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from ledger import TOKEN, Content, Ledger, LedgerExecutor, space_of
+from oracle import Oracle, boundaries, justified, keeps_checkpoints, page_tiers, window_contents
+from toy_models import Regime, Setup
+
+from stepwell import Cause, Kind, Lease, Match, Namespace, NoRoom, Tier, build_cache
+from stepwell.base.clock import ManualClock
+from stepwell.base.ids import JobId
+from stepwell.base.plan import PageIds
+from stepwell.cache.build import layouts_for, numpy_memories
+from stepwell.cache.pin import Pin
+from stepwell.testing import DigestEngine
+from stepwell.transfer.hands import NumpyHands
+from stepwell.tree import tree
+
+MATCH_FIELDS = (
+    "prompt_tokens", "known_tokens", "arrived_tokens", "restore_tokens", "device_tokens", "host_tokens", "checkpoint", "version",
+)  # fmt: skip
+
+
+def packed(tokens: Sequence[int]) -> bytes:
+    return np.asarray(tokens, "<i4").tobytes()
+
+
+@dataclass(eq=False)
+class Held:
+    """A lease, and what the test knows of it by itself."""
+
+    lease: Lease
+    namespace: Namespace
+    tokens: list[int]
+    finished: bool = False  # said `last`: computes nothing more
+    cleared: bool = False  # its namespace was cleared: what it computes is for itself alone
+
+    @property
+    def space(self) -> tuple[str | None, ...]:
+        return space_of(self.namespace)
+
+
+@dataclass(eq=False)
+class Pinned:
+    pin: Pin
+    namespace: Namespace
+    tokens: list[int]
+    cleared: bool = False
+
+
+class World:
+    """A cache under test."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup, self.spec, self.regime = setup, setup.spec, setup.regime
+        tree.NODE_PAGES = setup.node_pages
+        layouts = layouts_for(setup.spec, setup.config)
+        self.memories = [self._memories(layouts) for _ in range(setup.ranks)]
+        self.ledger = Ledger(setup.spec)
+        self.oracle = Oracle(setup.spec, setup.placement)
+        self.executor = LedgerExecutor([NumpyHands(memories) for memories in self.memories], self.ledger)
+        self.engine = DigestEngine(setup.spec, [self._seen_by_engine(memories) for memories in self.memories])
+        self.clock = ManualClock()
+        self.cache = build_cache(
+            setup.spec, setup.config, executor=self.executor, clock=self.clock, on_free=self._on_free, model=setup.spec.name
+        )
+        self.nearest = Tier.DEVICE if Tier.DEVICE in layouts else Tier.HOST
+        self.held: list[Held] = []
+        self.pinned: list[Pinned] = []
+        self.trace: list[str] = []  # every decision the cache makes, in order
+        self.excuses = {Cause.FAILED} if setup.regime is Regime.FAULTY else set()  # reasons for a loss that this run has given
+        self.stored: set[tuple[tuple[str | None, ...], bytes]] = set()  # first pages that were ever committed
+
+    def _memories(self, layouts: dict) -> dict:
+        return numpy_memories(self.spec, layouts)
+
+    def _seen_by_engine(self, memories: dict) -> dict:
+        return memories
+
+    def _on_free(self, tier: Tier, kind: Kind, ids: PageIds) -> None:
+        self.trace.append(f"free {tier.label} {kind.label} {ids.tolist()}")
+        self.ledger.freed(tier, kind, ids)
+        self.engine.poison(tier, kind, ids)
+
+    # ---- questions --------------------------------------------------------------------------------
+
+    @property
+    def exact(self) -> bool:
+        """Whether the oracle can foretell every answer now."""
+        return self.regime.exact
+
+    def look(self, tokens: Sequence[int], namespace: Namespace) -> Match:
+        """A lookup, with everything that can be said about its answer."""
+        match, again = (self.cache.lookup(tokens, namespace=namespace) for _ in range(2))
+        for name in MATCH_FIELDS:
+            assert getattr(match, name) == getattr(again, name), f"a second lookup sees another {name}"
+        assert match.restore_tokens <= match.arrived_tokens <= match.known_tokens < match.prompt_tokens == len(tokens)
+        assert match.device_tokens + match.host_tokens == match.restore_tokens, match
+        path, space, page = packed(tokens), space_of(namespace), self.spec.page_tokens
+        missing = justified(self.spec, self.ledger, space, path, match.restore_tokens)
+        assert missing is None, f"{match}: {missing}"
+        on_device = sum(
+            Tier.DEVICE in page_tiers(self.spec, self.ledger, space, path, each) for each in range(match.restore_tokens // page)
+        )
+        assert match.device_tokens <= on_device * page, f"{match}: only {on_device} of its pages are on the device"
+        self._check_named_checkpoint(match, space, path)
+        if not self.ledger.in_flight:
+            assert match.arrived_tokens == match.known_tokens, f"{match}: no copy runs, yet {match.arrived_tokens} have arrived"
+        if self.exact:
+            expected, known = self.oracle.restore(space, path), self.oracle.known(space, path)
+            assert match.known_tokens == known, f"{match}: {known} known tokens expected"
+            assert match.restore_tokens in expected, f"{match}: {expected} expected"
+        if self.regime is Regime.CALM and self.nearest is Tier.DEVICE:
+            assert match.host_tokens == 0, f"{match}: the device never gave anything up"
+        self._check_limited(tokens, namespace, limit=len(tokens) // 2)
+        self._check_explanation(match, tokens, namespace)
+        return match
+
+    def _check_limited(self, tokens: Sequence[int], namespace: Namespace, *, limit: int) -> None:
+        match = self.cache.lookup(tokens, namespace=namespace, limit_tokens=limit)
+        missing = justified(self.spec, self.ledger, space_of(namespace), packed(tokens), match.restore_tokens)
+        assert missing is None and match.restore_tokens <= limit, f"{match} within {limit}: {missing}"
+        if self.exact:
+            expected = self.oracle.restore(space_of(namespace), packed(tokens), limit=limit)
+            assert match.restore_tokens in expected, f"{match} within {limit}: {expected} expected"
+
+    def _check_named_checkpoint(self, match: Match, space: tuple[str | None, ...], path: bytes) -> None:
+        """The very pages a match would resume from hold what belongs to its boundary, in each tier that has them all."""
+        assert (match.checkpoint is not None) == (keeps_checkpoints(self.spec) and match.restore_tokens > 0), match
+        if match.checkpoint is None:
+            return
+        windows = window_contents(self.spec, space, path, match.restore_tokens)
+        points = [Content(space, path[: match.restore_tokens * TOKEN])] if self.spec.parts(Kind.POINT) else []
+        for residency in filter(None, (match.checkpoint.ready_in(tier) for tier in (Tier.DEVICE, Tier.HOST))):
+            for kind, ids, contents in (
+                (Kind.WINDOW, residency.windows, windows),
+                (Kind.POINT, residency.points, points),
+            ):
+                for page, content in zip(ids.tolist(), contents, strict=True):
+                    where = (residency.tier, kind, page)
+                    assert self.ledger.holds(where, content), f"{match}: {where} does not hold what its checkpoint says"
+
+    def _check_explanation(self, match: Match, tokens: Sequence[int], namespace: Namespace) -> None:
+        why = self.cache.explain(tokens, namespace=namespace)
+        seen = (why.prompt_tokens, why.known_tokens, why.arrived_tokens, why.restore_tokens)
+        assert seen == (match.prompt_tokens, match.known_tokens, match.arrived_tokens, match.restore_tokens), why
+        usable = max(boundaries(self.spec, len(tokens)), default=0)
+        assert why.usable_tokens == usable and (why.cause is Cause.COMPLETE) == (match.restore_tokens == usable), why
+        assert str(match.restore_tokens) in str(why) and why.cause.value in str(why)
+        assert why.cause is Cause.COMPLETE or why.states, why
+        first = packed(tokens[: self.spec.page_tokens])
+        if why.cause is Cause.ARRIVING:
+            assert self.ledger.in_flight, f"{why}, but no copy runs"
+        elif why.cause is Cause.OTHER_NAMESPACE:
+            others = {space for space, page in self.stored if page == first} - {space_of(namespace)}
+            assert others and match.known_tokens == 0, why
+        elif why.cause in (Cause.EVICTED, Cause.FAILED, Cause.EXPIRED, Cause.CLEARED):
+            assert why.cause in self.excuses or (why.cause is Cause.EVICTED and not self.regime.exact), (
+                f"{why}: nothing of the sort"
+            )
+
+    # ---- a request's life -------------------------------------------------------------------------
+
+    def acquire(
+        self, tokens: Sequence[int], namespace: Namespace, *, match: Match | None = None, hints: tuple[int, ...] = (),
+        priority: int = 0, ttl_s: float | None = None,
+    ) -> Held | None:  # fmt: skip
+        """Leases a prompt, through a match of any age; None when there is no room."""
+        fresh = self.look(tokens, namespace)
+        try:
+            lease = self.cache.acquire(match or fresh, hints=hints, priority=priority, ttl_s=ttl_s)
+        except NoRoom as error:
+            self._excuse(error)
+            return None
+        if ttl_s is not None:
+            self.excuses.add(Cause.EXPIRED)
+        held = Held(lease, namespace, list(tokens))
+        self.held.append(held)
+        self._check_opened(held, fresh, hints)
+        self.oracle.used(held.space, packed(tokens[: lease.resume]))
+        self.trace.append(f"{lease} {lease.stops} {lease.sources} {self._pages(lease)}")
+        return held
+
+    def _excuse(self, error: NoRoom) -> None:
+        assert self.regime is not Regime.CALM, f"no room in a calm run: {error}"
+        self.trace.append(f"no room, waiting={error.waiting}")
+
+    def _check_opened(self, held: Held, fresh: Match, hints: tuple[int, ...]) -> None:
+        lease, legal = held.lease, boundaries(self.spec, len(held.tokens))
+        assert lease.resume == lease.position == fresh.restore_tokens, f"{lease} resumes elsewhere than {fresh}"
+        assert (lease.sources.device, lease.sources.host) == (fresh.device_tokens, fresh.host_tokens), f"{lease.sources} {fresh}"
+        assert lease.sources.computed == lease.prompt_tokens - lease.resume, lease.sources
+        assert list(lease.stops) == sorted(set(lease.stops)), lease.stops
+        assert all(stop in legal and stop > lease.resume for stop in lease.stops), f"{lease.stops} of {lease}"
+        wanted = [at for at in legal if at in {hint - hint % self.oracle.step for hint in hints}]
+        if self.setup.at_prompt_end and legal:
+            wanted.append(legal[0])
+        if self.setup.interval_pages:
+            wanted += [at for at in legal if at % self.oracle.rounded(self.setup.placement.interval_tokens) == 0]
+        if keeps_checkpoints(self.spec):
+            assert {at for at in wanted if at > lease.resume} <= set(lease.stops), f"{lease.stops} lacks some of {wanted}"
+
+    def advance(self, held: Held, upto: int, *, last: bool = False) -> bool:
+        """Computes tokens up to `upto` and commits them; False when there is no room for them."""
+        if not self._compute(held, upto):
+            return False
+        self.commit(held, upto, last=last)
+        return True
+
+    def _compute(self, held: Held, upto: int) -> bool:
+        lease = held.lease
+        try:
+            self.cache.grow(lease, upto)
+        except NoRoom as error:
+            self._excuse(error)
+            return False
+        self.engine.compute(lease, upto)
+        self.ledger.computed(
+            Tier.DEVICE, held.space, packed(held.tokens[:upto]), lease.position,
+            prefix=lease.prefix_pages.tolist(), windows=lease.window_pages.tolist(),
+            first_window=lease.first_window, points=lease.point_pages.tolist(),
+        )  # fmt: skip
+        return True
+
+    def commit(self, held: Held, upto: int, *, last: bool = False) -> None:
+        """Offers what was computed; may be called again for the same tokens."""
+        lease, page = held.lease, self.spec.page_tokens
+        asked = self.oracle.asked(lease.stops, lease.prompt_tokens, upto, last=last) and not held.cleared
+        if not held.cleared:
+            self.ledger.offered(Tier.DEVICE, lease.prefix_pages[: upto // page].tolist())
+        skipped = self.cache.counters["checkpoint_skipped_no_room"]
+        assert self.cache.commit(lease, upto, last=last) is not held.cleared
+        left = asked and self.cache.counters["checkpoint_skipped_no_room"] == skipped
+        assert left or not asked or self.regime is not Regime.CALM, f"{lease} left no checkpoint in a calm run"
+        held.finished = held.finished or last
+        self.note_commit(held, upto, checkpoint=left)
+
+    def note_commit(self, held: Held, upto: int, *, checkpoint: bool) -> None:
+        lease = held.lease
+        path = packed(held.tokens[:upto])
+        if not held.cleared:
+            self.stored.add((held.space, path[: self.spec.page_tokens * TOKEN]))
+            quiet = not self.ledger.in_flight and not self.pinned
+            self.oracle.committed(
+                lease.id, held.space, path, prompt_tokens=lease.prompt_tokens, checkpoint=checkpoint, quiet=quiet
+            )
+        if upto > lease.prompt_tokens:
+            self.excuses.add(Cause.EVICTED)  # an answer drops the checkpoints it leaves behind, under that name
+        self.trace.append(f"{lease} next stop {self.cache.next_stop(lease)} {self._pages(lease)}")
+
+    def append(self, held: Held, tokens: Sequence[int]) -> None:
+        self.cache.append(held.lease, tokens)
+        held.tokens += tokens
+
+    def abandon(self, held: Held, upto: int) -> None:
+        """A request that is aborted after it computed and before it committed."""
+        self._compute(held, upto)
+        self.release(held)
+
+    def release(self, held: Held) -> None:
+        self.held.remove(held)
+        self.cache.release(held.lease)
+
+    # ---- upkeep -----------------------------------------------------------------------------------
+
+    def answer(self, job: JobId, rank: int, *, fail: bool = False) -> None:
+        self.executor.answer(job, rank, error="told to fail" if fail else None)
+
+    def step(self) -> None:
+        report = self.cache.step()
+        assert report.running == len(self.executor.pending), report
+        self.trace.append(f"step {report}")
+        self.pinned = [each for each in self.pinned if each.pin.expires_at_s > self.clock.now()]
+        assert all(held.lease.ready for held in self.held if held.lease in report.ready)
+
+    def settle(self) -> None:
+        self.executor.finish_all()
+        self.step()
+
+    def pin(self, tokens: Sequence[int], namespace: Namespace, ttl_s: float | None) -> None:
+        match = self.look(tokens, namespace)
+        pin = self.cache.pin(tokens, namespace=namespace, ttl_s=ttl_s)
+        if ttl_s is not None:
+            self.excuses.add(Cause.EXPIRED)
+        assert pin.tokens == match.restore_tokens, f"{pin} {match}"
+        self.pinned.append(Pinned(pin, namespace, list(tokens)))
+
+    def unpin(self, pinned: Pinned) -> None:
+        self.pinned.remove(pinned)
+        self.cache.unpin(pinned.pin)
+
+    def clear(self, namespace: Namespace) -> None:
+        self.excuses.add(Cause.CLEARED)
+        self.cache.clear(namespace=namespace)
+        self.oracle.cleared(space_of(namespace))
+        self.ledger.cleared(space_of(namespace))
+        for each in (*self.pinned, *self.held):
+            each.cleared = each.cleared or each.namespace == namespace
+
+    # ---- what must always hold --------------------------------------------------------------------
+
+    def check(self) -> None:
+        self.cache.audit()
+        for held in self.held:
+            assert held.lease.sources.total == held.lease.prompt_tokens, f"{held.lease.sources} {held.lease}"
+            if held.lease.ready:
+                self.check_lease(held)
+        for tier, budget in ((Tier.DEVICE, self.setup.config.device_bytes), (Tier.HOST, self.setup.config.host_bytes)):
+            assert self.cache.used_bytes(tier) <= (budget or 0), f"{tier.label} is over its budget"
+        if self.regime is not Regime.FAULTY:
+            for pinned in self.pinned:
+                found = self.look(pinned.tokens, pinned.namespace).restore_tokens
+                assert pinned.cleared or found >= pinned.pin.tokens, f"{pinned.pin} was promised, {found} are left"
+
+    def check_lease(self, held: Held) -> None:
+        """Ledger and bytes agree that every page a request may read is its own path's."""
+        lease = held.lease
+        self._check_pages(Tier.DEVICE, held, lease.position, lease.prefix_pages.tolist(), lease.point_pages.tolist())
+        self.engine.check(lease)
+
+    def _check_pages(self, tier: Tier, held: Held, position: int, prefix: list[int], points: list[int]) -> None:
+        page, path = self.spec.page_tokens, packed(held.tokens)
+        for index in range(position // page):
+            where = (tier, Kind.PREFIX, prefix[index])
+            assert self.ledger.holds(where, Content(held.space, path[: (index + 1) * page * TOKEN])), f"{held.lease}: {where}"
+        for where in ((tier, Kind.POINT, point) for point in points if position):
+            assert self.ledger.holds(where, Content(held.space, path[: position * TOKEN])), f"{held.lease}: {where}"
+
+    @staticmethod
+    def _pages(lease: Lease) -> list[list[int]]:
+        return [lease.prefix_pages.tolist(), lease.window_pages.tolist(), lease.point_pages.tolist()]
+
+    def close(self) -> None:
+        """Gives everything back, and proves that nothing is left behind."""
+        for held in list(self.held):
+            self.release(held)
+        for pinned in list(self.pinned):
+            self.unpin(pinned)
+        self.settle()
+        self.settle()
+        self.check()
+        assert not self.ledger.in_flight
+        for namespace in self.setup.spaces:
+            self.clear(namespace)
+        self.cache.audit()
+        for tier in (Tier.DEVICE, Tier.HOST):
+            assert self.cache.used_bytes(tier) == 0, f"{self.cache.used_bytes(tier)} bytes of the {tier.label} leaked"
+        left = [where for where in self.ledger.contents if where[0] is not Tier.ENGINE]
+        assert not left, f"pages with contents were never freed: {left}"

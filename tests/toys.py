@@ -1,0 +1,226 @@
+"""Small models and a small cache around them, for tests. Nothing here sleeps, threads or decides.
+
+In the toy models an object of any kind takes 32 bytes (page of 4 tokens), so that memory can be counted in pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+from stepwell import (
+    CacheConfig,
+    Kind,
+    Lease,
+    ModelSpec,
+    NoRoom,
+    PlacementConfig,
+    Point,
+    Prefix,
+    Sources,
+    StateSpec,
+    StepReport,
+    Tier,
+    Window,
+    build_cache,
+)
+from stepwell.base.clock import ManualClock
+from stepwell.base.ids import JobId
+from stepwell.base.plan import Purpose
+from stepwell.cache.build import layouts_for, numpy_memories
+from stepwell.cache.room import make_room
+from stepwell.testing import DigestEngine, ScriptedExecutor
+from stepwell.transfer.hands import NumpyHands
+
+T = TypeVar("T")
+
+PAGE = 4
+OBJECT_BYTES = 32
+
+KV = StateSpec(name="kv", shape=Prefix(), layers=2, row_bytes=4, dtype="u8")
+SSM = StateSpec(name="ssm", shape=Point(), layers=1, row_bytes=32, dtype="u8")
+
+
+def swa(tokens: int) -> StateSpec:
+    return StateSpec(name="swa", shape=Window(tokens=tokens), layers=1, row_bytes=8, dtype="u8")
+
+
+def model(*states: StateSpec, page_tokens: int = PAGE) -> ModelSpec:
+    return ModelSpec(name="toy", page_tokens=page_tokens, states=states)
+
+
+FULL = model(KV)
+FULL_WINDOW = model(KV, swa(8))
+FULL_POINT = model(KV, SSM)
+HYBRID = model(KV, swa(8), SSM)
+ALL_MODELS = {"full": FULL, "window": FULL_WINDOW, "point": FULL_POINT, "hybrid": HYBRID}
+
+NO_INTERVALS = PlacementConfig(interval_tokens=0, decode_interval_tokens=0)
+
+
+def text(name: int, tokens: int) -> list[int]:
+    """A prompt of its own: no two names share a token."""
+    return [name * 100_000 + index for index in range(tokens)]
+
+
+class Rig:
+    """A cache whose copies a test answers for, a model of digests that computes into it, and a clock that stands still.
+
+    `device_pages` and `host_pages` count toy objects; None leaves the tier out. Freed pages are poisoned.
+    """
+
+    def __init__(
+        self, spec: ModelSpec = FULL, *, device_pages: int | None = 256, host_pages: int | None = None, ranks: int = 1,
+        placement: PlacementConfig = NO_INTERVALS, **config: object,
+    ) -> None:  # fmt: skip
+        self.spec = spec
+        settings = {"page_alignment_bytes": 16, "placement": placement} | config
+        self.config = CacheConfig(device_bytes=_bytes(device_pages), host_bytes=_bytes(host_pages), **settings)  # type: ignore[arg-type]
+        layouts = layouts_for(spec, self.config)
+        self.memories = [numpy_memories(spec, layouts) for _ in range(ranks)]
+        self.executor = ScriptedExecutor([NumpyHands(memory) for memory in self.memories])
+        self.engine = DigestEngine(spec, self.memories)
+        self.clock = ManualClock()
+        self.cache = build_cache(spec, self.config, executor=self.executor, clock=self.clock, on_free=self.engine.poison)
+        self.core = self.cache._core
+        self.tree = self.core.tree
+
+    # ---- what an engine does ----------------------------------------------------------------------
+
+    def open(self, tokens: Sequence[int], **request: object) -> Lease:
+        """Acquires and leaves the copies to the test."""
+        return self.cache.acquire(self.cache.lookup(tokens), **request)  # type: ignore[arg-type]
+
+    def ready(self, tokens: Sequence[int], **request: object) -> Lease:
+        """Acquires and lets everything arrive; every byte restored is checked."""
+        lease = self.patiently(lambda: self.open(tokens, **request))
+        self.settle()
+        assert lease.ready, f"{lease} did not become ready"
+        self.engine.check(lease)
+        return lease
+
+    def compute(self, lease: Lease, upto: int, *, last: bool = False) -> None:
+        """One chunk: pages, bytes, commit. Copies are left to the test."""
+        self.cache.grow(lease, upto)
+        self.engine.compute(lease, upto)
+        self.cache.commit(lease, upto, last=last)
+
+    def prefill(self, lease: Lease, upto: int | None = None) -> None:
+        """Computes in chunks that end at every stop, letting copies finish in between."""
+        upto = lease.num_tokens if upto is None else upto
+        while lease.position < upto:
+            stop = self.cache.next_stop(lease)
+            end = min(stop or upto, upto)
+            self.patiently(partial(self.compute, lease, end))
+            self.settle()
+
+    def decode(self, lease: Lease, tokens: Sequence[int]) -> None:
+        """Appends and computes token by token."""
+        for token in tokens:
+            self.cache.append(lease, [token])
+            self.patiently(lambda: self.compute(lease, lease.num_tokens))
+            self.settle()
+
+    def serve(self, tokens: Sequence[int], *, answer: Sequence[int] = (), **request: object) -> Sources:
+        """A whole request, bytes checked before and after, ended with an audit; says where its prompt came from."""
+        sources = self.serve_without_audit(tokens, answer=answer, **request)
+        self.cache.audit()
+        return sources
+
+    def serve_without_audit(self, tokens: Sequence[int], *, answer: Sequence[int] = (), **request: object) -> Sources:
+        """The same for large trees, where a test audits once at its end."""
+        with self.ready(tokens, **request) as lease:
+            self.prefill(lease)
+            self.decode(lease, answer)
+            self.engine.check(lease)
+        self.settle()
+        return lease.sources
+
+    def serve_beside(self, tokens: Sequence[int]) -> int:
+        """A whole request while older copies stay unanswered; says how many tokens it computed."""
+        stuck = set(self.executor.pending)
+
+        def settle() -> None:
+            while mine := [job for job in self.executor.pending if job not in stuck]:
+                for job in mine:
+                    self.executor.finish(job)
+                self.cache.step()
+
+        with self.open(tokens) as lease:
+            settle()
+            self.engine.check(lease)
+            while lease.position < lease.num_tokens:
+                self.compute(lease, min(self.cache.next_stop(lease) or lease.num_tokens, lease.num_tokens))
+                settle()
+        settle()
+        self.cache.audit()
+        return lease.sources.computed
+
+    def patiently(self, act: Callable[[], T]) -> T:
+        """Tries again as long as room is on its way, as an engine would."""
+        for _ in range(10):
+            try:
+                return act()
+            except NoRoom as refusal:
+                if not refusal.waiting:
+                    raise
+                self.settle()
+        raise AssertionError("room was on its way ten times and never came")
+
+    # ---- copies -----------------------------------------------------------------------------------
+
+    def settle(self) -> StepReport:
+        """Lets every copy succeed, and those that follow from it."""
+        report = self.cache.step()
+        while self.executor.pending:
+            self.executor.finish_all()
+            report = self.cache.step()
+        return report
+
+    def fail_all(self) -> StepReport:
+        for job in self.executor.pending:
+            self.executor.finish(job, failing_rank=0)
+        return self.cache.step()
+
+    def pending(self, purpose: Purpose) -> list[JobId]:
+        return [job for job in self.executor.pending if self.executor.plan(job).purpose is purpose]
+
+    # ---- memory -----------------------------------------------------------------------------------
+
+    def used(self, tier: Tier, kind: Kind) -> int:
+        return self.core.arena(tier).used_pages(kind)
+
+    def restore(self, tokens: Sequence[int]) -> int:
+        return self.cache.lookup(tokens).restore_tokens
+
+    def evict_all(self, tier: Tier) -> None:
+        """Everything idle leaves the tier, saved first where the policy says so."""
+        everything = {Kind.PREFIX: self.core.arena(tier).layout.rows(Kind.PREFIX)}
+        while make_room(self.core, tier, everything).waiting:
+            self.settle()
+
+    def evict_idle(self, tier: Tier) -> None:
+        """Everything idle leaves the tier now; copies go on running."""
+        make_room(self.core, tier, {Kind.PREFIX: self.core.arena(tier).layout.rows(Kind.PREFIX)})
+
+    def shrink(self, tier: Tier, pages: int) -> None:
+        """Asks for ever more room, page by page, until `pages` prefix pages have left the tier."""
+        goal, need = self.used(tier, Kind.PREFIX) - pages, 1
+        while self.used(tier, Kind.PREFIX) > goal:
+            assert need < self.core.arena(tier).layout.rows(Kind.PREFIX), "nothing more can be evicted"
+            make_room(self.core, tier, {Kind.PREFIX: need})
+            need += 1
+
+    def idle_check(self) -> None:
+        """Everything the cache promises, with nobody using it: what is used is the tree's alone."""
+        self.settle()
+        self.cache.audit()
+        assert not self.cache._leases, f"leases left open: {list(self.cache._leases)}"
+        for arena in self.core.tree.arenas.values():
+            for kind, refs in arena.refs.items():
+                assert kind is Kind.WINDOW or (refs <= 1).all(), f"{arena.tier.label} {kind.label} pages are still held"
+
+
+def _bytes(pages: int | None) -> int | None:
+    return None if pages is None else pages * OBJECT_BYTES

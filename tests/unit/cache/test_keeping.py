@@ -1,0 +1,178 @@
+"""Pins, time to live and priority: what is kept, and for how long."""
+
+from __future__ import annotations
+
+import pytest
+
+from stepwell import Cause, ConfigError, LeaseError, Tier, WritePolicy
+from toys import FULL, HYBRID, Rig, text
+
+
+@pytest.mark.parametrize("host_pages", [None, 256])
+def test_a_pin_keeps_a_prompt_whatever_else_needs_room(host_pages: int | None) -> None:
+    rig = Rig(HYBRID, device_pages=48, host_pages=host_pages)
+    rig.serve(text(1, 17))
+    pin = rig.cache.pin(text(1, 17))
+    assert pin.tokens == 16 and repr(pin) == "Pin(16 tokens)"
+    for name in range(2, 14):
+        rig.clock.advance(1000)
+        rig.serve(text(name, 17))
+    rig.evict_all(Tier.DEVICE)
+    if host_pages:
+        rig.evict_all(Tier.HOST)
+    assert rig.restore(text(1, 17)) == 16
+    rig.cache.unpin(pin)
+    for tier in rig.tree.tiers:
+        rig.evict_all(tier)
+    assert rig.restore(text(1, 17)) == 0
+    rig.idle_check()
+
+
+def test_a_pin_holds_one_copy_the_lowest() -> None:
+    rig = Rig(FULL, host_pages=64)
+    rig.serve(text(1, 17))
+    pin = rig.cache.pin(text(1, 17))
+    rig.evict_all(Tier.DEVICE)
+    match = rig.cache.lookup(text(1, 17))
+    assert (match.device_tokens, match.host_tokens) == (0, 16)
+    rig.cache.unpin(pin)
+    rig.idle_check()
+
+
+def test_a_pin_runs_out_by_itself() -> None:
+    rig = Rig(HYBRID)
+    rig.serve(text(1, 17))
+    pin = rig.cache.pin(text(1, 17), ttl_s=10.0)
+    rig.clock.advance(10.0)
+    rig.cache.step()
+    with pytest.raises(LeaseError, match="released already, or ran out"):
+        rig.cache.unpin(pin)
+    rig.idle_check()
+
+
+def test_a_pinned_path_outlives_the_time_to_live_of_its_requests() -> None:
+    rig = Rig(HYBRID)
+    rig.serve(text(1, 17), ttl_s=5.0)
+    pin = rig.cache.pin(text(1, 17))
+    rig.clock.advance(60.0)
+    rig.cache.step()
+    assert rig.restore(text(1, 17)) == 16
+    rig.cache.unpin(pin)
+    rig.idle_check()
+
+
+def test_a_pin_of_something_unknown_holds_nothing() -> None:
+    rig = Rig(HYBRID)
+    pin = rig.cache.pin(text(1, 17))
+    assert pin.tokens == 0
+    rig.cache.unpin(pin)
+    with pytest.raises(LeaseError):
+        rig.cache.unpin(pin)
+
+
+def test_clear_takes_a_pinned_path_and_the_pin_gives_its_pages_back() -> None:
+    rig = Rig(HYBRID, host_pages=64)
+    rig.serve(text(1, 17))
+    pin = rig.cache.pin(text(1, 17))
+    rig.cache.clear()
+    rig.cache.audit()
+    assert rig.restore(text(1, 17)) == 0
+    rig.cache.unpin(pin)
+    rig.cache.audit()
+    assert rig.cache.used_bytes(Tier.DEVICE) == rig.cache.used_bytes(Tier.HOST) == 0
+
+
+def test_what_a_request_computes_after_a_clear_is_for_itself_alone() -> None:
+    """After new weights, say: a request that began with the old ones must not feed the cache any more."""
+    rig = Rig(HYBRID, host_pages=64)
+    rig.serve(text(1, 17))
+    lease = rig.ready([*text(1, 17), *text(2, 8)])
+    rig.cache.clear()
+    rig.prefill(lease)
+    rig.decode(lease, text(3, 5))
+    rig.engine.check(lease)
+    assert rig.cache.lookup([*text(1, 17), *text(2, 8)]).known_tokens == 0
+    rig.cache.release(lease)
+    rig.idle_check()
+    assert rig.cache.used_bytes(Tier.DEVICE) == rig.cache.used_bytes(Tier.HOST) == 0
+
+
+def test_time_to_live_counts_from_the_last_use() -> None:
+    rig = Rig(HYBRID, host_pages=64)
+    rig.serve(text(1, 17), ttl_s=10.0)
+    rig.clock.advance(8.0)
+    rig.serve(text(1, 17), ttl_s=10.0)
+    rig.clock.advance(8.0)
+    rig.cache.step()
+    assert rig.restore(text(1, 17)) == 16
+    rig.clock.advance(2.0)
+    rig.cache.step()
+    assert rig.restore(text(1, 17)) == 0
+    why = rig.cache.explain(text(1, 17))
+    assert why.cause is Cause.EXPIRED and why.at_s == 18.0
+    assert rig.cache.used_bytes(Tier.DEVICE) == rig.cache.used_bytes(Tier.HOST) == 0
+
+
+def test_a_use_without_a_limit_lifts_it() -> None:
+    rig = Rig(FULL)
+    rig.serve(text(1, 17), ttl_s=10.0)
+    rig.serve(text(1, 17))
+    rig.clock.advance(1000.0)
+    rig.cache.step()
+    assert rig.restore(text(1, 17)) == 16
+
+
+def test_a_shorter_limit_never_cuts_a_longer_one_short() -> None:
+    rig = Rig(FULL)
+    rig.serve(text(1, 17), ttl_s=50.0)
+    rig.serve(text(1, 17), ttl_s=10.0)
+    rig.clock.advance(20.0)
+    rig.cache.step()
+    assert rig.restore(text(1, 17)) == 16
+    rig.clock.advance(30.0)
+    rig.cache.step()
+    assert rig.restore(text(1, 17)) == 0
+
+
+def test_a_shared_trunk_lives_as_long_as_its_longest_branch() -> None:
+    rig = Rig(FULL)
+    rig.serve([*text(1, 8), *text(2, 9)], ttl_s=10.0)
+    rig.serve([*text(1, 8), *text(3, 9)], ttl_s=50.0)
+    rig.clock.advance(20.0)
+    rig.cache.step()
+    rig.cache.audit()
+    assert rig.restore([*text(1, 8), *text(2, 9)]) == 8
+    assert rig.restore([*text(1, 8), *text(3, 9)]) == 16
+
+
+def test_what_expires_under_a_request_stays_the_requests() -> None:
+    rig = Rig(HYBRID)
+    lease = rig.ready(text(1, 17), ttl_s=5.0)
+    rig.prefill(lease, 16)
+    rig.clock.advance(6.0)
+    rig.cache.step()
+    rig.cache.audit()
+    rig.engine.check(lease)
+    rig.prefill(lease)
+    rig.cache.release(lease)
+    rig.idle_check()
+
+
+@pytest.mark.parametrize("write", list(WritePolicy))
+def test_higher_priority_is_given_up_last(write: WritePolicy) -> None:
+    rig = Rig(FULL, device_pages=24, write=write)
+    rig.serve(text(1, 17), priority=5)
+    for name in range(2, 12):
+        rig.clock.advance(10_000.0)
+        rig.serve(text(name, 17))
+    assert rig.restore(text(1, 17)) == 16
+
+
+@pytest.mark.parametrize("request_", [{"priority": -1}, {"ttl_s": 0.0}, {"ttl_s": -3.0}])
+def test_impossible_wishes_are_refused(request_: dict[str, float]) -> None:
+    rig = Rig(HYBRID)
+    with pytest.raises(ConfigError, match="priority must be 0 or more and ttl_s positive"):
+        rig.open(text(1, 17), **request_)
+    with pytest.raises(ConfigError, match="ttl_s must be positive"):
+        rig.cache.pin(text(1, 17), ttl_s=-1.0)
+    rig.idle_check()

@@ -1,0 +1,65 @@
+"""How a budget is cut: strides, slabs, and what is too small."""
+
+from __future__ import annotations
+
+import pytest
+
+from stepwell import ConfigError, Kind, ModelSpec, Point, StateSpec, Window
+from stepwell.memory.layout import MIN_SLABS, SLAB_TARGET_BYTES, lay_out
+from toys import FULL, HYBRID, KV, model
+
+
+def test_strides_are_payloads_rounded_up_to_the_alignment() -> None:
+    odd = StateSpec(name="odd", shape=Point(), layers=3, row_bytes=11, dtype="u8")
+    layout = lay_out(model(KV, odd), budget_bytes=1 << 20, alignment=4096)
+    assert layout.strides == {Kind.PREFIX: 4096, Kind.POINT: 4096}
+    layout = lay_out(model(KV, odd), budget_bytes=1 << 20, alignment=16)
+    assert layout.strides == {Kind.PREFIX: 32, Kind.POINT: 48}
+
+
+def test_a_model_without_prefix_states_still_has_pages_to_count() -> None:
+    pure = ModelSpec(name="mamba", states=(StateSpec(name="ssm", shape=Point(), layers=1, row_bytes=100, dtype="u8"),))
+    layout = lay_out(pure, budget_bytes=1 << 16, alignment=64)
+    assert layout.strides == {Kind.PREFIX: 64, Kind.POINT: 128}
+
+
+@pytest.mark.parametrize("budget", [96, 97, 1000, 4096, 10_000, 1 << 20, (1 << 30) + 12_345])
+def test_slabs_tile_the_budget_and_stay_inside_it(budget: int) -> None:
+    layout = lay_out(HYBRID, budget_bytes=budget, alignment=16)
+    assert layout.slab_bytes <= max(SLAB_TARGET_BYTES, max(layout.strides.values()))
+    assert layout.slab_bytes * (layout.num_slabs - 1) < budget <= layout.slab_bytes * layout.num_slabs
+    for kind, stride in layout.strides.items():
+        last_end = 0
+        for slab in {0, 1, layout.num_slabs - 2, layout.num_slabs - 1} & set(range(layout.num_slabs)):
+            pages = layout.pages_of_slab(slab, kind)
+            if len(pages):
+                assert pages.start * stride >= slab * layout.slab_bytes
+                assert pages.stop * stride <= min((slab + 1) * layout.slab_bytes, budget)
+                last_end = max(last_end, pages.stop)
+        assert last_end <= layout.rows(kind)
+
+
+def test_small_arenas_have_small_slabs_that_can_be_traded() -> None:
+    layout = lay_out(HYBRID, budget_bytes=64 * 32, alignment=16)
+    assert layout.num_slabs >= MIN_SLABS
+
+
+def test_every_page_size_divides_a_slab_when_that_is_possible() -> None:
+    third = StateSpec(name="ssm", shape=Point(), layers=1, row_bytes=48, dtype="u8")
+    layout = lay_out(model(KV, third), budget_bytes=1 << 20, alignment=16)
+    assert all(layout.slab_bytes % stride == 0 for stride in layout.strides.values())
+
+
+def test_a_budget_below_one_object_of_each_kind_is_refused_with_the_number() -> None:
+    lay_out(HYBRID, budget_bytes=96, alignment=16)
+    with pytest.raises(ConfigError, match="needs at least 96 bytes"):
+        lay_out(HYBRID, budget_bytes=95, alignment=16)
+    with pytest.raises(ConfigError, match="cannot hold one page of each kind for 'toy'"):
+        lay_out(FULL, budget_bytes=31, alignment=16)
+
+
+def test_window_pages_are_cut_to_divide_the_page() -> None:
+    spec = ModelSpec(
+        name="w", page_tokens=8, states=(StateSpec(name="s", shape=Window(tokens=3), layers=1, row_bytes=8, dtype="u8"),)
+    )
+    assert lay_out(spec, budget_bytes=4096, alignment=1).strides[Kind.WINDOW] == 2 * 8

@@ -1,0 +1,152 @@
+"""Who is evicted first, and who may not be."""
+
+from __future__ import annotations
+
+from tree_bench import GONE, Bench
+
+from stepwell import Tier
+from stepwell.policy.value import SavedPerByte
+from stepwell.tree.checkpoints import drop_residency
+from stepwell.tree.node import Residency, Run, Use, Victim
+from stepwell.tree.order import EvictionOrder, Standing
+from stepwell.tree.pruning import discard_ids, discard_tail
+from toys import FULL
+
+
+def _pop(bench: Bench, tier: Tier = Tier.DEVICE) -> Victim | None:
+    return bench.tree.ranking.pop(tier, runs=True, checkpoints=True)
+
+
+def _order(bench: Bench, tier: Tier = Tier.DEVICE) -> list[tuple[str, int]]:
+    """Everything in the order it would go: what, and where it ends in pages."""
+    found = []
+    while (victim := _pop(bench, tier)) is not None:
+        if isinstance(victim, Run):
+            tail = bench.tree.ranking.tail(victim)
+            assert tail is not None
+            found.append(("pages", victim.node.end))
+            discard_tail(bench.tree, victim, tail.start, GONE)
+        else:
+            found.append(("checkpoint", victim.checkpoint.page))
+            drop_residency(bench.tree, victim, GONE)
+        bench.check()
+    return found
+
+
+def test_least_recently_used_goes_first() -> None:
+    bench = Bench(FULL)
+    for at, page in ((3.0, 7), (1.0, 8), (2.0, 9)):
+        bench.insert([page], use=Use(at_s=at), let_go=True)
+    victims = [_pop(bench), _pop(bench), _pop(bench)]
+    assert [v.node.used_at for v in victims if isinstance(v, Run)] == [1.0, 2.0, 3.0]
+
+
+def test_a_use_after_queueing_counts() -> None:
+    bench = Bench(FULL)
+    for at, page in ((1.0, 7), (2.0, 8)):
+        bench.insert([page], use=Use(at_s=at), let_go=True)
+    bench.tree.touch(bench.path([7]), 1, Use(at_s=9.0))
+    victim = _pop(bench)
+    assert isinstance(victim, Run) and victim.node.used_at == 2.0
+
+
+def test_priority_outranks_recency() -> None:
+    bench = Bench(FULL)
+    bench.insert([7], use=Use(at_s=1.0, priority=3), let_go=True)
+    bench.insert([8], use=Use(at_s=9.0), let_go=True)
+    victim = _pop(bench)
+    assert isinstance(victim, Run) and victim.node.priority == 0
+
+
+def test_leaves_go_before_what_they_hang_on() -> None:
+    bench = Bench(FULL)
+    bench.insert([1, 2, 3], use=Use(at_s=5.0), let_go=True)
+    bench.insert([1, 4, 5, 6], use=Use(at_s=1.0), let_go=True)
+    assert _order(bench) == [("pages", 4), ("pages", 3), ("pages", 1)]
+
+
+def test_a_checkpoint_goes_before_the_pages_it_stands_on() -> None:
+    bench = Bench()
+    bench.insert([1, 2, 3], use=Use(at_s=1.0), let_go=True)
+    bench.checkpoint([1, 2, 3], 3, now=50.0)
+    assert _order(bench) == [("checkpoint", 3), ("pages", 3)]
+
+
+def test_pages_behind_the_last_checkpoint_go_before_anything_of_worth() -> None:
+    bench = Bench()
+    bench.insert([1, 2], use=Use(at_s=0.0), let_go=True)
+    bench.checkpoint([1, 2], 2)
+    bench.insert([7, 8, 9], use=Use(at_s=99.0), let_go=True)
+    bench.checkpoint([7, 8, 9], 1, now=99.0)
+    victim = _pop(bench)
+    assert isinstance(victim, Run) and victim.node.end == 3
+    tail = bench.tree.ranking.tail(victim)
+    assert tail is not None and tail.dead and tail.start == 1  # the page under its checkpoint stays
+
+
+def test_pages_become_worthless_when_their_checkpoint_goes() -> None:
+    bench = Bench()
+    bench.insert([7, 8], use=Use(at_s=99.0), let_go=True)
+    residency = bench.checkpoint([7, 8], 2, now=99.0)
+    bench.insert([1], use=Use(at_s=1.0), let_go=True)
+    bench.checkpoint([1], 1, now=1.0)
+    assert residency is not None
+    drop_residency(bench.tree, residency, GONE)
+    victim = _pop(bench)
+    assert isinstance(victim, Run) and victim.node.end == 2
+
+
+def test_the_checkpoint_that_saves_most_per_byte_stays_longest() -> None:
+    bench = Bench(value=SavedPerByte(600.0))
+    path = list(range(1, 13))
+    bench.insert(path, let_go=True)
+    for page in (2, 3, 12):  # saves 2, 1 and 9 pages of recompute
+        bench.checkpoint(path, page)
+    victims = [_pop(bench) for _ in range(3)]
+    assert [v.checkpoint.page for v in victims if isinstance(v, Residency)] == [3, 2, 12]
+
+
+def test_pages_that_the_other_tier_stands_on_stay() -> None:
+    bench = Bench(FULL)
+    bench.insert([1, 2, 3], use=Use(at_s=1.0), let_go=True)
+    host = bench.insert([1, 2, 3], tier=Tier.HOST, use=Use(at_s=1.0), let_go=True)
+    discard_ids(bench.tree, Tier.HOST, host[:2], GONE)
+    run = bench.path([1, 2, 3])[0].runs[Tier.DEVICE]
+    assert run is not None
+    tail = bench.tree.ranking.tail(run)
+    assert tail is not None and tail.start == 2  # pages 1 and 2 are only here, and host page 3 needs them
+
+
+def test_an_order_forgets_entries_that_were_queued_again() -> None:
+    bench = Bench(FULL)
+    bench.insert([1], let_go=True)
+    run = bench.path([1])[0].runs[Tier.DEVICE]
+    assert run is not None
+    order = EvictionOrder()
+    order.push(run, Standing(0, 1.0))
+    order.push(run, Standing(0, 5.0))
+    assert order.head() == (run, Standing(0, 5.0))
+    assert order.pop() is run and order.pop() is None and run.ticket == 0
+
+
+def test_everything_can_be_evicted_and_then_nothing_is_left() -> None:
+    bench = Bench()
+    for branch in range(2, 8):
+        bench.insert([1, branch, branch, 9], use=Use(at_s=float(branch % 3)), let_go=True)
+        bench.checkpoint([1, branch, branch, 9], 1 + branch % 4, now=float(branch))
+    _order(bench)
+    assert bench.shape() == {} and bench.arena().used_bytes == 0
+
+
+def test_pages_stay_while_a_checkpoint_further_down_is_in_their_tier() -> None:
+    bench = Bench()
+    for tier in (Tier.DEVICE, Tier.HOST):
+        bench.insert([1, 2], tier=tier, let_go=True)
+    bench.insert([1, 2, 3], let_go=True)
+    bench.insert([1, 2, 4], let_go=True)
+    residency = bench.checkpoint([1, 2, 3], 3, Tier.HOST)  # page 3 itself is on the device only
+    run = bench.path([1, 2])[0].runs[Tier.HOST]
+    assert run is not None and bench.tree.ranking.tail(run) is None
+    assert residency is not None
+    drop_residency(bench.tree, residency, GONE)
+    assert bench.tree.ranking.tail(run) is not None

@@ -1,22 +1,47 @@
 """Stepwell: a tiered cache for everything a hybrid-attention language model remembers about a prompt.
 
-Resume any cached prompt exactly, from any tier, or miss honestly. Importing it loads no torch and has no effect.
+Resume any cached prompt exactly, from any tier, or miss honestly. Importing it loads nothing and has no effect; each public
+name brings in what it needs when it is first used, and torch only where tensors are handled.
 """
 
-from stepwell.base.config import CacheConfig, EvictionPolicy, PlacementConfig, WritePolicy
-from stepwell.base.errors import BadTokens, ConfigError, LeaseError, NoRoom, SpecError, StepwellError
-from stepwell.base.ids import Kind, Tier
-from stepwell.base.keys import Namespace
-from stepwell.base.spec import ModelSpec, Point, Prefix, StateSpec, Window
-from stepwell.base.spec.presets import load_spec
-from stepwell.cache.borrowed import EnginePages
-from stepwell.cache.build import build_cache
-from stepwell.cache.explain import Cause, Explanation
-from stepwell.cache.facade import Cache, StepReport
-from stepwell.cache.lease import Lease, LeaseState, Sources
-from stepwell.tree.match import Match
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from stepwell.base.config import CacheConfig, EvictionPolicy, PlacementConfig, WritePolicy
+    from stepwell.base.errors import BadTokens, ConfigError, LeaseError, NoRoom, SpecError, StepwellError
+    from stepwell.base.ids import Kind, Tier
+    from stepwell.base.keys import Namespace
+    from stepwell.base.spec.model import ModelSpec, StateSpec
+    from stepwell.base.spec.presets import load_spec
+    from stepwell.base.spec.shapes import Point, Prefix, Window
+    from stepwell.cache.borrowed import EnginePages
+    from stepwell.cache.build import build_cache
+    from stepwell.cache.explain import Cause, Explanation
+    from stepwell.cache.facade import Cache, StepReport
+    from stepwell.cache.lease import Lease, LeaseState, Sources
+    from stepwell.tree.match import Match
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "stepwell.base.config": ("CacheConfig", "EvictionPolicy", "PlacementConfig", "WritePolicy"),
+    "stepwell.base.errors": ("BadTokens", "ConfigError", "LeaseError", "NoRoom", "SpecError", "StepwellError"),
+    "stepwell.base.ids": ("Kind", "Tier"),
+    "stepwell.base.keys": ("Namespace",),
+    "stepwell.base.spec.model": ("ModelSpec", "StateSpec"),
+    "stepwell.base.spec.presets": ("load_spec",),
+    "stepwell.base.spec.shapes": ("Point", "Prefix", "Window"),
+    "stepwell.cache.borrowed": ("EnginePages",),
+    "stepwell.cache.build": ("build_cache",),
+    "stepwell.cache.explain": ("Cause", "Explanation"),
+    "stepwell.cache.facade": ("Cache", "StepReport"),
+    "stepwell.cache.lease": ("Lease", "LeaseState", "Sources"),
+    "stepwell.tree.match": ("Match",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "BadTokens",
@@ -50,3 +75,15 @@ __all__ = [
     "build_cache",
     "load_spec",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'stepwell' has no attribute {name!r}")
+    value = getattr(import_module(_HOME_OF[name]), name)
+    globals()[name] = value  # found here from now on
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

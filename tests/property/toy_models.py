@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from typing import Any, TypeAlias
 
 from stepwell import (
     CacheConfig,
+    ConfigError,
     EvictionPolicy,
     ModelSpec,
     Namespace,
@@ -16,9 +18,11 @@ from stepwell import (
     Point,
     Prefix,
     StateSpec,
+    Tier,
     Window,
     WritePolicy,
 )
+from stepwell.memory.arena import Arena
 from stepwell.memory.layout import lay_out
 
 ALIGNMENT_BYTES = 16
@@ -68,7 +72,7 @@ class Setup:
             at_prompt_end=self.at_prompt_end,
         )
 
-    @property
+    @cached_property
     def config(self) -> CacheConfig:
         return CacheConfig(
             device_bytes=self._bytes(self.device_objects),
@@ -81,11 +85,14 @@ class Setup:
         )
 
     def _bytes(self, objects: int | None) -> int | None:
-        """Room for about this many objects of the mean size, and at least for one of each kind."""
+        """Room for about this many objects of the mean size, or more where the model's pages do not lie well side by side."""
         if objects is None:
             return None
         strides = lay_out(self.spec, budget_bytes=2**30, alignment=ALIGNMENT_BYTES).strides
-        return max(objects * sum(strides.values()) // len(strides), sum(strides.values()))
+        size = max(objects * sum(strides.values()) // len(strides), sum(strides.values()))
+        while not _can_hold_each_kind(self.spec, size):
+            size += max(strides.values())
+        return size
 
     @property
     def spaces(self) -> tuple[Namespace, ...]:
@@ -96,6 +103,14 @@ class Setup:
             Namespace(model=base.model, layout=base.layout, salt="tenant"),
             Namespace(model="tuned", layout=base.layout),
         )
+
+
+def _can_hold_each_kind(spec: ModelSpec, size_bytes: int) -> bool:
+    try:
+        Arena(Tier.HOST, lay_out(spec, budget_bytes=size_bytes, alignment=ALIGNMENT_BYTES))
+    except ConfigError:
+        return False
+    return True
 
 
 def page_of(letter: int, page_tokens: int) -> list[int]:

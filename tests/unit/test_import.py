@@ -5,6 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
+import stepwell
+
 WITHOUT_TORCH = """
 import sys
 sys.modules["torch"] = None  # importing it now raises ImportError
@@ -26,7 +30,7 @@ print(cache.lookup(range(200)).restore_tokens)
 LOADED = """
 import sys
 before = set(sys.modules)
-import stepwell
+from stepwell import *
 print(*sorted({name.split(".")[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names)))
 """
 
@@ -50,6 +54,15 @@ def test_everything_but_the_torch_adapter_works_without_torch() -> None:
 
 def test_importing_loads_numpy_and_nothing_else_that_must_be_installed() -> None:
     assert set(_python(LOADED).split()) <= {"numpy", "stepwell", "__mp_main__"}
+
+
+def test_every_public_name_is_found_where_it_is_said_to_be() -> None:
+    for name in stepwell.__all__:
+        assert getattr(stepwell, name) is not None
+    assert set(stepwell.__all__) == {*stepwell._HOME_OF, "__version__"}
+    assert dir(stepwell) == sorted(stepwell.__all__)
+    with pytest.raises(AttributeError, match="nonsense"):
+        _ = stepwell.nonsense
 
 
 def test_importing_takes_under_300_milliseconds() -> None:

@@ -118,12 +118,12 @@ class Ranking:
 
         It comes back when somebody queues it again.
         """
-        sorts = ((self._runs[tier], runs), (self._checkpoints[tier], checkpoints))
-        heads = [(head, order) for order, wanted in sorts if wanted and (head := self._settled_head(order)) is not None]
-        if not heads:
-            return None
-        _, order = min(heads, key=lambda pair: pair[0])
-        return order.pop()
+        first = self._settled_head(self._runs[tier]) if runs else None
+        if checkpoints and (first is None or first.priority > WORTHLESS):
+            other = self._settled_head(self._checkpoints[tier])
+            if other is not None and (first is None or other < first):
+                return self._checkpoints[tier].pop()
+        return self._runs[tier].pop() if first is not None else None
 
     def _settled_head(self, order: EvictionOrder, at_most: int | None = None) -> Standing | None:
         """The standing of the order's first entry, once that entry is up to date; gives up after `at_most` that were not."""

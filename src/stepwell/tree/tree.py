@@ -251,7 +251,8 @@ class Tree:
             before = parent.leads_to_pages(tier)
             parent.kids.below[tier] += 1 if gained else -1
             node = parent
-            self.queue(node)
+            if not gained:
+                self.queue(node)
 
     def carry_checkpoints_up(self, node: Node, tier: Tier, before: bool) -> None:
         """The same for `node.leads_to_checkpoints(tier)`."""
@@ -261,7 +262,8 @@ class Tree:
             before = parent.leads_to_checkpoints(tier)
             parent.kids.anchored[tier] += 1 if gained else -1
             node = parent
-            self.queue(node)
+            if not gained:
+                self.queue(node)
 
     def queue(self, node: Node) -> None:
         """Something about the node changed: either tier's run may be a candidate for eviction now."""

@@ -124,8 +124,8 @@ def test_a_use_without_a_limit_lifts_it() -> None:
 
 def test_a_shorter_limit_never_cuts_a_longer_one_short() -> None:
     rig = Rig(FULL)
-    rig.serve(text(1, 17), ttl_s=50.0)
-    rig.serve(text(1, 17), ttl_s=10.0)
+    for ttl_s in (10.0, 50.0, 10.0):
+        rig.serve(text(1, 17), ttl_s=ttl_s)
     rig.clock.advance(20.0)
     rig.cache.step()
     assert rig.restore(text(1, 17)) == 16

@@ -76,6 +76,7 @@ class Lease:
         self.waits_for: list[tuple[Kind, PageIds]] = []
         self.jobs: set[JobId] = set()
         self.restored: Residency | None = None
+        self.num_published = 0  # pages offered to the tree so far
         self.publishes = True  # false once its namespace was cleared: what it computes is for itself alone
         self.trail: Checkpoint | None = None  # the checkpoint its growing answer left last
         self._packed = packed

@@ -48,10 +48,11 @@ def commit(core: Core, lease: Lease, upto: int, *, checkpoint: bool, last: bool)
     full = upto // page_tokens
     checkpoint = checkpoint and lease.publishes
     fork = _room_for_fork(core, lease) if checkpoint and not last else NO_PAGES
-    checkpoint = checkpoint and full > 0 and (last or len(fork) == len(lease.point_pages))
+    checkpoint = checkpoint and (last or len(fork) == len(lease.point_pages))
     core.arena(Tier.DEVICE).mark_ready(Kind.PREFIX, lease.prefix_pages[lease.position // page_tokens : full])
     lease.position = upto
-    if full and lease.publishes:
+    if lease.publishes and (checkpoint or full > lease.num_published):
+        lease.num_published = full
         use = lease.request.use(core.clock.now())
         node = core.tree.insert(lease.namespace.digest, lease.packed, Tier.DEVICE, lease.prefix_pages[:full], use)
         note_expiry(core, node)

@@ -27,9 +27,10 @@ def save_path(core: Core, node: Node) -> None:
         if host is None:
             return
         for checkpoint in list((each.checkpoints or {}).values()):
-            stands = bool((host.ids[: checkpoint.page - each.start] != ABSENT).all())  # a checkpoint is no use without its pages
             residency = checkpoint.ready_in(Tier.DEVICE)
-            if stands and residency is not None and checkpoint.held[Tier.HOST] is None:
+            if residency is None or checkpoint.held[Tier.HOST] is not None:
+                continue
+            if (host.ids[: checkpoint.page - each.start] != ABSENT).all():  # it is no use without the pages it stands on
                 save_residency(core, residency)
         if host.num_pages < each.num_pages:
             return

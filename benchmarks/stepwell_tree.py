@@ -153,19 +153,23 @@ def median_us(
     return round(statistics.median(samples[WARMUP_CALLS:]), 1)
 
 
-def measure_evictions(args: argparse.Namespace, length: int) -> dict[str, float]:
-    """Evictions from a full tier that holds a forest of exactly `--nodes` nodes."""
+def measure_evictions(args: argparse.Namespace) -> dict[int, dict[str, float]]:
+    """Evictions from a full tier that holds a forest of `--nodes` nodes, for every prompt length."""
     work = Workload(args.comps, args.page, _forest_pages(args) + 4096)
     work.plant(args.nodes)
     work.fill_up()
     single = median_us(work.evict, args.reps, lambda: 1, work.take)
-    forest = args.nodes * LEAF_PAGES
-    many = max(min(length // args.page, forest // (4 * (WARMUP_CALLS + 5))), 1)
-    return {
-        "evict_page_us": single,
-        "evict_many_us_per_page": round(median_us(work.evict, 5, lambda: many, work.take) / many, 2),
-        "evict_many_tokens": many * args.page,
-    }
+    at_most = args.nodes * LEAF_PAGES // (8 * (WARMUP_CALLS + 5))  # so that most of the forest stands to the end
+    found = {}
+    for length in args.lens:
+        many = max(min(length // args.page, at_most), 1)
+        per_page = median_us(work.evict, 5, lambda many=many: many, work.take) / many
+        found[length] = {
+            "evict_page_us": single,
+            "evict_many_us_per_page": round(per_page, 2),
+            "evict_many_tokens": many * args.page,
+        }
+    return found
 
 
 def _forest_pages(args: argparse.Namespace) -> int:
@@ -175,6 +179,7 @@ def _forest_pages(args: argparse.Namespace) -> int:
 
 
 def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
+    evictions = measure_evictions(args)
     prompts = (WARMUP_CALLS + args.reps) * 2 + 4
     work = Workload(args.comps, args.page, _forest_pages(args) + prompts * sum(args.lens) // args.page * 3 + 65536)
     work.plant(args.nodes)
@@ -196,7 +201,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
             "lookup_us": median_us(work.cache.lookup, args.reps, lambda chain=chain: chain),
             "lookup_one_node_us": median_us(work.cache.lookup, args.reps, lambda whole=whole: whole),
             **measure_commits(work, length, args.reps),
-            **measure_evictions(args, length),
+            **evictions[length],
         }
 
 

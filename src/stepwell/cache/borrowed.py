@@ -147,8 +147,7 @@ def _save_checkpoint(core: Core, lease: Lease, node: Node, page: int, source: En
     assert job is not None, "a checkpoint without pages"
     lease.jobs.add(job)
     core.counters.add("checkpoints_made")
-    for kind, ids in pages.items():
-        core.mover.release(Tier.HOST, kind, ids)
+    core.mover.release(Tier.HOST, Kind.WINDOW, windows)  # the tree and the copy hold their own
 
 
 def _copy(source: Tier, read: PageIds, target: Tier, write: PageIds, kind: Kind) -> Copy:

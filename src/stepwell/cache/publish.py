@@ -124,7 +124,6 @@ def _leave_checkpoint(core: Core, lease: Lease, node: Node, page: int, fork: Pag
             source = Span(tier=Tier.DEVICE, kind=Kind.POINT, ids=points)
             target = Span(tier=Tier.DEVICE, kind=Kind.POINT, ids=fork)
             core.mover.start(Purpose.FORK, [Copy(source=source, target=target)], reads=(residency,))
-        core.mover.release(Tier.DEVICE, Kind.POINT, points)  # the tree has its own reference now
     return residency.checkpoint
 
 

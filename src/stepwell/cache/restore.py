@@ -148,7 +148,6 @@ def _fill(core: Core, lease: Lease, match: Match, holds: Holds, pages: dict[Kind
     reads = (holds.residency,) if holds.residency is not None else ()
     if core.mover.start(Purpose.LOAD, copies, reads=reads, writes=promoted) is not None or lease.waits_for:
         lease.state = LeaseState.LOADING
-    core.mover.release(Tier.DEVICE, Kind.POINT, pages.get(Kind.POINT, NO_PAGES)[1:])  # the tree has its own reference now
     if len(holds.below):
         core.mover.release(Tier.HOST, Kind.PREFIX, holds.below)  # the copy holds its own by now
 

@@ -139,7 +139,7 @@ def _start_save(
     ]
     if core.mover.start(Purpose.SAVE, copies, reads=(residency,), writes=target) is None:
         residency_arrived(core.tree, target)  # all of its pages were there already
-    _give_back(core, shared, pages)
+    _give_back(core, shared, {Kind.WINDOW: windows})
 
 
 def _give_back(core: Core, shared: dict[int, int], pages: dict[Kind, PageIds]) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 
@@ -104,44 +105,50 @@ class Arena:
 
     def retain(self, kind: Kind, ids: PageIds) -> None:
         """Adds one reference to each page. Ids are distinct and none is free."""
-        refs = self.refs[kind]
-        counts = refs[ids]
+        refs, at = self.refs[kind], _at(ids)
+        counts = refs[at]
         assert counts.all(), f"retained a free {self.tier.label} {kind.label} page: {ids[counts == 0]}"
-        self._busy[kind] += int(np.count_nonzero(counts == self.kept[kind][ids]))
-        refs[ids] = counts + 1
-
-    def keep(self, kind: Kind, ids: PageIds) -> None:
-        """Adds the tree's reference to each page: one that does not stand in the way of eviction."""
-        refs, kept = self.refs[kind], self.kept[kind]
-        counts = refs[ids]
-        assert counts.all(), f"kept a free {self.tier.label} {kind.label} page: {ids[counts == 0]}"
-        refs[ids] = counts + 1
-        kept[ids] += 1
-
-    def drop(self, kind: Kind, ids: PageIds) -> PageIds:
-        """Takes the tree's reference from each page and frees those without any; returns the freed ones."""
-        if not len(ids):
-            return NO_PAGES
-        self.kept[kind][ids] -= 1
-        return self._lessen(kind, ids)
+        self._busy[kind] += int(np.count_nonzero(counts == self.kept[kind][at]))
+        refs[at] = counts + 1
 
     def release(self, kind: Kind, ids: PageIds) -> PageIds:
         """Takes one reference from each page and frees those without any; returns the freed ones."""
         if not len(ids):
             return NO_PAGES
-        self._busy[kind] -= int(np.count_nonzero(self.refs[kind][ids] == self.kept[kind][ids] + 1))
+        at = _at(ids)
+        self._busy[kind] -= int(np.count_nonzero(self.refs[kind][at] == self.kept[kind][at] + 1))
+        return self._lessen(kind, ids)
+
+    def keep(self, kind: Kind, ids: PageIds) -> None:
+        """Adds the tree's reference to each page: one that does not stand in the way of eviction."""
+        refs, kept, at = self.refs[kind], self.kept[kind], _at(ids)
+        counts = refs[at]
+        assert counts.all(), f"kept a free {self.tier.label} {kind.label} page: {ids[counts == 0]}"
+        refs[at] = counts + 1
+        kept[at] += 1
+
+    def hand_over(self, kind: Kind, ids: PageIds) -> None:
+        """Makes the caller's reference to each page the tree's."""
+        kept, at = self.kept[kind], _at(ids)
+        kept[at] += 1
+        self._busy[kind] -= int(np.count_nonzero(self.refs[kind][at] == kept[at]))
+
+    def drop(self, kind: Kind, ids: PageIds) -> PageIds:
+        """Takes the tree's reference from each page and frees those without any; returns the freed ones."""
+        if not len(ids):
+            return NO_PAGES
+        self.kept[kind][_at(ids)] -= 1
         return self._lessen(kind, ids)
 
     def _lessen(self, kind: Kind, ids: PageIds) -> PageIds:
-        refs = self.refs[kind]
-        counts = refs[ids]
-        counts -= 1
+        refs, at = self.refs[kind], _at(ids)
+        counts = refs[at] - 1
         assert counts.min() >= 0, f"released a free {self.tier.label} {kind.label} page: {ids[counts < 0]}"
-        refs[ids] = counts
+        refs[at] = counts
         freed: PageIds = ids[counts == 0] if counts.any() else ids
         if not len(freed):
             return NO_PAGES
-        self.state[kind][freed] = FREE
+        self.state[kind][_at(freed)] = FREE
         self._slabs.give(kind, freed)
         if self._on_free:
             self._on_free(self.tier, kind, freed)
@@ -156,10 +163,10 @@ class Arena:
         self._mark(kind, ids, DEAD)
 
     def _mark(self, kind: Kind, ids: PageIds, outcome: int) -> None:
-        state = self.state[kind]
-        before = state[ids]
+        state, at = self.state[kind], _at(ids)
+        before = state[at]
         assert before.all(), f"a free {self.tier.label} {kind.label} page cannot change state: {ids[before == FREE]}"
-        state[ids[before == FILLING]] = outcome
+        state[at] = np.where(before == FILLING, outcome, before)
 
     # ---- self-check -------------------------------------------------------------------------------
 
@@ -176,3 +183,8 @@ class Arena:
             assert len(held) == self.used_pages(kind), f"{self.tier.label} {kind.label}: {len(held)=} {self.used_pages(kind)=}"
             self._slabs.audit_held(kind, held)
         assert self.used_bytes <= self.layout.size_bytes, f"{self.used_bytes=} exceeds {self.layout.size_bytes=}"
+
+
+def _at(ids: PageIds) -> Any:
+    """How to index an array with `ids`. One page is the commonest batch, and a plain number is several times faster."""
+    return int(ids[0]) if len(ids) == 1 else ids

@@ -5,7 +5,7 @@ Prefix pages are never touched here. A checkpoint that is in no tier any more le
 
 from __future__ import annotations
 
-from stepwell.base.ids import Tier
+from stepwell.base.ids import Kind, Tier
 from stepwell.base.plan import PageIds
 from stepwell.tree.node import Checkpoint, Loss, Node, Residency
 from stepwell.tree.tree import Tree
@@ -14,7 +14,11 @@ from stepwell.tree.tree import Tree
 def add_residency(
     tree: Tree, node: Node, page: int, tier: Tier, *, windows: PageIds, points: PageIds, ready: bool, now: float
 ) -> Residency | None:
-    """Places a checkpoint at boundary `page` in `tier`, taking a reference to each page; None if one is there already."""
+    """Places a checkpoint at boundary `page` in `tier`; or returns None, with nothing taken, if one is there already.
+
+    Takes a reference of its own to each window page, for others may go on reading it; takes over the caller's
+    reference to the point, which is nobody else's.
+    """
     assert node.start < page <= node.end, f"boundary {page} is not in {node}"
     if node.checkpoints is None:
         node.checkpoints = {}
@@ -25,8 +29,10 @@ def add_residency(
     if checkpoint.held[tier] is not None:
         return None
     residency = checkpoint.held[tier] = Residency(checkpoint, tier, windows=windows, points=points, ready=ready)
-    for kind, ids in residency.spans():
-        tree.arenas[tier].keep(kind, ids)
+    if len(windows):
+        tree.arenas[tier].keep(Kind.WINDOW, windows)
+    if len(points):
+        tree.arenas[tier].hand_over(Kind.POINT, points)
     if node.lost:
         node.lost.pop(page, None)
     tree.version += 1

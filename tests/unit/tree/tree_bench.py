@@ -65,8 +65,9 @@ class Bench:
         residency = add_residency(
             self.tree, node, page, tier, windows=held[Kind.WINDOW], points=held[Kind.POINT], ready=ready, now=now
         )
-        for kind, ids in held.items():
-            self.arena(tier).release(kind, ids)
+        self.arena(tier).release(Kind.WINDOW, held[Kind.WINDOW])
+        if residency is None:
+            self.arena(tier).release(Kind.POINT, held[Kind.POINT])  # else it was handed over
         return residency
 
     # ---- questions --------------------------------------------------------------------------------

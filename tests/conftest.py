@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import os
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 SLOW_IS_FINE = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
 
 settings.register_profile(
-    "repeatable", derandomize=True, deadline=None, max_examples=60, stateful_step_count=40, suppress_health_check=SLOW_IS_FINE
+    "repeatable",
+    derandomize=True,
+    deadline=None,
+    max_examples=60,
+    stateful_step_count=40,
+    phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],  # explaining a failing life takes minutes
+    suppress_health_check=SLOW_IS_FINE,
 )
 settings.load_profile("repeatable")
 if "STEPWELL_EXAMPLES" in os.environ:

@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 from oracle import keeps_checkpoints
 from toy_models import Regime, Setup
-from world import Held, World, packed
+from watched import packed
+from world import Held, World
 
 from stepwell import EnginePages, Kind, Match, ModelSpec, Namespace, Tier
 

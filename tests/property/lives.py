@@ -15,9 +15,9 @@ from traffic import Traffic
 from world import World
 
 VERBS = {
-    "serve": 20, "acquire": 14, "prefill": 26, "decode": 8, "answer": 24, "step": 10, "settle": 4, "release": 7, "look": 4,
-    "keep_a_match": 2, "acquire_an_old_match": 2, "finish": 2, "abort_after_computing": 1, "preempt": 2, "come_back": 2,
-    "tick": 6, "pin": 1, "unpin": 1, "clear": 0.5,
+    "serve": 20, "acquire": 14, "acquire_a_batch": 4, "follow": 5, "prefill": 26, "decode": 12, "answer": 24, "step": 10,
+    "settle": 5, "release": 8, "look": 4, "keep_a_match": 2, "acquire_an_old_match": 2, "finish": 2, "abort_after_computing": 1,
+    "preempt": 2, "come_back": 2, "tick": 6, "pin": 1, "unpin": 1, "clear": 0.5,
 }  # fmt: skip
 
 
@@ -46,6 +46,10 @@ def _act(traffic: Traffic, verb: str, rng: Random) -> None:
         case "acquire":
             hints = tuple(rng.randrange(60) for _ in range(rng.randrange(3)))
             traffic.acquire(_tokens(rng, traffic.page), pick, hints, rng.randrange(2), ttl_s)
+        case "acquire_a_batch":
+            traffic.acquire_a_batch([_tokens(rng, traffic.page) for _ in range(rng.randint(2, 3))], pick)
+        case "follow":
+            traffic.follow(pick, rng.randint(1, traffic.page), pin=rng.random() < 0.2)
         case "serve":
             traffic.serve(_tokens(rng, traffic.page), pick, ttl_s, last=rng.random() < 0.3)
         case "prefill":

@@ -61,6 +61,15 @@ class CacheMachine(RuleBasedStateMachine):
     def acquire_an_old_match(self, pick: int) -> None:
         self.traffic.acquire_an_old_match(pick)
 
+    @rule(drawn=st.lists(prompts, min_size=2, max_size=3), pick=picks)
+    def acquire_a_batch(self, drawn: list[Prompt], pick: int) -> None:
+        self.traffic.acquire_a_batch([self.tokens(each) for each in drawn], pick)
+
+    @precondition(lambda self: self.traffic.world.held)
+    @rule(pick=picks, extra=st.integers(1, 16), pin=st.booleans())
+    def follow(self, pick: int, extra: int, pin: bool) -> None:
+        self.traffic.follow(pick, extra, pin=pin)
+
     @precondition(lambda self: self.traffic.world.held)
     @rule(pick=picks, chunk=st.integers(1, 40), obey=st.booleans(), again=st.booleans())
     def prefill(self, pick: int, chunk: int, obey: bool, again: bool) -> None:

@@ -59,6 +59,24 @@ class Traffic:
             match, tokens, namespace = self.matches.pop(pick % len(self.matches))
             self.world.acquire(tokens, namespace, match=match)
 
+    def acquire_a_batch(self, batch: Sequence[list[int]], pick: int) -> None:
+        """As a scheduler does: looks all prompts up, then leases one after the other through the matches it got."""
+        matches = [(self.world.look(tokens, self.space(pick)), tokens) for tokens in batch]
+        for match, tokens in matches:
+            if not self._full:
+                self.world.acquire(tokens, self.space(pick), match=match)
+
+    def follow(self, pick: int, extra: int, *, pin: bool) -> None:
+        """Another request goes on from where one stands now, answer included; or that place is pinned."""
+        if not self.world.held:
+            return
+        leader = self.world.held[pick % len(self.world.held)]
+        tokens = leader.tokens[: leader.lease.position] + [4] * extra
+        if pin and len(self.world.pinned) < 3:
+            self.world.pin(tokens, leader.namespace, None)
+        elif not self._full:
+            self.world.acquire(tokens, leader.namespace)
+
     def prefill(self, pick: int, chunk: int, *, obey: bool, again: bool) -> None:
         """One chunk, ending on the next stop if it obeys, and perhaps a second commit of the same tokens."""
         held = self._ready(pick)

@@ -50,6 +50,7 @@ WINDOW_TOKENS = 1024
 VOCABULARY = 1 << 17
 PREFIX_PAGES, LEAF_PAGES, LEAVES_PER_FAMILY = 8, 2, 63
 WARMUP_CALLS = 3
+EVICTIONS = 200  # single ones take so little that twenty would time the first touch of memory
 PAGE_BYTES = 64  # of the smallest page that can be: the tree does not look at bytes
 
 STATES = {
@@ -158,7 +159,7 @@ def measure_evictions(args: argparse.Namespace) -> dict[int, dict[str, float]]:
     work = Workload(args.comps, args.page, _forest_pages(args) + 4096)
     work.plant(args.nodes)
     work.fill_up()
-    single = median_us(work.evict, args.reps, lambda: 1, work.take)
+    single = median_us(work.evict, EVICTIONS, lambda: 1, work.take)
     at_most = args.nodes * LEAF_PAGES // (8 * (WARMUP_CALLS + 5))  # so that most of the forest stands to the end
     found = {}
     for length in args.lens:

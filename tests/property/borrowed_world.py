@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import numpy.typing as npt
-from oracle import keeps_checkpoints
+from oracle import needs_checkpoint
 from toy_models import Regime, Setup
 from watched import packed
 from world import Held, World
@@ -77,7 +77,7 @@ class BorrowedWorld(World):
 
     def _load(self, held: Held, desk: Desk) -> None:
         here = desk.position // self.spec.window_page_tokens
-        span = self.spec.window_span(desk.position) if keeps_checkpoints(self.spec) else range(here, here)
+        span = self.spec.window_span(desk.position) if needs_checkpoint(self.spec, desk.position) else range(here, here)
         desk.prefix = self._take(Kind.PREFIX, desk.position // self.spec.page_tokens)
         desk.windows, desk.first_window = self._take(Kind.WINDOW, len(span)), span.start
         desk.points = self._take(Kind.POINT, 1 if self.spec.parts(Kind.POINT) else 0)

@@ -28,14 +28,11 @@ def boundaries(spec: ModelSpec, prompt_tokens: int) -> tuple[int, ...]:
     return tuple(at for at in range(prompt_tokens - 1, 0, -1) if all(at % step == 0 for step in every))
 
 
-@lru_cache(maxsize=256)
-def keeps_checkpoints(spec: ModelSpec) -> bool:
-    """Whether some legal boundary needs more than prefix pages. A compressor's partial group may never be left open."""
-    reach = range(spec.page_tokens, 64 * spec.page_tokens + 1, spec.page_tokens)
-    legal = [at for at in reach if all(at % state.align == 0 for state in spec.states)]
+def needs_checkpoint(spec: ModelSpec, boundary: int) -> bool:
+    """Whether resuming at `boundary` takes more than prefix pages: a required window, or a point that has rows there."""
     return any(
         (isinstance(state.shape, Window) and state.required)
-        or (isinstance(state.shape, Point) and any(state.shape.rows_at(at) for at in legal))
+        or (isinstance(state.shape, Point) and state.shape.rows_at(boundary) > 0)
         for state in spec.states
     )
 
@@ -44,10 +41,10 @@ def deepest(
     spec: ModelSpec, prompt_tokens: int, *, limit: int, has_page: Callable[[int], bool], has_checkpoint: Callable[[int], bool]
 ) -> int:
     """The deepest restore point by definition; `has_page(i)` and `has_checkpoint(B)` are the facts."""
-    needs = keeps_checkpoints(spec)
     for boundary in boundaries(spec, prompt_tokens):
         pages = range(boundary // spec.page_tokens)
-        if boundary <= limit and (not needs or has_checkpoint(boundary)) and all(has_page(page) for page in pages):
+        stands = not needs_checkpoint(spec, boundary) or has_checkpoint(boundary)
+        if boundary <= limit and stands and all(has_page(page) for page in pages):
             return boundary
     return 0
 
@@ -90,7 +87,7 @@ def justified(spec: ModelSpec, ledger: Ledger, space: Space, tokens: bytes, boun
     for page in range(boundary // spec.page_tokens):
         if not page_tiers(spec, ledger, space, tokens, page):
             return f"prefix page {page} of this path can be read nowhere"
-    if keeps_checkpoints(spec) and not checkpoint_tiers(spec, ledger, space, tokens, boundary):
+    if needs_checkpoint(spec, boundary) and not checkpoint_tiers(spec, ledger, space, tokens, boundary):
         return f"no tier holds a whole checkpoint at {boundary}"
     return None
 
@@ -155,7 +152,7 @@ class Oracle:
 
     def asked(self, stops: tuple[int, ...], prompt_tokens: int, upto: int, *, last: bool) -> bool:
         """Whether a commit of `upto` tokens must leave a checkpoint."""
-        if not keeps_checkpoints(self._spec) or not upto or upto % self.step:
+        if not upto or upto % self.step or not needs_checkpoint(self._spec, upto):
             return False
         if last or upto in stops:
             return True

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 from ledger import TOKEN, Content, Ledger, LedgerExecutor, space_of
-from oracle import Oracle, boundaries, justified, keeps_checkpoints, page_tiers, window_contents
+from oracle import Oracle, boundaries, justified, needs_checkpoint, page_tiers, window_contents
 from toy_models import Regime, Setup
 
 from stepwell import Cause, Kind, Match, Namespace, Tier, build_cache
@@ -105,7 +105,8 @@ class Watched:
 
     def _check_named_checkpoint(self, match: Match, space: tuple[str | None, ...], path: bytes) -> None:
         """The very pages a match would resume from hold what belongs to its boundary, in each tier that has them all."""
-        assert (match.checkpoint is not None) == (keeps_checkpoints(self.spec) and match.restore_tokens > 0), match
+        at = match.restore_tokens
+        assert (match.checkpoint is not None) == (at > 0 and needs_checkpoint(self.spec, at)), match
         if match.checkpoint is None:
             return
         windows = window_contents(self.spec, space, path, match.restore_tokens)

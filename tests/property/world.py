@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ledger import TOKEN, Content, space_of
-from oracle import boundaries, keeps_checkpoints
+from oracle import boundaries, needs_checkpoint
 from toy_models import Regime, Setup
 from watched import Watched, packed
 
-from stepwell import Cause, Kind, Lease, Match, Namespace, NoRoom, Tier
+from stepwell import Cause, Kind, Lease, Match, Namespace, NoRoom, Point, Tier
 from stepwell.base.ids import JobId
 from stepwell.cache.pin import Pin
 
@@ -87,8 +87,8 @@ class World(Watched):
             wanted.append(legal[0])
         if self.setup.interval_pages:
             wanted += [at for at in legal if at % self.oracle.rounded(self.setup.placement.interval_tokens) == 0]
-        if keeps_checkpoints(self.spec):
-            assert {at for at in wanted if at > lease.resume} <= set(lease.stops), f"{lease.stops} lacks some of {wanted}"
+        needed = {at for at in wanted if at > lease.resume and needs_checkpoint(self.spec, at)}
+        assert needed <= set(lease.stops), f"{lease.stops} lacks some of {wanted}"
 
     def advance(self, held: Held, upto: int, *, last: bool = False) -> bool:
         """Computes tokens up to `upto` and commits them; False when there is no room for them."""
@@ -215,7 +215,8 @@ class World(Watched):
         for index in range(position // page):
             where = (tier, Kind.PREFIX, prefix[index])
             assert self.ledger.holds(where, Content(held.space, path[: (index + 1) * page * TOKEN])), f"{held.lease}: {where}"
-        for where in ((tier, Kind.POINT, point) for point in points if position):
+        rows = any(isinstance(state.shape, Point) and state.shape.rows_at(position) for state in self.spec.states)
+        for where in ((tier, Kind.POINT, point) for point in points if position and rows):
             assert self.ledger.holds(where, Content(held.space, path[: position * TOKEN])), f"{held.lease}: {where}"
 
     @staticmethod

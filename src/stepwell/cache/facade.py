@@ -260,7 +260,7 @@ class Cache:
 
     def _wants_checkpoint(self, lease: Lease, upto: int, last: bool) -> bool:
         spec = self._core.spec
-        possible = spec.needs_checkpoint and upto > 0 and spec.is_legal(upto)
+        possible = spec.needs_checkpoint_at(upto) and spec.is_legal(upto)
         return possible and (last or publish.is_stop(self._core, lease, upto))
 
     def _settled(self, lease: Lease, job_failed: bool) -> LeaseState:

@@ -46,7 +46,7 @@ class Arena:
         if not self._empty.fits(dict.fromkeys(layout.strides, 1)):
             raise ConfigError(
                 f"a {tier.label} tier of {layout.size_bytes} bytes cannot hold one page of each kind side by side; "
-                f"give it at least {2 * sum(layout.strides.values())} bytes"
+                f"give it at least {2 * len(layout.strides) * max(layout.strides.values())} bytes"
             )
         self._on_free = on_free
         self.refs = {kind: np.zeros(layout.rows(kind), np.int32) for kind in layout.strides}

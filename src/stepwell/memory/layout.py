@@ -18,6 +18,8 @@ from stepwell.base.spec import ModelSpec
 
 SLAB_TARGET_BYTES = 64 * 2**20
 MIN_SLABS = 16  # small arenas get small slabs, so that kinds can still trade them
+MAX_WASTE = 0.1  # of a slab, by the kind that fits it worst; a larger slab is tried before more is left unused
+MAX_SLAB_TRIES, SAMPLED_SLABS = 16, 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +62,22 @@ def _stride(payload_bytes: int, alignment: int) -> int:
 
 
 def _slab_bytes(strides: Mapping[Kind, int], budget_bytes: int) -> int:
+    """The size of a slab: small enough for kinds to trade them, large enough that pages of every stride fill it well."""
     largest = max(strides.values())
     target = max(min(SLAB_TARGET_BYTES, budget_bytes // MIN_SLABS), largest)
     exact = lcm(*strides.values())
-    unit = exact if exact <= target else largest  # slabs that every stride divides waste nothing
-    return target // unit * unit
+    if exact <= target:
+        return target // exact * exact  # slabs that every stride divides waste nothing
+    first = target // largest
+    last = max(budget_bytes // len(strides) // largest, first)
+    sizes = [largest * count for count in range(first, min(last, first + MAX_SLAB_TRIES) + 1)]
+    return next(
+        (size for size in sizes if _waste(strides, size) <= MAX_WASTE), min(sizes, key=lambda size: _waste(strides, size))
+    )
+
+
+def _waste(strides: Mapping[Kind, int], slab_bytes: int) -> float:
+    """The share of a slab that the worst-fitting kind leaves unused, over a few slabs in a row."""
+    few = ArenaLayout(size_bytes=SAMPLED_SLABS * slab_bytes, slab_bytes=slab_bytes, strides=strides)
+    used = min(sum(len(few.pages_of_slab(i, kind)) for i in range(SAMPLED_SLABS)) * stride for kind, stride in strides.items())
+    return 1 - used / few.size_bytes

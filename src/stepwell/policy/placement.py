@@ -28,7 +28,7 @@ def prompt_stops(
     step = _legal_step(spec, config.interval_tokens)
     if step:
         wanted.update(range(resume - resume % step + step, last + 1, step))
-    return tuple(sorted(stop for stop in wanted if resume < stop <= last))
+    return tuple(sorted(stop for stop in wanted if resume < stop <= last and spec.needs_checkpoint_at(stop)))
 
 
 def next_decode_stop(spec: ModelSpec, config: PlacementConfig, *, position: int) -> int | None:
@@ -36,7 +36,9 @@ def next_decode_stop(spec: ModelSpec, config: PlacementConfig, *, position: int)
     step = _legal_step(spec, config.decode_interval_tokens)
     if not step or not spec.needs_checkpoint:
         return None
-    return position - position % step + step
+    stop = position - position % step + step
+    # Of two stops in a row at least one needs a checkpoint, or none ever does.
+    return next((each for each in (stop, stop + step) if spec.needs_checkpoint_at(each)), None)
 
 
 def is_milestone(spec: ModelSpec, config: PlacementConfig, boundary: int) -> bool:

@@ -56,10 +56,11 @@ def find(tree: Tree, namespace: Namespace, packed: bytes, limit_tokens: int | No
     path, known = _walk(tree, namespace, packed, limit)
     arrived = _arrived_pages(tree, path, known)
     checkpoint = _deepest_checkpoint(path, arrived) if spec.needs_checkpoint else None
-    if spec.needs_checkpoint:
-        restore = checkpoint.page if checkpoint is not None else 0
-    else:
-        restore = spec.floor(arrived * spec.page_tokens) // spec.page_tokens
+    restore = checkpoint.page if checkpoint is not None else 0
+    if spec.free_step is not None:
+        free = arrived * spec.page_tokens // spec.free_step * spec.free_step // spec.page_tokens
+        if free > restore:
+            restore, checkpoint = free, None
     on_device = _ready_pages(tree, path, restore, Tier.DEVICE)
     return Match(
         namespace=namespace,
@@ -71,7 +72,7 @@ def find(tree: Tree, namespace: Namespace, packed: bytes, limit_tokens: int | No
         restore_tokens=restore * spec.page_tokens,
         device_tokens=on_device * spec.page_tokens,
         host_tokens=(restore - on_device) * spec.page_tokens,
-        checkpoint=checkpoint if restore else None,
+        checkpoint=checkpoint,
         path=path,
         version=tree.version,
     )

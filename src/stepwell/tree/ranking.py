@@ -56,7 +56,7 @@ class Ranking:
         if not run.num_pages or node.parent is None or (kids and (kids.below[tier] or kids.anchored[tier])):
             return None
         start = max(node.last_checkpoint(tier) - node.start, self._stood_on(run))
-        if self._spec.needs_checkpoint and not (kids and any(kids.anchored)):
+        if self._spec.free_step is None and not (kids and any(kids.anchored)):
             reached = node.last_checkpoint() - node.start
             if _has_pages(run, max(reached, start)):
                 return Tail(max(reached, start), dead=True)

@@ -132,3 +132,14 @@ def test_for_ranks_refuses_unequal_shares(ranks: int) -> None:
 def test_a_spec_that_contradicts_itself_is_refused(make: object, says: str) -> None:
     with pytest.raises(SpecError, match=says):
         make()  # type: ignore[operator]
+
+
+def test_boundaries_where_no_state_has_bytes_need_no_checkpoint() -> None:
+    buffer = StateSpec(name="buffer", shape=Point(period=128), layers=1, row_bytes=8, dtype="u8")
+    compressed = ModelSpec(name="toy", states=(KV, buffer), page_tokens=64)
+    assert compressed.free_step == 128 and compressed.needs_checkpoint
+    assert [compressed.needs_checkpoint_at(at) for at in (0, 64, 128, 192, 256)] == [False, True, False, True, False]
+    assert ModelSpec(name="toy", states=(KV, buffer), page_tokens=128).free_step == 128
+    assert ModelSpec(name="toy", states=(KV,), page_tokens=64).free_step == 64
+    point = StateSpec(name="ssm", shape=Point(), layers=1, row_bytes=8, dtype="u8")
+    assert ModelSpec(name="toy", states=(KV, buffer, point), page_tokens=64).free_step is None

@@ -124,6 +124,17 @@ class ModelSpec:
         """True when prefix pages alone are not enough to resume."""
         return any(isinstance(s.shape, Window) and s.required for s in self.states) or bool(self.parts(Kind.POINT))
 
+    @cached_property
+    def free_step(self) -> int | None:
+        """Boundaries at multiples of this need no checkpoint: no state has bytes of its own there. None when all need one."""
+        if any(isinstance(s.shape, Window) and s.required for s in self.states):
+            return None
+        periods = [s.shape.period for s in self.states if isinstance(s.shape, Point) and s.point_rows(self.boundary_step)]
+        return None if None in periods else lcm(self.boundary_step, *(period for period in periods if period is not None))
+
+    def needs_checkpoint_at(self, boundary: int) -> bool:
+        return boundary > 0 and (self.free_step is None or boundary % self.free_step != 0)
+
     def is_legal(self, boundary: int) -> bool:
         return boundary >= 0 and boundary % self.boundary_step == 0
 

@@ -132,10 +132,6 @@ class Workload:
         """Makes room for this many pages in a full tier."""
         assert make_room(self.core, Tier.DEVICE, {Kind.PREFIX: num_pages}).fits
 
-    def take(self, num_pages: int) -> None:
-        """What a request does with the room."""
-        self.core.arena(Tier.DEVICE).alloc({Kind.PREFIX: num_pages})
-
 
 def median_us(
     call: Callable[[Argument], Any], reps: int, prepare: Callable[[], Argument], settle: Callable[[Argument], Any] = id
@@ -159,12 +155,12 @@ def measure_evictions(args: argparse.Namespace) -> dict[int, dict[str, float]]:
     work = Workload(args.comps, args.page, _forest_pages(args) + 4096)
     work.plant(args.nodes)
     work.fill_up()
-    single = median_us(work.evict, EVICTIONS, lambda: 1, work.take)
+    single = median_us(work.evict, EVICTIONS, lambda: 1, lambda _: work.fill_up())
     at_most = args.nodes * LEAF_PAGES // (8 * (WARMUP_CALLS + 5))  # so that most of the forest stands to the end
     found = {}
     for length in args.lens:
         many = max(min(length // args.page, at_most), 1)
-        per_page = median_us(work.evict, 5, lambda many=many: many, work.take) / many
+        per_page = median_us(work.evict, 5, lambda many=many: many, lambda _: work.fill_up()) / many
         found[length] = {
             "evict_page_us": single,
             "evict_many_us_per_page": round(per_page, 2),

@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test lint types floors unit bench-tree bench-tree-peer clean
+.PHONY: help demo test lint types floors unit bench-tree bench-tree-peer bench-copies clean
 
 help: ## Show what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -42,6 +42,9 @@ unit: $(STAMP) ## Tests alone
 
 bench-tree: $(STAMP) ## Lookup, commit and eviction beside SGLang's trees (if installed)
 	@$(BIN)/python benchmarks/bench_tree.py
+
+bench-copies: $(STAMP) ## Page copies between host and device
+	@$(BIN)/python benchmarks/bench_copies.py
 
 bench-tree-peer: ## Install the peer that bench-tree measures against, in a venv of its own
 	@PYTHON=$(PYTHON) benchmarks/peers/install_sglang.sh

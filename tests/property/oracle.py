@@ -57,12 +57,8 @@ def page_tiers(spec: ModelSpec, ledger: Ledger, space: Space, tokens: bytes, pag
 
 
 def window_contents(spec: ModelSpec, space: Space, tokens: bytes, boundary: int) -> list[Content]:
-    """What the window pages of a checkpoint hold: all that overlap the longest window before `boundary`, in path order.
-
-    Optional windows count only where there is no other: they may be cut short.
-    """
-    windows = [state for state in spec.states if isinstance(state.shape, Window)]
-    longest = max((state.shape.tokens for state in [w for w in windows if w.required] or windows), default=0)
+    """What the window pages of a checkpoint hold: all that overlap the longest required window before `boundary`, in order."""
+    longest = max((s.shape.tokens for s in spec.states if isinstance(s.shape, Window) and s.required), default=0)
     size = spec.window_page_tokens
     ends = [end for end in range(size, boundary + 1, size) if longest and end > boundary - longest]
     return [Content(space, tokens[: end * TOKEN]) for end in ends]

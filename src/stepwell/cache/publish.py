@@ -103,6 +103,7 @@ def _room_for_fork(core: Core, lease: Lease) -> PageIds:
 def _leave_checkpoint(core: Core, lease: Lease, node: Node, page: int, fork: PageIds, *, last: bool) -> Checkpoint | None:
     tree, arena = core.tree, core.arena(Tier.DEVICE)
     span = core.spec.window_span(page * core.spec.page_tokens)
+    assert span.start >= lease.first_window or not len(span), f"{lease} lacks windows of {span} for a checkpoint"
     windows = lease.window_pages[span.start - lease.first_window : span.stop - lease.first_window]
     points = lease.point_pages
     for kind, ids in ((Kind.WINDOW, windows), (Kind.POINT, points)):

@@ -6,7 +6,7 @@ from threading import Event
 
 import numpy as np
 
-from stepwell import ModelSpec, PlacementConfig, StateSpec, Tier, Window, WritePolicy
+from stepwell import ModelSpec, PlacementConfig, Point, StateSpec, Tier, Window, WritePolicy
 from stepwell.base.ids import JobId, Kind
 from stepwell.base.plan import Copy, Plan, Purpose, Span
 from stepwell.cache.executor import ThreadExecutor
@@ -60,6 +60,18 @@ def test_an_optional_window_that_is_missing_does_not_stop_a_restore() -> None:
     with rig.ready(text(1, 17)) as lease:
         assert lease.resume == 16
         assert lease.first_window * PAGE == 16  # and the lease says that the window starts empty
+    rig.idle_check()
+
+
+def test_a_request_that_resumed_without_its_optional_window_can_leave_a_checkpoint() -> None:
+    draft = StateSpec(name="draft", shape=Window(tokens=8), layers=1, row_bytes=8, dtype="u8", required=False)
+    buffer = StateSpec(name="buffer", shape=Point(period=2 * PAGE), layers=1, row_bytes=8, dtype="u8")
+    rig = Rig(ModelSpec(name="toy", page_tokens=PAGE, states=(KV, draft, buffer)))
+    rig.serve(text(1, 17))
+    assert rig.restore(text(1, 21)) == 16  # a multiple of the period: no state has bytes of its own there
+    rig.serve(text(1, 21))  # resumes at 16 with an empty window, and leaves a checkpoint at 20
+    with rig.ready(text(1, 21)) as lease:
+        assert lease.resume == 20 and lease.restored is not None
     rig.idle_check()
 
 

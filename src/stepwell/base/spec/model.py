@@ -161,9 +161,8 @@ class ModelSpec:
 
     @cached_property
     def checkpoint_window_tokens(self) -> int:
-        """The longest look-back that resuming depends on: optional states may find theirs cut short."""
-        windows = [(s.required, s.shape.tokens) for s in self.states if isinstance(s.shape, Window)]
-        return max((tokens for required, tokens in windows if required), default=self.window_tokens)
+        """The longest look-back that resuming depends on, and that checkpoints keep. Optional windows get what that covers."""
+        return max((s.shape.tokens for s in self.states if isinstance(s.shape, Window) and s.required), default=0)
 
     @cached_property
     def window_page_tokens(self) -> int:
@@ -229,7 +228,8 @@ class ModelSpec:
         """Bytes this state adds to a checkpoint at `boundary`, or to the largest one."""
         match state.shape:
             case Window(tokens=tokens):
-                return state.layers * state.row_bytes * (tokens if boundary is None else min(tokens, boundary))
+                kept = min(tokens, self.checkpoint_window_tokens)
+                return state.layers * state.row_bytes * (kept if boundary is None else min(kept, boundary))
             case Point():
                 rows = state.point_rows(self.boundary_step) if boundary is None else state.shape.rows_at(boundary)
                 return state.layers * state.row_bytes * rows

@@ -3,8 +3,8 @@
     make bench-tree-peer     install SGLang 0.5.23 into a venv of its own (once, about 3 GB)
     make bench-tree          measure, print the table, write bench-tree.json
 
-Without the peer it measures Stepwell alone and says so. Every figure is a median in microseconds of a process of
-its own; `x rust` says how many times faster Stepwell is than SGLang's Rust core.
+Without the peer it measures Stepwell alone and says so. Every figure is in microseconds, from a process of its own: medians,
+except Stepwell's single evictions, which are a mean. `x rust` says how many times faster Stepwell is than SGLang's Rust core.
 """
 
 from __future__ import annotations

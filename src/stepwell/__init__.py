@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from stepwell.base.config import CacheConfig, EvictionPolicy, PlacementConfig, WritePolicy
-    from stepwell.base.errors import BadTokens, ConfigError, LeaseError, NoRoom, SpecError, StepwellError
+    from stepwell.base.errors import BadTokens, ConfigError, LeaseError, NoRoom, SpecError, StepwellError, StoreError
     from stepwell.base.ids import Kind, Tier
     from stepwell.base.keys import Namespace
     from stepwell.base.spec.model import ModelSpec, StateSpec
@@ -22,13 +22,14 @@ if TYPE_CHECKING:
     from stepwell.cache.explain import Cause, Explanation
     from stepwell.cache.facade import Cache, StepReport
     from stepwell.cache.lease import Lease, LeaseState, Sources
+    from stepwell.store.registry import open_store
     from stepwell.tree.match import Match
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "stepwell.base.config": ("CacheConfig", "EvictionPolicy", "PlacementConfig", "WritePolicy"),
-    "stepwell.base.errors": ("BadTokens", "ConfigError", "LeaseError", "NoRoom", "SpecError", "StepwellError"),
+    "stepwell.base.errors": ("BadTokens", "ConfigError", "LeaseError", "NoRoom", "SpecError", "StepwellError", "StoreError"),
     "stepwell.base.ids": ("Kind", "Tier"),
     "stepwell.base.keys": ("Namespace",),
     "stepwell.base.spec.model": ("ModelSpec", "StateSpec"),
@@ -39,6 +40,7 @@ _HOMES = {
     "stepwell.cache.explain": ("Cause", "Explanation"),
     "stepwell.cache.facade": ("Cache", "StepReport"),
     "stepwell.cache.lease": ("Lease", "LeaseState", "Sources"),
+    "stepwell.store.registry": ("open_store",),
     "stepwell.tree.match": ("Match",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -68,12 +70,14 @@ __all__ = [
     "StateSpec",
     "StepReport",
     "StepwellError",
+    "StoreError",
     "Tier",
     "Window",
     "WritePolicy",
     "__version__",
     "build_cache",
     "load_spec",
+    "open_store",
 ]
 
 

@@ -35,3 +35,7 @@ class NoRoom(StepwellError):
     def __init__(self, message: str, *, waiting: bool = False) -> None:
         super().__init__(message)
         self.waiting = waiting
+
+
+class StoreError(StepwellError):
+    """A store that cannot be opened, reached or used as a whole. A value it lacks is a miss, not this."""

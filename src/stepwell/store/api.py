@@ -1,0 +1,139 @@
+"""The seam to everything below host memory: six blocking verbs over whole batches, on the caller's buffers.
+
+A store keeps values by key, each with a stamp that the caller made (`seal.py`) and gets back unread. It may lose a value
+at any time; it must never make one up. All verbs may be called from several threads at once.
+
+    space    a namespace: values of two spaces never meet, whatever their keys
+    key      32 bytes that name a value within its space; the same key always means the same value
+    parent   the value this one is useless without: what is deep in a chain goes before what it stands on
+    group    values that are best lost together, for stores that can see to it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+KEY_BYTES = 32
+STAMP_BYTES = 64
+NO_PARENT = bytes(KEY_BYTES)
+NO_STAMP = b""
+MAX_TENANT_BYTES, MAX_LABEL_BYTES = 64, 128  # as UTF-8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """A namespace as a store sees it. Only the digest tells two apart; the rest is for people and for quotas."""
+
+    digest: bytes
+    label: str = ""  # for people: the model's name, never a secret
+    tenant: str = ""  # whose quota its values count against
+
+    def __post_init__(self) -> None:
+        assert len(self.digest) == KEY_BYTES, f"a space's digest has {KEY_BYTES} bytes, got {len(self.digest)}"
+        assert len(self.label.encode()) <= MAX_LABEL_BYTES, f"{self.label!r} is too long for a label"
+        assert len(self.tenant.encode()) <= MAX_TENANT_BYTES, f"{self.tenant!r} is too long for a tenant"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traits:
+    """What a store is, said by itself and never probed."""
+
+    name: str
+    durable: bool  # acknowledged values outlive the process
+    shared: bool  # other processes may read and write the same values at the same time
+    groups: bool  # values of one group are evicted together
+    alignment: int = 1  # buffers at multiples of this move without an extra copy
+    max_value_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Read:
+    """A value wanted, and the memory for exactly its bytes."""
+
+    key: bytes
+    into: memoryview
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Write:
+    """A value offered. The memory must not change until the verb returns."""
+
+    key: bytes
+    data: memoryview
+    stamp: bytes
+    parent: bytes = NO_PARENT
+    depth: int = 0  # how many values it stands on, one on the other
+    group: bytes = b""
+
+
+class ReadOutcome(Enum):
+    FOUND = "found"
+    MISSING = "missing"
+    LENGTH = "stored with another length"  # nothing of it may be used
+    DAMAGED = "damaged"  # the store itself saw that what it kept is not whole
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+
+
+class WriteOutcome(Enum):
+    STORED = "stored"
+    EXISTS = "there already"  # and left as it was
+    NO_ROOM = "no room"
+    TOO_LARGE = "too large"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadResult:
+    """What came of one read. Unless it is FOUND, the buffer may hold anything and the stamp is empty."""
+
+    outcome: ReadOutcome
+    stamp: bytes = NO_STAMP
+
+
+def never() -> bool:
+    """The answer of somebody who never cancels."""
+    return False
+
+
+class Store(Protocol):
+    """Everything the cache asks of a bottom tier. Results are in the order of the batch, one for each entry.
+
+    A value that cannot be read or written is an outcome; a store that cannot be reached at all may raise StoreError.
+    """
+
+    @property
+    def traits(self) -> Traits: ...
+
+    def contains(self, space: Space, keys: Sequence[bytes]) -> list[bool]:
+        """Which keys have a value now. Counts as no use of them."""
+        ...
+
+    def read_into(self, space: Space, reads: Sequence[Read], *, cancelled: Callable[[], bool] = never) -> list[ReadResult]:
+        """Fills each buffer with its value, all bytes or none that count. Values read count as used, with all they stand on.
+
+        `cancelled` is asked between values where the store can stop: what was not begun is CANCELLED.
+        """
+        ...
+
+    def write_from(self, space: Space, writes: Sequence[Write]) -> list[WriteOutcome]:
+        """Keeps the values that are not there yet. A durable store returns when what it calls STORED will survive a crash.
+
+        Earlier entries of a batch are kept before later ones.
+        """
+        ...
+
+    def delete(self, space: Space, keys: Sequence[bytes]) -> int:
+        """Forgets values for good; returns how many there were."""
+        ...
+
+    def flush(self) -> None:
+        """Returns when everything accepted so far is as durable as it will get."""
+        ...
+
+    def close(self) -> None:
+        """Gives everything back; further verbs raise StoreError. A second close does nothing."""
+        ...

@@ -1,0 +1,123 @@
+"""The reference store: a dictionary in this process, bounded, oldest values first. An example for authors of others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from threading import Lock
+
+from stepwell.base.errors import StoreError
+from stepwell.store.api import (
+    NO_PARENT,
+    Read,
+    ReadOutcome,
+    ReadResult,
+    Space,
+    Traits,
+    Write,
+    WriteOutcome,
+    never,
+)
+
+_Name = tuple[bytes, bytes]  # digest of the space, key
+
+
+@dataclass(slots=True)
+class _Value:
+    data: bytes
+    stamp: bytes
+    parent: bytes
+
+
+class MemoryStore:
+    """Keeps values in a dictionary, least recently used first; never holds more than `budget_bytes`."""
+
+    def __init__(self, budget_bytes: int | None = None) -> None:
+        self._budget_bytes = budget_bytes
+        self._values: dict[_Name, _Value] = {}
+        self._used_bytes = 0
+        self._lock = Lock()
+        self._closed = False
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(name="memory", durable=False, shared=False, groups=False, max_value_bytes=self._budget_bytes)
+
+    @property
+    def used_bytes(self) -> int:
+        return self._used_bytes
+
+    def contains(self, space: Space, keys: Sequence[bytes]) -> list[bool]:
+        with self._open():
+            return [(space.digest, key) in self._values for key in keys]
+
+    def read_into(self, space: Space, reads: Sequence[Read], *, cancelled: Callable[[], bool] = never) -> list[ReadResult]:
+        with self._open():
+            return [self._read(space, read) if not cancelled() else ReadResult(outcome=ReadOutcome.CANCELLED) for read in reads]
+
+    def write_from(self, space: Space, writes: Sequence[Write]) -> list[WriteOutcome]:
+        with self._open():
+            return [self._write(space, write) for write in writes]
+
+    def delete(self, space: Space, keys: Sequence[bytes]) -> int:
+        with self._open():
+            return sum(self._drop((space.digest, key)) for key in keys)
+
+    def flush(self) -> None:
+        with self._open():
+            pass
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._values.clear()
+            self._used_bytes = 0
+
+    def _open(self) -> Lock:
+        if self._closed:
+            raise StoreError("this memory store was closed")
+        return self._lock
+
+    def _read(self, space: Space, read: Read) -> ReadResult:
+        value = self._values.get((space.digest, read.key))
+        if value is None:
+            return ReadResult(outcome=ReadOutcome.MISSING)
+        if len(value.data) != len(read.into):
+            return ReadResult(outcome=ReadOutcome.LENGTH)
+        read.into[:] = value.data
+        self._touch(space, read.key)
+        return ReadResult(outcome=ReadOutcome.FOUND, stamp=value.stamp)
+
+    def _write(self, space: Space, write: Write) -> WriteOutcome:
+        name = (space.digest, write.key)
+        if name in self._values:
+            return WriteOutcome.EXISTS
+        if not self._make_room(len(write.data)):
+            return WriteOutcome.TOO_LARGE
+        self._values[name] = _Value(bytes(write.data), write.stamp, write.parent)
+        self._used_bytes += len(write.data)
+        self._touch(space, write.key)
+        return WriteOutcome.STORED
+
+    def _make_room(self, size: int) -> bool:
+        if self._budget_bytes is None:
+            return True
+        if size > self._budget_bytes:
+            return False
+        while self._used_bytes + size > self._budget_bytes:
+            self._drop(next(iter(self._values)))
+        return True
+
+    def _touch(self, space: Space, key: bytes) -> None:
+        """Moves a value and all it stands on to the young end, itself first: a parent is always younger than its children."""
+        seen = set()
+        while key != NO_PARENT and key not in seen and (value := self._values.pop((space.digest, key), None)) is not None:
+            self._values[space.digest, key] = value
+            seen.add(key)
+            key = value.parent
+
+    def _drop(self, name: _Name) -> bool:
+        value = self._values.pop(name, None)
+        if value is not None:
+            self._used_bytes -= len(value.data)
+        return value is not None

@@ -1,0 +1,73 @@
+"""The stamp that travels with every value, and tells whether what came back is what was saved under its name.
+
+    | magic 4 | version 2 | 0 2 | length 8 | checksum 16 (XXH3-128) | space 16 | key 16 |      64 bytes, little-endian
+
+Made above the store and checked above the store, so that nothing between the two, ours or anybody's, has to be
+trusted. Pure.
+"""
+
+from __future__ import annotations
+
+import struct
+from enum import Enum
+
+import xxhash
+
+from stepwell.store.api import STAMP_BYTES, Space
+
+MAGIC = b"SWv1"
+VERSION = 1
+_STAMP = struct.Struct("<4sHHQ16s16s16s")
+_NAME_BYTES = 16  # of a digest: enough to tell any two apart
+
+assert _STAMP.size == STAMP_BYTES
+
+
+class Verdict(Enum):
+    """What a stamp says of the bytes that came with it; everything but INTACT is a miss, counted under its name."""
+
+    INTACT = "intact"
+    UNREADABLE = "its stamp is not one of ours"
+    VERSION = "it was written in another format version"
+    FOREIGN = "it belongs to another namespace"
+    SWAPPED = "it is the value of another key"
+    LENGTH = "it has another length"
+    DAMAGED = "its bytes do not match their checksum"
+
+
+def checksum(data: memoryview | bytes) -> bytes:
+    return xxhash.xxh3_128_digest(data)
+
+
+def seal(space: Space, key: bytes, data: memoryview | bytes) -> bytes:
+    """The stamp for a value, over all of its bytes."""
+    return stamp(space, key, length=len(data), digest=checksum(data))
+
+
+def stamp(space: Space, key: bytes, *, length: int, digest: bytes) -> bytes:
+    """The same for a checksum that is known already."""
+    return _STAMP.pack(MAGIC, VERSION, 0, length, digest, space.digest[:_NAME_BYTES], key[:_NAME_BYTES])
+
+
+def checksum_of(stamped: bytes) -> bytes:
+    """The checksum a stamp carries. The stamp was verified."""
+    digest: bytes = _STAMP.unpack(stamped)[4]
+    return digest
+
+
+def verify(space: Space, key: bytes, data: memoryview | bytes, stamped: bytes) -> Verdict:
+    """Whether `data` is the value that was sealed for `key` in `space`. Takes any bytes for a stamp."""
+    if len(stamped) != STAMP_BYTES:
+        return Verdict.UNREADABLE
+    magic, version, _, length, digest, of_space, of_key = _STAMP.unpack(stamped)
+    if magic != MAGIC:
+        return Verdict.UNREADABLE
+    if version != VERSION:
+        return Verdict.VERSION
+    if of_space != space.digest[:_NAME_BYTES]:
+        return Verdict.FOREIGN
+    if of_key != key[:_NAME_BYTES]:
+        return Verdict.SWAPPED
+    if length != len(data):
+        return Verdict.LENGTH
+    return Verdict.INTACT if checksum(data) == digest else Verdict.DAMAGED

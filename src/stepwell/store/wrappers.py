@@ -1,0 +1,197 @@
+"""Stores around a store: slow, faulty, or watched. For tests, and for finding out what a deployment would do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+from threading import Lock
+
+from stepwell.base.clock import Clock
+from stepwell.base.errors import StoreError
+from stepwell.metrics.counters import Counters
+from stepwell.store.api import Read, ReadOutcome, ReadResult, Space, Store, Traits, Write, WriteOutcome, never
+
+
+class Wrapper:
+    """Passes everything on. Others change a verb or two."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    @property
+    def traits(self) -> Traits:
+        return self._store.traits
+
+    def contains(self, space: Space, keys: Sequence[bytes]) -> list[bool]:
+        return self._store.contains(space, keys)
+
+    def read_into(self, space: Space, reads: Sequence[Read], *, cancelled: Callable[[], bool] = never) -> list[ReadResult]:
+        return self._store.read_into(space, reads, cancelled=cancelled)
+
+    def write_from(self, space: Space, writes: Sequence[Write]) -> list[WriteOutcome]:
+        return self._store.write_from(space, writes)
+
+    def delete(self, space: Space, keys: Sequence[bytes]) -> int:
+        return self._store.delete(space, keys)
+
+    def flush(self) -> None:
+        self._store.flush()
+
+    def close(self) -> None:
+        self._store.close()
+
+
+class Slow(Wrapper):
+    """Takes its time: `latency_s` for every call, and `bytes_per_s` for what it moves. `sleep` is handed in."""
+
+    def __init__(
+        self, store: Store, *, sleep: Callable[[float], None], latency_s: float = 0.0, bytes_per_s: float = float("inf")
+    ) -> None:
+        super().__init__(store)
+        self._sleep = sleep
+        self._latency_s = latency_s
+        self._bytes_per_s = bytes_per_s
+
+    def contains(self, space: Space, keys: Sequence[bytes]) -> list[bool]:
+        self._sleep(self._latency_s)
+        return super().contains(space, keys)
+
+    def read_into(self, space: Space, reads: Sequence[Read], *, cancelled: Callable[[], bool] = never) -> list[ReadResult]:
+        self._sleep(self._latency_s)
+        results: list[ReadResult] = []
+        for read in reads:  # one at a time, so that a cancellation is heard in the middle of a slow batch
+            results += super().read_into(space, [read], cancelled=cancelled)
+            if results[-1].outcome is ReadOutcome.FOUND:
+                self._sleep(len(read.into) / self._bytes_per_s)
+        return results
+
+    def write_from(self, space: Space, writes: Sequence[Write]) -> list[WriteOutcome]:
+        self._sleep(self._latency_s + sum(len(write.data) for write in writes) / self._bytes_per_s)
+        return super().write_from(space, writes)
+
+    def delete(self, space: Space, keys: Sequence[bytes]) -> int:
+        self._sleep(self._latency_s)
+        return super().delete(space, keys)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Faults:
+    """How often each thing goes wrong, from 0.0 (never) to 1.0 (always)."""
+
+    fail: float = 0.0  # a call raises
+    hang: float = 0.0  # a call takes `hang_s`
+    short: float = 0.0  # a read delivers half of a value and says it was found
+    flip: float = 0.0  # a read delivers a value with one bit wrong
+    swap: float = 0.0  # a read delivers another value of the batch, with that one's stamp
+    lose: float = 0.0  # a value is gone, though it was acknowledged
+    hang_s: float = 3600.0
+
+
+class Faulty(Wrapper):
+    """Goes wrong as told, reproducibly: `random` is handed in."""
+
+    def __init__(self, store: Store, faults: Faults, *, random: Random, sleep: Callable[[float], None]) -> None:
+        super().__init__(store)
+        self.faults = faults
+        self._random = random
+        self._sleep = sleep
+        self._lock = Lock()
+
+    def contains(self, space: Space, keys: Sequence[bytes]) -> list[bool]:
+        self._stumble()
+        return super().contains(space, keys)
+
+    def read_into(self, space: Space, reads: Sequence[Read], *, cancelled: Callable[[], bool] = never) -> list[ReadResult]:
+        self._stumble()
+        results = super().read_into(space, reads, cancelled=cancelled)
+        return [self._spoil(space, reads, results, index) for index in range(len(reads))]
+
+    def write_from(self, space: Space, writes: Sequence[Write]) -> list[WriteOutcome]:
+        self._stumble()
+        results = super().write_from(space, writes)
+        super().delete(space, [write.key for write in writes if self._happens(self.faults.lose)])
+        return results
+
+    def delete(self, space: Space, keys: Sequence[bytes]) -> int:
+        self._stumble()
+        return super().delete(space, keys)
+
+    def flush(self) -> None:
+        self._stumble()
+        super().flush()
+
+    def _stumble(self) -> None:
+        if self._happens(self.faults.hang):
+            self._sleep(self.faults.hang_s)
+        if self._happens(self.faults.fail):
+            raise StoreError("a fault was injected")
+
+    def _spoil(self, space: Space, reads: Sequence[Read], results: Sequence[ReadResult], index: int) -> ReadResult:
+        result, into = results[index], reads[index].into
+        if result.outcome is not ReadOutcome.FOUND or not len(into):
+            return result
+        if self._happens(self.faults.lose):
+            super().delete(space, [reads[index].key])
+            return ReadResult(outcome=ReadOutcome.MISSING)
+        if self._happens(self.faults.short):
+            into[len(into) // 2 :] = bytes(len(into) - len(into) // 2)
+        if self._happens(self.faults.flip):
+            bit = self._draw(len(into) * 8)
+            into[bit // 8] ^= 1 << bit % 8
+        if self._happens(self.faults.swap):
+            other = self._draw(len(reads))
+            if results[other].outcome is ReadOutcome.FOUND and len(reads[other].into) == len(into):
+                into[:] = bytes(reads[other].into)
+                return results[other]
+        return result
+
+    def _happens(self, chance: float) -> bool:
+        with self._lock:
+            return chance > 0 and self._random.random() < chance
+
+    def _draw(self, below: int) -> int:
+        with self._lock:
+            return self._random.randrange(below)
+
+
+class Metered(Wrapper):
+    """Counts calls, values, bytes and microseconds of every verb: `store_read_calls`, `store_read_values`, and so on."""
+
+    def __init__(self, store: Store, counters: Counters, clock: Clock) -> None:
+        super().__init__(store)
+        self._counters = counters
+        self._clock = clock
+        self._lock = Lock()
+
+    def contains(self, space: Space, keys: Sequence[bytes]) -> list[bool]:
+        started_s = self._clock.now()
+        found = super().contains(space, keys)
+        self._count("contains", started_s, values=sum(found), size=0)
+        return found
+
+    def read_into(self, space: Space, reads: Sequence[Read], *, cancelled: Callable[[], bool] = never) -> list[ReadResult]:
+        started_s = self._clock.now()
+        results = super().read_into(space, reads, cancelled=cancelled)
+        done = [read for read, result in zip(reads, results, strict=True) if result.outcome is ReadOutcome.FOUND]
+        self._count("read", started_s, values=len(done), size=sum(len(read.into) for read in done))
+        return results
+
+    def write_from(self, space: Space, writes: Sequence[Write]) -> list[WriteOutcome]:
+        started_s = self._clock.now()
+        results = super().write_from(space, writes)
+        done = [write for write, result in zip(writes, results, strict=True) if result is WriteOutcome.STORED]
+        self._count("write", started_s, values=len(done), size=sum(len(write.data) for write in done))
+        return results
+
+    def delete(self, space: Space, keys: Sequence[bytes]) -> int:
+        started_s = self._clock.now()
+        deleted = super().delete(space, keys)
+        self._count("delete", started_s, values=deleted, size=0)
+        return deleted
+
+    def _count(self, verb: str, started_s: float, *, values: int, size: int) -> None:
+        took_us = int((self._clock.now() - started_s) * 1e6)
+        with self._lock:
+            for name, amount in (("calls", 1), ("values", values), ("bytes", size), ("us", took_us)):
+                self._counters.add(f"store_{verb}_{name}", amount)

@@ -26,12 +26,16 @@ from stepwell import (
     build_cache,
 )
 from stepwell.base.clock import ManualClock
+from stepwell.base.config import PrefetchPolicy, StoreConfig
 from stepwell.base.ids import JobId
 from stepwell.base.plan import Purpose
 from stepwell.cache.build import layouts_for, numpy_memories
 from stepwell.cache.room import make_room
-from stepwell.testing import DigestEngine, ScriptedExecutor
+from stepwell.cache.ticket import Ticket
+from stepwell.store.api import Store
+from stepwell.testing import DigestEngine, ScriptedExecutor, ScriptedPorter
 from stepwell.transfer.hands import NumpyHands
+from stepwell.transfer.store_hands import StoreHands
 
 T = TypeVar("T")
 
@@ -72,7 +76,8 @@ class Rig:
 
     def __init__(
         self, spec: ModelSpec = FULL, *, device_pages: int | None = 256, host_pages: int | None = None, ranks: int = 1,
-        placement: PlacementConfig = NO_INTERVALS, **config: object,
+        placement: PlacementConfig = NO_INTERVALS, store: Store | None = None, store_config: StoreConfig | None = None,
+        clock: ManualClock | None = None, **config: object,
     ) -> None:  # fmt: skip
         self.spec = spec
         settings = {"page_alignment_bytes": 16, "placement": placement} | config
@@ -81,8 +86,11 @@ class Rig:
         self.memories = [numpy_memories(spec, layouts) for _ in range(ranks)]
         self.executor = ScriptedExecutor([NumpyHands(memory) for memory in self.memories])
         self.engine = DigestEngine(spec, self.memories)
-        self.clock = ManualClock()
+        self.clock = clock or ManualClock()
         self.cache = build_cache(spec, self.config, executor=self.executor, clock=self.clock, on_free=self.engine.poison)
+        self.porter = ScriptedPorter(())
+        if store is not None:
+            self.attach(store, store_config)
         self.core = self.cache._core
         self.tree = self.core.tree
 
@@ -157,6 +165,17 @@ class Rig:
         self.cache.audit()
         return lease.sources.computed
 
+    def serve_beside_store(self, tokens: Sequence[int], ticket: Ticket) -> int:
+        """A whole request while errands to the store stay unanswered; says how many tokens it computed."""
+        with self.open(tokens, ticket=ticket) as lease:
+            while lease.position < lease.num_tokens:
+                self.compute(lease, min(self.cache.next_stop(lease) or lease.num_tokens, lease.num_tokens))
+                self.executor.finish_all()
+                self.cache.step()
+            self.engine.check(lease)
+        self.cache.audit()
+        return lease.sources.computed
+
     def patiently(self, act: Callable[[], T]) -> T:
         """Tries again as long as room is on its way, as an engine would."""
         for _ in range(10):
@@ -168,13 +187,34 @@ class Rig:
                 self.settle()
         raise AssertionError("room was on its way ten times and never came")
 
+    # ---- the store --------------------------------------------------------------------------------
+
+    def attach(self, store: Store, config: StoreConfig | None = None) -> None:
+        ranks = len(self.memories)
+        self.porter = ScriptedPorter(
+            [StoreHands(store, memory[Tier.HOST], rank=rank, ranks=ranks) for rank, memory in enumerate(self.memories)]
+        )
+        self.cache.attach_store(store, config or StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE), porter=self.porter)
+
+    def fetched(self, tokens: Sequence[int], **request: object) -> Ticket:
+        """A ticket for a prompt, with everything that the store has of it brought up."""
+        ticket = self.cache.prefetch(self.cache.lookup(tokens), **request)  # type: ignore[arg-type]
+        self.settle()
+        assert ticket.complete, f"{ticket} is not complete with everything settled"
+        return ticket
+
+    def serve_fetched(self, tokens: Sequence[int], *, answer: Sequence[int] = ()) -> Sources:
+        """A whole request that waits for the store first."""
+        return self.serve(tokens, answer=answer, ticket=self.fetched(tokens))
+
     # ---- copies -----------------------------------------------------------------------------------
 
     def settle(self) -> StepReport:
         """Lets every copy succeed, and those that follow from it."""
         report = self.cache.step()
-        while self.executor.pending:
+        while self.executor.pending or self.porter.pending or report.storing:
             self.executor.finish_all()
+            self.porter.finish_all()
             report = self.cache.step()
         return report
 

@@ -195,9 +195,9 @@ class _Ops:
             monkeypatch.setattr(module, name, self._counted(getattr(module, name)))
 
     def _counted(self, function):  # type: ignore[no-untyped-def]
-        def wrapped(*args):  # type: ignore[no-untyped-def]
+        def wrapped(*args, **options):  # type: ignore[no-untyped-def]
             self.count += 1
-            return function(*args)
+            return function(*args, **options)
 
         return wrapped
 

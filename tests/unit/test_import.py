@@ -52,8 +52,8 @@ def test_everything_but_the_torch_adapter_works_without_torch() -> None:
     assert _python(WITHOUT_TORCH) == "192"
 
 
-def test_importing_loads_numpy_and_nothing_else_that_must_be_installed() -> None:
-    assert set(_python(LOADED).split()) <= {"numpy", "stepwell", "__mp_main__"}
+def test_importing_loads_numpy_and_xxhash_and_nothing_else_that_must_be_installed() -> None:
+    assert set(_python(LOADED).split()) <= {"numpy", "stepwell", "xxhash", "__mp_main__"}
 
 
 def test_every_public_name_is_found_where_it_is_said_to_be() -> None:

@@ -37,6 +37,59 @@ class PlacementConfig:
             raise ConfigError("checkpoint intervals must be 0 (none) or a positive number of tokens")
 
 
+class PrefetchPolicy(Enum):
+    """How long a request waits for what the store has of its prompt."""
+
+    BEST_EFFORT = "best_effort"  # not at all: it uses what has arrived when its turn comes
+    WAIT_COMPLETE = "wait_complete"  # until everything is there or has failed
+    TIMEOUT = "timeout"  # up to a limit that grows with the prompt, as long as waiting has paid so far
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreConfig:
+    """How the cache uses a store."""
+
+    prefetch: PrefetchPolicy = PrefetchPolicy.TIMEOUT
+    timeout_base_s: float = 1.0
+    timeout_per_ki_s: float = 0.25  # for every 1,024 tokens of the prompt
+    timeout_cap_s: float = 30.0
+    wait_credit_s: float = 1.0  # waiting in vain is limited to this, and
+    wait_share: float = 0.03  # to this share of the time spent computing, and to what fetches have saved
+    recompute_tokens_per_s: float | None = None  # measured where None
+    host_share: float = 0.5  # of the host tier that fetched pages may hold until their requests begin
+    fetch_chunk_bytes: int = 8 * 2**20  # one reader's turn
+    fallback_share: float = 0.25  # bytes spent on checkpoints before the deepest one, in case a fetch is stopped early
+    errand_timeout_s: float = 30.0
+    backup_queue: int = 4096  # paths waiting to be backed up
+    backup_age_s: float = 60.0  # after which a path that waits is given up
+    backup_bytes: int = 256 * 2**20  # on their way down at a time, at most
+    readers: int = 4  # threads of each rank
+    writers: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("timeout_base_s", "timeout_per_ki_s", "timeout_cap_s", "wait_credit_s", "wait_share", "fallback_share"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must be 0 or more, got {getattr(self, name)}")
+        for name in (
+            "fetch_chunk_bytes",
+            "errand_timeout_s",
+            "backup_queue",
+            "backup_age_s",
+            "backup_bytes",
+            "readers",
+            "writers",
+        ):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
+        if not 0 < self.host_share <= 1:
+            raise ConfigError(f"host_share must be more than 0 and at most 1, got {self.host_share}")
+        if self.recompute_tokens_per_s is not None and self.recompute_tokens_per_s <= 0:
+            raise ConfigError("recompute_tokens_per_s must be positive; leave it None to have it measured")
+
+    def timeout_s(self, prompt_tokens: int) -> float:
+        return min(self.timeout_base_s + self.timeout_per_ki_s * prompt_tokens / 1024, self.timeout_cap_s)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
     """Sizes and policies. A tier that is None does not exist."""

@@ -15,6 +15,7 @@ class Tier(IntEnum):
     DEVICE = 0
     HOST = 1
     ENGINE = 2  # memory of an engine that owns its own: a source and target of copies, never cached in
+    STORE = 3  # below all memory: values by key, not pages by id
 
     @property
     def label(self) -> str:

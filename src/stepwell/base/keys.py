@@ -25,8 +25,8 @@ class Namespace:
     """Everything that must agree before two prompts may share bytes.
 
     `model` is the identity of the weights (a digest where one is known), `layout` the fingerprint of the
-    spec (dtypes, page size, states), `shard` which part of a sharded model these bytes are. Absent and
-    empty differ: `salt=None` is not `salt=""`.
+    spec (dtypes, page size, states), `shard` which part of a sharded model these bytes are, `tenant` whose
+    quota they count against. Absent and empty differ: `salt=None` is not `salt=""`.
     """
 
     model: str
@@ -34,13 +34,14 @@ class Namespace:
     shard: str | None = None
     adapter: str | None = None
     salt: str | None = None
+    tenant: str | None = None
 
     @cached_property
     def digest(self) -> PageKey:
         """The framed digest that seeds every chain: no two namespaces run together, whatever their texts."""
         state = hashlib.blake2b(digest_size=KEY_BYTES, person=b"stepwell-ns")
         state.update(FORMAT_VERSION.to_bytes(4, "little"))
-        for part in (self.model, self.layout, self.shard, self.adapter, self.salt):
+        for part in (self.model, self.layout, self.shard, self.adapter, self.salt, self.tenant):
             state.update(_framed(part))
         return PageKey(state.digest())
 
@@ -60,3 +61,16 @@ def page_keys(parent: PageKey, packed: bytes, page_bytes: int) -> Iterator[PageK
         state.update(packed[start : start + page_bytes])
         key = PageKey(state.digest())
         yield key
+
+
+def manifest_key(boundary: PageKey) -> bytes:
+    """The key of the manifest of the checkpoint that stands on the page called `boundary`."""
+    return hashlib.blake2b(boundary, digest_size=KEY_BYTES, person=b"stepwell-manif").digest()
+
+
+def member_key(page: PageKey, kind: str, checksum: bytes) -> bytes:
+    """The key of one object of a checkpoint: named by what it holds, so that the same name always means the same bytes."""
+    state = hashlib.blake2b(page, digest_size=KEY_BYTES, person=b"stepwell-member")
+    state.update(_framed(kind))
+    state.update(checksum)
+    return state.digest()

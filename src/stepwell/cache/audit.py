@@ -13,15 +13,16 @@ from stepwell.base.ids import Kind, Tier
 from stepwell.base.plan import PageIds
 from stepwell.cache.core import Core
 from stepwell.cache.lease import Lease
+from stepwell.cache.link import StoreLink
 from stepwell.cache.pin import Pin
 from stepwell.tree import audit as tree_audit
 from stepwell.tree.node import ABSENT
 
 
-def audit(core: Core, leases: Sequence[Lease], pins: Sequence[Pin]) -> None:
-    """Asserts invariants of arenas, tree, jobs, leases and pins together."""
+def audit(core: Core, leases: Sequence[Lease], pins: Sequence[Pin], links: Sequence[StoreLink] = ()) -> None:
+    """Asserts invariants of arenas, tree, jobs, leases, pins and store errands together."""
     tree_audit.audit(core.tree)
-    holders = list(_holders(core, leases, pins))
+    holders = list(_holders(core, leases, pins, links))
     for tier, arena in core.tree.arenas.items():
         arena.audit()
         for kind in arena.layout.strides:
@@ -39,7 +40,7 @@ def audit(core: Core, leases: Sequence[Lease], pins: Sequence[Pin]) -> None:
                 if held_tier is tier and held_kind is kind:
                     np.add.at(expected, ids, 1)
             assert (expected == arena.kept[kind]).all(), f"{tier.label} {kind.label}: the tree's references do not add up"
-    _audit_users(core, leases, pins)
+    _audit_users(core, leases, pins, links)
     for lease in leases:
         assert lease.sources.total == lease.prompt_tokens, f"{lease}: {lease.sources} does not add up"
 
@@ -56,7 +57,9 @@ def _kept_by_tree(core: Core) -> Iterator[tuple[Tier, Kind, PageIds]]:
                         yield residency.tier, kind, ids
 
 
-def _holders(core: Core, leases: Sequence[Lease], pins: Sequence[Pin]) -> Iterator[tuple[Tier, Kind, PageIds]]:
+def _holders(
+    core: Core, leases: Sequence[Lease], pins: Sequence[Pin], links: Sequence[StoreLink]
+) -> Iterator[tuple[Tier, Kind, PageIds]]:
     yield from _kept_by_tree(core)
     for lease in leases:
         yield core.nearest, Kind.PREFIX, lease.prefix_pages
@@ -69,12 +72,15 @@ def _holders(core: Core, leases: Sequence[Lease], pins: Sequence[Pin]) -> Iterat
     for pin in pins:
         for tier, ids in pin.pages:
             yield tier, Kind.PREFIX, ids
+    for link in links:
+        yield from link.holders()
 
 
-def _audit_users(core: Core, leases: Sequence[Lease], pins: Sequence[Pin]) -> None:
+def _audit_users(core: Core, leases: Sequence[Lease], pins: Sequence[Pin], links: Sequence[StoreLink]) -> None:
     users: dict[int, int] = {}
     readers = [lease.restored for lease in leases] + [pin.residency for pin in pins]
     readers += [residency for job in core.mover.running() for residency in job.reads]
+    readers += [residency for link in links for residency in link.readers()]
     for residency in readers:
         if residency is not None:
             users[id(residency)] = users.get(id(residency), 0) + 1

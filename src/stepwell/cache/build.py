@@ -22,6 +22,7 @@ from stepwell.policy.value import LeastRecent, SavedPerByte, ValuePolicy
 from stepwell.policy.write import save_on_eviction
 from stepwell.transfer.hands import Hands, NumpyHands
 from stepwell.transfer.memory import PageMemory
+from stepwell.transfer.store_hands import HostPages
 from stepwell.tree.tree import Tree
 
 
@@ -49,16 +50,20 @@ def build_cache(
     model: str | None = None,
     clock: Clock | None = None,
     on_free: Callable[[Tier, Kind, PageIds], None] | None = None,
+    host_pages: Sequence[HostPages] = (),
 ) -> Cache:
     """A cache for `spec` (one rank's share of the model), with one pair of hands for each rank.
 
     `model` is the identity of the weights, a digest where there is one. Give `executor` to run copies in
-    your own way; else worker threads run `hands`, and without those the tiers are plain host memory.
+    your own way; else worker threads run `hands`, and without those the tiers are plain host memory. Give
+    `host_pages`, each rank's host memory, to be able to attach a store below your own hands.
     """
     clock = clock or SystemClock()
     layouts = layouts_for(spec, config)
-    if executor is None:
-        executor = ThreadExecutor(hands or [NumpyHands(numpy_memories(spec, layouts))])
+    if executor is None and hands is None:
+        memories = numpy_memories(spec, layouts)
+        hands, host_pages = [NumpyHands(memories)], [memories[Tier.HOST]] if Tier.HOST in memories else []
+    executor = executor or ThreadExecutor(hands or [])
     arenas = {tier: Arena(tier, layout, on_free=on_free) for tier, layout in layouts.items()}
     tree = Tree(spec, arenas, _value_policy(config))
     counters = Counters()
@@ -69,9 +74,9 @@ def build_cache(
         mover=Mover(tree, executor, counters, clock),
         counters=counters,
         clock=clock,
-        save_first=write_back if save_on_eviction(config.write) and len(arenas) == 2 else None,
+        save_first=write_back if save_on_eviction(config.write) else None,
     )
-    return Cache(core, executor, Namespace(model=model or spec.name, layout=spec.fingerprint))
+    return Cache(core, executor, Namespace(model=model or spec.name, layout=spec.fingerprint), host_pages)
 
 
 def _value_policy(config: CacheConfig) -> ValuePolicy:

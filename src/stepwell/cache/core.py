@@ -8,10 +8,13 @@ from dataclasses import dataclass, field
 from stepwell.base.clock import Clock
 from stepwell.base.config import CacheConfig
 from stepwell.base.ids import Tier
+from stepwell.base.keys import Namespace
 from stepwell.base.spec import ModelSpec
+from stepwell.cache.link import StoreLink
 from stepwell.cache.mover import Mover
 from stepwell.memory.arena import Arena
 from stepwell.metrics.counters import Counters
+from stepwell.policy.patience import Speed
 from stepwell.tree.node import Loss, LossReason, Node, Victim
 from stepwell.tree.tree import Tree
 
@@ -29,6 +32,9 @@ class Core:
     save_first: Callable[[Core, Victim], bool] | None = None  # starts saving what must not be lost; true if it did
     expiries: list[tuple[float, int, int, Node]] = field(default_factory=list)  # heap: when, deepest first, number, node
     expiry_number: int = 0
+    link: StoreLink | None = None  # the store that is attached
+    compute: Speed = field(default_factory=Speed)  # tokens a second that requests compute
+    namespaces: dict[bytes, Namespace] = field(default_factory=dict)  # by digest, of requests seen while a store is attached
 
     @property
     def nearest(self) -> Tier:

@@ -11,6 +11,7 @@ from enum import Enum
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.spec import Point, Prefix, Window
 from stepwell.cache.core import Core
+from stepwell.cache.link import LinkState
 from stepwell.memory.arena import FILLING
 from stepwell.tree.match import Match
 from stepwell.tree.node import ABSENT, Loss, LossReason, Node
@@ -26,6 +27,9 @@ class Cause(Enum):
     FAILED = "its copy failed"
     EXPIRED = "its time to live ran out"
     CLEARED = "it was cleared on request"
+    STORE = "the store's copy could not be used"
+    LATE = "it had not arrived from the store when the request went on"
+    STORE_OFF = "it may be in the store, which is switched off after failures"
 
 
 _CAUSE_OF_LOSS = {
@@ -33,6 +37,8 @@ _CAUSE_OF_LOSS = {
     LossReason.FAILED: Cause.FAILED,
     LossReason.EXPIRED: Cause.EXPIRED,
     LossReason.CLEARED: Cause.CLEARED,
+    LossReason.STORE: Cause.STORE,
+    LossReason.LATE: Cause.LATE,
 }
 
 
@@ -49,6 +55,7 @@ class Explanation:
     states: tuple[str, ...] = ()
     tier: Tier | None = None
     at_s: float | None = None
+    detail: str = ""
 
     def __str__(self) -> str:
         depth = f"at best {self.usable_tokens}; text known to {self.known_tokens}"
@@ -57,7 +64,8 @@ class Explanation:
             return f"{head}: {self.cause.value}"
         where = f" in the {self.tier.label} tier" if self.tier is not None else ""
         when = f" at t={self.at_s:.3f} s" if self.at_s is not None else ""
-        return f"{head}: limited by {', '.join(self.states)}{where}: {self.cause.value}{when}"
+        why = f" ({self.detail})" if self.detail else ""
+        return f"{head}: limited by {', '.join(self.states)}{where}: {self.cause.value}{why}{when}"
 
 
 def explain(core: Core, match: Match) -> Explanation:
@@ -73,15 +81,23 @@ def explain(core: Core, match: Match) -> Explanation:
         return _because(match, usable, Cause.ARRIVING, states=prefix, tier=_arriving_tier(core, match))
     loss = _loss_after(core, match)
     if loss is not None:
-        return _because(match, usable, _CAUSE_OF_LOSS[loss.reason], states=prefix, tier=loss.tier, at_s=loss.at_s)
+        return _because_of(match, usable, loss, prefix)
+    if core.link is not None and core.link.state is LinkState.SWITCHED_OFF:
+        return _because(match, usable, Cause.STORE_OFF, states=prefix, tier=Tier.STORE)
     if not match.known_tokens and _known_elsewhere(core, match):
         return _because(match, usable, Cause.OTHER_NAMESPACE, states=prefix)
     return _because(match, usable, Cause.NEVER_STORED, states=prefix)
 
 
+def _because_of(match: Match, usable: int, loss: Loss, states: tuple[str, ...]) -> Explanation:
+    cause = _CAUSE_OF_LOSS[loss.reason]
+    return _because(match, usable, cause, states=states, tier=loss.tier, at_s=loss.at_s, detail=loss.detail)
+
+
 def _because(
-    match: Match, usable: int, cause: Cause, *, states: tuple[str, ...] = (), tier: Tier | None = None, at_s: float | None = None
-) -> Explanation:
+    match: Match, usable: int, cause: Cause, *, states: tuple[str, ...] = (), tier: Tier | None = None,
+    at_s: float | None = None, detail: str = "",
+) -> Explanation:  # fmt: skip
     return Explanation(
         prompt_tokens=match.prompt_tokens,
         usable_tokens=usable,
@@ -92,6 +108,7 @@ def _because(
         states=states,
         tier=tier,
         at_s=at_s,
+        detail=detail,
     )
 
 
@@ -108,7 +125,7 @@ def _missing_checkpoint(core: Core, match: Match, usable: int) -> Explanation:
         losses = [(page, loss) for page, loss in (node.lost or {}).items() if isinstance(page, int) and first < page <= last]
         if losses:
             _, loss = max(losses, key=lambda pair: pair[0])
-            return _because(match, usable, _CAUSE_OF_LOSS[loss.reason], states=states, tier=loss.tier, at_s=loss.at_s)
+            return _because_of(match, usable, loss, states)
     return _because(match, usable, Cause.NO_CHECKPOINT, states=states)
 
 

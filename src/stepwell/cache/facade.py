@@ -12,25 +12,34 @@ what came of it is applied in `step` alone.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from stepwell.base.config import StoreConfig
 from stepwell.base.errors import BadTokens, ConfigError, LeaseError
 from stepwell.base.ids import Kind, LeaseId, Tier
 from stepwell.base.keys import Namespace
 from stepwell.base.tokens import Tokens, pack
-from stepwell.cache import borrowed, explain, publish, restore
+from stepwell.cache import borrowed, explain, prefetch, publish, restore
+from stepwell.cache.attach import link_store, unlink_store
 from stepwell.cache.audit import audit
+from stepwell.cache.backup import pump
 from stepwell.cache.borrowed import EnginePages
 from stepwell.cache.core import Core
 from stepwell.cache.executor import Executor
 from stepwell.cache.expiry import drop_expired
 from stepwell.cache.explain import Explanation
 from stepwell.cache.lease import Lease, LeaseState, Request
+from stepwell.cache.link import LinkState, StoreLink
 from stepwell.cache.pin import Pin, take_pin
+from stepwell.cache.porter import Porter
 from stepwell.cache.saving import save_path
+from stepwell.cache.ticket import Ticket
 from stepwell.memory.arena import DEAD, FILLING
 from stepwell.metrics.counters import Counters
 from stepwell.policy.write import save_on_commit
+from stepwell.store.api import Store
+from stepwell.transfer.store_hands import HostPages
 from stepwell.tree.match import Match, find
 from stepwell.tree.node import LossReason
 from stepwell.tree.pruning import clear
@@ -46,13 +55,17 @@ class StepReport:
     failed: tuple[Lease, ...] = ()  # leases to release and look up again
     finished: tuple[Lease, ...] = ()  # released leases whose last copy to or from the engine's memory has ended
     running: int = 0  # copies still under way
+    storing: int = 0  # errands to the store under way, and paths waiting to be backed up
+    detached: tuple[Store, ...] = ()  # stores that nothing uses any more: their owner may close them
 
 
 class Cache:
     """A tiered prefix cache for one model. Make one with `stepwell.cache.build.build_cache`."""
 
-    def __init__(self, core: Core, executor: Executor, namespace: Namespace) -> None:
+    def __init__(self, core: Core, executor: Executor, namespace: Namespace, host_pages: Sequence[HostPages] = ()) -> None:
         self._core = core
+        self._host_pages = host_pages
+        self._links: list[StoreLink] = []  # the attached one, and those that still have errands out
         self._executor = executor
         self._namespace = namespace
         self._leases: dict[LeaseId, Lease] = {}
@@ -71,9 +84,14 @@ class Cache:
         """The namespace of requests that name no other."""
         return self._namespace
 
-    def namespace_for(self, *, adapter: str | None = None, salt: str | None = None) -> Namespace:
+    @property
+    def store_state(self) -> LinkState:
+        """Whether a store is attached, and whether it is in use."""
+        return self._core.link.state if self._core.link is not None else LinkState.DETACHED
+
+    def namespace_for(self, *, adapter: str | None = None, salt: str | None = None, tenant: str | None = None) -> Namespace:
         """This model under an adapter, or for a tenant whose pages nobody else may see."""
-        return replace(self._namespace, adapter=adapter, salt=salt)
+        return replace(self._namespace, adapter=adapter, salt=salt, tenant=tenant)
 
     def lookup(self, tokens: Tokens, *, namespace: Namespace | None = None, limit_tokens: int | None = None) -> Match:
         """How much of a prompt is known and where it could resume. Pure. Raises BadTokens.
@@ -109,17 +127,31 @@ class Cache:
 
     # ---- a request's life -------------------------------------------------------------------------
 
-    def acquire(self, match: Match, *, hints: tuple[int, ...] = (), priority: int = 0, ttl_s: float | None = None) -> Lease:
+    def prefetch(self, match: Match, *, priority: int = 0, ttl_s: float | None = None) -> Ticket:
+        """When a request arrives: starts bringing up what the store has of its prompt, and says how long to wait for it.
+
+        Call `step` until the ticket is ready, then give it to `acquire`; or close it. Without a store it is ready at once.
+        """
+        match = find(self._core.tree, match.namespace, match.packed, match.limit_tokens)
+        return prefetch.prefetch(self._core, self._core.link, match, _request((), priority, ttl_s))
+
+    def acquire(
+        self, match: Match, *, ticket: Ticket | None = None, hints: tuple[int, ...] = (), priority: int = 0,
+        ttl_s: float | None = None,
+    ) -> Lease:  # fmt: skip
         """Leases the prompt of a match: holds its restore point, takes pages for the rest, starts what must be copied.
 
-        Raises NoRoom and holds nothing. The lease may be LOADING: call `step` until it is ready.
+        Raises NoRoom and holds nothing. The lease may be LOADING: call `step` until it is ready. Closes the ticket.
         """
-        if priority < 0 or (ttl_s is not None and ttl_s <= 0):
-            raise ConfigError(f"priority must be 0 or more and ttl_s positive, got {priority} and {ttl_s}")
+        request = _request(hints, priority, ttl_s)
+        if ticket is not None and (ticket.namespace, ticket.packed) != (match.namespace, match.packed):
+            raise LeaseError("this ticket is for another prompt")
         self._last_lease += 1
-        request = Request(hints=hints, priority=priority, ttl_s=ttl_s)
-        lease = restore.acquire(self._core, match, request, LeaseId(self._last_lease), self.release)
+        lease = restore.acquire(self._core, match, request, LeaseId(self._last_lease), self.release, ticket)
+        lease.computing_since_s = self._core.clock.now()
         self._leases[lease.id] = lease
+        if ticket is not None:
+            ticket.close(used_tokens=lease.sources.store)
         return lease
 
     def grow(self, lease: Lease, upto: int) -> None:
@@ -152,6 +184,7 @@ class Cache:
             raise LeaseError(
                 f"{lease} cannot commit up to token {upto}: it stands at {lease.position} and has {lease.num_tokens} tokens"
             )
+        self._measure(lease, upto)
         wanted = self._wants_checkpoint(lease, upto, last)
         if self._core.nearest is Tier.DEVICE:
             publish.commit(self._core, lease, upto, checkpoint=wanted, last=last)
@@ -195,6 +228,7 @@ class Cache:
         errors = {done.job: done.error for done in completions if done.error is not None}
         timeout_s = core.config.copy_timeout_s
         errors |= dict.fromkeys(core.mover.abandon_overdue(timeout_s), f"no answer within {timeout_s:g} s")
+        detached = self._step_stores()
         drop_expired(core)
         self._drop_expired_pins()
         ready, failed = [], []
@@ -202,6 +236,7 @@ class Cache:
             if lease.state is LeaseState.LOADING:
                 lease.state = self._settled(lease, any(job in errors for job in lease.jobs))
                 if lease.ready:
+                    lease.computing_since_s = core.clock.now()
                     ready.append(lease)
                 elif lease.failed:
                     failed.append(lease)
@@ -212,12 +247,31 @@ class Cache:
         self._closing = [lease for lease in self._closing if lease.jobs]
         return StepReport(
             completed=len(completions),
-            failures=tuple(errors.values()),
+            failures=(*errors.values(), *self._store_failures()),
             ready=tuple(ready),
             failed=tuple(failed),
             finished=tuple(finished),
             running=core.mover.num_running,
+            storing=sum(link.errands.num_running + len(link.waiting) for link in self._links),
+            detached=tuple(detached),
         )
+
+    def attach_store(self, store: Store, config: StoreConfig | None = None, *, porter: Porter | None = None) -> None:
+        """Puts a store below the host tier, at any moment. What is on the host already is offered to it.
+
+        The caller opened the store and closes it, after `detach_store` or `close`. Raises ConfigError.
+        """
+        if self._core.link is not None:
+            raise ConfigError("a store is attached already; detach it first")
+        self._links.append(link_store(self._core, store, config or StoreConfig(), self._host_pages, porter))
+
+    def detach_store(self) -> None:
+        """Takes the store away, at any moment. Requests go on with what has arrived or is on its way; what waits to be
+        backed up still is. `step` reports the store as detached when nothing uses it any more. Raises ConfigError.
+        """
+        if self._core.link is None:
+            raise ConfigError("no store is attached")
+        unlink_store(self._core)
 
     def pin(self, tokens: Tokens, *, namespace: Namespace | None = None, ttl_s: float | None = None) -> Pin:
         """Keeps one copy of everything up to the prompt's restore point until the pin is released or runs out.
@@ -241,22 +295,58 @@ class Cache:
         """Forgets everything cached under a namespace: after new weights, say.
 
         Requests keep what they hold until they release it, and what they go on to compute is no longer offered to others.
+        An attached store keeps its values but is not asked for this namespace again: new weights want a new model name.
         """
         digest = (namespace or self._namespace).digest
+        if self._core.link is not None:
+            self._core.link.barred.add(digest)
         for lease in self._leases.values():
             lease.publishes &= lease.namespace.digest != digest
         clear(self._core.tree, digest, self._core.loss(LossReason.CLEARED, self._core.nearest))
 
     def audit(self) -> None:
         """Asserts that every count, reference and promise of the cache holds. Slow: for tests and doubts."""
-        audit(self._core, list(self._leases.values()), self._pins)
+        audit(self._core, list(self._leases.values()), self._pins, self._links)
 
     def close(self) -> None:
-        """Waits for running copies and stops the workers. Leases must have been given back."""
+        """Waits for running copies and for what is to be backed up, and stops the workers. Leases must have been given back."""
         self._executor.close()
         self.step()
+        for link in self._links:
+            while link.errands.num_running and not link.errands.overdue:
+                link.errands.drain()
+                self.step()
+            link.errands.close()
 
     # ---- inside -----------------------------------------------------------------------------------
+
+    def _step_stores(self) -> list[Store]:
+        """Applies what stores have answered and sends off what waits; returns the stores that are no longer used."""
+        for link in self._links:
+            link.errands.apply()
+            pump(self._core, link)
+        idle = [link for link in self._links if link.detached and not link.errands.num_running and not link.waiting]
+        for link in idle:
+            link.errands.close()
+        self._links = [link for link in self._links if link not in idle]
+        return [link.store for link in idle]
+
+    def _store_failures(self) -> list[str]:
+        failures = [why for link in self._links for why in link.errands.failures]
+        for link in self._links:
+            link.errands.failures = []
+        return failures
+
+    def _measure(self, lease: Lease, upto: int) -> None:
+        """Learns how fast prompts are computed, for whoever must choose between that and fetching."""
+        now = self._core.clock.now()
+        took_s, lease.computing_since_s = now - lease.computing_since_s, now
+        if lease.position < lease.prompt_tokens:
+            link = self._core.link
+            if link is None or link.config.recompute_tokens_per_s is None:
+                self._core.compute.measure(upto - lease.position, took_s, now)
+            if link is not None:
+                link.patience.computed(took_s)
 
     def _wants_checkpoint(self, lease: Lease, upto: int, last: bool) -> bool:
         spec = self._core.spec
@@ -285,3 +375,9 @@ class Cache:
     def _must_own_device(self, verb: str) -> None:
         if self._core.nearest is not Tier.DEVICE:
             raise ConfigError(f"{verb}() needs a device tier; without one the engine allocates its own pages")
+
+
+def _request(hints: tuple[int, ...], priority: int, ttl_s: float | None) -> Request:
+    if priority < 0 or (ttl_s is not None and ttl_s <= 0):
+        raise ConfigError(f"priority must be 0 or more and ttl_s positive, got {priority} and {ttl_s}")
+    return Request(hints=hints, priority=priority, ttl_s=ttl_s)

@@ -75,6 +75,7 @@ class Lease:
         self.point_pages: PageIds = NO_PAGES  # the request's own point state, updated in place; one id or none
         self.waits_for: list[tuple[Kind, PageIds]] = []
         self.jobs: set[JobId] = set()
+        self.computing_since_s = 0.0  # since when the engine could work on what it commits next
         self.restored: Residency | None = None
         self.num_published = 0  # pages offered to the tree so far
         self.publishes = True  # false once its namespace was cleared: what it computes is for itself alone

@@ -15,7 +15,7 @@ from stepwell.base.plan import Completion, Copy, PageIds, Plan, Purpose, Span
 from stepwell.cache.executor import Executor
 from stepwell.metrics.counters import Counters
 from stepwell.tree.checkpoints import drop_residency, residency_arrived
-from stepwell.tree.node import Loss, LossReason, Residency, Run
+from stepwell.tree.node import Loss, LossReason, Node, Residency, Run
 from stepwell.tree.pruning import discard_ids
 from stepwell.tree.tree import Tree
 
@@ -42,6 +42,7 @@ class Mover:
         self._jobs: dict[JobId, Job] = {}  # in the order they were started
         self._abandoned: set[JobId] = set()
         self._last_id = 0
+        self.on_saved: Callable[[Node], None] | None = None  # told of nodes with something new on the host
 
     @property
     def num_running(self) -> int:
@@ -121,6 +122,17 @@ class Mover:
         if job.writes is not None:
             residency_arrived(tree, job.writes)
         self._counters.add(f"{purpose}_jobs")
+        if self.on_saved is not None and job.plan.purpose is Purpose.SAVE:
+            for node in self._saved_nodes(job):
+                self.on_saved(node)
+
+    def _saved_nodes(self, job: Job) -> list[Node]:
+        """The nodes, still in the tree, that have pages or a checkpoint of this job on the host."""
+        pages = [copy.target.ids for copy in job.plan.copies if copy.target.kind is Kind.PREFIX]
+        nodes = dict.fromkeys(run.node for ids in pages for run in self._tree.runs_of(Tier.HOST, ids))
+        if job.writes is not None and job.writes.checkpoint.node is not None:
+            nodes[job.writes.checkpoint.node] = None
+        return list(nodes)
 
     def _fail(self, job: Job) -> None:
         """Targets are DEAD and leave the tree. A load that failed also takes its sources out: they cannot be trusted."""

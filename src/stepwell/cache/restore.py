@@ -13,12 +13,14 @@ import numpy as np
 from stepwell.base.errors import NoRoom
 from stepwell.base.ids import Kind, LeaseId, Tier
 from stepwell.base.plan import NO_PAGES, Copy, PageIds, Purpose, Span
+from stepwell.cache.backup import offer
 from stepwell.cache.core import Core
 from stepwell.cache.expiry import note_expiry
 from stepwell.cache.lease import Lease, LeaseState, Request, Sources
 from stepwell.cache.room import allocate
 from stepwell.cache.saving import save_path
-from stepwell.memory.arena import FILLING
+from stepwell.cache.ticket import Ticket
+from stepwell.memory.arena import FILLING, READY
 from stepwell.policy.placement import prompt_stops
 from stepwell.policy.write import save_on_use
 from stepwell.tree.checkpoints import add_residency
@@ -36,7 +38,9 @@ class Holds:
     promotes: bool = False  # the checkpoint is to be the device tier's too, once it is loaded
 
 
-def acquire(core: Core, match: Match, request: Request, number: LeaseId, on_exit: Callable[[Lease], None]) -> Lease:
+def acquire(
+    core: Core, match: Match, request: Request, number: LeaseId, on_exit: Callable[[Lease], None], ticket: Ticket | None = None
+) -> Lease:
     """Leases a prompt, resuming at the match's restore point (looked up again if the tree moved on)."""
     if match.version != core.tree.version:
         match = find(core.tree, match.namespace, match.packed, match.limit_tokens)
@@ -46,7 +50,8 @@ def acquire(core: Core, match: Match, request: Request, number: LeaseId, on_exit
     except NoRoom:
         _let_go(core, holds)
         raise
-    lease = _open(core, match, request, number, on_exit)
+    core.namespaces[match.namespace.digest] = match.namespace
+    lease = _open(core, match, request, number, on_exit, _from_store(core, holds, ticket))
     if core.nearest is Tier.DEVICE:
         _fill(core, lease, match, holds, pages)
     else:
@@ -110,13 +115,27 @@ def _need(core: Core, match: Match, holds: Holds) -> dict[Kind, int]:
     }
 
 
-def _open(core: Core, match: Match, request: Request, number: LeaseId, on_exit: Callable[[Lease], None]) -> Lease:
+def _from_store(core: Core, holds: Holds, ticket: Ticket | None) -> int:
+    """How many of the tokens to be restored came from the store while this request waited."""
+    if ticket is None:
+        return 0
+    on_device = (holds.near != ABSENT) & (core.arena(core.nearest).state[Kind.PREFIX][holds.near] == READY)
+    from_host = ~on_device if core.nearest is Tier.DEVICE else np.ones(len(holds.near), np.bool_)
+    shared = min(len(from_host), len(ticket.from_store))
+    return int(np.count_nonzero(from_host[:shared] & ticket.from_store[:shared])) * core.spec.page_tokens
+
+
+def _open(
+    core: Core, match: Match, request: Request, number: LeaseId, on_exit: Callable[[Lease], None], from_store: int
+) -> Lease:
     resume = match.restore_tokens
     stops = prompt_stops(
         core.spec, core.config.placement, resume=resume, known=match.known_tokens,
         prompt_tokens=match.prompt_tokens, hints=request.hints,
     )  # fmt: skip
-    sources = Sources(device=match.device_tokens, host=match.host_tokens, computed=match.prompt_tokens - resume)
+    sources = Sources(
+        device=match.device_tokens, host=match.host_tokens - from_store, store=from_store, computed=match.prompt_tokens - resume
+    )
     assert sources.total == match.prompt_tokens, f"{sources} does not add up to {match.prompt_tokens}"
     return Lease(
         number, namespace=match.namespace, packed=match.packed, resume=resume, sources=sources,
@@ -205,6 +224,8 @@ def _note_use(core: Core, match: Match, lease: Lease) -> None:
     note_expiry(core, deepest)
     if save_on_use(core.config.write, deepest.hits):
         save_path(core, deepest)
+        if core.link is not None:
+            offer(core, core.link, deepest)
 
 
 def _copy(kind: Kind, source: Tier, read: PageIds, write: PageIds) -> Copy:

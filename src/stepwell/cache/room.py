@@ -51,6 +51,8 @@ def make_room(core: Core, tier: Tier, need: Need) -> Room:
         patient = in_vain < arena.layout.slab_bytes
         victim = _pop(core, tier, need, any_sort=patient) or _pop(core, tier, need, any_sort=True)
         if victim is None:
+            if not waiting and _cut_off(core, tier):
+                continue
             return Room(fits=False, waiting=waiting)
         if core.save_first is not None and core.save_first(core, victim):
             waiting = True  # it is a candidate again when its copy ends
@@ -59,6 +61,20 @@ def make_room(core: Core, tier: Tier, need: Need) -> Room:
         if not _asked_for(victim, need):
             in_vain += freed
     return Room(fits=True, waiting=waiting)
+
+
+def _cut_off(core: Core, tier: Tier) -> bool:
+    """The last resort: gives up pages that the other tier's depend on, and those with them. False when there are none.
+
+    Such pages are rare: a copy in the middle of a run failed, say.
+    """
+    found = core.tree.ranking.pop_depended_on(tier)
+    if found is None:
+        return False
+    run, tail = found
+    core.counters.add("evicted_cut_off")
+    discard_tail(core.tree, run, tail.start, core.loss(LossReason.EVICTED, tier))
+    return True
 
 
 def _pop(core: Core, tier: Tier, need: Need, *, any_sort: bool) -> Victim | None:

@@ -11,6 +11,7 @@ import numpy as np
 from stepwell.base.errors import NoRoom
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.plan import NO_PAGES, Copy, PageIds, Purpose, Span
+from stepwell.cache.backup import put_before_eviction
 from stepwell.cache.core import Core
 from stepwell.cache.room import allocate
 from stepwell.memory.arena import READY
@@ -22,7 +23,7 @@ from stepwell.tree.ranking import previous_checkpoint
 def save_path(core: Core, node: Node) -> None:
     """Saves every device page from the root to `node`, and the checkpoints on the way, that the host lacks."""
     save_runs(core, node)
-    for each in reversed(_upwards(node)):
+    for each in node.path():
         host = each.runs[Tier.HOST]
         if host is None:
             return
@@ -37,9 +38,11 @@ def save_path(core: Core, node: Node) -> None:
 
 
 def write_back(core: Core, victim: Victim) -> bool:
-    """Before an eviction: starts saving what is worth something and is on the device only. True if it did."""
-    if victim.tier is not Tier.DEVICE or victim.unsaved:
+    """Before an eviction: starts saving what is worth something and is nowhere below. True if it did."""
+    if victim.unsaved:
         return False
+    if victim.tier is Tier.HOST:
+        return core.link is not None and put_before_eviction(core, core.link, victim)
     if isinstance(victim, Residency):
         dirty = victim.ready and not victim.users and victim.checkpoint.held[Tier.HOST] is None
         saving = dirty and save_residency(core, victim)
@@ -57,11 +60,16 @@ def save_runs(core: Core, node: Node) -> bool:
     pieces = _unsaved(core, node)
     if not pieces:
         return False
+    need = {Kind.PREFIX: sum(len(missing) for _, missing in pieces)}
+    path = _host_pages(node) if not core.arena(Tier.HOST).fits(need) else NO_PAGES
+    core.arena(Tier.HOST).retain(Kind.PREFIX, path)  # room is not to be made out of what it is to follow
     try:
-        ids = allocate(core, Tier.HOST, {Kind.PREFIX: sum(len(missing) for _, missing in pieces)})[Kind.PREFIX]
+        ids = allocate(core, Tier.HOST, need)[Kind.PREFIX]
     except NoRoom:
         core.counters.add("save_skipped_no_room")
         return False
+    finally:
+        core.mover.release(Tier.HOST, Kind.PREFIX, path)
     source, start = [], 0
     runs: list[Run] = []
     for each, missing in pieces:
@@ -164,7 +172,14 @@ def _shared_windows(core: Core, node: Node, page: int) -> dict[int, int]:
 
 def _unsaved(core: Core, node: Node) -> list[tuple[Node, PageIds]]:
     """The nodes from the root to `node` with pages to save, and which of their pages."""
-    return [(each, missing) for each in reversed(_upwards(node)) if len(missing := _missing(core, each))]
+    return [(each, missing) for each in node.path() if len(missing := _missing(core, each))]
+
+
+def _host_pages(node: Node) -> PageIds:
+    """Every host page from the root to `node`."""
+    runs = [each.runs[Tier.HOST] for each in node.path()]
+    ids: PageIds = np.concatenate([NO_PAGES, *(run.ids for run in runs if run is not None)])
+    return np.asarray(ids[ids != ABSENT])
 
 
 def _missing(core: Core, node: Node) -> PageIds:
@@ -177,16 +192,6 @@ def _missing(core: Core, node: Node) -> PageIds:
     if host is not None:
         wanted &= host.ids == ABSENT
     return np.flatnonzero(wanted).astype(np.int32)
-
-
-def _upwards(node: Node) -> list[Node]:
-    """The node and those above it, deepest first, without the root."""
-    path = []
-    here: Node | None = node
-    while here is not None and here.parent is not None:
-        path.append(here)
-        here = here.parent
-    return path
 
 
 def _array(ids: object) -> PageIds:

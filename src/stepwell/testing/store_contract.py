@@ -19,7 +19,7 @@ from stepwell.base.errors import StoreError
 from stepwell.store.api import NO_PARENT, Read, ReadOutcome, Space, Store, Write, WriteOutcome
 from stepwell.store.seal import Verdict, seal, verify
 
-SIZES = (1, 63, 64, 511, 512, 513, 4095, 4096, 4097, 65536, 300_001)
+SIZES = (0, 1, 63, 64, 511, 512, 513, 4095, 4096, 4097, 65536, 300_001)
 
 
 def space(name: str) -> Space:

@@ -26,6 +26,8 @@ class LossReason(Enum):
     FAILED = "its copy failed"
     EXPIRED = "its time to live ran out"
     CLEARED = "cleared on request"
+    STORE = "the store's copy could not be used"
+    LATE = "it had not arrived from the store when the request went on"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +37,7 @@ class Loss:
     at_s: float
     reason: LossReason
     tier: Tier
+    detail: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +88,7 @@ class Residency:
 class Checkpoint:
     """Everything of window and point shape at one boundary (in pages from the root)."""
 
-    __slots__ = ("held", "node", "page", "used_at", "uses")
+    __slots__ = ("held", "node", "page", "stored", "used_at", "uses")
 
     def __init__(self, node: Node, page: int, now: float) -> None:
         self.node: Node | None = node  # None once it left the tree
@@ -93,6 +96,7 @@ class Checkpoint:
         self.held: list[Residency | None] = [None, None]
         self.used_at = now
         self.uses = 0
+        self.stored = False  # believed to be in the store, or on its way there
 
     def ready_in(self, tier: Tier) -> Residency | None:
         residency = self.held[tier]
@@ -122,8 +126,8 @@ class Node:
     """A run of pages on one path from a namespace's root."""
 
     __slots__ = (
-        "checkpoints", "expires_at", "expiry_noted", "first", "hits", "kids", "lost", "num_pages",
-        "parent", "priority", "rest", "runs", "start", "used_at",
+        "checkpoints", "expires_at", "expiry_noted", "first", "hits", "keys", "kids", "lost", "num_pages",
+        "parent", "priority", "rest", "runs", "start", "stored", "used_at",
     )  # fmt: skip
 
     def __init__(self, parent: Node | None, *, start: int, first: bytes, rest: bytes, num_pages: int) -> None:
@@ -136,6 +140,8 @@ class Node:
         self.runs: list[Run | None] = [None, None]
         self.checkpoints: dict[int, Checkpoint] | None = None
         self.lost: dict[bytes | int, Loss] | None = None  # by first page of what was below, or by boundary
+        self.keys = b""  # chained keys of its first pages, as many as somebody asked for (`chain.py`)
+        self.stored = 0  # of its first pages, how many are believed to be in the store, or on their way there
         self.used_at = 0.0
         self.hits = 0
         self.priority = 0
@@ -161,6 +167,15 @@ class Node:
         self.lost[what] = loss
         if len(self.lost) > MAX_LOSSES:
             del self.lost[next(iter(self.lost))]
+
+    def path(self) -> list[Node]:
+        """The nodes from the first below the root to this one."""
+        nodes: list[Node] = []
+        here: Node | None = self
+        while here is not None and here.parent is not None:
+            nodes.append(here)
+            here = here.parent
+        return nodes[::-1]
 
     def child(self, page: bytes) -> Node | None:
         return self.kids.by_page.get(page) if self.kids else None

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stepwell.base.ids import Kind, Tier
-from stepwell.base.keys import PageKey
+from stepwell.base.keys import KEY_BYTES, PageKey
 from stepwell.base.plan import PageIds
 from stepwell.memory.arena import READY
 from stepwell.tree.checkpoints import forget
@@ -112,6 +112,7 @@ def _trim(tree: Tree, node: Node, at: int) -> None:
         tree.owner[tier][gone] = None
         tree.arenas[tier].drop(Kind.PREFIX, gone)
     node.num_pages = at
+    node.keys, node.stored = node.keys[: at * KEY_BYTES], min(node.stored, at)
     node.rest = node.rest[: max(at - 1, 0) * tree.page_bytes]
 
 

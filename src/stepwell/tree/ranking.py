@@ -20,6 +20,7 @@ from stepwell.tree.node import ABSENT, Checkpoint, Node, Residency, Run, Victim
 from stepwell.tree.order import EvictionOrder, Standing
 
 WORTHLESS = -1  # the priority of what nothing can use
+MOST_DEPENDED_ON = 1024  # before those that have left the tree are taken out
 TIDY_ENTRIES = 2  # more than the one entry that a use can make out of date
 
 
@@ -46,16 +47,21 @@ class Ranking:
         self._value = value
         self._runs = {tier: EvictionOrder() for tier in arenas}
         self._checkpoints = {tier: EvictionOrder() for tier in arenas}
+        # Runs that are kept only because the other tier's pages depend on them, oldest first; some are out of date.
+        self._depended_on: dict[Tier, dict[Run, None]] = {tier: {} for tier in arenas}
 
     # ---- questions --------------------------------------------------------------------------------
 
-    def tail(self, run: Run) -> Tail | None:
-        """What of a run may go now, references aside; None while something stands on all of it."""
+    def tail(self, run: Run, *, cut_off: bool = False) -> Tail | None:
+        """What of a run may go now, references aside; None while something stands on all of it.
+
+        With `cut_off`, pages of the other tier that only this run leads to do not count: they would go with it.
+        """
         node, tier = run.node, run.tier
         kids = node.kids
         if not run.num_pages or node.parent is None or (kids and (kids.below[tier] or kids.anchored[tier])):
             return None
-        start = max(node.last_checkpoint(tier) - node.start, self._stood_on(run))
+        start = max(node.last_checkpoint(tier) - node.start, 0 if cut_off else self._stood_on(run))
         if self._spec.free_step is None and not (kids and any(kids.anchored)):
             reached = node.last_checkpoint() - node.start
             if _has_pages(run, max(reached, start)):
@@ -101,8 +107,29 @@ class Ranking:
         if last != ABSENT and self._arenas[run.tier].refs[Kind.PREFIX][last] > 1:
             return
         tail = self.tail(run)
-        if tail is not None and (not run.ticket or tail.dead):
+        if tail is None:
+            if self.tail(run, cut_off=True) is not None:
+                self._note_depended_on(run)
+        elif not run.ticket or tail.dead:
             self._runs[run.tier].push(run, self._run_standing(run, tail))
+
+    def pop_depended_on(self, tier: Tier) -> tuple[Run, Tail] | None:
+        """Takes out an idle run that is kept only because the other tier's pages depend on it: they would go with it."""
+        waiting = self._depended_on[tier]
+        while waiting:
+            run = next(iter(waiting))
+            del waiting[run]  # whoever gives it back, if it is in use, will queue it again
+            tail = self.tail(run, cut_off=True) if run.node.runs[tier] is run else None
+            if tail is not None and self.idle(run, tail.start, at_most=1).num_pages:
+                return run, tail
+        return None
+
+    def _note_depended_on(self, run: Run) -> None:
+        waiting = self._depended_on[run.tier]
+        waiting[run] = None
+        if len(waiting) > MOST_DEPENDED_ON:
+            for each in [each for each in waiting if each.node.runs[each.tier] is not each]:
+                del waiting[each]
 
     def queue_residency(self, residency: Residency) -> None:
         if not residency.ticket and _in_tree(residency):

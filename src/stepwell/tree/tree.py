@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stepwell.base.ids import CACHED_TIERS, Kind, Tier
-from stepwell.base.keys import PageKey
+from stepwell.base.keys import KEY_BYTES, PageKey
 from stepwell.base.plan import PageIds
 from stepwell.base.spec import ModelSpec
 from stepwell.base.tokens import TOKEN_BYTES, common_pages
@@ -103,6 +103,8 @@ class Tree:
         upper = Node(parent, start=node.start, first=node.first, rest=node.rest[:cut], num_pages=at)
         upper.note_use(Use(at_s=node.used_at, priority=node.priority, expires_at_s=node.expires_at))
         upper.hits = node.hits
+        upper.keys, node.keys = node.keys[: at * KEY_BYTES], node.keys[at * KEY_BYTES :]
+        upper.stored, node.stored = min(node.stored, at), max(node.stored - at, 0)
         parent.kids.by_page[upper.first] = upper
         node.parent, node.start, node.num_pages = upper, node.start + at, node.num_pages - at
         node.first, node.rest = node.rest[cut : cut + self.page_bytes], node.rest[cut + self.page_bytes :]

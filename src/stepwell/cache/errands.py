@@ -1,0 +1,157 @@
+"""Errands to the store on their way: what each one holds while it runs, and whether the store is well.
+
+An errand holds a reference to every host page it reads or writes, until the store has answered for it, however late.
+Outcomes are handed on in `apply`, on the brain's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from stepwell.base.clock import Clock
+from stepwell.base.errand import Ask, Errand, Fate, Outcome, Reply, Task, num_items
+from stepwell.base.ids import JobId, Kind, Tier
+from stepwell.base.keys import Namespace
+from stepwell.base.plan import PageIds
+from stepwell.cache.mover import Mover
+from stepwell.cache.porter import Porter
+from stepwell.memory.arena import Arena
+from stepwell.metrics.counters import Counters
+from stepwell.policy.breaker import Breaker
+from stepwell.tree.node import Residency
+
+Pages = tuple[tuple[Kind, PageIds], ...]
+OnOutcome = Callable[[Outcome, float], None]  # and the seconds it took
+
+
+class Call:
+    """What ties errands of one purpose together: calling it off stops them all."""
+
+    def __init__(self) -> None:
+        self.is_off = False
+
+    def off(self) -> bool:
+        return self.is_off
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Running:
+    errand: Errand
+    started_s: float
+    pages: Pages
+    reads: Residency | None
+    on_outcome: OnOutcome
+    call: Call
+    abandoned: bool = False
+
+
+class Errands:
+    """Starts errands and hands on their outcomes, each exactly once."""
+
+    def __init__(
+        self, porter: Porter, host: Arena, mover: Mover, counters: Counters, clock: Clock, breaker: Breaker, *, timeout_s: float
+    ) -> None:
+        self._porter = porter
+        self._host = host
+        self._mover = mover
+        self._counters = counters
+        self._clock = clock
+        self._breaker = breaker
+        self._timeout_s = timeout_s
+        self._running: dict[JobId, _Running] = {}  # in the order they were started
+        self._last_id = 0
+        self.failures: list[str] = []  # since somebody last took them away
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def overdue(self) -> bool:
+        """Whether nothing is left but what was given up on."""
+        return all(running.abandoned for running in self._running.values())
+
+    def holders(self) -> Iterator[tuple[Tier, Kind, PageIds]]:
+        """Every reference that errands hold, for audits."""
+        for running in self._running.values():
+            for kind, ids in running.pages:
+                yield Tier.HOST, kind, ids
+
+    def readers(self) -> Iterable[Residency | None]:
+        return [running.reads for running in self._running.values()]
+
+    def start(
+        self, task: Task, namespace: Namespace, on_outcome: OnOutcome, *, call: Call, pages: Pages = (),
+        reads: Residency | None = None,
+    ) -> JobId:  # fmt: skip
+        """Takes a reference to every host page named and sends the errand off."""
+        self._last_id += 1
+        now = self._clock.now()
+        errand = Errand(job=JobId(self._last_id), namespace=namespace, task=task, cancelled=call.off)
+        pages = tuple((kind, ids) for kind, ids in pages if len(ids))
+        for kind, ids in pages:
+            self._host.retain(kind, ids)
+        if reads is not None:
+            reads.users += 1
+        self._running[errand.job] = _Running(
+            errand=errand, started_s=now, pages=pages, reads=reads, on_outcome=on_outcome, call=call
+        )
+        self._breaker.asked(now)
+        self._porter.submit(errand)
+        return errand.job
+
+    def apply(self) -> int:
+        """Hands on everything that was answered, and gives up on what is overdue; returns how many were answered."""
+        replies = self._porter.replies()
+        for reply in replies:
+            self._answered(reply)
+        self._abandon_overdue()
+        return len(replies)
+
+    def drain(self) -> None:
+        """Waits for everything under way, for as long as an errand may take."""
+        self._porter.drain(self._timeout_s)
+
+    def close(self) -> None:
+        self._porter.close()
+
+    # ---- inside -----------------------------------------------------------------------------------
+
+    def _answered(self, reply: Reply) -> None:
+        running = self._running.pop(reply.job)
+        if not running.abandoned:
+            self._judge(running.errand.task, reply.outcome)
+            running.on_outcome(reply.outcome, reply.took_s)
+        if running.reads is not None:
+            self._mover.unpin(running.reads)
+        for kind, ids in running.pages:
+            self._mover.release(Tier.HOST, kind, ids)
+
+    def _judge(self, task: Task, outcome: Outcome) -> None:
+        """Counts what went wrong by its cause, and lets the breaker know how the store did."""
+        for fate in outcome.fates if not isinstance(task, Ask) else ():  # that a store lacks something is no failure
+            if fate not in (Fate.OK, Fate.CANCELLED):
+                self._counters.add(f"store_{fate.name.lower()}")
+        if outcome.error is not None or Fate.FAILED in outcome.fates:
+            self._failed(outcome.error or "the store failed")
+        elif Fate.CANCELLED not in outcome.fates:
+            self._breaker.succeeded()
+
+    def _failed(self, why: str) -> None:
+        self.failures.append(why)
+        self._counters.add("store_errands_failed")
+        if self._breaker.failed(self._clock.now()):
+            self._counters.add("store_switched_off")
+
+    def _abandon_overdue(self) -> None:
+        """What the store has not answered in time has failed; its pages stay held, for it may still be using them."""
+        latest_start_s = self._clock.now() - self._timeout_s
+        for running in list(self._running.values()):
+            if running.started_s > latest_start_s:
+                break
+            if not running.abandoned:
+                running.abandoned = running.call.is_off = True
+                self._failed(f"no answer within {self._timeout_s:g} s")
+                fates = (Fate.FAILED,) * num_items(running.errand.task)
+                running.on_outcome(Outcome(fates=fates, error="no answer"), self._timeout_s)

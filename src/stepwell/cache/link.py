@@ -1,0 +1,67 @@
+"""One attached store, as the cache sees it: errands on their way, what they taught us, and whether it is well.
+
+The verbs that use it are in `prefetch.py` (upwards) and `backup.py` (downwards).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+
+from stepwell.base.config import StoreConfig
+from stepwell.base.ids import Kind, Tier
+from stepwell.base.plan import PageIds
+from stepwell.cache.errands import Errands
+from stepwell.cache.ticket import Fetch, Ticket
+from stepwell.policy.breaker import Breaker, BreakerState
+from stepwell.policy.patience import Patience, Speed
+from stepwell.store.api import Store
+from stepwell.tree.node import Node, Residency
+
+
+class LinkState(Enum):
+    ATTACHED = "attached"
+    SWITCHED_OFF = "switched off after failures"
+    DETACHED = "detached"
+
+
+@dataclass(kw_only=True, eq=False)
+class StoreLink:
+    """What stands behind one attached store. One thread."""
+
+    store: Store
+    config: StoreConfig
+    errands: Errands
+    breaker: Breaker
+    patience: Patience
+    fetch_bytes: Speed = field(default_factory=Speed)  # per reader
+    tickets: dict[Ticket, None] = field(default_factory=dict)  # open ones, oldest first
+    fetches: dict[Fetch, None] = field(default_factory=dict)  # whose pages are still held for somebody
+    fetch_of: dict[int, Fetch] = field(default_factory=dict)  # by host page on its way
+    waiting: dict[Node, float] = field(default_factory=dict)  # paths to be backed up, by their last node: since when
+    barred: set[bytes] = field(default_factory=set)  # namespaces that were cleared: their stored values are not to be used
+    backup_bytes: int = 0  # on their way down
+    detached: bool = False
+
+    @property
+    def state(self) -> LinkState:
+        if self.detached:
+            return LinkState.DETACHED
+        return LinkState.ATTACHED if self.breaker.state is BreakerState.CLOSED else LinkState.SWITCHED_OFF
+
+    @property
+    def held_bytes(self) -> int:
+        """Host bytes that fetches hold for requests that have not begun."""
+        return sum(fetch.size_bytes for fetch in self.fetches)
+
+    def holders(self) -> Iterator[tuple[Tier, Kind, PageIds]]:
+        """Every reference held on the store's behalf, for audits."""
+        yield from self.errands.holders()
+        for fetch in self.fetches:
+            yield Tier.HOST, Kind.PREFIX, fetch.ids
+
+    def readers(self) -> Iterator[Residency | None]:
+        yield from self.errands.readers()
+        for fetch in self.fetches:
+            yield from fetch.residencies

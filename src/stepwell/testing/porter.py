@@ -1,0 +1,119 @@
+"""Porters whose every answer a test decides: by order, or by a clock that the test moves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from stepwell.base.clock import ManualClock
+from stepwell.base.errand import Errand, Fate, Outcome, PutCheckpoint, PutPages, Reply, joint, num_items
+from stepwell.base.ids import JobId
+from stepwell.cache.porter import attempt
+from stepwell.transfer.store_hands import StoreHands
+
+
+class ScriptedPorter:
+    """Keeps errands until a test lets them be answered. The store is used at that moment, not before."""
+
+    def __init__(self, ranks: Sequence[StoreHands]) -> None:
+        self._ranks = ranks
+        self._errands: dict[JobId, Errand] = {}
+        self._done: list[Reply] = []
+        self.num_submitted = 0
+
+    @property
+    def pending(self) -> tuple[JobId, ...]:
+        """Errands that were not answered, oldest first."""
+        return tuple(self._errands)
+
+    def errand(self, job: JobId) -> Errand:
+        return self._errands[job]
+
+    def submit(self, errand: Errand) -> None:
+        self.num_submitted += 1
+        self._errands[errand.job] = errand
+
+    def finish(self, job: JobId, *, took_s: float = 0.0, fate: Fate | None = None) -> None:
+        """Lets one errand be carried out on every rank; or, with a fate, answers for it without doing anything."""
+        errand = self._errands.pop(job)
+        if fate is None:
+            outcome = joint([attempt(hands, errand) for hands in self._ranks])
+        else:
+            outcome = Outcome(fates=(fate,) * num_items(errand.task), error="told to fail" if fate is Fate.FAILED else None)
+        self._done.append(Reply(job=job, outcome=outcome, took_s=took_s))
+
+    def finish_all(self, *, took_s: float = 0.0) -> None:
+        for job in self.pending:
+            self.finish(job, took_s=took_s)
+
+    def replies(self) -> list[Reply]:
+        done, self._done = self._done, []
+        return done
+
+    def drain(self, timeout_s: float) -> None:
+        self.finish_all()
+
+    def close(self) -> None:
+        pass
+
+
+class TimedPorter:
+    """Answers each errand when the clock has moved past the time its store took, on so many workers.
+
+    The stores of its hands sleep by `sleep`, which only adds up. An errand that has begun is not interrupted.
+    """
+
+    def __init__(self, clock: ManualClock, *, readers: int = 4, writers: int = 1) -> None:
+        self._clock = clock
+        self._ranks: Sequence[StoreHands] = ()
+        self._queues: dict[bool, list[tuple[float, Errand]]] = {True: [], False: []}  # by whether they write
+        self._free_s = {True: [0.0] * writers, False: [0.0] * readers}
+        self._done: list[tuple[float, Reply]] = []
+        self._slept_s = 0.0
+
+    def serve(self, ranks: Sequence[StoreHands]) -> None:
+        """Gives it its hands, whose stores were made with its `sleep`."""
+        self._ranks = ranks
+
+    def sleep(self, seconds: float) -> None:
+        self._slept_s += seconds
+
+    def submit(self, errand: Errand) -> None:
+        self._queues[isinstance(errand.task, (PutPages, PutCheckpoint))].append((self._clock.now(), errand))
+
+    def replies(self) -> list[Reply]:
+        self._work()
+        now = self._clock.now()
+        due = sorted((each for each in self._done if each[0] <= now), key=lambda each: each[0])
+        self._done = [each for each in self._done if each[0] > now]
+        return [reply for _, reply in due]
+
+    def next_answer_s(self) -> float:
+        """When the next answer is due: infinity for never."""
+        self._work()
+        return min((at_s for at_s, _ in self._done), default=float("inf"))
+
+    def drain(self, timeout_s: float) -> None:
+        self._clock.advance(timeout_s)
+
+    def close(self) -> None:
+        pass
+
+    def _work(self) -> None:
+        """Begins everything whose turn has come."""
+        for writes, queue in self._queues.items():
+            free = self._free_s[writes]
+            while queue:
+                submitted_s, errand = queue[0]
+                worker = min(range(len(free)), key=free.__getitem__)
+                started_s = max(submitted_s, free[worker])
+                if started_s > self._clock.now():
+                    break
+                queue.pop(0)
+                took_s = self._run(errand, started_s)
+                free[worker] = started_s + took_s
+
+    def _run(self, errand: Errand, started_s: float) -> float:
+        self._slept_s = 0.0
+        outcome = joint([attempt(hands, errand) for hands in self._ranks])
+        self._done.append((started_s + self._slept_s, Reply(job=errand.job, outcome=outcome, took_s=self._slept_s)))
+        return self._slept_s

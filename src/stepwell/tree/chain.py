@@ -1,0 +1,30 @@
+"""The chained keys of a path's pages, as stores know them. Kept in the nodes once computed; changes nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from stepwell.base.keys import KEY_BYTES, PageKey, page_keys
+from stepwell.tree.node import Node
+
+
+def path_keys(
+    root: PageKey, path: Sequence[Node], packed: bytes, *, known: int, upto: int, page_bytes: int
+) -> tuple[PageKey, ...]:
+    """The keys of the first `upto` pages of a prompt, of which the nodes of `path` hold the first `known`."""
+    keys: list[PageKey] = []
+    for node in path:
+        if node.start >= min(known, upto):
+            break
+        keys += node_keys(node, keys[-1] if keys else root, page_bytes)[: min(known, upto) - node.start]
+    keys += page_keys(keys[-1] if keys else root, packed[len(keys) * page_bytes : upto * page_bytes], page_bytes)
+    return tuple(keys)
+
+
+def node_keys(node: Node, parent: PageKey, page_bytes: int) -> list[PageKey]:
+    """The keys of all of a node's pages, chained on the key of the page before it."""
+    done = len(node.keys) // KEY_BYTES
+    if done < node.num_pages:
+        last = PageKey(node.keys[-KEY_BYTES:]) if done else parent
+        node.keys += b"".join(page_keys(last, (node.first + node.rest)[done * page_bytes :], page_bytes))
+    return [PageKey(node.keys[at : at + KEY_BYTES]) for at in range(0, len(node.keys), KEY_BYTES)]

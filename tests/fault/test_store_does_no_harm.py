@@ -1,0 +1,112 @@
+"""A store that is slow or broken never makes a workload more than 5 % slower than having none. On a virtual clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+import pytest
+
+from stepwell import Lease, NoRoom, Tier
+from stepwell.base.clock import ManualClock
+from stepwell.base.config import PrefetchPolicy, StoreConfig
+from stepwell.store.api import Store
+from stepwell.store.memory import MemoryStore
+from stepwell.store.wrappers import Faults, Faulty, Slow
+from stepwell.testing import TimedPorter
+from stepwell.transfer.store_hands import StoreHands
+from toys import FULL_POINT, PAGE, Rig, text
+
+TOKENS_PER_S = 200.0
+SESSIONS, TURNS, TURN_TOKENS = 24, 6, 15 * PAGE
+Make = Callable[[Store, Callable[[float], None]], Store]
+
+STORES: dict[str, Make] = {
+    "slow to answer": lambda store, sleep: Slow(store, sleep=sleep, latency_s=2.0),
+    "very slow to answer": lambda store, sleep: Slow(store, sleep=sleep, latency_s=60.0),
+    "slow to deliver": lambda store, sleep: Slow(store, sleep=sleep, bytes_per_s=100.0),
+    "a little slower than computing": lambda store, sleep: Slow(store, sleep=sleep, bytes_per_s=OBJECT_BYTES_PER_S / 8),
+    "always failing": lambda store, sleep: Faulty(store, Faults(fail=1.0), random=Random(1), sleep=sleep),
+    "often failing": lambda store, sleep: Slow(
+        Faulty(store, Faults(fail=0.3), random=Random(1), sleep=sleep), sleep=sleep, latency_s=0.5
+    ),
+    "often hanging": lambda store, sleep: Faulty(store, Faults(hang=0.2), random=Random(1), sleep=sleep),
+    "always hanging": lambda store, sleep: Faulty(store, Faults(hang=1.0), random=Random(1), sleep=sleep),
+    "damaging everything": lambda store, sleep: Slow(
+        Faulty(store, Faults(flip=1.0), random=Random(1), sleep=sleep), sleep=sleep, latency_s=0.3
+    ),
+    "losing everything": lambda store, sleep: Slow(
+        Faulty(store, Faults(lose=1.0), random=Random(1), sleep=sleep), sleep=sleep, latency_s=0.3
+    ),
+}
+OBJECT_BYTES_PER_S = TOKENS_PER_S / PAGE * 32
+
+
+class World:
+    """Sessions that take turns at one engine, with tiers too small for them; computing and waiting take virtual time."""
+
+    def __init__(self, make: Make | None, policy: PrefetchPolicy) -> None:
+        self.clock = ManualClock()
+        self.rig = Rig(FULL_POINT, device_pages=160, host_pages=320, clock=self.clock)
+        self.porter = TimedPorter(self.clock)
+        if make is not None:
+            store = make(MemoryStore(), self.porter.sleep)
+            self.porter.serve([StoreHands(store, self.rig.memories[0][Tier.HOST])])
+            self.rig.cache.attach_store(store, StoreConfig(prefetch=policy), porter=self.porter)
+
+    def play(self) -> float:
+        """Seconds from the first arrival to the last answer."""
+        histories = [text(session, 0) for session in range(SESSIONS)]
+        for turn in range(TURNS):
+            for session, history in enumerate(histories):
+                history += text(session, (turn + 1) * TURN_TOKENS)[turn * TURN_TOKENS :]
+                self._serve(history)
+        return self.clock.now()
+
+    def _serve(self, tokens: list[int]) -> None:
+        cache = self.rig.cache
+        ticket = cache.prefetch(cache.lookup(tokens))
+        while not ticket.ready:
+            next_s = min(self.porter.next_answer_s(), ticket.deadline_s)
+            self.clock.advance(max(next_s - self.clock.now(), 0.0) + 1e-6)
+            cache.step()
+        lease: Lease | None = None
+        while lease is None:
+            try:
+                lease = cache.acquire(cache.lookup(tokens), ticket=ticket)
+            except NoRoom:
+                self._settle()
+        with lease:
+            self._settle()
+            self.rig.engine.check(lease)
+            while lease.position < len(tokens):
+                upto = min(cache.next_stop(lease) or len(tokens), lease.position + 4 * PAGE, len(tokens))
+                cache.grow(lease, upto)
+                self.rig.engine.compute(lease, upto)
+                self.clock.advance((upto - lease.position) / TOKENS_PER_S)
+                cache.commit(lease, upto)
+                self._settle()
+
+    def _settle(self) -> None:
+        """Copies between device and host take no time here."""
+        self.rig.cache.step()
+        while self.rig.executor.pending:
+            self.rig.executor.finish_all()
+            self.rig.cache.step()
+
+
+@pytest.fixture(scope="module")
+def without_a_store() -> float:
+    return World(None, PrefetchPolicy.TIMEOUT).play()
+
+
+@pytest.mark.parametrize("policy", [PrefetchPolicy.TIMEOUT, PrefetchPolicy.BEST_EFFORT], ids=lambda policy: policy.value)
+@pytest.mark.parametrize("kind", STORES)
+def test_a_workload_is_at_most_five_percent_slower(kind: str, policy: PrefetchPolicy, without_a_store: float) -> None:
+    took_s = World(STORES[kind], policy).play()
+    assert took_s <= 1.05 * without_a_store, f"{took_s:.1f} s with the store, {without_a_store:.1f} s without"
+
+
+def test_a_good_store_makes_it_faster(without_a_store: float) -> None:
+    took_s = World(lambda store, sleep: Slow(store, sleep=sleep, latency_s=0.001, bytes_per_s=1e9), PrefetchPolicy.TIMEOUT).play()
+    assert took_s < 0.7 * without_a_store, f"{took_s:.1f} s with the store, {without_a_store:.1f} s without"

@@ -14,7 +14,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "==> building $(VENV) (once; a few minutes)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar on --constraint constraints.txt torch
-	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar on --constraint constraints.txt --editable '.[torch,test]'
+	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar on --constraint constraints.txt --editable '.[torch,mooncake,test]'
 	@touch $@
 
 demo: $(STAMP) ## Run a small multi-turn workload through the real cache and check every byte

@@ -1,4 +1,8 @@
-"""A store that is slow or broken never makes a workload more than 5 % slower than having none. On a virtual clock."""
+"""A store that is slow or broken never makes a workload more than 5 % slower than having none. On a virtual clock.
+
+Sessions come back at random, some soon and some after memory has forgotten them. Time spent waiting for the store is also
+looked at by itself: a broken store that changes what memory forgets could hide it in the total.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +23,7 @@ from toys import FULL_POINT, PAGE, Rig, text
 
 TOKENS_PER_S = 200.0
 SESSIONS, TURNS, TURN_TOKENS = 24, 6, 15 * PAGE
+REQUESTS, WORKLOADS = 144, 3
 Make = Callable[[Store, Callable[[float], None]], Store]
 
 STORES: dict[str, Make] = {
@@ -45,8 +50,10 @@ OBJECT_BYTES_PER_S = TOKENS_PER_S / PAGE * 32
 class World:
     """Sessions that take turns at one engine, with tiers too small for them; computing and waiting take virtual time."""
 
-    def __init__(self, make: Make | None, policy: PrefetchPolicy) -> None:
+    def __init__(self, make: Make | None, policy: PrefetchPolicy, seed: int) -> None:
+        self.seed = seed
         self.clock = ManualClock()
+        self.waited_s = 0.0
         self.rig = Rig(FULL_POINT, device_pages=160, host_pages=320, clock=self.clock)
         self.porter = TimedPorter(self.clock)
         if make is not None:
@@ -56,20 +63,23 @@ class World:
 
     def play(self) -> float:
         """Seconds from the first arrival to the last answer."""
-        histories = [text(session, 0) for session in range(SESSIONS)]
-        for turn in range(TURNS):
-            for session, history in enumerate(histories):
-                history += text(session, (turn + 1) * TURN_TOKENS)[turn * TURN_TOKENS :]
-                self._serve(history)
+        turns = [0] * SESSIONS
+        choice = Random(self.seed)
+        for _ in range(REQUESTS):
+            session = min(choice.randrange(SESSIONS), choice.randrange(SESSIONS))  # some are busier than others
+            turns[session] = turns[session] % TURNS + 1
+            self._serve(text(session, turns[session] * TURN_TOKENS))
         return self.clock.now()
 
     def _serve(self, tokens: list[int]) -> None:
         cache = self.rig.cache
+        arrived_s = self.clock.now()
         ticket = cache.prefetch(cache.lookup(tokens))
         while not ticket.ready:
-            next_s = min(self.porter.next_answer_s(), ticket.deadline_s)
+            next_s = min(self.porter.next_answer_s(), ticket.ended_s)
             self.clock.advance(max(next_s - self.clock.now(), 0.0) + 1e-6)
             cache.step()
+        self.waited_s += self.clock.now() - arrived_s
         lease: Lease | None = None
         while lease is None:
             try:
@@ -78,11 +88,9 @@ class World:
                 self._settle()
         with lease:
             self._settle()
-            self.rig.engine.check(lease)
             while lease.position < len(tokens):
                 upto = min(cache.next_stop(lease) or len(tokens), lease.position + 4 * PAGE, len(tokens))
                 cache.grow(lease, upto)
-                self.rig.engine.compute(lease, upto)
                 self.clock.advance((upto - lease.position) / TOKENS_PER_S)
                 cache.commit(lease, upto)
                 self._settle()
@@ -95,18 +103,34 @@ class World:
             self.rig.cache.step()
 
 
+def total(make: Make | None, policy: PrefetchPolicy) -> tuple[float, float]:
+    """Seconds that a few workloads took, and of those the seconds spent waiting for the store."""
+    worlds = [World(make, policy, seed) for seed in range(WORKLOADS)]
+    took_s = sum(world.play() for world in worlds)
+    for world in worlds:
+        world.rig.cache.audit()
+    return took_s, sum(world.waited_s for world in worlds)
+
+
 @pytest.fixture(scope="module")
 def without_a_store() -> float:
-    return World(None, PrefetchPolicy.TIMEOUT).play()
+    return total(None, PrefetchPolicy.TIMEOUT)[0]
 
 
-@pytest.mark.parametrize("policy", [PrefetchPolicy.TIMEOUT, PrefetchPolicy.BEST_EFFORT], ids=lambda policy: policy.value)
-@pytest.mark.parametrize("kind", STORES)
+CASES = [(kind, PrefetchPolicy.TIMEOUT) for kind in STORES]
+CASES += [(kind, PrefetchPolicy.BEST_EFFORT) for kind in ("slow to answer", "slow to deliver", "always hanging")]
+
+
+@pytest.mark.parametrize(("kind", "policy"), CASES, ids=[f"{kind}, {policy.value}" for kind, policy in CASES])
 def test_a_workload_is_at_most_five_percent_slower(kind: str, policy: PrefetchPolicy, without_a_store: float) -> None:
-    took_s = World(STORES[kind], policy).play()
+    took_s, waited_s = total(STORES[kind], policy)
     assert took_s <= 1.05 * without_a_store, f"{took_s:.1f} s with the store, {without_a_store:.1f} s without"
+    assert waited_s <= 0.05 * without_a_store, f"{waited_s:.1f} s of waiting, {without_a_store:.1f} s without a store"
 
 
 def test_a_good_store_makes_it_faster(without_a_store: float) -> None:
-    took_s = World(lambda store, sleep: Slow(store, sleep=sleep, latency_s=0.001, bytes_per_s=1e9), PrefetchPolicy.TIMEOUT).play()
+    def good(store: Store, sleep: Callable[[float], None]) -> Store:
+        return Slow(store, sleep=sleep, latency_s=0.001, bytes_per_s=1e9)
+
+    took_s, _ = total(good, PrefetchPolicy.TIMEOUT)
     assert took_s < 0.7 * without_a_store, f"{took_s:.1f} s with the store, {without_a_store:.1f} s without"

@@ -7,7 +7,7 @@ of computed rows by the test, of copies by the executor, and of freed pages by t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -34,7 +34,7 @@ def space_of(namespace: Namespace) -> tuple[str | None, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Flight:
+class Flight:
     """A plan under way: what each target gets from which source, and every page that nobody may free or write meanwhile."""
 
     arrives: tuple[tuple[Where, Where, Content | None], ...]
@@ -48,7 +48,7 @@ class Ledger:
         self._spec = spec
         self.contents: dict[Where, Content] = {}
         self._offered: set[Where] = set()
-        self._flights: dict[JobId, _Flight] = {}
+        self._flights: dict[Hashable, Flight] = {}  # copies by job
         self._busy: Counter[Where] = Counter()
 
     # ---- what it is told --------------------------------------------------------------------------
@@ -83,7 +83,7 @@ class Ledger:
                 assert not any(target == earlier for _, earlier, _ in arrives), f"one plan writes {target} twice"
                 arrives.append((source, target, self.contents.get(source)))
                 pages += [source, target]
-        self._flights[plan.job] = _Flight(tuple(arrives), tuple(pages))
+        self._flights[plan.job] = Flight(tuple(arrives), tuple(pages))
         self._busy.update(pages)
 
     def delivered(self, completion: Completion) -> None:

@@ -10,6 +10,9 @@ import sys
 from random import Random
 
 from borrowed_world import BorrowedWorld
+from shelf import make_store_setup
+from store_traffic import FATES, StoreTraffic
+from store_world import BorrowedStoreWorld, StoreSide, StoreWorld
 from toy_models import TRUNKS, make_borrowed_setup, make_setup, prompt
 from traffic import Traffic
 from world import World
@@ -20,22 +23,50 @@ VERBS = {
     "preempt": 2, "come_back": 2, "tick": 6, "pin": 1, "unpin": 1, "clear": 0.5,
 }  # fmt: skip
 
+STORE_VERBS = {
+    "prefetch": 20, "close_ticket": 3, "acquire_awaited": 12, "serve_awaited": 8, "answer_errand": 50, "settle_everything": 4,
+    "move_store": 1.5, "evict": 24, "recover": 6, "restart": 2,
+}  # fmt: skip
+
 
 def live(seed: int, steps: int, *, borrowed: bool = False) -> World:
     """Runs a whole life, checking everything after each verb; returns the world it left behind, closed."""
     rng = Random(seed)
     world = BorrowedWorld(make_borrowed_setup(rng.choice)) if borrowed else World(make_setup(rng.choice))
     traffic = Traffic(world)
-    for verb in rng.choices(list(VERBS), list(VERBS.values()), k=steps):
-        _act(traffic, verb, rng)
-        world.check()
-    world.close()
+    _play(traffic, VERBS, rng, steps)
     return world
+
+
+def live_with_store(seed: int, steps: int, *, borrowed: bool = False) -> StoreSide:
+    """The same over a store that may be of any sort."""
+    rng = Random(seed)
+    setup = make_store_setup(rng.choice, borrowed=borrowed)
+    traffic = StoreTraffic((BorrowedStoreWorld if borrowed else StoreWorld)(setup))
+    for _ in range(4):
+        traffic.serve(_tokens(rng, traffic.page), 0)
+    if rng.random() < 0.5:
+        traffic.restart()
+    _play(traffic, VERBS | STORE_VERBS, rng, steps)
+    return traffic.world
+
+
+def _play(traffic: Traffic, verbs: dict[str, float], rng: Random, steps: int) -> None:
+    for verb in rng.choices(list(verbs), list(verbs.values()), k=steps):
+        _act(traffic, verb, rng)
+        traffic.world.check()
+    traffic.world.close()
 
 
 def _tokens(rng: Random, page: int) -> list[int]:
     own = rng.choice(((), (), (), (1,), (2, 0)))
     return prompt(rng.randrange(len(TRUNKS)), rng.randrange(8), own, rng.randrange(16), page)
+
+
+def _tokens_again(rng: Random, traffic: StoreTraffic) -> list[int]:
+    if rng.random() < 0.2:
+        return _tokens(rng, traffic.page)
+    return traffic.again(rng.randrange(12), rng.choice((0, 0, 0, 1, 5, 20)), rng.choice((0, 0, 1, 9)))
 
 
 def _act(traffic: Traffic, verb: str, rng: Random) -> None:
@@ -62,10 +93,21 @@ def _act(traffic: Traffic, verb: str, rng: Random) -> None:
             traffic.pin(_tokens(rng, traffic.page), pick, ttl_s)
         case "tick":
             traffic.world.clock.advance(rng.choice((1.0, 5.0, 20.0, 60.0)))
-        case "step" | "settle":
+        case "step" | "settle" | "settle_everything":
             getattr(traffic.world, verb)()
-        case "come_back":
-            traffic.come_back()
+        case "come_back" | "restart":
+            getattr(traffic, verb)()
+        case "prefetch":
+            traffic.prefetch(_tokens_again(rng, traffic), pick, rng.randrange(2), ttl_s)
+        case "serve_awaited":
+            traffic.serve_awaited(_tokens_again(rng, traffic), pick)
+        case "acquire_awaited":
+            traffic.acquire_awaited(pick, spent=rng.random() < 0.1)
+        case "answer_errand":
+            traffic.answer_errand(pick, rng.choice(FATES), rng.choice((0.0, 0.0, 0.0, 0.1, 5.0)))
+        case "recover":
+            serve, anew, drop = (rng.random() < chance for chance in (0.5, 0.5, 0.8))
+            traffic.recover(_tokens_again(rng, traffic), pick, serve=serve, anew=anew, drop=drop)
         case _:
             getattr(traffic, verb)(pick)
 

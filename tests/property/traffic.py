@@ -89,11 +89,14 @@ class Traffic:
         if self.world.advance(held, upto) and again and held.lease.ready:
             self.world.commit(held, upto)
 
-    def serve(self, tokens: list[int], pick: int, ttl_s: float | None = None, *, last: bool = False) -> None:
-        """A whole request with every copy on time."""
+    def serve(self, tokens: list[int], pick: int, ttl_s: float | None = None, *, last: bool = False) -> bool:
+        """A whole request with every copy on time; false when it had to give up."""
+        held = self.world.acquire(tokens, self.space(pick), ttl_s=self._ttl(ttl_s))
+        return held is not None and self.finish_serving(held, last=last)
+
+    def finish_serving(self, held: Held, *, last: bool = False) -> bool:
         world = self.world
-        held = world.acquire(tokens, self.space(pick), ttl_s=self._ttl(ttl_s))
-        while held is not None and held.lease.position < held.lease.num_tokens:
+        while held.lease.position < held.lease.num_tokens:
             if not held.lease.ready:
                 world.settle()
             if not held.lease.ready:
@@ -102,8 +105,8 @@ class Traffic:
             upto = min(world.cache.next_stop(held.lease) or held.lease.num_tokens, held.lease.num_tokens)
             if not world.advance(held, upto, last=last and upto == held.lease.num_tokens):
                 break
-        if held is not None:
-            world.release(held)
+        world.release(held)
+        return held.lease.position == held.lease.num_tokens
 
     def decode(self, pick: int, letters: Sequence[int]) -> None:
         """An answer grows to its next stop, once for each letter."""

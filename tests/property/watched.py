@@ -37,7 +37,7 @@ class Watched:
         tree.NODE_PAGES = setup.node_pages
         layouts = layouts_for(setup.spec, setup.config)
         self.memories = [self._memories(layouts) for _ in range(setup.ranks)]
-        self.ledger = Ledger(setup.spec)
+        self.ledger = self._ledger()
         self.oracle = Oracle(setup.spec, setup.placement)
         self.executor = LedgerExecutor([NumpyHands(memories) for memories in self.memories], self.ledger)
         self.engine = DigestEngine(setup.spec, [self._seen_by_engine(memories) for memories in self.memories])
@@ -49,6 +49,9 @@ class Watched:
         self.trace: list[str] = []  # every decision the cache makes, in order
         self.excuses = {Cause.FAILED} if setup.regime is Regime.FAULTY else set()  # reasons for a loss that this run has given
         self.stored: set[tuple[tuple[str | None, ...], bytes]] = set()  # first pages that were ever committed
+
+    def _ledger(self) -> Ledger:
+        return Ledger(self.spec)
 
     def _memories(self, layouts: dict) -> dict:
         return numpy_memories(self.spec, layouts)
@@ -87,13 +90,19 @@ class Watched:
             assert match.arrived_tokens == match.known_tokens, f"{match}: no copy runs, yet {match.arrived_tokens} have arrived"
         if self.exact:
             expected, known = self.oracle.restore(space, path), self.oracle.known(space, path)
-            assert match.known_tokens == known, f"{match}: {known} known tokens expected"
-            assert match.restore_tokens in expected, f"{match}: {expected} expected"
-        if self.regime is Regime.CALM and self.nearest is Tier.DEVICE:
-            assert match.host_tokens == 0, f"{match}: the device never gave anything up"
+            assert self._as_foretold(match.known_tokens, range(known, known + 1)), f"{match}: {known} known tokens expected"
+            assert self._as_foretold(match.restore_tokens, expected), f"{match}: {expected} expected"
+        self._check_tiers(match)
         self._check_limited(tokens, namespace, limit=len(tokens) // 2)
         self._check_explanation(match, tokens, namespace)
         return match
+
+    def _as_foretold(self, tokens: int, expected: range) -> bool:
+        return tokens in expected
+
+    def _check_tiers(self, match: Match) -> None:
+        if self.regime is Regime.CALM and self.nearest is Tier.DEVICE:
+            assert match.host_tokens == 0, f"{match}: the device never gave anything up"
 
     def _check_limited(self, tokens: Sequence[int], namespace: Namespace, *, limit: int) -> None:
         match = self.cache.lookup(tokens, namespace=namespace, limit_tokens=limit)
@@ -101,7 +110,7 @@ class Watched:
         assert missing is None and match.restore_tokens <= limit, f"{match} within {limit}: {missing}"
         if self.exact:
             expected = self.oracle.restore(space_of(namespace), packed(tokens), limit=limit)
-            assert match.restore_tokens in expected, f"{match} within {limit}: {expected} expected"
+            assert self._as_foretold(match.restore_tokens, expected), f"{match} within {limit}: {expected} expected"
 
     def _check_named_checkpoint(self, match: Match, space: tuple[str | None, ...], path: bytes) -> None:
         """The very pages a match would resume from hold what belongs to its boundary, in each tier that has them all."""

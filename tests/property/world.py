@@ -15,7 +15,9 @@ from watched import Watched, packed
 
 from stepwell import Cause, Kind, Lease, Match, Namespace, NoRoom, Point, Tier
 from stepwell.base.ids import JobId
+from stepwell.cache.facade import StepReport
 from stepwell.cache.pin import Pin
+from stepwell.cache.ticket import Ticket
 
 
 @dataclass(eq=False)
@@ -53,12 +55,12 @@ class World(Watched):
 
     def acquire(
         self, tokens: Sequence[int], namespace: Namespace, *, match: Match | None = None, hints: tuple[int, ...] = (),
-        priority: int = 0, ttl_s: float | None = None,
+        priority: int = 0, ttl_s: float | None = None, ticket: Ticket | None = None,
     ) -> Held | None:  # fmt: skip
         """Leases a prompt, through a match of any age; None when there is no room."""
         fresh = self.look(tokens, namespace)
         try:
-            lease = self.cache.acquire(match or fresh, hints=hints, priority=priority, ttl_s=ttl_s)
+            lease = self.cache.acquire(match or fresh, hints=hints, priority=priority, ttl_s=ttl_s, ticket=ticket)
         except NoRoom as error:
             self._excuse(error)
             return None
@@ -67,6 +69,7 @@ class World(Watched):
         held = Held(lease, namespace, list(tokens))
         self.held.append(held)
         self._check_opened(held, fresh, hints)
+        self._check_sources(held, fresh, ticket)
         self.oracle.used(held.space, packed(tokens[: lease.resume]))
         self.trace.append(f"{lease} {lease.stops} {lease.sources} {self._pages(lease)}")
         return held
@@ -78,8 +81,6 @@ class World(Watched):
     def _check_opened(self, held: Held, fresh: Match, hints: tuple[int, ...]) -> None:
         lease, legal = held.lease, boundaries(self.spec, len(held.tokens))
         assert lease.resume == lease.position == fresh.restore_tokens, f"{lease} resumes elsewhere than {fresh}"
-        assert (lease.sources.device, lease.sources.host) == (fresh.device_tokens, fresh.host_tokens), f"{lease.sources} {fresh}"
-        assert lease.sources.computed == lease.prompt_tokens - lease.resume, lease.sources
         assert list(lease.stops) == sorted(set(lease.stops)), lease.stops
         assert all(stop in legal and stop > lease.resume for stop in lease.stops), f"{lease.stops} of {lease}"
         wanted = [at for at in legal if at in {hint - hint % self.oracle.step for hint in hints}]
@@ -89,6 +90,12 @@ class World(Watched):
             wanted += [at for at in legal if at % self.oracle.rounded(self.setup.placement.interval_tokens) == 0]
         needed = {at for at in wanted if at > lease.resume and needs_checkpoint(self.spec, at)}
         assert needed <= set(lease.stops), f"{lease.stops} lacks some of {wanted}"
+
+    def _check_sources(self, held: Held, fresh: Match, ticket: Ticket | None) -> None:
+        sources = held.lease.sources
+        assert (sources.device, sources.host + sources.store) == (fresh.device_tokens, fresh.host_tokens), f"{sources} {fresh}"
+        assert sources.computed == held.lease.prompt_tokens - held.lease.resume, sources
+        assert ticket is not None or not sources.store, f"{sources} without a ticket"
 
     def advance(self, held: Held, upto: int, *, last: bool = False) -> bool:
         """Computes tokens up to `upto` and commits them; False when there is no room for them."""
@@ -156,7 +163,7 @@ class World(Watched):
     def answer(self, job: JobId, rank: int, *, fail: bool = False) -> None:
         self.executor.answer(job, rank, error="told to fail" if fail else None)
 
-    def step(self) -> None:
+    def step(self) -> StepReport:
         report = self.cache.step()
         assert report.running == len(self.executor.pending), report
         self.trace.append(f"step {report}")
@@ -164,6 +171,7 @@ class World(Watched):
         if not self.ledger.in_flight:
             loading = [held.lease for held in self.held if not held.lease.ready and not held.lease.failed]
             assert not loading, f"no copy runs, yet {loading} wait for one"
+        return report
 
     def settle(self) -> None:
         self.executor.finish_all()

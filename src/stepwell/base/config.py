@@ -53,13 +53,14 @@ class StoreConfig:
     timeout_base_s: float = 1.0
     timeout_per_ki_s: float = 0.25  # for every 1,024 tokens of the prompt
     timeout_cap_s: float = 30.0
-    wait_credit_s: float = 1.0  # waiting in vain is limited to this, and
-    wait_share: float = 0.03  # to this share of the time spent computing, and to what fetches have saved
+    wait_credit_s: float = 0.5  # waiting in vain is limited to this, and
+    wait_share: float = 0.01  # to this share of the time spent computing, and to what fetches have saved
     recompute_tokens_per_s: float | None = None  # measured where None
     host_share: float = 0.5  # of the host tier that fetched pages may hold until their requests begin
     fetch_chunk_bytes: int = 8 * 2**20  # one reader's turn
     fallback_share: float = 0.25  # bytes spent on checkpoints before the deepest one, in case a fetch is stopped early
     errand_timeout_s: float = 30.0
+    ticket_hold_s: float = 120.0  # after which a ticket that nobody used is closed, and its pages are let go
     backup_queue: int = 4096  # paths waiting to be backed up
     backup_age_s: float = 60.0  # after which a path that waits is given up
     backup_bytes: int = 256 * 2**20  # on their way down at a time, at most
@@ -73,6 +74,7 @@ class StoreConfig:
         for name in (
             "fetch_chunk_bytes",
             "errand_timeout_s",
+            "ticket_hold_s",
             "backup_queue",
             "backup_age_s",
             "backup_bytes",

@@ -114,7 +114,7 @@ class Outcome:
     """What came of a task: on one rank, or on all of them together."""
 
     fates: tuple[Fate, ...]
-    moved_bytes: int = 0
+    moved_bytes: int = 0  # of one rank
     error: str | None = None
 
 
@@ -133,4 +133,4 @@ def joint(outcomes: list[Outcome]) -> Outcome:
         next((fate for fate in each if fate is not Fate.OK), Fate.OK) for each in zip(*(o.fates for o in outcomes), strict=True)
     ]
     error = next((outcome.error for outcome in outcomes if outcome.error is not None), None)
-    return Outcome(fates=tuple(fates), moved_bytes=sum(outcome.moved_bytes for outcome in outcomes), error=error)
+    return Outcome(fates=tuple(fates), moved_bytes=max(outcome.moved_bytes for outcome in outcomes), error=error)

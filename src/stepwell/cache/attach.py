@@ -8,7 +8,7 @@ from functools import partial
 from stepwell.base.config import StoreConfig, WritePolicy
 from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Tier
-from stepwell.cache.backup import offer, offer_everything
+from stepwell.cache.backup import forget_beliefs, offer, offer_everything
 from stepwell.cache.core import Core
 from stepwell.cache.errands import Errands
 from stepwell.cache.link import StoreLink
@@ -20,14 +20,17 @@ from stepwell.transfer.store_hands import HostPages, StoreHands
 
 
 def link_store(
-    core: Core, store: Store, config: StoreConfig, host_pages: Sequence[HostPages], porter: Porter | None
+    core: Core, store: Store, config: StoreConfig, host_pages: Sequence[HostPages], porter: Porter | None, *, ranks: int
 ) -> StoreLink:
     """Attaches a store: what reaches the host from now on is offered to it, and what is there already."""
     if Tier.HOST not in core.tree.arenas:
         raise ConfigError("a store stands below host memory: give the cache host_bytes")
     if porter is None:
-        if not host_pages:
-            raise ConfigError("a store needs to reach host memory: give build_cache() host_pages, one for each rank")
+        if len(host_pages) != ranks:
+            raise ConfigError(
+                f"a store needs to reach the host memory of all {ranks} rank(s), and knows {len(host_pages)}: "
+                "give build_cache() host_pages, one for each"
+            )
         hands = [StoreHands(store, memory, rank=i, ranks=len(host_pages)) for i, memory in enumerate(host_pages)]
         porter = ThreadPorter(hands, core.clock, readers=config.readers, writers=config.writers)
     breaker = Breaker()
@@ -39,6 +42,7 @@ def link_store(
     if config.recompute_tokens_per_s is not None:
         core.compute = Speed(config.recompute_tokens_per_s)
     core.link = link
+    forget_beliefs(core)
     if core.config.write is not WritePolicy.BACK:  # then things go down when the host needs their room
         core.mover.on_saved = partial(offer, core, link)
         offer_everything(core, link)

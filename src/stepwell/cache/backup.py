@@ -11,7 +11,9 @@ was believed to be there and is not is a miss later, never more.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 
 import numpy as np
 
@@ -27,6 +29,21 @@ from stepwell.tree.chain import node_keys
 from stepwell.tree.node import ABSENT, Node, Residency, Victim
 
 CHUNK_BYTES = 32 * 2**20  # of pages in one errand
+MOST_PUTS = 4  # errands at a time: the rest waits in line, where it holds nothing
+HOST_SHARE, ERRAND_SHARE = 1 / 8, 1 / 16  # of the host tier: on its way down at most, and in one errand
+
+
+@dataclass(kw_only=True, eq=False)
+class _Stretch:
+    """Pages of a path without a gap, from page `first` on, and the nodes they are in."""
+
+    first: int
+    ids: list[PageIds] = field(default_factory=list)
+    nodes: list[Node] = field(default_factory=list)
+
+    @property
+    def end(self) -> int:
+        return self.first + sum(map(len, self.ids))
 
 
 def offer(core: Core, link: StoreLink, node: Node) -> None:
@@ -42,40 +59,55 @@ def offer(core: Core, link: StoreLink, node: Node) -> None:
 def offer_everything(core: Core, link: StoreLink) -> None:
     """After a store was attached: what is on the host already is new to it."""
     for node in core.tree.nodes():
+        if node.parent is not None and node.kids is None:
+            offer(core, link, node)
+
+
+def forget_beliefs(core: Core) -> None:
+    """Nothing is believed to be in any store."""
+    for node in core.tree.nodes():
         node.stored = 0
         for checkpoint in (node.checkpoints or {}).values():
             checkpoint.stored = False
-        if node.parent is not None and node.kids is None:
-            offer(core, link, node)
 
 
 def pump(core: Core, link: StoreLink) -> None:
     """Sends off what waits, oldest first, as long as there is leave to."""
     now = core.clock.now()
-    while link.waiting and link.backup_bytes < link.config.backup_bytes and link.breaker.allows(now):
+    while link.waiting and _has_leave(core, link):
         node, since_s = next(iter(link.waiting.items()))
         del link.waiting[node]
         if now - since_s > link.config.backup_age_s:
             core.counters.add("backup_dropped_too_old")
         elif node.parent is not None and not _put_path(core, link, node):
             link.waiting[node] = since_s  # more of it is left than one errand takes
-    for node, since_s in list(link.waiting.items()) if not link.breaker.allows(now) else ():
-        if now - since_s > link.config.backup_age_s:
-            del link.waiting[node]
-            core.counters.add("backup_dropped_too_old")
+    while link.waiting and now - next(iter(link.waiting.values())) > link.config.backup_age_s:
+        del link.waiting[next(iter(link.waiting))]
+        core.counters.add("backup_dropped_too_old")
+
+
+def _has_leave(core: Core, link: StoreLink) -> bool:
+    """Whether more may be sent off: a store that hangs never holds more than an eighth of the host tier."""
+    most = min(link.config.backup_bytes, core.arena(Tier.HOST).layout.size_bytes * HOST_SHARE)
+    return link.num_putting < MOST_PUTS and link.backup_bytes < most and link.breaker.allows(core.clock.now())
 
 
 def put_before_eviction(core: Core, link: StoreLink, victim: Victim) -> bool:
-    """Before something leaves the host: starts storing it if it is not stored; true if it did."""
+    """Before something leaves the host: starts storing it if it is not stored; true when it is on its way now."""
     node = victim.checkpoint.node if isinstance(victim, Residency) else victim.node
     if link.detached or node is None or node.parent is None:
         return False
-    if link.backup_bytes >= link.config.backup_bytes or not link.breaker.allows(core.clock.now()):
+    if not _has_leave(core, link):
         core.counters.add("backup_skipped_store_busy")
         return False
-    before = link.errands.num_running
-    _put_path(core, link, node)
-    return link.errands.num_running > before
+    tail = core.tree.ranking.tail(victim) if not isinstance(victim, Residency) else None
+    if tail is not None and tail.dead:
+        return False  # nothing could use it
+    while not _put_path(core, link, node) and _has_leave(core, link):
+        pass
+    if isinstance(victim, Residency):
+        return victim.users > 0
+    return tail is not None and not core.tree.ranking.idle(victim, tail.start, at_most=1).num_pages
 
 
 def _put_path(core: Core, link: StoreLink, node: Node) -> bool:
@@ -84,39 +116,46 @@ def _put_path(core: Core, link: StoreLink, node: Node) -> bool:
     root = path[0].parent
     assert root is not None
     namespace = core.namespaces.get(root.first)
-    if namespace is None or root.first in link.barred:
+    if namespace is None or root.first in core.barred:
         return True
-    page_bytes, stride = core.tree.page_bytes, core.arena(Tier.HOST).layout.strides[Kind.PREFIX]
-    room = max(CHUNK_BYTES // stride, 1)
-    parent, last = namespace.digest, namespace.digest
+    layout = core.arena(Tier.HOST).layout
+    room = max(int(min(CHUNK_BYTES, layout.size_bytes * ERRAND_SHARE)) // layout.strides[Kind.PREFIX], 1)
     keys: list[PageKey] = []
-    ids: list[PageIds] = []
-    touched: list[Node] = []
-    covered = first = 0
+    stretch = _Stretch(first=0)
+    covered = 0
     for each in path:
-        chain = node_keys(each, last, page_bytes)
-        fresh = _ready_after(core, each, each.stored)[: room - len(keys)]
+        if each.expires_at < inf:
+            break  # what has a time to live stays in memory
+        keys += node_keys(each, keys[-1] if keys else namespace.digest, core.tree.page_bytes)
+        fresh = _ready_after(core, each, each.stored)[:room]
         if len(fresh):
-            if not keys:
-                parent = chain[each.stored - 1] if each.stored else last
-                first = each.start + each.stored
-            keys += chain[each.stored : each.stored + len(fresh)]
-            ids.append(fresh)
-            touched.append(each)
+            if each.start + each.stored > stretch.end:  # what lies between is stored already
+                _put_stretch(core, link, namespace, keys, stretch)
+                stretch = _Stretch(first=each.start + each.stored)
+            stretch.ids.append(fresh)
+            stretch.nodes.append(each)
             each.stored += len(fresh)
+            room -= len(fresh)
         covered = each.start + each.stored
         if each.stored < each.num_pages:
             break
-        last = chain[-1]
-    if keys:
-        whole = np.concatenate(ids)
-        task = PutPages(parent=parent if first else None, first=first, keys=tuple(keys), ids=whole)
-        link.backup_bytes += len(whole) * stride
-        done = partial(_pages_put, core, link, touched, first, len(whole) * stride)
-        link.errands.start(task, namespace, done, call=Call(), pages=((Kind.PREFIX, whole),))
+    _put_stretch(core, link, namespace, keys, stretch)
     for each in path:
         _put_checkpoints(core, link, namespace, each, covered)
-    return len(keys) < room
+    return room > 0
+
+
+def _put_stretch(core: Core, link: StoreLink, namespace: Namespace, keys: list[PageKey], stretch: _Stretch) -> None:
+    """Sends off the pages of one stretch; `keys` are those of its path, from the first page on."""
+    if not stretch.ids:
+        return
+    first, ids = stretch.first, np.concatenate(stretch.ids)
+    task = PutPages(parent=keys[first - 1] if first else None, first=first, keys=tuple(keys[first : stretch.end]), ids=ids)
+    size_bytes = len(ids) * core.arena(Tier.HOST).layout.strides[Kind.PREFIX]
+    link.backup_bytes += size_bytes
+    link.num_putting += 1
+    done = partial(_pages_put, core, link, stretch.nodes, first, size_bytes)
+    link.errands.start(task, namespace, done, call=Call(), pages=((Kind.PREFIX, ids),))
 
 
 def _ready_after(core: Core, node: Node, start: int) -> PageIds:
@@ -133,12 +172,13 @@ def _pages_put(
     core: Core, link: StoreLink, touched: list[Node], first: int, size_bytes: int, outcome: Outcome, took_s: float
 ) -> None:
     link.backup_bytes -= size_bytes
+    link.num_putting -= 1
     core.counters.add("backup_pages", sum(fate is Fate.OK for fate in outcome.fates))
     core.counters.add("backup_bytes", outcome.moved_bytes)
     lost = next((index for index, fate in enumerate(outcome.fates) if fate is not Fate.OK), None)
     if lost is not None:
         core.counters.add("backup_failures")
-        for node in touched:
+        for node in touched if link.believed else ():
             _unbelieve(node, first + lost)
 
 
@@ -146,6 +186,9 @@ def _unbelieve(node: Node, page: int) -> None:
     """Whatever stands in this node or above it from `page` on is not in the store after all."""
     for each in node.path():
         each.stored = max(min(each.stored, page - each.start), 0)
+        run = each.runs[Tier.HOST]
+        if run is not None and each.end > page:
+            run.unsaved = True  # not to be tried again before its next use: the host may need its room
 
 
 def _put_checkpoints(core: Core, link: StoreLink, namespace: Namespace, node: Node, covered: int) -> None:
@@ -172,11 +215,15 @@ def _put_checkpoint(core: Core, link: StoreLink, namespace: Namespace, residency
     size_bytes = sum(len(ids) * strides[kind] for kind, ids in residency.spans())
     checkpoint.stored = True
     link.backup_bytes += size_bytes
+    link.num_putting += 1
 
     def replied(outcome: Outcome, took_s: float) -> None:
         link.backup_bytes -= size_bytes
+        link.num_putting -= 1
         stored = outcome.fates == (Fate.OK,)
-        checkpoint.stored = stored
+        residency.unsaved = not stored
+        if link.believed:
+            checkpoint.stored = stored
         core.counters.add("backup_checkpoints" if stored else "backup_failures")
         core.counters.add("backup_bytes", outcome.moved_bytes)
 

@@ -76,7 +76,9 @@ def build_cache(
         clock=clock,
         save_first=write_back if save_on_eviction(config.write) else None,
     )
-    return Cache(core, executor, Namespace(model=model or spec.name, layout=spec.fingerprint), host_pages)
+    return Cache(
+        core, executor, Namespace(model=model or spec.name, layout=spec.fingerprint), host_pages, names_weights=model is not None
+    )
 
 
 def _value_policy(config: CacheConfig) -> ValuePolicy:

@@ -18,6 +18,8 @@ from stepwell.policy.patience import Speed
 from stepwell.tree.node import Loss, LossReason, Node, Victim
 from stepwell.tree.tree import Tree
 
+MOST_UNUSED_NAMESPACES = 1024
+
 
 @dataclass(kw_only=True, eq=False)
 class Core:
@@ -34,7 +36,15 @@ class Core:
     expiry_number: int = 0
     link: StoreLink | None = None  # the store that is attached
     compute: Speed = field(default_factory=Speed)  # tokens a second that requests compute
-    namespaces: dict[bytes, Namespace] = field(default_factory=dict)  # by digest, of requests seen while a store is attached
+    namespaces: dict[bytes, Namespace] = field(default_factory=dict)  # by digest, of requests seen
+    barred: set[bytes] = field(default_factory=set)  # namespaces that were cleared: what any store has of them is not to be used
+
+    def know(self, namespace: Namespace) -> None:
+        """Remembers who is behind a digest; those whose paths have all left are forgotten in time."""
+        self.namespaces[namespace.digest] = namespace
+        if len(self.namespaces) > 2 * len(self.tree.roots) + MOST_UNUSED_NAMESPACES:
+            self.namespaces = {digest: each for digest, each in self.namespaces.items() if digest in self.tree.roots}
+            self.namespaces[namespace.digest] = namespace
 
     @property
     def nearest(self) -> Tier:

@@ -26,9 +26,10 @@ OnOutcome = Callable[[Outcome, float], None]  # and the seconds it took
 
 
 class Call:
-    """What ties errands of one purpose together: calling it off stops them all."""
+    """What an errand was sent for; it is called off by setting `is_off`. `page` is what it is about, where that matters."""
 
-    def __init__(self) -> None:
+    def __init__(self, page: int = 0) -> None:
+        self.page = page
         self.is_off = False
 
     def off(self) -> bool:
@@ -107,6 +108,7 @@ class Errands:
         for reply in replies:
             self._answered(reply)
         self._abandon_overdue()
+        self._withdraw()
         return len(replies)
 
     def drain(self) -> None:
@@ -135,7 +137,9 @@ class Errands:
                 self._counters.add(f"store_{fate.name.lower()}")
         if outcome.error is not None or Fate.FAILED in outcome.fates:
             self._failed(outcome.error or "the store failed")
-        elif Fate.CANCELLED not in outcome.fates:
+        elif Fate.CANCELLED in outcome.fates:
+            self._breaker.undecided()
+        else:
             self._breaker.succeeded()
 
     def _failed(self, why: str) -> None:
@@ -144,13 +148,31 @@ class Errands:
         if self._breaker.failed(self._clock.now()):
             self._counters.add("store_switched_off")
 
+    def _withdraw(self) -> None:
+        """Takes back what was called off and has not begun, so that a store that hangs does not hold pages for it."""
+        for job, running in list(self._running.items()):
+            if running.call.is_off and self._porter.withdraw(job):
+                self._never_began(running)
+
+    def _never_began(self, running: _Running) -> None:
+        fates = (Fate.CANCELLED,) * num_items(running.errand.task)
+        self._answered(Reply(job=running.errand.job, outcome=Outcome(fates=fates), took_s=0.0))
+
     def _abandon_overdue(self) -> None:
-        """What the store has not answered in time has failed; its pages stay held, for it may still be using them."""
+        """What the store has not answered in time has failed; its pages stay held, for it may still be using them.
+
+        What has only waited in line so long is called off.
+        """
         latest_start_s = self._clock.now() - self._timeout_s
         for running in list(self._running.values()):
             if running.started_s > latest_start_s:
                 break
-            if not running.abandoned:
+            if running.abandoned:
+                continue
+            if self._porter.withdraw(running.errand.job):
+                self._counters.add("store_errands_never_began")
+                self._never_began(running)
+            else:
                 running.abandoned = running.call.is_off = True
                 self._failed(f"no answer within {self._timeout_s:g} s")
                 fates = (Fate.FAILED,) * num_items(running.errand.task)

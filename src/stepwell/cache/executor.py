@@ -20,6 +20,11 @@ from stepwell.transfer.hands import Hands, Work
 class Executor(Protocol):
     """Takes plans and gives back completions; both on the brain's thread, neither ever blocks."""
 
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks carry out every plan."""
+        ...
+
     def submit(self, plan: Plan) -> None: ...
 
     def completed(self) -> list[Completion]:
@@ -50,6 +55,10 @@ class ThreadExecutor:
         self._lock = Lock()
         self._tallies: dict[JobId, _Tally] = {}
         self._done: deque[Completion] = deque()
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self._ranks)
 
     def submit(self, plan: Plan) -> None:
         with self._lock:
@@ -82,6 +91,10 @@ class InlineExecutor:
     def __init__(self, ranks: Sequence[Hands]) -> None:
         self._ranks = ranks
         self._done: list[Completion] = []
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self._ranks)
 
     def submit(self, plan: Plan) -> None:
         errors = [attempt(rank, begin(hands, plan)) for rank, hands in enumerate(self._ranks)]

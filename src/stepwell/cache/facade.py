@@ -62,10 +62,14 @@ class StepReport:
 class Cache:
     """A tiered prefix cache for one model. Make one with `stepwell.cache.build.build_cache`."""
 
-    def __init__(self, core: Core, executor: Executor, namespace: Namespace, host_pages: Sequence[HostPages] = ()) -> None:
+    def __init__(
+        self, core: Core, executor: Executor, namespace: Namespace, host_pages: Sequence[HostPages] = (), *,
+        names_weights: bool = False,
+    ) -> None:  # fmt: skip
         self._core = core
+        self._names_weights = names_weights  # the namespace says whose bytes these are, not only of what shape
         self._host_pages = host_pages
-        self._links: list[StoreLink] = []  # the attached one, and those that still have errands out
+        self._links: list[StoreLink] = []  # the attached one, and those that still have errands out or hold pages for tickets
         self._executor = executor
         self._namespace = namespace
         self._leases: dict[LeaseId, Lease] = {}
@@ -131,6 +135,7 @@ class Cache:
         """When a request arrives: starts bringing up what the store has of its prompt, and says how long to wait for it.
 
         Call `step` until the ticket is ready, then give it to `acquire`; or close it. Without a store it is ready at once.
+        `priority` and `ttl_s` are those that `acquire` will be given: what arrives is entered under them.
         """
         match = find(self._core.tree, match.namespace, match.packed, match.limit_tokens)
         return prefetch.prefetch(self._core, self._core.link, match, _request((), priority, ttl_s))
@@ -263,7 +268,18 @@ class Cache:
         """
         if self._core.link is not None:
             raise ConfigError("a store is attached already; detach it first")
-        self._links.append(link_store(self._core, store, config or StoreConfig(), self._host_pages, porter))
+        traits = store.traits
+        if (traits.durable or traits.shared) and not self._names_weights:
+            raise ConfigError(
+                f"a {traits.name} store outlives this process or is shared: say which weights its values are of, with "
+                "build_cache(model=...), a digest where there is one"
+            )
+        for old in self._links:  # the new one will be offered what they still have in line
+            old.believed = False
+            old.waiting.clear()
+        ranks = self._executor.num_ranks
+        link = link_store(self._core, store, config or StoreConfig(), self._host_pages, porter, ranks=ranks)
+        self._links.append(link)
 
     def detach_store(self) -> None:
         """Takes the store away, at any moment. Requests go on with what has arrived or is on its way; what waits to be
@@ -295,11 +311,11 @@ class Cache:
         """Forgets everything cached under a namespace: after new weights, say.
 
         Requests keep what they hold until they release it, and what they go on to compute is no longer offered to others.
-        An attached store keeps its values but is not asked for this namespace again: new weights want a new model name.
+        A store keeps its values, but none is asked for this namespace again, whether it is attached now or later: new weights
+        want a new model name.
         """
         digest = (namespace or self._namespace).digest
-        if self._core.link is not None:
-            self._core.link.barred.add(digest)
+        self._core.barred.add(digest)
         for lease in self._leases.values():
             lease.publishes &= lease.namespace.digest != digest
         clear(self._core.tree, digest, self._core.loss(LossReason.CLEARED, self._core.nearest))
@@ -324,12 +340,15 @@ class Cache:
         """Applies what stores have answered and sends off what waits; returns the stores that are no longer used."""
         for link in self._links:
             link.errands.apply()
+            prefetch.settle(self._core, link)
             pump(self._core, link)
         idle = [link for link in self._links if link.detached and not link.errands.num_running and not link.waiting]
-        for link in idle:
+        ended = [link for link in idle if not link.ended]
+        for link in ended:
+            link.ended = True
             link.errands.close()
-        self._links = [link for link in self._links if link not in idle]
-        return [link.store for link in idle]
+        self._links = [link for link in self._links if link not in idle or link.fetches]  # tickets may hold what arrived
+        return [link.store for link in ended]
 
     def _store_failures(self) -> list[str]:
         failures = [why for link in self._links for why in link.errands.failures]

@@ -33,22 +33,30 @@ class StoreLink:
     store: Store
     config: StoreConfig
     errands: Errands
-    breaker: Breaker
+    breaker: Breaker  # opens when the store fails
+    fetching: Breaker = field(default_factory=Breaker)  # opens when what it says it has turns out to be of no use
     patience: Patience
     fetch_bytes: Speed = field(default_factory=Speed)  # per reader
     tickets: dict[Ticket, None] = field(default_factory=dict)  # open ones, oldest first
     fetches: dict[Fetch, None] = field(default_factory=dict)  # whose pages are still held for somebody
     fetch_of: dict[int, Fetch] = field(default_factory=dict)  # by host page on its way
+    to_plan: dict[Ticket, None] = field(default_factory=dict)  # that learned something since they planned last
     waiting: dict[Node, float] = field(default_factory=dict)  # paths to be backed up, by their last node: since when
-    barred: set[bytes] = field(default_factory=set)  # namespaces that were cleared: their stored values are not to be used
     backup_bytes: int = 0  # on their way down
+    num_putting: int = 0  # errands that go down
     detached: bool = False
+    believed: bool = True  # the beliefs in the tree are about this store
+    ended: bool = False  # detached, with its last errand answered: the store is its owner's again
 
     @property
     def state(self) -> LinkState:
         if self.detached:
             return LinkState.DETACHED
         return LinkState.ATTACHED if self.breaker.state is BreakerState.CLOSED else LinkState.SWITCHED_OFF
+
+    def may_fetch(self, now: float) -> bool:
+        """Whether both the store and what comes from it are well enough to ask."""
+        return self.breaker.allows(now) and self.fetching.allows(now)
 
     @property
     def held_bytes(self) -> int:

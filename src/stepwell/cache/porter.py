@@ -1,25 +1,26 @@
 """Runs errands on every rank's store hands and brings home what came of them. Decides nothing, applies nothing.
 
-Reads and questions have threads of their own, apart from writes, so that no request waits behind a backup. Writes of a
-rank run in order on one thread by default: parents before children.
+Questions, reads and writes have threads of their own, so that no request waits behind a backup, nor a question behind the
+reads of somebody else. Writes of a rank run in order, on one thread by default: parents before children.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from threading import Condition
+from collections.abc import Callable, Sequence
+from enum import Enum
+from queue import SimpleQueue
+from threading import Condition, Thread
 from typing import Protocol
 
 from stepwell.base.clock import Clock
-from stepwell.base.errand import Errand, Fate, Outcome, PutCheckpoint, PutPages, Reply, joint, num_items
+from stepwell.base.errand import Ask, Errand, Fate, Outcome, PutCheckpoint, PutPages, Reply, joint, num_items
 from stepwell.base.ids import JobId
 from stepwell.transfer.store_hands import StoreHands
 
 
 class Porter(Protocol):
-    """Takes errands and gives back replies; neither ever blocks. Called on the brain's thread."""
+    """Takes errands and gives back replies. Called on the brain's thread; only `drain` waits."""
 
     def submit(self, errand: Errand) -> None: ...
 
@@ -27,8 +28,12 @@ class Porter(Protocol):
         """Everything that was answered since the last call, each errand once."""
         ...
 
+    def withdraw(self, job: JobId) -> bool:
+        """Takes back an errand that no rank has begun: it will not be answered. False when one has, or all have."""
+        ...
+
     def drain(self, timeout_s: float) -> None:
-        """Waits until everything submitted was answered, or for so long. The only verb that waits."""
+        """Waits until everything submitted was answered, or for so long."""
         ...
 
     def close(self) -> None:
@@ -36,12 +41,45 @@ class Porter(Protocol):
         ...
 
 
-class _Tally:
-    """The outcomes of ranks that have answered, and the longest any of them took."""
+class _Workers:
+    """Daemon threads over one queue: a store that hangs for ever must not keep the process from ending."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: int, name: str) -> None:
+        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._threads = [Thread(target=self._live, name=f"stepwell-{name}", daemon=True) for _ in range(count)]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, work: Callable[[], None]) -> None:
+        self._queue.put(work)
+
+    def close(self) -> None:
+        for _ in self._threads:
+            self._queue.put(None)
+
+    def _live(self) -> None:
+        while (work := self._queue.get()) is not None:
+            work()
+
+
+class _Stage(Enum):
+    WAITING = "waiting"
+    BEGUN = "begun"
+    ANSWERED = "answered"
+
+
+class _Tally:
+    """Where every rank stands with an errand, and what those that answered said."""
+
+    def __init__(self, errand: Errand, ranks: int) -> None:
+        self.errand = errand
+        self.stages = [_Stage.WAITING] * ranks
         self.outcomes: list[Outcome] = []
         self.took_s = 0.0
+
+    def answer(self, rank: int, outcome: Outcome) -> None:
+        self.stages[rank] = _Stage.ANSWERED
+        self.outcomes.append(outcome)
 
 
 class ThreadPorter:
@@ -51,49 +89,81 @@ class ThreadPorter:
         assert ranks, "a porter needs at least one rank's hands"
         self._ranks = ranks
         self._clock = clock
-        self._reading = [ThreadPoolExecutor(readers, thread_name_prefix=f"stepwell-read{i}") for i in range(len(ranks))]
-        self._writing = [ThreadPoolExecutor(writers, thread_name_prefix=f"stepwell-write{i}") for i in range(len(ranks))]
-        self._lock = Condition()
+        self._asking = [_Workers(1, f"ask{i}") for i in range(len(ranks))]
+        self._reading = [_Workers(readers, f"read{i}") for i in range(len(ranks))]
+        self._writing = [_Workers(writers, f"write{i}") for i in range(len(ranks))]
+        self._changed = Condition()
         self._tallies: dict[JobId, _Tally] = {}
         self._done: deque[Reply] = deque()
 
     def submit(self, errand: Errand) -> None:
-        with self._lock:
-            self._tallies[errand.job] = _Tally()
-        pools = self._writing if isinstance(errand.task, (PutPages, PutCheckpoint)) else self._reading
-        for hands, pool in zip(self._ranks, pools, strict=True):
-            pool.submit(self._run, hands, errand)
+        with self._changed:
+            self._tallies[errand.job] = _Tally(errand, len(self._ranks))
+        for rank, workers in enumerate(self._workers_for(errand)):
+            workers.submit(lambda rank=rank: self._run(rank, errand))  # type: ignore[misc]
 
     def replies(self) -> list[Reply]:
         return [self._done.popleft() for _ in range(len(self._done))]
 
+    def withdraw(self, job: JobId) -> bool:
+        with self._changed:
+            tally = self._tallies.get(job)
+            if tally is None:
+                return False
+            if all(stage is _Stage.WAITING for stage in tally.stages):
+                del self._tallies[job]
+                self._changed.notify_all()
+                return True
+            for rank, stage in enumerate(tally.stages):  # those behind a rank that hangs need not be waited for
+                if stage is _Stage.WAITING:
+                    tally.answer(rank, _called_off(tally.errand))
+            self._settle(job, tally)
+            return False
+
     def drain(self, timeout_s: float) -> None:
-        with self._lock:
-            self._lock.wait_for(lambda: not self._tallies, timeout_s)
+        with self._changed:
+            self._changed.wait_for(lambda: not self._tallies, timeout_s)
 
     def close(self) -> None:
-        for pool in (*self._reading, *self._writing):
-            pool.shutdown(wait=False)
+        for workers in (*self._asking, *self._reading, *self._writing):
+            workers.close()
 
-    def _run(self, hands: StoreHands, errand: Errand) -> None:
+    def _workers_for(self, errand: Errand) -> list[_Workers]:
+        if isinstance(errand.task, Ask):
+            return self._asking
+        return self._writing if isinstance(errand.task, (PutPages, PutCheckpoint)) else self._reading
+
+    def _run(self, rank: int, errand: Errand) -> None:
+        with self._changed:
+            tally = self._tallies.get(errand.job)
+            if tally is None or tally.stages[rank] is not _Stage.WAITING:
+                return  # withdrawn
+            tally.stages[rank] = _Stage.BEGUN
         started_s = self._clock.now()
-        outcome = attempt(hands, errand)
+        outcome = attempt(self._ranks[rank], errand)
         took_s = self._clock.now() - started_s
-        with self._lock:
-            tally = self._tallies[errand.job]
-            tally.outcomes.append(outcome)
+        with self._changed:
+            tally.answer(rank, outcome)
             tally.took_s = max(tally.took_s, took_s)
-            if len(tally.outcomes) == len(self._ranks):
-                del self._tallies[errand.job]
-                self._done.append(Reply(job=errand.job, outcome=joint(tally.outcomes), took_s=tally.took_s))
-                self._lock.notify_all()
+            self._settle(errand.job, tally)
+
+    def _settle(self, job: JobId, tally: _Tally) -> None:
+        """With the last rank's answer the errand is answered."""
+        if len(tally.outcomes) == len(self._ranks):
+            del self._tallies[job]
+            self._done.append(Reply(job=job, outcome=joint(tally.outcomes), took_s=tally.took_s))
+            self._changed.notify_all()
 
 
 def attempt(hands: StoreHands, errand: Errand) -> Outcome:
     """One rank's try at an errand. Whatever goes wrong comes home as an outcome."""
     if errand.cancelled():
-        return Outcome(fates=(Fate.CANCELLED,) * num_items(errand.task))
+        return _called_off(errand)
     try:
         return hands.run(errand.namespace, errand.task, errand.cancelled)
     except Exception as error:  # the edge to somebody else's code: a failure comes home as a value
         return Outcome(fates=(Fate.FAILED,) * num_items(errand.task), error=f"{type(error).__name__}: {error}")
+
+
+def _called_off(errand: Errand) -> Outcome:
+    return Outcome(fates=(Fate.CANCELLED,) * num_items(errand.task))

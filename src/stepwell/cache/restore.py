@@ -50,7 +50,7 @@ def acquire(
     except NoRoom:
         _let_go(core, holds)
         raise
-    core.namespaces[match.namespace.digest] = match.namespace
+    core.know(match.namespace)
     lease = _open(core, match, request, number, on_exit, _from_store(core, holds, ticket))
     if core.nearest is Tier.DEVICE:
         _fill(core, lease, match, holds, pages)

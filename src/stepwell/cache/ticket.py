@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
+from math import inf
 from types import TracebackType
 
 import numpy as np
@@ -15,11 +16,12 @@ import numpy.typing as npt
 
 from stepwell.base.clock import Clock
 from stepwell.base.ids import JobId
-from stepwell.base.keys import Namespace, PageKey
+from stepwell.base.keys import PageKey
 from stepwell.base.plan import PageIds
 from stepwell.base.tokens import TOKEN_BYTES
 from stepwell.cache.errands import Call
 from stepwell.cache.lease import Request
+from stepwell.tree.match import Match
 from stepwell.tree.node import Residency
 
 Flags = npt.NDArray[np.bool_]
@@ -45,7 +47,7 @@ class Fetch:
         self.arrived: Flags = np.zeros(len(ids), np.bool_)
         self.residencies: list[Residency] = []
         self.jobs: set[JobId] = set()
-        self.call = Call()
+        self.calls: dict[JobId, Call] = {}  # of errands that are out
         self.watchers: dict[Ticket, int] = {}  # and up to which page each of them shares its path
         self.size_bytes = 0
 
@@ -63,18 +65,18 @@ class Ticket:
     """One request's wait for the store. Read it freely; close it through the cache, or let `acquire` do so."""
 
     def __init__(
-        self, *, namespace: Namespace, packed: bytes, request: Request, limit_tokens: int, clock: Clock, granted_s: float,
-        keys: tuple[PageKey, ...], on_exit: Callable[[Ticket, int], None],
-    ) -> None:  # fmt: skip
-        self.namespace = namespace
-        self.packed = packed
+        self, *, match: Match, request: Request, clock: Clock, keys: tuple[PageKey, ...], on_exit: Callable[[Ticket, int], None]
+    ) -> None:
+        self.namespace = match.namespace
+        self.packed = match.packed
+        self.limit_tokens = match.limit_tokens
         self.request = request
-        self.limit_tokens = limit_tokens
         self.state = TicketState.ASKING
         self.started_s = clock.now()
-        self.granted_s = granted_s
-        self.deadline_s = self.started_s + granted_s
-        self.done_s = float("inf")  # when it had nothing more to wait for
+        self.deadline_s = inf  # not to wait longer than this,
+        self.granted_s = inf  # nor longer than this
+        self.earned_s = 0.0  # beyond what fetching has saved so far
+        self.done_s = inf  # when it had nothing more to wait for
         self.keys = keys  # of every page that could be reused
         self.first_asked = 0  # pages before it were known when it started
         self.has_page: Flags = np.zeros(len(keys), np.bool_)  # what the store said it has
@@ -96,9 +98,14 @@ class Ticket:
         return self.state in (TicketState.DONE, TicketState.CLOSED)
 
     @property
+    def ended_s(self) -> float:
+        """When waiting ended, or will as things stand: infinity for when everything has come."""
+        return min(self.done_s, self.deadline_s, self.started_s + self.granted_s + self.earned_s)
+
+    @property
     def ready(self) -> bool:
         """Whether the request should go on now, with what there is."""
-        return self.complete or self._clock.now() >= self.deadline_s
+        return self.complete or self._clock.now() >= self.ended_s
 
     def close(self, *, used_tokens: int = 0) -> None:
         """Says that nobody waits any more. What has arrived stays cached; a second close does nothing."""

@@ -44,6 +44,11 @@ class Breaker:
             self._failures = 0
             self._cool_off_s = FIRST_COOL_OFF_S
 
+    def undecided(self) -> None:
+        """A request was called off before it said anything: the next one decides."""
+        if self.state is BreakerState.TRYING:
+            self.state = BreakerState.OPEN
+
     def failed(self, now: float) -> bool:
         """Notes a failure; true when it switched the store off."""
         self._failures += 1

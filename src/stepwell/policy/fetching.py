@@ -13,6 +13,8 @@ import numpy.typing as npt
 
 from stepwell.base.spec import ModelSpec
 
+MOST_FALLBACKS = 8  # checkpoints fetched in case the deepest is not reached
+
 Flags = npt.NDArray[np.bool_]
 
 
@@ -34,7 +36,7 @@ def fallbacks(points: Sequence[int], *, checkpoint_bytes: int, fetch_bytes: int,
     """Of boundaries before the deepest, evenly spread ones whose checkpoints cost at most `share` of the fetch."""
     if not points or not checkpoint_bytes:
         return sorted(points)
-    count = min(int(share * fetch_bytes) // checkpoint_bytes, len(points))
+    count = min(int(share * fetch_bytes) // checkpoint_bytes, len(points), MOST_FALLBACKS)
     return sorted({points[index * len(points) // count] for index in range(count)}) if count else []
 
 

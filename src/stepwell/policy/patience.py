@@ -1,16 +1,18 @@
 """How long a request may wait for a store, so that having one is never worse than having none. Pure: times are handed in.
 
-Waiting is paid from an allowance: a second to begin with, a small share of all time spent computing, and everything that
+Waiting is paid from an allowance: half a second to begin with, a small share of all time spent computing, and everything that
 earlier fetches saved. So whatever the store does, all waiting in vain adds up to less than
 
     credit_s + share * (time spent computing) + (time saved by fetches)
 
-and the sum never exceeds the time without a store by more than the first two.
+and the sum never exceeds the time without a store by more than the first two. A request may wait as long as that is less
+than its grant plus what has arrived for it so far is worth.
 """
 
 from __future__ import annotations
 
 MOST_ALLOWANCE_S = 10.0  # a store that was good for a day may still turn bad
+SHARERS = 8  # a request gets this part of the allowance, so that several at a time can wait
 KEPT_OF_MEAN = 0.8  # how much of a running mean the next measurement leaves
 
 
@@ -49,8 +51,8 @@ class Patience:
         return self._allowance_s
 
     def take(self, limit_s: float) -> float:
-        """Reserves as much as a request may wait, at most `limit_s`; returns it."""
-        granted = max(min(limit_s, self._allowance_s), 0.0)
+        """Reserves as much as a request may wait in vain, at most `limit_s`; returns it. Others get some too."""
+        granted = max(min(limit_s, self._allowance_s / SHARERS), 0.0)
         self._allowance_s -= granted
         return granted
 

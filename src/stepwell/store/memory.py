@@ -48,24 +48,33 @@ class MemoryStore:
         return self._used_bytes
 
     def contains(self, space: Space, keys: Sequence[bytes]) -> list[bool]:
-        with self._open():
+        with self._lock:
+            self._must_be_open()
             return [(space.digest, key) in self._values for key in keys]
 
     def read_into(self, space: Space, reads: Sequence[Read], *, cancelled: Callable[[], bool] = never) -> list[ReadResult]:
-        with self._open():
-            return [self._read(space, read) if not cancelled() else ReadResult(outcome=ReadOutcome.CANCELLED) for read in reads]
+        with self._lock:
+            self._must_be_open()
+            results = [self._read(space, r) if not cancelled() else ReadResult(outcome=ReadOutcome.CANCELLED) for r in reads]
+            self._touch(space, [read.key for read in reads])
+            return results
 
     def write_from(self, space: Space, writes: Sequence[Write]) -> list[WriteOutcome]:
-        with self._open():
-            return [self._write(space, write) for write in writes]
+        with self._lock:
+            self._must_be_open()
+            self._touch(space, [write.parent for write in writes])  # not to make room out of what they stand on
+            outcomes = [self._write(space, write) for write in writes]
+            self._touch(space, [write.key for write in writes])
+            return outcomes
 
     def delete(self, space: Space, keys: Sequence[bytes]) -> int:
-        with self._open():
+        with self._lock:
+            self._must_be_open()
             return sum(self._drop((space.digest, key)) for key in keys)
 
     def flush(self) -> None:
-        with self._open():
-            pass
+        with self._lock:
+            self._must_be_open()
 
     def close(self) -> None:
         with self._lock:
@@ -73,10 +82,9 @@ class MemoryStore:
             self._values.clear()
             self._used_bytes = 0
 
-    def _open(self) -> Lock:
+    def _must_be_open(self) -> None:
         if self._closed:
             raise StoreError("this memory store was closed")
-        return self._lock
 
     def _read(self, space: Space, read: Read) -> ReadResult:
         value = self._values.get((space.digest, read.key))
@@ -85,7 +93,6 @@ class MemoryStore:
         if len(value.data) != len(read.into):
             return ReadResult(outcome=ReadOutcome.LENGTH)
         read.into[:] = value.data
-        self._touch(space, read.key)
         return ReadResult(outcome=ReadOutcome.FOUND, stamp=value.stamp)
 
     def _write(self, space: Space, write: Write) -> WriteOutcome:
@@ -96,7 +103,6 @@ class MemoryStore:
             return WriteOutcome.TOO_LARGE
         self._values[name] = _Value(bytes(write.data), write.stamp, write.parent)
         self._used_bytes += len(write.data)
-        self._touch(space, write.key)
         return WriteOutcome.STORED
 
     def _make_room(self, size: int) -> bool:
@@ -108,13 +114,14 @@ class MemoryStore:
             self._drop(next(iter(self._values)))
         return True
 
-    def _touch(self, space: Space, key: bytes) -> None:
-        """Moves a value and all it stands on to the young end, itself first: a parent is always younger than its children."""
+    def _touch(self, space: Space, keys: Sequence[bytes]) -> None:
+        """Moves values and all they stand on to the young end, deepest first: a parent is always younger than its children."""
         seen = set()
-        while key != NO_PARENT and key not in seen and (value := self._values.pop((space.digest, key), None)) is not None:
-            self._values[space.digest, key] = value
-            seen.add(key)
-            key = value.parent
+        for key in reversed(keys):
+            while key != NO_PARENT and key not in seen and (value := self._values.pop((space.digest, key), None)) is not None:
+                self._values[space.digest, key] = value
+                seen.add(key)
+                key = value.parent
 
     def _drop(self, name: _Name) -> bool:
         value = self._values.pop(name, None)

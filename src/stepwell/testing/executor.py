@@ -22,6 +22,10 @@ class ScriptedExecutor:
         self.num_submitted = 0
 
     @property
+    def num_ranks(self) -> int:
+        return len(self._ranks)
+
+    @property
     def pending(self) -> tuple[JobId, ...]:
         """Jobs that some rank has not answered for, oldest first."""
         return tuple(self._plans)

@@ -49,6 +49,9 @@ class ScriptedPorter:
         done, self._done = self._done, []
         return done
 
+    def withdraw(self, job: JobId) -> bool:
+        return False  # here everything is said to have begun: the harder case
+
     def drain(self, timeout_s: float) -> None:
         self.finish_all()
 
@@ -91,6 +94,14 @@ class TimedPorter:
         """When the next answer is due: infinity for never."""
         self._work()
         return min((at_s for at_s, _ in self._done), default=float("inf"))
+
+    def withdraw(self, job: JobId) -> bool:
+        for queue in self._queues.values():
+            for waiting in queue:
+                if waiting[1].job == job:
+                    queue.remove(waiting)
+                    return True
+        return False
 
     def drain(self, timeout_s: float) -> None:
         self._clock.advance(timeout_s)

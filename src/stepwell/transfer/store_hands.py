@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol
 
 from stepwell.base.errand import Ask, Fate, FetchCheckpoint, FetchPages, Outcome, PutCheckpoint, PutPages, Task
+from stepwell.base.errors import StoreError
 from stepwell.base.ids import Kind
 from stepwell.base.keys import Namespace, manifest_key, member_key
 from stepwell.base.plan import PageIds
@@ -82,7 +84,7 @@ class StoreHands:
         """One task from start to end. Raises what the store raises."""
         space = self.space(namespace)
         if isinstance(task, Ask):
-            found = self._store.contains(space, [*task.pages, *map(manifest_key, task.boundaries)])
+            found = self._contains(space, [*task.pages, *map(manifest_key, task.boundaries)])
             return Outcome(fates=tuple(Fate.OK if each else Fate.MISSING for each in found))
         if isinstance(task, FetchPages):
             return self._fetch_pages(space, task, cancelled)
@@ -91,6 +93,17 @@ class StoreHands:
         if isinstance(task, PutPages):
             return self._put_pages(space, task, cancelled)
         return self._put_checkpoint(space, task)
+
+    def _contains(self, space: Space, keys: Sequence[bytes]) -> list[bool]:
+        found = self._store.contains(space, keys)
+        if len(found) != len(keys):
+            raise StoreError(f"the store was asked for {len(keys)} keys and answered for {len(found)}")
+        return found
+
+    def _forget(self, space: Space, keys: list[bytes]) -> None:
+        """Deletes what is no good. A store that cannot is left with it; the miss stands either way."""
+        with suppress(StoreError):
+            self._store.delete(space, keys)
 
     def space(self, namespace: Namespace) -> Space:
         """The part of the store that is this rank's share of a namespace. Says nothing of its salt."""
@@ -107,9 +120,9 @@ class StoreHands:
         """What became of each read, and its stamp where all is well."""
         results = self._store.read_into(space, reads, cancelled=cancelled)
         fates = [_judge(space, read, result) for read, result in zip(reads, results, strict=True)]
-        bad = [read.key for read, fate in zip(reads, fates, strict=True) if fate.is_damage]
+        bad = [read.key for read, fate in zip(reads, fates, strict=True) if fate.is_damage and fate is not Fate.VERSION]
         if bad:
-            self._store.delete(space, bad)
+            self._forget(space, bad)
         return [(fate, result.stamp) for fate, result in zip(fates, results, strict=True)]
 
     def _fetch_pages(self, space: Space, task: FetchPages, cancelled: Callable[[], bool]) -> Outcome:
@@ -127,8 +140,8 @@ class StoreHands:
         if fate is not Fate.OK:
             return Outcome(fates=(fate,))
         fate = self._fetch_members(space, manifest, task, buffers, cancelled)
-        if fate.is_damage:
-            self._store.delete(space, [name])
+        if fate.is_damage and fate is not Fate.VERSION:  # another version's values are somebody else's
+            self._forget(space, [name])
         return Outcome(fates=(fate,), moved_bytes=sum(map(len, buffers)) if fate is Fate.OK else 0)
 
     def _fetch_members(
@@ -151,7 +164,7 @@ class StoreHands:
 
     def _put_pages(self, space: Space, task: PutPages, cancelled: Callable[[], bool]) -> Outcome:
         parents = [task.parent or NO_PARENT, *task.keys]
-        found = self._store.contains(space, task.keys)
+        found = self._contains(space, task.keys)
         fates = [Fate.OK] * len(task.keys)
         wanted = [index for index, there in enumerate(found) if not there]
         moved = 0
@@ -182,7 +195,7 @@ class StoreHands:
     def _put_checkpoint(self, space: Space, task: PutCheckpoint) -> Outcome:
         """Members first; the manifest only when all of them are there."""
         name = manifest_key(task.boundary)
-        if self._store.contains(space, [name]) == [True]:
+        if self._contains(space, [name]) == [True]:
             return Outcome(fates=(Fate.OK,))
         pages = (*task.window_keys, *[task.boundary] * len(task.points))
         writes, listed, parent = [], [], bytes(task.boundary)

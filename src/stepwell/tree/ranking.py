@@ -49,6 +49,7 @@ class Ranking:
         self._checkpoints = {tier: EvictionOrder() for tier in arenas}
         # Runs that are kept only because the other tier's pages depend on them, oldest first; some are out of date.
         self._depended_on: dict[Tier, dict[Run, None]] = {tier: {} for tier in arenas}
+        self._most_depended_on = MOST_DEPENDED_ON
 
     # ---- questions --------------------------------------------------------------------------------
 
@@ -127,9 +128,10 @@ class Ranking:
     def _note_depended_on(self, run: Run) -> None:
         waiting = self._depended_on[run.tier]
         waiting[run] = None
-        if len(waiting) > MOST_DEPENDED_ON:
+        if len(waiting) > self._most_depended_on:
             for each in [each for each in waiting if each.node.runs[each.tier] is not each]:
                 del waiting[each]
+            self._most_depended_on = max(2 * len(waiting), MOST_DEPENDED_ON)
 
     def queue_residency(self, residency: Residency) -> None:
         if not residency.ticket and _in_tree(residency):

@@ -190,7 +190,7 @@ def test_a_hybrid_that_is_stopped_early_falls_back_to_a_checkpoint_before() -> N
 
 
 def test_a_ticket_waits_as_long_as_its_policy_says() -> None:
-    patient = StoreConfig(timeout_base_s=1.0, timeout_per_ki_s=0.25, wait_credit_s=10.0)
+    patient = StoreConfig(timeout_base_s=1.0, timeout_per_ki_s=0.25, wait_credit_s=100.0)
     after = rig(FULL, filled(FULL), store_config=patient)
     ticket = after.cache.prefetch(after.cache.lookup(PROMPT))
     limit_s = 1.0 + 0.25 * len(PROMPT) / 1024
@@ -207,12 +207,16 @@ def test_a_ticket_waits_as_long_as_its_policy_says() -> None:
 def test_waiting_in_vain_is_paid_from_an_allowance() -> None:
     after = rig(FULL, filled(FULL), store_config=StoreConfig(wait_credit_s=0.5, errand_timeout_s=1000))
     first = after.cache.prefetch(after.cache.lookup(PROMPT))
-    assert first.granted_s == 0.5
-    after.clock.advance(2.0)
+    assert first.granted_s == 0.5 / 8, "others may want to wait too"
+    waited_s = 0.0
+    for _ in range(100):
+        ticket = after.cache.prefetch(after.cache.lookup(PROMPT))
+        assert ticket.ready or ticket.granted_s > 0
+        waited_s += max(ticket.ended_s - after.clock.now(), 0.0)
+        after.clock.advance(1.0)
+        ticket.close()
+    assert 0.4 < waited_s <= 0.5, "however often it is tried, waiting in vain has an end"
     first.close()
-    second = after.cache.prefetch(after.cache.lookup(PROMPT))
-    assert second.ready, "the allowance is spent: nobody waits any more"
-    second.close()
     after.settle()
 
 
@@ -312,8 +316,8 @@ def test_the_line_has_an_end() -> None:
 
 def test_write_back_stores_what_the_host_gives_up() -> None:
     store = MemoryStore()
-    here = Rig(HYBRID, device_pages=64, host_pages=64, store=store, write=WritePolicy.BACK)
-    prompts = [text(name, 10 * PAGE + 1) for name in range(12)]
+    here = Rig(HYBRID, device_pages=64, host_pages=192, store=store, write=WritePolicy.BACK)
+    prompts = [text(name, 10 * PAGE + 1) for name in range(32)]
     for prompt in prompts:
         here.serve(prompt)
     assert store._values, "the host overflowed and nothing was stored"

@@ -1,0 +1,89 @@
+"""What to bring up from a store for a ticket: how deep, with which checkpoints, and is it worth the time. Starts nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stepwell.base.ids import Kind, Tier
+from stepwell.cache.core import Core
+from stepwell.cache.link import StoreLink
+from stepwell.cache.ticket import Ticket
+from stepwell.policy.breaker import BreakerState
+from stepwell.policy.fetching import fallbacks, is_worth_it, reachable, restore_points
+from stepwell.tree.match import Match
+
+MOST_TRIES = 6  # at finding a depth that fits into the host tier
+REMEASURE_AFTER_S = 60.0  # a store that was too slow to be worth it gets another chance
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Want:
+    """Pages `known` .. `upto`, and the checkpoints at `boundaries`, deepest last."""
+
+    known: int
+    upto: int
+    boundaries: tuple[int, ...]
+
+
+def wants(core: Core, link: StoreLink, ticket: Ticket, match: Match) -> list[Want]:
+    """What could be fetched, best first: the deepest restore point that is worth it, then shallower ones."""
+    spec, now = core.spec, core.clock.now()
+    known, restore = match.known_tokens // spec.page_tokens, match.restore_tokens // spec.page_tokens
+    here = {c.page for node in match.path for c in (node.checkpoints or {}).values() if c.page <= known}
+    anchored = ticket.has_checkpoint.copy()
+    anchored[list(here)] = True
+    upto = reachable(known, ticket.has_page)
+    points = list(restore_points(spec, above=restore, upto=upto, has_checkpoint=anchored))
+    if not points or (points[0] <= known and (points[0] in here or not spec.needs_checkpoint_at(points[0] * spec.page_tokens))):
+        return []  # nothing beyond what is in memory, or on its way there
+    found = []
+    for at, point in _spread(points):
+        want = _want(core, link, known, point, points[at + 1 :], here)
+        if is_worth_it(_fetch_s(core, link, want), core.compute.seconds_for((point - restore) * spec.page_tokens)):
+            found.append(want)
+    if not found:
+        core.counters.add("prefetch_not_worth_it")
+        if now > link.fetch_bytes.measured_s + REMEASURE_AFTER_S:
+            ticket.deadline_s = min(ticket.deadline_s, now)  # to measure it again; nobody waits for that
+            return [_want(core, link, known, points[-1], [], here)]
+    if link.fetching.state is not BreakerState.CLOSED:
+        return found[-1:]  # a trial: what it evicts for nothing, should it fail again, is to be little
+    return found
+
+
+def need_of(core: Core, want: Want) -> dict[Kind, int]:
+    """The host pages that a want takes."""
+    spec = core.spec
+    windows = sum(len(spec.window_span(page * spec.page_tokens)) for page in want.boundaries)
+    points = len(want.boundaries) if spec.parts(Kind.POINT) else 0
+    return {Kind.PREFIX: want.upto - want.known, Kind.WINDOW: windows, Kind.POINT: points}
+
+
+def bytes_of(core: Core, want: Want) -> int:
+    strides = core.arena(Tier.HOST).layout.strides
+    return sum(count * strides[kind] for kind, count in need_of(core, want).items() if count)
+
+
+def _spread(points: list[int]) -> list[tuple[int, int]]:
+    """A few of the points with their places, the first of them always: candidates in case there is no room for more."""
+    step = max(-(-len(points) // MOST_TRIES), 1)
+    return list(enumerate(points))[::step]
+
+
+def _want(core: Core, link: StoreLink, known: int, point: int, shallower: list[int], here: set[int]) -> Want:
+    spec = core.spec
+
+    def missing(page: int) -> bool:
+        return page not in here and spec.needs_checkpoint_at(page * spec.page_tokens)
+
+    last = (point,) if missing(point) else ()
+    size = bytes_of(core, Want(known=known, upto=max(point, known), boundaries=last))
+    others = [page for page in shallower if missing(page)]
+    each = spec.checkpoint_bytes()
+    before = fallbacks(others, checkpoint_bytes=each, fetch_bytes=size, share=link.config.fallback_share) if each else []
+    return Want(known=known, upto=max(point, known), boundaries=(*before, *last))
+
+
+def _fetch_s(core: Core, link: StoreLink, want: Want) -> float | None:
+    alone = link.fetch_bytes.seconds_for(bytes_of(core, want))
+    return alone / link.config.readers if alone is not None else None

@@ -1,0 +1,177 @@
+"""`stepwell store stat DIR` and `stepwell store check DIR`: what a log store holds, and whether all of it is sound.
+
+Prints; decides nothing. Both work while another process has the store open, and say so; `check --repair` needs it closed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import ArgumentParser, Namespace
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stepwell.base.units import format_bytes
+from stepwell.cli.command import Command
+from stepwell.store.log.check import CheckReport, Damage
+from stepwell.store.log.disk import Disk
+from stepwell.store.log.inspect import check_directory, owner, repair_directory, stat_directory
+from stepwell.store.log.stat import LogStat
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+EXIT_DAMAGED = 1
+_PIPE_WIDTH = 160  # columns when nobody's terminal tells: no cell is cut
+_SHOWN = 20  # damaged places in the table; JSON has them all
+
+
+def configure(parser: ArgumentParser) -> None:
+    orders = parser.add_subparsers(title="orders", metavar="ORDER", required=True)
+    stat = orders.add_parser("stat", help="count values and bytes by namespace")
+    stat.set_defaults(order=_stat)
+    check = orders.add_parser("check", help="verify every byte; exit status 1 when something is damaged")
+    check.add_argument("--repair", action="store_true", help="drop what is damaged for good, so that the rest serves")
+    check.set_defaults(order=_check)
+    for order in (stat, check):
+        order.add_argument("directory", type=Path, metavar="DIR", help="of a log store")
+        order.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+def run(args: Namespace) -> int:
+    return int(args.order(args))
+
+
+# ---- stat -----------------------------------------------------------------------------------------
+
+
+def _stat(args: Namespace) -> int:
+    disk = Disk()
+    stat, opened_by = stat_directory(args.directory, disk), owner(args.directory, disk)
+    if args.json:
+        print(json.dumps({**stat_json(stat), "open_in": opened_by}, indent=2))
+    else:
+        _print_stat(args.directory, stat, opened_by)
+    return 0
+
+
+def stat_json(stat: LogStat) -> dict[str, object]:
+    """Every figure, unrounded, as JSON values."""
+    fields = asdict(stat)
+    fields["spaces"] = [{**asdict(space), "digest": space.digest.hex()} for space in stat.spaces]
+    return fields
+
+
+def _print_stat(directory: Path, stat: LogStat, opened_by: str | None) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title=escape(str(directory)), title_justify="left", show_footer=True)
+    table.add_column("namespace", "total")
+    table.add_column("label")
+    table.add_column("tenant")
+    table.add_column("values", f"{stat.values:,}", justify="right")
+    table.add_column("bytes", format_bytes(stat.value_bytes), justify="right")
+    table.add_column("on disk", format_bytes(stat.disk_bytes), justify="right")
+    for space in stat.spaces:
+        sizes = (f"{space.values:,}", format_bytes(space.value_bytes), format_bytes(space.disk_bytes))
+        table.add_row(space.digest.hex()[:12], escape(space.label), escape(space.tenant), *sizes)
+    console = _console()
+    console.print(table)
+    used, budget = format_bytes(stat.directory_bytes), format_bytes(stat.budget_bytes)
+    segments = f"{stat.segments} of at most {stat.max_segments} segments of {format_bytes(stat.segment_bytes)}"
+    console.print(f"directory   {used} of {budget}, {segments}", markup=False)
+    for tenant in stat.tenants:
+        amounts = f"{format_bytes(tenant.disk_bytes)} of {format_bytes(tenant.quota_bytes)}"
+        console.print(f"quota       {tenant.tenant}: {amounts}", markup=False)
+    if opened_by is not None:
+        console.print(f"open        in {opened_by}: these figures are of a moment ago", markup=False)
+
+
+# ---- check ----------------------------------------------------------------------------------------
+
+
+def _check(args: Namespace) -> int:
+    report = _watch(args.directory, repair=args.repair)
+    opened_by = None if args.repair else owner(args.directory, Disk())
+    if args.json:
+        print(json.dumps({**check_json(report), "repaired": args.repair, "open_in": opened_by}, indent=2))
+    else:
+        _print_report(args.directory, report, repaired=args.repair, opened_by=opened_by)
+    return EXIT_DAMAGED if report.damage else 0
+
+
+def check_json(report: CheckReport) -> dict[str, object]:
+    """The report with every damaged place, as JSON values."""
+    return {
+        "segments": report.segments,
+        "batches": report.batches,
+        "values": report.values,
+        "value_bytes": report.value_bytes,
+        "damaged_values": report.damaged_values,
+        "damaged_bytes": report.damaged_bytes,
+        "damage": [
+            {
+                "file": one.file,
+                "offset": one.offset,
+                "bytes": one.size_bytes,
+                "reason": one.reason,
+                "namespace": one.space.digest.hex() if one.space else None,
+                "key": one.key.hex() if one.key else None,
+            }
+            for one in report.damage
+        ],
+    }
+
+
+def _watch(directory: Path, *, repair: bool) -> CheckReport:
+    """Runs the check with a bar on stderr."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    disk = Disk()
+    total = stat_directory(directory, disk).value_bytes
+    columns = (TextColumn("checking"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("checking", total=total)
+        work = repair_directory if repair else check_directory
+        return work(directory, disk, lambda size: progress.advance(task, size))
+
+
+def _print_report(directory: Path, report: CheckReport, *, repaired: bool, opened_by: str | None) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = _console()
+    if report.damage:
+        table = Table(title=f"damaged in {escape(str(directory))}", title_justify="left")
+        for header in ("file", "offset", "bytes", "namespace", "key", "why"):
+            table.add_column(header, justify="right" if header in ("offset", "bytes") else "left")
+        for one in report.damage[:_SHOWN]:
+            table.add_row(*map(escape, _cells(one)))
+        console.print(table)
+        if len(report.damage) > _SHOWN:
+            console.print(f"and {len(report.damage) - _SHOWN} more; --json lists them all", markup=False)
+    verdict = "all sound"
+    if report.damage:
+        done = "dropped: the rest serves" if repaired else "run with --repair to drop it"
+        verdict = f"{report.damaged_values} values and {format_bytes(report.damaged_bytes)} damaged; {done}"
+    checked = f"{report.values:,} values, {format_bytes(report.value_bytes)} in {report.segments} segments"
+    console.print(f"{checked}: {verdict}", markup=False)
+    if opened_by is not None:
+        console.print(f"open in {opened_by}: what it wrote meanwhile was not looked at", markup=False)
+
+
+def _cells(one: Damage) -> list[str]:
+    space = f"{one.space.digest.hex()[:12]} {one.space.label}".strip() if one.space else "-"
+    return [one.file, f"{one.offset:,}", format_bytes(one.size_bytes), space, one.key.hex()[:16] if one.key else "-", one.reason]
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False)
+
+
+COMMAND = Command(name="store", summary="Show what a log store holds, or verify every byte of it.", configure=configure, run=run)

@@ -1,0 +1,129 @@
+"""Batches to the end of the active segment: written in as few calls as possible, synced. Only for the one writer.
+
+A value's bytes go from the caller's buffer to the disk. With direct transfers, what is not a multiple of a block at its
+end goes through a block of ours; a caller's buffer that does not begin at a multiple goes by the page cache instead.
+A failed append leaves the end of the log where it was: the next one writes over it, and revokes it first.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Sequence
+from dataclasses import replace
+
+from stepwell.store.log.aligned import Scratch, is_aligned
+from stepwell.store.log.disk import BLOCK_BYTES, up_to_block
+from stepwell.store.log.drafts import HOLDS_FROM_NOW, Draft, draft_marks
+from stepwell.store.log.format import INLINE_BYTES, NO_SPACE, Batch, Kind, write_header
+from stepwell.store.log.marks import revoking
+from stepwell.store.log.segments import Segment, State
+from stepwell.store.log.state import LogState
+
+
+class Appender:
+    """Writes batches at the end of the active segment. Not for two threads at once."""
+
+    def __init__(self, state: LogState) -> None:
+        self._state = state
+        self._scratch = Scratch()
+        self._moved_on = False  # since the last append that worked, a segment was given up for a new one
+
+    @property
+    def room(self) -> int:
+        """Bytes left in the active segment, less what has to be revoked first; 0 when nothing can be appended there."""
+        state, active = self._state, self._state.active
+        if active is None or active.state is not State.ACTIVE:
+            return 0
+        return max(0, state.budget.segment_bytes - active.end - (BLOCK_BYTES if self.to_revoke else 0))
+
+    @property
+    def to_revoke(self) -> range:
+        """Batches that failed, or were found torn: nothing else is settled before they are revoked."""
+        return range(self._state.settled + 1, self._state.next_seq)
+
+    def append(self, drafts: Sequence[Draft]) -> list[Batch]:
+        """The batches as they now are, safe on disk; or raises OSError, and none of them will ever be believed."""
+        state, active = self._state, self._state.active
+        assert active is not None and sum(draft.total_bytes for draft in drafts) <= self.room, f"no room was made: {self.room=}"
+        revocation = self._revocation()
+        drafts = [*revocation, *drafts]
+        batches = self._place(active, drafts)
+        try:
+            self._write(active, drafts, batches)
+        except OSError:
+            if not self._moved_on:  # the next try goes elsewhere, once: a disk that always fails must not cost all segments
+                active.state = State.SEALED
+                self._moved_on = True
+            raise
+        finally:
+            self._scratch.give_back()
+        self._moved_on = False
+        with state.lock:
+            active.end = batches[-1].end
+            state.settled = batches[-1].seq
+            for batch in batches[: len(revocation)]:
+                state.marks.take(batch)
+            state.counters.add("syncs")
+        return batches[len(revocation) :]
+
+    def _revocation(self) -> list[Draft]:
+        numbers = self.to_revoke
+        draft = draft_marks(Kind.REVOKE, NO_SPACE, [revoking(numbers)], [numbers.stop], BLOCK_BYTES) if numbers else None
+        return [draft] if draft is not None else []
+
+    def _place(self, segment: Segment, drafts: Sequence[Draft]) -> list[Batch]:
+        """Gives each batch its place and number. Numbers are used up even when the write fails."""
+        state, batches, offset = self._state, [], segment.end
+        for draft in drafts:
+            batch = Batch(
+                kind=draft.kind, segment=segment.id, offset=offset, header_bytes=draft.header_bytes,
+                total_bytes=draft.total_bytes, seq=state.next_seq, settled=state.settled, space=draft.space,
+                entries=draft.entries,
+            )  # fmt: skip
+            if draft.kind is not Kind.PUT:  # a mark that is not carried holds from now on
+                entries = draft.entries.copy()
+                entries["as_of"][entries["as_of"] == HOLDS_FROM_NOW] = batch.seq
+                batch = replace(batch, entries=entries)
+            batches.append(batch)
+            offset, state.next_seq = batch.end, state.next_seq + 1
+        return batches
+
+    def _write(self, segment: Segment, drafts: Sequence[Draft], batches: Sequence[Batch]) -> None:
+        disk, ways = self._state.disk, self._state.ways
+        with self._state.lock:
+            self._state.segments.open(segment)
+        direct = ways.direct_writes and segment.direct_fd >= 0
+        buffers: list[memoryview] = []
+        for draft, batch in zip(drafts, batches, strict=True):
+            buffers += self._buffers(draft, batch)
+        if direct:
+            try:
+                disk.write(segment.direct_fd, buffers, batches[0].offset)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                direct = False  # a buffer does not begin at a multiple of a block; or this disk wants more than we know of
+                if all(is_aligned(value) for draft in drafts for value in draft.values if len(value) > INLINE_BYTES):
+                    self._state.ways = replace(ways, direct_writes=False)
+        if not direct:
+            disk.write(segment.fd, buffers, batches[0].offset)
+        disk.sync(segment.fd)
+
+    def _buffers(self, draft: Draft, batch: Batch) -> list[memoryview]:
+        """The header with its small values, then each value up to its last whole block, and that block filled with zeros."""
+        header = self._scratch.take_zeros(draft.header_bytes)
+        buffers = [header]
+        offsets = batch.entries["offset"].tolist() if draft.values else []  # marks have entries without values
+        for value, offset in zip(draft.values, offsets, strict=True):
+            if len(value) <= INLINE_BYTES:
+                header[offset : offset + len(value)] = value
+                continue
+            whole = len(value) // BLOCK_BYTES * BLOCK_BYTES
+            buffers.append(value[:whole])
+            if whole < len(value):
+                tail = self._scratch.take_zeros(BLOCK_BYTES)
+                tail[: len(value) - whole] = value[whole:]
+                buffers.append(tail)
+        write_header(batch, header, seed=self._state.seed)
+        assert sum(map(len, buffers)) == batch.total_bytes == up_to_block(batch.total_bytes), f"{batch.total_bytes=}"
+        return buffers

@@ -1,0 +1,68 @@
+"""How many segments fit a budget, next to everything else in the directory. Arithmetic only.
+
+    | lock, store.json and their successors | snapshot | its successor | segment | segment | ... | segment |   <= budget
+
+A snapshot grows with the number of values, so the number of segments shrinks with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stepwell.base.errors import ConfigError
+from stepwell.base.units import format_bytes
+from stepwell.store.log.columns import ROW_BYTES
+from stepwell.store.log.disk import BLOCK_BYTES, up_to_block
+
+FIXED_BYTES = 64 * 1024  # lock and store.json, and the blocks a file system keeps for itself
+MIN_SEGMENTS = 4  # one being written, one free to carry into, and two to choose from
+MIN_SEGMENT_BYTES, MAX_SEGMENT_BYTES = 64 * 1024, 1 << 34
+DEFAULT_SEGMENT_BYTES = 256 << 20
+_SPARE_VALUES = 1000  # a snapshot may hold an eighth more than there are values now, and these
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    total_bytes: int
+    segment_bytes: int
+
+    @property
+    def max_value_bytes(self) -> int:
+        """Half a segment: whatever is carried into a fresh segment, at most the other half, a value always fits beside it."""
+        return self.segment_bytes // 2 // BLOCK_BYTES * BLOCK_BYTES - 2 * BLOCK_BYTES  # its header, and what may be revoked
+
+    @property
+    def carry_bytes(self) -> int:
+        """The most that reclaim copies to win one segment."""
+        return self.segment_bytes // 2
+
+    def segments(self, num_values: int) -> int:
+        """How many segments may exist while there are so many values."""
+        snapshot = self.slot(_snapshot_bytes(num_values + num_values // 8 + _SPARE_VALUES))
+        return (self.total_bytes - FIXED_BYTES - 2 * snapshot) // self.slot(self.segment_bytes)
+
+    @staticmethod
+    def slot(size: int) -> int:
+        """What a file of this size may take up, with what the file system needs to find its pieces."""
+        return up_to_block(size) + max(2 * BLOCK_BYTES, up_to_block(size // 1024))
+
+
+def _snapshot_bytes(num_values: int) -> int:
+    return num_values * ROW_BYTES + 16 * 1024
+
+
+def choose(budget_bytes: int, segment_bytes: int | None) -> Budget:
+    """A budget that can work. Raises ConfigError with the smallest one that would."""
+    if segment_bytes is None:
+        segment_bytes = max(MIN_SEGMENT_BYTES, min(DEFAULT_SEGMENT_BYTES, budget_bytes // 16 // BLOCK_BYTES * BLOCK_BYTES))
+    if segment_bytes % BLOCK_BYTES or not MIN_SEGMENT_BYTES <= segment_bytes <= MAX_SEGMENT_BYTES:
+        bounds = f"from {format_bytes(MIN_SEGMENT_BYTES)} to {format_bytes(MAX_SEGMENT_BYTES)}"
+        raise ConfigError(f"a segment has a multiple of {BLOCK_BYTES} bytes, {bounds}; got {segment_bytes}")
+    budget = Budget(total_bytes=budget_bytes, segment_bytes=segment_bytes)
+    if budget.segments(0) < MIN_SEGMENTS:
+        least = MIN_SEGMENTS * budget.slot(segment_bytes) + FIXED_BYTES + 2 * budget.slot(_snapshot_bytes(_SPARE_VALUES))
+        raise ConfigError(
+            f"a budget of {format_bytes(budget_bytes)} is too small for segments of {format_bytes(segment_bytes)}; "
+            f"give the log store at least {least} bytes ({format_bytes(least)}), or smaller segments"
+        )
+    return budget

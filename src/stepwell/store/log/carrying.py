@@ -1,0 +1,134 @@
+"""Values and marks of an old segment, copied to the active one as they are: stamps, parents, recency. Only for the writer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+
+from stepwell.store.api import Write
+from stepwell.store.log.aligned import Scratch
+from stepwell.store.log.appending import Appender
+from stepwell.store.log.columns import Rows
+from stepwell.store.log.disk import up_to_block
+from stepwell.store.log.drafts import draft_marks, draft_values
+from stepwell.store.log.format import INLINE_BYTES, footprint, header_size
+from stepwell.store.log.marks import Mark
+from stepwell.store.log.segments import Segment
+from stepwell.store.log.state import LogState
+
+_BATCH_BYTES = 16 << 20
+_BATCH_VALUES = 800  # so that a header full of small values keeps its limit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Load:
+    """What has to be carried out of a segment, batch by batch, and how many bytes that takes."""
+
+    values: Sequence[Rows]
+    marks: Sequence[Sequence[Mark]]
+    size_bytes: int
+
+
+class Carrier:
+    def __init__(self, state: LogState, appender: Appender) -> None:
+        self._state, self._appender = state, appender
+        self._scratch = Scratch()
+
+    @property
+    def room(self) -> int:
+        return self._appender.room
+
+    def load(self, rows: Rows, marks: Sequence[Mark]) -> Load:
+        """Plans it; changes nothing."""
+        values = list(self._value_batches(rows))
+        grouped = list(_mark_batches(marks))
+        lengths = self._state.index.columns.length
+        size = sum(header_size(len(group), 0) for group in grouped)
+        for batch in values:
+            small = lengths[batch] <= INLINE_BYTES
+            inline = int((-(-lengths[batch][small] // 8) * 8).sum())
+            size += header_size(len(batch), inline) + sum(map(up_to_block, lengths[batch][~small].tolist()))
+        return Load(values=values, marks=grouped, size_bytes=size)
+
+    def carry(self, segment: Segment, load: Load) -> None:
+        """Copies it. Returns when the copies are safe on disk and the index points to them. Raises OSError."""
+        state = self._state
+        for group in load.marks:
+            draft = draft_marks(group[0].kind, group[0].space, [m.key for m in group], [m.as_of for m in group], self.room)
+            assert draft is not None and len(draft.entries) == len(group), f"{len(group)} marks were not carried whole"
+            (batch,) = self._appender.append([draft])
+            with state.lock:
+                state.marks.take(batch)
+        with state.lock:
+            state.segments.pin(segment.id)
+        try:
+            for rows in load.values:
+                self._carry_values(segment, rows)
+        finally:
+            with state.lock:
+                state.segments.unpin(segment)
+
+    def _carry_values(self, segment: Segment, rows: Rows) -> None:
+        state, columns = self._state, self._state.index.columns
+        writes = self._read(segment, rows)
+        draft = draft_values(state.index.spaces[int(columns.space[rows[0]])], writes, self.room) if writes else None
+        if draft is not None:
+            assert len(draft.entries) == len(writes), f"{len(writes) - len(draft.entries)} values were not carried"
+            (batch,) = self._appender.append([draft])
+            with state.lock:
+                state.index.put(batch, used=0)  # they are known, and stay as warm as they were
+                state.counters.add("carried_values", len(writes))
+                state.counters.add("carried_bytes", sum(len(write.data) for write in writes))
+        self._scratch.give_back()
+
+    def _read(self, segment: Segment, rows: Rows) -> list[Write]:
+        """The values, read back. Those that the disk cannot give any more are forgotten."""
+        state, columns = self._state, self._state.index.columns
+        writes, lost = [], []
+        for row in rows.tolist():
+            size = int(columns.length[row])
+            data = self._scratch.take(size)[:size]
+            try:
+                whole = state.disk.read(segment.fd, [data], int(columns.offset[row])) == size
+            except OSError:
+                whole = False
+            if not whole:
+                lost.append(row)
+                continue
+            names = (getattr(columns, name)[row].tobytes() for name in ("key", "stamp", "parent"))
+            key, stamp, parent = names
+            writes.append(Write(key=key, data=data, stamp=stamp, parent=parent, depth=int(columns.depth[row])))
+        if lost:
+            with state.lock:
+                state.counters.add("lost_values", len(lost))
+                state.index.remove(np.array(lost, dtype=np.int64))
+        return writes
+
+    def _value_batches(self, rows: Rows) -> Iterator[Rows]:
+        """Rows of one space each, in the order they lie on disk, few enough for one batch."""
+        columns = self._state.index.columns
+        rows = rows[np.lexsort((columns.offset[rows], columns.space[rows]))]
+        sizes = footprint(columns.length[rows]).tolist()
+        start, held = 0, 0
+        for at in range(len(rows)):
+            other = at > start and columns.space[rows[at]] != columns.space[rows[start]]
+            if at > start and (other or held + sizes[at] > _BATCH_BYTES or at - start >= _BATCH_VALUES):
+                yield rows[start:at]
+                start, held = at, 0
+            held += sizes[at]
+        if start < len(rows):
+            yield rows[start:]
+
+
+def _mark_batches(marks: Sequence[Mark]) -> Iterator[list[Mark]]:
+    """Marks of one kind and one space each, few enough for one batch."""
+    for _, group in groupby(sorted(marks, key=_belongs), key=_belongs):
+        same = list(group)
+        yield from (same[at : at + _BATCH_VALUES] for at in range(0, len(same), _BATCH_VALUES))
+
+
+def _belongs(mark: Mark) -> tuple[int, bytes]:
+    return mark.kind, mark.space.digest

@@ -1,0 +1,178 @@
+"""Where every value is, and how warm: keys to rows by space, bytes per space and per segment. No files, no locks.
+
+Reading or writing a value is a use of it and of all it stands on, so a value was never used later than its parent.
+Values are given up in the order (used, deepest first): children before parents, manifests before members.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from stepwell.store.api import NO_PARENT, Space
+from stepwell.store.log.columns import NO_SEGMENT, Columns, Rows
+from stepwell.store.log.format import Batch, footprint, split
+
+_DEPTH_BITS = 20  # deeper values count as equally deep
+_MAX_DEPTH = (1 << _DEPTH_BITS) - 1
+
+
+class Index:
+    """All values that can be served. Every method that changes something says what; callers bring the lock."""
+
+    def __init__(self) -> None:
+        self.columns = Columns()
+        self.tick = 1
+        self.spaces: list[Space] = []  # by number; the first of a digest to be seen names its tenant and label
+        self.num_values = 0
+        self.live_bytes: dict[int, int] = {}  # segment -> bytes on disk of values that count
+        self.space_bytes: list[int] = []  # the same, by space
+        self._numbers: dict[bytes, int] = {}
+        self._rows: list[dict[bytes, int]] = []
+
+    # ---- questions --------------------------------------------------------------------------------
+
+    def rows_of(self, digest: bytes) -> dict[bytes, int]:
+        """Keys to rows of one space; empty for one never seen. For reading only."""
+        number = self._numbers.get(digest)
+        return {} if number is None else self._rows[number]
+
+    def rows_in(self, segment: int) -> Rows:
+        return np.flatnonzero(self.columns.segment == segment)
+
+    def tenant_bytes(self, tenant: str) -> int:
+        return sum(size for space, size in zip(self.spaces, self.space_bytes, strict=True) if space.tenant == tenant)
+
+    def coldest(self, wanted_bytes: int, *, tenant: str | None = None) -> Rows:
+        """Values that free at least so many bytes, in the order of giving up; all there are when that is less."""
+        columns, rows = self.columns, self.columns.held()
+        if tenant is not None:
+            theirs = np.array([space.tenant == tenant for space in self.spaces], dtype=bool)
+            rows = rows[theirs[columns.space[rows]]]
+        rank = (columns.used[rows] << _DEPTH_BITS) - np.minimum(columns.depth[rows], _MAX_DEPTH)
+        count = min(len(rows), 256)
+        while True:
+            chosen = np.argpartition(rank, count - 1)[:count] if count < len(rows) else np.arange(len(rows))
+            chosen = chosen[np.argsort(rank[chosen], kind="stable")]
+            freed = np.cumsum(footprint(columns.length[rows[chosen]]))
+            enough = int(np.searchsorted(freed, wanted_bytes)) + 1
+            if enough <= count or count == len(rows):
+                return rows[chosen[:enough]]
+            count = min(len(rows), count * 4)
+
+    # ---- orders -----------------------------------------------------------------------------------
+
+    def number(self, space: Space) -> int:
+        """The number of a space, given to it now if it has none."""
+        number = self._numbers.get(space.digest)
+        if number is None:
+            number = len(self.spaces)
+            self.spaces.append(space)
+            self.space_bytes.append(0)
+            self._rows.append({})
+            self._numbers[space.digest] = number
+        return number
+
+    def next_tick(self) -> int:
+        self.tick += 1
+        return self.tick
+
+    def touch(self, digest: bytes, key: bytes) -> None:
+        """Marks a value, and all it stands on, as used in this tick. Keys that are not there end the walk."""
+        known, columns, tick = self.rows_of(digest), self.columns, self.tick
+        used, parent = columns.used, columns.parent
+        while (row := known.get(key)) is not None and used[row] < tick:
+            used[row] = tick
+            key = parent[row].tobytes()
+
+    def put(self, batch: Batch, *, used: int) -> None:
+        """Takes in the values of a batch. One that is known already has moved here, and stays as warm as it was."""
+        number, columns, entries = self.number(batch.space), self.columns, batch.entries
+        known, keys = self._rows[number], batch.keys()
+        spare = columns.take(sum(key not in known for key in keys))
+        fresh = np.array(spare, dtype=np.int64)
+        columns.used[fresh] = used
+        columns.space[fresh] = number
+        rows = np.array([known[key] if key in known else spare.pop() for key in keys], dtype=np.int64)
+        self._count(rows[columns.segment[rows] != NO_SEGMENT], -1)
+        columns.segment[rows] = batch.segment
+        columns.offset[rows] = entries["offset"].astype(np.int64) + batch.offset
+        columns.length[rows] = entries["length"]
+        columns.seq[rows] = batch.seq
+        columns.depth[rows] = np.minimum(entries["depth"], _MAX_DEPTH)
+        for name in ("key", "parent", "stamp"):
+            getattr(columns, name)[rows] = entries[name]
+        known.update(zip(keys, rows.tolist(), strict=True))
+        self.num_values += len(fresh)
+        size = int(footprint(columns.length[rows]).sum())  # all in one segment and one space: no need to sort them apart
+        self.live_bytes[batch.segment] = self.live_bytes.get(batch.segment, 0) + size
+        self.space_bytes[number] += size
+
+    def remove(self, rows: Rows) -> None:
+        """Forgets values."""
+        self._count(rows, -1)
+        self.num_values -= len(rows)
+        for row, number in zip(rows.tolist(), self.columns.space[rows].tolist(), strict=True):
+            del self._rows[number][self.columns.key[row].tobytes()]
+        self.columns.give(rows)
+
+    def erase(self, digest: bytes, keys: list[bytes], as_of: list[int]) -> int:
+        """Forgets the values of these keys that were written before; returns how many there were."""
+        known, seq = self.rows_of(digest), self.columns.seq
+        rows = {known[key] for key, before in zip(keys, as_of, strict=True) if key in known and seq[known[key]] < before}
+        self.remove(np.array(sorted(rows), dtype=np.int64))
+        return len(rows)
+
+    def clear(self, digest: bytes, as_of: int) -> int:
+        """Forgets every value of a space that was written before; returns how many there were."""
+        rows = np.fromiter(self.rows_of(digest).values(), np.int64)
+        rows = rows[self.columns.seq[rows] < as_of]
+        self.remove(rows)
+        return len(rows)
+
+    def load(self, spaces: list[Space], columns: dict[str, npt.NDArray[Any]], tick: int) -> bool:
+        """Takes over the rows of a snapshot; whether no key came twice. Only for an index that holds nothing yet."""
+        self.columns.fill(columns)
+        self.tick, self.num_values = tick, self.columns.capacity
+        for space in spaces:
+            self.number(space)
+        order = np.argsort(self.columns.space, kind="stable")
+        cuts = np.searchsorted(self.columns.space[order], np.arange(len(spaces) + 1))
+        for number in range(len(spaces)):
+            rows = order[cuts[number] : cuts[number + 1]]
+            self._rows[number] = dict(zip(split(self.columns.key[rows]), rows.tolist(), strict=True))
+        self._count(np.arange(self.num_values), +1)
+        return sum(map(len, self._rows)) == self.num_values
+
+    def _count(self, rows: Rows, sign: int) -> None:
+        """Keeps the sums per segment and per space."""
+        if not len(rows):
+            return
+        sizes = footprint(self.columns.length[rows])
+        for column, sums in ((self.columns.segment, self.live_bytes), (self.columns.space, self.space_bytes)):
+            owners, inverse = np.unique(column[rows], return_inverse=True)
+            totals = np.bincount(inverse, weights=sizes).astype(np.int64)
+            for owner, total in zip(owners.tolist(), totals.tolist(), strict=True):
+                before = sums[owner] if isinstance(sums, list) else sums.get(owner, 0)
+                sums[owner] = before + sign * total
+
+    # ---- self-check -------------------------------------------------------------------------------
+
+    def audit(self) -> None:
+        """Asserts that the sums are the sums, and that nothing was used later than what it stands on."""
+        columns, rows = self.columns, self.columns.held()
+        assert len(rows) == self.num_values == sum(map(len, self._rows)), f"{len(rows)=} {self.num_values=}"
+        sizes = footprint(columns.length[rows])
+        for segment, size in self.live_bytes.items():
+            held = int(sizes[columns.segment[rows] == segment].sum())
+            assert held == size, f"segment {segment} holds {held} bytes, counted {size}"
+        for number, size in enumerate(self.space_bytes):
+            held = int(sizes[columns.space[rows] == number].sum())
+            assert held == size, f"space {number} holds {held} bytes, counted {size}"
+            for key, row in self._rows[number].items():
+                assert columns.key[row].tobytes() == key and columns.space[row] == number, f"row {row} is another value's"
+                above = self._rows[number].get(columns.parent[row].tobytes())
+                if above is not None and columns.parent[row].tobytes() != NO_PARENT:
+                    assert columns.used[above] >= columns.used[row], f"row {row} was used later than its parent {above}"

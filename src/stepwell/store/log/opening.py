@@ -1,0 +1,163 @@
+"""`log:DIR`: from options to an open store. Reads no environment.
+
+budget=100GiB      everything in the directory together; needed the first time, remembered, may be changed
+segment=256MiB     of one file; fixed once the directory is made
+direct=auto        on, off, or whichever is faster here
+quota.NAME=10GiB   what one tenant's values may take up; remembered; `none` lifts it
+"""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+
+from stepwell.base.clock import Clock
+from stepwell.base.errors import ConfigError, StoreError
+from stepwell.base.units import parse_bytes
+from stepwell.store.log import snapshot, superblock
+from stepwell.store.log.budget import choose
+from stepwell.store.log.disk import Disk
+from stepwell.store.log.probe import Direct, probe
+from stepwell.store.log.recovery import Recovered, recover
+from stepwell.store.log.segments import Segments, State
+from stepwell.store.log.state import LogState
+from stepwell.store.log.store import LogStore
+from stepwell.store.log.superblock import Superblock
+from stepwell.store.registry import Opening
+
+LOCK_NAME = "lock"
+_QUOTA = "quota."
+
+
+def open_log(opening: Opening) -> LogStore:
+    """Raises ConfigError for options that cannot work, StoreError for a directory that cannot be opened."""
+    quota_names = [name for name in opening.options if name.startswith(_QUOTA)]
+    budget, segment, direct, *quotas = opening.take("budget", "segment", "direct", *quota_names)
+    if not opening.location:
+        raise ConfigError("a log store needs a directory: log:DIR")
+    wanted = {name.removeprefix(_QUOTA): amount for name, amount in zip(quota_names, quotas, strict=True) if amount is not None}
+    return open_directory(
+        Path(opening.location),
+        budget_bytes=parse_bytes(budget) if budget is not None else None,
+        segment_bytes=parse_bytes(segment) if segment is not None else None,
+        direct=_direct(direct or Direct.AUTO.value),
+        quotas={tenant: None if amount == "none" else parse_bytes(amount) for tenant, amount in wanted.items()},
+        clock=opening.clock,
+    )
+
+
+def open_directory(
+    directory: Path,
+    *,
+    clock: Clock,
+    budget_bytes: int | None = None,
+    segment_bytes: int | None = None,
+    direct: Direct = Direct.AUTO,
+    quotas: dict[str, int | None] | None = None,
+    disk: Disk | None = None,
+) -> LogStore:
+    """Opens a directory for this process, and makes it if there is none. Raises like `open_log`."""
+    disk = disk or Disk()
+    try:
+        lock_fd = take_lock(disk, directory)
+        try:
+            block = _settle(disk, directory, budget_bytes, segment_bytes, quotas or {})
+            found = recover(disk, directory, block)
+            state = state_of(disk, directory, block, found)
+            try:
+                _tidy(state, found.doubtful)
+                store = LogStore(state, lock_fd)
+                state.ways = probe(state, direct, clock)
+                return store
+            except BaseException:
+                state.segments.close_all()
+                raise
+        except BaseException:
+            disk.close(lock_fd)
+            raise
+    except OSError as error:
+        raise StoreError(f"the log store in {directory} cannot be opened: {error}") from error
+
+
+def take_lock(disk: Disk, directory: Path) -> int:
+    """The descriptor that holds the lock. Raises StoreError when another process has the directory open."""
+    disk.make_directory(directory)
+    fd = disk.lock(directory / LOCK_NAME)
+    if fd is None:
+        owner = holder(disk, directory) or "another process"
+        raise StoreError(f"{directory} is open in {owner}; close it there, or give this one a directory of its own")
+    return fd
+
+
+def holder(disk: Disk, directory: Path) -> str | None:
+    """Which process last opened a directory, in words."""
+    content = (disk.read_file(directory / LOCK_NAME) or b"").strip()
+    return f"process {int(content)}" if content.isdigit() else None
+
+
+def _direct(text: str) -> Direct:
+    try:
+        return Direct(text)
+    except ValueError:
+        raise ConfigError(f"direct is one of {', '.join(way.value for way in Direct)}; got {text!r}") from None
+
+
+def _settle(
+    disk: Disk, directory: Path, budget_bytes: int | None, segment_bytes: int | None, quotas: dict[str, int | None]
+) -> Superblock:
+    """What the directory is opened with: what it remembers, and what was asked for now. Remembers that."""
+    known = superblock.read(disk, directory)
+    if known is None:
+        strangers = set(disk.names(directory)) - {LOCK_NAME, superblock.NAME + ".new"}
+        if strangers:
+            raise ConfigError(
+                f"{directory} is not empty ({', '.join(sorted(strangers)[:3])}); give a new store an empty directory"
+            )
+        if budget_bytes is None:
+            raise ConfigError(f"{directory} is new: say how large it may become, for example budget=100GiB")
+    elif segment_bytes not in (None, known.segment_bytes):
+        raise ConfigError(f"{directory} has segments of {known.segment_bytes} bytes, which cannot become {segment_bytes}")
+    else:
+        budget_bytes = known.budget_bytes if budget_bytes is None else budget_bytes
+        segment_bytes = known.segment_bytes
+    budget = choose(budget_bytes, segment_bytes)
+    merged = {**(known.quotas if known else {}), **quotas}
+    block = Superblock(
+        budget_bytes=budget.total_bytes,
+        segment_bytes=budget.segment_bytes,
+        seed=known.seed if known else secrets.randbits(64),
+        quotas={tenant: size for tenant, size in merged.items() if size is not None},
+    )
+    if block != known:
+        superblock.write(disk, directory, block)
+    return block
+
+
+def state_of(disk: Disk, directory: Path, block: Superblock, found: Recovered) -> LogState:
+    """A log that would go on where it ended. Touches no file."""
+    segments = Segments(disk, directory, block.segment_bytes, found.segments)
+    budget = choose(block.budget_bytes, block.segment_bytes)
+    state = LogState(
+        disk=disk, directory=directory, budget=budget, seed=block.seed, quotas=block.quotas, index=found.index,
+        marks=found.marks, segments=segments, next_seq=found.next_seq, settled=found.believed,
+    )  # fmt: skip
+    state.counters.add("recovered_values", found.index.num_values)
+    state.counters.add("recovered_batches", found.batches_read)
+    state.counters.add("damaged_gaps", len(found.damage))
+    return state
+
+
+def _tidy(state: LogState, doubtful: set[int]) -> None:
+    """Takes away what a crash left half done, makes the rest last, and finds the segment to go on with."""
+    for name in state.disk.names(state.directory):
+        if name.endswith(".new") and name.removesuffix(".new") in (snapshot.NAME, superblock.NAME):
+            state.disk.unlink(state.directory / name)
+    segments = state.segments
+    for number in doubtful:  # what was read there may be in the machine's memory only
+        segment = segments.table[number]
+        segments.open(segment)
+        state.disk.sync(segment.fd)
+    sound = [segment for segment in segments.table.values() if segments.sound(segment)]
+    if sound and sound[-1].id == max(segments.table):
+        state.active = sound[-1]
+        state.active.state = State.ACTIVE

@@ -1,0 +1,172 @@
+"""A directory -> everything the log knew when it ended, however it ended. Reads only; raises nothing for any bytes.
+
+The snapshot is taken where it verifies, and the log is read from its position on; without one, all of it. Every batch
+up to the highest `settled` of any header was safe on disk before that header was written, and is believed by its header.
+The few later ones may be torn: each is believed only if the batch before it is, and every value in it verifies. What is
+not believed was never acknowledged; it is revoked with the next write, so that it never is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from stepwell.store.log import snapshot
+from stepwell.store.log.disk import Disk
+from stepwell.store.log.format import Batch, Kind, split
+from stepwell.store.log.index import Index
+from stepwell.store.log.marks import Marks, revoked_by
+from stepwell.store.log.scan import Gap, scan
+from stepwell.store.log.segments import NOTHING_YET, Segment, path_of
+from stepwell.store.log.segments import number_of as segment_number
+from stepwell.store.log.superblock import Superblock
+from stepwell.store.seal import Verdict, verify
+
+
+@dataclass(slots=True, kw_only=True)
+class Recovered:
+    """What was found. Batches after `believed` and before `next_seq` must be revoked before anything else is settled."""
+
+    index: Index = field(default_factory=Index)
+    marks: Marks = field(default_factory=Marks)
+    segments: list[Segment] = field(default_factory=list)
+    next_seq: int = 1
+    settled: int = 0
+    believed: int = 0
+    doubtful: set[int] = field(default_factory=set)  # segments with batches that are believed, but maybe not safe on disk yet
+    damage: list[Gap] = field(default_factory=list)  # unreadable, with batches that count behind
+    batches_read: int = 0
+    from_snapshot: bool = False
+
+
+@dataclass(slots=True)
+class _Found:
+    segment: Segment
+    size: int = 0
+    items: list[Batch | Gap] = field(default_factory=list)
+
+
+def recover(disk: Disk, directory: Path, block: Superblock, *, use_snapshot: bool = True) -> Recovered:
+    """Everything that counts in a directory. Raises OSError only where the disk itself does."""
+    numbers = sorted(filter(None, map(segment_number, disk.names(directory))))
+    content = disk.read_file(directory / snapshot.NAME) if use_snapshot else None
+    shot = snapshot.decode(content, seed=block.seed, segment_bytes=block.segment_bytes) if content else None
+    result = Recovered()
+    if shot is not None and not _load(result, shot, numbers):
+        result, shot = Recovered(), None
+    found = [_find(disk, directory, block, number, shot) for number in numbers]
+    found = [one for one in found if one.size >= 0]
+    batches = [item for one in found for item in one.items if isinstance(item, Batch)]
+    result.batches_read = len(batches)
+    result.next_seq = max([result.next_seq, *(batch.seq + 1 for batch in batches)])
+    result.settled = max([result.settled, *(batch.settled for batch in batches)])
+    revoked = result.marks.revoked()
+    revoked += [revoked_by(key) for batch in batches if batch.kind is Kind.REVOKE for key in split(batch.entries["key"])]
+    result.believed = result.settled
+    for one in found:
+        _replay(disk, directory, result, one, revoked)
+        result.segments.append(one.segment)
+    return result
+
+
+def _load(result: Recovered, shot: snapshot.Snapshot, numbers: list[int]) -> bool:
+    """Takes over a snapshot, without what lay in segments that are gone; False when it contradicts itself."""
+    known = set(numbers)
+    there = np.isin(shot.columns["segment"], np.array(numbers, np.int64))
+    columns = shot.columns if there.all() else {name: column[there] for name, column in shot.columns.items()}
+    result.next_seq, result.settled, result.from_snapshot = shot.next_seq, shot.settled, True
+    for mark in shot.marks:
+        if mark.segment in known:
+            result.marks.add(mark)
+    return result.index.load(shot.spaces, columns, shot.tick)
+
+
+def _find(disk: Disk, directory: Path, block: Superblock, number: int, shot: snapshot.Snapshot | None) -> _Found:
+    """What one segment holds beyond the snapshot."""
+    extent = None if shot is None else next((extent for extent in shot.extents if extent.id == number), None)
+    start = 0
+    segment = Segment(id=number, first_seq=NOTHING_YET, end=0)
+    if extent is not None:
+        segment = Segment(id=number, first_seq=extent.first_seq, end=extent.end, ghosts=extent.ghosts)
+        start = extent.end
+    one = _Found(segment)
+    if shot is not None and number < shot.segment:
+        return one  # nothing was written there since
+    try:
+        fd = disk.open(path_of(directory, number), writable=False)
+    except FileNotFoundError:
+        one.size = -1  # the store is open elsewhere, and wrote over it just now
+        return one
+    try:
+        one.size = disk.size(fd)
+        one.items = list(scan(disk, fd, segment=number, start=start, seed=block.seed, segment_bytes=block.segment_bytes))
+    finally:
+        disk.close(fd)
+    return one
+
+
+def _replay(disk: Disk, directory: Path, result: Recovered, one: _Found, revoked: list[range]) -> None:
+    """Applies the batches of a segment that count. Segments come in order, so batches do."""
+    gap: Gap | None = None
+    for item in one.items:
+        if isinstance(item, Gap):
+            gap = item
+            continue
+        if any(item.seq in numbers for numbers in revoked):
+            continue
+        if item.seq > result.settled:
+            before = item.seq - 1
+            follows = before <= result.believed or any(before in numbers for numbers in revoked)
+            if not follows or not _whole(disk, directory, item):
+                continue
+            result.believed = item.seq
+            result.doubtful.add(item.segment)
+        if gap is not None:
+            result.damage.append(gap)
+            gap = None
+        apply(result.index, result.marks, item)
+        one.segment.end = item.end
+        one.segment.first_seq = min(one.segment.first_seq, item.seq)
+
+
+def apply(index: Index, marks: Marks, batch: Batch) -> None:
+    """What a batch says, done to the index. The same for a batch just written and for one read again."""
+    if batch.kind is Kind.PUT:
+        index.put(batch, used=index.next_tick())
+        for parent in {entry.tobytes() for entry in batch.entries["parent"]}:
+            index.touch(batch.space.digest, parent)
+        return
+    if batch.kind is Kind.DELETE:
+        index.erase(batch.space.digest, batch.keys(), batch.entries["as_of"].tolist())
+    elif batch.kind is Kind.CLEAR:
+        index.clear(batch.space.digest, max(batch.entries["as_of"].tolist(), default=0))
+    if batch.kind is not Kind.FILLER:
+        marks.take(batch)
+
+
+def _whole(disk: Disk, directory: Path, batch: Batch) -> bool:
+    """Whether every value of a batch is what its stamp says. Reads all of them."""
+    if batch.kind is not Kind.PUT:
+        return True
+    try:
+        fd = disk.open(path_of(directory, batch.segment), writable=False)
+    except FileNotFoundError:
+        return False  # the store is open elsewhere, and wrote over it just now
+    try:
+        if batch.end > disk.size(fd):
+            return False
+        for entry in batch.entries:
+            data = memoryview(bytearray(int(entry["length"])))
+            got = disk.read(fd, [data], batch.offset + int(entry["offset"]))
+            if (
+                got < len(data)
+                or verify(batch.space, entry["key"].tobytes(), data, entry["stamp"].tobytes()) is not Verdict.INTACT
+            ):
+                return False
+        return True
+    except OSError:
+        return False
+    finally:
+        disk.close(fd)

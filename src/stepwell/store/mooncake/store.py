@@ -1,0 +1,235 @@
+"""Values in a Mooncake cluster: shared by every machine that joined, gone when the machines that hold them go.
+
+    value    one Mooncake object: 64 bytes of stamp, then the bytes
+    name     sw1-<digest of the space>-<key>, in hex: spaces never meet, whoever else uses the cluster
+    group    a Mooncake group of the same space: its members are evicted together, as far as they are not in use
+
+A space's own tenant is not told to Mooncake: there a tenant belongs to a whole client (`tenant_id`), so deployments that
+want Mooncake's quotas open one store for each tenant. Parents and depths are not told either: Mooncake evicts by age.
+Never decides what to keep, and never verifies a stamp: both are done above.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from threading import Lock
+
+from stepwell.base.clock import Clock, SystemClock
+from stepwell.base.errors import StoreError
+from stepwell.metrics.counters import Counters
+from stepwell.store.api import STAMP_BYTES, Read, ReadOutcome, ReadResult, Space, Traits, Write, WriteOutcome, never
+from stepwell.store.mooncake import client as codes
+from stepwell.store.mooncake.client import Client
+from stepwell.store.mooncake.lanes import Lane, Passage
+from stepwell.store.mooncake.session import Session, Stalled
+
+NAMES_PER_CALL = 4096
+EVICTION_WAIT_S = 0.02  # a full master evicts in the background: of 3,200 writes 60 % were refused at once, none after this
+_READ_OUTCOMES = {codes.NOT_FOUND: ReadOutcome.MISSING, codes.NOT_READY: ReadOutcome.MISSING}
+_FULL = (codes.NO_SPACE, codes.OVER_QUOTA)
+_WRITE_OUTCOMES = {
+    codes.OK: WriteOutcome.STORED,
+    codes.ALREADY_THERE: WriteOutcome.EXISTS,
+    codes.NO_SPACE: WriteOutcome.NO_ROOM,
+    codes.OVER_QUOTA: WriteOutcome.NO_ROOM,
+}
+_KEPT = (WriteOutcome.STORED, WriteOutcome.EXISTS)
+
+
+class MooncakeStore:
+    """One client of a Mooncake cluster as a store. Reads and writes of large values in `buffers` are not copied.
+
+    Two reads and one write move data at a time; other callers wait. A master that does not answer is a StoreError, up to
+    4.5 s after the call. So is a transfer that stalls, after Mooncake's 60 s: the store leaves the cluster then and joins
+    it again with the next verb. `counters` has what went wrong, by verb and Mooncake's code.
+    """
+
+    def __init__(
+        self,
+        join: Callable[[], Client],
+        *,
+        staging_bytes: int,
+        buffers: Sequence[memoryview] = (),
+        clock: Clock | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """Joins at once. Raises what `join` raises, or StoreError when memory cannot be registered; holds nothing then."""
+        self.counters = Counters()
+        self._join = join
+        self._staging_bytes = staging_bytes
+        self._buffers = buffers
+        self._clock = clock or SystemClock()
+        self._sleep = sleep
+        self._lock = Lock()
+        self._closed = False
+        self._session = self._begin()
+        self._capacity = self._session.writing.capacity
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(name="mooncake", durable=False, shared=True, groups=True, max_value_bytes=self._capacity)
+
+    def contains(self, space: Space, keys: Sequence[bytes]) -> list[bool]:
+        """Which keys have a value now. Mooncake takes the question for a use: it renews the lease of what is there."""
+        with self._verb() as session:
+            return self._exist(session, [_name(space, key) for key in keys])
+
+    def read_into(self, space: Space, reads: Sequence[Read], *, cancelled: Callable[[], bool] = never) -> list[ReadResult]:
+        """Fills each buffer with its value. `cancelled` is asked between batches of up to 160 values."""
+        results: list[ReadResult] = []
+        with self._verb() as session, session.reading_lane() as lane:
+            while len(results) < len(reads) and not cancelled():
+                results += self._read_batch(session, lane, space, reads, len(results))
+        return results + [ReadResult(outcome=ReadOutcome.CANCELLED)] * (len(reads) - len(results))
+
+    def write_from(self, space: Space, writes: Sequence[Write]) -> list[WriteOutcome]:
+        """Keeps the values that are not there yet. Batches of up to 160 follow each other; those of one appear together."""
+        first = {write.key: index for index, write in reversed(list(enumerate(writes)))}
+        wanted = [write for index, write in enumerate(writes) if first[write.key] == index]
+        outcomes = {write.key: WriteOutcome.TOO_LARGE for write in wanted if write.data.nbytes > self._capacity}
+        with self._verb() as session, session.write_lock:  # what another thread is writing is there before this one says EXISTS
+            there = self._exist(session, [_name(space, write.key) for write in wanted])
+            outcomes.update((write.key, WriteOutcome.EXISTS) for write, found in zip(wanted, there, strict=True) if found)
+            new = [write for write in wanted if write.key not in outcomes]
+            while new:
+                written = self._write_batch(session, space, new)
+                outcomes.update((write.key, outcome) for write, outcome in zip(new, written, strict=False))
+                new = new[len(written) :]
+        return [_again(outcomes[write.key], first=first[write.key] == index) for index, write in enumerate(writes)]
+
+    def delete(self, space: Space, keys: Sequence[bytes]) -> int:
+        """Forgets values at once, even while others read them: whoever does gets bytes that fail their stamp, or nothing."""
+        deleted = 0
+        with self._verb() as session:
+            for names in _parts([_name(space, key) for key in keys]):
+                for code in session.client.remove(names):
+                    deleted += code == codes.OK
+                    if code not in (codes.OK, codes.NOT_FOUND):
+                        self._count("delete", code)
+        return deleted
+
+    def flush(self) -> None:
+        """Does nothing: a value is in the memory of its holders when the write returns, and nowhere else."""
+        with self._verb():
+            pass
+
+    def close(self) -> None:
+        """Waits for running verbs, then leaves the cluster; what this client held for it is lost."""
+        with self._lock:
+            self._closed = True
+        self._session.leave()
+
+    def _begin(self) -> Session:
+        return Session(self._join(), staging_bytes=self._staging_bytes, buffers=self._buffers, clock=self._clock)
+
+    @contextmanager
+    def _verb(self) -> Iterator[Session]:
+        with self._lock:
+            if self._closed:
+                raise StoreError("this Mooncake store was closed")
+            if not self._session.is_open:
+                self._session = self._begin()
+            session = self._session
+        try:
+            with session.verb():
+                yield session
+        except Stalled:
+            session.leave()
+            with self._lock:
+                self.counters.add("mooncake_stalled")
+            raise StoreError(
+                "a transfer of Mooncake's stalled; the store left the cluster and joins again when it is used"
+            ) from None
+
+    def _exist(self, session: Session, names: list[str]) -> list[bool]:
+        answers = [code for part in _parts(names) for code in session.client.exist(part)]
+        for code in answers:
+            if code < 0:
+                self._count("contains", code)
+        return [code == 1 for code in answers]
+
+    def _read_batch(self, session: Session, lane: Lane, space: Space, reads: Sequence[Read], start: int) -> list[ReadResult]:
+        """Reads as many as fit into the lane, from `start` on; at least one."""
+        passages = lane.admit(read.into for read in _until_repeated(reads, start))
+        if not passages:
+            return [ReadResult(outcome=ReadOutcome.FAILED)]  # larger than any value this client could have written
+        batch = reads[start : start + len(passages)]
+        names = [_name(space, read.key) for read in batch]
+        received = session.move(lambda: session.client.get(names, lane.pointers(passages), lane.sizes(passages)))
+        results = []
+        for name, passage, read, count in zip(names, passages, batch, received, strict=True):
+            outcome = self._read_outcome(session, name, STAMP_BYTES + passage.size, count)
+            stamp = lane.unload(passage, read.into) if outcome is ReadOutcome.FOUND else b""
+            results.append(ReadResult(outcome=outcome, stamp=stamp))
+        return results
+
+    def _read_outcome(self, session: Session, name: str, wanted: int, received: int) -> ReadOutcome:
+        """FOUND for exactly the bytes wanted. Mooncake has no code for a wrong length, so doubtful ones are looked up."""
+        if received == wanted:
+            return ReadOutcome.FOUND
+        if received in _READ_OUTCOMES:
+            return _READ_OUTCOMES[received]
+        doubtful = received in (codes.BAD_REQUEST, codes.TRANSFER_FAILED)
+        stored = session.client.size(name) if doubtful else received
+        if stored >= 0 and stored != wanted:
+            return ReadOutcome.LENGTH
+        self._count("read", received)
+        return ReadOutcome.FAILED
+
+    def _write_batch(self, session: Session, space: Space, writes: Sequence[Write]) -> list[WriteOutcome]:
+        """Writes as many as fit into the lane; at least one. Holds the write lock."""
+        lane = session.writing
+        passages = lane.admit(write.data for write in writes)
+        assert passages, f"a value of {writes[0].data.nbytes} bytes was let through to a lane of {lane.capacity}"
+        batch = writes[: len(passages)]
+        for passage, write in zip(passages, batch, strict=True):
+            lane.load(passage, write.stamp, write.data)
+        answers = self._put(session, space, batch, passages)
+        refused = [i for i, code in enumerate(answers) if code in _FULL]
+        if refused:
+            self._sleep(EVICTION_WAIT_S)
+            retried = self._put(session, space, [batch[i] for i in refused], [passages[i] for i in refused])
+            for i, code in zip(refused, retried, strict=True):
+                answers[i] = code
+        return [self._write_outcome(code) for code in answers]
+
+    def _put(self, session: Session, space: Space, batch: Sequence[Write], passages: Sequence[Passage]) -> list[int]:
+        lane = session.writing
+        names = [_name(space, write.key) for write in batch]
+        groups = [_name(space, write.group) if write.group else "" for write in batch]
+        return session.move(lambda: session.client.put(names, lane.pointers(passages), lane.sizes(passages), groups))
+
+    def _write_outcome(self, code: int) -> WriteOutcome:
+        if code not in _WRITE_OUTCOMES:
+            self._count("write", code)
+        return _WRITE_OUTCOMES.get(code, WriteOutcome.FAILED)
+
+    def _count(self, verb: str, code: int) -> None:
+        with self._lock:
+            self.counters.add(f"mooncake_{verb}_error_{-code}")
+
+
+def _name(space: Space, key: bytes) -> str:
+    return f"sw1-{space.digest.hex()}-{key.hex()}"
+
+
+def _parts(names: list[str]) -> Iterator[list[str]]:
+    for start in range(0, len(names), NAMES_PER_CALL):
+        yield names[start : start + NAMES_PER_CALL]
+
+
+def _until_repeated(reads: Sequence[Read], start: int) -> Iterator[Read]:
+    """The reads up to one for a key that came already: of a name twice in one call Mooncake fills one buffer, and says both."""
+    seen = set()
+    for index in range(start, len(reads)):
+        if reads[index].key in seen:
+            return
+        seen.add(reads[index].key)
+        yield reads[index]
+
+
+def _again(outcome: WriteOutcome, *, first: bool) -> WriteOutcome:
+    """What a second write of the same key in one batch comes to."""
+    return WriteOutcome.EXISTS if not first and outcome in _KEPT else outcome

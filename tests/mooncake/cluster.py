@@ -1,0 +1,165 @@
+"""A Mooncake cluster as processes: a master, peers with stores of their own, and stores in this process.
+
+For use inside a private network only. Everything started is killed when the cluster is left.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from private_network import HOST
+
+from stepwell.store.mooncake.store import MooncakeStore
+from stepwell.store.registry import open_store
+
+MASTER = "127.0.0.1:50051"
+CLIENT_TTL_S = 3
+LEASE_MS = 500
+STAGING_BYTES = 6 * 2**20
+PEER = Path(__file__).with_name("peer.py")
+_START_S = 20.0
+
+
+class Process:
+    """A program in the cluster, with its words in a file. Killed, never asked to end."""
+
+    def __init__(self, command: Sequence[str], log: Path, **streams: Any) -> None:
+        self._log_path = log
+        with log.open("ab") as said:
+            self._process = subprocess.Popen(command, stderr=said, **streams)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def said(self) -> str:
+        return self._log_path.read_bytes()[-3000:].decode(errors="replace")
+
+
+class Master(Process):
+    """`mooncake_master`, listening on 127.0.0.1 when the constructor returns."""
+
+    def __init__(self, directory: Path, flags: Sequence[str] = ()) -> None:
+        host, port = MASTER.split(":")
+        program = shutil.which("mooncake_master", path=str(Path(sys.executable).parent)) or "mooncake_master"
+        command = [
+            program, f"--rpc_address={host}", f"--rpc_port={port}", f"--metrics_host={host}", "--metrics_port=9003",
+            "--logtostderr=true", f"--default_kv_lease_ttl={LEASE_MS}", f"--client_ttl={CLIENT_TTL_S}",
+            "--eviction_high_watermark_ratio=0.9", "--eviction_ratio=0.1", *flags,
+        ]  # fmt: skip
+        super().__init__(command, directory / "master.log", stdout=subprocess.DEVNULL)
+        deadline = time.monotonic() + _START_S
+        while not self._answers(host, int(port)):
+            assert self._process.poll() is None and time.monotonic() < deadline, f"no master:\n{self.said()}"
+            time.sleep(0.02)
+
+    @staticmethod
+    def _answers(host: str, port: int) -> bool:
+        try:
+            socket.create_connection((host, port), timeout=1).close()
+        except OSError:
+            return False
+        return True
+
+
+class Peer(Process):
+    """A Python script in a process of its own that answers every line of JSON on its input by one on its output.
+
+    It gets the options of a store as JSON in its first argument, and says a first line when it is ready.
+    """
+
+    def __init__(self, script: Path, options: dict[str, str], arguments: Sequence[str], log: Path) -> None:
+        command = [sys.executable, str(script), json.dumps(options), *arguments]
+        super().__init__(command, log, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.hear()
+
+    def ask(self, do: str, **order: Any) -> Any:
+        self.tell(do, **order)
+        return self.hear()
+
+    def tell(self, do: str, **order: Any) -> None:
+        """Gives an order without waiting for the answer."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"do": do, **order}).encode() + b"\n")
+        self._process.stdin.flush()
+
+    def hear(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, f"{self._log_path.stem} ended with {self._process.wait()}:\n{self.said()}"
+        return json.loads(line)
+
+    def kill(self) -> None:
+        super().kill()
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None and not stream.closed:
+                stream.close()
+
+
+class Cluster:
+    """`with Cluster(directory) as cluster:` has a master; the rest is asked for."""
+
+    def __init__(self, directory: Path, flags: Sequence[str] = ()) -> None:
+        self._directory = directory
+        self._flags = flags
+        self._stack = ExitStack()
+        self._peers = 0
+
+    def __enter__(self) -> Cluster:
+        self.start_master()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stack.close()
+
+    def start_master(self) -> None:
+        self.master = Master(self._directory, self._flags)
+        self._stack.callback(self.master.kill)
+
+    def options(self, **changes: str) -> dict[str, str]:
+        """What a store in this cluster is opened with; it lends no memory unless told."""
+        usual = {"master_server_address": MASTER, "local_hostname": HOST, "global_segment_size": "0"}
+        return {**usual, "staging_bytes": str(STAGING_BYTES), **changes}
+
+    def open(self, *, buffers: Sequence[memoryview] = (), **changes: str) -> MooncakeStore:
+        """A store in this process, closed with the cluster."""
+        store = open_store("mooncake:", options=self.options(**changes), buffers=buffers)
+        assert isinstance(store, MooncakeStore)
+        self._stack.callback(store.close)
+        return store
+
+    def start(self, script: Path = PEER, *arguments: str, **changes: str) -> Peer:
+        """A script in a process of its own; by default one that obeys `peer.py`'s orders on a store of its own.
+
+        Two of any kind are two calls: `left, right = (cluster.start(SCRIPT, name) for name in ("left", "right"))`.
+        """
+        self._peers += 1
+        peer = Peer(script, self.options(**changes), arguments, self._directory / f"peer{self._peers}.log")
+        self._stack.callback(peer.kill)
+        return peer
+
+    def lend(self, size: str) -> Peer:
+        """A peer that lends memory to the pool."""
+        return self.start(global_segment_size=size)
+
+
+def until(true: Callable[[], bool], *, within_s: float, pause_s: float = 0.1) -> None:
+    """Waits for processes that nobody can hand a clock to."""
+    deadline = time.monotonic() + within_s
+    while not true():
+        assert time.monotonic() < deadline, f"not within {within_s} s"
+        time.sleep(pause_s)

@@ -1,0 +1,182 @@
+"""A ledger that also knows what errands to a store do: which host pages they read and write, and what each key stands for.
+
+Compares every page that comes back with all that was ever offered under its name, before any request can read it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+from ledger import TOKEN, Content, Flight, Ledger, Where, space_of
+from oracle import window_contents
+from shelf import Shelf
+
+from stepwell import Kind, ModelSpec, Namespace, Tier
+from stepwell.base.clock import Clock
+from stepwell.base.errand import Ask, Errand, Fate, FetchCheckpoint, FetchPages, PutCheckpoint, PutPages, Reply
+from stepwell.base.ids import JobId
+from stepwell.base.keys import page_keys
+from stepwell.testing import ScriptedPorter
+from stepwell.transfer.store_hands import StoreHands
+
+Call = Callable[[], bool]  # equal for errands that are called off together: those of one fetch
+
+
+@dataclass(eq=False)
+class _Sent:
+    """An errand under way: for each of its items, the pages it moves and what they hold, or will."""
+
+    errand: Errand
+    items: list[list[tuple[Where, Content]]]
+    forgotten: bool = False  # its namespace was cleared: what it brings is nobody's to find
+    abandoned: bool = False  # the cache has given up on it: what it brings does not count
+
+
+class StoreLedger(Ledger):
+    """What each page of each tier holds, with a store below."""
+
+    def __init__(self, spec: ModelSpec, shelf: Shelf, memories: Sequence[Any]) -> None:
+        super().__init__(spec)
+        self._shelf = shelf
+        self._memories = memories  # of each rank
+        self._sent: dict[tuple[LedgerPorter, JobId], _Sent] = {}
+        self.meanings: dict[bytes, Content] = {}  # of page keys, told by whoever asks for a prompt
+        self.barred: set[tuple[str | None, ...]] = set()  # namespaces that were cleared
+        self.arrivals: dict[bytes, list[tuple[Call, int]]] = defaultdict(list)  # by key: of which fetch, and when
+        self.num_arrivals = 0
+        self.fates: Counter[Fate] = Counter()  # of what was to be fetched
+        self.lines: list[str] = []  # everything that was sent, for traces
+
+    # ---- what it is told --------------------------------------------------------------------------
+
+    def learn(self, namespace: Namespace, tokens: bytes) -> None:
+        """Works out which key stands for which page of a prompt."""
+        size = self._spec.page_tokens * TOKEN
+        for index, key in enumerate(page_keys(namespace.digest, tokens, size)):
+            self.meanings[key] = Content(space_of(namespace), tokens[: (index + 1) * size])
+
+    def sent(self, porter: LedgerPorter, errand: Errand) -> None:
+        assert space_of(errand.namespace) not in self.barred, f"{errand.task} after its namespace was cleared"
+        items = self._items(errand)
+        pages = [where for item in items for where, _ in item]
+        for item in items:
+            for where, content in item:
+                if isinstance(errand.task, (FetchPages, FetchCheckpoint)):
+                    assert self._busy[where] == 0, f"an errand writes {where} while somebody uses it"
+                else:
+                    assert self.holds(where, content), f"{where} is stored as {content} and holds something else"
+                    self._offer(where, content)
+        assert len(set(pages)) == len(pages), f"one errand names a page twice: {pages}"
+        self._sent[porter, errand.job] = _Sent(errand, items)
+        self._flights[porter, errand.job] = Flight((), tuple(pages))
+        self._busy.update(pages)
+        self.lines.append(f"errand {errand.job} {type(errand.task).__name__} {pages}")
+
+    def came(self, porter: LedgerPorter, reply: Reply) -> None:
+        """The cache is told of an answer."""
+        sent = self._sent.pop((porter, reply.job))
+        self._busy.subtract(self._flights.pop((porter, reply.job)).pages)
+        self.lines.append(f"reply {reply.job} {[fate.name for fate in reply.outcome.fates]}")
+        if not isinstance(sent.errand.task, (FetchPages, FetchCheckpoint)):
+            return
+        self.fates.update(reply.outcome.fates if not sent.abandoned else (Fate.FAILED,))
+        for index, (item, fate) in enumerate(zip(sent.items, reply.outcome.fates, strict=True)):
+            good = fate is Fate.OK
+            for where, content in item:
+                if good:
+                    self._check_bytes(where, content)
+                if good and not sent.abandoned:
+                    self.contents[where] = content
+                else:
+                    self.contents.pop(where, None)
+                if good and where[1] is Kind.PREFIX and not sent.forgotten and not sent.abandoned:
+                    self._offered.add(where)
+            if good and isinstance(sent.errand.task, FetchPages) and not sent.abandoned:
+                self.num_arrivals += 1
+                self.arrivals[sent.errand.task.keys[index]].append((sent.errand.cancelled, self.num_arrivals))
+
+    def abandoned(self, porter: LedgerPorter, job: JobId) -> None:
+        if not self._sent[porter, job].abandoned:
+            self._sent[porter, job].abandoned = True
+            self.fates[Fate.FAILED] += 1
+
+    def cleared(self, space: tuple[str | None, ...]) -> None:
+        super().cleared(space)
+        self.barred.add(space)
+        for sent in self._sent.values():
+            sent.forgotten = sent.forgotten or space_of(sent.errand.namespace) == space
+
+    # ---- what it answers --------------------------------------------------------------------------
+
+    @property
+    def fetching(self) -> set[Call]:
+        """Fetches that wait for something."""
+        return {sent.errand.cancelled for sent in self._sent.values() if isinstance(sent.errand.task, (FetchPages, FetchCheckpoint))}
+
+    # ---- inside -----------------------------------------------------------------------------------
+
+    def _items(self, errand: Errand) -> list[list[tuple[Where, Content]]]:
+        task = errand.task
+        if isinstance(task, Ask):
+            return []
+        if isinstance(task, (FetchPages, PutPages)):
+            contents = [self.meanings[key] for key in task.keys]
+            if isinstance(task, PutPages):
+                self._check_chain(task, contents)
+            return [[((Tier.HOST, Kind.PREFIX, page), each)] for page, each in zip(task.ids.tolist(), contents, strict=True)]
+        assert isinstance(task, (FetchCheckpoint, PutCheckpoint))
+        space, tokens = here = self.meanings[task.boundary]
+        windows = window_contents(self._spec, space, tokens, len(tokens) // TOKEN)
+        members = [((Tier.HOST, Kind.WINDOW, page), each) for page, each in zip(task.windows.tolist(), windows, strict=True)]
+        return [[*members, *(((Tier.HOST, Kind.POINT, page), here) for page in task.points.tolist())]]
+
+    def _check_chain(self, task: PutPages, contents: list[Content]) -> None:
+        """Every page is offered as the child of the page before it."""
+        size = self._spec.page_tokens * TOKEN
+        before = [len(self.meanings[task.parent].tokens) if task.parent else 0, *(len(each.tokens) for each in contents)]
+        assert before[0] == task.first * size, f"page {task.first} stands on {before[0] // size} pages"
+        assert all(after - start == size for start, after in zip(before, before[1:], strict=False)), f"gaps in {before}"
+
+    def _offer(self, where: Where, content: Content) -> None:
+        for rank in range(len(self._memories)):
+            self._shelf.offered[rank, where[1], content].add(self._digest(rank, where))
+
+    def _check_bytes(self, where: Where, content: Content) -> None:
+        for rank in range(len(self._memories)):
+            known = self._digest(rank, where) in self._shelf.offered[rank, where[1], content]
+            assert known, f"rank {rank}: what came into {where} was never stored for {content}"
+
+    def _digest(self, rank: int, where: Where) -> bytes:
+        return blake2b(self._memories[rank][where[0]].rows(where[1])[where[2]].tobytes(), digest_size=16).digest()
+
+
+class LedgerPorter(ScriptedPorter):
+    """Tells the ledger when an errand is sent, and when the cache is told what came of it."""
+
+    def __init__(self, ranks: Sequence[StoreHands], ledger: StoreLedger, clock: Clock) -> None:
+        super().__init__(ranks)
+        self._ledger = ledger
+        self._clock = clock
+        self._started_s: dict[JobId, float] = {}
+
+    def submit(self, errand: Errand) -> None:
+        self._ledger.sent(self, errand)
+        self._started_s[errand.job] = self._clock.now()
+        super().submit(errand)
+
+    def give_up(self, timeout_s: float) -> None:
+        """The cache does not wait for those any more that were sent so long ago."""
+        latest_start_s = self._clock.now() - timeout_s
+        for job in self.pending:
+            if self._started_s[job] <= latest_start_s:
+                self._ledger.abandoned(self, job)
+
+    def replies(self) -> list[Reply]:
+        done = super().replies()
+        for reply in done:
+            self._ledger.came(self, reply)
+        return done

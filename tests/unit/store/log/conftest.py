@@ -1,0 +1,7 @@
+"""Small log stores for the tests beside this file."""
+
+from __future__ import annotations
+
+from log_fixtures import open_here
+
+__all__ = ["open_here"]

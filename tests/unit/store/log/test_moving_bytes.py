@@ -1,0 +1,172 @@
+"""How bytes move: many callers per sync, many values per call, past the page cache where that can be."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from threading import Event
+
+import pytest
+
+from stepwell.base.clock import ManualClock, SystemClock
+from stepwell.base.errors import ConfigError
+from stepwell.store.api import Read, ReadOutcome, Write, WriteOutcome
+from stepwell.store.log.disk import Disk
+from stepwell.store.log.opening import open_directory
+from stepwell.store.log.probe import Direct
+from stepwell.store.log.store import LogStore
+from stepwell.store.seal import seal
+from stepwell.testing.store_contract import fetch, key, offer, payload, space
+
+HERE = space("here")
+MIB = 2**20
+
+
+class Counting(Disk):
+    """Counts calls, and can hold a sync back."""
+
+    def __init__(self) -> None:
+        self.reads: list[tuple[int, int]] = []  # descriptor, bytes
+        self.writes: list[int] = []
+        self.syncs = 0
+        self.syncing, self.go_on = Event(), Event()
+        self.go_on.set()
+
+    def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self.reads.append((fd, sum(map(len, buffers))))
+        return super().read(fd, buffers, offset)
+
+    def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
+        self.writes.append(fd)
+        super().write(fd, buffers, offset)
+
+    def sync(self, fd: int) -> None:
+        self.syncs += 1
+        self.syncing.set()
+        assert self.go_on.wait(20), "nobody let the sync go on"
+        super().sync(fd)
+
+
+@pytest.fixture
+def disk() -> Counting:
+    return Counting()
+
+
+@pytest.fixture
+def open_with(tmp_path: Path, disk: Counting) -> Iterator[Callable[[Direct], LogStore]]:
+    stores: list[LogStore] = []
+
+    def open_(direct: Direct) -> LogStore:
+        stores.append(
+            open_directory(
+                tmp_path / "store", clock=ManualClock(), budget_bytes=96 * MIB, segment_bytes=16 * MIB, direct=direct, disk=disk
+            )
+        )
+        disk.reads, disk.writes, disk.syncs = [], [], 0
+        return stores[-1]
+
+    yield open_
+    for store in stores:
+        store.close()
+
+
+def aligned(size: int) -> memoryview:
+    return memoryview(mmap.mmap(-1, size))[:size]
+
+
+def test_callers_that_wait_share_one_sync(open_with: Callable[[Direct], LogStore], disk: Counting) -> None:
+    store = open_with(Direct.OFF)
+    disk.go_on.clear()
+    disk.syncing.clear()
+    with ThreadPoolExecutor(9) as pool:
+        first = pool.submit(store.write_from, HERE, [offer(HERE, "first")])
+        assert disk.syncing.wait(20)
+        others = [pool.submit(store.write_from, HERE, [offer(HERE, f"other {at}")]) for at in range(8)]
+        while len(store._turns._queue) < 8:
+            pass  # they are on their way
+        assert not first.done() and store.contains(HERE, [key("first")]) == [False], "nothing is there before it is safe"
+        disk.go_on.set()
+        assert all(future.result() == [WriteOutcome.STORED] for future in [first, *others])
+    assert disk.syncs == 2 and len(disk.writes) == 2
+
+
+def test_values_that_lie_together_are_read_in_one_call(open_with: Callable[[Direct], LogStore], disk: Counting) -> None:
+    store = open_with(Direct.OFF)
+    for half in range(2):
+        store.write_from(HERE, [offer(HERE, f"{half}/{at}", 5000) for at in range(20)])
+    names = [f"{half}/{at}" for at in range(20) for half in range(2)]  # out of order
+    reads = [Read(key=key(name), into=memoryview(bytearray(5000))) for name in names]
+    assert {result.outcome for result in store.read_into(HERE, reads)} == {ReadOutcome.FOUND}
+    assert all(read.into == payload(name, 5000) for name, read in zip(names, reads, strict=True))
+    assert len(disk.reads) == 1
+
+
+def test_a_cancellation_is_heard_after_a_few_mib(open_with: Callable[[Direct], LogStore], disk: Counting) -> None:
+    store = open_with(Direct.OFF)
+    names = [f"v{at}" for at in range(24)]
+    for name in names:
+        store.write_from(HERE, [offer(HERE, name, MIB)])
+    reads = [Read(key=key(name), into=memoryview(bytearray(MIB))) for name in names]
+    asked: list[int] = []
+
+    def cancelled() -> bool:
+        asked.append(len(disk.reads))
+        return len(asked) > 1
+
+    outcomes = [result.outcome for result in store.read_into(HERE, reads, cancelled=cancelled)]
+    found = outcomes.count(ReadOutcome.FOUND)
+    assert 0 < found <= 8 and outcomes == [ReadOutcome.FOUND] * found + [ReadOutcome.CANCELLED] * (24 - found)
+
+
+def test_small_values_share_a_block(open_with: Callable[[Direct], LogStore]) -> None:
+    store = open_with(Direct.OFF)
+    store.write_from(HERE, [offer(HERE, f"manifest {at}", 300) for at in range(8)])
+    active = store._state.active
+    assert active is not None and active.end == 4096, "eight manifests and their header in one block"
+    assert all(fetch(store, HERE, f"manifest {at}", 300) for at in range(8))
+
+
+@pytest.mark.parametrize("size", [1025, 4095, 4096, 4097, 100_000, 3 * MIB + 5])
+def test_values_of_any_length_go_past_the_page_cache(size: int, open_with: Callable[[Direct], LogStore], disk: Counting) -> None:
+    try:
+        store = open_with(Direct.ON)
+    except ConfigError as error:
+        if "no direct I/O" not in str(error):
+            raise
+        pytest.skip("this file system has no direct I/O")
+    data, into, odd = aligned(size), aligned(size), aligned(size + 3)[3:]
+    data[:] = payload("x", size)
+    store.write_from(HERE, [Write(key=key("x"), data=data, stamp=seal(HERE, key("x"), data)), offer(HERE, "small", 10)])
+    segment = store._state.active
+    assert segment is not None and disk.writes == [segment.direct_fd]
+    assert store.read_into(HERE, [Read(key=key("x"), into=into)])[0].outcome is ReadOutcome.FOUND and into == data
+    assert [fd for fd, _ in disk.reads] == [segment.direct_fd]
+    assert store.read_into(HERE, [Read(key=key("x"), into=odd)])[0].outcome is ReadOutcome.FOUND and odd == data
+    assert fetch(store, HERE, "small", 10)
+    odd_data = memoryview(bytes(odd))
+    assert store.write_from(HERE, [Write(key=key("odd"), data=odd_data, stamp=seal(HERE, key("odd"), odd_data))]) == [
+        WriteOutcome.STORED
+    ]
+    assert store.read_into(HERE, [Read(key=key("odd"), into=into)])[0].outcome is ReadOutcome.FOUND and into == data
+
+
+def test_both_ways_are_tried_and_timed_within_the_budget(tmp_path: Path) -> None:
+    with closing(open_directory(tmp_path / "store", clock=SystemClock(), budget_bytes=64 * MIB, segment_bytes=4 * MIB)) as store:
+        measured = store.measured
+        assert measured.read_bytes_per_s > 0 and measured.write_bytes_per_s > 0
+        assert store.stat().directory_bytes <= 64 * MIB and store.stat().values == 0
+    with closing(open_directory(tmp_path / "store", clock=SystemClock())) as store:
+        assert store.counters["recovered_batches"] == 0 and store.counters["damaged_gaps"] == 0, "a probe leaves nothing"
+
+
+def test_a_value_cut_off_on_disk_is_damaged(open_with: Callable[[Direct], LogStore], tmp_path: Path) -> None:
+    store = open_with(Direct.OFF)
+    store.write_from(HERE, [offer(HERE, "x", 50_000)])
+    (path,) = (tmp_path / "store").glob("*.seg")
+    with path.open("r+b") as file:
+        file.truncate(20_000)
+    (result,) = store.read_into(HERE, [Read(key=key("x"), into=memoryview(bytearray(50_000)))])
+    assert result.outcome is ReadOutcome.DAMAGED and result.stamp == b""

@@ -87,7 +87,9 @@ class Rig:
         self.executor = ScriptedExecutor([NumpyHands(memory) for memory in self.memories])
         self.engine = DigestEngine(spec, self.memories)
         self.clock = clock or ManualClock()
-        self.cache = build_cache(spec, self.config, executor=self.executor, clock=self.clock, on_free=self.engine.poison)
+        self.cache = build_cache(
+            spec, self.config, executor=self.executor, clock=self.clock, on_free=self.engine.poison, model="toy weights"
+        )
         self.porter = ScriptedPorter(())
         if store is not None:
             self.attach(store, store_config)

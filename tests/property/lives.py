@@ -1,6 +1,6 @@
 """Long lives of random caches, told by one seed: the same verbs as the state machine, many more of them, no shrinking.
 
-`python lives.py STEPS SEED ...` prints a digest of every decision the cache made in each, for the determinism test.
+`python lives.py STEPS SEED ...` prints digests of every decision the cache made, without and with a store: for a test.
 """
 
 from __future__ import annotations
@@ -118,4 +118,5 @@ def digest(trace: list[str]) -> str:
 
 if __name__ == "__main__":
     for number in sys.argv[2:]:
-        sys.stdout.write(digest(live(int(number), int(sys.argv[1])).trace) + "\n")
+        for life in (live, live_with_store):
+            sys.stdout.write(digest(life(int(number), int(sys.argv[1])).trace) + "\n")

@@ -44,6 +44,7 @@ class StoreSetup:
     cache: Setup
     sort: str  # of FAULTS
     seed: int
+    eager: bool  # errands begin at once, and cannot be called back
     config: StoreConfig
 
 
@@ -121,4 +122,6 @@ def make_store_setup(choose: Choose, *, borrowed: bool) -> StoreSetup:
         backup_age_s=choose((1e9, 60.0)),
         backup_bytes=choose((2**20, 1)),
     )
-    return StoreSetup(cache=setup, sort=choose(tuple(FAULTS)), seed=choose(tuple(range(4))), config=config)
+    return StoreSetup(
+        cache=setup, sort=choose(tuple(FAULTS)), seed=choose(tuple(range(4))), eager=choose((True, False)), config=config
+    )

@@ -5,10 +5,11 @@ Compares every page that comes back with all that was ever offered under its nam
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import pairwise
 from typing import Any
 
 from ledger import TOKEN, Content, Flight, Ledger, Where, space_of
@@ -17,13 +18,22 @@ from shelf import Shelf
 
 from stepwell import Kind, ModelSpec, Namespace, Tier
 from stepwell.base.clock import Clock
-from stepwell.base.errand import Ask, Errand, Fate, FetchCheckpoint, FetchPages, PutCheckpoint, PutPages, Reply
+from stepwell.base.errand import (
+    Ask,
+    Errand,
+    Fate,
+    FetchCheckpoint,
+    FetchPages,
+    Outcome,
+    PutCheckpoint,
+    PutPages,
+    Reply,
+    num_items,
+)
 from stepwell.base.ids import JobId
 from stepwell.base.keys import page_keys
 from stepwell.testing import ScriptedPorter
 from stepwell.transfer.store_hands import StoreHands
-
-Call = Callable[[], bool]  # equal for errands that are called off together: those of one fetch
 
 
 @dataclass(eq=False)
@@ -32,6 +42,7 @@ class _Sent:
 
     errand: Errand
     items: list[list[tuple[Where, Content]]]
+    after: int  # how many pages had arrived when it was sent
     forgotten: bool = False  # its namespace was cleared: what it brings is nobody's to find
     abandoned: bool = False  # the cache has given up on it: what it brings does not count
 
@@ -46,7 +57,7 @@ class StoreLedger(Ledger):
         self._sent: dict[tuple[LedgerPorter, JobId], _Sent] = {}
         self.meanings: dict[bytes, Content] = {}  # of page keys, told by whoever asks for a prompt
         self.barred: set[tuple[str | None, ...]] = set()  # namespaces that were cleared
-        self.arrivals: dict[bytes, list[tuple[Call, int]]] = defaultdict(list)  # by key: of which fetch, and when
+        self.last_arrival: dict[bytes, int] = {}  # of page keys, by how many had arrived then
         self.num_arrivals = 0
         self.fates: Counter[Fate] = Counter()  # of what was to be fetched
         self.lines: list[str] = []  # everything that was sent, for traces
@@ -71,7 +82,7 @@ class StoreLedger(Ledger):
                     assert self.holds(where, content), f"{where} is stored as {content} and holds something else"
                     self._offer(where, content)
         assert len(set(pages)) == len(pages), f"one errand names a page twice: {pages}"
-        self._sent[porter, errand.job] = _Sent(errand, items)
+        self._sent[porter, errand.job] = _Sent(errand, items, self.num_arrivals)
         self._flights[porter, errand.job] = Flight((), tuple(pages))
         self._busy.update(pages)
         self.lines.append(f"errand {errand.job} {type(errand.task).__name__} {pages}")
@@ -97,7 +108,7 @@ class StoreLedger(Ledger):
                     self._offered.add(where)
             if good and isinstance(sent.errand.task, FetchPages) and not sent.abandoned:
                 self.num_arrivals += 1
-                self.arrivals[sent.errand.task.keys[index]].append((sent.errand.cancelled, self.num_arrivals))
+                self.last_arrival[sent.errand.task.keys[index]] = self.num_arrivals
 
     def abandoned(self, porter: LedgerPorter, job: JobId) -> None:
         if not self._sent[porter, job].abandoned:
@@ -113,9 +124,10 @@ class StoreLedger(Ledger):
     # ---- what it answers --------------------------------------------------------------------------
 
     @property
-    def fetching(self) -> set[Call]:
-        """Fetches that wait for something."""
-        return {sent.errand.cancelled for sent in self._sent.values() if isinstance(sent.errand.task, (FetchPages, FetchCheckpoint))}
+    def num_arrivals_before_fetches(self) -> int:
+        """How many pages had arrived before anything was sent for that is still on its way."""
+        fetches = [sent.after for sent in self._sent.values() if isinstance(sent.errand.task, (FetchPages, FetchCheckpoint))]
+        return min([*fetches, self.num_arrivals])
 
     # ---- inside -----------------------------------------------------------------------------------
 
@@ -139,7 +151,7 @@ class StoreLedger(Ledger):
         size = self._spec.page_tokens * TOKEN
         before = [len(self.meanings[task.parent].tokens) if task.parent else 0, *(len(each.tokens) for each in contents)]
         assert before[0] == task.first * size, f"page {task.first} stands on {before[0] // size} pages"
-        assert all(after - start == size for start, after in zip(before, before[1:], strict=False)), f"gaps in {before}"
+        assert all(after - start == size for start, after in pairwise(before)), f"gaps in {before}"
 
     def _offer(self, where: Where, content: Content) -> None:
         for rank in range(len(self._memories)):
@@ -155,11 +167,15 @@ class StoreLedger(Ledger):
 
 
 class LedgerPorter(ScriptedPorter):
-    """Tells the ledger when an errand is sent, and when the cache is told what came of it."""
+    """Tells the ledger when an errand is sent, and when the cache is told what came of it.
 
-    def __init__(self, ranks: Sequence[StoreHands], ledger: StoreLedger, clock: Clock) -> None:
+    `eager` ones have always begun; others have begun nothing that they were not told to answer, and can be called back.
+    """
+
+    def __init__(self, ranks: Sequence[StoreHands], ledger: StoreLedger, clock: Clock, *, eager: bool) -> None:
         super().__init__(ranks)
         self._ledger = ledger
+        self._eager = eager
         self._clock = clock
         self._started_s: dict[JobId, float] = {}
 
@@ -167,6 +183,13 @@ class LedgerPorter(ScriptedPorter):
         self._ledger.sent(self, errand)
         self._started_s[errand.job] = self._clock.now()
         super().submit(errand)
+
+    def withdraw(self, job: JobId) -> bool:
+        if self._eager or job not in self._errands:
+            return False
+        fates = (Fate.CANCELLED,) * num_items(self._errands.pop(job).task)
+        self._ledger.came(self, Reply(job=job, outcome=Outcome(fates=fates), took_s=0.0))
+        return True
 
     def give_up(self, timeout_s: float) -> None:
         """The cache does not wait for those any more that were sent so long ago."""

@@ -112,7 +112,8 @@ class StoreTraffic(Traffic):
         world.settle_everything()
         line = world.attached
         assert line is not None
-        keeps = line.which or (anew and "small" not in world.store_setup.sort) or world.store_setup.sort in ("good", "failing")
+        sort = world.store_setup.sort
+        keeps = line.which or sort in ("good", "failing") or (anew and "small" not in sort and not world.shelf.has_torn(0))
         written = world.setup.write is WritePolicy.THROUGH and space_of(self.space(pick)) not in world.ledger.barred
         if served and keeps and written and world.shortfalls() == before:
             world.check_stored(tokens, self.space(pick))

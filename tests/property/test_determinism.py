@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from lives import digest, live
+from lives import digest, live, live_with_store
 
 HERE = Path(__file__).parent
 SEEDS = (3, 11, 18)
@@ -22,9 +22,16 @@ def test_two_runs_of_one_life_decide_the_same(seed: int) -> None:
     assert any(line.startswith("free device") for line in first), "nothing was evicted or given back: the life was too quiet"
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_two_runs_of_one_life_over_a_store_decide_the_same(seed: int) -> None:
+    first, second = live_with_store(seed, STEPS).trace, live_with_store(seed, STEPS).trace
+    assert first == second
+    assert any("PutPages" in line for line in first), "nothing was stored: the life was too quiet"
+
+
 @pytest.mark.parametrize("hash_seed", ["1", "4242"])
 def test_a_process_that_hashes_otherwise_decides_the_same(hash_seed: int) -> None:
     environment = os.environ | {"PYTHONHASHSEED": hash_seed}
     command = [sys.executable, str(HERE / "lives.py"), str(STEPS), *(str(seed) for seed in SEEDS)]
     there = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split()
-    assert there == [digest(live(seed, STEPS).trace) for seed in SEEDS]
+    assert there == [digest(life(seed, STEPS).trace) for seed in SEEDS for life in (live, live_with_store)]

@@ -1,4 +1,4 @@
-"""The same random lives with a store below the host: tickets, errands in any order, faults of every kind, stores that come and go."""
+"""Random lives with a store below the host: tickets, errands in any order, faults of every kind, stores that come and go."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ledger import TOKEN, Content, space_of
 from oracle import boundaries, needs_checkpoint
@@ -166,7 +166,7 @@ class World(Watched):
     def step(self) -> StepReport:
         report = self.cache.step()
         assert report.running == len(self.executor.pending), report
-        self.trace.append(f"step {report}")
+        self.trace.append(f"step {replace(report, detached=())}, {len(report.detached)} detached")
         self.pinned = [each for each in self.pinned if each.pin.expires_at_s > self.clock.now()]
         if not self.ledger.in_flight:
             loading = [held.lease for held in self.held if not held.lease.ready and not held.lease.failed]

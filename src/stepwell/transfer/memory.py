@@ -34,6 +34,11 @@ class PageMemory:
         """All pages of a kind, `[page id][byte]`; writing through it writes the memory."""
         return self._rows[kind]
 
+    @property
+    def block(self) -> memoryview:
+        """All of it, for those who must know memory before they may use it."""
+        return memoryview(self._block)
+
     def view(self, kind: Kind, page: int) -> memoryview:
         """One page's bytes, without a copy."""
         return memoryview(self._rows[kind][page])

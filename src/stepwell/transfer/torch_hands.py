@@ -35,6 +35,10 @@ class TorchMemory:
         """All pages of a kind, `[page id][byte]`."""
         return self._rows[kind]
 
+    def view(self, kind: Kind, page: int) -> memoryview:
+        """One page's bytes, without a copy. Of host memory only."""
+        return memoryview(self._rows[kind][page].numpy())
+
 
 class TorchHands:
     """Copies between torch memories. On CUDA one asynchronous copy a page, saves on one stream and the rest on another.

@@ -18,7 +18,7 @@ BLOCK_BYTES = 4096  # of memory and of disk: direct transfers start and end at m
 IOV_MAX = 1024
 FILE_MODE, DIRECTORY_MODE = 0o600, 0o700
 
-_DIRECT = getattr(os, "O_DIRECT", 0)
+_DIRECT = os.O_DIRECT if sys.platform == "linux" else 0
 _LOCK_TRIES, _LOCK_PAUSE_S = 3, 0.01
 _NOT_SUPPORTED = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV)
 
@@ -88,7 +88,10 @@ class Disk:
 
     def sync(self, fd: int) -> None:
         """Returns when everything written to this file will survive a crash."""
-        getattr(os, "fdatasync", os.fsync)(fd)
+        if sys.platform == "linux":
+            os.fdatasync(fd)
+        else:
+            os.fsync(fd)
 
     def sync_directory(self, path: Path) -> None:
         """Returns when the names in this directory will survive a crash."""
@@ -106,7 +109,7 @@ class Disk:
 
     def forget_cached(self, fd: int, offset: int, size: int) -> None:
         """Asks the machine to drop its copy of a range, so that the next read comes from the disk."""
-        if hasattr(os, "posix_fadvise"):
+        if sys.platform == "linux":
             os.posix_fadvise(fd, offset, size, os.POSIX_FADV_DONTNEED)
 
     def lock(self, path: Path) -> int | None:

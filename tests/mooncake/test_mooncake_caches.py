@@ -1,0 +1,31 @@
+"""Whole caches in processes of their own, sharing pages and checkpoints through one cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cluster import Cluster
+
+CACHE = Path(__file__).with_name("cache_peer.py")
+
+
+def test_what_one_cache_computed_another_resumes_from(cluster: Cluster) -> None:
+    cluster.lend("128mb")
+    left, right = cluster.start(CACHE), cluster.start(CACHE)
+    assert left.ask("serve", prompt=1, tokens=200)["computed"] == 200
+    shared = right.ask("serve", prompt=1, tokens=200)
+    assert (shared["store"], shared["computed"]) == (192, 8), "every byte of it was checked there"
+    assert right.ask("serve", prompt=1, tokens=200)["device"] == 192
+    assert right.ask("serve", prompt=2, tokens=100)["computed"] == 100
+    assert left.ask("serve", prompt=2, tokens=100)["store"] == 96
+
+
+def test_a_cache_goes_on_without_its_cluster(cluster: Cluster) -> None:
+    cluster.lend("128mb")
+    left, right = cluster.start(CACHE), cluster.start(CACHE)
+    left.ask("serve", prompt=1, tokens=200)
+    cluster.master.kill()
+    alone = [right.ask("serve", prompt=prompt, tokens=100) for prompt in range(1, 7)]
+    assert all(each["computed"] == 100 for each in alone), "a miss, and nothing worse"
+    assert sum(each["waited_s"] for each in alone) < 3.0, "calls block for seconds then, but no request waits for them"
+    assert right.ask("serve", prompt=1, tokens=100)["device"] == 96

@@ -1,13 +1,30 @@
-"""A device tier in CUDA memory and a host tier in pinned memory: what comes back is what was saved."""
+"""A device tier in CUDA memory and a host tier in pinned memory, over a directory: what comes back is what was saved."""
 
 from __future__ import annotations
 
 import time
+from contextlib import closing
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from stepwell import CacheConfig, Kind, Lease, ModelSpec, PlacementConfig, Point, Prefix, StateSpec, Tier, Window, build_cache
+from stepwell import (
+    CacheConfig,
+    Kind,
+    Lease,
+    ModelSpec,
+    PlacementConfig,
+    Point,
+    Prefix,
+    Sources,
+    StateSpec,
+    Tier,
+    Window,
+    build_cache,
+    open_store,
+)  # fmt: skip
+from stepwell.base.config import PrefetchPolicy, StoreConfig
 from stepwell.cache.build import layouts_for
 from stepwell.cache.facade import Cache
 from stepwell.transfer.torch_hands import TorchHands, TorchMemory
@@ -42,7 +59,7 @@ def settle(cache: Cache, lease: Lease) -> None:
 
 def quiet(cache: Cache) -> None:
     deadline = time.monotonic() + 30
-    while cache.step().running:
+    while (report := cache.step()).running or report.storing:
         assert time.monotonic() < deadline
 
 
@@ -62,15 +79,21 @@ def read(memory: TorchMemory, kind: Kind, ids: np.ndarray) -> torch.Tensor:
     return rows[torch.from_numpy(ids.astype(np.int64)).to(rows.device)].cpu()
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_prompt_evicted_to_the_host_comes_back_byte_for_byte(device: str) -> None:
+PROMPTS = [np.arange(129, dtype=np.int32) + 1000 * i for i in range(20)]  # more than the device holds
+Saved = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+
+def build(device: str, model: str = "random bytes") -> tuple[Cache, TorchMemory]:
     layouts = layouts_for(SPEC, CONFIG)
     memories = {tier: TorchMemory(SPEC, layout, device if tier is Tier.DEVICE else "cpu") for tier, layout in layouts.items()}
-    cache = build_cache(SPEC, CONFIG, hands=[TorchHands(memories)])
-    on_device = memories[Tier.DEVICE]
-    prompts = [np.arange(129, dtype=np.int32) + 1000 * i for i in range(20)]  # more than the device holds
+    cache = build_cache(SPEC, CONFIG, hands=[TorchHands(memories)], model=model, host_pages=[memories[Tier.HOST]])
+    return cache, memories[Tier.DEVICE]
+
+
+def compute_all(cache: Cache, on_device: TorchMemory) -> Saved:
+    """Serves every prompt with random bytes for what a model would leave; returns the last of them."""
     saved = []
-    for seed, prompt in enumerate(prompts):
+    for seed, prompt in enumerate(PROMPTS):
         with cache.acquire(cache.lookup(prompt)) as lease:
             settle(cache, lease)
             for stop in lease.stops:
@@ -82,17 +105,46 @@ def test_a_prompt_evicted_to_the_host_comes_back_byte_for_byte(device: str) -> N
                 settle(cache, lease)
             saved.append((prefix, windows[-2:], point))
         quiet(cache)
-    assert cache.counters["evicted_device_pages"] > 0
-    came_from_host = 0
-    for prompt, (prefix, windows, point) in zip(prompts, saved, strict=True):
-        with cache.acquire(cache.lookup(prompt)) as lease:
+    return saved
+
+
+def resume_all(cache: Cache, on_device: TorchMemory, saved: Saved) -> Sources:
+    """Serves every prompt again and compares what it resumes from; says where it came from in all."""
+    total = np.zeros(3, int)
+    for prompt, (prefix, windows, point) in zip(PROMPTS, saved, strict=True):
+        ticket = cache.prefetch(cache.lookup(prompt))
+        while not ticket.ready:
+            cache.step()
+        with cache.acquire(cache.lookup(prompt), ticket=ticket) as lease:
             settle(cache, lease)
             assert lease.resume == 128
-            came_from_host += lease.sources.host
+            total += lease.sources.device, lease.sources.host, lease.sources.store
             assert torch.equal(read(on_device, Kind.PREFIX, lease.prefix_pages[4:8]), prefix)
             assert torch.equal(read(on_device, Kind.WINDOW, lease.window_pages), windows)
             assert torch.equal(read(on_device, Kind.POINT, lease.point_pages), point)
         quiet(cache)
-    assert came_from_host > 0
     cache.audit()
+    return Sources(device=int(total[0]), host=int(total[1]), store=int(total[2]))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_prompt_evicted_to_the_host_comes_back_byte_for_byte(device: str) -> None:
+    cache, on_device = build(device)
+    saved = compute_all(cache, on_device)
+    assert cache.counters["evicted_device_pages"] > 0
+    assert resume_all(cache, on_device, saved).host > 0
     cache.close()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_new_cache_over_the_same_directory_has_every_byte(device: str, tmp_path: Path) -> None:
+    with closing(open_store(f"log:{tmp_path}", options={"budget": "64MiB"})) as store:
+        cache, on_device = build(device)
+        cache.attach_store(store, StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE))
+        saved = compute_all(cache, on_device)
+        cache.close()
+    with closing(open_store(f"log:{tmp_path}")) as store:
+        cache, on_device = build(device)
+        cache.attach_store(store, StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE))
+        assert resume_all(cache, on_device, saved).store == 128 * len(PROMPTS)
+        cache.close()

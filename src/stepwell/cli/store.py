@@ -1,6 +1,6 @@
-"""`stepwell store stat DIR` and `stepwell store check DIR`: what a log store holds, and whether all of it is sound.
+"""`stepwell store stat DIR`, `check DIR` and `clear DIR NAMESPACE`: what a log store holds, and whether all of it is sound.
 
-Prints; decides nothing. Both work while another process has the store open, and say so; `check --repair` needs it closed.
+Prints; decides nothing. `stat` and `check` work while another process has the store open, and say so; the others need it closed.
 """
 
 from __future__ import annotations
@@ -12,11 +12,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stepwell.base.clock import SystemClock
+from stepwell.base.errors import ConfigError
 from stepwell.base.units import format_bytes
 from stepwell.cli.command import Command
 from stepwell.store.log.check import CheckReport, Damage
 from stepwell.store.log.disk import Disk
 from stepwell.store.log.inspect import check_directory, owner, repair_directory, stat_directory
+from stepwell.store.log.opening import open_directory
+from stepwell.store.log.probe import Direct
 from stepwell.store.log.stat import LogStat
 
 if TYPE_CHECKING:
@@ -34,9 +38,12 @@ def configure(parser: ArgumentParser) -> None:
     check = orders.add_parser("check", help="verify every byte; exit status 1 when something is damaged")
     check.add_argument("--repair", action="store_true", help="drop what is damaged for good, so that the rest serves")
     check.set_defaults(order=_check)
-    for order in (stat, check):
+    clear = orders.add_parser("clear", help="forget everything of one namespace, and touch no other")
+    clear.set_defaults(order=_clear)
+    for order in (stat, check, clear):
         order.add_argument("directory", type=Path, metavar="DIR", help="of a log store")
         order.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    clear.add_argument("namespace", metavar="NAMESPACE", help="as `stat` shows it; its first letters are enough")
 
 
 def run(args: Namespace) -> int:
@@ -163,6 +170,29 @@ def _print_report(directory: Path, report: CheckReport, *, repaired: bool, opene
         console.print(f"open in {opened_by}: what it wrote meanwhile was not looked at", markup=False)
 
 
+# ---- clear ----------------------------------------------------------------------------------------
+
+
+def _clear(args: Namespace) -> int:
+    stat_directory(args.directory, Disk())  # says so when there is no store here, before one is made
+    store = open_directory(args.directory, clock=SystemClock(), direct=Direct.OFF)
+    try:
+        spaces = [space for space in store.stat().spaces if space.digest.hex().startswith(args.namespace.lower())]
+        if len(spaces) != 1:
+            known = ", ".join(space.digest.hex()[:12] for space in store.stat().spaces) or "none"
+            raise ConfigError(f"{len(spaces)} namespaces start with {args.namespace!r}; there are: {known}")
+        cleared = store.clear(spaces[0].digest)
+    finally:
+        store.close()
+    name = f"{spaces[0].digest.hex()[:12]} {spaces[0].label}".strip()
+    print(
+        json.dumps({"namespace": spaces[0].digest.hex(), "values": cleared})
+        if args.json
+        else f"{name}: forgot {cleared:,} values"
+    )
+    return 0
+
+
 def _cells(one: Damage) -> list[str]:
     space = f"{one.space.digest.hex()[:12]} {one.space.label}".strip() if one.space else "-"
     return [one.file, f"{one.offset:,}", format_bytes(one.size_bytes), space, one.key.hex()[:16] if one.key else "-", one.reason]
@@ -174,4 +204,9 @@ def _console() -> Console:
     return Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False)
 
 
-COMMAND = Command(name="store", summary="Show what a log store holds, or verify every byte of it.", configure=configure, run=run)
+COMMAND = Command(
+    name="store",
+    summary="show what a log store holds, verify every byte of it, or forget a namespace",
+    configure=configure,
+    run=run,
+)

@@ -37,7 +37,7 @@ class TorchMemory:
 
     def view(self, kind: Kind, page: int) -> memoryview:
         """One page's bytes, without a copy. Of host memory only."""
-        return memoryview(self._rows[kind][page].numpy())
+        return memoryview(self._rows[kind][page].numpy())  # type: ignore[arg-type]
 
 
 class TorchHands:

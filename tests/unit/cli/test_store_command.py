@@ -115,3 +115,20 @@ def test_a_directory_without_a_store_is_one_line(tmp_path: Path, capsys: pytest.
         status, out, err = run(capsys, "store", argv[0], str(tmp_path / "none"), *argv[1:])
         assert (status, out) == (2, "") and "there is no log store in" in err and err.count("\n") == 1
     assert not (tmp_path / "none").exists()
+
+
+def test_clear_forgets_one_namespace_for_good_and_touches_no_other(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "store", "clear", str(directory), ONE.digest.hex()[:8])
+    assert status == 0 and "forgot 3 values" in out
+    with closing(open_in(directory)) as store:
+        assert [fetch(store, ONE, f"v{at}", 10_000) for at in range(3)] == [None] * 3
+        assert all(fetch(store, TWO, f"v{at}", 10_000) is not None for at in range(3))
+
+
+def test_clear_wants_exactly_one_namespace_and_an_existing_store(
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(capsys, "store", "clear", str(directory), "3")[0] == 2, "31 and 32: two namespaces start like that"
+    assert run(capsys, "store", "clear", str(directory), "ff")[0] == 2
+    assert run(capsys, "store", "clear", str(tmp_path / "nothing"), "31")[0] == 2
+    assert not (tmp_path / "nothing").exists()

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Protocol
 
@@ -67,8 +68,7 @@ class Load:
 
     def keys(self, life: int) -> tuple[PageKey, ...]:
         """Names of the values in one of their lives: a value is written once in each."""
-        names = (f"{self.value_bytes}/{life}/{at}".encode() for at in range(self.count))
-        return tuple(PageKey(hashlib.blake2b(name, digest_size=32).digest()) for name in names)
+        return named(f"{self.value_bytes}/{life}", self.count)
 
     def forget_targets(self) -> None:
         self.memory.rows(Kind.PREFIX)[self.count : 2 * self.count] = 0
@@ -77,6 +77,11 @@ class Load:
         """Asserts that every value arrived where it was wanted."""
         rows = self.memory.rows(Kind.PREFIX)
         assert np.array_equal(rows[: self.count], rows[self.count : 2 * self.count]), "a contender brought other bytes"
+
+
+@cache
+def named(what: str, count: int) -> tuple[PageKey, ...]:
+    return tuple(PageKey(hashlib.blake2b(f"{what}/{at}".encode(), digest_size=32).digest()) for at in range(count))
 
 
 def make_load(value_bytes: int, batches: int) -> Load:
@@ -94,20 +99,16 @@ def make_load(value_bytes: int, batches: int) -> Load:
 
 
 class Contender(Protocol):
-    """Keeps one set of values at a time. `write` and `read` are timed; the others prepare."""
+    """Keeps one set of values at a time."""
 
     name: str
 
     def write(self, life: int) -> Took:
-        """Keeps the values of a life, durably where the contender can."""
+        """Keeps the values of a life, in place of those of the last."""
         ...
 
     def read(self) -> Took:
         """Brings all values of the last life into their target pages."""
-        ...
-
-    def exists(self) -> Took:
-        """Asks for all keys of the last life, 4,096 of them at a time where there are so many."""
         ...
 
     def files(self) -> list[Path]:
@@ -115,6 +116,16 @@ class Contender(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class Asked(Protocol):
+    """A contender that can be asked which keys it has."""
+
+    name: str
+
+    def exists(self) -> Took:
+        """Asks for the first 4,096 keys of the last life, which are all there."""
+        ...
 
 
 def chill(files: list[Path]) -> None:

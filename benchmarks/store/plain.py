@@ -6,6 +6,7 @@ No names, no checksums, no index: nothing can be found again in it. Through the 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from store.load import BATCH, Load, Took, timed
@@ -43,7 +44,7 @@ class Plain:
 
         return timed(work)
 
-    def _all(self, call, buffers: list[memoryview], batch: int) -> None:  # type: ignore[no-untyped-def]
+    def _all(self, call: Callable[[int, list[memoryview], int], int], buffers: list[memoryview], batch: int) -> None:
         moved = call(self._fd, buffers, batch * self._load.batch_bytes)
         assert moved == self._load.batch_bytes, f"{moved=}"
 

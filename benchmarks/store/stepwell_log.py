@@ -6,12 +6,11 @@ set is: errands of 8 MiB, all handed in at once, each value verified. Existence 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 
 import numpy as np
-from store.load import BATCH, Load, Took, timed
 
 from stepwell.base.clock import SystemClock
 from stepwell.base.config import StoreConfig
@@ -23,8 +22,10 @@ from stepwell.store.api import Store
 from stepwell.store.log.opening import open_directory
 from stepwell.store.log.probe import Direct
 from stepwell.transfer.store_hands import StoreHands
+from store.load import BATCH, Load, Took, timed
 
 ASKED = 4096
+SEGMENT_BYTES = 256 << 20
 NAMESPACE = Namespace(model="bench", layout="bench")
 
 
@@ -73,21 +74,23 @@ class Driver:
 
 
 class Log:
+    """Opened as anybody opens it, with a small budget; every segment was written before, as plain's file was."""
+
     name = "log"
 
     def __init__(self, load: Load, directory: Path, *, direct: Direct = Direct.AUTO) -> None:
         self._load, self._directory = load, directory / "log"
-        segment = 256 << 20
-        need = -(-load.total_bytes // segment) + 1  # a set, and what is left of the last
-        store = open_directory(
-            self._directory, clock=SystemClock(), budget_bytes=(2 * need + 3) * segment, segment_bytes=segment, direct=direct
+        budget_bytes = load.total_bytes + 5 * SEGMENT_BYTES
+        self.log = open_directory(
+            self._directory, clock=SystemClock(), budget_bytes=budget_bytes, segment_bytes=SEGMENT_BYTES, direct=direct
         )
-        self.log = store
-        self._driver = Driver(store, load)
+        self._driver = Driver(self.log, load)
         self._life = 0
+        for life in range(-budget_bytes // load.total_bytes - 1, 0):
+            self.write(life)
 
     def write(self, life: int) -> Took:
-        self.log.clear(self._driver.space.digest)  # the next set goes over blocks that were written before, as plain's does
+        self.log.clear(self._driver.space.digest)
         self._life = life
         self._load.keys(life)
         return timed(lambda: self._driver.write(life))
@@ -96,16 +99,12 @@ class Log:
         return timed(lambda: self._driver.read(self._life))
 
     def exists(self) -> Took:
-        return timed(self.asking(self._load.keys(self._life)))
-
-    def asking(self, keys: Sequence[bytes]) -> Callable[[], None]:
-        pages = tuple(keys)[:ASKED]
+        ask = Ask(pages=self._load.keys(self._life)[:ASKED], boundaries=())
 
         def work() -> None:
-            outcome = self._driver.hands.run(NAMESPACE, Ask(pages=pages, boundaries=()), _never)  # type: ignore[arg-type]
-            assert all(fate is Fate.OK for fate in outcome.fates)
+            assert all(fate is Fate.OK for fate in self._driver.hands.run(NAMESPACE, ask, _never).fates)
 
-        return work
+        return timed(work)
 
     def files(self) -> list[Path]:
         return sorted(self._directory.glob("*.seg"))

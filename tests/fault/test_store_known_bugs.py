@@ -73,7 +73,12 @@ def test_every_page_is_stored_as_the_child_of_the_page_before_it() -> None:
     here.cache.step()
     fail_errands(here)  # its first page is on the host and not in the store
     here.fetched(PROMPT[: 5 * PAGE + 1]).close()  # pages 1 to 4 are
-    here.serve(PROMPT[: 7 * PAGE + 1])
+    with here.open(PROMPT[: 7 * PAGE + 1]) as lease:
+        here.executor.finish_all()
+        here.cache.step()
+        fail_errands(here)
+        here.compute(lease, 7 * PAGE + 1)  # pages 5 and 6 are neither
+    here.settle()
     keys = list(page_keys(here.cache.namespace.digest, pack(PROMPT[: 7 * PAGE]), PAGE * TOKEN_BYTES))
     parents = {key: value.parent for (_, key), value in store._values.items()}
     assert [parents[key] for key in keys] == [NO_PARENT, *keys[:-1]]
@@ -101,6 +106,8 @@ def test_a_victim_is_evicted_when_only_what_it_stands_on_is_being_stored() -> No
     here.serve(BRANCH)
     here.evict_all(Tier.DEVICE)  # to the host, and not to the store
     here.fetched(PROMPT[: 5 * PAGE + 1]).close()
+    here.clock.advance(1.0)
+    here.serve(BRANCH)
     here.evict_idle(Tier.HOST)
     here.cache.audit()
     here.settle()

@@ -25,7 +25,7 @@ VERBS = {
 
 STORE_VERBS = {
     "prefetch": 20, "close_ticket": 3, "acquire_awaited": 12, "serve_awaited": 8, "answer_errand": 50, "settle_everything": 4,
-    "move_store": 1.5, "evict": 24, "recover": 6, "restart": 2,
+    "move_store": 4, "evict": 24, "recover": 7, "restart": 2, "prefetch_twins": 8, "fail_errands": 4, "time_out": 4,
 }  # fmt: skip
 
 
@@ -95,19 +95,19 @@ def _act(traffic: Traffic, verb: str, rng: Random) -> None:
             traffic.world.clock.advance(rng.choice((1.0, 5.0, 20.0, 60.0)))
         case "step" | "settle" | "settle_everything":
             getattr(traffic.world, verb)()
-        case "come_back" | "restart":
+        case "come_back" | "restart" | "fail_errands" | "time_out":
             getattr(traffic, verb)()
         case "prefetch":
             traffic.prefetch(_tokens_again(rng, traffic), pick, rng.randrange(2), ttl_s)
-        case "serve_awaited":
-            traffic.serve_awaited(_tokens_again(rng, traffic), pick)
+        case "serve_awaited" | "prefetch_twins":
+            getattr(traffic, verb)(_tokens_again(rng, traffic), pick)
         case "acquire_awaited":
             traffic.acquire_awaited(pick, spent=rng.random() < 0.1)
         case "answer_errand":
             traffic.answer_errand(pick, rng.choice(FATES), rng.choice((0.0, 0.0, 0.0, 0.1, 5.0)))
         case "recover":
-            serve, anew, drop = (rng.random() < chance for chance in (0.5, 0.5, 0.8))
-            traffic.recover(_tokens_again(rng, traffic), pick, serve=serve, anew=anew, drop=drop)
+            outage, serve, anew, drop = (rng.random() < chance for chance in (0.3, 0.5, 0.4, 0.8))
+            traffic.recover(_tokens_again(rng, traffic), pick, outage=outage, serve=serve, anew=anew, drop=drop)
         case _:
             getattr(traffic, verb)(pick)
 

@@ -176,10 +176,12 @@ class LedgerPorter(ScriptedPorter):
         super().__init__(ranks)
         self._ledger = ledger
         self._eager = eager
+        self.detached = False
         self._clock = clock
         self._started_s: dict[JobId, float] = {}
 
     def submit(self, errand: Errand) -> None:
+        assert not self.detached or isinstance(errand.task, (PutPages, PutCheckpoint)), f"{errand.task} of a store that has left"
         self._ledger.sent(self, errand)
         self._started_s[errand.job] = self._clock.now()
         super().submit(errand)

@@ -44,6 +44,11 @@ class StoreTraffic(Traffic):
         if len(self.world.awaited) < MAX_TICKETS:
             self.world.prefetch(tokens, self.space(pick), priority=priority, ttl_s=self._ttl(ttl_s))
 
+    def prefetch_twins(self, tokens: list[int], pick: int) -> None:
+        """Two requests that begin alike and end apart wait for what the store has of both."""
+        self.prefetch(tokens, pick)
+        self.prefetch([*tokens[: len(tokens) * 2 // 3], *[7] * self.page], pick)
+
     def close_ticket(self, pick: int) -> None:
         awaited = self._ticket(pick, self.world.awaited)
         if awaited is not None:
@@ -73,6 +78,17 @@ class StoreTraffic(Traffic):
         if pending:
             self.world.answer_errand(*pending[pick % len(pending)], fate=fate, took_s=took_s)
 
+    def fail_errands(self) -> None:
+        """The store is out of reach."""
+        for line, job in self.world.pending:
+            self.world.answer_errand(line, job, fate=Fate.FAILED)
+        self.world.step()
+
+    def time_out(self) -> None:
+        """The store says nothing for so long that nobody waits for it any more."""
+        self.world.clock.advance(self.world.store_setup.config.errand_timeout_s + 1)
+        self.world.step()
+
     def move_store(self, pick: int) -> None:
         """Whatever is attached goes; the same store, another or none takes its place."""
         if self.world.attached is not None:
@@ -86,11 +102,15 @@ class StoreTraffic(Traffic):
         for tier in tiers[pick % 4 : pick % 4 + 1] or tiers:
             self.world.evict(tier)
 
-    def recover(self, tokens: list[int], pick: int, *, serve: bool, anew: bool, drop: bool) -> None:
-        """Lets everything end well, and then asks for a prompt that may have been served just before."""
+    def recover(self, tokens: list[int], pick: int, *, outage: bool, serve: bool, anew: bool, drop: bool) -> None:
+        """Lets everything end well, perhaps after an outage, and then asks for a prompt that may have been served just before."""
         if self._full or len(self.world.awaited) >= MAX_TICKETS:
             return
         world = self.world
+        if outage:
+            self.serve(tokens, pick)
+            world.settle()
+            self.fail_errands()
         world.shelf.make_well(well=True)
         world.settle_everything()
         if anew or world.attached is None:

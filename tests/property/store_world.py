@@ -53,7 +53,6 @@ class Line:
     porter: LedgerPorter
     which: int
     config: StoreConfig
-    detached: bool = False
 
 
 class StoreSide(World):
@@ -148,7 +147,7 @@ class StoreSide(World):
 
     @property
     def attached(self) -> Line | None:
-        return next((line for line in self.lines if not line.detached), None)
+        return next((line for line in self.lines if not line.porter.detached), None)
 
     def attach(self, which: int, config: StoreConfig | None = None) -> None:
         store, config = self.shelf.stores[which], config or self.store_setup.config
@@ -162,7 +161,7 @@ class StoreSide(World):
         line = self.attached
         assert line is not None
         self.cache.detach_store()
-        line.detached = True
+        line.porter.detached = True
 
     def answer_errand(self, line: Line, job: JobId, *, fate: Fate | None = None, took_s: float = 0.0) -> None:
         line.porter.finish(job, fate=fate, took_s=took_s)
@@ -179,7 +178,7 @@ class StoreSide(World):
         for line in self.lines:
             line.porter.give_up(line.config.errand_timeout_s)
         for store in report.detached:
-            idle = [line for line in self.lines if line.detached and not line.porter.pending]
+            idle = [line for line in self.lines if line.porter.detached and not line.porter.pending]
             self.lines.remove(next(line for line in idle if self.shelf.stores[line.which] is store))
         assert report.storing >= len(self.pending), report
         if not self.pending:
@@ -199,7 +198,7 @@ class StoreSide(World):
                 self.answer_errand(line, job)
             report = self.step()
             if not report.running and not report.storing:
-                assert not any(line.detached for line in self.lines), "a store that nothing uses was not given back"
+                assert not any(line.porter.detached for line in self.lines), "a store that nothing uses was not given back"
                 return
             if not report.running and not self.pending:
                 self.clock.advance(COOL_OFF_S)  # paths wait for a store that is switched off
@@ -309,7 +308,7 @@ class StoreSide(World):
         for pinned in list(self.pinned):
             self.unpin(pinned)
         self.settle_everything()
-        for link in self.cache._links:
+        for link in self.cache._stores.links:
             assert not link.tickets and not link.fetches and not link.fetch_of, f"{link} holds on to what nobody wants"
             assert link.backup_bytes == 0, f"{link.backup_bytes} bytes are on their way down for ever"
         super().close()

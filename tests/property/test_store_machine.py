@@ -54,6 +54,10 @@ class StoreMachine(CacheMachine):
     def prefetch_again(self, drawn: Again, pick: int) -> None:
         self.traffic.prefetch(self.tokens_again(drawn), pick)
 
+    @rule(drawn=again, pick=picks)
+    def prefetch_twins(self, drawn: Again, pick: int) -> None:
+        self.traffic.prefetch_twins(self.tokens_again(drawn), pick)
+
     @precondition(lambda self: self.traffic.world.awaited)
     @rule(pick=picks)
     def close_ticket(self, pick: int) -> None:
@@ -84,6 +88,16 @@ class StoreMachine(CacheMachine):
 
     @precondition(lambda self: self.traffic.world.pending)
     @rule()
+    def fail_errands(self) -> None:
+        self.traffic.fail_errands()
+
+    @precondition(lambda self: self.traffic.world.pending)
+    @rule()
+    def time_out(self) -> None:
+        self.traffic.time_out()
+
+    @precondition(lambda self: self.traffic.world.pending)
+    @rule()
     def settle_everything(self) -> None:
         self.traffic.world.settle_everything()
 
@@ -95,9 +109,9 @@ class StoreMachine(CacheMachine):
     def evict(self, pick: int) -> None:
         self.traffic.evict(pick)
 
-    @rule(drawn=again, pick=picks, serve=st.booleans(), anew=st.booleans(), drop=st.booleans())
-    def recover(self, drawn: Again, pick: int, serve: bool, anew: bool, drop: bool) -> None:
-        self.traffic.recover(self.tokens_again(drawn), pick, serve=serve, anew=anew, drop=drop)
+    @rule(drawn=again, pick=picks, outage=st.booleans(), serve=st.booleans(), anew=st.booleans(), drop=st.booleans())
+    def recover(self, drawn: Again, pick: int, outage: bool, serve: bool, anew: bool, drop: bool) -> None:
+        self.traffic.recover(self.tokens_again(drawn), pick, outage=outage, serve=serve, anew=anew, drop=drop)
 
     @rule()
     def restart(self) -> None:

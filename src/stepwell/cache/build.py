@@ -15,6 +15,7 @@ from stepwell.cache.executor import Executor, ThreadExecutor
 from stepwell.cache.facade import Cache
 from stepwell.cache.mover import Mover
 from stepwell.cache.saving import write_back
+from stepwell.cache.stores import Stores
 from stepwell.memory.arena import Arena
 from stepwell.memory.layout import ArenaLayout, lay_out
 from stepwell.metrics.counters import Counters
@@ -76,9 +77,9 @@ def build_cache(
         clock=clock,
         save_first=write_back if save_on_eviction(config.write) else None,
     )
-    return Cache(
-        core, executor, Namespace(model=model or spec.name, layout=spec.fingerprint), host_pages, names_weights=model is not None
-    )
+    namespace = Namespace(model=model or spec.name, layout=spec.fingerprint)
+    stores = Stores(core, host_pages, ranks=executor.num_ranks, names_weights=model is not None)
+    return Cache(core, executor, namespace, stores)
 
 
 def _value_policy(config: CacheConfig) -> ValuePolicy:

@@ -62,7 +62,7 @@ class Errands:
         self._timeout_s = timeout_s
         self._running: dict[JobId, _Running] = {}  # in the order they were started
         self._last_id = 0
-        self.failures: list[str] = []  # since somebody last took them away
+        self._failures: list[str] = []
 
     @property
     def num_running(self) -> int:
@@ -72,6 +72,11 @@ class Errands:
     def overdue(self) -> bool:
         """Whether nothing is left but what was given up on."""
         return all(running.abandoned for running in self._running.values())
+
+    def take_failures(self) -> list[str]:
+        """What went wrong since it was last asked."""
+        failures, self._failures = self._failures, []
+        return failures
 
     def holders(self) -> Iterator[tuple[Tier, Kind, PageIds]]:
         """Every reference that errands hold, for audits."""
@@ -143,7 +148,7 @@ class Errands:
             self._breaker.succeeded()
 
     def _failed(self, why: str) -> None:
-        self.failures.append(why)
+        self._failures.append(why)
         self._counters.add("store_errands_failed")
         if self._breaker.failed(self._clock.now()):
             self._counters.add("store_switched_off")

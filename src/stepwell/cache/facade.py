@@ -12,7 +12,6 @@ what came of it is applied in `step` alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from stepwell.base.config import StoreConfig
@@ -21,25 +20,23 @@ from stepwell.base.ids import Kind, LeaseId, Tier
 from stepwell.base.keys import Namespace
 from stepwell.base.tokens import Tokens, pack
 from stepwell.cache import borrowed, explain, prefetch, publish, restore
-from stepwell.cache.attach import link_store, unlink_store
 from stepwell.cache.audit import audit
-from stepwell.cache.backup import pump
 from stepwell.cache.borrowed import EnginePages
 from stepwell.cache.core import Core
 from stepwell.cache.executor import Executor
 from stepwell.cache.expiry import drop_expired
 from stepwell.cache.explain import Explanation
 from stepwell.cache.lease import Lease, LeaseState, Request
-from stepwell.cache.link import LinkState, StoreLink
+from stepwell.cache.link import LinkState
 from stepwell.cache.pin import Pin, take_pin
 from stepwell.cache.porter import Porter
 from stepwell.cache.saving import save_path
+from stepwell.cache.stores import Stores
 from stepwell.cache.ticket import Ticket
 from stepwell.memory.arena import DEAD, FILLING
 from stepwell.metrics.counters import Counters
 from stepwell.policy.write import save_on_commit
 from stepwell.store.api import Store
-from stepwell.transfer.store_hands import HostPages
 from stepwell.tree.match import Match, find
 from stepwell.tree.node import LossReason
 from stepwell.tree.pruning import clear
@@ -62,14 +59,9 @@ class StepReport:
 class Cache:
     """A tiered prefix cache for one model. Make one with `stepwell.cache.build.build_cache`."""
 
-    def __init__(
-        self, core: Core, executor: Executor, namespace: Namespace, host_pages: Sequence[HostPages] = (), *,
-        names_weights: bool = False,
-    ) -> None:  # fmt: skip
+    def __init__(self, core: Core, executor: Executor, namespace: Namespace, stores: Stores) -> None:
         self._core = core
-        self._names_weights = names_weights  # the namespace says whose bytes these are, not only of what shape
-        self._host_pages = host_pages
-        self._links: list[StoreLink] = []  # the attached one, and those that still have errands out or hold pages for tickets
+        self._stores = stores
         self._executor = executor
         self._namespace = namespace
         self._leases: dict[LeaseId, Lease] = {}
@@ -91,7 +83,7 @@ class Cache:
     @property
     def store_state(self) -> LinkState:
         """Whether a store is attached, and whether it is in use."""
-        return self._core.link.state if self._core.link is not None else LinkState.DETACHED
+        return self._stores.state
 
     def namespace_for(self, *, adapter: str | None = None, salt: str | None = None, tenant: str | None = None) -> Namespace:
         """This model under an adapter, or for a tenant whose pages nobody else may see."""
@@ -233,7 +225,7 @@ class Cache:
         errors = {done.job: done.error for done in completions if done.error is not None}
         timeout_s = core.config.copy_timeout_s
         errors |= dict.fromkeys(core.mover.abandon_overdue(timeout_s), f"no answer within {timeout_s:g} s")
-        detached = self._step_stores()
+        detached, store_failures = self._stores.step()
         drop_expired(core)
         self._drop_expired_pins()
         ready, failed = [], []
@@ -252,12 +244,12 @@ class Cache:
         self._closing = [lease for lease in self._closing if lease.jobs]
         return StepReport(
             completed=len(completions),
-            failures=(*errors.values(), *self._store_failures()),
+            failures=(*errors.values(), *store_failures),
             ready=tuple(ready),
             failed=tuple(failed),
             finished=tuple(finished),
             running=core.mover.num_running,
-            storing=sum(link.errands.num_running + len(link.waiting) for link in self._links),
+            storing=self._stores.num_busy,
             detached=tuple(detached),
         )
 
@@ -266,28 +258,13 @@ class Cache:
 
         The caller opened the store and closes it, after `detach_store` or `close`. Raises ConfigError.
         """
-        if self._core.link is not None:
-            raise ConfigError("a store is attached already; detach it first")
-        traits = store.traits
-        if (traits.durable or traits.shared) and not self._names_weights:
-            raise ConfigError(
-                f"a {traits.name} store outlives this process or is shared: say which weights its values are of, with "
-                "build_cache(model=...), a digest where there is one"
-            )
-        for old in self._links:  # the new one will be offered what they still have in line
-            old.believed = False
-            old.waiting.clear()
-        ranks = self._executor.num_ranks
-        link = link_store(self._core, store, config or StoreConfig(), self._host_pages, porter, ranks=ranks)
-        self._links.append(link)
+        self._stores.attach(store, config or StoreConfig(), porter)
 
     def detach_store(self) -> None:
         """Takes the store away, at any moment. Requests go on with what has arrived or is on its way; what waits to be
         backed up still is. `step` reports the store as detached when nothing uses it any more. Raises ConfigError.
         """
-        if self._core.link is None:
-            raise ConfigError("no store is attached")
-        unlink_store(self._core)
+        self._stores.detach()
 
     def pin(self, tokens: Tokens, *, namespace: Namespace | None = None, ttl_s: float | None = None) -> Pin:
         """Keeps one copy of everything up to the prompt's restore point until the pin is released or runs out.
@@ -322,39 +299,17 @@ class Cache:
 
     def audit(self) -> None:
         """Asserts that every count, reference and promise of the cache holds. Slow: for tests and doubts."""
-        audit(self._core, list(self._leases.values()), self._pins, self._links)
+        audit(self._core, list(self._leases.values()), self._pins, self._stores.links)
 
     def close(self) -> None:
         """Waits for running copies and for what is to be backed up, and stops the workers. Leases must have been given back."""
         self._executor.close()
         self.step()
-        for link in self._links:
-            while link.errands.num_running and not link.errands.overdue:
-                link.errands.drain()
-                self.step()
-            link.errands.close()
+        while self._stores.drain():
+            self.step()
+        self._stores.close()
 
     # ---- inside -----------------------------------------------------------------------------------
-
-    def _step_stores(self) -> list[Store]:
-        """Applies what stores have answered and sends off what waits; returns the stores that are no longer used."""
-        for link in self._links:
-            link.errands.apply()
-            prefetch.settle(self._core, link)
-            pump(self._core, link)
-        idle = [link for link in self._links if link.detached and not link.errands.num_running and not link.waiting]
-        ended = [link for link in idle if not link.ended]
-        for link in ended:
-            link.ended = True
-            link.errands.close()
-        self._links = [link for link in self._links if link not in idle or link.fetches]  # tickets may hold what arrived
-        return [link.store for link in ended]
-
-    def _store_failures(self) -> list[str]:
-        failures = [why for link in self._links for why in link.errands.failures]
-        for link in self._links:
-            link.errands.failures = []
-        return failures
 
     def _measure(self, lease: Lease, upto: int) -> None:
         """Learns how fast prompts are computed, for whoever must choose between that and fetching."""

@@ -57,9 +57,14 @@ def checksum_of(stamped: bytes) -> bytes:
 
 def verify(space: Space, key: bytes, data: memoryview | bytes, stamped: bytes) -> Verdict:
     """Whether `data` is the value that was sealed for `key` in `space`. Takes any bytes for a stamp."""
+    return judge(space, key, stamped, length=len(data), digest=checksum(data))
+
+
+def judge(space: Space, key: bytes, stamped: bytes, *, length: int, digest: bytes) -> Verdict:
+    """The same for a checksum that is known already."""
     if len(stamped) != STAMP_BYTES:
         return Verdict.UNREADABLE
-    magic, version, _, length, digest, of_space, of_key = _STAMP.unpack(stamped)
+    magic, version, _, of_length, of_digest, of_space, of_key = _STAMP.unpack(stamped)
     if magic != MAGIC:
         return Verdict.UNREADABLE
     if version != VERSION:
@@ -68,6 +73,6 @@ def verify(space: Space, key: bytes, data: memoryview | bytes, stamped: bytes) -
         return Verdict.FOREIGN
     if of_key != key[:_NAME_BYTES]:
         return Verdict.SWAPPED
-    if length != len(data):
+    if of_length != length:
         return Verdict.LENGTH
-    return Verdict.INTACT if checksum(data) == digest else Verdict.DAMAGED
+    return Verdict.INTACT if of_digest == digest else Verdict.DAMAGED

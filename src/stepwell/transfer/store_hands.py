@@ -10,10 +10,11 @@ decides nothing.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from dataclasses import replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from stepwell.base.errand import Ask, Fate, FetchCheckpoint, FetchPages, Outcome, PutCheckpoint, PutPages, Task
 from stepwell.base.errors import StoreError
@@ -32,12 +33,16 @@ from stepwell.store.api import (
     Write,
     WriteOutcome,
 )
-from stepwell.store.seal import Verdict, checksum, checksum_of, seal, stamp, verify
+from stepwell.store.seal import Verdict, checksum, checksum_of, judge, seal, stamp
 
+FIRST_BATCH_BYTES = 4 * 2**20  # before it is sealed, nothing can be written
 WRITE_BATCH_BYTES = 32 * 2**20  # between two looks at whether the errand was called off
 _HEAD = struct.Struct("<4sHHI")  # magic, version, window pages, point pages
 _MEMBER = struct.Struct("<32s16sQ")  # key, checksum, length
 _MAGIC, _VERSION = b"SWcp", 1
+
+_Item = TypeVar("_Item")
+_Made = TypeVar("_Made")
 
 _OF_READ = {
     ReadOutcome.MISSING: Fate.MISSING,
@@ -119,10 +124,11 @@ class StoreHands:
     def _read(self, space: Space, reads: Sequence[Read], cancelled: Callable[[], bool]) -> list[tuple[Fate, bytes]]:
         """What became of each read, and its stamp where all is well."""
         results = self._store.read_into(space, reads, cancelled=cancelled)
-        fates = [_judge(space, read, result) for read, result in zip(reads, results, strict=True)]
-        bad = [read.key for read, fate in zip(reads, fates, strict=True) if fate.is_damage and fate is not Fate.VERSION]
-        if bad:
-            self._forget(space, bad)
+        fates = _judge(space, reads, results)
+        if any(fate is not Fate.OK for fate in fates):
+            bad = [read.key for read, fate in zip(reads, fates, strict=True) if fate.is_damage and fate is not Fate.VERSION]
+            if bad:
+                self._forget(space, bad)
         return [(fate, result.stamp) for fate, result in zip(fates, results, strict=True)]
 
     def _fetch_pages(self, space: Space, task: FetchPages, cancelled: Callable[[], bool]) -> Outcome:
@@ -168,29 +174,42 @@ class StoreHands:
         fates = [Fate.OK] * len(task.keys)
         wanted = [index for index, there in enumerate(found) if not there]
         moved = 0
-        for batch in self._batches(wanted, task.ids):
-            if cancelled():
-                fates[batch[0] :] = [Fate.CANCELLED] * (len(fates) - batch[0])
-                break
-            writes = []
-            for index in batch:
-                data = self._memory.view(Kind.PREFIX, int(task.ids[index]))
-                key = task.keys[index]
-                writes.append(
-                    Write(key=key, data=data, stamp=seal(space, key, data), parent=parents[index], depth=task.first + index)
-                )
-            for index, write, outcome in zip(batch, writes, self._store.write_from(space, writes), strict=True):
-                fates[index] = _OF_WRITE[outcome]
-                moved += len(write.data) if outcome is WriteOutcome.STORED else 0
+
+        def sealed(batch: list[int]) -> tuple[list[int], list[Write]]:
+            return batch, self._seal(space, task, parents, batch)
+
+        with closing(_ahead(sealed, self._batches(wanted, task.ids))) as batches:
+            for batch, writes in batches:
+                if cancelled():
+                    fates[batch[0] :] = [Fate.CANCELLED] * (len(fates) - batch[0])
+                    break
+                for index, write, outcome in zip(batch, writes, self._store.write_from(space, writes), strict=True):
+                    if outcome is WriteOutcome.STORED:
+                        moved += len(write.data)
+                    else:
+                        fates[index] = _OF_WRITE[outcome]
         return Outcome(fates=tuple(fates), moved_bytes=moved)
 
-    def _batches(self, wanted: list[int], ids: PageIds) -> Iterator[list[int]]:
-        if not wanted:
-            return
-        size = max(len(self._memory.view(Kind.PREFIX, int(ids[0]))), 1)
-        step = max(WRITE_BATCH_BYTES // size, 1)
-        for start in range(0, len(wanted), step):
-            yield wanted[start : start + step]
+    def _seal(self, space: Space, task: PutPages, parents: Sequence[bytes], batch: list[int]) -> list[Write]:
+        """The values of some pages of a task, with their stamps."""
+        pages = [self._memory.view(Kind.PREFIX, page) for page in task.ids[batch].tolist()]
+        digests = list(map(checksum, pages))  # nothing else in between: it would have to be fetched from memory again each time
+        writes = []
+        for index, data, digest in zip(batch, pages, digests, strict=True):
+            key = task.keys[index]
+            stamped = stamp(space, key, length=len(data), digest=digest)
+            writes.append(Write(key=key, data=data, stamp=stamped, parent=parents[index], depth=task.first + index))
+        return writes
+
+    def _batches(self, wanted: list[int], ids: PageIds) -> list[list[int]]:
+        """What is written together: little at first, because nothing is being written while it is sealed, then twice as much."""
+        batches, size = [], FIRST_BATCH_BYTES
+        page_bytes = max(len(self._memory.view(Kind.PREFIX, int(ids[0]))), 1) if wanted else 1
+        while wanted:
+            step = max(size // page_bytes, 1)
+            batches.append(wanted[:step])
+            wanted, size = wanted[step:], min(2 * size, WRITE_BATCH_BYTES)
+        return batches
 
     def _put_checkpoint(self, space: Space, task: PutCheckpoint) -> Outcome:
         """Members first; the manifest only when all of them are there."""
@@ -225,10 +244,33 @@ class StoreHands:
                 yield kind, self._memory.view(kind, page)
 
 
-def _judge(space: Space, read: Read, result: ReadResult) -> Fate:
-    if result.outcome is not ReadOutcome.FOUND:
-        return _OF_READ[result.outcome]
-    return _OF_VERDICT[verify(space, read.key, read.into, result.stamp)]
+def _judge(space: Space, reads: Sequence[Read], results: Sequence[ReadResult]) -> list[Fate]:
+    """What came of each read. Everything that came is verified."""
+    came = [result.outcome is ReadOutcome.FOUND for result in results]
+    digests = [checksum(read.into) if here else b"" for read, here in zip(reads, came, strict=True)]  # nothing else in between
+    fates = []
+    for read, result, digest, here in zip(reads, results, digests, came, strict=True):
+        if not here:
+            fates.append(_OF_READ[result.outcome])
+            continue
+        verdict = judge(space, read.key, result.stamp, length=len(read.into), digest=digest)
+        fates.append(Fate.OK if verdict is Verdict.INTACT else _OF_VERDICT[verdict])
+    return fates
+
+
+def _ahead(make: Callable[[_Item], _Made], items: Sequence[_Item]) -> Generator[_Made, None, None]:
+    """Makes one thing of each item, in order, the next while the caller is busy with the one before."""
+    if len(items) < 2:
+        yield from map(make, items)
+        return
+    with ThreadPoolExecutor(1, "stepwell-seal") as helper:
+        coming = helper.submit(make, items[1])
+        yield make(items[0])
+        for item in items[2:]:
+            made = coming.result()
+            coming = helper.submit(make, item)
+            yield made
+        yield coming.result()
 
 
 def _manifest(windows: int, points: int, listed: Sequence[tuple[bytes, bytes, int]]) -> bytes:

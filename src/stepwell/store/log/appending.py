@@ -113,17 +113,22 @@ class Appender:
         """The header with its small values, then each value up to its last whole block, and that block filled with zeros."""
         header = self._scratch.take_zeros(draft.header_bytes)
         buffers = [header]
+        lengths = batch.entries["length"]
         offsets = batch.entries["offset"].tolist() if draft.values else []  # marks have entries without values
-        for value, offset in zip(draft.values, offsets, strict=True):
+        if draft.values and not (lengths % BLOCK_BYTES).any() and lengths.min() > INLINE_BYTES:
+            buffers += draft.values  # whole blocks, all of them
+            offsets = []
+        for value, offset in zip(draft.values if offsets else (), offsets, strict=True):
             if len(value) <= INLINE_BYTES:
                 header[offset : offset + len(value)] = value
                 continue
             whole = len(value) // BLOCK_BYTES * BLOCK_BYTES
-            buffers.append(value[:whole])
-            if whole < len(value):
-                tail = self._scratch.take_zeros(BLOCK_BYTES)
-                tail[: len(value) - whole] = value[whole:]
-                buffers.append(tail)
+            if whole == len(value):
+                buffers.append(value)
+                continue
+            tail = self._scratch.take_zeros(BLOCK_BYTES)
+            tail[: len(value) - whole] = value[whole:]
+            buffers += [value[:whole], tail]
         write_header(batch, header, seed=self._state.seed)
         assert sum(map(len, buffers)) == batch.total_bytes == up_to_block(batch.total_bytes), f"{batch.total_bytes=}"
         return buffers

@@ -164,6 +164,8 @@ class Disk:
 
 def _after(buffers: Sequence[memoryview], done: int) -> list[memoryview]:
     """What is left of the buffers when `done` bytes of them were moved."""
+    if done == sum(map(len, buffers)):
+        return []
     for index, buffer in enumerate(buffers):
         if done < len(buffer):
             return [buffer[done:], *buffers[index + 1 :]]

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stepwell.store.api import STAMP_BYTES, Space, Write
-from stepwell.store.log.disk import BLOCK_BYTES, up_to_block
+from stepwell.store.api import KEY_BYTES, STAMP_BYTES, Space, Write
+from stepwell.store.log.disk import BLOCK_BYTES
 from stepwell.store.log.format import (
     ENTRY,
     ENTRY_BYTES,
@@ -17,7 +17,6 @@ from stepwell.store.log.format import (
     Entries,
     Kind,
     header_size,
-    inline_bytes,
     inline_start,
 )
 
@@ -38,42 +37,35 @@ class Draft:
 
 def draft_values(space: Space, writes: Sequence[Write], room: int) -> Draft | None:
     """A batch of as many of the first values as fit; None when not one does."""
-    count, inline, payload = 0, 0, 0
-    for write in writes:
-        small = inline_bytes(len(write.data))
-        blocks = 0 if len(write.data) <= INLINE_BYTES else up_to_block(len(write.data))
-        header = header_size(count + 1, inline + small)
-        if header > MAX_HEADER_BYTES or header + payload + blocks > room:
-            break
-        count, inline, payload = count + 1, inline + small, payload + blocks
+    lengths = np.array([len(write.data) for write in writes], dtype=np.int64)
+    small = lengths <= INLINE_BYTES
+    inline = np.cumsum(np.where(small, -(-lengths // 8) * 8, 0))  # inside the header, up to and with each
+    blocks = np.cumsum(np.where(small, 0, -(-lengths // BLOCK_BYTES) * BLOCK_BYTES))  # behind it
+    headers = -(-(inline_start(0) + ENTRY_BYTES * np.arange(1, len(writes) + 1) + inline) // BLOCK_BYTES) * BLOCK_BYTES
+    fits = (headers <= MAX_HEADER_BYTES) & (headers + blocks <= room)
+    count = len(writes) if fits[-1] else int(np.argmin(fits))  # sizes only grow
     if not count:
         return None
-    chosen, header_bytes = writes[:count], header_size(count, inline)
+    chosen, header_bytes = writes[:count], int(headers[count - 1])
+    entries = _entries(chosen)
+    entries["length"] = lengths[:count]
+    before = np.concatenate((np.zeros((2, 1), np.int64), np.stack((inline, blocks))[:, : count - 1]), axis=1)
+    entries["offset"] = np.where(small[:count], inline_start(count) + before[0], header_bytes + before[1])
     return Draft(
-        kind=Kind.PUT, space=space, entries=_entries(chosen, header_bytes), header_bytes=header_bytes,
-        total_bytes=header_bytes + payload, values=[write.data for write in chosen],
+        kind=Kind.PUT, space=space, entries=entries, header_bytes=header_bytes,
+        total_bytes=header_bytes + int(blocks[count - 1]), values=[write.data for write in chosen],
     )  # fmt: skip
 
 
-def _entries(writes: Sequence[Write], header_bytes: int) -> Entries:
+def _entries(writes: Sequence[Write]) -> Entries:
     entries = np.zeros(len(writes), ENTRY)
     for name, width, parts in (
-        ("key", 32, [write.key for write in writes]),
-        ("parent", 32, [write.parent for write in writes]),
+        ("key", KEY_BYTES, [write.key for write in writes]),
+        ("parent", KEY_BYTES, [write.parent for write in writes]),
         ("stamp", STAMP_BYTES, [write.stamp for write in writes]),
     ):
         entries[name] = np.frombuffer(b"".join(parts), np.uint8).reshape(len(writes), width)
     entries["depth"] = [write.depth for write in writes]
-    entries["length"] = [len(write.data) for write in writes]
-    small, large, offsets = inline_start(len(writes)), header_bytes, []
-    for write in writes:
-        if len(write.data) <= INLINE_BYTES:
-            offsets.append(small)
-            small += inline_bytes(len(write.data))
-        else:
-            offsets.append(large)
-            large += up_to_block(len(write.data))
-    entries["offset"] = offsets
     return entries
 
 

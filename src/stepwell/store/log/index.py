@@ -2,10 +2,14 @@
 
 Reading or writing a value is a use of it and of all it stands on, so a value was never used later than its parent.
 Values are given up in the order (used, deepest first): children before parents, manifests before members.
+
+A long prompt is read and written a piece at a time, and every piece is a use of everything before it. So what a piece
+stands on is only noted down, and walked to its start once, latest first, when somebody wants to know (`settle_uses`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +21,7 @@ from stepwell.store.log.format import Batch, footprint, split
 
 _DEPTH_BITS = 20  # deeper values count as equally deep
 _MAX_DEPTH = (1 << _DEPTH_BITS) - 1
+_MOST_NOTES = 1 << 16  # walks put off
 
 
 class Index:
@@ -31,6 +36,7 @@ class Index:
         self.space_bytes: list[int] = []  # the same, by space
         self._numbers: dict[bytes, int] = {}
         self._rows: list[dict[bytes, int]] = []
+        self._notes: list[tuple[int, bytes, bytes]] = []  # tick, space and key of a use that was not walked yet; ticks go up
 
     # ---- questions --------------------------------------------------------------------------------
 
@@ -47,6 +53,7 @@ class Index:
 
     def coldest(self, wanted_bytes: int, *, tenant: str | None = None) -> Rows:
         """Values that free at least so many bytes, in the order of giving up; all there are when that is less."""
+        self.settle_uses()
         columns, rows = self.columns, self.columns.held()
         if tenant is not None:
             theirs = np.array([space.tenant == tenant for space in self.spaces], dtype=bool)
@@ -79,24 +86,38 @@ class Index:
         self.tick += 1
         return self.tick
 
-    def touch(self, digest: bytes, key: bytes) -> None:
-        """Marks a value, and all it stands on, as used in this tick. Keys that are not there end the walk."""
-        known, columns, tick = self.rows_of(digest), self.columns, self.tick
-        used, parent = columns.used, columns.parent
-        while (row := known.get(key)) is not None and used[row] < tick:
-            used[row] = tick
-            key = parent[row].tobytes()
+    def use(self, digest: bytes, keys: Sequence[bytes], rows: Rows) -> None:
+        """Marks the values of these keys, in these rows, and all they stand on, as used in this tick."""
+        self.columns.used[rows] = self.tick
+        self.note_use(digest, set(split(self.columns.parent[rows])).difference(keys))
+
+    def note_use(self, digest: bytes, keys: Iterable[bytes]) -> None:
+        """Values that may or may not be there, and all they stand on, count as used in this tick."""
+        self._notes += [(self.tick, digest, key) for key in keys]
+        if len(self._notes) > _MOST_NOTES:
+            self.settle_uses()
+
+    def settle_uses(self) -> None:
+        """Walks what was noted: `used` is as if every use had been walked when it happened."""
+        used, parent = self.columns.used, self.columns.parent
+        for tick, digest, key in reversed(self._notes):  # the latest first: the walks of earlier ones end where it was
+            known = self.rows_of(digest)
+            while (row := known.get(key)) is not None and used[row] < tick:
+                used[row] = tick
+                key = parent[row].tobytes()
+        self._notes.clear()
 
     def put(self, batch: Batch, *, used: int) -> None:
         """Takes in the values of a batch. One that is known already has moved here, and stays as warm as it was."""
         number, columns, entries = self.number(batch.space), self.columns, batch.entries
         known, keys = self._rows[number], batch.keys()
         spare = columns.take(sum(key not in known for key in keys))
-        fresh = np.array(spare, dtype=np.int64)
+        fresh = rows = np.array(spare, dtype=np.int64)
         columns.used[fresh] = used
         columns.space[fresh] = number
-        rows = np.array([known[key] if key in known else spare.pop() for key in keys], dtype=np.int64)
-        self._count(rows[columns.segment[rows] != NO_SEGMENT], -1)
+        if len(fresh) < len(keys):
+            rows = np.array([known[key] if key in known else spare.pop() for key in keys], dtype=np.int64)
+            self._count(rows[columns.segment[rows] != NO_SEGMENT], -1)
         columns.segment[rows] = batch.segment
         columns.offset[rows] = entries["offset"].astype(np.int64) + batch.offset
         columns.length[rows] = entries["length"]
@@ -112,6 +133,9 @@ class Index:
 
     def remove(self, rows: Rows) -> None:
         """Forgets values."""
+        if not len(rows):
+            return
+        self.settle_uses()  # while there is still a way from those that were used to what they stand on
         self._count(rows, -1)
         self.num_values -= len(rows)
         for row, number in zip(rows.tolist(), self.columns.space[rows].tolist(), strict=True):
@@ -162,6 +186,7 @@ class Index:
 
     def audit(self) -> None:
         """Asserts that the sums are the sums, and that nothing was used later than what it stands on."""
+        self.settle_uses()
         columns, rows = self.columns, self.columns.held()
         assert len(rows) == self.num_values == sum(map(len, self._rows)), f"{len(rows)=} {self.num_values=}"
         sizes = footprint(columns.length[rows])

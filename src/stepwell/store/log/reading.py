@@ -9,15 +9,15 @@ has the stamp (`seal.py`) to say. Buffers are not asked whether they suit direct
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from threading import local
 
 import numpy as np
 
 from stepwell.store.api import Read, ReadOutcome, ReadResult, Space
 from stepwell.store.log.aligned import Scratch
-from stepwell.store.log.disk import BLOCK_BYTES, up_to_block
+from stepwell.store.log.disk import BLOCK_BYTES
 from stepwell.store.log.format import INLINE_BYTES, split
 from stepwell.store.log.segments import Segment
 from stepwell.store.log.state import LogState
@@ -25,26 +25,42 @@ from stepwell.store.log.state import LogState
 _RUN_BYTES = 8 << 20  # at once: so long may a cancellation go unheard
 _RUN_VALUES = 256
 _GAP_BYTES = 32 * 1024  # between two values, read for nothing rather than in two calls
+_WITHOUT = {outcome: ReadResult(outcome=outcome) for outcome in ReadOutcome}
+_NOT_FOUND = _WITHOUT[ReadOutcome.MISSING]
+_NOWHERE = -1  # the row of a key that is not there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Wanted:
-    at: int  # in the batch
-    segment: Segment
-    offset: int
-    end: int  # of the blocks it lies in; small values share theirs
-    into: memoryview
-    stamp: bytes
-    direct: bool
+    """Values in the order they lie on disk, one entry for each in every list."""
+
+    at: list[int]  # in the batch
+    segments: list[Segment]
+    offsets: list[int]
+    ends: list[int]  # of the blocks it lies in; small values share theirs
+    into: list[memoryview]
+    stamps: list[bytes]
+    direct: list[bool]
+    joins: list[bool]  # whether it lies close behind the one before, and moves the same way
+
+
+_NOTHING = _Wanted(at=[], segments=[], offsets=[], ends=[], into=[], stamps=[], direct=[], joins=[])
+
+
+class _Own(local):
+    """What each thread has for itself."""
+
+    def __init__(self) -> None:
+        self.scratch = Scratch()
 
 
 class Reader:
     def __init__(self, state: LogState) -> None:
         self._state = state
-        self._own = local()
+        self._own = _Own()
 
     def read(self, space: Space, reads: Sequence[Read], cancelled: Callable[[], bool]) -> list[ReadResult]:
-        state = self._state
+        state, wanted = self._state, _NOTHING
         outcomes = [ReadOutcome.MISSING] * len(reads)
         pinned: dict[int, Segment] = {}
         try:
@@ -54,100 +70,123 @@ class Reader:
             for run in _runs(wanted):
                 if cancelled():
                     break
-                self._read_run(run, outcomes)
+                self._read_run(wanted, run, outcomes)
         finally:
+            found = [one for one, at in enumerate(wanted.at) if outcomes[at] is ReadOutcome.FOUND]
             with state.lock:
                 for segment in pinned.values():
                     state.segments.unpin(segment)
+                state.counters.add("read_values", len(found))
+                state.counters.add("read_bytes", sum([len(wanted.into[one]) for one in found]))
                 state.lock.notify_all()
-        stamps = {one.at: one.stamp for one in wanted if outcomes[one.at] is ReadOutcome.FOUND}
-        with state.lock:
-            state.counters.add("read_values", len(stamps))
-            state.counters.add("read_bytes", sum(len(reads[at].into) for at in stamps))
-        return [ReadResult(outcome=outcome, stamp=stamps.get(at, b"")) for at, outcome in enumerate(outcomes)]
+        results = [_WITHOUT[outcome] for outcome in outcomes] if len(found) < len(reads) else [_NOT_FOUND] * len(reads)
+        for one in found:
+            results[wanted.at[one]] = ReadResult(outcome=ReadOutcome.FOUND, stamp=wanted.stamps[one])
+        return results
 
-    def _find(
-        self, space: Space, reads: Sequence[Read], outcomes: list[ReadOutcome], pinned: dict[int, Segment]
-    ) -> list[_Wanted]:
+    def _find(self, space: Space, reads: Sequence[Read], outcomes: list[ReadOutcome], pinned: dict[int, Segment]) -> _Wanted:
         """Where the values lie, their segments pinned; those that will not be read have their outcome. Counts as a use."""
         state, index, columns = self._state, self._state.index, self._state.index.columns
-        known, wanted, direct = index.rows_of(space.digest), [], state.ways.direct_reads
-        index.next_tick()
-        found = [(at, row) for at, read in enumerate(reads) if (row := known.get(read.key)) is not None]
-        rows = np.array([row for _, row in found], dtype=np.int64)
-        places = (columns.segment[rows].tolist(), columns.offset[rows].tolist(), columns.length[rows].tolist())
-        for (at, _), number, offset, length, stamp in zip(found, *places, split(columns.stamp[rows]), strict=True):
-            into = reads[at].into
-            if length != len(into):
-                outcomes[at] = ReadOutcome.LENGTH
-                continue
-            try:
-                segment = pinned.get(number) or state.segments.pin(number)
-            except OSError:
-                outcomes[at] = ReadOutcome.FAILED
-                continue
-            pinned[number] = segment
-            outcomes[at] = ReadOutcome.CANCELLED  # until it is read
-            index.touch(space.digest, reads[at].key)
-            small = length <= INLINE_BYTES
-            end = offset + (length if small else up_to_block(length))
-            able = direct and not small and segment.direct_fd >= 0
-            wanted.append(_Wanted(at=at, segment=segment, offset=offset, end=end, into=into, stamp=stamp, direct=able))
-        return wanted
+        known = index.rows_of(space.digest)
+        rows = np.array([known.get(read.key, _NOWHERE) for read in reads], dtype=np.int64)
+        (at,) = np.nonzero(rows != _NOWHERE)
+        rows = rows[at]
 
-    def _read_run(self, run: Sequence[_Wanted], outcomes: list[ReadOutcome]) -> None:
+        def drop(bad: np.ndarray[tuple[int], np.dtype[np.bool_]], outcome: ReadOutcome) -> None:
+            nonlocal at, rows
+            if bad.any():
+                for one in at[bad].tolist():
+                    outcomes[one] = outcome
+                at, rows = at[~bad], rows[~bad]
+
+        sizes = np.array([len(read.into) for read in reads], dtype=np.int64)
+        drop(columns.length[rows] != sizes[at], ReadOutcome.LENGTH)
+        if lost := self._pin(set(columns.segment[rows].tolist()), pinned):
+            drop(np.isin(columns.segment[rows], lost), ReadOutcome.FAILED)
+        if not len(rows):
+            return _NOTHING
+        order = np.lexsort((columns.offset[rows], columns.segment[rows]))
+        at, rows = at[order], rows[order]
+        index.next_tick()
+        index.use(space.digest, [reads[one].key for one in at.tolist()], rows)
+        for one in at.tolist():
+            outcomes[one] = ReadOutcome.CANCELLED  # until it is read
+        numbers, offsets, lengths = columns.segment[rows], columns.offset[rows], columns.length[rows]
+        small = lengths <= INLINE_BYTES
+        ends = offsets + np.where(small, lengths, -(-lengths // BLOCK_BYTES) * BLOCK_BYTES)
+        able = state.ways.direct_reads and all(segment.direct_fd >= 0 for segment in pinned.values())
+        direct = ~small if able else np.zeros(len(rows), bool)
+        gaps = offsets[1:] - ends[:-1]
+        close = (gaps >= 0) & (gaps <= _GAP_BYTES - BLOCK_BYTES)
+        joins = close & (numbers[1:] == numbers[:-1]) & (direct[1:] == direct[:-1])
+        return _Wanted(
+            at=at.tolist(), segments=[pinned[number] for number in numbers.tolist()], offsets=offsets.tolist(),
+            ends=ends.tolist(), into=[reads[one].into for one in at.tolist()], stamps=split(columns.stamp[rows]),
+            direct=direct.tolist(), joins=[False, *joins.tolist()],
+        )  # fmt: skip
+
+    def _pin(self, numbers: Collection[int], pinned: dict[int, Segment]) -> list[int]:
+        """Pins segments; returns those that cannot be opened."""
+        lost = []
+        for number in numbers:
+            try:
+                pinned[number] = self._state.segments.pin(number)
+            except OSError:
+                lost.append(number)
+        return lost
+
+    def _read_run(self, wanted: _Wanted, run: range, outcomes: list[ReadOutcome], *, by_cache: bool = False) -> None:
         """One call for values that lie close together."""
-        scratch, start = self._scratch(), run[0].offset
-        junk = scratch.take(_GAP_BYTES)
-        buffers: list[memoryview] = []
+        scratch, start, segment = self._own.scratch, wanted.offsets[run[0]], wanted.segments[run[0]]
+        direct = wanted.direct[run[0]] and not by_cache
+        values = wanted.into[run.start : run.stop]
         tails: list[tuple[memoryview, memoryview]] = []
-        position = start
-        for one in run:
-            if one.offset > position:
-                buffers.append(junk[: one.offset - position])
-            whole = len(one.into) // BLOCK_BYTES * BLOCK_BYTES if one.direct else len(one.into)
-            buffers.append(one.into[:whole])
-            if whole < len(one.into):
-                tail = scratch.take(BLOCK_BYTES)
-                buffers.append(tail)
-                tails.append((one.into[whole:], tail))
-            position = one.end if one.direct else one.offset + len(one.into)
-        segment = run[0].segment
+        if sum(map(len, values)) == wanted.ends[run[-1]] - start:  # whole blocks, one behind the other
+            buffers = values
+        else:
+            buffers = self._with_gaps(wanted, run, tails, direct=direct)
         try:
-            got = self._state.disk.read(segment.direct_fd if run[0].direct else segment.fd, buffers, start)
+            got = self._state.disk.read(segment.direct_fd if direct else segment.fd, buffers, start)
         except OSError as error:
-            if run[0].direct and error.errno == errno.EINVAL:  # a buffer that does not begin at a multiple of a block
+            if direct and error.errno == errno.EINVAL:  # a buffer that does not begin at a multiple of a block
                 scratch.give_back()
-                return self._read_run([replace(one, direct=False) for one in run], outcomes)
+                return self._read_run(wanted, run, outcomes, by_cache=True)
             got = -1
         for into, tail in tails:
             into[:] = tail[: len(into)]
         scratch.give_back()
+        missed = ReadOutcome.FAILED if got < 0 else ReadOutcome.DAMAGED
+        for at, offset, into in zip(wanted.at[run.start : run.stop], wanted.offsets[run.start : run.stop], values, strict=True):
+            outcomes[at] = ReadOutcome.FOUND if offset + len(into) - start <= got else missed
+
+    def _with_gaps(
+        self, wanted: _Wanted, run: range, tails: list[tuple[memoryview, memoryview]], *, direct: bool
+    ) -> list[memoryview]:
+        """Where the bytes of a run go: the values, and what lies between them and behind their ends to blocks of ours."""
+        buffers: list[memoryview] = []
+        position = wanted.offsets[run[0]]
         for one in run:
-            whole_value = one.offset + len(one.into) - start <= got
-            outcomes[one.at] = ReadOutcome.FOUND if whole_value else ReadOutcome.FAILED if got < 0 else ReadOutcome.DAMAGED
-
-    def _scratch(self) -> Scratch:
-        """Blocks of this thread's own."""
-        scratch = getattr(self._own, "scratch", None)
-        if scratch is None:
-            scratch = self._own.scratch = Scratch()
-        return scratch
-
-
-def _runs(wanted: Sequence[_Wanted]) -> Iterator[list[_Wanted]]:
-    """The values in the order they lie on disk, those that one read can bring together."""
-    run: list[_Wanted] = []
-    for one in sorted(wanted, key=lambda one: (one.segment.id, one.offset)):
-        if run and not _joins(run, one):
-            yield run
-            run = []
-        run.append(one)
-    if run:
-        yield run
+            into, offset = wanted.into[one], wanted.offsets[one]
+            if offset > position:
+                buffers.append(self._own.scratch.take(_GAP_BYTES)[: offset - position])
+            position = offset + len(into)
+            if not direct or not len(into) % BLOCK_BYTES:
+                buffers.append(into)
+                continue
+            whole = len(into) // BLOCK_BYTES * BLOCK_BYTES
+            tails.append((into[whole:], self._own.scratch.take(BLOCK_BYTES)))
+            buffers += [into[:whole], tails[-1][1]]
+            position = wanted.ends[one]
+        return buffers
 
 
-def _joins(run: Sequence[_Wanted], one: _Wanted) -> bool:
-    first, last = run[0], run[-1]
-    close = one.segment is first.segment and 0 <= one.offset - last.end <= _GAP_BYTES - BLOCK_BYTES
-    return close and one.direct == first.direct and one.end - first.offset <= _RUN_BYTES and len(run) < _RUN_VALUES
+def _runs(wanted: _Wanted) -> Iterator[range]:
+    """Which values one read can bring together."""
+    first = 0
+    for one in range(1, len(wanted.at)):
+        too_much = wanted.ends[one] - wanted.offsets[first] > _RUN_BYTES or one - first >= _RUN_VALUES
+        if too_much or not wanted.joins[one]:
+            yield range(first, one)
+            first = one
+    if wanted.at:
+        yield range(first, len(wanted.at))

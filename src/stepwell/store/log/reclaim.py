@@ -158,7 +158,8 @@ class Reclaim:
                 if load.size_bytes <= most:
                     self._carrier.carry(victim, load)
                     return self._free(victim)
-            cold = state.index.coldest(state.budget.segment_bytes // _GIVE_UP_PART)
+            with state.lock:
+                cold = state.index.coldest(state.budget.segment_bytes // _GIVE_UP_PART)
             if not live or not len(cold):  # marks alone are too many, or there is no room to carry anything
                 self._emptied()
                 return None

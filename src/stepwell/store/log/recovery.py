@@ -135,8 +135,7 @@ def apply(index: Index, marks: Marks, batch: Batch) -> None:
     """What a batch says, done to the index. The same for a batch just written and for one read again."""
     if batch.kind is Kind.PUT:
         index.put(batch, used=index.next_tick())
-        for parent in {entry.tobytes() for entry in batch.entries["parent"]}:
-            index.touch(batch.space.digest, parent)
+        index.note_use(batch.space.digest, set(split(batch.entries["parent"])).difference(split(batch.entries["key"])))
         return
     if batch.kind is Kind.DELETE:
         index.erase(batch.space.digest, batch.keys(), batch.entries["as_of"].tolist())

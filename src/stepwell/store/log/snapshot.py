@@ -59,6 +59,7 @@ def encode(
     index: Index, marks: Marks, extents: list[Extent], *, seed: int, active: int, next_seq: int, settled: int
 ) -> list[memoryview]:
     """The file's bytes, in pieces. Copies what it needs, so the index may change once it returns."""
+    index.settle_uses()
     rows = index.columns.held()
     spaces, numbers = _spaces(index, marks, rows)
     offset = next((extent.end for extent in extents if extent.id == active), 0)

@@ -67,10 +67,9 @@ class LogStore:
         self._state.must_be_open()
         if not writes:
             return []
-        for write in writes:
-            assert len(write.key) == len(write.parent) == KEY_BYTES, f"{len(write.key)=} {len(write.parent)=}"
-            assert len(write.stamp) == STAMP_BYTES, f"{len(write.stamp)=}"
-        request = PutRequest(space=space, writes=writes, size_bytes=sum(len(write.data) for write in writes))
+        shapes = {(len(write.key), len(write.parent), len(write.stamp)) for write in writes}
+        assert shapes == {(KEY_BYTES, KEY_BYTES, STAMP_BYTES)}, f"bytes of keys, parents and stamps: {shapes}"
+        request = PutRequest(space=space, writes=writes, size_bytes=sum([len(write.data) for write in writes]))
         self._turns.submit(request)
         return cast(list[WriteOutcome], request.outcomes)
 

@@ -5,7 +5,7 @@ Order: nothing enters the index before it is safe on disk, nothing leaves it by 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -24,24 +24,29 @@ _EVERYTHING = bytes(32)  # the key of a clear
 
 
 @dataclass(slots=True, eq=False)
-class _Entry:
-    """One value of a group: whose it is, and which in there."""
+class _Share:
+    """What is to be written for one request: values by their place in it."""
 
     request: PutRequest
-    at: int
-    same: _Entry | None = None  # an earlier one of this group with the same key
+    places: list[int]
 
     @property
-    def write(self) -> Write:
-        return self.request.writes[self.at]
+    def digest(self) -> bytes:
+        return self.request.space.digest
 
-    @property
-    def outcome(self) -> WriteOutcome | None:
-        return self.request.outcomes[self.at]
+    def writes(self) -> list[Write]:
+        writes = self.request.writes
+        return list(writes) if len(self.places) == len(writes) else [writes[at] for at in self.places]
 
-    @outcome.setter
-    def outcome(self, outcome: WriteOutcome) -> None:
-        self.request.outcomes[self.at] = outcome
+    def decide(self, outcome: WriteOutcome, count: int) -> int:
+        """The first values that still wait have their outcome; returns the bytes of those."""
+        decided, self.places = self.places[:count], self.places[count:]
+        for at in decided:
+            self.request.outcomes[at] = outcome
+        return sum([len(self.request.writes[at].data) for at in decided])
+
+
+_Place = tuple[PutRequest, int]
 
 
 class Writer:
@@ -54,17 +59,17 @@ class Writer:
 
     def put(self, requests: Sequence[PutRequest]) -> None:
         """Decides every outcome of these requests."""
-        entries = [_Entry(request, at) for request in requests for at in range(len(request.writes))]
+        repeats: list[tuple[_Place, _Place]] = []
         for request in requests:
             request.outcomes = [None] * len(request.writes)
         with self._state.lock:
-            waiting = self._within_quotas(self._admit(entries))
-        while waiting:
-            waiting = self._put_some(waiting)
-        for entry in entries:
-            if entry.same is not None:
-                first = entry.same.outcome
-                entry.outcome = WriteOutcome.EXISTS if first is WriteOutcome.STORED else first or WriteOutcome.FAILED
+            waiting = self._admit(requests, repeats)
+            self._keep_quotas(waiting)
+        while waiting := [share for share in waiting if share.places]:
+            self._put_some(waiting)
+        for (request, at), (earlier, first_at) in repeats:
+            first = earlier.outcomes[first_at]
+            request.outcomes[at] = WriteOutcome.EXISTS if first is WriteOutcome.STORED else first or WriteOutcome.FAILED
 
     def erase(self, space: Space, keys: Sequence[bytes]) -> int:
         """Forgets values for good; returns how many there were. Raises StoreError when that could not be made to last."""
@@ -94,44 +99,67 @@ class Writer:
 
     # ---- inside -----------------------------------------------------------------------------------
 
-    def _admit(self, entries: Sequence[_Entry]) -> list[_Entry]:
-        """The values that are to be written; the others have their outcome. What the new ones stand on counts as used."""
+    def _admit(self, requests: Sequence[PutRequest], repeats: list[tuple[_Place, _Place]]) -> list[_Share]:
+        """The values that are to be written; the others have their outcome, or repeat one of this group.
+
+        What the new ones stand on counts as used.
+        """
         index, largest = self._state.index, self._state.budget.max_value_bytes
         index.next_tick()
-        first: dict[tuple[bytes, bytes], _Entry] = {}
-        waiting = []
-        for entry in entries:
-            write, digest = entry.write, entry.request.space.digest
-            if write.key in index.rows_of(digest):
-                entry.outcome = WriteOutcome.EXISTS
-            elif (digest, write.key) in first:
-                entry.same = first[digest, write.key]
-            elif len(write.data) > largest:
-                entry.outcome = WriteOutcome.TOO_LARGE
-            else:
-                first[digest, write.key] = entry
-                waiting.append(entry)
-                index.touch(digest, write.parent)
-        return waiting
+        first: dict[tuple[bytes, bytes], _Place] = {}
+        shares = []
+        for request in requests:
+            writes, digest = request.writes, request.space.digest
+            known, keys = index.rows_of(digest), [write.key for write in writes]
+            share = _Share(request, list(range(len(writes))))
+            new = len(set(keys)) == len(keys) and known.keys().isdisjoint(keys) and len(requests) == 1
+            if not new or max([len(write.data) for write in writes]) > largest:
+                share.places = [at for at in share.places if self._is_wanted(request, at, known, first, repeats)]
+            index.note_use(digest, {writes[at].parent for at in share.places}.difference(keys if new else ()))
+            shares.append(share)
+        return shares
 
-    def _within_quotas(self, waiting: list[_Entry]) -> list[_Entry]:
+    def _is_wanted(
+        self,
+        request: PutRequest,
+        at: int,
+        known: Mapping[bytes, int],
+        first: dict[tuple[bytes, bytes], _Place],
+        repeats: list[tuple[_Place, _Place]],
+    ) -> bool:
+        """Whether a value is to be written; if not, it has its outcome or is listed as a repeat."""
+        write, name = request.writes[at], (request.space.digest, request.writes[at].key)
+        if write.key in known:
+            request.outcomes[at] = WriteOutcome.EXISTS
+        elif name in first:
+            repeats.append(((request, at), first[name]))
+        elif len(write.data) > self._state.budget.max_value_bytes:
+            request.outcomes[at] = WriteOutcome.TOO_LARGE
+        else:
+            first[name] = (request, at)
+            return True
+        return False
+
+    def _keep_quotas(self, waiting: Sequence[_Share]) -> None:
         """Tenants with a quota give up their own coldest values for what they write now; what exceeds it alone has no room."""
-        state, allowed = self._state, []
+        state = self._state
         needed = dict.fromkeys(state.quotas, 0)
-        if not needed:
-            return waiting
-        for entry in waiting:
-            tenant, size = self._tenant(entry.request.space), _on_disk(entry.write)
-            if tenant in needed and needed[tenant] + size > state.quotas[tenant]:
-                entry.outcome = WriteOutcome.NO_ROOM
-                state.counters.add("over_quota")
+        for share in waiting if needed else ():
+            tenant = self._tenant(share.request.space)
+            if tenant not in needed:
                 continue
-            if tenant in needed:
+            allowed = []
+            for at in share.places:
+                size = _on_disk(share.request.writes[at])
+                if needed[tenant] + size > state.quotas[tenant]:
+                    share.request.outcomes[at] = WriteOutcome.NO_ROOM
+                    state.counters.add("over_quota")
+                    continue
                 needed[tenant] += size
-            allowed.append(entry)
+                allowed.append(at)
+            share.places = allowed
         for tenant, size in needed.items():
             self.keep_quota(tenant, size)
-        return allowed
 
     def keep_quota(self, tenant: str, coming: int = 0) -> None:
         """Gives up a tenant's coldest values until it keeps its quota with so many bytes more."""
@@ -144,35 +172,36 @@ class Writer:
         known = self._state.index
         return known.spaces[known.number(space)].tenant
 
-    def _put_some(self, waiting: list[_Entry]) -> list[_Entry]:
-        """Writes as many values as the active segment has room for, or makes room; returns those still waiting."""
+    def _put_some(self, waiting: Sequence[_Share]) -> None:
+        """Writes as many values as the active segment has room for, or makes room. Those written, or failed, wait no more."""
         state = self._state
         try:
             drafts = self._drafts(waiting)
             if not drafts:
                 self.reclaim.next_segment()
-                return waiting
+                return
             self._append(drafts)
         except OSError as error:
             outcome = WriteOutcome.NO_ROOM if error.errno in NO_ROOM_ERRNOS else WriteOutcome.FAILED
-            state.counters.add("no_room" if outcome is WriteOutcome.NO_ROOM else "failed_writes", len(waiting))
-            for entry in waiting:
-                entry.outcome = outcome
-            return []
-        done = waiting[: sum(len(draft.entries) for draft in drafts)]
-        for entry in done:
-            entry.outcome = WriteOutcome.STORED
-        state.counters.add("written_values", len(done))
-        state.counters.add("written_bytes", sum(len(entry.write.data) for entry in done))
-        return waiting[len(done) :]
+            count = sum(len(share.places) for share in waiting)
+            state.counters.add("no_room" if outcome is WriteOutcome.NO_ROOM else "failed_writes", count)
+            for share in waiting:
+                share.decide(outcome, len(share.places))
+            return
+        done = left = sum(len(draft.entries) for draft in drafts)
+        for share in waiting:
+            count = min(left, len(share.places))
+            left -= count
+            state.counters.add("written_bytes", share.decide(WriteOutcome.STORED, count))
+        state.counters.add("written_values", done)
 
-    def _drafts(self, waiting: Sequence[_Entry]) -> list[Draft]:
+    def _drafts(self, waiting: Sequence[_Share]) -> list[Draft]:
         """Batches of the first values, as many as fit in the active segment. Earlier values are kept before later ones."""
         room = self._appender.room
         drafts: list[Draft] = []
-        for _, entries in groupby(waiting, key=lambda entry: entry.request.space.digest):
-            same = list(entries)
-            writes = [entry.write for entry in same]
+        for _, shares in groupby(waiting, key=lambda share: share.digest):
+            same = list(shares)
+            writes = [write for share in same for write in share.writes()]
             while writes:
                 draft = draft_values(same[0].request.space, writes, room)
                 if draft is None:

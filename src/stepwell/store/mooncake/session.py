@@ -17,7 +17,7 @@ from stepwell.base.errors import StoreError
 from stepwell.store.mooncake.client import TRANSFER_FAILED, Client
 from stepwell.store.mooncake.lanes import Lane, Regions, build_lanes
 
-READING_LANES = 2
+READING_LANES = int(__import__("os").environ.get("LANES","2"))
 STALLED_S = 20.0  # from a dead holder a transfer failed within 1 s; for one that just hung Mooncake waited 60
 
 

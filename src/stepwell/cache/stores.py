@@ -1,0 +1,118 @@
+"""Stores come and go while the cache runs: the one that is attached, and those that still have something out.
+
+Puts links together, steps them, and takes them away when nothing needs them any more; what a link is, is in `link.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from stepwell.base.config import StoreConfig, WritePolicy
+from stepwell.base.errors import ConfigError
+from stepwell.base.ids import Tier
+from stepwell.cache.backup import forget_beliefs, offer, offer_everything, pump
+from stepwell.cache.core import Core
+from stepwell.cache.errands import Errands
+from stepwell.cache.link import LinkState, StoreLink
+from stepwell.cache.porter import Porter, ThreadPorter
+from stepwell.cache.prefetch import settle
+from stepwell.policy.breaker import Breaker
+from stepwell.policy.patience import Patience, Speed
+from stepwell.store.api import Store
+from stepwell.transfer.store_hands import HostPages, StoreHands
+
+
+class Stores:
+    """Every link of one cache. One thread."""
+
+    def __init__(self, core: Core, host_pages: Sequence[HostPages], *, ranks: int, names_weights: bool) -> None:
+        self._core = core
+        self._host_pages = host_pages
+        self._ranks = ranks
+        self._names_weights = names_weights  # the namespace says whose bytes these are, not only of what shape
+        self.links: list[StoreLink] = []
+
+    @property
+    def state(self) -> LinkState:
+        return self._core.link.state if self._core.link is not None else LinkState.DETACHED
+
+    @property
+    def num_busy(self) -> int:
+        """Errands under way, and paths waiting to be backed up."""
+        return sum(link.errands.num_running + len(link.waiting) for link in self.links)
+
+    def attach(self, store: Store, config: StoreConfig, porter: Porter | None) -> None:
+        """Attaches a store: what reaches the host from now on is offered to it, and what is there already."""
+        core = self._core
+        self._check(store)
+        porter = porter or self._porter(store, config)
+        for old in self.links:  # the new one will be offered what they still have in line
+            old.believed = False
+            old.waiting.clear()
+        host, breaker = core.arena(Tier.HOST), Breaker()
+        errands = Errands(porter, host, core.mover, core.counters, core.clock, breaker, timeout_s=config.errand_timeout_s)
+        patience = Patience(credit_s=config.wait_credit_s, share=config.wait_share)
+        core.link = StoreLink(store=store, config=config, errands=errands, breaker=breaker, patience=patience)
+        self.links.append(core.link)
+        if config.recompute_tokens_per_s is not None:
+            core.compute = Speed(config.recompute_tokens_per_s)
+        forget_beliefs(core)
+        if core.config.write is not WritePolicy.BACK:  # then things go down when the host needs their room
+            core.mover.on_saved = partial(offer, core, core.link)
+            offer_everything(core, core.link)
+
+    def detach(self) -> None:
+        """Takes the attached store away. Its errands go on; nothing new is asked of it."""
+        if self._core.link is None:
+            raise ConfigError("no store is attached")
+        self._core.link.detached = True
+        self._core.link = None
+        self._core.mover.on_saved = None
+
+    def step(self) -> tuple[list[Store], list[str]]:
+        """Applies what stores have answered and sends off what waits; returns stores no longer used, and what failed."""
+        for link in self.links:
+            link.errands.apply()
+            settle(self._core, link)
+            pump(self._core, link)
+        failures = [why for link in self.links for why in link.errands.take_failures()]
+        idle = [link for link in self.links if link.detached and not link.errands.num_running and not link.waiting]
+        ended = [link for link in idle if not link.ended]
+        for link in ended:
+            link.ended = True
+            link.errands.close()
+        self.links = [link for link in self.links if link not in idle or link.fetches]  # tickets may hold what arrived
+        return [link.store for link in ended], failures
+
+    def drain(self) -> bool:
+        """Waits for what is under way, as long as an errand may take; false when nothing is but what was given up on."""
+        busy = [link for link in self.links if link.errands.num_running and not link.errands.overdue]
+        for link in busy:
+            link.errands.drain()
+        return bool(busy)
+
+    def close(self) -> None:
+        for link in self.links:
+            link.errands.close()
+
+    def _check(self, store: Store) -> None:
+        if self._core.link is not None:
+            raise ConfigError("a store is attached already; detach it first")
+        if Tier.HOST not in self._core.tree.arenas:
+            raise ConfigError("a store stands below host memory: give the cache host_bytes")
+        traits = store.traits
+        if (traits.durable or traits.shared) and not self._names_weights:
+            raise ConfigError(
+                f"a {traits.name} store outlives this process or is shared: say which weights its values are of, with "
+                "build_cache(model=...), a digest where there is one"
+            )
+
+    def _porter(self, store: Store, config: StoreConfig) -> Porter:
+        if len(self._host_pages) != self._ranks:
+            raise ConfigError(
+                f"a store needs to reach the host memory of all {self._ranks} rank(s), and knows {len(self._host_pages)}: "
+                "give build_cache() host_pages, one for each"
+            )
+        hands = [StoreHands(store, memory, rank=i, ranks=self._ranks) for i, memory in enumerate(self._host_pages)]
+        return ThreadPorter(hands, self._core.clock, readers=config.readers, writers=config.writers)

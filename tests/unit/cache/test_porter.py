@@ -1,0 +1,101 @@
+"""Threads at the store: questions never wait behind reads, what has not begun is taken back, and nothing holds the process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from threading import Event
+
+import numpy as np
+
+from stepwell.base.clock import SystemClock
+from stepwell.base.errand import Ask, Errand, Fate, FetchPages, Task
+from stepwell.base.ids import JobId
+from stepwell.base.keys import Namespace, PageKey
+from stepwell.cache.porter import ThreadPorter
+from stepwell.store.api import Space, never
+from stepwell.store.memory import MemoryStore
+from stepwell.store.wrappers import Wrapper
+from stepwell.transfer.store_hands import StoreHands
+from toys import FULL, Rig
+
+HERE = Namespace(model="m", layout="l")
+KEY = PageKey(b"k" * 32)
+ASK = Ask(pages=(KEY,), boundaries=())
+FETCH = FetchPages(keys=(KEY,), ids=np.array([0], np.int32))
+
+
+class Stuck(Wrapper):
+    """Reads hang until they are let go."""
+
+    def __init__(self) -> None:
+        super().__init__(MemoryStore())
+        self.begun, self.go = Event(), Event()
+
+    def read_into(self, space: Space, reads: Sequence[object], **options: object) -> list[object]:  # type: ignore[override]
+        self.begun.set()
+        assert self.go.wait(30)
+        return super().read_into(space, reads, **options)  # type: ignore[arg-type, return-value]
+
+
+def errand(number: int, task: Task) -> Errand:
+    return Errand(job=JobId(number), namespace=HERE, task=task, cancelled=never)
+
+
+def porter(store: Stuck, ranks: int = 1) -> ThreadPorter:
+    memories = Rig(FULL, device_pages=16, host_pages=16, ranks=ranks).memories
+    hands = [StoreHands(store, list(memory.values())[1], rank=i, ranks=ranks) for i, memory in enumerate(memories)]
+    return ThreadPorter(hands, SystemClock(), readers=1)
+
+
+def test_a_question_is_answered_while_reads_hang_and_what_waits_behind_them_can_be_taken_back() -> None:
+    store = Stuck()
+    busy = porter(store)
+    busy.submit(errand(1, FETCH))
+    assert store.begun.wait(30)
+    busy.submit(errand(2, FETCH))
+    busy.submit(errand(3, ASK))
+    while not (replies := busy.replies()):
+        pass
+    assert [reply.job for reply in replies] == [3] and replies[0].outcome.fates == (Fate.MISSING,)
+    assert busy.withdraw(JobId(2)) and not busy.withdraw(JobId(1)) and not busy.withdraw(JobId(3))
+    store.go.set()
+    busy.drain(30)
+    assert [reply.job for reply in busy.replies()] == [1], "what was taken back is never answered"
+    busy.close()
+
+
+def test_an_exception_of_the_store_comes_home_as_an_outcome_and_the_thread_lives_on() -> None:
+    store = MemoryStore()
+    hands = StoreHands(store, Rig(FULL, device_pages=16, host_pages=16).memories[0][1])  # type: ignore[index]
+    one = ThreadPorter([hands], SystemClock(), readers=1)
+    store.close()
+    for number in (1, 2):
+        one.submit(errand(number, FETCH))
+    one.drain(30)
+    replies = one.replies()
+    assert [reply.outcome.fates for reply in replies] == [(Fate.FAILED,)] * 2
+    assert all("closed" in (reply.outcome.error or "") for reply in replies)
+    one.close()
+
+
+HANGING = """
+import time
+from stepwell import CacheConfig, build_cache
+from stepwell.base.config import StoreConfig
+from stepwell.store.memory import MemoryStore
+from stepwell.store.wrappers import Slow
+from toys import FULL, text
+cache = build_cache(FULL, CacheConfig(device_bytes=4096, host_bytes=4096, page_alignment_bytes=16))
+cache.attach_store(Slow(MemoryStore(), sleep=time.sleep, latency_s=3600), StoreConfig(errand_timeout_s=0.2))
+ticket = cache.prefetch(cache.lookup(text(1, 40)))
+ticket.close()
+cache.close()
+print("ended")
+"""
+
+
+def test_a_store_that_hangs_for_ever_does_not_keep_the_process_from_ending() -> None:
+    done = subprocess.run([sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=60, cwd="tests")
+    assert done.stdout.strip() == "ended", done.stderr

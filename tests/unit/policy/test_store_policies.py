@@ -1,0 +1,114 @@
+"""When a store is left alone, how long it is waited for, and how deep it should take a prompt."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from stepwell.policy.breaker import FAILURES_TO_OPEN, FIRST_COOL_OFF_S, LONGEST_COOL_OFF_S, Breaker, BreakerState
+from stepwell.policy.fetching import MOST_FALLBACKS, fallbacks, is_worth_it, reachable, restore_points
+from stepwell.policy.patience import MOST_ALLOWANCE_S, SHARERS, Patience, Speed
+from toys import FULL, HYBRID
+
+
+def opened(now: float = 0.0) -> Breaker:
+    breaker = Breaker()
+    for _ in range(FAILURES_TO_OPEN):
+        breaker.failed(now)
+    return breaker
+
+
+def test_a_breaker_opens_after_failures_in_a_row_and_a_success_starts_the_count_again() -> None:
+    breaker = Breaker()
+    for _ in range(10):
+        breaker.failed(0.0)
+        breaker.succeeded()
+    assert breaker.state is BreakerState.CLOSED
+    assert [breaker.failed(0.0) for _ in range(FAILURES_TO_OPEN)] == [False] * (FAILURES_TO_OPEN - 1) + [True]
+    assert not breaker.allows(0.0)
+
+
+def test_after_a_cool_off_one_request_decides() -> None:
+    breaker = opened()
+    assert not breaker.allows(FIRST_COOL_OFF_S - 0.1) and breaker.allows(FIRST_COOL_OFF_S)
+    breaker.asked(FIRST_COOL_OFF_S)
+    assert not breaker.allows(FIRST_COOL_OFF_S), "one at a time"
+    breaker.succeeded()
+    assert breaker.state is BreakerState.CLOSED
+
+
+def test_every_failed_trial_doubles_the_cool_off_up_to_a_limit() -> None:
+    breaker, now = opened(), 0.0
+    for _ in range(20):
+        now += LONGEST_COOL_OFF_S
+        breaker.asked(now)
+        assert breaker.failed(now)
+    assert not breaker.allows(now + LONGEST_COOL_OFF_S - 1) and breaker.allows(now + LONGEST_COOL_OFF_S)
+
+
+def test_a_trial_that_says_nothing_is_followed_by_another() -> None:
+    breaker = opened()
+    breaker.asked(FIRST_COOL_OFF_S)
+    breaker.undecided()
+    assert breaker.allows(FIRST_COOL_OFF_S)
+
+
+def test_an_answer_from_before_does_not_close_an_open_breaker() -> None:
+    breaker = opened()
+    breaker.succeeded()
+    assert breaker.state is BreakerState.OPEN
+
+
+def test_waiting_in_vain_is_bounded_whatever_is_asked() -> None:
+    patience, waited_s = Patience(credit_s=0.5, share=0.01), 0.0
+    for _ in range(1000):
+        patience.computed(0.1)
+        granted_s = patience.take(30.0)
+        waited_s += granted_s
+        patience.settle(granted_s, waited_s=granted_s, saved_s=0.0)
+    assert waited_s <= 0.5 + 0.01 * 100
+
+
+def test_what_was_not_used_comes_back_and_savings_are_added_up_to_a_limit() -> None:
+    patience = Patience(credit_s=0.8, share=0.0)
+    assert patience.take(30.0) == pytest.approx(0.8 / SHARERS)
+    patience.settle(0.8 / SHARERS, waited_s=0.0, saved_s=0.0)
+    assert patience.allowance_s == pytest.approx(0.8)
+    patience.settle(0.0, waited_s=1.0, saved_s=1e6)
+    assert patience.allowance_s == MOST_ALLOWANCE_S
+    patience.settle(0.0, waited_s=20.0, saved_s=0.0)
+    assert patience.take(30.0) == 0.0, "a debt is paid back before anybody waits again"
+
+
+def test_a_speed_follows_what_is_measured() -> None:
+    speed = Speed()
+    assert speed.per_s is None and speed.seconds_for(10) is None
+    for _ in range(50):
+        speed.measure(100, 1.0, now=1.0)
+    assert speed.per_s == pytest.approx(100)
+    for _ in range(50):
+        speed.measure(10, 1.0, now=2.0)
+    assert speed.per_s == pytest.approx(10, rel=0.01) and speed.measured_s == 2.0
+    speed.measure(0, 1.0, now=3.0)
+    assert speed.measured_s == 2.0, "nothing moved in some time says nothing"
+
+
+def test_the_joint_rule() -> None:
+    has_page = np.array([False, False, True, True, False, True])
+    assert reachable(2, has_page) == 4 and reachable(0, has_page) == 0 and reachable(5, has_page) == 6
+    has_checkpoint = np.array([False, False, True, False, False, True, False])
+    assert list(restore_points(HYBRID, above=0, upto=4, has_checkpoint=has_checkpoint)) == [2]
+    assert list(restore_points(HYBRID, above=2, upto=6, has_checkpoint=has_checkpoint)) == [5]
+    assert list(restore_points(FULL, above=1, upto=4, has_checkpoint=has_checkpoint)) == [4, 3, 2]
+
+
+def test_fallbacks_cost_no_more_than_their_share_and_are_spread() -> None:
+    points = list(range(90, 0, -10))
+    chosen = fallbacks(points, checkpoint_bytes=10, fetch_bytes=120, share=0.25)
+    assert len(chosen) == 3 and chosen == sorted(chosen) and max(chosen) - min(chosen) > 40
+    assert fallbacks(points, checkpoint_bytes=1000, fetch_bytes=120, share=0.25) == []
+    assert len(fallbacks(list(range(1000, 0, -1)), checkpoint_bytes=1, fetch_bytes=10**6, share=0.25)) == MOST_FALLBACKS
+
+
+def test_what_was_never_measured_gets_the_chance_to_be() -> None:
+    assert is_worth_it(None, 1.0) and is_worth_it(1.0, None) and is_worth_it(0.9, 1.0) and not is_worth_it(1.1, 1.0)

@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test lint types floors unit bench-tree bench-tree-peer bench-copies clean
+.PHONY: help demo test lint types floors unit bench-tree bench-tree-peer bench-copies bench-store clean
 
 help: ## Show what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -46,7 +46,10 @@ bench-tree: $(STAMP) ## Lookup, commit and eviction beside SGLang's trees (if in
 bench-copies: $(STAMP) ## Page copies between host and device
 	@$(BIN)/python benchmarks/bench_copies.py
 
-bench-tree-peer: ## Install the peer that bench-tree measures against, in a venv of its own
+bench-store: $(STAMP) ## The stores beside the disk, SGLang's files and raw Mooncake (as far as installed)
+	@$(BIN)/python benchmarks/bench_store.py
+
+bench-tree-peer: ## Install the peer that bench-tree and bench-store measure against, in a venv of its own
 	@PYTHON=$(PYTHON) benchmarks/peers/install_sglang.sh
 
 clean: ## Remove what was built here

@@ -1,7 +1,7 @@
 """Mooncake over TCP in a private network: Stepwell's store beside the wheel's own `batch_get_into` on the same client.
 
-Run by `mooncake.py` inside that network; prints one JSON line for each measurement. Another process lends the memory that the
-values lie in. Raw means one thread, 128 values a call, no stamps; the store is driven as the cache drives it.
+Run by `mooncake_network.py` inside that network; prints one JSON line for each measurement. Another process lends the
+memory that the values lie in. Raw means one thread, 128 values a call, no stamps; the store is driven as the cache drives it.
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-
 BENCHMARKS = Path(__file__).parents[1]
 sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS.parent / "tests" / "mooncake")]
 
 from cluster import Cluster  # noqa: E402
-from store.load import BATCH, Load, Took, make_load, timed  # noqa: E402
-from store.stepwell_log import Driver  # noqa: E402
 
 from stepwell import Kind  # noqa: E402
 from stepwell.store.mooncake.store import MooncakeStore  # noqa: E402
+from store.load import BATCH, Load, Took, make_load, timed  # noqa: E402
+from store.stepwell_log import Driver  # noqa: E402
 
 
 class Raw:

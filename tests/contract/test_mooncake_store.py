@@ -21,7 +21,7 @@ from stepwell.testing import StoreContract
 from stepwell.testing.store_contract import fetch, key, offer, payload, space
 
 HERE = space("here")
-STAGING_BYTES = 3 * 2**20
+STAGING_BYTES = 48 * COPY_BYTES
 LARGE = 4 * COPY_BYTES
 
 

@@ -10,7 +10,7 @@ from stepwell.base.clock import ManualClock
 from stepwell.base.errors import StoreError
 from stepwell.store.api import NO_PARENT, Space, WriteOutcome
 from stepwell.store.log.commit import PutRequest
-from stepwell.store.log.disk import Disk
+from stepwell.store.log.disk import BLOCK_BYTES, Disk, up_to_block
 from stepwell.store.log.opening import open_directory
 from stepwell.store.log.probe import Direct
 from stepwell.store.log.store import LogStore
@@ -35,6 +35,21 @@ class Ledger:
     stored: set[tuple[int, str]] = field(default_factory=set)  # acknowledged, and not deleted since
     gone: set[tuple[int, str]] = field(default_factory=set)  # deleted for good, and not offered again
     in_doubt: set[tuple[int, str]] = field(default_factory=set)  # of a delete that did not return
+    used: dict[tuple[int, str], None] = field(default_factory=dict)  # acknowledged or found, the latest last
+
+    def use(self, name: tuple[int, str]) -> None:
+        self.used.pop(name, None)
+        self.used[name] = None
+
+    def warmest(self, size_bytes: int) -> set[tuple[int, str]]:
+        """The values used last that take up at most so many bytes, each with a header of its own."""
+        names: set[tuple[int, str]] = set()
+        for name in reversed(self.used):
+            size_bytes -= BLOCK_BYTES + up_to_block(self.sizes[name])
+            if size_bytes < 0:
+                break
+            names.add(name)
+        return names
 
 
 class Life:
@@ -79,6 +94,7 @@ class Life:
         for name_, outcome in zip(names, outcomes, strict=True):
             if outcome in (WriteOutcome.STORED, WriteOutcome.EXISTS):
                 self.ledger.stored.add(name_)
+                self.ledger.use(name_)
 
     def _name(self, space: int) -> str:
         """A new value's name, or that of one that was deleted."""
@@ -91,7 +107,8 @@ class Life:
     def read(self) -> None:
         assert self.store is not None
         for space, name in self._random.sample(sorted(self.ledger.stored), min(3, len(self.ledger.stored))):
-            fetch(self.store, SPACES[space], name, self.ledger.sizes[space, name])
+            if fetch(self.store, SPACES[space], name, self.ledger.sizes[space, name]) is not None:
+                self.ledger.use((space, name))
 
     def delete(self) -> None:
         assert self.store is not None
@@ -128,12 +145,13 @@ class Life:
         ledger.gone |= names
 
     def must_survive(self) -> set[tuple[int, str]]:
-        """Acknowledged, and neither evicted nor being deleted: what the store still knew of at the end."""
+        """Acknowledged, and neither evicted nor being deleted: what the store still knew of at the end, and in any case
+        what was used last: whatever happens, a store that gives up the warmest half segment has given up too much."""
         if self.store is None:
             return set()
         index = self.store._state.index
         known = {name for name in self.ledger.stored if key(name[1]) in index.rows_of(SPACES[name[0]].digest)}
-        return known - self.ledger.in_doubt
+        return (known | self.ledger.warmest(SEGMENT_BYTES // 2) & self.ledger.stored) - self.ledger.in_doubt
 
 
 def held(store: LogStore, ledger: Ledger) -> set[tuple[int, str]]:

@@ -26,6 +26,7 @@ VERBS = {
 STORE_VERBS = {
     "prefetch": 20, "close_ticket": 3, "acquire_awaited": 12, "serve_awaited": 8, "answer_errand": 50, "settle_everything": 4,
     "move_store": 4, "evict": 24, "recover": 7, "restart": 2, "prefetch_twins": 8, "fail_errands": 4, "time_out": 4,
+    "overtake": 4,
 }  # fmt: skip
 
 
@@ -34,7 +35,7 @@ def live(seed: int, steps: int, *, borrowed: bool = False) -> World:
     rng = Random(seed)
     world = BorrowedWorld(make_borrowed_setup(rng.choice)) if borrowed else World(make_setup(rng.choice))
     traffic = Traffic(world)
-    _play(traffic, VERBS, rng, steps)
+    play(traffic, VERBS, rng, steps)
     return world
 
 
@@ -44,28 +45,28 @@ def live_with_store(seed: int, steps: int, *, borrowed: bool = False) -> StoreSi
     setup = make_store_setup(rng.choice, borrowed=borrowed)
     traffic = StoreTraffic((BorrowedStoreWorld if borrowed else StoreWorld)(setup))
     for _ in range(4):
-        traffic.serve(_tokens(rng, traffic.page), 0)
+        traffic.serve(random_prompt(rng, traffic.page), 0)
     if rng.random() < 0.5:
         traffic.restart()
-    _play(traffic, VERBS | STORE_VERBS, rng, steps)
+    play(traffic, VERBS | STORE_VERBS, rng, steps)
     return traffic.world
 
 
-def _play(traffic: Traffic, verbs: dict[str, float], rng: Random, steps: int) -> None:
+def play(traffic: Traffic, verbs: dict[str, float], rng: Random, steps: int) -> None:
     for verb in rng.choices(list(verbs), list(verbs.values()), k=steps):
         _act(traffic, verb, rng)
         traffic.world.check()
     traffic.world.close()
 
 
-def _tokens(rng: Random, page: int) -> list[int]:
+def random_prompt(rng: Random, page: int) -> list[int]:
     own = rng.choice(((), (), (), (1,), (2, 0)))
     return prompt(rng.randrange(len(TRUNKS)), rng.randrange(8), own, rng.randrange(16), page)
 
 
-def _tokens_again(rng: Random, traffic: StoreTraffic) -> list[int]:
+def _again(rng: Random, traffic: StoreTraffic) -> list[int]:
     if rng.random() < 0.2:
-        return _tokens(rng, traffic.page)
+        return random_prompt(rng, traffic.page)
     return traffic.again(rng.randrange(12), rng.choice((0, 0, 0, 1, 5, 20)), rng.choice((0, 0, 1, 9)))
 
 
@@ -73,16 +74,16 @@ def _act(traffic: Traffic, verb: str, rng: Random) -> None:
     pick, ttl_s = rng.randrange(12), rng.choice((None, None, None, 50.0))
     match verb:
         case "look" | "keep_a_match":
-            getattr(traffic, verb)(_tokens(rng, traffic.page), pick)
+            getattr(traffic, verb)(random_prompt(rng, traffic.page), pick)
         case "acquire":
             hints = tuple(rng.randrange(60) for _ in range(rng.randrange(3)))
-            traffic.acquire(_tokens(rng, traffic.page), pick, hints, rng.randrange(2), ttl_s)
+            traffic.acquire(random_prompt(rng, traffic.page), pick, hints, rng.randrange(2), ttl_s)
         case "acquire_a_batch":
-            traffic.acquire_a_batch([_tokens(rng, traffic.page) for _ in range(rng.randint(2, 3))], pick)
+            traffic.acquire_a_batch([random_prompt(rng, traffic.page) for _ in range(rng.randint(2, 3))], pick)
         case "follow":
             traffic.follow(pick, rng.randint(1, traffic.page), pin=rng.random() < 0.2)
         case "serve":
-            traffic.serve(_tokens(rng, traffic.page), pick, ttl_s, last=rng.random() < 0.3)
+            traffic.serve(random_prompt(rng, traffic.page), pick, ttl_s, last=rng.random() < 0.3)
         case "prefill":
             traffic.prefill(pick, rng.randint(1, 40), obey=rng.random() < 0.8, again=rng.random() < 0.1)
         case "decode":
@@ -90,7 +91,7 @@ def _act(traffic: Traffic, verb: str, rng: Random) -> None:
         case "answer":
             traffic.answer(pick, rng.randrange(3), fail=rng.random() < 0.15)
         case "pin":
-            traffic.pin(_tokens(rng, traffic.page), pick, ttl_s)
+            traffic.pin(random_prompt(rng, traffic.page), pick, ttl_s)
         case "tick":
             traffic.world.clock.advance(rng.choice((1.0, 5.0, 20.0, 60.0)))
         case "step" | "settle" | "settle_everything":
@@ -98,16 +99,16 @@ def _act(traffic: Traffic, verb: str, rng: Random) -> None:
         case "come_back" | "restart" | "fail_errands" | "time_out":
             getattr(traffic, verb)()
         case "prefetch":
-            traffic.prefetch(_tokens_again(rng, traffic), pick, rng.randrange(2), ttl_s)
+            traffic.prefetch(_again(rng, traffic), pick, rng.randrange(2), ttl_s)
         case "serve_awaited" | "prefetch_twins":
-            getattr(traffic, verb)(_tokens_again(rng, traffic), pick)
+            getattr(traffic, verb)(_again(rng, traffic), pick)
         case "acquire_awaited":
             traffic.acquire_awaited(pick, spent=rng.random() < 0.1)
         case "answer_errand":
             traffic.answer_errand(pick, rng.choice(FATES), rng.choice((0.0, 0.0, 0.0, 0.1, 5.0)))
         case "recover":
             outage, serve, anew, drop = (rng.random() < chance for chance in (0.3, 0.5, 0.4, 0.8))
-            traffic.recover(_tokens_again(rng, traffic), pick, outage=outage, serve=serve, anew=anew, drop=drop)
+            traffic.recover(_again(rng, traffic), pick, outage=outage, serve=serve, anew=anew, drop=drop)
         case _:
             getattr(traffic, verb)(pick)
 

@@ -7,7 +7,7 @@ has its share, a checkpoint when every rank has the manifest and every member th
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -52,8 +52,9 @@ class Shelf:
     """Two stores to attach, one after the other: the first as bad as the setup says, the second good."""
 
     def __init__(self, setup: StoreSetup) -> None:
-        spec, self._ranks, self._sort = setup.cache.spec, setup.cache.ranks, setup.sort
+        spec, self._ranks = setup.cache.spec, setup.cache.ranks
         self._faults = FAULTS[setup.sort]
+        self._loses = setup.sort not in ("good", "failing")  # something that was written
         self.sleep: Callable[[float], None] = lambda seconds: None  # the cache above says what time it is
         self.inner = (MemoryStore(_few_objects(spec, self._ranks) if "small" in setup.sort else None), MemoryStore())
         faulty = (self._faults, NO_FAULTS)
@@ -67,6 +68,21 @@ class Shelf:
         """From now on nothing goes wrong; or as much as before."""
         self.stores[0].faults = NO_FAULTS if well else self._faults
 
+    def damage(self, faults: Faults) -> None:
+        """From now on the first store does this to what is read from it."""
+        self.stores[0].faults = faults
+        self._loses = True  # whoever reads something damaged deletes it
+
+    def lose(self, random: Random, among: Collection[bytes] | None = None) -> None:
+        """A page or a checkpoint of the first store is gone, of those named; or, now and then, a mere part of a checkpoint."""
+        values = self.inner[0]._values
+        members = {key for _, manifest in self._manifests(0) for key in _members(values[_, manifest].data)}
+        names = [name for name in values if name[1] not in members or random.random() < 0.1]
+        names = [name for name in names if among is None or name[1] in among]
+        if names:
+            self.inner[0]._drop(random.choice(names))
+            self._loses = True
+
     # ---- what is in them, by definition -------------------------------------------------------------
 
     def has_page(self, which: int, namespace: Namespace, key: bytes) -> bool:
@@ -77,11 +93,11 @@ class Shelf:
 
     def torn(self) -> list[bytes]:
         """Manifests that name members which are not there, in stores that lose nothing once it was written."""
-        sound = [which for which in (0, 1) if which or self._sort in ("good", "failing")]
+        sound = [which for which in (0, 1) if which or not self._loses]
         return [key for which in sound for digest, key in self._manifests(which) if not self._is_whole(which, digest, key)]
 
-    def has_torn(self, which: int) -> bool:
-        return not all(self._is_whole(which, digest, key) for digest, key in self._manifests(which))
+    def num_torn(self, which: int) -> int:
+        return sum(not self._is_whole(which, digest, key) for digest, key in self._manifests(which))
 
     def _manifests(self, which: int) -> Iterator[tuple[bytes, bytes]]:
         return (name for name, value in self.inner[which]._values.items() if value.data[:4] == b"SWcp")
@@ -91,11 +107,16 @@ class Shelf:
         value = values.get((digest, manifest))
         if value is None:
             return False
-        starts = range(HEAD_BYTES, len(value.data), MEMBER_BYTES)
-        return all((digest, value.data[start : start + MEMBER_KEY_BYTES]) in values for start in starts)
+        return all((digest, key) in values for key in _members(value.data))
 
     def _shards(self, namespace: Namespace) -> list[bytes]:
         return [replace(namespace, shard=f"{rank}/{self._ranks}").digest for rank in range(self._ranks)]
+
+
+def _members(manifest: bytes) -> list[bytes]:
+    """The keys that a manifest names."""
+    starts = range(HEAD_BYTES, len(manifest), MEMBER_BYTES)
+    return [manifest[start : start + MEMBER_KEY_BYTES] for start in starts]
 
 
 def _few_objects(spec: ModelSpec, ranks: int) -> int:

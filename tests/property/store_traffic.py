@@ -59,6 +59,14 @@ class StoreTraffic(Traffic):
         if awaited is not None and not self._full:
             self.world.acquire_awaited(awaited)
 
+    def overtake(self, pick: int) -> None:
+        """Another request for the same prompt does not wait."""
+        awaited = self._ticket(pick, self.world.awaited)
+        if awaited is not None and not self._full:
+            held = self.world.acquire(awaited.tokens, awaited.namespace)
+            if held is not None:
+                self.finish_serving(held)
+
     def serve_awaited(self, tokens: list[int], pick: int) -> None:
         """A request as it should be: asks, waits, begins."""
         if not self._full and len(self.world.awaited) < MAX_TICKETS:
@@ -117,23 +125,23 @@ class StoreTraffic(Traffic):
             if world.attached is not None:
                 world.detach()
             world.attach(pick % 2, PATIENT)
-        world.clock.advance(120.0)  # a store that was switched off is tried again
         world.settle_everything()
         if serve:
-            self._serve_and_look(tokens, pick, anew=anew)
+            self.serve_and_look(tokens, pick, anew=anew)
         if drop:
             world.drop_memory()
         world.recover(tokens, self.space(pick))
         world.shelf.make_well(well=False)
 
-    def _serve_and_look(self, tokens: list[int], pick: int, *, anew: bool) -> None:
+    def serve_and_look(self, tokens: list[int], pick: int, *, anew: bool) -> None:
         world, before = self.world, self.world.shortfalls()
         served = self.serve(tokens, pick)
         world.settle_everything()
         line = world.attached
         assert line is not None
         sort = world.store_setup.sort
-        keeps = line.which or sort in ("good", "failing") or (anew and "small" not in sort and not world.shelf.has_torn(0))
+        keeps = sort in ("good", "failing") or (anew and "small" not in sort)
+        keeps = line.which or (keeps and not world.shelf.num_torn(0))  # a torn checkpoint is taken for stored until it is fetched
         written = world.setup.write is WritePolicy.THROUGH and space_of(self.space(pick)) not in world.ledger.barred
         if served and keeps and written and world.shortfalls() == before:
             world.check_stored(tokens, self.space(pick))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from random import Random
 
 from borrowed_world import BorrowedWorld
 from ledger import TOKEN, space_of
@@ -21,18 +22,20 @@ from stepwell import Cause, Kind, Match, Namespace, Tier
 from stepwell.base.config import PrefetchPolicy, StoreConfig
 from stepwell.base.errand import Fate
 from stepwell.base.ids import JobId
-from stepwell.base.keys import page_keys
+from stepwell.base.keys import manifest_key, page_keys
 from stepwell.cache.facade import StepReport
 from stepwell.cache.link import LinkState
 from stepwell.cache.room import make_room
 from stepwell.cache.ticket import Ticket, TicketState
 from stepwell.transfer.store_hands import StoreHands
 
+MOST_PLANS = 3  # that a ticket makes: so often less one it may find that something is not there after all
 MOST_ROUNDS = 100  # after which something that does not settle never will
 COOL_OFF_S = 61.0  # after which a store that was switched off is tried again
 SHORTFALLS = (  # counted when less is stored or fetched than could be, for want of room, time or luck
     "save_skipped_no_room", "checkpoint_skipped_no_room", "save_failures", "backup_dropped_queue_full", "backup_dropped_too_old",
     "backup_failures", "store_errands_failed", "prefetch_no_room", "prefetch_not_worth_it", "prefetch_skipped_store_off",
+    "store_fetching_stopped",
 )  # fmt: skip
 
 
@@ -218,13 +221,15 @@ class StoreSide(World):
                 return
         raise AssertionError("something was to be saved first, again and again")
 
-    def restore_by_definition(self, tokens: Sequence[int], namespace: Namespace) -> int:
-        """The deepest boundary whose pages and checkpoint are in memory or in the attached store. Nothing is on its way."""
+    def restore_by_definition(self, tokens: Sequence[int], namespace: Namespace, known: int) -> int:
+        """The deepest boundary whose pages and checkpoint are in memory or in the attached store.
+
+        Memory has `known` tokens of the prompt; what else is on its way there, if anything, has not arrived.
+        """
         line, page = self.attached, self.spec.page_tokens
         assert line is not None
         open_ = space_of(namespace) not in self.ledger.barred
         keys = list(page_keys(namespace.digest, packed(tokens), self.spec.page_tokens * TOKEN))
-        known = self.cache.lookup(tokens, namespace=namespace).known_tokens
 
         def in_memory(boundary: int) -> bool:
             return self.cache.lookup(tokens, namespace=namespace, limit_tokens=boundary).restore_tokens == boundary
@@ -239,15 +244,27 @@ class StoreSide(World):
             ),
         )
 
-    def recover(self, tokens: Sequence[int], namespace: Namespace) -> None:
-        """A prompt whose turn has come, with nothing under way: it resumes where the definition says, if there is room."""
+    def recover(self, tokens: Sequence[int], namespace: Namespace, *, losing: Random | None = None) -> None:
+        """A prompt whose turn has come, with nothing under way: it resumes where the definition says, if there is room.
+
+        The store may be `losing` something between what it says and what it is asked for then.
+        """
         assert self.attached is not None
-        expected = self.restore_by_definition(tokens, namespace)
+        self.clock.advance(2 * COOL_OFF_S)  # a store that was switched off is tried again
         known = self.cache.lookup(tokens, namespace=namespace).known_tokens
         before = self.shortfalls()
         awaited = self.prefetch(tokens, namespace)
+        assert self.cache.counters["prefetch_skipped_store_off"] == before["prefetch_skipped_store_off"], "it is not tried again"
+        if losing is not None:
+            for line, job in self.pending:
+                self.answer_errand(line, job)
+            self.step()
+            keys = list(page_keys(namespace.digest, packed(tokens), self.spec.page_tokens * TOKEN))
+            self.shelf.lose(losing, {*keys, *map(manifest_key, keys)})
+        surprises = self.shelf.num_torn(self.attached.which) + (losing is not None)
+        expected = self.restore_by_definition(tokens, namespace, known)
         self.settle_everything()
-        certain = self.shortfalls() == before and not self.shelf.has_torn(self.attached.which)
+        certain = self.shortfalls() == before and surprises < MOST_PLANS
         held = self.acquire_awaited(awaited)
         if held is None:
             self.close_ticket(awaited)

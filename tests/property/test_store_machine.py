@@ -68,6 +68,11 @@ class StoreMachine(CacheMachine):
     def acquire_awaited(self, pick: int, spent: bool) -> None:
         self.traffic.acquire_awaited(pick, spent=spent)
 
+    @precondition(lambda self: self.traffic.world.awaited)
+    @rule(pick=picks)
+    def overtake(self, pick: int) -> None:
+        self.traffic.overtake(pick)
+
     @rule(drawn=again, pick=picks)
     def serve_awaited(self, drawn: Again, pick: int) -> None:
         self.traffic.serve_awaited(self.tokens_again(drawn), pick)
@@ -134,6 +139,6 @@ class TestBorrowedStoreMachine(BorrowedStoreMachine.TestCase):
     settings = settings(max_examples=max(settings.default.max_examples // 4, 1))
 
 
-@pytest.mark.parametrize("seed", range(int(os.environ.get("STEPWELL_EXAMPLES", "30"))))
+@pytest.mark.parametrize("seed", range(int(os.environ.get("STEPWELL_EXAMPLES", "16"))))
 def test_a_long_life_over_a_store_claims_only_what_exists(seed: int) -> None:
     live_with_store(seed, steps=120, borrowed=seed % 3 == 2)

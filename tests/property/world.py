@@ -96,6 +96,7 @@ class World(Watched):
         assert (sources.device, sources.host + sources.store) == (fresh.device_tokens, fresh.host_tokens), f"{sources} {fresh}"
         assert sources.computed == held.lease.prompt_tokens - held.lease.resume, sources
         assert ticket is not None or not sources.store, f"{sources} without a ticket"
+        assert min(sources.device, sources.host, sources.store, sources.computed) >= 0, sources
 
     def advance(self, held: Held, upto: int, *, last: bool = False) -> bool:
         """Computes tokens up to `upto` and commits them; False when there is no room for them."""

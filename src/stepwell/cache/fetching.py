@@ -60,6 +60,10 @@ def send_for(core: Core, link: StoreLink, ticket: Ticket, match: Match, want: Wa
     if pages is None:
         core.counters.add("prefetch_no_room")
         return None
+    if find(core.tree, ticket.namespace, ticket.packed, ticket.limit_tokens).known_tokens != match.known_tokens:
+        for kind, ids in pages.items():  # making room cost the path itself; the next plan starts from what is left
+            core.mover.release(Tier.HOST, kind, ids)
+        return None
     link.fetching.asked(core.clock.now())
     fetch = Fetch(want.known, ticket.keys[want.known : want.upto], pages.get(Kind.PREFIX, NO_PAGES))
     fetch.size_bytes = size

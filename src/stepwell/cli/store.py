@@ -36,7 +36,7 @@ def configure(parser: ArgumentParser) -> None:
     stat = orders.add_parser("stat", help="count values and bytes by namespace")
     stat.set_defaults(order=_stat)
     check = orders.add_parser("check", help="verify every byte; exit status 1 when something is damaged")
-    check.add_argument("--repair", action="store_true", help="drop what is damaged for good, so that the rest serves")
+    check.add_argument("--repair", action="store_true", help="drop what is lost for good, so that the rest serves")
     check.set_defaults(order=_check)
     clear = orders.add_parser("clear", help="forget everything of one namespace, and touch no other")
     clear.set_defaults(order=_clear)
@@ -162,7 +162,7 @@ def _print_report(directory: Path, report: CheckReport, *, repaired: bool, opene
             console.print(f"and {len(report.damage) - _SHOWN} more; --json lists them all", markup=False)
     verdict = "all sound"
     if report.damage:
-        done = "dropped: the rest serves" if repaired else "run with --repair to drop it"
+        done = "repaired: what was lost is dropped, the rest serves" if repaired else "run with --repair to drop what is lost"
         verdict = f"{report.damaged_values} values and {format_bytes(report.damaged_bytes)} damaged; {done}"
     checked = f"{report.values:,} values, {format_bytes(report.value_bytes)} in {report.segments} segments"
     console.print(f"{checked}: {verdict}", markup=False)

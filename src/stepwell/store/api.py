@@ -1,7 +1,8 @@
 """The seam to everything below host memory: six blocking verbs over whole batches, on the caller's buffers.
 
-A store keeps values by key, each with a stamp that the caller made (`seal.py`) and gets back unread. It may lose a value
-at any time; it must never make one up. All verbs may be called from several threads at once.
+A store keeps values by key, each with the stamp that `seal.py` made for it, and gives both back as they were. It may check
+a value against its stamp, and drop it when they disagree; whoever reads checks it anyway. A store may lose a value at any
+time; it must never make one up. All verbs may be called from several threads at once.
 
     space    a namespace: values of two spaces never meet, whatever their keys
     key      32 bytes that name a value within its space; the same key always means the same value
@@ -59,7 +60,10 @@ class Read:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Write:
-    """A value offered. The memory must not change until the verb returns."""
+    """A value offered. The memory, of bytes, must not change until the verb returns.
+
+    The stamp is `seal.seal` of these very bytes: a value with any other is as good as damaged, and may be dropped.
+    """
 
     key: bytes
     data: memoryview

@@ -9,6 +9,7 @@ trusted. Pure.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from enum import Enum
 
 import xxhash
@@ -18,6 +19,7 @@ from stepwell.store.api import STAMP_BYTES, Space
 MAGIC = b"SWv1"
 VERSION = 1
 _STAMP = struct.Struct("<4sHHQ16s16s16s")
+_DIGEST_AT = 16
 _NAME_BYTES = 16  # of a digest: enough to tell any two apart
 
 assert _STAMP.size == STAMP_BYTES
@@ -47,6 +49,13 @@ def seal(space: Space, key: bytes, data: memoryview | bytes) -> bytes:
 def stamp(space: Space, key: bytes, *, length: int, digest: bytes) -> bytes:
     """The same for a checksum that is known already."""
     return _STAMP.pack(MAGIC, VERSION, 0, length, digest, space.digest[:_NAME_BYTES], key[:_NAME_BYTES])
+
+
+def stamp_all(space: Space, keys: Sequence[bytes], lengths: Sequence[int], digests: Sequence[bytes]) -> list[bytes]:
+    """Stamps for many values whose checksums are known: the same bytes as `stamp` makes, in a fraction of its time."""
+    heads = {length: _STAMP.pack(MAGIC, VERSION, 0, length, b"", b"", b"")[:_DIGEST_AT] for length in set(lengths)}
+    name = space.digest[:_NAME_BYTES]
+    return [heads[length] + digest + name + key[:_NAME_BYTES] for key, length, digest in zip(keys, lengths, digests, strict=True)]
 
 
 def checksum_of(stamped: bytes) -> bytes:

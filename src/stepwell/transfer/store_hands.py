@@ -33,9 +33,9 @@ from stepwell.store.api import (
     Write,
     WriteOutcome,
 )
-from stepwell.store.seal import Verdict, checksum, checksum_of, judge, seal, stamp
+from stepwell.store.seal import Verdict, checksum, checksum_of, judge, seal, stamp, stamp_all
 
-FIRST_BATCH_BYTES = 4 * 2**20  # before it is sealed, nothing can be written
+FIRST_BATCH_BYTES = 8 * 2**20  # before it is sealed, nothing can be written
 WRITE_BATCH_BYTES = 32 * 2**20  # between two looks at whether the errand was called off
 _HEAD = struct.Struct("<4sHHI")  # magic, version, window pages, point pages
 _MEMBER = struct.Struct("<32s16sQ")  # key, checksum, length
@@ -90,7 +90,8 @@ class StoreHands:
         space = self.space(namespace)
         if isinstance(task, Ask):
             found = self._contains(space, [*task.pages, *map(manifest_key, task.boundaries)])
-            return Outcome(fates=tuple(Fate.OK if each else Fate.MISSING for each in found))
+            there, missing = Fate.OK, Fate.MISSING
+            return Outcome(fates=tuple([there if each else missing for each in found]))
         if isinstance(task, FetchPages):
             return self._fetch_pages(space, task, cancelled)
         if isinstance(task, FetchCheckpoint):
@@ -135,7 +136,7 @@ class StoreHands:
         buffers = [self._memory.view(Kind.PREFIX, page) for page in task.ids.tolist()]
         reads = [Read(key=key, into=into) for key, into in zip(task.keys, buffers, strict=True)]
         fates = [fate for fate, _ in self._read(space, reads, cancelled)]
-        moved = sum(len(into) for into, fate in zip(buffers, fates, strict=True) if fate is Fate.OK)
+        moved = sum([len(into) for into, fate in zip(buffers, fates, strict=True) if fate is Fate.OK])
         return Outcome(fates=tuple(fates), moved_bytes=moved)
 
     def _fetch_checkpoint(self, space: Space, task: FetchCheckpoint, cancelled: Callable[[], bool]) -> Outcome:
@@ -194,12 +195,12 @@ class StoreHands:
         """The values of some pages of a task, with their stamps."""
         pages = [self._memory.view(Kind.PREFIX, page) for page in task.ids[batch].tolist()]
         digests = list(map(checksum, pages))  # nothing else in between: it would have to be fetched from memory again each time
-        writes = []
-        for index, data, digest in zip(batch, pages, digests, strict=True):
-            key = task.keys[index]
-            stamped = stamp(space, key, length=len(data), digest=digest)
-            writes.append(Write(key=key, data=data, stamp=stamped, parent=parents[index], depth=task.first + index))
-        return writes
+        keys = [task.keys[index] for index in batch]
+        stamps = stamp_all(space, keys, [len(data) for data in pages], digests)
+        return [
+            Write(key=key, data=data, stamp=stamped, parent=parents[index], depth=task.first + index)
+            for index, key, data, stamped in zip(batch, keys, pages, stamps, strict=True)
+        ]
 
     def _batches(self, wanted: list[int], ids: PageIds) -> list[list[int]]:
         """What is written together: little at first, because nothing is being written while it is sealed, then twice as much."""
@@ -248,13 +249,14 @@ def _judge(space: Space, reads: Sequence[Read], results: Sequence[ReadResult]) -
     """What came of each read. Everything that came is verified."""
     came = [result.outcome is ReadOutcome.FOUND for result in results]
     digests = [checksum(read.into) if here else b"" for read, here in zip(reads, came, strict=True)]  # nothing else in between
-    fates = []
-    for read, result, digest, here in zip(reads, results, digests, came, strict=True):
+    lengths = [len(read.into) for read in reads]
+    expected = stamp_all(space, [read.key for read in reads], lengths, digests)
+    fates = [Fate.OK] * len(reads)
+    for at, (result, stamped, here) in enumerate(zip(results, expected, came, strict=True)):
         if not here:
-            fates.append(_OF_READ[result.outcome])
-            continue
-        verdict = judge(space, read.key, result.stamp, length=len(read.into), digest=digest)
-        fates.append(Fate.OK if verdict is Verdict.INTACT else _OF_VERDICT[verdict])
+            fates[at] = _OF_READ[result.outcome]
+        elif result.stamp != stamped:  # why not?
+            fates[at] = _OF_VERDICT[judge(space, reads[at].key, result.stamp, length=lengths[at], digest=digests[at])]
     return fates
 
 

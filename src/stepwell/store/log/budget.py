@@ -2,7 +2,7 @@
 
     | lock, store.json and their successors | snapshot | its successor | segment | segment | ... | segment |   <= budget
 
-A snapshot grows with the number of values, so the number of segments shrinks with it.
+A snapshot grows with the number of values, marks and spaces, so the number of segments shrinks with it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FIXED_BYTES = 64 * 1024  # lock and store.json, and the blocks a file system kee
 MIN_SEGMENTS = 4  # one being written, one free to carry into, and two to choose from
 MIN_SEGMENT_BYTES, MAX_SEGMENT_BYTES = 64 * 1024, 1 << 34
 DEFAULT_SEGMENT_BYTES = 256 << 20
-_SPARE_VALUES = 1000  # a snapshot may hold an eighth more than there are values now, and these
+_SPARE_BYTES = 1000 * ROW_BYTES + 16 * 1024  # the next snapshot may be an eighth larger than one made now, and this much
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,19 +36,20 @@ class Budget:
         """The most that reclaim copies to win one segment."""
         return self.segment_bytes // 2
 
-    def segments(self, num_values: int) -> int:
-        """How many segments may exist while there are so many values."""
-        snapshot = self.slot(_snapshot_bytes(num_values + num_values // 8 + _SPARE_VALUES))
+    def segments(self, snapshot_bytes: int) -> int:
+        """How many segments may exist beside such a snapshot and its successor."""
+        snapshot = self.slot(snapshot_bytes + snapshot_bytes // 8 + _SPARE_BYTES)
         return (self.total_bytes - FIXED_BYTES - 2 * snapshot) // self.slot(self.segment_bytes)
+
+    def left_beside(self, num_segments: int, *snapshots: int) -> int:
+        """What is left of the budget beside so many segments and snapshots of these sizes; negative when they do not fit."""
+        files = num_segments * self.slot(self.segment_bytes) + sum(map(self.slot, snapshots))
+        return self.total_bytes - FIXED_BYTES - files
 
     @staticmethod
     def slot(size: int) -> int:
         """What a file of this size may take up, with what the file system needs to find its pieces."""
         return up_to_block(size) + max(2 * BLOCK_BYTES, up_to_block(size // 1024))
-
-
-def _snapshot_bytes(num_values: int) -> int:
-    return num_values * ROW_BYTES + 16 * 1024
 
 
 def choose(budget_bytes: int, segment_bytes: int | None) -> Budget:
@@ -60,7 +61,7 @@ def choose(budget_bytes: int, segment_bytes: int | None) -> Budget:
         raise ConfigError(f"a segment has a multiple of {BLOCK_BYTES} bytes, {bounds}; got {segment_bytes}")
     budget = Budget(total_bytes=budget_bytes, segment_bytes=segment_bytes)
     if budget.segments(0) < MIN_SEGMENTS:
-        least = MIN_SEGMENTS * budget.slot(segment_bytes) + FIXED_BYTES + 2 * budget.slot(_snapshot_bytes(_SPARE_VALUES))
+        least = MIN_SEGMENTS * budget.slot(segment_bytes) + FIXED_BYTES + 2 * budget.slot(_SPARE_BYTES)
         raise ConfigError(
             f"a budget of {format_bytes(budget_bytes)} is too small for segments of {format_bytes(segment_bytes)}; "
             f"give the log store at least {least} bytes ({format_bytes(least)}), or smaller segments"

@@ -104,6 +104,8 @@ class Carrier:
         if lost:
             with state.lock:
                 state.counters.add("lost_values", len(lost))
+                segment.ghosts += len(lost)  # their headers still tell of them
+                state.ghosts.add(segment.id, columns.key[lost])
                 state.index.remove(np.array(lost, dtype=np.int64))
         return writes
 

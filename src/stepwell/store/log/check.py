@@ -12,8 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from stepwell.store.api import Space
+from stepwell.store.log import snapshot
 from stepwell.store.log.disk import BLOCK_BYTES
 from stepwell.store.log.format import Batch
+from stepwell.store.log.recovery import Recovered
 from stepwell.store.log.scan import Gap, scan
 from stepwell.store.log.segments import Segment, name_of, path_of
 from stepwell.store.log.state import LogState
@@ -22,6 +24,9 @@ from stepwell.store.seal import Verdict, verify
 HEADER_DAMAGED = "the header that describes it is damaged"
 UNREADABLE = "the disk cannot read it"
 CUT_OFF = "the file ends before it does"
+FILE_GONE = "the file is gone, with all that was in it"
+SNAPSHOT_BROKEN = "the saved index cannot be used: opening reads the whole log instead"
+_NO_SEGMENT = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +81,16 @@ def check(state: LogState, on_progress: Callable[[int], None]) -> CheckReport:
         segments=len(state.segments.table), batches=batches, values=len(lengths), value_bytes=int(lengths.sum()),
         damage=tuple(damage),
     )  # fmt: skip
+
+
+def lost_files(found: Recovered, *, segments: bool = True) -> list[Damage]:
+    """Whole files that a log should have: its saved index, and segments that this one names."""
+    broken = Damage(file=snapshot.NAME, offset=0, size_bytes=0, reason=SNAPSHOT_BROKEN, segment=_NO_SEGMENT)
+    gone = [
+        Damage(file=name_of(extent.id), offset=0, size_bytes=extent.end, reason=FILE_GONE, segment=extent.id)
+        for extent in found.gone
+    ]
+    return [*([broken] if found.snapshot_broken else []), *(gone if segments else [])]
 
 
 def _gaps(state: LogState, segment: Segment, fd: int) -> tuple[list[Gap], int]:

@@ -74,7 +74,20 @@ class Turns:
         return group
 
     def _serve(self, group: Sequence[PutRequest | Job]) -> None:
-        error: BaseException | None = None
+        error = self._try(group)
+        if isinstance(error, Exception) and len(group) > 1:  # each alone, so that it comes to whoever caused it only
+            for request in group:
+                request.error = self._try([request])
+        else:
+            for request in group:
+                request.error = error
+        with self._changed:
+            self._taken = False
+            for request in group:
+                request.done = True
+            self._changed.notify_all()
+
+    def _try(self, group: Sequence[PutRequest | Job]) -> BaseException | None:
         try:
             puts = [request for request in group if isinstance(request, PutRequest)]
             if puts:
@@ -82,10 +95,6 @@ class Turns:
             for request in group:
                 if isinstance(request, Job):
                     request.run()
-        except BaseException as raised:  # it belongs to whoever waits for this group, each of them
-            error = raised
-        with self._changed:
-            self._taken = False
-            for request in group:
-                request.done, request.error = True, error
-            self._changed.notify_all()
+        except BaseException as raised:  # it belongs to whoever waits for it
+            return raised
+        return None

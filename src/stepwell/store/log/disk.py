@@ -9,15 +9,24 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import resource
+import stat
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from stepwell.store.log.cached import is_cached
+
 BLOCK_BYTES = 4096  # of memory and of disk: direct transfers start and end at multiples of it
 IOV_MAX = 1024
 FILE_MODE, DIRECTORY_MODE = 0o600, 0o700
 
+_SMALL_FILE_BYTES = 64 * 1024
+_MOST_OPEN = 256  # descriptors of one log
+_PART_OF_ALL = 4  # of the descriptors a process may have: the rest is for others
+# No link is followed, and nobody is waited for: a stranger's file in the directory must not lead anywhere.
+_PLAIN = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _DIRECT = os.O_DIRECT if sys.platform == "linux" else 0
 _LOCK_TRIES, _LOCK_PAUSE_S = 3, 0.01
 _NOT_SUPPORTED = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV)
@@ -32,7 +41,11 @@ class Disk:
     """The real one. Descriptors are plain integers; whoever opens one closes it."""
 
     def make_directory(self, path: Path) -> None:
+        """Makes a directory, and those above it, to last."""
+        missing = [above for above in (path, *path.parents) if not above.exists()]
         path.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
+        for made in missing:
+            self.sync_directory(made.parent)
 
     def names(self, directory: Path) -> list[str]:
         return sorted(os.listdir(directory))
@@ -41,11 +54,11 @@ class Disk:
         """A descriptor of an existing file. Raises OSError(EINVAL) where the file system knows no direct transfers."""
         if direct and not _DIRECT:
             raise OSError(errno.EINVAL, "this system has no direct I/O", str(path))
-        return os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | (_DIRECT if direct else 0))
+        return _open_plain(path, (os.O_RDWR if writable else os.O_RDONLY) | (_DIRECT if direct else 0))
 
     def create(self, path: Path) -> int:
         """A descriptor of a new, empty file. Lasting only after `sync_directory`."""
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _PLAIN, FILE_MODE)
 
     def close(self, fd: int) -> None:
         os.close(fd)
@@ -107,6 +120,10 @@ class Disk:
     def unlink(self, path: Path) -> None:
         os.unlink(path)
 
+    def is_cached(self, fd: int, offset: int, size: int) -> bool:
+        """Whether the machine has all of a range in memory, so that reading it needs no disk; False where it does not say."""
+        return is_cached(fd, offset, size)
+
     def forget_cached(self, fd: int, offset: int, size: int) -> None:
         """Asks the machine to drop its copy of a range, so that the next read comes from the disk."""
         if sys.platform == "linux":
@@ -114,7 +131,7 @@ class Disk:
 
     def lock(self, path: Path) -> int | None:
         """Takes the one lock on a file and writes our process id into it; None when another process has it."""
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
+        fd = _open_plain(path, os.O_RDWR | os.O_CREAT)
         for attempt in range(_LOCK_TRIES):
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -131,7 +148,7 @@ class Disk:
     def is_locked(self, path: Path) -> bool:
         """Whether some process has the lock now."""
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            fd = _open_plain(path, os.O_RDONLY)
         except FileNotFoundError:
             return False
         try:
@@ -143,23 +160,67 @@ class Disk:
             os.close(fd)
 
     def file_size(self, path: Path) -> int | None:
-        """None when there is no such file."""
+        """None when there is no such file. Raises OSError for anything but a plain file."""
         try:
-            return os.stat(path).st_size
+            found = os.lstat(path)
+            _must_be_plain(found, path)
+            return found.st_size
         except FileNotFoundError:
             return None
 
     def total_bytes(self, directory: Path) -> int:
         """Of all files in a directory, as long as they say they are or as many blocks as they take up, if that is more."""
-        sizes = [entry.stat() for entry in os.scandir(directory)]
-        return sum(max(size.st_size, size.st_blocks * 512) for size in sizes)
+        total = 0
+        with os.scandir(directory) as entries:
+            for entry in entries:
+                try:
+                    size = entry.stat(follow_symlinks=False)
+                except FileNotFoundError:  # renamed or removed just now
+                    continue
+                total += max(size.st_size, size.st_blocks * 512)
+        return total
+
+    def most_open(self) -> int:
+        """How many descriptors a log may keep open."""
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return _MOST_OPEN if limit == resource.RLIM_INFINITY else max(8, min(_MOST_OPEN, limit // _PART_OF_ALL))
 
     def read_file(self, path: Path) -> bytes | None:
-        """All bytes of a small file; None when there is none."""
+        """All bytes of a small file, the first 64 KiB of a larger one; None when there is none."""
         try:
-            return path.read_bytes()
+            fd = self.open(path, writable=False)
         except FileNotFoundError:
             return None
+        try:
+            buffer = memoryview(bytearray(min(_SMALL_FILE_BYTES, self.size(fd))))
+            return bytes(buffer[: self.read(fd, [buffer], 0)])
+        finally:
+            self.close(fd)
+
+
+def _open_plain(path: Path, flags: int) -> int:
+    """A descriptor of a plain file; OSError for a link, a directory, a pipe or a device."""
+    try:
+        fd = os.open(path, flags | _PLAIN, FILE_MODE)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EISDIR):
+            raise _not_plain(path) from error
+        raise
+    try:
+        _must_be_plain(os.fstat(fd), path)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _must_be_plain(found: os.stat_result, path: Path) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise _not_plain(path)
+
+
+def _not_plain(path: Path) -> OSError:
+    return OSError(errno.ENOTSUP, "not a plain file; move it away", str(path))
 
 
 def _after(buffers: Sequence[memoryview], done: int) -> list[memoryview]:

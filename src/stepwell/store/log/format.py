@@ -30,6 +30,7 @@ from stepwell.store.log.disk import BLOCK_BYTES, up_to_block
 FORMAT_VERSION = 1
 MAGIC = b"SWbatch\x01"
 MAX_HEADER_BYTES = 1 << 20
+SEQ_END = 2**62  # numbers of batches are below: whatever says it is above is not ours
 INLINE_BYTES = 1024  # values up to this many bytes live in the header: a manifest must not cost a whole block
 NO_SPACE = Space(digest=bytes(32))
 
@@ -134,6 +135,8 @@ def parse_header(header: memoryview, *, seed: int, segment: int, offset: int, se
     placed = at_segment == segment and at_offset == offset and total % BLOCK_BYTES == 0
     if not placed or not header_bytes <= total <= segment_bytes - offset or inline_start(count) > header_bytes or settled >= seq:
         return None
+    if seq >= SEQ_END:
+        return None
     try:
         kind = Kind(kind)
         space = Space(digest=digest, tenant=tenant.rstrip(b"\0").decode(), label=label.rstrip(b"\0").decode())
@@ -141,6 +144,8 @@ def parse_header(header: memoryview, *, seed: int, segment: int, offset: int, se
         return None
     entries = np.frombuffer(header, ENTRY, count, _ENTRIES_AT).copy()
     if kind is Kind.PUT and not _values_fit(entries, header_bytes, total):
+        return None
+    if kind is not Kind.PUT and int(entries["as_of"].max(initial=0)) > seq:  # a mark holds from its own batch on at the latest
         return None
     return Batch(
         kind=kind, segment=segment, offset=offset, header_bytes=header_bytes, total_bytes=total, seq=seq, settled=settled,

@@ -8,53 +8,80 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 from stepwell.base.clock import SystemClock
 from stepwell.base.errors import ConfigError, StoreError
 from stepwell.store.log import superblock
-from stepwell.store.log.check import CheckReport, check
+from stepwell.store.log.check import CheckReport, check, lost_files
 from stepwell.store.log.disk import Disk
-from stepwell.store.log.opening import LOCK_NAME, holder, open_directory, state_of
+from stepwell.store.log.opening import LOCK_NAME, holder, open_directory, state_of, without_superblock
 from stepwell.store.log.probe import Direct
-from stepwell.store.log.recovery import recover
+from stepwell.store.log.recovery import Recovered, recover
+from stepwell.store.log.segments import number_of
 from stepwell.store.log.stat import LogStat, stat_of
 from stepwell.store.log.state import LogState
 
 
 def owner(directory: Path, disk: Disk) -> str | None:
     """Which process has a directory open, in words; None when none has."""
-    return (holder(disk, directory) or "another process") if disk.is_locked(directory / LOCK_NAME) else None
+    try:
+        return (holder(disk, directory) or "another process") if disk.is_locked(directory / LOCK_NAME) else None
+    except OSError as error:
+        raise _unreadable(directory, error) from error
 
 
 def look(directory: Path, disk: Disk) -> LogState:
     """The log in a directory, as it is now. Raises ConfigError where there is none, StoreError where it cannot be read."""
-    block = superblock.read(disk, directory) if directory.is_dir() else None
-    if block is None:
-        raise ConfigError(f"there is no log store in {directory}")
+    return _look(directory, disk)[0]
+
+
+def _look(directory: Path, disk: Disk) -> tuple[LogState, Recovered]:
     try:
-        return state_of(disk, directory, block, recover(disk, directory, block))
+        block = superblock.read(disk, directory) if directory.is_dir() else None
+        if block is None:
+            lost = directory.is_dir() and any(map(number_of, disk.names(directory)))
+            raise ConfigError(without_superblock(directory) if lost else f"there is no log store in {directory}")
+        found = recover(disk, directory, block)
+        return state_of(disk, directory, block, found), found
     except OSError as error:
-        raise StoreError(f"the log store in {directory} cannot be read: {error}") from error
+        raise _unreadable(directory, error) from error
+
+
+def _unreadable(directory: Path, error: OSError) -> StoreError:
+    return StoreError(f"the log store in {directory} cannot be read: {error}")
 
 
 def stat_directory(directory: Path, disk: Disk) -> LogStat:
-    return stat_of(look(directory, disk))
+    """Raises like `look`."""
+    state = look(directory, disk)
+    try:
+        return stat_of(state)
+    except OSError as error:
+        raise _unreadable(directory, error) from error
 
 
 def check_directory(directory: Path, disk: Disk, on_progress: Callable[[int], None]) -> CheckReport:
-    state = look(directory, disk)
+    """Raises like `look`."""
+    state, found = _look(directory, disk)
     try:
-        return check(state, on_progress)
+        report = check(state, on_progress)
     except OSError as error:
-        raise StoreError(f"the log store in {directory} cannot be read: {error}") from error
+        raise _unreadable(directory, error) from error
+    open_elsewhere = owner(directory, disk) is not None  # and renaming files while we looked for them
+    return replace(report, damage=(*lost_files(found, segments=not open_elsewhere), *report.damage))
 
 
 def repair_directory(directory: Path, disk: Disk, on_progress: Callable[[int], None]) -> CheckReport:
     """Checks, and drops what is damaged for good, so that the rest serves. Returns what was found.
 
-    Raises ConfigError where there is no store, StoreError when another process has it open.
+    Raises ConfigError where there is no store, StoreError when another process has it open or the disk fails.
     """
-    look(directory, disk)  # before anything is made or locked
-    with closing(open_directory(directory, clock=SystemClock(), direct=Direct.OFF, disk=disk)) as store:
-        return store.repair(on_progress)
+    _, found = _look(directory, disk)  # before anything is made or locked
+    try:
+        with closing(open_directory(directory, clock=SystemClock(), direct=Direct.OFF, disk=disk)) as store:
+            report = store.repair(on_progress)
+    except OSError as error:
+        raise StoreError(f"the log store in {directory} could not be repaired: {error}") from error
+    return replace(report, damage=(*lost_files(found), *report.damage))

@@ -26,11 +26,15 @@ class Mark:
     segment: int  # where it is written
 
 
+_Name = tuple[Kind, bytes, bytes]
+
+
 class Marks:
     """The marks that were not outlived yet, the latest for each key."""
 
     def __init__(self) -> None:
-        self._marks: dict[tuple[Kind, bytes, bytes], Mark] = {}
+        self._marks: dict[_Name, Mark] = {}
+        self._names: dict[int, set[_Name]] = {}  # of the marks written in a segment
 
     def __len__(self) -> int:
         return len(self._marks)
@@ -47,10 +51,16 @@ class Marks:
         name = (mark.kind, mark.space.digest, mark.key)
         known = self._marks.get(name)
         if known is None or known.as_of <= mark.as_of:
+            if known is not None:
+                self._names[known.segment].discard(name)
             self._marks[name] = mark
+            self._names.setdefault(mark.segment, set()).add(name)
+
+    def num_within(self, segment: int) -> int:
+        return len(self._names.get(segment, ()))
 
     def within(self, segment: int) -> list[Mark]:
-        return [mark for mark in self._marks.values() if mark.segment == segment]
+        return [self._marks[name] for name in self._names.get(segment, ())]
 
     def needed(self, segment: int, oldest_elsewhere: int) -> list[Mark]:
         """Those written in a segment that must outlive it; `oldest_elsewhere` is the first seq of any other segment."""
@@ -58,8 +68,8 @@ class Marks:
 
     def forget(self, segment: int) -> None:
         """A segment is no more, and the marks in it neither."""
-        for mark in self.within(segment):
-            del self._marks[mark.kind, mark.space.digest, mark.key]
+        for name in self._names.pop(segment, ()):
+            del self._marks[name]
 
     def revoked(self) -> list[range]:
         """The numbers of batches that must not be believed."""

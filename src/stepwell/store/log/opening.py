@@ -17,9 +17,11 @@ from stepwell.base.units import parse_bytes
 from stepwell.store.log import snapshot, superblock
 from stepwell.store.log.budget import choose
 from stepwell.store.log.disk import Disk
-from stepwell.store.log.probe import Direct, probe
+from stepwell.store.log.forks import watch
+from stepwell.store.log.probe import Direct
 from stepwell.store.log.recovery import Recovered, recover
-from stepwell.store.log.segments import Segments, State
+from stepwell.store.log.saving import save_snapshot
+from stepwell.store.log.segments import NUMBERS_END, Segments, State, number_of
 from stepwell.store.log.state import LogState
 from stepwell.store.log.store import LogStore
 from stepwell.store.log.superblock import Superblock
@@ -63,11 +65,14 @@ def open_directory(
         try:
             block = _settle(disk, directory, budget_bytes, segment_bytes, quotas or {})
             found = recover(disk, directory, block)
+            _check_numbers(directory, found)
             state = state_of(disk, directory, block, found)
             try:
                 _tidy(state, found.doubtful)
-                store = LogStore(state, lock_fd)
-                state.ways = probe(state, direct, clock)
+                store = LogStore(state, lock_fd, direct=direct, clock=clock)
+                if found.last_number > max((segment.id for segment in found.segments), default=0):
+                    save_snapshot(state)  # the last segment was lost: forget what lay there, before anything new is remembered
+                watch(store)
                 return store
             except BaseException:
                 state.segments.close_all()
@@ -77,6 +82,13 @@ def open_directory(
             raise
     except OSError as error:
         raise StoreError(f"the log store in {directory} cannot be opened: {error}") from error
+
+
+def without_superblock(directory: Path) -> str:
+    return (
+        f"{directory} holds segments of a log store, but its {superblock.NAME} is gone, and nothing can be read without the "
+        f"secret in there; put {superblock.NAME} back, or move the directory away and begin anew"
+    )
 
 
 def take_lock(disk: Disk, directory: Path) -> int:
@@ -109,6 +121,8 @@ def _settle(
     known = superblock.read(disk, directory)
     if known is None:
         strangers = set(disk.names(directory)) - {LOCK_NAME, superblock.NAME + ".new"}
+        if any(map(number_of, strangers)):
+            raise StoreError(without_superblock(directory))
         if strangers:
             raise ConfigError(
                 f"{directory} is not empty ({', '.join(sorted(strangers)[:3])}); give a new store an empty directory"
@@ -133,9 +147,18 @@ def _settle(
     return block
 
 
+def _check_numbers(directory: Path, found: Recovered) -> None:
+    """Numbers that no log reaches by itself leave none for what comes next."""
+    if max(found.last_number, found.next_seq) >= NUMBERS_END // 2:
+        raise StoreError(
+            f"{directory} has a segment or a batch with an impossible number ({found.last_number}, {found.next_seq}); "
+            "move such a file away, or begin anew in another directory"
+        )
+
+
 def state_of(disk: Disk, directory: Path, block: Superblock, found: Recovered) -> LogState:
     """A log that would go on where it ended. Touches no file."""
-    segments = Segments(disk, directory, block.segment_bytes, found.segments)
+    segments = Segments(disk, directory, block.segment_bytes, found.segments, last_number=found.last_number)
     budget = choose(block.budget_bytes, block.segment_bytes)
     state = LogState(
         disk=disk, directory=directory, budget=budget, seed=block.seed, quotas=block.quotas, index=found.index,
@@ -158,6 +181,6 @@ def _tidy(state: LogState, doubtful: set[int]) -> None:
         segments.open(segment)
         state.disk.sync(segment.fd)
     sound = [segment for segment in segments.table.values() if segments.sound(segment)]
-    if sound and sound[-1].id == max(segments.table):
+    if sound and sound[-1].id == segments.last_number:  # what came before it is not read again beyond the snapshot
         state.active = sound[-1]
         state.active.state = State.ACTIVE

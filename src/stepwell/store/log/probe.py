@@ -1,19 +1,22 @@
-"""Which way of moving bytes is faster on this disk, through the page cache or past it: tried once at every opening.
+"""Which way of moving bytes is faster on this disk, through the page cache or past it: tried once after every opening.
 
 A few MiB, about a tenth of a second at most. Writes into the unused end of the active segment, where nothing is
-believed, and never grows a file. A disk that cannot be tried goes through the page cache, untimed.
+believed, and never grows a file; when that has no room for it, the next one is waited for. Until then, and where segments
+are too small to tell, bytes go through the page cache, untimed.
 """
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from enum import Enum
 
 from stepwell.base.clock import Clock
 from stepwell.base.errors import ConfigError
+from stepwell.store.log import superblock
 from stepwell.store.log.aligned import Scratch
 from stepwell.store.log.disk import BLOCK_BYTES, Disk
-from stepwell.store.log.segments import Segment
+from stepwell.store.log.segments import Segment, State
 from stepwell.store.log.state import LogState, Ways
 
 _MOST_BYTES, _LEAST_BYTES = 8 << 20, 1 << 20
@@ -30,24 +33,42 @@ class Direct(Enum):
     OFF = "off"
 
 
-def probe(state: LogState, direct: Direct, clock: Clock) -> Ways:
-    """Tries both ways, as far as the options allow. Raises ConfigError when direct=on cannot be."""
-    segments, active = state.segments, state.active
-    segments.direct = direct is not Direct.OFF
-    if active is None:
-        return Ways()
-    segments.open(active)
-    if direct is Direct.ON and active.direct_fd < 0:
-        raise ConfigError(f"the file system of {state.directory} has no direct I/O; use direct=auto or direct=off")
-    room = (state.budget.segment_bytes - active.end) // BLOCK_BYTES * BLOCK_BYTES
-    size = min(_MOST_BYTES, room)
-    always = direct is Direct.ON
-    if size < _LEAST_BYTES:
-        return Ways(direct_writes=always, direct_reads=always)
+class Probe:
+    """Tries both ways, as far as the options allow, and has the log move bytes the better way. Only for the one writer."""
+
+    def __init__(self, state: LogState, direct: Direct, clock: Clock) -> None:
+        """Raises ConfigError when direct=on cannot be."""
+        self._state, self._clock, self._always = state, clock, direct is Direct.ON
+        self._size = min(_MOST_BYTES, state.budget.segment_bytes // 2 // BLOCK_BYTES * BLOCK_BYTES)
+        self._waiting = self._size >= _LEAST_BYTES
+        if self._always:
+            _must_have_direct(state)
+        state.segments.direct = direct is not Direct.OFF
+        state.ways = Ways(direct_writes=self._always, direct_reads=self._always)
+        self.run()
+
+    def run(self) -> None:
+        """Does it when it was not done yet and there is room."""
+        state, active = self._state, self._state.active
+        offset = state.budget.segment_bytes - self._size
+        if not self._waiting or active is None or active.state is not State.ACTIVE or active.end > offset:
+            return
+        self._waiting = False
+        try:
+            with state.lock:
+                state.segments.open(active)
+            state.ways = _try(state.disk, active, offset, self._size, self._always, self._clock)
+        except OSError:  # it stays as it is, untimed
+            state.counters.add("failed_probes")
+
+
+def _must_have_direct(state: LogState) -> None:
     try:
-        return _try(state.disk, active, state.budget.segment_bytes - size, size, always, clock)
-    except OSError:
-        return Ways(direct_writes=always, direct_reads=always)
+        state.disk.close(state.disk.open(state.directory / superblock.NAME, writable=False, direct=True))
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        raise ConfigError(f"the file system of {state.directory} has no direct I/O; use direct=auto or direct=off") from error
 
 
 def _try(disk: Disk, segment: Segment, offset: int, size: int, always: bool, clock: Clock) -> Ways:

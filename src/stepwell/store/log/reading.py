@@ -2,15 +2,17 @@
 
     wanted, in the order they lie on disk      | a | b |......| c |   -> one read of a, b, (padding and a header), c
 
-Segments that are being read are pinned. A value is asked of the disk once; whether its bytes are right is for whoever
-has the stamp (`seal.py`) to say. Buffers are not asked whether they suit direct transfers: the disk says so.
+Segments are held until all is read, and pinned one at a time. A value is asked of the disk once; whether its bytes are
+right is for whoever has the stamp (`seal.py`) to say. What the machine has in memory is copied from there. Buffers are
+not asked whether they suit direct transfers: the disk says so.
 """
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from threading import local
 
 import numpy as np
@@ -62,20 +64,17 @@ class Reader:
     def read(self, space: Space, reads: Sequence[Read], cancelled: Callable[[], bool]) -> list[ReadResult]:
         state, wanted = self._state, _NOTHING
         outcomes = [ReadOutcome.MISSING] * len(reads)
-        pinned: dict[int, Segment] = {}
+        held: dict[int, Segment] = {}
         try:
             with state.lock:
                 state.must_be_open()
-                wanted = self._find(space, reads, outcomes, pinned)
-            for run in _runs(wanted):
-                if cancelled():
-                    break
-                self._read_run(wanted, run, outcomes)
+                wanted = self._find(space, reads, outcomes, held)
+            self._read_all(wanted, outcomes, cancelled)
         finally:
             found = [one for one, at in enumerate(wanted.at) if outcomes[at] is ReadOutcome.FOUND]
             with state.lock:
-                for segment in pinned.values():
-                    state.segments.unpin(segment)
+                for segment in held.values():
+                    state.segments.release(segment)
                 state.counters.add("read_values", len(found))
                 state.counters.add("read_bytes", sum([len(wanted.into[one]) for one in found]))
                 state.lock.notify_all()
@@ -84,8 +83,8 @@ class Reader:
             results[wanted.at[one]] = ReadResult(outcome=ReadOutcome.FOUND, stamp=wanted.stamps[one])
         return results
 
-    def _find(self, space: Space, reads: Sequence[Read], outcomes: list[ReadOutcome], pinned: dict[int, Segment]) -> _Wanted:
-        """Where the values lie, their segments pinned; those that will not be read have their outcome. Counts as a use."""
+    def _find(self, space: Space, reads: Sequence[Read], outcomes: list[ReadOutcome], held: dict[int, Segment]) -> _Wanted:
+        """Where the values lie, their segments held; those that will not be read have their outcome. Counts as a use."""
         state, index, columns = self._state, self._state.index, self._state.index.columns
         known = index.rows_of(space.digest)
         rows = np.array([known.get(read.key, _NOWHERE) for read in reads], dtype=np.int64)
@@ -101,8 +100,6 @@ class Reader:
 
         sizes = np.array([len(read.into) for read in reads], dtype=np.int64)
         drop(columns.length[rows] != sizes[at], ReadOutcome.LENGTH)
-        if lost := self._pin(set(columns.segment[rows].tolist()), pinned):
-            drop(np.isin(columns.segment[rows], lost), ReadOutcome.FAILED)
         if not len(rows):
             return _NOTHING
         order = np.lexsort((columns.offset[rows], columns.segment[rows]))
@@ -111,37 +108,51 @@ class Reader:
         index.use(space.digest, [reads[one].key for one in at.tolist()], rows)
         for one in at.tolist():
             outcomes[one] = ReadOutcome.CANCELLED  # until it is read
+        held.update((number, state.segments.hold(number)) for number in set(columns.segment[rows].tolist()))
         numbers, offsets, lengths = columns.segment[rows], columns.offset[rows], columns.length[rows]
         small = lengths <= INLINE_BYTES
         ends = offsets + np.where(small, lengths, -(-lengths // BLOCK_BYTES) * BLOCK_BYTES)
-        able = state.ways.direct_reads and all(segment.direct_fd >= 0 for segment in pinned.values())
-        direct = ~small if able else np.zeros(len(rows), bool)
+        direct = ~small if state.ways.direct_reads and state.segments.direct else np.zeros(len(rows), bool)
         gaps = offsets[1:] - ends[:-1]
         close = (gaps >= 0) & (gaps <= _GAP_BYTES - BLOCK_BYTES)
         joins = close & (numbers[1:] == numbers[:-1]) & (direct[1:] == direct[:-1])
         return _Wanted(
-            at=at.tolist(), segments=[pinned[number] for number in numbers.tolist()], offsets=offsets.tolist(),
+            at=at.tolist(), segments=[held[number] for number in numbers.tolist()], offsets=offsets.tolist(),
             ends=ends.tolist(), into=[reads[one].into for one in at.tolist()], stamps=split(columns.stamp[rows]),
             direct=direct.tolist(), joins=[False, *joins.tolist()],
         )  # fmt: skip
 
-    def _pin(self, numbers: Collection[int], pinned: dict[int, Segment]) -> list[int]:
-        """Pins segments; returns those that cannot be opened."""
-        lost = []
-        for number in numbers:
+    def _read_all(self, wanted: _Wanted, outcomes: list[ReadOutcome], cancelled: Callable[[], bool]) -> None:
+        """Run by run; the descriptors of one segment are open at a time, however many there are."""
+        state = self._state
+        for segment, runs in groupby(_runs(wanted), key=lambda run: wanted.segments[run[0]]):
             try:
-                pinned[number] = self._state.segments.pin(number)
+                with state.lock:
+                    state.segments.pin(segment.id)
             except OSError:
-                lost.append(number)
-        return lost
+                for run in runs:
+                    for one in run:
+                        outcomes[wanted.at[one]] = ReadOutcome.FAILED
+                continue
+            try:
+                for run in runs:
+                    if cancelled():
+                        return
+                    self._read_run(wanted, run, outcomes)
+            finally:
+                with state.lock:
+                    state.segments.unpin(segment)
 
     def _read_run(self, wanted: _Wanted, run: range, outcomes: list[ReadOutcome], *, by_cache: bool = False) -> None:
         """One call for values that lie close together."""
         scratch, start, segment = self._own.scratch, wanted.offsets[run[0]], wanted.segments[run[0]]
-        direct = wanted.direct[run[0]] and not by_cache
+        end = wanted.ends[run[-1]]
+        direct = wanted.direct[run[0]] and segment.direct_fd >= 0 and not by_cache
+        if direct and self._state.disk.is_cached(segment.fd, start, end - start):
+            direct = False  # copying is faster than reading it again
         values = wanted.into[run.start : run.stop]
         tails: list[tuple[memoryview, memoryview]] = []
-        if sum(map(len, values)) == wanted.ends[run[-1]] - start:  # whole blocks, one behind the other
+        if sum(map(len, values)) == end - start:  # whole blocks, one behind the other
             buffers = values
         else:
             buffers = self._with_gaps(wanted, run, tails, direct=direct)

@@ -1,52 +1,72 @@
 """Room for more: the next segment to write to, won back from the old ones when there are no more. Only for the writer.
 
-    1. the active segment is full: the free one takes its place
-    2. until there is a free one again (or a new file still fits the budget):
-         the full segment with least in it, if at most half of it counts: copy that to the active segment, and it is free
-         otherwise: give up the values used longest ago, wherever they are, and look again
+    1. the active segment is full: the one at hand takes its place, a free one that nobody reads or a new file
+    2. until there is one at hand again: win one back (`choosing.py`), copying what counts to the active segment
 
-A value used again outlives its segment; a value never used again goes with it. Marks that are still needed are carried too.
+There is one at hand before values use up the active segment, so there is room to copy to. A value used again outlives
+its segment; a value never used again goes with it. Marks that are still needed are copied too: those in the oldest
+segment never are, so it can always be won, however many marks there are.
 """
 
 from __future__ import annotations
 
 import errno
+import os
+import time
+from collections.abc import Sequence
 
 import numpy as np
 
 from stepwell.store.log.appending import Appender
 from stepwell.store.log.budget import MIN_SEGMENTS
-from stepwell.store.log.carrying import Carrier
+from stepwell.store.log.carrying import Carrier, Load
+from stepwell.store.log.choosing import NO_ROWS, Choice, choose
 from stepwell.store.log.columns import Rows
+from stepwell.store.log.disk import BLOCK_BYTES
+from stepwell.store.log.format import ENTRY_BYTES
+from stepwell.store.log.marks import Mark
 from stepwell.store.log.segments import Segment, State
 from stepwell.store.log.state import LogState
 
 NO_ROOM_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
-_GIVE_UP_PART = 8  # of a segment: how much is given up before looking again
 _TRY_AGAIN_AFTER = 16  # segments, once the disk had no room for a new file
+_READERS_WAIT_S = 1.0  # how long a writer waits for readers that keep it from every segment
 
 
 class Reclaim:
-    """Keeps a free segment at hand."""
+    """Keeps a segment at hand."""
 
     def __init__(self, state: LogState, appender: Appender) -> None:
         self._state = state
         self._carrier = Carrier(state, appender)
         self._disk_full_at: int | None = None  # as many segments as there were when the disk had no room for another
         self._patience = 0
+        self._promised = 0  # segments that may exist, however many values and marks come before the active one is full
+        self._credit = MIN_SEGMENTS  # how often a segment may be won that wins no room: no more often than others in the long run
 
     def next_segment(self) -> None:
         """Makes a segment with room for any value the active one. Raises OSError (ENOSPC when there is none to be had)."""
         state = self._state
-        if not self._at_hand():  # after a crash in the middle of winning one
+        if not self._activate():  # after a crash in the middle of winning one, or the disk had no room for a new file
             self._win_one()
-        with state.lock:
-            self._seal()
-            self._activate()
-        while len(state.segments.table) > state.max_segments:  # more values need a larger snapshot
-            self._shrink()
-        while not self._at_hand():
-            self._win_one()
+            if not self._activate():
+                raise _no_room("every segment is being read")
+        while len(state.segments.table) > state.max_segments and self._shrink():  # more values need a larger snapshot
+            pass
+        self._promised = 0
+        self.keep_one_at_hand()
+        self._promised = len(state.segments.table) + self._may_grow()
+
+    def keep_one_at_hand(self) -> None:
+        """Wins a segment back if that takes no waiting and there is room to copy to. Raises OSError."""
+        state = self._state
+        while self._carrier.room and not self._at_hand():
+            with state.lock:
+                candidates = [segment for segment in state.segments.sealed() if not segment.pins]
+            plan = self._plan(candidates)
+            if plan is None:
+                return
+            self._win(*plan)
 
     def prepare(self) -> None:
         """After opening: what is empty is free, the budget holds, and there is a segment to write to if one is at hand.
@@ -55,115 +75,190 @@ class Reclaim:
         """
         state = self._state
         for segment in state.segments.sealed():
-            needed = state.marks.needed(segment.id, state.segments.oldest_elsewhere(segment))
-            if not needed and not state.index.live_bytes.get(segment.id):
+            if not state.index.live_bytes.get(segment.id) and not self._needed(segment):
                 self._free(segment)
-        while len(state.segments.table) > state.max_segments:
-            self._shrink()
+        while len(state.segments.table) > state.max_segments and self._shrink():
+            pass
+        if state.budget.left_beside(len(state.segments.table), state.snapshot_bytes()) < 0:
+            state.drop_snapshot()
         if state.active is None and self._at_hand():
             try:
-                with state.lock:
-                    self._activate()
+                self._activate()
             except OSError as error:
                 if error.errno not in NO_ROOM_ERRNOS:
                     raise
+
+    def move(self, segment: Segment, rows: Rows, marks: Sequence[Mark]) -> bool:
+        """Copies some of a segment to the active one. False, and nothing copied, when that one had to give way to another first:
+        what was to be moved may be elsewhere by then. Raises OSError."""
+        load = self._carrier.load(rows, marks)
+        if load.size_bytes > self._carrier.room:
+            self.next_segment()
+            return False
+        self._carrier.carry(segment, load)
+        return True
 
     def give_up(self, rows: Rows) -> None:
         """Forgets values, without a trace on disk: they may come back if their segment is read anew."""
         state, columns = self._state, self._state.index.columns
         with state.lock:
-            for number, count in zip(*np.unique(columns.segment[rows], return_counts=True), strict=True):
-                state.segments.table[int(number)].ghosts += int(count)
+            for number in np.unique(columns.segment[rows]).tolist():
+                gone = rows[columns.segment[rows] == number]
+                state.segments.table[number].ghosts += len(gone)
+                state.ghosts.add(number, columns.key[gone])
             state.counters.add("dropped_values", len(rows))
             state.counters.add("dropped_bytes", int(columns.length[rows].sum()))
             state.index.remove(rows)
 
-    # ---- inside -----------------------------------------------------------------------------------
+    # ---- the segment to write to ------------------------------------------------------------------
 
-    def _shrink(self) -> None:
-        """One step towards a smaller directory: a file less, or a fresh segment to carry into."""
-        state = self._state
-        if not state.segments.free():
-            self._win_one()
-        with state.lock:
-            if self._carrier.room < state.budget.carry_bytes and len(state.segments.sealed()) > 1:
-                self._seal()
-                self._activate()
-                return
-            segment = state.segments.free()[0]
-            self._wait_for_readers(segment)
-            state.marks.forget(segment.id)
-            state.segments.unlink(segment)
-
-    def _seal(self) -> None:
-        if self._state.active is not None:
-            self._state.active.state = State.SEALED
-            self._state.active = None
+    def _at_hand(self) -> bool:
+        return self._may_grow() or bool(self._idle())
 
     def _may_grow(self) -> bool:
         """Whether the budget, and the disk as far as we know, have room for another file."""
-        most = self._state.max_segments
-        return len(self._state.segments.table) < (most if self._disk_full_at is None else min(most, self._disk_full_at))
+        budget, number, most = self._state.budget, len(self._state.segments.table), self._state.max_segments
+        if number < self._promised and budget.left_beside(self._promised) >= 0:
+            most = max(most, self._promised)
+        return number < (most if self._disk_full_at is None else min(most, self._disk_full_at))
 
-    def _at_hand(self) -> bool:
-        return self._may_grow() or bool(self._state.segments.free())
+    def _idle(self) -> list[Segment]:
+        return [segment for segment in self._state.segments.free() if not segment.pins]
 
-    def _activate(self) -> None:
-        """A free segment that nobody reads, else a new file, else one that has to be waited for or emptied."""
+    def _activate(self) -> bool:
+        """A free segment that nobody reads, else a new file; False when there is neither. Seals the one before.
+
+        A disk that was full is asked again now and then, while there still is a free segment.
+        """
+        state, before = self._state, self._state.active
+        with state.lock:
+            self._patience -= 1
+            idle, again = self._idle(), self._disk_full_at is not None and self._patience <= 0
+            fresh = None
+            if (again and len(state.segments.table) < state.max_segments) or (not idle and self._may_grow()):
+                fresh = self._create()
+            if fresh is None and idle:
+                self._forget(idle[0])
+                fresh = state.segments.reuse(idle[0], state.next_seq)
+            if fresh is None:
+                return False
+            if before is not None:
+                before.state = State.SEALED
+            state.active = fresh
+        return True
+
+    def _create(self) -> Segment | None:
+        """A new file, beside everything that is there and the next snapshot; None when the disk has no room for it."""
         state = self._state
-        self._patience -= 1
-        if self._patience <= 0:
-            self._disk_full_at = None
-        idle = [segment for segment in state.segments.free() if not segment.pins]
-        if not idle and self._may_grow() and self._create():
-            return
-        segment = (idle or state.segments.free() or [self._emptied()])[0]
-        self._wait_for_readers(segment)
-        state.marks.forget(segment.id)
-        state.active = state.segments.reuse(segment, state.next_seq)
-
-    def _create(self) -> bool:
-        state = self._state
+        number, old = len(state.segments.table), state.snapshot_bytes()
+        if old and state.budget.left_beside(number + 1, old, state.next_snapshot_bytes) < 0:
+            state.drop_snapshot()
         try:
-            state.active = state.segments.create(state.next_seq)
+            fresh = state.segments.create(state.next_seq)
         except OSError as error:
             if error.errno not in NO_ROOM_ERRNOS:
                 raise
             state.counters.add("disk_full")
-            if len(state.segments.table) < MIN_SEGMENTS - 1:
+            if not number:
                 raise
-            self._disk_full_at, self._patience = len(state.segments.table), _TRY_AGAIN_AFTER
-        return state.active is not None
+            self._disk_full_at, self._patience = number, _TRY_AGAIN_AFTER
+            return None
+        self._disk_full_at = None
+        return fresh
 
-    def _emptied(self) -> Segment:
-        """The oldest full segment, all of it given up: no mark in the oldest is needed any more."""
+    def _shrink(self) -> bool:
+        """One step towards a smaller directory: a file less, or a fresh segment to carry into. False when readers forbid it."""
         state = self._state
-        oldest = min(state.segments.sealed(), key=lambda segment: segment.first_seq)
-        assert not state.marks.needed(oldest.id, state.segments.oldest_elsewhere(oldest)), (
-            f"segment {oldest.id} is not the oldest"
-        )
-        self.give_up(state.index.rows_in(oldest.id))
-        self._free(oldest)
-        return oldest
+        if not self._idle():
+            self._win_one()
+        idle = self._idle()
+        if not idle:
+            return False
+        if self._carrier.room < state.budget.carry_bytes and len(state.segments.sealed()) > 1:
+            return self._activate()
+        with state.lock:
+            self._forget(idle[0])
+            state.segments.unlink(idle[0])
+        return True
+
+    def _forget(self, segment: Segment) -> None:
+        """The bytes of a segment are about to go, and all that was remembered because of them."""
+        self._state.marks.forget(segment.id)
+        self._state.ghosts.forget(segment.id)
+
+    # ---- winning one back -------------------------------------------------------------------------
 
     def _win_one(self) -> None:
-        """Frees one segment, carrying what counts. Raises OSError."""
+        """Frees one segment, carrying what counts. Raises OSError (ENOSPC when readers forbid it, or there is none)."""
         state = self._state
-        while True:
-            victim, most = self._least(), min(state.budget.carry_bytes, self._carrier.room)
-            live = state.index.live_bytes.get(victim.id, 0)
-            if live <= most:
-                marks = state.marks.needed(victim.id, state.segments.oldest_elsewhere(victim))
-                load = self._carrier.load(state.index.rows_in(victim.id), marks)
-                if load.size_bytes <= most:
-                    self._carrier.carry(victim, load)
-                    return self._free(victim)
+        if not state.segments.sealed() and state.active is not None:  # the only one there is
+            state.active.state, state.active = State.SEALED, None
+        plan = self._plan(self._unread())
+        if plan is None:
+            raise _no_room("every segment that could be won back is being read")
+        self._win(*plan)
+
+    def _win(self, choice: Choice, load: Load) -> None:
+        state = self._state
+        segment, most = state.segments.table[choice.segment], len(state.segments.table)
+        self._credit = self._credit - 1 if load.size_bytes > state.budget.carry_bytes else min(self._credit + 1, most)
+        self.give_up(choice.drop)
+        self._carrier.carry(segment, load)
+        self._free(segment)
+        with state.lock:  # those who found something in it before; nobody new will
+            state.lock.wait_for(lambda: not segment.pins, _READERS_WAIT_S)
+
+    def _plan(self, candidates: list[Segment]) -> tuple[Choice, Load] | None:
+        """What to win back, and what to carry for that; None when no segment's marks would fit."""
+        state, room = self._state, min(self._state.budget.carry_bytes, self._carrier.room)
+        oldest = min((segment.first_seq for segment in candidates), default=0)
+        sizes = {segment.id: self._marks_bytes(segment, exactly=segment.first_seq == oldest) for segment in candidates}
+        sizes = {number: size for number, size in sizes.items() if size <= room}
+        for_values = room
+        while sizes:
             with state.lock:
-                cold = state.index.coldest(state.budget.segment_bytes // _GIVE_UP_PART)
-            if not live or not len(cold):  # marks alone are too many, or there is no room to carry anything
-                self._emptied()
-                return None
-            self.give_up(cold)
+                choice = choose(state.index, sizes, room=for_values, cold_bytes=state.budget.segment_bytes)
+            load = self._carrier.load(choice.keep, self._needed(state.segments.table[choice.segment]))
+            if load.size_bytes <= room:
+                return self._without_loss(candidates) or (choice, load) if len(choice.drop) else (choice, load)
+            for_values -= max(load.size_bytes - room, BLOCK_BYTES)  # headers take up room too
+            if not len(choice.keep):
+                del sizes[choice.segment]
+        return None
+
+    def _without_loss(self, candidates: list[Segment]) -> tuple[Choice, Load] | None:
+        """While values fill less than half of the segments, they must not make room for marks: the oldest, with all in it.
+
+        That wins little or nothing by itself, but marks in other segments come closer to being the oldest.
+        """
+        state, oldest = self._state, min(candidates, key=lambda segment: segment.first_seq)
+        half_full = 2 * sum(state.index.live_bytes.values()) > len(state.segments.table) * state.budget.segment_bytes
+        if half_full or self._credit <= 0:
+            return None
+        choice = Choice(segment=oldest.id, keep=state.index.rows_in(oldest.id), drop=NO_ROWS)
+        load = self._carrier.load(choice.keep, self._needed(oldest))
+        return (choice, load) if load.size_bytes <= self._carrier.room else None
+
+    def _marks_bytes(self, segment: Segment, *, exactly: bool) -> int:
+        """What the marks take up that must be carried out of a segment; when not exactly, it may be less."""
+        count = len(self._needed(segment)) if exactly else self._state.marks.num_within(segment.id)
+        return count * ENTRY_BYTES + BLOCK_BYTES * (count > 0)
+
+    def _needed(self, segment: Segment) -> list[Mark]:
+        state = self._state
+        within = state.marks.within(segment.id)
+        return state.marks.needed(segment.id, state.segments.oldest_elsewhere(segment)) if within else []
+
+    def _unread(self) -> list[Segment]:
+        """The full segments that nobody reads, waited for if there are none."""
+        state, deadline = self._state, time.monotonic() + _READERS_WAIT_S
+        with state.lock:
+            while True:
+                unread = [segment for segment in state.segments.sealed() if not segment.pins]
+                left = deadline - time.monotonic()
+                if unread or left <= 0 or not state.segments.sealed():
+                    return unread
+                state.lock.wait(left)
 
     def _free(self, segment: Segment) -> None:
         with self._state.lock:
@@ -171,12 +266,6 @@ class Reclaim:
             assert not left, f"segment {segment.id} still holds {left} bytes"
             segment.state = State.FREE
 
-    def _least(self) -> Segment:
-        """The full segment with least in it that counts, the older of two."""
-        live = self._state.index.live_bytes
-        return min(self._state.segments.sealed(), key=lambda segment: (live.get(segment.id, 0), segment.id))
 
-    def _wait_for_readers(self, segment: Segment) -> None:
-        """Gives the lock to those who still read a segment; nobody new can find anything in it."""
-        while segment.pins:
-            self._state.lock.wait()
+def _no_room(why: str) -> OSError:
+    return OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {why}")

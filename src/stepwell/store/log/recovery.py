@@ -39,6 +39,9 @@ class Recovered:
     damage: list[Gap] = field(default_factory=list)  # unreadable, with batches that count behind
     batches_read: int = 0
     from_snapshot: bool = False
+    snapshot_broken: bool = False  # there is a file, but it cannot be used
+    last_number: int = 0  # the highest that any segment had, as far as anybody remembers
+    gone: list[snapshot.Extent] = field(default_factory=list)  # segments that nothing since the snapshot explains the loss of
 
 
 @dataclass(slots=True)
@@ -50,16 +53,21 @@ class _Found:
 
 def recover(disk: Disk, directory: Path, block: Superblock, *, use_snapshot: bool = True) -> Recovered:
     """Everything that counts in a directory. Raises OSError only where the disk itself does."""
-    numbers = sorted(filter(None, map(segment_number, disk.names(directory))))
-    content = disk.read_file(directory / snapshot.NAME) if use_snapshot else None
+    content = snapshot.read(disk, directory) if use_snapshot else None
+    numbers = sorted(filter(None, map(segment_number, disk.names(directory))))  # later: what it names may have gone since
     shot = snapshot.decode(content, seed=block.seed, segment_bytes=block.segment_bytes) if content else None
     result = Recovered()
     if shot is not None and not _load(result, shot, numbers):
         result, shot = Recovered(), None
-    found = [_find(disk, directory, block, number, shot) for number in numbers]
+    result.snapshot_broken = content is not None and shot is None
+    extents = {extent.id: extent for extent in shot.extents} if shot is not None else {}
+    found = [_find(disk, directory, block, number, shot, extents.get(number)) for number in numbers]
     found = [one for one in found if one.size >= 0]
+    result.last_number = max([0, *numbers, *([shot.last_number] if shot is not None else [])])
     batches = [item for one in found for item in one.items if isinstance(item, Batch)]
     result.batches_read = len(batches)
+    if not batches and extents.keys() >= set(numbers):  # nothing was written since, so nothing was written over
+        result.gone = _gone(shot, set(numbers)) if shot is not None else []
     result.next_seq = max([result.next_seq, *(batch.seq + 1 for batch in batches)])
     result.settled = max([result.settled, *(batch.settled for batch in batches)])
     revoked = result.marks.revoked()
@@ -83,9 +91,16 @@ def _load(result: Recovered, shot: snapshot.Snapshot, numbers: list[int]) -> boo
     return result.index.load(shot.spaces, columns, shot.tick)
 
 
-def _find(disk: Disk, directory: Path, block: Superblock, number: int, shot: snapshot.Snapshot | None) -> _Found:
+def _gone(shot: snapshot.Snapshot, there: set[int]) -> list[snapshot.Extent]:
+    """Segments that are not there, but held something that counts."""
+    used = {*np.unique(shot.columns["segment"]).tolist(), *(mark.segment for mark in shot.marks)}
+    return [extent for extent in shot.extents if extent.id in used - there]
+
+
+def _find(
+    disk: Disk, directory: Path, block: Superblock, number: int, shot: snapshot.Snapshot | None, extent: snapshot.Extent | None
+) -> _Found:
     """What one segment holds beyond the snapshot."""
-    extent = None if shot is None else next((extent for extent in shot.extents if extent.id == number), None)
     start = 0
     segment = Segment(id=number, first_seq=NOTHING_YET, end=0)
     if extent is not None:

@@ -1,30 +1,60 @@
-"""What a check found, dropped for good: damaged values by a delete, damaged headers by a filler in their place."""
+"""What a check found, put right: damaged values are deleted, damaged headers covered by a filler.
+
+What is whole, but described by nothing except a damaged header and the saved index, is copied elsewhere first.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from itertools import groupby
 
 import numpy as np
 
-from stepwell.store.log.check import Damage
+from stepwell.store.log.check import HEADER_DAMAGED, Damage
+from stepwell.store.log.choosing import NO_ROWS
 from stepwell.store.log.disk import BLOCK_BYTES
-from stepwell.store.log.format import ENTRY, NO_SPACE, Batch, Kind, write_header
+from stepwell.store.log.format import ENTRY, NO_SPACE, Batch, Kind, footprint, write_header
 from stepwell.store.log.state import LogState
 from stepwell.store.log.writing import Writer
 
 
-def drop(state: LogState, writer: Writer, damage: Iterable[Damage]) -> None:
+def repair(state: LogState, writer: Writer, damage: Sequence[Damage]) -> None:
     """Only for the one writer. Raises StoreError or OSError; what was dropped until then stays dropped."""
-    values = [one for one in damage if one.key is not None and one.space is not None]
+    values = [one for one in damage if one.key is not None and one.space is not None and one.reason != HEADER_DAMAGED]
     for digest, same in groupby(sorted(values, key=_digest), key=_digest):
         of_space = list(same)
         assert of_space[0].space is not None, f"a value of no space: {digest!r}"
         writer.erase(of_space[0].space, [one.key for one in of_space if one.key is not None])
+    for number in {one.segment for one in damage if one.key is None}:
+        _move_marks(state, writer, number)
+        _move_values(state, writer, number, [one for one in damage if one.segment == number and one.reason == HEADER_DAMAGED])
     writer.settle()
     for one in damage:
         if one.key is None:
             _fill(state, one)
+
+
+def _move_marks(state: LogState, writer: Writer, number: int) -> None:
+    """Copies all marks of a segment elsewhere: which of them stand in damaged headers, nobody knows."""
+    marks, at_once = state.marks.within(number), max(1, state.budget.carry_bytes // (2 * BLOCK_BYTES))
+    while marks and (segment := state.segments.table.get(number)) is not None:
+        still_there = set(state.marks.within(number))
+        if writer.reclaim.move(segment, NO_ROWS, [mark for mark in marks[:at_once] if mark in still_there]):
+            marks = marks[at_once:]
+
+
+def _move_values(state: LogState, writer: Writer, number: int, values: Sequence[Damage]) -> None:
+    """Copies values of a segment elsewhere, a few at a time: with their headers, always fewer than a segment has room for."""
+    offsets, columns = np.array([one.offset for one in values], np.int64), state.index.columns
+    at_once = state.budget.carry_bytes // (2 * BLOCK_BYTES)
+    while (segment := state.segments.table.get(number)) is not None:
+        rows = state.index.rows_in(number)
+        rows = rows[np.isin(columns.offset[rows], offsets)][:at_once]
+        if not len(rows):
+            return
+        sizes = np.cumsum(footprint(columns.length[rows]))
+        few = max(1, int(np.searchsorted(sizes, state.budget.carry_bytes // 3)))
+        writer.reclaim.move(segment, rows[:few], [])
 
 
 def _digest(one: Damage) -> bytes:

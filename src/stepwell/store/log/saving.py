@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from stepwell.store.log import snapshot
-from stepwell.store.log.budget import FIXED_BYTES
 from stepwell.store.log.disk import replace_file
 from stepwell.store.log.snapshot import Extent
 from stepwell.store.log.state import LogState
@@ -16,30 +15,30 @@ _PART_OF_ALL = 4
 
 
 def due(state: LogState, *, batches: int, values: int) -> bool:
-    return batches >= _MOST_BATCHES or values >= max(_MOST_VALUES, state.index.num_values // _PART_OF_ALL)
+    many = max(_MOST_BATCHES, state.index.num_values // _PART_OF_ALL)
+    return batches >= many or values >= max(_MOST_VALUES, state.index.num_values // _PART_OF_ALL)
 
 
 def save_snapshot(state: LogState) -> bool:
     """Puts a new snapshot in the place of the old; False, and counted, when the disk or the budget has no room for it."""
     with state.lock:
         table = state.segments.table
+        last = state.active.id if state.active is not None else max(table, default=0)  # a failed creation may have left others
         extents = [Extent(id=s.id, first_seq=s.first_seq, end=s.end, ghosts=s.ghosts) for s in table.values()]
         pieces = snapshot.encode(
-            state.index, state.marks, extents, seed=state.seed, active=max(table, default=0), next_seq=state.next_seq,
+            state.index, state.marks, extents, active=last, next_seq=state.next_seq,
             settled=state.settled,
         )  # fmt: skip
-    path, slot = state.directory / snapshot.NAME, state.budget.slot
-    room = state.budget.total_bytes - FIXED_BYTES - len(table) * slot(state.budget.segment_bytes)
-    room -= slot(sum(map(len, pieces)))
+    snapshot.sign(pieces, seed=state.seed)
+    size = sum(map(len, pieces))
     try:
-        old = state.disk.file_size(path)
-        if old is not None and room - slot(old) < 0 <= room:
-            state.disk.unlink(path)  # both do not fit: a crash in between costs one long reading of the log
-            old = None
-        if room - slot(old or 0) < 0:
+        old = state.snapshot_bytes()
+        if state.budget.left_beside(len(table), size) < 0:
             state.counters.add("snapshots_skipped")
             return False
-        replace_file(state.disk, path, pieces)
+        if old and state.budget.left_beside(len(table), old, size) < 0:
+            state.drop_snapshot()  # both do not fit: a crash in between costs one long reading of the log
+        replace_file(state.disk, state.directory / snapshot.NAME, pieces)
     except OSError:
         state.counters.add("snapshots_failed")
         return False

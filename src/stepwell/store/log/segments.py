@@ -3,7 +3,8 @@
     (created) -> ACTIVE -> SEALED -> FREE -> (renamed to the next number) ACTIVE ...
 
 Numbers only go up, so a file that is written over has another name, and nothing of its former life is believed. A segment
-that somebody reads is pinned: it is neither written over nor closed. Callers bring the lock.
+that somebody wants to read is held: it is not written over. One that is being read is pinned: it is not closed either.
+A number is never given twice, also where its file was lost. Callers bring the lock.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from stepwell.store.log.disk import Disk
 
 SUFFIX = ".seg"
 NOTHING_YET = 2**62  # first seq of a segment without batches
-_MAX_OPEN = 128  # segments with open descriptors: two each
+NUMBERS_END = 2**62  # of segments and of batches: whatever says it is above is not ours
+
+
+_FDS_OF_SEGMENT = 2
 
 
 class State(Enum):
@@ -33,7 +37,8 @@ class Segment:
     end: int  # where the next batch would go
     state: State = State.SEALED
     ghosts: int = 0  # values in it that were given up but would come back if it was read anew
-    pins: int = 0
+    pins: int = 0  # of those who hold it
+    readers: int = 0  # of those, who use its descriptors now
     fd: int = -1  # -1: closed
     direct_fd: int = -1  # -1: closed, or the file system has no direct transfers
 
@@ -53,17 +58,19 @@ def number_of(name: str) -> int | None:
         number = int(stem, 16)
     except ValueError:
         return None
-    return number if number > 0 and name == name_of(number) else None
+    return number if 0 < number < NUMBERS_END and name == name_of(number) else None
 
 
 class Segments:
     """All segments of one directory, by number."""
 
-    def __init__(self, disk: Disk, directory: Path, segment_bytes: int, found: list[Segment]) -> None:
+    def __init__(self, disk: Disk, directory: Path, segment_bytes: int, found: list[Segment], *, last_number: int = 0) -> None:
+        """`last_number` is the highest that was ever given, as far as anybody remembers."""
         self.table = {segment.id: segment for segment in sorted(found, key=lambda segment: segment.id)}
         self.direct = False  # whether descriptors for direct transfers are wanted
-        self._next_id = max(self.table, default=0) + 1
+        self.last_number = max(last_number, max(self.table, default=0))
         self._disk, self._directory, self._segment_bytes = disk, directory, segment_bytes
+        self._most_open = disk.most_open() // _FDS_OF_SEGMENT
         self._open: dict[int, Segment] = {}  # least recently used first
 
     def free(self) -> list[Segment]:
@@ -86,8 +93,8 @@ class Segments:
         return min((other.first_seq for other in self.table.values() if other is not segment), default=NOTHING_YET)
 
     def create(self, first_seq: int) -> Segment:
-        """A new file, all of its bytes set aside. Raises OSError, and leaves nothing."""
-        segment = Segment(id=self._next_id, first_seq=first_seq, end=0, state=State.ACTIVE)
+        """A new file, all of its bytes set aside. Raises OSError, and leaves nothing; what cannot be removed is free."""
+        segment = Segment(id=self._take_number(), first_seq=first_seq, end=0, state=State.ACTIVE)
         path = path_of(self._directory, segment.id)
         fd = self._disk.create(path)
         try:
@@ -95,17 +102,20 @@ class Segments:
             self._disk.sync_directory(self._directory)
         except OSError:
             self._disk.close(fd)
-            self._disk.unlink(path)
+            try:
+                self._disk.unlink(path)
+            except OSError:
+                self.table[segment.id] = Segment(id=segment.id, first_seq=NOTHING_YET, end=0, state=State.FREE)
             raise
         segment.fd = fd
-        self._open[segment.id] = segment
-        return self._add(segment)
+        self._open[segment.id] = self.table[segment.id] = segment
+        return segment
 
     def reuse(self, segment: Segment, first_seq: int) -> Segment:
         """Gives the file of a free segment to a new one. Its name is safe on disk before anything is written. Raises OSError."""
         assert segment.state is State.FREE and not segment.pins, f"segment {segment.id}: {segment.state} {segment.pins=}"
         self.close(segment)
-        fresh = Segment(id=self._next_id, first_seq=first_seq, end=0, state=State.ACTIVE)
+        fresh = Segment(id=self._take_number(), first_seq=first_seq, end=0, state=State.ACTIVE)
         fd = self._disk.open(path_of(self._directory, segment.id))
         try:
             self._disk.allocate(fd, self._segment_bytes)  # it may have come from a crash, or a damaged directory
@@ -113,7 +123,7 @@ class Segments:
             self._disk.close(fd)
         self._disk.rename(path_of(self._directory, segment.id), path_of(self._directory, fresh.id))
         del self.table[segment.id]
-        self._add(fresh)
+        self.table[fresh.id] = fresh
         try:
             self._disk.sync_directory(self._directory)
         except OSError:  # a crash may still bring the old segment back: it is as old as it was, and free
@@ -129,16 +139,29 @@ class Segments:
         del self.table[segment.id]
         self._disk.sync_directory(self._directory)
 
-    def pin(self, number: int) -> Segment:
-        """A segment with open descriptors that will stay as it is until it is unpinned. Raises OSError."""
+    def hold(self, number: int) -> Segment:
+        """A segment that will not be written over until it is released."""
         segment = self.table[number]
-        self.open(segment)
         segment.pins += 1
         return segment
 
-    def unpin(self, segment: Segment) -> None:
-        assert segment.pins > 0, f"segment {segment.id} is not pinned"
+    def release(self, segment: Segment) -> None:
+        assert segment.pins > segment.readers, f"segment {segment.id} is not held: {segment.pins=} {segment.readers=}"
         segment.pins -= 1
+
+    def pin(self, number: int) -> Segment:
+        """Holds a segment and opens its descriptors, which stay open until it is unpinned. Raises OSError, and holds nothing."""
+        segment = self.table[number]
+        self.open(segment)
+        segment.pins += 1
+        segment.readers += 1
+        return segment
+
+    def unpin(self, segment: Segment) -> None:
+        assert segment.pins >= segment.readers > 0, f"segment {segment.id} is not pinned"
+        segment.pins -= 1
+        segment.readers -= 1
+        self._close_idle()
 
     def open(self, segment: Segment) -> None:
         """Opens its descriptors, if they are not; they may be closed again as soon as the lock is given back, unless pinned."""
@@ -149,10 +172,7 @@ class Segments:
             segment.direct_fd = self._try_direct(segment)
         self._open.pop(segment.id, None)
         self._open[segment.id] = segment
-        if len(self._open) > _MAX_OPEN:
-            idle = next((other for other in self._open.values() if not other.pins and other.state is not State.ACTIVE), None)
-            if idle is not None and idle is not segment:
-                self.close(idle)
+        self._close_idle(but=segment)
 
     def close(self, segment: Segment) -> None:
         self._open.pop(segment.id, None)
@@ -165,10 +185,18 @@ class Segments:
         for segment in list(self._open.values()):
             self.close(segment)
 
-    def _add(self, segment: Segment) -> Segment:
-        self._next_id += 1
-        self.table[segment.id] = segment
-        return segment
+    def _close_idle(self, but: Segment | None = None) -> None:
+        """Closes those used longest ago, until there are no more open than may be."""
+        while len(self._open) > self._most_open:
+            idle = (s for s in self._open.values() if not s.readers and s.state is not State.ACTIVE and s is not but)
+            if (segment := next(idle, None)) is None:
+                return
+            self.close(segment)
+
+    def _take_number(self) -> int:
+        """Gone for good, whatever becomes of it: a number must never mean two files."""
+        self.last_number += 1
+        return self.last_number
 
     def _try_direct(self, segment: Segment) -> int:
         try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,11 @@ import xxhash
 
 from stepwell.store.api import MAX_LABEL_BYTES, MAX_TENANT_BYTES, Space
 from stepwell.store.log.columns import ROW_BYTES, SHAPES, Rows
+from stepwell.store.log.disk import Disk
 from stepwell.store.log.format import Kind
 from stepwell.store.log.index import Index
 from stepwell.store.log.marks import Mark, Marks
+from stepwell.store.log.segments import NUMBERS_END
 
 NAME = "snapshot"
 VERSION = 1
@@ -54,11 +57,14 @@ class Snapshot:
     marks: list[Mark]
     columns: dict[str, npt.NDArray[Any]]
 
+    @property
+    def last_number(self) -> int:
+        """The highest number of a segment that it knows of."""
+        return max([self.segment, int(self.columns["segment"].max(initial=0)), *(extent.id for extent in self.extents)])
 
-def encode(
-    index: Index, marks: Marks, extents: list[Extent], *, seed: int, active: int, next_seq: int, settled: int
-) -> list[memoryview]:
-    """The file's bytes, in pieces. Copies what it needs, so the index may change once it returns."""
+
+def encode(index: Index, marks: Marks, extents: list[Extent], *, active: int, next_seq: int, settled: int) -> list[memoryview]:
+    """The file's bytes, in pieces, without the checksum. Copies what it needs, so the index may change once it returns."""
     index.settle_uses()
     rows = index.columns.held()
     spaces, numbers = _spaces(index, marks, rows)
@@ -73,12 +79,15 @@ def encode(
     body = [np.array(spaces, _SPACE), table, kept, *columns.values()]
     counts = (len(spaces), len(table), len(kept), len(rows))
     head = bytearray(_HEAD.pack(MAGIC, 0, VERSION, active, offset, next_seq, settled, index.tick, *counts))
-    checksum = xxhash.xxh3_64(head[_CHECKED_FROM:], seed)
-    pieces = [np.ascontiguousarray(part).reshape(-1).view(np.uint8).data for part in body if len(part)]
-    for piece in pieces:
+    return [memoryview(head), *(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data for part in body if len(part))]
+
+
+def sign(pieces: list[memoryview], *, seed: int) -> None:
+    """Puts the checksum in. Takes as long as the snapshot is large, and needs no lock."""
+    checksum = xxhash.xxh3_64(pieces[0][_CHECKED_FROM:], seed)
+    for piece in pieces[1:]:
         checksum.update(piece)
-    struct.pack_into("<Q", head, len(MAGIC), checksum.intdigest())
-    return [memoryview(head), *pieces]
+    struct.pack_into("<Q", pieces[0], len(MAGIC), checksum.intdigest())
 
 
 def _spaces(index: Index, marks: Marks, rows: Rows) -> tuple[list[tuple[object, ...]], dict[bytes, int]]:
@@ -94,14 +103,47 @@ def _spaces(index: Index, marks: Marks, rows: Rows) -> tuple[list[tuple[object, 
     return table, numbers
 
 
+def size_bytes(*, values: int, marks: int, spaces: int, segments: int) -> int:
+    """Of a snapshot that holds so much."""
+    tables = spaces * _SPACE.itemsize + segments * _SEGMENT.itemsize + marks * _MARK.itemsize
+    return _HEAD.size + tables + values * ROW_BYTES
+
+
+def read(disk: Disk, directory: Path) -> bytes | None:
+    """The file's bytes; none of them where it is not as long as it says, or cannot be read. None when there is no file."""
+    try:
+        fd = disk.open(directory / NAME, writable=False)
+    except FileNotFoundError:
+        return None
+    except OSError:
+        return b""
+    try:
+        head = memoryview(bytearray(_HEAD.size))
+        size = disk.size(fd)
+        if disk.read(fd, [head], 0) < len(head) or _claimed_bytes(head) != size:
+            return b""
+        content = memoryview(bytearray(size))
+        return bytes(content[: disk.read(fd, [content], 0)])
+    except (OSError, MemoryError):
+        return b""
+    finally:
+        disk.close(fd)
+
+
+def _claimed_bytes(content: bytes | memoryview) -> int:
+    """How long a snapshot says it is; 0 when it is none of ours."""
+    if len(content) < _HEAD.size or content[: len(MAGIC)] != MAGIC:
+        return 0
+    _, _, version, _, _, _, _, _, *counts = _HEAD.unpack_from(content)
+    widths = (_SPACE.itemsize, _SEGMENT.itemsize, _MARK.itemsize, ROW_BYTES)
+    return _HEAD.size + sum(n * w for n, w in zip(counts, widths, strict=True)) if version == VERSION else 0
+
+
 def decode(content: bytes, *, seed: int, segment_bytes: int) -> Snapshot | None:
     """The snapshot in these bytes; None unless all of it verifies and belongs to this store."""
-    if len(content) < _HEAD.size or content[: len(MAGIC)] != MAGIC:
+    if not content or _claimed_bytes(content) != len(content):
         return None
-    _, checksum, version, segment, offset, next_seq, settled, tick, *counts = _HEAD.unpack_from(content)
-    widths = (_SPACE.itemsize, _SEGMENT.itemsize, _MARK.itemsize, ROW_BYTES)
-    if version != VERSION or _HEAD.size + sum(n * w for n, w in zip(counts, widths, strict=True)) != len(content):
-        return None
+    _, checksum, _, segment, offset, next_seq, settled, tick, *counts = _HEAD.unpack_from(content)
     if xxhash.xxh3_64_intdigest(memoryview(content)[_CHECKED_FROM:], seed) != checksum:
         return None
     at, tables = _HEAD.size, []
@@ -118,7 +160,10 @@ def decode(content: bytes, *, seed: int, segment_bytes: int) -> Snapshot | None:
     except (ValueError, IndexError):
         return None
     extents = [Extent(id=i, first_seq=f, end=e, ghosts=g) for i, f, e, g in tables[1].tolist()]
-    if max(offset, next_seq, settled, tick) >= 2**62 or not _plausible(columns, len(spaces), segment_bytes, tick):
+    largest = max(segment, next_seq, settled, tick, *(n for e in extents for n in (e.id, e.ghosts)), *(m.segment for m in marks))
+    if largest >= NUMBERS_END or max([offset, *(extent.end for extent in extents)]) > segment_bytes:
+        return None
+    if not _plausible(columns, len(spaces), segment_bytes, tick):
         return None
     return Snapshot(
         segment=segment, offset=offset, next_seq=next_seq, settled=settled, tick=tick, spaces=spaces, extents=extents,
@@ -138,8 +183,8 @@ def _columns(content: bytes, at: int, count: int) -> dict[str, npt.NDArray[Any]]
 def _plausible(columns: dict[str, npt.NDArray[Any]], num_spaces: int, segment_bytes: int, tick: int) -> bool:
     """Whether every row lies within a segment and a space: a later reader must not have to ask."""
     bounds = {
-        "segment": (1, 2**62), "offset": (0, segment_bytes), "length": (0, segment_bytes), "seq": (0, 2**62), "used": (0, tick),
-        "depth": (0, 2**31 - 1), "space": (0, num_spaces - 1),
+        "segment": (1, NUMBERS_END - 1), "offset": (0, segment_bytes), "length": (0, segment_bytes), "seq": (0, NUMBERS_END - 1),
+        "used": (0, tick), "depth": (0, 2**31 - 1), "space": (0, num_spaces - 1),
     }  # fmt: skip
     if not len(columns["segment"]):
         return True

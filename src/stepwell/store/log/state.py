@@ -6,6 +6,7 @@ readers whose segments are pinned.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,8 +14,10 @@ from threading import Condition
 
 from stepwell.base.errors import StoreError
 from stepwell.metrics.counters import Counters
+from stepwell.store.log import snapshot
 from stepwell.store.log.budget import MIN_SEGMENTS, Budget
 from stepwell.store.log.disk import Disk
+from stepwell.store.log.ghosts import Ghosts
 from stepwell.store.log.index import Index
 from stepwell.store.log.marks import Marks
 from stepwell.store.log.segments import Segment, Segments
@@ -43,17 +46,40 @@ class LogState:
     next_seq: int  # of the next batch
     settled: int  # batches up to here are safe on disk; those after it and before the next one failed, and are to be revoked
     active: Segment | None = None
+    ghosts: Ghosts = field(default_factory=Ghosts)
     ways: Ways = field(default_factory=Ways)
     counters: Counters = field(default_factory=Counters)
     closed: bool = False
+    process: int = field(default_factory=os.getpid)  # the only one that may use it: a fork of it has the same descriptors
     lock: Condition = field(default_factory=Condition)  # notified when a pin is given back
 
     def must_be_open(self) -> None:
-        """Raises StoreError once the log was closed."""
+        """Raises StoreError once the log was closed, and in a fork of the process that opened it. Takes no lock."""
+        if os.getpid() != self.process:
+            raise StoreError(
+                f"the log store in {self.directory} belongs to process {self.process}, of which this is a fork; "
+                "open it after the fork, in one of the two"
+            )
         if self.closed:
             raise StoreError(f"the log store in {self.directory} was closed")
 
     @property
     def max_segments(self) -> int:
         """Never below what the log can work with: when snapshots do not fit beside that, there are none."""
-        return max(MIN_SEGMENTS, self.budget.segments(self.index.num_values))
+        return max(MIN_SEGMENTS, self.budget.segments(self.next_snapshot_bytes))
+
+    @property
+    def next_snapshot_bytes(self) -> int:
+        """At most what a snapshot made now would take up."""
+        marks, segments = len(self.marks), len(self.segments.table)
+        spaces = len(self.index.spaces) + 1  # revoked batches belong to none of them
+        return snapshot.size_bytes(values=self.index.num_values, marks=marks, spaces=spaces, segments=segments)
+
+    def snapshot_bytes(self) -> int:
+        """What the snapshot in the directory takes up; 0 when there is none. Raises OSError."""
+        return self.disk.file_size(self.directory / snapshot.NAME) or 0
+
+    def drop_snapshot(self) -> None:
+        """The next opening reads the whole log instead, and does not know who was warm. Raises OSError."""
+        self.disk.unlink(self.directory / snapshot.NAME)
+        self.counters.add("snapshots_dropped")

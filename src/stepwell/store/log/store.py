@@ -1,7 +1,8 @@
 """The log store: the six verbs of `store/api.py` over one directory, and what people ask of it.
 
 One process at a time has a directory open. Values outlive it: what `write_from` calls STORED survives a crash at any
-later moment; what `delete` and `clear` took does not come back. Bytes are never verified here: the stamp above does that.
+later moment; what `delete` and `clear` took does not come back. Reads are not verified here: the stamp above does that.
+Recovery and `check` verify with it too (`seal.py`): after a crash, a value with another stamp is taken for a torn one.
 """
 
 from __future__ import annotations
@@ -9,23 +10,28 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import cast
 
+from stepwell.base.clock import Clock
 from stepwell.metrics.counters import Counters
 from stepwell.store.api import KEY_BYTES, STAMP_BYTES, Read, ReadResult, Space, Traits, Write, WriteOutcome, never
 from stepwell.store.log.check import CheckReport, check
 from stepwell.store.log.commit import Job, PutRequest, Turns
 from stepwell.store.log.disk import BLOCK_BYTES
+from stepwell.store.log.probe import Direct, Probe
 from stepwell.store.log.reading import Reader
-from stepwell.store.log.repair import drop
+from stepwell.store.log.repair import repair
 from stepwell.store.log.saving import due, save_snapshot
 from stepwell.store.log.stat import LogStat, stat_of
 from stepwell.store.log.state import LogState, Ways
 from stepwell.store.log.writing import Writer
 
+_DEPTH_END = 2**32
+_LET_GO = -1  # the descriptor of a lock that is ours no more
+
 
 class LogStore:
     """Opened by `opening.open_log`. All verbs from any thread; `close` once nobody uses it any more."""
 
-    def __init__(self, state: LogState, lock_fd: int) -> None:
+    def __init__(self, state: LogState, lock_fd: int, *, direct: Direct, clock: Clock) -> None:
         self._state = state
         self._lock_fd = lock_fd
         self._reader = Reader(state)
@@ -34,6 +40,7 @@ class LogStore:
         self._writer.reclaim.prepare()
         for tenant in state.quotas:
             self._writer.keep_quota(tenant)
+        self._probe = Probe(state, direct, clock)
 
     @property
     def traits(self) -> Traits:
@@ -48,7 +55,7 @@ class LogStore:
 
     @property
     def measured(self) -> Ways:
-        """How bytes move here, and how fast they did when the store was opened."""
+        """How bytes move here, and how fast they did when that was tried."""
         return self._state.ways
 
     # ---- the six verbs ----------------------------------------------------------------------------
@@ -61,14 +68,22 @@ class LogStore:
 
     def read_into(self, space: Space, reads: Sequence[Read], *, cancelled: Callable[[], bool] = never) -> list[ReadResult]:
         self._state.must_be_open()
-        return self._reader.read(space, reads, cancelled) if reads else []
+        if not reads:
+            return []
+        _must_be_bytes([read.into for read in reads])
+        return self._reader.read(space, reads, cancelled)
 
     def write_from(self, space: Space, writes: Sequence[Write]) -> list[WriteOutcome]:
         self._state.must_be_open()
         if not writes:
             return []
         shapes = {(len(write.key), len(write.parent), len(write.stamp)) for write in writes}
-        assert shapes == {(KEY_BYTES, KEY_BYTES, STAMP_BYTES)}, f"bytes of keys, parents and stamps: {shapes}"
+        if shapes != {(KEY_BYTES, KEY_BYTES, STAMP_BYTES)}:
+            raise ValueError(f"keys, parents and stamps have {(KEY_BYTES, KEY_BYTES, STAMP_BYTES)} bytes, got {sorted(shapes)}")
+        depths = [write.depth for write in writes]
+        if min(depths) < 0 or max(depths) >= _DEPTH_END:
+            raise ValueError(f"a depth is at least 0 and below {_DEPTH_END}, got {min(depths)} to {max(depths)}")
+        _must_be_bytes([write.data for write in writes])
         request = PutRequest(space=space, writes=writes, size_bytes=sum([len(write.data) for write in writes]))
         self._turns.submit(request)
         return cast(list[WriteOutcome], request.outcomes)
@@ -83,8 +98,8 @@ class LogStore:
         self._state.must_be_open()
 
     def close(self) -> None:
-        """Saves the index, so that the next opening is quick and knows who was warm."""
-        if not self._state.closed:
+        """Saves the index, so that the next opening is quick and knows who was warm. Does nothing in a fork."""
+        if not self._state.closed and self._lock_fd != _LET_GO:
             self._turns.submit(Job(run=self._close))
 
     # ---- what people ask --------------------------------------------------------------------------
@@ -105,13 +120,13 @@ class LogStore:
             return stat_of(self._state)
 
     def repair(self, on_progress: Callable[[int], None]) -> CheckReport:
-        """Verifies every byte and drops what is damaged for good; returns what was found. Keeps writers waiting meanwhile."""
+        """Verifies every byte, and drops what is damaged for good; returns what was found. Writers wait meanwhile."""
         self._state.must_be_open()
         reports: list[CheckReport] = []
 
         def run() -> int:
             reports.append(check(self._state, on_progress))
-            drop(self._state, self._writer, reports[0].damage)
+            repair(self._state, self._writer, reports[0].damage)
             return self._save()
 
         self._alone(run)
@@ -123,7 +138,8 @@ class LogStore:
         with state.lock:
             state.index.audit()
             assert set(filter(state.index.live_bytes.get, state.index.live_bytes)) <= set(state.segments.table), "values nowhere"
-            assert len(state.segments.table) <= state.max_segments, f"{len(state.segments.table)=} {state.max_segments=}"
+            left = state.budget.left_beside(len(state.segments.table), state.snapshot_bytes())
+            assert left >= 0, f"{-left} bytes above the budget: {len(state.segments.table)=} {state.snapshot_bytes()=}"
 
     def __repr__(self) -> str:
         return f"LogStore({str(self._state.directory)!r}, values={self._state.index.num_values}{', closed' * self._state.closed})"
@@ -149,6 +165,7 @@ class LogStore:
     def _put(self, requests: Sequence[PutRequest]) -> None:
         self._state.must_be_open()
         self._writer.put(requests)
+        self._probe.run()
         self._save_if_due()
 
     def _save_if_due(self) -> None:
@@ -163,10 +180,31 @@ class LogStore:
     def _close(self) -> None:
         if self._state.closed:
             return
-        self._save()
-        with self._state.lock:
-            self._state.closed = True
-            while any(segment.pins for segment in self._state.segments.table.values()):
-                self._state.lock.wait()
-            self._state.segments.close_all()
-        self._state.disk.close(self._lock_fd)
+        try:
+            self._save()
+        finally:
+            with self._state.lock:
+                self._state.closed = True
+                while any(segment.pins for segment in self._state.segments.table.values()):
+                    self._state.lock.wait()
+                self._state.segments.close_all()
+            self._unlock()
+
+    def leave_in_child(self) -> None:
+        """In a fork: the lock stays with the process that opened the log. No other lock is taken here."""
+        if self._lock_fd != _LET_GO:
+            self._unlock()
+
+    def _unlock(self) -> None:
+        fd, self._lock_fd = self._lock_fd, _LET_GO
+        self._state.disk.close(fd)
+
+
+def _must_be_bytes(buffers: Sequence[memoryview]) -> None:
+    """Raises ValueError for memory whose length is not its number of bytes: what lies behind it would be taken for its own."""
+    for buffer in buffers:
+        if buffer.itemsize != 1 or buffer.ndim != 1 or not buffer.c_contiguous:
+            raise ValueError(
+                f"values are contiguous memoryviews of bytes, got {buffer.ndim} dimensions of {buffer.itemsize} bytes; "
+                "use .cast('B')"
+            )

@@ -19,6 +19,7 @@ from stepwell.store.log.format import FORMAT_VERSION
 NAME = "store.json"
 WHAT = "stepwell log store"
 _MAX_BYTES = 16 * 1024
+_NO_DISK_BYTES = 2**62  # no disk is as large
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +42,9 @@ def read(disk: Disk, directory: Path) -> Superblock | None:
         version = int(fields["format"])
         quotas = {str(tenant): int(size) for tenant, size in fields["quotas"].items()}
         budget_bytes, segment_bytes, seed = (int(fields[name]) for name in ("budget_bytes", "segment_bytes", "seed"))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        if not all(0 <= size < _NO_DISK_BYTES for size in (budget_bytes, segment_bytes, *quotas.values())):
+            raise ValueError
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         raise StoreError(
             f"{directory / NAME} is not a log store's, or is damaged; move the directory away and begin anew"
         ) from None

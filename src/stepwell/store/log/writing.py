@@ -76,8 +76,8 @@ class Writer:
         state = self._state
         with state.lock:
             known = state.index.rows_of(space.digest)
-            ghosts = any(segment.ghosts for segment in state.segments.table.values())
-            wanted = [key for key in dict.fromkeys(keys) if ghosts or key in known]  # a ghost would come back without a mark
+            ghosts = state.ghosts.among(keys, state.segments.table.values())  # they would come back without a mark
+            wanted = [key for key in dict.fromkeys(keys) if key in ghosts or key in known]
             there = sum(key in known for key in wanted)
         self._mark(Kind.DELETE, space, wanted)
         state.counters.add("deleted_values", there)
@@ -176,6 +176,7 @@ class Writer:
         """Writes as many values as the active segment has room for, or makes room. Those written, or failed, wait no more."""
         state = self._state
         try:
+            self.reclaim.keep_one_at_hand()
             drafts = self._drafts(waiting)
             if not drafts:
                 self.reclaim.next_segment()
@@ -215,6 +216,7 @@ class Writer:
         """Writes marks that hold from now on, and does what they say."""
         try:
             while keys:
+                self.reclaim.keep_one_at_hand()
                 draft = draft_marks(kind, space, keys, [HOLDS_FROM_NOW] * len(keys), self._appender.room)
                 if draft is None:
                     self.reclaim.next_segment()

@@ -153,6 +153,7 @@ def test_a_segment_is_not_written_over_while_it_is_read(open_here: OpenLog) -> N
 
     results = store.read_into(HERE, [Read(key=key(f"old {at}"), into=into) for at, into in enumerate(intos)], cancelled=cancelled)
     asked[0].join()
+    fill(store, 60, "later")
     assert [result.outcome for result in results] == [ReadOutcome.FOUND] * 3
     assert all(into == payload(f"old {at}", 9000) for at, into in enumerate(intos))
     assert store.contains(HERE, [key("old 0")]) == [False], "the test must have written over it"
@@ -165,7 +166,7 @@ def test_marks_alone_never_fill_the_store(open_here: OpenLog) -> None:
         names = [f"{turn}/{at}" for at in range(60)]
         assert set(store.write_from(HERE, [offer(HERE, name, 100) for name in names])) == {WriteOutcome.STORED}
         assert store.delete(HERE, [key(name) for name in names]) == 60
-        fetch(store, HERE, "keeps an old segment alive", 9000)
+        assert fetch(store, HERE, "keeps an old segment alive", 9000), f"given up in turn {turn}, though it was just used"
     store.audit()
 
 

@@ -1,0 +1,34 @@
+"""Runs `mooncake_run.py` inside a private network, and says why where there is none."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from threading import Timer
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "tests" / "mooncake"))
+
+from private_network import inside, why_not  # noqa: E402
+
+LIMIT_S = 120
+__all__ = ["measured", "why_not"]
+
+
+def measured(sets: Sequence[tuple[int, int]], rounds: int) -> Iterator[dict[str, Any]]:
+    """One row for each measurement, as it is made; ends early when the run fails or takes too long."""
+    script = Path(__file__).with_name("mooncake_run.py")
+    command = inside([sys.executable, str(script), str(rounds), json.dumps(list(sets))])
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        assert process.stdout is not None
+        limit = Timer(LIMIT_S, process.kill)  # everything inside goes with it
+        limit.start()
+        try:
+            yield from (json.loads(line) for line in process.stdout if line.startswith("{"))
+        finally:
+            limit.cancel()
+            process.kill()

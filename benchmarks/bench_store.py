@@ -44,6 +44,7 @@ PEER_BYTES = 512 * KIB  # peers of many files are measured up to this size
 ASK_BYTES = 64 * KIB  # the set with 4,096 values
 PLAINS = ("plain", "plain direct")
 FILES = ("file per page", "SGLang files")
+MOONCAKES = ("mooncake", "mooncake, 128 each")
 
 Key = tuple[int, str, str]  # bytes of a value, operation, contender
 
@@ -183,8 +184,9 @@ def goals(samples: Samples) -> list[tuple[str, bool, str]]:
             found.append((f"existence of 4,096 keys: 5x {name}", times >= 5, f"{times:.1f}x"))
     for size, _ in MOONCAKE_SETS:
         if samples.names(size, "Mooncake read"):
-            times = ratio(size, "Mooncake read", "raw Mooncake", "mooncake")
-            found.append((f"Mooncake read, {size // KIB:,} KiB: 0.9 of batch_get_into", times >= 0.9, f"{times:.2f}"))
+            usual, whole = (ratio(size, "Mooncake read", "raw Mooncake", ours) for ours in MOONCAKES)
+            detail = f"{whole:.2f} with 128 values to a reader as raw has it, {usual:.2f} with the cache's 8 MiB"
+            found.append((f"Mooncake read, {size // KIB:,} KiB: 0.9 of batch_get_into", whole >= 0.9, detail))
     return found
 
 
@@ -229,7 +231,7 @@ def main() -> None:
     left_out = absent()
     has_mooncake = not mooncake.why_not()
     with Progress(console=Console(stderr=True)) as progress:
-        steps = len(SETS) * 4 * (args.rounds + 1) + has_mooncake * len(MOONCAKE_SETS) * 4 * args.rounds
+        steps = len(SETS) * 4 * (args.rounds + 1) + has_mooncake * len(MOONCAKE_SETS) * 6 * args.rounds
         task = progress.add_task("measuring", total=steps)
 
         def step(what: str) -> None:

@@ -32,12 +32,13 @@ NAMESPACE = Namespace(model="bench", layout="bench")
 class Driver:
     """A store behind the cache's own hands and threads."""
 
-    def __init__(self, store: Store, load: Load) -> None:
+    def __init__(self, store: Store, load: Load, *, chunk_bytes: int | None = None) -> None:
         self.store, self._load = store, load
         self.hands = StoreHands(store, load.memory)
         self.space = self.hands.space(NAMESPACE)
         self._config = StoreConfig()
         self._porter = ThreadPorter([self.hands], SystemClock(), readers=self._config.readers, writers=self._config.writers)
+        self._chunk_bytes = chunk_bytes or self._config.fetch_chunk_bytes
         self._jobs = count(1)
 
     def write(self, life: int) -> None:
@@ -54,7 +55,7 @@ class Driver:
     def read(self, life: int) -> None:
         keys = self._load.keys(life)
         ids = np.arange(len(keys), 2 * len(keys), dtype=np.int32)
-        step = max(self._config.fetch_chunk_bytes // self._load.value_bytes, 1)
+        step = max(self._chunk_bytes // self._load.value_bytes, 1)
         starts = range(0, len(keys), step)
         self._run([FetchPages(keys=keys[at : at + step], ids=ids[at : at + step]) for at in starts])
 

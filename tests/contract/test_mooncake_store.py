@@ -86,7 +86,7 @@ def test_a_buffer_that_leaves_its_region_is_copied(raw: StandIn) -> None:
 
 
 def test_batches_larger_than_staging_are_cut(store: MooncakeStore, raw: StandIn) -> None:
-    sizes = [400_000] * 7 + [10] * (2 * VALUES_PER_BATCH)
+    sizes = [2 * STAGING_BYTES // 15] * 7 + [10] * (2 * VALUES_PER_BATCH)  # a lane is a third of it
     offers = [offer(HERE, f"value {i}", size) for i, size in enumerate(sizes)]
     assert store.write_from(HERE, offers) == [WriteOutcome.STORED] * len(sizes)
     reads = [Read(key=each.key, into=memoryview(bytearray(each.data.nbytes))) for each in offers]

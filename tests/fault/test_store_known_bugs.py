@@ -1,4 +1,4 @@
-"""Bugs that the state machines found in the store tier, each by the shortest life that showed it."""
+"""Bugs that the state machines found in the store tier, or that they were shown and missed: each by a short life that has it."""
 
 from __future__ import annotations
 
@@ -111,6 +111,17 @@ def test_a_victim_is_evicted_when_only_what_it_stands_on_is_being_stored() -> No
     here.evict_idle(Tier.HOST)
     here.cache.audit()
     here.settle()
+    here.idle_check()
+
+
+def test_room_for_a_fetch_is_not_made_out_of_what_it_stands_on() -> None:
+    here = Rig(FULL, device_pages=64, host_pages=16, store=filled(FULL))
+    here.serve(PROMPT[: 4 * PAGE + 1])
+    here.clock.advance(10.0)
+    here.serve(text(2, 8 * PAGE))
+    here.evict_idle(Tier.DEVICE)
+    ticket = here.fetched(PROMPT)  # six pages, of which two need room, and the oldest are its own
+    assert here.serve(PROMPT, ticket=ticket).computed == 1
     here.idle_check()
 
 

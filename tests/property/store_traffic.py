@@ -66,6 +66,8 @@ class StoreTraffic(Traffic):
             held = self.world.acquire(awaited.tokens, awaited.namespace)
             if held is not None:
                 self.finish_serving(held)
+            if pick % 2:
+                self.world.acquire_awaited(awaited)
 
     def serve_awaited(self, tokens: list[int], pick: int) -> None:
         """A request as it should be: asks, waits, begins."""

@@ -27,7 +27,7 @@ def traffic_over_a_good_store(seed: int, random: Random) -> StoreTraffic:
     chunk_bytes = random.choice((1, max(2 * setup.cache.spec.object_bytes(Kind.PREFIX), 1), 2**20))
     config = replace(PATIENT, fetch_chunk_bytes=chunk_bytes, fallback_share=random.choice((0.0, 0.25, 1.0)))
     roomy = setup.cache.regime.exact or random.random() < 0.3
-    cache = replace(setup.cache, write=WritePolicy.THROUGH, host_objects=ROOMY_OBJECTS if roomy else random.choice((32, 64)))
+    cache = replace(setup.cache, write=WritePolicy.THROUGH, host_objects=ROOMY_OBJECTS if roomy else random.choice((16, 24, 48)))
     setup = replace(setup, sort="good", config=config, cache=cache)
     traffic = StoreTraffic((BorrowedStoreWorld if borrowed else StoreWorld)(setup))
     for _ in range(random.randint(3, 6)):
@@ -44,7 +44,8 @@ def test_a_prompt_resumes_as_deep_as_memory_and_store_allow(seed: int) -> None:
     traffic = traffic_over_a_good_store(seed, random)
     for _ in range(6):
         world = traffic.world
-        tokens = traffic.again(random.randrange(12), random.choice((0, 0, 1, 5)), random.choice((0, 1, 9)))
+        less = random.choice((0, 0, 1, traffic.page, 2 * traffic.page + 1))
+        tokens = traffic.again(random.randrange(12), less, random.choice((0, 1, 9)))
         if random.random() < 0.7:
             world.drop_memory()
         if random.random() < 0.4:  # memory has its beginning, and much else
@@ -66,9 +67,12 @@ def test_what_is_served_is_stored_however_often_that_failed_before(seed: int) ->
     traffic = traffic_over_a_good_store(seed, random)
     traffic.restart()
     world = traffic.world
-    for _ in range(random.choice((0, 2, 4))):
+    for _ in range(random.choice((0, 0, 2, 4))):
         world.shelf.lose(random)  # nothing is believed of a store yet
+    world.shelf.stores[0].faults = Faults(fail=0.15)
     for _ in range(5):
+        if random.random() < 0.1:
+            traffic.move_store(random.randrange(12))
         tokens = traffic.again(random.randrange(12), random.choice((0, 1, 5, 20)), random.choice((0, 1, 9)))
         if random.random() < 0.5:
             traffic.serve(tokens, 0)
@@ -78,6 +82,9 @@ def test_what_is_served_is_stored_however_often_that_failed_before(seed: int) ->
             world.answer_errand(line, job, fate=random.choice((None, None, Fate.FAILED)))
         world.step()
         world.check()
+    world.shelf.make_well(well=True)
+    if world.attached is None:
+        world.attach(1)
     world.settle_everything()
     world.clock.advance(120.0)  # a store that was switched off is tried again
     for tokens in list(traffic.served[-4:]):
@@ -99,8 +106,8 @@ def test_damaged_values_never_reach_a_request(seed: int) -> None:
 
 
 MEANWHILE = {
-    "answer": 10, "answer_errand": 30, "step": 12, "settle": 4, "time_out": 3, "fail_errands": 2, "evict": 4, "move_store": 4,
-    "close_ticket": 3, "overtake": 4, "acquire_awaited": 6, "prefetch_twins": 6, "prefill": 8, "release": 4, "clear": 0.2,
+    "answer": 10, "answer_errand": 30, "step": 12, "settle": 4, "time_out": 6, "fail_errands": 2, "evict": 4, "move_store": 4,
+    "close_ticket": 6, "overtake": 6, "acquire_awaited": 6, "prefetch_twins": 6, "prefill": 8, "release": 4, "clear": 0.2,
 }  # fmt: skip
 
 

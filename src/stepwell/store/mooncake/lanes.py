@@ -22,7 +22,7 @@ import numpy as np
 from stepwell.store.api import STAMP_BYTES
 from stepwell.store.mooncake.client import Client
 
-COPY_BYTES = 1024 * 1024  # measured over TCP: 32 KiB 0.60 copied and 0.37 GB/s not, 512 KiB 0.76 and 0.67, 2.5 MiB the same
+COPY_BYTES = 1024 * 1024  # measured over TCP: 32 KiB 0.60 copied and 0.37 GB/s not, 512 KiB 0.78 and 0.75; with less CPU
 # Two slices each and three lanes: 960 in flight. A get of 3,000 over TCP hung for 60 s, and all later transfers failed.
 VALUES_PER_BATCH = 160
 

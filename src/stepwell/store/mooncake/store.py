@@ -41,10 +41,9 @@ _KEPT = (WriteOutcome.STORED, WriteOutcome.EXISTS)
 class MooncakeStore:
     """One client of a Mooncake cluster as a store. Reads and writes of large values in `buffers` are not copied.
 
-    One read and one write move data at a time, while another read is prepared or unpacked; other callers wait. A master
-    that does not answer is a StoreError, up to 4.5 s after the call. So is a transfer that stalls, after Mooncake's 60 s:
-    the store leaves the cluster then and joins it again with the next verb. `counters` has what went wrong, by verb and
-    Mooncake's code.
+    Two reads and one write move data at a time; other callers wait. A master that does not answer is a StoreError, up to
+    4.5 s after the call. So is a transfer that stalls, after Mooncake's 60 s: the store leaves the cluster then and joins
+    it again with the next verb. `counters` has what went wrong, by verb and Mooncake's code.
     """
 
     def __init__(
@@ -158,7 +157,7 @@ class MooncakeStore:
             return [ReadResult(outcome=ReadOutcome.FAILED)]  # larger than any value this client could have written
         batch = reads[start : start + len(passages)]
         names = [_name(space, read.key) for read in batch]
-        received = session.move_alone(lambda: session.client.get(names, lane.pointers(passages), lane.sizes(passages)))
+        received = session.move(lambda: session.client.get(names, lane.pointers(passages), lane.sizes(passages)))
         results = []
         for name, passage, read, count in zip(names, passages, batch, received, strict=True):
             outcome = self._read_outcome(session, name, STAMP_BYTES + passage.size, count)

@@ -24,6 +24,7 @@ from stepwell.transfer.memory import PageMemory
 
 BATCH = 128
 PAGE_TOKENS = 64
+MANY_FILES = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,10 +131,13 @@ class Asked(Protocol):
 
 def chill(files: list[Path]) -> None:
     """Syncs files and drops them from the page cache."""
+    if len(files) > MANY_FILES:
+        os.sync()  # one by one would take minutes
     for path in files:
         fd = os.open(path, os.O_RDONLY)
         try:
-            os.fsync(fd)
+            if len(files) <= MANY_FILES:
+                os.fsync(fd)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(fd)

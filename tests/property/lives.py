@@ -12,7 +12,7 @@ from random import Random
 from borrowed_world import BorrowedWorld
 from shelf import make_store_setup
 from store_traffic import FATES, StoreTraffic
-from store_world import BorrowedStoreWorld, StoreSide, StoreWorld
+from store_world import BorrowedStoreWorld, StoreWorld
 from toy_models import TRUNKS, make_borrowed_setup, make_setup, prompt
 from traffic import Traffic
 from world import World
@@ -39,7 +39,7 @@ def live(seed: int, steps: int, *, borrowed: bool = False) -> World:
     return world
 
 
-def live_with_store(seed: int, steps: int, *, borrowed: bool = False) -> StoreSide:
+def live_with_store(seed: int, steps: int, *, borrowed: bool = False) -> StoreWorld:
     """The same over a store that may be of any sort."""
     rng = Random(seed)
     setup = make_store_setup(rng.choice, borrowed=borrowed)

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from ledger import space_of
 from shelf import PATIENT
-from store_world import Awaited, StoreSide
+from store_side import Awaited
+from store_world import StoreWorld
 from traffic import Traffic
 
 from stepwell import WritePolicy
@@ -20,9 +21,9 @@ FATES = (None, None, None, None, Fate.FAILED, Fate.CANCELLED, Fate.MISSING, Fate
 class StoreTraffic(Traffic):
     """Requests that wait for a store, errands that end in any order, and stores that come and go."""
 
-    world: StoreSide
+    world: StoreWorld
 
-    def __init__(self, world: StoreSide) -> None:
+    def __init__(self, world: StoreWorld) -> None:
         super().__init__(world)
         self.served: list[list[int]] = []  # prompts that a store may have
 

@@ -16,8 +16,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from stepwell.store.log.cached import is_cached
-
 BLOCK_BYTES = 4096  # of memory and of disk: direct transfers start and end at multiples of it
 IOV_MAX = 1024
 FILE_MODE, DIRECTORY_MODE = 0o600, 0o700
@@ -119,10 +117,6 @@ class Disk:
 
     def unlink(self, path: Path) -> None:
         os.unlink(path)
-
-    def is_cached(self, fd: int, offset: int, size: int) -> bool:
-        """Whether the machine has all of a range in memory, so that reading it needs no disk; False where it does not say."""
-        return is_cached(fd, offset, size)
 
     def forget_cached(self, fd: int, offset: int, size: int) -> None:
         """Asks the machine to drop its copy of a range, so that the next read comes from the disk."""

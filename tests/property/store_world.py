@@ -108,16 +108,18 @@ class StoreWorld(StoreSide):
         self.release(held)
 
     def check_stored(self, tokens: Sequence[int], namespace: Namespace) -> None:
-        """A prompt that was just served and written through is in the store, up to its deepest boundary."""
+        """A prompt that was just served and written through is in the store, as far as anybody could resume from it."""
         line, legal = self.attached, boundaries(self.spec, len(tokens))
         assert line is not None
-        keys = self.keys(tokens, namespace)
-        for boundary in legal[:1]:
-            last = boundary // self.spec.page_tokens
-            lacking = [at for at in range(last) if not self.shelf.has_page(line.which, namespace, keys[at])]
-            assert not lacking, f"pages {lacking} of a served prompt were not stored"
-            if needs_checkpoint(self.spec, boundary) and self.setup.at_prompt_end:
-                assert self.shelf.has_checkpoint(line.which, namespace, keys[last - 1]), f"no checkpoint at {boundary} was stored"
+        if not legal:
+            return
+        left_one = self.setup.at_prompt_end or not needs_checkpoint(self.spec, legal[0])
+        boundary = legal[0] if left_one else self.cache.lookup(tokens, namespace=namespace).restore_tokens
+        keys, last = self.keys(tokens, namespace), boundary // self.spec.page_tokens
+        lacking = [at for at in range(last) if not self.shelf.has_page(line.which, namespace, keys[at])]
+        assert not lacking, f"pages {lacking} of a served prompt were not stored"
+        if needs_checkpoint(self.spec, boundary) and boundary:
+            assert self.shelf.has_checkpoint(line.which, namespace, keys[last - 1]), f"no checkpoint at {boundary} was stored"
 
 
 class BorrowedStoreWorld(StoreWorld, BorrowedWorld):

@@ -18,6 +18,7 @@ from stepwell.base.config import StoreConfig
 from stepwell.base.errors import BadTokens, ConfigError, LeaseError
 from stepwell.base.ids import Kind, LeaseId, Tier
 from stepwell.base.keys import Namespace
+from stepwell.base.spec import ModelSpec
 from stepwell.base.tokens import Tokens, pack
 from stepwell.cache import borrowed, explain, prefetch, publish, restore
 from stepwell.cache.audit import audit
@@ -76,6 +77,11 @@ class Cache:
         return self._core.counters
 
     @property
+    def spec(self) -> ModelSpec:
+        """What the model remembers, as one rank keeps it."""
+        return self._core.spec
+
+    @property
     def namespace(self) -> Namespace:
         """The namespace of requests that name no other."""
         return self._namespace
@@ -84,6 +90,11 @@ class Cache:
     def store_state(self) -> LinkState:
         """Whether a store is attached, and whether it is in use."""
         return self._stores.state
+
+    @property
+    def pending(self) -> int:
+        """Copies under way, errands to the store, and paths that wait to be backed up: 0 when everything is where it is to be."""
+        return self._core.mover.num_running + self._stores.num_busy
 
     def namespace_for(self, *, adapter: str | None = None, salt: str | None = None, tenant: str | None = None) -> Namespace:
         """This model under an adapter, or for a tenant whose pages nobody else may see."""
@@ -117,6 +128,17 @@ class Cache:
         arena = self._core.tree.arenas.get(tier)
         return arena.layout.size_bytes - arena.busy_bytes if arena is not None else 0
 
+    def could_hold(self, tokens: int, *, chunk_tokens: int) -> bool:
+        """Whether an empty device tier has room for one request of so many tokens, computed in chunks of so many."""
+        spec = self._core.spec
+        window = min(spec.window_tokens + chunk_tokens, tokens) if spec.window_tokens else 0
+        need = {
+            Kind.PREFIX: -(-tokens // spec.page_tokens),
+            Kind.WINDOW: -(-window // spec.window_page_tokens) + 1 if window else 0,
+            Kind.POINT: 2 if spec.parts(Kind.POINT) else 0,  # its own, and the copy it goes on with
+        }
+        return self._core.arena(Tier.DEVICE).fits_when_empty({kind: count for kind, count in need.items() if count})
+
     def next_stop(self, lease: Lease) -> int | None:
         """Where the engine must end its chunk next and commit; None for nowhere."""
         return publish.next_stop(self._core, lease)
@@ -134,11 +156,12 @@ class Cache:
 
     def acquire(
         self, match: Match, *, ticket: Ticket | None = None, hints: tuple[int, ...] = (), priority: int = 0,
-        ttl_s: float | None = None,
+        ttl_s: float | None = None, publish: bool = True,
     ) -> Lease:  # fmt: skip
         """Leases the prompt of a match: holds its restore point, takes pages for the rest, starts what must be copied.
 
         Raises NoRoom and holds nothing. The lease may be LOADING: call `step` until it is ready. Closes the ticket.
+        Without `publish` nobody else will see what the request computes.
         """
         request = _request(hints, priority, ttl_s)
         if ticket is not None and (ticket.namespace, ticket.packed) != (match.namespace, match.packed):
@@ -146,10 +169,24 @@ class Cache:
         self._last_lease += 1
         lease = restore.acquire(self._core, match, request, LeaseId(self._last_lease), self.release, ticket)
         lease.computing_since_s = self._core.clock.now()
+        lease.publishes = publish
         self._leases[lease.id] = lease
         if ticket is not None:
             ticket.close(used_tokens=lease.sources.store)
         return lease
+
+    def ask_checkpoint(self, lease: Lease, boundary: int) -> bool:
+        """Asks a running request to stop at `boundary` of its prompt too, since another wants to resume there.
+
+        False when nobody will be able to: it is past it, or publishes nothing, or no request could resume there.
+        """
+        lease.must_be(LeaseState.READY, LeaseState.LOADING)
+        spec = self._core.spec
+        if not (lease.publishes and spec.is_legal(boundary) and lease.position < boundary < lease.prompt_tokens):
+            return False
+        if spec.needs_checkpoint_at(boundary):
+            lease.stops = tuple(sorted({*lease.stops, boundary}))
+        return True
 
     def grow(self, lease: Lease, upto: int) -> None:
         """Gives the lease device pages for tokens up to `upto`; or raises NoRoom and gives none."""
@@ -296,6 +333,12 @@ class Cache:
         for lease in self._leases.values():
             lease.publishes &= lease.namespace.digest != digest
         clear(self._core.tree, digest, self._core.loss(LossReason.CLEARED, self._core.nearest))
+
+    def flush(self, *, namespace: Namespace | None = None) -> None:
+        """Empties device and host memory of a namespace, or of all. The bytes were right: a store goes on serving its own."""
+        digests = list(self._core.tree.roots) if namespace is None else [namespace.digest]
+        for digest in digests:
+            clear(self._core.tree, digest, self._core.loss(LossReason.CLEARED, self._core.nearest))
 
     def audit(self) -> None:
         """Asserts that every count, reference and promise of the cache holds. Slow: for tests and doubts."""

@@ -78,7 +78,7 @@ class Lease:
         self.computing_since_s = 0.0  # since when the engine could work on what it commits next
         self.restored: Residency | None = None
         self.num_published = 0  # pages offered to the tree so far
-        self.publishes = True  # false once its namespace was cleared: what it computes is for itself alone
+        self.publishes = True  # false when asked for, or once its namespace was cleared: what it computes is for itself alone
         self.trail: Checkpoint | None = None  # the checkpoint its growing answer left last
         self._packed = packed
         self._tail = bytearray()

@@ -56,14 +56,14 @@ class TorchHands:
         self._streams: dict[bool, torch.cuda.Stream] = {}
         if self._device is not None:
             for saving in (False, True):
-                self._streams[saving] = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+                self._streams[saving] = torch.cuda.Stream(self._device)
 
     def begin(self, plan: Plan) -> Work:
         if self._device is None:
             return lambda: self._copy_all(plan)
         import torch
 
-        before = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        before = torch.cuda.Event()
         before.record(self._engine_stream or torch.cuda.current_stream(self._device))
         return lambda: self._run_on_stream(plan, before)
 
@@ -72,7 +72,7 @@ class TorchHands:
         import torch
 
         stream = self._streams[plan.purpose is Purpose.SAVE]
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done = torch.cuda.Event()
         with torch.cuda.stream(stream):
             stream.wait_event(before)
             self._copy_all(plan)

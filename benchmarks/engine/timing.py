@@ -1,0 +1,153 @@
+"""What bench_engine.py measures, one function a part. Each makes its own engines and closes them."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+
+from stepwell.base.config import PrefetchPolicy, StoreConfig
+from stepwell.base.ids import Kind, Tier
+from stepwell.cache.room import make_room
+from stepwell.engine import Ask, Engine, EngineConfig, Limits, Sampling, build_engine
+from stepwell.engine.loading.checkpoint import open_checkpoint
+
+TIERS = ("device", "host", "disk")
+LONG, SHORT = 40, 8  # answers whose difference is decoding alone
+PROMPT = 128
+
+
+def make_engine(model: str, **settings: Any) -> Engine:
+    """An engine over a checkpoint."""
+    defaults: dict[str, Any] = {"device": "cpu", "device_memory": "1GiB", "host_memory": "1GiB"}
+    return build_engine(open_checkpoint(model), EngineConfig(**(defaults | settings)))
+
+
+def first_token_times(model: str, prompt: Sequence[int], directory: Path, *, rounds: int) -> dict[str, float]:
+    """Seconds to the first token: computed once, then medians from each tier, where the same restore point is in use."""
+    waits = StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE)
+    engine = make_engine(model, store=f"log:{directory}", store_options={"budget": "2GiB"}, store_config=waits)
+    times: dict[str, list[float]] = {"cold": [], **{tier: [] for tier in TIERS}}
+    try:
+        cold, tokens = _first_token(engine, prompt)
+        times["cold"].append(cold)
+        for _ in range(rounds):
+            for tier in TIERS:
+                _settle(engine)
+                _empty(engine, tier)
+                took, again = _first_token(engine, prompt)
+                assert again == tokens, f"another answer from the {tier}: {again} instead of {tokens}"
+                times[tier].append(took)
+    finally:
+        engine.close()
+    return {name: statistics.median(each) for name, each in times.items()}
+
+
+def answer_time(model: str, *, caching: bool, directory: Path, seed: int, requests: int = 6, length: int = 512) -> float:
+    """Seconds for requests that share nothing: prompts of random tokens, two at a time, a short answer each."""
+    settings: dict[str, Any] = {"limits": Limits(max_running=2)}
+    if caching:
+        settings |= {"store": f"log:{directory}", "store_options": {"budget": "1GiB"}}
+    else:
+        settings |= {"host_memory": 0}
+    engine = make_engine(model, **settings)
+    random = Random(seed)
+    asks = [
+        Ask(
+            tokens=[random.randrange(1000, 30_000) for _ in range(length)],
+            sampling=Sampling(max_tokens=24, ignore_eos=True),
+            use_cache=caching,
+        )
+        for _ in range(requests)
+    ]
+    try:
+        started = time.perf_counter()
+        _run(engine, asks)
+        return time.perf_counter() - started
+    finally:
+        engine.close()
+
+
+def decode_times(model: str, *, batch: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds of one decode step, ours and of transformers, in turns."""
+    random = Random(0)
+    prompts = [[random.randrange(1000, 30_000) for _ in range(PROMPT)] for _ in range(batch)]
+    engine, reference = make_engine(model, host_memory=0), _reference(model)
+    times: dict[str, list[float]] = {"stepwell": [], "transformers": []}
+    try:
+        for each in range(rounds + 1):
+            ours = _ours(engine, prompts, LONG) - _ours(engine, prompts, SHORT)
+            theirs = _theirs(reference, prompts, LONG) - _theirs(reference, prompts, SHORT)
+            if each:  # the first round only warms up
+                times["stepwell"].append(ours / (LONG - SHORT))
+                times["transformers"].append(theirs / (LONG - SHORT))
+    finally:
+        engine.close()
+    return times
+
+
+# ---- inside ---------------------------------------------------------------------------------------
+
+
+def _first_token(engine: Engine, prompt: Sequence[int]) -> tuple[float, list[int]]:
+    started, tokens, first = time.perf_counter(), [], 0.0
+    for delta in engine.stream(prompt, max_tokens=4, ignore_eos=True):
+        first = first or time.perf_counter() - started
+        tokens += delta.tokens
+    return first, tokens
+
+
+def _settle(engine: Engine) -> None:
+    while (report := engine.cache.step()).running or report.storing:
+        time.sleep(0.001)
+
+
+def _empty(engine: Engine, tier: str) -> None:
+    """Leaves the prompt in this tier and those below."""
+    if tier == "host":
+        core = engine.cache._core
+        make_room(core, Tier.DEVICE, {Kind.PREFIX: core.arena(Tier.DEVICE).layout.rows(Kind.PREFIX) + 1})
+    elif tier == "disk":
+        engine.cache.flush()
+
+
+def _run(engine: Engine, asks: Sequence[Ask]) -> None:
+    for ask in asks:
+        engine.submit(ask)
+    while engine.num_open:
+        engine.step()
+
+
+def _ours(engine: Engine, prompts: Sequence[Sequence[int]], count: int) -> float:
+    started = time.perf_counter()
+    _run(engine, [Ask(tokens=p, sampling=Sampling(max_tokens=count, ignore_eos=True), use_cache=False) for p in prompts])
+    return time.perf_counter() - started
+
+
+def _theirs(reference: Any, prompts: Sequence[Sequence[int]], count: int) -> float:
+    started = time.perf_counter()
+    with torch.inference_mode():
+        reference.generate(
+            torch.tensor(prompts), max_new_tokens=count, min_new_tokens=count, do_sample=False,
+            attention_mask=torch.ones(len(prompts), len(prompts[0]), dtype=torch.long), pad_token_id=0,
+        )  # fmt: skip
+    return time.perf_counter() - started
+
+
+def _reference(model: str) -> Any:
+    """The same weights in transformers."""
+    import transformers
+
+    checkpoint = open_checkpoint(model)
+    config = transformers.AutoConfig.for_model(**checkpoint.config)
+    made = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    tensors = {name: checkpoint.source.read(name).float() for name in checkpoint.source.names()}
+    missing, unexpected = made.load_state_dict(tensors, strict=False)
+    assert not unexpected and all(name.startswith("lm_head") for name in missing), f"{missing=} {unexpected=}"
+    made.tie_weights()
+    return made.eval()

@@ -1,0 +1,168 @@
+"""`stepwell serve`: a model behind an OpenAI-compatible server, with the cache under it.
+
+Reads arguments and environment, prints what was made of them, and hands over. Everything heavy is imported when it runs.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from stepwell.base.config import PrefetchPolicy, StoreConfig, WritePolicy
+from stepwell.base.errors import ConfigError
+from stepwell.base.ids import CACHED_TIERS
+from stepwell.base.units import format_bytes, parse_bytes
+from stepwell.cli.command import Command
+from stepwell.cli.mooncake_config import mooncake_options
+
+if TYPE_CHECKING:
+    from stepwell.engine.build import EngineConfig
+    from stepwell.engine.engine import Engine
+    from stepwell.engine.server.served import Secrets
+
+_API_KEY, _ADMIN_TOKEN = "STEPWELL_API_KEY", "STEPWELL_ADMIN_TOKEN"
+_LOCAL = ("127.0.0.1", "::1", "localhost")
+
+
+def configure(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--model", required=True, metavar="PATH_OR_NAME", help="a Hugging Face directory, a .gguf file, or a name"
+    )
+    parser.add_argument("--name", metavar="NAME", help="what clients call the model (default: its own name)")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
+    parser.add_argument("--dtype", default="auto", help="fp32 or bf16 (default: by device)")
+    parser.add_argument("--page-tokens", type=int, metavar="N", help="tokens per page (default: the model's own)")
+    _configure_cache(parser)
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine alone)")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on, 0 for any (default: 8000)")
+    parser.add_argument(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="another name by which clients may call 127.0.0.1",
+    )
+    parser.add_argument("--api-key", metavar="KEY", help=f"that clients must send; better in {_API_KEY}")
+    parser.add_argument("--admin-token", metavar="TOKEN", help=f"that changes need; better in {_ADMIN_TOKEN}; made if not given")
+    parser.add_argument("--max-body", default="32MiB", metavar="SIZE", help="largest request body (default: 32MiB)")
+    parser.add_argument("--max-running", type=int, default=32, metavar="N", help="requests computed at once (default: 32)")
+    parser.add_argument("--chunk-tokens", type=int, default=512, metavar="N", help="tokens computed in one pass (default: 512)")
+
+
+def _configure_cache(parser: ArgumentParser) -> None:
+    prefetch, write = [each.value for each in PrefetchPolicy], [each.value for each in WritePolicy]
+    parser.add_argument("--device-memory", metavar="SIZE", help="for the device tier, as in 8GiB (default: what is free)")
+    parser.add_argument("--host-memory", metavar="SIZE", help="for the host tier; 0 for none (default: up to 8GiB)")
+    parser.add_argument("--store", metavar="STORE", help="log:DIR, mooncake:[FILE], memory:, or one of another package")
+    parser.add_argument("--store-budget", metavar="SIZE", help="of a log or memory store, as in 50GiB")
+    parser.add_argument("--store-option", action="append", default=[], metavar="NAME=VALUE", help="any other option of the store")
+    parser.add_argument("--write-policy", choices=write, default="through", help="when pages go to the host (default: through)")
+    parser.add_argument(
+        "--prefetch-policy", choices=prefetch, default="timeout", help="how long requests wait for the store (default: timeout)"
+    )
+
+
+def run(args: Namespace) -> int:
+    try:
+        from stepwell.engine.build import build_engine
+        from stepwell.engine.loading.checkpoint import open_checkpoint
+        from stepwell.engine.server.running import ModelServer, address_of, bind
+    except ModuleNotFoundError as error:
+        if (error.name or "stepwell").split(".")[0] == "stepwell":
+            raise
+        raise ConfigError(f"serving needs {error.name}, which is not installed: pip install 'stepwell[serve]'") from None
+    config, keys, max_body_bytes = _engine_config(args, os.environ), _secrets(args, os.environ), parse_bytes(args.max_body)
+    taken = bind(args.host, args.port)  # first: a port that is taken should not cost the loading of a model
+    try:
+        checkpoint = open_checkpoint(args.model)
+        engine = build_engine(checkpoint, config)
+    except BaseException:
+        taken.close()
+        raise
+    name = args.name or checkpoint.name
+    server = ModelServer(
+        engine,
+        name=name,
+        chat=checkpoint.chat,
+        secrets=keys,
+        defaults=checkpoint.defaults,
+        max_body_bytes=max_body_bytes,
+        hosts=(*_LOCAL, *args.allow_host) if args.host in _LOCAL else (),
+        store=config.store,
+        store_config=config.store_config,
+    )
+    made = not (args.admin_token or os.environ.get(_ADMIN_TOKEN))
+    summary = _summary(engine, name, config.store, address_of(taken), keys, made=made)
+    server.run(taken, on_ready=lambda: print("\n".join(f"{label:<12}  {value}" for label, value in summary), flush=True))
+    return 0
+
+
+def _engine_config(args: Namespace, environment: Mapping[str, str]) -> EngineConfig:
+    from stepwell.engine.build import EngineConfig
+    from stepwell.engine.scheduler import Limits
+
+    return EngineConfig(
+        device=args.device,
+        dtype=args.dtype,
+        page_tokens=args.page_tokens,
+        device_memory=args.device_memory,
+        host_memory=args.host_memory,
+        store=args.store,
+        store_options=_store_options(args, environment),
+        store_config=StoreConfig(prefetch=PrefetchPolicy(args.prefetch_policy)),
+        write=WritePolicy(args.write_policy),
+        limits=Limits(max_running=args.max_running, chunk_tokens=args.chunk_tokens),
+    )
+
+
+def _store_options(args: Namespace, environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment's for Mooncake, then what the arguments say. Raises ConfigError."""
+    if args.store is None:
+        if args.store_budget is not None or args.store_option:
+            raise ConfigError("--store-budget and --store-option need a --store, as in --store log:DIR")
+        return {}
+    name, _, location = args.store.partition(":")
+    options = mooncake_options(environment) if name == "mooncake" else {}
+    if location:
+        options.pop("config_path", None)  # the file that the argument names stands before the environment's
+    if args.store_budget is not None:
+        parse_bytes(args.store_budget)
+        options["budget"] = args.store_budget
+    for each in args.store_option:
+        option, equals, value = each.partition("=")
+        if not equals:
+            raise ConfigError(f"--store-option must be NAME=VALUE, got {each!r}")
+        options[option] = value
+    return options
+
+
+def _secrets(args: Namespace, environment: Mapping[str, str]) -> Secrets:
+    from stepwell.engine.server.served import Secrets
+
+    admin_token = args.admin_token or environment.get(_ADMIN_TOKEN) or secrets.token_urlsafe(24)
+    return Secrets(api_key=args.api_key or environment.get(_API_KEY) or None, admin_token=admin_token)
+
+
+def _summary(engine: Engine, name: str, store: str | None, address: str, keys: Secrets, *, made: bool) -> list[tuple[str, str]]:
+    """What people should know before the first request, line by line."""
+    cache, spec = engine.cache, engine.cache.spec
+    sizes = {tier.label: cache.available_bytes(tier) for tier in CACHED_TIERS}  # nothing is in them yet
+    checkpoint = f", {format_bytes(spec.checkpoint_bytes())} per checkpoint" if spec.checkpoint_bytes() else ""
+    lines = [
+        ("model", f"{name}, up to {engine.max_context:,} tokens"),
+        ("memory", f"{round(spec.bytes_per_token):,} bytes per token{checkpoint}, pages of {spec.page_tokens} tokens"),
+        ("tiers", ", ".join(f"{label} {format_bytes(size)}" for label, size in sizes.items() if size)),
+        ("store", store or "none"),
+        ("admin token", f"{keys.admin_token} (for this run)" if made else "as given"),
+        ("API key", "wanted" if keys.api_key is not None else "none: whoever can connect may ask"),
+        ("address", address),
+    ]
+    if keys.api_key is None and not any(address.startswith((f"http://{host}:", f"http://[{host}]:")) for host in _LOCAL):
+        lines.append(("warning", f"other machines may reach this address: set an API key, with {_API_KEY}"))
+    return lines
+
+
+COMMAND = Command(name="serve", summary="Serve a model over HTTP, as OpenAI's clients speak it.", configure=configure, run=run)

@@ -1,0 +1,178 @@
+"""One forward pass over several requests: their next tokens back to back, and where their memory lies.
+
+    tokens    | a | b | c | d d d d d d | e e e |       N tokens of S segments
+              |- singles -|---- runs ---------|         requests that decode come first, one token each
+
+Singles are attended to together, over padded page tables; runs one by one. Tensors end in their axes: N tokens, S segments,
+B singles, P pages, T tokens of context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from stepwell.base.ids import Kind
+from stepwell.base.plan import NO_PAGES, PageIds
+from stepwell.base.spec import ModelSpec
+from stepwell.engine.pages import DevicePages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Segment:
+    """One request's part of a pass: tokens `[position, position + len(tokens))`, and the pages of its lease."""
+
+    tokens: Sequence[int] | npt.NDArray[np.int32]
+    position: int
+    prefix_pages: PageIds
+    window_pages: PageIds = field(default_factory=lambda: NO_PAGES)
+    first_window: int = 0
+    point_page: int | None = None
+    wants_logits: bool = True  # of its last token
+
+    @property
+    def end(self) -> int:
+        return self.position + len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Run:
+    """Several tokens of one request: rows `[start, stop)` of the batch, and the pages they look at."""
+
+    start: int
+    stop: int
+    pages_P: torch.Tensor
+    mask_NT: torch.Tensor  # added to scores: 0 where a token may look, -inf elsewhere
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Paging:
+    """Pages of one kind for a batch: where every token's row is written, and which rows each may look at."""
+
+    page_N: torch.Tensor
+    row_N: torch.Tensor
+    table_BP: torch.Tensor  # of the singles, padded with pages of their own
+    mask_BT: torch.Tensor
+    runs: tuple[Run, ...]
+
+
+class Batch:
+    """Segments as tensors on one device. Singles must come before runs."""
+
+    def __init__(self, segments: Sequence[Segment], pages: DevicePages, *, device: str | torch.device, every_token: bool = False):
+        self.segments = segments
+        self.pages = pages
+        self.device = device
+        lengths = [len(segment.tokens) for segment in segments]
+        assert lengths and min(lengths) > 0, f"a pass needs tokens of every segment: {lengths=}"
+        self.num_singles = next((at for at, length in enumerate(lengths) if length > 1), len(lengths))
+        assert 1 not in lengths[self.num_singles :], f"singles come first: {lengths=}"
+        self.starts = [0, *np.cumsum(lengths).tolist()]  # segment s has rows [starts[s], starts[s + 1])
+        self.tokens_N = self._tensor(np.concatenate([np.asarray(segment.tokens) for segment in segments]))
+        self.positions_N = self._tensor(np.concatenate([np.arange(segment.position, segment.end) for segment in segments]))
+        last = [stop - 1 for segment, stop in zip(segments, self.starts[1:], strict=True) if segment.wants_logits]
+        wanted = range(self.starts[-1]) if every_token else last
+        self.wanted = self._tensor(np.fromiter(wanted, np.int64))  # rows whose logits are asked for
+        self._paging: dict[int | None, Paging] = {}
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.pages.spec
+
+    @property
+    def points_S(self) -> torch.Tensor:
+        """The page of each segment's point state."""
+        return self._tensor(np.array([segment.point_page for segment in self.segments], np.int64))
+
+    @property
+    def fresh_S(self) -> torch.Tensor:
+        """Which segments start at token 0, and so with an empty state."""
+        return torch.tensor([segment.position == 0 for segment in self.segments], device=self.device)
+
+    def paging(self, window: int | None) -> Paging:
+        """Prefix pages when `window` is None, else window pages for layers that look at so many tokens, themselves included."""
+        if window not in self._paging:
+            self._paging[window] = self._page(window)
+        return self._paging[window]
+
+    def prepare(self) -> None:
+        """Clears the pages this pass begins and does not fill: attention reads whole pages, and masks what is not written."""
+        spec = self.spec
+        if spec.parts(Kind.PREFIX):
+            prefix = [self._begun(s.prefix_pages, s, spec.page_tokens, 0) for s in self.segments]
+            self.pages.clear(Kind.PREFIX, [page for page in prefix if page is not None])
+        if spec.parts(Kind.WINDOW):
+            windows = [self._begun(s.window_pages, s, spec.window_page_tokens, s.first_window) for s in self.segments]
+            self.pages.clear(Kind.WINDOW, [page for page in windows if page is not None])
+
+    # ---- inside -----------------------------------------------------------------------------------
+
+    @staticmethod
+    def _begun(pages: PageIds, segment: Segment, size: int, first: int) -> int | None:
+        index, filled = divmod(segment.end, size)
+        begun = filled and index * size >= segment.position
+        return int(pages[index - first]) if begun and index - first < len(pages) else None
+
+    def _page(self, window: int | None) -> Paging:
+        size = self.spec.page_tokens if window is None else self.spec.window_page_tokens
+        spans = [self._span(segment, window, size) for segment in self.segments]
+        slots = [_slots(segment, size, window) for segment in self.segments]
+        table, mask = self._singles(spans[: self.num_singles], size, window)
+        return Paging(
+            page_N=self._tensor(np.concatenate([page for page, _ in slots])),
+            row_N=self._tensor(np.concatenate([row for _, row in slots])),
+            table_BP=table,
+            mask_BT=mask,
+            runs=tuple(self._run(at, spans[at], size, window) for at in range(self.num_singles, len(self.segments))),
+        )
+
+    @staticmethod
+    def _span(segment: Segment, window: int | None, size: int) -> tuple[int, PageIds]:
+        """The first token of the pages a segment looks at, and those pages."""
+        stop = -(-segment.end // size)
+        if window is None:
+            return 0, segment.prefix_pages[:stop]
+        first = max(segment.position - window + 1, 0) // size
+        assert first >= segment.first_window, f"window pages from {first} on are needed, from {segment.first_window} on are held"
+        return first * size, segment.window_pages[first - segment.first_window : stop - segment.first_window]
+
+    def _singles(self, spans: Sequence[tuple[int, PageIds]], size: int, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+        longest = max((len(pages) for _, pages in spans), default=0)
+        table = np.zeros((len(spans), longest), np.int64)
+        first = np.zeros((len(spans), 1), np.int64)
+        for at, (start, pages) in enumerate(spans):
+            table[at, : len(pages)], table[at, len(pages) :] = pages, pages[0]
+            first[at] = start
+        context_BT = first + np.arange(longest * size)
+        here_B1 = np.array([segment.position for segment in self.segments[: len(spans)]], np.int64).reshape(-1, 1)
+        return self._tensor(table), self._mask(here_B1, context_BT, window)
+
+    def _run(self, at: int, span: tuple[int, PageIds], size: int, window: int | None) -> Run:
+        segment, (first, pages) = self.segments[at], span
+        here_N1 = np.arange(segment.position, segment.end).reshape(-1, 1)
+        context_1T = first + np.arange(len(pages) * size).reshape(1, -1)
+        return Run(
+            start=self.starts[at],
+            stop=self.starts[at + 1],
+            pages_P=self._tensor(pages.astype(np.int64)),
+            mask_NT=self._mask(here_N1, context_1T, window),
+        )
+
+    def _mask(self, here: npt.NDArray[np.int64], context: npt.NDArray[np.int64], window: int | None) -> torch.Tensor:
+        seen = context <= here
+        if window is not None:
+            seen &= context > here - window
+        return torch.from_numpy(np.where(seen, np.float32(0), np.float32(-np.inf))).to(self.device)
+
+    def _tensor(self, values: npt.NDArray[np.integer]) -> torch.Tensor:
+        return torch.from_numpy(values.astype(np.int64)).to(self.device)
+
+
+def _slots(segment: Segment, size: int, window: int | None) -> tuple[PageIds, npt.NDArray[np.int64]]:
+    """Page and row of each of a segment's tokens."""
+    index, row = np.divmod(np.arange(segment.position, segment.end), size)
+    return (segment.prefix_pages[index] if window is None else segment.window_pages[index - segment.first_window]), row

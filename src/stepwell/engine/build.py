@@ -1,0 +1,200 @@
+"""From a checkpoint and sizes to a running engine: the one place that names concrete classes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stepwell.base.config import CacheConfig, EvictionPolicy, PlacementConfig, StoreConfig, WritePolicy
+from stepwell.base.errors import ConfigError
+from stepwell.base.ids import Kind, Tier
+from stepwell.base.spec import ModelSpec
+from stepwell.base.units import format_bytes, parse_bytes
+from stepwell.cache.build import build_cache, layouts_for
+from stepwell.cache.facade import Cache
+from stepwell.engine.engine import Engine
+from stepwell.engine.loading.checkpoint import Checkpoint, open_checkpoint
+from stepwell.engine.models.base import Decoder
+from stepwell.engine.models.registry import build_model
+from stepwell.engine.pages import DevicePages
+from stepwell.engine.runner import Runner
+from stepwell.engine.scheduler import Limits
+from stepwell.store.api import Store
+from stepwell.store.registry import open_store
+from stepwell.transfer.hands import Hands, NumpyHands
+from stepwell.transfer.memory import PageMemory
+from stepwell.transfer.store_hands import HostPages
+from stepwell.transfer.torch_hands import TorchHands, TorchMemory
+
+CUDA_SHARE = 0.9  # of what is free on a GPU once the weights are there
+CPU_DEVICE_BYTES = 2 * 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Sizes and choices of an engine. Memory in bytes or as people write it (`8GiB`); None for a sensible default.
+
+    A `host_memory` of 0 does without a host tier.
+    """
+
+    device: str = "auto"
+    dtype: str = "auto"
+    page_tokens: int | None = None
+    device_memory: str | int | None = None
+    host_memory: str | int | None = None
+    store: str | None = None  # as in `log:DIR` or `mooncake:FILE`
+    store_options: Mapping[str, str] = field(default_factory=dict)
+    store_config: StoreConfig = field(default_factory=StoreConfig)
+    write: WritePolicy = WritePolicy.THROUGH
+    eviction: EvictionPolicy = EvictionPolicy.VALUE
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    limits: Limits = field(default_factory=Limits)
+
+
+def load_engine(model: str, **settings: Any) -> Engine:
+    """An engine for a checkpoint by path or name. Raises ConfigError for settings that are not known or cannot work."""
+    known = [each.name for each in fields(EngineConfig)]
+    if unknown := sorted(settings.keys() - set(known)):
+        raise ConfigError(f"unknown setting(s) {', '.join(unknown)}; known: {', '.join(known)}")
+    return build_engine(open_checkpoint(model), EngineConfig(**settings))
+
+
+def build_engine(checkpoint: Checkpoint, config: EngineConfig) -> Engine:
+    """Loads the weights, takes the memory, opens the store. The engine closes what it opened."""
+    device, dtype = _device(config), _dtype(config)
+    model = build_model(checkpoint.config, checkpoint.source, dtype=dtype, device=device, page_tokens=config.page_tokens)
+    cache_config = CacheConfig(
+        device_bytes=_device_bytes(config, device),
+        host_bytes=_host_bytes(config),
+        write=config.write,
+        eviction=config.eviction,
+        placement=config.placement,
+        vocab_size=model.vocab_size,
+    )
+    _must_fit(cache_config, device)
+    memories = _memories(model.spec, cache_config, device)
+    cache = _cache(model, cache_config, memories, f"{checkpoint.digest}/{dtype}/{device.split(':')[0]}")
+    pages = DevicePages(model.spec, {kind: _tensor(memories[Tier.DEVICE], kind) for kind in Kind if model.spec.parts(kind)})
+    store = _attach(cache, config, memories)
+    context = min(_longest(cache, config.limits), checkpoint.max_context)
+    return Engine(
+        Runner(model, pages),
+        cache,
+        checkpoint.text,
+        limits=config.limits,
+        max_context=context,
+        eos_ids=checkpoint.eos_ids,
+        store=store,
+    )
+
+
+def _cache(model: Decoder, config: CacheConfig, memories: Mapping[Tier, PageMemory | TorchMemory], identity: str) -> Cache:
+    hands: Hands
+    host: Sequence[HostPages] = [memories[Tier.HOST]] if Tier.HOST in memories else []
+    if all(isinstance(memory, PageMemory) for memory in memories.values()):
+        hands = NumpyHands({tier: memory for tier, memory in memories.items() if isinstance(memory, PageMemory)})
+    else:
+        hands = TorchHands({tier: memory for tier, memory in memories.items() if isinstance(memory, TorchMemory)})
+    return build_cache(model.spec, config, hands=[hands], model=identity, host_pages=host)
+
+
+def _attach(cache: Cache, config: EngineConfig, memories: Mapping[Tier, PageMemory | TorchMemory]) -> Store | None:
+    if config.store is None:
+        return None
+    host = memories.get(Tier.HOST)
+    if host is None:
+        raise ConfigError("a store needs a host tier above it: give host_memory")
+    buffers = [host.block] if isinstance(host, PageMemory) else []
+    store = open_store(config.store, options=config.store_options, buffers=buffers)
+    try:
+        cache.attach_store(store, config.store_config)
+    except BaseException:
+        store.close()
+        raise
+    return store
+
+
+def _memories(spec: ModelSpec, config: CacheConfig, device: str) -> dict[Tier, PageMemory | TorchMemory]:
+    layouts = layouts_for(spec, config)
+    if device == "cpu":
+        return {tier: PageMemory(spec, layout) for tier, layout in layouts.items()}
+    return {tier: TorchMemory(spec, layout, device if tier is Tier.DEVICE else "cpu") for tier, layout in layouts.items()}
+
+
+def _tensor(memory: PageMemory | TorchMemory, kind: Kind) -> torch.Tensor:
+    rows = memory.rows(kind)
+    return rows if isinstance(rows, torch.Tensor) else torch.from_numpy(rows)
+
+
+# ---- defaults, and whether they fit ---------------------------------------------------------------
+
+
+def _device(config: EngineConfig) -> str:
+    if config.device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if config.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"device {config.device!r} was asked for, but torch sees no CUDA here; use --device cpu")
+    if config.device.split(":")[0] not in ("cpu", "cuda"):
+        raise ConfigError(f"device must be auto, cpu or cuda, got {config.device!r}")
+    return config.device
+
+
+def _dtype(config: EngineConfig) -> str:
+    return ("fp32" if _device(config) == "cpu" else "bf16") if config.dtype == "auto" else config.dtype
+
+
+def _device_bytes(config: EngineConfig, device: str) -> int:
+    if config.device_memory is not None:
+        return parse_bytes(config.device_memory)
+    if device == "cpu":
+        return min(CPU_DEVICE_BYTES, _free_bytes() // 4)
+    return int(torch.cuda.mem_get_info(device)[0] * CUDA_SHARE)
+
+
+def _host_bytes(config: EngineConfig) -> int | None:
+    if config.host_memory is None:
+        return min(8 * 2**30, _free_bytes() // 4)
+    return parse_bytes(config.host_memory) or None
+
+
+def _must_fit(config: CacheConfig, device: str) -> None:
+    """Raises ConfigError, saying what would fit, before memory is taken that is not there."""
+    needed = config.host_bytes or 0
+    if device == "cpu":
+        needed += config.device_bytes or 0
+    else:
+        free = torch.cuda.mem_get_info(device)[0]
+        if (config.device_bytes or 0) > free:
+            asked = format_bytes(config.device_bytes or 0)
+            raise ConfigError(f"device memory of {asked} does not fit: {format_bytes(free)} are free on {device}")
+    if needed > _free_bytes():
+        raise ConfigError(
+            f"the tiers take {format_bytes(needed)} of this machine's memory, and {format_bytes(_free_bytes())} are free: "
+            f"give less device_memory or host_memory"
+        )
+
+
+def _free_bytes() -> int:
+    """Memory that can be had without swapping: what Linux says, else what is unused."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _longest(cache: Cache, limits: Limits) -> int:
+    """The most tokens that one request can have on the device, to the page."""
+    step = cache.spec.boundary_step
+    low, high = 0, 1
+    while cache.could_hold(high * step, chunk_tokens=limits.chunk_tokens):
+        low, high = high, high * 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if cache.could_hold(middle * step, chunk_tokens=limits.chunk_tokens) else (low, middle)
+    return low * step

@@ -1,0 +1,292 @@
+"""A small serving engine: a model, a cache, a queue. One `step` is one pass over everybody's next tokens.
+
+    engine = Engine.load("gemma-3-270m", store="log:/var/cache/stepwell")
+    answer = engine.generate("Once upon a time", max_tokens=32)
+
+One thread only; `EngineLoop` runs one behind a server.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from stepwell.base.clock import Clock, SystemClock
+from stepwell.base.errors import BadTokens, ConfigError, StepwellError
+from stepwell.cache.facade import Cache, StepReport
+from stepwell.cache.lease import Sources
+from stepwell.engine.request import Ask, Delta, Finish, Request, Sampling, TokenLogprob, Usage
+from stepwell.engine.runner import Runner
+from stepwell.engine.sampling import choose
+from stepwell.engine.scheduler import Chunk, Limits, Scheduler
+from stepwell.engine.stopping import StopFinder
+from stepwell.engine.textual import Text
+from stepwell.store.api import Store
+
+IDLE_S = 0.0005  # between steps that only wait for copies
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """A whole answer."""
+
+    text: str
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+    finish: Finish
+    usage: Usage
+
+
+class Engine:
+    """Made by `stepwell.engine.build.load_engine`, which `Engine.load` calls."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        cache: Cache,
+        text: Text | None,
+        *,
+        limits: Limits | None = None,
+        max_context: int,
+        eos_ids: frozenset[int] = frozenset(),
+        store: Store | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self.cache = cache
+        self.text = text
+        self.limits = limits or Limits()
+        self.max_context = max_context  # tokens of a prompt and its answer
+        self.clock = clock or SystemClock()
+        self.scheduler = Scheduler(cache, self.limits, self.clock)
+        self.stores = [] if store is None else [store]  # that it closes: the attached one, and those on their way out
+        self.on_detached: Callable[[Store], None] = self._close_detached  # told when nothing uses a store any more
+        self.passes = 0
+        self._runner = runner
+        self._eos_ids = eos_ids
+        self._requests: dict[int, Request] = {}
+        self._last_id = 0
+        self._ended: list[Delta] = []
+
+    @classmethod
+    def load(cls, model: str, **settings: Any) -> Engine:
+        """An engine for a checkpoint by path or name; settings as in `EngineConfig`. Raises ConfigError."""
+        from stepwell.engine.build import load_engine
+
+        return load_engine(model, **settings)
+
+    @property
+    def vocab_size(self) -> int:
+        return self._runner.model.vocab_size
+
+    @property
+    def num_open(self) -> int:
+        """Requests that wait or run."""
+        return len(self._requests)
+
+    # ---- requests ---------------------------------------------------------------------------------
+
+    def submit(self, ask: Ask) -> int:
+        """Queues a request and returns its number. Raises ConfigError or BadTokens, and queues nothing."""
+        room = self.max_context - len(ask.tokens)
+        sampling = ask.sampling
+        if room < 1 or (sampling.max_tokens or 0) > room:
+            raise ConfigError(
+                f"{len(ask.tokens)} prompt tokens and {sampling.max_tokens or 1} to come exceed the {self.max_context} "
+                f"that this server can hold; shorten the prompt or ask for less"
+            )
+        if len(ask.tokens) and not 0 <= min(ask.tokens) <= max(ask.tokens) < self.vocab_size:
+            raise BadTokens(f"token ids must be from 0 to {self.vocab_size - 1}")
+        if sampling.stop and self.text is None:
+            raise ConfigError("stop strings need a tokenizer, and this model has none")
+        self._last_id += 1
+        request = Request(
+            id=self._last_id,
+            ask=ask,
+            namespace=self.cache.namespace_for(salt=ask.salt) if ask.salt else self.cache.namespace,
+            max_tokens=sampling.max_tokens or room,
+            stream=self.text.stream(ask.tokens) if self.text is not None else None,
+            stops=StopFinder(sampling.stop),
+            generator=_generator(sampling, self._last_id),
+            arrived_s=self.clock.now(),
+            tokens=list(ask.tokens),
+        )
+        self.scheduler.enter(request)
+        self._requests[request.id] = request
+        return request.id
+
+    def abort(self, number: int) -> None:
+        """Ends a request, at any moment; unknown or ended ones are ignored."""
+        request = self._requests.get(number)
+        if request is not None:
+            self._end(request, Finish.ABORTED)
+
+    def step(self) -> list[Delta]:
+        """One pass: what came of copies, who may begin, everybody's next tokens. Returns what was added to answers."""
+        self._settle(self.cache.step())
+        self.scheduler.admit()
+        chunks = self.scheduler.plan()
+        self._end_stuck()
+        if chunks:
+            self._compute(chunks)
+        ended, self._ended = self._ended, []
+        return ended
+
+    def fail_active(self, error: str) -> list[Delta]:
+        """Ends every active request: a pass went wrong, and what it left in their pages is not known."""
+        for request in list(self.scheduler.active.values()):
+            self._end(request, Finish.FAILED, error=error)
+        ended, self._ended = self._ended, []
+        return ended
+
+    @property
+    def idle(self) -> bool:
+        """Whether a step would only wait: for copies, for the store, or for nothing at all."""
+        return not any(request.runs for request in self.scheduler.active.values())
+
+    def generate(self, prompt: str | Sequence[int], **more: Any) -> Answer:
+        """A whole answer: `stream` to its end."""
+        deltas = list(self.stream(prompt, **more))
+        last = deltas[-1]
+        assert last.finish is not None and last.usage is not None, f"an answer without an end: {last}"
+        return Answer(
+            text="".join(delta.text for delta in deltas),
+            tokens=tuple(token for delta in deltas for token in delta.tokens),
+            logprobs=tuple(each for delta in deltas for each in delta.logprobs),
+            finish=last.finish,
+            usage=last.usage,
+        )
+
+    def stream(self, prompt: str | Sequence[int], **more: Any) -> Iterator[Delta]:
+        """An answer piece by piece. `more` are fields of `Sampling` or `Ask`. Raises StepwellError when it cannot be finished."""
+        sampling = Sampling(**{name: more.pop(name) for name in Sampling.__dataclass_fields__.keys() & more.keys()})
+        number = self.submit(Ask(tokens=self.encode(prompt), sampling=sampling, **more))
+        try:
+            while number in self._requests or self._ended:
+                for delta in self.step():
+                    if delta.request == number and delta.error is not None:
+                        raise StepwellError(delta.error)
+                    if delta.request == number:
+                        yield delta
+                if self.idle:
+                    time.sleep(IDLE_S)
+        finally:
+            self.abort(number)
+
+    def encode(self, prompt: str | Sequence[int]) -> list[int]:
+        if not isinstance(prompt, str):
+            return list(prompt)
+        if self.text is None:
+            raise ConfigError("this model has no tokenizer: give token ids")
+        return self.text.encode(prompt)
+
+    def close(self) -> None:
+        """Ends all requests, waits for what is to be kept, and stops."""
+        for number in list(self._requests):
+            self.abort(number)
+        self.cache.close()
+        for store in self.stores:
+            store.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    # ---- inside -----------------------------------------------------------------------------------
+
+    def _close_detached(self, store: Store) -> None:
+        self.stores.remove(store)
+        store.close()
+
+    def _settle(self, report: StepReport) -> None:
+        """A lease whose bytes did not arrive is given back, and its request looks again; so is a store to whoever closes it."""
+        self.scheduler.copying = report.running > 0
+        for store in report.detached:
+            self.on_detached(store)
+        for lease in report.failed:
+            request = next(each for each in self.scheduler.active.values() if each.lease is lease)
+            request.failures += 1
+            if request.first_token_s is None:
+                request.sources = None  # where its prompt comes from is yet to be seen
+            self.scheduler.put_back(request)
+
+    def _end_stuck(self) -> None:
+        stuck, self.scheduler.stuck = self.scheduler.stuck, []
+        for request in stuck:
+            self._end(request, Finish.FAILED, error="the device tier has no room for this request, even alone; shorten it")
+
+    def _compute(self, chunks: Sequence[Chunk]) -> None:
+        logits = self._runner.run(chunks)
+        self.passes += 1
+        complete = []
+        for chunk in chunks:
+            if chunk.completes:
+                complete.append(chunk.request)
+            assert chunk.request.lease is not None
+            self.cache.commit(chunk.request.lease, chunk.end)
+        if complete:
+            for request, (token, logprob) in zip(complete, choose(logits, complete), strict=True):
+                self._add(request, token, logprob)
+
+    def _add(self, request: Request, token: int, logprob: TokenLogprob | None) -> None:
+        """A token more: text as far as it is certain, and the end where this is one."""
+        request.tokens.append(token)
+        if request.first_token_s is None:
+            request.first_token_s = self.clock.now()
+        ends = token in self._eos_ids and not request.ask.sampling.ignore_eos
+        text = "" if ends or request.stream is None else request.stops.push(request.stream.push(token))
+        finish = Finish.STOP if ends or request.stops.found else None
+        if finish is None and request.answer_tokens >= request.max_tokens:
+            finish = Finish.LENGTH
+        logprobs = () if logprob is None else (logprob,)
+        if finish is not None:
+            if request.stream is not None:
+                text += request.stops.push(request.stream.finish()) + request.stops.finish()
+            self._end(request, finish, tokens=(token,), text=text, logprobs=logprobs)
+            return
+        assert request.lease is not None
+        self.cache.append(request.lease, [token])
+        self._ended.append(Delta(request=request.id, tokens=(token,), text=text, logprobs=logprobs))
+
+    def _end(
+        self, request: Request, finish: Finish, *, tokens: tuple[int, ...] = (), text: str = "",
+        logprobs: tuple[TokenLogprob, ...] = (), error: str | None = None,
+    ) -> None:  # fmt: skip
+        self.scheduler.leave(request)
+        del self._requests[request.id]
+        self._ended.append(
+            Delta(
+                request=request.id, tokens=tokens, text=text, logprobs=logprobs, finish=finish, usage=_usage(request), error=error
+            )
+        )
+
+
+def _usage(request: Request) -> Usage:
+    began = request.began_s if request.began_s is not None else request.arrived_s
+    first = request.first_token_s if request.first_token_s is not None else request.arrived_s
+    return Usage(
+        prompt_tokens=request.prompt_tokens,
+        completion_tokens=request.answer_tokens,
+        sources=request.sources or Sources(computed=request.prompt_tokens),
+        queued_s=began - request.arrived_s,
+        first_token_s=first - request.arrived_s,
+        preemptions=request.preemptions,
+    )
+
+
+def _generator(sampling: Sampling, number: int) -> torch.Generator | None:
+    """A stream of random numbers of the request's own, so that its answer does not depend on who runs beside it."""
+    if sampling.temperature == 0:
+        return None
+    generator = torch.Generator()
+    if sampling.seed is None:
+        generator.seed()
+    else:
+        generator.manual_seed(sampling.seed)
+    return generator

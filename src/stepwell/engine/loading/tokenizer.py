@@ -1,0 +1,120 @@
+"""Text to tokens and back, and tokens to text one at a time. Wraps the `tokenizers` package; reads no files.
+
+Never changes a prompt apart from the token that begins it, which some models cannot do without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import tokenizers
+
+from stepwell.base.errors import ConfigError
+
+_HALF = "\ufffd"  # what decoders put where bytes are not a character (yet)
+_LONGEST_CHARACTER = 4  # bytes of UTF-8, so at most as many tokens
+_LONGEST_HELD = 64  # tokens of nothing but broken characters
+_SEED = 8  # tokens of a prompt that decide how the first ones after it read
+
+
+class Tokenizer:
+    """A model's tokenizer. Any number of threads may use it."""
+
+    def __init__(
+        self, inner: tokenizers.Tokenizer, *, eos_ids: Iterable[int] = (), bos_id: int | None = None, add_bos: bool = False
+    ) -> None:
+        """`add_bos`: prompts must begin with `bos_id`, whether or not `inner` sees to it."""
+        if add_bos and bos_id is None:
+            raise ConfigError("the tokenizer wants a token that begins prompts (add_bos_token), but names none (bos_token)")
+        inner.no_truncation()  # some files carry the settings of a training run
+        inner.no_padding()
+        self._inner = inner
+        self._bos_id, self._add_bos = bos_id, add_bos
+        self.eos_ids = frozenset(eos_ids)
+
+    @property
+    def bos_id(self) -> int | None:
+        return self._bos_id
+
+    @property
+    def vocab_size(self) -> int:
+        return self._inner.get_vocab_size()
+
+    def token(self, token_id: int) -> str:
+        """How the vocabulary writes a token; empty when it has none of this number."""
+        return self._inner.id_to_token(token_id) or ""
+
+    def token_id(self, token: str) -> int | None:
+        return self._inner.token_to_id(token)
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Tokens of a text. `special` adds what belongs around a whole prompt; not to be asked for parts of one.
+
+        A text that writes its first token out, as chat templates do, does not get it twice.
+        """
+        ids = self._inner.encode(_whole(text), add_special_tokens=special).ids
+        if not special or self._bos_id is None:
+            return ids
+        if self._add_bos and ids[:1] != [self._bos_id]:
+            return [self._bos_id, *ids]
+        return ids[1:] if ids[:2] == [self._bos_id, self._bos_id] else ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of tokens, without special ones. Bytes that are no character become U+FFFD."""
+        return self._inner.decode(list(ids), skip_special_tokens=True)
+
+    def stream(self, after: Sequence[int] = ()) -> TextStream:
+        """Decodes an answer token by token. `after`: the prompt, for tokenizers that write a word's space before it."""
+        return TextStream(self, after)
+
+
+class TextStream:
+    """Tokens to text as they come. What was pushed out stays true whatever follows. Not for two threads at once.
+
+    ids    ........ | context | held ......................... |
+                    |         |-- sent as text --|-- ends within a character
+                    |-- says how held reads, e.g. whether its first word has a space before it
+    """
+
+    def __init__(self, tokenizer: Tokenizer, after: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._context = list(after[-_SEED:])
+        self._held: list[int] = []
+        self._sent = 0  # characters of what is held
+        self._waited = 0  # tokens since the last character
+
+    def push(self, token: int) -> str:
+        """The text this token makes certain: often a word, none while a character is incomplete."""
+        self._held.append(token)
+        text = self._text()
+        certain = max(len(text.rstrip(_HALF)), self._sent)
+        if certain >= len(text) or len(self._held) > _LONGEST_HELD:
+            return self._let_go(text)
+        self._waited = 0 if certain > self._sent else self._waited + 1
+        if self._waited >= _LONGEST_CHARACTER:
+            certain += 1  # a byte that nothing completes any more
+        new, self._sent = text[self._sent : certain], certain
+        return new
+
+    def finish(self) -> str:
+        """What is still held, as well as it can be read."""
+        return self._let_go(self._text())
+
+    def _text(self) -> str:
+        before = self._tokenizer.decode(self._context)
+        text = self._tokenizer.decode(self._context + self._held)
+        if text.startswith(before):
+            return text[len(before) :]
+        return self._tokenizer.decode(self._held)  # bytes that spoil their neighbours: read alone
+
+    def _let_go(self, text: str) -> str:
+        # A special token is no text and gives no context; then what came before still counts.
+        self._context = self._held[-_SEED:] if text else (self._context + self._held)[-_SEED:]
+        new = text[self._sent :]
+        self._held, self._sent, self._waited = [], 0, 0
+        return new
+
+
+def _whole(text: str) -> str:
+    """Half a surrogate pair, as JSON can carry it, is not text that can be encoded."""
+    return text.encode("utf-8", errors="replace").decode("utf-8")

@@ -1,0 +1,66 @@
+"""The attention block that most families share: one product for queries, keys and values, rotation, pages, one product out.
+
+What differs is data: norms of queries and keys, a window, sinks, a cap, biases. Reads and writes its own layer of one state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from stepwell.engine.batch import Batch
+from stepwell.engine.models.layers import Linear, RMSNorm, rotate
+from stepwell.engine.ops.attention import attend, write_rows
+
+Angles = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Attention:
+    """`state` and `layer` say where its rows are; `window` is how many tokens it looks at, None for all."""
+
+    state: str
+    layer: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    qkv: Linear
+    out: Linear
+    window: int | None = None
+    query_norm: RMSNorm | None = None
+    key_norm: RMSNorm | None = None
+    sinks_H: torch.Tensor | None = None
+    cap: float | None = None  # scores are kept within it, by tanh
+
+    def __call__(self, x_NC: torch.Tensor, angles: Angles | None, batch: Batch) -> torch.Tensor:
+        query, key, value = self.project(x_NC, angles)
+        return self.out(self.look(query, key, value, batch))
+
+    def project(self, x_NC: torch.Tensor, angles: Angles | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values, `[N, heads, head_dim]`, normed and rotated."""
+        sizes = (self.heads, self.kv_heads, self.kv_heads)
+        query, key, value = self.qkv(x_NC).unflatten(1, (-1, self.head_dim)).split(sizes, dim=1)
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        if angles is not None:
+            query, key = rotate(query, angles), rotate(key, angles)
+        return query, key, value
+
+    def look(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Keeps keys and values, and returns what the queries see: `[N, heads * head_dim]`."""
+        paging = batch.paging(self.window)
+        rows_PRE = batch.pages.state_PLRE(self.state)[:, self.layer]
+        write_rows(rows_PRE, paging, key, value)
+        seen = attend(
+            query,
+            rows_PRE,
+            paging,
+            heads=self.kv_heads,
+            key_dim=self.head_dim,
+            scale=self.scale,
+            sinks_H=self.sinks_H,
+            cap=self.cap,
+        )
+        return seen.flatten(1)

@@ -1,0 +1,88 @@
+"""What every model is to the engine, and the frame they share: embed, layers, norm, logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.nn.functional import embedding, linear
+
+from stepwell.base.spec import ModelSpec
+from stepwell.base.spec.families.fields import Fields
+from stepwell.engine.batch import Batch
+from stepwell.engine.loading.weights import Weights
+from stepwell.engine.models.layers import RMSNorm
+
+OnLayer = Callable[[int, torch.Tensor], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Parts:
+    """What a model is built from: its config, its memory, and its tensors."""
+
+    config: Fields
+    spec: ModelSpec
+    weights: Weights
+
+    @property
+    def device(self) -> str | torch.device:
+        return self.weights.device
+
+
+class Layer(Protocol):
+    def __call__(self, x_NC: torch.Tensor, shared: Any, batch: Batch) -> torch.Tensor:
+        """The stream after this layer. `shared` is what the model computed once for all layers of the pass."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Decoder:
+    """A decoder-only model. `shared` computes what all layers of one pass need, such as the angles of its rotations."""
+
+    spec: ModelSpec
+    embed: torch.Tensor
+    layers: Sequence[Layer]
+    norm: RMSNorm
+    head: torch.Tensor
+    shared: Callable[[Batch], Any]
+    embed_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_cap: float | None = None
+
+    @property
+    def vocab_size(self) -> int:
+        return self.head.shape[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embed.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed.device
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, on_layer: OnLayer | None = None) -> torch.Tensor:
+        """Writes what the batch's tokens leave behind into its pages, and returns logits (fp32) of the rows it wants."""
+        batch.prepare()
+        shared = self.shared(batch)
+        x_NC = embedding(batch.tokens_N, self.embed)
+        if self.embed_scale != 1.0:
+            x_NC = x_NC * self.embed_scale
+        for number, layer in enumerate(self.layers):
+            x_NC = layer(x_NC, shared, batch)
+            if on_layer is not None:
+                on_layer(number, x_NC)
+        logits = linear(self.norm(x_NC[batch.wanted]), self.head).float() * self.logit_scale
+        return logits if self.logit_cap is None else torch.tanh(logits / self.logit_cap) * self.logit_cap
+
+
+def head_of(parts: Parts, embed: torch.Tensor) -> torch.Tensor:
+    """The output matrix: its own tensor, or the embedding again."""
+    tied = parts.config.flag("tie_word_embeddings", not parts.weights.has("lm_head.weight"))
+    if tied:
+        parts.weights.skip("lm_head.")
+        return embed
+    return parts.weights.take("lm_head.weight")

@@ -1,0 +1,89 @@
+"""Llama and its like: Llama, SmolLM2, Mistral, Qwen2, Qwen3. Attention, then a gated feed-forward block.
+
+    x + attention(norm(x)),  then  x + mlp(norm(x))
+
+Qwen3 norms queries and keys; Mistral and some Qwens look at a window in some layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from stepwell.base.spec.families.attention import read_heads
+from stepwell.base.spec.families.fields import Fields
+from stepwell.base.spec.families.layers import Layer as LayerKind
+from stepwell.base.spec.families.layers import schedule
+from stepwell.engine.batch import Batch
+from stepwell.engine.models.attention import Angles, Attention
+from stepwell.engine.models.base import Decoder, Parts, head_of
+from stepwell.engine.models.layers import GatedMLP, Linear, RMSNorm, activation, norm_eps, rotary_from
+
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Block:
+    attention: Attention
+    mlp: GatedMLP
+    before_attention: RMSNorm
+    before_mlp: RMSNorm
+
+    def __call__(self, x_NC: torch.Tensor, shared: Angles, batch: Batch) -> torch.Tensor:
+        x_NC = x_NC + self.attention(self.before_attention(x_NC), shared, batch)
+        return x_NC + self.mlp(self.before_mlp(x_NC))
+
+
+def build(parts: Parts) -> Decoder:
+    config, weights = parts.config, parts.weights
+    head_dim = read_heads(config).key_dim
+    rotary = rotary_from(config, head_dim, device=parts.device)
+    kinds = layer_kinds(config)
+    blocks = [_block(parts, index, kinds) for index in range(len(kinds))]
+    embed = weights.take("model.embed_tokens.weight")
+    return Decoder(
+        spec=parts.spec,
+        embed=embed,
+        layers=blocks,
+        norm=RMSNorm.load(weights, "model.norm", norm_eps(config)),
+        head=head_of(parts, embed),
+        shared=lambda batch: rotary.angles(batch.positions_N, embed.dtype),
+    )
+
+
+def layer_kinds(config: Fields) -> list[LayerKind]:
+    """Full or sliding, layer by layer, by the same rules as the spec."""
+    kind = config.text("model_type")
+    first = config.num_layers()  # the first layer with a window
+    if config.has("sliding_window") and kind == "mistral":
+        first = 0
+    elif config.has("sliding_window") and config.flag("use_sliding_window", False):
+        first = config.size("max_window_layers", 28, least=0)
+    return schedule(config, lambda index: LayerKind.SLIDING if index >= first else LayerKind.FULL)
+
+
+def _block(parts: Parts, index: int, kinds: list[LayerKind]) -> Block:
+    config, weights, name = parts.config, parts.weights, f"model.layers.{index}"
+    heads, eps = read_heads(config), norm_eps(config)
+    sliding = kinds[index] is LayerKind.SLIDING
+    normed = weights.has(f"{name}.self_attn.q_norm.weight")
+    attention = Attention(
+        state="swa" if sliding else "kv",
+        layer=kinds[:index].count(kinds[index]),
+        window=config.size("sliding_window") if sliding else None,
+        heads=config.size("num_attention_heads"),
+        kv_heads=heads.num,
+        head_dim=heads.key_dim,
+        scale=heads.key_dim**-0.5,
+        qkv=Linear.load(weights, *(f"{name}.self_attn.{each}_proj" for each in "qkv")),
+        out=Linear.load(weights, f"{name}.self_attn.o_proj"),
+        query_norm=RMSNorm.load(weights, f"{name}.self_attn.q_norm", eps) if normed else None,
+        key_norm=RMSNorm.load(weights, f"{name}.self_attn.k_norm", eps) if normed else None,
+    )
+    return Block(
+        attention=attention,
+        mlp=GatedMLP.load(weights, f"{name}.mlp", activation(config)),
+        before_attention=RMSNorm.load(weights, f"{name}.input_layernorm", eps),
+        before_mlp=RMSNorm.load(weights, f"{name}.post_attention_layernorm", eps),
+    )

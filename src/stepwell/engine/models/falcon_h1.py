@@ -1,0 +1,156 @@
+"""Falcon-H1: attention and a Mamba-2 mixer side by side in every layer, then a gated feed-forward block.
+
+    x + attention(norm(x)) + mixer(norm(x)),  then  x + mlp(norm(x))
+
+Its config multiplies many things by constants. They go into the matrices while loading, so that a pass never multiplies by them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from stepwell.base.errors import ConfigError
+from stepwell.base.spec.families.attention import read_heads
+from stepwell.base.spec.families.fields import Fields
+from stepwell.engine.batch import Batch
+from stepwell.engine.models.attention import Angles, Attention
+from stepwell.engine.models.base import Decoder, Parts, head_of
+from stepwell.engine.models.layers import GatedMLP, Linear, RMSNorm, activation, number, rotary_from
+from stepwell.engine.models.mamba2 import GatedNorm, Mixer, Sizes, step_limits
+from stepwell.engine.ops.recurrent import Points
+
+MODEL_TYPES = ("falcon_h1",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Shared:
+    """What all layers of a pass need."""
+
+    angles: Angles
+    points: Points
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Block:
+    attention: Attention
+    mixer: Mixer
+    mlp: GatedMLP
+    before_both: RMSNorm
+    before_mlp: RMSNorm
+
+    def __call__(self, x_NC: torch.Tensor, shared: Shared, batch: Batch) -> torch.Tensor:
+        normed_NC = self.before_both(x_NC)
+        x_NC = x_NC + self.mixer(normed_NC, shared.points) + self.attention(normed_NC, shared.angles, batch)
+        return x_NC + self.mlp(self.before_mlp(x_NC))
+
+
+def build(parts: Parts) -> Decoder:
+    config, weights = parts.config, parts.weights
+    rotary = rotary_from(config, read_heads(config).key_dim, device=parts.device)
+    embed = weights.take("model.embed_tokens.weight")
+    return Decoder(
+        spec=parts.spec,
+        embed=embed,
+        layers=[_block(parts, index) for index in range(config.num_layers())],
+        norm=RMSNorm.load(weights, "model.final_layernorm", _eps(config)),
+        head=head_of(parts, embed),
+        shared=lambda batch: Shared(angles=rotary.angles(batch.positions_N, embed.dtype), points=Points.of(batch)),
+        embed_scale=number(config, "embedding_multiplier", 1.0),
+        logit_scale=number(config, "lm_head_multiplier", 1.0),
+    )
+
+
+def _block(parts: Parts, index: int) -> Block:
+    config, weights, name = parts.config, parts.weights, f"model.layers.{index}"
+    return Block(
+        attention=_attention(parts, index),
+        mixer=_mixer(parts, index),
+        mlp=_mlp(parts, index),
+        before_both=RMSNorm.load(weights, f"{name}.input_layernorm", _eps(config)),
+        before_mlp=RMSNorm.load(weights, f"{name}.pre_ff_layernorm", _eps(config)),
+    )
+
+
+def _attention(parts: Parts, index: int) -> Attention:
+    config, name = parts.config, f"model.layers.{index}.self_attn"
+    heads, queries = read_heads(config), config.size("num_attention_heads")
+    width = heads.num * heads.key_dim
+    scales = (1.0, number(config, "key_multiplier", 1.0), 1.0)
+    qkv = Linear.load(parts.weights, *(f"{name}.{each}_proj" for each in "qkv"))
+    out = Linear.load(parts.weights, f"{name}.o_proj")
+    return Attention(
+        state="kv",
+        layer=index,
+        heads=queries,
+        kv_heads=heads.num,
+        head_dim=heads.key_dim,
+        scale=heads.key_dim**-0.5,
+        qkv=scaled(qkv, (queries * heads.key_dim, width, width), scales, into=number(config, "attention_in_multiplier", 1.0)),
+        out=scaled(out, out.weight.shape[:1], [number(config, "attention_out_multiplier", 1.0)]),
+    )
+
+
+def _mixer(parts: Parts, index: int) -> Mixer:
+    config, weights, name = parts.config, parts.weights, f"model.layers.{index}.mamba"
+    heads = config.size("mamba_n_heads")
+    inner = config.size("mamba_d_ssm", config.size("mamba_expand", 2) * config.size("hidden_size"))
+    sizes = Sizes(
+        heads=heads,
+        head_dim=inner // heads,
+        groups=config.size("mamba_n_groups", 1),
+        state=config.size("mamba_d_state"),
+        window=config.size("mamba_d_conv", 4),
+    )
+    norm = GatedNorm(
+        weight=weights.take(f"{name}.norm.weight", inner) if config.flag("mamba_rms_norm", False) else None,
+        eps=_eps(config),
+        groups=sizes.groups,
+        gate_first=not config.flag("mamba_norm_before_gate", True),
+    )
+    into, out = Linear.load(weights, f"{name}.in_proj"), Linear.load(weights, f"{name}.out_proj")
+    return Mixer.load(
+        weights,
+        name,
+        layer=index,
+        sizes=sizes,
+        act=activation(config),
+        norm=norm,
+        into=scaled(into, sizes.split, _list(config, "ssm_multipliers", 5), into=number(config, "ssm_in_multiplier", 1.0)),
+        out=scaled(out, out.weight.shape[:1], [number(config, "ssm_out_multiplier", 1.0)]),
+        steps=step_limits(config),
+    )
+
+
+def _mlp(parts: Parts, index: int) -> GatedMLP:
+    config, name = parts.config, f"model.layers.{index}.feed_forward"
+    gate, down = _list(config, "mlp_multipliers", 2)
+    plain = GatedMLP.load(parts.weights, name, activation(config))
+    inner, hidden = config.size("intermediate_size"), config.size("hidden_size")
+    return GatedMLP(scaled(plain.gate_up, (inner, inner), (gate, 1.0)), scaled(plain.down, (hidden,), [down]), plain.act)
+
+
+def scaled(product: Linear, rows: Sequence[int], scales: Sequence[float], *, into: float = 1.0) -> Linear:
+    """The same product with its input times `into` and parts of its output, `rows` long each, times `scales`."""
+    weight, bias = product.weight, product.bias
+    if all(scale == 1.0 for scale in (*scales, into)):
+        return product
+    by_row = torch.tensor(scales, device=weight.device).repeat_interleave(torch.tensor(rows, device=weight.device))
+    scaled_weight = (weight.float() * (by_row[:, None] * into)).to(weight.dtype)
+    return Linear(scaled_weight, None if bias is None else (bias.float() * by_row).to(bias.dtype))
+
+
+def _list(config: Fields, name: str, count: int) -> list[float]:
+    """So many multipliers; all 1 when the config has none."""
+    value = config.values.get(name)
+    if value is None:
+        return [1.0] * count
+    if not isinstance(value, list | tuple) or len(value) != count:
+        raise ConfigError(f"config field {config.path}{name} must be a list of {count} numbers, got {value!r:.60}")
+    return [number(Fields(values={name: each}, path=config.path), name, 1.0) for each in value]
+
+
+def _eps(config: Fields) -> float:
+    return number(config, "rms_norm_eps", 1e-5)

@@ -1,0 +1,138 @@
+"""Gemma 3: windows in most layers and the whole past in some, each kind with a rotation of its own.
+
+    x + norm(attention(norm(x))),  then  x + norm(mlp(norm(x)))
+
+Norms are kept as differences to 1; queries and keys are normed. Text only: of a multimodal checkpoint it takes the text model and
+leaves the rest. Never looks ahead: configs with attention in both directions are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from stepwell.base.errors import ConfigError
+from stepwell.base.spec.families.attention import read_heads
+from stepwell.base.spec.families.fields import Fields
+from stepwell.base.spec.families.layers import Layer as LayerKind
+from stepwell.base.spec.families.layers import every, schedule
+from stepwell.engine.batch import Batch
+from stepwell.engine.loading.weights import Weights
+from stepwell.engine.models.attention import Angles, Attention
+from stepwell.engine.models.base import Decoder, Parts
+from stepwell.engine.models.layers import GatedMLP, Linear, RMSNorm, Rotary, activation, norm_eps, number, rotary
+
+MODEL_TYPES = ("gemma3", "gemma3_text")
+
+# Where the text model's tensors begin, and its output matrix: alone, in a multimodal checkpoint, and in an older one.
+_ROOTS = {
+    "model": "lm_head",
+    "model.language_model": "lm_head",
+    "language_model.model": "language_model.lm_head",
+}
+_NOT_TEXT = tuple(f"{outer}{part}." for outer in ("", "model.") for part in ("vision_tower", "multi_modal_projector"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Block:
+    kind: LayerKind
+    attention: Attention
+    mlp: GatedMLP
+    before_attention: RMSNorm
+    after_attention: RMSNorm
+    before_mlp: RMSNorm
+    after_mlp: RMSNorm
+
+    def __call__(self, x_NC: torch.Tensor, shared: Mapping[LayerKind, Angles], batch: Batch) -> torch.Tensor:
+        x_NC = x_NC + self.after_attention(self.attention(self.before_attention(x_NC), shared[self.kind], batch))
+        return x_NC + self.after_mlp(self.mlp(self.before_mlp(x_NC)))
+
+
+def build(parts: Parts) -> Decoder:
+    config, weights = parts.config, parts.weights
+    if config.flag("use_bidirectional_attention", False):
+        raise ConfigError("use_bidirectional_attention is set: the engine runs models that look back only")
+    weights.skip(*_NOT_TEXT)
+    root = _root(weights)
+    kinds = schedule(config, every(config.size("sliding_window_pattern", 6), last=LayerKind.FULL, others=LayerKind.SLIDING))
+    rotaries = {kind: _rotary(config, kind, parts.device) for kind in dict.fromkeys(kinds)}
+    embed = weights.take(f"{root}.embed_tokens.weight")
+    scale = torch.tensor(config.size("hidden_size") ** 0.5).to(embed.dtype)  # in bf16 the root is rounded, and so was in training
+    return Decoder(
+        spec=parts.spec,
+        embed=embed,
+        layers=[_block(parts, f"{root}.layers.{index}", kinds, index) for index in range(len(kinds))],
+        norm=RMSNorm.load(weights, f"{root}.norm", norm_eps(config), around_one=True),
+        head=_head(parts, _ROOTS[root], embed),
+        shared=lambda batch: {kind: turn.angles(batch.positions_N, embed.dtype) for kind, turn in rotaries.items()},
+        embed_scale=scale.item(),
+        logit_cap=_cap(config, "final_logit_softcapping"),
+    )
+
+
+def _block(parts: Parts, name: str, kinds: list[LayerKind], index: int) -> Block:
+    config, weights = parts.config, parts.weights
+
+    def norm(of: str) -> RMSNorm:
+        return RMSNorm.load(weights, f"{name}.{of}", norm_eps(config), around_one=True)
+
+    heads, sliding = read_heads(config, num=4, head_dim=256), kinds[index] is LayerKind.SLIDING
+    biased = config.flag("attention_bias", False)
+    attention = Attention(
+        state="swa" if sliding else "kv",
+        layer=kinds[:index].count(kinds[index]),
+        window=config.size("sliding_window") if sliding else None,
+        heads=config.size("num_attention_heads", 8),
+        kv_heads=heads.num,
+        head_dim=heads.key_dim,
+        scale=number(config, "query_pre_attn_scalar", 256.0) ** -0.5,
+        qkv=Linear.load(weights, *(f"{name}.self_attn.{each}_proj" for each in "qkv"), biased=biased),
+        out=Linear.load(weights, f"{name}.self_attn.o_proj", biased=biased),
+        query_norm=norm("self_attn.q_norm"),
+        key_norm=norm("self_attn.k_norm"),
+        cap=_cap(config, "attn_logit_softcapping"),
+    )
+    return Block(
+        kind=kinds[index],
+        attention=attention,
+        mlp=GatedMLP.load(weights, f"{name}.mlp", activation(config, "gelu_pytorch_tanh")),
+        before_attention=norm("input_layernorm"),
+        after_attention=norm("post_attention_layernorm"),
+        before_mlp=norm("pre_feedforward_layernorm"),
+        after_mlp=norm("post_feedforward_layernorm"),
+    )
+
+
+def _root(weights: Weights) -> str:
+    for root in _ROOTS:
+        if weights.has(f"{root}.embed_tokens.weight"):
+            return root
+    raise ConfigError(f"the checkpoint has no tensor 'embed_tokens.weight' under any of: {', '.join(_ROOTS)}")
+
+
+def _head(parts: Parts, name: str, embed: torch.Tensor) -> torch.Tensor:
+    """The output matrix. It is the embedding unless the config says otherwise, and most configs say nothing."""
+    if parts.config.flag("tie_word_embeddings", True):
+        parts.weights.skip(f"{name}.")
+        return embed
+    return parts.weights.take(f"{name}.weight")
+
+
+def _rotary(config: Fields, kind: LayerKind, device: str | torch.device) -> Rotary:
+    """The rotation of one kind of layer, in either way of writing it: by kind, or flat with scaling for full layers only."""
+    full = kind is LayerKind.FULL
+    width = read_heads(config, num=4, head_dim=256).key_dim
+    base = number(config, "rope_theta", 1e6) if full else number(config, "rope_local_base_freq", 1e4)
+    if not config.has("rope_parameters"):
+        return rotary(base, width, config.section("rope_scaling") if full else Fields(values={}), config, device)
+    by_kind = config.section("rope_parameters")
+    if by_kind.has("rope_theta") or by_kind.has("rope_type"):
+        raise ConfigError("config field rope_parameters must say full_attention and sliding_attention apart for this model")
+    own = by_kind.section("full_attention" if full else "sliding_attention")
+    return rotary(number(own, "rope_theta", base), width, own, config, device)
+
+
+def _cap(config: Fields, name: str) -> float | None:
+    return number(config, name, 1.0) if config.has(name) else None

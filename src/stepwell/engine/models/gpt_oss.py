@@ -1,0 +1,158 @@
+"""gpt-oss: windows and the whole past in turn, sinks in every head, experts in every layer.
+
+    x + attention(norm(x)),  then  x + experts(norm(x))
+
+Reads experts as plain numbers or as MXFP4, which it unpacks while loading: it never computes with four bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from stepwell.base.errors import ConfigError
+from stepwell.base.spec.families.attention import read_heads
+from stepwell.base.spec.families.fields import Fields
+from stepwell.base.spec.families.layers import Layer as LayerKind
+from stepwell.base.spec.families.layers import every, schedule
+from stepwell.engine.batch import Batch
+from stepwell.engine.loading.weights import Weights
+from stepwell.engine.models.attention import Angles, Attention
+from stepwell.engine.models.base import Decoder, Parts, head_of
+from stepwell.engine.models.layers import Linear, RMSNorm, number, rotary_from
+from stepwell.engine.models.moe import Combine, Experts, MixtureOfExperts, Route, Routing
+
+MODEL_TYPES = ("gpt_oss",)
+
+_ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+
+# MXFP4: 32 numbers share a power of two, a byte with 127 for 2**0; each is four bits, the low half of a byte first.
+_GROUP = 32
+_FP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+_FP4 += [-value for value in _FP4]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Block:
+    attention: Attention
+    experts: MixtureOfExperts
+    before_attention: RMSNorm
+    before_experts: RMSNorm
+
+    def __call__(self, x_NC: torch.Tensor, shared: Angles, batch: Batch) -> torch.Tensor:
+        x_NC = x_NC + self.attention(self.before_attention(x_NC), shared, batch)
+        return x_NC + self.experts(self.before_experts(x_NC))
+
+
+def build(parts: Parts) -> Decoder:
+    config, weights = parts.config, parts.weights
+    rotary = rotary_from(_with_rope(config), read_heads(config).key_dim, device=parts.device)
+    kinds = schedule(config, every(2, last=LayerKind.FULL, others=LayerKind.SLIDING))
+    embed = weights.take("model.embed_tokens.weight", config.size("vocab_size"), config.size("hidden_size"))
+    return Decoder(
+        spec=parts.spec,
+        embed=embed,
+        layers=[_block(parts, index, kinds) for index in range(len(kinds))],
+        norm=RMSNorm.load(weights, "model.norm", _eps(config)),
+        head=head_of(parts, embed),
+        shared=lambda batch: rotary.angles(batch.positions_N, embed.dtype),
+    )
+
+
+def _block(parts: Parts, index: int, kinds: list[LayerKind]) -> Block:
+    config, weights, name = parts.config, parts.weights, f"model.layers.{index}"
+    heads, sliding, biased = read_heads(config), kinds[index] is LayerKind.SLIDING, config.flag("attention_bias", True)
+    attention = Attention(
+        state="swa" if sliding else "kv",
+        layer=kinds[:index].count(kinds[index]),
+        window=config.size("sliding_window") if sliding else None,
+        heads=config.size("num_attention_heads"),
+        kv_heads=heads.num,
+        head_dim=heads.key_dim,
+        scale=heads.key_dim**-0.5,
+        qkv=Linear.load(weights, *(f"{name}.self_attn.{each}_proj" for each in "qkv"), biased=biased),
+        out=Linear.load(weights, f"{name}.self_attn.o_proj", biased=biased),
+        sinks_H=weights.take(f"{name}.self_attn.sinks", config.size("num_attention_heads")),
+    )
+    experts = MixtureOfExperts(
+        router=Linear.load(weights, f"{name}.mlp.router", biased=True),
+        route=top_then_softmax(config.size("num_experts_per_tok", most=config.size("num_local_experts"))),
+        experts=_experts(config, weights, f"{name}.mlp.experts"),
+    )
+    return Block(
+        attention=attention,
+        experts=experts,
+        before_attention=RMSNorm.load(weights, f"{name}.input_layernorm", _eps(config)),
+        before_experts=RMSNorm.load(weights, f"{name}.post_attention_layernorm", _eps(config)),
+    )
+
+
+def top_then_softmax(count: int) -> Route:
+    """The `count` best experts, with shares as if there were no others."""
+
+    def route(logits_NE: torch.Tensor) -> Routing:
+        best_NK, expert_NK = logits_NE.topk(count, dim=-1)
+        return Routing(expert_NK=expert_NK, share_NK=best_NK.softmax(dim=-1))
+
+    return route
+
+
+def clamped_swiglu(alpha: float, limit: float) -> Combine:
+    """`gate * sigmoid(alpha * gate) * (up + 1)`, with gates clamped from above and ups from both sides."""
+
+    def combine(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return gate * torch.sigmoid(gate * alpha) * (up + 1)
+
+    return combine
+
+
+def _experts(config: Fields, weights: Weights, name: str) -> Experts:
+    count, hidden, inner = config.size("num_local_experts"), config.size("hidden_size"), config.size("intermediate_size")
+    return Experts(
+        gate_up_EIC=_apart(_matrices(weights, f"{name}.gate_up_proj", count, 2 * inner, hidden)),
+        gate_up_bias_EI=_apart(weights.take(f"{name}.gate_up_proj_bias", count, 2 * inner)),
+        down_ECI=_matrices(weights, f"{name}.down_proj", count, hidden, inner).contiguous(),
+        down_bias_EC=weights.take(f"{name}.down_proj_bias", count, hidden),
+        combine=clamped_swiglu(number(config, "swiglu_alpha", 1.702), number(config, "swiglu_limit", 7.0)),
+    )
+
+
+def _matrices(weights: Weights, name: str, count: int, outputs: int, inputs: int) -> torch.Tensor:
+    """All experts' matrices, `[expert, output, input]`. Plain checkpoints keep them the other way round."""
+    if not weights.has(f"{name}_blocks"):
+        return weights.take(name, count, inputs, outputs).mT
+    if inputs % _GROUP:
+        raise ConfigError(f"tensor '{name}_blocks' is MXFP4, whose rows must be multiples of {_GROUP}, got {inputs}")
+    groups = (count, outputs, inputs // _GROUP)
+    blocks = weights.take(f"{name}_blocks", *groups, _GROUP // 2, dtype=torch.uint8)
+    return unpack_mxfp4(blocks, weights.take(f"{name}_scales", *groups, dtype=torch.uint8), weights.dtype)
+
+
+def unpack_mxfp4(blocks_EIGB: torch.Tensor, scales_EIG: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`[expert, row, group, byte]` and `[expert, row, group]` as numbers `[expert, row, column]`."""
+    values = torch.tensor(_FP4, device=blocks_EIGB.device)
+    pairs_256x2 = torch.stack([values.repeat(16), values.repeat_interleave(16)], dim=1)  # of each byte: low half, high half
+    out = torch.empty(*scales_EIG.shape[:2], scales_EIG.shape[2] * _GROUP, dtype=dtype, device=blocks_EIGB.device)
+    for expert, (blocks_IGB, scales_IG) in enumerate(zip(blocks_EIGB, scales_EIG, strict=True)):  # all at once takes much memory
+        numbers_IGV = pairs_256x2[blocks_IGB.int()].flatten(-2)
+        out[expert] = torch.ldexp(numbers_IGV, scales_IG[..., None].int() - 127).flatten(1)
+    return out
+
+
+def _apart(tensor: torch.Tensor) -> torch.Tensor:
+    """Rows gate, up, gate, up, ... of each expert as all gates, then all ups."""
+    return torch.cat([tensor[:, ::2], tensor[:, 1::2]], dim=1)
+
+
+def _with_rope(config: Fields) -> Fields:
+    """Configs that say nothing of a rotation mean the one the model was trained with."""
+    values = {"rope_theta": 150000.0, **config.values}
+    if not config.has("rope_parameters") and not config.has("rope_scaling"):
+        values["rope_scaling"] = _ROPE
+    return Fields(values=values)
+
+
+def _eps(config: Fields) -> float:
+    return number(config, "rms_norm_eps", 1e-5)

@@ -1,0 +1,179 @@
+"""Mamba-2: nothing but recurrent layers, and the mixer that hybrid families put beside attention.
+
+    x + mixer(norm(x))
+
+A mixer reads and writes its own layer of `ssm` and `conv`, and no prefix. The stream keeps the model's number format, also where
+a config asks for fp32 between layers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import softplus
+
+from stepwell.base.errors import ConfigError
+from stepwell.base.spec.families.fields import Fields
+from stepwell.engine.batch import Batch
+from stepwell.engine.loading.weights import Weights
+from stepwell.engine.models.base import Decoder, Parts, head_of
+from stepwell.engine.models.layers import Activation, Linear, RMSNorm, activation, number
+from stepwell.engine.ops.recurrent import Points, convolve, gated_norm, recur
+
+MODEL_TYPES = ("mamba2",)
+
+FOREVER = (0.0, math.inf)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sizes:
+    """Of one mixer. Each of `groups` has one key and one query, of `state` channels, for its share of the heads."""
+
+    heads: int
+    head_dim: int
+    groups: int
+    state: int
+    window: int
+
+    @property
+    def inner(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def split(self) -> tuple[int, int, int, int, int]:
+        """What the first product makes: gate, values, keys, queries, time steps."""
+        return self.inner, self.inner, self.groups * self.state, self.groups * self.state, self.heads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GatedNorm:
+    """Over `groups` parts of the channels, behind the gate or before it; without a weight there is only the gate."""
+
+    weight: torch.Tensor | None
+    eps: float
+    groups: int = 1
+    gate_first: bool = True
+
+    def __call__(self, x_NC: torch.Tensor, gate_NC: torch.Tensor) -> torch.Tensor:
+        return gated_norm(x_NC, gate_NC, self.weight, self.eps, groups=self.groups, gate_first=self.gate_first)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Mixer:
+    """`steps` are the least and the most time that may pass with a token; `rate_H` is how fast a head forgets, below 0."""
+
+    layer: int
+    sizes: Sizes
+    into: Linear
+    out: Linear
+    conv_WC: torch.Tensor
+    conv_bias_C: torch.Tensor | None
+    act: Activation
+    rate_H: torch.Tensor
+    step_bias_H: torch.Tensor
+    skip_H: torch.Tensor
+    norm: GatedNorm
+    steps: tuple[float, float] = FOREVER
+
+    @classmethod
+    def load(
+        cls, weights: Weights, name: str, *, layer: int, sizes: Sizes, act: Activation, norm: GatedNorm, into: Linear,
+        out: Linear, steps: tuple[float, float],
+    ) -> Mixer:  # fmt: skip
+        """Takes all but the two products and the norm, in which families differ."""
+        channels, bias = sum(sizes.split[1:4]), f"{name}.conv1d.bias"
+        rate, step_bias, skip = (
+            weights.take(f"{name}.{each}", sizes.heads, dtype=torch.float32) for each in ("A_log", "dt_bias", "D")
+        )  # fmt: skip
+        return cls(
+            layer=layer,
+            sizes=sizes,
+            into=into,
+            out=out,
+            conv_WC=weights.take(f"{name}.conv1d.weight", channels, 1, sizes.window)[:, 0].T.contiguous(),
+            conv_bias_C=weights.take(bias, channels) if weights.has(bias) else None,
+            act=act,
+            rate_H=-rate.exp(),
+            step_bias_H=step_bias,
+            skip_H=skip,
+            norm=norm,
+            steps=steps,
+        )
+
+    def __call__(self, x_NC: torch.Tensor, points: Points) -> torch.Tensor:
+        sizes, (inner, _, shared, _, heads) = self.sizes, self.sizes.split
+        gate_NC, mixed_NC, step_NH = self.into(x_NC).split((inner, inner + 2 * shared, heads), dim=-1)
+        mixed_NC = self.act(convolve(points, self.layer, mixed_NC, self.conv_WC, self.conv_bias_C))
+        value, key, query = mixed_NC.split((inner, shared, shared), dim=-1)
+        value_NHV = value.unflatten(1, (heads, sizes.head_dim))
+        step_NH = softplus(step_NH.float() + self.step_bias_H).clamp(*self.steps)
+        out_NHV = recur(
+            points, self.layer,
+            query_NKD=query.unflatten(1, (sizes.groups, sizes.state)), key_NKD=key.unflatten(1, (sizes.groups, sizes.state)),
+            value_NHV=value_NHV * step_NH[..., None], decay_NH=step_NH * self.rate_H,
+        )  # fmt: skip
+        out_NHV = torch.addcmul(out_NHV, self.skip_H[:, None], value_NHV)
+        return self.out(self.norm(out_NHV.flatten(1), gate_NC).to(x_NC.dtype))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Block:
+    mixer: Mixer
+    norm: RMSNorm
+
+    def __call__(self, x_NC: torch.Tensor, shared: Points, batch: Batch) -> torch.Tensor:
+        return x_NC + self.mixer(self.norm(x_NC), shared)
+
+
+def build(parts: Parts) -> Decoder:
+    config, weights = parts.config, parts.weights
+    plural = weights.has("backbone.embeddings.weight")  # the first checkpoints say it in the singular
+    embed = weights.take("backbone.embeddings.weight" if plural else "backbone.embedding.weight")
+    return Decoder(
+        spec=parts.spec,
+        embed=embed,
+        layers=[_block(parts, index) for index in range(config.num_layers())],
+        norm=RMSNorm.load(weights, "backbone.norm_f", _eps(config)),
+        head=head_of(parts, embed),
+        shared=Points.of,
+    )
+
+
+def _block(parts: Parts, index: int) -> Block:
+    config, weights, name = parts.config, parts.weights, f"backbone.layers.{index}"
+    sizes = Sizes(
+        heads=config.size("num_heads"),
+        head_dim=config.size("head_dim"),
+        groups=config.size("n_groups", 1),
+        state=config.size("state_size"),
+        window=config.size("conv_kernel", 4),
+    )
+    mixer = Mixer.load(
+        weights,
+        f"{name}.mixer",
+        layer=index,
+        sizes=sizes,
+        act=activation(config),
+        norm=GatedNorm(weight=weights.take(f"{name}.mixer.norm.weight", sizes.inner), eps=_eps(config)),
+        into=Linear.load(weights, f"{name}.mixer.in_proj"),
+        out=Linear.load(weights, f"{name}.mixer.out_proj"),
+        steps=step_limits(config),
+    )
+    return Block(mixer=mixer, norm=RMSNorm.load(weights, f"{name}.norm", _eps(config)))
+
+
+def step_limits(config: Fields) -> tuple[float, float]:
+    """`time_step_limit`: the least and the most."""
+    value = config.values.get("time_step_limit")
+    if value is None:
+        return FOREVER
+    match value:
+        case [int() | float() as least, int() | float() as most] if least <= most:
+            return float(least), float(most)
+    raise ConfigError(f"config field {config.path}time_step_limit must be two numbers, the least first, got {value!r:.60}")
+
+
+def _eps(config: Fields) -> float:
+    return number(config, "layer_norm_epsilon", 1e-5)

@@ -1,0 +1,239 @@
+"""Qwen3-Next and the text models of Qwen3.5: gated delta nets, and full attention with a gate in every fourth layer.
+
+    x + mixer(norm(x)),  then  x + mlp(norm(x))        mlp: a gated block, or experts and one that all tokens visit
+
+Never loads what a checkpoint has beside the text model: its vision tower, its next-token-prediction layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import softplus
+
+from stepwell.base.spec.families.attention import read_heads
+from stepwell.base.spec.families.fields import Fields
+from stepwell.base.spec.families.layers import Layer as LayerKind
+from stepwell.base.spec.families.layers import every, schedule
+from stepwell.engine.batch import Batch
+from stepwell.engine.loading.weights import Weights
+from stepwell.engine.models.attention import Angles, Attention
+from stepwell.engine.models.base import Decoder, Parts, head_of
+from stepwell.engine.models.layers import Activation, GatedMLP, Linear, RMSNorm, activation, norm_eps, rotary_from
+from stepwell.engine.models.moe import Experts, MixtureOfExperts, gated, softmax_then_top
+from stepwell.engine.ops.recurrent import Points, convolve, gated_norm, recur
+
+MODEL_TYPES = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
+
+_UNIT_EPS = 1e-6  # of the lengths that queries and keys of a delta net are divided by
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Shared:
+    """What all layers of a pass need."""
+
+    angles: Angles
+    points: Points
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sizes:
+    """Of one delta net."""
+
+    key_heads: int
+    key_dim: int
+    value_heads: int
+    value_dim: int
+
+    @property
+    def keys(self) -> int:
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        return self.value_heads * self.value_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DeltaNet:
+    """`into` makes queries, keys, values, gates, betas and decays, side by side; the first three are convolved."""
+
+    layer: int
+    sizes: Sizes
+    into: Linear
+    out: Linear
+    conv_WC: torch.Tensor
+    act: Activation
+    rate_H: torch.Tensor
+    step_bias_H: torch.Tensor
+    norm: RMSNorm
+
+    def __call__(self, x_NC: torch.Tensor, shared: Shared, batch: Batch) -> torch.Tensor:
+        sizes = self.sizes
+        widths = (2 * sizes.keys + sizes.values, sizes.values, sizes.value_heads, sizes.value_heads)
+        mixed_NC, gate_NC, beta_NH, step_NH = self.into(x_NC).split(widths, dim=-1)
+        mixed_NC = self.act(convolve(shared.points, self.layer, mixed_NC, self.conv_WC))
+        query, key, value = mixed_NC.split((sizes.keys, sizes.keys, sizes.values), dim=-1)
+        out_NHV = recur(
+            shared.points, self.layer,
+            query_NKD=_unit(query, sizes) * sizes.key_dim**-0.5, key_NKD=_unit(key, sizes),
+            value_NHV=value.unflatten(1, (sizes.value_heads, sizes.value_dim)),
+            decay_NH=softplus(step_NH.float() + self.step_bias_H) * self.rate_H, beta_NH=beta_NH.float().sigmoid(),
+        )  # fmt: skip
+        gate_NHV = gate_NC.unflatten(1, (sizes.value_heads, sizes.value_dim))
+        normed_NHV = gated_norm(out_NHV, gate_NHV, self.norm.weight, self.norm.eps)
+        return self.out(normed_NHV.flatten(1).to(x_NC.dtype))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GatedAttention:
+    """Attention whose output is multiplied, channel by channel, by how much the token wants of it."""
+
+    attention: Attention
+    gate: Linear
+
+    def __call__(self, x_NC: torch.Tensor, shared: Shared, batch: Batch) -> torch.Tensor:
+        seen_NC = self.attention.look(*self.attention.project(x_NC, shared.angles), batch)
+        return self.attention.out(seen_NC * self.gate(x_NC).sigmoid())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SharedExperts:
+    """Experts, and one that all tokens visit, as far as a gate opens."""
+
+    experts: MixtureOfExperts
+    shared: GatedMLP
+    gate: Linear
+
+    def __call__(self, x_NC: torch.Tensor) -> torch.Tensor:
+        return torch.addcmul(self.experts(x_NC), self.gate(x_NC).sigmoid(), self.shared(x_NC))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Block:
+    mixer: DeltaNet | GatedAttention
+    mlp: Callable[[torch.Tensor], torch.Tensor]
+    before_mixer: RMSNorm
+    before_mlp: RMSNorm
+
+    def __call__(self, x_NC: torch.Tensor, shared: Shared, batch: Batch) -> torch.Tensor:
+        x_NC = x_NC + self.mixer(self.before_mixer(x_NC), shared, batch)
+        return x_NC + self.mlp(self.before_mlp(x_NC))
+
+
+def build(parts: Parts) -> Decoder:
+    config, weights = parts.config, parts.weights
+    weights.skip("mtp.", "model.visual.", "visual.")
+    root = "model.language_model" if weights.has("model.language_model.embed_tokens.weight") else "model"
+    turned = Fields(values={"partial_rotary_factor": 0.25, **config.values}, path=config.path)
+    rotary = rotary_from(turned, read_heads(config).key_dim, device=parts.device)
+    kinds = schedule(
+        config, every(config.size("full_attention_interval", 4), last=LayerKind.FULL, others=LayerKind.LINEAR)
+    )  # fmt: skip
+    embed = weights.take(f"{root}.embed_tokens.weight")
+    return Decoder(
+        spec=parts.spec,
+        embed=embed,
+        layers=[_block(parts, f"{root}.layers.{index}", index, kinds) for index in range(len(kinds))],
+        norm=RMSNorm.load(weights, f"{root}.norm", norm_eps(config), around_one=True),
+        head=head_of(parts, embed) if weights.has("lm_head.weight") else embed,
+        shared=lambda batch: Shared(angles=rotary.angles(batch.positions_N, embed.dtype), points=Points.of(batch)),
+    )
+
+
+def _block(parts: Parts, name: str, index: int, kinds: list[LayerKind]) -> Block:
+    layer, eps = kinds[:index].count(kinds[index]), norm_eps(parts.config)
+    mixer = _attention(parts, name, layer) if kinds[index] is LayerKind.FULL else _delta_net(parts, name, layer)
+    return Block(
+        mixer=mixer,
+        mlp=_mlp(parts, f"{name}.mlp"),
+        before_mixer=RMSNorm.load(parts.weights, f"{name}.input_layernorm", eps, around_one=True),
+        before_mlp=RMSNorm.load(parts.weights, f"{name}.post_attention_layernorm", eps, around_one=True),
+    )
+
+
+def _attention(parts: Parts, name: str, layer: int) -> GatedAttention:
+    config, weights, eps, name = parts.config, parts.weights, norm_eps(parts.config), f"{name}.self_attn"
+    heads, queries = read_heads(config), config.size("num_attention_heads")
+    query, gate = _query_and_gate(Linear.load(weights, f"{name}.q_proj"), queries)
+    attention = Attention(
+        state="kv",
+        layer=layer,
+        heads=queries,
+        kv_heads=heads.num,
+        head_dim=heads.key_dim,
+        scale=heads.key_dim**-0.5,
+        qkv=_joined(query, Linear.load(weights, f"{name}.k_proj", f"{name}.v_proj")),
+        out=Linear.load(weights, f"{name}.o_proj"),
+        query_norm=RMSNorm.load(weights, f"{name}.q_norm", eps, around_one=True),
+        key_norm=RMSNorm.load(weights, f"{name}.k_norm", eps, around_one=True),
+    )
+    return GatedAttention(attention=attention, gate=gate)
+
+
+def _query_and_gate(product: Linear, heads: int) -> tuple[Linear, Linear]:
+    """Rows of `q_proj` are, head by head, queries and then gates."""
+    weight = product.weight.unflatten(0, (heads, 2, -1)).unbind(1)
+    bias = (None, None) if product.bias is None else product.bias.unflatten(0, (heads, 2, -1)).unbind(1)
+    query, gate = (Linear(w.flatten(0, 1), None if b is None else b.flatten()) for w, b in zip(weight, bias, strict=True))
+    return query, gate
+
+
+def _joined(one: Linear, other: Linear) -> Linear:
+    biases = [each.bias for each in (one, other) if each.bias is not None]
+    return Linear(torch.cat([one.weight, other.weight]), torch.cat(biases) if biases else None)
+
+
+def _delta_net(parts: Parts, name: str, layer: int) -> DeltaNet:
+    config, weights, name = parts.config, parts.weights, f"{name}.linear_attn"
+    sizes = Sizes(
+        key_heads=config.size("linear_num_key_heads"),
+        key_dim=config.size("linear_key_head_dim"),
+        value_heads=config.size("linear_num_value_heads"),
+        value_dim=config.size("linear_value_head_dim"),
+    )
+    window = config.size("linear_conv_kernel_dim", 4)
+    return DeltaNet(
+        layer=layer,
+        sizes=sizes,
+        into=_into(weights, name, sizes),
+        out=Linear.load(weights, f"{name}.out_proj"),
+        conv_WC=weights.take(f"{name}.conv1d.weight", 2 * sizes.keys + sizes.values, 1, window)[:, 0].T.contiguous(),
+        act=activation(config),
+        rate_H=-weights.take(f"{name}.A_log", sizes.value_heads, dtype=torch.float32).exp(),
+        step_bias_H=weights.take(f"{name}.dt_bias", sizes.value_heads, dtype=torch.float32),
+        norm=RMSNorm.load(weights, f"{name}.norm", norm_eps(config)),
+    )
+
+
+def _into(weights: Weights, name: str, sizes: Sizes) -> Linear:
+    """Qwen3.5 keeps the parts of this product one by one; Qwen3-Next keeps them key head by key head."""
+    if weights.has(f"{name}.in_proj_qkv.weight"):
+        return Linear.load(weights, *(f"{name}.in_proj_{each}" for each in ("qkv", "z", "b", "a")))
+    group = sizes.value_heads // sizes.key_heads
+    widths = (sizes.key_dim, sizes.key_dim, group * sizes.value_dim, group * sizes.value_dim)
+    by_head = weights.take(f"{name}.in_proj_qkvz.weight").unflatten(0, (sizes.key_heads, -1)).split(widths, dim=1)
+    beta_decay = weights.take(f"{name}.in_proj_ba.weight").unflatten(0, (sizes.key_heads, -1)).split((group, group), dim=1)
+    return Linear(torch.cat([part.flatten(0, 1) for part in (*by_head, *beta_decay)]))
+
+
+def _mlp(parts: Parts, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    config, weights, act = parts.config, parts.weights, activation(parts.config)
+    if not weights.has(f"{name}.gate.weight"):
+        return GatedMLP.load(weights, name, act)
+    count = config.size("num_experts")
+    experts = MixtureOfExperts(
+        router=Linear.load(weights, f"{name}.gate"),
+        route=softmax_then_top(config.size("num_experts_per_tok", most=count), sum_to_one=config.flag("norm_topk_prob", True)),
+        experts=Experts.load(weights, f"{name}.experts", count=count, combine=gated(act)),
+    )
+    shared = GatedMLP.load(weights, f"{name}.shared_expert", act)
+    return SharedExperts(experts=experts, shared=shared, gate=Linear.load(weights, f"{name}.shared_expert_gate"))
+
+
+def _unit(x_NC: torch.Tensor, sizes: Sizes) -> torch.Tensor:
+    """Heads of length 1."""
+    x_NKD: torch.Tensor = x_NC.unflatten(1, (sizes.key_heads, sizes.key_dim))
+    return x_NKD * torch.rsqrt(x_NKD.square().sum(-1, keepdim=True) + _UNIT_EPS)

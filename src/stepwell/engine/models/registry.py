@@ -1,0 +1,44 @@
+"""From a config to a model: which module builds which `model_type`. The only place that knows all families."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import ModuleType
+
+import torch
+
+from stepwell.base.errors import ConfigError
+from stepwell.base.spec.families import from_config
+from stepwell.base.spec.families.fields import Fields
+from stepwell.engine.loading.weights import TensorSource, Weights
+from stepwell.engine.models import dense, falcon_h1, gemma3, gpt_oss, mamba2, qwen3_next
+from stepwell.engine.models.base import Decoder, Parts
+from stepwell.engine.pages import TORCH_DTYPES
+
+_MODULES: tuple[ModuleType, ...] = (dense, falcon_h1, gemma3, gpt_oss, mamba2, qwen3_next)
+_BUILDERS: dict[str, Callable[[Parts], Decoder]] = {
+    model_type: module.build for module in _MODULES for model_type in module.MODEL_TYPES
+}
+
+
+def known_models() -> tuple[str, ...]:
+    return tuple(sorted(_BUILDERS))
+
+
+def build_model(
+    config: Mapping[str, object], source: TensorSource, *, dtype: str = "fp32", device: str | torch.device = "cpu",
+    page_tokens: int | None = None,
+) -> Decoder:  # fmt: skip
+    """The model a `config.json` and its tensors make. Raises ConfigError (SpecError) for what cannot be one."""
+    text = Fields(values=config)
+    text = text.section("text_config") if text.has("text_config") else text
+    builder = _BUILDERS.get(text.text("model_type"))
+    if builder is None:
+        raise ConfigError(
+            f"the engine cannot run {text.text('model_type') or 'this model'!r}; it runs {', '.join(known_models())}"
+        )
+    spec = from_config(config, kv_dtype=dtype, page_tokens=page_tokens)
+    weights = Weights(source, dtype=TORCH_DTYPES[dtype], device=device)
+    model = builder(Parts(config=text, spec=spec, weights=weights))
+    weights.finish()
+    return model

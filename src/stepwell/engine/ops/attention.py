@@ -1,0 +1,67 @@
+"""Attention over pages, in plain torch: runs everywhere, and is what faster kernels are compared with.
+
+A row of `kv` holds one token's keys and values, head by head: `[head][key | value]`. Axes: N tokens, H query heads, K key heads,
+G query heads per key head, D width of a key, V of a value, B singles, T tokens of context.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from stepwell.engine.batch import Paging
+
+
+def write_rows(state_PRE: torch.Tensor, paging: Paging, key_NKD: torch.Tensor, value_NKV: torch.Tensor) -> None:
+    """Puts every token's keys and values where they belong, in one layer of a state."""
+    state_PRE[paging.page_N, paging.row_N] = torch.cat([key_NKD, value_NKV], dim=-1).flatten(1).to(state_PRE.dtype)
+
+
+def attend(
+    query_NHD: torch.Tensor, state_PRE: torch.Tensor, paging: Paging, *, heads: int, key_dim: int, scale: float,
+    sinks_H: torch.Tensor | None = None, cap: float | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """What each query sees in its pages: `[N, H, V]`.
+
+    `sinks_H` are scores that take weight and give no value. `cap` keeps the other scores within it, by tanh.
+    """
+    singles = paging.table_BP.shape[0]
+    parts = []
+    if singles:
+        key, value = _gather(state_PRE, paging.table_BP, heads, key_dim)
+        query_BKGD = query_NHD[:singles].unflatten(1, (heads, -1))
+        out_BKGV = _weigh(query_BKGD, key, value, paging.mask_BT[:, None, None, :], scale, sinks_H, cap)
+        parts.append(out_BKGV.flatten(1, 2))
+    for run in paging.runs:
+        key, value = _gather(state_PRE, run.pages_P[None], heads, key_dim)
+        query_KGND = query_NHD[run.start : run.stop].unflatten(1, (heads, -1)).permute(1, 2, 0, 3)
+        group, length = query_KGND.shape[1:3]
+        mask = run.mask_NT.repeat(group, 1)
+        sinks = None if sinks_H is None else sinks_H.repeat_interleave(length)
+        out_KXV = _weigh(query_KGND.flatten(1, 2)[None], key, value, mask, scale, sinks, cap)[0]
+        parts.append(out_KXV.unflatten(1, (group, length)).permute(2, 0, 1, 3).flatten(1, 2))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _gather(state_PRE: torch.Tensor, table_BP: torch.Tensor, heads: int, key_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values `[B, K, T, .]` of whole pages, in their order."""
+    rows_BPRE = state_PRE.index_select(0, table_BP.flatten()).unflatten(0, table_BP.shape)
+    rows_BKTE = rows_BPRE.flatten(1, 2).unflatten(2, (heads, -1)).transpose(1, 2)
+    return rows_BKTE[..., :key_dim], rows_BKTE[..., key_dim:]
+
+
+def _weigh(
+    query_BKXD: torch.Tensor, key_BKTD: torch.Tensor, value_BKTV: torch.Tensor, mask: torch.Tensor, scale: float,
+    sinks_H: torch.Tensor | None, cap: float | None,
+) -> torch.Tensor:  # fmt: skip
+    """Softmax attention of X queries a key head. `sinks_H` has one score for each of the K * X queries."""
+    mask = mask.to(query_BKXD.dtype)
+    if sinks_H is None and cap is None:
+        return scaled_dot_product_attention(query_BKXD, key_BKTD, value_BKTV, attn_mask=mask, scale=scale)
+    scores_BKXT = query_BKXD @ key_BKTD.mT * scale
+    scores_BKXT = (scores_BKXT if cap is None else torch.tanh(scores_BKXT / cap) * cap) + mask
+    if sinks_H is None:
+        return scores_BKXT.softmax(dim=-1, dtype=torch.float32).to(value_BKTV.dtype) @ value_BKTV
+    sinks_BKX1 = sinks_H.view(1, query_BKXD.shape[1], -1, 1).expand(query_BKXD.shape[0], -1, -1, 1)
+    weights = torch.cat([scores_BKXT, sinks_BKX1], dim=-1).softmax(dim=-1, dtype=torch.float32)
+    return weights[..., :-1].to(value_BKTV.dtype) @ value_BKTV

@@ -1,0 +1,140 @@
+"""What the engine is asked, what it answers, and how far each request has come. Only remembers; the engine changes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+
+from stepwell.base.errors import ConfigError
+from stepwell.base.keys import Namespace
+from stepwell.cache.lease import Lease, Sources
+from stepwell.cache.ticket import Ticket
+from stepwell.engine.stopping import StopFinder
+from stepwell.engine.textual import TextStream
+
+MAX_STOPS, MAX_LOGPROBS = 16, 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How an answer is made. A temperature of 0 takes the likeliest token every time."""
+
+    max_tokens: int | None = None  # None for as many as fit
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    logprobs: int | None = None  # so many alternatives with each token; 0 for the token's own alone
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ConfigError(f"max_tokens must be at least 1, got {self.max_tokens}")
+        if not 0 <= self.temperature <= 100:
+            raise ConfigError(f"temperature must be from 0 to 100, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p must be more than 0 and at most 1, got {self.top_p}")
+        if self.top_k is not None and self.top_k < 1:
+            raise ConfigError(f"top_k must be at least 1, got {self.top_k}; leave it out for no limit")
+        if len(self.stop) > MAX_STOPS or not all(self.stop):
+            raise ConfigError(f"stop must be at most {MAX_STOPS} strings, none of them empty")
+        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
+            raise ConfigError(f"logprobs must be from 0 to {MAX_LOGPROBS}, got {self.logprobs}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """One request. `salt` separates tenants; `hints` are token counts worth a checkpoint, such as the end of a system prompt."""
+
+    tokens: Sequence[int]
+    sampling: Sampling = field(default_factory=Sampling)
+    salt: str | None = None
+    priority: int = 0
+    ttl_s: float | None = None
+    hints: tuple[int, ...] = ()
+    use_cache: bool = True
+
+
+class Finish(Enum):
+    STOP = "stop"  # the model ended its answer, or a stop string came
+    LENGTH = "length"
+    ABORTED = "abort"
+    FAILED = "error"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """What a request cost. `sources` says where its prompt's tokens came from, and adds up to them."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    sources: Sources
+    queued_s: float = 0.0
+    first_token_s: float = 0.0  # after it was submitted
+    preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """What a step added to one answer. The last one has `finish` and `usage`, and `error` where it failed."""
+
+    request: int
+    tokens: tuple[int, ...] = ()
+    text: str = ""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish: Finish | None = None
+    usage: Usage | None = None
+    error: str | None = None
+
+
+@dataclass(kw_only=True, eq=False)
+class Request:
+    """One request on its way through the engine. Waits while it has no lease."""
+
+    id: int
+    ask: Ask
+    namespace: Namespace
+    max_tokens: int
+    stream: TextStream | None
+    stops: StopFinder
+    generator: torch.Generator | None  # None for greedy answers
+    arrived_s: float
+    tokens: list[int]  # of the prompt and of the answer so far
+    lease: Lease | None = None
+    ticket: Ticket | None = None
+    sources: Sources | None = None  # of the prompt, when it began
+    began_s: float | None = None
+    first_token_s: float | None = None
+    preemptions: int = 0
+    failures: int = 0  # leases whose bytes did not arrive
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.ask.tokens)
+
+    @property
+    def answer_tokens(self) -> int:
+        return len(self.tokens) - self.prompt_tokens
+
+    @property
+    def position(self) -> int:
+        """Everything before it is computed."""
+        return self.lease.position if self.lease is not None else 0
+
+    @property
+    def runs(self) -> bool:
+        return self.lease is not None and self.lease.ready
+
+    def __repr__(self) -> str:
+        return f"Request(#{self.id}, {self.prompt_tokens}+{self.answer_tokens} tokens, at {self.position})"

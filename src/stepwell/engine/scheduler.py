@@ -1,0 +1,208 @@
+"""Who computes what in the next pass: admission, waiting for each other's prefixes, chunks, preemption.
+
+    waiting   no lease: its pages may be on their way from the store, another may be computing its prefix, or there is no room
+    active    has a lease; runs once its bytes are there
+
+Every request that runs gets its next tokens: one that decodes its single token, others a chunk, up to a budget in all. Computes
+nothing, samples nothing. One thread.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stepwell.base.clock import Clock
+from stepwell.base.errors import ConfigError, NoRoom
+from stepwell.base.tokens import TOKEN_BYTES, common_pages
+from stepwell.cache.facade import Cache
+from stepwell.engine.request import Request
+from stepwell.tree.match import Match
+
+MAX_FAILED_LEASES = 3  # after which a request computes its whole prompt
+COMPARED = 32  # waiting requests that are put in order; the others keep their turn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How much is done at once."""
+
+    max_running: int = 32
+    chunk_tokens: int = 512  # computed in one pass, over all requests
+    patience_s: float = 10.0  # after which a request is served in its turn, however little of it is cached
+
+    def __post_init__(self) -> None:
+        if self.max_running < 1 or self.chunk_tokens < 1 or self.patience_s < 0:
+            raise ConfigError(f"max_running and chunk_tokens must be at least 1, got {self.max_running} and {self.chunk_tokens}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Chunk:
+    """The next tokens of a request, up to `end`."""
+
+    request: Request
+    end: int
+
+    @property
+    def size(self) -> int:
+        return self.end - self.request.position
+
+    @property
+    def completes(self) -> bool:
+        """Whether a token can be sampled after it."""
+        return self.end == len(self.request.tokens)
+
+
+class Scheduler:
+    def __init__(self, cache: Cache, limits: Limits, clock: Clock) -> None:
+        self.limits = limits
+        self.waiting: dict[int, Request] = {}  # in order of arrival; those that were preempted first
+        self.active: dict[int, Request] = {}  # in the order in which they began
+        self.stuck: list[Request] = []  # that cannot run even alone, for the engine to end
+        self.copying = False  # copies are under way, and hold pages until they end
+        self._cache = cache
+        self._clock = clock
+        self._full = False  # since a preemption nobody has left: admitting one would only preempt another
+
+    # ---- coming and going -------------------------------------------------------------------------
+
+    def enter(self, request: Request) -> None:
+        """Queues a request, and starts to bring up what the store has of it. Raises BadTokens, and queues nothing."""
+        self._prefetch(request)
+        self.waiting[request.id] = request
+
+    def leave(self, request: Request) -> None:
+        """Takes a request out, wherever it stands, and gives back what it holds."""
+        self.waiting.pop(request.id, None)
+        self.active.pop(request.id, None)
+        self._let_go(request)
+        self._full = False
+
+    def put_back(self, request: Request) -> None:
+        """Takes an active request's memory and lets it wait again, before all others. What it computed stays cached for now."""
+        del self.active[request.id]
+        self._let_go(request)
+        self.waiting = {request.id: request, **self.waiting}
+        self._prefetch(request)
+
+    def _prefetch(self, request: Request) -> None:
+        ask, match = request.ask, self._lookup(request)
+        if ask.use_cache:
+            request.ticket = self._cache.prefetch(match, priority=ask.priority, ttl_s=ask.ttl_s)
+
+    def _let_go(self, request: Request) -> None:
+        if request.ticket is not None:
+            request.ticket.close()
+            request.ticket = None
+        if request.lease is not None:
+            self._cache.release(request.lease)
+            request.lease = None
+
+    # ---- admission --------------------------------------------------------------------------------
+
+    def admit(self) -> None:
+        """Leases as many waiting requests as there is room for, those with the least to compute first."""
+        if self._full or not self.waiting:
+            return
+        for request, match in self._in_order():
+            if len(self.active) >= self.limits.max_running:
+                return
+            if self._awaits_another(request, match):
+                continue
+            try:
+                self._begin(request, match)
+            except NoRoom as error:
+                if not self.active and not error.waiting and not self.copying:
+                    self.stuck.append(request)
+                return  # nobody overtakes it: a large request would never begin
+
+    def _in_order(self) -> list[tuple[Request, Match]]:
+        """Urgent ones first, then those who waited too long, then by what is left to compute."""
+        ready = [each for each in self.waiting.values() if each.ticket is None or each.ticket.ready]
+        now = self._clock.now()
+        pairs = [(each, self._lookup(each)) for each in ready[:COMPARED]]
+
+        def order(pair: tuple[Request, Match]) -> tuple[int, float, int]:
+            request, match = pair
+            late = now - request.arrived_s > self.limits.patience_s or request.preemptions
+            return -request.ask.priority, request.arrived_s if late else now, match.prompt_tokens - match.restore_tokens
+
+        return sorted(pairs, key=order)
+
+    def _begin(self, request: Request, match: Match) -> None:
+        ask = request.ask
+        request.lease = self._cache.acquire(
+            match, ticket=request.ticket, hints=ask.hints, priority=ask.priority, ttl_s=ask.ttl_s, publish=ask.use_cache
+        )
+        request.ticket = None
+        del self.waiting[request.id]
+        self.active[request.id] = request
+        if request.sources is None:
+            request.sources, request.began_s = request.lease.sources, self._clock.now()
+
+    def _lookup(self, request: Request) -> Match:
+        trusted = request.ask.use_cache and request.failures < MAX_FAILED_LEASES
+        return self._cache.lookup(request.tokens, namespace=request.namespace, limit_tokens=None if trusted else 0)
+
+    def _awaits_another(self, request: Request, match: Match) -> bool:
+        """Whether an active request is about to compute more of this prompt than is cached: then it is worth waiting for."""
+        if not request.ask.use_cache or request.failures >= MAX_FAILED_LEASES:
+            return False
+        step = self._cache.spec.boundary_step
+        for other in self.active.values():
+            lease = other.lease
+            assert lease is not None, f"{other} is active without a lease"
+            if lease.namespace.digest != request.namespace.digest or lease.position >= lease.prompt_tokens:
+                continue
+            shared = common_pages(lease.packed, match.packed, step * TOKEN_BYTES) * step
+            boundary = min(shared, (match.prompt_tokens - 1) // step * step, (lease.prompt_tokens - 1) // step * step)
+            if boundary > max(match.restore_tokens, lease.position) and self._cache.ask_checkpoint(lease, boundary):
+                return True
+        return False
+
+    # ---- the next pass ----------------------------------------------------------------------------
+
+    def plan(self) -> list[Chunk]:
+        """The chunks of the next pass, with room for all of them; those of one token first."""
+        chunks: list[Chunk] = []
+        for request in [each for each in self.active.values() if each.runs and len(each.tokens) - each.position == 1]:
+            if request.id in self.active and self._room_for(request, len(request.tokens), chunks):
+                chunks.append(Chunk(request=request, end=len(request.tokens)))
+        budget = self.limits.chunk_tokens - len(chunks)
+        for request in [each for each in self.active.values() if each.runs and len(each.tokens) - each.position > 1]:
+            if budget <= 0:
+                break
+            end = self._chunk_end(request, budget)
+            if request.id in self.active and self._room_for(request, end, chunks):
+                chunks.append(Chunk(request=request, end=end))
+                budget -= chunks[-1].size
+        return sorted(chunks, key=lambda chunk: chunk.size > 1)
+
+    def _chunk_end(self, request: Request, budget: int) -> int:
+        assert request.lease is not None
+        end = min(len(request.tokens), request.position + budget)
+        stop = self._cache.next_stop(request.lease)
+        return end if stop is None else min(end, stop)
+
+    def _room_for(self, request: Request, upto: int, planned: list[Chunk]) -> bool:
+        """Gets pages for a chunk, if need be by taking those of whoever matters least; false when it must wait."""
+        while True:
+            assert request.lease is not None
+            try:
+                self._cache.grow(request.lease, upto)
+                return True
+            except NoRoom as error:
+                if error.waiting:
+                    return False
+                victim = min(self.active.values(), key=lambda each: (each.ask.priority, -each.arrived_s))
+                if victim is request and len(self.active) == 1:
+                    self.stuck.append(request)
+                    return False
+                planned[:] = [chunk for chunk in planned if chunk.request is not victim]
+                self._preempt(victim)
+                if victim is request:
+                    return False
+
+    def _preempt(self, request: Request) -> None:
+        request.preemptions += 1
+        self.put_back(request)
+        self._full = True

@@ -1,0 +1,49 @@
+"""Puts the server together: routes, errors, limits. Starts nothing."""
+
+from __future__ import annotations
+
+import asyncio
+
+from fastapi import APIRouter, FastAPI, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from stepwell.engine.server.bodies import BodyLimit
+from stepwell.engine.server.cache_routes import order_router, question_router
+from stepwell.engine.server.chat import chat_router
+from stepwell.engine.server.completions import completions_router
+from stepwell.engine.server.errors import install_errors
+from stepwell.engine.server.hosts import HostCheck
+from stepwell.engine.server.models import health_router, models_router
+from stepwell.engine.server.pins import Pins
+from stepwell.engine.server.served import Served
+from stepwell.engine.server.stores import Stores
+
+
+def build_app(served: Served, stores: Stores) -> FastAPI:
+    """The application. Whoever runs it starts the engine's loop before, and stops it after."""
+    app = FastAPI(title="stepwell", openapi_url=None)
+    app.add_middleware(BodyLimit, max_bytes=served.max_body_bytes)
+    app.add_middleware(HostCheck, names=served.hosts)
+    pins = Pins()
+    install_errors(app, lambda path, status: served.metrics.refused(status))
+    for router in (
+        health_router(served),
+        models_router(served),
+        completions_router(served),
+        chat_router(served),
+        question_router(served, stores, pins),
+        order_router(served, stores, pins),
+        _metrics_router(served),
+    ):
+        app.include_router(router)
+    return app
+
+
+def _metrics_router(served: Served) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        return Response(await asyncio.to_thread(served.metrics.page), media_type=CONTENT_TYPE_LATEST)
+
+    return router

@@ -1,0 +1,96 @@
+"""Everything that can go wrong, in the form OpenAI's clients expect: a status, and `{"error": {message, type, param, code}}`.
+
+Says what to do about a user's mistake. Says nothing about our own but that it was one; the log has the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from stepwell.base.errors import BadTokens, ConfigError, LeaseError, NoRoom, StepwellError, StoreError
+
+log = logging.getLogger(__name__)
+
+INVALID, AUTHENTICATION, SERVER = "invalid_request_error", "authentication_error", "server_error"
+_SHOWN = 4  # of the ways in which one field is wrong
+_LONGEST = 2000  # characters of a message: what was wrong may be quoted in it
+
+
+class ApiError(Exception):
+    """A request that gets an error for an answer."""
+
+    def __init__(
+        self, status: int, message: str, *, type: str = INVALID, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.type, self.param, self.code = status, type, param, code
+
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": str(self)[:_LONGEST], "type": self.type, "param": self.param, "code": self.code}}
+
+
+class ErrorResponse(JSONResponse):
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content).encode()  # in ASCII: what is quoted may not be text that can be encoded
+
+
+def api_error(error: StepwellError) -> ApiError:
+    """Whose fault an error of the engine's is: the request's (400), the store's (502), or that we are stopping or full (503)."""
+    if isinstance(error, ConfigError | BadTokens | LeaseError):
+        return ApiError(400, str(error))
+    if isinstance(error, StoreError):
+        return ApiError(502, str(error), type=SERVER, code="store_error")
+    return ApiError(503, str(error), type=SERVER, code="no_room" if isinstance(error, NoRoom) else "unavailable")
+
+
+def install_errors(app: FastAPI, on_error: Callable[[str, int], None]) -> None:
+    """Answers every exception of a route. `on_error` is told the path and the status of each."""
+
+    def answer(request: Request, error: ApiError, headers: dict[str, str] | None = None) -> ErrorResponse:
+        on_error(request.url.path, error.status)
+        return ErrorResponse(error.body(), status_code=error.status, headers=headers)
+
+    @app.exception_handler(ApiError)
+    async def ours(request: Request, error: ApiError) -> ErrorResponse:
+        return answer(request, error, {"WWW-Authenticate": "Bearer"} if error.status == 401 else None)
+
+    @app.exception_handler(StepwellError)
+    async def engines(request: Request, error: StepwellError) -> ErrorResponse:
+        return answer(request, api_error(error))
+
+    @app.exception_handler(RequestValidationError)
+    async def bodies(request: Request, error: RequestValidationError) -> ErrorResponse:
+        return answer(request, _of_validation(error))
+
+    @app.exception_handler(HTTPException)
+    async def routes(request: Request, error: HTTPException) -> ErrorResponse:
+        return answer(request, ApiError(error.status_code, str(error.detail)), dict(error.headers or {}))
+
+    @app.exception_handler(Exception)
+    async def bugs(request: Request, error: Exception) -> ErrorResponse:
+        log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+        return answer(request, ApiError(500, "the server made a mistake; its log says more", type=SERVER, code="internal_error"))
+
+
+def _of_validation(error: RequestValidationError) -> ApiError:
+    """The first field that is wrong, with all that is wrong with it."""
+    problems = error.errors()
+    if problems[0]["type"] == "json_invalid":
+        return ApiError(400, f"the body is not JSON: {problems[0].get('ctx', {}).get('error', '')}", code="invalid_json")
+    param = _param(problems[0]["loc"])
+    messages = list(dict.fromkeys(each["msg"] for each in problems if _param(each["loc"]) == param))
+    if param is None:
+        return ApiError(400, f"the body must be a JSON object sent as application/json: {'; '.join(messages[:_SHOWN])}")
+    return ApiError(400, f"{param}: {'; or: '.join(messages[:_SHOWN])}", param=param)
+
+
+def _param(place: tuple[Any, ...] | list[Any]) -> str | None:
+    return str(place[1]) if len(place) > 1 else None

@@ -1,0 +1,71 @@
+"""Pins by number, for people who cannot hold a Python object. Everything here runs on the engine's thread."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isinf
+
+from stepwell.cache.pin import Pin
+from stepwell.engine.engine import Engine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Kept:
+    pin: Pin
+    prompt_tokens: int
+    salt: str | None
+
+
+class Pins:
+    """What is pinned. Pins that ran out are forgotten when somebody looks."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, _Kept] = {}
+        self._last = 0
+
+    def add(self, engine: Engine, tokens: list[int], *, salt: str | None, ttl_s: float | None) -> dict[str, object]:
+        """Pins what is cached of a prompt. Nothing is kept, and no number given, when that is nothing."""
+        namespace = engine.cache.namespace_for(salt=salt) if salt else None
+        pin = engine.cache.pin(tokens, namespace=namespace, ttl_s=ttl_s)
+        kept = _Kept(pin=pin, prompt_tokens=len(tokens), salt=salt)
+        if pin.tokens == 0:
+            engine.cache.unpin(pin)
+            return _shown(engine, None, kept)
+        self._last += 1
+        self._kept[self._last] = kept
+        return _shown(engine, self._last, kept)
+
+    def shown(self, engine: Engine) -> list[dict[str, object]]:
+        self._forget_ended(engine)
+        return [_shown(engine, number, kept) for number, kept in self._kept.items()]
+
+    def release(self, engine: Engine, number: int) -> bool:
+        """False when there is no such pin, or it ran out."""
+        self._forget_ended(engine)
+        kept = self._kept.pop(number, None)
+        if kept is not None:
+            engine.cache.unpin(kept.pin)
+        return kept is not None
+
+    def release_all(self, engine: Engine, *, salt: str | None) -> int:
+        """Those of a salt, or all; returns how many."""
+        self._forget_ended(engine)
+        numbers = [number for number, kept in self._kept.items() if salt is None or kept.salt == salt]
+        return sum(self.release(engine, number) for number in numbers)
+
+    def _forget_ended(self, engine: Engine) -> None:
+        """The cache lets go of pins by the clock, in its step; the next one may be yet to come."""
+        now = engine.clock.now()
+        for number, kept in list(self._kept.items()):
+            if kept.pin.expires_at_s <= now:
+                del self._kept[number]
+
+
+def _shown(engine: Engine, number: int | None, kept: _Kept) -> dict[str, object]:
+    until = kept.pin.expires_at_s
+    return {
+        "id": number,
+        "pinned_tokens": kept.pin.tokens,
+        "prompt_tokens": kept.prompt_tokens,
+        "expires_in_s": None if isinf(until) else max(until - engine.clock.now(), 0.0),
+    }

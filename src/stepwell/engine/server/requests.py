@@ -1,0 +1,178 @@
+"""The bodies of requests: OpenAI's fields, and ours beside them. Checks types and ranges; asks the engine nothing.
+
+Fields nobody knows are let through, for clients send more every year. Those known to change an answer in ways this server
+cannot are refused, unless they ask for what happens anyway: an answer that silently is another one helps nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from stepwell.base.errors import ConfigError
+from stepwell.engine.request import Ask, Sampling
+from stepwell.engine.server.errors import ApiError
+
+MAX_CHOICES = 64  # answers to one request
+MAX_SALT = 256
+MAX_PRIORITY = 1000
+DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's
+_INT64 = 2**63
+
+_ONLY_VALUES: dict[str, tuple[object, ...]] = {
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (True,),
+    "allowed_token_ids": ([],),
+    "audio": (),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "chat_template": (),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("auto", "none"),
+    "functions": ([],),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "include_stop_str_in_output": (False,),
+    "logit_bias": ({},),
+    "logits_processors": ([],),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True,),
+    "presence_penalty": (0,),
+    "prompt_logprobs": (),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "skip_special_tokens": (True,),
+    "stop_token_ids": ([],),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "tool_choice": ("auto", "none"),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "web_search_options": (),
+}
+
+
+class Body(BaseModel):
+    """Types are what they say: "12" is no number."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class Kept(Body):
+    """How the cache treats a prompt. A salt separates: only requests with the same one share anything."""
+
+    cache_salt: str | None = Field(None, min_length=1, max_length=MAX_SALT)
+
+    @field_validator("cache_salt")
+    @classmethod
+    def _encodable(cls, salt: str | None) -> str | None:
+        if salt is not None and any("\ud800" <= character <= "\udfff" for character in salt):
+            raise ValueError("half a character: a salt must be text that can be encoded")
+        return salt
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+
+
+class Asked(Kept):
+    """What completions and chats have in common."""
+
+    model: str
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=100)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1)  # -1 and 0 for no limit
+    seed: int | None = Field(None, ge=-_INT64, lt=_INT64)
+    stop: str | list[str] | None = None
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    ignore_eos: bool | None = None
+    priority: int | None = Field(None, ge=0, le=MAX_PRIORITY)
+    cache_ttl_s: float | None = Field(None, gt=0)
+
+    @property
+    def choices(self) -> int:
+        return self.n or 1
+
+    @property
+    def wants_usage_chunk(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+class CompletionBody(Asked):
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: int | None = Field(None, ge=0, le=20)
+
+
+class ChatBody(Asked):
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+def refuse_unsupported(body: Asked) -> None:
+    """Raises ApiError for fields that ask for another answer than this server can make."""
+    fields = dict(body.model_extra or {})
+    if isinstance(body, ChatBody):
+        fields["tool_choice"] = body.tool_choice
+    for name, value in fields.items():
+        if value is None or name not in _ONLY_VALUES or value in _ONLY_VALUES[name]:
+            continue
+        allowed = ", ".join(repr(each) for each in _ONLY_VALUES[name])
+        what = f"it may only be {allowed}" if allowed else "leave it out"
+        raise ApiError(400, f"{name} is not supported; {what}", param=name, code="unsupported_parameter")
+    if body.stream_options is not None and not body.stream:
+        raise ApiError(400, "stream_options is only for stream=true", param="stream_options")
+
+
+def sampling_of(
+    body: Asked, defaults: Mapping[str, float | int | bool], *, max_tokens: int | None, logprobs: int | None
+) -> Sampling:
+    """What the body says, then what the model's makers suggest, then OpenAI's defaults. Raises ApiError."""
+    top_k = body.top_k if body.top_k is not None else int(defaults.get("top_k", 0))
+    stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    try:
+        return Sampling(
+            max_tokens=max_tokens,
+            temperature=_first(body.temperature, defaults.get("temperature"), 1.0),
+            top_p=_first(body.top_p, defaults.get("top_p"), 1.0),
+            top_k=top_k if top_k > 0 else None,
+            seed=body.seed,
+            stop=tuple(stop),
+            logprobs=logprobs,
+            ignore_eos=bool(body.ignore_eos),
+        )
+    except ConfigError as error:
+        raise ApiError(400, str(error)) from None
+
+
+def asks_of(body: Asked, tokens: list[int], sampling: Sampling, hints: tuple[int, ...] = ()) -> list[Ask]:
+    """One for each choice wanted of a prompt. With a seed each gets its own, so that they differ and repeat."""
+    first = Ask(
+        tokens=tokens, sampling=sampling, salt=body.cache_salt, priority=body.priority or 0, ttl_s=body.cache_ttl_s, hints=hints
+    )
+    if sampling.seed is None:
+        return [first] * body.choices
+    seeds = range(sampling.seed, sampling.seed + body.choices)
+    return [replace(first, sampling=replace(sampling, seed=seed)) for seed in seeds]
+
+
+def _first(*values: float | None) -> float:
+    return float(next(value for value in values if value is not None))

@@ -1,0 +1,141 @@
+"""Runs the server: an address taken early, an engine's loop around it, and an orderly end.
+
+bind ... load the model ... serve until told to stop ... answers end, backups end, stores close
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from stepwell.base.config import StoreConfig
+from stepwell.base.errors import ConfigError
+from stepwell.engine.engine import Engine
+from stepwell.engine.loading.chat import ChatTemplate
+from stepwell.engine.loop import EngineLoop
+from stepwell.engine.server.app import build_app
+from stepwell.engine.server.metrics import Metrics
+from stepwell.engine.server.served import MAX_BODY_BYTES, Secrets, Served
+from stepwell.engine.server.stores import Stores
+
+GRACE_S = 10  # that answers have to end when the server is told to stop
+KEEP_ALIVE_S = 30  # longer than clients keep idle connections: they should be the ones to close
+MAX_CONNECTIONS = 1024
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Takes an address without listening yet: connections are refused until the model is loaded. Raises ConfigError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    taken = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind((host, port))
+    except (OSError, OverflowError) as error:
+        taken.close()
+        raise ConfigError(f"cannot listen on {host} port {port}: {error}; choose another --host or --port") from None
+    return taken
+
+
+def address_of(taken: socket.socket) -> str:
+    host, port = taken.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class ModelServer:
+    """One engine behind one socket. `run` blocks, and closes everything it was given."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        name: str,
+        chat: ChatTemplate,
+        secrets: Secrets,
+        defaults: Mapping[str, float | int | bool] | None = None,
+        max_body_bytes: int = MAX_BODY_BYTES,
+        hosts: tuple[str, ...] = (),
+        store: str | None = None,
+        store_config: StoreConfig | None = None,
+    ) -> None:
+        """`store`: what the engine has opened already, by name; `store_config` is for stores attached later."""
+        self._loop = EngineLoop(engine)
+        self._stores = Stores(self._loop, store_config or StoreConfig(), store)
+        self.served = Served(
+            loop=self._loop,
+            name=name,
+            text=engine.text,
+            chat=chat,
+            max_context=engine.max_context,
+            metrics=Metrics(self._loop),
+            secrets=secrets,
+            defaults=defaults or {},
+            max_body_bytes=max_body_bytes,
+            hosts=hosts,
+        )
+        self._server = _Server(_config(build_app(self.served, self._stores)))
+
+    def run(self, taken: socket.socket, on_ready: Callable[[], None] = lambda: None) -> None:
+        """Serves until `stop`, or until SIGINT or SIGTERM where this is the main thread. Calls `on_ready` once it answers."""
+        self._server.on_ready = on_ready
+        self._loop.start()
+        try:
+            self._stores.start()
+            with _signals_end_quietly():
+                self._server.run(sockets=[taken])
+        finally:
+            self._stores.close()
+            self._loop.stop()
+            taken.close()
+
+    def stop(self) -> None:
+        """Ends `run`, from any thread."""
+        self._server.should_exit = True
+
+
+def _config(app: FastAPI) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        log_level="warning",
+        ws="none",
+        lifespan="off",
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=GRACE_S,
+        limit_concurrency=MAX_CONNECTIONS,
+    )
+
+
+class _Server(uvicorn.Server):
+    """Says when it listens."""
+
+    on_ready: Callable[[], None]
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=sockets)
+        if self.started:
+            self.on_ready()
+
+
+@contextmanager
+def _signals_end_quietly() -> Iterator[None]:
+    """uvicorn stops at a signal and then raises it again, which would end the process before the engine is closed."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ignore(number: int, frame: FrameType | None) -> None:
+        pass
+
+    before = {number: signal.signal(number, ignore) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,121 @@
+"""A real server around a real, very small engine: Gemma-shaped, random weights, one token per byte, answers in ASCII."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import openai
+import torch
+
+from stepwell.engine.build import EngineConfig, build_engine
+from stepwell.engine.engine import Engine
+from stepwell.engine.loading.chat import ChatTemplate
+from stepwell.engine.loading.checkpoint import Checkpoint
+from stepwell.engine.loading.random_hybrid import CHAT_TEMPLATE, byte_tokenizer
+from stepwell.engine.loading.weights import HeldTensors
+from stepwell.engine.server.running import ModelServer, address_of, bind
+from stepwell.engine.server.served import Secrets
+
+NAME, KEY, ADMIN = "tiny", "a key", "an admin token"
+PAGE, CONTEXT, MAX_BODY = 16, 2048, 1 << 20
+HIDDEN, INNER, HEADS, HEAD_DIM, VOCAB = 32, 48, 2, 16, 260
+CONFIG: dict[str, object] = {
+    "model_type": "gemma3_text", "hidden_size": HIDDEN, "intermediate_size": INNER, "num_hidden_layers": 2,
+    "num_attention_heads": HEADS, "num_key_value_heads": 1, "head_dim": HEAD_DIM, "query_pre_attn_scalar": HEAD_DIM,
+    "vocab_size": VOCAB, "sliding_window": 32, "layer_types": ["sliding_attention", "full_attention"],
+    "max_position_embeddings": CONTEXT, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "rope_local_base_freq": 10000.0,
+    "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, HIDDEN), "model.norm.weight": (HIDDEN,)}
+    for layer in ("model.layers.0", "model.layers.1"):
+        shapes |= {
+            f"{layer}.self_attn.q_proj.weight": (HEADS * HEAD_DIM, HIDDEN),
+            f"{layer}.self_attn.k_proj.weight": (HEAD_DIM, HIDDEN),
+            f"{layer}.self_attn.v_proj.weight": (HEAD_DIM, HIDDEN),
+            f"{layer}.self_attn.o_proj.weight": (HIDDEN, HEADS * HEAD_DIM),
+            f"{layer}.self_attn.q_norm.weight": (HEAD_DIM,),
+            f"{layer}.self_attn.k_norm.weight": (HEAD_DIM,),
+            f"{layer}.mlp.gate_proj.weight": (INNER, HIDDEN),
+            f"{layer}.mlp.up_proj.weight": (INNER, HIDDEN),
+            f"{layer}.mlp.down_proj.weight": (HIDDEN, INNER),
+        }
+        norms = ("input", "post_attention", "pre_feedforward", "post_feedforward")
+        shapes |= {f"{layer}.{norm}_layernorm.weight": (HIDDEN,) for norm in norms}
+    generator = torch.Generator().manual_seed(5)
+    made = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    made = {name: noise / noise.shape[-1] ** 0.5 if noise.ndim > 1 else noise * 0.1 for name, noise in made.items()}
+    head = torch.zeros(VOCAB, HIDDEN)
+    head[32:127] = torch.randn(95, HIDDEN, generator=generator) * 0.6  # printable bytes; the others have a logit of 0
+    return made | {"lm_head.weight": head}
+
+
+def tiny_checkpoint() -> Checkpoint:
+    text = byte_tokenizer()
+    return Checkpoint(
+        name=NAME,
+        config=CONFIG,
+        source=HeldTensors(tensors()),
+        text=text,
+        digest="tiny",
+        eos_ids=text.eos_ids,
+        defaults={},
+        chat=ChatTemplate(CHAT_TEMPLATE, bos_token="<bos>", eos_token="<eos>"),
+    )
+
+
+class Running:
+    """A server on a thread of its own, and what tests ask of it."""
+
+    def __init__(self, server: ModelServer, engine: Engine, address: str) -> None:
+        self.server, self.engine, self.address = server, engine, address
+
+    def client(self, key: str = KEY) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.address}/v1", api_key=key, max_retries=0, timeout=60)
+
+    def settle(self, until: Callable[[Engine], bool], seconds: float = 20.0) -> None:
+        """Waits until something is true on the engine's thread."""
+        end = time.monotonic() + seconds
+        while not self.server.served.loop.call(until).result(10):
+            assert time.monotonic() < end, "it never came true"
+            time.sleep(0.005)
+
+    def audit(self) -> None:
+        self.settle(lambda engine: engine.num_open == 0)
+        self.server.served.loop.call(lambda engine: engine.cache.audit()).result(10)
+
+
+@contextmanager
+def running(*, api_key: str | None = None, hosts: tuple[str, ...] = (), **settings: object) -> Iterator[Running]:
+    checkpoint = tiny_checkpoint()
+    defaults = {"device": "cpu", "device_memory": "8MiB", "host_memory": "8MiB", "page_tokens": PAGE}
+    config = EngineConfig(**{**defaults, **settings})  # type: ignore[arg-type]
+    engine = build_engine(checkpoint, config)
+    server = ModelServer(
+        engine,
+        name=NAME,
+        chat=checkpoint.chat,
+        secrets=Secrets(api_key=api_key, admin_token=ADMIN),
+        max_body_bytes=MAX_BODY,
+        hosts=hosts,
+        store=config.store,
+    )
+    taken = bind("127.0.0.1", 0)
+    address = address_of(taken)
+    ready = threading.Event()
+    thread = threading.Thread(target=server.run, args=(taken, ready.set), name="server")
+    thread.start()
+    try:
+        assert ready.wait(30), "the server did not start"
+        made = Running(server, engine, address)
+        yield made
+        made.audit()
+    finally:
+        server.stop()
+        thread.join(30)
+        assert not thread.is_alive(), "the server did not stop"

@@ -1,0 +1,217 @@
+"""`/cache`, `/metrics`, `/health`, and who may do what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from engine.server.serving import ADMIN, KEY, NAME, Running, running
+
+PROMPT = "What is known of this prompt, and who wants to know? " * 3
+
+
+def say(http: httpx.Client, prompt: str, **more: object) -> dict[str, int]:
+    """Asks for an answer and returns where its prompt came from."""
+    body = {"model": NAME, "prompt": prompt, "max_tokens": 4, "temperature": 0} | more
+    response = http.post("/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+    return response.json()["usage"]["prompt_tokens_details"]  # type: ignore[no-any-return]
+
+
+def settled(served: Running) -> None:
+    """Waits until nothing is on its way to the host or the store."""
+    served.settle(lambda engine: engine.num_open == 0)
+    served.settle(lambda engine: (report := engine.cache.step()).running + report.storing == 0)
+
+
+def test_health_says_whether_it_runs(http: httpx.Client) -> None:
+    assert http.get("/health").json() == {"status": "ok", "model": NAME}
+
+
+def test_state_shows_tiers_and_counters(http: httpx.Client) -> None:
+    say(http, "State. " + PROMPT)
+    state = http.get("/cache").json()
+    assert state["model"] == NAME and state["requests"] == {"waiting": 0, "active": 0}
+    assert state["tiers"].keys() == {"device", "host"} and 0 < state["tiers"]["device"]["used_bytes"] <= 8 << 20
+    assert state["counters"]["tokens_computed"] > 0 and state["store"]["state"] == "detached"
+
+
+def test_explain_says_why_a_prompt_starts_over(http: httpx.Client) -> None:
+    asked = {"prompt": "Explained. " + PROMPT}
+    before = http.post("/cache/explain", json=asked).json()
+    assert (before["cause"], before["restore_tokens"]) == ("never_stored", 0)
+    say(http, "Explained. " + PROMPT)
+    after = http.post("/cache/explain", json=asked).json()
+    assert after["cause"] == "complete" and after["restore_tokens"] > len(PROMPT) and "resumes at token" in after["says"]
+    other = http.post("/cache/explain", json=asked | {"cache_salt": "another"}).json()
+    assert (other["cause"], other["restore_tokens"]) == ("other_namespace", 0)
+    chat = http.post("/cache/explain", json={"messages": [{"role": "user", "content": "unheard of"}]}).json()
+    assert chat["prompt_tokens"] > len("unheard of")
+    assert http.post("/cache/explain", json={}).status_code == 400
+
+
+def test_orders_need_the_admin_token(http: httpx.Client) -> None:
+    orders = [
+        ("POST", "/cache/flush", {}),
+        ("POST", "/cache/store", {"store": "memory:"}),
+        ("DELETE", "/cache/store", None),
+        ("POST", "/cache/pins", {"prompt": "x"}),
+        ("DELETE", "/cache/pins/1", None),
+    ]
+    for given in (None, "Bearer", "Bearer wrong", f"Bearer {KEY}", f"Bearer {ADMIN}x", f"Basic {ADMIN}", ADMIN, "Bearer \xff"):
+        headers = {} if given is None else {"Authorization": given.encode("latin-1")}
+        for method, path, body in orders:
+            response = http.request(method, path, json=body, headers=headers)
+            assert response.status_code == 401, (given, method, path)
+            assert response.json()["error"]["code"] == "invalid_admin_token"
+    assert http.get("/cache").json()["store"]["state"] == "detached"
+
+
+def test_pages_that_point_their_name_at_this_machine_see_nothing() -> None:
+    with running(hosts=("127.0.0.1", "::1", "well.example")) as made, httpx.Client(base_url=made.address) as http:
+        for host in ("evil.example", "evil.example:80", "", "[::2]", "127.0.0.1.evil.example"):
+            response = http.get("/cache", headers={"Host": host})
+            assert (response.status_code, response.json()["error"]["code"]) == (421, "unknown_host")
+        for host in ("127.0.0.1", "127.0.0.1:1", "[::1]:80", "Well.example:443"):
+            assert http.get("/cache", headers={"Host": host}).status_code == 200
+
+
+def test_flush_empties_memory(admin: httpx.Client, served: Running) -> None:
+    say(admin, "Flushed. " + PROMPT)
+    assert say(admin, "Flushed. " + PROMPT)["cached_tokens"] > 0
+    say(admin, "Flushed. " + PROMPT, cache_salt="mine")
+    settled(served)
+    assert admin.post("/cache/flush", json={"cache_salt": "mine"}).json()["flushed"] == "salt"
+    assert admin.post("/cache/explain", json={"prompt": "Flushed. " + PROMPT, "cache_salt": "mine"}).json()["restore_tokens"] == 0
+    assert admin.post("/cache/explain", json={"prompt": "Flushed. " + PROMPT}).json()["restore_tokens"] > 0
+    assert admin.post("/cache/flush", json={}).json()["flushed"] == "all"
+    assert admin.get("/cache").json()["tiers"]["device"]["used_bytes"] == 0
+    assert say(admin, "Flushed. " + PROMPT)["cached_tokens"] == 0
+
+
+def test_pins_are_kept_listed_and_released(admin: httpx.Client, served: Running) -> None:
+    say(admin, "Pinned. " + PROMPT)
+    settled(served)
+    nothing = admin.post("/cache/pins", json={"prompt": "never seen " + PROMPT}).json()
+    assert (nothing["id"], nothing["pinned_tokens"]) == (None, 0)
+    pin = admin.post("/cache/pins", json={"prompt": "Pinned. " + PROMPT}).json()
+    short = admin.post("/cache/pins", json={"prompt": "Pinned. " + PROMPT, "ttl_s": 500.0}).json()
+    gone = admin.post("/cache/pins", json={"prompt": "Pinned. " + PROMPT, "ttl_s": 1e-6}).json()
+    assert pin["pinned_tokens"] > len(PROMPT) and pin["expires_in_s"] is None and 0 < short["expires_in_s"] <= 500
+    assert [each["id"] for each in admin.get("/cache/pins").json()["pins"]] == [pin["id"], short["id"]]
+    assert admin.delete(f"/cache/pins/{gone['id']}").status_code == 404
+    assert admin.delete(f"/cache/pins/{pin['id']}").json()["released"]
+    assert admin.delete(f"/cache/pins/{pin['id']}").json()["error"]["code"] == "pin_not_found"
+    assert admin.post("/cache/flush", json={}).json()["released_pins"] == 1
+    assert admin.get("/cache/pins").json() == {"pins": []}
+    assert [tier["used_bytes"] for tier in admin.get("/cache").json()["tiers"].values()] == [0, 0]
+    assert admin.post("/cache/pins", json={"prompt": "x", "ttl_s": 0}).status_code == 400
+    served.audit()
+
+
+def test_a_pin_holds_its_bytes_until_it_is_released(admin: httpx.Client, served: Running) -> None:
+    def host_bytes() -> int:
+        return admin.get("/cache").json()["tiers"]["host"]["used_bytes"]  # type: ignore[no-any-return]
+
+    say(admin, "Held. " + PROMPT, cache_salt="holder")
+    settled(served)
+    pin = admin.post("/cache/pins", json={"prompt": "Held. " + PROMPT, "cache_salt": "holder"}).json()
+    served.server.served.loop.call(lambda engine: engine.cache.flush()).result(10)  # behind the server's back
+    assert host_bytes() > 0
+    assert admin.delete(f"/cache/pins/{pin['id']}").status_code == 200
+    assert host_bytes() == 0
+
+
+def test_stores_come_and_go_while_requests_run(admin: httpx.Client, served: Running, tmp_path: Path) -> None:
+    where = {"store": f"log:{tmp_path / 'log'}", "options": {"budget": "64MiB", "segment": "1MiB"}}
+    prompt = "Stored. " + PROMPT
+    say(admin, prompt)
+    assert admin.post("/cache/store", json=where).json()["state"] == "attached"
+    assert admin.get("/cache").json()["store"]["name"] == where["store"]
+    assert admin.post("/cache/store", json=where).status_code == 400  # one at a time
+    settled(served)
+    admin.post("/cache/flush", json={}).raise_for_status()
+    assert say(admin, prompt)["store_tokens"] > 0
+    assert admin.delete("/cache/store").json() == {"state": "closed"}
+    assert admin.delete("/cache/store").status_code == 400
+    assert admin.get("/cache").json()["store"] == {"name": None, "state": "detached", "says": "detached"}
+    admin.post("/cache/flush", json={}).raise_for_status()
+    assert say(admin, prompt)["cached_tokens"] == 0
+    assert admin.post("/cache/store", json=where).status_code == 200  # nobody holds its directory any more
+    assert admin.delete("/cache/store").status_code == 200
+    served.audit()
+
+
+@pytest.mark.parametrize("store", ["nowhere:", "log:", "mooncake:/no/such/file"])
+def test_stores_that_cannot_be_opened_are_refused(admin: httpx.Client, store: str) -> None:
+    response = admin.post("/cache/store", json={"store": store})
+    assert response.status_code in (400, 502) and response.json()["error"]["message"]
+    assert admin.get("/cache").json()["store"]["state"] == "detached"
+
+
+def test_the_store_of_the_start_serves_the_next_run(tmp_path: Path) -> None:
+    settings = {"store": f"log:{tmp_path / 'log'}", "store_options": {"budget": "64MiB", "segment": "1MiB"}}
+    for expected in (False, True):
+        with running(**settings) as made, httpx.Client(base_url=made.address, timeout=60) as http:
+            assert (say(http, PROMPT)["store_tokens"] > 0) is expected
+    with running(**settings) as made, httpx.Client(base_url=made.address, headers={"Authorization": f"Bearer {ADMIN}"}) as http:
+        assert http.get("/cache").json()["store"]["name"] == settings["store"]
+        assert http.delete("/cache/store").json() == {"state": "closed"}
+        assert made.engine.stores == []
+
+
+def test_metrics_are_what_prometheus_reads(http: httpx.Client) -> None:
+    before = _samples(http)
+    say(http, "Measured. " + PROMPT)
+    say(http, "Measured. " + PROMPT)
+    http.post("/v1/completions", json={"model": NAME})
+    after = _samples(http)
+
+    def grown(name: str) -> float:
+        return after.get(name, 0.0) - before.get(name, 0.0)
+
+    sources = {source: grown(f"stepwell_prompt_tokens_total{source}") for source in ("device", "host", "store", "computed")}
+    assert sum(sources.values()) == 2 * (len("Measured. " + PROMPT) + 1) and sources["device"] > 0
+    assert grown("stepwell_generated_tokens_total") == 8 and grown("stepwell_requests_totallength") == 2
+    assert grown("stepwell_time_to_first_token_seconds_count") == 2 and grown("stepwell_http_errors_total400") == 1
+    assert after["stepwell_requests_openwaiting"] == after["stepwell_requests_openactive"] == 0
+    assert after["stepwell_engine_up"] == after["stepwell_store_statedetached"] == 1
+    assert after["stepwell_tier_used_bytesdevice"] > 0 and after["stepwell_tier_available_byteshost"] > 0
+    assert after["stepwell_cache_events_totaltokens_computed"] > 0
+
+
+def _samples(http: httpx.Client) -> dict[str, float]:
+    """By name and the values of labels, buckets left out."""
+    response = http.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain")
+    families = list(text_string_to_metric_families(response.text))
+    samples = [sample for family in families for sample in family.samples if "le" not in sample.labels]
+    return {sample.name + "".join(sample.labels.values()): sample.value for sample in samples}
+
+
+# ---- a server with a key --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def locked() -> Iterator[Running]:
+    with running(api_key=KEY) as made:
+        yield made
+
+
+def test_a_key_is_wanted_where_one_is_set(locked: Running) -> None:
+    for key in ("wrong", KEY + "x"):
+        with locked.client(key) as client, pytest.raises(openai.AuthenticationError) as caught:
+            client.completions.create(model=NAME, prompt="x")
+        assert caught.value.code == "invalid_api_key"
+    for key in (KEY, ADMIN):
+        with locked.client(key) as client:
+            assert client.completions.create(model=NAME, prompt="x", max_tokens=1).usage is not None
+    with httpx.Client(base_url=locked.address) as http:
+        statuses = [http.get(path).status_code for path in ("/health", "/metrics", "/cache", "/v1/models", "/cache/pins")]
+        assert statuses == [200, 200, 401, 401, 401]
+        assert http.get("/v1/models").headers["www-authenticate"] == "Bearer"

@@ -1,0 +1,198 @@
+"""The engine as a whole, on small random models: batching, waiting, preemption, sampling, ends."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+
+from engine.families import checkpoint
+from stepwell.base.config import PlacementConfig
+from stepwell.base.errors import BadTokens, ConfigError
+from stepwell.base.ids import Tier
+from stepwell.engine import Ask, Delta, Engine, EngineConfig, Finish, Limits, Sampling, build_engine
+
+pytest.importorskip("transformers")
+
+PAGE = 16
+
+
+def small(family: str = "llama", **settings: Any) -> Engine:
+    defaults = {
+        "device": "cpu", "page_tokens": PAGE, "device_memory": "4MiB", "host_memory": "8MiB",
+        "limits": Limits(chunk_tokens=64, max_running=8),
+        "placement": PlacementConfig(interval_tokens=0, decode_interval_tokens=2 * PAGE),
+    }  # fmt: skip
+    return build_engine(checkpoint(family), EngineConfig(**(defaults | settings)))
+
+
+def prompt(count: int, seed: int = 0) -> list[int]:
+    random = Random(seed)
+    return [random.randrange(128) for _ in range(count)]
+
+
+def run(engine: Engine, asks: list[Ask]) -> list[list[Delta]]:
+    """All asks together; the deltas of each."""
+    numbers = [engine.submit(ask) for ask in asks]
+    deltas: dict[int, list[Delta]] = {number: [] for number in numbers}
+    while engine.num_open:
+        for delta in engine.step():
+            deltas[delta.request].append(delta)
+    engine.cache.audit()
+    return [deltas[number] for number in numbers]
+
+
+def tokens_of(deltas: list[Delta]) -> list[int]:
+    return [token for delta in deltas for token in delta.tokens]
+
+
+def greedy(tokens: list[int], count: int = 8, **more: Any) -> Ask:
+    return Ask(tokens=tokens, sampling=Sampling(max_tokens=count), **more)
+
+
+def alone(family: str, asks: list[Ask]) -> list[list[int]]:
+    """What each answer is with nobody beside it and nothing cached."""
+    with small(family) as engine:
+        return [tokens_of(run(engine, [Ask(tokens=ask.tokens, sampling=ask.sampling, use_cache=False)])[0]) for ask in asks]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])
+def test_answers_do_not_depend_on_who_runs_beside(family: str) -> None:
+    asks = [greedy(prompt(length, seed=length), 10) for length in (3, 20, 64, 65, 150)]
+    with small(family) as engine:
+        assert [tokens_of(deltas) for deltas in run(engine, asks)] == alone(family, asks)
+
+
+@pytest.mark.parametrize(("family", "memory"), [("llama", "512KiB"), ("gemma3", "320KiB"), ("falcon_h1", "1MiB")])
+def test_preempted_requests_resume_and_answer_the_same(family: str, memory: str) -> None:
+    asks = [greedy(prompt(100, seed=seed), 60) for seed in range(6)]
+    with small(family, device_memory=memory) as engine:
+        played = run(engine, asks)
+        usages = [deltas[-1].usage for deltas in played]
+        assert sum(usage.preemptions for usage in usages if usage is not None) > 0, "the device was not small enough"
+    assert [tokens_of(deltas) for deltas in played] == alone(family, asks)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])
+def test_a_prefix_that_another_computes_is_waited_for(family: str) -> None:
+    shared = prompt(10 * PAGE + 3)
+    asks = [greedy(shared + prompt(20, seed=seed)) for seed in (1, 2, 3)]
+    with small(family) as engine:
+        played = run(engine, asks)
+        sources = [deltas[-1].usage.sources for deltas in played if deltas[-1].usage is not None]
+    assert sorted(each.device for each in sources) == [0, 10 * PAGE, 10 * PAGE], f"{sources}"
+    assert [tokens_of(deltas) for deltas in played] == alone(family, asks)
+
+
+def test_who_waits_for_a_prefix_goes_on_when_the_other_is_aborted() -> None:
+    shared = prompt(20 * PAGE)
+    with small() as engine:
+        first = engine.submit(greedy([*shared, 1]))
+        engine.step()
+        second = engine.submit(greedy([*shared, 2]))
+        engine.step()
+        assert engine.scheduler.waiting
+        engine.abort(first)
+        ends = [delta for _ in range(200) for delta in engine.step() if delta.finish is not None]
+    assert [(delta.request, delta.finish) for delta in ends] == [(first, Finish.ABORTED), (second, Finish.LENGTH)]
+
+
+def test_an_aborted_request_gives_everything_back() -> None:
+    with small("falcon_h1") as engine:
+        for steps in range(6):
+            number = engine.submit(greedy(prompt(200, seed=steps), 50))
+            for _ in range(steps):
+                engine.step()
+            engine.abort(number)
+            engine.abort(number)  # a second time does nothing
+            assert [delta.finish for delta in engine.step()][-1:] == [Finish.ABORTED]
+        while engine.cache.step().running:
+            pass
+        engine.cache.audit()
+        layout = engine.cache.available_bytes(Tier.DEVICE)
+        engine.cache.flush()
+        assert engine.cache.available_bytes(Tier.DEVICE) == layout and not engine.cache.used_bytes(Tier.DEVICE)
+
+
+def test_urgent_requests_begin_first() -> None:
+    with small(limits=Limits(chunk_tokens=64, max_running=1)) as engine:
+        numbers = [engine.submit(greedy(prompt(30, seed=at), 2, priority=priority)) for at, priority in enumerate((0, 0, 5))]
+        ended: list[int] = []
+        while engine.num_open:
+            ended += [delta.request for delta in engine.step() if delta.finish is not None]
+    assert ended.index(numbers[2]) == 0
+
+
+def test_the_request_with_least_to_compute_begins_first() -> None:
+    with small(limits=Limits(chunk_tokens=64, max_running=1)) as engine:
+        known = prompt(10 * PAGE)
+        run(engine, [greedy(known)])
+        numbers = [engine.submit(greedy(prompt(150, seed=9), 2)), engine.submit(greedy([*known, 5], 2))]
+        ended: list[int] = []
+        while engine.num_open:
+            ended += [delta.request for delta in engine.step() if delta.finish is not None]
+    assert ended == numbers[::-1]
+
+
+def test_salted_requests_share_nothing_with_others() -> None:
+    with small() as engine:
+        ask = greedy(prompt(100))
+        run(engine, [ask])
+        for salt, cached in (("one", 0), ("one", 96), ("two", 0), (None, 96)):
+            (deltas,) = run(engine, [greedy(prompt(100), salt=salt)])
+            assert deltas[-1].usage is not None and deltas[-1].usage.sources.device == cached, f"{salt=}"
+
+
+def test_sampling_is_the_seeds_alone() -> None:
+    def ask(seed: int, **more: Any) -> Ask:
+        return Ask(tokens=prompt(40), sampling=Sampling(max_tokens=12, temperature=1.0, seed=seed, **more))
+
+    with small() as engine:
+        together = [tokens_of(deltas) for deltas in run(engine, [ask(1), ask(2), ask(1)])]
+        assert together[0] == together[2] != together[1]
+        assert tokens_of(run(engine, [ask(1)])[0]) == together[0]
+        assert tokens_of(run(engine, [ask(7, top_k=1)])[0]) == alone("llama", [greedy(prompt(40), 12)])[0]
+        assert tokens_of(run(engine, [ask(7, top_p=1e-6)])[0]) == alone("llama", [greedy(prompt(40), 12)])[0]
+
+
+def test_logprobs_name_the_token_and_its_rivals() -> None:
+    with small() as engine:
+        (deltas,) = run(engine, [Ask(tokens=prompt(20), sampling=Sampling(max_tokens=3, logprobs=4))])
+    for delta in deltas:
+        (logprob,) = delta.logprobs
+        assert logprob.token == delta.tokens[0] == logprob.top[0][0] and logprob.logprob == pytest.approx(logprob.top[0][1])
+        values = [value for _, value in logprob.top]
+        assert len(values) == 4 and values == sorted(values, reverse=True) and max(values) < 0
+
+
+def test_what_cannot_run_is_refused_when_it_comes() -> None:
+    with small(device_memory="512KiB") as engine:
+        with pytest.raises(ConfigError, match="exceed"):
+            engine.submit(greedy(prompt(engine.max_context)))
+        with pytest.raises(ConfigError, match="exceed"):
+            engine.submit(greedy(prompt(10), engine.max_context))
+        with pytest.raises(BadTokens, match="0 to 127"):
+            engine.submit(greedy([5, 128]))
+        with pytest.raises(BadTokens, match="empty"):
+            engine.submit(greedy([]))
+        with pytest.raises(ConfigError, match="tokenizer"):
+            engine.submit(Ask(tokens=[1], sampling=Sampling(stop=("x",))))
+        assert not engine.num_open
+        (deltas,) = run(engine, [greedy(prompt(engine.max_context - 8), 8)])  # the longest there may be
+        assert deltas[-1].finish is Finish.LENGTH and len(tokens_of(deltas)) == 8
+
+
+def test_a_request_that_wants_no_cache_leaves_nothing_behind() -> None:
+    with small("gemma3") as engine:
+        run(engine, [Ask(tokens=prompt(200), sampling=Sampling(max_tokens=4), use_cache=False)])
+        assert engine.cache.lookup(prompt(200)).known_tokens == 0
+
+
+def test_sizes_that_do_not_fit_say_what_would() -> None:
+    with pytest.raises(ConfigError, match="free"):
+        small(host_memory="9000TiB")
+    with pytest.raises(ConfigError, match="needs at least"):
+        small(device_memory="1KiB")
+    with pytest.raises(ConfigError, match="host tier"):
+        small(host_memory=0, store="memory:")

@@ -1,0 +1,156 @@
+"""`stepwell serve`, as a user meets it. What the server does is tested in tests/engine/server."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+import pytest
+
+from stepwell.base.errors import ConfigError
+from stepwell.cli import serve
+from stepwell.cli.main import main
+
+SMALL = ("--device", "cpu", "--device-memory", "16MiB", "--host-memory", "16MiB", "--page-tokens", "16")
+
+
+def parsed(*argv: str) -> Namespace:
+    parser = ArgumentParser()
+    serve.configure(parser)
+    return parser.parse_args(["--model", "m", *argv])
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = """
+import sys
+from stepwell.cli.main import main
+for argv in (["--help"], ["serve", "--help"]):
+    try:
+        main(argv)
+    except SystemExit:
+        pass
+heavy = {"torch", "fastapi", "uvicorn", "prometheus_client", "jinja2", "tokenizers", "pydantic"} & sys.modules.keys()
+assert not heavy, heavy
+"""
+    done = python(code)
+    assert done.returncode == 0, done.stderr
+    assert "--prefetch-policy" in done.stdout and "serve" in done.stdout
+
+
+@pytest.mark.parametrize("missing", ["torch", "fastapi"])
+def test_a_missing_package_is_named_with_the_command_that_installs_it(missing: str) -> None:
+    code = f"""
+import sys
+sys.modules[{missing!r}] = None
+from stepwell.cli.main import main
+sys.exit(main(["serve", "--model", "random-hybrid"]))
+"""
+    done = python(code)
+    assert done.returncode == 2 and missing in done.stderr and "pip install 'stepwell[serve]'" in done.stderr
+
+
+def test_store_options_come_from_arguments_and_for_mooncake_from_the_environment() -> None:
+    environment = {"MOONCAKE_MASTER": "there:50051", "OTHER": "x"}
+    args = parsed("--store", "log:/d", "--store-budget", "50GiB", "--store-option", "direct=off")
+    assert serve._store_options(args, environment) == {"budget": "50GiB", "direct": "off"}
+    assert serve._store_options(parsed("--store", "mooncake:"), environment) == {"master_server_address": "there:50051"}
+    file = {"MOONCAKE_CONFIG_PATH": "/etc/theirs.json"}
+    assert serve._store_options(parsed("--store", "mooncake:"), file) == {"config_path": "/etc/theirs.json"}
+    assert serve._store_options(parsed("--store", "mooncake:/etc/ours.json"), file) == {}
+    for bad in (
+        ("--store-budget", "1GiB"),
+        ("--store", "log:/d", "--store-budget", "much"),
+        ("--store", "x:", "--store-option", "y"),
+    ):
+        with pytest.raises(ConfigError):
+            serve._store_options(parsed(*bad), {})
+
+
+def test_secrets_come_from_arguments_then_the_environment_then_chance() -> None:
+    pytest.importorskip("fastapi")
+    environment = {"STEPWELL_API_KEY": "env key", "STEPWELL_ADMIN_TOKEN": "env token"}
+    both = serve._secrets(parsed("--api-key", "k", "--admin-token", "t"), environment)
+    assert (both.api_key, both.admin_token) == ("k", "t") and repr(both) == "Secrets(...)"
+    found = serve._secrets(parsed(), environment)
+    assert (found.api_key, found.admin_token) == ("env key", "env token") and "env" not in repr(found)
+    made, other = serve._secrets(parsed(), {"STEPWELL_API_KEY": ""}), serve._secrets(parsed(), {})
+    assert made.api_key is None and len(made.admin_token) >= 32 and made.admin_token != other.admin_token
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("--model", "/no/such/model"), "there is no model"),
+        (("--model", "random-hybrid", "--device", "cpu", "--host-memory", "900TiB"), "are free"),
+        (("--model", "random-hybrid", "--device", "cpu", "--host-memory", "lots"), "not an amount of memory"),
+        (("--model", "random-hybrid", "--host", "203.0.113.1"), "cannot listen"),
+        (("--model", "random-hybrid", "--port", "99999"), "cannot listen"),
+        (("--model", "random-hybrid", *SMALL, "--host-memory", "0", "--store", "memory:"), "host"),
+    ],
+)
+def test_what_cannot_work_fails_at_the_start_in_one_line(
+    argv: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("uvicorn")
+    port = () if "--port" in argv else ("--port", "0")
+    assert main(["serve", *argv, *port]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err and captured.err.count("\n") == 1 and captured.out == ""
+
+
+def test_a_taken_port_is_said_before_anything_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("uvicorn")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert main(["serve", "--model", "/no/such/model", "--port", str(taken.getsockname()[1])]) == 2
+    assert "cannot listen" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_in_order_and_its_store_keeps_what_was_computed(tmp_path: Path, number: signal.Signals) -> None:
+    pytest.importorskip("uvicorn")
+    where = tmp_path / "log"
+    options = ("--port", "0", "--store", f"log:{where}", "--store-budget", "64MiB", "--store-option", "segment=1MiB")
+    command = [sys.executable, "-m", "stepwell", "serve", "--model", "random-hybrid", *SMALL, *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            said = _until_address(process)
+            assert said["store"] == f"log:{where}" and said["tiers"] == "device 16.0 MiB, host 16.0 MiB"
+            assert (
+                "per token" in said["memory"] and "per checkpoint" in said["memory"] and "(for this run)" in said["admin token"]
+            )
+            body = json.dumps({"model": "random-hybrid", "prompt": "Keep this, whatever comes. " * 3, "max_tokens": 2}).encode()
+            request = urllib.request.Request(f"{said['address']}/v1/completions", body, {"content-type": "application/json"})
+            with urllib.request.urlopen(request, timeout=60) as response:
+                assert json.load(response)["usage"]["completion_tokens"] == 2
+            process.send_signal(number)
+            _, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert (process.returncode, errors) == (0, "")
+    stat = subprocess.run(
+        [sys.executable, "-m", "stepwell", "store", "stat", str(where), "--json"], capture_output=True, text=True, check=True
+    )
+    report = json.loads(stat.stdout)
+    assert report["values"] > 0 and report["open_in"] is None
+
+
+def _until_address(process: subprocess.Popen[str]) -> dict[str, str]:
+    assert process.stdout is not None
+    said: dict[str, str] = {}
+    for line in process.stdout:
+        label, _, value = line.partition("  ")
+        said[label.strip()] = value.strip()
+        if "address" in said:
+            break
+    assert "address" in said, process.communicate()
+    return said

@@ -4,9 +4,9 @@
     make bench-store         measure, print the tables, write bench-store.json (about 5 minutes, up to 4 GB of disk)
 
 Medians over rounds in which every contender has its turn, one after the other. Plain is one thread that does nothing but
-move bytes, 128 values a call; the log is driven as the cache drives it: one writer that seals every value, four readers that
-verify every value. `x` says how many times as fast as a contender Stepwell is. CPU seconds are those of the contender's
-process, per GiB moved.
+move bytes, 128 values a call; the log is driven as the cache drives it: one thread that seals every value before one that
+writes, four readers that verify every value. `x` says how many times as fast as a contender Stepwell is. CPU seconds are
+those of the contender's process, per GiB moved.
 """
 
 from __future__ import annotations
@@ -142,7 +142,8 @@ def table(samples: Samples) -> Table:
     out = Table(
         title="GB/s, medians; x: how many times as fast as that contender Stepwell is; CPU seconds per GiB",
         caption="plain: one thread, pwritev or preadv of 128 values a call, fdatasync after each write, no checksums. log: "
-        "driven as the cache does, one writer that seals, four readers that verify, 8 MiB each. Files are not synced.",
+        "driven as the cache does, one writer behind one that seals, 32 MiB each, and four readers that verify, 8 MiB each. "
+        "Files are not synced.",
     )
     for column in ("value", "operation", "contender", "GB/s", "x", "CPU s/GiB"):
         out.add_column(column, justify="left" if column in ("operation", "contender") else "right")

@@ -1,7 +1,8 @@
 """The log store as the cache drives it: errands for a `ThreadPorter` with four readers and one writer, over `StoreHands`.
 
-A write is an errand for each batch of 128 (the hands cut it at 32 MiB), sealed and synced. A read is what a prefetch of the whole
-set is: errands of 8 MiB, all handed in at once, each value verified. Existence is one question to the hands.
+A write is what the backup of the whole set is: errands of 32 MiB, sealed and synced, one sealed while another is written. A
+read is what a prefetch of it is: errands of 8 MiB, all handed in at once, each value verified. Existence is one question to
+the hands.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from stepwell.base.config import StoreConfig
 from stepwell.base.errand import Ask, Errand, Fate, FetchPages, PutPages, Task
 from stepwell.base.ids import JobId
 from stepwell.base.keys import Namespace
+from stepwell.cache.backup import CHUNK_BYTES
 from stepwell.cache.porter import ThreadPorter
 from stepwell.store.api import Store
 from stepwell.store.log.opening import open_directory
 from stepwell.store.log.probe import Direct
 from stepwell.transfer.store_hands import StoreHands
-from store.load import BATCH, Load, Took, timed
+from store.load import Load, Took, timed
 
 ASKED = 4096
 SEGMENT_BYTES = 256 << 20
@@ -44,10 +46,11 @@ class Driver:
     def write(self, life: int) -> None:
         keys = self._load.keys(life)
         ids = np.arange(self._load.count, dtype=np.int32)
-        starts = range(0, len(keys), BATCH)
+        step = max(CHUNK_BYTES // self._load.value_bytes, 1)
+        starts = range(0, len(keys), step)
         self._run(
             [
-                PutPages(parent=keys[at - 1] if at else None, first=at, keys=keys[at : at + BATCH], ids=ids[at : at + BATCH])
+                PutPages(parent=keys[at - 1] if at else None, first=at, keys=keys[at : at + step], ids=ids[at : at + step])
                 for at in starts
             ]
         )

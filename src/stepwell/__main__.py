@@ -1,6 +1,4 @@
-"""`python -m stepwell` is the `stepwell` command."""
-
-from __future__ import annotations
+"""`python -m stepwell`: the same as `stepwell`."""
 
 import sys
 

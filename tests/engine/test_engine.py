@@ -2,59 +2,16 @@
 
 from __future__ import annotations
 
-from random import Random
 from typing import Any
 
 import pytest
 
-from engine.families import checkpoint
-from stepwell.base.config import PlacementConfig
+from engine.small import PAGE, alone, greedy, prompt, run, small, tokens_of
 from stepwell.base.errors import BadTokens, ConfigError
 from stepwell.base.ids import Tier
-from stepwell.engine import Ask, Delta, Engine, EngineConfig, Finish, Limits, Sampling, build_engine
+from stepwell.engine import Ask, Finish, Limits, Sampling
 
 pytest.importorskip("transformers")
-
-PAGE = 16
-
-
-def small(family: str = "llama", **settings: Any) -> Engine:
-    defaults = {
-        "device": "cpu", "page_tokens": PAGE, "device_memory": "4MiB", "host_memory": "8MiB",
-        "limits": Limits(chunk_tokens=64, max_running=8),
-        "placement": PlacementConfig(interval_tokens=0, decode_interval_tokens=2 * PAGE),
-    }  # fmt: skip
-    return build_engine(checkpoint(family), EngineConfig(**(defaults | settings)))
-
-
-def prompt(count: int, seed: int = 0) -> list[int]:
-    random = Random(seed)
-    return [random.randrange(128) for _ in range(count)]
-
-
-def run(engine: Engine, asks: list[Ask]) -> list[list[Delta]]:
-    """All asks together; the deltas of each."""
-    numbers = [engine.submit(ask) for ask in asks]
-    deltas: dict[int, list[Delta]] = {number: [] for number in numbers}
-    while engine.num_open:
-        for delta in engine.step():
-            deltas[delta.request].append(delta)
-    engine.cache.audit()
-    return [deltas[number] for number in numbers]
-
-
-def tokens_of(deltas: list[Delta]) -> list[int]:
-    return [token for delta in deltas for token in delta.tokens]
-
-
-def greedy(tokens: list[int], count: int = 8, **more: Any) -> Ask:
-    return Ask(tokens=tokens, sampling=Sampling(max_tokens=count), **more)
-
-
-def alone(family: str, asks: list[Ask]) -> list[list[int]]:
-    """What each answer is with nobody beside it and nothing cached."""
-    with small(family) as engine:
-        return [tokens_of(run(engine, [Ask(tokens=ask.tokens, sampling=ask.sampling, use_cache=False)])[0]) for ask in asks]
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])

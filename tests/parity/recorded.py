@@ -15,6 +15,7 @@ from stepwell.base.config import PlacementConfig
 from stepwell.base.ids import Kind, Tier
 from stepwell.cache.room import make_room
 from stepwell.engine import Ask, Engine, EngineConfig, Limits, Sampling, build_engine
+from stepwell.engine.loading.checkpoint import Checkpoint
 from stepwell.engine.scheduler import Chunk
 
 PAGE = 16
@@ -37,13 +38,15 @@ class Played:
 class Recorded:
     """An engine whose every row of logits is noted under its request."""
 
-    def __init__(self, family: str, *, chunk_tokens: int = 64, max_running: int = 8, **settings: Any) -> None:
+    def __init__(self, family: str | Checkpoint, *, chunk_tokens: int = 64, max_running: int = 8, **settings: Any) -> None:
         defaults = {
             "device": "cpu", "page_tokens": PAGE, "device_memory": "1MiB", "host_memory": "16MiB",
             "limits": Limits(chunk_tokens=chunk_tokens, max_running=max_running),
             "placement": PlacementConfig(interval_tokens=4 * PAGE, decode_interval_tokens=2 * PAGE, at_branch=False),
         }  # fmt: skip
-        self.engine: Engine = build_engine(checkpoint(family), EngineConfig(**(defaults | settings)))
+        self.engine: Engine = build_engine(
+            checkpoint(family) if isinstance(family, str) else family, EngineConfig(**(defaults | settings))
+        )
         self.logits: dict[int, list[torch.Tensor]] = {}
         self.resumed: dict[int, int] = {}
         self.chunks: dict[int, list[int]] = {}

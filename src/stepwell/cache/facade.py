@@ -92,9 +92,14 @@ class Cache:
         return self._stores.state
 
     @property
+    def copying(self) -> int:
+        """Copies under way between memories; they hold pages until `step` has applied what came of them."""
+        return self._core.mover.num_running
+
+    @property
     def pending(self) -> int:
         """Copies under way, errands to the store, and paths that wait to be backed up: 0 when everything is where it is to be."""
-        return self._core.mover.num_running + self._stores.num_busy
+        return self.copying + self._stores.num_busy
 
     def namespace_for(self, *, adapter: str | None = None, salt: str | None = None, tenant: str | None = None) -> Namespace:
         """This model under an adapter, or for a tenant whose pages nobody else may see."""
@@ -113,6 +118,12 @@ class Cache:
         if namespace is not None and namespace.layout != self._namespace.layout:
             raise ConfigError("this namespace is of a model with another layout: make one with cache.namespace_for()")
         return find(self._core.tree, namespace or self._namespace, packed, limit_tokens)
+
+    def refresh(self, match: Match) -> Match:
+        """The same question again: as cheap as nothing while the cache has not changed. Pure."""
+        if match.version == self._core.tree.version:
+            return match
+        return find(self._core.tree, match.namespace, match.packed, match.limit_tokens)
 
     def explain(self, tokens: Tokens, *, namespace: Namespace | None = None) -> Explanation:
         """Why a prompt would resume where it would, and not later. Pure. Raises BadTokens."""

@@ -1,7 +1,8 @@
 """Runs errands on every rank's store hands and brings home what came of them. Decides nothing, applies nothing.
 
 Questions, reads and writes have threads of their own, so that no request waits behind a backup, nor a question behind the
-reads of somebody else. Writes of a rank run in order, on one thread by default: parents before children.
+reads of somebody else. Writes of a rank run in order, on one thread by default: parents before children. A thread before
+that one seals what comes next.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from enum import Enum
+from functools import partial
 from queue import SimpleQueue
 from threading import Condition, Thread
 from typing import Protocol
@@ -91,6 +93,7 @@ class ThreadPorter:
         self._clock = clock
         self._asking = [_Workers(1, f"ask{i}") for i in range(len(ranks))]
         self._reading = [_Workers(readers, f"read{i}") for i in range(len(ranks))]
+        self._sealing = [_Workers(1, f"seal{i}") for i in range(len(ranks))]
         self._writing = [_Workers(writers, f"write{i}") for i in range(len(ranks))]
         self._changed = Condition()
         self._tallies: dict[JobId, _Tally] = {}
@@ -99,8 +102,12 @@ class ThreadPorter:
     def submit(self, errand: Errand) -> None:
         with self._changed:
             self._tallies[errand.job] = _Tally(errand, len(self._ranks))
-        for rank, workers in enumerate(self._workers_for(errand)):
-            workers.submit(lambda rank=rank: self._run(rank, errand))  # type: ignore[misc]
+        for rank, hands in enumerate(self._ranks):
+            if isinstance(errand.task, (PutPages, PutCheckpoint)):
+                self._sealing[rank].submit(partial(self._seal, rank, errand))
+            else:
+                workers = self._asking if isinstance(errand.task, Ask) else self._reading
+                workers[rank].submit(partial(self._run, rank, errand, partial(attempt, hands, errand)))
 
     def replies(self) -> list[Reply]:
         return [self._done.popleft() for _ in range(len(self._done))]
@@ -125,23 +132,29 @@ class ThreadPorter:
             self._changed.wait_for(lambda: not self._tallies, timeout_s)
 
     def close(self) -> None:
-        for workers in (*self._asking, *self._reading, *self._writing):
+        for sealing, writing in zip(self._sealing, self._writing, strict=True):
+            sealing.submit(writing.close)  # behind everything that is still to be written
+        for workers in (*self._asking, *self._reading, *self._sealing):
             workers.close()
 
-    def _workers_for(self, errand: Errand) -> list[_Workers]:
-        if isinstance(errand.task, Ask):
-            return self._asking
-        return self._writing if isinstance(errand.task, (PutPages, PutCheckpoint)) else self._reading
+    def _seal(self, rank: int, errand: Errand) -> None:
+        """The first half of a put. With it the errand has not begun: nothing has to be waited for if it is taken back."""
+        with self._changed:
+            if errand.job not in self._tallies:
+                return  # withdrawn
+        started_s = self._clock.now()
+        put = sealed(self._ranks[rank], errand)
+        self._writing[rank].submit(partial(self._run, rank, errand, put, self._clock.now() - started_s))
 
-    def _run(self, rank: int, errand: Errand) -> None:
+    def _run(self, rank: int, errand: Errand, work: Callable[[], Outcome], before_s: float = 0.0) -> None:
         with self._changed:
             tally = self._tallies.get(errand.job)
             if tally is None or tally.stages[rank] is not _Stage.WAITING:
                 return  # withdrawn
             tally.stages[rank] = _Stage.BEGUN
         started_s = self._clock.now()
-        outcome = attempt(self._ranks[rank], errand)
-        took_s = self._clock.now() - started_s
+        outcome = work()
+        took_s = self._clock.now() - started_s + before_s
         with self._changed:
             tally.answer(rank, outcome)
             tally.took_s = max(tally.took_s, took_s)
@@ -157,10 +170,27 @@ class ThreadPorter:
 
 def attempt(hands: StoreHands, errand: Errand) -> Outcome:
     """One rank's try at an errand. Whatever goes wrong comes home as an outcome."""
+    return _safely(errand, lambda: hands.run(errand.namespace, errand.task, errand.cancelled))
+
+
+def sealed(hands: StoreHands, errand: Errand) -> Callable[[], Outcome]:
+    """The first half of one rank's try at a put; what is returned is the other. Both bring home what goes wrong."""
+    task, found = errand.task, []
+    assert isinstance(task, (PutPages, PutCheckpoint)), f"nothing of {task} is to be sealed"
+
+    def first() -> Outcome:
+        found.append(hands.seal(errand.namespace, task))
+        return Outcome(fates=())
+
+    went_wrong = _safely(errand, first)
+    return lambda: _safely(errand, lambda: hands.put(found[0], errand.cancelled)) if found else went_wrong
+
+
+def _safely(errand: Errand, work: Callable[[], Outcome]) -> Outcome:
     if errand.cancelled():
         return _called_off(errand)
     try:
-        return hands.run(errand.namespace, errand.task, errand.cancelled)
+        return work()
     except Exception as error:  # the edge to somebody else's code: a failure comes home as a value
         return Outcome(fates=(Fate.FAILED,) * num_items(errand.task), error=f"{type(error).__name__}: {error}")
 

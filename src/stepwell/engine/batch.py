@@ -9,7 +9,7 @@ B singles, P pages, T tokens of context.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,6 +20,8 @@ from stepwell.base.ids import Kind
 from stepwell.base.plan import NO_PAGES, PageIds
 from stepwell.base.spec import ModelSpec
 from stepwell.engine.pages import DevicePages
+
+PADDING_PAGES = 64  # that nobody minds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -40,6 +42,16 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Singles:
+    """One token each of several requests: rows `[start, stop)` of the batch, and the pages each looks at."""
+
+    start: int
+    stop: int
+    table_BP: torch.Tensor  # padded with pages of their own
+    mask_BT: torch.Tensor  # as a run's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Run:
     """Several tokens of one request: rows `[start, stop)` of the batch, and the pages they look at."""
 
@@ -55,8 +67,7 @@ class Paging:
 
     page_N: torch.Tensor
     row_N: torch.Tensor
-    table_BP: torch.Tensor  # of the singles, padded with pages of their own
-    mask_BT: torch.Tensor
+    singles: tuple[Singles, ...]
     runs: tuple[Run, ...]
 
 
@@ -121,12 +132,10 @@ class Batch:
         size = self.spec.page_tokens if window is None else self.spec.window_page_tokens
         spans = [self._span(segment, window, size) for segment in self.segments]
         slots = [_slots(segment, size, window) for segment in self.segments]
-        table, mask = self._singles(spans[: self.num_singles], size, window)
         return Paging(
             page_N=self._tensor(np.concatenate([page for page, _ in slots])),
             row_N=self._tensor(np.concatenate([row for _, row in slots])),
-            table_BP=table,
-            mask_BT=mask,
+            singles=tuple(self._group(group, spans, size, window) for group in _alike(spans[: self.num_singles])),
             runs=tuple(self._run(at, spans[at], size, window) for at in range(self.num_singles, len(self.segments))),
         )
 
@@ -140,21 +149,25 @@ class Batch:
         assert first >= segment.first_window, f"window pages from {first} on are needed, from {segment.first_window} on are held"
         return first * size, segment.window_pages[first - segment.first_window : stop - segment.first_window]
 
-    def _singles(self, spans: Sequence[tuple[int, PageIds]], size: int, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-        longest = max((len(pages) for _, pages in spans), default=0)
-        table = np.zeros((len(spans), longest), np.int64)
-        first = np.zeros((len(spans), 1), np.int64)
-        for at, (start, pages) in enumerate(spans):
-            table[at, : len(pages)], table[at, len(pages) :] = pages, pages[0]
-            first[at] = start
-        context_BT = first + np.arange(longest * size)
-        here_B1 = np.array([segment.position for segment in self.segments[: len(spans)]], np.int64).reshape(-1, 1)
-        return self._tensor(table), self._mask(here_B1, context_BT, window)
+    def _group(self, group: range, spans: Sequence[tuple[int, PageIds]], size: int, window: int | None) -> Singles:
+        longest = max(len(spans[at][1]) for at in group)
+        table = np.zeros((len(group), longest), np.int64)
+        for row, at in enumerate(group):
+            pages = spans[at][1]
+            table[row, : len(pages)], table[row, len(pages) :] = pages, pages[0]
+        first_B1 = self._tensor(np.array([[spans[at][0]] for at in group]))
+        here_B1 = self._tensor(np.array([[self.segments[at].position] for at in group]))
+        return Singles(
+            start=group.start,
+            stop=group.stop,
+            table_BP=self._tensor(table),
+            mask_BT=self._mask(here_B1, first_B1 + torch.arange(longest * size, device=self.device), window),
+        )
 
     def _run(self, at: int, span: tuple[int, PageIds], size: int, window: int | None) -> Run:
         segment, (first, pages) = self.segments[at], span
-        here_N1 = np.arange(segment.position, segment.end).reshape(-1, 1)
-        context_1T = first + np.arange(len(pages) * size).reshape(1, -1)
+        here_N1 = torch.arange(segment.position, segment.end, device=self.device)[:, None]
+        context_1T = first + torch.arange(len(pages) * size, device=self.device)[None]
         return Run(
             start=self.starts[at],
             stop=self.starts[at + 1],
@@ -162,14 +175,25 @@ class Batch:
             mask_NT=self._mask(here_N1, context_1T, window),
         )
 
-    def _mask(self, here: npt.NDArray[np.int64], context: npt.NDArray[np.int64], window: int | None) -> torch.Tensor:
-        seen = context <= here
+    @staticmethod
+    def _mask(here: torch.Tensor, context: torch.Tensor, window: int | None) -> torch.Tensor:
+        unseen = context > here
         if window is not None:
-            seen &= context > here - window
-        return torch.from_numpy(np.where(seen, np.float32(0), np.float32(-np.inf))).to(self.device)
+            unseen |= context <= here - window
+        return torch.zeros(unseen.shape, device=unseen.device).masked_fill_(unseen, -torch.inf)
 
     def _tensor(self, values: npt.NDArray[np.integer]) -> torch.Tensor:
         return torch.from_numpy(values.astype(np.int64)).to(self.device)
+
+
+def _alike(spans: Sequence[tuple[int, PageIds]]) -> Iterator[range]:
+    """Neighbours whose lengths do not differ by much: padding them to one costs at most as much again, or a few pages."""
+    start = 0
+    for at in range(1, len(spans) + 1):
+        lengths = [len(pages) for _, pages in spans[start : at + 1]]
+        if at == len(spans) or len(lengths) * max(lengths) > 2 * sum(lengths) + PADDING_PAGES:
+            yield range(start, at)
+            start = at
 
 
 def _slots(segment: Segment, size: int, window: int | None) -> tuple[PageIds, npt.NDArray[np.int64]]:

@@ -31,7 +31,7 @@ from stepwell.transfer.memory import PageMemory
 from stepwell.transfer.store_hands import HostPages
 from stepwell.transfer.torch_hands import TorchHands, TorchMemory
 
-CUDA_SHARE = 0.9  # of what is free on a GPU once the weights are there
+CUDA_SHARE = 0.8  # of what is free on a GPU once the weights are there; passes need room of their own
 CPU_DEVICE_BYTES = 2 * 2**30
 
 
@@ -80,7 +80,11 @@ def build_engine(checkpoint: Checkpoint, config: EngineConfig) -> Engine:
     memories = _memories(model.spec, cache_config, device)
     cache = _cache(model, cache_config, memories, f"{checkpoint.digest}/{dtype}/{device.split(':')[0]}")
     pages = DevicePages(model.spec, {kind: _tensor(memories[Tier.DEVICE], kind) for kind in Kind if model.spec.parts(kind)})
-    store = _attach(cache, config, memories)
+    try:
+        store = _attach(cache, config, memories)
+    except BaseException:
+        cache.close()
+        raise
     context = min(_longest(cache, config.limits), checkpoint.max_context)
     return Engine(
         Runner(model, pages),

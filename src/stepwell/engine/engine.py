@@ -9,6 +9,7 @@ One thread only; `EngineLoop` runs one behind a server.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -23,12 +24,13 @@ from stepwell.cache.lease import Sources
 from stepwell.engine.request import Ask, Delta, Finish, Request, Sampling, TokenLogprob, Usage
 from stepwell.engine.runner import Runner
 from stepwell.engine.sampling import choose
-from stepwell.engine.scheduler import Chunk, Limits, Scheduler
+from stepwell.engine.scheduler import MAX_FAILED_LEASES, Chunk, Limits, Scheduler
 from stepwell.engine.stopping import StopFinder
 from stepwell.engine.textual import Text
 from stepwell.store.api import Store
 
 IDLE_S = 0.0005  # between steps that only wait for copies
+MAX_FAILURES = 2 * MAX_FAILED_LEASES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +73,7 @@ class Engine:
         self._requests: dict[int, Request] = {}
         self._last_id = 0
         self._ended: list[Delta] = []
+        self._streams: dict[int, deque[Delta]] = {}
 
     @classmethod
     def load(cls, model: str, **settings: Any) -> Engine:
@@ -107,7 +110,7 @@ class Engine:
         request = Request(
             id=self._last_id,
             ask=ask,
-            namespace=self.cache.namespace_for(salt=ask.salt) if ask.salt else self.cache.namespace,
+            namespace=self.cache.namespace_for(salt=ask.salt) if ask.salt is not None else self.cache.namespace,
             max_tokens=sampling.max_tokens or room,
             stream=self.text.stream(ask.tokens) if self.text is not None else None,
             stops=StopFinder(sampling.stop),
@@ -126,20 +129,20 @@ class Engine:
             self._end(request, Finish.ABORTED)
 
     def step(self) -> list[Delta]:
-        """One pass: what came of copies, who may begin, everybody's next tokens. Returns what was added to answers."""
+        """One pass: what came of copies, who may begin, everybody's next tokens. Returns what was added to answers.
+
+        Raises what a pass raises, once the requests of that pass have ended with the reason; the next step says so.
+        """
         self._settle(self.cache.step())
         self.scheduler.admit()
         chunks = self.scheduler.plan()
-        self._end_stuck()
+        self._end_failed()
         if chunks:
-            self._compute(chunks)
-        ended, self._ended = self._ended, []
-        return ended
-
-    def fail_active(self, error: str) -> list[Delta]:
-        """Ends every active request: a pass went wrong, and what it left in their pages is not known."""
-        for request in list(self.scheduler.active.values()):
-            self._end(request, Finish.FAILED, error=error)
+            try:
+                self._compute(chunks)
+            except BaseException as error:
+                self._fail_active(f"{type(error).__name__}: {error}")  # what it left in their pages is not known
+                raise
         ended, self._ended = self._ended, []
         return ended
 
@@ -165,16 +168,23 @@ class Engine:
         """An answer piece by piece. `more` are fields of `Sampling` or `Ask`. Raises StepwellError when it cannot be finished."""
         sampling = Sampling(**{name: more.pop(name) for name in Sampling.__dataclass_fields__.keys() & more.keys()})
         number = self.submit(Ask(tokens=self.encode(prompt), sampling=sampling, **more))
+        mine = self._streams[number] = deque[Delta]()
         try:
-            while number in self._requests or self._ended:
-                for delta in self.step():
-                    if delta.request == number and delta.error is not None:
+            while True:
+                while mine:
+                    delta = mine.popleft()
+                    if delta.error is not None:
                         raise StepwellError(delta.error)
-                    if delta.request == number:
-                        yield delta
+                    yield delta
+                    if delta.finish is not None:
+                        return
+                for delta in self.step():  # which may be somebody else's, who streams beside this one
+                    if delta.request in self._streams:
+                        self._streams[delta.request].append(delta)
                 if self.idle:
                     time.sleep(IDLE_S)
         finally:
+            del self._streams[number]
             self.abort(number)
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
@@ -188,9 +198,11 @@ class Engine:
         """Ends all requests, waits for what is to be kept, and stops."""
         for number in list(self._requests):
             self.abort(number)
-        self.cache.close()
-        for store in self.stores:
-            store.close()
+        try:
+            self.cache.close()
+        finally:
+            for store in self.stores:
+                store.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -201,25 +213,33 @@ class Engine:
     # ---- inside -----------------------------------------------------------------------------------
 
     def _close_detached(self, store: Store) -> None:
-        self.stores.remove(store)
-        store.close()
+        if store in self.stores:  # others are whoever attached them to close
+            self.stores.remove(store)
+            store.close()
 
     def _settle(self, report: StepReport) -> None:
         """A lease whose bytes did not arrive is given back, and its request looks again; so is a store to whoever closes it."""
-        self.scheduler.copying = report.running > 0
         for store in report.detached:
             self.on_detached(store)
         for lease in report.failed:
             request = next(each for each in self.scheduler.active.values() if each.lease is lease)
             request.failures += 1
+            if request.failures > MAX_FAILURES:
+                self._end(request, Finish.FAILED, error="copies of its state failed again and again")
+                continue
             if request.first_token_s is None:
                 request.sources = None  # where its prompt comes from is yet to be seen
             self.scheduler.put_back(request)
 
-    def _end_stuck(self) -> None:
-        stuck, self.scheduler.stuck = self.scheduler.stuck, []
-        for request in stuck:
-            self._end(request, Finish.FAILED, error="the device tier has no room for this request, even alone; shorten it")
+    def _end_failed(self) -> None:
+        failed, self.scheduler.failed = self.scheduler.failed, []
+        for request, error in failed:
+            if request.id in self._requests:
+                self._end(request, Finish.FAILED, error=error)
+
+    def _fail_active(self, error: str) -> None:
+        for request in list(self.scheduler.active.values()):
+            self._end(request, Finish.FAILED, error=error)
 
     def _compute(self, chunks: Sequence[Chunk]) -> None:
         logits = self._runner.run(chunks)
@@ -231,8 +251,11 @@ class Engine:
             assert chunk.request.lease is not None
             self.cache.commit(chunk.request.lease, chunk.end)
         if complete:
-            for request, (token, logprob) in zip(complete, choose(logits, complete), strict=True):
-                self._add(request, token, logprob)
+            for request, chosen in zip(complete, choose(logits, complete), strict=True):
+                if chosen is None:
+                    self._end(request, Finish.FAILED, error="the model's output for this request is not a number")
+                else:
+                    self._add(request, *chosen)
 
     def _add(self, request: Request, token: int, logprob: TokenLogprob | None) -> None:
         """A token more: text as far as it is certain, and the end where this is one."""

@@ -1,7 +1,7 @@
 """Runs an engine on a thread of its own, for servers: requests go in from any thread, and answers come back through callbacks.
 
 Everything that touches the engine or its cache runs on that thread; `call` brings it there. What goes wrong in a pass ends the
-requests of that pass, with the reason, and nothing else.
+requests of that pass, with the reason, and nothing else. Whoever asks is answered, also when the engine has stopped.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
-from threading import Thread
-from typing import TypeVar
+from threading import Lock, Thread
+from typing import Protocol, TypeVar
 
 from stepwell.base.errors import StepwellError
 from stepwell.engine.engine import IDLE_S, Engine
-from stepwell.engine.request import Ask, Delta
+from stepwell.engine.request import Ask, Delta, Finish
 
 log = logging.getLogger(__name__)
 
@@ -25,22 +25,30 @@ OnDelta = Callable[[Delta], None]
 UPKEEP_S = 0.02  # between steps without requests: backups still go on
 
 
+class _Call(Protocol):
+    def __call__(self, *, refused: str | None = None) -> None:
+        """Does what was asked, or says why it was not. Raises only what ends the engine."""
+        ...
+
+
 class EngineLoop:
     """One thread around one engine. `start` it, and `stop` it; all other methods may be called from any thread."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._inbox: SimpleQueue[_Call] = SimpleQueue()
         self._listeners: dict[int, OnDelta] = {}
         self._thread = Thread(target=self._run, name="stepwell-engine", daemon=True)
-        self._stopped = False
+        self._lock = Lock()  # around "is it open" and what follows from it
+        self._open = True
+        self._stopping = False
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
         """Ends all requests, keeps what is to be kept, and closes the engine."""
-        self._inbox.put(self._finish)
+        self._stopping = True
         self._thread.join()
 
     @property
@@ -51,18 +59,21 @@ class EngineLoop:
         """Runs `work` between two passes. Its result or exception is the future's."""
         future: Future[T] = Future()
 
-        def run() -> None:
+        def run(*, refused: str | None = None) -> None:
             if not future.set_running_or_notify_cancel():
                 return
             try:
+                if refused is not None:
+                    raise StepwellError(refused)
                 future.set_result(work(self._engine))
             except BaseException as error:  # it belongs to whoever asked
                 future.set_exception(error)
 
-        if not self.alive:
-            future.set_exception(StepwellError("the engine has stopped"))
-        else:
-            self._inbox.put(run)
+        with self._lock:
+            if self._open:
+                self._inbox.put(run)
+                return future
+        run(refused="the engine has stopped")
         return future
 
     def submit(self, ask: Ask, on_delta: OnDelta) -> Future[int]:
@@ -76,16 +87,33 @@ class EngineLoop:
         return self.call(work)
 
     def abort(self, number: int) -> None:
-        self._inbox.put(lambda: self._engine.abort(number))
+        """Ends a request soon; unknown or ended ones are ignored."""
+
+        def run(*, refused: str | None = None) -> None:
+            if refused is None:
+                self._engine.abort(number)  # should it fail, nobody but the loop would notice
+
+        with self._lock:
+            if self._open:
+                self._inbox.put(run)
 
     # ---- inside -----------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while True:
-            self._take_calls()
-            if self._stopped:
-                return
+        reason = "the engine has stopped"
+        try:
+            while not self._stopping:
+                self._take_calls()
+                self._step()
+            for number in list(self._listeners):
+                self._engine.abort(number)
             self._step()
+            self._engine.close()
+        except BaseException as error:  # the engine is broken: everybody is told
+            log.exception("the engine has failed")
+            reason = f"the engine has failed: {type(error).__name__}: {error}"
+        finally:
+            self._refuse_all(reason)
 
     def _take_calls(self) -> None:
         """What was asked since the last pass; waits a little where a pass would do nothing."""
@@ -93,7 +121,7 @@ class EngineLoop:
         try:
             if wait_s:
                 self._inbox.get(timeout=wait_s)()
-            while True:  # also those that came with the last one: each is answered
+            while True:
                 self._inbox.get_nowait()()
         except Empty:
             pass
@@ -101,9 +129,9 @@ class EngineLoop:
     def _step(self) -> None:
         try:
             deltas = self._engine.step()
-        except Exception as error:  # the worker boundary: the requests of this pass end with it, the others go on
+        except Exception:  # the worker boundary: the requests of this pass have ended, the others go on
             log.exception("a pass failed")
-            deltas = self._engine.fail_active(f"{type(error).__name__}: {error}")
+            return
         for delta in deltas:
             listener = self._listeners.get(delta.request)
             if delta.finish is not None:
@@ -111,16 +139,21 @@ class EngineLoop:
             if listener is not None:
                 self._tell(listener, delta)
 
+    def _refuse_all(self, reason: str) -> None:
+        with self._lock:
+            self._open = False
+        try:
+            while True:
+                self._inbox.get_nowait()(refused=reason)
+        except Empty:
+            pass
+        for number, listener in self._listeners.items():
+            self._tell(listener, Delta(request=number, finish=Finish.FAILED, error=reason))
+        self._listeners.clear()
+
     @staticmethod
     def _tell(listener: OnDelta, delta: Delta) -> None:
         try:
             listener(delta)
         except Exception:  # a listener that has gone away is no reason to stop
             log.debug("nobody listens to request %d any more", delta.request, exc_info=True)
-
-    def _finish(self) -> None:
-        self._stopped = True
-        for number in list(self._listeners):
-            self._engine.abort(number)
-        self._step()
-        self._engine.close()

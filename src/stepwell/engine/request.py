@@ -14,6 +14,7 @@ from stepwell.cache.lease import Lease, Sources
 from stepwell.cache.ticket import Ticket
 from stepwell.engine.stopping import StopFinder
 from stepwell.engine.textual import TextStream
+from stepwell.tree.match import Match
 
 MAX_STOPS, MAX_LOGPROBS = 16, 20
 
@@ -40,6 +41,8 @@ class Sampling:
             raise ConfigError(f"top_p must be more than 0 and at most 1, got {self.top_p}")
         if self.top_k is not None and self.top_k < 1:
             raise ConfigError(f"top_k must be at least 1, got {self.top_k}; leave it out for no limit")
+        if self.seed is not None and not 0 <= self.seed < 2**64:
+            raise ConfigError(f"seed must be from 0 to 2**64 - 1, got {self.seed}")
         if len(self.stop) > MAX_STOPS or not all(self.stop):
             raise ConfigError(f"stop must be at most {MAX_STOPS} strings, none of them empty")
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
@@ -57,6 +60,12 @@ class Ask:
     ttl_s: float | None = None
     hints: tuple[int, ...] = ()
     use_cache: bool = True
+
+    def __post_init__(self) -> None:
+        if self.priority < 0 or (self.ttl_s is not None and self.ttl_s <= 0):
+            raise ConfigError(f"priority must be 0 or more and ttl_s positive, got {self.priority} and {self.ttl_s}")
+        if any(not isinstance(hint, int) or hint < 0 for hint in self.hints):
+            raise ConfigError(f"hints must be token counts, got {self.hints!r:.80}")
 
 
 class Finish(Enum):
@@ -113,10 +122,12 @@ class Request:
     tokens: list[int]  # of the prompt and of the answer so far
     lease: Lease | None = None
     ticket: Ticket | None = None
+    match: Match | None = None  # what was found of its prompt, while it waits
     sources: Sources | None = None  # of the prompt, when it began
     began_s: float | None = None
     first_token_s: float | None = None
     preemptions: int = 0
+    repacked_at: int | None = None  # where it was preempted for lack of room, alone
     failures: int = 0  # leases whose bytes did not arrive
 
     @property

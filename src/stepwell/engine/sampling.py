@@ -9,11 +9,18 @@ import torch
 from stepwell.engine.request import Request, Sampling, TokenLogprob
 
 
-def choose(logits_BV: torch.Tensor, requests: Sequence[Request]) -> list[tuple[int, TokenLogprob | None]]:
-    """The next token of each request, from its row of logits, with its logprob where that was asked for."""
+def choose(logits_BV: torch.Tensor, requests: Sequence[Request]) -> list[tuple[int, TokenLogprob | None] | None]:
+    """The next token of each request, from its row of logits, with its logprob where that was asked for.
+
+    None for a row that holds something else than numbers: nothing can be chosen from it.
+    """
     likeliest = logits_BV.argmax(dim=-1).tolist()
-    chosen = []
-    for row_V, first, request in zip(logits_BV, likeliest, requests, strict=True):
+    sound = torch.isfinite(logits_BV).all(dim=-1).tolist()
+    chosen: list[tuple[int, TokenLogprob | None] | None] = []
+    for row_V, first, good, request in zip(logits_BV, likeliest, sound, requests, strict=True):
+        if not good:
+            chosen.append(None)
+            continue
         sampling = request.ask.sampling
         token = first if request.generator is None else _draw(row_V, sampling, request.generator)
         chosen.append((token, None if sampling.logprobs is None else _logprob(row_V, token, sampling.logprobs)))
@@ -22,7 +29,8 @@ def choose(logits_BV: torch.Tensor, requests: Sequence[Request]) -> list[tuple[i
 
 def _draw(logits_V: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
     """Cut to the `top_k` likeliest, then to the fewest that make up `top_p`; then drawn from the request's own stream."""
-    scores = logits_V.float().cpu() / sampling.temperature
+    scores = logits_V.float().cpu()
+    scores = (scores - scores.max()) / sampling.temperature  # the largest is 0, however small the temperature
     kept = min(sampling.top_k or len(scores), len(scores))
     if kept < len(scores) or sampling.top_p < 1:
         scores, order = scores.topk(kept)

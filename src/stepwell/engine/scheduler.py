@@ -18,7 +18,8 @@ from stepwell.cache.facade import Cache
 from stepwell.engine.request import Request
 from stepwell.tree.match import Match
 
-MAX_FAILED_LEASES = 3  # after which a request computes its whole prompt
+MAX_FAILED_LEASES = 3  # after which a request computes its whole prompt, for itself alone
+NO_ROOM = "the device tier has no room for this request, even alone; shorten it"
 COMPARED = 32  # waiting requests that are put in order; the others keep their turn
 
 
@@ -57,8 +58,7 @@ class Scheduler:
         self.limits = limits
         self.waiting: dict[int, Request] = {}  # in order of arrival; those that were preempted first
         self.active: dict[int, Request] = {}  # in the order in which they began
-        self.stuck: list[Request] = []  # that cannot run even alone, for the engine to end
-        self.copying = False  # copies are under way, and hold pages until they end
+        self.failed: list[tuple[Request, str]] = []  # that cannot run, and why, for the engine to end
         self._cache = cache
         self._clock = clock
         self._full = False  # since a preemption nobody has left: admitting one would only preempt another
@@ -81,6 +81,7 @@ class Scheduler:
         """Takes an active request's memory and lets it wait again, before all others. What it computed stays cached for now."""
         del self.active[request.id]
         self._let_go(request)
+        request.match = None
         self.waiting = {request.id: request, **self.waiting}
         self._prefetch(request)
 
@@ -101,7 +102,7 @@ class Scheduler:
 
     def admit(self) -> None:
         """Leases as many waiting requests as there is room for, those with the least to compute first."""
-        if self._full or not self.waiting:
+        if not self.waiting or (self._full and self.active) or len(self.active) >= self.limits.max_running:
             return
         for request, match in self._in_order():
             if len(self.active) >= self.limits.max_running:
@@ -111,13 +112,16 @@ class Scheduler:
             try:
                 self._begin(request, match)
             except NoRoom as error:
-                if not self.active and not error.waiting and not self.copying:
-                    self.stuck.append(request)
+                if not self.active and not error.waiting and not self._cache.copying:
+                    self.failed.append((request, NO_ROOM))
                 return  # nobody overtakes it: a large request would never begin
+            except Exception as error:  # whatever is wrong with one request, the others go on
+                self.failed.append((request, f"{type(error).__name__}: {error}"))
 
     def _in_order(self) -> list[tuple[Request, Match]]:
         """Urgent ones first, then those who waited too long, then by what is left to compute."""
         ready = [each for each in self.waiting.values() if each.ticket is None or each.ticket.ready]
+        ready.sort(key=lambda each: -each.ask.priority)
         now = self._clock.now()
         pairs = [(each, self._lookup(each)) for each in ready[:COMPARED]]
 
@@ -131,21 +135,34 @@ class Scheduler:
     def _begin(self, request: Request, match: Match) -> None:
         ask = request.ask
         request.lease = self._cache.acquire(
-            match, ticket=request.ticket, hints=ask.hints, priority=ask.priority, ttl_s=ask.ttl_s, publish=ask.use_cache
+            match,
+            ticket=request.ticket,
+            hints=ask.hints,
+            priority=ask.priority,
+            ttl_s=ask.ttl_s,
+            publish=self._trusts_cache(request),
         )
-        request.ticket = None
+        request.ticket = request.match = None
         del self.waiting[request.id]
         self.active[request.id] = request
         if request.sources is None:
             request.sources, request.began_s = request.lease.sources, self._clock.now()
 
     def _lookup(self, request: Request) -> Match:
-        trusted = request.ask.use_cache and request.failures < MAX_FAILED_LEASES
-        return self._cache.lookup(request.tokens, namespace=request.namespace, limit_tokens=None if trusted else 0)
+        if request.match is not None:
+            request.match = self._cache.refresh(request.match)
+        else:
+            limit = None if self._trusts_cache(request) else 0
+            request.match = self._cache.lookup(request.tokens, namespace=request.namespace, limit_tokens=limit)
+        return request.match
+
+    @staticmethod
+    def _trusts_cache(request: Request) -> bool:
+        return request.ask.use_cache and request.failures < MAX_FAILED_LEASES
 
     def _awaits_another(self, request: Request, match: Match) -> bool:
         """Whether an active request is about to compute more of this prompt than is cached: then it is worth waiting for."""
-        if not request.ask.use_cache or request.failures >= MAX_FAILED_LEASES:
+        if not self._trusts_cache(request):
             return False
         step = self._cache.spec.boundary_step
         for other in self.active.values():
@@ -171,11 +188,13 @@ class Scheduler:
         for request in [each for each in self.active.values() if each.runs and len(each.tokens) - each.position > 1]:
             if budget <= 0:
                 break
+            if request.id not in self.active:
+                continue  # another took its room
             end = self._chunk_end(request, budget)
-            if request.id in self.active and self._room_for(request, end, chunks):
+            if self._room_for(request, end, chunks):
                 chunks.append(Chunk(request=request, end=end))
                 budget -= chunks[-1].size
-        return sorted(chunks, key=lambda chunk: chunk.size > 1)
+        return sorted(chunks, key=lambda chunk: (chunk.size > 1, chunk.end))  # alike lengths side by side
 
     def _chunk_end(self, request: Request, budget: int) -> int:
         assert request.lease is not None
@@ -191,16 +210,24 @@ class Scheduler:
                 self._cache.grow(request.lease, upto)
                 return True
             except NoRoom as error:
-                if error.waiting:
-                    return False
+                if error.waiting or self._cache.copying:
+                    return False  # room is on its way: what copies read is free when they end
                 victim = min(self.active.values(), key=lambda each: (each.ask.priority, -each.arrived_s))
                 if victim is request and len(self.active) == 1:
-                    self.stuck.append(request)
+                    self._make_alone_fit(request)
                     return False
                 planned[:] = [chunk for chunk in planned if chunk.request is not victim]
                 self._preempt(victim)
                 if victim is request:
                     return False
+
+    def _make_alone_fit(self, request: Request) -> None:
+        """Its pages lie scattered over the device: a fresh start packs them, once."""
+        if request.repacked_at == request.position:
+            self.failed.append((request, NO_ROOM))
+            return
+        request.repacked_at = request.position
+        self._preempt(request)
 
     def _preempt(self, request: Request) -> None:
         request.preemptions += 1

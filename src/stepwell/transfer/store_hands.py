@@ -3,20 +3,21 @@
     page         one value under the page's key
     checkpoint   members under names made of their checksums, then a manifest that lists those checksums
 
-What does not verify is a miss; it is deleted, so that a good copy can take its place. Runs on worker threads and
-decides nothing.
+What does not verify is a miss; it is deleted, so that a good copy can take its place. A put has two halves, so that one
+errand can be sealed while the one before is being written: `seal` asks and hashes, `put` writes. Runs on worker threads
+and decides nothing.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
-from dataclasses import replace
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import starmap
+from typing import Protocol
 
-from stepwell.base.errand import Ask, Fate, FetchCheckpoint, FetchPages, Outcome, PutCheckpoint, PutPages, Task
+from stepwell.base.errand import Ask, Fate, FetchCheckpoint, FetchPages, Outcome, PutCheckpoint, PutPages, Task, num_items
 from stepwell.base.errors import StoreError
 from stepwell.base.ids import Kind
 from stepwell.base.keys import Namespace, manifest_key, member_key
@@ -35,14 +36,10 @@ from stepwell.store.api import (
 )
 from stepwell.store.seal import Verdict, checksum, checksum_of, judge, seal, stamp, stamp_all
 
-FIRST_BATCH_BYTES = 8 * 2**20  # before it is sealed, nothing can be written
 WRITE_BATCH_BYTES = 32 * 2**20  # between two looks at whether the errand was called off
 _HEAD = struct.Struct("<4sHHI")  # magic, version, window pages, point pages
 _MEMBER = struct.Struct("<32s16sQ")  # key, checksum, length
 _MAGIC, _VERSION = b"SWcp", 1
-
-_Item = TypeVar("_Item")
-_Made = TypeVar("_Made")
 
 _OF_READ = {
     ReadOutcome.MISSING: Fate.MISSING,
@@ -77,6 +74,17 @@ class HostPages(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sealed:
+    """What a put has to write, parents before children. Its pages must not change until it is written."""
+
+    space: Space
+    task: PutPages | PutCheckpoint
+    writes: Sequence[Write]
+    places: Sequence[int]  # of the writes, among the task's items
+    manifest: Write | None = None  # of a checkpoint: only when all else is there
+
+
 class StoreHands:
     """Carries out store tasks for one rank of a model, in that rank's own namespaces."""
 
@@ -87,6 +95,8 @@ class StoreHands:
 
     def run(self, namespace: Namespace, task: Task, cancelled: Callable[[], bool]) -> Outcome:
         """One task from start to end. Raises what the store raises."""
+        if isinstance(task, (PutPages, PutCheckpoint)):
+            return self.put(self.seal(namespace, task), cancelled)
         space = self.space(namespace)
         if isinstance(task, Ask):
             found = self._contains(space, [*task.pages, *map(manifest_key, task.boundaries)])
@@ -94,11 +104,16 @@ class StoreHands:
             return Outcome(fates=tuple([there if each else missing for each in found]))
         if isinstance(task, FetchPages):
             return self._fetch_pages(space, task, cancelled)
-        if isinstance(task, FetchCheckpoint):
-            return self._fetch_checkpoint(space, task, cancelled)
-        if isinstance(task, PutPages):
-            return self._put_pages(space, task, cancelled)
-        return self._put_checkpoint(space, task)
+        return self._fetch_checkpoint(space, task, cancelled)
+
+    def seal(self, namespace: Namespace, task: PutPages | PutCheckpoint) -> Sealed:
+        """What the store lacks, with its stamps. Writes nothing; raises what the store raises."""
+        space = self.space(namespace)
+        return self._seal_pages(space, task) if isinstance(task, PutPages) else self._seal_checkpoint(space, task)
+
+    def put(self, sealed: Sealed, cancelled: Callable[[], bool]) -> Outcome:
+        """Writes what was sealed. Raises what the store raises."""
+        return self._put_pages(sealed, cancelled) if sealed.manifest is None else self._put_checkpoint(sealed)
 
     def _contains(self, space: Space, keys: Sequence[bytes]) -> list[bool]:
         found = self._store.contains(space, keys)
@@ -122,20 +137,19 @@ class StoreHands:
 
     # ---- upwards ----------------------------------------------------------------------------------
 
-    def _read(self, space: Space, reads: Sequence[Read], cancelled: Callable[[], bool]) -> list[tuple[Fate, bytes]]:
-        """What became of each read, and its stamp where all is well."""
+    def _read(self, space: Space, reads: Sequence[Read], cancelled: Callable[[], bool]) -> tuple[list[Fate], list[bytes]]:
+        """What became of each read, and their stamps, good where all is well."""
         results = self._store.read_into(space, reads, cancelled=cancelled)
         fates = _judge(space, reads, results)
-        if any(fate is not Fate.OK for fate in fates):
+        if fates.count(Fate.OK) < len(fates):
             bad = [read.key for read, fate in zip(reads, fates, strict=True) if fate.is_damage and fate is not Fate.VERSION]
             if bad:
                 self._forget(space, bad)
-        return [(fate, result.stamp) for fate, result in zip(fates, results, strict=True)]
+        return fates, [result.stamp for result in results]
 
     def _fetch_pages(self, space: Space, task: FetchPages, cancelled: Callable[[], bool]) -> Outcome:
         buffers = [self._memory.view(Kind.PREFIX, page) for page in task.ids.tolist()]
-        reads = [Read(key=key, into=into) for key, into in zip(task.keys, buffers, strict=True)]
-        fates = [fate for fate, _ in self._read(space, reads, cancelled)]
+        fates, _ = self._read(space, list(starmap(Read, zip(task.keys, buffers, strict=True))), cancelled)
         moved = sum([len(into) for into, fate in zip(buffers, fates, strict=True) if fate is Fate.OK])
         return Outcome(fates=tuple(fates), moved_bytes=moved)
 
@@ -143,7 +157,7 @@ class StoreHands:
         """The manifest, then every member it names, which must be the very bytes it was written for."""
         buffers = [view for _, view in self._members(task.windows, task.points)]
         name, manifest = manifest_key(task.boundary), memoryview(bytearray(_HEAD.size + len(buffers) * _MEMBER.size))
-        ((fate, _),) = self._read(space, [Read(key=name, into=manifest)], cancelled)
+        (fate,), _ = self._read(space, [Read(key=name, into=manifest)], cancelled)
         if fate is not Fate.OK:
             return Outcome(fates=(fate,))
         fate = self._fetch_members(space, manifest, task, buffers, cancelled)
@@ -158,7 +172,7 @@ class StoreHands:
         if named is None:
             return Fate.UNREADABLE
         reads = [Read(key=key, into=into) for (key, _), into in zip(named, buffers, strict=True)]
-        for (fate, stamped), (_, digest) in zip(self._read(space, reads, cancelled), named, strict=True):
+        for fate, stamped, (_, digest) in zip(*self._read(space, reads, cancelled), named, strict=True):
             if fate is Fate.MISSING:
                 return Fate.INCOMPLETE
             if fate is not Fate.OK:
@@ -169,75 +183,58 @@ class StoreHands:
 
     # ---- downwards --------------------------------------------------------------------------------
 
-    def _put_pages(self, space: Space, task: PutPages, cancelled: Callable[[], bool]) -> Outcome:
-        parents = [task.parent or NO_PARENT, *task.keys]
-        found = self._contains(space, task.keys)
-        fates = [Fate.OK] * len(task.keys)
-        wanted = [index for index, there in enumerate(found) if not there]
-        moved = 0
+    def _seal_pages(self, space: Space, task: PutPages) -> Sealed:
+        wanted = [at for at, there in enumerate(self._contains(space, task.keys)) if not there]
+        pages = [self._memory.view(Kind.PREFIX, page) for page in task.ids[wanted].tolist()]
+        digests = list(map(checksum, pages))  # nothing else in between: it would have to be fetched from memory again each time
+        keys = [task.keys[at] for at in wanted]
+        stamps = stamp_all(space, keys, list(map(len, pages)), digests)
+        before = [task.parent or NO_PARENT, *task.keys]
+        parents, depths = [before[at] for at in wanted], [task.first + at for at in wanted]
+        writes = list(starmap(Write, zip(keys, pages, stamps, parents, depths, strict=True)))
+        return Sealed(space=space, task=task, writes=writes, places=wanted)
 
-        def sealed(batch: list[int]) -> tuple[list[int], list[Write]]:
-            return batch, self._seal(space, task, parents, batch)
-
-        with closing(_ahead(sealed, self._batches(wanted, task.ids))) as batches:
-            for batch, writes in batches:
-                if cancelled():
-                    fates[batch[0] :] = [Fate.CANCELLED] * (len(fates) - batch[0])
-                    break
-                for index, write, outcome in zip(batch, writes, self._store.write_from(space, writes), strict=True):
-                    if outcome is WriteOutcome.STORED:
-                        moved += len(write.data)
-                    else:
-                        fates[index] = _OF_WRITE[outcome]
+    def _put_pages(self, sealed: Sealed, cancelled: Callable[[], bool]) -> Outcome:
+        writes, places, moved = sealed.writes, sealed.places, 0
+        fates = [Fate.OK] * num_items(sealed.task)
+        step = max(WRITE_BATCH_BYTES // max(len(writes[0].data), 1), 1) if writes else 1
+        for start in range(0, len(writes), step):
+            if cancelled():
+                fates[places[start] :] = [Fate.CANCELLED] * (len(fates) - places[start])
+                break
+            batch = writes[start : start + step]
+            outcomes = self._store.write_from(sealed.space, batch)
+            moved += _stored_bytes(batch, outcomes)
+            for at, outcome in zip(places[start : start + step], outcomes, strict=True):
+                fates[at] = _OF_WRITE[outcome]
         return Outcome(fates=tuple(fates), moved_bytes=moved)
 
-    def _seal(self, space: Space, task: PutPages, parents: Sequence[bytes], batch: list[int]) -> list[Write]:
-        """The values of some pages of a task, with their stamps."""
-        pages = [self._memory.view(Kind.PREFIX, page) for page in task.ids[batch].tolist()]
-        digests = list(map(checksum, pages))  # nothing else in between: it would have to be fetched from memory again each time
-        keys = [task.keys[index] for index in batch]
-        stamps = stamp_all(space, keys, [len(data) for data in pages], digests)
-        return [
-            Write(key=key, data=data, stamp=stamped, parent=parents[index], depth=task.first + index)
-            for index, key, data, stamped in zip(batch, keys, pages, stamps, strict=True)
-        ]
-
-    def _batches(self, wanted: list[int], ids: PageIds) -> list[list[int]]:
-        """What is written together: little at first, because nothing is being written while it is sealed, then twice as much."""
-        batches, size = [], FIRST_BATCH_BYTES
-        page_bytes = max(len(self._memory.view(Kind.PREFIX, int(ids[0]))), 1) if wanted else 1
-        while wanted:
-            step = max(size // page_bytes, 1)
-            batches.append(wanted[:step])
-            wanted, size = wanted[step:], min(2 * size, WRITE_BATCH_BYTES)
-        return batches
-
-    def _put_checkpoint(self, space: Space, task: PutCheckpoint) -> Outcome:
-        """Members first; the manifest only when all of them are there."""
-        name = manifest_key(task.boundary)
+    def _seal_checkpoint(self, space: Space, task: PutCheckpoint) -> Sealed:
+        name, group = manifest_key(task.boundary), bytes(task.boundary)
         if self._contains(space, [name]) == [True]:
-            return Outcome(fates=(Fate.OK,))
+            return Sealed(space=space, task=task, writes=(), places=())
         pages = (*task.window_keys, *[task.boundary] * len(task.points))
-        writes, listed, parent = [], [], bytes(task.boundary)
+        writes, listed, parent = [], [], group
         for depth, (page, (kind, data)) in enumerate(zip(pages, self._members(task.windows, task.points), strict=True)):
             digest = checksum(data)
             key = member_key(page, kind.label, digest)
             stamped = stamp(space, key, length=len(data), digest=digest)
-            writes.append(
-                Write(key=key, data=data, stamp=stamped, parent=parent, depth=task.page + depth, group=bytes(task.boundary))
-            )
+            writes.append(Write(key=key, data=data, stamp=stamped, parent=parent, depth=task.page + depth, group=group))
             listed.append((key, digest, len(data)))
             parent = key
-        outcomes = self._store.write_from(space, writes)
+        content = memoryview(_manifest(len(task.windows), len(task.points), listed))
+        stamped, depth = seal(space, name, content), task.page + len(writes)
+        manifest = Write(key=name, data=content, stamp=stamped, parent=parent, depth=depth, group=group)
+        return Sealed(space=space, task=task, writes=writes, places=[0] * len(writes), manifest=manifest)
+
+    def _put_checkpoint(self, sealed: Sealed) -> Outcome:
+        """Members first; the manifest only when all of them are there."""
+        assert sealed.manifest is not None, "a checkpoint that is there already has nothing to write"
+        outcomes = self._store.write_from(sealed.space, sealed.writes)
         fate = next((fate for fate in map(_OF_WRITE.__getitem__, outcomes) if fate is not Fate.OK), Fate.OK)
         if fate is Fate.OK:
-            manifest = memoryview(_manifest(len(task.windows), len(task.points), listed))
-            stamped = seal(space, name, manifest)
-            depth = task.page + len(writes)
-            last = Write(key=name, data=manifest, stamp=stamped, parent=parent, depth=depth, group=bytes(task.boundary))
-            fate = _OF_WRITE[self._store.write_from(space, [last])[0]]
-        stored = zip(writes, outcomes, strict=True)
-        return Outcome(fates=(fate,), moved_bytes=sum(len(w.data) for w, outcome in stored if outcome is WriteOutcome.STORED))
+            fate = _OF_WRITE[self._store.write_from(sealed.space, [sealed.manifest])[0]]
+        return Outcome(fates=(fate,), moved_bytes=_stored_bytes(sealed.writes, outcomes))
 
     def _members(self, windows: PageIds, points: PageIds) -> Iterator[tuple[Kind, memoryview]]:
         for kind, ids in ((Kind.WINDOW, windows), (Kind.POINT, points)):
@@ -247,11 +244,13 @@ class StoreHands:
 
 def _judge(space: Space, reads: Sequence[Read], results: Sequence[ReadResult]) -> list[Fate]:
     """What came of each read. Everything that came is verified."""
-    came = [result.outcome is ReadOutcome.FOUND for result in results]
+    found, fates = ReadOutcome.FOUND, [Fate.OK] * len(reads)
+    came = [result.outcome is found for result in results]
     digests = [checksum(read.into) if here else b"" for read, here in zip(reads, came, strict=True)]  # nothing else in between
     lengths = [len(read.into) for read in reads]
     expected = stamp_all(space, [read.key for read in reads], lengths, digests)
-    fates = [Fate.OK] * len(reads)
+    if all(came) and [result.stamp for result in results] == expected:
+        return fates
     for at, (result, stamped, here) in enumerate(zip(results, expected, came, strict=True)):
         if not here:
             fates[at] = _OF_READ[result.outcome]
@@ -260,19 +259,9 @@ def _judge(space: Space, reads: Sequence[Read], results: Sequence[ReadResult]) -
     return fates
 
 
-def _ahead(make: Callable[[_Item], _Made], items: Sequence[_Item]) -> Generator[_Made, None, None]:
-    """Makes one thing of each item, in order, the next while the caller is busy with the one before."""
-    if len(items) < 2:
-        yield from map(make, items)
-        return
-    with ThreadPoolExecutor(1, "stepwell-seal") as helper:
-        coming = helper.submit(make, items[1])
-        yield make(items[0])
-        for item in items[2:]:
-            made = coming.result()
-            coming = helper.submit(make, item)
-            yield made
-        yield coming.result()
+def _stored_bytes(writes: Sequence[Write], outcomes: Sequence[WriteOutcome]) -> int:
+    stored = WriteOutcome.STORED
+    return sum([len(write.data) for write, outcome in zip(writes, outcomes, strict=True) if outcome is stored])
 
 
 def _manifest(windows: int, points: int, listed: Sequence[tuple[bytes, bytes, int]]) -> bytes:

@@ -1,4 +1,4 @@
-"""Writes of one errand: sealed while the batch before is being written, in order, as far as they are wanted."""
+"""Puts: an errand is sealed while the one before is being written; all are written in order, as far as they are wanted."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from threading import Event
 import numpy as np
 import pytest
 
-from stepwell.base.errand import Fate, FetchPages, PutPages
-from stepwell.base.ids import Kind
+from stepwell.base.clock import SystemClock
+from stepwell.base.errand import Errand, Fate, FetchPages, PutPages
+from stepwell.base.ids import JobId, Kind
 from stepwell.base.keys import Namespace, PageKey
+from stepwell.cache.porter import ThreadPorter
 from stepwell.store.api import NO_PARENT, Space, Write, WriteOutcome, never
 from stepwell.store.memory import MemoryStore
 from stepwell.store.seal import checksum, stamp, stamp_all
@@ -48,15 +50,14 @@ class Watched(MemoryStore):
 
 @pytest.fixture(autouse=True)
 def _small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_hands, "FIRST_BATCH_BYTES", 4 * SIZE)
     monkeypatch.setattr(store_hands, "WRITE_BATCH_BYTES", 16 * SIZE)
 
 
-def test_batches_grow_and_come_in_order_parents_before_children() -> None:
+def test_batches_come_in_order_parents_before_children() -> None:
     store, pages = Watched(), Pages()
     hands = StoreHands(store, pages)
     assert set(hands.run(HERE, PUT, never).fates) == {Fate.OK}
-    assert [len(batch) for batch in store.batches] == [4, 8, 16, 12]
+    assert [len(batch) for batch in store.batches] == [16, 16, 8]
     writes = [write for batch in store.batches for write in batch]
     assert [write.key for write in writes] == list(KEYS)
     assert [write.parent for write in writes] == [NO_PARENT, *KEYS[:-1]]
@@ -68,20 +69,85 @@ def test_an_errand_called_off_keeps_what_was_written_and_writes_no_more() -> Non
     called_off = Event()
     store = Watched(called_off.set)
     outcome = StoreHands(store, Pages()).run(HERE, PUT, called_off.is_set)
-    assert outcome.fates == (Fate.OK,) * 4 + (Fate.CANCELLED,) * 36 and len(store.batches) == 1
+    assert outcome.fates == (Fate.OK,) * 16 + (Fate.CANCELLED,) * 24 and len(store.batches) == 1
 
 
-def test_a_page_that_cannot_be_seen_fails_the_errand_and_leaves_no_thread() -> None:
-    class Broken(Pages):
-        def view(self, kind: Kind, page: int) -> memoryview:
-            if page == 30:
-                raise IndexError(page)
-            return super().view(kind, page)
+class Broken(Pages):
+    """Its last page but nine cannot be seen."""
 
+    def view(self, kind: Kind, page: int) -> memoryview:
+        if page == 30:
+            raise IndexError(page)
+        return super().view(kind, page)
+
+
+def test_a_page_that_cannot_be_seen_fails_its_errand_before_anything_is_written() -> None:
     store = Watched()
     with pytest.raises(IndexError):
         StoreHands(store, Broken()).run(HERE, PUT, never)
-    assert [len(batch) for batch in store.batches] == [4, 8, 16]
+    assert not store.batches
+
+
+def part(number: int, start: int, stop: int) -> Errand:
+    """The errand for some of the pages."""
+    parent = KEYS[start - 1] if start else None
+    task = PutPages(parent=parent, first=start, keys=KEYS[start:stop], ids=IDS[start:stop])
+    return Errand(job=JobId(number), namespace=HERE, task=task, cancelled=never)
+
+
+def test_the_next_errand_is_sealed_while_one_is_written_and_written_after_it() -> None:
+    writing, sealed_ahead = Event(), Event()
+
+    class Told(Pages):
+        def view(self, kind: Kind, page: int) -> memoryview:
+            if page == COUNT - 1 and writing.is_set():
+                sealed_ahead.set()
+            return super().view(kind, page)
+
+    def on_write() -> None:
+        writing.set()
+        assert sealed_ahead.wait(30), "nothing was sealed while this was being written"
+
+    store = Watched(on_write)
+    porter = ThreadPorter([StoreHands(store, Told())], SystemClock())
+    porter.submit(part(1, 0, 10))
+    assert writing.wait(30)
+    porter.submit(part(2, 10, COUNT))
+    porter.drain(30)
+    porter.close()
+    assert [reply.job for reply in porter.replies()] == [1, 2]
+    assert [write.key for batch in store.batches for write in batch] == list(KEYS)
+
+
+def test_what_is_sealed_behind_a_write_that_hangs_can_be_taken_back_and_is_not_written() -> None:
+    writing, go = Event(), Event()
+
+    def on_write() -> None:
+        writing.set()
+        assert go.wait(30)
+
+    store = Watched(on_write)
+    porter = ThreadPorter([StoreHands(store, Pages())], SystemClock())
+    porter.submit(part(1, 0, 10))
+    assert writing.wait(30)
+    porter.submit(part(2, 10, COUNT))
+    assert porter.withdraw(JobId(2)) and not porter.withdraw(JobId(1))
+    go.set()
+    porter.drain(30)
+    porter.close()
+    assert [reply.job for reply in porter.replies()] == [1] and len(store.batches) == 1
+
+
+def test_what_fails_while_it_is_sealed_comes_home_and_the_next_errand_is_written() -> None:
+    store = Watched()
+    porter = ThreadPorter([StoreHands(store, Broken())], SystemClock())
+    porter.submit(part(1, 20, COUNT))
+    porter.submit(part(2, 0, 10))
+    porter.close()  # everything handed in before is still done
+    porter.drain(30)
+    first, second = porter.replies()
+    assert first.outcome.fates == (Fate.FAILED,) * 20 and "IndexError" in (first.outcome.error or "")
+    assert second.outcome.fates == (Fate.OK,) * 10 and len(store.batches) == 1
 
 
 def test_stamps_made_in_bulk_are_the_stamps_made_one_by_one() -> None:

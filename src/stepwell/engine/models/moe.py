@@ -3,9 +3,8 @@
     logits = router(x);  a family's route picks K experts a token, and their shares;  out = sum of share * expert(x)
 
 Takes packed tokens `[N, C]` and returns the same shape, whatever requests they belong to: they are sorted by expert, and each
-expert runs once over its own; on CUDA in bf16 one grouped product runs them all, without waiting for the device. A token's K
-results are added in the order of its choices, so that the order depends neither on its neighbours nor on chance. Knows no shared
-expert: a family adds its own beside this block.
+expert runs once over its own. A token's K results are added in the order of its choices, so that the order depends neither on its
+neighbours nor on chance. Knows no shared expert: a family adds its own beside this block.
 
 A family gives
     router   the product that scores experts, with or without a bias;
@@ -22,16 +21,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch.nn import functional
 
 from stepwell.base.errors import ConfigError
 from stepwell.engine.loading.weights import Weights
 from stepwell.engine.models.layers import Activation, Linear
 
 Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
-_ALIGNMENT_BYTES = 16  # of a row, by grouped products
-_GROUPED = getattr(functional, "grouped_mm", None)  # newer torch has it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -111,14 +106,9 @@ def _product(
     x_XC: torch.Tensor, weight_EIC: torch.Tensor, bias_EI: torch.Tensor | None, expert_X: torch.Tensor, stops_E: torch.Tensor
 ) -> torch.Tensor:
     """Each row times its expert's matrix. Rows of expert e end before `stops_E[e]`."""
-    aligned = x_XC.shape[-1] * x_XC.element_size() % _ALIGNMENT_BYTES == 0
-    if _GROUPED is not None and x_XC.is_cuda and x_XC.dtype is torch.bfloat16 and aligned:
-        out_XI: torch.Tensor = _GROUPED(x_XC, weight_EIC.mT, offs=stops_E)
-    else:
-        out_XI = x_XC.new_empty(len(x_XC), weight_EIC.shape[1])
-        start = 0
-        for expert, stop in enumerate(stops_E.tolist()):
-            if stop > start:
-                out_XI[start:stop] = x_XC[start:stop] @ weight_EIC[expert].mT
-            start = stop
+    out_XI, start = x_XC.new_empty(len(x_XC), weight_EIC.shape[1]), 0
+    for expert, stop in enumerate(stops_E.tolist()):
+        if stop > start:
+            out_XI[start:stop] = x_XC[start:stop] @ weight_EIC[expert].mT
+        start = stop
     return out_XI if bias_EI is None else out_XI + bias_EI[expert_X]

@@ -25,12 +25,11 @@ def attend(
 
     `sinks_H` are scores that take weight and give no value. `cap` keeps the other scores within it, by tanh.
     """
-    singles = paging.table_BP.shape[0]
     parts = []
-    if singles:
-        key, value = _gather(state_PRE, paging.table_BP, heads, key_dim)
-        query_BKGD = query_NHD[:singles].unflatten(1, (heads, -1))
-        out_BKGV = _weigh(query_BKGD, key, value, paging.mask_BT[:, None, None, :], scale, sinks_H, cap)
+    for group in paging.singles:
+        key, value = _gather(state_PRE, group.table_BP, heads, key_dim)
+        query_BKGD = query_NHD[group.start : group.stop].unflatten(1, (heads, -1))
+        out_BKGV = _weigh(query_BKGD, key, value, group.mask_BT[:, None, None, :], scale, sinks_H, cap)
         parts.append(out_BKGV.flatten(1, 2))
     for run in paging.runs:
         key, value = _gather(state_PRE, run.pages_P[None], heads, key_dim)

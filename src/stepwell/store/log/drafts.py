@@ -59,13 +59,10 @@ def draft_values(space: Space, writes: Sequence[Write], room: int) -> Draft | No
 
 def _entries(writes: Sequence[Write]) -> Entries:
     entries = np.zeros(len(writes), ENTRY)
-    for name, width, parts in (
-        ("key", KEY_BYTES, [write.key for write in writes]),
-        ("parent", KEY_BYTES, [write.parent for write in writes]),
-        ("stamp", STAMP_BYTES, [write.stamp for write in writes]),
-    ):
+    keys, _, stamps, parents, depths, _ = zip(*writes, strict=True)
+    for name, width, parts in (("key", KEY_BYTES, keys), ("parent", KEY_BYTES, parents), ("stamp", STAMP_BYTES, stamps)):
         entries[name] = np.frombuffer(b"".join(parts), np.uint8).reshape(len(writes), width)
-    entries["depth"] = [write.depth for write in writes]
+    entries["depth"] = depths
     return entries
 
 

@@ -3,7 +3,7 @@
 budget=100GiB      everything in the directory together; needed the first time, remembered, may be changed
 segment=256MiB     of one file; fixed once the directory is made
 direct=auto        on, off, or whichever is faster here
-quota.NAME=10GiB   what one tenant's values may take up; remembered; `none` lifts it
+quota.NAME=10GiB   what one tenant's values may take up, each with its entry; remembered; `none` lifts it
 """
 
 from __future__ import annotations

@@ -28,7 +28,6 @@ _RUN_BYTES = 8 << 20  # at once: so long may a cancellation go unheard
 _RUN_VALUES = 256
 _GAP_BYTES = 32 * 1024  # between two values, read for nothing rather than in two calls
 _WITHOUT = {outcome: ReadResult(outcome=outcome) for outcome in ReadOutcome}
-_NOT_FOUND = _WITHOUT[ReadOutcome.MISSING]
 _NOWHERE = -1  # the row of a key that is not there
 
 
@@ -71,23 +70,23 @@ class Reader:
                 wanted = self._find(space, reads, outcomes, held)
             self._read_all(wanted, outcomes, cancelled)
         finally:
-            found = [one for one, at in enumerate(wanted.at) if outcomes[at] is ReadOutcome.FOUND]
+            found = ReadOutcome.FOUND
+            came = [len(into) for at, into in zip(wanted.at, wanted.into, strict=True) if outcomes[at] is found]
             with state.lock:
                 for segment in held.values():
                     state.segments.release(segment)
-                state.counters.add("read_values", len(found))
-                state.counters.add("read_bytes", sum([len(wanted.into[one]) for one in found]))
+                state.counters.add("read_values", len(came))
+                state.counters.add("read_bytes", sum(came))
                 state.lock.notify_all()
-        results = [_WITHOUT[outcome] for outcome in outcomes] if len(found) < len(reads) else [_NOT_FOUND] * len(reads)
-        for one in found:
-            results[wanted.at[one]] = ReadResult(outcome=ReadOutcome.FOUND, stamp=wanted.stamps[one])
-        return results
+        stamps = dict(zip(wanted.at, wanted.stamps, strict=True))
+        return [ReadResult(found, stamps[at]) if outcome is found else _WITHOUT[outcome] for at, outcome in enumerate(outcomes)]
 
     def _find(self, space: Space, reads: Sequence[Read], outcomes: list[ReadOutcome], held: dict[int, Segment]) -> _Wanted:
         """Where the values lie, their segments held; those that will not be read have their outcome. Counts as a use."""
         state, index, columns = self._state, self._state.index, self._state.index.columns
         known = index.rows_of(space.digest)
-        rows = np.array([known.get(read.key, _NOWHERE) for read in reads], dtype=np.int64)
+        keys, buffers = zip(*reads, strict=True)
+        rows = np.array([known.get(key, _NOWHERE) for key in keys], dtype=np.int64)
         (at,) = np.nonzero(rows != _NOWHERE)
         rows = rows[at]
 
@@ -98,15 +97,15 @@ class Reader:
                     outcomes[one] = outcome
                 at, rows = at[~bad], rows[~bad]
 
-        sizes = np.array([len(read.into) for read in reads], dtype=np.int64)
+        sizes = np.array(list(map(len, buffers)), dtype=np.int64)
         drop(columns.length[rows] != sizes[at], ReadOutcome.LENGTH)
         if not len(rows):
             return _NOTHING
         order = np.lexsort((columns.offset[rows], columns.segment[rows]))
-        at, rows = at[order], rows[order]
+        places, rows = at[order].tolist(), rows[order]
         index.next_tick()
-        index.use(space.digest, [reads[one].key for one in at.tolist()], rows)
-        for one in at.tolist():
+        index.use(space.digest, [keys[one] for one in places], rows)
+        for one in places:
             outcomes[one] = ReadOutcome.CANCELLED  # until it is read
         held.update((number, state.segments.hold(number)) for number in set(columns.segment[rows].tolist()))
         numbers, offsets, lengths = columns.segment[rows], columns.offset[rows], columns.length[rows]
@@ -117,8 +116,8 @@ class Reader:
         close = (gaps >= 0) & (gaps <= _GAP_BYTES - BLOCK_BYTES)
         joins = close & (numbers[1:] == numbers[:-1]) & (direct[1:] == direct[:-1])
         return _Wanted(
-            at=at.tolist(), segments=[held[number] for number in numbers.tolist()], offsets=offsets.tolist(),
-            ends=ends.tolist(), into=[reads[one].into for one in at.tolist()], stamps=split(columns.stamp[rows]),
+            at=places, segments=[held[number] for number in numbers.tolist()], offsets=offsets.tolist(),
+            ends=ends.tolist(), into=[buffers[one] for one in places], stamps=split(columns.stamp[rows]),
             direct=direct.tolist(), joins=[False, *joins.tolist()],
         )  # fmt: skip
 

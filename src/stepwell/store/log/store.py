@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import cast
 
 from stepwell.base.clock import Clock
+from stepwell.base.errors import StoreError
 from stepwell.metrics.counters import Counters
 from stepwell.store.api import KEY_BYTES, STAMP_BYTES, Read, ReadResult, Space, Traits, Write, WriteOutcome, never
 from stepwell.store.log.check import CheckReport, check
@@ -26,6 +27,7 @@ from stepwell.store.log.writing import Writer
 
 _DEPTH_END = 2**32
 _LET_GO = -1  # the descriptor of a lock that is ours no more
+READERS_END_S = 60.0  # after which a reader that is still at it is taken to hang for ever
 
 
 class LogStore:
@@ -77,14 +79,14 @@ class LogStore:
         self._state.must_be_open()
         if not writes:
             return []
-        shapes = {(len(write.key), len(write.parent), len(write.stamp)) for write in writes}
+        keys, values, stamps, parents, depths, _ = zip(*writes, strict=True)
+        shapes = {*zip(map(len, keys), map(len, parents), map(len, stamps), strict=True)}
         if shapes != {(KEY_BYTES, KEY_BYTES, STAMP_BYTES)}:
             raise ValueError(f"keys, parents and stamps have {(KEY_BYTES, KEY_BYTES, STAMP_BYTES)} bytes, got {sorted(shapes)}")
-        depths = [write.depth for write in writes]
         if min(depths) < 0 or max(depths) >= _DEPTH_END:
             raise ValueError(f"a depth is at least 0 and below {_DEPTH_END}, got {min(depths)} to {max(depths)}")
-        _must_be_bytes([write.data for write in writes])
-        request = PutRequest(space=space, writes=writes, size_bytes=sum([len(write.data) for write in writes]))
+        _must_be_bytes(values)
+        request = PutRequest(space=space, writes=writes, size_bytes=sum(map(len, values)))
         self._turns.submit(request)
         return cast(list[WriteOutcome], request.outcomes)
 
@@ -98,7 +100,11 @@ class LogStore:
         self._state.must_be_open()
 
     def close(self) -> None:
-        """Saves the index, so that the next opening is quick and knows who was warm. Does nothing in a fork."""
+        """Saves the index, so that the next opening is quick and knows who was warm. Does nothing in a fork.
+
+        Waits for running reads. Raises StoreError when the disk does not answer one: its file must stay open, so the directory
+        stays locked until this process ends.
+        """
         if not self._state.closed and self._lock_fd != _LET_GO:
             self._turns.submit(Job(run=self._close))
 
@@ -183,11 +189,15 @@ class LogStore:
         try:
             self._save()
         finally:
-            with self._state.lock:
-                self._state.closed = True
-                while any(segment.pins for segment in self._state.segments.table.values()):
-                    self._state.lock.wait()
-                self._state.segments.close_all()
+            state = self._state
+            with state.lock:
+                state.closed = True
+                if not state.lock.wait_for(lambda: not any(s.pins for s in state.segments.table.values()), READERS_END_S):
+                    raise StoreError(
+                        f"a read in {state.directory} did not end within {READERS_END_S:.0f} s: look at the disk; "
+                        "the directory stays locked until this process ends"
+                    )
+                state.segments.close_all()
             self._unlock()
 
     def leave_in_child(self) -> None:

@@ -141,7 +141,11 @@ class Writer:
         return False
 
     def _keep_quotas(self, waiting: Sequence[_Share]) -> None:
-        """Tenants with a quota give up their own coldest values for what they write now; what exceeds it alone has no room."""
+        """Tenants with a quota give up their own coldest values for what they write now; what exceeds it alone has no room.
+
+        What a header has beside its entries, less than 5 KiB a batch, counts for nobody: it stays while any value of the batch
+        does, and what reclaim packs anew has other headers. The budget, which is of whole segments, has it all.
+        """
         state = self._state
         needed = dict.fromkeys(state.quotas, 0)
         for share in waiting if needed else ():

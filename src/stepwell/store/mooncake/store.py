@@ -74,7 +74,7 @@ class MooncakeStore:
     def contains(self, space: Space, keys: Sequence[bytes]) -> list[bool]:
         """Which keys have a value now. Mooncake takes the question for a use: it renews the lease of what is there."""
         with self._verb() as session:
-            return self._exist(session, [_name(space, key) for key in keys])
+            return self._exist(session, _names(space, keys))
 
     def read_into(self, space: Space, reads: Sequence[Read], *, cancelled: Callable[[], bool] = never) -> list[ReadResult]:
         """Fills each buffer with its value. `cancelled` is asked between batches of up to 160 values."""
@@ -90,7 +90,7 @@ class MooncakeStore:
         wanted = [write for index, write in enumerate(writes) if first[write.key] == index]
         outcomes = {write.key: WriteOutcome.TOO_LARGE for write in wanted if write.data.nbytes > self._capacity}
         with self._verb() as session, session.write_lock:  # what another thread is writing is there before this one says EXISTS
-            there = self._exist(session, [_name(space, write.key) for write in wanted])
+            there = self._exist(session, _names(space, [write.key for write in wanted]))
             outcomes.update((write.key, WriteOutcome.EXISTS) for write, found in zip(wanted, there, strict=True) if found)
             new = [write for write in wanted if write.key not in outcomes]
             while new:
@@ -103,7 +103,7 @@ class MooncakeStore:
         """Forgets values at once, even while others read them: whoever does gets bytes that fail their stamp, or nothing."""
         deleted = 0
         with self._verb() as session:
-            for names in _parts([_name(space, key) for key in keys]):
+            for names in _parts(_names(space, keys)):
                 for code in session.client.remove(names):
                     deleted += code == codes.OK
                     if code not in (codes.OK, codes.NOT_FOUND):
@@ -156,7 +156,7 @@ class MooncakeStore:
         if not passages:
             return [ReadResult(outcome=ReadOutcome.FAILED)]  # larger than any value this client could have written
         batch = reads[start : start + len(passages)]
-        names = [_name(space, read.key) for read in batch]
+        names = _names(space, [read.key for read in batch])
         received = session.move(lambda: session.client.get(names, lane.pointers(passages), lane.sizes(passages)))
         results = []
         for name, passage, read, count in zip(names, passages, batch, received, strict=True):
@@ -197,8 +197,8 @@ class MooncakeStore:
 
     def _put(self, session: Session, space: Space, batch: Sequence[Write], passages: Sequence[Passage]) -> list[int]:
         lane = session.writing
-        names = [_name(space, write.key) for write in batch]
-        groups = [_name(space, write.group) if write.group else "" for write in batch]
+        names = _names(space, [write.key for write in batch])
+        groups = [name if write.group else "" for name, write in zip(_names(space, [w.group for w in batch]), batch, strict=True)]
         return session.move(lambda: session.client.put(names, lane.pointers(passages), lane.sizes(passages), groups))
 
     def _write_outcome(self, code: int) -> WriteOutcome:
@@ -211,8 +211,9 @@ class MooncakeStore:
             self.counters.add(f"mooncake_{verb}_error_{-code}")
 
 
-def _name(space: Space, key: bytes) -> str:
-    return f"sw1-{space.digest.hex()}-{key.hex()}"
+def _names(space: Space, keys: Sequence[bytes]) -> list[str]:
+    start = f"sw1-{space.digest.hex()}-"
+    return [start + key.hex() for key in keys]
 
 
 def _parts(names: list[str]) -> Iterator[list[str]]:

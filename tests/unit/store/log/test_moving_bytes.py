@@ -12,8 +12,9 @@ from threading import Event
 import pytest
 
 from stepwell.base.clock import ManualClock, SystemClock
-from stepwell.base.errors import ConfigError
+from stepwell.base.errors import ConfigError, StoreError
 from stepwell.store.api import Read, ReadOutcome, Write, WriteOutcome
+from stepwell.store.log import store as store_module
 from stepwell.store.log.disk import Disk
 from stepwell.store.log.opening import open_directory
 from stepwell.store.log.probe import Direct
@@ -170,3 +171,31 @@ def test_a_value_cut_off_on_disk_is_damaged(open_with: Callable[[Direct], LogSto
         file.truncate(20_000)
     (result,) = store.read_into(HERE, [Read(key=key("x"), into=memoryview(bytearray(50_000)))])
     assert result.outcome is ReadOutcome.DAMAGED and result.stamp == b""
+
+
+def test_a_read_that_hangs_makes_close_say_so_and_keeps_its_file_open(
+    open_with: Callable[[Direct], LogStore], disk: Counting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "READERS_END_S", 0.05)
+    reading, go_on, read = Event(), Event(), disk.read
+
+    def hang(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        reading.set()
+        assert go_on.wait(30)
+        return read(fd, buffers, offset)
+
+    store = open_with(Direct.OFF)
+    store.write_from(HERE, [offer(HERE, "a", 5000)])
+    monkeypatch.setattr(disk, "read", hang)
+    with ThreadPoolExecutor(1) as reader:
+        coming = reader.submit(fetch, store, HERE, "a", 5000)
+        assert reading.wait(30)
+        with pytest.raises(StoreError, match="did not end within"):
+            store.close()
+        with pytest.raises(StoreError, match="closed"):
+            store.contains(HERE, [key("a")])
+        with pytest.raises(StoreError):
+            open_directory(tmp_path / "store", clock=SystemClock())  # nobody else may write to what is being read
+        go_on.set()
+        assert coming.result(30) == payload("a", 5000), "its file was not closed under it"
+    store.close()  # a second one does nothing

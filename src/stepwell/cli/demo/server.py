@@ -1,0 +1,106 @@
+"""A `stepwell serve` process for the demo, and the few requests that the demo makes of it. Knows nothing of what is said."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
+
+from stepwell.base.errors import StepwellError
+
+START_S, REQUEST_S, QUIET_S = 180.0, 300.0, 60.0
+_ADDRESS = re.compile(r"^address\s+(http://\S+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """One answer: its text, when its first word came, and where its prompt's tokens came from."""
+
+    text: str
+    first_token_s: float
+    prompt_tokens: int
+    device: int
+    host: int
+    store: int
+
+    @property
+    def computed(self) -> int:
+        return self.prompt_tokens - self.device - self.host - self.store
+
+
+@contextmanager
+def serving(arguments: Sequence[str], log: Path) -> Iterator[Server]:
+    """A server on a free port, killed at the end without warning. What it says goes to `log`. Raises StepwellError."""
+    command = [sys.executable, "-m", "stepwell", "serve", "--port", "0", *arguments]
+    with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=out) as process:
+        try:
+            yield Server(_address(process, log))
+        finally:
+            process.kill()
+
+
+class Server:
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    def ask(self, messages: Sequence[dict[str, Any]], *, max_tokens: int, salt: str | None = None) -> Reply:
+        """One answer of a chat, greedy and streamed. A `salt` nobody else has makes it start from nothing."""
+        body = {
+            "model": "demo", "messages": list(messages), "max_tokens": max_tokens, "temperature": 0, "stream": True,
+            "stream_options": {"include_usage": True}, "ignore_eos": True, **({"cache_salt": salt} if salt else {}),
+        }  # fmt: skip
+        started, first, text, usage = time.monotonic(), 0.0, "", None
+        for event in self._events("/v1/chat/completions", body):
+            if event.get("error"):
+                raise StepwellError(f"the server answered: {event['error']['message']}")
+            usage = event.get("usage") or usage
+            for choice in event.get("choices", ()):
+                content = choice["delta"].get("content")
+                if content:
+                    first = first or time.monotonic() - started
+                    text += content
+        if usage is None:
+            raise StepwellError("the server ended an answer early")
+        details = usage["prompt_tokens_details"]
+        return Reply(
+            text=text, first_token_s=first, prompt_tokens=usage["prompt_tokens"], device=details["device_tokens"],
+            host=details["host_tokens"], store=details["store_tokens"],
+        )  # fmt: skip
+
+    def wait_until_stored(self) -> None:
+        """Until nothing is on its way between tiers, as while somebody reads an answer."""
+        deadline = time.monotonic() + QUIET_S
+        while self.state()["pending"]:
+            if time.monotonic() > deadline:
+                raise StepwellError(f"copies to the store did not end within {QUIET_S:g} s")
+            time.sleep(0.02)
+
+    def state(self) -> dict[str, Any]:
+        with urlopen(f"{self._address}/cache", timeout=REQUEST_S) as response:
+            return dict(json.load(response))
+
+    def _events(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        request = Request(self._address + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        with urlopen(request, timeout=REQUEST_S) as response:
+            for line in response:
+                data = line.decode().removeprefix("data:").strip()
+                if data and data != "[DONE]":
+                    yield dict(json.loads(data))
+
+
+def _address(process: subprocess.Popen[bytes], log: Path) -> str:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline and process.poll() is None:
+        found = [match for line in log.read_text().splitlines() if (match := _ADDRESS.match(line))]
+        if found:
+            return found[0][1]
+        time.sleep(0.05)
+    raise StepwellError(f"the server did not start; it said:\n{log.read_text()[-2000:]}")

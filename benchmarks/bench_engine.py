@@ -35,14 +35,19 @@ GOAL_WARM, GOAL_COST, GOAL_DECODE = 5.0, 1.03, 2.0
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", default="gemma-3-270m", help="a checkpoint by path or name (default: %(default)s)")
+    parser.add_argument(
+        "--model",
+        default="gemma-3-270m",
+        help="a checkpoint by path or name, random-llama-1b or random-gemma-1b (default: %(default)s)",
+    )
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192], help="prompt tokens (default: 2048 8192)")
     parser.add_argument("--rounds", type=int, default=3, help="of everything but the longest cold prompts (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=8, help="requests that decode together (default: %(default)s)")
     parser.add_argument("--skip", nargs="*", default=[], choices=["first", "cost", "decode"], help="parts to leave out")
     args = parser.parse_args()
     console = Console(width=100)
-    results: dict[str, Any] = {"model": args.model, "machine": _machine()}
+    results: dict[str, Any] = {"model": args.model, "device": args.device, "machine": _machine(args.device)}
     started = time.monotonic()
     with TemporaryDirectory(dir=os.environ.get("TMPDIR"), prefix="bench-engine-") as directory:
         parts: dict[str, Callable[[], Any]] = {
@@ -65,7 +70,9 @@ def first_tokens(console: Console, args: argparse.Namespace, directory: Path) ->
     rows = []
     for length in args.lengths:
         console.print(f"first token of {length:,} tokens ...")
-        times = first_token_times(args.model, prompt_of(args.model, length), directory / str(length), rounds=args.rounds)
+        times = first_token_times(
+            args.model, args.device, prompt_of(args.model, length), directory / str(length), rounds=args.rounds
+        )
         ratios = {tier: times["cold"] / times[tier] for tier in TIERS}
         rows.append({"prompt": length, "seconds": times, "times_as_fast": ratios})
         table.add_row(
@@ -87,7 +94,7 @@ def cost(console: Console, args: argparse.Namespace, directory: Path) -> dict[st
     seconds: dict[str, list[float]] = {"off": [], "on": []}
     for each in range(args.rounds + 1):
         for kind, times in seconds.items():
-            took = answer_time(args.model, caching=kind == "on", directory=directory / f"cost-{each}", seed=each)
+            took = answer_time(args.model, args.device, caching=kind == "on", directory=directory / f"cost-{each}", seed=each)
             if each:  # the first round only warms up
                 times.append(took)
     medians = {kind: statistics.median(times) for kind, times in seconds.items()}
@@ -104,7 +111,7 @@ def cost(console: Console, args: argparse.Namespace, directory: Path) -> dict[st
 
 def decoding(console: Console, args: argparse.Namespace) -> dict[str, Any]:
     console.print(f"decoding, batch {args.batch} ...")
-    times = decode_times(args.model, batch=args.batch, rounds=args.rounds)
+    times = decode_times(args.model, args.device, batch=args.batch, rounds=args.rounds)
     rates = {name: 1 / statistics.median(each) for name, each in times.items()}
     table = Table(title=f"{args.model}: decode steps a second, batch {args.batch}", title_justify="left")
     for name in rates:
@@ -122,12 +129,13 @@ def _judge(console: Console, what: str, value: float, goal: float, *, most: bool
     console.print(f"{'met    ' if met else 'MISSED '} {what}: {value:.2f} (goal: {'at most' if most else 'at least'} {goal:g})")
 
 
-def _machine() -> dict[str, Any]:
+def _machine(device: str) -> dict[str, Any]:
     import torch
 
     return {
         "cpu": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__,
         "threads": torch.get_num_threads(), "load": os.getloadavg(),
+        "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
     }  # fmt: skip
 
 

@@ -11,29 +11,31 @@ from typing import Any
 
 import torch
 
+from engine.models import checkpoint_of, reference_of
 from stepwell.base.config import PrefetchPolicy, StoreConfig
 from stepwell.base.ids import Kind, Tier
 from stepwell.cache.room import make_room
 from stepwell.engine import Ask, Engine, EngineConfig, Limits, Sampling, build_engine
-from stepwell.engine.loading.checkpoint import open_checkpoint
 
 TIERS = ("device", "host", "disk")
 LONG, SHORT = 40, 8  # answers whose difference is decoding alone
 PROMPT = 128
 
 
-def make_engine(model: str, **settings: Any) -> Engine:
-    """An engine over a checkpoint."""
-    defaults: dict[str, Any] = {"device": "cpu", "device_memory": "1GiB", "host_memory": "1GiB"}
-    return build_engine(open_checkpoint(model), EngineConfig(**(defaults | settings)))
+def make_engine(model: str, device: str, **settings: Any) -> Engine:
+    """An engine over a checkpoint, with memory for a few long prompts."""
+    memory = "1GiB" if device == "cpu" else "8GiB"
+    defaults: dict[str, Any] = {"device": device, "device_memory": memory, "host_memory": memory}
+    return build_engine(checkpoint_of(model), EngineConfig(**(defaults | settings)))
 
 
-def first_token_times(model: str, prompt: Sequence[int], directory: Path, *, rounds: int) -> dict[str, float]:
+def first_token_times(model: str, device: str, prompt: Sequence[int], directory: Path, *, rounds: int) -> dict[str, float]:
     """Seconds to the first token: computed once, then medians from each tier, where the same restore point is in use."""
     waits = StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE)
-    engine = make_engine(model, store=f"log:{directory}", store_options={"budget": "2GiB"}, store_config=waits)
+    engine = make_engine(model, device, store=f"log:{directory}", store_options={"budget": "8GiB"}, store_config=waits)
     times: dict[str, list[float]] = {"cold": [], **{tier: [] for tier in TIERS}}
     try:
+        _first_token(engine, prompt[1:200])  # whatever is slow only once
         cold, tokens = _first_token(engine, prompt)
         times["cold"].append(cold)
         for _ in range(rounds):
@@ -48,14 +50,16 @@ def first_token_times(model: str, prompt: Sequence[int], directory: Path, *, rou
     return {name: statistics.median(each) for name, each in times.items()}
 
 
-def answer_time(model: str, *, caching: bool, directory: Path, seed: int, requests: int = 6, length: int = 512) -> float:
+def answer_time(
+    model: str, device: str, *, caching: bool, directory: Path, seed: int, requests: int = 6, length: int = 512
+) -> float:
     """Seconds for requests that share nothing: prompts of random tokens, two at a time, a short answer each."""
     settings: dict[str, Any] = {"limits": Limits(max_running=2)}
     if caching:
         settings |= {"store": f"log:{directory}", "store_options": {"budget": "1GiB"}}
     else:
         settings |= {"host_memory": 0}
-    engine = make_engine(model, **settings)
+    engine = make_engine(model, device, **settings)
     random = Random(seed)
     asks = [
         Ask(
@@ -73,11 +77,11 @@ def answer_time(model: str, *, caching: bool, directory: Path, seed: int, reques
         engine.close()
 
 
-def decode_times(model: str, *, batch: int, rounds: int) -> dict[str, list[float]]:
+def decode_times(model: str, device: str, *, batch: int, rounds: int) -> dict[str, list[float]]:
     """Seconds of one decode step, ours and of transformers, in turns."""
     random = Random(0)
     prompts = [[random.randrange(1000, 30_000) for _ in range(PROMPT)] for _ in range(batch)]
-    engine, reference = make_engine(model, host_memory=0), _reference(model)
+    engine, reference = make_engine(model, device, host_memory=0), reference_of(model, device)
     times: dict[str, list[float]] = {"stepwell": [], "transformers": []}
     try:
         for each in range(rounds + 1):
@@ -131,23 +135,14 @@ def _ours(engine: Engine, prompts: Sequence[Sequence[int]], count: int) -> float
 
 def _theirs(reference: Any, prompts: Sequence[Sequence[int]], count: int) -> float:
     started = time.perf_counter()
+    tokens = torch.tensor(prompts, device=reference.device)
     with torch.inference_mode():
         reference.generate(
-            torch.tensor(prompts), max_new_tokens=count, min_new_tokens=count, do_sample=False,
-            attention_mask=torch.ones(len(prompts), len(prompts[0]), dtype=torch.long), pad_token_id=0,
-        )  # fmt: skip
+            tokens,
+            max_new_tokens=count,
+            min_new_tokens=count,
+            do_sample=False,
+            attention_mask=torch.ones_like(tokens),
+            pad_token_id=0,
+        )
     return time.perf_counter() - started
-
-
-def _reference(model: str) -> Any:
-    """The same weights in transformers."""
-    import transformers
-
-    checkpoint = open_checkpoint(model)
-    config = transformers.AutoConfig.for_model(**checkpoint.config)
-    made = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    tensors = {name: checkpoint.source.read(name).float() for name in checkpoint.source.names()}
-    missing, unexpected = made.load_state_dict(tensors, strict=False)
-    assert not unexpected and all(name.startswith("lm_head") for name in missing), f"{missing=} {unexpected=}"
-    made.tie_weights()
-    return made.eval()

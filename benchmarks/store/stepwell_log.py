@@ -40,7 +40,7 @@ class Driver:
         self.space = self.hands.space(NAMESPACE)
         self._config = StoreConfig()
         self._porter = ThreadPorter([self.hands], SystemClock(), readers=self._config.readers, writers=self._config.writers)
-        self._chunk_bytes = chunk_bytes or self._config.fetch_chunk_bytes
+        self._chunk_bytes = chunk_bytes or store.traits.turn_bytes
         self._jobs = count(1)
 
     def write(self, life: int) -> None:

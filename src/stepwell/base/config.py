@@ -57,7 +57,7 @@ class StoreConfig:
     wait_share: float = 0.01  # to this share of the time spent computing, and to what fetches have saved
     recompute_tokens_per_s: float | None = None  # measured where None
     host_share: float = 0.5  # of the host tier that fetched pages may hold until their requests begin
-    fetch_chunk_bytes: int = 8 * 2**20  # one reader's turn
+    fetch_chunk_bytes: int | None = None  # one reader's turn; what suits the store where None
     fallback_share: float = 0.25  # bytes spent on checkpoints before the deepest one, in case a fetch is stopped early
     errand_timeout_s: float = 30.0
     ticket_hold_s: float = 120.0  # after which a ticket that nobody used is closed, and its pages are let go
@@ -71,8 +71,11 @@ class StoreConfig:
         for name in ("timeout_base_s", "timeout_per_ki_s", "timeout_cap_s", "wait_credit_s", "wait_share", "fallback_share"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must be 0 or more, got {getattr(self, name)}")
+        if self.fetch_chunk_bytes is not None and self.fetch_chunk_bytes <= 0:
+            raise ConfigError(
+                f"fetch_chunk_bytes must be positive, got {self.fetch_chunk_bytes}; leave it None for the store's own"
+            )
         for name in (
-            "fetch_chunk_bytes",
             "errand_timeout_s",
             "ticket_hold_s",
             "backup_queue",

@@ -138,7 +138,7 @@ def _enter(core: Core, ticket: Ticket, want: Want, fetch: Fetch) -> dict[int, No
 
 def _send_for_pages(core: Core, link: StoreLink, ticket: Ticket, fetch: Fetch, first: int, upto: int) -> None:
     """Pages `first` .. `upto`, a chunk to an errand."""
-    step = max(link.config.fetch_chunk_bytes // core.arena(Tier.HOST).layout.strides[Kind.PREFIX], 1)
+    step = max(link.turn_bytes // core.arena(Tier.HOST).layout.strides[Kind.PREFIX], 1)
     for start in range(first, upto, step):
         end = min(start + step, upto)
         ids = fetch.ids[start - fetch.start : end - fetch.start]

@@ -54,6 +54,11 @@ class StoreLink:
             return LinkState.DETACHED
         return LinkState.ATTACHED if self.breaker.state is BreakerState.CLOSED else LinkState.SWITCHED_OFF
 
+    @property
+    def turn_bytes(self) -> int:
+        """What one reader fetches in one call."""
+        return self.config.fetch_chunk_bytes or self.store.traits.turn_bytes
+
     def may_fetch(self, now: float) -> bool:
         """Whether both the store and what comes from it are well enough to ask."""
         return self.breaker.allows(now) and self.fetching.allows(now)

@@ -85,5 +85,7 @@ def _want(core: Core, link: StoreLink, known: int, point: int, shallower: list[i
 
 
 def _fetch_s(core: Core, link: StoreLink, want: Want) -> float | None:
-    alone = link.fetch_bytes.seconds_for(bytes_of(core, want))
-    return alone / link.config.readers if alone is not None else None
+    size = bytes_of(core, want)
+    alone = link.fetch_bytes.seconds_for(size)
+    errands = -(-size // link.turn_bytes) + len(want.boundaries)
+    return alone / max(min(link.config.readers, errands), 1) if alone is not None else None

@@ -50,6 +50,7 @@ class Traits:
     groups: bool  # values of one group are evicted together
     alignment: int = 1  # buffers at multiples of this move without an extra copy
     max_value_bytes: int | None = None
+    turn_bytes: int = 8 * 2**20  # worth reading in one call: more only makes others wait, less costs more
 
 
 class Read(NamedTuple):

@@ -40,12 +40,13 @@ class Attention:
 
     def project(self, x_NC: torch.Tensor, angles: Angles | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values, `[N, heads, head_dim]`, normed and rotated."""
-        sizes = (self.heads, self.kv_heads, self.kv_heads)
-        query, key, value = self.qkv(x_NC).unflatten(1, (-1, self.head_dim)).split(sizes, dim=1)
+        heads, kv_heads = self.heads, self.kv_heads
+        asked_NXD, value = self.qkv(x_NC).unflatten(1, (-1, self.head_dim)).split((heads + kv_heads, kv_heads), dim=1)
         if self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm(query), self.key_norm(key)
+            asked_NXD = torch.cat([self.query_norm(asked_NXD[:, :heads]), self.key_norm(asked_NXD[:, heads:])], dim=1)
         if angles is not None:
-            query, key = rotate(query, angles), rotate(key, angles)
+            asked_NXD = rotate(asked_NXD, angles)  # queries and keys at once
+        query, key = asked_NXD.split((heads, kv_heads), dim=1)
         return query, key, value
 
     def look(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: Batch) -> torch.Tensor:

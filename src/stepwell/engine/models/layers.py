@@ -87,18 +87,19 @@ class Rotary:
     scale: float = 1.0
 
     def angles(self, positions_N: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines `[N, 1, 2 * half]`, once for all layers of a pass."""
+        """Cosines and sines `[N, 1, 2 * half]`, once for all layers of a pass; the sines of the first half turned around."""
         angle = positions_N[:, None].float() * self.frequencies
-        angle = torch.cat([angle, angle], dim=-1)[:, None, :]
-        return (angle.cos() * self.scale).to(dtype), (angle.sin() * self.scale).to(dtype)
+        cos, sin = angle.cos() * self.scale, angle.sin() * self.scale
+        return torch.cat([cos, cos], dim=-1)[:, None].to(dtype), torch.cat([-sin, sin], dim=-1)[:, None].to(dtype)
 
 
 def rotate(x_NHD: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Each head turned by its token's angles, which `Rotary.angles` made."""
     cos, sin = angles
     width = cos.shape[-1]
     turned = x_NHD[..., :width]
     low, high = turned.chunk(2, dim=-1)
-    turned = turned * cos + torch.cat([-high, low], dim=-1) * sin
+    turned = torch.addcmul(turned * cos, torch.cat([high, low], dim=-1), sin)
     return turned if width == x_NHD.shape[-1] else torch.cat([turned, x_NHD[..., width:]], dim=-1)
 
 

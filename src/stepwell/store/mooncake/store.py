@@ -26,6 +26,7 @@ from stepwell.store.mooncake.lanes import Lane, Passage
 from stepwell.store.mooncake.session import Session, Stalled
 
 NAMES_PER_CALL = 4096
+TURN_BYTES = 64 * 2**20  # large calls cost a third less CPU than those of 8 MiB
 EVICTION_WAIT_S = 0.02  # a full master evicts in the background: of 3,200 writes 60 % were refused at once, none after this
 _READ_OUTCOMES = {codes.NOT_FOUND: ReadOutcome.MISSING, codes.NOT_READY: ReadOutcome.MISSING}
 _FULL = (codes.NO_SPACE, codes.OVER_QUOTA)
@@ -69,7 +70,9 @@ class MooncakeStore:
 
     @property
     def traits(self) -> Traits:
-        return Traits(name="mooncake", durable=False, shared=True, groups=True, max_value_bytes=self._capacity)
+        return Traits(
+            name="mooncake", durable=False, shared=True, groups=True, max_value_bytes=self._capacity, turn_bytes=TURN_BYTES
+        )
 
     def contains(self, space: Space, keys: Sequence[bytes]) -> list[bool]:
         """Which keys have a value now. Mooncake takes the question for a use: it renews the lease of what is there."""

@@ -29,7 +29,7 @@ MAMBA = {
     "mamba_chunk_size": 16,
 }  # fmt: skip
 
-FAMILIES = ("llama", "mistral", "gemma3", "gpt_oss", "qwen3_next", "falcon_h1")
+FAMILIES = ("llama", "mistral", "gemma3", "gpt_oss", "qwen3_next", "qwen3_5", "falcon_h1", "mamba2")
 
 
 def reference(family: str) -> Any:
@@ -51,6 +51,11 @@ def reference(family: str) -> Any:
             made = hf.GptOssForCausalLM(config)
         case "qwen3_next":
             made = hf.Qwen3NextForCausalLM(hf.Qwen3NextConfig(**SMALL, **MOE, **DELTA))
+        case "qwen3_5":
+            made = hf.Qwen3_5ForCausalLM(hf.Qwen3_5TextConfig(**SMALL, **DELTA))
+        case "mamba2":
+            sizes = {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2, "expand": 2, "chunk_size": 16}
+            made = hf.Mamba2ForCausalLM(hf.Mamba2Config(vocab_size=128, hidden_size=64, num_hidden_layers=3, **sizes))
         case "falcon_h1":
             made = hf.FalconH1ForCausalLM(hf.FalconH1Config(**SMALL, **MAMBA))
         case _:

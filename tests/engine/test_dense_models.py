@@ -50,3 +50,9 @@ def test_qwen2_with_windows_in_its_upper_layers() -> None:
 
 def test_qwen3_norms_queries_and_keys() -> None:
     check_pair(Pair(transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SMALL, head_dim=24))))
+
+
+def test_qwen3_with_experts_in_some_layers() -> None:
+    experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    config = transformers.Qwen3MoeConfig(**SMALL, **experts, head_dim=16, mlp_only_layers=[1], decoder_sparse_step=1)
+    check_pair(Pair(transformers.Qwen3MoeForCausalLM(config)))

@@ -1,4 +1,4 @@
-"""Llama and its like: Llama, SmolLM2, Mistral, Qwen2, Qwen3. Attention, then a gated feed-forward block.
+"""Llama and its like: Llama, SmolLM2, Mistral, Qwen2, Qwen3, Qwen3-MoE. Attention, then a gated feed-forward block, or experts.
 
     x + attention(norm(x)),  then  x + mlp(norm(x))
 
@@ -7,6 +7,7 @@ Qwen3 norms queries and keys; Mistral and some Qwens look at a window in some la
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -19,14 +20,17 @@ from stepwell.engine.batch import Batch
 from stepwell.engine.models.attention import Angles, Attention
 from stepwell.engine.models.base import Decoder, Parts, head_of
 from stepwell.engine.models.layers import GatedMLP, Linear, RMSNorm, activation, norm_eps, rotary_from
+from stepwell.engine.models.moe import Experts, MixtureOfExperts, gated, softmax_then_top
 
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Block:
+    """Attention and a feed-forward block, each beside the stream and with a norm before it. Shared with other families."""
+
     attention: Attention
-    mlp: GatedMLP
+    mlp: Callable[[torch.Tensor], torch.Tensor]
     before_attention: RMSNorm
     before_mlp: RMSNorm
 
@@ -83,7 +87,21 @@ def _block(parts: Parts, index: int, kinds: list[LayerKind]) -> Block:
     )
     return Block(
         attention=attention,
-        mlp=GatedMLP.load(weights, f"{name}.mlp", activation(config)),
+        mlp=_feed_forward(parts, f"{name}.mlp"),
         before_attention=RMSNorm.load(weights, f"{name}.input_layernorm", eps),
         before_mlp=RMSNorm.load(weights, f"{name}.post_attention_layernorm", eps),
+    )
+
+
+def _feed_forward(parts: Parts, name: str) -> GatedMLP | MixtureOfExperts:
+    """Experts in the layers whose tensors say so."""
+    config, weights = parts.config, parts.weights
+    if not weights.has(f"{name}.gate.weight"):
+        return GatedMLP.load(weights, name, activation(config))
+    count = config.size("num_experts")
+    top = config.size("num_experts_per_tok", most=count)
+    return MixtureOfExperts(
+        router=Linear.load(weights, f"{name}.gate"),
+        route=softmax_then_top(top, sum_to_one=config.flag("norm_topk_prob", False)),
+        experts=Experts.load(weights, f"{name}.experts", count=count, combine=gated(activation(config))),
     )

@@ -7,8 +7,6 @@ Reads experts as plain numbers or as MXFP4, which it unpacks while loading: it n
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from stepwell.base.errors import ConfigError
@@ -16,10 +14,10 @@ from stepwell.base.spec.families.attention import read_heads
 from stepwell.base.spec.families.fields import Fields
 from stepwell.base.spec.families.layers import Layer as LayerKind
 from stepwell.base.spec.families.layers import every, schedule
-from stepwell.engine.batch import Batch
 from stepwell.engine.loading.weights import Weights
-from stepwell.engine.models.attention import Angles, Attention
+from stepwell.engine.models.attention import Attention
 from stepwell.engine.models.base import Decoder, Parts, head_of
+from stepwell.engine.models.dense import Block
 from stepwell.engine.models.layers import Linear, RMSNorm, number, rotary_from
 from stepwell.engine.models.moe import Combine, Experts, MixtureOfExperts, Route, Routing
 
@@ -31,18 +29,6 @@ _ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_p
 _GROUP = 32
 _FP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 _FP4 += [-value for value in _FP4]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Block:
-    attention: Attention
-    experts: MixtureOfExperts
-    before_attention: RMSNorm
-    before_experts: RMSNorm
-
-    def __call__(self, x_NC: torch.Tensor, shared: Angles, batch: Batch) -> torch.Tensor:
-        x_NC = x_NC + self.attention(self.before_attention(x_NC), shared, batch)
-        return x_NC + self.experts(self.before_experts(x_NC))
 
 
 def build(parts: Parts) -> Decoder:
@@ -82,9 +68,9 @@ def _block(parts: Parts, index: int, kinds: list[LayerKind]) -> Block:
     )
     return Block(
         attention=attention,
-        experts=experts,
+        mlp=experts,
         before_attention=RMSNorm.load(weights, f"{name}.input_layernorm", _eps(config)),
-        before_experts=RMSNorm.load(weights, f"{name}.post_attention_layernorm", _eps(config)),
+        before_mlp=RMSNorm.load(weights, f"{name}.post_attention_layernorm", _eps(config)),
     )
 
 

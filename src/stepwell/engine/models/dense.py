@@ -98,7 +98,7 @@ def _feed_forward(parts: Parts, name: str) -> GatedMLP | MixtureOfExperts:
     config, weights = parts.config, parts.weights
     if not weights.has(f"{name}.gate.weight"):
         return GatedMLP.load(weights, name, activation(config))
-    count = config.size("num_experts")
+    count = config.size("num_experts" if config.has("num_experts") else "num_local_experts")
     top = config.size("num_experts_per_tok", most=count)
     return MixtureOfExperts(
         router=Linear.load(weights, f"{name}.gate"),

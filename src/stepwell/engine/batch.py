@@ -59,6 +59,13 @@ class Run:
     stop: int
     pages_P: torch.Tensor
     mask_NT: torch.Tensor  # added to scores: 0 where a token may look, -inf elsewhere
+    tiled: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def mask_for(self, group: int) -> torch.Tensor:
+        """The mask of `group` query heads one after the other; made once for all layers."""
+        if group not in self.tiled:
+            self.tiled[group] = self.mask_NT.repeat(group, 1)
+        return self.tiled[group]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -74,7 +81,12 @@ class Paging:
 class Batch:
     """Segments as tensors on one device. Singles must come before runs."""
 
-    def __init__(self, segments: Sequence[Segment], pages: DevicePages, *, device: str | torch.device, every_token: bool = False):
+    def __init__(
+        self, segments: Sequence[Segment], pages: DevicePages, *, device: str | torch.device, every_token: bool = False,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:  # fmt: skip
+        """`dtype` is what the model computes in; masks are added to its scores."""
+        self._dtype = dtype
         self.segments = segments
         self.pages = pages
         self.device = device
@@ -175,12 +187,11 @@ class Batch:
             mask_NT=self._mask(here_N1, context_1T, window),
         )
 
-    @staticmethod
-    def _mask(here: torch.Tensor, context: torch.Tensor, window: int | None) -> torch.Tensor:
+    def _mask(self, here: torch.Tensor, context: torch.Tensor, window: int | None) -> torch.Tensor:
         unseen = context > here
         if window is not None:
             unseen |= context <= here - window
-        return torch.zeros(unseen.shape, device=unseen.device).masked_fill_(unseen, -torch.inf)
+        return torch.zeros(unseen.shape, device=unseen.device, dtype=self._dtype).masked_fill_(unseen, -torch.inf)
 
     def _tensor(self, values: npt.NDArray[np.integer]) -> torch.Tensor:
         return torch.from_numpy(values.astype(np.int64)).to(self.device)

@@ -133,16 +133,16 @@ class Engine:
 
         Raises what a pass raises, once the requests of that pass have ended with the reason; the next step says so.
         """
-        self._settle(self.cache.step())
-        self.scheduler.admit()
-        chunks = self.scheduler.plan()
-        self._end_failed()
-        if chunks:
-            try:
+        try:
+            self._settle(self.cache.step())
+            self.scheduler.admit()
+            chunks = self.scheduler.plan()
+            self._end_failed()
+            if chunks:
                 self._compute(chunks)
-            except BaseException as error:
-                self._fail_active(f"{type(error).__name__}: {error}")  # what it left in their pages is not known
-                raise
+        except BaseException as error:
+            self._fail_active(f"{type(error).__name__}: {error}")  # what it left in their pages is not known
+            raise
         ended, self._ended = self._ended, []
         return ended
 

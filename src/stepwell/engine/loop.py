@@ -23,6 +23,7 @@ T = TypeVar("T")
 OnDelta = Callable[[Delta], None]
 
 UPKEEP_S = 0.02  # between steps without requests: backups still go on
+MAX_FAILED_PASSES = 5  # in a row, after which the engine is taken to be broken
 
 
 class _Call(Protocol):
@@ -42,6 +43,7 @@ class EngineLoop:
         self._lock = Lock()  # around "is it open" and what follows from it
         self._open = True
         self._stopping = False
+        self._failed_passes = 0  # since the last one that went well
 
     def start(self) -> None:
         self._thread.start()
@@ -97,6 +99,10 @@ class EngineLoop:
             if self._open:
                 self._inbox.put(run)
 
+    def abort_all(self) -> None:
+        """Ends all requests soon."""
+        self.call(lambda engine: [engine.abort(number) for number in list(self._listeners)])
+
     # ---- inside -----------------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -131,7 +137,11 @@ class EngineLoop:
             deltas = self._engine.step()
         except Exception:  # the worker boundary: the requests of this pass have ended, the others go on
             log.exception("a pass failed")
+            self._failed_passes += 1
+            if self._failed_passes >= MAX_FAILED_PASSES:
+                raise  # it is not the requests
             return
+        self._failed_passes = 0
         for delta in deltas:
             listener = self._listeners.get(delta.request)
             if delta.finish is not None:

@@ -20,7 +20,7 @@ class Runner:
     def run(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         """Computes the chunks, and returns logits for those that complete what their request has so far, in their order."""
         segments = [_segment(chunk) for chunk in chunks]
-        return self.model.forward(Batch(segments, self._pages, device=self.model.device))
+        return self.model.forward(Batch(segments, self._pages, device=self.model.device, dtype=self.model.dtype))
 
 
 def _segment(chunk: Chunk) -> Segment:

@@ -152,7 +152,7 @@ def _show(console: Console, model: str, rows: list[Row]) -> None:
     asked, computed = sum(row.second.prompt_tokens for row in rows), sum(row.second.computed for row in rows)
     same = "yes" if all(row.identical for row in rows) else "NO"
     console.print(f"after the restart {1 - computed / asked:.0%} of {asked:,} prompt tokens were reused, and")
-    console.print(f"first words came {cold / warm:.1f}x sooner than cold")
+    console.print(f"first words came {cold / max(warm, 1e-9):.1f}x sooner than cold")
     console.print(f"answers cold, warm and after the restart identical: [bold]{same}[/bold]")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -12,11 +13,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.request import Request, urlopen
+from urllib.request import ProxyHandler, Request, build_opener
 
 from stepwell.base.errors import StepwellError
 
 START_S, REQUEST_S, QUIET_S = 180.0, 300.0, 60.0
+_LOCAL = build_opener(ProxyHandler({}))  # no proxy knows this machine's own address
 _ADDRESS = re.compile(r"^address\s+(http://\S+)")
 
 
@@ -40,7 +42,8 @@ class Reply:
 def serving(arguments: Sequence[str], log: Path) -> Iterator[Server]:
     """A server on a free port, killed at the end without warning. What it says goes to `log`. Raises StepwellError."""
     command = [sys.executable, "-m", "stepwell", "serve", "--port", "0", *arguments]
-    with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=out) as process:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("STEPWELL_")}
+    with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=out, env=environment) as process:
         try:
             yield Server(_address(process, log))
         finally:
@@ -84,12 +87,12 @@ class Server:
             time.sleep(0.02)
 
     def state(self) -> dict[str, Any]:
-        with urlopen(f"{self._address}/cache", timeout=REQUEST_S) as response:
+        with _LOCAL.open(f"{self._address}/cache", timeout=REQUEST_S) as response:
             return dict(json.load(response))
 
     def _events(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         request = Request(self._address + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
-        with urlopen(request, timeout=REQUEST_S) as response:
+        with _LOCAL.open(request, timeout=REQUEST_S) as response:
             for line in response:
                 data = line.decode().removeprefix("data:").strip()
                 if data and data != "[DONE]":

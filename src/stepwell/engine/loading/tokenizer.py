@@ -92,7 +92,7 @@ class TextStream:
             return self._let_go(text)
         self._waited = 0 if certain > self._sent else self._waited + 1
         if self._waited >= _LONGEST_CHARACTER:
-            certain += 1  # a byte that nothing completes any more
+            certain, self._waited = certain + 1, 0  # a byte that nothing completes any more
         new, self._sent = text[self._sent : certain], certain
         return new
 

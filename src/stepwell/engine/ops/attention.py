@@ -35,7 +35,7 @@ def attend(
         key, value = _gather(state_PRE, run.pages_P[None], heads, key_dim)
         query_KGND = query_NHD[run.start : run.stop].unflatten(1, (heads, -1)).permute(1, 2, 0, 3)
         group, length = query_KGND.shape[1:3]
-        mask = run.mask_NT.repeat(group, 1)
+        mask = run.mask_for(group)
         sinks = None if sinks_H is None else sinks_H.repeat_interleave(length)
         out_KXV = _weigh(query_KGND.flatten(1, 2)[None], key, value, mask, scale, sinks, cap)[0]
         parts.append(out_KXV.unflatten(1, (group, length)).permute(2, 0, 1, 3).flatten(1, 2))
@@ -54,7 +54,6 @@ def _weigh(
     sinks_H: torch.Tensor | None, cap: float | None,
 ) -> torch.Tensor:  # fmt: skip
     """Softmax attention of X queries a key head. `sinks_H` has one score for each of the K * X queries."""
-    mask = mask.to(query_BKXD.dtype)
     if sinks_H is None and cap is None:
         return scaled_dot_product_attention(query_BKXD, key_BKTD, value_BKTV, attn_mask=mask, scale=scale)
     scores_BKXT = query_BKXD @ key_BKTD.mT * scale

@@ -80,8 +80,8 @@ class Answers:
         loop, metrics = asyncio.get_running_loop(), self._served.metrics
 
         def listen(delta: Delta) -> None:
+            loop.call_soon_threadsafe(self._deltas.put_nowait, (index, delta))  # first: whoever waits must hear of it
             if delta.finish is not None:
                 metrics.ended(delta)
-            loop.call_soon_threadsafe(self._deltas.put_nowait, (index, delta))
 
         return listen

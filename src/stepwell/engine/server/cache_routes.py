@@ -14,7 +14,7 @@ from typing import Any
 
 from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse
-from pydantic import Field
+from pydantic import ConfigDict, Field, field_validator
 
 from stepwell.cache.explain import Explanation
 from stepwell.engine.engine import Engine
@@ -22,7 +22,7 @@ from stepwell.engine.server.access import asking, changing
 from stepwell.engine.server.chat import chat_prompt
 from stepwell.engine.server.errors import ApiError
 from stepwell.engine.server.pins import Pins
-from stepwell.engine.server.requests import Body, Kept
+from stepwell.engine.server.requests import Body, Kept, TokenIds
 from stepwell.engine.server.served import Served
 from stepwell.engine.server.state import read_state
 from stepwell.engine.server.stores import Stores
@@ -33,23 +33,34 @@ _DETACH_WAIT_S = 10.0  # for the store to be closed, before the answer is that i
 class PromptBody(Kept):
     """A prompt in any of the ways the other routes take one."""
 
-    prompt: str | list[int] | None = None
-    messages: list[dict[str, Any]] | None = Field(None, min_length=1)
-    tools: list[dict[str, Any]] | None = None
+    prompt: str | TokenIds | None = None
+    messages: list[dict[str, Any]] | None = Field(None, min_length=1, fail_fast=True)
+    tools: list[dict[str, Any]] | None = Field(None, fail_fast=True)
     chat_template_kwargs: dict[str, Any] | None = None
 
 
 class PinBody(PromptBody):
+    model_config = ConfigDict(extra="forbid")
+
     ttl_s: float | None = Field(None, gt=0)
 
 
 class FlushBody(Kept):
-    pass
+    model_config = ConfigDict(extra="forbid")  # a field that is misspelt must not empty everything
 
 
 class StoreBody(Body):
+    model_config = ConfigDict(extra="forbid")
+
     store: str
     options: dict[str, str] = Field(default_factory=dict)
+
+    @field_validator("store")
+    @classmethod
+    def _encodable(cls, store: str) -> str:
+        if any(character == "\0" or "\ud800" <= character <= "\udfff" for character in store):
+            raise ValueError("a store's name must be text that can be written down")
+        return store
 
 
 def question_router(served: Served, stores: Stores, pins: Pins) -> APIRouter:

@@ -102,8 +102,8 @@ def _plain(served: Served, number: int, message: Message) -> Message:
         raise ApiError(400, f"{place}: tool_calls must be a list", param="messages")
     if isinstance(content, list):
         content = "\n".join(_part(place, part) for part in content)
-    elif content is None and not calls:
-        content = ""
+    elif content is None:
+        content = ""  # templates would write None
     elif content is not None and not isinstance(content, str):
         raise ApiError(400, f"{place}: content must be text, or a list of parts of type text", param="messages")
     if role == "developer" and "developer" not in served.chat.source:
@@ -127,7 +127,7 @@ def _call(place: str, call: Any) -> Any:
         return call
     try:
         arguments = json.loads(function["arguments"] or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return call  # what a model wrote, whole or not
     return {**call, "function": {**function, "arguments": arguments}}
 

@@ -77,7 +77,8 @@ def install_errors(app: FastAPI, on_error: Callable[[str, int], None]) -> None:
     @app.exception_handler(Exception)
     async def bugs(request: Request, error: Exception) -> ErrorResponse:
         log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        return answer(request, ApiError(500, "the server made a mistake; its log says more", type=SERVER, code="internal_error"))
+        made = ApiError(500, "the server made a mistake; its log says more", type=SERVER, code="internal_error")
+        return answer(request, made, {"Connection": "close"})  # as it will be
 
 
 def _of_validation(error: RequestValidationError) -> ApiError:

@@ -45,9 +45,9 @@ class Metrics:
     def ended(self, delta: Delta) -> None:
         """Counts an answer. `delta` is its last."""
         usage = delta.usage
-        assert delta.finish is not None and usage is not None, f"an answer without an end: {delta}"
+        assert delta.finish is not None, f"an answer without an end: {delta}"
         self._requests.labels(delta.finish.value).inc()
-        if not usage.completion_tokens:
+        if usage is None or not usage.completion_tokens:
             return  # it never came so far that its prompt had sources
         for source in SOURCES:
             self._prompt.labels(source).inc(getattr(usage.sources, source))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any, Union
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -21,6 +21,11 @@ MAX_SALT = 256
 MAX_PRIORITY = 1000
 DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's
 _INT64 = 2**63
+
+# One wrong element says enough: a body can hold millions, and each would get a message of its own.
+Strings = Annotated[list[str], Field(fail_fast=True)]
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
+Prompt = Union[str, Strings, TokenIds, Annotated[list[TokenIds], Field(fail_fast=True)]]  # noqa: UP007
 
 _ONLY_VALUES: dict[str, tuple[object, ...]] = {
     "add_generation_prompt": (True,),
@@ -46,7 +51,6 @@ _ONLY_VALUES: dict[str, tuple[object, ...]] = {
     "min_p": (0,),
     "min_tokens": (0,),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True,),
     "presence_penalty": (0,),
     "prompt_logprobs": (),
     "repetition_penalty": (1,),
@@ -93,8 +97,8 @@ class Asked(Kept):
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1)  # -1 and 0 for no limit
-    seed: int | None = Field(None, ge=-_INT64, lt=_INT64)
-    stop: str | list[str] | None = None
+    seed: int | None = Field(None, ge=0, lt=_INT64)
+    stop: str | Strings | None = None
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -112,13 +116,13 @@ class Asked(Kept):
 
 
 class CompletionBody(Asked):
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: Prompt
     logprobs: int | None = Field(None, ge=0, le=20)
 
 
 class ChatBody(Asked):
-    messages: list[dict[str, Any]] = Field(min_length=1)
-    tools: list[dict[str, Any]] | None = None
+    messages: list[dict[str, Any]] = Field(min_length=1, fail_fast=True)
+    tools: list[dict[str, Any]] | None = Field(None, fail_fast=True)
     tool_choice: Any = None
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None

@@ -5,6 +5,7 @@ bind ... load the model ... serve until told to stop ... answers end, backups en
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import socket
 import threading
@@ -26,6 +27,7 @@ from stepwell.engine.server.served import MAX_BODY_BYTES, Secrets, Served
 from stepwell.engine.server.stores import Stores
 
 GRACE_S = 10  # that answers have to end when the server is told to stop
+LAST_CALL_S = 2  # of those, for answers that are ended to say so
 KEEP_ALIVE_S = 30  # longer than clients keep idle connections: they should be the ones to close
 MAX_CONNECTIONS = 1024
 
@@ -84,6 +86,7 @@ class ModelServer:
     def run(self, taken: socket.socket, on_ready: Callable[[], None] = lambda: None) -> None:
         """Serves until `stop`, or until SIGINT or SIGTERM where this is the main thread. Calls `on_ready` once it answers."""
         self._server.on_ready = on_ready
+        self._server.on_patience_lost = self._loop.abort_all
         self._loop.start()
         try:
             self._stores.start()
@@ -113,14 +116,21 @@ def _config(app: FastAPI) -> uvicorn.Config:
 
 
 class _Server(uvicorn.Server):
-    """Says when it listens."""
+    """Says when it listens, and when those who still get answers have had their time."""
 
     on_ready: Callable[[], None]
+    on_patience_lost: Callable[[], None]
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=sockets)
         if self.started:
             self.on_ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Answers that are still not whole shortly before the end are ended in order, not cut off."""
+        last_call = asyncio.get_running_loop().call_later(GRACE_S - LAST_CALL_S, self.on_patience_lost)
+        await super().shutdown(sockets=sockets)
+        last_call.cancel()
 
 
 @contextmanager

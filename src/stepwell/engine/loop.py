@@ -101,7 +101,12 @@ class EngineLoop:
 
     def abort_all(self) -> None:
         """Ends all requests soon."""
-        self.call(lambda engine: [engine.abort(number) for number in list(self._listeners)])
+
+        def work(engine: Engine) -> None:
+            for number in list(self._listeners):
+                engine.abort(number)
+
+        self.call(work)
 
     # ---- inside -----------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 REAL, RANDOM = "gemma-3-270m", "random-hybrid"
 SIZES = {  # device and host hold a part of what is said, and the disk all of it
-    REAL: ("--device-memory", "52MiB", "--host-memory", "112MiB", "--store-budget", "1GiB"),
+    REAL: ("--device-memory", "42MiB", "--host-memory", "112MiB", "--store-budget", "1GiB", "--chunk-tokens", "256"),
     RANDOM: ("--device-memory", "12MiB", "--host-memory", "24MiB", "--store-budget", "256MiB"),
 }
 
@@ -67,8 +67,12 @@ def _run(args: Namespace) -> int:
     console = Console()
     model = args.model or _installed(console)
     with TemporaryDirectory(prefix="stepwell-demo-") as directory:
-        rows = _play(model, args.turns, args.answer, Path(directory))
+        rows, counters = _play(model, args.turns, args.answer, Path(directory))
     _show(console, model, rows)
+    gone, loaded = (counters.get(name, 0) for name in ("evicted_device_checkpoints", "load_pages"))
+    console.print(
+        f"in the first life the device gave up {gone} checkpoints for want of room, and {loaded} pages came back from the host"
+    )
     args.html.write_text(draw(model, [_document(row) for row in rows]))
     console.print(f"the same as a picture: {args.html}")
     if args.json is not None:
@@ -88,7 +92,8 @@ def _installed(console: Console) -> str:
         return RANDOM
 
 
-def _play(model: str, rounds: int, answer: int, directory: Path) -> list[Row]:
+def _play(model: str, rounds: int, answer: int, directory: Path) -> tuple[list[Row], dict[str, int]]:
+    """All turns three times, and the counters at the end of the first life."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -103,15 +108,16 @@ def _play(model: str, rounds: int, answer: int, directory: Path) -> list[Row]:
 
         with serving(arguments, directory / "first.log") as server:
             first = _talk(server, rounds, answer, tick("first life"))
-            server.wait_until_stored()
+            counters: dict[str, int] = server.state()["counters"]
             cold = _talk(server, rounds, answer, tick("cold"), cold=True)
         with serving(arguments, directory / "second.log") as server:
             second = _talk(server, rounds, answer, tick("second life"))
     said = list(turns(rounds))
-    return [
+    rows = [
         Row(person=turn.person, turn=turn.number, cold=a, first=b, second=c)
         for turn, a, b, c in zip(said, cold, first, second, strict=True)
     ]
+    return rows, counters
 
 
 def _talk(server: Server, rounds: int, answer: int, on_turn: Callable[[], None], *, cold: bool = False) -> list[Reply]:

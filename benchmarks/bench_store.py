@@ -142,7 +142,7 @@ def table(samples: Samples) -> Table:
     out = Table(
         title="GB/s, medians; x: how many times as fast as that contender Stepwell is; CPU seconds per GiB",
         caption="plain: one thread, pwritev or preadv of 128 values a call, fdatasync after each write, no checksums. log: "
-        "driven as the cache does, one writer behind one that seals, 32 MiB each, and four readers that verify, 8 MiB each. "
+        "driven as the cache does, one writer behind one that seals, 128 values each, and four readers that verify, 8 MiB each. "
         "Files are not synced.",
     )
     for column in ("value", "operation", "contender", "GB/s", "x", "CPU s/GiB"):

@@ -1,8 +1,8 @@
 """The log store as the cache drives it: errands for a `ThreadPorter` with four readers and one writer, over `StoreHands`.
 
-A write is what the backup of the whole set is: errands of 32 MiB, sealed and synced, one sealed while another is written. A
-read is what a prefetch of it is: errands of 8 MiB, all handed in at once, each value verified. Existence is one question to
-the hands.
+A write is errands of 128 values, as plain's calls have them, sealed and synced, one sealed while another is written. A read is
+what a prefetch of it is: errands of what suits the store, all handed in at once, each value verified. Existence is one question
+to the hands.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from stepwell.base.config import StoreConfig
 from stepwell.base.errand import Ask, Errand, Fate, FetchPages, PutPages, Task
 from stepwell.base.ids import JobId
 from stepwell.base.keys import Namespace
-from stepwell.cache.backup import CHUNK_BYTES
 from stepwell.cache.porter import ThreadPorter
 from stepwell.store.api import Store
 from stepwell.store.log.opening import open_directory
 from stepwell.store.log.probe import Direct
 from stepwell.transfer.store_hands import StoreHands
-from store.load import Load, Took, timed
+from store.load import BATCH, Load, Took, timed
 
 ASKED = 4096
 SEGMENT_BYTES = 256 << 20
@@ -46,7 +45,7 @@ class Driver:
     def write(self, life: int) -> None:
         keys = self._load.keys(life)
         ids = np.arange(self._load.count, dtype=np.int32)
-        step = max(CHUNK_BYTES // self._load.value_bytes, 1)
+        step = BATCH
         starts = range(0, len(keys), step)
         self._run(
             [

@@ -10,6 +10,7 @@ from random import Random
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from engine.models import checkpoint_of, reference_of
 from stepwell.base.config import PrefetchPolicy, StoreConfig
@@ -77,19 +78,43 @@ def answer_time(
         engine.close()
 
 
+class Products(TorchFunctionMode):
+    """Remembers the products with weights that a model asks for, so that they can be made again and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[tuple[Any, tuple[Any, ...]]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.linear:
+            self.asked.append((func, args))
+        return func(*args, **(kwargs or {}))
+
+    @torch.inference_mode()
+    def seconds(self) -> float:
+        started = time.perf_counter()
+        for func, args in self.asked:
+            func(*args)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return time.perf_counter() - started
+
+
 def decode_times(model: str, device: str, *, batch: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of one decode step, ours and of transformers, in turns."""
+    """Seconds of one decode step, ours and of transformers, in turns; and of the products with weights in one of ours, alone."""
     random = Random(0)
     prompts = [[random.randrange(1000, 30_000) for _ in range(PROMPT)] for _ in range(batch)]
     engine, reference = make_engine(model, device, host_memory=0), reference_of(model, device)
-    times: dict[str, list[float]] = {"stepwell": [], "transformers": []}
+    times: dict[str, list[float]] = {"stepwell": [], "transformers": [], "products alone": []}
     try:
+        products = _products(engine, prompts)
         for each in range(rounds + 1):
             ours = _ours(engine, prompts, LONG) - _ours(engine, prompts, SHORT)
             theirs = _theirs(reference, prompts, LONG) - _theirs(reference, prompts, SHORT)
             if each:  # the first round only warms up
                 times["stepwell"].append(ours / (LONG - SHORT))
                 times["transformers"].append(theirs / (LONG - SHORT))
+                times["products alone"].append(statistics.median(products.seconds() for _ in range(LONG - SHORT)))
     finally:
         engine.close()
     return times
@@ -131,6 +156,20 @@ def _ours(engine: Engine, prompts: Sequence[Sequence[int]], count: int) -> float
     started = time.perf_counter()
     _run(engine, [Ask(tokens=p, sampling=Sampling(max_tokens=count, ignore_eos=True), use_cache=False) for p in prompts])
     return time.perf_counter() - started
+
+
+def _products(engine: Engine, prompts: Sequence[Sequence[int]]) -> Products:
+    """Of one step in which all of these decode."""
+    for prompt in prompts:
+        engine.submit(Ask(tokens=prompt, sampling=Sampling(max_tokens=SHORT, ignore_eos=True), use_cache=False))
+    made = [0]
+    while made[-1] < len(prompts):
+        made.append(sum(len(delta.tokens) for delta in engine.step()))
+    with Products() as products:
+        engine.step()
+    while engine.num_open:
+        engine.step()
+    return products
 
 
 def _theirs(reference: Any, prompts: Sequence[Sequence[int]], count: int) -> float:

@@ -20,6 +20,7 @@ from stepwell.base.ids import Kind
 from stepwell.base.plan import NO_PAGES, PageIds
 from stepwell.base.spec import ModelSpec
 from stepwell.engine.pages import DevicePages
+from stepwell.engine.rows import PLAIN, RowFormat, Rows
 
 PADDING_PAGES = 64  # that nobody minds
 
@@ -121,6 +122,10 @@ class Batch:
         if window not in self._paging:
             self._paging[window] = self._page(window)
         return self._paging[window]
+
+    def rows(self, state: str, layer: int, kept: RowFormat = PLAIN) -> Rows:
+        """One layer of a state, to read and write in what the model computes in."""
+        return self.pages.rows(state, layer, kept, self._dtype)
 
     def prepare(self) -> None:
         """Clears the pages this pass begins and does not fill: attention reads whole pages, and masks what is not written."""

@@ -44,6 +44,7 @@ class EngineConfig:
 
     device: str = "auto"
     dtype: str = "auto"
+    kv_dtype: str | None = None  # what attention rows are kept in: as `dtype`, or fp8 where the model has such rows
     page_tokens: int | None = None
     device_memory: str | int | None = None
     host_memory: str | int | None = None
@@ -67,7 +68,14 @@ def load_engine(model: str, **settings: Any) -> Engine:
 def build_engine(checkpoint: Checkpoint, config: EngineConfig) -> Engine:
     """Loads the weights, takes the memory, opens the store. The engine closes what it opened."""
     device, dtype = _device(config), _dtype(config)
-    model = build_model(checkpoint.config, checkpoint.source, dtype=dtype, device=device, page_tokens=config.page_tokens)
+    model = build_model(
+        checkpoint.config,
+        checkpoint.source,
+        dtype=dtype,
+        device=device,
+        page_tokens=config.page_tokens,
+        kv_dtype=config.kv_dtype,
+    )
     cache_config = CacheConfig(
         device_bytes=_device_bytes(config, device),
         host_bytes=_host_bytes(config),

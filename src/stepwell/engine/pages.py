@@ -12,8 +12,10 @@ import torch
 from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Kind
 from stepwell.base.spec import ModelSpec, Part
+from stepwell.engine.rows import RowFormat, Rows
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_STORED = {**TORCH_DTYPES, "fp8": torch.uint8}  # eight bits and their scales are bytes, until a row format reads them
 
 
 class DevicePages:
@@ -30,6 +32,10 @@ class DevicePages:
         """Every page, layer and row of a state; writing through it writes the memory."""
         return self._states[name]
 
+    def rows(self, name: str, layer: int, kept: RowFormat, dtype: torch.dtype) -> Rows:
+        """One layer of a state, to compute with in `dtype`."""
+        return Rows(self._states[name][:, layer], kept, dtype)
+
     def clear(self, kind: Kind, ids: list[int]) -> None:
         """Zeros these pages, so that rows nobody has written yet hold numbers, whatever the bytes were before."""
         if ids:
@@ -37,7 +43,7 @@ class DevicePages:
 
     @staticmethod
     def _typed(rows: torch.Tensor, part: Part, dtype: str) -> torch.Tensor:
-        if dtype not in TORCH_DTYPES:
-            raise ConfigError(f"the engine cannot compute with a state of {dtype}; choose one of: {', '.join(TORCH_DTYPES)}")
-        state_PX: torch.Tensor = rows[:, part.offset : part.offset + part.size_bytes].view(TORCH_DTYPES[dtype])
+        if dtype not in _STORED:
+            raise ConfigError(f"the engine cannot compute with a state of {dtype}; choose one of: {', '.join(_STORED)}")
+        state_PX: torch.Tensor = rows[:, part.offset : part.offset + part.size_bytes].view(_STORED[dtype])
         return state_PX.view(len(rows), part.layers, part.rows, -1)

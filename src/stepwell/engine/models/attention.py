@@ -52,11 +52,11 @@ class Attention:
     def look(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Keeps keys and values, and returns what the queries see: `[N, heads * head_dim]`."""
         paging = batch.paging(self.window)
-        rows_PRE = batch.pages.state_PLRE(self.state)[:, self.layer]
-        write_rows(rows_PRE, paging, key, value)
+        rows = batch.rows(self.state, self.layer)
+        write_rows(rows, paging, key, value)
         seen = attend(
             query,
-            rows_PRE,
+            rows,
             paging,
             heads=self.kv_heads,
             key_dim=self.head_dim,

@@ -19,6 +19,7 @@ _MODULES: tuple[ModuleType, ...] = (dense, falcon_h1, gemma3, gpt_oss, mamba2, q
 _BUILDERS: dict[str, Callable[[Parts], Decoder]] = {
     model_type: module.build for module in _MODULES for model_type in module.MODEL_TYPES
 }
+_IN_EIGHT_BITS: frozenset[str] = frozenset()  # models whose rows can be kept so
 
 
 def known_models() -> tuple[str, ...]:
@@ -27,9 +28,12 @@ def known_models() -> tuple[str, ...]:
 
 def build_model(
     config: Mapping[str, object], source: TensorSource, *, dtype: str = "fp32", device: str | torch.device = "cpu",
-    page_tokens: int | None = None,
+    page_tokens: int | None = None, kv_dtype: str | None = None,
 ) -> Decoder:  # fmt: skip
-    """The model a `config.json` and its tensors make. Raises ConfigError (SpecError) for what cannot be one."""
+    """The model a `config.json` and its tensors make. Raises ConfigError (SpecError) for what cannot be one.
+
+    `dtype` is what it computes in, `kv_dtype` what its attention rows are kept in when that is another.
+    """
     text = Fields(values=config)
     text = text.section("text_config") if text.has("text_config") else text
     builder = _BUILDERS.get(text.text("model_type"))
@@ -37,7 +41,11 @@ def build_model(
         raise ConfigError(
             f"the engine cannot run {text.text('model_type') or 'this model'!r}; it runs {', '.join(known_models())}"
         )
-    spec = from_config(config, kv_dtype=dtype, page_tokens=page_tokens)
+    if kv_dtype == "fp8" and text.text("model_type") not in _IN_EIGHT_BITS:
+        raise ConfigError(
+            f"rows of {text.text('model_type')!r} have no eight-bit format here; use a kv_dtype of bf16, fp16 or fp32"
+        )
+    spec = from_config(config, kv_dtype=kv_dtype or dtype, model_dtype=dtype, page_tokens=page_tokens)
     weights = Weights(source, dtype=TORCH_DTYPES[dtype], device=device)
     model = builder(Parts(config=text, spec=spec, weights=weights))
     weights.finish()

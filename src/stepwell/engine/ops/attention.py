@@ -10,15 +10,16 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from stepwell.engine.batch import Paging
+from stepwell.engine.rows import Rows
 
 
-def write_rows(state_PRE: torch.Tensor, paging: Paging, key_NKD: torch.Tensor, value_NKV: torch.Tensor) -> None:
-    """Puts every token's keys and values where they belong, in one layer of a state."""
-    state_PRE[paging.page_N, paging.row_N] = torch.cat([key_NKD, value_NKV], dim=-1).flatten(1).to(state_PRE.dtype)
+def write_rows(rows: Rows, paging: Paging, key_NKD: torch.Tensor, value_NKV: torch.Tensor) -> None:
+    """Puts every token's keys and values where they belong."""
+    rows.write(paging.page_N, paging.row_N, torch.cat([key_NKD, value_NKV], dim=-1).flatten(1))
 
 
 def attend(
-    query_NHD: torch.Tensor, state_PRE: torch.Tensor, paging: Paging, *, heads: int, key_dim: int, scale: float,
+    query_NHD: torch.Tensor, rows: Rows, paging: Paging, *, heads: int, key_dim: int, scale: float,
     sinks_H: torch.Tensor | None = None, cap: float | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """What each query sees in its pages: `[N, H, V]`.
@@ -27,12 +28,12 @@ def attend(
     """
     parts = []
     for group in paging.singles:
-        key, value = _gather(state_PRE, group.table_BP, heads, key_dim)
+        key, value = _gather(rows, group.table_BP, heads, key_dim)
         query_BKGD = query_NHD[group.start : group.stop].unflatten(1, (heads, -1))
         out_BKGV = _weigh(query_BKGD, key, value, group.mask_BT[:, None, None, :], scale, sinks_H, cap)
         parts.append(out_BKGV.flatten(1, 2))
     for run in paging.runs:
-        key, value = _gather(state_PRE, run.pages_P[None], heads, key_dim)
+        key, value = _gather(rows, run.pages_P[None], heads, key_dim)
         query_KGND = query_NHD[run.start : run.stop].unflatten(1, (heads, -1)).permute(1, 2, 0, 3)
         group, length = query_KGND.shape[1:3]
         mask = run.mask_for(group)
@@ -42,10 +43,9 @@ def attend(
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _gather(state_PRE: torch.Tensor, table_BP: torch.Tensor, heads: int, key_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _gather(rows: Rows, table_BP: torch.Tensor, heads: int, key_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values `[B, K, T, .]` of whole pages, in their order."""
-    rows_BPRE = state_PRE.index_select(0, table_BP.flatten()).unflatten(0, table_BP.shape)
-    rows_BKTE = rows_BPRE.flatten(1, 2).unflatten(2, (heads, -1)).transpose(1, 2)
+    rows_BKTE = rows.whole(table_BP).flatten(1, 2).unflatten(2, (heads, -1)).transpose(1, 2)
     return rows_BKTE[..., :key_dim], rows_BKTE[..., key_dim:]
 
 

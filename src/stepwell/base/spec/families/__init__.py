@@ -54,13 +54,14 @@ def from_config(
     config: Mapping[str, object],
     *,
     kv_dtype: str | None = None,
+    model_dtype: str | None = None,
     page_tokens: int | None = None,
     name: str | None = None,
     draft: bool = False,
 ) -> ModelSpec:
     """The memory of the model a `config.json` describes; a text model nested under `text_config` is found.
 
-    `kv_dtype` and `page_tokens` override the model's own. `draft` adds the optional state of its
+    `kv_dtype`, `model_dtype` (what it computes in) and `page_tokens` override its own. `draft` adds the optional state of its
     next-token-prediction layers. Raises SpecError for an unknown architecture, naming it, and for a field
     that is missing or out of range, naming that.
     """
@@ -71,7 +72,7 @@ def from_config(
     outer = Fields(values=config)
     text = outer.section("text_config") if outer.has("text_config") else outer
     family = _family_of(text, outer)
-    dtypes = choose_dtypes(kv_dtype, text, outer)
+    dtypes = choose_dtypes(kv_dtype, text, outer, model_dtype=model_dtype)
     states = [*family.states(text, dtypes)]
     if draft:
         states.append(_draft_of(family, text, dtypes))

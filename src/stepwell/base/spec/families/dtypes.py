@@ -52,16 +52,17 @@ class Dtypes:
         return dim * self.kv_width
 
 
-def choose_dtypes(kv_dtype: str | None, text: Fields, outer: Fields) -> Dtypes:
+def choose_dtypes(kv_dtype: str | None, text: Fields, outer: Fields, *, model_dtype: str | None = None) -> Dtypes:
     """The formats to cache in: the caller's choice, else the one the config says the model runs in, else bf16.
 
-    A choice other than fp8 is the format the whole model runs in; fp8 only shrinks attention rows.
+    A choice other than fp8 is the format the whole model runs in, unless `model_dtype` says another; fp8 only shrinks attention
+    rows.
     """
-    configured = _configured(text) or _configured(outer) or DEFAULT_DTYPE
+    configured = model_dtype or _configured(text) or _configured(outer) or DEFAULT_DTYPE
     chosen = configured if kv_dtype is None else kv_dtype
     if chosen not in WIDTH_BYTES:
         raise SpecError(f"unknown KV dtype {chosen!r}; choose one of: {', '.join(KV_DTYPES)}")
-    return Dtypes(kv=chosen, model=configured if chosen == "fp8" else chosen)
+    return Dtypes(kv=chosen, model=configured if chosen == "fp8" or model_dtype else chosen)
 
 
 def recurrent_dtype(config: Fields) -> str:

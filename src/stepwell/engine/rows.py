@@ -1,0 +1,135 @@
+"""How the rows of a state are kept: as plain numbers, or in eight bits with scales beside them.
+
+    Plain      numbers as they are
+    Tiled      | e4m3 x width | fp32 scale of every 128 | bf16 x exact |         latents (656 bytes), index keys (132 bytes)
+    Powers     | e4m3 x width | bf16 x exact | power of two of every 64, padded |   rows of DeepSeek-V4 (584 bytes)
+
+A model knows which of its states is which; `Rows` is one layer of one, through which it reads and writes. Knows no requests.
+Axes: P pages, R rows of a page, E what a row is stored as, N rows that are written, C channels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch.nn.functional import pad
+
+EIGHT = torch.float8_e4m3fn
+LARGEST = 448.0  # of e4m3
+TILE, POWER_TILE, POWERS = 128, 64, 8  # channels a scale is for, and how many powers are padded to
+POWER_BIAS = 127  # a power of 0 is stored as this
+
+
+class RowFormat(Protocol):
+    def encode(self, x_NC: torch.Tensor) -> torch.Tensor:
+        """What is stored of these rows, `[N, E]`."""
+        ...
+
+    def decode(self, stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The channels of stored rows `[..., E]`, to compute with: `[..., C]`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    def encode(self, x_NC: torch.Tensor) -> torch.Tensor:
+        return x_NC
+
+    def decode(self, stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return stored.to(dtype)
+
+
+PLAIN = Plain()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiled:
+    """`width` channels with a scale for each tile, and `exact` ones behind them that are only rounded to bf16."""
+
+    width: int
+    exact: int = 0
+
+    def encode(self, x_NC: torch.Tensor) -> torch.Tensor:
+        scaled_NTX = _tiles(x_NC[:, : self.width].float(), TILE)
+        scale_NT = scaled_NTX.abs().amax(-1).clamp_min(torch.finfo(torch.float32).tiny * LARGEST) / LARGEST
+        eight = (scaled_NTX / scale_NT[..., None]).clamp(-LARGEST, LARGEST).to(EIGHT).flatten(1)[:, : self.width]
+        exact = x_NC[:, self.width :].to(torch.bfloat16)
+        return torch.cat([_bytes(eight), _bytes(scale_NT), _bytes(exact)], dim=-1)
+
+    def decode(self, stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        num_scales = -(-self.width // TILE)
+        eight, scale, exact = stored.split((self.width, 4 * num_scales, 2 * self.exact), dim=-1)
+        scaled = _tiles(_as(eight, EIGHT).float(), TILE) * _as(scale, torch.float32)[..., None]
+        return torch.cat([scaled.flatten(-2)[..., : self.width].to(dtype), _as(exact, torch.bfloat16).to(dtype)], dim=-1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Powers:
+    """As `Tiled`, with smaller tiles whose scales are powers of two, one byte each."""
+
+    width: int
+    exact: int
+
+    def encode(self, x_NC: torch.Tensor) -> torch.Tensor:
+        scaled_NTX = _tiles(x_NC[:, : self.width].float(), POWER_TILE)
+        power_NT = torch.log2(scaled_NTX.abs().amax(-1) / LARGEST).ceil().clamp(-POWER_BIAS, POWER_BIAS)
+        eight = (scaled_NTX / torch.exp2(power_NT)[..., None]).clamp(-LARGEST, LARGEST).to(EIGHT).flatten(1)[:, : self.width]
+        exact = x_NC[:, self.width :].to(torch.bfloat16)
+        powers = pad((power_NT + POWER_BIAS).to(torch.uint8), (0, self._scale_bytes - power_NT.shape[1]))
+        return torch.cat([_bytes(eight), _bytes(exact), powers], dim=-1)
+
+    def decode(self, stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        eight, exact, powers = stored.split((self.width, 2 * self.exact, self._scale_bytes), dim=-1)
+        scale = torch.exp2(powers[..., : -(-self.width // POWER_TILE)].float() - POWER_BIAS)
+        scaled = _tiles(_as(eight, EIGHT).float(), POWER_TILE) * scale[..., None]
+        return torch.cat([scaled.flatten(-2)[..., : self.width].to(dtype), _as(exact, torch.bfloat16).to(dtype)], dim=-1)
+
+    @property
+    def _scale_bytes(self) -> int:
+        return POWERS * -(-self.width // (POWERS * POWER_TILE))
+
+
+def latent_rows(dtype: str, width: int, exact: int) -> RowFormat:
+    """Of an MLA latent and its rotated key, or of an index key (no exact channels)."""
+    return Tiled(width=width, exact=exact) if dtype == "fp8" else PLAIN
+
+
+def shared_rows(dtype: str, width: int, exact: int) -> RowFormat:
+    """Of DeepSeek-V4, whose rows are key and value in one."""
+    return Powers(width=width, exact=exact) if dtype == "fp8" else PLAIN
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """One layer of a state, as a model reads and writes it: in `dtype`, whatever is stored."""
+
+    stored_PRE: torch.Tensor
+    format: RowFormat
+    dtype: torch.dtype
+
+    def write(self, page_N: torch.Tensor, row_N: torch.Tensor, x_NC: torch.Tensor) -> None:
+        self.stored_PRE[page_N, row_N] = self.format.encode(x_NC).to(self.stored_PRE.dtype)
+
+    def whole(self, table: torch.Tensor) -> torch.Tensor:
+        """All rows of whole pages, in their order: `[..., P, R, C]` for a table of pages `[..., P]`."""
+        stored = self.stored_PRE.index_select(0, table.flatten()).unflatten(0, table.shape)
+        return self.format.decode(stored, self.dtype)
+
+    def some(self, page: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+        """Single rows, `[..., C]` for pages and rows `[...]`."""
+        return self.format.decode(self.stored_PRE[page, row], self.dtype)
+
+
+def _tiles(x: torch.Tensor, size: int) -> torch.Tensor:
+    tiles: torch.Tensor = pad(x, (0, -x.shape[-1] % size)).unflatten(-1, (-1, size))
+    return tiles
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view(torch.uint8)
+
+
+def _as(stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return stored.contiguous().view(dtype)

@@ -5,7 +5,7 @@
 First token: a prompt of real text, computed, then resumed from the device, from the host (the device emptied), and from the disk
 (both memories emptied; values verified). Cost: prompts that share nothing, all tiers on, against requests that use no cache on an
 engine that has none; in turns. Decoding: steps a second at batch 8 against `generate` of transformers on the same weights, from
-the difference of a long and a short answer; and how many there would be if a step were its products with weights and nothing else.
+the difference of a long and a short answer; and how many there would be if a step were nothing but its products with weights.
 """
 
 from __future__ import annotations
@@ -120,7 +120,9 @@ def decoding(console: Console, args: argparse.Namespace) -> dict[str, Any]:
     ratio = rates["stepwell"] / rates["transformers"]
     table.add_row(*(f"{rate:.2f}" for rate in rates.values()), f"{ratio:.2f}")
     console.print(table)
-    console.print(f"with products as fast as torch's and nothing else to do: x {rates['products alone'] / rates['transformers']:.2f}")
+    console.print(
+        f"with products as fast as torch's and nothing else to do: x {rates['products alone'] / rates['transformers']:.2f}"
+    )
     _judge(console, f"decoding at batch {args.batch} against transformers", ratio, GOAL_DECODE)
     return {"steps_per_second": rates, "ratio": ratio}
 

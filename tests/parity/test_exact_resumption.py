@@ -1,7 +1,7 @@
 """A prompt resumed from any tier gives the same bits as one resumed from the device, and the same answer as one computed anew.
 
 Bits are compared where passes cut the prompt alike, for products round by their size. With checkpoints at branches the cuts
-depend on how much text is known beyond the restore point; so those are off here, and on under pressure.
+depend on how much text is known beyond the restore point; so those are off where a memory was emptied, and on elsewhere.
 """
 
 from __future__ import annotations
@@ -69,6 +69,20 @@ def test_from_the_host(family: str, resident: list[Played]) -> None:
     again = replay(Recorded(family), resident, evict)
     check_same(again, resident)
     assert sum(each.host for each in again) >= sum(each.resumed for each in again) - len(again) * PAGE
+
+
+def test_from_the_host_with_checkpoints_at_branches(family: str) -> None:
+    """As by default: what is known decides where passes end, and eviction to the host forgets nothing."""
+    placement = PlacementConfig(interval_tokens=4 * PAGE, decode_interval_tokens=2 * PAGE)
+    on_device = Recorded(family, placement=placement)
+    played = script(on_device, seed=11)
+    on_device.close()
+
+    def evict(recorded: Recorded) -> Recorded:
+        recorded.evict_to_host()
+        return recorded
+
+    check_same(replay(Recorded(family, placement=placement), played, evict), played)
 
 
 def test_from_the_store(family: str, resident: list[Played], tmp_path: Path) -> None:

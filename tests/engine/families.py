@@ -28,8 +28,45 @@ MAMBA = {
     "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 16, "mamba_d_conv": 4,
     "mamba_chunk_size": 16,
 }  # fmt: skip
+LATENT = {
+    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "max_position_embeddings": 65536, "tie_word_embeddings": False, "kv_lora_rank": 32, "q_lora_rank": 24, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12, "v_head_dim": 20, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+    "n_shared_experts": 1, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1,
+}  # fmt: skip
+COMPRESSED = {
+    "vocab_size": 128, "hidden_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "head_dim": 24, "partial_rotary_factor": 1 / 3, "q_lora_rank": 24, "o_groups": 2, "o_lora_rank": 16, "hc_mult": 3,
+    "hc_sinkhorn_iters": 4, "n_routed_experts": 8, "num_experts_per_tok": 3, "swiglu_limit": 2.0, "sliding_window": 24,
+    "index_n_heads": 16, "index_head_dim": 16, "index_topk": 6, "max_position_embeddings": 65536,
+    "mlp_layer_types": ["hash_moe", "hash_moe", "moe", "moe"],
+    "layer_types": [f"{kind}_attention" for kind in ("sliding", "compressed_sparse", "heavily_compressed", "compressed_sparse")],
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 32},
+}  # fmt: skip
+KIMI = {
+    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "max_position_embeddings": 65536, "kv_lora_rank": 32, "q_lora_rank": None, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12, "v_head_dim": 20, "num_local_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+    "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "linear_num_heads": 4, "linear_head_dim": 16,
+    "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+INDEX = {"index_n_heads": 16, "index_head_dim": 32, "index_topk": 24}  # with fewer heads many scores are equal, at 0
 
-FAMILIES = ("llama", "mistral", "gemma3", "gpt_oss", "qwen3_next", "qwen3_5", "falcon_h1", "mamba2")
+FAMILIES = (
+    "llama",
+    "mistral",
+    "gemma3",
+    "gpt_oss",
+    "qwen3_next",
+    "qwen3_5",
+    "falcon_h1",
+    "mamba2",
+    "deepseek_v3",
+    "deepseek_v32",
+    "glm_moe_dsa",
+    "deepseek_v4",
+    "kimi_linear",
+)
 
 
 def reference(family: str) -> Any:
@@ -58,10 +95,33 @@ def reference(family: str) -> Any:
             made = hf.Mamba2ForCausalLM(hf.Mamba2Config(vocab_size=128, hidden_size=64, num_hidden_layers=3, **sizes))
         case "falcon_h1":
             made = hf.FalconH1ForCausalLM(hf.FalconH1Config(**SMALL, **MAMBA))
+        case "deepseek_v3":
+            made = hf.DeepseekV3ForCausalLM(hf.DeepseekV3Config(**LATENT, num_hidden_layers=3))
+        case "deepseek_v32":
+            made = hf.DeepseekV32ForCausalLM(hf.DeepseekV32Config(**LATENT, **INDEX, num_hidden_layers=3))
+        case "glm_moe_dsa":
+            kinds = ["full", "full", "shared", "full", "shared"]
+            made = hf.GlmMoeDsaForCausalLM(hf.GlmMoeDsaConfig(**LATENT, **INDEX, num_hidden_layers=5, indexer_types=kinds))
+        case "deepseek_v4":
+            made = hf.DeepseekV4ForCausalLM(hf.DeepseekV4Config(**COMPRESSED, attn_implementation="eager"))
+        case "kimi_linear":
+            made = hf.KimiLinearForCausalLM(hf.KimiLinearConfig(**KIMI))  # its fifth layer is the first that is not linear
         case _:
             raise AssertionError(family)
     draw(made)
+    draw_choices(made)
     return made.eval().float()
+
+
+def draw_choices(model: torch.nn.Module, seed: int = 0) -> None:
+    """Random corrections of the choice of experts, and random tables of it: they are no parameters, and start at 0."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, tensor in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.2)
+        elif name.endswith("tid2eid"):
+            scores = torch.rand(len(tensor), model.config.n_routed_experts, generator=generator)
+            tensor.copy_(scores.argsort(dim=-1)[:, : tensor.shape[1]])
 
 
 @cache

@@ -17,6 +17,7 @@ from stepwell.engine.batch import Batch, Segment
 from stepwell.engine.loading.weights import HeldTensors
 from stepwell.engine.models.base import Decoder
 from stepwell.engine.models.registry import build_model
+from stepwell.engine.open_groups import OpenGroups
 from stepwell.engine.pages import DevicePages
 
 TOLERANCE = 1e-4
@@ -45,7 +46,8 @@ class Held:
         self.prefix = memory.take(Kind.PREFIX, -(-capacity // spec.page_tokens))
         self.windows = memory.take(Kind.WINDOW, -(-capacity // spec.window_page_tokens)) if spec.window_tokens else memory.none
         self.point = int(memory.take(Kind.POINT, 1)[0]) if spec.parts(Kind.POINT) else None
-        self.position = 0
+        self.slot = memory.open_groups.take() if memory.open_groups.needed else None
+        self.position = self.resume = 0
 
     def segment(self, tokens: Sequence[int]) -> Segment:
         made = Segment(
@@ -54,6 +56,8 @@ class Held:
             prefix_pages=self.prefix,
             window_pages=self.windows,
             point_page=self.point,
+            slot=self.slot,
+            resumes=self.position == self.resume,
         )
         self.position += len(tokens)
         return made
@@ -69,8 +73,12 @@ class Memory:
         kinds = [kind for kind in Kind if spec.parts(kind)]
         rows = {kind: torch.full((count, spec.object_bytes(kind)), 255, dtype=torch.uint8) for kind in kinds}
         self.pages = DevicePages(spec, rows)
+        self.open_groups = OpenGroups(self.pages, device="cpu")
         order = np.random.default_rng(1).permutation(count).astype(np.int32)
         self._free = {kind: list(order) for kind in kinds}
+
+    def batch(self, segments: Sequence[Segment], **more: Any) -> Batch:
+        return Batch(segments, self.pages, device="cpu", open_groups=self.open_groups, **more)
 
     def take(self, kind: Kind, count: int) -> np.ndarray:
         if kind not in self._free:
@@ -115,7 +123,7 @@ class Pair:
         return torch.cat(parts)
 
     def forward(self, memory: Memory, segments: Sequence[Segment], *, every_token: bool = False) -> torch.Tensor:
-        return self.model.forward(Batch(segments, memory.pages, device="cpu", every_token=every_token))
+        return self.model.forward(memory.batch(segments, every_token=every_token, dtype=self.model.dtype))
 
     def ragged(self, prompts: Sequence[Sequence[int]], steps: int) -> tuple[list[list[int]], list[torch.Tensor]]:
         """All prompts prefilled in one pass, then greedy steps together; tokens and last logits of each."""
@@ -132,7 +140,7 @@ class Pair:
     def layer_outputs(self, tokens: Sequence[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The stream after every layer: ours and the reference's (whose last one may already be normed, and is left out)."""
         memory, ours = Memory(self.spec), []
-        batch = Batch([Held(memory, len(tokens)).segment(tokens)], memory.pages, device="cpu")
+        batch = memory.batch([Held(memory, len(tokens)).segment(tokens)])
         self.model.forward(batch, on_layer=lambda _, x: ours.append(x.clone()))
         with torch.no_grad():
             states = self.reference(torch.tensor([list(tokens)]), use_cache=False, output_hidden_states=True).hidden_states

@@ -10,15 +10,15 @@ from stepwell.base.config import PlacementConfig
 from stepwell.engine import Ask, Delta, Engine, EngineConfig, Limits, Sampling, build_engine
 
 PAGE = 16
+DEFAULTS: dict[str, Any] = {
+    "device": "cpu", "page_tokens": PAGE, "device_memory": "4MiB", "host_memory": "8MiB",
+    "limits": Limits(chunk_tokens=64, max_running=8),
+    "placement": PlacementConfig(interval_tokens=0, decode_interval_tokens=2 * PAGE),
+}  # fmt: skip
 
 
 def small(family: str = "llama", **settings: Any) -> Engine:
-    defaults = {
-        "device": "cpu", "page_tokens": PAGE, "device_memory": "4MiB", "host_memory": "8MiB",
-        "limits": Limits(chunk_tokens=64, max_running=8),
-        "placement": PlacementConfig(interval_tokens=0, decode_interval_tokens=2 * PAGE),
-    }  # fmt: skip
-    return build_engine(checkpoint(family), EngineConfig(**(defaults | settings)))
+    return build_engine(checkpoint(family), EngineConfig(**(DEFAULTS | settings)))
 
 
 def prompt(count: int, seed: int = 0) -> list[int]:

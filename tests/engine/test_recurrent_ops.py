@@ -45,8 +45,11 @@ class Tokens:
         return self.query, self.key, self.value, self.decay, self.state, self.beta
 
 
-def drawn(length: int, *, delta: bool, alike: bool = False, seed: int = 0) -> Tokens:
-    """Keys of length 1, as delta nets have them; `alike` makes them nearly the same, which is hardest for a chunk's system."""
+def drawn(length: int, *, delta: bool, alike: bool = False, channels: bool = False, seed: int = 0) -> Tokens:
+    """Keys of length 1, as delta nets have them; `alike` makes them nearly the same, which is hardest for a chunk's system.
+
+    `channels` draws a decay for each channel of a key.
+    """
     made = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -57,7 +60,8 @@ def drawn(length: int, *, delta: bool, alike: bool = False, seed: int = 0) -> To
         query=normal(length, KEYS, KEY) / KEY**0.5,
         key=key / key.norm(dim=-1, keepdim=True),
         value=normal(length, HEADS, VALUE),
-        decay=-(normal(length, HEADS) - torch.arange(HEADS)).exp(),  # from heads that forget at once to heads that keep
+        # from heads that forget at once to heads that keep
+        decay=-(normal(length, HEADS, *[KEY] * channels) - torch.arange(HEADS).view(-1, *[1] * channels)).exp(),
         state=normal(HEADS, KEY, VALUE),
         beta=normal(length, HEADS).sigmoid() if delta else None,
     )
@@ -68,7 +72,7 @@ def loop(tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
     state, outs, group = tokens.state, [], HEADS // KEYS
     for at in range(len(tokens.query)):
         query, key = (each[at].repeat_interleave(group, dim=0) for each in (tokens.query, tokens.key))
-        state = tokens.decay[at].exp()[:, None, None] * state
+        state = tokens.decay[at].exp().view(HEADS, -1, 1) * state
         new = tokens.value[at]
         if tokens.beta is not None:
             new = tokens.beta[at][:, None] * (new - torch.einsum("hd,hdv->hv", key, state))
@@ -84,38 +88,64 @@ def error(ours: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor,
 # ---- runs and steps -------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("channels", [True, False])
 @pytest.mark.parametrize("delta", [True, False])
 @pytest.mark.parametrize("length", LENGTHS)
-def test_chunks_equal_the_loop(length: int, delta: bool) -> None:
-    tokens = drawn(length, delta=delta)
+def test_chunks_equal_the_loop(length: int, delta: bool, channels: bool) -> None:
+    tokens = drawn(length, delta=delta, channels=channels)
     assert error(scan(*tokens.inputs), loop(tokens)) < 1e-12
     assert error(scan(*tokens.to(torch.float32).inputs), loop(tokens)) < 5e-6
 
 
+@pytest.mark.parametrize("channels", [True, False])
 @pytest.mark.parametrize("chunk", [1, 7, 16, 200])
-def test_chunks_of_any_size_equal_the_loop(chunk: int) -> None:
-    tokens = drawn(100, delta=True)
+def test_chunks_of_any_size_equal_the_loop(chunk: int, channels: bool) -> None:
+    tokens = drawn(100, delta=True, channels=channels)
     assert error(scan(*tokens.inputs, chunk=chunk), loop(tokens)) < 1e-12
 
 
-def test_chunks_keep_their_accuracy_when_keys_are_nearly_the_same() -> None:
-    tokens = drawn(4 * CHUNK_TOKENS, delta=True, alike=True)
+@pytest.mark.parametrize("channels", [True, False])
+def test_chunks_keep_their_accuracy_when_keys_are_nearly_the_same(channels: bool) -> None:
+    tokens = drawn(4 * CHUNK_TOKENS, delta=True, alike=True, channels=channels)
     tokens = replace(tokens, decay=tokens.decay * 1e-3, beta=torch.full((4 * CHUNK_TOKENS, HEADS), 0.99, dtype=torch.float64))
     assert error(scan(*tokens.to(torch.float32).inputs), loop(tokens)) < 2e-5
 
 
+@pytest.mark.parametrize("channels", [True, False])
 @pytest.mark.parametrize("delta", [True, False])
-def test_weak_decays_stay_sharp_behind_strong_ones(delta: bool) -> None:
-    tokens = drawn(CHUNK_TOKENS, delta=delta)
+def test_weak_decays_stay_sharp_behind_strong_ones(delta: bool, channels: bool) -> None:
+    tokens = drawn(CHUNK_TOKENS, delta=delta, channels=channels)
     decay = torch.full_like(tokens.decay, -1e-3)
     decay[:8] = -2000.0
     tokens = replace(tokens, decay=decay.float().double())
     assert error(scan(*tokens.to(torch.float32).inputs), loop(tokens)) < 5e-6
 
 
+@pytest.mark.parametrize("strength", [1.0, 30.0, 1000.0])
+def test_channels_that_fade_apart_neither_overflow_nor_blur(strength: float) -> None:
+    """Some forget all within a token and their neighbours nothing within the chunk: no common factor fits both."""
+    tokens = drawn(3 * CHUNK_TOKENS, delta=True, channels=True)
+    decay = torch.full_like(tokens.decay, -1e-4)
+    decay[..., ::2] = -strength
+    decay[5::7, :, 1::4] = -strength / 3  # and some at times
+    tokens = replace(tokens, decay=decay.float().double())
+    ours, expected = scan(*tokens.to(torch.float32).inputs), loop(tokens)
+    assert all(each.isfinite().all() for each in ours)
+    assert error(ours, expected) < 1e-5
+    assert error(scan(*tokens.inputs), expected) < 1e-12
+
+
 @pytest.mark.parametrize("delta", [True, False])
-def test_a_step_equals_the_loop_for_every_segment(delta: bool) -> None:
-    batch = [drawn(1, delta=delta, seed=seed) for seed in range(5)]
+def test_channels_that_fade_alike_are_a_head_that_does(delta: bool) -> None:
+    tokens = drawn(150, delta=delta)
+    alike = replace(tokens, decay=tokens.decay[..., None].expand(-1, -1, KEY))
+    assert error(scan(*alike.inputs), scan(*tokens.inputs)) < 1e-12
+
+
+@pytest.mark.parametrize("channels", [True, False])
+@pytest.mark.parametrize("delta", [True, False])
+def test_a_step_equals_the_loop_for_every_segment(delta: bool, channels: bool) -> None:
+    batch = [drawn(1, delta=delta, channels=channels, seed=seed) for seed in range(5)]
     joined = [None if parts[0] is None else torch.cat(parts) for parts in zip(*(each.inputs for each in batch), strict=True)]
     joined[4] = torch.stack([each.state for each in batch])
     out, state = step(*joined)
@@ -123,10 +153,11 @@ def test_a_step_equals_the_loop_for_every_segment(delta: bool) -> None:
         assert error((out[at : at + 1], state[at]), loop(each)) < 1e-13
 
 
+@pytest.mark.parametrize("channels", [True, False])
 @pytest.mark.parametrize("delta", [True, False])
 @pytest.mark.parametrize("cut", [1, 10, 63, 64, 65, 127, 149])
-def test_a_run_continues_from_any_cut(cut: int, delta: bool) -> None:
-    tokens = drawn(150, delta=delta)
+def test_a_run_continues_from_any_cut(cut: int, delta: bool, channels: bool) -> None:
+    tokens = drawn(150, delta=delta, channels=channels)
     first, between = scan(*tokens.at(slice(0, cut), tokens.state).inputs)
     second, last = scan(*tokens.at(slice(cut, None), between).inputs)
     assert error((torch.cat([first, second]), last), loop(tokens)) < 1e-12
@@ -159,13 +190,14 @@ def test_a_gated_norm_is_behind_its_gate_or_before_it() -> None:
     torch.testing.assert_close(gated_norm(x, gate, weight, 1e-5, groups=2), normed(x) * opened)
     torch.testing.assert_close(gated_norm(x, gate, weight, 1e-5, groups=2, gate_first=True), normed(x * opened))
     torch.testing.assert_close(gated_norm(x, gate, None, 1e-5), x * opened)
+    torch.testing.assert_close(gated_norm(x, gate, weight, 1e-5, groups=2, act=torch.sigmoid), normed(x) * gate.sigmoid())
 
 
 # ---- states in pages ------------------------------------------------------------------------------
 
 
-def memory(ssm: str = "fp32") -> DevicePages:
-    """Two layers of states for eight segments, all of it NaN."""
+def memory(ssm: str = "fp32", *, garbage: int = 255) -> DevicePages:
+    """Two layers of states for eight segments, all of it NaN unless another byte is given."""
     width = {"fp32": 4, "bf16": 2}[ssm]
     spec = ModelSpec(
         name="points",
@@ -174,7 +206,7 @@ def memory(ssm: str = "fp32") -> DevicePages:
             StateSpec(name="conv", shape=Point(), layers=2, row_bytes=WINDOW * 5 * 4, dtype="fp32"),
         ),
     )
-    return DevicePages(spec, {Kind.POINT: torch.full((8, spec.object_bytes(Kind.POINT)), 255, dtype=torch.uint8)})
+    return DevicePages(spec, {Kind.POINT: torch.full((8, spec.object_bytes(Kind.POINT)), garbage, dtype=torch.uint8)})
 
 
 def points(pages: DevicePages, *segments: tuple[int, int, int]) -> Points:
@@ -188,13 +220,14 @@ def points(pages: DevicePages, *segments: tuple[int, int, int]) -> Points:
 
 def run(where: Points, tokens: Tokens) -> torch.Tensor:
     query, key, value, decay, _, beta = tokens.to(torch.float32).inputs
-    return recur(where, 1, query_NKD=query, key_NKD=key, value_NHV=value, decay_NH=decay, beta_NH=beta)
+    return recur(where, 1, query_NKD=query, key_NKD=key, value_NHV=value, decay=decay, beta_NH=beta)
 
 
+@pytest.mark.parametrize("channels", [True, False])
 @pytest.mark.parametrize("delta", [True, False])
-def test_singles_and_runs_of_one_pass_each_have_their_own_state(delta: bool) -> None:
+def test_singles_and_runs_of_one_pass_each_have_their_own_state(delta: bool, channels: bool) -> None:
     pages, zeros = memory(), torch.zeros(HEADS, KEY, VALUE, dtype=torch.float64)
-    every = [drawn(90, delta=delta, seed=seed) for seed in range(4)]
+    every = [drawn(90, delta=delta, channels=channels, seed=seed) for seed in range(4)]
     every = [each.at(slice(0, 90), zeros) for each in every]
     expected = [loop(each) for each in every]
     # page 6 begins with 80 tokens, 3 with 1; then both go on one by one while 0 and 5 begin with runs
@@ -230,8 +263,7 @@ def test_what_a_fresh_page_holds_does_not_matter(length: int) -> None:
     tokens, weight_WC, x_NC = drawn(length, delta=True), torch.randn(WINDOW, 5), torch.randn(length, 5)
     found = []
     for garbage in (0, 255, 127, 200):
-        pages = memory()
-        pages._rows[Kind.POINT].fill_(garbage)
+        pages = memory(garbage=garbage)
         where = points(pages, (3, 0, length))
         outs = run(where, tokens), convolve(where, 1, x_NC, weight_WC)
         found.append((*outs, pages.state_PLRE("ssm")[3, 1], pages.state_PLRE("conv")[3, 1]))

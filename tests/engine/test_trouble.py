@@ -132,7 +132,7 @@ def test_a_failing_choice_of_tokens_ends_the_requests_of_its_pass(monkeypatch: p
     with small() as engine:
         engine.submit(greedy(prompt(20)))
         with monkeypatch.context() as patched:
-            patched.setattr(engine_module, "choose", _fail)
+            patched.setattr(engine_module, "Choices", _fail)
             with pytest.raises(RuntimeError, match="no choice"):
                 step_on(engine)
         assert [delta.finish for delta in engine.step()] == [Finish.FAILED] and not engine.num_open

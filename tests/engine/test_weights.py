@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from stepwell.base.errors import ConfigError
+from stepwell.base.spec.families.fields import Fields
+from stepwell.engine.loading.eight_bits import block_in
 from stepwell.engine.loading.weights import HeldTensors, Weights
 from stepwell.engine.models.registry import build_model
 
@@ -54,6 +56,114 @@ def test_tensors_come_in_the_type_asked_for() -> None:
     )
     assert weights.take("a").dtype is torch.bfloat16
     assert weights.take("b", dtype=torch.uint8).dtype is torch.uint8
+
+
+# ---- eight bits and their scales ------------------------------------------------------------------
+
+EIGHT = torch.float8_e4m3fn
+
+
+def eight(*shape: int) -> torch.Tensor:
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 100).to(EIGHT)
+
+
+def scales(*shape: int) -> torch.Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(1)) + 0.5
+
+
+def scaled_by_hand(tensor: torch.Tensor, scale: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """Number by number, as the format says."""
+    expected = torch.empty(tensor.shape)
+    for row in range(tensor.shape[0]):
+        for column in range(tensor.shape[1]):
+            expected[row, column] = tensor[row, column].float() * scale[row // rows, column // columns].float()
+    return expected
+
+
+def taken(
+    tensor: torch.Tensor, scale: torch.Tensor, *, block: tuple[int, int] | None = None, name: str = "a.weight",
+    beside: str = "a.weight_scale_inv", dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:  # fmt: skip
+    weights = Weights(HeldTensors({name: tensor, beside: scale}), dtype=dtype, device="cpu", block=block)
+    made = weights.take(name, *tensor.shape)
+    weights.finish()  # the scale counts as used
+    return made
+
+
+@pytest.mark.parametrize("beside", ["a.weight_scale_inv", "a.weight_scale", "a.scale"])
+def test_eight_bits_are_multiplied_by_their_scales(beside: str) -> None:
+    tensor, scale = eight(6, 8), scales(3, 2)
+    assert taken(tensor, scale, block=(2, 4), beside=beside).equal(scaled_by_hand(tensor, scale, 2, 4))
+
+
+@pytest.mark.parametrize("block", [(128, 128), None])
+def test_blocks_at_the_edges_are_cut_short(block: tuple[int, int] | None) -> None:
+    tensor, scale = eight(130, 257), scales(2, 3)
+    assert taken(tensor, scale, block=block).equal(scaled_by_hand(tensor, scale, 128, 128))
+
+
+def test_shapes_say_the_block_size_when_the_config_does_not() -> None:
+    tensor = eight(6, 64)
+    assert taken(tensor, scale := scales(3, 2)).equal(scaled_by_hand(tensor, scale, 2, 32))
+    assert taken(tensor, scale := scales(6, 1)).equal(scaled_by_hand(tensor, scale, 1, 64))  # one scale for each row
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_one_scale_can_be_for_the_whole_tensor(shape: tuple[int, ...]) -> None:
+    tensor = eight(6, 8)
+    assert taken(tensor, torch.full(shape, 0.25), block=(2, 4)).equal(tensor.float() * 0.25)
+
+
+def test_scales_may_be_powers_of_two_in_a_byte() -> None:
+    tensor, powers = eight(4, 4), torch.tensor([[-3.0, 0.0], [5.0, -20.0]])
+    expected = scaled_by_hand(tensor, powers.exp2(), 2, 2)
+    assert taken(tensor, (powers + 127).to(torch.uint8)).equal(expected)
+    if "float8_e8m0fnu" in vars(torch):  # since torch 2.7
+        assert taken(tensor, powers.exp2().to(torch.float8_e8m0fnu)).equal(expected)
+
+
+def test_experts_in_one_tensor_have_their_scales_in_one() -> None:
+    tensor, scale = eight(3, 5, 6), scales(3, 3, 2)
+    made = taken(tensor, scale, block=(2, 4), name="experts.gate_up_proj", beside="experts.gate_up_proj_scale_inv")
+    assert made.equal(torch.stack([scaled_by_hand(tensor[each], scale[each], 2, 4) for each in range(3)]))
+
+
+def test_the_product_is_rounded_once() -> None:
+    tensor, scale = eight(4, 4), scales(2, 2)
+    assert taken(tensor, scale, dtype=torch.bfloat16).equal(scaled_by_hand(tensor, scale, 2, 2).bfloat16())
+
+
+def test_eight_bits_without_a_scale_are_refused() -> None:
+    with pytest.raises(ConfigError, match="'one' is in eight bits, and the checkpoint has no 'one_scale_inv'"):
+        weights_of(one=eight(2, 2)).take("one")
+
+
+@pytest.mark.parametrize("shape", [(3, 3), (2, 2, 2), (2,), (0, 2), (6, 8)])
+def test_a_scale_of_another_size_is_refused_with_both_shapes(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match=r"'a\.weight' of shape \[6, 8\] has a scale of shape .* blocks of 2 x 4"):
+        taken(eight(6, 8), scales(*shape), block=(2, 4))
+
+
+@pytest.mark.parametrize("shape", [(4, 3), (7, 8), (0, 0), (2, 6, 8)])
+def test_a_scale_that_makes_no_blocks_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match=r"'a\.weight' of shape \[6, 8\] has a scale of shape .* blocks of one size"):
+        taken(eight(6, 8), scales(*shape))
+
+
+def test_a_scale_beside_a_tensor_that_needs_none_is_left_over() -> None:
+    with pytest.raises(ConfigError, match=r"a\.weight_scale_inv"):
+        taken(torch.zeros(2, 2), scales(1, 1))
+
+
+def test_four_bits_packed_in_bytes_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"'a\.weight' is packed as torch\.int8"):
+        taken(torch.zeros(4, 4, dtype=torch.int8), scales(4, 1))
+
+
+@pytest.mark.parametrize("size", [128, [128], [128, 0], [128, 128.0], "128", [True, 128]])
+def test_a_block_size_that_is_none_is_refused_by_name(size: object) -> None:
+    with pytest.raises(ConfigError, match=r"quantization_config\.weight_block_size must be two sizes"):
+        block_in(Fields(values={}), Fields(values={"quantization_config": {"weight_block_size": size}}))
 
 
 # ---- whole models ---------------------------------------------------------------------------------

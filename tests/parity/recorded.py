@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from stepwell.engine.scheduler import Chunk
 
 PAGE = 16
 ANSWER = 6
+PAUSE_S = 0.0002  # for the threads that copy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +80,8 @@ class Recorded:
         tokens: dict[int, list[int]] = {number: [] for number in numbers}
         usage = {}
         while engine.num_open:
+            if engine.idle:
+                time.sleep(PAUSE_S)
             for delta in engine.step():
                 assert delta.error is None, delta.error
                 tokens[delta.request] += delta.tokens
@@ -96,7 +100,7 @@ class Recorded:
     def settle(self) -> None:
         """Until nothing is copied and nothing is on its way to the store."""
         while (report := self.engine.cache.step()).running or report.storing:
-            pass
+            time.sleep(PAUSE_S)
 
     def evict_to_host(self) -> None:
         """The device keeps nothing."""

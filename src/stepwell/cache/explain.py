@@ -5,7 +5,8 @@ Pure. A miss is never silent: whoever sees tokens computed again can ask here wh
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 
 from stepwell.base.ids import Kind, Tier
@@ -13,6 +14,7 @@ from stepwell.base.spec import Point, Prefix, Window
 from stepwell.cache.core import Core
 from stepwell.cache.link import LinkState
 from stepwell.memory.arena import FILLING
+from stepwell.tree.lacking import first_lacking
 from stepwell.tree.match import Match
 from stepwell.tree.node import ABSENT, Loss, LossReason, Node
 
@@ -44,7 +46,10 @@ _CAUSE_OF_LOSS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """What limits the reuse of one prompt. `states` are the ones that are missing past `restore_tokens`."""
+    """What limits the reuse of one prompt. `states` are the ones that are missing past `restore_tokens`.
+
+    `lacking` limits nothing: those states are missing before it, and without them an answer is the same, only slower.
+    """
 
     prompt_tokens: int
     usable_tokens: int
@@ -56,16 +61,21 @@ class Explanation:
     tier: Tier | None = None
     at_s: float | None = None
     detail: str = ""
+    lacking: Mapping[str, int] = field(default_factory=dict)  # optional states that are missing, from which token on
 
     def __str__(self) -> str:
         depth = f"at best {self.usable_tokens}; text known to {self.known_tokens}"
         head = f"resumes at token {self.restore_tokens} of {self.prompt_tokens} ({depth})"
+        missing = "".join(f"; without {state} from token {token} on, so slower" for state, token in self.lacking.items())
+        return f"{head}: {self._why()}{missing}"
+
+    def _why(self) -> str:
         if self.cause is Cause.COMPLETE:
-            return f"{head}: {self.cause.value}"
+            return str(self.cause.value)
         where = f" in the {self.tier.label} tier" if self.tier is not None else ""
         when = f" at t={self.at_s:.3f} s" if self.at_s is not None else ""
         why = f" ({self.detail})" if self.detail else ""
-        return f"{head}: limited by {', '.join(self.states)}{where}: {self.cause.value}{why}{when}"
+        return f"limited by {', '.join(self.states)}{where}: {self.cause.value}{why}{when}"
 
 
 def explain(core: Core, match: Match) -> Explanation:
@@ -109,6 +119,7 @@ def _because(
         tier=tier,
         at_s=at_s,
         detail=detail,
+        lacking=first_lacking(match.path, match.restore_tokens),
     )
 
 

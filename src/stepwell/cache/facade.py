@@ -20,7 +20,7 @@ from stepwell.base.ids import Kind, LeaseId, Tier
 from stepwell.base.keys import Namespace
 from stepwell.base.spec import ModelSpec
 from stepwell.base.tokens import Tokens, pack
-from stepwell.cache import borrowed, explain, prefetch, publish, restore
+from stepwell.cache import borrowed, explain, lacking, prefetch, publish, restore
 from stepwell.cache.audit import audit
 from stepwell.cache.borrowed import EnginePages
 from stepwell.cache.core import Core
@@ -237,6 +237,14 @@ class Cache:
         if source is None:
             raise LeaseError("without a device tier, commit() needs `source`: the engine's pages to copy from")
         return borrowed.commit(self._core, lease, upto, source, checkpoint=wanted)
+
+    def note_lacking(self, lease: Lease, state: str, *, since: int) -> None:
+        """Says that from token `since` on the lease's pages do not hold an optional state, nor will; `explain` then names it.
+
+        Nothing else depends on it: what a match finds is the same. Raises LeaseError for a state that is required.
+        """
+        lease.must_be(LeaseState.READY)
+        lacking.note_lacking(self._core, lease, state, since)
 
     def release(self, lease: Lease) -> None:
         """Gives a lease back, at any moment, once. What it committed stays cached; the rest is free again.

@@ -79,6 +79,7 @@ class Lease:
         self.restored: Residency | None = None
         self.num_published = 0  # pages offered to the tree so far
         self.publishes = True  # false when asked for, or once its namespace was cleared: what it computes is for itself alone
+        self.lacking: dict[str, int] = {}  # optional states that its pages do not hold, from which token on
         self.trail: Checkpoint | None = None  # the checkpoint its growing answer left last
         self._packed = packed
         self._tail = bytearray()

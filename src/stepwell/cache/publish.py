@@ -22,6 +22,7 @@ from stepwell.cache.saving import save_path
 from stepwell.policy.placement import is_milestone, next_decode_stop
 from stepwell.policy.write import save_on_commit
 from stepwell.tree.checkpoints import add_residency, drop_residency
+from stepwell.tree.lacking import note_offered
 from stepwell.tree.node import Checkpoint, LossReason, Node
 
 
@@ -52,10 +53,12 @@ def commit(core: Core, lease: Lease, upto: int, *, checkpoint: bool, last: bool)
     core.arena(Tier.DEVICE).mark_ready(Kind.PREFIX, lease.prefix_pages[lease.position // page_tokens : full])
     lease.position = upto
     if lease.publishes and (checkpoint or full > lease.num_published):
-        lease.num_published = full
+        since, lease.num_published = lease.num_published, full
         use = lease.request.use(core.clock.now())
         node = core.tree.insert(lease.namespace.digest, lease.packed, Tier.DEVICE, lease.prefix_pages[:full], use)
         note_expiry(core, node)
+        if lease.lacking:
+            note_offered(node, Tier.DEVICE, lease.prefix_pages[:full], since, lease.lacking, page_tokens)
         made = _leave_checkpoint(core, lease, node, full, fork, last=last) if checkpoint else None
         _follow_trail(core, lease, made)
         if save_on_commit(core.config.write) and lease.trail is None:

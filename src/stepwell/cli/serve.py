@@ -34,6 +34,13 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--name", metavar="NAME", help="what clients call the model (default: its own name)")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
     parser.add_argument("--dtype", default="auto", help="fp32 or bf16 (default: by device)")
+    parser.add_argument(
+        "--draft", metavar="PATH|mtp", help="a smaller model that guesses tokens ahead, or mtp: the model's own layer"
+    )
+    parser.add_argument("--draft-tokens", type=int, default=4, metavar="N", help="tokens guessed at once (default: 4)")
+    parser.add_argument(
+        "--kv-dtype", metavar="DTYPE", help="what attention rows are kept in: fp32, bf16, or fp8 where a model can"
+    )
     parser.add_argument("--page-tokens", type=int, metavar="N", help="tokens per page (default: the model's own)")
     _configure_cache(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine alone)")
@@ -95,7 +102,7 @@ def run(args: Namespace) -> int:
         store_config=config.store_config,
     )
     made = not (args.admin_token or os.environ.get(_ADMIN_TOKEN))
-    summary = _summary(engine, name, config.store, address_of(taken), keys, made=made)
+    summary = _summary(engine, name, config, address_of(taken), keys, made=made)
     server.run(taken, on_ready=lambda: print("\n".join(f"{label:<12}  {value}" for label, value in summary), flush=True))
     return 0
 
@@ -108,6 +115,9 @@ def _engine_config(args: Namespace, environment: Mapping[str, str]) -> EngineCon
         device=args.device,
         dtype=args.dtype,
         page_tokens=args.page_tokens,
+        kv_dtype=args.kv_dtype,
+        draft=args.draft,
+        draft_tokens=args.draft_tokens,
         device_memory=args.device_memory,
         host_memory=args.host_memory,
         store=args.store,
@@ -146,16 +156,20 @@ def _secrets(args: Namespace, environment: Mapping[str, str]) -> Secrets:
     return Secrets(api_key=args.api_key or environment.get(_API_KEY) or None, admin_token=admin_token)
 
 
-def _summary(engine: Engine, name: str, store: str | None, address: str, keys: Secrets, *, made: bool) -> list[tuple[str, str]]:
+def _summary(
+    engine: Engine, name: str, config: EngineConfig, address: str, keys: Secrets, *, made: bool
+) -> list[tuple[str, str]]:
     """What people should know before the first request, line by line."""
     cache, spec = engine.cache, engine.cache.spec
     sizes = {tier.label: cache.available_bytes(tier) for tier in CACHED_TIERS}  # nothing is in them yet
-    checkpoint = f", {format_bytes(spec.checkpoint_bytes())} per checkpoint" if spec.checkpoint_bytes() else ""
+    measured = engine.footprint
+    checkpoint = f", {format_bytes(measured.checkpoint_bytes)} per checkpoint" if measured.checkpoint_bytes else ""
     lines = [
         ("model", f"{name}, up to {engine.max_context:,} tokens"),
-        ("memory", f"{round(spec.bytes_per_token):,} bytes per token{checkpoint}, pages of {spec.page_tokens} tokens"),
+        ("memory", f"{round(measured.bytes_per_token):,} bytes per token{checkpoint}, pages of {spec.page_tokens} tokens"),
+        *([] if config.draft is None else [("draft", f"{config.draft}, up to {config.draft_tokens} tokens ahead")]),
         ("tiers", ", ".join(f"{label} {format_bytes(size)}" for label, size in sizes.items() if size)),
-        ("store", store or "none"),
+        ("store", config.store or "none"),
         ("admin token", f"{keys.admin_token} (for this run)" if made else "as given"),
         ("API key", "wanted" if keys.api_key is not None else "none: whoever can connect may ask"),
         ("address", address),

@@ -29,6 +29,7 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", metavar="NAME_OR_CONFIG", help="a preset, a config.json, or a folder that holds one")
     parser.add_argument("--kv-dtype", metavar="DTYPE", help=f"how attention rows are kept: {', '.join(KV_DTYPES)}")
     parser.add_argument("--page-tokens", type=int, metavar="N", help="tokens per page (default: the model's own)")
+    parser.add_argument("--draft", action="store_true", help="with what the model's own draft layers keep")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--list", action="store_true", help="list the presets and stop")
 
@@ -39,7 +40,7 @@ def run(args: Namespace) -> int:
         return 0
     if args.model is None:
         raise ConfigError("name a model: `stepwell spec NAME_OR_CONFIG`, or `stepwell spec --list` for all presets")
-    spec = load_spec(args.model, kv_dtype=args.kv_dtype, page_tokens=args.page_tokens)
+    spec = load_spec(args.model, kv_dtype=args.kv_dtype, page_tokens=args.page_tokens, draft=args.draft)
     if args.json:
         print(json.dumps(as_json(spec), indent=2))
     else:

@@ -18,7 +18,8 @@ import torch
 
 from stepwell.base.ids import Kind
 from stepwell.base.plan import NO_PAGES, PageIds
-from stepwell.base.spec import ModelSpec
+from stepwell.base.spec import ModelSpec, Prefix
+from stepwell.engine.open_groups import OpenGroups
 from stepwell.engine.pages import DevicePages
 from stepwell.engine.rows import PLAIN, RowFormat, Rows
 
@@ -35,7 +36,9 @@ class Segment:
     window_pages: PageIds = field(default_factory=lambda: NO_PAGES)
     first_window: int = 0
     point_page: int | None = None
-    wants_logits: bool = True  # of its last token
+    slot: int | None = None  # where its open groups are, for models that leave some
+    resumes: bool = False  # the first of its lease: its point page holds what was left at `position`
+    num_logits: int = 1  # of so many of its last tokens logits are wanted
 
     @property
     def end(self) -> int:
@@ -84,12 +87,14 @@ class Batch:
 
     def __init__(
         self, segments: Sequence[Segment], pages: DevicePages, *, device: str | torch.device, every_token: bool = False,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype = torch.float32, first_seen: int = 0, open_groups: OpenGroups | None = None,
     ) -> None:  # fmt: skip
-        """`dtype` is what the model computes in; masks are added to its scores."""
+        """`dtype` is what the model computes in; masks are added to its scores. No token looks at those before `first_seen`."""
         self._dtype = dtype
+        self._first_seen = first_seen
         self.segments = segments
         self.pages = pages
+        self.open_groups = open_groups
         self.device = device
         lengths = [len(segment.tokens) for segment in segments]
         assert lengths and min(lengths) > 0, f"a pass needs tokens of every segment: {lengths=}"
@@ -98,7 +103,8 @@ class Batch:
         self.starts = [0, *np.cumsum(lengths).tolist()]  # segment s has rows [starts[s], starts[s + 1])
         self.tokens_N = self._tensor(np.concatenate([np.asarray(segment.tokens) for segment in segments]))
         self.positions_N = self._tensor(np.concatenate([np.arange(segment.position, segment.end) for segment in segments]))
-        last = [stop - 1 for segment, stop in zip(segments, self.starts[1:], strict=True) if segment.wants_logits]
+        stops = zip(segments, self.starts[1:], strict=True)
+        last = [row for segment, stop in stops for row in range(stop - segment.num_logits, stop)]
         wanted = range(self.starts[-1]) if every_token else last
         self.wanted = self._tensor(np.fromiter(wanted, np.int64))  # rows whose logits are asked for
         self._paging: dict[int | None, Paging] = {}
@@ -106,6 +112,10 @@ class Batch:
     @property
     def spec(self) -> ModelSpec:
         return self.pages.spec
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
 
     @property
     def points_S(self) -> torch.Tensor:
@@ -128,22 +138,41 @@ class Batch:
         return self.pages.rows(state, layer, kept, self._dtype)
 
     def prepare(self) -> None:
-        """Clears the pages this pass begins and does not fill: attention reads whole pages, and masks what is not written."""
-        spec = self.spec
+        """Makes its memory ready: all that may be read holds numbers, and open groups of segments that resume are in their slots.
+
+        Attention reads whole pages, and masks what is not written: pages this pass begins and does not fill are cleared. Where
+        groups are longer than a page all that it begins are, for most of them never get an entry.
+        """
+        spec, each_page = self.spec, self._longest_group > self.spec.page_tokens
         if spec.parts(Kind.PREFIX):
-            prefix = [self._begun(s.prefix_pages, s, spec.page_tokens, 0) for s in self.segments]
-            self.pages.clear(Kind.PREFIX, [page for page in prefix if page is not None])
+            prefix = [page for s in self.segments for page in _begun(s.prefix_pages, s, spec.page_tokens, 0, each_page)]
+            self.pages.clear(Kind.PREFIX, prefix)
         if spec.parts(Kind.WINDOW):
-            windows = [self._begun(s.window_pages, s, spec.window_page_tokens, s.first_window) for s in self.segments]
-            self.pages.clear(Kind.WINDOW, [page for page in windows if page is not None])
+            size = spec.window_page_tokens
+            windows = [page for s in self.segments for page in _begun(s.window_pages, s, size, s.first_window, False)]
+            self.pages.clear(Kind.WINDOW, windows)
+        if self.open_groups is not None:
+            for segment, slot, page in self._with_open_groups():
+                if segment.resumes:
+                    self.open_groups.restore(slot, page=page, boundary=segment.position)
+
+    def finish(self) -> None:
+        """After the pass: segments that end at a boundary leave their open groups in their point pages, for a checkpoint."""
+        if self.open_groups is not None:
+            for segment, slot, page in self._with_open_groups():
+                if self.spec.is_legal(segment.end):
+                    self.open_groups.keep(slot, page=page, boundary=segment.end)
 
     # ---- inside -----------------------------------------------------------------------------------
 
-    @staticmethod
-    def _begun(pages: PageIds, segment: Segment, size: int, first: int) -> int | None:
-        index, filled = divmod(segment.end, size)
-        begun = filled and index * size >= segment.position
-        return int(pages[index - first]) if begun and index - first < len(pages) else None
+    def _with_open_groups(self) -> list[tuple[Segment, int, int]]:
+        """Segments that may have some, with their slots and their point pages."""
+        return [(s, s.slot, s.point_page) for s in self.segments if s.slot is not None and s.point_page is not None]
+
+    @property
+    def _longest_group(self) -> int:
+        """The most tokens that one row of a prefix page is for."""
+        return max((s.shape.ratio for s in self.spec.states if isinstance(s.shape, Prefix)), default=1)
 
     def _page(self, window: int | None) -> Paging:
         size = self.spec.page_tokens if window is None else self.spec.window_page_tokens
@@ -152,9 +181,15 @@ class Batch:
         return Paging(
             page_N=self._tensor(np.concatenate([page for page, _ in slots])),
             row_N=self._tensor(np.concatenate([row for _, row in slots])),
-            singles=tuple(self._group(group, spans, size, window) for group in _alike(spans[: self.num_singles])),
+            singles=tuple(self._group(group, spans, size, window) for group in self._together(spans)),
             runs=tuple(self._run(at, spans[at], size, window) for at in range(self.num_singles, len(self.segments))),
         )
+
+    def _together(self, spans: Sequence[tuple[int, PageIds]]) -> Iterator[range]:
+        """Singles that are looked at together. Layers that look at a window and at groups need both cut alike: as groups are."""
+        if self._longest_group > 1:
+            spans = [self._span(segment, None, self.spec.page_tokens) for segment in self.segments[: self.num_singles]]
+        return _alike(spans[: self.num_singles])
 
     @staticmethod
     def _span(segment: Segment, window: int | None, size: int) -> tuple[int, PageIds]:
@@ -194,6 +229,8 @@ class Batch:
 
     def _mask(self, here: torch.Tensor, context: torch.Tensor, window: int | None) -> torch.Tensor:
         unseen = context > here
+        if self._first_seen:
+            unseen |= context < self._first_seen
         if window is not None:
             unseen |= context <= here - window
         return torch.zeros(unseen.shape, device=unseen.device, dtype=self._dtype).masked_fill_(unseen, -torch.inf)
@@ -210,6 +247,12 @@ def _alike(spans: Sequence[tuple[int, PageIds]]) -> Iterator[range]:
         if at == len(spans) or len(lengths) * max(lengths) > 2 * sum(lengths) + PADDING_PAGES:
             yield range(start, at)
             start = at
+
+
+def _begun(pages: PageIds, segment: Segment, size: int, first: int, each: bool) -> list[int]:
+    """The pages that a segment begins and does not fill, or `each` one it begins. `pages` are those from index `first` on."""
+    begun = range(-(-segment.position // size), -(-segment.end // size))
+    return [int(pages[at - first]) for at in begun if (each or at >= segment.end // size) and at - first < len(pages)]
 
 
 def _slots(segment: Segment, size: int, window: int | None) -> tuple[PageIds, npt.NDArray[np.int64]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,18 @@ from stepwell.base.spec import ModelSpec
 from stepwell.base.units import format_bytes, parse_bytes
 from stepwell.cache.build import build_cache, layouts_for
 from stepwell.cache.facade import Cache
+from stepwell.engine.drafts.base import LoadedDraft, check_target
+from stepwell.engine.drafts.own_layer import MTP, load_own_layer
+from stepwell.engine.drafts.separate import load_separate
 from stepwell.engine.engine import Engine
+from stepwell.engine.footprint import footprint
 from stepwell.engine.loading.checkpoint import Checkpoint, open_checkpoint
 from stepwell.engine.models.base import Decoder
 from stepwell.engine.models.registry import build_model
 from stepwell.engine.pages import DevicePages
 from stepwell.engine.runner import Runner
 from stepwell.engine.scheduler import Limits
+from stepwell.engine.speculation import Speculation
 from stepwell.store.api import Store
 from stepwell.store.registry import open_store
 from stepwell.transfer.hands import Hands, NumpyHands
@@ -55,6 +60,9 @@ class EngineConfig:
     eviction: EvictionPolicy = EvictionPolicy.VALUE
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     limits: Limits = field(default_factory=Limits)
+    draft: str | None = None  # a checkpoint that guesses tokens ahead, or `mtp` for the model's own layers that do
+    draft_tokens: int = 4  # guessed in one pass
+    draft_max_running: int = 16  # requests that decode at once, above which nothing is guessed
 
 
 def load_engine(model: str, **settings: Any) -> Engine:
@@ -65,8 +73,11 @@ def load_engine(model: str, **settings: Any) -> Engine:
     return build_engine(open_checkpoint(model), EngineConfig(**settings))
 
 
-def build_engine(checkpoint: Checkpoint, config: EngineConfig) -> Engine:
-    """Loads the weights, takes the memory, opens the store. The engine closes what it opened."""
+def build_engine(checkpoint: Checkpoint, config: EngineConfig, *, draft: Checkpoint | None = None) -> Engine:
+    """Loads the weights, takes the memory, opens the store. The engine closes what it opened.
+
+    `draft` is the checkpoint that `config.draft` names, where it is open already.
+    """
     device, dtype = _device(config), _dtype(config)
     model = build_model(
         checkpoint.config,
@@ -76,6 +87,8 @@ def build_engine(checkpoint: Checkpoint, config: EngineConfig) -> Engine:
         page_tokens=config.page_tokens,
         kv_dtype=config.kv_dtype,
     )
+    loaded = _load_draft(config, model, checkpoint, draft)
+    spec = model.spec if loaded is None else replace(model.spec, states=(*model.spec.states, *loaded.states))
     cache_config = CacheConfig(
         device_bytes=_device_bytes(config, device),
         host_bytes=_host_bytes(config),
@@ -85,9 +98,10 @@ def build_engine(checkpoint: Checkpoint, config: EngineConfig) -> Engine:
         vocab_size=model.vocab_size,
     )
     _must_fit(cache_config, device)
-    memories = _memories(model.spec, cache_config, device)
-    cache = _cache(model, cache_config, memories, f"{checkpoint.digest}/{dtype}/{device.split(':')[0]}")
-    pages = DevicePages(model.spec, {kind: _tensor(memories[Tier.DEVICE], kind) for kind in Kind if model.spec.parts(kind)})
+    memories = _memories(spec, cache_config, device)
+    identity = "/".join([checkpoint.digest, dtype, device.split(":")[0], *([] if loaded is None else [loaded.identity])])
+    cache = _cache(spec, cache_config, memories, identity)
+    rows = {kind: _tensor(memories[Tier.DEVICE], kind) for kind in Kind if spec.parts(kind)}
     try:
         store = _attach(cache, config, memories)
     except BaseException:
@@ -95,24 +109,57 @@ def build_engine(checkpoint: Checkpoint, config: EngineConfig) -> Engine:
         raise
     context = min(_longest(cache, config.limits), checkpoint.max_context)
     return Engine(
-        Runner(model, pages),
+        Runner(model, DevicePages(model.spec, rows, inside=None if loaded is None else spec)),
         cache,
         checkpoint.text,
         limits=config.limits,
         max_context=context,
+        footprint=footprint(DevicePages(spec, rows)),
         eos_ids=checkpoint.eos_ids,
         store=store,
+        speculation=None if loaded is None else _speculation(loaded, cache, spec, rows, config),
     )
 
 
-def _cache(model: Decoder, config: CacheConfig, memories: Mapping[Tier, PageMemory | TorchMemory], identity: str) -> Cache:
+def _load_draft(config: EngineConfig, model: Decoder, checkpoint: Checkpoint, opened: Checkpoint | None) -> LoadedDraft | None:
+    """What `config` says is to guess tokens for a model. Raises ConfigError for what cannot."""
+    if config.draft is None and opened is None:
+        return None
+    check_target(model.spec)
+    if not 1 <= config.draft_tokens < config.limits.chunk_tokens:
+        raise ConfigError(
+            f"draft_tokens must be at least 1 and less than the {config.limits.chunk_tokens} of a pass, got {config.draft_tokens}"
+        )
+    if config.draft == MTP:
+        return load_own_layer(checkpoint.config, checkpoint.source, model, dtype=_dtype(config), kv_dtype=config.kv_dtype)
+    draft = opened or open_checkpoint(str(config.draft))
+    built = build_model(
+        draft.config, draft.source, dtype=_dtype(config), device=_device(config), page_tokens=model.spec.page_tokens
+    )
+    return load_separate(built, model, draft.digest)
+
+
+def _speculation(
+    loaded: LoadedDraft, cache: Cache, spec: ModelSpec, rows: Mapping[Kind, torch.Tensor], config: EngineConfig
+) -> Speculation:
+    return Speculation(
+        loaded.over(spec, rows),
+        cache,
+        DevicePages(spec, rows),
+        loaded.states,
+        tokens=config.draft_tokens,
+        max_running=config.draft_max_running,
+    )
+
+
+def _cache(spec: ModelSpec, config: CacheConfig, memories: Mapping[Tier, PageMemory | TorchMemory], identity: str) -> Cache:
     hands: Hands
     host: Sequence[HostPages] = [memories[Tier.HOST]] if Tier.HOST in memories else []
     if all(isinstance(memory, PageMemory) for memory in memories.values()):
         hands = NumpyHands({tier: memory for tier, memory in memories.items() if isinstance(memory, PageMemory)})
     else:
         hands = TorchHands({tier: memory for tier, memory in memories.items() if isinstance(memory, TorchMemory)})
-    return build_cache(model.spec, config, hands=[hands], model=identity, host_pages=host)
+    return build_cache(spec, config, hands=[hands], model=identity, host_pages=host)
 
 
 def _attach(cache: Cache, config: EngineConfig, memories: Mapping[Tier, PageMemory | TorchMemory]) -> Store | None:

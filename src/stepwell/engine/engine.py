@@ -21,10 +21,12 @@ from stepwell.base.clock import Clock, SystemClock
 from stepwell.base.errors import BadTokens, ConfigError, StepwellError
 from stepwell.cache.facade import Cache, StepReport
 from stepwell.cache.lease import Sources
+from stepwell.engine.footprint import Footprint
 from stepwell.engine.request import Ask, Delta, Finish, Request, Sampling, TokenLogprob, Usage
 from stepwell.engine.runner import Runner
-from stepwell.engine.sampling import choose
+from stepwell.engine.sampling import Choices, Chosen
 from stepwell.engine.scheduler import MAX_FAILED_LEASES, Chunk, Limits, Scheduler
+from stepwell.engine.speculation import Speculation
 from stepwell.engine.stopping import StopFinder
 from stepwell.engine.textual import Text
 from stepwell.store.api import Store
@@ -55,20 +57,24 @@ class Engine:
         *,
         limits: Limits | None = None,
         max_context: int,
+        footprint: Footprint,
         eos_ids: frozenset[int] = frozenset(),
         store: Store | None = None,
+        speculation: Speculation | None = None,
         clock: Clock | None = None,
     ) -> None:
         self.cache = cache
         self.text = text
         self.limits = limits or Limits()
         self.max_context = max_context  # tokens of a prompt and its answer
+        self.footprint = footprint  # of its device memory
         self.clock = clock or SystemClock()
-        self.scheduler = Scheduler(cache, self.limits, self.clock)
+        self.scheduler = Scheduler(cache, self.limits, self.clock, None if speculation is None else speculation.ahead)
         self.stores = [] if store is None else [store]  # that it closes: the attached one, and those on their way out
         self.on_detached: Callable[[Store], None] = self._close_detached  # told when nothing uses a store any more
         self.passes = 0
         self._runner = runner
+        self._speculation = speculation
         self._eos_ids = eos_ids
         self._requests: dict[int, Request] = {}
         self._last_id = 0
@@ -242,23 +248,44 @@ class Engine:
             self._end(request, Finish.FAILED, error=error)
 
     def _compute(self, chunks: Sequence[Chunk]) -> None:
-        logits = self._runner.run(chunks)
+        if self._speculation is None:
+            logits = self._runner.run(chunks)
+        else:
+            chunks, logits = self._speculation.run(chunks, self._runner)
         self.passes += 1
-        complete = []
+        choices, row = Choices(logits), 0
         for chunk in chunks:
             if chunk.completes:
-                complete.append(chunk.request)
-            assert chunk.request.lease is not None
-            self.cache.commit(chunk.request.lease, chunk.end)
-        if complete:
-            for request, chosen in zip(complete, choose(logits, complete), strict=True):
-                if chosen is None:
-                    self._end(request, Finish.FAILED, error="the model's output for this request is not a number")
-                else:
-                    self._add(request, *chosen)
+                self._go_on(chunk, choices, row)
+                row += 1 + len(chunk.proposed)
+            else:
+                self._commit(chunk.request, chunk.end)
 
-    def _add(self, request: Request, token: int, logprob: TokenLogprob | None) -> None:
-        """A token more: text as far as it is certain, and the end where this is one."""
+    def _go_on(self, chunk: Chunk, choices: Choices, row: int) -> None:
+        """The next tokens, each chosen as if it were alone: for as long as the model chooses what was proposed, and one more.
+
+        tokens     ... last | guess | guess | guess       rows of logits: one for each of these
+        chosen              | same  | other |             two more tokens; what was computed behind them is overwritten later
+        """
+        request = chunk.request
+        request.proposed += len(chunk.proposed)
+        for at, guess in enumerate((*chunk.proposed, None)):
+            self._commit(request, len(request.tokens))
+            chosen = choices.choose(row + at, request)
+            if chosen is None:
+                self._end(request, Finish.FAILED, error="the model's output for this request is not a number")
+                return
+            request.accepted += chosen.token == guess
+            if not self._add(request, chosen) or chosen.token != guess:
+                return
+
+    def _commit(self, request: Request, upto: int) -> None:
+        assert request.lease is not None, f"{request} was computed without a lease"
+        self.cache.commit(request.lease, upto)
+
+    def _add(self, request: Request, chosen: Chosen) -> bool:
+        """A token more: text as far as it is certain, and the end where this is one. Says whether the answer goes on."""
+        token = chosen.token
         request.tokens.append(token)
         if request.first_token_s is None:
             request.first_token_s = self.clock.now()
@@ -267,15 +294,16 @@ class Engine:
         finish = Finish.STOP if ends or request.stops.found else None
         if finish is None and request.answer_tokens >= request.max_tokens:
             finish = Finish.LENGTH
-        logprobs = () if logprob is None else (logprob,)
+        logprobs = () if chosen.logprob is None else (chosen.logprob,)
         if finish is not None:
             if request.stream is not None:
                 text += request.stops.push(request.stream.finish()) + request.stops.finish()
             self._end(request, finish, tokens=(token,), text=text, logprobs=logprobs)
-            return
+            return False
         assert request.lease is not None
         self.cache.append(request.lease, [token])
         self._ended.append(Delta(request=request.id, tokens=(token,), text=text, logprobs=logprobs))
+        return True
 
     def _end(
         self, request: Request, finish: Finish, *, tokens: tuple[int, ...] = (), text: str = "",
@@ -300,6 +328,8 @@ def _usage(request: Request) -> Usage:
         queued_s=began - request.arrived_s,
         first_token_s=first - request.arrived_s,
         preemptions=request.preemptions,
+        proposed_tokens=request.proposed,
+        accepted_tokens=request.accepted,
     )
 
 

@@ -60,6 +60,7 @@ class Ask:
     ttl_s: float | None = None
     hints: tuple[int, ...] = ()
     use_cache: bool = True
+    speculate: bool = True  # where the engine has a draft
 
     def __post_init__(self) -> None:
         if self.priority < 0 or (self.ttl_s is not None and self.ttl_s <= 0):
@@ -92,11 +93,16 @@ class Usage:
     queued_s: float = 0.0
     first_token_s: float = 0.0  # after it was submitted
     preemptions: int = 0
+    proposed_tokens: int = 0  # by the draft
+    accepted_tokens: int = 0  # of those, the ones that the model chose as well
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """What a step added to one answer. The last one has `finish` and `usage`, and `error` where it failed."""
+    """What was added to one answer: a token. Where a draft guessed well, a step adds several, each with a delta of its own.
+
+    The last one has `finish` and `usage`, and `error` where it failed.
+    """
 
     request: int
     tokens: tuple[int, ...] = ()
@@ -129,6 +135,8 @@ class Request:
     preemptions: int = 0
     repacked_at: int | None = None  # where it was preempted for lack of room, alone
     failures: int = 0  # leases whose bytes did not arrive
+    proposed: int = 0
+    accepted: int = 0
 
     @property
     def prompt_tokens(self) -> int:

@@ -4,6 +4,9 @@
     Tiled      | e4m3 x width | fp32 scale of every 128 | bf16 x exact |         latents (656 bytes), index keys (132 bytes)
     Powers     | e4m3 x width | bf16 x exact | power of two of every 64, padded |   rows of DeepSeek-V4 (584 bytes)
 
+A tile in which a number is not finite is read as NaN throughout, in either format: eight bits have no infinity, and a fault must
+stay seen. Numbers next to nothing, 1e-38 and less, become 0.
+
 A model knows which of its states is which; `Rows` is one layer of one, through which it reads and writes. Knows no requests.
 Axes: P pages, R rows of a page, E what a row is stored as, N rows that are written, C channels.
 """
@@ -20,6 +23,7 @@ EIGHT = torch.float8_e4m3fn
 LARGEST = 448.0  # of e4m3
 TILE, POWER_TILE, POWERS = 128, 64, 8  # channels a scale is for, and how many powers are padded to
 POWER_BIAS = 127  # a power of 0 is stored as this
+LEAST_POWER, NO_POWER = -126, 128  # the smallest number that is not subnormal, and what stands for no number
 
 
 class RowFormat(Protocol):
@@ -74,7 +78,8 @@ class Powers:
 
     def encode(self, x_NC: torch.Tensor) -> torch.Tensor:
         scaled_NTX = _tiles(x_NC[:, : self.width].float(), POWER_TILE)
-        power_NT = torch.log2(scaled_NTX.abs().amax(-1) / LARGEST).ceil().clamp(-POWER_BIAS, POWER_BIAS)
+        power_NT = torch.log2(scaled_NTX.abs().amax(-1) / LARGEST).ceil()
+        power_NT = power_NT.nan_to_num(nan=torch.inf).clamp(LEAST_POWER, NO_POWER)
         eight = (scaled_NTX / torch.exp2(power_NT)[..., None]).clamp(-LARGEST, LARGEST).to(EIGHT).flatten(1)[:, : self.width]
         exact = x_NC[:, self.width :].to(torch.bfloat16)
         powers = pad((power_NT + POWER_BIAS).to(torch.uint8), (0, self._scale_bytes - power_NT.shape[1]))
@@ -128,8 +133,13 @@ def _tiles(x: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
-    return x.contiguous().view(torch.uint8)
+    return _as(x, torch.uint8)
 
 
-def _as(stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return stored.contiguous().view(dtype)
+def _as(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The same bytes as other numbers."""
+    flat = x.contiguous().view(-1)
+    # a single row is contiguous wherever it lies, but wider numbers cannot begin at any byte
+    if flat.stride(0) != 1 or flat.storage_offset() * flat.element_size() % dtype.itemsize:
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(dtype).view(*x.shape[:-1], x.shape[-1] * x.element_size() // dtype.itemsize)

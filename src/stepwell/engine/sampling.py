@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from stepwell.engine.request import Request, Sampling, TokenLogprob
 
 
-def choose(logits_BV: torch.Tensor, requests: Sequence[Request]) -> list[tuple[int, TokenLogprob | None] | None]:
-    """The next token of each request, from its row of logits, with its logprob where that was asked for.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """A token, with its logprob where that was asked for."""
 
-    None for a row that holds something else than numbers: nothing can be chosen from it.
-    """
-    likeliest = logits_BV.argmax(dim=-1).tolist()
-    sound = torch.isfinite(logits_BV).all(dim=-1).tolist()
-    chosen: list[tuple[int, TokenLogprob | None] | None] = []
-    for row_V, first, good, request in zip(logits_BV, likeliest, sound, requests, strict=True):
-        if not good:
-            chosen.append(None)
-            continue
-        sampling = request.ask.sampling
-        token = first if request.generator is None else _draw(row_V, sampling, request.generator)
-        chosen.append((token, None if sampling.logprobs is None else _logprob(row_V, token, sampling.logprobs)))
-    return chosen
+    token: int
+    logprob: TokenLogprob | None = None
+
+
+class Choices:
+    """A pass's rows of logits, from which requests choose one after the other."""
+
+    def __init__(self, logits_BV: torch.Tensor) -> None:
+        self._logits_BV = logits_BV
+        self._likeliest: list[int] = logits_BV.argmax(dim=-1).tolist()
+        self._sound: list[bool] = torch.isfinite(logits_BV).all(dim=-1).tolist()
+
+    def choose(self, row: int, request: Request) -> Chosen | None:
+        """The next token of a request; a drawn one takes the next number of its own stream.
+
+        None for a row that holds something else than numbers: nothing can be chosen from it.
+        """
+        if not self._sound[row]:
+            return None
+        row_V, sampling = self._logits_BV[row], request.ask.sampling
+        token = self._likeliest[row] if request.generator is None else _draw(row_V, sampling, request.generator)
+        return Chosen(token=token, logprob=None if sampling.logprobs is None else _logprob(row_V, token, sampling.logprobs))
 
 
 def _draw(logits_V: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:

@@ -3,12 +3,13 @@
     waiting   no lease: its pages may be on their way from the store, another may be computing its prefix, or there is no room
     active    has a lease; runs once its bytes are there
 
-Every request that runs gets its next tokens: one that decodes its single token, others a chunk, up to a budget in all. Computes
-nothing, samples nothing. One thread.
+Every request that runs gets its next tokens: one that decodes its single token and room for those that a draft may guess,
+others a chunk, up to a budget in all. Computes nothing, samples nothing. One thread.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from stepwell.base.clock import Clock
@@ -20,6 +21,7 @@ from stepwell.tree.match import Match
 
 MAX_FAILED_LEASES = 3  # after which a request computes its whole prompt, for itself alone
 NO_ROOM = "the device tier has no room for this request, even alone; shorten it"
+Ahead = Callable[[Request, int], int]  # how many tokens may be guessed for a request, when so many decode
 COMPARED = 32  # waiting requests that are put in order; the others keep their turn
 
 
@@ -38,24 +40,32 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Chunk:
-    """The next tokens of a request, up to `end`."""
+    """The next tokens of a request, up to `end`; then room for `ahead` guesses of what follows, once they are `proposed`."""
 
     request: Request
     end: int
+    ahead: int = 0
+    proposed: tuple[int, ...] = ()
 
     @property
     def size(self) -> int:
-        return self.end - self.request.position
+        return self.end + self.ahead - self.request.position
 
     @property
     def completes(self) -> bool:
         """Whether a token can be sampled after it."""
         return self.end == len(self.request.tokens)
 
+    @property
+    def decodes(self) -> bool:
+        """Whether it is the last token alone, and what may be guessed after it."""
+        return self.completes and self.end - self.request.position == 1
+
 
 class Scheduler:
-    def __init__(self, cache: Cache, limits: Limits, clock: Clock) -> None:
+    def __init__(self, cache: Cache, limits: Limits, clock: Clock, ahead: Ahead | None = None) -> None:
         self.limits = limits
+        self._ahead = ahead
         self.waiting: dict[int, Request] = {}  # in order of arrival; those that were preempted first
         self.active: dict[int, Request] = {}  # in the order in which they began
         self.failed: list[tuple[Request, str]] = []  # that cannot run, and why, for the engine to end
@@ -181,10 +191,14 @@ class Scheduler:
     def plan(self) -> list[Chunk]:
         """The chunks of the next pass, with room for all of them; those of one token first."""
         chunks: list[Chunk] = []
-        for request in [each for each in self.active.values() if each.runs and len(each.tokens) - each.position == 1]:
-            if request.id in self.active and self._room_for(request, len(request.tokens), chunks):
-                chunks.append(Chunk(request=request, end=len(request.tokens)))
-        budget = self.limits.chunk_tokens - len(chunks)
+        decoding = [each for each in self.active.values() if each.runs and len(each.tokens) - each.position == 1]
+        for request in decoding:
+            if request.id not in self.active:
+                continue  # another took its room
+            ahead = self._ahead_of(request, len(decoding))
+            if ahead or self._room_for(request, len(request.tokens), chunks):
+                chunks.append(Chunk(request=request, end=len(request.tokens), ahead=ahead))
+        budget = self.limits.chunk_tokens - len(chunks)  # guesses come on top: prompts are cut as they are without
         for request in [each for each in self.active.values() if each.runs and len(each.tokens) - each.position > 1]:
             if budget <= 0:
                 break
@@ -195,6 +209,17 @@ class Scheduler:
                 chunks.append(Chunk(request=request, end=end))
                 budget -= chunks[-1].size
         return sorted(chunks, key=lambda chunk: (chunk.size > 1, chunk.end))  # alike lengths side by side
+
+    def _ahead_of(self, request: Request, decoding: int) -> int:
+        """How many tokens are guessed for a request that decodes, with room for them; nobody else's is taken for guesses."""
+        ahead = self._ahead(request, decoding) if self._ahead is not None else 0
+        if ahead:
+            assert request.lease is not None
+            try:
+                self._cache.grow(request.lease, len(request.tokens) + ahead)
+            except NoRoom:
+                return 0
+        return ahead
 
     def _chunk_end(self, request: Request, budget: int) -> int:
         assert request.lease is not None

@@ -126,7 +126,7 @@ class Node:
     """A run of pages on one path from a namespace's root."""
 
     __slots__ = (
-        "checkpoints", "expires_at", "expiry_noted", "first", "hits", "keys", "kids", "lost", "num_pages",
+        "checkpoints", "expires_at", "expiry_noted", "first", "hits", "keys", "kids", "lacking", "lost", "num_pages",
         "parent", "priority", "rest", "runs", "start", "stored", "used_at",
     )  # fmt: skip
 
@@ -140,6 +140,7 @@ class Node:
         self.runs: list[Run | None] = [None, None]
         self.checkpoints: dict[int, Checkpoint] | None = None
         self.lost: dict[bytes | int, Loss] | None = None  # by first page of what was below, or by boundary
+        self.lacking: dict[str, int] | None = None  # optional states that its pages lack, from which token on (`lacking.py`)
         self.keys = b""  # chained keys of its first pages, as many as somebody asked for (`chain.py`)
         self.stored = 0  # of its first pages, how many are believed to be in the store, or on their way there
         self.used_at = 0.0

@@ -13,6 +13,7 @@ from stepwell.base.keys import KEY_BYTES, PageKey
 from stepwell.base.plan import PageIds
 from stepwell.memory.arena import READY
 from stepwell.tree.checkpoints import forget
+from stepwell.tree.lacking import forget_cut
 from stepwell.tree.node import ABSENT, Loss, Node, Run
 from stepwell.tree.tree import Tree
 
@@ -114,6 +115,7 @@ def _trim(tree: Tree, node: Node, at: int) -> None:
     node.num_pages = at
     node.keys, node.stored = node.keys[: at * KEY_BYTES], min(node.stored, at)
     node.rest = node.rest[: max(at - 1, 0) * tree.page_bytes]
+    forget_cut(node, tree.spec.page_tokens)
 
 
 def _remove_below(tree: Tree, top: Node, loss: Loss) -> None:

@@ -24,6 +24,7 @@ from stepwell.base.spec import ModelSpec
 from stepwell.base.tokens import TOKEN_BYTES, common_pages
 from stepwell.memory.arena import READY, Arena
 from stepwell.policy.value import ValuePolicy
+from stepwell.tree import lacking
 from stepwell.tree.node import ABSENT, Kids, Node, Run, Use
 from stepwell.tree.ranking import Ranking
 
@@ -111,6 +112,7 @@ class Tree:
         upper.kids = Kids()
         upper.kids.by_page[node.first] = node
         self._share_checkpoints(upper, node)
+        lacking.share(upper, node, self.spec.page_tokens)
         for tier in self.tiers:
             self._share_run(upper, node, tier, at)
             upper.kids.below[tier] = int(node.leads_to_pages(tier))

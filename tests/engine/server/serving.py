@@ -91,11 +91,13 @@ class Running:
 
 
 @contextmanager
-def running(*, api_key: str | None = None, hosts: tuple[str, ...] = (), **settings: object) -> Iterator[Running]:
+def running(
+    *, api_key: str | None = None, hosts: tuple[str, ...] = (), draft: Checkpoint | None = None, **settings: object
+) -> Iterator[Running]:
     checkpoint = tiny_checkpoint()
     defaults = {"device": "cpu", "device_memory": "8MiB", "host_memory": "8MiB", "page_tokens": PAGE}
     config = EngineConfig(**{**defaults, **settings})  # type: ignore[arg-type]
-    engine = build_engine(checkpoint, config)
+    engine = build_engine(checkpoint, config, draft=draft)
     server = ModelServer(
         engine,
         name=NAME,

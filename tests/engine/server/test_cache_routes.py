@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -10,7 +11,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.server.serving import ADMIN, KEY, NAME, Running, running
+from engine.server.serving import ADMIN, CONFIG, KEY, NAME, Running, running, tiny_checkpoint
 
 PROMPT = "What is known of this prompt, and who wants to know? " * 3
 
@@ -183,6 +184,18 @@ def test_metrics_are_what_prometheus_reads(http: httpx.Client) -> None:
     assert after["stepwell_engine_up"] == after["stepwell_store_statedetached"] == 1
     assert after["stepwell_tier_used_bytesdevice"] > 0 and after["stepwell_tier_available_byteshost"] > 0
     assert after["stepwell_cache_events_totaltokens_computed"] > 0
+
+
+def test_what_a_draft_guessed_is_counted() -> None:
+    whole = {**CONFIG, "layer_types": ["full_attention"] * 2}
+    draft = replace(tiny_checkpoint(), config=whole, digest="draft")
+    body = {"model": NAME, "prompt": "Guess. " + PROMPT, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    with running(draft=draft) as made, httpx.Client(base_url=made.address, timeout=60) as http:
+        details = http.post("/v1/completions", json=body).json()["usage"]["completion_tokens_details"]
+        samples = _samples(http)
+        assert details["accepted_prediction_tokens"] == samples["stepwell_draft_tokens_totalaccepted"] > 0
+        assert details["rejected_prediction_tokens"] == samples["stepwell_draft_tokens_totalrejected"]
+        assert http.post("/cache/explain", json={"prompt": body["prompt"]}).json()["lacking"] == {}
 
 
 def _samples(http: httpx.Client) -> dict[str, float]:

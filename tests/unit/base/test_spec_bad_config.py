@@ -71,6 +71,7 @@ def test_size_that_is_no_size_names_its_field(field: str, value: object) -> None
         ({**V4, "compress_ratios": [0, 4, 16]}, "entry 16; known entries are: 0, 4, 128"),
         ({**V4, "compress_ratios": None}, "compress_ratios is missing"),
         ({**V4, "qk_rope_head_dim": 1024}, "qk_rope_head_dim"),
+        ({**V4, "partial_rotary_factor": 1.5}, "partial_rotary_factor must be a share of 512 channels"),
         ({**KIMI, "linear_attn_config": {**LINEAR, "full_attn_layers": [3]}}, "must name each of the 4 layers once"),
         ({**KIMI, "linear_attn_config": {**LINEAR, "kda_layers": [1, 1, 2]}}, "linear_attn_config.kda_layers"),
         ({**KIMI, "linear_attn_config": {**LINEAR, "num_heads": 0}}, "linear_attn_config.num_heads"),

@@ -28,6 +28,7 @@ MLA: dict[str, object] = {
     "kv_lora_rank": 512,
     "qk_rope_head_dim": 64,
     "num_nextn_predict_layers": 1,
+    "hidden_size": 7168,
 }
 DSA = {**MLA, "architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32", "index_head_dim": 128}
 GLM = {**DSA, "architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa", "num_hidden_layers": 78}
@@ -212,11 +213,17 @@ def test_glm_layers_that_share_an_index_store_none() -> None:
     assert from_config(GLM).state("index").layers == 78
 
 
-def test_draft_state_is_optional_and_only_on_request() -> None:
+def test_draft_states_are_optional_and_only_on_request() -> None:
     assert "draft" not in states_of(DSA)
-    draft = states_of(DSA, draft=True)["draft"]
-    assert (draft.required, draft.layers, draft.row_bytes) == (False, 1, 1152 + 256)
-    assert states_of(MLA, draft=True, kv_dtype="fp8")["draft"].row_bytes == 656
+    states = {name: state for name, state in states_of(DSA, draft=True, page_tokens=32).items() if name.startswith("draft")}
+    assert {name: facts(state)[:3] for name, state in states.items()} == {
+        "draft": (Prefix(), 1, 1152),
+        "draft_index": (Prefix(), 1, 256),
+        "draft_hidden": (Prefix(ratio=32), 1, 2 * 7168),  # one row a page
+    }
+    assert not any(state.required for state in states.values())
+    states = states_of(MLA, draft=True, kv_dtype="fp8")
+    assert (states["draft"].row_bytes, states["draft_hidden"].dtype) == (656, "bf16")
 
 
 def test_v4_states_and_the_entry_past_the_last_layer() -> None:

@@ -76,6 +76,13 @@ def test_store_options_come_from_arguments_and_for_mooncake_from_the_environment
             serve._store_options(parsed(*bad), {})
 
 
+def test_a_draft_is_part_of_the_engine_s_settings() -> None:
+    pytest.importorskip("torch")
+    config = serve._engine_config(parsed("--draft", "mtp", "--draft-tokens", "2"), {})
+    assert (config.draft, config.draft_tokens) == ("mtp", 2)
+    assert serve._engine_config(parsed(), {}).draft is None
+
+
 def test_secrets_come_from_arguments_then_the_environment_then_chance() -> None:
     pytest.importorskip("fastapi")
     environment = {"STEPWELL_API_KEY": "env key", "STEPWELL_ADMIN_TOKEN": "env token"}

@@ -77,6 +77,13 @@ def test_config_file_is_read(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     assert report["bytes_per_token"] == 2 * 4 * 2 * 8 * 2
 
 
+def test_draft_states_are_shown_on_request(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "spec", "deepseek-v3.2", "--draft")
+    assert code == 0 and all(f"{state} (optional)" in out for state in ("draft", "draft_index", "draft_hidden"))
+    code, _, err = run(capsys, "spec", "deepseek-v4-flash", "--draft")
+    assert code == 2 and "draft" in err
+
+
 def test_list_names_every_preset(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run(capsys, "spec", "--list")
     assert status == 0 and out.split() == list(preset_names())

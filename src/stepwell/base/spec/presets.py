@@ -41,18 +41,19 @@ def _gpt_oss(layers: int) -> Config:
     return {**_gqa("gpt_oss", layers, 64, 8, 64), "sliding_window": 128, "layer_types": kinds}
 
 
-def _mla(model_type: str, layers: int, draft_layers: int = 0) -> Config:
+def _mla(model_type: str, layers: int, draft_layers: int = 0, hidden: int = 7168) -> Config:
     return {
         "model_type": model_type,
         "num_hidden_layers": layers,
         "kv_lora_rank": 512,
         "qk_rope_head_dim": 64,
         "num_nextn_predict_layers": draft_layers,
+        "hidden_size": hidden,
     }
 
 
-def _dsa(model_type: str, layers: int, **sharing: int) -> Config:
-    return {**_mla(model_type, layers, 1), "index_head_dim": 128, **sharing}
+def _dsa(model_type: str, layers: int, hidden: int, **sharing: int) -> Config:
+    return {**_mla(model_type, layers, 1, hidden), "index_head_dim": 128, **sharing}
 
 
 def _v4(first: int, pairs: int) -> Config:
@@ -150,10 +151,10 @@ _PRESETS: dict[str, Config] = {
     "deepseek-r1": _mla("deepseek_v3", 61, 1),
     "kimi-k2.5": _mla("kimi_k2", 61),
     "kimi-k2.6": _mla("kimi_k2", 61),
-    "deepseek-v3.2": _dsa("deepseek_v32", 61),
-    "glm-5": _dsa("glm_moe_dsa", 78),
-    "glm-5.1": _dsa("glm_moe_dsa", 78),
-    "glm-5.2": _dsa("glm_moe_dsa", 78, index_topk_freq=4, index_skip_topk_offset=3),
+    "deepseek-v3.2": _dsa("deepseek_v32", 61, 7168),
+    "glm-5": _dsa("glm_moe_dsa", 78, 6144),
+    "glm-5.1": _dsa("glm_moe_dsa", 78, 6144),
+    "glm-5.2": _dsa("glm_moe_dsa", 78, 6144, index_topk_freq=4, index_skip_topk_offset=3),
     "deepseek-v4-flash": _v4(0, 20),
     "deepseek-v4-pro": _v4(128, 29),
     "qwen3-next-80b": _delta_net("qwen3_next", 48, 16, 2, 32),
@@ -180,19 +181,24 @@ def preset_names() -> tuple[str, ...]:
     return tuple(sorted(_PRESETS))
 
 
-def preset(name: str, *, kv_dtype: str | None = None, page_tokens: int | None = None) -> ModelSpec:
-    """The spec of a well-known model. Raises SpecError with near matches for a name that is not one."""
+def preset(name: str, *, kv_dtype: str | None = None, page_tokens: int | None = None, draft: bool = False) -> ModelSpec:
+    """The spec of a well-known model, with that of its draft layers if wanted.
+
+    Raises SpecError with near matches for a name that is not one.
+    """
     key = name.lower()
     if key not in _PRESETS:
         raise _unknown(name)
-    return from_config(_PRESETS[key], kv_dtype=kv_dtype, page_tokens=page_tokens, name=key)
+    return from_config(_PRESETS[key], kv_dtype=kv_dtype, page_tokens=page_tokens, name=key, draft=draft)
 
 
-def load_spec(name_or_path: str | Path, *, kv_dtype: str | None = None, page_tokens: int | None = None) -> ModelSpec:
+def load_spec(
+    name_or_path: str | Path, *, kv_dtype: str | None = None, page_tokens: int | None = None, draft: bool = False
+) -> ModelSpec:
     """The spec of a preset, of a `config.json`, or of the folder that holds one. Raises SpecError."""
     name = str(name_or_path)
     if name.lower() in _PRESETS:
-        return preset(name, kv_dtype=kv_dtype, page_tokens=page_tokens)
+        return preset(name, kv_dtype=kv_dtype, page_tokens=page_tokens, draft=draft)
     path = Path(name)
     try:
         file = path / CONFIG_FILE if path.is_dir() else path
@@ -205,7 +211,7 @@ def load_spec(name_or_path: str | Path, *, kv_dtype: str | None = None, page_tok
         raise _unknown(name)
     title = file.resolve().parent.name if file.name == CONFIG_FILE else file.stem
     try:
-        return from_config(read_config(file), kv_dtype=kv_dtype, page_tokens=page_tokens, name=title or None)
+        return from_config(read_config(file), kv_dtype=kv_dtype, page_tokens=page_tokens, name=title or None, draft=draft)
     except SpecError as error:
         raise SpecError(f"{file}: {error}") from error
 

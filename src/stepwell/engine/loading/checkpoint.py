@@ -25,6 +25,7 @@ from stepwell.engine.loading.weights import HeldTensors, TensorSource
 
 _BLOCK_BYTES = 8 << 20
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "do_sample", "max_new_tokens")
+_CONTEXT_FIELDS = ("max_position_embeddings", "model_max_length")  # the second is Kimi's
 _MAX_CONTEXT = 4096  # for configs that do not say
 
 
@@ -50,9 +51,10 @@ class Checkpoint:
         """Tokens its positions were made for."""
         nested = self.config.get("text_config")
         for values in (nested if isinstance(nested, Mapping) else {}, self.config):
-            value = values.get("max_position_embeddings")
-            if type(value) is int and value > 0:
-                return value
+            for name in _CONTEXT_FIELDS:
+                value = values.get(name)
+                if type(value) is int and value > 0:
+                    return value
         return _MAX_CONTEXT
 
 

@@ -34,7 +34,7 @@ class SafetensorsFiles:
         file = self._places[name]
         try:
             tensor: torch.Tensor = self._files[file].get_tensor(name)
-        except (SafetensorError, RuntimeError) as error:  # RuntimeError: a type this torch does not have
+        except (SafetensorError, RuntimeError, AttributeError) as error:  # the last two: a type this torch does not have
             raise ConfigError(f"tensor {name!r:.80} in {file} cannot be read: {error}") from None
         return tensor
 

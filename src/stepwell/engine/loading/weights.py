@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from stepwell.base.errors import ConfigError
+from stepwell.engine.loading.eight_bits import Block, is_eight_bits, scale_names, unscaled
 
 
 class TensorSource(Protocol):
@@ -38,11 +39,15 @@ class HeldTensors:
 
 
 class Weights:
-    """Hands out tensors. Not for two threads at once."""
+    """Hands out tensors. Those kept in eight bits are multiplied by their scales, which count as used. Not for two threads."""
 
-    def __init__(self, source: TensorSource, *, dtype: torch.dtype, device: str | torch.device) -> None:
+    def __init__(
+        self, source: TensorSource, *, dtype: torch.dtype, device: str | torch.device, block: Block | None = None
+    ) -> None:
+        """`block` is what a scale is for, where the config says it; else shapes do."""
         self._source = source
         self._left = dict.fromkeys(source.names())
+        self._block = block
         self.dtype = dtype
         self.device = device
 
@@ -50,13 +55,19 @@ class Weights:
         return name in self._left
 
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A tensor, which must have this shape. Raises ConfigError when it is not there, was taken before, or is another."""
+        """A tensor, which must have this shape. Raises ConfigError when it is not there, was taken before, or is another.
+
+        Also when it is in eight bits and its scale is not there, or not of its size: without one the numbers mean nothing.
+        """
         if name not in self._left:
             raise ConfigError(f"the checkpoint has no tensor {name!r}, or it was used twice: is it complete, and of this model?")
         del self._left[name]
         tensor = self._source.read(name)
         if shape and tuple(tensor.shape) != shape:
             raise ConfigError(f"tensor {name!r} has shape {list(tensor.shape)}, but its config says {list(shape)}")
+        scale = self._scale(name, tensor)
+        if scale is not None:
+            return unscaled(name, tensor.to(self.device), scale, block=self._block, dtype=dtype or self.dtype)
         return tensor.to(device=self.device, dtype=dtype or self.dtype).contiguous()
 
     def joined(self, names: Iterable[str]) -> torch.Tensor:
@@ -72,3 +83,15 @@ class Weights:
         if self._left:
             some = ", ".join(list(self._left)[:5])
             raise ConfigError(f"the checkpoint has {len(self._left)} tensor(s) this model does not know, among them {some}")
+
+    def _scale(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The scale of a tensor that must have one."""
+        beside = next((each for each in scale_names(name) if each in self._left), None)
+        if is_eight_bits(tensor):
+            if beside is None:
+                raise ConfigError(f"tensor {name!r} is in eight bits, and the checkpoint has no {scale_names(name)[0]!r} for it")
+            del self._left[beside]
+            return self._source.read(beside)
+        if beside is not None and not tensor.is_floating_point():
+            raise ConfigError(f"tensor {name!r} is packed as {tensor.dtype}; only weights in eight-bit floats are unpacked here")
+        return None

@@ -32,14 +32,18 @@ class Parts:
 
 
 class Layer(Protocol):
-    def __call__(self, x_NC: torch.Tensor, shared: Any, batch: Batch) -> torch.Tensor:
+    def __call__(self, x_NC: torch.Tensor, shared: Any, batch: Batch, /) -> torch.Tensor:
         """The stream after this layer. `shared` is what the model computed once for all layers of the pass."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Decoder:
-    """A decoder-only model. `shared` computes what all layers of one pass need, such as the angles of its rotations."""
+    """A decoder-only model. `shared` computes what all layers of one pass need, such as the angles of its rotations.
+
+    `steady` is for models whose decode steps do the same work whatever the numbers are, so that one can be recorded and played
+    again: the windows that its layers look at, None for all tokens.
+    """
 
     spec: ModelSpec
     embed: torch.Tensor
@@ -50,6 +54,7 @@ class Decoder:
     embed_scale: float = 1.0
     logit_scale: float = 1.0
     logit_cap: float | None = None
+    steady: tuple[int | None, ...] = ()
 
     @property
     def vocab_size(self) -> int:
@@ -67,6 +72,13 @@ class Decoder:
     def forward(self, batch: Batch, on_layer: OnLayer | None = None) -> torch.Tensor:
         """Writes what the batch's tokens leave behind into its pages, and returns logits (fp32) of the rows it wants."""
         batch.prepare()
+        logits = self.compute(batch, on_layer)
+        batch.finish()
+        return logits
+
+    @torch.inference_mode()
+    def compute(self, batch: Batch, on_layer: OnLayer | None = None) -> torch.Tensor:
+        """The pass alone, over pages that are ready."""
         shared = self.shared(batch)
         x_NC = embedding(batch.tokens_N, self.embed)
         if self.embed_scale != 1.0:

@@ -7,7 +7,7 @@ Qwen3 norms queries and keys; Mistral and some Qwens look at a window in some la
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,7 +53,12 @@ def build(parts: Parts) -> Decoder:
         norm=RMSNorm.load(weights, "model.norm", norm_eps(config)),
         head=head_of(parts, embed),
         shared=lambda batch: rotary.angles(batch.positions_N, embed.dtype),
+        steady=_windows(blocks) if all(isinstance(block.mlp, GatedMLP) for block in blocks) else (),
     )
+
+
+def _windows(blocks: Sequence[Block]) -> tuple[int | None, ...]:
+    return tuple(dict.fromkeys(block.attention.window for block in blocks))
 
 
 def layer_kinds(config: Fields) -> list[LayerKind]:

@@ -60,15 +60,17 @@ def build(parts: Parts) -> Decoder:
     rotaries = {kind: _rotary(config, kind, parts.device) for kind in dict.fromkeys(kinds)}
     embed = weights.take(f"{root}.embed_tokens.weight")
     scale = torch.tensor(config.size("hidden_size") ** 0.5).to(embed.dtype)  # in bf16 the root is rounded, and so was in training
+    blocks = [_block(parts, f"{root}.layers.{index}", kinds, index) for index in range(len(kinds))]
     return Decoder(
         spec=parts.spec,
         embed=embed,
-        layers=[_block(parts, f"{root}.layers.{index}", kinds, index) for index in range(len(kinds))],
+        layers=blocks,
         norm=RMSNorm.load(weights, f"{root}.norm", norm_eps(config), around_one=True),
         head=_head(parts, _ROOTS[root], embed),
         shared=lambda batch: {kind: turn.angles(batch.positions_N, embed.dtype) for kind, turn in rotaries.items()},
         embed_scale=scale.item(),
         logit_cap=_cap(config, "final_logit_softcapping"),
+        steady=tuple(dict.fromkeys(block.attention.window for block in blocks)),
     )
 
 

@@ -112,7 +112,7 @@ class Mixer:
         out_NHV = recur(
             points, self.layer,
             query_NKD=query.unflatten(1, (sizes.groups, sizes.state)), key_NKD=key.unflatten(1, (sizes.groups, sizes.state)),
-            value_NHV=value_NHV * step_NH[..., None], decay_NH=step_NH * self.rate_H,
+            value_NHV=value_NHV * step_NH[..., None], decay=step_NH * self.rate_H,
         )  # fmt: skip
         out_NHV = torch.addcmul(out_NHV, self.skip_H[:, None], value_NHV)
         return self.out(self.norm(out_NHV.flatten(1), gate_NC).to(x_NC.dtype))

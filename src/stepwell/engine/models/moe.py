@@ -4,11 +4,12 @@
 
 Takes packed tokens `[N, C]` and returns the same shape, whatever requests they belong to: they are sorted by expert, and each
 expert runs once over its own. A token's K results are added in the order of its choices, so that the order depends neither on its
-neighbours nor on chance. Knows no shared expert: a family adds its own beside this block.
+neighbours nor on chance. An expert that all tokens visit is added beside: `WithShared`, or a family's own way.
 
 A family gives
     router   the product that scores experts, with or without a bias;
-    route    from logits `[N, E]` to a `Routing`; `softmax_then_top` is what Qwen and Mixtral do;
+    route    from logits `[N, E]` to a `Routing`; `softmax_then_top` is what Qwen and Mixtral do,
+             `sigmoid_in_groups` what DeepSeek, Kimi and GLM do;
     experts  weights as one tensor a matrix (`Experts.load` reads both namings of Hugging Face);
     combine  from gate and up, `[X, I]` each, to what the down product takes; `gated(silu)` for most.
 
@@ -24,9 +25,11 @@ import torch
 
 from stepwell.base.errors import ConfigError
 from stepwell.engine.loading.weights import Weights
-from stepwell.engine.models.layers import Activation, Linear
+from stepwell.engine.models.layers import Activation, GatedMLP, Linear
 
 Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+_NO_SHARE = 1e-20  # a sum of shares is never 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -48,6 +51,31 @@ def softmax_then_top(count: int, *, sum_to_one: bool) -> Route:
         if sum_to_one:
             share_NK = share_NK / share_NK.sum(dim=-1, keepdim=True)
         return Routing(expert_NK=expert_NK, share_NK=share_NK.to(logits_NE.dtype))
+
+    return route
+
+
+def sigmoid_in_groups(
+    count: int, *, bias_E: torch.Tensor, groups: int, top_groups: int, sum_to_one: bool, scale: float
+) -> Route:  # fmt: skip
+    """The `count` best experts of the `top_groups` best groups; a group is as good as its two best experts.
+
+    `bias_E` (`e_score_correction_bias`) counts for the choice and not for the shares; `scale` multiplies all shares. Raises
+    ConfigError where those groups have fewer experts than a token visits.
+    """
+    if count > (open_experts := len(bias_E) // groups * top_groups):
+        raise ConfigError(f"config field topk_group {top_groups} leaves {open_experts} experts to a token that visits {count}")
+
+    def route(logits_NE: torch.Tensor) -> Routing:
+        score_NE = logits_NE.float().sigmoid()
+        choice_NGX = (score_NE + bias_E).unflatten(1, (groups, -1))
+        best_NG = choice_NGX.topk(min(2, choice_NGX.shape[2]), dim=-1).values.sum(dim=-1)
+        closed_NG = torch.ones_like(best_NG, dtype=torch.bool).scatter_(1, best_NG.topk(top_groups, dim=-1).indices, False)
+        expert_NK = choice_NGX.masked_fill(closed_NG[..., None], -torch.inf).flatten(1).topk(count, dim=-1).indices
+        share_NK = score_NE.gather(1, expert_NK)
+        if sum_to_one:
+            share_NK = share_NK / (share_NK.sum(dim=-1, keepdim=True) + _NO_SHARE)
+        return Routing(expert_NK=expert_NK, share_NK=share_NK * scale)
 
     return route
 
@@ -77,37 +105,55 @@ class Experts:
             down_ECI = torch.stack([weights.take(f"{one}.down_proj.weight") for one in each])
         if gate_up_EIC.shape[0] != count:
             raise ConfigError(f"tensor {name}.gate_up_proj holds {gate_up_EIC.shape[0]} experts, but its config says {count}")
+        fitting = (count, gate_up_EIC.shape[2], gate_up_EIC.shape[1] // 2)
+        if down_ECI.shape != fitting:
+            raise ConfigError(
+                f"tensor {name}.down_proj has shape {list(down_ECI.shape)}, and {list(fitting)} would fit gate_up_proj"
+            )
         return cls(gate_up_EIC=gate_up_EIC, down_ECI=down_ECI, combine=combine)
 
     def __call__(self, x_NC: torch.Tensor, routing: Routing) -> torch.Tensor:
         num_experts, (length, top) = self.gate_up_EIC.shape[0], routing.expert_NK.shape
         expert_X, order_X = routing.expert_NK.flatten().sort(stable=True)
         stops_E = torch.searchsorted(expert_X, torch.arange(num_experts, device=x_NC.device), right=True, out_int32=True)
-        inner_XI = _product(x_NC[order_X // top], self.gate_up_EIC, self.gate_up_bias_EI, expert_X, stops_E)
+        stops = stops_E.tolist()  # waits for the device: once for both products
+        inner_XI = _product(x_NC[order_X // top], self.gate_up_EIC, self.gate_up_bias_EI, expert_X, stops)
         gate_XI, up_XI = inner_XI.chunk(2, dim=-1)
-        out_XC = _product(self.combine(gate_XI, up_XI), self.down_ECI, self.down_bias_EC, expert_X, stops_E)
+        out_XC = _product(self.combine(gate_XI, up_XI), self.down_ECI, self.down_bias_EC, expert_X, stops)
         unsorted_XC = torch.empty_like(out_XC).index_copy_(0, order_X, out_XC)
         return (unsorted_XC.view(length, top, -1) * routing.share_NK[..., None]).sum(dim=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MixtureOfExperts:
-    """The whole block: scores, a family's choice, and the chosen experts."""
+    """The whole block: scores, a family's choice, and the chosen experts. A router of fp32 scores in fp32."""
 
     router: Linear
     route: Route
     experts: Experts
 
     def __call__(self, x_NC: torch.Tensor) -> torch.Tensor:
-        return self.experts(x_NC, self.route(self.router(x_NC)))
+        routing = self.route(self.router(x_NC.to(self.router.weight.dtype)))
+        return self.experts(x_NC, routing).to(x_NC.dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class WithShared:
+    """Experts, and a block beside them that all tokens visit."""
+
+    experts: MixtureOfExperts
+    shared: GatedMLP
+
+    def __call__(self, x_NC: torch.Tensor) -> torch.Tensor:
+        return self.experts(x_NC) + self.shared(x_NC)
 
 
 def _product(
-    x_XC: torch.Tensor, weight_EIC: torch.Tensor, bias_EI: torch.Tensor | None, expert_X: torch.Tensor, stops_E: torch.Tensor
+    x_XC: torch.Tensor, weight_EIC: torch.Tensor, bias_EI: torch.Tensor | None, expert_X: torch.Tensor, stops: list[int]
 ) -> torch.Tensor:
-    """Each row times its expert's matrix. Rows of expert e end before `stops_E[e]`."""
+    """Each row times its expert's matrix. Rows of expert e end before `stops[e]`."""
     out_XI, start = x_XC.new_empty(len(x_XC), weight_EIC.shape[1]), 0
-    for expert, stop in enumerate(stops_E.tolist()):
+    for expert, stop in enumerate(stops):
         if stop > start:
             out_XI[start:stop] = x_XC[start:stop] @ weight_EIC[expert].mT
         start = stop

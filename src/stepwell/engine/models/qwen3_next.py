@@ -80,7 +80,7 @@ class DeltaNet:
             shared.points, self.layer,
             query_NKD=_unit(query, sizes) * sizes.key_dim**-0.5, key_NKD=_unit(key, sizes),
             value_NHV=value.unflatten(1, (sizes.value_heads, sizes.value_dim)),
-            decay_NH=softplus(step_NH.float() + self.step_bias_H) * self.rate_H, beta_NH=beta_NH.float().sigmoid(),
+            decay=softplus(step_NH.float() + self.step_bias_H) * self.rate_H, beta_NH=beta_NH.float().sigmoid(),
         )  # fmt: skip
         gate_NHV = gate_NC.unflatten(1, (sizes.value_heads, sizes.value_dim))
         normed_NHV = gated_norm(out_NHV, gate_NHV, self.norm.weight, self.norm.eps)

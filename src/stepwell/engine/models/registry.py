@@ -10,16 +10,34 @@ import torch
 from stepwell.base.errors import ConfigError
 from stepwell.base.spec.families import from_config
 from stepwell.base.spec.families.fields import Fields
+from stepwell.engine.loading.eight_bits import block_in
 from stepwell.engine.loading.weights import TensorSource, Weights
-from stepwell.engine.models import dense, falcon_h1, gemma3, gpt_oss, mamba2, qwen3_next
+from stepwell.engine.models import (
+    deepseek_v3,
+    deepseek_v4,
+    deepseek_v4_names,
+    deepseek_v32,
+    dense,
+    falcon_h1,
+    gemma3,
+    gpt_oss,
+    kimi_linear,
+    mamba2,
+    qwen3_next,
+)
 from stepwell.engine.models.base import Decoder, Parts
 from stepwell.engine.pages import TORCH_DTYPES
 
-_MODULES: tuple[ModuleType, ...] = (dense, falcon_h1, gemma3, gpt_oss, mamba2, qwen3_next)
+_MODULES: tuple[ModuleType, ...] = (
+    deepseek_v3, deepseek_v4, deepseek_v32, dense, falcon_h1, gemma3, gpt_oss, kimi_linear, mamba2, qwen3_next,
+)  # fmt: skip
 _BUILDERS: dict[str, Callable[[Parts], Decoder]] = {
     model_type: module.build for module in _MODULES for model_type in module.MODEL_TYPES
 }
-_IN_EIGHT_BITS: frozenset[str] = frozenset()  # models whose rows can be kept so
+_IN_EIGHT_BITS = frozenset(  # models whose rows can be kept so
+    (*deepseek_v3.MODEL_TYPES, *deepseek_v32.MODEL_TYPES, *deepseek_v4.MODEL_TYPES, *kimi_linear.MODEL_TYPES)
+)
+_NAMED: dict[str, Callable[[TensorSource], TensorSource]] = dict.fromkeys(deepseek_v4.MODEL_TYPES, deepseek_v4_names.named)
 
 
 def known_models() -> tuple[str, ...]:
@@ -46,7 +64,9 @@ def build_model(
             f"rows of {text.text('model_type')!r} have no eight-bit format here; use a kv_dtype of bf16, fp16 or fp32"
         )
     spec = from_config(config, kv_dtype=kv_dtype or dtype, model_dtype=dtype, page_tokens=page_tokens)
-    weights = Weights(source, dtype=TORCH_DTYPES[dtype], device=device)
+    if named := _NAMED.get(text.text("model_type")):
+        source = named(source)
+    weights = Weights(source, dtype=TORCH_DTYPES[dtype], device=device, block=block_in(text, Fields(values=config)))
     model = builder(Parts(config=text, spec=spec, weights=weights))
     weights.finish()
     return model

@@ -1,7 +1,8 @@
 """Attention over pages, in plain torch: runs everywhere, and is what faster kernels are compared with.
 
-A row of `kv` holds one token's keys and values, head by head: `[head][key | value]`. Axes: N tokens, H query heads, K key heads,
-G query heads per key head, D width of a key, V of a value, B singles, T tokens of context.
+A row of `kv` holds one token's keys and values, head by head: `[head][key | value]`; or it is key and value in one, as a
+latent is. Axes: N tokens, H query heads, K key heads, G query heads per key head, D width of a key, V of a value, B singles,
+T tokens of context.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from stepwell.engine.batch import Paging
+from stepwell.engine.batch import Paging, Run
 from stepwell.engine.rows import Rows
 
 
@@ -19,39 +20,51 @@ def write_rows(rows: Rows, paging: Paging, key_NKD: torch.Tensor, value_NKV: tor
 
 
 def attend(
-    query_NHD: torch.Tensor, rows: Rows, paging: Paging, *, heads: int, key_dim: int, scale: float,
+    query_NHD: torch.Tensor, rows: Rows, paging: Paging, *, heads: int, key_dim: int | None, scale: float,
     sinks_H: torch.Tensor | None = None, cap: float | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """What each query sees in its pages: `[N, H, V]`.
 
-    `sinks_H` are scores that take weight and give no value. `cap` keeps the other scores within it, by tanh.
+    `key_dim` None: all of a row is its key, and its value too. `sinks_H` are scores that take weight and give no value. `cap`
+    keeps the other scores within it, by tanh.
     """
     parts = []
     for group in paging.singles:
         key, value = _gather(rows, group.table_BP, heads, key_dim)
         query_BKGD = query_NHD[group.start : group.stop].unflatten(1, (heads, -1))
-        out_BKGV = _weigh(query_BKGD, key, value, group.mask_BT[:, None, None, :], scale, sinks_H, cap)
+        out_BKGV = weigh(query_BKGD, key, value, group.mask_BT[:, None, None, :], scale, sinks_H, cap)
         parts.append(out_BKGV.flatten(1, 2))
     for run in paging.runs:
         key, value = _gather(rows, run.pages_P[None], heads, key_dim)
         query_KGND = query_NHD[run.start : run.stop].unflatten(1, (heads, -1)).permute(1, 2, 0, 3)
+        if key_dim is None and sinks_H is None:
+            parts.append(_lend(query_KGND[0], key, value, run, scale, cap))
+            continue
         group, length = query_KGND.shape[1:3]
         mask = run.mask_for(group)
         sinks = None if sinks_H is None else sinks_H.repeat_interleave(length)
-        out_KXV = _weigh(query_KGND.flatten(1, 2)[None], key, value, mask, scale, sinks, cap)[0]
+        out_KXV = weigh(query_KGND.flatten(1, 2)[None], key, value, mask, scale, sinks, cap)[0]
         parts.append(out_KXV.unflatten(1, (group, length)).permute(2, 0, 1, 3).flatten(1, 2))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _gather(rows: Rows, table_BP: torch.Tensor, heads: int, key_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _lend(
+    query_HND: torch.Tensor, key_11TD: torch.Tensor, value_11TV: torch.Tensor, run: Run, scale: float, cap: float | None
+) -> torch.Tensor:
+    """One key head, lent to every query head instead of tiling the mask for each: of latents there are a hundred."""
+    key_1HTD, value_1HTV = (each.expand(1, len(query_HND), -1, -1) for each in (key_11TD, value_11TV))
+    return weigh(query_HND[None], key_1HTD, value_1HTV, run.mask_NT, scale, cap=cap)[0].transpose(0, 1)
+
+
+def _gather(rows: Rows, table_BP: torch.Tensor, heads: int, key_dim: int | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values `[B, K, T, .]` of whole pages, in their order."""
     rows_BKTE = rows.whole(table_BP).flatten(1, 2).unflatten(2, (heads, -1)).transpose(1, 2)
-    return rows_BKTE[..., :key_dim], rows_BKTE[..., key_dim:]
+    return rows_BKTE[..., :key_dim], rows_BKTE if key_dim is None else rows_BKTE[..., key_dim:]
 
 
-def _weigh(
+def weigh(
     query_BKXD: torch.Tensor, key_BKTD: torch.Tensor, value_BKTV: torch.Tensor, mask: torch.Tensor, scale: float,
-    sinks_H: torch.Tensor | None, cap: float | None,
+    sinks_H: torch.Tensor | None = None, cap: float | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Softmax attention of X queries a key head. `sinks_H` has one score for each of the K * X queries."""
     if sinks_H is None and cap is None:

@@ -1,10 +1,12 @@
 """Layers that remember by a state of fixed size, in plain torch: runs everywhere, and is what faster kernels are compared with.
 
-Gated delta nets and Mamba-2 are one recurrence. A head's state is a matrix that fades, takes in one token, and is asked:
+Gated delta nets, Kimi's and Mamba-2 are one recurrence. A head's state is a matrix that fades, takes in one token, and is asked:
 
     state = exp(decay) * state + key ⊗ new,    out = query @ state
     new   = value                                         Mamba-2: query is C, key is B, value is dt * x
     new   = beta * (value - key @ (exp(decay) * state))   delta rule: only what the state does not say already
+
+A head's decay is one number, or with Kimi one for each channel of its keys: `[N, H]` or `[N, H, D]`.
 
 Before it stands a short convolution, whose state is its last inputs. A pass takes singles in one step together and each run in
 chunks of tokens; what a segment that starts at token 0 finds in its page is never looked at. Knows no weights and no models.
@@ -16,12 +18,14 @@ oldest input first, and `ssm` as `[H, D, V]`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import rms_norm, silu
 
 from stepwell.engine.batch import Batch
+from stepwell.engine.ops.fades import ChannelFades, Fades, HeadFades
 from stepwell.engine.pages import DevicePages
 
 CHUNK_TOKENS = 64
@@ -75,14 +79,14 @@ def convolve(
 
 def recur(
     points: Points, layer: int, *, query_NKD: torch.Tensor, key_NKD: torch.Tensor, value_NHV: torch.Tensor,
-    decay_NH: torch.Tensor, beta_NH: torch.Tensor | None = None,
+    decay: torch.Tensor, beta_NH: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """The recurrence over a batch, `[N, H, V]` in fp32; the delta rule where there is a beta. Moves the layer's `ssm` on."""
     heads, value_dim = value_NHV.shape[1:]
     state_SHDV = points.read("ssm", layer, heads, key_NKD.shape[-1], value_dim)
     outs, states = [], []
     for segments, rows in points.spans:
-        tokens = query_NKD[rows], key_NKD[rows], value_NHV[rows], decay_NH[rows]
+        tokens = query_NKD[rows], key_NKD[rows], value_NHV[rows], decay[rows]
         beta = None if beta_NH is None else beta_NH[rows]
         if segments.start < points.num_singles:
             out, after_SHDV = step(*tokens, state_SHDV[segments], beta)
@@ -109,45 +113,49 @@ def convolve_run(
 
 
 def step(
-    query_BKD: torch.Tensor, key_BKD: torch.Tensor, value_BHV: torch.Tensor, decay_BH: torch.Tensor, state_BHDV: torch.Tensor,
+    query_BKD: torch.Tensor, key_BKD: torch.Tensor, value_BHV: torch.Tensor, decay: torch.Tensor, state_BHDV: torch.Tensor,
     beta_BH: torch.Tensor | None = None,
 ) -> Outcome:  # fmt: skip
     """One token of each of B segments, in the number format of the state."""
     kind, group = state_BHDV.dtype, value_BHV.shape[1] // key_BKD.shape[1]
     query, key = (each.to(kind).repeat_interleave(group, dim=1) for each in (query_BKD, key_BKD))
-    fade_BH1 = decay_BH.to(kind).exp()[..., None]
+    by_head = decay.ndim == 2
+    fade = decay.to(kind).exp()[..., None, None] if by_head else decay.to(kind).exp()[..., None]  # [B, H, 1 or D, 1]
     # the state is large and read once: out = query @ (faded + key ⊗ new) = query @ faded + (query . key) new
-    past_BH2V = torch.stack([query, key], dim=2) @ state_BHDV * fade_BH1[..., None]
+    asking_BH2D = torch.stack([query, key], dim=2)
+    past_BH2V = asking_BH2D @ state_BHDV * fade if by_head else asking_BH2D * fade.mT @ state_BHDV
     new_BHV = value_BHV.to(kind)
     if beta_BH is not None:
         new_BHV = beta_BH.to(kind)[..., None] * (new_BHV - past_BH2V[:, :, 1])
     out_BHV = torch.addcmul(past_BH2V[:, :, 0], (query * key).sum(-1, keepdim=True), new_BHV)
-    return out_BHV, (state_BHDV * fade_BH1[..., None]).addcmul_(key[..., None], new_BHV[:, :, None])
+    return out_BHV, (state_BHDV * fade).addcmul_(key[..., None], new_BHV[:, :, None])
 
 
 def scan(
-    query_TKD: torch.Tensor, key_TKD: torch.Tensor, value_THV: torch.Tensor, decay_TH: torch.Tensor, state_HDV: torch.Tensor,
+    query_TKD: torch.Tensor, key_TKD: torch.Tensor, value_THV: torch.Tensor, decay: torch.Tensor, state_HDV: torch.Tensor,
     beta_TH: torch.Tensor | None = None, *, chunk: int = CHUNK_TOKENS,
 ) -> Outcome:  # fmt: skip
     """All tokens of one run, chunk by chunk, in the number format of the state; inside a chunk there is no loop over tokens."""
+    if decay.ndim == 3:  # each value head sees its own channels of a key fade: none can share products
+        group = value_THV.shape[1] // key_TKD.shape[1]
+        query_TKD, key_TKD = (each.repeat_interleave(group, dim=1) for each in (query_TKD, key_TKD))
     kind, heads, value_dim = state_HDV.dtype, key_TKD.shape[1], value_THV.shape[2]
     query_KTD, key_KTD = (each.to(kind).transpose(0, 1) for each in (query_TKD, key_TKD))
     value_KGTV = value_THV.to(kind).unflatten(1, (heads, -1)).permute(1, 2, 0, 3)
-    decay_KGT = decay_TH.T.unflatten(0, (heads, -1))
     beta_KGT = None if beta_TH is None else beta_TH.to(kind).T.unflatten(0, (heads, -1))
     state_KDX = state_HDV.unflatten(0, (heads, -1)).transpose(1, 2).flatten(2)
     outs = []
     for start in range(0, query_TKD.shape[0], chunk):
         at = slice(start, start + chunk)
-        tokens = query_KTD[:, at], key_KTD[:, at], value_KGTV[:, :, at], decay_KGT[..., at]
-        out_KGTV, state_KDX = _chunk(*tokens, state_KDX, None if beta_KGT is None else beta_KGT[..., at, None])
+        fades, beta_KGT1 = _fades(key_KTD[:, at], decay[at]), None if beta_KGT is None else beta_KGT[..., at, None]
+        out_KGTV, state_KDX = _chunk(query_KTD[:, at], key_KTD[:, at], value_KGTV[:, :, at], fades, state_KDX, beta_KGT1)
         outs.append(out_KGTV)
     state_KGDV = state_KDX.unflatten(2, (-1, value_dim)).transpose(1, 2)
     return torch.cat(outs, dim=2).permute(2, 0, 1, 3).flatten(1, 2), state_KGDV.flatten(0, 1)
 
 
 def _chunk(
-    query_KTD: torch.Tensor, key_KTD: torch.Tensor, value_KGTV: torch.Tensor, decay_KGT: torch.Tensor, state_KDX: torch.Tensor,
+    query_KTD: torch.Tensor, key_KTD: torch.Tensor, value_KGTV: torch.Tensor, fades: Fades, state_KDX: torch.Tensor,
     beta_KGT1: torch.Tensor | None,
 ) -> Outcome:  # fmt: skip
     """Products of all tokens at once: with the state before the chunk, and with each other.
@@ -155,42 +163,28 @@ def _chunk(
     With `fade(j, i)` the decay after token j up to token i, what is new in tokens i solves a triangular system:
     new_i + sum_{j<i} beta_i (key_i . key_j) fade(j, i) new_j = beta_i (value_i - fade(start, i) key_i @ state).
     """
-    fade_KGTT, begun_KGT1, left_KGT1 = _fades(decay_KGT, state_KDX.dtype)
-    state_KDGV = state_KDX.unflatten(2, value_KGTV.shape[1::2])
-
-    def told(asking_KTD: torch.Tensor) -> torch.Tensor:
-        """What the state before the chunk says, `[K, G, T, V]`."""
-        told_KTGV: torch.Tensor = (asking_KTD @ state_KDX).unflatten(2, value_KGTV.shape[1::2])
-        return told_KTGV.transpose(1, 2) * begun_KGT1
-
     new_KGTV = value_KGTV
     if beta_KGT1 is not None:
-        system_KGTT = (key_KTD @ key_KTD.mT)[:, None] * fade_KGTT * beta_KGT1
-        new_KGTV = beta_KGT1 * (value_KGTV - told(key_KTD))
+        system_KGTT = fades.between(key_KTD) * beta_KGT1
+        new_KGTV = beta_KGT1 * (value_KGTV - fades.told(key_KTD, state_KDX))
         new_KGTV = torch.linalg.solve_triangular(system_KGTT, new_KGTV, upper=False, unitriangular=True).contiguous()
-    out_KGTV = told(query_KTD) + (query_KTD @ key_KTD.mT)[:, None] * fade_KGTT @ new_KGTV
-    taken_KDX = key_KTD.mT @ (new_KGTV * left_KGT1).transpose(1, 2).flatten(2)
-    return out_KGTV, taken_KDX + (state_KDGV * begun_KGT1[:, None, :, -1]).flatten(2)
+    out_KGTV = fades.told(query_KTD, state_KDX) + fades.between(query_KTD) @ new_KGTV
+    return out_KGTV, fades.after(state_KDX, new_KGTV)
 
 
-def _fades(decay_KGT: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """How much is left: at token i of what came with token j, at token i of the chunk's start, at its end of token j.
-
-    Sums are kept in float64. Each of the first is a difference of two sums, and after one strong decay early in a chunk both are
-    large: in fp32 that would blur the weak decays behind it.
-    """
-    sums_KGT = decay_KGT.double().cumsum(-1)
-    between_KGTT = (sums_KGT[..., None] - sums_KGT[..., None, :]).to(kind).exp()
-    left_KGT = (sums_KGT[..., -1:] - sums_KGT).to(kind).exp()
-    return between_KGTT.tril(), sums_KGT.to(kind).exp()[..., None], left_KGT[..., None]
+def _fades(key_KTD: torch.Tensor, decay: torch.Tensor) -> Fades:
+    """Of a chunk whose decays are `[T, H]` or `[T, H, D]`."""
+    if decay.ndim == 3:
+        return ChannelFades.of(key_KTD, decay.transpose(0, 1))
+    return HeadFades.of(key_KTD, decay.T.unflatten(0, (key_KTD.shape[0], -1)))
 
 
 def gated_norm(
     x_NC: torch.Tensor, gate_NC: torch.Tensor, weight_C: torch.Tensor | None, eps: float, *, groups: int = 1,
-    gate_first: bool = False,
+    gate_first: bool = False, act: Callable[[torch.Tensor], torch.Tensor] = silu,
 ) -> torch.Tensor:  # fmt: skip
     """What follows a recurrence: a norm over each of `groups` parts of the channels, and a gate behind or before it; in fp32."""
-    gate = silu(gate_NC.float())
+    gate = act(gate_NC.float())
     if weight_C is None:
         return x_NC * gate
     parts = (x_NC * gate if gate_first else x_NC).unflatten(-1, (groups, -1))

@@ -59,11 +59,15 @@ class Answers:
         tiers = {f"{tier}_tokens": sum(getattr(each.sources, tier) for each in firsts) for tier in ("device", "host", "store")}
         prompt = sum(each.prompt_tokens for each in firsts)
         completion = sum(each.completion_tokens for each in self._usages.values())
+        accepted = sum(each.accepted_tokens for each in self._usages.values())
+        rejected = sum(each.proposed_tokens for each in self._usages.values()) - accepted
+        guessed = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}  # a draft's, not a client's
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": sum(tiers.values()), **tiers},
+            **({"completion_tokens_details": guessed} if accepted or rejected else {}),
         }
 
     def close(self) -> None:

@@ -168,6 +168,7 @@ def _explain(engine: Engine, tokens: list[int], salt: str | None) -> dict[str, A
         "tier": found.tier.label if found.tier is not None else None,
         "seconds_ago": engine.clock.now() - found.at_s if found.at_s is not None else None,
         "detail": found.detail,
+        "lacking": dict(found.lacking),
     }
 
 

@@ -34,6 +34,9 @@ class Metrics:
             "stepwell_prompt_tokens", "Prompt tokens, by where they came from.", ["source"], registry=self._registry
         )
         self._generated = Counter("stepwell_generated_tokens", "Tokens of answers.", registry=self._registry)
+        self._drafted = Counter(
+            "stepwell_draft_tokens", "Tokens a draft guessed, by outcome.", ["outcome"], registry=self._registry
+        )
         self._preemptions = Counter("stepwell_preemptions", "Requests put back to wait for room.", registry=self._registry)
         self._first = self._seconds("stepwell_time_to_first_token_seconds", "From submission to the first token.")
         self._queued = self._seconds("stepwell_queue_seconds", "From submission to the beginning.")
@@ -52,6 +55,8 @@ class Metrics:
         for source in SOURCES:
             self._prompt.labels(source).inc(getattr(usage.sources, source))
         self._generated.inc(usage.completion_tokens)
+        self._drafted.labels("accepted").inc(usage.accepted_tokens)
+        self._drafted.labels("rejected").inc(usage.proposed_tokens - usage.accepted_tokens)
         self._preemptions.inc(usage.preemptions)
         self._first.observe(usage.first_token_s)
         self._queued.observe(usage.queued_s)

@@ -25,7 +25,7 @@ class Family:
 
     model_types: tuple[str, ...]
     states: Callable[[Fields, Dtypes], Iterator[StateSpec]]
-    draft: Callable[[Fields, Dtypes], StateSpec] | None = None
+    draft: Callable[[Fields, Dtypes, int], Iterator[StateSpec]] | None = None  # for pages of so many tokens
     page_tokens: int = DEFAULT_PAGE_TOKENS
 
 
@@ -61,7 +61,7 @@ def from_config(
 ) -> ModelSpec:
     """The memory of the model a `config.json` describes; a text model nested under `text_config` is found.
 
-    `kv_dtype`, `model_dtype` (what it computes in) and `page_tokens` override its own. `draft` adds the optional state of its
+    `kv_dtype`, `model_dtype` (what it computes in) and `page_tokens` override its own. `draft` adds the optional states of its
     next-token-prediction layers. Raises SpecError for an unknown architecture, naming it, and for a field
     that is missing or out of range, naming that.
     """
@@ -73,14 +73,11 @@ def from_config(
     text = outer.section("text_config") if outer.has("text_config") else outer
     family = _family_of(text, outer)
     dtypes = choose_dtypes(kv_dtype, text, outer, model_dtype=model_dtype)
+    page_tokens = family.page_tokens if page_tokens is None else page_tokens
     states = [*family.states(text, dtypes)]
     if draft:
-        states.append(_draft_of(family, text, dtypes))
-    return ModelSpec(
-        name=name or _title(text, outer),
-        states=tuple(states),
-        page_tokens=family.page_tokens if page_tokens is None else page_tokens,
-    )
+        states += _draft_of(family, text, dtypes, page_tokens)
+    return ModelSpec(name=name or _title(text, outer), states=tuple(states), page_tokens=page_tokens)
 
 
 def known_model_types() -> tuple[str, ...]:
@@ -97,10 +94,10 @@ def _family_of(text: Fields, outer: Fields) -> Family:
     raise SpecError(f"unknown architecture: {named}; known model types are: {', '.join(known_model_types())}")
 
 
-def _draft_of(family: Family, text: Fields, dtypes: Dtypes) -> StateSpec:
+def _draft_of(family: Family, text: Fields, dtypes: Dtypes, page_tokens: int) -> Iterator[StateSpec]:
     if family.draft is None:
         raise SpecError(f"draft state is not known for {text.text('model_type') or 'this model'}; leave draft off")
-    return family.draft(text, dtypes)
+    return family.draft(text, dtypes, page_tokens)
 
 
 def _title(text: Fields, outer: Fields) -> str:

@@ -26,7 +26,7 @@ def dsa_states(config: Fields, dtypes: Dtypes) -> Iterator[StateSpec]:
     yield StateSpec(
         name="index",
         shape=Prefix(),
-        layers=_own_index(config, num_layers).count(True),
+        layers=own_index(config, num_layers).count(True),
         row_bytes=_index_row_bytes(config, dtypes),
         dtype=dtypes.kv,
     )
@@ -36,33 +36,20 @@ def latent_state(layers: int, config: Fields, dtypes: Dtypes) -> StateSpec:
     return StateSpec(name="kv", shape=Prefix(), layers=layers, row_bytes=_latent_row_bytes(config, dtypes), dtype=dtypes.kv)
 
 
-def mla_draft(config: Fields, dtypes: Dtypes) -> StateSpec:
+def mla_draft(config: Fields, dtypes: Dtypes, page_tokens: int) -> Iterator[StateSpec]:
     """What the next-token-prediction layers keep. Without it a resumed answer is right, and only slower."""
-    return _draft(config, dtypes, _latent_row_bytes(config, dtypes))
+    yield _draft("draft", config, _latent_row_bytes(config, dtypes), dtypes.kv)
+    yield _draft_hidden(config, dtypes, page_tokens)
 
 
-def dsa_draft(config: Fields, dtypes: Dtypes) -> StateSpec:
-    """As `mla_draft`; a draft layer has an index of its own, in the same row."""
-    return _draft(config, dtypes, _latent_row_bytes(config, dtypes) + _index_row_bytes(config, dtypes))
+def dsa_draft(config: Fields, dtypes: Dtypes, page_tokens: int) -> Iterator[StateSpec]:
+    """As `mla_draft`; a draft layer has an index of its own."""
+    yield _draft("draft", config, _latent_row_bytes(config, dtypes), dtypes.kv)
+    yield _draft("draft_index", config, _index_row_bytes(config, dtypes), dtypes.kv)
+    yield _draft_hidden(config, dtypes, page_tokens)
 
 
-def _draft(config: Fields, dtypes: Dtypes, row_bytes: int) -> StateSpec:
-    layers = config.size("num_nextn_predict_layers", 0, least=0)
-    if not layers:
-        raise SpecError("config field num_nextn_predict_layers is missing or 0: this model has no draft layers to cache")
-    return StateSpec(name="draft", shape=Prefix(), layers=layers, row_bytes=row_bytes, dtype=dtypes.kv, required=False)
-
-
-def _latent_row_bytes(config: Fields, dtypes: Dtypes) -> int:
-    # a model without rotary positions writes 0 channels of rotated key
-    return dtypes.latent_row_bytes(config.size("kv_lora_rank"), config.size("qk_rope_head_dim", least=0))
-
-
-def _index_row_bytes(config: Fields, dtypes: Dtypes) -> int:
-    return dtypes.index_row_bytes(config.size("index_head_dim"))
-
-
-def _own_index(config: Fields, num_layers: int) -> list[bool]:
+def own_index(config: Fields, num_layers: int) -> list[bool]:
     """Which layers keep an index; the others reuse the selection of the last layer that did.
 
     GLM-5.2 (78 layers, every 4th, offset 3):   0 1 2 . . . 6 . . . 10 . . .  ...  74 . . .     21 layers
@@ -74,3 +61,24 @@ def _own_index(config: Fields, num_layers: int) -> list[bool]:
     period = config.size("index_topk_freq", 1)
     last_dense = config.size("index_skip_topk_offset", 2, least=0) - 1
     return [max(index - last_dense, 0) % period == 0 for index in range(num_layers)]
+
+
+def _draft(name: str, config: Fields, row_bytes: int, dtype: str, ratio: int = 1) -> StateSpec:
+    layers = config.size("num_nextn_predict_layers", 0, least=0)
+    if not layers:
+        raise SpecError("config field num_nextn_predict_layers is missing or 0: this model has no draft layers to cache")
+    return StateSpec(name=name, shape=Prefix(ratio=ratio), layers=layers, row_bytes=row_bytes, dtype=dtype, required=False)
+
+
+def _draft_hidden(config: Fields, dtypes: Dtypes, page_tokens: int) -> StateSpec:
+    """A draft layer reads what the model made of the token before: so each page keeps that of its last token."""
+    return _draft("draft_hidden", config, config.size("hidden_size") * dtypes.model_width, dtypes.model, ratio=page_tokens)
+
+
+def _latent_row_bytes(config: Fields, dtypes: Dtypes) -> int:
+    # a model without rotary positions writes 0 channels of rotated key
+    return dtypes.latent_row_bytes(config.size("kv_lora_rank"), config.size("qk_rope_head_dim", least=0))
+
+
+def _index_row_bytes(config: Fields, dtypes: Dtypes) -> int:
+    return dtypes.index_row_bytes(config.size("index_head_dim"))

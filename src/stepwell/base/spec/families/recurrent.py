@@ -30,6 +30,15 @@ class Recurrence:
     conv_shards: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KimiHeads:
+    """Of one layer of Kimi delta attention; keys and values are as wide as each other."""
+
+    num: int
+    dim: int
+    conv_columns: int
+
+
 def delta_net_states(config: Fields, dtypes: Dtypes) -> Iterator[StateSpec]:
     """Qwen3-Next and Qwen3.5: three gated delta nets, then one full attention."""
     kinds = schedule(config, every(config.size("full_attention_interval", 4), last=Layer.FULL, others=Layer.LINEAR))
@@ -42,12 +51,42 @@ def delta_net_states(config: Fields, dtypes: Dtypes) -> Iterator[StateSpec]:
 
 def kimi_states(config: Fields, dtypes: Dtypes) -> Iterator[StateSpec]:
     """Kimi-Linear and Kimi-K3: Kimi delta attention, and latents in the full layers."""
-    kinds = _kimi_schedule(config)
+    kinds = kimi_schedule(config)
     _refuse_windows(kinds)
     if full := kinds.count(Layer.FULL):
         yield latent_state(full, config, dtypes)
     if linear := kinds.count(Layer.LINEAR):
         yield from _points(linear, _kimi_delta(config), config, dtypes)
+
+
+def read_kimi_heads(config: Fields) -> KimiHeads:
+    """In either way of writing them: the publisher's, or that of transformers."""
+    nested = config.section("linear_attn_config")
+    if nested.has("num_heads"):
+        columns = nested.size("short_conv_kernel_size", 4)
+        return KimiHeads(num=nested.size("num_heads"), dim=nested.size("head_dim"), conv_columns=columns)
+    columns = config.size("linear_conv_kernel_dim", 4)
+    return KimiHeads(num=config.size("linear_num_heads"), dim=config.size("linear_head_dim"), conv_columns=columns)
+
+
+def kimi_schedule(config: Fields) -> list[Layer]:
+    """The kind of each layer, in order. `kda_layers` and `full_attn_layers` count from 1, or from 0 when they name a layer 0.
+
+    Without any list every fourth layer behind the first is full, which is how transformers reads such a config.
+    """
+    nested = config.section("linear_attn_config")
+    if config.has("layer_types") or not (nested.has("kda_layers") or nested.has("full_attn_layers")):
+        return schedule(config, lambda index: Layer.FULL if index and index % 4 == 0 else Layer.LINEAR)
+    num_layers = config.num_layers()
+    linear = nested.layer_numbers("kda_layers", num_layers=num_layers)
+    full = nested.layer_numbers("full_attn_layers", num_layers=num_layers)
+    first = 0 if 0 in linear | full else 1
+    if linear & full or linear | full != set(range(first, first + num_layers)):
+        raise SpecError(
+            f"config fields kda_layers ({len(linear)}) and full_attn_layers ({len(full)}) in linear_attn_config "
+            f"must name each of the {num_layers} layers once"
+        )
+    return [Layer.LINEAR if number in linear else Layer.FULL for number in range(first, first + num_layers)]
 
 
 def falcon_h1_states(config: Fields, dtypes: Dtypes) -> Iterator[StateSpec]:
@@ -97,30 +136,14 @@ def _delta_net(config: Fields) -> Recurrence:
 
 
 def _kimi_delta(config: Fields) -> Recurrence:
-    nested = config.section("linear_attn_config")
-    if nested.has("num_heads"):
-        heads, dim, columns = nested.size("num_heads"), nested.size("head_dim"), nested.size("short_conv_kernel_size", 4)
-    else:
-        heads, dim = config.size("linear_num_heads"), config.size("linear_head_dim")
-        columns = config.size("linear_conv_kernel_dim", 4)
+    heads = read_kimi_heads(config)
     return Recurrence(
-        heads=heads, head_elements=dim * dim, conv_channels=3 * heads * dim, conv_columns=columns, conv_shards=heads
+        heads=heads.num,
+        head_elements=heads.dim * heads.dim,
+        conv_channels=3 * heads.num * heads.dim,  # queries, keys, values
+        conv_columns=heads.conv_columns,
+        conv_shards=heads.num,
     )
-
-
-def _kimi_schedule(config: Fields) -> list[Layer]:
-    nested = config.section("linear_attn_config")
-    if config.has("layer_types") or not nested.has("kda_layers"):
-        return schedule(config, every(4, last=Layer.FULL, others=Layer.LINEAR))
-    num_layers = config.num_layers()
-    linear = nested.layer_numbers("kda_layers", num_layers=num_layers)
-    full = nested.layer_numbers("full_attn_layers", num_layers=num_layers)
-    if linear & full or len(linear) + len(full) != num_layers:
-        raise SpecError(
-            f"config fields kda_layers ({len(linear)}) and full_attn_layers ({len(full)}) in linear_attn_config "
-            f"must name each of the {num_layers} layers once"
-        )
-    return [Layer.LINEAR] * len(linear) + [Layer.FULL] * len(full)  # only how many matters here, not their order
 
 
 def _mamba2(heads: int, head_dim: int, state: int, groups: int, columns: int) -> Recurrence:

@@ -1,0 +1,126 @@
+"""Decode steps recorded once and played again (CUDA graphs): hundreds of small kernels then cost one launch.
+
+A recording is for so many requests, and for page tables up to a length that grows in steps, so that one lasts for many tokens. A
+shape is recorded when it is met again; the first time it is computed in the same shape, so that the bits do not depend on what
+was recorded. Only for models whose steps do the same work whatever the numbers are (`Decoder.steady`); all other passes are
+computed as usual.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from stepwell.engine.batch import Batch, Paging, Singles
+from stepwell.engine.models.base import Decoder
+
+PAGES_STEP = 16  # by which page tables grow
+MOST_RECORDINGS = 64
+
+Shape = tuple[int, ...]  # requests, then the length of the page table of each kind of pages
+
+
+class Still(Batch):
+    """What a model reads of a batch of singles, in tensors that stay where they are. `load` puts another batch into them."""
+
+    def __init__(self, like: Batch, lengths: Mapping[int | None, int]) -> None:
+        self.pages, self.device, self._dtype, self._first_seen, self.open_groups = like.pages, like.device, like.dtype, 0, None
+        self.segments, self.num_singles, self.starts = like.segments, like.num_singles, like.starts
+        self.tokens_N, self.positions_N, self.wanted = (
+            each.clone() for each in (like.tokens_N, like.positions_N, like.wanted)
+        )  # fmt: skip
+        self._paging = {window: _stretched(like.paging(window), length) for window, length in lengths.items()}
+
+    def load(self, batch: Batch) -> None:
+        self.tokens_N.copy_(batch.tokens_N)
+        self.positions_N.copy_(batch.positions_N)
+        for window, mine in self._paging.items():
+            theirs = batch.paging(window)
+            mine.page_N.copy_(theirs.page_N)
+            mine.row_N.copy_(theirs.row_N)
+            _fill(mine.singles[0], theirs.singles[0])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Recording:
+    batch: Still
+    graph: torch.cuda.CUDAGraph
+    logits: torch.Tensor
+
+    def play(self, batch: Batch) -> torch.Tensor:
+        self.batch.load(batch)
+        self.graph.replay()
+        return self.logits.clone()
+
+
+class Graphs:
+    """A model's passes, those of decode steps from recordings. One thread."""
+
+    def __init__(self, model: Decoder) -> None:
+        self._model = model
+        self._met: set[Shape] = set()
+        self._recordings: dict[Shape, Recording] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch) -> torch.Tensor:
+        lengths = self._lengths(batch)
+        if lengths is None:
+            return self._model.forward(batch)
+        batch.prepare()
+        shape = (len(batch.segments), *lengths.values())
+        if shape in self._recordings:
+            return self._recordings[shape].play(batch)
+        if shape not in self._met:
+            self._met.add(shape)
+            return self._model.compute(Still(batch, lengths))
+        if len(self._recordings) >= MOST_RECORDINGS:
+            del self._recordings[next(iter(self._recordings))]
+        self._recordings[shape] = self._record(batch, lengths)
+        return self._recordings[shape].play(batch)
+
+    def _lengths(self, batch: Batch) -> dict[int | None, int] | None:
+        """How long page tables are for this batch, in steps; None for one that cannot be played."""
+        if batch.num_singles < len(batch.segments) or len(batch.wanted) < len(batch.segments):
+            return None
+        tables = {window: batch.paging(window).singles for window in self._model.steady}
+        if any(len(singles) > 1 for singles in tables.values()):
+            return None
+        return {window: -(-singles[0].table_BP.shape[1] // PAGES_STEP) * PAGES_STEP for window, singles in tables.items()}
+
+    def _record(self, batch: Batch, lengths: Mapping[int | None, int]) -> Recording:
+        """Computes the batch twice: what it writes is the same every time."""
+        still = Still(batch, lengths)
+        side = torch.cuda.Stream(device=self._model.device)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # libraries get their workspaces outside of the recording
+            self._model.compute(still)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # other threads copy pages meanwhile
+            logits = self._model.compute(still)
+        return Recording(batch=still, graph=graph, logits=logits)
+
+
+def _stretched(paging: Paging, length: int) -> Paging:
+    (singles,) = paging.singles
+    count, tokens = singles.table_BP.shape[0], singles.mask_BT.shape[1] // singles.table_BP.shape[1]
+    longer = Singles(
+        start=singles.start,
+        stop=singles.stop,
+        table_BP=singles.table_BP.new_empty(count, length),
+        mask_BT=singles.mask_BT.new_empty(count, length * tokens),
+    )
+    _fill(longer, singles)
+    return Paging(page_N=paging.page_N.clone(), row_N=paging.row_N.clone(), singles=(longer,), runs=())
+
+
+def _fill(mine: Singles, theirs: Singles) -> None:
+    """Tables are padded with pages of their own, and nothing in the padding is looked at."""
+    pages, tokens = theirs.table_BP.shape[1], theirs.mask_BT.shape[1]
+    mine.table_BP[:, :pages] = theirs.table_BP
+    mine.table_BP[:, pages:] = theirs.table_BP[:, :1]
+    mine.mask_BT[:, :tokens] = theirs.mask_BT
+    mine.mask_BT[:, tokens:] = -torch.inf

@@ -1,0 +1,61 @@
+"""DeepSeek-V3.2 and GLM-5: DeepSeek-V3 whose attention reads only the rows that an index picks for each query.
+
+Layers without an index of their own look where the last layer that has one did (GLM-5.2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from stepwell.base.errors import ConfigError
+from stepwell.base.spec.families.latent import own_index
+from stepwell.engine.batch import Batch
+from stepwell.engine.models.attention import Angles
+from stepwell.engine.models.base import Decoder, Parts
+from stepwell.engine.models.deepseek_v3 import block, decoder, latent_attention, layer_names
+from stepwell.engine.models.indexer import Indexer
+from stepwell.engine.models.latent import LatentAttention, latent_rotary
+from stepwell.engine.ops.selection import Selection, attend_selected
+
+MODEL_TYPES = ("deepseek_v32", "glm_moe_dsa")
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Shared:
+    """What all layers of a pass need. `selection` is that of the last layer that selected."""
+
+    angles: Angles
+    selection: Selection | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SparseAttention:
+    """Latent attention over picked rows. `indexer` None: over those picked last."""
+
+    latent: LatentAttention
+    indexer: Indexer | None
+
+    def __call__(self, x_NC: torch.Tensor, shared: Shared, batch: Batch) -> torch.Tensor:
+        latent, asked = self.latent, self.latent.ask(x_NC, shared.angles)
+        latent.keep(asked, batch)
+        if self.indexer is not None:
+            shared.selection = self.indexer(x_NC, asked.source_NQ, shared.angles, batch)
+        assert shared.selection is not None, f"layer {latent.layer} follows no layer with an index"
+        rows = batch.rows(latent.state, latent.layer, latent.kept)
+        return latent.answer(attend_selected(asked.query_NHC, rows, batch.paging(None), shared.selection, scale=latent.scale))
+
+
+def build(parts: Parts) -> Decoder:
+    names, rotary = layer_names(parts), latent_rotary(parts.config, device=parts.device)
+    own = own_index(parts.config, len(names))
+    if not own[0]:
+        raise ConfigError("the first layer has no index of its own, and none before it to share; check indexer_types")
+    blocks = [block(parts, name, _attention(parts, f"{name}.self_attn", index, own)) for index, name in enumerate(names)]
+    return decoder(parts, blocks, lambda batch: Shared(angles=rotary.angles(batch.positions_N, parts.weights.dtype)))
+
+
+def _attention(parts: Parts, name: str, layer: int, own: list[bool]) -> SparseAttention:
+    indexer = Indexer.load(parts, f"{name}.indexer", layer=own[:layer].count(True)) if own[layer] else None
+    return SparseAttention(latent=latent_attention(parts, name, layer=layer, state="kv"), indexer=indexer)

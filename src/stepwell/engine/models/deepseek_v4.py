@@ -1,0 +1,243 @@
+"""DeepSeek-V4: windows and compressed entries, experts in every layer, and a stream of several lanes.
+
+    connected(attention(norm(x))),  then  connected(experts(norm(x)))        connected: read from all lanes, written to all
+
+The first layers choose experts by a table of tokens, the others by scores; in all of them one more is visited by every token.
+Never loads what a checkpoint has beside the text model: its next-token-prediction layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import softplus
+
+from stepwell.base.errors import ConfigError
+from stepwell.base.spec.families.compressed import HEAVY, SLIDING, SPARSE, Sizes, layer_kinds
+from stepwell.base.spec.families.fields import Fields
+from stepwell.engine.batch import Batch
+from stepwell.engine.groups import Groups
+from stepwell.engine.loading.weights import Weights
+from stepwell.engine.models.base import Decoder, Parts, head_of
+from stepwell.engine.models.compressed import Closing, Compressor, Indexer, Kept, Shared, SharedAttention, turns
+from stepwell.engine.models.hyper import Gather, HyperConnection, Spread
+from stepwell.engine.models.layers import Activation, Linear, RMSNorm, Rotary, activation, norm_eps, number, rotary
+from stepwell.engine.models.moe import Combine, Experts, Routing
+from stepwell.engine.rows import latent_rows, shared_rows
+
+MODEL_TYPES = ("deepseek_v4",)
+
+_NO_SHARE = 1e-20  # a sum of shares is never 0
+_SCORES: dict[str, Activation] = {
+    "sqrtsoftplus": lambda x: softplus(x).sqrt(),
+    "softmax": lambda x: x.softmax(dim=-1),
+    "sigmoid": torch.sigmoid,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Expert:
+    """One that all tokens visit."""
+
+    gate_up: Linear
+    down: Linear
+    combine: Combine
+
+    def __call__(self, x_NC: torch.Tensor) -> torch.Tensor:
+        gate_NI, up_NI = self.gate_up(x_NC).chunk(2, dim=-1)
+        return self.down(self.combine(gate_NI, up_NI))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenExperts:
+    """Experts that a table of tokens or the best scores choose, and one that all tokens visit."""
+
+    router: Linear
+    score: Activation
+    count: int
+    scale: float
+    table_VK: torch.Tensor | None  # experts of each token of the vocabulary
+    bias_E: torch.Tensor | None  # counts for the choice and not for the shares
+    experts: Experts
+    shared: Expert
+
+    def __call__(self, x_NC: torch.Tensor, tokens_N: torch.Tensor) -> torch.Tensor:
+        score_NE = self.score(self.router(x_NC).float())
+        if self.table_VK is not None:
+            expert_NK = self.table_VK[tokens_N]
+        else:
+            choice_NE = score_NE if self.bias_E is None else score_NE + self.bias_E
+            expert_NK = choice_NE.topk(self.count, dim=-1).indices
+        share_NK = score_NE.gather(1, expert_NK)
+        share_NK = share_NK / (share_NK.sum(dim=-1, keepdim=True) + _NO_SHARE) * self.scale
+        routed_NC = self.experts(x_NC, Routing(expert_NK=expert_NK, share_NK=share_NK.to(x_NC.dtype)))
+        return routed_NC + self.shared(x_NC)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Block:
+    attention: SharedAttention
+    experts: TokenExperts
+    before_attention: RMSNorm
+    before_experts: RMSNorm
+    around_attention: HyperConnection
+    around_experts: HyperConnection
+
+    def __call__(self, x_NMC: torch.Tensor, shared: Shared, batch: Batch) -> torch.Tensor:
+        x_NMC = self.around_attention(x_NMC, lambda x_NC: self.attention(self.before_attention(x_NC), shared, batch))
+        return self.around_experts(x_NMC, lambda x_NC: self.experts(self.before_experts(x_NC), batch.tokens_N))
+
+
+def build(parts: Parts) -> Decoder:
+    config, weights = parts.config, parts.weights
+    weights.skip("mtp.", "model.mtp.")
+    kinds, sizes = layer_kinds(config), Sizes.read(config)
+    plain, slowed = _rotary(parts, sizes, "main"), _rotary(parts, sizes, "compress")
+    window, ratios = config.size("sliding_window", 128), [sizes.ratios[kind] for kind in (SPARSE, HEAVY) if kind in kinds]
+
+    def shared(batch: Batch) -> Shared:
+        paging = batch.paging(window)
+        groups = [Groups.of(batch, ratio, paging) for ratio in ratios]
+        return Shared(
+            paging=paging,
+            turn_NX=turns(plain, batch.positions_N),
+            turn_with_entries_NX=turns(slowed, batch.positions_N),
+            closing={each.ratio: Closing(groups=each, turn_GX=turns(slowed, each.position_G)) for each in groups},
+        )
+
+    embed = weights.take("model.embed_tokens.weight", config.size("vocab_size"), config.size("hidden_size"))
+    blocks = [_block(parts, sizes, index, kinds) for index in range(len(kinds))]
+    lanes, gather = config.size("hc_mult", 4), Gather.load(config, weights, "model.hc_head")
+    return Decoder(
+        spec=parts.spec,
+        embed=embed,
+        layers=[Spread(lanes), *blocks, gather],
+        norm=_norm(parts, "model.norm"),
+        head=head_of(parts, embed),
+        shared=shared,
+    )
+
+
+def _block(parts: Parts, sizes: Sizes, index: int, kinds: Sequence[str]) -> Block:
+    config, weights, name = parts.config, parts.weights, f"model.layers.{index}"
+    return Block(
+        attention=_attention(parts, sizes, f"{name}.self_attn", index, kinds),
+        experts=_experts(config, weights, f"{name}.mlp"),
+        before_attention=_norm(parts, f"{name}.input_layernorm"),
+        before_experts=_norm(parts, f"{name}.post_attention_layernorm"),
+        around_attention=HyperConnection.load(config, weights, f"{name}.attn_hc"),
+        around_experts=HyperConnection.load(config, weights, f"{name}.ffn_hc"),
+    )
+
+
+def _attention(parts: Parts, sizes: Sizes, name: str, index: int, kinds: Sequence[str]) -> SharedAttention:
+    config, weights, kind = parts.config, parts.weights, kinds[index]
+    heads, groups = config.size("num_attention_heads"), config.size("o_groups", 8)
+    layer = kinds[:index].count(kind)  # of those of its kind
+    return SharedAttention(
+        layer=index,
+        heads=heads,
+        into=Linear.load(weights, f"{name}.q_a_proj", f"{name}.kv_proj"),
+        query_norm=_norm(parts, f"{name}.q_a_norm"),
+        query=Linear.load(weights, f"{name}.q_b_proj"),
+        row=_kept_row(parts, sizes, "swa", f"{name}.kv_norm"),
+        sinks_H=weights.take(f"{name}.sinks", heads, dtype=torch.float32),
+        out_OXC=weights.take(f"{name}.o_a_proj.weight").unflatten(0, (groups, -1)),
+        out=Linear.load(weights, f"{name}.o_b_proj"),
+        compressor=None if kind == SLIDING else _compressor(parts, sizes, f"{name}.compressor", kind, layer),
+        indexer=_indexer(config, weights, sizes, f"{name}.compressor.indexer") if kind == SPARSE else None,
+    )
+
+
+def _compressor(parts: Parts, sizes: Sizes, name: str, kind: str, layer: int) -> Compressor:
+    state, names = f"c{sizes.ratios[kind]}", [name]
+    kept = [_kept_row(parts, sizes, state, f"{name}.kv_norm")]
+    if kind == SPARSE:
+        keys, index = f"{state}_index", f"{name}.indexer"
+        names.append(index)
+        rows = latent_rows(parts.spec.state(keys).dtype, sizes.index, 0)
+        kept.append(Kept(state=keys, width=sizes.index, norm=_norm(parts, f"{index}.kv_norm"), format=rows))
+    halves, weights, ratio = 2 if kind == SPARSE else 1, parts.weights, sizes.ratios[kind]
+    values, gates = ([weights.take(f"{each}.{made}_proj.weight") for each in names] for made in ("kv", "gate"))
+    biases = [
+        weights.take(f"{each}.position_bias", ratio, halves * part.width, dtype=torch.float32)
+        for each, part in zip(names, kept, strict=True)
+    ]
+    return Compressor(
+        layer=layer,
+        ratio=ratio,
+        into=Linear(torch.cat([_by_half(values, halves), _by_half(gates, halves)])),
+        bias_RE=_by_half([bias.T for bias in biases], halves).T.contiguous(),
+        kept=tuple(kept),
+        overlap=f"{state}_overlap" if kind == SPARSE else None,
+    )
+
+
+def _by_half(tensors: Sequence[torch.Tensor], halves: int) -> torch.Tensor:
+    """Rows of all: the first half of each, then the second half of each."""
+    return torch.cat([half for chunks in zip(*(each.chunk(halves) for each in tensors), strict=True) for half in chunks])
+
+
+def _indexer(config: Fields, weights: Weights, sizes: Sizes, name: str) -> Indexer:
+    heads = config.size("index_n_heads", 64)
+    return Indexer(
+        heads=heads,
+        count=config.size("index_topk", 512),
+        query=Linear.load(weights, f"{name}.q_b_proj"),
+        weight=Linear.load(weights, f"{name}.scorer.weights_proj"),
+        scale=(heads * sizes.index) ** -0.5,
+    )
+
+
+def _kept_row(parts: Parts, sizes: Sizes, state: str, norm: str) -> Kept:
+    rows = shared_rows(parts.spec.state(state).dtype, sizes.row - sizes.rope, sizes.rope)
+    return Kept(state=state, width=sizes.row, norm=_norm(parts, norm), format=rows)
+
+
+def _experts(config: Fields, weights: Weights, name: str) -> TokenExperts:
+    count, combine = config.size("n_routed_experts"), _clamped(activation(config), number(config, "swiglu_limit", 10.0))
+    scoring = config.text("scoring_func") or "sqrtsoftplus"
+    if scoring not in _SCORES:
+        raise ConfigError(f"scoring_func {scoring!r} is not known; known are {', '.join(_SCORES)}")
+    table, bias = f"{name}.gate.tid2eid", f"{name}.gate.e_score_correction_bias"
+    shared = f"{name}.shared_experts"
+    return TokenExperts(
+        router=Linear.load(weights, f"{name}.gate", biased=False),
+        score=_SCORES[scoring],
+        count=config.size("num_experts_per_tok", most=count),
+        scale=number(config, "routed_scaling_factor", 1.5),
+        table_VK=weights.take(table, dtype=torch.int64) if weights.has(table) else None,
+        bias_E=weights.take(bias, count, dtype=torch.float32) if weights.has(bias) else None,
+        experts=Experts.load(weights, f"{name}.experts", count=count, combine=combine),
+        shared=Expert(
+            gate_up=Linear.load(weights, f"{shared}.gate_proj", f"{shared}.up_proj"),
+            down=Linear.load(weights, f"{shared}.down_proj"),
+            combine=combine,
+        ),
+    )
+
+
+def _clamped(act: Activation, limit: float) -> Combine:
+    """`act(gate) * up`, with gates clamped from above and ups from both sides."""
+    return lambda gate, up: act(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+
+
+def _rotary(parts: Parts, sizes: Sizes, kind: str) -> Rotary:
+    """`main` for windows alone, `compress` for layers with entries. Older configs have one scaling, which is for the latter."""
+    config, device = parts.config, parts.device
+    written = config.section("rope_parameters") if config.has("rope_parameters") else config.section("rope_scaling")
+    field, default = ("rope_theta", 10000.0) if kind == "main" else ("compress_rope_theta", 160000.0)
+    if written.has(kind):
+        scaling = written.section(kind)
+    else:
+        scaling = Fields(values={} if kind == "main" else {**written.values, "rope_theta": None}, path=written.path)
+    base = number(scaling, "rope_theta", number(config, field, default))
+    scaling = Fields(values={"attention_factor": 1.0, **scaling.values}, path=scaling.path)  # scores do not grow with the length
+    return rotary(base, sizes.rope, scaling, config, device)
+
+
+def _norm(parts: Parts, name: str) -> RMSNorm:
+    """All norms are kept and computed in fp32."""
+    return RMSNorm(parts.weights.take(f"{name}.weight", dtype=torch.float32), norm_eps(parts.config))

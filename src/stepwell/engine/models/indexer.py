@@ -1,0 +1,72 @@
+"""The index of DeepSeek sparse attention: a small key a token, by which each query picks the rows that attention reads.
+
+    kept of a token    rotated(norm(key(x)))                    one head; this is a true layer norm, with a bias
+    asked by a token   rotated(query(low-rank query of x)), and a weight for each index head
+
+Only the first channels of a head are rotated. Reads and writes its own layer of one state; picks, and never attends.
+Axes: N tokens, H index heads, D their width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import layer_norm
+
+from stepwell.engine.batch import Batch
+from stepwell.engine.models.attention import Angles
+from stepwell.engine.models.base import Parts
+from stepwell.engine.models.latent import apart, reordered, sized
+from stepwell.engine.models.layers import Linear, rotate
+from stepwell.engine.ops.selection import Selection, select
+from stepwell.engine.rows import RowFormat, latent_rows
+
+_EPS = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Indexer:
+    """`count` is how many rows a query picks."""
+
+    state: str
+    layer: int
+    heads: int
+    count: int
+    kept: RowFormat
+    query: Linear
+    key: Linear
+    key_norm: Linear  # weight and bias of the norm
+    weight: Linear  # in fp32
+
+    @classmethod
+    def load(cls, parts: Parts, name: str, *, layer: int, state: str = "index") -> Indexer:
+        config, weights = parts.config, parts.weights
+        heads, width = config.size("index_n_heads"), config.size("index_head_dim")
+        turned = config.size("qk_rope_head_dim", most=width)
+        hidden, query = config.size("hidden_size"), sized(weights, f"{name}.wq_b", heads * width, config.size("q_lora_rank"))
+        key = sized(weights, f"{name}.wk", width, hidden)
+        norm = Linear(weights.take(f"{name}.k_norm.weight", width), weights.take(f"{name}.k_norm.bias", width))
+        if config.flag("indexer_rope_interleave", config.text("model_type") == "glm_moe_dsa"):
+            query = reordered(query, apart(width, 0, turned, heads=heads))
+            key, norm = (reordered(each, apart(width, 0, turned)) for each in (key, norm))
+        scale = heads**-0.5 * width**-0.5  # of weights and of products: both are positive, and relu lets them through
+        return cls(
+            state=state,
+            layer=layer,
+            heads=heads,
+            count=config.size("index_topk"),
+            kept=latent_rows(parts.spec.state(state).dtype, width, 0),
+            query=query,
+            key=key,
+            key_norm=norm,
+            weight=Linear(weights.take(f"{name}.weights_proj.weight", heads, hidden, dtype=torch.float32) * scale),
+        )
+
+    def __call__(self, x_NC: torch.Tensor, source_NQ: torch.Tensor, angles: Angles, batch: Batch) -> Selection:
+        """Keeps every token's key, and picks for each. `source_NQ` is the normed low-rank query of its attention."""
+        paging, rows = batch.paging(None), batch.rows(self.state, self.layer, self.kept)
+        key_ND = layer_norm(self.key(x_NC), self.key_norm.weight.shape, self.key_norm.weight, self.key_norm.bias, _EPS)
+        rows.write(paging.page_N, paging.row_N, rotate(key_ND[:, None], angles)[:, 0])
+        query_NHD = rotate(self.query(source_NQ).unflatten(1, (self.heads, -1)), angles)
+        return select(query_NHD, self.weight(x_NC.float()), rows, paging, count=self.count)

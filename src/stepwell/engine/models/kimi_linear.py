@@ -1,0 +1,200 @@
+"""Kimi-Linear: delta nets whose channels fade one by one, and latent attention without positions in every fourth layer or so.
+
+    x + mixer(norm(x)),  then  x + mlp(norm(x))        mlp: a gated block, or experts and one that all tokens visit
+
+Tensors may have the names that transformers gives them or those of the published checkpoints. What a newer config says that this
+code does not know is refused, and not ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import softplus
+
+from stepwell.base.errors import ConfigError
+from stepwell.base.spec.families.fields import Fields
+from stepwell.base.spec.families.layers import Layer as LayerKind
+from stepwell.base.spec.families.recurrent import KimiHeads, kimi_schedule, read_kimi_heads
+from stepwell.engine.batch import Batch
+from stepwell.engine.loading.weights import Weights
+from stepwell.engine.models.base import Decoder, Parts
+from stepwell.engine.models.deepseek_v3 import Block, decoder, layer_names
+from stepwell.engine.models.latent import LatentAttention, LatentSizes, sized
+from stepwell.engine.models.layers import Activation, GatedMLP, Linear, RMSNorm, activation, norm_eps, number
+from stepwell.engine.models.moe import Experts, MixtureOfExperts, Route, WithShared, gated, sigmoid_in_groups
+from stepwell.engine.ops.recurrent import Points, convolve, gated_norm, recur
+
+MODEL_TYPES = ("kimi_linear", "kimi_k3")
+
+_UNIT_EPS = 1e-6  # of the lengths that queries and keys are divided by
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class KimiDelta:
+    """`into` makes queries, keys and values, which are convolved; what decays and gates are made from; and betas."""
+
+    layer: int
+    heads: KimiHeads
+    into: Linear
+    decay: Linear
+    gate: Linear
+    out: Linear
+    conv_WC: torch.Tensor
+    act: Activation
+    rate_H1: torch.Tensor
+    step_bias_HD: torch.Tensor
+    norm: RMSNorm
+
+    def __call__(self, x_NC: torch.Tensor, points: Points, batch: Batch) -> torch.Tensor:
+        heads = self.heads
+        widths = (3 * heads.num * heads.dim, heads.dim, heads.dim, heads.num)
+        mixed_NC, slow_ND, open_ND, beta_NH = self.into(x_NC).split(widths, dim=-1)
+        mixed_NC = self.act(convolve(points, self.layer, mixed_NC, self.conv_WC))
+        query, key, value = mixed_NC.unflatten(1, (3, heads.num, heads.dim)).unbind(1)
+        step_NHD = self._by_head(self.decay(slow_ND)).float() + self.step_bias_HD
+        out_NHV = recur(
+            points, self.layer, query_NKD=_unit(query) * heads.dim**-0.5, key_NKD=_unit(key), value_NHV=value,
+            decay=softplus(step_NHD) * self.rate_H1, beta_NH=beta_NH.float().sigmoid(),
+        )  # fmt: skip
+        gate_NHV = self._by_head(self.gate(open_ND))
+        normed_NHV = gated_norm(out_NHV, gate_NHV, self.norm.weight, self.norm.eps, act=torch.sigmoid)
+        return self.out(normed_NHV.flatten(1).to(x_NC.dtype))
+
+    def _by_head(self, x_NC: torch.Tensor) -> torch.Tensor:
+        x_NHD: torch.Tensor = x_NC.unflatten(1, (self.heads.num, self.heads.dim))
+        return x_NHD
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Unrotated:
+    """Latent attention that knows no positions."""
+
+    attention: LatentAttention
+
+    def __call__(self, x_NC: torch.Tensor, points: Points, batch: Batch) -> torch.Tensor:
+        return self.attention(x_NC, None, batch)
+
+
+def build(parts: Parts) -> Decoder:
+    _refuse_unknown(parts.config)
+    kinds = kimi_schedule(parts.config)
+    blocks = [_block(parts, name, index, kinds) for index, name in enumerate(layer_names(parts))]
+    return decoder(parts, blocks, Points.of)
+
+
+def _refuse_unknown(config: Fields) -> None:
+    if not config.flag("mla_use_nope", True):
+        raise ConfigError("config field mla_use_nope is false: rotated attention beside delta nets is not known here")
+    if (config.text("moe_router_activation_func") or "sigmoid") != "sigmoid":
+        raise ConfigError(
+            f"config field moe_router_activation_func is {config.text('moe_router_activation_func')!r:.60}, not sigmoid"
+        )
+    for section in (config, config.section("linear_attn_config")):
+        if section.has("gate_lower_bound"):
+            raise ConfigError(f"config field {section.path}gate_lower_bound is set: decays with a bound are not known here")
+
+
+def _block(parts: Parts, name: str, index: int, kinds: list[LayerKind]) -> Block:
+    layer, eps, weights = kinds[:index].count(kinds[index]), norm_eps(parts.config), parts.weights
+    load = _attention if kinds[index] is LayerKind.FULL else _delta
+    return Block(
+        attention=load(parts, f"{name}.self_attn", layer),
+        mlp=_feed_forward(parts, name),
+        before_attention=RMSNorm.load(weights, f"{name}.input_layernorm", eps),
+        before_mlp=RMSNorm.load(weights, f"{name}.post_attention_layernorm", eps),
+    )
+
+
+def _attention(parts: Parts, name: str, layer: int) -> Unrotated:
+    sizes, kept = LatentSizes.read(parts.config), parts.spec.state("kv").dtype
+    return Unrotated(LatentAttention.load(parts.weights, name, sizes, state="kv", layer=layer, kept=sizes.rows(kept)))
+
+
+def _delta(parts: Parts, name: str, layer: int) -> KimiDelta:
+    config, weights, heads = parts.config, parts.weights, read_kimi_heads(parts.config)
+    slow = f"{name}.forget_gate" if weights.has(f"{name}.forget_gate.A_log") else name
+    hidden, channels = config.size("hidden_size"), heads.num * heads.dim
+    joined = {f"{name}.{each}_proj": channels for each in "qkv"}
+    joined |= {f"{slow}.f_a_proj": heads.dim, f"{name}.g_a_proj": heads.dim, f"{name}.b_proj": heads.num}
+    bias_C = weights.take(f"{slow}.dt_bias", channels, dtype=torch.float32)
+    rate_11H1 = -weights.take(f"{slow}.A_log", 1, 1, heads.num, 1, dtype=torch.float32).exp()
+    return KimiDelta(
+        layer=layer,
+        heads=heads,
+        into=Linear(torch.cat([weights.take(f"{each}.weight", outputs, hidden) for each, outputs in joined.items()])),
+        decay=sized(weights, f"{slow}.f_b_proj", channels, heads.dim),
+        gate=sized(weights, f"{name}.g_b_proj", channels, heads.dim),
+        out=sized(weights, f"{name}.o_proj", hidden, channels),
+        conv_WC=_convolution(weights, name, heads),
+        act=activation(config),
+        rate_H1=rate_11H1[0, 0],
+        step_bias_HD=bias_C.view(heads.num, heads.dim),
+        norm=RMSNorm(weights.take(f"{name}.o_norm.weight", heads.dim), norm_eps(config)),
+    )
+
+
+def _convolution(weights: Weights, name: str, heads: KimiHeads) -> torch.Tensor:
+    channels, columns = heads.num * heads.dim, heads.conv_columns
+    if weights.has(f"{name}.conv1d.weight"):
+        weight_C1W = weights.take(f"{name}.conv1d.weight", 3 * channels, 1, columns)
+    else:
+        weight_C1W = torch.cat([weights.take(f"{name}.{each}_conv1d.weight", channels, 1, columns) for each in "qkv"])
+    return weight_C1W[:, 0].T.contiguous()
+
+
+# ---- feed-forward ---------------------------------------------------------------------------------
+
+
+def _feed_forward(parts: Parts, layer: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Experts in the layers whose tensors say so (`first_k_dense_replace` and `mlp_layer_types` say the same)."""
+    config, weights, act = parts.config, parts.weights, activation(parts.config)
+    # published checkpoints give experts another name than plain blocks, and transformers saves both under that one
+    other = f"{layer}.block_sparse_moe"
+    name = other if weights.has(f"{other}.gate.weight") or weights.has(f"{other}.gate_proj.weight") else f"{layer}.mlp"
+    if not weights.has(f"{name}.gate.weight"):
+        return GatedMLP.load(weights, name, act)
+    count = config.size("num_experts")
+    experts = MixtureOfExperts(
+        router=Linear(weights.take(f"{name}.gate.weight", count, config.size("hidden_size"), dtype=torch.float32)),
+        route=_route(config, weights.take(f"{name}.gate.e_score_correction_bias", count, dtype=torch.float32)),
+        experts=_experts(weights, f"{name}.experts", count, act),
+    )
+    if not config.size("num_shared_experts", 0, least=0):
+        return experts
+    return WithShared(experts=experts, shared=GatedMLP.load(weights, f"{name}.shared_experts", act))
+
+
+def _route(config: Fields, bias_E: torch.Tensor) -> Route:
+    groups = config.size("num_expert_group", 1, most=len(bias_E))
+    if len(bias_E) % groups:
+        raise ConfigError(f"config field num_expert_group {groups} must cut {len(bias_E)} experts into groups of one size")
+    if groups > 1 and not config.flag("use_grouped_topk", True):
+        raise ConfigError(f"config field use_grouped_topk is false, and num_expert_group {groups}: only one of them can be meant")
+    return sigmoid_in_groups(
+        config.size("num_experts_per_token", most=len(bias_E)),
+        bias_E=bias_E,
+        groups=groups,
+        top_groups=config.size("topk_group", groups, most=groups),
+        sum_to_one=config.flag("moe_renormalize", True),
+        scale=number(config, "routed_scaling_factor", 1.0),
+    )
+
+
+def _experts(weights: Weights, name: str, count: int, act: Activation) -> Experts:
+    """Published checkpoints call gate, up and down w1, w3 and w2."""
+    if not weights.has(f"{name}.0.w1.weight"):
+        return Experts.load(weights, name, count=count, combine=gated(act))
+    each = [f"{name}.{index}" for index in range(count)]
+    return Experts(
+        gate_up_EIC=torch.stack([weights.joined([f"{one}.w1.weight", f"{one}.w3.weight"]) for one in each]),
+        down_ECI=torch.stack([weights.take(f"{one}.w2.weight") for one in each]),
+        combine=gated(act),
+    )
+
+
+def _unit(x_NKD: torch.Tensor) -> torch.Tensor:
+    """Heads of length 1."""
+    return x_NKD * torch.rsqrt(x_NKD.square().sum(-1, keepdim=True) + _UNIT_EPS)

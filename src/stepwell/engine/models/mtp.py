@@ -1,0 +1,133 @@
+"""The layer behind the last one of DeepSeek-V3 and V3.2, which predicts one token further than the model has come.
+
+    token j, hidden j-1    into(norm(embedded token j) | norm(hidden j-1))  ->  block  ->  norm  ->  hidden, logits of token j+1
+
+A hidden state is what an output matrix reads: behind the final norm, of the model as of this layer. (The reports leave that
+open; engines measure more guesses accepted so than with the stream before the norm.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.functional import embedding, linear
+
+from stepwell.base.errors import ConfigError
+from stepwell.base.spec import ModelSpec
+from stepwell.base.spec.families.fields import Fields
+from stepwell.engine.batch import Batch
+from stepwell.engine.loading.eight_bits import block_in
+from stepwell.engine.loading.weights import TensorSource, Weights
+from stepwell.engine.models import deepseek_v3, deepseek_v32
+from stepwell.engine.models.base import Decoder, Layer, Parts
+from stepwell.engine.models.indexer import Indexer
+from stepwell.engine.models.latent import latent_rotary
+from stepwell.engine.models.layers import Linear, RMSNorm, norm_eps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MtpLayer:
+    """Writes a row for each token into its states, and returns hidden states and logits."""
+
+    model_norm: RMSNorm  # the model's final one
+    embed: torch.Tensor
+    token_norm: RMSNorm
+    hidden_norm: RMSNorm
+    into: Linear
+    block: Layer
+    shared: Callable[[Batch], Any]
+    norm: RMSNorm
+    head: torch.Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embed.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed.device
+
+    def read(self, stream_NC: torch.Tensor) -> torch.Tensor:
+        """Hidden states of the model, from its stream behind the last layer."""
+        return self.model_norm(stream_NC)
+
+    @torch.inference_mode()
+    def __call__(self, batch: Batch, before_NC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states of all tokens, and logits (fp32) of the rows the batch wants, given hidden states of those before."""
+        batch.prepare()
+        token_NC = embedding(batch.tokens_N, self.embed)
+        x_NC = self.into(torch.cat([self.token_norm(token_NC), self.hidden_norm(before_NC)], dim=-1))
+        hidden_NC = self.norm(self.block(x_NC, self.shared(batch), batch))
+        batch.finish()
+        return hidden_NC, linear(hidden_NC[batch.wanted], self.head).float()
+
+
+def load_mtp(config: Mapping[str, object], source: TensorSource, target: Decoder, spec: ModelSpec) -> MtpLayer:
+    """The layer of a model, whose states are those of `spec`. Embedding and head are the model's where they are the same."""
+    text = Fields(values=config)
+    text = text.section("text_config") if text.has("text_config") else text
+    if (count := text.size("num_nextn_predict_layers")) != 1:
+        raise ConfigError(f"the engine drafts with one layer behind the last, and this model has {count}")
+    name, eps = f"model.layers.{text.num_layers()}", norm_eps(text)
+    block = block_in(text, Fields(values=config))
+    weights = Weights(_Beginning(source, f"{name}."), dtype=target.dtype, device=target.device, block=block)
+    parts = Parts(config=text, spec=spec, weights=weights)
+    made = MtpLayer(
+        model_norm=target.norm,
+        embed=_same(weights, f"{name}.embed_tokens.weight", target.embed),
+        token_norm=RMSNorm.load(weights, f"{name}.enorm", eps),
+        hidden_norm=RMSNorm.load(weights, f"{name}.hnorm", eps),
+        into=Linear.load(weights, f"{name}.eh_proj"),
+        block=_block(parts, name),
+        shared=_shared(parts),
+        norm=RMSNorm.load(weights, f"{name}.shared_head.norm", eps),
+        head=_same(weights, f"{name}.shared_head.head.weight", target.head),
+    )
+    weights.finish()
+    return made
+
+
+class _Beginning:
+    """The tensors of a source whose names begin in one way."""
+
+    def __init__(self, source: TensorSource, beginning: str) -> None:
+        self._source = source
+        self._beginning = beginning
+
+    def names(self) -> Iterable[str]:
+        return [name for name in self._source.names() if name.startswith(self._beginning)]
+
+    def read(self, name: str) -> torch.Tensor:
+        return self._source.read(name)
+
+
+def _same(weights: Weights, name: str, of_model: torch.Tensor) -> torch.Tensor:
+    """Checkpoints repeat the model's own tensor here, or leave it out: no second copy is kept of it."""
+    if not weights.has(name):
+        return of_model
+    taken = weights.take(name, *of_model.shape)
+    return of_model if torch.equal(taken, of_model) else taken
+
+
+def _block(parts: Parts, name: str) -> Layer:
+    if not _sparse(parts):
+        return deepseek_v3.latent_block(parts, name, layer=0, state="draft")
+    attention = deepseek_v32.SparseAttention(
+        latent=deepseek_v3.latent_attention(parts, f"{name}.self_attn", layer=0, state="draft"),
+        indexer=Indexer.load(parts, f"{name}.self_attn.indexer", layer=0, state="draft_index"),
+    )
+    return deepseek_v3.block(parts, name, attention)
+
+
+def _shared(parts: Parts) -> Callable[[Batch], Any]:
+    rotary, dtype = latent_rotary(parts.config, device=parts.device), parts.weights.dtype
+    if not _sparse(parts):
+        return lambda batch: rotary.angles(batch.positions_N, dtype)
+    return lambda batch: deepseek_v32.Shared(angles=rotary.angles(batch.positions_N, dtype))
+
+
+def _sparse(parts: Parts) -> bool:
+    return any(state.name == "draft_index" for state in parts.spec.states)

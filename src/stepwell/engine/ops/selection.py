@@ -1,0 +1,128 @@
+"""Attention over rows that an index picks: for each query the best of those it may look at, gathered and in their order.
+
+    score      of a row for a query: the sum over index heads of weight * relu(query . key), in fp32
+    picked     the `count` best rows a query may look at, ties to the earliest, and all of them where there are no more
+
+Never masks over everything: what is not picked is not read. Takes a few queries at a time, so that scores and gathered rows need
+a bounded piece of memory, however long the context. Axes: N tokens, H heads, D width of an index key, C channels of a row,
+X queries of a part of the batch, K rows each looks at, T tokens of context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from stepwell.engine.batch import Paging, Run, Singles
+from stepwell.engine.ops.attention import attend, weigh
+from stepwell.engine.rows import Rows
+
+BLOCK_BYTES = 64 << 20  # of scores, or of gathered rows
+_WIDTH_BYTES = 4  # what is counted for each number, whatever it is computed in
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Picked:
+    """Where each of X queries looks, ascending. Positions it may not see stand behind the others, and are masked."""
+
+    position_XK: torch.Tensor
+    mask_XK: torch.Tensor
+
+
+Selection = tuple[Picked | None, ...]  # of each part of a batch, singles first; None: nobody sees more than it may pick
+
+
+def select(
+    query_NHD: torch.Tensor, weight_NH: torch.Tensor, rows: Rows, paging: Paging, *, count: int, block_bytes: int = BLOCK_BYTES
+) -> Selection:
+    """The `count` rows of `rows` that each query scores best. Reads index keys, and changes nothing."""
+    return tuple(_pick(query_NHD, weight_NH, rows, part, count, block_bytes) for part in _parts(paging))
+
+
+def attend_selected(
+    query_NHC: torch.Tensor, rows: Rows, paging: Paging, selection: Selection, *, scale: float, block_bytes: int = BLOCK_BYTES
+) -> torch.Tensor:
+    """What each query sees in the rows that were picked for it, key and value in one: `[N, H, C]`."""
+    seen = []
+    for part, picked in zip(_parts(paging), selection, strict=True):
+        if picked is None:
+            seen.append(attend(query_NHC, rows, _alone(paging, part), heads=1, key_dim=None, scale=scale))
+        else:
+            seen.extend(_look(query_NHC, rows, part, picked, scale, block_bytes))
+    return seen[0] if len(seen) == 1 else torch.cat(seen)
+
+
+def best(score_XT: torch.Tensor, count: int) -> torch.Tensor:
+    """Positions of the `count` highest scores, ascending, `[X, K]`. Of equal ones the earliest. NaN is highest, to be seen."""
+    score_XT = score_XT.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    least_X1 = score_XT.topk(count, dim=-1).values[:, -1:]
+    above_XT, level_XT = score_XT > least_X1, score_XT == least_X1
+    room_X1 = count - above_XT.sum(dim=-1, keepdim=True)
+    picked_XT = above_XT | (level_XT & (level_XT.cumsum(dim=-1) <= room_X1))
+    slot_XT = (picked_XT.cumsum(dim=-1) - 1).masked_fill_(~picked_XT, count)  # what is not picked goes behind, and is cut off
+    position_XT = torch.arange(score_XT.shape[1], device=score_XT.device).expand_as(slot_XT)
+    return slot_XT.new_zeros(len(slot_XT), count + 1).scatter_(1, slot_XT, position_XT)[:, :count]
+
+
+# ---- inside -----------------------------------------------------------------------------------------
+
+
+def _pick(
+    query_NHD: torch.Tensor, weight_NH: torch.Tensor, rows: Rows, part: Singles | Run, count: int, block_bytes: int
+) -> Picked | None:
+    mask_XT = _mask(part)
+    length, (heads, width) = mask_XT.shape[1], query_NHD.shape[1:]
+    if length <= count:
+        return None
+    picked = []
+    for block, key in _keys(rows, part, _blocks(part, length * (heads + width) * _WIDTH_BYTES, block_bytes)):
+        at = slice(part.start + block.start, part.start + block.stop)
+        likeness_XHT = (query_NHD[at].float() @ key.mT).relu_()
+        score_XT = (weight_NH[at, None].float() @ likeness_XHT)[:, 0] + mask_XT[block]
+        picked.append(best(score_XT, count))
+    position_XK = torch.cat(picked)
+    return Picked(position_XK=position_XK, mask_XK=mask_XT.gather(1, position_XK))
+
+
+def _keys(rows: Rows, part: Singles | Run, blocks: Iterator[slice]) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Index keys for each block of queries: those of its own requests `[X, T, D]`, or the same `[T, D]` for all of a run."""
+    if isinstance(part, Singles):
+        for block in blocks:
+            yield block, rows.whole(part.table_BP[block]).flatten(1, 2).float()
+    else:
+        key_TD = rows.whole(part.pages_P).flatten(0, 1).float()
+        yield from ((block, key_TD) for block in blocks)
+
+
+def _look(
+    query_NHC: torch.Tensor, rows: Rows, part: Singles | Run, picked: Picked, scale: float, block_bytes: int
+) -> Iterator[torch.Tensor]:
+    page_rows, (count, channels) = rows.stored_PRE.shape[1], (picked.position_XK.shape[1], query_NHC.shape[2])
+    for block in _blocks(part, count * channels * _WIDTH_BYTES, block_bytes):
+        index_XK, row_XK = picked.position_XK[block] // page_rows, picked.position_XK[block] % page_rows
+        page_XK = part.table_BP[block].gather(1, index_XK) if isinstance(part, Singles) else part.pages_P[index_XK]
+        row_X1KC = rows.some(page_XK, row_XK)[:, None]
+        query_X1HC = query_NHC[part.start + block.start : part.start + block.stop, None]
+        yield weigh(query_X1HC, row_X1KC, row_X1KC, picked.mask_XK[block, None, None], scale)[:, 0]
+
+
+def _parts(paging: Paging) -> tuple[Singles | Run, ...]:
+    return (*paging.singles, *paging.runs)
+
+
+def _alone(paging: Paging, part: Singles | Run) -> Paging:
+    if isinstance(part, Singles):
+        return replace(paging, singles=(part,), runs=())
+    return replace(paging, singles=(), runs=(part,))
+
+
+def _mask(part: Singles | Run) -> torch.Tensor:
+    return part.mask_BT if isinstance(part, Singles) else part.mask_NT
+
+
+def _blocks(part: Singles | Run, query_bytes: int, block_bytes: int) -> Iterator[slice]:
+    """Queries of a part, as many at a time as `block_bytes` allow, and at least one."""
+    count, size = part.stop - part.start, max(block_bytes // query_bytes, 1)
+    return (slice(start, min(start + size, count)) for start in range(0, count, size))

@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 HYBRID := $(VENV)/.installed-hybrid
 REAL := $(VENV)/.installed-real
 
-.PHONY: help demo test test-real lint types floors unit bench-tree bench-tree-peer bench-copies bench-store bench-opening bench-engine bench-restart clean
+.PHONY: help demo test test-real lint types floors unit bench-tree bench-tree-peer bench-copies bench-store bench-opening bench-engine bench-restart bench-rows clean
 
 help: ## Show what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -68,6 +68,9 @@ bench-store: $(STAMP) ## The stores beside the disk, SGLang's files and raw Moon
 
 bench-engine: $(STAMP) $(REAL) ## Warm against cold, the cost of the cache, and decoding beside transformers
 	@$(BIN)/python benchmarks/bench_engine.py
+
+bench-rows: $(STAMP) ## What rows in eight bits lose, beside bf16
+	@$(BIN)/python benchmarks/bench_rows.py
 
 bench-opening: $(STAMP) ## How long a log of a million values takes to open, also after kill -9 (5 GB of disk)
 	@$(BIN)/python benchmarks/bench_opening.py

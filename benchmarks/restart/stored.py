@@ -1,0 +1,77 @@
+"""What a long prompt of DeepSeek-V4-Flash's shape takes in memory and on disk. Nothing is computed: the bytes are only moved."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+
+from stepwell import CacheConfig, Kind, ModelSpec, Tier, build_cache
+from stepwell.base.config import PlacementConfig
+from stepwell.base.spec.families import from_config
+from stepwell.base.spec.presets import preset
+from stepwell.cache.build import layouts_for, numpy_memories
+from stepwell.cache.executor import ThreadExecutor
+from stepwell.engine.footprint import footprint
+from stepwell.engine.pages import DevicePages
+from stepwell.store.log.store import LogStore
+from stepwell.store.registry import open_store
+from stepwell.transfer.hands import NumpyHands
+
+GOAL_BYTES = 4.2e9
+TOKENS, INTERVAL = 131_072, 8_192
+MEMORY_BYTES = 768 << 20
+
+
+def stored_bytes(directory: Path) -> list[dict[str, Any]]:
+    """One row for each way of laying V4-Flash's layers out that is written of."""
+    import transformers
+
+    by_default = transformers.AutoConfig.for_model("deepseek_v4").to_dict()
+    specs = {
+        "as transformers has them (20 C4, 23 C128)": from_config(by_default, kv_dtype="fp8", model_dtype="bf16"),
+        "as the preset has them (2 windows, 21 C4, 20 C128)": preset("deepseek-v4-flash", kv_dtype="fp8"),
+    }
+    return [{"layers": name, **_measure(spec, directory / f"v4-{at}")} for at, (name, spec) in enumerate(specs.items())]
+
+
+def _measure(spec: ModelSpec, directory: Path) -> dict[str, Any]:
+    config = CacheConfig(
+        device_bytes=MEMORY_BYTES, host_bytes=MEMORY_BYTES, placement=PlacementConfig(interval_tokens=INTERVAL, at_branch=False)
+    )
+    memories = numpy_memories(spec, layouts_for(spec, config))
+    measured = footprint(DevicePages(spec, {kind: torch.from_numpy(memories[Tier.DEVICE].rows(kind)) for kind in Kind}))
+    cache = build_cache(
+        spec, config, executor=ThreadExecutor([NumpyHands(memories)]), model="bytes", host_pages=[memories[Tier.HOST]]
+    )
+    store = open_store(f"log:{directory}", options={"budget": "2GiB"})
+    assert isinstance(store, LogStore)
+    cache.attach_store(store)
+    random = Random(0)
+    prompt = [random.randrange(100_000) for _ in range(TOKENS)]
+    with cache.acquire(cache.lookup(prompt)) as lease:
+        while lease.position < TOKENS:
+            upto = min(cache.next_stop(lease) or TOKENS, TOKENS)
+            cache.grow(lease, upto)
+            cache.commit(lease, upto)
+            _settle(cache)
+    _settle(cache)
+    taken = store.stat().disk_bytes  # of values, with what fills up their last blocks
+    cache.close()
+    store.close()
+    return {
+        "tokens": TOKENS,
+        "bytes_per_token": float(measured.bytes_per_token),
+        "spec_bytes_per_token": float(spec.bytes_per_token),
+        "checkpoint_bytes": measured.checkpoint_bytes,
+        "spec_checkpoint_bytes": spec.checkpoint_bytes(),
+        "stored_per_million": taken / TOKENS * 1e6,
+    }
+
+
+def _settle(cache: Any) -> None:
+    while (report := cache.step()).running or report.storing:
+        time.sleep(0.001)

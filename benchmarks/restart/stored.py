@@ -51,10 +51,10 @@ def _measure(spec: ModelSpec, directory: Path) -> dict[str, Any]:
     assert isinstance(store, LogStore)
     cache.attach_store(store)
     random = Random(0)
-    prompt = [random.randrange(100_000) for _ in range(TOKENS)]
+    prompt = [random.randrange(100_000) for _ in range(TOKENS + 1)]  # one is always computed: the last boundary is at TOKENS
     with cache.acquire(cache.lookup(prompt)) as lease:
-        while lease.position < TOKENS:
-            upto = min(cache.next_stop(lease) or TOKENS, TOKENS)
+        while lease.position < len(prompt):
+            upto = min(cache.next_stop(lease) or len(prompt), len(prompt))
             cache.grow(lease, upto)
             cache.commit(lease, upto)
             _settle(cache)

@@ -85,6 +85,25 @@ def test_from_the_host_with_checkpoints_at_branches(family: str) -> None:
     check_same(replay(Recorded(family, placement=placement), played, evict), played)
 
 
+@pytest.mark.parametrize("compressed", ["deepseek_v3", "deepseek_v32", "deepseek_v4", "kimi_linear"])
+def test_eight_bit_rows_from_host_and_store(compressed: str, tmp_path: Path) -> None:
+    on_device = Recorded(compressed, kv_dtype="fp8")
+    played = script(on_device, seed=5)
+    on_device.close()
+
+    def evict(recorded: Recorded) -> Recorded:
+        recorded.evict_to_host()
+        return recorded
+
+    def forget(recorded: Recorded) -> Recorded:
+        recorded.forget_memory()
+        return recorded
+
+    check_same(replay(Recorded(compressed, kv_dtype="fp8"), played, evict), played)
+    stored = Recorded(compressed, kv_dtype="fp8", **store_at(tmp_path / "log"), store_config=WAIT)
+    check_same(replay(stored, played, forget), played)
+
+
 def test_from_the_store(family: str, resident: list[Played], tmp_path: Path) -> None:
     def forget(recorded: Recorded) -> Recorded:
         recorded.forget_memory()

@@ -38,6 +38,20 @@ class Layer(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Block:
+    """Attention of some kind and a feed-forward block, each beside the stream with a norm before it, as most models have them."""
+
+    attention: Layer
+    mlp: Callable[[torch.Tensor], torch.Tensor]
+    before_attention: RMSNorm
+    before_mlp: RMSNorm
+
+    def __call__(self, x_NC: torch.Tensor, shared: Any, batch: Batch) -> torch.Tensor:
+        x_NC = x_NC + self.attention(self.before_attention(x_NC), shared, batch)
+        return x_NC + self.mlp(self.before_mlp(x_NC))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Decoder:
     """A decoder-only model. `shared` computes what all layers of one pass need, such as the angles of its rotations.
 

@@ -8,7 +8,6 @@ Never loads the layers behind the last, which predict further tokens; `latent_bl
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,26 +15,12 @@ import torch
 from stepwell.base.errors import ConfigError
 from stepwell.base.spec.families.fields import MAX_LAYERS, Fields
 from stepwell.engine.batch import Batch
-from stepwell.engine.models.base import Decoder, Layer, Parts, head_of
+from stepwell.engine.models.base import Block, Decoder, Layer, Parts, head_of
 from stepwell.engine.models.latent import LatentAttention, LatentSizes, latent_rotary, query_scale
 from stepwell.engine.models.layers import GatedMLP, Linear, RMSNorm, activation, norm_eps, number
 from stepwell.engine.models.moe import Experts, MixtureOfExperts, WithShared, gated, sigmoid_in_groups
 
 MODEL_TYPES = ("deepseek_v3", "kimi_k2")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Block:
-    """Attention of some kind and a feed-forward block, each beside the stream and with a norm before it."""
-
-    attention: Layer
-    mlp: Callable[[torch.Tensor], torch.Tensor]
-    before_attention: RMSNorm
-    before_mlp: RMSNorm
-
-    def __call__(self, x_NC: torch.Tensor, shared: Any, batch: Batch) -> torch.Tensor:
-        x_NC = x_NC + self.attention(self.before_attention(x_NC), shared, batch)
-        return x_NC + self.mlp(self.before_mlp(x_NC))
 
 
 def build(parts: Parts) -> Decoder:

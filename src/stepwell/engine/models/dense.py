@@ -7,36 +7,18 @@ Qwen3 norms queries and keys; Mistral and some Qwens look at a window in some la
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-
-import torch
+from collections.abc import Sequence
 
 from stepwell.base.spec.families.attention import read_heads
 from stepwell.base.spec.families.fields import Fields
 from stepwell.base.spec.families.layers import Layer as LayerKind
 from stepwell.base.spec.families.layers import schedule
-from stepwell.engine.batch import Batch
-from stepwell.engine.models.attention import Angles, Attention
-from stepwell.engine.models.base import Decoder, Parts, head_of
+from stepwell.engine.models.attention import Attention
+from stepwell.engine.models.base import Block, Decoder, Parts, head_of
 from stepwell.engine.models.layers import GatedMLP, Linear, RMSNorm, activation, norm_eps, rotary_from
 from stepwell.engine.models.moe import Experts, MixtureOfExperts, gated, softmax_then_top
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Block:
-    """Attention and a feed-forward block, each beside the stream and with a norm before it. Shared with other families."""
-
-    attention: Attention
-    mlp: Callable[[torch.Tensor], torch.Tensor]
-    before_attention: RMSNorm
-    before_mlp: RMSNorm
-
-    def __call__(self, x_NC: torch.Tensor, shared: Angles, batch: Batch) -> torch.Tensor:
-        x_NC = x_NC + self.attention(self.before_attention(x_NC), shared, batch)
-        return x_NC + self.mlp(self.before_mlp(x_NC))
 
 
 def build(parts: Parts) -> Decoder:
@@ -53,12 +35,12 @@ def build(parts: Parts) -> Decoder:
         norm=RMSNorm.load(weights, "model.norm", norm_eps(config)),
         head=head_of(parts, embed),
         shared=lambda batch: rotary.angles(batch.positions_N, embed.dtype),
-        steady=_windows(blocks) if all(isinstance(block.mlp, GatedMLP) for block in blocks) else (),
+        steady=_windows(config, kinds) if all(isinstance(block.mlp, GatedMLP) for block in blocks) else (),
     )
 
 
-def _windows(blocks: Sequence[Block]) -> tuple[int | None, ...]:
-    return tuple(dict.fromkeys(block.attention.window for block in blocks))
+def _windows(config: Fields, kinds: Sequence[LayerKind]) -> tuple[int | None, ...]:
+    return tuple(config.size("sliding_window") if kind is LayerKind.SLIDING else None for kind in dict.fromkeys(kinds))
 
 
 def layer_kinds(config: Fields) -> list[LayerKind]:

@@ -16,8 +16,7 @@ from stepwell.base.spec.families.layers import Layer as LayerKind
 from stepwell.base.spec.families.layers import every, schedule
 from stepwell.engine.loading.weights import Weights
 from stepwell.engine.models.attention import Attention
-from stepwell.engine.models.base import Decoder, Parts, head_of
-from stepwell.engine.models.dense import Block
+from stepwell.engine.models.base import Block, Decoder, Parts, head_of
 from stepwell.engine.models.layers import Linear, RMSNorm, number, rotary_from
 from stepwell.engine.models.moe import Combine, Experts, MixtureOfExperts, Route, Routing
 

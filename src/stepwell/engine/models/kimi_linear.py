@@ -20,8 +20,8 @@ from stepwell.base.spec.families.layers import Layer as LayerKind
 from stepwell.base.spec.families.recurrent import KimiHeads, kimi_schedule, read_kimi_heads
 from stepwell.engine.batch import Batch
 from stepwell.engine.loading.weights import Weights
-from stepwell.engine.models.base import Decoder, Parts
-from stepwell.engine.models.deepseek_v3 import Block, decoder, layer_names
+from stepwell.engine.models.base import Block, Decoder, Parts
+from stepwell.engine.models.deepseek_v3 import decoder, layer_names
 from stepwell.engine.models.latent import LatentAttention, LatentSizes, sized
 from stepwell.engine.models.layers import Activation, GatedMLP, Linear, RMSNorm, activation, norm_eps, number
 from stepwell.engine.models.moe import Experts, MixtureOfExperts, Route, WithShared, gated, sigmoid_in_groups

@@ -2,12 +2,13 @@
 
 A recording is for so many requests, and for page tables up to a length that grows in steps, so that one lasts for many tokens. A
 shape is recorded when it is met again; the first time it is computed in the same shape, so that the bits do not depend on what
-was recorded. Only for models whose steps do the same work whatever the numbers are (`Decoder.steady`); all other passes are
-computed as usual.
+was recorded. A shape that cannot be recorded, for lack of memory say, goes on being computed. Only for models whose steps do the
+same work whatever the numbers are (`Decoder.steady`); all other passes are computed as usual.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -20,6 +21,8 @@ PAGES_STEP = 16  # by which page tables grow
 MOST_RECORDINGS = 64
 
 Shape = tuple[int, ...]  # requests, then the length of the page table of each kind of pages
+
+log = logging.getLogger(__name__)
 
 
 class Still(Batch):
@@ -61,8 +64,10 @@ class Graphs:
     def __init__(self, model: Decoder) -> None:
         self._model = model
         self._met: set[Shape] = set()
+        self._refused: set[Shape] = set()  # that could not be recorded; nobody tries again
         self._recordings: dict[Shape, Recording] = {}
         self._pool = torch.cuda.graph_pool_handle()
+        self._side = torch.cuda.Stream(model.device)  # one for all: memory of the pool is lent again on its own stream alone
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> torch.Tensor:
@@ -71,15 +76,24 @@ class Graphs:
             return self._model.forward(batch)
         batch.prepare()
         shape = (len(batch.segments), *lengths.values())
-        if shape in self._recordings:
-            return self._recordings[shape].play(batch)
-        if shape not in self._met:
-            self._met.add(shape)
+        if shape not in self._recordings and not self._recorded(shape, batch, lengths):
             return self._model.compute(Still(batch, lengths))
+        return self._recordings[shape].play(batch)
+
+    def _recorded(self, shape: Shape, batch: Batch, lengths: Mapping[int | None, int]) -> bool:
+        """Records a shape that is met again, and says whether it did. One that cannot be is not tried a second time."""
+        if shape not in self._met or shape in self._refused:
+            self._met.add(shape)
+            return False
         if len(self._recordings) >= MOST_RECORDINGS:
             del self._recordings[next(iter(self._recordings))]
-        self._recordings[shape] = self._record(batch, lengths)
-        return self._recordings[shape].play(batch)
+        try:
+            self._recordings[shape] = self._record(batch, lengths)
+        except RuntimeError:  # CUDA's: no memory for it, or something that cannot be recorded
+            log.warning("a decode step could not be recorded, and is computed instead", exc_info=True)
+            self._refused.add(shape)
+            return False
+        return True
 
     def _lengths(self, batch: Batch) -> dict[int | None, int] | None:
         """How long page tables are for this batch, in steps; None for one that cannot be played."""
@@ -92,15 +106,16 @@ class Graphs:
 
     def _record(self, batch: Batch, lengths: Mapping[int | None, int]) -> Recording:
         """Computes the batch twice: what it writes is the same every time."""
-        still = Still(batch, lengths)
-        side = torch.cuda.Stream(device=self._model.device)
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # libraries get their workspaces outside of the recording
-            self._model.compute(still)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # other threads copy pages meanwhile
-            logits = self._model.compute(still)
+        still, graph = Still(batch, lengths), torch.cuda.CUDAGraph()
+        here, side = torch.cuda.current_stream(self._model.device), self._side
+        with torch.cuda.stream(here):  # whichever device was current; and back on it from a recording that failed
+            side.wait_stream(here)
+            with torch.cuda.stream(side):  # libraries get their workspaces outside of the recording
+                self._model.compute(still)
+            here.wait_stream(side)
+            # Other threads copy pages meanwhile, which is none of its business.
+            with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
+                logits = self._model.compute(still)
         return Recording(batch=still, graph=graph, logits=logits)
 
 

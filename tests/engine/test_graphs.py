@@ -1,0 +1,118 @@
+"""Decode steps that are recorded and played again, with something that plays without a GPU: the answers are those without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from engine.small import Limits, greedy, prompt, run, small, tokens_of
+from stepwell.engine import Engine, graphs
+from stepwell.engine.batch import Batch
+from stepwell.engine.graphs import Graphs, Recording, Still
+
+pytest.importorskip("transformers")
+
+RANDOM = Random(1)
+ASKS = [greedy(prompt(RANDOM.randrange(1, 90), seed=at), RANDOM.randrange(1, 60)) for at in range(10)]
+
+
+class Cuda:
+    """As much of `torch.cuda` as a recording needs, on two devices; knows which stream is current."""
+
+    def __init__(self, *, broken: bool = False) -> None:
+        self.current = "device 0"
+        self.recorded_on: list[str] = []
+        self._broken = broken
+
+    def current_stream(self, device: object = None) -> SimpleNamespace:
+        return SimpleNamespace(name=self.current if device is None else "device 1", wait_stream=lambda other: None)
+
+    def Stream(self, device: object = None) -> SimpleNamespace:
+        name = "side of device 0" if device is None else "side of device 1"
+        return SimpleNamespace(name=name, wait_stream=lambda other: None)
+
+    @contextmanager
+    def stream(self, stream: SimpleNamespace) -> Iterator[None]:
+        before, self.current = self.current, stream.name
+        try:
+            yield
+        finally:
+            self.current = before
+
+    @contextmanager
+    def graph(self, graph: object, *, stream: SimpleNamespace | None = None, **more: Any) -> Iterator[None]:
+        before, self.current = self.current, "side of device 0" if stream is None else stream.name
+        self.recorded_on.append(self.current)
+        yield
+        if self._broken:
+            raise RuntimeError("operation failed due to a previous error during capture")  # torch stays on the side then
+        self.current = before
+
+    def CUDAGraph(self) -> object:
+        return object()
+
+    def graph_pool_handle(self) -> None:
+        return None
+
+    def replace(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(graphs, "torch", SimpleNamespace(cuda=self, inf=torch.inf))
+
+
+def playing(graph: Graphs, batch: Batch, lengths: Mapping[int | None, int]) -> Recording:
+    """Computes into the same memory every time, from the tensors that a recording reads."""
+    model, still = graph._model, Still(batch, lengths)
+    logits = model.compute(still)
+    played = SimpleNamespace(replay=lambda: logits.copy_(model.compute(still)))
+    return Recording(batch=still, graph=played, logits=logits)  # type: ignore[arg-type]
+
+
+def recorded(engine: Engine) -> Graphs:
+    made = Graphs(engine._runner.model)
+    engine._runner._forward = made.forward
+    return made
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
+@pytest.mark.parametrize(("step", "most"), [(16, 64), (1, 3)])
+def test_a_played_step_reads_the_batch_it_is_given(family: str, step: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests come and go, tables grow, and recordings are dropped for others."""
+    Cuda().replace(monkeypatch)
+    monkeypatch.setattr(Graphs, "_record", playing)
+    monkeypatch.setattr(graphs, "PAGES_STEP", step)
+    monkeypatch.setattr(graphs, "MOST_RECORDINGS", most)
+    limits = Limits(chunk_tokens=64, max_running=5)
+    with small(family, limits=limits) as engine:
+        expected = [tokens_of(deltas) for deltas in run(engine, ASKS)]
+    with small(family, limits=limits) as engine:
+        made = recorded(engine)
+        assert [tokens_of(deltas) for deltas in run(engine, ASKS)] == expected
+        assert 3 <= len(made._recordings) <= most
+
+
+def test_a_step_that_cannot_be_recorded_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Cuda(broken=True)
+    cuda.replace(monkeypatch)
+    with small() as engine:
+        expected = [tokens_of(deltas) for deltas in run(engine, ASKS[:3])]
+    with small() as engine:
+        made = recorded(engine)
+        assert [tokens_of(deltas) for deltas in run(engine, ASKS[:3])] == expected
+        assert cuda.current == "device 0", "what follows would run on the stream of the recording"
+        assert not made._recordings and 0 < len(cuda.recorded_on) == len(made._refused), "each shape is tried once"
+
+
+def test_a_step_is_recorded_on_the_device_of_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever device is current: what runs elsewhere is not in the recording."""
+    cuda = Cuda()
+    cuda.replace(monkeypatch)
+    monkeypatch.setattr(Recording, "play", lambda self, batch: self.logits)
+    with small() as engine:
+        recorded(engine)
+        run(engine, [greedy(prompt(20), 3)])
+    assert cuda.recorded_on == ["side of device 1"] and cuda.current == "device 0"

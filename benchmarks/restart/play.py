@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from restart.questions import prompts
 from stepwell.base.config import PlacementConfig, PrefetchPolicy, StoreConfig
 from stepwell.engine import Ask, Engine, Limits, Sampling, Usage
+from stepwell.engine.engine import IDLE_S
 
 
 def main() -> None:
@@ -43,6 +44,8 @@ def play(engine: Engine, order: dict[str, Any]) -> dict[str, Any]:
     answers: dict[int, list[int]] = {number: [] for number in numbers}
     usages: list[Usage] = []
     while engine.num_open:
+        if engine.idle:
+            time.sleep(IDLE_S)
         for delta in engine.step():
             assert delta.error is None, delta.error
             answers[delta.request] += delta.tokens

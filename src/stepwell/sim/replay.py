@@ -1,0 +1,184 @@
+"""Drives the production cache with the requests of a trace, one after the other, on a clock that follows the trace.
+
+    clock      stands at a request's arrival while it is served: copies and errands take no time of it
+    answers    are not cached: a trace does not say what they hold
+    seconds    to the first token are estimated for each request alone: no request waits for another
+
+No logic of the cache is repeated here, and no page memory exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from stepwell.base.clock import Clock, ManualClock
+from stepwell.base.config import PrefetchPolicy, StoreConfig
+from stepwell.base.errors import ConfigError, NoRoom
+from stepwell.base.ids import Tier
+from stepwell.cache.build import build_cache
+from stepwell.cache.facade import Cache
+from stepwell.cache.lease import Lease, Sources
+from stepwell.cache.ticket import Ticket
+from stepwell.sim.ceiling import Ceiling
+from stepwell.sim.hands import CountingExecutor, CountingPorter, Traffic
+from stepwell.sim.report import Report
+from stepwell.sim.setup import Setup
+from stepwell.sim.store import CountingStore
+from stepwell.sim.tally import Tally
+from stepwell.sim.trace import Trace, TraceRequest, prompt_of
+from stepwell.tree.match import Match
+
+CHUNK_TOKENS = 8192  # computed at a time, where a model's windows take room for every token of a chunk
+FETCH_CHUNK_BYTES = 64 * 2**20
+LEAST_STEP_S = 1e-6  # between two requests, so that each use is later than the one before
+MOST_STEPS = 1_000_000  # until everything has settled, before that is called a bug
+MOST_TRIES = 64  # at taking a lease while room is on its way
+
+
+class Replay:
+    """One cache and the requests it has served. One thread."""
+
+    def __init__(self, setup: Setup, *, block_tokens: int) -> None:
+        self._setup = setup
+        self._block_tokens = block_tokens
+        self._clock = ManualClock()
+        self._number = 0
+        self._traffic = Traffic()
+        self._ceiling = Ceiling(setup.spec, block_tokens, whole_blocks=setup.whole_blocks)
+        self.cache = build_cache(
+            setup.spec, setup.config, executor=CountingExecutor(setup.spec, self._traffic), clock=self._clock, model="replay"
+        )
+        self.store = _attach_store(self.cache, setup, self._traffic)
+        self.tally = Tally(setup, self.cache, self._traffic, self.store)
+
+    def serve(self, request: TraceRequest) -> Sources:
+        """A whole request; says where its prompt came from."""
+        self._clock.advance(max(request.at_s - self._clock.now(), LEAST_STEP_S))
+        self._number += 1
+        setup = self._setup
+        tokens = prompt_of(request, self._block_tokens, number=self._number, whole_blocks=setup.whole_blocks)
+        loaded, fetched = self._traffic.loaded_bytes, self._traffic.read_bytes[Tier.STORE]
+        match = self.cache.lookup(tokens)
+        lease = self._acquire(match, self._fetched(match) if self.store is not None else None)
+        if lease is None:
+            sources, resumed_checkpoint = Sources(computed=request.prompt_tokens), False
+        else:
+            sources, resumed_checkpoint = _within(lease.sources, request.prompt_tokens), lease.restored is not None
+            self._compute(lease)
+        ttft_s = setup.hardware.request_latency_s + setup.hardware.prefill_s(sources.total - sources.computed, sources.total)
+        ttft_s += setup.hardware.load_s(self._traffic.loaded_bytes - loaded)
+        ttft_s += setup.hardware.fetch_s(self._traffic.read_bytes[Tier.STORE] - fetched)
+        self.tally.add(
+            request, sources, ttft_s=ttft_s, reusable_tokens=self._ceiling.reusable(request), fits=lease is not None,
+            from_checkpoint=resumed_checkpoint,
+        )  # fmt: skip
+        return sources
+
+    # ---- inside -----------------------------------------------------------------------------------
+
+    def _fetched(self, match: Match) -> Ticket:
+        """A ticket with everything brought up that the store has and that is worth it."""
+        ticket = self.cache.prefetch(match)
+        self._settle(lambda: ticket.ready)
+        return ticket
+
+    def _acquire(self, match: Match, ticket: Ticket | None) -> Lease | None:
+        """A lease that is ready to compute; None when the prompt is larger than the device."""
+        lease = self._leased(match, ticket)
+        if lease is not None:
+            self._settle(lambda: lease.ready)
+            assert lease.ready, f"{lease} did not become ready"
+        elif ticket is not None:
+            ticket.close()
+        return lease
+
+    def _leased(self, match: Match, ticket: Ticket | None) -> Lease | None:
+        for _ in range(MOST_TRIES):
+            try:
+                return self.cache.acquire(self.cache.refresh(match), ticket=ticket)
+            except NoRoom as refusal:
+                if not refusal.waiting:
+                    return None
+                self._settle()
+        return None
+
+    def _compute(self, lease: Lease) -> None:
+        """Ends a chunk at every stop, as an engine does, then gives the lease back."""
+        cache, prompt_tokens = self.cache, lease.prompt_tokens
+        chunk = CHUNK_TOKENS if self._setup.spec.window_tokens else prompt_tokens
+        while lease.position < prompt_tokens:
+            stop = cache.next_stop(lease)
+            end = min(lease.position + chunk, prompt_tokens if stop is None else min(stop, prompt_tokens))
+            try:
+                cache.grow(lease, end)
+            except NoRoom as refusal:
+                if not refusal.waiting:
+                    break  # what it has committed stays; the rest is computed and not cached
+                self._settle()
+                continue
+            cache.commit(lease, end)
+            self._settle(lambda: lease.ready)
+        cache.release(lease)
+        self._settle()
+
+    def _settle(self, until: Callable[[], bool] | None = None) -> None:
+        """Steps until that is so, or until nothing is under way any more."""
+        for _ in range(MOST_STEPS):
+            if until is not None and until():
+                return
+            report = self.cache.step()
+            if not report.running and not report.storing:
+                return
+        raise AssertionError(f"the cache did not settle: {self.cache.pending=}")
+
+
+def replay_trace(
+    trace: Trace, setup: Setup, *, policy: str, clock: Clock, warm_up: int = 0, on_request: Callable[[], None] | None = None
+) -> Report:
+    """Serves a whole trace with an empty cache; figures begin after `warm_up` requests. `clock` times the replay itself.
+
+    Raises TraceError for a trace that cannot be read, ConfigError for one that ends before figures begin.
+    """
+    started_s = clock.now()
+    replay = Replay(setup, block_tokens=trace.block_tokens)
+    served = 0
+    for request in trace:
+        if served == warm_up:
+            replay.tally.restart()
+        replay.serve(request)
+        served += 1
+        if on_request is not None:
+            on_request()
+    if 0 < served <= warm_up:
+        raise ConfigError(f"{trace.name} has {served} requests: a warm-up of {warm_up} leaves none to count")
+    return replay.tally.report(trace=trace.name, policy=policy, wall_s=clock.now() - started_s)
+
+
+def _attach_store(cache: Cache, setup: Setup, traffic: Traffic) -> CountingStore | None:
+    if setup.store_bytes is None:
+        return None
+    config = StoreConfig(
+        prefetch=PrefetchPolicy.WAIT_COMPLETE,
+        recompute_tokens_per_s=setup.hardware.prefill_tokens_per_s,
+        fetch_chunk_bytes=FETCH_CHUNK_BYTES,
+    )
+    store = CountingStore(setup.store_bytes)
+    porter = CountingPorter(setup.spec, store, traffic, setup.hardware, readers=config.readers)
+    cache.attach_store(store, config, porter=porter)
+    return store
+
+
+def _within(sources: Sources, prompt_tokens: int) -> Sources:
+    """Sources of the prompt as the trace has it, when its last block was taken for a full one, or a tail was left out."""
+    excess = sources.total - prompt_tokens  # negative for a tail, which is computed
+    if not excess:
+        return sources
+    computed = min(sources.computed, excess)
+    left = excess - computed
+    sources = replace(sources, computed=sources.computed - computed)
+    for name in ("store", "host", "device"):
+        cut = min(getattr(sources, name), left)
+        left -= cut
+        sources = replace(sources, **{name: getattr(sources, name) - cut})
+    return sources

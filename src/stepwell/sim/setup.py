@@ -1,0 +1,27 @@
+"""What a trace is replayed on: a model, tiers, policies and a machine. Checked when it is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from stepwell.base.config import CacheConfig
+from stepwell.base.errors import ConfigError
+from stepwell.base.spec import ModelSpec
+from stepwell.sim.hardware import Hardware
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What to replay on. `whole_blocks` lets a last block that is not full be cached, as simulators of blocks do."""
+
+    spec: ModelSpec
+    config: CacheConfig
+    store_bytes: int | None = None
+    hardware: Hardware = field(default_factory=Hardware)
+    whole_blocks: bool = False
+
+    def __post_init__(self) -> None:
+        if self.config.device_bytes is None:
+            raise ConfigError("a replay needs a device tier: requests compute into it")
+        if self.store_bytes is not None and self.config.host_bytes is None:
+            raise ConfigError("a store stands below host memory: give the replay a host tier too")

@@ -1,0 +1,88 @@
+"""Adds up what a replay's requests came to, from any moment on: what came before only warmed the cache."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+
+from stepwell.base.ids import Tier
+from stepwell.cache.facade import Cache
+from stepwell.cache.lease import Sources
+from stepwell.sim.hands import Traffic
+from stepwell.sim.report import Report, TierReport, percentiles_s
+from stepwell.sim.setup import Setup
+from stepwell.sim.store import CountingStore
+from stepwell.sim.trace import TraceRequest
+
+_EVICTED = ("evicted_device_checkpoints", "evicted_host_checkpoints")
+
+
+class Tally:
+    """Figures since the last `restart`."""
+
+    def __init__(self, setup: Setup, cache: Cache, traffic: Traffic, store: CountingStore | None) -> None:
+        self._setup = setup
+        self._cache = cache
+        self._traffic = traffic
+        self._store = store
+        self.restart()
+
+    def restart(self) -> None:
+        """Counts from now on."""
+        self._sums: Counter[str] = Counter()
+        self._ttft_s = array("d")
+        self._counters_before = self._cache.counters.snapshot()
+        self._read_before = self._traffic.read_bytes.copy()
+        self._written_before = self._traffic.written_bytes.copy()
+
+    def add(
+        self, request: TraceRequest, sources: Sources, *, ttft_s: float, reusable_tokens: int, fits: bool, from_checkpoint: bool
+    ) -> None:
+        assert sources.total == request.prompt_tokens, f"{sources} does not add up to {request.prompt_tokens}"
+        sums = self._sums
+        sums["requests"] += 1
+        sums["prompt_tokens"] += request.prompt_tokens
+        sums["output_tokens"] += request.output_tokens
+        sums["device_tokens"] += sources.device
+        sums["host_tokens"] += sources.host
+        sums["store_tokens"] += sources.store
+        sums["computed_tokens"] += sources.computed
+        sums["reusable_tokens"] += reusable_tokens
+        sums["too_large"] += not fits
+        sums["checkpoints_used"] += from_checkpoint
+        self._ttft_s.append(ttft_s)
+
+    def report(self, *, trace: str, policy: str, wall_s: float) -> Report:
+        names = ("requests", "prompt_tokens", "output_tokens", "device_tokens", "host_tokens", "store_tokens", "computed_tokens",
+                 "reusable_tokens", "too_large", "checkpoints_used")  # fmt: skip
+        p50_s, p95_s, p99_s = percentiles_s(self._ttft_s)
+        return Report(
+            trace=trace,
+            spec=self._setup.spec.name,
+            policy=policy,
+            write=self._setup.config.write.value,
+            page_tokens=self._setup.spec.page_tokens,
+            hardware=self._setup.hardware,
+            **{name: self._sums[name] for name in names},
+            checkpoints_made=self._counted("checkpoints_made"),
+            checkpoints_evicted=sum(map(self._counted, _EVICTED)),
+            tiers={tier: self._tier(tier) for tier in (Tier.DEVICE, Tier.HOST, Tier.STORE)},
+            ttft_p50_s=p50_s,
+            ttft_p95_s=p95_s,
+            ttft_p99_s=p99_s,
+            wall_s=wall_s,
+        )
+
+    def _counted(self, name: str) -> int:
+        return self._cache.counters[name] - self._counters_before.get(name, 0)
+
+    def _tier(self, tier: Tier) -> TierReport:
+        config, store = self._setup.config, self._store
+        sizes = {Tier.DEVICE: config.device_bytes, Tier.HOST: config.host_bytes, Tier.STORE: self._setup.store_bytes}
+        in_store = store.used_bytes if store is not None else 0
+        return TierReport(
+            size_bytes=sizes[tier] or 0,
+            used_bytes=in_store if tier is Tier.STORE else self._cache.used_bytes(tier),
+            read_bytes=self._traffic.read_bytes[tier] - self._read_before[tier],
+            written_bytes=self._traffic.written_bytes[tier] - self._written_before[tier],
+        )

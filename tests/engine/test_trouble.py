@@ -35,6 +35,17 @@ def test_the_smallest_temperature_hurts_nobody() -> None:
     assert tokens_of(played[0]) == alone("llama", [greedy(prompt(30), 5)])[0]
 
 
+def test_what_gave_no_number_is_not_cached() -> None:
+    with small() as engine:
+        ours = engine.submit(greedy(prompt(40), 5))
+        runner = engine._runner
+        compute = runner.run
+        runner.run = lambda chunks: _spoil(compute(chunks), [c.request.id for c in chunks if c.completes], ours)  # type: ignore
+        ends = [delta for _ in range(50) for delta in engine.step() if delta.finish is not None]
+        assert [delta.finish for delta in ends] == [Finish.FAILED]
+        assert engine.cache.lookup(prompt(40)).restore_tokens == 0, "rows that may be no numbers were offered to others"
+
+
 def test_output_that_is_no_number_ends_its_own_request() -> None:
     with small() as engine:
         ours, theirs = engine.submit(greedy(prompt(30), 5)), engine.submit(greedy(prompt(40), 5))

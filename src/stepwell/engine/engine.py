@@ -270,11 +270,11 @@ class Engine:
         request = chunk.request
         request.proposed += len(chunk.proposed)
         for at, guess in enumerate((*chunk.proposed, None)):
-            self._commit(request, len(request.tokens))
             chosen = choices.choose(row + at, request)
-            if chosen is None:
+            if chosen is None:  # nor may what it left in its pages be: nobody else gets them
                 self._end(request, Finish.FAILED, error="the model's output for this request is not a number")
                 return
+            self._commit(request, len(request.tokens))
             request.accepted += chosen.token == guess
             if not self._add(request, chosen) or chosen.token != guess:
                 return

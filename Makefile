@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 HYBRID := $(VENV)/.installed-hybrid
 REAL := $(VENV)/.installed-real
 
-.PHONY: help demo test test-real lint types floors unit bench-tree bench-tree-peer bench-copies bench-store bench-opening bench-engine bench-restart bench-rows clean
+.PHONY: help demo test test-real lint types floors unit bench-tree bench-tree-peer bench-copies bench-store bench-opening bench-engine bench-restart bench-rows policy-report clean
 
 help: ## Show what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -77,6 +77,9 @@ bench-opening: $(STAMP) ## How long a log of a million values takes to open, als
 
 bench-restart: $(STAMP) ## A question set cold and after a restart, over the log and over Mooncake; bytes per token and checkpoint
 	@$(BIN)/python benchmarks/bench_restart.py
+
+policy-report: $(STAMP) ## Every policy beside fixed rules and an offline reference (TRACES="..." JOBS=N ARGS="--requests 5000")
+	@$(BIN)/python benchmarks/policy_report.py $(if $(TRACES),--traces $(TRACES)) $(if $(JOBS),--jobs $(JOBS)) $(ARGS)
 
 bench-tree-peer: ## Install the peer that bench-tree and bench-store measure against, in a venv of its own
 	@PYTHON=$(PYTHON) benchmarks/peers/install_sglang.sh

@@ -79,7 +79,7 @@ class Workload:
         config = CacheConfig(
             device_bytes=device_pages * PAGE_BYTES,
             page_alignment_bytes=PAGE_BYTES,
-            placement=PlacementConfig(interval_tokens=CHUNK_TOKENS),
+            placement=PlacementConfig(interval_tokens=CHUNK_TOKENS, most_added=None),
         )
         self.cache: Cache = build_cache(spec, config, executor=InlineExecutor([NoHands()]))
         self.core = self.cache._core

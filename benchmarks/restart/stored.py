@@ -40,7 +40,9 @@ def stored_bytes(directory: Path) -> list[dict[str, Any]]:
 
 def _measure(spec: ModelSpec, directory: Path) -> dict[str, Any]:
     config = CacheConfig(
-        device_bytes=MEMORY_BYTES, host_bytes=MEMORY_BYTES, placement=PlacementConfig(interval_tokens=INTERVAL, at_branch=False)
+        device_bytes=MEMORY_BYTES,
+        host_bytes=MEMORY_BYTES,
+        placement=PlacementConfig(interval_tokens=INTERVAL, most_added=None, at_branch=False),
     )
     memories = numpy_memories(spec, layouts_for(spec, config))
     measured = footprint(DevicePages(spec, {kind: torch.from_numpy(memories[Tier.DEVICE].rows(kind)) for kind in Kind}))

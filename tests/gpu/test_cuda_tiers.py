@@ -46,14 +46,18 @@ SPEC = ModelSpec(
     ),
 )
 CONFIG = CacheConfig(
-    device_bytes=4 << 20, host_bytes=32 << 20, placement=PlacementConfig(interval_tokens=64, decode_interval_tokens=0)
+    device_bytes=4 << 20,
+    host_bytes=32 << 20,
+    placement=PlacementConfig(interval_tokens=64, most_added=None, decode_interval_tokens=0),
 )
+PAUSE_S = 0.0002  # for the threads that copy: each call into CUDA gives up the interpreter, and a loop that only asks keeps it
 
 
 def settle(cache: Cache, lease: Lease) -> None:
     deadline = time.monotonic() + 30
     while not lease.ready:
         assert not lease.failed and time.monotonic() < deadline, lease
+        time.sleep(PAUSE_S)
         cache.step()
 
 
@@ -61,6 +65,7 @@ def quiet(cache: Cache) -> None:
     deadline = time.monotonic() + 30
     while (report := cache.step()).running or report.storing:
         assert time.monotonic() < deadline
+        time.sleep(PAUSE_S)
 
 
 def random_bytes(memory: TorchMemory, kind: Kind, ids: np.ndarray, seed: int) -> torch.Tensor:
@@ -113,7 +118,10 @@ def resume_all(cache: Cache, on_device: TorchMemory, saved: Saved) -> Sources:
     total = np.zeros(3, int)
     for prompt, (prefix, windows, point) in zip(PROMPTS, saved, strict=True):
         ticket = cache.prefetch(cache.lookup(prompt))
+        deadline = time.monotonic() + 30
         while not ticket.ready:
+            assert time.monotonic() < deadline, ticket
+            time.sleep(PAUSE_S)
             cache.step()
         with cache.acquire(cache.lookup(prompt), ticket=ticket) as lease:
             settle(cache, lease)

@@ -44,7 +44,9 @@ class Recorded:
         defaults = {
             "device": "cpu", "page_tokens": PAGE, "device_memory": "1MiB", "host_memory": "16MiB",
             "limits": Limits(chunk_tokens=chunk_tokens, max_running=max_running),
-            "placement": PlacementConfig(interval_tokens=4 * PAGE, decode_interval_tokens=2 * PAGE, at_branch=False),
+            "placement": PlacementConfig(
+                interval_tokens=4 * PAGE, most_added=None, decode_interval_tokens=2 * PAGE, at_branch=False
+            ),
         }  # fmt: skip
         self.engine: Engine = build_engine(
             checkpoint(family) if isinstance(family, str) else family, EngineConfig(**(defaults | settings))

@@ -73,7 +73,7 @@ def test_from_the_host(family: str, resident: list[Played]) -> None:
 
 def test_from_the_host_with_checkpoints_at_branches(family: str) -> None:
     """As by default: what is known decides where passes end, and eviction to the host forgets nothing."""
-    placement = PlacementConfig(interval_tokens=4 * PAGE, decode_interval_tokens=2 * PAGE)
+    placement = PlacementConfig(interval_tokens=4 * PAGE, most_added=None, decode_interval_tokens=2 * PAGE)
     on_device = Recorded(family, placement=placement)
     played = script(on_device, seed=11)
     on_device.close()
@@ -148,7 +148,8 @@ def test_a_damaged_store_costs_time_and_never_truth(family: str, resident: list[
 def test_under_pressure_in_every_tier(family: str, resident: list[Played], tmp_path: Path) -> None:
     """Tiers that hold a fraction of the conversations, and several requests at once: some are preempted, and all are right."""
     recorded = Recorded(
-        family, device_memory="1MiB", host_memory="1MiB", chunk_tokens=48, placement=PlacementConfig(interval_tokens=4 * PAGE),
+        family, device_memory="1MiB", host_memory="1MiB", chunk_tokens=48,
+        placement=PlacementConfig(interval_tokens=4 * PAGE, most_added=None),
         **store_at(tmp_path / "log", "4MiB"), store_config=WAIT,
     )  # fmt: skip
     for start in range(0, len(resident), 3):

@@ -67,6 +67,7 @@ class Setup:
         page = self.spec.page_tokens
         return PlacementConfig(
             interval_tokens=self.interval_pages * page,
+            most_added=None,
             decode_interval_tokens=self.decode_interval_pages * page,
             at_branch=self.at_branch,
             at_prompt_end=self.at_prompt_end,

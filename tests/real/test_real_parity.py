@@ -38,7 +38,7 @@ def prompts(model: Checkpoint) -> list[list[int]]:
 def recorded(model: Checkpoint, **more: object) -> Recorded:
     settings = {
         "page_tokens": 64, "device_memory": "256MiB", "host_memory": "384MiB", "chunk_tokens": 512,
-        "placement": PlacementConfig(interval_tokens=512, at_branch=False),
+        "placement": PlacementConfig(interval_tokens=512, most_added=None, at_branch=False),
     }  # fmt: skip
     return Recorded(model, **(settings | more))
 

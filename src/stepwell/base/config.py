@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from math import inf
 
 from stepwell.base.errors import ConfigError
 
@@ -25,16 +26,25 @@ class EvictionPolicy(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementConfig:
-    """Which boundaries of a running request get a checkpoint."""
+    """Which boundaries of a running request get a checkpoint, and how many of a path's checkpoints stay."""
 
-    interval_tokens: int = 8192  # absolute multiples of this; 0 for none
+    interval_tokens: int = 8192  # absolute multiples of this, or of what `most_added` makes of it; 0 for none
+    most_added: float | None = 0.125  # to the bytes of the pages: the interval is doubled until it adds no more; None: never
     decode_interval_tokens: int = 256  # while an answer grows; only the last one is kept
     at_branch: bool = True  # where a request leaves a path that is already known
     at_prompt_end: bool = True
+    path_cap: int = 0  # the most checkpoints of a path when one more is left on it; 0 for no cap
+    thinning: float = 0.0  # neighbours of one that goes are less than this part of its distance to the path's end apart; 0: none
 
     def __post_init__(self) -> None:
         if self.interval_tokens < 0 or self.decode_interval_tokens < 0:
             raise ConfigError("checkpoint intervals must be 0 (none) or a positive number of tokens")
+        if self.most_added is not None and not 0 < self.most_added < inf:
+            raise ConfigError(f"most_added must be a positive share, got {self.most_added}; leave it None for no limit")
+        if self.path_cap < 0:
+            raise ConfigError(f"path_cap must be 0 (none) or a positive number of checkpoints, got {self.path_cap}")
+        if not 0 <= self.thinning < inf:
+            raise ConfigError(f"thinning must be 0 (none) or a positive share, got {self.thinning}")
 
 
 class PrefetchPolicy(Enum):
@@ -103,7 +113,6 @@ class CacheConfig:
     host_bytes: int | None = None
     write: WritePolicy = WritePolicy.THROUGH
     eviction: EvictionPolicy = EvictionPolicy.VALUE
-    half_life_s: float = 600.0  # after which the chance that something is used again counts half
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     page_alignment_bytes: int = 4096
     copy_timeout_s: float = 30.0
@@ -115,10 +124,8 @@ class CacheConfig:
         for label, size in (("device_bytes", self.device_bytes), ("host_bytes", self.host_bytes)):
             if size is not None and size <= 0:
                 raise ConfigError(f"{label} must be positive, got {size}; leave it None to do without that tier")
-        if self.half_life_s <= 0 or self.copy_timeout_s <= 0:
-            raise ConfigError(
-                f"half_life_s and copy_timeout_s must be positive, got {self.half_life_s} and {self.copy_timeout_s}"
-            )
+        if self.copy_timeout_s <= 0:
+            raise ConfigError(f"copy_timeout_s must be positive, got {self.copy_timeout_s}")
         alignment = self.page_alignment_bytes
         if alignment < 1 or alignment & (alignment - 1):
             raise ConfigError(f"page_alignment_bytes must be a power of two, got {alignment}")

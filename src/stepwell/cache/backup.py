@@ -6,7 +6,8 @@
 
 A path in line holds nothing: its nodes may split or leave meanwhile, and what is left is looked at when its turn comes.
 What is on its way is held by its errand. Beliefs may be wrong: the store's hands ask before they send, and a value that
-was believed to be there and is not is a miss later, never more.
+was believed to be there and is not is a miss later, never more. What was refused is sent again after its next use and not
+before, so that a path in line comes to its end whatever the store says.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from stepwell.tree.node import ABSENT, Node, Residency, Victim
 
 CHUNK_BYTES = 32 * 2**20  # of pages in one errand
 MOST_PUTS = 4  # errands at a time: the rest waits in line, where it holds nothing
-HOST_SHARE, ERRAND_SHARE = 1 / 8, 1 / 16  # of the host tier: on its way down at most, and in one errand
+HOST_SHARE, ERRAND_SHARE = 1 / 16, 1 / 32  # of the host tier: on its way down at most, and in one errand
 
 
 @dataclass(kw_only=True, eq=False)
@@ -64,11 +65,17 @@ def offer_everything(core: Core, link: StoreLink) -> None:
 
 
 def forget_beliefs(core: Core) -> None:
-    """Nothing is believed to be in any store."""
+    """Nothing is believed to be in any store, nor to have been refused by one."""
     for node in core.tree.nodes():
         node.stored = 0
+        run = node.runs[Tier.HOST]
+        if run is not None:
+            run.unsaved = False
         for checkpoint in (node.checkpoints or {}).values():
             checkpoint.stored = False
+            residency = checkpoint.held[Tier.HOST]
+            if residency is not None:
+                residency.unsaved = False
 
 
 def pump(core: Core, link: StoreLink) -> None:
@@ -87,7 +94,7 @@ def pump(core: Core, link: StoreLink) -> None:
 
 
 def _has_leave(core: Core, link: StoreLink) -> bool:
-    """Whether more may be sent off: a store that hangs never holds more than an eighth of the host tier."""
+    """Whether more may be sent off: a store that hangs never holds more than a sixteenth of the host tier."""
     most = min(link.config.backup_bytes, core.arena(Tier.HOST).layout.size_bytes * HOST_SHARE)
     return link.num_putting < MOST_PUTS and link.backup_bytes < most and link.breaker.allows(core.clock.now())
 
@@ -159,9 +166,9 @@ def _put_stretch(core: Core, link: StoreLink, namespace: Namespace, keys: list[P
 
 
 def _ready_after(core: Core, node: Node, start: int) -> PageIds:
-    """The node's host pages from index `start` on, as far as they can be read without a gap."""
+    """The node's host pages from index `start` on, as far as they can be read without a gap; none that were refused."""
     run = node.runs[Tier.HOST]
-    if run is None:
+    if run is None or run.unsaved:
         return np.empty(0, np.int32)
     ids = run.ids[start:]
     ready = (ids != ABSENT) & (core.arena(Tier.HOST).state[Kind.PREFIX][ids] == READY)
@@ -178,16 +185,18 @@ def _pages_put(
     lost = next((index for index, fate in enumerate(outcome.fates) if fate is not Fate.OK), None)
     if lost is not None:
         core.counters.add("backup_failures")
+        # A store that is full may have given up what the first page stands on, and says no more than that it has no room.
+        doubted = 0 if outcome.fates[0] is Fate.NO_ROOM else first + lost
         for node in touched if link.believed else ():
-            _unbelieve(node, first + lost)
+            _unbelieve(node, doubted, refused=first + lost)
 
 
-def _unbelieve(node: Node, page: int) -> None:
-    """Whatever stands in this node or above it from `page` on is not in the store after all."""
+def _unbelieve(node: Node, page: int, *, refused: int) -> None:
+    """Whatever stands in this node or above it from `page` on is not in the store after all, or nobody knows."""
     for each in node.path():
         each.stored = max(min(each.stored, page - each.start), 0)
         run = each.runs[Tier.HOST]
-        if run is not None and each.end > page:
+        if run is not None and each.end > refused:
             run.unsaved = True  # not to be tried again before its next use: the host may need its room
 
 
@@ -221,9 +230,9 @@ def _put_checkpoint(core: Core, link: StoreLink, namespace: Namespace, residency
         link.backup_bytes -= size_bytes
         link.num_putting -= 1
         stored = outcome.fates == (Fate.OK,)
-        residency.unsaved = not stored
         if link.believed:
             checkpoint.stored = stored
+            residency.unsaved = not stored
         core.counters.add("backup_checkpoints" if stored else "backup_failures")
         core.counters.add("backup_bytes", outcome.moved_bytes)
 

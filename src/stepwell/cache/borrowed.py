@@ -62,7 +62,7 @@ def commit(core: Core, lease: Lease, upto: int, source: EnginePages, *, checkpoi
     except NoRoom:
         core.counters.add("save_skipped_no_room")
         return False
-    use = lease.request.use(core.clock.now())
+    use = lease.request.use(core.clock.now(), lease.visit)
     lease.prefix_pages = np.concatenate([lease.prefix_pages, fresh])
     node = core.tree.insert(lease.namespace.digest, lease.packed, Tier.HOST, lease.prefix_pages, use)
     note_expiry(core, node)

@@ -19,7 +19,8 @@ from stepwell.cache.stores import Stores
 from stepwell.memory.arena import Arena
 from stepwell.memory.layout import ArenaLayout, lay_out
 from stepwell.metrics.counters import Counters
-from stepwell.policy.value import LeastRecent, SavedPerByte, ValuePolicy
+from stepwell.policy.habits import Habits
+from stepwell.policy.value import Expected, LeastRecent
 from stepwell.policy.write import save_on_eviction
 from stepwell.transfer.hands import Hands, NumpyHands
 from stepwell.transfer.memory import PageMemory
@@ -66,7 +67,8 @@ def build_cache(
         hands, host_pages = [NumpyHands(memories)], [memories[Tier.HOST]] if Tier.HOST in memories else []
     executor = executor or ThreadExecutor(hands or [])
     arenas = {tier: Arena(tier, layout, on_free=on_free) for tier, layout in layouts.items()}
-    tree = Tree(spec, arenas, _value_policy(config))
+    habits = Habits(spec.page_tokens) if config.eviction is EvictionPolicy.VALUE else None
+    tree = Tree(spec, arenas, Expected(habits) if habits is not None else LeastRecent())
     counters = Counters()
     core = Core(
         spec=spec,
@@ -75,12 +77,9 @@ def build_cache(
         mover=Mover(tree, executor, counters, clock),
         counters=counters,
         clock=clock,
+        habits=habits,
         save_first=write_back if save_on_eviction(config.write) else None,
     )
     namespace = Namespace(model=model or spec.name, layout=spec.fingerprint)
     stores = Stores(core, host_pages, ranks=executor.num_ranks, names_weights=model is not None)
     return Cache(core, executor, namespace, stores)
-
-
-def _value_policy(config: CacheConfig) -> ValuePolicy:
-    return LeastRecent() if config.eviction is EvictionPolicy.LRU else SavedPerByte(config.half_life_s)

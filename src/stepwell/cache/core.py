@@ -14,6 +14,7 @@ from stepwell.cache.link import StoreLink
 from stepwell.cache.mover import Mover
 from stepwell.memory.arena import Arena
 from stepwell.metrics.counters import Counters
+from stepwell.policy.habits import Habits
 from stepwell.policy.patience import Speed
 from stepwell.tree.node import Loss, LossReason, Node, Victim
 from stepwell.tree.tree import Tree
@@ -31,6 +32,7 @@ class Core:
     mover: Mover
     counters: Counters
     clock: Clock
+    habits: Habits | None = None  # what is learned about returns, where the value of things depends on it
     save_first: Callable[[Core, Victim], bool] | None = None  # starts saving what must not be lost; true if it did
     expiries: list[tuple[float, int, int, Node]] = field(default_factory=list)  # heap: when, deepest first, number, node
     expiry_number: int = 0

@@ -16,6 +16,7 @@ from stepwell.base.ids import JobId, Kind, LeaseId
 from stepwell.base.keys import Namespace
 from stepwell.base.plan import NO_PAGES, PageIds
 from stepwell.base.tokens import TOKEN_BYTES
+from stepwell.policy.habits import Visit
 from stepwell.tree.node import Checkpoint, Residency, Use
 
 
@@ -48,9 +49,9 @@ class Request:
     priority: int = 0
     ttl_s: float | None = None
 
-    def use(self, now: float) -> Use:
+    def use(self, now: float, visit: Visit | None = None) -> Use:
         until = float("inf") if self.ttl_s is None else now + self.ttl_s
-        return Use(at_s=now, priority=self.priority, expires_at_s=until)
+        return Use(at_s=now, priority=self.priority, expires_at_s=until, visit=visit)
 
 
 class Lease:
@@ -77,6 +78,7 @@ class Lease:
         self.jobs: set[JobId] = set()
         self.computing_since_s = 0.0  # since when the engine could work on what it commits next
         self.restored: Residency | None = None
+        self.visit: Visit | None = None  # under which what it computes is entered
         self.num_published = 0  # pages offered to the tree so far
         self.publishes = True  # false when asked for, or once its namespace was cleared: what it computes is for itself alone
         self.lacking: dict[str, int] = {}  # optional states that its pages do not hold, from which token on

@@ -19,11 +19,12 @@ from stepwell.cache.expiry import note_expiry
 from stepwell.cache.lease import Lease, LeaseState
 from stepwell.cache.room import allocate
 from stepwell.cache.saving import save_path
+from stepwell.cache.thinning import drop_superseded, thin_path
 from stepwell.policy.placement import is_milestone, next_decode_stop
 from stepwell.policy.write import save_on_commit
-from stepwell.tree.checkpoints import add_residency, drop_residency
+from stepwell.tree.checkpoints import add_residency
 from stepwell.tree.lacking import note_offered
-from stepwell.tree.node import Checkpoint, LossReason, Node
+from stepwell.tree.node import Checkpoint, Node
 
 
 def grow(core: Core, lease: Lease, upto: int) -> None:
@@ -54,13 +55,15 @@ def commit(core: Core, lease: Lease, upto: int, *, checkpoint: bool, last: bool)
     lease.position = upto
     if lease.publishes and (checkpoint or full > lease.num_published):
         since, lease.num_published = lease.num_published, full
-        use = lease.request.use(core.clock.now())
+        use = lease.request.use(core.clock.now(), lease.visit)
         node = core.tree.insert(lease.namespace.digest, lease.packed, Tier.DEVICE, lease.prefix_pages[:full], use)
         note_expiry(core, node)
         if lease.lacking:
             note_offered(node, Tier.DEVICE, lease.prefix_pages[:full], since, lease.lacking, page_tokens)
         made = _leave_checkpoint(core, lease, node, full, fork, last=last) if checkpoint else None
-        _follow_trail(core, lease, made)
+        if made is not None:
+            _follow_trail(core, lease, made)
+            thin_path(core, made)
         if save_on_commit(core.config.write) and lease.trail is None:
             save_path(core, node)
     elif len(fork):
@@ -142,16 +145,14 @@ def _go_on_with(core: Core, lease: Lease, fork: PageIds) -> None:
     lease.state = LeaseState.LOADING
 
 
-def _follow_trail(core: Core, lease: Lease, made: Checkpoint | None) -> None:
+def _follow_trail(core: Core, lease: Lease, made: Checkpoint) -> None:
     """Of the checkpoints a growing answer leaves, only the last is kept, unless somebody has used an earlier one."""
-    if made is None or made.page * core.spec.page_tokens < lease.prompt_tokens:
+    if made.page * core.spec.page_tokens < lease.prompt_tokens:
         return
     before, lease.trail = lease.trail, made
     if before is None or before.uses or before.in_use or before.node is None or _is_milestone(core, before):
         return
-    for residency in list(before.held):
-        if residency is not None:
-            drop_residency(core.tree, residency, core.loss(LossReason.EVICTED, residency.tier))
+    drop_superseded(core, before)
 
 
 def _is_milestone(core: Core, checkpoint: Checkpoint) -> bool:

@@ -20,6 +20,7 @@ from stepwell.cache.lease import Lease, LeaseState, Request, Sources
 from stepwell.cache.room import allocate
 from stepwell.cache.saving import save_path
 from stepwell.cache.ticket import Ticket
+from stepwell.cache.visits import note_visit
 from stepwell.memory.arena import FILLING, READY
 from stepwell.policy.placement import prompt_stops
 from stepwell.policy.write import save_on_use
@@ -58,6 +59,7 @@ def acquire(
         lease.prefix_pages = holds.near  # read through `load`; the engine's own memory is the device
     lease.restored = holds.residency
     _note_use(core, match, lease)
+    lease.visit = note_visit(core, match)
     return lease
 
 
@@ -99,7 +101,9 @@ def _allocate(core: Core, match: Match, holds: Holds) -> dict[Kind, PageIds]:
     if holds.promotes and need[Kind.POINT]:
         try:
             return allocate(core, Tier.DEVICE, need | {Kind.POINT: 2})
-        except NoRoom:
+        except NoRoom as refusal:
+            if refusal.waiting:
+                raise  # what is being saved for it is no candidate any more: a second look would find nothing on its way
             holds.promotes = False
     return allocate(core, Tier.DEVICE, need)
 

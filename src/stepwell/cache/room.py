@@ -13,9 +13,12 @@ from stepwell.base.ids import Kind, Tier
 from stepwell.base.plan import PageIds
 from stepwell.cache.core import Core
 from stepwell.memory.arena import Need
+from stepwell.memory.layout import ArenaLayout
 from stepwell.tree.checkpoints import drop_residency
 from stepwell.tree.node import LossReason, Residency, Run, Victim
 from stepwell.tree.pruning import discard_tail
+
+PATIENCE_SLABS, PATIENCE_SHARE = 8, 1 / 16  # of the tier: see `patience_bytes_of`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,10 +49,11 @@ def make_room(core: Core, tier: Tier, need: Need) -> Room:
     """Evicts from `tier` until `need` would fit, or nothing more can go."""
     arena = core.arena(tier)
     waiting = False
-    in_vain = 0  # bytes evicted of sorts that were not asked for; they help only once a whole slab empties
-    while not arena.fits(need):
-        patient = in_vain < arena.layout.slab_bytes
-        victim = _pop(core, tier, need, any_sort=patient) or _pop(core, tier, need, any_sort=True)
+    patience_bytes = patience_bytes_of(arena.layout)
+    in_vain = 0  # bytes evicted of sorts that are not short; they help only once a whole slab empties
+    while short := arena.shortage(need):
+        patient = in_vain < patience_bytes
+        victim = _pop(core, tier, short, any_sort=patient) or _pop(core, tier, short, any_sort=True)
         if victim is None:
             if not waiting and _cut_off(core, tier):
                 continue
@@ -57,8 +61,8 @@ def make_room(core: Core, tier: Tier, need: Need) -> Room:
         if core.save_first is not None and core.save_first(core, victim):
             waiting = True  # it is a candidate again when its copy ends
             continue
-        freed = _evict_run(core, victim, need) if isinstance(victim, Run) else _evict_residency(core, victim)
-        if not _asked_for(victim, need):
+        freed = _evict_run(core, victim, short) if isinstance(victim, Run) else _evict_residency(core, victim)
+        if not _helps(victim, short):
             in_vain += freed
     return Room(fits=True, waiting=waiting)
 
@@ -77,24 +81,33 @@ def _cut_off(core: Core, tier: Tier) -> bool:
     return True
 
 
-def _pop(core: Core, tier: Tier, need: Need, *, any_sort: bool) -> Victim | None:
+def _pop(core: Core, tier: Tier, short: Need, *, any_sort: bool) -> Victim | None:
     return core.tree.ranking.pop(
         tier,
-        runs=any_sort or Kind.PREFIX in need,
-        checkpoints=any_sort or Kind.WINDOW in need or Kind.POINT in need,
+        runs=any_sort or Kind.PREFIX in short,
+        checkpoints=any_sort or Kind.WINDOW in short or Kind.POINT in short,
     )
 
 
-def _asked_for(victim: Victim, need: Need) -> bool:
-    return Kind.PREFIX in need if isinstance(victim, Run) else any(kind in need for kind, _ in victim.spans())
+def patience_bytes_of(layout: ArenaLayout) -> int:
+    """How much may be evicted in vain to keep to the order, before what is short goes out of turn.
+
+    On a trace of agents one slab's worth costs hits: checkpoints then leave long before prefix pages that are older.
+    """
+    return max(layout.slab_bytes, min(PATIENCE_SLABS * layout.slab_bytes, int(PATIENCE_SHARE * layout.size_bytes)))
 
 
-def _evict_run(core: Core, run: Run, need: Need) -> int:
+def _helps(victim: Victim, short: Need) -> bool:
+    """Whether its pages are of a kind that is short, so that each of them counts."""
+    return Kind.PREFIX in short if isinstance(victim, Run) else any(kind in short for kind, _ in victim.spans())
+
+
+def _evict_run(core: Core, run: Run, short: Need) -> int:
     """Gives up the idle end of a run, no more of it than is needed; returns the bytes let go."""
     ranking = core.tree.ranking
     tail = ranking.tail(run)
     assert tail is not None, f"{run.node} was ranked without a tail"
-    idle = ranking.idle(run, tail.start, at_most=_wanted(core, run, need))
+    idle = ranking.idle(run, tail.start, at_most=_wanted(core, run, short))
     if not idle.num_pages:
         return 0  # in use; whoever lets go will queue it again
     discard_tail(core.tree, run, idle.start, core.loss(LossReason.EVICTED, run.tier))
@@ -102,11 +115,10 @@ def _evict_run(core: Core, run: Run, need: Need) -> int:
     return idle.num_pages * core.arena(run.tier).layout.strides[Kind.PREFIX]
 
 
-def _wanted(core: Core, run: Run, need: Need) -> int:
-    """How many pages of a run to give up: what is short, or all when it is the slab that is needed."""
-    if Kind.PREFIX not in need:
-        return run.num_pages
-    return max(core.arena(run.tier).shortage(Kind.PREFIX, need[Kind.PREFIX]), 1)
+def _wanted(core: Core, run: Run, short: Need) -> int:
+    """How many pages of a run to give up: what is short, or a slab of them when it is the slab that is needed."""
+    layout = core.arena(run.tier).layout
+    return short.get(Kind.PREFIX) or -(-layout.slab_bytes // layout.strides[Kind.PREFIX])
 
 
 def _evict_residency(core: Core, residency: Residency) -> int:

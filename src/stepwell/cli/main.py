@@ -12,10 +12,12 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from stepwell.base.errors import ConfigError, StepwellError
-from stepwell.cli import demo, replay, serve, spec, store, trace
+from stepwell.cli import demo, explain, plan, replay, serve, spec, store, trace
 from stepwell.cli.command import Command
 
-COMMANDS: tuple[Command, ...] = (demo.COMMAND, replay.COMMAND, serve.COMMAND, spec.COMMAND, store.COMMAND, trace.COMMAND)
+COMMANDS: tuple[Command, ...] = (
+    demo.COMMAND, explain.COMMAND, plan.COMMAND, replay.COMMAND, serve.COMMAND, spec.COMMAND, store.COMMAND, trace.COMMAND,
+)  # fmt: skip
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130

@@ -43,7 +43,7 @@ class Arena:
         self.layout = layout
         self._slabs = SlabPool(layout)
         self._empty = SlabPool(layout)  # never taken from: what the arena is like with nothing in it
-        if not self._empty.fits(dict.fromkeys(layout.strides, 1)):
+        if self._empty.short(dict.fromkeys(layout.strides, 1)):
             raise ConfigError(
                 f"a {tier.label} tier of {layout.size_bytes} bytes cannot hold one page of each kind side by side; "
                 f"give it at least {2 * len(layout.strides) * max(layout.strides.values())} bytes"
@@ -58,20 +58,20 @@ class Arena:
 
     def fits(self, need: Need) -> bool:
         """Whether `alloc(need)` would succeed now."""
-        return self._slabs.fits(need)
+        return not self._slabs.short(need)
 
     def fits_when_empty(self, need: Need) -> bool:
         """Whether `need` could ever be met, with nothing else in the arena."""
-        return self._empty.fits(need)
+        return not self._empty.short(need)
 
     def could_fit(self, need: Need) -> bool:
         """Whether `need` could be met by evicting all that nobody uses, were it not for how that is spread over slabs."""
         strides = self.layout.strides
         return sum(strides[kind] * count for kind, count in need.items()) <= self.layout.size_bytes - self.busy_bytes
 
-    def shortage(self, kind: Kind, count: int) -> int:
-        """How many of `count` pages would have to be freed, at the least."""
-        return max(count - self._slabs.free(kind), 0)
+    def shortage(self, need: Need) -> dict[Kind, int]:
+        """How many pages of which kinds `need` lacks, once idle slabs have gone where they are needed; empty when it fits."""
+        return self._slabs.short(need)
 
     @property
     def busy_bytes(self) -> int:

@@ -38,6 +38,10 @@ class ArenaLayout:
         """Rows of the two-dimensional view of `kind`: one more than the largest id it could have."""
         return self.size_bytes // self.strides[kind]
 
+    def pages_of_slabs(self, kind: Kind) -> list[int]:
+        """How many pages of `kind` each slab can hold. They differ: a stride need not divide a slab, and the last is short."""
+        return [len(self.pages_of_slab(slab, kind)) for slab in range(self.num_slabs)]
+
     def pages_of_slab(self, slab: int, kind: Kind) -> range:
         """The ids of `kind` that lie wholly inside `slab`."""
         stride = self.strides[kind]
@@ -63,6 +67,8 @@ def _stride(payload_bytes: int, alignment: int) -> int:
 
 def _slab_bytes(strides: Mapping[Kind, int], budget_bytes: int) -> int:
     """The size of a slab: small enough for kinds to trade them, large enough that pages of every stride fill it well."""
+    if len(strides) == 1:
+        return budget_bytes  # nobody to trade with
     largest = max(strides.values())
     target = max(min(SLAB_TARGET_BYTES, budget_bytes // MIN_SLABS), largest)
     exact = lcm(*strides.values())

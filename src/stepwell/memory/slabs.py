@@ -6,6 +6,7 @@ references and knows no page states.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Mapping
 from heapq import heappop, heappush
 
@@ -41,11 +42,10 @@ class SlabPool:
     def __init__(self, layout: ArenaLayout) -> None:
         self._layout = layout
         self._slabs: list[_Slab | None] = [None] * layout.num_slabs
-        # Slabs that nobody holds; the tail of the arena may be too short to be of use to anyone.
-        self._idle = np.array(
-            [any(layout.pages_of_slab(slab, kind) for kind in layout.strides) for slab in range(layout.num_slabs)]
-        )
-        self._num_idle = int(self._idle.sum())
+        self._sizes = {kind: layout.pages_of_slabs(kind) for kind in layout.strides}
+        self._largest_first = sorted(layout.strides, key=lambda kind: -layout.strides[kind])
+        # Slabs that nobody holds, in order; the tail of the arena may be too short to be of use to anyone.
+        self._idle = [slab for slab, sizes in enumerate(zip(*self._sizes.values(), strict=True)) if any(sizes)]
         self._open: dict[Kind, list[int]] = {kind: [] for kind in layout.strides}  # heaps of slabs that may have free pages
         self._listed: dict[Kind, set[int]] = {kind: set() for kind in layout.strides}  # what is in those heaps
         self._free = dict.fromkeys(layout.strides, 0)  # free pages in slabs that the kind holds
@@ -54,17 +54,14 @@ class SlabPool:
     def used(self, kind: Kind) -> int:
         return self._used[kind]
 
-    def free(self, kind: Kind) -> int:
-        """Free pages in the slabs that `kind` holds, and in those it could still have."""
-        return self._free[kind] + self._num_idle * (self._layout.slab_bytes // self._layout.strides[kind])
-
-    def fits(self, need: Mapping[Kind, int]) -> bool:
-        return self._choose(need) is not None
+    def short(self, need: Mapping[Kind, int]) -> dict[Kind, int]:
+        """How many pages of which kinds are missing when idle slabs go where they are needed; empty when `need` fits."""
+        return self._choose(need)[1]
 
     def take(self, need: Mapping[Kind, int]) -> dict[Kind, PageIds] | None:
         """Ids for every kind named, lowest addresses first; or None, with nothing changed."""
-        chosen = self._choose(need)
-        if chosen is None:
+        chosen, short = self._choose(need)
+        if short:
             return None
         for slab, kind in chosen.items():
             self._assign(slab, kind)
@@ -90,35 +87,28 @@ class SlabPool:
 
     # ---- inside -----------------------------------------------------------------------------------
 
-    def _choose(self, need: Mapping[Kind, int]) -> dict[int, Kind] | None:
-        """Which idle slabs to hand to which kind so that `need` can be met; None when it cannot."""
+    def _choose(self, need: Mapping[Kind, int]) -> tuple[dict[int, Kind], dict[Kind, int]]:
+        """Which idle slabs to hand to which kind for `need`, the largest pages first; and how many pages are missing still."""
+        free = self._free
+        short = {kind: count - free[kind] for kind, count in need.items() if count > free[kind]}
         chosen: dict[int, Kind] = {}
-        for kind, count in need.items():
-            if count > self._free[kind]:
-                break
-        else:
-            return chosen
-        if not self._num_idle:
-            return None
-        short = {kind: count - self._free[kind] for kind, count in need.items() if count > self._free[kind]}
-        for kind in sorted(short, key=lambda kind: -self._layout.strides[kind]):
-            missing = short[kind]
-            for slab in np.flatnonzero(self._idle).tolist():
+        if not short or not self._idle:
+            return chosen, short
+        for kind in [kind for kind in self._largest_first if kind in short]:
+            sizes, missing = self._sizes[kind], short[kind]
+            for slab in self._idle:
                 if missing <= 0:
                     break
-                pages = len(self._layout.pages_of_slab(slab, kind))
-                if pages and slab not in chosen:
+                if sizes[slab] and slab not in chosen:
                     chosen[slab] = kind
-                    missing -= pages
-            if missing > 0:
-                return None
-        return chosen
+                    missing -= sizes[slab]
+            short[kind] = missing
+        return chosen, {kind: missing for kind, missing in short.items() if missing > 0}
 
     def _assign(self, slab: int, kind: Kind) -> None:
         fresh = _Slab(kind, self._layout.pages_of_slab(slab, kind))
         self._slabs[slab] = fresh
-        self._idle[slab] = False
-        self._num_idle -= 1
+        del self._idle[bisect_left(self._idle, slab)]
         self._free[kind] += fresh.num_free
         self._list(slab, kind)
 
@@ -148,8 +138,7 @@ class SlabPool:
         self._free[kind] += len(ids)
         if slab.num_free == slab.num_pages:
             self._slabs[number] = None
-            self._idle[number] = True
-            self._num_idle += 1
+            insort(self._idle, number)
             self._free[kind] -= slab.num_pages
         else:
             self._list(number, kind)
@@ -157,8 +146,12 @@ class SlabPool:
     # ---- self-check -------------------------------------------------------------------------------
 
     def audit(self) -> None:
-        for number, slab in enumerate(self._slabs):
-            assert slab is None or not self._idle[number], f"slab {number} is both idle and held"
+        assert self._idle == sorted(set(self._idle)), f"idle slabs are out of order: {self._idle}"
+        for number in self._idle:
+            assert self._slabs[number] is None, f"slab {number} is both idle and held"
+        usable = sum(any(sizes) for sizes in zip(*self._sizes.values(), strict=True))
+        held = sum(slab is not None for slab in self._slabs)
+        assert len(self._idle) + held == usable, f"{len(self._idle)=} {held=} {usable=}"
         for kind in self._layout.strides:
             mine = [slab for slab in self._slabs if slab is not None and slab.kind is kind]
             free, total = sum(slab.num_free for slab in mine), sum(slab.num_pages for slab in mine)

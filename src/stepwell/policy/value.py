@@ -1,50 +1,72 @@
 """What a cached object is worth keeping: the one order in which a tier gives things up.
 
-An object that saves `saved_tokens` of recompute for `size_bytes`, and whose chance of being used again
-halves every `half_life_s`, is worth
+    worth = recompute saved per byte * returns a second to expect * share of returns that need this object
 
-    worth(t) = saved_tokens / size_bytes * (1 + uses) * 2 ** (-(t - used_at) / half_life_s)
-
-Only the order matters, and the logarithm of that order does not depend on t:
-
-    rank = used_at + half_life_s * log2(saved_tokens / size_bytes * (1 + uses))
-
-so a heap stays valid while time passes. With the second term left out it is plain LRU. Pure functions.
+The second factor changes with time, the others do not. So an object has a place (group, level) that says how its worth
+will change, and in one place the one visited longest ago goes first; a tier compares one object of each place. Pure.
 """
 
 from __future__ import annotations
 
-from math import log2
+from math import log2, pow
 from typing import NamedTuple, Protocol
+
+from stepwell.policy.habits import Habits, Visit
+
+LEVELS_PER_OCTAVE = 1
 
 
 class Facts(NamedTuple):  # not a dataclass: one is made for every candidate that eviction looks at
     """What a value policy may look at."""
 
     used_at: float
-    uses: int
     saved_tokens: int
-    size_bytes: int
+    size_bytes: int  # that go with it
+    visit: Visit | None = None  # the latest on its path
+    distance: int = 0  # who leaves the path nearer than this many tokens to that visit's end needs it,
+    next_distance: int = 0  # unless they do nearer than this, and are served by the checkpoint that follows
+
+
+class Place(NamedTuple):
+    """Objects of one group and level lose worth alike."""
+
+    group: int
+    level: int
+    since: float
 
 
 class ValuePolicy(Protocol):
-    """Ranks objects: the lowest is given up first. Touching an object must not lower its rank."""
+    """Puts objects into places, and compares those; the lowest worth is given up first."""
 
-    def rank(self, facts: Facts) -> float: ...
+    def place(self, facts: Facts) -> Place: ...
+
+    def worth(self, group: int, level: int, since: float) -> float:
+        """Of a place, now. Never rises while time passes, and of two in one group and level the later has no less."""
+        ...
 
 
 class LeastRecent:
     """Time since last use alone."""
 
-    def rank(self, facts: Facts) -> float:
-        return facts.used_at
+    def place(self, facts: Facts) -> Place:
+        return Place(0, 0, facts.used_at)
+
+    def worth(self, group: int, level: int, since: float) -> float:
+        return since
 
 
-class SavedPerByte:
-    """Expected recompute saved per byte, fading with a half-life."""
+class Expected:
+    """Expected recompute saved per byte and second kept, as habits teach it."""
 
-    def __init__(self, half_life_s: float) -> None:
-        self._half_life_s = half_life_s
+    def __init__(self, habits: Habits) -> None:
+        self._habits = habits
 
-    def rank(self, facts: Facts) -> float:
-        return facts.used_at + self._half_life_s * log2(max(facts.saved_tokens, 1) / facts.size_bytes * (1 + facts.uses))
+    def place(self, facts: Facts) -> Place:
+        visit, share = facts.visit, 1.0
+        if facts.distance:
+            share = self._habits.share(facts.next_distance, facts.distance)
+        level = round(LEVELS_PER_OCTAVE * log2(max(facts.saved_tokens, 1) / facts.size_bytes * share))
+        return Place(visit.group, level, visit.at_s) if visit is not None else Place(0, level, facts.used_at)
+
+    def worth(self, group: int, level: int, since: float) -> float:
+        return self._habits.worth(group, since) * pow(2.0, level / LEVELS_PER_OCTAVE)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stepwell.base.config import EvictionPolicy, PlacementConfig
 from stepwell.base.errors import ConfigError
@@ -17,20 +17,25 @@ class Policy:
     placement: PlacementConfig
 
 
-def _fixed(interval_tokens: int) -> Policy:
-    """Rules that look at nothing: the end of each prompt, and absolute multiples."""
-    placement = PlacementConfig(interval_tokens=interval_tokens, decode_interval_tokens=0, at_branch=False)
+def _lru(placement: PlacementConfig) -> Policy:
     return Policy(eviction=EvictionPolicy.LRU, placement=placement)
 
+
+# At prompt ends and branches; intervals, where there are any, are as they are given, and answers leave nothing.
+_ENDS_AND_BRANCHES = PlacementConfig(interval_tokens=0, most_added=None, decode_interval_tokens=0)
+_ENDS = replace(_ENDS_AND_BRANCHES, at_branch=False)
 
 DEFAULT = "value"
 POLICIES: Mapping[str, Policy] = {
     DEFAULT: Policy(eviction=EvictionPolicy.VALUE, placement=PlacementConfig()),
-    "lru": Policy(eviction=EvictionPolicy.LRU, placement=PlacementConfig()),
-    "end": _fixed(0),
-    "every-8192": _fixed(8192),
-    "every-2048": _fixed(2048),
-    "every-512": _fixed(512),
+    "lru": _lru(PlacementConfig()),
+    "end": _lru(_ENDS),
+    "every-8192": _lru(replace(_ENDS, interval_tokens=8192)),
+    "every-2048": _lru(replace(_ENDS, interval_tokens=2048)),
+    "every-512": _lru(replace(_ENDS, interval_tokens=512)),
+    "second-hit": _lru(replace(_ENDS_AND_BRANCHES, at_prompt_end=False)),  # Marconi's admission
+    "path-cap-4": _lru(replace(_ENDS_AND_BRANCHES, path_cap=4)),
+    "thinned": _lru(replace(_ENDS_AND_BRANCHES, interval_tokens=2048, thinning=0.5)),
 }
 
 

@@ -39,8 +39,10 @@ MOST_TRIES = 64  # at taking a lease while room is on its way
 class Replay:
     """One cache and the requests it has served. One thread."""
 
-    def __init__(self, setup: Setup, *, block_tokens: int) -> None:
+    def __init__(self, setup: Setup, *, block_tokens: int, on_commit: Callable[[Lease], None] | None = None) -> None:
+        """`on_commit` is told of a lease each time it has offered what it computed."""
         self._setup = setup
+        self._on_commit = on_commit
         self._block_tokens = block_tokens
         self._clock = ManualClock()
         self._number = 0
@@ -118,6 +120,8 @@ class Replay:
                 self._settle()
                 continue
             cache.commit(lease, end)
+            if self._on_commit is not None:
+                self._on_commit(lease)
             self._settle(lambda: lease.ready)
         cache.release(lease)
         self._settle()

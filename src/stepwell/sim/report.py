@@ -48,6 +48,8 @@ class Report:
     ttft_p50_s: float
     ttft_p95_s: float
     ttft_p99_s: float
+    prefill_s: float  # estimated for all prompts together: computing, loading and fetching
+    uncached_prefill_s: float  # to compute them all
     wall_s: float
 
     @property

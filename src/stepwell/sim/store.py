@@ -21,6 +21,8 @@ class CountingStore:
         self._values: OrderedDict[bytes, tuple[int, bytes | None]] = OrderedDict()  # size and parent, oldest first
         self._used = dict[bytes, None]()  # values whose use has not been entered into that order yet, last used last
         self._used_bytes = 0
+        self._kept: bytes | None = None  # the value entered last, if what it stands on is guarded
+        self._guarded: bytes | None = None  # the first to go of what that stands on: nothing from it on may
 
     @property
     def traits(self) -> Traits:
@@ -44,23 +46,32 @@ class CountingStore:
             return WriteOutcome.NO_ROOM
         if size_bytes > self._capacity_bytes:
             return WriteOutcome.TOO_LARGE
-        if self._used_bytes + size_bytes > self._capacity_bytes:
-            if parent is not None:
-                self.use(parent)
-            self._enter_uses()
+        full = self._used_bytes + size_bytes > self._capacity_bytes
+        if full:
+            self._guard(parent)
             while self._used_bytes + size_bytes > self._capacity_bytes:
                 oldest = next(iter(self._values))
-                if oldest == parent:
+                if oldest == self._guarded:
                     return WriteOutcome.NO_ROOM  # everything else is gone: only what it stands on is left
                 self._used_bytes -= self._values.pop(oldest)[0]
         self._values[key] = (size_bytes, parent)
         self._used_bytes += size_bytes
+        self._kept = key if full or (parent is not None and parent == self._kept) else None
         return WriteOutcome.STORED
 
     def use(self, key: bytes) -> None:
         """A value was read, and with it all that it stands on."""
         self._used.pop(key, None)
         self._used[key] = None
+
+    def _guard(self, parent: bytes | None) -> None:
+        """Makes all that a new value stands on the last to go; once for values that come one below the other."""
+        if parent is not None and parent == self._kept and not self._used:
+            return
+        if parent is not None:
+            self.use(parent)
+        self._enter_uses()
+        self._guarded = parent
 
     def _enter_uses(self) -> None:
         """Brings the order up to date: put off until something must go, since a chain is long and most uses are of one path."""
@@ -86,6 +97,7 @@ class CountingStore:
         present = [key for key in keys if key in self._values]
         for key in present:
             self._used_bytes -= self._values.pop(key)[0]
+        self._kept = None
         return len(present)
 
     def flush(self) -> None:

@@ -14,7 +14,7 @@ from stepwell.sim.setup import Setup
 from stepwell.sim.store import CountingStore
 from stepwell.sim.trace import TraceRequest
 
-_EVICTED = ("evicted_device_checkpoints", "evicted_host_checkpoints")
+_EVICTED = tuple(f"{why}_{tier}_checkpoints" for why in ("evicted", "superseded") for tier in ("device", "host"))
 
 
 class Tally:
@@ -31,6 +31,7 @@ class Tally:
         """Counts from now on."""
         self._sums: Counter[str] = Counter()
         self._ttft_s = array("d")
+        self._uncached_s = 0.0
         self._counters_before = self._cache.counters.snapshot()
         self._read_before = self._traffic.read_bytes.copy()
         self._written_before = self._traffic.written_bytes.copy()
@@ -51,6 +52,7 @@ class Tally:
         sums["too_large"] += not fits
         sums["checkpoints_used"] += from_checkpoint
         self._ttft_s.append(ttft_s)
+        self._uncached_s += self._setup.hardware.prefill_s(0, request.prompt_tokens)
 
     def report(self, *, trace: str, policy: str, wall_s: float) -> Report:
         names = ("requests", "prompt_tokens", "output_tokens", "device_tokens", "host_tokens", "store_tokens", "computed_tokens",
@@ -70,6 +72,8 @@ class Tally:
             ttft_p50_s=p50_s,
             ttft_p95_s=p95_s,
             ttft_p99_s=p99_s,
+            prefill_s=sum(self._ttft_s) - len(self._ttft_s) * self._setup.hardware.request_latency_s,
+            uncached_prefill_s=self._uncached_s,
             wall_s=wall_s,
         )
 

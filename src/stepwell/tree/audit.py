@@ -6,7 +6,7 @@ import numpy as np
 
 from stepwell.base.ids import Kind
 from stepwell.memory.arena import FREE, READY
-from stepwell.tree.node import ABSENT, Node, Residency, Run
+from stepwell.tree.node import ABSENT, Checkpoint, Node, Residency, Run
 from stepwell.tree.tree import NODE_PAGES, Tree
 
 
@@ -26,6 +26,7 @@ def audit(tree: Tree) -> None:
                 f"a checkpoint at {checkpoint.page} in {node}"
             )
             assert any(checkpoint.held), f"a checkpoint at {checkpoint.page} is in no tier"
+            _audit_follower(checkpoint)
             for residency in checkpoint.held:
                 if residency is not None:
                     _audit_residency(tree, residency)
@@ -73,6 +74,15 @@ def _audit_run(tree: Tree, run: Run) -> None:
     tail = tree.ranking.tail(run)
     if tail is not None and tree.ranking.idle(run, tail.start, at_most=1).num_pages:
         assert run.ticket, f"{node} could be evicted from {run.tier.label} but is not queued"
+
+
+def _audit_follower(checkpoint: Checkpoint) -> None:
+    follower = checkpoint.follower
+    here = follower.node if follower is not None else checkpoint.node
+    while here is not None and here is not checkpoint.node:
+        here = here.parent
+    assert here is not None, f"the checkpoint at {checkpoint.page} is followed by one of another branch"
+    assert follower is None or follower.page > checkpoint.page, f"{checkpoint.page=} is followed by one above it"
 
 
 def _audit_residency(tree: Tree, residency: Residency) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.plan import PageIds
 from stepwell.tree.node import Checkpoint, Loss, Node, Residency
+from stepwell.tree.ranking import previous_checkpoint
 from stepwell.tree.tree import Tree
 
 
@@ -26,6 +27,7 @@ def add_residency(
     checkpoint = node.checkpoints.get(page)
     if checkpoint is None:
         checkpoint = node.checkpoints[page] = Checkpoint(node, page, now)
+        _follow(tree, checkpoint)
     if checkpoint.held[tier] is not None:
         return None
     residency = checkpoint.held[tier] = Residency(checkpoint, tier, windows=windows, points=points, ready=ready)
@@ -39,6 +41,33 @@ def add_residency(
     tree.carry_checkpoints_up(node, tier, before)
     tree.ranking.queue_residency(residency)
     return residency
+
+
+def _follow(tree: Tree, checkpoint: Checkpoint) -> None:
+    """The neighbours of a new checkpoint are needed less from now on: each only for what lies between it and the next."""
+    assert checkpoint.node is not None
+    before = previous_checkpoint(checkpoint.node, checkpoint.page)
+    checkpoint.following = _next_below(checkpoint, before)
+    if before is not None:
+        before.following = checkpoint
+    for neighbour in (before, checkpoint.following):
+        for residency in neighbour.held if neighbour is not None else ():
+            if residency is not None:
+                tree.ranking.queue_residency(residency, again=True)
+
+
+def _next_below(checkpoint: Checkpoint, before: Checkpoint | None) -> Checkpoint | None:
+    """The next checkpoint in its node, or what followed `before`, if that is not on another branch."""
+    node = checkpoint.node
+    assert node is not None and node.checkpoints is not None
+    in_node = min((page for page in node.checkpoints if page > checkpoint.page), default=None)
+    if in_node is not None:
+        return node.checkpoints[in_node]
+    followed = before.follower if before is not None else None
+    here = followed.node if followed is not None else None
+    while here is not None and here.start >= node.end:
+        here = here.parent
+    return followed if here is node and followed is not None and followed.page > checkpoint.page else None
 
 
 def residency_arrived(tree: Tree, residency: Residency) -> None:
@@ -59,9 +88,7 @@ def drop_residency(tree: Tree, residency: Residency, loss: Loss) -> None:
     residency.ticket = 0
     tree.version += 1
     if not any(checkpoint.held):
-        assert node.checkpoints is not None
-        del node.checkpoints[checkpoint.page]
-        checkpoint.node = None
+        _leave(checkpoint, node)
         node.note_loss(checkpoint.page, loss)
     tree.carry_checkpoints_up(node, tier, before)
     tree.queue(node)
@@ -72,9 +99,8 @@ def drop_residency(tree: Tree, residency: Residency, loss: Loss) -> None:
 def forget(tree: Tree, checkpoint: Checkpoint, loss: Loss) -> None:
     """Drops a checkpoint from all tiers without touching the counts above its node."""
     node = checkpoint.node
-    assert node is not None and node.checkpoints is not None
-    del node.checkpoints[checkpoint.page]
-    checkpoint.node = None
+    assert node is not None
+    _leave(checkpoint, node)
     node.note_loss(checkpoint.page, loss)
     for residency in checkpoint.held:
         if residency is not None:
@@ -82,3 +108,14 @@ def forget(tree: Tree, checkpoint: Checkpoint, loss: Loss) -> None:
             for kind, ids in residency.spans():
                 tree.arenas[residency.tier].drop(kind, ids)
     checkpoint.held = [None, None]
+
+
+def _leave(checkpoint: Checkpoint, node: Node) -> None:
+    """Takes a checkpoint out of its node; the one before it is followed by the one after it."""
+    assert node.checkpoints is not None
+    before = previous_checkpoint(node, checkpoint.page)
+    if before is not None and before.following is checkpoint:
+        before.following = checkpoint.following
+    checkpoint.following = None
+    del node.checkpoints[checkpoint.page]
+    checkpoint.node = None

@@ -14,9 +14,11 @@ from typing import TypeAlias
 
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.plan import NO_PAGES, PageIds
+from stepwell.policy.habits import Visit
 
 ABSENT = -1  # in a run's id array
 MAX_LOSSES = 16  # notes of lost things a node keeps, for explanations
+MAX_PAST = 256  # visits to lost things that a node remembers, to know them when they return
 
 
 class LossReason(Enum):
@@ -47,6 +49,7 @@ class Use:
     at_s: float
     priority: int = 0
     expires_at_s: float = float("inf")
+    visit: Visit | None = None  # under which pages are entered that the path did not have
 
 
 class Run:
@@ -88,11 +91,12 @@ class Residency:
 class Checkpoint:
     """Everything of window and point shape at one boundary (in pages from the root)."""
 
-    __slots__ = ("held", "node", "page", "stored", "used_at", "uses")
+    __slots__ = ("following", "held", "node", "page", "stored", "used_at", "uses")
 
     def __init__(self, node: Node, page: int, now: float) -> None:
         self.node: Node | None = node  # None once it left the tree
         self.page = page
+        self.following: Checkpoint | None = None  # the one below it that was left last, which may be gone: see `follower`
         self.held: list[Residency | None] = [None, None]
         self.used_at = now
         self.uses = 0
@@ -101,6 +105,11 @@ class Checkpoint:
     def ready_in(self, tier: Tier) -> Residency | None:
         residency = self.held[tier]
         return residency if residency is not None and residency.ready else None
+
+    @property
+    def follower(self) -> Checkpoint | None:
+        """The next checkpoint below it, on the branch where one was left last."""
+        return self.following if self.following is not None and self.following.node is not None else None
 
     @property
     def in_use(self) -> bool:
@@ -127,7 +136,7 @@ class Node:
 
     __slots__ = (
         "checkpoints", "expires_at", "expiry_noted", "first", "hits", "keys", "kids", "lacking", "lost", "num_pages",
-        "parent", "priority", "rest", "runs", "start", "stored", "used_at",
+        "parent", "past", "priority", "rest", "runs", "start", "stored", "used_at", "visit",
     )  # fmt: skip
 
     def __init__(self, parent: Node | None, *, start: int, first: bytes, rest: bytes, num_pages: int) -> None:
@@ -140,6 +149,8 @@ class Node:
         self.runs: list[Run | None] = [None, None]
         self.checkpoints: dict[int, Checkpoint] | None = None
         self.lost: dict[bytes | int, Loss] | None = None  # by first page of what was below, or by boundary
+        self.past: dict[bytes, Visit] | None = None  # the latest visits to what is gone, by its first page
+        self.visit: Visit | None = None  # the latest to its pages
         self.lacking: dict[str, int] | None = None  # optional states that its pages lack, from which token on (`lacking.py`)
         self.keys = b""  # chained keys of its first pages, as many as somebody asked for (`chain.py`)
         self.stored = 0  # of its first pages, how many are believed to be in the store, or on their way there
@@ -168,6 +179,21 @@ class Node:
         self.lost[what] = loss
         if len(self.lost) > MAX_LOSSES:
             del self.lost[next(iter(self.lost))]
+
+    def note_past(self, page: bytes, visit: Visit | None) -> None:
+        """Remembers who had what began with a page, and is gone now."""
+        if visit is None:
+            return
+        if self.past is None:
+            self.past = {}
+        self.past.pop(page, None)
+        self.past[page] = visit
+        if len(self.past) > MAX_PAST:
+            del self.past[next(iter(self.past))]
+
+    def has_other_past(self, page: bytes) -> bool:
+        """Whether something hung below its end that did not begin with `page`, and may return there."""
+        return any(each != page for each in self.past or ())
 
     def path(self) -> list[Node]:
         """The nodes from the first below the root to this one."""

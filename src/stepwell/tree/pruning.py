@@ -65,7 +65,10 @@ def truncate(tree: Tree, node: Node, at: int, loss: Loss) -> None:
     """Removes the node's pages from index `at`, all below them, and the checkpoints that stood on them."""
     tree.version += 1
     if at:
-        node.note_loss(node.rest[(at - 1) * tree.page_bytes : at * tree.page_bytes], loss)
+        first = node.rest[(at - 1) * tree.page_bytes : at * tree.page_bytes]
+        node.note_loss(first, loss)
+        node.past = None  # of what hung below what goes now
+        node.note_past(first, node.visit)
     before = [(tier, node.leads_to_pages(tier), node.leads_to_checkpoints(tier)) for tier in tree.tiers]
     if node.kids is not None:
         for child in node.kids.by_page.values():
@@ -90,6 +93,7 @@ def clear(tree: Tree, namespace: PageKey, loss: Loss) -> None:
     if root is not None and root.kids is not None:
         for child in list(root.kids.by_page.values()):
             truncate(tree, child, 0, loss)
+        root.past = None
 
 
 def _trim(tree: Tree, node: Node, at: int) -> None:
@@ -137,6 +141,7 @@ def _unlink(tree: Tree, node: Node, loss: Loss) -> None:
     del parent.kids.by_page[node.first]
     node.parent = None
     parent.note_loss(node.first, loss)
+    parent.note_past(node.first, node.visit)
     if not parent.kids.by_page:
         parent.kids = None
         if parent.parent is None and len(tree.roots) > KEPT_EMPTY_ROOTS:

@@ -15,7 +15,7 @@ import numpy as np
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.spec import ModelSpec
 from stepwell.memory.arena import Arena
-from stepwell.policy.value import Facts, ValuePolicy
+from stepwell.policy.value import Facts, Place, ValuePolicy
 from stepwell.tree.node import ABSENT, Checkpoint, Node, Residency, Run, Victim
 from stepwell.tree.order import EvictionOrder, Standing
 
@@ -45,8 +45,8 @@ class Ranking:
         self._spec = spec
         self._arenas = arenas
         self._value = value
-        self._runs = {tier: EvictionOrder() for tier in arenas}
-        self._checkpoints = {tier: EvictionOrder() for tier in arenas}
+        self._runs = {tier: EvictionOrder(value) for tier in arenas}
+        self._checkpoints = {tier: EvictionOrder(value) for tier in arenas}
         # Runs that are kept only because the other tier's pages depend on them, oldest first; some are out of date.
         self._depended_on: dict[Tier, dict[Run, None]] = {tier: {} for tier in arenas}
         self._most_depended_on = MOST_DEPENDED_ON
@@ -133,14 +133,16 @@ class Ranking:
                 del waiting[each]
             self._most_depended_on = max(2 * len(waiting), MOST_DEPENDED_ON)
 
-    def queue_residency(self, residency: Residency) -> None:
-        if not residency.ticket and _in_tree(residency):
+    def queue_residency(self, residency: Residency, *, again: bool = False) -> None:
+        """Makes a checkpoint a candidate; `again` when it is worth less than when it was queued."""
+        if (again or not residency.ticket) and _in_tree(residency):
             self._checkpoints[residency.tier].push(residency, self._residency_standing(residency))
 
     def tidy(self, tier: Tier) -> None:
         """Brings a few entries up to date. Called whenever something is given back, so that no eviction meets a backlog."""
         for order in (self._runs[tier], self._checkpoints[tier]):
-            self._settled_head(order, at_most=TIDY_ENTRIES)
+            for _ in range(TIDY_ENTRIES):
+                self._settle(order, order.next_head())
 
     def pop(self, tier: Tier, *, runs: bool, checkpoints: bool) -> Victim | None:
         """Takes the least valuable candidate of the wanted sorts out of the order.
@@ -148,23 +150,36 @@ class Ranking:
         It comes back when somebody queues it again.
         """
         first = self._settled_head(self._runs[tier]) if runs else None
-        if checkpoints and (first is None or first.priority > WORTHLESS):
-            other = self._settled_head(self._checkpoints[tier])
-            if other is not None and (first is None or other < first):
-                return self._checkpoints[tier].pop()
-        return self._runs[tier].pop() if first is not None else None
+        if checkpoints and (first is None or first[1].priority > WORTHLESS):
+            order = self._checkpoints[tier]
+            other = self._settled_head(order)
+            if other is not None and (first is None or order.rank(other[1]) < order.rank(first[1])):
+                first = other
+        if first is None:
+            return None
+        first[0].ticket = 0
+        return first[0]
 
-    def _settled_head(self, order: EvictionOrder, at_most: int | None = None) -> Standing | None:
-        """The standing of the order's first entry, once that entry is up to date; gives up after `at_most` that were not."""
-        while at_most != 0 and (head := order.head()) is not None:
-            victim, then = head
-            standing = self._standing(victim)
-            if standing is not None and standing <= then:
-                return standing
-            order.pop()
-            at_most = None if at_most is None else at_most - 1
-            if standing is not None:  # used since it was queued; else something stands on it, and will queue it
-                order.push(victim, standing)
+    def _settled_head(self, order: EvictionOrder) -> tuple[Victim, Standing] | None:
+        """The order's first entry, once that is up to date."""
+        while (head := order.head()) is not None:
+            standing = self._settle(order, head)
+            if standing is not None:
+                return head[0], standing
+        return None
+
+    def _settle(self, order: EvictionOrder, entry: tuple[Victim, Standing] | None) -> Standing | None:
+        """Where an entry's victim stands, if it still stands there; else takes the entry out, and queues it where it belongs."""
+        if entry is None:
+            return None
+        victim, then = entry
+        standing = self._standing(victim)
+        if standing is not None and _is_as_queued(standing, then):
+            return standing
+        if standing is not None:  # used since it was queued
+            order.push(victim, standing)
+        else:
+            victim.ticket = 0  # something stands on it, and will queue it
         return None
 
     def _standing(self, victim: Victim) -> Standing | None:
@@ -176,10 +191,10 @@ class Ranking:
     def _run_standing(self, run: Run, tail: Tail) -> Standing:
         node = run.node
         if tail.dead:
-            return Standing(WORTHLESS, node.used_at)
+            return Standing(WORTHLESS, Place(0, 0, node.used_at))
         size = self._arenas[run.tier].layout.strides[Kind.PREFIX]
-        facts = Facts(used_at=node.used_at, uses=node.hits, saved_tokens=self._spec.page_tokens, size_bytes=size)
-        return Standing(node.priority, self._value.rank(facts))
+        facts = Facts(used_at=node.used_at, saved_tokens=self._spec.page_tokens, size_bytes=size, visit=node.visit)
+        return Standing(node.priority, self._value.place(facts))
 
     def _residency_standing(self, residency: Residency) -> Standing:
         checkpoint = residency.checkpoint
@@ -187,9 +202,42 @@ class Ranking:
         assert node is not None
         strides = self._arenas[residency.tier].layout.strides
         size = sum(len(ids) * strides[kind] for kind, ids in residency.spans())
-        saved = (checkpoint.page - previous_boundary(node, checkpoint.page)) * self._spec.page_tokens
-        facts = Facts(used_at=checkpoint.used_at, uses=checkpoint.uses, saved_tokens=saved, size_bytes=max(size, 1))
-        return Standing(node.priority, self._value.rank(facts))
+        before = previous_boundary(node, checkpoint.page)
+        if self._spec.free_step is None:
+            size += _pages_alone(node, checkpoint.page, before) * strides[Kind.PREFIX]
+        page_tokens, visit = self._spec.page_tokens, node.visit
+        end = visit.end if visit is not None else checkpoint.page
+        follower = checkpoint.follower
+        facts = Facts(
+            used_at=checkpoint.used_at,
+            saved_tokens=(checkpoint.page - before) * page_tokens,
+            size_bytes=max(size, 1),
+            visit=visit,
+            distance=(max(end - checkpoint.page, 0) + 1) * page_tokens,
+            next_distance=(max(end - follower.page, 0) + 1) * page_tokens if follower is not None else 0,
+        )
+        return Standing(node.priority, self._value.place(facts))
+
+
+def _is_as_queued(standing: Standing, then: Standing) -> bool:
+    """Whether a victim stands no higher than when it was queued; what is in another place is looked at there."""
+    if standing.priority != then.priority:
+        return standing.priority < then.priority
+    same_place = standing.place[:2] == then.place[:2]
+    return same_place and standing.place.since <= then.place.since
+
+
+def _pages_alone(node: Node, page: int, before: int) -> int:
+    """How many pages nothing else would need if the checkpoint at boundary `page` went: back to `before` or a branch."""
+    if node.kids is not None or (node.checkpoints and max(node.checkpoints) > page):
+        return 0
+    here: Node | None = node
+    while here is not None and here.parent is not None and here.start > before:
+        above = here.parent
+        if above.kids is not None and len(above.kids.by_page) > 1:
+            return page - here.start
+        here = above
+    return page - before
 
 
 def _has_pages(run: Run, start: int) -> bool:

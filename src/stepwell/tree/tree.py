@@ -104,6 +104,7 @@ class Tree:
         upper = Node(parent, start=node.start, first=node.first, rest=node.rest[:cut], num_pages=at)
         upper.note_use(Use(at_s=node.used_at, priority=node.priority, expires_at_s=node.expires_at))
         upper.hits = node.hits
+        upper.visit = node.visit
         upper.keys, node.keys = node.keys[: at * KEY_BYTES], node.keys[at * KEY_BYTES :]
         upper.stored, node.stored = min(node.stored, at), max(node.stored - at, 0)
         parent.kids.by_page[upper.first] = upper
@@ -167,7 +168,8 @@ class Tree:
     def _grow(self, node: Node, packed: bytes, tier: Tier, ids: PageIds, *, page: int, use: Use) -> Node:
         """Adds pages `page`.. of a path below `node`: into it while it is a short leaf, then as nodes of their own."""
         size, upto = self.page_bytes, len(ids)
-        if node.parent is not None and node.kids is None and node.num_pages < NODE_PAGES:
+        is_short_leaf = node.parent is not None and node.kids is None and node.num_pages < NODE_PAGES
+        if is_short_leaf and not node.has_other_past(packed[page * size : (page + 1) * size]):
             end = min(page + NODE_PAGES - node.num_pages, upto)
             self._lengthen(node, packed[page * size : end * size])
             self.attach(node, tier, ids[page:end], at=page - node.start)
@@ -183,6 +185,7 @@ class Tree:
             child = Node(node, start=start, first=packed[start * size : (start + 1) * size],
                          rest=packed[(start + 1) * size : end * size], num_pages=end - start)  # fmt: skip
             child.note_use(use)
+            child.visit = use.visit or (node.past.get(child.first) if node.past else None)
             child.hits = 1
             self._hang(node, child)
             run = child.runs[tier] = Run(child, tier, ids[start:end].copy())
@@ -211,6 +214,8 @@ class Tree:
         parent.kids.by_page[child.first] = child
         if parent.lost:
             parent.lost.pop(child.first, None)
+        if parent.past:
+            parent.past.pop(child.first, None)
 
     def _lengthen(self, node: Node, packed: bytes) -> None:
         added = len(packed) // self.page_bytes
@@ -218,6 +223,8 @@ class Tree:
         node.num_pages += added
         if node.lost:
             node.lost.pop(packed[: self.page_bytes], None)
+        if node.past:
+            node.past.pop(packed[: self.page_bytes], None)
         for run in node.runs:
             if run is not None:
                 run.ids = np.concatenate([run.ids, np.full(added, ABSENT, np.int32)])

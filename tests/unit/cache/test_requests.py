@@ -45,7 +45,7 @@ def test_sources_always_add_up_to_the_prompt() -> None:
 
 def test_chunks_of_any_size_leave_the_same_cache() -> None:
     for chunk in (1, 2, 3, 5, 8, 33):
-        rig = Rig(HYBRID, placement=PlacementConfig(interval_tokens=8))
+        rig = Rig(HYBRID, placement=PlacementConfig(interval_tokens=8, most_added=None))
         lease = rig.ready(text(1, 33))
         while lease.position < 33:
             stop = rig.cache.next_stop(lease) or 33
@@ -148,7 +148,7 @@ def test_only_the_last_checkpoint_of_an_answer_is_kept() -> None:
 
 
 def test_milestones_and_used_checkpoints_of_an_answer_stay() -> None:
-    rig = Rig(HYBRID, placement=PlacementConfig(interval_tokens=15, decode_interval_tokens=4))  # in effect 16
+    rig = Rig(HYBRID, placement=PlacementConfig(interval_tokens=15, most_added=None, decode_interval_tokens=4))  # 16
     lease = rig.ready(text(1, 9))
     rig.prefill(lease)
     rig.decode(lease, text(2, 4))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from stepwell import CacheConfig, Cause, ConfigError, Kind, LeaseError, ModelSpec, Tier, WritePolicy, build_cache
 from stepwell.base.config import PrefetchPolicy, StoreConfig
 from stepwell.base.errand import Ask, Fate, FetchCheckpoint, FetchPages, PutCheckpoint, PutPages
 from stepwell.cache.link import LinkState
+from stepwell.store.api import NO_PARENT, Space, Write, WriteOutcome
 from stepwell.store.memory import MemoryStore
 from toys import ALL_MODELS, FULL, FULL_POINT, HYBRID, PAGE, Rig, text
 
@@ -291,6 +294,78 @@ def test_a_backup_that_fails_is_tried_again_at_the_next_use() -> None:
     assert report.failures and here.core.counters["backup_failures"] == 1 and not store._values
     here.serve(PROMPT)
     assert len(store._values) == 10
+
+
+class StrictStore(MemoryStore):
+    """Has no room for what stands on nothing, nor for more than `most` values. A test that asks too often has failed."""
+
+    def __init__(self, most: int = 1000) -> None:
+        super().__init__()
+        self.most = most
+        self.num_asked = 0
+
+    def write_from(self, space: Space, writes: Sequence[Write]) -> list[WriteOutcome]:
+        self.num_asked += 1
+        if self.num_asked > 50:
+            pytest.fail("the same is tried for ever")  # no Exception, which a porter would take for the store's
+        return [outcome for write in writes for outcome in self._judged(space, write)]
+
+    def _judged(self, space: Space, write: Write) -> list[WriteOutcome]:
+        stands = write.parent == NO_PARENT or (space.digest, write.parent) in self._values
+        return super().write_from(space, [write]) if stands and len(self._values) < self.most else [WriteOutcome.NO_ROOM]
+
+    def lose(self, most: int) -> None:
+        """Gives up values, of each path the deepest first."""
+        for name in list(self._values)[:most]:
+            self._drop(name)
+
+
+@pytest.mark.parametrize("lost", [1, 10])
+def test_a_path_whose_beginning_was_given_up_by_the_store_is_whole_again_after_its_next_use(lost: int) -> None:
+    store = StrictStore()
+    here = rig(FULL, store)
+    here.serve(PROMPT)
+    store.lose(lost)
+    longer = PROMPT[:-1] + text(2, 40 * PAGE + 1)  # more than one errand takes: it stays in line
+    here.serve(longer)
+    assert here.core.counters["backup_failures"] == 2, "no more than was under way: what was refused is not tried again"
+    here.serve(longer)
+    assert len(store._values) == 50 and here.core.counters["backup_failures"] == 2
+    here.idle_check()
+
+
+def test_what_refused_pages_stand_on_goes_down_again_at_once() -> None:
+    store = StrictStore()
+    here = rig(FULL, store)
+    here.serve(PROMPT)
+    here.serve(PROMPT[: 8 * PAGE] + text(3, PAGE + 1))  # a branch: what is shared is a node of its own
+    store.lose(11)
+    here.serve(PROMPT[: 8 * PAGE] + text(2, 40 * PAGE + 1))
+    assert len(store._values) == 8
+    here.idle_check()
+
+
+@pytest.mark.parametrize("spec", [FULL, HYBRID], ids=["full", "hybrid"])
+@pytest.mark.parametrize("most", [0, 16, 20])  # 16: a page is refused where an errand begins
+def test_a_store_that_stays_full_is_not_asked_for_ever(spec: ModelSpec, most: int) -> None:
+    store = StrictStore(most)
+    here = rig(spec, store)
+    for _ in range(3):
+        before = store.num_asked
+        here.serve(text(1, 50 * PAGE + 1))
+        assert store.num_asked - before <= 4
+    assert len(store._values) == most
+    here.idle_check()
+
+
+def test_what_one_store_refused_is_offered_to_the_next() -> None:
+    here = rig(HYBRID, StrictStore(0))
+    here.serve(PROMPT)
+    here.cache.detach_store()
+    store = MemoryStore()
+    here.attach(store)
+    here.settle()
+    assert rig(HYBRID, store).serve_fetched(PROMPT).store == 10 * PAGE
 
 
 def test_a_path_that_waits_too_long_is_given_up() -> None:

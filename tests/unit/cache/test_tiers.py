@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 
 from stepwell import EvictionPolicy, Kind, LeaseState, NoRoom, Tier, WritePolicy
-from stepwell.base.plan import Purpose
-from toys import ALL_MODELS, FULL, HYBRID, Rig, text
+from stepwell.base.plan import PageIds, Purpose
+from stepwell.cache import restore
+from stepwell.cache.core import Core
+from stepwell.memory.arena import Need
+from toys import ALL_MODELS, FULL, FULL_POINT, HYBRID, Rig, text
 
 
 @pytest.mark.parametrize("spec", ALL_MODELS)
@@ -181,3 +184,21 @@ def test_used_bytes_never_exceed_a_budget_that_is_not_a_whole_number_of_pages() 
     for name in range(10):
         rig.serve([*text(1, 4), *text(name, 9)])
         assert rig.cache.used_bytes(Tier.DEVICE) <= 37 * 32 and rig.cache.used_bytes(Tier.HOST) <= 23 * 32
+
+
+def test_room_that_is_on_its_way_for_a_promotion_is_not_reported_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first attempt sends every candidate off to be saved; one without the promotion would find none, and give up."""
+    rig = Rig(FULL_POINT, host_pages=64)
+    for _ in range(2):
+        rig.serve(text(1, 17))
+        rig.evict_all(Tier.DEVICE)
+    asked = []
+
+    def refuse(core: Core, tier: Tier, need: Need) -> dict[Kind, PageIds]:
+        asked.append(need[Kind.POINT])
+        raise NoRoom("being saved", waiting=len(asked) == 1)
+
+    monkeypatch.setattr(restore, "allocate", refuse)
+    with pytest.raises(NoRoom) as refusal:
+        rig.open(text(1, 17))
+    assert asked == [2] and refusal.value.waiting

@@ -148,9 +148,38 @@ def test_pages_that_only_the_tree_keeps_do_not_count_as_busy() -> None:
 def test_shortage_is_what_must_come_free() -> None:
     arena = Arena(Tier.DEVICE, SMALL)
     arena.alloc({Kind.PREFIX: 85})
-    assert [arena.shortage(Kind.PREFIX, count) for count in (1, 15, 16, 40)] == [0, 0, 1, 25]
+    assert [arena.shortage({Kind.PREFIX: count}) for count in (1, 15, 16)] == [{}, {}, {Kind.PREFIX: 1}]
     arena.alloc({Kind.POINT: 1})
-    assert arena.shortage(Kind.PREFIX, 15) == 10
+    assert arena.shortage({Kind.PREFIX: 15}) == {Kind.PREFIX: 10}
+
+
+def test_shortage_knows_that_the_last_slab_is_short() -> None:
+    arena = Arena(Tier.DEVICE, ArenaLayout(size_bytes=330, slab_bytes=100, strides={Kind.PREFIX: 10, Kind.POINT: 50}))
+    arena.alloc({Kind.PREFIX: 30})
+    assert arena.shortage({Kind.PREFIX: 5}) == {Kind.PREFIX: 2}, "three pages are left, not a slab of ten"
+    assert arena.shortage({Kind.PREFIX: 1, Kind.POINT: 1}) == {Kind.POINT: 1}, "too short for a point"
+
+
+def test_shortage_gives_an_idle_slab_to_one_kind_only() -> None:
+    arena = Arena(Tier.DEVICE, SMALL)
+    arena.alloc({Kind.PREFIX: 90})
+    assert arena.shortage({Kind.PREFIX: 4, Kind.POINT: 1}) == {Kind.PREFIX: 4}
+    assert arena.shortage({Kind.PREFIX: 4, Kind.POINT: 3}) == {Kind.PREFIX: 4, Kind.POINT: 1}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_freeing_what_is_short_is_enough_and_less_is_not(seed: int) -> None:
+    random_ = random.Random(seed)
+    layout = ArenaLayout(size_bytes=1370, slab_bytes=120, strides={Kind.PREFIX: 7, Kind.WINDOW: 30})
+    arena = Arena(Tier.DEVICE, layout)
+    while not arena.shortage({Kind.PREFIX: 20}):
+        arena.alloc({Kind.PREFIX: random_.randint(1, 8), Kind.WINDOW: random_.randint(0, 1)})
+    held = np.flatnonzero(arena.refs[Kind.PREFIX]).astype(np.int32)
+    short = arena.shortage({Kind.PREFIX: 20})[Kind.PREFIX]
+    arena.release(Kind.PREFIX, held[: short - 1])
+    assert not arena.fits({Kind.PREFIX: 20})
+    arena.release(Kind.PREFIX, held[short - 1 : short])
+    assert arena.fits({Kind.PREFIX: 20})
 
 
 def test_audit_sees_a_count_that_is_off() -> None:

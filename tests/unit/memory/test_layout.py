@@ -44,6 +44,11 @@ def test_small_arenas_have_small_slabs_that_can_be_traded() -> None:
     assert layout.num_slabs >= MIN_SLABS
 
 
+def test_pages_of_one_kind_have_nobody_to_trade_with_and_waste_nothing() -> None:
+    layout = lay_out(FULL, budget_bytes=1000 * 32 + 31, alignment=16)
+    assert layout.num_slabs == 1 and layout.pages_of_slabs(Kind.PREFIX) == [1000]
+
+
 def test_every_page_size_divides_a_slab_when_that_is_possible() -> None:
     third = StateSpec(name="ssm", shape=Point(), layers=1, row_bytes=48, dtype="u8")
     layout = lay_out(model(KV, third), budget_bytes=1 << 20, alignment=16)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
-from stepwell import ConfigError, PlacementConfig
-from stepwell.policy.placement import is_milestone, next_decode_stop, prompt_stops
-from toys import FULL, HYBRID, KV, SSM, model
+from stepwell import ConfigError, Kind, PlacementConfig
+from stepwell.base.spec.presets import load_spec
+from stepwell.policy.placement import Waypoint, is_milestone, milestone_step, next_decode_stop, prompt_stops, superseded
+from toys import FULL, HYBRID, KV, SSM, model, swa
 
-NONE = PlacementConfig(interval_tokens=0, decode_interval_tokens=0, at_branch=False, at_prompt_end=False)
+NONE = PlacementConfig(interval_tokens=0, most_added=None, decode_interval_tokens=0, at_branch=False, at_prompt_end=False)
 
 
 def _stops(
@@ -28,12 +31,12 @@ def test_each_reason_alone() -> None:
 
 
 def test_stops_are_sorted_distinct_and_ahead_of_the_request() -> None:
-    everything = PlacementConfig(interval_tokens=8)
+    everything = PlacementConfig(interval_tokens=8, most_added=None)
     assert _stops(everything, resume=16, known=24, hints=(3, 16, 17, 25, 24)) == (24, 32, 40)
 
 
 def test_a_stop_is_never_the_last_token_of_the_prompt() -> None:
-    everything = PlacementConfig(interval_tokens=4)
+    everything = PlacementConfig(interval_tokens=4, most_added=None)
     assert _stops(everything, prompt=40)[-1] == 36
     assert _stops(everything, prompt=4) == ()
 
@@ -70,3 +73,129 @@ def test_negative_intervals_are_refused() -> None:
     for field in ("interval_tokens", "decode_interval_tokens"):
         with pytest.raises(ConfigError, match="intervals"):
             PlacementConfig(**{field: -1})
+
+
+# ---- intervals that fit the model -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "kv_dtype", "step"),
+    [
+        ("deepseek-v4-flash", "fp8", 8192),
+        ("deepseek-v4-flash", None, 8192),
+        ("gpt-oss-120b", None, 8192),
+        ("qwen3-next-80b", None, 32_768),
+        ("gemma-3-27b", None, 65_536),
+        ("kimi-k3", None, 262_144),  # 12.54 % at half of that
+        ("mamba2-2.7b", None, 8192),  # it has no pages
+    ],
+)
+def test_the_default_interval_of_real_models(name: str, kv_dtype: str | None, step: int) -> None:
+    spec = load_spec(name, kv_dtype=kv_dtype)
+    assert milestone_step(spec, PlacementConfig()) == step
+    assert milestone_step(spec, PlacementConfig(most_added=None)) == 8192
+    assert is_milestone(spec, PlacementConfig(), step) and not is_milestone(spec, PlacementConfig(), step // 2)
+    stops = prompt_stops(spec, PlacementConfig(at_prompt_end=False), resume=0, known=0, prompt_tokens=600_000)
+    assert stops == tuple(range(step, 600_000, step))
+
+
+@pytest.mark.parametrize("window", [0, 1, 6, 8, 50])
+@pytest.mark.parametrize("align", [1, 6])
+@pytest.mark.parametrize("interval", [1, 4, 13, 60])
+@pytest.mark.parametrize("most_added", [0.01, 0.3, 1.0, 2.5])
+def test_milestones_add_no_more_than_they_may_and_are_no_further_apart_than_that_takes(
+    window: int, align: int, interval: int, most_added: float
+) -> None:
+    spec = model(KV, replace(SSM, align=align), *([swa(window)] if window else []))
+    config = replace(NONE, interval_tokens=interval, most_added=most_added)
+    least = milestone_step(spec, replace(config, most_added=None))
+    step = milestone_step(spec, config)
+    times = step // least
+    assert step == times * least and times & (times - 1) == 0
+
+    def share(step: int) -> float:
+        """What the checkpoints at 64 multiples take of memory, each window page once, against the pages before the last."""
+        windows = {page for at in range(step, 64 * step + 1, step) for page in spec.window_span(at)}
+        added = len(windows) * spec.object_bytes(Kind.WINDOW) + 64 * spec.object_bytes(Kind.POINT)
+        return added / (64 * step // spec.page_tokens * spec.object_bytes(Kind.PREFIX))
+
+    assert share(step) <= most_added
+    assert times == 1 or share(step // 2) > most_added * 0.98, "windows of the first multiples may be shorter"
+
+
+def test_a_share_that_no_interval_keeps_leaves_none() -> None:
+    config = replace(NONE, interval_tokens=8, most_added=1e-300)
+    assert milestone_step(HYBRID, config) == 0
+    assert _stops(config) == () and not is_milestone(HYBRID, config, 8)
+
+
+# ---- what a new checkpoint supersedes -------------------------------------------------------------
+
+
+def _path(
+    boundaries: Sequence[int], *, wanted: Sequence[int] = (), held: Sequence[int] = (), used_at: dict[int, float] | None = None
+) -> list[Waypoint]:
+    """Checkpoints left one after the other, if nothing else is said."""
+    when = {at: float(number) for number, at in enumerate(boundaries)} | (used_at or {})
+    return [Waypoint(boundary=at, used_at_s=when[at], is_wanted=at in wanted, is_held=at in held) for at in boundaries]
+
+
+def test_without_a_cap_or_thinning_nothing_is_superseded() -> None:
+    assert superseded(PlacementConfig(), _path(range(1, 100))) == ()
+
+
+def test_over_the_cap_the_oldest_go_and_those_that_are_wanted_last() -> None:
+    config = PlacementConfig(path_cap=3)
+    boundaries = [3, 10, 11, 20, 31]
+    assert superseded(config, _path(boundaries[:3])) == ()
+    assert superseded(config, _path(boundaries)) == (3, 10)
+    assert superseded(config, _path(boundaries, wanted=[3])) == (10, 11)
+    assert superseded(config, _path(boundaries, wanted=[3, 10, 11, 20])) == (3, 10), "the cap holds"
+    assert superseded(config, _path(boundaries, wanted=[3, 10, 11, 20], used_at={3: 99.0})) == (10, 11)
+    assert superseded(config, _path(boundaries, used_at={3: 99.0})) == (10, 11)
+
+
+def test_what_is_held_and_the_newest_stay_over_any_cap() -> None:
+    assert superseded(PlacementConfig(path_cap=1), _path([4, 8, 12], held=[4])) == (8,)
+    assert superseded(PlacementConfig(path_cap=1), _path([4, 8], held=[4])) == ()
+    assert superseded(PlacementConfig(path_cap=1), _path([4, 8], used_at={8: -1.0})) == (4,)
+    assert superseded(PlacementConfig(path_cap=1), _path([4])) == superseded(PlacementConfig(path_cap=1), []) == ()
+
+
+def test_thinning_by_hand() -> None:
+    half = PlacementConfig(thinning=0.5)
+    assert superseded(half, _path([4, 8, 12, 40])) == (4, 8), "8 < 18, then 12 < 16, but 40 apart at 12"
+    assert superseded(half, _path([4, 8, 12, 40], held=[4])) == (8,)
+    assert superseded(half, _path([4, 8, 12, 40], wanted=[8])) == (4,)
+    assert superseded(half, _path([8, 30, 40])) == () and superseded(half, _path([8, 12, 40]), start=4) == (8,)
+    assert superseded(half, _path([10, 20])) == superseded(half, _path([10])) == superseded(half, []) == ()
+    assert superseded(replace(half, path_cap=1), _path([4, 8, 12, 40])) == (4, 8, 12), "both rules hold"
+
+
+@pytest.mark.parametrize("step", [1, 3, 7])
+@pytest.mark.parametrize("part", [0.25, 0.5, 1.0])
+def test_a_growing_path_keeps_few_and_the_spacing_grows_with_the_distance_from_its_end(step: int, part: float) -> None:
+    config = PlacementConfig(thinning=part)
+    kept: list[int] = []
+    for end in range(step, 2000 * step, step):
+        kept.append(end)
+        gone = superseded(config, _path(kept))
+        kept = [at for at in kept if at not in gone]
+        assert kept[-1] == end
+        for before, after in pairwise([0, *kept]):
+            assert after - before <= max(part * (end - before), step), "no wider than it may be"
+        for before, at, after in zip([0, *kept], kept, kept[1:], strict=False):
+            assert after - before >= part * (end - at), "no closer than it must be"
+    assert len(kept) < 100 / part, "as many as the logarithm of its length"
+
+
+def test_caps_and_shares_that_make_no_sense_are_refused() -> None:
+    for field, bad in (
+        ("path_cap", -1),
+        ("thinning", -0.5),
+        ("thinning", float("nan")),
+        ("most_added", 0.0),
+        ("most_added", -1.0),
+    ):
+        with pytest.raises(ConfigError, match=field):
+            PlacementConfig(**{field: bad})

@@ -1,55 +1,81 @@
-"""The worth of cached things: an order that does not depend on when one looks."""
+"""The worth of cached things: places whose order does not change while time passes."""
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import pairwise, product
+from math import log2
 
-from stepwell.policy.value import Facts, LeastRecent, SavedPerByte
+from stepwell.policy.habits import Habits, Visit
+from stepwell.policy.value import LEVELS_PER_OCTAVE, Expected, Facts, LeastRecent, ValuePolicy
 
-HALF_LIFE_S = 100.0
-
-
-def _facts(*, used_at: float = 0.0, uses: int = 0, saved: int = 64, size: int = 1024) -> Facts:
-    return Facts(used_at=used_at, uses=uses, saved_tokens=saved, size_bytes=size)
+PAGE = 4
 
 
-MANY = [
-    _facts(used_at=at, uses=uses, saved=saved, size=size)
-    for at in (0.0, 90.0, 350.0)
-    for uses in (0, 3)
-    for saved in (1, 64, 4096)
-    for size in (100, 90_000)
-]
+def _facts(*, used_at: float = 0.0, saved: int = 64, size: int = 1024, visit: Visit | None = None) -> Facts:
+    return Facts(used_at=used_at, saved_tokens=saved, size_bytes=size, visit=visit)
 
 
-def _worth(facts: Facts, now: float) -> float:
-    fade = 2.0 ** (-(now - facts.used_at) / HALF_LIFE_S)
-    return facts.saved_tokens / facts.size_bytes * (1 + facts.uses) * fade
+def _worth(policy: ValuePolicy, facts: Facts) -> float:
+    return policy.worth(*policy.place(facts))
 
 
-def test_rank_orders_as_worth_does_at_any_time() -> None:
-    policy = SavedPerByte(HALF_LIFE_S)
-    for now in (400.0, 1000.0, 3000.0):
-        for left, right in combinations(MANY, 2):
-            difference = policy.rank(left) - policy.rank(right)
-            ratio = _worth(left, now) / _worth(right, now)
-            assert abs(difference) < 1e-6 or (difference > 0) == (ratio > 1), f"{left} {right} {now}"
+def _busy_habits() -> Habits:
+    """One prompt that comes every 10 s among many that never do."""
+    habits, visit = Habits(PAGE), None
+    for turn in range(200):
+        visit, _ = habits.arrive(10.0 * turn, known=8 if visit else 0, end=8, passed=[(visit, 8)], goes_on=True, lost=None)
+        habits.arrive(10.0 * turn + 1, known=0, end=8, passed=[], goes_on=False, lost=None)
+    return habits
 
 
-def test_one_half_life_is_worth_a_factor_of_two() -> None:
-    policy = SavedPerByte(HALF_LIFE_S)
-    assert policy.rank(_facts(saved=128)) == policy.rank(_facts(used_at=HALF_LIFE_S, saved=64))
-    assert policy.rank(_facts(size=512)) == policy.rank(_facts(uses=1))
+def test_worth_grows_with_what_is_saved_and_falls_with_its_size() -> None:
+    policy = Expected(_busy_habits())
+    for more, less in (((128, 1024), (64, 1024)), ((64, 512), (64, 1024)), ((4096, 90_000), (64, 90_000))):
+        assert _worth(policy, _facts(saved=more[0], size=more[1])) > _worth(policy, _facts(saved=less[0], size=less[1]))
 
 
-def test_using_something_never_lowers_its_rank() -> None:
-    for policy in (SavedPerByte(HALF_LIFE_S), LeastRecent()):
-        assert policy.rank(_facts(used_at=5, uses=1)) >= policy.rank(_facts(used_at=0, uses=0))
+def test_a_level_is_the_logarithm_of_what_is_saved_per_byte() -> None:
+    policy = Expected(Habits(PAGE))
+    for saved, size in product((1, 64, 4096), (100, 90_000)):
+        exact = LEVELS_PER_OCTAVE * log2(saved / size)
+        assert abs(policy.place(_facts(saved=saved, size=size)).level - exact) <= 0.5
+
+
+def test_in_one_place_the_later_is_worth_no_less() -> None:
+    policy = Expected(_busy_habits())
+    for group in range(8):
+        worths = [policy.worth(group, 0, since) for since in (0.0, 500.0, 1500.0, 1900.0, 1985.0, 1991.0, 5000.0)]
+        assert all(older <= newer for older, newer in pairwise(worths)), f"{group=} {worths}"
+
+
+def test_the_visit_says_since_when_and_in_which_group() -> None:
+    visit = Visit(50.0, end=8, returns=3, gap_s=10.0)
+    place = Expected(Habits(PAGE)).place(_facts(used_at=90.0, visit=visit))
+    assert (place.group, place.since) == (visit.group, 50.0) and visit.group != Visit(50.0, end=8).group
+
+
+def test_without_a_visit_the_use_counts() -> None:
+    place = Expected(Habits(PAGE)).place(_facts(used_at=90.0))
+    assert (place.group, place.since) == (Visit(0.0, end=1).group, 90.0)
+
+
+def test_a_checkpoint_that_is_followed_is_worth_less_than_one_that_is_not() -> None:
+    policy = Expected(_busy_habits())
+    last = _facts()._replace(distance=9 * PAGE)
+    assert _worth(policy, last._replace(next_distance=2 * PAGE)) < _worth(policy, last)
+
+
+def test_using_something_never_lowers_its_worth_under_least_recent() -> None:
+    policy = LeastRecent()
+    assert _worth(policy, _facts(used_at=5)) >= _worth(policy, _facts(used_at=0))
 
 
 def test_least_recent_looks_at_time_alone() -> None:
-    assert LeastRecent().rank(_facts(used_at=7, saved=1, size=10**9)) == 7
+    visit = Visit(3.0, end=8, returns=3, gap_s=10.0)
+    place = LeastRecent().place(_facts(used_at=7, saved=1, size=10**9, visit=visit))
+    assert place == LeastRecent().place(_facts(used_at=7)) and LeastRecent().worth(*place) == 7
 
 
-def test_something_that_saves_nothing_still_has_a_rank() -> None:
-    assert SavedPerByte(HALF_LIFE_S).rank(_facts(saved=0)) < SavedPerByte(HALF_LIFE_S).rank(_facts(saved=2))
+def test_something_that_saves_nothing_still_has_a_place() -> None:
+    policy = Expected(Habits(PAGE))
+    assert 0 < _worth(policy, _facts(saved=0)) < _worth(policy, _facts(saved=2))

@@ -15,7 +15,7 @@ from stepwell.sim.trace import TraceRequest
 from toys import FULL, OBJECT_BYTES
 
 BLOCK = 4  # the toys' page
-END_ONLY = PlacementConfig(interval_tokens=0, decode_interval_tokens=0, at_branch=False)
+END_ONLY = PlacementConfig(interval_tokens=0, most_added=None, decode_interval_tokens=0, at_branch=False)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,6 +39,23 @@ def test_the_oldest_chain_goes_first_and_its_deepest_value_before_the_others() -
     assert held(store, 1, 2, 11, 12, 13, 21) == [True, True, True, False, False, True]
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_chains_of_every_length_leave_what_a_plain_count_says(seed: int) -> None:
+    """What a value stands on is brought up to date once a chain: it must make no difference to what goes."""
+    random, store, plain = Random(seed), CountingStore(200), CountingStore(200)
+    chains = [[100 * name + depth for depth in range(random.randint(1, 12))] for name in range(12)]
+    for _ in range(200):
+        picked = random.choice(chains)
+        names = picked[: random.randint(1, len(picked))]
+        outcomes = chain(store, *names)
+        for depth, name in enumerate(names):
+            plain._kept = None  # as if every value came alone
+            assert plain.keep(key(name), 10, key(names[depth - 1]) if depth else None) is outcomes[depth]
+        plain.use(key(names[-1]))
+        everything = [name for each in chains for name in each]
+        assert held(store, *everything) == held(plain, *everything)
+
+
 def test_a_value_is_kept_once() -> None:
     store = CountingStore(100)
     assert chain(store, 1, 2) == [WriteOutcome.STORED] * 2

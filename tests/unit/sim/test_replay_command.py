@@ -40,18 +40,29 @@ def test_replay_writes_every_figure(trace: Path, tmp_path: Path, capsys: pytest.
 def test_compare_replays_with_every_policy(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", str(trace), *MODEL, "--device", "2GiB", "--compare", "--json", "-"]) == 0
     rows = json.loads(capsys.readouterr().out)["replays"]
-    assert [row["policy"] for row in rows] == ["value", "lru", "end", "every-8192", "every-2048", "every-512"]
+    fixed = ["end", "every-8192", "every-2048", "every-512", "second-hit", "path-cap-4", "thinned"]
+    assert [row["policy"] for row in rows] == ["value", "lru", *fixed]
     assert len({row["prompt_tokens"] for row in rows}) == 1
 
 
 def test_kv_dtype_and_warm_up_are_used(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def replayed(*more: str) -> dict[str, float]:
-        assert main(["replay", str(trace), *MODEL, "--device", "2GiB", "--json", "-", *more]) == 0
+        assert main(["replay", str(trace), *MODEL, "--device", "1GiB", "--json", "-", *more]) == 0
         return json.loads(capsys.readouterr().out)
 
     plain = replayed()
     assert replayed("--kv-dtype", "fp8")["hit_rate"] > plain["hit_rate"]
     assert replayed("--warm-up", "10")["requests"] == plain["requests"] - 10
+
+
+def test_the_first_requests_can_be_replayed_alone_and_any_tier_left_out(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["replay", str(trace), *MODEL, "--device", "2GiB", "--host", "none", "--write", "back", "--whole-blocks"]
+    assert main([*argv, "--requests", "5"]) == 0
+    told = capsys.readouterr().out
+    assert "where prompts came from" in told and "written: to host / store" in told
+    assert main([*argv, "--requests", "5", "--json", "-"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert (figures["requests"], figures["host_size_bytes"]) == (5, 0)
 
 
 def test_a_converted_trace_replays_alike(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,6 +86,8 @@ def test_a_converted_trace_replays_alike(trace: Path, tmp_path: Path, capsys: py
         (("--store", "1TiB"), "host"),
         (("--hardware", "warp=9"), "hardware has no 'warp'"),
         (("--warm-up", "-1"), "--warm-up"),
+        (("--requests", "0"), "requests must be 1 or more"),
+        (("--policy", "lru", "--compare"), "not allowed with argument --policy"),
         (("--device", "1MiB"), "cannot hold one page"),
     ],
 )

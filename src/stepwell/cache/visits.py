@@ -1,0 +1,45 @@
+"""Tells the learner of habits that a request has come: whose pages it came back to, and whose it will leave."""
+
+from __future__ import annotations
+
+from stepwell.cache.core import Core
+from stepwell.policy.habits import Visit
+from stepwell.tree.match import Match
+from stepwell.tree.node import Node
+
+
+def note_visit(core: Core, match: Match) -> Visit | None:
+    """Enters known pages under this request's visit; returns the visit under which it will enter new ones."""
+    if core.habits is None:
+        return None
+    page_bytes, packed = core.tree.page_bytes, match.packed
+    known = match.known_tokens // core.spec.page_tokens
+    path = _path(core, match, known)
+    known = path[-1].end if path else 0  # less when room was made out of what follows the restore point
+    deepest = path[-1] if path else core.tree.roots.get(match.namespace.digest)
+    following = packed[known * page_bytes : (known + 1) * page_bytes]
+    lost = deepest.past.get(following) if deepest is not None and deepest.past else None
+    again, fresh = core.habits.arrive(
+        core.clock.now(),
+        known=known,
+        end=max(known, match.prompt_tokens // core.spec.page_tokens),
+        passed=[(node.visit, node.num_pages) for node in path],
+        goes_on=bool(path) and path[-1].kids is None and not path[-1].past,
+        lost=lost,
+    )
+    for node in path:
+        node.visit = again
+    return fresh
+
+
+def _path(core: Core, match: Match, known: int) -> list[Node]:
+    """The nodes of the first `known` pages as they are now, the last cut there."""
+    path: list[Node] = []
+    node = core.tree.roots.get(match.namespace.digest)
+    size = core.tree.page_bytes
+    while node is not None and (at := path[-1].end if path else 0) < known:
+        node = node.child(match.packed[at * size : (at + 1) * size])
+        if node is not None:
+            path.append(node if node.end <= known else core.tree.split(node, known - node.start))
+            node = path[-1]
+    return path

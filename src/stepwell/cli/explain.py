@@ -1,0 +1,62 @@
+"""`stepwell explain TRACE...`: why tokens of a trace were computed although a cache stood by, and what would help.
+
+Prints; decides nothing. Every request goes through the production cache, with hands that only count.
+"""
+
+from __future__ import annotations
+
+import json
+from argparse import ArgumentParser, Namespace
+
+from stepwell.base.errors import ConfigError
+from stepwell.cli.cases import add_arguments, cases_of, one_or_all, print_table, wants_tables, watched, write
+from stepwell.cli.command import Command
+from stepwell.sim.plan_case import Case
+from stepwell.sim.why_page import REASON_HEADS, SESSION_HEADS, draw_explained, reason_rows, session_rows
+from stepwell.sim.why_replay import Explained, explain_trace
+
+WORST = 5  # sessions that are shown
+
+
+def configure(parser: ArgumentParser) -> None:
+    add_arguments(parser)
+
+
+def run(args: Namespace) -> int:
+    told = [_watch(case) for case in cases_of(args)]
+    if wants_tables(args):
+        for each in told:
+            _print(each)
+    if args.json is not None:
+        rows = [each.as_json(worst=WORST) for each in told]
+        write(args.json, json.dumps(one_or_all(rows, "traces"), indent=2) + "\n")
+    if args.html is not None:
+        write(args.html, draw_explained(told, worst=WORST))
+    return 0
+
+
+def _watch(case: Case) -> Explained:
+    """Replays with a bar on stderr. Raises ConfigError for a trace without requests."""
+    with watched(case, case.trace.name) as (trace, advance):
+        told = explain_trace(trace, case.setup(), policy=case.policy, on_request=advance)
+    if not told.total.requests:
+        raise ConfigError(f"{case.trace} has no requests to explain")
+    return told
+
+
+def _print(told: Explained) -> None:
+    total = told.total
+    hits = 1 - total.computed_tokens / max(total.prompt_tokens, 1)
+    counts = f"{total.computed_tokens:,} of {total.prompt_tokens:,}"
+    title = f"{told.trace}, {told.spec}: why {counts} tokens were computed (hit rate {hits:.1%})"
+    print_table(title, _brief(REASON_HEADS), map(_brief, reason_rows(total)), words=2)
+    if told.sessions:
+        print_table(f"the worst of {len(told.sessions):,} sessions", SESSION_HEADS, session_rows(told, worst=WORST), words=2)
+
+
+def _brief(cells: tuple[str, ...]) -> tuple[str, ...]:
+    """Without what the reason means: on a terminal that would leave no room for the figures."""
+    return (cells[0], *cells[2:])
+
+
+COMMAND = Command(name="explain", summary="Say why a trace's tokens were computed.", configure=configure, run=run)

@@ -1,0 +1,85 @@
+"""One replay told by names and numbers alone, so that another process can be handed it. Opens files when asked to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from stepwell.base.config import CacheConfig, WritePolicy
+from stepwell.base.errors import ConfigError
+from stepwell.base.ids import Tier
+from stepwell.base.spec.presets import load_spec
+from stepwell.sim.files import TraceFile
+from stepwell.sim.hardware import Hardware
+from stepwell.sim.policies import policy_named
+from stepwell.sim.setup import Setup
+from stepwell.sim.trace import Trace, TraceRequest
+
+TIERS = (Tier.DEVICE, Tier.HOST, Tier.STORE)
+Sizes = Mapping[Tier, int]  # bytes; a tier that is not in it does not exist
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """What to replay, and on what."""
+
+    trace: Path
+    spec: str
+    sizes: Sizes
+    policy: str
+    hardware: Hardware
+    kv_dtype: str | None = None
+    page_tokens: int | None = None
+    requests: int | None = None  # of the trace, from its start; all where None
+    write: WritePolicy = WritePolicy.THROUGH
+    whole_blocks: bool = False
+
+    def __post_init__(self) -> None:
+        if self.requests is not None and self.requests < 1:
+            raise ConfigError(f"requests must be 1 or more, got {self.requests}")
+
+    def setup(self) -> Setup:
+        """The model, the tiers and the machine. Raises ConfigError and SpecError."""
+        policy = policy_named(self.policy)
+        return Setup(
+            spec=load_spec(self.spec, kv_dtype=self.kv_dtype, page_tokens=self.page_tokens),
+            config=CacheConfig(
+                device_bytes=self.sizes.get(Tier.DEVICE),
+                host_bytes=self.sizes.get(Tier.HOST),
+                write=self.write,
+                eviction=policy.eviction,
+                placement=policy.placement,
+            ),
+            store_bytes=self.sizes.get(Tier.STORE),
+            hardware=self.hardware,
+            whole_blocks=self.whole_blocks,
+        )
+
+    def open_trace(self) -> Trace:
+        """The requests to serve. Raises TraceError."""
+        return self.part_of(TraceFile(self.trace))
+
+    def part_of(self, trace: Trace) -> Trace:
+        """As much of the opened trace as is to be served."""
+        return trace if self.requests is None else Beginning(trace, self.requests)
+
+
+class Beginning:
+    """The first `most` requests of a trace."""
+
+    def __init__(self, trace: Trace, most: int) -> None:
+        self._trace = trace
+        self._most = most
+
+    @property
+    def name(self) -> str:
+        return self._trace.name
+
+    @property
+    def block_tokens(self) -> int:
+        return self._trace.block_tokens
+
+    def __iter__(self) -> Iterator[TraceRequest]:
+        return islice(iter(self._trace), self._most)

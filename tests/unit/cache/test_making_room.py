@@ -1,0 +1,44 @@
+"""Making room: how much goes at a time, and for how long the order is kept when it is a slab that is missing."""
+
+from __future__ import annotations
+
+import pytest
+
+from stepwell import Kind, Point, StateSpec, Tier
+from stepwell.cache import room
+from stepwell.memory.layout import ArenaLayout
+from toys import KV, OBJECT_BYTES, Rig, model, text
+
+BIG = StateSpec(name="ssm", shape=Point(), layers=1, row_bytes=16 * OBJECT_BYTES, dtype="u8")
+
+
+def test_pages_go_many_at_a_time_when_a_point_lacks_a_slab(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(model(KV, BIG), device_pages=256)
+    rig.serve(text(1, 4 * 150 + 1))
+    rig.serve(text(2, 5))
+    cuts, cut = [], room.discard_tail
+    monkeypatch.setattr(room, "discard_tail", lambda *args: cuts.append(cut(*args)))
+    before = rig.cache.counters["evicted_device_pages"]
+    arena = rig.core.arena(Tier.DEVICE)
+    points = next(count for count in range(1, 17) if arena.shortage({Kind.POINT: count}))
+    assert arena.shortage({Kind.PREFIX: 1, Kind.POINT: points}) == {Kind.POINT: 1}, "no prefix page is missing"
+    room.make_room(rig.core, Tier.DEVICE, {Kind.PREFIX: 1, Kind.POINT: points + 4})
+    pages = rig.cache.counters["evicted_device_pages"] - before
+    assert pages >= 16 and len(cuts) <= pages / 8, f"{pages} pages went in {len(cuts)} cuts"
+    rig.cache.audit()
+
+
+def test_no_more_pages_go_than_are_short() -> None:
+    rig = Rig(model(KV, BIG), device_pages=256)
+    rig.serve(text(1, 4 * 200 + 1))
+    need = {Kind.PREFIX: 100}
+    short = rig.core.arena(Tier.DEVICE).shortage(need)[Kind.PREFIX]
+    assert room.make_room(rig.core, Tier.DEVICE, need).fits
+    assert rig.cache.counters["evicted_device_pages"] <= short
+    rig.cache.audit()
+
+
+@pytest.mark.parametrize(("slabs", "patience_slabs"), [(4, 1), (16, 1), (48, 3), (128, 8), (4096, 8)])
+def test_patience_is_some_slabs_but_a_small_share_of_the_tier(slabs: int, patience_slabs: int) -> None:
+    layout = ArenaLayout(size_bytes=100 * slabs, slab_bytes=100, strides={Kind.PREFIX: 10, Kind.POINT: 50})
+    assert room.patience_bytes_of(layout) == 100 * patience_slabs

@@ -1,0 +1,126 @@
+"""`stepwell plan`, as a user meets it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from stepwell.cli.main import main
+
+MODEL = ("--spec", "qwen3-next-80b")
+SMALL = ("--device", "4GiB", "--host", "8GiB", "--store", "none", "--requests", "12")
+
+
+@pytest.fixture
+def trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    path = tmp_path / "agents.jsonl.gz"
+    assert main(["trace", "generate", "agents", str(path), "--sessions", "2", "--json"]) == 0
+    capsys.readouterr()
+    return path
+
+
+def test_plan_writes_every_figure(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, page = tmp_path / "out.json", tmp_path / "out.html"
+    files = ("--json", str(out), "--html", str(page), "--price", "device=10,host=2")
+    assert main(["plan", str(trace), *MODEL, *SMALL, "--jobs", "2", *files]) == 0
+    figures = json.loads(out.read_text())
+    assert figures["requests"] == 12
+    assert set(figures["curves"]) == set(figures["knees"]) == {"device", "host"} == set(figures["sessions"]["fitting"])
+    for tier, curve in figures["curves"].items():
+        sizes = [point[f"{tier}_size_bytes"] for point in curve]
+        assert sizes == sorted(sizes) and len(sizes) == 5
+        for point in curve:
+            assert 0 <= point["hit_rate"] <= figures["ceiling"] < 1
+            assert point["speed_up"] == pytest.approx(figures["uncached_prefill_s"] / point["prefill_s"])
+        assert curve[2] | {"wall_s": 0} == figures["base"] | {"wall_s": 0}
+    chosen = figures["next_gigabyte"]
+    assert chosen["by"] == "money" and {step["tier"] for step in chosen["steps"]} == {"device", "host"}
+    assert figures["hardware"]["prefill_tokens_per_s"] == 20_000
+    assert page.read_text().count("<svg") == 2
+    told = capsys.readouterr()
+    assert "agents.jsonl.gz" in told.out and "The next gigabyte" in told.out
+    assert "points replayed; about" in told.err
+
+
+@pytest.mark.parametrize(
+    ("argv", "complaint"),
+    [
+        (("--jobs", "0"), "jobs must be 1 or more"),
+        (("--requests", "0"), "requests must be 1 or more"),
+        (("--policy", "best"), "no policy is called 'best'"),
+        (("--device", "lots"), "not an amount of memory"),
+        (("--device", "none"), "device tier"),
+        (("--host", "none"), "host"),
+        (("--device", "1MiB"), "cannot hold one page"),
+        (("--store", "0"), "a store of 0 bytes cannot hold one page"),
+        (("--price", "device=1"), "host, store is missing"),
+        (("--price", "tape=1"), "not 'tape'"),
+        (("--price", "device=cheap"), "must be a number"),
+        (("--price", "device=0"), "more than 0"),
+        (("--spec", "gpt-9"), "gpt-9"),
+        (("--hardware", "warp=9"), "hardware has no 'warp'"),
+    ],
+)
+def test_mistakes_are_one_line(trace: Path, argv: tuple[str, ...], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(trace), *MODEL, *argv]) == 2
+    error = capsys.readouterr().err
+    assert complaint in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["plan", "explain"])
+def test_a_trace_that_is_not_there_or_has_no_requests_is_named(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, str(tmp_path / "gone.jsonl"), *MODEL]) == 2
+    assert "gone.jsonl" in capsys.readouterr().err
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text('{"format": "stepwell-trace", "version": 1, "block_tokens": 64}\n')
+    assert main([command, str(empty), *MODEL]) == 2
+    assert "empty.jsonl has no requests" in capsys.readouterr().err
+
+
+def test_a_trace_that_breaks_off_in_a_worker_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "torn.jsonl"
+    path.write_text('{"format": "stepwell-trace", "version": 1, "block_tokens": 64}\n{"t": 0, "in": 64, "runs": [[1, 1]]}\n{"t"')
+    assert main(["plan", str(path), *MODEL]) == 2
+    assert "torn.jsonl, line 3" in capsys.readouterr().err
+
+
+def test_an_interrupt_ends_every_process(trace: Path) -> None:
+    argv = [sys.executable, "-m", "stepwell", "plan", str(trace), *MODEL, "--device", "4GiB", "--host", "8GiB", "--jobs", "2"]
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 60
+        while len(_group(process.pid)) < 3 and time.monotonic() < deadline and process.poll() is None:
+            pass  # until the workers have been started
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: everybody hears it
+        out, error = process.communicate(timeout=60)
+    finally:
+        if process.poll() is None:
+            process.kill()
+    assert process.returncode == 130
+    assert b"Traceback" not in error and not out
+    while _group(process.pid) and time.monotonic() < deadline:
+        pass  # what watches over shared memory leaves a moment after everybody else
+    assert not _group(process.pid)
+
+
+def _group(leader: int) -> list[int]:
+    """The processes of a group that are there, but for those that have ended."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                state, _, group = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
+            except OSError:
+                continue
+            if int(group) == leader and state != "Z":
+                found.append(int(entry.name))
+    return found

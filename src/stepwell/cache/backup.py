@@ -31,7 +31,7 @@ from stepwell.tree.node import ABSENT, Node, Residency, Victim
 
 CHUNK_BYTES = 32 * 2**20  # of pages in one errand
 MOST_PUTS = 4  # errands at a time: the rest waits in line, where it holds nothing
-HOST_SHARE, ERRAND_SHARE = 1 / 16, 1 / 32  # of the host tier: on its way down at most, and in one errand
+HOST_SHARE = ERRAND_SHARE = 1 / 16  # of the host tier: on its way down at most, and in one errand
 
 
 @dataclass(kw_only=True, eq=False)

@@ -55,7 +55,7 @@ def make_room(core: Core, tier: Tier, need: Need) -> Room:
         patient = in_vain < patience_bytes
         victim = _pop(core, tier, short, any_sort=patient) or _pop(core, tier, short, any_sort=True)
         if victim is None:
-            if not waiting and _cut_off(core, tier):
+            if not waiting and (arena.spare_none() or _cut_off(core, tier)):
                 continue
             return Room(fits=False, waiting=waiting)
         if core.save_first is not None and core.save_first(core, victim):

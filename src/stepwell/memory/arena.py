@@ -103,6 +103,10 @@ class Arena:
             self._busy[kind] += len(ids)
         return taken
 
+    def spare_none(self) -> bool:
+        """Gives up the slabs that are spared for windows of running requests; false when none were."""
+        return self._slabs.spare_none()
+
     def retain(self, kind: Kind, ids: PageIds) -> None:
         """Adds one reference to each page. Ids are distinct and none is free."""
         refs, at = self.refs[kind], _at(ids)

@@ -2,6 +2,9 @@
 
 Low addresses are handed out first, so slabs at the high end drain and can change hands. Counts no
 references and knows no page states.
+
+Running requests take many window pages at a time and give them back. As many idle slabs as they took at most are spared for
+them: prefix pages, which stay, would fill these in between, and the next request would have room only in place of checkpoints.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ import numpy as np
 from stepwell.base.ids import Kind
 from stepwell.base.plan import NO_PAGES, PageIds
 from stepwell.memory.layout import ArenaLayout
+
+MOST_SPARED = 1 / 16  # of all slabs
 
 
 class _Slab:
@@ -50,6 +55,7 @@ class SlabPool:
         self._listed: dict[Kind, set[int]] = {kind: set() for kind in layout.strides}  # what is in those heaps
         self._free = dict.fromkeys(layout.strides, 0)  # free pages in slabs that the kind holds
         self._used = dict.fromkeys(layout.strides, 0)
+        self._spared = 0  # idle slabs that prefix pages are not to take
 
     def used(self, kind: Kind) -> int:
         return self._used[kind]
@@ -65,6 +71,9 @@ class SlabPool:
             return None
         for slab, kind in chosen.items():
             self._assign(slab, kind)
+        if need.get(Kind.WINDOW):
+            slabs = -(-need[Kind.WINDOW] // max(self._sizes[Kind.WINDOW]))
+            self._spared = max(self._spared, min(slabs, int(len(self._slabs) * MOST_SPARED)))
         return {kind: self._pop(kind, count) for kind, count in need.items()}
 
     def give(self, kind: Kind, ids: PageIds) -> None:
@@ -85,6 +94,11 @@ class SlabPool:
         for start, end in zip([0, *cuts], [*cuts, len(ids)], strict=True):
             self._push(int(slabs[start]), kind, ids[start:end])
 
+    def spare_none(self) -> bool:
+        """Lets prefix pages have all idle slabs, until windows are taken again; false when they could already."""
+        spared, self._spared = self._spared, 0
+        return spared > 0
+
     # ---- inside -----------------------------------------------------------------------------------
 
     def _choose(self, need: Mapping[Kind, int]) -> tuple[dict[int, Kind], dict[Kind, int]]:
@@ -96,14 +110,19 @@ class SlabPool:
             return chosen, short
         for kind in [kind for kind in self._largest_first if kind in short]:
             sizes, missing = self._sizes[kind], short[kind]
-            for slab in self._idle:
+            idle = [slab for slab in self._idle if slab not in chosen]
+            for slab in idle[: max(len(idle) - self._to_spare(), 0)] if kind is Kind.PREFIX else idle:
                 if missing <= 0:
                     break
-                if sizes[slab] and slab not in chosen:
+                if sizes[slab]:
                     chosen[slab] = kind
                     missing -= sizes[slab]
             short[kind] = missing
         return chosen, {kind: missing for kind, missing in short.items() if missing > 0}
+
+    def _to_spare(self) -> int:
+        """Idle slabs to keep from prefix pages: less what window slabs have free."""
+        return max(self._spared - self._free[Kind.WINDOW] // max(self._sizes[Kind.WINDOW]), 0) if self._spared else 0
 
     def _assign(self, slab: int, kind: Kind) -> None:
         fresh = _Slab(kind, self._layout.pages_of_slab(slab, kind))

@@ -182,6 +182,22 @@ def test_freeing_what_is_short_is_enough_and_less_is_not(seed: int) -> None:
     assert arena.fits({Kind.PREFIX: 20})
 
 
+def test_prefix_pages_leave_the_slabs_that_windows_of_running_requests_took() -> None:
+    arena = Arena(Tier.DEVICE, ArenaLayout(size_bytes=3200, slab_bytes=100, strides={Kind.PREFIX: 10, Kind.WINDOW: 20}))
+    arena.release(Kind.WINDOW, arena.alloc({Kind.WINDOW: 8})[Kind.WINDOW])  # two slabs of 32
+    arena.alloc({Kind.PREFIX: 300})
+    assert arena.shortage({Kind.PREFIX: 1}) == {Kind.PREFIX: 1} and arena.fits({Kind.WINDOW: 10})
+    assert arena.spare_none() and not arena.spare_none()
+    assert arena.fits({Kind.PREFIX: 20}), "what nothing else can make room for may have them"
+    arena.audit()
+
+
+def test_no_more_than_a_sixteenth_is_spared() -> None:
+    arena = Arena(Tier.DEVICE, ArenaLayout(size_bytes=3200, slab_bytes=100, strides={Kind.PREFIX: 10, Kind.WINDOW: 20}))
+    arena.release(Kind.WINDOW, arena.alloc({Kind.WINDOW: 80})[Kind.WINDOW])
+    assert arena.fits({Kind.PREFIX: 300}) and not arena.fits({Kind.PREFIX: 301})
+
+
 def test_audit_sees_a_count_that_is_off() -> None:
     arena = Arena(Tier.DEVICE, SMALL)
     ids = arena.alloc({Kind.PREFIX: 2})[Kind.PREFIX]

@@ -93,7 +93,9 @@ def test_a_trace_that_breaks_off_in_a_worker_is_one_line(tmp_path: Path, capsys:
     assert "torn.jsonl, line 3" in capsys.readouterr().err
 
 
-def test_an_interrupt_ends_every_process(trace: Path) -> None:
+def test_an_interrupt_ends_every_process(tmp_path: Path) -> None:
+    trace = tmp_path / "long.jsonl.gz"  # long enough not to be done before it is interrupted
+    assert main(["trace", "generate", "agents", str(trace), "--sessions", "40", "--json"]) == 0
     argv = [sys.executable, "-m", "stepwell", "plan", str(trace), *MODEL, "--device", "4GiB", "--host", "8GiB", "--jobs", "2"]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
     try:

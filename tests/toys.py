@@ -196,7 +196,9 @@ class Rig:
         self.porter = ScriptedPorter(
             [StoreHands(store, memory[Tier.HOST], rank=rank, ranks=ranks) for rank, memory in enumerate(self.memories)]
         )
-        self.cache.attach_store(store, config or StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE), porter=self.porter)
+        self.cache.attach_store(
+            store, config or StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, checkpoint_rest_s=0), porter=self.porter
+        )
 
     def fetched(self, tokens: Sequence[int], **request: object) -> Ticket:
         """A ticket for a prompt, with everything that the store has of it brought up."""

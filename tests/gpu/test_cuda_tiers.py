@@ -148,11 +148,11 @@ def test_a_prompt_evicted_to_the_host_comes_back_byte_for_byte(device: str) -> N
 def test_a_new_cache_over_the_same_directory_has_every_byte(device: str, tmp_path: Path) -> None:
     with closing(open_store(f"log:{tmp_path}", options={"budget": "64MiB"})) as store:
         cache, on_device = build(device)
-        cache.attach_store(store, StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE))
+        cache.attach_store(store, StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, checkpoint_rest_s=0))
         saved = compute_all(cache, on_device)
         cache.close()
     with closing(open_store(f"log:{tmp_path}")) as store:
         cache, on_device = build(device)
-        cache.attach_store(store, StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE))
+        cache.attach_store(store, StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, checkpoint_rest_s=0))
         assert resume_all(cache, on_device, saved).store == 128 * len(PROMPTS)
         cache.close()

@@ -16,7 +16,7 @@ from parity.recorded import Played, Recorded, distance, same_bits, script, store
 from stepwell.base.config import PrefetchPolicy, StoreConfig  # noqa: E402
 
 pytestmark = pytest.mark.gpu
-WAIT = StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, recompute_tokens_per_s=1.0)
+WAIT = StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, recompute_tokens_per_s=1.0, checkpoint_rest_s=0)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -18,7 +18,9 @@ from stepwell.base.config import PlacementConfig, PrefetchPolicy, StoreConfig
 pytest.importorskip("transformers")
 
 TOLERANCE = 1e-4
-WAIT = StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, recompute_tokens_per_s=1.0)  # fetching is always worth it
+WAIT = StoreConfig(
+    prefetch=PrefetchPolicy.WAIT_COMPLETE, recompute_tokens_per_s=1.0, checkpoint_rest_s=0
+)  # fetching is always worth it
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -24,7 +24,9 @@ pytest.importorskip("transformers")
 
 TOLERANCE = 1e-4
 Values = dict[_Name, _Value]
-WAIT = StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, recompute_tokens_per_s=1.0)  # fetching is always worth it
+WAIT = StoreConfig(
+    prefetch=PrefetchPolicy.WAIT_COMPLETE, recompute_tokens_per_s=1.0, checkpoint_rest_s=0
+)  # fetching is always worth it
 
 
 @dataclass

@@ -33,7 +33,11 @@ ALWAYS_WORTH_IT = 1e-6  # tokens a second: nothing is slower than computing
 HEAD_BYTES, MEMBER_BYTES, MEMBER_KEY_BYTES = 12, 56, 32  # of a manifest
 
 PATIENT = StoreConfig(
-    prefetch=PrefetchPolicy.WAIT_COMPLETE, host_share=1.0, recompute_tokens_per_s=ALWAYS_WORTH_IT, backup_age_s=1e9
+    prefetch=PrefetchPolicy.WAIT_COMPLETE,
+    host_share=1.0,
+    recompute_tokens_per_s=ALWAYS_WORTH_IT,
+    backup_age_s=1e9,
+    checkpoint_rest_s=0,
 )
 
 
@@ -142,6 +146,7 @@ def make_store_setup(choose: Choose, *, borrowed: bool) -> StoreSetup:
         backup_queue=choose((4096, 4096, 2)),
         backup_age_s=choose((1e9, 60.0)),
         backup_bytes=choose((2**20, 1)),
+        checkpoint_rest_s=choose((0.0, 3.0, 30.0)),
     )
     return StoreSetup(
         cache=setup, sort=choose(tuple(FAULTS)), seed=choose(tuple(range(4))), eager=choose((True, False)), config=config

@@ -142,6 +142,9 @@ class StoreTraffic(Traffic):
         world.settle_everything()
         line = world.attached
         assert line is not None
+        if line.config.checkpoint_rest_s:
+            world.clock.advance(line.config.checkpoint_rest_s)
+            world.settle_everything()
         sort = world.store_setup.sort
         keeps = sort in ("good", "failing") or (anew and "small" not in sort)
         keeps = line.which or (keeps and not world.shelf.num_torn(0))  # a torn checkpoint is taken for stored until it is fetched

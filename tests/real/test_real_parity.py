@@ -13,7 +13,7 @@ from stepwell.base.errors import ConfigError
 from stepwell.engine.loading.checkpoint import Checkpoint, open_checkpoint
 
 DOCUMENTS = Path(__file__).parents[2] / "docs"
-WAIT = StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, recompute_tokens_per_s=1.0)
+WAIT = StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, recompute_tokens_per_s=1.0, checkpoint_rest_s=0)
 TURNS = (1200, 1330, 1500)  # tokens of the text so far
 ANSWER = 12
 

@@ -74,11 +74,20 @@ class StoreConfig:
     backup_queue: int = 4096  # paths waiting to be backed up
     backup_age_s: float = 60.0  # after which a path that waits is given up
     backup_bytes: int = 256 * 2**20  # on their way down at a time, at most
+    checkpoint_rest_s: float = 30.0  # on the host before a checkpoint is stored; what is superseded by then is not; 0 for all
     readers: int = 4  # threads of each rank
     writers: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("timeout_base_s", "timeout_per_ki_s", "timeout_cap_s", "wait_credit_s", "wait_share", "fallback_share"):
+        for name in (
+            "timeout_base_s",
+            "timeout_per_ki_s",
+            "timeout_cap_s",
+            "wait_credit_s",
+            "wait_share",
+            "fallback_share",
+            "checkpoint_rest_s",
+        ):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must be 0 or more, got {getattr(self, name)}")
         if self.fetch_chunk_bytes is not None and self.fetch_chunk_bytes <= 0:

@@ -1,8 +1,8 @@
 """From the host down to the store, in the background: whole paths, parents before children, checkpoints last.
 
     offer        a node has something new on the host: its path waits in line
-    pump         the oldest paths are sent off, as much as may be on its way at a time
-    _put_path    the pages of a path that are not believed to be in the store, then its checkpoints
+    pump         the oldest paths are sent off, as much as may be on its way at a time, and checkpoints that have rested
+    _put_path    the pages of a path that are not believed to be in the store; its checkpoints rest a while (`resting.py`)
 
 A path in line holds nothing: its nodes may split or leave meanwhile, and what is left is looked at when its turn comes.
 What is on its way is held by its errand. Beliefs may be wrong: the store's hands ask before they send, and a value that
@@ -20,14 +20,16 @@ import numpy as np
 
 from stepwell.base.errand import Fate, Outcome, PutCheckpoint, PutPages
 from stepwell.base.ids import Kind, Tier
-from stepwell.base.keys import Namespace, PageKey
+from stepwell.base.keys import Namespace
 from stepwell.base.plan import PageIds
 from stepwell.cache.core import Core
 from stepwell.cache.errands import Call
 from stepwell.cache.link import StoreLink
+from stepwell.cache.thinning import is_left_between
 from stepwell.memory.arena import READY
-from stepwell.tree.chain import node_keys
-from stepwell.tree.node import ABSENT, Node, Residency, Victim
+from stepwell.policy.placement import is_milestone
+from stepwell.tree.chain import keys_within
+from stepwell.tree.node import ABSENT, Checkpoint, Node, Residency, Victim
 
 CHUNK_BYTES = 32 * 2**20  # of pages in one errand
 MOST_PUTS = 4  # errands at a time: the rest waits in line, where it holds nothing
@@ -39,12 +41,14 @@ class _Stretch:
     """Pages of a path without a gap, from page `first` on, and the nodes they are in."""
 
     first: int
+    end: int
     ids: list[PageIds] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
 
-    @property
-    def end(self) -> int:
-        return self.first + sum(map(len, self.ids))
+    def add(self, node: Node, ids: PageIds) -> None:
+        self.ids.append(ids)
+        self.nodes.append(node)
+        self.end += len(ids)
 
 
 def offer(core: Core, link: StoreLink, node: Node) -> None:
@@ -88,9 +92,17 @@ def pump(core: Core, link: StoreLink) -> None:
             core.counters.add("backup_dropped_too_old")
         elif node.parent is not None and not _put_path(core, link, node):
             link.waiting[node] = since_s  # more of it is left than one errand takes
+    if link.resting and _has_leave(core, link):
+        for checkpoint in link.resting.rested(now):
+            _put_checkpoint(core, link, checkpoint)
+            if not _has_leave(core, link):
+                break
+    dropped = link.resting.give_up(now, link.config.backup_age_s)
     while link.waiting and now - next(iter(link.waiting.values())) > link.config.backup_age_s:
         del link.waiting[next(iter(link.waiting))]
-        core.counters.add("backup_dropped_too_old")
+        dropped += 1
+    if dropped:
+        core.counters.add("backup_dropped_too_old", dropped)
 
 
 def _has_leave(core: Core, link: StoreLink) -> bool:
@@ -113,55 +125,111 @@ def put_before_eviction(core: Core, link: StoreLink, victim: Victim) -> bool:
     while not _put_path(core, link, node) and _has_leave(core, link):
         pass
     if isinstance(victim, Residency):
-        return victim.users > 0
+        return _put_resting(core, link, victim)
     return tail is not None and not core.tree.ranking.idle(victim, tail.start, at_most=1).num_pages
 
 
+def put_all_resting(core: Core, link: StoreLink) -> None:
+    """Before memory is emptied: sends off every checkpoint that rests, though it is more than may be on its way at a time."""
+    if link.breaker.allows(core.clock.now()):
+        for checkpoint in link.resting.take_all():
+            _put_checkpoint(core, link, checkpoint)
+
+
+def put_resting_first(core: Core, victim: Victim) -> bool:
+    """Before a checkpoint leaves the host that was to rest there: starts storing it; true when it is on its way now."""
+    link = core.link
+    if link is None or victim.tier is not Tier.HOST or not isinstance(victim, Residency) or victim.unsaved:
+        return False
+    if victim.checkpoint in link.resting and not _has_leave(core, link):
+        core.counters.add("backup_skipped_store_busy")
+        return False
+    return _put_resting(core, link, victim)
+
+
+def _put_resting(core: Core, link: StoreLink, residency: Residency) -> bool:
+    checkpoint = residency.checkpoint
+    if not residency.users and link.resting.leave(checkpoint) and not is_superseded(core, checkpoint):
+        _put_checkpoint(core, link, checkpoint)
+        return residency.users > 0
+    return False
+
+
+def is_superseded(core: Core, checkpoint: Checkpoint) -> bool:
+    """Whether a later checkpoint of its path serves everybody who would resume at this one, as far as anybody knows."""
+    following = checkpoint.follower
+    if following is None or following.used_at < checkpoint.used_at:
+        return False
+    if is_milestone(core.spec, core.config.placement, checkpoint.page * core.spec.page_tokens):
+        return False
+    return not is_left_between(checkpoint, following)
+
+
 def _put_path(core: Core, link: StoreLink, node: Node) -> bool:
-    """Sends off what the store lacks of a path; false when more is left than fits into one errand."""
+    """Sends off what pages the store lacks of a path, and lets its checkpoints rest; false when more is left than fits into
+    one errand.
+    """
     path = node.path()
-    root = path[0].parent
-    assert root is not None
-    namespace = core.namespaces.get(root.first)
-    if namespace is None or root.first in core.barred:
+    namespace = _namespace(core, path[0])
+    if namespace is None:
         return True
     layout = core.arena(Tier.HOST).layout
     room = max(int(min(CHUNK_BYTES, layout.size_bytes * ERRAND_SHARE)) // layout.strides[Kind.PREFIX], 1)
-    keys: list[PageKey] = []
-    stretch = _Stretch(first=0)
+    stretch = _Stretch(first=0, end=0)
     covered = 0
     for each in path:
         if each.expires_at < inf:
             break  # what has a time to live stays in memory
-        keys += node_keys(each, keys[-1] if keys else namespace.digest, core.tree.page_bytes)
-        fresh = _ready_after(core, each, each.stored)[:room]
-        if len(fresh):
-            if each.start + each.stored > stretch.end:  # what lies between is stored already
-                _put_stretch(core, link, namespace, keys, stretch)
-                stretch = _Stretch(first=each.start + each.stored)
-            stretch.ids.append(fresh)
-            stretch.nodes.append(each)
-            each.stored += len(fresh)
-            room -= len(fresh)
+        if each.stored < each.num_pages:
+            first = each.start + each.stored
+            fresh = _ready_after(core, each, each.stored)[:room]
+            if len(fresh):
+                if first > stretch.end:  # what lies between is stored already
+                    _put_stretch(core, link, namespace, stretch)
+                    stretch = _Stretch(first=first, end=first)
+                stretch.add(each, fresh)
+                each.stored += len(fresh)
+                room -= len(fresh)
         covered = each.start + each.stored
         if each.stored < each.num_pages:
             break
-    _put_stretch(core, link, namespace, keys, stretch)
+    _put_stretch(core, link, namespace, stretch)
     for each in path:
-        _put_checkpoints(core, link, namespace, each, covered)
+        for checkpoint in (each.checkpoints or {}).values():
+            if not checkpoint.stored and checkpoint.page <= covered and checkpoint.ready_in(Tier.HOST) is not None:
+                link.resting.enter(checkpoint, core.clock.now())
     return room > 0
 
 
-def _put_stretch(core: Core, link: StoreLink, namespace: Namespace, keys: list[PageKey], stretch: _Stretch) -> None:
-    """Sends off the pages of one stretch; `keys` are those of its path, from the first page on."""
+def _namespace(core: Core, top: Node) -> Namespace | None:
+    """Whose a path is that begins with this node; None when nothing of theirs may be stored."""
+    assert top.parent is not None
+    digest = top.parent.first
+    return core.namespaces.get(digest) if digest not in core.barred else None
+
+
+def _is_stored(node: Node, upto: int) -> bool:
+    """Whether the pages before `upto`, the last of them in this node, are believed to be in the store."""
+    here: Node | None = node
+    while here is not None and here.parent is not None:
+        if here.start + here.stored < min(here.end, upto):
+            return False
+        here = here.parent
+    return True
+
+
+def _put_stretch(core: Core, link: StoreLink, namespace: Namespace, stretch: _Stretch) -> None:
+    """Sends off the pages of one stretch."""
     if not stretch.ids:
         return
-    first, ids = stretch.first, np.concatenate(stretch.ids)
-    task = PutPages(parent=keys[first - 1] if first else None, first=first, keys=tuple(keys[first : stretch.end]), ids=ids)
+    first, last, ids = stretch.first, stretch.nodes[-1], np.concatenate(stretch.ids)
+    keys = keys_within(last, max(first - 1, 0), stretch.end, core.tree.page_bytes)
+    parent = keys.pop(0) if first else None
     size_bytes = len(ids) * core.arena(Tier.HOST).layout.strides[Kind.PREFIX]
     link.backup_bytes += size_bytes
     link.num_putting += 1
     done = partial(_pages_put, core, link, stretch.nodes, first, size_bytes)
+    task = PutPages(parent=parent, first=first, keys=tuple(keys), ids=ids)
     link.errands.start(task, namespace, done, call=Call(), pages=((Kind.PREFIX, ids),))
 
 
@@ -200,24 +268,23 @@ def _unbelieve(node: Node, page: int, *, refused: int) -> None:
             run.unsaved = True  # not to be tried again before its next use: the host may need its room
 
 
-def _put_checkpoints(core: Core, link: StoreLink, namespace: Namespace, node: Node, covered: int) -> None:
-    for checkpoint in (node.checkpoints or {}).values():
-        residency = checkpoint.ready_in(Tier.HOST)
-        if residency is not None and not checkpoint.stored and checkpoint.page <= covered:
-            _put_checkpoint(core, link, namespace, residency)
-
-
-def _put_checkpoint(core: Core, link: StoreLink, namespace: Namespace, residency: Residency) -> None:
-    spec, checkpoint, strides = core.spec, residency.checkpoint, core.arena(Tier.HOST).layout.strides
-    assert checkpoint.node is not None
-    keys: list[PageKey] = []
-    for each in checkpoint.node.path():
-        keys += node_keys(each, keys[-1] if keys else namespace.digest, core.tree.page_bytes)
+def _put_checkpoint(core: Core, link: StoreLink, checkpoint: Checkpoint) -> None:
+    """Sends off a checkpoint that is on the host and not in the store, if all it stands on is."""
+    residency, node = checkpoint.ready_in(Tier.HOST), checkpoint.node
+    if residency is None or node is None or checkpoint.stored or not _is_stored(node, checkpoint.page):
+        return
+    namespace = _namespace(core, node.path()[0])
+    if namespace is None:
+        return
+    spec, strides = core.spec, core.arena(Tier.HOST).layout.strides
     span = spec.window_span(checkpoint.page * spec.page_tokens)
+    holders = [at * spec.window_page_tokens // spec.page_tokens for at in span]  # the prefix pages that windows begin in
+    first = min(holders, default=checkpoint.page - 1)
+    keys = keys_within(node, first, checkpoint.page, core.tree.page_bytes)
     task = PutCheckpoint(
-        boundary=keys[checkpoint.page - 1],
+        boundary=keys[-1],
         page=checkpoint.page,
-        window_keys=tuple(keys[at * spec.window_page_tokens // spec.page_tokens] for at in span),
+        window_keys=tuple(keys[at - first] for at in holders),
         windows=residency.windows,
         points=residency.points,
     )

@@ -10,6 +10,7 @@ from stepwell.base.ids import Kind, Tier
 from stepwell.base.keys import Namespace
 from stepwell.base.plan import PageIds
 from stepwell.base.spec import ModelSpec
+from stepwell.cache.backup import put_resting_first
 from stepwell.cache.core import Core
 from stepwell.cache.executor import Executor, ThreadExecutor
 from stepwell.cache.facade import Cache
@@ -78,7 +79,7 @@ def build_cache(
         counters=counters,
         clock=clock,
         habits=habits,
-        save_first=write_back if save_on_eviction(config.write) else None,
+        save_first=write_back if save_on_eviction(config.write) else put_resting_first,
     )
     namespace = Namespace(model=model or spec.name, layout=spec.fingerprint)
     stores = Stores(core, host_pages, ranks=executor.num_ranks, names_weights=model is not None)

@@ -354,7 +354,10 @@ class Cache:
         clear(self._core.tree, digest, self._core.loss(LossReason.CLEARED, self._core.nearest))
 
     def flush(self, *, namespace: Namespace | None = None) -> None:
-        """Empties device and host memory of a namespace, or of all. The bytes were right: a store goes on serving its own."""
+        """Empties device and host memory of a namespace, or of all. The bytes were right: a store goes on serving its own, and
+        checkpoints that rest on the host are sent to it first.
+        """
+        self._stores.put_all_resting()
         digests = list(self._core.tree.roots) if namespace is None else [namespace.digest]
         for digest in digests:
             clear(self._core.tree, digest, self._core.loss(LossReason.CLEARED, self._core.nearest))
@@ -366,6 +369,7 @@ class Cache:
     def close(self) -> None:
         """Waits for running copies and for what is to be backed up, and stops the workers. Leases must have been given back."""
         self._executor.close()
+        self._stores.end_rests()
         self.step()
         while self._stores.drain():
             self.step()

@@ -13,6 +13,7 @@ from stepwell.base.config import StoreConfig
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.plan import PageIds
 from stepwell.cache.errands import Errands
+from stepwell.cache.resting import Resting
 from stepwell.cache.ticket import Fetch, Ticket
 from stepwell.policy.breaker import Breaker, BreakerState
 from stepwell.policy.patience import Patience, Speed
@@ -42,6 +43,7 @@ class StoreLink:
     fetch_of: dict[int, Fetch] = field(default_factory=dict)  # by host page on its way
     to_plan: dict[Ticket, None] = field(default_factory=dict)  # that learned something since they planned last
     waiting: dict[Node, float] = field(default_factory=dict)  # paths to be backed up, by their last node: since when
+    resting: Resting  # checkpoints whose pages were backed up
     backup_bytes: int = 0  # on their way down
     num_putting: int = 0  # errands that go down
     detached: bool = False
@@ -53,6 +55,11 @@ class StoreLink:
         if self.detached:
             return LinkState.DETACHED
         return LinkState.ATTACHED if self.breaker.state is BreakerState.CLOSED else LinkState.SWITCHED_OFF
+
+    @property
+    def num_busy(self) -> int:
+        """Errands under way, and what waits to be backed up and could be now."""
+        return self.errands.num_running + len(self.waiting) + self.resting.num_due
 
     @property
     def turn_bytes(self) -> int:

@@ -11,12 +11,13 @@ from functools import partial
 from stepwell.base.config import StoreConfig, WritePolicy
 from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Tier
-from stepwell.cache.backup import forget_beliefs, offer, offer_everything, pump
+from stepwell.cache.backup import forget_beliefs, is_superseded, offer, offer_everything, pump, put_all_resting
 from stepwell.cache.core import Core
 from stepwell.cache.errands import Errands
 from stepwell.cache.link import LinkState, StoreLink
 from stepwell.cache.porter import Porter, ThreadPorter
 from stepwell.cache.prefetch import settle
+from stepwell.cache.resting import Resting
 from stepwell.policy.breaker import Breaker
 from stepwell.policy.patience import Patience, Speed
 from stepwell.store.api import Store
@@ -39,8 +40,8 @@ class Stores:
 
     @property
     def num_busy(self) -> int:
-        """Errands under way, and paths waiting to be backed up."""
-        return sum(link.errands.num_running + len(link.waiting) for link in self.links)
+        """Errands under way, and what waits to be backed up."""
+        return sum(link.num_busy for link in self.links)
 
     def attach(self, store: Store, config: StoreConfig, porter: Porter | None) -> None:
         """Attaches a store: what reaches the host from now on is offered to it, and what is there already."""
@@ -50,10 +51,12 @@ class Stores:
         for old in self.links:  # the new one will be offered what they still have in line
             old.believed = False
             old.waiting.clear()
+            old.resting.take_all()
         host, breaker = core.arena(Tier.HOST), Breaker()
         errands = Errands(porter, host, core.mover, core.counters, core.clock, breaker, timeout_s=config.errand_timeout_s)
         patience = Patience(credit_s=config.wait_credit_s, share=config.wait_share)
-        core.link = StoreLink(store=store, config=config, errands=errands, breaker=breaker, patience=patience)
+        resting = Resting(config.checkpoint_rest_s, is_superseded=partial(is_superseded, core), counters=core.counters)
+        core.link = StoreLink(store=store, config=config, errands=errands, breaker=breaker, patience=patience, resting=resting)
         self.links.append(core.link)
         if config.recompute_tokens_per_s is not None:
             core.compute = Speed(config.recompute_tokens_per_s)
@@ -67,6 +70,7 @@ class Stores:
         if self._core.link is None:
             raise ConfigError("no store is attached")
         self._core.link.detached = True
+        self._core.link.resting.end_all()
         self._core.link = None
         self._core.mover.on_saved = None
 
@@ -77,13 +81,22 @@ class Stores:
             settle(self._core, link)
             pump(self._core, link)
         failures = [why for link in self.links for why in link.errands.take_failures()]
-        idle = [link for link in self.links if link.detached and not link.errands.num_running and not link.waiting]
+        idle = [link for link in self.links if link.detached and not link.num_busy]
         ended = [link for link in idle if not link.ended]
         for link in ended:
             link.ended = True
             link.errands.close()
         self.links = [link for link in self.links if link not in idle or link.fetches]  # tickets may hold what arrived
         return [link.store for link in ended], failures
+
+    def put_all_resting(self) -> None:
+        if self._core.link is not None:
+            put_all_resting(self._core, self._core.link)
+
+    def end_rests(self) -> None:
+        """Lets nothing wait any longer before it is stored."""
+        for link in self.links:
+            link.resting.end_all()
 
     def drain(self) -> bool:
         """Waits for what is under way, as long as an errand may take; false when nothing is but what was given up on."""

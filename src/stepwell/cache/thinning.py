@@ -55,12 +55,12 @@ def _waypoint(checkpoint: Checkpoint, following: Checkpoint) -> Waypoint:
     return Waypoint(
         boundary=checkpoint.page,
         used_at_s=checkpoint.used_at,
-        is_wanted=_is_left_between(checkpoint, following),
+        is_wanted=is_left_between(checkpoint, following),
         is_held=checkpoint.in_use or arriving,
     )
 
 
-def _is_left_between(checkpoint: Checkpoint, following: Checkpoint) -> bool:
+def is_left_between(checkpoint: Checkpoint, following: Checkpoint) -> bool:
     """Whether paths branch off between two checkpoints. Who resumed at the first after the second was left did that.
 
     pages    ..... checkpoint ...... node.end ...... following

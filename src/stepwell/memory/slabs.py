@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Mapping
 from heapq import heappop, heappush
+from itertools import islice
 
 import numpy as np
 
@@ -48,6 +49,7 @@ class SlabPool:
         self._layout = layout
         self._slabs: list[_Slab | None] = [None] * layout.num_slabs
         self._sizes = {kind: layout.pages_of_slabs(kind) for kind in layout.strides}
+        self._most = {kind: max(sizes, default=0) for kind, sizes in self._sizes.items()}  # pages of a slab
         self._largest_first = sorted(layout.strides, key=lambda kind: -layout.strides[kind])
         # Slabs that nobody holds, in order; the tail of the arena may be too short to be of use to anyone.
         self._idle = [slab for slab, sizes in enumerate(zip(*self._sizes.values(), strict=True)) if any(sizes)]
@@ -72,7 +74,7 @@ class SlabPool:
         for slab, kind in chosen.items():
             self._assign(slab, kind)
         if need.get(Kind.WINDOW):
-            slabs = -(-need[Kind.WINDOW] // max(self._sizes[Kind.WINDOW]))
+            slabs = -(-need[Kind.WINDOW] // self._most[Kind.WINDOW])
             self._spared = max(self._spared, min(slabs, int(len(self._slabs) * MOST_SPARED)))
         return {kind: self._pop(kind, count) for kind, count in need.items()}
 
@@ -110,11 +112,11 @@ class SlabPool:
             return chosen, short
         for kind in [kind for kind in self._largest_first if kind in short]:
             sizes, missing = self._sizes[kind], short[kind]
-            idle = [slab for slab in self._idle if slab not in chosen]
-            for slab in idle[: max(len(idle) - self._to_spare(), 0)] if kind is Kind.PREFIX else idle:
+            to_leave = self._to_spare() if kind is Kind.PREFIX else 0
+            for slab in islice(self._idle, max(len(self._idle) - to_leave, 0)):
                 if missing <= 0:
                     break
-                if sizes[slab]:
+                if sizes[slab] and slab not in chosen:
                     chosen[slab] = kind
                     missing -= sizes[slab]
             short[kind] = missing
@@ -122,7 +124,7 @@ class SlabPool:
 
     def _to_spare(self) -> int:
         """Idle slabs to keep from prefix pages: less what window slabs have free."""
-        return max(self._spared - self._free[Kind.WINDOW] // max(self._sizes[Kind.WINDOW]), 0) if self._spared else 0
+        return max(self._spared - self._free[Kind.WINDOW] // self._most[Kind.WINDOW], 0) if self._spared else 0
 
     def _assign(self, slab: int, kind: Kind) -> None:
         fresh = _Slab(kind, self._layout.pages_of_slab(slab, kind))

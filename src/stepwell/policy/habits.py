@@ -16,9 +16,10 @@ Where a returning prompt leaves its old path is counted too, by the distance fro
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Sequence
-from math import exp, log, log2
+from math import exp, log
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +41,7 @@ NUM_RHYTHMS = len(GAPS_S) + 2
 NUM_GROUPS = (len(RETURNS) + 1) * NUM_RHYTHMS
 _EDGES_s = np.concatenate([[0.0], 2.0 ** (np.arange(NUM_BINS) / 2)])
 _WIDTHS_s = np.diff(_EDGES_s)
+_BOUNDS: list[float] = _EDGES_s[1:-1].tolist()
 
 
 class Visit:
@@ -184,7 +186,7 @@ def _group(returns: int, gap_s: float) -> int:
 
 def _bin(amount: float) -> int:
     """The half octave that an age or a distance is in."""
-    return min(int(2 * log2(amount)) + 1, NUM_BINS - 1) if amount >= 1 else 0
+    return bisect_right(_BOUNDS, amount)
 
 
 def _time_in_bins(age_s: float) -> Rates:

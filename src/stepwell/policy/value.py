@@ -8,12 +8,10 @@ will change, and in one place the one visited longest ago goes first; a tier com
 
 from __future__ import annotations
 
-from math import log2, pow
+from math import ldexp, log2
 from typing import NamedTuple, Protocol
 
 from stepwell.policy.habits import Habits, Visit
-
-LEVELS_PER_OCTAVE = 1
 
 
 class Facts(NamedTuple):  # not a dataclass: one is made for every candidate that eviction looks at
@@ -28,7 +26,7 @@ class Facts(NamedTuple):  # not a dataclass: one is made for every candidate tha
 
 
 class Place(NamedTuple):
-    """Objects of one group and level lose worth alike."""
+    """Objects of one group and level lose worth alike. Levels are octaves of what reuse saves per byte."""
 
     group: int
     level: int
@@ -65,8 +63,8 @@ class Expected:
         visit, share = facts.visit, 1.0
         if facts.distance:
             share = self._habits.share(facts.next_distance, facts.distance)
-        level = round(LEVELS_PER_OCTAVE * log2(max(facts.saved_tokens, 1) / facts.size_bytes * share))
+        level = round(log2(max(facts.saved_tokens, 1) / facts.size_bytes * share))
         return Place(visit.group, level, visit.at_s) if visit is not None else Place(0, level, facts.used_at)
 
     def worth(self, group: int, level: int, since: float) -> float:
-        return self._habits.worth(group, since) * pow(2.0, level / LEVELS_PER_OCTAVE)
+        return ldexp(self._habits.worth(group, since), level)

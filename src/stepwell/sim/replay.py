@@ -156,6 +156,7 @@ def replay_trace(
             on_request()
     if 0 < served <= warm_up:
         raise ConfigError(f"{trace.name} has {served} requests: a warm-up of {warm_up} leaves none to count")
+    replay.cache.close()  # what still waits to be stored is counted too
     return replay.tally.report(trace=trace.name, policy=policy, wall_s=clock.now() - started_s)
 
 

@@ -89,8 +89,10 @@ class EvictionOrder:
         worth = self._value.worth
         for heaps in (self._older, self._newer):
             for key in list(heaps):
+                if lowest is not None and key[0] > lowest[0]:
+                    continue
                 heap = _living(heaps, key)
-                if heap is None or (lowest is not None and key[0] > lowest[0]):
+                if heap is None:
                     continue
                 since, ticket, _ = heap[0]
                 rank = (key[0], worth(key[1], key[2], since), since, ticket)

@@ -15,7 +15,7 @@ from stepwell.store.memory import MemoryStore
 from toys import ALL_MODELS, FULL, FULL_POINT, HYBRID, PAGE, Rig, text
 
 PROMPT = text(1, 10 * PAGE + 1)
-WAIT = StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE)
+WAIT = StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, checkpoint_rest_s=0)
 
 
 def rig(spec: ModelSpec, store: MemoryStore, **more: object) -> Rig:

@@ -1,0 +1,171 @@
+"""Checkpoints rest on the host before they are stored: what is superseded by then never is, and nothing else is lost."""
+
+from __future__ import annotations
+
+import pytest
+
+from stepwell import PlacementConfig, Tier, WritePolicy
+from stepwell.base.config import StoreConfig
+from stepwell.cache.backup import MOST_PUTS
+from stepwell.cache.resting import MOST_RESTS
+from stepwell.store.memory import MemoryStore
+from toys import FULL_POINT, PAGE, Rig, text
+
+REST_S = 30.0
+PROMPT = text(1, 40 * PAGE + 1)
+
+
+def rig(*, placement: PlacementConfig | None = None, **config: object) -> Rig:
+    more = {"placement": placement} if placement is not None else {}
+    store = StoreConfig(checkpoint_rest_s=REST_S, recompute_tokens_per_s=1.0)
+    return Rig(FULL_POINT, host_pages=256, store=MemoryStore(), store_config=store, **more, **config)  # type: ignore[arg-type]
+
+
+def turn(here: Rig, pages: int, prompt: list[int] = PROMPT) -> None:
+    """One turn of a conversation that has come to that many pages."""
+    here.serve(prompt[: pages * PAGE + 1])
+
+
+def later(here: Rig, seconds: float) -> None:
+    here.clock.advance(seconds)
+    here.settle()
+
+
+def stored(here: Rig) -> list[int]:
+    """The boundaries, in pages, of checkpoints believed to be in the store."""
+    return sorted(page for node in here.tree.nodes() for page, each in (node.checkpoints or {}).items() if each.stored)
+
+
+def resumable(here: Rig, prompt: list[int] = PROMPT) -> int:
+    """Pages that a new cache gets from the store alone."""
+    link = here.core.link
+    assert link is not None
+    after = Rig(FULL_POINT, host_pages=256, store=link.store, store_config=link.config)
+    return after.serve_fetched(prompt).store // PAGE
+
+
+def test_a_checkpoint_is_stored_when_its_rest_is_over() -> None:
+    here = rig()
+    turn(here, 10)
+    later(here, REST_S - 1)
+    assert stored(here) == [] and here.core.counters["backup_pages"] == 10, "pages do not rest"
+    later(here, 1)
+    assert stored(here) == [10] and resumable(here) == 10
+
+
+def test_what_is_superseded_when_its_rest_is_over_is_not_stored() -> None:
+    here = rig()
+    for pages in (10, 12, 14):
+        turn(here, pages)
+        later(here, 10)
+    later(here, REST_S)
+    assert stored(here) == [14] and resumable(here) == 14
+    assert here.core.counters["backup_superseded_checkpoints"] == 2
+
+
+def test_milestones_are_stored_though_superseded() -> None:
+    here = rig(placement=PlacementConfig(interval_tokens=8 * PAGE, most_added=None, decode_interval_tokens=0))
+    turn(here, 10)
+    turn(here, 12)
+    later(here, REST_S)
+    assert stored(here) == [8, 12]
+
+
+def test_where_others_left_the_path_a_checkpoint_is_stored_though_followed() -> None:
+    here = rig(placement=PlacementConfig(interval_tokens=0, decode_interval_tokens=0))
+    turn(here, 10)
+    here.serve(PROMPT[: 10 * PAGE] + text(2, 5 * PAGE))
+    turn(here, 14)
+    later(here, REST_S)
+    assert 10 in stored(here)
+
+
+def test_a_shorter_prompt_that_came_later_is_not_superseded_by_the_longer() -> None:
+    here = rig()
+    turn(here, 14)
+    later(here, 1)
+    turn(here, 10)
+    later(here, REST_S)
+    assert stored(here) == [10, 14]
+
+
+def test_a_path_that_never_rests_is_stored_all_the_same() -> None:
+    here, now = rig(), 0.0
+    pages = 1
+    while not stored(here):
+        turn(here, pages)
+        later(here, REST_S / 3)
+        now, pages = now + REST_S / 3, pages + 1
+        assert now <= (MOST_RESTS + 2) * REST_S, "a crash now would cost all of it"
+    assert now >= MOST_RESTS * REST_S
+
+
+def test_closing_stores_what_rests() -> None:
+    here = rig()
+    turn(here, 10)
+    turn(here, 12)
+    here.cache.close()
+    assert stored(here) == [12]
+
+
+def test_flushing_stores_what_rests() -> None:
+    here = rig()
+    for name in range(1, 8):
+        turn(here, 10, text(name, 40 * PAGE + 1))
+    here.cache.flush()
+    here.settle()
+    assert [resumable(here, text(name, 40 * PAGE + 1)) for name in range(1, 8)] == 7 * [10]
+
+
+def test_detaching_stores_what_rests() -> None:
+    here = rig()
+    link = here.core.link
+    assert link is not None
+    turn(here, 10)
+    here.cache.detach_store()
+    here.settle()
+    assert stored(here) == [10] and link.ended
+
+
+@pytest.mark.parametrize("write", [WritePolicy.THROUGH, WritePolicy.BACK])
+def test_what_leaves_the_host_is_stored_first(write: WritePolicy) -> None:
+    here = rig(write=write)
+    turn(here, 16)
+    here.evict_all(Tier.DEVICE)
+    here.evict_all(Tier.HOST)
+    here.settle()
+    assert here.restore(PROMPT) == 0 and resumable(here) == 16, "it left the host before its rest was over, and is nowhere"
+
+
+def test_a_new_store_is_offered_what_rested_for_the_old_one() -> None:
+    here = rig()
+    turn(here, 10)
+    here.cache.detach_store()
+    fresh = MemoryStore()
+    here.attach(fresh, StoreConfig(checkpoint_rest_s=REST_S, recompute_tokens_per_s=1.0))
+    here.settle()
+    assert stored(here) == []
+    later(here, REST_S)
+    assert stored(here) == [10] and resumable(here) == 10
+
+
+def test_without_rest_everything_is_stored_at_once() -> None:
+    store = StoreConfig(checkpoint_rest_s=0, recompute_tokens_per_s=1.0)
+    here = Rig(FULL_POINT, host_pages=256, store=MemoryStore(), store_config=store)
+    turn(here, 10)
+    turn(here, 12)
+    assert stored(here) == [10, 12]
+
+
+def test_a_store_that_is_down_for_long_leaves_nothing_waiting() -> None:
+    here = rig()
+    link = here.core.link
+    assert link is not None
+    turn(here, 10)
+    link.num_putting += MOST_PUTS  # it answers nothing any more
+    later(here, REST_S + link.config.backup_age_s + 1)
+    assert not len(link.resting) and here.core.counters["backup_dropped_too_old"] == 1
+    link.num_putting -= MOST_PUTS
+    turn(here, 12)
+    later(here, REST_S)
+    assert stored(here) == [12], "the next use offers it again"

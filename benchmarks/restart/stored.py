@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from stepwell import CacheConfig, Kind, ModelSpec, Tier, build_cache
-from stepwell.base.config import PlacementConfig
+from stepwell.base.config import PlacementConfig, StoreConfig
 from stepwell.base.spec.families import from_config
 from stepwell.base.spec.presets import preset
 from stepwell.cache.build import layouts_for, numpy_memories
@@ -51,7 +51,7 @@ def _measure(spec: ModelSpec, directory: Path) -> dict[str, Any]:
     )
     store = open_store(f"log:{directory}", options={"budget": "2GiB"})
     assert isinstance(store, LogStore)
-    cache.attach_store(store)
+    cache.attach_store(store, StoreConfig(checkpoint_rest_s=0))
     random = Random(0)
     prompt = [random.randrange(100_000) for _ in range(TOKENS + 1)]  # one is always computed: the last boundary is at TOKENS
     with cache.acquire(cache.lookup(prompt)) as lease:

@@ -12,6 +12,7 @@ before, so that a path in line comes to its end whatever the store says.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
@@ -27,11 +28,10 @@ from stepwell.cache.errands import Call
 from stepwell.cache.link import StoreLink
 from stepwell.cache.thinning import is_left_between
 from stepwell.memory.arena import READY
-from stepwell.policy.placement import is_milestone
 from stepwell.tree.chain import keys_within
 from stepwell.tree.node import ABSENT, Checkpoint, Node, Residency, Victim
 
-CHUNK_BYTES = 32 * 2**20  # of pages in one errand
+CHUNK_BYTES = 64 * 2**20  # of pages in one errand
 MOST_PUTS = 4  # errands at a time: the rest waits in line, where it holds nothing
 HOST_SHARE = ERRAND_SHARE = 1 / 16  # of the host tier: on its way down at most, and in one errand
 
@@ -85,6 +85,8 @@ def forget_beliefs(core: Core) -> None:
 def pump(core: Core, link: StoreLink) -> None:
     """Sends off what waits, oldest first, as long as there is leave to."""
     now = core.clock.now()
+    if _has_leave(core, link):
+        _put_rested(core, link)
     while link.waiting and _has_leave(core, link):
         node, since_s = next(iter(link.waiting.items()))
         del link.waiting[node]
@@ -92,17 +94,19 @@ def pump(core: Core, link: StoreLink) -> None:
             core.counters.add("backup_dropped_too_old")
         elif node.parent is not None and not _put_path(core, link, node):
             link.waiting[node] = since_s  # more of it is left than one errand takes
-    if link.resting and _has_leave(core, link):
-        for checkpoint in link.resting.rested(now):
-            _put_checkpoint(core, link, checkpoint)
-            if not _has_leave(core, link):
-                break
     dropped = link.resting.give_up(now, link.config.backup_age_s)
     while link.waiting and now - next(iter(link.waiting.values())) > link.config.backup_age_s:
         del link.waiting[next(iter(link.waiting))]
         dropped += 1
     if dropped:
         core.counters.add("backup_dropped_too_old", dropped)
+
+
+def _put_rested(core: Core, link: StoreLink) -> None:
+    for checkpoint in link.resting.rested(core.clock.now()):
+        _put_checkpoint(core, link, checkpoint)
+        if not _has_leave(core, link):
+            return
 
 
 def _has_leave(core: Core, link: StoreLink) -> bool:
@@ -129,10 +133,11 @@ def put_before_eviction(core: Core, link: StoreLink, victim: Victim) -> bool:
     return tail is not None and not core.tree.ranking.idle(victim, tail.start, at_most=1).num_pages
 
 
-def put_all_resting(core: Core, link: StoreLink) -> None:
-    """Before memory is emptied: sends off every checkpoint that rests, though it is more than may be on its way at a time."""
-    if link.breaker.allows(core.clock.now()):
-        for checkpoint in link.resting.take_all():
+def put_resting_of(core: Core, link: StoreLink, namespaces: Container[bytes]) -> None:
+    """Before memory is emptied: sends off what rests of some namespaces, though it may be more than goes down at a time."""
+    for checkpoint in list(link.resting) if link.breaker.allows(core.clock.now()) else ():
+        node = checkpoint.node
+        if node is not None and _root(node).first in namespaces and link.resting.leave(checkpoint):
             _put_checkpoint(core, link, checkpoint)
 
 
@@ -148,21 +153,19 @@ def put_resting_first(core: Core, victim: Victim) -> bool:
 
 
 def _put_resting(core: Core, link: StoreLink, residency: Residency) -> bool:
-    checkpoint = residency.checkpoint
-    if not residency.users and link.resting.leave(checkpoint) and not is_superseded(core, checkpoint):
-        _put_checkpoint(core, link, checkpoint)
-        return residency.users > 0
-    return False
+    if residency.users or not link.resting.leave(residency.checkpoint):
+        return False
+    _put_checkpoint(core, link, residency.checkpoint)
+    return residency.users > 0
 
 
-def is_superseded(core: Core, checkpoint: Checkpoint) -> bool:
+def is_superseded(checkpoint: Checkpoint, *, milestone_pages: int) -> bool:
     """Whether a later checkpoint of its path serves everybody who would resume at this one, as far as anybody knows."""
     following = checkpoint.follower
     if following is None or following.used_at < checkpoint.used_at:
         return False
-    if is_milestone(core.spec, core.config.placement, checkpoint.page * core.spec.page_tokens):
-        return False
-    return not is_left_between(checkpoint, following)
+    is_milestone = milestone_pages > 0 and checkpoint.page % milestone_pages == 0
+    return not is_milestone and not is_left_between(checkpoint, following)
 
 
 def _put_path(core: Core, link: StoreLink, node: Node) -> bool:
@@ -170,7 +173,7 @@ def _put_path(core: Core, link: StoreLink, node: Node) -> bool:
     one errand.
     """
     path = node.path()
-    namespace = _namespace(core, path[0])
+    namespace = _namespace(core, node)
     if namespace is None:
         return True
     layout = core.arena(Tier.HOST).layout
@@ -196,16 +199,22 @@ def _put_path(core: Core, link: StoreLink, node: Node) -> bool:
     _put_stretch(core, link, namespace, stretch)
     for each in path:
         for checkpoint in (each.checkpoints or {}).values():
-            if not checkpoint.stored and checkpoint.page <= covered and checkpoint.ready_in(Tier.HOST) is not None:
-                link.resting.enter(checkpoint, core.clock.now())
+            residency = checkpoint.ready_in(Tier.HOST) if not checkpoint.stored and checkpoint.page <= covered else None
+            if residency is not None and link.resting.enter(residency, _size_bytes(core, residency), core.clock.now()):
+                _put_checkpoint(core, link, checkpoint)
     return room > 0
 
 
-def _namespace(core: Core, top: Node) -> Namespace | None:
-    """Whose a path is that begins with this node; None when nothing of theirs may be stored."""
-    assert top.parent is not None
-    digest = top.parent.first
+def _namespace(core: Core, node: Node) -> Namespace | None:
+    """Whose a node is; None when nothing of theirs may be stored."""
+    digest = _root(node).first
     return core.namespaces.get(digest) if digest not in core.barred else None
+
+
+def _root(node: Node) -> Node:
+    while node.parent is not None:
+        node = node.parent
+    return node
 
 
 def _is_stored(node: Node, upto: int) -> bool:
@@ -271,12 +280,15 @@ def _unbelieve(node: Node, page: int, *, refused: int) -> None:
 def _put_checkpoint(core: Core, link: StoreLink, checkpoint: Checkpoint) -> None:
     """Sends off a checkpoint that is on the host and not in the store, if all it stands on is."""
     residency, node = checkpoint.ready_in(Tier.HOST), checkpoint.node
-    if residency is None or node is None or checkpoint.stored or not _is_stored(node, checkpoint.page):
+    if residency is None or node is None or checkpoint.stored:
         return
-    namespace = _namespace(core, node.path()[0])
+    if not _is_stored(node, checkpoint.page):
+        core.counters.add("backup_skipped_lacking_pages")
+        return
+    namespace = _namespace(core, node)
     if namespace is None:
         return
-    spec, strides = core.spec, core.arena(Tier.HOST).layout.strides
+    spec = core.spec
     span = spec.window_span(checkpoint.page * spec.page_tokens)
     holders = [at * spec.window_page_tokens // spec.page_tokens for at in span]  # the prefix pages that windows begin in
     first = min(holders, default=checkpoint.page - 1)
@@ -288,7 +300,7 @@ def _put_checkpoint(core: Core, link: StoreLink, checkpoint: Checkpoint) -> None
         windows=residency.windows,
         points=residency.points,
     )
-    size_bytes = sum(len(ids) * strides[kind] for kind, ids in residency.spans())
+    size_bytes = _size_bytes(core, residency)
     checkpoint.stored = True
     link.backup_bytes += size_bytes
     link.num_putting += 1
@@ -304,3 +316,8 @@ def _put_checkpoint(core: Core, link: StoreLink, checkpoint: Checkpoint) -> None
         core.counters.add("backup_bytes", outcome.moved_bytes)
 
     link.errands.start(task, namespace, replied, call=Call(), pages=residency.spans(), reads=residency)
+
+
+def _size_bytes(core: Core, residency: Residency) -> int:
+    strides = core.arena(Tier.HOST).layout.strides
+    return sum(len(ids) * strides[kind] for kind, ids in residency.spans())

@@ -137,6 +137,9 @@ class Errands:
 
     def _judge(self, task: Task, outcome: Outcome) -> None:
         """Counts what went wrong by its cause, and lets the breaker know how the store did."""
+        if outcome.error is None and outcome.fates.count(Fate.OK) == len(outcome.fates):
+            self._breaker.succeeded()
+            return
         for fate in outcome.fates if not isinstance(task, Ask) else ():  # that a store lacks something is no failure
             if fate not in (Fate.OK, Fate.CANCELLED):
                 self._counters.add(f"store_{fate.name.lower()}")

@@ -34,6 +34,7 @@ from stepwell.cache.porter import Porter
 from stepwell.cache.saving import save_path
 from stepwell.cache.stores import Stores
 from stepwell.cache.ticket import Ticket
+from stepwell.cache.visits import note_answer
 from stepwell.memory.arena import DEAD, FILLING
 from stepwell.metrics.counters import Counters
 from stepwell.policy.write import save_on_commit
@@ -98,8 +99,15 @@ class Cache:
 
     @property
     def pending(self) -> int:
-        """Copies under way, errands to the store, and paths that wait to be backed up: 0 when everything is where it is to be."""
+        """Copies under way, errands to the store, and paths that wait to be backed up: 0 when nothing more will happen by itself,
+        but for checkpoints that rest (`resting`).
+        """
         return self.copying + self._stores.num_busy
+
+    @property
+    def resting(self) -> int:
+        """Checkpoints on the host that are to be stored later, if nothing supersedes them until then."""
+        return self._stores.num_resting
 
     def namespace_for(self, *, adapter: str | None = None, salt: str | None = None, tenant: str | None = None) -> Namespace:
         """This model under an adapter, or for a tenant whose pages nobody else may see."""
@@ -162,8 +170,7 @@ class Cache:
         Call `step` until the ticket is ready, then give it to `acquire`; or close it. Without a store it is ready at once.
         `priority` and `ttl_s` are those that `acquire` will be given: what arrives is entered under them.
         """
-        match = find(self._core.tree, match.namespace, match.packed, match.limit_tokens)
-        return prefetch.prefetch(self._core, self._core.link, match, _request((), priority, ttl_s))
+        return prefetch.prefetch(self._core, self._core.link, self.refresh(match), _request((), priority, ttl_s))
 
     def acquire(
         self, match: Match, *, ticket: Ticket | None = None, hints: tuple[int, ...] = (), priority: int = 0,
@@ -261,6 +268,7 @@ class Cache:
         if lease.state is not LeaseState.FAILED:
             for name in ("device", "host", "store", "computed"):
                 core.counters.add(f"tokens_{name}", getattr(lease.sources, name))
+        note_answer(lease)
         lease.state = LeaseState.CLOSED
         if lease.jobs:
             self._closing.append(lease)
@@ -318,7 +326,8 @@ class Cache:
 
     def detach_store(self) -> None:
         """Takes the store away, at any moment. Requests go on with what has arrived or is on its way; what waits to be
-        backed up still is. `step` reports the store as detached when nothing uses it any more. Raises ConfigError.
+        backed up still is, as far as memory holds it until its turn comes. `step` reports the store as detached when nothing uses
+        it any more. Raises ConfigError.
         """
         self._stores.detach()
 
@@ -354,11 +363,11 @@ class Cache:
         clear(self._core.tree, digest, self._core.loss(LossReason.CLEARED, self._core.nearest))
 
     def flush(self, *, namespace: Namespace | None = None) -> None:
-        """Empties device and host memory of a namespace, or of all. The bytes were right: a store goes on serving its own, and
-        checkpoints that rest on the host are sent to it first.
+        """Empties device and host memory of a namespace, or of all. The bytes were right: a store goes on serving its own.
+        Checkpoints that rest on the host are sent to it first, and are of use once they have arrived.
         """
-        self._stores.put_all_resting()
         digests = list(self._core.tree.roots) if namespace is None else [namespace.digest]
+        self._stores.put_resting_of(digests)
         for digest in digests:
             clear(self._core.tree, digest, self._core.loss(LossReason.CLEARED, self._core.nearest))
 

@@ -33,6 +33,8 @@ from stepwell.tree.pruning import discard_ids
 
 def on_their_way(core: Core, link: StoreLink, match: Match) -> list[Fetch]:
     """Fetches that bring pages or checkpoints of this path already."""
+    if not link.fetches and not link.fetch_of:
+        return []
     ids = ids_of(match.path, Tier.HOST, match.known_tokens // core.spec.page_tokens)
     ids = ids[ids != ABSENT]
     filling = ids[core.arena(Tier.HOST).state[Kind.PREFIX][ids] == FILLING].tolist()

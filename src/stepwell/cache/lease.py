@@ -79,6 +79,7 @@ class Lease:
         self.computing_since_s = 0.0  # since when the engine could work on what it commits next
         self.restored: Residency | None = None
         self.visit: Visit | None = None  # under which what it computes is entered
+        self.visits: tuple[Visit, ...] = ()  # that one, and the one under which what it came back to is
         self.num_published = 0  # pages offered to the tree so far
         self.publishes = True  # false when asked for, or once its namespace was cleared: what it computes is for itself alone
         self.lacking: dict[str, int] = {}  # optional states that its pages do not hold, from which token on

@@ -108,9 +108,9 @@ def _boundaries_to_ask(core: Core, match: Match, upto: int) -> list[int]:
     spec = core.spec
     if not spec.needs_checkpoint:
         return []
-    first = match.restore_tokens // spec.page_tokens + 1
-    tokens = ((page, page * spec.page_tokens) for page in range(first, upto + 1))
-    return [page for page, at in tokens if spec.is_legal(at) and spec.needs_checkpoint_at(at)]
+    step = spec.boundary_step // spec.page_tokens
+    first = match.restore_tokens // spec.page_tokens // step * step + step
+    return [page for page in range(first, upto + 1, step) if spec.needs_checkpoint_at(page * spec.page_tokens)]
 
 
 def _asked(link: StoreLink, ticket: Ticket, boundaries: list[int], outcome: Outcome, took_s: float) -> None:

@@ -1,41 +1,61 @@
-"""Checkpoints that wait on the host before they go down to the store, so that those soon superseded never do.
+"""Checkpoints that rest on the host before they go down to the store, so that those soon superseded never do.
 
-A conversation leaves a checkpoint at every turn, and the next turn makes all but the last of them useless. One that is
-followed by another on its path when its rest is over is not stored, unless requests may leave the path there: at a
-milestone, or where some have. A path that never rests is stored every few rests all the same, so a crash costs no more.
+A conversation leaves a checkpoint at every turn, and the next turn makes all but the last useless. So when a rest is over:
+
+    nothing follows it, it is a milestone, or requests left the path there    it is stored
+    a later checkpoint of its path is in the store                            it never will be
+    one follows it, but is not in the store yet                               it rests again
+
+A path of which nothing was stored for `MOST_RESTS` is stored at the next chance, so a crash costs no more than that. What rests
+is a small part of the host: beyond it the oldest rests are over at once, and so they all are before the store goes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import takewhile
+from enum import Enum, auto
 
 from stepwell.metrics.counters import Counters
-from stepwell.tree.node import Checkpoint
+from stepwell.tree.node import Checkpoint, Residency
+from stepwell.tree.ranking import previous_checkpoint
 
-MOST_RESTS = 10  # of a path whose checkpoints keep being superseded, before one is stored all the same
+MOST_RESTS = 10  # on end
+
+
+class _Verdict(Enum):
+    STORE = auto()
+    SKIP = auto()
+    REST = auto()
 
 
 @dataclass(slots=True)
 class _Rest:
     began_s: float
-    waited_since_s: float  # since when nothing of its path was stored: the one it supersedes may have waited before it
+    waiting_since_s: float  # since when nothing of its path was stored: those it superseded may have rested before it
+    size_bytes: int
 
 
 class Resting:
     """The checkpoints at rest, in the order in which they came. One thread."""
 
-    def __init__(self, rest_s: float, *, is_superseded: Callable[[Checkpoint], bool], counters: Counters) -> None:
-        """`is_superseded` says whether a later checkpoint serves everybody who would resume at one."""
+    def __init__(
+        self, *, rest_s: float, most_bytes: int, is_superseded: Callable[[Checkpoint], bool], counters: Counters
+    ) -> None:
+        """`is_superseded` says whether a later checkpoint of its path serves everybody who would resume at one."""
         self._rest_s = rest_s
+        self._most_bytes = most_bytes
         self._is_superseded = is_superseded
         self._counters = counters
         self._rests: dict[Checkpoint, _Rest] = {}
-        self._is_over = not rest_s
+        self._size_bytes = 0
+        self._ended_at_s: float | None = None
 
     def __len__(self) -> int:
         return len(self._rests)
+
+    def __iter__(self) -> Iterator[Checkpoint]:
+        return iter(self._rests)
 
     def __contains__(self, checkpoint: Checkpoint) -> bool:
         return checkpoint in self._rests
@@ -43,52 +63,103 @@ class Resting:
     @property
     def num_due(self) -> int:
         """How many wait for nothing but their turn, once all rests are over."""
-        return len(self._rests) if self._is_over else 0
+        return len(self._rests) if self._ended_at_s is not None else 0
 
-    def enter(self, checkpoint: Checkpoint, now_s: float) -> None:
-        """Lets a checkpoint rest that is on the host and not in the store; one that was superseded already has no use for it."""
-        if checkpoint not in self._rests and not (self._rest_s and self._is_superseded(checkpoint)):
-            self._rests[checkpoint] = _Rest(now_s, now_s)
+    def enter(self, residency: Residency, size_bytes: int, now_s: float) -> bool:
+        """Lets a checkpoint rest that is on the host and not in the store; true if it is to be stored instead, and now."""
+        checkpoint = residency.checkpoint
+        if checkpoint in self._rests or (self._rest_s and self._is_superseded(checkpoint) and self._has_heir(checkpoint)):
+            return False
+        assert checkpoint.node is not None
+        before = previous_checkpoint(checkpoint.node, checkpoint.page)
+        superseded = self._rests.get(before) if before is not None else None
+        since_s = superseded.waiting_since_s if superseded is not None else now_s
+        residency.unsaved = False  # if it was refused, that was before
+        if not self._rest_s or self._is_overdue(since_s, now_s):
+            return True
+        self._put(checkpoint, _Rest(now_s, since_s, size_bytes))
+        return False
 
     def leave(self, checkpoint: Checkpoint) -> bool:
-        """Ends a rest early; false for a checkpoint that is not at rest."""
-        return self._rests.pop(checkpoint, None) is not None
+        """Ends a rest early; true for a checkpoint that is to be stored now or never."""
+        return self._take(checkpoint) is not None and not (self._is_superseded(checkpoint) and self._has_heir(checkpoint))
 
-    def end_all(self) -> None:
+    def end_all(self, now_s: float) -> None:
         """Nothing rests any longer: the store is about to go, or the cache is."""
-        self._is_over = True
-
-    def take_all(self) -> list[Checkpoint]:
-        """Takes out everything at rest; returns what was not superseded."""
-        taken = list(self._rests)
-        self._rests.clear()
-        return [each for each in taken if each.node is not None and not self._is_superseded(each)]
+        self._ended_at_s = now_s
 
     def give_up(self, now_s: float, age_s: float) -> int:
-        """Takes out those that would have been stored that long ago, had the store been well; how many they were."""
-        last_s = now_s - self._rest_s - age_s
-        late = [each for each, _ in takewhile(lambda item: item[1].began_s < last_s, self._rests.items())]
-        for each in late:
-            del self._rests[each]
-        return len(late)
+        """Takes out what could not be stored for so long after all rests were over; how many they were."""
+        if self._ended_at_s is None or now_s - self._ended_at_s <= age_s:
+            return 0
+        late = len(self._rests)
+        self.clear()
+        return late
+
+    def clear(self) -> None:
+        self._rests.clear()
+        self._size_bytes = 0
 
     def rested(self, now_s: float) -> Iterator[Checkpoint]:
         """Takes out those whose rest is over and that are to be stored, one at a time."""
         while self._rests:
             checkpoint, rest = next(iter(self._rests.items()))
-            if not self._is_over and now_s - rest.began_s < self._rest_s:
+            if not self._is_pressed and now_s - rest.began_s < self._rest_s:
                 return
-            del self._rests[checkpoint]
-            if checkpoint.node is None:
-                continue
-            is_overdue = now_s - rest.waited_since_s >= MOST_RESTS * self._rest_s
-            if self._rest_s and not is_overdue and self._is_superseded(checkpoint):
+            verdict = self._verdict(checkpoint, is_overdue=self._is_overdue(rest.waiting_since_s, now_s))
+            self._take(checkpoint)
+            if verdict is _Verdict.REST:
+                self._put(checkpoint, _Rest(now_s, rest.waiting_since_s, rest.size_bytes))
+            elif verdict is _Verdict.SKIP:
                 self._counters.add("backup_superseded_checkpoints")
-                self._hand_on(checkpoint, rest)
             else:
+                self._forgive_followers(checkpoint, now_s)
                 yield checkpoint
 
-    def _hand_on(self, checkpoint: Checkpoint, rest: _Rest) -> None:
-        heir = self._rests.get(checkpoint.follower) if checkpoint.follower is not None else None
-        if heir is not None:
-            heir.waited_since_s = min(heir.waited_since_s, rest.waited_since_s)
+    # ---- inside -----------------------------------------------------------------------------------
+
+    @property
+    def _is_pressed(self) -> bool:
+        return self._ended_at_s is not None or self._size_bytes > self._most_bytes
+
+    def _is_overdue(self, waiting_since_s: float, now_s: float) -> bool:
+        return now_s - waiting_since_s >= MOST_RESTS * self._rest_s
+
+    def _verdict(self, checkpoint: Checkpoint, *, is_overdue: bool) -> _Verdict:
+        if checkpoint.node is None:
+            return _Verdict.SKIP
+        if not self._is_superseded(checkpoint):
+            return _Verdict.STORE
+        if any(each.stored for each in _followers(checkpoint)):
+            return _Verdict.SKIP
+        if self._has_heir(checkpoint):
+            return _Verdict.SKIP if self._is_pressed else _Verdict.REST
+        return _Verdict.STORE if is_overdue or self._is_pressed else _Verdict.REST
+
+    def _has_heir(self, checkpoint: Checkpoint) -> bool:
+        """Whether a later checkpoint of its path is in the store, or will be."""
+        return any(each.stored or each in self._rests for each in _followers(checkpoint))
+
+    def _forgive_followers(self, checkpoint: Checkpoint, now_s: float) -> None:
+        """Something of their path is stored now."""
+        for each in _followers(checkpoint):
+            if each in self._rests:
+                self._rests[each].waiting_since_s = now_s
+
+    def _put(self, checkpoint: Checkpoint, rest: _Rest) -> None:
+        self._rests[checkpoint] = rest
+        self._size_bytes += rest.size_bytes
+
+    def _take(self, checkpoint: Checkpoint) -> _Rest | None:
+        rest = self._rests.pop(checkpoint, None)
+        if rest is not None:
+            self._size_bytes -= rest.size_bytes
+        return rest
+
+
+def _followers(checkpoint: Checkpoint) -> Iterator[Checkpoint]:
+    """Those after it on its path, on the branch where one was left last."""
+    here = checkpoint.follower
+    while here is not None:
+        yield here
+        here = here.follower

@@ -59,7 +59,7 @@ def acquire(
         lease.prefix_pages = holds.near  # read through `load`; the engine's own memory is the device
     lease.restored = holds.residency
     _note_use(core, match, lease)
-    lease.visit = note_visit(core, match)
+    note_visit(core, match, lease)
     return lease
 
 

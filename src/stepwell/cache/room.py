@@ -36,12 +36,14 @@ def allocate(core: Core, tier: Tier, need: Need) -> dict[Kind, PageIds]:
     """
     arena = core.arena(tier)
     need = {kind: count for kind, count in need.items() if count}
-    if not arena.fits(need):
-        if not arena.could_fit(need) or not arena.fits_when_empty(need):
-            raise NoRoom(_why(core, tier, need))  # evicting everything would not help: evict nothing
-        room = make_room(core, tier, need)
-        if not room.fits:
-            raise NoRoom(_why(core, tier, need), waiting=room.waiting)
+    pages = arena.alloc_if_fits(need)
+    if pages is not None:
+        return pages
+    if not arena.could_fit(need) or not arena.fits_when_empty(need):
+        raise NoRoom(_why(core, tier, need))  # evicting everything would not help: evict nothing
+    room = make_room(core, tier, need)
+    if not room.fits:
+        raise NoRoom(_why(core, tier, need), waiting=room.waiting)
     return arena.alloc(need)
 
 

@@ -5,13 +5,13 @@ Puts links together, steps them, and takes them away when nothing needs them any
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from functools import partial
 
 from stepwell.base.config import StoreConfig, WritePolicy
 from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Tier
-from stepwell.cache.backup import forget_beliefs, is_superseded, offer, offer_everything, pump, put_all_resting
+from stepwell.cache.backup import forget_beliefs, is_superseded, offer, offer_everything, pump, put_resting_of
 from stepwell.cache.core import Core
 from stepwell.cache.errands import Errands
 from stepwell.cache.link import LinkState, StoreLink
@@ -20,8 +20,11 @@ from stepwell.cache.prefetch import settle
 from stepwell.cache.resting import Resting
 from stepwell.policy.breaker import Breaker
 from stepwell.policy.patience import Patience, Speed
+from stepwell.policy.placement import milestone_step
 from stepwell.store.api import Store
 from stepwell.transfer.store_hands import HostPages, StoreHands
+
+RESTING_SHARE = 1 / 16  # of the host tier: checkpoints that rest there before they are stored
 
 
 class Stores:
@@ -43,6 +46,11 @@ class Stores:
         """Errands under way, and what waits to be backed up."""
         return sum(link.num_busy for link in self.links)
 
+    @property
+    def num_resting(self) -> int:
+        """Checkpoints on the host that are to be stored later, if nothing supersedes them."""
+        return sum(len(link.resting) for link in self.links)
+
     def attach(self, store: Store, config: StoreConfig, porter: Porter | None) -> None:
         """Attaches a store: what reaches the host from now on is offered to it, and what is there already."""
         core = self._core
@@ -51,11 +59,17 @@ class Stores:
         for old in self.links:  # the new one will be offered what they still have in line
             old.believed = False
             old.waiting.clear()
-            old.resting.take_all()
+            old.resting.clear()
         host, breaker = core.arena(Tier.HOST), Breaker()
         errands = Errands(porter, host, core.mover, core.counters, core.clock, breaker, timeout_s=config.errand_timeout_s)
         patience = Patience(credit_s=config.wait_credit_s, share=config.wait_share)
-        resting = Resting(config.checkpoint_rest_s, is_superseded=partial(is_superseded, core), counters=core.counters)
+        step = milestone_step(core.spec, core.config.placement)
+        resting = Resting(
+            rest_s=config.checkpoint_rest_s,
+            most_bytes=int(host.layout.size_bytes * RESTING_SHARE),
+            is_superseded=partial(is_superseded, milestone_pages=step // core.spec.page_tokens),
+            counters=core.counters,
+        )
         core.link = StoreLink(store=store, config=config, errands=errands, breaker=breaker, patience=patience, resting=resting)
         self.links.append(core.link)
         if config.recompute_tokens_per_s is not None:
@@ -70,7 +84,7 @@ class Stores:
         if self._core.link is None:
             raise ConfigError("no store is attached")
         self._core.link.detached = True
-        self._core.link.resting.end_all()
+        self._core.link.resting.end_all(self._core.clock.now())
         self._core.link = None
         self._core.mover.on_saved = None
 
@@ -89,14 +103,15 @@ class Stores:
         self.links = [link for link in self.links if link not in idle or link.fetches]  # tickets may hold what arrived
         return [link.store for link in ended], failures
 
-    def put_all_resting(self) -> None:
+    def put_resting_of(self, namespaces: Container[bytes]) -> None:
+        """Sends off what rests of some namespaces, before memory is emptied of them."""
         if self._core.link is not None:
-            put_all_resting(self._core, self._core.link)
+            put_resting_of(self._core, self._core.link, namespaces)
 
     def end_rests(self) -> None:
         """Lets nothing wait any longer before it is stored."""
         for link in self.links:
-            link.resting.end_all()
+            link.resting.end_all(self._core.clock.now())
 
     def drain(self) -> bool:
         """Waits for what is under way, as long as an errand may take; false when nothing is but what was given up on."""

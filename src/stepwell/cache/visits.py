@@ -1,17 +1,17 @@
-"""Tells the learner of habits that a request has come: whose pages it came back to, and whose it will leave."""
+"""Tells the learner of habits that a request has come, whose pages it came back to and whose it will leave, and how it ended."""
 
 from __future__ import annotations
 
 from stepwell.cache.core import Core
-from stepwell.policy.habits import Visit
+from stepwell.cache.lease import Lease
 from stepwell.tree.match import Match
 from stepwell.tree.node import Node
 
 
-def note_visit(core: Core, match: Match) -> Visit | None:
-    """Enters known pages under this request's visit; returns the visit under which it will enter new ones."""
+def note_visit(core: Core, match: Match, lease: Lease) -> None:
+    """Enters known pages under this request's visit, and says under which it is to enter new ones."""
     if core.habits is None:
-        return None
+        return
     page_bytes, packed = core.tree.page_bytes, match.packed
     known = match.known_tokens // core.spec.page_tokens
     path = _path(core, match, known)
@@ -29,7 +29,13 @@ def note_visit(core: Core, match: Match) -> Visit | None:
     )
     for node in path:
         node.visit = again
-    return fresh
+    lease.visit, lease.visits = fresh, (again, fresh)
+
+
+def note_answer(lease: Lease) -> None:
+    """The request is over, and how long its answer was says something of when the next will come."""
+    for visit in lease.visits:
+        visit.answered(lease.num_tokens - lease.prompt_tokens)
 
 
 def _path(core: Core, match: Match, known: int) -> list[Node]:

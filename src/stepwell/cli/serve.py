@@ -70,6 +70,13 @@ def _configure_cache(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--prefetch-policy", choices=prefetch, default="timeout", help="how long requests wait for the store (default: timeout)"
     )
+    parser.add_argument(
+        "--checkpoint-rest",
+        type=float,
+        default=StoreConfig().checkpoint_rest_s,
+        metavar="SECONDS",
+        help="before a checkpoint is stored; what the next turn supersedes by then is not; 0 stores all (default: %(default)g)",
+    )
 
 
 def run(args: Namespace) -> int:
@@ -122,7 +129,7 @@ def _engine_config(args: Namespace, environment: Mapping[str, str]) -> EngineCon
         host_memory=args.host_memory,
         store=args.store,
         store_options=_store_options(args, environment),
-        store_config=StoreConfig(prefetch=PrefetchPolicy(args.prefetch_policy)),
+        store_config=StoreConfig(prefetch=PrefetchPolicy(args.prefetch_policy), checkpoint_rest_s=args.checkpoint_rest),
         write=WritePolicy(args.write_policy),
         limits=Limits(max_running=args.max_running, chunk_tokens=args.chunk_tokens),
     )

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from enum import IntEnum
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from stepwell.base.errors import ConfigError, NoRoom
 from stepwell.base.ids import Kind, Tier
@@ -33,6 +33,8 @@ class PageState(IntEnum):
 FREE, FILLING, READY, DEAD = (int(state) for state in PageState)
 
 Need = Mapping[Kind, int]
+_Index = npt.NDArray[np.intp]
+_Counts = npt.NDArray[np.int32]
 
 
 class Arena:
@@ -93,13 +95,19 @@ class Arena:
 
     def alloc(self, need: Need) -> dict[Kind, PageIds]:
         """Hands out FILLING pages with one reference each, for every kind named; or raises NoRoom and hands out none."""
-        taken = self._slabs.take(need)
+        taken = self.alloc_if_fits(need)
         if taken is None:
             wanted = ", ".join(f"{count} {kind.label}" for kind, count in need.items() if count)
             raise NoRoom(f"the {self.tier.label} tier has no room for {wanted} page(s)")
-        for kind, ids in taken.items():
-            self.refs[kind][ids] = 1
-            self.state[kind][ids] = FILLING
+        return taken
+
+    def alloc_if_fits(self, need: Need) -> dict[Kind, PageIds] | None:
+        """As `alloc`, but hands out nothing and says so when there is no room."""
+        taken = self._slabs.take(need)
+        for kind, ids in (taken or {}).items():
+            at = _at(ids)
+            self.refs[kind][at] = 1
+            self.state[kind][at] = FILLING
             self._busy[kind] += len(ids)
         return taken
 
@@ -111,7 +119,7 @@ class Arena:
         """Adds one reference to each page. Ids are distinct and none is free."""
         refs, at = self.refs[kind], _at(ids)
         counts = refs[at]
-        assert counts.all(), f"retained a free {self.tier.label} {kind.label} page: {ids[counts == 0]}"
+        assert np.count_nonzero(counts) == len(ids), f"retained a free {self.tier.label} {kind.label} page: {ids[counts == 0]}"
         self._busy[kind] += int(np.count_nonzero(counts == self.kept[kind][at]))
         refs[at] = counts + 1
 
@@ -120,14 +128,15 @@ class Arena:
         if not len(ids):
             return NO_PAGES
         at = _at(ids)
-        self._busy[kind] -= int(np.count_nonzero(self.refs[kind][at] == self.kept[kind][at] + 1))
-        return self._lessen(kind, ids)
+        counts = self._lessened(kind, ids, at)
+        self._busy[kind] -= int(np.count_nonzero(counts == self.kept[kind][at]))
+        return self._free(kind, ids, counts)
 
     def keep(self, kind: Kind, ids: PageIds) -> None:
         """Adds the tree's reference to each page: one that does not stand in the way of eviction."""
         refs, kept, at = self.refs[kind], self.kept[kind], _at(ids)
         counts = refs[at]
-        assert counts.all(), f"kept a free {self.tier.label} {kind.label} page: {ids[counts == 0]}"
+        assert np.count_nonzero(counts) == len(ids), f"kept a free {self.tier.label} {kind.label} page: {ids[counts == 0]}"
         refs[at] = counts + 1
         kept[at] += 1
 
@@ -141,17 +150,25 @@ class Arena:
         """Takes the tree's reference from each page and frees those without any; returns the freed ones."""
         if not len(ids):
             return NO_PAGES
-        self.kept[kind][_at(ids)] -= 1
-        return self._lessen(kind, ids)
+        at = _at(ids)
+        self.kept[kind][at] -= 1
+        return self._free(kind, ids, self._lessened(kind, ids, at))
 
-    def _lessen(self, kind: Kind, ids: PageIds) -> PageIds:
-        refs, at = self.refs[kind], _at(ids)
-        counts = refs[at] - 1
-        assert counts.min() >= 0, f"released a free {self.tier.label} {kind.label} page: {ids[counts < 0]}"
+    def _lessened(self, kind: Kind, ids: PageIds, at: _Index) -> _Counts:
+        """Takes one reference from each page; returns how many are left of each."""
+        refs = self.refs[kind]
+        counts = refs[at]
+        assert np.count_nonzero(counts) == len(ids), f"released a free {self.tier.label} {kind.label} page: {ids[counts == 0]}"
+        counts -= 1
         refs[at] = counts
-        freed: PageIds = ids[counts == 0] if counts.any() else ids
-        if not len(freed):
+        return counts
+
+    def _free(self, kind: Kind, ids: PageIds, counts: _Counts) -> PageIds:
+        """Frees the pages whose count is 0; returns them."""
+        num_held = np.count_nonzero(counts)
+        if num_held == len(ids):
             return NO_PAGES
+        freed: PageIds = ids[counts == 0] if num_held else ids
         self.state[kind][_at(freed)] = FREE
         self._slabs.give(kind, freed)
         if self._on_free:
@@ -169,8 +186,10 @@ class Arena:
     def _mark(self, kind: Kind, ids: PageIds, outcome: int) -> None:
         state, at = self.state[kind], _at(ids)
         before = state[at]
-        assert before.all(), f"a free {self.tier.label} {kind.label} page cannot change state: {ids[before == FREE]}"
-        state[at] = np.where(before == FILLING, outcome, before)
+        assert np.count_nonzero(before) == len(ids), (
+            f"a free {self.tier.label} {kind.label} page cannot change state: {ids[before == FREE]}"
+        )
+        state[at[before == FILLING]] = outcome
 
     # ---- self-check -------------------------------------------------------------------------------
 
@@ -189,6 +208,9 @@ class Arena:
         assert self.used_bytes <= self.layout.size_bytes, f"{self.used_bytes=} exceeds {self.layout.size_bytes=}"
 
 
-def _at(ids: PageIds) -> Any:
-    """How to index an array with `ids`. One page is the commonest batch, and a plain number is several times faster."""
-    return int(ids[0]) if len(ids) == 1 else ids
+def _at(ids: PageIds) -> _Index:
+    """How to index an array with `ids`, more than once: NumPy is several times faster with indices of its own width.
+
+    For the same reason zeros are counted here rather than looked for with `all` or `min`.
+    """
+    return ids.astype(np.intp)

@@ -23,31 +23,20 @@ from stepwell.memory.layout import ArenaLayout
 MOST_SPARED = 1 / 16  # of all slabs
 
 
-class _Slab:
-    """A stack of free ids of the kind that holds this slab."""
-
-    __slots__ = ("free", "kind", "num_free", "num_pages")
-
-    def __init__(self, kind: Kind, ids: range) -> None:
-        self.kind = kind
-        self.num_pages = self.num_free = len(ids)
-        self.free: PageIds = np.arange(ids.stop - 1, ids.start - 1, -1, dtype=np.int32)  # lowest id on top
-
-    def pop(self, count: int) -> PageIds:
-        self.num_free -= count
-        return self.free[self.num_free : self.num_free + count][::-1].copy()
-
-    def push(self, ids: PageIds) -> None:
-        self.free[self.num_free : self.num_free + len(ids)] = ids
-        self.num_free += len(ids)
-
-
 class SlabPool:
     """Takes and gives page ids in batches, all or nothing."""
 
     def __init__(self, layout: ArenaLayout) -> None:
         self._layout = layout
-        self._slabs: list[_Slab | None] = [None] * layout.num_slabs
+        self._holders: list[Kind | None] = [None] * layout.num_slabs
+        self._num_free = [0] * layout.num_slabs  # free pages of the kind that holds the slab
+        # Each slab's stack of free ids. It takes the places of the slab's own ids, from the first of them on.
+        #     slab 0        |7|3|4| | | | | |        three of its pages 0 .. 7 are free, and 4 is handed out next
+        self._stacks = {kind: np.empty(layout.rows(kind), np.int32) for kind in layout.strides}
+        slabs = range(layout.num_slabs)
+        self._first = {kind: [layout.pages_of_slab(slab, kind).start for slab in slabs] for kind in layout.strides}
+        # Slabs whose stack must be written before they are handed out; one that comes back whole still has it in order.
+        self._shuffled = {kind: set(slabs) for kind in layout.strides}
         self._sizes = {kind: layout.pages_of_slabs(kind) for kind in layout.strides}
         self._most = {kind: max(sizes, default=0) for kind, sizes in self._sizes.items()}  # pages of a slab
         self._largest_first = sorted(layout.strides, key=lambda kind: -layout.strides[kind])
@@ -75,7 +64,7 @@ class SlabPool:
             self._assign(slab, kind)
         if need.get(Kind.WINDOW):
             slabs = -(-need[Kind.WINDOW] // self._most[Kind.WINDOW])
-            self._spared = max(self._spared, min(slabs, int(len(self._slabs) * MOST_SPARED)))
+            self._spared = max(self._spared, min(slabs, int(len(self._holders) * MOST_SPARED)))
         return {kind: self._pop(kind, count) for kind, count in need.items()}
 
     def give(self, kind: Kind, ids: PageIds) -> None:
@@ -86,15 +75,12 @@ class SlabPool:
             self._push(int(ids[0]) * self._layout.strides[kind] // self._layout.slab_bytes, kind, ids)
             return
         slabs = ids.astype(np.int64) * self._layout.strides[kind] // self._layout.slab_bytes
-        first = int(slabs[0])
-        if (slabs == first).all():
-            self._push(first, kind, ids)
-            return
-        order = np.argsort(slabs, kind="stable")
+        order = slabs.argsort(kind="stable")
         slabs, ids = slabs[order], ids[order]
         cuts = ((slabs[1:] != slabs[:-1]).nonzero()[0] + 1).tolist()
-        for start, end in zip([0, *cuts], [*cuts, len(ids)], strict=True):
-            self._push(int(slabs[start]), kind, ids[start:end])
+        starts = [0, *cuts]
+        for slab, start, end in zip(slabs[starts].tolist(), starts, [*cuts, len(ids)], strict=True):
+            self._push(slab, kind, ids[start:end])
 
     def spare_none(self) -> bool:
         """Lets prefix pages have all idle slabs, until windows are taken again; false when they could already."""
@@ -127,10 +113,13 @@ class SlabPool:
         return max(self._spared - self._free[Kind.WINDOW] // self._most[Kind.WINDOW], 0) if self._spared else 0
 
     def _assign(self, slab: int, kind: Kind) -> None:
-        fresh = _Slab(kind, self._layout.pages_of_slab(slab, kind))
-        self._slabs[slab] = fresh
+        first, size = self._first[kind][slab], self._sizes[kind][slab]
+        if slab in self._shuffled[kind]:
+            self._shuffled[kind].discard(slab)
+            self._stacks[kind][first : first + size] = np.arange(first + size - 1, first - 1, -1)  # lowest id on top
+        self._holders[slab], self._num_free[slab] = kind, size
         del self._idle[bisect_left(self._idle, slab)]
-        self._free[kind] += fresh.num_free
+        self._free[kind] += size
         self._list(slab, kind)
 
     def _list(self, slab: int, kind: Kind) -> None:
@@ -139,49 +128,61 @@ class SlabPool:
             heappush(self._open[kind], slab)
 
     def _pop(self, kind: Kind, count: int) -> PageIds:
+        stack, first, listed = self._stacks[kind], self._first[kind], self._open[kind]
         pieces = []
         self._free[kind] -= count
         self._used[kind] += count
         while count:
-            number = self._open[kind][0]
-            slab = self._slabs[number]
-            if slab is None or slab.kind is not kind or not slab.num_free:
-                self._listed[kind].discard(heappop(self._open[kind]))  # it filled up or changed hands since it was listed
+            slab = listed[0]
+            num_free = self._num_free[slab]
+            if not num_free or self._holders[slab] is not kind:
+                self._listed[kind].discard(heappop(listed))  # it filled up or changed hands since it was listed
                 continue
-            pieces.append(slab.pop(min(count, slab.num_free)))
-            count -= len(pieces[-1])
-        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces) if pieces else NO_PAGES.copy()
+            taken = min(count, num_free)
+            top = first[slab] + num_free
+            pieces.append(stack[top - taken : top][::-1])
+            self._num_free[slab] -= taken
+            count -= taken
+        return np.concatenate(pieces) if pieces else NO_PAGES.copy()
 
-    def _push(self, number: int, kind: Kind, ids: PageIds) -> None:
-        slab = self._slabs[number]
-        assert slab is not None and slab.kind is kind, f"slab {number} does not belong to {kind.label}"
-        slab.push(ids)
-        self._free[kind] += len(ids)
-        if slab.num_free == slab.num_pages:
-            self._slabs[number] = None
-            insort(self._idle, number)
-            self._free[kind] -= slab.num_pages
-        else:
-            self._list(number, kind)
+    def _push(self, slab: int, kind: Kind, ids: PageIds) -> None:
+        assert self._holders[slab] is kind, f"slab {slab} does not belong to {kind.label}"
+        count, before, size = len(ids), self._num_free[slab], self._sizes[kind][slab]
+        assert before + count <= size, f"slab {slab} got {count} pages back, and has {before} of {size}"
+        if before + count == size:
+            self._holders[slab], self._num_free[slab] = None, 0
+            insort(self._idle, slab)
+            self._free[kind] -= before
+            return
+        top = self._first[kind][slab] + before
+        self._stacks[kind][top : top + count] = ids
+        self._shuffled[kind].add(slab)
+        self._num_free[slab] += count
+        self._free[kind] += count
+        self._list(slab, kind)
 
     # ---- self-check -------------------------------------------------------------------------------
 
     def audit(self) -> None:
         assert self._idle == sorted(set(self._idle)), f"idle slabs are out of order: {self._idle}"
-        for number in self._idle:
-            assert self._slabs[number] is None, f"slab {number} is both idle and held"
+        for slab in self._idle:
+            assert self._holders[slab] is None, f"slab {slab} is both idle and held"
         usable = sum(any(sizes) for sizes in zip(*self._sizes.values(), strict=True))
-        held = sum(slab is not None for slab in self._slabs)
+        held = sum(holder is not None for holder in self._holders)
         assert len(self._idle) + held == usable, f"{len(self._idle)=} {held=} {usable=}"
         for kind in self._layout.strides:
-            mine = [slab for slab in self._slabs if slab is not None and slab.kind is kind]
-            free, total = sum(slab.num_free for slab in mine), sum(slab.num_pages for slab in mine)
+            mine = self._held_by(kind)
+            free, total = sum(self._num_free[slab] for slab in mine), sum(self._sizes[kind][slab] for slab in mine)
             assert free == self._free[kind], f"{kind.label}: {free=} counted {self._free[kind]}"
             assert total - free == self._used[kind], f"{kind.label}: {total - free=} counted {self._used[kind]}"
 
     def audit_held(self, kind: Kind, held: PageIds) -> None:
         """Asserts that exactly the pages `held` are not in a free stack."""
-        free = [slab.free[: slab.num_free] for slab in self._slabs if slab is not None and slab.kind is kind]
+        stack, first = self._stacks[kind], self._first[kind]
+        free = [stack[first[slab] : first[slab] + self._num_free[slab]] for slab in self._held_by(kind)]
         free_ids = np.concatenate(free) if free else NO_PAGES
         assert len(np.unique(free_ids)) == len(free_ids), f"{kind.label}: a page is free twice"
         assert not len(np.intersect1d(free_ids, held)), f"{kind.label}: a referenced page is in a free stack"
+
+    def _held_by(self, kind: Kind) -> list[int]:
+        return [slab for slab, holder in enumerate(self._holders) if holder is kind]

@@ -1,7 +1,8 @@
 """Learns when prompts come back, from what it sees: the chance of reuse that everything cached is valued by.
 
 A visit is one request's stay on a path. Visits are sorted into groups by what is known when they end: how often the path
-has come back before, and in what rhythm. For each group the rate of return is counted by age, in half octaves,
+has come back before, in what rhythm, and how long the answer was (a call of a tool is short, and its result soon there).
+For each group the rate of return is counted by age, in half octaves,
 
     rate(group, age) = pages that came back at that age / pages times seconds spent at that age
 
@@ -33,15 +34,19 @@ FORGET_EVERY = 2048  # visits, after which evidence counts half
 PRIOR_VISITS = 20.0  # evidence that a group's neighbours are worth
 FIRST_RATE = 0.1  # a second, before anything was seen; then as one over the age
 RECENT_GAP = 0.35  # what the latest gap counts for in a rhythm
-RETURNS = (1, 2, 5)  # bounds between groups
-GAPS_S = (8.0, 16.0, 32.0, 64.0, 128.0, 300.0)
-LEAST_SHARE = 2e-4  # of returns that leave at any distance
+RETURNS = (1, 4)  # bounds between groups
+GAPS_S = (8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
+ANSWER_TOKENS = (64, 256, 1024)
+LEAST_SHARE = 0.01  # of returns that need any checkpoint: what follows it may be gone by then
 
 NUM_RHYTHMS = len(GAPS_S) + 2
-NUM_GROUPS = (len(RETURNS) + 1) * NUM_RHYTHMS
+NUM_GROUPS = (len(RETURNS) + 1) * (len(ANSWER_TOKENS) + 1) * NUM_RHYTHMS
 _EDGES_s = np.concatenate([[0.0], 2.0 ** (np.arange(NUM_BINS) / 2)])
 _WIDTHS_s = np.diff(_EDGES_s)
+# For the hot paths: plain numbers are several times faster than those of arrays.
 _BOUNDS: list[float] = _EDGES_s[1:-1].tolist()
+_LOWER: list[float] = _EDGES_s[:-1].tolist()
+_UPPER: list[float] = _EDGES_s[1:].tolist()
 
 
 class Visit:
@@ -54,8 +59,12 @@ class Visit:
         self.end = end  # pages of its prompt
         self.returns = returns  # how often the path had come back before
         self.gap_s = gap_s  # its rhythm; 0 before the first return
-        self.group = _group(returns, gap_s)
+        self.group = _group(returns, gap_s, 0)
         self.pages = 0
+
+    def answered(self, tokens: int) -> None:
+        """The request has ended with an answer of that many tokens."""
+        self.group = _group(self.returns, self.gap_s, tokens)
 
 
 class Habits:
@@ -175,13 +184,14 @@ class Habits:
 
     def _left_within(self, distance: int) -> float:
         at = _bin(distance)
-        inside = (distance - _EDGES_s[at]) / _WIDTHS_s[at]
-        return self._left_before[at] + (self._left_before[at + 1] - self._left_before[at]) * min(max(float(inside), 0.0), 1.0)
+        inside = (distance - _LOWER[at]) / (_UPPER[at] - _LOWER[at])
+        return self._left_before[at] + (self._left_before[at + 1] - self._left_before[at]) * min(max(inside, 0.0), 1.0)
 
 
-def _group(returns: int, gap_s: float) -> int:
-    rhythm = 1 + sum(gap_s >= bound for bound in GAPS_S) if gap_s else 0
-    return sum(returns >= bound for bound in RETURNS) * NUM_RHYTHMS + rhythm
+def _group(returns: int, gap_s: float, answer_tokens: int) -> int:
+    rhythm = 1 + bisect_right(GAPS_S, gap_s) if gap_s else 0
+    kind = bisect_right(RETURNS, returns) * (len(ANSWER_TOKENS) + 1) + bisect_right(ANSWER_TOKENS, answer_tokens)
+    return kind * NUM_RHYTHMS + rhythm
 
 
 def _bin(amount: float) -> int:

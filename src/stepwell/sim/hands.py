@@ -100,7 +100,7 @@ class CountingPorter:
         match task:
             case Ask(pages=pages, boundaries=boundaries):
                 keys = (*pages, *map(manifest_key, boundaries))
-                return Outcome(fates=tuple(Fate.OK if key in self._store else Fate.MISSING for key in keys))
+                return Outcome(fates=self._fates(keys))
             case FetchPages(keys=keys):
                 return self._fetched(keys, self._sizes[Kind.PREFIX])
             case FetchCheckpoint(boundary=boundary, windows=windows, points=points):
@@ -114,11 +114,9 @@ class CountingPorter:
         return len(windows) * self._sizes[Kind.WINDOW] + len(points) * self._sizes[Kind.POINT]
 
     def _fetched(self, keys: Sequence[bytes], size_bytes: int) -> Outcome:
-        found = [key for key in keys if key in self._store]
-        if found:
-            self._store.use(found[-1])
-        fates = tuple(Fate.OK if key in self._store else Fate.MISSING for key in keys)
-        moved = len(found) * size_bytes
+        fates = self._fates(keys)
+        self._use_last(keys)
+        moved = fates.count(Fate.OK) * size_bytes
         self._traffic.note(Tier.STORE, Tier.HOST, moved)
         return Outcome(fates=fates, moved_bytes=moved)
 
@@ -127,9 +125,17 @@ class CountingPorter:
         for key in keys:
             outcomes.append(self._store.keep(key, size_bytes, parent))
             parent = key
-        kept = [key for key in keys if key in self._store]
-        if kept:
-            self._store.use(kept[-1])
+        self._use_last(keys)
         moved = outcomes.count(WriteOutcome.STORED) * size_bytes
         self._traffic.note(Tier.HOST, Tier.STORE, moved)
         return Outcome(fates=tuple(map(_FATES.__getitem__, outcomes)), moved_bytes=moved)
+
+    def _fates(self, keys: Sequence[bytes]) -> tuple[Fate, ...]:
+        ok, missing = Fate.OK, Fate.MISSING
+        return tuple([ok if has else missing for has in self._store.has(keys)])
+
+    def _use_last(self, keys: Sequence[bytes]) -> None:
+        """The last of these that the store has counts as used, and with it what it stands on."""
+        last = next((key for key in reversed(keys) if key in self._store), None)
+        if last is not None:
+            self._store.use(last)

@@ -15,7 +15,7 @@ from dataclasses import replace
 from stepwell.base.clock import Clock, ManualClock
 from stepwell.base.config import PrefetchPolicy, StoreConfig
 from stepwell.base.errors import ConfigError, NoRoom
-from stepwell.base.ids import Tier
+from stepwell.base.ids import Kind, Tier
 from stepwell.cache.build import build_cache
 from stepwell.cache.facade import Cache
 from stepwell.cache.lease import Lease, Sources
@@ -29,7 +29,8 @@ from stepwell.sim.tally import Tally
 from stepwell.sim.trace import Trace, TraceRequest, prompt_of
 from stepwell.tree.match import Match
 
-CHUNK_TOKENS = 8192  # computed at a time, where a model's windows take room for every token of a chunk
+CHUNK_TOKENS = 8192  # computed at a time, where a model's windows take room for every token of a chunk,
+LEAST_CHUNK_TOKENS, MOST_CHUNK_SHARE = 512, 1 / 16  # or fewer, as long as these take more than that share of the device
 FETCH_CHUNK_BYTES = 64 * 2**20
 LEAST_STEP_S = 1e-6  # between two requests, so that each use is later than the one before
 MOST_STEPS = 1_000_000  # until everything has settled, before that is called a bug
@@ -47,6 +48,7 @@ class Replay:
         self._clock = ManualClock()
         self._number = 0
         self._traffic = Traffic()
+        self._chunk_tokens = _chunk_tokens(setup)
         self._ceiling = Ceiling(setup.spec, block_tokens, whole_blocks=setup.whole_blocks)
         self.cache = build_cache(
             setup.spec, setup.config, executor=CountingExecutor(setup.spec, self._traffic), clock=self._clock, model="replay"
@@ -68,6 +70,7 @@ class Replay:
         else:
             sources, resumed_checkpoint = _within(lease.sources, request.prompt_tokens), lease.restored is not None
             self._compute(lease)
+            self._answer(lease, request.output_tokens)
         ttft_s = setup.hardware.request_latency_s + setup.hardware.prefill_s(sources.total - sources.computed, sources.total)
         ttft_s += setup.hardware.load_s(self._traffic.loaded_bytes - loaded)
         ttft_s += setup.hardware.fetch_s(self._traffic.read_bytes[Tier.STORE] - fetched)
@@ -106,9 +109,9 @@ class Replay:
         return None
 
     def _compute(self, lease: Lease) -> None:
-        """Ends a chunk at every stop, as an engine does, then gives the lease back."""
+        """Ends a chunk at every stop, as an engine does."""
         cache, prompt_tokens = self.cache, lease.prompt_tokens
-        chunk = CHUNK_TOKENS if self._setup.spec.window_tokens else prompt_tokens
+        chunk = self._chunk_tokens or prompt_tokens
         while lease.position < prompt_tokens:
             stop = cache.next_stop(lease)
             end = min(lease.position + chunk, prompt_tokens if stop is None else min(stop, prompt_tokens))
@@ -123,7 +126,11 @@ class Replay:
             if self._on_commit is not None:
                 self._on_commit(lease)
             self._settle(lambda: lease.ready)
-        cache.release(lease)
+
+    def _answer(self, lease: Lease, tokens: int) -> None:
+        """Ends a request with an answer of unknown tokens: it is not cached, but its length is seen."""
+        self.cache.append(lease, range(tokens))
+        self.cache.release(lease)
         self._settle()
 
     def _settle(self, until: Callable[[], bool] | None = None) -> None:
@@ -158,6 +165,17 @@ def replay_trace(
         raise ConfigError(f"{trace.name} has {served} requests: a warm-up of {warm_up} leaves none to count")
     replay.cache.close()  # what still waits to be stored is counted too
     return replay.tally.report(trace=trace.name, policy=policy, wall_s=clock.now() - started_s)
+
+
+def _chunk_tokens(setup: Setup) -> int | None:
+    """How much of a prompt is computed at a time; None for all of it, where that takes no room beyond its pages."""
+    spec, device_bytes = setup.spec, setup.config.device_bytes
+    if not spec.window_tokens or device_bytes is None:
+        return None
+    chunk, window_bytes = CHUNK_TOKENS, spec.object_bytes(Kind.WINDOW)
+    while chunk > LEAST_CHUNK_TOKENS and chunk // spec.window_page_tokens * window_bytes > MOST_CHUNK_SHARE * device_bytes:
+        chunk //= 2
+    return chunk
 
 
 def _attach_store(cache: Cache, setup: Setup, traffic: Traffic) -> CountingStore | None:

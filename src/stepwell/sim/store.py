@@ -38,6 +38,10 @@ class CountingStore:
     def __contains__(self, key: bytes) -> bool:
         return key in self._values
 
+    def has(self, keys: Sequence[bytes]) -> list[bool]:
+        values = self._values
+        return [key in values for key in keys]
+
     def keep(self, key: bytes, size_bytes: int, parent: bytes | None) -> WriteOutcome:
         """Enters a value, giving up others for it but none that it stands on; without those it would be of no use."""
         if key in self._values:
@@ -85,7 +89,7 @@ class CountingStore:
     # ---- the seam ---------------------------------------------------------------------------------
 
     def contains(self, space: Space, keys: Sequence[bytes]) -> list[bool]:
-        return [key in self._values for key in keys]
+        return self.has(keys)
 
     def read_into(self, space: Space, reads: Sequence[Read], *, cancelled: Callable[[], bool] = never) -> list[ReadResult]:
         raise StoreError("a counting store holds no bytes to read")

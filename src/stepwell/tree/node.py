@@ -71,7 +71,7 @@ class Run:
 class Residency:
     """One checkpoint's pages in one tier. Window pages are in path order and may be shared with neighbours."""
 
-    __slots__ = ("checkpoint", "points", "ready", "standing", "ticket", "tier", "unsaved", "users", "windows")
+    __slots__ = ("_spans", "checkpoint", "points", "ready", "standing", "ticket", "tier", "unsaved", "users", "windows")
 
     def __init__(self, checkpoint: Checkpoint, tier: Tier, *, windows: PageIds, points: PageIds, ready: bool) -> None:
         self.checkpoint = checkpoint
@@ -82,10 +82,11 @@ class Residency:
         self.users = 0  # leases and copies that read it now: not to be evicted
         self.ticket = self.standing = 0
         self.unsaved = False
+        self._spans = tuple((kind, ids) for kind, ids in ((Kind.WINDOW, windows), (Kind.POINT, points)) if len(ids))
 
     def spans(self) -> tuple[tuple[Kind, PageIds], ...]:
         """Its pages by kind, leaving out kinds it has none of."""
-        return tuple((kind, ids) for kind, ids in ((Kind.WINDOW, self.windows), (Kind.POINT, self.points)) if len(ids))
+        return self._spans
 
 
 class Checkpoint:
@@ -217,7 +218,13 @@ class Node:
         """The deepest boundary in this node with a checkpoint in `tier` (or in any); `start` when there is none."""
         if not self.checkpoints:
             return self.start
-        return max((page for page, c in self.checkpoints.items() if tier is None or c.held[tier] is not None), default=self.start)
+        if tier is None:
+            return max(self.checkpoints)
+        last = self.start
+        for page, each in self.checkpoints.items():
+            if page > last and each.held[tier] is not None:
+                last = page
+        return last
 
     def __repr__(self) -> str:
         return f"Node(pages {self.start}..{self.end}, kids={len(self.kids.by_page) if self.kids else 0})"

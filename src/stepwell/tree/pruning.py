@@ -25,21 +25,20 @@ def discard(tree: Tree, run: Run, gone: npt.NDArray[np.bool_], loss: Loss) -> No
     node, tier = run.node, run.tier
     before = node.leads_to_pages(tier)
     ids = run.ids[gone & (run.ids != ABSENT)]
-    run.ids[gone] = ABSENT
+    run.num_ready -= _num_ready(tree, run, ids)
     run.num_pages -= len(ids)
-    run.num_ready -= int(np.count_nonzero(tree.arenas[tier].state[Kind.PREFIX][ids] == READY))
+    run.ids[gone] = ABSENT
     if not run.num_pages:
         node.runs[tier] = None
-    tree.owner[tier][ids] = None
+    tree.owner[tier][ids.astype(np.intp)] = None
     tree.version += 1
     tree.carry_pages_up(node, tier, before)
     tree.queue(node)
-    missing = gone.copy()
-    for other in node.runs:
-        if other is not None:
-            missing &= other.ids == ABSENT
-    if missing.any():
-        truncate(tree, node, int(missing.argmax()), loss)
+    other = node.runs[1 - tier]
+    if other is None or other.num_pages < node.num_pages:
+        missing = gone & (other.ids == ABSENT) if other is not None else gone
+        if missing.any():
+            truncate(tree, node, int(missing.argmax()), loss)
     tree.arenas[tier].drop(Kind.PREFIX, ids)
 
 
@@ -105,21 +104,25 @@ def _trim(tree: Tree, node: Node, at: int) -> None:
         gone = run.ids[at:]
         if run.num_pages < node.num_pages:
             gone = gone[gone != ABSENT]
-        if run.num_ready == run.num_pages:
-            run.num_ready -= len(gone)
-        else:
-            run.num_ready -= int(np.count_nonzero(tree.arenas[tier].state[Kind.PREFIX][gone] == READY))
+        run.num_ready -= _num_ready(tree, run, gone)
         run.num_pages -= len(gone)
         run.ids = run.ids[:at].copy()
         if not run.num_pages:
             node.runs[tier] = None
             run.ticket = 0
-        tree.owner[tier][gone] = None
+        tree.owner[tier][gone.astype(np.intp)] = None
         tree.arenas[tier].drop(Kind.PREFIX, gone)
     node.num_pages = at
     node.keys, node.stored = node.keys[: at * KEY_BYTES], min(node.stored, at)
     node.rest = node.rest[: max(at - 1, 0) * tree.page_bytes]
     forget_cut(node, tree.spec.page_tokens)
+
+
+def _num_ready(tree: Tree, run: Run, ids: PageIds) -> int:
+    """How many of some of a run's pages can be read."""
+    if run.num_ready == run.num_pages:
+        return len(ids)
+    return int(np.count_nonzero(tree.arenas[run.tier].state[Kind.PREFIX][ids] == READY))
 
 
 def _remove_below(tree: Tree, top: Node, loss: Loss) -> None:

@@ -241,7 +241,9 @@ def _pages_alone(node: Node, page: int, before: int) -> int:
 
 
 def _has_pages(run: Run, start: int) -> bool:
-    return start == 0 or bool((run.ids[start:] != ABSENT).any())
+    if start == 0 or (start < len(run.ids) and run.ids[-1] != ABSENT):
+        return True
+    return bool((run.ids[start:] != ABSENT).any())
 
 
 def _in_tree(residency: Residency) -> bool:

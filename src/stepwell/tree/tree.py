@@ -139,12 +139,12 @@ class Tree:
         state = self.arenas[tier].state[Kind.PREFIX]
         for run in self.runs_of(tier, ids):
             run.num_ready = int(np.count_nonzero(state[run.ids[run.ids != ABSENT]] == READY))
-            self.ranking.queue_run(run)
+            self._queue_run(run)
 
     def requeue(self, tier: Tier, ids: PageIds) -> None:
         """Notices that somebody let go of pages: what owns them may be a candidate for eviction again."""
         for run in self.runs_of(tier, ids):
-            self.ranking.queue_run(run)
+            self._queue_run(run)
         self.ranking.tidy(tier)
 
     def nodes(self) -> Iterator[Node]:
@@ -205,7 +205,7 @@ class Tree:
         self.version += 1
         arena = self.arenas[tier]
         arena.keep(Kind.PREFIX, ids)
-        return np.asarray(arena.state[Kind.PREFIX][ids] == READY)
+        return np.asarray(arena.state[Kind.PREFIX][ids.astype(np.intp)] == READY)
 
     @staticmethod
     def _hang(parent: Node, child: Node) -> None:
@@ -280,9 +280,24 @@ class Tree:
         """Something about the node changed: either tier's run may be a candidate for eviction now."""
         for run in node.runs:
             if run is not None:
-                self.ranking.queue_run(run)
+                self._queue_run(run)
 
     def runs_of(self, tier: Tier, ids: PageIds) -> Iterable[Run]:
         """The runs that own these pages, each once; pages the tree does not have are passed over."""
-        owners = dict.fromkeys(self.owner[tier][ids].tolist())
+        owner, start = self.owner[tier], 0
+        owners: dict[Node | None, None] = {}
+        while start < len(ids):  # most pages are those of a path, in its order: whole runs are passed over at once
+            node = owner[int(ids[start])]
+            run = node.runs[tier] if node is not None else None
+            if run is None or run.ids.tobytes() != ids[start : start + len(run.ids)].tobytes():
+                break
+            owners[node] = None
+            start += len(run.ids)
+        owners.update(dict.fromkeys(owner[ids[start:].astype(np.intp)].tolist()))
         return [run for node in owners if node is not None and (run := node.runs[tier]) is not None]
+
+    def _queue_run(self, run: Run) -> None:
+        """As `Ranking.queue_run`, which most runs of a path are not worth asking: something hangs below them."""
+        kids = run.node.kids
+        if kids is None or not (kids.below[run.tier] or kids.anchored[run.tier]):
+            self.ranking.queue_run(run)

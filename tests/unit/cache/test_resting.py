@@ -6,6 +6,7 @@ import pytest
 
 from stepwell import PlacementConfig, Tier, WritePolicy
 from stepwell.base.config import StoreConfig
+from stepwell.base.errand import Fate
 from stepwell.cache.backup import MOST_PUTS
 from stepwell.cache.resting import MOST_RESTS
 from stepwell.store.memory import MemoryStore
@@ -15,10 +16,10 @@ REST_S = 30.0
 PROMPT = text(1, 40 * PAGE + 1)
 
 
-def rig(*, placement: PlacementConfig | None = None, **config: object) -> Rig:
+def rig(*, placement: PlacementConfig | None = None, host_pages: int = 256, **config: object) -> Rig:
     more = {"placement": placement} if placement is not None else {}
     store = StoreConfig(checkpoint_rest_s=REST_S, recompute_tokens_per_s=1.0)
-    return Rig(FULL_POINT, host_pages=256, store=MemoryStore(), store_config=store, **more, **config)  # type: ignore[arg-type]
+    return Rig(FULL_POINT, host_pages=host_pages, store=MemoryStore(), store_config=store, **more, **config)  # type: ignore[arg-type]
 
 
 def turn(here: Rig, pages: int, prompt: list[int] = PROMPT) -> None:
@@ -40,7 +41,7 @@ def resumable(here: Rig, prompt: list[int] = PROMPT) -> int:
     """Pages that a new cache gets from the store alone."""
     link = here.core.link
     assert link is not None
-    after = Rig(FULL_POINT, host_pages=256, store=link.store, store_config=link.config)
+    after = Rig(FULL_POINT, host_pages=1024, device_pages=1024, store=link.store, store_config=link.config)
     return after.serve_fetched(prompt).store // PAGE
 
 
@@ -60,6 +61,7 @@ def test_what_is_superseded_when_its_rest_is_over_is_not_stored() -> None:
         later(here, 10)
     later(here, REST_S)
     assert stored(here) == [14] and resumable(here) == 14
+    later(here, REST_S)
     assert here.core.counters["backup_superseded_checkpoints"] == 2
 
 
@@ -157,15 +159,103 @@ def test_without_rest_everything_is_stored_at_once() -> None:
     assert stored(here) == [10, 12]
 
 
-def test_a_store_that_is_down_for_long_leaves_nothing_waiting() -> None:
+def test_a_store_that_is_down_when_it_is_detached_keeps_nothing_waiting() -> None:
     here = rig()
     link = here.core.link
     assert link is not None
     turn(here, 10)
     link.num_putting += MOST_PUTS  # it answers nothing any more
-    later(here, REST_S + link.config.backup_age_s + 1)
-    assert not len(link.resting) and here.core.counters["backup_dropped_too_old"] == 1
-    link.num_putting -= MOST_PUTS
-    turn(here, 12)
+    here.cache.detach_store()
+    here.cache.step()
+    assert len(link.resting) == 1 and not link.ended
+    here.clock.advance(link.config.backup_age_s + 1)
+    here.cache.step()
+    assert not len(link.resting) and link.ended and here.core.counters["backup_dropped_too_old"] == 1
+
+
+def test_a_follower_that_is_nowhere_but_on_the_device_spares_nobody() -> None:
+    here = rig(write=WritePolicy.SELECTIVE)
+    for pages in range(1, 12):
+        turn(here, pages)
+        later(here, 40)
+    later(here, MOST_RESTS * REST_S)
     later(here, REST_S)
-    assert stored(here) == [12], "the next use offers it again"
+    assert resumable(here) >= 8, "each turn saves what the one before it left, and its own stays on the device"
+
+
+def test_a_follower_with_a_time_to_live_spares_nobody() -> None:
+    here = rig(host_pages=1024, device_pages=1024)
+    prompt = text(1, 260 * PAGE + 1)
+    turn(here, 256, prompt)
+    here.serve(prompt, ttl_s=20)
+    for _ in range(MOST_RESTS + 2):
+        later(here, REST_S)
+    assert resumable(here, prompt) == 256
+
+
+def test_a_follower_that_was_refused_spares_nobody() -> None:
+    here = rig()
+    turn(here, 10)
+    later(here, 10)
+    turn(here, 14)
+    later(here, REST_S - 1)
+    here.clock.advance(1)
+    here.cache.step()
+    for job in list(here.porter.pending):
+        here.porter.finish(job, fate=Fate.FAILED)
+    for _ in range(MOST_RESTS + 2):
+        later(here, REST_S)
+    assert resumable(here) == 10
+
+
+def test_a_clock_that_jumps_loses_nothing() -> None:
+    here = rig(host_pages=1024, device_pages=1024)
+    prompts = [text(name, 10 * PAGE + 1) for name in range(1, 21)]
+    for prompt in prompts:
+        here.serve(prompt)
+    later(here, 100 * REST_S)
+    assert [resumable(here, prompt) for prompt in prompts] == 20 * [10]
+
+
+def test_many_at_rest_go_down_early() -> None:
+    here = rig()
+    prompts = [text(name, 2 * PAGE + 1) for name in range(1, 31)]
+    for prompt in prompts:
+        here.serve(prompt)
+    assert len(stored(here)) >= 30 - 256 / 16
+
+
+def test_a_small_host_lets_nothing_rest() -> None:
+    here = rig(host_pages=12)
+    prompts = [text(name, 3 * PAGE + 1) for name in range(1, 21)]
+    for prompt in prompts:
+        here.serve(prompt)
+        later(here, 1)
+    assert here.core.counters["save_skipped_no_room"] == 0
+    assert [resumable(here, prompt) for prompt in prompts] == 20 * [3]
+
+
+@pytest.mark.parametrize("thinner", [{"path_cap": 3}, {"thinning": 4.0}])
+def test_a_path_that_is_thinned_out_is_stored_all_the_same(thinner: dict[str, float]) -> None:
+    here = rig(placement=PlacementConfig(interval_tokens=0, decode_interval_tokens=0, **thinner))  # type: ignore[arg-type]
+    for pages in range(1, 39):
+        turn(here, pages)
+        later(here, REST_S / 3)
+    assert resumable(here) >= 28, "nothing for more than the most that a path may rest"
+
+
+def test_what_was_refused_once_is_stored_before_it_is_evicted_after_its_next_use() -> None:
+    here = rig()
+    turn(here, 10)
+    here.clock.advance(REST_S)
+    here.cache.step()
+    for job in list(here.porter.pending):
+        here.porter.finish(job, fate=Fate.FAILED)
+    here.settle()
+    assert stored(here) == []
+    turn(here, 10)
+    turn(here, 10)
+    here.evict_all(Tier.DEVICE)
+    here.evict_all(Tier.HOST)
+    here.settle()
+    assert resumable(here) == 10

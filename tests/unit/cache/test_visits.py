@@ -135,3 +135,22 @@ def test_what_returns_outlives_what_never_did(spec: ModelSpec) -> None:
                 restored.append(rig.serve(text(1, 33)).device)
         found[policy] = restored[-8:]
     assert found == {EvictionPolicy.VALUE: [32] * 8, EvictionPolicy.LRU: [0] * 8}
+
+
+def test_the_length_of_an_answer_is_noted_when_the_request_ends() -> None:
+    rig = Rig(FULL)
+    rig.serve(text(1, 17), answer=text(2, 300))
+    rig.serve(text(3, 17), answer=text(4, 2))
+    long, short = (_visit(_path(rig, tokens)[0]) for tokens in (text(1, 17), text(3, 17)))
+    assert long.group != short.group == Visit(0.0, end=4).group
+
+
+def test_who_branches_off_answers_for_what_it_came_back_to_as_well() -> None:
+    rig = Rig(FULL)
+    prompt, branch = text(1, 33), [*text(1, 12), *text(2, 9)]
+    rig.serve(prompt)
+    rig.clock.advance(10.0)
+    rig.serve(branch, answer=text(5, 300))
+    shared, rest = (_visit(node) for node in _path(rig, branch))
+    quiet = Visit(0.0, end=1, returns=shared.returns, gap_s=shared.gap_s)
+    assert shared is not rest and shared.group != quiet.group and rest.group != Visit(0.0, end=1).group

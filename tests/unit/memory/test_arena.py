@@ -67,6 +67,15 @@ def test_fits_agrees_with_alloc_and_knows_the_empty_arena() -> None:
     assert arena.used_pages(Kind.PREFIX) == 95
 
 
+def test_alloc_if_fits_hands_out_what_alloc_would_or_nothing() -> None:
+    arena, other = Arena(Tier.DEVICE, SMALL), Arena(Tier.DEVICE, SMALL)
+    pages = arena.alloc_if_fits({Kind.PREFIX: 95})
+    assert pages is not None and pages[Kind.PREFIX].tolist() == other.alloc({Kind.PREFIX: 95})[Kind.PREFIX].tolist()
+    assert arena.alloc_if_fits({Kind.PREFIX: 6}) is None
+    assert arena.used_pages(Kind.PREFIX) == 95
+    arena.audit()
+
+
 def test_release_frees_with_the_last_reference_only() -> None:
     freed: list[tuple[Tier, Kind, list[int]]] = []
     arena = Arena(Tier.HOST, SMALL, on_free=lambda tier, kind, ids: freed.append((tier, kind, ids.tolist())))

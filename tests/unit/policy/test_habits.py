@@ -199,3 +199,19 @@ def _random_life(seed: int) -> list[float]:
 
 def test_same_calls_same_worths() -> None:
     assert _random_life(7) == _random_life(7) != _random_life(8)
+
+
+def test_answers_tell_apart_who_returns_soon_from_who_does_not() -> None:
+    """Short answers are followed by a return after 5 s, long ones by none."""
+    habits = Habits(PAGE)
+    for turn in range(300):
+        for tokens in (10, 2000):
+            visit = _new(habits, 100.0 * turn)
+            visit.answered(tokens)
+            if tokens == 10:
+                _again(habits, 100.0 * turn + 5.0, visit)
+    short, long = _new(habits, 30_000.0), _new(habits, 30_000.0)
+    short.answered(10)
+    long.answered(2000)
+    assert short.group != long.group
+    assert _worth(habits, short, 2.0) > 10 * _worth(habits, long, 2.0)

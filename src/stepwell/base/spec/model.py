@@ -218,7 +218,11 @@ class ModelSpec:
 
     def object_bytes(self, kind: Kind) -> int:
         """Payload bytes of one object of `kind`; 0 when the model has none."""
-        return sum(part.size_bytes for part in self.parts(kind))
+        return self._object_bytes[kind]
+
+    @cached_property
+    def _object_bytes(self) -> dict[Kind, int]:
+        return {kind: sum(part.size_bytes for part in self.parts(kind)) for kind in Kind}
 
     def state_bytes_per_token(self, state: StateSpec) -> Fraction:
         """Bytes that grow with each token; only Prefix states grow."""

@@ -100,6 +100,7 @@ def _play(model: str, rounds: int, answer: int, directory: Path) -> tuple[list[R
     sizes = SIZES.get(model, SIZES[REAL])
     arguments = ["--model", model, "--name", "demo", "--store", f"log:{directory / 'store'}"]
     arguments += [*sizes, "--prefetch-policy", "wait_complete"]  # however busy the machine is: this is about where things are
+    arguments += ["--checkpoint-rest", "0"]  # every turn is asked again
     with Progress(console=Console(stderr=True), transient=True) as progress:
         tasks = {name: progress.add_task(name, total=2 * rounds) for name in ("cold", "first life", "second life")}
 

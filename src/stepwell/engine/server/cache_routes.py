@@ -143,6 +143,7 @@ def _state(engine: Engine, served: Served, stores: Stores) -> dict[str, Any]:
         "max_context": engine.max_context,
         "requests": {"waiting": state.waiting, "active": state.active},
         "pending": state.pending,
+        "resting": state.resting,
         "tiers": {
             tier.label: {"used_bytes": sizes.used_bytes, "available_bytes": sizes.available_bytes}
             for tier, sizes in state.tiers.items()

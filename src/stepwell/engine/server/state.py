@@ -22,6 +22,7 @@ class EngineState:
     active: int
     passes: int
     pending: int  # copies and store errands under way, and paths that wait to be backed up
+    resting: int  # checkpoints that will be stored later, if nothing supersedes them
     tiers: Mapping[Tier, TierState]  # those that exist
     store: LinkState
     counters: Mapping[str, int]
@@ -35,6 +36,7 @@ def read_state(engine: Engine) -> EngineState:
         active=len(engine.scheduler.active),
         passes=engine.passes,
         pending=cache.pending,
+        resting=cache.resting,
         tiers={tier: TierState(used_bytes=used, available_bytes=free) for tier, (used, free) in sizes.items() if used or free},
         store=cache.store_state,
         counters=cache.counters.snapshot(),

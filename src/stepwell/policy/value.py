@@ -8,10 +8,12 @@ will change, and in one place the one visited longest ago goes first; a tier com
 
 from __future__ import annotations
 
-from math import ldexp, log2
+from math import log2, pow
 from typing import NamedTuple, Protocol
 
 from stepwell.policy.habits import Habits, Visit
+
+LEVELS_PER_OCTAVE = 4
 
 
 class Facts(NamedTuple):  # not a dataclass: one is made for every candidate that eviction looks at
@@ -26,7 +28,7 @@ class Facts(NamedTuple):  # not a dataclass: one is made for every candidate tha
 
 
 class Place(NamedTuple):
-    """Objects of one group and level lose worth alike. Levels are octaves of what reuse saves per byte."""
+    """Objects of one group and level lose worth alike."""
 
     group: int
     level: int
@@ -63,8 +65,8 @@ class Expected:
         visit, share = facts.visit, 1.0
         if facts.distance:
             share = self._habits.share(facts.next_distance, facts.distance)
-        level = round(log2(max(facts.saved_tokens, 1) / facts.size_bytes * share))
+        level = round(LEVELS_PER_OCTAVE * log2(max(facts.saved_tokens, 1) / facts.size_bytes * share))
         return Place(visit.group, level, visit.at_s) if visit is not None else Place(0, level, facts.used_at)
 
     def worth(self, group: int, level: int, since: float) -> float:
-        return ldexp(self._habits.worth(group, since), level)
+        return self._habits.worth(group, since) * pow(2.0, level / LEVELS_PER_OCTAVE)

@@ -6,7 +6,7 @@ from itertools import pairwise, product
 from math import log2
 
 from stepwell.policy.habits import Habits, Visit
-from stepwell.policy.value import Expected, Facts, LeastRecent, ValuePolicy
+from stepwell.policy.value import LEVELS_PER_OCTAVE, Expected, Facts, LeastRecent, ValuePolicy
 
 PAGE = 4
 
@@ -37,7 +37,7 @@ def test_worth_grows_with_what_is_saved_and_falls_with_its_size() -> None:
 def test_a_level_is_the_logarithm_of_what_is_saved_per_byte() -> None:
     policy = Expected(Habits(PAGE))
     for saved, size in product((1, 64, 4096), (100, 90_000)):
-        exact = log2(saved / size)
+        exact = LEVELS_PER_OCTAVE * log2(saved / size)
         assert abs(policy.place(_facts(saved=saved, size=size)).level - exact) <= 0.5
 
 

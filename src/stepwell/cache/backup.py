@@ -129,7 +129,7 @@ def put_before_eviction(core: Core, link: StoreLink, victim: Victim) -> bool:
     while not _put_path(core, link, node) and _has_leave(core, link):
         pass
     if isinstance(victim, Residency):
-        return _put_resting(core, link, victim)
+        return _put_resting(core, link, victim) or victim.users > 0
     return tail is not None and not core.tree.ranking.idle(victim, tail.start, at_most=1).num_pages
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from stepwell.base.ids import Tier
 from stepwell.metrics.counters import Counters
 from stepwell.tree.node import Checkpoint, Residency
 from stepwell.tree.ranking import previous_checkpoint
@@ -130,7 +131,7 @@ class Resting:
             return _Verdict.SKIP
         if not self._is_superseded(checkpoint):
             return _Verdict.STORE
-        if any(each.stored for each in _followers(checkpoint)):
+        if any(map(_has_arrived, _followers(checkpoint))):
             return _Verdict.SKIP
         if self._has_heir(checkpoint):
             return _Verdict.SKIP if self._is_pressed else _Verdict.REST
@@ -155,6 +156,12 @@ class Resting:
         if rest is not None:
             self._size_bytes -= rest.size_bytes
         return rest
+
+
+def _has_arrived(checkpoint: Checkpoint) -> bool:
+    """Whether it is in the store; not when it may be on its way, since somebody reads it."""
+    residency = checkpoint.held[Tier.HOST]
+    return checkpoint.stored and (residency is None or not residency.users)
 
 
 def _followers(checkpoint: Checkpoint) -> Iterator[Checkpoint]:

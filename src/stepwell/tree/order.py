@@ -23,11 +23,10 @@ class Standing(NamedTuple):
 
     priority: int
     place: Place
-    page: int = 0  # of equals the one at the lowest goes first: what is left of a path may still be resumed at its end
 
 
 _Key = tuple[int, int, int]  # priority, group, level
-_Entry = tuple[float, int, int, Victim]  # since when, at which page, ticket, who
+_Entry = tuple[float, int, Victim]  # since when, ticket, who
 _Heaps = dict[_Key, list[_Entry]]
 
 
@@ -51,20 +50,20 @@ class EvictionOrder:
         victim.ticket, victim.standing = self._tickets, standing.priority
         place = standing.place
         key = (standing.priority, place.group, place.level)
-        heappush(self._newer.setdefault(key, []), (place.since, standing.page, self._tickets, victim))
+        heappush(self._newer.setdefault(key, []), (place.since, self._tickets, victim))
         self._sweep()
 
     def head(self) -> tuple[Victim, Standing] | None:
         """The first live entry and where it stood when it was queued; stays queued."""
         found = self._first()
-        return (found[0][0][3], found[1]) if found is not None else None
+        return (found[0][0][2], found[1]) if found is not None else None
 
     def pop(self) -> Victim | None:
         """Takes out the first live entry; its victim is then not queued."""
         found = self._first()
         if found is None:
             return None
-        victim = heappop(found[0])[3]
+        victim = heappop(found[0])[2]
         victim.ticket = 0
         return victim
 
@@ -76,7 +75,7 @@ class EvictionOrder:
             heaps, key = self._turns.pop()
             heap = _living(heaps, key)
             if heap is not None:
-                return heap[0][3], _standing(key, heap)
+                return heap[0][2], _standing(key, heap)
         return None
 
     def rank(self, standing: Standing) -> tuple[int, float, float]:
@@ -86,7 +85,7 @@ class EvictionOrder:
     def _first(self) -> tuple[list[_Entry], Standing] | None:
         """The heap whose head goes first, and where that stands."""
         best: tuple[_Key, list[_Entry]] | None = None
-        lowest: tuple[int, float, float, int, int] | None = None
+        lowest: tuple[int, float, float, int] | None = None
         worth = self._value.worth
         for heaps in (self._older, self._newer):
             for key in list(heaps):
@@ -95,8 +94,8 @@ class EvictionOrder:
                 heap = _living(heaps, key)
                 if heap is None:
                     continue
-                since, page, ticket, _ = heap[0]
-                rank = (key[0], worth(key[1], key[2], since), since, page, ticket)
+                since, ticket, _ = heap[0]
+                rank = (key[0], worth(key[1], key[2], since), since, ticket)
                 if lowest is None or rank < lowest:
                     best, lowest = (key, heap), rank
         return (best[1], _standing(*best)) if best is not None else None
@@ -111,14 +110,14 @@ class EvictionOrder:
                 del self._older[key]
                 continue
             entry = heap.pop()  # the last of a heap can go without disturbing it
-            if entry[3].ticket == entry[2]:
+            if entry[2].ticket == entry[1]:
                 heappush(self._newer.setdefault(key, []), entry)
 
 
 def _living(heaps: _Heaps, key: _Key) -> list[_Entry] | None:
     """The heap of a place, with a live entry first; None, and no heap, when it has none."""
     heap = heaps.get(key)
-    while heap and heap[0][3].ticket != heap[0][2]:
+    while heap and heap[0][2].ticket != heap[0][1]:
         heappop(heap)
     if not heap:
         heaps.pop(key, None)
@@ -127,4 +126,4 @@ def _living(heaps: _Heaps, key: _Key) -> list[_Entry] | None:
 
 
 def _standing(key: _Key, heap: list[_Entry]) -> Standing:
-    return Standing(key[0], Place(key[1], key[2], heap[0][0]), heap[0][1])
+    return Standing(key[0], Place(key[1], key[2], heap[0][0]))

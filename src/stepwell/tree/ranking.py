@@ -153,7 +153,7 @@ class Ranking:
         if checkpoints and (first is None or first[1].priority > WORTHLESS):
             order = self._checkpoints[tier]
             other = self._settled_head(order)
-            if other is not None and (first is None or order.rank(other[1]) <= order.rank(first[1])):
+            if other is not None and (first is None or order.rank(other[1]) < order.rank(first[1])):
                 first = other
         if first is None:
             return None
@@ -216,7 +216,7 @@ class Ranking:
             distance=(max(end - checkpoint.page, 0) + 1) * page_tokens,
             next_distance=(max(end - follower.page, 0) + 1) * page_tokens if follower is not None else 0,
         )
-        return Standing(node.priority, self._value.place(facts), checkpoint.page)
+        return Standing(node.priority, self._value.place(facts))
 
 
 def _is_as_queued(standing: Standing, then: Standing) -> bool:

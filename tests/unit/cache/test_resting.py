@@ -259,3 +259,22 @@ def test_what_was_refused_once_is_stored_before_it_is_evicted_after_its_next_use
     here.evict_all(Tier.HOST)
     here.settle()
     assert resumable(here) == 10
+
+
+def test_a_follower_that_is_on_its_way_spares_nobody_yet() -> None:
+    here = rig()
+    turn(here, 10)
+    later(here, 29)
+    turn(here, 14)
+    here.clock.advance(1)  # the first rests again: the second is not stored
+    here.cache.step()
+    here.clock.advance(29)
+    here.cache.step()
+    assert here.porter.pending, "the second is on its way"
+    here.clock.advance(1)
+    here.cache.step()
+    for job in list(here.porter.pending):
+        here.porter.finish(job, fate=Fate.FAILED)
+    for _ in range(MOST_RESTS + 2):
+        later(here, REST_S)
+    assert resumable(here) == 10

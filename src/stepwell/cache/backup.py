@@ -29,7 +29,9 @@ from stepwell.cache.link import StoreLink
 from stepwell.cache.thinning import is_left_between
 from stepwell.memory.arena import READY
 from stepwell.tree.chain import keys_within
-from stepwell.tree.node import ABSENT, Checkpoint, Node, Residency, Victim
+from stepwell.tree.checkpoints import drop_residency
+from stepwell.tree.node import ABSENT, Checkpoint, LossReason, Node, Residency, Victim
+from stepwell.tree.ranking import previous_checkpoint
 
 CHUNK_BYTES = 64 * 2**20  # of pages in one errand
 MOST_PUTS = 4  # errands at a time: the rest waits in line, where it holds nothing
@@ -94,6 +96,8 @@ def pump(core: Core, link: StoreLink) -> None:
             core.counters.add("backup_dropped_too_old")
         elif node.parent is not None and not _put_path(core, link, node):
             link.waiting[node] = since_s  # more of it is left than one errand takes
+    if link.resting.num_due and _has_leave(core, link):
+        _put_rested(core, link)  # what has just come to rest, now that nothing may
     dropped = link.resting.give_up(now, link.config.backup_age_s)
     while link.waiting and now - next(iter(link.waiting.values())) > link.config.backup_age_s:
         del link.waiting[next(iter(link.waiting))]
@@ -142,14 +146,21 @@ def put_resting_of(core: Core, link: StoreLink, namespaces: Container[bytes]) ->
 
 
 def put_resting_first(core: Core, victim: Victim) -> bool:
-    """Before a checkpoint leaves the host that was to rest there: starts storing it; true when it is on its way now."""
+    """Before a checkpoint leaves the host that was to rest there: starts storing it. True when it is on its way now and has left:
+    its errand holds what it reads, and what it stood on is not to wait for it.
+    """
     link = core.link
     if link is None or victim.tier is not Tier.HOST or not isinstance(victim, Residency) or victim.unsaved:
         return False
     if victim.checkpoint in link.resting and not _has_leave(core, link):
+        link.resting.leave(victim.checkpoint)
         core.counters.add("backup_skipped_store_busy")
         return False
-    return _put_resting(core, link, victim)
+    if not _put_resting(core, link, victim):
+        return False
+    core.counters.add("evicted_host_checkpoints")
+    drop_residency(core.tree, victim, core.loss(LossReason.EVICTED, Tier.HOST))
+    return True
 
 
 def _put_resting(core: Core, link: StoreLink, residency: Residency) -> bool:
@@ -166,6 +177,12 @@ def is_superseded(checkpoint: Checkpoint, *, milestone_pages: int) -> bool:
         return False
     is_milestone = milestone_pages > 0 and checkpoint.page % milestone_pages == 0
     return not is_milestone and not is_left_between(checkpoint, following)
+
+
+def can_be_stored(checkpoint: Checkpoint) -> bool:
+    """Whether all of it is on the host, and what it stands on in the store."""
+    node = checkpoint.node
+    return node is not None and checkpoint.ready_in(Tier.HOST) is not None and _is_stored(node, checkpoint.page)
 
 
 def _put_path(core: Core, link: StoreLink, node: Node) -> bool:
@@ -301,7 +318,7 @@ def _put_checkpoint(core: Core, link: StoreLink, checkpoint: Checkpoint) -> None
         points=residency.points,
     )
     size_bytes = _size_bytes(core, residency)
-    checkpoint.stored = True
+    checkpoint.stored = checkpoint.arriving = True
     link.backup_bytes += size_bytes
     link.num_putting += 1
 
@@ -309,13 +326,24 @@ def _put_checkpoint(core: Core, link: StoreLink, checkpoint: Checkpoint) -> None
         link.backup_bytes -= size_bytes
         link.num_putting -= 1
         stored = outcome.fates == (Fate.OK,)
+        checkpoint.arriving = False
         if link.believed:
             checkpoint.stored = stored
             residency.unsaved = not stored
+            if not stored:
+                _rest_again_before(core, link, checkpoint)
         core.counters.add("backup_checkpoints" if stored else "backup_failures")
         core.counters.add("backup_bytes", outcome.moved_bytes)
 
     link.errands.start(task, namespace, replied, call=Call(), pages=residency.spans(), reads=residency)
+
+
+def _rest_again_before(core: Core, link: StoreLink, refused: Checkpoint) -> None:
+    """The checkpoint before one that was refused may have been given up in its favour."""
+    before = previous_checkpoint(refused.node, refused.page) if refused.node is not None else None
+    residency = before.ready_in(Tier.HOST) if before is not None and not before.stored else None
+    if residency is not None and link.config.checkpoint_rest_s:
+        link.resting.enter(residency, _size_bytes(core, residency), core.clock.now())
 
 
 def _size_bytes(core: Core, residency: Residency) -> int:

@@ -16,12 +16,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from stepwell.base.ids import Tier
 from stepwell.metrics.counters import Counters
 from stepwell.tree.node import Checkpoint, Residency
 from stepwell.tree.ranking import previous_checkpoint
 
 MOST_RESTS = 10  # on end
+
+Question = Callable[[Checkpoint], bool]
 
 
 class _Verdict(Enum):
@@ -41,12 +42,15 @@ class Resting:
     """The checkpoints at rest, in the order in which they came. One thread."""
 
     def __init__(
-        self, *, rest_s: float, most_bytes: int, is_superseded: Callable[[Checkpoint], bool], counters: Counters
+        self, *, rest_s: float, most_bytes: int, is_superseded: Question, can_be_stored: Question, counters: Counters
     ) -> None:
-        """`is_superseded` says whether a later checkpoint of its path serves everybody who would resume at one."""
+        """`is_superseded` says whether a later checkpoint of its path serves everybody who would resume at one, and
+        `can_be_stored` whether all of it is on the host, and what it stands on in the store.
+        """
         self._rest_s = rest_s
         self._most_bytes = most_bytes
         self._is_superseded = is_superseded
+        self._can_be_stored = can_be_stored
         self._counters = counters
         self._rests: dict[Checkpoint, _Rest] = {}
         self._size_bytes = 0
@@ -69,7 +73,7 @@ class Resting:
     def enter(self, residency: Residency, size_bytes: int, now_s: float) -> bool:
         """Lets a checkpoint rest that is on the host and not in the store; true if it is to be stored instead, and now."""
         checkpoint = residency.checkpoint
-        if checkpoint in self._rests or (self._rest_s and self._is_superseded(checkpoint) and self._has_heir(checkpoint)):
+        if checkpoint in self._rests or (self._rest_s and self._is_spared(checkpoint)):
             return False
         assert checkpoint.node is not None
         before = previous_checkpoint(checkpoint.node, checkpoint.page)
@@ -83,7 +87,7 @@ class Resting:
 
     def leave(self, checkpoint: Checkpoint) -> bool:
         """Ends a rest early; true for a checkpoint that is to be stored now or never."""
-        return self._take(checkpoint) is not None and not (self._is_superseded(checkpoint) and self._has_heir(checkpoint))
+        return self._take(checkpoint) is not None and not self._is_spared(checkpoint)
 
     def end_all(self, now_s: float) -> None:
         """Nothing rests any longer: the store is about to go, or the cache is."""
@@ -129,17 +133,18 @@ class Resting:
     def _verdict(self, checkpoint: Checkpoint, *, is_overdue: bool) -> _Verdict:
         if checkpoint.node is None:
             return _Verdict.SKIP
-        if not self._is_superseded(checkpoint):
-            return _Verdict.STORE
-        if any(map(_has_arrived, _followers(checkpoint))):
+        if self._is_spared(checkpoint):
             return _Verdict.SKIP
-        if self._has_heir(checkpoint):
-            return _Verdict.SKIP if self._is_pressed else _Verdict.REST
-        return _Verdict.STORE if is_overdue or self._is_pressed else _Verdict.REST
+        if self._ended_at_s is not None or not self._is_superseded(checkpoint):
+            return _Verdict.STORE
+        heirs = [each for each in _followers(checkpoint) if each in self._rests]
+        if self._is_pressed:
+            return _Verdict.SKIP if any(map(self._can_be_stored, heirs)) else _Verdict.STORE
+        return _Verdict.STORE if is_overdue and not heirs else _Verdict.REST
 
-    def _has_heir(self, checkpoint: Checkpoint) -> bool:
-        """Whether a later checkpoint of its path is in the store, or will be."""
-        return any(each.stored or each in self._rests for each in _followers(checkpoint))
+    def _is_spared(self, checkpoint: Checkpoint) -> bool:
+        """Whether the store has a later checkpoint that serves everybody who would resume at this one."""
+        return self._is_superseded(checkpoint) and any(each.stored and not each.arriving for each in _followers(checkpoint))
 
     def _forgive_followers(self, checkpoint: Checkpoint, now_s: float) -> None:
         """Something of their path is stored now."""
@@ -156,12 +161,6 @@ class Resting:
         if rest is not None:
             self._size_bytes -= rest.size_bytes
         return rest
-
-
-def _has_arrived(checkpoint: Checkpoint) -> bool:
-    """Whether it is in the store; not when it may be on its way, since somebody reads it."""
-    residency = checkpoint.held[Tier.HOST]
-    return checkpoint.stored and (residency is None or not residency.users)
 
 
 def _followers(checkpoint: Checkpoint) -> Iterator[Checkpoint]:

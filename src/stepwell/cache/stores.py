@@ -11,7 +11,7 @@ from functools import partial
 from stepwell.base.config import StoreConfig, WritePolicy
 from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Tier
-from stepwell.cache.backup import forget_beliefs, is_superseded, offer, offer_everything, pump, put_resting_of
+from stepwell.cache.backup import can_be_stored, forget_beliefs, is_superseded, offer, offer_everything, pump, put_resting_of
 from stepwell.cache.core import Core
 from stepwell.cache.errands import Errands
 from stepwell.cache.link import LinkState, StoreLink
@@ -68,6 +68,7 @@ class Stores:
             rest_s=config.checkpoint_rest_s,
             most_bytes=int(host.layout.size_bytes * RESTING_SHARE),
             is_superseded=partial(is_superseded, milestone_pages=step // core.spec.page_tokens),
+            can_be_stored=can_be_stored,
             counters=core.counters,
         )
         core.link = StoreLink(store=store, config=config, errands=errands, breaker=breaker, patience=patience, resting=resting)

@@ -92,7 +92,7 @@ class Residency:
 class Checkpoint:
     """Everything of window and point shape at one boundary (in pages from the root)."""
 
-    __slots__ = ("following", "held", "node", "page", "stored", "used_at", "uses")
+    __slots__ = ("arriving", "following", "held", "node", "page", "stored", "used_at", "uses")
 
     def __init__(self, node: Node, page: int, now: float) -> None:
         self.node: Node | None = node  # None once it left the tree
@@ -101,7 +101,8 @@ class Checkpoint:
         self.held: list[Residency | None] = [None, None]
         self.used_at = now
         self.uses = 0
-        self.stored = False  # believed to be in the store, or on its way there
+        self.stored = False  # believed to be in the store, or on its way there,
+        self.arriving = False  # as it is while nobody has heard of it
 
     def ready_in(self, tier: Tier) -> Residency | None:
         residency = self.held[tier]

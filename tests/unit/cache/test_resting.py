@@ -107,7 +107,7 @@ def test_closing_stores_what_rests() -> None:
     turn(here, 10)
     turn(here, 12)
     here.cache.close()
-    assert stored(here) == [12]
+    assert resumable(here) == 12
 
 
 def test_flushing_stores_what_rests() -> None:
@@ -275,6 +275,68 @@ def test_a_follower_that_is_on_its_way_spares_nobody_yet() -> None:
     here.cache.step()
     for job in list(here.porter.pending):
         here.porter.finish(job, fate=Fate.FAILED)
+    for _ in range(MOST_RESTS + 2):
+        later(here, REST_S)
+    assert resumable(here) == 10
+
+
+def test_closing_stores_what_comes_to_rest_meanwhile() -> None:
+    here = rig()
+    turn(here, 14)
+    later(here, REST_S)
+    with here.ready(PROMPT[: 10 * PAGE + 1]) as lease:
+        here.prefill(lease)
+    here.executor.finish_all()
+    here.cache.close()
+    assert 10 in stored(here)
+
+
+def test_paths_below_what_rests_make_room_on_a_full_host() -> None:
+    here = rig(host_pages=128)
+    prompts = [text(name, 30 * PAGE + 1) for name in range(1, 31)]
+    for prompt in prompts:
+        here.serve(prompt)
+        later(here, 1)
+    assert here.core.counters["save_skipped_no_room"] == 0
+    later(here, REST_S)
+    assert [resumable(here, prompt) for prompt in prompts] == 30 * [30]
+
+
+@pytest.mark.parametrize("end", ["close", "flush", "detach"])
+def test_an_heir_whose_pages_were_refused_costs_nothing(end: str) -> None:
+    here = rig()
+    turn(here, 10)
+    later(here, 1)
+    with here.ready(PROMPT[: 14 * PAGE + 1]) as lease:
+        while lease.position < lease.num_tokens:
+            here.compute(lease, min(here.cache.next_stop(lease) or lease.num_tokens, lease.num_tokens))
+            here.executor.finish_all()
+            here.cache.step()
+    here.executor.finish_all()
+    here.cache.step()
+    for job in list(here.porter.pending):
+        here.porter.finish(job, fate=Fate.FAILED)
+    here.cache.step()
+    store = here.core.link
+    assert store is not None
+    {"close": here.cache.close, "flush": here.cache.flush, "detach": here.cache.detach_store}[end]()
+    here.settle()
+    after = Rig(FULL_POINT, host_pages=1024, device_pages=1024, store=store.store, store_config=store.config)
+    assert after.serve_fetched(PROMPT).store >= 10 * PAGE
+
+
+def test_an_heir_that_is_refused_when_many_rest_costs_nothing() -> None:
+    here = rig()
+    link = here.core.link
+    assert link is not None
+    turn(here, 10)
+    later(here, 1)
+    turn(here, 14)
+    link.resting._most_bytes = 0  # as if many others rested: the first is skipped, the second sent off
+    here.cache.step()
+    for job in list(here.porter.pending):
+        here.porter.finish(job, fate=Fate.FAILED)
+    link.resting._most_bytes = 1 << 20
     for _ in range(MOST_RESTS + 2):
         later(here, REST_S)
     assert resumable(here) == 10

@@ -74,7 +74,7 @@ class StoreConfig:
     backup_queue: int = 4096  # paths waiting to be backed up
     backup_age_s: float = 60.0  # after which a path that waits is given up
     backup_bytes: int = 256 * 2**20  # on their way down at a time, at most
-    checkpoint_rest_s: float = 30.0  # on the host before a checkpoint is stored; what is superseded by then is not; 0 for all
+    checkpoint_rest_s: float | None = None  # before a checkpoint is stored; what is superseded by then is not. None: see `rest_s`
     readers: int = 4  # threads of each rank
     writers: int = 1
 
@@ -88,7 +88,7 @@ class StoreConfig:
             "fallback_share",
             "checkpoint_rest_s",
         ):
-            if getattr(self, name) < 0:
+            if (getattr(self, name) or 0) < 0:
                 raise ConfigError(f"{name} must be 0 or more, got {getattr(self, name)}")
         if self.fetch_chunk_bytes is not None and self.fetch_chunk_bytes <= 0:
             raise ConfigError(
@@ -109,6 +109,12 @@ class StoreConfig:
             raise ConfigError(f"host_share must be more than 0 and at most 1, got {self.host_share}")
         if self.recompute_tokens_per_s is not None and self.recompute_tokens_per_s <= 0:
             raise ConfigError("recompute_tokens_per_s must be positive; leave it None to have it measured")
+
+    def rest_s(self, *, shared: bool) -> float:
+        """How long checkpoints rest: half a minute, but not where others wait for them."""
+        if self.checkpoint_rest_s is not None:
+            return self.checkpoint_rest_s
+        return 0.0 if shared else 30.0
 
     def timeout_s(self, prompt_tokens: int) -> float:
         return min(self.timeout_base_s + self.timeout_per_ki_s * prompt_tokens / 1024, self.timeout_cap_s)

@@ -342,7 +342,7 @@ def _rest_again_before(core: Core, link: StoreLink, refused: Checkpoint) -> None
     """The checkpoint before one that was refused may have been given up in its favour."""
     before = previous_checkpoint(refused.node, refused.page) if refused.node is not None else None
     residency = before.ready_in(Tier.HOST) if before is not None and not before.stored else None
-    if residency is not None and link.config.checkpoint_rest_s:
+    if residency is not None and link.resting.is_used:
         link.resting.enter(residency, _size_bytes(core, residency), core.clock.now())
 
 

@@ -47,7 +47,7 @@ class Resting:
         """`is_superseded` says whether a later checkpoint of its path serves everybody who would resume at one, and
         `can_be_stored` whether all of it is on the host, and what it stands on in the store.
         """
-        self._rest_s = rest_s
+        self._rest_s = rest_s  # 0: nothing ever rests
         self._most_bytes = most_bytes
         self._is_superseded = is_superseded
         self._can_be_stored = can_be_stored
@@ -64,6 +64,10 @@ class Resting:
 
     def __contains__(self, checkpoint: Checkpoint) -> bool:
         return checkpoint in self._rests
+
+    @property
+    def is_used(self) -> bool:
+        return self._rest_s > 0
 
     @property
     def num_due(self) -> int:

@@ -65,7 +65,7 @@ class Stores:
         patience = Patience(credit_s=config.wait_credit_s, share=config.wait_share)
         step = milestone_step(core.spec, core.config.placement)
         resting = Resting(
-            rest_s=config.checkpoint_rest_s,
+            rest_s=config.rest_s(shared=store.traits.shared),
             most_bytes=int(host.layout.size_bytes * RESTING_SHARE),
             is_superseded=partial(is_superseded, milestone_pages=step // core.spec.page_tokens),
             can_be_stored=can_be_stored,

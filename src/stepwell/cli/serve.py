@@ -73,9 +73,8 @@ def _configure_cache(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--checkpoint-rest",
         type=float,
-        default=StoreConfig().checkpoint_rest_s,
         metavar="SECONDS",
-        help="before a checkpoint is stored; what the next turn supersedes by then is not; 0 stores all (default: %(default)g)",
+        help="before a checkpoint is stored; what the next turn supersedes by then is not (default: 30; 0 for a shared store)",
     )
 
 

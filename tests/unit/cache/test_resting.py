@@ -340,3 +340,8 @@ def test_an_heir_that_is_refused_when_many_rest_costs_nothing() -> None:
     for _ in range(MOST_RESTS + 2):
         later(here, REST_S)
     assert resumable(here) == 10
+
+
+def test_nothing_rests_before_a_store_that_others_read() -> None:
+    assert StoreConfig().rest_s(shared=False) == 30.0 and StoreConfig().rest_s(shared=True) == 0.0
+    assert StoreConfig(checkpoint_rest_s=5.0).rest_s(shared=True) == 5.0

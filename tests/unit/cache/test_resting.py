@@ -32,6 +32,18 @@ def later(here: Rig, seconds: float) -> None:
     here.settle()
 
 
+def refuse(here: Rig) -> None:
+    """The store fails all that is on its way to it."""
+    for job in list(here.porter.pending):
+        here.porter.finish(job, fate=Fate.FAILED)
+
+
+def rest_out(here: Rig) -> None:
+    """Longer than anything may rest."""
+    for _ in range(MOST_RESTS + 2):
+        later(here, REST_S)
+
+
 def stored(here: Rig) -> list[int]:
     """The boundaries, in pages, of checkpoints believed to be in the store."""
     return sorted(page for node in here.tree.nodes() for page, each in (node.checkpoints or {}).items() if each.stored)
@@ -188,8 +200,7 @@ def test_a_follower_with_a_time_to_live_spares_nobody() -> None:
     prompt = text(1, 260 * PAGE + 1)
     turn(here, 256, prompt)
     here.serve(prompt, ttl_s=20)
-    for _ in range(MOST_RESTS + 2):
-        later(here, REST_S)
+    rest_out(here)
     assert resumable(here, prompt) == 256
 
 
@@ -201,10 +212,8 @@ def test_a_follower_that_was_refused_spares_nobody() -> None:
     later(here, REST_S - 1)
     here.clock.advance(1)
     here.cache.step()
-    for job in list(here.porter.pending):
-        here.porter.finish(job, fate=Fate.FAILED)
-    for _ in range(MOST_RESTS + 2):
-        later(here, REST_S)
+    refuse(here)
+    rest_out(here)
     assert resumable(here) == 10
 
 
@@ -249,8 +258,7 @@ def test_what_was_refused_once_is_stored_before_it_is_evicted_after_its_next_use
     turn(here, 10)
     here.clock.advance(REST_S)
     here.cache.step()
-    for job in list(here.porter.pending):
-        here.porter.finish(job, fate=Fate.FAILED)
+    refuse(here)
     here.settle()
     assert stored(here) == []
     turn(here, 10)
@@ -273,10 +281,8 @@ def test_a_follower_that_is_on_its_way_spares_nobody_yet() -> None:
     assert here.porter.pending, "the second is on its way"
     here.clock.advance(1)
     here.cache.step()
-    for job in list(here.porter.pending):
-        here.porter.finish(job, fate=Fate.FAILED)
-    for _ in range(MOST_RESTS + 2):
-        later(here, REST_S)
+    refuse(here)
+    rest_out(here)
     assert resumable(here) == 10
 
 
@@ -314,8 +320,7 @@ def test_an_heir_whose_pages_were_refused_costs_nothing(end: str) -> None:
             here.cache.step()
     here.executor.finish_all()
     here.cache.step()
-    for job in list(here.porter.pending):
-        here.porter.finish(job, fate=Fate.FAILED)
+    refuse(here)
     here.cache.step()
     store = here.core.link
     assert store is not None
@@ -334,11 +339,9 @@ def test_an_heir_that_is_refused_when_many_rest_costs_nothing() -> None:
     turn(here, 14)
     link.resting._most_bytes = 0  # as if many others rested: the first is skipped, the second sent off
     here.cache.step()
-    for job in list(here.porter.pending):
-        here.porter.finish(job, fate=Fate.FAILED)
+    refuse(here)
     link.resting._most_bytes = 1 << 20
-    for _ in range(MOST_RESTS + 2):
-        later(here, REST_S)
+    rest_out(here)
     assert resumable(here) == 10
 
 

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import lcm
+from math import gcd, lcm
 
 from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Kind
 from stepwell.base.spec import ModelSpec
 
-SLAB_TARGET_BYTES = 64 * 2**20
-MIN_SLABS = 16  # small arenas get small slabs, so that kinds can still trade them
-MAX_WASTE = 0.1  # of a slab, by the kind that fits it worst; a larger slab is tried before more is left unused
-MAX_SLAB_TRIES, SAMPLED_SLABS = 16, 16
+SLAB_BYTES = 64 * 2**20  # slabs are at least so large; in smaller arenas
+MOST_SLABS, LEAST_SLABS = 512, 16  # as large as lets kinds trade them,
+LEAST_PAGES = 8  # with so many pages at least of the smallest kind, where there can be
+SIZES_TRIED = 64  # multiples of each stride
+PREFIX_SHARE = 0.8  # of an arena, or about that: what prefix pages cannot use counts for most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +58,7 @@ def lay_out(spec: ModelSpec, *, budget_bytes: int, alignment: int) -> ArenaLayou
         raise ConfigError(
             f"a tier of {budget_bytes} bytes cannot hold one page of each kind for {spec.name!r}; it needs at least {least} bytes"
         )
-    return ArenaLayout(size_bytes=budget_bytes, slab_bytes=_slab_bytes(strides, budget_bytes), strides=strides)
+    return ArenaLayout(size_bytes=budget_bytes, slab_bytes=slab_bytes_of(strides, budget_bytes), strides=strides)
 
 
 def _stride(payload_bytes: int, alignment: int) -> int:
@@ -65,25 +66,29 @@ def _stride(payload_bytes: int, alignment: int) -> int:
     return max(-(-payload_bytes // alignment), 1) * alignment
 
 
-def _slab_bytes(strides: Mapping[Kind, int], budget_bytes: int) -> int:
-    """The size of a slab: small enough for kinds to trade them, large enough that pages of every stride fill it well."""
+def slab_bytes_of(strides: Mapping[Kind, int], budget_bytes: int) -> int:
+    """The size of a slab that should leave least memory unused: at its ends, and in the one of each kind that is not full."""
     if len(strides) == 1:
         return budget_bytes  # nobody to trade with
     largest = max(strides.values())
-    target = max(min(SLAB_TARGET_BYTES, budget_bytes // MIN_SLABS), largest)
-    exact = lcm(*strides.values())
-    if exact <= target:
-        return target // exact * exact  # slabs that every stride divides waste nothing
-    first = target // largest
-    last = max(budget_bytes // len(strides) // largest, first)
-    sizes = [largest * count for count in range(first, min(last, first + MAX_SLAB_TRIES) + 1)]
-    return next(
-        (size for size in sizes if _waste(strides, size) <= MAX_WASTE), min(sizes, key=lambda size: _waste(strides, size))
-    )
+    wanted = min(SLAB_BYTES, max(budget_bytes // MOST_SLABS, LEAST_PAGES * min(strides.values())), budget_bytes // LEAST_SLABS)
+    least, most = max(wanted, largest), max(budget_bytes // len(strides), largest)
+    sizes = [size for unit in (*strides.values(), lcm(*strides.values())) for size in _multiples(unit, least, most)]
+    return min(sizes, key=lambda size: _unused_at_ends(strides, size) + len(strides) * size / budget_bytes)
 
 
-def _waste(strides: Mapping[Kind, int], slab_bytes: int) -> float:
-    """The share of a slab that the worst-fitting kind leaves unused, over a few slabs in a row."""
-    few = ArenaLayout(size_bytes=SAMPLED_SLABS * slab_bytes, slab_bytes=slab_bytes, strides=strides)
-    used = min(sum(len(few.pages_of_slab(i, kind)) for i in range(SAMPLED_SLABS)) * stride for kind, stride in strides.items())
-    return 1 - used / few.size_bytes
+def _multiples(unit: int, least: int, most: int) -> range:
+    """The first multiples of `unit` from `least` on."""
+    first = -(-least // unit) * unit
+    return range(first, min(most, first + SIZES_TRIED * unit) + 1, unit)
+
+
+def _unused_at_ends(strides: Mapping[Kind, int], slab_bytes: int) -> float:
+    """The share of a slab that lies before its first page and behind its last one, over all slabs and kinds.
+
+    Pages start at multiples of their stride and slabs at multiples of theirs, so the first page lies anywhere up to a stride
+    into a slab, in steps of what both are multiples of.
+    """
+    ends = {kind: (stride - gcd(stride, slab_bytes)) / slab_bytes for kind, stride in strides.items()}
+    others = sum(ends.values()) - ends[Kind.PREFIX]
+    return PREFIX_SHARE * ends[Kind.PREFIX] + (1 - PREFIX_SHARE) * others / (len(ends) - 1)

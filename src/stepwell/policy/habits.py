@@ -110,7 +110,12 @@ class Habits:
 
     def worth(self, group: int, since_s: float) -> float:
         """Returns a second to expect of what was visited last at `since_s`."""
-        return self._worth[group][_bin(self._now_s - since_s)]
+        worths, age_s = self._worth[group], max(self._now_s - since_s, 0.0)
+        at = _bin(age_s)
+        if at == NUM_BINS - 1:
+            return worths[at]
+        inside = (age_s - _LOWER[at]) / (_UPPER[at] - _LOWER[at])
+        return worths[at] + (worths[at + 1] - worths[at]) * inside
 
     def share(self, nearest: int, farthest: int) -> float:
         """The share of returns that leave their old path between two distances (in tokens) from its end."""

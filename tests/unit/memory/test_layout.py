@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from stepwell import ConfigError, Kind, ModelSpec, Point, StateSpec, Window
-from stepwell.memory.layout import MIN_SLABS, SLAB_TARGET_BYTES, lay_out
+from stepwell import ConfigError, Kind, ModelSpec, Point, StateSpec, Tier, Window
+from stepwell.base.spec.presets import load_spec
+from stepwell.memory.arena import Arena
+from stepwell.memory.layout import ArenaLayout, lay_out, slab_bytes_of
 from toys import FULL, HYBRID, KV, model
 
 
@@ -26,7 +30,7 @@ def test_a_model_without_prefix_states_still_has_pages_to_count() -> None:
 @pytest.mark.parametrize("budget", [96, 97, 1000, 4096, 10_000, 1 << 20, (1 << 30) + 12_345])
 def test_slabs_tile_the_budget_and_stay_inside_it(budget: int) -> None:
     layout = lay_out(HYBRID, budget_bytes=budget, alignment=16)
-    assert layout.slab_bytes <= max(SLAB_TARGET_BYTES, max(layout.strides.values()))
+    assert layout.slab_bytes >= max(layout.strides.values())
     assert layout.slab_bytes * (layout.num_slabs - 1) < budget <= layout.slab_bytes * layout.num_slabs
     for kind, stride in layout.strides.items():
         last_end = 0
@@ -41,7 +45,7 @@ def test_slabs_tile_the_budget_and_stay_inside_it(budget: int) -> None:
 
 def test_small_arenas_have_small_slabs_that_can_be_traded() -> None:
     layout = lay_out(HYBRID, budget_bytes=64 * 32, alignment=16)
-    assert layout.num_slabs >= MIN_SLABS
+    assert layout.num_slabs >= 16
 
 
 def test_pages_of_one_kind_have_nobody_to_trade_with_and_waste_nothing() -> None:
@@ -53,6 +57,26 @@ def test_every_page_size_divides_a_slab_when_that_is_possible() -> None:
     third = StateSpec(name="ssm", shape=Point(), layers=1, row_bytes=48, dtype="u8")
     layout = lay_out(model(KV, third), budget_bytes=1 << 20, alignment=16)
     assert all(layout.slab_bytes % stride == 0 for stride in layout.strides.values())
+
+
+@pytest.mark.parametrize(("preset", "kv_dtype", "budget_gb"), [
+    ("deepseek-v4-flash", "fp8", 5), ("gemma-3-27b", None, 20), ("qwen3-next-80b", None, 50), ("kimi-k3", None, 100),
+    ("gpt-oss-120b", None, 20), ("gpt-oss-120b", None, 2),
+])  # fmt: skip
+def test_slabs_of_real_models_leave_little_unused(preset: str, kv_dtype: str | None, budget_gb: int) -> None:
+    layout = lay_out(load_spec(preset, kv_dtype=kv_dtype), budget_bytes=budget_gb * 10**9, alignment=4096)
+    usable = sum(layout.pages_of_slabs(Kind.PREFIX)) * layout.strides[Kind.PREFIX]
+    assert usable > 0.995 * layout.size_bytes
+    assert len(layout.strides) * layout.slab_bytes < 0.02 * layout.size_bytes
+
+
+@given(st.lists(st.integers(1, 300), min_size=2, max_size=3), st.integers(2, 400))
+def test_an_arena_large_enough_for_two_pages_of_each_kind_can_be_laid_out(strides: list[int], factor: int) -> None:
+    by_kind = dict(zip((Kind.PREFIX, Kind.WINDOW, Kind.POINT), strides, strict=False))
+    budget = factor * len(strides) * max(strides)
+    layout = ArenaLayout(size_bytes=budget, slab_bytes=slab_bytes_of(by_kind, budget), strides=by_kind)
+    assert layout.slab_bytes <= budget
+    Arena(Tier.DEVICE, layout)  # would refuse one that cannot hold a page of each kind side by side
 
 
 def test_a_budget_below_one_object_of_each_kind_is_refused_with_the_number() -> None:

@@ -67,6 +67,20 @@ def test_worth_never_rises_with_age_and_is_never_zero() -> None:
             assert all(young >= old > 0 for young, old in pairwise(worths)), f"{group=} {worths}"
 
 
+def test_worth_has_no_steps() -> None:
+    """Two paths of different groups and nearly one age must not be told apart by which side of a bin's edge they are on."""
+    habits, regular, _ = _one_regular_among_strangers()
+    for edge_s in (8.0, 16.0, 64.0, 256.0):
+        before, after = _worth(habits, regular, edge_s - 1e-6), _worth(habits, regular, edge_s + 1e-6)
+        assert before == pytest.approx(after, rel=1e-4), f"at {edge_s} s"
+    assert _worth(habits, regular, 20.0) > _worth(habits, regular, 22.0), "within one bin"
+
+
+def test_what_is_later_than_the_latest_request_is_of_age_zero() -> None:
+    habits, regular, _ = _one_regular_among_strangers()
+    assert _worth(habits, regular, -1000.0) == _worth(habits, regular, 0.0)
+
+
 def test_what_still_waits_counts_as_not_returned() -> None:
     """One of two prompts returns after 20 s: worth half as much as when nothing is known of the other."""
     group = Visit(0.0, end=8).group

@@ -30,7 +30,7 @@ from stepwell.sim.trace import Trace, TraceRequest, prompt_of
 from stepwell.tree.match import Match
 
 CHUNK_TOKENS = 8192  # computed at a time, where a model's windows take room for every token of a chunk,
-LEAST_CHUNK_TOKENS, MOST_CHUNK_SHARE = 512, 1 / 64  # or fewer, as long as these take more than that share of the device
+LEAST_CHUNK_TOKENS, MOST_CHUNK_SHARE = 512, 1 / 32  # or fewer, as long as these take more than that share of the device
 FETCH_CHUNK_BYTES = 64 * 2**20
 LEAST_STEP_S = 1e-6  # between two requests, so that each use is later than the one before
 MOST_STEPS = 1_000_000  # until everything has settled, before that is called a bug

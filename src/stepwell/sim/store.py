@@ -1,16 +1,26 @@
 """A store that keeps the names and sizes of values, and no bytes: bounded, the least recently used going first.
 
-A use counts for all that a value stands on, so what is deep in a chain goes before what it stands on. Keys are chained from
-their namespace, so those of two namespaces never meet. One thread.
+A use counts for all that a value stands on. So only values that nothing stands on may go, and one that becomes such was last
+used when the last of those above it was. Keys are chained from their namespace, so those of two namespaces never meet. One thread.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
 
 from stepwell.base.errors import StoreError
 from stepwell.store.api import Read, ReadResult, Space, Traits, Write, WriteOutcome, never
+
+
+class _Value:
+    __slots__ = ("num_above", "parent", "size_bytes", "used")
+
+    def __init__(self, size_bytes: int, parent: bytes | None, used: int) -> None:
+        self.size_bytes = size_bytes
+        self.parent = parent
+        self.used = used  # when: uses are numbered
+        self.num_above = 0  # values that stand on it
 
 
 class CountingStore:
@@ -18,11 +28,11 @@ class CountingStore:
 
     def __init__(self, capacity_bytes: int) -> None:
         self._capacity_bytes = capacity_bytes
-        self._values: OrderedDict[bytes, tuple[int, bytes | None]] = OrderedDict()  # size and parent, oldest first
-        self._used = dict[bytes, None]()  # values whose use has not been entered into that order yet, last used last
+        self._values: dict[bytes, _Value] = {}
+        self._ends: list[tuple[int, bytes]] = []  # a heap of values that nothing stood on, by use; some of it is out of date
+        self._latest: bytes | None = None  # the value kept last, which is not in the heap yet: another may come to stand on it
+        self._num_uses = 0
         self._used_bytes = 0
-        self._kept: bytes | None = None  # the value entered last, if what it stands on is guarded
-        self._guarded: bytes | None = None  # the first to go of what that stands on: nothing from it on may
 
     @property
     def traits(self) -> Traits:
@@ -46,45 +56,59 @@ class CountingStore:
         """Enters a value, giving up others for it but none that it stands on; without those it would be of no use."""
         if key in self._values:
             return WriteOutcome.EXISTS
-        if parent is not None and parent not in self._values:
+        below = self._values.get(parent) if parent is not None else None
+        if parent is not None and below is None:
             return WriteOutcome.NO_ROOM
         if size_bytes > self._capacity_bytes:
             return WriteOutcome.TOO_LARGE
-        full = self._used_bytes + size_bytes > self._capacity_bytes
-        if full:
-            self._guard(parent)
-            while self._used_bytes + size_bytes > self._capacity_bytes:
-                oldest = next(iter(self._values))
-                if oldest == self._guarded:
-                    return WriteOutcome.NO_ROOM  # everything else is gone: only what it stands on is left
-                self._used_bytes -= self._values.pop(oldest)[0]
-        self._values[key] = (size_bytes, parent)
+        latest, self._latest = self._latest, None
+        if latest is not None and latest != parent:
+            self._queue(latest)
+        if below is not None:
+            below.num_above += 1
+        while self._used_bytes + size_bytes > self._capacity_bytes:
+            if not self._give_up_oldest():
+                if parent is not None and below is not None:  # everything else is gone: only what it stands on is left
+                    below.num_above -= 1
+                    self._queue(parent)
+                return WriteOutcome.NO_ROOM
+        self._num_uses += 1
+        self._values[key] = _Value(size_bytes, parent, self._num_uses)
         self._used_bytes += size_bytes
-        self._kept = key if full or (parent is not None and parent == self._kept) else None
+        self._latest = key
         return WriteOutcome.STORED
 
     def use(self, key: bytes) -> None:
         """A value was read, and with it all that it stands on."""
-        self._used.pop(key, None)
-        self._used[key] = None
+        value = self._values.get(key)
+        if value is not None:
+            self._num_uses += 1
+            value.used = self._num_uses
+            self._queue(key)
 
-    def _guard(self, parent: bytes | None) -> None:
-        """Makes all that a new value stands on the last to go; once for values that come one below the other."""
-        if parent is not None and parent == self._kept and not self._used:
-            return
-        if parent is not None:
-            self.use(parent)
-        self._enter_uses()
-        self._guarded = parent
+    def _queue(self, key: bytes) -> None:
+        """Lets a value go in its turn, if nothing stands on it."""
+        value = self._values.get(key)
+        if value is not None and not value.num_above and key != self._latest:
+            heappush(self._ends, (value.used, key))
 
-    def _enter_uses(self) -> None:
-        """Brings the order up to date: put off until something must go, since a chain is long and most uses are of one path."""
-        for used in self._used:
-            key: bytes | None = used
-            while key is not None and key in self._values:
-                self._values.move_to_end(key)
-                key = self._values[key][1]
-        self._used.clear()
+    def _give_up_oldest(self) -> bool:
+        while self._ends:
+            used, key = heappop(self._ends)
+            value = self._values.get(key)
+            if value is not None and value.used == used and not value.num_above:
+                self._remove(key)
+                return True
+        return False
+
+    def _remove(self, key: bytes) -> None:
+        value = self._values.pop(key)
+        self._used_bytes -= value.size_bytes
+        below = self._values.get(value.parent) if value.parent is not None else None
+        if value.parent is not None and below is not None:
+            below.num_above -= 1
+            below.used = max(below.used, value.used)
+            self._queue(value.parent)
 
     # ---- the seam ---------------------------------------------------------------------------------
 
@@ -100,8 +124,7 @@ class CountingStore:
     def delete(self, space: Space, keys: Sequence[bytes]) -> int:
         present = [key for key in keys if key in self._values]
         for key in present:
-            self._used_bytes -= self._values.pop(key)[0]
-        self._kept = None
+            self._remove(key)
         return len(present)
 
     def flush(self) -> None:

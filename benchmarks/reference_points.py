@@ -1,6 +1,6 @@
 """Fixed rules on the trace of agents, beside figures of an independent simulator: does the replay count as others do?
 
-    python benchmarks/reference_points.py agentic_dev.jsonl.gz [--jobs N] [--models NAME ...] [--json FILE]
+    python benchmarks/reference_points.py agentic_dev.jsonl.gz [--jobs N] [--models NAME ...] [--policies NAME ...] [--json FILE]
 
 That simulator keeps an exact LRU over pages and checkpoints that fill memory to the last byte. The replay drives the real
 cache, whose memory is in slabs; so each line also tells how much of its memory held something, in the mean over requests.
@@ -28,6 +28,7 @@ from stepwell.sim.policies import policy_named
 from stepwell.sim.replay import Replay
 from stepwell.sim.setup import Setup
 
+ROOT = Path(__file__).parents[1]
 PAGE_TOKENS = 64
 GB = 10**9
 
@@ -74,7 +75,7 @@ GIVEN: Mapping[str, Mapping[int, Mapping[str, float]]] = {
 class Cell:
     """One replay."""
 
-    trace: Path
+    trace: str
     model: str
     budget_gb: int
     policy: str
@@ -92,36 +93,50 @@ class Result:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("trace", type=Path)
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS), metavar="NAME", help="(default: all)")
-    parser.add_argument("--jobs", type=int, default=1, help="replays at a time (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure")
-    args = parser.parse_args()
-    cells = [
-        Cell(trace=args.trace, model=model, budget_gb=budget, policy=policy)
+    args = _arguments()
+    wanted = [
+        Cell(trace=args.trace.name, model=model, budget_gb=budget, policy=policy)
         for model in args.models
         for budget, policies in GIVEN[model].items()
         for policy in policies
+        if policy in args.policies
     ]
-    console = Console(stderr=True)
+    results = {result.cell: result for result in _read(args.json)}
+    missing = [cell for cell in wanted if cell not in results]
     with ProcessPoolExecutor(args.jobs) as pool:
-        futures = [pool.submit(run, cell) for cell in cells]
-        results = [done.result() for done in track(as_completed(futures), "replaying", total=len(cells), console=console)]
-    results.sort(key=lambda result: cells.index(result.cell))
-    if args.json:
-        args.json.write_text(json.dumps([asdict(result) for result in results], indent=1, default=str))
-    Console(width=None).print(_table(results))
+        futures = [pool.submit(run, cell, args.trace) for cell in missing]
+        for done in track(as_completed(futures), "replaying", total=len(missing), console=Console(stderr=True)):
+            result = done.result()
+            results[result.cell] = result
+            args.json.write_text(json.dumps([asdict(each) for each in results.values()], indent=1))
+    Console(width=None).print(_table([results[cell] for cell in wanted]))
 
 
-def run(cell: Cell) -> Result:
+def _arguments() -> argparse.Namespace:
+    policies = list(dict.fromkeys(policy for budgets in GIVEN.values() for rules in budgets.values() for policy in rules))
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("trace", type=Path)
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS), metavar="NAME", help="(default: all)")
+    parser.add_argument("--policies", nargs="+", choices=policies, default=policies, metavar="NAME", help="(default: all)")
+    parser.add_argument("--jobs", type=int, default=1, help="replays at a time (default: %(default)s)")
+    parser.add_argument("--json", type=Path, default=ROOT / "bench-reference-points.json", metavar="FILE",
+                        help="every figure; a run that was stopped goes on from there (default: %(default)s)")  # fmt: skip
+    return parser.parse_args()
+
+
+def _read(path: Path) -> list[Result]:
+    found = json.loads(path.read_text()) if path.exists() else []
+    return [Result(**each | {"cell": Cell(**each["cell"])}) for each in found]
+
+
+def run(cell: Cell, path: Path) -> Result:
     """Replays a cell and looks at its memory after every request."""
     started_s = time.monotonic()
     policy = policy_named(cell.policy)
     config = CacheConfig(
         device_bytes=cell.budget_gb * GB, page_alignment_bytes=1, eviction=policy.eviction, placement=policy.placement
     )
-    trace = TraceFile(cell.trace)
+    trace = TraceFile(path)
     replay = Replay(Setup(spec=MODELS[cell.model].spec(cell.model), config=config), block_tokens=trace.block_tokens)
     used, served = 0, 0
     for request in trace:

@@ -13,11 +13,11 @@ from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Tier
 from stepwell.base.spec import ModelSpec
 from stepwell.base.spec.presets import load_spec
+from stepwell.sim.case import TIERS, Case
 from stepwell.sim.ceiling import Ceiling
 from stepwell.sim.clairvoyant import Leaving, foresee, step_tokens, working_set_bytes
 from stepwell.sim.clairvoyant_tree import PromptTree, tree_of
 from stepwell.sim.hardware import Hardware
-from stepwell.sim.plan_case import TIERS, Case
 from stepwell.sim.replay import replay_trace
 
 SPECS = ("deepseek-v4-flash:fp8", "qwen3-next-80b", "kimi-k3", "gpt-oss-120b", "gemma-3-27b", "deepseek-v3.2", "qwen3-8b")

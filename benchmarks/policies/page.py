@@ -7,16 +7,16 @@ from html import escape
 from itertools import groupby
 
 from policies.gaps import LEAST_CLOSED, LEAST_GAP, MOST_BELOW, Row, Summary, summary_of
-from stepwell.sim.picture import page, table
-from stepwell.sim.plan_chart import Axis, Curve, Style, chart, short_bytes
+from stepwell.sim.page import bullets, glossary, page, table
+from stepwell.sim.plan_chart import Axis, Curve, Mark, Style, chart, short_bytes
 from stepwell.sim.policies import DEFAULT
 
 REFERENCE, BEST_FIXED, BEST_OTHER = "offline", "best fixed", "best other"
 STYLES = {
-    REFERENCE: Style(colour="#222", dash="2 4", sides=3),
-    DEFAULT: Style(colour="#0b6e4f", dash="none", sides=0),
-    BEST_FIXED: Style(colour="#b23a48", dash="8 4", sides=4),
-    BEST_OTHER: Style(colour="#1f4e9c", dash="4 2", sides=4),
+    REFERENCE: Style(colour="var(--ink)", dash="2 4", mark=Mark.TRIANGLE),
+    DEFAULT: Style(colour="var(--green)", dash="none", mark=Mark.CIRCLE),
+    BEST_FIXED: Style(colour="var(--red)", dash="8 4", mark=Mark.SQUARE),
+    BEST_OTHER: Style(colour="var(--blue)", dash="10 3 2 3", mark=Mark.DIAMOND),
 }
 PICKED: Mapping[str, Callable[[Row], str | None]] = {
     REFERENCE: lambda row: row.reference,
@@ -24,11 +24,18 @@ PICKED: Mapping[str, Callable[[Row], str | None]] = {
     BEST_FIXED: lambda row: row.best_fixed,
     BEST_OTHER: lambda row: row.best_other,
 }
+ABOUT = (
+    "Recorded requests, replayed through caches that differ only in what they keep when memory is short. "
+    f"It shows how close {DEFAULT}, the policy that stepwell uses unless another is named, comes to the best that is known."
+)
 NOTES = (
     "Every point is a replay of the whole trace, or of its beginning where --requests was given, from an empty cache.",
     "Sizes are shares of the working set: the bytes of all distinct pages of the trace, checkpoints not counted.",
     "Offline is the better of two policies that know the whole trace beforehand. They are strong policies, not bounds.",
-    "Fixed rules are `end` and `every-*` with LRU. Where a model has no checkpoints these are one rule.",
+    "Fixed rules are end and every-*, with LRU. Where a model has no checkpoints these are one rule.",
+    f"Best other is the best policy that is neither {DEFAULT}, nor a fixed rule, nor offline.",
+    f"Figures are hit rates in percent. Ours is {DEFAULT}; ours - it, and the gap from the best fixed rule to offline, are in "
+    "percentage points; closed is the share of that gap that ours closes.",
     "A dash: not replayed, or no cache can be that small for this model.",
 )
 
@@ -49,13 +56,13 @@ def cells_of_row(row: Row, policies: Sequence[str]) -> tuple[str, ...]:
 def said(summary: Summary) -> Iterator[str]:
     """The goals, and every row that misses one."""
     yield (
-        f"goal (a), at most {MOST_BELOW:.1%} under the best fixed rule: "
+        f"goal (a), at most {MOST_BELOW * 100:g} points under the best fixed rule: "
         f"{summary.judged_a - len(summary.misses_a)} of {summary.judged_a} meet it"
     )
     for row in sorted(summary.misses_a, key=lambda row: row.won or 0.0):
         yield f"  misses (a): {_where(row)}: {_points(row.won)} against {row.best_fixed}"
     yield (
-        f"goal (b), {LEAST_CLOSED:.0%} of the gap closed where it is more than {LEAST_GAP:.0%}: "
+        f"goal (b), {LEAST_CLOSED:.0%} of the gap closed where it is more than {LEAST_GAP * 100:g} points: "
         f"{summary.judged_b - len(summary.misses_b)} of {summary.judged_b} meet it"
     )
     for row in sorted(summary.misses_b, key=lambda row: row.closed or 0.0):
@@ -65,11 +72,11 @@ def said(summary: Summary) -> Iterator[str]:
 def draw(rows: Sequence[Row], policies: Sequence[str], ceilings: Mapping[tuple[str, str], float]) -> str:
     """The page. `ceilings` are by trace and model."""
     parts = ["<h1>Which checkpoints to keep: policies beside fixed rules and the future</h1>"]
-    parts.append(f"<p>{'<br>'.join(map(escape, said(summary_of(rows))))}</p>")
-    parts.append(f"<ul>{''.join(f'<li>{escape(note)}</li>' for note in NOTES)}</ul>")
+    parts += ["<h2>Goals</h2>", bullets(said(summary_of(rows)))]
     for (trace, spec), group in groupby(rows, key=lambda row: (row.trace, row.spec)):
         parts += _section(trace, spec, list(group), policies, ceilings.get((trace, spec)))
-    return page("stepwell policy report", "".join(parts))
+    parts += ["<h2>How to read it</h2>", bullets(NOTES), glossary("hit rate", "endless memory", "policy", "checkpoint", "page")]
+    return page("stepwell policy report", ABOUT, "".join(parts))
 
 
 def _section(trace: str, spec: str, rows: Sequence[Row], policies: Sequence[str], ceiling: float | None) -> Iterator[str]:
@@ -78,8 +85,10 @@ def _section(trace: str, spec: str, rows: Sequence[Row], policies: Sequence[str]
     said_limit = "" if ceiling is None else f"endless memory: {ceiling:.1%}"
     sizes = [row.budget_bytes for row in rows]
     if curves and max(sizes) >= 2 * min(sizes):  # less is a point, not a curve
-        yield chart(curves, Axis(title=f"hit rate, {spec}", top=1.0, form="{:.0%}", limit=ceiling, limit_said=said_limit))
-    yield table(heads_of(policies), (cells_of_row(row, policies) for row in rows))
+        title = f"hit rate, {spec} on {trace}"
+        yield chart(curves, Axis(title=title, top=1.0, form="{:.0%}", exact="{:.1%}", limit=ceiling, limit_said=said_limit))
+    heads, *lines = zip(heads_of(policies), *(cells_of_row(row, policies) for row in rows), strict=True)  # policies go down: many
+    yield table(heads, lines)
 
 
 def _curve(name: str, rows: Sequence[Row]) -> Curve:
@@ -97,4 +106,4 @@ def _percent(rate: float | None) -> str:
 
 
 def _points(difference: float | None) -> str:
-    return "-" if difference is None else f"{difference * 100:+.1f}"
+    return "-" if difference is None else f"{round(difference * 100, 1) + 0.0:+.1f}"  # no -0.0

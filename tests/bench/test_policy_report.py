@@ -17,7 +17,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import policy_report
 from policies.gaps import Row, rows_of, summary_of
 from policies.grid import ONE_TIER, Cell, WorkingSets, cells_of
-from policies.page import cells_of_row, draw, said
+from policies.page import STYLES, cells_of_row, draw, said
 from policies.results import Results
 
 
@@ -94,6 +94,16 @@ def test_page_stands_alone_and_tells_the_misses():
     assert "misses (a): s, t, 1%" in text
     assert "endless memory: 80.0%" in text
     assert "http" not in text and "<script" not in text
+    assert '<th>budget</th><th class="n">1%</th><th class="n">2%</th>' in text, "sizes go across, and many policies down"
+    assert '<td>value</td><td class="n">40.0</td><td class="n">60.0</td>' in text
+
+
+def test_lines_of_the_page_differ_without_colours():
+    assert len({style.dash for style in STYLES.values()}) == len({style.mark for style in STYLES.values()}) == len(STYLES)
+
+
+def test_a_difference_that_rounds_to_nothing_is_not_below_it():
+    assert cells_of_row(row(value=0.4999, end=0.5), ["value"])[4] == "+0.0"
 
 
 # ---- going on -------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from stepwell.tree.node import ABSENT
 
 
 def audit(core: Core, leases: Sequence[Lease], pins: Sequence[Pin], links: Sequence[StoreLink] = ()) -> None:
-    """Asserts invariants of arenas, tree, jobs, leases, pins and store errands together."""
+    """Asserts invariants of arenas, tree, jobs, leases, pins, store errands and rests together."""
     tree_audit.audit(core.tree)
     holders = list(_holders(core, leases, pins, links))
     for tier, arena in core.tree.arenas.items():
@@ -41,6 +41,8 @@ def audit(core: Core, leases: Sequence[Lease], pins: Sequence[Pin], links: Seque
                     np.add.at(expected, ids, 1)
             assert (expected == arena.kept[kind]).all(), f"{tier.label} {kind.label}: the tree's references do not add up"
     _audit_users(core, leases, pins, links)
+    for link in links:
+        link.resting.audit()
     for lease in leases:
         assert lease.sources.total == lease.prompt_tokens, f"{lease}: {lease.sources} does not add up"
 

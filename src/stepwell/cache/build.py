@@ -10,7 +10,7 @@ from stepwell.base.ids import Kind, Tier
 from stepwell.base.keys import Namespace
 from stepwell.base.plan import PageIds
 from stepwell.base.spec import ModelSpec
-from stepwell.cache.backup import put_resting_first
+from stepwell.cache.backup_checkpoints import put_resting_first
 from stepwell.cache.core import Core
 from stepwell.cache.executor import Executor, ThreadExecutor
 from stepwell.cache.facade import Cache

@@ -48,6 +48,11 @@ class Core:
             self.namespaces = {digest: each for digest, each in self.namespaces.items() if digest in self.tree.roots}
             self.namespaces[namespace.digest] = namespace
 
+    def storable_namespace(self, node: Node) -> Namespace | None:
+        """Whose a node is; None when nothing of theirs may be stored."""
+        digest = node.root.first
+        return self.namespaces.get(digest) if digest not in self.barred else None
+
     @property
     def nearest(self) -> Tier:
         """The tier that requests compute into: the device, or the host under an engine that owns its device."""

@@ -1,6 +1,6 @@
 """One attached store, as the cache sees it: errands on their way, what they taught us, and whether it is well.
 
-The verbs that use it are in `prefetch.py` (upwards) and `backup.py` (downwards).
+The verbs that use it are in `prefetch.py` (upwards), `backup_paths.py` and `backup_checkpoints.py` (downwards).
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from stepwell.policy.breaker import Breaker, BreakerState
 from stepwell.policy.patience import Patience, Speed
 from stepwell.store.api import Store
 from stepwell.tree.node import Node, Residency
+
+MOST_PUTS = 4  # errands that go down at a time: the rest waits in line, where it holds nothing
 
 
 class LinkState(Enum):
@@ -44,6 +46,7 @@ class StoreLink:
     to_plan: dict[Ticket, None] = field(default_factory=dict)  # that learned something since they planned last
     waiting: dict[Node, float] = field(default_factory=dict)  # paths to be backed up, by their last node: since when
     resting: Resting  # checkpoints whose pages were backed up
+    most_backup_bytes: int  # on their way down before nothing more is sent off
     backup_bytes: int = 0  # on their way down
     num_putting: int = 0  # errands that go down
     detached: bool = False
@@ -69,6 +72,10 @@ class StoreLink:
     def may_fetch(self, now: float) -> bool:
         """Whether both the store and what comes from it are well enough to ask."""
         return self.breaker.allows(now) and self.fetching.allows(now)
+
+    def may_put(self, now: float) -> bool:
+        """Whether more may be sent down: a store that hangs never holds more than a small part of the host tier."""
+        return self.num_putting < MOST_PUTS and self.backup_bytes < self.most_backup_bytes and self.breaker.allows(now)
 
     @property
     def held_bytes(self) -> int:

@@ -7,7 +7,8 @@ A conversation leaves a checkpoint at every turn, and the next turn makes all bu
     one follows it, but is not in the store yet                               it rests again
 
 A path of which nothing was stored for `MOST_RESTS` is stored at the next chance, so a crash costs no more than that. What rests
-is a small part of the host: beyond it the oldest rests are over at once, and so they all are before the store goes.
+is a small part of the host: beyond it the oldest rests are over at once, and so they all are before the store goes. What leaves
+the host rests no longer.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from stepwell.base.ids import Tier
 from stepwell.metrics.counters import Counters
 from stepwell.tree.node import Checkpoint, Residency
 from stepwell.tree.ranking import previous_checkpoint
@@ -93,6 +95,10 @@ class Resting:
         """Ends a rest early; true for a checkpoint that is to be stored now or never."""
         return self._take(checkpoint) is not None and not self._is_spared(checkpoint)
 
+    def forget(self, checkpoint: Checkpoint) -> None:
+        """It left the host: there is nothing to be stored of it, nor any room that it takes."""
+        self._take(checkpoint)
+
     def end_all(self, now_s: float) -> None:
         """Nothing rests any longer: the store is about to go, or the cache is."""
         self._ended_at_s = now_s
@@ -125,6 +131,13 @@ class Resting:
                 self._forgive_followers(checkpoint, now_s)
                 yield checkpoint
 
+    def audit(self) -> None:
+        """Asserts that all that rests is on the host, and that its bytes add up."""
+        for checkpoint in self._rests:
+            assert checkpoint.ready_in(Tier.HOST) is not None, f"boundary {checkpoint.page} rests on the host without being there"
+        size_bytes = sum(rest.size_bytes for rest in self._rests.values())
+        assert size_bytes == self._size_bytes, f"{size_bytes=} counted {self._size_bytes}"
+
     # ---- inside -----------------------------------------------------------------------------------
 
     @property
@@ -135,8 +148,6 @@ class Resting:
         return now_s - waiting_since_s >= MOST_RESTS * self._rest_s
 
     def _verdict(self, checkpoint: Checkpoint, *, is_overdue: bool) -> _Verdict:
-        if checkpoint.node is None:
-            return _Verdict.SKIP
         if self._is_spared(checkpoint):
             return _Verdict.SKIP
         if self._ended_at_s is not None or not self._is_superseded(checkpoint):

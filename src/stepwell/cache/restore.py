@@ -13,7 +13,7 @@ import numpy as np
 from stepwell.base.errors import NoRoom
 from stepwell.base.ids import Kind, LeaseId, Tier
 from stepwell.base.plan import NO_PAGES, Copy, PageIds, Purpose, Span
-from stepwell.cache.backup import offer
+from stepwell.cache.backup_paths import offer
 from stepwell.cache.core import Core
 from stepwell.cache.expiry import note_expiry
 from stepwell.cache.lease import Lease, LeaseState, Request, Sources

@@ -57,6 +57,7 @@ def make_room(core: Core, tier: Tier, need: Need) -> Room:
         patient = in_vain < patience_bytes
         victim = _pop(core, tier, short, any_sort=patient) or _pop(core, tier, short, any_sort=True)
         if victim is None:
+            # Last resorts, not while room is on its way: spared slabs are seldom enough, and would be given up in vain.
             if not waiting and (arena.spare_none() or _cut_off(core, tier)):
                 continue
             return Room(fits=False, waiting=waiting)

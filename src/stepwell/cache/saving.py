@@ -11,7 +11,7 @@ import numpy as np
 from stepwell.base.errors import NoRoom
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.plan import NO_PAGES, Copy, PageIds, Purpose, Span
-from stepwell.cache.backup import put_before_eviction
+from stepwell.cache.backup_paths import put_before_eviction
 from stepwell.cache.core import Core
 from stepwell.cache.room import allocate
 from stepwell.memory.arena import READY

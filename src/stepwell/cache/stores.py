@@ -11,7 +11,8 @@ from functools import partial
 from stepwell.base.config import StoreConfig, WritePolicy
 from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Tier
-from stepwell.cache.backup import can_be_stored, forget_beliefs, is_superseded, offer, offer_everything, pump, put_resting_of
+from stepwell.cache.backup_checkpoints import can_be_stored, is_superseded, put_resting_of
+from stepwell.cache.backup_paths import forget_beliefs, offer, offer_everything, pump
 from stepwell.cache.core import Core
 from stepwell.cache.errands import Errands
 from stepwell.cache.link import LinkState, StoreLink
@@ -23,8 +24,10 @@ from stepwell.policy.patience import Patience, Speed
 from stepwell.policy.placement import milestone_step
 from stepwell.store.api import Store
 from stepwell.transfer.store_hands import HostPages, StoreHands
+from stepwell.tree.node import Residency
 
 RESTING_SHARE = 1 / 16  # of the host tier: checkpoints that rest there before they are stored
+BACKUP_SHARE = 1 / 16  # of the host tier: on its way down at most
 
 
 class Stores:
@@ -36,6 +39,7 @@ class Stores:
         self._ranks = ranks
         self._names_weights = names_weights  # the namespace says whose bytes these are, not only of what shape
         self.links: list[StoreLink] = []
+        core.tree.on_left = self._forget_rest
 
     @property
     def state(self) -> LinkState:
@@ -71,7 +75,15 @@ class Stores:
             can_be_stored=can_be_stored,
             counters=core.counters,
         )
-        core.link = StoreLink(store=store, config=config, errands=errands, breaker=breaker, patience=patience, resting=resting)
+        core.link = StoreLink(
+            store=store,
+            config=config,
+            errands=errands,
+            breaker=breaker,
+            patience=patience,
+            resting=resting,
+            most_backup_bytes=min(config.backup_bytes, int(host.layout.size_bytes * BACKUP_SHARE)),
+        )
         self.links.append(core.link)
         if config.recompute_tokens_per_s is not None:
             core.compute = Speed(config.recompute_tokens_per_s)
@@ -124,6 +136,10 @@ class Stores:
     def close(self) -> None:
         for link in self.links:
             link.errands.close()
+
+    def _forget_rest(self, left: Residency) -> None:
+        for link in self.links if left.tier is Tier.HOST else ():
+            link.resting.forget(left.checkpoint)
 
     def _check(self, store: Store) -> None:
         if self._core.link is not None:

@@ -16,9 +16,9 @@ from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Tier
 from stepwell.base.spec.families import KV_DTYPES
 from stepwell.base.units import parse_bytes
+from stepwell.sim.case import TIERS, Case
 from stepwell.sim.files import TraceFile
 from stepwell.sim.hardware import Hardware, hardware_from
-from stepwell.sim.plan_case import TIERS, Case
 from stepwell.sim.policies import DEFAULT, POLICIES
 from stepwell.sim.trace import Trace
 

@@ -11,7 +11,7 @@ from argparse import ArgumentParser, Namespace
 from stepwell.base.errors import ConfigError
 from stepwell.cli.cases import add_arguments, cases_of, one_or_all, print_table, wants_tables, watched, write
 from stepwell.cli.command import Command
-from stepwell.sim.plan_case import Case
+from stepwell.sim.case import Case
 from stepwell.sim.why_page import REASON_HEADS, SESSION_HEADS, draw_explained, reason_rows, session_rows
 from stepwell.sim.why_replay import Explained, explain_trace
 
@@ -23,7 +23,8 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    told = [_watch(case) for case in cases_of(args)]
+    cases = cases_of(args)
+    told = [_watch(case) for case in cases]
     if wants_tables(args):
         for each in told:
             _print(each)
@@ -31,7 +32,7 @@ def run(args: Namespace) -> int:
         rows = [each.as_json(worst=WORST) for each in told]
         write(args.json, json.dumps(one_or_all(rows, "traces"), indent=2) + "\n")
     if args.html is not None:
-        write(args.html, draw_explained(told, worst=WORST))
+        write(args.html, draw_explained(told, cases[0].sizes, worst=WORST))  # cases differ in their traces only
     return 0
 
 

@@ -16,8 +16,8 @@ from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Tier
 from stepwell.cli.cases import add_arguments, cases_of, one_or_all, print_table, wants_tables, write
 from stepwell.cli.command import Command
+from stepwell.sim.case import TIERS, Case
 from stepwell.sim.plan import Plan, Prices, plan_of
-from stepwell.sim.plan_case import TIERS, Case
 from stepwell.sim.plan_chart import short_bytes
 from stepwell.sim.plan_page import (
     POINT_HEADS,

@@ -17,8 +17,8 @@ from stepwell.base.ids import Tier
 from stepwell.base.units import format_bytes
 from stepwell.cli.cases import NONE, SIZES, add_arguments, cases_of, one_or_all, print_table, wants_tables, watched, write
 from stepwell.cli.command import Command
+from stepwell.sim.case import Case
 from stepwell.sim.picture import draw
-from stepwell.sim.plan_case import Case
 from stepwell.sim.policies import POLICIES
 from stepwell.sim.replay import replay_trace
 from stepwell.sim.report import Report

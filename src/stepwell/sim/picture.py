@@ -1,70 +1,83 @@
-"""Pages that stand alone: no scripts, no files beside them, and they print. First of them a comparison of replays. Pure."""
+"""A comparison of replays as one page: for each trace a bar and a row for each of its replays. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
 
+from stepwell.sim.page import drawing, glossary, page, prose, table
+from stepwell.sim.plan_chart import said_sizes
+from stepwell.sim.plan_page import said_machine
+from stepwell.sim.policies import DEFAULT
 from stepwell.sim.report import Report
+from stepwell.sim.source_bars import SOURCES, cut_bar, key
 
-SOURCES = {"device": "#0b6e4f", "host": "#6bbf59", "store": "#f2b134", "computed": "#b23a48"}
-LEFT, BAR, RIGHT, ROW, TOP = 260, 480, 220, 26, 26
+LEFT, BAR, RIGHT, ROW, TOP, BOTTOM = 150, 640, 110, 28, 28, 26
+HEADS = ("policy", "hit rate", *SOURCES, "TTFT p50 / p95")
 
-_STYLE = """body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; padding: 0 1rem; max-width: 980px; color: #222; }
-h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
-svg { width: 100%; height: auto; } text { font: 12px system-ui, sans-serif; fill: #333; }
-.key span { margin-right: 1.2em; } .key i { display: inline-block; width: .9em; height: .9em; margin-right: .4em; }
-table { border-collapse: collapse; margin: .5rem 0; } caption { text-align: left; font-weight: 600; }
-th, td { text-align: left; padding: .15rem .9rem .15rem 0; border-bottom: 1px solid #ddd; font-variant-numeric: tabular-nums; }
-td.n, th.n { text-align: right; } .small { color: #555; font-size: 13px; }
-@media print { body { margin: 0; max-width: none; font-size: 12px; } svg, table { break-inside: avoid; } }"""
-
-
-def page(title: str, body: str) -> str:
-    """A whole page around `body`, which is HTML; the title is not."""
-    head = f'<head><meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style></head>'
-    return f'<!doctype html><html lang="en">{head}<body>{body}</body></html>\n'
-
-
-def table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, words: int = 1) -> str:
-    """A table of plain text; the first `words` columns hold words, the others figures."""
-
-    def line(tag: str, cells: Sequence[str]) -> str:
-        kinds = ("" if at < words else ' class="n"' for at in range(len(cells)))
-        return "<tr>" + "".join(f"<{tag}{kind}>{escape(cell)}</{tag}>" for kind, cell in zip(kinds, cells, strict=True)) + "</tr>"
-
-    return f"<table>{line('th', heads)}{''.join(line('td', row) for row in rows)}</table>"
+ABOUT = (
+    "Recorded requests, replayed through a cache that keeps what a language model worked out for earlier prompts. "
+    "It shows how much of the prompts the cache would have served, and from which memory."
+)
 
 
 def draw(reports: Sequence[Report]) -> str:
-    """A bar for each replay, cut by where its prompts came from."""
-    keys = "".join(f'<span><i style="background:{colour}"></i>{name}</span>' for name, colour in SOURCES.items())
-    rows = "".join("".join(_row(report, TOP + at * ROW)) for at, report in enumerate(reports))
-    heads = (
-        f'<text x="{LEFT}" y="14">share of prompt tokens; the line is endless memory</text>'
-        f'<text x="{LEFT + BAR + 12}" y="14">hit rate, first token p50 / p95</text>'
+    """The page. Replays of one trace stand together, as they come."""
+    sections = "".join("".join(_section(group)) for group in _by_trace(reports))
+    assumed = (
+        "Every replay begins with an empty cache and serves one request at a time; answers are not cached. "
+        f"The policy that is used unless another is named is {DEFAULT}. {said_machine(reports[0].hardware)}"
     )
-    chart = f'<svg viewBox="0 0 {LEFT + BAR + RIGHT} {TOP + ROW * len(reports)}" role="img">{heads}{rows}</svg>'
-    title = "<h1>Where the prompts of a trace came from</h1>"
-    return page("stepwell replay", f'{title}<p class="key">{keys}</p>{chart}')
+    words = glossary(*SOURCES, "hit rate", "endless memory", "policy", "TTFT")
+    title = "<h1>Where the prompts came from</h1>"
+    return page("stepwell replay", ABOUT, f'{title}{key()}{sections}<p class="small">{prose(assumed)}</p>{words}')
 
 
-def _row(report: Report, y: int) -> Iterator[str]:
-    tokens = {
-        "device": report.device_tokens,
-        "host": report.host_tokens,
-        "store": report.store_tokens,
-        "computed": report.computed_tokens,
-    }
-    yield f'<text x="0" y="{y + 14}">{escape(f"{report.trace[:24]} {report.policy}")}</text>'
-    x = float(LEFT)
-    for name, count in tokens.items():
-        width = count / max(report.prompt_tokens, 1) * BAR
-        if width:
-            place = f'x="{x:.1f}" y="{y}" width="{width:.1f}" height="{ROW - 7}"'
-            yield f'<rect {place} fill="{SOURCES[name]}"><title>{name}: {count:,} tokens</title></rect>'
-        x += width
+def _by_trace(reports: Sequence[Report]) -> list[list[Report]]:
+    """Neighbours of one trace; a policy that comes again is another trace of the same name."""
+    groups: list[list[Report]] = []
+    for report in reports:
+        if not groups or groups[-1][0].trace != report.trace or report.policy in (each.policy for each in groups[-1]):
+            groups.append([])
+        groups[-1].append(report)
+    return groups
+
+
+def _section(reports: Sequence[Report]) -> Iterator[str]:
+    first = reports[0]
+    sizes = {tier: figures.size_bytes for tier, figures in first.tiers.items()}
+    counts = f"{first.requests:,} requests with {first.prompt_tokens:,} prompt tokens"
+    yield f"<h2>{escape(first.trace)}</h2>"
+    yield f"<p>{escape(f'{first.spec}, {said_sizes(sizes)}, pages of {first.page_tokens} tokens. {counts}.')}</p>"
+    rows = "".join("".join(_bar(report, TOP + at * ROW)) for at, report in enumerate(reports))
+    height = TOP + ROW * len(reports) + BOTTOM
+    label = f"where the prompt tokens of {first.trace} came from"
+    yield drawing(LEFT + BAR + RIGHT, height, "".join(_frame(height)) + rows, label=label)
+    yield table(HEADS, (_cells(report) for report in reports))
+
+
+def _frame(height: int) -> Iterator[str]:
+    yield f'<text x="{LEFT}" y="16">share of all prompt tokens; the thick line is what endless memory would serve</text>'
+    yield f'<text x="{LEFT + BAR + 12}" y="16">hit rate</text>'
+    for percent in (0, 25, 50, 75, 100):
+        x = LEFT + BAR * percent / 100
+        yield f'<line x1="{x:g}" x2="{x:g}" y1="{TOP - 4}" y2="{height - BOTTOM}" stroke="var(--line)"/>'
+        yield f'<text x="{x:g}" y="{height - 8}" text-anchor="middle">{percent}%</text>'
+
+
+def _bar(report: Report, y: int) -> Iterator[str]:
+    yield f'<text x="0" y="{y + 14}">{escape(report.policy)}</text>'
+    yield from cut_bar(_tokens(report), x=LEFT, y=y, height=ROW - 9, token_width=BAR / max(report.prompt_tokens, 1))
     line = LEFT + report.ceiling * BAR
-    yield f'<line x1="{line:.1f}" x2="{line:.1f}" y1="{y - 2}" y2="{y + ROW - 5}" stroke="#222"/>'
-    figures = f"{report.hit_rate:.1%}, {report.ttft_p50_s:.2f} / {report.ttft_p95_s:.2f} s"
-    yield f'<text x="{LEFT + BAR + 12}" y="{y + 14}">{figures}</text>'
+    yield f'<line x1="{line:.1f}" x2="{line:.1f}" y1="{y - 3}" y2="{y + ROW - 6}" stroke="var(--ink)" stroke-width="3"/>'
+    yield f'<text x="{LEFT + BAR + 12}" y="{y + 14}">{report.hit_rate:.1%}</text>'
+
+
+def _tokens(report: Report) -> dict[str, int]:
+    counts = (report.device_tokens, report.host_tokens, report.store_tokens, report.computed_tokens)
+    return dict(zip(SOURCES, counts, strict=True))
+
+
+def _cells(report: Report) -> tuple[str, ...]:
+    shares = (f"{count / max(report.prompt_tokens, 1):.1%}" for count in _tokens(report).values())
+    return report.policy, f"{report.hit_rate:.1%}", *shares, f"{report.ttft_p50_s:.2f} / {report.ttft_p95_s:.2f} s"

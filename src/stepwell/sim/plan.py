@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from stepwell.base.ids import Tier
-from stepwell.sim.plan_case import TIERS
+from stepwell.sim.case import TIERS
 from stepwell.sim.plan_knee import Knee, knee
 from stepwell.sim.plan_sessions import Sessions
 from stepwell.sim.plan_sweep import Sweep

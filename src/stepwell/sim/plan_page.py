@@ -3,26 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
 from html import escape
 from itertools import chain
+from math import floor, log10
 
 from stepwell.base.ids import Tier
-from stepwell.sim.picture import page, table
+from stepwell.sim.case import TIERS
+from stepwell.sim.hardware import Hardware
+from stepwell.sim.page import bullets, glossary, page, table
 from stepwell.sim.plan import Plan, size_of, speed_up
-from stepwell.sim.plan_case import TIERS
-from stepwell.sim.plan_chart import Axis, Curve, Style, chart, short_bytes
+from stepwell.sim.plan_chart import Axis, Curve, Mark, Style, chart, said_sizes, short_bytes
 from stepwell.sim.plan_knee import Bend, Knee
 from stepwell.sim.plan_sessions import Sessions
 from stepwell.sim.report import Report
 
 STYLES = {
-    Tier.DEVICE: Style(colour="#0b6e4f", dash="none", sides=0),
-    Tier.HOST: Style(colour="#1f4e9c", dash="8 4", sides=4),
-    Tier.STORE: Style(colour="#b23a48", dash="2 4", sides=3),
+    Tier.DEVICE: Style(colour="var(--green)", dash="none", mark=Mark.CIRCLE),
+    Tier.HOST: Style(colour="var(--blue)", dash="8 4", mark=Mark.SQUARE),
+    Tier.STORE: Style(colour="var(--red)", dash="2 4", mark=Mark.TRIANGLE),
 }
 POINT_HEADS = ("tier", "device", "host", "store", "hit rate", "speed-up", "prefill", "TTFT p50 / p95")
 
+WORDS_USED = (
+    "device", "host", "store", "hit rate", "endless memory", "prefill", "speed-up", "TTFT", "knee", "page", "checkpoint",
+    "policy",
+)  # fmt: skip
+LEAST_SHOWN_S = 1e-6
+
+ABOUT = (
+    "Recorded requests, replayed through a cache that keeps what a language model worked out for earlier prompts. "
+    "It shows how much computing each size of memory would have saved, and which memory to buy next."
+)
 ASSUMED = (
     "Every point is a replay of the whole trace, or of the part named above, through the production cache, beginning empty.",
     "Requests are served one at a time and wait for nobody; copies and fetches are counted in full, and overlap with nothing.",
@@ -34,7 +45,7 @@ ASSUMED = (
 
 def draw_plans(plans: Sequence[Plan]) -> str:
     """The page."""
-    return page("stepwell plan", "".join(chain(*map(_plan, plans))))
+    return page("stepwell plan", ABOUT, "".join(chain(*map(_plan, plans))) + glossary(*WORDS_USED))
 
 
 def point_cells(report: Report) -> tuple[str, ...]:
@@ -43,7 +54,7 @@ def point_cells(report: Report) -> tuple[str, ...]:
         *(short_bytes(size) if (size := size_of(report, tier)) else "none" for tier in TIERS),
         f"{report.hit_rate:.1%}",
         f"{speed_up(report):.2f}x",
-        f"{report.prefill_s:,.0f} s",
+        f"{report.prefill_s:,.1f} s",
         f"{report.ttft_p50_s:.2f} / {report.ttft_p95_s:.2f} s",
     )
 
@@ -58,10 +69,28 @@ def said_next(plan: Plan) -> str:
     if tier is None:
         return "The next gigabyte: no tier is worth growing on this trace."
     step = next(step for step in plan.steps() if step.tier is tier)
-    worth = f"{step.per_gib_s:,.2f} s of prefill saved per GiB"
+    worth = f"{short_seconds(step.per_gib_s)} of prefill saved per GiB"
     if step.per_money_s is not None:
-        worth += f", {step.per_money_s:,.2f} s per unit of money"
+        worth += f", {short_seconds(step.per_money_s)} per unit of money"
     return f"The next gigabyte: {tier.label}. {worth}, over the next {short_bytes(step.added_bytes)}."
+
+
+def short_seconds(seconds: float) -> str:
+    """Three digits that tell something, however small: a gigabyte of many saves little."""
+    if abs(seconds) < LEAST_SHOWN_S:
+        return "0 s"
+    return f"{seconds:,.{max(2 - floor(log10(abs(seconds))), 0)}f} s"
+
+
+def said_machine(machine: Hardware) -> str:
+    """What times were estimated for, as a sentence."""
+    return (
+        f"Times are estimates for a machine (--hardware) that computes {machine.prefill_tokens_per_s:,.0f} tokens/s at the start "
+        f"of a prompt and half of that at token {machine.prefill_half_tokens:,.0f}, takes {machine.request_latency_s * 1e3:g} ms "
+        f"beside that for each request, loads from the host at {machine.host_bytes_per_s / 1e9:,g} GB/s after "
+        f"{machine.host_latency_s * 1e3:g} ms, and from the store at {machine.store_bytes_per_s / 1e9:,g} GB/s after "
+        f"{machine.store_latency_s * 1e3:g} ms."
+    )
 
 
 def said_sessions(sessions: Sessions) -> str:
@@ -85,24 +114,15 @@ def session_rows(plan: Plan) -> list[tuple[str, ...]]:
 def step_rows(plan: Plan) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for step in plan.steps():
-        money = (f"{step.per_money_s:,.3f} s",) if step.per_money_s is not None else ()
-        rows.append(
-            (step.tier.label, short_bytes(step.added_bytes), f"{step.saved_s:,.1f} s", f"{step.per_gib_s:,.3f} s", *money)
-        )
+        money = (step.per_money_s,) if step.per_money_s is not None else ()
+        saved = map(short_seconds, (step.saved_s, step.per_gib_s, *money))
+        rows.append((step.tier.label, short_bytes(step.added_bytes), *saved))
     return rows
 
 
 def _plan(plan: Plan) -> Iterator[str]:
-    base = plan.base
-    about = f"{base.spec}, {base.requests:,} requests, policy {base.policy}, pages of {base.page_tokens} tokens"
-    yield f"<h1>What memory buys: {escape(base.trace)}</h1><p>{escape(about)}</p>"
-    yield f"<p><b>{escape(said_next(plan))}</b></p>"
-    hits = Axis(title="hit rate", top=1.0, form="{:.0%}", limit=base.ceiling, limit_said=f"endless memory: {base.ceiling:.1%}")
-    yield "<h2>Hit rate</h2>" + chart(_curves(plan, "hit_rate"), hits)
-    most = max(speed_up(report) for curve in plan.curves.values() for report in curve)
-    speeds = Axis(title="prefill speed-up", top=max(most * 1.1, 2.0), form="{:.3g}x")
-    yield "<h2>Prefill speed-up</h2>" + chart(_curves(plan, "speed_up"), speeds)
-    yield '<p class="small">Each line changes one tier. Filled: the sizes given. Ringed: the knee.</p>'
+    yield from _opening(plan)
+    yield from _charts(plan)
     knees = {tier: plan.knees(tier) for tier in plan.curves}
     rows = [(tier.label, said_knee(each["hit_rate"]), said_knee(each["speed_up"])) for tier, each in knees.items()]
     yield "<h2>Knees</h2>" + table(("tier", "of the hit rate", "of the speed-up"), rows, words=3)
@@ -113,7 +133,32 @@ def _plan(plan: Plan) -> Iterator[str]:
     yield table(("tier", "size", "if all are the median", "if all are the 95th percentile"), session_rows(plan))
     points = [(tier.label, *point_cells(report)) for tier, curve in plan.curves.items() for report in curve]
     yield "<h2>Every point</h2>" + table(POINT_HEADS, points)
-    yield f"<h2>What was assumed</h2><ul>{''.join(f'<li>{escape(each)}</li>' for each in (*ASSUMED, _hardware(base)))}</ul>"
+    yield "<h2>What was assumed</h2>" + bullets((*ASSUMED, said_machine(plan.base.hardware)))
+
+
+def _opening(plan: Plan) -> Iterator[str]:
+    base = plan.base
+    about = f"{base.spec}, {base.requests:,} requests, policy {base.policy}, pages of {base.page_tokens} tokens."
+    sizes = said_sizes({tier: size_of(base, tier) for tier in TIERS})
+    given = (
+        f"The sizes given are {sizes}. With them prefill takes {short_seconds(base.prefill_s)} for all requests together, "
+        f"in place of {short_seconds(base.uncached_prefill_s)} without a cache, and the hit rate is {base.hit_rate:.1%}."
+    )
+    yield f"<h1>What memory buys: {escape(base.trace)}</h1><p>{escape(about)} {escape(given)}</p>"
+    yield f"<p><strong>{escape(said_next(plan))}</strong></p>"
+
+
+def _charts(plan: Plan) -> Iterator[str]:
+    base = plan.base
+    said_limit = f"endless memory: {base.ceiling:.1%}"
+    hits = Axis(title="hit rate", top=1.0, form="{:.0%}", exact="{:.1%}", limit=base.ceiling, limit_said=said_limit)
+    yield "<h2>Hit rate</h2>"
+    yield '<p class="small">Each line changes the size of one tier. Filled: the sizes given. Ringed: the knee of that line.</p>'
+    yield chart(_curves(plan, "hit_rate"), hits)
+    most = max(speed_up(report) for curve in plan.curves.values() for report in curve)
+    speeds = Axis(title="prefill speed-up", top=max(most, 2.0), form="{:.3g}x", exact="{:.2f}x")
+    yield '<h2>Prefill speed-up</h2><p class="small">1x is as slow as without a cache.</p>'
+    yield chart(_curves(plan, "speed_up"), speeds)
 
 
 def _curves(plan: Plan, name: str) -> list[Curve]:
@@ -131,8 +176,3 @@ def _curves(plan: Plan, name: str) -> list[Curve]:
             )
         )
     return curves
-
-
-def _hardware(report: Report) -> str:
-    values = ", ".join(f"{field.name} = {getattr(report.hardware, field.name):g}" for field in fields(report.hardware))
-    return f"Times are estimates for this machine: {values}."

@@ -18,7 +18,7 @@ from multiprocessing.synchronize import Event
 
 from stepwell.base.clock import SystemClock
 from stepwell.base.errors import ConfigError
-from stepwell.sim.plan_case import Case
+from stepwell.sim.case import Case
 from stepwell.sim.replay import replay_trace
 from stepwell.sim.report import Report
 

@@ -10,7 +10,7 @@ from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Kind, Tier
 from stepwell.cache.build import layouts_for
 from stepwell.memory.arena import Arena
-from stepwell.sim.plan_case import TIERS, Case, Sizes
+from stepwell.sim.case import TIERS, Case, Sizes
 
 FACTORS = (Fraction(1, 4), Fraction(1, 2), Fraction(1), Fraction(2), Fraction(4))  # of the size given
 

@@ -1,7 +1,8 @@
 """A store that keeps the names and sizes of values, and no bytes: bounded, the least recently used going first.
 
 A use counts for all that a value stands on. So only values that nothing stands on may go, and one that becomes such was last
-used when the last of those above it was. Keys are chained from their namespace, so those of two namespaces never meet. One thread.
+used when the last of those above it was. Keys are chained from their namespace, so those of two namespaces never meet. One
+thread.
 """
 
 from __future__ import annotations

@@ -97,8 +97,8 @@ class Verdict:
         }
 
 
-class Tally:
-    """Adds verdicts up."""
+class ReasonCounts:
+    """Tokens by reason, and requests, of one group of them: adds them up to a verdict."""
 
     def __init__(self) -> None:
         self._tokens: Counter[Reason] = Counter()

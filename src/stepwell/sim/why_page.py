@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from itertools import chain
 
-from stepwell.sim.picture import page, table
+from stepwell.base.ids import Tier
+from stepwell.sim.page import drawing, glossary, page, table
+from stepwell.sim.plan_chart import said_sizes
 from stepwell.sim.why import ADVICE, MEANING, Reason, Verdict
 from stepwell.sim.why_replay import Explained
 
-LEFT, BAR, RIGHT, ROW = 160, 560, 180, 26
+LEFT, BAR, RIGHT, ROW, TOP = 160, 560, 180, 26, 26
 REASON_HEADS = ("reason", "what it means", "what helps", "tokens", "of prompts", "of computed")
 SESSION_HEADS = ("session", "most of it", "requests", "prompt tokens", "computed", "computed again")
 
 
-def draw_explained(told: Sequence[Explained], *, worst: int) -> str:
-    """The page."""
-    return page("stepwell explain", "".join(chain(*(_trace(each, worst) for each in told))))
+ABOUT = (
+    "Recorded requests, replayed through a cache that keeps what a language model worked out for earlier prompts. "
+    "It shows why parts of the prompts were computed although a cache stood by, and what would help."
+)
+
+
+def draw_explained(told: Sequence[Explained], sizes: Mapping[Tier, int], *, worst: int) -> str:
+    """The page. `sizes` are those of the tiers, in bytes."""
+    words = glossary(*(tier.label for tier in sizes), "page", "checkpoint", "policy", "computed")
+    return page("stepwell explain", ABOUT, "".join(chain(*(_trace(each, sizes, worst) for each in told))) + words)
 
 
 def reason_rows(verdict: Verdict) -> list[tuple[str, ...]]:
@@ -51,20 +60,21 @@ def _shares(tokens: int, verdict: Verdict) -> tuple[str, str, str]:
     return f"{tokens:,}", f"{tokens / max(verdict.prompt_tokens, 1):.2%}", f"{tokens / max(verdict.computed_tokens, 1):.1%}"
 
 
-def _trace(told: Explained, worst: int) -> Iterator[str]:
+def _trace(told: Explained, sizes: Mapping[Tier, int], worst: int) -> Iterator[str]:
     total = told.total
-    about = f"{told.spec}, policy {told.policy}, pages of {told.page_tokens} tokens"
+    about = f"{told.spec}, {said_sizes(sizes)}, policy {told.policy}, pages of {told.page_tokens} tokens"
     sums = (
-        f"{total.requests:,} requests with {total.prompt_tokens:,} prompt tokens computed {total.computed_tokens:,}, "
-        f"of which {total.again_tokens:,} had been seen before."
+        f"{total.requests:,} requests had {total.prompt_tokens:,} prompt tokens. {total.computed_tokens:,} of them were "
+        f"computed, and {total.again_tokens:,} of these had been seen before."
     )
     yield f"<h1>Why tokens were computed: {escape(told.trace)}</h1><p>{escape(about)}. {sums}</p>"
-    bars = "".join("".join(_bar(reason, tokens, total, at * ROW)) for at, (reason, tokens) in enumerate(total.tokens.items()))
-    yield f'<svg viewBox="0 0 {LEFT + BAR + RIGHT} {ROW * len(Reason)}" role="img">{bars}</svg>'
+    bars = "".join("".join(_bar(*each, total, TOP + at * ROW)) for at, each in enumerate(total.tokens.items()))
+    head = f'<text x="{LEFT}" y="14">tokens, and their share of all that were computed</text>'
+    yield drawing(LEFT + BAR + RIGHT, TOP + ROW * len(Reason), head + bars, label="tokens computed, by reason")
     yield table(REASON_HEADS, reason_rows(total), words=3)
-    if told.sessions:
-        yield f"<h2>The worst of {len(told.sessions):,} sessions</h2>"
-        yield table(SESSION_HEADS, session_rows(told, worst=worst), words=2)
+    rows = session_rows(told, worst=worst)
+    if rows:
+        yield f"<h2>The worst of {len(told.sessions):,} sessions</h2>" + table(SESSION_HEADS, rows, words=2)
     yield (
         '<p class="small">A token has the first reason that stops it: pages are asked for before checkpoints, and what any tier '
         "holds counts as there. One request at a time; answers are not cached.</p>"
@@ -74,6 +84,6 @@ def _trace(told: Explained, worst: int) -> Iterator[str]:
 def _bar(reason: Reason, tokens: int, total: Verdict, y: int) -> Iterator[str]:
     width = tokens / max(total.computed_tokens, 1) * BAR
     yield f'<text x="0" y="{y + 15}">{escape(reason.value)}</text>'
-    yield f'<rect x="{LEFT}" y="{y}" width="{width:.1f}" height="{ROW - 7}" fill="#555"/>'
+    yield f'<rect x="{LEFT}" y="{y}" width="{width:.1f}" height="{ROW - 7}" fill="var(--bar)"/>'
     count, _, share = _shares(tokens, total)
     yield f'<text x="{LEFT + width + 8:.1f}" y="{y + 15}">{count} ({share})</text>'

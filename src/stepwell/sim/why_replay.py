@@ -19,7 +19,7 @@ from stepwell.policy.fetching import Flags, reachable, restore_points
 from stepwell.sim.replay import Replay
 from stepwell.sim.setup import Setup
 from stepwell.sim.trace import Trace, TraceRequest, prompt_of
-from stepwell.sim.why import Depths, Reason, Tally, Verdict
+from stepwell.sim.why import Depths, Reason, ReasonCounts, Verdict
 from stepwell.sim.why_past import Past
 from stepwell.tree.chain import path_keys
 from stepwell.tree.match import Match
@@ -134,7 +134,7 @@ class Inquiry:
 def explain_trace(trace: Trace, setup: Setup, *, policy: str, on_request: Callable[[], None] | None = None) -> Explained:
     """Serves a whole trace with an empty cache and says why tokens were computed. Raises TraceError."""
     inquiry = Inquiry(setup, block_tokens=trace.block_tokens)
-    total, sessions = Tally(), defaultdict[str, Tally](Tally)
+    total, sessions = ReasonCounts(), defaultdict[str, ReasonCounts](ReasonCounts)
     for request in trace:
         reasons = inquiry.serve(request)
         for tally in (total, sessions[request.session]) if request.session else (total,):

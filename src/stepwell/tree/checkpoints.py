@@ -92,8 +92,7 @@ def drop_residency(tree: Tree, residency: Residency, loss: Loss) -> None:
         node.note_loss(checkpoint.page, loss)
     tree.carry_checkpoints_up(node, tier, before)
     tree.queue(node)
-    for kind, ids in residency.spans():
-        tree.arenas[tier].drop(kind, ids)
+    _let_go(tree, residency)
 
 
 def forget(tree: Tree, checkpoint: Checkpoint, loss: Loss) -> None:
@@ -105,9 +104,16 @@ def forget(tree: Tree, checkpoint: Checkpoint, loss: Loss) -> None:
     for residency in checkpoint.held:
         if residency is not None:
             residency.ticket = 0
-            for kind, ids in residency.spans():
-                tree.arenas[residency.tier].drop(kind, ids)
+            _let_go(tree, residency)
     checkpoint.held = [None, None]
+
+
+def _let_go(tree: Tree, residency: Residency) -> None:
+    """Gives back the pages of a checkpoint that left a tier, and says so."""
+    for kind, ids in residency.spans():
+        tree.arenas[residency.tier].drop(kind, ids)
+    if tree.on_left is not None:
+        tree.on_left(residency)
 
 
 def _leave(checkpoint: Checkpoint, node: Node) -> None:

@@ -197,6 +197,14 @@ class Node:
         """Whether something hung below its end that did not begin with `page`, and may return there."""
         return any(each != page for each in self.past or ())
 
+    @property
+    def root(self) -> Node:
+        """Its namespace's root: the one above it that hangs below nothing."""
+        here = self
+        while here.parent is not None:
+            here = here.parent
+        return here
+
     def path(self) -> list[Node]:
         """The nodes from the first below the root to this one."""
         nodes: list[Node] = []

@@ -12,7 +12,7 @@ It moves no bytes and asks no clock: a `Use` that is handed in says when.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,7 @@ from stepwell.base.tokens import TOKEN_BYTES, common_pages
 from stepwell.memory.arena import READY, Arena
 from stepwell.policy.value import ValuePolicy
 from stepwell.tree import lacking
-from stepwell.tree.node import ABSENT, Kids, Node, Run, Use
+from stepwell.tree.node import ABSENT, Kids, Node, Residency, Run, Use
 from stepwell.tree.ranking import Ranking
 
 NODE_PAGES = 256  # a node is cut at this length, so that growing or trimming one stays cheap
@@ -42,6 +42,7 @@ class Tree:
         self.roots: dict[PageKey, Node] = {}
         self.ranking = Ranking(spec, self.arenas, value)
         self.version = 0  # grows with every change a match could notice
+        self.on_left: Callable[[Residency], None] | None = None  # told of each checkpoint that left a tier
         # Which node a page belongs to, so that copies can speak of pages and nodes may split meanwhile.
         self.owner: dict[Tier, npt.NDArray[np.object_]] = {
             tier: np.full(arena.layout.rows(Kind.PREFIX), None, dtype=object) for tier, arena in self.arenas.items()

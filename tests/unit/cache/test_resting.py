@@ -7,7 +7,8 @@ import pytest
 from stepwell import PlacementConfig, Tier, WritePolicy
 from stepwell.base.config import StoreConfig
 from stepwell.base.errand import Fate
-from stepwell.cache.backup import MOST_PUTS
+from stepwell.cache.backup_paths import offer
+from stepwell.cache.link import MOST_PUTS
 from stepwell.cache.resting import MOST_RESTS
 from stepwell.store.memory import MemoryStore
 from toys import FULL_POINT, PAGE, Rig, text
@@ -232,6 +233,29 @@ def test_many_at_rest_go_down_early() -> None:
     for prompt in prompts:
         here.serve(prompt)
     assert len(stored(here)) >= 30 - 256 / 16
+
+
+def test_what_left_the_path_meanwhile_ends_no_rest_early() -> None:
+    here = rig(placement=PlacementConfig(interval_tokens=0, decode_interval_tokens=0, path_cap=2))
+    turn(here, 10)
+    for pages in range(1, 31):
+        turn(here, pages, text(2, 40 * PAGE + 1))
+    assert stored(here) == [] and here.cache.resting == 3, "all others were thinned out, and take none of the host's room"
+
+
+@pytest.mark.parametrize("write", [WritePolicy.THROUGH, WritePolicy.BACK])
+def test_what_left_the_host_does_not_rest_there(write: WritePolicy) -> None:
+    here = rig(write=write)
+    link = here.core.link
+    assert link is not None
+    turn(here, 10)
+    here.evict_all(Tier.DEVICE)
+    offer(here.core, link, next(node for node in here.tree.nodes() if node.checkpoints))
+    here.settle()
+    assert here.cache.resting == 1
+    link.num_putting += MOST_PUTS  # it answers nothing any more
+    here.evict_idle(Tier.HOST)
+    assert here.cache.resting == 0 and here.core.counters["backup_skipped_store_busy"] > 0
 
 
 def test_a_small_host_lets_nothing_rest() -> None:

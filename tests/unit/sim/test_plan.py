@@ -13,12 +13,12 @@ from small_traces import BLOCK, ListTrace, request, setup
 from stepwell.base.clock import ManualClock
 from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Kind, Tier
+from stepwell.sim.case import Beginning, Case
 from stepwell.sim.files import write_trace
 from stepwell.sim.hardware import Hardware
 from stepwell.sim.plan import GIB, Plan, speed_up
-from stepwell.sim.plan_case import Beginning, Case
 from stepwell.sim.plan_knee import Bend, knee
-from stepwell.sim.plan_page import draw_plans
+from stepwell.sim.plan_page import draw_plans, short_seconds
 from stepwell.sim.plan_sessions import session_bytes, sessions_of
 from stepwell.sim.plan_sweep import sweep
 from stepwell.sim.replay import replay_trace
@@ -221,7 +221,7 @@ def test_the_page_escapes_names_and_stays_on_its_paper() -> None:
     for points, _ in lines:
         places = [tuple(map(float, each.split(","))) for each in points.split()]
         assert places == sorted(places, key=lambda place: place[0]), "sizes grow to the right"
-        assert all(60 <= x <= 880 and 30 <= y <= 290 for x, y in places)
+        assert all(60 <= x <= 880 and 40 <= y <= 290 for x, y in places)
     assert f"endless memory: {plan.base.ceiling:.1%}" in html
     assert 'class="knee"' in html
 
@@ -232,3 +232,19 @@ def test_a_better_hit_rate_is_drawn_higher() -> None:
     host = re.findall(r'<polyline points="([^"]+)"', html)[1]
     heights = [float(each.split(",")[1]) for each in host.split()]
     assert heights[0] == heights[1] > heights[2] == heights[3]
+
+
+def test_the_page_says_the_sizes_given_and_what_they_save() -> None:
+    plan = planned(rounds_of(12, rounds=3, pages=8), {Tier.DEVICE: 16, Tier.HOST: 64})
+    html = draw_plans([replace(plan, base=replace(plan.base, hardware=Hardware()))])
+    assert f"{short_seconds(plan.base.prefill_s)} for all requests together" in html
+    assert f"in place of {short_seconds(plan.base.uncached_prefill_s)} without a cache" in html
+    assert "20,000 tokens/s" in html and "50 GB/s" in html and "e+" not in html, "figures as people write them"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(0.0, "0 s"), (-1e-9, "0 s"), (0.000244, "0.000244 s"), (-0.0523, "-0.0523 s"), (36.583, "36.6 s"), (12345.6, "12,346 s")],
+)
+def test_a_small_saving_is_told_and_none_is_not_a_loss(seconds: float, said: str) -> None:
+    assert short_seconds(seconds) == said

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from small_traces import BLOCK, END_ONLY, ListTrace, branching, request, setup
 
 from stepwell.base.config import EvictionPolicy, PlacementConfig, WritePolicy
+from stepwell.base.ids import Tier
 from stepwell.base.spec import Prefix, StateSpec
 from stepwell.sim.hardware import Hardware
 from stepwell.sim.replay import Replay
@@ -212,8 +213,17 @@ def test_sessions_add_up_and_the_worst_come_first() -> None:
 
 def test_the_page_escapes_the_names_of_sessions() -> None:
     requests = [replace(each, session="<i>mine</i>") for each in branching(60, seed=8)]
-    html = draw_explained([explain_trace(ListTrace(requests=requests), setup(device_pages=32), policy="p")], worst=3)
+    told = explain_trace(ListTrace(requests=requests), setup(device_pages=32), policy="p")
+    html = draw_explained([told], {Tier.DEVICE: 32 * OBJECT_BYTES}, worst=3)
     assert "<i>" not in html and "&lt;i&gt;mine" in html
+
+
+def test_the_page_says_how_much_memory_there_was_and_leaves_out_sessions_that_lack_nothing() -> None:
+    once = [replace(request(0, [1, 2, 3]), session="once")]
+    told = explain_trace(ListTrace(requests=once), setup(device_pages=32), policy="p")
+    html = draw_explained([told], {Tier.DEVICE: 3 * 2**30, Tier.HOST: 2**40}, worst=3)
+    assert "device 3 GiB, host 1 TiB" in html
+    assert "The worst of" not in html
 
 
 @pytest.mark.parametrize("reason", list(Reason))

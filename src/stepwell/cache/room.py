@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from stepwell.base.errors import NoRoom
 from stepwell.base.ids import Kind, Tier
-from stepwell.base.plan import PageIds
+from stepwell.base.plan import PageIds, Purpose
 from stepwell.cache.core import Core
 from stepwell.memory.arena import Need
 from stepwell.memory.layout import ArenaLayout
@@ -19,6 +19,7 @@ from stepwell.tree.node import LossReason, Residency, Run, Victim
 from stepwell.tree.pruning import discard_tail
 
 PATIENCE_SLABS, PATIENCE_SHARE = 8, 1 / 16  # of the tier: see `patience_bytes_of`
+SAVED_AHEAD = 1 / 16  # of the tier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,14 +61,24 @@ def make_room(core: Core, tier: Tier, need: Need) -> Room:
             # Last resorts, not while room is on its way: spared slabs are seldom enough, and would be given up in vain.
             if not waiting and (arena.spare_none() or _cut_off(core, tier)):
                 continue
-            return Room(fits=False, waiting=waiting)
+            break
         if core.save_first is not None and core.save_first(core, victim):
             waiting = True  # it is a candidate again when its copy ends
+            if _is_coming(core, tier, short):
+                break
             continue
         freed = _evict_run(core, victim, short) if isinstance(victim, Run) else _evict_residency(core, victim)
         if not _helps(victim, short):
             in_vain += freed
-    return Room(fits=True, waiting=waiting)
+    return Room(fits=not short, waiting=waiting)
+
+
+def _is_coming(core: Core, tier: Tier, short: Need) -> bool:
+    """Whether as much as is short is being saved, and some more, so that not everyone who needs room has to wait."""
+    layout = core.arena(tier).layout
+    copies = [copy for job in core.mover.running() if job.plan.purpose is Purpose.SAVE for copy in job.plan.copies]
+    coming = sum(len(copy.source.ids) * layout.strides[copy.source.kind] for copy in copies if copy.source.tier is tier)
+    return coming >= sum(count * layout.strides[kind] for kind, count in short.items()) + SAVED_AHEAD * layout.size_bytes
 
 
 def _cut_off(core: Core, tier: Tier) -> bool:

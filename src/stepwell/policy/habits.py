@@ -80,7 +80,9 @@ class Habits:
         self._watched_GB = np.zeros((NUM_GROUPS, NUM_BINS))
         self._left = [0.0] * NUM_BINS  # returns that left their old path, by distance in tokens
         self._left_before = [0.0] * (NUM_BINS + 1)
-        self._worth: list[list[float]] = self._worths()
+        self._worth: list[list[float]] = []  # at the start of each bin of ages, by group,
+        self._fall: list[list[float]] = []  # and by how much it falls in a second
+        self._learn()
 
     def arrive(
         self, now_s: float, *, known: int, end: int, passed: Sequence[tuple[Visit | None, int]], goes_on: bool, lost: Visit | None
@@ -110,12 +112,11 @@ class Habits:
 
     def worth(self, group: int, since_s: float) -> float:
         """Returns a second to expect of what was visited last at `since_s`."""
-        worths, age_s = self._worth[group], max(self._now_s - since_s, 0.0)
-        at = _bin(age_s)
-        if at == NUM_BINS - 1:
-            return worths[at]
-        inside = (age_s - _LOWER[at]) / (_UPPER[at] - _LOWER[at])
-        return worths[at] + (worths[at + 1] - worths[at]) * inside
+        age_s = self._now_s - since_s
+        if age_s < 0.0:
+            age_s = 0.0
+        at = bisect_right(_BOUNDS, age_s)
+        return self._worth[group][at] - self._fall[group][at] * (age_s - _LOWER[at])
 
     def share(self, nearest: int, farthest: int) -> float:
         """The share of returns that leave their old path between two distances (in tokens) from its end."""
@@ -157,10 +158,12 @@ class Habits:
             self._left = [count / 2 for count in self._left]
 
     def _learn(self) -> None:
-        self._worth = self._worths()
+        worths_GB = self._worths()
+        next_GB = np.concatenate([worths_GB[:, 1:], worths_GB[:, -1:]], axis=1)
+        self._worth, self._fall = worths_GB.tolist(), ((worths_GB - next_GB) / _WIDTHS_s).tolist()
         self._left_before = [0.0, *np.cumsum(self._left).tolist()]
 
-    def _worths(self) -> list[list[float]]:
+    def _worths(self) -> Rates:
         """For each group and age, the most returns a second that keeping on can give; never rising with age."""
         rates_GB = self._rates()
         stays_GB = np.exp(-rates_GB * _WIDTHS_s)
@@ -172,9 +175,8 @@ class Habits:
         later_AE = np.triu(np.ones((NUM_BINS, NUM_BINS), np.bool_))
         per_s_GAE = np.where(later_AE & (seconds_GAE > 0), returned_GAE / np.where(seconds_GAE > 0, seconds_GAE, 1.0), 0.0)
         best_GB = np.where(left_GE[:, :-1] > 1e-8, per_s_GAE.max(axis=2), rates_GB)
-        falling_GB = np.maximum.accumulate(best_GB[:, ::-1], axis=1)[:, ::-1]
-        worths: list[list[float]] = falling_GB.tolist()
-        return worths
+        worths_GB: Rates = np.maximum.accumulate(best_GB[:, ::-1], axis=1)[:, ::-1]
+        return worths_GB
 
     def _rates(self) -> Rates:
         """Returns a second by group and age: the group's own evidence, leaning on its neighbours', and they on everybody's."""

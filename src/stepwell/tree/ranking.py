@@ -256,8 +256,11 @@ def previous_checkpoint(node: Node, page: int) -> Checkpoint | None:
     here: Node | None = node
     while here is not None:
         if here.checkpoints:
-            before = max((each for each in here.checkpoints if each < page), default=None)
-            if before is not None:
+            before = -1
+            for each in here.checkpoints:
+                if before < each < page:
+                    before = each
+            if before >= 0:
                 return here.checkpoints[before]
         here = here.parent
     return None

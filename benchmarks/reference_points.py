@@ -80,13 +80,16 @@ class Cell:
     budget_gb: int
     policy: str
 
+    @property
+    def given(self) -> float:
+        return GIVEN[self.model][self.budget_gb][self.policy]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
     """What it came to, in percent."""
 
     cell: Cell
-    given: float
     ours: float
     memory_used: float
     wall_s: float
@@ -108,7 +111,7 @@ def main() -> None:
         for done in track(as_completed(futures), "replaying", total=len(missing), console=Console(stderr=True)):
             result = done.result()
             results[result.cell] = result
-            args.json.write_text(json.dumps([asdict(each) for each in results.values()], indent=1))
+            _write(args.json, list(results.values()))
     Console(width=None).print(_table([results[cell] for cell in wanted]))
 
 
@@ -129,6 +132,13 @@ def _read(path: Path) -> list[Result]:
     return [Result(**each | {"cell": Cell(**each["cell"])}) for each in found]
 
 
+def _write(path: Path, results: Sequence[Result]) -> None:
+    """All or nothing, whenever it is stopped."""
+    beside = path.with_suffix(".new")
+    beside.write_text(json.dumps([asdict(each) for each in results], indent=1))
+    beside.replace(path)
+
+
 def run(cell: Cell, path: Path) -> Result:
     """Replays a cell and looks at its memory after every request."""
     started_s = time.monotonic()
@@ -146,7 +156,6 @@ def run(cell: Cell, path: Path) -> Result:
     report = replay.tally.report(trace=trace.name, policy=cell.policy, wall_s=time.monotonic() - started_s)
     return Result(
         cell=cell,
-        given=GIVEN[cell.model][cell.budget_gb][cell.policy],
         ours=100 * report.hit_rate,
         memory_used=100 * used / served / (cell.budget_gb * GB),
         wall_s=report.wall_s,
@@ -160,8 +169,8 @@ def _table(results: Sequence[Result]) -> Table:
     for each in results:
         cell = each.cell
         table.add_row(
-            cell.model, f"{cell.budget_gb:,} GB", cell.policy, f"{each.given:.1f}", f"{each.ours:.1f}",
-            f"{each.ours - each.given:+.1f}", f"{each.memory_used:.1f} %",
+            cell.model, f"{cell.budget_gb:,} GB", cell.policy, f"{cell.given:.1f}", f"{each.ours:.1f}",
+            f"{each.ours - cell.given:+.1f}", f"{each.memory_used:.1f} %",
         )  # fmt: skip
     return table
 

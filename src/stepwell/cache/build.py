@@ -80,6 +80,7 @@ def build_cache(
         clock=clock,
         habits=habits,
         save_first=write_back if save_on_eviction(config.write) else put_resting_first,
+        saves_on_eviction=save_on_eviction(config.write),
     )
     namespace = Namespace(model=model or spec.name, layout=spec.fingerprint)
     stores = Stores(core, host_pages, ranks=executor.num_ranks, names_weights=model is not None)

@@ -34,6 +34,7 @@ class Core:
     clock: Clock
     habits: Habits | None = None  # what is learned about returns, where the value of things depends on it
     save_first: Callable[[Core, Victim], bool] | None = None  # starts saving what must not be lost; true if it did
+    saves_on_eviction: bool = False  # what is nowhere below waits on the device until it is saved
     expiries: list[tuple[float, int, int, Node]] = field(default_factory=list)  # heap: when, deepest first, number, node
     expiry_number: int = 0
     link: StoreLink | None = None  # the store that is attached

@@ -51,6 +51,12 @@ class Mover:
     def running(self) -> Iterable[Job]:
         return self._jobs.values()
 
+    def saving_bytes(self, tier: Tier) -> int:
+        """How much of a tier is being copied down, so that it may go then; less what nobody waits for any more."""
+        jobs = (job for number, job in self._jobs.items() if number not in self._abandoned and job.plan.purpose is Purpose.SAVE)
+        spans = [copy.source for job in jobs for copy in job.plan.copies if copy.source.tier is tier]
+        return sum(len(span.ids) * self._tree.arenas[tier].layout.strides[span.kind] for span in spans)
+
     def is_running(self, job: JobId) -> bool:
         return job in self._jobs
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from stepwell.base.errors import NoRoom
 from stepwell.base.ids import Kind, Tier
-from stepwell.base.plan import PageIds, Purpose
+from stepwell.base.plan import PageIds
 from stepwell.cache.core import Core
 from stepwell.memory.arena import Need
 from stepwell.memory.layout import ArenaLayout
@@ -41,7 +41,8 @@ def allocate(core: Core, tier: Tier, need: Need) -> dict[Kind, PageIds]:
     if pages is not None:
         return pages
     if not arena.could_fit(need) or not arena.fits_when_empty(need):
-        raise NoRoom(_why(core, tier, need))  # evicting everything would not help: evict nothing
+        # Evicting everything would not help: evict nothing.
+        raise NoRoom(_why(core, tier, need), waiting=arena.fits_when_empty(need) and _is_saving(core, tier))
     room = make_room(core, tier, need)
     if not room.fits:
         raise NoRoom(_why(core, tier, need), waiting=room.waiting)
@@ -49,12 +50,14 @@ def allocate(core: Core, tier: Tier, need: Need) -> dict[Kind, PageIds]:
 
 
 def make_room(core: Core, tier: Tier, need: Need) -> Room:
-    """Evicts from `tier` until `need` would fit, or nothing more can go."""
+    """Evicts from `tier` until `need` would fit, or nothing more can go, or enough is being saved and may go then."""
     arena = core.arena(tier)
-    waiting = False
+    waiting = _is_saving(core, tier)
     patience_bytes = patience_bytes_of(arena.layout)
     in_vain = 0  # bytes evicted of sorts that are not short; they help only once a whole slab empties
     while short := arena.shortage(need):
+        if waiting and _is_coming(core, tier, short):
+            break
         patient = in_vain < patience_bytes
         victim = _pop(core, tier, short, any_sort=patient) or _pop(core, tier, short, any_sort=True)
         if victim is None:
@@ -64,8 +67,6 @@ def make_room(core: Core, tier: Tier, need: Need) -> Room:
             break
         if core.save_first is not None and core.save_first(core, victim):
             waiting = True  # it is a candidate again when its copy ends
-            if _is_coming(core, tier, short):
-                break
             continue
         freed = _evict_run(core, victim, short) if isinstance(victim, Run) else _evict_residency(core, victim)
         if not _helps(victim, short):
@@ -73,12 +74,16 @@ def make_room(core: Core, tier: Tier, need: Need) -> Room:
     return Room(fits=not short, waiting=waiting)
 
 
+def _is_saving(core: Core, tier: Tier) -> bool:
+    """Whether room is on its way since an earlier call."""
+    return core.saves_on_eviction and core.mover.saving_bytes(tier) > 0
+
+
 def _is_coming(core: Core, tier: Tier, short: Need) -> bool:
     """Whether as much as is short is being saved, and some more, so that not everyone who needs room has to wait."""
     layout = core.arena(tier).layout
-    copies = [copy for job in core.mover.running() if job.plan.purpose is Purpose.SAVE for copy in job.plan.copies]
-    coming = sum(len(copy.source.ids) * layout.strides[copy.source.kind] for copy in copies if copy.source.tier is tier)
-    return coming >= sum(count * layout.strides[kind] for kind, count in short.items()) + SAVED_AHEAD * layout.size_bytes
+    short_bytes = sum(count * layout.strides[kind] for kind, count in short.items())
+    return core.mover.saving_bytes(tier) >= short_bytes + SAVED_AHEAD * layout.size_bytes
 
 
 def _cut_off(core: Core, tier: Tier) -> bool:

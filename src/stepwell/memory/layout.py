@@ -16,9 +16,9 @@ from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Kind
 from stepwell.base.spec import ModelSpec
 
-SLAB_BYTES = 64 * 2**20  # slabs are at least so large; in smaller arenas
-MOST_SLABS, LEAST_SLABS = 512, 16  # as large as lets kinds trade them,
-LEAST_PAGES = 8  # with so many pages at least of the smallest kind, where there can be
+SLAB_BYTES = 64 * 2**20  # sizes are tried from here on, or in smaller arenas
+MOST_SLABS, LEAST_SLABS = 512, 16  # from what would make so many slabs,
+LEAST_PAGES = 8  # or from so many pages of the smallest kind, unless that would make too few
 SIZES_TRIED = 64  # multiples of each stride
 PREFIX_SHARE = 0.8  # of an arena, or about that: what prefix pages cannot use counts for most
 
@@ -51,7 +51,7 @@ class ArenaLayout:
 
 
 def lay_out(spec: ModelSpec, *, budget_bytes: int, alignment: int) -> ArenaLayout:
-    """Cuts a budget for a model. Raises ConfigError when not one object of each kind would fit."""
+    """Cuts a budget for a model. Raises ConfigError when one object of each kind has more bytes than that."""
     strides = {kind: _stride(spec.object_bytes(kind), alignment) for kind in Kind if kind is Kind.PREFIX or spec.parts(kind)}
     least = sum(strides.values())
     if budget_bytes < least:
@@ -74,7 +74,9 @@ def slab_bytes_of(strides: Mapping[Kind, int], budget_bytes: int) -> int:
     wanted = min(SLAB_BYTES, max(budget_bytes // MOST_SLABS, LEAST_PAGES * min(strides.values())), budget_bytes // LEAST_SLABS)
     least, most = max(wanted, largest), max(budget_bytes // len(strides), largest)
     sizes = [size for unit in (*strides.values(), lcm(*strides.values())) for size in _multiples(unit, least, most)]
-    return min(sizes, key=lambda size: _unused_at_ends(strides, size) + len(strides) * size / budget_bytes)
+    # As long as two pages less what both are multiples of, so that one fits in wherever the slab begins.
+    fitting = [size for size in sizes if all(2 * stride - gcd(stride, size) <= size for stride in strides.values())]
+    return min(fitting or sizes, key=lambda size: _unused_at_ends(strides, size) + len(strides) * size / budget_bytes)
 
 
 def _multiples(unit: int, least: int, most: int) -> range:

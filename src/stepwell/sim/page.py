@@ -55,7 +55,7 @@ def page(title: str, about: str, body: str) -> str:
 
 def prose(text: str) -> str:
     """Plain text as HTML; what a command takes, such as --policy, is not broken over lines."""
-    return re.sub(r"(?<![\w-])--[a-z][a-z-]*", r"<code>\g<0></code>", escape(text))
+    return re.sub(r"(?<![\w-])--[a-z][a-z0-9-]*", r"<code>\g<0></code>", escape(text))
 
 
 def drawing(width: int, height: int, body: str, *, label: str) -> str:

@@ -13,13 +13,16 @@ from heapq import heappop, heappush
 from stepwell.base.errors import StoreError
 from stepwell.store.api import Read, ReadResult, Space, Traits, Write, WriteOutcome, never
 
+LEAST_ENDS = 64  # entries of the heap before it is made anew
+
 
 class _Value:
-    __slots__ = ("num_above", "parent", "size_bytes", "used")
+    __slots__ = ("below", "key", "num_above", "size_bytes", "used")
 
-    def __init__(self, size_bytes: int, parent: bytes | None, used: int) -> None:
+    def __init__(self, key: bytes, size_bytes: int, below: _Value | None, used: int) -> None:
+        self.key = key
         self.size_bytes = size_bytes
-        self.parent = parent
+        self.below = below  # what it stands on
         self.used = used  # when: uses are numbered
         self.num_above = 0  # values that stand on it
 
@@ -69,12 +72,12 @@ class CountingStore:
             below.num_above += 1
         while self._used_bytes + size_bytes > self._capacity_bytes:
             if not self._give_up_oldest():
-                if parent is not None and below is not None:  # everything else is gone: only what it stands on is left
+                if below is not None:  # everything else is gone: only what it stands on is left
                     below.num_above -= 1
-                    self._queue(parent)
+                    self._queue(below.key)
                 return WriteOutcome.NO_ROOM
         self._num_uses += 1
-        self._values[key] = _Value(size_bytes, parent, self._num_uses)
+        self._values[key] = _Value(key, size_bytes, below, self._num_uses)
         self._used_bytes += size_bytes
         self._latest = key
         return WriteOutcome.STORED
@@ -92,6 +95,8 @@ class CountingStore:
         value = self._values.get(key)
         if value is not None and not value.num_above and key != self._latest:
             heappush(self._ends, (value.used, key))
+        if len(self._ends) > 2 * len(self._values) + LEAST_ENDS:
+            self._ends = sorted({(each.used, each.key) for each in self._values.values() if not each.num_above})
 
     def _give_up_oldest(self) -> bool:
         while self._ends:
@@ -105,11 +110,11 @@ class CountingStore:
     def _remove(self, key: bytes) -> None:
         value = self._values.pop(key)
         self._used_bytes -= value.size_bytes
-        below = self._values.get(value.parent) if value.parent is not None else None
-        if value.parent is not None and below is not None:
+        below = value.below
+        if below is not None:
             below.num_above -= 1
             below.used = max(below.used, value.used)
-            self._queue(value.parent)
+            self._queue(below.key)
 
     # ---- the seam ---------------------------------------------------------------------------------
 

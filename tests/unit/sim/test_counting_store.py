@@ -110,6 +110,24 @@ def test_a_chain_that_does_not_fit_keeps_its_beginning() -> None:
     assert store.keep(key(9), 31, None) is WriteOutcome.TOO_LARGE
 
 
+def test_a_value_kept_again_after_it_was_deleted_below_another_can_go() -> None:
+    store = CountingStore(30)
+    chain(store, 1, 2)
+    store.delete(SPACE, [key(1)])
+    chain(store, 1)
+    store.delete(SPACE, [key(2)])
+    assert store.keep(key(9), 30, None) is WriteOutcome.STORED
+    assert held(store, 1, 2, 9) == [False, False, True]
+
+
+def test_many_uses_of_few_values_take_no_room() -> None:
+    store = CountingStore(100)
+    chain(store, 1, 2)
+    for _ in range(10_000):
+        store.use(key(2))
+    assert len(store._ends) < 200
+
+
 def test_deleted_values_are_gone_and_counted() -> None:
     store = CountingStore(100)
     chain(store, 1, 2)

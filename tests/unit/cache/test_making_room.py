@@ -38,12 +38,18 @@ def test_no_more_pages_go_than_are_short() -> None:
     rig.cache.audit()
 
 
-def test_little_more_is_saved_than_is_short() -> None:
-    """Under write-back room has to be waited for: what is on its way already is not asked for again."""
+def _full_of_unsaved() -> Rig:
+    """Under write-back: twelve prompts of five pages, one after the other, on a device of 64."""
     rig = Rig(FULL, device_pages=64, host_pages=256, write=WritePolicy.BACK)
     for name in range(12):
         rig.clock.advance(1)
         rig.serve(text(name, 4 * 5))
+    return rig
+
+
+def test_little_more_is_saved_than_is_short() -> None:
+    """Under write-back room has to be waited for: what is on its way already is not asked for again."""
+    rig = _full_of_unsaved()
     need = {Kind.PREFIX: 64 - rig.used(Tier.DEVICE, Kind.PREFIX) + 6}
     for _ in range(10):
         found = room.make_room(rig.core, Tier.DEVICE, need)
@@ -57,10 +63,7 @@ def test_little_more_is_saved_than_is_short() -> None:
 
 def test_whoever_needs_what_is_being_saved_is_told_to_wait() -> None:
     """Pages that are being saved are in use, so that nothing could be evicted for it now; it is refused, but not for good."""
-    rig = Rig(FULL, device_pages=64, host_pages=256, write=WritePolicy.BACK)
-    for name in range(12):
-        rig.clock.advance(1)
-        rig.serve(text(name, 4 * 5))
+    rig = _full_of_unsaved()
     for _ in range(3):
         with pytest.raises(NoRoom) as refusal:
             room.allocate(rig.core, Tier.DEVICE, {Kind.PREFIX: 60})
@@ -76,10 +79,7 @@ def test_whoever_needs_what_is_being_saved_is_told_to_wait() -> None:
 
 
 def test_copies_that_were_given_up_on_are_not_waited_for() -> None:
-    rig = Rig(FULL, device_pages=64, host_pages=256, write=WritePolicy.BACK)
-    for name in range(12):
-        rig.clock.advance(1)
-        rig.serve(text(name, 4 * 5))
+    rig = _full_of_unsaved()
     need = {Kind.PREFIX: 64 - rig.used(Tier.DEVICE, Kind.PREFIX) + 6}
     assert room.make_room(rig.core, Tier.DEVICE, need).waiting
     rig.clock.advance(1000)

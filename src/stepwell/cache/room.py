@@ -19,7 +19,7 @@ from stepwell.tree.node import LossReason, Residency, Run, Victim
 from stepwell.tree.pruning import discard_tail
 
 PATIENCE_SLABS, PATIENCE_SHARE = 8, 1 / 16  # of the tier: see `patience_bytes_of`
-SAVED_AHEAD = 1 / 16  # of the tier
+SAVED_AHEAD = 1 / 16  # of the tier, under write-back: see `_is_coming`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

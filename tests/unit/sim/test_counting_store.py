@@ -120,6 +120,17 @@ def test_a_value_kept_again_after_it_was_deleted_below_another_can_go() -> None:
     assert held(store, 1, 2, 9) == [False, False, True]
 
 
+def test_what_a_deleted_value_stood_on_was_used_when_that_was() -> None:
+    store = CountingStore(30)
+    chain(store, 1, 2)
+    chain(store, 11)
+    store.use(key(2))
+    store.delete(SPACE, [key(2)])
+    chain(store, 21)
+    chain(store, 31)
+    assert held(store, 1, 11, 21, 31) == [True, False, True, True]
+
+
 def test_many_uses_of_few_values_take_no_room() -> None:
     store = CountingStore(100)
     chain(store, 1, 2)

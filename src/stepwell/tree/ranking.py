@@ -135,7 +135,7 @@ class Ranking:
 
     def queue_residency(self, residency: Residency, *, again: bool = False) -> None:
         """Makes a checkpoint a candidate; `again` when it is worth less than when it was queued."""
-        if (again or not residency.ticket) and _in_tree(residency):
+        if (again or not residency.ticket) and _may_go(residency):
             self._checkpoints[residency.tier].push(residency, self._residency_standing(residency))
 
     def tidy(self, tier: Tier) -> None:
@@ -179,14 +179,14 @@ class Ranking:
         if standing is not None:  # used since it was queued
             order.push(victim, standing)
         else:
-            victim.ticket = 0  # something stands on it, and will queue it
+            victim.ticket = 0  # something stands on it, or it is to stay: who ends that will queue it
         return None
 
     def _standing(self, victim: Victim) -> Standing | None:
         if isinstance(victim, Run):
             tail = self.tail(victim)
             return None if tail is None else self._run_standing(victim, tail)
-        return self._residency_standing(victim) if _in_tree(victim) else None
+        return self._residency_standing(victim) if _may_go(victim) else None
 
     def _run_standing(self, run: Run, tail: Tail) -> Standing:
         node = run.node
@@ -246,9 +246,9 @@ def _has_pages(run: Run, start: int) -> bool:
     return bool((run.ids[start:] != ABSENT).any())
 
 
-def _in_tree(residency: Residency) -> bool:
+def _may_go(residency: Residency) -> bool:
     checkpoint = residency.checkpoint
-    return checkpoint.node is not None and checkpoint.held[residency.tier] is residency
+    return checkpoint.node is not None and checkpoint.held[residency.tier] is residency and not residency.stays
 
 
 def previous_checkpoint(node: Node, page: int) -> Checkpoint | None:

@@ -7,9 +7,8 @@ A conversation leaves a checkpoint at every turn, and the next turn makes all bu
     one follows it, but is not in the store yet                               it rests again
 
 A path of which nothing was stored for `MOST_RESTS` is stored at the next chance, so a crash costs no more than that. What rests
-is a small part of the host: beyond it the oldest rests are over at once, and so they all are before the store goes. It stays on
-the host as long as anything else can go (`let_go` ends that): what had to leave sooner would be stored for nothing, or lost
-while the store is busy. What leaves the host rests no longer.
+is a small part of the host: beyond it the oldest rests are over at once, and so they all are before the store goes. What leaves
+the host rests no longer; what rests is worth more there (`policy/value.py`), so that it does not leave for little.
 """
 
 from __future__ import annotations
@@ -51,18 +50,18 @@ class Resting:
         most_bytes: int,
         is_superseded: Question,
         can_be_stored: Question,
-        on_may_go: Callable[[Residency], None],
+        on_change: Callable[[Residency], None],
         counters: Counters,
     ) -> None:
         """`is_superseded` says whether a later checkpoint of its path serves everybody who would resume at one, and
-        `can_be_stored` whether all of it is on the host, and what it stands on in the store. `on_may_go` is told of those that
-        need not stay on the host any longer.
+        `can_be_stored` whether all of it is on the host, and what it stands on in the store. `on_change` is told of those on
+        the host whose rest began or ended.
         """
         self._rest_s = rest_s  # 0: nothing ever rests
         self._most_bytes = most_bytes
         self._is_superseded = is_superseded
         self._can_be_stored = can_be_stored
-        self._on_may_go = on_may_go
+        self._on_change = on_change
         self._counters = counters
         self._rests: dict[Checkpoint, _Rest] = {}
         self._size_bytes = 0
@@ -112,14 +111,6 @@ class Resting:
     def end_all(self, now_s: float) -> None:
         """Nothing rests any longer: the store is about to go, or the cache is."""
         self._ended_at_s = now_s
-        self.let_go()
-
-    def let_go(self) -> bool:
-        """Lets all that rests now leave the host in its turn, and be stored before it does; false when all of it may already."""
-        staying = [residency for each in self._rests if (residency := each.held[Tier.HOST]) is not None and residency.stays]
-        for residency in staying:
-            self._may_go(residency)
-        return bool(staying)
 
     def give_up(self, now_s: float, age_s: float) -> int:
         """Takes out what could not be stored for so long after all rests were over; how many they were."""
@@ -130,9 +121,8 @@ class Resting:
         return late
 
     def clear(self) -> None:
-        self.let_go()
-        self._rests.clear()
-        self._size_bytes = 0
+        for checkpoint in list(self._rests):
+            self._take(checkpoint)
 
     def rested(self, now_s: float) -> Iterator[Checkpoint]:
         """Takes out those whose rest is over and that are to be stored, one at a time."""
@@ -153,7 +143,8 @@ class Resting:
     def audit(self) -> None:
         """Asserts that all that rests is on the host, and that its bytes add up."""
         for checkpoint in self._rests:
-            assert checkpoint.ready_in(Tier.HOST) is not None, f"boundary {checkpoint.page} rests on the host without being there"
+            residency = checkpoint.ready_in(Tier.HOST)
+            assert residency is not None and residency.rests, f"boundary {checkpoint.page} rests on the host without being there"
         size_bytes = sum(rest.size_bytes for rest in self._rests.values())
         assert size_bytes == self._size_bytes, f"{size_bytes=} counted {self._size_bytes}"
 
@@ -189,22 +180,20 @@ class Resting:
     def _put(self, checkpoint: Checkpoint, rest: _Rest) -> None:
         self._rests[checkpoint] = rest
         self._size_bytes += rest.size_bytes
-        residency = checkpoint.held[Tier.HOST]
-        if residency is not None:
-            residency.stays = self._ended_at_s is None
+        self._mark(checkpoint, rests=True)
 
     def _take(self, checkpoint: Checkpoint) -> _Rest | None:
         rest = self._rests.pop(checkpoint, None)
         if rest is not None:
             self._size_bytes -= rest.size_bytes
-            residency = checkpoint.held[Tier.HOST]
-            if residency is not None:
-                self._may_go(residency)
+            self._mark(checkpoint, rests=False)
         return rest
 
-    def _may_go(self, residency: Residency) -> None:
-        residency.stays = False
-        self._on_may_go(residency)
+    def _mark(self, checkpoint: Checkpoint, *, rests: bool) -> None:
+        residency = checkpoint.held[Tier.HOST]
+        if residency is not None:
+            residency.rests = rests
+            self._on_change(residency)
 
 
 def _followers(checkpoint: Checkpoint) -> Iterator[Checkpoint]:

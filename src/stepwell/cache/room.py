@@ -62,7 +62,7 @@ def make_room(core: Core, tier: Tier, need: Need) -> Room:
         victim = _pop(core, tier, short, any_sort=patient) or _pop(core, tier, short, any_sort=True)
         if victim is None:
             # Last resorts, not while room is on its way: spared slabs are seldom enough, and would be given up in vain.
-            if not waiting and (_let_go(core, tier) or arena.spare_none() or _cut_off(core, tier)):
+            if not waiting and (arena.spare_none() or _cut_off(core, tier)):
                 continue
             break
         if core.save_first is not None and core.save_first(core, victim):
@@ -84,11 +84,6 @@ def _is_coming(core: Core, tier: Tier, short: Need) -> bool:
     layout = core.arena(tier).layout
     short_bytes = sum(count * layout.strides[kind] for kind, count in short.items())
     return core.mover.saving_bytes(tier) >= short_bytes + SAVED_AHEAD * layout.size_bytes
-
-
-def _let_go(core: Core, tier: Tier) -> bool:
-    """Makes candidates of checkpoints that rest on the host until they are stored. False when there are none."""
-    return tier is Tier.HOST and core.link is not None and core.link.resting.let_go()
 
 
 def _cut_off(core: Core, tier: Tier) -> bool:

@@ -73,7 +73,7 @@ class Stores:
             most_bytes=int(host.layout.size_bytes * RESTING_SHARE),
             is_superseded=partial(is_superseded, milestone_pages=step // core.spec.page_tokens),
             can_be_stored=can_be_stored,
-            on_may_go=core.tree.ranking.queue_residency,
+            on_change=partial(core.tree.ranking.queue_residency, again=True),
             counters=core.counters,
         )
         core.link = StoreLink(

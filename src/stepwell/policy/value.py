@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 from stepwell.policy.habits import Habits, Visit
 
 LEVELS_PER_OCTAVE = 4
+RESTING_WORTH = 4.0  # times as much: what rests is stored too early when it has to go, or lost while the store is busy
 
 
 class Facts(NamedTuple):  # not a dataclass: one is made for every candidate that eviction looks at
@@ -25,6 +26,7 @@ class Facts(NamedTuple):  # not a dataclass: one is made for every candidate tha
     visit: Visit | None = None  # the latest on its path
     distance: int = 0  # who leaves the path nearer than this many tokens to that visit's end needs it,
     next_distance: int = 0  # unless they do nearer than this, and are served by the checkpoint that follows
+    rests: bool = False  # it is not in the store yet, and may be superseded before it has to be
 
 
 class Place(NamedTuple):
@@ -65,6 +67,8 @@ class Expected:
         visit, share = facts.visit, 1.0
         if facts.distance:
             share = self._habits.share(facts.next_distance, facts.distance)
+        if facts.rests:
+            share *= RESTING_WORTH
         level = round(LEVELS_PER_OCTAVE * log2(max(facts.saved_tokens, 1) / facts.size_bytes * share))
         return Place(visit.group, level, visit.at_s) if visit is not None else Place(0, level, facts.used_at)
 

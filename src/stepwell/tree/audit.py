@@ -96,7 +96,7 @@ def _audit_residency(tree: Tree, residency: Residency) -> None:
     if residency.ready:
         for kind, ids in residency.spans():
             assert arena.is_ready(kind, ids), f"a ready checkpoint at {boundary} has pages that are not"
-        if not residency.users and not residency.stays:
+        if not residency.users:
             assert residency.ticket, (
                 f"the checkpoint at {boundary} could be evicted from {residency.tier.label} but is not queued"
             )

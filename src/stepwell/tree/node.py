@@ -71,7 +71,7 @@ class Run:
 class Residency:
     """One checkpoint's pages in one tier. Window pages are in path order and may be shared with neighbours."""
 
-    __slots__ = ("_spans", "checkpoint", "points", "ready", "standing", "stays", "ticket", "tier", "unsaved", "users", "windows")
+    __slots__ = ("_spans", "checkpoint", "points", "ready", "rests", "standing", "ticket", "tier", "unsaved", "users", "windows")
 
     def __init__(self, checkpoint: Checkpoint, tier: Tier, *, windows: PageIds, points: PageIds, ready: bool) -> None:
         self.checkpoint = checkpoint
@@ -82,7 +82,7 @@ class Residency:
         self.users = 0  # leases and copies that read it now: not to be evicted
         self.ticket = self.standing = 0
         self.unsaved = False
-        self.stays = False  # not evicted as long as anything else can go
+        self.rests = False  # on the host, before it goes down to a store
         self._spans = tuple((kind, ids) for kind, ids in ((Kind.WINDOW, windows), (Kind.POINT, points)) if len(ids))
 
     def spans(self) -> tuple[tuple[Kind, PageIds], ...]:

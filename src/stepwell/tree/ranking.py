@@ -134,8 +134,8 @@ class Ranking:
             self._most_depended_on = max(2 * len(waiting), MOST_DEPENDED_ON)
 
     def queue_residency(self, residency: Residency, *, again: bool = False) -> None:
-        """Makes a checkpoint a candidate; `again` when it is worth less than when it was queued."""
-        if (again or not residency.ticket) and _may_go(residency):
+        """Makes a checkpoint a candidate; `again` when its worth has changed since it was queued."""
+        if (again or not residency.ticket) and _in_tree(residency):
             self._checkpoints[residency.tier].push(residency, self._residency_standing(residency))
 
     def tidy(self, tier: Tier) -> None:
@@ -179,14 +179,14 @@ class Ranking:
         if standing is not None:  # used since it was queued
             order.push(victim, standing)
         else:
-            victim.ticket = 0  # something stands on it, or it is to stay: who ends that will queue it
+            victim.ticket = 0  # something stands on it, and will queue it
         return None
 
     def _standing(self, victim: Victim) -> Standing | None:
         if isinstance(victim, Run):
             tail = self.tail(victim)
             return None if tail is None else self._run_standing(victim, tail)
-        return self._residency_standing(victim) if _may_go(victim) else None
+        return self._residency_standing(victim) if _in_tree(victim) else None
 
     def _run_standing(self, run: Run, tail: Tail) -> Standing:
         node = run.node
@@ -215,6 +215,7 @@ class Ranking:
             visit=visit,
             distance=(max(end - checkpoint.page, 0) + 1) * page_tokens,
             next_distance=(max(end - follower.page, 0) + 1) * page_tokens if follower is not None else 0,
+            rests=residency.rests,
         )
         return Standing(node.priority, self._value.place(facts))
 
@@ -246,9 +247,9 @@ def _has_pages(run: Run, start: int) -> bool:
     return bool((run.ids[start:] != ABSENT).any())
 
 
-def _may_go(residency: Residency) -> bool:
+def _in_tree(residency: Residency) -> bool:
     checkpoint = residency.checkpoint
-    return checkpoint.node is not None and checkpoint.held[residency.tier] is residency and not residency.stays
+    return checkpoint.node is not None and checkpoint.held[residency.tier] is residency
 
 
 def previous_checkpoint(node: Node, page: int) -> Checkpoint | None:

@@ -7,7 +7,6 @@ import pytest
 from stepwell import Kind, PlacementConfig, Tier, WritePolicy
 from stepwell.base.config import StoreConfig
 from stepwell.base.errand import Fate
-from stepwell.cache.backup_checkpoints import let_rest
 from stepwell.cache.backup_paths import offer
 from stepwell.cache.link import MOST_PUTS
 from stepwell.cache.resting import MOST_RESTS
@@ -376,61 +375,47 @@ def test_nothing_rests_before_a_store_that_others_read() -> None:
     assert StoreConfig(checkpoint_rest_s=5.0).rest_s(shared=True) == 5.0
 
 
-def test_what_rests_stays_as_long_as_anything_else_can_go() -> None:
-    here = rig(host_pages=64)
-    older = text(2, 40 * PAGE + 1)
-    turn(here, 16, older)
-    later(here, REST_S)
-    assert stored(here) == [16]
-    turn(here, 16)
-    here.serve(older[: 16 * PAGE + 1])  # now what rests was used longest ago
-    here.evict_all(Tier.DEVICE)
-    _fill_host(here, pages=30)
-    assert here.restore(PROMPT) == 16 * PAGE and here.restore(older) == 0
-    assert stored(here) == [], "nothing pressed it"
-
-
-def test_what_rests_is_stored_and_goes_when_nothing_else_can() -> None:
-    here = rig(host_pages=64)
-    turn(here, 16)
-    here.evict_all(Tier.DEVICE)
-    _fill_host(here, pages=60)
-    here.settle()
-    assert here.restore(PROMPT) == 0 and resumable(here) == 16
+def test_what_rests_is_worth_more_on_the_host() -> None:
+    here = rig()
+    link = here.core.link
+    assert link is not None
+    older, newer = text(2, 40 * PAGE + 1), text(3, 40 * PAGE + 1)
+    turn(here, 10, older)
+    later(here, 1)
+    turn(here, 10, newer)
+    later(here, 20)
+    turn(here, 10)  # so that it is known how long ago those were
+    first, second, _ = link.resting
+    ranking = here.tree.ranking
+    assert ranking.pop(Tier.HOST, runs=False, checkpoints=True) is first.held[Tier.HOST], "both rest: the older one goes"
+    ranking.queue_residency(first.held[Tier.HOST])  # type: ignore[arg-type]
+    assert link.resting.leave(second)
+    assert ranking.pop(Tier.HOST, runs=False, checkpoints=True) is second.held[Tier.HOST], "of two alike, what rests stays"
 
 
 @pytest.mark.parametrize("end", ["rested", "detached", "replaced"])
-def test_what_rests_no_longer_goes_in_its_turn(end: str) -> None:
-    here = rig(host_pages=64)
-    turn(here, 16)
-    here.evict_all(Tier.DEVICE)
+def test_what_rests_no_longer_is_worth_no_more(end: str) -> None:
+    here = rig()
+    turn(here, 10)
+    [residency] = [each.held[Tier.HOST] for node in here.tree.nodes() for each in (node.checkpoints or {}).values()]
+    assert residency is not None and residency.rests
     if end == "rested":
         later(here, REST_S)
     else:
         here.cache.detach_store()
         if end == "replaced":
             here.attach(MemoryStore(), StoreConfig(checkpoint_rest_s=0.0, recompute_tokens_per_s=1.0))
-    here.settle()
-    _fill_host(here, pages=30)
-    assert here.restore(PROMPT) == 16 * PAGE, "there was room beside it"
-    here.cache.audit()  # whatever may go is queued,
-    ranking = here.tree.ranking
-    assert ranking.pop(Tier.HOST, runs=False, checkpoints=True) is not None, "and it may"
+        here.settle()
+    assert not residency.rests
 
 
-def test_what_comes_to_rest_for_a_store_that_is_going_need_not_stay() -> None:
-    here = rig()
-    link = here.core.link
-    assert link is not None
-    turn(here, 10)
-    link.resting.clear()
-    link.resting.end_all(here.clock.now())
-    node = next(node for node in here.tree.nodes() if node.checkpoints)
-    let_rest(here.core, link, node.path(), upto=10)
-    assert link.resting and not any(each.held[Tier.HOST].stays for each in link.resting)  # type: ignore[union-attr]
-
-
-def _fill_host(here: Rig, pages: int) -> None:
-    """Takes that much of the host, as a fetch would, and gives it back."""
-    ids = allocate(here.core, Tier.HOST, {Kind.PREFIX: pages})[Kind.PREFIX]
+def test_a_priority_is_worth_more_than_rest() -> None:
+    here = rig(host_pages=64)
+    kept, passing = text(2, 12 * PAGE + 1), text(3, 12 * PAGE + 1)
+    here.serve(kept, priority=1)
+    later(here, REST_S)
+    here.serve(passing)
+    here.evict_all(Tier.DEVICE)
+    ids = allocate(here.core, Tier.HOST, {Kind.PREFIX: 45})[Kind.PREFIX]
+    assert here.restore(kept) == 12 * PAGE and here.restore(passing) == 0
     here.core.mover.release(Tier.HOST, Kind.PREFIX, ids)

@@ -77,6 +77,10 @@ class StoreLink:
         """Whether more may be sent down: a store that hangs never holds more than a small part of the host tier."""
         return self.num_putting < MOST_PUTS and self.backup_bytes < self.most_backup_bytes and self.breaker.allows(now)
 
+    def may_put_at_once(self, now: float) -> bool:
+        """The same for what would be lost otherwise, which may be twice as much: one request for room can turn out many."""
+        return self.backup_bytes < 2 * self.most_backup_bytes and self.breaker.allows(now)
+
     @property
     def held_bytes(self) -> int:
         """Host bytes that fetches hold for requests that have not begun."""

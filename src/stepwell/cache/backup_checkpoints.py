@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Container
 
 from stepwell.base.errand import Fate, Outcome, PutCheckpoint
-from stepwell.base.ids import Kind, Tier
+from stepwell.base.ids import Tier
 from stepwell.cache.core import Core
 from stepwell.cache.errands import Call
 from stepwell.cache.link import StoreLink
@@ -22,10 +22,6 @@ from stepwell.tree.chain import keys_within
 from stepwell.tree.checkpoints import drop_residency
 from stepwell.tree.node import Checkpoint, LossReason, Node, Residency, Victim
 from stepwell.tree.ranking import previous_checkpoint
-
-# A checkpoint is not stored on top of one that the store was given this little before it, when as many bytes would hold
-# the prefix of many times the tokens between them.
-LITTLE_TOKENS, LITTLE_S, LITTLE_SHARE = 1024, 300.0, 1 / 16
 
 
 def is_superseded(checkpoint: Checkpoint, *, milestone_pages: int) -> bool:
@@ -41,19 +37,6 @@ def can_be_stored(checkpoint: Checkpoint) -> bool:
     """Whether all of it is on the host, and what it stands on in the store."""
     node = checkpoint.node
     return node is not None and checkpoint.ready_in(Tier.HOST) is not None and _is_stored(node, checkpoint.page)
-
-
-def gains_little(core: Core, checkpoint: Checkpoint) -> bool:
-    """Whether the store has one so little before it that what this one would save is not worth its bytes."""
-    residency, node = checkpoint.ready_in(Tier.HOST), checkpoint.node
-    before = previous_checkpoint(node, checkpoint.page) if node is not None else None
-    while before is not None and before.node is not None and not (before.stored and not before.arriving):
-        before = previous_checkpoint(before.node, before.page)
-    if residency is None or before is None or core.clock.now() - before.stored_s >= LITTLE_S:
-        return False
-    pages = checkpoint.page - before.page
-    prefix_bytes = pages * core.arena(Tier.HOST).layout.strides[Kind.PREFIX]
-    return pages * core.spec.page_tokens <= LITTLE_TOKENS and prefix_bytes < LITTLE_SHARE * _size_bytes(core, residency)
 
 
 def let_rest(core: Core, link: StoreLink, path: list[Node], *, upto: int) -> None:
@@ -101,7 +84,7 @@ def put_resting_first(core: Core, victim: Victim) -> bool:
 
 def put_resting(core: Core, link: StoreLink, residency: Residency) -> bool:
     """Ends the rest of a checkpoint that is to leave the host, and starts storing it; true when it is on its way now."""
-    if residency.users or gains_little(core, residency.checkpoint) or not link.resting.leave(residency.checkpoint):
+    if residency.users or not link.resting.leave(residency.checkpoint):
         return False
     _put_checkpoint(core, link, residency.checkpoint)
     return residency.users > 0
@@ -132,7 +115,6 @@ def _put_checkpoint(core: Core, link: StoreLink, checkpoint: Checkpoint) -> None
     )
     size_bytes = _size_bytes(core, residency)
     checkpoint.stored = checkpoint.arriving = True
-    checkpoint.stored_s = core.clock.now()
     link.backup_bytes += size_bytes
     link.num_putting += 1
 

@@ -160,7 +160,7 @@ def _send_for_checkpoint(
     now = core.clock.now()
     residency = add_residency(core.tree, node, page, Tier.HOST, windows=windows, points=points, ready=False, now=now)
     assert residency is not None, f"the checkpoint at page {page} was fetched although it is there"
-    residency.checkpoint.stored, residency.checkpoint.stored_s = True, now
+    residency.checkpoint.stored = True
     residency.users += 1
     fetch.residencies.append(residency)
     task = FetchCheckpoint(boundary=ticket.keys[page - 1], windows=windows, points=points)

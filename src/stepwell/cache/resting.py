@@ -2,9 +2,9 @@
 
 A conversation leaves a checkpoint at every turn, and the next turn makes all but the last useless. So when a rest is over:
 
-    a later checkpoint of its path is in the store, or one little before it    it never will be
-    nothing follows it, it is a milestone, or requests left the path there     it is stored
-    one follows it, but is not in the store yet                                it rests again
+    nothing follows it, it is a milestone, or requests left the path there    it is stored
+    a later checkpoint of its path is in the store                            it never will be
+    one follows it, but is not in the store yet                               it rests again
 
 A path of which nothing was stored for `MOST_RESTS` is stored at the next chance, so a crash costs no more than that. What rests
 is a small part of the host: beyond it the oldest rests are over at once, and so they all are before the store goes. What leaves
@@ -50,20 +50,17 @@ class Resting:
         most_bytes: int,
         is_superseded: Question,
         can_be_stored: Question,
-        gains_little: Question,
         on_change: Callable[[Residency], None],
         counters: Counters,
     ) -> None:
         """`is_superseded` says whether a later checkpoint of its path serves everybody who would resume at one, and
-        `can_be_stored` whether all of it is on the host, and what it stands on in the store; `gains_little` whether the store
-        has one so little before it that this one is not worth its bytes. `on_change` is told of those on the host whose rest
-        began or ended.
+        `can_be_stored` whether all of it is on the host, and what it stands on in the store. `on_change` is told of those on
+        the host whose rest began or ended.
         """
         self._rest_s = rest_s  # 0: nothing ever rests
         self._most_bytes = most_bytes
         self._is_superseded = is_superseded
         self._can_be_stored = can_be_stored
-        self._gains_little = gains_little
         self._on_change = on_change
         self._counters = counters
         self._rests: dict[Checkpoint, _Rest] = {}
@@ -161,7 +158,7 @@ class Resting:
         return now_s - waiting_since_s >= MOST_RESTS * self._rest_s
 
     def _verdict(self, checkpoint: Checkpoint, *, is_overdue: bool) -> _Verdict:
-        if self._is_spared(checkpoint) or (self._ended_at_s is None and self._gains_little(checkpoint)):
+        if self._is_spared(checkpoint):
             return _Verdict.SKIP
         if self._ended_at_s is not None or not self._is_superseded(checkpoint):
             return _Verdict.STORE

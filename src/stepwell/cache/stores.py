@@ -11,7 +11,7 @@ from functools import partial
 from stepwell.base.config import StoreConfig, WritePolicy
 from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Tier
-from stepwell.cache.backup_checkpoints import can_be_stored, gains_little, is_superseded, put_resting_of
+from stepwell.cache.backup_checkpoints import can_be_stored, is_superseded, put_resting_of
 from stepwell.cache.backup_paths import forget_beliefs, offer, offer_everything, pump
 from stepwell.cache.core import Core
 from stepwell.cache.errands import Errands
@@ -73,7 +73,6 @@ class Stores:
             most_bytes=int(host.layout.size_bytes * RESTING_SHARE),
             is_superseded=partial(is_superseded, milestone_pages=step // core.spec.page_tokens),
             can_be_stored=can_be_stored,
-            gains_little=partial(gains_little, core),
             on_change=partial(core.tree.ranking.queue_residency, again=True),
             counters=core.counters,
         )

@@ -93,7 +93,7 @@ class Residency:
 class Checkpoint:
     """Everything of window and point shape at one boundary (in pages from the root)."""
 
-    __slots__ = ("arriving", "following", "held", "node", "page", "stored", "stored_s", "used_at", "uses")
+    __slots__ = ("arriving", "following", "held", "node", "page", "stored", "used_at", "uses")
 
     def __init__(self, node: Node, page: int, now: float) -> None:
         self.node: Node | None = node  # None once it left the tree
@@ -103,7 +103,6 @@ class Checkpoint:
         self.used_at = now
         self.uses = 0
         self.stored = False  # believed to be in the store, or on its way there,
-        self.stored_s = 0.0  # since then,
         self.arriving = False  # as it is while nobody has heard of it
 
     def ready_in(self, tier: Tier) -> Residency | None:

@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import pytest
 
-from stepwell import Kind, ModelSpec, PlacementConfig, Point, StateSpec, Tier, WritePolicy
+from stepwell import Kind, PlacementConfig, Tier, WritePolicy
 from stepwell.base.config import StoreConfig
 from stepwell.base.errand import Fate
-from stepwell.cache.backup_checkpoints import LITTLE_S, put_resting_first
 from stepwell.cache.backup_paths import offer
 from stepwell.cache.link import MOST_PUTS
 from stepwell.cache.resting import MOST_RESTS
 from stepwell.cache.room import allocate
 from stepwell.store.memory import MemoryStore
-from toys import FULL_POINT, KV, OBJECT_BYTES, PAGE, Rig, model, text
+from toys import FULL_POINT, PAGE, Rig, text
 
 REST_S = 30.0
-LARGE_POINT = model(KV, StateSpec(name="ssm", shape=Point(), layers=1, row_bytes=40 * OBJECT_BYTES, dtype="u8"))
 PROMPT = text(1, 40 * PAGE + 1)
 
 
-def rig(
-    spec: ModelSpec = FULL_POINT, *, placement: PlacementConfig | None = None, host_pages: int = 256, **config: object
-) -> Rig:
+def rig(*, placement: PlacementConfig | None = None, host_pages: int = 256, **config: object) -> Rig:
     more = {"placement": placement} if placement is not None else {}
     store = StoreConfig(checkpoint_rest_s=REST_S, recompute_tokens_per_s=1.0)
-    return Rig(spec, host_pages=host_pages, store=MemoryStore(), store_config=store, **more, **config)  # type: ignore[arg-type]
+    return Rig(FULL_POINT, host_pages=host_pages, store=MemoryStore(), store_config=store, **more, **config)  # type: ignore[arg-type]
 
 
 def turn(here: Rig, pages: int, prompt: list[int] = PROMPT) -> None:
@@ -59,7 +55,7 @@ def resumable(here: Rig, prompt: list[int] = PROMPT) -> int:
     """Pages that a new cache gets from the store alone."""
     link = here.core.link
     assert link is not None
-    after = Rig(here.spec, host_pages=1024, device_pages=1024, store=link.store, store_config=link.config)
+    after = Rig(FULL_POINT, host_pages=1024, device_pages=1024, store=link.store, store_config=link.config)
     return after.serve_fetched(prompt).store // PAGE
 
 
@@ -356,7 +352,7 @@ def test_an_heir_whose_pages_were_refused_costs_nothing(end: str) -> None:
     assert store is not None
     {"close": here.cache.close, "flush": here.cache.flush, "detach": here.cache.detach_store}[end]()
     here.settle()
-    after = Rig(here.spec, host_pages=1024, device_pages=1024, store=store.store, store_config=store.config)
+    after = Rig(FULL_POINT, host_pages=1024, device_pages=1024, store=store.store, store_config=store.config)
     assert after.serve_fetched(PROMPT).store >= 10 * PAGE
 
 
@@ -436,52 +432,3 @@ def test_many_that_leave_the_host_at_once_are_all_stored() -> None:
     here.evict_idle(Tier.HOST)
     here.settle()
     assert [resumable(here, prompt) for prompt in prompts] == 20 * [2]
-
-
-def test_a_large_checkpoint_is_not_stored_for_a_few_tokens_more() -> None:
-    here = large_rig()
-    turn(here, 10)
-    later(here, REST_S)
-    turn(here, 12)  # two pages more, where a checkpoint has the bytes of forty
-    later(here, REST_S)
-    assert resumable(here) == 10
-    turn(here, 13)
-    later(here, REST_S)
-    assert resumable(here) == 13
-
-
-def test_a_large_checkpoint_that_leaves_the_host_is_not_stored_for_a_few_tokens_more() -> None:
-    here = large_rig()
-    turn(here, 10)
-    later(here, REST_S)
-    turn(here, 12)
-    link = here.core.link
-    assert link is not None
-    [newest] = [each.held[Tier.HOST] for each in link.resting]
-    assert newest is not None and not put_resting_first(here.core, newest)
-    here.settle()
-    assert resumable(here) == 10
-
-
-def test_a_few_tokens_more_are_stored_when_the_one_before_was_left_long_ago() -> None:
-    here = large_rig()
-    turn(here, 10)
-    later(here, REST_S)
-    later(here, LITTLE_S)  # the store may have given it up by now
-    turn(here, 12)
-    later(here, REST_S)
-    assert resumable(here) == 12
-
-
-def test_a_few_tokens_more_are_stored_at_the_end() -> None:
-    here = large_rig()
-    turn(here, 10)
-    later(here, REST_S)
-    turn(here, 12)
-    here.cache.close()
-    assert resumable(here) == 12
-
-
-def large_rig() -> Rig:
-    """Of a model whose checkpoints are large beside its pages."""
-    return rig(LARGE_POINT, host_pages=4096, device_pages=1024)

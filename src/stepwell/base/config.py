@@ -73,7 +73,7 @@ class StoreConfig:
     ticket_hold_s: float = 120.0  # after which a ticket that nobody used is closed, and its pages are let go
     backup_queue: int = 4096  # paths waiting to be backed up
     backup_age_s: float = 60.0  # after which a path that waits is given up
-    backup_bytes: int = 256 * 2**20  # on their way down at a time, at most
+    backup_bytes: int = 256 * 2**20  # on their way down at a time, at most; twice that of what would be lost otherwise
     checkpoint_rest_s: float | None = None  # before a checkpoint is stored; what is superseded by then is not. None: see `rest_s`
     readers: int = 4  # threads of each rank
     writers: int = 1

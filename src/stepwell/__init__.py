@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from stepwell.base.config import CacheConfig, EvictionPolicy, PlacementConfig, WritePolicy
-    from stepwell.base.errors import BadTokens, ConfigError, LeaseError, NoRoom, SpecError, StepwellError, StoreError
+    from stepwell.base.errors import (
+        BadTokens,
+        ConfigError,
+        LeaseError,
+        LoadFailed,
+        NoRoom,
+        SpecError,
+        StepwellError,
+        StoreError,
+        WrongThread,
+    )
     from stepwell.base.ids import Kind, Tier
     from stepwell.base.keys import Namespace
     from stepwell.base.spec.model import ModelSpec, StateSpec
@@ -29,7 +39,17 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "stepwell.base.config": ("CacheConfig", "EvictionPolicy", "PlacementConfig", "WritePolicy"),
-    "stepwell.base.errors": ("BadTokens", "ConfigError", "LeaseError", "NoRoom", "SpecError", "StepwellError", "StoreError"),
+    "stepwell.base.errors": (
+        "BadTokens",
+        "ConfigError",
+        "LeaseError",
+        "LoadFailed",
+        "NoRoom",
+        "SpecError",
+        "StepwellError",
+        "StoreError",
+        "WrongThread",
+    ),
     "stepwell.base.ids": ("Kind", "Tier"),
     "stepwell.base.keys": ("Namespace",),
     "stepwell.base.spec.model": ("ModelSpec", "StateSpec"),
@@ -58,6 +78,7 @@ __all__ = [
     "Lease",
     "LeaseError",
     "LeaseState",
+    "LoadFailed",
     "Match",
     "ModelSpec",
     "Namespace",
@@ -74,6 +95,7 @@ __all__ = [
     "Tier",
     "Window",
     "WritePolicy",
+    "WrongThread",
     "__version__",
     "build_cache",
     "load_spec",

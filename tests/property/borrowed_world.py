@@ -1,6 +1,6 @@
 """A world without a device tier: the engine owns its memory, names its own pages, and copies from and into the host.
 
-An engine page is never used twice here, so a copy that is still reading one can never see it change.
+A request updates its point state in place, as models do: a copy that still reads it while the request goes on would show.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ class BorrowedWorld(World):
         if self.spec.window_tokens:
             count = -(-upto // self.spec.window_page_tokens) - desk.first_window - len(desk.windows)
             desk.windows += self._take(Kind.WINDOW, max(count, 0))
-        if self.spec.parts(Kind.POINT):
-            desk.points = self._take(Kind.POINT, 1)  # a copy may still be reading the one before
+        if self.spec.parts(Kind.POINT) and not desk.points:
+            desk.points = self._take(Kind.POINT, 1)
         self.engine.compute(self._view(held, desk), upto)
         self.ledger.computed(
             Tier.ENGINE, held.space, packed(held.tokens[:upto]), desk.position,

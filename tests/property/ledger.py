@@ -86,6 +86,14 @@ class Ledger:
         self._flights[plan.job] = Flight(tuple(arrives), tuple(pages))
         self._busy.update(pages)
 
+    def given_up(self, job: JobId) -> None:
+        """The cache no longer waits for a copy. What it brings counts for nothing, so an engine may change what it reads."""
+        flight = self._flights[job]
+        read = [source for source, _, _ in flight.arrives if source[0] is Tier.ENGINE]
+        self._busy.subtract(read)
+        arrives = tuple((source, target, None) for source, target, _ in flight.arrives)
+        self._flights[job] = Flight(arrives, tuple((Counter(flight.pages) - Counter(read)).elements()))
+
     def delivered(self, completion: Completion) -> None:
         flight = self._flights.pop(completion.job)
         self._busy.subtract(flight.pages)
@@ -150,6 +158,10 @@ class LedgerExecutor(ScriptedExecutor):
         if not self.owed[job]:
             del self.owed[job]
         super().answer(job, rank, error=error)
+
+    def withdraw(self, job: JobId) -> bool:
+        self._ledger.given_up(job)
+        return super().withdraw(job)
 
     def completed(self) -> list[Completion]:
         done = super().completed()

@@ -11,12 +11,19 @@ class Clock(Protocol):
 
     def now(self) -> float: ...
 
+    def sleep(self, seconds: float) -> None:
+        """Lets so much time pass."""
+        ...
+
 
 class SystemClock:
     """The machine's monotonic clock."""
 
     def now(self) -> float:
         return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
 
 
 class ManualClock:
@@ -27,6 +34,9 @@ class ManualClock:
 
     def now(self) -> float:
         return self._now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.advance(seconds)
 
     def advance(self, seconds: float) -> None:
         assert seconds >= 0, f"time does not run backwards: {seconds=}"

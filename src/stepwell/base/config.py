@@ -8,6 +8,9 @@ from math import inf
 
 from stepwell.base.errors import ConfigError
 
+MAX_PRIORITY = 10  # each step doubles what a request's path is worth keeping,
+PRIORITY_STEP_S = 600.0  # and one is lost in so much time
+
 
 class WritePolicy(Enum):
     """When a page on the device is also saved to the host."""

@@ -6,7 +6,7 @@ share of the store; an item has arrived when it arrived on all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TypeAlias
@@ -127,7 +127,7 @@ class Reply:
     took_s: float
 
 
-def joint(outcomes: list[Outcome]) -> Outcome:
+def joint(outcomes: Sequence[Outcome]) -> Outcome:
     """All ranks' outcomes as one: an item is OK when it is OK everywhere, else it has the first fate that was not."""
     fates = [
         next((fate for fate in each if fate is not Fate.OK), Fate.OK) for each in zip(*(o.fates for o in outcomes), strict=True)

@@ -26,6 +26,14 @@ class LeaseError(StepwellError):
     """A lease used after it was given back, twice, or against its order of calls."""
 
 
+class LoadFailed(LeaseError):
+    """Bytes that a lease needed did not arrive: release it and look the prompt up again, which will miss honestly."""
+
+
+class WrongThread(StepwellError):
+    """A cache was called from a second thread. It belongs to one at a time: see `Cache.hand_over`."""
+
+
 class NoRoom(StepwellError):
     """A tier cannot hold what was asked for now; nothing was handed out.
 

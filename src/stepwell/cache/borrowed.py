@@ -1,7 +1,8 @@
 """For engines that own their device memory: pages go between the host tier and addresses the engine names.
 
-The cache keeps no device arena then. The engine must leave the memory it named alone until the copy ended
-(`Lease.jobs` is empty, or the lease is ready again).
+The cache keeps no device arena then. A lease is not ready while its load runs, nor while a checkpoint is saved from it: the
+engine would change those bytes with its next token. Full prefix pages never change, so their copies hold nobody up; the engine
+must only not reuse them before `Lease.jobs` is empty.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from stepwell.base.errors import LeaseError, NoRoom
-from stepwell.base.ids import Kind, Tier
+from stepwell.base.ids import JobId, Kind, Tier
 from stepwell.base.plan import NO_PAGES, Copy, PageIds, Purpose, Span
 from stepwell.cache.core import Core
 from stepwell.cache.expiry import note_expiry
@@ -41,12 +42,20 @@ def load(core: Core, lease: Lease, into: EnginePages) -> None:
         copies.append(_copy(Tier.HOST, residency.points, Tier.ENGINE, into.points, Kind.POINT))
     job = core.mover.start(Purpose.LOAD, copies, reads=(residency,) if residency is not None else ())
     if job is not None:
-        lease.jobs.add(job)
-        lease.state = LeaseState.LOADING
+        lease.load_job = job
+        _await(lease, job)
+
+
+def _await(lease: Lease, job: JobId) -> None:
+    """The engine may not compute before this copy has ended."""
+    lease.jobs.add(job)
+    lease.waits_for_jobs.add(job)
+    lease.state = LeaseState.LOADING
 
 
 def commit(core: Core, lease: Lease, upto: int, source: EnginePages, *, checkpoint: bool) -> bool:
-    """Copies tokens `[position, upto)` and, if wanted, a checkpoint from the engine into the host tier.
+    """Copies tokens `[position, upto)` and, if wanted, a checkpoint from the engine into the host tier; the lease loads until
+    the checkpoint is copied.
 
     False, with nothing saved, when the host has no room. The next commit will offer these tokens again.
     """
@@ -145,7 +154,7 @@ def _save_checkpoint(core: Core, lease: Lease, node: Node, page: int, source: En
     ]
     job = core.mover.start(Purpose.SAVE, copies, writes=residency)
     assert job is not None, "a checkpoint without pages"
-    lease.jobs.add(job)
+    _await(lease, job)
     core.counters.add("checkpoints_made")
     core.mover.release(Tier.HOST, Kind.WINDOW, windows)  # the tree and the copy hold their own
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from stepwell.base.clock import Clock, SystemClock
 from stepwell.base.config import CacheConfig, EvictionPolicy
@@ -13,6 +14,7 @@ from stepwell.base.spec import ModelSpec
 from stepwell.cache.backup_checkpoints import put_resting_first
 from stepwell.cache.core import Core
 from stepwell.cache.executor import Executor, ThreadExecutor
+from stepwell.cache.expiry import note_split
 from stepwell.cache.facade import Cache
 from stepwell.cache.mover import Mover
 from stepwell.cache.saving import write_back
@@ -66,7 +68,7 @@ def build_cache(
     if executor is None and hands is None:
         memories = numpy_memories(spec, layouts)
         hands, host_pages = [NumpyHands(memories)], [memories[Tier.HOST]] if Tier.HOST in memories else []
-    executor = executor or ThreadExecutor(hands or [])
+    executor = executor or ThreadExecutor(hands or [], clock)
     arenas = {tier: Arena(tier, layout, on_free=on_free) for tier, layout in layouts.items()}
     habits = Habits(spec.page_tokens) if config.eviction is EvictionPolicy.VALUE else None
     tree = Tree(spec, arenas, Expected(habits) if habits is not None else LeastRecent())
@@ -82,6 +84,7 @@ def build_cache(
         save_first=write_back if save_on_eviction(config.write) else put_resting_first,
         saves_on_eviction=save_on_eviction(config.write),
     )
+    tree.on_split = partial(note_split, core)
     namespace = Namespace(model=model or spec.name, layout=spec.fingerprint)
     stores = Stores(core, host_pages, ranks=executor.num_ranks, names_weights=model is not None)
     return Cache(core, executor, namespace, stores)

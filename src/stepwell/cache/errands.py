@@ -116,9 +116,9 @@ class Errands:
         self._withdraw()
         return len(replies)
 
-    def drain(self) -> None:
-        """Waits for everything under way, for as long as an errand may take."""
-        self._porter.drain(self._timeout_s)
+    def drain(self, timeout_s: float) -> None:
+        """Waits for everything under way: for so long, and no longer than an errand may take."""
+        self._porter.drain(min(timeout_s, self._timeout_s))
 
     def close(self) -> None:
         self._porter.close()
@@ -167,15 +167,15 @@ class Errands:
         self._answered(Reply(job=running.errand.job, outcome=Outcome(fates=fates), took_s=0.0))
 
     def _abandon_overdue(self) -> None:
-        """What the store has not answered in time has failed; its pages stay held, for it may still be using them.
+        """What the store has made no progress on for so long has failed; its pages stay held, for it may still be using them.
 
-        What has only waited in line so long is called off.
+        What has only waited in line, behind something that hangs, is called off.
         """
-        latest_start_s = self._clock.now() - self._timeout_s
+        latest_s = self._clock.now() - self._timeout_s
         for running in list(self._running.values()):
-            if running.started_s > latest_start_s:
+            if running.started_s > latest_s:
                 break
-            if running.abandoned:
+            if running.abandoned or self._porter.progressed_s(running.errand.job) > latest_s:
                 continue
             if self._porter.withdraw(running.errand.job):
                 self._counters.add("store_errands_never_began")

@@ -6,19 +6,20 @@ exception of any kind is caught: it becomes a Completion that keeps its text.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from threading import Lock
+from functools import partial
+from math import inf
 from typing import Protocol
 
+from stepwell.base.clock import Clock, SystemClock
 from stepwell.base.ids import JobId
 from stepwell.base.plan import Completion, Plan, Purpose
+from stepwell.cache.workers import Line, RankJobs
 from stepwell.transfer.hands import Hands, Work
 
 
 class Executor(Protocol):
-    """Takes plans and gives back completions; both on the brain's thread, neither ever blocks."""
+    """Takes plans and gives back completions, on the brain's thread; only `drain` waits."""
 
     @property
     def num_ranks(self) -> int:
@@ -31,58 +32,61 @@ class Executor(Protocol):
         """Everything that completed since the last call, each plan once."""
         ...
 
-    def close(self) -> None:
-        """Waits for what runs, and takes no more."""
+    def withdraw(self, job: JobId) -> bool:
+        """Takes back a plan that no rank has begun: it will not complete. False when one has, or all have."""
         ...
 
+    def progressed_s(self, job: JobId) -> float:
+        """When the rank that is furthest behind with a plan last got on: began it, or something before it in line.
+        Minus infinity where nobody knows.
+        """
+        ...
 
-class _Tally:
-    """How many ranks still owe an answer for a plan, and the first thing that went wrong."""
+    def drain(self, timeout_s: float) -> None:
+        """Waits until everything submitted has completed, or for so long."""
+        ...
 
-    def __init__(self, ranks: int) -> None:
-        self.open = ranks
-        self.error: str | None = None
+    def close(self) -> None:
+        """Takes no more and lets its threads end; does not wait for one that hangs."""
+        ...
 
 
 class ThreadExecutor:
     """Worker threads for each rank: some for what a request waits for, one for saves, which may take their time."""
 
-    def __init__(self, ranks: Sequence[Hands], *, workers_per_rank: int = 2) -> None:
+    def __init__(self, ranks: Sequence[Hands], clock: Clock | None = None, *, workers_per_rank: int = 2) -> None:
         assert ranks, "an executor needs at least one rank's hands"
+        clock = clock or SystemClock()
         self._ranks = ranks
-        self._urgent = [ThreadPoolExecutor(workers_per_rank, thread_name_prefix=f"stepwell-rank{i}") for i in range(len(ranks))]
-        self._saving = [ThreadPoolExecutor(1, thread_name_prefix=f"stepwell-save{i}") for i in range(len(ranks))]
-        self._lock = Lock()
-        self._tallies: dict[JobId, _Tally] = {}
-        self._done: deque[Completion] = deque()
+        self._urgent = [Line(f"copy{i}", clock, threads=workers_per_rank) for i in range(len(ranks))]
+        self._saving = [Line(f"save{i}", clock) for i in range(len(ranks))]
+        self._jobs: RankJobs[str | None] = RankJobs(clock)
 
     @property
     def num_ranks(self) -> int:
         return len(self._ranks)
 
     def submit(self, plan: Plan) -> None:
-        with self._lock:
-            self._tallies[plan.job] = _Tally(len(self._ranks))
-        pools = self._saving if plan.purpose is Purpose.SAVE else self._urgent
-        for rank, (hands, pool) in enumerate(zip(self._ranks, pools, strict=True)):
-            pool.submit(self._run, rank, plan, begin(hands, plan))
+        lines = self._saving if plan.purpose is Purpose.SAVE else self._urgent
+        self._jobs.open(plan.job, lines, called_off="it was called off")
+        for rank, (hands, line) in enumerate(zip(self._ranks, lines, strict=True)):
+            self._jobs.enqueue(plan.job, rank, line, partial(attempt, rank, begin(hands, plan)))
 
     def completed(self) -> list[Completion]:
-        return [self._done.popleft() for _ in range(len(self._done))]
+        return [Completion(job=each.job, error=next(filter(None, each.outcomes), None)) for each in self._jobs.answers()]
+
+    def withdraw(self, job: JobId) -> bool:
+        return self._jobs.withdraw(job)
+
+    def progressed_s(self, job: JobId) -> float:
+        return self._jobs.progressed_s(job)
+
+    def drain(self, timeout_s: float) -> None:
+        self._jobs.drain(timeout_s)
 
     def close(self) -> None:
-        for pool in (*self._urgent, *self._saving):
-            pool.shutdown(wait=True)
-
-    def _run(self, rank: int, plan: Plan, work: Work) -> None:
-        error = attempt(rank, work)
-        with self._lock:
-            tally = self._tallies[plan.job]
-            tally.open -= 1
-            tally.error = tally.error or error
-            if not tally.open:
-                del self._tallies[plan.job]
-                self._done.append(Completion(job=plan.job, error=tally.error))
+        for line in (*self._urgent, *self._saving):
+            line.close()
 
 
 class InlineExecutor:
@@ -103,6 +107,15 @@ class InlineExecutor:
     def completed(self) -> list[Completion]:
         done, self._done = self._done, []
         return done
+
+    def withdraw(self, job: JobId) -> bool:
+        return False  # everything has completed when it was submitted
+
+    def progressed_s(self, job: JobId) -> float:
+        return -inf
+
+    def drain(self, timeout_s: float) -> None:
+        pass
 
     def close(self) -> None:
         pass

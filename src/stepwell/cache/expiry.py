@@ -22,6 +22,12 @@ def note_expiry(core: Core, node: Node | None) -> None:
         node = node.parent
 
 
+def note_split(core: Core, upper: Node) -> None:
+    """The upper part of a node that was cut runs out by itself: whoever cut it need not think of that."""
+    if upper.expires_at < inf:
+        _remember(core, upper)
+
+
 def drop_expired(core: Core) -> int:
     """Takes out what has run out by now; returns how many nodes. Leases keep their pages."""
     now, dropped = core.clock.now(), 0

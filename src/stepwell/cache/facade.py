@@ -6,16 +6,18 @@
         cache.commit(lease, upto)                 at every stop the lease names
     cache.step()                                  once per engine step; never blocks
 
-All methods are called from one thread, the engine's scheduler. Bytes are moved by the executor's threads, and
-what came of it is applied in `step` alone.
+A cache belongs to one thread at a time, the engine's scheduler: the first that calls it, until it calls `hand_over` or ends.
+From another one every method raises WrongThread. Bytes are moved by the executor's threads, and what came of it is
+applied in `step` alone.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import inf
 
-from stepwell.base.config import StoreConfig
-from stepwell.base.errors import BadTokens, ConfigError, LeaseError
+from stepwell.base.config import MAX_PRIORITY, StoreConfig
+from stepwell.base.errors import BadTokens, ConfigError, LeaseError, LoadFailed
 from stepwell.base.ids import Kind, LeaseId, Tier
 from stepwell.base.keys import Namespace
 from stepwell.base.spec import ModelSpec
@@ -29,6 +31,7 @@ from stepwell.cache.expiry import drop_expired
 from stepwell.cache.explain import Explanation
 from stepwell.cache.lease import Lease, LeaseState, Request
 from stepwell.cache.link import LinkState
+from stepwell.cache.one_thread import Owner, one_thread
 from stepwell.cache.pin import Pin, take_pin
 from stepwell.cache.porter import Porter
 from stepwell.cache.saving import save_path
@@ -42,6 +45,8 @@ from stepwell.store.api import Store
 from stepwell.tree.match import Match, find
 from stepwell.tree.node import LossReason
 from stepwell.tree.pruning import clear
+
+POLL_S = 0.0005  # between two steps of `wait`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +75,7 @@ class Cache:
         self._closing: list[Lease] = []  # given back, with copies still in the engine's memory
         self._pins: list[Pin] = []
         self._last_lease = 0
+        self._owner = Owner()
 
     # ---- questions --------------------------------------------------------------------------------
 
@@ -113,6 +119,7 @@ class Cache:
         """This model under an adapter, or for a tenant whose pages nobody else may see."""
         return replace(self._namespace, adapter=adapter, salt=salt, tenant=tenant)
 
+    @one_thread
     def lookup(self, tokens: Tokens, *, namespace: Namespace | None = None, limit_tokens: int | None = None) -> Match:
         """How much of a prompt is known and where it could resume. Pure. Raises BadTokens.
 
@@ -127,12 +134,14 @@ class Cache:
             raise ConfigError("this namespace is of a model with another layout: make one with cache.namespace_for()")
         return find(self._core.tree, namespace or self._namespace, packed, limit_tokens)
 
+    @one_thread
     def refresh(self, match: Match) -> Match:
         """The same question again: as cheap as nothing while the cache has not changed. Pure."""
         if match.version == self._core.tree.version:
             return match
         return find(self._core.tree, match.namespace, match.packed, match.limit_tokens)
 
+    @one_thread
     def explain(self, tokens: Tokens, *, namespace: Namespace | None = None) -> Explanation:
         """Why a prompt would resume where it would, and not later. Pure. Raises BadTokens."""
         return explain.explain(self._core, self.lookup(tokens, namespace=namespace))
@@ -158,12 +167,14 @@ class Cache:
         }
         return self._core.arena(Tier.DEVICE).fits_when_empty({kind: count for kind, count in need.items() if count})
 
+    @one_thread
     def next_stop(self, lease: Lease) -> int | None:
         """Where the engine must end its chunk next and commit; None for nowhere."""
         return publish.next_stop(self._core, lease)
 
     # ---- a request's life -------------------------------------------------------------------------
 
+    @one_thread
     def prefetch(self, match: Match, *, priority: int = 0, ttl_s: float | None = None) -> Ticket:
         """When a request arrives: starts bringing up what the store has of its prompt, and says how long to wait for it.
 
@@ -172,6 +183,7 @@ class Cache:
         """
         return prefetch.prefetch(self._core, self._core.link, self.refresh(match), _request((), priority, ttl_s))
 
+    @one_thread
     def acquire(
         self, match: Match, *, ticket: Ticket | None = None, hints: tuple[int, ...] = (), priority: int = 0,
         ttl_s: float | None = None, publish: bool = True,
@@ -179,6 +191,7 @@ class Cache:
         """Leases the prompt of a match: holds its restore point, takes pages for the rest, starts what must be copied.
 
         Raises NoRoom and holds nothing. The lease may be LOADING: call `step` until it is ready. Closes the ticket.
+        Each step of `priority` (up to 10) doubles what the path is worth keeping, and one is lost every ten minutes.
         Without `publish` nobody else will see what the request computes.
         """
         request = _request(hints, priority, ttl_s)
@@ -193,6 +206,7 @@ class Cache:
             ticket.close(used_tokens=lease.sources.store)
         return lease
 
+    @one_thread
     def ask_checkpoint(self, lease: Lease, boundary: int) -> bool:
         """Asks a running request to stop at `boundary` of its prompt too, since another wants to resume there.
 
@@ -206,17 +220,20 @@ class Cache:
             lease.stops = tuple(sorted({*lease.stops, boundary}))
         return True
 
+    @one_thread
     def grow(self, lease: Lease, upto: int) -> None:
         """Gives the lease device pages for tokens up to `upto`; or raises NoRoom and gives none."""
         self._must_own_device("grow")
         lease.must_be(LeaseState.READY, LeaseState.LOADING)
         publish.grow(self._core, lease, upto)
 
+    @one_thread
     def append(self, lease: Lease, tokens: Tokens) -> None:
         """Adds tokens the model has produced to the lease's path. Raises BadTokens."""
         lease.must_be(LeaseState.READY, LeaseState.LOADING)
         lease.append_packed(pack(tokens, vocab_size=self._core.config.vocab_size))
 
+    @one_thread
     def load(self, lease: Lease, into: EnginePages) -> None:
         """Without a device tier: starts copying the restored prefix into the engine's own memory."""
         if self._core.nearest is Tier.DEVICE:
@@ -224,12 +241,13 @@ class Cache:
         lease.must_be(LeaseState.READY)
         borrowed.load(self._core, lease, into)
 
+    @one_thread
     def commit(self, lease: Lease, upto: int, *, source: EnginePages | None = None, last: bool = False) -> bool:
         """Offers everything computed so far, tokens `[0, upto)`, to the cache; false when it could not take them.
 
         At a stop this leaves a checkpoint; a request with point state then loads until its own copy is made.
         `last` says that the request computes nothing more, which spares that copy. Without a device tier,
-        `source` names the engine's memory to copy from.
+        `source` names the engine's memory to copy from, and the lease loads until a checkpoint was copied out of it.
         """
         lease.must_be(LeaseState.READY)
         if not lease.position <= upto <= lease.num_tokens:
@@ -245,6 +263,7 @@ class Cache:
             raise LeaseError("without a device tier, commit() needs `source`: the engine's pages to copy from")
         return borrowed.commit(self._core, lease, upto, source, checkpoint=wanted)
 
+    @one_thread
     def note_lacking(self, lease: Lease, state: str, *, since: int) -> None:
         """Says that from token `since` on the lease's pages do not hold an optional state, nor will; `explain` then names it.
 
@@ -253,6 +272,7 @@ class Cache:
         lease.must_be(LeaseState.READY)
         lacking.note_lacking(self._core, lease, state, since)
 
+    @one_thread
     def release(self, lease: Lease) -> None:
         """Gives a lease back, at any moment, once. What it committed stays cached; the rest is free again.
 
@@ -282,6 +302,7 @@ class Cache:
 
     # ---- upkeep -----------------------------------------------------------------------------------
 
+    @one_thread
     def step(self) -> StepReport:
         """Applies what the hands have finished, settles leases, drops what expired. Never blocks."""
         core = self._core
@@ -295,7 +316,7 @@ class Cache:
         ready, failed = [], []
         for lease in self._leases.values():
             if lease.state is LeaseState.LOADING:
-                lease.state = self._settled(lease, any(job in errors for job in lease.jobs))
+                lease.state = self._settled(lease, lease.load_job in errors)
                 if lease.ready:
                     lease.computing_since_s = core.clock.now()
                     ready.append(lease)
@@ -317,6 +338,7 @@ class Cache:
             detached=tuple(detached),
         )
 
+    @one_thread
     def attach_store(self, store: Store, config: StoreConfig | None = None, *, porter: Porter | None = None) -> None:
         """Puts a store below the host tier, at any moment. What is on the host already is offered to it.
 
@@ -324,6 +346,7 @@ class Cache:
         """
         self._stores.attach(store, config or StoreConfig(), porter)
 
+    @one_thread
     def detach_store(self) -> None:
         """Takes the store away, at any moment. Requests go on with what has arrived or is on its way; what waits to be
         backed up still is, as far as memory holds it until its turn comes. `step` reports the store as detached when nothing uses
@@ -331,6 +354,7 @@ class Cache:
         """
         self._stores.detach()
 
+    @one_thread
     def pin(self, tokens: Tokens, *, namespace: Namespace | None = None, ttl_s: float | None = None) -> Pin:
         """Keeps one copy of everything up to the prompt's restore point until the pin is released or runs out.
 
@@ -342,6 +366,7 @@ class Cache:
         self._pins.append(pin)
         return pin
 
+    @one_thread
     def unpin(self, pin: Pin) -> None:
         """Lets go of a pin. Raises LeaseError when it was let go before."""
         if pin not in self._pins:
@@ -349,6 +374,7 @@ class Cache:
         self._pins.remove(pin)
         pin.let_go()
 
+    @one_thread
     def clear(self, *, namespace: Namespace | None = None) -> None:
         """Forgets everything cached under a namespace: after new weights, say.
 
@@ -362,6 +388,7 @@ class Cache:
             lease.publishes &= lease.namespace.digest != digest
         clear(self._core.tree, digest, self._core.loss(LossReason.CLEARED, self._core.nearest))
 
+    @one_thread
     def flush(self, *, namespace: Namespace | None = None) -> None:
         """Empties device and host memory of a namespace, or of all. The bytes were right: a store goes on serving its own.
         Checkpoints that rest on the host are sent to it first, and are of use once they have arrived.
@@ -371,18 +398,51 @@ class Cache:
         for digest in digests:
             clear(self._core.tree, digest, self._core.loss(LossReason.CLEARED, self._core.nearest))
 
+    @one_thread
     def audit(self) -> None:
         """Asserts that every count, reference and promise of the cache holds. Slow: for tests and doubts."""
         audit(self._core, list(self._leases.values()), self._pins, self._stores.links)
 
-    def close(self) -> None:
-        """Waits for running copies and for what is to be backed up, and stops the workers. Leases must have been given back."""
-        self._executor.close()
+    @one_thread
+    def wait(self, held: Lease | Ticket, *, timeout_s: float = inf) -> None:
+        """Steps until a ticket or a lease is ready. For callers with nothing else to do: an engine calls `step` itself.
+
+        Raises LoadFailed when the bytes of a lease did not arrive, LeaseError when it was given back or `timeout_s` has passed.
+        """
+        deadline_s = self._core.clock.now() + timeout_s
+        while not held.ready:
+            if isinstance(held, Lease):
+                if held.failed:
+                    raise LoadFailed(f"{held}: bytes it needed did not arrive; release it and look the prompt up again")
+                held.must_be(LeaseState.LOADING)
+            if self._core.clock.now() >= deadline_s:
+                raise LeaseError(f"{held} is not ready after {timeout_s:g} s")
+            self.step()
+            if not held.ready:
+                self._core.clock.sleep(POLL_S)
+
+    def hand_over(self) -> None:
+        """Lets another thread have the cache: the next that calls it. Called by the one that had it, when it is done."""
+        self._owner.check("hand_over")
+        self._owner.release()
+
+    @one_thread
+    def close(self, *, timeout_s: float = 30.0) -> bool:
+        """Waits for running copies and for what is to be backed up, and stops the workers. Leases must have been given back.
+
+        A rank or a store that hangs is waited for `timeout_s` in all. False when something was left undone by then; it is lost
+        from the store, never half in it.
+        """
+        clock = self._core.clock
+        deadline_s = clock.now() + timeout_s
+        self._executor.drain(timeout_s)
         self._stores.end_rests()
         self.step()
-        while self._stores.drain():
+        while clock.now() < deadline_s and self._stores.drain(deadline_s - clock.now()):
             self.step()
+        self._executor.close()
         self._stores.close()
+        return not self.pending
 
     # ---- inside -----------------------------------------------------------------------------------
 
@@ -402,15 +462,14 @@ class Cache:
         possible = spec.needs_checkpoint_at(upto) and spec.is_legal(upto)
         return possible and (last or publish.is_stop(self._core, lease, upto))
 
-    def _settled(self, lease: Lease, job_failed: bool) -> LeaseState:
+    def _settled(self, lease: Lease, load_failed: bool) -> LeaseState:
         """Where a loading lease stands, now that completions are applied."""
         states = [self._core.arena(self._core.nearest).state[kind][ids] for kind, ids in lease.waits_for]
-        if job_failed or any((state == DEAD).any() for state in states):
+        if load_failed or any((state == DEAD).any() for state in states):
             return LeaseState.FAILED
-        waiting = any((state == FILLING).any() for state in states) or any(self._core.mover.is_running(job) for job in lease.jobs)
-        if waiting:
+        if any((state == FILLING).any() for state in states) or any(map(self._core.mover.is_awaited, lease.waits_for_jobs)):
             return LeaseState.LOADING
-        lease.waits_for = []
+        lease.waits_for, lease.waits_for_jobs = [], set()
         return LeaseState.READY
 
     def _forget_ended_jobs(self, lease: Lease) -> None:
@@ -427,6 +486,6 @@ class Cache:
 
 
 def _request(hints: tuple[int, ...], priority: int, ttl_s: float | None) -> Request:
-    if priority < 0 or (ttl_s is not None and ttl_s <= 0):
-        raise ConfigError(f"priority must be 0 or more and ttl_s positive, got {priority} and {ttl_s}")
+    if not 0 <= priority <= MAX_PRIORITY or (ttl_s is not None and ttl_s <= 0):
+        raise ConfigError(f"priority must be 0 to {MAX_PRIORITY} and ttl_s positive, got {priority} and {ttl_s}")
     return Request(hints=hints, priority=priority, ttl_s=ttl_s)

@@ -21,7 +21,7 @@ from stepwell.tree.node import Checkpoint, Residency, Use
 
 
 class LeaseState(Enum):
-    LOADING = "loading"  # bytes it needs are on their way
+    LOADING = "loading"  # bytes it needs are on their way, or bytes it would change are being copied
     READY = "ready"  # the engine may compute
     FAILED = "failed"  # bytes it needed did not arrive: release it and look the prompt up again
     CLOSED = "closed"
@@ -75,7 +75,11 @@ class Lease:
         self.first_window = 0
         self.point_pages: PageIds = NO_PAGES  # the request's own point state, updated in place; one id or none
         self.waits_for: list[tuple[Kind, PageIds]] = []
-        self.jobs: set[JobId] = set()
+        self.jobs: set[JobId] = set()  # copies to and from the engine's own memory that have not ended,
+        self.waits_for_jobs: set[JobId] = set()  # those of them without which it may not compute,
+        self.load_job: JobId | None = (
+            None  # and the one whose failure is the lease's: a save that fails leaves the engine's bytes
+        )
         self.computing_since_s = 0.0  # since when the engine could work on what it commits next
         self.restored: Residency | None = None
         self.visit: Visit | None = None  # under which what it computes is entered

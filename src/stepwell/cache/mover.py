@@ -60,6 +60,10 @@ class Mover:
     def is_running(self, job: JobId) -> bool:
         return job in self._jobs
 
+    def is_awaited(self, job: JobId) -> bool:
+        """Whether its outcome will still count."""
+        return job in self._jobs and job not in self._abandoned
+
     def start(
         self,
         purpose: Purpose,
@@ -97,21 +101,28 @@ class Mover:
         return completions
 
     def abandon_overdue(self, timeout_s: float) -> list[JobId]:
-        """Treats jobs that some rank has not answered for in time as failed, for all ranks; returns them.
+        """Treats jobs on which some rank has made no progress for so long as failed, for all ranks; returns them.
 
-        Their pages stay referenced until that rank does answer: it may still be writing.
+        Those that no rank has begun are taken back. The pages of the others stay referenced until that rank does answer: it may
+        still be writing.
         """
-        latest_start_s = self._clock.now() - timeout_s
+        latest_s = self._clock.now() - timeout_s
         overdue = []
         for number, job in self._jobs.items():
-            if job.started_s > latest_start_s:
+            if job.started_s > latest_s:
                 break
-            if number not in self._abandoned:
+            if number not in self._abandoned and self._executor.progressed_s(number) <= latest_s:
                 overdue.append(number)
         for number in overdue:
-            self._abandoned.add(number)
-            self._fail(self._jobs[number])
-            self._counters.add("abandoned_jobs")
+            job = self._jobs[number]
+            self._fail(job)
+            if self._executor.withdraw(number):
+                self._counters.add("withdrawn_jobs")
+                del self._jobs[number]
+                self._let_go(job)
+            else:
+                self._counters.add("abandoned_jobs")
+                self._abandoned.add(number)
         return overdue
 
     # ---- outcomes ---------------------------------------------------------------------------------

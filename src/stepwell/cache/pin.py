@@ -18,9 +18,9 @@ from stepwell.tree.match import Match, ids_of
 from stepwell.tree.node import ABSENT, Residency, Use
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Pin:
-    """A hold on the pages of a prefix, in the lowest tier that has each. Released through the cache."""
+    """A hold on the pages of a prefix, in the lowest tier that has each. Released through the cache, or when its time is up."""
 
     core: Core
     tokens: int
@@ -28,14 +28,17 @@ class Pin:
     pages: tuple[tuple[Tier, PageIds], ...]
     residency: Residency | None
     on_exit: Callable[[Pin], None]
+    held: bool = True  # false once it was released, or ran out
 
     def __enter__(self) -> Pin:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.on_exit(self)
+        if self.held:  # its time may have run out meanwhile
+            self.on_exit(self)
 
     def let_go(self) -> None:
+        self.held = False
         for tier, ids in self.pages:
             self.core.mover.release(tier, Kind.PREFIX, ids)
         if self.residency is not None:

@@ -127,11 +127,11 @@ class Stores:
         for link in self.links:
             link.resting.end_all(self._core.clock.now())
 
-    def drain(self) -> bool:
-        """Waits for what is under way, as long as an errand may take; false when nothing is but what was given up on."""
+    def drain(self, timeout_s: float) -> bool:
+        """Waits for what is under way, for so long at most; false when nothing is but what was given up on."""
         busy = [link for link in self.links if link.errands.num_running and not link.errands.overdue]
         for link in busy:
-            link.errands.drain()
+            link.errands.drain(timeout_s / len(busy))
         return bool(busy)
 
     def close(self) -> None:

@@ -108,6 +108,7 @@ def build_engine(checkpoint: Checkpoint, config: EngineConfig, *, draft: Checkpo
         cache.close()
         raise
     context = min(_longest(cache, config.limits), checkpoint.max_context)
+    cache.hand_over()  # to whoever will run the engine, on whatever thread
     return Engine(
         Runner(model, DevicePages(model.spec, rows, inside=None if loaded is None else spec)),
         cache,

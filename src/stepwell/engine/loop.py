@@ -46,6 +46,8 @@ class EngineLoop:
         self._failed_passes = 0  # since the last one that went well
 
     def start(self) -> None:
+        """From now on the engine belongs to this loop's thread."""
+        self._engine.cache.hand_over()
         self._thread.start()
 
     def stop(self) -> None:

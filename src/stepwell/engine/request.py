@@ -8,6 +8,7 @@ from enum import Enum
 
 import torch
 
+from stepwell.base.config import MAX_PRIORITY
 from stepwell.base.errors import ConfigError
 from stepwell.base.keys import Namespace
 from stepwell.cache.lease import Lease, Sources
@@ -63,8 +64,8 @@ class Ask:
     speculate: bool = True  # where the engine has a draft
 
     def __post_init__(self) -> None:
-        if self.priority < 0 or (self.ttl_s is not None and self.ttl_s <= 0):
-            raise ConfigError(f"priority must be 0 or more and ttl_s positive, got {self.priority} and {self.ttl_s}")
+        if not 0 <= self.priority <= MAX_PRIORITY or (self.ttl_s is not None and self.ttl_s <= 0):
+            raise ConfigError(f"priority must be 0 to {MAX_PRIORITY} and ttl_s positive, got {self.priority} and {self.ttl_s}")
         if any(not isinstance(hint, int) or hint < 0 for hint in self.hints):
             raise ConfigError(f"hints must be token counts, got {self.hints!r:.80}")
 

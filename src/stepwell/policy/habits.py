@@ -118,6 +118,10 @@ class Habits:
         at = bisect_right(_BOUNDS, age_s)
         return self._worth[group][at] - self._fall[group][at] * (age_s - _LOWER[at])
 
+    def age_s(self, since_s: float) -> float:
+        """How long ago that was, when the latest request came."""
+        return max(self._now_s - since_s, 0.0)
+
     def share(self, nearest: int, farthest: int) -> float:
         """The share of returns that leave their old path between two distances (in tokens) from its end."""
         total = self._left_before[NUM_BINS]

@@ -3,15 +3,17 @@
     worth = recompute saved per byte * returns a second to expect * share of returns that need this object
 
 The second factor changes with time, the others do not. So an object has a place (group, level) that says how its worth
-will change, and in one place the one visited longest ago goes first; a tier compares one object of each place. Pure.
+will change, and in one place the one visited longest ago goes first; a tier compares one object of each place. A priority
+doubles the worth at every step, and fades by a step every `PRIORITY_STEP_S`. Pure.
 """
 
 from __future__ import annotations
 
-from math import log2, pow
+from math import ceil, log2, pow
 from typing import NamedTuple, Protocol
 
-from stepwell.policy.habits import Habits, Visit
+from stepwell.base.config import MAX_PRIORITY, PRIORITY_STEP_S
+from stepwell.policy.habits import NUM_GROUPS, Habits, Visit
 
 LEVELS_PER_OCTAVE = 4
 RESTING_WORTH = 4.0  # times as much: what rests is stored too early when it has to go, or lost while the store is busy
@@ -23,6 +25,7 @@ class Facts(NamedTuple):  # not a dataclass: one is made for every candidate tha
     used_at: float
     saved_tokens: int
     size_bytes: int  # that go with it
+    urgent_until_s: float = 0.0  # when the last step of its priority is lost
     visit: Visit | None = None  # the latest on its path
     distance: int = 0  # who leaves the path nearer than this many tokens to that visit's end needs it,
     next_distance: int = 0  # unless they do nearer than this, and are served by the checkpoint that follows
@@ -51,7 +54,7 @@ class LeastRecent:
     """Time since last use alone."""
 
     def place(self, facts: Facts) -> Place:
-        return Place(0, 0, facts.used_at)
+        return Place(0, 0, max(facts.used_at, facts.urgent_until_s))
 
     def worth(self, group: int, level: int, since: float) -> float:
         return since
@@ -70,7 +73,13 @@ class Expected:
         if facts.rests:
             share *= RESTING_WORTH
         level = round(LEVELS_PER_OCTAVE * log2(max(facts.saved_tokens, 1) / facts.size_bytes * share))
-        return Place(visit.group, level, visit.at_s) if visit is not None else Place(0, level, facts.used_at)
+        group, since = (visit.group, visit.at_s) if visit is not None else (0, facts.used_at)
+        steps = min(ceil((facts.urgent_until_s - since) / PRIORITY_STEP_S), MAX_PRIORITY) if facts.urgent_until_s > since else 0
+        return Place(group + steps * NUM_GROUPS, level, since)
 
     def worth(self, group: int, level: int, since: float) -> float:
-        return self._habits.worth(group, since) * pow(2.0, level / LEVELS_PER_OCTAVE)
+        octaves = level / LEVELS_PER_OCTAVE
+        if group >= NUM_GROUPS:
+            steps, group = divmod(group, NUM_GROUPS)
+            octaves += max(steps - self._habits.age_s(since) / PRIORITY_STEP_S, 0.0)
+        return self._habits.worth(group, since) * pow(2.0, octaves)

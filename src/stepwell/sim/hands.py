@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from math import inf
 
 from stepwell.base.errand import Ask, Errand, Fate, FetchCheckpoint, FetchPages, Outcome, PutCheckpoint, PutPages, Reply, Task
 from stepwell.base.ids import JobId, Kind, Tier
@@ -63,6 +64,15 @@ class CountingExecutor:
         done, self._done = self._done, []
         return done
 
+    def withdraw(self, job: JobId) -> bool:
+        return False  # everything has completed when it was submitted
+
+    def progressed_s(self, job: JobId) -> float:
+        return -inf
+
+    def drain(self, timeout_s: float) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -89,6 +99,9 @@ class CountingPorter:
 
     def withdraw(self, job: JobId) -> bool:
         return False  # everything was answered when it was submitted
+
+    def progressed_s(self, job: JobId) -> float:
+        return -inf
 
     def drain(self, timeout_s: float) -> None:
         pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 
 from stepwell.base.ids import JobId
 from stepwell.base.plan import Completion, Plan
@@ -64,5 +65,14 @@ class ScriptedExecutor:
         done, self._done = self._done, []
         return done
 
-    def close(self) -> None:
+    def withdraw(self, job: JobId) -> bool:
+        return False  # here everything is said to have begun: the harder case
+
+    def progressed_s(self, job: JobId) -> float:
+        return -inf
+
+    def drain(self, timeout_s: float) -> None:
         self.finish_all()
+
+    def close(self) -> None:
+        pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 
 from stepwell.base.clock import ManualClock
 from stepwell.base.errand import Errand, Fate, Outcome, PutCheckpoint, PutPages, Reply, joint, num_items
@@ -52,6 +53,9 @@ class ScriptedPorter:
     def withdraw(self, job: JobId) -> bool:
         return False  # here everything is said to have begun: the harder case
 
+    def progressed_s(self, job: JobId) -> float:
+        return -inf
+
     def drain(self, timeout_s: float) -> None:
         self.finish_all()
 
@@ -70,6 +74,8 @@ class TimedPorter:
         self._ranks: Sequence[StoreHands] = ()
         self._queues: dict[bool, list[tuple[float, Errand]]] = {True: [], False: []}  # by whether they write
         self._free_s = {True: [0.0] * writers, False: [0.0] * readers}
+        self._moved_s = {True: -inf, False: -inf}  # when a queue's latest errand began
+        self._begun_s: dict[JobId, float] = {}
         self._done: list[tuple[float, Reply]] = []
         self._slept_s = 0.0
 
@@ -103,6 +109,12 @@ class TimedPorter:
                     return True
         return False
 
+    def progressed_s(self, job: JobId) -> float:
+        for writes, queue in self._queues.items():
+            if any(errand.job == job for _, errand in queue):
+                return self._moved_s[writes]
+        return self._begun_s.get(job, -inf)
+
     def drain(self, timeout_s: float) -> None:
         self._clock.advance(timeout_s)
 
@@ -120,6 +132,7 @@ class TimedPorter:
                 if started_s > self._clock.now():
                     break
                 queue.pop(0)
+                self._moved_s[writes] = self._begun_s[errand.job] = started_s
                 took_s = self._run(errand, started_s)
                 free[worker] = started_s + took_s
 

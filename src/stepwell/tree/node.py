@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeAlias
 
+from stepwell.base.config import PRIORITY_STEP_S
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.plan import NO_PAGES, PageIds
 from stepwell.policy.habits import Visit
@@ -44,7 +45,7 @@ class Loss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Use:
-    """What a request says of the path it uses: when, how much it matters, and until when it may stay."""
+    """What a request says of the path it uses: when, how much it matters (0 to MAX_PRIORITY), and until when it may stay."""
 
     at_s: float
     priority: int = 0
@@ -64,7 +65,7 @@ class Run:
         self.num_pages = 0
         self.num_ready = 0
         self.ticket = 0  # number of the live entry in the eviction order, 0 for none
-        self.standing = 0  # the priority of that entry
+        self.standing = 0  # the rank of that entry
         self.unsaved = False  # a write-back failed: evict without trying again
 
 
@@ -139,7 +140,7 @@ class Node:
 
     __slots__ = (
         "checkpoints", "expires_at", "expiry_noted", "first", "hits", "keys", "kids", "lacking", "lost", "num_pages",
-        "parent", "past", "priority", "rest", "runs", "start", "stored", "used_at", "visit",
+        "parent", "past", "rest", "runs", "start", "stored", "urgent_until", "used_at", "visit",
     )  # fmt: skip
 
     def __init__(self, parent: Node | None, *, start: int, first: bytes, rest: bytes, num_pages: int) -> None:
@@ -159,7 +160,7 @@ class Node:
         self.stored = 0  # of its first pages, how many are believed to be in the store, or on their way there
         self.used_at = 0.0
         self.hits = 0
-        self.priority = 0
+        self.urgent_until = 0.0  # when the last step of the priority that a use gave it is lost
         self.expiry_noted = False  # whoever drops what ran out will look at it when the time comes
         self.expires_at = 0.0  # never before that of anything below it, since every use covers a whole path
 
@@ -169,7 +170,8 @@ class Node:
 
     def note_use(self, use: Use) -> None:
         self.used_at = use.at_s
-        self.priority = max(self.priority, use.priority)
+        if use.priority:
+            self.urgent_until = max(self.urgent_until, use.at_s + use.priority * PRIORITY_STEP_S)
         self.expires_at = max(self.expires_at, use.expires_at_s)
         for run in self.runs:
             if run is not None:

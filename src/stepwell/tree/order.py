@@ -19,13 +19,13 @@ SWEPT_PER_PUSH = 2
 
 
 class Standing(NamedTuple):
-    """Where a victim stands: worthless things first (-1), then by priority, then by what its place is worth now."""
+    """Where a victim stands: by rank, then by what its place is worth now."""
 
-    priority: int
+    rank: int
     place: Place
 
 
-_Key = tuple[int, int, int]  # priority, group, level
+_Key = tuple[int, int, int]  # rank, group, level
 _Entry = tuple[float, int, Victim]  # since when, ticket, who
 _Heaps = dict[_Key, list[_Entry]]
 
@@ -47,9 +47,9 @@ class EvictionOrder:
     def push(self, victim: Victim, standing: Standing) -> None:
         """Queues `victim`; an earlier entry of it no longer counts."""
         self._tickets += 1
-        victim.ticket, victim.standing = self._tickets, standing.priority
+        victim.ticket, victim.standing = self._tickets, standing.rank
         place = standing.place
-        key = (standing.priority, place.group, place.level)
+        key = (standing.rank, place.group, place.level)
         heappush(self._newer.setdefault(key, []), (place.since, self._tickets, victim))
         self._sweep()
 
@@ -80,7 +80,7 @@ class EvictionOrder:
 
     def rank(self, standing: Standing) -> tuple[int, float, float]:
         """For comparing: the lowest goes first. Of two equal worths the one visited longer ago does."""
-        return standing.priority, self._value.worth(*standing.place), standing.place.since
+        return standing.rank, self._value.worth(*standing.place), standing.place.since
 
     def _first(self) -> tuple[list[_Entry], Standing] | None:
         """The heap whose head goes first, and where that stands."""

@@ -19,7 +19,7 @@ from stepwell.policy.value import Facts, Place, ValuePolicy
 from stepwell.tree.node import ABSENT, Checkpoint, Node, Residency, Run, Victim
 from stepwell.tree.order import EvictionOrder, Standing
 
-WORTHLESS = -1  # the priority of what nothing can use
+WORTHLESS, USEFUL = -1, 0  # ranks: what nothing can use goes before anything else
 MOST_DEPENDED_ON = 1024  # before those that have left the tree are taken out
 TIDY_ENTRIES = 2  # more than the one entry that a use can make out of date
 
@@ -150,7 +150,7 @@ class Ranking:
         It comes back when somebody queues it again.
         """
         first = self._settled_head(self._runs[tier]) if runs else None
-        if checkpoints and (first is None or first[1].priority > WORTHLESS):
+        if checkpoints and (first is None or first[1].rank > WORTHLESS):
             order = self._checkpoints[tier]
             other = self._settled_head(order)
             if other is not None and (first is None or order.rank(other[1]) < order.rank(first[1])):
@@ -193,8 +193,9 @@ class Ranking:
         if tail.dead:
             return Standing(WORTHLESS, Place(0, 0, node.used_at))
         size = self._arenas[run.tier].layout.strides[Kind.PREFIX]
-        facts = Facts(used_at=node.used_at, saved_tokens=self._spec.page_tokens, size_bytes=size, visit=node.visit)
-        return Standing(node.priority, self._value.place(facts))
+        facts = Facts(used_at=node.used_at, saved_tokens=self._spec.page_tokens, size_bytes=size,
+                      urgent_until_s=node.urgent_until, visit=node.visit)  # fmt: skip
+        return Standing(USEFUL, self._value.place(facts))
 
     def _residency_standing(self, residency: Residency) -> Standing:
         checkpoint = residency.checkpoint
@@ -212,18 +213,19 @@ class Ranking:
             used_at=checkpoint.used_at,
             saved_tokens=(checkpoint.page - before) * page_tokens,
             size_bytes=max(size, 1),
+            urgent_until_s=node.urgent_until,
             visit=visit,
             distance=(max(end - checkpoint.page, 0) + 1) * page_tokens,
             next_distance=(max(end - follower.page, 0) + 1) * page_tokens if follower is not None else 0,
             rests=residency.rests,
         )
-        return Standing(node.priority, self._value.place(facts))
+        return Standing(USEFUL, self._value.place(facts))
 
 
 def _is_as_queued(standing: Standing, then: Standing) -> bool:
     """Whether a victim stands no higher than when it was queued; what is in another place is looked at there."""
-    if standing.priority != then.priority:
-        return standing.priority < then.priority
+    if standing.rank != then.rank:
+        return standing.rank < then.rank
     same_place = standing.place[:2] == then.place[:2]
     return same_place and standing.place.since <= then.place.since
 

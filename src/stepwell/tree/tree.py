@@ -43,6 +43,7 @@ class Tree:
         self.ranking = Ranking(spec, self.arenas, value)
         self.version = 0  # grows with every change a match could notice
         self.on_left: Callable[[Residency], None] | None = None  # told of each checkpoint that left a tier
+        self.on_split: Callable[[Node], None] | None = None  # told of the upper part of each node that was cut in two
         # Which node a page belongs to, so that copies can speak of pages and nodes may split meanwhile.
         self.owner: dict[Tier, npt.NDArray[np.object_]] = {
             tier: np.full(arena.layout.rows(Kind.PREFIX), None, dtype=object) for tier, arena in self.arenas.items()
@@ -103,7 +104,8 @@ class Tree:
         self.version += 1  # a match made before names the lower part as if it were the whole
         cut = (at - 1) * self.page_bytes
         upper = Node(parent, start=node.start, first=node.first, rest=node.rest[:cut], num_pages=at)
-        upper.note_use(Use(at_s=node.used_at, priority=node.priority, expires_at_s=node.expires_at))
+        upper.note_use(Use(at_s=node.used_at, expires_at_s=node.expires_at))
+        upper.urgent_until = node.urgent_until
         upper.hits = node.hits
         upper.visit = node.visit
         upper.keys, node.keys = node.keys[: at * KEY_BYTES], node.keys[at * KEY_BYTES :]
@@ -121,6 +123,8 @@ class Tree:
             upper.kids.anchored[tier] = int(node.leads_to_checkpoints(tier))
         self.queue(upper)
         self.queue(node)
+        if self.on_split is not None:
+            self.on_split(upper)
         return upper
 
     def touch(self, path: Sequence[Node], upto: int, use: Use) -> Node:

@@ -85,6 +85,55 @@ def test_nothing_is_visible_before_the_engine_memory_was_read() -> None:
     rig.idle_check()
 
 
+def test_a_checkpoint_is_not_the_next_states_bytes() -> None:
+    """The engine computes on as soon as the lease is ready: by then the checkpoint must have been copied."""
+    rig = BorrowedRig(model(KV, SSM))
+    prompt = text(1, 25)
+    lease, pages = rig.open(prompt, hints=(16,)), rig.pages(24)
+    rig.fill(pages)
+    assert rig.cache.commit(lease, 16, source=pages) and rig.cache.step().ready == ()
+    assert lease.state is LeaseState.LOADING, "its point is still being read"
+    with pytest.raises(LeaseError, match="loading"):
+        rig.cache.commit(lease, 24, source=pages)
+    committed = rig.read(pages)[Kind.POINT]
+    assert rig.settle().ready == (lease,)
+    rig.fill(pages)  # the next state, in place
+    rig.cache.release(lease)
+    again = rig.open(prompt[:17])
+    rig.cache.load(again, rig.pages(16, start=40))
+    rig.settle()
+    assert np.array_equal(rig.read(rig.pages(16, start=40))[Kind.POINT], committed)
+    rig.cache.release(again)
+    rig.idle_check()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_checkpoint_that_could_not_be_saved_does_not_fail_its_request(late: bool) -> None:
+    rig = BorrowedRig(model(KV, SSM), copy_timeout_s=2.0)
+    lease, pages = rig.open(text(1, 25), hints=(16,)), rig.pages(24)
+    rig.fill(pages)
+    rig.cache.commit(lease, 16, source=pages)
+    if late:
+        rig.clock.advance(2.1)
+    report = rig.cache.step() if late else rig.fail_all()
+    assert report.failures and report.ready == (lease,) and not report.failed
+    rig.settle()
+    assert rig.restore(text(1, 25)) == 0, "nothing of it may be used"
+    rig.cache.release(lease)
+    rig.idle_check()
+
+
+def test_full_pages_hold_nobody_up() -> None:
+    rig = BorrowedRig(FULL)
+    lease, pages = rig.open(text(1, 33)), rig.pages(32)
+    rig.fill(pages)
+    rig.cache.commit(lease, 16, source=pages)
+    assert lease.ready and lease.jobs
+    rig.cache.release(lease)
+    rig.settle()
+    rig.idle_check()
+
+
 def test_a_failed_save_is_offered_again_with_the_next_commit() -> None:
     """The engine still has the bytes: pages whose copy failed are copied anew, not offered to the tree as they are."""
     rig = BorrowedRig(FULL)

@@ -145,6 +145,7 @@ def test_a_plan_completes_once_and_with_the_first_ranks_error(make: type) -> Non
     executor.submit(EMPTY)
     if isinstance(executor, ScriptedExecutor):
         executor.finish_all()
+    executor.drain(30)
     executor.close()
     (done,) = executor.completed()
     assert done.job == 7 and done.error == "rank 1: ValueError: no"
@@ -155,6 +156,7 @@ def test_a_plan_completes_once_and_with_the_first_ranks_error(make: type) -> Non
 def test_hands_that_cannot_begin_fail_like_hands_that_cannot_copy(make: type) -> None:
     executor: Executor = make([NumpyHands({}), Unwilling()])
     executor.submit(EMPTY)
+    executor.drain(30)
     executor.close()
     (done,) = executor.completed()
     assert done.error == "rank 1: OSError: no stream"
@@ -180,6 +182,7 @@ def test_saves_that_are_stuck_do_not_delay_what_a_request_waits_for() -> None:
         pause.wait(0.002)
     assert [each.job for each in done] == [99]
     saves.open.set()
+    executor.drain(30)
     executor.close()
     assert len(executor.completed()) == 8
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from stepwell import Cause, ConfigError, LeaseError, Tier, WritePolicy
-from toys import FULL, HYBRID, Rig, text
+from stepwell import Cause, ConfigError, EvictionPolicy, LeaseError, ModelSpec, Tier, WritePolicy
+from stepwell.base.config import MAX_PRIORITY, PRIORITY_STEP_S
+from stepwell.policy.habits import Habits, Visit
+from stepwell.policy.value import Expected, Facts
+from toys import FULL, HYBRID, PAGE, Rig, text
 
 
 @pytest.mark.parametrize("host_pages", [None, 256])
@@ -163,15 +166,82 @@ def test_higher_priority_is_given_up_last(write: WritePolicy) -> None:
     rig = Rig(FULL, device_pages=24, write=write)
     rig.serve(text(1, 17), priority=5)
     for name in range(2, 12):
-        rig.clock.advance(10_000.0)
+        rig.clock.advance(60.0)
         rig.serve(text(name, 17))
     assert rig.restore(text(1, 17)) == 16
 
 
-@pytest.mark.parametrize("request_", [{"priority": -1}, {"ttl_s": 0.0}, {"ttl_s": -3.0}])
+@pytest.mark.parametrize("eviction", list(EvictionPolicy))
+def test_a_priority_fades_so_that_nobody_has_the_tier_for_ever(eviction: EvictionPolicy) -> None:
+    """Six urgent prompts fill the device. An hour and a half later they are as good as any others, and those have hits again."""
+    rig = Rig(FULL, device_pages=24, eviction=eviction)
+    for name in range(6):
+        rig.serve(text(name, 17), priority=8)
+    others = [text(name, 17) for name in range(10, 13)]
+    hits = []
+    for _ in range(12):
+        rig.clock.advance(600.0)
+        hits.append(sum(rig.serve(other).device for other in others))
+    assert hits[-4:] == [16 * len(others)] * 4, hits
+
+
+def test_a_visit_of_no_priority_does_not_renew_an_old_one() -> None:
+    rig = Rig(FULL)
+    rig.serve(text(1, 17), priority=3)
+    (node,) = rig.cache.lookup(text(1, 17)).path
+    until_s = node.urgent_until
+    assert until_s == rig.clock.now() + 3 * PRIORITY_STEP_S
+    rig.clock.advance(PRIORITY_STEP_S)
+    rig.serve(text(1, 17))
+    assert node.urgent_until == until_s
+    rig.serve(text(1, 17), priority=3)
+    assert node.urgent_until == until_s + PRIORITY_STEP_S
+
+
+def test_each_step_of_priority_doubles_the_worth_and_is_lost_in_its_time() -> None:
+    reuse = Habits(PAGE)
+    value = Expected(reuse)
+    visit = Visit(0.0, end=1)
+
+    def worth(priority: int, at_s: float) -> float:
+        reuse.arrive(at_s, known=0, end=1, passed=(), goes_on=False, lost=None)
+        facts = Facts(used_at=0.0, saved_tokens=PAGE, size_bytes=64, visit=visit, urgent_until_s=priority * PRIORITY_STEP_S)
+        return value.worth(*value.place(facts))
+
+    assert [worth(steps, 0.0) / worth(0, 0.0) for steps in (0, 1, 2, MAX_PRIORITY)] == [1, 2, 4, 2**MAX_PRIORITY]
+    assert worth(3, PRIORITY_STEP_S) / worth(0, PRIORITY_STEP_S) == pytest.approx(4)
+    assert worth(3, 3 * PRIORITY_STEP_S) == worth(0, 3 * PRIORITY_STEP_S)
+
+
+@pytest.mark.parametrize("spec", [FULL, HYBRID])
+def test_the_upper_half_of_a_path_that_a_visit_cut_runs_out_too(spec: ModelSpec) -> None:
+    """A visit to part of a path cuts its node where the known text ends, past where it resumes; both halves leave in time."""
+    rig = Rig(spec)
+    rig.serve(text(1, 33), ttl_s=10.0)
+    rig.cache.release(rig.ready(text(1, 16), ttl_s=1.0))  # and is gone before it computes anything
+    assert len(rig.cache.lookup(text(1, 33)).path) > 1, "nothing was cut"
+    rig.clock.advance(10.5)
+    rig.cache.step()
+    assert rig.cache.lookup(text(1, 33)).known_tokens == 0
+    rig.idle_check()
+
+
+def test_a_pin_that_ran_out_is_left_quietly() -> None:
+    rig = Rig(FULL)
+    rig.serve(text(1, 17))
+    with rig.cache.pin(text(1, 17), ttl_s=5.0) as pin:
+        rig.clock.advance(6.0)
+        rig.cache.step()
+        assert not pin.held
+    with pytest.raises(LeaseError, match="released already, or ran out"):
+        rig.cache.unpin(pin)
+    rig.idle_check()
+
+
+@pytest.mark.parametrize("request_", [{"priority": -1}, {"priority": MAX_PRIORITY + 1}, {"ttl_s": 0.0}, {"ttl_s": -3.0}])
 def test_impossible_wishes_are_refused(request_: dict[str, float]) -> None:
     rig = Rig(HYBRID)
-    with pytest.raises(ConfigError, match="priority must be 0 or more and ttl_s positive"):
+    with pytest.raises(ConfigError, match="priority must be 0 to 10 and ttl_s positive"):
         rig.open(text(1, 17), **request_)
     with pytest.raises(ConfigError, match="ttl_s must be positive"):
         rig.cache.pin(text(1, 17), ttl_s=-1.0)

@@ -410,10 +410,10 @@ def test_what_rests_no_longer_is_worth_no_more(end: str) -> None:
     assert not residency.rests
 
 
-def test_a_priority_is_worth_more_than_rest() -> None:
+def test_a_high_priority_is_worth_more_than_rest() -> None:
     here = rig(host_pages=64)
     kept, passing = text(2, 12 * PAGE + 1), text(3, 12 * PAGE + 1)
-    here.serve(kept, priority=1)
+    here.serve(kept, priority=8)
     later(here, REST_S)
     here.serve(passing)
     here.evict_all(Tier.DEVICE)

@@ -127,5 +127,6 @@ def test_what_a_request_waits_for_is_not_held_up_by_saves() -> None:
             break
     assert done == [JobId(99)]
     hands.gate.set()
+    executor.drain(60)
     executor.close()
     assert len(executor.completed()) == 20

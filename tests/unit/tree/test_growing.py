@@ -9,6 +9,7 @@ import pytest
 from tree_bench import Bench
 
 from stepwell import Kind, Tier
+from stepwell.base.config import PRIORITY_STEP_S
 from stepwell.tree.node import ABSENT, Use
 from stepwell.tree.tree import NODE_PAGES
 
@@ -71,7 +72,7 @@ def test_split_keeps_use_priority_and_expiry_on_both_sides() -> None:
     lower.hits = 7
     upper = bench.tree.split(lower, 1)
     for node in (upper, lower):
-        assert (node.used_at, node.priority, node.expires_at, node.hits) == (5.0, 2, 99.0, 7)
+        assert (node.used_at, node.urgent_until, node.expires_at, node.hits) == (5.0, 5.0 + 2 * PRIORITY_STEP_S, 99.0, 7)
     assert lower.parent is upper and (upper.start, upper.end, lower.start, lower.end) == (0, 1, 1, 3)
     bench.check()
 

@@ -14,7 +14,7 @@ from toys import FULL
 
 def _fingerprint(bench: Bench) -> object:
     nodes = [
-        (n.start, n.num_pages, n.used_at, n.hits, n.priority, n.expires_at, copy.copy(n.lost), sorted(n.checkpoints or {}))
+        (n.start, n.num_pages, n.used_at, n.hits, n.urgent_until, n.expires_at, copy.copy(n.lost), sorted(n.checkpoints or {}))
         for n in bench.tree.nodes()
     ]
     arenas = [(a.refs[k].tobytes(), a.state[k].tobytes()) for a in bench.tree.arenas.values() for k in Kind]

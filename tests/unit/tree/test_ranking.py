@@ -56,7 +56,7 @@ def test_priority_outranks_recency() -> None:
     bench.insert([7], use=Use(at_s=1.0, priority=3), let_go=True)
     bench.insert([8], use=Use(at_s=9.0), let_go=True)
     victim = _pop(bench)
-    assert isinstance(victim, Run) and victim.node.priority == 0
+    assert isinstance(victim, Run) and victim.node.used_at == 9.0
 
 
 def test_leaves_go_before_what_they_hang_on() -> None:

@@ -1,0 +1,170 @@
+"""Jobs on worker threads, a part of each on every rank: who has begun, who has answered, who makes no progress.
+
+What copies and store operations have in common. Knows numbers and callables, never pages or keys; decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from queue import SimpleQueue
+from threading import Condition, Thread
+from typing import Generic, TypeVar
+
+from stepwell.base.clock import Clock
+from stepwell.base.ids import JobId
+
+T = TypeVar("T")
+
+
+class Line:
+    """Daemon threads over one queue: work that hangs for ever must not keep the process from ending."""
+
+    def __init__(self, name: str, clock: Clock, *, threads: int = 1) -> None:
+        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._clock = clock
+        self.moved_s = clock.now()  # when one of its threads last began or ended something
+        self._threads = [Thread(target=self._live, name=f"stepwell-{name}", daemon=True) for _ in range(threads)]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, work: Callable[[], None]) -> None:
+        self._queue.put(work)
+
+    def close(self) -> None:
+        """Lets its threads end, behind everything that waits in line."""
+        for _ in self._threads:
+            self._queue.put(None)
+
+    def _live(self) -> None:
+        while (work := self._queue.get()) is not None:
+            self.moved_s = self._clock.now()
+            work()
+            self.moved_s = self._clock.now()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer(Generic[T]):
+    """A job that every rank has answered for, in the order of ranks. `took_s` leaves out waiting in line."""
+
+    job: JobId
+    outcomes: tuple[T, ...]
+    took_s: float
+
+
+class _Stage(Enum):
+    WAITING = "waiting"
+    BEGUN = "begun"
+    ANSWERED = "answered"
+
+
+class _Part(Generic[T]):
+    """Where one rank stands with a job."""
+
+    def __init__(self, line: Line) -> None:
+        self.line = line
+        self.stage = _Stage.WAITING
+        self.begun_s = 0.0
+        self.outcome: T | None = None
+
+    def answer(self, outcome: T) -> None:
+        self.stage, self.outcome = _Stage.ANSWERED, outcome
+
+    @property
+    def moved_s(self) -> float:
+        return self.line.moved_s if self.stage is _Stage.WAITING else self.begun_s
+
+
+class _Job(Generic[T]):
+    def __init__(self, lines: Sequence[Line], called_off: T) -> None:
+        self.parts: list[_Part[T]] = [_Part(line) for line in lines]
+        self.called_off = called_off
+        self.took_s = 0.0
+
+
+class RankJobs(Generic[T]):
+    """Jobs under way. `open`, `answers`, `withdraw`, `progressed_s` and `drain` are for one thread, the brain's."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._changed = Condition()
+        self._jobs: dict[JobId, _Job[T]] = {}
+        self._answers: deque[Answer[T]] = deque()
+
+    def open(self, job: JobId, lines: Sequence[Line], *, called_off: T) -> None:
+        """Begins to keep count of a job whose part on rank i waits in `lines[i]`. A rank that is not to begin any more
+        answers `called_off`.
+        """
+        with self._changed:
+            self._jobs[job] = _Job(lines, called_off)
+
+    def is_open(self, job: JobId) -> bool:
+        with self._changed:
+            return job in self._jobs
+
+    def enqueue(self, job: JobId, rank: int, line: Line, work: Callable[[], T], *, before_s: float = 0.0) -> None:
+        """Puts a rank's part in line. `before_s` were spent on it already. From any thread."""
+        with self._changed:
+            opened = self._jobs.get(job)
+            if opened is not None:
+                opened.parts[rank].line = line
+        line.submit(partial(self._run, job, rank, work, before_s))
+
+    def answers(self) -> list[Answer[T]]:
+        """Everything that was answered since the last call, each job once."""
+        return [self._answers.popleft() for _ in range(len(self._answers))]
+
+    def withdraw(self, job: JobId) -> bool:
+        """Takes back a job that no rank has begun: it will not be answered. False when one has, or all have."""
+        with self._changed:
+            opened = self._jobs.get(job)
+            if opened is None:
+                return False
+            if all(part.stage is _Stage.WAITING for part in opened.parts):
+                self._end(job)
+                return True
+            for part in opened.parts:  # those behind a rank that hangs need not be waited for
+                if part.stage is _Stage.WAITING:
+                    part.answer(opened.called_off)
+            self._settle(job, opened)
+            return False
+
+    def progressed_s(self, job: JobId) -> float:
+        """When the rank that is furthest behind with a job last got on: began it, or something before it in line."""
+        with self._changed:
+            opened = self._jobs.get(job)
+            owing = [part.moved_s for part in opened.parts if part.stage is not _Stage.ANSWERED] if opened is not None else []
+        return min(owing, default=self._clock.now())
+
+    def drain(self, timeout_s: float) -> bool:
+        """Waits until everything was answered, or for so long. Whether it was."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._jobs, max(timeout_s, 0.0))
+
+    def _run(self, job: JobId, rank: int, work: Callable[[], T], before_s: float) -> None:
+        with self._changed:
+            opened = self._jobs.get(job)
+            if opened is None or opened.parts[rank].stage is not _Stage.WAITING:
+                return  # withdrawn
+            part = opened.parts[rank]
+            part.stage, part.begun_s = _Stage.BEGUN, self._clock.now()
+        outcome = work()
+        took_s = self._clock.now() - part.begun_s + before_s
+        with self._changed:
+            part.answer(outcome)
+            opened.took_s = max(opened.took_s, took_s)
+            self._settle(job, opened)
+
+    def _settle(self, job: JobId, opened: _Job[T]) -> None:
+        """With the last rank's answer the job is answered."""
+        if all(part.stage is _Stage.ANSWERED for part in opened.parts):
+            outcomes = tuple(part.outcome for part in opened.parts)
+            self._answers.append(Answer(job=job, outcomes=outcomes, took_s=opened.took_s))  # type: ignore[arg-type]
+            self._end(job)
+
+    def _end(self, job: JobId) -> None:
+        del self._jobs[job]
+        self._changed.notify_all()

@@ -1,0 +1,280 @@
+"""Waiting for a lease, closing beside something that hangs, and calls from a second thread: bounded, and never silent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from threading import Barrier, Event, Semaphore, Thread
+
+import pytest
+
+from stepwell import Cache, CacheConfig, LeaseError, LeaseState, LoadFailed, WrongThread, build_cache
+from stepwell.base.clock import SystemClock
+from stepwell.base.config import StoreConfig
+from stepwell.base.ids import JobId, Tier
+from stepwell.base.plan import Plan
+from stepwell.cache.workers import Line, RankJobs
+from stepwell.store.api import Space
+from stepwell.store.memory import MemoryStore
+from stepwell.store.wrappers import Wrapper
+from stepwell.transfer.hands import Work
+from toys import FULL, HYBRID, Rig, text
+
+CONFIG = CacheConfig(device_bytes=128 * 32, host_bytes=128 * 32, page_alignment_bytes=16)
+
+
+def loading(**config: object) -> tuple[Rig, object]:
+    """A rig with a lease whose bytes are on their way from the host."""
+    rig = Rig(HYBRID, host_pages=64, **config)  # type: ignore[arg-type]
+    rig.serve(text(1, 17))
+    rig.evict_all(Tier.DEVICE)
+    return rig, rig.open(text(1, 17))
+
+
+def test_waiting_returns_when_the_bytes_have_come() -> None:
+    cache = build_cache(FULL, CONFIG)
+    for _ in range(2):
+        with cache.acquire(cache.lookup(text(1, 17))) as lease:
+            cache.wait(lease)
+            assert lease.ready
+            cache.grow(lease, 17)
+            cache.commit(lease, 16)
+    assert cache.close()
+
+
+def test_waiting_for_a_load_that_fails_raises_and_says_what_to_do() -> None:
+    rig, lease = loading()
+    for job in rig.executor.pending:
+        rig.executor.finish(job, failing_rank=0)
+    with pytest.raises(LoadFailed, match="release it and look the prompt up again"):
+        rig.cache.wait(lease)  # type: ignore[arg-type]
+    rig.cache.release(lease)  # type: ignore[arg-type]
+    assert rig.serve(text(1, 17)).computed == 17
+    rig.idle_check()
+
+
+def test_waiting_for_a_load_that_hangs_ends() -> None:
+    rig, lease = loading(copy_timeout_s=2.0)
+    with pytest.raises(LeaseError, match="not ready after 1 s"):
+        rig.cache.wait(lease, timeout_s=1.0)  # type: ignore[arg-type]
+    with pytest.raises(LoadFailed):
+        rig.cache.wait(lease)  # type: ignore[arg-type]
+    rig.cache.release(lease)  # type: ignore[arg-type]
+    with pytest.raises(LeaseError, match="closed"):
+        rig.cache.wait(lease)  # type: ignore[arg-type]
+    rig.settle()
+    rig.idle_check()
+
+
+def test_waiting_for_a_ticket() -> None:
+    cache, store = build_cache(FULL, CONFIG), MemoryStore()
+    cache.attach_store(store)
+    ticket = cache.prefetch(cache.lookup(text(1, 17)))
+    cache.wait(ticket)
+    assert ticket.ready
+    ticket.close()
+    assert cache.close()
+
+
+# ---- a backlog, and something that hangs --------------------------------------------------------------
+
+
+class Paced:
+    """Hands whose every save waits for its turn, and takes a second of a clock that only they move."""
+
+    def __init__(self) -> None:
+        self.clock = _Stepped()
+        self.begun, self.turns = Event(), Semaphore(0)
+
+    def begin(self, plan: Plan) -> Work:
+        return self._work
+
+    def _work(self) -> None:
+        self.begun.set()
+        assert self.turns.acquire(timeout=60)
+        self.clock.seconds += 1.0
+
+
+class _Stepped:
+    seconds = 0.0
+
+    def now(self) -> float:
+        return self.seconds
+
+    def sleep(self, seconds: float) -> None:
+        self.seconds += seconds
+
+
+def save(cache: Cache, names: range) -> None:
+    """Computes a page for each name, and leaves their saves on their way."""
+    for name in names:
+        with cache.acquire(cache.lookup(text(name, 5))) as lease:
+            cache.grow(lease, 5)
+            cache.commit(lease, 4)
+
+
+def test_saves_behind_a_backlog_longer_than_the_timeout_all_count() -> None:
+    """A save has its 30 seconds from when it begins: a line that moves is no failure, however long it is."""
+    hands = Paced()
+    cache = build_cache(FULL, replace(CONFIG, device_bytes=8192, host_bytes=8192), hands=[hands], clock=hands.clock)
+    save(cache, range(50))
+    for left in reversed(range(50)):
+        hands.turns.release()
+        while cache.copying > left:
+            assert not cache.step().failures
+    assert hands.clock.now() == 50
+    assert cache.counters["save_jobs"] == 50 and not cache.counters["save_failures"] and not cache.counters["abandoned_jobs"]
+    assert cache.close()
+
+
+def test_what_waits_behind_a_rank_that_hangs_is_taken_back_and_its_pages_are_free() -> None:
+    hands = Paced()
+    cache = build_cache(FULL, CONFIG, hands=[hands], clock=hands.clock)
+    save(cache, range(3))
+    assert hands.begun.wait(60)
+    hands.clock.seconds = 31.0
+    failures = cache.step().failures
+    assert len(failures) == 3 and (cache.counters["abandoned_jobs"], cache.counters["withdrawn_jobs"]) == (1, 2)
+    assert cache.copying == 1, "pages that a rank may still write are held"
+    cache.audit()
+    hands.turns.release()
+    assert cache.close()
+    cache.audit()
+
+
+def test_a_rank_that_hangs_does_not_keep_the_cache_from_closing() -> None:
+    hands = Paced()
+    cache = build_cache(FULL, CONFIG, hands=[hands])
+    save(cache, range(1))
+    clock = SystemClock()
+    started_s = clock.now()
+    assert not cache.close(timeout_s=0.2), "something was left undone"
+    assert clock.now() - started_s < 20
+    hands.turns.release()
+
+
+class Hanging(Wrapper):
+    """Writes hang until they are let go."""
+
+    def __init__(self) -> None:
+        super().__init__(MemoryStore())
+        self.go = Event()
+
+    def write_from(self, space: Space, writes: Sequence[object], **options: object) -> list[object]:  # type: ignore[override]
+        assert self.go.wait(60)
+        return super().write_from(space, writes, **options)  # type: ignore[arg-type, return-value]
+
+
+def test_a_store_that_hangs_does_not_keep_the_cache_from_closing() -> None:
+    store, clock = Hanging(), SystemClock()
+    cache = build_cache(FULL, CONFIG)
+    cache.attach_store(store, StoreConfig(errand_timeout_s=3600.0))
+    with cache.acquire(cache.lookup(text(1, 17))) as lease:
+        cache.grow(lease, 17)
+        cache.commit(lease, 16)
+    started_s = clock.now()
+    assert not cache.close(timeout_s=0.2)
+    assert clock.now() - started_s < 20
+    store.go.set()
+
+
+def test_a_part_that_has_begun_counts_from_there_and_not_from_its_line() -> None:
+    clock, hold, begun = _Stepped(), Event(), Event()
+    jobs: RankJobs[int] = RankJobs(clock)
+    stuck, moving = Line("stuck", clock), Line("moving", clock)
+    jobs.open(JobId(1), [stuck, moving], called_off=-1)
+    jobs.enqueue(JobId(1), 0, stuck, lambda: (begun.set(), hold.wait(60), 1)[2])
+    assert begun.wait(60)
+    for second in range(40):
+        clock.seconds = float(second)
+        moved = Event()
+        moving.submit(moved.set)
+        assert moved.wait(60)
+    assert jobs.progressed_s(JobId(1)) == 0.0, "one rank has not moved since it began"
+    assert not jobs.withdraw(JobId(1))  # rank 1 never begins; rank 0 has to be waited for
+    hold.set()
+    assert jobs.drain(60)
+    (answer,) = jobs.answers()
+    assert answer.outcomes == (1, -1)
+    stuck.close()
+    moving.close()
+
+
+# ---- threads ------------------------------------------------------------------------------------------
+
+
+def from_another_thread(act: object) -> BaseException | None:
+    caught: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            act()  # type: ignore[operator]
+        except BaseException as error:
+            caught.append(error)
+
+    thread = Thread(target=run, name="second")
+    thread.start()
+    thread.join(60)
+    return caught[0] if caught else None
+
+
+def test_every_verb_notices_a_second_thread_and_changes_nothing() -> None:
+    cache = build_cache(FULL, CONFIG)
+    lease = cache.acquire(cache.lookup(text(1, 17)))
+    verbs = [
+        lambda: cache.lookup(text(1, 17)),
+        lambda: cache.acquire(cache.lookup(text(1, 17))),
+        lambda: cache.grow(lease, 17),
+        lambda: cache.commit(lease, 16),
+        lambda: cache.append(lease, [1]),
+        lambda: cache.wait(lease),
+        lambda: cache.release(lease),
+        lambda: lease.__exit__(None, None, None),
+        lambda: cache.pin(text(1, 17)),
+        lambda: cache.explain(text(1, 17)),
+        lambda: cache.clear(),
+        cache.flush,
+        cache.step,
+        cache.audit,
+        cache.hand_over,
+        cache.close,
+    ]
+    for verb in verbs:
+        error = from_another_thread(verb)
+        assert isinstance(error, WrongThread) and "second" in str(error) and "hand_over" in str(error), verb
+    assert lease.state is LeaseState.READY and lease.position == 0
+    cache.release(lease)
+    cache.close()
+
+
+def test_a_cache_can_be_handed_to_another_thread_and_outlives_its_first() -> None:
+    cache = build_cache(FULL, CONFIG)
+    cache.lookup(text(1, 17))
+    cache.hand_over()
+    assert from_another_thread(lambda: cache.lookup(text(1, 17))) is None
+    cache.lookup(text(1, 17))  # the other thread has ended
+    assert isinstance(from_another_thread(cache.step), WrongThread)
+    cache.close()
+
+
+def test_four_threads_cannot_get_each_others_bytes() -> None:
+    """The one that had it first goes on; all others are refused."""
+    cache: Cache = build_cache(FULL, CONFIG)
+    cache.lookup(text(1, 17))
+    errors: list[type] = []
+    together = Barrier(4)
+
+    def serve(name: int) -> None:
+        together.wait(60)
+        try:
+            cache.acquire(cache.lookup(text(name, 17)))
+        except WrongThread as error:
+            errors.append(type(error))
+
+    threads = [Thread(target=serve, args=(name,)) for name in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert errors == [WrongThread] * 4
+    cache.close()

@@ -93,7 +93,7 @@ class StoreSide(World):
         self.stored.add((space_of(namespace), packed(tokens[: self.spec.page_tokens])))
         awaited = Awaited(ticket, namespace, list(tokens), after)
         self.awaited.append(awaited)
-        self.trace.append(f"{ticket} granted {ticket.granted_s}")
+        self.trace.append(f"{ticket} granted {ticket.grant}")
         return awaited
 
     def acquire_awaited(self, awaited: Awaited) -> Held | None:

@@ -11,12 +11,19 @@ class Clock(Protocol):
 
     def now(self) -> float: ...
 
+    def wall_s(self, at_s: float) -> float:
+        """The time of day at a moment of this clock, in seconds since 1970: to tell people, never to decide by."""
+        ...
+
 
 class SystemClock:
     """The machine's monotonic clock."""
 
     def now(self) -> float:
         return time.monotonic()
+
+    def wall_s(self, at_s: float) -> float:
+        return time.time() - (time.monotonic() - at_s)
 
 
 class ManualClock:
@@ -27,6 +34,9 @@ class ManualClock:
 
     def now(self) -> float:
         return self._now_s
+
+    def wall_s(self, at_s: float) -> float:
+        return at_s  # it began in 1970, so that the same calls say the same
 
     def advance(self, seconds: float) -> None:
         assert seconds >= 0, f"time does not run backwards: {seconds=}"

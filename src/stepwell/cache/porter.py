@@ -22,12 +22,16 @@ from stepwell.transfer.store_hands import StoreHands
 
 
 class Porter(Protocol):
-    """Takes errands and gives back replies. Called on the brain's thread; only `drain` waits."""
+    """Takes errands and gives back replies. Called on the brain's thread; only `answer` and `drain` wait."""
 
     def submit(self, errand: Errand) -> None: ...
 
     def replies(self) -> list[Reply]:
         """Everything that was answered since the last call, each errand once."""
+        ...
+
+    def answer(self, job: JobId, timeout_s: float) -> Reply | None:
+        """One errand's reply, before its turn: waits at most so long for it, then None. `replies` will not have it again."""
         ...
 
     def withdraw(self, job: JobId) -> bool:
@@ -111,6 +115,14 @@ class ThreadPorter:
 
     def replies(self) -> list[Reply]:
         return [self._done.popleft() for _ in range(len(self._done))]
+
+    def answer(self, job: JobId, timeout_s: float) -> Reply | None:
+        with self._changed:
+            self._changed.wait_for(lambda: job not in self._tallies, timeout_s)
+            reply = next((each for each in self._done if each.job == job), None)
+            if reply is not None:
+                self._done.remove(reply)
+            return reply
 
     def withdraw(self, job: JobId) -> bool:
         with self._changed:

@@ -186,6 +186,12 @@ class LedgerPorter(ScriptedPorter):
         self._started_s[errand.job] = self._clock.now()
         super().submit(errand)
 
+    def answer(self, job: JobId, timeout_s: float) -> Reply | None:
+        reply = super().answer(job, timeout_s)
+        if reply is not None:
+            self._ledger.came(self, reply)
+        return reply
+
     def withdraw(self, job: JobId) -> bool:
         if self._eager or job not in self._errands:
             return False

@@ -93,7 +93,7 @@ class StoreSide(World):
         self.stored.add((space_of(namespace), packed(tokens[: self.spec.page_tokens])))
         awaited = Awaited(ticket, namespace, list(tokens), after)
         self.awaited.append(awaited)
-        self.trace.append(f"{ticket} granted {ticket.granted_s}")
+        self.trace.append(f"{ticket} granted {ticket.grant}")
         return awaited
 
     def acquire_awaited(self, awaited: Awaited) -> Held | None:
@@ -218,6 +218,8 @@ class StoreSide(World):
             assert any(fates[fate] for fate in Fate if fate not in (Fate.OK, Fate.CANCELLED)), "nothing went wrong in a store"
         elif cause is Cause.LATE:
             assert fates[Fate.CANCELLED] or self.spent, "nothing was called off"
+        elif cause is Cause.IN_STORE:
+            assert self.cache.store_state is LinkState.ATTACHED and space_of(namespace) not in self.ledger.barred
         elif cause is Cause.STORE_OFF:
             assert self.cache.store_state is LinkState.SWITCHED_OFF
 

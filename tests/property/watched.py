@@ -134,14 +134,17 @@ class Watched:
         seen = (why.prompt_tokens, why.known_tokens, why.arrived_tokens, why.restore_tokens)
         assert seen == (match.prompt_tokens, match.known_tokens, match.arrived_tokens, match.restore_tokens), why
         usable = max(boundaries(self.spec, len(tokens)), default=0)
-        assert why.usable_tokens == usable and (why.cause is Cause.COMPLETE) == (match.restore_tokens == usable), why
+        assert why.usable_tokens == usable and (why.cause is Cause.TOO_SHORT) == (usable == 0), why
+        assert (why.cause is Cause.COMPLETE) == (match.restore_tokens == usable > 0), why
         assert str(match.restore_tokens) in str(why) and why.cause.value in str(why)
-        assert why.cause is Cause.COMPLETE or why.states, why
+        assert why.cause in (Cause.COMPLETE, Cause.TOO_SHORT) or why.states, why
         first = packed(tokens[: self.spec.page_tokens])
         if why.cause is Cause.ARRIVING:
             assert self.ledger.in_flight, f"{why}, but no copy runs"
         elif why.cause is Cause.OTHER_NAMESPACE:
-            others = {space for space, page in self.stored if page == first} - {space_of(namespace)}
+            others = {space for space, page in self.stored if page == first and space[-1] == namespace.salt} - {
+                space_of(namespace)
+            }
             assert others and match.known_tokens == 0, why
         elif why.cause in (Cause.EVICTED, Cause.FAILED, Cause.EXPIRED, Cause.CLEARED):
             assert why.cause in self.excuses or (why.cause is Cause.EVICTED and not self.regime.exact), (

@@ -15,6 +15,10 @@ class Clock(Protocol):
         """Lets so much time pass."""
         ...
 
+    def wall_s(self, at_s: float) -> float:
+        """The time of day at a moment of this clock, in seconds since 1970: to tell people, never to decide by."""
+        ...
+
 
 class SystemClock:
     """The machine's monotonic clock."""
@@ -24,6 +28,9 @@ class SystemClock:
 
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
+
+    def wall_s(self, at_s: float) -> float:
+        return time.time() - (time.monotonic() - at_s)
 
 
 class ManualClock:
@@ -37,6 +44,9 @@ class ManualClock:
 
     def sleep(self, seconds: float) -> None:
         self.advance(seconds)
+
+    def wall_s(self, at_s: float) -> float:
+        return at_s  # it began in 1970, so that the same calls say the same
 
     def advance(self, seconds: float) -> None:
         assert seconds >= 0, f"time does not run backwards: {seconds=}"

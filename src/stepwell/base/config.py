@@ -55,7 +55,7 @@ class PrefetchPolicy(Enum):
 
     BEST_EFFORT = "best_effort"  # not at all: it uses what has arrived when its turn comes
     WAIT_COMPLETE = "wait_complete"  # until everything is there or has failed
-    TIMEOUT = "timeout"  # up to a limit that grows with the prompt, as long as waiting has paid so far
+    TIMEOUT = "timeout"  # as long as computing would take at most, and as waiting has paid so far
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,10 +63,10 @@ class StoreConfig:
     """How the cache uses a store."""
 
     prefetch: PrefetchPolicy = PrefetchPolicy.TIMEOUT
-    timeout_base_s: float = 1.0
-    timeout_per_ki_s: float = 0.25  # for every 1,024 tokens of the prompt
+    timeout_base_s: float = 2.0  # before it is known how long computing takes,
+    timeout_per_ki_s: float = 0.5  # and this for every 1,024 tokens of the prompt; then as long as computing would take
     timeout_cap_s: float = 30.0
-    wait_credit_s: float = 0.5  # waiting in vain is limited to this, and
+    wait_credit_s: float = 0.5  # waiting in vain is limited to one such limit and this, and
     wait_share: float = 0.01  # to this share of the time spent computing, and to what fetches have saved
     recompute_tokens_per_s: float | None = None  # measured where None
     host_share: float = 0.5  # of the host tier that fetched pages may hold until their requests begin
@@ -119,8 +119,10 @@ class StoreConfig:
             return self.checkpoint_rest_s
         return 0.0 if shared else 30.0
 
-    def timeout_s(self, prompt_tokens: int) -> float:
-        return min(self.timeout_base_s + self.timeout_per_ki_s * prompt_tokens / 1024, self.timeout_cap_s)
+    def timeout_s(self, prompt_tokens: int, compute_s: float | None = None) -> float:
+        """The longest wait under TIMEOUT: what computing would take instead, where that is known."""
+        limit_s = self.timeout_base_s + self.timeout_per_ki_s * prompt_tokens / 1024 if compute_s is None else compute_s
+        return min(limit_s, self.timeout_cap_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

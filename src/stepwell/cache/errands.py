@@ -44,6 +44,7 @@ class _Running:
     reads: Residency | None
     on_outcome: OnOutcome
     call: Call
+    counts: bool  # for or against the store
     abandoned: bool = False
 
 
@@ -70,8 +71,8 @@ class Errands:
 
     @property
     def overdue(self) -> bool:
-        """Whether nothing is left but what was given up on."""
-        return all(running.abandoned for running in self._running.values())
+        """Whether nothing is left but what was given up on, and questions that only somebody's curiosity waits for."""
+        return all(running.abandoned or not running.counts for running in self._running.values())
 
     def take_failures(self) -> list[str]:
         """What went wrong since it was last asked."""
@@ -89,9 +90,9 @@ class Errands:
 
     def start(
         self, task: Task, namespace: Namespace, on_outcome: OnOutcome, *, call: Call, pages: Pages = (),
-        reads: Residency | None = None,
+        reads: Residency | None = None, counts: bool = True,
     ) -> JobId:  # fmt: skip
-        """Takes a reference to every host page named and sends the errand off."""
+        """Takes a reference to every host page named and sends the errand off. How the store does may count for nothing."""
         self._last_id += 1
         now = self._clock.now()
         errand = Errand(job=JobId(self._last_id), namespace=namespace, task=task, cancelled=call.off)
@@ -101,9 +102,10 @@ class Errands:
         if reads is not None:
             reads.users += 1
         self._running[errand.job] = _Running(
-            errand=errand, started_s=now, pages=pages, reads=reads, on_outcome=on_outcome, call=call
+            errand=errand, started_s=now, pages=pages, reads=reads, on_outcome=on_outcome, call=call, counts=counts
         )
-        self._breaker.asked(now)
+        if counts:
+            self._breaker.asked(now)
         self._porter.submit(errand)
         return errand.job
 
@@ -115,6 +117,12 @@ class Errands:
         self._abandon_overdue()
         self._withdraw()
         return len(replies)
+
+    def wait(self, job: JobId, timeout_s: float) -> None:
+        """Waits at most so long for one errand, and hands on what came of it. Nothing else is applied."""
+        reply = self._porter.answer(job, timeout_s) if job in self._running else None
+        if reply is not None:
+            self._answered(reply)
 
     def drain(self, timeout_s: float) -> None:
         """Waits for everything under way: for so long, and no longer than an errand may take."""
@@ -128,7 +136,8 @@ class Errands:
     def _answered(self, reply: Reply) -> None:
         running = self._running.pop(reply.job)
         if not running.abandoned:
-            self._judge(running.errand.task, reply.outcome)
+            if running.counts:
+                self._judge(running.errand.task, reply.outcome)
             running.on_outcome(reply.outcome, reply.took_s)
         if running.reads is not None:
             self._mover.unpin(running.reads)
@@ -182,6 +191,7 @@ class Errands:
                 self._never_began(running)
             else:
                 running.abandoned = running.call.is_off = True
-                self._failed(f"no answer within {self._timeout_s:g} s")
+                if running.counts:
+                    self._failed(f"no answer within {self._timeout_s:g} s")
                 fates = (Fate.FAILED,) * num_items(running.errand.task)
                 running.on_outcome(Outcome(fates=fates, error="no answer"), self._timeout_s)

@@ -1,19 +1,25 @@
 """Why a prompt would resume where it would, and not later: the state that stops it, the tier, and the reason.
 
-Pure. A miss is never silent: whoever sees tokens computed again can ask here what became of them.
+Pure. A miss is never silent: whoever sees tokens computed again can ask here what became of them. What the store has is
+handed in; `question.py` asks it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
 from enum import Enum
 
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.spec import Point, Prefix, Window
 from stepwell.cache.core import Core
 from stepwell.cache.link import LinkState
+from stepwell.cache.ticket import Flags
+from stepwell.cache.wanting import is_expected_to_pay, points_with_store
 from stepwell.memory.arena import FILLING
+from stepwell.policy.fetching import reachable
+from stepwell.tree.chain import path_keys
 from stepwell.tree.lacking import first_lacking
 from stepwell.tree.match import Match
 from stepwell.tree.node import ABSENT, Loss, LossReason, Node
@@ -21,10 +27,12 @@ from stepwell.tree.node import ABSENT, Loss, LossReason, Node
 
 class Cause(Enum):
     COMPLETE = "everything that can be reused is reused"
+    TOO_SHORT = "the prompt is shorter than a page, the least that is kept"
     NEVER_STORED = "these tokens were never stored"
-    OTHER_NAMESPACE = "these tokens are stored, but for another model, adapter or salt"
+    OTHER_NAMESPACE = "these tokens are stored, but for another model or adapter"
     NO_CHECKPOINT = "no checkpoint was left between here and where the known text ends"
     ARRIVING = "the bytes are still on their way"
+    IN_STORE = "it is in the store, not in memory"
     EVICTED = "it was evicted to make room"
     FAILED = "its copy failed"
     EXPIRED = "its time to live ran out"
@@ -42,12 +50,26 @@ _CAUSE_OF_LOSS = {
     LossReason.STORE: Cause.STORE,
     LossReason.LATE: Cause.LATE,
 }
+_NOTHING_KNOWN = (Cause.NEVER_STORED, Cause.OTHER_NAMESPACE)  # as far as memory can tell
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreSays:
+    """What the store has of a prompt: by page, and by boundary; or a note of why that is not known."""
+
+    has_page: Flags | None = None
+    has_checkpoint: Flags | None = None
+    note: str = ""
+
+
+NOT_ASKED = StoreSays()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
     """What limits the reuse of one prompt. `states` are the ones that are missing past `restore_tokens`.
 
+    `store_tokens` is where the prompt would resume with what the store has; None when that is not known: see `store_note`.
     `lacking` limits nothing: those states are missing before it, and without them an answer is the same, only slower.
     """
 
@@ -59,58 +81,98 @@ class Explanation:
     cause: Cause
     states: tuple[str, ...] = ()
     tier: Tier | None = None
-    at_s: float | None = None
+    at_s: float | None = None  # on the cache's clock
+    at: datetime | None = None  # the same by the time of day
     detail: str = ""
+    store_tokens: int | None = None
+    store_note: str = ""
     lacking: Mapping[str, int] = field(default_factory=dict)  # optional states that are missing, from which token on
 
     def __str__(self) -> str:
         depth = f"at best {self.usable_tokens}; text known to {self.known_tokens}"
-        head = f"resumes at token {self.restore_tokens} of {self.prompt_tokens} ({depth})"
+        store = self.store_tokens is not None and self.store_tokens > self.restore_tokens
+        more = f" from memory, at {self.store_tokens} with the store" if store else ""
+        head = f"resumes at token {self.restore_tokens} of {self.prompt_tokens}{more} ({depth})"
         missing = "".join(f"; without {state} from token {token} on, so slower" for state, token in self.lacking.items())
-        return f"{head}: {self._why()}{missing}"
+        note = f"; {self.store_note}" if self.store_note and self.cause is not Cause.COMPLETE else ""
+        return f"{head}: {self._why()}{note}{missing}"
 
     def _why(self) -> str:
-        if self.cause is Cause.COMPLETE:
-            return str(self.cause.value)
         where = f" in the {self.tier.label} tier" if self.tier is not None else ""
-        when = f" at t={self.at_s:.3f} s" if self.at_s is not None else ""
+        limit = f"limited by {', '.join(self.states)}{where}: " if self.states else ""
+        return limit + self.reason
+
+    @property
+    def reason(self) -> str:
+        """The cause with its detail and time."""
         why = f" ({self.detail})" if self.detail else ""
-        return f"limited by {', '.join(self.states)}{where}: {self.cause.value}{why}{when}"
+        when = f" at {self.at.strftime('%Y-%m-%dT%H:%M:%SZ')}" if self.at is not None else ""
+        return f"{self.cause.value}{why}{when}"
 
 
-def explain(core: Core, match: Match) -> Explanation:
-    """Names what stops a match, looking at it as it is now."""
+def explain(core: Core, match: Match, store: StoreSays = NOT_ASKED) -> Explanation:
+    """Names what stops a match, looking at it as it is now, with what the store was found to have."""
+    memory = _explain_memory(core, match)
+    if store.has_page is None or store.has_checkpoint is None or memory.cause in (Cause.COMPLETE, Cause.TOO_SHORT):
+        return replace(memory, store_note=store.note)
+    page, usable = core.spec.page_tokens, match.limit_tokens
+    points = points_with_store(core, match, store.has_page, store.has_checkpoint)
+    found = replace(memory, store_tokens=points[0] * page if points else match.restore_tokens)
+    if points and core.link is not None and not is_expected_to_pay(core, core.link, match, points[0]):
+        found = replace(found, store_note="fetching that is expected to take longer than computing")
+    if memory.cause in (Cause.ARRIVING, Cause.LATE, Cause.STORE):
+        return found  # that the store has it does not say that it comes, or in time, or that it is any good
+    if found.store_tokens == usable:
+        why = "" if memory.cause in _NOTHING_KNOWN else f"of memory: {memory.reason}"
+        return replace(found, cause=Cause.IN_STORE, tier=Tier.STORE, at_s=None, at=None, detail=why)
+    if memory.cause in _NOTHING_KNOWN and points:
+        found = replace(found, cause=Cause.NEVER_STORED)
+    reach = core.spec.floor(reachable(match.known_tokens // page, store.has_page) * page)
+    if memory.cause in _NOTHING_KNOWN and core.spec.needs_checkpoint and (found.store_tokens or 0) < reach:
+        return replace(found, cause=Cause.NO_CHECKPOINT, states=_checkpoint_states(core), tier=Tier.STORE)
+    return found
+
+
+def _explain_memory(core: Core, match: Match) -> Explanation:
     spec = core.spec
     usable = match.limit_tokens
+    late = _given_up(core, match)
+    if not spec.usable(match.prompt_tokens):
+        return _because(core, match, Cause.TOO_SHORT, detail=f"reuse begins with {spec.boundary_step + 1} tokens")
     if match.restore_tokens == usable:
-        return _because(match, usable, Cause.COMPLETE)
-    if spec.needs_checkpoint and match.restore_tokens < spec.floor(match.arrived_tokens):
-        return _missing_checkpoint(core, match, usable)
+        if late is None:
+            return _because(core, match, Cause.COMPLETE)
+        return _because(core, match, Cause.COMPLETE, at_s=late.at_s, detail=f"a fetch of it was {late.detail}")
     prefix = tuple(s.name for s in spec.of_shape(Prefix)) or tuple(s.name for s in spec.states)
+    if spec.needs_checkpoint and match.restore_tokens < spec.floor(match.arrived_tokens):
+        found = _missing_checkpoint(core, match)
+        return found if late is None or found.cause is not Cause.NO_CHECKPOINT else _because_of(core, match, late, found.states)
     if match.arrived_tokens < match.known_tokens:
-        return _because(match, usable, Cause.ARRIVING, states=prefix, tier=_arriving_tier(core, match))
+        return _because(core, match, Cause.ARRIVING, states=prefix, tier=_arriving_tier(core, match))
     loss = _loss_after(core, match)
+    if late is not None and (loss is None or loss.at_s <= late.at_s):
+        loss = late
     if loss is not None:
-        return _because_of(match, usable, loss, prefix)
+        return _because_of(core, match, loss, prefix)
     if core.link is not None and core.link.state is LinkState.SWITCHED_OFF:
-        return _because(match, usable, Cause.STORE_OFF, states=prefix, tier=Tier.STORE)
+        return _because(core, match, Cause.STORE_OFF, states=prefix, tier=Tier.STORE)
     if not match.known_tokens and _known_elsewhere(core, match):
-        return _because(match, usable, Cause.OTHER_NAMESPACE, states=prefix)
-    return _because(match, usable, Cause.NEVER_STORED, states=prefix)
+        return _because(core, match, Cause.OTHER_NAMESPACE, states=prefix)
+    return _because(core, match, Cause.NEVER_STORED, states=prefix)
 
 
-def _because_of(match: Match, usable: int, loss: Loss, states: tuple[str, ...]) -> Explanation:
+def _because_of(core: Core, match: Match, loss: Loss, states: tuple[str, ...]) -> Explanation:
     cause = _CAUSE_OF_LOSS[loss.reason]
-    return _because(match, usable, cause, states=states, tier=loss.tier, at_s=loss.at_s, detail=loss.detail)
+    return _because(core, match, cause, states=states, tier=loss.tier, at_s=loss.at_s, detail=loss.detail)
 
 
 def _because(
-    match: Match, usable: int, cause: Cause, *, states: tuple[str, ...] = (), tier: Tier | None = None,
+    core: Core, match: Match, cause: Cause, *, states: tuple[str, ...] = (), tier: Tier | None = None,
     at_s: float | None = None, detail: str = "",
 ) -> Explanation:  # fmt: skip
     return Explanation(
         prompt_tokens=match.prompt_tokens,
-        usable_tokens=usable,
+        usable_tokens=match.limit_tokens,
         known_tokens=match.known_tokens,
         arrived_tokens=match.arrived_tokens,
         restore_tokens=match.restore_tokens,
@@ -118,26 +180,42 @@ def _because(
         states=states,
         tier=tier,
         at_s=at_s,
+        at=datetime.fromtimestamp(core.clock.wall_s(at_s), timezone.utc) if at_s is not None else None,
         detail=detail,
         lacking=first_lacking(match.path, match.restore_tokens),
     )
 
 
-def _missing_checkpoint(core: Core, match: Match, usable: int) -> Explanation:
+def _missing_checkpoint(core: Core, match: Match) -> Explanation:
     """Prefix pages reach deeper than any checkpoint does: windows or points are what is missing."""
     spec, first = core.spec, match.restore_tokens // core.spec.page_tokens
     last = match.arrived_tokens // spec.page_tokens
-    states = tuple(s.name for s in spec.states if isinstance(s.shape, (Window, Point)))
+    states = _checkpoint_states(core)
     for node in reversed(match.path):
         for checkpoint in (node.checkpoints or {}).values():
             if first < checkpoint.page <= last and not checkpoint.ready:
                 held = next(residency for residency in checkpoint.held if residency is not None)
-                return _because(match, usable, Cause.ARRIVING, states=states, tier=held.tier)
+                return _because(core, match, Cause.ARRIVING, states=states, tier=held.tier)
         losses = [(page, loss) for page, loss in (node.lost or {}).items() if isinstance(page, int) and first < page <= last]
         if losses:
             _, loss = max(losses, key=lambda pair: pair[0])
-            return _because_of(match, usable, loss, states)
-    return _because(match, usable, Cause.NO_CHECKPOINT, states=states)
+            return _because_of(core, match, loss, states)
+    return _because(core, match, Cause.NO_CHECKPOINT, states=states)
+
+
+def _checkpoint_states(core: Core) -> tuple[str, ...]:
+    return tuple(s.name for s in core.spec.states if isinstance(s.shape, (Window, Point)))
+
+
+def _given_up(core: Core, match: Match) -> Loss | None:
+    """The latest note that some request did not wait for what the store may have of this prompt."""
+    if core.link is None or not core.link.given_up:
+        return None
+    known, upto = match.known_tokens // core.spec.page_tokens, match.limit_tokens // core.spec.page_tokens
+    root, size = match.namespace.digest, core.tree.page_bytes
+    keys = path_keys(root, match.path, match.packed, known=known, upto=upto, page_bytes=size)
+    found = [core.link.given_up[key] for key in keys if key in core.link.given_up]
+    return max(found, key=lambda loss: loss.at_s) if found else None
 
 
 def _loss_after(core: Core, match: Match) -> Loss | None:
@@ -151,9 +229,14 @@ def _loss_after(core: Core, match: Match) -> Loss | None:
 
 
 def _known_elsewhere(core: Core, match: Match) -> bool:
-    page = match.packed[: core.tree.page_bytes]
-    mine = match.namespace.digest
-    return any(root.child(page) is not None for digest, root in core.tree.roots.items() if digest != mine)
+    """Whether another model or adapter has the first page, under the same salt and tenant: nobody learns what others ask."""
+    page, mine = match.packed[: core.tree.page_bytes], match.namespace
+
+    def is_ours(digest: bytes) -> bool:
+        other = core.namespaces.get(digest)
+        return other is not None and other != mine and (other.salt, other.tenant) == (mine.salt, mine.tenant)
+
+    return any(root.child(page) is not None and is_ours(digest) for digest, root in core.tree.roots.items())
 
 
 def _arriving_tier(core: Core, match: Match) -> Tier | None:

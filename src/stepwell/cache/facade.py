@@ -22,7 +22,7 @@ from stepwell.base.ids import Kind, LeaseId, Tier
 from stepwell.base.keys import Namespace
 from stepwell.base.spec import ModelSpec
 from stepwell.base.tokens import Tokens, pack
-from stepwell.cache import borrowed, explain, lacking, prefetch, publish, restore
+from stepwell.cache import borrowed, lacking, prefetch, publish, restore
 from stepwell.cache.audit import audit
 from stepwell.cache.borrowed import EnginePages
 from stepwell.cache.core import Core
@@ -34,6 +34,7 @@ from stepwell.cache.link import LinkState
 from stepwell.cache.one_thread import Owner, one_thread
 from stepwell.cache.pin import Pin, take_pin
 from stepwell.cache.porter import Porter
+from stepwell.cache.question import STORE_WAIT_S, Question
 from stepwell.cache.saving import save_path
 from stepwell.cache.stores import Stores
 from stepwell.cache.ticket import Ticket
@@ -142,9 +143,24 @@ class Cache:
         return find(self._core.tree, match.namespace, match.packed, match.limit_tokens)
 
     @one_thread
-    def explain(self, tokens: Tokens, *, namespace: Namespace | None = None) -> Explanation:
-        """Why a prompt would resume where it would, and not later. Pure. Raises BadTokens."""
-        return explain.explain(self._core, self.lookup(tokens, namespace=namespace))
+    def explain(
+        self, tokens: Tokens, *, namespace: Namespace | None = None, store_wait_s: float = STORE_WAIT_S
+    ) -> Explanation:  # fmt: skip
+        """Why a prompt would resume where it would, and not later. Changes nothing. Raises BadTokens.
+
+        Waits at most `store_wait_s` for the store to say what it has, and says when that was not enough; with 0 it is not asked.
+        An engine that must not wait uses `question`.
+        """
+        question = self.question(tokens, namespace=namespace, store_wait_s=store_wait_s)
+        question.wait()
+        return question.answer()
+
+    @one_thread
+    def question(
+        self, tokens: Tokens, *, namespace: Namespace | None = None, store_wait_s: float = STORE_WAIT_S
+    ) -> Question:  # fmt: skip
+        """The same question without waiting: call `step` until it is ready, then `answer`. Raises BadTokens and ConfigError."""
+        return Question(self._core, self.lookup(tokens, namespace=namespace), store_wait_s=store_wait_s)
 
     def used_bytes(self, tier: Tier) -> int:
         """Bytes of a tier that hold something, padding included; 0 for a tier that does not exist."""

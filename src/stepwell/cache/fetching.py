@@ -81,8 +81,8 @@ def send_for(core: Core, link: StoreLink, ticket: Ticket, match: Match, want: Wa
     return fetch
 
 
-def let_go(core: Core, link: StoreLink, fetch: Fetch) -> None:
-    """Nobody waits for a fetch any more: what has arrived is the tree's alone, and what has not is called off.
+def let_go(core: Core, link: StoreLink, fetch: Fetch, why: str) -> None:
+    """Nobody waits for a fetch any more, and `why`: what has arrived is the tree's alone, and what has not is called off.
 
     That leaves the tree at once, so that nobody takes it for something that will come; errands keep their references.
     """
@@ -91,7 +91,7 @@ def let_go(core: Core, link: StoreLink, fetch: Fetch) -> None:
     del link.fetches[fetch]
     for call in fetch.calls.values():
         call.is_off = True
-    late = _loss(core, Fate.CANCELLED)
+    late = Loss(at_s=core.clock.now(), reason=LossReason.LATE, tier=Tier.STORE, detail=why)
     for residency in fetch.residencies:
         core.mover.unpin(residency)
         if not residency.ready:

@@ -9,8 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
+import numpy as np
+
 from stepwell.base.config import StoreConfig
 from stepwell.base.ids import Kind, Tier
+from stepwell.base.keys import PageKey
 from stepwell.base.plan import PageIds
 from stepwell.cache.errands import Errands
 from stepwell.cache.resting import Resting
@@ -18,8 +21,9 @@ from stepwell.cache.ticket import Fetch, Ticket
 from stepwell.policy.breaker import Breaker, BreakerState
 from stepwell.policy.patience import Patience, Speed
 from stepwell.store.api import Store
-from stepwell.tree.node import Node, Residency
+from stepwell.tree.node import Loss, Node, Residency
 
+MOST_GIVEN_UP = 256  # notes of fetches that were not waited for, for explanations
 MOST_PUTS = 4  # errands that go down at a time: the rest waits in line, where it holds nothing
 
 
@@ -44,6 +48,9 @@ class StoreLink:
     fetches: dict[Fetch, None] = field(default_factory=dict)  # whose pages are still held for somebody
     fetch_of: dict[int, Fetch] = field(default_factory=dict)  # by host page on its way
     to_plan: dict[Ticket, None] = field(default_factory=dict)  # that learned something since they planned last
+    given_up: dict[PageKey, Loss] = field(
+        default_factory=dict
+    )  # fetches, by the first page that was not waited for, oldest first
     waiting: dict[Node, float] = field(default_factory=dict)  # paths to be backed up, by their last node: since when
     resting: Resting  # checkpoints whose pages were backed up
     most_backup_bytes: int  # on their way down before nothing more is sent off
@@ -80,6 +87,20 @@ class StoreLink:
     def may_put_at_once(self, now: float) -> bool:
         """The same for what would be lost otherwise, which may be twice as much: one request for room can turn out many."""
         return self.backup_bytes < 2 * self.most_backup_bytes and self.breaker.allows(now)
+
+    def note_given_up(self, ticket: Ticket, loss: Loss) -> None:
+        """Remembers for a while that a request went on without what the store may have of it."""
+        missing = np.flatnonzero(~ticket.from_store[ticket.first_asked :])
+        at = ticket.first_asked + int(missing[0]) if len(missing) else len(ticket.keys) - 1  # or only a checkpoint was missing
+        self.given_up.pop(ticket.keys[at], None)
+        self.given_up[ticket.keys[at]] = loss
+        if len(self.given_up) > MOST_GIVEN_UP:
+            del self.given_up[next(iter(self.given_up))]
+
+    def forget_given_up(self, ticket: Ticket) -> None:
+        """What was not waited for once has been since."""
+        for key in ticket.keys if self.given_up else ():
+            self.given_up.pop(key, None)
 
     @property
     def held_bytes(self) -> int:

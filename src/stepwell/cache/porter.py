@@ -14,17 +14,21 @@ from typing import Protocol
 from stepwell.base.clock import Clock
 from stepwell.base.errand import Ask, Errand, Fate, Outcome, PutCheckpoint, PutPages, Reply, joint, num_items
 from stepwell.base.ids import JobId
-from stepwell.cache.workers import Line, RankJobs
+from stepwell.cache.workers import Answer, Line, RankJobs
 from stepwell.transfer.store_hands import StoreHands
 
 
 class Porter(Protocol):
-    """Takes errands and gives back replies. Called on the brain's thread; only `drain` waits."""
+    """Takes errands and gives back replies. Called on the brain's thread; only `answer` and `drain` wait."""
 
     def submit(self, errand: Errand) -> None: ...
 
     def replies(self) -> list[Reply]:
         """Everything that was answered since the last call, each errand once."""
+        ...
+
+    def answer(self, job: JobId, timeout_s: float) -> Reply | None:
+        """One errand's reply, before its turn: waits at most so long for it, then None. `replies` will not have it again."""
         ...
 
     def withdraw(self, job: JobId) -> bool:
@@ -70,7 +74,11 @@ class ThreadPorter:
                 self._jobs.enqueue(errand.job, rank, line, partial(attempt, hands, errand))
 
     def replies(self) -> list[Reply]:
-        return [Reply(job=each.job, outcome=joint(each.outcomes), took_s=each.took_s) for each in self._jobs.answers()]
+        return [_reply(answer) for answer in self._jobs.answers()]
+
+    def answer(self, job: JobId, timeout_s: float) -> Reply | None:
+        answer = self._jobs.answer(job, timeout_s)
+        return _reply(answer) if answer is not None else None
 
     def withdraw(self, job: JobId) -> bool:
         return self._jobs.withdraw(job)
@@ -112,6 +120,10 @@ def sealed(hands: StoreHands, errand: Errand) -> Callable[[], Outcome]:
 
     went_wrong = _safely(errand, first)
     return lambda: _safely(errand, lambda: hands.put(found[0], errand.cancelled)) if found else went_wrong
+
+
+def _reply(answer: Answer[Outcome]) -> Reply:
+    return Reply(job=answer.job, outcome=joint(answer.outcomes), took_s=answer.took_s)
 
 
 def _safely(errand: Errand, work: Callable[[], Outcome]) -> Outcome:

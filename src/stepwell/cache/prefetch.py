@@ -9,22 +9,26 @@ Nothing here waits. What fails is a miss, and the plan is made again without it.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
 from stepwell.base.config import PrefetchPolicy
 from stepwell.base.errand import Ask, Fate, Outcome
+from stepwell.base.ids import Tier
 from stepwell.cache.core import Core
 from stepwell.cache.fetching import let_go, on_their_way, send_for, watch
 from stepwell.cache.lease import Request
 from stepwell.cache.link import StoreLink
 from stepwell.cache.ticket import Ticket, TicketState
-from stepwell.cache.wanting import wants
+from stepwell.cache.wanting import Want, boundaries_to_ask, fetch_seconds, wants
 from stepwell.tree.chain import path_keys
 from stepwell.tree.match import Match, find
+from stepwell.tree.node import Loss, LossReason
 
 ASSUMED_TOKENS_PER_S = 20_000.0  # what computing is taken to do before it was measured
+EXPECTED_MARGIN = 2.0  # a fetch may take so many times as long as the store's speed so far says
 
 
 def prefetch(core: Core, link: StoreLink | None, match: Match, request: Request) -> Ticket:
@@ -39,12 +43,12 @@ def prefetch(core: Core, link: StoreLink | None, match: Match, request: Request)
     keys = path_keys(root, match.path, match.packed, known=known, upto=upto, page_bytes=core.tree.page_bytes)
     core.know(match.namespace)
     ticket = Ticket(match=match, request=request, clock=core.clock, keys=keys, on_exit=partial(close, core, link))
-    _set_patience(link, ticket)
+    _set_patience(core, link, ticket, match)
     link.tickets[ticket] = None
     for fetch in on_their_way(core, link, match):
         watch(fetch, ticket)
     ticket.first_asked = known
-    boundaries = _boundaries_to_ask(core, match, upto)
+    boundaries = boundaries_to_ask(core, match, upto)
     task = Ask(pages=keys[known:], boundaries=tuple(keys[page - 1] for page in boundaries))
     core.counters.add("prefetch_asked")
     link.errands.start(task, match.namespace, partial(_asked, link, ticket, boundaries), call=ticket.call)
@@ -68,31 +72,75 @@ def settle(core: Core, link: StoreLink) -> None:
 
 def close(core: Core, link: StoreLink | None, ticket: Ticket, used_tokens: int) -> None:
     """Ends a ticket; `used_tokens` of its prompt came from the store. What nobody else waits for is called off."""
-    waited_s = max(min(ticket.ended_s, core.clock.now()) - ticket.started_s, 0.0)
+    now = core.clock.now()
+    waited_s = max(min(ticket.ended_s, now) - ticket.started_s, 0.0)
+    given_up, finished = ticket.given_up, ticket.complete
     ticket.state = TicketState.CLOSED
     ticket.call.is_off = True
     if link is None or ticket not in link.tickets:
         return  # it never asked
     del link.tickets[ticket]
     link.to_plan.pop(ticket, None)
-    if link.config.prefetch is PrefetchPolicy.TIMEOUT:
-        saved_s = core.compute.seconds_for(used_tokens) or 0.0
-        link.patience.settle(ticket.granted_s, waited_s=waited_s, saved_s=saved_s)
+    if given_up:
+        why = f"given up after {waited_s:.2f} s: {_why_given_up(link, ticket)}"
+        core.counters.add("prefetch_given_up")
+        link.note_given_up(ticket, Loss(at_s=now, reason=LossReason.LATE, tier=Tier.STORE, detail=why))
+    else:
+        why = "the request that waited for it has ended"
+        if finished:
+            link.forget_given_up(ticket)
+    if link.config.prefetch is PrefetchPolicy.TIMEOUT and (given_up or finished or not ticket.grant.on_trust):
+        if finished and not ticket.fetches:
+            waited_s = min(waited_s, ticket.asking_s)  # an engine that was busy noticed the answer late
+        _settle_patience(core, link, ticket, waited_s=waited_s, used_tokens=used_tokens, given_up=given_up)
     for fetch in ticket.fetches:
         del fetch.watchers[ticket]
         if not fetch.watchers:
-            let_go(core, link, fetch)
+            let_go(core, link, fetch, why)
     ticket.fetches = []
 
 
-def _set_patience(link: StoreLink, ticket: Ticket) -> None:
+def _set_patience(core: Core, link: StoreLink, ticket: Ticket, match: Match) -> None:
     """How long the request may wait: for ever, not at all, or up to a limit and as long as there is allowance for it."""
     if link.config.prefetch is PrefetchPolicy.BEST_EFFORT:
         ticket.deadline_s = ticket.started_s
     elif link.config.prefetch is PrefetchPolicy.TIMEOUT:
-        limit_s = link.config.timeout_s(ticket.prompt_tokens)
+        compute_s = core.compute.seconds_for(match.limit_tokens - match.restore_tokens)
+        limit_s = link.config.timeout_s(ticket.prompt_tokens, compute_s)
         ticket.deadline_s = ticket.started_s + limit_s
-        ticket.granted_s = link.patience.take(limit_s)
+        ticket.grant = link.patience.take(limit_s)
+
+
+def _settle_patience(
+    core: Core, link: StoreLink, ticket: Ticket, *, waited_s: float, used_tokens: int, given_up: bool
+) -> None:  # fmt: skip
+    """Pays for a wait. When the store is trusted no more, those who still wait for it on trust go on, with what they have."""
+    saved_s = core.compute.seconds_for(used_tokens)
+    if saved_s is None:
+        saved_s = waited_s if used_tokens else 0.0  # nothing was computed yet: it may well have paid
+    trusted = link.patience.trusted
+    link.patience.settle(ticket.grant, waited_s=waited_s, saved_s=saved_s, given_up=given_up)
+    if trusted and not link.patience.trusted:
+        for other in link.tickets:
+            other.grant = replace(other.grant, seconds=min(other.grant.seconds, core.clock.now() - other.started_s))
+
+
+def _expect(core: Core, link: StoreLink, ticket: Ticket, want: Want) -> None:
+    """A fetch that is expected to beat computing, by the speeds of both so far, is waited for if the allowance has that much."""
+    fetch_s = fetch_seconds(core, link, want)
+    if link.config.prefetch is PrefetchPolicy.TIMEOUT and fetch_s is not None and core.compute.per_s is not None:
+        waited_s = core.clock.now() - ticket.started_s
+        limit_s = ticket.deadline_s - ticket.started_s
+        ticket.grant = link.patience.take_more(ticket.grant, min(waited_s + EXPECTED_MARGIN * fetch_s, limit_s))
+
+
+def _why_given_up(link: StoreLink, ticket: Ticket) -> str:
+    if link.config.prefetch is PrefetchPolicy.BEST_EFFORT:
+        return "the prefetch policy is best_effort, which never waits"
+    limit_s = ticket.deadline_s - ticket.started_s
+    if ticket.ended_s >= ticket.deadline_s:
+        return f"computing is expected to take no longer, or the limit for this prompt is reached ({limit_s:.2f} s)"
+    return f"earlier waiting was in vain, and the allowance gave it {ticket.grant.seconds:.2f} of {limit_s:.2f} s"
 
 
 def _may_help(core: Core, link: StoreLink, match: Match) -> bool:
@@ -104,21 +152,13 @@ def _may_help(core: Core, link: StoreLink, match: Match) -> bool:
     return True
 
 
-def _boundaries_to_ask(core: Core, match: Match, upto: int) -> list[int]:
-    spec = core.spec
-    if not spec.needs_checkpoint:
-        return []
-    step = spec.boundary_step // spec.page_tokens
-    first = match.restore_tokens // spec.page_tokens // step * step + step
-    return [page for page in range(first, upto + 1, step) if spec.needs_checkpoint_at(page * spec.page_tokens)]
-
-
 def _asked(link: StoreLink, ticket: Ticket, boundaries: list[int], outcome: Outcome, took_s: float) -> None:
     found = np.fromiter((fate is Fate.OK for fate in outcome.fates), np.bool_, len(outcome.fates))
     pages = len(ticket.keys) - ticket.first_asked
     ticket.has_page[: ticket.first_asked] = True
     ticket.has_page[ticket.first_asked :] = found[:pages]
     ticket.has_checkpoint[boundaries] = found[pages:]
+    ticket.asking_s = took_s
     if ticket.state is TicketState.ASKING:
         ticket.state = TicketState.FETCHING
         link.to_plan[ticket] = None
@@ -137,6 +177,7 @@ def _plan(core: Core, link: StoreLink, ticket: Ticket) -> None:
             started = send_for(core, link, ticket, match, want)
             if started is not None:
                 watch(started, ticket)
+                _expect(core, link, ticket, want)
                 break
     if all(not fetch.jobs for fetch in ticket.fetches):
         _finish(core, ticket)

@@ -21,6 +21,7 @@ from stepwell.base.plan import PageIds
 from stepwell.base.tokens import TOKEN_BYTES
 from stepwell.cache.errands import Call
 from stepwell.cache.lease import Request
+from stepwell.policy.patience import UNLIMITED
 from stepwell.tree.match import Match
 from stepwell.tree.node import Residency
 
@@ -74,9 +75,10 @@ class Ticket:
         self.state = TicketState.ASKING
         self.started_s = clock.now()
         self.deadline_s = inf  # not to wait longer than this,
-        self.granted_s = inf  # nor longer than this
+        self.grant = UNLIMITED  # nor longer than this
         self.earned_s = 0.0  # beyond what fetching has saved so far
         self.done_s = inf  # when it had nothing more to wait for
+        self.asking_s = inf  # how long the store took to say what it has
         self.keys = keys  # of every page that could be reused
         self.first_asked = 0  # pages before it were known when it started
         self.has_page: Flags = np.zeros(len(keys), np.bool_)  # what the store said it has
@@ -100,7 +102,12 @@ class Ticket:
     @property
     def ended_s(self) -> float:
         """When waiting ended, or will as things stand: infinity for when everything has come."""
-        return min(self.done_s, self.deadline_s, self.started_s + self.granted_s + self.earned_s)
+        return min(self.done_s, self.deadline_s, self.started_s + self.grant.seconds + self.earned_s)
+
+    @property
+    def given_up(self) -> bool:
+        """Whether waiting ended with something still to come."""
+        return not self.complete and self.ready
 
     @property
     def ready(self) -> bool:

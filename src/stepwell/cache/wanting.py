@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from stepwell.base.ids import Kind, Tier
 from stepwell.cache.core import Core
 from stepwell.cache.link import StoreLink
-from stepwell.cache.ticket import Ticket
+from stepwell.cache.ticket import Flags, Ticket
 from stepwell.policy.breaker import BreakerState
 from stepwell.policy.fetching import fallbacks, is_worth_it, reachable, restore_points
 from stepwell.tree.match import Match
@@ -29,17 +29,14 @@ def wants(core: Core, link: StoreLink, ticket: Ticket, match: Match) -> list[Wan
     """What could be fetched, best first: the deepest restore point that is worth it, then shallower ones."""
     spec, now = core.spec, core.clock.now()
     known, restore = match.known_tokens // spec.page_tokens, match.restore_tokens // spec.page_tokens
-    here = {c.page for node in match.path for c in (node.checkpoints or {}).values() if c.page <= known}
-    anchored = ticket.has_checkpoint.copy()
-    anchored[list(here)] = True
-    upto = reachable(known, ticket.has_page)
-    points = list(restore_points(spec, above=restore, upto=upto, has_checkpoint=anchored))
+    here = _checkpoints_here(core, match)
+    points = points_with_store(core, match, ticket.has_page, ticket.has_checkpoint)
     if not points or (points[0] <= known and (points[0] in here or not spec.needs_checkpoint_at(points[0] * spec.page_tokens))):
         return []  # nothing beyond what is in memory, or on its way there
     found = []
     for at, point in _spread(points):
         want = _want(core, link, known, point, points[at + 1 :], here)
-        if is_worth_it(_fetch_s(core, link, want), core.compute.seconds_for((point - restore) * spec.page_tokens)):
+        if is_worth_it(fetch_seconds(core, link, want), core.compute.seconds_for((point - restore) * spec.page_tokens)):
             found.append(want)
     if not found:
         core.counters.add("prefetch_not_worth_it")
@@ -49,6 +46,34 @@ def wants(core: Core, link: StoreLink, ticket: Ticket, match: Match) -> list[Wan
     if link.fetching.state is not BreakerState.CLOSED:
         return found[-1:]  # a trial: what it evicts for nothing, should it fail again, is to be little
     return found
+
+
+def points_with_store(core: Core, match: Match, has_page: Flags, has_checkpoint: Flags) -> list[int]:
+    """Boundaries (in pages), deepest first, that memory and a store with these pages and checkpoints give together, and memory
+    alone does not.
+    """
+    spec = core.spec
+    anchored = has_checkpoint.copy()
+    anchored[list(_checkpoints_here(core, match))] = True
+    upto = reachable(match.known_tokens // spec.page_tokens, has_page)
+    return list(restore_points(spec, above=match.restore_tokens // spec.page_tokens, upto=upto, has_checkpoint=anchored))
+
+
+def is_expected_to_pay(core: Core, link: StoreLink, match: Match, point: int) -> bool:
+    """Whether a fetch up to a boundary would be sent for, by how fast the store and computing were so far."""
+    known, restore = match.known_tokens // core.spec.page_tokens, match.restore_tokens // core.spec.page_tokens
+    want = _want(core, link, known, point, [], _checkpoints_here(core, match))
+    return is_worth_it(fetch_seconds(core, link, want), core.compute.seconds_for((point - restore) * core.spec.page_tokens))
+
+
+def boundaries_to_ask(core: Core, match: Match, upto: int) -> list[int]:
+    """Where a checkpoint in the store would help, up to page `upto`."""
+    spec = core.spec
+    if not spec.needs_checkpoint:
+        return []
+    step = spec.boundary_step // spec.page_tokens
+    first = match.restore_tokens // spec.page_tokens // step * step + step
+    return [page for page in range(first, upto + 1, step) if spec.needs_checkpoint_at(page * spec.page_tokens)]
 
 
 def need_of(core: Core, want: Want) -> dict[Kind, int]:
@@ -62,6 +87,12 @@ def need_of(core: Core, want: Want) -> dict[Kind, int]:
 def bytes_of(core: Core, want: Want) -> int:
     strides = core.arena(Tier.HOST).layout.strides
     return sum(count * strides[kind] for kind, count in need_of(core, want).items() if count)
+
+
+def _checkpoints_here(core: Core, match: Match) -> set[int]:
+    """Boundaries of the known text that have a checkpoint in memory, or on its way there."""
+    known = match.known_tokens // core.spec.page_tokens
+    return {each.page for node in match.path for each in (node.checkpoints or {}).values() if each.page <= known}
 
 
 def _spread(points: list[int]) -> list[tuple[int, int]]:
@@ -84,7 +115,8 @@ def _want(core: Core, link: StoreLink, known: int, point: int, shallower: list[i
     return Want(known=known, upto=max(point, known), boundaries=(*before, *last))
 
 
-def _fetch_s(core: Core, link: StoreLink, want: Want) -> float | None:
+def fetch_seconds(core: Core, link: StoreLink, want: Want) -> float | None:
+    """How long fetching it takes at the speed seen so far; None where none was."""
     size = bytes_of(core, want)
     alone = link.fetch_bytes.seconds_for(size)
     errands = -(-size // link.turn_bytes) + len(want.boundaries)

@@ -86,7 +86,7 @@ class _Job(Generic[T]):
 
 
 class RankJobs(Generic[T]):
-    """Jobs under way. `open`, `answers`, `withdraw`, `progressed_s` and `drain` are for one thread, the brain's."""
+    """Jobs under way. All but `enqueue` and `is_open` are for one thread, the brain's."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -116,6 +116,15 @@ class RankJobs(Generic[T]):
     def answers(self) -> list[Answer[T]]:
         """Everything that was answered since the last call, each job once."""
         return [self._answers.popleft() for _ in range(len(self._answers))]
+
+    def answer(self, job: JobId, timeout_s: float) -> Answer[T] | None:
+        """One job's answer, before its turn: waits at most so long for it. `answers` will not have it again."""
+        with self._changed:
+            self._changed.wait_for(lambda: job not in self._jobs, max(timeout_s, 0.0))
+            answer = next((each for each in self._answers if each.job == job), None)
+            if answer is not None:
+                self._answers.remove(answer)
+            return answer
 
     def withdraw(self, job: JobId) -> bool:
         """Takes back a job that no rank has begun: it will not be answered. False when one has, or all have."""

@@ -97,6 +97,12 @@ class CountingPorter:
         done, self._done = self._done, []
         return done
 
+    def answer(self, job: JobId, timeout_s: float) -> Reply | None:
+        reply = next((each for each in self._done if each.job == job), None)
+        if reply is not None:
+            self._done.remove(reply)
+        return reply
+
     def withdraw(self, job: JobId) -> bool:
         return False  # everything was answered when it was submitted
 

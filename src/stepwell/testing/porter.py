@@ -20,6 +20,7 @@ class ScriptedPorter:
         self._errands: dict[JobId, Errand] = {}
         self._done: list[Reply] = []
         self.num_submitted = 0
+        self.answers_in_time = True  # where somebody waits for one answer
 
     @property
     def pending(self) -> tuple[JobId, ...]:
@@ -49,6 +50,13 @@ class ScriptedPorter:
     def replies(self) -> list[Reply]:
         done, self._done = self._done, []
         return done
+
+    def answer(self, job: JobId, timeout_s: float) -> Reply | None:
+        """Lets it be answered at once; or not in time, when told so."""
+        if not self.answers_in_time:
+            return None
+        self.finish(job)
+        return self._done.pop()
 
     def withdraw(self, job: JobId) -> bool:
         return False  # here everything is said to have begun: the harder case
@@ -100,6 +108,16 @@ class TimedPorter:
         """When the next answer is due: infinity for never."""
         self._work()
         return min((at_s for at_s, _ in self._done), default=float("inf"))
+
+    def answer(self, job: JobId, timeout_s: float) -> Reply | None:
+        """The answer, if it is due so soon. The clock stays where it is."""
+        self._work()
+        latest_s = self._clock.now() + timeout_s
+        due = next((each for each in self._done if each[1].job == job and each[0] <= latest_s), None)
+        if due is None:
+            return None
+        self._done.remove(due)
+        return due[1]
 
     def withdraw(self, job: JobId) -> bool:
         for queue in self._queues.values():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
+from threading import Event
 
 import httpx
 import openai
@@ -12,6 +14,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.server.serving import ADMIN, CONFIG, KEY, NAME, Running, running, tiny_checkpoint
+from stepwell.cache.question import Question
+from stepwell.store.api import Space
+from stepwell.store.memory import MemoryStore
 
 PROMPT = "What is known of this prompt, and who wants to know? " * 3
 
@@ -50,7 +55,9 @@ def test_explain_says_why_a_prompt_starts_over(http: httpx.Client) -> None:
     after = http.post("/cache/explain", json=asked).json()
     assert after["cause"] == "complete" and after["restore_tokens"] > len(PROMPT) and "resumes at token" in after["says"]
     other = http.post("/cache/explain", json=asked | {"cache_salt": "another"}).json()
-    assert (other["cause"], other["restore_tokens"]) == ("other_namespace", 0)
+    assert (other["cause"], other["restore_tokens"]) == ("never_stored", 0), "what other salts hold is nobody's business"
+    short = http.post("/cache/explain", json={"prompt": [1, 2]}).json()
+    assert short["cause"] == "too_short" and "shorter than a page" in short["says"]
     chat = http.post("/cache/explain", json={"messages": [{"role": "user", "content": "unheard of"}]}).json()
     assert chat["prompt_tokens"] > len("unheard of")
     assert http.post("/cache/explain", json={}).status_code == 400
@@ -88,7 +95,9 @@ def test_flush_empties_memory(admin: httpx.Client, served: Running) -> None:
     say(admin, "Flushed. " + PROMPT, cache_salt="mine")
     settled(served)
     assert admin.post("/cache/flush", json={"cache_salt": "mine"}).json()["flushed"] == "salt"
-    assert admin.post("/cache/explain", json={"prompt": "Flushed. " + PROMPT, "cache_salt": "mine"}).json()["restore_tokens"] == 0
+    why = admin.post("/cache/explain", json={"prompt": "Flushed. " + PROMPT, "cache_salt": "mine"}).json()
+    assert (why["cause"], why["restore_tokens"], why["store_tokens"]) == ("cleared", 0, None)
+    assert abs(datetime.now(timezone.utc) - datetime.fromisoformat(why["at"])) < timedelta(minutes=2)
     assert admin.post("/cache/explain", json={"prompt": "Flushed. " + PROMPT}).json()["restore_tokens"] > 0
     assert admin.post("/cache/flush", json={}).json()["flushed"] == "all"
     assert admin.get("/cache").json()["tiers"]["device"]["used_bytes"] == 0
@@ -137,7 +146,9 @@ def test_stores_come_and_go_while_requests_run(admin: httpx.Client, served: Runn
     assert admin.post("/cache/store", json=where).status_code == 400  # one at a time
     settled(served)
     admin.post("/cache/flush", json={}).raise_for_status()
-    assert say(admin, prompt)["store_tokens"] > 0
+    why = admin.post("/cache/explain", json={"prompt": prompt}).json()
+    assert (why["cause"], why["restore_tokens"], why["store_note"]) == ("in_store", 0, "")
+    assert say(admin, prompt)["store_tokens"] == why["store_tokens"] > 0
     assert admin.delete("/cache/store").json() == {"state": "closed"}
     assert admin.delete("/cache/store").status_code == 400
     assert admin.get("/cache").json()["store"] == {"name": None, "state": "detached", "says": "detached"}
@@ -146,6 +157,38 @@ def test_stores_come_and_go_while_requests_run(admin: httpx.Client, served: Runn
     assert admin.post("/cache/store", json=where).status_code == 200  # nobody holds its directory any more
     assert admin.delete("/cache/store").status_code == 200
     served.audit()
+
+
+class Stuck(MemoryStore):
+    """Answers no question until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.let_go = Event()
+
+    def contains(self, space: Space, keys: Sequence[bytes]) -> list[bool]:
+        assert self.let_go.wait(60), "nobody let it go"
+        return super().contains(space, keys)
+
+
+def test_explain_says_when_the_store_did_not_answer_and_never_blocks_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait(question: Question) -> None:
+        raise AssertionError("somebody waits on the engine's thread")
+
+    monkeypatch.setattr(Question, "wait", wait)
+    store = Stuck()
+    with running() as made, httpx.Client(base_url=made.address, timeout=60) as http:
+        made.server.served.loop.call(lambda engine: engine.cache.attach_store(store)).result(10)
+        asked = {"prompt": "Stuck. " + PROMPT}
+        why = http.post("/cache/explain", json=asked).json()
+        assert why["cause"] == "never_stored" and why["store_tokens"] is None
+        assert "did not answer within" in why["store_note"] and why["store_note"] in why["says"]
+        assert say(http, asked["prompt"])["store_tokens"] == 0
+        counters = http.get("/cache").json()["counters"]
+        assert counters["prefetch_given_up"] == 1 and _samples(http)["stepwell_cache_events_totalprefetch_given_up"] == 1
+        why = http.post("/cache/explain", json=asked).json()
+        assert why["cause"] == "complete" and "given up after" in why["says"], "why it was slow the last time"
+        store.let_go.set()
 
 
 @pytest.mark.parametrize("store", ["nowhere:", "log:", "mooncake:/no/such/file"])

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from datetime import datetime, timedelta, timezone
+
+import pytest
+
 from stepwell import Cause, Tier
+from stepwell.base.clock import SystemClock
 from stepwell.tree.checkpoints import drop_residency
 from stepwell.tree.node import LossReason
 from toys import FULL, FULL_WINDOW, HYBRID, Rig, text
@@ -23,11 +28,50 @@ def test_never_stored() -> None:
     assert why.cause is Cause.NEVER_STORED and why.states == ("kv",) and why.tier is None
 
 
-def test_another_namespace_has_it() -> None:
+def test_another_adapter_has_it() -> None:
     rig = Rig(HYBRID)
     rig.serve(PROMPT)
     why = rig.cache.explain(PROMPT, namespace=rig.cache.namespace_for(adapter="other"))
     assert why.cause is Cause.OTHER_NAMESPACE
+
+
+@pytest.mark.parametrize("mine", [{}, {"salt": "mine"}, {"tenant": "mine"}, {"salt": "mine", "adapter": "other"}])
+def test_nobody_learns_what_another_salt_or_tenant_holds(mine: dict[str, str]) -> None:
+    rig = Rig(HYBRID)
+    for theirs in ({"salt": "theirs"}, {"tenant": "theirs"}, {"salt": "theirs", "adapter": "other"}):
+        lease = rig.cache.acquire(rig.cache.lookup(PROMPT, namespace=rig.cache.namespace_for(**theirs)))
+        rig.compute(lease, 16)
+        rig.cache.release(lease)
+    assert rig.cache.explain(PROMPT, namespace=rig.cache.namespace_for(**mine)).cause is Cause.NEVER_STORED
+
+
+def test_the_same_salt_under_another_adapter_is_told() -> None:
+    rig = Rig(HYBRID)
+    lease = rig.cache.acquire(rig.cache.lookup(PROMPT, namespace=rig.cache.namespace_for(salt="mine", adapter="a")))
+    rig.compute(lease, 16)
+    rig.cache.release(lease)
+    asked = rig.cache.namespace_for(salt="mine", adapter="b")
+    assert rig.cache.explain(PROMPT, namespace=asked).cause is Cause.OTHER_NAMESPACE
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 4])
+def test_a_prompt_shorter_than_a_page_is_called_that(tokens: int) -> None:
+    rig = Rig(HYBRID)
+    rig.serve(PROMPT)
+    why = rig.cache.explain(PROMPT[:tokens])
+    assert why.cause is Cause.TOO_SHORT and "reuse begins with 5 tokens" in str(why)
+    assert rig.cache.explain(PROMPT[:5]).cause is not Cause.TOO_SHORT
+
+
+def test_times_are_times_of_day() -> None:
+    clock = SystemClock()
+    rig = Rig(FULL, clock=clock)  # type: ignore[arg-type]
+    rig.serve(PROMPT)
+    before = datetime.now(timezone.utc)
+    rig.evict_all(Tier.DEVICE)
+    why = rig.cache.explain(PROMPT)
+    assert why.at is not None and before - timedelta(seconds=1) <= why.at <= datetime.now(timezone.utc) + timedelta(seconds=1)
+    assert f"at {why.at.year}-" in str(why) and str(why).endswith("Z")
 
 
 def test_no_checkpoint_names_the_states_that_lack_one() -> None:
@@ -48,7 +92,7 @@ def test_evicted_pages_with_time_and_tier() -> None:
     rig.evict_all(Tier.DEVICE)
     why = rig.cache.explain(PROMPT)
     assert (why.cause, why.tier, why.at_s, why.states) == (Cause.EVICTED, Tier.DEVICE, 42.0, ("kv",))
-    assert str(why).endswith("limited by kv in the device tier: it was evicted to make room at t=42.000 s")
+    assert str(why).endswith("limited by kv in the device tier: it was evicted to make room at 1970-01-01T00:00:42Z")
 
 
 def test_evicted_tail_only() -> None:

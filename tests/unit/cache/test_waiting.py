@@ -9,7 +9,7 @@ from threading import Barrier, Event, Semaphore, Thread
 import pytest
 
 from stepwell import Cache, CacheConfig, LeaseError, LeaseState, LoadFailed, WrongThread, build_cache
-from stepwell.base.clock import SystemClock
+from stepwell.base.clock import ManualClock, SystemClock
 from stepwell.base.config import StoreConfig
 from stepwell.base.ids import JobId, Tier
 from stepwell.base.plan import Plan
@@ -83,7 +83,7 @@ class Paced:
     """Hands whose every save waits for its turn, and takes a second of a clock that only they move."""
 
     def __init__(self) -> None:
-        self.clock = _Stepped()
+        self.clock = ManualClock()
         self.begun, self.turns = Event(), Semaphore(0)
 
     def begin(self, plan: Plan) -> Work:
@@ -92,17 +92,7 @@ class Paced:
     def _work(self) -> None:
         self.begun.set()
         assert self.turns.acquire(timeout=60)
-        self.clock.seconds += 1.0
-
-
-class _Stepped:
-    seconds = 0.0
-
-    def now(self) -> float:
-        return self.seconds
-
-    def sleep(self, seconds: float) -> None:
-        self.seconds += seconds
+        self.clock.advance(1.0)
 
 
 def save(cache: Cache, names: range) -> None:
@@ -132,7 +122,7 @@ def test_what_waits_behind_a_rank_that_hangs_is_taken_back_and_its_pages_are_fre
     cache = build_cache(FULL, CONFIG, hands=[hands], clock=hands.clock)
     save(cache, range(3))
     assert hands.begun.wait(60)
-    hands.clock.seconds = 31.0
+    hands.clock.advance(31.0)
     failures = cache.step().failures
     assert len(failures) == 3 and (cache.counters["abandoned_jobs"], cache.counters["withdrawn_jobs"]) == (1, 2)
     assert cache.copying == 1, "pages that a rank may still write are held"
@@ -179,14 +169,14 @@ def test_a_store_that_hangs_does_not_keep_the_cache_from_closing() -> None:
 
 
 def test_a_part_that_has_begun_counts_from_there_and_not_from_its_line() -> None:
-    clock, hold, begun = _Stepped(), Event(), Event()
+    clock, hold, begun = ManualClock(), Event(), Event()
     jobs: RankJobs[int] = RankJobs(clock)
     stuck, moving = Line("stuck", clock), Line("moving", clock)
     jobs.open(JobId(1), [stuck, moving], called_off=-1)
     jobs.enqueue(JobId(1), 0, stuck, lambda: (begun.set(), hold.wait(60), 1)[2])
     assert begun.wait(60)
-    for second in range(40):
-        clock.seconds = float(second)
+    for _ in range(40):
+        clock.advance(1.0)
         moved = Event()
         moving.submit(moved.set)
         assert moved.wait(60)

@@ -16,7 +16,7 @@ from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse
 from pydantic import ConfigDict, Field, field_validator
 
-from stepwell.cache.explain import Explanation
+from stepwell.cache.question import Question
 from stepwell.engine.engine import Engine
 from stepwell.engine.server.access import asking, changing
 from stepwell.engine.server.chat import chat_prompt
@@ -27,6 +27,7 @@ from stepwell.engine.server.served import Served
 from stepwell.engine.server.state import read_state
 from stepwell.engine.server.stores import Stores
 
+_POLL_S = 0.005  # between looks at whether a question is ready
 _DETACH_WAIT_S = 10.0  # for the store to be closed, before the answer is that it will be
 
 
@@ -73,7 +74,10 @@ def question_router(served: Served, stores: Stores, pins: Pins) -> APIRouter:
     @router.post("/cache/explain")
     async def explain(body: PromptBody) -> dict[str, Any]:
         tokens = await asyncio.to_thread(_tokens, served, body)
-        return await served.call(lambda engine: _explain(engine, tokens, body.cache_salt))
+        question = await served.call(lambda engine: _question(engine, tokens, body.cache_salt))
+        while not await served.call(lambda engine: question.ready):
+            await asyncio.sleep(_POLL_S)  # the store answers between passes, or its time runs out
+        return await served.call(lambda engine: _explained(engine, question))
 
     @router.get("/cache/pins")
     async def listed() -> dict[str, Any]:
@@ -153,9 +157,12 @@ def _state(engine: Engine, served: Served, stores: Stores) -> dict[str, Any]:
     }
 
 
-def _explain(engine: Engine, tokens: list[int], salt: str | None) -> dict[str, Any]:
-    namespace = engine.cache.namespace_for(salt=salt) if salt else None
-    found: Explanation = engine.cache.explain(tokens, namespace=namespace)
+def _question(engine: Engine, tokens: list[int], salt: str | None) -> Question:
+    return engine.cache.question(tokens, namespace=engine.cache.namespace_for(salt=salt) if salt else None)
+
+
+def _explained(engine: Engine, question: Question) -> dict[str, Any]:
+    found = question.answer()
     return {
         "says": str(found),
         "cause": found.cause.name.lower(),
@@ -165,8 +172,11 @@ def _explain(engine: Engine, tokens: list[int], salt: str | None) -> dict[str, A
         "known_tokens": found.known_tokens,
         "arrived_tokens": found.arrived_tokens,
         "restore_tokens": found.restore_tokens,
+        "store_tokens": found.store_tokens,
+        "store_note": found.store_note,
         "states": list(found.states),
         "tier": found.tier.label if found.tier is not None else None,
+        "at": found.at.isoformat(timespec="milliseconds") if found.at is not None else None,
         "seconds_ago": engine.clock.now() - found.at_s if found.at_s is not None else None,
         "detail": found.detail,
         "lacking": dict(found.lacking),

@@ -176,6 +176,11 @@ def test_memory_of_a_stalled_transfer_is_not_given_back_before_the_client_is_gon
         assert fetch(store, HERE, "x") is not None and not raw.closed, "slow is not stalled, and the next verb joins again"
 
 
+def test_memory_of_a_transfer_that_failed_at_once_may_be_written_until_mooncake_gives_it_up(store: MooncakeStore) -> None:
+    """The slices of a value are transfers of their own: one fails, the others go on. Who waits so long: `cache/errands.py`."""
+    assert store.traits.late_write_s == 60.0
+
+
 def test_memory_registered_twice_is_refused(raw: StandIn, arena: memoryview) -> None:
     with pytest.raises(StoreError, match="register"):
         MooncakeStore(join(raw), staging_bytes=STAGING_BYTES, buffers=[arena, arena[10:20]])

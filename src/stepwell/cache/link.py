@@ -83,8 +83,8 @@ class StoreLink:
 
     @property
     def held_bytes(self) -> int:
-        """Host bytes that fetches hold for requests that have not begun."""
-        return sum(fetch.size_bytes for fetch in self.fetches)
+        """Host bytes that fetches hold: for requests that have not begun, or because they failed a moment ago."""
+        return sum(fetch.size_bytes for fetch in self.fetches) + self.errands.held_bytes
 
     def holders(self) -> Iterator[tuple[Tier, Kind, PageIds]]:
         """Every reference held on the store's behalf, for audits."""

@@ -65,7 +65,10 @@ class Stores:
             old.waiting.clear()
             old.resting.clear()
         host, breaker = core.arena(Tier.HOST), Breaker()
-        errands = Errands(porter, host, core.mover, core.counters, core.clock, breaker, timeout_s=config.errand_timeout_s)
+        errands = Errands(
+            porter, host, core.mover, core.counters, core.clock, breaker,
+            timeout_s=config.errand_timeout_s, late_write_s=store.traits.late_write_s,
+        )  # fmt: skip
         patience = Patience(credit_s=config.wait_credit_s, share=config.wait_share)
         step = milestone_step(core.spec, core.config.placement)
         resting = Resting(
@@ -114,7 +117,8 @@ class Stores:
         for link in ended:
             link.ended = True
             link.errands.close()
-        self.links = [link for link in self.links if link not in idle or link.fetches]  # tickets may hold what arrived
+        # Tickets may hold what arrived, and pages of transfers that failed have to be held for a while.
+        self.links = [link for link in self.links if link not in idle or link.fetches or link.errands.held_bytes]
         return [link.store for link in ended], failures
 
     def put_resting_of(self, namespaces: Container[bytes]) -> None:

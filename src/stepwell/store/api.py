@@ -51,6 +51,7 @@ class Traits:
     alignment: int = 1  # buffers at multiples of this move without an extra copy
     max_value_bytes: int | None = None
     turn_bytes: int = 8 * 2**20  # worth reading in one call: more only makes others wait, less costs more
+    late_write_s: float = 0.0  # after a read that FAILED, had another LENGTH or raised, its buffer may be written for so long
 
 
 class Read(NamedTuple):

@@ -2,7 +2,9 @@
 
 A transfer that Mooncake gave up on after its own time limit may still be on its way, into memory that its reader would
 use for something else by then. So nobody gets such memory back before the client is gone: `Stalled` is raised, and the
-session must be left. Knows nothing of spaces, keys and outcomes.
+session must be left. One that failed sooner ends within that limit: its reader leaves the memory alone for so long
+(`Traits.late_write_s`). Lanes need no such care: what passes through them is verified after it was copied out.
+Knows nothing of spaces, keys and outcomes.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from stepwell.store.mooncake.client import TRANSFER_FAILED, Client
 from stepwell.store.mooncake.lanes import Lane, Regions, build_lanes
 
 READING_LANES = 2
+TRANSFER_LIMIT_S = 60.0  # Mooncake's own, from a transfer's beginning, for all slices of it
 STALLED_S = 20.0  # from a dead holder a transfer failed within 1 s; for one that just hung Mooncake waited 60
 
 

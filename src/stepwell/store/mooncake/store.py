@@ -23,7 +23,7 @@ from stepwell.store.api import STAMP_BYTES, Read, ReadOutcome, ReadResult, Space
 from stepwell.store.mooncake import client as codes
 from stepwell.store.mooncake.client import Client
 from stepwell.store.mooncake.lanes import Lane, Passage
-from stepwell.store.mooncake.session import Session, Stalled
+from stepwell.store.mooncake.session import TRANSFER_LIMIT_S, Session, Stalled
 
 NAMES_PER_CALL = 4096
 TURN_BYTES = 64 * 2**20  # large calls cost a third less CPU than those of 8 MiB
@@ -71,8 +71,9 @@ class MooncakeStore:
     @property
     def traits(self) -> Traits:
         return Traits(
-            name="mooncake", durable=False, shared=True, groups=True, max_value_bytes=self._capacity, turn_bytes=TURN_BYTES
-        )
+            name="mooncake", durable=False, shared=True, groups=True, max_value_bytes=self._capacity, turn_bytes=TURN_BYTES,
+            late_write_s=TRANSFER_LIMIT_S,
+        )  # fmt: skip
 
     def contains(self, space: Space, keys: Sequence[bytes]) -> list[bool]:
         """Which keys have a value now. Mooncake takes the question for a use: it renews the lease of what is there."""

@@ -103,7 +103,7 @@ def build_engine(checkpoint: Checkpoint, config: EngineConfig, *, draft: Checkpo
     cache = _cache(spec, cache_config, memories, identity)
     rows = {kind: _tensor(memories[Tier.DEVICE], kind) for kind in Kind if spec.parts(kind)}
     try:
-        store = _attach(cache, config, memories)
+        store = _attach(cache, config)
     except BaseException:
         cache.close()
         raise
@@ -162,14 +162,12 @@ def _cache(spec: ModelSpec, config: CacheConfig, memories: Mapping[Tier, PageMem
     return build_cache(spec, config, hands=[hands], model=identity, host_pages=host)
 
 
-def _attach(cache: Cache, config: EngineConfig, memories: Mapping[Tier, PageMemory | TorchMemory]) -> Store | None:
+def _attach(cache: Cache, config: EngineConfig) -> Store | None:
     if config.store is None:
         return None
-    host = memories.get(Tier.HOST)
-    if host is None:
+    if not cache.host_memory:
         raise ConfigError("a store needs a host tier above it: give host_memory")
-    buffers = [host.block] if isinstance(host, PageMemory) else []
-    store = open_store(config.store, options=config.store_options, buffers=buffers)
+    store = open_store(config.store, options=config.store_options)
     try:
         cache.attach_store(store, config.store_config)
     except BaseException:

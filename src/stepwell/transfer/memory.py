@@ -36,7 +36,7 @@ class PageMemory:
 
     @property
     def block(self) -> memoryview:
-        """All of it, for those who must know memory before they may use it."""
+        """All of it, for stores that must know memory before they may use it."""
         return memoryview(self._block)
 
     def view(self, kind: Kind, page: int) -> memoryview:

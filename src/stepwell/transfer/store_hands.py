@@ -70,6 +70,11 @@ _OF_WRITE = {
 class HostPages(Protocol):
     """Host memory by page, as the store's hands need it."""
 
+    @property
+    def block(self) -> memoryview:
+        """All of it, for stores that must know memory before they may use it."""
+        ...
+
     def view(self, kind: Kind, page: int) -> memoryview:
         """One page's bytes, without a copy."""
         ...

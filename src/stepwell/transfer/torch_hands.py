@@ -25,7 +25,7 @@ class TorchMemory:
         import torch
 
         pinned = device == "cpu" and torch.cuda.is_available()
-        block = torch.zeros(layout.size_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
+        self._block = block = torch.zeros(layout.size_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
         self._rows = {
             kind: block[: layout.rows(kind) * stride].view(-1, stride)[:, : spec.object_bytes(kind)]
             for kind, stride in layout.strides.items()
@@ -34,6 +34,11 @@ class TorchMemory:
     def rows(self, kind: Kind) -> torch.Tensor:
         """All pages of a kind, `[page id][byte]`."""
         return self._rows[kind]
+
+    @property
+    def block(self) -> memoryview:
+        """All of it, for stores that must know memory before they may use it. Of host memory only."""
+        return memoryview(self._block.numpy())  # type: ignore[arg-type]
 
     def view(self, kind: Kind, page: int) -> memoryview:
         """One page's bytes, without a copy. Of host memory only."""

@@ -13,6 +13,7 @@ from stepwell.base.plan import Plan, Purpose
 from stepwell.base.spec import ModelSpec
 from stepwell.memory.layout import ArenaLayout
 from stepwell.transfer.hands import Work
+from stepwell.transfer.memory import refusal
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +26,14 @@ class TorchMemory:
         import torch
 
         pinned = device == "cpu" and torch.cuda.is_available()
-        self._block = block = torch.zeros(layout.size_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
+        try:
+            self._block = block = torch.zeros(layout.size_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
+        except (
+            RuntimeError,
+            OverflowError,
+            TypeError,
+        ) as error:  # torch has a class of its own for CUDA alone, and not for all of it
+            raise refusal(layout.size_bytes, "pinned host" if pinned else device, error) from error
         self._rows = {
             kind: block[: layout.rows(kind) * stride].view(-1, stride)[:, : spec.object_bytes(kind)]
             for kind, stride in layout.strides.items()

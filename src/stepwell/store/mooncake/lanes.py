@@ -19,6 +19,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from stepwell.base.errors import StoreError
+from stepwell.base.units import format_bytes
 from stepwell.store.api import STAMP_BYTES
 from stepwell.store.mooncake.client import Client
 
@@ -129,8 +131,14 @@ class Lane:
 
 
 def build_lanes(count: int, total_bytes: int, regions: Regions) -> Sequence[Lane]:
-    """Lanes of equal size in one piece of memory, registered once; memory nobody touches costs nothing over TCP."""
+    """Lanes of equal size in one piece of memory, registered once; memory nobody touches costs nothing over TCP.
+
+    Raises StoreError when the memory cannot be had.
+    """
     size = total_bytes // count // mmap.PAGESIZE * mmap.PAGESIZE
-    memory = memoryview(mmap.mmap(-1, size * count))
+    try:
+        memory = memoryview(mmap.mmap(-1, size * count))
+    except (OSError, OverflowError) as error:
+        raise StoreError(f"there is no memory for staging_bytes of {format_bytes(total_bytes)} ({error}): give less") from error
     address = regions.add(memory)
     return [Lane(memory[i * size : (i + 1) * size], address + i * size, regions) for i in range(count)]

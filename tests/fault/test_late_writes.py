@@ -6,8 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from stepwell import Kind, ModelSpec, Tier
+from stepwell.base.clock import ManualClock
 from stepwell.base.errand import Fate, FetchCheckpoint
 from stepwell.base.errors import StoreError
 from stepwell.store.api import Read, ReadOutcome, ReadResult, Space, Store, Traits, never
@@ -28,7 +31,8 @@ class Late(Wrapper):
         self.fails: Callable[[int, int], bool] = lambda index, reads: True  # which of so many reads
         self.lacks: Callable[[int, int], bool] = lambda index, reads: False
         self.outcome: ReadOutcome | None = ReadOutcome.FAILED  # or None: the whole call is an error
-        self.under_way: list[memoryview] = []
+        self.clock = ManualClock()
+        self.under_way: list[tuple[float, memoryview]] = []  # since when
 
     @property
     def traits(self) -> Traits:
@@ -37,7 +41,7 @@ class Late(Wrapper):
     def read_into(self, space: Space, reads: Sequence[Read], *, cancelled: Callable[[], bool] = never) -> list[ReadResult]:
         results = super().read_into(space, reads, cancelled=cancelled)
         failed = [index for index in range(len(reads)) if self.fails(index, len(reads))]
-        self.under_way += [reads[index].into for index in failed]
+        self.under_way += [(self.clock.now(), reads[index].into) for index in failed]
         if failed and self.outcome is None:
             raise StoreError("gone in the middle of it")
         for index in range(len(reads)):
@@ -48,20 +52,24 @@ class Late(Wrapper):
         return results
 
     def land(self) -> None:
-        for memory in self.under_way:
-            memory[:] = b"\xee" * len(memory)
+        """What is still on its way arrives; after its time it never does."""
+        for since_s, memory in self.under_way:
+            if self.clock.now() < since_s + LATE_S:
+                memory[:] = b"\xee" * len(memory)
 
 
-def filled(spec: ModelSpec, ranks: int = 1) -> MemoryStore:
-    """A store with what a cache had of a prompt; that cache is gone."""
+def filled(spec: ModelSpec, ranks: int = 1, prompts: Sequence[list[int]] = (PROMPT,)) -> MemoryStore:
+    """A store with what a cache had of some prompts; that cache is gone."""
     store = MemoryStore()
-    Rig(spec, host_pages=256, store=store, ranks=ranks).serve(PROMPT)
+    rig = Rig(spec, host_pages=256, store=store, ranks=ranks)
+    for prompt in prompts:
+        rig.serve(prompt)
     return store
 
 
 def failed_fetch(store: Late, spec: ModelSpec = FULL, ranks: int = 1) -> Rig:
     """A cache that tried to fetch the prompt, in vain."""
-    rig = Rig(spec, device_pages=256, host_pages=160, store=store, ranks=ranks)
+    rig = Rig(spec, device_pages=256, host_pages=160, store=store, ranks=ranks, clock=store.clock)
     ticket = rig.cache.prefetch(rig.cache.lookup(PROMPT))
     rig.settle()
     assert store.under_way and rig.restore(PROMPT) < 10 * PAGE, "nothing failed: the test proves nothing"
@@ -170,3 +178,41 @@ def test_an_errand_given_up_on_holds_its_pages_until_its_late_answer_and_then_so
     rig.cache.step()
     assert rig.used(Tier.HOST, Kind.PREFIX) == 0
     rig.cache.audit()
+
+
+PROMPTS = [text(name, pages * PAGE + 1) for name, pages in enumerate((10, 7, 12, 4), start=1)]
+WHICH = st.integers(0, len(PROMPTS) - 1)
+LIVES = st.lists(
+    st.one_of(
+        st.tuples(st.just("fetch"), WHICH, st.integers(0, 4)),
+        st.tuples(st.just("serve"), WHICH, st.just(0)),
+        st.tuples(st.just("resume"), WHICH, st.just(0)),
+        st.tuples(st.just("wait"), st.sampled_from([1, 20, 61]), st.just(0)),
+        st.tuples(st.just("land"), st.just(0), st.just(0)),
+    ),
+    max_size=25,
+)
+
+
+@given(spec=st.sampled_from([FULL, HYBRID]), life=LIVES)
+def test_no_page_is_used_while_a_failed_transfer_may_write_into_it(spec: ModelSpec, life: list[tuple[str, int, int]]) -> None:
+    """Prompts are fetched in part, served, and resumed from a host that is too small for them; bytes land at any moment."""
+    store = Late(filled(spec, prompts=PROMPTS))
+    rig = Rig(spec, device_pages=256, host_pages=64, store=store, clock=store.clock)
+    for what, number, failing in life:
+        if what == "fetch":
+            store.fails = lambda index, reads, from_here=failing: index >= from_here
+            rig.cache.prefetch(rig.cache.lookup(PROMPTS[number])).close()
+            ticket = rig.cache.prefetch(rig.cache.lookup(PROMPTS[number]))
+            rig.settle()
+            ticket.close()
+        elif what == "wait":
+            store.clock.advance(float(number))
+        elif what == "land":
+            store.land()
+        else:
+            if what == "resume":
+                rig.evict_all(Tier.DEVICE)
+            rig.serve(PROMPTS[number])  # checks every byte that was restored
+        rig.settle()
+        rig.cache.audit()

@@ -28,11 +28,7 @@ class TorchMemory:
         pinned = device == "cpu" and torch.cuda.is_available()
         try:
             self._block = block = torch.zeros(layout.size_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
-        except (
-            RuntimeError,
-            OverflowError,
-            TypeError,
-        ) as error:  # torch has a class of its own for CUDA alone, and not for all of it
+        except (RuntimeError, OverflowError) as error:  # only some of CUDA's refusals have a class of their own
             raise refusal(layout.size_bytes, "pinned host" if pinned else device, error) from error
         self._rows = {
             kind: block[: layout.rows(kind) * stride].view(-1, stride)[:, : spec.object_bytes(kind)]

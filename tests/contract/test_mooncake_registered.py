@@ -151,6 +151,16 @@ def test_memory_that_cannot_be_registered_is_said_and_nothing_is_attached(raw: S
     cache.close()
 
 
+def test_a_store_that_is_refused_is_shown_nothing(raw: StandIn, store: MooncakeStore) -> None:
+    ranks = [numpy_memories(SPEC, layouts_for(SPEC, CONFIG)) for _ in range(2)]
+    hands = [NumpyHands(each) for each in ranks]
+    cache = build_cache(SPEC, CONFIG, hands=hands, model="zeros", host_pages=[ranks[0][Tier.HOST]])
+    with pytest.raises(ConfigError, match="all 2 rank"):
+        cache.attach_store(store, WAIT)
+    assert not knows(raw, cache)
+    cache.close()
+
+
 def test_memory_stays_registered_while_a_transfer_runs(raw: StandIn, store: MooncakeStore) -> None:
     cache = build_cache(SPEC, CONFIG, model="zeros")
     cache.attach_store(store, WAIT)

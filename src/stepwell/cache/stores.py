@@ -65,6 +65,8 @@ class Stores:
         """Attaches a store: what reaches the host from now on is offered to it, and what is there already."""
         core = self._core
         self._check(store)
+        if porter is None:
+            self._check_ranks()
         for old in self.links:
             if old.store is store:
                 old.stop_giving_back()
@@ -170,11 +172,13 @@ class Stores:
                 "build_cache(model=...), a digest where there is one"
             )
 
-    def _porter(self, store: Store, config: StoreConfig) -> Porter:
+    def _check_ranks(self) -> None:
         if len(self._host_pages) != self._ranks:
             raise ConfigError(
                 f"a store needs to reach the host memory of all {self._ranks} rank(s), and knows {len(self._host_pages)}: "
                 "give build_cache() host_pages, one for each"
             )
+
+    def _porter(self, store: Store, config: StoreConfig) -> Porter:
         hands = [StoreHands(store, memory, rank=i, ranks=self._ranks) for i, memory in enumerate(self._host_pages)]
         return ThreadPorter(hands, self._core.clock, readers=config.readers, writers=config.writers)

@@ -41,7 +41,7 @@ class Server:
         self.cache = build_cache(
             SPEC, CONFIG, executor=executor, on_free=self.engine.poison, model="digests", host_pages=[memories[Tier.HOST]]
         )
-        self.cache.attach_store(open_store("mooncake:", options=options, buffers=[memories[Tier.HOST].block]))
+        self.cache.attach_store(open_store("mooncake:", options=options))
 
     def serve(self, prompt: list[int]) -> dict[str, Any]:
         cache, started_s = self.cache, time.monotonic()

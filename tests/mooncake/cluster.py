@@ -135,9 +135,9 @@ class Cluster:
         usual = {"master_server_address": MASTER, "local_hostname": HOST, "global_segment_size": "0"}
         return {**usual, "staging_bytes": str(STAGING_BYTES), **changes}
 
-    def open(self, *, buffers: Sequence[memoryview] = (), **changes: str) -> MooncakeStore:
+    def open(self, **changes: str) -> MooncakeStore:
         """A store in this process, closed with the cluster."""
-        store = open_store("mooncake:", options=self.options(**changes), buffers=buffers)
+        store = open_store("mooncake:", options=self.options(**changes))
         assert isinstance(store, MooncakeStore)
         self._stack.callback(store.close)
         return store

@@ -93,5 +93,12 @@ def test_a_cluster_that_refuses_a_client_says_what_to_look_at(cluster: Cluster) 
 
 def test_memory_that_is_registered_twice_is_refused(cluster: Cluster) -> None:
     arena = memoryview(bytearray(100_000))
+    store = cluster.open()
     with pytest.raises(StoreError, match="register"):
-        cluster.open(buffers=[arena, arena[:1000]])
+        store.register([arena, arena[1000:2000]])
+    store.register([arena])
+    store.register([arena[:]])  # the very same is no mistake
+    with pytest.raises(StoreError, match="register"):
+        store.register([arena[1000:2000]])
+    store.unregister([arena])
+    store.register([arena[1000:2000]])

@@ -36,7 +36,8 @@ def test_two_processes_share_values_both_ways(cluster: Cluster) -> None:
 def test_values_move_through_the_registered_arena(cluster: Cluster) -> None:
     arena = memoryview(bytearray(2 * len(NAMES) * LARGE))
     cluster.lend("128mb")
-    store = cluster.open(buffers=[arena])
+    store = cluster.open()
+    store.register([arena])
     pages = [arena[i * LARGE : (i + 1) * LARGE] for i in range(2 * len(NAMES))]
     writes = []
     for name, page in zip(NAMES, pages, strict=False):

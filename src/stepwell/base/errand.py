@@ -116,6 +116,7 @@ class Outcome:
     fates: tuple[Fate, ...]
     moved_bytes: int = 0  # of one rank
     error: str | None = None
+    unsettled: bool = False  # a read ended badly: what was not OK may still be written, for as long as the store's traits say
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,4 +134,9 @@ def joint(outcomes: Sequence[Outcome]) -> Outcome:
         next((fate for fate in each if fate is not Fate.OK), Fate.OK) for each in zip(*(o.fates for o in outcomes), strict=True)
     ]
     error = next((outcome.error for outcome in outcomes if outcome.error is not None), None)
-    return Outcome(fates=tuple(fates), moved_bytes=max(outcome.moved_bytes for outcome in outcomes), error=error)
+    return Outcome(
+        fates=tuple(fates),
+        moved_bytes=max(outcome.moved_bytes for outcome in outcomes),
+        error=error,
+        unsettled=any(outcome.unsettled for outcome in outcomes),
+    )

@@ -26,7 +26,7 @@ from stepwell.policy.habits import Habits
 from stepwell.policy.value import Expected, LeastRecent
 from stepwell.policy.write import save_on_eviction
 from stepwell.transfer.hands import Hands, NumpyHands
-from stepwell.transfer.memory import PageMemory
+from stepwell.transfer.memory import PageMemory, must_fit
 from stepwell.transfer.store_hands import HostPages
 from stepwell.tree.tree import Tree
 
@@ -61,11 +61,13 @@ def build_cache(
 
     `model` is the identity of the weights, a digest where there is one. Give `executor` to run copies in
     your own way; else worker threads run `hands`, and without those the tiers are plain host memory. Give
-    `host_pages`, each rank's host memory, to be able to attach a store below your own hands.
+    `host_pages`, each rank's host memory, to be able to attach a store below your own hands. Raises ConfigError, also for
+    memory that cannot be had.
     """
     clock = clock or SystemClock()
     layouts = layouts_for(spec, config)
     if executor is None and hands is None:
+        must_fit(sum(layout.size_bytes for layout in layouts.values()))
         memories = numpy_memories(spec, layouts)
         hands, host_pages = [NumpyHands(memories)], [memories[Tier.HOST]] if Tier.HOST in memories else []
     executor = executor or ThreadExecutor(hands or [], clock)

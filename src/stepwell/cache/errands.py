@@ -1,16 +1,21 @@
 """Errands to the store on their way: what each one holds while it runs, and whether the store is well.
 
-An errand holds a reference to every host page it reads or writes, until the store has answered for it, however late.
+An errand holds a reference to every host page it reads or writes, until the store has answered for it, however late. Pages of a
+fetch that ended badly are held on for as long as the store may still write into them (`Traits.late_write_s`).
 Outcomes are handed on in `apply`, on the brain's thread.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
 
 from stepwell.base.clock import Clock
-from stepwell.base.errand import Ask, Errand, Fate, Outcome, Reply, Task, num_items
+from stepwell.base.errand import Ask, Errand, Fate, FetchCheckpoint, FetchPages, Outcome, Reply, Task, num_items
 from stepwell.base.ids import JobId, Kind, Tier
 from stepwell.base.keys import Namespace
 from stepwell.base.plan import PageIds
@@ -36,6 +41,13 @@ class Call:
         return self.is_off
 
 
+class _Held(NamedTuple):
+    """Pages of a transfer that failed, and may still write into them."""
+
+    until_s: float
+    pages: Pages
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Running:
     errand: Errand
@@ -52,8 +64,9 @@ class Errands:
     """Starts errands and hands on their outcomes, each exactly once."""
 
     def __init__(
-        self, porter: Porter, host: Arena, mover: Mover, counters: Counters, clock: Clock, breaker: Breaker, *, timeout_s: float
-    ) -> None:
+        self, porter: Porter, host: Arena, mover: Mover, counters: Counters, clock: Clock, breaker: Breaker, *, timeout_s: float,
+        late_write_s: float,
+    ) -> None:  # fmt: skip
         self._porter = porter
         self._host = host
         self._mover = mover
@@ -61,6 +74,9 @@ class Errands:
         self._clock = clock
         self._breaker = breaker
         self._timeout_s = timeout_s
+        self._late_write_s = late_write_s
+        self._held: deque[_Held] = deque()  # by when they are let go
+        self._held_bytes = 0
         self._running: dict[JobId, _Running] = {}  # in the order they were started
         self._last_id = 0
         self._failures: list[str] = []
@@ -74,6 +90,11 @@ class Errands:
         """Whether nothing is left but what was given up on, and questions that only somebody's curiosity waits for."""
         return all(running.abandoned or not running.counts for running in self._running.values())
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of pages that nobody may have yet, because a transfer that failed may still write into them."""
+        return self._held_bytes
+
     def take_failures(self) -> list[str]:
         """What went wrong since it was last asked."""
         failures, self._failures = self._failures, []
@@ -81,8 +102,8 @@ class Errands:
 
     def holders(self) -> Iterator[tuple[Tier, Kind, PageIds]]:
         """Every reference that errands hold, for audits."""
-        for running in self._running.values():
-            for kind, ids in running.pages:
+        for pages in (*[running.pages for running in self._running.values()], *[held.pages for held in self._held]):
+            for kind, ids in pages:
                 yield Tier.HOST, kind, ids
 
     def readers(self) -> Iterable[Residency | None]:
@@ -116,6 +137,10 @@ class Errands:
             self._answered(reply)
         self._abandon_overdue()
         self._withdraw()
+        while self._held and self._held[0].until_s <= self._clock.now():
+            pages = self._held.popleft().pages
+            self._held_bytes -= self._size(pages)
+            self._release(pages)
         return len(replies)
 
     def wait(self, job: JobId, timeout_s: float) -> None:
@@ -141,7 +166,31 @@ class Errands:
             running.on_outcome(reply.outcome, reply.took_s)
         if running.reads is not None:
             self._mover.unpin(running.reads)
-        for kind, ids in running.pages:
+        late = self._may_be_written(running.errand.task, reply.outcome, running.pages)
+        if late:
+            for kind, ids in late:
+                self._host.retain(kind, ids)
+            self._held.append(_Held(self._clock.now() + self._late_write_s, late))
+            self._held_bytes += self._size(late)
+            self._counters.add("store_pages_held", sum(len(ids) for _, ids in late))
+        self._release(running.pages)
+
+    def _may_be_written(self, task: Task, outcome: Outcome, pages: Pages) -> Pages:
+        """Pages that a fetch which ended badly may still write into; none of a store that is done when it answers."""
+        if not self._late_write_s or not (outcome.unsettled or outcome.error is not None):
+            return ()
+        if isinstance(task, FetchCheckpoint):
+            return pages if outcome.fates != (Fate.OK,) else ()
+        if isinstance(task, FetchPages):
+            bad = np.fromiter((fate is not Fate.OK for fate in outcome.fates), np.bool_, len(task.ids))
+            return ((Kind.PREFIX, task.ids[bad]),) if bad.any() else ()
+        return ()  # a put that ended badly only reads them
+
+    def _size(self, pages: Pages) -> int:
+        return sum(len(ids) * self._host.layout.strides[kind] for kind, ids in pages)
+
+    def _release(self, pages: Pages) -> None:
+        for kind, ids in pages:
             self._mover.release(Tier.HOST, kind, ids)
 
     def _judge(self, task: Task, outcome: Outcome) -> None:

@@ -100,6 +100,11 @@ class Cache:
         return self._stores.state
 
     @property
+    def host_memory(self) -> tuple[memoryview, ...]:
+        """The host tier's memory, of every rank: what `attach_store` shows to a store that registers memory."""
+        return self._stores.host_memory
+
+    @property
     def copying(self) -> int:
         """Copies under way between memories; they hold pages until `step` has applied what came of them."""
         return self._core.mover.num_running
@@ -358,7 +363,9 @@ class Cache:
     def attach_store(self, store: Store, config: StoreConfig | None = None, *, porter: Porter | None = None) -> None:
         """Puts a store below the host tier, at any moment. What is on the host already is offered to it.
 
-        The caller opened the store and closes it, after `detach_store` or `close`. Raises ConfigError.
+        The caller opened the store and closes it, after `detach_store` or `close`. Raises ConfigError, and StoreError when the
+        store wants to know the host's memory and cannot have it. That may take long with a network card, and is done at once
+        where another thread did it before (`store.api.register(store, cache.host_memory)`).
         """
         self._stores.attach(store, config or StoreConfig(), porter)
 

@@ -5,9 +5,10 @@ The verbs that use it are in `prefetch.py` (upwards), `backup_paths.py` and `bac
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from threading import Thread
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from stepwell.cache.resting import Resting
 from stepwell.cache.ticket import Fetch, Ticket
 from stepwell.policy.breaker import Breaker, BreakerState
 from stepwell.policy.patience import Patience, Speed
-from stepwell.store.api import Store
+from stepwell.store.api import Store, unregister
 from stepwell.tree.node import Loss, Node, Residency
 
 MOST_GIVEN_UP = 256  # notes of fetches that were not waited for, for explanations
@@ -59,6 +60,9 @@ class StoreLink:
     detached: bool = False
     believed: bool = True  # the beliefs in the tree are about this store
     ended: bool = False  # detached, with its last errand answered: the store is its owner's again
+    keeps_memory: bool = False  # the store goes on knowing the host's memory: it was attached again
+    giving_back: Thread | None = None  # on which the store forgets the host's memory
+    why_not_given_back: list[str] = field(default_factory=list)
 
     @property
     def state(self) -> LinkState:
@@ -70,6 +74,34 @@ class StoreLink:
     def num_busy(self) -> int:
         """Errands under way, and what waits to be backed up and could be now."""
         return self.errands.num_running + len(self.waiting) + self.resting.num_due
+
+    def has_given_back(self, memory: Sequence[memoryview], *, wait_s: float = 0.0) -> bool:
+        """Lets the store forget the host's memory, once nothing is under way; whether it has. On a thread: it may take long."""
+        assert not self.errands.num_running, f"{self.errands.num_running} errand(s) are using the memory"
+        if not self.store.traits.registers or self.keeps_memory:
+            return True
+        if self.giving_back is None:
+            self.giving_back = Thread(target=self._give_back, args=(memory,), name="stepwell-give-back", daemon=True)
+            self.giving_back.start()
+        self.giving_back.join(wait_s)
+        return not self.giving_back.is_alive()
+
+    def stop_giving_back(self) -> None:
+        """The store is to be attached again: what it knows it keeps, and what it is about to forget it is shown again."""
+        self.keeps_memory = True
+        if self.giving_back is not None:
+            self.giving_back.join()
+
+    def take_failures(self) -> list[str]:
+        """What went wrong since it was last asked."""
+        mine, self.why_not_given_back = self.why_not_given_back, []
+        return [*self.errands.take_failures(), *mine]
+
+    def _give_back(self, memory: Sequence[memoryview]) -> None:
+        try:
+            unregister(self.store, memory)
+        except Exception as error:  # the worker boundary: it comes home in `take_failures`
+            self.why_not_given_back.append(f"the store keeps the host's memory: {type(error).__name__}: {error}")
 
     @property
     def turn_bytes(self) -> int:
@@ -104,8 +136,8 @@ class StoreLink:
 
     @property
     def held_bytes(self) -> int:
-        """Host bytes that fetches hold for requests that have not begun."""
-        return sum(fetch.size_bytes for fetch in self.fetches)
+        """Host bytes that fetches hold: for requests that have not begun, or because they failed a moment ago."""
+        return sum(fetch.size_bytes for fetch in self.fetches) + self.errands.held_bytes
 
     def holders(self) -> Iterator[tuple[Tier, Kind, PageIds]]:
         """Every reference held on the store's behalf, for audits."""

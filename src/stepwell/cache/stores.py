@@ -22,12 +22,13 @@ from stepwell.cache.resting import Resting
 from stepwell.policy.breaker import Breaker
 from stepwell.policy.patience import Patience, Speed
 from stepwell.policy.placement import milestone_step
-from stepwell.store.api import Store
+from stepwell.store.api import Store, register
 from stepwell.transfer.store_hands import HostPages, StoreHands
 from stepwell.tree.node import Residency
 
 RESTING_SHARE = 1 / 16  # of the host tier: checkpoints that rest there before they are stored
 BACKUP_SHARE = 1 / 16  # of the host tier: on its way down at most
+GIVE_BACK_S = 5.0  # that closing a cache waits for a store to forget the host's memory
 
 
 class Stores:
@@ -55,17 +56,31 @@ class Stores:
         """Checkpoints on the host that are to be stored later, if nothing supersedes them."""
         return sum(len(link.resting) for link in self.links)
 
+    @property
+    def host_memory(self) -> tuple[memoryview, ...]:
+        """The host tier's memory, of every rank we know it of."""
+        return tuple(pages.block for pages in self._host_pages)
+
     def attach(self, store: Store, config: StoreConfig, porter: Porter | None) -> None:
         """Attaches a store: what reaches the host from now on is offered to it, and what is there already."""
         core = self._core
         self._check(store)
+        if porter is None:
+            self._check_ranks()
+        for old in self.links:
+            if old.store is store:
+                old.stop_giving_back()
+        register(store, self.host_memory)
         porter = porter or self._porter(store, config)
         for old in self.links:  # the new one will be offered what they still have in line
             old.believed = False
             old.waiting.clear()
             old.resting.clear()
         host, breaker = core.arena(Tier.HOST), Breaker()
-        errands = Errands(porter, host, core.mover, core.counters, core.clock, breaker, timeout_s=config.errand_timeout_s)
+        errands = Errands(
+            porter, host, core.mover, core.counters, core.clock, breaker,
+            timeout_s=config.errand_timeout_s, late_write_s=store.traits.late_write_s,
+        )  # fmt: skip
         patience = Patience(credit_s=config.wait_credit_s, share=config.wait_share)
         step = milestone_step(core.spec, core.config.placement)
         resting = Resting(
@@ -108,13 +123,14 @@ class Stores:
             link.errands.apply()
             settle(self._core, link)
             pump(self._core, link)
-        failures = [why for link in self.links for why in link.errands.take_failures()]
         idle = [link for link in self.links if link.detached and not link.num_busy]
-        ended = [link for link in idle if not link.ended]
+        ended = [link for link in idle if not link.ended and link.has_given_back(self.host_memory)]
+        failures = [why for link in self.links for why in link.take_failures()]
         for link in ended:
             link.ended = True
             link.errands.close()
-        self.links = [link for link in self.links if link not in idle or link.fetches]  # tickets may hold what arrived
+        # Tickets may hold what arrived, and pages of transfers that failed have to be held for a while.
+        self.links = [link for link in self.links if not link.ended or link.fetches or link.errands.held_bytes]
         return [link.store for link in ended], failures
 
     def put_resting_of(self, namespaces: Container[bytes]) -> None:
@@ -137,6 +153,8 @@ class Stores:
     def close(self) -> None:
         for link in self.links:
             link.errands.close()
+            if not link.errands.num_running:  # else it is the store's to wait for, when it is closed
+                link.has_given_back(self.host_memory, wait_s=GIVE_BACK_S)
 
     def _forget_rest(self, left: Residency) -> None:
         for link in self.links if left.tier is Tier.HOST else ():
@@ -154,11 +172,13 @@ class Stores:
                 "build_cache(model=...), a digest where there is one"
             )
 
-    def _porter(self, store: Store, config: StoreConfig) -> Porter:
+    def _check_ranks(self) -> None:
         if len(self._host_pages) != self._ranks:
             raise ConfigError(
                 f"a store needs to reach the host memory of all {self._ranks} rank(s), and knows {len(self._host_pages)}: "
                 "give build_cache() host_pages, one for each"
             )
+
+    def _porter(self, store: Store, config: StoreConfig) -> Porter:
         hands = [StoreHands(store, memory, rank=i, ranks=self._ranks) for i, memory in enumerate(self._host_pages)]
         return ThreadPorter(hands, self._core.clock, readers=config.readers, writers=config.writers)

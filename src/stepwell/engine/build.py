@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +30,7 @@ from stepwell.engine.speculation import Speculation
 from stepwell.store.api import Store
 from stepwell.store.registry import open_store
 from stepwell.transfer.hands import Hands, NumpyHands
-from stepwell.transfer.memory import PageMemory
+from stepwell.transfer.memory import PageMemory, free_bytes, must_fit
 from stepwell.transfer.store_hands import HostPages
 from stepwell.transfer.torch_hands import TorchHands, TorchMemory
 
@@ -103,7 +101,7 @@ def build_engine(checkpoint: Checkpoint, config: EngineConfig, *, draft: Checkpo
     cache = _cache(spec, cache_config, memories, identity)
     rows = {kind: _tensor(memories[Tier.DEVICE], kind) for kind in Kind if spec.parts(kind)}
     try:
-        store = _attach(cache, config, memories)
+        store = _attach(cache, config)
     except BaseException:
         cache.close()
         raise
@@ -163,14 +161,12 @@ def _cache(spec: ModelSpec, config: CacheConfig, memories: Mapping[Tier, PageMem
     return build_cache(spec, config, hands=[hands], model=identity, host_pages=host)
 
 
-def _attach(cache: Cache, config: EngineConfig, memories: Mapping[Tier, PageMemory | TorchMemory]) -> Store | None:
+def _attach(cache: Cache, config: EngineConfig) -> Store | None:
     if config.store is None:
         return None
-    host = memories.get(Tier.HOST)
-    if host is None:
+    if not cache.host_memory:
         raise ConfigError("a store needs a host tier above it: give host_memory")
-    buffers = [host.block] if isinstance(host, PageMemory) else []
-    store = open_store(config.store, options=config.store_options, buffers=buffers)
+    store = open_store(config.store, options=config.store_options)
     try:
         cache.attach_store(store, config.store_config)
     except BaseException:
@@ -212,13 +208,13 @@ def _device_bytes(config: EngineConfig, device: str) -> int:
     if config.device_memory is not None:
         return parse_bytes(config.device_memory)
     if device == "cpu":
-        return min(CPU_DEVICE_BYTES, _free_bytes() // 4)
+        return min(CPU_DEVICE_BYTES, free_bytes() // 4)
     return int(torch.cuda.mem_get_info(device)[0] * CUDA_SHARE)
 
 
 def _host_bytes(config: EngineConfig) -> int | None:
     if config.host_memory is None:
-        return min(8 * 2**30, _free_bytes() // 4)
+        return min(8 * 2**30, free_bytes() // 4)
     return parse_bytes(config.host_memory) or None
 
 
@@ -232,20 +228,7 @@ def _must_fit(config: CacheConfig, device: str) -> None:
         if (config.device_bytes or 0) > free:
             asked = format_bytes(config.device_bytes or 0)
             raise ConfigError(f"device memory of {asked} does not fit: {format_bytes(free)} are free on {device}")
-    if needed > _free_bytes():
-        raise ConfigError(
-            f"the tiers take {format_bytes(needed)} of this machine's memory, and {format_bytes(_free_bytes())} are free: "
-            f"give less device_memory or host_memory"
-        )
-
-
-def _free_bytes() -> int:
-    """Memory that can be had without swapping: what Linux says, else what is unused."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration, ValueError):
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    must_fit(needed, settings="device_memory or host_memory")
 
 
 def _longest(cache: Cache, limits: Limits) -> int:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 KEY_BYTES = 32
 STAMP_BYTES = 64
@@ -51,6 +51,8 @@ class Traits:
     alignment: int = 1  # buffers at multiples of this move without an extra copy
     max_value_bytes: int | None = None
     turn_bytes: int = 8 * 2**20  # worth reading in one call: more only makes others wait, less costs more
+    registers: bool = False  # reads and writes inside memory it was shown need no copy: it is a RegisteringStore
+    late_write_s: float = 0.0  # after a read that FAILED, had another LENGTH or raised, its buffer may be written for so long
 
 
 class Read(NamedTuple):
@@ -141,3 +143,27 @@ class Store(Protocol):
     def close(self) -> None:
         """Gives everything back; further verbs raise StoreError. A second close does nothing."""
         ...
+
+
+class RegisteringStore(Store, Protocol):
+    """A store that moves data straight in and out of memory it knows. Whoever attaches it shows it the host tier's."""
+
+    def register(self, memory: Sequence[memoryview]) -> None:
+        """Makes memory known, all of it or, raising StoreError, nothing. Memory that is known already stays so. May take long."""
+        ...
+
+    def unregister(self, memory: Sequence[memoryview]) -> None:
+        """Forgets memory, which no read or write may be using. What is not known, or a closed store, is left alone."""
+        ...
+
+
+def register(store: Store, memory: Sequence[memoryview]) -> None:
+    """Shows memory to a store that wants to know it. Raises StoreError when it cannot have it."""
+    if store.traits.registers:
+        cast(RegisteringStore, store).register(memory)
+
+
+def unregister(store: Store, memory: Sequence[memoryview]) -> None:
+    """Takes memory back from a store that it was shown to."""
+    if store.traits.registers:
+        cast(RegisteringStore, store).unregister(memory)

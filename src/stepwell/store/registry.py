@@ -6,7 +6,7 @@ and returns a Store. Nothing is imported before it is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -26,11 +26,10 @@ _OWN = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opening:
-    """What a store is opened with: the text after its name, options by name, and memory it may register."""
+    """What a store is opened with: the text after its name, and options by name."""
 
     location: str = ""
     options: Mapping[str, str] = field(default_factory=dict)
-    buffers: Sequence[memoryview] = ()  # the host tier's memory: reads and writes will mostly be inside it
     clock: Clock = field(default_factory=SystemClock)
 
     def take(self, *known: str) -> list[str | None]:
@@ -49,12 +48,10 @@ def names() -> list[str]:
     return [*_OWN, *sorted({point.name for point in entry_points(group=GROUP)} - set(_OWN))]
 
 
-def open_store(
-    where: str, *, options: Mapping[str, str] | None = None, buffers: Sequence[memoryview] = (), clock: Clock | None = None
-) -> Store:
+def open_store(where: str, *, options: Mapping[str, str] | None = None, clock: Clock | None = None) -> Store:
     """Opens the store that `where` names, as in `log:/var/cache/stepwell`. Raises ConfigError, or what the store raises."""
     name, _, location = where.partition(":")
-    opening = Opening(location=location, options=options or {}, buffers=buffers, clock=clock or SystemClock())
+    opening = Opening(location=location, options=options or {}, clock=clock or SystemClock())
     return _opener(name)(opening)
 
 

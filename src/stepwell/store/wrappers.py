@@ -10,7 +10,19 @@ from threading import Lock
 from stepwell.base.clock import Clock
 from stepwell.base.errors import StoreError
 from stepwell.metrics.counters import Counters
-from stepwell.store.api import Read, ReadOutcome, ReadResult, Space, Store, Traits, Write, WriteOutcome, never
+from stepwell.store.api import (
+    Read,
+    ReadOutcome,
+    ReadResult,
+    Space,
+    Store,
+    Traits,
+    Write,
+    WriteOutcome,
+    never,
+    register,
+    unregister,
+)
 
 
 class Wrapper:
@@ -40,6 +52,12 @@ class Wrapper:
 
     def close(self) -> None:
         self._store.close()
+
+    def register(self, memory: Sequence[memoryview]) -> None:
+        register(self._store, memory)
+
+    def unregister(self, memory: Sequence[memoryview]) -> None:
+        unregister(self._store, memory)
 
 
 class Slow(Wrapper):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import starmap
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from stepwell.base.errand import Ask, Fate, FetchCheckpoint, FetchPages, Outcome, PutCheckpoint, PutPages, Task, num_items
 from stepwell.base.errors import StoreError
@@ -48,6 +48,7 @@ _OF_READ = {
     ReadOutcome.CANCELLED: Fate.CANCELLED,
     ReadOutcome.FAILED: Fate.FAILED,
 }
+_UNSETTLED = (ReadOutcome.FAILED, ReadOutcome.LENGTH)  # a store with `late_write_s` may still write into such buffers
 _OF_VERDICT = {
     Verdict.INTACT: Fate.OK,
     Verdict.UNREADABLE: Fate.UNREADABLE,
@@ -69,6 +70,11 @@ _OF_WRITE = {
 class HostPages(Protocol):
     """Host memory by page, as the store's hands need it."""
 
+    @property
+    def block(self) -> memoryview:
+        """All of it, for stores that must know memory before they may use it."""
+        ...
+
     def view(self, kind: Kind, page: int) -> memoryview:
         """One page's bytes, without a copy."""
         ...
@@ -83,6 +89,12 @@ class Sealed:
     writes: Sequence[Write]
     places: Sequence[int]  # of the writes, among the task's items
     manifest: Write | None = None  # of a checkpoint: only when all else is there
+
+
+class _Reading(NamedTuple):
+    fates: list[Fate]
+    stamps: list[bytes]  # good where all is well
+    unsettled: bool
 
 
 class StoreHands:
@@ -137,49 +149,40 @@ class StoreHands:
 
     # ---- upwards ----------------------------------------------------------------------------------
 
-    def _read(self, space: Space, reads: Sequence[Read], cancelled: Callable[[], bool]) -> tuple[list[Fate], list[bytes]]:
-        """What became of each read, and their stamps, good where all is well."""
+    def _read(self, space: Space, reads: Sequence[Read], cancelled: Callable[[], bool]) -> _Reading:
+        """What became of each read. What is damaged is deleted."""
         results = self._store.read_into(space, reads, cancelled=cancelled)
-        fates = _judge(space, reads, results)
+        fates, unsettled = _judge(space, reads, results), False
         if fates.count(Fate.OK) < len(fates):
             bad = [read.key for read, fate in zip(reads, fates, strict=True) if fate.is_damage and fate is not Fate.VERSION]
             if bad:
                 self._forget(space, bad)
-        return fates, [result.stamp for result in results]
+            unsettled = any(result.outcome in _UNSETTLED for result in results)
+        return _Reading(fates=fates, stamps=[result.stamp for result in results], unsettled=unsettled)
 
     def _fetch_pages(self, space: Space, task: FetchPages, cancelled: Callable[[], bool]) -> Outcome:
         buffers = [self._memory.view(Kind.PREFIX, page) for page in task.ids.tolist()]
-        fates, _ = self._read(space, list(starmap(Read, zip(task.keys, buffers, strict=True))), cancelled)
-        moved = sum([len(into) for into, fate in zip(buffers, fates, strict=True) if fate is Fate.OK])
-        return Outcome(fates=tuple(fates), moved_bytes=moved)
+        read = self._read(space, list(starmap(Read, zip(task.keys, buffers, strict=True))), cancelled)
+        moved = sum([len(into) for into, fate in zip(buffers, read.fates, strict=True) if fate is Fate.OK])
+        return Outcome(fates=tuple(read.fates), moved_bytes=moved, unsettled=read.unsettled)
 
     def _fetch_checkpoint(self, space: Space, task: FetchCheckpoint, cancelled: Callable[[], bool]) -> Outcome:
         """The manifest, then every member it names, which must be the very bytes it was written for."""
         buffers = [view for _, view in self._members(task.windows, task.points)]
         name, manifest = manifest_key(task.boundary), memoryview(bytearray(_HEAD.size + len(buffers) * _MEMBER.size))
-        (fate,), _ = self._read(space, [Read(key=name, into=manifest)], cancelled)
+        (fate,) = self._read(space, [Read(key=name, into=manifest)], cancelled).fates
         if fate is not Fate.OK:
-            return Outcome(fates=(fate,))
-        fate = self._fetch_members(space, manifest, task, buffers, cancelled)
+            return Outcome(fates=(fate,))  # into memory that is nobody's page
+        named = _parse(manifest, len(task.windows), len(task.points))
+        fate, unsettled = Fate.UNREADABLE, False
+        if named is not None:
+            reads = [Read(key=key, into=into) for (key, _), into in zip(named, buffers, strict=True)]
+            read = self._read(space, reads, cancelled)
+            fate, unsettled = _of_members(read, [digest for _, digest in named]), read.unsettled
         if fate.is_damage and fate is not Fate.VERSION:  # another version's values are somebody else's
             self._forget(space, [name])
-        return Outcome(fates=(fate,), moved_bytes=sum(map(len, buffers)) if fate is Fate.OK else 0)
-
-    def _fetch_members(
-        self, space: Space, manifest: memoryview, task: FetchCheckpoint, buffers: list[memoryview], cancelled: Callable[[], bool]
-    ) -> Fate:
-        named = _parse(manifest, len(task.windows), len(task.points))
-        if named is None:
-            return Fate.UNREADABLE
-        reads = [Read(key=key, into=into) for (key, _), into in zip(named, buffers, strict=True)]
-        for fate, stamped, (_, digest) in zip(*self._read(space, reads, cancelled), named, strict=True):
-            if fate is Fate.MISSING:
-                return Fate.INCOMPLETE
-            if fate is not Fate.OK:
-                return fate
-            if checksum_of(stamped) != digest:
-                return Fate.MIXED
-        return Fate.OK
+        moved = sum(map(len, buffers)) if fate is Fate.OK else 0
+        return Outcome(fates=(fate,), moved_bytes=moved, unsettled=unsettled)
 
     # ---- downwards --------------------------------------------------------------------------------
 
@@ -257,6 +260,16 @@ def _judge(space: Space, reads: Sequence[Read], results: Sequence[ReadResult]) -
         elif result.stamp != stamped:  # why not?
             fates[at] = _OF_VERDICT[judge(space, reads[at].key, result.stamp, length=lengths[at], digest=digests[at])]
     return fates
+
+
+def _of_members(read: _Reading, digests: list[bytes]) -> Fate:
+    """What a checkpoint comes to, with its members read: each must be the one that the manifest was written for."""
+    for fate, stamped, digest in zip(read.fates, read.stamps, digests, strict=True):
+        if fate is not Fate.OK:
+            return Fate.INCOMPLETE if fate is Fate.MISSING else fate
+        if checksum_of(stamped) != digest:
+            return Fate.MIXED
+    return Fate.OK
 
 
 def _stored_bytes(writes: Sequence[Write], outcomes: Sequence[WriteOutcome]) -> int:

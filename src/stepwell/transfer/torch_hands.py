@@ -13,6 +13,7 @@ from stepwell.base.plan import Plan, Purpose
 from stepwell.base.spec import ModelSpec
 from stepwell.memory.layout import ArenaLayout
 from stepwell.transfer.hands import Work
+from stepwell.transfer.memory import refusal
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +26,10 @@ class TorchMemory:
         import torch
 
         pinned = device == "cpu" and torch.cuda.is_available()
-        block = torch.zeros(layout.size_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
+        try:
+            self._block = block = torch.zeros(layout.size_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
+        except (RuntimeError, OverflowError) as error:  # only some of CUDA's refusals have a class of their own
+            raise refusal(layout.size_bytes, "pinned host" if pinned else device, error) from error
         self._rows = {
             kind: block[: layout.rows(kind) * stride].view(-1, stride)[:, : spec.object_bytes(kind)]
             for kind, stride in layout.strides.items()
@@ -34,6 +38,11 @@ class TorchMemory:
     def rows(self, kind: Kind) -> torch.Tensor:
         """All pages of a kind, `[page id][byte]`."""
         return self._rows[kind]
+
+    @property
+    def block(self) -> memoryview:
+        """All of it, for stores that must know memory before they may use it. Of host memory only."""
+        return memoryview(self._block.numpy())  # type: ignore[arg-type]
 
     def view(self, kind: Kind, page: int) -> memoryview:
         """One page's bytes, without a copy. Of host memory only."""

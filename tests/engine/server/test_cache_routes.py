@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from threading import Event
+from threading import Event, current_thread
 
 import httpx
 import openai
@@ -15,8 +15,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine.server.serving import ADMIN, CONFIG, KEY, NAME, Running, running, tiny_checkpoint
 from stepwell.cache.question import Question
-from stepwell.store.api import Space
+from stepwell.engine.server import stores
+from stepwell.store.api import Space, Traits
 from stepwell.store.memory import MemoryStore
+from stepwell.store.wrappers import Wrapper
 
 PROMPT = "What is known of this prompt, and who wants to know? " * 3
 
@@ -189,6 +191,46 @@ def test_explain_says_when_the_store_did_not_answer_and_never_blocks_the_engine(
         why = http.post("/cache/explain", json=asked).json()
         assert why["cause"] == "complete" and "given up after" in why["says"], "why it was slow the last time"
         store.let_go.set()
+
+
+class Registering(Wrapper):
+    """A store that wants to know memory, and notes who showed it what, and in which order."""
+
+    def __init__(self) -> None:
+        super().__init__(MemoryStore())
+        self.known: list[memoryview] = []
+        self.heard: list[tuple[str, str]] = []
+
+    @property
+    def traits(self) -> Traits:
+        return replace(super().traits, registers=True)
+
+    def register(self, memory: Sequence[memoryview]) -> None:
+        self.heard.append(("register", current_thread().name))
+        self.known = list(memory)
+
+    def unregister(self, memory: Sequence[memoryview]) -> None:
+        self.heard.append(("unregister", current_thread().name))
+        self.known = []
+
+    def close(self) -> None:
+        self.heard.append(("close", current_thread().name))
+        assert not self.known
+        super().close()
+
+
+def test_a_store_attached_at_run_time_is_shown_the_hosts_memory(
+    admin: httpx.Client, served: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Registering()
+    monkeypatch.setattr(stores, "open_store", lambda where, options: store)
+    assert admin.post("/cache/store", json={"store": "mooncake:"}).json()["state"] == "attached"
+    memory = served.server.served.loop.call(lambda engine: engine.cache.host_memory).result(10)
+    assert [each.nbytes for each in store.known] == [each.nbytes for each in memory] and memory
+    assert admin.delete("/cache/store").json() == {"state": "closed"}
+    assert [what for what, _ in store.heard] == ["register", "register", "unregister", "close"]
+    slow = [thread for at, (_, thread) in enumerate(store.heard) if at != 1]  # the second finds it done
+    assert "stepwell-engine" not in slow, "a network card may take seconds for it"
 
 
 @pytest.mark.parametrize("store", ["nowhere:", "log:", "mooncake:/no/such/file"])

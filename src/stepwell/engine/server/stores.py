@@ -13,7 +13,7 @@ from stepwell.base.config import StoreConfig
 from stepwell.base.errors import ConfigError, StepwellError
 from stepwell.engine.engine import Engine
 from stepwell.engine.loop import EngineLoop
-from stepwell.store.api import Store
+from stepwell.store.api import Store, register
 from stepwell.store.registry import open_store
 
 
@@ -35,11 +35,13 @@ class Stores:
         self._now: _Attached | None = None  # changed on the engine's thread alone, as is the next
         self._leaving: list[_Attached] = []
         self._ending = False
+        self._host_memory: tuple[memoryview, ...] = ()
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="stepwell-stores")
 
     def start(self) -> None:
         def adopt(engine: Engine) -> None:
             engine.on_detached = lambda store: self._detached(engine, store)
+            self._host_memory = engine.cache.host_memory
             for store in engine.stores:
                 self._now = _Attached(where=self._first or store.traits.name, store=store, closed=Future())
 
@@ -76,6 +78,7 @@ class Stores:
             raise ConfigError("a store is attached already; detach it first")
         store = open_store(where, options=options)
         try:
+            register(store, self._host_memory)  # here, for it may take long; attaching it finds it done
             self._loop.call(lambda engine: self._put_below(engine, where, store)).result()
         except BaseException:
             store.close()

@@ -19,6 +19,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from stepwell.base.errors import StoreError
+from stepwell.base.units import format_bytes
 from stepwell.store.api import STAMP_BYTES
 from stepwell.store.mooncake.client import Client
 
@@ -33,36 +35,42 @@ def address_of(memory: memoryview) -> int:
 
 
 class Regions:
-    """Memory that Mooncake may reach into. Keeps it alive until `release`."""
+    """Memory that Mooncake may reach into. Keeps it alive until it is removed.
+
+    One thread changes it at a time, while others look: what they look at is replaced and never changed.
+    """
 
     def __init__(self, client: Client) -> None:
         self._client = client
-        self._starts: list[int] = []
-        self._ends: list[int] = []
-        self._memories: list[memoryview] = []
+        self._memories: dict[int, memoryview] = {}
+        self._starts: Sequence[int] = ()
 
     def add(self, memory: memoryview) -> int:
         """Registers memory and returns its address. Raises StoreError when Mooncake refuses it."""
         start = address_of(memory)
         self._client.register(start, memory.nbytes)
-        at = bisect_right(self._starts, start)
-        self._starts.insert(at, start)
-        self._ends.insert(at, start + memory.nbytes)
-        self._memories.append(memory)
+        self._replace({**self._memories, start: memory})
         return start
 
     def find(self, memory: memoryview) -> int | None:
         """The address of memory that lies within one registered region; None for other memory."""
-        start = address_of(memory)
-        at = bisect_right(self._starts, start) - 1
-        return start if at >= 0 and start + memory.nbytes <= self._ends[at] else None
+        start, starts, memories = address_of(memory), self._starts, self._memories
+        at = bisect_right(starts, start) - 1
+        region = memories.get(starts[at]) if at >= 0 else None
+        return start if region is not None and start + memory.nbytes <= starts[at] + region.nbytes else None
+
+    def remove(self, start: int) -> None:
+        """Takes back memory by its address, where it is registered."""
+        if start in self._memories:
+            self._replace({at: memory for at, memory in self._memories.items() if at != start})
+            self._client.unregister(start)
 
     def release(self) -> None:
         for start in self._starts:
-            self._client.unregister(start)
-        self._starts.clear()
-        self._ends.clear()
-        self._memories.clear()
+            self.remove(start)
+
+    def _replace(self, memories: dict[int, memoryview]) -> None:
+        self._memories, self._starts = memories, sorted(memories)
 
 
 class Passage(NamedTuple):
@@ -123,8 +131,14 @@ class Lane:
 
 
 def build_lanes(count: int, total_bytes: int, regions: Regions) -> Sequence[Lane]:
-    """Lanes of equal size in one piece of memory, registered once; memory nobody touches costs nothing over TCP."""
+    """Lanes of equal size in one piece of memory, registered once; memory nobody touches costs nothing over TCP.
+
+    Raises StoreError when the memory cannot be had.
+    """
     size = total_bytes // count // mmap.PAGESIZE * mmap.PAGESIZE
-    memory = memoryview(mmap.mmap(-1, size * count))
+    try:
+        memory = memoryview(mmap.mmap(-1, size * count))
+    except (OSError, OverflowError) as error:
+        raise StoreError(f"there is no memory for staging_bytes of {format_bytes(total_bytes)} ({error}): give less") from error
     address = regions.add(memory)
     return [Lane(memory[i * size : (i + 1) * size], address + i * size, regions) for i in range(count)]

@@ -16,10 +16,10 @@ CONFIG_PATH = "config_path"
 
 
 def open_mooncake(opening: Opening) -> Store:
-    """Joins the cluster and registers the host tier's memory with it, or raises ConfigError or StoreError and holds nothing."""
+    """Joins the cluster, or raises ConfigError or StoreError and holds nothing."""
     config = config_of(opening)
     join = partial(connect, config)
-    return MooncakeStore(join, staging_bytes=config.staging_bytes, buffers=opening.buffers, clock=opening.clock)
+    return MooncakeStore(join, staging_bytes=config.staging_bytes, clock=opening.clock)
 
 
 def config_of(opening: Opening) -> MooncakeConfig:

@@ -2,22 +2,25 @@
 
 A transfer that Mooncake gave up on after its own time limit may still be on its way, into memory that its reader would
 use for something else by then. So nobody gets such memory back before the client is gone: `Stalled` is raised, and the
-session must be left. Knows nothing of spaces, keys and outcomes.
+session must be left. One that failed sooner ends within that limit: its reader leaves the memory alone for so long
+(`Traits.late_write_s`). Lanes need no such care: what passes through them is verified after it was copied out.
+Knows nothing of spaces, keys and outcomes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from queue import SimpleQueue
 from threading import Condition, Event, Lock
 
 from stepwell.base.clock import Clock
 from stepwell.base.errors import StoreError
 from stepwell.store.mooncake.client import TRANSFER_FAILED, Client
-from stepwell.store.mooncake.lanes import Lane, Regions, build_lanes
+from stepwell.store.mooncake.lanes import Lane, Regions, address_of, build_lanes
 
 READING_LANES = 2
+TRANSFER_LIMIT_S = 60.0  # Mooncake's own, from a transfer's beginning, for all slices of it
 STALLED_S = 20.0  # from a dead holder a transfer failed within 1 s; for one that just hung Mooncake waited 60
 
 
@@ -33,6 +36,7 @@ class Session:
         self.write_lock = Lock()
         self._clock = clock
         self._regions = Regions(client)
+        self._regions_lock = Lock()
         try:
             self.writing, *reading = self._prepare(staging_bytes, buffers)
         except StoreError:
@@ -82,6 +86,25 @@ class Session:
             raise Stalled
         return answers
 
+    def register(self, memories: Sequence[memoryview]) -> None:
+        """Lets values move in and out of memory without a copy: all of it or, raising StoreError, none."""
+        with self.verb(), self._regions_lock:
+            added = 0
+            try:
+                for memory in memories:
+                    self._regions.add(memory)
+                    added += 1
+            except StoreError:
+                for memory in memories[:added]:
+                    self._regions.remove(address_of(memory))
+                raise
+
+    def unregister(self, memories: Sequence[memoryview]) -> None:
+        """Takes back memory that no verb is using. A session that is being left does so by itself."""
+        with suppress(StoreError), self.verb(), self._regions_lock:
+            for memory in memories:
+                self._regions.remove(address_of(memory))
+
     def leave(self) -> None:
         """Waits for running verbs and gives everything back. Returns when that is done, whoever began it."""
         with self._changed:
@@ -98,6 +121,5 @@ class Session:
 
     def _prepare(self, staging_bytes: int, buffers: Sequence[memoryview]) -> Sequence[Lane]:
         for memory in buffers:
-            if memory.nbytes:
-                self._regions.add(memory)
+            self._regions.add(memory)
         return build_lanes(1 + READING_LANES, staging_bytes, self._regions)

@@ -22,8 +22,8 @@ from stepwell.metrics.counters import Counters
 from stepwell.store.api import STAMP_BYTES, Read, ReadOutcome, ReadResult, Space, Traits, Write, WriteOutcome, never
 from stepwell.store.mooncake import client as codes
 from stepwell.store.mooncake.client import Client
-from stepwell.store.mooncake.lanes import Lane, Passage
-from stepwell.store.mooncake.session import Session, Stalled
+from stepwell.store.mooncake.lanes import Lane, Passage, address_of
+from stepwell.store.mooncake.session import TRANSFER_LIMIT_S, Session, Stalled
 
 NAMES_PER_CALL = 4096
 TURN_BYTES = 64 * 2**20  # large calls cost a third less CPU than those of 8 MiB
@@ -40,7 +40,7 @@ _KEPT = (WriteOutcome.STORED, WriteOutcome.EXISTS)
 
 
 class MooncakeStore:
-    """One client of a Mooncake cluster as a store. Reads and writes of large values in `buffers` are not copied.
+    """One client of a Mooncake cluster as a store. Large values inside memory it was shown (`register`) are not copied.
 
     Two reads and one write move data at a time; other callers wait. A master that does not answer is a StoreError, up to
     4.5 s after the call. So is a transfer that stalls, after Mooncake's 60 s: the store leaves the cluster then and joins
@@ -52,15 +52,14 @@ class MooncakeStore:
         join: Callable[[], Client],
         *,
         staging_bytes: int,
-        buffers: Sequence[memoryview] = (),
         clock: Clock | None = None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Joins at once. Raises what `join` raises, or StoreError when memory cannot be registered; holds nothing then."""
+        """Joins at once. Raises what `join` raises, or StoreError when its own memory cannot be registered; holds nothing."""
         self.counters = Counters()
         self._join = join
         self._staging_bytes = staging_bytes
-        self._buffers = buffers
+        self._buffers: dict[int, memoryview] = {}  # that we were shown, by address
         self._clock = clock or SystemClock()
         self._sleep = sleep
         self._lock = Lock()
@@ -71,8 +70,9 @@ class MooncakeStore:
     @property
     def traits(self) -> Traits:
         return Traits(
-            name="mooncake", durable=False, shared=True, groups=True, max_value_bytes=self._capacity, turn_bytes=TURN_BYTES
-        )
+            name="mooncake", durable=False, shared=True, groups=True, max_value_bytes=self._capacity, turn_bytes=TURN_BYTES,
+            registers=True, late_write_s=TRANSFER_LIMIT_S,
+        )  # fmt: skip
 
     def contains(self, space: Space, keys: Sequence[bytes]) -> list[bool]:
         """Which keys have a value now. Mooncake takes the question for a use: it renews the lease of what is there."""
@@ -124,8 +124,31 @@ class MooncakeStore:
             self._closed = True
         self._session.leave()
 
+    def register(self, memory: Sequence[memoryview]) -> None:
+        """Registers memory with Mooncake, now and whenever the cluster is joined again. Other verbs wait meanwhile."""
+        with self._lock:
+            if self._closed:
+                raise StoreError("this Mooncake store was closed")
+            shown = {address_of(each): each for each in memory if each.nbytes}
+            new = {start: each for start, each in shown.items() if not self._knows(start, each)}
+            if self._session.is_open:
+                self._session.register(list(new.values()))
+            self._buffers.update(new)
+
+    def unregister(self, memory: Sequence[memoryview]) -> None:
+        with self._lock:
+            known = [each for each in memory if each.nbytes and self._knows(address_of(each), each)]
+            for each in known:
+                del self._buffers[address_of(each)]
+            session = self._session
+        session.unregister(known)
+
+    def _knows(self, start: int, memory: memoryview) -> bool:
+        return start in self._buffers and self._buffers[start].nbytes == memory.nbytes
+
     def _begin(self) -> Session:
-        return Session(self._join(), staging_bytes=self._staging_bytes, buffers=self._buffers, clock=self._clock)
+        buffers = list(self._buffers.values())
+        return Session(self._join(), staging_bytes=self._staging_bytes, buffers=buffers, clock=self._clock)
 
     @contextmanager
     def _verb(self) -> Iterator[Session]:

@@ -1,0 +1,229 @@
+"""A cache over the Mooncake adapter: the host tier's memory is registered from attach to detach, whoever attaches and
+whatever it is made of, and pages move without a copy. Over a stand-in; over a real master it is in `tests/mooncake`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from threading import Event
+
+import pytest
+import torch
+from mooncake_stand_in import StandIn, join
+
+from stepwell import CacheConfig, ConfigError, ModelSpec, Prefix, StateSpec, Tier, build_cache
+from stepwell.base.config import PrefetchPolicy, StoreConfig
+from stepwell.base.errors import StoreError
+from stepwell.cache.build import layouts_for, numpy_memories
+from stepwell.cache.facade import Cache
+from stepwell.cache.link import LinkState
+from stepwell.store.mooncake.lanes import COPY_BYTES, address_of
+from stepwell.store.mooncake.store import MooncakeStore
+from stepwell.store.wrappers import Wrapper
+from stepwell.transfer.hands import NumpyHands
+from stepwell.transfer.torch_hands import TorchHands, TorchMemory
+
+STAGING_BYTES = 48 * COPY_BYTES
+PAGES = 4
+PROMPT = list(range(PAGES * 16 + 1))
+SPEC = ModelSpec(
+    name="large pages",
+    page_tokens=16,
+    states=(StateSpec(name="kv", shape=Prefix(), layers=1, row_bytes=2 * COPY_BYTES // 16, dtype="u8"),),
+)
+CONFIG = CacheConfig(device_bytes=8 * 2 * COPY_BYTES, host_bytes=8 * 2 * COPY_BYTES)
+WAIT = StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, checkpoint_rest_s=0)
+
+
+@pytest.fixture
+def raw() -> StandIn:
+    return StandIn()
+
+
+@pytest.fixture
+def store(raw: StandIn) -> Iterator[MooncakeStore]:
+    store = MooncakeStore(join(raw), staging_bytes=STAGING_BYTES)
+    yield store
+    store.close()  # the stand-in minds memory that is left registered
+
+
+def stepped(cache: Cache, until: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 60
+    while not until():
+        cache.step()
+        assert time.monotonic() < deadline_s, "it never came to that"
+        time.sleep(0.001)
+
+
+def serve(cache: Cache) -> int:
+    """Serves the prompt and lets everything go down; says how many tokens came from the store."""
+    ticket = cache.prefetch(cache.lookup(PROMPT))
+    stepped(cache, lambda: ticket.ready)
+    with cache.acquire(cache.lookup(PROMPT), ticket=ticket) as lease:
+        stepped(cache, lambda: lease.ready)
+        if lease.position < len(PROMPT):
+            cache.grow(lease, len(PROMPT))
+            cache.commit(lease, len(PROMPT))
+    stepped(cache, lambda: not cache.pending)
+    return lease.sources.store
+
+
+def knows(raw: StandIn, cache: Cache) -> bool:
+    """Whether all of the host's memory is registered."""
+    assert cache.host_memory
+    return all(raw.registered.get(address_of(each)) == each.nbytes for each in cache.host_memory)
+
+
+def detach(cache: Cache) -> None:
+    cache.detach_store()
+    detached: list[object] = []
+    stepped(cache, lambda: bool(detached) or bool(detached.extend(cache.step().detached)))
+
+
+def pinned(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """A machine with CUDA, as far as host memory goes: what is asked for as pinned is plain, and listed here."""
+    zeros, made = torch.zeros, []
+
+    def stand_in(*size: int, pin_memory: bool = False, **options: object) -> torch.Tensor:
+        made.extend([zeros(*size, **options)] if pin_memory else [])  # type: ignore[call-overload]
+        return made[-1] if pin_memory else zeros(*size, **options)  # type: ignore[call-overload, no-any-return]
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "zeros", stand_in)
+    return made
+
+
+def cache_over(kind: str, monkeypatch: pytest.MonkeyPatch) -> Cache:
+    layouts = layouts_for(SPEC, CONFIG)
+    if kind == "plain":
+        return build_cache(SPEC, CONFIG, model="zeros")
+    if kind == "two ranks":
+        ranks = [numpy_memories(SPEC, layouts) for _ in range(2)]
+        hands = [NumpyHands(each) for each in ranks]
+        return build_cache(SPEC, CONFIG, hands=hands, model="zeros", host_pages=[each[Tier.HOST] for each in ranks])
+    device = TorchMemory(SPEC, layouts[Tier.DEVICE])  # of the CPU here, for a GPU's
+    made = pinned(monkeypatch) if kind == "pinned" else []
+    host = TorchMemory(SPEC, layouts[Tier.HOST])
+    if kind == "pinned":
+        assert made[0].data_ptr() == address_of(host.block), "the host's memory is to be pinned"
+    return build_cache(SPEC, CONFIG, hands=[TorchHands({Tier.DEVICE: device, Tier.HOST: host})], model="zeros", host_pages=[host])
+
+
+@pytest.mark.parametrize("kind", ["plain", "two ranks", "torch", "pinned"])
+def test_pages_of_an_attached_store_move_without_a_copy(
+    kind: str, raw: StandIn, store: MooncakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = cache_over(kind, monkeypatch)
+    serve(cache)
+    cache.attach_store(store, WAIT)  # at run time: what is on the host already goes down
+    assert knows(raw, cache)
+    stepped(cache, lambda: not cache.pending)
+    cache.flush()
+    assert serve(cache) == PAGES * 16
+    ranks = len(cache.host_memory)
+    assert raw.slices == [2] * 2 * PAGES * ranks, "stamps through a lane, pages from and to the host's own memory"
+    detach(cache)
+    assert not any(address_of(each) in raw.registered for each in cache.host_memory)
+    cache.audit()
+    cache.close()
+
+
+def test_a_closed_cache_has_its_memory_back(raw: StandIn, store: MooncakeStore) -> None:
+    cache = build_cache(SPEC, CONFIG, model="zeros")
+    cache.attach_store(store, WAIT)
+    serve(cache)
+    cache.close()
+    assert not knows(raw, cache)
+
+
+def test_memory_that_cannot_be_registered_is_said_and_nothing_is_attached(raw: StandIn, store: MooncakeStore) -> None:
+    cache = build_cache(SPEC, CONFIG, model="zeros")
+    raw.register_buffer(address_of(cache.host_memory[0]) + 4096, 4096)  # as when somebody else has it
+    with pytest.raises(StoreError, match="ulimit -l"):
+        cache.attach_store(store, WAIT)
+    assert cache.store_state is LinkState.DETACHED
+    raw.unregister_buffer(address_of(cache.host_memory[0]) + 4096)
+    cache.attach_store(store, WAIT)
+    assert knows(raw, cache)
+    with pytest.raises(ConfigError, match="detach it first"):
+        cache.attach_store(store, WAIT)
+    cache.close()
+
+
+def test_a_store_that_is_refused_is_shown_nothing(raw: StandIn, store: MooncakeStore) -> None:
+    ranks = [numpy_memories(SPEC, layouts_for(SPEC, CONFIG)) for _ in range(2)]
+    hands = [NumpyHands(each) for each in ranks]
+    cache = build_cache(SPEC, CONFIG, hands=hands, model="zeros", host_pages=[ranks[0][Tier.HOST]])
+    with pytest.raises(ConfigError, match="all 2 rank"):
+        cache.attach_store(store, WAIT)
+    assert not knows(raw, cache)
+    cache.close()
+
+
+def test_memory_stays_registered_while_a_transfer_runs(raw: StandIn, store: MooncakeStore) -> None:
+    cache = build_cache(SPEC, CONFIG, model="zeros")
+    cache.attach_store(store, WAIT)
+    begun, go = Event(), Event()
+
+    def wait() -> None:
+        begun.set()
+        assert go.wait(60)
+
+    raw.slow = wait
+    with cache.acquire(cache.lookup(PROMPT)) as lease:
+        stepped(cache, lambda: lease.ready)
+        cache.grow(lease, len(PROMPT))
+        cache.commit(lease, len(PROMPT))
+    stepped(cache, begun.is_set)
+    cache.detach_store()
+    for _ in range(20):
+        assert cache.step().detached == () and knows(raw, cache)
+    go.set()
+    stepped(cache, lambda: not knows(raw, cache))
+    cache.close()
+
+
+def test_a_store_that_is_attached_again_keeps_the_memory(raw: StandIn, store: MooncakeStore) -> None:
+    cache = build_cache(SPEC, CONFIG, model="zeros")
+    cache.attach_store(store, WAIT)
+    for _ in range(3):
+        cache.detach_store()
+        cache.attach_store(store, WAIT)  # before the cache had a step to let go of it
+        cache.step()
+        assert knows(raw, cache)
+    for _ in range(3):
+        detach(cache)
+        cache.attach_store(store, WAIT)
+        assert knows(raw, cache)
+    serve(cache)
+    assert raw.slices == [2] * PAGES
+    cache.close()
+
+
+def test_a_store_in_a_wrapper_is_shown_the_memory_too(raw: StandIn, store: MooncakeStore) -> None:
+    cache = build_cache(SPEC, CONFIG, model="zeros")
+    cache.attach_store(Wrapper(store), WAIT)
+    assert knows(raw, cache)
+    detach(cache)
+    assert not knows(raw, cache)
+    cache.close()
+
+
+def test_a_store_that_cannot_forget_memory_is_said_and_let_go(raw: StandIn, store: MooncakeStore) -> None:
+    class Clinging(Wrapper):
+        def unregister(self, memory: object) -> None:
+            raise RuntimeError("no")
+
+    cache, clinging, said = build_cache(SPEC, CONFIG, model="zeros"), Clinging(store), []
+    cache.attach_store(clinging, WAIT)
+    cache.detach_store()
+
+    def is_let_go() -> bool:
+        report = cache.step()
+        said.extend(report.failures)
+        return report.detached == (clinging,)
+
+    stepped(cache, is_let_go)
+    assert len(said) == 1 and "RuntimeError: no" in said[0]
+    cache.close()

@@ -59,6 +59,7 @@ class Plan:
     job: JobId
     purpose: Purpose
     copies: tuple[Copy, ...]
+    awaited: bool = False  # a request cannot go on before it has ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -152,7 +152,7 @@ def _save_checkpoint(core: Core, lease: Lease, node: Node, page: int, source: En
         _copy(Tier.ENGINE, source.windows, Tier.HOST, windows, Kind.WINDOW),
         _copy(Tier.ENGINE, source.points, Tier.HOST, points, Kind.POINT),
     ]
-    job = core.mover.start(Purpose.SAVE, copies, writes=residency)
+    job = core.mover.start(Purpose.SAVE, copies, writes=residency, awaited=True)
     assert job is not None, "a checkpoint without pages"
     _await(lease, job)
     core.counters.add("checkpoints_made")

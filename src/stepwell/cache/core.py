@@ -12,6 +12,7 @@ from stepwell.base.keys import Namespace
 from stepwell.base.spec import ModelSpec
 from stepwell.cache.link import StoreLink
 from stepwell.cache.mover import Mover
+from stepwell.cache.one_thread import Owner
 from stepwell.memory.arena import Arena
 from stepwell.metrics.counters import Counters
 from stepwell.policy.habits import Habits
@@ -32,6 +33,7 @@ class Core:
     mover: Mover
     counters: Counters
     clock: Clock
+    owner: Owner = field(default_factory=Owner)  # the thread that all of this belongs to
     habits: Habits | None = None  # what is learned about returns, where the value of things depends on it
     save_first: Callable[[Core, Victim], bool] | None = None  # starts saving what must not be lost; true if it did
     saves_on_eviction: bool = False  # what is nowhere below waits on the device until it is saved

@@ -154,6 +154,10 @@ class Errands:
         self._porter.drain(min(timeout_s, self._timeout_s))
 
     def close(self) -> None:
+        """Takes back what has not begun, and lets the threads end. What has begun ends when the store lets it."""
+        for running in self._running.values():
+            running.call.is_off = True
+        self._withdraw()
         self._porter.close()
 
     # ---- inside -----------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ class ThreadExecutor:
         return len(self._ranks)
 
     def submit(self, plan: Plan) -> None:
-        lines = self._saving if plan.purpose is Purpose.SAVE else self._urgent
+        lines = self._saving if plan.purpose is Purpose.SAVE and not plan.awaited else self._urgent
         self._jobs.open(plan.job, lines, called_off="it was called off")
         for rank, (hands, line) in enumerate(zip(self._ranks, lines, strict=True)):
             self._jobs.enqueue(plan.job, rank, line, partial(attempt, rank, begin(hands, plan)))
@@ -138,6 +138,6 @@ def attempt(rank: int, work: Work) -> str | None:
     """One rank's try at a plan: None when it worked, else what went wrong."""
     try:
         work()
-    except Exception as error:  # the worker boundary: likewise
+    except BaseException as error:  # the worker boundary: likewise, and the thread lives on
         return f"rank {rank}: {type(error).__name__}: {error}"
     return None

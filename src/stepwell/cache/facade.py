@@ -7,12 +7,13 @@
     cache.step()                                  once per engine step; never blocks
 
 A cache belongs to one thread at a time, the engine's scheduler: the first that calls it, until it calls `hand_over` or ends.
-From another one every method raises WrongThread. Bytes are moved by the executor's threads, and what came of it is
-applied in `step` alone.
+From another one everything but sizes and counters raises WrongThread. Bytes are moved by the executor's threads, and what
+came of it is applied in `step` alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -31,7 +32,7 @@ from stepwell.cache.expiry import drop_expired
 from stepwell.cache.explain import Explanation
 from stepwell.cache.lease import Lease, LeaseState, Request
 from stepwell.cache.link import LinkState
-from stepwell.cache.one_thread import Owner, one_thread
+from stepwell.cache.one_thread import one_thread
 from stepwell.cache.pin import Pin, take_pin
 from stepwell.cache.porter import Porter
 from stepwell.cache.question import STORE_WAIT_S, Question
@@ -48,6 +49,7 @@ from stepwell.tree.node import LossReason
 from stepwell.tree.pruning import clear
 
 POLL_S = 0.0005  # between two steps of `wait`
+DRAIN_S = 0.02  # between two steps of `close`: what one job hangs on must not hold up the others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +65,18 @@ class StepReport:
     storing: int = 0  # errands to the store under way, and paths waiting to be backed up
     detached: tuple[Store, ...] = ()  # stores that nothing uses any more: their owner may close them
 
+    def after(self, earlier: StepReport) -> StepReport:
+        """This one, and what an earlier one found that nobody was told of."""
+        return replace(
+            self,
+            completed=earlier.completed + self.completed,
+            failures=earlier.failures + self.failures,
+            ready=earlier.ready + self.ready,
+            failed=earlier.failed + self.failed,
+            finished=earlier.finished + self.finished,
+            detached=earlier.detached + self.detached,
+        )
+
 
 class Cache:
     """A tiered prefix cache for one model. Make one with `stepwell.cache.build.build_cache`."""
@@ -76,7 +90,8 @@ class Cache:
         self._closing: list[Lease] = []  # given back, with copies still in the engine's memory
         self._pins: list[Pin] = []
         self._last_lease = 0
-        self._owner = Owner()
+        self._owner = core.owner
+        self._unreported: StepReport | None = None  # what `wait` found, for the next `step` to tell
 
     # ---- questions --------------------------------------------------------------------------------
 
@@ -326,6 +341,11 @@ class Cache:
     @one_thread
     def step(self) -> StepReport:
         """Applies what the hands have finished, settles leases, drops what expired. Never blocks."""
+        report, earlier = self._advance(), self._unreported
+        self._unreported = None
+        return report.after(earlier) if earlier is not None else report
+
+    def _advance(self) -> StepReport:
         core = self._core
         completions = core.mover.apply()
         errors = {done.job: done.error for done in completions if done.error is not None}
@@ -432,42 +452,51 @@ class Cache:
 
         Raises LoadFailed when the bytes of a lease did not arrive, LeaseError when it was given back or `timeout_s` has passed.
         """
-        deadline_s = self._core.clock.now() + timeout_s
+        clock = self._core.clock
+        deadline_s = clock.now() + timeout_s
         while not held.ready:
-            if isinstance(held, Lease):
-                if held.failed:
-                    raise LoadFailed(f"{held}: bytes it needed did not arrive; release it and look the prompt up again")
+            if isinstance(held, Lease) and not held.failed:
                 held.must_be(LeaseState.LOADING)
-            if self._core.clock.now() >= deadline_s:
-                raise LeaseError(f"{held} is not ready after {timeout_s:g} s")
-            self.step()
+            self._unreported = self._advance().after(self._unreported or StepReport())
+            if isinstance(held, Lease) and held.failed:
+                raise LoadFailed(f"{held}: bytes it needed did not arrive; release it and look the prompt up again")
             if not held.ready:
-                self._core.clock.sleep(POLL_S)
+                if clock.now() >= deadline_s:
+                    raise LeaseError(f"{held} is not ready after {timeout_s:g} s")
+                clock.sleep(POLL_S)
 
     def hand_over(self) -> None:
         """Lets another thread have the cache: the next that calls it. Called by the one that had it, when it is done."""
-        self._owner.check("hand_over")
         self._owner.release()
 
     @one_thread
     def close(self, *, timeout_s: float = 30.0) -> bool:
         """Waits for running copies and for what is to be backed up, and stops the workers. Leases must have been given back.
 
-        A rank or a store that hangs is waited for `timeout_s` in all. False when something was left undone by then; it is lost
-        from the store, never half in it.
+        Ranks and stores that hang or are slow are waited for `timeout_s` in all; what was given up on before is not waited
+        for. False when something was left undone: what had not begun is called off, and calls that have may still be running.
         """
-        clock = self._core.clock
-        deadline_s = clock.now() + timeout_s
-        self._executor.drain(timeout_s)
-        self._stores.end_rests()
-        self.step()
-        while clock.now() < deadline_s and self._stores.drain(deadline_s - clock.now()):
-            self.step()
-        self._executor.close()
-        self._stores.close()
-        return not self.pending
+        core, deadline_s = self._core, self._core.clock.now() + timeout_s
+        try:
+            self._settle(deadline_s, lambda: core.mover.num_awaited, self._executor.drain)
+            self._stores.end_rests()
+            self._settle(deadline_s, lambda: self._stores.num_awaited, self._stores.drain)
+            undone = self.pending
+        finally:
+            core.mover.withdraw_all()
+            self._stores.close()
+            self._executor.close()
+        return not undone
 
     # ---- inside -----------------------------------------------------------------------------------
+
+    def _settle(self, deadline_s: float, num_awaited: Callable[[], int], drain: Callable[[float], None]) -> None:
+        """Steps until nothing is awaited, or the time is over."""
+        clock = self._core.clock
+        self._advance()
+        while num_awaited() and clock.now() < deadline_s:
+            drain(min(deadline_s - clock.now(), DRAIN_S))
+            self._advance()
 
     def _measure(self, lease: Lease, upto: int) -> None:
         """Learns how fast prompts are computed, for whoever must choose between that and fetching."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from math import inf
 
 from stepwell.base.clock import Clock
 from stepwell.base.ids import JobId, Kind, Tier
@@ -18,6 +19,8 @@ from stepwell.tree.checkpoints import drop_residency, residency_arrived
 from stepwell.tree.node import Loss, LossReason, Node, Residency, Run
 from stepwell.tree.pruning import discard_ids
 from stepwell.tree.tree import Tree
+
+LOOK_SHARE = 1 / 16  # of the time limit passes between two looks at what is overdue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -41,12 +44,18 @@ class Mover:
         self._clock = clock
         self._jobs: dict[JobId, Job] = {}  # in the order they were started
         self._abandoned: set[JobId] = set()
+        self._next_look_s = -inf  # at what is overdue: a long line is not looked through in every step
         self._last_id = 0
         self.on_saved: Callable[[Node], None] | None = None  # told of nodes with something new on the host
 
     @property
     def num_running(self) -> int:
         return len(self._jobs)
+
+    @property
+    def num_awaited(self) -> int:
+        """Those whose outcome will still count."""
+        return len(self._jobs) - len(self._abandoned)
 
     def running(self) -> Iterable[Job]:
         return self._jobs.values()
@@ -72,13 +81,14 @@ class Mover:
         reads: tuple[Residency, ...] = (),
         writes: Residency | None = None,
         saves: tuple[Run, ...] = (),
+        awaited: bool = False,
     ) -> JobId | None:
         """Takes a reference to every page named and submits the copies; None when there is nothing to copy."""
         wanted = tuple(copy for copy in copies if len(copy.source.ids))
         if not wanted:
             return None
         self._last_id += 1
-        plan = Plan(job=JobId(self._last_id), purpose=purpose, copies=wanted)
+        plan = Plan(job=JobId(self._last_id), purpose=purpose, copies=wanted, awaited=awaited)
         self._each_page(plan, lambda span: self._tree.arenas[span.tier].retain(span.kind, span.ids))
         for residency in reads:
             residency.users += 1
@@ -87,18 +97,17 @@ class Mover:
         return plan.job
 
     def apply(self) -> list[Completion]:
-        """Applies everything that completed since last time; returns it."""
-        completions = self._executor.completed()
-        for completion in completions:
+        """Applies everything that completed since last time; returns what counts of it."""
+        counting = []
+        for completion in self._executor.completed():
             job = self._jobs.pop(completion.job)
             if completion.job in self._abandoned:
                 self._abandoned.discard(completion.job)  # too late to matter, whatever came of it
-            elif completion.error is None:
-                self._succeed(job)
             else:
-                self._fail(job)
+                counting.append(completion)
+                self._succeed(job) if completion.error is None else self._fail(job)
             self._let_go(job)
-        return completions
+        return counting
 
     def abandon_overdue(self, timeout_s: float) -> list[JobId]:
         """Treats jobs on which some rank has made no progress for so long as failed, for all ranks; returns them.
@@ -106,24 +115,37 @@ class Mover:
         Those that no rank has begun are taken back. The pages of the others stay referenced until that rank does answer: it may
         still be writing.
         """
-        latest_s = self._clock.now() - timeout_s
-        overdue = []
+        now = self._clock.now()
+        if now < self._next_look_s:
+            return []
+        self._next_look_s = now + timeout_s * LOOK_SHARE
+        latest_s, overdue = now - timeout_s, []
         for number, job in self._jobs.items():
             if job.started_s > latest_s:
                 break
             if number not in self._abandoned and self._executor.progressed_s(number) <= latest_s:
                 overdue.append(number)
         for number in overdue:
-            job = self._jobs[number]
-            self._fail(job)
-            if self._executor.withdraw(number):
-                self._counters.add("withdrawn_jobs")
-                del self._jobs[number]
-                self._let_go(job)
-            else:
+            if not self._take_back(number):
                 self._counters.add("abandoned_jobs")
                 self._abandoned.add(number)
+                self._fail(self._jobs[number])
         return overdue
+
+    def withdraw_all(self) -> None:
+        """Takes back everything that no rank has begun."""
+        for number in list(self._jobs):
+            if number not in self._abandoned:
+                self._take_back(number)
+
+    def _take_back(self, number: JobId) -> bool:
+        if not self._executor.withdraw(number):
+            return False
+        job = self._jobs.pop(number)
+        self._fail(job, sources=False)  # nobody has read them: they are as good as before
+        self._let_go(job)
+        self._counters.add("withdrawn_jobs")
+        return True
 
     # ---- outcomes ---------------------------------------------------------------------------------
 
@@ -151,17 +173,18 @@ class Mover:
             nodes[job.writes.checkpoint.node] = None
         return list(nodes)
 
-    def _fail(self, job: Job) -> None:
+    def _fail(self, job: Job, *, sources: bool = True) -> None:
         """Targets are DEAD and leave the tree. A load that failed also takes its sources out: they cannot be trusted."""
         tree, loss_at = self._tree, self._clock.now()
+        sources &= job.plan.purpose is not Purpose.SAVE
         for copy in job.plan.copies:
             target = copy.target
             if target.tier is not Tier.ENGINE:
                 tree.arenas[target.tier].mark_dead(target.kind, target.ids)
                 self._discard(target, Loss(at_s=loss_at, reason=LossReason.FAILED, tier=target.tier))
-            if job.plan.purpose is not Purpose.SAVE:
+            if sources:
                 self._discard(copy.source, Loss(at_s=loss_at, reason=LossReason.FAILED, tier=copy.source.tier))
-        suspects = job.reads if job.plan.purpose is not Purpose.SAVE else ()
+        suspects = job.reads if sources else ()
         for residency in (*suspects, *([job.writes] if job.writes is not None else [])):
             drop_residency(tree, residency, Loss(at_s=loss_at, reason=LossReason.FAILED, tier=residency.tier))
         for run in job.saves:

@@ -96,11 +96,11 @@ class ThreadPorter:
             line.close()
 
     def _seal(self, rank: int, errand: Errand) -> None:
-        """The first half of a put. With it the errand has not begun: nothing has to be waited for if it is taken back."""
-        if not self._jobs.is_open(errand.job):
-            return  # withdrawn
+        """The first half of a put. When it is over the errand has not begun yet, and can be taken back."""
         started_s = self._clock.now()
-        put = sealed(self._ranks[rank], errand)
+        put = self._jobs.prepare(errand.job, rank, partial(sealed, self._ranks[rank], errand))
+        if put is None:
+            return  # withdrawn
         self._jobs.enqueue(errand.job, rank, self._writing[rank], put, before_s=self._clock.now() - started_s)
 
 
@@ -131,7 +131,7 @@ def _safely(errand: Errand, work: Callable[[], Outcome]) -> Outcome:
         return _called_off(errand)
     try:
         return work()
-    except Exception as error:  # the edge to somebody else's code: a failure comes home as a value
+    except BaseException as error:  # the edge to somebody else's code: a failure comes home as a value, and the thread lives on
         return Outcome(fates=(Fate.FAILED,) * num_items(errand.task), error=f"{type(error).__name__}: {error}")
 
 

@@ -72,6 +72,7 @@ def settle(core: Core, link: StoreLink) -> None:
 
 def close(core: Core, link: StoreLink | None, ticket: Ticket, used_tokens: int) -> None:
     """Ends a ticket; `used_tokens` of its prompt came from the store. What nobody else waits for is called off."""
+    core.owner.check("Ticket.close")
     now = core.clock.now()
     waited_s = max(min(ticket.ended_s, now) - ticket.started_s, 0.0)
     given_up, finished = ticket.given_up, ticket.complete

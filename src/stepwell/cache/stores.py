@@ -143,15 +143,21 @@ class Stores:
         for link in self.links:
             link.resting.end_all(self._core.clock.now())
 
-    def drain(self, timeout_s: float) -> bool:
-        """Waits for what is under way, for so long at most; false when nothing is but what was given up on."""
-        busy = [link for link in self.links if link.errands.num_running and not link.errands.overdue]
-        for link in busy:
-            link.errands.drain(timeout_s / len(busy))
-        return bool(busy)
+    @property
+    def num_awaited(self) -> int:
+        """Links with something under way that was not given up on."""
+        return sum(1 for link in self.links if link.errands.num_running and not link.errands.overdue)
+
+    def drain(self, timeout_s: float) -> None:
+        """Waits until a link has nothing under way, or for so long."""
+        for link in self.links:
+            if link.errands.num_running and not link.errands.overdue:
+                link.errands.drain(timeout_s)
 
     def close(self) -> None:
+        """Drops what still waits to be backed up, takes back what has not begun, and lets the threads end."""
         for link in self.links:
+            link.waiting.clear()
             link.errands.close()
             if not link.errands.num_running:  # else it is the store's to wait for, when it is closed
                 link.has_given_back(self.host_memory, wait_s=GIVE_BACK_S)

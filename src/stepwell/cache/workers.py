@@ -11,39 +11,72 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from queue import SimpleQueue
-from threading import Condition, Thread
+from threading import TIMEOUT_MAX, Condition, Thread
 from typing import Generic, TypeVar
+from weakref import finalize
 
 from stepwell.base.clock import Clock
 from stepwell.base.ids import JobId
 
 T = TypeVar("T")
+R = TypeVar("R")
+
+
+Work = Callable[[], None]
 
 
 class Line:
-    """Daemon threads over one queue: work that hangs for ever must not keep the process from ending."""
+    """Daemon threads over one queue, started when there is something to do: work that hangs for ever must not keep the process
+    from ending. They end with the line, closed or forgotten.
+    """
 
     def __init__(self, name: str, clock: Clock, *, threads: int = 1) -> None:
-        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._clock = clock
-        self.moved_s = clock.now()  # when one of its threads last began or ended something
-        self._threads = [Thread(target=self._live, name=f"stepwell-{name}", daemon=True) for _ in range(threads)]
-        for thread in self._threads:
-            thread.start()
+        self._queue: SimpleQueue[Work | None] = SimpleQueue()
+        self._pulse = _Pulse(clock)
+        self._names = [f"stepwell-{name}"] * threads
+        self._end = finalize(self, _end_threads, self._queue, threads)
+        self._started = False
 
-    def submit(self, work: Callable[[], None]) -> None:
+    @property
+    def moved_s(self) -> float:
+        """When one of its threads last began or ended something."""
+        return self._pulse.moved_s
+
+    def submit(self, work: Work) -> None:
+        assert self._end.alive, f"{self._names[0]} was closed"
+        if not self._started:
+            self._started = True
+            for name in self._names:
+                Thread(target=_live, args=(self._queue, self._pulse), name=name, daemon=True).start()
         self._queue.put(work)
 
     def close(self) -> None:
-        """Lets its threads end, behind everything that waits in line."""
-        for _ in self._threads:
-            self._queue.put(None)
+        """Takes no more, and lets its threads end behind everything that waits in line."""
+        self._end()
 
-    def _live(self) -> None:
-        while (work := self._queue.get()) is not None:
-            self.moved_s = self._clock.now()
-            work()
-            self.moved_s = self._clock.now()
+
+class _Pulse:
+    """What a line's threads leave behind for others to look at."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.moved_s = clock.now()
+
+    def beat(self) -> None:
+        self.moved_s = self._clock.now()
+
+
+def _live(queue: SimpleQueue[Work | None], pulse: _Pulse) -> None:
+    while (work := queue.get()) is not None:
+        pulse.beat()
+        work()
+        del work  # and what it refers to, while nothing comes
+        pulse.beat()
+
+
+def _end_threads(queue: SimpleQueue[Work | None], threads: int) -> None:
+    for _ in range(threads):
+        queue.put(None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +100,7 @@ class _Part(Generic[T]):
     def __init__(self, line: Line) -> None:
         self.line = line
         self.stage = _Stage.WAITING
+        self.preparing = False  # it has not begun, but something is looked at for it
         self.begun_s = 0.0
         self.outcome: T | None = None
 
@@ -86,7 +120,7 @@ class _Job(Generic[T]):
 
 
 class RankJobs(Generic[T]):
-    """Jobs under way. All but `enqueue` and `is_open` are for one thread, the brain's."""
+    """Jobs under way. All but `enqueue` and `prepare` are for one thread, the brain's."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -101,9 +135,19 @@ class RankJobs(Generic[T]):
         with self._changed:
             self._jobs[job] = _Job(lines, called_off)
 
-    def is_open(self, job: JobId) -> bool:
+    def prepare(self, job: JobId, rank: int, look: Callable[[], R]) -> R | None:
+        """Does what comes before a rank's part, on the calling thread; None where the job was withdrawn. While it runs the job
+        cannot be withdrawn.
+        """
         with self._changed:
-            return job in self._jobs
+            opened = self._jobs.get(job)
+            if opened is None or opened.parts[rank].stage is not _Stage.WAITING:
+                return None
+            opened.parts[rank].preparing = True
+        found = look()
+        with self._changed:
+            opened.parts[rank].preparing = False
+        return found
 
     def enqueue(self, job: JobId, rank: int, line: Line, work: Callable[[], T], *, before_s: float = 0.0) -> None:
         """Puts a rank's part in line. `before_s` were spent on it already. From any thread."""
@@ -120,7 +164,7 @@ class RankJobs(Generic[T]):
     def answer(self, job: JobId, timeout_s: float) -> Answer[T] | None:
         """One job's answer, before its turn: waits at most so long for it. `answers` will not have it again."""
         with self._changed:
-            self._changed.wait_for(lambda: job not in self._jobs, max(timeout_s, 0.0))
+            self._changed.wait_for(lambda: job not in self._jobs, _bounded(timeout_s))
             answer = next((each for each in self._answers if each.job == job), None)
             if answer is not None:
                 self._answers.remove(answer)
@@ -132,11 +176,11 @@ class RankJobs(Generic[T]):
             opened = self._jobs.get(job)
             if opened is None:
                 return False
-            if all(part.stage is _Stage.WAITING for part in opened.parts):
+            if all(part.stage is _Stage.WAITING and not part.preparing for part in opened.parts):
                 self._end(job)
                 return True
             for part in opened.parts:  # those behind a rank that hangs need not be waited for
-                if part.stage is _Stage.WAITING:
+                if part.stage is _Stage.WAITING and not part.preparing:
                     part.answer(opened.called_off)
             self._settle(job, opened)
             return False
@@ -151,7 +195,7 @@ class RankJobs(Generic[T]):
     def drain(self, timeout_s: float) -> bool:
         """Waits until everything was answered, or for so long. Whether it was."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._jobs, max(timeout_s, 0.0))
+            return self._changed.wait_for(lambda: not self._jobs, _bounded(timeout_s))
 
     def _run(self, job: JobId, rank: int, work: Callable[[], T], before_s: float) -> None:
         with self._changed:
@@ -177,3 +221,7 @@ class RankJobs(Generic[T]):
     def _end(self, job: JobId) -> None:
         del self._jobs[job]
         self._changed.notify_all()
+
+
+def _bounded(timeout_s: float) -> float:
+    return min(max(timeout_s, 0.0), TIMEOUT_MAX)

@@ -9,13 +9,14 @@ doubles the worth at every step, and fades by a step every `PRIORITY_STEP_S`. Pu
 
 from __future__ import annotations
 
-from math import ceil, log2, pow
+from math import log2, pow
 from typing import NamedTuple, Protocol
 
-from stepwell.base.config import MAX_PRIORITY, PRIORITY_STEP_S
+from stepwell.base.config import PRIORITY_STEP_S
 from stepwell.policy.habits import NUM_GROUPS, Habits, Visit
 
 LEVELS_PER_OCTAVE = 4
+MOST_STEPS = 32  # of priority, from the visit on
 RESTING_WORTH = 4.0  # times as much: what rests is stored too early when it has to go, or lost while the store is busy
 
 
@@ -74,7 +75,8 @@ class Expected:
             share *= RESTING_WORTH
         level = round(LEVELS_PER_OCTAVE * log2(max(facts.saved_tokens, 1) / facts.size_bytes * share))
         group, since = (visit.group, visit.at_s) if visit is not None else (0, facts.used_at)
-        steps = min(ceil((facts.urgent_until_s - since) / PRIORITY_STEP_S), MAX_PRIORITY) if facts.urgent_until_s > since else 0
+        steps = round((facts.urgent_until_s - since) / PRIORITY_STEP_S) if facts.urgent_until_s > since else 0
+        steps = min(steps, MOST_STEPS)  # more than a priority has where the request was long at it
         return Place(group + steps * NUM_GROUPS, level, since)
 
     def worth(self, group: int, level: int, since: float) -> float:

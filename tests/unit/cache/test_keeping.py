@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import log2
+
 import pytest
 
 from stepwell import Cause, ConfigError, EvictionPolicy, LeaseError, ModelSpec, Tier, WritePolicy
@@ -211,6 +213,20 @@ def test_each_step_of_priority_doubles_the_worth_and_is_lost_in_its_time() -> No
     assert [worth(steps, 0.0) / worth(0, 0.0) for steps in (0, 1, 2, MAX_PRIORITY)] == [1, 2, 4, 2**MAX_PRIORITY]
     assert worth(3, PRIORITY_STEP_S) / worth(0, PRIORITY_STEP_S) == pytest.approx(4)
     assert worth(3, 3 * PRIORITY_STEP_S) == worth(0, 3 * PRIORITY_STEP_S)
+
+
+def test_a_priority_counts_from_when_it_was_given_whenever_the_visit_was() -> None:
+    reuse = Habits(PAGE)
+    value = Expected(reuse)
+    for late_s, priority in ((0.001, 1), (0.001, 10), (200.0, 3), (7200.0, 10)):  # from the visit to the commit
+        given_s = reuse._now_s + late_s
+        visit = Visit(reuse._now_s, end=1)
+        reuse.arrive(given_s, known=0, end=1, passed=(), goes_on=False, lost=None)
+        urgent = Facts(used_at=given_s, saved_tokens=PAGE, size_bytes=64, visit=visit,
+                       urgent_until_s=given_s + priority * PRIORITY_STEP_S)  # fmt: skip
+        plain = urgent._replace(urgent_until_s=0.0)
+        octaves = log2(value.worth(*value.place(urgent)) / value.worth(*value.place(plain)))
+        assert abs(octaves - priority) <= 0.5, (late_s, priority, octaves)
 
 
 @pytest.mark.parametrize("spec", [FULL, HYBRID])

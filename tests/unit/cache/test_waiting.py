@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import _thread
+import gc
+import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
-from threading import Barrier, Event, Semaphore, Thread
+from math import inf
+from threading import Barrier, Event, Semaphore, Thread, current_thread
+from threading import enumerate as enumerate_threads
 
 import pytest
 
 from stepwell import Cache, CacheConfig, LeaseError, LeaseState, LoadFailed, WrongThread, build_cache
 from stepwell.base.clock import ManualClock, SystemClock
 from stepwell.base.config import StoreConfig
-from stepwell.base.ids import JobId, Tier
-from stepwell.base.plan import Plan
+from stepwell.base.ids import JobId, Kind, Tier
+from stepwell.base.plan import Plan, Purpose
+from stepwell.cache.build import layouts_for, numpy_memories
+from stepwell.cache.executor import ThreadExecutor
+from stepwell.cache.room import make_room
 from stepwell.cache.workers import Line, RankJobs
 from stepwell.store.api import Space
 from stepwell.store.memory import MemoryStore
@@ -80,18 +89,21 @@ def test_waiting_for_a_ticket() -> None:
 
 
 class Paced:
-    """Hands whose every save waits for its turn, and takes a second of a clock that only they move."""
+    """Hands whose every copy waits for its turn, and takes a second of a clock that only they move."""
 
     def __init__(self) -> None:
         self.clock = ManualClock()
         self.begun, self.turns = Event(), Semaphore(0)
+        self.waiting: list[Plan] = []
 
     def begin(self, plan: Plan) -> Work:
-        return self._work
+        return lambda: self._work(plan)
 
-    def _work(self) -> None:
+    def _work(self, plan: Plan) -> None:
+        self.waiting.append(plan)
         self.begun.set()
         assert self.turns.acquire(timeout=60)
+        self.waiting.remove(plan)
         self.clock.advance(1.0)
 
 
@@ -128,6 +140,8 @@ def test_what_waits_behind_a_rank_that_hangs_is_taken_back_and_its_pages_are_fre
     assert cache.copying == 1, "pages that a rank may still write are held"
     cache.audit()
     hands.turns.release()
+    while cache.copying:
+        cache.step()
     assert cache.close()
     cache.audit()
 
@@ -147,7 +161,8 @@ class Hanging(Wrapper):
     """Writes hang until they are let go."""
 
     def __init__(self) -> None:
-        super().__init__(MemoryStore())
+        super().__init__(memory := MemoryStore())
+        self.values = memory._values
         self.go = Event()
 
     def write_from(self, space: Space, writes: Sequence[object], **options: object) -> list[object]:  # type: ignore[override]
@@ -166,6 +181,160 @@ def test_a_store_that_hangs_does_not_keep_the_cache_from_closing() -> None:
     assert not cache.close(timeout_s=0.2)
     assert clock.now() - started_s < 20
     store.go.set()
+
+
+def test_copies_given_up_before_do_not_cost_the_backups_when_the_cache_closes() -> None:
+    hands, store = Paced(), MemoryStore()
+    host = numpy_memories(FULL, layouts_for(FULL, CONFIG))[Tier.HOST]
+    cache = build_cache(FULL, CONFIG, hands=[hands], clock=hands.clock, host_pages=[host], model="toy")
+    hands.turns.release()
+    save(cache, range(1))
+    while cache.copying:
+        cache.step()
+    save(cache, range(1, 2))  # this copy hangs, and is given up
+    while not hands.waiting:
+        cache.step()
+    hands.clock.advance(31.0)
+    assert cache.step().failures
+    cache.attach_store(store, StoreConfig(checkpoint_rest_s=0.0))
+    assert not cache.close(), "a copy was never answered"
+    assert len(store._values) == 1, "what was on the host is stored all the same"
+    hands.turns.release()
+
+
+class Partly(Hanging):
+    """Questions of requests hang; writes do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = Event()
+
+    def write_from(self, space: Space, writes: Sequence[object], **options: object) -> list[object]:  # type: ignore[override]
+        return Wrapper.write_from(self, space, writes, **options)  # type: ignore[arg-type, return-value]
+
+    def contains(self, space: Space, keys: Sequence[bytes]) -> list[bool]:
+        if current_thread().name.startswith("stepwell-ask"):
+            self.asked.set()
+            assert self.go.wait(60)
+        return super().contains(space, keys)
+
+
+def test_a_question_that_hangs_does_not_cost_the_backups_when_the_cache_closes() -> None:
+    store, names = Partly(), range(1, 31)
+    cache = build_cache(FULL, replace(CONFIG, device_bytes=8192, host_bytes=8192))
+    cache.attach_store(store, StoreConfig(checkpoint_rest_s=0.0))
+    ticket = cache.prefetch(cache.lookup(text(99, 17)))
+    assert store.asked.wait(60)
+    ticket.close()
+    save(cache, names)
+    assert not cache.close(timeout_s=3.0), "the question was never answered"
+    assert len(store.values) == len(names)
+    store.go.set()
+
+
+def test_what_had_not_begun_when_the_time_was_over_is_not_done_later() -> None:
+    store = Hanging()
+    cache = build_cache(FULL, replace(CONFIG, device_bytes=8192, host_bytes=8192))
+    cache.attach_store(store, StoreConfig(checkpoint_rest_s=0.0))
+    save(cache, range(1, 9))
+    assert not cache.close(timeout_s=0.2)
+    store.go.set()
+    threads = [thread for thread in enumerate_threads() if thread.name.startswith("stepwell-write")]
+    for thread in threads:
+        thread.join(60)
+    assert len(store.values) <= 1, "the one that had begun, and no other"
+
+
+def test_closing_takes_any_time_and_ends_what_it_can() -> None:
+    cache = build_cache(FULL, CONFIG)
+    save(cache, range(1))
+    assert cache.close(timeout_s=inf)
+    with pytest.raises(AssertionError, match="closed"):
+        save(cache, range(1, 2))
+
+
+def test_a_load_that_never_began_leaves_its_sources_where_they_are() -> None:
+    hands = Paced()
+    cache = build_cache(FULL, CONFIG, hands=[hands], clock=hands.clock)
+    for _ in range(3):
+        hands.turns.release()
+    save(cache, range(3))
+    while cache.copying:
+        cache.step()
+    make_room(cache._core, Tier.DEVICE, {Kind.PREFIX: 10_000})
+    leases = [cache.acquire(cache.lookup(text(name, 5))) for name in range(3)]  # two threads hang, the third waits
+    while len(hands.waiting) < 2:
+        cache.step()
+    hands.clock.advance(31.0)
+    assert set(cache.step().failed) == set(leases)
+    for lease in leases:
+        cache.release(lease)
+    assert [cache.lookup(text(name, 5)).restore_tokens for name in range(3)] == [0, 0, 4]
+    for _ in range(2):
+        hands.turns.release()
+    while cache.copying:
+        cache.step()
+    assert cache.close()
+    cache.audit()
+
+
+def test_hands_that_want_to_end_the_process_fail_like_others() -> None:
+    class Leaving:
+        def begin(self, plan: Plan) -> Work:
+            return sys.exit
+
+    cache = build_cache(FULL, CONFIG, hands=[Leaving()])
+    for name in range(2):
+        save(cache, range(name, name + 1))
+        while cache.copying:
+            cache.step()
+    assert cache.counters["save_failures"] == 2
+    assert cache.close()
+
+
+def test_a_checkpoint_that_a_request_waits_for_is_not_behind_other_saves() -> None:
+    saved = Event()
+
+    class Bulk:
+        def begin(self, plan: Plan) -> Work:
+            return saved.set if plan.awaited else lambda: (saved.wait(60), None)[1]
+
+    executor = ThreadExecutor([Bulk()])
+    executor.submit(Plan(job=JobId(1), purpose=Purpose.SAVE, copies=()))
+    executor.submit(Plan(job=JobId(2), purpose=Purpose.SAVE, copies=(), awaited=True))
+    executor.drain(60)
+    assert [done.job for done in executor.completed()] == [2, 1]
+    executor.close()
+
+
+def test_forgotten_caches_leave_no_threads() -> None:
+    gc.collect()
+    before = {thread for thread in enumerate_threads() if thread.name.startswith("stepwell-")}
+    caches = [build_cache(FULL, CONFIG) for _ in range(3)]
+    assert {thread for thread in enumerate_threads() if thread.name.startswith("stepwell-")} == before, "nothing to do yet"
+    for cache in caches:
+        save(cache, range(1))
+        while cache.copying:
+            cache.step()
+    del cache, caches
+    gc.collect()
+    for thread in set(enumerate_threads()) - before:
+        if thread.name.startswith("stepwell-"):
+            thread.join(60)
+            assert not thread.is_alive()
+
+
+def test_what_waiting_found_is_told_by_the_next_step() -> None:
+    rig, lease = loading()
+    other = rig.open(text(1, 17))
+    rig.executor.finish_all()
+    rig.cache.wait(lease, timeout_s=0.0)  # type: ignore[arg-type]
+    report = rig.cache.step()
+    assert set(report.ready) == {lease, other} and report.completed
+    assert rig.cache.step().ready == ()
+    for each in (lease, other):
+        rig.cache.release(each)  # type: ignore[arg-type]
+    rig.idle_check()
 
 
 def test_a_part_that_has_begun_counts_from_there_and_not_from_its_line() -> None:
@@ -244,6 +413,34 @@ def test_a_cache_can_be_handed_to_another_thread_and_outlives_its_first() -> Non
     assert from_another_thread(lambda: cache.lookup(text(1, 17))) is None
     cache.lookup(text(1, 17))  # the other thread has ended
     assert isinstance(from_another_thread(cache.step), WrongThread)
+    cache.close()
+
+
+def test_a_thread_that_python_did_not_start_can_have_it_and_end() -> None:
+    cache, done = build_cache(FULL, CONFIG), Event()
+
+    def use() -> None:
+        cache.lookup(text(1, 17))
+        done.set()
+
+    _thread.start_new_thread(use, ())
+    assert done.wait(60)
+    deadline_s = time.monotonic() + 60
+    while time.monotonic() < deadline_s:
+        try:
+            cache.step()
+            break
+        except WrongThread:
+            time.sleep(0.001)  # it is just ending
+    cache.close()
+
+
+def test_a_ticket_is_closed_by_the_thread_that_has_the_cache() -> None:
+    cache = build_cache(FULL, CONFIG)
+    cache.attach_store(MemoryStore())
+    ticket = cache.prefetch(cache.lookup(text(1, 17)))
+    assert isinstance(from_another_thread(ticket.close), WrongThread)
+    ticket.close()
     cache.close()
 
 

@@ -62,8 +62,13 @@ class Carrier:
             (batch,) = self._appender.append([draft])
             with state.lock:
                 state.marks.take(batch)
-        with state.lock:
-            state.segments.pin(segment.id)
+        try:
+            with state.lock:
+                state.segments.pin(segment.id)
+        except FileNotFoundError:  # somebody removed it: its values are misses, and it is not to stand in the way for ever
+            for rows in load.values:
+                self._forget(segment, rows)
+            return
         try:
             for rows in load.values:
                 self._carry_values(segment, rows)
@@ -102,12 +107,16 @@ class Carrier:
             key, stamp, parent = names
             writes.append(Write(key=key, data=data, stamp=stamp, parent=parent, depth=int(columns.depth[row])))
         if lost:
-            with state.lock:
-                state.counters.add("lost_values", len(lost))
-                segment.ghosts += len(lost)  # their headers still tell of them
-                state.ghosts.add(segment.id, columns.key[lost])
-                state.index.remove(np.array(lost, dtype=np.int64))
+            self._forget(segment, np.array(lost, dtype=np.int64))
         return writes
+
+    def _forget(self, segment: Segment, lost: Rows) -> None:
+        state = self._state
+        with state.lock:
+            state.counters.add("lost_values", len(lost))
+            segment.ghosts += len(lost)  # their headers may still tell of them
+            state.ghosts.add(segment.id, state.index.columns.key[lost])
+            state.index.remove(lost)
 
     def _value_batches(self, rows: Rows) -> Iterator[Rows]:
         """Rows of one space each, in the order they lie on disk, few enough for one batch."""

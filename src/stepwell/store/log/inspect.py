@@ -16,7 +16,7 @@ from stepwell.base.errors import ConfigError, StoreError
 from stepwell.store.log import superblock
 from stepwell.store.log.check import CheckReport, check, lost_files
 from stepwell.store.log.disk import Disk
-from stepwell.store.log.opening import LOCK_NAME, holder, open_directory, state_of, without_superblock
+from stepwell.store.log.opening import holder, open_directory, state_of, without_superblock
 from stepwell.store.log.probe import Direct
 from stepwell.store.log.recovery import Recovered, recover
 from stepwell.store.log.segments import number_of
@@ -27,7 +27,7 @@ from stepwell.store.log.state import LogState
 def owner(directory: Path, disk: Disk) -> str | None:
     """Which process has a directory open, in words; None when none has."""
     try:
-        return (holder(disk, directory) or "another process") if disk.is_locked(directory / LOCK_NAME) else None
+        return (holder(disk, directory) or "another process") if disk.is_locked(directory) else None
     except OSError as error:
         raise _unreadable(directory, error) from error
 

@@ -18,6 +18,7 @@ from stepwell.store.log import snapshot, superblock
 from stepwell.store.log.budget import choose
 from stepwell.store.log.disk import Disk
 from stepwell.store.log.forks import watch
+from stepwell.store.log.locking import LOCK_NAME, DirectoryLock
 from stepwell.store.log.probe import Direct
 from stepwell.store.log.recovery import Recovered, recover
 from stepwell.store.log.saving import save_snapshot
@@ -27,7 +28,6 @@ from stepwell.store.log.store import LogStore
 from stepwell.store.log.superblock import Superblock
 from stepwell.store.registry import Opening
 
-LOCK_NAME = "lock"
 _QUOTA = "quota."
 
 
@@ -59,17 +59,18 @@ def open_directory(
     disk: Disk | None = None,
 ) -> LogStore:
     """Opens a directory for this process, and makes it if there is none. Raises like `open_log`."""
-    disk = disk or Disk()
+    disk, directory = disk or Disk(), directory.absolute()  # whoever changes the working directory takes nothing with it
     try:
-        lock_fd = take_lock(disk, directory)
+        lock = take_lock(disk, directory)
         try:
             block = _settle(disk, directory, budget_bytes, segment_bytes, quotas or {})
             found = recover(disk, directory, block)
             _check_numbers(directory, found)
             state = state_of(disk, directory, block, found)
+            state.directory_lock = lock
             try:
                 _tidy(state, found.doubtful)
-                store = LogStore(state, lock_fd, direct=direct, clock=clock)
+                store = LogStore(state, direct=direct, clock=clock)
                 if found.last_number > max((segment.id for segment in found.segments), default=0):
                     save_snapshot(state)  # the last segment was lost: forget what lay there, before anything new is remembered
                 watch(store)
@@ -78,7 +79,7 @@ def open_directory(
                 state.segments.close_all()
                 raise
         except BaseException:
-            disk.close(lock_fd)
+            lock.close()
             raise
     except OSError as error:
         raise StoreError(f"the log store in {directory} cannot be opened: {error}") from error
@@ -91,14 +92,14 @@ def without_superblock(directory: Path) -> str:
     )
 
 
-def take_lock(disk: Disk, directory: Path) -> int:
-    """The descriptor that holds the lock. Raises StoreError when another process has the directory open."""
+def take_lock(disk: Disk, directory: Path) -> DirectoryLock:
+    """Raises StoreError when another process has the directory open."""
     disk.make_directory(directory)
-    fd = disk.lock(directory / LOCK_NAME)
-    if fd is None:
+    lock = disk.lock(directory)
+    if lock is None:
         owner = holder(disk, directory) or "another process"
         raise StoreError(f"{directory} is open in {owner}; close it there, or give this one a directory of its own")
-    return fd
+    return lock
 
 
 def holder(disk: Disk, directory: Path) -> str | None:

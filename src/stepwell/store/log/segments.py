@@ -10,6 +10,7 @@ A number is never given twice, also where its file was lost. Callers bring the l
 from __future__ import annotations
 
 import errno
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -112,11 +113,18 @@ class Segments:
         return segment
 
     def reuse(self, segment: Segment, first_seq: int) -> Segment:
-        """Gives the file of a free segment to a new one. Its name is safe on disk before anything is written. Raises OSError."""
+        """Gives the file of a free segment to a new one. Its name is safe on disk before anything is written.
+
+        Raises OSError. A file that somebody removed is forgotten: the next try takes another.
+        """
         assert segment.state is State.FREE and not segment.pins, f"segment {segment.id}: {segment.state} {segment.pins=}"
         self.close(segment)
         fresh = Segment(id=self._take_number(), first_seq=first_seq, end=0, state=State.ACTIVE)
-        fd = self._disk.open(path_of(self._directory, segment.id))
+        try:
+            fd = self._disk.open(path_of(self._directory, segment.id))
+        except FileNotFoundError:
+            del self.table[segment.id]
+            raise
         try:
             self._disk.allocate(fd, self._segment_bytes)  # it may have come from a crash, or a damaged directory
         finally:
@@ -135,7 +143,8 @@ class Segments:
         """Gives the bytes of a free segment back to the disk. Raises OSError."""
         assert segment.state is State.FREE and not segment.pins, f"segment {segment.id}: {segment.state} {segment.pins=}"
         self.close(segment)
-        self._disk.unlink(path_of(self._directory, segment.id))
+        with suppress(FileNotFoundError):  # somebody removed it already
+            self._disk.unlink(path_of(self._directory, segment.id))
         del self.table[segment.id]
         self._disk.sync_directory(self._directory)
 

@@ -19,6 +19,7 @@ from stepwell.store.log.budget import MIN_SEGMENTS, Budget
 from stepwell.store.log.disk import Disk
 from stepwell.store.log.ghosts import Ghosts
 from stepwell.store.log.index import Index
+from stepwell.store.log.locking import DirectoryLock
 from stepwell.store.log.marks import Marks
 from stepwell.store.log.segments import Segment, Segments
 
@@ -49,6 +50,7 @@ class LogState:
     ghosts: Ghosts = field(default_factory=Ghosts)
     ways: Ways = field(default_factory=Ways)
     counters: Counters = field(default_factory=Counters)
+    directory_lock: DirectoryLock | None = None  # None: only looked at, or closed
     closed: bool = False
     process: int = field(default_factory=os.getpid)  # the only one that may use it: a fork of it has the same descriptors
     lock: Condition = field(default_factory=Condition)  # notified when a pin is given back
@@ -62,6 +64,20 @@ class LogState:
             )
         if self.closed:
             raise StoreError(f"the log store in {self.directory} was closed")
+
+    def must_be_ours(self) -> None:
+        """Raises StoreError when the directory was removed or replaced: what is written to its files is lost with them."""
+        if self.directory_lock is not None and not self.directory_lock.is_ours():
+            raise StoreError(
+                f"{self.directory} was removed or replaced while the log store in it was open; nothing more is stored: "
+                "put it back, or close the store and open it again"
+            )
+
+    def unlock(self) -> None:
+        """Lets go of the directory. A second time does nothing."""
+        lock, self.directory_lock = self.directory_lock, None
+        if lock is not None:
+            lock.close()
 
     @property
     def max_segments(self) -> int:

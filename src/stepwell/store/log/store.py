@@ -26,16 +26,15 @@ from stepwell.store.log.state import LogState, Ways
 from stepwell.store.log.writing import Writer
 
 _DEPTH_END = 2**32
-_LET_GO = -1  # the descriptor of a lock that is ours no more
 READERS_END_S = 60.0  # after which a reader that is still at it is taken to hang for ever
 
 
 class LogStore:
     """Opened by `opening.open_log`. All verbs from any thread; `close` once nobody uses it any more."""
 
-    def __init__(self, state: LogState, lock_fd: int, *, direct: Direct, clock: Clock) -> None:
+    def __init__(self, state: LogState, *, direct: Direct, clock: Clock) -> None:
         self._state = state
-        self._lock_fd = lock_fd
+        self._left = False  # in a fork: the lock is not ours
         self._reader = Reader(state)
         self._writer = Writer(state)
         self._turns = Turns(self._put)
@@ -105,7 +104,7 @@ class LogStore:
         Waits for running reads. Raises StoreError when the disk does not answer one: its file must stay open, so the directory
         stays locked until this process ends.
         """
-        if not self._state.closed and self._lock_fd != _LET_GO:
+        if not self._state.closed and not self._left:
             self._turns.submit(Job(run=self._close))
 
     # ---- what people ask --------------------------------------------------------------------------
@@ -162,6 +161,7 @@ class LogStore:
 
         def run() -> None:
             self._state.must_be_open()
+            self._state.must_be_ours()
             results.append(work())
             self._save_if_due()
 
@@ -170,6 +170,7 @@ class LogStore:
 
     def _put(self, requests: Sequence[PutRequest]) -> None:
         self._state.must_be_open()
+        self._state.must_be_ours()
         self._writer.put(requests)
         self._probe.run()
         self._save_if_due()
@@ -186,10 +187,11 @@ class LogStore:
     def _close(self) -> None:
         if self._state.closed:
             return
+        state = self._state
         try:
-            self._save()
+            if state.directory_lock is None or state.directory_lock.is_ours():  # else there is nothing of ours to save it with
+                self._save()
         finally:
-            state = self._state
             with state.lock:
                 state.closed = True
                 if not state.lock.wait_for(lambda: not any(s.pins for s in state.segments.table.values()), READERS_END_S):
@@ -198,16 +200,12 @@ class LogStore:
                         "the directory stays locked until this process ends"
                     )
                 state.segments.close_all()
-            self._unlock()
+            state.unlock()
 
     def leave_in_child(self) -> None:
         """In a fork: the lock stays with the process that opened the log. No other lock is taken here."""
-        if self._lock_fd != _LET_GO:
-            self._unlock()
-
-    def _unlock(self) -> None:
-        fd, self._lock_fd = self._lock_fd, _LET_GO
-        self._state.disk.close(fd)
+        self._left = True
+        self._state.unlock()
 
 
 def _must_be_bytes(buffers: Sequence[memoryview]) -> None:

@@ -187,6 +187,7 @@ class Writer:
                 return
             self._append(drafts)
         except OSError as error:
+            state.must_be_ours()
             outcome = WriteOutcome.NO_ROOM if error.errno in NO_ROOM_ERRNOS else WriteOutcome.FAILED
             count = sum(len(share.places) for share in waiting)
             state.counters.add("no_room" if outcome is WriteOutcome.NO_ROOM else "failed_writes", count)

@@ -16,7 +16,7 @@ from stepwell.store.log.aligned import Scratch, is_aligned
 from stepwell.store.log.disk import BLOCK_BYTES, up_to_block
 from stepwell.store.log.drafts import HOLDS_FROM_NOW, Draft, draft_marks
 from stepwell.store.log.format import INLINE_BYTES, NO_SPACE, Batch, Kind, write_header
-from stepwell.store.log.marks import revoking
+from stepwell.store.log.marks import revoked_by, revoking
 from stepwell.store.log.segments import Segment, State, name_of
 from stepwell.store.log.state import LogState
 
@@ -66,8 +66,9 @@ class Appender:
         with state.lock:
             active.end = batches[-1].end
             state.settled = batches[-1].seq
-            for batch in batches[: len(revocation)]:
-                state.marks.take(batch)
+            for batch in batches:
+                active.note(batch)
+                state.revoked += revoked_by(batch)
             state.counters.add("syncs")
         return batches[len(revocation) :]
 

@@ -59,9 +59,7 @@ class Carrier:
         for group in load.marks:
             draft = draft_marks(group[0].kind, group[0].space, [m.key for m in group], [m.as_of for m in group], self.room)
             assert draft is not None and len(draft.entries) == len(group), f"{len(group)} marks were not carried whole"
-            (batch,) = self._appender.append([draft])
-            with state.lock:
-                state.marks.take(batch)
+            self._appender.append([draft])
         try:
             with state.lock:
                 state.segments.pin(segment.id)
@@ -79,7 +77,7 @@ class Carrier:
     def _carry_values(self, segment: Segment, rows: Rows) -> None:
         state, columns = self._state, self._state.index.columns
         writes = self._read(segment, rows)
-        draft = draft_values(state.index.spaces[int(columns.space[rows[0]])], writes, self.room) if writes else None
+        draft = draft_values(state.index.space(int(columns.space[rows[0]])), writes, self.room) if writes else None
         if draft is not None:
             assert len(draft.entries) == len(writes), f"{len(writes) - len(draft.entries)} values were not carried"
             (batch,) = self._appender.append([draft])

@@ -122,7 +122,7 @@ def _values(state: LogState, segment: Segment, fd: int, gaps: list[Gap], on_prog
     buffer = memoryview(bytearray(int(columns.length[rows].max()) if len(rows) else 0))
     for row in rows.tolist():
         offset, size = int(columns.offset[row]), int(columns.length[row])
-        space, key = state.index.spaces[int(columns.space[row])], columns.key[row].tobytes()
+        space, key = state.index.space(int(columns.space[row])), columns.key[row].tobytes()
         data = buffer[:size]
         try:
             whole = state.disk.read(fd, [data], offset) == size

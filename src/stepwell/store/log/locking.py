@@ -11,6 +11,7 @@ import fcntl
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 
@@ -75,10 +76,8 @@ def is_taken(directory: Path, open_file: OpenFile) -> bool:
     except FileNotFoundError:
         return False
     try:
-        try:
+        with suppress(FileNotFoundError):
             fds.append(open_file(directory / LOCK_NAME, os.O_RDONLY))
-        except FileNotFoundError:
-            pass
         return any(_try(fd, fcntl.LOCK_SH, tries=1) is _Try.TAKEN for fd in fds)
     finally:
         for fd in fds:

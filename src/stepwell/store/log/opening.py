@@ -163,7 +163,7 @@ def state_of(disk: Disk, directory: Path, block: Superblock, found: Recovered) -
     budget = choose(block.budget_bytes, block.segment_bytes)
     state = LogState(
         disk=disk, directory=directory, budget=budget, seed=block.seed, quotas=block.quotas, index=found.index,
-        marks=found.marks, segments=segments, next_seq=found.next_seq, settled=found.believed,
+        revoked=found.revoked, segments=segments, next_seq=found.next_seq, settled=found.believed,
     )  # fmt: skip
     state.counters.add("recovered_values", found.index.num_values)
     state.counters.add("recovered_batches", found.batches_read)

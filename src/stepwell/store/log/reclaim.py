@@ -23,9 +23,10 @@ from stepwell.store.log.carrying import Carrier, Load
 from stepwell.store.log.choosing import NO_ROWS, Choice, choose
 from stepwell.store.log.columns import Rows
 from stepwell.store.log.disk import BLOCK_BYTES
-from stepwell.store.log.format import ENTRY_BYTES
-from stepwell.store.log.marks import Mark
-from stepwell.store.log.segments import Segment, State
+from stepwell.store.log.format import ENTRY_BYTES, Batch
+from stepwell.store.log.marks import Mark, is_marks, needed
+from stepwell.store.log.scan import scan
+from stepwell.store.log.segments import Segment, State, path_of
 from stepwell.store.log.state import LogState
 
 NO_ROOM_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
@@ -41,6 +42,7 @@ class Reclaim:
         self._carrier = Carrier(state, appender)
         self._disk_full_at: int | None = None  # as many segments as there were when the disk had no room for another
         self._patience = 0
+        self._read_last: tuple[Segment, list[Batch]] | None = None  # a segment and its marks: plans ask for them again and again
         self._promised = 0  # segments that may exist, however many values and marks come before the active one is full
         self._credit = MIN_SEGMENTS  # how often a segment may be won that wins no room: no more often than others in the long run
 
@@ -75,7 +77,7 @@ class Reclaim:
         """
         state = self._state
         for segment in state.segments.sealed():
-            if not state.index.live_bytes.get(segment.id) and not self._needed(segment):
+            if not state.index.live_bytes.get(segment.id) and not self._has_needed(segment):
                 self._free(segment)
         while len(state.segments.table) > state.max_segments and self._shrink():
             pass
@@ -183,7 +185,6 @@ class Reclaim:
 
     def _forget(self, segment: Segment) -> None:
         """The bytes of a segment are about to go, and all that was remembered because of them."""
-        self._state.marks.forget(segment.id)
         self._state.ghosts.forget(segment.id)
 
     # ---- winning one back -------------------------------------------------------------------------
@@ -205,6 +206,7 @@ class Reclaim:
         self.give_up(choice.drop)
         self._carrier.carry(segment, load)
         self._free(segment)
+        self._read_last = None
         with state.lock:  # those who found something in it before; nobody new will
             state.lock.wait_for(lambda: not segment.pins, _READERS_WAIT_S)
 
@@ -241,13 +243,35 @@ class Reclaim:
 
     def _marks_bytes(self, segment: Segment, *, exactly: bool) -> int:
         """What the marks take up that must be carried out of a segment; when not exactly, it may be less."""
-        count = len(self._needed(segment)) if exactly else self._state.marks.num_within(segment.id)
+        count = 0 if exactly and not self._has_needed(segment) else segment.marks
         return count * ENTRY_BYTES + BLOCK_BYTES * (count > 0)
 
+    def _has_needed(self, segment: Segment) -> bool:
+        """Whether a segment may have marks that must outlive it. Reads nothing."""
+        return bool(segment.marks) and segment.newest_mark > self._state.segments.oldest_elsewhere(segment)
+
     def _needed(self, segment: Segment) -> list[Mark]:
+        """The marks of a segment that must outlive it, read from there."""
         state = self._state
-        within = state.marks.within(segment.id)
-        return state.marks.needed(segment.id, state.segments.oldest_elsewhere(segment)) if within else []
+        if not self._has_needed(segment):
+            return []
+        if self._read_last is None or self._read_last[0] is not segment:
+            self._read_last = (segment, self._read_marks(segment))
+        return needed(self._read_last[1], state.segments.oldest_elsewhere(segment))
+
+    def _read_marks(self, segment: Segment) -> list[Batch]:
+        state = self._state
+        try:
+            fd = state.disk.open(path_of(state.directory, segment.id), writable=False)
+        except FileNotFoundError:  # somebody removed it, and all that was in it
+            return []
+        try:
+            items = scan(
+                state.disk, fd, segment=segment.id, start=0, seed=state.seed, segment_bytes=state.budget.segment_bytes
+            )  # fmt: skip
+            return [item for item in items if isinstance(item, Batch) and item.offset < segment.end and is_marks(item)]
+        finally:
+            state.disk.close(fd)
 
     def _unread(self) -> list[Segment]:
         """The full segments that nobody reads, waited for if there are none."""

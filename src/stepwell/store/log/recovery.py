@@ -8,6 +8,7 @@ not believed was never acknowledged; it is revoked with the next write, so that 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from stepwell.store.log import snapshot
 from stepwell.store.log.disk import Disk
 from stepwell.store.log.format import Batch, Kind, split
 from stepwell.store.log.index import Index
-from stepwell.store.log.marks import Marks, revoked_by
+from stepwell.store.log.marks import revoked_by
 from stepwell.store.log.scan import Gap, scan
 from stepwell.store.log.segments import NOTHING_YET, Segment, path_of
 from stepwell.store.log.segments import number_of as segment_number
@@ -30,7 +31,7 @@ class Recovered:
     """What was found. Batches after `believed` and before `next_seq` must be revoked before anything else is settled."""
 
     index: Index = field(default_factory=Index)
-    marks: Marks = field(default_factory=Marks)
+    revoked: list[range] = field(default_factory=list)  # numbers of batches that must not be believed
     segments: list[Segment] = field(default_factory=list)
     next_seq: int = 1
     settled: int = 0
@@ -53,7 +54,10 @@ class _Found:
 
 def recover(disk: Disk, directory: Path, block: Superblock, *, use_snapshot: bool = True) -> Recovered:
     """Everything that counts in a directory. Raises OSError only where the disk itself does."""
-    content = snapshot.read(disk, directory) if use_snapshot else None
+    # No snapshot is larger than its budget. That may have been more when it was written, for as many segments as there are:
+    # a row is hardly larger than the entry that it is made from.
+    most_bytes = max(block.budget_bytes, 2 * len(disk.names(directory)) * block.segment_bytes)
+    content = snapshot.read(disk, directory, seed=block.seed, most_bytes=most_bytes) if use_snapshot else None
     numbers = sorted(filter(None, map(segment_number, disk.names(directory))))  # later: what it names may have gone since
     shot = snapshot.decode(content, seed=block.seed, segment_bytes=block.segment_bytes) if content else None
     result = Recovered()
@@ -70,8 +74,7 @@ def recover(disk: Disk, directory: Path, block: Superblock, *, use_snapshot: boo
         result.gone = _gone(shot, set(numbers)) if shot is not None else []
     result.next_seq = max([result.next_seq, *(batch.seq + 1 for batch in batches)])
     result.settled = max([result.settled, *(batch.settled for batch in batches)])
-    revoked = result.marks.revoked()
-    revoked += [revoked_by(key) for batch in batches if batch.kind is Kind.REVOKE for key in split(batch.entries["key"])]
+    revoked = [*result.revoked, *(numbers for batch in batches for numbers in revoked_by(batch))]
     result.believed = result.settled
     for one in found:
         _replay(disk, directory, result, one, revoked)
@@ -81,20 +84,17 @@ def recover(disk: Disk, directory: Path, block: Superblock, *, use_snapshot: boo
 
 def _load(result: Recovered, shot: snapshot.Snapshot, numbers: list[int]) -> bool:
     """Takes over a snapshot, without what lay in segments that are gone; False when it contradicts itself."""
-    known = set(numbers)
     there = np.isin(shot.columns["segment"], np.array(numbers, np.int64))
     columns = shot.columns if there.all() else {name: column[there] for name, column in shot.columns.items()}
     result.next_seq, result.settled, result.from_snapshot = shot.next_seq, shot.settled, True
-    for mark in shot.marks:
-        if mark.segment in known:
-            result.marks.add(mark)
+    result.revoked = list(shot.revoked)
     return result.index.load(shot.spaces, columns, shot.tick)
 
 
 def _gone(shot: snapshot.Snapshot, there: set[int]) -> list[snapshot.Extent]:
     """Segments that are not there, but held something that counts."""
-    used = {*np.unique(shot.columns["segment"]).tolist(), *(mark.segment for mark in shot.marks)}
-    return [extent for extent in shot.extents if extent.id in used - there]
+    used = set(np.unique(shot.columns["segment"]).tolist())
+    return [extent for extent in shot.extents if extent.id not in there and (extent.id in used or extent.marks)]
 
 
 def _find(
@@ -104,7 +104,10 @@ def _find(
     start = 0
     segment = Segment(id=number, first_seq=NOTHING_YET, end=0)
     if extent is not None:
-        segment = Segment(id=number, first_seq=extent.first_seq, end=extent.end, ghosts=extent.ghosts)
+        segment = Segment(
+            id=number, first_seq=extent.first_seq, end=extent.end, ghosts=extent.ghosts, marks=extent.marks,
+            newest_mark=extent.newest_mark,
+        )  # fmt: skip
         start = extent.end
     one = _Found(segment)
     if shot is not None and number < shot.segment:
@@ -141,13 +144,16 @@ def _replay(disk: Disk, directory: Path, result: Recovered, one: _Found, revoked
         if gap is not None:
             result.damage.append(gap)
             gap = None
-        apply(result.index, result.marks, item)
+        for _ in apply(result.index, item):
+            pass
+        result.revoked += revoked_by(item)
+        one.segment.note(item)
         one.segment.end = item.end
         one.segment.first_seq = min(one.segment.first_seq, item.seq)
 
 
-def apply(index: Index, marks: Marks, batch: Batch) -> None:
-    """What a batch says, done to the index. The same for a batch just written and for one read again."""
+def apply(index: Index, batch: Batch) -> Iterator[None]:
+    """What a batch says, done to the index, in one step or, a clear, in many. The same for one just written and one read again."""
     if batch.kind is Kind.PUT:
         index.put(batch, used=index.next_tick())
         index.note_use(batch.space.digest, set(split(batch.entries["parent"])).difference(split(batch.entries["key"])))
@@ -155,9 +161,7 @@ def apply(index: Index, marks: Marks, batch: Batch) -> None:
     if batch.kind is Kind.DELETE:
         index.erase(batch.space.digest, batch.keys(), batch.entries["as_of"].tolist())
     elif batch.kind is Kind.CLEAR:
-        index.clear(batch.space.digest, max(batch.entries["as_of"].tolist(), default=0))
-    if batch.kind is not Kind.FILLER:
-        marks.take(batch)
+        yield from index.clear(batch.space.digest, max(batch.entries["as_of"].tolist(), default=0))
 
 
 def _whole(disk: Disk, directory: Path, batch: Batch) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from stepwell.store.log import snapshot
 from stepwell.store.log.disk import replace_file
+from stepwell.store.log.segments import NOTHING_YET
 from stepwell.store.log.snapshot import Extent
 from stepwell.store.log.state import LogState
 
@@ -24,9 +25,15 @@ def save_snapshot(state: LogState) -> bool:
     with state.lock:
         table = state.segments.table
         last = state.active.id if state.active is not None else max(table, default=0)  # a failed creation may have left others
-        extents = [Extent(id=s.id, first_seq=s.first_seq, end=s.end, ghosts=s.ghosts) for s in table.values()]
+        oldest = min((segment.first_seq for segment in table.values()), default=0)
+        if all(segment.first_seq < NOTHING_YET for segment in table.values()):  # else nobody knows how old what is there is
+            state.revoked = [numbers for numbers in state.revoked if numbers.stop > oldest]
+        extents = [
+            Extent(id=s.id, first_seq=s.first_seq, end=s.end, ghosts=s.ghosts, marks=s.marks, newest_mark=s.newest_mark)
+            for s in table.values()
+        ]
         pieces = snapshot.encode(
-            state.index, state.marks, extents, active=last, next_seq=state.next_seq,
+            state.index, state.revoked, extents, active=last, next_seq=state.next_seq,
             settled=state.settled,
         )  # fmt: skip
     snapshot.sign(pieces, seed=state.seed)

@@ -16,6 +16,8 @@ from enum import Enum
 from pathlib import Path
 
 from stepwell.store.log.disk import Disk
+from stepwell.store.log.format import Batch
+from stepwell.store.log.marks import is_marks
 
 SUFFIX = ".seg"
 NOTHING_YET = 2**62  # first seq of a segment without batches
@@ -38,10 +40,18 @@ class Segment:
     end: int  # where the next batch would go
     state: State = State.SEALED
     ghosts: int = 0  # values in it that were given up but would come back if it was read anew
+    marks: int = 0  # deletes, clears and revocations written in it
+    newest_mark: int = 0  # the latest `as_of` of those
     pins: int = 0  # of those who hold it
     readers: int = 0  # of those, who use its descriptors now
     fd: int = -1  # -1: closed
     direct_fd: int = -1  # -1: closed, or the file system has no direct transfers
+
+    def note(self, batch: Batch) -> None:
+        """Counts the marks of a batch that was written to, or found in, this segment."""
+        if is_marks(batch):
+            self.marks += len(batch.entries)
+            self.newest_mark = max(self.newest_mark, int(batch.entries["as_of"].max(initial=0)))
 
 
 def name_of(number: int) -> str:
@@ -135,7 +145,7 @@ class Segments:
         try:
             self._disk.sync_directory(self._directory)
         except OSError:  # a crash may still bring the old segment back: it is as old as it was, and free
-            fresh.state, fresh.first_seq, fresh.ghosts = State.FREE, segment.first_seq, segment.ghosts
+            fresh.state, fresh.first_seq, fresh.ghosts = State.FREE, segment.first_seq, segment.ghosts  # its marks are elsewhere
             raise
         return fresh
 

@@ -20,7 +20,6 @@ from stepwell.store.log.disk import Disk
 from stepwell.store.log.ghosts import Ghosts
 from stepwell.store.log.index import Index
 from stepwell.store.log.locking import DirectoryLock
-from stepwell.store.log.marks import Marks
 from stepwell.store.log.segments import Segment, Segments
 
 
@@ -42,7 +41,7 @@ class LogState:
     seed: int
     quotas: Mapping[str, int]
     index: Index
-    marks: Marks
+    revoked: list[range]  # numbers of batches that must not be believed
     segments: Segments
     next_seq: int  # of the next batch
     settled: int  # batches up to here are safe on disk; those after it and before the next one failed, and are to be revoked
@@ -87,9 +86,12 @@ class LogState:
     @property
     def next_snapshot_bytes(self) -> int:
         """At most what a snapshot made now would take up."""
-        marks, segments = len(self.marks), len(self.segments.table)
-        spaces = len(self.index.spaces) + 1  # revoked batches belong to none of them
-        return snapshot.size_bytes(values=self.index.num_values, marks=marks, spaces=spaces, segments=segments)
+        return snapshot.size_bytes(
+            values=self.index.num_values,
+            revoked=len(self.revoked),
+            spaces=self.index.num_spaces,
+            segments=len(self.segments.table),
+        )
 
     def snapshot_bytes(self) -> int:
         """What the snapshot in the directory takes up; 0 when there is none. Raises OSError."""

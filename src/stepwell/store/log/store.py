@@ -153,7 +153,7 @@ class LogStore:
 
     def _named(self, digest: bytes) -> Space:
         """A space as it was first seen."""
-        return next((space for space in self._state.index.spaces if space.digest == digest), Space(digest=digest))
+        return self._state.index.space_of(digest) or Space(digest=digest)
 
     def _alone(self, work: Callable[[], int]) -> int:
         """Does something as the only writer."""

@@ -5,6 +5,8 @@ Order: nothing enters the index before it is safe on disk, nothing leaves it by 
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -15,12 +17,13 @@ from stepwell.store.log.appending import Appender
 from stepwell.store.log.commit import PutRequest
 from stepwell.store.log.disk import up_to_block
 from stepwell.store.log.drafts import HOLDS_FROM_NOW, Draft, draft_marks, draft_values
-from stepwell.store.log.format import ENTRY_BYTES, INLINE_BYTES, Kind, inline_bytes
+from stepwell.store.log.format import ENTRY_BYTES, INLINE_BYTES, Batch, Kind, inline_bytes
 from stepwell.store.log.reclaim import NO_ROOM_ERRNOS, Reclaim
 from stepwell.store.log.recovery import apply
 from stepwell.store.log.state import LogState
 
 _EVERYTHING = bytes(32)  # the key of a clear
+_LET_IN_S = 1e-4
 
 
 @dataclass(slots=True, eq=False)
@@ -79,13 +82,18 @@ class Writer:
             ghosts = state.ghosts.among(keys, state.segments.table.values())  # they would come back without a mark
             wanted = [key for key in dict.fromkeys(keys) if key in ghosts or key in known]
             there = sum(key in known for key in wanted)
-        self._mark(Kind.DELETE, space, wanted)
+        self.mark_deleted(space, wanted)
         state.counters.add("deleted_values", there)
         return there
 
+    def mark_deleted(self, space: Space, keys: Sequence[bytes]) -> None:
+        """Whatever the log holds of these keys does not count. Raises StoreError like `erase`."""
+        self._mark(Kind.DELETE, space, keys)
+
     def clear(self, space: Space) -> int:
         """Forgets every value of a space for good; returns how many there were. Raises StoreError like `erase`."""
-        there = len(self._state.index.rows_of(space.digest))
+        with self._state.lock:
+            there = len(self._state.index.rows_of(space.digest))
         self._mark(Kind.CLEAR, space, [_EVERYTHING])
         self._state.counters.add("cleared_values", there)
         return there
@@ -173,8 +181,7 @@ class Writer:
             self.reclaim.give_up(state.index.coldest(over, tenant=tenant))
 
     def _tenant(self, space: Space) -> str:
-        known = self._state.index
-        return known.spaces[known.number(space)].tenant
+        return (self._state.index.space_of(space.digest) or space).tenant  # the first to be seen names it
 
     def _put_some(self, waiting: Sequence[_Share]) -> None:
         """Writes as many values as the active segment has room for, or makes room. Those written, or failed, wait no more."""
@@ -233,11 +240,25 @@ class Writer:
 
     def _append(self, drafts: Sequence[Draft]) -> None:
         batches = self._appender.append(drafts)
-        with self._state.lock:
-            for batch in batches:
-                apply(self._state.index, self._state.marks, batch)
+        for batch in batches:
+            self._apply(batch)
         self.batches_since_snapshot += len(batches)
         self.values_since_snapshot += sum(len(batch.entries) for batch in batches)
+
+
+    def _apply(self, batch: Batch) -> None:
+        """Takes a batch that is safe on disk into the index. A large clear lets others in between."""
+        lock, steps = self._state.lock, apply(self._state.index, batch)
+        try:
+            while True:
+                with lock:
+                    next(steps)
+                time.sleep(_LET_IN_S)  # a lock that is taken again at once is taken by nobody else
+        except StopIteration:
+            return
+        finally:
+            with lock:
+                deque(steps, maxlen=0)  # whatever interrupted it: half a clear must not stay
 
 
 def _on_disk(write: Write) -> int:

@@ -14,9 +14,9 @@ from dataclasses import replace
 from stepwell.base.errors import StoreError
 from stepwell.store.log.aligned import Scratch, is_aligned
 from stepwell.store.log.disk import BLOCK_BYTES, up_to_block
-from stepwell.store.log.drafts import HOLDS_FROM_NOW, Draft, draft_marks
+from stepwell.store.log.drafts import Draft, draft_marks
 from stepwell.store.log.format import INLINE_BYTES, NO_SPACE, Batch, Kind, write_header
-from stepwell.store.log.marks import revoked_by, revoking
+from stepwell.store.log.marks import HOLDS_FROM_NOW, revoked_by, revoking
 from stepwell.store.log.segments import Segment, State, name_of
 from stepwell.store.log.state import LogState
 
@@ -64,7 +64,6 @@ class Appender:
             self._scratch.give_back()
         self._moved_on = False
         with state.lock:
-            active.end = batches[-1].end
             state.settled = batches[-1].seq
             for batch in batches:
                 active.note(batch)
@@ -74,7 +73,7 @@ class Appender:
 
     def _revocation(self) -> list[Draft]:
         numbers = self.to_revoke
-        draft = draft_marks(Kind.REVOKE, NO_SPACE, [revoking(numbers)], [numbers.stop], BLOCK_BYTES) if numbers else None
+        draft = draft_marks(Kind.REVOKE, NO_SPACE, [revoking(numbers)], BLOCK_BYTES) if numbers else None
         return [draft] if draft is not None else []
 
     def _place(self, segment: Segment, drafts: Sequence[Draft]) -> list[Batch]:

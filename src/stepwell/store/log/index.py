@@ -9,7 +9,9 @@ stands on is only noted down, and walked to its start once, latest first, when s
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -22,7 +24,7 @@ from stepwell.store.log.format import Batch, footprint, split
 _DEPTH_BITS = 20  # deeper values count as equally deep
 _MAX_DEPTH = (1 << _DEPTH_BITS) - 1
 _MOST_NOTES = 1 << 16  # walks put off
-_SLICE = 1 << 14  # values forgotten at once
+_SLICE = 1 << 15  # values forgotten at once
 
 
 class Index:
@@ -192,12 +194,16 @@ class Index:
         number = self._numbers.get(digest)
         if number is None:
             return
-        left, self._rows[number] = self._rows[number], {}
-        while left:
-            rows = np.array([left.popitem()[1] for _ in range(min(_SLICE, len(left)))], np.int64)
+        known, self._rows[number] = self._rows[number], {}
+        left = iter(known.values())
+        while len(rows := np.fromiter(islice(left, _SLICE), np.int64)):
             later = self.columns.seq[rows] >= as_of
-            self._rows[number].update(zip(split(self.columns.key[rows[later]]), rows[later].tolist(), strict=True))
+            if later.any():
+                self._rows[number].update(zip(split(self.columns.key[rows[later]]), rows[later].tolist(), strict=True))
             self._let_go(rows[~later])
+            yield
+        while known:  # its keys are given back to the machine bit by bit, too
+            deque(islice(iter(known.popitem, None), min(_SLICE, len(known))), maxlen=0)
             yield
         self._forget_if_empty(number)
 

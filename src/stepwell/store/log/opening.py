@@ -14,7 +14,7 @@ from pathlib import Path
 from stepwell.base.clock import Clock
 from stepwell.base.errors import ConfigError, StoreError
 from stepwell.base.units import parse_bytes
-from stepwell.store.log import snapshot, superblock
+from stepwell.store.log import sealed, snapshot, superblock
 from stepwell.store.log.budget import choose
 from stepwell.store.log.disk import Disk
 from stepwell.store.log.forks import watch
@@ -22,6 +22,7 @@ from stepwell.store.log.locking import LOCK_NAME, DirectoryLock
 from stepwell.store.log.probe import Direct
 from stepwell.store.log.recovery import Recovered, recover
 from stepwell.store.log.saving import save_snapshot
+from stepwell.store.log.sealed import Sealed
 from stepwell.store.log.segments import NUMBERS_END, Segments, State, number_of
 from stepwell.store.log.state import LogState
 from stepwell.store.log.store import LogStore
@@ -65,7 +66,7 @@ def open_directory(
         try:
             block = _settle(disk, directory, budget_bytes, segment_bytes, quotas or {})
             found = recover(disk, directory, block)
-            _check_numbers(directory, found)
+            must_be_plausible(directory, found)
             state = state_of(disk, directory, block, found)
             state.directory_lock = lock
             try:
@@ -148,8 +149,11 @@ def _settle(
     return block
 
 
-def _check_numbers(directory: Path, found: Recovered) -> None:
-    """Numbers that no log reaches by itself leave none for what comes next."""
+def must_be_plausible(directory: Path, found: Recovered) -> None:
+    """Raises StoreError for numbers that no log reaches by itself: they would leave none for what comes next."""
+    if found.strays:
+        names = ", ".join(found.strays[:3])
+        raise StoreError(f"{directory} holds {names}, with an impossible number: not a segment of this log store; move it away")
     if max(found.last_number, found.next_seq) >= NUMBERS_END // 2:
         raise StoreError(
             f"{directory} has a segment or a batch with an impossible number ({found.last_number}, {found.next_seq}); "
@@ -163,7 +167,8 @@ def state_of(disk: Disk, directory: Path, block: Superblock, found: Recovered) -
     budget = choose(block.budget_bytes, block.segment_bytes)
     state = LogState(
         disk=disk, directory=directory, budget=budget, seed=block.seed, quotas=block.quotas, index=found.index,
-        revoked=found.revoked, segments=segments, next_seq=found.next_seq, settled=found.believed,
+        revoked=found.revoked, sealed=found.sealed or Sealed(), segments=segments, next_seq=found.next_seq,
+        settled=found.believed,
     )  # fmt: skip
     state.counters.add("recovered_values", found.index.num_values)
     state.counters.add("recovered_batches", found.batches_read)
@@ -174,7 +179,7 @@ def state_of(disk: Disk, directory: Path, block: Superblock, found: Recovered) -
 def _tidy(state: LogState, doubtful: set[int]) -> None:
     """Takes away what a crash left half done, makes the rest last, and finds the segment to go on with."""
     for name in state.disk.names(state.directory):
-        if name.endswith(".new") and name.removesuffix(".new") in (snapshot.NAME, superblock.NAME):
+        if name.endswith(".new") and name.removesuffix(".new") in (snapshot.NAME, sealed.NAME, superblock.NAME):
             state.disk.unlink(state.directory / name)
     segments = state.segments
     for number in doubtful:  # what was read there may be in the machine's memory only

@@ -13,7 +13,6 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -24,9 +23,9 @@ from stepwell.store.log.choosing import NO_ROWS, Choice, choose
 from stepwell.store.log.columns import Rows
 from stepwell.store.log.disk import BLOCK_BYTES
 from stepwell.store.log.format import ENTRY_BYTES, Batch
-from stepwell.store.log.marks import Mark, is_marks, needed
-from stepwell.store.log.scan import scan
-from stepwell.store.log.segments import Segment, State, path_of
+from stepwell.store.log.marks import Group, needed
+from stepwell.store.log.saving import save_sealed, tidy_sealed
+from stepwell.store.log.segments import Segment, State
 from stepwell.store.log.state import LogState
 
 NO_ROOM_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
@@ -79,6 +78,7 @@ class Reclaim:
         for segment in state.segments.sealed():
             if not state.index.live_bytes.get(segment.id) and not self._has_needed(segment):
                 self._free(segment)
+        tidy_sealed(state)
         while len(state.segments.table) > state.max_segments and self._shrink():
             pass
         if state.budget.left_beside(len(state.segments.table), state.snapshot_bytes()) < 0:
@@ -90,10 +90,10 @@ class Reclaim:
                 if error.errno not in NO_ROOM_ERRNOS:
                     raise
 
-    def move(self, segment: Segment, rows: Rows, marks: Sequence[Mark]) -> bool:
+    def move(self, segment: Segment, rows: Rows) -> bool:
         """Copies some of a segment to the active one. False, and nothing copied, when that one had to give way to another first:
         what was to be moved may be elsewhere by then. Raises OSError."""
-        load = self._carrier.load(rows, marks)
+        load = self._carrier.load(rows, [])
         if load.size_bytes > self._carrier.room:
             self.next_segment()
             return False
@@ -105,9 +105,7 @@ class Reclaim:
         state, columns = self._state, self._state.index.columns
         with state.lock:
             for number in np.unique(columns.segment[rows]).tolist():
-                gone = rows[columns.segment[rows] == number]
-                state.segments.table[number].ghosts += len(gone)
-                state.ghosts.add(number, columns.key[gone])
+                state.ghosts.add(state.segments.table[number], state.index, rows[columns.segment[rows] == number])
             state.counters.add("dropped_values", len(rows))
             state.counters.add("dropped_bytes", int(columns.length[rows].sum()))
             state.index.remove(rows)
@@ -133,6 +131,8 @@ class Reclaim:
         A disk that was full is asked again now and then, while there still is a free segment.
         """
         state, before = self._state, self._state.active
+        if state.segments.table and self._at_hand():
+            save_sealed(state)
         with state.lock:
             self._patience -= 1
             idle, again = self._idle(), self._disk_full_at is not None and self._patience <= 0
@@ -178,6 +178,7 @@ class Reclaim:
             return False
         if self._carrier.room < state.budget.carry_bytes and len(state.segments.sealed()) > 1:
             return self._activate()
+        save_sealed(state)
         with state.lock:
             self._forget(idle[0])
             state.segments.unlink(idle[0])
@@ -250,28 +251,14 @@ class Reclaim:
         """Whether a segment may have marks that must outlive it. Reads nothing."""
         return bool(segment.marks) and segment.newest_mark > self._state.segments.oldest_elsewhere(segment)
 
-    def _needed(self, segment: Segment) -> list[Mark]:
+    def _needed(self, segment: Segment) -> list[Group]:
         """The marks of a segment that must outlive it, read from there."""
         state = self._state
         if not self._has_needed(segment):
             return []
         if self._read_last is None or self._read_last[0] is not segment:
-            self._read_last = (segment, self._read_marks(segment))
-        return needed(self._read_last[1], state.segments.oldest_elsewhere(segment))
-
-    def _read_marks(self, segment: Segment) -> list[Batch]:
-        state = self._state
-        try:
-            fd = state.disk.open(path_of(state.directory, segment.id), writable=False)
-        except FileNotFoundError:  # somebody removed it, and all that was in it
-            return []
-        try:
-            items = scan(
-                state.disk, fd, segment=segment.id, start=0, seed=state.seed, segment_bytes=state.budget.segment_bytes
-            )  # fmt: skip
-            return [item for item in items if isinstance(item, Batch) and item.offset < segment.end and is_marks(item)]
-        finally:
-            state.disk.close(fd)
+            self._read_last = (segment, self._carrier.marks_in(segment))
+        return needed(self._read_last[1], state.segments.others(segment))
 
     def _unread(self) -> list[Segment]:
         """The full segments that nobody reads, waited for if there are none."""

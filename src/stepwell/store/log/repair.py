@@ -57,7 +57,7 @@ def _move_values(state: LogState, writer: Writer, number: int, values: Sequence[
             return
         sizes = np.cumsum(footprint(columns.length[rows]))
         few = max(1, int(np.searchsorted(sizes, state.budget.carry_bytes // 3)))
-        writer.reclaim.move(segment, rows[:few], [])
+        writer.reclaim.move(segment, rows[:few])
 
 
 def _digest(one: Damage) -> bytes:

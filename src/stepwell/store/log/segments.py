@@ -38,6 +38,7 @@ class Segment:
     id: int
     first_seq: int  # of its oldest batch
     end: int  # where the next batch would go
+    last_seq: int = 0  # of its youngest batch
     state: State = State.SEALED
     ghosts: int = 0  # values in it that were given up but would come back if it was read anew
     marks: int = 0  # deletes, clears and revocations written in it
@@ -48,7 +49,8 @@ class Segment:
     direct_fd: int = -1  # -1: closed, or the file system has no direct transfers
 
     def note(self, batch: Batch) -> None:
-        """Counts the marks of a batch that was written to, or found in, this segment."""
+        """Takes notice of a batch that was written to, or found at the end of, this segment."""
+        self.end, self.last_seq, self.first_seq = batch.end, max(self.last_seq, batch.seq), min(self.first_seq, batch.seq)
         if is_marks(batch):
             self.marks += len(batch.entries)
             self.newest_mark = max(self.newest_mark, int(batch.entries["as_of"].max(initial=0)))
@@ -99,9 +101,13 @@ class Segments:
             self._disk.allocate(segment.fd, self._segment_bytes)
         return self._disk.file_size(path) == self._segment_bytes
 
+    def others(self, segment: Segment) -> list[Segment]:
+        """All that still have their bytes, free ones too."""
+        return [other for other in self.table.values() if other is not segment]
+
     def oldest_elsewhere(self, segment: Segment) -> int:
-        """The first seq of any other segment that still has its bytes, free ones too."""
-        return min((other.first_seq for other in self.table.values() if other is not segment), default=NOTHING_YET)
+        """The first seq of any other segment."""
+        return min((other.first_seq for other in self.others(segment)), default=NOTHING_YET)
 
     def create(self, first_seq: int) -> Segment:
         """A new file, all of its bytes set aside. Raises OSError, and leaves nothing; what cannot be removed is free."""
@@ -145,7 +151,8 @@ class Segments:
         try:
             self._disk.sync_directory(self._directory)
         except OSError:  # a crash may still bring the old segment back: it is as old as it was, and free
-            fresh.state, fresh.first_seq, fresh.ghosts = State.FREE, segment.first_seq, segment.ghosts  # its marks are elsewhere
+            fresh.state, fresh.ghosts = State.FREE, segment.ghosts  # its marks are elsewhere
+            fresh.first_seq, fresh.last_seq = segment.first_seq, segment.last_seq
             raise
         return fresh
 

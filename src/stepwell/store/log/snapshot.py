@@ -21,7 +21,7 @@ from stepwell.store.api import MAX_LABEL_BYTES, MAX_TENANT_BYTES, Space
 from stepwell.store.log.columns import ROW_BYTES, SHAPES, Rows
 from stepwell.store.log.disk import Disk
 from stepwell.store.log.index import Index
-from stepwell.store.log.segments import NUMBERS_END
+from stepwell.store.log.segments import NOTHING_YET, NUMBERS_END
 
 NAME = "snapshot"
 VERSION = 2
@@ -31,7 +31,7 @@ _CHECKED_FROM = 16
 _PIECE_BYTES = 4 << 20  # checked at once
 _NOTHING = memoryview(b"")
 _SPACE = np.dtype([("digest", "u1", 32), ("tenant", f"S{MAX_TENANT_BYTES}"), ("label", f"S{MAX_LABEL_BYTES}")])
-_SEGMENT = np.dtype([("id", "<u8"), ("first_seq", "<u8"), ("end", "<u8"), ("ghosts", "<u8"), ("marks", "<u8"), ("newest_mark", "<u8")])
+_SEGMENT = np.dtype([(name, "<u8") for name in ("id", "first_seq", "end", "last_seq", "ghosts", "marks", "newest_mark")])
 _REVOKED = np.dtype([("start", "<u8"), ("stop", "<u8")])
 _WIDTHS = (_SPACE.itemsize, _SEGMENT.itemsize, _REVOKED.itemsize, ROW_BYTES)
 
@@ -43,7 +43,8 @@ class Extent:
     id: int
     first_seq: int  # of its oldest batch
     end: int  # of its last batch
-    ghosts: int = 0  # values in it that were given up: they would come back if it was read anew
+    last_seq: int = 0  # of its youngest batch
+    ghosts: int = 0  # values in it that were given up or copied elsewhere: they would come back if it was read anew
     marks: int = 0  # deletes, clears and revocations in it
     newest_mark: int = 0  # the latest `as_of` of those
 
@@ -74,7 +75,7 @@ def encode(
     rows = index.columns.held()
     spaces, renumber = _spaces(index, rows)
     offset = next((extent.end for extent in extents if extent.id == active), 0)
-    table = np.array([(e.id, e.first_seq, e.end, e.ghosts, e.marks, e.newest_mark) for e in extents], _SEGMENT)
+    table = np.array([tuple(getattr(extent, name) for name in _SEGMENT.names or ()) for extent in extents], _SEGMENT)
     kept = np.array([(numbers.start, numbers.stop) for numbers in revoked], _REVOKED)
     columns = {name: getattr(index.columns, name)[rows] for name in SHAPES}
     columns["space"] = renumber[columns["space"]] if len(rows) else columns["space"]
@@ -166,12 +167,12 @@ def decode(content: memoryview, *, seed: int, segment_bytes: int) -> Snapshot | 
         spaces = [Space(digest=d.tobytes(), tenant=t.decode(), label=name.decode()) for d, t, name in tables[0]]
     except ValueError:
         return None
-    extents = [
-        Extent(id=i, first_seq=f, end=e, ghosts=g, marks=m, newest_mark=n) for i, f, e, g, m, n in tables[1].tolist()
-    ]  # fmt: skip
+    extents = [Extent(**dict(zip(_SEGMENT.names or (), row, strict=True))) for row in tables[1].tolist()]
     revoked = [range(start, stop) for start, stop in tables[2].tolist()]
-    numbers = (segment, next_seq, settled, tick, *(n for e in extents for n in (e.id, e.ghosts, e.marks, e.newest_mark)))
-    if max(numbers) >= NUMBERS_END or max([offset, *(extent.end for extent in extents)]) > segment_bytes:
+    numbers = [segment, next_seq, settled, tick, *(max(e.id, e.last_seq, e.ghosts, e.marks, e.newest_mark) for e in extents)]
+    if max(numbers) >= NUMBERS_END or any(extent.first_seq > NOTHING_YET for extent in extents):
+        return None
+    if max([offset, *(extent.end for extent in extents)]) > segment_bytes:
         return None
     if len({space.digest for space in spaces}) < len(spaces) or not _plausible(columns, len(spaces), segment_bytes, tick):
         return None

@@ -20,6 +20,7 @@ from stepwell.store.log.disk import Disk
 from stepwell.store.log.ghosts import Ghosts
 from stepwell.store.log.index import Index
 from stepwell.store.log.locking import DirectoryLock
+from stepwell.store.log.sealed import Sealed
 from stepwell.store.log.segments import Segment, Segments
 
 
@@ -46,6 +47,7 @@ class LogState:
     next_seq: int  # of the next batch
     settled: int  # batches up to here are safe on disk; those after it and before the next one failed, and are to be revoked
     active: Segment | None = None
+    sealed: Sealed = field(default_factory=Sealed)  # the list of segments in the directory
     ghosts: Ghosts = field(default_factory=Ghosts)
     ways: Ways = field(default_factory=Ways)
     counters: Counters = field(default_factory=Counters)

@@ -8,6 +8,7 @@ Recovery and `check` verify with it too (`seal.py`): after a crash, a value with
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import cast
 
 from stepwell.base.clock import Clock
@@ -20,7 +21,7 @@ from stepwell.store.log.disk import BLOCK_BYTES
 from stepwell.store.log.probe import Direct, Probe
 from stepwell.store.log.reading import Reader
 from stepwell.store.log.repair import repair
-from stepwell.store.log.saving import due, save_snapshot
+from stepwell.store.log.saving import due, save_sealed, save_snapshot
 from stepwell.store.log.stat import LogStat, stat_of
 from stepwell.store.log.state import LogState, Ways
 from stepwell.store.log.writing import Writer
@@ -125,13 +126,19 @@ class LogStore:
             return stat_of(self._state)
 
     def repair(self, on_progress: Callable[[int], None]) -> CheckReport:
-        """Verifies every byte, and drops what is damaged for good; returns what was found. Writers wait meanwhile."""
+        """Verifies every byte, and drops what is damaged for good; returns what was found, and what of it is left.
+
+        Writers wait meanwhile.
+        """
         self._state.must_be_open()
         reports: list[CheckReport] = []
 
         def run() -> int:
-            reports.append(check(self._state, on_progress))
-            repair(self._state, self._writer, reports[0].damage)
+            found = check(self._state, on_progress)
+            repair(self._state, self._writer, found.damage)
+            again = check(self._state, lambda _: None, only={one.segment for one in found.damage})
+            reports.append(replace(found, left=again.damage))
+            save_sealed(self._state)
             return self._save()
 
         self._alone(run)

@@ -181,9 +181,11 @@ class Index:
 
     def erase(self, digest: bytes, keys: list[bytes], as_of: list[int]) -> int:
         """Forgets the values of these keys that were written before; returns how many there were."""
-        known, seq = self.rows_of(digest), self.columns.seq
-        rows = {known[key] for key, before in zip(keys, as_of, strict=True) if key in known and seq[known[key]] < before}
-        self.remove(np.array(sorted(rows), dtype=np.int64))
+        known = self.rows_of(digest)
+        there = [(known[key], before) for key, before in zip(keys, as_of, strict=True) if key in known]
+        rows, before = np.array(there, np.int64).reshape(-1, 2).T
+        rows = np.unique(rows[self.columns.seq[rows] < before])
+        self.remove(rows)
         return len(rows)
 
     def clear(self, digest: bytes, as_of: int) -> Iterator[None]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from random import Random
 
 from stepwell.store.log.disk import Disk
+from stepwell.store.log.locking import DirectoryLock
 
 
 class Crashed(BaseException):
@@ -36,6 +37,17 @@ class _File:
         self.now = bytearray()
         self.durable = bytearray()
         self.unsynced: list[tuple[int, bytes]] = []  # offset, bytes; and growth as (new size, b"")
+
+
+class _NoLock(DirectoryLock):
+    """Nobody else is there."""
+
+    def __init__(self) -> None: ...
+
+    def is_ours(self) -> bool:
+        return True
+
+    def close(self) -> None: ...
 
 
 class CrashDisk(Disk):
@@ -129,9 +141,12 @@ class CrashDisk(Disk):
     def forget_cached(self, fd: int, offset: int, size: int) -> None:
         pass
 
-    def lock(self, path: Path) -> int | None:
+    def lock(self, directory: Path) -> DirectoryLock | None:
         self._alive()
-        return self._descriptor(_File())
+        return _NoLock()
+
+    def has_name(self, fd: int) -> bool:
+        return True
 
     def file_size(self, path: Path) -> int | None:
         self._alive()

@@ -12,6 +12,9 @@ from crash_disk import CrashDisk, Crashed, Loss
 from life import BUDGET_BYTES, SPACES, Life, bytes_on_disk, held, open_at
 
 from stepwell.store.api import WriteOutcome
+from stepwell.store.log import superblock
+from stepwell.store.log.disk import Disk
+from stepwell.store.log.inspect import check_directory
 from stepwell.testing.store_contract import fetch, offer
 
 TURNS = 50
@@ -28,7 +31,10 @@ def crash(seed: int, crash_at: int) -> tuple[CrashDisk, Life]:
 
 
 def check(directory: Path, life: Life, must: set[tuple[int, str]]) -> None:
-    """Opens what was left behind: only to look, then to write, then without the snapshot."""
+    """Looks at what was left behind from outside, opens it: only to look, then to write, then without the snapshot."""
+    if superblock.NAME in os.listdir(directory):
+        found = check_directory(directory, Disk(), lambda _: None).damage
+        assert not found, f"what a crash left is taken for damage: {found}"
     open_at(directory).close()
     with closing(open_at(directory)) as store:
         store.audit()

@@ -124,7 +124,7 @@ def test_a_snapshot_of_any_bytes_is_taken_whole_or_not_at_all(original: Path, at
     assert block is not None
     if resealed:
         struct.pack_into("<Q", content, 8, xxhash.xxh3_64_intdigest(memoryview(content)[16:], block.seed))
-    shot = snapshot.decode(bytes(content), seed=block.seed, segment_bytes=SEGMENT_BYTES)
+    shot = snapshot.decode(memoryview(content), seed=block.seed, segment_bytes=SEGMENT_BYTES)
     if not resealed:
         assert (shot is not None) == (bytes(content) == before)
     if shot is not None:

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 EXIT_DAMAGED = 1
+_STATUSES = (
+    "exit status: 0 when all is sound, or all that was damaged is repaired; 1 when something is damaged "
+    "(with --repair: and could not be repaired); 2 when it could not be checked"
+)
 _PIPE_WIDTH = 160  # columns when nobody's terminal tells: no cell is cut
 _SHOWN = 20  # damaged places in the table; JSON has them all
 
@@ -35,7 +39,7 @@ def configure(parser: ArgumentParser) -> None:
     orders = parser.add_subparsers(title="orders", metavar="ORDER", required=True)
     stat = orders.add_parser("stat", help="count values and bytes by namespace")
     stat.set_defaults(order=_stat)
-    check = orders.add_parser("check", help="verify every byte; exit status 1 when something is damaged")
+    check = orders.add_parser("check", help="verify every byte", epilog=_STATUSES)
     check.add_argument("--repair", action="store_true", help="drop what is lost for good, so that the rest serves")
     check.set_defaults(order=_check)
     clear = orders.add_parser("clear", help="forget everything of one namespace, and touch no other")
@@ -106,7 +110,7 @@ def _check(args: Namespace) -> int:
         print(json.dumps({**check_json(report), "repaired": args.repair, "open_in": opened_by}, indent=2))
     else:
         _print_report(args.directory, report, repaired=args.repair, opened_by=opened_by)
-    return EXIT_DAMAGED if report.damage else 0
+    return EXIT_DAMAGED if (report.left if args.repair else report.damage) else 0
 
 
 def check_json(report: CheckReport) -> dict[str, object]:
@@ -118,17 +122,19 @@ def check_json(report: CheckReport) -> dict[str, object]:
         "value_bytes": report.value_bytes,
         "damaged_values": report.damaged_values,
         "damaged_bytes": report.damaged_bytes,
-        "damage": [
-            {
-                "file": one.file,
-                "offset": one.offset,
-                "bytes": one.size_bytes,
-                "reason": one.reason,
-                "namespace": one.space.digest.hex() if one.space else None,
-                "key": one.key.hex() if one.key else None,
-            }
-            for one in report.damage
-        ],
+        "damage": [_damage_json(one) for one in report.damage],
+        "left": [_damage_json(one) for one in report.left],
+    }
+
+
+def _damage_json(one: Damage) -> dict[str, object]:
+    return {
+        "file": one.file,
+        "offset": one.offset,
+        "bytes": one.size_bytes,
+        "reason": one.reason,
+        "namespace": one.space.digest.hex() if one.space else None,
+        "key": one.key.hex() if one.key else None,
     }
 
 
@@ -163,6 +169,8 @@ def _print_report(directory: Path, report: CheckReport, *, repaired: bool, opene
     verdict = "all sound"
     if report.damage:
         done = "repaired: what was lost is dropped, the rest serves" if repaired else "run with --repair to drop what is lost"
+        if report.left:
+            done = f"{len(report.left)} places could not be repaired, first {report.left[0].file}: {report.left[0].reason}"
         verdict = f"{report.damaged_values} values and {format_bytes(report.damaged_bytes)} damaged; {done}"
     checked = f"{report.values:,} values, {format_bytes(report.value_bytes)} in {report.segments} segments"
     console.print(f"{checked}: {verdict}", markup=False)

@@ -8,4 +8,6 @@ appending  batches -> disk, synced           commit     one writer at a time, ma
 writing    what a group of requests does     reclaim    room for more
 reading    values -> the caller's buffers    check      every byte verified, damage dropped
 disk       every file operation there is     probe      which way of moving bytes is fastest here
+locking    one process at a time             sealed     which segments there must be
+marks      deletes and clears                ghosts     bytes that a delete must hide
 """

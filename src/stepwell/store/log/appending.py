@@ -11,12 +11,13 @@ import errno
 from collections.abc import Sequence
 from dataclasses import replace
 
+from stepwell.base.errors import StoreError
 from stepwell.store.log.aligned import Scratch, is_aligned
 from stepwell.store.log.disk import BLOCK_BYTES, up_to_block
-from stepwell.store.log.drafts import HOLDS_FROM_NOW, Draft, draft_marks
+from stepwell.store.log.drafts import Draft, draft_marks
 from stepwell.store.log.format import INLINE_BYTES, NO_SPACE, Batch, Kind, write_header
-from stepwell.store.log.marks import revoking
-from stepwell.store.log.segments import Segment, State
+from stepwell.store.log.marks import HOLDS_FROM_NOW, revoked_by, revoking
+from stepwell.store.log.segments import Segment, State, name_of
 from stepwell.store.log.state import LogState
 
 
@@ -42,7 +43,10 @@ class Appender:
         return range(self._state.settled + 1, self._state.next_seq)
 
     def append(self, drafts: Sequence[Draft]) -> list[Batch]:
-        """The batches as they now are, safe on disk; or raises OSError, and none of them will ever be believed."""
+        """The batches as they now are, safe on disk.
+
+        Or raises OSError, or StoreError when the directory or the file is gone, and none of them will ever be believed.
+        """
         state, active = self._state, self._state.active
         assert active is not None and sum(draft.total_bytes for draft in drafts) <= self.room, f"no room was made: {self.room=}"
         revocation = self._revocation()
@@ -50,7 +54,8 @@ class Appender:
         batches = self._place(active, drafts)
         try:
             self._write(active, drafts, batches)
-        except OSError:
+            self._must_last(active)
+        except (OSError, StoreError):
             if not self._moved_on:  # the next try goes elsewhere, once: a disk that always fails must not cost all segments
                 active.state = State.SEALED
                 self._moved_on = True
@@ -59,16 +64,16 @@ class Appender:
             self._scratch.give_back()
         self._moved_on = False
         with state.lock:
-            active.end = batches[-1].end
             state.settled = batches[-1].seq
-            for batch in batches[: len(revocation)]:
-                state.marks.take(batch)
+            for batch in batches:
+                active.note(batch)
+                state.revoked += revoked_by(batch)
             state.counters.add("syncs")
         return batches[len(revocation) :]
 
     def _revocation(self) -> list[Draft]:
         numbers = self.to_revoke
-        draft = draft_marks(Kind.REVOKE, NO_SPACE, [revoking(numbers)], [numbers.stop], BLOCK_BYTES) if numbers else None
+        draft = draft_marks(Kind.REVOKE, NO_SPACE, [revoking(numbers)], BLOCK_BYTES) if numbers else None
         return [draft] if draft is not None else []
 
     def _place(self, segment: Segment, drafts: Sequence[Draft]) -> list[Batch]:
@@ -108,6 +113,14 @@ class Appender:
         if not direct:
             disk.write(segment.fd, buffers, batches[0].offset)
         disk.sync(segment.fd)
+
+    def _must_last(self, segment: Segment) -> None:
+        """Nothing is acknowledged that lies in a file or a directory which somebody removed. Raises StoreError."""
+        self._state.must_be_ours()
+        if not self._state.disk.has_name(segment.fd):
+            raise StoreError(
+                f"{name_of(segment.id)} was removed from {self._state.directory} while it was written; what was in it is lost"
+            )
 
     def _buffers(self, draft: Draft, batch: Batch) -> list[memoryview]:
         """The header with its small values, then each value up to its last whole block, and that block filled with zeros."""

@@ -1,8 +1,8 @@
 """How many segments fit a budget, next to everything else in the directory. Arithmetic only.
 
-    | lock, store.json and their successors | snapshot | its successor | segment | segment | ... | segment |   <= budget
+    | lock, store.json, sealed, their successors | snapshot | its successor | segment | segment | ... | segment |   <= budget
 
-A snapshot grows with the number of values, marks and spaces, so the number of segments shrinks with it.
+A snapshot grows with the number of values and spaces, so the number of segments shrinks with it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from stepwell.base.units import format_bytes
 from stepwell.store.log.columns import ROW_BYTES
 from stepwell.store.log.disk import BLOCK_BYTES, up_to_block
 
-FIXED_BYTES = 64 * 1024  # lock and store.json, and the blocks a file system keeps for itself
+FIXED_BYTES = 64 * 1024  # lock, store.json, sealed, and the blocks a file system keeps for itself
+_SEALED_BYTES = 4 * 24  # of a segment in two slots of `sealed`, and in those of its successor
 MIN_SEGMENTS = 4  # one being written, one free to carry into, and two to choose from
 MIN_SEGMENT_BYTES, MAX_SEGMENT_BYTES = 64 * 1024, 1 << 34
 DEFAULT_SEGMENT_BYTES = 256 << 20
@@ -39,12 +40,21 @@ class Budget:
     def segments(self, snapshot_bytes: int) -> int:
         """How many segments may exist beside such a snapshot and its successor."""
         snapshot = self.slot(snapshot_bytes + snapshot_bytes // 8 + _SPARE_BYTES)
-        return (self.total_bytes - FIXED_BYTES - 2 * snapshot) // self.slot(self.segment_bytes)
+        return (self.total_bytes - FIXED_BYTES - 2 * snapshot) // self._each
 
     def left_beside(self, num_segments: int, *snapshots: int) -> int:
         """What is left of the budget beside so many segments and snapshots of these sizes; negative when they do not fit."""
-        files = num_segments * self.slot(self.segment_bytes) + sum(map(self.slot, snapshots))
+        files = num_segments * self._each + sum(map(self.slot, snapshots))
         return self.total_bytes - FIXED_BYTES - files
+
+    @property
+    def most_segments(self) -> int:
+        """More than ever fit."""
+        return max(MIN_SEGMENTS, self.total_bytes // self.segment_bytes)
+
+    @property
+    def _each(self) -> int:
+        return self.slot(self.segment_bytes) + _SEALED_BYTES
 
     @staticmethod
     def slot(size: int) -> int:
@@ -61,7 +71,7 @@ def choose(budget_bytes: int, segment_bytes: int | None) -> Budget:
         raise ConfigError(f"a segment has a multiple of {BLOCK_BYTES} bytes, {bounds}; got {segment_bytes}")
     budget = Budget(total_bytes=budget_bytes, segment_bytes=segment_bytes)
     if budget.segments(0) < MIN_SEGMENTS:
-        least = MIN_SEGMENTS * budget.slot(segment_bytes) + FIXED_BYTES + 2 * budget.slot(_SPARE_BYTES)
+        least = MIN_SEGMENTS * budget._each + FIXED_BYTES + 2 * budget.slot(_SPARE_BYTES)
         raise ConfigError(
             f"a budget of {format_bytes(budget_bytes)} is too small for segments of {format_bytes(segment_bytes)}; "
             f"give the log store at least {least} bytes ({format_bytes(least)}), or smaller segments"

@@ -6,13 +6,13 @@ process: what that one writes over meanwhile is left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from stepwell.store.api import Space
-from stepwell.store.log import snapshot
+from stepwell.store.log import sealed, snapshot
 from stepwell.store.log.disk import BLOCK_BYTES
 from stepwell.store.log.format import Batch
 from stepwell.store.log.recovery import Recovered
@@ -26,6 +26,7 @@ UNREADABLE = "the disk cannot read it"
 CUT_OFF = "the file ends before it does"
 FILE_GONE = "the file is gone, with all that was in it"
 SNAPSHOT_BROKEN = "the saved index cannot be used: opening reads the whole log instead"
+SEALED_BROKEN = "the list of segments cannot be used: what is missing may go unnoticed"
 _NO_SEGMENT = 0
 
 
@@ -49,6 +50,7 @@ class CheckReport:
     values: int
     value_bytes: int
     damage: tuple[Damage, ...]
+    left: tuple[Damage, ...] = ()  # of the damage, after a repair
 
     @property
     def damaged_values(self) -> int:
@@ -59,11 +61,14 @@ class CheckReport:
         return sum(damage.size_bytes for damage in self.damage)
 
 
-def check(state: LogState, on_progress: Callable[[int], None]) -> CheckReport:
-    """Reads everything that counts; `on_progress` hears of every value's bytes. Raises OSError when a file cannot be opened."""
+def check(state: LogState, on_progress: Callable[[int], None], *, only: Collection[int] | None = None) -> CheckReport:
+    """Reads everything that counts, or what is in some segments; `on_progress` hears of every value's bytes.
+
+    Raises OSError when a file cannot be opened.
+    """
     damage: list[Damage] = []
     batches = 0
-    for segment in list(state.segments.table.values()):
+    for segment in [one for one in state.segments.table.values() if only is None or one.id in only]:
         try:
             fd = state.disk.open(path_of(state.directory, segment.id), writable=False)
         except FileNotFoundError:
@@ -83,14 +88,21 @@ def check(state: LogState, on_progress: Callable[[int], None]) -> CheckReport:
     )  # fmt: skip
 
 
-def lost_files(found: Recovered, *, segments: bool = True) -> list[Damage]:
-    """Whole files that a log should have: its saved index, and segments that this one names."""
-    broken = Damage(file=snapshot.NAME, offset=0, size_bytes=0, reason=SNAPSHOT_BROKEN, segment=_NO_SEGMENT)
+def lost_files(found: Recovered) -> list[Damage]:
+    """Whole files that a log should have: its saved index, the list of its segments, and those that these name."""
+    broken = [
+        Damage(file=file, offset=0, size_bytes=0, reason=reason, segment=_NO_SEGMENT)
+        for file, reason, is_broken in (
+            (snapshot.NAME, SNAPSHOT_BROKEN, found.snapshot_broken),
+            (sealed.NAME, SEALED_BROKEN, found.sealed is not None and not found.sealed.usable),
+        )
+        if is_broken
+    ]
     gone = [
         Damage(file=name_of(extent.id), offset=0, size_bytes=extent.end, reason=FILE_GONE, segment=extent.id)
         for extent in found.gone
     ]
-    return [*([broken] if found.snapshot_broken else []), *(gone if segments else [])]
+    return [*broken, *gone]
 
 
 def _gaps(state: LogState, segment: Segment, fd: int) -> tuple[list[Gap], int]:
@@ -122,7 +134,7 @@ def _values(state: LogState, segment: Segment, fd: int, gaps: list[Gap], on_prog
     buffer = memoryview(bytearray(int(columns.length[rows].max()) if len(rows) else 0))
     for row in rows.tolist():
         offset, size = int(columns.offset[row]), int(columns.length[row])
-        space, key = state.index.spaces[int(columns.space[row])], columns.key[row].tobytes()
+        space, key = state.index.space(int(columns.space[row])), columns.key[row].tobytes()
         data = buffer[:size]
         try:
             whole = state.disk.read(fd, [data], offset) == size

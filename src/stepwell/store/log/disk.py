@@ -7,14 +7,14 @@ posix_fadvise goes without.
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import resource
 import stat
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
+
+from stepwell.store.log.locking import DirectoryLock, is_taken, take
 
 BLOCK_BYTES = 4096  # of memory and of disk: direct transfers start and end at multiples of it
 IOV_MAX = 1024
@@ -26,7 +26,6 @@ _PART_OF_ALL = 4  # of the descriptors a process may have: the rest is for other
 # No link is followed, and nobody is waited for: a stranger's file in the directory must not lead anywhere.
 _PLAIN = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _DIRECT = os.O_DIRECT if sys.platform == "linux" else 0
-_LOCK_TRIES, _LOCK_PAUSE_S = 3, 0.01
 _NOT_SUPPORTED = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV)
 
 
@@ -123,35 +122,17 @@ class Disk:
         if sys.platform == "linux":
             os.posix_fadvise(fd, offset, size, os.POSIX_FADV_DONTNEED)
 
-    def lock(self, path: Path) -> int | None:
-        """Takes the one lock on a file and writes our process id into it; None when another process has it."""
-        fd = _open_plain(path, os.O_RDWR | os.O_CREAT)
-        for attempt in range(_LOCK_TRIES):
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if attempt == _LOCK_TRIES - 1:
-                    os.close(fd)
-                    return None
-                time.sleep(_LOCK_PAUSE_S)  # somebody may only be looking, as `is_locked` does
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-        return fd
+    def lock(self, directory: Path) -> DirectoryLock | None:
+        """Takes the one lock on a directory; None when another process has it."""
+        return take(directory, _open_plain)
 
-    def is_locked(self, path: Path) -> bool:
+    def is_locked(self, directory: Path) -> bool:
         """Whether some process has the lock now."""
-        try:
-            fd = _open_plain(path, os.O_RDONLY)
-        except FileNotFoundError:
-            return False
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            return False
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(fd)
+        return is_taken(directory, _open_plain)
+
+    def has_name(self, fd: int) -> bool:
+        """Whether a file is still in a directory: what was removed is gone as soon as it is closed."""
+        return os.fstat(fd).st_nlink > 0
 
     def file_size(self, path: Path) -> int | None:
         """None when there is no such file. Raises OSError for anything but a plain file."""

@@ -19,8 +19,7 @@ from stepwell.store.log.format import (
     header_size,
     inline_start,
 )
-
-HOLDS_FROM_NOW = 0  # as_of of a mark that is new: becomes the number of its batch
+from stepwell.store.log.marks import Mark
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -66,13 +65,14 @@ def _entries(writes: Sequence[Write]) -> Entries:
     return entries
 
 
-def draft_marks(kind: Kind, space: Space, keys: Sequence[bytes], as_of: Sequence[int], room: int) -> Draft | None:
-    """A batch of as many of the first marks as fit; None when not one does."""
-    count = min(len(keys), (min(room, MAX_HEADER_BYTES) // BLOCK_BYTES * BLOCK_BYTES - inline_start(0)) // ENTRY_BYTES)
+def draft_marks(kind: Kind, space: Space, marks: Sequence[Mark], room: int) -> Draft | None:
+    """A batch of as many of the first marks, all of one kind and space, as fit; None when not one does."""
+    count = min(len(marks), (min(room, MAX_HEADER_BYTES) // BLOCK_BYTES * BLOCK_BYTES - inline_start(0)) // ENTRY_BYTES)
     if count <= 0:
         return None
     entries = np.zeros(count, ENTRY)
-    entries["key"] = np.frombuffer(b"".join(keys[:count]), np.uint8).reshape(count, 32)
-    entries["as_of"] = as_of[:count]
+    entries["key"] = np.frombuffer(b"".join(mark.key for mark in marks[:count]), np.uint8).reshape(count, 32)
+    entries["as_of"] = [mark.as_of for mark in marks[:count]]
+    entries["offset"] = [mark.since for mark in marks[:count]]
     size = header_size(count, 0)
     return Draft(kind=kind, space=space, entries=entries, header_bytes=size, total_bytes=size)

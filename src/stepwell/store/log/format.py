@@ -11,6 +11,8 @@ one was written: only later ones can be torn.
     PUT      values                                         DELETE   keys whose values before `as_of` do not count
     CLEAR    nothing in this space before `as_of` counts    REVOKE   batches (by seq) that failed and must not be believed
     FILLER   nothing: covers a place that was damaged
+
+The `offset` of a mark is the seq that nothing it hides is older than.
 """
 
 from __future__ import annotations

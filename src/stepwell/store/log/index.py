@@ -9,7 +9,9 @@ stands on is only noted down, and walked to its start once, latest first, when s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,7 @@ from stepwell.store.log.format import Batch, footprint, split
 _DEPTH_BITS = 20  # deeper values count as equally deep
 _MAX_DEPTH = (1 << _DEPTH_BITS) - 1
 _MOST_NOTES = 1 << 16  # walks put off
+_SLICE = 1 << 15  # values forgotten at once
 
 
 class Index:
@@ -30,11 +33,12 @@ class Index:
     def __init__(self) -> None:
         self.columns = Columns()
         self.tick = 1
-        self.spaces: list[Space] = []  # by number; the first of a digest to be seen names its tenant and label
+        self.spaces: list[Space | None] = []  # by number, None where it is free; the first of a digest names tenant and label
         self.num_values = 0
         self.live_bytes: dict[int, int] = {}  # segment -> bytes on disk of values that count
         self.space_bytes: list[int] = []  # the same, by space
         self._numbers: dict[bytes, int] = {}
+        self._free_numbers: list[int] = []
         self._rows: list[dict[bytes, int]] = []
         self._notes: list[tuple[int, bytes, bytes]] = []  # tick, space and key of a use that was not walked yet; ticks go up
 
@@ -45,18 +49,33 @@ class Index:
         number = self._numbers.get(digest)
         return {} if number is None else self._rows[number]
 
+    @property
+    def num_spaces(self) -> int:
+        """Those that hold something."""
+        return len(self._numbers)
+
+    def space(self, number: int) -> Space:
+        space = self.spaces[number]
+        assert space is not None, f"space {number} holds nothing"
+        return space
+
+    def space_of(self, digest: bytes) -> Space | None:
+        """A space as it was first seen; None when it holds nothing."""
+        number = self._numbers.get(digest)
+        return None if number is None else self.spaces[number]
+
     def rows_in(self, segment: int) -> Rows:
         return np.flatnonzero(self.columns.segment == segment)
 
     def tenant_bytes(self, tenant: str) -> int:
-        return sum(size for space, size in zip(self.spaces, self.space_bytes, strict=True) if space.tenant == tenant)
+        return sum(size for space, size in zip(self.spaces, self.space_bytes, strict=True) if space and space.tenant == tenant)
 
     def coldest(self, wanted_bytes: int, *, tenant: str | None = None) -> Rows:
         """Values that free at least so many bytes, in the order of giving up; all there are when that is less."""
         self.settle_uses()
         columns, rows = self.columns, self.columns.held()
         if tenant is not None:
-            theirs = np.array([space.tenant == tenant for space in self.spaces], dtype=bool)
+            theirs = np.array([space is not None and space.tenant == tenant for space in self.spaces], dtype=bool)
             rows = rows[theirs[columns.space[rows]]]
         rank = (columns.used[rows] << _DEPTH_BITS) - np.minimum(columns.depth[rows], _MAX_DEPTH)
         count = min(len(rows), 256)
@@ -71,16 +90,28 @@ class Index:
 
     # ---- orders -----------------------------------------------------------------------------------
 
-    def number(self, space: Space) -> int:
-        """The number of a space, given to it now if it has none."""
+    def _number(self, space: Space) -> int:
+        """The number of a space, given to it now if it has none. It must hold something soon."""
         number = self._numbers.get(space.digest)
         if number is None:
-            number = len(self.spaces)
-            self.spaces.append(space)
-            self.space_bytes.append(0)
-            self._rows.append({})
-            self._numbers[space.digest] = number
+            if not self._free_numbers:
+                self._free_numbers.append(len(self.spaces))
+                self.spaces.append(None)
+                self.space_bytes.append(0)
+                self._rows.append({})
+            number = self._numbers[space.digest] = self._free_numbers.pop()
+            self.spaces[number] = space
         return number
+
+    def _forget_if_empty(self, number: int) -> None:
+        """A space that holds nothing is no more: clients name as many as they like."""
+        space = self.spaces[number]
+        if space is not None and not self._rows[number]:
+            assert not self.space_bytes[number], f"space {number} holds nothing, counted {self.space_bytes[number]} bytes"
+            del self._numbers[space.digest]
+            self.spaces[number] = None
+            self._rows[number] = {}  # one that was large stays so
+            self._free_numbers.append(number)
 
     def next_tick(self) -> int:
         self.tick += 1
@@ -109,7 +140,7 @@ class Index:
 
     def put(self, batch: Batch, *, used: int) -> None:
         """Takes in the values of a batch. One that is known already has moved here, and stays as warm as it was."""
-        number, columns, entries = self.number(batch.space), self.columns, batch.entries
+        number, columns, entries = self._number(batch.space), self.columns, batch.entries
         known, keys = self._rows[number], batch.keys()
         spare = columns.take(sum(key not in known for key in keys))
         fresh = rows = np.array(spare, dtype=np.int64)
@@ -136,38 +167,62 @@ class Index:
         if not len(rows):
             return
         self.settle_uses()  # while there is still a way from those that were used to what they stand on
+        numbers = self.columns.space[rows]
+        for key, number in zip(split(self.columns.key[rows]), numbers.tolist(), strict=True):
+            del self._rows[number][key]
+        self._let_go(rows)
+        for number in np.unique(numbers).tolist():
+            self._forget_if_empty(number)
+
+    def _let_go(self, rows: Rows) -> None:
         self._count(rows, -1)
         self.num_values -= len(rows)
-        for row, number in zip(rows.tolist(), self.columns.space[rows].tolist(), strict=True):
-            del self._rows[number][self.columns.key[row].tobytes()]
         self.columns.give(rows)
 
     def erase(self, digest: bytes, keys: list[bytes], as_of: list[int]) -> int:
         """Forgets the values of these keys that were written before; returns how many there were."""
-        known, seq = self.rows_of(digest), self.columns.seq
-        rows = {known[key] for key, before in zip(keys, as_of, strict=True) if key in known and seq[known[key]] < before}
-        self.remove(np.array(sorted(rows), dtype=np.int64))
-        return len(rows)
-
-    def clear(self, digest: bytes, as_of: int) -> int:
-        """Forgets every value of a space that was written before; returns how many there were."""
-        rows = np.fromiter(self.rows_of(digest).values(), np.int64)
-        rows = rows[self.columns.seq[rows] < as_of]
+        known = self.rows_of(digest)
+        there = [(known[key], before) for key, before in zip(keys, as_of, strict=True) if key in known]
+        rows, before = np.array(there, np.int64).reshape(-1, 2).T
+        rows = np.unique(rows[self.columns.seq[rows] < before])
         self.remove(rows)
         return len(rows)
+
+    def clear(self, digest: bytes, as_of: int) -> Iterator[None]:
+        """Forgets every value of a space that was written before, a slice at a time: the lock may be given back in between.
+
+        From the first slice on nobody finds any of them. Until the last one, no value may be written, and none won back.
+        """
+        number = self._numbers.get(digest)
+        if number is None:
+            return
+        known, self._rows[number] = self._rows[number], {}
+        left = iter(known.values())
+        while len(rows := np.fromiter(islice(left, _SLICE), np.int64)):
+            later = self.columns.seq[rows] >= as_of
+            if later.any():
+                self._rows[number].update(zip(split(self.columns.key[rows[later]]), rows[later].tolist(), strict=True))
+            self._let_go(rows[~later])
+            yield
+        while known:  # its keys are given back to the machine bit by bit, too
+            deque(islice(iter(known.popitem, None), min(_SLICE, len(known))), maxlen=0)
+            yield
+        self._forget_if_empty(number)
 
     def load(self, spaces: list[Space], columns: dict[str, npt.NDArray[Any]], tick: int) -> bool:
         """Takes over the rows of a snapshot; whether no key came twice. Only for an index that holds nothing yet."""
         self.columns.fill(columns)
         self.tick, self.num_values = tick, self.columns.capacity
         for space in spaces:
-            self.number(space)
+            self._number(space)
         order = np.argsort(self.columns.space, kind="stable")
         cuts = np.searchsorted(self.columns.space[order], np.arange(len(spaces) + 1))
         for number in range(len(spaces)):
             rows = order[cuts[number] : cuts[number + 1]]
             self._rows[number] = dict(zip(split(self.columns.key[rows]), rows.tolist(), strict=True))
         self._count(np.arange(self.num_values), +1)
+        for number in range(len(spaces)):
+            self._forget_if_empty(number)
         return sum(map(len, self._rows)) == self.num_values
 
     def _count(self, rows: Rows, sign: int) -> None:
@@ -196,6 +251,7 @@ class Index:
         for number, size in enumerate(self.space_bytes):
             held = int(sizes[columns.space[rows] == number].sum())
             assert held == size, f"space {number} holds {held} bytes, counted {size}"
+            assert (self.spaces[number] is None) == (not self._rows[number]), f"space {number}: {len(self._rows[number])} values"
             for key, row in self._rows[number].items():
                 assert columns.key[row].tobytes() == key and columns.space[row] == number, f"row {row} is another value's"
                 above = self._rows[number].get(columns.parent[row].tobytes())

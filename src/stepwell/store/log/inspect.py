@@ -16,7 +16,7 @@ from stepwell.base.errors import ConfigError, StoreError
 from stepwell.store.log import superblock
 from stepwell.store.log.check import CheckReport, check, lost_files
 from stepwell.store.log.disk import Disk
-from stepwell.store.log.opening import LOCK_NAME, holder, open_directory, state_of, without_superblock
+from stepwell.store.log.opening import holder, must_be_plausible, open_directory, state_of, without_superblock
 from stepwell.store.log.probe import Direct
 from stepwell.store.log.recovery import Recovered, recover
 from stepwell.store.log.segments import number_of
@@ -27,7 +27,7 @@ from stepwell.store.log.state import LogState
 def owner(directory: Path, disk: Disk) -> str | None:
     """Which process has a directory open, in words; None when none has."""
     try:
-        return (holder(disk, directory) or "another process") if disk.is_locked(directory / LOCK_NAME) else None
+        return (holder(disk, directory) or "another process") if disk.is_locked(directory) else None
     except OSError as error:
         raise _unreadable(directory, error) from error
 
@@ -44,6 +44,7 @@ def _look(directory: Path, disk: Disk) -> tuple[LogState, Recovered]:
             lost = directory.is_dir() and any(map(number_of, disk.names(directory)))
             raise ConfigError(without_superblock(directory) if lost else f"there is no log store in {directory}")
         found = recover(disk, directory, block)
+        must_be_plausible(directory, found)
         return state_of(disk, directory, block, found), found
     except OSError as error:
         raise _unreadable(directory, error) from error
@@ -69,12 +70,14 @@ def check_directory(directory: Path, disk: Disk, on_progress: Callable[[int], No
         report = check(state, on_progress)
     except OSError as error:
         raise _unreadable(directory, error) from error
-    open_elsewhere = owner(directory, disk) is not None  # and renaming files while we looked for them
-    return replace(report, damage=(*lost_files(found, segments=not open_elsewhere), *report.damage))
+    lost = lost_files(found)
+    if lost and owner(directory, disk) is not None:  # and renaming files while we looked for them: what is lost is so still
+        lost = [one for one in lost_files(_look(directory, disk)[1]) if one in lost]
+    return replace(report, damage=(*lost, *report.damage))
 
 
 def repair_directory(directory: Path, disk: Disk, on_progress: Callable[[int], None]) -> CheckReport:
-    """Checks, and drops what is damaged for good, so that the rest serves. Returns what was found.
+    """Checks, and drops what is damaged for good, so that the rest serves. Returns what was found, and what of it is left.
 
     Raises ConfigError where there is no store, StoreError when another process has it open or the disk fails.
     """
@@ -84,4 +87,5 @@ def repair_directory(directory: Path, disk: Disk, on_progress: Callable[[int], N
             report = store.repair(on_progress)
     except OSError as error:
         raise StoreError(f"the log store in {directory} could not be repaired: {error}") from error
-    return replace(report, damage=(*lost_files(found), *report.damage))
+    left = (*lost_files(_look(directory, disk)[1]), *report.left)
+    return replace(report, damage=(*lost_files(found), *report.damage), left=left)

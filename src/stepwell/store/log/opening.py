@@ -14,20 +14,21 @@ from pathlib import Path
 from stepwell.base.clock import Clock
 from stepwell.base.errors import ConfigError, StoreError
 from stepwell.base.units import parse_bytes
-from stepwell.store.log import snapshot, superblock
+from stepwell.store.log import sealed, snapshot, superblock
 from stepwell.store.log.budget import choose
 from stepwell.store.log.disk import Disk
 from stepwell.store.log.forks import watch
+from stepwell.store.log.locking import LOCK_NAME, DirectoryLock
 from stepwell.store.log.probe import Direct
 from stepwell.store.log.recovery import Recovered, recover
 from stepwell.store.log.saving import save_snapshot
+from stepwell.store.log.sealed import Sealed
 from stepwell.store.log.segments import NUMBERS_END, Segments, State, number_of
 from stepwell.store.log.state import LogState
 from stepwell.store.log.store import LogStore
 from stepwell.store.log.superblock import Superblock
 from stepwell.store.registry import Opening
 
-LOCK_NAME = "lock"
 _QUOTA = "quota."
 
 
@@ -59,17 +60,18 @@ def open_directory(
     disk: Disk | None = None,
 ) -> LogStore:
     """Opens a directory for this process, and makes it if there is none. Raises like `open_log`."""
-    disk = disk or Disk()
+    disk, directory = disk or Disk(), directory.absolute()  # whoever changes the working directory takes nothing with it
     try:
-        lock_fd = take_lock(disk, directory)
+        lock = take_lock(disk, directory)
         try:
             block = _settle(disk, directory, budget_bytes, segment_bytes, quotas or {})
             found = recover(disk, directory, block)
-            _check_numbers(directory, found)
+            must_be_plausible(directory, found)
             state = state_of(disk, directory, block, found)
+            state.directory_lock = lock
             try:
                 _tidy(state, found.doubtful)
-                store = LogStore(state, lock_fd, direct=direct, clock=clock)
+                store = LogStore(state, direct=direct, clock=clock)
                 if found.last_number > max((segment.id for segment in found.segments), default=0):
                     save_snapshot(state)  # the last segment was lost: forget what lay there, before anything new is remembered
                 watch(store)
@@ -78,7 +80,7 @@ def open_directory(
                 state.segments.close_all()
                 raise
         except BaseException:
-            disk.close(lock_fd)
+            lock.close()
             raise
     except OSError as error:
         raise StoreError(f"the log store in {directory} cannot be opened: {error}") from error
@@ -91,14 +93,14 @@ def without_superblock(directory: Path) -> str:
     )
 
 
-def take_lock(disk: Disk, directory: Path) -> int:
-    """The descriptor that holds the lock. Raises StoreError when another process has the directory open."""
+def take_lock(disk: Disk, directory: Path) -> DirectoryLock:
+    """Raises StoreError when another process has the directory open."""
     disk.make_directory(directory)
-    fd = disk.lock(directory / LOCK_NAME)
-    if fd is None:
+    lock = disk.lock(directory)
+    if lock is None:
         owner = holder(disk, directory) or "another process"
         raise StoreError(f"{directory} is open in {owner}; close it there, or give this one a directory of its own")
-    return fd
+    return lock
 
 
 def holder(disk: Disk, directory: Path) -> str | None:
@@ -147,8 +149,11 @@ def _settle(
     return block
 
 
-def _check_numbers(directory: Path, found: Recovered) -> None:
-    """Numbers that no log reaches by itself leave none for what comes next."""
+def must_be_plausible(directory: Path, found: Recovered) -> None:
+    """Raises StoreError for numbers that no log reaches by itself: they would leave none for what comes next."""
+    if found.strays:
+        names = ", ".join(found.strays[:3])
+        raise StoreError(f"{directory} holds {names}, with an impossible number: not a segment of this log store; move it away")
     if max(found.last_number, found.next_seq) >= NUMBERS_END // 2:
         raise StoreError(
             f"{directory} has a segment or a batch with an impossible number ({found.last_number}, {found.next_seq}); "
@@ -162,7 +167,8 @@ def state_of(disk: Disk, directory: Path, block: Superblock, found: Recovered) -
     budget = choose(block.budget_bytes, block.segment_bytes)
     state = LogState(
         disk=disk, directory=directory, budget=budget, seed=block.seed, quotas=block.quotas, index=found.index,
-        marks=found.marks, segments=segments, next_seq=found.next_seq, settled=found.believed,
+        revoked=found.revoked, sealed=found.sealed or Sealed(), segments=segments, next_seq=found.next_seq,
+        settled=found.believed,
     )  # fmt: skip
     state.counters.add("recovered_values", found.index.num_values)
     state.counters.add("recovered_batches", found.batches_read)
@@ -173,7 +179,7 @@ def state_of(disk: Disk, directory: Path, block: Superblock, found: Recovered) -
 def _tidy(state: LogState, doubtful: set[int]) -> None:
     """Takes away what a crash left half done, makes the rest last, and finds the segment to go on with."""
     for name in state.disk.names(state.directory):
-        if name.endswith(".new") and name.removesuffix(".new") in (snapshot.NAME, superblock.NAME):
+        if name.endswith(".new") and name.removesuffix(".new") in (snapshot.NAME, sealed.NAME, superblock.NAME):
             state.disk.unlink(state.directory / name)
     segments = state.segments
     for number in doubtful:  # what was read there may be in the machine's memory only

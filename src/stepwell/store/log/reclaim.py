@@ -13,7 +13,6 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -23,8 +22,9 @@ from stepwell.store.log.carrying import Carrier, Load
 from stepwell.store.log.choosing import NO_ROWS, Choice, choose
 from stepwell.store.log.columns import Rows
 from stepwell.store.log.disk import BLOCK_BYTES
-from stepwell.store.log.format import ENTRY_BYTES
-from stepwell.store.log.marks import Mark
+from stepwell.store.log.format import ENTRY_BYTES, Batch
+from stepwell.store.log.marks import Group, needed
+from stepwell.store.log.saving import save_sealed, tidy_sealed
 from stepwell.store.log.segments import Segment, State
 from stepwell.store.log.state import LogState
 
@@ -41,6 +41,7 @@ class Reclaim:
         self._carrier = Carrier(state, appender)
         self._disk_full_at: int | None = None  # as many segments as there were when the disk had no room for another
         self._patience = 0
+        self._read_last: tuple[Segment, list[Batch]] | None = None  # a segment and its marks: plans ask for them again and again
         self._promised = 0  # segments that may exist, however many values and marks come before the active one is full
         self._credit = MIN_SEGMENTS  # how often a segment may be won that wins no room: no more often than others in the long run
 
@@ -75,8 +76,9 @@ class Reclaim:
         """
         state = self._state
         for segment in state.segments.sealed():
-            if not state.index.live_bytes.get(segment.id) and not self._needed(segment):
+            if not state.index.live_bytes.get(segment.id) and not self._has_needed(segment):
                 self._free(segment)
+        tidy_sealed(state)
         while len(state.segments.table) > state.max_segments and self._shrink():
             pass
         if state.budget.left_beside(len(state.segments.table), state.snapshot_bytes()) < 0:
@@ -88,10 +90,10 @@ class Reclaim:
                 if error.errno not in NO_ROOM_ERRNOS:
                     raise
 
-    def move(self, segment: Segment, rows: Rows, marks: Sequence[Mark]) -> bool:
+    def move(self, segment: Segment, rows: Rows) -> bool:
         """Copies some of a segment to the active one. False, and nothing copied, when that one had to give way to another first:
         what was to be moved may be elsewhere by then. Raises OSError."""
-        load = self._carrier.load(rows, marks)
+        load = self._carrier.load(rows, [])
         if load.size_bytes > self._carrier.room:
             self.next_segment()
             return False
@@ -103,9 +105,7 @@ class Reclaim:
         state, columns = self._state, self._state.index.columns
         with state.lock:
             for number in np.unique(columns.segment[rows]).tolist():
-                gone = rows[columns.segment[rows] == number]
-                state.segments.table[number].ghosts += len(gone)
-                state.ghosts.add(number, columns.key[gone])
+                state.ghosts.add(state.segments.table[number], state.index, rows[columns.segment[rows] == number])
             state.counters.add("dropped_values", len(rows))
             state.counters.add("dropped_bytes", int(columns.length[rows].sum()))
             state.index.remove(rows)
@@ -131,6 +131,8 @@ class Reclaim:
         A disk that was full is asked again now and then, while there still is a free segment.
         """
         state, before = self._state, self._state.active
+        if state.segments.table and self._at_hand():
+            save_sealed(state)
         with state.lock:
             self._patience -= 1
             idle, again = self._idle(), self._disk_full_at is not None and self._patience <= 0
@@ -176,6 +178,7 @@ class Reclaim:
             return False
         if self._carrier.room < state.budget.carry_bytes and len(state.segments.sealed()) > 1:
             return self._activate()
+        save_sealed(state)
         with state.lock:
             self._forget(idle[0])
             state.segments.unlink(idle[0])
@@ -183,7 +186,6 @@ class Reclaim:
 
     def _forget(self, segment: Segment) -> None:
         """The bytes of a segment are about to go, and all that was remembered because of them."""
-        self._state.marks.forget(segment.id)
         self._state.ghosts.forget(segment.id)
 
     # ---- winning one back -------------------------------------------------------------------------
@@ -205,6 +207,7 @@ class Reclaim:
         self.give_up(choice.drop)
         self._carrier.carry(segment, load)
         self._free(segment)
+        self._read_last = None
         with state.lock:  # those who found something in it before; nobody new will
             state.lock.wait_for(lambda: not segment.pins, _READERS_WAIT_S)
 
@@ -241,13 +244,21 @@ class Reclaim:
 
     def _marks_bytes(self, segment: Segment, *, exactly: bool) -> int:
         """What the marks take up that must be carried out of a segment; when not exactly, it may be less."""
-        count = len(self._needed(segment)) if exactly else self._state.marks.num_within(segment.id)
+        count = 0 if exactly and not self._has_needed(segment) else segment.marks
         return count * ENTRY_BYTES + BLOCK_BYTES * (count > 0)
 
-    def _needed(self, segment: Segment) -> list[Mark]:
+    def _has_needed(self, segment: Segment) -> bool:
+        """Whether a segment may have marks that must outlive it. Reads nothing."""
+        return bool(segment.marks) and segment.newest_mark > self._state.segments.oldest_elsewhere(segment)
+
+    def _needed(self, segment: Segment) -> list[Group]:
+        """The marks of a segment that must outlive it, read from there."""
         state = self._state
-        within = state.marks.within(segment.id)
-        return state.marks.needed(segment.id, state.segments.oldest_elsewhere(segment)) if within else []
+        if not self._has_needed(segment):
+            return []
+        if self._read_last is None or self._read_last[0] is not segment:
+            self._read_last = (segment, self._carrier.marks_in(segment))
+        return needed(self._read_last[1], state.segments.others(segment))
 
     def _unread(self) -> list[Segment]:
         """The full segments that nobody reads, waited for if there are none."""

@@ -8,21 +8,26 @@ not believed was never acknowledged; it is revoked with the next write, so that 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-from stepwell.store.log import snapshot
+from stepwell.store.log import sealed, snapshot
 from stepwell.store.log.disk import Disk
 from stepwell.store.log.format import Batch, Kind, split
 from stepwell.store.log.index import Index
-from stepwell.store.log.marks import Marks, revoked_by
+from stepwell.store.log.marks import revoked_by
 from stepwell.store.log.scan import Gap, scan
-from stepwell.store.log.segments import NOTHING_YET, Segment, path_of
+from stepwell.store.log.sealed import Sealed
+from stepwell.store.log.segments import NOTHING_YET, Segment, name_of, path_of
 from stepwell.store.log.segments import number_of as segment_number
 from stepwell.store.log.superblock import Superblock
 from stepwell.store.seal import Verdict, verify
+
+_BYTES_OF_ROWS = 2  # at most, for a byte of segments: a row is hardly larger than the entry in a header that it is made of
+_MOST_AHEAD = 2**32  # how far the number of an empty segment may be from the ones before
 
 
 @dataclass(slots=True, kw_only=True)
@@ -30,7 +35,7 @@ class Recovered:
     """What was found. Batches after `believed` and before `next_seq` must be revoked before anything else is settled."""
 
     index: Index = field(default_factory=Index)
-    marks: Marks = field(default_factory=Marks)
+    revoked: list[range] = field(default_factory=list)  # numbers of batches that must not be believed
     segments: list[Segment] = field(default_factory=list)
     next_seq: int = 1
     settled: int = 0
@@ -41,7 +46,9 @@ class Recovered:
     from_snapshot: bool = False
     snapshot_broken: bool = False  # there is a file, but it cannot be used
     last_number: int = 0  # the highest that any segment had, as far as anybody remembers
-    gone: list[snapshot.Extent] = field(default_factory=list)  # segments that nothing since the snapshot explains the loss of
+    sealed: Sealed | None = None  # the list of segments; None when there is none
+    gone: list[snapshot.Extent] = field(default_factory=list)  # segments that should be there
+    strays: list[str] = field(default_factory=list)  # files with numbers that no log reaches by itself
 
 
 @dataclass(slots=True)
@@ -50,10 +57,16 @@ class _Found:
     size: int = 0
     items: list[Batch | Gap] = field(default_factory=list)
 
+    @property
+    def holds_batches(self) -> bool:
+        return any(isinstance(item, Batch) for item in self.items)
+
 
 def recover(disk: Disk, directory: Path, block: Superblock, *, use_snapshot: bool = True) -> Recovered:
     """Everything that counts in a directory. Raises OSError only where the disk itself does."""
-    content = snapshot.read(disk, directory) if use_snapshot else None
+    most_bytes = _BYTES_OF_ROWS * len(disk.names(directory)) * block.segment_bytes
+    listed = sealed.read(disk, directory, seed=block.seed, segment_bytes=block.segment_bytes)
+    content = snapshot.read(disk, directory, seed=block.seed, most_bytes=most_bytes) if use_snapshot else None
     numbers = sorted(filter(None, map(segment_number, disk.names(directory))))  # later: what it names may have gone since
     shot = snapshot.decode(content, seed=block.seed, segment_bytes=block.segment_bytes) if content else None
     result = Recovered()
@@ -63,38 +76,52 @@ def recover(disk: Disk, directory: Path, block: Superblock, *, use_snapshot: boo
     extents = {extent.id: extent for extent in shot.extents} if shot is not None else {}
     found = [_find(disk, directory, block, number, shot, extents.get(number)) for number in numbers]
     found = [one for one in found if one.size >= 0]
-    result.last_number = max([0, *numbers, *([shot.last_number] if shot is not None else [])])
+    remembered = [*([shot.last_number] if shot is not None else []), *([listed.last_number] if listed is not None else [])]
+    reached = max([0, *remembered, *(one.segment.id for one in found if one.holds_batches)])
+    result.strays = [name_of(one.segment.id) for one in found if one.segment.id > reached + _MOST_AHEAD]
+    found = [one for one in found if one.segment.id <= reached + _MOST_AHEAD]
+    result.last_number = max([reached, *(one.segment.id for one in found)])
     batches = [item for one in found for item in one.items if isinstance(item, Batch)]
     result.batches_read = len(batches)
-    if not batches and extents.keys() >= set(numbers):  # nothing was written since, so nothing was written over
-        result.gone = _gone(shot, set(numbers)) if shot is not None else []
+    nothing_since = not batches and extents.keys() >= set(numbers)
+    result.sealed, result.gone = listed, _gone(shot, listed, set(numbers), nothing_since=nothing_since)
     result.next_seq = max([result.next_seq, *(batch.seq + 1 for batch in batches)])
     result.settled = max([result.settled, *(batch.settled for batch in batches)])
-    revoked = result.marks.revoked()
-    revoked += [revoked_by(key) for batch in batches if batch.kind is Kind.REVOKE for key in split(batch.entries["key"])]
+    revoked = [*result.revoked, *(numbers for batch in batches for numbers in revoked_by(batch))]
     result.believed = result.settled
+    by_number = {one.segment.id: one.segment for one in found}
     for one in found:
-        _replay(disk, directory, result, one, revoked)
+        _replay(disk, directory, result, one, revoked, by_number)
         result.segments.append(one.segment)
+    for extent in listed.extents if listed is not None else ():
+        if (segment := by_number.get(extent.id)) is not None:  # as far as it was written, whatever is left of that
+            segment.end, segment.first_seq = max(segment.end, extent.end), min(segment.first_seq, extent.first_seq)
     return result
 
 
 def _load(result: Recovered, shot: snapshot.Snapshot, numbers: list[int]) -> bool:
     """Takes over a snapshot, without what lay in segments that are gone; False when it contradicts itself."""
-    known = set(numbers)
     there = np.isin(shot.columns["segment"], np.array(numbers, np.int64))
     columns = shot.columns if there.all() else {name: column[there] for name, column in shot.columns.items()}
     result.next_seq, result.settled, result.from_snapshot = shot.next_seq, shot.settled, True
-    for mark in shot.marks:
-        if mark.segment in known:
-            result.marks.add(mark)
+    result.revoked = list(shot.revoked)
     return result.index.load(shot.spaces, columns, shot.tick)
 
 
-def _gone(shot: snapshot.Snapshot, there: set[int]) -> list[snapshot.Extent]:
-    """Segments that are not there, but held something that counts."""
-    used = {*np.unique(shot.columns["segment"]).tolist(), *(mark.segment for mark in shot.marks)}
-    return [extent for extent in shot.extents if extent.id in used - there]
+def _gone(
+    shot: snapshot.Snapshot | None, listed: Sealed | None, there: set[int], *, nothing_since: bool
+) -> list[snapshot.Extent]:
+    """Segments that are not there, but should be.
+
+    All that the list names. Of those a snapshot names, and that held something that counts, the ones that are newer than the
+    list; without a list all of them, as long as nothing was written since the snapshot, and so nothing was written over.
+    """
+    gone = {extent.id: extent for extent in listed.extents if extent.id not in there} if listed is not None else {}
+    if shot is not None and (nothing_since or (listed is not None and listed.usable)):
+        used, known = set(np.unique(shot.columns["segment"]).tolist()), listed.last_number if listed is not None else 0
+        missing = [extent for extent in shot.extents if extent.id not in there and extent.id > known]
+        gone |= {extent.id: extent for extent in missing if extent.id in used or extent.marks}
+    return [gone[number] for number in sorted(gone)]
 
 
 def _find(
@@ -104,7 +131,10 @@ def _find(
     start = 0
     segment = Segment(id=number, first_seq=NOTHING_YET, end=0)
     if extent is not None:
-        segment = Segment(id=number, first_seq=extent.first_seq, end=extent.end, ghosts=extent.ghosts)
+        segment = Segment(
+            id=number, first_seq=extent.first_seq, end=extent.end, last_seq=extent.last_seq, ghosts=extent.ghosts,
+            marks=extent.marks, newest_mark=extent.newest_mark,
+        )  # fmt: skip
         start = extent.end
     one = _Found(segment)
     if shot is not None and number < shot.segment:
@@ -122,7 +152,9 @@ def _find(
     return one
 
 
-def _replay(disk: Disk, directory: Path, result: Recovered, one: _Found, revoked: list[range]) -> None:
+def _replay(
+    disk: Disk, directory: Path, result: Recovered, one: _Found, revoked: list[range], segments: Mapping[int, Segment]
+) -> None:
     """Applies the batches of a segment that count. Segments come in order, so batches do."""
     gap: Gap | None = None
     for item in one.items:
@@ -141,13 +173,22 @@ def _replay(disk: Disk, directory: Path, result: Recovered, one: _Found, revoked
         if gap is not None:
             result.damage.append(gap)
             gap = None
-        apply(result.index, result.marks, item)
-        one.segment.end = item.end
-        one.segment.first_seq = min(one.segment.first_seq, item.seq)
+        _note_moves(result.index, item, segments)
+        for _ in apply(result.index, item):
+            pass
+        result.revoked += revoked_by(item)
+        one.segment.note(item)
 
 
-def apply(index: Index, marks: Marks, batch: Batch) -> None:
-    """What a batch says, done to the index. The same for a batch just written and for one read again."""
+def _note_moves(index: Index, batch: Batch, segments: Mapping[int, Segment]) -> None:
+    """Values that a batch holds again were copied there: the bytes they had before stay where they are."""
+    known = index.rows_of(batch.space.digest) if batch.kind is Kind.PUT else {}
+    for key in known.keys() & batch.keys() if known else ():
+        segments[int(index.columns.segment[known[key]])].ghosts += 1
+
+
+def apply(index: Index, batch: Batch) -> Iterator[None]:
+    """What a batch says, done to the index, in one step or, a clear, in many. The same when it is written and when it is read."""
     if batch.kind is Kind.PUT:
         index.put(batch, used=index.next_tick())
         index.note_use(batch.space.digest, set(split(batch.entries["parent"])).difference(split(batch.entries["key"])))
@@ -155,9 +196,7 @@ def apply(index: Index, marks: Marks, batch: Batch) -> None:
     if batch.kind is Kind.DELETE:
         index.erase(batch.space.digest, batch.keys(), batch.entries["as_of"].tolist())
     elif batch.kind is Kind.CLEAR:
-        index.clear(batch.space.digest, max(batch.entries["as_of"].tolist(), default=0))
-    if batch.kind is not Kind.FILLER:
-        marks.take(batch)
+        yield from index.clear(batch.space.digest, max(batch.entries["as_of"].tolist(), default=0))
 
 
 def _whole(disk: Disk, directory: Path, batch: Batch) -> bool:

@@ -11,10 +11,11 @@ from itertools import groupby
 import numpy as np
 
 from stepwell.store.log.check import HEADER_DAMAGED, Damage
-from stepwell.store.log.choosing import NO_ROWS
 from stepwell.store.log.disk import BLOCK_BYTES
 from stepwell.store.log.format import ENTRY, NO_SPACE, Batch, Kind, footprint, write_header
+from stepwell.store.log.recovery import recover
 from stepwell.store.log.state import LogState
+from stepwell.store.log.superblock import Superblock
 from stepwell.store.log.writing import Writer
 
 
@@ -26,21 +27,23 @@ def repair(state: LogState, writer: Writer, damage: Sequence[Damage]) -> None:
         assert of_space[0].space is not None, f"a value of no space: {digest!r}"
         writer.erase(of_space[0].space, [one.key for one in of_space if one.key is not None])
     for number in {one.segment for one in damage if one.key is None}:
-        _move_marks(state, writer, number)
         _move_values(state, writer, number, [one for one in damage if one.segment == number and one.reason == HEADER_DAMAGED])
+    if any(one.key is None for one in damage):
+        _mark_anew(state, writer)
     writer.settle()
     for one in damage:
         if one.key is None:
             _fill(state, one)
 
 
-def _move_marks(state: LogState, writer: Writer, number: int) -> None:
-    """Copies all marks of a segment elsewhere: which of them stand in damaged headers, nobody knows."""
-    marks, at_once = state.marks.within(number), max(1, state.budget.carry_bytes // (2 * BLOCK_BYTES))
-    while marks and (segment := state.segments.table.get(number)) is not None:
-        still_there = set(state.marks.within(number))
-        if writer.reclaim.move(segment, NO_ROWS, [mark for mark in marks[:at_once] if mark in still_there]):
-            marks = marks[at_once:]
+def _mark_anew(state: LogState, writer: Writer) -> None:
+    """Deletes once more what would come back without the saved index: a damaged header may be that of a delete or a clear."""
+    budget = state.budget
+    block = Superblock(budget_bytes=budget.total_bytes, segment_bytes=budget.segment_bytes, seed=state.seed)
+    anew = recover(state.disk, state.directory, block, use_snapshot=False).index
+    for space in filter(None, list(anew.spaces)):
+        known = state.index.rows_of(space.digest)
+        writer.mark_deleted(space, [key for key in anew.rows_of(space.digest) if key not in known])
 
 
 def _move_values(state: LogState, writer: Writer, number: int, values: Sequence[Damage]) -> None:
@@ -54,7 +57,7 @@ def _move_values(state: LogState, writer: Writer, number: int, values: Sequence[
             return
         sizes = np.cumsum(footprint(columns.length[rows]))
         few = max(1, int(np.searchsorted(sizes, state.budget.carry_bytes // 3)))
-        writer.reclaim.move(segment, rows[:few], [])
+        writer.reclaim.move(segment, rows[:few])
 
 
 def _digest(one: Damage) -> bytes:

@@ -1,9 +1,14 @@
-"""When the index is saved, and how: within the budget, and never at the price of the log. Only for the writer."""
+"""When the index and the list of segments are saved, and how: within the budget, never at the price of the log.
+
+Only for the writer.
+"""
 
 from __future__ import annotations
 
-from stepwell.store.log import snapshot
+from stepwell.store.log import sealed, snapshot
 from stepwell.store.log.disk import replace_file
+from stepwell.store.log.sealed import Sealed
+from stepwell.store.log.segments import NOTHING_YET, Segment, State
 from stepwell.store.log.snapshot import Extent
 from stepwell.store.log.state import LogState
 
@@ -12,6 +17,7 @@ from stepwell.store.log.state import LogState
 _MOST_BATCHES = 20_000
 _MOST_VALUES = 100_000
 _PART_OF_ALL = 4
+_PART_OF_SEGMENT = 4  # of what was written to a segment, the list of segments may cost at most
 
 
 def due(state: LogState, *, batches: int, values: int) -> bool:
@@ -24,9 +30,12 @@ def save_snapshot(state: LogState) -> bool:
     with state.lock:
         table = state.segments.table
         last = state.active.id if state.active is not None else max(table, default=0)  # a failed creation may have left others
-        extents = [Extent(id=s.id, first_seq=s.first_seq, end=s.end, ghosts=s.ghosts) for s in table.values()]
+        oldest = min((segment.first_seq for segment in table.values()), default=0)
+        if all(segment.first_seq < NOTHING_YET for segment in table.values()):  # else nobody knows how old what is there is
+            state.revoked = [numbers for numbers in state.revoked if numbers.stop > oldest]
+        extents = [_extent(segment) for segment in table.values()]
         pieces = snapshot.encode(
-            state.index, state.marks, extents, active=last, next_seq=state.next_seq,
+            state.index, state.revoked, extents, active=last, next_seq=state.next_seq,
             settled=state.settled,
         )  # fmt: skip
     snapshot.sign(pieces, seed=state.seed)
@@ -44,3 +53,44 @@ def save_snapshot(state: LogState) -> bool:
         return False
     state.counters.add("snapshots")
     return True
+
+
+def _extent(segment: Segment) -> Extent:
+    return Extent(
+        id=segment.id, first_seq=segment.first_seq, end=segment.end, last_seq=segment.last_seq, ghosts=segment.ghosts,
+        marks=segment.marks, newest_mark=segment.newest_mark,
+    )  # fmt: skip
+
+
+def save_sealed(state: LogState) -> None:
+    """Lists all segments that are not free. Comes before one is written over or removed, and when one is full.
+
+    Where that cannot be done, there is no list. Raises OSError when an old one names what is free now, and cannot be removed.
+    """
+    listed = [segment for segment in state.segments.table.values() if segment.state is not State.FREE]
+    fresh = Sealed(
+        turn=state.sealed.turn + 1,
+        last_number=state.segments.last_number,
+        extents=tuple(map(_extent, listed)),
+    )
+    room = sealed.slot_bytes(state.budget.most_segments)
+    try:
+        if fresh.size_bytes <= min(room, state.budget.segment_bytes // _PART_OF_SEGMENT):
+            sealed.write(state.disk, state.directory, fresh, seed=state.seed, room=room)
+            state.sealed = fresh
+            return
+    except OSError:
+        state.counters.add("sealed_failed")
+    if not {extent.id for extent in state.sealed.extents} <= {segment.id for segment in listed}:
+        if state.disk.file_size(state.directory / sealed.NAME) is not None:
+            state.disk.unlink(state.directory / sealed.NAME)
+            state.disk.sync_directory(state.directory)
+        state.sealed = Sealed(turn=fresh.turn)
+
+
+def tidy_sealed(state: LogState) -> None:
+    """After opening: a list that cannot be used, or takes up more than it may, makes way for another. Raises OSError."""
+    size = state.disk.file_size(state.directory / sealed.NAME)
+    if size is not None and (size != 2 * sealed.slot_bytes(state.budget.most_segments) or not state.sealed.usable):
+        state.disk.unlink(state.directory / sealed.NAME)
+        save_sealed(state)

@@ -10,11 +10,14 @@ A number is never given twice, also where its file was lost. Callers bring the l
 from __future__ import annotations
 
 import errno
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
 from stepwell.store.log.disk import Disk
+from stepwell.store.log.format import Batch
+from stepwell.store.log.marks import is_marks
 
 SUFFIX = ".seg"
 NOTHING_YET = 2**62  # first seq of a segment without batches
@@ -35,12 +38,22 @@ class Segment:
     id: int
     first_seq: int  # of its oldest batch
     end: int  # where the next batch would go
+    last_seq: int = 0  # of its youngest batch
     state: State = State.SEALED
     ghosts: int = 0  # values in it that were given up but would come back if it was read anew
+    marks: int = 0  # deletes, clears and revocations written in it
+    newest_mark: int = 0  # the latest `as_of` of those
     pins: int = 0  # of those who hold it
     readers: int = 0  # of those, who use its descriptors now
     fd: int = -1  # -1: closed
     direct_fd: int = -1  # -1: closed, or the file system has no direct transfers
+
+    def note(self, batch: Batch) -> None:
+        """Takes notice of a batch that was written to, or found at the end of, this segment."""
+        self.end, self.last_seq, self.first_seq = batch.end, max(self.last_seq, batch.seq), min(self.first_seq, batch.seq)
+        if is_marks(batch):
+            self.marks += len(batch.entries)
+            self.newest_mark = max(self.newest_mark, int(batch.entries["as_of"].max(initial=0)))
 
 
 def name_of(number: int) -> str:
@@ -88,9 +101,13 @@ class Segments:
             self._disk.allocate(segment.fd, self._segment_bytes)
         return self._disk.file_size(path) == self._segment_bytes
 
+    def others(self, segment: Segment) -> list[Segment]:
+        """All that still have their bytes, free ones too."""
+        return [other for other in self.table.values() if other is not segment]
+
     def oldest_elsewhere(self, segment: Segment) -> int:
-        """The first seq of any other segment that still has its bytes, free ones too."""
-        return min((other.first_seq for other in self.table.values() if other is not segment), default=NOTHING_YET)
+        """The first seq of any other segment."""
+        return min((other.first_seq for other in self.others(segment)), default=NOTHING_YET)
 
     def create(self, first_seq: int) -> Segment:
         """A new file, all of its bytes set aside. Raises OSError, and leaves nothing; what cannot be removed is free."""
@@ -112,11 +129,18 @@ class Segments:
         return segment
 
     def reuse(self, segment: Segment, first_seq: int) -> Segment:
-        """Gives the file of a free segment to a new one. Its name is safe on disk before anything is written. Raises OSError."""
+        """Gives the file of a free segment to a new one. Its name is safe on disk before anything is written.
+
+        Raises OSError. A file that somebody removed is forgotten: the next try takes another.
+        """
         assert segment.state is State.FREE and not segment.pins, f"segment {segment.id}: {segment.state} {segment.pins=}"
         self.close(segment)
         fresh = Segment(id=self._take_number(), first_seq=first_seq, end=0, state=State.ACTIVE)
-        fd = self._disk.open(path_of(self._directory, segment.id))
+        try:
+            fd = self._disk.open(path_of(self._directory, segment.id))
+        except FileNotFoundError:
+            del self.table[segment.id]
+            raise
         try:
             self._disk.allocate(fd, self._segment_bytes)  # it may have come from a crash, or a damaged directory
         finally:
@@ -127,7 +151,8 @@ class Segments:
         try:
             self._disk.sync_directory(self._directory)
         except OSError:  # a crash may still bring the old segment back: it is as old as it was, and free
-            fresh.state, fresh.first_seq, fresh.ghosts = State.FREE, segment.first_seq, segment.ghosts
+            fresh.state, fresh.ghosts = State.FREE, segment.ghosts  # its marks are elsewhere
+            fresh.first_seq, fresh.last_seq = segment.first_seq, segment.last_seq
             raise
         return fresh
 
@@ -135,7 +160,8 @@ class Segments:
         """Gives the bytes of a free segment back to the disk. Raises OSError."""
         assert segment.state is State.FREE and not segment.pins, f"segment {segment.id}: {segment.state} {segment.pins=}"
         self.close(segment)
-        self._disk.unlink(path_of(self._directory, segment.id))
+        with suppress(FileNotFoundError):  # somebody removed it already
+            self._disk.unlink(path_of(self._directory, segment.id))
         del self.table[segment.id]
         self._disk.sync_directory(self._directory)
 

@@ -1,6 +1,6 @@
 """The whole index as one file, so that opening reads it at once instead of every header in the log.
 
-    | magic, version, checksum, counts, position | spaces | segments | marks | columns, one after the other |
+    | magic, version, checksum, counts, position | spaces | segments | revoked | columns, one after the other |
 
 True as of a position in the log; what came later is read from there. Its checksum covers everything; any bytes may be
 given, and what does not verify is as good as no snapshot. Rows of segments that are gone are dropped by the reader.
@@ -20,19 +20,20 @@ import xxhash
 from stepwell.store.api import MAX_LABEL_BYTES, MAX_TENANT_BYTES, Space
 from stepwell.store.log.columns import ROW_BYTES, SHAPES, Rows
 from stepwell.store.log.disk import Disk
-from stepwell.store.log.format import Kind
 from stepwell.store.log.index import Index
-from stepwell.store.log.marks import Mark, Marks
-from stepwell.store.log.segments import NUMBERS_END
+from stepwell.store.log.segments import NOTHING_YET, NUMBERS_END
 
 NAME = "snapshot"
-VERSION = 1
+VERSION = 2
 MAGIC = b"SWsnap\0\x01"
 _HEAD = struct.Struct("<8s11Q")
 _CHECKED_FROM = 16
+_PIECE_BYTES = 4 << 20  # checked at once
+_NOTHING = memoryview(b"")
 _SPACE = np.dtype([("digest", "u1", 32), ("tenant", f"S{MAX_TENANT_BYTES}"), ("label", f"S{MAX_LABEL_BYTES}")])
-_SEGMENT = np.dtype([("id", "<u8"), ("first_seq", "<u8"), ("end", "<u8"), ("ghosts", "<u8")])
-_MARK = np.dtype([("kind", "<u4"), ("space", "<u4"), ("as_of", "<u8"), ("segment", "<u8"), ("key", "u1", 32)])
+_SEGMENT = np.dtype([(name, "<u8") for name in ("id", "first_seq", "end", "last_seq", "ghosts", "marks", "newest_mark")])
+_REVOKED = np.dtype([("start", "<u8"), ("stop", "<u8")])
+_WIDTHS = (_SPACE.itemsize, _SEGMENT.itemsize, _REVOKED.itemsize, ROW_BYTES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +43,10 @@ class Extent:
     id: int
     first_seq: int  # of its oldest batch
     end: int  # of its last batch
-    ghosts: int  # values in it that were given up: they would come back if it was read anew
+    last_seq: int = 0  # of its youngest batch
+    ghosts: int = 0  # values in it that were given up or copied elsewhere: they would come back if it was read anew
+    marks: int = 0  # deletes, clears and revocations in it
+    newest_mark: int = 0  # the latest `as_of` of those
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -54,7 +58,7 @@ class Snapshot:
     tick: int
     spaces: list[Space]
     extents: list[Extent]
-    marks: list[Mark]
+    revoked: list[range]
     columns: dict[str, npt.NDArray[Any]]
 
     @property
@@ -63,17 +67,16 @@ class Snapshot:
         return max([self.segment, int(self.columns["segment"].max(initial=0)), *(extent.id for extent in self.extents)])
 
 
-def encode(index: Index, marks: Marks, extents: list[Extent], *, active: int, next_seq: int, settled: int) -> list[memoryview]:
+def encode(
+    index: Index, revoked: list[range], extents: list[Extent], *, active: int, next_seq: int, settled: int
+) -> list[memoryview]:
     """The file's bytes, in pieces, without the checksum. Copies what it needs, so the index may change once it returns."""
     index.settle_uses()
     rows = index.columns.held()
-    spaces, numbers = _spaces(index, marks, rows)
+    spaces, renumber = _spaces(index, rows)
     offset = next((extent.end for extent in extents if extent.id == active), 0)
-    table = np.array([(e.id, e.first_seq, e.end, e.ghosts) for e in extents], _SEGMENT)
-    kept = np.zeros(len(marks), _MARK)
-    for at, mark in enumerate(marks):
-        kept[at] = (mark.kind, numbers[mark.space.digest], mark.as_of, mark.segment, np.frombuffer(mark.key, np.uint8))
-    renumber = np.array([numbers.get(space.digest, 0) for space in index.spaces], np.int32)
+    table = np.array([tuple(getattr(extent, name) for name in _SEGMENT.names or ()) for extent in extents], _SEGMENT)
+    kept = np.array([(numbers.start, numbers.stop) for numbers in revoked], _REVOKED)
     columns = {name: getattr(index.columns, name)[rows] for name in SHAPES}
     columns["space"] = renumber[columns["space"]] if len(rows) else columns["space"]
     body = [np.array(spaces, _SPACE), table, kept, *columns.values()]
@@ -90,88 +93,96 @@ def sign(pieces: list[memoryview], *, seed: int) -> None:
     struct.pack_into("<Q", pieces[0], len(MAGIC), checksum.intdigest())
 
 
-def _spaces(index: Index, marks: Marks, rows: Rows) -> tuple[list[tuple[object, ...]], dict[bytes, int]]:
-    """The spaces that still matter, renumbered."""
-    used = {index.spaces[number] for number in np.unique(index.columns.space[rows]).tolist()} | {mark.space for mark in marks}
-    order = sorted(used, key=lambda space: space.digest)
-    numbers: dict[bytes, int] = {}
-    table: list[tuple[object, ...]] = []
-    for space in order:
-        if space.digest not in numbers:
-            numbers[space.digest] = len(table)
-            table.append((np.frombuffer(space.digest, np.uint8), space.tenant.encode(), space.label.encode()))
-    return table, numbers
+def _spaces(index: Index, rows: Rows) -> tuple[list[tuple[object, ...]], npt.NDArray[np.int32]]:
+    """The spaces that hold something, and their new numbers by the old ones."""
+    used = np.unique(index.columns.space[rows]).tolist()
+    order = sorted(used, key=lambda number: index.space(number).digest)
+    renumber = np.zeros(len(index.spaces), np.int32)
+    renumber[order] = np.arange(len(order))
+    spaces = map(index.space, order)
+    return [(np.frombuffer(one.digest, np.uint8), one.tenant.encode(), one.label.encode()) for one in spaces], renumber
 
 
-def size_bytes(*, values: int, marks: int, spaces: int, segments: int) -> int:
+def size_bytes(*, values: int, revoked: int, spaces: int, segments: int) -> int:
     """Of a snapshot that holds so much."""
-    tables = spaces * _SPACE.itemsize + segments * _SEGMENT.itemsize + marks * _MARK.itemsize
-    return _HEAD.size + tables + values * ROW_BYTES
+    return _HEAD.size + sum(count * width for count, width in zip((spaces, segments, revoked, values), _WIDTHS, strict=True))
 
 
-def read(disk: Disk, directory: Path) -> bytes | None:
-    """The file's bytes; none of them where it is not as long as it says, or cannot be read. None when there is no file."""
+def read(disk: Disk, directory: Path, *, seed: int, most_bytes: int) -> memoryview | None:
+    """The file's bytes; none of them where they do not verify, are too many, or cannot be read. None when there is no file.
+
+    Nothing is believed before it is checked: a file that claims to be huge costs no more memory than a small one.
+    """
     try:
         fd = disk.open(directory / NAME, writable=False)
     except FileNotFoundError:
         return None
     except OSError:
-        return b""
+        return _NOTHING
     try:
         head = memoryview(bytearray(_HEAD.size))
         size = disk.size(fd)
-        if disk.read(fd, [head], 0) < len(head) or _claimed_bytes(head) != size:
-            return b""
+        if size > most_bytes or disk.read(fd, [head], 0) < len(head) or _claimed_bytes(head) != size:
+            return _NOTHING
+        if _checksum(disk, fd, seed) != struct.unpack_from("<Q", head, len(MAGIC))[0]:
+            return _NOTHING
         content = memoryview(bytearray(size))
-        return bytes(content[: disk.read(fd, [content], 0)])
+        return content[: disk.read(fd, [content], 0)]
     except (OSError, MemoryError):
-        return b""
+        return _NOTHING
     finally:
         disk.close(fd)
 
 
-def _claimed_bytes(content: bytes | memoryview) -> int:
+def _checksum(disk: Disk, fd: int, seed: int) -> int:
+    """Of a whole file, a piece at a time."""
+    checksum, piece, at = xxhash.xxh3_64(seed=seed), memoryview(bytearray(_PIECE_BYTES)), _CHECKED_FROM
+    while got := disk.read(fd, [piece], at):
+        checksum.update(piece[:got])
+        at += got
+    return checksum.intdigest()
+
+
+def _claimed_bytes(content: memoryview) -> int:
     """How long a snapshot says it is; 0 when it is none of ours."""
     if len(content) < _HEAD.size or content[: len(MAGIC)] != MAGIC:
         return 0
     _, _, version, _, _, _, _, _, *counts = _HEAD.unpack_from(content)
-    widths = (_SPACE.itemsize, _SEGMENT.itemsize, _MARK.itemsize, ROW_BYTES)
-    return _HEAD.size + sum(n * w for n, w in zip(counts, widths, strict=True)) if version == VERSION else 0
+    return _HEAD.size + sum(n * w for n, w in zip(counts, _WIDTHS, strict=True)) if version == VERSION else 0
 
 
-def decode(content: bytes, *, seed: int, segment_bytes: int) -> Snapshot | None:
+def decode(content: memoryview, *, seed: int, segment_bytes: int) -> Snapshot | None:
     """The snapshot in these bytes; None unless all of it verifies and belongs to this store."""
     if not content or _claimed_bytes(content) != len(content):
         return None
     _, checksum, _, segment, offset, next_seq, settled, tick, *counts = _HEAD.unpack_from(content)
-    if xxhash.xxh3_64_intdigest(memoryview(content)[_CHECKED_FROM:], seed) != checksum:
+    if xxhash.xxh3_64_intdigest(content[_CHECKED_FROM:], seed) != checksum:
         return None
     at, tables = _HEAD.size, []
-    for kind, count in zip((_SPACE, _SEGMENT, _MARK), counts, strict=False):
+    for kind, count in zip((_SPACE, _SEGMENT, _REVOKED), counts, strict=False):
         tables.append(np.frombuffer(content, kind, count, at))
         at += kind.itemsize * count
     columns = _columns(content, at, counts[3])
     try:
         spaces = [Space(digest=d.tobytes(), tenant=t.decode(), label=name.decode()) for d, t, name in tables[0]]
-        marks = [
-            Mark(kind=Kind(kind), space=spaces[space], key=key.tobytes(), as_of=int(as_of), segment=int(home))
-            for kind, space, as_of, home, key in tables[2]
-        ]
-    except (ValueError, IndexError):
+    except ValueError:
         return None
-    extents = [Extent(id=i, first_seq=f, end=e, ghosts=g) for i, f, e, g in tables[1].tolist()]
-    largest = max(segment, next_seq, settled, tick, *(n for e in extents for n in (e.id, e.ghosts)), *(m.segment for m in marks))
-    if largest >= NUMBERS_END or max([offset, *(extent.end for extent in extents)]) > segment_bytes:
+    extents = [Extent(**dict(zip(_SEGMENT.names or (), row, strict=True))) for row in tables[1].tolist()]
+    revoked = [range(start, stop) for start, stop in tables[2].tolist()]
+    numbers = [segment, next_seq, settled, tick, *(max(e.id, e.last_seq, e.ghosts, e.marks, e.newest_mark) for e in extents)]
+    if max(numbers) >= NUMBERS_END or any(extent.first_seq > NOTHING_YET for extent in extents):
         return None
-    if not _plausible(columns, len(spaces), segment_bytes, tick):
+    if max([offset, *(extent.end for extent in extents)]) > segment_bytes:
+        return None
+    if len({space.digest for space in spaces}) < len(spaces) or not _plausible(columns, len(spaces), segment_bytes, tick):
         return None
     return Snapshot(
         segment=segment, offset=offset, next_seq=next_seq, settled=settled, tick=tick, spaces=spaces, extents=extents,
-        marks=marks, columns=columns,
+        revoked=revoked, columns=columns,
     )  # fmt: skip
 
 
-def _columns(content: bytes, at: int, count: int) -> dict[str, npt.NDArray[Any]]:
+def _columns(content: memoryview, at: int, count: int) -> dict[str, npt.NDArray[Any]]:
     columns = {}
     for name, (kind, width) in SHAPES.items():
         flat = np.frombuffer(content, kind, count * max(width, 1), at).copy()

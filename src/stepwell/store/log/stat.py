@@ -37,7 +37,7 @@ class LogStat:
     values: int
     value_bytes: int
     disk_bytes: int
-    marks: int  # deletes and clears that still have to be remembered
+    marks: int  # deletes and clears in the log
     spaces: tuple[SpaceStat, ...]
     tenants: tuple[TenantStat, ...]  # those with a quota
 
@@ -58,7 +58,7 @@ def _count_spaces(index: Index) -> tuple[SpaceStat, ...]:
             disk_bytes=index.space_bytes[number],
         )
         for number, space in enumerate(index.spaces)
-        if values[number]
+        if space is not None and values[number]
     ]
     return tuple(sorted(stats, key=lambda stat: (-stat.disk_bytes, stat.digest)))
 
@@ -76,7 +76,7 @@ def stat_of(state: LogState) -> LogStat:
         values=index.num_values,
         value_bytes=sum(space.value_bytes for space in spaces),
         disk_bytes=sum(index.space_bytes),
-        marks=len(state.marks),
+        marks=sum(segment.marks for segment in state.segments.table.values()),
         spaces=spaces,
         tenants=tuple(
             TenantStat(tenant=tenant, disk_bytes=index.tenant_bytes(tenant), quota_bytes=quota)

@@ -19,7 +19,8 @@ from stepwell.store.log.budget import MIN_SEGMENTS, Budget
 from stepwell.store.log.disk import Disk
 from stepwell.store.log.ghosts import Ghosts
 from stepwell.store.log.index import Index
-from stepwell.store.log.marks import Marks
+from stepwell.store.log.locking import DirectoryLock
+from stepwell.store.log.sealed import Sealed
 from stepwell.store.log.segments import Segment, Segments
 
 
@@ -41,14 +42,16 @@ class LogState:
     seed: int
     quotas: Mapping[str, int]
     index: Index
-    marks: Marks
+    revoked: list[range]  # numbers of batches that must not be believed
     segments: Segments
     next_seq: int  # of the next batch
     settled: int  # batches up to here are safe on disk; those after it and before the next one failed, and are to be revoked
     active: Segment | None = None
+    sealed: Sealed = field(default_factory=Sealed)  # the list of segments in the directory
     ghosts: Ghosts = field(default_factory=Ghosts)
     ways: Ways = field(default_factory=Ways)
     counters: Counters = field(default_factory=Counters)
+    directory_lock: DirectoryLock | None = None  # None: only looked at, or closed
     closed: bool = False
     process: int = field(default_factory=os.getpid)  # the only one that may use it: a fork of it has the same descriptors
     lock: Condition = field(default_factory=Condition)  # notified when a pin is given back
@@ -63,6 +66,20 @@ class LogState:
         if self.closed:
             raise StoreError(f"the log store in {self.directory} was closed")
 
+    def must_be_ours(self) -> None:
+        """Raises StoreError when the directory was removed or replaced: what is written to its files is lost with them."""
+        if self.directory_lock is not None and not self.directory_lock.is_ours():
+            raise StoreError(
+                f"{self.directory} was removed or replaced while the log store in it was open; nothing more is stored: "
+                "put it back, or close the store and open it again"
+            )
+
+    def unlock(self) -> None:
+        """Lets go of the directory. A second time does nothing."""
+        lock, self.directory_lock = self.directory_lock, None
+        if lock is not None:
+            lock.close()
+
     @property
     def max_segments(self) -> int:
         """Never below what the log can work with: when snapshots do not fit beside that, there are none."""
@@ -71,9 +88,12 @@ class LogState:
     @property
     def next_snapshot_bytes(self) -> int:
         """At most what a snapshot made now would take up."""
-        marks, segments = len(self.marks), len(self.segments.table)
-        spaces = len(self.index.spaces) + 1  # revoked batches belong to none of them
-        return snapshot.size_bytes(values=self.index.num_values, marks=marks, spaces=spaces, segments=segments)
+        return snapshot.size_bytes(
+            values=self.index.num_values,
+            revoked=len(self.revoked),
+            spaces=self.index.num_spaces,
+            segments=len(self.segments.table),
+        )
 
     def snapshot_bytes(self) -> int:
         """What the snapshot in the directory takes up; 0 when there is none. Raises OSError."""

@@ -8,6 +8,7 @@ Recovery and `check` verify with it too (`seal.py`): after a crash, a value with
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import cast
 
 from stepwell.base.clock import Clock
@@ -20,22 +21,21 @@ from stepwell.store.log.disk import BLOCK_BYTES
 from stepwell.store.log.probe import Direct, Probe
 from stepwell.store.log.reading import Reader
 from stepwell.store.log.repair import repair
-from stepwell.store.log.saving import due, save_snapshot
+from stepwell.store.log.saving import due, save_sealed, save_snapshot
 from stepwell.store.log.stat import LogStat, stat_of
 from stepwell.store.log.state import LogState, Ways
 from stepwell.store.log.writing import Writer
 
 _DEPTH_END = 2**32
-_LET_GO = -1  # the descriptor of a lock that is ours no more
 READERS_END_S = 60.0  # after which a reader that is still at it is taken to hang for ever
 
 
 class LogStore:
     """Opened by `opening.open_log`. All verbs from any thread; `close` once nobody uses it any more."""
 
-    def __init__(self, state: LogState, lock_fd: int, *, direct: Direct, clock: Clock) -> None:
+    def __init__(self, state: LogState, *, direct: Direct, clock: Clock) -> None:
         self._state = state
-        self._lock_fd = lock_fd
+        self._left = False  # in a fork: the lock is not ours
         self._reader = Reader(state)
         self._writer = Writer(state)
         self._turns = Turns(self._put)
@@ -105,7 +105,7 @@ class LogStore:
         Waits for running reads. Raises StoreError when the disk does not answer one: its file must stay open, so the directory
         stays locked until this process ends.
         """
-        if not self._state.closed and self._lock_fd != _LET_GO:
+        if not self._state.closed and not self._left:
             self._turns.submit(Job(run=self._close))
 
     # ---- what people ask --------------------------------------------------------------------------
@@ -126,13 +126,19 @@ class LogStore:
             return stat_of(self._state)
 
     def repair(self, on_progress: Callable[[int], None]) -> CheckReport:
-        """Verifies every byte, and drops what is damaged for good; returns what was found. Writers wait meanwhile."""
+        """Verifies every byte, and drops what is damaged for good; returns what was found, and what of it is left.
+
+        Writers wait meanwhile.
+        """
         self._state.must_be_open()
         reports: list[CheckReport] = []
 
         def run() -> int:
-            reports.append(check(self._state, on_progress))
-            repair(self._state, self._writer, reports[0].damage)
+            found = check(self._state, on_progress)
+            repair(self._state, self._writer, found.damage)
+            again = check(self._state, lambda _: None, only={one.segment for one in found.damage})
+            reports.append(replace(found, left=again.damage))
+            save_sealed(self._state)
             return self._save()
 
         self._alone(run)
@@ -154,7 +160,7 @@ class LogStore:
 
     def _named(self, digest: bytes) -> Space:
         """A space as it was first seen."""
-        return next((space for space in self._state.index.spaces if space.digest == digest), Space(digest=digest))
+        return self._state.index.space_of(digest) or Space(digest=digest)
 
     def _alone(self, work: Callable[[], int]) -> int:
         """Does something as the only writer."""
@@ -162,6 +168,7 @@ class LogStore:
 
         def run() -> None:
             self._state.must_be_open()
+            self._state.must_be_ours()
             results.append(work())
             self._save_if_due()
 
@@ -170,6 +177,7 @@ class LogStore:
 
     def _put(self, requests: Sequence[PutRequest]) -> None:
         self._state.must_be_open()
+        self._state.must_be_ours()
         self._writer.put(requests)
         self._probe.run()
         self._save_if_due()
@@ -186,10 +194,11 @@ class LogStore:
     def _close(self) -> None:
         if self._state.closed:
             return
+        state = self._state
         try:
-            self._save()
+            if state.directory_lock is None or state.directory_lock.is_ours():  # else there is nothing of ours to save it with
+                self._save()
         finally:
-            state = self._state
             with state.lock:
                 state.closed = True
                 if not state.lock.wait_for(lambda: not any(s.pins for s in state.segments.table.values()), READERS_END_S):
@@ -198,16 +207,12 @@ class LogStore:
                         "the directory stays locked until this process ends"
                     )
                 state.segments.close_all()
-            self._unlock()
+            state.unlock()
 
     def leave_in_child(self) -> None:
         """In a fork: the lock stays with the process that opened the log. No other lock is taken here."""
-        if self._lock_fd != _LET_GO:
-            self._unlock()
-
-    def _unlock(self) -> None:
-        fd, self._lock_fd = self._lock_fd, _LET_GO
-        self._state.disk.close(fd)
+        self._left = True
+        self._state.unlock()
 
 
 def _must_be_bytes(buffers: Sequence[memoryview]) -> None:

@@ -5,22 +5,28 @@ Order: nothing enters the index before it is safe on disk, nothing leaves it by 
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+
+import numpy as np
 
 from stepwell.base.errors import StoreError
 from stepwell.store.api import Space, Write, WriteOutcome
 from stepwell.store.log.appending import Appender
 from stepwell.store.log.commit import PutRequest
 from stepwell.store.log.disk import up_to_block
-from stepwell.store.log.drafts import HOLDS_FROM_NOW, Draft, draft_marks, draft_values
-from stepwell.store.log.format import ENTRY_BYTES, INLINE_BYTES, Kind, inline_bytes
+from stepwell.store.log.drafts import Draft, draft_marks, draft_values
+from stepwell.store.log.format import ENTRY_BYTES, INLINE_BYTES, SEQ_END, Batch, Kind, inline_bytes
+from stepwell.store.log.marks import Mark
 from stepwell.store.log.reclaim import NO_ROOM_ERRNOS, Reclaim
 from stepwell.store.log.recovery import apply
 from stepwell.store.log.state import LogState
 
 _EVERYTHING = bytes(32)  # the key of a clear
+_LET_IN_S = 1e-4
 
 
 @dataclass(slots=True, eq=False)
@@ -75,20 +81,30 @@ class Writer:
         """Forgets values for good; returns how many there were. Raises StoreError when that could not be made to last."""
         state = self._state
         with state.lock:
-            known = state.index.rows_of(space.digest)
-            ghosts = state.ghosts.among(keys, state.segments.table.values())  # they would come back without a mark
-            wanted = [key for key in dict.fromkeys(keys) if key in ghosts or key in known]
-            there = sum(key in known for key in wanted)
-        self._mark(Kind.DELETE, space, wanted)
-        state.counters.add("deleted_values", there)
-        return there
+            known, seq = state.index.rows_of(space.digest), state.index.columns.seq
+            oldest = state.ghosts.oldest(space.digest, keys, state.segments.table.values())  # would come back without a mark
+            there = [key for key in dict.fromkeys(keys) if key in known]
+            for key in there:
+                oldest[key] = min(int(seq[known[key]]), oldest.get(key, SEQ_END))
+        self._mark(Kind.DELETE, space, [Mark(key=key, since=since) for key, since in oldest.items()])
+        state.counters.add("deleted_values", len(there))
+        return len(there)
+
+    def mark_deleted(self, space: Space, keys: Sequence[bytes]) -> None:
+        """Whatever the log holds of these keys, however old, does not count. Raises StoreError like `erase`."""
+        self._mark(Kind.DELETE, space, [Mark(key=key) for key in keys])
 
     def clear(self, space: Space) -> int:
         """Forgets every value of a space for good; returns how many there were. Raises StoreError like `erase`."""
-        there = len(self._state.index.rows_of(space.digest))
-        self._mark(Kind.CLEAR, space, [_EVERYTHING])
-        self._state.counters.add("cleared_values", there)
-        return there
+        state = self._state
+        known = state.index.rows_of(space.digest)
+        rows = np.fromiter(known.values(), np.int64, len(known))  # only the writer changes them: nobody has to wait for this
+        with state.lock:
+            ghosts = state.ghosts.oldest_of_space(space.digest, state.segments.table.values())
+        since = min(int(state.index.columns.seq[rows].min(initial=SEQ_END)), ghosts)
+        self._mark(Kind.CLEAR, space, [Mark(key=_EVERYTHING, since=since)])
+        state.counters.add("cleared_values", len(rows))
+        return len(rows)
 
     def settle(self) -> None:
         """Revokes what failed, if anything did, so that every batch before the next one is settled. Raises OSError."""
@@ -173,8 +189,7 @@ class Writer:
             self.reclaim.give_up(state.index.coldest(over, tenant=tenant))
 
     def _tenant(self, space: Space) -> str:
-        known = self._state.index
-        return known.spaces[known.number(space)].tenant
+        return (self._state.index.space_of(space.digest) or space).tenant  # the first to be seen names it
 
     def _put_some(self, waiting: Sequence[_Share]) -> None:
         """Writes as many values as the active segment has room for, or makes room. Those written, or failed, wait no more."""
@@ -187,6 +202,7 @@ class Writer:
                 return
             self._append(drafts)
         except OSError as error:
+            state.must_be_ours()
             outcome = WriteOutcome.NO_ROOM if error.errno in NO_ROOM_ERRNOS else WriteOutcome.FAILED
             count = sum(len(share.places) for share in waiting)
             state.counters.add("no_room" if outcome is WriteOutcome.NO_ROOM else "failed_writes", count)
@@ -216,27 +232,40 @@ class Writer:
                 writes = writes[len(draft.entries) :]
         return drafts
 
-    def _mark(self, kind: Kind, space: Space, keys: Sequence[bytes]) -> None:
+    def _mark(self, kind: Kind, space: Space, marks: Sequence[Mark]) -> None:
         """Writes marks that hold from now on, and does what they say."""
         try:
-            while keys:
+            while marks:
                 self.reclaim.keep_one_at_hand()
-                draft = draft_marks(kind, space, keys, [HOLDS_FROM_NOW] * len(keys), self._appender.room)
+                draft = draft_marks(kind, space, marks, self._appender.room)
                 if draft is None:
                     self.reclaim.next_segment()
                     continue
                 self._append([draft])
-                keys = keys[len(draft.entries) :]
+                marks = marks[len(draft.entries) :]
         except OSError as error:
             raise StoreError(f"{self._state.directory} could not make it last: {error}; the values may come back") from error
 
     def _append(self, drafts: Sequence[Draft]) -> None:
         batches = self._appender.append(drafts)
-        with self._state.lock:
-            for batch in batches:
-                apply(self._state.index, self._state.marks, batch)
+        for batch in batches:
+            self._apply(batch)
         self.batches_since_snapshot += len(batches)
         self.values_since_snapshot += sum(len(batch.entries) for batch in batches)
+
+    def _apply(self, batch: Batch) -> None:
+        """Takes a batch that is safe on disk into the index. A large clear lets others in between."""
+        lock, steps = self._state.lock, apply(self._state.index, batch)
+        try:
+            while True:
+                with lock:
+                    next(steps)
+                time.sleep(_LET_IN_S)  # a lock that is taken again at once is taken by nobody else
+        except StopIteration:
+            return
+        finally:
+            with lock:
+                deque(steps, maxlen=0)  # whatever interrupted it: half a clear must not stay
 
 
 def _on_disk(write: Write) -> int:

@@ -55,6 +55,13 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--api-key", metavar="KEY", help=f"that clients must send; better in {_API_KEY}")
     parser.add_argument("--admin-token", metavar="TOKEN", help=f"that changes need; better in {_ADMIN_TOKEN}; made if not given")
     parser.add_argument("--max-body", default="32MiB", metavar="SIZE", help="largest request body (default: 32MiB)")
+    parser.add_argument(
+        "--max-priority", type=int, default=0, metavar="N", help="highest priority that requests may ask for, to 10 (default: 0)"
+    )
+    parser.add_argument("--open-metrics", action="store_true", help="show /metrics without the API key")
+    parser.add_argument(
+        "--drain", type=float, default=30.0, metavar="SECONDS", help="that answers have to finish at SIGTERM (default: 30)"
+    )
     parser.add_argument("--max-running", type=int, default=32, metavar="N", help="requests computed at once (default: 32)")
     parser.add_argument("--chunk-tokens", type=int, default=512, metavar="N", help="tokens computed in one pass (default: 512)")
 
@@ -104,6 +111,9 @@ def run(args: Namespace) -> int:
         defaults=checkpoint.defaults,
         max_body_bytes=max_body_bytes,
         hosts=(*_LOCAL, *args.allow_host) if args.host in _LOCAL else (),
+        max_priority=args.max_priority,
+        open_metrics=args.open_metrics,
+        drain_s=args.drain,
         store=config.store,
         store_config=config.store_config,
     )

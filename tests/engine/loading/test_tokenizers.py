@@ -134,7 +134,9 @@ def test_the_longest_token_is_known_where_no_part_drops_characters(change: Any, 
 
 
 def test_models_that_fold_what_they_do_not_know_have_no_longest_token() -> None:
-    assert longest_token(tokenizers.Tokenizer(models.BPE(vocab={"a": 0, "?": 1}, merges=[], unk_token="?", fuse_unk=True))) is None
+    assert (
+        longest_token(tokenizers.Tokenizer(models.BPE(vocab={"a": 0, "?": 1}, merges=[], unk_token="?", fuse_unk=True))) is None
+    )
     assert longest_token(tokenizers.Tokenizer(models.WordLevel(vocab={"a": 0, "?": 1}, unk_token="?"))) is None
 
 

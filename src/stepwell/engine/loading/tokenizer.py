@@ -99,7 +99,6 @@ class Tokenizer:
         return self._inner.encode_batch_fast([text], add_special_tokens=special)[0].ids
 
 
-
 class TextStream:
     """Tokens to text as they come. What was pushed out stays true whatever follows. Not for two threads at once.
 

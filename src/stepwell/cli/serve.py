@@ -87,18 +87,17 @@ def _configure_cache(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     try:
-        from stepwell.engine.build import build_engine
-        from stepwell.engine.loading.checkpoint import open_checkpoint
+        from stepwell.engine.build import open_and_build
         from stepwell.engine.server.running import ModelServer, address_of, bind
     except ModuleNotFoundError as error:
         if (error.name or "stepwell").split(".")[0] == "stepwell":
             raise
         raise ConfigError(f"serving needs {error.name}, which is not installed: pip install 'stepwell[serve]'") from None
+    _check_limits(args)
     config, keys, max_body_bytes = _engine_config(args, os.environ), _secrets(args, os.environ), parse_bytes(args.max_body)
     taken = bind(args.host, args.port)  # first: a port that is taken should not cost the loading of a model
     try:
-        checkpoint = open_checkpoint(args.model)
-        engine = build_engine(checkpoint, config)
+        checkpoint, engine = open_and_build(args.model, config)
     except BaseException:
         taken.close()
         raise
@@ -121,6 +120,15 @@ def run(args: Namespace) -> int:
     summary = _summary(engine, name, config, address_of(taken), keys, made=made)
     server.run(taken, on_ready=lambda: print("\n".join(f"{label:<12}  {value}" for label, value in summary), flush=True))
     return 0
+
+
+def _check_limits(args: Namespace) -> None:
+    from stepwell.engine.server.requests import MAX_PRIORITY
+
+    if not 0 <= args.max_priority <= MAX_PRIORITY:
+        raise ConfigError(f"--max-priority must be from 0 to {MAX_PRIORITY}, got {args.max_priority}")
+    if not args.drain >= 0:
+        raise ConfigError(f"--drain must be 0 seconds or more, got {args.drain}")
 
 
 def _engine_config(args: Namespace, environment: Mapping[str, str]) -> EngineConfig:

@@ -90,10 +90,12 @@ def _until(condition: object) -> None:
         time.sleep(0.005)
 
 
-def disturbed_nobody(watched: Watched) -> None:
-    """A probe may take half a second, and more only on a machine on which all this takes many times as long as it should."""
-    assert watched.slowest_probe_s < max(PROBE_S, watched.took_s / 5), watched
-    assert watched.probes > 3 and watched.streamed > 3, watched
+def reading_s() -> float:
+    """How long this machine, as busy as it is now, takes to read one string of 30 MB. That much the interpreter may be held."""
+    text = '"' + "0123456789" * 3_000_000 + '"'
+    started = time.perf_counter()
+    json.loads(text)
+    return time.perf_counter() - started
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHATS])
@@ -104,7 +106,8 @@ def test_others_go_on_while_a_long_prompt_is_tokenized(roomy: Running, path: str
     error = watched.response.json()["error"]
     assert (watched.response.status_code, error["code"]) == (400, "context_length_exceeded")
     assert "1020" in error["message"], "it was refused by its tokens"
-    disturbed_nobody(watched)
+    assert watched.slowest_probe_s < max(PROBE_S, watched.took_s / 2), watched
+    assert watched.probes > 3 and watched.streamed > 3, watched
 
 
 @pytest.mark.parametrize(
@@ -124,7 +127,7 @@ def test_thirty_megabytes_are_refused_and_disturb_nobody(
     served: Running, path: str, begin: bytes, piece: bytes, end: bytes
 ) -> None:
     body = begin + piece * (30_000_000 // len(piece)) + end
-    watched = watch(served, path, body)
+    before_s, watched, after_s = reading_s(), watch(served, path, body), reading_s()
     assert watched.response.status_code == 400 and watched.response.json()["error"]["message"]
     assert len(watched.response.content) < 5000
-    assert watched.slowest_probe_s < max(PROBE_S, watched.took_s / 5), watched
+    assert watched.slowest_probe_s < max(PROBE_S, watched.took_s / 2, 4 * before_s, 4 * after_s), watched

@@ -145,14 +145,12 @@ def test_a_tensor_too_large_is_refused_and_not_cut(name: str) -> None:
         build_model(ours.reference.config.to_dict(), HeldTensors(tensors))
 
 
-@pytest.mark.parametrize(
-    ("name", "words"), [("gate.weight", "but its config says"), ("experts.down_proj", "would fit gate_up_proj")]
-)
-def test_experts_too_many_are_refused(name: str, words: str) -> None:
+@pytest.mark.parametrize("name", ["gate.weight", "experts.down_proj"])
+def test_experts_too_many_are_refused(name: str) -> None:
     ours = pair()
     tensors = dict(ours.reference.state_dict())
     tensors[f"model.layers.1.mlp.{name}"] = torch.cat([tensors[f"model.layers.1.mlp.{name}"]] * 2)
-    with pytest.raises(ConfigError, match=rf"model\.layers\.1\.mlp\.{name}.*{words}"):
+    with pytest.raises(ConfigError, match=rf"model\.layers\.1\.mlp\.{name}.*but its config says"):
         build_model(ours.reference.config.to_dict(), HeldTensors(tensors))
 
 

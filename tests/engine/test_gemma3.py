@@ -180,4 +180,4 @@ def test_norms_around_one_give_the_bits_of_the_reference_in_bf16() -> None:
         reference.weight.normal_(0, 0.3, generator=torch.Generator().manual_seed(0))
     weights = Weights(HeldTensors({"norm.weight": reference.weight.detach()}), dtype=torch.bfloat16, device="cpu")
     x = torch.randn(50, 96, generator=torch.Generator().manual_seed(1)).bfloat16()
-    assert torch.equal(RMSNorm.load(weights, "norm", 1e-6, around_one=True)(x), reference(x))
+    assert torch.equal(RMSNorm.load(weights, "norm", 96, 1e-6, around_one=True)(x), reference(x))

@@ -94,9 +94,9 @@ def test_block_beside_qwen3_moe(sum_to_one: bool, apart: bool) -> None:
     tensors = dict(reference.state_dict())
     weights = Weights(HeldTensors(as_on_disk(tensors) if apart else tensors), dtype=torch.float32, device="cpu")
     block = MixtureOfExperts(
-        router=Linear.load(weights, "gate"),
+        router=Linear.load(weights, {"gate": COUNT}, CHANNELS),
         route=softmax_then_top(3, sum_to_one=sum_to_one),
-        experts=Experts.load(weights, "experts", count=COUNT, combine=gated(silu)),
+        experts=Experts.load(weights, "experts", count=COUNT, hidden=CHANNELS, inner=None, combine=gated(silu)),
     )
     weights.finish()
     x = random(30, CHANNELS, seed=7)
@@ -106,5 +106,5 @@ def test_block_beside_qwen3_moe(sum_to_one: bool, apart: bool) -> None:
 
 def test_a_wrong_number_of_experts_is_named() -> None:
     weights = Weights(HeldTensors(dict(reference_block(sum_to_one=True).state_dict())), dtype=torch.float32, device="cpu")
-    with pytest.raises(ConfigError, match=r"experts\.gate_up_proj holds 6 experts"):
-        Experts.load(weights, "experts", count=5, combine=gated(silu))
+    with pytest.raises(ConfigError, match=r"experts\.gate_up_proj. has shape \[6, .* says \[5, "):
+        Experts.load(weights, "experts", count=5, hidden=CHANNELS, inner=None, combine=gated(silu))

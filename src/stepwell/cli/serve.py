@@ -55,6 +55,13 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--api-key", metavar="KEY", help=f"that clients must send; better in {_API_KEY}")
     parser.add_argument("--admin-token", metavar="TOKEN", help=f"that changes need; better in {_ADMIN_TOKEN}; made if not given")
     parser.add_argument("--max-body", default="32MiB", metavar="SIZE", help="largest request body (default: 32MiB)")
+    parser.add_argument(
+        "--max-priority", type=int, default=0, metavar="N", help="highest priority that requests may ask for, to 10 (default: 0)"
+    )
+    parser.add_argument("--open-metrics", action="store_true", help="show /metrics without the API key")
+    parser.add_argument(
+        "--drain", type=float, default=30.0, metavar="SECONDS", help="that answers have to finish at SIGTERM (default: 30)"
+    )
     parser.add_argument("--max-running", type=int, default=32, metavar="N", help="requests computed at once (default: 32)")
     parser.add_argument("--chunk-tokens", type=int, default=512, metavar="N", help="tokens computed in one pass (default: 512)")
 
@@ -80,18 +87,17 @@ def _configure_cache(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     try:
-        from stepwell.engine.build import build_engine
-        from stepwell.engine.loading.checkpoint import open_checkpoint
+        from stepwell.engine.build import open_and_build
         from stepwell.engine.server.running import ModelServer, address_of, bind
     except ModuleNotFoundError as error:
         if (error.name or "stepwell").split(".")[0] == "stepwell":
             raise
         raise ConfigError(f"serving needs {error.name}, which is not installed: pip install 'stepwell[serve]'") from None
+    _check_limits(args)
     config, keys, max_body_bytes = _engine_config(args, os.environ), _secrets(args, os.environ), parse_bytes(args.max_body)
     taken = bind(args.host, args.port)  # first: a port that is taken should not cost the loading of a model
     try:
-        checkpoint = open_checkpoint(args.model)
-        engine = build_engine(checkpoint, config)
+        checkpoint, engine = open_and_build(args.model, config)
     except BaseException:
         taken.close()
         raise
@@ -104,6 +110,9 @@ def run(args: Namespace) -> int:
         defaults=checkpoint.defaults,
         max_body_bytes=max_body_bytes,
         hosts=(*_LOCAL, *args.allow_host) if args.host in _LOCAL else (),
+        max_priority=args.max_priority,
+        open_metrics=args.open_metrics,
+        drain_s=args.drain,
         store=config.store,
         store_config=config.store_config,
     )
@@ -111,6 +120,15 @@ def run(args: Namespace) -> int:
     summary = _summary(engine, name, config, address_of(taken), keys, made=made)
     server.run(taken, on_ready=lambda: print("\n".join(f"{label:<12}  {value}" for label, value in summary), flush=True))
     return 0
+
+
+def _check_limits(args: Namespace) -> None:
+    from stepwell.base.config import MAX_PRIORITY
+
+    if not 0 <= args.max_priority <= MAX_PRIORITY:
+        raise ConfigError(f"--max-priority must be from 0 to {MAX_PRIORITY}, got {args.max_priority}")
+    if not args.drain >= 0:
+        raise ConfigError(f"--drain must be 0 seconds or more, got {args.drain}")
 
 
 def _engine_config(args: Namespace, environment: Mapping[str, str]) -> EngineConfig:

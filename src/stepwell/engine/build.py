@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from stepwell.base.config import CacheConfig, EvictionPolicy, PlacementConfig, S
 from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.spec import ModelSpec
+from stepwell.base.spec.families import KV_DTYPES
 from stepwell.base.units import format_bytes, parse_bytes
 from stepwell.cache.build import build_cache, layouts_for
 from stepwell.cache.facade import Cache
@@ -19,16 +21,17 @@ from stepwell.engine.drafts.base import LoadedDraft, check_target
 from stepwell.engine.drafts.own_layer import MTP, load_own_layer
 from stepwell.engine.drafts.separate import load_separate
 from stepwell.engine.engine import Engine
-from stepwell.engine.footprint import footprint
+from stepwell.engine.footprint import footprint, longest_request
 from stepwell.engine.loading.checkpoint import Checkpoint, open_checkpoint
+from stepwell.engine.loading.known import known_names
 from stepwell.engine.models.base import Decoder
 from stepwell.engine.models.registry import build_model
-from stepwell.engine.pages import DevicePages
+from stepwell.engine.pages import TORCH_DTYPES, DevicePages
 from stepwell.engine.runner import Runner
 from stepwell.engine.scheduler import Limits
 from stepwell.engine.speculation import Speculation
 from stepwell.store.api import Store
-from stepwell.store.registry import open_store
+from stepwell.store.registry import find_opener, open_store
 from stepwell.transfer.hands import Hands, NumpyHands
 from stepwell.transfer.memory import PageMemory, free_bytes, must_fit
 from stepwell.transfer.store_hands import HostPages
@@ -36,6 +39,8 @@ from stepwell.transfer.torch_hands import TorchHands, TorchMemory
 
 CUDA_SHARE = 0.8  # of what is free on a GPU once the weights are there; passes need room of their own
 CPU_DEVICE_BYTES = 2 * 2**30
+_WITHOUT_BUFFERS = ("log", "memory")  # stores that need not know the host tier's memory, and can be opened before there is one
+_NEEDS_HOST = "a store needs a host tier above it: give host_memory"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,13 +73,53 @@ def load_engine(model: str, **settings: Any) -> Engine:
     known = [each.name for each in fields(EngineConfig)]
     if unknown := sorted(settings.keys() - set(known)):
         raise ConfigError(f"unknown setting(s) {', '.join(unknown)}; known: {', '.join(known)}")
-    return build_engine(open_checkpoint(model), EngineConfig(**settings))
+    return open_and_build(model, EngineConfig(**settings))[1]
 
 
-def build_engine(checkpoint: Checkpoint, config: EngineConfig, *, draft: Checkpoint | None = None) -> Engine:
-    """Loads the weights, takes the memory, opens the store. The engine closes what it opened.
+def open_and_build(model: str, config: EngineConfig) -> tuple[Checkpoint, Engine]:
+    """A checkpoint by path or name, and an engine for it. What is wrong with the settings is said before weights are read.
 
-    `draft` is the checkpoint that `config.draft` names, where it is open already.
+    Raises ConfigError or StoreError, and then holds nothing.
+    """
+    check_settings(config)
+    store = None
+    if config.store is not None and config.store.partition(":")[0] in _WITHOUT_BUFFERS:
+        store = open_store(config.store, options=config.store_options)  # it may be locked, or too small
+    try:
+        checkpoint = open_checkpoint(model)
+        return checkpoint, build_engine(checkpoint, config, store=store)
+    except BaseException:
+        if store is not None:
+            store.close()
+        raise
+
+
+def check_settings(config: EngineConfig) -> None:
+    """Raises ConfigError for settings that can work with no model on this machine. Takes nothing."""
+    device, dtype = _device(config), _dtype(config)
+    if dtype not in TORCH_DTYPES or (config.kv_dtype is not None and config.kv_dtype not in KV_DTYPES):
+        raise ConfigError(f"dtype must be one of {', '.join(TORCH_DTYPES)}, and kv_dtype of {', '.join(KV_DTYPES)}")
+    if config.page_tokens is not None and config.page_tokens < 1:
+        raise ConfigError(f"page_tokens must be at least 1, got {config.page_tokens}")
+    sizes = CacheConfig(device_bytes=_device_bytes(config, device), host_bytes=_host_bytes(config))
+    _must_fit(sizes, device)
+    if config.store is not None:
+        find_opener(config.store)
+        if sizes.host_bytes is None:
+            raise ConfigError(_NEEDS_HOST)
+    if config.draft not in (None, MTP, *known_names()) and not Path(str(config.draft)).exists():
+        raise ConfigError(
+            f"there is no draft model at {config.draft!r}: give a path, {MTP}, or one of {', '.join(known_names())}"
+        )
+
+
+def build_engine(
+    checkpoint: Checkpoint, config: EngineConfig, *, draft: Checkpoint | None = None, store: Store | None = None
+) -> Engine:  # fmt: skip
+    """Loads the weights, takes the memory, opens the store. The engine closes what it opened or was given.
+
+    `draft` is the checkpoint that `config.draft` names, and `store` the store that `config.store` does, where they are open
+    already. Should it raise, the store is still the caller's.
     """
     device, dtype = _device(config), _dtype(config)
     model = build_model(
@@ -101,11 +146,11 @@ def build_engine(checkpoint: Checkpoint, config: EngineConfig, *, draft: Checkpo
     cache = _cache(spec, cache_config, memories, identity)
     rows = {kind: _tensor(memories[Tier.DEVICE], kind) for kind in Kind if spec.parts(kind)}
     try:
-        store = _attach(cache, config)
+        attached = _attach(cache, config, store)
     except BaseException:
         cache.close()
         raise
-    context = min(_longest(cache, config.limits), checkpoint.max_context)
+    context = min(longest_request(cache, config.limits.chunk_tokens), checkpoint.max_context)
     cache.hand_over()  # to whoever will run the engine, on whatever thread
     return Engine(
         Runner(model, DevicePages(model.spec, rows, inside=None if loaded is None else spec)),
@@ -115,7 +160,7 @@ def build_engine(checkpoint: Checkpoint, config: EngineConfig, *, draft: Checkpo
         max_context=context,
         footprint=footprint(DevicePages(spec, rows)),
         eos_ids=checkpoint.eos_ids,
-        store=store,
+        store=attached,
         speculation=None if loaded is None else _speculation(loaded, cache, spec, rows, config),
     )
 
@@ -161,16 +206,17 @@ def _cache(spec: ModelSpec, config: CacheConfig, memories: Mapping[Tier, PageMem
     return build_cache(spec, config, hands=[hands], model=identity, host_pages=host)
 
 
-def _attach(cache: Cache, config: EngineConfig) -> Store | None:
+def _attach(cache: Cache, config: EngineConfig, opened: Store | None) -> Store | None:
     if config.store is None:
         return None
     if not cache.host_memory:
-        raise ConfigError("a store needs a host tier above it: give host_memory")
-    store = open_store(config.store, options=config.store_options)
+        raise ConfigError(_NEEDS_HOST)
+    store = opened or open_store(config.store, options=config.store_options)
     try:
         cache.attach_store(store, config.store_config)
     except BaseException:
-        store.close()
+        if opened is None:
+            store.close()
         raise
     return store
 
@@ -195,8 +241,11 @@ def _device(config: EngineConfig) -> str:
         return "cuda" if torch.cuda.is_available() else "cpu"
     if config.device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"device {config.device!r} was asked for, but torch sees no CUDA here; use --device cpu")
-    if config.device.split(":")[0] not in ("cpu", "cuda"):
-        raise ConfigError(f"device must be auto, cpu or cuda, got {config.device!r}")
+    kind, _, number = config.device.partition(":")
+    if kind not in ("cpu", "cuda") or (number and not number.isdecimal()):
+        raise ConfigError(f"device must be auto, cpu, cuda or cuda:NUMBER, got {config.device!r}")
+    if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device {config.device!r} was asked for, but torch sees {torch.cuda.device_count()}, from cuda:0 on")
     return config.device
 
 
@@ -229,15 +278,3 @@ def _must_fit(config: CacheConfig, device: str) -> None:
             asked = format_bytes(config.device_bytes or 0)
             raise ConfigError(f"device memory of {asked} does not fit: {format_bytes(free)} are free on {device}")
     must_fit(needed, settings="device_memory or host_memory")
-
-
-def _longest(cache: Cache, limits: Limits) -> int:
-    """The most tokens that one request can have on the device, to the page."""
-    step = cache.spec.boundary_step
-    low, high = 0, 1
-    while cache.could_hold(high * step, chunk_tokens=limits.chunk_tokens):
-        low, high = high, high * 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if cache.could_hold(middle * step, chunk_tokens=limits.chunk_tokens) else (low, middle)
-    return low * step

@@ -121,7 +121,7 @@ class Engine:
             stream=self.text.stream(ask.tokens) if self.text is not None else None,
             stops=StopFinder(sampling.stop),
             generator=_generator(sampling, self._last_id),
-            arrived_s=self.clock.now(),
+            arrived_s=ask.arrived_s if ask.arrived_s is not None else self.clock.now(),
             tokens=list(ask.tokens),
         )
         self.scheduler.enter(request)

@@ -1,4 +1,6 @@
-"""How much memory a token and a checkpoint take, measured on the pages themselves. The spec says the same without any."""
+"""How much memory a token and a checkpoint take, measured on the pages themselves (the spec says the same without any), and how
+long a request can be for it. Takes nothing.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from stepwell.base.ids import Kind
+from stepwell.cache.facade import Cache
 from stepwell.engine.pages import DevicePages
 
 
@@ -23,3 +26,15 @@ def footprint(pages: DevicePages) -> Footprint:
     deep = spec.boundary_step * (spec.window_tokens + 1)  # where every window is full
     windows = len(spec.window_span(deep)) * sizes[Kind.WINDOW]
     return Footprint(bytes_per_token=Fraction(sizes[Kind.PREFIX], spec.page_tokens), checkpoint_bytes=windows + sizes[Kind.POINT])
+
+
+def longest_request(cache: Cache, chunk_tokens: int) -> int:
+    """The most tokens that one request can have on the device, to the page."""
+    step = cache.spec.boundary_step
+    low, high = 0, 1
+    while cache.could_hold(high * step, chunk_tokens=chunk_tokens):
+        low, high = high, high * 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if cache.could_hold(middle * step, chunk_tokens=chunk_tokens) else (low, middle)
+    return low * step

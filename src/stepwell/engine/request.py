@@ -60,8 +60,9 @@ class Ask:
     priority: int = 0
     ttl_s: float | None = None
     hints: tuple[int, ...] = ()
-    use_cache: bool = True
+    use_cache: bool = True  # false: computes all of its prompt, and leaves nothing to others
     speculate: bool = True  # where the engine has a draft
+    arrived_s: float | None = None  # by the engine's clock; None for when it is submitted
 
     def __post_init__(self) -> None:
         if not 0 <= self.priority <= MAX_PRIORITY or (self.ttl_s is not None and self.ttl_s <= 0):
@@ -92,7 +93,7 @@ class Usage:
     completion_tokens: int
     sources: Sources
     queued_s: float = 0.0
-    first_token_s: float = 0.0  # after it was submitted
+    first_token_s: float = 0.0  # after it arrived
     preemptions: int = 0
     proposed_tokens: int = 0  # by the draft
     accepted_tokens: int = 0  # of those, the ones that the model chose as well

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 
 from stepwell.base.clock import Clock
 from stepwell.base.errors import ConfigError, NoRoom
+from stepwell.base.ids import LeaseId
 from stepwell.base.tokens import TOKEN_BYTES, common_pages
 from stepwell.cache.facade import Cache
+from stepwell.cache.lease import Lease
 from stepwell.engine.request import Request
 from stepwell.tree.match import Match
 
@@ -70,7 +72,10 @@ class Scheduler:
         self.active: dict[int, Request] = {}  # in the order in which they began
         self.failed: list[tuple[Request, str]] = []  # that cannot run, and why, for the engine to end
         self._cache = cache
+        self._step = cache.spec.boundary_step
         self._clock = clock
+        # Tokens shared with waiting requests, by lease, then by request and the length of its prompt, which preemption changes.
+        self._compared: dict[LeaseId, dict[tuple[int, int], int]] = {}
         self._full = False  # since a preemption nobody has left: admitting one would only preempt another
 
     # ---- coming and going -------------------------------------------------------------------------
@@ -105,6 +110,7 @@ class Scheduler:
             request.ticket.close()
             request.ticket = None
         if request.lease is not None:
+            self._compared.pop(request.lease.id, None)
             self._cache.release(request.lease)
             request.lease = None
 
@@ -174,17 +180,28 @@ class Scheduler:
         """Whether an active request is about to compute more of this prompt than is cached: then it is worth waiting for."""
         if not self._trusts_cache(request):
             return False
-        step = self._cache.spec.boundary_step
+        step = self._step
         for other in self.active.values():
             lease = other.lease
             assert lease is not None, f"{other} is active without a lease"
             if lease.namespace.digest != request.namespace.digest or lease.position >= lease.prompt_tokens:
                 continue
-            shared = common_pages(lease.packed, match.packed, step * TOKEN_BYTES) * step
-            boundary = min(shared, (match.prompt_tokens - 1) // step * step, (lease.prompt_tokens - 1) // step * step)
+            boundary = min(self._shared(lease, request.id, match), (lease.prompt_tokens - 1) // step * step)
             if boundary > max(match.restore_tokens, lease.position) and self._cache.ask_checkpoint(lease, boundary):
                 return True
         return False
+
+    def _shared(self, lease: Lease, number: int, match: Match) -> int:
+        """Tokens that a lease and a waiting request begin with alike, to the last boundary that the request could resume at.
+
+        Their prompts do not change while one runs and the other waits, so they are compared once and not in every step.
+        """
+        known, key = self._compared.setdefault(lease.id, {}), (number, match.prompt_tokens)
+        if key not in known:
+            step = self._step
+            shared = _shared_bytes(lease.packed, match.packed, step * TOKEN_BYTES) // TOKEN_BYTES
+            known[key] = min(shared, (match.prompt_tokens - 1) // step * step)
+        return known[key]
 
     # ---- the next pass ----------------------------------------------------------------------------
 
@@ -258,3 +275,13 @@ class Scheduler:
         request.preemptions += 1
         self.put_back(request)
         self._full = True
+
+
+def _shared_bytes(one: bytes, other: bytes, unit: int) -> int:
+    """Bytes that two prompts begin with alike, in whole units. Looks at twice as much each time: most differ soon."""
+    start, size, end = 0, unit, min(len(one), len(other)) // unit * unit
+    while start < end and one.startswith(other[start : start + size], start):
+        start, size = start + size, min(2 * size, end - start - size)
+    if size <= unit:
+        return min(start, end)
+    return start + common_pages(one[start : start + size], other[start : start + size], unit) * unit

@@ -19,7 +19,13 @@ class TextStream(Protocol):
 
 
 class Text(Protocol):
-    def encode(self, text: str, *, special: bool = True) -> list[int]: ...
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Raises BadTokens for what is not whole text. Must let other threads go on meanwhile."""
+        ...
+
+    def exceeds(self, text: str, limit: int) -> bool:
+        """Whether a text is far too long for `limit` tokens, told sooner than by encoding it."""
+        ...
 
     def decode(self, ids: Sequence[int]) -> str: ...
 

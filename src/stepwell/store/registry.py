@@ -50,12 +50,13 @@ def names() -> list[str]:
 
 def open_store(where: str, *, options: Mapping[str, str] | None = None, clock: Clock | None = None) -> Store:
     """Opens the store that `where` names, as in `log:/var/cache/stepwell`. Raises ConfigError, or what the store raises."""
-    name, _, location = where.partition(":")
-    opening = Opening(location=location, options=options or {}, clock=clock or SystemClock())
-    return _opener(name)(opening)
+    opening = Opening(location=where.partition(":")[2], options=options or {}, clock=clock or SystemClock())
+    return find_opener(where)(opening)
 
 
-def _opener(name: str) -> Opener:
+def find_opener(where: str) -> Opener:
+    """What opens the store that `where` names. Raises ConfigError when nothing does. Opens nothing."""
+    name = where.partition(":")[0]
     if name in _OWN:
         module, _, function = _OWN[name].partition(":")
         return cast(Opener, getattr(import_module(module), function))

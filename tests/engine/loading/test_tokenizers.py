@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import threading
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 from unicodedata import normalize
 
 import numpy as np
@@ -12,15 +14,16 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import models, pre_tokenizers, processors
+from tokenizers import models, normalizers, pre_tokenizers, processors
 
 pytest.importorskip("transformers")
 
 from engine.loading.tiny import write_vocabulary
-from stepwell.base.errors import ConfigError
+from stepwell.base.errors import BadTokens, ConfigError
 from stepwell.engine.loading.gguf_header import read_header
 from stepwell.engine.loading.gguf_tokenizer import tokenizer_of
 from stepwell.engine.loading.random_hybrid import byte_tokenizer
+from stepwell.engine.loading.text_length import longest_token
 from stepwell.engine.loading.tokenizer import Tokenizer
 
 BYTES = byte_tokenizer()
@@ -56,8 +59,85 @@ def test_settings_of_a_training_run_are_dropped() -> None:
     assert Tokenizer(inner).encode("abcd") == [97, 98, 99, 100]
 
 
-def test_half_a_surrogate_pair_is_no_reason_to_fail() -> None:
-    assert BYTES.encode("a\ud83d", special=False) == [97, 63]
+@pytest.mark.parametrize("text", ["a\ud83d", "\udc4d", "a" * 70_000 + "\ud800"])
+def test_half_a_surrogate_pair_is_refused(text: str) -> None:
+    """It cannot be encoded, and with something put in its place it would be another prompt."""
+    with pytest.raises(BadTokens, match="half a character"):
+        BYTES.encode(text)
+
+
+# ---- long texts -----------------------------------------------------------------------------------
+
+
+def bpe(*words: str, **settings: Any) -> tokenizers.Tokenizer:
+    """One that keeps bytes it does not know, and has `words` as tokens of their own."""
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    vocab |= {word: 256 + number for number, word in enumerate(words)}
+    return tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, **settings))
+
+
+def test_other_threads_go_on_while_a_long_text_is_encoded() -> None:
+    """Tokenizing a megabyte takes most of a second, in which an interpreter that is held counts to a handful at most."""
+    turns, done = 0, threading.Event()
+
+    def encode() -> None:
+        try:
+            BYTES.encode("all the way down " * 60_000)
+        finally:
+            done.set()
+
+    worker = threading.Thread(target=encode)
+    worker.start()
+    while not done.wait(0.001):
+        turns += 1
+    worker.join()
+    assert turns > 20, f"another thread had {turns} turns"
+
+
+def test_far_too_long_a_text_is_told_without_encoding_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not BYTES.exceeds("x" * 800, 100) and not BYTES.exceeds("", 1)
+    monkeypatch.setattr(Tokenizer, "_ids", lambda *args, **more: pytest.fail("it was encoded"))
+    assert BYTES.exceeds("x" * (100 * len("<start_of_turn>") + 1), 100)  # the longest token it has
+
+
+def test_where_length_does_not_tell_its_beginning_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = bpe()
+    inner.add_special_tokens(["_" * 500])
+    text = Tokenizer(inner)
+    seen: list[int] = []
+    ids = Tokenizer._ids
+    monkeypatch.setattr(Tokenizer, "_ids", lambda self, text, special: seen.append(len(text)) or ids(self, text, special=special))
+    assert text.exceeds("x" * 500_000, 1000) and sum(seen) < 100_000
+    assert not text.exceeds("_" * 100_000, 1000)  # 200 tokens
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda made: None, 7),
+        (lambda made: setattr(made, "normalizer", normalizers.Replace(" ", "▁")), 7),
+        (lambda made: setattr(made, "normalizer", normalizers.Sequence([normalizers.NFC(), normalizers.Prepend("▁")])), 28),
+        (lambda made: setattr(made, "pre_tokenizer", pre_tokenizers.Split(tokenizers.Regex(r"\d"), "isolated")), 7),
+        (lambda made: setattr(made, "pre_tokenizer", pre_tokenizers.Split(" ", "removed")), None),
+        (lambda made: setattr(made, "pre_tokenizer", pre_tokenizers.Whitespace()), None),
+        (lambda made: setattr(made, "normalizer", normalizers.Strip()), None),
+        (lambda made: setattr(made, "normalizer", normalizers.Replace("  ", " ")), None),
+        (lambda made: setattr(made, "normalizer", normalizers.Replace(tokenizers.Regex(" +"), " ")), None),
+        (lambda made: made.add_special_tokens([tokenizers.AddedToken("<end>", rstrip=True)]), None),
+        (lambda made: made.add_special_tokens(["<a longer one>"]), 14),
+    ],
+)
+def test_the_longest_token_is_known_where_no_part_drops_characters(change: Any, expected: int | None) -> None:
+    made = bpe("seventy", fuse_unk=True)
+    change(made)
+    assert longest_token(made) == expected
+
+
+def test_models_that_fold_what_they_do_not_know_have_no_longest_token() -> None:
+    assert (
+        longest_token(tokenizers.Tokenizer(models.BPE(vocab={"a": 0, "?": 1}, merges=[], unk_token="?", fuse_unk=True))) is None
+    )
+    assert longest_token(tokenizers.Tokenizer(models.WordLevel(vocab={"a": 0, "?": 1}, unk_token="?"))) is None
 
 
 def test_bos_must_be_named_when_it_is_wanted() -> None:

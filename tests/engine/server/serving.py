@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import openai
 import torch
@@ -92,9 +93,16 @@ class Running:
 
 @contextmanager
 def running(
-    *, api_key: str | None = None, hosts: tuple[str, ...] = (), draft: Checkpoint | None = None, **settings: object
+    *,
+    api_key: str | None = None,
+    hosts: tuple[str, ...] = (),
+    draft: Checkpoint | None = None,
+    checkpoint: Checkpoint | None = None,
+    serving: Mapping[str, Any] | None = None,
+    **settings: object,
 ) -> Iterator[Running]:
-    checkpoint = tiny_checkpoint()
+    """`settings` are the engine's, `serving` those of the server."""
+    checkpoint = checkpoint or tiny_checkpoint()
     defaults = {"device": "cpu", "device_memory": "8MiB", "host_memory": "8MiB", "page_tokens": PAGE}
     config = EngineConfig(**{**defaults, **settings})  # type: ignore[arg-type]
     engine = build_engine(checkpoint, config, draft=draft)
@@ -103,9 +111,9 @@ def running(
         name=NAME,
         chat=checkpoint.chat,
         secrets=Secrets(api_key=api_key, admin_token=ADMIN),
-        max_body_bytes=MAX_BODY,
         hosts=hosts,
         store=config.store,
+        **{"max_body_bytes": MAX_BODY, **(serving or {})},
     )
     taken = bind("127.0.0.1", 0)
     address = address_of(taken)

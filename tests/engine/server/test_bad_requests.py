@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from engine.server.serving import CONTEXT, MAX_BODY, NAME, Running
+from engine.server.serving import CONTEXT, MAX_BODY, NAME, Running, running
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 HELLO = {"messages": [{"role": "user", "content": "Hello"}]}
@@ -52,6 +52,13 @@ BAD: list[tuple[str, dict[str, Any], str | None]] = [
     (COMPLETIONS, {"prompt": "x", "logit_bias": {"1": 2}}, "logit_bias"),
     (COMPLETIONS, {"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options"),
     (COMPLETIONS, {"prompt": "x", "priority": -1}, "priority"),
+    (COMPLETIONS, {"prompt": "x", "priority": 1}, "priority"),
+    (COMPLETIONS, {"prompt": "x", "priority": 1000}, "priority"),
+    (COMPLETIONS, {"prompt": "x", "use_cache": "no"}, "use_cache"),
+    (COMPLETIONS, {"prompt": "half \ud800"}, "prompt"),
+    (COMPLETIONS, {"prompt": ["whole", "\udfff half"]}, "prompt"),
+    (COMPLETIONS, {"prompt": "x", "stop": "\ud800"}, "stop"),
+    (COMPLETIONS, {"prompt": "x", "stop": ["whole", "\ud83d"]}, "stop"),
     (COMPLETIONS, {"prompt": "x", "cache_ttl_s": 0}, "cache_ttl_s"),
     (COMPLETIONS, {"prompt": "x", "cache_salt": ""}, "cache_salt"),
     (COMPLETIONS, {"prompt": "x", "cache_salt": "\ud800"}, "cache_salt"),
@@ -64,6 +71,10 @@ BAD: list[tuple[str, dict[str, Any], str | None]] = [
     (CHATS, {"messages": [{"role": "user", "content": "x" * CONTEXT}]}, "messages"),
     (CHATS, {"messages": [{"role": "assistant", "tool_calls": 7}]}, "messages"),
     (CHATS, {"messages": [{"role": "assistant", "tool_calls": ["f"]}]}, "messages"),
+    (CHATS, {"messages": [{"role": "user", "content": "half \ud83d"}]}, "messages"),
+    (CHATS, {"messages": [{"role": "user", "content": [{"type": "text", "text": "\ud83d"}]}]}, "messages"),
+    (CHATS, {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}]}, "messages"),
+    (CHATS, HELLO | {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
     (CHATS, HELLO | {"top_logprobs": 2}, "top_logprobs"),
     (CHATS, HELLO | {"response_format": {"type": "json_object"}}, "response_format"),
     (CHATS, HELLO | {"tool_choice": "required", "tools": [{}]}, "tool_choice"),
@@ -175,6 +186,23 @@ def test_fields_that_change_nothing_are_taken(client: openai.OpenAI) -> None:
     assert answer.usage is not None and answer.usage.completion_tokens <= 3
 
 
-def test_half_a_character_in_a_prompt_is_replaced(http: httpx.Client) -> None:
-    body = b'{"model": "tiny", "prompt": "half \\ud800", "max_tokens": 2}'
-    assert http.post(COMPLETIONS, content=body, headers={"content-type": "application/json"}).status_code == 200
+def test_fields_that_nobody_knows_are_said_once_in_the_log(http: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:
+    body = {"model": NAME, "prompt": "x", "max_tokens": 1, "user": "u", "min_p": 0.0}
+    with caplog.at_level("WARNING", logger="stepwell.engine.server.requests"):
+        for _ in range(3):
+            assert http.post(COMPLETIONS, json=body | {"use_cash": False}).status_code == 200
+        names = [f"{number}{'long' * 40}" for number in range(200)]  # are the client's to choose, and the log is not
+        assert http.post(COMPLETIONS, json=body | dict.fromkeys(names, 1)).status_code == 200
+    said = [record.getMessage() for record in caplog.records]
+    assert sum("'use_cash'" in each for each in said) == 1 and not any("'user'" in each or "min_p" in each for each in said)
+    assert 1 < len(said) <= 100 and max(map(len, said)) < 200
+
+
+def test_priorities_above_the_server_s_bound_are_refused(http: httpx.Client) -> None:
+    body = {"model": NAME, "prompt": "x", "max_tokens": 1}
+    refused = http.post(COMPLETIONS, json=body | {"priority": 1})
+    assert refused.status_code == 400 and "--max-priority 1" in error_of(refused)["message"]
+    assert http.post(COMPLETIONS, json=body | {"priority": 0}).status_code == 200
+    with running(serving={"max_priority": 3}) as made, httpx.Client(base_url=made.address, timeout=60) as other:
+        statuses = [other.post(COMPLETIONS, json=body | {"priority": priority}).status_code for priority in (3, 4, 11)]
+    assert statuses == [200, 400, 400]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
@@ -13,7 +14,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.server.serving import ADMIN, CONFIG, KEY, NAME, Running, running, tiny_checkpoint
+from engine.server.serving import ADMIN, CONFIG, KEY, MAX_BODY, NAME, Running, running, tiny_checkpoint
 from stepwell.cache.question import Question
 from stepwell.engine.server import stores
 from stepwell.store.api import Space, Traits
@@ -65,12 +66,39 @@ def test_explain_says_why_a_prompt_starts_over(http: httpx.Client) -> None:
     assert http.post("/cache/explain", json={}).status_code == 400
 
 
+def test_nobody_is_told_what_another_salt_holds(http: httpx.Client, served: Running) -> None:
+    """Neither by explain nor by anything else that whoever may ask can read: a salt's prompts are its own."""
+    say(http, "Secret. " + PROMPT, cache_salt="theirs")
+    settled(served)
+    salts = ({}, {"cache_salt": "mine"})
+    held = [http.post("/cache/explain", json={"prompt": "Secret. " + PROMPT} | salt).json() for salt in salts]
+    free = [http.post("/cache/explain", json={"prompt": "Secure. " + PROMPT} | salt).json() for salt in salts]
+    assert held == free and {each["cause"] for each in held} == {"never_stored"}
+    assert http.post("/cache/explain", json={"prompt": "Secret. " + PROMPT, "cache_salt": "theirs"}).json()["restore_tokens"] > 0
+    assert (
+        say(http, "Secret. " + PROMPT)["cached_tokens"] == say(http, "Secret. " + PROMPT, cache_salt="mine")["cached_tokens"] == 0
+    )
+    assert http.get("/cache/pins").status_code == 401
+    assert "theirs" not in http.get("/cache").text + http.get("/metrics").text
+
+
+def test_a_request_can_do_without_the_cache(http: httpx.Client) -> None:
+    """It computes its whole prompt, and leaves nothing for others."""
+    prompt = "Without. " + PROMPT
+    assert say(http, prompt, use_cache=False)["cached_tokens"] == 0
+    assert http.post("/cache/explain", json={"prompt": prompt}).json()["known_tokens"] == 0
+    assert say(http, prompt)["cached_tokens"] == 0
+    assert say(http, prompt, use_cache=False)["cached_tokens"] == 0
+    assert say(http, prompt, use_cache=True)["cached_tokens"] > 0
+
+
 def test_orders_need_the_admin_token(http: httpx.Client) -> None:
     orders = [
         ("POST", "/cache/flush", {}),
         ("POST", "/cache/store", {"store": "memory:"}),
         ("DELETE", "/cache/store", None),
         ("POST", "/cache/pins", {"prompt": "x"}),
+        ("GET", "/cache/pins", None),
         ("DELETE", "/cache/pins/1", None),
     ]
     for given in (None, "Bearer", "Bearer wrong", f"Bearer {KEY}", f"Bearer {ADMIN}x", f"Basic {ADMIN}", ADMIN, "Bearer \xff"):
@@ -89,6 +117,7 @@ def test_pages_that_point_their_name_at_this_machine_see_nothing() -> None:
             assert (response.status_code, response.json()["error"]["code"]) == (421, "unknown_host")
         for host in ("127.0.0.1", "127.0.0.1:1", "[::1]:80", "Well.example:443"):
             assert http.get("/cache", headers={"Host": host}).status_code == 200
+        assert _samples(http)["stepwell_http_errors_total421"] == 5
 
 
 def test_flush_empties_memory(admin: httpx.Client, served: Running) -> None:
@@ -271,6 +300,30 @@ def test_metrics_are_what_prometheus_reads(http: httpx.Client) -> None:
     assert after["stepwell_cache_events_totaltokens_computed"] > 0
 
 
+def test_bodies_that_are_too_large_are_counted(http: httpx.Client) -> None:
+    before = _samples(http).get("stepwell_http_errors_total413", 0.0)
+    declared = http.post("/v1/completions", json={"model": NAME, "prompt": "x" * MAX_BODY})
+    pieces = http.post("/v1/completions", content=iter([b" " * MAX_BODY] * 2), headers={"content-type": "application/json"})
+    assert declared.status_code == pieces.status_code == 413
+    assert _samples(http)["stepwell_http_errors_total413"] == before + 2
+
+
+def test_times_are_counted_from_arrival_at_the_server() -> None:
+    """What comes before the engine's queue is part of what a client waits for."""
+    with running() as made, httpx.Client(base_url=made.address, timeout=60) as http:
+        encode, delay_s = made.engine.text.encode, 0.25  # type: ignore[union-attr]
+
+        def slowly(text: str) -> list[int]:
+            time.sleep(delay_s)
+            return encode(text)
+
+        made.engine.text.encode = slowly  # type: ignore[union-attr,method-assign,assignment]
+        say(http, PROMPT)
+        samples = _samples(http)
+    assert samples["stepwell_queue_seconds_sum"] >= delay_s
+    assert samples["stepwell_time_to_first_token_seconds_sum"] >= samples["stepwell_queue_seconds_sum"]
+
+
 def test_what_a_draft_guessed_is_counted() -> None:
     whole = {**CONFIG, "layer_types": ["full_attention"] * 2}
     draft = replace(tiny_checkpoint(), config=whole, digest="draft")
@@ -311,5 +364,12 @@ def test_a_key_is_wanted_where_one_is_set(locked: Running) -> None:
             assert client.completions.create(model=NAME, prompt="x", max_tokens=1).usage is not None
     with httpx.Client(base_url=locked.address) as http:
         statuses = [http.get(path).status_code for path in ("/health", "/metrics", "/cache", "/v1/models", "/cache/pins")]
-        assert statuses == [200, 200, 401, 401, 401]
+        assert statuses == [200, 401, 401, 401, 401]
+        for key in (KEY, ADMIN):
+            assert "stepwell_engine_up 1.0" in http.get("/metrics", headers={"Authorization": f"Bearer {key}"}).text
         assert http.get("/v1/models").headers["www-authenticate"] == "Bearer"
+
+
+def test_metrics_can_be_open_to_all() -> None:
+    with running(api_key=KEY, serving={"open_metrics": True}) as made, httpx.Client(base_url=made.address) as http:
+        assert [http.get(path).status_code for path in ("/metrics", "/cache")] == [200, 401]

@@ -19,7 +19,7 @@ STRICT = "{% if messages[-1].role != 'user' %}{{ raise_exception('users speak la
 WITH_TOOLS = "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}" + CHAT_TEMPLATE.removeprefix("{{ bos_token }}")
 
 
-def served(template: str) -> Served:
+def served(template: str | None) -> Served:
     nothing = cast(Any, None)
     return Served(
         loop=nothing,
@@ -58,6 +58,17 @@ def test_tools_count_too() -> None:
     tool = '{"type": "function", "function": {"name": "measure"}}\n'
     assert head(WITH_TOOLS, USER, tools=TOOLS) == "<bos>" + tool
     assert head(WITH_TOOLS, SYSTEM, USER, tools=TOOLS) == f"<bos>{tool}<start_of_turn>system\nBe a well.<end_of_turn>\n"
+
+
+@pytest.mark.parametrize("template", [None, CHAT_TEMPLATE])
+def test_tools_are_refused_where_the_template_would_drop_them(template: str | None) -> None:
+    with pytest.raises(ApiError, match="does not know tools") as caught:
+        chat_prompt(served(template), [USER], TOOLS)
+    assert (caught.value.status, caught.value.param) == (400, "tools")
+    called = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "measure", "arguments": "{}"}}]}
+    with pytest.raises(ApiError, match=r"messages\[1\].*does not know tool_calls"):
+        chat_prompt(served(template), [USER, called], None)
+    assert chat_prompt(served(template), [USER, {**called, "tool_calls": []}], [])
 
 
 def test_arguments_of_tools_reach_templates_as_data() -> None:

@@ -84,6 +84,70 @@ def test_stopping_lets_answers_end_and_closes_the_engine() -> None:
     assert not made.server.served.loop.alive
 
 
+def test_while_answers_finish_new_requests_are_sent_elsewhere() -> None:
+    body = LONG | {"stream": True, "max_tokens": 50}
+    with (
+        running() as made,
+        Held(made) as held,
+        httpx.Client(base_url=made.address, timeout=60) as http,
+        http.stream("POST", "/v1/completions", json=body) as response,
+    ):
+        lines = response.iter_lines()
+        made.settle(lambda engine: engine.num_open == 1)
+        made.server.stop()
+        for path in ("/v1/models", "/health"):
+            refused = httpx.get(made.address + path)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")
+        counted = 'stepwell_http_errors_total{status="503"} 2.0'
+        assert counted in httpx.get(f"{made.address}/metrics").text  # which still tells
+        held.let_go()
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_answers_that_take_longer_than_the_drain_are_ended_with_the_reason(stream: bool) -> None:
+    with (
+        running(serving={"drain_s": 0.2}) as made,
+        httpx.Client(base_url=made.address, timeout=60) as http,
+        ThreadPoolExecutor(1) as threads,
+        Held(made) as held,
+    ):
+        asked = threads.submit(http.post, "/v1/completions", json=LONG | {"stream": stream})
+        made.settle(lambda engine: engine.num_open == 1)
+        made.server.stop()
+        made.settle(lambda engine: engine.num_open == 0)  # aborted while it could not go on
+        held.let_go()
+        assert "the server is stopping" in asked.result(30).text and asked.result().status_code == (200 if stream else 503)
+
+
+def test_a_second_call_to_stop_does_not_wait() -> None:
+    with running(serving={"drain_s": 1e6}) as made, ThreadPoolExecutor(1) as threads, Held(made) as held:
+        asked = threads.submit(httpx.post, f"{made.address}/v1/completions", json=LONG | {"stream": True}, timeout=60)
+        made.settle(lambda engine: engine.num_open == 1)
+        made.server.stop()
+        made.server.stop()
+        made.settle(lambda engine: engine.num_open == 0)
+        held.let_go()
+        assert "the server is stopping" in asked.result(30).text
+
+
+class Held:
+    """Keeps an engine from computing until it is let go; everything else about it goes on."""
+
+    def __init__(self, served: Running) -> None:
+        self._scheduler, self._plan = served.engine.scheduler, served.engine.scheduler.plan
+
+    def __enter__(self) -> Held:
+        self._scheduler.plan = lambda: []  # type: ignore[method-assign]
+        return self
+
+    def let_go(self) -> None:
+        self._scheduler.plan = self._plan  # type: ignore[method-assign]
+
+    def __exit__(self, *exception: object) -> None:
+        self.let_go()
+
+
 def test_a_pass_that_fails_ends_its_answers_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     with running() as made, made.client() as client:
         runner = made.engine._runner

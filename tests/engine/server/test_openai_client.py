@@ -161,7 +161,7 @@ def test_many_at_once_answer_as_they_do_alone(client: openai.OpenAI, served: Run
 
 def test_salts_separate_tenants(client: openai.OpenAI) -> None:
     def cached(salt: str | None) -> int:
-        usage = complete(client, "Secret. " + STORY, extra_body={"cache_salt": salt, "priority": 2, "cache_ttl_s": 600.0}).usage
+        usage = complete(client, "Secret. " + STORY, extra_body={"cache_salt": salt, "cache_ttl_s": 600.0}).usage
         return usage.prompt_tokens_details.cached_tokens  # type: ignore[union-attr]
 
     assert [cached("a"), cached("b"), cached(None)] == [0, 0, 0]

@@ -7,8 +7,10 @@ import signal
 import socket
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from argparse import ArgumentParser, Namespace
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ import pytest
 from stepwell.base.errors import ConfigError
 from stepwell.cli import serve
 from stepwell.cli.main import main
+from stepwell.store.registry import open_store
 
 SMALL = ("--device", "cpu", "--device-memory", "16MiB", "--host-memory", "16MiB", "--page-tokens", "16")
 
@@ -34,6 +37,7 @@ def test_help_imports_nothing_heavy() -> None:
     code = """
 import sys
 from stepwell.cli.main import main
+from stepwell.store.registry import open_store
 for argv in (["--help"], ["serve", "--help"]):
     try:
         main(argv)
@@ -53,6 +57,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(missing: s
 import sys
 sys.modules[{missing!r}] = None
 from stepwell.cli.main import main
+from stepwell.store.registry import open_store
 sys.exit(main(["serve", "--model", "random-hybrid"]))
 """
     done = python(code)
@@ -120,6 +125,82 @@ def test_a_taken_port_is_said_before_anything_is_loaded(capsys: pytest.CaptureFi
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert main(["serve", "--model", "/no/such/model", "--port", str(taken.getsockname()[1])]) == 2
     assert "cannot listen" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("--store", "foo:bar"), "no store is called 'foo'"),
+        (("--store", "log:"), "log:DIR"),
+        (("--store", "log:TMP/new"), "say how large it may become"),
+        (("--store", "log:TMP/taken"), "is open in process"),
+        (("--store", "log:TMP/other", "--store-budget", "64MiB", "--store-option", "colour=red"), "unknown store option"),
+        (("--store", "memory:", "--host-memory", "0"), "host"),
+        (("--host-memory", "900TiB"), "are free"),
+        (("--device-memory", "900TiB"), "are free"),
+        (("--device-memory", "some"), "not an amount of memory"),
+        (("--max-body", "some"), "not an amount of memory"),
+        (("--device", "tpu"), "cpu, cuda"),
+        (("--device", "cuda:99"), "was asked for"),
+        (("--dtype", "fp4"), "dtype must be one of"),
+        (("--kv-dtype", "fp4"), "dtype must be one of"),
+        (("--page-tokens", "0"), "page_tokens"),
+        (("--draft", "/no/such/draft"), "no draft model"),
+        (("--chunk-tokens", "0"), "chunk_tokens"),
+        (("--max-priority", "11"), "from 0 to 10"),
+        (("--drain", "-1"), "--drain"),
+    ],
+)
+def test_mistakes_that_need_no_weights_are_found_before_any_are_read(
+    argv: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("uvicorn")
+    for module in ("stepwell.engine.build", "stepwell.engine.loading.checkpoint"):
+        monkeypatch.setattr(f"{module}.open_checkpoint", lambda *args, **more: pytest.fail("the model was opened"))
+    small = [] if any(each in argv for each in ("--host-memory", "--device", "--device-memory", "--page-tokens")) else SMALL
+    with closing(open_store(f"log:{tmp_path}/taken", options={"budget": "64MiB", "segment": "1MiB"})):
+        given = [each.replace("TMP", str(tmp_path)) for each in argv]
+        assert main(["serve", "--model", "random-hybrid", "--port", "0", *small, *given]) == 2
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1
+
+
+def test_a_model_that_is_not_there_leaves_no_lock_behind(tmp_path: Path) -> None:
+    pytest.importorskip("uvicorn")
+    store = ("--store", f"log:{tmp_path}/log", "--store-budget", "64MiB", "--store-option", "segment=1MiB")
+    assert main(["serve", "--model", "/no/such/model", "--port", "0", *SMALL, *store]) == 2
+    open_store(f"log:{tmp_path}/log").close()
+
+
+def test_a_second_signal_does_not_wait_for_answers(tmp_path: Path) -> None:
+    pytest.importorskip("uvicorn")
+    command = [sys.executable, "-m", "stepwell", "serve", "--model", "random-hybrid", *SMALL, "--port", "0", "--drain", "100000"]
+    body = {"model": "random-hybrid", "prompt": "On and on.", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            address = _until_address(process)["address"]
+            request = urllib.request.Request(
+                f"{address}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+            )
+            with urllib.request.urlopen(request, timeout=120) as response:
+                assert response.readline().startswith(b"data: ")
+                process.send_signal(signal.SIGTERM)
+                while _status(f"{address}/health") != 503:
+                    assert process.poll() is None, "it did not wait for its answer"
+                process.send_signal(signal.SIGTERM)
+                assert b"the server is stopping" in response.read()
+            _, errors = process.communicate(timeout=120)
+        finally:
+            process.kill()
+    assert (process.returncode, errors) == (0, "")
+
+
+def _status(address: str) -> int:
+    try:
+        with urllib.request.urlopen(address, timeout=60) as response:
+            return int(response.status)
+    except urllib.error.HTTPError as error:
+        return error.code
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -7,6 +7,7 @@ or the objects behind it. Knows no tokens.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
@@ -51,6 +52,10 @@ class ChatTemplate:
             self._template = environment.from_string(self.source)
         except (jinja2.TemplateError, RecursionError) as error:
             raise ConfigError(f"the model's chat template cannot be compiled: {error}") from None
+
+    def mentions(self, name: str) -> bool:
+        """Whether a name stands anywhere in the template: one that does not drops what is given under it."""
+        return re.search(rf"\b{name}\b", self.source) is not None
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None,
@@ -115,10 +120,21 @@ def _tojson(
 
 
 def _plain(names: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy that is JSON through and through, so that no object of ours can be reached."""
+    """A copy that is JSON through and through, so that no object of ours can be reached.
+
+    Made piece by piece: writing JSON and reading it again would hold the interpreter for as long as the longest message takes.
+    """
     try:
-        copied = json.loads(json.dumps(names))
-    except (TypeError, ValueError, RecursionError) as error:
+        return {name: _copied(value) for name, value in names.items()}
+    except (TypeError, RecursionError) as error:
         raise ConfigError(f"chat messages must be plain JSON: {error}") from None
-    assert isinstance(copied, dict), "a mapping stays one"
-    return copied
+
+
+def _copied(value: Any) -> Any:
+    if value is None or type(value) in (str, bool, int, float):
+        return value
+    if type(value) in (list, tuple):
+        return [_copied(each) for each in value]
+    if type(value) is dict and all(type(key) is str for key in value):
+        return {key: _copied(each) for key, each in value.items()}
+    raise TypeError(f"{value!r:.80} is none")

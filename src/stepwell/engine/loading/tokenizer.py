@@ -1,20 +1,25 @@
 """Text to tokens and back, and tokens to text one at a time. Wraps the `tokenizers` package; reads no files.
 
-Never changes a prompt apart from the token that begins it, which some models cannot do without.
+Never changes a prompt apart from the token that begins it, which some models cannot do without. Never holds the interpreter
+while it encodes: other threads go on, however long a text is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 
 import tokenizers
 
-from stepwell.base.errors import ConfigError
+from stepwell.base.errors import BadTokens, ConfigError
+from stepwell.engine.loading.text_length import longest_token
 
 _HALF = "\ufffd"  # what decoders put where bytes are not a character (yet)
 _LONGEST_CHARACTER = 4  # bytes of UTF-8, so at most as many tokens
 _LONGEST_HELD = 64  # tokens of nothing but broken characters
 _SEED = 8  # tokens of a prompt that decide how the first ones after it read
+_USUAL = 8  # characters a token that hardly a text has more of
+_PIECE = 1 << 16  # characters that are counted at once
 
 
 class Tokenizer:
@@ -50,14 +55,31 @@ class Tokenizer:
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Tokens of a text. `special` adds what belongs around a whole prompt; not to be asked for parts of one.
 
-        A text that writes its first token out, as chat templates do, does not get it twice.
+        A text that writes its first token out, as chat templates do, does not get it twice. Raises BadTokens for text with half
+        a surrogate pair in it, as JSON can carry it: nothing can encode that.
         """
-        ids = self._inner.encode(_whole(text), add_special_tokens=special).ids
+        ids = self._ids(text, special=special)
         if not special or self._bos_id is None:
             return ids
         if self._add_bos and ids[:1] != [self._bos_id]:
             return [self._bos_id, *ids]
         return ids[1:] if ids[:2] == [self._bos_id, self._bos_id] else ids
+
+    def exceeds(self, text: str, limit: int) -> bool:
+        """Whether a text has more than `limit` tokens, where that can be told sooner than by encoding all of it.
+
+        By its length, or by its beginning, in pieces: cutting a text adds a few tokens at each cut, and never doubles them.
+        """
+        if len(text) <= limit * _USUAL:
+            return False
+        if self._longest is not None and len(text) > limit * self._longest:
+            return True
+        count = 0
+        for start in range(0, len(text), _PIECE):
+            count += len(self._ids(text[start : start + _PIECE], special=False))
+            if count > 2 * limit:
+                return True
+        return False
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of tokens, without special ones. Bytes that are no character become U+FFFD."""
@@ -66,6 +88,15 @@ class Tokenizer:
     def stream(self, after: Sequence[int] = ()) -> TextStream:
         """Decodes an answer token by token. `after`: the prompt, for tokenizers that write a word's space before it."""
         return TextStream(self, after)
+
+    @cached_property
+    def _longest(self) -> int | None:
+        return longest_token(self._inner)
+
+    def _ids(self, text: str, *, special: bool) -> list[int]:
+        _must_be_whole(text)
+        # Of the ways to encode, those for several texts are the ones that release the interpreter meanwhile.
+        return self._inner.encode_batch_fast([text], add_special_tokens=special)[0].ids
 
 
 class TextStream:
@@ -115,6 +146,10 @@ class TextStream:
         return new
 
 
-def _whole(text: str) -> str:
-    """Half a surrogate pair, as JSON can carry it, is not text that can be encoded."""
-    return text.encode("utf-8", errors="replace").decode("utf-8")
+def _must_be_whole(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadTokens(
+            f"the text has half a character at {error.start} (a lone surrogate, as JSON can carry it): send whole ones"
+        ) from None

@@ -14,6 +14,8 @@ import torch
 from stepwell.base.errors import ConfigError
 from stepwell.engine.loading.eight_bits import Block, is_eight_bits, scale_names, unscaled
 
+Size = int | None  # of an axis; None where a config does not say it
+
 
 class TensorSource(Protocol):
     """Where tensors come from. Names are those of Hugging Face checkpoints."""
@@ -42,19 +44,21 @@ class Weights:
     """Hands out tensors. Those kept in eight bits are multiplied by their scales, which count as used. Not for two threads."""
 
     def __init__(
-        self, source: TensorSource, *, dtype: torch.dtype, device: str | torch.device, block: Block | None = None
-    ) -> None:
-        """`block` is what a scale is for, where the config says it; else shapes do."""
+        self, source: TensorSource, *, dtype: torch.dtype, device: str | torch.device, block: Block | None = None,
+        config: Mapping[str, object] | None = None,
+    ) -> None:  # fmt: skip
+        """`block` is what a scale is for, where the config says it; else shapes do. `config` is for words: who said a size."""
         self._source = source
         self._left = dict.fromkeys(source.names())
         self._block = block
+        self._config = config or {}
         self.dtype = dtype
         self.device = device
 
     def has(self, name: str) -> bool:
         return name in self._left
 
-    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def take(self, name: str, *shape: Size, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A tensor, which must have this shape. Raises ConfigError when it is not there, was taken before, or is another.
 
         Also when it is in eight bits and its scale is not there, or not of its size: without one the numbers mean nothing.
@@ -63,16 +67,16 @@ class Weights:
             raise ConfigError(f"the checkpoint has no tensor {name!r}, or it was used twice: is it complete, and of this model?")
         del self._left[name]
         tensor = self._source.read(name)
-        if shape and tuple(tensor.shape) != shape:
-            raise ConfigError(f"tensor {name!r} has shape {list(tensor.shape)}, but its config says {list(shape)}")
+        if shape:
+            self._must_be(name, tuple(tensor.shape), shape)
         scale = self._scale(name, tensor)
         if scale is not None:
             return unscaled(name, tensor.to(self.device), scale, block=self._block, dtype=dtype or self.dtype)
         return tensor.to(device=self.device, dtype=dtype or self.dtype).contiguous()
 
-    def joined(self, names: Iterable[str]) -> torch.Tensor:
-        """Several tensors as one, along their first axis: one product instead of several."""
-        return torch.cat([self.take(name) for name in names])
+    def joined(self, sizes: Mapping[str, Size], *rest: Size) -> torch.Tensor:
+        """Several tensors as one, along their first axis, whose size each name has beside it: one product instead of several."""
+        return torch.cat([self.take(name, first, *rest) for name, first in sizes.items()])
 
     def skip(self, *beginnings: str) -> None:
         """Says that tensors with these beginnings are not needed."""
@@ -83,6 +87,17 @@ class Weights:
         if self._left:
             some = ", ".join(list(self._left)[:5])
             raise ConfigError(f"the checkpoint has {len(self._left)} tensor(s) this model does not know, among them {some}")
+
+    def _must_be(self, name: str, found: tuple[int, ...], wanted: tuple[Size, ...]) -> None:
+        if len(found) == len(wanted) and all(size in (None, has) for has, size in zip(found, wanted, strict=True)):
+            return
+        wrong = set(wanted) - set(found)
+        said = ", ".join(sorted(field for field, value in self._config.items() if type(value) is int and value in wrong)[:4])
+        shape = ["any" if size is None else size for size in wanted]
+        raise ConfigError(
+            f"tensor {name!r} has shape {list(found)}, but its config says {shape}{f' (see {said})' if said else ''}: "
+            f"config and weights are of two models"
+        )
 
     def _scale(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
         """The scale of a tensor that must have one."""

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
+from stepwell.base.spec.families.attention import Heads
 from stepwell.engine.batch import Batch
+from stepwell.engine.loading.weights import Weights
 from stepwell.engine.models.layers import Linear, RMSNorm, rotate
 from stepwell.engine.ops.attention import attend, write_rows
 
@@ -65,3 +67,12 @@ class Attention:
             cap=self.cap,
         )
         return seen.flatten(1)
+
+
+def queries_keys_values(
+    weights: Weights, name: str, queries: int, heads: Heads, hidden: int, *, biased: bool | None = None
+) -> Linear:  # fmt: skip
+    """The product that makes all three, from tensors `name`.q_proj, k_proj and v_proj."""
+    width = heads.num * heads.key_dim
+    outputs = {f"{name}.q_proj": queries * heads.key_dim, f"{name}.k_proj": width, f"{name}.v_proj": width}
+    return Linear.load(weights, outputs, hidden, biased=biased)

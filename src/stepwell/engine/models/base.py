@@ -111,4 +111,4 @@ def head_of(parts: Parts, embed: torch.Tensor) -> torch.Tensor:
     if tied:
         parts.weights.skip("lm_head.")
         return embed
-    return parts.weights.take("lm_head.weight")
+    return parts.weights.take("lm_head.weight", *embed.shape)

@@ -17,7 +17,7 @@ from stepwell.base.spec.families.fields import MAX_LAYERS, Fields
 from stepwell.engine.batch import Batch
 from stepwell.engine.models.base import Block, Decoder, Layer, Parts, head_of
 from stepwell.engine.models.latent import LatentAttention, LatentSizes, latent_rotary, query_scale
-from stepwell.engine.models.layers import GatedMLP, Linear, RMSNorm, activation, norm_eps, number
+from stepwell.engine.models.layers import GatedMLP, Linear, RMSNorm, activation, norm_eps, number, said
 from stepwell.engine.models.moe import Experts, MixtureOfExperts, WithShared, gated, sigmoid_in_groups
 
 MODEL_TYPES = ("deepseek_v3", "kimi_k2")
@@ -65,22 +65,23 @@ def latent_attention(parts: Parts, name: str, *, layer: int, state: str) -> Late
 
 
 def block(parts: Parts, name: str, attention: Layer) -> Block:
-    eps = norm_eps(parts.config)
+    eps, hidden = norm_eps(parts.config), parts.config.size("hidden_size")
     return Block(
         attention=attention,
         mlp=_feed_forward(parts, f"{name}.mlp"),
-        before_attention=RMSNorm.load(parts.weights, f"{name}.input_layernorm", eps),
-        before_mlp=RMSNorm.load(parts.weights, f"{name}.post_attention_layernorm", eps),
+        before_attention=RMSNorm.load(parts.weights, f"{name}.input_layernorm", hidden, eps),
+        before_mlp=RMSNorm.load(parts.weights, f"{name}.post_attention_layernorm", hidden, eps),
     )
 
 
 def decoder(parts: Parts, layers: Sequence[Layer], shared: Callable[[Batch], Any]) -> Decoder:
-    embed = parts.weights.take("model.embed_tokens.weight")
+    hidden = parts.config.size("hidden_size")
+    embed = parts.weights.take("model.embed_tokens.weight", said(parts.config, "vocab_size"), hidden)
     return Decoder(
         spec=parts.spec,
         embed=embed,
         layers=layers,
-        norm=RMSNorm.load(parts.weights, "model.norm", norm_eps(parts.config)),
+        norm=RMSNorm.load(parts.weights, "model.norm", hidden, norm_eps(parts.config)),
         head=head_of(parts, embed),
         shared=shared,
     )
@@ -88,9 +89,9 @@ def decoder(parts: Parts, layers: Sequence[Layer], shared: Callable[[Batch], Any
 
 def _feed_forward(parts: Parts, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
     """Experts in the layers whose tensors say so (`first_k_dense_replace` and `mlp_layer_types` say the same)."""
-    config, weights, act = parts.config, parts.weights, activation(parts.config)
+    config, weights, act, hidden = parts.config, parts.weights, activation(parts.config), parts.config.size("hidden_size")
     if not weights.has(f"{name}.gate.weight"):
-        return GatedMLP.load(weights, name, act)
+        return GatedMLP.load(weights, name, act, hidden=hidden, inner=said(config, "intermediate_size"))
     _refuse_unknown(config)
     count = config.size("n_routed_experts")
     groups = config.size("n_group", 1, most=count)
@@ -105,13 +106,27 @@ def _feed_forward(parts: Parts, name: str) -> Callable[[torch.Tensor], torch.Ten
         scale=number(config, "routed_scaling_factor", 1.0),
     )
     experts = MixtureOfExperts(
-        router=Linear(weights.take(f"{name}.gate.weight", count, config.size("hidden_size"), dtype=torch.float32)),
+        router=Linear(weights.take(f"{name}.gate.weight", count, hidden, dtype=torch.float32)),
         route=route,
-        experts=Experts.load(weights, f"{name}.experts", count=count, combine=gated(act)),
+        experts=Experts.load(
+            weights,
+            f"{name}.experts",
+            count=count,
+            hidden=hidden,
+            inner=said(config, "moe_intermediate_size"),
+            combine=gated(act),
+        ),
     )
-    if not config.size("n_shared_experts", 0, least=0):
+    if not (shared := config.size("n_shared_experts", 0, least=0)):
         return experts
-    return WithShared(experts=experts, shared=GatedMLP.load(weights, f"{name}.shared_experts", act))
+    return WithShared(experts=experts, shared=shared_block(parts, f"{name}.shared_experts", shared))
+
+
+def shared_block(parts: Parts, name: str, count: int) -> GatedMLP:
+    """The block that all tokens visit, as wide as `count` experts together."""
+    config, inner = parts.config, said(parts.config, "moe_intermediate_size")
+    wide = None if inner is None else inner * count
+    return GatedMLP.load(parts.weights, name, activation(config), hidden=config.size("hidden_size"), inner=wide)
 
 
 def _refuse_unknown(config: Fields) -> None:

@@ -19,11 +19,11 @@ from stepwell.base.spec.families.compressed import HEAVY, SLIDING, SPARSE, Sizes
 from stepwell.base.spec.families.fields import Fields
 from stepwell.engine.batch import Batch
 from stepwell.engine.groups import Groups
-from stepwell.engine.loading.weights import Weights
+from stepwell.engine.loading.weights import Size, Weights
 from stepwell.engine.models.base import Decoder, Parts, head_of
 from stepwell.engine.models.compressed import Closing, Compressor, Indexer, Kept, Shared, SharedAttention, turns
 from stepwell.engine.models.hyper import Gather, HyperConnection, Spread
-from stepwell.engine.models.layers import Activation, Linear, RMSNorm, Rotary, activation, norm_eps, number, rotary
+from stepwell.engine.models.layers import Activation, Linear, RMSNorm, Rotary, activation, norm_eps, number, rotary, said
 from stepwell.engine.models.moe import Combine, Experts, Routing
 from stepwell.engine.rows import latent_rows, shared_rows
 
@@ -114,19 +114,19 @@ def build(parts: Parts) -> Decoder:
         spec=parts.spec,
         embed=embed,
         layers=[Spread(lanes), *blocks, gather],
-        norm=_norm(parts, "model.norm"),
+        norm=_norm(parts, "model.norm", config.size("hidden_size")),
         head=head_of(parts, embed),
         shared=shared,
     )
 
 
 def _block(parts: Parts, sizes: Sizes, index: int, kinds: Sequence[str]) -> Block:
-    config, weights, name = parts.config, parts.weights, f"model.layers.{index}"
+    config, weights, name, hidden = parts.config, parts.weights, f"model.layers.{index}", parts.config.size("hidden_size")
     return Block(
         attention=_attention(parts, sizes, f"{name}.self_attn", index, kinds),
         experts=_experts(config, weights, f"{name}.mlp"),
-        before_attention=_norm(parts, f"{name}.input_layernorm"),
-        before_experts=_norm(parts, f"{name}.post_attention_layernorm"),
+        before_attention=_norm(parts, f"{name}.input_layernorm", hidden),
+        before_experts=_norm(parts, f"{name}.post_attention_layernorm", hidden),
         around_attention=HyperConnection.load(config, weights, f"{name}.attn_hc"),
         around_experts=HyperConnection.load(config, weights, f"{name}.ffn_hc"),
     )
@@ -135,17 +135,19 @@ def _block(parts: Parts, sizes: Sizes, index: int, kinds: Sequence[str]) -> Bloc
 def _attention(parts: Parts, sizes: Sizes, name: str, index: int, kinds: Sequence[str]) -> SharedAttention:
     config, weights, kind = parts.config, parts.weights, kinds[index]
     heads, groups = config.size("num_attention_heads"), config.size("o_groups", 8)
+    hidden, rank, made = config.size("hidden_size"), said(config, "q_lora_rank"), said(config, "o_lora_rank")
+    together = None if made is None else groups * made
     layer = kinds[:index].count(kind)  # of those of its kind
     return SharedAttention(
         layer=index,
         heads=heads,
-        into=Linear.load(weights, f"{name}.q_a_proj", f"{name}.kv_proj"),
-        query_norm=_norm(parts, f"{name}.q_a_norm"),
-        query=Linear.load(weights, f"{name}.q_b_proj"),
+        into=Linear.load(weights, {f"{name}.q_a_proj": rank, f"{name}.kv_proj": sizes.row}, hidden),
+        query_norm=_norm(parts, f"{name}.q_a_norm", rank),
+        query=Linear.load(weights, {f"{name}.q_b_proj": heads * sizes.row}, rank),
         row=_kept_row(parts, sizes, "swa", f"{name}.kv_norm"),
         sinks_H=weights.take(f"{name}.sinks", heads, dtype=torch.float32),
-        out_OXC=weights.take(f"{name}.o_a_proj.weight").unflatten(0, (groups, -1)),
-        out=Linear.load(weights, f"{name}.o_b_proj"),
+        out_OXC=weights.take(f"{name}.o_a_proj.weight", together, heads * sizes.row // groups).unflatten(0, (groups, -1)),
+        out=Linear.load(weights, {f"{name}.o_b_proj": hidden}, together),
         compressor=None if kind == SLIDING else _compressor(parts, sizes, f"{name}.compressor", kind, layer),
         indexer=_indexer(config, weights, sizes, f"{name}.compressor.indexer") if kind == SPARSE else None,
     )
@@ -158,13 +160,14 @@ def _compressor(parts: Parts, sizes: Sizes, name: str, kind: str, layer: int) ->
         keys, index = f"{state}_index", f"{name}.indexer"
         names.append(index)
         rows = latent_rows(parts.spec.state(keys).dtype, sizes.index, 0)
-        kept.append(Kept(state=keys, width=sizes.index, norm=_norm(parts, f"{index}.kv_norm"), format=rows))
+        kept.append(Kept(state=keys, width=sizes.index, norm=_norm(parts, f"{index}.kv_norm", sizes.index), format=rows))
     halves, weights, ratio = 2 if kind == SPARSE else 1, parts.weights, sizes.ratios[kind]
-    values, gates = ([weights.take(f"{each}.{made}_proj.weight") for each in names] for made in ("kv", "gate"))
-    biases = [
-        weights.take(f"{each}.position_bias", ratio, halves * part.width, dtype=torch.float32)
-        for each, part in zip(names, kept, strict=True)
-    ]
+    wide = {each: halves * part.width for each, part in zip(names, kept, strict=True)}
+    hidden = parts.config.size("hidden_size")
+    values, gates = (
+        [weights.take(f"{each}.{made}_proj.weight", size, hidden) for each, size in wide.items()] for made in ("kv", "gate")
+    )  # fmt: skip
+    biases = [weights.take(f"{each}.position_bias", ratio, size, dtype=torch.float32) for each, size in wide.items()]
     return Compressor(
         layer=layer,
         ratio=ratio,
@@ -185,15 +188,15 @@ def _indexer(config: Fields, weights: Weights, sizes: Sizes, name: str) -> Index
     return Indexer(
         heads=heads,
         count=config.size("index_topk", 512),
-        query=Linear.load(weights, f"{name}.q_b_proj"),
-        weight=Linear.load(weights, f"{name}.scorer.weights_proj"),
+        query=Linear.load(weights, {f"{name}.q_b_proj": heads * sizes.index}, said(config, "q_lora_rank")),
+        weight=Linear.load(weights, {f"{name}.scorer.weights_proj": heads}, config.size("hidden_size")),
         scale=(heads * sizes.index) ** -0.5,
     )
 
 
 def _kept_row(parts: Parts, sizes: Sizes, state: str, norm: str) -> Kept:
     rows = shared_rows(parts.spec.state(state).dtype, sizes.row - sizes.rope, sizes.rope)
-    return Kept(state=state, width=sizes.row, norm=_norm(parts, norm), format=rows)
+    return Kept(state=state, width=sizes.row, norm=_norm(parts, norm, sizes.row), format=rows)
 
 
 def _experts(config: Fields, weights: Weights, name: str) -> TokenExperts:
@@ -202,18 +205,20 @@ def _experts(config: Fields, weights: Weights, name: str) -> TokenExperts:
     if scoring not in _SCORES:
         raise ConfigError(f"scoring_func {scoring!r} is not known; known are {', '.join(_SCORES)}")
     table, bias = f"{name}.gate.tid2eid", f"{name}.gate.e_score_correction_bias"
-    shared = f"{name}.shared_experts"
+    hidden, inner, shared = config.size("hidden_size"), said(config, "moe_intermediate_size"), f"{name}.shared_experts"
+    wide = None if inner is None else inner * config.size("n_shared_experts", 1)
+    top = config.size("num_experts_per_tok", most=count)
     return TokenExperts(
-        router=Linear.load(weights, f"{name}.gate", biased=False),
+        router=Linear.load(weights, {f"{name}.gate": count}, hidden, biased=False),
         score=_SCORES[scoring],
-        count=config.size("num_experts_per_tok", most=count),
+        count=top,
         scale=number(config, "routed_scaling_factor", 1.5),
-        table_VK=weights.take(table, dtype=torch.int64) if weights.has(table) else None,
+        table_VK=weights.take(table, said(config, "vocab_size"), top, dtype=torch.int64) if weights.has(table) else None,
         bias_E=weights.take(bias, count, dtype=torch.float32) if weights.has(bias) else None,
-        experts=Experts.load(weights, f"{name}.experts", count=count, combine=combine),
+        experts=Experts.load(weights, f"{name}.experts", count=count, hidden=hidden, inner=inner, combine=combine),
         shared=Expert(
-            gate_up=Linear.load(weights, f"{shared}.gate_proj", f"{shared}.up_proj"),
-            down=Linear.load(weights, f"{shared}.down_proj"),
+            gate_up=Linear.load(weights, dict.fromkeys((f"{shared}.gate_proj", f"{shared}.up_proj"), wide), hidden),
+            down=Linear.load(weights, {f"{shared}.down_proj": hidden}, wide),
             combine=combine,
         ),
     )
@@ -238,6 +243,6 @@ def _rotary(parts: Parts, sizes: Sizes, kind: str) -> Rotary:
     return rotary(base, sizes.rope, scaling, config, device)
 
 
-def _norm(parts: Parts, name: str) -> RMSNorm:
+def _norm(parts: Parts, name: str, size: Size) -> RMSNorm:
     """All norms are kept and computed in fp32."""
-    return RMSNorm(parts.weights.take(f"{name}.weight", dtype=torch.float32), norm_eps(parts.config))
+    return RMSNorm(parts.weights.take(f"{name}.weight", size, dtype=torch.float32), norm_eps(parts.config))

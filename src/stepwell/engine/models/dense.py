@@ -13,9 +13,9 @@ from stepwell.base.spec.families.attention import read_heads
 from stepwell.base.spec.families.fields import Fields
 from stepwell.base.spec.families.layers import Layer as LayerKind
 from stepwell.base.spec.families.layers import schedule
-from stepwell.engine.models.attention import Attention
+from stepwell.engine.models.attention import Attention, queries_keys_values
 from stepwell.engine.models.base import Block, Decoder, Parts, head_of
-from stepwell.engine.models.layers import GatedMLP, Linear, RMSNorm, activation, norm_eps, rotary_from
+from stepwell.engine.models.layers import GatedMLP, Linear, RMSNorm, activation, norm_eps, rotary_from, said
 from stepwell.engine.models.moe import Experts, MixtureOfExperts, gated, softmax_then_top
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
@@ -27,12 +27,13 @@ def build(parts: Parts) -> Decoder:
     rotary = rotary_from(config, head_dim, device=parts.device)
     kinds = layer_kinds(config)
     blocks = [_block(parts, index, kinds) for index in range(len(kinds))]
-    embed = weights.take("model.embed_tokens.weight")
+    hidden = config.size("hidden_size")
+    embed = weights.take("model.embed_tokens.weight", said(config, "vocab_size"), hidden)
     return Decoder(
         spec=parts.spec,
         embed=embed,
         layers=blocks,
-        norm=RMSNorm.load(weights, "model.norm", norm_eps(config)),
+        norm=RMSNorm.load(weights, "model.norm", hidden, norm_eps(config)),
         head=head_of(parts, embed),
         shared=lambda batch: rotary.angles(batch.positions_N, embed.dtype),
         steady=_windows(config, kinds) if all(isinstance(block.mlp, GatedMLP) for block in blocks) else (),
@@ -56,39 +57,51 @@ def layer_kinds(config: Fields) -> list[LayerKind]:
 
 def _block(parts: Parts, index: int, kinds: list[LayerKind]) -> Block:
     config, weights, name = parts.config, parts.weights, f"model.layers.{index}"
-    heads, eps = read_heads(config), norm_eps(config)
+    heads, eps, hidden, queries = (
+        read_heads(config),
+        norm_eps(config),
+        config.size("hidden_size"),
+        config.size("num_attention_heads"),
+    )
     sliding = kinds[index] is LayerKind.SLIDING
     normed = weights.has(f"{name}.self_attn.q_norm.weight")
     attention = Attention(
         state="swa" if sliding else "kv",
         layer=kinds[:index].count(kinds[index]),
         window=config.size("sliding_window") if sliding else None,
-        heads=config.size("num_attention_heads"),
+        heads=queries,
         kv_heads=heads.num,
         head_dim=heads.key_dim,
         scale=heads.key_dim**-0.5,
-        qkv=Linear.load(weights, *(f"{name}.self_attn.{each}_proj" for each in "qkv")),
-        out=Linear.load(weights, f"{name}.self_attn.o_proj"),
-        query_norm=RMSNorm.load(weights, f"{name}.self_attn.q_norm", eps) if normed else None,
-        key_norm=RMSNorm.load(weights, f"{name}.self_attn.k_norm", eps) if normed else None,
+        qkv=queries_keys_values(weights, f"{name}.self_attn", queries, heads, hidden),
+        out=Linear.load(weights, {f"{name}.self_attn.o_proj": hidden}, queries * heads.key_dim),
+        query_norm=RMSNorm.load(weights, f"{name}.self_attn.q_norm", heads.key_dim, eps) if normed else None,
+        key_norm=RMSNorm.load(weights, f"{name}.self_attn.k_norm", heads.key_dim, eps) if normed else None,
     )
     return Block(
         attention=attention,
         mlp=_feed_forward(parts, f"{name}.mlp"),
-        before_attention=RMSNorm.load(weights, f"{name}.input_layernorm", eps),
-        before_mlp=RMSNorm.load(weights, f"{name}.post_attention_layernorm", eps),
+        before_attention=RMSNorm.load(weights, f"{name}.input_layernorm", hidden, eps),
+        before_mlp=RMSNorm.load(weights, f"{name}.post_attention_layernorm", hidden, eps),
     )
 
 
 def _feed_forward(parts: Parts, name: str) -> GatedMLP | MixtureOfExperts:
     """Experts in the layers whose tensors say so."""
-    config, weights = parts.config, parts.weights
+    config, weights, hidden = parts.config, parts.weights, parts.config.size("hidden_size")
     if not weights.has(f"{name}.gate.weight"):
-        return GatedMLP.load(weights, name, activation(config))
+        return GatedMLP.load(weights, name, activation(config), hidden=hidden, inner=said(config, "intermediate_size"))
     count = config.size("num_experts" if config.has("num_experts") else "num_local_experts")
     top = config.size("num_experts_per_tok", most=count)
     return MixtureOfExperts(
-        router=Linear.load(weights, f"{name}.gate"),
+        router=Linear.load(weights, {f"{name}.gate": count}, hidden),
         route=softmax_then_top(top, sum_to_one=config.flag("norm_topk_prob", False)),
-        experts=Experts.load(weights, f"{name}.experts", count=count, combine=gated(activation(config))),
+        experts=Experts.load(
+            weights,
+            f"{name}.experts",
+            count=count,
+            hidden=hidden,
+            inner=said(config, "moe_intermediate_size"),
+            combine=gated(activation(config)),
+        ),
     )

@@ -16,9 +16,9 @@ from stepwell.base.errors import ConfigError
 from stepwell.base.spec.families.attention import read_heads
 from stepwell.base.spec.families.fields import Fields
 from stepwell.engine.batch import Batch
-from stepwell.engine.models.attention import Angles, Attention
+from stepwell.engine.models.attention import Angles, Attention, queries_keys_values
 from stepwell.engine.models.base import Decoder, Parts, head_of
-from stepwell.engine.models.layers import GatedMLP, Linear, RMSNorm, activation, number, rotary_from
+from stepwell.engine.models.layers import GatedMLP, Linear, RMSNorm, activation, number, rotary_from, said
 from stepwell.engine.models.mamba2 import GatedNorm, Mixer, Sizes, step_limits
 from stepwell.engine.ops.recurrent import Points
 
@@ -50,12 +50,13 @@ class Block:
 def build(parts: Parts) -> Decoder:
     config, weights = parts.config, parts.weights
     rotary = rotary_from(config, read_heads(config).key_dim, device=parts.device)
-    embed = weights.take("model.embed_tokens.weight")
+    hidden = config.size("hidden_size")
+    embed = weights.take("model.embed_tokens.weight", said(config, "vocab_size"), hidden)
     return Decoder(
         spec=parts.spec,
         embed=embed,
         layers=[_block(parts, index) for index in range(config.num_layers())],
-        norm=RMSNorm.load(weights, "model.final_layernorm", _eps(config)),
+        norm=RMSNorm.load(weights, "model.final_layernorm", hidden, _eps(config)),
         head=head_of(parts, embed),
         shared=lambda batch: Shared(angles=rotary.angles(batch.positions_N, embed.dtype), points=Points.of(batch)),
         embed_scale=number(config, "embedding_multiplier", 1.0),
@@ -64,23 +65,23 @@ def build(parts: Parts) -> Decoder:
 
 
 def _block(parts: Parts, index: int) -> Block:
-    config, weights, name = parts.config, parts.weights, f"model.layers.{index}"
+    config, weights, name, hidden = parts.config, parts.weights, f"model.layers.{index}", parts.config.size("hidden_size")
     return Block(
         attention=_attention(parts, index),
         mixer=_mixer(parts, index),
         mlp=_mlp(parts, index),
-        before_both=RMSNorm.load(weights, f"{name}.input_layernorm", _eps(config)),
-        before_mlp=RMSNorm.load(weights, f"{name}.pre_ff_layernorm", _eps(config)),
+        before_both=RMSNorm.load(weights, f"{name}.input_layernorm", hidden, _eps(config)),
+        before_mlp=RMSNorm.load(weights, f"{name}.pre_ff_layernorm", hidden, _eps(config)),
     )
 
 
 def _attention(parts: Parts, index: int) -> Attention:
     config, name = parts.config, f"model.layers.{index}.self_attn"
     heads, queries = read_heads(config), config.size("num_attention_heads")
-    width = heads.num * heads.key_dim
+    width, hidden = heads.num * heads.key_dim, config.size("hidden_size")
     scales = (1.0, number(config, "key_multiplier", 1.0), 1.0)
-    qkv = Linear.load(parts.weights, *(f"{name}.{each}_proj" for each in "qkv"))
-    out = Linear.load(parts.weights, f"{name}.o_proj")
+    qkv = queries_keys_values(parts.weights, name, queries, heads, hidden)
+    out = Linear.load(parts.weights, {f"{name}.o_proj": hidden}, queries * heads.key_dim)
     return Attention(
         state="kv",
         layer=index,
@@ -110,7 +111,9 @@ def _mixer(parts: Parts, index: int) -> Mixer:
         groups=sizes.groups,
         gate_first=not config.flag("mamba_norm_before_gate", True),
     )
-    into, out = Linear.load(weights, f"{name}.in_proj"), Linear.load(weights, f"{name}.out_proj")
+    hidden = config.size("hidden_size")
+    into = Linear.load(weights, {f"{name}.in_proj": sum(sizes.split)}, hidden)
+    out = Linear.load(weights, {f"{name}.out_proj": hidden}, sizes.inner)
     return Mixer.load(
         weights,
         name,
@@ -127,8 +130,8 @@ def _mixer(parts: Parts, index: int) -> Mixer:
 def _mlp(parts: Parts, index: int) -> GatedMLP:
     config, name = parts.config, f"model.layers.{index}.feed_forward"
     gate, down = _list(config, "mlp_multipliers", 2)
-    plain = GatedMLP.load(parts.weights, name, activation(config))
     inner, hidden = config.size("intermediate_size"), config.size("hidden_size")
+    plain = GatedMLP.load(parts.weights, name, activation(config), hidden=hidden, inner=inner)
     return GatedMLP(scaled(plain.gate_up, (inner, inner), (gate, 1.0)), scaled(plain.down, (hidden,), [down]), plain.act)
 
 

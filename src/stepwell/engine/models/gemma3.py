@@ -20,9 +20,9 @@ from stepwell.base.spec.families.layers import Layer as LayerKind
 from stepwell.base.spec.families.layers import every, schedule
 from stepwell.engine.batch import Batch
 from stepwell.engine.loading.weights import Weights
-from stepwell.engine.models.attention import Angles, Attention
+from stepwell.engine.models.attention import Angles, Attention, queries_keys_values
 from stepwell.engine.models.base import Decoder, Parts
-from stepwell.engine.models.layers import GatedMLP, Linear, RMSNorm, Rotary, activation, norm_eps, number, rotary
+from stepwell.engine.models.layers import GatedMLP, Linear, RMSNorm, Rotary, activation, norm_eps, number, rotary, said
 
 MODEL_TYPES = ("gemma3", "gemma3_text")
 
@@ -58,14 +58,15 @@ def build(parts: Parts) -> Decoder:
     root = _root(weights)
     kinds = schedule(config, every(config.size("sliding_window_pattern", 6), last=LayerKind.FULL, others=LayerKind.SLIDING))
     rotaries = {kind: _rotary(config, kind, parts.device) for kind in dict.fromkeys(kinds)}
-    embed = weights.take(f"{root}.embed_tokens.weight")
-    scale = torch.tensor(config.size("hidden_size") ** 0.5).to(embed.dtype)  # in bf16 the root is rounded, and so was in training
+    hidden = config.size("hidden_size")
+    embed = weights.take(f"{root}.embed_tokens.weight", said(config, "vocab_size"), hidden)
+    scale = torch.tensor(hidden**0.5).to(embed.dtype)  # in bf16 the root is rounded, and so was in training
     blocks = [_block(parts, f"{root}.layers.{index}", kinds, index) for index in range(len(kinds))]
     return Decoder(
         spec=parts.spec,
         embed=embed,
         layers=blocks,
-        norm=RMSNorm.load(weights, f"{root}.norm", norm_eps(config), around_one=True),
+        norm=RMSNorm.load(weights, f"{root}.norm", hidden, norm_eps(config), around_one=True),
         head=_head(parts, _ROOTS[root], embed),
         shared=lambda batch: {kind: turn.angles(batch.positions_N, embed.dtype) for kind, turn in rotaries.items()},
         embed_scale=scale.item(),
@@ -75,10 +76,12 @@ def build(parts: Parts) -> Decoder:
 
 
 def _block(parts: Parts, name: str, kinds: list[LayerKind], index: int) -> Block:
-    config, weights = parts.config, parts.weights
+    config, weights, hidden, queries = (
+        parts.config, parts.weights, parts.config.size("hidden_size"), parts.config.size("num_attention_heads", 8),
+    )  # fmt: skip
 
-    def norm(of: str) -> RMSNorm:
-        return RMSNorm.load(weights, f"{name}.{of}", norm_eps(config), around_one=True)
+    def norm(of: str, size: int = hidden) -> RMSNorm:
+        return RMSNorm.load(weights, f"{name}.{of}", size, norm_eps(config), around_one=True)
 
     heads, sliding = read_heads(config, num=4, head_dim=256), kinds[index] is LayerKind.SLIDING
     biased = config.flag("attention_bias", False)
@@ -86,20 +89,26 @@ def _block(parts: Parts, name: str, kinds: list[LayerKind], index: int) -> Block
         state="swa" if sliding else "kv",
         layer=kinds[:index].count(kinds[index]),
         window=config.size("sliding_window") if sliding else None,
-        heads=config.size("num_attention_heads", 8),
+        heads=queries,
         kv_heads=heads.num,
         head_dim=heads.key_dim,
         scale=number(config, "query_pre_attn_scalar", 256.0) ** -0.5,
-        qkv=Linear.load(weights, *(f"{name}.self_attn.{each}_proj" for each in "qkv"), biased=biased),
-        out=Linear.load(weights, f"{name}.self_attn.o_proj", biased=biased),
-        query_norm=norm("self_attn.q_norm"),
-        key_norm=norm("self_attn.k_norm"),
+        qkv=queries_keys_values(weights, f"{name}.self_attn", queries, heads, hidden, biased=biased),
+        out=Linear.load(weights, {f"{name}.self_attn.o_proj": hidden}, queries * heads.key_dim, biased=biased),
+        query_norm=norm("self_attn.q_norm", heads.key_dim),
+        key_norm=norm("self_attn.k_norm", heads.key_dim),
         cap=_cap(config, "attn_logit_softcapping"),
     )
     return Block(
         kind=kinds[index],
         attention=attention,
-        mlp=GatedMLP.load(weights, f"{name}.mlp", activation(config, "gelu_pytorch_tanh")),
+        mlp=GatedMLP.load(
+            weights,
+            f"{name}.mlp",
+            activation(config, "gelu_pytorch_tanh"),
+            hidden=hidden,
+            inner=said(config, "intermediate_size"),
+        ),
         before_attention=norm("input_layernorm"),
         after_attention=norm("post_attention_layernorm"),
         before_mlp=norm("pre_feedforward_layernorm"),
@@ -119,7 +128,7 @@ def _head(parts: Parts, name: str, embed: torch.Tensor) -> torch.Tensor:
     if parts.config.flag("tie_word_embeddings", True):
         parts.weights.skip(f"{name}.")
         return embed
-    return parts.weights.take(f"{name}.weight")
+    return parts.weights.take(f"{name}.weight", *embed.shape)
 
 
 def _rotary(config: Fields, kind: LayerKind, device: str | torch.device) -> Rotary:

@@ -15,7 +15,7 @@ from stepwell.base.spec.families.fields import Fields
 from stepwell.base.spec.families.layers import Layer as LayerKind
 from stepwell.base.spec.families.layers import every, schedule
 from stepwell.engine.loading.weights import Weights
-from stepwell.engine.models.attention import Attention
+from stepwell.engine.models.attention import Attention, queries_keys_values
 from stepwell.engine.models.base import Block, Decoder, Parts, head_of
 from stepwell.engine.models.layers import Linear, RMSNorm, number, rotary_from
 from stepwell.engine.models.moe import Combine, Experts, MixtureOfExperts, Route, Routing
@@ -39,7 +39,7 @@ def build(parts: Parts) -> Decoder:
         spec=parts.spec,
         embed=embed,
         layers=[_block(parts, index, kinds) for index in range(len(kinds))],
-        norm=RMSNorm.load(weights, "model.norm", _eps(config)),
+        norm=RMSNorm.load(weights, "model.norm", config.size("hidden_size"), _eps(config)),
         head=head_of(parts, embed),
         shared=lambda batch: rotary.angles(batch.positions_N, embed.dtype),
     )
@@ -47,29 +47,30 @@ def build(parts: Parts) -> Decoder:
 
 def _block(parts: Parts, index: int, kinds: list[LayerKind]) -> Block:
     config, weights, name = parts.config, parts.weights, f"model.layers.{index}"
+    hidden, queries = config.size("hidden_size"), config.size("num_attention_heads")
     heads, sliding, biased = read_heads(config), kinds[index] is LayerKind.SLIDING, config.flag("attention_bias", True)
     attention = Attention(
         state="swa" if sliding else "kv",
         layer=kinds[:index].count(kinds[index]),
         window=config.size("sliding_window") if sliding else None,
-        heads=config.size("num_attention_heads"),
+        heads=queries,
         kv_heads=heads.num,
         head_dim=heads.key_dim,
         scale=heads.key_dim**-0.5,
-        qkv=Linear.load(weights, *(f"{name}.self_attn.{each}_proj" for each in "qkv"), biased=biased),
-        out=Linear.load(weights, f"{name}.self_attn.o_proj", biased=biased),
-        sinks_H=weights.take(f"{name}.self_attn.sinks", config.size("num_attention_heads")),
+        qkv=queries_keys_values(weights, f"{name}.self_attn", queries, heads, hidden, biased=biased),
+        out=Linear.load(weights, {f"{name}.self_attn.o_proj": hidden}, queries * heads.key_dim, biased=biased),
+        sinks_H=weights.take(f"{name}.self_attn.sinks", queries),
     )
     experts = MixtureOfExperts(
-        router=Linear.load(weights, f"{name}.mlp.router", biased=True),
+        router=Linear.load(weights, {f"{name}.mlp.router": config.size("num_local_experts")}, hidden, biased=True),
         route=top_then_softmax(config.size("num_experts_per_tok", most=config.size("num_local_experts"))),
         experts=_experts(config, weights, f"{name}.mlp.experts"),
     )
     return Block(
         attention=attention,
         mlp=experts,
-        before_attention=RMSNorm.load(weights, f"{name}.input_layernorm", _eps(config)),
-        before_mlp=RMSNorm.load(weights, f"{name}.post_attention_layernorm", _eps(config)),
+        before_attention=RMSNorm.load(weights, f"{name}.input_layernorm", hidden, _eps(config)),
+        before_mlp=RMSNorm.load(weights, f"{name}.post_attention_layernorm", hidden, _eps(config)),
     )
 
 

@@ -37,7 +37,7 @@ class Mix:
         whole = torch.float32
         repeats = torch.tensor(counts, device=weights.device)
         return cls(
-            weight_XC=weights.take(f"{name}fn", dtype=whole),
+            weight_XC=weights.take(f"{name}fn", sum(counts), config.size("hc_mult", 4) * config.size("hidden_size"), dtype=whole),
             scale_X=weights.take(f"{name}scale", len(counts), dtype=whole).repeat_interleave(repeats),
             shift_X=weights.take(f"{name}base", sum(counts), dtype=whole),
             eps=norm_eps(config),

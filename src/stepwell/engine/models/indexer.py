@@ -17,7 +17,7 @@ from torch.nn.functional import layer_norm
 from stepwell.engine.batch import Batch
 from stepwell.engine.models.attention import Angles
 from stepwell.engine.models.base import Parts
-from stepwell.engine.models.latent import apart, reordered, sized
+from stepwell.engine.models.latent import apart, reordered
 from stepwell.engine.models.layers import Linear, rotate
 from stepwell.engine.ops.selection import Selection, select
 from stepwell.engine.rows import RowFormat, latent_rows
@@ -44,8 +44,9 @@ class Indexer:
         config, weights = parts.config, parts.weights
         heads, width = config.size("index_n_heads"), config.size("index_head_dim")
         turned = config.size("qk_rope_head_dim", most=width)
-        hidden, query = config.size("hidden_size"), sized(weights, f"{name}.wq_b", heads * width, config.size("q_lora_rank"))
-        key = sized(weights, f"{name}.wk", width, hidden)
+        hidden = config.size("hidden_size")
+        query = Linear.load(weights, {f"{name}.wq_b": heads * width}, config.size("q_lora_rank"), biased=False)
+        key = Linear.load(weights, {f"{name}.wk": width}, hidden, biased=False)
         norm = Linear(weights.take(f"{name}.k_norm.weight", width), weights.take(f"{name}.k_norm.bias", width))
         if config.flag("indexer_rope_interleave", config.text("model_type") == "glm_moe_dsa"):
             query = reordered(query, apart(width, 0, turned, heads=heads))

@@ -21,9 +21,9 @@ from stepwell.base.spec.families.recurrent import KimiHeads, kimi_schedule, read
 from stepwell.engine.batch import Batch
 from stepwell.engine.loading.weights import Weights
 from stepwell.engine.models.base import Block, Decoder, Parts
-from stepwell.engine.models.deepseek_v3 import decoder, layer_names
-from stepwell.engine.models.latent import LatentAttention, LatentSizes, sized
-from stepwell.engine.models.layers import Activation, GatedMLP, Linear, RMSNorm, activation, norm_eps, number
+from stepwell.engine.models.deepseek_v3 import decoder, layer_names, shared_block
+from stepwell.engine.models.latent import LatentAttention, LatentSizes
+from stepwell.engine.models.layers import Activation, GatedMLP, Linear, RMSNorm, activation, norm_eps, number, said
 from stepwell.engine.models.moe import Experts, MixtureOfExperts, Route, WithShared, gated, sigmoid_in_groups
 from stepwell.engine.ops.recurrent import Points, convolve, gated_norm, recur
 
@@ -99,12 +99,13 @@ def _refuse_unknown(config: Fields) -> None:
 
 def _block(parts: Parts, name: str, index: int, kinds: list[LayerKind]) -> Block:
     layer, eps, weights = kinds[:index].count(kinds[index]), norm_eps(parts.config), parts.weights
+    hidden = parts.config.size("hidden_size")
     load = _attention if kinds[index] is LayerKind.FULL else _delta
     return Block(
         attention=load(parts, f"{name}.self_attn", layer),
         mlp=_feed_forward(parts, name),
-        before_attention=RMSNorm.load(weights, f"{name}.input_layernorm", eps),
-        before_mlp=RMSNorm.load(weights, f"{name}.post_attention_layernorm", eps),
+        before_attention=RMSNorm.load(weights, f"{name}.input_layernorm", hidden, eps),
+        before_mlp=RMSNorm.load(weights, f"{name}.post_attention_layernorm", hidden, eps),
     )
 
 
@@ -125,9 +126,9 @@ def _delta(parts: Parts, name: str, layer: int) -> KimiDelta:
         layer=layer,
         heads=heads,
         into=Linear(torch.cat([weights.take(f"{each}.weight", outputs, hidden) for each, outputs in joined.items()])),
-        decay=sized(weights, f"{slow}.f_b_proj", channels, heads.dim),
-        gate=sized(weights, f"{name}.g_b_proj", channels, heads.dim),
-        out=sized(weights, f"{name}.o_proj", hidden, channels),
+        decay=Linear.load(weights, {f"{slow}.f_b_proj": channels}, heads.dim, biased=False),
+        gate=Linear.load(weights, {f"{name}.g_b_proj": channels}, heads.dim, biased=False),
+        out=Linear.load(weights, {f"{name}.o_proj": hidden}, channels, biased=False),
         conv_WC=_convolution(weights, name, heads),
         act=activation(config),
         rate_H1=rate_11H1[0, 0],
@@ -150,21 +151,21 @@ def _convolution(weights: Weights, name: str, heads: KimiHeads) -> torch.Tensor:
 
 def _feed_forward(parts: Parts, layer: str) -> Callable[[torch.Tensor], torch.Tensor]:
     """Experts in the layers whose tensors say so (`first_k_dense_replace` and `mlp_layer_types` say the same)."""
-    config, weights, act = parts.config, parts.weights, activation(parts.config)
+    config, weights, act, hidden = parts.config, parts.weights, activation(parts.config), parts.config.size("hidden_size")
     # published checkpoints give experts another name than plain blocks, and transformers saves both under that one
     other = f"{layer}.block_sparse_moe"
     name = other if weights.has(f"{other}.gate.weight") or weights.has(f"{other}.gate_proj.weight") else f"{layer}.mlp"
     if not weights.has(f"{name}.gate.weight"):
-        return GatedMLP.load(weights, name, act)
+        return GatedMLP.load(weights, name, act, hidden=hidden, inner=said(config, "intermediate_size"))
     count = config.size("num_experts")
     experts = MixtureOfExperts(
-        router=Linear(weights.take(f"{name}.gate.weight", count, config.size("hidden_size"), dtype=torch.float32)),
+        router=Linear(weights.take(f"{name}.gate.weight", count, hidden, dtype=torch.float32)),
         route=_route(config, weights.take(f"{name}.gate.e_score_correction_bias", count, dtype=torch.float32)),
-        experts=_experts(weights, f"{name}.experts", count, act),
+        experts=_experts(parts, f"{name}.experts", count),
     )
-    if not config.size("num_shared_experts", 0, least=0):
+    if not (shared := config.size("num_shared_experts", 0, least=0)):
         return experts
-    return WithShared(experts=experts, shared=GatedMLP.load(weights, f"{name}.shared_experts", act))
+    return WithShared(experts=experts, shared=shared_block(parts, f"{name}.shared_experts", shared))
 
 
 def _route(config: Fields, bias_E: torch.Tensor) -> Route:
@@ -183,15 +184,18 @@ def _route(config: Fields, bias_E: torch.Tensor) -> Route:
     )
 
 
-def _experts(weights: Weights, name: str, count: int, act: Activation) -> Experts:
+def _experts(parts: Parts, name: str, count: int) -> Experts:
     """Published checkpoints call gate, up and down w1, w3 and w2."""
+    config, weights, combine = parts.config, parts.weights, gated(activation(parts.config))
+    hidden, inner = config.size("hidden_size"), said(config, "moe_intermediate_size")
     if not weights.has(f"{name}.0.w1.weight"):
-        return Experts.load(weights, name, count=count, combine=gated(act))
+        return Experts.load(weights, name, count=count, hidden=hidden, inner=inner, combine=combine)
     each = [f"{name}.{index}" for index in range(count)]
+    halves = [dict.fromkeys((f"{one}.w1.weight", f"{one}.w3.weight"), inner) for one in each]
     return Experts(
-        gate_up_EIC=torch.stack([weights.joined([f"{one}.w1.weight", f"{one}.w3.weight"]) for one in each]),
-        down_ECI=torch.stack([weights.take(f"{one}.w2.weight") for one in each]),
-        combine=gated(act),
+        gate_up_EIC=torch.stack([weights.joined(half, hidden) for half in halves]),
+        down_ECI=torch.stack([weights.take(f"{one}.w2.weight", hidden, inner) for one in each]),
+        combine=combine,
     )
 
 

@@ -109,11 +109,12 @@ class LatentAttention:
         """
         biased, rank = sizes.biased, sizes.query_rank
         made_by = f"{name}.q_proj" if rank is None else f"{name}.q_b_proj"
-        query = sized(weights, made_by, sizes.heads * sizes.query, rank or sizes.hidden)
-        row = sized(weights, f"{name}.kv_a_proj_with_mqa", sizes.row, sizes.hidden, biased=biased)
+        query = Linear.load(weights, {made_by: sizes.heads * sizes.query}, rank or sizes.hidden, biased=False)
+        row = Linear.load(weights, {f"{name}.kv_a_proj_with_mqa": sizes.row}, sizes.hidden, biased=biased)
         if neighbours:
             query = reordered(query, apart(sizes.query, sizes.plain, sizes.query, heads=sizes.heads))
             row = reordered(row, apart(sizes.row, sizes.rank, sizes.row))
+        first = query if rank is None else Linear.load(weights, {f"{name}.q_a_proj": rank}, sizes.hidden, biased=biased)
         up_HXR = weights.take(f"{name}.kv_b_proj.weight", sizes.heads * (sizes.plain + sizes.value), sizes.rank)
         up_key_HDR, up_value_HVR = up_HXR.unflatten(0, (sizes.heads, -1)).split((sizes.plain, sizes.value), dim=1)
         return cls(
@@ -122,13 +123,13 @@ class LatentAttention:
             sizes=sizes,
             scale=sizes.query**-0.5 if scale is None else scale,
             kept=kept,
-            into=beside(query if rank is None else sized(weights, f"{name}.q_a_proj", rank, sizes.hidden, biased=biased), row),
+            into=beside(first, row),
             query_norm=None if rank is None else RMSNorm(weights.take(f"{name}.q_a_layernorm.weight", rank), _EPS),
             query=None if rank is None else query,
             latent_norm=RMSNorm(weights.take(f"{name}.kv_a_layernorm.weight", sizes.rank), _EPS),
             up_key_HDR=up_key_HDR.contiguous(),
             up_value_HRV=up_value_HVR.mT.contiguous(),
-            out=sized(weights, f"{name}.o_proj", sizes.hidden, sizes.heads * sizes.value, biased=biased),
+            out=Linear.load(weights, {f"{name}.o_proj": sizes.hidden}, sizes.heads * sizes.value, biased=biased),
         )
 
     def __call__(self, x_NC: torch.Tensor, angles: Angles | None, batch: Batch) -> torch.Tensor:
@@ -201,12 +202,6 @@ def _growth(scaling: Fields, name: str) -> float:
 
 
 # ---- products ---------------------------------------------------------------------------------------
-
-
-def sized(weights: Weights, name: str, outputs: int, inputs: int, *, biased: bool = False) -> Linear:
-    """As `Linear.load`, and of the size that a config says: of one too large, `reordered` would take a part."""
-    bias = weights.take(f"{name}.bias", outputs) if biased else None
-    return Linear(weights.take(f"{name}.weight", outputs, inputs), bias)
 
 
 def apart(width: int, start: int, stop: int, *, heads: int = 1) -> torch.Tensor:

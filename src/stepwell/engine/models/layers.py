@@ -6,7 +6,7 @@ Axes: N tokens, C channels, H heads, D width of a head, E experts, I inner chann
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ from torch.nn.functional import gelu, linear, rms_norm, silu
 
 from stepwell.base.errors import ConfigError
 from stepwell.base.spec.families.fields import Fields
-from stepwell.engine.loading.weights import Weights
+from stepwell.engine.loading.weights import Size, Weights
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
@@ -31,12 +31,15 @@ class Linear:
     bias: torch.Tensor | None = None
 
     @classmethod
-    def load(cls, weights: Weights, *names: str, biased: bool | None = None) -> Linear:
-        """One product for all of `names`, outputs side by side. `biased` None: with biases where the checkpoint has them."""
-        biases = [f"{name}.bias" for name in names]
-        biased = weights.has(biases[0]) if biased is None else biased
+    def load(cls, weights: Weights, outputs: Mapping[str, Size], inputs: Size, *, biased: bool | None = None) -> Linear:
+        """One product for all names in `outputs`, side by side, with so many outputs each.
+
+        `biased` None: with biases where the checkpoint has them.
+        """
+        biases = {f"{name}.bias": size for name, size in outputs.items()}
+        biased = weights.has(next(iter(biases))) if biased is None else biased
         bias = weights.joined(biases) if biased else None
-        return cls(weights.joined(f"{name}.weight" for name in names), bias)
+        return cls(weights.joined({f"{name}.weight": size for name, size in outputs.items()}, inputs), bias)
 
     def __call__(self, x_NC: torch.Tensor) -> torch.Tensor:
         return linear(x_NC, self.weight, self.bias)
@@ -48,11 +51,11 @@ class RMSNorm:
     eps: float
 
     @classmethod
-    def load(cls, weights: Weights, name: str, eps: float, *, around_one: bool = False) -> RMSNorm:
+    def load(cls, weights: Weights, name: str, size: Size, eps: float, *, around_one: bool = False) -> RMSNorm:
         """`around_one` for checkpoints that keep the difference to 1: their sum is kept in fp32, for bf16 would round it."""
         if around_one:
-            return cls(1.0 + weights.take(f"{name}.weight", dtype=torch.float32), eps)
-        return cls(weights.take(f"{name}.weight"), eps)
+            return cls(1.0 + weights.take(f"{name}.weight", size, dtype=torch.float32), eps)
+        return cls(weights.take(f"{name}.weight", size), eps)
 
     def __call__(self, x_NC: torch.Tensor) -> torch.Tensor:
         return rms_norm(x_NC.to(self.weight.dtype), (x_NC.shape[-1],), self.weight, self.eps).to(x_NC.dtype)
@@ -67,9 +70,9 @@ class GatedMLP:
     act: Activation
 
     @classmethod
-    def load(cls, weights: Weights, name: str, act: Activation) -> GatedMLP:
-        gate_up = Linear.load(weights, f"{name}.gate_proj", f"{name}.up_proj")
-        return cls(gate_up, Linear.load(weights, f"{name}.down_proj"), act)
+    def load(cls, weights: Weights, name: str, act: Activation, *, hidden: Size, inner: Size) -> GatedMLP:
+        gate_up = Linear.load(weights, dict.fromkeys((f"{name}.gate_proj", f"{name}.up_proj"), inner), hidden)
+        return cls(gate_up, Linear.load(weights, {f"{name}.down_proj": hidden}, inner), act)
 
     def __call__(self, x_NC: torch.Tensor) -> torch.Tensor:
         gate_NI, up_NI = self.gate_up(x_NC).chunk(2, dim=-1)
@@ -169,6 +172,11 @@ def activation(config: Fields, default: str = "silu") -> Activation:
     if name not in ACTIVATIONS:
         raise ConfigError(f"activation {name!r} is not known; known are {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
+
+
+def said(config: Fields, name: str) -> Size:
+    """A size where the config says it: makers leave out what their own code has a default for."""
+    return config.size(name) if config.has(name) else None
 
 
 def norm_eps(config: Fields) -> float:

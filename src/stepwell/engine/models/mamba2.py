@@ -19,7 +19,7 @@ from stepwell.base.spec.families.fields import Fields
 from stepwell.engine.batch import Batch
 from stepwell.engine.loading.weights import Weights
 from stepwell.engine.models.base import Decoder, Parts, head_of
-from stepwell.engine.models.layers import Activation, Linear, RMSNorm, activation, number
+from stepwell.engine.models.layers import Activation, Linear, RMSNorm, activation, number, said
 from stepwell.engine.ops.recurrent import Points, convolve, gated_norm, recur
 
 MODEL_TYPES = ("mamba2",)
@@ -130,19 +130,20 @@ class Block:
 def build(parts: Parts) -> Decoder:
     config, weights = parts.config, parts.weights
     plural = weights.has("backbone.embeddings.weight")  # the first checkpoints say it in the singular
-    embed = weights.take("backbone.embeddings.weight" if plural else "backbone.embedding.weight")
+    hidden = config.size("hidden_size")
+    embed = weights.take(f"backbone.embedding{'s' if plural else ''}.weight", said(config, "vocab_size"), hidden)
     return Decoder(
         spec=parts.spec,
         embed=embed,
         layers=[_block(parts, index) for index in range(config.num_layers())],
-        norm=RMSNorm.load(weights, "backbone.norm_f", _eps(config)),
+        norm=RMSNorm.load(weights, "backbone.norm_f", hidden, _eps(config)),
         head=head_of(parts, embed),
         shared=Points.of,
     )
 
 
 def _block(parts: Parts, index: int) -> Block:
-    config, weights, name = parts.config, parts.weights, f"backbone.layers.{index}"
+    config, weights, name, hidden = parts.config, parts.weights, f"backbone.layers.{index}", parts.config.size("hidden_size")
     sizes = Sizes(
         heads=config.size("num_heads"),
         head_dim=config.size("head_dim"),
@@ -157,11 +158,11 @@ def _block(parts: Parts, index: int) -> Block:
         sizes=sizes,
         act=activation(config),
         norm=GatedNorm(weight=weights.take(f"{name}.mixer.norm.weight", sizes.inner), eps=_eps(config)),
-        into=Linear.load(weights, f"{name}.mixer.in_proj"),
-        out=Linear.load(weights, f"{name}.mixer.out_proj"),
+        into=Linear.load(weights, {f"{name}.mixer.in_proj": sum(sizes.split)}, hidden),
+        out=Linear.load(weights, {f"{name}.mixer.out_proj": hidden}, sizes.inner),
         steps=step_limits(config),
     )
-    return Block(mixer=mixer, norm=RMSNorm.load(weights, f"{name}.norm", _eps(config)))
+    return Block(mixer=mixer, norm=RMSNorm.load(weights, f"{name}.norm", hidden, _eps(config)))
 
 
 def step_limits(config: Fields) -> tuple[float, float]:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 
 from stepwell.base.errors import ConfigError
-from stepwell.engine.loading.weights import Weights
+from stepwell.engine.loading.weights import Size, Weights
 from stepwell.engine.models.layers import Activation, GatedMLP, Linear
 
 Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -95,16 +95,16 @@ class Experts:
     down_bias_EC: torch.Tensor | None = None
 
     @classmethod
-    def load(cls, weights: Weights, name: str, *, count: int, combine: Combine) -> Experts:
+    def load(cls, weights: Weights, name: str, *, count: int, hidden: int, inner: Size, combine: Combine) -> Experts:
         """Experts without biases: one tensor for all, as transformers keeps them, or one for each, as checkpoints on disk do."""
         if weights.has(f"{name}.gate_up_proj"):
-            gate_up_EIC, down_ECI = weights.take(f"{name}.gate_up_proj"), weights.take(f"{name}.down_proj")
+            gate_up_EIC = weights.take(f"{name}.gate_up_proj", count, None if inner is None else 2 * inner, hidden)
+            down_ECI = weights.take(f"{name}.down_proj", count, hidden, inner)
         else:
             each = [f"{name}.{index}" for index in range(count)]
-            gate_up_EIC = torch.stack([weights.joined([f"{one}.gate_proj.weight", f"{one}.up_proj.weight"]) for one in each])
-            down_ECI = torch.stack([weights.take(f"{one}.down_proj.weight") for one in each])
-        if gate_up_EIC.shape[0] != count:
-            raise ConfigError(f"tensor {name}.gate_up_proj holds {gate_up_EIC.shape[0]} experts, but its config says {count}")
+            halves = [dict.fromkeys((f"{one}.gate_proj.weight", f"{one}.up_proj.weight"), inner) for one in each]
+            gate_up_EIC = torch.stack([weights.joined(half, hidden) for half in halves])
+            down_ECI = torch.stack([weights.take(f"{one}.down_proj.weight", hidden, inner) for one in each])
         fitting = (count, gate_up_EIC.shape[2], gate_up_EIC.shape[1] // 2)
         if down_ECI.shape != fitting:
             raise ConfigError(

@@ -73,17 +73,18 @@ def load_mtp(config: Mapping[str, object], source: TensorSource, target: Decoder
         raise ConfigError(f"the engine drafts with one layer behind the last, and this model has {count}")
     name, eps = f"model.layers.{text.num_layers()}", norm_eps(text)
     block = block_in(text, Fields(values=config))
-    weights = Weights(_Beginning(source, f"{name}."), dtype=target.dtype, device=target.device, block=block)
+    begun, hidden = _Beginning(source, f"{name}."), text.size("hidden_size")
+    weights = Weights(begun, dtype=target.dtype, device=target.device, block=block, config=text.values)
     parts = Parts(config=text, spec=spec, weights=weights)
     made = MtpLayer(
         model_norm=target.norm,
         embed=_same(weights, f"{name}.embed_tokens.weight", target.embed),
-        token_norm=RMSNorm.load(weights, f"{name}.enorm", eps),
-        hidden_norm=RMSNorm.load(weights, f"{name}.hnorm", eps),
-        into=Linear.load(weights, f"{name}.eh_proj"),
+        token_norm=RMSNorm.load(weights, f"{name}.enorm", hidden, eps),
+        hidden_norm=RMSNorm.load(weights, f"{name}.hnorm", hidden, eps),
+        into=Linear.load(weights, {f"{name}.eh_proj": hidden}, 2 * hidden),
         block=_block(parts, name),
         shared=_shared(parts),
-        norm=RMSNorm.load(weights, f"{name}.shared_head.norm", eps),
+        norm=RMSNorm.load(weights, f"{name}.shared_head.norm", hidden, eps),
         head=_same(weights, f"{name}.shared_head.head.weight", target.head),
     )
     weights.finish()

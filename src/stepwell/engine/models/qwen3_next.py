@@ -21,7 +21,7 @@ from stepwell.engine.batch import Batch
 from stepwell.engine.loading.weights import Weights
 from stepwell.engine.models.attention import Angles, Attention
 from stepwell.engine.models.base import Decoder, Parts, head_of
-from stepwell.engine.models.layers import Activation, GatedMLP, Linear, RMSNorm, activation, norm_eps, rotary_from
+from stepwell.engine.models.layers import Activation, GatedMLP, Linear, RMSNorm, activation, norm_eps, rotary_from, said
 from stepwell.engine.models.moe import Experts, MixtureOfExperts, gated, softmax_then_top
 from stepwell.engine.ops.recurrent import Points, convolve, gated_norm, recur
 
@@ -132,32 +132,34 @@ def build(parts: Parts) -> Decoder:
     kinds = schedule(
         config, every(config.size("full_attention_interval", 4), last=LayerKind.FULL, others=LayerKind.LINEAR)
     )  # fmt: skip
-    embed = weights.take(f"{root}.embed_tokens.weight")
+    hidden = config.size("hidden_size")
+    embed = weights.take(f"{root}.embed_tokens.weight", said(config, "vocab_size"), hidden)
     return Decoder(
         spec=parts.spec,
         embed=embed,
         layers=[_block(parts, f"{root}.layers.{index}", index, kinds) for index in range(len(kinds))],
-        norm=RMSNorm.load(weights, f"{root}.norm", norm_eps(config), around_one=True),
+        norm=RMSNorm.load(weights, f"{root}.norm", hidden, norm_eps(config), around_one=True),
         head=head_of(parts, embed) if weights.has("lm_head.weight") else embed,
         shared=lambda batch: Shared(angles=rotary.angles(batch.positions_N, embed.dtype), points=Points.of(batch)),
     )
 
 
 def _block(parts: Parts, name: str, index: int, kinds: list[LayerKind]) -> Block:
-    layer, eps = kinds[:index].count(kinds[index]), norm_eps(parts.config)
+    layer, eps, hidden = kinds[:index].count(kinds[index]), norm_eps(parts.config), parts.config.size("hidden_size")
     mixer = _attention(parts, name, layer) if kinds[index] is LayerKind.FULL else _delta_net(parts, name, layer)
     return Block(
         mixer=mixer,
         mlp=_mlp(parts, f"{name}.mlp"),
-        before_mixer=RMSNorm.load(parts.weights, f"{name}.input_layernorm", eps, around_one=True),
-        before_mlp=RMSNorm.load(parts.weights, f"{name}.post_attention_layernorm", eps, around_one=True),
+        before_mixer=RMSNorm.load(parts.weights, f"{name}.input_layernorm", hidden, eps, around_one=True),
+        before_mlp=RMSNorm.load(parts.weights, f"{name}.post_attention_layernorm", hidden, eps, around_one=True),
     )
 
 
 def _attention(parts: Parts, name: str, layer: int) -> GatedAttention:
     config, weights, eps, name = parts.config, parts.weights, norm_eps(parts.config), f"{name}.self_attn"
-    heads, queries = read_heads(config), config.size("num_attention_heads")
-    query, gate = _query_and_gate(Linear.load(weights, f"{name}.q_proj"), queries)
+    heads, queries, hidden = read_heads(config), config.size("num_attention_heads"), config.size("hidden_size")
+    width = heads.num * heads.key_dim
+    query, gate = _query_and_gate(Linear.load(weights, {f"{name}.q_proj": 2 * queries * heads.key_dim}, hidden), queries)
     attention = Attention(
         state="kv",
         layer=layer,
@@ -165,10 +167,10 @@ def _attention(parts: Parts, name: str, layer: int) -> GatedAttention:
         kv_heads=heads.num,
         head_dim=heads.key_dim,
         scale=heads.key_dim**-0.5,
-        qkv=_joined(query, Linear.load(weights, f"{name}.k_proj", f"{name}.v_proj")),
-        out=Linear.load(weights, f"{name}.o_proj"),
-        query_norm=RMSNorm.load(weights, f"{name}.q_norm", eps, around_one=True),
-        key_norm=RMSNorm.load(weights, f"{name}.k_norm", eps, around_one=True),
+        qkv=_joined(query, Linear.load(weights, {f"{name}.k_proj": width, f"{name}.v_proj": width}, hidden)),
+        out=Linear.load(weights, {f"{name}.o_proj": hidden}, queries * heads.key_dim),
+        query_norm=RMSNorm.load(weights, f"{name}.q_norm", heads.key_dim, eps, around_one=True),
+        key_norm=RMSNorm.load(weights, f"{name}.k_norm", heads.key_dim, eps, around_one=True),
     )
     return GatedAttention(attention=attention, gate=gate)
 
@@ -194,43 +196,55 @@ def _delta_net(parts: Parts, name: str, layer: int) -> DeltaNet:
         value_heads=config.size("linear_num_value_heads"),
         value_dim=config.size("linear_value_head_dim"),
     )
-    window = config.size("linear_conv_kernel_dim", 4)
+    window, hidden = config.size("linear_conv_kernel_dim", 4), config.size("hidden_size")
     return DeltaNet(
         layer=layer,
         sizes=sizes,
-        into=_into(weights, name, sizes),
-        out=Linear.load(weights, f"{name}.out_proj"),
+        into=_into(weights, name, sizes, hidden),
+        out=Linear.load(weights, {f"{name}.out_proj": hidden}, sizes.values),
         conv_WC=weights.take(f"{name}.conv1d.weight", 2 * sizes.keys + sizes.values, 1, window)[:, 0].T.contiguous(),
         act=activation(config),
         rate_H=-weights.take(f"{name}.A_log", sizes.value_heads, dtype=torch.float32).exp(),
         step_bias_H=weights.take(f"{name}.dt_bias", sizes.value_heads, dtype=torch.float32),
-        norm=RMSNorm.load(weights, f"{name}.norm", norm_eps(config)),
+        norm=RMSNorm.load(weights, f"{name}.norm", sizes.value_dim, norm_eps(config)),
     )
 
 
-def _into(weights: Weights, name: str, sizes: Sizes) -> Linear:
+def _into(weights: Weights, name: str, sizes: Sizes, hidden: int) -> Linear:
     """Qwen3.5 keeps the parts of this product one by one; Qwen3-Next keeps them key head by key head."""
     if weights.has(f"{name}.in_proj_qkv.weight"):
-        return Linear.load(weights, *(f"{name}.in_proj_{each}" for each in ("qkv", "z", "b", "a")))
+        made = {"qkv": 2 * sizes.keys + sizes.values, "z": sizes.values, "b": sizes.value_heads, "a": sizes.value_heads}
+        return Linear.load(weights, {f"{name}.in_proj_{each}": size for each, size in made.items()}, hidden)
     group = sizes.value_heads // sizes.key_heads
     widths = (sizes.key_dim, sizes.key_dim, group * sizes.value_dim, group * sizes.value_dim)
-    by_head = weights.take(f"{name}.in_proj_qkvz.weight").unflatten(0, (sizes.key_heads, -1)).split(widths, dim=1)
-    beta_decay = weights.take(f"{name}.in_proj_ba.weight").unflatten(0, (sizes.key_heads, -1)).split((group, group), dim=1)
+    mixed = weights.take(f"{name}.in_proj_qkvz.weight", 2 * (sizes.keys + sizes.values), hidden)
+    by_head = mixed.unflatten(0, (sizes.key_heads, -1)).split(widths, dim=1)
+    rates = weights.take(f"{name}.in_proj_ba.weight", 2 * sizes.value_heads, hidden)
+    beta_decay = rates.unflatten(0, (sizes.key_heads, -1)).split((group, group), dim=1)
     return Linear(torch.cat([part.flatten(0, 1) for part in (*by_head, *beta_decay)]))
 
 
 def _mlp(parts: Parts, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    config, weights, act = parts.config, parts.weights, activation(parts.config)
+    config, weights, act, hidden = parts.config, parts.weights, activation(parts.config), parts.config.size("hidden_size")
     if not weights.has(f"{name}.gate.weight"):
-        return GatedMLP.load(weights, name, act)
+        return GatedMLP.load(weights, name, act, hidden=hidden, inner=said(config, "intermediate_size"))
     count = config.size("num_experts")
     experts = MixtureOfExperts(
-        router=Linear.load(weights, f"{name}.gate"),
+        router=Linear.load(weights, {f"{name}.gate": count}, hidden),
         route=softmax_then_top(config.size("num_experts_per_tok", most=count), sum_to_one=config.flag("norm_topk_prob", True)),
-        experts=Experts.load(weights, f"{name}.experts", count=count, combine=gated(act)),
+        experts=Experts.load(
+            weights,
+            f"{name}.experts",
+            count=count,
+            hidden=hidden,
+            inner=said(config, "moe_intermediate_size"),
+            combine=gated(act),
+        ),
     )
-    shared = GatedMLP.load(weights, f"{name}.shared_expert", act)
-    return SharedExperts(experts=experts, shared=shared, gate=Linear.load(weights, f"{name}.shared_expert_gate"))
+    inner = said(config, "shared_expert_intermediate_size")
+    shared = GatedMLP.load(weights, f"{name}.shared_expert", act, hidden=hidden, inner=inner)
+    gate = Linear.load(weights, {f"{name}.shared_expert_gate": 1}, hidden)
+    return SharedExperts(experts=experts, shared=shared, gate=gate)
 
 
 def _unit(x_NC: torch.Tensor, sizes: Sizes) -> torch.Tensor:

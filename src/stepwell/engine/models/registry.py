@@ -66,7 +66,8 @@ def build_model(
     spec = from_config(config, kv_dtype=kv_dtype or dtype, model_dtype=dtype, page_tokens=page_tokens)
     if named := _NAMED.get(text.text("model_type")):
         source = named(source)
-    weights = Weights(source, dtype=TORCH_DTYPES[dtype], device=device, block=block_in(text, Fields(values=config)))
+    block = block_in(text, Fields(values=config))
+    weights = Weights(source, dtype=TORCH_DTYPES[dtype], device=device, block=block, config=text.values)
     model = builder(Parts(config=text, spec=spec, weights=weights))
     weights.finish()
     return model

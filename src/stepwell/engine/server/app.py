@@ -7,10 +7,12 @@ import asyncio
 from fastapi import APIRouter, FastAPI, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from stepwell.engine.server.access import asking
 from stepwell.engine.server.bodies import BodyLimit
 from stepwell.engine.server.cache_routes import order_router, question_router
 from stepwell.engine.server.chat import chat_router
 from stepwell.engine.server.completions import completions_router
+from stepwell.engine.server.door import Door, Doorway
 from stepwell.engine.server.errors import install_errors
 from stepwell.engine.server.hosts import HostCheck
 from stepwell.engine.server.models import health_router, models_router
@@ -19,19 +21,20 @@ from stepwell.engine.server.served import Served
 from stepwell.engine.server.stores import Stores
 
 
-def build_app(served: Served, stores: Stores) -> FastAPI:
+def build_app(served: Served, stores: Stores, door: Door) -> FastAPI:
     """The application. Whoever runs it starts the engine's loop before, and stops it after."""
     app = FastAPI(title="stepwell", openapi_url=None)
     app.add_middleware(BodyLimit, max_bytes=served.max_body_bytes)
     app.add_middleware(HostCheck, names=served.hosts)
+    app.add_middleware(Doorway, door=door, on_error=served.metrics.refused)  # around the others: they refuse too
     pins = Pins()
-    install_errors(app, lambda path, status: served.metrics.refused(status))
+    install_errors(app)
     for router in (
         health_router(served),
         models_router(served),
         completions_router(served),
         chat_router(served),
-        question_router(served, stores, pins),
+        question_router(served, stores),
         order_router(served, stores, pins),
         _metrics_router(served),
     ):
@@ -40,7 +43,7 @@ def build_app(served: Served, stores: Stores) -> FastAPI:
 
 
 def _metrics_router(served: Served) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(dependencies=[] if served.open_metrics else [asking(served.secrets)])
 
     @router.get("/metrics")
     async def metrics() -> Response:

@@ -1,10 +1,12 @@
 """`/cache`: what the cache holds and why a prompt would resume where it would; and, with the admin token, orders to it.
 
-GET     /cache                state, sizes, counters
+GET     /cache                state, sizes, counters of all together
 POST    /cache/explain        why a prompt would resume where it would
 POST    /cache/flush          empty device and host memory, of one salt or of all; pins go too
 POST    /cache/store          attach a store; DELETE takes it away
 POST    /cache/pins           keep what is cached of a prompt; GET lists pins, DELETE /cache/pins/{id} releases one
+
+What a salt separates stays apart here too: without the admin token nobody learns what others have asked, or pinned.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import ConfigDict, Field, field_validator
 
@@ -22,7 +24,8 @@ from stepwell.engine.server.access import asking, changing
 from stepwell.engine.server.chat import chat_prompt
 from stepwell.engine.server.errors import ApiError
 from stepwell.engine.server.pins import Pins
-from stepwell.engine.server.requests import Body, Kept, TokenIds
+from stepwell.engine.server.reading import read_body
+from stepwell.engine.server.requests import Body, Kept, TokenIds, whole
 from stepwell.engine.server.served import Served
 from stepwell.engine.server.state import read_state
 from stepwell.engine.server.stores import Stores
@@ -59,12 +62,12 @@ class StoreBody(Body):
     @field_validator("store")
     @classmethod
     def _encodable(cls, store: str) -> str:
-        if any(character == "\0" or "\ud800" <= character <= "\udfff" for character in store):
+        if "\0" in store:
             raise ValueError("a store's name must be text that can be written down")
-        return store
+        return whole(store)
 
 
-def question_router(served: Served, stores: Stores, pins: Pins) -> APIRouter:
+def question_router(served: Served, stores: Stores) -> APIRouter:
     router = APIRouter(dependencies=[asking(served.secrets)])
 
     @router.get("/cache")
@@ -72,16 +75,13 @@ def question_router(served: Served, stores: Stores, pins: Pins) -> APIRouter:
         return await served.call(lambda engine: _state(engine, served, stores))
 
     @router.post("/cache/explain")
-    async def explain(body: PromptBody) -> dict[str, Any]:
-        tokens = await asyncio.to_thread(_tokens, served, body)
+    async def explain(request: Request) -> dict[str, Any]:
+        body, size_bytes = await read_body(served, request, PromptBody)
+        tokens = await served.aside(size_bytes, lambda: _tokens(served, body))
         question = await served.call(lambda engine: _question(engine, tokens, body.cache_salt))
         while not await served.call(lambda engine: question.ready):
             await asyncio.sleep(_POLL_S)  # the store answers between passes, or its time runs out
         return await served.call(lambda engine: _explained(engine, question))
-
-    @router.get("/cache/pins")
-    async def listed() -> dict[str, Any]:
-        return {"pins": await served.call(pins.shown)}
 
     return router
 
@@ -90,11 +90,13 @@ def order_router(served: Served, stores: Stores, pins: Pins) -> APIRouter:
     router = APIRouter(dependencies=[changing(served.secrets)])
 
     @router.post("/cache/flush")
-    async def flush(body: FlushBody) -> dict[str, Any]:
+    async def flush(request: Request) -> dict[str, Any]:
+        body, _ = await read_body(served, request, FlushBody)
         return await served.call(lambda engine: _flush(engine, pins, body.cache_salt))
 
     @router.post("/cache/store")
-    async def attach(body: StoreBody) -> dict[str, Any]:
+    async def attach(request: Request) -> dict[str, Any]:
+        body, _ = await read_body(served, request, StoreBody)
         await asyncio.shield(asyncio.wrap_future(stores.attach(body.store, body.options)))
         return {"store": body.store, "state": "attached"}
 
@@ -108,9 +110,14 @@ def order_router(served: Served, stores: Stores, pins: Pins) -> APIRouter:
         return JSONResponse({"state": "closed" if done else "closing"}, status_code=200 if done else 202)
 
     @router.post("/cache/pins")
-    async def pin(body: PinBody) -> dict[str, Any]:
-        tokens = await asyncio.to_thread(_tokens, served, body)
+    async def pin(request: Request) -> dict[str, Any]:
+        body, size_bytes = await read_body(served, request, PinBody)
+        tokens = await served.aside(size_bytes, lambda: _tokens(served, body))
         return await served.call(lambda engine: pins.add(engine, tokens, salt=body.cache_salt, ttl_s=body.ttl_s))
+
+    @router.get("/cache/pins")
+    async def listed() -> dict[str, Any]:
+        return {"pins": await served.call(pins.shown)}
 
     @router.delete("/cache/pins/{number}")
     async def unpin(number: int) -> dict[str, Any]:

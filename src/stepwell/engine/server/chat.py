@@ -6,7 +6,6 @@ checkpoint, and the engine is told.
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,35 +15,39 @@ from fastapi import APIRouter, Request, Response
 from stepwell.base.errors import ConfigError
 from stepwell.engine.request import Ask, Delta
 from stepwell.engine.server.access import asking
+from stepwell.engine.server.door import arrived_s
 from stepwell.engine.server.errors import ApiError
 from stepwell.engine.server.logprobs import chat_logprobs
 from stepwell.engine.server.models import must_be_served
+from stepwell.engine.server.reading import read_body
 from stepwell.engine.server.replies import reply
-from stepwell.engine.server.requests import ChatBody, asks_of, refuse_unsupported, sampling_of
+from stepwell.engine.server.requests import ChatBody, Unknown, asks_of, refuse_unsupported, sampling_of
 from stepwell.engine.server.served import Served
 from stepwell.engine.textual import Text
 
 _LEADING = ("system", "developer")
 _TEXT_PARTS = ("text", "input_text", "output_text")
+_OTHER_MODEL = "or serve a model whose template does"
 _PROBE = {"role": "user", "content": "?"}  # for templates that refuse to render a system prompt alone
 
 Message = Mapping[str, Any]
 
 
 def chat_router(served: Served) -> APIRouter:
-    router = APIRouter(dependencies=[asking(served.secrets)])
+    router, unknown = APIRouter(dependencies=[asking(served.secrets)]), Unknown()
 
     @router.post("/v1/chat/completions")
-    async def chat(body: ChatBody, request: Request) -> Response:
+    async def chat(request: Request) -> Response:
+        body, size_bytes = await read_body(served, request, ChatBody)
         must_be_served(served, body.model)
-        refuse_unsupported(body)
-        asks = await asyncio.to_thread(_asks, served, body)
+        refuse_unsupported(body, max_priority=served.max_priority, unknown=unknown)
+        asks = await served.aside(size_bytes, lambda: _asks(served, body, arrived_s(request)))
         return await reply(request, served, body, asks, ChatForm(served.text))
 
     return router
 
 
-def _asks(served: Served, body: ChatBody) -> list[Ask]:
+def _asks(served: Served, body: ChatBody, arrived_s: float) -> list[Ask]:
     max_tokens = body.max_completion_tokens or body.max_tokens
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
@@ -56,13 +59,17 @@ def _asks(served: Served, body: ChatBody) -> list[Ask]:
     tools = None if body.tool_choice == "none" else body.tools
     tokens, hints = chat_prompt(served, body.messages, tools, options)
     served.must_fit(tokens, max_tokens=max_tokens, param="messages")
-    return asks_of(body, tokens, sampling, hints)
+    return asks_of(body, tokens, sampling, arrived_s=arrived_s, hints=hints)
 
 
 def chat_prompt(
     served: Served, messages: Sequence[Message], tools: Sequence[Message] | None, options: Mapping[str, Any] | None = None
 ) -> tuple[list[int], tuple[int, ...]]:
     """The tokens of a chat, and how many of them are its system prompt and tools. Raises ApiError."""
+    if tools and not served.chat.mentions("tools"):
+        what = f"leave them out, or describe them in a message ({_OTHER_MODEL})"
+        error = f"this model's chat template does not know tools: {what}"
+        raise ApiError(400, error, param="tools", code="unsupported_parameter")
     plain = [_plain(served, number, message) for number, message in enumerate(messages)]
     try:
         prompt = served.chat.render(plain, tools=tools or None, options=options)
@@ -109,7 +116,13 @@ def _plain(served: Served, number: int, message: Message) -> Message:
     if role == "developer" and "developer" not in served.chat.source:
         role = "system"
     plain = {**message, "role": role, "content": content}
-    return {**plain, "tool_calls": [_call(place, call) for call in calls]} if calls else plain
+    if not calls:
+        return plain
+    if not served.chat.mentions("tool_calls"):
+        what = f"write them into its content ({_OTHER_MODEL})"
+        error = f"{place}: this model's chat template does not know tool_calls: {what}"
+        raise ApiError(400, error, param="messages", code="unsupported_parameter")
+    return {**plain, "tool_calls": [_call(place, call) for call in calls]}
 
 
 def _part(place: str, part: Any) -> str:

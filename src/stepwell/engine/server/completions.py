@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from typing import Any
 
@@ -10,36 +9,39 @@ from fastapi import APIRouter, Request, Response
 
 from stepwell.engine.request import Ask, Delta
 from stepwell.engine.server.access import asking
+from stepwell.engine.server.door import arrived_s
 from stepwell.engine.server.errors import ApiError
 from stepwell.engine.server.logprobs import completion_logprobs
 from stepwell.engine.server.models import must_be_served
+from stepwell.engine.server.reading import read_body
 from stepwell.engine.server.replies import reply
 from stepwell.engine.server.requests import (
     DEFAULT_COMPLETION_TOKENS,
-    MAX_CHOICES,
     CompletionBody,
+    Unknown,
     asks_of,
     refuse_unsupported,
     sampling_of,
 )
-from stepwell.engine.server.served import Served
+from stepwell.engine.server.served import MAX_CHOICES, Served
 from stepwell.engine.textual import Text
 
 
 def completions_router(served: Served) -> APIRouter:
-    router = APIRouter(dependencies=[asking(served.secrets)])
+    router, unknown = APIRouter(dependencies=[asking(served.secrets)]), Unknown()
 
     @router.post("/v1/completions")
-    async def completions(body: CompletionBody, request: Request) -> Response:
+    async def completions(request: Request) -> Response:
+        body, size_bytes = await read_body(served, request, CompletionBody)
         must_be_served(served, body.model)
-        refuse_unsupported(body)
-        asks = await asyncio.to_thread(_asks, served, body)
+        refuse_unsupported(body, max_priority=served.max_priority, unknown=unknown)
+        asks = await served.aside(size_bytes, lambda: _asks(served, body, arrived_s(request)))
         return await reply(request, served, body, asks, CompletionForm(served.text))
 
     return router
 
 
-def _asks(served: Served, body: CompletionBody) -> list[Ask]:
+def _asks(served: Served, body: CompletionBody, arrived_s: float) -> list[Ask]:
     max_tokens = body.max_tokens or DEFAULT_COMPLETION_TOKENS
     sampling = sampling_of(body, served.defaults, max_tokens=max_tokens, logprobs=body.logprobs)
     prompts = _prompts(served, body.prompt)
@@ -47,7 +49,7 @@ def _asks(served: Served, body: CompletionBody) -> list[Ask]:
         raise ApiError(400, f"prompts times n is {len(prompts) * body.choices}, and at most {MAX_CHOICES}", param="n")
     for tokens in prompts:
         served.must_fit(tokens, max_tokens=max_tokens, param="prompt")
-    return [ask for tokens in prompts for ask in asks_of(body, tokens, sampling)]
+    return [ask for tokens in prompts for ask in asks_of(body, tokens, sampling, arrived_s=arrived_s)]
 
 
 def _prompts(served: Served, prompt: str | list[str] | list[int] | list[list[int]]) -> list[list[int]]:

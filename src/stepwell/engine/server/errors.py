@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -20,6 +20,7 @@ from stepwell.base.errors import BadTokens, ConfigError, LeaseError, NoRoom, Ste
 log = logging.getLogger(__name__)
 
 INVALID, AUTHENTICATION, SERVER = "invalid_request_error", "authentication_error", "server_error"
+CLIENT_CLOSED = 499  # the client left before its answer: nobody reads it
 _SHOWN = 4  # of the ways in which one field is wrong
 _LONGEST = 2000  # characters of a message: what was wrong may be quoted in it
 
@@ -51,41 +52,37 @@ def api_error(error: StepwellError) -> ApiError:
     return ApiError(503, str(error), type=SERVER, code="no_room" if isinstance(error, NoRoom) else "unavailable")
 
 
-def install_errors(app: FastAPI, on_error: Callable[[str, int], None]) -> None:
-    """Answers every exception of a route. `on_error` is told the path and the status of each."""
+def install_errors(app: FastAPI) -> None:
+    """Answers every exception of a route."""
 
-    def answer(request: Request, error: ApiError, headers: dict[str, str] | None = None) -> ErrorResponse:
-        on_error(request.url.path, error.status)
+    def answer(error: ApiError, headers: dict[str, str] | None = None) -> ErrorResponse:
         return ErrorResponse(error.body(), status_code=error.status, headers=headers)
 
     @app.exception_handler(ApiError)
     async def ours(request: Request, error: ApiError) -> ErrorResponse:
-        return answer(request, error, {"WWW-Authenticate": "Bearer"} if error.status == 401 else None)
+        return answer(error, {"WWW-Authenticate": "Bearer"} if error.status == 401 else None)
 
     @app.exception_handler(StepwellError)
     async def engines(request: Request, error: StepwellError) -> ErrorResponse:
-        return answer(request, api_error(error))
+        return answer(api_error(error))
 
     @app.exception_handler(RequestValidationError)
-    async def bodies(request: Request, error: RequestValidationError) -> ErrorResponse:
-        return answer(request, _of_validation(error))
+    async def parameters(request: Request, error: RequestValidationError) -> ErrorResponse:
+        return answer(of_problems([{**each, "loc": each["loc"][1:]} for each in error.errors()]))
 
     @app.exception_handler(HTTPException)
     async def routes(request: Request, error: HTTPException) -> ErrorResponse:
-        return answer(request, ApiError(error.status_code, str(error.detail)), dict(error.headers or {}))
+        return answer(ApiError(error.status_code, str(error.detail)), dict(error.headers or {}))
 
     @app.exception_handler(Exception)
     async def bugs(request: Request, error: Exception) -> ErrorResponse:
         log.error("%s %s failed", request.method, request.url.path, exc_info=error)
         made = ApiError(500, "the server made a mistake; its log says more", type=SERVER, code="internal_error")
-        return answer(request, made, {"Connection": "close"})  # as it will be
+        return answer(made, {"Connection": "close"})  # as it will be
 
 
-def _of_validation(error: RequestValidationError) -> ApiError:
-    """The first field that is wrong, with all that is wrong with it."""
-    problems = error.errors()
-    if problems[0]["type"] == "json_invalid":
-        return ApiError(400, f"the body is not JSON: {problems[0].get('ctx', {}).get('error', '')}", code="invalid_json")
+def of_problems(problems: Sequence[Any]) -> ApiError:
+    """What pydantic found wrong, as the first field that is, with all that is wrong with it."""
     param = _param(problems[0]["loc"])
     messages = list(dict.fromkeys(each["msg"] for each in problems if _param(each["loc"]) == param))
     if param is None:
@@ -93,5 +90,5 @@ def _of_validation(error: RequestValidationError) -> ApiError:
     return ApiError(400, f"{param}: {'; or: '.join(messages[:_SHOWN])}", param=param)
 
 
-def _param(place: tuple[Any, ...] | list[Any]) -> str | None:
-    return str(place[1]) if len(place) > 1 else None
+def _param(place: tuple[Any, ...]) -> str | None:
+    return str(place[0]) if place else None

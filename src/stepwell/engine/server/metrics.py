@@ -38,8 +38,8 @@ class Metrics:
             "stepwell_draft_tokens", "Tokens a draft guessed, by outcome.", ["outcome"], registry=self._registry
         )
         self._preemptions = Counter("stepwell_preemptions", "Requests put back to wait for room.", registry=self._registry)
-        self._first = self._seconds("stepwell_time_to_first_token_seconds", "From submission to the first token.")
-        self._queued = self._seconds("stepwell_queue_seconds", "From submission to the beginning.")
+        self._first = self._seconds("stepwell_time_to_first_token_seconds", "From arrival at the server to the first token.")
+        self._queued = self._seconds("stepwell_queue_seconds", "From arrival at the server to the beginning.")
         self._registry.register(_EngineCollector(loop))
 
     def _seconds(self, name: str, meaning: str) -> Histogram:

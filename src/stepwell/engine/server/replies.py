@@ -19,12 +19,10 @@ from starlette.types import Receive, Scope, Send
 
 from stepwell.engine.request import Ask, Delta
 from stepwell.engine.server.answers import Answers
-from stepwell.engine.server.errors import ApiError
+from stepwell.engine.server.errors import CLIENT_CLOSED, ApiError
 from stepwell.engine.server.forms import Form
 from stepwell.engine.server.requests import Asked
 from stepwell.engine.server.served import Served
-
-_CLIENT_CLOSED = 499  # nobody reads it
 
 
 async def reply(request: Request, served: Served, body: Asked, asks: Sequence[Ask], form: Form) -> Response:
@@ -45,7 +43,7 @@ async def _whole(request: Request, answers: Answers, body: Asked, form: Form, en
     try:
         await asyncio.wait({collecting, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not collecting.done():
-            return Response(status_code=_CLIENT_CLOSED)
+            return Response(status_code=CLIENT_CLOSED)
         choices = [form.whole(index, delta) for index, delta in sorted(collecting.result().items())]
         return JSONResponse({**envelope, "choices": choices, "usage": answers.usage(body.choices)})
     finally:

@@ -1,26 +1,31 @@
 """The bodies of requests: OpenAI's fields, and ours beside them. Checks types and ranges; asks the engine nothing.
 
-Fields nobody knows are let through, for clients send more every year. Those known to change an answer in ways this server
-cannot are refused, unless they ask for what happens anyway: an answer that silently is another one helps nobody.
+Fields nobody knows are let through, for clients send more every year, and the log says so once for each. Those known to change
+an answer in ways this server cannot are refused, unless they ask for what happens anyway: an answer that silently is another one
+helps nobody.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Union
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from stepwell.base.config import MAX_PRIORITY
 from stepwell.base.errors import ConfigError
 from stepwell.engine.request import Ask, Sampling
 from stepwell.engine.server.errors import ApiError
+from stepwell.engine.server.served import MAX_CHOICES
 
-MAX_CHOICES = 64  # answers to one request
+log = logging.getLogger(__name__)
+
 MAX_SALT = 256
-MAX_PRIORITY = 1000
 DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's
 _INT64 = 2**63
+_MOST_WARNINGS = 100  # clients choose names of fields
 
 # One wrong element says enough: a body can hold millions, and each would get a message of its own.
 Strings = Annotated[list[str], Field(fail_fast=True)]
@@ -66,6 +71,14 @@ _ONLY_VALUES: dict[str, tuple[object, ...]] = {
 }
 
 
+_CHANGE_NOTHING = frozenset(  # and need no warning: what OpenAI and vLLM take for their own books
+    (
+        "metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention", "request_id", "safety_identifier",
+        "service_tier", "store", "user",
+    )
+)  # fmt: skip
+
+
 class Body(BaseModel):
     """Types are what they say: "12" is no number."""
 
@@ -79,10 +92,8 @@ class Kept(Body):
 
     @field_validator("cache_salt")
     @classmethod
-    def _encodable(cls, salt: str | None) -> str | None:
-        if salt is not None and any("\ud800" <= character <= "\udfff" for character in salt):
-            raise ValueError("half a character: a salt must be text that can be encoded")
-        return salt
+    def _salt_is_whole(cls, salt: str | None) -> str | None:
+        return None if salt is None else whole(salt)
 
 
 class StreamOptions(Body):
@@ -105,6 +116,14 @@ class Asked(Kept):
     ignore_eos: bool | None = None
     priority: int | None = Field(None, ge=0, le=MAX_PRIORITY)
     cache_ttl_s: float | None = Field(None, gt=0)
+    use_cache: bool | None = None  # false: nothing cached is used, and nothing it computes is cached
+
+    @field_validator("stop")
+    @classmethod
+    def _stop_is_whole(cls, stop: str | list[str] | None) -> str | list[str] | None:
+        for each in [stop] if isinstance(stop, str) else stop or []:
+            whole(each)
+        return stop
 
     @property
     def choices(self) -> int:
@@ -131,8 +150,33 @@ class ChatBody(Asked):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-def refuse_unsupported(body: Asked) -> None:
-    """Raises ApiError for fields that ask for another answer than this server can make."""
+def whole(text: str) -> str:
+    """The text, or ValueError where it cannot be encoded, which JSON does not rule out."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("half a character (a lone surrogate): send whole ones") from None
+    return text
+
+
+class Unknown:
+    """Says once in the log which fields of bodies were not understood. For the event loop's thread."""
+
+    def __init__(self) -> None:
+        self._said: set[str] = set()
+
+    def note(self, names: Iterable[str]) -> None:
+        for name in names:
+            if name not in self._said and len(self._said) < _MOST_WARNINGS:
+                self._said.add(name)
+                log.warning("requests have a field %r, which is not known here and is ignored", name[:80])
+
+
+def refuse_unsupported(body: Asked, *, max_priority: int, unknown: Unknown) -> None:
+    """Raises ApiError for fields that ask for another answer than this server can make, or for more than clients may."""
+    if (body.priority or 0) > max_priority:
+        message = f"priority may be at most {max_priority} here: leave it out, or start the server with --max-priority"
+        raise ApiError(400, f"{message} {body.priority}", param="priority", code="unsupported_parameter")
     fields = dict(body.model_extra or {})
     if isinstance(body, ChatBody):
         fields["tool_choice"] = body.tool_choice
@@ -142,6 +186,7 @@ def refuse_unsupported(body: Asked) -> None:
         allowed = ", ".join(repr(each) for each in _ONLY_VALUES[name])
         what = f"it may only be {allowed}" if allowed else "leave it out"
         raise ApiError(400, f"{name} is not supported; {what}", param=name, code="unsupported_parameter")
+    unknown.note(name for name in fields if name not in _ONLY_VALUES and name not in _CHANGE_NOTHING)
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options is only for stream=true", param="stream_options")
 
@@ -167,10 +212,19 @@ def sampling_of(
         raise ApiError(400, str(error)) from None
 
 
-def asks_of(body: Asked, tokens: list[int], sampling: Sampling, hints: tuple[int, ...] = ()) -> list[Ask]:
+def asks_of(
+    body: Asked, tokens: list[int], sampling: Sampling, *, arrived_s: float, hints: tuple[int, ...] = ()
+) -> list[Ask]:  # fmt: skip
     """One for each choice wanted of a prompt. With a seed each gets its own, so that they differ and repeat."""
     first = Ask(
-        tokens=tokens, sampling=sampling, salt=body.cache_salt, priority=body.priority or 0, ttl_s=body.cache_ttl_s, hints=hints
+        tokens=tokens,
+        sampling=sampling,
+        salt=body.cache_salt,
+        priority=body.priority or 0,
+        ttl_s=body.cache_ttl_s,
+        hints=hints,
+        use_cache=body.use_cache is not False,
+        arrived_s=arrived_s,
     )
     if sampling.seed is None:
         return [first] * body.choices

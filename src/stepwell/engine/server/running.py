@@ -1,16 +1,14 @@
 """Runs the server: an address taken early, an engine's loop around it, and an orderly end.
 
 bind ... load the model ... serve until told to stop ... answers end, backups end, stores close
+
+Told to stop, it lets running answers finish for a while and refuses new requests; told again, it ends at once.
 """
 
 from __future__ import annotations
 
-import asyncio
-import signal
 import socket
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from types import FrameType
 
 import uvicorn
@@ -22,12 +20,13 @@ from stepwell.engine.engine import Engine
 from stepwell.engine.loading.chat import ChatTemplate
 from stepwell.engine.loop import EngineLoop
 from stepwell.engine.server.app import build_app
+from stepwell.engine.server.door import Door
 from stepwell.engine.server.metrics import Metrics
 from stepwell.engine.server.served import MAX_BODY_BYTES, Secrets, Served
 from stepwell.engine.server.stores import Stores
 
-GRACE_S = 10  # that answers have to end when the server is told to stop
-LAST_CALL_S = 2  # of those, for answers that are ended to say so
+DRAIN_S = 30.0  # that answers have to finish when the server is told to stop
+LAST_CALL_S = 5  # after that, for answers that are ended to say so
 KEEP_ALIVE_S = 30  # longer than clients keep idle connections: they should be the ones to close
 MAX_CONNECTIONS = 1024
 
@@ -63,6 +62,9 @@ class ModelServer:
         defaults: Mapping[str, float | int | bool] | None = None,
         max_body_bytes: int = MAX_BODY_BYTES,
         hosts: tuple[str, ...] = (),
+        max_priority: int = 0,
+        open_metrics: bool = False,
+        drain_s: float = DRAIN_S,
         store: str | None = None,
         store_config: StoreConfig | None = None,
     ) -> None:
@@ -80,8 +82,11 @@ class ModelServer:
             defaults=defaults or {},
             max_body_bytes=max_body_bytes,
             hosts=hosts,
+            max_priority=max_priority,
+            open_metrics=open_metrics,
         )
-        self._server = _Server(_config(build_app(self.served, self._stores)))
+        door = Door(engine.clock)
+        self._server = _Server(_config(build_app(self.served, self._stores, door)), door, drain_s)
 
     def run(self, taken: socket.socket, on_ready: Callable[[], None] = lambda: None) -> None:
         """Serves until `stop`, or until SIGINT or SIGTERM where this is the main thread. Calls `on_ready` once it answers."""
@@ -90,16 +95,15 @@ class ModelServer:
         self._loop.start()
         try:
             self._stores.start()
-            with _signals_end_quietly():
-                self._server.run(sockets=[taken])
+            self._server.run(sockets=[taken])
         finally:
             self._stores.close()
             self._loop.stop()
             taken.close()
 
     def stop(self) -> None:
-        """Ends `run`, from any thread."""
-        self._server.should_exit = True
+        """Ends `run` once running answers have finished, or had their time. From any thread; a second call ends them at once."""
+        self._server.stop()
 
 
 def _config(app: FastAPI) -> uvicorn.Config:
@@ -110,42 +114,44 @@ def _config(app: FastAPI) -> uvicorn.Config:
         lifespan="off",
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=GRACE_S,
+        timeout_graceful_shutdown=LAST_CALL_S,
         limit_concurrency=MAX_CONNECTIONS,
     )
 
 
 class _Server(uvicorn.Server):
-    """Says when it listens, and when those who still get answers have had their time."""
+    """Says when it listens. Stops once nobody is inside any more, or those who are have had their time."""
 
     on_ready: Callable[[], None]
     on_patience_lost: Callable[[], None]
+
+    def __init__(self, config: uvicorn.Config, door: Door, drain_s: float) -> None:
+        super().__init__(config)
+        self._door = door
+        self._drain_s = drain_s
+        self._at_once = False
+
+    def stop(self) -> None:
+        self._at_once = self._door.closed_at_s is not None
+        self._door.close()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """At SIGINT and SIGTERM. Signals are not raised again afterwards: the engine is still to be closed."""
+        self.stop()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=sockets)
         if self.started:
             self.on_ready()
 
+    async def on_tick(self, counter: int) -> bool:
+        patient = not self._at_once and self._door.closed_for_s() < self._drain_s
+        if self._door.closed_at_s is not None and not (self._door.num_inside and patient):
+            self.should_exit = True
+        return await super().on_tick(counter)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Answers that are still not whole shortly before the end are ended in order, not cut off."""
-        last_call = asyncio.get_running_loop().call_later(GRACE_S - LAST_CALL_S, self.on_patience_lost)
+        """Answers that are still not whole are ended in order, not cut off."""
+        if self._door.num_inside:
+            self.on_patience_lost()
         await super().shutdown(sockets=sockets)
-        last_call.cancel()
-
-
-@contextmanager
-def _signals_end_quietly() -> Iterator[None]:
-    """uvicorn stops at a signal and then raises it again, which would end the process before the engine is closed."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def ignore(number: int, frame: FrameType | None) -> None:
-        pass
-
-    before = {number: signal.signal(number, ignore) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -11,7 +11,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from stepwell.base.config import PrefetchPolicy, StoreConfig, WritePolicy
+from stepwell.base.config import MAX_PRIORITY, PrefetchPolicy, StoreConfig, WritePolicy
 from stepwell.base.errors import ConfigError
 from stepwell.base.ids import CACHED_TIERS
 from stepwell.base.units import format_bytes, parse_bytes
@@ -123,8 +123,6 @@ def run(args: Namespace) -> int:
 
 
 def _check_limits(args: Namespace) -> None:
-    from stepwell.base.config import MAX_PRIORITY
-
     if not 0 <= args.max_priority <= MAX_PRIORITY:
         raise ConfigError(f"--max-priority must be from 0 to {MAX_PRIORITY}, got {args.max_priority}")
     if not args.drain >= 0:

@@ -8,6 +8,7 @@ One thread only; `EngineLoop` runs one behind a server.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +31,8 @@ from stepwell.engine.speculation import Speculation
 from stepwell.engine.stopping import StopFinder
 from stepwell.engine.textual import Text
 from stepwell.store.api import Store
+
+log = logging.getLogger(__name__)
 
 IDLE_S = 0.0005  # between steps that only wait for copies
 MAX_FAILURES = 2 * MAX_FAILED_LEASES
@@ -205,7 +208,8 @@ class Engine:
         for number in list(self._requests):
             self.abort(number)
         try:
-            self.cache.close()
+            if not self.cache.close():
+                log.warning("not everything that was to be stored was stored in time: a store or a copy is slow, or hangs")
         finally:
             for store in self.stores:
                 store.close()

@@ -8,6 +8,7 @@ from typing import Any
 from engine.families import checkpoint
 from stepwell.base.config import PlacementConfig
 from stepwell.engine import Ask, Delta, Engine, EngineConfig, Limits, Sampling, build_engine
+from waiting import run_to_the_end
 
 PAGE = 16
 DEFAULTS: dict[str, Any] = {
@@ -30,9 +31,8 @@ def run(engine: Engine, asks: list[Ask]) -> list[list[Delta]]:
     """All asks together; the deltas of each."""
     numbers = [engine.submit(ask) for ask in asks]
     deltas: dict[int, list[Delta]] = {number: [] for number in numbers}
-    while engine.num_open:
-        for delta in engine.step():
-            deltas[delta.request].append(delta)
+    for delta in run_to_the_end(engine):
+        deltas[delta.request].append(delta)
     engine.cache.audit()
     return [deltas[number] for number in numbers]
 

@@ -13,6 +13,7 @@ from stepwell.cache.link import LinkState
 from stepwell.store.api import NO_PARENT, Space, Write, WriteOutcome
 from stepwell.store.memory import MemoryStore
 from toys import ALL_MODELS, FULL, FULL_POINT, HYBRID, PAGE, Rig, text
+from waiting import step_until
 
 PROMPT = text(1, 10 * PAGE + 1)
 WAIT = StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, checkpoint_rest_s=0)
@@ -526,18 +527,15 @@ def test_the_cache_works_with_threads() -> None:
         cache = build_cache(HYBRID, config)
         cache.attach_store(store, WAIT)
         ticket = cache.prefetch(cache.lookup(PROMPT))
-        while not ticket.ready:
-            cache.step()
+        step_until(cache, lambda: ticket.ready)  # noqa: B023 - called at once
         with cache.acquire(cache.lookup(PROMPT), ticket=ticket) as lease:
             assert lease.sources.store == expected
-            while not lease.ready:
-                cache.step()
+            step_until(cache, lambda: lease.ready)
             while lease.position < len(PROMPT):
                 upto = min(cache.next_stop(lease) or len(PROMPT), len(PROMPT))
                 cache.grow(lease, upto)
                 cache.commit(lease, upto)
-                while not lease.ready:
-                    cache.step()
+                step_until(cache, lambda: lease.ready)
         cache.close()
         cache.audit()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from random import Random
 from typing import Any
 
@@ -46,6 +47,11 @@ def greedy(tokens: list[int], count: int = 8, **more: Any) -> Ask:
 
 
 def alone(family: str, asks: list[Ask]) -> list[list[int]]:
-    """What each answer is with nobody beside it and nothing cached."""
+    """What each answer is with nobody beside it and nothing cached. Computed once."""
+    return [list(_alone(family, tuple(ask.tokens), ask.sampling)) for ask in asks]
+
+
+@cache
+def _alone(family: str, tokens: tuple[int, ...], sampling: Sampling) -> tuple[int, ...]:
     with small(family) as engine:
-        return [tokens_of(run(engine, [Ask(tokens=ask.tokens, sampling=ask.sampling, use_cache=False)])[0]) for ask in asks]
+        return tuple(tokens_of(run(engine, [Ask(tokens=tokens, sampling=sampling, use_cache=False)])[0]))

@@ -46,7 +46,8 @@ class Server:
             SPEC, CONFIG, executor=executor, on_free=self.engine.poison, model="digests", host_pages=[memories[Tier.HOST]]
         )
         store = open_store("mooncake:", options=options, buffers=[memories[Tier.HOST].block])
-        self.cache.attach_store(store, StoreConfig(prefetch=policy, recompute_tokens_per_s=1.0))
+        worth_it = 1.0 if policy is PrefetchPolicy.WAIT_COMPLETE else None  # else as measured
+        self.cache.attach_store(store, StoreConfig(prefetch=policy, recompute_tokens_per_s=worth_it))
 
     def serve(self, prompt: list[int]) -> dict[str, Any]:
         cache, started_s = self.cache, time.monotonic()

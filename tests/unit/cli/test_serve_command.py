@@ -136,7 +136,9 @@ def test_a_signal_ends_it_in_order_and_its_store_keeps_what_was_computed(tmp_pat
             assert (
                 "per token" in said["memory"] and "per checkpoint" in said["memory"] and "(for this run)" in said["admin token"]
             )
-            body = json.dumps({"model": "random-hybrid", "prompt": "Keep this, whatever comes. " * 3, "max_tokens": 2}).encode()
+            body = json.dumps(
+                {"model": "random-hybrid", "prompt": "Keep this, whatever comes. " * 3, "max_tokens": 2, "ignore_eos": True}
+            ).encode()
             request = urllib.request.Request(f"{said['address']}/v1/completions", body, {"content-type": "application/json"})
             with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
                 assert json.load(response)["usage"]["completion_tokens"] == 2

@@ -13,7 +13,7 @@ from stepwell.base.errors import ConfigError, StepwellError
 from stepwell.base.plan import Purpose
 from stepwell.engine import Ask, Engine, Finish, Limits, Sampling
 from stepwell.engine import engine as engine_module
-from waiting import run_to_the_end
+from waiting import run_to_the_end, run_until
 
 pytest.importorskip("transformers")
 
@@ -175,8 +175,7 @@ def test_waiting_prompts_cost_a_full_engine_nothing(monkeypatch: pytest.MonkeyPa
         engine.step()
         monkeypatch.setattr(engine.cache, "lookup", _fail)
         monkeypatch.setattr(engine.cache, "refresh", _fail)
-        for _ in range(10):
-            engine.step()
+        run_until(engine, lambda: engine.passes == 10)  # of the first one's 21
 
 
 def test_slow_saves_are_waited_for_and_preempt_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,6 +51,7 @@ CONFIG = CacheConfig(
     host_bytes=32 << 20,
     placement=PlacementConfig(interval_tokens=64, most_added=None, decode_interval_tokens=0),
 )
+WAIT = StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, recompute_tokens_per_s=1.0, checkpoint_rest_s=0)  # always worth it
 
 
 def ready(cache: Cache, lease: Lease) -> None:
@@ -134,11 +135,11 @@ def test_a_prompt_evicted_to_the_host_comes_back_byte_for_byte(device: str) -> N
 def test_a_new_cache_over_the_same_directory_has_every_byte(device: str, tmp_path: Path) -> None:
     with closing(open_store(f"log:{tmp_path}", options={"budget": "64MiB"})) as store:
         cache, on_device = build(device)
-        cache.attach_store(store, StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, checkpoint_rest_s=0))
+        cache.attach_store(store, WAIT)
         saved = compute_all(cache, on_device)
         cache.close()
     with closing(open_store(f"log:{tmp_path}")) as store:
         cache, on_device = build(device)
-        cache.attach_store(store, StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, checkpoint_rest_s=0))
+        cache.attach_store(store, WAIT)
         assert resume_all(cache, on_device, saved).store == 128 * len(PROMPTS)
         cache.close()

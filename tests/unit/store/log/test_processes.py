@@ -65,16 +65,21 @@ def test_a_fork_cannot_use_the_log_it_inherited(open_here: OpenLog) -> None:
 
 def test_a_fork_that_lives_on_does_not_keep_the_lock(open_here: OpenLog) -> None:
     store = open_here()
+    reading, writing = os.pipe()
     child = os.fork()
     if not child:
+        os.write(writing, b"!")
         signal.pause()
         os._exit(0)
     try:
+        assert os.read(reading, 1) == b"!"  # it has begun to live: what it inherited is closed by then, and not before
         store.close()
         open_here().close()
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+        os.close(reading)
+        os.close(writing)
 
 
 def descriptors() -> int:

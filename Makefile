@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 HYBRID := $(VENV)/.installed-hybrid
 REAL := $(VENV)/.installed-real
+WORKERS ?= auto
 
 .PHONY: help demo test test-real lint types floors unit bench-tree bench-tree-peer bench-copies bench-store bench-opening bench-engine bench-restart bench-rows policy-report clean
 
@@ -53,9 +54,9 @@ floors: $(STAMP) ## Imports go downwards only
 	@$(BIN)/lint-imports --no-cache > .floors.log 2>&1 || { cat .floors.log; exit 1; }
 	@tail -n 1 .floors.log
 
-unit: $(STAMP) ## Tests alone
+unit: $(STAMP) ## Tests alone, one process a core (WORKERS=N, 0 for none)
 	@echo "==> pytest"
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal
 
 bench-tree: $(STAMP) ## Lookup, commit and eviction beside SGLang's trees (if installed)
 	@$(BIN)/python benchmarks/bench_tree.py

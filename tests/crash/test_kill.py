@@ -44,14 +44,14 @@ for turn in range(100_000):
 """
 
 
-def killed_life(directory: Path, number: int, after_s: float) -> list[list[str]]:
-    """What a child said until it was killed."""
+def killed_life(directory: Path, number: int, after_words: int, after_s: float) -> list[list[str]]:
+    """What a child said until it was killed: some time after it had said so much."""
     arguments = [str(directory), str(number), str(BUDGET_BYTES), str(SEGMENT_BYTES)]
     child = subprocess.Popen([sys.executable, "-c", CHILD, *arguments], stdout=subprocess.PIPE)
     assert child.stdout is not None
     with child.stdout:
-        said = [child.stdout.readline()]  # the interpreter's own start is not what is tested
-        time.sleep(after_s)
+        said = [child.stdout.readline() for _ in range(1 + after_words)]  # the first says that it has opened
+        time.sleep(after_s)  # within whatever it does next
         os.kill(child.pid, signal.SIGKILL)
         said += child.stdout.readlines()
     assert child.wait() == -signal.SIGKILL, "the child must not have ended by itself"
@@ -62,7 +62,7 @@ def test_a_process_killed_at_random_moments_keeps_its_word(tmp_path: Path) -> No
     random, directory = Random(7), tmp_path / "store"
     deleted: set[str] = set()
     for number in range(ROUNDS):
-        said = killed_life(directory, number, random.uniform(0.0, 0.08))
+        said = killed_life(directory, number, random.randrange(60), random.uniform(0.0, 0.004))
         stored = {name for word, *names in said if word == "stored" for name in names}
         deleting = {names[0] for word, *names in said if word == "deleting"}
         deleted |= {names[0] for word, *names in said if word == "deleted"}

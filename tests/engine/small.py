@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cache
 from random import Random
 from typing import Any
 
 from engine.families import checkpoint
 from stepwell.base.config import PlacementConfig
 from stepwell.engine import Ask, Delta, Engine, EngineConfig, Limits, Sampling, build_engine
+from waiting import run_to_the_end
 
 PAGE = 16
 DEFAULTS: dict[str, Any] = {
@@ -30,9 +32,8 @@ def run(engine: Engine, asks: list[Ask]) -> list[list[Delta]]:
     """All asks together; the deltas of each."""
     numbers = [engine.submit(ask) for ask in asks]
     deltas: dict[int, list[Delta]] = {number: [] for number in numbers}
-    while engine.num_open:
-        for delta in engine.step():
-            deltas[delta.request].append(delta)
+    for delta in run_to_the_end(engine):
+        deltas[delta.request].append(delta)
     engine.cache.audit()
     return [deltas[number] for number in numbers]
 
@@ -46,6 +47,11 @@ def greedy(tokens: list[int], count: int = 8, **more: Any) -> Ask:
 
 
 def alone(family: str, asks: list[Ask]) -> list[list[int]]:
-    """What each answer is with nobody beside it and nothing cached."""
+    """What each answer is with nobody beside it and nothing cached. Computed once."""
+    return [list(_alone(family, tuple(ask.tokens), ask.sampling)) for ask in asks]
+
+
+@cache
+def _alone(family: str, tokens: tuple[int, ...], sampling: Sampling) -> tuple[int, ...]:
     with small(family) as engine:
-        return [tokens_of(run(engine, [Ask(tokens=ask.tokens, sampling=ask.sampling, use_cache=False)])[0]) for ask in asks]
+        return tuple(tokens_of(run(engine, [Ask(tokens=tokens, sampling=sampling, use_cache=False)])[0]))

@@ -182,7 +182,7 @@ def test_the_rates_and_pages_of_the_real_model() -> None:
     longer = of(real, page_tokens=None)
     assert (real.spec.page_tokens, longer.spec.page_tokens) == (128, 256)
     assert not {"c4_buffer", "c128_buffer"} & {part.state for part in longer.spec.parts(Kind.POINT)}
-    tokens = real.tokens(300)
+    tokens = real.tokens(300, seed=18)  # no near ties: what is picked last and what is not differ by 4e-4, not by rounding
     expected = real.expected(tokens)
     for each in (real, longer):
         assert distance(each.in_chunks(tokens, [256, 40, 1]), expected) <= TOLERANCE

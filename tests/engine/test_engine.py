@@ -10,6 +10,7 @@ from engine.small import PAGE, alone, greedy, prompt, run, small, tokens_of
 from stepwell.base.errors import BadTokens, ConfigError
 from stepwell.base.ids import Tier
 from stepwell.engine import Ask, Finish, Limits, Sampling
+from waiting import run_to_the_end, settle
 
 pytest.importorskip("transformers")
 
@@ -51,7 +52,7 @@ def test_who_waits_for_a_prefix_goes_on_when_the_other_is_aborted() -> None:
         engine.step()
         assert engine.scheduler.waiting
         engine.abort(first)
-        ends = [delta for _ in range(200) for delta in engine.step() if delta.finish is not None]
+        ends = [delta for delta in run_to_the_end(engine) if delta.finish is not None]
     assert [(delta.request, delta.finish) for delta in ends] == [(first, Finish.ABORTED), (second, Finish.LENGTH)]
 
 
@@ -64,8 +65,7 @@ def test_an_aborted_request_gives_everything_back() -> None:
             engine.abort(number)
             engine.abort(number)  # a second time does nothing
             assert [delta.finish for delta in engine.step()][-1:] == [Finish.ABORTED]
-        while engine.cache.step().running:
-            pass
+        settle(engine.cache)
         engine.cache.audit()
         layout = engine.cache.available_bytes(Tier.DEVICE)
         engine.cache.flush()
@@ -75,9 +75,7 @@ def test_an_aborted_request_gives_everything_back() -> None:
 def test_urgent_requests_begin_first() -> None:
     with small(limits=Limits(chunk_tokens=64, max_running=1)) as engine:
         numbers = [engine.submit(greedy(prompt(30, seed=at), 2, priority=priority)) for at, priority in enumerate((0, 0, 5))]
-        ended: list[int] = []
-        while engine.num_open:
-            ended += [delta.request for delta in engine.step() if delta.finish is not None]
+        ended = [delta.request for delta in run_to_the_end(engine) if delta.finish is not None]
     assert ended.index(numbers[2]) == 0
 
 
@@ -86,9 +84,7 @@ def test_the_request_with_least_to_compute_begins_first() -> None:
         known = prompt(10 * PAGE)
         run(engine, [greedy(known)])
         numbers = [engine.submit(greedy(prompt(150, seed=9), 2)), engine.submit(greedy([*known, 5], 2))]
-        ended: list[int] = []
-        while engine.num_open:
-            ended += [delta.request for delta in engine.step() if delta.finish is not None]
+        ended = [delta.request for delta in run_to_the_end(engine) if delta.finish is not None]
     assert ended == numbers[::-1]
 
 

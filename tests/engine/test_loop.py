@@ -12,9 +12,9 @@ from engine.small import alone, greedy, prompt, small
 from stepwell.base.errors import StepwellError
 from stepwell.engine import Delta, Finish
 from stepwell.engine.loop import EngineLoop
+from waiting import PATIENCE_S
 
 pytest.importorskip("transformers")
-PATIENCE_S = 30
 
 
 @pytest.fixture

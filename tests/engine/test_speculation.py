@@ -21,6 +21,7 @@ from stepwell.base.ids import Kind, Tier
 from stepwell.cache.room import make_room
 from stepwell.engine import Ask, Delta, Engine, EngineConfig, Finish, Limits, Sampling, Usage, build_engine
 from stepwell.tree.match import ids_of
+from waiting import settle
 
 pytest.importorskip("transformers")
 
@@ -168,20 +169,16 @@ def test_as_many_guesses_are_right_whatever_tier_a_prompt_comes_from(family: str
     settings = {**store_at(tmp_path / "log", "64MiB"), "store_config": WAIT}
     asks = [greedy([*prompt(70), *prompt(at, seed=at)], 12) for at in (3, 20)]
 
-    def settle() -> None:
-        while (report := engine.cache.step()).running or report.storing:
-            pass
-
     with engine_for(family, drafted, **settings) as engine:
         cold = run(engine, [replace(ask, use_cache=False) for ask in asks])
         assert sum(accepted for _, accepted in guesses(cold)) > 0
         run(engine, asks)
         device = run(engine, asks)
-        settle()
+        settle(engine.cache)
         core = engine.cache._core
         make_room(core, Tier.DEVICE, {Kind.PREFIX: core.arena(Tier.DEVICE).layout.rows(Kind.PREFIX) + 1})
         host = run(engine, asks)
-        settle()
+        settle(engine.cache)
         engine.cache.flush()
         store = run(engine, asks)
     with engine_for(family, drafted, **settings) as engine:

@@ -13,6 +13,7 @@ from stepwell.base.errors import ConfigError, StepwellError
 from stepwell.base.plan import Purpose
 from stepwell.engine import Ask, Engine, Finish, Limits, Sampling
 from stepwell.engine import engine as engine_module
+from waiting import run_to_the_end, run_until
 
 pytest.importorskip("transformers")
 
@@ -41,7 +42,7 @@ def test_what_gave_no_number_is_not_cached() -> None:
         runner = engine._runner
         compute = runner.run
         runner.run = lambda chunks: _spoil(compute(chunks), [c.request.id for c in chunks if c.completes], ours)  # type: ignore
-        ends = [delta for _ in range(50) for delta in engine.step() if delta.finish is not None]
+        ends = [delta for delta in run_to_the_end(engine) if delta.finish is not None]
         assert [delta.finish for delta in ends] == [Finish.FAILED]
         assert engine.cache.lookup(prompt(40)).restore_tokens == 0, "rows that may be no numbers were offered to others"
 
@@ -52,7 +53,7 @@ def test_output_that_is_no_number_ends_its_own_request() -> None:
         runner = engine._runner
         compute = runner.run
         runner.run = lambda chunks: _spoil(compute(chunks), [c.request.id for c in chunks if c.completes], ours)  # type: ignore
-        ends = {delta.request: delta for _ in range(50) for delta in engine.step() if delta.finish is not None}
+        ends = {delta.request: delta for delta in run_to_the_end(engine) if delta.finish is not None}
         assert ends[ours].finish is Finish.FAILED and "not a number" in str(ends[ours].error)
         assert ends[theirs].finish is Finish.LENGTH
         engine.cache.audit()
@@ -63,11 +64,6 @@ def _spoil(logits: torch.Tensor, numbers: list[int], victim: int) -> torch.Tenso
     if victim in numbers:
         spoiled[numbers.index(victim), 3] = torch.nan
     return spoiled
-
-
-def step_on(engine: Engine) -> None:
-    for _ in range(50):
-        engine.step()
 
 
 def test_settings_that_cannot_be_are_refused_at_once() -> None:
@@ -131,7 +127,7 @@ def test_a_pass_that_fails_ends_its_requests_and_publishes_nothing_wrong(family:
         layers[-1] = failing
         number = engine.submit(ask)
         with pytest.raises(RuntimeError, match="out of memory"):
-            step_on(engine)
+            run_to_the_end(engine)
         ends = engine.step()
         assert [(delta.request, delta.finish) for delta in ends if delta.finish] == [(number, Finish.FAILED)]
         layers[-1] = last
@@ -145,7 +141,7 @@ def test_a_failing_choice_of_tokens_ends_the_requests_of_its_pass(monkeypatch: p
         with monkeypatch.context() as patched:
             patched.setattr(engine_module, "Choices", _fail)
             with pytest.raises(RuntimeError, match="no choice"):
-                step_on(engine)
+                run_to_the_end(engine)
         assert [delta.finish for delta in engine.step()] == [Finish.FAILED] and not engine.num_open
         assert tokens_of(run(engine, [greedy(prompt(20))])[0]) == alone("llama", [greedy(prompt(20))])[0]
 
@@ -168,9 +164,7 @@ def test_urgent_requests_are_seen_however_many_wait() -> None:
         for seed in range(40):
             engine.submit(greedy(prompt(20, seed=seed), 1))
         urgent = engine.submit(greedy(prompt(20, seed=99), 1, priority=3))
-        ended: list[int] = []
-        while engine.num_open:
-            ended += [delta.request for delta in engine.step() if delta.finish is not None]
+        ended = [delta.request for delta in run_to_the_end(engine) if delta.finish is not None]
     assert ended[0] == urgent
 
 
@@ -181,8 +175,7 @@ def test_waiting_prompts_cost_a_full_engine_nothing(monkeypatch: pytest.MonkeyPa
         engine.step()
         monkeypatch.setattr(engine.cache, "lookup", _fail)
         monkeypatch.setattr(engine.cache, "refresh", _fail)
-        for _ in range(10):
-            engine.step()
+        run_until(engine, lambda: engine.passes == 10)  # of the first one's 21
 
 
 def test_slow_saves_are_waited_for_and_preempt_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

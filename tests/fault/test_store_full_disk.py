@@ -36,9 +36,9 @@ def small_disk(tmp_path: Path) -> Path:
     try:
         tried = run_on_a_small_disk(tmp_path, "true")
     except FileNotFoundError:
-        pytest.skip("there is no program 'unshare' here (apt-get install util-linux)")
+        pytest.skip("there is no program 'unshare' here: apt-get install util-linux")
     if tried.returncode:
-        pytest.skip(f"no file system can be mounted here: {tried.stderr.strip()}")
+        pytest.skip(f"no file system can be mounted here ({tried.stderr.strip()}): run as root, or as .ci/run prepares it")
     return tmp_path
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from not_run import NO_CUDA
 from stepwell import (
     CacheConfig,
     Kind,
@@ -28,12 +28,13 @@ from stepwell.base.config import PrefetchPolicy, StoreConfig
 from stepwell.cache.build import layouts_for
 from stepwell.cache.facade import Cache
 from stepwell.transfer.torch_hands import TorchHands, TorchMemory
+from waiting import settle, step_until
 
 torch = pytest.importorskip("torch")
 
 DEVICES = [
     "cpu",
-    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")]),
+    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_CUDA)]),
 ]
 
 SPEC = ModelSpec(
@@ -50,22 +51,12 @@ CONFIG = CacheConfig(
     host_bytes=32 << 20,
     placement=PlacementConfig(interval_tokens=64, most_added=None, decode_interval_tokens=0),
 )
-PAUSE_S = 0.0002  # for the threads that copy: each call into CUDA gives up the interpreter, and a loop that only asks keeps it
+WAIT = StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, recompute_tokens_per_s=1.0, checkpoint_rest_s=0)  # always worth it
 
 
-def settle(cache: Cache, lease: Lease) -> None:
-    deadline = time.monotonic() + 30
-    while not lease.ready:
-        assert not lease.failed and time.monotonic() < deadline, lease
-        time.sleep(PAUSE_S)
-        cache.step()
-
-
-def quiet(cache: Cache) -> None:
-    deadline = time.monotonic() + 30
-    while (report := cache.step()).running or report.storing:
-        assert time.monotonic() < deadline
-        time.sleep(PAUSE_S)
+def ready(cache: Cache, lease: Lease) -> None:
+    step_until(cache, lambda: lease.ready or lease.failed)
+    assert lease.ready, lease
 
 
 def random_bytes(memory: TorchMemory, kind: Kind, ids: np.ndarray, seed: int) -> torch.Tensor:
@@ -100,16 +91,16 @@ def compute_all(cache: Cache, on_device: TorchMemory) -> Saved:
     saved = []
     for seed, prompt in enumerate(PROMPTS):
         with cache.acquire(cache.lookup(prompt)) as lease:
-            settle(cache, lease)
+            ready(cache, lease)
             for stop in lease.stops:
                 cache.grow(lease, stop)
                 prefix = random_bytes(on_device, Kind.PREFIX, lease.prefix_pages[lease.position // 16 : stop // 16], seed)
                 windows = random_bytes(on_device, Kind.WINDOW, lease.window_pages, seed + 100)
                 point = random_bytes(on_device, Kind.POINT, lease.point_pages, seed + 200)
                 cache.commit(lease, stop)
-                settle(cache, lease)
+                ready(cache, lease)
             saved.append((prefix, windows[-2:], point))
-        quiet(cache)
+        settle(cache)
     return saved
 
 
@@ -118,19 +109,15 @@ def resume_all(cache: Cache, on_device: TorchMemory, saved: Saved) -> Sources:
     total = np.zeros(3, int)
     for prompt, (prefix, windows, point) in zip(PROMPTS, saved, strict=True):
         ticket = cache.prefetch(cache.lookup(prompt))
-        deadline = time.monotonic() + 30
-        while not ticket.ready:
-            assert time.monotonic() < deadline, ticket
-            time.sleep(PAUSE_S)
-            cache.step()
+        step_until(cache, lambda: ticket.ready)  # noqa: B023 - called at once
         with cache.acquire(cache.lookup(prompt), ticket=ticket) as lease:
-            settle(cache, lease)
+            ready(cache, lease)
             assert lease.resume == 128
             total += lease.sources.device, lease.sources.host, lease.sources.store
             assert torch.equal(read(on_device, Kind.PREFIX, lease.prefix_pages[4:8]), prefix)
             assert torch.equal(read(on_device, Kind.WINDOW, lease.window_pages), windows)
             assert torch.equal(read(on_device, Kind.POINT, lease.point_pages), point)
-        quiet(cache)
+        settle(cache)
     cache.audit()
     return Sources(device=int(total[0]), host=int(total[1]), store=int(total[2]))
 
@@ -148,11 +135,11 @@ def test_a_prompt_evicted_to_the_host_comes_back_byte_for_byte(device: str) -> N
 def test_a_new_cache_over_the_same_directory_has_every_byte(device: str, tmp_path: Path) -> None:
     with closing(open_store(f"log:{tmp_path}", options={"budget": "64MiB"})) as store:
         cache, on_device = build(device)
-        cache.attach_store(store, StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, checkpoint_rest_s=0))
+        cache.attach_store(store, WAIT)
         saved = compute_all(cache, on_device)
         cache.close()
     with closing(open_store(f"log:{tmp_path}")) as store:
         cache, on_device = build(device)
-        cache.attach_store(store, StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, checkpoint_rest_s=0))
+        cache.attach_store(store, WAIT)
         assert resume_all(cache, on_device, saved).store == 128 * len(PROMPTS)
         cache.close()

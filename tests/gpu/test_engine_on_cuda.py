@@ -8,14 +8,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
-if not torch.cuda.is_available():
-    pytest.skip("no CUDA device here", allow_module_level=True)
 
 from engine.families import FAMILIES  # noqa: E402
+from not_run import NO_CUDA  # noqa: E402
 from parity.recorded import Played, Recorded, distance, same_bits, script, store_at  # noqa: E402
 from stepwell.base.config import PrefetchPolicy, StoreConfig  # noqa: E402
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_CUDA)]
 WAIT = StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, recompute_tokens_per_s=1.0, checkpoint_rest_s=0)
 
 

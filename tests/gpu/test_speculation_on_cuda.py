@@ -6,15 +6,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
-if not torch.cuda.is_available():
-    pytest.skip("no CUDA device here", allow_module_level=True)
 
 from engine.drafted import OWN, engine_for  # noqa: E402
 from engine.small import greedy, prompt, run, tokens_of  # noqa: E402
+from not_run import NO_CUDA  # noqa: E402
 from stepwell.base.ids import Kind, Tier  # noqa: E402
 from stepwell.cache.room import make_room  # noqa: E402
+from waiting import settle  # noqa: E402
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_CUDA)]
 
 
 @pytest.mark.parametrize(("family", "drafted"), [("llama", "near"), ("mistral", "unwindowed"), ("deepseek_v3", OWN),
@@ -25,8 +25,7 @@ def test_a_draft_changes_no_answer(family: str, drafted: str) -> None:
         expected = [tokens_of(deltas) for deltas in run(engine, asks)]
     with engine_for(family, drafted, device="cuda", dtype="fp32") as engine:
         played = run(engine, asks)
-        while (report := engine.cache.step()).running or report.storing:
-            pass
+        settle(engine.cache)
         core = engine.cache._core
         make_room(core, Tier.DEVICE, {Kind.PREFIX: core.arena(Tier.DEVICE).layout.rows(Kind.PREFIX) + 1})
         again = run(engine, asks)

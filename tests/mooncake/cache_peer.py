@@ -1,5 +1,7 @@
 """A process with a whole cache over a store in the cluster, that serves prompts as it is told. Run by `cluster.Cluster.start`.
 
+Its argument says how long it waits for the store: one of the values of `PrefetchPolicy`.
+
 {"do": "serve", "prompt": 1, "tokens": 200}      -> where its tokens came from, and how long it waited for the store
 """
 
@@ -12,6 +14,7 @@ from dataclasses import asdict
 from typing import Any
 
 from stepwell import CacheConfig, ModelSpec, Point, Prefix, StateSpec, Tier, Window, build_cache
+from stepwell.base.config import PrefetchPolicy, StoreConfig
 from stepwell.cache.build import layouts_for, numpy_memories
 from stepwell.cache.executor import ThreadExecutor
 from stepwell.cache.link import LinkState
@@ -28,26 +31,28 @@ SPEC = ModelSpec(
         StateSpec(name="ssm", shape=Point(), layers=2, row_bytes=4096, dtype="u8"),
     ),
 )
+PATIENCE_S, PAUSE_S = 180.0, 0.0005
 CONFIG = CacheConfig(device_bytes=4 * 2**20, host_bytes=4 * 2**20)
 
 
 class Server:
     """A cache, its store, and a model whose bytes are digests: what it restores is checked."""
 
-    def __init__(self, options: dict[str, str]) -> None:
+    def __init__(self, options: dict[str, str], policy: PrefetchPolicy) -> None:
         memories = numpy_memories(SPEC, layouts_for(SPEC, CONFIG))
         self.engine = DigestEngine(SPEC, [memories])
         executor = ThreadExecutor([NumpyHands(memories)])
         self.cache = build_cache(
             SPEC, CONFIG, executor=executor, on_free=self.engine.poison, model="digests", host_pages=[memories[Tier.HOST]]
         )
-        self.cache.attach_store(open_store("mooncake:", options=options))
+        store = open_store("mooncake:", options=options)
+        worth_it = 1.0 if policy is PrefetchPolicy.WAIT_COMPLETE else None  # else as measured
+        self.cache.attach_store(store, StoreConfig(prefetch=policy, recompute_tokens_per_s=worth_it))
 
     def serve(self, prompt: list[int]) -> dict[str, Any]:
         cache, started_s = self.cache, time.monotonic()
         ticket = cache.prefetch(cache.lookup(prompt))
-        while not ticket.ready:
-            cache.step()
+        self._until(lambda: ticket.ready)
         waited_s = time.monotonic() - started_s
         with cache.acquire(cache.lookup(prompt), ticket=ticket) as lease:
             self._until(lambda: lease.ready)
@@ -68,15 +73,15 @@ class Server:
         return not report.running and (not report.storing or self.cache.store_state is LinkState.SWITCHED_OFF)
 
     def _until(self, done: Any) -> None:
-        deadline_s = time.monotonic() + 60
+        deadline_s = time.monotonic() + PATIENCE_S
         while not done():
             self.cache.step()
             assert time.monotonic() < deadline_s, "it never came to an end"
-            time.sleep(0)
+            time.sleep(PAUSE_S)  # for the threads that copy
 
 
 def main() -> None:
-    server = Server(json.loads(sys.argv[1]))
+    server = Server(json.loads(sys.argv[1]), PrefetchPolicy(sys.argv[2]))
     answer("ready")
     for line in sys.stdin:
         order = json.loads(line)

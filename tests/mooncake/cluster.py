@@ -10,8 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -21,13 +20,13 @@ from private_network import HOST
 
 from stepwell.store.mooncake.store import MooncakeStore
 from stepwell.store.registry import open_store
+from waiting import wait_until
 
 MASTER = "127.0.0.1:50051"
 CLIENT_TTL_S = 3
 LEASE_MS = 500
 STAGING_BYTES = 6 * 2**20
 PEER = Path(__file__).with_name("peer.py")
-_START_S = 20.0
 
 
 class Process:
@@ -62,10 +61,8 @@ class Master(Process):
             "--eviction_high_watermark_ratio=0.9", "--eviction_ratio=0.1", *flags,
         ]  # fmt: skip
         super().__init__(command, directory / "master.log", stdout=subprocess.DEVNULL)
-        deadline = time.monotonic() + _START_S
-        while not self._answers(host, int(port)):
-            assert self._process.poll() is None and time.monotonic() < deadline, f"no master:\n{self.said()}"
-            time.sleep(0.02)
+        wait_until(lambda: self._process.poll() is not None or self._answers(host, int(port)), "a master", pause_s=0.02)
+        assert self._process.poll() is None, f"no master:\n{self.said()}"
 
     @staticmethod
     def _answers(host: str, port: int) -> bool:
@@ -155,11 +152,3 @@ class Cluster:
     def lend(self, size: str) -> Peer:
         """A peer that lends memory to the pool."""
         return self.start(global_segment_size=size)
-
-
-def until(true: Callable[[], bool], *, within_s: float, pause_s: float = 0.1) -> None:
-    """Waits for processes that nobody can hand a clock to."""
-    deadline = time.monotonic() + within_s
-    while not true():
-        assert time.monotonic() < deadline, f"not within {within_s} s"
-        time.sleep(pause_s)

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 from cluster import Cluster
-from inner_run import REPORTS, InnerRun, send
+from inner_run import PIPES, InnerRun, obey, send
 from private_network import why_not
 
 HERE = Path(__file__).parent
-IS_INSIDE = REPORTS in os.environ
+IS_INSIDE = PIPES in os.environ
 RUN = pytest.StashKey[InnerRun]()
 
 
@@ -28,24 +28,31 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
     if IS_INSIDE or not item.path.is_relative_to(HERE) or why_not():
         return None
     run = _run_for(item.session)
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-    for report in run.reports(item):
+    for report in run.run(item, nextitem):
         item.ihook.pytest_runtest_logreport(report=report)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
     return True
 
 
 def _run_for(session: pytest.Session) -> InnerRun:
-    """The one inner run of a session, begun with its first test."""
+    """The one inner run of a session or worker, begun with its first test."""
     config = session.config
     if RUN not in config.stash:
-        config.stash[RUN] = InnerRun(config, [item.nodeid for item in session.items if item.path.is_relative_to(HERE)])
+        config.stash[RUN] = InnerRun(config, HERE)
         config.add_cleanup(config.stash[RUN].stop)
     return config.stash[RUN]
+
+
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    if not IS_INSIDE:
+        return None
+    obey(session)
+    return True
 
 
 @pytest.hookimpl(wrapper=True)
@@ -54,12 +61,6 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     if IS_INSIDE and item.path.is_relative_to(HERE):
         send(item.config, report)
     return report
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    skipped = [report for report in terminalreporter.stats.get("skipped", []) if "Mooncake: " in str(report.longrepr)]
-    if skipped:
-        terminalreporter.write_line(f"{len(skipped)} tests with a real Mooncake did not run: {why_not()}", yellow=True)
 
 
 @pytest.fixture

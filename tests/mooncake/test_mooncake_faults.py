@@ -5,15 +5,16 @@ from __future__ import annotations
 import time
 
 import pytest
-from cluster import CLIENT_TTL_S, Cluster, until
+from cluster import Cluster
 
 from stepwell.base.errors import StoreError
 from stepwell.store.api import Read, ReadOutcome, WriteOutcome
 from stepwell.store.mooncake.store import MooncakeStore
 from stepwell.testing.store_contract import fetch, key, offer, space
+from waiting import wait_until
 
 HERE = space("faults")
-BLOCKED_S = 10.0  # Mooncake gives up after 4.5 s; twice that for a busy machine
+BLOCKED_S = 30.0  # Mooncake gives up after 4.5 s, or after 90 s where it is left to itself; the rest is for a busy machine
 
 
 def read(store: MooncakeStore, name: str) -> ReadOutcome:
@@ -46,7 +47,7 @@ def test_a_dead_master_is_an_error_and_a_restarted_one_serves_again(cluster: Clu
         took_s = time.monotonic() - began_s
         assert took_s < BLOCKED_S, f"{name} blocked for {took_s:.1f} s"
     cluster.start_master()
-    until(lambda: stores_again(store, "after"), within_s=30)
+    wait_until(lambda: stores_again(store, "after"), pause_s=0.1)
     assert fetch(store, HERE, "after") is not None
     assert read(store, "before") is ReadOutcome.MISSING, "a master alone remembers nothing"
 
@@ -57,10 +58,10 @@ def test_values_of_a_dead_client_are_lost_and_its_successor_serves(cluster: Clus
     holder.kill()
     assert read(store, "x") is ReadOutcome.FAILED, "the master has not noticed yet, the value is out of reach"
     assert store.counters["mooncake_read_error_800"] == 1
-    until(lambda: read(store, "x") is ReadOutcome.MISSING, within_s=5 * CLIENT_TTL_S)
+    wait_until(lambda: read(store, "x") is ReadOutcome.MISSING, pause_s=0.1)
     assert store.write_from(HERE, [offer(HERE, "x")]) == [WriteOutcome.NO_ROOM], "nobody lends memory any more"
     cluster.lend("32mb")
-    until(lambda: stores_again(store, "x"), within_s=10)
+    wait_until(lambda: stores_again(store, "x"), pause_s=0.1)
     assert fetch(store, HERE, "x") is not None
 
 
@@ -71,7 +72,7 @@ def test_a_writer_killed_in_the_middle_leaves_nothing_torn(cluster: Cluster) -> 
     for life in range(3):
         writer = cluster.start()
         writer.tell("write", space="faults", names=[f"{name} of {life}" for name in names], size=200_000)
-        until(lambda: any(store.contains(HERE, [key(f"value 0 of {life}")])), within_s=10, pause_s=0.001)  # noqa: B023
+        wait_until(lambda: any(store.contains(HERE, [key(f"value 0 of {life}")])), pause_s=0.001)  # noqa: B023
         writer.kill()
         for name in names:
             fetch(store, HERE, f"{name} of {life}", 200_000)  # fails for bytes that are not the ones saved
@@ -83,7 +84,7 @@ def test_a_store_without_a_master_is_not_opened(cluster: Cluster) -> None:
     began_s = time.monotonic()
     with pytest.raises(StoreError, match="no Mooncake master at"):
         cluster.open()
-    assert time.monotonic() - began_s < 5
+    assert time.monotonic() - began_s < BLOCKED_S
 
 
 def test_a_cluster_that_refuses_a_client_says_what_to_look_at(cluster: Cluster) -> None:

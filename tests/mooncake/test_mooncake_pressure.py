@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 
-from cluster import Cluster, until
+from cluster import Cluster
 
 from stepwell.store.api import WriteOutcome
 from stepwell.store.mooncake.store import MooncakeStore
 from stepwell.testing.store_contract import key, offer, space
+from waiting import wait_until
 
 HERE = space("pressure")
 MEMBERS, SIZE = 5, 100_000  # of a checkpoint: four states and a manifest
@@ -30,7 +31,7 @@ def test_checkpoints_are_evicted_whole(cluster: Cluster) -> None:
     store = cluster.open()
     numbers = range(120)  # 60 MB
     for number in numbers:
-        until(lambda: is_written(store, number), within_s=5)  # noqa: B023 - a busy machine may need more than one try
+        wait_until(lambda: is_written(store, number), pause_s=0.1)  # noqa: B023 - a busy machine may need more than one try
         store.write_from(HERE, [offer(HERE, f"page {number}", SIZE)])  # and pages without a group in between
     kept = [sum(store.contains(HERE, [key(name) for name in group_of(number)])) for number in numbers]
     assert set(kept) == {0, MEMBERS}, f"members kept of each checkpoint: {kept}"

@@ -6,12 +6,13 @@ import json
 from contextlib import closing
 from pathlib import Path
 
-from cluster import CLIENT_TTL_S, Cluster, until
+from cluster import Cluster
 
 from stepwell.store.api import Read, ReadOutcome, Write, WriteOutcome
 from stepwell.store.registry import open_store
 from stepwell.store.seal import Verdict, seal, verify
 from stepwell.testing.store_contract import fetch, key, payload, space
+from waiting import wait_until
 
 HERE = space("shared")
 LARGE = 400_000
@@ -69,7 +70,7 @@ def test_a_second_copy_outlives_the_first_holder(cluster: Cluster) -> None:
     writes = [Write(key=key(name), data=each, stamp=seal(HERE, key(name), each)) for name, each in zip(NAMES, data, strict=True)]
     assert store.write_from(HERE, writes) == [WriteOutcome.STORED] * len(NAMES)
     first.kill()
-    until(lambda: all(fetch(store, HERE, name, LARGE) is not None for name in NAMES), within_s=3 * CLIENT_TTL_S)
+    wait_until(lambda: all(fetch(store, HERE, name, LARGE) is not None for name in NAMES), pause_s=0.1)
     assert all(second.ask("read", space="shared", names=NAMES, size=LARGE))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +17,10 @@ from stepwell.cache.room import make_room
 from stepwell.engine import Ask, Engine, EngineConfig, Limits, Sampling, build_engine
 from stepwell.engine.loading.checkpoint import Checkpoint
 from stepwell.engine.scheduler import Chunk
+from waiting import run_to_the_end, settle
 
 PAGE = 16
 ANSWER = 6
-PAUSE_S = 0.0002  # for the threads that copy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,15 +80,12 @@ class Recorded:
         numbers = [engine.submit(ask) for ask in asks]
         tokens: dict[int, list[int]] = {number: [] for number in numbers}
         usage = {}
-        while engine.num_open:
-            if engine.idle:
-                time.sleep(PAUSE_S)
-            for delta in engine.step():
-                assert delta.error is None, delta.error
-                tokens[delta.request] += delta.tokens
-                if delta.usage is not None:
-                    usage[delta.request] = delta.usage
-                    assert delta.usage.sources.total == delta.usage.prompt_tokens
+        for delta in run_to_the_end(engine):
+            assert delta.error is None, delta.error
+            tokens[delta.request] += delta.tokens
+            if delta.usage is not None:
+                usage[delta.request] = delta.usage
+                assert delta.usage.sources.total == delta.usage.prompt_tokens
         engine.cache.audit()
         return [
             Played(
@@ -101,8 +97,7 @@ class Recorded:
 
     def settle(self) -> None:
         """Until nothing is copied and nothing is on its way to the store."""
-        while (report := self.engine.cache.step()).running or report.storing:
-            time.sleep(PAUSE_S)
+        settle(self.engine.cache)
 
     def evict_to_host(self) -> None:
         """The device keeps nothing."""

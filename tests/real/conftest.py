@@ -21,7 +21,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if here in item.path.parents:
             item.add_marker("real")
             if not asked:
-                item.add_marker(pytest.mark.skip(reason="real weights: run pytest tests/real"))
+                item.add_marker(pytest.mark.skip(reason="real weights take minutes: run `make test-real`"))
 
 
 def _arguments(config: pytest.Config) -> list[Path]:

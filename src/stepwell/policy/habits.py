@@ -20,12 +20,14 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Sequence
+from functools import cache
 from math import exp, log
 
 import numpy as np
 import numpy.typing as npt
 
 Rates = npt.NDArray[np.float64]
+Table = list[list[float]]
 
 NUM_BINS = 40  # half octaves of seconds: up to eight days
 MOST_VISITS = 4096  # watched at a time
@@ -80,9 +82,7 @@ class Habits:
         self._watched_GB = np.zeros((NUM_GROUPS, NUM_BINS))
         self._left = [0.0] * NUM_BINS  # returns that left their old path, by distance in tokens
         self._left_before = [0.0] * (NUM_BINS + 1)
-        self._worth: list[list[float]] = []  # at the start of each bin of ages, by group,
-        self._fall: list[list[float]] = []  # and by how much it falls in a second
-        self._learn()
+        self._worth, self._fall = _untaught()  # at the start of each bin of ages, by group; and by how much it falls in a second
 
     def arrive(
         self, now_s: float, *, known: int, end: int, passed: Sequence[tuple[Visit | None, int]], goes_on: bool, lost: Visit | None
@@ -162,41 +162,53 @@ class Habits:
             self._left = [count / 2 for count in self._left]
 
     def _learn(self) -> None:
-        worths_GB = self._worths()
-        next_GB = np.concatenate([worths_GB[:, 1:], worths_GB[:, -1:]], axis=1)
-        self._worth, self._fall = worths_GB.tolist(), ((worths_GB - next_GB) / _WIDTHS_s).tolist()
-        self._left_before = [0.0, *np.cumsum(self._left).tolist()]
-
-    def _worths(self) -> Rates:
-        """For each group and age, the most returns a second that keeping on can give; never rising with age."""
-        rates_GB = self._rates()
-        stays_GB = np.exp(-rates_GB * _WIDTHS_s)
-        left_GE = np.concatenate([np.ones((NUM_GROUPS, 1)), np.cumprod(stays_GB, axis=1)], axis=1)  # E bin edges
-        kept_GB = left_GE[:, :-1] * (1 - stays_GB) / rates_GB
-        kept_GE = np.concatenate([np.zeros((NUM_GROUPS, 1)), np.cumsum(kept_GB, axis=1)], axis=1)
-        returned_GAE = left_GE[:, :-1, None] - left_GE[:, None, 1:]  # from the start of age bin A to the end of bin E
-        seconds_GAE = kept_GE[:, None, 1:] - kept_GE[:, :-1, None]
-        later_AE = np.triu(np.ones((NUM_BINS, NUM_BINS), np.bool_))
-        per_s_GAE = np.where(later_AE & (seconds_GAE > 0), returned_GAE / np.where(seconds_GAE > 0, seconds_GAE, 1.0), 0.0)
-        best_GB = np.where(left_GE[:, :-1] > 1e-8, per_s_GAE.max(axis=2), rates_GB)
-        worths_GB: Rates = np.maximum.accumulate(best_GB[:, ::-1], axis=1)[:, ::-1]
-        return worths_GB
-
-    def _rates(self) -> Rates:
-        """Returns a second by group and age: the group's own evidence, leaning on its neighbours', and they on everybody's."""
         watched_GB = self._watched_GB + _waited(self._waiting, self._now_s)
-        prior = PRIOR_VISITS * self._mean_pages
-        all_B = _everybodys(self._returned_GB.sum(axis=0), watched_GB.sum(axis=0), prior)
-        returned_NRB = self._returned_GB.reshape(-1, NUM_RHYTHMS, NUM_BINS)
-        watched_NRB = watched_GB.reshape(-1, NUM_RHYTHMS, NUM_BINS)
-        neighbours_NB = _leaning(returned_NRB.sum(axis=1), watched_NRB.sum(axis=1), all_B, prior)
-        rates_NRB = _leaning(returned_NRB, watched_NRB, neighbours_NB[:, None, :], prior)
-        return np.maximum(rates_NRB.reshape(NUM_GROUPS, NUM_BINS), 1e-12)
+        self._worth, self._fall = _tables(_rates(self._returned_GB, watched_GB, PRIOR_VISITS * self._mean_pages))
+        self._left_before = [0.0, *np.cumsum(self._left).tolist()]
 
     def _left_within(self, distance: int) -> float:
         at = _bin(distance)
         inside = (distance - _LOWER[at]) / (_UPPER[at] - _LOWER[at])
         return self._left_before[at] + (self._left_before[at + 1] - self._left_before[at]) * min(max(inside, 0.0), 1.0)
+
+
+@cache
+def _untaught() -> tuple[Table, Table]:
+    """What holds before anything was seen: the same for everybody, and made once. Replaced, never changed."""
+    nothing_GB = np.zeros((NUM_GROUPS, NUM_BINS))
+    return _tables(_rates(nothing_GB, nothing_GB, PRIOR_VISITS))
+
+
+def _tables(rates_GB: Rates) -> tuple[Table, Table]:
+    """Worth at the start of each bin of ages, by group, and by how much it falls in a second."""
+    worths_GB = _worths(rates_GB)
+    next_GB = np.concatenate([worths_GB[:, 1:], worths_GB[:, -1:]], axis=1)
+    return worths_GB.tolist(), ((worths_GB - next_GB) / _WIDTHS_s).tolist()
+
+
+def _worths(rates_GB: Rates) -> Rates:
+    """For each group and age, the most returns a second that keeping on can give; never rising with age."""
+    stays_GB = np.exp(-rates_GB * _WIDTHS_s)
+    left_GE = np.concatenate([np.ones((NUM_GROUPS, 1)), np.cumprod(stays_GB, axis=1)], axis=1)  # E bin edges
+    kept_GB = left_GE[:, :-1] * (1 - stays_GB) / rates_GB
+    kept_GE = np.concatenate([np.zeros((NUM_GROUPS, 1)), np.cumsum(kept_GB, axis=1)], axis=1)
+    returned_GAE = left_GE[:, :-1, None] - left_GE[:, None, 1:]  # from the start of age bin A to the end of bin E
+    seconds_GAE = kept_GE[:, None, 1:] - kept_GE[:, :-1, None]
+    later_AE = np.triu(np.ones((NUM_BINS, NUM_BINS), np.bool_))
+    per_s_GAE = np.where(later_AE & (seconds_GAE > 0), returned_GAE / np.where(seconds_GAE > 0, seconds_GAE, 1.0), 0.0)
+    best_GB = np.where(left_GE[:, :-1] > 1e-8, per_s_GAE.max(axis=2), rates_GB)
+    worths_GB: Rates = np.maximum.accumulate(best_GB[:, ::-1], axis=1)[:, ::-1]
+    return worths_GB
+
+
+def _rates(returned_GB: Rates, watched_GB: Rates, prior: float) -> Rates:
+    """Returns a second by group and age: the group's own evidence, leaning on its neighbours', and they on everybody's."""
+    all_B = _everybodys(returned_GB.sum(axis=0), watched_GB.sum(axis=0), prior)
+    returned_NRB = returned_GB.reshape(-1, NUM_RHYTHMS, NUM_BINS)
+    watched_NRB = watched_GB.reshape(-1, NUM_RHYTHMS, NUM_BINS)
+    neighbours_NB = _leaning(returned_NRB.sum(axis=1), watched_NRB.sum(axis=1), all_B, prior)
+    rates_NRB = _leaning(returned_NRB, watched_NRB, neighbours_NB[:, None, :], prior)
+    return np.maximum(rates_NRB.reshape(NUM_GROUPS, NUM_BINS), 1e-12)
 
 
 def _group(returns: int, gap_s: float, answer_tokens: int) -> int:

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.plan import PageIds
 from stepwell.base.spec import ModelSpec, Part, Point, Prefix
 from stepwell.base.tokens import TOKEN_BYTES
 from stepwell.cache.lease import Lease
-from stepwell.transfer.memory import PageMemory
+from stepwell.transfer.memory import Bytes, PageMemory
 
 POISON = 0xDB
 
@@ -42,18 +42,20 @@ class DigestEngine:
         """Writes everything tokens `[position, upto)` leave behind. The lease has pages for them."""
         for rank, memories in enumerate(self._ranks):
             for where, expected in self._rows(lease, lease.position, upto, memories[Tier.DEVICE], rank, computing=True):
-                where[:] = expected
+                where[:] = np.frombuffer(expected, np.uint8).reshape(where.shape)
 
     def check(self, lease: Lease) -> None:
         """Raises WrongBytes unless every byte the lease may read is the one that was saved."""
         start = lease.position
         for rank, memories in enumerate(self._ranks):
             for where, expected in self._rows(lease, 0, start, memories[Tier.DEVICE], rank, computing=False):
-                self.rows_checked += 1
+                self.rows_checked += len(where)
                 self.bytes_checked += len(expected)
-                if where.tobytes() != expected.tobytes():
+                found = where.tobytes()
+                if found != expected:
+                    at = next(i for i, (one, other) in enumerate(zip(found, expected, strict=True)) if one != other)
                     raise WrongBytes(
-                        f"{lease}, rank {rank}: found {where[:8].tobytes().hex()}, saved {expected[:8].tobytes().hex()}"
+                        f"{lease}, rank {rank}: found {found[at : at + 8].hex()}, saved {expected[at : at + 8].hex()}"
                     )
 
     def poison(self, tier: Tier, kind: Kind, ids: PageIds) -> None:
@@ -65,52 +67,51 @@ class DigestEngine:
 
     def _rows(
         self, lease: Lease, start: int, upto: int, memory: PageMemory, rank: int, *, computing: bool
-    ) -> Iterator[tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]]:
-        """Pairs of a row in memory and what it must hold, for every row that tokens `[start, upto)` complete."""
+    ) -> Iterator[tuple[Bytes, bytes]]:
+        """Pairs of a row in memory, `[layer][byte]`, and what it must hold, for all rows that tokens `[start, upto)` complete."""
         spec = self._spec
-        seeds = _Seeds(lease, rank)
+        seeds = _seeds(lease.namespace.digest, rank, lease.packed)
         for part in spec.parts(Kind.PREFIX):
             shape = spec.state(part.state).shape
             assert isinstance(shape, Prefix)
+            table, pages = _table(memory, Kind.PREFIX, part), lease.prefix_pages
             for group in range(start // shape.ratio, upto // shape.ratio):
                 end = (group + 1) * shape.ratio
                 page = (end - 1) // spec.page_tokens
                 row = group - (page * spec.page_tokens) // shape.ratio
-                yield from self._layers(memory, Kind.PREFIX, lease.prefix_pages[page], part, row, seeds.at(end))
+                yield table[pages[page], :, row % part.rows], _saved(part, row, seeds[end])
         first = start if computing else max(upto - spec.window_tokens, 0)
         for part in spec.parts(Kind.WINDOW):
+            table, pages = _table(memory, Kind.WINDOW, part), lease.window_pages
             for token in range(max(first, lease.first_window * spec.window_page_tokens), upto):
                 index, row = divmod(token, spec.window_page_tokens)
-                page = lease.window_pages[index - lease.first_window]
-                yield from self._layers(memory, Kind.WINDOW, page, part, row, seeds.at(token + 1))
+                yield table[pages[index - lease.first_window], :, row % part.rows], _saved(part, row, seeds[token + 1])
         if upto and len(lease.point_pages):
             for part in spec.parts(Kind.POINT):
                 shape = spec.state(part.state).shape
                 assert isinstance(shape, Point)
+                table, page = _table(memory, Kind.POINT, part), int(lease.point_pages[0])
                 for row in range(min(shape.rows_at(upto), part.rows)):  # between boundaries a group may be longer
-                    yield from self._layers(memory, Kind.POINT, lease.point_pages[0], part, row, seeds.at(upto))
-
-    def _layers(
-        self, memory: PageMemory, kind: Kind, page: int, part: Part, row: int, seed: bytes
-    ) -> Iterator[tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]]:
-        bytes_ = memory.rows(kind)[int(page)][part.offset : part.offset + part.size_bytes]
-        table = bytes_.reshape(part.layers, part.rows, part.row_bytes)
-        for layer in range(part.layers):
-            name = f"{part.state}/{layer}/{row}".encode()
-            stream = hashlib.shake_128(seed + name).digest(part.row_bytes)
-            yield table[layer, row % part.rows], np.frombuffer(stream, np.uint8)
+                    yield table[page, :, row % part.rows], _saved(part, row, seeds[upto])
 
 
-class _Seeds:
-    """A digest of namespace, rank and the first n tokens, for every n, computed as far as it is asked."""
+def _table(memory: PageMemory, kind: Kind, part: Part) -> Bytes:
+    """A part of all pages of a kind, `[page id][layer][row][byte]`, without a copy."""
+    bytes_ = memory.rows(kind)[:, part.offset : part.offset + part.size_bytes]
+    return bytes_.reshape(-1, part.layers, part.rows, part.row_bytes)
 
-    def __init__(self, lease: Lease, rank: int) -> None:
-        self._packed = lease.packed
-        self._chain = [hashlib.blake2b(lease.namespace.digest + rank.to_bytes(2, "little"), digest_size=16).digest()]
 
-    def at(self, tokens: int) -> bytes:
-        while len(self._chain) <= tokens:
-            start = (len(self._chain) - 1) * TOKEN_BYTES
-            token = self._packed[start : start + TOKEN_BYTES]
-            self._chain.append(hashlib.blake2b(self._chain[-1] + token, digest_size=16).digest())
-        return self._chain[tokens]
+@lru_cache(maxsize=1 << 16)  # the same pages are checked again after every step of a random life
+def _saved(part: Part, row: int, seed: bytes) -> bytes:
+    """What a row holds in all layers."""
+    names = (f"{part.state}/{layer}/{row}".encode() for layer in range(part.layers))
+    return b"".join(hashlib.shake_128(seed + name).digest(part.row_bytes) for name in names)
+
+
+@lru_cache(maxsize=256)
+def _seeds(namespace: bytes, rank: int, packed: bytes) -> list[bytes]:
+    """A digest of namespace, rank and the first n tokens, for every n."""
+    chain = [hashlib.blake2b(namespace + rank.to_bytes(2, "little"), digest_size=16).digest()]
+    for start in range(0, len(packed), TOKEN_BYTES):
+        chain.append(hashlib.blake2b(chain[-1] + packed[start : start + TOKEN_BYTES], digest_size=16).digest())
+    return chain

@@ -12,6 +12,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 
 from engine.server.serving import ADMIN, Running, running
+from waiting import PATIENCE_S
 
 
 @pytest.fixture(scope="module")
@@ -28,11 +29,11 @@ def client(served: Running) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture
 def http(served: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=served.address, timeout=60) as made:
+    with httpx.Client(base_url=served.address, timeout=PATIENCE_S) as made:
         yield made
 
 
 @pytest.fixture
 def admin(served: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=served.address, timeout=60, headers={"Authorization": f"Bearer {ADMIN}"}) as made:
+    with httpx.Client(base_url=served.address, timeout=PATIENCE_S, headers={"Authorization": f"Bearer {ADMIN}"}) as made:
         yield made

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import openai
 import torch
 
+from stepwell.base.config import PrefetchPolicy, StoreConfig
 from stepwell.engine.build import EngineConfig, build_engine
 from stepwell.engine.engine import Engine
 from stepwell.engine.loading.chat import ChatTemplate
@@ -19,7 +19,10 @@ from stepwell.engine.loading.random_hybrid import CHAT_TEMPLATE, byte_tokenizer
 from stepwell.engine.loading.weights import HeldTensors
 from stepwell.engine.server.running import ModelServer, address_of, bind
 from stepwell.engine.server.served import Secrets
+from waiting import PATIENCE_S, wait_until
 
+T = TypeVar("T")
+WAIT = StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, recompute_tokens_per_s=1.0)  # however busy the machine is
 NAME, KEY, ADMIN = "tiny", "a key", "an admin token"
 PAGE, CONTEXT, MAX_BODY = 16, 2048, 1 << 20
 HIDDEN, INNER, HEADS, HEAD_DIM, VOCAB = 32, 48, 2, 16, 260
@@ -77,18 +80,19 @@ class Running:
         self.server, self.engine, self.address = server, engine, address
 
     def client(self, key: str = KEY) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.address}/v1", api_key=key, max_retries=0, timeout=60)
+        return openai.OpenAI(base_url=f"{self.address}/v1", api_key=key, max_retries=0, timeout=PATIENCE_S)
 
-    def settle(self, until: Callable[[Engine], bool], seconds: float = 20.0) -> None:
+    def settle(self, until: Callable[[Engine], bool]) -> None:
         """Waits until something is true on the engine's thread."""
-        end = time.monotonic() + seconds
-        while not self.server.served.loop.call(until).result(10):
-            assert time.monotonic() < end, "it never came true"
-            time.sleep(0.005)
+        wait_until(lambda: self.on_engine(until), pause_s=0.005)
+
+    def on_engine(self, call: Callable[[Engine], T]) -> T:
+        """What a function says of the engine, on the engine's thread."""
+        return self.server.served.loop.call(call).result(PATIENCE_S)
 
     def audit(self) -> None:
         self.settle(lambda engine: engine.num_open == 0)
-        self.server.served.loop.call(lambda engine: engine.cache.audit()).result(10)
+        self.on_engine(lambda engine: engine.cache.audit())
 
 
 @contextmanager
@@ -103,7 +107,7 @@ def running(
 ) -> Iterator[Running]:
     """`settings` are the engine's, `serving` those of the server."""
     checkpoint = checkpoint or tiny_checkpoint()
-    defaults = {"device": "cpu", "device_memory": "8MiB", "host_memory": "8MiB", "page_tokens": PAGE}
+    defaults = {"device": "cpu", "device_memory": "8MiB", "host_memory": "8MiB", "page_tokens": PAGE, "store_config": WAIT}
     config = EngineConfig(**{**defaults, **settings})  # type: ignore[arg-type]
     engine = build_engine(checkpoint, config, draft=draft)
     server = ModelServer(
@@ -113,6 +117,7 @@ def running(
         secrets=Secrets(api_key=api_key, admin_token=ADMIN),
         hosts=hosts,
         store=config.store,
+        store_config=config.store_config,
         **{"max_body_bytes": MAX_BODY, **(serving or {})},
     )
     taken = bind("127.0.0.1", 0)
@@ -121,11 +126,11 @@ def running(
     thread = threading.Thread(target=server.run, args=(taken, ready.set), name="server")
     thread.start()
     try:
-        assert ready.wait(30), "the server did not start"
+        assert ready.wait(PATIENCE_S), "the server did not start"
         made = Running(server, engine, address)
         yield made
         made.audit()
     finally:
         server.stop()
-        thread.join(30)
+        thread.join(PATIENCE_S)
         assert not thread.is_alive(), "the server did not stop"

@@ -20,6 +20,7 @@ from stepwell.engine.server import stores
 from stepwell.store.api import Space, Traits
 from stepwell.store.memory import MemoryStore
 from stepwell.store.wrappers import Wrapper
+from waiting import PATIENCE_S
 
 PROMPT = "What is known of this prompt, and who wants to know? " * 3
 
@@ -111,7 +112,10 @@ def test_orders_need_the_admin_token(http: httpx.Client) -> None:
 
 
 def test_pages_that_point_their_name_at_this_machine_see_nothing() -> None:
-    with running(hosts=("127.0.0.1", "::1", "well.example")) as made, httpx.Client(base_url=made.address) as http:
+    with (
+        running(hosts=("127.0.0.1", "::1", "well.example")) as made,
+        httpx.Client(base_url=made.address, timeout=PATIENCE_S) as http,
+    ):
         for host in ("evil.example", "evil.example:80", "", "[::2]", "127.0.0.1.evil.example"):
             response = http.get("/cache", headers={"Host": host})
             assert (response.status_code, response.json()["error"]["code"]) == (421, "unknown_host")
@@ -162,7 +166,7 @@ def test_a_pin_holds_its_bytes_until_it_is_released(admin: httpx.Client, served:
     say(admin, "Held. " + PROMPT, cache_salt="holder")
     settled(served)
     pin = admin.post("/cache/pins", json={"prompt": "Held. " + PROMPT, "cache_salt": "holder"}).json()
-    served.server.served.loop.call(lambda engine: engine.cache.flush()).result(10)  # behind the server's back
+    served.on_engine(lambda engine: engine.cache.flush())  # behind the server's back
     assert host_bytes() > 0
     assert admin.delete(f"/cache/pins/{pin['id']}").status_code == 200
     assert host_bytes() == 0
@@ -272,9 +276,10 @@ def test_stores_that_cannot_be_opened_are_refused(admin: httpx.Client, store: st
 def test_the_store_of_the_start_serves_the_next_run(tmp_path: Path) -> None:
     settings = {"store": f"log:{tmp_path / 'log'}", "store_options": {"budget": "64MiB", "segment": "1MiB"}}
     for expected in (False, True):
-        with running(**settings) as made, httpx.Client(base_url=made.address, timeout=60) as http:
+        with running(**settings) as made, httpx.Client(base_url=made.address, timeout=PATIENCE_S) as http:
             assert (say(http, PROMPT)["store_tokens"] > 0) is expected
-    with running(**settings) as made, httpx.Client(base_url=made.address, headers={"Authorization": f"Bearer {ADMIN}"}) as http:
+    headers = {"Authorization": f"Bearer {ADMIN}"}
+    with running(**settings) as made, httpx.Client(base_url=made.address, timeout=PATIENCE_S, headers=headers) as http:
         assert http.get("/cache").json()["store"]["name"] == settings["store"]
         assert http.delete("/cache/store").json() == {"state": "closed"}
         assert made.engine.stores == []
@@ -328,7 +333,7 @@ def test_what_a_draft_guessed_is_counted() -> None:
     whole = {**CONFIG, "layer_types": ["full_attention"] * 2}
     draft = replace(tiny_checkpoint(), config=whole, digest="draft")
     body = {"model": NAME, "prompt": "Guess. " + PROMPT, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
-    with running(draft=draft) as made, httpx.Client(base_url=made.address, timeout=60) as http:
+    with running(draft=draft) as made, httpx.Client(base_url=made.address, timeout=PATIENCE_S) as http:
         details = http.post("/v1/completions", json=body).json()["usage"]["completion_tokens_details"]
         samples = _samples(http)
         assert details["accepted_prediction_tokens"] == samples["stepwell_draft_tokens_totalaccepted"] > 0
@@ -362,7 +367,7 @@ def test_a_key_is_wanted_where_one_is_set(locked: Running) -> None:
     for key in (KEY, ADMIN):
         with locked.client(key) as client:
             assert client.completions.create(model=NAME, prompt="x", max_tokens=1).usage is not None
-    with httpx.Client(base_url=locked.address) as http:
+    with httpx.Client(base_url=locked.address, timeout=PATIENCE_S) as http:
         statuses = [http.get(path).status_code for path in ("/health", "/metrics", "/cache", "/v1/models", "/cache/pins")]
         assert statuses == [200, 401, 401, 401, 401]
         for key in (KEY, ADMIN):

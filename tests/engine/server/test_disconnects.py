@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,14 +11,21 @@ import openai
 import pytest
 
 from engine.server.serving import CONTEXT, NAME, Running, running
+from waiting import PATIENCE_S
 
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 LONG = {"model": NAME, "prompt": "Go on and on.", "max_tokens": CONTEXT - 100, "ignore_eos": True}
 
 
 def aborted(served: Running) -> float:
-    with httpx.Client(base_url=served.address) as http:
+    with httpx.Client(base_url=served.address, timeout=PATIENCE_S) as http:
         lines = http.get("/metrics").text.splitlines()
     return next((float(line.split()[-1]) for line in lines if line.startswith('stepwell_requests_total{outcome="abort"}')), 0.0)
+
+
+def connected(served: Running) -> socket.socket:
+    host, port = served.address.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)))
 
 
 def test_leaving_a_stream_aborts_it(served: Running, client: openai.OpenAI) -> None:
@@ -26,7 +34,7 @@ def test_leaving_a_stream_aborts_it(served: Running, client: openai.OpenAI) -> N
         model=NAME, prompt="Go on and on.", max_tokens=CONTEXT - 100, n=3, stream=True, extra_body={"ignore_eos": True}
     )
     next(iter(stream))
-    assert served.engine.num_open == 3
+    served.settle(lambda engine: engine.num_open == 3)
     stream.close()
     served.audit()
     assert aborted(served) == before + 3
@@ -34,18 +42,17 @@ def test_leaving_a_stream_aborts_it(served: Running, client: openai.OpenAI) -> N
 
 def test_leaving_before_the_answer_is_whole_aborts_it(served: Running) -> None:
     before = aborted(served)
-    with httpx.Client(base_url=served.address, timeout=0.3) as http, pytest.raises(httpx.ReadTimeout):
-        http.post("/v1/completions", json=LONG)
+    body = json.dumps(LONG).encode()
+    with connected(served) as raw:
+        raw.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        served.settle(lambda engine: engine.num_open == 1)
     served.audit()
     assert aborted(served) == before + 1
 
 
 def test_leaving_in_the_middle_of_a_body_harms_nobody(served: Running, client: openai.OpenAI) -> None:
-    host, port = served.address.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port))) as raw:
-        raw.sendall(
-            b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"mod'
-        )
+    with connected(served) as raw:
+        raw.sendall(HEAD + b'Content-Length: 99\r\n\r\n{"mod')
     assert client.completions.create(model=NAME, prompt="Still there?", max_tokens=3).usage is not None
     served.audit()
 
@@ -54,7 +61,7 @@ def test_crowds_that_leave_at_random_moments_leave_nothing_behind(served: Runnin
     def leave(number: int) -> None:
         body = LONG | {"prompt": f"Crowd {number % 4}", "stream": number % 2 == 0}
         with (
-            httpx.Client(base_url=served.address, timeout=5) as http,
+            httpx.Client(base_url=served.address, timeout=PATIENCE_S) as http,
             http.stream("POST", "/v1/completions", json=body) as response,
         ):
             for count, _ in enumerate(response.iter_lines()):
@@ -74,7 +81,7 @@ def test_crowds_that_leave_at_random_moments_leave_nothing_behind(served: Runnin
 
 
 def test_stopping_lets_answers_end_and_closes_the_engine() -> None:
-    with running() as made, httpx.Client(base_url=made.address, timeout=60) as http:
+    with running() as made, httpx.Client(base_url=made.address, timeout=PATIENCE_S) as http:
         body = LONG | {"stream": True, "max_tokens": 100}
         with http.stream("POST", "/v1/completions", json=body) as response:
             lines = response.iter_lines()

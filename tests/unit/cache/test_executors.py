@@ -15,6 +15,7 @@ from stepwell.cache.room import make_room
 from stepwell.testing import DigestEngine, ScriptedExecutor
 from stepwell.transfer.hands import Hands, NumpyHands, Work
 from toys import HYBRID, NO_INTERVALS, Rig, text
+from waiting import PATIENCE_S, settle, wait_until
 
 CONFIG = CacheConfig(device_bytes=128 * 32, host_bytes=128 * 32, page_alignment_bytes=16, placement=NO_INTERVALS)
 EMPTY = Plan(job=JobId(7), purpose=Purpose.SAVE, copies=())
@@ -32,7 +33,7 @@ class Gate:
         work = self._inner.begin(plan)
 
         def behind_the_gate() -> None:
-            assert self.open.wait(timeout=30), "nobody opened the gate"
+            assert self.open.wait(PATIENCE_S), "nobody opened the gate"
             if self.error is not None:
                 raise self.error
             work()
@@ -62,15 +63,8 @@ class Threaded:
             gate.open.set()
 
     def settle(self) -> list[str]:
-        """Steps until no copy runs, at most for a bounded number of polls; returns what failed."""
-        pause, failures = threading.Event(), []
-        for _ in range(3000):
-            report = self.cache.step()
-            failures += report.failures
-            if not report.running:
-                return failures
-            pause.wait(0.002)
-        raise AssertionError("copies did not end")
+        """Steps until no copy runs; returns what failed."""
+        return [failure for report in settle(self.cache) for failure in report.failures]
 
     def serve(self, tokens: list[int]) -> Lease:
         with self.cache.acquire(self.cache.lookup(tokens)) as lease:
@@ -174,12 +168,7 @@ def test_saves_that_are_stuck_do_not_delay_what_a_request_waits_for() -> None:
     for number in range(8):
         executor.submit(Plan(job=JobId(number), purpose=Purpose.SAVE, copies=()))
     executor.submit(Plan(job=JobId(99), purpose=Purpose.LOAD, copies=()))
-    pause, done = threading.Event(), []
-    for _ in range(3000):
-        done += executor.completed()
-        if done:
-            break
-        pause.wait(0.002)
+    done = wait_until(executor.completed)
     assert [each.job for each in done] == [99]
     saves.open.set()
     executor.drain(30)

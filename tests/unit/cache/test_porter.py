@@ -19,6 +19,7 @@ from stepwell.store.memory import MemoryStore
 from stepwell.store.wrappers import Wrapper
 from stepwell.transfer.store_hands import StoreHands
 from toys import FULL, Rig
+from waiting import PATIENCE_S, wait_until
 
 HERE = Namespace(model="m", layout="l")
 KEY = PageKey(b"k" * 32)
@@ -35,7 +36,7 @@ class Stuck(Wrapper):
 
     def read_into(self, space: Space, reads: Sequence[object], **options: object) -> list[object]:  # type: ignore[override]
         self.begun.set()
-        assert self.go.wait(30)
+        assert self.go.wait(PATIENCE_S)
         return super().read_into(space, reads, **options)  # type: ignore[arg-type, return-value]
 
 
@@ -53,15 +54,14 @@ def test_a_question_is_answered_while_reads_hang_and_what_waits_behind_them_can_
     store = Stuck()
     busy = porter(store)
     busy.submit(errand(1, FETCH))
-    assert store.begun.wait(30)
+    assert store.begun.wait(PATIENCE_S)
     busy.submit(errand(2, FETCH))
     busy.submit(errand(3, ASK))
-    while not (replies := busy.replies()):
-        pass
+    replies = wait_until(busy.replies)
     assert [reply.job for reply in replies] == [3] and replies[0].outcome.fates == (Fate.MISSING,)
     assert busy.withdraw(JobId(2)) and not busy.withdraw(JobId(1)) and not busy.withdraw(JobId(3))
     store.go.set()
-    busy.drain(30)
+    busy.drain(PATIENCE_S)
     assert [reply.job for reply in busy.replies()] == [1], "what was taken back is never answered"
     busy.close()
 
@@ -73,7 +73,7 @@ def test_an_exception_of_the_store_comes_home_as_an_outcome_and_the_thread_lives
     store.close()
     for number in (1, 2):
         one.submit(errand(number, FETCH))
-    one.drain(30)
+    one.drain(PATIENCE_S)
     replies = one.replies()
     assert [reply.outcome.fates for reply in replies] == [(Fate.FAILED,)] * 2
     assert all("closed" in (reply.outcome.error or "") for reply in replies)
@@ -97,5 +97,5 @@ print("ended")
 
 
 def test_a_store_that_hangs_for_ever_does_not_keep_the_process_from_ending() -> None:
-    done = subprocess.run([sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=60, cwd="tests")
+    done = subprocess.run([sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=PATIENCE_S, cwd="tests")
     assert done.stdout.strip() == "ended", done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -13,6 +14,7 @@ from stepwell.cache.link import LinkState
 from stepwell.store.api import NO_PARENT, Space, Write, WriteOutcome
 from stepwell.store.memory import MemoryStore
 from toys import ALL_MODELS, FULL, FULL_POINT, HYBRID, PAGE, Rig, text
+from waiting import step_until
 
 PROMPT = text(1, 10 * PAGE + 1)
 WAIT = StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, checkpoint_rest_s=0)
@@ -523,20 +525,17 @@ def test_the_cache_works_with_threads() -> None:
     config = CacheConfig(device_bytes=64 * 1024, host_bytes=64 * 1024, page_alignment_bytes=16)
     for expected in (0, 10 * PAGE):
         cache = build_cache(HYBRID, config)
-        cache.attach_store(store, WAIT)
+        cache.attach_store(store, replace(WAIT, recompute_tokens_per_s=1.0))  # worth it, however busy the machine is
         ticket = cache.prefetch(cache.lookup(PROMPT))
-        while not ticket.ready:
-            cache.step()
+        step_until(cache, lambda: ticket.ready)  # noqa: B023 - called at once
         with cache.acquire(cache.lookup(PROMPT), ticket=ticket) as lease:
             assert lease.sources.store == expected
-            while not lease.ready:
-                cache.step()
+            step_until(cache, lambda: lease.ready)
             while lease.position < len(PROMPT):
                 upto = min(cache.next_stop(lease) or len(PROMPT), len(PROMPT))
                 cache.grow(lease, upto)
                 cache.commit(lease, upto)
-                while not lease.ready:
-                    cache.step()
+                step_until(cache, lambda: lease.ready)
         cache.close()
         cache.audit()
 

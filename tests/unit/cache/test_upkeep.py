@@ -12,6 +12,7 @@ from stepwell.base.plan import Copy, Plan, Purpose, Span
 from stepwell.cache.executor import ThreadExecutor
 from stepwell.transfer.hands import Work
 from toys import FULL, FULL_POINT, HYBRID, KV, PAGE, Rig, text
+from waiting import PATIENCE_S, wait_until
 
 FIRST_PAGE = np.zeros(1, np.int32)
 
@@ -110,7 +111,7 @@ class SlowSaves:
         return (lambda: self._wait()) if plan.purpose is Purpose.SAVE else (lambda: None)
 
     def _wait(self) -> None:
-        assert self.gate.wait(timeout=60)
+        assert self.gate.wait(PATIENCE_S)
 
 
 def test_what_a_request_waits_for_is_not_held_up_by_saves() -> None:
@@ -120,12 +121,8 @@ def test_what_a_request_waits_for_is_not_held_up_by_saves() -> None:
     for number in range(20):
         executor.submit(Plan(job=JobId(number), purpose=Purpose.SAVE, copies=(Copy(source=span, target=span),)))
     executor.submit(Plan(job=JobId(99), purpose=Purpose.FORK, copies=(Copy(source=span, target=span),)))
-    done: list[JobId] = []
-    for _ in range(10_000_000):
-        done += [completion.job for completion in executor.completed()]
-        if done:
-            break
-    assert done == [JobId(99)]
+    done = wait_until(executor.completed)
+    assert [completion.job for completion in done] == [JobId(99)]
     hands.gate.set()
     executor.drain(60)
     executor.close()

@@ -13,7 +13,9 @@ from stepwell.cli.main import main
 pytest.importorskip("fastapi")
 
 
-def test_the_second_life_resumes_from_what_the_first_had_stored_when_it_was_killed(tmp_path: Path) -> None:
+def test_the_second_life_resumes_from_what_the_first_had_stored_when_it_was_killed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     table, picture = tmp_path / "demo.json", tmp_path / "demo.html"
     assert main(["demo", "--model", "random-hybrid", "--turns", "2", "--json", str(table), "--html", str(picture)]) == 0
     rows = json.loads(table.read_text())["turns"]
@@ -26,6 +28,9 @@ def test_the_second_life_resumes_from_what_the_first_had_stored_when_it_was_kill
             reply = row[life]
             assert reply["device"] + reply["host"] + reply["store"] + reply["computed"] == reply["prompt_tokens"]
     assert picture.read_text().count("<rect") > 3 * len(rows)
+    said = capsys.readouterr().out  # not a terminal: a line for every step
+    for life in ("first life", "cold", "second life"):
+        assert f"{life}: " in said and all(f"{life} {number}/4: " in said for number in range(1, 5))
 
 
 def test_everybody_begins_alike_and_goes_on_differently() -> None:

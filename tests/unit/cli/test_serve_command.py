@@ -19,6 +19,7 @@ from stepwell.base.errors import ConfigError
 from stepwell.cli import serve
 from stepwell.cli.main import main
 from stepwell.store.registry import open_store
+from waiting import PATIENCE_S
 
 SMALL = ("--device", "cpu", "--device-memory", "16MiB", "--host-memory", "16MiB", "--page-tokens", "16")
 
@@ -30,7 +31,7 @@ def parsed(*argv: str) -> Namespace:
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
 
 
 def test_help_imports_nothing_heavy() -> None:
@@ -216,12 +217,14 @@ def test_a_signal_ends_it_in_order_and_its_store_keeps_what_was_computed(tmp_pat
             assert (
                 "per token" in said["memory"] and "per checkpoint" in said["memory"] and "(for this run)" in said["admin token"]
             )
-            body = json.dumps({"model": "random-hybrid", "prompt": "Keep this, whatever comes. " * 3, "max_tokens": 2}).encode()
+            body = json.dumps(
+                {"model": "random-hybrid", "prompt": "Keep this, whatever comes. " * 3, "max_tokens": 2, "ignore_eos": True}
+            ).encode()
             request = urllib.request.Request(f"{said['address']}/v1/completions", body, {"content-type": "application/json"})
-            with urllib.request.urlopen(request, timeout=60) as response:
+            with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
                 assert json.load(response)["usage"]["completion_tokens"] == 2
             process.send_signal(number)
-            _, errors = process.communicate(timeout=60)
+            _, errors = process.communicate(timeout=PATIENCE_S)
         finally:
             process.kill()
     assert (process.returncode, errors) == (0, "")

@@ -7,12 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from stepwell.cli.main import main
+from waiting import PATIENCE_S, wait_until
 
 MODEL = ("--spec", "qwen3-next-80b")
 SMALL = ("--device", "4GiB", "--host", "8GiB", "--store", "none", "--requests", "12")
@@ -99,19 +99,15 @@ def test_an_interrupt_ends_every_process(tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "stepwell", "plan", str(trace), *MODEL, "--device", "4GiB", "--host", "8GiB", "--jobs", "2"]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
     try:
-        deadline = time.monotonic() + 60
-        while len(_group(process.pid)) < 3 and time.monotonic() < deadline and process.poll() is None:
-            pass  # until the workers have been started
+        wait_until(lambda: len(_group(process.pid)) >= 3 or process.poll() is not None, "the workers have been started")
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does: everybody hears it
-        out, error = process.communicate(timeout=60)
+        out, error = process.communicate(timeout=PATIENCE_S)
     finally:
         if process.poll() is None:
             process.kill()
     assert process.returncode == 130
     assert b"Traceback" not in error and not out
-    while _group(process.pid) and time.monotonic() < deadline:
-        pass  # what watches over shared memory leaves a moment after everybody else
-    assert not _group(process.pid)
+    wait_until(lambda: not _group(process.pid), "everybody has left")  # what watches over shared memory does so a moment later
 
 
 def _group(leader: int) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from not_run import NO_CUDA
 from stepwell import CacheConfig, Kind, Tier
 from stepwell.base.ids import JobId
 from stepwell.base.plan import Copy, Plan, Purpose, Span
@@ -130,7 +131,7 @@ def test_a_copy_names_pages_of_one_kind_and_of_equal_number() -> None:
 def test_torch_hands_copy_between_pinned_host_memory_and_a_gpu() -> None:
     torch = pytest.importorskip("torch", reason="torch is not installed")
     if not torch.cuda.is_available():
-        pytest.skip("no CUDA device here: copies over a stream are not tested")
+        pytest.skip(NO_CUDA)
     bench = _Bench("torch", "cuda")
     assert bench.memories[Tier.DEVICE].rows(Kind.PREFIX).is_cuda  # type: ignore[union-attr]
     bench.check(

@@ -18,6 +18,7 @@ from stepwell.store.memory import MemoryStore
 from stepwell.store.seal import checksum, stamp, stamp_all
 from stepwell.transfer import store_hands
 from stepwell.transfer.store_hands import StoreHands
+from waiting import PATIENCE_S
 
 SIZE, COUNT = 1000, 40
 HERE = Namespace(model="m", layout="l")
@@ -106,14 +107,14 @@ def test_the_next_errand_is_sealed_while_one_is_written_and_written_after_it() -
 
     def on_write() -> None:
         writing.set()
-        assert sealed_ahead.wait(30), "nothing was sealed while this was being written"
+        assert sealed_ahead.wait(PATIENCE_S), "nothing was sealed while this was being written"
 
     store = Watched(on_write)
     porter = ThreadPorter([StoreHands(store, Told())], SystemClock())
     porter.submit(part(1, 0, 10))
-    assert writing.wait(30)
+    assert writing.wait(PATIENCE_S)
     porter.submit(part(2, 10, COUNT))
-    porter.drain(30)
+    porter.drain(PATIENCE_S)
     porter.close()
     assert [reply.job for reply in porter.replies()] == [1, 2]
     assert [write.key for batch in store.batches for write in batch] == list(KEYS)
@@ -124,16 +125,16 @@ def test_what_is_sealed_behind_a_write_that_hangs_can_be_taken_back_and_is_not_w
 
     def on_write() -> None:
         writing.set()
-        assert go.wait(30)
+        assert go.wait(PATIENCE_S)
 
     store = Watched(on_write)
     porter = ThreadPorter([StoreHands(store, Pages())], SystemClock())
     porter.submit(part(1, 0, 10))
-    assert writing.wait(30)
+    assert writing.wait(PATIENCE_S)
     porter.submit(part(2, 10, COUNT))
     assert porter.withdraw(JobId(2)) and not porter.withdraw(JobId(1))
     go.set()
-    porter.drain(30)
+    porter.drain(PATIENCE_S)
     porter.close()
     assert [reply.job for reply in porter.replies()] == [1] and len(store.batches) == 1
 
@@ -144,7 +145,7 @@ def test_what_fails_while_it_is_sealed_comes_home_and_the_next_errand_is_written
     porter.submit(part(1, 20, COUNT))
     porter.submit(part(2, 0, 10))
     porter.close()  # everything handed in before is still done
-    porter.drain(30)
+    porter.drain(PATIENCE_S)
     first, second = porter.replies()
     assert first.outcome.fates == (Fate.FAILED,) * 20 and "IndexError" in (first.outcome.error or "")
     assert second.outcome.fates == (Fate.OK,) * 10 and len(store.batches) == 1

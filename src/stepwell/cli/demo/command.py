@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from stepwell.base.errors import ConfigError
 from stepwell.cli.command import Command
 from stepwell.cli.demo.picture import draw
+from stepwell.cli.demo.progress import COLD, FIRST, SECOND, Watch, watching
 from stepwell.cli.demo.script import opening, turns
 from stepwell.cli.demo.server import Reply, Server, serving
 
@@ -94,25 +94,20 @@ def _installed(console: Console) -> str:
 
 def _play(model: str, rounds: int, answer: int, directory: Path) -> tuple[list[Row], dict[str, int]]:
     """All turns three times, and the counters at the end of the first life."""
-    from rich.console import Console
-    from rich.progress import Progress
-
     sizes = SIZES.get(model, SIZES[REAL])
     arguments = ["--model", model, "--name", "demo", "--store", f"log:{directory / 'store'}"]
     arguments += [*sizes, "--prefetch-policy", "wait_complete"]  # however busy the machine is: this is about where things are
     arguments += ["--checkpoint-rest", "0"]  # every turn is asked again
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        tasks = {name: progress.add_task(name, total=2 * rounds) for name in ("cold", "first life", "second life")}
-
-        def tick(name: str) -> Callable[[], None]:
-            return lambda: progress.advance(tasks[name])
-
+    with watching(2 * rounds) as watch:
+        watch.begin(FIRST, "starting a server; this takes a moment")
         with serving(arguments, directory / "first.log") as server:
-            first = _talk(server, rounds, answer, tick("first life"))
+            first = _talk(server, rounds, answer, watch)
             counters: dict[str, int] = server.state()["counters"]
-            cold = _talk(server, rounds, answer, tick("cold"), cold=True)
+            watch.begin(COLD, "the same turns again, with nothing cached")
+            cold = _talk(server, rounds, answer, watch, cold=True)
+        watch.begin(SECOND, "the server was killed (-9); starting another on the same disk")
         with serving(arguments, directory / "second.log") as server:
-            second = _talk(server, rounds, answer, tick("second life"))
+            second = _talk(server, rounds, answer, watch)
     said = list(turns(rounds))
     rows = [
         Row(person=turn.person, turn=turn.number, cold=a, first=b, second=c)
@@ -121,7 +116,7 @@ def _play(model: str, rounds: int, answer: int, directory: Path) -> tuple[list[R
     return rows, counters
 
 
-def _talk(server: Server, rounds: int, answer: int, on_turn: Callable[[], None], *, cold: bool = False) -> list[Reply]:
+def _talk(server: Server, rounds: int, answer: int, watch: Watch, *, cold: bool = False) -> list[Reply]:
     """Both conversations to their ends. What the assistant said is part of what it is asked next."""
     histories: dict[str, list[dict[str, Any]]] = {}
     replies = []
@@ -132,7 +127,7 @@ def _talk(server: Server, rounds: int, answer: int, on_turn: Callable[[], None],
         history.append({"role": "assistant", "content": replies[-1].text})
         if not cold:
             server.wait_until_stored()
-        on_turn()
+        watch.turn(turn, replies[-1])
     return replies
 
 

@@ -21,6 +21,7 @@ from stepwell.store.log.probe import Direct
 from stepwell.store.log.store import LogStore
 from stepwell.store.seal import seal
 from stepwell.testing.store_contract import fetch, key, offer, payload, space
+from waiting import PATIENCE_S, wait_until
 
 HERE = space("here")
 MIB = 2**20
@@ -47,7 +48,7 @@ class Counting(Disk):
     def sync(self, fd: int) -> None:
         self.syncs += 1
         self.syncing.set()
-        assert self.go_on.wait(20), "nobody let the sync go on"
+        assert self.go_on.wait(PATIENCE_S), "nobody let the sync go on"
         super().sync(fd)
 
 
@@ -84,10 +85,9 @@ def test_callers_that_wait_share_one_sync(open_with: Callable[[Direct], LogStore
     disk.syncing.clear()
     with ThreadPoolExecutor(9) as pool:
         first = pool.submit(store.write_from, HERE, [offer(HERE, "first")])
-        assert disk.syncing.wait(20)
+        assert disk.syncing.wait(PATIENCE_S)
         others = [pool.submit(store.write_from, HERE, [offer(HERE, f"other {at}")]) for at in range(8)]
-        while len(store._turns._queue) < 8:
-            pass  # they are on their way
+        wait_until(lambda: len(store._turns._queue) == 8, "all others on their way")
         assert not first.done() and store.contains(HERE, [key("first")]) == [False], "nothing is there before it is safe"
         disk.go_on.set()
         assert all(future.result() == [WriteOutcome.STORED] for future in [first, *others])
@@ -137,7 +137,7 @@ def test_values_of_any_length_go_past_the_page_cache(size: int, open_with: Calla
     except ConfigError as error:
         if "no direct I/O" not in str(error):
             raise
-        pytest.skip("this file system has no direct I/O")
+        pytest.skip("this file system has no direct I/O: set TMPDIR to a folder on a disk")
     data, into, odd = aligned(size), aligned(size), aligned(size + 3)[3:]
     data[:] = payload("x", size)
     store.write_from(HERE, [Write(key=key("x"), data=data, stamp=seal(HERE, key("x"), data)), offer(HERE, "small", 10)])
@@ -181,7 +181,7 @@ def test_a_read_that_hangs_makes_close_say_so_and_keeps_its_file_open(
 
     def hang(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         reading.set()
-        assert go_on.wait(30)
+        assert go_on.wait(PATIENCE_S)
         return read(fd, buffers, offset)
 
     store = open_with(Direct.OFF)
@@ -189,7 +189,7 @@ def test_a_read_that_hangs_makes_close_say_so_and_keeps_its_file_open(
     monkeypatch.setattr(disk, "read", hang)
     with ThreadPoolExecutor(1) as reader:
         coming = reader.submit(fetch, store, HERE, "a", 5000)
-        assert reading.wait(30)
+        assert reading.wait(PATIENCE_S)
         with pytest.raises(StoreError, match="did not end within"):
             store.close()
         with pytest.raises(StoreError, match="closed"):
@@ -197,5 +197,5 @@ def test_a_read_that_hangs_makes_close_say_so_and_keeps_its_file_open(
         with pytest.raises(StoreError):
             open_directory(tmp_path / "store", clock=SystemClock())  # nobody else may write to what is being read
         go_on.set()
-        assert coming.result(30) == payload("a", 5000), "its file was not closed under it"
+        assert coming.result(PATIENCE_S) == payload("a", 5000), "its file was not closed under it"
     store.close()  # a second one does nothing

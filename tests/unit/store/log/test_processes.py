@@ -20,6 +20,7 @@ from stepwell.store.log import store as log_store
 from stepwell.store.log.commit import Job, PutRequest, Turns
 from stepwell.store.log.disk import Disk
 from stepwell.testing.store_contract import fetch, key, offer, space
+from waiting import PATIENCE_S, wait_until
 
 HERE = space("here")
 
@@ -64,16 +65,21 @@ def test_a_fork_cannot_use_the_log_it_inherited(open_here: OpenLog) -> None:
 
 def test_a_fork_that_lives_on_does_not_keep_the_lock(open_here: OpenLog) -> None:
     store = open_here()
+    reading, writing = os.pipe()
     child = os.fork()
     if not child:
+        os.write(writing, b"!")
         signal.pause()
         os._exit(0)
     try:
+        assert os.read(reading, 1) == b"!"  # it has begun to live: what it inherited is closed by then, and not before
         store.close()
         open_here().close()
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+        os.close(reading)
+        os.close(writing)
 
 
 def descriptors() -> int:
@@ -170,7 +176,7 @@ def test_an_exception_comes_only_to_the_request_that_caused_it() -> None:
 
     def hold_the_turn() -> None:
         begun.set()
-        go_on.wait(10)
+        assert go_on.wait(PATIENCE_S)
 
     raised: list[BaseException] = []
 
@@ -182,15 +188,14 @@ def test_an_exception_comes_only_to_the_request_that_caused_it() -> None:
 
     threads = [Thread(target=turns.submit, args=[Job(run=hold_the_turn)])]
     threads[0].start()
-    begun.wait(10)
+    assert begun.wait(PATIENCE_S)
     threads += [Thread(target=submit, args=[request]) for request in (bad, good)]
     for thread in threads[1:]:
         thread.start()
-    while len(turns._queue) < 2:  # both wait for the same turn
-        pass
+    wait_until(lambda: len(turns._queue) == 2, "both wait for the same turn")
     go_on.set()
     for thread in threads:
-        thread.join(10)
+        thread.join(PATIENCE_S)
     assert len(raised) == 1 and isinstance(bad.error, ValueError)
     assert good.error is None and good.outcomes == [WriteOutcome.STORED]
 

@@ -16,6 +16,7 @@ from stepwell.store.log.disk import Disk
 from stepwell.store.log.opening import open_directory
 from stepwell.store.log.store import LogStore
 from stepwell.testing.store_contract import chain, fetch, key, offer, payload, space
+from waiting import PATIENCE_S
 
 HERE = space("here")
 ALICE, BOB = Space(digest=b"a" * 32, tenant="alice"), Space(digest=b"b" * 32, tenant="bob")
@@ -148,7 +149,7 @@ def test_a_segment_is_not_written_over_while_it_is_read(open_here: OpenLog) -> N
         if not asked:  # the places are known, nothing is read yet: now everything else happens
             asked.append(Thread(target=fill, args=(store, 150)))
             asked[0].start()
-            asked[0].join(0.5)
+            asked[0].join(PATIENCE_S)
         return False
 
     results = store.read_into(HERE, [Read(key=key(f"old {at}"), into=into) for at, into in enumerate(intos)], cancelled=cancelled)

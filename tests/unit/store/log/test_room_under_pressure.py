@@ -23,6 +23,7 @@ from stepwell.store.log.opening import open_directory
 from stepwell.store.log.probe import Direct
 from stepwell.store.log.store import LogStore
 from stepwell.testing.store_contract import chain, fetch, key, offer, space
+from waiting import PATIENCE_S
 
 HERE = space("here")
 KIB = 1024
@@ -284,14 +285,14 @@ def slow_reader(store: LogStore, names: list[str]) -> Iterator[None]:
 
     def cancelled() -> bool:
         started.set()
-        end.wait(20)
+        end.wait(PATIENCE_S)
         return False
 
     reads = [Read(key=key(name), into=memoryview(bytearray(9000))) for name in names]
     thread = Thread(target=lambda: store.read_into(HERE, reads, cancelled=cancelled))
     thread.start()
     try:
-        assert started.wait(5)
+        assert started.wait(PATIENCE_S)
         yield
     finally:
         end.set()

@@ -1,0 +1,76 @@
+"""How far the demo is: bars on a terminal, a plain line for each step where its output goes into a file or a pipe.
+
+Bars go to stderr and vanish; lines go to stdout, at once, and stay.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Protocol
+
+from stepwell.cli.demo.script import Turn
+from stepwell.cli.demo.server import Reply
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+
+LIVES = FIRST, COLD, SECOND = "first life", "cold", "second life"  # in the order they are played
+
+
+class Watch(Protocol):
+    """Told of every step, in order."""
+
+    def begin(self, life: str, what: str) -> None: ...
+
+    def turn(self, turn: Turn, reply: Reply) -> None: ...
+
+
+@contextmanager
+def watching(turns: int) -> Iterator[Watch]:
+    """For as long as the demo plays, with so many turns in each life."""
+    if not sys.stdout.isatty():
+        yield Lines(turns)
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        yield _Bars(progress, turns)
+
+
+class Lines:
+    """A line a step."""
+
+    def __init__(self, turns: int) -> None:
+        self._turns = turns
+        self._life, self._done = "", 0
+
+    def begin(self, life: str, what: str) -> None:
+        self._life, self._done = life, 0
+        print(f"{life}: {what}", flush=True)
+
+    def turn(self, turn: Turn, reply: Reply) -> None:
+        self._done += 1
+        print(
+            f"{self._life} {self._done}/{self._turns}: {turn.person} {turn.number}, {reply.prompt_tokens} prompt tokens, "
+            f"{reply.computed} computed, first word after {reply.first_token_s:.2f} s",
+            flush=True,
+        )
+
+
+class _Bars:
+    """A bar a life."""
+
+    def __init__(self, progress: Progress, turns: int) -> None:
+        self._progress = progress
+        self._tasks = {life: progress.add_task(life, total=turns) for life in LIVES}
+        self._life = LIVES[0]
+
+    def begin(self, life: str, what: str) -> None:
+        self._life = life
+
+    def turn(self, turn: Turn, reply: Reply) -> None:
+        self._progress.advance(self._tasks[self._life])

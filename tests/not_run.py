@@ -1,0 +1,36 @@
+"""What a run says at its end of the tests that did not run: how many, why, and how to have them run.
+
+A reason names the way itself ("no CUDA device here: run `make test` where there is one"); a package that is missing is
+named by pytest.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+NO_CUDA = "no CUDA device here: run `make test` on a machine that has one"
+INSTALL = "pip install -e '.[serve,mooncake,test]'"
+
+
+def not_run(reports: Iterable[Any]) -> list[str]:
+    """A line for each reason, the most frequent first."""
+    reasons = Counter(_reason(report.longrepr) for report in reports)
+    ordered = sorted(reasons.items(), key=lambda each: (-each[1], each[0]))
+    return [f"{count} {'test' if count == 1 else 'tests'}: {reason}" for reason, count in ordered]
+
+
+def _reason(skip: Any) -> str:
+    text = " ".join(str(skip[2] if isinstance(skip, (tuple, list)) else skip).removeprefix("Skipped: ").split())
+    return f"{text} ({INSTALL})" if "could not import" in text else text
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    lines = not_run(terminalreporter.stats.get("skipped", []))
+    if lines:
+        terminalreporter.section("not run", yellow=True)
+    for line in lines:
+        terminalreporter.write_line(line)

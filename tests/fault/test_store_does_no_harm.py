@@ -89,7 +89,7 @@ class World:
         with lease:
             self._settle()
             while lease.position < len(tokens):
-                upto = min(cache.next_stop(lease) or len(tokens), lease.position + TURN_TOKENS, len(tokens))
+                upto = min(cache.next_stop(lease) or len(tokens), lease.position + 4 * PAGE, len(tokens))
                 cache.grow(lease, upto)
                 self.clock.advance((upto - lease.position) / TOKENS_PER_S)
                 cache.commit(lease, upto)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import _thread
 import gc
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
@@ -28,6 +27,7 @@ from stepwell.store.memory import MemoryStore
 from stepwell.store.wrappers import Wrapper
 from stepwell.transfer.hands import Work
 from toys import FULL, HYBRID, Rig, text
+from waiting import step_until, wait_until
 
 CONFIG = CacheConfig(device_bytes=128 * 32, host_bytes=128 * 32, page_alignment_bytes=16)
 
@@ -140,8 +140,7 @@ def test_what_waits_behind_a_rank_that_hangs_is_taken_back_and_its_pages_are_fre
     assert cache.copying == 1, "pages that a rank may still write are held"
     cache.audit()
     hands.turns.release()
-    while cache.copying:
-        cache.step()
+    step_until(cache, lambda: not cache.copying)
     assert cache.close()
     cache.audit()
 
@@ -189,11 +188,9 @@ def test_copies_given_up_before_do_not_cost_the_backups_when_the_cache_closes() 
     cache = build_cache(FULL, CONFIG, hands=[hands], clock=hands.clock, host_pages=[host], model="toy")
     hands.turns.release()
     save(cache, range(1))
-    while cache.copying:
-        cache.step()
+    step_until(cache, lambda: not cache.copying)
     save(cache, range(1, 2))  # this copy hangs, and is given up
-    while not hands.waiting:
-        cache.step()
+    wait_until(lambda: hands.waiting)
     hands.clock.advance(31.0)
     assert cache.step().failures
     cache.attach_store(store, StoreConfig(checkpoint_rest_s=0.0))
@@ -259,12 +256,10 @@ def test_a_load_that_never_began_leaves_its_sources_where_they_are() -> None:
     for _ in range(3):
         hands.turns.release()
     save(cache, range(3))
-    while cache.copying:
-        cache.step()
+    step_until(cache, lambda: not cache.copying)
     make_room(cache._core, Tier.DEVICE, {Kind.PREFIX: 10_000})
     leases = [cache.acquire(cache.lookup(text(name, 5))) for name in range(3)]  # two threads hang, the third waits
-    while len(hands.waiting) < 2:
-        cache.step()
+    wait_until(lambda: len(hands.waiting) == 2)
     hands.clock.advance(31.0)
     assert set(cache.step().failed) == set(leases)
     for lease in leases:
@@ -272,8 +267,7 @@ def test_a_load_that_never_began_leaves_its_sources_where_they_are() -> None:
     assert [cache.lookup(text(name, 5)).restore_tokens for name in range(3)] == [0, 0, 4]
     for _ in range(2):
         hands.turns.release()
-    while cache.copying:
-        cache.step()
+    step_until(cache, lambda: not cache.copying)
     assert cache.close()
     cache.audit()
 
@@ -286,8 +280,7 @@ def test_hands_that_want_to_end_the_process_fail_like_others() -> None:
     cache = build_cache(FULL, CONFIG, hands=[Leaving()])
     for name in range(2):
         save(cache, range(name, name + 1))
-        while cache.copying:
-            cache.step()
+        step_until(cache, lambda: not cache.copying)
     assert cache.counters["save_failures"] == 2
     assert cache.close()
 
@@ -307,21 +300,21 @@ def test_a_checkpoint_that_a_request_waits_for_is_not_behind_other_saves() -> No
     executor.close()
 
 
-def test_forgotten_caches_leave_no_threads() -> None:
+def workers() -> set[Thread]:
+    return {thread for thread in enumerate_threads() if thread.name.startswith("stepwell-") and thread.is_alive()}
+
+
+def test_threads_start_with_work_and_end_with_their_cache_even_where_nobody_closed_it() -> None:
+    before = workers()
+    cache = build_cache(FULL, CONFIG)
+    assert workers() <= before, "nothing to do yet"
+    save(cache, range(1))
+    step_until(cache, lambda: not cache.copying)
+    mine = workers() - before
+    assert mine
+    del cache
     gc.collect()
-    before = {thread for thread in enumerate_threads() if thread.name.startswith("stepwell-")}
-    caches = [build_cache(FULL, CONFIG) for _ in range(3)]
-    assert {thread for thread in enumerate_threads() if thread.name.startswith("stepwell-")} == before, "nothing to do yet"
-    for cache in caches:
-        save(cache, range(1))
-        while cache.copying:
-            cache.step()
-    del cache, caches
-    gc.collect()
-    for thread in set(enumerate_threads()) - before:
-        if thread.name.startswith("stepwell-"):
-            thread.join(60)
-            assert not thread.is_alive()
+    wait_until(lambda: not any(thread.is_alive() for thread in mine), "the threads of a forgotten cache end")
 
 
 def test_what_waiting_found_is_told_by_the_next_step() -> None:
@@ -425,13 +418,15 @@ def test_a_thread_that_python_did_not_start_can_have_it_and_end() -> None:
 
     _thread.start_new_thread(use, ())
     assert done.wait(60)
-    deadline_s = time.monotonic() + 60
-    while time.monotonic() < deadline_s:
+
+    def is_mine() -> bool:
         try:
             cache.step()
-            break
         except WrongThread:
-            time.sleep(0.001)  # it is just ending
+            return False  # it is just ending
+        return True
+
+    wait_until(is_mine)
     cache.close()
 
 

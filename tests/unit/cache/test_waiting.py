@@ -305,14 +305,16 @@ def workers() -> set[Thread]:
 
 
 def test_threads_start_with_work_and_end_with_their_cache_even_where_nobody_closed_it() -> None:
-    before = workers()
-    cache = build_cache(FULL, CONFIG)
-    assert workers() <= before, "nothing to do yet"
-    save(cache, range(1))
-    step_until(cache, lambda: not cache.copying)
-    mine = workers() - before
+    def use() -> set[Thread]:
+        before = workers()
+        cache = build_cache(FULL, CONFIG)
+        assert workers() <= before, "nothing to do yet"
+        save(cache, range(1))
+        step_until(cache, lambda: not cache.copying)
+        return workers() - before
+
+    mine = use()
     assert mine
-    del cache
     gc.collect()
     wait_until(lambda: not any(thread.is_alive() for thread in mine), "the threads of a forgotten cache end")
 

@@ -84,8 +84,10 @@ class Answers:
         loop, metrics = asyncio.get_running_loop(), self._served.metrics
 
         def listen(delta: Delta) -> None:
-            loop.call_soon_threadsafe(self._deltas.put_nowait, (index, delta))  # first: whoever waits must hear of it
-            if delta.finish is not None:
-                metrics.ended(delta)
+            try:
+                if delta.finish is not None:
+                    metrics.ended(delta)  # first: who has an answer finds it counted
+            finally:
+                loop.call_soon_threadsafe(self._deltas.put_nowait, (index, delta))
 
         return listen

@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from stepwell.base.spec.model import ModelSpec, StateSpec
     from stepwell.base.spec.presets import load_spec
     from stepwell.base.spec.shapes import Point, Prefix, Window
-    from stepwell.cache.borrowed import EnginePages
     from stepwell.cache.build import build_cache
     from stepwell.cache.explain import Cause, Explanation
     from stepwell.cache.facade import Cache, StepReport
-    from stepwell.cache.lease import Lease, LeaseState, Sources
     from stepwell.store.registry import open_store
+    from stepwell.tiers.external import EnginePages
+    from stepwell.tiers.lease import Lease, LeaseState, Sources
     from stepwell.tree.match import Match
 
 __version__ = "0.1.0"
@@ -55,11 +55,11 @@ _HOMES = {
     "stepwell.base.spec.model": ("ModelSpec", "StateSpec"),
     "stepwell.base.spec.presets": ("load_spec",),
     "stepwell.base.spec.shapes": ("Point", "Prefix", "Window"),
-    "stepwell.cache.borrowed": ("EnginePages",),
+    "stepwell.tiers.external": ("EnginePages",),
     "stepwell.cache.build": ("build_cache",),
     "stepwell.cache.explain": ("Cause", "Explanation"),
     "stepwell.cache.facade": ("Cache", "StepReport"),
-    "stepwell.cache.lease": ("Lease", "LeaseState", "Sources"),
+    "stepwell.tiers.lease": ("Lease", "LeaseState", "Sources"),
     "stepwell.store.registry": ("open_store",),
     "stepwell.tree.match": ("Match",),
 }

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from stepwell.base.config import CacheConfig, EvictionPolicy, PlacementConfig, WritePolicy
+    from stepwell.base.config import CacheConfig, PlacementConfig, PrefetchPolicy, StoreConfig, WritePolicy
     from stepwell.base.errors import (
         BadTokens,
         ConfigError,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "stepwell.base.config": ("CacheConfig", "EvictionPolicy", "PlacementConfig", "WritePolicy"),
+    "stepwell.base.config": ("CacheConfig", "PlacementConfig", "PrefetchPolicy", "StoreConfig", "WritePolicy"),
     "stepwell.base.errors": (
         "BadTokens",
         "ConfigError",
@@ -72,7 +72,6 @@ __all__ = [
     "Cause",
     "ConfigError",
     "EnginePages",
-    "EvictionPolicy",
     "Explanation",
     "Kind",
     "Lease",
@@ -85,12 +84,14 @@ __all__ = [
     "NoRoom",
     "PlacementConfig",
     "Point",
+    "PrefetchPolicy",
     "Prefix",
     "Sources",
     "SpecError",
     "StateSpec",
     "StepReport",
     "StepwellError",
+    "StoreConfig",
     "StoreError",
     "Tier",
     "Window",

@@ -12,7 +12,7 @@ import pytest
 from stepwell import Cause, ConfigError, Kind, ModelSpec, StoreError, Tier, build_cache, open_store
 from stepwell.base.store_op import ItemStatus
 from stepwell.store.log.store import LogStore
-from toys import ALL_MODELS, FULL, HYBRID, PAGE, Rig, text
+from toys import ALL_MODELS, FULL, HYBRID, PAGE, SMALL_PAGES, Rig, text
 
 PROMPTS = [text(name, 10 * PAGE + 1) for name in range(4)]
 
@@ -113,7 +113,7 @@ def test_a_flipped_bit_in_a_page_is_named(tmp_path: Path) -> None:
 
 def test_a_store_that_outlives_the_process_wants_the_weights_named(tmp_path: Path) -> None:
     store = open_store(f"log:{tmp_path / 'store'}", options={"budget": "8MiB"})
-    nameless = build_cache(FULL, Rig(FULL, device_pages=64, host_pages=64).config)
+    nameless = build_cache(FULL, Rig(FULL, device_pages=64, host_pages=64).config, tuning=SMALL_PAGES)
     with pytest.raises(ConfigError, match="which weights"):
         nameless.store.attach(store)
     nameless.close()

@@ -357,7 +357,7 @@ class Cache:
         core = self._core
         completions = core.copies.apply()
         errors = {done.job: done.error for done in completions if done.error is not None}
-        timeout_s = core.config.copy_timeout_s
+        timeout_s = core.copy_timeout_s
         errors |= dict.fromkeys(core.copies.give_up_overdue(timeout_s), f"no answer within {timeout_s:g} s")
         detached, store_failures = self.store.step()
         drop_expired(core)

@@ -57,7 +57,7 @@ def watch(fetch: Fetch, ticket: Ticket) -> None:
 def send_for(core: CacheState, link: StoreLink, ticket: Ticket, match: Match, plan: FetchPlan) -> Fetch | None:
     """Takes host pages for exactly what is wanted and sends for them; None, with nothing taken, when there is no room."""
     size = bytes_of(core, plan)
-    most = link.config.host_share * core.arena(Tier.HOST).layout.size_bytes
+    most = link.tuning.host_share * core.arena(Tier.HOST).layout.size_bytes
     pages = _allocate(core, match, plan) if link.held_bytes + size <= most else None
     if pages is None:
         core.counters.add("prefetch_no_room")

@@ -29,6 +29,7 @@ from stepwell.tree.node import Loss, LossReason
 
 ASSUMED_TOKENS_PER_S = 20_000.0  # what computing is taken to do before it was measured
 EXPECTED_MARGIN = 2.0  # a fetch may take so many times as long as the store's speed so far says
+TICKET_HOLD_S = 120.0  # after which a ticket that nobody used is closed, and its pages are let go: its engine has forgotten it
 
 
 def prefetch(core: CacheState, link: StoreLink | None, match: Match, request: Request) -> Ticket:
@@ -65,7 +66,7 @@ def settle(core: CacheState, link: StoreLink) -> None:
     now = core.clock.now()
     for ticket in link.tickets:
         ticket.earned_s = int(ticket.from_store.sum()) * core.spec.page_tokens / (link.compute.per_s or ASSUMED_TOKENS_PER_S)
-    for ticket in [each for each in link.tickets if each.ended_s + link.config.ticket_hold_s < now]:
+    for ticket in [each for each in link.tickets if each.ended_s + TICKET_HOLD_S < now]:
         core.counters.add("tickets_forgotten")
         ticket.close()
 
@@ -107,7 +108,7 @@ def _set_patience(core: CacheState, link: StoreLink, ticket: Ticket, match: Matc
         ticket.deadline_s = ticket.started_s
     elif link.config.prefetch is PrefetchPolicy.TIMEOUT:
         compute_s = link.compute.seconds_for(match.limit_tokens - match.restore_tokens)
-        limit_s = link.config.timeout_s(ticket.prompt_tokens, compute_s)
+        limit_s = min(link.tuning.wait_s(ticket.prompt_tokens, compute_s), link.config.prefetch_timeout_s)
         ticket.deadline_s = ticket.started_s + limit_s
         ticket.grant = link.patience.take(limit_s)
 

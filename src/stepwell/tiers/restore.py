@@ -143,7 +143,7 @@ def _open(
 ) -> Lease:
     resume = match.restore_tokens
     stops = prompt_stops(
-        core.spec, core.config.placement, resume=resume, known=match.known_tokens,
+        core.spec, core.placement, resume=resume, known=match.known_tokens,
         prompt_tokens=match.prompt_tokens, hints=request.hints,
     )  # fmt: skip
     sources = Sources(

@@ -83,12 +83,12 @@ def test_an_exception_of_the_store_comes_home_as_an_outcome_and_the_thread_lives
 HANGING = """
 import time
 from stepwell import CacheConfig, build_cache
-from stepwell.base.config import StoreConfig
+from stepwell.policy.tuning import StoreTuning
 from stepwell.store.memory import MemoryStore
 from stepwell.store.wrappers import Slow
-from toys import FULL, text
-cache = build_cache(FULL, CacheConfig(device_bytes=4096, host_bytes=4096, page_alignment_bytes=16))
-cache.store.attach(Slow(MemoryStore(), sleep=time.sleep, latency_s=3600), StoreConfig(errand_timeout_s=0.2))
+from toys import FULL, SMALL_PAGES, text
+cache = build_cache(FULL, CacheConfig(device_bytes=4096, host_bytes=4096), tuning=SMALL_PAGES)
+cache.store.attach(Slow(MemoryStore(), sleep=time.sleep, latency_s=3600), tuning=StoreTuning(op_timeout_s=0.2))
 ticket = cache.prefetch(cache.lookup(text(1, 40)))
 ticket.close()
 cache.close()

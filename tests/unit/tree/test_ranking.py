@@ -6,7 +6,8 @@ from tree_bench import GONE, Bench
 
 from stepwell import Tier
 from stepwell.policy.reuse_model import ReuseModel
-from stepwell.policy.value import Expected, LeastRecent, Place
+from stepwell.policy.value import Expected, Place
+from stepwell.sim.least_recent import LeastRecent
 from stepwell.tree.checkpoints import drop_residency
 from stepwell.tree.node import Residency, Run, Use, Victim
 from stepwell.tree.order import EvictionOrder, Standing

@@ -36,7 +36,7 @@ from stepwell.store_tier.tier import StoreTier
 from stepwell.tiers import external, missing_state, publish, restore
 from stepwell.tiers.expiry import drop_expired
 from stepwell.tiers.external import EnginePages
-from stepwell.tiers.lease import Lease, LeaseState, Request
+from stepwell.tiers.lease import Lease, LeaseState, RequestOptions
 from stepwell.tiers.one_thread import one_thread
 from stepwell.tiers.pin import Pins
 from stepwell.tiers.saving import save_path
@@ -497,10 +497,10 @@ class Cache:
             raise ConfigError(f"{verb}() needs a device tier; without one the engine allocates its own pages")
 
 
-def _request(hints: tuple[int, ...], priority: int, ttl_s: float | None) -> Request:
+def _request(hints: tuple[int, ...], priority: int, ttl_s: float | None) -> RequestOptions:
     if not 0 <= priority <= MAX_PRIORITY or (ttl_s is not None and ttl_s <= 0):
         raise ConfigError(f"priority must be 0 to {MAX_PRIORITY} and ttl_s positive, got {priority} and {ttl_s}")
-    return Request(hints=hints, priority=priority, ttl_s=ttl_s)
+    return RequestOptions(hints=hints, priority=priority, ttl_s=ttl_s)
 
 
 def _tier_stats(arena: Arena) -> TierStats:

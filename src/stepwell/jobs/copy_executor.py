@@ -15,7 +15,7 @@ from stepwell.base.clock import Clock, SystemClock
 from stepwell.base.ids import JobId
 from stepwell.base.plan import Completion, Plan, Purpose
 from stepwell.jobs.jobs import JobExecutor
-from stepwell.jobs.workers import Line, RankJobs
+from stepwell.jobs.workers import RankJobs, WorkQueue
 from stepwell.transfer.copy_engine import CopyEngine, Work
 
 
@@ -35,8 +35,8 @@ class ThreadCopyExecutor:
         assert ranks, "an executor needs at least one rank's copy engine"
         clock = clock or SystemClock()
         self._ranks = ranks
-        self._urgent = [Line(f"copy{i}", clock, threads=workers_per_rank) for i in range(len(ranks))]
-        self._saving = [Line(f"save{i}", clock) for i in range(len(ranks))]
+        self._urgent = [WorkQueue(f"copy{i}", clock, threads=workers_per_rank) for i in range(len(ranks))]
+        self._saving = [WorkQueue(f"save{i}", clock) for i in range(len(ranks))]
         self._jobs: RankJobs[str | None] = RankJobs(clock)
 
     @property

@@ -15,7 +15,7 @@ from stepwell.base.clock import Clock
 from stepwell.base.ids import JobId
 from stepwell.base.store_op import FindItems, ItemStatus, Outcome, PutCheckpoint, PutPages, Reply, StoreOp, joint, num_items
 from stepwell.jobs.jobs import JobExecutor
-from stepwell.jobs.workers import Answer, Line, RankJobs
+from stepwell.jobs.workers import Answer, RankJobs, WorkQueue
 from stepwell.store.api import never
 from stepwell.transfer.store_worker import StoreWorker
 
@@ -41,10 +41,10 @@ class ThreadStoreExecutor:
         assert ranks, "an executor needs at least one rank's worker"
         self._ranks = ranks
         self._clock = clock
-        self._asking = [Line(f"ask{i}", clock) for i in range(len(ranks))]
-        self._reading = [Line(f"read{i}", clock, threads=readers) for i in range(len(ranks))]
-        self._sealing = [Line(f"seal{i}", clock) for i in range(len(ranks))]
-        self._writing = [Line(f"write{i}", clock, threads=writers) for i in range(len(ranks))]
+        self._asking = [WorkQueue(f"ask{i}", clock) for i in range(len(ranks))]
+        self._reading = [WorkQueue(f"read{i}", clock, threads=readers) for i in range(len(ranks))]
+        self._sealing = [WorkQueue(f"seal{i}", clock) for i in range(len(ranks))]
+        self._writing = [WorkQueue(f"write{i}", clock, threads=writers) for i in range(len(ranks))]
         self._jobs: RankJobs[Outcome] = RankJobs(clock)
         self._cancelled: set[JobId] = set()
 

@@ -21,7 +21,7 @@ from stepwell.store_tier.fetch_plan import FetchPlan, boundaries_to_ask, fetch_p
 from stepwell.store_tier.fetching import let_go, on_their_way, send_for, watch
 from stepwell.store_tier.link import StoreLink
 from stepwell.store_tier.ticket import Ticket, TicketState
-from stepwell.tiers.lease import Request
+from stepwell.tiers.lease import RequestOptions
 from stepwell.tiers.state import CacheState
 from stepwell.tree.chain import path_keys
 from stepwell.tree.match import Match, find
@@ -32,7 +32,7 @@ EXPECTED_MARGIN = 2.0  # a fetch may take so many times as long as the store's s
 TICKET_HOLD_S = 120.0  # after which a ticket that nobody used is closed, and its pages are let go: its engine has forgotten it
 
 
-def prefetch(core: CacheState, link: StoreLink | None, match: Match, request: Request) -> Ticket:
+def prefetch(core: CacheState, link: StoreLink | None, match: Match, request: RequestOptions) -> Ticket:
     """Opens a ticket for a prompt; asks the store if it could help."""
     if link is None or not _may_help(core, link, match):
         ticket = Ticket(match=match, request=request, clock=core.clock, keys=(), on_exit=partial(close, core, link))

@@ -31,7 +31,7 @@ from stepwell.store_tier.link import LinkState, StoreLink
 from stepwell.store_tier.ops import StoreOps
 from stepwell.store_tier.prefetch import prefetch, settle
 from stepwell.store_tier.ticket import Ticket
-from stepwell.tiers.lease import Request
+from stepwell.tiers.lease import RequestOptions
 from stepwell.tiers.one_thread import one_thread
 from stepwell.tiers.state import CacheState
 from stepwell.transfer.store_worker import HostPages, StoreWorker
@@ -125,7 +125,7 @@ class StoreTier:
 
     # ---- what the memory tiers and requests ask for -----------------------------------------------
 
-    def open_prefetch(self, match: Match, request: Request) -> Ticket:
+    def open_prefetch(self, match: Match, request: RequestOptions) -> Ticket:
         """Starts bringing up what the store has of a prompt; without a store the ticket is ready at once."""
         return prefetch(self._core, self.link, match, request)
 

@@ -19,7 +19,7 @@ from stepwell.policy.placement import prompt_stops
 from stepwell.policy.write import save_on_use
 from stepwell.tiers.eviction import allocate
 from stepwell.tiers.expiry import note_expiry
-from stepwell.tiers.lease import Lease, LeaseState, Request, Sources
+from stepwell.tiers.lease import Lease, LeaseState, RequestOptions, Sources
 from stepwell.tiers.saving import save_path
 from stepwell.tiers.state import CacheState
 from stepwell.tiers.visits import note_visit
@@ -43,7 +43,7 @@ class Holds:
 def acquire(
     core: CacheState,
     match: Match,
-    request: Request,
+    request: RequestOptions,
     number: LeaseId,
     on_exit: Callable[[Lease], None],
     from_store: Flags | None = None,
@@ -139,7 +139,7 @@ def _tokens_from_store(core: CacheState, holds: Holds, from_store: Flags | None)
 
 
 def _open(
-    core: CacheState, match: Match, request: Request, number: LeaseId, on_exit: Callable[[Lease], None], from_store: int
+    core: CacheState, match: Match, request: RequestOptions, number: LeaseId, on_exit: Callable[[Lease], None], from_store: int
 ) -> Lease:
     resume = match.restore_tokens
     stops = prompt_stops(

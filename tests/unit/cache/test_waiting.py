@@ -20,7 +20,7 @@ from stepwell.base.ids import JobId, Kind, Tier
 from stepwell.base.plan import Plan, Purpose
 from stepwell.cache.build import layouts_for, numpy_memories
 from stepwell.jobs.copy_executor import ThreadCopyExecutor
-from stepwell.jobs.workers import Line, RankJobs
+from stepwell.jobs.workers import RankJobs, WorkQueue
 from stepwell.policy.tuning import StoreTuning
 from stepwell.store.api import Space
 from stepwell.store.memory import MemoryStore
@@ -344,7 +344,7 @@ def test_what_waiting_found_is_told_by_the_next_step() -> None:
 def test_a_part_that_has_begun_counts_from_there_and_not_from_its_line() -> None:
     clock, hold, begun = ManualClock(), Event(), Event()
     jobs: RankJobs[int] = RankJobs(clock)
-    stuck, moving = Line("stuck", clock), Line("moving", clock)
+    stuck, moving = WorkQueue("stuck", clock), WorkQueue("moving", clock)
     jobs.open(JobId(1), [stuck, moving], called_off=-1)
     jobs.enqueue(JobId(1), 0, stuck, lambda: (begun.set(), hold.wait(60), 1)[2])
     assert begun.wait(60)

@@ -128,7 +128,7 @@ def test_an_order_forgets_entries_that_were_queued_again() -> None:
     order.push(run, Standing(0, Place(0, 0, 1.0)))
     order.push(run, Standing(0, Place(0, 0, 5.0)))
     assert order.head() == (run, Standing(0, Place(0, 0, 5.0)))
-    assert order.pop() is run and order.pop() is None and run.ticket == 0
+    assert order.pop() is run and order.pop() is None and run.entry == 0
 
 
 def test_everything_can_be_evicted_and_then_nothing_is_left() -> None:

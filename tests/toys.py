@@ -6,6 +6,7 @@ In the toy models an object of any kind takes 32 bytes (page of 4 tokens), so th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -192,13 +193,12 @@ class Rig:
     # ---- the store --------------------------------------------------------------------------------
 
     def attach(self, store: Store, config: StoreConfig | None = None) -> None:
-        ranks = len(self.memories)
-        self.porter = ScriptedPorter(
-            [StoreHands(store, memory[Tier.HOST], rank=rank, ranks=ranks) for rank, memory in enumerate(self.memories)]
-        )
-        self.cache.attach_store(
-            store, config or StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, checkpoint_rest_s=0), porter=self.porter
-        )
+        """Below hands of our own, which get the config's key."""
+        config = config or StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, checkpoint_rest_s=0)
+        hosts, ranks, key = [memory[Tier.HOST] for memory in self.memories], len(self.memories), config.key
+        self.hands = [StoreHands(store, host, rank=rank, ranks=ranks, key=key) for rank, host in enumerate(hosts)]
+        self.porter = ScriptedPorter(self.hands)
+        self.cache.attach_store(store, replace(config, key=None), porter=self.porter)
 
     def fetched(self, tokens: Sequence[int], **request: object) -> Ticket:
         """A ticket for a prompt, with everything that the store has of it brought up."""

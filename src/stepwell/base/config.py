@@ -7,6 +7,7 @@ from enum import Enum
 from math import inf
 
 from stepwell.base.errors import ConfigError
+from stepwell.base.store_key import StoreKey
 
 MAX_PRIORITY = 10  # each step doubles what a request's path is worth keeping,
 PRIORITY_STEP_S = 600.0  # and one is lost in so much time
@@ -62,6 +63,7 @@ class PrefetchPolicy(Enum):
 class StoreConfig:
     """How the cache uses a store."""
 
+    key: StoreKey | None = None  # what values are stamped with; only what was written with the same one is used
     prefetch: PrefetchPolicy = PrefetchPolicy.TIMEOUT
     timeout_base_s: float = 2.0  # before it is known how long computing takes,
     timeout_per_ki_s: float = 0.5  # and this for every 1,024 tokens of the prompt; then as long as computing would take

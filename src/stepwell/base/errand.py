@@ -29,6 +29,7 @@ class Fate(Enum):
     SWAPPED = "the store's copy is of other tokens"
     LENGTH = "the store's copy has another length"
     DAMAGED = "the store's copy is damaged"
+    OTHER_KEY = "the store's copy was not written with the same store key"
     NO_ROOM = "the store had no room for it"
     CANCELLED = "it was called off"
     FAILED = "the store failed"
@@ -40,7 +41,17 @@ class Fate(Enum):
 
 
 _DAMAGE = frozenset(
-    {Fate.INCOMPLETE, Fate.MIXED, Fate.UNREADABLE, Fate.VERSION, Fate.FOREIGN, Fate.SWAPPED, Fate.LENGTH, Fate.DAMAGED}
+    {
+        Fate.INCOMPLETE,
+        Fate.MIXED,
+        Fate.UNREADABLE,
+        Fate.VERSION,
+        Fate.FOREIGN,
+        Fate.SWAPPED,
+        Fate.LENGTH,
+        Fate.DAMAGED,
+        Fate.OTHER_KEY,
+    }
 )
 
 

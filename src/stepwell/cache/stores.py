@@ -67,6 +67,8 @@ class Stores:
         self._check(store)
         if porter is None:
             self._check_ranks()
+        elif config.key is not None:
+            raise ConfigError("a porter's hands stamp values with a key of their own: give it to them, not to StoreConfig")
         for old in self.links:
             if old.store is store:
                 old.stop_giving_back()
@@ -186,5 +188,6 @@ class Stores:
             )
 
     def _porter(self, store: Store, config: StoreConfig) -> Porter:
-        hands = [StoreHands(store, memory, rank=i, ranks=self._ranks) for i, memory in enumerate(self._host_pages)]
+        key, ranks = config.key, self._ranks
+        hands = [StoreHands(store, memory, rank=i, ranks=ranks, key=key) for i, memory in enumerate(self._host_pages)]
         return ThreadPorter(hands, self._core.clock, readers=config.readers, writers=config.writers)

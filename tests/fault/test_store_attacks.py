@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from stepwell import Cause, ConfigError, ModelSpec, Tier
+from stepwell import CacheConfig, Cause, ConfigError, ModelSpec, Tier, build_cache
 from stepwell.base.config import PrefetchPolicy, StoreConfig
 from stepwell.base.errand import Fate
 from stepwell.base.keys import Namespace
@@ -21,6 +21,7 @@ from stepwell.store.keyed_seal import seals_for
 from stepwell.store.memory import MemoryStore, _Value
 from stepwell.testing.porter import ScriptedPorter
 from toys import ALL_MODELS, FULL, FULL_POINT, FULL_WINDOW, HYBRID, PAGE, Rig, text
+from waiting import step_until
 
 PROMPT = text(1, 10 * PAGE + 1)
 OURS, EVIL = StoreKey(bytes(range(32))), StoreKey(bytes(range(100, 150)))
@@ -96,6 +97,27 @@ def test_two_settings_on_one_store_miss_and_leave_each_others_values_alone(
     assert before.items() <= store._values.items() and len(store._values) == 2 * len(before)
     for key in (mine, theirs):
         assert rig(spec, store, key).serve_fetched(PROMPT).store == 10 * PAGE
+
+
+def test_the_key_of_a_config_reaches_every_thread_at_the_store() -> None:
+    store = MemoryStore()
+    sizes = CacheConfig(device_bytes=64 * 1024, host_bytes=64 * 1024, page_alignment_bytes=16)
+    for key, expected in ((OURS, 0), (OURS, 10 * PAGE), (None, 0), (EVIL, 0)):
+        cache = build_cache(HYBRID, sizes)
+        wait = StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, checkpoint_rest_s=0, recompute_tokens_per_s=1.0, key=key)
+        cache.attach_store(store, wait)
+        ticket = cache.prefetch(cache.lookup(PROMPT))
+        step_until(cache, lambda: ticket.ready)  # noqa: B023 - called at once
+        with cache.acquire(cache.lookup(PROMPT), ticket=ticket) as lease:
+            assert lease.sources.store == expected
+            step_until(cache, lambda: lease.ready)
+            while lease.position < len(PROMPT):
+                upto = min(cache.next_stop(lease) or len(PROMPT), len(PROMPT))
+                cache.grow(lease, upto)
+                cache.commit(lease, upto)
+                step_until(cache, lambda: lease.ready)
+        cache.close()
+    assert {value.stamp[:4] for value in store._values.values()} == {b"SWk1", b"SWv1"}
 
 
 def test_the_label_shows_which_key_and_the_space_shows_neither_key_nor_namespace() -> None:

@@ -151,7 +151,7 @@ def run(cell: Cell, path: Path) -> Result:
     used, served = 0, 0
     for request in trace:
         replay.serve(request)
-        used += replay.cache.used_bytes(Tier.DEVICE)
+        used += replay.cache.stats().tier(Tier.DEVICE).used_bytes
         served += 1
     report = replay.tally.report(trace=trace.name, policy=cell.policy, wall_s=time.monotonic() - started_s)
     return Result(

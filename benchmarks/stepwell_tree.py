@@ -41,9 +41,9 @@ from stepwell import (
     build_cache,
 )
 from stepwell.base.plan import Plan
-from stepwell.cache.executor import InlineExecutor
-from stepwell.cache.room import make_room
-from stepwell.transfer.hands import Work
+from stepwell.jobs.copy_executor import InlineCopyExecutor
+from stepwell.tiers.eviction import make_room
+from stepwell.transfer.copy_engine import Work
 
 CHUNK_TOKENS = 2048
 WINDOW_TOKENS = 1024
@@ -63,7 +63,7 @@ Tokens = npt.NDArray[np.int32]
 Argument = TypeVar("Argument")
 
 
-class NoHands:
+class NoCopyEngine:
     """Copies nothing."""
 
     def begin(self, plan: Plan) -> Work:
@@ -81,7 +81,7 @@ class Workload:
             page_alignment_bytes=PAGE_BYTES,
             placement=PlacementConfig(interval_tokens=CHUNK_TOKENS, most_added=None),
         )
-        self.cache: Cache = build_cache(spec, config, executor=InlineExecutor([NoHands()]))
+        self.cache: Cache = build_cache(spec, config, executor=InlineCopyExecutor([NoCopyEngine()]))
         self.core = self.cache._core
         self.page_tokens = page_tokens
         self._random = np.random.default_rng(seed)

@@ -31,12 +31,12 @@ from stepwell.base.config import PrefetchPolicy, StoreConfig
 from stepwell.base.ids import JobId
 from stepwell.base.plan import Purpose
 from stepwell.cache.build import layouts_for, numpy_memories
-from stepwell.cache.room import make_room
-from stepwell.cache.ticket import Ticket
 from stepwell.store.api import Store
-from stepwell.testing import DigestEngine, ScriptedExecutor, ScriptedPorter
-from stepwell.transfer.hands import NumpyHands
-from stepwell.transfer.store_hands import StoreHands
+from stepwell.store_tier.ticket import Ticket
+from stepwell.testing import DigestEngine, ScriptedExecutor, ScriptedStoreExecutor
+from stepwell.tiers.eviction import make_room
+from stepwell.transfer.copy_engine import NumpyCopyEngine
+from stepwell.transfer.store_worker import StoreWorker
 
 T = TypeVar("T")
 
@@ -85,13 +85,13 @@ class Rig:
         self.config = CacheConfig(device_bytes=_bytes(device_pages), host_bytes=_bytes(host_pages), **settings)  # type: ignore[arg-type]
         layouts = layouts_for(spec, self.config)
         self.memories = [numpy_memories(spec, layouts) for _ in range(ranks)]
-        self.executor = ScriptedExecutor([NumpyHands(memory) for memory in self.memories])
+        self.executor = ScriptedExecutor([NumpyCopyEngine(memory) for memory in self.memories])
         self.engine = DigestEngine(spec, self.memories)
         self.clock = clock or ManualClock()
         self.cache = build_cache(
             spec, self.config, executor=self.executor, clock=self.clock, on_free=self.engine.poison, model="toy weights"
         )
-        self.porter = ScriptedPorter(())
+        self.store_executor = ScriptedStoreExecutor(())
         if store is not None:
             self.attach(store, store_config)
         self.core = self.cache._core
@@ -169,7 +169,7 @@ class Rig:
         return lease.sources.computed
 
     def serve_beside_store(self, tokens: Sequence[int], ticket: Ticket) -> int:
-        """A whole request while errands to the store stay unanswered; says how many tokens it computed."""
+        """A whole request while operations to the store stay unanswered; says how many tokens it computed."""
         with self.open(tokens, ticket=ticket) as lease:
             while lease.position < lease.num_tokens:
                 self.compute(lease, min(self.cache.next_stop(lease) or lease.num_tokens, lease.num_tokens))
@@ -193,12 +193,12 @@ class Rig:
     # ---- the store --------------------------------------------------------------------------------
 
     def attach(self, store: Store, config: StoreConfig | None = None) -> None:
-        """Below hands of our own, which get the config's key."""
+        """Below workers of our own, which get the config's key."""
         config = config or StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, checkpoint_rest_s=0)
         hosts, ranks, key = [memory[Tier.HOST] for memory in self.memories], len(self.memories), config.key
-        self.hands = [StoreHands(store, host, rank=rank, ranks=ranks, key=key) for rank, host in enumerate(hosts)]
-        self.porter = ScriptedPorter(self.hands)
-        self.cache.attach_store(store, replace(config, key=None), porter=self.porter)
+        self.store_workers = [StoreWorker(store, host, rank=rank, ranks=ranks, key=key) for rank, host in enumerate(hosts)]
+        self.store_executor = ScriptedStoreExecutor(self.store_workers)
+        self.cache.store.attach(store, replace(config, key=None), executor=self.store_executor)
 
     def fetched(self, tokens: Sequence[int], **request: object) -> Ticket:
         """A ticket for a prompt, with everything that the store has of it brought up."""
@@ -216,9 +216,9 @@ class Rig:
     def settle(self) -> StepReport:
         """Lets every copy succeed, and those that follow from it."""
         report = self.cache.step()
-        while self.executor.pending or self.porter.pending or report.storing:
+        while self.executor.pending or self.store_executor.pending or report.storing:
             self.executor.finish_all()
-            self.porter.finish_all()
+            self.store_executor.finish_all()
             report = self.cache.step()
         return report
 

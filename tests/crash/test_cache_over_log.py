@@ -12,8 +12,8 @@ import pytest
 
 from stepwell import Cause, ConfigError, Kind, ModelSpec, StoreError, Tier, build_cache, open_store
 from stepwell.base.config import PrefetchPolicy, StoreConfig
-from stepwell.base.errand import Fate
 from stepwell.base.store_key import StoreKey
+from stepwell.base.store_op import ItemStatus
 from stepwell.store.log.store import LogStore
 from toys import ALL_MODELS, FULL, HYBRID, PAGE, Rig, text
 
@@ -124,7 +124,7 @@ def test_a_flipped_bit_in_a_page_is_named(tmp_path: Path) -> None:
     with rig(FULL, tmp_path / "store") as here:
         ticket = here.fetched(PROMPTS[0])
         explanation = here.cache.explain(PROMPTS[0])
-        assert explanation.cause is Cause.STORE and explanation.detail == Fate.DAMAGED.value
+        assert explanation.cause is Cause.STORE and explanation.detail == ItemStatus.DAMAGED.value
         assert here.core.counters["store_damaged"] == 1
         ticket.close()
 
@@ -133,7 +133,7 @@ def test_a_store_that_outlives_the_process_wants_the_weights_named(tmp_path: Pat
     store = open_store(f"log:{tmp_path / 'store'}", options={"budget": "8MiB"})
     nameless = build_cache(FULL, Rig(FULL, device_pages=64, host_pages=64).config)
     with pytest.raises(ConfigError, match="which weights"):
-        nameless.attach_store(store)
+        nameless.store.attach(store)
     nameless.close()
     store.close()
 

@@ -20,7 +20,6 @@ from engine.families import COMPRESSED, draw_choices
 from engine.side_by_side import TOLERANCE, Held, Memory, Pair, check_pair, check_ragged
 from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Kind
-from stepwell.cache.lease import LeaseState
 from stepwell.engine import Limits
 from stepwell.engine import batch as batch_module
 from stepwell.engine.batch import Paging, Run
@@ -32,6 +31,7 @@ from stepwell.engine.ops import compression
 from stepwell.engine.ops.compression import Index, attend_shared
 from stepwell.engine.rows import PLAIN, Rows
 from stepwell.engine.runner import Slots
+from stepwell.tiers.lease import LeaseState
 
 transformers = pytest.importorskip("transformers")
 

@@ -189,8 +189,8 @@ def test_slow_saves_are_waited_for_and_preempt_nobody(monkeypatch: pytest.Monkey
 
 def slow(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies that take a while, as over a busy bus."""
-    hands = engine.cache._executor._ranks[0]  # type: ignore[attr-defined]
-    begin = hands.begin
+    copy_engine = engine.cache._executor._ranks[0]  # type: ignore[attr-defined]
+    begin = copy_engine.begin
 
     def slowly(plan: Any) -> Any:
         work = begin(plan)
@@ -201,4 +201,4 @@ def slow(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
 
         return later
 
-    monkeypatch.setattr(hands, "begin", slowly)
+    monkeypatch.setattr(copy_engine, "begin", slowly)

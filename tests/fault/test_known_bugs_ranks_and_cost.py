@@ -13,7 +13,7 @@ import pytest
 import stepwell
 from stepwell import EvictionPolicy, Kind, Lease, LeaseState, NoRoom, Point, StateSpec, Tier, WritePolicy
 from stepwell.base.plan import Plan, Purpose
-from stepwell.transfer.hands import Work
+from stepwell.transfer.copy_engine import Work
 from stepwell.tree import order
 from stepwell.tree.ranking import Ranking
 from toys import FULL, FULL_POINT, HYBRID, KV, OBJECT_BYTES, Rig, model, text
@@ -23,8 +23,8 @@ def test_every_rank_runs_the_same_plan_on_the_same_pages() -> None:
     """I-2: room is found once, by one brain; ranks cannot differ in what they could allocate."""
     rig = Rig(HYBRID, device_pages=48, host_pages=24, ranks=3)
     seen: list[list[Plan]] = [[], [], []]
-    for rank, hands in enumerate(rig.executor._ranks):
-        hands.begin = _watched(hands.begin, seen[rank])  # type: ignore[method-assign]
+    for rank, copy_engine in enumerate(rig.executor._ranks):
+        copy_engine.begin = _watched(copy_engine.begin, seen[rank])  # type: ignore[method-assign]
     for name in range(8):
         rig.serve([*text(1, 8), *text(name, 9)])
     assert len(seen[0]) > 8
@@ -138,7 +138,7 @@ def test_host_smaller_than_device_still_serves(write: WritePolicy) -> None:
     for name in range(10):
         rig.serve(text(name, 17))
     assert rig.serve(text(9, 17)).computed == 1
-    assert rig.cache.used_bytes(Tier.HOST) <= 8 * OBJECT_BYTES
+    assert rig.cache.stats().tier(Tier.HOST).used_bytes <= 8 * OBJECT_BYTES
 
 
 def test_memory_moves_between_kinds_without_a_ratio() -> None:
@@ -150,7 +150,7 @@ def test_memory_moves_between_kinds_without_a_ratio() -> None:
     for name in range(2, 60):
         rig.clock.advance(3600)
         rig.serve(text(name, 5))
-        assert rig.cache.used_bytes(Tier.DEVICE) <= 256 * OBJECT_BYTES
+        assert rig.cache.stats().tier(Tier.DEVICE).used_bytes <= 256 * OBJECT_BYTES
     assert mostly_prefix >= 230
     assert rig.used(Tier.DEVICE, Kind.POINT) * 8 > 256 // 2
 

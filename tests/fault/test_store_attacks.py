@@ -13,13 +13,13 @@ import pytest
 
 from stepwell import CacheConfig, Cause, ConfigError, ModelSpec, Tier, build_cache
 from stepwell.base.config import PrefetchPolicy, StoreConfig
-from stepwell.base.errand import Fate
 from stepwell.base.keys import Namespace
 from stepwell.base.store_key import StoreKey
+from stepwell.base.store_op import ItemStatus
 from stepwell.store.api import Space
 from stepwell.store.keyed_seal import seals_for
 from stepwell.store.memory import MemoryStore, _Value
-from stepwell.testing.porter import ScriptedPorter
+from stepwell.testing.store_executor import ScriptedStoreExecutor
 from toys import ALL_MODELS, FULL, FULL_POINT, FULL_WINDOW, HYBRID, PAGE, Rig, text
 from waiting import step_until
 
@@ -67,11 +67,11 @@ def attack(store: MemoryStore, act: Callable[[MemoryStore], None], spec: ModelSp
     return after
 
 
-def must_be_a_miss(after: Rig, fate: Fate, *, store_pages: int, times: int = 1) -> None:
+def must_be_a_miss(after: Rig, status: ItemStatus, *, store_pages: int, times: int = 1) -> None:
     assert after.sources.store == store_pages * PAGE  # type: ignore[attr-defined]
-    assert after.core.counters[f"store_{fate.name.lower()}"] == times
+    assert after.core.counters[f"store_{status.name.lower()}"] == times
     explanation = after.explanation  # type: ignore[attr-defined]
-    assert explanation.cause is Cause.STORE and explanation.detail == fate.value and explanation.tier is Tier.STORE
+    assert explanation.cause is Cause.STORE and explanation.detail == status.value and explanation.tier is Tier.STORE
 
 
 # ---- with the key, everything is as without ----------------------------------------------------------
@@ -105,7 +105,7 @@ def test_the_key_of_a_config_reaches_every_thread_at_the_store() -> None:
     for key, expected in ((OURS, 0), (OURS, 10 * PAGE), (None, 0), (EVIL, 0)):
         cache = build_cache(HYBRID, sizes)
         wait = StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, checkpoint_rest_s=0, recompute_tokens_per_s=1.0, key=key)
-        cache.attach_store(store, wait)
+        cache.store.attach(store, wait)
         ticket = cache.prefetch(cache.lookup(PROMPT))
         step_until(cache, lambda: ticket.ready)  # noqa: B023 - called at once
         with cache.acquire(cache.lookup(PROMPT), ticket=ticket) as lease:
@@ -122,15 +122,15 @@ def test_the_key_of_a_config_reaches_every_thread_at_the_store() -> None:
 
 def test_the_label_shows_which_key_and_the_space_shows_neither_key_nor_namespace() -> None:
     namespace = Namespace(model="m", layout="l", salt="secret")
-    keyed, plain = (rig(FULL, MemoryStore(), key).hands[0].space(namespace) for key in (OURS, None))
+    keyed, plain = (rig(FULL, MemoryStore(), key).store_workers[0].space(namespace) for key in (OURS, None))
     assert keyed.label == f"m [0/1, key {OURS.id.hex()}]" and plain.label == "m [0/1]"
     assert keyed.digest != plain.digest == replace(namespace, shard="0/1").digest
 
 
-def test_a_key_is_not_forgotten_where_hands_were_made_by_somebody_else() -> None:
+def test_a_key_is_not_forgotten_where_workers_were_made_by_somebody_else() -> None:
     cache = Rig(FULL, device_pages=64, host_pages=64).cache
     with pytest.raises(ConfigError, match="give it to them"):
-        cache.attach_store(MemoryStore(), StoreConfig(key=OURS), porter=ScriptedPorter(()))
+        cache.store.attach(MemoryStore(), StoreConfig(key=OURS), executor=ScriptedStoreExecutor(()))
 
 
 # ---- values made up ----------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ def test_a_value_made_up_without_the_key_is_a_miss(how: str) -> None:
         stamp = forged(name, data, None if how == "unkeyed" else EVIL, like=like)
         store._values[name] = _Value(data, stamp, value.parent)
 
-    must_be_a_miss(attack(filled(), plant), Fate.OTHER_KEY, store_pages=4)
+    must_be_a_miss(attack(filled(), plant), ItemStatus.OTHER_KEY, store_pages=4)
 
 
 def test_the_right_bytes_with_a_stamp_of_somebody_else_are_a_miss_too() -> None:
@@ -154,7 +154,7 @@ def test_the_right_bytes_with_a_stamp_of_somebody_else_are_a_miss_too() -> None:
             value.stamp = forged(name, value.data, None)
 
     after = attack(filled(), restamp)
-    must_be_a_miss(after, Fate.OTHER_KEY, store_pages=0, times=10)
+    must_be_a_miss(after, ItemStatus.OTHER_KEY, store_pages=0, times=10)
 
 
 def test_an_unkeyed_stamp_does_not_stop_an_attacker() -> None:
@@ -202,7 +202,7 @@ def test_a_value_that_was_cut_is_a_miss(size: int) -> None:
         value.data = value.data[:size]
         value.stamp = forged(name, value.data, EVIL, like=value.stamp)
 
-    must_be_a_miss(attack(filled(), cut), Fate.LENGTH, store_pages=4)
+    must_be_a_miss(attack(filled(), cut), ItemStatus.LENGTH, store_pages=4)
 
 
 @pytest.mark.parametrize("size", [0, 1, 63, 65])
@@ -211,7 +211,7 @@ def test_a_stamp_that_was_cut_is_a_miss(size: int) -> None:
         value = store._values[page_name(store, 4)]
         value.stamp = (value.stamp + b"?")[:size]
 
-    must_be_a_miss(attack(filled(), cut), Fate.UNREADABLE, store_pages=4)
+    must_be_a_miss(attack(filled(), cut), ItemStatus.UNREADABLE, store_pages=4)
 
 
 # ---- values of ours, put elsewhere -------------------------------------------------------------------
@@ -225,7 +225,7 @@ def test_a_value_put_in_anothers_place_is_a_miss(renamed: bool) -> None:
         stamp = forged(four, value.data, EVIL, like=value.stamp) if renamed else value.stamp
         store._values[four] = _Value(value.data, stamp, store._values[four].parent)
 
-    must_be_a_miss(attack(filled(), swap), Fate.OTHER_KEY if renamed else Fate.SWAPPED, store_pages=4)
+    must_be_a_miss(attack(filled(), swap), ItemStatus.OTHER_KEY if renamed else ItemStatus.SWAPPED, store_pages=4)
 
 
 @pytest.mark.parametrize("renamed", [False, True], ids=["as it is", "renamed"])
@@ -234,17 +234,17 @@ def test_a_value_put_in_anothers_place_is_a_miss(renamed: bool) -> None:
 def test_values_moved_from_another_namespace_are_misses(spec: ModelSpec, change: dict[str, str], renamed: bool) -> None:
     """Somebody else's values of the same keys: as if the attacker had talked a server into computing them for it."""
     store, here = filled(spec), rig(spec, MemoryStore())
-    mine = here.hands[0].space(here.cache.namespace).digest
-    theirs = here.hands[0].space(replace(here.cache.namespace, **change))  # type: ignore[arg-type]
-    seals, fate = seals_for(OURS), Fate.OTHER_KEY if renamed else Fate.FOREIGN
+    mine = here.store_workers[0].space(here.cache.namespace).digest
+    theirs = here.store_workers[0].space(replace(here.cache.namespace, **change))  # type: ignore[arg-type]
+    seals, status = seals_for(OURS), ItemStatus.OTHER_KEY if renamed else ItemStatus.FOREIGN
     for name, value in store._values.items():
         assert name[0] == mine
         (stamp,) = seals.stamp_all(theirs, [name[1]], [len(value.data)], [seals.digest(value.data)])
         value.stamp = forged(name, value.data, EVIL, like=stamp) if renamed else stamp
     after = rig(spec, store)
     ticket = after.fetched(PROMPT)
-    assert after.cache.explain(PROMPT).detail == fate.value
-    assert after.serve(PROMPT, ticket=ticket).store == 0 and after.core.counters[f"store_{fate.name.lower()}"]
+    assert after.cache.explain(PROMPT).detail == status.value
+    assert after.serve(PROMPT, ticket=ticket).store == 0 and after.core.counters[f"store_{status.name.lower()}"]
     after.idle_check()
 
 
@@ -253,7 +253,7 @@ def test_values_moved_from_another_namespace_are_misses(spec: ModelSpec, change:
 def test_values_moved_between_ranks_are_misses(spec: ModelSpec, renamed: bool) -> None:
     store = filled(spec, ranks=2)
     here = rig(spec, MemoryStore(), ranks=2)
-    first, second = (hands.space(here.cache.namespace).digest for hands in here.hands)
+    first, second = (worker.space(here.cache.namespace).digest for worker in here.store_workers)
     for (digest, key), value in list(store._values.items()):
         if digest == second and (first, key) in store._values:  # members have names of their own: their bytes differ
             name = first, key
@@ -296,10 +296,10 @@ def other_text(spec: ModelSpec) -> MemoryStore:
     return store
 
 
-def checkpoint_must_be_a_miss(store: MemoryStore, spec: ModelSpec, fate: Fate) -> None:
+def checkpoint_must_be_a_miss(store: MemoryStore, spec: ModelSpec, status: ItemStatus) -> None:
     after = attack(store, lambda _: None, spec)
-    assert after.sources.store == 0 and after.core.counters[f"store_{fate.name.lower()}"] >= 1  # type: ignore[attr-defined]
-    assert after.explanation.detail == fate.value  # type: ignore[attr-defined]
+    assert after.sources.store == 0 and after.core.counters[f"store_{status.name.lower()}"] >= 1  # type: ignore[attr-defined]
+    assert after.explanation.detail == status.value  # type: ignore[attr-defined]
 
 
 CHECKPOINTED = pytest.mark.parametrize("spec", [FULL_POINT, FULL_WINDOW, HYBRID], ids=["point", "window", "hybrid"])
@@ -314,9 +314,9 @@ def test_a_manifest_of_another_checkpoint_is_a_miss(spec: ModelSpec, renamed: bo
     store._values = {name: value for name, value in other._values.items() if name in members_of(other)} | store._values
     store._values[name] = _Value(value.data, stamp, store._values[name].parent)
     after = rig(spec, store)
-    fate = Fate.OTHER_KEY if renamed else Fate.SWAPPED
+    status = ItemStatus.OTHER_KEY if renamed else ItemStatus.SWAPPED
     ticket = after.fetched(PROMPT)
-    assert after.cache.explain(PROMPT).detail == fate.value and after.serve(PROMPT, ticket=ticket).store == 0
+    assert after.cache.explain(PROMPT).detail == status.value and after.serve(PROMPT, ticket=ticket).store == 0
     assert rig(spec, store).serve_fetched(PROMPT).store == 10 * PAGE
 
 
@@ -329,7 +329,7 @@ def test_a_manifest_that_was_made_up_is_a_miss(spec: ModelSpec) -> None:
     for key in (None, EVIL):
         planted = filled(spec)
         planted._values[name] = _Value(data, forged(name, data, key), planted._values[name].parent)
-        checkpoint_must_be_a_miss(planted, spec, Fate.OTHER_KEY)
+        checkpoint_must_be_a_miss(planted, spec, ItemStatus.OTHER_KEY)
 
 
 @CHECKPOINTED
@@ -339,7 +339,7 @@ def test_a_manifest_that_was_cut_is_a_miss(spec: ModelSpec) -> None:
     value = store._values[name]
     value.data = value.data[:-1]
     value.stamp = forged(name, value.data, EVIL, like=value.stamp)
-    checkpoint_must_be_a_miss(store, spec, Fate.LENGTH)
+    checkpoint_must_be_a_miss(store, spec, ItemStatus.LENGTH)
 
 
 @CHECKPOINTED
@@ -357,4 +357,4 @@ def test_a_member_that_is_not_the_one_that_was_saved_is_a_miss(spec: ModelSpec, 
             "unkeyed": forged(name, data, None),
         }[how]
         store._values[name] = _Value(data, stamp, store._values[name].parent)
-        checkpoint_must_be_a_miss(store, spec, Fate.SWAPPED if how == "another's" else Fate.OTHER_KEY)
+        checkpoint_must_be_a_miss(store, spec, ItemStatus.SWAPPED if how == "another's" else ItemStatus.OTHER_KEY)

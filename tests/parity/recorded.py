@@ -13,10 +13,10 @@ import torch
 from engine.families import checkpoint
 from stepwell.base.config import PlacementConfig
 from stepwell.base.ids import Kind, Tier
-from stepwell.cache.room import make_room
 from stepwell.engine import Ask, Engine, EngineConfig, Limits, Sampling, build_engine
 from stepwell.engine.loading.checkpoint import Checkpoint
 from stepwell.engine.scheduler import Chunk
+from stepwell.tiers.eviction import make_room
 from waiting import run_to_the_end, settle
 
 PAGE = 16
@@ -104,7 +104,7 @@ class Recorded:
         self.settle()
         core = self.engine.cache._core
         make_room(core, Tier.DEVICE, {Kind.PREFIX: core.arena(Tier.DEVICE).layout.rows(Kind.PREFIX) + 1})
-        assert not self.engine.cache.used_bytes(Tier.DEVICE)
+        assert not self.engine.cache.stats().tier(Tier.DEVICE).used_bytes
 
     def forget_memory(self) -> None:
         """Only the store keeps anything."""

@@ -48,7 +48,7 @@ class StoreSetup:
     cache: Setup
     sort: str  # of FAULTS
     seed: int
-    eager: bool  # errands begin at once, and cannot be called back
+    eager: bool  # operations begin at once, and cannot be called back
     config: StoreConfig
 
 
@@ -127,10 +127,10 @@ def _few_objects(spec: ModelSpec, ranks: int) -> int:
     return ranks * 8 * sum(spec.object_bytes(kind) for kind in Kind)
 
 
-def make_store_setup(choose: Choose, *, borrowed: bool) -> StoreSetup:
+def make_store_setup(choose: Choose, *, external: bool) -> StoreSetup:
     """A cache over a host tier, at least, and a store below it."""
-    setup = make_borrowed_setup(choose) if borrowed else make_setup(choose)
-    if borrowed:
+    setup = make_borrowed_setup(choose) if external else make_setup(choose)
+    if external:
         setup = replace(setup, write=choose(tuple(WritePolicy)))
     elif choose((True, False)):
         setup = replace(setup, write=WritePolicy.THROUGH)  # what a store is mostly used with

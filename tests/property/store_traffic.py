@@ -11,15 +11,24 @@ from store_world import StoreWorld
 from traffic import Traffic
 
 from stepwell import WritePolicy
-from stepwell.base.errand import Fate
+from stepwell.base.store_op import ItemStatus
 
 MAX_TICKETS = 4
 MOST_SERVED = 12
-FATES = (None, None, None, None, Fate.FAILED, Fate.CANCELLED, Fate.MISSING, Fate.DAMAGED)  # None: what the store makes of it
+STATUSES = (
+    None,
+    None,
+    None,
+    None,
+    ItemStatus.FAILED,
+    ItemStatus.CANCELLED,
+    ItemStatus.MISSING,
+    ItemStatus.DAMAGED,
+)  # None: what the store makes of it
 
 
 class StoreTraffic(Traffic):
-    """Requests that wait for a store, errands that end in any order, and stores that come and go."""
+    """Requests that wait for a store, operations that end in any order, and stores that come and go."""
 
     world: StoreWorld
 
@@ -83,16 +92,16 @@ class StoreTraffic(Traffic):
 
     # ---- stores -----------------------------------------------------------------------------------
 
-    def answer_errand(self, pick: int, fate: Fate | None = None, took_s: float = 0.0) -> None:
-        """The store answers one errand, in any order; or it is answered for without it."""
+    def answer_op(self, pick: int, status: ItemStatus | None = None, took_s: float = 0.0) -> None:
+        """The store answers one operation, in any order; or it is answered for without it."""
         pending = self.world.pending
         if pending:
-            self.world.answer_errand(*pending[pick % len(pending)], fate=fate, took_s=took_s)
+            self.world.answer_op(*pending[pick % len(pending)], status=status, took_s=took_s)
 
-    def fail_errands(self) -> None:
+    def fail_ops(self) -> None:
         """The store is out of reach."""
         for line, job in self.world.pending:
-            self.world.answer_errand(line, job, fate=Fate.FAILED)
+            self.world.answer_op(line, job, status=ItemStatus.FAILED)
         self.world.step()
 
     def time_out(self) -> None:
@@ -121,7 +130,7 @@ class StoreTraffic(Traffic):
         if outage:
             self.serve(tokens, pick)
             world.settle()
-            self.fail_errands()
+            self.fail_ops()
         world.shelf.make_well(well=True)
         world.settle_everything()
         if anew or world.attached is None:

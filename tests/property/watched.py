@@ -17,7 +17,7 @@ from stepwell.base.clock import ManualClock
 from stepwell.base.plan import PageIds
 from stepwell.cache.build import layouts_for, numpy_memories
 from stepwell.testing import DigestEngine
-from stepwell.transfer.hands import NumpyHands
+from stepwell.transfer.copy_engine import NumpyCopyEngine
 from stepwell.tree import tree
 
 MATCH_FIELDS = (
@@ -39,7 +39,7 @@ class Watched:
         self.memories = [self._memories(layouts) for _ in range(setup.ranks)]
         self.ledger = self._ledger()
         self.oracle = Oracle(setup.spec, setup.placement)
-        self.executor = LedgerExecutor([NumpyHands(memories) for memories in self.memories], self.ledger)
+        self.executor = LedgerExecutor([NumpyCopyEngine(memories) for memories in self.memories], self.ledger)
         self.engine = DigestEngine(setup.spec, [self._seen_by_engine(memories) for memories in self.memories])
         self.clock = ManualClock()
         self.cache = build_cache(

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from stepwell.base.config import MAX_PRIORITY, PrefetchPolicy, StoreConfig, WritePolicy
 from stepwell.base.errors import ConfigError
-from stepwell.base.ids import CACHED_TIERS
 from stepwell.base.units import format_bytes, parse_bytes
 from stepwell.cli.command import Command
 from stepwell.cli.mooncake_config import mooncake_options
@@ -191,7 +190,7 @@ def _summary(
 ) -> list[tuple[str, str]]:
     """What people should know before the first request, line by line."""
     cache, spec = engine.cache, engine.cache.spec
-    sizes = {tier.label: cache.available_bytes(tier) for tier in CACHED_TIERS}  # nothing is in them yet
+    sizes = {tier.label: stats.available_bytes for tier, stats in cache.stats().tiers.items()}  # nothing is in them yet
     measured, key = engine.footprint, config.store_config.key
     checkpoint = f", {format_bytes(measured.checkpoint_bytes)} per checkpoint" if measured.checkpoint_bytes else ""
     lines = [

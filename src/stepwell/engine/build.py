@@ -32,10 +32,10 @@ from stepwell.engine.scheduler import Limits
 from stepwell.engine.speculation import Speculation
 from stepwell.store.api import Store
 from stepwell.store.registry import find_opener, open_store
-from stepwell.transfer.hands import Hands, NumpyHands
+from stepwell.transfer.copy_engine import CopyEngine, NumpyCopyEngine
 from stepwell.transfer.memory import PageMemory, free_bytes, must_fit
-from stepwell.transfer.store_hands import HostPages
-from stepwell.transfer.torch_hands import TorchHands, TorchMemory
+from stepwell.transfer.store_worker import HostPages
+from stepwell.transfer.torch_copy_engine import TorchCopyEngine, TorchMemory
 
 CUDA_SHARE = 0.8  # of what is free on a GPU once the weights are there; passes need room of their own
 CPU_DEVICE_BYTES = 2 * 2**30
@@ -197,23 +197,23 @@ def _speculation(
 
 
 def _cache(spec: ModelSpec, config: CacheConfig, memories: Mapping[Tier, PageMemory | TorchMemory], identity: str) -> Cache:
-    hands: Hands
+    copy_engine: CopyEngine
     host: Sequence[HostPages] = [memories[Tier.HOST]] if Tier.HOST in memories else []
     if all(isinstance(memory, PageMemory) for memory in memories.values()):
-        hands = NumpyHands({tier: memory for tier, memory in memories.items() if isinstance(memory, PageMemory)})
+        copy_engine = NumpyCopyEngine({tier: memory for tier, memory in memories.items() if isinstance(memory, PageMemory)})
     else:
-        hands = TorchHands({tier: memory for tier, memory in memories.items() if isinstance(memory, TorchMemory)})
-    return build_cache(spec, config, hands=[hands], model=identity, host_pages=host)
+        copy_engine = TorchCopyEngine({tier: memory for tier, memory in memories.items() if isinstance(memory, TorchMemory)})
+    return build_cache(spec, config, copy_engines=[copy_engine], model=identity, host_pages=host)
 
 
 def _attach(cache: Cache, config: EngineConfig, opened: Store | None) -> Store | None:
     if config.store is None:
         return None
-    if not cache.host_memory:
+    if not cache.store.host_memory:
         raise ConfigError(_NEEDS_HOST)
     store = opened or open_store(config.store, options=config.store_options)
     try:
-        cache.attach_store(store, config.store_config)
+        cache.store.attach(store, config.store_config)
     except BaseException:
         if opened is None:
             store.close()

@@ -21,7 +21,6 @@ import torch
 from stepwell.base.clock import Clock, SystemClock
 from stepwell.base.errors import BadTokens, ConfigError, StepwellError
 from stepwell.cache.facade import Cache, StepReport
-from stepwell.cache.lease import Sources
 from stepwell.engine.footprint import Footprint
 from stepwell.engine.request import Ask, Delta, Finish, Request, Sampling, TokenLogprob, Usage
 from stepwell.engine.runner import Runner
@@ -31,6 +30,7 @@ from stepwell.engine.speculation import Speculation
 from stepwell.engine.stopping import StopFinder
 from stepwell.engine.textual import Text
 from stepwell.store.api import Store
+from stepwell.tiers.lease import Sources
 
 log = logging.getLogger(__name__)
 

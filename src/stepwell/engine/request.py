@@ -11,10 +11,10 @@ import torch
 from stepwell.base.config import MAX_PRIORITY
 from stepwell.base.errors import ConfigError
 from stepwell.base.keys import Namespace
-from stepwell.cache.lease import Lease, Sources
-from stepwell.cache.ticket import Ticket
 from stepwell.engine.stopping import StopFinder
 from stepwell.engine.textual import TextStream
+from stepwell.store_tier.ticket import Ticket
+from stepwell.tiers.lease import Lease, Sources
 from stepwell.tree.match import Match
 
 MAX_STOPS, MAX_LOGPROBS = 16, 20

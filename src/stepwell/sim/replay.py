@@ -1,6 +1,6 @@
 """Drives the production cache with the requests of a trace, one after the other, on a clock that follows the trace.
 
-    clock      stands at a request's arrival while it is served: copies and errands take no time of it
+    clock      stands at a request's arrival while it is served: copies and operations take no time of it
     answers    are not cached: a trace does not say what they hold
     seconds    to the first token are estimated for each request alone: no request waits for another
 
@@ -18,15 +18,15 @@ from stepwell.base.errors import ConfigError, NoRoom
 from stepwell.base.ids import Kind, Tier
 from stepwell.cache.build import build_cache
 from stepwell.cache.facade import Cache
-from stepwell.cache.lease import Lease, Sources
-from stepwell.cache.ticket import Ticket
 from stepwell.sim.ceiling import Ceiling
-from stepwell.sim.hands import CountingExecutor, CountingPorter, Traffic
+from stepwell.sim.copy_engine import CountingExecutor, CountingStoreExecutor, Traffic
 from stepwell.sim.report import Report
 from stepwell.sim.setup import Setup
 from stepwell.sim.store import CountingStore
 from stepwell.sim.tally import Tally
 from stepwell.sim.trace import Trace, TraceRequest, prompt_of
+from stepwell.store_tier.ticket import Ticket
+from stepwell.tiers.lease import Lease, Sources
 from stepwell.tree.match import Match
 
 CHUNK_TOKENS = 8192  # computed at a time, where a model's windows take room for every token of a chunk,
@@ -141,7 +141,7 @@ class Replay:
             report = self.cache.step()
             if not report.running and not report.storing:
                 return
-        raise AssertionError(f"the cache did not settle: {self.cache.pending=}")
+        raise AssertionError(f"the cache did not settle: {self.cache.stats().pending=}")
 
 
 def replay_trace(
@@ -187,8 +187,8 @@ def _attach_store(cache: Cache, setup: Setup, traffic: Traffic) -> CountingStore
         fetch_chunk_bytes=FETCH_CHUNK_BYTES,
     )
     store = CountingStore(setup.store_bytes)
-    porter = CountingPorter(setup.spec, store, traffic, setup.hardware, readers=config.readers)
-    cache.attach_store(store, config, porter=porter)
+    store_executor = CountingStoreExecutor(setup.spec, store, traffic, setup.hardware, readers=config.readers)
+    cache.store.attach(store, config, executor=store_executor)
     return store
 
 

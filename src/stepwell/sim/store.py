@@ -28,7 +28,7 @@ class _Value:
 
 
 class CountingStore:
-    """Names of at most `capacity_bytes` of values. It is asked through `CountingPorter`: there are no bytes to read."""
+    """Names of at most `capacity_bytes` of values. It is asked through `CountingStoreExecutor`: there are no bytes to read."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self._capacity_bytes = capacity_bytes

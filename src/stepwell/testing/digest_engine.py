@@ -17,7 +17,7 @@ from stepwell.base.ids import Kind, Tier
 from stepwell.base.plan import PageIds
 from stepwell.base.spec import ModelSpec, Part, Point, Prefix
 from stepwell.base.tokens import TOKEN_BYTES
-from stepwell.cache.lease import Lease
+from stepwell.tiers.lease import Lease
 from stepwell.transfer.memory import Bytes, PageMemory
 
 POISON = 0xDB

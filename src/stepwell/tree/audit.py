@@ -42,7 +42,7 @@ def _audit_node(tree: Tree, node: Node) -> None:
     assert 1 <= node.num_pages <= NODE_PAGES, f"{node} has a length of {node.num_pages}"
     assert len(node.first) + len(node.rest) == node.num_pages * tree.page_bytes, f"{node} has tokens for another length"
     assert node.parent.parent is None or node.expires_at <= node.parent.expires_at, f"{node} outlives its parent"
-    for state, token in (node.lacking or {}).items():
+    for state, token in (node.missing_states or {}).items():
         assert node.start <= token // tree.spec.page_tokens < node.end, f"{node} has a note of {state} at token {token}"
     held = np.zeros(node.num_pages, np.bool_)
     for run in node.runs:

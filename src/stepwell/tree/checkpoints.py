@@ -112,8 +112,8 @@ def _let_go(tree: Tree, residency: Residency) -> None:
     """Gives back the pages of a checkpoint that left a tier, and says so."""
     for kind, ids in residency.spans():
         tree.arenas[residency.tier].drop(kind, ids)
-    if tree.on_left is not None:
-        tree.on_left(residency)
+    for told in tree.on_left:
+        told(residency)
 
 
 def _leave(checkpoint: Checkpoint, node: Node) -> None:

@@ -217,7 +217,7 @@ class Ranking:
             visit=visit,
             distance=(max(end - checkpoint.page, 0) + 1) * page_tokens,
             next_distance=(max(end - follower.page, 0) + 1) * page_tokens if follower is not None else 0,
-            rests=residency.rests,
+            sole_copy=residency.sole_copy,
         )
         return Standing(USEFUL, self._value.place(facts))
 

@@ -40,7 +40,7 @@ BAD_TOKENS: list[tuple[object, str]] = [
 @pytest.mark.parametrize(("tokens", "says"), [*BAD_TOKENS, ([], "empty prompt"), (np.empty(0, np.int32), "empty prompt")])
 def test_prompts_that_are_none(tokens: object, says: str) -> None:
     rig = Rig(HYBRID)
-    for verb in (rig.cache.lookup, rig.cache.explain, rig.cache.pin):
+    for verb in (rig.cache.lookup, rig.cache.explain, rig.cache.pins.add):
         with pytest.raises(BadTokens, match=says):
             verb(tokens)  # type: ignore[operator]
     _nothing_held(rig)
@@ -256,4 +256,4 @@ def _verbs(rig: Rig, lease) -> list[Callable[[], None]]:  # type: ignore[no-unty
 
 def _nothing_held(rig: Rig) -> None:
     rig.idle_check()
-    assert not any(rig.cache.used_bytes(tier) for tier in (Tier.DEVICE, Tier.HOST))
+    assert not any(rig.cache.stats().tier(tier).used_bytes for tier in (Tier.DEVICE, Tier.HOST))

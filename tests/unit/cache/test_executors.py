@@ -10,10 +10,10 @@ from stepwell import Cache, CacheConfig, Lease, Tier, build_cache
 from stepwell.base.ids import JobId
 from stepwell.base.plan import Plan, Purpose
 from stepwell.cache.build import layouts_for, numpy_memories
-from stepwell.cache.executor import Executor, InlineExecutor, ThreadExecutor
-from stepwell.cache.room import make_room
+from stepwell.jobs.copy_executor import CopyExecutor, InlineCopyExecutor, ThreadCopyExecutor
 from stepwell.testing import DigestEngine, ScriptedExecutor
-from stepwell.transfer.hands import Hands, NumpyHands, Work
+from stepwell.tiers.eviction import make_room
+from stepwell.transfer.copy_engine import CopyEngine, NumpyCopyEngine, Work
 from toys import HYBRID, NO_INTERVALS, Rig, text
 from waiting import PATIENCE_S, settle, wait_until
 
@@ -24,7 +24,7 @@ EMPTY = Plan(job=JobId(7), purpose=Purpose.SAVE, copies=())
 class Gate:
     """Hands that wait until they are let through, and may then fail."""
 
-    def __init__(self, inner: Hands) -> None:
+    def __init__(self, inner: CopyEngine) -> None:
         self._inner = inner
         self.open = threading.Event()
         self.error: Exception | None = None
@@ -53,9 +53,9 @@ class Threaded:
 
     def __init__(self) -> None:
         memories = [numpy_memories(HYBRID, layouts_for(HYBRID, CONFIG)) for _ in range(2)]
-        self.gates = [Gate(NumpyHands(memory)) for memory in memories]
+        self.gates = [Gate(NumpyCopyEngine(memory)) for memory in memories]
         self.engine = DigestEngine(HYBRID, memories)
-        self.cache: Cache = build_cache(HYBRID, CONFIG, hands=self.gates, on_free=self.engine.poison)
+        self.cache: Cache = build_cache(HYBRID, CONFIG, copy_engines=self.gates, on_free=self.engine.poison)
 
     def let_through(self, *, failing: int | None = None) -> None:
         for rank, gate in enumerate(self.gates):
@@ -98,7 +98,7 @@ def test_threads_save_and_load_every_byte(threaded: Threaded) -> None:
     threaded.cache.close()
 
 
-def test_step_never_blocks_while_hands_are_stuck(threaded: Threaded) -> None:
+def test_step_never_blocks_while_a_copy_is_stuck(threaded: Threaded) -> None:
     lease = threaded.cache.acquire(threaded.cache.lookup(text(1, 17)))
     threaded.cache.grow(lease, 16)
     threaded.engine.compute(lease, 16)
@@ -129,13 +129,13 @@ def test_one_rank_that_fails_makes_a_miss_and_keeps_its_error(threaded: Threaded
     threaded.cache.close()
 
 
-@pytest.mark.parametrize("make", [InlineExecutor, ThreadExecutor, ScriptedExecutor])
+@pytest.mark.parametrize("make", [InlineCopyExecutor, ThreadCopyExecutor, ScriptedExecutor])
 def test_a_plan_completes_once_and_with_the_first_ranks_error(make: type) -> None:
-    ok, bad = Gate(NumpyHands({})), Gate(NumpyHands({}))
+    ok, bad = Gate(NumpyCopyEngine({})), Gate(NumpyCopyEngine({}))
     bad.error = ValueError("no")
     for gate in (ok, bad):
         gate.open.set()
-    executor: Executor = make([ok, bad])
+    executor: CopyExecutor = make([ok, bad])
     executor.submit(EMPTY)
     if isinstance(executor, ScriptedExecutor):
         executor.finish_all()
@@ -146,9 +146,9 @@ def test_a_plan_completes_once_and_with_the_first_ranks_error(make: type) -> Non
     assert executor.completed() == []
 
 
-@pytest.mark.parametrize("make", [InlineExecutor, ThreadExecutor, ScriptedExecutor])
-def test_hands_that_cannot_begin_fail_like_hands_that_cannot_copy(make: type) -> None:
-    executor: Executor = make([NumpyHands({}), Unwilling()])
+@pytest.mark.parametrize("make", [InlineCopyExecutor, ThreadCopyExecutor, ScriptedExecutor])
+def test_an_engine_that_cannot_begin_fails_like_one_that_cannot_copy(make: type) -> None:
+    executor: CopyExecutor = make([NumpyCopyEngine({}), Unwilling()])
     executor.submit(EMPTY)
     executor.drain(30)
     executor.close()
@@ -157,14 +157,14 @@ def test_hands_that_cannot_begin_fail_like_hands_that_cannot_copy(make: type) ->
 
 
 def test_saves_that_are_stuck_do_not_delay_what_a_request_waits_for() -> None:
-    saves, others = Gate(NumpyHands({})), Gate(NumpyHands({}))
+    saves, others = Gate(NumpyCopyEngine({})), Gate(NumpyCopyEngine({}))
     others.open.set()
 
     class Sorting:
         def begin(self, plan: Plan) -> Work:
             return (saves if plan.purpose is Purpose.SAVE else others).begin(plan)
 
-    executor = ThreadExecutor([Sorting()])
+    executor = ThreadCopyExecutor([Sorting()])
     for number in range(8):
         executor.submit(Plan(job=JobId(number), purpose=Purpose.SAVE, copies=()))
     executor.submit(Plan(job=JobId(99), purpose=Purpose.LOAD, copies=()))
@@ -178,7 +178,7 @@ def test_saves_that_are_stuck_do_not_delay_what_a_request_waits_for() -> None:
 
 def test_inline_executor_serves_a_whole_cache() -> None:
     memories = numpy_memories(HYBRID, layouts_for(HYBRID, CONFIG))
-    cache = build_cache(HYBRID, CONFIG, executor=InlineExecutor([NumpyHands(memories)]))
+    cache = build_cache(HYBRID, CONFIG, executor=InlineCopyExecutor([NumpyCopyEngine(memories)]))
     with cache.acquire(cache.lookup(text(1, 17))) as lease:
         cache.grow(lease, 16)
         cache.commit(lease, 16)

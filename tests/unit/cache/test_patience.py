@@ -10,12 +10,12 @@ import pytest
 from stepwell import Cause, Lease, Tier
 from stepwell.base.clock import ManualClock
 from stepwell.base.config import PrefetchPolicy, StoreConfig
-from stepwell.cache.ticket import Ticket
 from stepwell.store.api import Store
 from stepwell.store.memory import MemoryStore
 from stepwell.store.wrappers import Faults, Faulty, Slow
-from stepwell.testing import TimedPorter
-from stepwell.transfer.store_hands import StoreHands
+from stepwell.store_tier.ticket import Ticket
+from stepwell.testing import TimedStoreExecutor
+from stepwell.transfer.store_worker import StoreWorker
 from toys import FULL, HYBRID, PAGE, Rig, text
 
 TOKENS_PER_S = 40.0
@@ -29,18 +29,18 @@ class Process:
 
     def __init__(self, make: Make, store: MemoryStore, config: StoreConfig | None = None) -> None:
         self.clock = ManualClock()
-        self.porter = TimedPorter(self.clock)
+        self.store_executor = TimedStoreExecutor(self.clock)
         self.rig = Rig(FULL, device_pages=1024, host_pages=2048, clock=self.clock)
-        slow = make(store, self.porter.sleep)
-        self.porter.serve([StoreHands(slow, self.rig.memories[0][Tier.HOST])])
-        self.rig.cache.attach_store(slow, config or StoreConfig(), porter=self.porter)
+        slow = make(store, self.store_executor.sleep)
+        self.store_executor.serve([StoreWorker(slow, self.rig.memories[0][Tier.HOST])])
+        self.rig.cache.store.attach(slow, config or StoreConfig(), executor=self.store_executor)
 
     def wait(self, *tickets: Ticket) -> float:
         """Steps until every ticket is ready; says how long that took."""
         began_s = self.clock.now()
         while not all(ticket.ready for ticket in tickets):
             open_ones = [ticket.ended_s for ticket in tickets if not ticket.ready]
-            next_s = min(self.porter.next_answer_s(), *open_ones)
+            next_s = min(self.store_executor.next_answer_s(), *open_ones)
             self.clock.advance(max(next_s - self.clock.now(), 0.0) + 1e-6)
             self.rig.cache.step()
         return self.clock.now() - began_s
@@ -160,7 +160,7 @@ def test_a_fetch_that_was_given_up_is_counted_and_explained(filled: MemoryStore)
 def test_pages_that_were_on_their_way_are_explained_too(filled: MemoryStore) -> None:
     here = Rig(FULL, device_pages=1024, host_pages=1024, store=filled, store_config=StoreConfig())
     ticket = here.cache.prefetch(here.cache.lookup(PROMPT))
-    here.porter.finish_all()
+    here.store_executor.finish_all()
     here.cache.step()
     here.clock.advance(1000.0)
     assert ticket.ready and not ticket.complete
@@ -185,7 +185,7 @@ def test_best_effort_says_that_it_never_waits() -> None:
     Rig(HYBRID, host_pages=256, store=store).serve(text(1, 41))
     here = Rig(HYBRID, host_pages=256, store=store, store_config=StoreConfig(prefetch=PrefetchPolicy.BEST_EFFORT))
     ticket = here.cache.prefetch(here.cache.lookup(text(1, 41)))
-    here.porter.finish_all()
+    here.store_executor.finish_all()
     here.cache.step()
     ticket.close()
     assert "best_effort" in here.cache.explain(text(1, 41)).detail

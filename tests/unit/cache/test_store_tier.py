@@ -9,10 +9,10 @@ import pytest
 
 from stepwell import CacheConfig, Cause, ConfigError, Kind, LeaseError, ModelSpec, Tier, WritePolicy, build_cache
 from stepwell.base.config import PrefetchPolicy, StoreConfig
-from stepwell.base.errand import Ask, Fate, FetchCheckpoint, FetchPages, PutCheckpoint, PutPages
-from stepwell.cache.link import LinkState
+from stepwell.base.store_op import FetchCheckpoint, FetchPages, FindItems, ItemStatus, PutCheckpoint, PutPages
 from stepwell.store.api import NO_PARENT, Space, Write, WriteOutcome
 from stepwell.store.memory import MemoryStore
+from stepwell.store_tier.link import LinkState
 from toys import ALL_MODELS, FULL, FULL_POINT, HYBRID, PAGE, Rig, text
 from waiting import step_until
 
@@ -70,8 +70,8 @@ def test_only_what_is_not_in_memory_is_fetched() -> None:
     after = rig(FULL, filled(FULL))
     after.serve(PROMPT[: 4 * PAGE + 1])
     ticket = after.cache.prefetch(after.cache.lookup(PROMPT))
-    ask = after.porter.errand(after.porter.pending[-1]).task
-    assert isinstance(ask, Ask) and len(ask.pages) == 6
+    ask = after.store_executor.op(after.store_executor.pending[-1]).task
+    assert isinstance(ask, FindItems) and len(ask.pages) == 6
     after.settle()
     assert after.core.counters["fetched_pages"] == 6
     sources = after.serve(PROMPT, ticket=ticket)
@@ -81,9 +81,9 @@ def test_only_what_is_not_in_memory_is_fetched() -> None:
 def test_a_prompt_in_memory_asks_the_store_for_nothing() -> None:
     after = rig(FULL, filled(FULL))
     after.serve(PROMPT)
-    sent = after.porter.num_submitted
+    sent = after.store_executor.num_submitted
     ticket = after.cache.prefetch(after.cache.lookup(PROMPT))
-    assert ticket.ready and ticket.complete and after.porter.num_submitted == sent
+    assert ticket.ready and ticket.complete and after.store_executor.num_submitted == sent
 
 
 @pytest.mark.parametrize("spec", [FULL_POINT, HYBRID], ids=["point", "hybrid"])
@@ -113,7 +113,7 @@ def test_a_checkpoint_alone_is_fetched_when_its_pages_are_in_memory() -> None:
 def test_one_fetch_serves_everybody_who_wants_the_same_pages() -> None:
     after = rig(HYBRID, filled(HYBRID))
     first = after.cache.prefetch(after.cache.lookup(PROMPT))
-    after.porter.finish_all()
+    after.store_executor.finish_all()
     after.cache.step()  # asked; fetching
     second = after.cache.prefetch(after.cache.lookup(PROMPT))
     after.settle()
@@ -140,10 +140,10 @@ def test_a_prompt_that_branches_off_shares_only_what_it_shares() -> None:
 def test_closing_one_of_two_tickets_leaves_the_fetch_to_the_other() -> None:
     after = rig(FULL, filled(FULL))
     first = after.cache.prefetch(after.cache.lookup(PROMPT))
-    after.porter.finish_all()
+    after.store_executor.finish_all()
     after.cache.step()
     second = after.cache.prefetch(after.cache.lookup(PROMPT))
-    after.porter.finish_all()
+    after.store_executor.finish_all()
     first.close()
     after.cache.step()
     after.settle()
@@ -156,12 +156,12 @@ def test_a_ticket_that_is_closed_calls_its_fetch_off_and_keeps_what_arrived() ->
     after = rig(FULL, filled(FULL), store_config=one_page)
     ticket = after.cache.prefetch(after.cache.lookup(PROMPT))
     assert ticket.ready and not ticket.complete, "best effort never waits"
-    after.porter.finish_all()
+    after.store_executor.finish_all()
     after.cache.step()
-    chunks = after.porter.pending
+    chunks = after.store_executor.pending
     assert len(chunks) == 10
     for job in chunks[:3]:
-        after.porter.finish(job)
+        after.store_executor.finish(job)
     after.cache.step()
     lease = after.open(PROMPT, ticket=ticket)
     assert lease.sources.store == 3 * PAGE
@@ -183,10 +183,10 @@ def test_a_hybrid_that_is_stopped_early_falls_back_to_a_checkpoint_before() -> N
     one_page = StoreConfig(prefetch=PrefetchPolicy.BEST_EFFORT, fetch_chunk_bytes=1)
     after = rig(FULL_POINT, store, store_config=one_page)
     ticket = after.cache.prefetch(after.cache.lookup(prompt))
-    after.porter.finish_all()
+    after.store_executor.finish_all()
     after.cache.step()
-    for job in after.porter.pending[:27]:  # 25 pages and the checkpoints at 10 and 20
-        after.porter.finish(job)
+    for job in after.store_executor.pending[:27]:  # 25 pages and the checkpoints at 10 and 20
+        after.store_executor.finish(job)
     after.cache.step()
     lease = after.open(prompt, ticket=ticket)
     assert lease.resume == 20 * PAGE and lease.sources.store == 20 * PAGE
@@ -247,14 +247,14 @@ def test_parents_go_before_children_and_members_before_their_manifest() -> None:
             here.compute(lease, min(lease.position + 2 * PAGE, len(PROMPT)))
             here.executor.finish_all()
             here.cache.step()
-    tasks = [here.porter.errand(job).task for job in here.porter.pending]
+    tasks = [here.store_executor.op(job).task for job in here.store_executor.pending]
     kinds = [type(task) for task in tasks]
     assert kinds == [PutPages] * 4, "no more than so many are under way; the rest waits in line"
     firsts = [task.first for task in tasks if isinstance(task, PutPages)]
     assert firsts == sorted(firsts)
-    here.porter.finish_all()
+    here.store_executor.finish_all()
     here.cache.step()
-    assert [type(here.porter.errand(job).task) for job in here.porter.pending] == [PutPages, PutCheckpoint]
+    assert [type(here.store_executor.op(job).task) for job in here.store_executor.pending] == [PutPages, PutCheckpoint]
 
 
 def test_a_node_may_split_while_it_is_backed_up() -> None:
@@ -264,7 +264,7 @@ def test_a_node_may_split_while_it_is_backed_up() -> None:
         here.compute(lease, len(PROMPT))
         here.executor.finish_all()
         here.cache.step()
-    assert here.porter.pending
+    assert here.store_executor.pending
     here.serve_without_audit(PROMPT[: 4 * PAGE] + text(2, 3 * PAGE))
     here.settle()
     assert rig(FULL, store).serve_fetched(PROMPT).store == 10 * PAGE
@@ -289,8 +289,8 @@ def test_a_backup_that_fails_is_tried_again_at_the_next_use() -> None:
         here.compute(lease, len(PROMPT))
     here.executor.finish_all()
     here.cache.step()
-    for job in here.porter.pending:
-        here.porter.finish(job, fate=Fate.FAILED)
+    for job in here.store_executor.pending:
+        here.store_executor.finish(job, status=ItemStatus.FAILED)
     report = here.cache.step()
     assert report.failures and here.core.counters["backup_failures"] == 1 and not store._values
     here.serve(PROMPT)
@@ -308,7 +308,7 @@ class StrictStore(MemoryStore):
     def write_from(self, space: Space, writes: Sequence[Write]) -> list[WriteOutcome]:
         self.num_asked += 1
         if self.num_asked > 50:
-            pytest.fail("the same is tried for ever")  # no Exception, which a porter would take for the store's
+            pytest.fail("the same is tried for ever")  # no Exception, which a executor would take for the store's
         return [outcome for write in writes for outcome in self._judged(space, write)]
 
     def _judged(self, space: Space, write: Write) -> list[WriteOutcome]:
@@ -327,7 +327,7 @@ def test_a_path_whose_beginning_was_given_up_by_the_store_is_whole_again_after_i
     here = rig(FULL, store)
     here.serve(PROMPT)
     store.lose(lost)
-    longer = PROMPT[:-1] + text(2, 40 * PAGE + 1)  # more than one errand takes: it stays in line
+    longer = PROMPT[:-1] + text(2, 40 * PAGE + 1)  # more than one operation takes: it stays in line
     here.serve(longer)
     assert here.core.counters["backup_failures"] == 1, "no more than was under way: what was refused is not tried again"
     here.serve(longer)
@@ -347,7 +347,7 @@ def test_what_refused_pages_stand_on_goes_down_again_at_once() -> None:
 
 
 @pytest.mark.parametrize("spec", [FULL, HYBRID], ids=["full", "hybrid"])
-@pytest.mark.parametrize("most", [0, 16, 20])  # 16: a page is refused where an errand begins
+@pytest.mark.parametrize("most", [0, 16, 20])  # 16: a page is refused where an operation begins
 def test_a_store_that_stays_full_is_not_asked_for_ever(spec: ModelSpec, most: int) -> None:
     store = StrictStore(most)
     here = rig(spec, store)
@@ -362,7 +362,7 @@ def test_a_store_that_stays_full_is_not_asked_for_ever(spec: ModelSpec, most: in
 def test_what_one_store_refused_is_offered_to_the_next() -> None:
     here = rig(HYBRID, StrictStore(0))
     here.serve(PROMPT)
-    here.cache.detach_store()
+    here.cache.store.detach()
     store = MemoryStore()
     here.attach(store)
     here.settle()
@@ -419,13 +419,13 @@ def test_a_store_comes_and_goes_with_requests_in_flight() -> None:
     old, new = filled(FULL), MemoryStore()
     here = rig(FULL, old)
     ticket = here.cache.prefetch(here.cache.lookup(PROMPT))
-    here.porter.finish_all()
+    here.store_executor.finish_all()
     here.cache.step()
-    porter = here.porter
-    here.cache.detach_store()
-    assert here.cache.store_state is LinkState.DETACHED
+    store_executor = here.store_executor
+    here.cache.store.detach()
+    assert here.cache.store.state is LinkState.DETACHED
     here.attach(new)
-    porter.finish_all()
+    store_executor.finish_all()
     report = here.cache.step()
     assert report.detached == (old,), "what was under way has come home, and the store may be closed"
     assert here.serve(PROMPT, ticket=ticket).store == 10 * PAGE, "nothing that was on its way is lost"
@@ -438,13 +438,13 @@ def test_attaching_twice_and_detaching_nothing_are_errors() -> None:
     here = rig(FULL, MemoryStore())
     with pytest.raises(ConfigError, match="attached already"):
         here.attach(MemoryStore())
-    here.cache.detach_store()
+    here.cache.store.detach()
     with pytest.raises(ConfigError, match="no store"):
-        here.cache.detach_store()
+        here.cache.store.detach()
     with pytest.raises(ConfigError, match="host_bytes"):
-        Rig(FULL, device_pages=64).cache.attach_store(MemoryStore())
+        Rig(FULL, device_pages=64).cache.store.attach(MemoryStore())
     with pytest.raises(ConfigError, match="host_pages"):
-        Rig(FULL, device_pages=64, host_pages=64).cache.attach_store(MemoryStore())
+        Rig(FULL, device_pages=64, host_pages=64).cache.store.attach(MemoryStore())
 
 
 def test_a_ticket_is_for_its_own_prompt() -> None:
@@ -491,26 +491,26 @@ def test_explain_names_a_store_that_is_switched_off() -> None:
     here = rig(FULL, filled(FULL))
     for _ in range(3):
         ticket = here.cache.prefetch(here.cache.lookup(PROMPT))
-        for job in here.porter.pending:
-            here.porter.finish(job, fate=Fate.FAILED)
+        for job in here.store_executor.pending:
+            here.store_executor.finish(job, status=ItemStatus.FAILED)
         here.cache.step()
         ticket.close()
-    assert here.cache.store_state is LinkState.SWITCHED_OFF
+    assert here.cache.store.state is LinkState.SWITCHED_OFF
     assert here.cache.explain(PROMPT).cause is Cause.STORE_OFF
-    sent = here.porter.num_submitted
-    assert here.cache.prefetch(here.cache.lookup(PROMPT)).ready and here.porter.num_submitted == sent
+    sent = here.store_executor.num_submitted
+    assert here.cache.prefetch(here.cache.lookup(PROMPT)).ready and here.store_executor.num_submitted == sent
     here.clock.advance(1.5)
     assert here.serve_fetched(PROMPT).store == 10 * PAGE, "it is tried again after a while"
-    assert here.cache.store_state is LinkState.ATTACHED
+    assert here.cache.store.state is LinkState.ATTACHED
 
 
 def test_a_store_that_never_answers_costs_a_miss_and_holds_its_pages() -> None:
     here = rig(FULL, filled(FULL), store_config=StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, errand_timeout_s=5.0))
     ticket = here.cache.prefetch(here.cache.lookup(PROMPT))
-    here.porter.finish_all()
+    here.store_executor.finish_all()
     here.cache.step()
-    (fetch,) = here.porter.pending
-    assert isinstance(here.porter.errand(fetch).task, FetchPages)
+    (fetch,) = here.store_executor.pending
+    assert isinstance(here.store_executor.op(fetch).task, FetchPages)
     here.clock.advance(6.0)
     report = here.cache.step()
     assert ticket.ready and "no answer" in report.failures[0]
@@ -525,7 +525,7 @@ def test_the_cache_works_with_threads() -> None:
     config = CacheConfig(device_bytes=64 * 1024, host_bytes=64 * 1024, page_alignment_bytes=16)
     for expected in (0, 10 * PAGE):
         cache = build_cache(HYBRID, config)
-        cache.attach_store(store, replace(WAIT, recompute_tokens_per_s=1.0))  # worth it, however busy the machine is
+        cache.store.attach(store, replace(WAIT, recompute_tokens_per_s=1.0))  # worth it, however busy the machine is
         ticket = cache.prefetch(cache.lookup(PROMPT))
         step_until(cache, lambda: ticket.ready)  # noqa: B023 - called at once
         with cache.acquire(cache.lookup(PROMPT), ticket=ticket) as lease:
@@ -540,12 +540,12 @@ def test_the_cache_works_with_threads() -> None:
         cache.audit()
 
 
-def test_a_checkpoint_is_one_errand() -> None:
+def test_a_checkpoint_is_one_operation() -> None:
     here = rig(HYBRID, filled(HYBRID))
     ticket = here.cache.prefetch(here.cache.lookup(PROMPT))
-    here.porter.finish_all()
+    here.store_executor.finish_all()
     here.cache.step()
-    tasks = [here.porter.errand(job).task for job in here.porter.pending]
+    tasks = [here.store_executor.op(job).task for job in here.store_executor.pending]
     assert sum(isinstance(task, FetchCheckpoint) for task in tasks) == 1
     ticket.close()
     here.settle()

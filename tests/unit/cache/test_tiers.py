@@ -6,9 +6,9 @@ import pytest
 
 from stepwell import EvictionPolicy, Kind, LeaseState, NoRoom, Tier, WritePolicy
 from stepwell.base.plan import PageIds, Purpose
-from stepwell.cache import restore
-from stepwell.cache.core import Core
 from stepwell.memory.arena import Need
+from stepwell.tiers import restore
+from stepwell.tiers.state import CacheState
 from toys import ALL_MODELS, FULL, FULL_POINT, HYBRID, Rig, text
 
 
@@ -32,7 +32,7 @@ def test_write_through_saves_at_commit() -> None:
 def test_selective_saves_at_the_second_use() -> None:
     rig = Rig(HYBRID, host_pages=64, write=WritePolicy.SELECTIVE)
     rig.serve(text(1, 17))
-    assert rig.cache.used_bytes(Tier.HOST) == 0
+    assert rig.cache.stats().tier(Tier.HOST).used_bytes == 0
     rig.serve(text(1, 17))
     assert rig.used(Tier.HOST, Kind.PREFIX) == 4 and rig.used(Tier.HOST, Kind.POINT) == 1
 
@@ -41,7 +41,7 @@ def test_write_back_saves_when_the_device_needs_the_room() -> None:
     rig = Rig(FULL, device_pages=16, host_pages=64, write=WritePolicy.BACK)
     rig.serve(text(1, 29))
     rig.serve(text(2, 29))
-    assert rig.cache.used_bytes(Tier.HOST) == 0
+    assert rig.cache.stats().tier(Tier.HOST).used_bytes == 0
     with pytest.raises(NoRoom) as refusal:
         rig.open(text(3, 29))
     assert refusal.value.waiting and rig.pending(Purpose.SAVE)
@@ -56,7 +56,7 @@ def test_write_back_gives_up_when_the_host_is_full_instead_of_blocking() -> None
     for name in range(6):
         rig.serve(text(name, 29))
     assert rig.cache.counters["save_skipped_no_room"] > 0
-    assert rig.cache.used_bytes(Tier.HOST) <= 32
+    assert rig.cache.stats().tier(Tier.HOST).used_bytes <= 32
 
 
 @pytest.mark.parametrize("write", list(WritePolicy))
@@ -65,7 +65,7 @@ def test_device_only(write: WritePolicy) -> None:
     for name in range(8):
         rig.serve(text(name, 17))
     assert rig.cache.counters["evicted_device_pages"] > 0
-    assert rig.cache.used_bytes(Tier.HOST) == 0
+    assert rig.cache.stats().tier(Tier.HOST).used_bytes == 0
     assert rig.serve(text(7, 17)).device == 16
 
 
@@ -83,9 +83,11 @@ def test_a_full_device_keeps_what_was_used_last(policy: EvictionPolicy) -> None:
 def test_available_bytes_are_what_no_request_holds() -> None:
     rig = Rig(FULL, device_pages=32)
     rig.serve(text(1, 33))
-    assert rig.cache.available_bytes(Tier.DEVICE) == 32 * 32 and rig.cache.available_bytes(Tier.HOST) == 0
+    assert (
+        rig.cache.stats().tier(Tier.DEVICE).available_bytes == 32 * 32 and rig.cache.stats().tier(Tier.HOST).available_bytes == 0
+    )
     lease = rig.ready(text(1, 33))
-    assert rig.cache.available_bytes(Tier.DEVICE) == (32 - 9) * 32
+    assert rig.cache.stats().tier(Tier.DEVICE).available_bytes == (32 - 9) * 32
     rig.cache.release(lease)
 
 
@@ -155,7 +157,7 @@ def test_a_save_that_takes_too_long_counts_as_failed_and_holds_its_pages_till_it
         rig.executor.answer(job, error=error)
     rig.cache.step()
     rig.idle_check()
-    assert rig.cache.used_bytes(Tier.HOST) == 0 and rig.serve(text(1, 17)).device == 16
+    assert rig.cache.stats().tier(Tier.HOST).used_bytes == 0 and rig.serve(text(1, 17)).device == 16
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -183,7 +185,9 @@ def test_used_bytes_never_exceed_a_budget_that_is_not_a_whole_number_of_pages() 
     rig = Rig(HYBRID, device_pages=37, host_pages=23)
     for name in range(10):
         rig.serve([*text(1, 4), *text(name, 9)])
-        assert rig.cache.used_bytes(Tier.DEVICE) <= 37 * 32 and rig.cache.used_bytes(Tier.HOST) <= 23 * 32
+        assert (
+            rig.cache.stats().tier(Tier.DEVICE).used_bytes <= 37 * 32 and rig.cache.stats().tier(Tier.HOST).used_bytes <= 23 * 32
+        )
 
 
 def test_room_that_is_on_its_way_for_a_promotion_is_not_reported_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +198,7 @@ def test_room_that_is_on_its_way_for_a_promotion_is_not_reported_as_none(monkeyp
         rig.evict_all(Tier.DEVICE)
     asked = []
 
-    def refuse(core: Core, tier: Tier, need: Need) -> dict[Kind, PageIds]:
+    def refuse(core: CacheState, tier: Tier, need: Need) -> dict[Kind, PageIds]:
         asked.append(need[Kind.POINT])
         raise NoRoom("being saved", waiting=len(asked) == 1)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tree_bench import GONE, Bench
 
 from stepwell import Tier
-from stepwell.policy.habits import Habits
+from stepwell.policy.reuse_model import ReuseModel
 from stepwell.policy.value import Expected
 from stepwell.tree.checkpoints import drop_residency
 from stepwell.tree.node import Checkpoint, Residency
@@ -13,7 +13,7 @@ from stepwell.tree.pruning import truncate
 
 
 def _bench() -> Bench:
-    return Bench(value=Expected(Habits(page_tokens=4)))
+    return Bench(value=Expected(ReuseModel(page_tokens=4)))
 
 
 def _left(bench: Bench, path: list[int], page: int, tier: Tier = Tier.DEVICE) -> Checkpoint:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tree_bench import GONE, Bench
 
 from stepwell import Tier
-from stepwell.policy.habits import Habits
+from stepwell.policy.reuse_model import ReuseModel
 from stepwell.policy.value import Expected, LeastRecent, Place
 from stepwell.tree.checkpoints import drop_residency
 from stepwell.tree.node import Residency, Run, Use, Victim
@@ -98,7 +98,7 @@ def test_pages_become_worthless_when_their_checkpoint_goes() -> None:
 
 
 def test_the_checkpoint_that_saves_most_per_byte_stays_longest() -> None:
-    bench = Bench(value=Expected(Habits(page_tokens=4)))
+    bench = Bench(value=Expected(ReuseModel(page_tokens=4)))
     path = list(range(1, 13))
     bench.insert(path, let_go=True)
     for page in (2, 3, 12):  # saves 2, 1 and 9 pages of recompute

@@ -15,10 +15,10 @@ import torch
 from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Kind
 from stepwell.base.spec import ModelSpec, Point, StateSpec
-from stepwell.cache.lease import Lease
 from stepwell.engine.batch import Segment
 from stepwell.engine.request import Request
 from stepwell.engine.scheduler import Chunk
+from stepwell.tiers.lease import Lease
 
 DRAFT = "draft"  # the state whose rows say whether a token was drafted
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import isinf
 
-from stepwell.cache.pin import Pin
 from stepwell.engine.engine import Engine
+from stepwell.tiers.pin import Pin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -26,10 +26,10 @@ class Pins:
     def add(self, engine: Engine, tokens: list[int], *, salt: str | None, ttl_s: float | None) -> dict[str, object]:
         """Pins what is cached of a prompt. Nothing is kept, and no number given, when that is nothing."""
         namespace = engine.cache.namespace_for(salt=salt) if salt else None
-        pin = engine.cache.pin(tokens, namespace=namespace, ttl_s=ttl_s)
+        pin = engine.cache.pins.add(tokens, namespace=namespace, ttl_s=ttl_s)
         kept = _Kept(pin=pin, prompt_tokens=len(tokens), salt=salt)
         if pin.tokens == 0:
-            engine.cache.unpin(pin)
+            engine.cache.pins.release(pin)
             return _shown(engine, None, kept)
         self._last += 1
         self._kept[self._last] = kept
@@ -44,7 +44,7 @@ class Pins:
         self._forget_ended(engine)
         kept = self._kept.pop(number, None)
         if kept is not None:
-            engine.cache.unpin(kept.pin)
+            engine.cache.pins.release(kept.pin)
         return kept is not None
 
     def release_all(self, engine: Engine, *, salt: str | None) -> int:

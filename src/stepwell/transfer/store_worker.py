@@ -167,11 +167,8 @@ class StoreWorker:
         statuses, digests = self._judge(space, reads, results)
         unsettled = False
         if statuses.count(ItemStatus.OK) < len(statuses):
-            bad = [
-                read.key
-                for read, status in zip(reads, statuses, strict=True)
-                if status.is_damage and status is not ItemStatus.VERSION
-            ]
+            judged = zip(reads, statuses, strict=True)
+            bad = [read.key for read, status in judged if status.is_damage and status is not ItemStatus.VERSION]
             if bad:
                 self._forget(space, bad)
             unsettled = any(result.outcome in _UNSETTLED for result in results)

@@ -6,7 +6,7 @@ share of the store; an item has arrived when it arrived on all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TypeAlias
@@ -105,12 +105,11 @@ def num_items(task: Task) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StoreOp:
-    """A task under a number. `cancelled` may become true at any time, from another thread's point of view."""
+    """A task under a number."""
 
     job: JobId
     namespace: Namespace
     task: Task
-    cancelled: Callable[[], bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,6 +27,7 @@ from stepwell.tiers.state import CacheState
 from stepwell.transfer.copy_engine import CopyEngine, NumpyCopyEngine
 from stepwell.transfer.memory import PageMemory, must_fit
 from stepwell.transfer.store_worker import HostPages
+from stepwell.tree.references import References
 from stepwell.tree.tree import Tree
 
 
@@ -73,12 +74,13 @@ def build_cache(
     arenas = {tier: Arena(tier, layout, on_free=on_free) for tier, layout in layouts.items()}
     reuse = ReuseModel(spec.page_tokens) if config.eviction is EvictionPolicy.VALUE else None
     tree = Tree(spec, arenas, Expected(reuse) if reuse is not None else LeastRecent())
-    counters = Counters()
+    counters, refs = Counters(), References(tree)
     core = CacheState(
         spec=spec,
         config=config,
         tree=tree,
-        copies=CopyJobs(tree, executor, counters, clock),
+        refs=refs,
+        copies=CopyJobs(tree, refs, executor, counters, clock),
         counters=counters,
         clock=clock,
         reuse=reuse,
@@ -88,4 +90,4 @@ def build_cache(
     namespace = Namespace(model=model or spec.name, layout=spec.fingerprint)
     stores = StoreTier(core, host_pages, ranks=executor.num_ranks, names_weights=model is not None)
     core.below = stores
-    return Cache(core, executor, namespace, stores)
+    return Cache(core, namespace, stores)

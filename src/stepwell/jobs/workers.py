@@ -135,6 +135,10 @@ class RankJobs(Generic[T]):
         with self._changed:
             self._jobs[job] = _Job(lines, called_off)
 
+    def is_open(self, job: JobId) -> bool:
+        """Whether it was neither answered nor withdrawn."""
+        return job in self._jobs
+
     def prepare(self, job: JobId, rank: int, look: Callable[[], R]) -> R | None:
         """Does what comes before a rank's part, on the calling thread; None where the job was withdrawn. While it runs the job
         cannot be withdrawn.

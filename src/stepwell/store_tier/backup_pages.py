@@ -164,7 +164,7 @@ def _put_stretch(core: CacheState, link: StoreLink, namespace: Namespace, stretc
     link.num_putting += 1
     done = partial(_pages_put, core, link, stretch.nodes, first, size_bytes)
     task = PutPages(parent=parent, first=first, keys=tuple(keys), ids=ids)
-    link.ops.start(task, namespace, done, call=Call(), pages=((Kind.PREFIX, ids),))
+    link.ops.send(task, namespace, done, call=Call(), pages=((Kind.PREFIX, ids),))
 
 
 def _ready_after(core: CacheState, node: Node, start: int) -> PageIds:

@@ -151,7 +151,8 @@ class StoreLink:
 
     def holders(self) -> Iterator[tuple[Tier, Kind, PageIds]]:
         """Every reference held on the store's behalf, for audits."""
-        yield from self.ops.holders()
+        for span in self.ops.held():
+            yield span.tier, span.kind, span.ids
         for fetch in self.fetches:
             yield Tier.HOST, Kind.PREFIX, fetch.ids
 

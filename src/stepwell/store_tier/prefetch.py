@@ -51,7 +51,7 @@ def prefetch(core: CacheState, link: StoreLink | None, match: Match, request: Re
     boundaries = boundaries_to_ask(core, match, upto)
     task = FindItems(pages=keys[known:], boundaries=tuple(keys[page - 1] for page in boundaries))
     core.counters.add("prefetch_asked")
-    link.ops.start(task, match.namespace, partial(_asked, link, ticket, boundaries), call=ticket.call)
+    link.ops.send(task, match.namespace, partial(_asked, link, ticket, boundaries), call=ticket.call)
     return ticket
 
 
@@ -77,7 +77,7 @@ def close(core: CacheState, link: StoreLink | None, ticket: Ticket, used_tokens:
     waited_s = max(min(ticket.ended_s, now) - ticket.started_s, 0.0)
     given_up, finished = ticket.given_up, ticket.complete
     ticket.state = TicketState.CLOSED
-    ticket.call.is_off = True
+    ticket.call.cancel()
     if link is None or ticket not in link.tickets:
         return  # it never asked
     del link.tickets[ticket]

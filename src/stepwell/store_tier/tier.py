@@ -240,7 +240,7 @@ class StoreTier:
         if config.recompute_tokens_per_s is not None:
             self.compute = Speed(config.recompute_tokens_per_s)
         ops = StoreOps(
-            executor, host, core.copies, core.counters, core.clock, breaker,
+            executor, host, core.refs, core.counters, core.clock, breaker,
             timeout_s=config.errand_timeout_s, late_write_s=store.traits.late_write_s,
         )  # fmt: skip
         beliefs = Beliefs()

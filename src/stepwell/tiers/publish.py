@@ -67,7 +67,7 @@ def commit(core: CacheState, lease: Lease, upto: int, *, checkpoint: bool, last:
         if save_on_commit(core.config.write) and lease.trail is None:
             save_path(core, node)
     elif len(fork):
-        core.copies.release(Tier.DEVICE, Kind.POINT, fork)
+        core.refs.release(Tier.DEVICE, Kind.POINT, fork)
     slide(core, lease)
 
 
@@ -77,13 +77,13 @@ def slide(core: CacheState, lease: Lease) -> None:
     first = max(lease.position - spec.window_tokens, 0) // spec.window_page_tokens
     passed = min(max(first - lease.first_window, 0), len(lease.window_pages))
     if passed:
-        core.copies.release(Tier.DEVICE, Kind.WINDOW, lease.window_pages[:passed])
+        core.refs.release(Tier.DEVICE, Kind.WINDOW, lease.window_pages[:passed])
         lease.window_pages = lease.window_pages[passed:]
         lease.first_window += passed
     restored = lease.restored
     if restored is not None and restored.checkpoint.page * spec.page_tokens <= first * spec.window_page_tokens:
         lease.restored = None  # its windows are behind us, and its point was copied: it may be evicted again
-        core.copies.unpin(restored)
+        core.refs.unpin(restored)
 
 
 def _check_covered(core: CacheState, lease: Lease, upto: int) -> None:
@@ -120,7 +120,7 @@ def _leave_checkpoint(core: CacheState, lease: Lease, node: Node, page: int, for
     if residency is None:  # another request left the same one: it has two owners now
         _note_shared(node, page)
         if len(fork):
-            core.copies.release(Tier.DEVICE, Kind.POINT, fork)
+            core.refs.release(Tier.DEVICE, Kind.POINT, fork)
         return None
     core.counters.add("checkpoints_made")
     if len(points):
@@ -130,7 +130,7 @@ def _leave_checkpoint(core: CacheState, lease: Lease, node: Node, page: int, for
             _go_on_with(core, lease, fork)
             source = Span(tier=Tier.DEVICE, kind=Kind.POINT, ids=points)
             target = Span(tier=Tier.DEVICE, kind=Kind.POINT, ids=fork)
-            core.copies.start(Purpose.FORK, [Copy(source=source, target=target)], reads=(residency,))
+            core.copies.copy(Purpose.FORK, [Copy(source=source, target=target)], reads=(residency,))
     return residency.checkpoint
 
 

@@ -97,11 +97,11 @@ def _is_worth_promoting(core: CacheState, residency: Residency | None) -> bool:
 
 
 def _let_go(core: CacheState, holds: Holds) -> None:
-    core.copies.release(core.nearest, Kind.PREFIX, holds.near[holds.near != ABSENT])
+    core.refs.release(core.nearest, Kind.PREFIX, holds.near[holds.near != ABSENT])
     if len(holds.below):
-        core.copies.release(Tier.HOST, Kind.PREFIX, holds.below)
+        core.refs.release(Tier.HOST, Kind.PREFIX, holds.below)
     if holds.residency is not None:
-        core.copies.unpin(holds.residency)
+        core.refs.unpin(holds.residency)
 
 
 def _allocate(core: CacheState, match: Match, holds: Holds) -> dict[Kind, PageIds]:
@@ -178,10 +178,10 @@ def _fill(core: CacheState, lease: Lease, match: Match, holds: Holds, pages: dic
     lease.waits_for = [(kind, ids) for kind, ids in waits if len(ids)]
     promoted = _promote(core, holds.residency, pages, copies) if holds.promotes and holds.residency is not None else None
     reads = (holds.residency,) if holds.residency is not None else ()
-    if core.copies.start(Purpose.LOAD, copies, reads=reads, writes=promoted) is not None or lease.waits_for:
+    if core.copies.copy(Purpose.LOAD, copies, reads=reads, writes=promoted) is not None or lease.waits_for:
         lease.state = LeaseState.LOADING
     if len(holds.below):
-        core.copies.release(Tier.HOST, Kind.PREFIX, holds.below)  # the copy holds its own by now
+        core.refs.release(Tier.HOST, Kind.PREFIX, holds.below)  # the copy holds its own by now
 
 
 def _restore_checkpoint(core: CacheState, lease: Lease, residency: Residency, windows: PageIds) -> list[Copy]:

@@ -17,6 +17,7 @@ from stepwell.tiers.below import Below
 from stepwell.tiers.copies import CopyJobs
 from stepwell.tiers.one_thread import Owner
 from stepwell.tree.node import Loss, LossReason, Node, Victim
+from stepwell.tree.references import References
 from stepwell.tree.tree import Tree
 
 MOST_UNUSED_NAMESPACES = 1024
@@ -29,6 +30,7 @@ class CacheState:
     spec: ModelSpec
     config: CacheConfig
     tree: Tree
+    refs: References
     copies: CopyJobs
     counters: Counters
     clock: Clock

@@ -141,9 +141,9 @@ def test_a_plan_completes_once_and_with_the_first_ranks_error(make: type) -> Non
         executor.finish_all()
     executor.drain(30)
     executor.close()
-    (done,) = executor.completed()
+    (done,) = executor.answers()
     assert done.job == 7 and done.error == "rank 1: ValueError: no"
-    assert executor.completed() == []
+    assert executor.answers() == []
 
 
 @pytest.mark.parametrize("make", [InlineCopyExecutor, ThreadCopyExecutor, ScriptedExecutor])
@@ -152,7 +152,7 @@ def test_an_engine_that_cannot_begin_fails_like_one_that_cannot_copy(make: type)
     executor.submit(EMPTY)
     executor.drain(30)
     executor.close()
-    (done,) = executor.completed()
+    (done,) = executor.answers()
     assert done.error == "rank 1: OSError: no stream"
 
 
@@ -168,12 +168,12 @@ def test_saves_that_are_stuck_do_not_delay_what_a_request_waits_for() -> None:
     for number in range(8):
         executor.submit(Plan(job=JobId(number), purpose=Purpose.SAVE, copies=()))
     executor.submit(Plan(job=JobId(99), purpose=Purpose.LOAD, copies=()))
-    done = wait_until(executor.completed)
+    done = wait_until(executor.answers)
     assert [each.job for each in done] == [99]
     saves.open.set()
     executor.drain(30)
     executor.close()
-    assert len(executor.completed()) == 8
+    assert len(executor.answers()) == 8
 
 
 def test_inline_executor_serves_a_whole_cache() -> None:

@@ -298,7 +298,7 @@ def test_a_checkpoint_that_a_request_waits_for_is_not_behind_other_saves() -> No
     executor.submit(Plan(job=JobId(1), purpose=Purpose.SAVE, copies=()))
     executor.submit(Plan(job=JobId(2), purpose=Purpose.SAVE, copies=(), awaited=True))
     executor.drain(60)
-    assert [done.job for done in executor.completed()] == [2, 1]
+    assert [done.job for done in executor.answers()] == [2, 1]
     executor.close()
 
 

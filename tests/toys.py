@@ -205,16 +205,12 @@ class Rig:
     # ---- the store --------------------------------------------------------------------------------
 
     def attach(self, store: Store, config: StoreConfig | None = None, tuning: StoreTuning | None = None) -> None:
-        ranks = len(self.memories)
-        self.store_executor = ScriptedStoreExecutor(
-            [StoreWorker(store, memory[Tier.HOST], rank=rank, ranks=ranks) for rank, memory in enumerate(self.memories)]
-        )
-        self.cache.store.attach(
-            store,
-            config or StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, checkpoint_rest_s=0),
-            executor=self.store_executor,
-            tuning=tuning,
-        )
+        """Below workers of our own, which get the config's key."""
+        config = config or StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, checkpoint_rest_s=0)
+        hosts, ranks, key = [memory[Tier.HOST] for memory in self.memories], len(self.memories), config.key
+        self.store_workers = [StoreWorker(store, host, rank=rank, ranks=ranks, key=key) for rank, host in enumerate(hosts)]
+        self.store_executor = ScriptedStoreExecutor(self.store_workers)
+        self.cache.store.attach(store, replace(config, key=None), executor=self.store_executor, tuning=tuning)
 
     def fetched(self, tokens: Sequence[int], **request: object) -> Ticket:
         """A ticket for a prompt, with everything that the store has of it brought up."""

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from stepwell.cache.build import build_cache
     from stepwell.cache.explain import Cause, Explanation
     from stepwell.cache.facade import Cache, StepReport
+    from stepwell.store.key_file import read_store_key
     from stepwell.store.registry import open_store
     from stepwell.tiers.external import EnginePages
     from stepwell.tiers.lease import Lease, LeaseState, Sources
@@ -60,6 +61,7 @@ _HOMES = {
     "stepwell.cache.explain": ("Cause", "Explanation"),
     "stepwell.cache.facade": ("Cache", "StepReport"),
     "stepwell.tiers.lease": ("Lease", "LeaseState", "Sources"),
+    "stepwell.store.key_file": ("read_store_key",),
     "stepwell.store.registry": ("open_store",),
     "stepwell.tree.match": ("Match",),
 }
@@ -101,6 +103,7 @@ __all__ = [
     "build_cache",
     "load_spec",
     "open_store",
+    "read_store_key",
 ]
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from stepwell.base.errors import ConfigError
+from stepwell.base.store_key import StoreKey
 
 MAX_PRIORITY = 10  # each step doubles what a request's path is worth keeping,
 PRIORITY_STEP_S = 600.0  # and one is lost in so much time
@@ -47,6 +48,7 @@ class PrefetchPolicy(Enum):
 class StoreConfig:
     """How the cache uses a store."""
 
+    key: StoreKey | None = None  # what values are stamped with; only what was written with the same one is used
     prefetch: PrefetchPolicy = PrefetchPolicy.TIMEOUT
     prefetch_timeout_s: float = 30.0  # the longest that a request waits under TIMEOUT
     recompute_tokens_per_s: float | None = None  # how fast prompts are computed; measured where None

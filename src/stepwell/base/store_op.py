@@ -29,6 +29,7 @@ class ItemStatus(Enum):
     SWAPPED = "the store's copy is of other tokens"
     LENGTH = "the store's copy has another length"
     DAMAGED = "the store's copy is damaged"
+    OTHER_KEY = "the store's copy was not written with the same store key"
     NO_ROOM = "the store had no room for it"
     CANCELLED = "it was called off"
     FAILED = "the store failed"
@@ -42,7 +43,7 @@ class ItemStatus(Enum):
 _DAMAGE = frozenset(
     {
         ItemStatus.INCOMPLETE, ItemStatus.MIXED, ItemStatus.UNREADABLE, ItemStatus.VERSION, ItemStatus.FOREIGN,
-        ItemStatus.SWAPPED, ItemStatus.LENGTH, ItemStatus.DAMAGED,
+        ItemStatus.SWAPPED, ItemStatus.LENGTH, ItemStatus.DAMAGED, ItemStatus.OTHER_KEY,
     }
 )  # fmt: skip
 

@@ -94,6 +94,8 @@ class StoreTier:
         self._check(store)
         if executor is None:
             self._check_ranks()
+        elif config.key is not None:
+            raise ConfigError("an executor's workers stamp values with a key of their own: give it to them, not to StoreConfig")
         for old in self.links:
             if old.store is store:
                 old.stop_giving_back()
@@ -232,8 +234,9 @@ class StoreTier:
             )
 
     def _make_executor(self, store: Store, config: StoreConfig) -> StoreExecutor:
-        worker = [StoreWorker(store, memory, rank=i, ranks=self._ranks) for i, memory in enumerate(self._host_pages)]
-        return ThreadStoreExecutor(worker, self._core.clock, readers=config.readers, writers=config.writers)
+        key, ranks = config.key, self._ranks
+        workers = [StoreWorker(store, memory, rank=i, ranks=ranks, key=key) for i, memory in enumerate(self._host_pages)]
+        return ThreadStoreExecutor(workers, self._core.clock, readers=config.readers, writers=config.writers)
 
     def _make_link(self, store: Store, config: StoreConfig, tuning: StoreTuning, executor: StoreExecutor) -> StoreLink:
         core, breaker = self._core, Breaker()

@@ -21,7 +21,7 @@ from stepwell.base.keys import Namespace
 from stepwell.cache.porter import ThreadPorter
 from stepwell.store.api import Store
 from stepwell.store.log.opening import open_directory
-from stepwell.store.log.probe import Direct
+from stepwell.store.log.writing.probe import Direct
 from stepwell.transfer.store_hands import StoreHands
 from store.load import BATCH, Load, Took, timed
 

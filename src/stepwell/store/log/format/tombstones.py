@@ -20,8 +20,6 @@ from stepwell.store.api import KEY_BYTES, Space
 from stepwell.store.log.format.batch import Batch, Kind, split
 
 _TOMBSTONES = (Kind.DELETE, Kind.CLEAR, Kind.REVOKE)
-
-
 HOLDS_FROM_NOW = 0  # as_of of a tombstone that is new: becomes the number of its batch
 
 

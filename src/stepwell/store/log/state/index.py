@@ -22,8 +22,8 @@ from stepwell.store.log.format.batch import Batch, Kind, footprint, split
 from stepwell.store.log.format.snapshot import SHAPES
 from stepwell.store.log.state.columns import NO_SEGMENT, Columns, Rows
 
-_DEPTH_BITS = 20  # deeper values count as equally deep
-_MAX_DEPTH = (1 << _DEPTH_BITS) - 1
+DEPTH_BITS = 20  # deeper values count as equally deep
+_MAX_DEPTH = (1 << DEPTH_BITS) - 1
 _MOST_NOTES = 1 << 16  # walks put off
 _SLICE = 1 << 15  # values forgotten at once
 

@@ -18,10 +18,9 @@ import numpy.typing as npt
 
 from stepwell.store.log.format.batch import footprint
 from stepwell.store.log.state.columns import Columns, Rows
-from stepwell.store.log.state.index import Index
+from stepwell.store.log.state.index import DEPTH_BITS, Index
 
 NO_ROWS: Rows = np.zeros(0, np.int64)
-_DEPTH_BITS = 20
 _COLD_PART = 4  # of all values at most are not worth copying
 _SPACE_MIX = np.uint64(0x9E3779B97F4A7C15)
 
@@ -77,7 +76,7 @@ def coldest(index: Index, wanted_bytes: int, tenant: str) -> Rows:
 
 def _ranks(columns: Columns, rows: Rows) -> npt.NDArray[np.int64]:
     """The order of eviction: least recently used first, of those the deepest."""
-    return (columns.used[rows] << _DEPTH_BITS) - columns.depth[rows]
+    return (columns.used[rows] << DEPTH_BITS) - columns.depth[rows]
 
 
 def _coldest_cut(columns: Columns, rows: Rows, tombstone_bytes: Mapping[int, int], room: int) -> tuple[int, Rows, Rows]:

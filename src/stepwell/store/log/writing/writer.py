@@ -30,7 +30,7 @@ _LET_IN_S = 1e-4
 
 
 @dataclass(slots=True, eq=False)
-class _Share:
+class _Pending:
     """What is to be written for one request: values by their place in it."""
 
     request: PutRequest
@@ -71,7 +71,7 @@ class Writer:
         with self._state.lock:
             waiting = self._admit(requests, repeats)
             self._keep_quotas(waiting)
-        while waiting := [share for share in waiting if share.places]:
+        while waiting := [pending for pending in waiting if pending.places]:
             self._put_some(waiting)
         for (request, at), (earlier, first_at) in repeats:
             first = earlier.outcomes[first_at]
@@ -115,7 +115,7 @@ class Writer:
 
     # ---- inside -----------------------------------------------------------------------------------
 
-    def _admit(self, requests: Sequence[PutRequest], repeats: list[tuple[_Place, _Place]]) -> list[_Share]:
+    def _admit(self, requests: Sequence[PutRequest], repeats: list[tuple[_Place, _Place]]) -> list[_Pending]:
         """The values that are to be written; the others have their outcome, or repeat one of this group.
 
         What the new ones stand on counts as used.
@@ -123,17 +123,17 @@ class Writer:
         index, largest = self._state.index, self._state.budget.max_value_bytes
         index.next_tick()
         first: dict[tuple[bytes, bytes], _Place] = {}
-        shares = []
+        all_pending = []
         for request in requests:
             writes, digest = request.writes, request.space.digest
             known, keys = index.rows_of(digest), [write.key for write in writes]
-            share = _Share(request, list(range(len(writes))))
+            pending = _Pending(request, list(range(len(writes))))
             new = len(set(keys)) == len(keys) and known.keys().isdisjoint(keys) and len(requests) == 1
             if not new or max([len(write.data) for write in writes]) > largest:
-                share.places = [at for at in share.places if self._is_wanted(request, at, known, first, repeats)]
-            index.note_use(digest, {writes[at].parent for at in share.places}.difference(keys if new else ()))
-            shares.append(share)
-        return shares
+                pending.places = [at for at in pending.places if self._is_wanted(request, at, known, first, repeats)]
+            index.note_use(digest, {writes[at].parent for at in pending.places}.difference(keys if new else ()))
+            all_pending.append(pending)
+        return all_pending
 
     def _is_wanted(
         self,
@@ -156,7 +156,7 @@ class Writer:
             return True
         return False
 
-    def _keep_quotas(self, waiting: Sequence[_Share]) -> None:
+    def _keep_quotas(self, waiting: Sequence[_Pending]) -> None:
         """Tenants with a quota evict their own coldest values for what they write now; what exceeds it alone has no room.
 
         What a header has beside its entries, less than 5 KiB a batch, counts for nobody: it stays while any value of the batch
@@ -164,20 +164,20 @@ class Writer:
         """
         state = self._state
         needed = dict.fromkeys(state.quotas, 0)
-        for share in waiting if needed else ():
-            tenant = self._tenant(share.request.space)
+        for pending in waiting if needed else ():
+            tenant = self._tenant(pending.request.space)
             if tenant not in needed:
                 continue
             allowed = []
-            for at in share.places:
-                size = _on_disk(share.request.writes[at])
+            for at in pending.places:
+                size = _on_disk(pending.request.writes[at])
                 if needed[tenant] + size > state.quotas[tenant]:
-                    share.request.outcomes[at] = WriteOutcome.NO_ROOM
+                    pending.request.outcomes[at] = WriteOutcome.NO_ROOM
                     state.counters.add("over_quota")
                     continue
                 needed[tenant] += size
                 allowed.append(at)
-            share.places = allowed
+            pending.places = allowed
         for tenant, size in needed.items():
             self.keep_quota(tenant, size)
 
@@ -191,7 +191,7 @@ class Writer:
     def _tenant(self, space: Space) -> str:
         return (self._state.index.space_of(space.digest) or space).tenant  # the first to be seen names it
 
-    def _put_some(self, waiting: Sequence[_Share]) -> None:
+    def _put_some(self, waiting: Sequence[_Pending]) -> None:
         """Writes as many values as the active segment has room for, or makes room. Those written, or failed, wait no more."""
         state = self._state
         try:
@@ -204,25 +204,25 @@ class Writer:
         except OSError as error:
             state.must_be_ours()
             outcome = WriteOutcome.NO_ROOM if error.errno in NO_ROOM_ERRNOS else WriteOutcome.FAILED
-            count = sum(len(share.places) for share in waiting)
+            count = sum(len(pending.places) for pending in waiting)
             state.counters.add("no_room" if outcome is WriteOutcome.NO_ROOM else "failed_writes", count)
-            for share in waiting:
-                share.decide(outcome, len(share.places))
+            for pending in waiting:
+                pending.decide(outcome, len(pending.places))
             return
         done = left = sum(len(one.entries) for one in packed)
-        for share in waiting:
-            count = min(left, len(share.places))
+        for pending in waiting:
+            count = min(left, len(pending.places))
             left -= count
-            state.counters.add("written_bytes", share.decide(WriteOutcome.STORED, count))
+            state.counters.add("written_bytes", pending.decide(WriteOutcome.STORED, count))
         state.counters.add("written_values", done)
 
-    def _pack(self, waiting: Sequence[_Share]) -> list[PackedBatch]:
+    def _pack(self, waiting: Sequence[_Pending]) -> list[PackedBatch]:
         """Batches of the first values, as many as fit in the active segment. Earlier values are kept before later ones."""
         room = self._appender.room
         packed: list[PackedBatch] = []
-        for _, shares in groupby(waiting, key=lambda share: share.digest):
-            same = list(shares)
-            writes = [write for share in same for write in share.writes()]
+        for _, all_pending in groupby(waiting, key=lambda pending: pending.digest):
+            same = list(all_pending)
+            writes = [write for pending in same for write in pending.writes()]
             while writes:
                 one = pack_values(same[0].request.space, writes, room)
                 if one is None:

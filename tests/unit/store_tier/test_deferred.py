@@ -380,7 +380,7 @@ def test_an_heir_that_is_refused_when_many_rest_costs_nothing() -> None:
 
 
 def test_nothing_rests_before_a_store_that_others_read() -> None:
-    assert StoreConfig().rest_s(shared=False) == 30.0 and StoreConfig().rest_s(shared=True) == 0.0
+    assert StoreConfig().delay_s(shared=False) == 30.0 and StoreConfig().delay_s(shared=True) == 0.0
     assert StoreConfig(checkpoint_delay_s=5.0).rest_s(shared=True) == 5.0
 
 

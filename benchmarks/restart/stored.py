@@ -16,7 +16,7 @@ from stepwell.base.spec.presets import preset
 from stepwell.cache.build import layouts_for, numpy_memories
 from stepwell.cache.executor import ThreadExecutor
 from stepwell.engine.footprint import footprint
-from stepwell.engine.pages import DevicePages
+from stepwell.engine.passes.pages import DevicePages
 from stepwell.store.log.store import LogStore
 from stepwell.store.registry import open_store
 from stepwell.transfer.hands import NumpyHands

@@ -16,7 +16,7 @@ from stepwell.base.ids import Kind, Tier
 from stepwell.cache.room import make_room
 from stepwell.engine import Ask, Engine, EngineConfig, Limits, Sampling, build_engine
 from stepwell.engine.loading.checkpoint import Checkpoint
-from stepwell.engine.scheduler import Chunk
+from stepwell.engine.request import Chunk
 from waiting import run_to_the_end, settle
 
 PAGE = 16

@@ -21,7 +21,7 @@ from stepwell.cli.mooncake_config import mooncake_options
 if TYPE_CHECKING:
     from stepwell.engine.build import EngineConfig
     from stepwell.engine.engine import Engine
-    from stepwell.engine.server.served import Secrets
+    from stepwell.server.served import Secrets
 
 _API_KEY, _ADMIN_TOKEN = "STEPWELL_API_KEY", "STEPWELL_ADMIN_TOKEN"
 _LOCAL = ("127.0.0.1", "::1", "localhost")
@@ -88,7 +88,7 @@ def _configure_cache(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     try:
         from stepwell.engine.build import open_and_build
-        from stepwell.engine.server.running import ModelServer, address_of, bind
+        from stepwell.server.running import ModelServer, address_of, bind
     except ModuleNotFoundError as error:
         if (error.name or "stepwell").split(".")[0] == "stepwell":
             raise
@@ -172,7 +172,7 @@ def _store_options(args: Namespace, environment: Mapping[str, str]) -> dict[str,
 
 
 def _secrets(args: Namespace, environment: Mapping[str, str]) -> Secrets:
-    from stepwell.engine.server.served import Secrets
+    from stepwell.server.served import Secrets
 
     admin_token = args.admin_token or environment.get(_ADMIN_TOKEN) or secrets.token_urlsafe(24)
     return Secrets(api_key=args.api_key or environment.get(_API_KEY) or None, admin_token=admin_token)

@@ -23,13 +23,12 @@ from stepwell.base.errors import BadTokens, ConfigError, StepwellError
 from stepwell.cache.facade import Cache, StepReport
 from stepwell.cache.lease import Sources
 from stepwell.engine.footprint import Footprint
-from stepwell.engine.request import Ask, Delta, Finish, Request, Sampling, TokenLogprob, Usage
+from stepwell.engine.request import Ask, Chunk, Delta, Finish, Request, Sampling, TokenLogprob, Usage
 from stepwell.engine.runner import Runner
 from stepwell.engine.sampling import Choices, Chosen
-from stepwell.engine.scheduler import MAX_FAILED_LEASES, Chunk, Limits, Scheduler
+from stepwell.engine.scheduler import MAX_FAILED_LEASES, Limits, Scheduler
 from stepwell.engine.speculation import Speculation
-from stepwell.engine.stopping import StopFinder
-from stepwell.engine.textual import Text
+from stepwell.engine.text import StopFinder, Text
 from stepwell.store.api import Store
 
 log = logging.getLogger(__name__)

@@ -13,8 +13,7 @@ from stepwell.base.errors import ConfigError
 from stepwell.base.keys import Namespace
 from stepwell.cache.lease import Lease, Sources
 from stepwell.cache.ticket import Ticket
-from stepwell.engine.stopping import StopFinder
-from stepwell.engine.textual import TextStream
+from stepwell.engine.text import StopFinder, TextStream
 from stepwell.tree.match import Match
 
 MAX_STOPS, MAX_LOGPROBS = 16, 20
@@ -159,3 +158,27 @@ class Request:
 
     def __repr__(self) -> str:
         return f"Request(#{self.id}, {self.prompt_tokens}+{self.answer_tokens} tokens, at {self.position})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Chunk:
+    """The next tokens of a request, up to `end`; then room for `ahead` guesses of what follows, once they are `proposed`."""
+
+    request: Request
+    end: int
+    ahead: int = 0
+    proposed: tuple[int, ...] = ()
+
+    @property
+    def size(self) -> int:
+        return self.end + self.ahead - self.request.position
+
+    @property
+    def completes(self) -> bool:
+        """Whether a token can be sampled after it."""
+        return self.end == len(self.request.tokens)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it is the last token alone, and what may be guessed after it."""
+        return self.completes and self.end - self.request.position == 1

@@ -11,12 +11,12 @@ import torch
 
 from stepwell.base.ids import LeaseId
 from stepwell.cache.lease import Lease, LeaseState
-from stepwell.engine.batch import Batch, Segment
 from stepwell.engine.graphs import Graphs
 from stepwell.engine.models.base import Decoder
-from stepwell.engine.open_groups import OpenGroups
-from stepwell.engine.pages import DevicePages
-from stepwell.engine.scheduler import Chunk
+from stepwell.engine.passes.batch import Batch, Segment
+from stepwell.engine.passes.open_groups import OpenGroups
+from stepwell.engine.passes.pages import DevicePages
+from stepwell.engine.request import Chunk
 
 
 class Runner:

@@ -22,10 +22,9 @@ from stepwell.base.spec import Prefix, StateSpec
 from stepwell.cache.facade import Cache
 from stepwell.cache.lease import Lease
 from stepwell.engine.drafts.base import DRAFT, Draft, lease_of
-from stepwell.engine.pages import DevicePages
-from stepwell.engine.request import Request
+from stepwell.engine.passes.pages import DevicePages
+from stepwell.engine.request import Chunk, Request
 from stepwell.engine.runner import Runner
-from stepwell.engine.scheduler import Chunk
 
 MARK = 0xFF  # in every byte of a row: not a number, in all formats
 LOOKED_AT = 8  # bytes of a row that tell

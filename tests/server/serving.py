@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -17,8 +17,8 @@ from stepwell.engine.loading.chat import ChatTemplate
 from stepwell.engine.loading.checkpoint import Checkpoint
 from stepwell.engine.loading.random_hybrid import CHAT_TEMPLATE, byte_tokenizer
 from stepwell.engine.loading.weights import HeldTensors
+from stepwell.server.principals import Principals, Secrets, Tenant
 from stepwell.server.running import ModelServer, address_of, bind
-from stepwell.server.served import Secrets
 from waiting import PATIENCE_S, wait_until
 
 T = TypeVar("T")
@@ -102,6 +102,8 @@ def running(
     hosts: tuple[str, ...] = (),
     draft: Checkpoint | None = None,
     checkpoint: Checkpoint | None = None,
+    tenants: Sequence[Tenant] = (),
+    max_priority: int = 0,
     serving: Mapping[str, Any] | None = None,
     **settings: object,
 ) -> Iterator[Running]:
@@ -114,7 +116,7 @@ def running(
         engine,
         name=NAME,
         chat=checkpoint.chat,
-        secrets=Secrets(api_key=api_key, admin_token=ADMIN),
+        principals=Principals(Secrets(api_key=api_key, admin_token=ADMIN), tenants, max_priority=max_priority),
         hosts=hosts,
         store=config.store,
         store_config=config.store_config,

@@ -203,6 +203,6 @@ def test_priorities_above_the_server_s_bound_are_refused(http: httpx.Client) -> 
     refused = http.post(COMPLETIONS, json=body | {"priority": 1})
     assert refused.status_code == 400 and "--max-priority 1" in error_of(refused)["message"]
     assert http.post(COMPLETIONS, json=body | {"priority": 0}).status_code == 200
-    with running(serving={"max_priority": 3}) as made, httpx.Client(base_url=made.address, timeout=60) as other:
+    with running(max_priority=3) as made, httpx.Client(base_url=made.address, timeout=60) as other:
         statuses = [other.post(COMPLETIONS, json=body | {"priority": priority}).status_code for priority in (3, 4, 11)]
     assert statuses == [200, 400, 400]

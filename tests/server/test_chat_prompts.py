@@ -10,7 +10,8 @@ from stepwell.engine.loading.chat import ChatTemplate
 from stepwell.engine.loading.random_hybrid import CHAT_TEMPLATE, byte_tokenizer
 from stepwell.server.chat import chat_prompt
 from stepwell.server.errors import ApiError
-from stepwell.server.served import Secrets, Served
+from stepwell.server.principals import Principals, Secrets
+from stepwell.server.served import Served
 
 SYSTEM = {"role": "system", "content": "Be a well."}
 USER = {"role": "user", "content": "How deep?"}
@@ -28,7 +29,7 @@ def served(template: str | None) -> Served:
         chat=ChatTemplate(template, bos_token="<bos>"),
         max_context=1000,
         metrics=nothing,
-        secrets=Secrets(api_key=None, admin_token="x"),
+        principals=Principals(Secrets(api_key=None, admin_token="x")),
     )
 
 

@@ -110,6 +110,12 @@ class Cache:
         return self._namespace
 
     @property
+    def namespaces(self) -> tuple[Namespace, ...]:
+        """Those that have something in memory."""
+        known = self._core.namespaces
+        return tuple(known[digest] for digest in self._core.tree.roots if digest in known)
+
+    @property
     def store_state(self) -> LinkState:
         """Whether a store is attached, and whether it is in use."""
         return self._stores.state

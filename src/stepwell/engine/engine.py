@@ -118,7 +118,7 @@ class Engine:
         request = Request(
             id=self._last_id,
             ask=ask,
-            namespace=self.cache.namespace_for(salt=ask.salt) if ask.salt is not None else self.cache.namespace,
+            namespace=self.cache.namespace_for(salt=ask.salt, tenant=ask.tenant),
             max_tokens=sampling.max_tokens or room,
             stream=self.text.stream(ask.tokens) if self.text is not None else None,
             stops=StopFinder(sampling.stop),

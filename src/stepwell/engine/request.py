@@ -51,11 +51,15 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """One request. `salt` separates tenants; `hints` are token counts worth a checkpoint, such as the end of a system prompt."""
+    """One request. Only those with the same `tenant` and `salt` share cached state.
+
+    `hints` are token counts worth a checkpoint, such as the end of a system prompt.
+    """
 
     tokens: Sequence[int]
     sampling: Sampling = field(default_factory=Sampling)
     salt: str | None = None
+    tenant: str | None = None  # whose quota of the store it counts against
     priority: int = 0
     ttl_s: float | None = None
     hints: tuple[int, ...] = ()

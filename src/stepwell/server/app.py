@@ -7,7 +7,7 @@ import asyncio
 from fastapi import APIRouter, FastAPI, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from stepwell.server.access import asking
+from stepwell.server.access import watching
 from stepwell.server.cache_routes import order_router, question_router
 from stepwell.server.chat import chat_router
 from stepwell.server.completions import completions_router
@@ -33,7 +33,7 @@ def build_app(served: Served, stores: Stores, door: Door) -> FastAPI:
         models_router(served),
         completions_router(served),
         chat_router(served),
-        question_router(served, stores),
+        question_router(served, stores, pins),
         order_router(served, stores, pins),
         _metrics_router(served),
     ):
@@ -42,7 +42,7 @@ def build_app(served: Served, stores: Stores, door: Door) -> FastAPI:
 
 
 def _metrics_router(served: Served) -> APIRouter:
-    router = APIRouter(dependencies=[] if served.open_metrics else [asking(served.secrets)])
+    router = APIRouter(dependencies=[] if served.open_metrics else [watching(served.principals)])
 
     @router.get("/metrics")
     async def metrics() -> Response:

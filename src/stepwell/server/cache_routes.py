@@ -2,11 +2,12 @@
 
 GET     /cache                state, sizes, counters of all together
 POST    /cache/explain        why a prompt would resume where it would
-POST    /cache/flush          empty device and host memory, of one salt or of all; pins go too
+POST    /cache/flush          empty device and host memory, of one tenant, one salt or of all; pins go too
 POST    /cache/store          attach a store; DELETE takes it away
 POST    /cache/pins           keep what is cached of a prompt; GET lists pins, DELETE /cache/pins/{id} releases one
 
-What a salt separates stays apart here too: without the admin token nobody learns what others have asked, or pinned.
+What tenants and salts separate stays apart here too: without the admin token nobody learns what others have asked, or pinned.
+Tenants ask for themselves, and see their own pins; who has the admin token names the tenant that is meant.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from pydantic import ConfigDict, Field, field_validator
 
 from stepwell.cache.question import Question
 from stepwell.engine.engine import Engine
-from stepwell.server.access import asking, changing
+from stepwell.server.access import asking, changing, owning, principal_of, watching
 from stepwell.server.chat import chat_prompt
-from stepwell.server.errors import ApiError
+from stepwell.server.errors import AUTHENTICATION, ApiError
 from stepwell.server.pins import Pins
+from stepwell.server.principals import Principal
 from stepwell.server.reading import read_body
-from stepwell.server.requests import Body, Kept, TokenIds, whole
+from stepwell.server.requests import Body, Kept, TokenIds, must_be_within_ttl, whole
 from stepwell.server.served import Served
 from stepwell.server.state import read_state
 from stepwell.server.stores import Stores
@@ -34,7 +36,13 @@ _POLL_S = 0.005  # between looks at whether a question is ready
 _DETACH_WAIT_S = 10.0  # for the store to be closed, before the answer is that it will be
 
 
-class PromptBody(Kept):
+class Owned(Kept):
+    """What belongs to somebody: to whoever asks, unless the operator names a tenant."""
+
+    tenant: str | None = None
+
+
+class PromptBody(Owned):
     """A prompt in any of the ways the other routes take one."""
 
     prompt: str | TokenIds | None = None
@@ -49,7 +57,7 @@ class PinBody(PromptBody):
     ttl_s: float | None = Field(None, gt=0)
 
 
-class FlushBody(Kept):
+class FlushBody(Owned):
     model_config = ConfigDict(extra="forbid")  # a field that is misspelt must not empty everything
 
 
@@ -67,18 +75,23 @@ class StoreBody(Body):
         return whole(store)
 
 
-def question_router(served: Served, stores: Stores) -> APIRouter:
-    router = APIRouter(dependencies=[asking(served.secrets)])
+def question_router(served: Served, stores: Stores, pins: Pins) -> APIRouter:
+    router, principals = APIRouter(), served.principals
 
-    @router.get("/cache")
+    @router.get("/cache", dependencies=[watching(principals)])
     async def state() -> dict[str, Any]:
         return await served.call(lambda engine: _state(engine, served, stores))
 
-    @router.post("/cache/explain")
+    @router.get("/cache/pins", dependencies=[owning(principals)])
+    async def listed(request: Request) -> dict[str, Any]:
+        return {"pins": await served.call(lambda engine: pins.shown(engine, principal_of(request)))}
+
+    @router.post("/cache/explain", dependencies=[asking(principals)])
     async def explain(request: Request) -> dict[str, Any]:
         body, size_bytes = await read_body(served, request, PromptBody)
+        owner = _owner(served, request, body)
         tokens = await served.aside(size_bytes, lambda: _tokens(served, body))
-        question = await served.call(lambda engine: _question(engine, tokens, body.cache_salt))
+        question = await served.call(lambda engine: _question(engine, owner, tokens, body.cache_salt))
         while not await served.call(lambda engine: question.ready):
             await asyncio.sleep(_POLL_S)  # the store answers between passes, or its time runs out
         return await served.call(lambda engine: _explained(engine, question))
@@ -87,12 +100,13 @@ def question_router(served: Served, stores: Stores) -> APIRouter:
 
 
 def order_router(served: Served, stores: Stores, pins: Pins) -> APIRouter:
-    router = APIRouter(dependencies=[changing(served.secrets)])
+    router = APIRouter(dependencies=[changing(served.principals)])
 
     @router.post("/cache/flush")
     async def flush(request: Request) -> dict[str, Any]:
         body, _ = await read_body(served, request, FlushBody)
-        return await served.call(lambda engine: _flush(engine, pins, body.cache_salt))
+        owner = _owner(served, request, body)
+        return await served.call(lambda engine: _flush(engine, pins, owner, body.cache_salt))
 
     @router.post("/cache/store")
     async def attach(request: Request) -> dict[str, Any]:
@@ -112,12 +126,10 @@ def order_router(served: Served, stores: Stores, pins: Pins) -> APIRouter:
     @router.post("/cache/pins")
     async def pin(request: Request) -> dict[str, Any]:
         body, size_bytes = await read_body(served, request, PinBody)
+        owner = _owner(served, request, body)
+        must_be_within_ttl(owner, body.ttl_s, param="ttl_s")
         tokens = await served.aside(size_bytes, lambda: _tokens(served, body))
-        return await served.call(lambda engine: pins.add(engine, tokens, salt=body.cache_salt, ttl_s=body.ttl_s))
-
-    @router.get("/cache/pins")
-    async def listed() -> dict[str, Any]:
-        return {"pins": await served.call(pins.shown)}
+        return await served.call(lambda engine: pins.add(engine, owner, tokens, salt=body.cache_salt, ttl_s=body.ttl_s))
 
     @router.delete("/cache/pins/{number}")
     async def unpin(number: int) -> dict[str, Any]:
@@ -126,6 +138,19 @@ def order_router(served: Served, stores: Stores, pins: Pins) -> APIRouter:
         return {"id": number, "released": True}
 
     return router
+
+
+def _owner(served: Served, request: Request, body: Owned) -> Principal:
+    """Whose state a body means. Raises ApiError for a tenant that is not the asker's to name, or that is not known."""
+    asker = principal_of(request)
+    if body.tenant is None or body.tenant == asker.name:
+        return asker
+    if not asker.operates:
+        raise ApiError(403, "only the admin token may name a tenant: leave it out", type=AUTHENTICATION, param="tenant")
+    tenant = served.principals.tenant(body.tenant)
+    if tenant is None:
+        raise ApiError(404, f"there is no tenant {body.tenant!r:.80} here", param="tenant", code="tenant_not_found")
+    return tenant
 
 
 def _tokens(served: Served, body: PromptBody) -> list[int]:
@@ -164,8 +189,8 @@ def _state(engine: Engine, served: Served, stores: Stores) -> dict[str, Any]:
     }
 
 
-def _question(engine: Engine, tokens: list[int], salt: str | None) -> Question:
-    return engine.cache.question(tokens, namespace=engine.cache.namespace_for(salt=salt) if salt else None)
+def _question(engine: Engine, owner: Principal, tokens: list[int], salt: str | None) -> Question:
+    return engine.cache.question(tokens, namespace=engine.cache.namespace_for(salt=owner.salted(salt), tenant=owner.name))
 
 
 def _explained(engine: Engine, question: Question) -> dict[str, Any]:
@@ -190,8 +215,16 @@ def _explained(engine: Engine, question: Question) -> dict[str, Any]:
     }
 
 
-def _flush(engine: Engine, pins: Pins, salt: str | None) -> dict[str, Any]:
-    """Pins of what is flushed are let go first: they would keep bytes that nobody can reach any more."""
-    released = pins.release_all(engine, salt=salt)
-    engine.cache.flush(namespace=engine.cache.namespace_for(salt=salt) if salt else None)
-    return {"flushed": "all" if salt is None else "salt", "released_pins": released}
+def _flush(engine: Engine, pins: Pins, owner: Principal, salt: str | None) -> dict[str, Any]:
+    """One tenant, one salt of somebody, or all. Pins go first: they would keep bytes that nobody can reach any more."""
+    released = pins.release_all(engine, tenant=owner.name, salt=salt)
+    if salt is not None:
+        engine.cache.flush(namespace=engine.cache.namespace_for(salt=owner.salted(salt), tenant=owner.name))
+        return {"flushed": "salt", "released_pins": released}
+    if owner.name is None:
+        engine.cache.flush()
+        return {"flushed": "all", "released_pins": released}
+    for namespace in engine.cache.namespaces:
+        if namespace.tenant == owner.name:
+            engine.cache.flush(namespace=namespace)
+    return {"flushed": "tenant", "released_pins": released}

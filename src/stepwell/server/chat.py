@@ -15,11 +15,12 @@ from fastapi import APIRouter, Request, Response
 from stepwell.base.errors import ConfigError
 from stepwell.engine.request import Ask, Delta
 from stepwell.engine.text import Text
-from stepwell.server.access import asking
+from stepwell.server.access import asking, principal_of
 from stepwell.server.door import arrived_s
 from stepwell.server.errors import ApiError
 from stepwell.server.logprobs import chat_logprobs
 from stepwell.server.models import must_be_served
+from stepwell.server.principals import Principal
 from stepwell.server.reading import read_body
 from stepwell.server.replies import reply
 from stepwell.server.requests import ChatBody, Unknown, asks_of, refuse_unsupported, sampling_of
@@ -34,20 +35,21 @@ Message = Mapping[str, Any]
 
 
 def chat_router(served: Served) -> APIRouter:
-    router, unknown = APIRouter(dependencies=[asking(served.secrets)]), Unknown()
+    router, unknown = APIRouter(dependencies=[asking(served.principals)]), Unknown()
 
     @router.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         body, size_bytes = await read_body(served, request, ChatBody)
         must_be_served(served, body.model)
-        refuse_unsupported(body, max_priority=served.max_priority, unknown=unknown)
-        asks = await served.aside(size_bytes, lambda: _asks(served, body, arrived_s(request)))
+        principal = principal_of(request)
+        refuse_unsupported(body, principal, unknown)
+        asks = await served.aside(size_bytes, lambda: _asks(served, body, principal, arrived_s(request)))
         return await reply(request, served, body, asks, ChatForm(served.text))
 
     return router
 
 
-def _asks(served: Served, body: ChatBody, arrived_s: float) -> list[Ask]:
+def _asks(served: Served, body: ChatBody, principal: Principal, arrived_s: float) -> list[Ask]:
     max_tokens = body.max_completion_tokens or body.max_tokens
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
@@ -59,7 +61,7 @@ def _asks(served: Served, body: ChatBody, arrived_s: float) -> list[Ask]:
     tools = None if body.tool_choice == "none" else body.tools
     tokens, hints = chat_prompt(served, body.messages, tools, options)
     served.must_fit(tokens, max_tokens=max_tokens, param="messages")
-    return asks_of(body, tokens, sampling, arrived_s=arrived_s, hints=hints)
+    return asks_of(body, principal, tokens, sampling, arrived_s=arrived_s, hints=hints)
 
 
 def chat_prompt(

@@ -9,11 +9,12 @@ from fastapi import APIRouter, Request, Response
 
 from stepwell.engine.request import Ask, Delta
 from stepwell.engine.text import Text
-from stepwell.server.access import asking
+from stepwell.server.access import asking, principal_of
 from stepwell.server.door import arrived_s
 from stepwell.server.errors import ApiError
 from stepwell.server.logprobs import completion_logprobs
 from stepwell.server.models import must_be_served
+from stepwell.server.principals import Principal
 from stepwell.server.reading import read_body
 from stepwell.server.replies import reply
 from stepwell.server.requests import (
@@ -28,20 +29,21 @@ from stepwell.server.served import MAX_CHOICES, Served
 
 
 def completions_router(served: Served) -> APIRouter:
-    router, unknown = APIRouter(dependencies=[asking(served.secrets)]), Unknown()
+    router, unknown = APIRouter(dependencies=[asking(served.principals)]), Unknown()
 
     @router.post("/v1/completions")
     async def completions(request: Request) -> Response:
         body, size_bytes = await read_body(served, request, CompletionBody)
         must_be_served(served, body.model)
-        refuse_unsupported(body, max_priority=served.max_priority, unknown=unknown)
-        asks = await served.aside(size_bytes, lambda: _asks(served, body, arrived_s(request)))
+        principal = principal_of(request)
+        refuse_unsupported(body, principal, unknown)
+        asks = await served.aside(size_bytes, lambda: _asks(served, body, principal, arrived_s(request)))
         return await reply(request, served, body, asks, CompletionForm(served.text))
 
     return router
 
 
-def _asks(served: Served, body: CompletionBody, arrived_s: float) -> list[Ask]:
+def _asks(served: Served, body: CompletionBody, principal: Principal, arrived_s: float) -> list[Ask]:
     max_tokens = body.max_tokens or DEFAULT_COMPLETION_TOKENS
     sampling = sampling_of(body, served.defaults, max_tokens=max_tokens, logprobs=body.logprobs)
     prompts = _prompts(served, body.prompt)
@@ -49,7 +51,7 @@ def _asks(served: Served, body: CompletionBody, arrived_s: float) -> list[Ask]:
         raise ApiError(400, f"prompts times n is {len(prompts) * body.choices}, and at most {MAX_CHOICES}", param="n")
     for tokens in prompts:
         served.must_fit(tokens, max_tokens=max_tokens, param="prompt")
-    return [ask for tokens in prompts for ask in asks_of(body, tokens, sampling, arrived_s=arrived_s)]
+    return [ask for tokens in prompts for ask in asks_of(body, principal, tokens, sampling, arrived_s=arrived_s)]
 
 
 def _prompts(served: Served, prompt: str | list[str] | list[int] | list[list[int]]) -> list[list[int]]:

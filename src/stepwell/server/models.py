@@ -13,7 +13,7 @@ from stepwell.server.served import Served
 
 
 def models_router(served: Served) -> APIRouter:
-    router = APIRouter(dependencies=[asking(served.secrets)])
+    router = APIRouter(dependencies=[asking(served.principals)])
     card = {
         "id": served.name,
         "object": "model",

@@ -18,11 +18,13 @@ from stepwell.base.config import MAX_PRIORITY
 from stepwell.base.errors import ConfigError
 from stepwell.engine.request import Ask, Sampling
 from stepwell.server.errors import ApiError
+from stepwell.server.principals import Principal
 from stepwell.server.served import MAX_CHOICES
 
 log = logging.getLogger(__name__)
 
 MAX_SALT = 256
+_ASK_OPERATOR = "have it raised in the server's tenants file"
 DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's
 _INT64 = 2**63
 _MOST_WARNINGS = 100  # clients choose names of fields
@@ -172,11 +174,13 @@ class Unknown:
                 log.warning("requests have a field %r, which is not known here and is ignored", name[:80])
 
 
-def refuse_unsupported(body: Asked, *, max_priority: int, unknown: Unknown) -> None:
+def refuse_unsupported(body: Asked, principal: Principal, unknown: Unknown) -> None:
     """Raises ApiError for fields that ask for another answer than this server can make, or for more than clients may."""
-    if (body.priority or 0) > max_priority:
-        message = f"priority may be at most {max_priority} here: leave it out, or start the server with --max-priority"
-        raise ApiError(400, f"{message} {body.priority}", param="priority", code="unsupported_parameter")
+    if (body.priority or 0) > principal.max_priority:
+        more = f"start the server with --max-priority {body.priority}" if principal.name is None else _ASK_OPERATOR
+        message = f"priority may be at most {principal.max_priority} here: leave it out, or {more}"
+        raise ApiError(400, message, param="priority", code="unsupported_parameter")
+    must_be_within_ttl(principal, body.cache_ttl_s, param="cache_ttl_s")
     fields = dict(body.model_extra or {})
     if isinstance(body, ChatBody):
         fields["tool_choice"] = body.tool_choice
@@ -189,6 +193,12 @@ def refuse_unsupported(body: Asked, *, max_priority: int, unknown: Unknown) -> N
     unknown.note(name for name in fields if name not in _ONLY_VALUES and name not in _CHANGE_NOTHING)
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options is only for stream=true", param="stream_options")
+
+
+def must_be_within_ttl(principal: Principal, ttl_s: float | None, *, param: str) -> None:
+    if not principal.within_ttl(ttl_s):
+        message = f"{param} may be at most {principal.max_ttl_s:g} here: leave it out for that, or {_ASK_OPERATOR}"
+        raise ApiError(400, message, param=param, code="unsupported_parameter")
 
 
 def sampling_of(
@@ -213,15 +223,16 @@ def sampling_of(
 
 
 def asks_of(
-    body: Asked, tokens: list[int], sampling: Sampling, *, arrived_s: float, hints: tuple[int, ...] = ()
-) -> list[Ask]:  # fmt: skip
+    body: Asked, principal: Principal, tokens: list[int], sampling: Sampling, *, arrived_s: float, hints: tuple[int, ...] = ()
+) -> list[Ask]:
     """One for each choice wanted of a prompt. With a seed each gets its own, so that they differ and repeat."""
     first = Ask(
         tokens=tokens,
         sampling=sampling,
-        salt=body.cache_salt,
+        salt=principal.salted(body.cache_salt),
+        tenant=principal.name,
         priority=body.priority or 0,
-        ttl_s=body.cache_ttl_s,
+        ttl_s=principal.ttl_s(body.cache_ttl_s),
         hints=hints,
         use_cache=body.use_cache is not False,
         arrived_s=arrived_s,

@@ -22,7 +22,8 @@ from stepwell.engine.loop import EngineLoop
 from stepwell.server.app import build_app
 from stepwell.server.door import Door
 from stepwell.server.metrics import Metrics
-from stepwell.server.served import MAX_BODY_BYTES, Secrets, Served
+from stepwell.server.principals import Principals
+from stepwell.server.served import MAX_BODY_BYTES, Served
 from stepwell.server.stores import Stores
 
 DRAIN_S = 30.0  # that answers have to finish when the server is told to stop
@@ -58,11 +59,10 @@ class ModelServer:
         *,
         name: str,
         chat: ChatTemplate,
-        secrets: Secrets,
+        principals: Principals,
         defaults: Mapping[str, float | int | bool] | None = None,
         max_body_bytes: int = MAX_BODY_BYTES,
         hosts: tuple[str, ...] = (),
-        max_priority: int = 0,
         open_metrics: bool = False,
         drain_s: float = DRAIN_S,
         store: str | None = None,
@@ -70,7 +70,7 @@ class ModelServer:
     ) -> None:
         """`store`: what the engine has opened already, by name; `store_config` is for stores attached later."""
         self._loop = EngineLoop(engine)
-        self._stores = Stores(self._loop, store_config or StoreConfig(), store)
+        self._stores = Stores(self._loop, store_config or StoreConfig(), store, principals)
         self.served = Served(
             loop=self._loop,
             name=name,
@@ -78,11 +78,10 @@ class ModelServer:
             chat=chat,
             max_context=engine.max_context,
             metrics=Metrics(self._loop),
-            secrets=secrets,
+            principals=principals,
             defaults=defaults or {},
             max_body_bytes=max_body_bytes,
             hosts=hosts,
-            max_priority=max_priority,
             open_metrics=open_metrics,
         )
         door = Door(engine.clock)

@@ -14,6 +14,7 @@ from stepwell.engine.loop import EngineLoop
 from stepwell.engine.text import Text
 from stepwell.server.errors import ApiError
 from stepwell.server.metrics import Metrics
+from stepwell.server.principals import Principals
 
 T = TypeVar("T")
 
@@ -24,22 +25,11 @@ _OTHER_VALUES = 250_000  # numbers and strings of a body that are no token ids
 _LARGE_AT_ONCE = 2  # fewer than the threads there are, so that small ones find one
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Secrets:
-    """Who may do what. `api_key` None: whoever can connect may ask."""
-
-    api_key: str | None
-    admin_token: str
-
-    def __repr__(self) -> str:
-        return "Secrets(...)"  # which are not for logs
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Served:
     """One model behind one server. `defaults` are sampling settings for requests that name none.
 
-    `max_priority` is what clients may ask for; `open_metrics` shows `/metrics` to whoever can connect, key or not.
+    `open_metrics` shows `/metrics` to whoever can connect, key or not.
     """
 
     loop: EngineLoop
@@ -48,11 +38,10 @@ class Served:
     chat: ChatTemplate
     max_context: int
     metrics: Metrics
-    secrets: Secrets
+    principals: Principals
     defaults: Mapping[str, float | int | bool] = field(default_factory=dict)
     max_body_bytes: int = MAX_BODY_BYTES
     hosts: tuple[str, ...] = ()  # names it goes by; none for any
-    max_priority: int = 0
     open_metrics: bool = False
     large: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_LARGE_AT_ONCE))
 

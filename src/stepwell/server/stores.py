@@ -13,6 +13,7 @@ from stepwell.base.config import StoreConfig
 from stepwell.base.errors import ConfigError, StepwellError
 from stepwell.engine.engine import Engine
 from stepwell.engine.loop import EngineLoop
+from stepwell.server.principals import Principals
 from stepwell.store.api import Store, register
 from stepwell.store.registry import open_store
 
@@ -27,8 +28,9 @@ class _Attached:
 class Stores:
     """Attaches and detaches. `start` it once the loop runs, and `close` it before the loop is stopped. Any thread."""
 
-    def __init__(self, loop: EngineLoop, config: StoreConfig, where: str | None) -> None:
-        """`where`: the store that the engine opened itself, if it did."""
+    def __init__(self, loop: EngineLoop, config: StoreConfig, where: str | None, principals: Principals) -> None:
+        """`where`: the store that the engine opened itself, if it did. Those opened here get the tenants' quotas."""
+        self._principals = principals
         self._loop = loop
         self._config = config
         self._first = where
@@ -76,7 +78,7 @@ class Stores:
     def _attach(self, where: str, options: Mapping[str, str]) -> None:
         if self._now is not None:
             raise ConfigError("a store is attached already; detach it first")
-        store = open_store(where, options=options)
+        store = open_store(where, options=self._principals.with_quotas(where, options))
         try:
             register(store, self._host_memory)  # here, for it may take long; attaching it finds it done
             self._loop.call(lambda engine: self._put_below(engine, where, store)).result()

@@ -1,4 +1,4 @@
-"""How fast the torch hands move pages between host and device, for several page sizes, in random order.
+"""How fast torch moves pages between host and device, for several page sizes, in random order.
 
 make bench-copies        on a machine with CUDA; without it, host to host, and it says so
 """
@@ -18,30 +18,30 @@ from stepwell import CacheConfig, Kind, ModelSpec, Prefix, StateSpec, Tier
 from stepwell.base.ids import JobId
 from stepwell.base.plan import Copy, PageIds, Plan, Purpose, Span
 from stepwell.cache.build import layouts_for
-from stepwell.transfer.torch_hands import TorchHands, TorchMemory
+from stepwell.transfer.torch_copy_engine import TorchCopyEngine, TorchMemory
 
 PAGE_TOKENS = 64
 PAGE_KIB = (36, 256, 2560)
 DIRECTIONS = ((Tier.HOST, Tier.DEVICE), (Tier.DEVICE, Tier.HOST))
 
 
-def hands_for(page_bytes: int, num_pages: int, device: str) -> TorchHands:
+def copy_engine_for(page_bytes: int, num_pages: int, device: str) -> TorchCopyEngine:
     kv = StateSpec(name="kv", shape=Prefix(), layers=1, row_bytes=page_bytes // PAGE_TOKENS, dtype="u8")
     spec = ModelSpec(name="copies", states=(kv,), page_tokens=PAGE_TOKENS)
     layouts = layouts_for(spec, CacheConfig(device_bytes=num_pages * page_bytes, host_bytes=num_pages * page_bytes))
-    return TorchHands(
+    return TorchCopyEngine(
         {tier: TorchMemory(spec, layout, device if tier is Tier.DEVICE else "cpu") for tier, layout in layouts.items()}
     )
 
 
-def seconds(hands: TorchHands, source: Tier, target: Tier, ids: PageIds, reps: int) -> float:
+def seconds(copy_engine: TorchCopyEngine, source: Tier, target: Tier, ids: PageIds, reps: int) -> float:
     """The median time of copying these pages, after one copy to warm up."""
     copy = Copy(source=Span(tier=source, kind=Kind.PREFIX, ids=ids), target=Span(tier=target, kind=Kind.PREFIX, ids=ids))
     plan = Plan(job=JobId(1), purpose=Purpose.LOAD, copies=(copy,))
     samples = []
     for _ in range(reps + 1):
         start = time.perf_counter()
-        hands.begin(plan)()
+        copy_engine.begin(plan)()
         samples.append(time.perf_counter() - start)
     return statistics.median(samples[1:])
 
@@ -58,10 +58,10 @@ def main() -> None:
         table.add_column(column, justify="right")
     for kib in PAGE_KIB:
         num_pages = max(min(2000, args.mib * 1024 // kib), 1)
-        hands = hands_for(kib * 1024, num_pages, "cuda" if cuda else "cpu")
+        copy_engine = copy_engine_for(kib * 1024, num_pages, "cuda" if cuda else "cpu")
         ids = np.random.default_rng(1).permutation(num_pages).astype(np.int32)
         for source, target in DIRECTIONS:
-            taken = seconds(hands, source, target, ids, args.reps)
+            taken = seconds(copy_engine, source, target, ids, args.reps)
             speed = num_pages * kib * 1024 / taken / 1e9
             table.add_row(f"{kib} KiB", f"{source.label} to {target.label}", f"{speed:.1f}", f"{taken / num_pages * 1e6:.1f}")
     Console().print(table)

@@ -15,8 +15,8 @@ from torch.overrides import TorchFunctionMode
 from engine.models import checkpoint_of, reference_of
 from stepwell.base.config import PrefetchPolicy, StoreConfig
 from stepwell.base.ids import Kind, Tier
-from stepwell.cache.room import make_room
 from stepwell.engine import Ask, Engine, EngineConfig, Limits, Sampling, build_engine
+from stepwell.tiers.eviction import make_room
 
 TIERS = ("device", "host", "disk")
 LONG, SHORT = 40, 8  # answers whose difference is decoding alone

@@ -14,12 +14,12 @@ from stepwell.base.config import PlacementConfig, StoreConfig
 from stepwell.base.spec.families import from_config
 from stepwell.base.spec.presets import preset
 from stepwell.cache.build import layouts_for, numpy_memories
-from stepwell.cache.executor import ThreadExecutor
 from stepwell.engine.footprint import footprint
 from stepwell.engine.passes.pages import DevicePages
+from stepwell.jobs.copy_executor import ThreadCopyExecutor
 from stepwell.store.log.store import LogStore
 from stepwell.store.registry import open_store
-from stepwell.transfer.hands import NumpyHands
+from stepwell.transfer.copy_engine import NumpyCopyEngine
 
 GOAL_BYTES = 4.2e9
 TOKENS, INTERVAL = 131_072, 8_192
@@ -42,16 +42,16 @@ def _measure(spec: ModelSpec, directory: Path) -> dict[str, Any]:
     config = CacheConfig(
         device_bytes=MEMORY_BYTES,
         host_bytes=MEMORY_BYTES,
-        placement=PlacementConfig(interval_tokens=INTERVAL, most_added=None, at_branch=False),
+        placement=PlacementConfig(interval_tokens=INTERVAL),
     )
     memories = numpy_memories(spec, layouts_for(spec, config))
     measured = footprint(DevicePages(spec, {kind: torch.from_numpy(memories[Tier.DEVICE].rows(kind)) for kind in Kind}))
     cache = build_cache(
-        spec, config, executor=ThreadExecutor([NumpyHands(memories)]), model="bytes", host_pages=[memories[Tier.HOST]]
+        spec, config, executor=ThreadCopyExecutor([NumpyCopyEngine(memories)]), model="bytes", host_pages=[memories[Tier.HOST]]
     )
     store = open_store(f"log:{directory}", options={"budget": "2GiB"})
     assert isinstance(store, LogStore)
-    cache.attach_store(store, StoreConfig(checkpoint_rest_s=0))
+    cache.store.attach(store, StoreConfig(checkpoint_rest_s=0))
     random = Random(0)
     prompt = [random.randrange(100_000) for _ in range(TOKENS + 1)]  # one is always computed: the last boundary is at TOKENS
     with cache.acquire(cache.lookup(prompt)) as lease:

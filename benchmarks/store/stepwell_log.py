@@ -1,8 +1,9 @@
-"""The log store as the cache drives it: errands for a `ThreadPorter` with four readers and one writer, over `StoreHands`.
+"""The log store as the cache drives it: operations for a `ThreadStoreExecutor` with four readers and one
+writer, over `StoreWorker`.
 
-A write is errands of 128 values, as plain's calls have them, sealed and synced, one sealed while another is written. A read is
-what a prefetch of it is: errands of what suits the store, all handed in at once, each value verified. Existence is one question
-to the hands.
+A write is operations of 128 values, as plain's calls have them, sealed and synced, one sealed while another is written. A read is
+what a prefetch of it is: operations of what suits the store, all handed in at once, each value verified. Existence is one
+question to the store worker.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ import numpy as np
 
 from stepwell.base.clock import SystemClock
 from stepwell.base.config import StoreConfig
-from stepwell.base.errand import Ask, Errand, Fate, FetchPages, PutPages, Task
 from stepwell.base.ids import JobId
 from stepwell.base.keys import Namespace
-from stepwell.cache.porter import ThreadPorter
+from stepwell.base.store_op import FetchPages, FindItems, ItemStatus, PutPages, StoreOp, Task
+from stepwell.jobs.store_executor import ThreadStoreExecutor
 from stepwell.store.api import Store
 from stepwell.store.log.opening import open_directory
 from stepwell.store.log.probe import Direct
-from stepwell.transfer.store_hands import StoreHands
+from stepwell.transfer.store_worker import StoreWorker
 from store.load import BATCH, Load, Took, timed
 
 ASKED = 4096
@@ -31,14 +32,16 @@ NAMESPACE = Namespace(model="bench", layout="bench")
 
 
 class Driver:
-    """A store behind the cache's own hands and threads."""
+    """A store behind the cache's own worker and threads."""
 
     def __init__(self, store: Store, load: Load, *, chunk_bytes: int | None = None) -> None:
         self.store, self._load = store, load
-        self.hands = StoreHands(store, load.memory)
-        self.space = self.hands.space(NAMESPACE)
+        self.worker = StoreWorker(store, load.memory)
+        self.space = self.worker.space(NAMESPACE)
         self._config = StoreConfig()
-        self._porter = ThreadPorter([self.hands], SystemClock(), readers=self._config.readers, writers=self._config.writers)
+        self._store_executor = ThreadStoreExecutor(
+            [self.worker], SystemClock(), readers=self._config.readers, writers=self._config.writers
+        )
         self._chunk_bytes = chunk_bytes or store.traits.turn_bytes
         self._jobs = count(1)
 
@@ -62,17 +65,17 @@ class Driver:
         self._run([FetchPages(keys=keys[at : at + step], ids=ids[at : at + step]) for at in starts])
 
     def close(self) -> None:
-        self._porter.close()
+        self._store_executor.close()
         self.store.close()
 
     def _run(self, tasks: Sequence[Task]) -> None:
         for task in tasks:
-            self._porter.submit(Errand(job=JobId(next(self._jobs)), namespace=NAMESPACE, task=task, cancelled=_never))
-        self._porter.drain(600)
-        replies = self._porter.replies()
-        assert len(replies) == len(tasks), f"{len(replies)} of {len(tasks)} errands came home"
+            self._store_executor.submit(StoreOp(job=JobId(next(self._jobs)), namespace=NAMESPACE, task=task))
+        self._store_executor.drain(600)
+        replies = self._store_executor.answers()
+        assert len(replies) == len(tasks), f"{len(replies)} of {len(tasks)} operations came home"
         for reply in replies:
-            bad = {fate for fate in reply.outcome.fates if fate is not Fate.OK}
+            bad = {status for status in reply.outcome.statuses if status is not ItemStatus.OK}
             assert not bad, f"{bad} {reply.outcome.error}"
 
 
@@ -102,10 +105,10 @@ class Log:
         return timed(lambda: self._driver.read(self._life))
 
     def exists(self) -> Took:
-        ask = Ask(pages=self._load.keys(self._life)[:ASKED], boundaries=())
+        ask = FindItems(pages=self._load.keys(self._life)[:ASKED], boundaries=())
 
         def work() -> None:
-            assert all(fate is Fate.OK for fate in self._driver.hands.run(NAMESPACE, ask, _never).fates)
+            assert all(status is ItemStatus.OK for status in self._driver.worker.run(NAMESPACE, ask, _never).statuses)
 
         return timed(work)
 

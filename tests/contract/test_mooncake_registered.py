@@ -17,12 +17,12 @@ from stepwell.base.config import PrefetchPolicy, StoreConfig
 from stepwell.base.errors import StoreError
 from stepwell.cache.build import layouts_for, numpy_memories
 from stepwell.cache.facade import Cache
-from stepwell.cache.link import LinkState
 from stepwell.store.mooncake.lanes import COPY_BYTES, address_of
 from stepwell.store.mooncake.store import MooncakeStore
 from stepwell.store.wrappers import Wrapper
-from stepwell.transfer.hands import NumpyHands
-from stepwell.transfer.torch_hands import TorchHands, TorchMemory
+from stepwell.store_tier.link import LinkState
+from stepwell.transfer.copy_engine import NumpyCopyEngine
+from stepwell.transfer.torch_copy_engine import TorchCopyEngine, TorchMemory
 
 STAGING_BYTES = 48 * COPY_BYTES
 PAGES = 4
@@ -65,18 +65,18 @@ def serve(cache: Cache) -> int:
         if lease.position < len(PROMPT):
             cache.grow(lease, len(PROMPT))
             cache.commit(lease, len(PROMPT))
-    stepped(cache, lambda: not cache.pending)
+    stepped(cache, lambda: not cache.stats().pending)
     return lease.sources.store
 
 
 def knows(raw: StandIn, cache: Cache) -> bool:
     """Whether all of the host's memory is registered."""
-    assert cache.host_memory
-    return all(raw.registered.get(address_of(each)) == each.nbytes for each in cache.host_memory)
+    assert cache.store.host_memory
+    return all(raw.registered.get(address_of(each)) == each.nbytes for each in cache.store.host_memory)
 
 
 def detach(cache: Cache) -> None:
-    cache.detach_store()
+    cache.store.detach()
     detached: list[object] = []
     stepped(cache, lambda: bool(detached) or bool(detached.extend(cache.step().detached)))
 
@@ -100,14 +100,16 @@ def cache_over(kind: str, monkeypatch: pytest.MonkeyPatch) -> Cache:
         return build_cache(SPEC, CONFIG, model="zeros")
     if kind == "two ranks":
         ranks = [numpy_memories(SPEC, layouts) for _ in range(2)]
-        hands = [NumpyHands(each) for each in ranks]
-        return build_cache(SPEC, CONFIG, hands=hands, model="zeros", host_pages=[each[Tier.HOST] for each in ranks])
+        copy_engine = [NumpyCopyEngine(each) for each in ranks]
+        return build_cache(SPEC, CONFIG, copy_engines=copy_engine, model="zeros", host_pages=[each[Tier.HOST] for each in ranks])
     device = TorchMemory(SPEC, layouts[Tier.DEVICE])  # of the CPU here, for a GPU's
     made = pinned(monkeypatch) if kind == "pinned" else []
     host = TorchMemory(SPEC, layouts[Tier.HOST])
     if kind == "pinned":
         assert made[0].data_ptr() == address_of(host.block), "the host's memory is to be pinned"
-    return build_cache(SPEC, CONFIG, hands=[TorchHands({Tier.DEVICE: device, Tier.HOST: host})], model="zeros", host_pages=[host])
+    return build_cache(
+        SPEC, CONFIG, copy_engines=[TorchCopyEngine({Tier.DEVICE: device, Tier.HOST: host})], model="zeros", host_pages=[host]
+    )
 
 
 @pytest.mark.parametrize("kind", ["plain", "two ranks", "torch", "pinned"])
@@ -116,22 +118,22 @@ def test_pages_of_an_attached_store_move_without_a_copy(
 ) -> None:
     cache = cache_over(kind, monkeypatch)
     serve(cache)
-    cache.attach_store(store, WAIT)  # at run time: what is on the host already goes down
+    cache.store.attach(store, WAIT)  # at run time: what is on the host already goes down
     assert knows(raw, cache)
-    stepped(cache, lambda: not cache.pending)
+    stepped(cache, lambda: not cache.stats().pending)
     cache.flush()
     assert serve(cache) == PAGES * 16
-    ranks = len(cache.host_memory)
+    ranks = len(cache.store.host_memory)
     assert raw.slices == [2] * 2 * PAGES * ranks, "stamps through a lane, pages from and to the host's own memory"
     detach(cache)
-    assert not any(address_of(each) in raw.registered for each in cache.host_memory)
+    assert not any(address_of(each) in raw.registered for each in cache.store.host_memory)
     cache.audit()
     cache.close()
 
 
 def test_a_closed_cache_has_its_memory_back(raw: StandIn, store: MooncakeStore) -> None:
     cache = build_cache(SPEC, CONFIG, model="zeros")
-    cache.attach_store(store, WAIT)
+    cache.store.attach(store, WAIT)
     serve(cache)
     cache.close()
     assert not knows(raw, cache)
@@ -139,31 +141,31 @@ def test_a_closed_cache_has_its_memory_back(raw: StandIn, store: MooncakeStore) 
 
 def test_memory_that_cannot_be_registered_is_said_and_nothing_is_attached(raw: StandIn, store: MooncakeStore) -> None:
     cache = build_cache(SPEC, CONFIG, model="zeros")
-    raw.register_buffer(address_of(cache.host_memory[0]) + 4096, 4096)  # as when somebody else has it
+    raw.register_buffer(address_of(cache.store.host_memory[0]) + 4096, 4096)  # as when somebody else has it
     with pytest.raises(StoreError, match="ulimit -l"):
-        cache.attach_store(store, WAIT)
-    assert cache.store_state is LinkState.DETACHED
-    raw.unregister_buffer(address_of(cache.host_memory[0]) + 4096)
-    cache.attach_store(store, WAIT)
+        cache.store.attach(store, WAIT)
+    assert cache.store.state is LinkState.DETACHED
+    raw.unregister_buffer(address_of(cache.store.host_memory[0]) + 4096)
+    cache.store.attach(store, WAIT)
     assert knows(raw, cache)
     with pytest.raises(ConfigError, match="detach it first"):
-        cache.attach_store(store, WAIT)
+        cache.store.attach(store, WAIT)
     cache.close()
 
 
 def test_a_store_that_is_refused_is_shown_nothing(raw: StandIn, store: MooncakeStore) -> None:
     ranks = [numpy_memories(SPEC, layouts_for(SPEC, CONFIG)) for _ in range(2)]
-    hands = [NumpyHands(each) for each in ranks]
-    cache = build_cache(SPEC, CONFIG, hands=hands, model="zeros", host_pages=[ranks[0][Tier.HOST]])
+    copy_engine = [NumpyCopyEngine(each) for each in ranks]
+    cache = build_cache(SPEC, CONFIG, copy_engines=copy_engine, model="zeros", host_pages=[ranks[0][Tier.HOST]])
     with pytest.raises(ConfigError, match="all 2 rank"):
-        cache.attach_store(store, WAIT)
+        cache.store.attach(store, WAIT)
     assert not knows(raw, cache)
     cache.close()
 
 
 def test_memory_stays_registered_while_a_transfer_runs(raw: StandIn, store: MooncakeStore) -> None:
     cache = build_cache(SPEC, CONFIG, model="zeros")
-    cache.attach_store(store, WAIT)
+    cache.store.attach(store, WAIT)
     begun, go = Event(), Event()
 
     def wait() -> None:
@@ -176,7 +178,7 @@ def test_memory_stays_registered_while_a_transfer_runs(raw: StandIn, store: Moon
         cache.grow(lease, len(PROMPT))
         cache.commit(lease, len(PROMPT))
     stepped(cache, begun.is_set)
-    cache.detach_store()
+    cache.store.detach()
     for _ in range(20):
         assert cache.step().detached == () and knows(raw, cache)
     go.set()
@@ -186,15 +188,15 @@ def test_memory_stays_registered_while_a_transfer_runs(raw: StandIn, store: Moon
 
 def test_a_store_that_is_attached_again_keeps_the_memory(raw: StandIn, store: MooncakeStore) -> None:
     cache = build_cache(SPEC, CONFIG, model="zeros")
-    cache.attach_store(store, WAIT)
+    cache.store.attach(store, WAIT)
     for _ in range(3):
-        cache.detach_store()
-        cache.attach_store(store, WAIT)  # before the cache had a step to let go of it
+        cache.store.detach()
+        cache.store.attach(store, WAIT)  # before the cache had a step to let go of it
         cache.step()
         assert knows(raw, cache)
     for _ in range(3):
         detach(cache)
-        cache.attach_store(store, WAIT)
+        cache.store.attach(store, WAIT)
         assert knows(raw, cache)
     serve(cache)
     assert raw.slices == [2] * PAGES
@@ -203,7 +205,7 @@ def test_a_store_that_is_attached_again_keeps_the_memory(raw: StandIn, store: Mo
 
 def test_a_store_in_a_wrapper_is_shown_the_memory_too(raw: StandIn, store: MooncakeStore) -> None:
     cache = build_cache(SPEC, CONFIG, model="zeros")
-    cache.attach_store(Wrapper(store), WAIT)
+    cache.store.attach(Wrapper(store), WAIT)
     assert knows(raw, cache)
     detach(cache)
     assert not knows(raw, cache)
@@ -216,8 +218,8 @@ def test_a_store_that_cannot_forget_memory_is_said_and_let_go(raw: StandIn, stor
             raise RuntimeError("no")
 
     cache, clinging, said = build_cache(SPEC, CONFIG, model="zeros"), Clinging(store), []
-    cache.attach_store(clinging, WAIT)
-    cache.detach_store()
+    cache.store.attach(clinging, WAIT)
+    cache.store.detach()
 
     def is_let_go() -> bool:
         report = cache.step()

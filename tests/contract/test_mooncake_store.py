@@ -181,7 +181,7 @@ def test_memory_of_a_stalled_transfer_is_not_given_back_before_the_client_is_gon
 
 
 def test_memory_of_a_transfer_that_failed_at_once_may_be_written_until_mooncake_gives_it_up(store: MooncakeStore) -> None:
-    """The slices of a value are transfers of their own: one fails, the others go on. Who waits so long: `cache/errands.py`."""
+    """The slices of a value are transfers of their own: one fails, the others go on. Who waits so long: `store_tier/ops.py`."""
     assert store.traits.late_write_s == 60.0
 
 

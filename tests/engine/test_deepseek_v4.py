@@ -20,7 +20,6 @@ from engine.families import COMPRESSED, draw_choices
 from engine.side_by_side import TOLERANCE, Held, Memory, Pair, check_pair, check_ragged
 from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Kind
-from stepwell.cache.lease import LeaseState
 from stepwell.engine import Limits
 from stepwell.engine.loading.weights import HeldTensors
 from stepwell.engine.models.registry import build_model
@@ -32,6 +31,7 @@ from stepwell.engine.passes.groups import Groups, Seen
 from stepwell.engine.passes.open_groups import FEWEST_SLOTS, OpenGroups
 from stepwell.engine.passes.rows import PLAIN, Rows
 from stepwell.engine.runner import Slots
+from stepwell.tiers.lease import LeaseState
 
 transformers = pytest.importorskip("transformers")
 

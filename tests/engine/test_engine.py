@@ -67,9 +67,12 @@ def test_an_aborted_request_gives_everything_back() -> None:
             assert [delta.finish for delta in engine.step()][-1:] == [Finish.ABORTED]
         settle(engine.cache)
         engine.cache.audit()
-        layout = engine.cache.available_bytes(Tier.DEVICE)
+        layout = engine.cache.stats().tier(Tier.DEVICE).available_bytes
         engine.cache.flush()
-        assert engine.cache.available_bytes(Tier.DEVICE) == layout and not engine.cache.used_bytes(Tier.DEVICE)
+        assert (
+            engine.cache.stats().tier(Tier.DEVICE).available_bytes == layout
+            and not engine.cache.stats().tier(Tier.DEVICE).used_bytes
+        )
 
 
 def test_urgent_requests_begin_first() -> None:

@@ -18,8 +18,8 @@ from parity.recorded import store_at
 from stepwell.base.config import PrefetchPolicy, StoreConfig
 from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Kind, Tier
-from stepwell.cache.room import make_room
 from stepwell.engine import Ask, Delta, Engine, EngineConfig, Finish, Limits, Sampling, Usage, build_engine
+from stepwell.tiers.eviction import make_room
 from stepwell.tree.match import ids_of
 from waiting import settle
 
@@ -235,9 +235,9 @@ def test_pages_without_a_draft_are_slower_and_say_so(family: str, drafted: str, 
         undrafted = run(engine, [replace(greedy([*known, *prompt(30, seed=2)], 10), speculate=False)])
         assert usage_of(undrafted[0]).proposed_tokens == 0
         known += [*prompt(30, seed=2), *tokens_of(undrafted[0])]
-        assert engine.cache.explain([*known[:64], 1]).lacking == {}
+        assert engine.cache.explain([*known[:64], 1]).missing_states == {}
         told = engine.cache.explain([*known, 1])
-        assert told.lacking == {"draft": 64} and "without draft from token 64 on" in str(told)
+        assert told.missing_states == {"draft": 64} and "without draft from token 64 on" in str(told)
         ask = greedy([*known, 5], 12)
         slow = run(engine, [ask])
         assert guesses(slow) == [(0, 0)] and engine.cache.counters["draft_missing"] == 1
@@ -247,10 +247,10 @@ def test_pages_without_a_draft_are_slower_and_say_so(family: str, drafted: str, 
         branch = run(engine, [greedy([*known[:64], 7], 12)])  # from where all of it is there
         assert guesses(branch)[0][0] > 0 and engine.cache.counters["draft_missing"] == 1
     with engine_for(family, drafted, **settings) as engine:  # the mark is in the pages
-        assert engine.cache.explain([*known, 1]).lacking == {}, "nobody has looked yet"
+        assert engine.cache.explain([*known, 1]).missing_states == {}, "nobody has looked yet"
         check_same(run(engine, [ask]), cold)
         assert engine.cache.counters["draft_missing"] == 1
-        assert engine.cache.explain([*known, 1]).lacking == {"draft": 64}
+        assert engine.cache.explain([*known, 1]).missing_states == {"draft": 64}
 
 
 @pytest.mark.parametrize(("family", "drafted"), [("llama", "llama"), ("deepseek_v3", OWN)])
@@ -264,7 +264,7 @@ def test_with_many_requests_drafting_pauses_and_does_not_go_on_over_the_gap(fami
         assert engine.cache.counters["draft_paused"] >= 2
         alone = [*asks[0].tokens, *tokens_of(played[0])]
         told = engine.cache.explain([*alone, 1])
-        assert list(told.lacking) == ["draft"] and 30 <= told.lacking["draft"] < 48
+        assert list(told.missing_states) == ["draft"] and 30 <= told.missing_states["draft"] < 48
         assert usage_of(played[0]).proposed_tokens < 4 * 4, "it went on alone, over a gap"
         resumed = run(engine, [greedy([*alone, 3], 8)])
         assert guesses(resumed) == [(0, 0)] and engine.cache.counters["draft_missing"] == 1
@@ -278,11 +278,11 @@ def test_a_prompt_is_not_drafted_again_where_others_computed_it() -> None:
     tokens = prompt(60)
     with engine_for("llama", "llama") as engine:
         played = run(engine, [replace(greedy(tokens, 4), speculate=False), greedy([*tokens, 9], 12)])
-        assert guesses(played) == [(0, 0), (0, 0)] and engine.cache.explain([*tokens, 1]).lacking == {"draft": 0}
+        assert guesses(played) == [(0, 0), (0, 0)] and engine.cache.explain([*tokens, 1]).missing_states == {"draft": 0}
         engine.cache.flush()
-        assert engine.cache.explain([*tokens, 1]).lacking == {}
+        assert engine.cache.explain([*tokens, 1]).missing_states == {}
         played = run(engine, [greedy(tokens, 4), replace(greedy([*tokens, 9], 12), speculate=False)])
-        assert guesses(played)[0][0] > 0 and engine.cache.explain([*tokens, 1]).lacking == {}
+        assert guesses(played)[0][0] > 0 and engine.cache.explain([*tokens, 1]).missing_states == {}
 
 
 # ---- what cannot be -------------------------------------------------------------------------------

@@ -143,7 +143,7 @@ def test_all_prefix_states_share_one_object_and_one_budget() -> None:
     assert rig.spec.object_bytes(Kind.PREFIX) == 2 * OBJECT_BYTES
     for name in range(6):
         rig.serve(text(name, 13))
-        assert rig.cache.used_bytes(Tier.DEVICE) <= 20 * OBJECT_BYTES
+        assert rig.cache.stats().tier(Tier.DEVICE).used_bytes <= 20 * OBJECT_BYTES
     assert rig.used(Tier.DEVICE, Kind.PREFIX) == 9  # of ten: the last prompt gave its partial page back
 
 

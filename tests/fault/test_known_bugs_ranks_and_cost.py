@@ -6,25 +6,26 @@ import ast
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import stepwell
-from stepwell import EvictionPolicy, Kind, Lease, LeaseState, NoRoom, Point, StateSpec, Tier, WritePolicy
+from stepwell import Kind, Lease, LeaseState, NoRoom, Point, StateSpec, Tier, WritePolicy
 from stepwell.base.plan import Plan, Purpose
-from stepwell.transfer.hands import Work
+from stepwell.transfer.copy_engine import Work
 from stepwell.tree import order
 from stepwell.tree.ranking import Ranking
-from toys import FULL, FULL_POINT, HYBRID, KV, OBJECT_BYTES, Rig, model, text
+from toys import EVICTIONS, FULL, FULL_POINT, HYBRID, KV, OBJECT_BYTES, SMALL_PAGES, Rig, model, text
 
 
 def test_every_rank_runs_the_same_plan_on_the_same_pages() -> None:
     """I-2: room is found once, by one brain; ranks cannot differ in what they could allocate."""
     rig = Rig(HYBRID, device_pages=48, host_pages=24, ranks=3)
     seen: list[list[Plan]] = [[], [], []]
-    for rank, hands in enumerate(rig.executor._ranks):
-        hands.begin = _watched(hands.begin, seen[rank])  # type: ignore[method-assign]
+    for rank, copy_engine in enumerate(rig.executor._ranks):
+        copy_engine.begin = _watched(copy_engine.begin, seen[rank])  # type: ignore[method-assign]
     for name in range(8):
         rig.serve([*text(1, 8), *text(name, 9)])
     assert len(seen[0]) > 8
@@ -86,8 +87,8 @@ def test_a_miss_is_never_silent() -> None:
     assert "evicted" in str(rig.cache.explain(prompt)) and rig.cache.counters["evicted_device_pages"] > 0
 
 
-@pytest.mark.parametrize("policy", list(EvictionPolicy))
-def test_evicting_costs_the_same_in_a_small_and_in_a_large_tree(monkeypatch: pytest.MonkeyPatch, policy: EvictionPolicy) -> None:
+@pytest.mark.parametrize("policy", EVICTIONS)
+def test_evicting_costs_the_same_in_a_small_and_in_a_large_tree(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
     """K: operations on the order per evicted page, counted; the same with 50 leaves and with 1,500."""
     costs = [_evictions(monkeypatch, leaves, policy) for leaves in (50, 1500)]
     assert costs[0] > 0 and costs[1] <= costs[0] * 1.5 + 1, f"operations per evicted page: {costs}"
@@ -138,7 +139,7 @@ def test_host_smaller_than_device_still_serves(write: WritePolicy) -> None:
     for name in range(10):
         rig.serve(text(name, 17))
     assert rig.serve(text(9, 17)).computed == 1
-    assert rig.cache.used_bytes(Tier.HOST) <= 8 * OBJECT_BYTES
+    assert rig.cache.stats().tier(Tier.HOST).used_bytes <= 8 * OBJECT_BYTES
 
 
 def test_memory_moves_between_kinds_without_a_ratio() -> None:
@@ -150,7 +151,7 @@ def test_memory_moves_between_kinds_without_a_ratio() -> None:
     for name in range(2, 60):
         rig.clock.advance(3600)
         rig.serve(text(name, 5))
-        assert rig.cache.used_bytes(Tier.DEVICE) <= 256 * OBJECT_BYTES
+        assert rig.cache.stats().tier(Tier.DEVICE).used_bytes <= 256 * OBJECT_BYTES
     assert mostly_prefix >= 230
     assert rig.used(Tier.DEVICE, Kind.POINT) * 8 > 256 // 2
 
@@ -202,8 +203,8 @@ class _Ops:
         return wrapped
 
 
-def _evictions(monkeypatch: pytest.MonkeyPatch, leaves: int, policy: EvictionPolicy) -> float:
-    rig = Rig(FULL_POINT, device_pages=4 * leaves, eviction=policy)
+def _evictions(monkeypatch: pytest.MonkeyPatch, leaves: int, policy: str) -> float:
+    rig = Rig(FULL_POINT, device_pages=4 * leaves, tuning=replace(SMALL_PAGES, eviction=EVICTIONS[policy]))
     for name in range(leaves):
         rig.clock.advance(1)
         rig.serve_without_audit([*text(0, 4), *text(name + 1, 5)])

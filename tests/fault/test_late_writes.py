@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from stepwell import Kind, ModelSpec, Tier
 from stepwell.base.clock import ManualClock
-from stepwell.base.errand import Fate, FetchCheckpoint
 from stepwell.base.errors import StoreError
+from stepwell.base.store_op import FetchCheckpoint, ItemStatus
 from stepwell.store.api import Read, ReadOutcome, ReadResult, Space, Store, Traits, never
 from stepwell.store.memory import MemoryStore
 from stepwell.store.wrappers import Wrapper
@@ -136,14 +136,14 @@ def test_held_pages_count_against_what_fetches_may_hold() -> None:
     """A peer that fails one fetch in two never opens the breaker: what it holds must not take the host over."""
     store = Late(filled(FULL))
     rig = failed_fetch(store)
-    assert rig.core.link is not None
-    assert rig.core.link.held_bytes == 10 * rig.core.arena(Tier.HOST).layout.strides[Kind.PREFIX]
+    assert rig.cache.store.link is not None
+    assert rig.cache.store.link.held_bytes == 10 * rig.core.arena(Tier.HOST).layout.strides[Kind.PREFIX]
 
 
 def test_a_store_is_given_back_while_pages_are_still_held() -> None:
     store = Late(filled(FULL))
     rig = failed_fetch(store)
-    rig.cache.detach_store()
+    rig.cache.store.detach()
     assert rig.cache.step().detached == (store,), "its owner need not wait"
     rig.cache.audit()
     rig.serve(OTHER)
@@ -154,22 +154,22 @@ def test_a_store_is_given_back_while_pages_are_still_held() -> None:
     rig.cache.audit()
     rig.evict_all(Tier.DEVICE)
     rig.evict_all(Tier.HOST)
-    assert rig.used(Tier.HOST, Kind.PREFIX) == 0 and not rig.cache._stores.links
+    assert rig.used(Tier.HOST, Kind.PREFIX) == 0 and not rig.cache.store.links
 
 
-def test_an_errand_given_up_on_holds_its_pages_until_its_late_answer_and_then_some() -> None:
+def test_an_operation_given_up_on_holds_its_pages_until_its_late_answer_and_then_some() -> None:
     store = Late(filled(HYBRID))
     rig = Rig(HYBRID, device_pages=256, host_pages=160, store=store)
     ticket = rig.cache.prefetch(rig.cache.lookup(PROMPT))
-    rig.porter.finish_all()
+    rig.store_executor.finish_all()
     rig.cache.step()
-    assert any(isinstance(rig.porter.errand(job).task, FetchCheckpoint) for job in rig.porter.pending)
+    assert any(isinstance(rig.store_executor.op(job).task, FetchCheckpoint) for job in rig.store_executor.pending)
     rig.clock.advance(40.0)
     rig.cache.step()  # no answer in time
     ticket.close()
     used = rig.used(Tier.HOST, Kind.PREFIX)
-    for job in rig.porter.pending:
-        rig.porter.finish(job, fate=Fate.FAILED)
+    for job in rig.store_executor.pending:
+        rig.store_executor.finish(job, status=ItemStatus.FAILED)
     rig.cache.step()
     rig.clock.advance(LATE_S - 0.1)
     rig.cache.step()

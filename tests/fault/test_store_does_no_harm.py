@@ -17,8 +17,8 @@ from stepwell.base.config import PrefetchPolicy, StoreConfig
 from stepwell.store.api import Store
 from stepwell.store.memory import MemoryStore
 from stepwell.store.wrappers import Faults, Faulty, Slow
-from stepwell.testing import TimedPorter
-from stepwell.transfer.store_hands import StoreHands
+from stepwell.testing import TimedStoreExecutor
+from stepwell.transfer.store_worker import StoreWorker
 from toys import FULL_POINT, PAGE, Rig, text
 
 TOKENS_PER_S = 200.0
@@ -55,11 +55,11 @@ class World:
         self.clock = ManualClock()
         self.waited_s = 0.0
         self.rig = Rig(FULL_POINT, device_pages=160, host_pages=320, clock=self.clock)
-        self.porter = TimedPorter(self.clock)
+        self.store_executor = TimedStoreExecutor(self.clock)
         if make is not None:
-            store = make(MemoryStore(), self.porter.sleep)
-            self.porter.serve([StoreHands(store, self.rig.memories[0][Tier.HOST])])
-            self.rig.cache.attach_store(store, StoreConfig(prefetch=policy), porter=self.porter)
+            store = make(MemoryStore(), self.store_executor.sleep)
+            self.store_executor.serve([StoreWorker(store, self.rig.memories[0][Tier.HOST])])
+            self.rig.cache.store.attach(store, StoreConfig(prefetch=policy), executor=self.store_executor)
 
     def play(self) -> float:
         """Seconds from the first arrival to the last answer."""
@@ -76,7 +76,7 @@ class World:
         arrived_s = self.clock.now()
         ticket = cache.prefetch(cache.lookup(tokens))
         while not ticket.ready:
-            next_s = min(self.porter.next_answer_s(), ticket.ended_s)
+            next_s = min(self.store_executor.next_answer_s(), ticket.ended_s)
             self.clock.advance(max(next_s - self.clock.now(), 0.0) + 1e-6)
             cache.step()
         self.waited_s += self.clock.now() - arrived_s

@@ -9,11 +9,11 @@ from random import Random
 import pytest
 
 from stepwell import Cause, ModelSpec, Tier
-from stepwell.base.errand import Fate
+from stepwell.base.store_op import ItemStatus
 from stepwell.store.memory import MemoryStore, _Value
 from stepwell.store.seal import seal
 from stepwell.store.wrappers import Faults, Faulty
-from stepwell.transfer.store_hands import StoreHands
+from stepwell.transfer.store_worker import StoreWorker
 from toys import ALL_MODELS, FULL, FULL_POINT, FULL_WINDOW, HYBRID, PAGE, Rig, text
 
 PROMPT = text(1, 10 * PAGE + 1)
@@ -46,12 +46,12 @@ def spoil_and_serve(store: MemoryStore, spoil: Callable[[MemoryStore], None], sp
     return after
 
 
-def must_be_a_miss(after: Rig, fate: Fate, *, store_pages: int) -> None:
+def must_be_a_miss(after: Rig, status: ItemStatus, *, store_pages: int) -> None:
     assert after.sources.store == store_pages * PAGE  # type: ignore[attr-defined]
-    assert after.core.counters[f"store_{fate.name.lower()}"] == 1
+    assert after.core.counters[f"store_{status.name.lower()}"] == 1
     explanation = after.explanation  # type: ignore[attr-defined]
-    assert explanation.cause is Cause.STORE and explanation.detail == fate.value and explanation.tier is Tier.STORE
-    assert fate.value in str(explanation)
+    assert explanation.cause is Cause.STORE and explanation.detail == status.value and explanation.tier is Tier.STORE
+    assert status.value in str(explanation)
 
 
 def test_every_flipped_bit_of_a_page_is_a_miss() -> None:
@@ -63,7 +63,7 @@ def test_every_flipped_bit_of_a_page_is_a_miss() -> None:
             data[bit // 8] ^= 1 << bit % 8
             value.data = bytes(data)
 
-        must_be_a_miss(spoil_and_serve(filled(FULL), flip), Fate.DAMAGED, store_pages=4)
+        must_be_a_miss(spoil_and_serve(filled(FULL), flip), ItemStatus.DAMAGED, store_pages=4)
 
 
 def test_every_flipped_byte_of_a_stamp_is_a_miss() -> None:
@@ -86,7 +86,7 @@ def test_a_value_of_another_length_is_a_miss() -> None:
         value = store._values[name_of(store, 4)]
         value.data = value.data[:-1]
 
-    must_be_a_miss(spoil_and_serve(filled(FULL), cut), Fate.LENGTH, store_pages=4)
+    must_be_a_miss(spoil_and_serve(filled(FULL), cut), ItemStatus.LENGTH, store_pages=4)
 
 
 def test_a_value_that_was_swapped_with_another_is_a_miss() -> None:
@@ -96,30 +96,30 @@ def test_a_value_that_was_swapped_with_another_is_a_miss() -> None:
 
     after = spoil_and_serve(filled(FULL), swap)
     assert after.core.counters["store_swapped"] == 2 and after.sources.store == 4 * PAGE  # type: ignore[attr-defined]
-    assert after.explanation.detail == Fate.SWAPPED.value  # type: ignore[attr-defined]
+    assert after.explanation.detail == ItemStatus.SWAPPED.value  # type: ignore[attr-defined]
 
 
 def test_a_value_of_another_namespace_is_a_miss() -> None:
     def replace_one(store: MemoryStore) -> None:
         here = rig(FULL, MemoryStore())
-        hands = StoreHands(store, here.memories[0][Tier.HOST])
-        other = hands.space(replace(here.cache.namespace, salt="somebody else"))
+        worker = StoreWorker(store, here.memories[0][Tier.HOST])
+        other = worker.space(replace(here.cache.namespace, salt="somebody else"))
         digest, key = name_of(store, 4)
         data = b"x" * len(store._values[digest, key].data)
         store._values[digest, key] = _Value(data, seal(other, key, data), store._values[digest, key].parent)
 
-    must_be_a_miss(spoil_and_serve(filled(FULL), replace_one), Fate.FOREIGN, store_pages=4)
+    must_be_a_miss(spoil_and_serve(filled(FULL), replace_one), ItemStatus.FOREIGN, store_pages=4)
 
 
 def test_a_value_the_store_lost_after_it_was_asked_is_a_miss() -> None:
     store = filled(FULL)
     after = rig(FULL, store)
     ticket = after.cache.prefetch(after.cache.lookup(PROMPT))
-    after.porter.finish_all()
+    after.store_executor.finish_all()
     store._drop(name_of(store, 4))
     after.cache.step()
     after.settle()
-    assert after.cache.explain(PROMPT).detail == Fate.MISSING.value
+    assert after.cache.explain(PROMPT).detail == ItemStatus.MISSING.value
     assert after.serve(PROMPT, ticket=ticket).store == 4 * PAGE
     after.idle_check()
 
@@ -152,7 +152,7 @@ def test_every_object_of_a_checkpoint_that_is_lost_or_damaged_makes_it_a_miss(sp
             sources = after.serve(PROMPT, ticket=ticket)
             assert sources.store == 0 and sources.computed == len(PROMPT), f"{act} object {index}"
             if explanation.cause is Cause.STORE:  # a manifest that is gone was never stored, as far as anybody can tell
-                assert explanation.detail in {Fate.INCOMPLETE.value, Fate.DAMAGED.value}
+                assert explanation.detail in {ItemStatus.INCOMPLETE.value, ItemStatus.DAMAGED.value}
             else:
                 assert act == "lose" and explanation.cause in (Cause.NO_CHECKPOINT, Cause.NEVER_STORED)
             after.idle_check()

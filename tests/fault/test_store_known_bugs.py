@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from stepwell import ModelSpec, Tier, WritePolicy
-from stepwell.base.errand import Fate, FetchPages
 from stepwell.base.keys import page_keys
+from stepwell.base.store_op import FetchPages, ItemStatus
 from stepwell.base.tokens import TOKEN_BYTES, pack
-from stepwell.cache.link import LinkState
 from stepwell.store.api import NO_PARENT
 from stepwell.store.memory import MemoryStore
+from stepwell.store_tier.link import LinkState
 from toys import FULL, HYBRID, PAGE, Rig, text
 
 PROMPT = text(1, 10 * PAGE + 1)
@@ -26,9 +26,9 @@ def filled(spec: ModelSpec, prompt: list[int] = PROMPT) -> MemoryStore:
     return store
 
 
-def fail_errands(here: Rig) -> None:
-    for job in here.porter.pending:
-        here.porter.finish(job, fate=Fate.FAILED)
+def fail_ops(here: Rig) -> None:
+    for job in here.store_executor.pending:
+        here.store_executor.finish(job, status=ItemStatus.FAILED)
     here.cache.step()
 
 
@@ -37,7 +37,7 @@ def test_a_cleared_namespace_stays_cleared_for_a_store_that_is_attached_again() 
     store = filled(FULL)
     here = rig(FULL, store)
     here.cache.clear()
-    here.cache.detach_store()
+    here.cache.store.detach()
     here.settle()
     here.attach(store)
     assert here.serve_fetched(PROMPT).computed == len(PROMPT), "weights may have changed under the same name"
@@ -51,10 +51,10 @@ def test_a_namespace_cleared_without_a_store_stays_cleared_for_one_that_comes_la
 
 
 def test_what_a_store_brought_is_still_held_for_a_ticket_when_the_store_is_gone() -> None:
-    """The link was dropped with its last errand, and the audit missed the pages that its tickets hold."""
+    """The link was dropped with its last operation, and the audit missed the pages that its tickets hold."""
     here = rig(HYBRID, filled(HYBRID))
     ticket = here.fetched(PROMPT)
-    here.cache.detach_store()
+    here.cache.store.detach()
     assert len(here.cache.step().detached) == 1 and not here.cache.step().detached, "it is given back once"
     here.cache.audit()
     here.evict_idle(Tier.HOST)
@@ -63,7 +63,7 @@ def test_what_a_store_brought_is_still_held_for_a_ticket_when_the_store_is_gone(
 
 
 def test_every_page_is_stored_as_the_child_of_the_page_before_it() -> None:
-    """What was stored already in the middle of a path was left out of an errand, and its ends were joined."""
+    """What was stored already in the middle of a path was left out of an operation, and its ends were joined."""
     store = filled(FULL, PROMPT[: 5 * PAGE + 1])
     store._drop(next(name for name, value in store._values.items() if value.parent == NO_PARENT))
     here = rig(FULL, store)
@@ -71,12 +71,12 @@ def test_every_page_is_stored_as_the_child_of_the_page_before_it() -> None:
         here.compute(lease, len(BRANCH))
     here.executor.finish_all()
     here.cache.step()
-    fail_errands(here)  # its first page is on the host and not in the store
+    fail_ops(here)  # its first page is on the host and not in the store
     here.fetched(PROMPT[: 5 * PAGE + 1]).close()  # pages 1 to 4 are
     with here.open(PROMPT[: 7 * PAGE + 1]) as lease:
         here.executor.finish_all()
         here.cache.step()
-        fail_errands(here)
+        fail_ops(here)
         here.compute(lease, 7 * PAGE + 1)  # pages 5 and 6 are neither
     here.settle()
     keys = list(page_keys(here.cache.namespace.digest, pack(PROMPT[: 7 * PAGE]), PAGE * TOKEN_BYTES))
@@ -89,9 +89,9 @@ def test_a_trial_that_is_called_off_does_not_switch_a_store_off_for_ever() -> No
     here = rig(FULL, filled(FULL))
     for _ in range(3):
         ticket = here.cache.prefetch(here.cache.lookup(PROMPT))
-        fail_errands(here)
+        fail_ops(here)
         ticket.close()
-    assert here.cache.store_state is LinkState.SWITCHED_OFF
+    assert here.cache.store.state is LinkState.SWITCHED_OFF
     here.clock.advance(1.5)
     here.cache.prefetch(here.cache.lookup(PROMPT)).close()
     here.settle()
@@ -129,9 +129,9 @@ def test_a_fetch_that_is_called_off_takes_nothing_with_it_that_was_computed_mean
     """A request saved nothing of what a fetch was still to bring, also when that had been called off."""
     here = rig(FULL, filled(FULL))
     ticket = here.cache.prefetch(here.cache.lookup(PROMPT))
-    here.porter.finish_all()
+    here.store_executor.finish_all()
     here.cache.step()
-    assert isinstance(here.porter.errand(here.porter.pending[0]).task, FetchPages)
+    assert isinstance(here.store_executor.op(here.store_executor.pending[0]).task, FetchPages)
     assert here.serve_beside_store(PROMPT, ticket) == len(PROMPT), "it begins without what has not come"
     here.settle()
     here.evict_idle(Tier.DEVICE)

@@ -27,7 +27,7 @@ from stepwell import (
 from stepwell.base.config import PrefetchPolicy, StoreConfig
 from stepwell.cache.build import layouts_for
 from stepwell.cache.facade import Cache
-from stepwell.transfer.torch_hands import TorchHands, TorchMemory
+from stepwell.transfer.torch_copy_engine import TorchCopyEngine, TorchMemory
 from waiting import settle, step_until
 
 torch = pytest.importorskip("torch")
@@ -49,7 +49,7 @@ SPEC = ModelSpec(
 CONFIG = CacheConfig(
     device_bytes=4 << 20,
     host_bytes=32 << 20,
-    placement=PlacementConfig(interval_tokens=64, most_added=None, decode_interval_tokens=0),
+    placement=PlacementConfig(interval_tokens=64, decode_interval_tokens=0),
 )
 WAIT = StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, recompute_tokens_per_s=1.0, checkpoint_rest_s=0)  # always worth it
 
@@ -82,7 +82,7 @@ Saved = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 def build(device: str, model: str = "random bytes") -> tuple[Cache, TorchMemory]:
     layouts = layouts_for(SPEC, CONFIG)
     memories = {tier: TorchMemory(SPEC, layout, device if tier is Tier.DEVICE else "cpu") for tier, layout in layouts.items()}
-    cache = build_cache(SPEC, CONFIG, hands=[TorchHands(memories)], model=model, host_pages=[memories[Tier.HOST]])
+    cache = build_cache(SPEC, CONFIG, copy_engines=[TorchCopyEngine(memories)], model=model, host_pages=[memories[Tier.HOST]])
     return cache, memories[Tier.DEVICE]
 
 
@@ -135,11 +135,11 @@ def test_a_prompt_evicted_to_the_host_comes_back_byte_for_byte(device: str) -> N
 def test_a_new_cache_over_the_same_directory_has_every_byte(device: str, tmp_path: Path) -> None:
     with closing(open_store(f"log:{tmp_path}", options={"budget": "64MiB"})) as store:
         cache, on_device = build(device)
-        cache.attach_store(store, WAIT)
+        cache.store.attach(store, WAIT)
         saved = compute_all(cache, on_device)
         cache.close()
     with closing(open_store(f"log:{tmp_path}")) as store:
         cache, on_device = build(device)
-        cache.attach_store(store, WAIT)
+        cache.store.attach(store, WAIT)
         assert resume_all(cache, on_device, saved).store == 128 * len(PROMPTS)
         cache.close()

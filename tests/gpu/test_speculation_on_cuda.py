@@ -11,7 +11,7 @@ from engine.drafted import OWN, engine_for  # noqa: E402
 from engine.small import greedy, prompt, run, tokens_of  # noqa: E402
 from not_run import NO_CUDA  # noqa: E402
 from stepwell.base.ids import Kind, Tier  # noqa: E402
-from stepwell.cache.room import make_room  # noqa: E402
+from stepwell.tiers.eviction import make_room  # noqa: E402
 from waiting import settle  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_CUDA)]
@@ -44,4 +44,4 @@ def test_a_missing_draft_is_noticed() -> None:
         run(engine, [greedy(tokens, 4, speculate=False)])
         (deltas,) = run(engine, [greedy([*tokens, 5], 8)])
         assert deltas[-1].usage is not None and deltas[-1].usage.proposed_tokens == 0
-        assert engine.cache.counters["draft_missing"] == 1 and engine.cache.explain([*tokens, 5]).lacking == {"draft": 0}
+        assert engine.cache.counters["draft_missing"] == 1 and engine.cache.explain([*tokens, 5]).missing_states == {"draft": 0}

@@ -16,11 +16,11 @@ from typing import Any
 from stepwell import CacheConfig, ModelSpec, Point, Prefix, StateSpec, Tier, Window, build_cache
 from stepwell.base.config import PrefetchPolicy, StoreConfig
 from stepwell.cache.build import layouts_for, numpy_memories
-from stepwell.cache.executor import ThreadExecutor
-from stepwell.cache.link import LinkState
+from stepwell.jobs.copy_executor import ThreadCopyExecutor
 from stepwell.store.registry import open_store
+from stepwell.store_tier.link import LinkState
 from stepwell.testing import DigestEngine
-from stepwell.transfer.hands import NumpyHands
+from stepwell.transfer.copy_engine import NumpyCopyEngine
 
 SPEC = ModelSpec(
     name="shared-hybrid",
@@ -41,13 +41,13 @@ class Server:
     def __init__(self, options: dict[str, str], policy: PrefetchPolicy) -> None:
         memories = numpy_memories(SPEC, layouts_for(SPEC, CONFIG))
         self.engine = DigestEngine(SPEC, [memories])
-        executor = ThreadExecutor([NumpyHands(memories)])
+        executor = ThreadCopyExecutor([NumpyCopyEngine(memories)])
         self.cache = build_cache(
             SPEC, CONFIG, executor=executor, on_free=self.engine.poison, model="digests", host_pages=[memories[Tier.HOST]]
         )
         store = open_store("mooncake:", options=options)
         worth_it = 1.0 if policy is PrefetchPolicy.WAIT_COMPLETE else None  # else as measured
-        self.cache.attach_store(store, StoreConfig(prefetch=policy, recompute_tokens_per_s=worth_it))
+        self.cache.store.attach(store, StoreConfig(prefetch=policy, recompute_tokens_per_s=worth_it))
 
     def serve(self, prompt: list[int]) -> dict[str, Any]:
         cache, started_s = self.cache, time.monotonic()
@@ -65,12 +65,12 @@ class Server:
                 self._until(lambda: lease.ready)
         self._until(self._is_quiet)
         cache.audit()
-        return {**asdict(lease.sources), "waited_s": waited_s, "store": lease.sources.store, "state": cache.store_state.name}
+        return {**asdict(lease.sources), "waited_s": waited_s, "store": lease.sources.store, "state": cache.store.state.name}
 
     def _is_quiet(self) -> bool:
         """Copies are made, and the store has what it can have; one that is switched off is not waited for."""
         report = self.cache.step()
-        return not report.running and (not report.storing or self.cache.store_state is LinkState.SWITCHED_OFF)
+        return not report.running and (not report.storing or self.cache.store.state is LinkState.SWITCHED_OFF)
 
     def _until(self, done: Any) -> None:
         deadline_s = time.monotonic() + PATIENCE_S

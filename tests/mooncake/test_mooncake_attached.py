@@ -41,7 +41,7 @@ def serve(cache: Cache) -> int:
         if lease.position < len(PROMPT):
             cache.grow(lease, len(PROMPT))
             cache.commit(lease, len(PROMPT))
-    stepped(cache, lambda: not cache.pending)
+    stepped(cache, lambda: not cache.stats().pending)
     return lease.sources.store
 
 
@@ -64,16 +64,16 @@ def test_a_cluster_attached_at_run_time_moves_pages_in_the_hosts_own_memory(clus
     cluster.lend("128mb")
     cache, store = build_cache(SPEC, CONFIG, model="zeros"), cluster.open(staging_bytes=str(48 * COPY_BYTES))
     serve(cache)
-    cache.attach_store(store, StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, checkpoint_rest_s=0))
-    (memory,) = cache.host_memory
+    cache.store.attach(store, StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, checkpoint_rest_s=0))
+    (memory,) = cache.store.host_memory
     with pytest.raises(StoreError, match="registered twice"):
         store.register([memory[4096:8192]])  # how a real client says that it knows the memory
-    stepped(cache, lambda: not cache.pending)
+    stepped(cache, lambda: not cache.stats().pending)
     cache.flush()
     assert serve(cache) == PAGES * 16
     start = address_of(memory)
     assert sum(start <= at < start + memory.nbytes for at in moved) == 2 * PAGES, "every page, down and up"
-    cache.detach_store()
+    cache.store.detach()
     detached: list[object] = []
     stepped(cache, lambda: bool(detached) or bool(detached.extend(cache.step().detached)))
     store.register([memory[4096:8192]])  # nobody knows it any more

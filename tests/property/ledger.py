@@ -15,7 +15,7 @@ from stepwell import Kind, ModelSpec, Namespace, Tier
 from stepwell.base.ids import JobId
 from stepwell.base.plan import Completion, PageIds, Plan
 from stepwell.testing import ScriptedExecutor
-from stepwell.transfer.hands import Hands
+from stepwell.transfer.copy_engine import CopyEngine
 
 TOKEN = 4  # bytes of a packed token
 
@@ -142,7 +142,7 @@ class Ledger:
 class LedgerExecutor(ScriptedExecutor):
     """Tells the ledger when a plan starts, and when the cache is told how it ended."""
 
-    def __init__(self, ranks: Sequence[Hands], ledger: Ledger) -> None:
+    def __init__(self, ranks: Sequence[CopyEngine], ledger: Ledger) -> None:
         super().__init__(ranks)
         self._ledger = ledger
         self._num_ranks = len(ranks)
@@ -163,8 +163,8 @@ class LedgerExecutor(ScriptedExecutor):
         self._ledger.given_up(job)
         return super().withdraw(job)
 
-    def completed(self) -> list[Completion]:
-        done = super().completed()
+    def answers(self) -> list[Completion]:
+        done = super().answers()
         for completion in done:
             self._ledger.delivered(completion)
         return done

@@ -11,7 +11,7 @@ from random import Random
 
 from borrowed_world import BorrowedWorld
 from shelf import make_store_setup
-from store_traffic import FATES, StoreTraffic
+from store_traffic import STATUSES, StoreTraffic
 from store_world import BorrowedStoreWorld, StoreWorld
 from toy_models import TRUNKS, make_borrowed_setup, make_setup, prompt
 from traffic import Traffic
@@ -24,26 +24,26 @@ VERBS = {
 }  # fmt: skip
 
 STORE_VERBS = {
-    "prefetch": 20, "close_ticket": 3, "acquire_awaited": 12, "serve_awaited": 8, "answer_errand": 50, "settle_everything": 4,
-    "move_store": 4, "evict": 24, "recover": 7, "restart": 2, "prefetch_twins": 8, "fail_errands": 4, "time_out": 4,
+    "prefetch": 20, "close_ticket": 3, "acquire_awaited": 12, "serve_awaited": 8, "answer_op": 50, "settle_everything": 4,
+    "move_store": 4, "evict": 24, "recover": 7, "restart": 2, "prefetch_twins": 8, "fail_ops": 4, "time_out": 4,
     "overtake": 4,
 }  # fmt: skip
 
 
-def live(seed: int, steps: int, *, borrowed: bool = False) -> World:
+def live(seed: int, steps: int, *, external: bool = False) -> World:
     """Runs a whole life, checking everything after each verb; returns the world it left behind, closed."""
     rng = Random(seed)
-    world = BorrowedWorld(make_borrowed_setup(rng.choice)) if borrowed else World(make_setup(rng.choice))
+    world = BorrowedWorld(make_borrowed_setup(rng.choice)) if external else World(make_setup(rng.choice))
     traffic = Traffic(world)
     play(traffic, VERBS, rng, steps)
     return world
 
 
-def live_with_store(seed: int, steps: int, *, borrowed: bool = False) -> StoreWorld:
+def live_with_store(seed: int, steps: int, *, external: bool = False) -> StoreWorld:
     """The same over a store that may be of any sort."""
     rng = Random(seed)
-    setup = make_store_setup(rng.choice, borrowed=borrowed)
-    traffic = StoreTraffic((BorrowedStoreWorld if borrowed else StoreWorld)(setup))
+    setup = make_store_setup(rng.choice, external=external)
+    traffic = StoreTraffic((BorrowedStoreWorld if external else StoreWorld)(setup))
     for _ in range(4):
         traffic.serve(random_prompt(rng, traffic.page), 0)
     if rng.random() < 0.5:
@@ -96,7 +96,7 @@ def _act(traffic: Traffic, verb: str, rng: Random) -> None:
             traffic.world.clock.advance(rng.choice((1.0, 5.0, 20.0, 60.0)))
         case "step" | "settle" | "settle_everything":
             getattr(traffic.world, verb)()
-        case "come_back" | "restart" | "fail_errands" | "time_out":
+        case "come_back" | "restart" | "fail_ops" | "time_out":
             getattr(traffic, verb)()
         case "prefetch":
             traffic.prefetch(_again(rng, traffic), pick, rng.randrange(2), ttl_s)
@@ -104,8 +104,8 @@ def _act(traffic: Traffic, verb: str, rng: Random) -> None:
             getattr(traffic, verb)(_again(rng, traffic), pick)
         case "acquire_awaited":
             traffic.acquire_awaited(pick, spent=rng.random() < 0.1)
-        case "answer_errand":
-            traffic.answer_errand(pick, rng.choice(FATES), rng.choice((0.0, 0.0, 0.0, 0.1, 5.0)))
+        case "answer_op":
+            traffic.answer_op(pick, rng.choice(STATUSES), rng.choice((0.0, 0.0, 0.0, 0.1, 5.0)))
         case "recover":
             outage, serve, anew, drop = (rng.random() < chance for chance in (0.3, 0.5, 0.4, 0.8))
             traffic.recover(_again(rng, traffic), pick, outage=outage, serve=serve, anew=anew, drop=drop)

@@ -1,4 +1,4 @@
-"""A ledger that also knows what errands to a store do: which host pages they read and write, and what each key stands for.
+"""A ledger that also knows what operations to a store do: which host pages they read and write, and what each key stands for.
 
 Compares every page that comes back with all that was ever offered under its name, before any request can read it.
 """
@@ -18,29 +18,29 @@ from shelf import Shelf
 
 from stepwell import Kind, ModelSpec, Namespace, Tier
 from stepwell.base.clock import Clock
-from stepwell.base.errand import (
-    Ask,
-    Errand,
-    Fate,
+from stepwell.base.ids import JobId
+from stepwell.base.keys import page_keys
+from stepwell.base.store_op import (
     FetchCheckpoint,
     FetchPages,
+    FindItems,
+    ItemStatus,
     Outcome,
     PutCheckpoint,
     PutPages,
     Reply,
+    StoreOp,
     num_items,
 )
-from stepwell.base.ids import JobId
-from stepwell.base.keys import page_keys
-from stepwell.testing import ScriptedPorter
-from stepwell.transfer.store_hands import StoreHands
+from stepwell.testing import ScriptedStoreExecutor
+from stepwell.transfer.store_worker import StoreWorker
 
 
 @dataclass(eq=False)
 class _Sent:
-    """An errand under way: for each of its items, the pages it moves and what they hold, or will."""
+    """An operation under way: for each of its items, the pages it moves and what they hold, or will."""
 
-    errand: Errand
+    op: StoreOp
     items: list[list[tuple[Where, Content]]]
     after: int  # how many pages had arrived when it was sent
     forgotten: bool = False  # its namespace was cleared: what it brings is nobody's to find
@@ -54,12 +54,12 @@ class StoreLedger(Ledger):
         super().__init__(spec)
         self._shelf = shelf
         self._memories = memories  # of each rank
-        self._sent: dict[tuple[LedgerPorter, JobId], _Sent] = {}
+        self._sent: dict[tuple[LedgerStoreExecutor, JobId], _Sent] = {}
         self.meanings: dict[bytes, Content] = {}  # of page keys, told by whoever asks for a prompt
         self.barred: set[tuple[str | None, ...]] = set()  # namespaces that were cleared
         self.last_arrival: dict[bytes, int] = {}  # of page keys, by how many had arrived then
         self.num_arrivals = 0
-        self.fates: Counter[Fate] = Counter()  # of what was to be fetched
+        self.statuses: Counter[ItemStatus] = Counter()  # of what was to be fetched
         self.lines: list[str] = []  # everything that was sent, for traces
 
     # ---- what it is told --------------------------------------------------------------------------
@@ -70,33 +70,33 @@ class StoreLedger(Ledger):
         for index, key in enumerate(page_keys(namespace.digest, tokens, size)):
             self.meanings[key] = Content(space_of(namespace), tokens[: (index + 1) * size])
 
-    def sent(self, porter: LedgerPorter, errand: Errand) -> None:
-        assert space_of(errand.namespace) not in self.barred, f"{errand.task} after its namespace was cleared"
-        items = self._items(errand)
+    def sent(self, store_executor: LedgerStoreExecutor, op: StoreOp) -> None:
+        assert space_of(op.namespace) not in self.barred, f"{op.task} after its namespace was cleared"
+        items = self._items(op)
         pages = [where for item in items for where, _ in item]
         for item in items:
             for where, content in item:
-                if isinstance(errand.task, (FetchPages, FetchCheckpoint)):
-                    assert self._busy[where] == 0, f"an errand writes {where} while somebody uses it"
+                if isinstance(op.task, (FetchPages, FetchCheckpoint)):
+                    assert self._busy[where] == 0, f"an operation writes {where} while somebody uses it"
                 else:
                     assert self.holds(where, content), f"{where} is stored as {content} and holds something else"
                     self._offer(where, content)
-        assert len(set(pages)) == len(pages), f"one errand names a page twice: {pages}"
-        self._sent[porter, errand.job] = _Sent(errand, items, self.num_arrivals)
-        self._flights[porter, errand.job] = Flight((), tuple(pages))
+        assert len(set(pages)) == len(pages), f"one operation names a page twice: {pages}"
+        self._sent[store_executor, op.job] = _Sent(op, items, self.num_arrivals)
+        self._flights[store_executor, op.job] = Flight((), tuple(pages))
         self._busy.update(pages)
-        self.lines.append(f"errand {errand.job} {type(errand.task).__name__} {pages}")
+        self.lines.append(f"operation {op.job} {type(op.task).__name__} {pages}")
 
-    def came(self, porter: LedgerPorter, reply: Reply) -> None:
+    def came(self, store_executor: LedgerStoreExecutor, reply: Reply) -> None:
         """The cache is told of an answer."""
-        sent = self._sent.pop((porter, reply.job))
-        self._busy.subtract(self._flights.pop((porter, reply.job)).pages)
-        self.lines.append(f"reply {reply.job} {[fate.name for fate in reply.outcome.fates]}")
-        if not isinstance(sent.errand.task, (FetchPages, FetchCheckpoint)):
+        sent = self._sent.pop((store_executor, reply.job))
+        self._busy.subtract(self._flights.pop((store_executor, reply.job)).pages)
+        self.lines.append(f"reply {reply.job} {[status.name for status in reply.outcome.statuses]}")
+        if not isinstance(sent.op.task, (FetchPages, FetchCheckpoint)):
             return
-        self.fates.update(reply.outcome.fates if not sent.abandoned else (Fate.FAILED,))
-        for index, (item, fate) in enumerate(zip(sent.items, reply.outcome.fates, strict=True)):
-            good = fate is Fate.OK
+        self.statuses.update(reply.outcome.statuses if not sent.abandoned else (ItemStatus.FAILED,))
+        for index, (item, status) in enumerate(zip(sent.items, reply.outcome.statuses, strict=True)):
+            good = status is ItemStatus.OK
             for where, content in item:
                 if good:
                     self._check_bytes(where, content)
@@ -106,34 +106,34 @@ class StoreLedger(Ledger):
                     self.contents.pop(where, None)
                 if good and where[1] is Kind.PREFIX and not sent.forgotten and not sent.abandoned:
                     self._offered.add(where)
-            if good and isinstance(sent.errand.task, FetchPages) and not sent.abandoned:
+            if good and isinstance(sent.op.task, FetchPages) and not sent.abandoned:
                 self.num_arrivals += 1
-                self.last_arrival[sent.errand.task.keys[index]] = self.num_arrivals
+                self.last_arrival[sent.op.task.keys[index]] = self.num_arrivals
 
-    def abandoned(self, porter: LedgerPorter, job: JobId) -> None:
-        if not self._sent[porter, job].abandoned:
-            self._sent[porter, job].abandoned = True
-            self.fates[Fate.FAILED] += 1
+    def abandoned(self, store_executor: LedgerStoreExecutor, job: JobId) -> None:
+        if not self._sent[store_executor, job].abandoned:
+            self._sent[store_executor, job].abandoned = True
+            self.statuses[ItemStatus.FAILED] += 1
 
     def cleared(self, space: tuple[str | None, ...]) -> None:
         super().cleared(space)
         self.barred.add(space)
         for sent in self._sent.values():
-            sent.forgotten = sent.forgotten or space_of(sent.errand.namespace) == space
+            sent.forgotten = sent.forgotten or space_of(sent.op.namespace) == space
 
     # ---- what it answers --------------------------------------------------------------------------
 
     @property
     def num_arrivals_before_fetches(self) -> int:
         """How many pages had arrived before anything was sent for that is still on its way."""
-        fetches = [sent.after for sent in self._sent.values() if isinstance(sent.errand.task, (FetchPages, FetchCheckpoint))]
+        fetches = [sent.after for sent in self._sent.values() if isinstance(sent.op.task, (FetchPages, FetchCheckpoint))]
         return min([*fetches, self.num_arrivals])
 
     # ---- inside -----------------------------------------------------------------------------------
 
-    def _items(self, errand: Errand) -> list[list[tuple[Where, Content]]]:
-        task = errand.task
-        if isinstance(task, Ask):
+    def _items(self, op: StoreOp) -> list[list[tuple[Where, Content]]]:
+        task = op.task
+        if isinstance(task, FindItems):
             return []
         if isinstance(task, (FetchPages, PutPages)):
             contents = [self.meanings[key] for key in task.keys]
@@ -166,13 +166,13 @@ class StoreLedger(Ledger):
         return blake2b(self._memories[rank][where[0]].rows(where[1])[where[2]].tobytes(), digest_size=16).digest()
 
 
-class LedgerPorter(ScriptedPorter):
-    """Tells the ledger when an errand is sent, and when the cache is told what came of it.
+class LedgerStoreExecutor(ScriptedStoreExecutor):
+    """Tells the ledger when an operation is sent, and when the cache is told what came of it.
 
     `eager` ones have always begun; others have begun nothing that they were not told to answer, and can be called back.
     """
 
-    def __init__(self, ranks: Sequence[StoreHands], ledger: StoreLedger, clock: Clock, *, eager: bool) -> None:
+    def __init__(self, ranks: Sequence[StoreWorker], ledger: StoreLedger, clock: Clock, *, eager: bool) -> None:
         super().__init__(ranks)
         self._ledger = ledger
         self._eager = eager
@@ -180,11 +180,11 @@ class LedgerPorter(ScriptedPorter):
         self._clock = clock
         self._started_s: dict[JobId, float] = {}
 
-    def submit(self, errand: Errand) -> None:
-        assert not self.detached or isinstance(errand.task, (PutPages, PutCheckpoint)), f"{errand.task} of a store that has left"
-        self._ledger.sent(self, errand)
-        self._started_s[errand.job] = self._clock.now()
-        super().submit(errand)
+    def submit(self, op: StoreOp) -> None:
+        assert not self.detached or isinstance(op.task, (PutPages, PutCheckpoint)), f"{op.task} of a store that has left"
+        self._ledger.sent(self, op)
+        self._started_s[op.job] = self._clock.now()
+        super().submit(op)
 
     def answer(self, job: JobId, timeout_s: float) -> Reply | None:
         reply = super().answer(job, timeout_s)
@@ -193,10 +193,10 @@ class LedgerPorter(ScriptedPorter):
         return reply
 
     def withdraw(self, job: JobId) -> bool:
-        if self._eager or job not in self._errands:
+        if self._eager or job not in self._ops:
             return False
-        fates = (Fate.CANCELLED,) * num_items(self._errands.pop(job).task)
-        self._ledger.came(self, Reply(job=job, outcome=Outcome(fates=fates), took_s=0.0))
+        statuses = (ItemStatus.CANCELLED,) * num_items(self._ops.pop(job).task)
+        self._ledger.came(self, Reply(job=job, outcome=Outcome(statuses=statuses), took_s=0.0))
         return True
 
     def give_up(self, timeout_s: float) -> None:
@@ -206,8 +206,8 @@ class LedgerPorter(ScriptedPorter):
             if self._started_s[job] <= latest_start_s:
                 self._ledger.abandoned(self, job)
 
-    def replies(self) -> list[Reply]:
-        done = super().replies()
+    def answers(self) -> list[Reply]:
+        done = super().answers()
         for reply in done:
             self._ledger.came(self, reply)
         return done

@@ -1,4 +1,4 @@
-"""A world with a store below: tickets, errands that a test answers for, stores that come and go.
+"""A world with a store below: tickets, operations that a test answers for, stores that come and go.
 
 Everything that must hold whatever the store does is checked here; what it is good for, in `store_world.py`.
 """
@@ -10,20 +10,21 @@ from dataclasses import dataclass
 
 from ledger import TOKEN, space_of
 from shelf import Shelf, StoreSetup
-from store_ledger import LedgerPorter, StoreLedger
+from store_ledger import LedgerStoreExecutor, StoreLedger
 from watched import packed
 from world import Held, World
 
 from stepwell import Cause, Kind, Match, Namespace, Tier
 from stepwell.base.config import PrefetchPolicy, StoreConfig
-from stepwell.base.errand import Fate
 from stepwell.base.ids import JobId
 from stepwell.base.keys import page_keys
+from stepwell.base.store_op import ItemStatus
 from stepwell.cache.facade import StepReport
-from stepwell.cache.link import LinkState
-from stepwell.cache.room import make_room
-from stepwell.cache.ticket import Ticket, TicketState
-from stepwell.transfer.store_hands import StoreHands
+from stepwell.policy.tuning import StoreTuning
+from stepwell.store_tier.link import LinkState
+from stepwell.store_tier.ticket import Ticket, TicketState
+from stepwell.tiers.eviction import make_room
+from stepwell.transfer.store_worker import StoreWorker
 
 MOST_ROUNDS = 100  # after which something that does not settle never will
 COOL_OFF_S = 61.0  # after which a store that was switched off is tried again
@@ -41,11 +42,12 @@ class Awaited:
 
 @dataclass(eq=False)
 class Line:
-    """A porter between the cache and one of the shelf's stores."""
+    """A executor between the cache and one of the shelf's stores."""
 
-    porter: LedgerPorter
+    store_executor: LedgerStoreExecutor
     which: int
     config: StoreConfig
+    tuning: StoreTuning
 
 
 class StoreSide(World):
@@ -86,7 +88,7 @@ class StoreSide(World):
         if ttl_s is not None:
             self.excuses.add(Cause.EXPIRED)
         barred = space_of(namespace) in self.ledger.barred
-        if self.cache.store_state is LinkState.DETACHED or barred or match.restore_tokens == match.limit_tokens:
+        if self.cache.store.state is LinkState.DETACHED or barred or match.restore_tokens == match.limit_tokens:
             assert ticket.complete and len(self.pending) == sent, f"{ticket} has nothing to wait for"
         elif self.attached is not None and self.attached.config.prefetch is PrefetchPolicy.BEST_EFFORT:
             assert ticket.ready, f"{ticket} waits although nobody is to wait"
@@ -134,29 +136,30 @@ class StoreSide(World):
 
     @property
     def pending(self) -> list[tuple[Line, JobId]]:
-        """Every errand that was not answered."""
-        return [(line, job) for line in self.lines for job in line.porter.pending]
+        """Every operation that was not answered."""
+        return [(line, job) for line in self.lines for job in line.store_executor.pending]
 
     @property
     def attached(self) -> Line | None:
-        return next((line for line in self.lines if not line.porter.detached), None)
+        return next((line for line in self.lines if not line.store_executor.detached), None)
 
-    def attach(self, which: int, config: StoreConfig | None = None) -> None:
+    def attach(self, which: int, config: StoreConfig | None = None, tuning: StoreTuning | None = None) -> None:
         store, config = self.shelf.stores[which], config or self.store_setup.config
+        tuning = tuning or self.store_setup.tuning
         ranks = len(self.memories)
-        hands = [StoreHands(store, memory[Tier.HOST], rank=rank, ranks=ranks) for rank, memory in enumerate(self.memories)]
-        line = Line(LedgerPorter(hands, self.ledger, self.clock, eager=self.store_setup.eager), which, config)
+        worker = [StoreWorker(store, memory[Tier.HOST], rank=rank, ranks=ranks) for rank, memory in enumerate(self.memories)]
+        line = Line(LedgerStoreExecutor(worker, self.ledger, self.clock, eager=self.store_setup.eager), which, config, tuning)
         self.lines.append(line)
-        self.cache.attach_store(store, config, porter=line.porter)
+        self.cache.store.attach(store, config, executor=line.store_executor, tuning=tuning)
 
     def detach(self) -> None:
         line = self.attached
         assert line is not None
-        self.cache.detach_store()
-        line.porter.detached = True
+        self.cache.store.detach()
+        line.store_executor.detached = True
 
-    def answer_errand(self, line: Line, job: JobId, *, fate: Fate | None = None, took_s: float = 0.0) -> None:
-        line.porter.finish(job, fate=fate, took_s=took_s)
+    def answer_op(self, line: Line, job: JobId, *, status: ItemStatus | None = None, took_s: float = 0.0) -> None:
+        line.store_executor.finish(job, status=status, took_s=took_s)
 
     def evict(self, tier: Tier) -> bool:
         """Everything idle is to leave a tier; true when some of it must be saved first."""
@@ -168,14 +171,14 @@ class StoreSide(World):
     def step(self) -> StepReport:
         report = super().step()
         for line in self.lines:
-            line.porter.give_up(line.config.errand_timeout_s)
+            line.store_executor.give_up(line.tuning.op_timeout_s)
         for store in report.detached:
-            idle = [line for line in self.lines if line.porter.detached and not line.porter.pending]
+            idle = [line for line in self.lines if line.store_executor.detached and not line.store_executor.pending]
             self.lines.remove(next(line for line in idle if self.shelf.stores[line.which] is store))
         assert report.storing >= len(self.pending), report
         if not self.pending:
             waiting = [each.ticket for each in self.awaited if not each.ticket.complete]
-            assert not waiting, f"no errand runs, yet {waiting} wait for one"
+            assert not waiting, f"no operation runs, yet {waiting} wait for one"
         torn = self.shelf.torn()
         assert not torn, f"{len(torn)} manifests name members that are not stored"
         self.trace += self.ledger.lines
@@ -183,14 +186,16 @@ class StoreSide(World):
         return report
 
     def settle_everything(self) -> None:
-        """Copies and errands end, with those that follow from them, until nothing is left to do."""
+        """Copies and operations end, with those that follow from them, until nothing is left to do."""
         for _ in range(MOST_ROUNDS):
             self.executor.finish_all()
             for line, job in self.pending:
-                self.answer_errand(line, job)
+                self.answer_op(line, job)
             report = self.step()
             if not report.running and not report.storing:
-                assert not any(line.porter.detached for line in self.lines), "a store that nothing uses was not given back"
+                assert not any(line.store_executor.detached for line in self.lines), (
+                    "a store that nothing uses was not given back"
+                )
                 return
             if not report.running and not self.pending:
                 self.clock.advance(COOL_OFF_S)  # paths wait for a store that is switched off
@@ -213,15 +218,17 @@ class StoreSide(World):
 
     def _check_explanation(self, match: Match, tokens: Sequence[int], namespace: Namespace) -> None:
         super()._check_explanation(match, tokens, namespace)
-        cause, fates = self.cache.explain(tokens, namespace=namespace).cause, self.ledger.fates
+        cause, statuses = self.cache.explain(tokens, namespace=namespace).cause, self.ledger.statuses
         if cause is Cause.STORE:
-            assert any(fates[fate] for fate in Fate if fate not in (Fate.OK, Fate.CANCELLED)), "nothing went wrong in a store"
+            assert any(statuses[status] for status in ItemStatus if status not in (ItemStatus.OK, ItemStatus.CANCELLED)), (
+                "nothing went wrong in a store"
+            )
         elif cause is Cause.LATE:
-            assert fates[Fate.CANCELLED] or self.spent, "nothing was called off"
+            assert statuses[ItemStatus.CANCELLED] or self.spent, "nothing was called off"
         elif cause is Cause.IN_STORE:
-            assert self.cache.store_state is LinkState.ATTACHED and space_of(namespace) not in self.ledger.barred
+            assert self.cache.store.state is LinkState.ATTACHED and space_of(namespace) not in self.ledger.barred
         elif cause is Cause.STORE_OFF:
-            assert self.cache.store_state is LinkState.SWITCHED_OFF
+            assert self.cache.store.state is LinkState.SWITCHED_OFF
 
     def close(self) -> None:
         for awaited in list(self.awaited):
@@ -231,7 +238,7 @@ class StoreSide(World):
         for pinned in list(self.pinned):
             self.unpin(pinned)
         self.settle_everything()
-        for link in self.cache._stores.links:
+        for link in self.cache.store.links:
             assert not link.tickets and not link.fetches and not link.fetch_of, f"{link} holds on to what nobody wants"
             assert link.backup_bytes == 0, f"{link.backup_bytes} bytes are on their way down for ever"
         super().close()

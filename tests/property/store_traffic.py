@@ -5,21 +5,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ledger import space_of
-from shelf import PATIENT
+from shelf import PATIENT, ROOMY
 from store_side import Awaited
 from store_world import StoreWorld
 from traffic import Traffic
 
 from stepwell import WritePolicy
-from stepwell.base.errand import Fate
+from stepwell.base.store_op import ItemStatus
 
 MAX_TICKETS = 4
 MOST_SERVED = 12
-FATES = (None, None, None, None, Fate.FAILED, Fate.CANCELLED, Fate.MISSING, Fate.DAMAGED)  # None: what the store makes of it
+STATUSES = (
+    None,
+    None,
+    None,
+    None,
+    ItemStatus.FAILED,
+    ItemStatus.CANCELLED,
+    ItemStatus.MISSING,
+    ItemStatus.DAMAGED,
+)  # None: what the store makes of it
 
 
 class StoreTraffic(Traffic):
-    """Requests that wait for a store, errands that end in any order, and stores that come and go."""
+    """Requests that wait for a store, operations that end in any order, and stores that come and go."""
 
     world: StoreWorld
 
@@ -83,21 +92,21 @@ class StoreTraffic(Traffic):
 
     # ---- stores -----------------------------------------------------------------------------------
 
-    def answer_errand(self, pick: int, fate: Fate | None = None, took_s: float = 0.0) -> None:
-        """The store answers one errand, in any order; or it is answered for without it."""
+    def answer_op(self, pick: int, status: ItemStatus | None = None, took_s: float = 0.0) -> None:
+        """The store answers one operation, in any order; or it is answered for without it."""
         pending = self.world.pending
         if pending:
-            self.world.answer_errand(*pending[pick % len(pending)], fate=fate, took_s=took_s)
+            self.world.answer_op(*pending[pick % len(pending)], status=status, took_s=took_s)
 
-    def fail_errands(self) -> None:
+    def fail_ops(self) -> None:
         """The store is out of reach."""
         for line, job in self.world.pending:
-            self.world.answer_errand(line, job, fate=Fate.FAILED)
+            self.world.answer_op(line, job, status=ItemStatus.FAILED)
         self.world.step()
 
     def time_out(self) -> None:
         """The store says nothing for so long that nobody waits for it any more."""
-        self.world.clock.advance(self.world.store_setup.config.errand_timeout_s + 1)
+        self.world.clock.advance(self.world.store_setup.tuning.op_timeout_s + 1)
         self.world.step()
 
     def move_store(self, pick: int) -> None:
@@ -121,13 +130,13 @@ class StoreTraffic(Traffic):
         if outage:
             self.serve(tokens, pick)
             world.settle()
-            self.fail_errands()
+            self.fail_ops()
         world.shelf.make_well(well=True)
         world.settle_everything()
         if anew or world.attached is None:
             if world.attached is not None:
                 world.detach()
-            world.attach(pick % 2, PATIENT)
+            world.attach(pick % 2, PATIENT, ROOMY)
         world.settle_everything()
         if serve:
             self.serve_and_look(tokens, pick, anew=anew)

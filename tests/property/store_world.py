@@ -20,7 +20,7 @@ from stepwell.base.keys import PageKey, manifest_key, page_keys
 MOST_PLANS = 3  # that a ticket makes: so often less one it may find that something is not there after all
 SHORTFALLS = (  # counted when less is stored or fetched than could be, for want of room, time or luck
     "save_skipped_no_room", "checkpoint_skipped_no_room", "save_failures", "backup_dropped_queue_full", "backup_dropped_too_old",
-    "backup_failures", "store_errands_failed", "prefetch_no_room", "prefetch_not_worth_it", "prefetch_skipped_store_off",
+    "backup_failures", "store_ops_failed", "prefetch_no_room", "prefetch_not_worth_it", "prefetch_skipped_store_off",
     "store_fetching_stopped",
 )  # fmt: skip
 
@@ -84,7 +84,7 @@ class StoreWorld(StoreSide):
         assert self.cache.counters["prefetch_skipped_store_off"] == before["prefetch_skipped_store_off"], "it is not tried again"
         if losing is not None:
             for line, job in self.pending:
-                self.answer_errand(line, job)
+                self.answer_op(line, job)
             self.step()
             keys = self.keys(tokens, namespace)
             self.shelf.lose(losing, {*keys, *map(manifest_key, keys)})
@@ -116,8 +116,8 @@ class StoreWorld(StoreSide):
         left_one = self.setup.at_prompt_end or not needs_checkpoint(self.spec, legal[0])
         boundary = legal[0] if left_one else self.cache.lookup(tokens, namespace=namespace).restore_tokens
         keys, last = self.keys(tokens, namespace), boundary // self.spec.page_tokens
-        lacking = [at for at in range(last) if not self.shelf.has_page(line.which, namespace, keys[at])]
-        assert not lacking, f"pages {lacking} of a served prompt were not stored"
+        missing_states = [at for at in range(last) if not self.shelf.has_page(line.which, namespace, keys[at])]
+        assert not missing_states, f"pages {missing_states} of a served prompt were not stored"
         if needs_checkpoint(self.spec, boundary) and boundary:
             assert self.shelf.has_checkpoint(line.which, namespace, keys[last - 1]), f"no checkpoint at {boundary} was stored"
 

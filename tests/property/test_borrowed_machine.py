@@ -36,4 +36,4 @@ class TestBorrowedMachine(BorrowedMachine.TestCase):
 
 @pytest.mark.parametrize("seed", range(int(os.environ.get("STEPWELL_EXAMPLES", "40"))))
 def test_a_long_life_under_a_borrowed_device_claims_only_what_exists(seed: int) -> None:
-    live(seed, steps=100, borrowed=True)
+    live(seed, steps=100, external=True)

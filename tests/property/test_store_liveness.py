@@ -8,13 +8,13 @@ from random import Random
 
 import pytest
 from lives import play, random_prompt
-from shelf import PATIENT, make_store_setup
+from shelf import PATIENT, ROOMY, make_store_setup
 from store_traffic import StoreTraffic
 from store_world import BorrowedStoreWorld, StoreWorld
 from toy_models import ROOMY_OBJECTS
 
 from stepwell import Kind, WritePolicy
-from stepwell.base.errand import Fate
+from stepwell.base.store_op import ItemStatus
 from stepwell.store.wrappers import Faults
 
 SEEDS = range(int(os.environ.get("STEPWELL_EXAMPLES", "24")))
@@ -22,14 +22,14 @@ SEEDS = range(int(os.environ.get("STEPWELL_EXAMPLES", "24")))
 
 def traffic_over_a_good_store(seed: int, random: Random) -> StoreTraffic:
     """Some prompts were served and stored; then, perhaps, the process began anew."""
-    borrowed = seed % 3 == 2
-    setup = make_store_setup(random.choice, borrowed=borrowed)
+    external = seed % 3 == 2
+    setup = make_store_setup(random.choice, external=external)
     chunk_bytes = random.choice((1, max(2 * setup.cache.spec.object_bytes(Kind.PREFIX), 1), 2**20))
-    config = replace(PATIENT, fetch_chunk_bytes=chunk_bytes, fallback_share=random.choice((0.0, 0.25, 1.0)))
+    tuning = replace(ROOMY, fetch_chunk_bytes=chunk_bytes, fallback_share=random.choice((0.0, 0.25, 1.0)))
     roomy = setup.cache.regime.exact or random.random() < 0.3
     cache = replace(setup.cache, write=WritePolicy.THROUGH, host_objects=ROOMY_OBJECTS if roomy else random.choice((16, 24, 48)))
-    setup = replace(setup, sort="good", config=config, cache=cache)
-    traffic = StoreTraffic((BorrowedStoreWorld if borrowed else StoreWorld)(setup))
+    setup = replace(setup, sort="good", config=PATIENT, tuning=tuning, cache=cache)
+    traffic = StoreTraffic((BorrowedStoreWorld if external else StoreWorld)(setup))
     for _ in range(random.randint(3, 6)):
         traffic.serve(random_prompt(random, traffic.page), 0)
         traffic.world.settle_everything()
@@ -79,7 +79,7 @@ def test_what_is_served_is_stored_however_often_that_failed_before(seed: int) ->
         else:
             traffic.serve_awaited(tokens, 0)
         for line, job in world.pending:
-            world.answer_errand(line, job, fate=random.choice((None, None, Fate.FAILED)))
+            world.answer_op(line, job, status=random.choice((None, None, ItemStatus.FAILED)))
         world.step()
         world.check()
     world.shelf.make_well(well=True)
@@ -106,7 +106,7 @@ def test_damaged_values_never_reach_a_request(seed: int) -> None:
 
 
 MEANWHILE = {
-    "answer": 10, "answer_errand": 30, "step": 12, "settle": 4, "time_out": 6, "fail_errands": 2, "evict": 4, "move_store": 4,
+    "answer": 10, "answer_op": 30, "step": 12, "settle": 4, "time_out": 6, "fail_ops": 2, "evict": 4, "move_store": 4,
     "close_ticket": 6, "overtake": 6, "acquire_awaited": 6, "prefetch_twins": 6, "prefill": 8, "release": 4, "clear": 0.2,
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Random lives with a store below the host: tickets, errands in any order, faults of every kind, stores that come and go."""
+"""Random lives with a store below the host: tickets, operations in any order, faults of every kind, stores that come and go."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 from lives import live_with_store
 from shelf import StoreSetup, make_store_setup
-from store_traffic import FATES, StoreTraffic
+from store_traffic import STATUSES, StoreTraffic
 from store_world import BorrowedStoreWorld, StoreWorld
 from test_cache_machine import CacheMachine, Prompt, picks, prompts, ttls
 
-from stepwell.base.errand import Fate
+from stepwell.base.store_op import ItemStatus
 
 Again = tuple[int, int, int]
 again = st.tuples(st.integers(0, 11), st.sampled_from((0, 0, 1, 5, 20)), st.sampled_from((0, 1, 9)))  # which, less, more
 
 
 @st.composite
-def store_setups(draw: st.DrawFn, *, borrowed: bool) -> StoreSetup:
-    return make_store_setup(lambda options: draw(st.sampled_from(options)), borrowed=borrowed)
+def store_setups(draw: st.DrawFn, *, external: bool) -> StoreSetup:
+    return make_store_setup(lambda options: draw(st.sampled_from(options)), external=external)
 
 
 class StoreMachine(CacheMachine):
@@ -30,7 +30,7 @@ class StoreMachine(CacheMachine):
 
     traffic: StoreTraffic
 
-    @initialize(setup=store_setups(borrowed=False), warm=st.lists(prompts, min_size=2, max_size=5), fresh=st.booleans())
+    @initialize(setup=store_setups(external=False), warm=st.lists(prompts, min_size=2, max_size=5), fresh=st.booleans())
     def build(self, setup: StoreSetup, warm: list[Prompt], fresh: bool) -> None:
         self.begin(StoreTraffic(StoreWorld(setup)), warm, fresh=fresh)
 
@@ -80,21 +80,21 @@ class StoreMachine(CacheMachine):
     # ---- stores -----------------------------------------------------------------------------------
 
     @precondition(lambda self: self.traffic.world.pending)
-    @rule(pick=picks, fate=st.sampled_from(FATES), took_s=st.sampled_from((0.0, 0.0, 0.1, 5.0)))
-    def answer_errand(self, pick: int, fate: Fate | None, took_s: float) -> None:
-        self.traffic.answer_errand(pick, fate, took_s)
+    @rule(pick=picks, status=st.sampled_from(STATUSES), took_s=st.sampled_from((0.0, 0.0, 0.1, 5.0)))
+    def answer_op(self, pick: int, status: ItemStatus | None, took_s: float) -> None:
+        self.traffic.answer_op(pick, status, took_s)
 
     @precondition(lambda self: self.traffic.world.pending)
     @rule(answers=st.lists(picks, min_size=1, max_size=4))
-    def answer_errands_and_step(self, answers: list[int]) -> None:
+    def answer_ops_and_step(self, answers: list[int]) -> None:
         for pick in answers:
-            self.traffic.answer_errand(pick)
+            self.traffic.answer_op(pick)
         self.traffic.world.step()
 
     @precondition(lambda self: self.traffic.world.pending)
     @rule()
-    def fail_errands(self) -> None:
-        self.traffic.fail_errands()
+    def fail_ops(self) -> None:
+        self.traffic.fail_ops()
 
     @precondition(lambda self: self.traffic.world.pending)
     @rule()
@@ -126,7 +126,7 @@ class StoreMachine(CacheMachine):
 class BorrowedStoreMachine(StoreMachine):
     """A host over a store, under an engine that owns its device memory."""
 
-    @initialize(setup=store_setups(borrowed=True), warm=st.lists(prompts, min_size=2, max_size=5), fresh=st.booleans())
+    @initialize(setup=store_setups(external=True), warm=st.lists(prompts, min_size=2, max_size=5), fresh=st.booleans())
     def build(self, setup: StoreSetup, warm: list[Prompt], fresh: bool) -> None:
         self.begin(StoreTraffic(BorrowedStoreWorld(setup)), warm, fresh=fresh)
 
@@ -141,4 +141,4 @@ class TestBorrowedStoreMachine(BorrowedStoreMachine.TestCase):
 
 @pytest.mark.parametrize("seed", range(int(os.environ.get("STEPWELL_EXAMPLES", "16"))))
 def test_a_long_life_over_a_store_claims_only_what_exists(seed: int) -> None:
-    live_with_store(seed, steps=120, borrowed=seed % 3 == 2)
+    live_with_store(seed, steps=120, external=seed % 3 == 2)

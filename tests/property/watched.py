@@ -17,7 +17,7 @@ from stepwell.base.clock import ManualClock
 from stepwell.base.plan import PageIds
 from stepwell.cache.build import layouts_for, numpy_memories
 from stepwell.testing import DigestEngine
-from stepwell.transfer.hands import NumpyHands
+from stepwell.transfer.copy_engine import NumpyCopyEngine
 from stepwell.tree import tree
 
 MATCH_FIELDS = (
@@ -35,16 +35,17 @@ class Watched:
     def __init__(self, setup: Setup) -> None:
         self.setup, self.spec, self.regime = setup, setup.spec, setup.regime
         tree.NODE_PAGES = setup.node_pages
-        layouts = layouts_for(setup.spec, setup.config)
+        layouts = layouts_for(setup.spec, setup.config, alignment=setup.tuning.page_alignment_bytes)
         self.memories = [self._memories(layouts) for _ in range(setup.ranks)]
         self.ledger = self._ledger()
         self.oracle = Oracle(setup.spec, setup.placement)
-        self.executor = LedgerExecutor([NumpyHands(memories) for memories in self.memories], self.ledger)
+        self.executor = LedgerExecutor([NumpyCopyEngine(memories) for memories in self.memories], self.ledger)
         self.engine = DigestEngine(setup.spec, [self._seen_by_engine(memories) for memories in self.memories])
         self.clock = ManualClock()
         self.cache = build_cache(
-            setup.spec, setup.config, executor=self.executor, clock=self.clock, on_free=self._on_free, model=setup.spec.name
-        )
+            setup.spec, setup.config, executor=self.executor, clock=self.clock, on_free=self._on_free, model=setup.spec.name,
+            tuning=setup.tuning,
+        )  # fmt: skip
         self.nearest = Tier.DEVICE if Tier.DEVICE in layouts else Tier.HOST
         self.trace: list[str] = []  # every decision the cache makes, in order
         self.excuses = {Cause.FAILED} if setup.regime is Regime.FAULTY else set()  # reasons for a loss that this run has given

@@ -16,8 +16,8 @@ from watched import Watched, packed
 from stepwell import Cause, Kind, Lease, Match, Namespace, NoRoom, Point, Tier
 from stepwell.base.ids import JobId
 from stepwell.cache.facade import StepReport
-from stepwell.cache.pin import Pin
-from stepwell.cache.ticket import Ticket
+from stepwell.store_tier.ticket import Ticket
+from stepwell.tiers.pin import Pin
 
 
 @dataclass(eq=False)
@@ -180,7 +180,7 @@ class World(Watched):
 
     def pin(self, tokens: Sequence[int], namespace: Namespace, ttl_s: float | None) -> None:
         match = self.look(tokens, namespace)
-        pin = self.cache.pin(tokens, namespace=namespace, ttl_s=ttl_s)
+        pin = self.cache.pins.add(tokens, namespace=namespace, ttl_s=ttl_s)
         if ttl_s is not None:
             self.excuses.add(Cause.EXPIRED)
         assert pin.tokens == match.restore_tokens, f"{pin} {match}"
@@ -188,7 +188,7 @@ class World(Watched):
 
     def unpin(self, pinned: Pinned) -> None:
         self.pinned.remove(pinned)
-        self.cache.unpin(pinned.pin)
+        self.cache.pins.release(pinned.pin)
 
     def clear(self, namespace: Namespace) -> None:
         self.excuses.add(Cause.CLEARED)
@@ -207,7 +207,7 @@ class World(Watched):
             if held.lease.ready:
                 self.check_lease(held)
         for tier, budget in ((Tier.DEVICE, self.setup.config.device_bytes), (Tier.HOST, self.setup.config.host_bytes)):
-            assert self.cache.used_bytes(tier) <= (budget or 0), f"{tier.label} is over its budget"
+            assert self.cache.stats().tier(tier).used_bytes <= (budget or 0), f"{tier.label} is over its budget"
         if self.regime is not Regime.FAULTY:
             for pinned in self.pinned:
                 found = self.look(pinned.tokens, pinned.namespace).restore_tokens
@@ -246,6 +246,8 @@ class World(Watched):
             self.clear(namespace)
         self.cache.audit()
         for tier in (Tier.DEVICE, Tier.HOST):
-            assert self.cache.used_bytes(tier) == 0, f"{self.cache.used_bytes(tier)} bytes of the {tier.label} leaked"
+            assert self.cache.stats().tier(tier).used_bytes == 0, (
+                f"{self.cache.stats().tier(tier).used_bytes} bytes of the {tier.label} leaked"
+            )
         left = [where for where in self.ledger.contents if where[0] is not Tier.ENGINE]
         assert not left, f"pages with contents were never freed: {left}"

@@ -8,6 +8,7 @@ from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from threading import Event, current_thread
+from typing import Any
 
 import httpx
 import openai
@@ -20,7 +21,7 @@ from stepwell.server import stores
 from stepwell.store.api import Space, Traits
 from stepwell.store.memory import MemoryStore
 from stepwell.store.wrappers import Wrapper
-from waiting import PATIENCE_S
+from waiting import PATIENCE_S, wait_until
 
 PROMPT = "What is known of this prompt, and who wants to know? " * 3
 
@@ -172,15 +173,17 @@ def test_a_pin_holds_its_bytes_until_it_is_released(admin: httpx.Client, served:
     assert host_bytes() == 0
 
 
-@pytest.mark.xfail(reason="open: a checkpoint flushed right after a store was attached is sometimes not stored", strict=False)
+def explained(http: httpx.Client, prompt: str) -> dict[str, Any]:
+    """What explain says of a prompt, asked until the store answers within its quarter of a second: a busy disk may not."""
+
+    def answer() -> dict[str, Any] | None:
+        found: dict[str, Any] = http.post("/cache/explain", json={"prompt": prompt}).json()
+        return None if "did not answer within" in found["store_note"] else found
+
+    return wait_until(answer)
+
+
 def test_stores_come_and_go_while_requests_run(admin: httpx.Client, served: Running, tmp_path: Path) -> None:
-    try:
-        _come_and_go(admin, served, tmp_path)
-    finally:
-        admin.delete("/cache/store")
-
-
-def _come_and_go(admin: httpx.Client, served: Running, tmp_path: Path) -> None:
     where = {"store": f"log:{tmp_path / 'log'}", "options": {"budget": "64MiB", "segment": "1MiB"}}
     prompt = "Stored. " + PROMPT
     say(admin, prompt)
@@ -189,9 +192,9 @@ def _come_and_go(admin: httpx.Client, served: Running, tmp_path: Path) -> None:
     assert admin.post("/cache/store", json=where).status_code == 400  # one at a time
     settled(served)
     admin.post("/cache/flush", json={}).raise_for_status()
-    settled(served)  # its checkpoint rested on the host, and is stored before that is emptied
-    why = admin.post("/cache/explain", json={"prompt": prompt}).json()
-    assert (why["cause"], why["restore_tokens"], why["store_note"]) == ("in_store", 0, "")
+    settled(served)  # the backup of its checkpoint was deferred, and is made before the host is emptied
+    why = explained(admin, prompt)
+    assert (why["cause"], why["restore_tokens"], why["store_note"]) == ("in_store", 0, ""), (why, admin.get("/cache").json())
     assert say(admin, prompt)["store_tokens"] == why["store_tokens"] > 0
     assert admin.delete("/cache/store").json() == {"state": "closed"}
     assert admin.delete("/cache/store").status_code == 400
@@ -222,7 +225,7 @@ def test_explain_says_when_the_store_did_not_answer_and_never_blocks_the_engine(
     monkeypatch.setattr(Question, "wait", wait)
     store = Stuck()
     with running() as made, httpx.Client(base_url=made.address, timeout=60) as http:
-        made.server.served.loop.call(lambda engine: engine.cache.attach_store(store)).result(10)
+        made.server.served.loop.call(lambda engine: engine.cache.store.attach(store)).result(10)
         asked = {"prompt": "Stuck. " + PROMPT}
         why = http.post("/cache/explain", json=asked).json()
         assert why["cause"] == "never_stored" and why["store_tokens"] is None
@@ -267,7 +270,7 @@ def test_a_store_attached_at_run_time_is_shown_the_hosts_memory(
     store = Registering()
     monkeypatch.setattr(stores, "open_store", lambda where, options: store)
     assert admin.post("/cache/store", json={"store": "mooncake:"}).json()["state"] == "attached"
-    memory = served.server.served.loop.call(lambda engine: engine.cache.host_memory).result(10)
+    memory = served.server.served.loop.call(lambda engine: engine.cache.store.host_memory).result(10)
     assert [each.nbytes for each in store.known] == [each.nbytes for each in memory] and memory
     assert admin.delete("/cache/store").json() == {"state": "closed"}
     assert [what for what, _ in store.heard] == ["register", "register", "unregister", "close"]

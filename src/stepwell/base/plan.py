@@ -1,4 +1,4 @@
-"""What the brain asks the hands to do: frozen steps over page ids, and what came of them.
+"""What a copy engine is told to do: frozen steps over page ids, and what came of them.
 
 A plan names pages, never tree nodes, so the tree may split or shrink while it runs. Deciding happens
 elsewhere; so does copying.

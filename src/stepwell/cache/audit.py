@@ -11,16 +11,16 @@ import numpy as np
 
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.plan import PageIds
-from stepwell.cache.core import Core
-from stepwell.cache.lease import Lease
-from stepwell.cache.link import StoreLink
-from stepwell.cache.pin import Pin
+from stepwell.store_tier.link import StoreLink
+from stepwell.tiers.lease import Lease
+from stepwell.tiers.pin import Pin
+from stepwell.tiers.state import CacheState
 from stepwell.tree import audit as tree_audit
 from stepwell.tree.node import ABSENT
 
 
-def audit(core: Core, leases: Sequence[Lease], pins: Sequence[Pin], links: Sequence[StoreLink] = ()) -> None:
-    """Asserts invariants of arenas, tree, jobs, leases, pins, store errands and rests together."""
+def audit(core: CacheState, leases: Sequence[Lease], pins: Sequence[Pin], links: Sequence[StoreLink] = ()) -> None:
+    """Asserts invariants of arenas, tree, jobs, leases, pins, store operations and rests together."""
     tree_audit.audit(core.tree)
     holders = list(_holders(core, leases, pins, links))
     for tier, arena in core.tree.arenas.items():
@@ -42,12 +42,13 @@ def audit(core: Core, leases: Sequence[Lease], pins: Sequence[Pin], links: Seque
             assert (expected == arena.kept[kind]).all(), f"{tier.label} {kind.label}: the tree's references do not add up"
     _audit_users(core, leases, pins, links)
     for link in links:
-        link.resting.audit()
+        link.deferred.audit()
+        link.beliefs.audit()
     for lease in leases:
         assert lease.sources.total == lease.prompt_tokens, f"{lease}: {lease.sources} does not add up"
 
 
-def _kept_by_tree(core: Core) -> Iterator[tuple[Tier, Kind, PageIds]]:
+def _kept_by_tree(core: CacheState) -> Iterator[tuple[Tier, Kind, PageIds]]:
     for node in core.tree.nodes():
         for run in node.runs:
             if run is not None:
@@ -60,17 +61,15 @@ def _kept_by_tree(core: Core) -> Iterator[tuple[Tier, Kind, PageIds]]:
 
 
 def _holders(
-    core: Core, leases: Sequence[Lease], pins: Sequence[Pin], links: Sequence[StoreLink]
+    core: CacheState, leases: Sequence[Lease], pins: Sequence[Pin], links: Sequence[StoreLink]
 ) -> Iterator[tuple[Tier, Kind, PageIds]]:
     yield from _kept_by_tree(core)
     for lease in leases:
         yield core.nearest, Kind.PREFIX, lease.prefix_pages
         yield core.nearest, Kind.WINDOW, lease.window_pages
         yield core.nearest, Kind.POINT, lease.point_pages
-    for job in core.mover.running():
-        for copy in job.plan.copies:
-            for span in (copy.source, copy.target):
-                yield span.tier, span.kind, span.ids
+    for span in core.copies.held():
+        yield span.tier, span.kind, span.ids
     for pin in pins:
         for tier, ids in pin.pages:
             yield tier, Kind.PREFIX, ids
@@ -78,10 +77,10 @@ def _holders(
         yield from link.holders()
 
 
-def _audit_users(core: Core, leases: Sequence[Lease], pins: Sequence[Pin], links: Sequence[StoreLink]) -> None:
+def _audit_users(core: CacheState, leases: Sequence[Lease], pins: Sequence[Pin], links: Sequence[StoreLink]) -> None:
     users: dict[int, int] = {}
     readers = [lease.restored for lease in leases] + [pin.residency for pin in pins]
-    readers += [residency for job in core.mover.running() for residency in job.reads]
+    readers += core.copies.readers()
     readers += [residency for link in links for residency in link.readers()]
     for residency in readers:
         if residency is not None:

@@ -13,15 +13,15 @@ from enum import Enum
 
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.spec import Point, Prefix, Window
-from stepwell.cache.core import Core
-from stepwell.cache.link import LinkState
-from stepwell.cache.ticket import Flags
-from stepwell.cache.wanting import is_expected_to_pay, points_with_store
 from stepwell.memory.arena import FILLING
 from stepwell.policy.fetching import reachable
+from stepwell.store_tier.fetch_plan import is_expected_to_pay, points_with_store
+from stepwell.store_tier.link import LinkState, StoreLink
+from stepwell.store_tier.ticket import Flags
+from stepwell.tiers.state import CacheState
 from stepwell.tree.chain import path_keys
-from stepwell.tree.lacking import first_lacking
 from stepwell.tree.match import Match
+from stepwell.tree.missing_state import first_missing_state
 from stepwell.tree.node import ABSENT, Loss, LossReason, Node
 
 
@@ -86,14 +86,14 @@ class Explanation:
     detail: str = ""
     store_tokens: int | None = None
     store_note: str = ""
-    lacking: Mapping[str, int] = field(default_factory=dict)  # optional states that are missing, from which token on
+    missing_states: Mapping[str, int] = field(default_factory=dict)  # optional states that are missing, from which token on
 
     def __str__(self) -> str:
         depth = f"at best {self.usable_tokens}; text known to {self.known_tokens}"
         store = self.store_tokens is not None and self.store_tokens > self.restore_tokens
         more = f" from memory, at {self.store_tokens} with the store" if store else ""
         head = f"resumes at token {self.restore_tokens} of {self.prompt_tokens}{more} ({depth})"
-        missing = "".join(f"; without {state} from token {token} on, so slower" for state, token in self.lacking.items())
+        missing = "".join(f"; without {state} from token {token} on, so slower" for state, token in self.missing_states.items())
         note = f"; {self.store_note}" if self.store_note and self.cause is not Cause.COMPLETE else ""
         return f"{head}: {self._why()}{note}{missing}"
 
@@ -110,15 +110,15 @@ class Explanation:
         return f"{self.cause.value}{why}{when}"
 
 
-def explain(core: Core, match: Match, store: StoreSays = NOT_ASKED) -> Explanation:
+def explain(core: CacheState, link: StoreLink | None, match: Match, store: StoreSays = NOT_ASKED) -> Explanation:
     """Names what stops a match, looking at it as it is now, with what the store was found to have."""
-    memory = _explain_memory(core, match)
+    memory = _explain_memory(core, link, match)
     if store.has_page is None or store.has_checkpoint is None or memory.cause in (Cause.COMPLETE, Cause.TOO_SHORT):
         return replace(memory, store_note=store.note)
     page, usable = core.spec.page_tokens, match.limit_tokens
     points = points_with_store(core, match, store.has_page, store.has_checkpoint)
     found = replace(memory, store_tokens=points[0] * page if points else match.restore_tokens)
-    if points and core.link is not None and not is_expected_to_pay(core, core.link, match, points[0]):
+    if points and link is not None and not is_expected_to_pay(core, link, match, points[0]):
         found = replace(found, store_note="fetching that is expected to take longer than computing")
     if memory.cause in (Cause.ARRIVING, Cause.LATE, Cause.STORE):
         return found  # that the store has it does not say that it comes, or in time, or that it is any good
@@ -133,10 +133,10 @@ def explain(core: Core, match: Match, store: StoreSays = NOT_ASKED) -> Explanati
     return found
 
 
-def _explain_memory(core: Core, match: Match) -> Explanation:
+def _explain_memory(core: CacheState, link: StoreLink | None, match: Match) -> Explanation:
     spec = core.spec
     usable = match.limit_tokens
-    late = _given_up(core, match)
+    late = _given_up(core, link, match)
     if not spec.usable(match.prompt_tokens):
         return _because(core, match, Cause.TOO_SHORT, detail=f"reuse begins with {spec.boundary_step + 1} tokens")
     if match.restore_tokens == usable:
@@ -154,20 +154,20 @@ def _explain_memory(core: Core, match: Match) -> Explanation:
         loss = late
     if loss is not None:
         return _because_of(core, match, loss, prefix)
-    if core.link is not None and core.link.state is LinkState.SWITCHED_OFF:
+    if link is not None and link.state is LinkState.SWITCHED_OFF:
         return _because(core, match, Cause.STORE_OFF, states=prefix, tier=Tier.STORE)
     if not match.known_tokens and _known_elsewhere(core, match):
         return _because(core, match, Cause.OTHER_NAMESPACE, states=prefix)
     return _because(core, match, Cause.NEVER_STORED, states=prefix)
 
 
-def _because_of(core: Core, match: Match, loss: Loss, states: tuple[str, ...]) -> Explanation:
+def _because_of(core: CacheState, match: Match, loss: Loss, states: tuple[str, ...]) -> Explanation:
     cause = _CAUSE_OF_LOSS[loss.reason]
     return _because(core, match, cause, states=states, tier=loss.tier, at_s=loss.at_s, detail=loss.detail)
 
 
 def _because(
-    core: Core, match: Match, cause: Cause, *, states: tuple[str, ...] = (), tier: Tier | None = None,
+    core: CacheState, match: Match, cause: Cause, *, states: tuple[str, ...] = (), tier: Tier | None = None,
     at_s: float | None = None, detail: str = "",
 ) -> Explanation:  # fmt: skip
     return Explanation(
@@ -182,11 +182,11 @@ def _because(
         at_s=at_s,
         at=datetime.fromtimestamp(core.clock.wall_s(at_s), timezone.utc) if at_s is not None else None,
         detail=detail,
-        lacking=first_lacking(match.path, match.restore_tokens),
+        missing_states=first_missing_state(match.path, match.restore_tokens),
     )
 
 
-def _missing_checkpoint(core: Core, match: Match) -> Explanation:
+def _missing_checkpoint(core: CacheState, match: Match) -> Explanation:
     """Prefix pages reach deeper than any checkpoint does: windows or points are what is missing."""
     spec, first = core.spec, match.restore_tokens // core.spec.page_tokens
     last = match.arrived_tokens // spec.page_tokens
@@ -203,22 +203,22 @@ def _missing_checkpoint(core: Core, match: Match) -> Explanation:
     return _because(core, match, Cause.NO_CHECKPOINT, states=states)
 
 
-def _checkpoint_states(core: Core) -> tuple[str, ...]:
+def _checkpoint_states(core: CacheState) -> tuple[str, ...]:
     return tuple(s.name for s in core.spec.states if isinstance(s.shape, (Window, Point)))
 
 
-def _given_up(core: Core, match: Match) -> Loss | None:
+def _given_up(core: CacheState, link: StoreLink | None, match: Match) -> Loss | None:
     """The latest note that some request did not wait for what the store may have of this prompt."""
-    if core.link is None or not core.link.given_up:
+    if link is None or not link.given_up:
         return None
     known, upto = match.known_tokens // core.spec.page_tokens, match.limit_tokens // core.spec.page_tokens
     root, size = match.namespace.digest, core.tree.page_bytes
     keys = path_keys(root, match.path, match.packed, known=known, upto=upto, page_bytes=size)
-    found = [core.link.given_up[key] for key in keys if key in core.link.given_up]
+    found = [link.given_up[key] for key in keys if key in link.given_up]
     return max(found, key=lambda loss: loss.at_s) if found else None
 
 
-def _loss_after(core: Core, match: Match) -> Loss | None:
+def _loss_after(core: CacheState, match: Match) -> Loss | None:
     """A note of what once continued the path where it ends now."""
     node: Node | None = match.path[-1] if match.path else core.tree.roots.get(match.namespace.digest)
     if node is None or not node.lost:
@@ -228,7 +228,7 @@ def _loss_after(core: Core, match: Match) -> Loss | None:
     return node.lost.get(match.packed[start : start + size])
 
 
-def _known_elsewhere(core: Core, match: Match) -> bool:
+def _known_elsewhere(core: CacheState, match: Match) -> bool:
     """Whether another model or adapter has the first page, under the same salt and tenant: nobody learns what others ask."""
     page, mine = match.packed[: core.tree.page_bytes], match.namespace
 
@@ -239,7 +239,7 @@ def _known_elsewhere(core: Core, match: Match) -> bool:
     return any(root.child(page) is not None and is_ours(digest) for digest, root in core.tree.roots.items())
 
 
-def _arriving_tier(core: Core, match: Match) -> Tier | None:
+def _arriving_tier(core: CacheState, match: Match) -> Tier | None:
     for node in match.path:
         for run in node.runs:
             if run is not None:

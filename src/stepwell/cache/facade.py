@@ -13,43 +13,71 @@ came of it is applied in `step` alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import inf
 
-from stepwell.base.config import MAX_PRIORITY, StoreConfig
+from stepwell.base.config import MAX_PRIORITY
 from stepwell.base.errors import BadTokens, ConfigError, LeaseError, LoadFailed
 from stepwell.base.ids import Kind, LeaseId, Tier
 from stepwell.base.keys import Namespace
 from stepwell.base.spec import ModelSpec
 from stepwell.base.tokens import Tokens, pack
-from stepwell.cache import borrowed, lacking, prefetch, publish, restore
 from stepwell.cache.audit import audit
-from stepwell.cache.borrowed import EnginePages
-from stepwell.cache.core import Core
-from stepwell.cache.executor import Executor
-from stepwell.cache.expiry import drop_expired
 from stepwell.cache.explain import Explanation
-from stepwell.cache.lease import Lease, LeaseState, Request
-from stepwell.cache.link import LinkState
-from stepwell.cache.one_thread import one_thread
-from stepwell.cache.pin import Pin, take_pin
-from stepwell.cache.porter import Porter
 from stepwell.cache.question import STORE_WAIT_S, Question
-from stepwell.cache.saving import save_path
-from stepwell.cache.stores import Stores
-from stepwell.cache.ticket import Ticket
-from stepwell.cache.visits import note_answer
-from stepwell.memory.arena import DEAD, FILLING
+from stepwell.memory.arena import DEAD, FILLING, Arena
 from stepwell.metrics.counters import Counters
 from stepwell.policy.write import save_on_commit
 from stepwell.store.api import Store
+from stepwell.store_tier.link import LinkState
+from stepwell.store_tier.ticket import Ticket
+from stepwell.store_tier.tier import StoreTier
+from stepwell.tiers import external, missing_state, publish, restore
+from stepwell.tiers.expiry import drop_expired
+from stepwell.tiers.external import EnginePages
+from stepwell.tiers.lease import Lease, LeaseState, RequestOptions
+from stepwell.tiers.one_thread import one_thread
+from stepwell.tiers.pin import Pins
+from stepwell.tiers.saving import save_path
+from stepwell.tiers.state import CacheState
+from stepwell.tiers.visits import note_answer
 from stepwell.tree.match import Match, find
 from stepwell.tree.node import LossReason
 from stepwell.tree.pruning import clear
 
 POLL_S = 0.0005  # between two steps of `wait`
 DRAIN_S = 0.02  # between two steps of `close`: what one job hangs on must not hold up the others
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierStats:
+    """How full a memory tier is, for one rank."""
+
+    size_bytes: int
+    used_bytes: int  # that hold something, padding included
+    available_bytes: int  # free, or could be by evicting what no request holds: what admission can count on
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stats:
+    """What there is to see of a cache at one moment."""
+
+    tiers: Mapping[Tier, TierStats]
+    copying: int  # copies under way between memories
+    storing: int  # store operations under way, and paths that wait to be backed up
+    deferred: int  # checkpoints on the host that are to be stored later, if nothing supersedes them until then
+    store: LinkState
+    counters: Mapping[str, int]
+
+    def tier(self, tier: Tier) -> TierStats:
+        """One tier's; nothing but zeros for a tier that does not exist."""
+        return self.tiers.get(tier) or TierStats(size_bytes=0, used_bytes=0, available_bytes=0)
+
+    @property
+    def pending(self) -> int:
+        """0 when nothing more will happen by itself, but for deferred checkpoints."""
+        return self.copying + self.storing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +90,7 @@ class StepReport:
     failed: tuple[Lease, ...] = ()  # leases to release and look up again
     finished: tuple[Lease, ...] = ()  # released leases whose last copy to or from the engine's memory has ended
     running: int = 0  # copies still under way
-    storing: int = 0  # errands to the store under way, and paths waiting to be backed up
+    storing: int = 0  # operations to the store under way, and paths waiting to be backed up
     detached: tuple[Store, ...] = ()  # stores that nothing uses any more: their owner may close them
 
     def after(self, earlier: StepReport) -> StepReport:
@@ -81,14 +109,13 @@ class StepReport:
 class Cache:
     """A tiered prefix cache for one model. Make one with `stepwell.cache.build.build_cache`."""
 
-    def __init__(self, core: Core, executor: Executor, namespace: Namespace, stores: Stores) -> None:
+    def __init__(self, core: CacheState, namespace: Namespace, store: StoreTier) -> None:
         self._core = core
-        self._stores = stores
-        self._executor = executor
+        self.store = store
         self._namespace = namespace
         self._leases: dict[LeaseId, Lease] = {}
         self._closing: list[Lease] = []  # given back, with copies still in the engine's memory
-        self._pins: list[Pin] = []
+        self.pins = Pins(core, self.lookup)
         self._last_lease = 0
         self._owner = core.owner
         self._unreported: StepReport | None = None  # what `wait` found, for the next `step` to tell
@@ -116,31 +143,21 @@ class Cache:
         return tuple(known[digest] for digest in self._core.tree.roots if digest in known)
 
     @property
-    def store_state(self) -> LinkState:
-        """Whether a store is attached, and whether it is in use."""
-        return self._stores.state
-
-    @property
-    def host_memory(self) -> tuple[memoryview, ...]:
-        """The host tier's memory, of every rank: what `attach_store` shows to a store that registers memory."""
-        return self._stores.host_memory
-
-    @property
     def copying(self) -> int:
         """Copies under way between memories; they hold pages until `step` has applied what came of them."""
-        return self._core.mover.num_running
+        return self._core.copies.num_running
 
-    @property
-    def pending(self) -> int:
-        """Copies under way, errands to the store, and paths that wait to be backed up: 0 when nothing more will happen by itself,
-        but for checkpoints that rest (`resting`).
-        """
-        return self.copying + self._stores.num_busy
-
-    @property
-    def resting(self) -> int:
-        """Checkpoints on the host that are to be stored later, if nothing supersedes them until then."""
-        return self._stores.num_resting
+    def stats(self) -> Stats:
+        """How full the tiers are, what is under way, and everything that was counted. May be asked from any thread."""
+        tiers = {tier: _tier_stats(arena) for tier, arena in self._core.tree.arenas.items()}
+        return Stats(
+            tiers=tiers,
+            copying=self.copying,
+            storing=self.store.num_busy,
+            deferred=self.store.num_deferred,
+            store=self.store.state,
+            counters=self._core.counters.snapshot(),
+        )
 
     def namespace_for(self, *, adapter: str | None = None, salt: str | None = None, tenant: str | None = None) -> Namespace:
         """This model under an adapter, or for a tenant whose pages nobody else may see."""
@@ -186,17 +203,7 @@ class Cache:
         self, tokens: Tokens, *, namespace: Namespace | None = None, store_wait_s: float = STORE_WAIT_S
     ) -> Question:  # fmt: skip
         """The same question without waiting: call `step` until it is ready, then `answer`. Raises BadTokens and ConfigError."""
-        return Question(self._core, self.lookup(tokens, namespace=namespace), store_wait_s=store_wait_s)
-
-    def used_bytes(self, tier: Tier) -> int:
-        """Bytes of a tier that hold something, padding included; 0 for a tier that does not exist."""
-        arena = self._core.tree.arenas.get(tier)
-        return arena.used_bytes if arena is not None else 0
-
-    def available_bytes(self, tier: Tier) -> int:
-        """Bytes of a tier that are free or could be, by evicting what no request holds: what admission can count on."""
-        arena = self._core.tree.arenas.get(tier)
-        return arena.layout.size_bytes - arena.busy_bytes if arena is not None else 0
+        return Question(self._core, self.store, self.lookup(tokens, namespace=namespace), store_wait_s=store_wait_s)
 
     def could_hold(self, tokens: int, *, chunk_tokens: int) -> bool:
         """Whether an empty device tier has room for one request of so many tokens, computed in chunks of so many."""
@@ -223,7 +230,7 @@ class Cache:
         Call `step` until the ticket is ready, then give it to `acquire`; or close it. Without a store it is ready at once.
         `priority` and `ttl_s` are those that `acquire` will be given: what arrives is entered under them.
         """
-        return prefetch.prefetch(self._core, self._core.link, self.refresh(match), _request((), priority, ttl_s))
+        return self.store.open_prefetch(self.refresh(match), _request((), priority, ttl_s))
 
     @one_thread
     def acquire(
@@ -239,8 +246,9 @@ class Cache:
         request = _request(hints, priority, ttl_s)
         if ticket is not None and (ticket.namespace, ticket.packed) != (match.namespace, match.packed):
             raise LeaseError("this ticket is for another prompt")
+        from_store = ticket.from_store if ticket is not None else None
         self._last_lease += 1
-        lease = restore.acquire(self._core, match, request, LeaseId(self._last_lease), self.release, ticket)
+        lease = restore.acquire(self._core, match, request, LeaseId(self._last_lease), self.release, from_store)
         lease.computing_since_s = self._core.clock.now()
         lease.publishes = publish
         self._leases[lease.id] = lease
@@ -281,7 +289,7 @@ class Cache:
         if self._core.nearest is Tier.DEVICE:
             raise ConfigError("load() is for caches without a device tier; with one, acquire() loads")
         lease.must_be(LeaseState.READY)
-        borrowed.load(self._core, lease, into)
+        external.load(self._core, lease, into)
 
     @one_thread
     def commit(self, lease: Lease, upto: int, *, source: EnginePages | None = None, last: bool = False) -> bool:
@@ -303,16 +311,16 @@ class Cache:
             return lease.publishes
         if source is None:
             raise LeaseError("without a device tier, commit() needs `source`: the engine's pages to copy from")
-        return borrowed.commit(self._core, lease, upto, source, checkpoint=wanted)
+        return external.commit(self._core, lease, upto, source, checkpoint=wanted)
 
     @one_thread
-    def note_lacking(self, lease: Lease, state: str, *, since: int) -> None:
+    def note_missing_state(self, lease: Lease, state: str, *, since: int) -> None:
         """Says that from token `since` on the lease's pages do not hold an optional state, nor will; `explain` then names it.
 
         Nothing else depends on it: what a match finds is the same. Raises LeaseError for a state that is required.
         """
         lease.must_be(LeaseState.READY)
-        lacking.note_lacking(self._core, lease, state, since)
+        missing_state.note_missing_state(self._core, lease, state, since)
 
     @one_thread
     def release(self, lease: Lease) -> None:
@@ -335,31 +343,31 @@ class Cache:
         if lease.jobs:
             self._closing.append(lease)
         if lease.restored is not None:
-            core.mover.unpin(lease.restored)
+            core.refs.unpin(lease.restored)
             lease.restored = None
         pages = ((Kind.PREFIX, lease.prefix_pages), (Kind.WINDOW, lease.window_pages), (Kind.POINT, lease.point_pages))
         for kind, ids in pages:
             if len(ids):
-                core.mover.release(nearest, kind, ids)
+                core.refs.release(nearest, kind, ids)
 
     # ---- upkeep -----------------------------------------------------------------------------------
 
     @one_thread
     def step(self) -> StepReport:
-        """Applies what the hands have finished, settles leases, drops what expired. Never blocks."""
+        """Applies what copies and store operations have come to, settles leases, drops what expired. Never blocks."""
         report, earlier = self._advance(), self._unreported
         self._unreported = None
         return report.after(earlier) if earlier is not None else report
 
     def _advance(self) -> StepReport:
         core = self._core
-        completions = core.mover.apply()
+        completions = core.copies.apply()
         errors = {done.job: done.error for done in completions if done.error is not None}
-        timeout_s = core.config.copy_timeout_s
-        errors |= dict.fromkeys(core.mover.abandon_overdue(timeout_s), f"no answer within {timeout_s:g} s")
-        detached, store_failures = self._stores.step()
+        timeout_s = core.copy_timeout_s
+        errors |= dict.fromkeys(core.copies.give_up_overdue(timeout_s), f"no answer within {timeout_s:g} s")
+        detached, store_failures = self.store.step()
         drop_expired(core)
-        self._drop_expired_pins()
+        self.pins.drop_expired()
         ready, failed = [], []
         for lease in self._leases.values():
             if lease.state is LeaseState.LOADING:
@@ -380,48 +388,10 @@ class Cache:
             ready=tuple(ready),
             failed=tuple(failed),
             finished=tuple(finished),
-            running=core.mover.num_running,
-            storing=self._stores.num_busy,
+            running=core.copies.num_running,
+            storing=self.store.num_busy,
             detached=tuple(detached),
         )
-
-    @one_thread
-    def attach_store(self, store: Store, config: StoreConfig | None = None, *, porter: Porter | None = None) -> None:
-        """Puts a store below the host tier, at any moment. What is on the host already is offered to it.
-
-        The caller opened the store and closes it, after `detach_store` or `close`. Raises ConfigError, and StoreError when the
-        store wants to know the host's memory and cannot have it. That may take long with a network card, and is done at once
-        where another thread did it before (`store.api.register(store, cache.host_memory)`).
-        """
-        self._stores.attach(store, config or StoreConfig(), porter)
-
-    @one_thread
-    def detach_store(self) -> None:
-        """Takes the store away, at any moment. Requests go on with what has arrived or is on its way; what waits to be
-        backed up still is, as far as memory holds it until its turn comes. `step` reports the store as detached when nothing uses
-        it any more. Raises ConfigError.
-        """
-        self._stores.detach()
-
-    @one_thread
-    def pin(self, tokens: Tokens, *, namespace: Namespace | None = None, ttl_s: float | None = None) -> Pin:
-        """Keeps one copy of everything up to the prompt's restore point until the pin is released or runs out.
-
-        `Pin.tokens` says how much that is: 0 when nothing of the prompt can be resumed from. `with` releases it.
-        """
-        if ttl_s is not None and ttl_s <= 0:
-            raise ConfigError(f"ttl_s must be positive, got {ttl_s}; leave it None for a pin without an end")
-        pin = take_pin(self._core, self.lookup(tokens, namespace=namespace), ttl_s, self.unpin)
-        self._pins.append(pin)
-        return pin
-
-    @one_thread
-    def unpin(self, pin: Pin) -> None:
-        """Lets go of a pin. Raises LeaseError when it was let go before."""
-        if pin not in self._pins:
-            raise LeaseError("this pin was released already, or ran out")
-        self._pins.remove(pin)
-        pin.let_go()
 
     @one_thread
     def clear(self, *, namespace: Namespace | None = None) -> None:
@@ -432,7 +402,7 @@ class Cache:
         want a new model name.
         """
         digest = (namespace or self._namespace).digest
-        self._core.barred.add(digest)
+        self.store.bar(digest)
         for lease in self._leases.values():
             lease.publishes &= lease.namespace.digest != digest
         clear(self._core.tree, digest, self._core.loss(LossReason.CLEARED, self._core.nearest))
@@ -443,14 +413,14 @@ class Cache:
         Checkpoints that rest on the host are sent to it first, and are of use once they have arrived.
         """
         digests = list(self._core.tree.roots) if namespace is None else [namespace.digest]
-        self._stores.put_resting_of(digests)
+        self.store.before_flush(digests)
         for digest in digests:
             clear(self._core.tree, digest, self._core.loss(LossReason.CLEARED, self._core.nearest))
 
     @one_thread
     def audit(self) -> None:
         """Asserts that every count, reference and promise of the cache holds. Slow: for tests and doubts."""
-        audit(self._core, list(self._leases.values()), self._pins, self._stores.links)
+        audit(self._core, list(self._leases.values()), list(self.pins), self.store.links)
 
     @one_thread
     def wait(self, held: Lease | Ticket, *, timeout_s: float = inf) -> None:
@@ -484,14 +454,14 @@ class Cache:
         """
         core, deadline_s = self._core, self._core.clock.now() + timeout_s
         try:
-            self._settle(deadline_s, lambda: core.mover.num_awaited, self._executor.drain)
-            self._stores.end_rests()
-            self._settle(deadline_s, lambda: self._stores.num_awaited, self._stores.drain)
-            undone = self.pending
+            self._settle(deadline_s, lambda: core.copies.num_awaited, core.copies.drain)
+            self.store.end_deferral()
+            self._settle(deadline_s, lambda: self.store.num_awaited, self.store.drain)
+            undone = self.copying + self.store.num_busy
         finally:
-            core.mover.withdraw_all()
-            self._stores.close()
-            self._executor.close()
+            core.copies.withdraw_all()
+            self.store.close()
+            core.copies.close()
         return not undone
 
     # ---- inside -----------------------------------------------------------------------------------
@@ -505,15 +475,10 @@ class Cache:
             self._advance()
 
     def _measure(self, lease: Lease, upto: int) -> None:
-        """Learns how fast prompts are computed, for whoever must choose between that and fetching."""
         now = self._core.clock.now()
         took_s, lease.computing_since_s = now - lease.computing_since_s, now
         if lease.position < lease.prompt_tokens:
-            link = self._core.link
-            if link is None or link.config.recompute_tokens_per_s is None:
-                self._core.compute.measure(upto - lease.position, took_s, now)
-            if link is not None:
-                link.patience.computed(took_s)
+            self.store.computed(upto - lease.position, took_s)
 
     def _wants_checkpoint(self, lease: Lease, upto: int, last: bool) -> bool:
         spec = self._core.spec
@@ -525,25 +490,25 @@ class Cache:
         states = [self._core.arena(self._core.nearest).state[kind][ids] for kind, ids in lease.waits_for]
         if load_failed or any((state == DEAD).any() for state in states):
             return LeaseState.FAILED
-        if any((state == FILLING).any() for state in states) or any(map(self._core.mover.is_awaited, lease.waits_for_jobs)):
+        if any((state == FILLING).any() for state in states) or any(map(self._core.copies.is_awaited, lease.waits_for_jobs)):
             return LeaseState.LOADING
         lease.waits_for, lease.waits_for_jobs = [], set()
         return LeaseState.READY
 
     def _forget_ended_jobs(self, lease: Lease) -> None:
-        lease.jobs = {job for job in lease.jobs if self._core.mover.is_running(job)}
-
-    def _drop_expired_pins(self) -> None:
-        now = self._core.clock.now()
-        for pin in [pin for pin in self._pins if pin.expires_at_s <= now]:
-            self.unpin(pin)
+        lease.jobs = {job for job in lease.jobs if self._core.copies.is_running(job)}
 
     def _must_own_device(self, verb: str) -> None:
         if self._core.nearest is not Tier.DEVICE:
             raise ConfigError(f"{verb}() needs a device tier; without one the engine allocates its own pages")
 
 
-def _request(hints: tuple[int, ...], priority: int, ttl_s: float | None) -> Request:
+def _request(hints: tuple[int, ...], priority: int, ttl_s: float | None) -> RequestOptions:
     if not 0 <= priority <= MAX_PRIORITY or (ttl_s is not None and ttl_s <= 0):
         raise ConfigError(f"priority must be 0 to {MAX_PRIORITY} and ttl_s positive, got {priority} and {ttl_s}")
-    return Request(hints=hints, priority=priority, ttl_s=ttl_s)
+    return RequestOptions(hints=hints, priority=priority, ttl_s=ttl_s)
+
+
+def _tier_stats(arena: Arena) -> TierStats:
+    size = arena.layout.size_bytes
+    return TierStats(size_bytes=size, used_bytes=arena.used_bytes, available_bytes=size - arena.busy_bytes)

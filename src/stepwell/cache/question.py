@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from stepwell.base.errand import Ask, Fate, Outcome
 from stepwell.base.errors import ConfigError
-from stepwell.cache.core import Core
-from stepwell.cache.errands import Call
+from stepwell.base.store_op import FindItems, ItemStatus, Outcome
 from stepwell.cache.explain import Explanation, StoreSays, explain
-from stepwell.cache.link import LinkState
-from stepwell.cache.wanting import boundaries_to_ask
+from stepwell.store_tier.fetch_plan import boundaries_to_ask
+from stepwell.store_tier.link import LinkState
+from stepwell.store_tier.ops import Call
+from stepwell.store_tier.tier import StoreTier
+from stepwell.tiers.state import CacheState
 from stepwell.tree.chain import path_keys
 from stepwell.tree.match import Match, find
 
@@ -23,16 +24,17 @@ STORE_WAIT_S = 0.25  # a person waits for the answer
 class Question:
     """Made by `Cache.question`. Call `step` until it is ready, or `wait`; then `answer`. The cache's thread only."""
 
-    def __init__(self, core: Core, match: Match, *, store_wait_s: float) -> None:
+    def __init__(self, core: CacheState, stores: StoreTier, match: Match, *, store_wait_s: float) -> None:
         if store_wait_s < 0:
             raise ConfigError(f"store_wait_s must be 0 (the store is not asked) or more, got {store_wait_s}")
         self._core = core
+        self._stores = stores
         self._match = match
         self._wait_s = store_wait_s
         self._deadline_s = core.clock.now() + store_wait_s
         self._says = StoreSays(note=self._why_not_asked())
         self._call = Call()
-        self._link = core.link
+        self._link = stores.link
         self._asked = self._link is not None and not self._says.note and match.restore_tokens < match.limit_tokens
         if self._asked:
             self._says = StoreSays(note=f"the store did not answer within {store_wait_s:g} s, and may have more")
@@ -46,23 +48,23 @@ class Question:
     def wait(self) -> None:
         """Waits for the store, as long as the question may. Applies nothing but its answer to this."""
         if not self.ready and self._link is not None:
-            self._link.errands.wait(self._job, self._wait_s)
+            self._link.ops.wait(self._job, self._wait_s)
 
     def answer(self) -> Explanation:
         """What is known by now, of memory as it is now."""
-        self._call.is_off = True
+        self._call.cancel()
         match, says = self._match, self._says
         if match.version != self._core.tree.version:
             match = find(self._core.tree, match.namespace, match.packed, match.limit_tokens)
         if match.known_tokens < self._match.known_tokens and not says.note:
             says = StoreSays(note="memory lost some of it while the store was asked: ask again")
-        return explain(self._core, match, says)
+        return explain(self._core, self._stores.link, match, says)
 
     def _why_not_asked(self) -> str:
-        core, link = self._core, self._core.link
+        link = self._stores.link
         if link is None:
             return ""
-        if self._match.namespace.digest in core.barred:
+        if self._match.namespace.digest in link.barred:
             return "its namespace was cleared, so what a store has of it is not used"
         if link.state is LinkState.SWITCHED_OFF:
             return f"the store is {link.state.value}, and was not asked"
@@ -75,18 +77,18 @@ class Question:
             match.namespace.digest, match.path, match.packed, known=known, upto=upto, page_bytes=core.tree.page_bytes
         )
         boundaries = boundaries_to_ask(core, match, upto)
-        task = Ask(pages=keys[known:], boundaries=tuple(keys[page - 1] for page in boundaries))
+        task = FindItems(pages=keys[known:], boundaries=tuple(keys[page - 1] for page in boundaries))
 
         def asked(outcome: Outcome, took_s: float) -> None:
             self._asked = False
-            if outcome.error is not None or Fate.CANCELLED in outcome.fates:
+            if outcome.error is not None or ItemStatus.CANCELLED in outcome.statuses:
                 self._says = StoreSays(note=f"the store could not say what it has ({outcome.error or 'called off'})")
                 return
-            found = np.fromiter((fate is Fate.OK for fate in outcome.fates), np.bool_, len(outcome.fates))
+            found = np.fromiter((status is ItemStatus.OK for status in outcome.statuses), np.bool_, len(outcome.statuses))
             has_page, has_checkpoint = np.zeros(upto, np.bool_), np.zeros(upto + 1, np.bool_)
             has_page[known:] = found[: upto - known]
             has_checkpoint[boundaries] = found[upto - known :]
             self._says = StoreSays(has_page=has_page, has_checkpoint=has_checkpoint)
 
         assert self._link is not None
-        self._job = self._link.errands.start(task, match.namespace, asked, call=self._call, counts=False)
+        self._job = self._link.ops.send(task, match.namespace, asked, call=self._call, counts=False)

@@ -1,6 +1,6 @@
 """`stepwell explain TRACE...`: why tokens of a trace were computed although a cache stood by, and what would help.
 
-Prints; decides nothing. Every request goes through the production cache, with hands that only count.
+Prints; decides nothing. Every request goes through the production cache, with a copy engine that only counts.
 """
 
 from __future__ import annotations

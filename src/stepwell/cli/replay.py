@@ -1,6 +1,6 @@
 """`stepwell replay TRACE...`: how much of a trace's prompts a cache of these sizes would have served, and from where.
 
-Prints; decides nothing. Every request goes through the production cache, with hands that only count.
+Prints; decides nothing. Every request goes through the production cache, with a copy engine that only counts.
 """
 
 from __future__ import annotations

@@ -21,7 +21,6 @@ import torch
 from stepwell.base.clock import Clock, SystemClock
 from stepwell.base.errors import BadTokens, ConfigError, StepwellError
 from stepwell.cache.facade import Cache, StepReport
-from stepwell.cache.lease import Sources
 from stepwell.engine.footprint import Footprint
 from stepwell.engine.request import Ask, Chunk, Delta, Finish, Request, Sampling, TokenLogprob, Usage
 from stepwell.engine.runner import Runner
@@ -30,6 +29,7 @@ from stepwell.engine.scheduler import MAX_FAILED_LEASES, Limits, Scheduler
 from stepwell.engine.speculation import Speculation
 from stepwell.engine.text import StopFinder, Text
 from stepwell.store.api import Store
+from stepwell.tiers.lease import Sources
 
 log = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ import torch
 from stepwell.base.config import MAX_PRIORITY
 from stepwell.base.errors import ConfigError
 from stepwell.base.keys import Namespace
-from stepwell.cache.lease import Lease, Sources
-from stepwell.cache.ticket import Ticket
 from stepwell.engine.text import StopFinder, TextStream
+from stepwell.store_tier.ticket import Ticket
+from stepwell.tiers.lease import Lease, Sources
 from stepwell.tree.match import Match
 
 MAX_STOPS, MAX_LOGPROBS = 16, 20

@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 import torch
 
 from stepwell.base.ids import LeaseId
-from stepwell.cache.lease import Lease, LeaseState
 from stepwell.engine.graphs import Graphs
 from stepwell.engine.models.base import Decoder
 from stepwell.engine.passes.batch import Batch, Segment
 from stepwell.engine.passes.open_groups import OpenGroups
 from stepwell.engine.passes.pages import DevicePages
 from stepwell.engine.request import Chunk
+from stepwell.tiers.lease import Lease, LeaseState
 
 
 class Runner:

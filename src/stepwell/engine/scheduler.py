@@ -17,8 +17,8 @@ from stepwell.base.errors import ConfigError, NoRoom
 from stepwell.base.ids import LeaseId
 from stepwell.base.tokens import TOKEN_BYTES, common_pages
 from stepwell.cache.facade import Cache
-from stepwell.cache.lease import Lease
 from stepwell.engine.request import Chunk, Request
+from stepwell.tiers.lease import Lease
 from stepwell.tree.match import Match
 
 MAX_FAILED_LEASES = 3  # after which a request computes its whole prompt, for itself alone

@@ -20,11 +20,11 @@ import torch
 from stepwell.base.errors import ConfigError
 from stepwell.base.spec import Prefix, StateSpec
 from stepwell.cache.facade import Cache
-from stepwell.cache.lease import Lease
 from stepwell.engine.drafts.base import DRAFT, Draft, lease_of
 from stepwell.engine.passes.pages import DevicePages
 from stepwell.engine.request import Chunk, Request
 from stepwell.engine.runner import Runner
+from stepwell.tiers.lease import Lease
 
 MARK = 0xFF  # in every byte of a row: not a number, in all formats
 LOOKED_AT = 8  # bytes of a row that tell
@@ -85,7 +85,7 @@ class Speculation:
             if self._drafts(chunk.request):
                 lease = lease_of(chunk.request)
                 self._whole[lease] = False
-                self._cache.note_lacking(lease, DRAFT, since=lease.position)
+                self._cache.note_missing_state(lease, DRAFT, since=lease.position)
                 self._cache.counters.add("draft_paused")
 
     def _drafts(self, request: Request) -> bool:
@@ -97,7 +97,7 @@ class Speculation:
             if missing is not None and request.ask.speculate:
                 self._cache.counters.add("draft_missing")
             if not self._whole[lease]:
-                self._cache.note_lacking(lease, DRAFT, since=lease.resume if missing is None else missing)
+                self._cache.note_missing_state(lease, DRAFT, since=lease.resume if missing is None else missing)
         return self._whole[lease]
 
     def _first_missing(self, lease: Lease) -> int | None:

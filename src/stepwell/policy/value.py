@@ -13,7 +13,7 @@ from math import log2, pow
 from typing import NamedTuple, Protocol
 
 from stepwell.base.config import PRIORITY_STEP_S
-from stepwell.policy.habits import NUM_GROUPS, Habits, Visit
+from stepwell.policy.reuse_model import NUM_GROUPS, ReuseModel, Visit
 
 LEVELS_PER_OCTAVE = 4
 MOST_STEPS = 32  # of priority, from the visit on
@@ -30,7 +30,7 @@ class Facts(NamedTuple):  # not a dataclass: one is made for every candidate tha
     visit: Visit | None = None  # the latest on its path
     distance: int = 0  # who leaves the path nearer than this many tokens to that visit's end needs it,
     next_distance: int = 0  # unless they do nearer than this, and are served by the checkpoint that follows
-    rests: bool = False  # it is not in the store yet, and may be superseded before it has to be
+    sole_copy: bool = False  # it is not in the store yet, and may be superseded before it has to be
 
 
 class Place(NamedTuple):
@@ -51,27 +51,17 @@ class ValuePolicy(Protocol):
         ...
 
 
-class LeastRecent:
-    """Time since last use alone."""
-
-    def place(self, facts: Facts) -> Place:
-        return Place(0, 0, max(facts.used_at, facts.urgent_until_s))
-
-    def worth(self, group: int, level: int, since: float) -> float:
-        return since
-
-
 class Expected:
-    """Expected recompute saved per byte and second kept, as habits teach it."""
+    """Expected recompute saved per byte and second kept, as the reuse model says."""
 
-    def __init__(self, habits: Habits) -> None:
-        self._habits = habits
+    def __init__(self, reuse: ReuseModel) -> None:
+        self._reuse = reuse
 
     def place(self, facts: Facts) -> Place:
         visit, share = facts.visit, 1.0
         if facts.distance:
-            share = self._habits.share(facts.next_distance, facts.distance)
-        if facts.rests:
+            share = self._reuse.share(facts.next_distance, facts.distance)
+        if facts.sole_copy:
             share *= RESTING_WORTH
         level = round(LEVELS_PER_OCTAVE * log2(max(facts.saved_tokens, 1) / facts.size_bytes * share))
         group, since = (visit.group, visit.at_s) if visit is not None else (0, facts.used_at)
@@ -83,5 +73,5 @@ class Expected:
         octaves = level / LEVELS_PER_OCTAVE
         if group >= NUM_GROUPS:
             steps, group = divmod(group, NUM_GROUPS)
-            octaves += max(steps - self._habits.age_s(since) / PRIORITY_STEP_S, 0.0)
-        return self._habits.worth(group, since) * pow(2.0, octaves)
+            octaves += max(steps - self._reuse.age_s(since) / PRIORITY_STEP_S, 0.0)
+        return self._reuse.worth(group, since) * pow(2.0, octaves)

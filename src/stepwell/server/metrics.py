@@ -13,10 +13,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from stepwell.base.errors import StepwellError
-from stepwell.cache.link import LinkState
 from stepwell.engine.loop import EngineLoop
 from stepwell.engine.request import Delta
 from stepwell.server.state import EngineState, read_state
+from stepwell.store_tier.link import LinkState
 
 SOURCES = ("device", "host", "store", "computed")
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)

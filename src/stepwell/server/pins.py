@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import isinf
 
-from stepwell.cache.pin import Pin
 from stepwell.engine.engine import Engine
 from stepwell.server.principals import Principal
+from stepwell.tiers.pin import Pin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -30,10 +30,10 @@ class Pins:
     ) -> dict[str, object]:
         """Pins what is cached of an owner's prompt. Nothing is kept, and no number given, when that is nothing."""
         namespace = engine.cache.namespace_for(salt=owner.salted(salt), tenant=owner.name)
-        pin = engine.cache.pin(tokens, namespace=namespace, ttl_s=owner.ttl_s(ttl_s))
+        pin = engine.cache.pins.add(tokens, namespace=namespace, ttl_s=owner.ttl_s(ttl_s))
         kept = _Kept(pin=pin, prompt_tokens=len(tokens), tenant=owner.name, salt=salt)
         if pin.tokens == 0:
-            engine.cache.unpin(pin)
+            engine.cache.pins.release(pin)
             return _shown(engine, None, kept)
         self._last += 1
         self._kept[self._last] = kept
@@ -49,7 +49,7 @@ class Pins:
         self._forget_ended(engine)
         kept = self._kept.pop(number, None)
         if kept is not None:
-            engine.cache.unpin(kept.pin)
+            engine.cache.pins.release(kept.pin)
         return kept is not None
 
     def release_all(self, engine: Engine, *, tenant: str | None, salt: str | None) -> int:

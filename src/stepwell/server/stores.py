@@ -43,7 +43,7 @@ class Stores:
     def start(self) -> None:
         def adopt(engine: Engine) -> None:
             engine.on_detached = lambda store: self._detached(engine, store)
-            self._host_memory = engine.cache.host_memory
+            self._host_memory = engine.cache.store.host_memory
             for store in engine.stores:
                 self._now = _Attached(where=self._first or store.traits.name, store=store, closed=Future())
 
@@ -87,12 +87,12 @@ class Stores:
             raise
 
     def _put_below(self, engine: Engine, where: str, store: Store) -> None:
-        engine.cache.attach_store(store, self._config)
+        engine.cache.store.attach(store, self._config)
         engine.stores.append(store)
         self._now = _Attached(where=where, store=store, closed=Future())
 
     def _detach(self, engine: Engine) -> Future[None]:
-        engine.cache.detach_store()
+        engine.cache.store.detach()
         assert self._now is not None, "the cache had a store that nobody here knows"
         leaving, self._now = self._now, None
         self._leaving.append(leaving)

@@ -1,1 +1,4 @@
-"""Replays traces of requests through the production cache, with hands that only count. Needs no torch and no page memory."""
+"""Replays traces of requests through the production cache, with a copy engine that only counts.
+
+Needs no torch and no page memory.
+"""

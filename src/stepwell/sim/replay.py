@@ -1,6 +1,6 @@
 """Drives the production cache with the requests of a trace, one after the other, on a clock that follows the trace.
 
-    clock      stands at a request's arrival while it is served: copies and errands take no time of it
+    clock      stands at a request's arrival while it is served: copies and operations take no time of it
     answers    are not cached: a trace does not say what they hold
     seconds    to the first token are estimated for each request alone: no request waits for another
 
@@ -18,20 +18,19 @@ from stepwell.base.errors import ConfigError, NoRoom
 from stepwell.base.ids import Kind, Tier
 from stepwell.cache.build import build_cache
 from stepwell.cache.facade import Cache
-from stepwell.cache.lease import Lease, Sources
-from stepwell.cache.ticket import Ticket
 from stepwell.sim.ceiling import Ceiling
-from stepwell.sim.hands import CountingExecutor, CountingPorter, Traffic
+from stepwell.sim.copy_engine import CountingExecutor, CountingStoreExecutor, Traffic
 from stepwell.sim.report import Report
 from stepwell.sim.setup import Setup
 from stepwell.sim.store import CountingStore
 from stepwell.sim.tally import Tally
 from stepwell.sim.trace import Trace, TraceRequest, prompt_of
+from stepwell.store_tier.ticket import Ticket
+from stepwell.tiers.lease import Lease, Sources
 from stepwell.tree.match import Match
 
 CHUNK_TOKENS = 8192  # computed at a time, where a model's windows take room for every token of a chunk,
 LEAST_CHUNK_TOKENS, MOST_CHUNK_SHARE = 512, 1 / 32  # or fewer, as long as these take more than that share of the device
-FETCH_CHUNK_BYTES = 64 * 2**20
 LEAST_STEP_S = 1e-6  # between two requests, so that each use is later than the one before
 MOST_STEPS = 1_000_000  # until everything has settled, before that is called a bug
 MOST_TRIES = 64  # at taking a lease while room is on its way
@@ -51,8 +50,9 @@ class Replay:
         self._chunk_tokens = _chunk_tokens(setup)
         self._ceiling = Ceiling(setup.spec, block_tokens, whole_blocks=setup.whole_blocks)
         self.cache = build_cache(
-            setup.spec, setup.config, executor=CountingExecutor(setup.spec, self._traffic), clock=self._clock, model="replay"
-        )
+            setup.spec, setup.config, executor=CountingExecutor(setup.spec, self._traffic), clock=self._clock, model="replay",
+            tuning=setup.tuning,
+        )  # fmt: skip
         self.store = _attach_store(self.cache, setup, self._traffic)
         self.tally = Tally(setup, self.cache, self._traffic, self.store)
 
@@ -141,7 +141,7 @@ class Replay:
             report = self.cache.step()
             if not report.running and not report.storing:
                 return
-        raise AssertionError(f"the cache did not settle: {self.cache.pending=}")
+        raise AssertionError(f"the cache did not settle: {self.cache.stats().pending=}")
 
 
 def replay_trace(
@@ -181,14 +181,10 @@ def _chunk_tokens(setup: Setup) -> int | None:
 def _attach_store(cache: Cache, setup: Setup, traffic: Traffic) -> CountingStore | None:
     if setup.store_bytes is None:
         return None
-    config = StoreConfig(
-        prefetch=PrefetchPolicy.WAIT_COMPLETE,
-        recompute_tokens_per_s=setup.hardware.prefill_tokens_per_s,
-        fetch_chunk_bytes=FETCH_CHUNK_BYTES,
-    )
+    config = StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, recompute_tokens_per_s=setup.hardware.prefill_tokens_per_s)
     store = CountingStore(setup.store_bytes)
-    porter = CountingPorter(setup.spec, store, traffic, setup.hardware, readers=config.readers)
-    cache.attach_store(store, config, porter=porter)
+    store_executor = CountingStoreExecutor(setup.spec, store, traffic, setup.hardware, readers=config.readers)
+    cache.store.attach(store, config, executor=store_executor)
     return store
 
 

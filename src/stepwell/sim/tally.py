@@ -7,12 +7,12 @@ from collections import Counter
 
 from stepwell.base.ids import Tier
 from stepwell.cache.facade import Cache
-from stepwell.cache.lease import Sources
-from stepwell.sim.hands import Traffic
+from stepwell.sim.copy_engine import Traffic
 from stepwell.sim.report import Report, TierReport, percentiles_s
 from stepwell.sim.setup import Setup
 from stepwell.sim.store import CountingStore
 from stepwell.sim.trace import TraceRequest
+from stepwell.tiers.lease import Sources
 
 _EVICTED = tuple(f"{why}_{tier}_checkpoints" for why in ("evicted", "superseded") for tier in ("device", "host"))
 
@@ -86,7 +86,7 @@ class Tally:
         in_store = store.used_bytes if store is not None else 0
         return TierReport(
             size_bytes=sizes[tier] or 0,
-            used_bytes=in_store if tier is Tier.STORE else self._cache.used_bytes(tier),
+            used_bytes=in_store if tier is Tier.STORE else self._cache.stats().tier(tier).used_bytes,
             read_bytes=self._traffic.read_bytes[tier] - self._read_before[tier],
             written_bytes=self._traffic.written_bytes[tier] - self._written_before[tier],
         )

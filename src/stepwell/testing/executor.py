@@ -7,14 +7,14 @@ from math import inf
 
 from stepwell.base.ids import JobId
 from stepwell.base.plan import Completion, Plan
-from stepwell.cache.executor import attempt, begin
-from stepwell.transfer.hands import Hands, Work
+from stepwell.jobs.copy_executor import attempt, begin
+from stepwell.transfer.copy_engine import CopyEngine, Work
 
 
 class ScriptedExecutor:
     """Keeps plans until a test lets a rank answer. Bytes are copied at that moment, not before."""
 
-    def __init__(self, ranks: Sequence[Hands]) -> None:
+    def __init__(self, ranks: Sequence[CopyEngine]) -> None:
         self._ranks = ranks
         self._plans: dict[JobId, Plan] = {}
         self._answers: dict[JobId, dict[int, str | None]] = {}
@@ -38,7 +38,7 @@ class ScriptedExecutor:
         self.num_submitted += 1
         self._plans[plan.job] = plan
         self._answers[plan.job] = {}
-        self._work[plan.job] = [begin(hands, plan) for hands in self._ranks]
+        self._work[plan.job] = [begin(copy_engine, plan) for copy_engine in self._ranks]
 
     def answer(self, job: JobId, rank: int = 0, *, error: str | None = None) -> None:
         """Lets one rank make its copies, or fail without making any. The plan completes with the last rank."""
@@ -61,7 +61,7 @@ class ScriptedExecutor:
         for job in self.pending:
             self.finish(job)
 
-    def completed(self) -> list[Completion]:
+    def answers(self) -> list[Completion]:
         done, self._done = self._done, []
         return done
 

@@ -42,7 +42,7 @@ def _audit_node(tree: Tree, node: Node) -> None:
     assert 1 <= node.num_pages <= NODE_PAGES, f"{node} has a length of {node.num_pages}"
     assert len(node.first) + len(node.rest) == node.num_pages * tree.page_bytes, f"{node} has tokens for another length"
     assert node.parent.parent is None or node.expires_at <= node.parent.expires_at, f"{node} outlives its parent"
-    for state, token in (node.lacking or {}).items():
+    for state, token in (node.missing_states or {}).items():
         assert node.start <= token // tree.spec.page_tokens < node.end, f"{node} has a note of {state} at token {token}"
     held = np.zeros(node.num_pages, np.bool_)
     for run in node.runs:
@@ -73,7 +73,7 @@ def _audit_run(tree: Tree, run: Run) -> None:
     assert all(owner is node for owner in tree.owner[run.tier][ids]), f"{node}: a page of it has another owner"
     tail = tree.ranking.tail(run)
     if tail is not None and tree.ranking.idle(run, tail.start, at_most=1).num_pages:
-        assert run.ticket, f"{node} could be evicted from {run.tier.label} but is not queued"
+        assert run.entry, f"{node} could be evicted from {run.tier.label} but is not queued"
 
 
 def _audit_follower(checkpoint: Checkpoint) -> None:
@@ -97,6 +97,4 @@ def _audit_residency(tree: Tree, residency: Residency) -> None:
         for kind, ids in residency.spans():
             assert arena.is_ready(kind, ids), f"a ready checkpoint at {boundary} has pages that are not"
         if not residency.users:
-            assert residency.ticket, (
-                f"the checkpoint at {boundary} could be evicted from {residency.tier.label} but is not queued"
-            )
+            assert residency.entry, f"the checkpoint at {boundary} could be evicted from {residency.tier.label} but is not queued"

@@ -85,7 +85,7 @@ def drop_residency(tree: Tree, residency: Residency, loss: Loss) -> None:
         return
     before = node.leads_to_checkpoints(tier)
     checkpoint.held[tier] = None
-    residency.ticket = 0
+    residency.entry = 0
     tree.version += 1
     if not any(checkpoint.held):
         _leave(checkpoint, node)
@@ -103,7 +103,7 @@ def forget(tree: Tree, checkpoint: Checkpoint, loss: Loss) -> None:
     node.note_loss(checkpoint.page, loss)
     for residency in checkpoint.held:
         if residency is not None:
-            residency.ticket = 0
+            residency.entry = 0
             _let_go(tree, residency)
     checkpoint.held = [None, None]
 
@@ -112,8 +112,8 @@ def _let_go(tree: Tree, residency: Residency) -> None:
     """Gives back the pages of a checkpoint that left a tier, and says so."""
     for kind, ids in residency.spans():
         tree.arenas[residency.tier].drop(kind, ids)
-    if tree.on_left is not None:
-        tree.on_left(residency)
+    for told in tree.on_left:
+        told(residency)
 
 
 def _leave(checkpoint: Checkpoint, node: Node) -> None:

@@ -15,7 +15,7 @@ from typing import TypeAlias
 from stepwell.base.config import PRIORITY_STEP_S
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.plan import NO_PAGES, PageIds
-from stepwell.policy.habits import Visit
+from stepwell.policy.reuse_model import Visit
 
 ABSENT = -1  # in a run's id array
 MAX_LOSSES = 16  # notes of lost things a node keeps, for explanations
@@ -56,7 +56,7 @@ class Use:
 class Run:
     """A node's prefix pages in one tier. `num_ready` of `num_pages` present ones can be read."""
 
-    __slots__ = ("ids", "node", "num_pages", "num_ready", "standing", "ticket", "tier", "unsaved")
+    __slots__ = ("entry", "ids", "node", "num_pages", "num_ready", "standing", "tier", "unsaved")
 
     def __init__(self, node: Node, tier: Tier, ids: PageIds) -> None:
         self.node = node
@@ -64,7 +64,7 @@ class Run:
         self.ids = ids  # one per page of the node, ABSENT where this tier has none
         self.num_pages = 0
         self.num_ready = 0
-        self.ticket = 0  # number of the live entry in the eviction order, 0 for none
+        self.entry = 0  # number of the live entry in the eviction order, 0 for none
         self.standing = 0  # the rank of that entry
         self.unsaved = False  # a write-back failed: evict without trying again
 
@@ -72,7 +72,19 @@ class Run:
 class Residency:
     """One checkpoint's pages in one tier. Window pages are in path order and may be shared with neighbours."""
 
-    __slots__ = ("_spans", "checkpoint", "points", "ready", "rests", "standing", "ticket", "tier", "unsaved", "users", "windows")
+    __slots__ = (
+        "_spans",
+        "checkpoint",
+        "entry",
+        "points",
+        "ready",
+        "sole_copy",
+        "standing",
+        "tier",
+        "unsaved",
+        "users",
+        "windows",
+    )
 
     def __init__(self, checkpoint: Checkpoint, tier: Tier, *, windows: PageIds, points: PageIds, ready: bool) -> None:
         self.checkpoint = checkpoint
@@ -81,9 +93,9 @@ class Residency:
         self.points = points  # one id, or none for models without point states
         self.ready = ready
         self.users = 0  # leases and copies that read it now: not to be evicted
-        self.ticket = self.standing = 0
+        self.entry = self.standing = 0
         self.unsaved = False
-        self.rests = False  # on the host, before it goes down to a store
+        self.sole_copy = False  # there is no other, and one is to be made below: worth more than what it holds until then
         self._spans = tuple((kind, ids) for kind, ids in ((Kind.WINDOW, windows), (Kind.POINT, points)) if len(ids))
 
     def spans(self) -> tuple[tuple[Kind, PageIds], ...]:
@@ -94,7 +106,7 @@ class Residency:
 class Checkpoint:
     """Everything of window and point shape at one boundary (in pages from the root)."""
 
-    __slots__ = ("arriving", "following", "held", "node", "page", "stored", "used_at", "uses")
+    __slots__ = ("following", "held", "node", "page", "used_at", "uses")
 
     def __init__(self, node: Node, page: int, now: float) -> None:
         self.node: Node | None = node  # None once it left the tree
@@ -103,8 +115,6 @@ class Checkpoint:
         self.held: list[Residency | None] = [None, None]
         self.used_at = now
         self.uses = 0
-        self.stored = False  # believed to be in the store, or on its way there,
-        self.arriving = False  # as it is while nobody has heard of it
 
     def ready_in(self, tier: Tier) -> Residency | None:
         residency = self.held[tier]
@@ -139,8 +149,24 @@ class Node:
     """A run of pages on one path from a namespace's root."""
 
     __slots__ = (
-        "checkpoints", "expires_at", "expiry_noted", "first", "hits", "keys", "kids", "lacking", "lost", "num_pages",
-        "parent", "past", "rest", "runs", "start", "stored", "urgent_until", "used_at", "visit",
+        "checkpoints",
+        "expires_at",
+        "expiry_noted",
+        "first",
+        "hits",
+        "keys",
+        "kids",
+        "lost",
+        "missing_states",
+        "num_pages",
+        "parent",
+        "past",
+        "rest",
+        "runs",
+        "start",
+        "urgent_until",
+        "used_at",
+        "visit",
     )  # fmt: skip
 
     def __init__(self, parent: Node | None, *, start: int, first: bytes, rest: bytes, num_pages: int) -> None:
@@ -155,9 +181,8 @@ class Node:
         self.lost: dict[bytes | int, Loss] | None = None  # by first page of what was below, or by boundary
         self.past: dict[bytes, Visit] | None = None  # the latest visits to what is gone, by its first page
         self.visit: Visit | None = None  # the latest to its pages
-        self.lacking: dict[str, int] | None = None  # optional states that its pages lack, from which token on (`lacking.py`)
+        self.missing_states: dict[str, int] | None = None  # optional ones, from which token on
         self.keys = b""  # chained keys of its first pages, as many as somebody asked for (`chain.py`)
-        self.stored = 0  # of its first pages, how many are believed to be in the store, or on their way there
         self.used_at = 0.0
         self.hits = 0
         self.urgent_until = 0.0  # when the last step of the priority that a use gave it is lost

@@ -13,7 +13,7 @@ from stepwell.base.keys import KEY_BYTES, PageKey
 from stepwell.base.plan import PageIds
 from stepwell.memory.arena import READY
 from stepwell.tree.checkpoints import forget
-from stepwell.tree.lacking import forget_cut
+from stepwell.tree.missing_state import forget_cut
 from stepwell.tree.node import ABSENT, Loss, Node, Run
 from stepwell.tree.tree import Tree
 
@@ -109,13 +109,15 @@ def _trim(tree: Tree, node: Node, at: int) -> None:
         run.ids = run.ids[:at].copy()
         if not run.num_pages:
             node.runs[tier] = None
-            run.ticket = 0
+            run.entry = 0
         tree.owner[tier][gone.astype(np.intp)] = None
         tree.arenas[tier].drop(Kind.PREFIX, gone)
     node.num_pages = at
-    node.keys, node.stored = node.keys[: at * KEY_BYTES], min(node.stored, at)
+    node.keys = node.keys[: at * KEY_BYTES]
     node.rest = node.rest[: max(at - 1, 0) * tree.page_bytes]
     forget_cut(node, tree.spec.page_tokens)
+    for told in tree.on_shortened:
+        told(node)
 
 
 def _num_ready(tree: Tree, run: Run, ids: PageIds) -> int:

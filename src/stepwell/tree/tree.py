@@ -24,7 +24,7 @@ from stepwell.base.spec import ModelSpec
 from stepwell.base.tokens import TOKEN_BYTES, common_pages
 from stepwell.memory.arena import READY, Arena
 from stepwell.policy.value import ValuePolicy
-from stepwell.tree import lacking
+from stepwell.tree import missing_state
 from stepwell.tree.node import ABSENT, Kids, Node, Residency, Run, Use
 from stepwell.tree.ranking import Ranking
 
@@ -42,8 +42,9 @@ class Tree:
         self.roots: dict[PageKey, Node] = {}
         self.ranking = Ranking(spec, self.arenas, value)
         self.version = 0  # grows with every change a match could notice
-        self.on_left: Callable[[Residency], None] | None = None  # told of each checkpoint that left a tier
-        self.on_split: Callable[[Node], None] | None = None  # told of the upper part of each node that was cut in two
+        self.on_left: list[Callable[[Residency], None]] = []  # told of each checkpoint that left a tier,
+        self.on_split: list[Callable[[Node], None]] = []  # of the upper part of each node that was cut in two,
+        self.on_shortened: list[Callable[[Node], None]] = []  # and of each node that lost its last pages, or all
         # Which node a page belongs to, so that copies can speak of pages and nodes may split meanwhile.
         self.owner: dict[Tier, npt.NDArray[np.object_]] = {
             tier: np.full(arena.layout.rows(Kind.PREFIX), None, dtype=object) for tier, arena in self.arenas.items()
@@ -109,22 +110,21 @@ class Tree:
         upper.hits = node.hits
         upper.visit = node.visit
         upper.keys, node.keys = node.keys[: at * KEY_BYTES], node.keys[at * KEY_BYTES :]
-        upper.stored, node.stored = min(node.stored, at), max(node.stored - at, 0)
         parent.kids.by_page[upper.first] = upper
         node.parent, node.start, node.num_pages = upper, node.start + at, node.num_pages - at
         node.first, node.rest = node.rest[cut : cut + self.page_bytes], node.rest[cut + self.page_bytes :]
         upper.kids = Kids()
         upper.kids.by_page[node.first] = node
         self._share_checkpoints(upper, node)
-        lacking.share(upper, node, self.spec.page_tokens)
+        missing_state.share(upper, node, self.spec.page_tokens)
         for tier in self.tiers:
             self._share_run(upper, node, tier, at)
             upper.kids.below[tier] = int(node.leads_to_pages(tier))
             upper.kids.anchored[tier] = int(node.leads_to_checkpoints(tier))
         self.queue(upper)
         self.queue(node)
-        if self.on_split is not None:
-            self.on_split(upper)
+        for told in self.on_split:
+            told(upper)
         return upper
 
     def touch(self, path: Sequence[Node], upto: int, use: Use) -> Node:
@@ -247,7 +247,7 @@ class Tree:
             part.unsaved = run.unsaved
             node.runs[tier] = part if part.num_pages else None
             self.owner[tier][present] = node
-        run.ticket = 0
+        run.entry = 0
 
     def _share_checkpoints(self, upper: Node, lower: Node) -> None:
         moved = [c for c in (lower.checkpoints or {}).values() if c.page <= upper.end]

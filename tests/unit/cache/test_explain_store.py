@@ -10,11 +10,12 @@ import pytest
 
 from stepwell import CacheConfig, Cause, ConfigError, ModelSpec, Tier, build_cache
 from stepwell.base.config import PrefetchPolicy, StoreConfig
-from stepwell.base.errand import Fate
-from stepwell.cache.link import LinkState
+from stepwell.base.store_op import ItemStatus
+from stepwell.policy.tuning import StoreTuning
 from stepwell.store.api import Space
 from stepwell.store.memory import MemoryStore
-from toys import ALL_MODELS, FULL, FULL_POINT, HYBRID, PAGE, Rig, text
+from stepwell.store_tier.link import LinkState
+from toys import ALL_MODELS, FULL, FULL_POINT, HYBRID, PAGE, SMALL_PAGES, Rig, text
 
 PROMPT = text(1, 10 * PAGE + 1)
 WHOLE = 10 * PAGE
@@ -56,15 +57,15 @@ def test_a_cleared_namespace_is_cleared_whatever_the_store_has() -> None:
     here = rig(FULL, MemoryStore())
     here.serve(PROMPT)
     here.cache.clear()
-    sent = here.porter.num_submitted
+    sent = here.store_executor.num_submitted
     why = here.cache.explain(PROMPT)
     assert why.cause is Cause.CLEARED and why.store_tokens is None and "not used" in why.store_note
-    assert here.porter.num_submitted == sent
+    assert here.store_executor.num_submitted == sent
 
 
 def test_it_says_so_when_the_store_does_not_answer_in_time() -> None:
     after = rig(FULL, filled(FULL))
-    after.porter.answers_in_time = False
+    after.store_executor.answers_in_time = False
     why = after.cache.explain(PROMPT, store_wait_s=0.125)
     assert why.cause is Cause.NEVER_STORED and why.store_tokens is None
     assert "the store did not answer within 0.125 s" in str(why)
@@ -80,7 +81,7 @@ def test_a_question_is_ready_in_a_step_without_anybody_waiting() -> None:
     question = after.cache.question(PROMPT)
     after.cache.step()
     assert not question.ready
-    after.porter.finish_all()
+    after.store_executor.finish_all()
     assert not question.ready
     after.cache.step()
     assert question.ready and question.answer().store_tokens == WHOLE
@@ -137,7 +138,7 @@ def test_a_checkpoint_that_only_the_store_has_is_named() -> None:
 
 def test_a_fetch_that_takes_longer_than_computing_is_called_that() -> None:
     after = rig(FULL, filled(FULL), store_config=StoreConfig(recompute_tokens_per_s=1e6))
-    after.core.link.fetch_bytes.measure(1, 1.0, 0.0)  # type: ignore[union-attr]
+    after.cache.store.link.fetch_bytes.measure(1, 1.0, 0.0)  # type: ignore[union-attr]
     why = after.cache.explain(PROMPT)
     assert why.cause is Cause.IN_STORE and "longer than computing" in str(why)
 
@@ -145,7 +146,7 @@ def test_a_fetch_that_takes_longer_than_computing_is_called_that() -> None:
 def test_asking_changes_nothing() -> None:
     after = rig(HYBRID, filled(HYBRID))
     after.serve_fetched(PROMPT)
-    link = after.core.link
+    link = after.cache.store.link
     assert link is not None
     for _ in range(2):
         link.breaker.failed(0.0)
@@ -154,7 +155,7 @@ def test_asking_changes_nothing() -> None:
     for _ in range(5):
         after.cache.explain(longer)
         question = after.cache.question(longer)
-        after.porter.finish(after.porter.pending[-1], fate=Fate.FAILED)
+        after.store_executor.finish(after.store_executor.pending[-1], status=ItemStatus.FAILED)
         after.cache.step()
         assert question.ready and "could not say" in question.answer().store_note
     assert before == (after.tree.version, after.cache.counters.snapshot(), vars(link.breaker), link.patience.allowance_s)
@@ -162,11 +163,16 @@ def test_asking_changes_nothing() -> None:
 
 
 def test_a_question_that_hangs_fails_nothing() -> None:
-    after = rig(FULL, filled(FULL), store_config=StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, errand_timeout_s=5.0))
+    after = rig(
+        FULL,
+        filled(FULL),
+        store_config=StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE),
+        store_tuning=StoreTuning(op_timeout_s=5.0),
+    )
     after.cache.question(PROMPT)
     after.clock.advance(6.0)
-    assert not after.cache.step().failures and not after.cache.counters["store_errands_failed"]
-    assert after.cache.store_state is LinkState.ATTACHED
+    assert not after.cache.step().failures and not after.cache.counters["store_ops_failed"]
+    assert after.cache.store.state is LinkState.ATTACHED
     after.settle()
     after.idle_check()
 
@@ -176,10 +182,10 @@ def test_a_store_that_is_switched_off_is_not_asked() -> None:
     here.serve(PROMPT)
     here.cache.flush()
     for _ in range(3):
-        here.core.link.breaker.failed(here.clock.now())  # type: ignore[union-attr]
-    sent = here.porter.num_submitted
+        here.cache.store.link.breaker.failed(here.clock.now())  # type: ignore[union-attr]
+    sent = here.store_executor.num_submitted
     why = here.cache.explain(PROMPT)
-    assert why.cause is Cause.CLEARED and "switched off" in str(why) and here.porter.num_submitted == sent
+    assert why.cause is Cause.CLEARED and "switched off" in str(why) and here.store_executor.num_submitted == sent
 
 
 class Stuck(MemoryStore):
@@ -196,8 +202,8 @@ class Stuck(MemoryStore):
 
 def test_with_threads_the_wait_has_an_end_and_nothing_is_left_behind() -> None:
     store = Stuck()
-    cache = build_cache(FULL, CacheConfig(device_bytes=64 * 1024, host_bytes=64 * 1024, page_alignment_bytes=16))
-    cache.attach_store(store)
+    cache = build_cache(FULL, CacheConfig(device_bytes=64 * 1024, host_bytes=64 * 1024), tuning=SMALL_PAGES)
+    cache.store.attach(store)
     began_s = monotonic()
     why = cache.explain(PROMPT, store_wait_s=0.05)
     assert "did not answer within 0.05 s" in str(why) and monotonic() - began_s < 30

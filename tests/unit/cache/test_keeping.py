@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import log2
 
 import pytest
 
-from stepwell import Cause, ConfigError, EvictionPolicy, LeaseError, ModelSpec, Tier, WritePolicy
+from stepwell import Cause, ConfigError, LeaseError, ModelSpec, Tier, WritePolicy
 from stepwell.base.config import MAX_PRIORITY, PRIORITY_STEP_S
-from stepwell.policy.habits import Habits, Visit
+from stepwell.policy.reuse_model import ReuseModel, Visit
 from stepwell.policy.value import Expected, Facts
-from toys import FULL, HYBRID, PAGE, Rig, text
+from toys import EVICTIONS, FULL, HYBRID, PAGE, SMALL_PAGES, Rig, text
 
 
 @pytest.mark.parametrize("host_pages", [None, 256])
 def test_a_pin_keeps_a_prompt_whatever_else_needs_room(host_pages: int | None) -> None:
     rig = Rig(HYBRID, device_pages=48, host_pages=host_pages)
     rig.serve(text(1, 17))
-    pin = rig.cache.pin(text(1, 17))
+    pin = rig.cache.pins.add(text(1, 17))
     assert pin.tokens == 16 and repr(pin) == "Pin(16 tokens)"
     for name in range(2, 14):
         rig.clock.advance(1000)
@@ -26,7 +27,7 @@ def test_a_pin_keeps_a_prompt_whatever_else_needs_room(host_pages: int | None) -
     if host_pages:
         rig.evict_all(Tier.HOST)
     assert rig.restore(text(1, 17)) == 16
-    rig.cache.unpin(pin)
+    rig.cache.pins.release(pin)
     for tier in rig.tree.tiers:
         rig.evict_all(tier)
     assert rig.restore(text(1, 17)) == 0
@@ -36,55 +37,55 @@ def test_a_pin_keeps_a_prompt_whatever_else_needs_room(host_pages: int | None) -
 def test_a_pin_holds_one_copy_the_lowest() -> None:
     rig = Rig(FULL, host_pages=64)
     rig.serve(text(1, 17))
-    pin = rig.cache.pin(text(1, 17))
+    pin = rig.cache.pins.add(text(1, 17))
     rig.evict_all(Tier.DEVICE)
     match = rig.cache.lookup(text(1, 17))
     assert (match.device_tokens, match.host_tokens) == (0, 16)
-    rig.cache.unpin(pin)
+    rig.cache.pins.release(pin)
     rig.idle_check()
 
 
 def test_a_pin_runs_out_by_itself() -> None:
     rig = Rig(HYBRID)
     rig.serve(text(1, 17))
-    pin = rig.cache.pin(text(1, 17), ttl_s=10.0)
+    pin = rig.cache.pins.add(text(1, 17), ttl_s=10.0)
     rig.clock.advance(10.0)
     rig.cache.step()
     with pytest.raises(LeaseError, match="released already, or ran out"):
-        rig.cache.unpin(pin)
+        rig.cache.pins.release(pin)
     rig.idle_check()
 
 
 def test_a_pinned_path_outlives_the_time_to_live_of_its_requests() -> None:
     rig = Rig(HYBRID)
     rig.serve(text(1, 17), ttl_s=5.0)
-    pin = rig.cache.pin(text(1, 17))
+    pin = rig.cache.pins.add(text(1, 17))
     rig.clock.advance(60.0)
     rig.cache.step()
     assert rig.restore(text(1, 17)) == 16
-    rig.cache.unpin(pin)
+    rig.cache.pins.release(pin)
     rig.idle_check()
 
 
 def test_a_pin_of_something_unknown_holds_nothing() -> None:
     rig = Rig(HYBRID)
-    pin = rig.cache.pin(text(1, 17))
+    pin = rig.cache.pins.add(text(1, 17))
     assert pin.tokens == 0
-    rig.cache.unpin(pin)
+    rig.cache.pins.release(pin)
     with pytest.raises(LeaseError):
-        rig.cache.unpin(pin)
+        rig.cache.pins.release(pin)
 
 
 def test_clear_takes_a_pinned_path_and_the_pin_gives_its_pages_back() -> None:
     rig = Rig(HYBRID, host_pages=64)
     rig.serve(text(1, 17))
-    pin = rig.cache.pin(text(1, 17))
+    pin = rig.cache.pins.add(text(1, 17))
     rig.cache.clear()
     rig.cache.audit()
     assert rig.restore(text(1, 17)) == 0
-    rig.cache.unpin(pin)
+    rig.cache.pins.release(pin)
     rig.cache.audit()
-    assert rig.cache.used_bytes(Tier.DEVICE) == rig.cache.used_bytes(Tier.HOST) == 0
+    assert rig.cache.stats().tier(Tier.DEVICE).used_bytes == rig.cache.stats().tier(Tier.HOST).used_bytes == 0
 
 
 def test_what_a_request_computes_after_a_clear_is_for_itself_alone() -> None:
@@ -99,7 +100,7 @@ def test_what_a_request_computes_after_a_clear_is_for_itself_alone() -> None:
     assert rig.cache.lookup([*text(1, 17), *text(2, 8)]).known_tokens == 0
     rig.cache.release(lease)
     rig.idle_check()
-    assert rig.cache.used_bytes(Tier.DEVICE) == rig.cache.used_bytes(Tier.HOST) == 0
+    assert rig.cache.stats().tier(Tier.DEVICE).used_bytes == rig.cache.stats().tier(Tier.HOST).used_bytes == 0
 
 
 def test_time_to_live_counts_from_the_last_use() -> None:
@@ -115,7 +116,7 @@ def test_time_to_live_counts_from_the_last_use() -> None:
     assert rig.restore(text(1, 17)) == 0
     why = rig.cache.explain(text(1, 17))
     assert why.cause is Cause.EXPIRED and why.at_s == 18.0
-    assert rig.cache.used_bytes(Tier.DEVICE) == rig.cache.used_bytes(Tier.HOST) == 0
+    assert rig.cache.stats().tier(Tier.DEVICE).used_bytes == rig.cache.stats().tier(Tier.HOST).used_bytes == 0
 
 
 def test_a_use_without_a_limit_lifts_it() -> None:
@@ -173,10 +174,10 @@ def test_higher_priority_is_given_up_last(write: WritePolicy) -> None:
     assert rig.restore(text(1, 17)) == 16
 
 
-@pytest.mark.parametrize("eviction", list(EvictionPolicy))
-def test_a_priority_fades_so_that_nobody_has_the_tier_for_ever(eviction: EvictionPolicy) -> None:
+@pytest.mark.parametrize("eviction", EVICTIONS)
+def test_a_priority_fades_so_that_nobody_has_the_tier_for_ever(eviction: str) -> None:
     """Six urgent prompts fill the device. An hour and a half later they are as good as any others, and those have hits again."""
-    rig = Rig(FULL, device_pages=24, eviction=eviction)
+    rig = Rig(FULL, device_pages=24, tuning=replace(SMALL_PAGES, eviction=EVICTIONS[eviction]))
     for name in range(6):
         rig.serve(text(name, 17), priority=8)
     others = [text(name, 17) for name in range(10, 13)]
@@ -201,7 +202,7 @@ def test_a_visit_of_no_priority_does_not_renew_an_old_one() -> None:
 
 
 def test_each_step_of_priority_doubles_the_worth_and_is_lost_in_its_time() -> None:
-    reuse = Habits(PAGE)
+    reuse = ReuseModel(PAGE)
     value = Expected(reuse)
     visit = Visit(0.0, end=1)
 
@@ -216,7 +217,7 @@ def test_each_step_of_priority_doubles_the_worth_and_is_lost_in_its_time() -> No
 
 
 def test_a_priority_counts_from_when_it_was_given_whenever_the_visit_was() -> None:
-    reuse = Habits(PAGE)
+    reuse = ReuseModel(PAGE)
     value = Expected(reuse)
     for late_s, priority in ((0.001, 1), (0.001, 10), (200.0, 3), (7200.0, 10)):  # from the visit to the commit
         given_s = reuse._now_s + late_s
@@ -245,12 +246,12 @@ def test_the_upper_half_of_a_path_that_a_visit_cut_runs_out_too(spec: ModelSpec)
 def test_a_pin_that_ran_out_is_left_quietly() -> None:
     rig = Rig(FULL)
     rig.serve(text(1, 17))
-    with rig.cache.pin(text(1, 17), ttl_s=5.0) as pin:
+    with rig.cache.pins.add(text(1, 17), ttl_s=5.0) as pin:
         rig.clock.advance(6.0)
         rig.cache.step()
         assert not pin.held
     with pytest.raises(LeaseError, match="released already, or ran out"):
-        rig.cache.unpin(pin)
+        rig.cache.pins.release(pin)
     rig.idle_check()
 
 
@@ -260,5 +261,5 @@ def test_impossible_wishes_are_refused(request_: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="priority must be 0 to 10 and ttl_s positive"):
         rig.open(text(1, 17), **request_)
     with pytest.raises(ConfigError, match="ttl_s must be positive"):
-        rig.cache.pin(text(1, 17), ttl_s=-1.0)
+        rig.cache.pins.add(text(1, 17), ttl_s=-1.0)
     rig.idle_check()

@@ -9,8 +9,8 @@ import numpy as np
 from stepwell import ModelSpec, PlacementConfig, Point, StateSpec, Tier, Window, WritePolicy
 from stepwell.base.ids import JobId, Kind
 from stepwell.base.plan import Copy, Plan, Purpose, Span
-from stepwell.cache.executor import ThreadExecutor
-from stepwell.transfer.hands import Work
+from stepwell.jobs.copy_executor import ThreadCopyExecutor
+from stepwell.transfer.copy_engine import Work
 from toys import FULL, FULL_POINT, HYBRID, KV, PAGE, Rig, text
 from waiting import PATIENCE_S, wait_until
 
@@ -81,7 +81,7 @@ def test_a_pinned_checkpoint_outlives_the_trail_it_was_part_of() -> None:
     with rig.ready(text(1, 9)) as lease:
         rig.prefill(lease)
         rig.decode(lease, range(7))
-        pin = rig.cache.pin([*text(1, 9), *range(7), 7])
+        pin = rig.cache.pins.add([*text(1, 9), *range(7), 7])
         assert pin.tokens == 16
         rig.decode(lease, range(7, 24))
     with pin:
@@ -115,15 +115,15 @@ class SlowSaves:
 
 
 def test_what_a_request_waits_for_is_not_held_up_by_saves() -> None:
-    hands = SlowSaves()
-    executor = ThreadExecutor([hands])
+    copy_engine = SlowSaves()
+    executor = ThreadCopyExecutor([copy_engine])
     span = Span(tier=Tier.DEVICE, kind=Kind.POINT, ids=FIRST_PAGE)
     for number in range(20):
         executor.submit(Plan(job=JobId(number), purpose=Purpose.SAVE, copies=(Copy(source=span, target=span),)))
     executor.submit(Plan(job=JobId(99), purpose=Purpose.FORK, copies=(Copy(source=span, target=span),)))
-    done = wait_until(executor.completed)
+    done = wait_until(executor.answers)
     assert [completion.job for completion in done] == [JobId(99)]
-    hands.gate.set()
+    copy_engine.gate.set()
     executor.drain(60)
     executor.close()
-    assert len(executor.completed()) == 20
+    assert len(executor.answers()) == 20

@@ -5,8 +5,9 @@ from __future__ import annotations
 from itertools import pairwise, product
 from math import log2
 
-from stepwell.policy.habits import Habits, Visit
-from stepwell.policy.value import LEVELS_PER_OCTAVE, Expected, Facts, LeastRecent, ValuePolicy
+from stepwell.policy.reuse_model import ReuseModel, Visit
+from stepwell.policy.value import LEVELS_PER_OCTAVE, Expected, Facts, ValuePolicy
+from stepwell.sim.least_recent import LeastRecent
 
 PAGE = 4
 
@@ -19,30 +20,30 @@ def _worth(policy: ValuePolicy, facts: Facts) -> float:
     return policy.worth(*policy.place(facts))
 
 
-def _busy_habits() -> Habits:
+def _busy_reuse() -> ReuseModel:
     """One prompt that comes every 10 s among many that never do."""
-    habits, visit = Habits(PAGE), None
+    reuse, visit = ReuseModel(PAGE), None
     for turn in range(200):
-        visit, _ = habits.arrive(10.0 * turn, known=8 if visit else 0, end=8, passed=[(visit, 8)], goes_on=True, lost=None)
-        habits.arrive(10.0 * turn + 1, known=0, end=8, passed=[], goes_on=False, lost=None)
-    return habits
+        visit, _ = reuse.arrive(10.0 * turn, known=8 if visit else 0, end=8, passed=[(visit, 8)], goes_on=True, lost=None)
+        reuse.arrive(10.0 * turn + 1, known=0, end=8, passed=[], goes_on=False, lost=None)
+    return reuse
 
 
 def test_worth_grows_with_what_is_saved_and_falls_with_its_size() -> None:
-    policy = Expected(_busy_habits())
+    policy = Expected(_busy_reuse())
     for more, less in (((128, 1024), (64, 1024)), ((64, 512), (64, 1024)), ((4096, 90_000), (64, 90_000))):
         assert _worth(policy, _facts(saved=more[0], size=more[1])) > _worth(policy, _facts(saved=less[0], size=less[1]))
 
 
 def test_a_level_is_the_logarithm_of_what_is_saved_per_byte() -> None:
-    policy = Expected(Habits(PAGE))
+    policy = Expected(ReuseModel(PAGE))
     for saved, size in product((1, 64, 4096), (100, 90_000)):
         exact = LEVELS_PER_OCTAVE * log2(saved / size)
         assert abs(policy.place(_facts(saved=saved, size=size)).level - exact) <= 0.5
 
 
 def test_in_one_place_the_later_is_worth_no_less() -> None:
-    policy = Expected(_busy_habits())
+    policy = Expected(_busy_reuse())
     for group in range(8):
         worths = [policy.worth(group, 0, since) for since in (0.0, 500.0, 1500.0, 1900.0, 1985.0, 1991.0, 5000.0)]
         assert all(older <= newer for older, newer in pairwise(worths)), f"{group=} {worths}"
@@ -50,17 +51,17 @@ def test_in_one_place_the_later_is_worth_no_less() -> None:
 
 def test_the_visit_says_since_when_and_in_which_group() -> None:
     visit = Visit(50.0, end=8, returns=3, gap_s=10.0)
-    place = Expected(Habits(PAGE)).place(_facts(used_at=90.0, visit=visit))
+    place = Expected(ReuseModel(PAGE)).place(_facts(used_at=90.0, visit=visit))
     assert (place.group, place.since) == (visit.group, 50.0) and visit.group != Visit(50.0, end=8).group
 
 
 def test_without_a_visit_the_use_counts() -> None:
-    place = Expected(Habits(PAGE)).place(_facts(used_at=90.0))
+    place = Expected(ReuseModel(PAGE)).place(_facts(used_at=90.0))
     assert (place.group, place.since) == (Visit(0.0, end=1).group, 90.0)
 
 
 def test_a_checkpoint_that_is_followed_is_worth_less_than_one_that_is_not() -> None:
-    policy = Expected(_busy_habits())
+    policy = Expected(_busy_reuse())
     last = _facts()._replace(distance=9 * PAGE)
     assert _worth(policy, last._replace(next_distance=2 * PAGE)) < _worth(policy, last)
 
@@ -77,5 +78,5 @@ def test_least_recent_looks_at_time_alone() -> None:
 
 
 def test_something_that_saves_nothing_still_has_a_place() -> None:
-    policy = Expected(Habits(PAGE))
+    policy = Expected(ReuseModel(PAGE))
     assert 0 < _worth(policy, _facts(saved=0)) < _worth(policy, _facts(saved=2))

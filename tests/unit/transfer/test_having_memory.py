@@ -15,7 +15,7 @@ from stepwell.cache.build import layouts_for
 from stepwell.store.mooncake.client import Client
 from stepwell.store.mooncake.store import MooncakeStore
 from stepwell.transfer.memory import free_bytes
-from stepwell.transfer.torch_hands import TorchMemory
+from stepwell.transfer.torch_copy_engine import TorchMemory
 from toys import FULL, HYBRID
 
 SMALL = 1 << 20

@@ -1,4 +1,4 @@
-"""Puts: an errand is sealed while the one before is being written; all are written in order, as far as they are wanted."""
+"""Puts: an operation is sealed while the one before is being written; all are written in order, as far as they are wanted."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from stepwell.base.clock import SystemClock
-from stepwell.base.errand import Errand, Fate, FetchPages, PutPages
 from stepwell.base.ids import JobId, Kind
 from stepwell.base.keys import Namespace, PageKey
-from stepwell.cache.porter import ThreadPorter
+from stepwell.base.store_op import FetchPages, ItemStatus, PutPages, StoreOp
+from stepwell.jobs.store_executor import ThreadStoreExecutor
 from stepwell.store.api import NO_PARENT, Space, Write, WriteOutcome, never
 from stepwell.store.memory import MemoryStore
 from stepwell.store.seal import checksum, stamp, stamp_all
-from stepwell.transfer import store_hands
-from stepwell.transfer.store_hands import StoreHands
+from stepwell.transfer import store_worker
+from stepwell.transfer.store_worker import StoreWorker
 from waiting import PATIENCE_S
 
 SIZE, COUNT = 1000, 40
@@ -51,26 +51,26 @@ class Watched(MemoryStore):
 
 @pytest.fixture(autouse=True)
 def _small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_hands, "WRITE_BATCH_BYTES", 16 * SIZE)
+    monkeypatch.setattr(store_worker, "WRITE_BATCH_BYTES", 16 * SIZE)
 
 
 def test_batches_come_in_order_parents_before_children() -> None:
     store, pages = Watched(), Pages()
-    hands = StoreHands(store, pages)
-    assert set(hands.run(HERE, PUT, never).fates) == {Fate.OK}
+    worker = StoreWorker(store, pages)
+    assert set(worker.run(HERE, PUT, never).statuses) == {ItemStatus.OK}
     assert [len(batch) for batch in store.batches] == [16, 16, 8]
     writes = [write for batch in store.batches for write in batch]
     assert [write.key for write in writes] == list(KEYS)
     assert [write.parent for write in writes] == [NO_PARENT, *KEYS[:-1]]
-    fetched = hands.run(HERE, FetchPages(keys=KEYS, ids=IDS + COUNT), never)
-    assert set(fetched.fates) == {Fate.OK} and np.array_equal(pages.rows[:COUNT], pages.rows[COUNT:])
+    fetched = worker.run(HERE, FetchPages(keys=KEYS, ids=IDS + COUNT), never)
+    assert set(fetched.statuses) == {ItemStatus.OK} and np.array_equal(pages.rows[:COUNT], pages.rows[COUNT:])
 
 
-def test_an_errand_called_off_keeps_what_was_written_and_writes_no_more() -> None:
+def test_an_operation_called_off_keeps_what_was_written_and_writes_no_more() -> None:
     called_off = Event()
     store = Watched(called_off.set)
-    outcome = StoreHands(store, Pages()).run(HERE, PUT, called_off.is_set)
-    assert outcome.fates == (Fate.OK,) * 16 + (Fate.CANCELLED,) * 24 and len(store.batches) == 1
+    outcome = StoreWorker(store, Pages()).run(HERE, PUT, called_off.is_set)
+    assert outcome.statuses == (ItemStatus.OK,) * 16 + (ItemStatus.CANCELLED,) * 24 and len(store.batches) == 1
 
 
 class Broken(Pages):
@@ -82,21 +82,21 @@ class Broken(Pages):
         return super().view(kind, page)
 
 
-def test_a_page_that_cannot_be_seen_fails_its_errand_before_anything_is_written() -> None:
+def test_a_page_that_cannot_be_seen_fails_its_operation_before_anything_is_written() -> None:
     store = Watched()
     with pytest.raises(IndexError):
-        StoreHands(store, Broken()).run(HERE, PUT, never)
+        StoreWorker(store, Broken()).run(HERE, PUT, never)
     assert not store.batches
 
 
-def part(number: int, start: int, stop: int) -> Errand:
-    """The errand for some of the pages."""
+def part(number: int, start: int, stop: int) -> StoreOp:
+    """The operation for some of the pages."""
     parent = KEYS[start - 1] if start else None
     task = PutPages(parent=parent, first=start, keys=KEYS[start:stop], ids=IDS[start:stop])
-    return Errand(job=JobId(number), namespace=HERE, task=task, cancelled=never)
+    return StoreOp(job=JobId(number), namespace=HERE, task=task)
 
 
-def test_the_next_errand_is_sealed_while_one_is_written_and_written_after_it() -> None:
+def test_the_next_operation_is_sealed_while_one_is_written_and_written_after_it() -> None:
     writing, sealed_ahead = Event(), Event()
 
     class Told(Pages):
@@ -110,13 +110,13 @@ def test_the_next_errand_is_sealed_while_one_is_written_and_written_after_it() -
         assert sealed_ahead.wait(PATIENCE_S), "nothing was sealed while this was being written"
 
     store = Watched(on_write)
-    porter = ThreadPorter([StoreHands(store, Told())], SystemClock())
-    porter.submit(part(1, 0, 10))
+    store_executor = ThreadStoreExecutor([StoreWorker(store, Told())], SystemClock())
+    store_executor.submit(part(1, 0, 10))
     assert writing.wait(PATIENCE_S)
-    porter.submit(part(2, 10, COUNT))
-    porter.drain(PATIENCE_S)
-    porter.close()
-    assert [reply.job for reply in porter.replies()] == [1, 2]
+    store_executor.submit(part(2, 10, COUNT))
+    store_executor.drain(PATIENCE_S)
+    store_executor.close()
+    assert [reply.job for reply in store_executor.answers()] == [1, 2]
     assert [write.key for batch in store.batches for write in batch] == list(KEYS)
 
 
@@ -128,31 +128,31 @@ def test_what_is_sealed_behind_a_write_that_hangs_can_be_taken_back_and_is_not_w
         assert go.wait(PATIENCE_S)
 
     store = Watched(on_write)
-    porter = ThreadPorter([StoreHands(store, Pages())], SystemClock())
-    porter.submit(part(1, 0, 10))
+    store_executor = ThreadStoreExecutor([StoreWorker(store, Pages())], SystemClock())
+    store_executor.submit(part(1, 0, 10))
     assert writing.wait(PATIENCE_S)
-    porter.submit(part(2, 10, COUNT))
-    assert porter.withdraw(JobId(2)) and not porter.withdraw(JobId(1))
+    store_executor.submit(part(2, 10, COUNT))
+    assert store_executor.withdraw(JobId(2)) and not store_executor.withdraw(JobId(1))
     go.set()
-    porter.drain(PATIENCE_S)
-    porter.close()
-    assert [reply.job for reply in porter.replies()] == [1] and len(store.batches) == 1
+    store_executor.drain(PATIENCE_S)
+    store_executor.close()
+    assert [reply.job for reply in store_executor.answers()] == [1] and len(store.batches) == 1
 
 
-def test_what_fails_while_it_is_sealed_comes_home_and_the_next_errand_is_written() -> None:
+def test_what_fails_while_it_is_sealed_comes_home_and_the_next_operation_is_written() -> None:
     store = Watched()
-    porter = ThreadPorter([StoreHands(store, Broken())], SystemClock())
-    porter.submit(part(1, 20, COUNT))
-    porter.submit(part(2, 0, 10))
-    porter.close()  # everything handed in before is still done
-    porter.drain(PATIENCE_S)
-    first, second = porter.replies()
-    assert first.outcome.fates == (Fate.FAILED,) * 20 and "IndexError" in (first.outcome.error or "")
-    assert second.outcome.fates == (Fate.OK,) * 10 and len(store.batches) == 1
+    store_executor = ThreadStoreExecutor([StoreWorker(store, Broken())], SystemClock())
+    store_executor.submit(part(1, 20, COUNT))
+    store_executor.submit(part(2, 0, 10))
+    store_executor.close()  # everything handed in before is still done
+    store_executor.drain(PATIENCE_S)
+    first, second = store_executor.answers()
+    assert first.outcome.statuses == (ItemStatus.FAILED,) * 20 and "IndexError" in (first.outcome.error or "")
+    assert second.outcome.statuses == (ItemStatus.OK,) * 10 and len(store.batches) == 1
 
 
 def test_stamps_made_in_bulk_are_the_stamps_made_one_by_one() -> None:
-    space = StoreHands(Watched(), Pages()).space(HERE)
+    space = StoreWorker(Watched(), Pages()).space(HERE)
     values = [bytes([at]) * (at % 3) for at in range(COUNT)]
     digests = [checksum(value) for value in values]
     one_by_one = [stamp(space, key, length=len(v), digest=d) for key, v, d in zip(KEYS, values, digests, strict=True)]

@@ -6,7 +6,7 @@ from tree_bench import GONE, SPACE, Bench
 
 from stepwell import Tier
 from stepwell.base.keys import PageKey
-from stepwell.policy.habits import Visit
+from stepwell.policy.reuse_model import Visit
 from stepwell.tree.node import MAX_PAST, Use
 from stepwell.tree.pruning import clear, truncate
 from toys import FULL

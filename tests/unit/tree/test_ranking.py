@@ -5,8 +5,9 @@ from __future__ import annotations
 from tree_bench import GONE, Bench
 
 from stepwell import Tier
-from stepwell.policy.habits import Habits
-from stepwell.policy.value import Expected, LeastRecent, Place
+from stepwell.policy.reuse_model import ReuseModel
+from stepwell.policy.value import Expected, Place
+from stepwell.sim.least_recent import LeastRecent
 from stepwell.tree.checkpoints import drop_residency
 from stepwell.tree.node import Residency, Run, Use, Victim
 from stepwell.tree.order import EvictionOrder, Standing
@@ -98,7 +99,7 @@ def test_pages_become_worthless_when_their_checkpoint_goes() -> None:
 
 
 def test_the_checkpoint_that_saves_most_per_byte_stays_longest() -> None:
-    bench = Bench(value=Expected(Habits(page_tokens=4)))
+    bench = Bench(value=Expected(ReuseModel(page_tokens=4)))
     path = list(range(1, 13))
     bench.insert(path, let_go=True)
     for page in (2, 3, 12):  # saves 2, 1 and 9 pages of recompute
@@ -127,7 +128,7 @@ def test_an_order_forgets_entries_that_were_queued_again() -> None:
     order.push(run, Standing(0, Place(0, 0, 1.0)))
     order.push(run, Standing(0, Place(0, 0, 5.0)))
     assert order.head() == (run, Standing(0, Place(0, 0, 5.0)))
-    assert order.pop() is run and order.pop() is None and run.ticket == 0
+    assert order.pop() is run and order.pop() is None and run.entry == 0
 
 
 def test_everything_can_be_evicted_and_then_nothing_is_left() -> None:

@@ -1,0 +1,144 @@
+"""What the brain asks of a store, and what came of it: frozen tasks over keys and host pages.
+
+Like plans, operations name pages and never tree nodes. Every rank runs the same operation on its own memory and its own
+share of the store; an item has arrived when it arrived on all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TypeAlias
+
+from stepwell.base.ids import JobId
+from stepwell.base.keys import Namespace, PageKey
+from stepwell.base.plan import PageIds
+
+
+class ItemStatus(Enum):
+    """What became of one item. Everything after OK is a miss, counted under its name."""
+
+    OK = "ok"
+    MISSING = "the store has it no more"
+    INCOMPLETE = "a member of the checkpoint is missing from the store"
+    MIXED = "a member is not the one that the checkpoint's manifest names"
+    UNREADABLE = "what the store had was not written by us"
+    VERSION = "the store's copy is of another format version"
+    FOREIGN = "the store's copy belongs to another namespace"
+    SWAPPED = "the store's copy is of other tokens"
+    LENGTH = "the store's copy has another length"
+    DAMAGED = "the store's copy is damaged"
+    OTHER_KEY = "the store's copy was not written with the same store key"
+    NO_ROOM = "the store had no room for it"
+    CANCELLED = "it was called off"
+    FAILED = "the store failed"
+
+    @property
+    def is_damage(self) -> bool:
+        """Whether the store had something under this name that is not what was saved."""
+        return self in _DAMAGE
+
+
+_DAMAGE = frozenset(
+    {
+        ItemStatus.INCOMPLETE, ItemStatus.MIXED, ItemStatus.UNREADABLE, ItemStatus.VERSION, ItemStatus.FOREIGN,
+        ItemStatus.SWAPPED, ItemStatus.LENGTH, ItemStatus.DAMAGED, ItemStatus.OTHER_KEY,
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FindItems:
+    """Which pages, and which checkpoints, the store has: OK or MISSING for each, pages first."""
+
+    pages: tuple[PageKey, ...]
+    boundaries: tuple[PageKey, ...]  # the last page before each boundary in question
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FetchPages:
+    """Brings prefix pages into host pages `ids`."""
+
+    keys: tuple[PageKey, ...]
+    ids: PageIds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FetchCheckpoint:
+    """Brings one checkpoint, all of it or nothing that counts. One item."""
+
+    boundary: PageKey
+    windows: PageIds
+    points: PageIds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PutPages:
+    """Stores prefix pages `first`, `first + 1`, ... of a path, parents before children."""
+
+    parent: PageKey | None  # of the first of them; None at the start of a path
+    first: int
+    keys: tuple[PageKey, ...]
+    ids: PageIds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PutCheckpoint:
+    """Stores one checkpoint: its members, then the manifest that makes it exist. One item."""
+
+    boundary: PageKey
+    page: int  # the boundary, in pages
+    window_keys: tuple[PageKey, ...]  # the prefix page that each window page ends in
+    windows: PageIds
+    points: PageIds
+
+
+Task: TypeAlias = FindItems | FetchPages | FetchCheckpoint | PutPages | PutCheckpoint
+
+
+def num_items(task: Task) -> int:
+    if isinstance(task, FindItems):
+        return len(task.pages) + len(task.boundaries)
+    return len(task.keys) if isinstance(task, (FetchPages, PutPages)) else 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StoreOp:
+    """A task under a number."""
+
+    job: JobId
+    namespace: Namespace
+    task: Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What came of a task: on one rank, or on all of them together."""
+
+    statuses: tuple[ItemStatus, ...]
+    moved_bytes: int = 0  # of one rank
+    error: str | None = None
+    unsettled: bool = False  # a read ended badly: what was not OK may still be written, for as long as the store's traits say
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """An operation that every rank has answered for. `took_s` is the time it ran, waiting in line left out."""
+
+    job: JobId
+    outcome: Outcome
+    took_s: float
+
+
+def joint(outcomes: Sequence[Outcome]) -> Outcome:
+    """All ranks' outcomes as one: an item is OK when it is OK everywhere, else it has the first status that was not."""
+    items = zip(*(outcome.statuses for outcome in outcomes), strict=True)
+    statuses = [next((status for status in each if status is not ItemStatus.OK), ItemStatus.OK) for each in items]
+    error = next((outcome.error for outcome in outcomes if outcome.error is not None), None)
+    return Outcome(
+        statuses=tuple(statuses),
+        moved_bytes=max(outcome.moved_bytes for outcome in outcomes),
+        error=error,
+        unsettled=any(outcome.unsettled for outcome in outcomes),
+    )

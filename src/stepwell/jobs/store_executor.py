@@ -1,0 +1,134 @@
+"""Runs store operations on every rank's worker and brings home what came of them. Decides nothing, applies nothing.
+
+Questions, reads and writes have threads of their own, so that no request waits behind a backup, nor a question behind the
+reads of somebody else. Writes of a rank run in order, on one thread by default: parents before children. A thread before
+that one seals what comes next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+from stepwell.base.clock import Clock
+from stepwell.base.ids import JobId
+from stepwell.base.store_op import FindItems, ItemStatus, Outcome, PutCheckpoint, PutPages, Reply, StoreOp, joint, num_items
+from stepwell.jobs.jobs import JobExecutor
+from stepwell.jobs.workers import Answer, RankJobs, WorkQueue
+from stepwell.store.api import never
+from stepwell.transfer.store_worker import StoreWorker
+
+Cancelled = Callable[[], bool]  # may become true at any time, from a worker's point of view
+
+
+class StoreExecutor(JobExecutor[StoreOp, Reply], Protocol):
+    """Takes store operations and gives back replies. Called on the cache's thread; only `answer` and `drain` wait."""
+
+    def cancel(self, job: JobId) -> None:
+        """Tells ranks that have begun an operation to stop as soon as they can. It is answered all the same."""
+        ...
+
+    def answer(self, job: JobId, timeout_s: float) -> Reply | None:
+        """One operation's reply, before its turn: waits at most so long for it, then None. `answers` will not have it again."""
+        ...
+
+
+class ThreadStoreExecutor:
+    """Worker threads for each rank."""
+
+    def __init__(self, ranks: Sequence[StoreWorker], clock: Clock, *, readers: int = 4, writers: int = 1) -> None:
+        assert ranks, "an executor needs at least one rank's worker"
+        self._ranks = ranks
+        self._clock = clock
+        self._asking = [WorkQueue(f"ask{i}", clock) for i in range(len(ranks))]
+        self._reading = [WorkQueue(f"read{i}", clock, threads=readers) for i in range(len(ranks))]
+        self._sealing = [WorkQueue(f"seal{i}", clock) for i in range(len(ranks))]
+        self._writing = [WorkQueue(f"write{i}", clock, threads=writers) for i in range(len(ranks))]
+        self._jobs: RankJobs[Outcome] = RankJobs(clock)
+        self._cancelled: set[JobId] = set()
+
+    def submit(self, op: StoreOp) -> None:
+        puts = isinstance(op.task, (PutPages, PutCheckpoint))
+        lines = self._sealing if puts else self._asking if isinstance(op.task, FindItems) else self._reading
+        self._jobs.open(op.job, lines, called_off=_called_off(op))
+        for rank, (worker, line) in enumerate(zip(self._ranks, lines, strict=True)):
+            if puts:
+                line.submit(partial(self._seal, rank, op))
+            else:
+                self._jobs.enqueue(op.job, rank, line, partial(attempt, worker, op, self._is_cancelled(op)))
+
+    def answers(self) -> list[Reply]:
+        return [self._reply(answer) for answer in self._jobs.answers()]
+
+    def answer(self, job: JobId, timeout_s: float) -> Reply | None:
+        answer = self._jobs.answer(job, timeout_s)
+        return self._reply(answer) if answer is not None else None
+
+    def cancel(self, job: JobId) -> None:
+        if self._jobs.is_open(job):
+            self._cancelled.add(job)
+
+    def withdraw(self, job: JobId) -> bool:
+        taken_back = self._jobs.withdraw(job)
+        if taken_back:
+            self._cancelled.discard(job)
+        return taken_back
+
+    def progressed_s(self, job: JobId) -> float:
+        return self._jobs.progressed_s(job)
+
+    def drain(self, timeout_s: float) -> None:
+        self._jobs.drain(timeout_s)
+
+    def close(self) -> None:
+        for sealing, writing in zip(self._sealing, self._writing, strict=True):
+            sealing.submit(writing.close)  # behind everything that is still to be written
+        for line in (*self._asking, *self._reading, *self._sealing):
+            line.close()
+
+    def _seal(self, rank: int, op: StoreOp) -> None:
+        """The first half of a put. When it is over the operation has not begun yet, and can be taken back."""
+        started_s = self._clock.now()
+        put = self._jobs.prepare(op.job, rank, partial(sealed, self._ranks[rank], op, self._is_cancelled(op)))
+        if put is None:
+            return  # withdrawn
+        self._jobs.enqueue(op.job, rank, self._writing[rank], put, before_s=self._clock.now() - started_s)
+
+    def _is_cancelled(self, op: StoreOp) -> Cancelled:
+        return partial(self._cancelled.__contains__, op.job)
+
+    def _reply(self, answer: Answer[Outcome]) -> Reply:
+        self._cancelled.discard(answer.job)
+        return Reply(job=answer.job, outcome=joint(answer.outcomes), took_s=answer.took_s)
+
+
+def attempt(worker: StoreWorker, op: StoreOp, cancelled: Cancelled = never) -> Outcome:
+    """One rank's try at an operation. Whatever goes wrong comes home as an outcome."""
+    return _safely(op, cancelled, lambda: worker.run(op.namespace, op.task, cancelled))
+
+
+def sealed(worker: StoreWorker, op: StoreOp, cancelled: Cancelled) -> Callable[[], Outcome]:
+    """The first half of one rank's try at a put; what is returned is the other. Both bring home what goes wrong."""
+    task, found = op.task, []
+    assert isinstance(task, (PutPages, PutCheckpoint)), f"nothing of {task} is to be sealed"
+
+    def first() -> Outcome:
+        found.append(worker.seal(op.namespace, task))
+        return Outcome(statuses=())
+
+    went_wrong = _safely(op, cancelled, first)
+    return lambda: _safely(op, cancelled, lambda: worker.put(found[0], cancelled)) if found else went_wrong
+
+
+def _safely(op: StoreOp, cancelled: Cancelled, work: Callable[[], Outcome]) -> Outcome:
+    if cancelled():
+        return _called_off(op)
+    try:
+        return work()
+    except BaseException as error:  # the edge to somebody else's code: a failure comes home as a value, and the thread lives on
+        return Outcome(statuses=(ItemStatus.FAILED,) * num_items(op.task), error=f"{type(error).__name__}: {error}")
+
+
+def _called_off(op: StoreOp) -> Outcome:
+    return Outcome(statuses=(ItemStatus.CANCELLED,) * num_items(op.task))

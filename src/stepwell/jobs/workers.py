@@ -1,0 +1,231 @@
+"""Jobs on worker threads, a part of each on every rank: who has begun, who has answered, who makes no progress.
+
+What copies and store operations have in common. Knows numbers and callables, never pages or keys; decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from queue import SimpleQueue
+from threading import TIMEOUT_MAX, Condition, Thread
+from typing import Generic, TypeVar
+from weakref import finalize
+
+from stepwell.base.clock import Clock
+from stepwell.base.ids import JobId
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+Work = Callable[[], None]
+
+
+class WorkQueue:
+    """Daemon threads over one queue, started when there is something to do: work that hangs for ever must not keep the process
+    from ending. They end with the line, closed or forgotten.
+    """
+
+    def __init__(self, name: str, clock: Clock, *, threads: int = 1) -> None:
+        self._queue: SimpleQueue[Work | None] = SimpleQueue()
+        self._pulse = _Pulse(clock)
+        self._names = [f"stepwell-{name}"] * threads
+        self._end = finalize(self, _end_threads, self._queue, threads)
+        self._started = False
+
+    @property
+    def moved_s(self) -> float:
+        """When one of its threads last began or ended something."""
+        return self._pulse.moved_s
+
+    def submit(self, work: Work) -> None:
+        assert self._end.alive, f"{self._names[0]} was closed"
+        if not self._started:
+            self._started = True
+            for name in self._names:
+                Thread(target=_live, args=(self._queue, self._pulse), name=name, daemon=True).start()
+        self._queue.put(work)
+
+    def close(self) -> None:
+        """Takes no more, and lets its threads end behind everything that waits in line."""
+        self._end()
+
+
+class _Pulse:
+    """What a line's threads leave behind for others to look at."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.moved_s = clock.now()
+
+    def beat(self) -> None:
+        self.moved_s = self._clock.now()
+
+
+def _live(queue: SimpleQueue[Work | None], pulse: _Pulse) -> None:
+    while (work := queue.get()) is not None:
+        pulse.beat()
+        work()
+        del work  # and what it refers to, while nothing comes
+        pulse.beat()
+
+
+def _end_threads(queue: SimpleQueue[Work | None], threads: int) -> None:
+    for _ in range(threads):
+        queue.put(None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer(Generic[T]):
+    """A job that every rank has answered for, in the order of ranks. `took_s` leaves out waiting in line."""
+
+    job: JobId
+    outcomes: tuple[T, ...]
+    took_s: float
+
+
+class _Stage(Enum):
+    WAITING = "waiting"
+    BEGUN = "begun"
+    ANSWERED = "answered"
+
+
+class _Part(Generic[T]):
+    """Where one rank stands with a job."""
+
+    def __init__(self, line: WorkQueue) -> None:
+        self.line = line
+        self.stage = _Stage.WAITING
+        self.preparing = False  # it has not begun, but something is looked at for it
+        self.begun_s = 0.0
+        self.outcome: T | None = None
+
+    def answer(self, outcome: T) -> None:
+        self.stage, self.outcome = _Stage.ANSWERED, outcome
+
+    @property
+    def moved_s(self) -> float:
+        return self.line.moved_s if self.stage is _Stage.WAITING else self.begun_s
+
+
+class _Job(Generic[T]):
+    def __init__(self, lines: Sequence[WorkQueue], called_off: T) -> None:
+        self.parts: list[_Part[T]] = [_Part(line) for line in lines]
+        self.called_off = called_off
+        self.took_s = 0.0
+
+
+class RankJobs(Generic[T]):
+    """Jobs under way. All but `enqueue` and `prepare` are for one thread, the brain's."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._changed = Condition()
+        self._jobs: dict[JobId, _Job[T]] = {}
+        self._answers: deque[Answer[T]] = deque()
+
+    def open(self, job: JobId, lines: Sequence[WorkQueue], *, called_off: T) -> None:
+        """Begins to keep count of a job whose part on rank i waits in `lines[i]`. A rank that is not to begin any more
+        answers `called_off`.
+        """
+        with self._changed:
+            self._jobs[job] = _Job(lines, called_off)
+
+    def is_open(self, job: JobId) -> bool:
+        """Whether it was neither answered nor withdrawn."""
+        return job in self._jobs
+
+    def prepare(self, job: JobId, rank: int, look: Callable[[], R]) -> R | None:
+        """Does what comes before a rank's part, on the calling thread; None where the job was withdrawn. While it runs the job
+        cannot be withdrawn.
+        """
+        with self._changed:
+            opened = self._jobs.get(job)
+            if opened is None or opened.parts[rank].stage is not _Stage.WAITING:
+                return None
+            opened.parts[rank].preparing = True
+        found = look()
+        with self._changed:
+            opened.parts[rank].preparing = False
+        return found
+
+    def enqueue(self, job: JobId, rank: int, line: WorkQueue, work: Callable[[], T], *, before_s: float = 0.0) -> None:
+        """Puts a rank's part in line. `before_s` were spent on it already. From any thread."""
+        with self._changed:
+            opened = self._jobs.get(job)
+            if opened is not None:
+                opened.parts[rank].line = line
+        line.submit(partial(self._run, job, rank, work, before_s))
+
+    def answers(self) -> list[Answer[T]]:
+        """Everything that was answered since the last call, each job once."""
+        return [self._answers.popleft() for _ in range(len(self._answers))]
+
+    def answer(self, job: JobId, timeout_s: float) -> Answer[T] | None:
+        """One job's answer, before its turn: waits at most so long for it. `answers` will not have it again."""
+        with self._changed:
+            self._changed.wait_for(lambda: job not in self._jobs, _bounded(timeout_s))
+            answer = next((each for each in self._answers if each.job == job), None)
+            if answer is not None:
+                self._answers.remove(answer)
+            return answer
+
+    def withdraw(self, job: JobId) -> bool:
+        """Takes back a job that no rank has begun: it will not be answered. False when one has, or all have."""
+        with self._changed:
+            opened = self._jobs.get(job)
+            if opened is None:
+                return False
+            if all(part.stage is _Stage.WAITING and not part.preparing for part in opened.parts):
+                self._end(job)
+                return True
+            for part in opened.parts:  # those behind a rank that hangs need not be waited for
+                if part.stage is _Stage.WAITING and not part.preparing:
+                    part.answer(opened.called_off)
+            self._settle(job, opened)
+            return False
+
+    def progressed_s(self, job: JobId) -> float:
+        """When the rank that is furthest behind with a job last got on: began it, or something before it in line."""
+        with self._changed:
+            opened = self._jobs.get(job)
+            owing = [part.moved_s for part in opened.parts if part.stage is not _Stage.ANSWERED] if opened is not None else []
+        return min(owing, default=self._clock.now())
+
+    def drain(self, timeout_s: float) -> bool:
+        """Waits until everything was answered, or for so long. Whether it was."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._jobs, _bounded(timeout_s))
+
+    def _run(self, job: JobId, rank: int, work: Callable[[], T], before_s: float) -> None:
+        with self._changed:
+            opened = self._jobs.get(job)
+            if opened is None or opened.parts[rank].stage is not _Stage.WAITING:
+                return  # withdrawn
+            part = opened.parts[rank]
+            part.stage, part.begun_s = _Stage.BEGUN, self._clock.now()
+        outcome = work()
+        took_s = self._clock.now() - part.begun_s + before_s
+        with self._changed:
+            part.answer(outcome)
+            opened.took_s = max(opened.took_s, took_s)
+            self._settle(job, opened)
+
+    def _settle(self, job: JobId, opened: _Job[T]) -> None:
+        """With the last rank's answer the job is answered."""
+        if all(part.stage is _Stage.ANSWERED for part in opened.parts):
+            outcomes = tuple(part.outcome for part in opened.parts)
+            self._answers.append(Answer(job=job, outcomes=outcomes, took_s=opened.took_s))  # type: ignore[arg-type]
+            self._end(job)
+
+    def _end(self, job: JobId) -> None:
+        del self._jobs[job]
+        self._changed.notify_all()
+
+
+def _bounded(timeout_s: float) -> float:
+    return min(max(timeout_s, 0.0), TIMEOUT_MAX)

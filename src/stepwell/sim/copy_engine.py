@@ -1,0 +1,174 @@
+"""Hands that only count: copies and operations to the store are done at once, and nothing is moved.
+
+The seconds they would have taken are told to the cache where it asks how fast a store is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from math import inf
+
+from stepwell.base.ids import JobId, Kind, Tier
+from stepwell.base.keys import manifest_key
+from stepwell.base.plan import Completion, PageIds, Plan
+from stepwell.base.spec import ModelSpec
+from stepwell.base.store_op import (
+    FetchCheckpoint,
+    FetchPages,
+    FindItems,
+    ItemStatus,
+    Outcome,
+    PutCheckpoint,
+    PutPages,
+    Reply,
+    StoreOp,
+    Task,
+)
+from stepwell.sim.hardware import Hardware
+from stepwell.sim.store import CountingStore
+from stepwell.store.api import WriteOutcome
+
+_STATUSES = {
+    WriteOutcome.STORED: ItemStatus.OK,
+    WriteOutcome.EXISTS: ItemStatus.OK,
+    WriteOutcome.NO_ROOM: ItemStatus.NO_ROOM,
+    WriteOutcome.TOO_LARGE: ItemStatus.NO_ROOM,
+    WriteOutcome.FAILED: ItemStatus.FAILED,
+}
+
+
+class Traffic:
+    """Bytes that copies and operations have read from and written to each tier so far."""
+
+    def __init__(self) -> None:
+        self.read_bytes: Counter[Tier] = Counter()
+        self.written_bytes: Counter[Tier] = Counter()
+        self.loaded_bytes = 0  # from the host to the device
+
+    def note(self, source: Tier, target: Tier, size_bytes: int) -> None:
+        self.read_bytes[source] += size_bytes
+        self.written_bytes[target] += size_bytes
+        if source is Tier.HOST and target is Tier.DEVICE:
+            self.loaded_bytes += size_bytes
+
+
+class CountingExecutor:
+    """An executor of one rank whose every copy succeeds as soon as it is asked for."""
+
+    def __init__(self, spec: ModelSpec, traffic: Traffic) -> None:
+        self._sizes = {kind: spec.object_bytes(kind) for kind in Kind}
+        self._traffic = traffic
+        self._done: list[Completion] = []
+
+    @property
+    def num_ranks(self) -> int:
+        return 1
+
+    def submit(self, plan: Plan) -> None:
+        for copy in plan.copies:
+            size_bytes = len(copy.source.ids) * self._sizes[copy.source.kind]
+            self._traffic.note(copy.source.tier, copy.target.tier, size_bytes)
+        self._done.append(Completion(job=plan.job))
+
+    def answers(self) -> list[Completion]:
+        done, self._done = self._done, []
+        return done
+
+    def withdraw(self, job: JobId) -> bool:
+        return False  # everything has completed when it was submitted
+
+    def progressed_s(self, job: JobId) -> float:
+        return -inf
+
+    def drain(self, timeout_s: float) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class CountingStoreExecutor:
+    """A store executor over a counting store: answers at once. A checkpoint is one value, whatever it consists of."""
+
+    def __init__(self, spec: ModelSpec, store: CountingStore, traffic: Traffic, hardware: Hardware, *, readers: int) -> None:
+        self._sizes = {kind: spec.object_bytes(kind) for kind in Kind}
+        self._store = store
+        self._traffic = traffic
+        self._hardware = hardware
+        self._readers = readers
+        self._done: list[Reply] = []
+
+    def submit(self, op: StoreOp) -> None:
+        outcome = self._outcome(op.task)
+        took_s = self._hardware.fetch_s(outcome.moved_bytes, readers=self._readers)
+        self._done.append(Reply(job=op.job, outcome=outcome, took_s=took_s))
+
+    def answers(self) -> list[Reply]:
+        done, self._done = self._done, []
+        return done
+
+    def answer(self, job: JobId, timeout_s: float) -> Reply | None:
+        reply = next((each for each in self._done if each.job == job), None)
+        if reply is not None:
+            self._done.remove(reply)
+        return reply
+
+    def cancel(self, job: JobId) -> None:
+        pass  # everything was answered when it was submitted
+
+    def withdraw(self, job: JobId) -> bool:
+        return False  # everything was answered when it was submitted
+
+    def progressed_s(self, job: JobId) -> float:
+        return -inf
+
+    def drain(self, timeout_s: float) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def _outcome(self, task: Task) -> Outcome:
+        match task:
+            case FindItems(pages=pages, boundaries=boundaries):
+                keys = (*pages, *map(manifest_key, boundaries))
+                return Outcome(statuses=self._statuses(keys))
+            case FetchPages(keys=keys):
+                return self._fetched(keys, self._sizes[Kind.PREFIX])
+            case FetchCheckpoint(boundary=boundary, windows=windows, points=points):
+                return self._fetched([manifest_key(boundary)], self._checkpoint_bytes(windows, points))
+            case PutPages(parent=parent, keys=keys):
+                return self._put(keys, self._sizes[Kind.PREFIX], parent)
+            case PutCheckpoint(boundary=boundary, windows=windows, points=points):
+                return self._put([manifest_key(boundary)], self._checkpoint_bytes(windows, points), boundary)
+
+    def _checkpoint_bytes(self, windows: PageIds, points: PageIds) -> int:
+        return len(windows) * self._sizes[Kind.WINDOW] + len(points) * self._sizes[Kind.POINT]
+
+    def _fetched(self, keys: Sequence[bytes], size_bytes: int) -> Outcome:
+        statuses = self._statuses(keys)
+        self._use_last(keys)
+        moved = statuses.count(ItemStatus.OK) * size_bytes
+        self._traffic.note(Tier.STORE, Tier.HOST, moved)
+        return Outcome(statuses=statuses, moved_bytes=moved)
+
+    def _put(self, keys: Sequence[bytes], size_bytes: int, parent: bytes | None) -> Outcome:
+        outcomes = []
+        for key in keys:
+            outcomes.append(self._store.keep(key, size_bytes, parent))
+            parent = key
+        self._use_last(keys)
+        moved = outcomes.count(WriteOutcome.STORED) * size_bytes
+        self._traffic.note(Tier.HOST, Tier.STORE, moved)
+        return Outcome(statuses=tuple(map(_STATUSES.__getitem__, outcomes)), moved_bytes=moved)
+
+    def _statuses(self, keys: Sequence[bytes]) -> tuple[ItemStatus, ...]:
+        ok, missing = ItemStatus.OK, ItemStatus.MISSING
+        return tuple([ok if has else missing for has in self._store.has(keys)])
+
+    def _use_last(self, keys: Sequence[bytes]) -> None:
+        """The last of these that the store has counts as used, and with it what it stands on."""
+        last = next((key for key in reversed(keys) if key in self._store), None)
+        if last is not None:
+            self._store.use(last)

@@ -1,0 +1,164 @@
+"""One attached store, as the cache sees it: operations on their way, what they taught us, and whether it is well.
+
+The verbs that use it are in `prefetch.py` (upwards), `backup_paths.py` and `backup_checkpoints.py` (downwards).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from threading import Thread
+
+import numpy as np
+
+from stepwell.base.config import StoreConfig
+from stepwell.base.ids import Kind, Tier
+from stepwell.base.keys import Namespace, PageKey
+from stepwell.base.plan import PageIds
+from stepwell.policy.breaker import Breaker, BreakerState
+from stepwell.policy.patience import Patience, Speed
+from stepwell.policy.tuning import StoreTuning
+from stepwell.store.api import Store, unregister
+from stepwell.store_tier.beliefs import Beliefs
+from stepwell.store_tier.deferred import DeferredBackups
+from stepwell.store_tier.ops import StoreOps
+from stepwell.store_tier.ticket import Fetch, Ticket
+from stepwell.tiers.state import CacheState
+from stepwell.tree.node import Loss, Node, Residency
+
+MOST_GIVEN_UP = 256  # notes of fetches that were not waited for, for explanations
+MOST_PUTS = 4  # operations that go down at a time: the rest waits in line, where it holds nothing
+
+
+class LinkState(Enum):
+    ATTACHED = "attached"
+    SWITCHED_OFF = "switched off after failures"
+    DETACHED = "detached"
+
+
+@dataclass(kw_only=True, eq=False)
+class StoreLink:
+    """What stands behind one attached store. One thread."""
+
+    store: Store
+    config: StoreConfig
+    tuning: StoreTuning
+    ops: StoreOps
+    compute: Speed  # tokens a second that requests compute: what waiting for the store is held against
+    barred: set[bytes]  # namespaces that were cleared: what any store has of them is not to be used
+    beliefs: Beliefs
+    breaker: Breaker  # opens when the store fails
+    fetching: Breaker = field(default_factory=Breaker)  # opens when what it says it has turns out to be of no use
+    patience: Patience
+    fetch_bytes: Speed = field(default_factory=Speed)  # per reader
+    tickets: dict[Ticket, None] = field(default_factory=dict)  # open ones, oldest first
+    fetches: dict[Fetch, None] = field(default_factory=dict)  # whose pages are still held for somebody
+    fetch_of: dict[int, Fetch] = field(default_factory=dict)  # by host page on its way
+    to_plan: dict[Ticket, None] = field(default_factory=dict)  # that learned something since they planned last
+    given_up: dict[PageKey, Loss] = field(
+        default_factory=dict
+    )  # fetches, by the first page that was not waited for, oldest first
+    waiting: dict[Node, float] = field(default_factory=dict)  # paths to be backed up, by their last node: since when
+    deferred: DeferredBackups  # checkpoints whose pages were backed up
+    most_backup_bytes: int  # on their way down before nothing more is sent off
+    backup_bytes: int = 0  # on their way down
+    num_putting: int = 0  # operations that go down
+    detached: bool = False
+    current: bool = True  # no other store was attached since
+    ended: bool = False  # detached, with its last operation answered: the store is its owner's again
+    keeps_memory: bool = False  # the store goes on knowing the host's memory: it was attached again
+    giving_back: Thread | None = None  # on which the store forgets the host's memory
+    why_not_given_back: list[str] = field(default_factory=list)
+
+    @property
+    def state(self) -> LinkState:
+        if self.detached:
+            return LinkState.DETACHED
+        return LinkState.ATTACHED if self.breaker.state is BreakerState.CLOSED else LinkState.SWITCHED_OFF
+
+    @property
+    def num_busy(self) -> int:
+        """Operations under way, and what waits to be backed up and could be now."""
+        return self.ops.num_running + len(self.waiting) + self.deferred.num_due
+
+    def has_given_back(self, memory: Sequence[memoryview], *, wait_s: float = 0.0) -> bool:
+        """Lets the store forget the host's memory, once nothing is under way; whether it has. On a thread: it may take long."""
+        assert not self.ops.num_running, f"{self.ops.num_running} operation(s) are using the memory"
+        if not self.store.traits.registers or self.keeps_memory:
+            return True
+        if self.giving_back is None:
+            self.giving_back = Thread(target=self._give_back, args=(memory,), name="stepwell-give-back", daemon=True)
+            self.giving_back.start()
+        self.giving_back.join(wait_s)
+        return not self.giving_back.is_alive()
+
+    def stop_giving_back(self) -> None:
+        """The store is to be attached again: what it knows it keeps, and what it is about to forget it is shown again."""
+        self.keeps_memory = True
+        if self.giving_back is not None:
+            self.giving_back.join()
+
+    def take_failures(self) -> list[str]:
+        """What went wrong since it was last asked."""
+        mine, self.why_not_given_back = self.why_not_given_back, []
+        return [*self.ops.take_failures(), *mine]
+
+    def _give_back(self, memory: Sequence[memoryview]) -> None:
+        try:
+            unregister(self.store, memory)
+        except Exception as error:  # the worker boundary: it comes home in `take_failures`
+            self.why_not_given_back.append(f"the store keeps the host's memory: {type(error).__name__}: {error}")
+
+    @property
+    def turn_bytes(self) -> int:
+        """What one reader fetches in one call."""
+        return self.tuning.fetch_chunk_bytes or self.store.traits.turn_bytes
+
+    def namespace_of(self, core: CacheState, node: Node) -> Namespace | None:
+        """Whose a node is; None when nothing of theirs may be stored."""
+        digest = node.root.first
+        return core.namespaces.get(digest) if digest not in self.barred else None
+
+    def may_fetch(self, now: float) -> bool:
+        """Whether both the store and what comes from it are well enough to ask."""
+        return self.breaker.allows(now) and self.fetching.allows(now)
+
+    def may_put(self, now: float) -> bool:
+        """Whether more may be sent down: a store that hangs never holds more than a small part of the host tier."""
+        return self.num_putting < MOST_PUTS and self.backup_bytes < self.most_backup_bytes and self.breaker.allows(now)
+
+    def may_put_at_once(self, now: float) -> bool:
+        """The same for what would be lost otherwise, which may be twice as much: one request for room can turn out many."""
+        return self.backup_bytes < 2 * self.most_backup_bytes and self.breaker.allows(now)
+
+    def note_given_up(self, ticket: Ticket, loss: Loss) -> None:
+        """Remembers for a while that a request went on without what the store may have of it."""
+        missing = np.flatnonzero(~ticket.from_store[ticket.first_asked :])
+        at = ticket.first_asked + int(missing[0]) if len(missing) else len(ticket.keys) - 1  # or only a checkpoint was missing
+        self.given_up.pop(ticket.keys[at], None)
+        self.given_up[ticket.keys[at]] = loss
+        if len(self.given_up) > MOST_GIVEN_UP:
+            del self.given_up[next(iter(self.given_up))]
+
+    def forget_given_up(self, ticket: Ticket) -> None:
+        """What was not waited for once has been since."""
+        for key in ticket.keys if self.given_up else ():
+            self.given_up.pop(key, None)
+
+    @property
+    def held_bytes(self) -> int:
+        """Host bytes that fetches hold: for requests that have not begun, or because they failed a moment ago."""
+        return sum(fetch.size_bytes for fetch in self.fetches) + self.ops.held_bytes
+
+    def holders(self) -> Iterator[tuple[Tier, Kind, PageIds]]:
+        """Every reference held on the store's behalf, for audits."""
+        for span in self.ops.held():
+            yield span.tier, span.kind, span.ids
+        for fetch in self.fetches:
+            yield Tier.HOST, Kind.PREFIX, fetch.ids
+
+    def readers(self) -> Iterator[Residency | None]:
+        yield from self.ops.readers()
+        for fetch in self.fetches:
+            yield from fetch.residencies

@@ -1,0 +1,273 @@
+"""The store tier as the cache sees it: one object over the store that is attached, and those that still have something out.
+
+    attach, detach       stores come and go while the cache runs
+    open_prefetch        a request arrives: bring up what the store has of its prompt
+    offer                a path has something new on the host: copy it down in time
+    before_eviction      something is about to leave the host: copy it down now
+    step                 apply what stores have answered, send off what waits
+
+What a link to one store is, is in `link.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from functools import partial
+
+from stepwell.base.config import StoreConfig, WritePolicy
+from stepwell.base.errors import ConfigError
+from stepwell.base.ids import Tier
+from stepwell.jobs.store_executor import StoreExecutor, ThreadStoreExecutor
+from stepwell.policy.breaker import Breaker
+from stepwell.policy.patience import Patience, Speed
+from stepwell.policy.placement import milestone_step
+from stepwell.policy.tuning import StoreTuning
+from stepwell.store.api import Store, register
+from stepwell.store_tier.backup_checkpoints import can_be_stored, is_superseded, put_before_leaving, put_deferred_of
+from stepwell.store_tier.backup_pages import forget_refusals, offer, offer_everything, pump, put_before_eviction
+from stepwell.store_tier.beliefs import Beliefs
+from stepwell.store_tier.deferred import DeferredBackups
+from stepwell.store_tier.link import LinkState, StoreLink
+from stepwell.store_tier.ops import StoreOps
+from stepwell.store_tier.prefetch import prefetch, settle
+from stepwell.store_tier.ticket import Ticket
+from stepwell.tiers.lease import RequestOptions
+from stepwell.tiers.one_thread import one_thread
+from stepwell.tiers.state import CacheState
+from stepwell.transfer.store_worker import HostPages, StoreWorker
+from stepwell.tree.match import Match
+from stepwell.tree.node import Node, Residency, Victim
+
+DEFERRED_SHARE = 1 / 16  # of the host tier: checkpoints that rest there before they are stored
+BACKUP_SHARE = 1 / 16  # of the host tier: on its way down at most
+GIVE_BACK_S = 5.0  # that closing a cache waits for a store to forget the host's memory
+
+
+class StoreTier:
+    """Every link of one cache. One thread."""
+
+    def __init__(self, core: CacheState, host_pages: Sequence[HostPages], *, ranks: int, names_weights: bool) -> None:
+        self._core = core
+        self._owner = core.owner
+        self._host_pages = host_pages
+        self._ranks = ranks
+        self._names_weights = names_weights  # the namespace says whose bytes these are, not only of what shape
+        self.link: StoreLink | None = None  # the one that is attached
+        self.links: list[StoreLink] = []
+        self.compute = Speed()  # tokens a second that requests compute
+        self.barred: set[bytes] = set()  # namespaces that were cleared: what any store has of them is not to be used
+        core.tree.on_left.append(self._left)
+        core.tree.on_split.append(self._split)
+        core.tree.on_shortened.append(self._shortened)
+
+    @property
+    def state(self) -> LinkState:
+        return self.link.state if self.link is not None else LinkState.DETACHED
+
+    @property
+    def num_busy(self) -> int:
+        """Operations under way, and what waits to be backed up."""
+        return sum(link.num_busy for link in self.links)
+
+    @property
+    def num_deferred(self) -> int:
+        """Checkpoints on the host that are to be stored later, if nothing supersedes them."""
+        return sum(len(link.deferred) for link in self.links)
+
+    @property
+    def host_memory(self) -> tuple[memoryview, ...]:
+        """The host tier's memory, of every rank we know it of."""
+        return tuple(pages.block for pages in self._host_pages)
+
+    @one_thread
+    def attach(
+        self, store: Store, config: StoreConfig | None = None, *, executor: StoreExecutor | None = None,
+        tuning: StoreTuning | None = None,
+    ) -> None:  # fmt: skip
+        """Puts a store below the host tier, at any moment. What is on the host already is offered to it.
+
+        The caller opened the store and closes it, after `detach` or once the cache is closed. Raises ConfigError, and StoreError
+        when the store wants to know the host's memory and cannot have it. That may take long with a network card, and is done at
+        once where another thread did it before (`store.api.register(store, cache.store.host_memory)`). `tuning` is for tests.
+        """
+        core, config = self._core, config or StoreConfig()
+        self._check(store)
+        if executor is None:
+            self._check_ranks()
+        elif config.key is not None:
+            raise ConfigError("an executor's workers stamp values with a key of their own: give it to them, not to StoreConfig")
+        for old in self.links:
+            if old.store is store:
+                old.stop_giving_back()
+        register(store, self.host_memory)
+        executor = executor or self._make_executor(store, config)
+        for old in self.links:  # the new one will be offered what they still have in line
+            old.current = False
+            old.waiting.clear()
+            old.deferred.clear()
+        self.link = self._make_link(store, config, tuning or StoreTuning(), executor)
+        self.links.append(self.link)
+        forget_refusals(core)
+        if core.config.write is not WritePolicy.BACK:  # then things go down when the host needs their room
+            core.copies.on_saved = self.offer
+            offer_everything(core, self.link)
+
+    @one_thread
+    def detach(self) -> None:
+        """Takes the store away, at any moment. Requests go on with what has arrived or is on its way; what waits to be backed up
+        still is, as far as memory holds it until its turn comes. `Cache.step` reports the store as detached when nothing uses it
+        any more. Raises ConfigError.
+        """
+        if self.link is None:
+            raise ConfigError("no store is attached")
+        self.link.detached = True
+        self.link.deferred.end_all(self._core.clock.now())
+        self.link = None
+        self._core.copies.on_saved = None
+
+    # ---- what the memory tiers and requests ask for -----------------------------------------------
+
+    def open_prefetch(self, match: Match, request: RequestOptions) -> Ticket:
+        """Starts bringing up what the store has of a prompt; without a store the ticket is ready at once."""
+        return prefetch(self._core, self.link, match, request)
+
+    def offer(self, node: Node) -> None:
+        """The path to a node has something on the host that may be new to the store."""
+        if self.link is not None:
+            offer(self._core, self.link, node)
+
+    def before_eviction(self, victim: Victim) -> bool:
+        """Something is about to leave the host. True when it is on its way to the store now."""
+        if self.link is None:
+            return False
+        put = put_before_eviction if self._core.config.write is WritePolicy.BACK else put_before_leaving
+        return put(self._core, self.link, victim)
+
+    def computed(self, tokens: int, took_s: float) -> None:
+        """Learns how fast prompts are computed, for whoever must choose between that and fetching."""
+        if self.link is None or self.link.config.recompute_tokens_per_s is None:
+            self.compute.measure(tokens, took_s, self._core.clock.now())
+        if self.link is not None:
+            self.link.patience.computed(took_s)
+
+    def bar(self, namespace: bytes) -> None:
+        """What any store has of a namespace, now or later, is not to be used, nor anything of it to be stored."""
+        self.barred.add(namespace)
+
+    def step(self) -> tuple[list[Store], list[str]]:
+        """Applies what stores have answered and sends off what waits; returns stores no longer used, and what failed."""
+        for link in self.links:
+            link.ops.apply()
+            settle(self._core, link)
+            pump(self._core, link)
+        idle = [link for link in self.links if link.detached and not link.num_busy]
+        ended = [link for link in idle if not link.ended and link.has_given_back(self.host_memory)]
+        failures = [why for link in self.links for why in link.take_failures()]
+        for link in ended:
+            link.ended = True
+            link.ops.close()
+        # Tickets may hold what arrived, and pages of transfers that failed have to be held for a while.
+        self.links = [link for link in self.links if not link.ended or link.fetches or link.ops.held_bytes]
+        return [link.store for link in ended], failures
+
+    def before_flush(self, namespaces: Container[bytes]) -> None:
+        """Memory is about to be emptied of some namespaces: sends off what was put off of them."""
+        if self.link is not None:
+            put_deferred_of(self._core, self.link, namespaces)
+
+    def end_deferral(self) -> None:
+        """Lets nothing wait any longer before it is stored."""
+        for link in self.links:
+            link.deferred.end_all(self._core.clock.now())
+
+    @property
+    def num_awaited(self) -> int:
+        """Links with something under way that was not given up on."""
+        return sum(1 for link in self.links if link.ops.num_running and not link.ops.overdue)
+
+    def drain(self, timeout_s: float) -> None:
+        """Waits until a link has nothing under way, or for so long."""
+        for link in self.links:
+            if link.ops.num_running and not link.ops.overdue:
+                link.ops.drain(timeout_s)
+
+    def close(self) -> None:
+        """Drops what still waits to be backed up, takes back what has not begun, and lets the threads end."""
+        for link in self.links:
+            link.waiting.clear()
+            link.ops.close()
+            if not link.ops.num_running:  # else it is the store's to wait for, when it is closed
+                link.has_given_back(self.host_memory, wait_s=GIVE_BACK_S)
+
+    def _split(self, upper: Node) -> None:
+        for link in self.links:
+            link.beliefs.node_split(upper)
+
+    def _shortened(self, node: Node) -> None:
+        for link in self.links:
+            link.beliefs.node_shortened(node)
+
+    def _left(self, left: Residency) -> None:
+        for link in self.links:
+            if left.tier is Tier.HOST:
+                link.deferred.forget(left.checkpoint)
+            if left.checkpoint.node is None:
+                link.beliefs.remove(left.checkpoint)
+
+    def _check(self, store: Store) -> None:
+        if self.link is not None:
+            raise ConfigError("a store is attached already; detach it first")
+        if Tier.HOST not in self._core.tree.arenas:
+            raise ConfigError("a store stands below host memory: give the cache host_bytes")
+        traits = store.traits
+        if (traits.durable or traits.shared) and not self._names_weights:
+            raise ConfigError(
+                f"a {traits.name} store outlives this process or is shared: say which weights its values are of, with "
+                "build_cache(model=...), a digest where there is one"
+            )
+
+    def _check_ranks(self) -> None:
+        if len(self._host_pages) != self._ranks:
+            raise ConfigError(
+                f"a store needs to reach the host memory of all {self._ranks} rank(s), and knows {len(self._host_pages)}: "
+                "give build_cache() host_pages, one for each"
+            )
+
+    def _make_executor(self, store: Store, config: StoreConfig) -> StoreExecutor:
+        key, ranks = config.key, self._ranks
+        workers = [StoreWorker(store, memory, rank=i, ranks=ranks, key=key) for i, memory in enumerate(self._host_pages)]
+        return ThreadStoreExecutor(workers, self._core.clock, readers=config.readers, writers=config.writers)
+
+    def _make_link(self, store: Store, config: StoreConfig, tuning: StoreTuning, executor: StoreExecutor) -> StoreLink:
+        core, breaker = self._core, Breaker()
+        host = core.arena(Tier.HOST)
+        if config.recompute_tokens_per_s is not None:
+            self.compute = Speed(config.recompute_tokens_per_s)
+        ops = StoreOps(
+            executor, host, core.refs, core.counters, core.clock, breaker,
+            timeout_s=tuning.op_timeout_s, late_write_s=store.traits.late_write_s,
+        )  # fmt: skip
+        beliefs = Beliefs()
+        step = milestone_step(core.spec, core.placement)
+        deferred = DeferredBackups(
+            rest_s=config.rest_s(shared=store.traits.shared),
+            most_bytes=int(host.layout.size_bytes * DEFERRED_SHARE),
+            is_superseded=partial(is_superseded, milestone_pages=step // core.spec.page_tokens),
+            can_be_stored=partial(can_be_stored, beliefs),
+            is_stored=beliefs.has_arrived,
+            on_change=partial(core.tree.ranking.queue_residency, again=True),
+            counters=core.counters,
+        )
+        return StoreLink(
+            store=store,
+            config=config,
+            tuning=tuning,
+            ops=ops,
+            compute=self.compute,
+            barred=self.barred,
+            beliefs=beliefs,
+            breaker=breaker,
+            patience=Patience(credit_s=tuning.wait_credit_s, share=tuning.wait_share),
+            deferred=deferred,
+            most_backup_bytes=min(tuning.backup_bytes, int(host.layout.size_bytes * BACKUP_SHARE)),
+        )

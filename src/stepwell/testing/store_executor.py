@@ -1,0 +1,172 @@
+"""StoreExecutors whose every answer a test decides: by order, or by a clock that the test moves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from math import inf
+
+from stepwell.base.clock import ManualClock
+from stepwell.base.ids import JobId
+from stepwell.base.store_op import ItemStatus, Outcome, PutCheckpoint, PutPages, Reply, StoreOp, joint, num_items
+from stepwell.jobs.store_executor import attempt
+from stepwell.transfer.store_worker import StoreWorker
+
+
+class ScriptedStoreExecutor:
+    """Keeps operations until a test lets them be answered. The store is used at that moment, not before."""
+
+    def __init__(self, ranks: Sequence[StoreWorker]) -> None:
+        self._ranks = ranks
+        self._ops: dict[JobId, StoreOp] = {}
+        self._done: list[Reply] = []
+        self._cancelled: set[JobId] = set()
+        self.num_submitted = 0
+        self.answers_in_time = True  # where somebody waits for one answer
+
+    @property
+    def pending(self) -> tuple[JobId, ...]:
+        """Operations that were not answered, oldest first."""
+        return tuple(self._ops)
+
+    def op(self, job: JobId) -> StoreOp:
+        return self._ops[job]
+
+    def submit(self, op: StoreOp) -> None:
+        self.num_submitted += 1
+        self._ops[op.job] = op
+
+    def finish(self, job: JobId, *, took_s: float = 0.0, status: ItemStatus | None = None) -> None:
+        """Lets one operation be carried out on every rank; or, with a status, answers for it without doing anything."""
+        op = self._ops.pop(job)
+        if status is None:
+            outcome = joint([attempt(worker, op, partial(self._cancelled.__contains__, op.job)) for worker in self._ranks])
+        else:
+            outcome = Outcome(
+                statuses=(status,) * num_items(op.task), error="told to fail" if status is ItemStatus.FAILED else None
+            )
+        self._done.append(Reply(job=job, outcome=outcome, took_s=took_s))
+
+    def finish_all(self, *, took_s: float = 0.0) -> None:
+        for job in self.pending:
+            self.finish(job, took_s=took_s)
+
+    def answers(self) -> list[Reply]:
+        done, self._done = self._done, []
+        return done
+
+    def answer(self, job: JobId, timeout_s: float) -> Reply | None:
+        """Lets it be answered at once; or not in time, when told so."""
+        if not self.answers_in_time:
+            return None
+        self.finish(job)
+        return self._done.pop()
+
+    def cancel(self, job: JobId) -> None:
+        self._cancelled.add(job)
+
+    def withdraw(self, job: JobId) -> bool:
+        return False  # here everything is said to have begun: the harder case
+
+    def progressed_s(self, job: JobId) -> float:
+        return -inf
+
+    def drain(self, timeout_s: float) -> None:
+        self.finish_all()
+
+    def close(self) -> None:
+        pass
+
+
+class TimedStoreExecutor:
+    """Answers each operation when the clock has moved past the time its store took, on so many workers.
+
+    The stores of its workers sleep by `sleep`, which only adds up. An operation that has begun is not interrupted.
+    """
+
+    def __init__(self, clock: ManualClock, *, readers: int = 4, writers: int = 1) -> None:
+        self._clock = clock
+        self._ranks: Sequence[StoreWorker] = ()
+        self._queues: dict[bool, list[tuple[float, StoreOp]]] = {True: [], False: []}  # by whether they write
+        self._free_s = {True: [0.0] * writers, False: [0.0] * readers}
+        self._moved_s = {True: -inf, False: -inf}  # when a queue's latest operation began
+        self._begun_s: dict[JobId, float] = {}
+        self._done: list[tuple[float, Reply]] = []
+        self._cancelled: set[JobId] = set()
+        self._slept_s = 0.0
+
+    def serve(self, ranks: Sequence[StoreWorker]) -> None:
+        """Gives it its workers, whose stores were made with its `sleep`."""
+        self._ranks = ranks
+
+    def sleep(self, seconds: float) -> None:
+        self._slept_s += seconds
+
+    def submit(self, op: StoreOp) -> None:
+        self._queues[isinstance(op.task, (PutPages, PutCheckpoint))].append((self._clock.now(), op))
+
+    def answers(self) -> list[Reply]:
+        self._work()
+        now = self._clock.now()
+        due = sorted((each for each in self._done if each[0] <= now), key=lambda each: each[0])
+        self._done = [each for each in self._done if each[0] > now]
+        return [reply for _, reply in due]
+
+    def next_answer_s(self) -> float:
+        """When the next answer is due: infinity for never."""
+        self._work()
+        return min((at_s for at_s, _ in self._done), default=float("inf"))
+
+    def answer(self, job: JobId, timeout_s: float) -> Reply | None:
+        """The answer, if it is due so soon. The clock stays where it is."""
+        self._work()
+        latest_s = self._clock.now() + timeout_s
+        due = next((each for each in self._done if each[1].job == job and each[0] <= latest_s), None)
+        if due is None:
+            return None
+        self._done.remove(due)
+        return due[1]
+
+    def cancel(self, job: JobId) -> None:
+        self._cancelled.add(job)
+
+    def withdraw(self, job: JobId) -> bool:
+        for queue in self._queues.values():
+            for waiting in queue:
+                if waiting[1].job == job:
+                    queue.remove(waiting)
+                    return True
+        return False
+
+    def progressed_s(self, job: JobId) -> float:
+        for writes, queue in self._queues.items():
+            if any(op.job == job for _, op in queue):
+                return self._moved_s[writes]
+        return self._begun_s.get(job, -inf)
+
+    def drain(self, timeout_s: float) -> None:
+        self._clock.advance(timeout_s)
+
+    def close(self) -> None:
+        pass
+
+    def _work(self) -> None:
+        """Begins everything whose turn has come."""
+        for writes, queue in self._queues.items():
+            free = self._free_s[writes]
+            while queue:
+                submitted_s, op = queue[0]
+                worker = min(range(len(free)), key=free.__getitem__)
+                started_s = max(submitted_s, free[worker])
+                if started_s > self._clock.now():
+                    break
+                queue.pop(0)
+                self._moved_s[writes] = self._begun_s[op.job] = started_s
+                took_s = self._run(op, started_s)
+                free[worker] = started_s + took_s
+
+    def _run(self, op: StoreOp, started_s: float) -> float:
+        self._slept_s = 0.0
+        outcome = joint([attempt(worker, op, partial(self._cancelled.__contains__, op.job)) for worker in self._ranks])
+        self._done.append((started_s + self._slept_s, Reply(job=op.job, outcome=outcome, took_s=self._slept_s)))
+        return self._slept_s

@@ -1,0 +1,125 @@
+"""Copies between memories: what the outcome of each does to tree and arenas. Applied in `apply`, on the cache's thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+
+from stepwell.base.clock import Clock
+from stepwell.base.ids import JobId, Kind, Tier
+from stepwell.base.plan import Completion, Copy, Plan, Purpose, Span
+from stepwell.jobs.copy_executor import CopyExecutor
+from stepwell.jobs.jobs import End, Jobs
+from stepwell.metrics.counters import Counters
+from stepwell.tree.checkpoints import drop_residency, residency_arrived
+from stepwell.tree.node import Loss, LossReason, Node, Residency, Run
+from stepwell.tree.pruning import discard_ids
+from stepwell.tree.references import References
+from stepwell.tree.tree import Tree
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Touched:
+    """What a plan reads from and writes to, beside pages."""
+
+    reads: tuple[Residency, ...]
+    writes: Residency | None
+    saves: tuple[Run, ...]
+
+
+class CopyJobs(Jobs[Plan, Completion]):
+    """Starts copies and applies their outcomes. One thread."""
+
+    def __init__(self, tree: Tree, refs: References, executor: CopyExecutor, counters: Counters, clock: Clock) -> None:
+        super().__init__(executor, refs, clock)
+        self._tree = tree
+        self._counters = counters
+        self.on_saved: Callable[[Node], None] | None = None  # told of nodes with something new on the host
+
+    def saving_bytes(self, tier: Tier) -> int:
+        """How much of a tier is being copied down, so that it may go then; less what nobody waits for any more."""
+        plans = (plan for plan in self.tasks() if plan.purpose is Purpose.SAVE)
+        spans = [copy.source for plan in plans for copy in plan.copies if copy.source.tier is tier]
+        return sum(len(span.ids) * self._tree.arenas[tier].layout.strides[span.kind] for span in spans)
+
+    def copy(
+        self,
+        purpose: Purpose,
+        copies: Iterable[Copy],
+        *,
+        reads: tuple[Residency, ...] = (),
+        writes: Residency | None = None,
+        saves: tuple[Run, ...] = (),
+        awaited: bool = False,
+    ) -> JobId | None:
+        """Starts copies that count together; None when there is nothing to copy."""
+        wanted = tuple(copy for copy in copies if len(copy.source.ids))
+        if not wanted:
+            return None
+        plan = Plan(job=self.next_id(), purpose=purpose, copies=wanted, awaited=awaited)
+        pages = tuple(span for copy in wanted for span in (copy.source, copy.target))
+        touched = _Touched(reads=reads, writes=writes, saves=saves)
+        self.start(plan, pages=pages, reads=reads, on_end=partial(self._ended, plan, touched))
+        return plan.job
+
+    # ---- outcomes ---------------------------------------------------------------------------------
+
+    def _ended(self, plan: Plan, touched: _Touched, end: End, completion: Completion | None) -> None:
+        if completion is not None and completion.error is None:
+            self._succeed(plan, touched)
+            return
+        if end is End.OVERDUE:
+            self._counters.add("abandoned_jobs")
+        elif end is End.WITHDRAWN:
+            self._counters.add("withdrawn_jobs")
+        # A load that failed takes its sources out too: they cannot be trusted. Those that nobody has read are as good as before.
+        self._fail(plan, touched, sources=end is not End.WITHDRAWN and plan.purpose is not Purpose.SAVE)
+
+    def _succeed(self, plan: Plan, touched: _Touched) -> None:
+        tree, purpose = self._tree, plan.purpose.value
+        for copy in plan.copies:
+            target = copy.target
+            if target.tier is not Tier.ENGINE:
+                tree.arenas[target.tier].mark_ready(target.kind, target.ids)
+                if target.kind is Kind.PREFIX:
+                    tree.refresh(target.tier, target.ids)
+            self._counters.add(f"{purpose}_pages", len(target.ids))
+        if touched.writes is not None:
+            residency_arrived(tree, touched.writes)
+        self._counters.add(f"{purpose}_jobs")
+        if self.on_saved is not None and plan.purpose is Purpose.SAVE:
+            for node in self._saved_nodes(plan, touched):
+                self.on_saved(node)
+
+    def _saved_nodes(self, plan: Plan, touched: _Touched) -> list[Node]:
+        """The nodes, still in the tree, that have pages or a checkpoint of this job on the host."""
+        pages = [copy.target.ids for copy in plan.copies if copy.target.kind is Kind.PREFIX]
+        nodes = dict.fromkeys(run.node for ids in pages for run in self._tree.runs_of(Tier.HOST, ids))
+        if touched.writes is not None and touched.writes.checkpoint.node is not None:
+            nodes[touched.writes.checkpoint.node] = None
+        return list(nodes)
+
+    def _fail(self, plan: Plan, touched: _Touched, *, sources: bool) -> None:
+        """Targets are DEAD and leave the tree; so do `sources` that cannot be trusted."""
+        tree, loss_at = self._tree, self._clock.now()
+        for copy in plan.copies:
+            target = copy.target
+            if target.tier is not Tier.ENGINE:
+                tree.arenas[target.tier].mark_dead(target.kind, target.ids)
+                self._discard(target, Loss(at_s=loss_at, reason=LossReason.FAILED, tier=target.tier))
+            if sources:
+                self._discard(copy.source, Loss(at_s=loss_at, reason=LossReason.FAILED, tier=copy.source.tier))
+        suspects = touched.reads if sources else ()
+        for residency in (*suspects, *([touched.writes] if touched.writes is not None else [])):
+            drop_residency(tree, residency, Loss(at_s=loss_at, reason=LossReason.FAILED, tier=residency.tier))
+        for run in touched.saves:
+            run.unsaved = True
+        if plan.purpose is Purpose.SAVE:
+            for residency in touched.reads:
+                residency.unsaved = True
+        self._counters.add(f"{plan.purpose.value}_failures")
+
+    def _discard(self, span: Span, loss: Loss) -> None:
+        if span.kind is Kind.PREFIX and span.tier is not Tier.ENGINE:
+            discard_ids(self._tree, span.tier, span.ids, loss)

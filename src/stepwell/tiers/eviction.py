@@ -1,0 +1,170 @@
+"""Makes room in a tier by giving up what is worth least, one victim at a time, until the need fits.
+
+Never waits. A victim may have to be saved first: room is then on its way, and the caller is
+told to come back after the next `step()`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stepwell.base.errors import NoRoom
+from stepwell.base.ids import Kind, Tier
+from stepwell.base.plan import PageIds
+from stepwell.memory.arena import Need
+from stepwell.memory.layout import ArenaLayout
+from stepwell.tiers.state import CacheState
+from stepwell.tree.checkpoints import drop_residency
+from stepwell.tree.node import LossReason, Residency, Run, Victim
+from stepwell.tree.pruning import discard_tail
+
+PATIENCE_SLABS, PATIENCE_SHARE = 8, 1 / 16  # of the tier: see `patience_bytes_of`
+SAVED_AHEAD = 1 / 16  # of the tier, under write-back: see `_is_coming`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """What an attempt at making room came to."""
+
+    fits: bool
+    waiting: bool
+
+
+def allocate(core: CacheState, tier: Tier, need: Need) -> dict[Kind, PageIds]:
+    """Hands out FILLING pages, evicting as needed; or raises NoRoom and hands out none.
+
+    Cold things that were evicted on the way stay evicted.
+    """
+    arena = core.arena(tier)
+    need = {kind: count for kind, count in need.items() if count}
+    pages = arena.alloc_if_fits(need)
+    if pages is not None:
+        return pages
+    if not arena.could_fit(need) or not arena.fits_when_empty(need):
+        # Evicting everything would not help: evict nothing.
+        raise NoRoom(_why(core, tier, need), waiting=arena.fits_when_empty(need) and _is_saving(core, tier))
+    room = make_room(core, tier, need)
+    if not room.fits:
+        raise NoRoom(_why(core, tier, need), waiting=room.waiting)
+    return arena.alloc(need)
+
+
+def make_room(core: CacheState, tier: Tier, need: Need) -> Room:
+    """Evicts from `tier` until `need` would fit, or nothing more can go, or enough is being saved and may go then."""
+    arena = core.arena(tier)
+    waiting = _is_saving(core, tier)
+    patience_bytes = patience_bytes_of(arena.layout)
+    in_vain = 0  # bytes evicted of sorts that are not short; they help only once a whole slab empties
+    while short := arena.shortage(need):
+        if waiting and _is_coming(core, tier, short):
+            break
+        patient = in_vain < patience_bytes
+        victim = _pop(core, tier, short, any_sort=patient) or _pop(core, tier, short, any_sort=True)
+        if victim is None:
+            # Last resorts, not while room is on its way: spared slabs are seldom enough, and would be given up in vain.
+            if not waiting and (arena.spare_none() or _cut_off(core, tier)):
+                continue
+            break
+        if _is_saved_first(core, victim):
+            waiting = True  # it is a candidate again when its copy ends
+            continue
+        freed = _evict_run(core, victim, short) if isinstance(victim, Run) else _evict_residency(core, victim)
+        if not _helps(victim, short):
+            in_vain += freed
+    return Room(fits=not short, waiting=waiting)
+
+
+def _is_saved_first(core: CacheState, victim: Victim) -> bool:
+    """Whether a victim is on its way down a tier now, where it has to be before it leaves this one."""
+    if victim.unsaved:
+        return False  # that failed
+    if victim.tier is Tier.HOST:
+        return core.below is not None and core.below.before_eviction(victim)
+    return core.write_back is not None and core.write_back(core, victim)
+
+
+def _is_saving(core: CacheState, tier: Tier) -> bool:
+    """Whether room is on its way since an earlier call."""
+    return core.write_back is not None and core.copies.saving_bytes(tier) > 0
+
+
+def _is_coming(core: CacheState, tier: Tier, short: Need) -> bool:
+    """Whether as much as is short is being saved, and some more, so that not everyone who needs room has to wait."""
+    layout = core.arena(tier).layout
+    short_bytes = sum(count * layout.strides[kind] for kind, count in short.items())
+    return core.copies.saving_bytes(tier) >= short_bytes + SAVED_AHEAD * layout.size_bytes
+
+
+def _cut_off(core: CacheState, tier: Tier) -> bool:
+    """The last resort: gives up pages that the other tier's depend on, and those with them. False when there are none.
+
+    Such pages are rare: a copy in the middle of a run failed, say.
+    """
+    found = core.tree.ranking.pop_depended_on(tier)
+    if found is None:
+        return False
+    run, tail = found
+    core.counters.add("evicted_cut_off")
+    discard_tail(core.tree, run, tail.start, core.loss(LossReason.EVICTED, tier))
+    return True
+
+
+def _pop(core: CacheState, tier: Tier, short: Need, *, any_sort: bool) -> Victim | None:
+    return core.tree.ranking.pop(
+        tier,
+        runs=any_sort or Kind.PREFIX in short,
+        checkpoints=any_sort or Kind.WINDOW in short or Kind.POINT in short,
+    )
+
+
+def patience_bytes_of(layout: ArenaLayout) -> int:
+    """How much may be evicted in vain to keep to the order, before what is short goes out of turn.
+
+    On a trace of agents one slab's worth costs hits: checkpoints then leave long before prefix pages that are older.
+    """
+    return max(layout.slab_bytes, min(PATIENCE_SLABS * layout.slab_bytes, int(PATIENCE_SHARE * layout.size_bytes)))
+
+
+def _helps(victim: Victim, short: Need) -> bool:
+    """Whether its pages are of a kind that is short, so that each of them counts."""
+    return Kind.PREFIX in short if isinstance(victim, Run) else any(kind in short for kind, _ in victim.spans())
+
+
+def _evict_run(core: CacheState, run: Run, short: Need) -> int:
+    """Gives up the idle end of a run, no more of it than is needed; returns the bytes let go."""
+    ranking = core.tree.ranking
+    tail = ranking.tail(run)
+    assert tail is not None, f"{run.node} was ranked without a tail"
+    idle = ranking.idle(run, tail.start, at_most=_wanted(core, run, short))
+    if not idle.num_pages:
+        return 0  # in use; whoever lets go will queue it again
+    discard_tail(core.tree, run, idle.start, core.loss(LossReason.EVICTED, run.tier))
+    core.counters.add(f"evicted_{run.tier.label}_pages", idle.num_pages)
+    return idle.num_pages * core.arena(run.tier).layout.strides[Kind.PREFIX]
+
+
+def _wanted(core: CacheState, run: Run, short: Need) -> int:
+    """How many pages of a run to give up: what is short, or a slab of them when it is the slab that is needed."""
+    layout = core.arena(run.tier).layout
+    return short.get(Kind.PREFIX) or -(-layout.slab_bytes // layout.strides[Kind.PREFIX])
+
+
+def _evict_residency(core: CacheState, residency: Residency) -> int:
+    if residency.users or not residency.ready:
+        return 0  # read from or still arriving; it is queued again when that ends
+    strides = core.arena(residency.tier).layout.strides
+    freed = sum(len(ids) * strides[kind] for kind, ids in residency.spans())
+    drop_residency(core.tree, residency, core.loss(LossReason.EVICTED, residency.tier))
+    core.counters.add(f"evicted_{residency.tier.label}_checkpoints")
+    return freed
+
+
+def _why(core: CacheState, tier: Tier, need: Need) -> str:
+    arena = core.arena(tier)
+    wanted = " + ".join(f"{count} {kind.label} page(s)" for kind, count in need.items())
+    size = sum(count * arena.layout.strides[kind] for kind, count in need.items())
+    if not arena.fits_when_empty(need):
+        return (
+            f"{wanted} ({size} bytes) can never fit into the {tier.label} tier of {arena.layout.size_bytes} bytes; make it larger"
+        )
+    return f"no room in the {tier.label} tier for {wanted} ({size} bytes): the rest is in use; release a lease or wait"

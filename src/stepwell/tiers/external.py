@@ -1,0 +1,166 @@
+"""For engines that own their device memory: pages go between the host tier and addresses the engine names.
+
+The cache keeps no device arena then. A lease is not ready while its load runs, nor while a checkpoint is saved from it: the
+engine would change those bytes with its next token. Full prefix pages never change, so their copies hold nobody up; the engine
+must only not reuse them before `Lease.jobs` is empty.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from stepwell.base.errors import LeaseError, NoRoom
+from stepwell.base.ids import JobId, Kind, Tier
+from stepwell.base.plan import NO_PAGES, Copy, PageIds, Purpose, Span
+from stepwell.memory.arena import DEAD
+from stepwell.tiers.eviction import allocate
+from stepwell.tiers.expiry import note_expiry
+from stepwell.tiers.lease import Lease, LeaseState
+from stepwell.tiers.state import CacheState
+from stepwell.tree.checkpoints import add_residency
+from stepwell.tree.node import Node
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EnginePages:
+    """The engine's own names for pages: `prefix[i]` for page i of the prompt, `windows` and `points` for a checkpoint."""
+
+    prefix: PageIds = field(default_factory=lambda: NO_PAGES)
+    windows: PageIds = field(default_factory=lambda: NO_PAGES)
+    points: PageIds = field(default_factory=lambda: NO_PAGES)
+
+
+def load(core: CacheState, lease: Lease, into: EnginePages) -> None:
+    """Starts copying everything up to the restore point into the engine's memory; the lease loads meanwhile."""
+    restored = lease.resume // core.spec.page_tokens
+    residency = lease.restored
+    copies = [_copy(Tier.HOST, lease.prefix_pages[:restored], Tier.ENGINE, into.prefix, Kind.PREFIX)]
+    if residency is not None:
+        copies.append(_copy(Tier.HOST, residency.windows, Tier.ENGINE, into.windows, Kind.WINDOW))
+        copies.append(_copy(Tier.HOST, residency.points, Tier.ENGINE, into.points, Kind.POINT))
+    job = core.copies.copy(Purpose.LOAD, copies, reads=(residency,) if residency is not None else ())
+    if job is not None:
+        lease.load_job = job
+        _await(lease, job)
+
+
+def _await(lease: Lease, job: JobId) -> None:
+    """The engine may not compute before this copy has ended."""
+    lease.jobs.add(job)
+    lease.waits_for_jobs.add(job)
+    lease.state = LeaseState.LOADING
+
+
+def commit(core: CacheState, lease: Lease, upto: int, source: EnginePages, *, checkpoint: bool) -> bool:
+    """Copies tokens `[position, upto)` and, if wanted, a checkpoint from the engine into the host tier; the lease loads until
+    the checkpoint is copied.
+
+    False, with nothing saved, when the host has no room. The next commit will offer these tokens again.
+    """
+    full = upto // core.spec.page_tokens
+    _check_named(core, lease, full, source, checkpoint=checkpoint)
+    _let_go_of_dead(core, lease)
+    done = len(lease.prefix_pages)
+    lease.position = upto
+    if not full or not lease.publishes:
+        return lease.publishes
+    try:
+        fresh = allocate(core, Tier.HOST, {Kind.PREFIX: full - done}).get(Kind.PREFIX, NO_PAGES) if full > done else NO_PAGES
+    except NoRoom:
+        core.counters.add("save_skipped_no_room")
+        return False
+    use = lease.request.use(core.clock.now(), lease.visit)
+    lease.prefix_pages = np.concatenate([lease.prefix_pages, fresh])
+    node = core.tree.insert(lease.namespace.digest, lease.packed, Tier.HOST, lease.prefix_pages, use)
+    note_expiry(core, node)
+    taken = np.array([owner is not None for owner in core.tree.owner[Tier.HOST][fresh]], np.bool_)
+    targets = fresh[taken]
+    job = core.copies.copy(Purpose.SAVE, [_copy(Tier.ENGINE, source.prefix[done:full][taken], Tier.HOST, targets, Kind.PREFIX)])
+    if job is not None:
+        lease.jobs.add(job)
+    _drop_duplicates(core, lease, node, done, taken)
+    if checkpoint:
+        _save_checkpoint(core, lease, node, full, source)
+    return True
+
+
+def _check_named(core: CacheState, lease: Lease, full: int, source: EnginePages, *, checkpoint: bool) -> None:
+    if len(source.prefix) < full:
+        raise LeaseError(f"{lease}: {full} pages are computed but the engine named only {len(source.prefix)}")
+    windows, points = _checkpoint_pages(core, full).values()
+    if checkpoint and (len(source.windows) != windows or len(source.points) != points):
+        raise LeaseError(
+            f"{lease}: a checkpoint at token {full * core.spec.page_tokens} has {windows} window page(s) and "
+            f"{points} point page(s), but the engine named {len(source.windows)} and {len(source.points)}"
+        )
+
+
+def _checkpoint_pages(core: CacheState, page: int) -> dict[Kind, int]:
+    windows = len(core.spec.window_span(page * core.spec.page_tokens))
+    return {Kind.WINDOW: windows, Kind.POINT: 1 if core.spec.parts(Kind.POINT) else 0}
+
+
+def _let_go_of_dead(core: CacheState, lease: Lease) -> None:
+    """Pages whose copy failed are not offered again: the engine still has them, so they and what follows are copied anew."""
+    dead = np.flatnonzero(core.arena(Tier.HOST).state[Kind.PREFIX][lease.prefix_pages] == DEAD)
+    if len(dead):
+        gone = lease.prefix_pages[dead[0] :]
+        lease.prefix_pages = lease.prefix_pages[: dead[0]]
+        core.refs.release(Tier.HOST, Kind.PREFIX, gone)
+
+
+def _drop_duplicates(core: CacheState, lease: Lease, node: Node, done: int, taken: object) -> None:
+    """Pages somebody else saved first: the lease refers to theirs, and its own empty ones go back."""
+    mine = lease.prefix_pages[done:][~np.asarray(taken, np.bool_)]
+    if not len(mine):
+        return
+    theirs = _path_ids(node, len(lease.prefix_pages))[done:][~np.asarray(taken, np.bool_)]
+    core.arena(Tier.HOST).retain(Kind.PREFIX, theirs)
+    lease.prefix_pages = lease.prefix_pages.copy()
+    lease.prefix_pages[done:][~np.asarray(taken, np.bool_)] = theirs
+    core.refs.release(Tier.HOST, Kind.PREFIX, mine)
+
+
+def _path_ids(node: Node, upto: int) -> PageIds:
+    ids = np.empty(upto, np.int32)
+    here: Node | None = node
+    while here is not None and here.parent is not None:
+        run = here.runs[Tier.HOST]
+        assert run is not None, f"{here} has no host pages although the host is its only tier"
+        count = min(here.end, upto) - here.start
+        ids[here.start : here.start + count] = run.ids[:count]
+        here = here.parent
+    return ids
+
+
+def _save_checkpoint(core: CacheState, lease: Lease, node: Node, page: int, source: EnginePages) -> None:
+    existing = (node.checkpoints or {}).get(page)
+    if existing is not None and existing.held[Tier.HOST] is not None:
+        return
+    try:
+        pages = allocate(core, Tier.HOST, _checkpoint_pages(core, page))
+    except NoRoom:
+        core.counters.add("checkpoint_skipped_no_room")
+        return
+    windows, points = pages.get(Kind.WINDOW, NO_PAGES), pages.get(Kind.POINT, NO_PAGES)
+    now = core.clock.now()
+    residency = add_residency(core.tree, node, page, Tier.HOST, windows=windows, points=points, ready=False, now=now)
+    assert residency is not None
+    copies = [
+        _copy(Tier.ENGINE, source.windows, Tier.HOST, windows, Kind.WINDOW),
+        _copy(Tier.ENGINE, source.points, Tier.HOST, points, Kind.POINT),
+    ]
+    job = core.copies.copy(Purpose.SAVE, copies, writes=residency, awaited=True)
+    assert job is not None, "a checkpoint without pages"
+    _await(lease, job)
+    core.counters.add("checkpoints_made")
+    core.refs.release(Tier.HOST, Kind.WINDOW, windows)  # the tree and the copy hold their own
+
+
+def _copy(source: Tier, read: PageIds, target: Tier, write: PageIds, kind: Kind) -> Copy:
+    count = min(len(read), len(write))
+    if len(read) != len(write) and target is Tier.ENGINE and len(write) < len(read):
+        raise LeaseError(f"{len(read)} {kind.label} page(s) are to be loaded but the engine named only {len(write)}")
+    return Copy(source=Span(tier=source, kind=kind, ids=read[:count]), target=Span(tier=target, kind=kind, ids=write[:count]))

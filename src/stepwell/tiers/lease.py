@@ -1,0 +1,132 @@
+"""What one request holds: its place on a path, its pages, and where it must leave checkpoints.
+
+A lease is given back exactly once; `with` does it. It only remembers: the verbs that change it are in
+`restore.py`, `publish.py` and `borrowed.py`, and engines reach them through the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from types import TracebackType
+
+from stepwell.base.errors import LeaseError
+from stepwell.base.ids import JobId, Kind, LeaseId
+from stepwell.base.keys import Namespace
+from stepwell.base.plan import NO_PAGES, PageIds
+from stepwell.base.tokens import TOKEN_BYTES
+from stepwell.policy.reuse_model import Visit
+from stepwell.tree.node import Checkpoint, Residency, Use
+
+
+class LeaseState(Enum):
+    LOADING = "loading"  # bytes it needs are on their way, or bytes it would change are being copied
+    READY = "ready"  # the engine may compute
+    FAILED = "failed"  # bytes it needed did not arrive: release it and look the prompt up again
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sources:
+    """Where a prompt's tokens came from. They always add up to the prompt."""
+
+    device: int = 0
+    host: int = 0
+    store: int = 0
+    computed: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.device + self.host + self.store + self.computed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOptions:
+    """What a caller says of a request beside its tokens."""
+
+    hints: tuple[int, ...] = ()  # boundaries worth a checkpoint: the end of a system prompt, of tools
+    priority: int = 0
+    ttl_s: float | None = None
+
+    def use(self, now: float, visit: Visit | None = None) -> Use:
+        until = float("inf") if self.ttl_s is None else now + self.ttl_s
+        return Use(at_s=now, priority=self.priority, expires_at_s=until, visit=visit)
+
+
+class Lease:
+    """One request's hold on the cache. Read it freely; change it only through the cache."""
+
+    def __init__(
+        self, number: LeaseId, *, namespace: Namespace, packed: bytes, resume: int, sources: Sources, request: RequestOptions,
+        stops: tuple[int, ...], on_exit: Callable[[Lease], None],
+    ) -> None:  # fmt: skip
+        self.id = number
+        self.namespace = namespace
+        self.prompt_tokens = len(packed) // TOKEN_BYTES
+        self.resume = resume  # the engine computes from this token on
+        self.sources = sources
+        self.request = request
+        self.stops = stops  # boundaries of the prompt at which a prefill chunk must end, with a commit
+        self.state = LeaseState.READY
+        self.position = resume  # everything before it is computed
+        self.prefix_pages: PageIds = NO_PAGES  # page i holds tokens [i, i + 1) * page_tokens
+        self.window_pages: PageIds = NO_PAGES  # window page `first_window` and those after it
+        self.first_window = 0
+        self.point_pages: PageIds = NO_PAGES  # the request's own point state, updated in place; one id or none
+        self.waits_for: list[tuple[Kind, PageIds]] = []
+        self.jobs: set[JobId] = set()  # copies to and from the engine's own memory that have not ended,
+        self.waits_for_jobs: set[JobId] = set()  # those of them without which it may not compute,
+        self.load_job: JobId | None = (
+            None  # and the one whose failure is the lease's: a save that fails leaves the engine's bytes
+        )
+        self.computing_since_s = 0.0  # since when the engine could work on what it commits next
+        self.restored: Residency | None = None
+        self.visit: Visit | None = None  # under which what it computes is entered
+        self.visits: tuple[Visit, ...] = ()  # that one, and the one under which what it came back to is
+        self.num_published = 0  # pages offered to the tree so far
+        self.publishes = True  # false when asked for, or once its namespace was cleared: what it computes is for itself alone
+        self.missing_states: dict[str, int] = {}  # optional states that its pages do not hold, from which token on
+        self.trail: Checkpoint | None = None  # the checkpoint its growing answer left last
+        self._packed = packed
+        self._tail = bytearray()
+        self._on_exit = on_exit
+
+    @property
+    def ready(self) -> bool:
+        return self.state is LeaseState.READY
+
+    @property
+    def failed(self) -> bool:
+        return self.state is LeaseState.FAILED
+
+    @property
+    def num_tokens(self) -> int:
+        return (len(self._packed) + len(self._tail)) // TOKEN_BYTES
+
+    @property
+    def packed(self) -> bytes:
+        """All its tokens so far, as the tree compares them."""
+        if self._tail:
+            self._packed += bytes(self._tail)
+            self._tail.clear()
+        return self._packed
+
+    def append_packed(self, packed: bytes) -> None:
+        self._tail += packed
+
+    def must_be(self, *states: LeaseState) -> None:
+        if self.state not in states:
+            wanted = " or ".join(state.value for state in states)
+            raise LeaseError(f"lease #{self.id} is {self.state.value}, and this needs it to be {wanted}")
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self.state is not LeaseState.CLOSED:
+            self._on_exit(self)
+
+    def __repr__(self) -> str:
+        where = f"at token {self.position} of {self.num_tokens}"
+        return f"Lease(#{self.id}, pages={len(self.prefix_pages)}, {where}, {self.state.value})"

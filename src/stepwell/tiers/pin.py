@@ -1,0 +1,120 @@
+"""Pins: one copy of a prefix, kept whatever else needs room."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import inf
+from types import TracebackType
+from typing import Protocol
+
+import numpy as np
+
+from stepwell.base.errors import ConfigError, LeaseError
+from stepwell.base.ids import Kind, Tier
+from stepwell.base.keys import Namespace
+from stepwell.base.plan import PageIds
+from stepwell.base.tokens import Tokens
+from stepwell.memory.arena import READY
+from stepwell.tiers.expiry import note_expiry
+from stepwell.tiers.one_thread import one_thread
+from stepwell.tiers.state import CacheState
+from stepwell.tree.match import Match, ids_of
+from stepwell.tree.node import ABSENT, Residency, Use
+
+
+class Lookup(Protocol):
+    def __call__(self, tokens: Tokens, *, namespace: Namespace | None = None) -> Match:
+        """How much of a prompt is known and where it could resume."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Pin:
+    """A hold on the pages of a prefix, in the lowest tier that has each. Released through the cache, or when its time is up."""
+
+    core: CacheState
+    tokens: int
+    expires_at_s: float
+    pages: tuple[tuple[Tier, PageIds], ...]
+    residency: Residency | None
+    on_exit: Callable[[Pin], None]
+    held: bool = True  # false once it was released, or ran out
+
+    def __enter__(self) -> Pin:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self.held:  # its time may have run out meanwhile
+            self.on_exit(self)
+
+    def let_go(self) -> None:
+        self.held = False
+        for tier, ids in self.pages:
+            self.core.refs.release(tier, Kind.PREFIX, ids)
+        if self.residency is not None:
+            self.core.refs.unpin(self.residency)
+
+    def __repr__(self) -> str:
+        return f"Pin({self.tokens} tokens)"
+
+
+def _take(core: CacheState, match: Match, ttl_s: float | None, on_exit: Callable[[Pin], None]) -> Pin:
+    """Holds everything up to the match's restore point."""
+    upto = match.restore_tokens // core.spec.page_tokens
+    open_ = np.ones(upto, np.bool_)  # pages that no tier looked at so far can keep
+    pages = []
+    for tier in reversed(core.tree.tiers):
+        ids = ids_of(match.path, tier, upto)
+        kept = open_ & (ids != ABSENT) & (core.arena(tier).state[Kind.PREFIX][ids] == READY)
+        core.arena(tier).retain(Kind.PREFIX, ids[kept])
+        pages.append((tier, ids[kept]))
+        open_ &= ~kept
+    checkpoint = match.checkpoint
+    residency = (checkpoint.ready_in(Tier.HOST) or checkpoint.ready_in(Tier.DEVICE)) if checkpoint is not None else None
+    if residency is not None:
+        residency.users += 1
+    until = inf if ttl_s is None else core.clock.now() + ttl_s
+    if upto:  # a pinned path must not run out before its pin does
+        note_expiry(core, core.tree.touch(match.path, upto, Use(at_s=core.clock.now(), expires_at_s=until)))
+    return Pin(
+        core=core, tokens=match.restore_tokens, expires_at_s=until, pages=tuple(pages), residency=residency, on_exit=on_exit
+    )
+
+
+class Pins:
+    """The pins of one cache, oldest first. One thread."""
+
+    def __init__(self, core: CacheState, lookup: Lookup) -> None:
+        self._core = core
+        self._lookup = lookup
+        self._owner = core.owner
+        self._pins: list[Pin] = []
+
+    def __iter__(self) -> Iterator[Pin]:
+        return iter(self._pins)
+
+    @one_thread
+    def add(self, tokens: Tokens, *, namespace: Namespace | None = None, ttl_s: float | None = None) -> Pin:
+        """Keeps one copy of everything up to the prompt's restore point until the pin is released or runs out.
+
+        `Pin.tokens` says how much that is: 0 when nothing of the prompt can be resumed from. `with` releases it.
+        """
+        if ttl_s is not None and ttl_s <= 0:
+            raise ConfigError(f"ttl_s must be positive, got {ttl_s}; leave it None for a pin without an end")
+        pin = _take(self._core, self._lookup(tokens, namespace=namespace), ttl_s, self.release)
+        self._pins.append(pin)
+        return pin
+
+    @one_thread
+    def release(self, pin: Pin) -> None:
+        """Lets go of a pin. Raises LeaseError when it was released before, or ran out."""
+        if pin not in self._pins:
+            raise LeaseError("this pin was released already, or ran out")
+        self._pins.remove(pin)
+        pin.let_go()
+
+    def drop_expired(self) -> None:
+        now = self._core.clock.now()
+        for pin in [pin for pin in self._pins if pin.expires_at_s <= now]:
+            self.release(pin)

@@ -1,0 +1,193 @@
+"""Copies of device pages and checkpoints down to the host, parents before children.
+
+Decides what is not there yet, takes host room for exactly that, and starts the copy. When the host has no
+room nothing is saved and the skip is counted; that is never an error.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from stepwell.base.errors import NoRoom
+from stepwell.base.ids import Kind, Tier
+from stepwell.base.plan import NO_PAGES, Copy, PageIds, Purpose, Span
+from stepwell.memory.arena import READY
+from stepwell.tiers.eviction import allocate
+from stepwell.tiers.state import CacheState
+from stepwell.tree.checkpoints import add_residency, residency_arrived
+from stepwell.tree.node import ABSENT, Node, Residency, Run, Victim
+from stepwell.tree.ranking import previous_checkpoint
+
+
+def save_path(core: CacheState, node: Node) -> None:
+    """Saves every device page from the root to `node`, and the checkpoints on the way, that the host lacks."""
+    save_runs(core, node)
+    for each in node.path():
+        host = each.runs[Tier.HOST]
+        if host is None:
+            return
+        for checkpoint in list((each.checkpoints or {}).values()):
+            residency = checkpoint.ready_in(Tier.DEVICE)
+            if residency is None or checkpoint.held[Tier.HOST] is not None:
+                continue
+            if (host.ids[: checkpoint.page - each.start] != ABSENT).all():  # it is no use without the pages it stands on
+                save_residency(core, residency)
+        if host.num_pages < each.num_pages:
+            return
+
+
+def write_back(core: CacheState, victim: Victim) -> bool:
+    """Before something leaves the device: starts saving it if it is worth something and not on the host. True if it did."""
+    if isinstance(victim, Residency):
+        dirty = victim.ready and not victim.users and victim.checkpoint.held[Tier.HOST] is None
+        saving = dirty and save_residency(core, victim)
+    else:
+        tail = core.tree.ranking.tail(victim)
+        dirty = tail is not None and not tail.dead and len(_missing(core, victim.node)) > 0
+        saving = dirty and save_runs(core, victim.node)
+    return saving
+
+
+def save_runs(core: CacheState, node: Node) -> bool:
+    """Saves the pages of `node` and of what is above it; true when a copy is under way."""
+    if not core.has_both_tiers:
+        return False
+    pieces = _unsaved(core, node)
+    if not pieces:
+        return False
+    need = {Kind.PREFIX: sum(len(missing) for _, missing in pieces)}
+    path = _host_pages(node) if not core.arena(Tier.HOST).fits(need) else NO_PAGES
+    core.arena(Tier.HOST).retain(Kind.PREFIX, path)  # room is not to be made out of what it is to follow
+    try:
+        ids = allocate(core, Tier.HOST, need)[Kind.PREFIX]
+    except NoRoom:
+        core.counters.add("save_skipped_no_room")
+        return False
+    finally:
+        core.refs.release(Tier.HOST, Kind.PREFIX, path)
+    source, start = [], 0
+    runs: list[Run] = []
+    for each, missing in pieces:
+        device = each.runs[Tier.DEVICE]
+        assert device is not None
+        placed = np.full(each.num_pages, ABSENT, np.int32)
+        placed[missing] = ids[start : start + len(missing)]
+        start += len(missing)
+        core.tree.attach(each, Tier.HOST, placed)
+        source.append(device.ids[missing])
+        runs.append(device)
+    copy = Copy(
+        source=Span(tier=Tier.DEVICE, kind=Kind.PREFIX, ids=np.concatenate(source)),
+        target=Span(tier=Tier.HOST, kind=Kind.PREFIX, ids=ids),
+    )
+    core.copies.copy(Purpose.SAVE, [copy], saves=tuple(runs))
+    core.refs.release(Tier.HOST, Kind.PREFIX, ids)
+    return True
+
+
+def save_residency(core: CacheState, residency: Residency) -> bool:
+    """Saves one checkpoint; true when a copy is under way. Window pages the host has already are shared."""
+    if not core.has_both_tiers:
+        return False
+    checkpoint = residency.checkpoint
+    node = checkpoint.node
+    assert node is not None
+    shared = _shared_windows(core, node, checkpoint.page)
+    span = core.spec.window_span(checkpoint.page * core.spec.page_tokens)
+    fresh = [index for index, at in enumerate(span) if at not in shared]
+    core.arena(Tier.HOST).retain(Kind.WINDOW, _array(shared.values())) if shared else None
+    residency.users += 1  # not to be evicted by what makes room for it
+    try:
+        pages = allocate(core, Tier.HOST, {Kind.WINDOW: len(fresh), Kind.POINT: len(residency.points)})
+    except NoRoom:
+        core.counters.add("save_skipped_no_room")
+        pages = None
+    finally:
+        core.refs.unpin(residency)
+    if pages is None or checkpoint.node is None:
+        _give_back(core, shared, pages or {})
+        return False
+    _start_save(core, residency, span, shared, fresh, pages)
+    return True
+
+
+def _start_save(
+    core: CacheState, residency: Residency, span: range, shared: dict[int, int], fresh: list[int], pages: dict[Kind, PageIds]
+) -> None:
+    windows = pages.get(Kind.WINDOW, NO_PAGES)
+    points = pages.get(Kind.POINT, NO_PAGES)
+    placed = dict(zip((span[index] for index in fresh), windows.tolist(), strict=True)) | shared
+    checkpoint = residency.checkpoint
+    assert checkpoint.node is not None
+    target = add_residency(
+        core.tree,
+        checkpoint.node,
+        checkpoint.page,
+        Tier.HOST,
+        windows=_array(placed[at] for at in span),
+        points=points,
+        ready=False,
+        now=checkpoint.used_at,
+    )
+    assert target is not None, "a checkpoint was saved twice"
+    copies = [
+        Copy(
+            source=Span(tier=Tier.DEVICE, kind=Kind.WINDOW, ids=residency.windows[fresh]),
+            target=Span(tier=Tier.HOST, kind=Kind.WINDOW, ids=windows),
+        ),
+        Copy(
+            source=Span(tier=Tier.DEVICE, kind=Kind.POINT, ids=residency.points),
+            target=Span(tier=Tier.HOST, kind=Kind.POINT, ids=points),
+        ),
+    ]
+    if core.copies.copy(Purpose.SAVE, copies, reads=(residency,), writes=target) is None:
+        residency_arrived(core.tree, target)  # all of its pages were there already
+    _give_back(core, shared, {Kind.WINDOW: windows})
+
+
+def _give_back(core: CacheState, shared: dict[int, int], pages: dict[Kind, PageIds]) -> None:
+    """The references that kept pages alive while they were placed; the tree and the copy hold their own by now."""
+    arena = core.arena(Tier.HOST)
+    if shared:
+        arena.release(Kind.WINDOW, _array(shared.values()))
+    for kind, ids in pages.items():
+        arena.release(kind, ids)
+
+
+def _shared_windows(core: CacheState, node: Node, page: int) -> dict[int, int]:
+    """Host window pages, by index on the path, that the checkpoint before this one already has."""
+    spec = core.spec
+    before = previous_checkpoint(node, page)
+    residency = before.ready_in(Tier.HOST) if before is not None else None
+    if before is None or residency is None or not len(residency.windows):
+        return {}
+    theirs = dict(zip(spec.window_span(before.page * spec.page_tokens), residency.windows.tolist(), strict=True))
+    return {at: theirs[at] for at in spec.window_span(page * spec.page_tokens) if at in theirs}
+
+
+def _unsaved(core: CacheState, node: Node) -> list[tuple[Node, PageIds]]:
+    """The nodes from the root to `node` with pages to save, and which of their pages."""
+    return [(each, missing) for each in node.path() if len(missing := _missing(core, each))]
+
+
+def _host_pages(node: Node) -> PageIds:
+    """Every host page from the root to `node`."""
+    runs = [each.runs[Tier.HOST] for each in node.path()]
+    ids: PageIds = np.concatenate([NO_PAGES, *(run.ids for run in runs if run is not None)])
+    return np.asarray(ids[ids != ABSENT])
+
+
+def _missing(core: CacheState, node: Node) -> PageIds:
+    """Indices of the node's pages that can be read on the device and are not on the host."""
+    device, host = node.runs[Tier.DEVICE], node.runs[Tier.HOST]
+    if device is None or (host is not None and host.num_pages == node.num_pages):
+        return NO_PAGES
+    state = core.arena(Tier.DEVICE).state[Kind.PREFIX]
+    wanted = (device.ids != ABSENT) & (state[device.ids] == READY)
+    if host is not None:
+        wanted &= host.ids == ABSENT
+    return np.flatnonzero(wanted).astype(np.int32)
+
+
+def _array(ids: object) -> PageIds:
+    return np.fromiter(ids, np.int32)  # type: ignore[call-overload, no-any-return]

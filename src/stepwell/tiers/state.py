@@ -1,0 +1,71 @@
+"""The parts that the cache's verbs share, in one place, and the few words they all need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from stepwell.base.clock import Clock
+from stepwell.base.config import CacheConfig
+from stepwell.base.ids import Tier
+from stepwell.base.keys import Namespace
+from stepwell.base.spec import ModelSpec
+from stepwell.memory.arena import Arena
+from stepwell.metrics.counters import Counters
+from stepwell.policy.placement import PlacementRules
+from stepwell.policy.reuse_model import ReuseModel
+from stepwell.tiers.below import Below
+from stepwell.tiers.copies import CopyJobs
+from stepwell.tiers.one_thread import Owner
+from stepwell.tree.node import Checkpoint, Loss, LossReason, Node, Victim
+from stepwell.tree.references import References
+from stepwell.tree.tree import Tree
+
+MOST_UNUSED_NAMESPACES = 1024
+
+
+@dataclass(kw_only=True, eq=False)
+class CacheState:
+    """What stands behind one cache. Built by `build.py`; used on one thread."""
+
+    spec: ModelSpec
+    config: CacheConfig
+    tree: Tree
+    refs: References
+    copies: CopyJobs
+    counters: Counters
+    clock: Clock
+    placement: PlacementRules
+    copy_timeout_s: float
+    on_checkpoint: Callable[[CacheState, Checkpoint], None] | None = (
+        None  # told of each that is left: the simulator's, for rival rules
+    )
+    owner: Owner = field(default_factory=Owner)  # the thread that all of this belongs to
+    reuse: ReuseModel | None = None  # what is learned about returns, where the value of things depends on it
+    below: Below | None = None  # what takes copies of what is on the host
+    write_back: Callable[[CacheState, Victim], bool] | None = None  # starts saving what is on the device alone; true if it did
+    expiries: list[tuple[float, int, int, Node]] = field(default_factory=list)  # heap: when, deepest first, number, node
+    expiry_number: int = 0
+    namespaces: dict[bytes, Namespace] = field(default_factory=dict)  # by digest, of requests seen
+
+    def know(self, namespace: Namespace) -> None:
+        """Remembers who is behind a digest; those whose paths have all left are forgotten in time."""
+        self.namespaces[namespace.digest] = namespace
+        if len(self.namespaces) > 2 * len(self.tree.roots) + MOST_UNUSED_NAMESPACES:
+            self.namespaces = {digest: each for digest, each in self.namespaces.items() if digest in self.tree.roots}
+            self.namespaces[namespace.digest] = namespace
+
+    @property
+    def nearest(self) -> Tier:
+        """The tier that requests compute into: the device, or the host under an engine that owns its device."""
+        return self.tree.tiers[0]
+
+    @property
+    def has_both_tiers(self) -> bool:
+        return len(self.tree.tiers) == 2
+
+    def arena(self, tier: Tier) -> Arena:
+        return self.tree.arenas[tier]
+
+    def loss(self, reason: LossReason, tier: Tier) -> Loss:
+        return Loss(at_s=self.clock.now(), reason=reason, tier=tier)

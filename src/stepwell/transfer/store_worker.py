@@ -1,0 +1,298 @@
+"""One rank's side of the store: moves pages between host memory and a store, sealing and checking every value.
+
+    page         one value under the page's key
+    checkpoint   members under names made of their digests, then a manifest that lists those digests
+
+With a key, all of it is in spaces of that key and stamped with it. What does not verify is a miss; it is deleted, so that a
+good copy can take its place. A put has two halves, so that one operation can be sealed while the one before is being written:
+`seal` asks and hashes, `put` writes. Runs on worker threads and decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from hmac import compare_digest
+from itertools import starmap
+from typing import NamedTuple, Protocol
+
+from stepwell.base.errors import StoreError
+from stepwell.base.ids import Kind
+from stepwell.base.keys import Namespace, manifest_key, member_key
+from stepwell.base.plan import PageIds
+from stepwell.base.store_key import StoreKey
+from stepwell.base.store_op import (
+    FetchCheckpoint,
+    FetchPages,
+    FindItems,
+    ItemStatus,
+    Outcome,
+    PutCheckpoint,
+    PutPages,
+    Task,
+    num_items,
+)
+from stepwell.store.api import (
+    MAX_LABEL_BYTES,
+    MAX_TENANT_BYTES,
+    NO_PARENT,
+    Read,
+    ReadOutcome,
+    ReadResult,
+    Space,
+    Store,
+    Write,
+    WriteOutcome,
+)
+from stepwell.store.keyed_seal import seals_for
+from stepwell.store.seal import Verdict
+from stepwell.transfer.manifest import ManifestFormat
+
+WRITE_BATCH_BYTES = 32 * 2**20  # between two looks at whether the operation was called off
+
+_OF_READ = {
+    ReadOutcome.MISSING: ItemStatus.MISSING,
+    ReadOutcome.LENGTH: ItemStatus.LENGTH,
+    ReadOutcome.DAMAGED: ItemStatus.DAMAGED,
+    ReadOutcome.CANCELLED: ItemStatus.CANCELLED,
+    ReadOutcome.FAILED: ItemStatus.FAILED,
+}
+_UNSETTLED = (ReadOutcome.FAILED, ReadOutcome.LENGTH)  # a store with `late_write_s` may still write into such buffers
+_OF_VERDICT = {
+    Verdict.INTACT: ItemStatus.OK,
+    Verdict.UNREADABLE: ItemStatus.UNREADABLE,
+    Verdict.VERSION: ItemStatus.VERSION,
+    Verdict.FOREIGN: ItemStatus.FOREIGN,
+    Verdict.SWAPPED: ItemStatus.SWAPPED,
+    Verdict.LENGTH: ItemStatus.LENGTH,
+    Verdict.DAMAGED: ItemStatus.DAMAGED,
+    Verdict.OTHER_KEY: ItemStatus.OTHER_KEY,
+}
+_OF_WRITE = {
+    WriteOutcome.STORED: ItemStatus.OK,
+    WriteOutcome.EXISTS: ItemStatus.OK,
+    WriteOutcome.NO_ROOM: ItemStatus.NO_ROOM,
+    WriteOutcome.TOO_LARGE: ItemStatus.NO_ROOM,
+    WriteOutcome.FAILED: ItemStatus.FAILED,
+}
+
+
+class HostPages(Protocol):
+    """Host memory by page, as a store worker needs it."""
+
+    @property
+    def block(self) -> memoryview:
+        """All of it, for stores that must know memory before they may use it."""
+        ...
+
+    def view(self, kind: Kind, page: int) -> memoryview:
+        """One page's bytes, without a copy."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sealed:
+    """What a put has to write, parents before children. Its pages must not change until it is written."""
+
+    space: Space
+    task: PutPages | PutCheckpoint
+    writes: Sequence[Write]
+    places: Sequence[int]  # of the writes, among the task's items
+    manifest: Write | None = None  # of a checkpoint: only when all else is there
+
+
+class _Reading(NamedTuple):
+    statuses: list[ItemStatus]
+    digests: list[bytes]  # of what came
+    unsettled: bool
+
+
+class StoreWorker:
+    """Carries out store tasks for one rank of a model, in that rank's own namespaces."""
+
+    def __init__(self, store: Store, memory: HostPages, *, rank: int = 0, ranks: int = 1, key: StoreKey | None = None) -> None:
+        self._store, self._memory = store, memory
+        self._shard = f"{rank}/{ranks}"
+        self._seals = seals_for(key)
+        self._manifests = ManifestFormat(self._seals.digest_bytes)
+
+    def run(self, namespace: Namespace, task: Task, cancelled: Callable[[], bool]) -> Outcome:
+        """One task from start to end. Raises what the store raises."""
+        if isinstance(task, (PutPages, PutCheckpoint)):
+            return self.put(self.seal(namespace, task), cancelled)
+        space = self.space(namespace)
+        if isinstance(task, FindItems):
+            found = self._contains(space, [*task.pages, *map(manifest_key, task.boundaries)])
+            there, missing = ItemStatus.OK, ItemStatus.MISSING
+            return Outcome(statuses=tuple([there if each else missing for each in found]))
+        if isinstance(task, FetchPages):
+            return self._fetch_pages(space, task, cancelled)
+        return self._fetch_checkpoint(space, task, cancelled)
+
+    def seal(self, namespace: Namespace, task: PutPages | PutCheckpoint) -> Sealed:
+        """What the store lacks, with its stamps. Writes nothing; raises what the store raises."""
+        space = self.space(namespace)
+        return self._seal_pages(space, task) if isinstance(task, PutPages) else self._seal_checkpoint(space, task)
+
+    def put(self, sealed: Sealed, cancelled: Callable[[], bool]) -> Outcome:
+        """Writes what was sealed. Raises what the store raises."""
+        return self._put_pages(sealed, cancelled) if sealed.manifest is None else self._put_checkpoint(sealed)
+
+    def _contains(self, space: Space, keys: Sequence[bytes]) -> list[bool]:
+        found = self._store.contains(space, keys)
+        if len(found) != len(keys):
+            raise StoreError(f"the store was asked for {len(keys)} keys and answered for {len(found)}")
+        return found
+
+    def _forget(self, space: Space, keys: list[bytes]) -> None:
+        """Deletes what is no good. A store that cannot is left with it; the miss stands either way."""
+        with suppress(StoreError):
+            self._store.delete(space, keys)
+
+    def space(self, namespace: Namespace) -> Space:
+        """The part of the store that is this rank's share of a namespace, under its key. Says nothing of its salt."""
+        label = namespace.model if namespace.adapter is None else f"{namespace.model} + {namespace.adapter}"
+        return Space(
+            digest=self._seals.space(replace(namespace, shard=self._shard).digest),
+            label=_cut(f"{label} [{self._shard}{self._seals.label}]", MAX_LABEL_BYTES),
+            tenant=_cut(namespace.tenant or "", MAX_TENANT_BYTES),
+        )
+
+    # ---- upwards ----------------------------------------------------------------------------------
+
+    def _read(self, space: Space, reads: Sequence[Read], cancelled: Callable[[], bool]) -> _Reading:
+        """What became of each read. What is damaged is deleted."""
+        results = self._store.read_into(space, reads, cancelled=cancelled)
+        statuses, digests = self._judge(space, reads, results)
+        unsettled = False
+        if statuses.count(ItemStatus.OK) < len(statuses):
+            judged = zip(reads, statuses, strict=True)
+            bad = [read.key for read, status in judged if status.is_damage and status is not ItemStatus.VERSION]
+            if bad:
+                self._forget(space, bad)
+            unsettled = any(result.outcome in _UNSETTLED for result in results)
+        return _Reading(statuses=statuses, digests=digests, unsettled=unsettled)
+
+    def _judge(self, space: Space, reads: Sequence[Read], results: Sequence[ReadResult]) -> tuple[list[ItemStatus], list[bytes]]:
+        """What came of each read, and the digests of what came. Everything that came is verified."""
+        found, digest, none = ReadOutcome.FOUND, self._seals.digest, bytes(self._seals.digest_bytes)
+        came = [result.outcome is found for result in results]
+        digests = [digest(read.into) if here else none for read, here in zip(reads, came, strict=True)]  # nothing else in between
+        keys, lengths, statuses = [read.key for read in reads], [len(read.into) for read in reads], [ItemStatus.OK] * len(reads)
+        expected = self._seals.stamp_all(space, keys, lengths, digests)
+        if all(came) and compare_digest(b"".join([result.stamp for result in results]), b"".join(expected)):
+            return statuses, digests
+        for at, (result, stamped, here) in enumerate(zip(results, expected, came, strict=True)):
+            if not here:
+                statuses[at] = _OF_READ[result.outcome]
+            elif not compare_digest(result.stamp, stamped):  # why not?
+                verdict = self._seals.judge(space, keys[at], result.stamp, length=lengths[at], digest=digests[at])
+                statuses[at] = _OF_VERDICT[verdict]
+        return statuses, digests
+
+    def _fetch_pages(self, space: Space, task: FetchPages, cancelled: Callable[[], bool]) -> Outcome:
+        buffers = [self._memory.view(Kind.PREFIX, page) for page in task.ids.tolist()]
+        read = self._read(space, list(starmap(Read, zip(task.keys, buffers, strict=True))), cancelled)
+        moved = sum([len(into) for into, status in zip(buffers, read.statuses, strict=True) if status is ItemStatus.OK])
+        return Outcome(statuses=tuple(read.statuses), moved_bytes=moved, unsettled=read.unsettled)
+
+    def _fetch_checkpoint(self, space: Space, task: FetchCheckpoint, cancelled: Callable[[], bool]) -> Outcome:
+        """The manifest, then every member it names, which must be the very bytes it was written for."""
+        buffers = [view for _, view in self._members(task.windows, task.points)]
+        name, manifest = manifest_key(task.boundary), memoryview(bytearray(self._manifests.size(len(buffers))))
+        (status,) = self._read(space, [Read(key=name, into=manifest)], cancelled).statuses
+        if status is not ItemStatus.OK:
+            return Outcome(statuses=(status,))  # into memory that is nobody's page
+        named = self._manifests.parse(manifest, len(task.windows), len(task.points))
+        status, unsettled = ItemStatus.UNREADABLE, False
+        if named is not None:
+            reads = [Read(key=key, into=into) for (key, _), into in zip(named, buffers, strict=True)]
+            read = self._read(space, reads, cancelled)
+            status, unsettled = _of_members(read, [digest for _, digest in named]), read.unsettled
+        if status.is_damage and status is not ItemStatus.VERSION:  # another version's values are somebody else's
+            self._forget(space, [name])
+        moved = sum(map(len, buffers)) if status is ItemStatus.OK else 0
+        return Outcome(statuses=(status,), moved_bytes=moved, unsettled=unsettled)
+
+    # ---- downwards --------------------------------------------------------------------------------
+
+    def _seal_pages(self, space: Space, task: PutPages) -> Sealed:
+        wanted = [at for at, there in enumerate(self._contains(space, task.keys)) if not there]
+        pages = [self._memory.view(Kind.PREFIX, page) for page in task.ids[wanted].tolist()]
+        digests = list(
+            map(self._seals.digest, pages)
+        )  # nothing else in between: it would have to be fetched from memory again each time
+        keys = [task.keys[at] for at in wanted]
+        stamps = self._seals.stamp_all(space, keys, list(map(len, pages)), digests)
+        before = [task.parent or NO_PARENT, *task.keys]
+        parents, depths = [before[at] for at in wanted], [task.first + at for at in wanted]
+        writes = list(starmap(Write, zip(keys, pages, stamps, parents, depths, strict=True)))
+        return Sealed(space=space, task=task, writes=writes, places=wanted)
+
+    def _put_pages(self, sealed: Sealed, cancelled: Callable[[], bool]) -> Outcome:
+        writes, places, moved = sealed.writes, sealed.places, 0
+        statuses = [ItemStatus.OK] * num_items(sealed.task)
+        step = max(WRITE_BATCH_BYTES // max(len(writes[0].data), 1), 1) if writes else 1
+        for start in range(0, len(writes), step):
+            if cancelled():
+                statuses[places[start] :] = [ItemStatus.CANCELLED] * (len(statuses) - places[start])
+                break
+            batch = writes[start : start + step]
+            outcomes = self._store.write_from(sealed.space, batch)
+            moved += _stored_bytes(batch, outcomes)
+            for at, outcome in zip(places[start : start + step], outcomes, strict=True):
+                statuses[at] = _OF_WRITE[outcome]
+        return Outcome(statuses=tuple(statuses), moved_bytes=moved)
+
+    def _seal_checkpoint(self, space: Space, task: PutCheckpoint) -> Sealed:
+        name, group = manifest_key(task.boundary), bytes(task.boundary)
+        if self._contains(space, [name]) == [True]:
+            return Sealed(space=space, task=task, writes=(), places=())
+        pages = (*task.window_keys, *[task.boundary] * len(task.points))
+        writes, listed, parent = [], [], group
+        for depth, (page, (kind, data)) in enumerate(zip(pages, self._members(task.windows, task.points), strict=True)):
+            digest = self._seals.digest(data)
+            key = member_key(page, kind.label, digest)
+            (stamp,) = self._seals.stamp_all(space, [key], [len(data)], [digest])
+            writes.append(Write(key=key, data=data, stamp=stamp, parent=parent, depth=task.page + depth, group=group))
+            listed.append((key, digest, len(data)))
+            parent = key
+        content = memoryview(self._manifests.pack(len(task.windows), len(task.points), listed))
+        (stamp,) = self._seals.stamp_all(space, [name], [len(content)], [self._seals.digest(content)])
+        manifest = Write(key=name, data=content, stamp=stamp, parent=parent, depth=task.page + len(writes), group=group)
+        return Sealed(space=space, task=task, writes=writes, places=[0] * len(writes), manifest=manifest)
+
+    def _put_checkpoint(self, sealed: Sealed) -> Outcome:
+        """Members first; the manifest only when all of them are there."""
+        assert sealed.manifest is not None, "a checkpoint that is there already has nothing to write"
+        outcomes = self._store.write_from(sealed.space, sealed.writes)
+        status = next((status for status in map(_OF_WRITE.__getitem__, outcomes) if status is not ItemStatus.OK), ItemStatus.OK)
+        if status is ItemStatus.OK:
+            status = _OF_WRITE[self._store.write_from(sealed.space, [sealed.manifest])[0]]
+        return Outcome(statuses=(status,), moved_bytes=_stored_bytes(sealed.writes, outcomes))
+
+    def _members(self, windows: PageIds, points: PageIds) -> Iterator[tuple[Kind, memoryview]]:
+        for kind, ids in ((Kind.WINDOW, windows), (Kind.POINT, points)):
+            for page in ids.tolist():
+                yield kind, self._memory.view(kind, page)
+
+
+def _of_members(read: _Reading, digests: list[bytes]) -> ItemStatus:
+    """What a checkpoint comes to, with its members read: each must be the one that the manifest was written for."""
+    for status, came, named in zip(read.statuses, read.digests, digests, strict=True):
+        if status is not ItemStatus.OK:
+            return ItemStatus.INCOMPLETE if status is ItemStatus.MISSING else status
+        if came != named:
+            return ItemStatus.MIXED
+    return ItemStatus.OK
+
+
+def _stored_bytes(writes: Sequence[Write], outcomes: Sequence[WriteOutcome]) -> int:
+    stored = WriteOutcome.STORED
+    return sum([len(write.data) for write, outcome in zip(writes, outcomes, strict=True) if outcome is stored])
+
+
+def _cut(text: str, size: int) -> str:
+    """The text without what would not fit into `size` bytes."""
+    return text.encode()[:size].decode(errors="ignore")

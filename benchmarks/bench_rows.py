@@ -25,7 +25,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from stepwell.engine.rows import PLAIN, RowFormat, latent_rows, shared_rows
+from stepwell.engine.passes.rows import PLAIN, RowFormat, latent_rows, shared_rows
 
 ROOT = Path(__file__).parents[1]
 SPREAD = 2.0  # of scores before their softmax: sharp enough that some rows count for much

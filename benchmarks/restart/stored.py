@@ -15,7 +15,7 @@ from stepwell.base.spec.families import from_config
 from stepwell.base.spec.presets import preset
 from stepwell.cache.build import layouts_for, numpy_memories
 from stepwell.engine.footprint import footprint
-from stepwell.engine.pages import DevicePages
+from stepwell.engine.passes.pages import DevicePages
 from stepwell.jobs.copy_executor import ThreadCopyExecutor
 from stepwell.store.log.store import LogStore
 from stepwell.store.registry import open_store

@@ -13,12 +13,12 @@ import torch
 
 from stepwell.base.ids import Kind
 from stepwell.base.spec import ModelSpec
-from stepwell.engine.batch import Batch, Segment
 from stepwell.engine.loading.weights import HeldTensors
 from stepwell.engine.models.base import Decoder
 from stepwell.engine.models.registry import build_model
-from stepwell.engine.open_groups import OpenGroups
-from stepwell.engine.pages import DevicePages
+from stepwell.engine.passes.batch import Batch, Segment
+from stepwell.engine.passes.open_groups import OpenGroups
+from stepwell.engine.passes.pages import DevicePages
 
 TOLERANCE = 1e-4
 PAGE = 16

@@ -11,11 +11,11 @@ from engine.families import LATENT, draw_choices
 from engine.side_by_side import TOLERANCE, Held, Memory, Pair, check_pair
 from stepwell.base.errors import ConfigError
 from stepwell.base.spec.families import from_config
-from stepwell.engine.batch import Batch
 from stepwell.engine.loading.weights import HeldTensors
 from stepwell.engine.models.latent import apart
 from stepwell.engine.models.moe import sigmoid_in_groups
 from stepwell.engine.models.registry import build_model
+from stepwell.engine.passes.batch import Batch
 
 transformers = pytest.importorskip("transformers")
 

@@ -13,12 +13,12 @@ from engine.side_by_side import PAGE, TOLERANCE, Held, Memory, Pair, check_pair
 from engine.test_deepseek_v3 import YARN, logits_in
 from stepwell.base.errors import ConfigError
 from stepwell.base.spec.families import from_config
-from stepwell.engine.batch import Batch, Paging, Segment
 from stepwell.engine.loading.weights import HeldTensors
 from stepwell.engine.models import indexer
 from stepwell.engine.models.registry import build_model
 from stepwell.engine.ops.selection import Selection, attend_selected, best, select
-from stepwell.engine.rows import PLAIN, Rows
+from stepwell.engine.passes.batch import Batch, Paging, Segment
+from stepwell.engine.passes.rows import PLAIN, Rows
 
 transformers = pytest.importorskip("transformers")
 

@@ -21,15 +21,15 @@ from engine.side_by_side import TOLERANCE, Held, Memory, Pair, check_pair, check
 from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Kind
 from stepwell.engine import Limits
-from stepwell.engine import batch as batch_module
-from stepwell.engine.batch import Paging, Run
-from stepwell.engine.groups import Groups, Seen
 from stepwell.engine.loading.weights import HeldTensors
 from stepwell.engine.models.registry import build_model
-from stepwell.engine.open_groups import FEWEST_SLOTS, OpenGroups
 from stepwell.engine.ops import compression
 from stepwell.engine.ops.compression import Index, attend_shared
-from stepwell.engine.rows import PLAIN, Rows
+from stepwell.engine.passes import batch as batch_module
+from stepwell.engine.passes.batch import Paging, Run
+from stepwell.engine.passes.groups import Groups, Seen
+from stepwell.engine.passes.open_groups import FEWEST_SLOTS, OpenGroups
+from stepwell.engine.passes.rows import PLAIN, Rows
 from stepwell.engine.runner import Slots
 from stepwell.tiers.lease import LeaseState
 

@@ -13,8 +13,8 @@ import torch
 
 from engine.small import Limits, greedy, prompt, run, small, tokens_of
 from stepwell.engine import Engine, graphs
-from stepwell.engine.batch import Batch
 from stepwell.engine.graphs import Graphs, Recording, Still
+from stepwell.engine.passes.batch import Batch
 
 pytest.importorskip("transformers")
 

@@ -9,9 +9,9 @@ from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, 
 from engine.drafted import OWN, engine_for, target, tensors_of
 from engine.small import prompt
 from stepwell.base.ids import Kind
-from stepwell.engine.batch import Batch, Segment
 from stepwell.engine.drafts.own_layer import OwnLayerDraft
-from stepwell.engine.pages import DevicePages
+from stepwell.engine.passes.batch import Batch, Segment
+from stepwell.engine.passes.pages import DevicePages
 
 pytest.importorskip("transformers")
 

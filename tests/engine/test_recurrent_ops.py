@@ -11,9 +11,9 @@ from stepwell.base.ids import Kind
 from stepwell.base.spec import ModelSpec
 from stepwell.base.spec.model import StateSpec
 from stepwell.base.spec.shapes import Point
-from stepwell.engine.batch import Batch, Segment
 from stepwell.engine.ops.recurrent import CHUNK_TOKENS, Points, convolve, convolve_run, gated_norm, recur, scan, step
-from stepwell.engine.pages import DevicePages
+from stepwell.engine.passes.batch import Batch, Segment
+from stepwell.engine.passes.pages import DevicePages
 
 LENGTHS = [1, 2, 63, 64, 65, 128, 150, 192]
 KEYS, HEADS, KEY, VALUE = 2, 6, 16, 24  # key heads, value heads, and their widths

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from stepwell.base.spec.families.dtypes import Dtypes
-from stepwell.engine.rows import (
+from stepwell.engine.passes.rows import (
     EIGHT,
     LARGEST,
     NO_POWER,

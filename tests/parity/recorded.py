@@ -15,7 +15,7 @@ from stepwell.base.ids import Kind, Tier
 from stepwell.cache.build import CacheTuning
 from stepwell.engine import Ask, Engine, EngineConfig, Limits, Sampling, build_engine
 from stepwell.engine.loading.checkpoint import Checkpoint
-from stepwell.engine.scheduler import Chunk
+from stepwell.engine.request import Chunk
 from stepwell.policy.placement import PlacementRules
 from stepwell.tiers.eviction import make_room
 from waiting import run_to_the_end, settle

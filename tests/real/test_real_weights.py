@@ -11,11 +11,11 @@ import torch
 
 from engine.side_by_side import Held, Memory
 from stepwell.base.errors import ConfigError
-from stepwell.engine.batch import Batch
 from stepwell.engine.loading.checkpoint import Checkpoint, open_checkpoint
 from stepwell.engine.loading.tokenizer import Tokenizer
 from stepwell.engine.models.base import Decoder
 from stepwell.engine.models.registry import build_model
+from stepwell.engine.passes.batch import Batch
 
 PAGE = 64
 

@@ -82,6 +82,12 @@ class Cache:
         return self._namespace
 
     @property
+    def namespaces(self) -> tuple[Namespace, ...]:
+        """Those that have something in memory."""
+        known = self._core.namespaces
+        return tuple(known[digest] for digest in self._core.tree.roots if digest in known)
+
+    @property
     def copying(self) -> int:
         """Copies under way between memories; they hold pages until `step` has applied what came of them. Costs nothing to ask."""
         return self._core.copies.num_running

@@ -21,7 +21,8 @@ from stepwell.store.key_file import read_store_key
 if TYPE_CHECKING:
     from stepwell.engine.build import EngineConfig
     from stepwell.engine.engine import Engine
-    from stepwell.engine.server.served import Secrets
+    from stepwell.server.principals import Principals, Secrets
+    from stepwell.server.tenants import TenantsFile
 
 _API_KEY, _ADMIN_TOKEN = "STEPWELL_API_KEY", "STEPWELL_ADMIN_TOKEN"
 _LOCAL = ("127.0.0.1", "::1", "localhost")
@@ -53,6 +54,11 @@ def configure(parser: ArgumentParser) -> None:
         help="another name by which clients may call 127.0.0.1",
     )
     parser.add_argument("--api-key", metavar="KEY", help=f"that clients must send; better in {_API_KEY}")
+    parser.add_argument(
+        "--tenants",
+        metavar="FILE",
+        help="JSON: who may ask, with which key, priority, time to live and quota (docs/tenants.md)",
+    )
     parser.add_argument("--admin-token", metavar="TOKEN", help=f"that changes need; better in {_ADMIN_TOKEN}; made if not given")
     parser.add_argument("--max-body", default="32MiB", metavar="SIZE", help="largest request body (default: 32MiB)")
     parser.add_argument(
@@ -93,13 +99,16 @@ def _configure_cache(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     try:
         from stepwell.engine.build import open_and_build
-        from stepwell.engine.server.running import ModelServer, address_of, bind
+        from stepwell.server.principals import Principals
+        from stepwell.server.running import ModelServer, address_of, bind
     except ModuleNotFoundError as error:
         if (error.name or "stepwell").split(".")[0] == "stepwell":
             raise
         raise ConfigError(f"serving needs {error.name}, which is not installed: pip install 'stepwell[serve]'") from None
     _check_limits(args)
-    config, keys, max_body_bytes = _engine_config(args, os.environ), _secrets(args, os.environ), parse_bytes(args.max_body)
+    keys, tenants = _secrets(args, os.environ), _tenants(args)
+    principals = Principals(keys, tenants.tenants, max_priority=args.max_priority)
+    config, max_body_bytes = _engine_config(args, os.environ, principals), parse_bytes(args.max_body)
     taken = bind(args.host, args.port)  # first: a port that is taken should not cost the loading of a model
     try:
         checkpoint, engine = open_and_build(args.model, config)
@@ -111,18 +120,17 @@ def run(args: Namespace) -> int:
         engine,
         name=name,
         chat=checkpoint.chat,
-        secrets=keys,
+        principals=principals,
         defaults=checkpoint.defaults,
         max_body_bytes=max_body_bytes,
         hosts=(*_LOCAL, *args.allow_host) if args.host in _LOCAL else (),
-        max_priority=args.max_priority,
         open_metrics=args.open_metrics,
         drain_s=args.drain,
         store=config.store,
         store_config=config.store_config,
     )
     made = not (args.admin_token or os.environ.get(_ADMIN_TOKEN))
-    summary = _summary(engine, name, config, address_of(taken), keys, made=made)
+    summary = _summary(engine, name, config, address_of(taken), keys, tenants, made=made)
     server.run(taken, on_ready=lambda: print("\n".join(f"{label:<12}  {value}" for label, value in summary), flush=True))
     return 0
 
@@ -134,10 +142,19 @@ def _check_limits(args: Namespace) -> None:
         raise ConfigError(f"--drain must be 0 seconds or more, got {args.drain}")
 
 
-def _engine_config(args: Namespace, environment: Mapping[str, str]) -> EngineConfig:
+def _tenants(args: Namespace) -> TenantsFile:
+    from stepwell.server.tenants import TenantsFile, read_tenants
+
+    return TenantsFile() if args.tenants is None else read_tenants(args.tenants, max_priority=args.max_priority)
+
+
+def _engine_config(args: Namespace, environment: Mapping[str, str], principals: Principals | None = None) -> EngineConfig:
     from stepwell.engine.build import EngineConfig
     from stepwell.engine.scheduler import Limits
 
+    options = _store_options(args, environment)
+    if principals is not None and args.store is not None:
+        options = principals.with_quotas(args.store, options)
     key = read_store_key(args.store_key_file) if args.store_key_file is not None else None
     prefetch = PrefetchPolicy(args.prefetch_policy)
     return EngineConfig(
@@ -150,7 +167,7 @@ def _engine_config(args: Namespace, environment: Mapping[str, str]) -> EngineCon
         device_memory=args.device_memory,
         host_memory=args.host_memory,
         store=args.store,
-        store_options=_store_options(args, environment),
+        store_options=options,
         store_config=StoreConfig(prefetch=prefetch, checkpoint_delay_s=args.checkpoint_rest, key=key),
         write=WritePolicy(args.write_policy),
         limits=Limits(max_running=args.max_running, chunk_tokens=args.chunk_tokens),
@@ -179,14 +196,17 @@ def _store_options(args: Namespace, environment: Mapping[str, str]) -> dict[str,
 
 
 def _secrets(args: Namespace, environment: Mapping[str, str]) -> Secrets:
-    from stepwell.engine.server.served import Secrets
+    from stepwell.server.principals import Secrets
 
     admin_token = args.admin_token or environment.get(_ADMIN_TOKEN) or secrets.token_urlsafe(24)
-    return Secrets(api_key=args.api_key or environment.get(_API_KEY) or None, admin_token=admin_token)
+    api_key = args.api_key or environment.get(_API_KEY) or None
+    if api_key is not None and args.tenants is not None:
+        raise ConfigError(f"with --tenants each tenant has a key of its own: leave out --api-key, and unset {_API_KEY}")
+    return Secrets(api_key=api_key, admin_token=admin_token)
 
 
 def _summary(
-    engine: Engine, name: str, config: EngineConfig, address: str, keys: Secrets, *, made: bool
+    engine: Engine, name: str, config: EngineConfig, address: str, keys: Secrets, tenants: TenantsFile, *, made: bool
 ) -> list[tuple[str, str]]:
     """What people should know before the first request, line by line."""
     cache, spec = engine.cache, engine.cache.spec
@@ -201,12 +221,20 @@ def _summary(
         ("store", config.store or "none"),
         *([] if key is None else [("store key", f"{key.id.hex()}: only what was written with it is used")]),
         ("admin token", f"{keys.admin_token} (for this run)" if made else "as given"),
-        ("API key", "wanted" if keys.api_key is not None else "none: whoever can connect may ask"),
+        ("API key", _who_may_ask(keys, tenants)),
         ("address", address),
     ]
-    if keys.api_key is None and not any(address.startswith((f"http://{host}:", f"http://[{host}]:")) for host in _LOCAL):
+    lines += [("warning", each) for each in tenants.warnings]
+    local = any(address.startswith((f"http://{host}:", f"http://[{host}]:")) for host in _LOCAL)
+    if keys.api_key is None and not tenants.tenants and not local:
         lines.append(("warning", f"other machines may reach this address: set an API key, with {_API_KEY}"))
     return lines
+
+
+def _who_may_ask(keys: Secrets, tenants: TenantsFile) -> str:
+    if tenants.tenants:
+        return f"one for each of {len(tenants.tenants)} tenants"
+    return "wanted" if keys.api_key is not None else "none: whoever can connect may ask"
 
 
 COMMAND = Command(name="serve", summary="Serve a model over HTTP, as OpenAI's clients speak it.", configure=configure, run=run)

@@ -26,7 +26,7 @@ from stepwell.engine.loading.checkpoint import Checkpoint, open_checkpoint
 from stepwell.engine.loading.known import known_names
 from stepwell.engine.models.base import Decoder
 from stepwell.engine.models.registry import build_model
-from stepwell.engine.pages import TORCH_DTYPES, DevicePages
+from stepwell.engine.passes.pages import TORCH_DTYPES, DevicePages
 from stepwell.engine.runner import Runner
 from stepwell.engine.scheduler import Limits
 from stepwell.engine.speculation import Speculation

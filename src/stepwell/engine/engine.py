@@ -23,13 +23,12 @@ from stepwell.base.errors import BadTokens, ConfigError, StepwellError
 from stepwell.cache.facade import Cache
 from stepwell.cache.report import StepReport
 from stepwell.engine.footprint import Footprint
-from stepwell.engine.request import Ask, Delta, Finish, Request, Sampling, TokenLogprob, Usage
+from stepwell.engine.request import Ask, Chunk, Delta, Finish, Request, Sampling, TokenLogprob, Usage
 from stepwell.engine.runner import Runner
 from stepwell.engine.sampling import Choices, Chosen
-from stepwell.engine.scheduler import MAX_FAILED_LEASES, Chunk, Limits, Scheduler
+from stepwell.engine.scheduler import MAX_FAILED_LEASES, Limits, Scheduler
 from stepwell.engine.speculation import Speculation
-from stepwell.engine.stopping import StopFinder
-from stepwell.engine.textual import Text
+from stepwell.engine.text import StopFinder, Text
 from stepwell.store.api import Store
 from stepwell.tiers.lease import Sources
 
@@ -120,7 +119,7 @@ class Engine:
         request = Request(
             id=self._last_id,
             ask=ask,
-            namespace=self.cache.namespace_for(salt=ask.salt) if ask.salt is not None else self.cache.namespace,
+            namespace=self.cache.namespace_for(salt=ask.salt, tenant=ask.tenant),
             max_tokens=sampling.max_tokens or room,
             stream=self.text.stream(ask.tokens) if self.text is not None else None,
             stops=StopFinder(sampling.stop),

@@ -9,7 +9,7 @@ from fractions import Fraction
 
 from stepwell.base.ids import Kind
 from stepwell.cache.facade import Cache
-from stepwell.engine.pages import DevicePages
+from stepwell.engine.passes.pages import DevicePages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

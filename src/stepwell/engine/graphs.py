@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from stepwell.engine.batch import Batch, Paging, Singles
 from stepwell.engine.models.base import Decoder
+from stepwell.engine.passes.batch import Batch, Paging, Singles
 
 PAGES_STEP = 16  # by which page tables grow
 MOST_RECORDINGS = 64

@@ -11,8 +11,7 @@ import torch
 from stepwell.base.config import MAX_PRIORITY
 from stepwell.base.errors import ConfigError
 from stepwell.base.keys import Namespace
-from stepwell.engine.stopping import StopFinder
-from stepwell.engine.textual import TextStream
+from stepwell.engine.text import StopFinder, TextStream
 from stepwell.store_tier.ticket import Ticket
 from stepwell.tiers.lease import Lease, Sources
 from stepwell.tree.match import Match
@@ -52,11 +51,15 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """One request. `salt` separates tenants; `hints` are token counts worth a checkpoint, such as the end of a system prompt."""
+    """One request. Only those with the same `tenant` and `salt` share cached state.
+
+    `hints` are token counts worth a checkpoint, such as the end of a system prompt.
+    """
 
     tokens: Sequence[int]
     sampling: Sampling = field(default_factory=Sampling)
     salt: str | None = None
+    tenant: str | None = None  # whose quota of the store it counts against
     priority: int = 0
     ttl_s: float | None = None
     hints: tuple[int, ...] = ()
@@ -159,3 +162,27 @@ class Request:
 
     def __repr__(self) -> str:
         return f"Request(#{self.id}, {self.prompt_tokens}+{self.answer_tokens} tokens, at {self.position})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Chunk:
+    """The next tokens of a request, up to `end`; then room for `ahead` guesses of what follows, once they are `proposed`."""
+
+    request: Request
+    end: int
+    ahead: int = 0
+    proposed: tuple[int, ...] = ()
+
+    @property
+    def size(self) -> int:
+        return self.end + self.ahead - self.request.position
+
+    @property
+    def completes(self) -> bool:
+        """Whether a token can be sampled after it."""
+        return self.end == len(self.request.tokens)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it is the last token alone, and what may be guessed after it."""
+        return self.completes and self.end - self.request.position == 1

@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 import torch
 
 from stepwell.base.ids import LeaseId
-from stepwell.engine.batch import Batch, Segment
 from stepwell.engine.graphs import Graphs
 from stepwell.engine.models.base import Decoder
-from stepwell.engine.open_groups import OpenGroups
-from stepwell.engine.pages import DevicePages
-from stepwell.engine.scheduler import Chunk
+from stepwell.engine.passes.batch import Batch, Segment
+from stepwell.engine.passes.open_groups import OpenGroups
+from stepwell.engine.passes.pages import DevicePages
+from stepwell.engine.request import Chunk
 from stepwell.tiers.lease import Lease, LeaseState
 
 

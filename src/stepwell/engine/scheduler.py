@@ -17,7 +17,7 @@ from stepwell.base.errors import ConfigError, NoRoom
 from stepwell.base.ids import LeaseId
 from stepwell.base.tokens import TOKEN_BYTES, common_pages
 from stepwell.cache.facade import Cache
-from stepwell.engine.request import Request
+from stepwell.engine.request import Chunk, Request
 from stepwell.tiers.lease import Lease
 from stepwell.tree.match import Match
 
@@ -38,30 +38,6 @@ class Limits:
     def __post_init__(self) -> None:
         if self.max_running < 1 or self.chunk_tokens < 1 or self.patience_s < 0:
             raise ConfigError(f"max_running and chunk_tokens must be at least 1, got {self.max_running} and {self.chunk_tokens}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Chunk:
-    """The next tokens of a request, up to `end`; then room for `ahead` guesses of what follows, once they are `proposed`."""
-
-    request: Request
-    end: int
-    ahead: int = 0
-    proposed: tuple[int, ...] = ()
-
-    @property
-    def size(self) -> int:
-        return self.end + self.ahead - self.request.position
-
-    @property
-    def completes(self) -> bool:
-        """Whether a token can be sampled after it."""
-        return self.end == len(self.request.tokens)
-
-    @property
-    def decodes(self) -> bool:
-        """Whether it is the last token alone, and what may be guessed after it."""
-        return self.completes and self.end - self.request.position == 1
 
 
 class Scheduler:

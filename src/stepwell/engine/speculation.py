@@ -21,10 +21,9 @@ from stepwell.base.errors import ConfigError
 from stepwell.base.spec import Prefix, StateSpec
 from stepwell.cache.facade import Cache
 from stepwell.engine.drafts.base import DRAFT, Draft, lease_of
-from stepwell.engine.pages import DevicePages
-from stepwell.engine.request import Request
+from stepwell.engine.passes.pages import DevicePages
+from stepwell.engine.request import Chunk, Request
 from stepwell.engine.runner import Runner
-from stepwell.engine.scheduler import Chunk
 from stepwell.tiers.lease import Lease
 
 MARK = 0xFF  # in every byte of a row: not a number, in all formats

@@ -14,9 +14,9 @@ import transformers
 from safetensors.torch import save_file
 
 from engine.side_by_side import Held, Memory, draw
-from stepwell.engine.batch import Batch
 from stepwell.engine.loading.checkpoint import Checkpoint
 from stepwell.engine.models.registry import build_model
+from stepwell.engine.passes.batch import Batch
 
 SMALL = {
     "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,

@@ -1,4 +1,4 @@
-"""`stepwell serve`, as a user meets it. What the server does is tested in tests/engine/server."""
+"""`stepwell serve`, as a user meets it. What the server does is tested in tests/server."""
 
 from __future__ import annotations
 

@@ -15,9 +15,8 @@ import torch
 from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Kind
 from stepwell.base.spec import ModelSpec, Point, StateSpec
-from stepwell.engine.batch import Segment
-from stepwell.engine.request import Request
-from stepwell.engine.scheduler import Chunk
+from stepwell.engine.passes.batch import Segment
+from stepwell.engine.request import Chunk, Request
 from stepwell.tiers.lease import Lease
 
 DRAFT = "draft"  # the state whose rows say whether a token was drafted

@@ -18,13 +18,13 @@ import torch
 
 from stepwell.base.ids import Kind
 from stepwell.base.spec.families import from_config
-from stepwell.engine.batch import Batch, Segment
 from stepwell.engine.drafts.base import LoadedDraft, lease_of, segment_of
 from stepwell.engine.loading.weights import TensorSource
 from stepwell.engine.models.base import Decoder
 from stepwell.engine.models.mtp import MtpLayer, load_mtp
-from stepwell.engine.pages import DevicePages
-from stepwell.engine.scheduler import Chunk
+from stepwell.engine.passes.batch import Batch, Segment
+from stepwell.engine.passes.pages import DevicePages
+from stepwell.engine.request import Chunk
 from stepwell.tiers.lease import Lease
 
 MTP = "mtp"  # in place of a checkpoint's name

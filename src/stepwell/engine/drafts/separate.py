@@ -13,11 +13,11 @@ import torch
 
 from stepwell.base.errors import ConfigError
 from stepwell.base.spec import Prefix
-from stepwell.engine.batch import Batch, Segment
 from stepwell.engine.drafts.base import DRAFT, LoadedDraft, segment_of
 from stepwell.engine.models.base import Decoder
-from stepwell.engine.pages import DevicePages
-from stepwell.engine.scheduler import Chunk
+from stepwell.engine.passes.batch import Batch, Segment
+from stepwell.engine.passes.pages import DevicePages
+from stepwell.engine.request import Chunk
 
 
 def load_separate(draft: Decoder, target: Decoder, identity: str) -> LoadedDraft:

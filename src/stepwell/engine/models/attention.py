@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 
 from stepwell.base.spec.families.attention import Heads
-from stepwell.engine.batch import Batch
 from stepwell.engine.loading.weights import Weights
 from stepwell.engine.models.layers import Linear, RMSNorm, rotate
 from stepwell.engine.ops.attention import attend, write_rows
+from stepwell.engine.passes.batch import Batch
 
 Angles = tuple[torch.Tensor, torch.Tensor]
 

@@ -11,9 +11,9 @@ from torch.nn.functional import embedding, linear
 
 from stepwell.base.spec import ModelSpec
 from stepwell.base.spec.families.fields import Fields
-from stepwell.engine.batch import Batch
 from stepwell.engine.loading.weights import Weights
 from stepwell.engine.models.layers import RMSNorm
+from stepwell.engine.passes.batch import Batch
 
 OnLayer = Callable[[int, torch.Tensor], None]
 

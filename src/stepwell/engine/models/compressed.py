@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import rms_norm
 
-from stepwell.engine.batch import Batch, Paging
-from stepwell.engine.groups import Groups
 from stepwell.engine.models.layers import Linear, RMSNorm, Rotary
 from stepwell.engine.ops.compression import Entries, Index, Overlap, attend_shared, close_groups, pool
-from stepwell.engine.rows import RowFormat
+from stepwell.engine.passes.batch import Batch, Paging
+from stepwell.engine.passes.groups import Groups
+from stepwell.engine.passes.rows import RowFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

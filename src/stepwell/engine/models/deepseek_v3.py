@@ -14,11 +14,11 @@ import torch
 
 from stepwell.base.errors import ConfigError
 from stepwell.base.spec.families.fields import MAX_LAYERS, Fields
-from stepwell.engine.batch import Batch
 from stepwell.engine.models.base import Block, Decoder, Layer, Parts, head_of
 from stepwell.engine.models.latent import LatentAttention, LatentSizes, latent_rotary, query_scale
 from stepwell.engine.models.layers import GatedMLP, Linear, RMSNorm, activation, norm_eps, number, said
 from stepwell.engine.models.moe import Experts, MixtureOfExperts, WithShared, gated, sigmoid_in_groups
+from stepwell.engine.passes.batch import Batch
 
 MODEL_TYPES = ("deepseek_v3", "kimi_k2")
 

@@ -11,13 +11,13 @@ import torch
 
 from stepwell.base.errors import ConfigError
 from stepwell.base.spec.families.latent import own_index
-from stepwell.engine.batch import Batch
 from stepwell.engine.models.attention import Angles
 from stepwell.engine.models.base import Decoder, Parts
 from stepwell.engine.models.deepseek_v3 import block, decoder, latent_attention, layer_names
 from stepwell.engine.models.indexer import Indexer
 from stepwell.engine.models.latent import LatentAttention, latent_rotary
 from stepwell.engine.ops.selection import Selection, attend_selected
+from stepwell.engine.passes.batch import Batch
 
 MODEL_TYPES = ("deepseek_v32", "glm_moe_dsa")
 

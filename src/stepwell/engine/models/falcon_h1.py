@@ -15,12 +15,12 @@ import torch
 from stepwell.base.errors import ConfigError
 from stepwell.base.spec.families.attention import read_heads
 from stepwell.base.spec.families.fields import Fields
-from stepwell.engine.batch import Batch
 from stepwell.engine.models.attention import Angles, Attention, queries_keys_values
 from stepwell.engine.models.base import Decoder, Parts, head_of
 from stepwell.engine.models.layers import GatedMLP, Linear, RMSNorm, activation, number, rotary_from, said
 from stepwell.engine.models.mamba2 import GatedNorm, Mixer, Sizes, step_limits
 from stepwell.engine.ops.recurrent import Points
+from stepwell.engine.passes.batch import Batch
 
 MODEL_TYPES = ("falcon_h1",)
 

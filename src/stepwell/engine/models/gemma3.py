@@ -18,11 +18,11 @@ from stepwell.base.spec.families.attention import read_heads
 from stepwell.base.spec.families.fields import Fields
 from stepwell.base.spec.families.layers import Layer as LayerKind
 from stepwell.base.spec.families.layers import every, schedule
-from stepwell.engine.batch import Batch
 from stepwell.engine.loading.weights import Weights
 from stepwell.engine.models.attention import Angles, Attention, queries_keys_values
 from stepwell.engine.models.base import Decoder, Parts
 from stepwell.engine.models.layers import GatedMLP, Linear, RMSNorm, Rotary, activation, norm_eps, number, rotary, said
+from stepwell.engine.passes.batch import Batch
 
 MODEL_TYPES = ("gemma3", "gemma3_text")
 

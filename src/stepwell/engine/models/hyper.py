@@ -16,9 +16,9 @@ import torch
 from torch.nn.functional import linear, rms_norm
 
 from stepwell.base.spec.families.fields import Fields
-from stepwell.engine.batch import Batch
 from stepwell.engine.loading.weights import Weights
 from stepwell.engine.models.layers import norm_eps, number
+from stepwell.engine.passes.batch import Batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

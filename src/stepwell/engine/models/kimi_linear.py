@@ -18,7 +18,6 @@ from stepwell.base.errors import ConfigError
 from stepwell.base.spec.families.fields import Fields
 from stepwell.base.spec.families.layers import Layer as LayerKind
 from stepwell.base.spec.families.recurrent import KimiHeads, kimi_schedule, read_kimi_heads
-from stepwell.engine.batch import Batch
 from stepwell.engine.loading.weights import Weights
 from stepwell.engine.models.base import Block, Decoder, Parts
 from stepwell.engine.models.deepseek_v3 import decoder, layer_names, shared_block
@@ -26,6 +25,7 @@ from stepwell.engine.models.latent import LatentAttention, LatentSizes
 from stepwell.engine.models.layers import Activation, GatedMLP, Linear, RMSNorm, activation, norm_eps, number, said
 from stepwell.engine.models.moe import Experts, MixtureOfExperts, Route, WithShared, gated, sigmoid_in_groups
 from stepwell.engine.ops.recurrent import Points, convolve, gated_norm, recur
+from stepwell.engine.passes.batch import Batch
 
 MODEL_TYPES = ("kimi_linear", "kimi_k3")
 

@@ -18,12 +18,12 @@ import torch
 
 from stepwell.base.errors import ConfigError
 from stepwell.base.spec.families.fields import Fields
-from stepwell.engine.batch import Batch
 from stepwell.engine.loading.weights import Weights
 from stepwell.engine.models.attention import Angles
 from stepwell.engine.models.layers import Linear, RMSNorm, Rotary, number, rotary_from, rotate
 from stepwell.engine.ops.attention import attend
-from stepwell.engine.rows import RowFormat, latent_rows
+from stepwell.engine.passes.batch import Batch
+from stepwell.engine.passes.rows import RowFormat, latent_rows
 
 _EPS = 1e-6  # of the norms inside, whatever the config says of those outside
 

@@ -16,11 +16,11 @@ from torch.nn.functional import softplus
 
 from stepwell.base.errors import ConfigError
 from stepwell.base.spec.families.fields import Fields
-from stepwell.engine.batch import Batch
 from stepwell.engine.loading.weights import Weights
 from stepwell.engine.models.base import Decoder, Parts, head_of
 from stepwell.engine.models.layers import Activation, Linear, RMSNorm, activation, number, said
 from stepwell.engine.ops.recurrent import Points, convolve, gated_norm, recur
+from stepwell.engine.passes.batch import Batch
 
 MODEL_TYPES = ("mamba2",)
 

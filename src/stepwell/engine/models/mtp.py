@@ -18,7 +18,6 @@ from torch.nn.functional import embedding, linear
 from stepwell.base.errors import ConfigError
 from stepwell.base.spec import ModelSpec
 from stepwell.base.spec.families.fields import Fields
-from stepwell.engine.batch import Batch
 from stepwell.engine.loading.eight_bits import block_in
 from stepwell.engine.loading.weights import TensorSource, Weights
 from stepwell.engine.models import deepseek_v3, deepseek_v32
@@ -26,6 +25,7 @@ from stepwell.engine.models.base import Decoder, Layer, Parts
 from stepwell.engine.models.indexer import Indexer
 from stepwell.engine.models.latent import latent_rotary
 from stepwell.engine.models.layers import Linear, RMSNorm, norm_eps
+from stepwell.engine.passes.batch import Batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

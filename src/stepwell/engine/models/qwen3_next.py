@@ -17,13 +17,13 @@ from stepwell.base.spec.families.attention import read_heads
 from stepwell.base.spec.families.fields import Fields
 from stepwell.base.spec.families.layers import Layer as LayerKind
 from stepwell.base.spec.families.layers import every, schedule
-from stepwell.engine.batch import Batch
 from stepwell.engine.loading.weights import Weights
 from stepwell.engine.models.attention import Angles, Attention
 from stepwell.engine.models.base import Decoder, Parts, head_of
 from stepwell.engine.models.layers import Activation, GatedMLP, Linear, RMSNorm, activation, norm_eps, rotary_from, said
 from stepwell.engine.models.moe import Experts, MixtureOfExperts, gated, softmax_then_top
 from stepwell.engine.ops.recurrent import Points, convolve, gated_norm, recur
+from stepwell.engine.passes.batch import Batch
 
 MODEL_TYPES = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
 

@@ -26,7 +26,7 @@ from stepwell.engine.models import (
     qwen3_next,
 )
 from stepwell.engine.models.base import Decoder, Parts
-from stepwell.engine.pages import TORCH_DTYPES
+from stepwell.engine.passes.pages import TORCH_DTYPES
 
 _MODULES: tuple[ModuleType, ...] = (
     deepseek_v3, deepseek_v4, deepseek_v32, dense, falcon_h1, gemma3, gpt_oss, kimi_linear, mamba2, qwen3_next,

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from stepwell.engine.batch import Paging, Run
-from stepwell.engine.rows import Rows
+from stepwell.engine.passes.batch import Paging, Run
+from stepwell.engine.passes.rows import Rows
 
 
 def write_rows(rows: Rows, paging: Paging, key_NKD: torch.Tensor, value_NKV: torch.Tensor) -> None:

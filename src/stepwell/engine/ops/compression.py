@@ -4,7 +4,7 @@
     overlap    the first half of a group's channels counts for the entry after it, the second half for its own
     seen       one softmax over a window of rows, over entries, and over a sink, which takes weight and gives nothing
 
-All rows are key and value in one, the same for all heads. Knows no weights and no models. Axes as in `engine/groups.py`, and
+All rows are key and value in one, the same for all heads. Knows no weights and no models. Axes as in `passes/groups.py`, and
 H heads, D channels of a row, I index heads, J rows of a window, K entries that are looked at, C channels of an entry, E of what
 a token makes, B bytes.
 """
@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 import torch
 
-from stepwell.engine.batch import Paging
-from stepwell.engine.groups import Groups, Seen
 from stepwell.engine.ops.selection import best
-from stepwell.engine.rows import Rows
+from stepwell.engine.passes.batch import Paging
+from stepwell.engine.passes.groups import Groups, Seen
+from stepwell.engine.passes.rows import Rows
 
 BLOCK_NUMBERS = 16 << 20  # of scores, or of gathered entries, at a time
 

@@ -24,9 +24,9 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import rms_norm, silu
 
-from stepwell.engine.batch import Batch
 from stepwell.engine.ops.fades import ChannelFades, Fades, HeadFades
-from stepwell.engine.pages import DevicePages
+from stepwell.engine.passes.batch import Batch
+from stepwell.engine.passes.pages import DevicePages
 
 CHUNK_TOKENS = 64
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from stepwell.engine.batch import Paging, Run, Singles
 from stepwell.engine.ops.attention import attend, weigh
-from stepwell.engine.rows import Rows
+from stepwell.engine.passes.batch import Paging, Run, Singles
+from stepwell.engine.passes.rows import Rows
 
 BLOCK_BYTES = 64 << 20  # of scores, or of gathered rows
 _WIDTH_BYTES = 4  # what is counted for each number, whatever it is computed in

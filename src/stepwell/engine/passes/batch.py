@@ -1,0 +1,261 @@
+"""One forward pass over several requests: their next tokens back to back, and where their memory lies.
+
+    tokens    | a | b | c | d d d d d d | e e e |       N tokens of S segments
+              |- singles -|---- runs ---------|         requests that decode come first, one token each
+
+Singles are attended to together, over padded page tables; runs one by one. Tensors end in their axes: N tokens, S segments,
+B singles, P pages, T tokens of context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from stepwell.base.ids import Kind
+from stepwell.base.plan import NO_PAGES, PageIds
+from stepwell.base.spec import ModelSpec, Prefix
+from stepwell.engine.passes.open_groups import OpenGroups
+from stepwell.engine.passes.pages import DevicePages
+from stepwell.engine.passes.rows import PLAIN, RowFormat, Rows
+
+PADDING_PAGES = 64  # that nobody minds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Segment:
+    """One request's part of a pass: tokens `[position, position + len(tokens))`, and the pages of its lease."""
+
+    tokens: Sequence[int] | npt.NDArray[np.int32]
+    position: int
+    prefix_pages: PageIds
+    window_pages: PageIds = field(default_factory=lambda: NO_PAGES)
+    first_window: int = 0
+    point_page: int | None = None
+    slot: int | None = None  # where its open groups are, for models that leave some
+    resumes: bool = False  # the first of its lease: its point page holds what was left at `position`
+    num_logits: int = 1  # of so many of its last tokens logits are wanted
+
+    @property
+    def end(self) -> int:
+        return self.position + len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Singles:
+    """One token each of several requests: rows `[start, stop)` of the batch, and the pages each looks at."""
+
+    start: int
+    stop: int
+    table_BP: torch.Tensor  # padded with pages of their own
+    mask_BT: torch.Tensor  # as a run's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Run:
+    """Several tokens of one request: rows `[start, stop)` of the batch, and the pages they look at."""
+
+    start: int
+    stop: int
+    pages_P: torch.Tensor
+    mask_NT: torch.Tensor  # added to scores: 0 where a token may look, -inf elsewhere
+    tiled: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def mask_for(self, group: int) -> torch.Tensor:
+        """The mask of `group` query heads one after the other; made once for all layers."""
+        if group not in self.tiled:
+            self.tiled[group] = self.mask_NT.repeat(group, 1)
+        return self.tiled[group]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Paging:
+    """Pages of one kind for a batch: where every token's row is written, and which rows each may look at."""
+
+    page_N: torch.Tensor
+    row_N: torch.Tensor
+    singles: tuple[Singles, ...]
+    runs: tuple[Run, ...]
+
+
+class Batch:
+    """Segments as tensors on one device. Singles must come before runs."""
+
+    def __init__(
+        self, segments: Sequence[Segment], pages: DevicePages, *, device: str | torch.device, every_token: bool = False,
+        dtype: torch.dtype = torch.float32, first_seen: int = 0, open_groups: OpenGroups | None = None,
+    ) -> None:  # fmt: skip
+        """`dtype` is what the model computes in; masks are added to its scores. No token looks at those before `first_seen`."""
+        self._dtype = dtype
+        self._first_seen = first_seen
+        self.segments = segments
+        self.pages = pages
+        self.open_groups = open_groups
+        self.device = device
+        lengths = [len(segment.tokens) for segment in segments]
+        assert lengths and min(lengths) > 0, f"a pass needs tokens of every segment: {lengths=}"
+        self.num_singles = next((at for at, length in enumerate(lengths) if length > 1), len(lengths))
+        assert 1 not in lengths[self.num_singles :], f"singles come first: {lengths=}"
+        self.starts = [0, *np.cumsum(lengths).tolist()]  # segment s has rows [starts[s], starts[s + 1])
+        self.tokens_N = self._tensor(np.concatenate([np.asarray(segment.tokens) for segment in segments]))
+        self.positions_N = self._tensor(np.concatenate([np.arange(segment.position, segment.end) for segment in segments]))
+        stops = zip(segments, self.starts[1:], strict=True)
+        last = [row for segment, stop in stops for row in range(stop - segment.num_logits, stop)]
+        wanted = range(self.starts[-1]) if every_token else last
+        self.wanted = self._tensor(np.fromiter(wanted, np.int64))  # rows whose logits are asked for
+        self._paging: dict[int | None, Paging] = {}
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.pages.spec
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
+
+    @property
+    def points_S(self) -> torch.Tensor:
+        """The page of each segment's point state."""
+        return self._tensor(np.array([segment.point_page for segment in self.segments], np.int64))
+
+    @property
+    def fresh_S(self) -> torch.Tensor:
+        """Which segments start at token 0, and so with an empty state."""
+        return torch.tensor([segment.position == 0 for segment in self.segments], device=self.device)
+
+    def paging(self, window: int | None) -> Paging:
+        """Prefix pages when `window` is None, else window pages for layers that look at so many tokens, themselves included."""
+        if window not in self._paging:
+            self._paging[window] = self._page(window)
+        return self._paging[window]
+
+    def rows(self, state: str, layer: int, kept: RowFormat = PLAIN) -> Rows:
+        """One layer of a state, to read and write in what the model computes in."""
+        return self.pages.rows(state, layer, kept, self._dtype)
+
+    def prepare(self) -> None:
+        """Makes its memory ready: all that may be read holds numbers, and open groups of segments that resume are in their slots.
+
+        Attention reads whole pages, and masks what is not written: pages this pass begins and does not fill are cleared. Where
+        groups are longer than a page all that it begins are, for most of them never get an entry.
+        """
+        spec, each_page = self.spec, self._longest_group > self.spec.page_tokens
+        if spec.parts(Kind.PREFIX):
+            prefix = [page for s in self.segments for page in _begun(s.prefix_pages, s, spec.page_tokens, 0, each_page)]
+            self.pages.clear(Kind.PREFIX, prefix)
+        if spec.parts(Kind.WINDOW):
+            size = spec.window_page_tokens
+            windows = [page for s in self.segments for page in _begun(s.window_pages, s, size, s.first_window, False)]
+            self.pages.clear(Kind.WINDOW, windows)
+        if self.open_groups is not None:
+            for segment, slot, page in self._with_open_groups():
+                if segment.resumes:
+                    self.open_groups.restore(slot, page=page, boundary=segment.position)
+
+    def finish(self) -> None:
+        """After the pass: segments that end at a boundary leave their open groups in their point pages, for a checkpoint."""
+        if self.open_groups is not None:
+            for segment, slot, page in self._with_open_groups():
+                if self.spec.is_legal(segment.end):
+                    self.open_groups.keep(slot, page=page, boundary=segment.end)
+
+    # ---- inside -----------------------------------------------------------------------------------
+
+    def _with_open_groups(self) -> list[tuple[Segment, int, int]]:
+        """Segments that may have some, with their slots and their point pages."""
+        return [(s, s.slot, s.point_page) for s in self.segments if s.slot is not None and s.point_page is not None]
+
+    @property
+    def _longest_group(self) -> int:
+        """The most tokens that one row of a prefix page is for."""
+        return max((s.shape.ratio for s in self.spec.states if isinstance(s.shape, Prefix)), default=1)
+
+    def _page(self, window: int | None) -> Paging:
+        size = self.spec.page_tokens if window is None else self.spec.window_page_tokens
+        spans = [self._span(segment, window, size) for segment in self.segments]
+        slots = [_slots(segment, size, window) for segment in self.segments]
+        return Paging(
+            page_N=self._tensor(np.concatenate([page for page, _ in slots])),
+            row_N=self._tensor(np.concatenate([row for _, row in slots])),
+            singles=tuple(self._group(group, spans, size, window) for group in self._together(spans)),
+            runs=tuple(self._run(at, spans[at], size, window) for at in range(self.num_singles, len(self.segments))),
+        )
+
+    def _together(self, spans: Sequence[tuple[int, PageIds]]) -> Iterator[range]:
+        """Singles that are looked at together. Layers that look at a window and at groups need both cut alike: as groups are."""
+        if self._longest_group > 1:
+            spans = [self._span(segment, None, self.spec.page_tokens) for segment in self.segments[: self.num_singles]]
+        return _alike(spans[: self.num_singles])
+
+    @staticmethod
+    def _span(segment: Segment, window: int | None, size: int) -> tuple[int, PageIds]:
+        """The first token of the pages a segment looks at, and those pages."""
+        stop = -(-segment.end // size)
+        if window is None:
+            return 0, segment.prefix_pages[:stop]
+        first = max(segment.position - window + 1, 0) // size
+        assert first >= segment.first_window, f"window pages from {first} on are needed, from {segment.first_window} on are held"
+        return first * size, segment.window_pages[first - segment.first_window : stop - segment.first_window]
+
+    def _group(self, group: range, spans: Sequence[tuple[int, PageIds]], size: int, window: int | None) -> Singles:
+        longest = max(len(spans[at][1]) for at in group)
+        table = np.zeros((len(group), longest), np.int64)
+        for row, at in enumerate(group):
+            pages = spans[at][1]
+            table[row, : len(pages)], table[row, len(pages) :] = pages, pages[0]
+        first_B1 = self._tensor(np.array([[spans[at][0]] for at in group]))
+        here_B1 = self._tensor(np.array([[self.segments[at].position] for at in group]))
+        return Singles(
+            start=group.start,
+            stop=group.stop,
+            table_BP=self._tensor(table),
+            mask_BT=self._mask(here_B1, first_B1 + torch.arange(longest * size, device=self.device), window),
+        )
+
+    def _run(self, at: int, span: tuple[int, PageIds], size: int, window: int | None) -> Run:
+        segment, (first, pages) = self.segments[at], span
+        here_N1 = torch.arange(segment.position, segment.end, device=self.device)[:, None]
+        context_1T = first + torch.arange(len(pages) * size, device=self.device)[None]
+        return Run(
+            start=self.starts[at],
+            stop=self.starts[at + 1],
+            pages_P=self._tensor(pages.astype(np.int64)),
+            mask_NT=self._mask(here_N1, context_1T, window),
+        )
+
+    def _mask(self, here: torch.Tensor, context: torch.Tensor, window: int | None) -> torch.Tensor:
+        unseen = context > here
+        if self._first_seen:
+            unseen |= context < self._first_seen
+        if window is not None:
+            unseen |= context <= here - window
+        return torch.zeros(unseen.shape, device=unseen.device, dtype=self._dtype).masked_fill_(unseen, -torch.inf)
+
+    def _tensor(self, values: npt.NDArray[np.integer]) -> torch.Tensor:
+        return torch.from_numpy(values.astype(np.int64)).to(self.device)
+
+
+def _alike(spans: Sequence[tuple[int, PageIds]]) -> Iterator[range]:
+    """Neighbours whose lengths do not differ by much: padding them to one costs at most as much again, or a few pages."""
+    start = 0
+    for at in range(1, len(spans) + 1):
+        lengths = [len(pages) for _, pages in spans[start : at + 1]]
+        if at == len(spans) or len(lengths) * max(lengths) > 2 * sum(lengths) + PADDING_PAGES:
+            yield range(start, at)
+            start = at
+
+
+def _begun(pages: PageIds, segment: Segment, size: int, first: int, each: bool) -> list[int]:
+    """The pages that a segment begins and does not fill, or `each` one it begins. `pages` are those from index `first` on."""
+    begun = range(-(-segment.position // size), -(-segment.end // size))
+    return [int(pages[at - first]) for at in begun if (each or at >= segment.end // size) and at - first < len(pages)]
+
+
+def _slots(segment: Segment, size: int, window: int | None) -> tuple[PageIds, npt.NDArray[np.int64]]:
+    """Page and row of each of a segment's tokens."""
+    index, row = np.divmod(np.arange(segment.position, segment.end), size)
+    return (segment.prefix_pages[index] if window is None else segment.window_pages[index - segment.first_window]), row

@@ -1,0 +1,80 @@
+"""The device tier as a model sees it: each state a tensor `[page, layer, row, element]` over the arena's bytes, without a copy.
+
+Knows no requests: which pages are whose is said by a `Batch`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from stepwell.base.errors import ConfigError
+from stepwell.base.ids import Kind
+from stepwell.base.spec import ModelSpec, Part
+from stepwell.engine.passes.rows import RowFormat, Rows
+
+TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_MIXED = ("fp8", "bf16+fp32", "fp16+fp32")  # bytes, until who knows them reads them: eight bits and scales, two kinds of numbers
+_STORED = {**TORCH_DTYPES, **dict.fromkeys(_MIXED, torch.uint8)}
+
+
+class DevicePages:
+    """All states of a model in one tier's memory. `rows` holds, for each kind, all of its pages as `[page, byte]`.
+
+    Where two models share pages, `inside` is what the pages hold in all, and `names` says what a state of this one is called
+    there when it is called otherwise.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, rows: Mapping[Kind, torch.Tensor], *, inside: ModelSpec | None = None,
+        names: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        self.spec = spec
+        whole = inside or spec
+        parts = {part.state: (kind, part) for kind in rows for part in whole.parts(kind)}
+        called = {state.name: (names or {}).get(state.name, state.name) for state in spec.states}
+        found = {name: parts[there] for name, there in called.items() if there in parts}  # some have rows at no boundary
+        self._states = {name: self._typed(rows[kind], part, spec.state(name).dtype) for name, (kind, part) in found.items()}
+        self._bytes = {name: _by_row(_bytes_of(rows[kind], part), part) for name, (kind, part) in found.items()}
+        # What is cleared: whole pages, or what this model has in them.
+        self._cleared = {kind: [rows[kind]] for kind in rows}
+        if inside is not None:
+            self._cleared = {kind: [self._bytes[name] for name, (of, _) in found.items() if of is kind] for kind in rows}
+
+    def state_PLRE(self, name: str) -> torch.Tensor:
+        """Every page, layer and row of a state; writing through it writes the memory."""
+        return self._states[name]
+
+    def bytes_PLRB(self, name: str) -> torch.Tensor:
+        """The same, byte by byte."""
+        return self._bytes[name]
+
+    def rows(self, name: str, layer: int, kept: RowFormat, dtype: torch.dtype) -> Rows:
+        """One layer of a state, to compute with in `dtype`."""
+        return Rows(self._states[name][:, layer], kept, dtype)
+
+    def clear(self, kind: Kind, ids: list[int]) -> None:
+        """Zeros these pages, so that rows nobody has written yet hold numbers, whatever the bytes were before."""
+        if ids:
+            for pages in self._cleared[kind]:
+                pages[torch.tensor(ids, device=pages.device)] = 0
+
+    @staticmethod
+    def _typed(rows: torch.Tensor, part: Part, dtype: str) -> torch.Tensor:
+        if dtype not in _STORED:
+            raise ConfigError(f"the engine cannot compute with a state of {dtype}; choose one of: {', '.join(_STORED)}")
+        state_PX: torch.Tensor = _bytes_of(rows, part).view(_STORED[dtype])
+        return _by_row(state_PX, part)
+
+
+def _by_row(part_PX: torch.Tensor, part: Part) -> torch.Tensor:
+    """A part of every page as `[page, layer, row, element]`, wherever the part has its rows. Without a copy."""
+    size = part_PX.element_size()
+    shape = (len(part_PX), part.layers, part.rows, part.row_bytes // size)
+    strides = (part_PX.stride(0), part.layer_stride // size, part.row_stride // size, 1)
+    return part_PX.as_strided(shape, strides, part_PX.storage_offset())
+
+
+def _bytes_of(rows: torch.Tensor, part: Part) -> torch.Tensor:
+    return rows[:, part.offset : part.offset + part.size_bytes]

@@ -1,0 +1,66 @@
+"""Text of answers: what the engine needs of a tokenizer (`loading/tokenizer.py` fills it), and where stop strings end it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class TextStream(Protocol):
+    """An answer's tokens as text, as they come."""
+
+    def push(self, token: int) -> str:
+        """The text that is certain now: never half a character."""
+        ...
+
+    def finish(self) -> str:
+        """What was held back, when no more tokens come."""
+        ...
+
+
+class Text(Protocol):
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Raises BadTokens for what is not whole text. Must let other threads go on meanwhile."""
+        ...
+
+    def exceeds(self, text: str, limit: int) -> bool:
+        """Whether a text is far too long for `limit` tokens, told sooner than by encoding it."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+    def stream(self, after: Sequence[int] = ()) -> TextStream:
+        """For the answer to a prompt."""
+        ...
+
+
+class StopFinder:
+    """Finds stop strings in a text that comes in pieces, and holds back what could still become one."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+        self.found = False
+
+    def push(self, text: str) -> str:
+        """What can be shown now. Once `found` is true nothing more is."""
+        if self.found:
+            return ""
+        text = self._held + text
+        ends = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        if ends:
+            self.found, self._held = True, ""
+            return text[: min(ends)]
+        keep = max((self._overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def finish(self) -> str:
+        """What was held back, when the answer has ended otherwise."""
+        held, self._held = self._held, ""
+        return held
+
+    @staticmethod
+    def _overlap(text: str, stop: str) -> int:
+        """The length of the longest end of `text` that begins `stop`."""
+        return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)

@@ -1,0 +1,168 @@
+"""`/v1/chat/completions`: messages, made one prompt by the model's template.
+
+What all chats of an application begin with, its system prompt and tools, ends somewhere in the prompt; that place is worth a
+checkpoint, and the engine is told.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from stepwell.base.errors import ConfigError
+from stepwell.engine.request import Ask, Delta
+from stepwell.engine.text import Text
+from stepwell.server.access import asking, principal_of
+from stepwell.server.door import arrived_s
+from stepwell.server.errors import ApiError
+from stepwell.server.logprobs import chat_logprobs
+from stepwell.server.models import must_be_served
+from stepwell.server.principals import Principal
+from stepwell.server.reading import read_body
+from stepwell.server.replies import reply
+from stepwell.server.requests import ChatBody, Unknown, asks_of, refuse_unsupported, sampling_of
+from stepwell.server.served import Served
+
+_LEADING = ("system", "developer")
+_TEXT_PARTS = ("text", "input_text", "output_text")
+_OTHER_MODEL = "or serve a model whose template does"
+_PROBE = {"role": "user", "content": "?"}  # for templates that refuse to render a system prompt alone
+
+Message = Mapping[str, Any]
+
+
+def chat_router(served: Served) -> APIRouter:
+    router, unknown = APIRouter(dependencies=[asking(served.principals)]), Unknown()
+
+    @router.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        body, size_bytes = await read_body(served, request, ChatBody)
+        must_be_served(served, body.model)
+        principal = principal_of(request)
+        refuse_unsupported(body, principal, unknown)
+        asks = await served.aside(size_bytes, lambda: _asks(served, body, principal, arrived_s(request)))
+        return await reply(request, served, body, asks, ChatForm(served.text))
+
+    return router
+
+
+def _asks(served: Served, body: ChatBody, principal: Principal, arrived_s: float) -> list[Ask]:
+    max_tokens = body.max_completion_tokens or body.max_tokens
+    if body.top_logprobs is not None and not body.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    sampling = sampling_of(body, served.defaults, max_tokens=max_tokens, logprobs=logprobs)
+    options = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        options["reasoning_effort"] = body.reasoning_effort
+    tools = None if body.tool_choice == "none" else body.tools
+    tokens, hints = chat_prompt(served, body.messages, tools, options)
+    served.must_fit(tokens, max_tokens=max_tokens, param="messages")
+    return asks_of(body, principal, tokens, sampling, arrived_s=arrived_s, hints=hints)
+
+
+def chat_prompt(
+    served: Served, messages: Sequence[Message], tools: Sequence[Message] | None, options: Mapping[str, Any] | None = None
+) -> tuple[list[int], tuple[int, ...]]:
+    """The tokens of a chat, and how many of them are its system prompt and tools. Raises ApiError."""
+    if tools and not served.chat.mentions("tools"):
+        what = f"leave them out, or describe them in a message ({_OTHER_MODEL})"
+        error = f"this model's chat template does not know tools: {what}"
+        raise ApiError(400, error, param="tools", code="unsupported_parameter")
+    plain = [_plain(served, number, message) for number, message in enumerate(messages)]
+    try:
+        prompt = served.chat.render(plain, tools=tools or None, options=options)
+    except ConfigError as error:
+        raise ApiError(400, str(error), param="messages") from None
+    tokens = served.encode(prompt, param="messages")
+    leading = plain[:1] if plain[0]["role"] in _LEADING else []
+    if not leading and not tools:
+        return tokens, ()
+    head = _head(served, leading, tools, options)
+    begun = served.encode(prompt[: _common(prompt, head)], param="messages") if head else []
+    return tokens, (_common(tokens, begun),)
+
+
+def _head(served: Served, leading: list[Message], tools: Sequence[Message] | None, options: Mapping[str, Any] | None) -> str:
+    """What the template makes of system prompt and tools alone; nothing where it refuses."""
+    for messages in (leading, [*leading, _PROBE]):
+        try:
+            return served.chat.render(messages, tools=tools or None, options=options, add_generation_prompt=False)
+        except ConfigError:
+            continue
+    return ""
+
+
+def _common(one: Sequence[object], other: Sequence[object]) -> int:
+    """How far both are the same."""
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def _plain(served: Served, number: int, message: Message) -> Message:
+    """A message as templates know it: content is text, and developers speak as the system where the template has none."""
+    role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
+    place = f"messages[{number}]"
+    if not isinstance(role, str) or not role:
+        raise ApiError(400, f"{place} needs a role, as in 'user'", param="messages")
+    if calls is not None and not isinstance(calls, list):
+        raise ApiError(400, f"{place}: tool_calls must be a list", param="messages")
+    if isinstance(content, list):
+        content = "\n".join(_part(place, part) for part in content)
+    elif content is None:
+        content = ""  # templates would write None
+    elif content is not None and not isinstance(content, str):
+        raise ApiError(400, f"{place}: content must be text, or a list of parts of type text", param="messages")
+    if role == "developer" and "developer" not in served.chat.source:
+        role = "system"
+    plain = {**message, "role": role, "content": content}
+    if not calls:
+        return plain
+    if not served.chat.mentions("tool_calls"):
+        what = f"write them into its content ({_OTHER_MODEL})"
+        error = f"{place}: this model's chat template does not know tool_calls: {what}"
+        raise ApiError(400, error, param="messages", code="unsupported_parameter")
+    return {**plain, "tool_calls": [_call(place, call) for call in calls]}
+
+
+def _part(place: str, part: Any) -> str:
+    if isinstance(part, Mapping) and part.get("type") in _TEXT_PARTS and isinstance(part.get("text"), str):
+        return str(part["text"])
+    raise ApiError(400, f"{place}: only parts of type text are supported", param="messages")
+
+
+def _call(place: str, call: Any) -> Any:
+    """A call of a tool with its arguments as templates want them: OpenAI's clients send JSON within JSON."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        raise ApiError(400, f"{place}: tool_calls must be objects with a function", param="messages")
+    if not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except (ValueError, RecursionError):
+        return call  # what a model wrote, whole or not
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+class ChatForm:
+    prefix = "chatcmpl"
+    whole_object, chunk_object = "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, text: Text | None) -> None:
+        self._text = text
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+
+    def piece(self, index: int, delta: Delta) -> dict[str, Any]:
+        return {"index": index, "delta": {"content": delta.text} if delta.text else {}, **self._rest(delta)}
+
+    def whole(self, index: int, delta: Delta) -> dict[str, Any]:
+        return {"index": index, "message": {"role": "assistant", "content": delta.text, "refusal": None}, **self._rest(delta)}
+
+    def _rest(self, delta: Delta) -> dict[str, Any]:
+        logprobs = chat_logprobs(self._text, delta.logprobs) if delta.logprobs else None
+        return {"logprobs": logprobs, "finish_reason": delta.finish.value if delta.finish is not None else None}

@@ -1,0 +1,55 @@
+"""Log probabilities in the forms of both APIs. Tokens are written as the text they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from stepwell.engine.request import TokenLogprob
+from stepwell.engine.text import Text
+
+_LOWEST = -9999.0  # for what JSON has no number for
+
+
+def chat_logprobs(text: Text | None, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        word = _word(text, token)
+        return {"token": word, "logprob": _number(logprob), "bytes": None if "\ufffd" in word else list(word.encode())}
+
+    content = [
+        {**entry(each.token, each.logprob), "top_logprobs": [entry(token, logprob) for token, logprob in each.top]}
+        for each in tokens
+    ]
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(text: Text | None, tokens: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
+    """`offset`: characters of this answer's tokens before these."""
+    words = [_word(text, each.token) for each in tokens]
+    offsets = []
+    for word in words:
+        offsets.append(offset)
+        offset += len(word)
+    return {
+        "tokens": words,
+        "token_logprobs": [_number(each.logprob) for each in tokens],
+        "top_logprobs": [_alternatives(text, each) for each in tokens],
+        "text_offset": offsets,
+    }
+
+
+def _alternatives(text: Text | None, token: TokenLogprob) -> dict[str, float]:
+    """By their text; where two read the same, as halves of characters do, the likelier one stands."""
+    found: dict[str, float] = {}
+    for each, logprob in ((token.token, token.logprob), *token.top):
+        word = _word(text, each)
+        found[word] = max(found.get(word, _LOWEST), _number(logprob))
+    return found
+
+
+def _word(text: Text | None, token: int) -> str:
+    return str(token) if text is None else text.decode([token])
+
+
+def _number(logprob: float) -> float:
+    return max(logprob, _LOWEST)

@@ -1,0 +1,101 @@
+"""Whose a request is: found once from its key, and asked everywhere else for what it may do and which state it may meet.
+
+    bearer token  --Principals.of_key-->  Principal  -->  namespace (tenant and salt), priority, time to live, pins
+
+Without tenants there is one principal for everybody, and the operator, who has the admin token. Keys are kept as digests and
+compared in constant time, each request with all of them. Reads no files; `tenants.py` does.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+
+from stepwell.base.errors import ConfigError
+
+_KEEPS_QUOTAS = "log"  # the kind of store that does
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Secrets:
+    """Who may do what. `api_key` None: whoever can connect may ask, unless there are tenants, who have keys of their own."""
+
+    api_key: str | None
+    admin_token: str
+
+    def __repr__(self) -> str:
+        return "Secrets(...)"  # which are not for logs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Principal:
+    """Somebody who asks. Two with different names never share cached state, whatever salts they or their requests have."""
+
+    name: str | None = None  # of a tenant; None for everybody else
+    salt: str | None = field(default=None, repr=False)  # of all its requests, beside their own
+    max_priority: int = 0
+    max_ttl_s: float | None = None  # that its state may stay in memory unused; None for no limit
+    quota_bytes: int | None = None  # of a log store; None for no limit
+    operates: bool = False  # has the admin token
+
+    def salted(self, cache_salt: str | None) -> str | None:
+        """The salt of a request. No two pairs of salts give the same one."""
+        return cache_salt if self.salt is None else json.dumps([self.salt, cache_salt])
+
+    def ttl_s(self, wanted_s: float | None) -> float | None:
+        """The time to live of a request that wants `wanted_s`, which `within_ttl` has allowed."""
+        return self.max_ttl_s if wanted_s is None else wanted_s
+
+    def within_ttl(self, wanted_s: float | None) -> bool:
+        return wanted_s is None or self.max_ttl_s is None or wanted_s <= self.max_ttl_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tenant:
+    principal: Principal
+    key_sha256: bytes = field(repr=False)
+
+
+class Principals:
+    """Everybody this server knows. Any thread."""
+
+    def __init__(self, secrets: Secrets, tenants: Sequence[Tenant] = (), *, max_priority: int = 0) -> None:
+        """`max_priority` is for everybody but tenants, whose own are known. Raises ConfigError."""
+        if tenants and secrets.api_key is not None:
+            raise ConfigError("there are tenants, who have keys of their own: leave the API key out")
+        admin = sha256(secrets.admin_token.encode()).digest()
+        self._everybody = Principal(max_priority=max_priority)
+        self._holders = [(admin, Principal(max_priority=max_priority, operates=True))]
+        if secrets.api_key is not None:
+            self._holders.append((sha256(secrets.api_key.encode()).digest(), self._everybody))
+        for tenant in tenants:
+            if any(hmac.compare_digest(tenant.key_sha256, digest) for digest, _ in self._holders):
+                raise ConfigError(f"tenant {tenant.principal.name} has the key of another, or the admin token: give it its own")
+            self._holders.append((tenant.key_sha256, tenant.principal))
+        self._tenants = {str(tenant.principal.name): tenant.principal for tenant in tenants}
+        self._open = secrets.api_key is None and not tenants
+
+    def of_key(self, given: bytes) -> Principal | None:
+        """Who has this key; None for nobody. Takes as long for a key that is nearly right as for any other."""
+        digest, found = sha256(given).digest(), self._everybody if self._open else None
+        for known, principal in reversed(self._holders):  # the admin token comes last, and counts
+            if hmac.compare_digest(digest, known):
+                found = principal
+        return found
+
+    def tenant(self, name: str) -> Principal | None:
+        return self._tenants.get(name)
+
+    def with_quotas(self, store: str, options: Mapping[str, str]) -> dict[str, str]:
+        """Options of a store, and the tenants' quotas beside them. Raises ConfigError where a store keeps none."""
+        if store.partition(":")[0] == _KEEPS_QUOTAS:  # and remembers them until it is told that there is none
+            amounts = {name: tenant.quota_bytes for name, tenant in self._tenants.items()}
+            return {f"quota.{name}": "none" if size is None else str(size) for name, size in amounts.items()} | dict(options)
+        if limited := [name for name, tenant in self._tenants.items() if tenant.quota_bytes is not None]:
+            raise ConfigError(
+                f"tenant {limited[0]} has a quota, which only log stores keep: use log:DIR, or leave quotas out of the file"
+            )
+        return dict(options)

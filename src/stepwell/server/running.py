@@ -1,0 +1,156 @@
+"""Runs the server: an address taken early, an engine's loop around it, and an orderly end.
+
+bind ... load the model ... serve until told to stop ... answers end, backups end, stores close
+
+Told to stop, it lets running answers finish for a while and refuses new requests; told again, it ends at once.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Mapping
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from stepwell.base.config import StoreConfig
+from stepwell.base.errors import ConfigError
+from stepwell.engine.engine import Engine
+from stepwell.engine.loading.chat import ChatTemplate
+from stepwell.engine.loop import EngineLoop
+from stepwell.server.app import build_app
+from stepwell.server.door import Door
+from stepwell.server.metrics import Metrics
+from stepwell.server.principals import Principals
+from stepwell.server.served import MAX_BODY_BYTES, Served
+from stepwell.server.stores import Stores
+
+DRAIN_S = 30.0  # that answers have to finish when the server is told to stop
+LAST_CALL_S = 5  # after that, for answers that are ended to say so
+KEEP_ALIVE_S = 30  # longer than clients keep idle connections: they should be the ones to close
+MAX_CONNECTIONS = 1024
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Takes an address without listening yet: connections are refused until the model is loaded. Raises ConfigError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    taken = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind((host, port))
+    except (OSError, OverflowError) as error:
+        taken.close()
+        raise ConfigError(f"cannot listen on {host} port {port}: {error}; choose another --host or --port") from None
+    return taken
+
+
+def address_of(taken: socket.socket) -> str:
+    host, port = taken.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class ModelServer:
+    """One engine behind one socket. `run` blocks, and closes everything it was given."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        name: str,
+        chat: ChatTemplate,
+        principals: Principals,
+        defaults: Mapping[str, float | int | bool] | None = None,
+        max_body_bytes: int = MAX_BODY_BYTES,
+        hosts: tuple[str, ...] = (),
+        open_metrics: bool = False,
+        drain_s: float = DRAIN_S,
+        store: str | None = None,
+        store_config: StoreConfig | None = None,
+    ) -> None:
+        """`store`: what the engine has opened already, by name; `store_config` is for stores attached later."""
+        self._loop = EngineLoop(engine)
+        self._stores = Stores(self._loop, store_config or StoreConfig(), store, principals)
+        self.served = Served(
+            loop=self._loop,
+            name=name,
+            text=engine.text,
+            chat=chat,
+            max_context=engine.max_context,
+            metrics=Metrics(self._loop),
+            principals=principals,
+            defaults=defaults or {},
+            max_body_bytes=max_body_bytes,
+            hosts=hosts,
+            open_metrics=open_metrics,
+        )
+        door = Door(engine.clock)
+        self._server = _Server(_config(build_app(self.served, self._stores, door)), door, drain_s)
+
+    def run(self, taken: socket.socket, on_ready: Callable[[], None] = lambda: None) -> None:
+        """Serves until `stop`, or until SIGINT or SIGTERM where this is the main thread. Calls `on_ready` once it answers."""
+        self._server.on_ready = on_ready
+        self._server.on_patience_lost = self._loop.abort_all
+        self._loop.start()
+        try:
+            self._stores.start()
+            self._server.run(sockets=[taken])
+        finally:
+            self._stores.close()
+            self._loop.stop()
+            taken.close()
+
+    def stop(self) -> None:
+        """Ends `run` once running answers have finished, or had their time. From any thread; a second call ends them at once."""
+        self._server.stop()
+
+
+def _config(app: FastAPI) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        log_level="warning",
+        ws="none",
+        lifespan="off",
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=LAST_CALL_S,
+        limit_concurrency=MAX_CONNECTIONS,
+    )
+
+
+class _Server(uvicorn.Server):
+    """Says when it listens. Stops once nobody is inside any more, or those who are have had their time."""
+
+    on_ready: Callable[[], None]
+    on_patience_lost: Callable[[], None]
+
+    def __init__(self, config: uvicorn.Config, door: Door, drain_s: float) -> None:
+        super().__init__(config)
+        self._door = door
+        self._drain_s = drain_s
+        self._at_once = False
+
+    def stop(self) -> None:
+        self._at_once = self._door.closed_at_s is not None
+        self._door.close()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """At SIGINT and SIGTERM. Signals are not raised again afterwards: the engine is still to be closed."""
+        self.stop()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=sockets)
+        if self.started:
+            self.on_ready()
+
+    async def on_tick(self, counter: int) -> bool:
+        patient = not self._at_once and self._door.closed_for_s() < self._drain_s
+        if self._door.closed_at_s is not None and not (self._door.num_inside and patient):
+            self.should_exit = True
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Answers that are still not whole are ended in order, not cut off."""
+        if self._door.num_inside:
+            self.on_patience_lost()
+        await super().shutdown(sockets=sockets)

@@ -1,0 +1,84 @@
+"""What every route knows: the engine's loop, the model's name, its tokenizer and template, and who may do what."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from stepwell.base.errors import BadTokens
+from stepwell.engine.engine import Engine
+from stepwell.engine.loading.chat import ChatTemplate
+from stepwell.engine.loop import EngineLoop
+from stepwell.engine.text import Text
+from stepwell.server.errors import ApiError
+from stepwell.server.metrics import Metrics
+from stepwell.server.principals import Principals
+
+T = TypeVar("T")
+
+MAX_BODY_BYTES = 32 * 2**20
+MAX_CHOICES = 64  # answers to one request
+LARGE_BYTES = 1 << 20  # of a body; larger ones are read and tokenized few at a time
+_OTHER_VALUES = 250_000  # numbers and strings of a body that are no token ids
+_LARGE_AT_ONCE = 2  # fewer than the threads there are, so that small ones find one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Served:
+    """One model behind one server. `defaults` are sampling settings for requests that name none.
+
+    `open_metrics` shows `/metrics` to whoever can connect, key or not.
+    """
+
+    loop: EngineLoop
+    name: str
+    text: Text | None
+    chat: ChatTemplate
+    max_context: int
+    metrics: Metrics
+    principals: Principals
+    defaults: Mapping[str, float | int | bool] = field(default_factory=dict)
+    max_body_bytes: int = MAX_BODY_BYTES
+    hosts: tuple[str, ...] = ()  # names it goes by; none for any
+    open_metrics: bool = False
+    large: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_LARGE_AT_ONCE))
+
+    @property
+    def max_values(self) -> int:
+        """Numbers and strings that a body can have a use for: ids of as many prompts as a request may have, and the rest."""
+        return MAX_CHOICES * self.max_context + _OTHER_VALUES
+
+    async def call(self, work: Callable[[Engine], T]) -> T:
+        """Runs `work` on the engine's thread, between two passes."""
+        return await asyncio.wrap_future(self.loop.call(work))
+
+    async def aside(self, size_bytes: int, work: Callable[[], T]) -> T:
+        """Runs what a body of `size_bytes` needs on a thread; that of large ones waits its turn, so that small ones do not."""
+        if size_bytes <= LARGE_BYTES:
+            return await asyncio.to_thread(work)
+        async with self.large:
+            return await asyncio.to_thread(work)
+
+    def encode(self, text: str, *, param: str) -> list[int]:
+        """Raises ApiError for what cannot be encoded, and, before it is, for what is far too long. Takes its time."""
+        if self.text is None:
+            raise ApiError(400, "this model has no tokenizer: give token ids as the prompt of /v1/completions", param=param)
+        try:
+            if self.text.exceeds(text, self.max_context):
+                raise self._too_long(f"{len(text)} characters are more tokens than", param)
+            return self.text.encode(text)
+        except BadTokens as error:
+            raise ApiError(400, str(error), param=param) from None
+
+    def must_fit(self, tokens: list[int], *, max_tokens: int | None, param: str) -> None:
+        """Raises ApiError for a prompt that is empty, or too long with the answer that is wanted."""
+        if not tokens:
+            raise ApiError(400, "the prompt is empty: there is nothing to go on from", param=param)
+        if len(tokens) + (max_tokens or 1) > self.max_context:
+            raise self._too_long(f"{len(tokens)} prompt tokens and {max_tokens or 1} to come exceed", param)
+
+    def _too_long(self, what: str, param: str) -> ApiError:
+        message = f"{what} the {self.max_context} that this server can hold; shorten the prompt or ask for less"
+        return ApiError(400, message, param=param, code="context_length_exceeded")

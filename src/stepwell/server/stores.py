@@ -1,0 +1,118 @@
+"""Stores that come and go while the server runs. Opening and closing may take long, and happen on a thread of their own;
+the cache is told on the engine's. A store is closed only when the cache has said that nothing uses it any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+
+from stepwell.base.config import StoreConfig
+from stepwell.base.errors import ConfigError, StepwellError
+from stepwell.engine.engine import Engine
+from stepwell.engine.loop import EngineLoop
+from stepwell.server.principals import Principals
+from stepwell.store.api import Store, register
+from stepwell.store.registry import open_store
+
+
+@dataclass(kw_only=True, eq=False)
+class _Attached:
+    where: str
+    store: Store
+    closed: Future[None]
+
+
+class Stores:
+    """Attaches and detaches. `start` it once the loop runs, and `close` it before the loop is stopped. Any thread."""
+
+    def __init__(self, loop: EngineLoop, config: StoreConfig, where: str | None, principals: Principals) -> None:
+        """`where`: the store that the engine opened itself, if it did. Those opened here get the tenants' quotas."""
+        self._principals = principals
+        self._loop = loop
+        self._config = config
+        self._first = where
+        self._now: _Attached | None = None  # changed on the engine's thread alone, as is the next
+        self._leaving: list[_Attached] = []
+        self._ending = False
+        self._host_memory: tuple[memoryview, ...] = ()
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="stepwell-stores")
+
+    def start(self) -> None:
+        def adopt(engine: Engine) -> None:
+            engine.on_detached = lambda store: self._detached(engine, store)
+            self._host_memory = engine.cache.store.host_memory
+            for store in engine.stores:
+                self._now = _Attached(where=self._first or store.traits.name, store=store, closed=Future())
+
+        self._loop.call(adopt).result()
+
+    @property
+    def where(self) -> str | None:
+        """The store that is attached, by name."""
+        now = self._now
+        return now.where if now is not None else None
+
+    def attach(self, where: str, options: Mapping[str, str]) -> Future[None]:
+        """Opens a store and attaches it. The future raises ConfigError or StoreError, and then holds nothing."""
+        return self._threads.submit(self._attach, where, dict(options))
+
+    def detach(self) -> Future[Future[None]]:
+        """Takes the attached store away, or raises ConfigError; what the future holds is done once the store is closed."""
+        return self._loop.call(self._detach)
+
+    def close(self) -> None:
+        """Waits for stores that are being opened or closed. Those still in use are the engine's to close."""
+
+        def leave(engine: Engine) -> None:
+            self._ending = True
+
+        with suppress(StepwellError):  # the engine's thread has died: then nothing comes from there any more
+            self._loop.call(leave).result()
+        self._threads.shutdown(wait=True)
+
+    # ---- inside -----------------------------------------------------------------------------------
+
+    def _attach(self, where: str, options: Mapping[str, str]) -> None:
+        if self._now is not None:
+            raise ConfigError("a store is attached already; detach it first")
+        store = open_store(where, options=self._principals.with_quotas(where, options))
+        try:
+            register(store, self._host_memory)  # here, for it may take long; attaching it finds it done
+            self._loop.call(lambda engine: self._put_below(engine, where, store)).result()
+        except BaseException:
+            store.close()
+            raise
+
+    def _put_below(self, engine: Engine, where: str, store: Store) -> None:
+        engine.cache.store.attach(store, self._config)
+        engine.stores.append(store)
+        self._now = _Attached(where=where, store=store, closed=Future())
+
+    def _detach(self, engine: Engine) -> Future[None]:
+        engine.cache.store.detach()
+        assert self._now is not None, "the cache had a store that nobody here knows"
+        leaving, self._now = self._now, None
+        self._leaving.append(leaving)
+        return leaving.closed
+
+    def _detached(self, engine: Engine, store: Store) -> None:
+        """The cache has let go of a store. On the engine's thread: nothing here may take long."""
+        leaving = next(each for each in self._leaving if each.store is store)
+        self._leaving.remove(leaving)
+        engine.stores.remove(store)
+        if self._ending:
+            _close(leaving)
+        else:
+            self._threads.submit(_close, leaving)
+
+
+def _close(leaving: _Attached) -> None:
+    try:
+        leaving.store.close()
+    except Exception as error:  # the worker boundary: whoever detached it is told
+        leaving.closed.set_exception(error)
+    else:
+        leaving.closed.set_result(None)

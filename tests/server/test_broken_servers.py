@@ -1,0 +1,62 @@
+"""What a server does when its engine or a body is broken: everybody is answered, soon, and with the reason."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import httpx
+
+from server.serving import ADMIN, CONTEXT, NAME, Running, running
+from stepwell.base.errors import StepwellError
+from waiting import PATIENCE_S, wait_until
+
+LONG = {"model": NAME, "prompt": "Go on and on.", "max_tokens": CONTEXT - 100, "ignore_eos": True}
+
+
+def test_an_engine_that_breaks_ends_open_answers_with_the_reason() -> None:
+    with suppress(StepwellError), running() as served, ThreadPoolExecutor(2) as pool:  # the last look at it is refused
+        where = f"{served.address}/v1/completions"
+        asked = [pool.submit(httpx.post, where, json=LONG | {"stream": stream}, timeout=PATIENCE_S) for stream in (True, False)]
+        wait_until(lambda: served.engine.num_open == 2)
+        step = served.engine.cache.step
+        served.engine.cache.step = _broken  # type: ignore[method-assign]
+        streamed, whole = (each.result() for each in asked)
+        assert "error" in streamed.text and whole.status_code == 500
+        health = partial(httpx.get, f"{served.address}/health", timeout=PATIENCE_S)
+        wait_until(lambda: health().status_code == 503, "a server without an engine that calls itself broken")
+        assert httpx.post(where, json=LONG, timeout=PATIENCE_S).status_code in (500, 503)
+        served.engine.cache.step = step  # type: ignore[method-assign]
+        served.engine.close()
+
+
+def _broken() -> Any:
+    raise RuntimeError("nobody knows")
+
+
+def test_a_body_of_a_million_mistakes_costs_little(served: Running) -> None:
+    body = b'{"model":"tiny","prompt":[' + b"1," * 200_000 + b'"x"]}'
+    started = time.process_time()  # of this process, where the server runs too: others may be busy
+    reply = httpx.post(
+        f"{served.address}/v1/completions", content=body, headers={"Content-Type": "application/json"}, timeout=PATIENCE_S
+    )
+    assert reply.status_code == 400 and len(reply.content) < 10_000
+    assert time.process_time() - started < 3
+
+
+def test_arguments_of_tools_may_be_nested_beyond_reason(served: Running) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "[" * 100_000}}
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    reply = httpx.post(
+        f"{served.address}/v1/chat/completions", json={"model": NAME, "messages": messages, "max_tokens": 2}, timeout=PATIENCE_S
+    )
+    assert reply.status_code in (200, 400)
+
+
+def test_a_misspelt_order_changes_nothing(served: Running) -> None:
+    with httpx.Client(base_url=served.address, timeout=PATIENCE_S, headers={"Authorization": f"Bearer {ADMIN}"}) as admin:
+        assert admin.post("/cache/flush", json={"salt": "x"}).status_code == 400
+        assert admin.post("/cache/store", json={"store": "memory:\0"}).status_code == 400

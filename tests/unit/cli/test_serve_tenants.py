@@ -1,0 +1,93 @@
+"""`stepwell serve --tenants FILE`, as an operator meets it. What tenants may do is tested in tests/server."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from stepwell.cli.main import main
+from waiting import PATIENCE_S
+
+pytest.importorskip("uvicorn")
+
+SMALL = ("--device", "cpu", "--device-memory", "16MiB", "--host-memory", "16MiB", "--page-tokens", "16")
+KEY = "the key that alice has"
+
+
+@pytest.fixture
+def tenants(tmp_path: Path) -> Path:
+    path = tmp_path / "tenants.json"
+    path.write_text(json.dumps({"tenants": [{"name": "alice", "key": KEY, "quota": "1MiB"}]}))
+    path.chmod(0o600)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("--tenants", "/no/such/file"), "'/no/such/file' cannot be read"),
+        (("--tenants", "FILE", "--api-key", "k"), "leave out --api-key"),
+        (("--tenants", "FILE", "--admin-token", KEY), "alice has the key of another, or the admin token"),
+        (("--tenants", "FILE", "--store", "memory:"), "alice has a quota, which only log stores keep"),
+    ],
+)
+def test_mistakes_are_found_before_weights_are_read(
+    argv: tuple[str, ...], message: str, tenants: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("stepwell.engine.build.open_checkpoint", lambda *args, **more: pytest.fail("the model was opened"))
+    given = [each.replace("FILE", str(tenants)) for each in argv]
+    assert main(["serve", "--model", "random-hybrid", "--port", "0", *SMALL, *given]) == 2
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1 and KEY not in said
+
+
+def test_a_tenant_is_served_and_its_quota_is_in_the_log(tenants: Path, tmp_path: Path) -> None:
+    where = tmp_path / "log"
+    tenants.chmod(0o644)
+    store = ("--store", f"log:{where}", "--store-budget", "64MiB", "--store-option", "segment=1MiB")
+    command = [sys.executable, "-m", "stepwell", "serve", "--model", "random-hybrid", *SMALL, "--port", "0", *store]
+    command += ["--tenants", str(tenants)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            said = _said(process)
+            assert said["API key"] == "one for each of 1 tenants" and "chmod 600" in said["warning"]
+            assert [_asked(said["address"], key) for key in (KEY, "another key")] == [200, 401]
+            process.send_signal(signal.SIGTERM)
+            out, errors = process.communicate(timeout=PATIENCE_S)
+        finally:
+            process.kill()
+    assert (process.returncode, errors) == (0, "") and KEY not in out + "".join(said.values())
+    stat = [sys.executable, "-m", "stepwell", "store", "stat", str(where), "--json"]
+    report = json.loads(subprocess.run(stat, capture_output=True, text=True, check=True).stdout)
+    assert [(each["tenant"], each["quota_bytes"]) for each in report["tenants"]] == [("alice", 1 << 20)]
+    assert {each["tenant"] for each in report["spaces"]} == {"alice"} and 0 < report["tenants"][0]["disk_bytes"] <= 1 << 20
+
+
+def _asked(address: str, key: str) -> int:
+    body = {"model": "random-hybrid", "prompt": "Keep this, whatever comes. " * 3, "max_tokens": 2, "ignore_eos": True}
+    headers = {"content-type": "application/json", "Authorization": f"Bearer {key}"}
+    request = urllib.request.Request(f"{address}/v1/completions", json.dumps(body).encode(), headers)
+    try:
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
+            return int(response.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def _said(process: subprocess.Popen[str]) -> dict[str, str]:
+    """What it prints before the first request, to the warning that comes last."""
+    assert process.stdout is not None
+    said: dict[str, str] = {}
+    for line in process.stdout:
+        label, _, value = line.partition("  ")
+        said[label.strip()] = value.strip()
+        if "warning" in said:
+            return said
+    raise AssertionError(process.communicate())

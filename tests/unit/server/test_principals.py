@@ -1,0 +1,82 @@
+"""Whose a request is, and what follows from it."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from itertools import combinations, product
+
+import pytest
+
+from stepwell.base.errors import ConfigError
+from stepwell.base.keys import Namespace
+from stepwell.server.principals import Principal, Principals, Secrets, Tenant
+
+ADMIN = "an admin token"
+SALTS = (None, "a", "b", "ab", '["a", "b"]', '["a", null]', "null")
+
+
+def tenant(name: str, key: str, **more: object) -> Tenant:
+    return Tenant(principal=Principal(name=name, **more), key_sha256=sha256(key.encode()).digest())  # type: ignore[arg-type]
+
+
+def test_without_keys_everybody_is_one_principal() -> None:
+    known = Principals(Secrets(api_key=None, admin_token=ADMIN), max_priority=4)
+    assert known.of_key(b"") == known.of_key(b"anything") == Principal(max_priority=4)
+    admin = known.of_key(ADMIN.encode())
+    assert admin is not None and admin.operates and admin.max_priority == 4
+
+
+def test_with_a_key_its_holders_are_one_principal() -> None:
+    known = Principals(Secrets(api_key="key", admin_token=ADMIN))
+    assert known.of_key(b"key") == Principal()
+    assert [known.of_key(given) for given in (b"", b"ke", b"keys", b"\xff")] == [None] * 4
+
+
+def test_tenants_are_told_apart_by_their_keys() -> None:
+    known = Principals(Secrets(api_key=None, admin_token=ADMIN), [tenant("alice", "one"), tenant("bob", "two", max_priority=3)])
+    found = [known.of_key(given) for given in (b"one", b"two", b"", b"three", sha256(b"one").hexdigest().encode())]
+    assert found == [Principal(name="alice"), Principal(name="bob", max_priority=3), None, None, None]
+    assert known.tenant("bob") == found[1] and known.tenant("carol") is None
+
+
+@pytest.mark.parametrize(
+    ("tenants", "api_key"),
+    [
+        ([tenant("alice", "one"), tenant("bob", "one")], None),
+        ([tenant("alice", ADMIN)], None),
+        ([tenant("alice", "one")], "one"),
+    ],
+)
+def test_keys_that_tell_nobody_apart_are_refused(tenants: list[Tenant], api_key: str | None) -> None:
+    with pytest.raises(ConfigError, match="key"):
+        Principals(Secrets(api_key=api_key, admin_token=ADMIN), tenants)
+
+
+def test_no_two_tenants_or_salts_share_a_namespace() -> None:
+    """Not even where a request's salt is written to look like another's."""
+    config = [Principal(), Principal(name="a"), Principal(name="b", salt="a"), Principal(name="ab", salt="b")]
+    spaces = [
+        Namespace(model="m", layout="l", tenant=each.name, salt=each.salted(salt)).digest for each, salt in product(config, SALTS)
+    ]
+    assert all(one != other for one, other in combinations(spaces, 2))
+
+
+def test_without_tenants_namespaces_are_what_they_were() -> None:
+    assert [Principal().salted(salt) for salt in SALTS] == list(SALTS)
+
+
+def test_the_longest_time_to_live_is_also_the_default() -> None:
+    bound, free = Principal(max_ttl_s=60.0), Principal()
+    assert (bound.ttl_s(None), bound.ttl_s(5.0), free.ttl_s(None), free.ttl_s(1e9)) == (60.0, 5.0, None, 1e9)
+    assert [bound.within_ttl(each) for each in (None, 60.0, 60.1)] == [True, True, False] and free.within_ttl(1e9)
+
+
+def test_quotas_reach_log_stores_and_no_store_that_keeps_none() -> None:
+    secrets = Secrets(api_key=None, admin_token=ADMIN)
+    known = Principals(secrets, [tenant("alice", "one", quota_bytes=4096), tenant("bob", "two")])
+    assert known.with_quotas("log:/d", {"budget": "1GiB"}) == {"budget": "1GiB", "quota.alice": "4096", "quota.bob": "none"}
+    for store in ("memory:", "mooncake:"):
+        with pytest.raises(ConfigError, match="alice has a quota"):
+            known.with_quotas(store, {})
+    assert Principals(secrets, [tenant("bob", "two")]).with_quotas("memory:", {"budget": "1"}) == {"budget": "1"}
+    assert Principals(secrets).with_quotas("log:/d", {}) == {}

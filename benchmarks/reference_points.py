@@ -13,7 +13,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -142,12 +142,13 @@ def _write(path: Path, results: Sequence[Result]) -> None:
 def run(cell: Cell, path: Path) -> Result:
     """Replays a cell and looks at its memory after every request."""
     started_s = time.monotonic()
-    policy = policy_named(cell.policy)
-    config = CacheConfig(
-        device_bytes=cell.budget_gb * GB, page_alignment_bytes=1, eviction=policy.eviction, placement=policy.placement
+    setup = Setup(
+        spec=MODELS[cell.model].spec(cell.model),
+        config=CacheConfig(device_bytes=cell.budget_gb * GB),
+        tuning=replace(policy_named(cell.policy), page_alignment_bytes=1),
     )
     trace = TraceFile(path)
-    replay = Replay(Setup(spec=MODELS[cell.model].spec(cell.model), config=config), block_tokens=trace.block_tokens)
+    replay = Replay(setup, block_tokens=trace.block_tokens)
     used, served = 0, 0
     for request in trace:
         replay.serve(request)

@@ -41,6 +41,7 @@ from stepwell import (
     build_cache,
 )
 from stepwell.base.plan import Plan
+from stepwell.cache.build import CacheTuning
 from stepwell.jobs.copy_executor import InlineCopyExecutor
 from stepwell.tiers.eviction import make_room
 from stepwell.transfer.copy_engine import Work
@@ -78,10 +79,11 @@ class Workload:
         spec = ModelSpec(name=f"bench-{comps}", states=(kv, *STATES[comps]), page_tokens=page_tokens)
         config = CacheConfig(
             device_bytes=device_pages * PAGE_BYTES,
-            page_alignment_bytes=PAGE_BYTES,
-            placement=PlacementConfig(interval_tokens=CHUNK_TOKENS, most_added=None),
+            placement=PlacementConfig(interval_tokens=CHUNK_TOKENS),
         )
-        self.cache: Cache = build_cache(spec, config, executor=InlineCopyExecutor([NoCopyEngine()]))
+        self.cache: Cache = build_cache(
+            spec, config, executor=InlineCopyExecutor([NoCopyEngine()]), tuning=CacheTuning(page_alignment_bytes=PAGE_BYTES)
+        )
         self.core = self.cache._core
         self.page_tokens = page_tokens
         self._random = np.random.default_rng(seed)

@@ -6,6 +6,7 @@ In the toy models an object of any kind takes 32 bytes (page of 4 tokens), so th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -29,7 +30,11 @@ from stepwell.base.clock import ManualClock
 from stepwell.base.config import PrefetchPolicy, StoreConfig
 from stepwell.base.ids import JobId
 from stepwell.base.plan import Purpose
-from stepwell.cache.build import layouts_for, numpy_memories
+from stepwell.cache.build import CacheTuning, layouts_for, numpy_memories
+from stepwell.policy.placement import PlacementRules
+from stepwell.policy.tuning import StoreTuning
+from stepwell.policy.value import ValuePolicy
+from stepwell.sim.least_recent import LeastRecent
 from stepwell.store.api import Store
 from stepwell.store_tier.ticket import Ticket
 from stepwell.testing import DigestEngine, ScriptedExecutor, ScriptedStoreExecutor
@@ -61,6 +66,8 @@ HYBRID = model(KV, swa(8), SSM)
 ALL_MODELS = {"full": FULL, "window": FULL_WINDOW, "point": FULL_POINT, "hybrid": HYBRID}
 
 NO_INTERVALS = PlacementConfig(interval_tokens=0, decode_interval_tokens=0)
+SMALL_PAGES = CacheTuning(page_alignment_bytes=16)
+EVICTIONS: dict[str, ValuePolicy | None] = {"value": None, "lru": LeastRecent()}  # None: as it ships
 
 
 def text(name: int, tokens: int) -> list[int]:
@@ -76,23 +83,29 @@ class Rig:
 
     def __init__(
         self, spec: ModelSpec = FULL, *, device_pages: int | None = 256, host_pages: int | None = None, ranks: int = 1,
-        placement: PlacementConfig = NO_INTERVALS, store: Store | None = None, store_config: StoreConfig | None = None,
-        clock: ManualClock | None = None, **config: object,
+        placement: PlacementConfig | PlacementRules = NO_INTERVALS, tuning: CacheTuning = SMALL_PAGES, store: Store | None = None,
+        store_config: StoreConfig | None = None, store_tuning: StoreTuning | None = None, clock: ManualClock | None = None,
+        **config: object,
     ) -> None:  # fmt: skip
         self.spec = spec
-        settings = {"page_alignment_bytes": 16, "placement": placement} | config
-        self.config = CacheConfig(device_bytes=_bytes(device_pages), host_bytes=_bytes(host_pages), **settings)  # type: ignore[arg-type]
-        layouts = layouts_for(spec, self.config)
+        if isinstance(placement, PlacementRules):
+            tuning = replace(tuning, placement=placement)
+        else:
+            config["placement"] = placement
+        self.tuning = tuning
+        self.config = CacheConfig(device_bytes=_bytes(device_pages), host_bytes=_bytes(host_pages), **config)  # type: ignore[arg-type]
+        layouts = layouts_for(spec, self.config, alignment=tuning.page_alignment_bytes)
         self.memories = [numpy_memories(spec, layouts) for _ in range(ranks)]
         self.executor = ScriptedExecutor([NumpyCopyEngine(memory) for memory in self.memories])
         self.engine = DigestEngine(spec, self.memories)
         self.clock = clock or ManualClock()
         self.cache = build_cache(
-            spec, self.config, executor=self.executor, clock=self.clock, on_free=self.engine.poison, model="toy weights"
-        )
+            spec, self.config, executor=self.executor, clock=self.clock, on_free=self.engine.poison, model="toy weights",
+            tuning=tuning,
+        )  # fmt: skip
         self.store_executor = ScriptedStoreExecutor(())
         if store is not None:
-            self.attach(store, store_config)
+            self.attach(store, store_config, store_tuning)
         self.core = self.cache._core
         self.tree = self.core.tree
 
@@ -191,16 +204,13 @@ class Rig:
 
     # ---- the store --------------------------------------------------------------------------------
 
-    def attach(self, store: Store, config: StoreConfig | None = None) -> None:
-        ranks = len(self.memories)
-        self.store_executor = ScriptedStoreExecutor(
-            [StoreWorker(store, memory[Tier.HOST], rank=rank, ranks=ranks) for rank, memory in enumerate(self.memories)]
-        )
-        self.cache.store.attach(
-            store,
-            config or StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, checkpoint_rest_s=0),
-            executor=self.store_executor,
-        )
+    def attach(self, store: Store, config: StoreConfig | None = None, tuning: StoreTuning | None = None) -> None:
+        """Below workers of our own, which get the config's key."""
+        config = config or StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, checkpoint_rest_s=0)
+        hosts, ranks, key = [memory[Tier.HOST] for memory in self.memories], len(self.memories), config.key
+        self.store_workers = [StoreWorker(store, host, rank=rank, ranks=ranks, key=key) for rank, host in enumerate(hosts)]
+        self.store_executor = ScriptedStoreExecutor(self.store_workers)
+        self.cache.store.attach(store, replace(config, key=None), executor=self.store_executor, tuning=tuning)
 
     def fetched(self, tokens: Sequence[int], **request: object) -> Ticket:
         """A ticket for a prompt, with everything that the store has of it brought up."""

@@ -16,18 +16,23 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from restart.questions import prompts
-from stepwell.base.config import PlacementConfig, PrefetchPolicy, StoreConfig
-from stepwell.engine import Ask, Engine, Limits, Sampling, Usage
+from stepwell.base.config import PrefetchPolicy, StoreConfig
+from stepwell.cache.build import CacheTuning
+from stepwell.engine import Ask, Engine, EngineConfig, Limits, Sampling, Usage, build_engine
 from stepwell.engine.engine import IDLE_S
+from stepwell.engine.loading.checkpoint import open_checkpoint
+from stepwell.policy.placement import PlacementRules
 
 
 def main() -> None:
     order = json.loads(sys.argv[1])
-    engine = Engine.load(
-        order["model"], device=order["device"], device_memory="512MiB", host_memory="512MiB", limits=Limits(max_running=8),
-        store=order["store"], store_options=order["options"], placement=PlacementConfig(at_branch=False),
+    config = EngineConfig(
+        device=order["device"], device_memory="512MiB", host_memory="512MiB", limits=Limits(max_running=8),
+        store=order["store"], store_options=order["options"],
         store_config=StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE),
     )  # fmt: skip
+    as_before = CacheTuning(placement=PlacementRules(at_branch=False))  # passes end where they did in the life before
+    engine = build_engine(open_checkpoint(order["model"]), config, tuning=as_before)
     try:
         measured = engine.footprint
         print(json.dumps({**play(engine, order), "bytes_per_token": float(measured.bytes_per_token),

@@ -42,7 +42,7 @@ def _measure(spec: ModelSpec, directory: Path) -> dict[str, Any]:
     config = CacheConfig(
         device_bytes=MEMORY_BYTES,
         host_bytes=MEMORY_BYTES,
-        placement=PlacementConfig(interval_tokens=INTERVAL, most_added=None, at_branch=False),
+        placement=PlacementConfig(interval_tokens=INTERVAL),
     )
     memories = numpy_memories(spec, layouts_for(spec, config))
     measured = footprint(DevicePages(spec, {kind: torch.from_numpy(memories[Tier.DEVICE].rows(kind)) for kind in Kind}))

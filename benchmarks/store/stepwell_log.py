@@ -70,9 +70,9 @@ class Driver:
 
     def _run(self, tasks: Sequence[Task]) -> None:
         for task in tasks:
-            self._store_executor.submit(StoreOp(job=JobId(next(self._jobs)), namespace=NAMESPACE, task=task, cancelled=_never))
+            self._store_executor.submit(StoreOp(job=JobId(next(self._jobs)), namespace=NAMESPACE, task=task))
         self._store_executor.drain(600)
-        replies = self._store_executor.replies()
+        replies = self._store_executor.answers()
         assert len(replies) == len(tasks), f"{len(replies)} of {len(tasks)} operations came home"
         for reply in replies:
             bad = {status for status in reply.outcome.statuses if status is not ItemStatus.OK}

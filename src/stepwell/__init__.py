@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from stepwell.base.config import CacheConfig, EvictionPolicy, PlacementConfig, WritePolicy
+    from stepwell.base.config import CacheConfig, PlacementConfig, PrefetchPolicy, StoreConfig, WritePolicy
     from stepwell.base.errors import (
         BadTokens,
         ConfigError,
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from stepwell.cache.build import build_cache
     from stepwell.cache.explain import Cause, Explanation
     from stepwell.cache.facade import Cache, StepReport
+    from stepwell.store.key_file import read_store_key
     from stepwell.store.registry import open_store
     from stepwell.tiers.external import EnginePages
     from stepwell.tiers.lease import Lease, LeaseState, Sources
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "stepwell.base.config": ("CacheConfig", "EvictionPolicy", "PlacementConfig", "WritePolicy"),
+    "stepwell.base.config": ("CacheConfig", "PlacementConfig", "PrefetchPolicy", "StoreConfig", "WritePolicy"),
     "stepwell.base.errors": (
         "BadTokens",
         "ConfigError",
@@ -60,6 +61,7 @@ _HOMES = {
     "stepwell.cache.explain": ("Cause", "Explanation"),
     "stepwell.cache.facade": ("Cache", "StepReport"),
     "stepwell.tiers.lease": ("Lease", "LeaseState", "Sources"),
+    "stepwell.store.key_file": ("read_store_key",),
     "stepwell.store.registry": ("open_store",),
     "stepwell.tree.match": ("Match",),
 }
@@ -72,7 +74,6 @@ __all__ = [
     "Cause",
     "ConfigError",
     "EnginePages",
-    "EvictionPolicy",
     "Explanation",
     "Kind",
     "Lease",
@@ -85,12 +86,14 @@ __all__ = [
     "NoRoom",
     "PlacementConfig",
     "Point",
+    "PrefetchPolicy",
     "Prefix",
     "Sources",
     "SpecError",
     "StateSpec",
     "StepReport",
     "StepwellError",
+    "StoreConfig",
     "StoreError",
     "Tier",
     "Window",
@@ -100,6 +103,7 @@ __all__ = [
     "build_cache",
     "load_spec",
     "open_store",
+    "read_store_key",
 ]
 
 

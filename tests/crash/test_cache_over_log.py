@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,24 +11,28 @@ from random import Random
 import pytest
 
 from stepwell import Cause, ConfigError, Kind, ModelSpec, StoreError, Tier, build_cache, open_store
+from stepwell.base.config import PrefetchPolicy, StoreConfig
+from stepwell.base.store_key import StoreKey
 from stepwell.base.store_op import ItemStatus
 from stepwell.store.log.store import LogStore
-from toys import ALL_MODELS, FULL, HYBRID, PAGE, Rig, text
+from toys import ALL_MODELS, FULL, HYBRID, PAGE, SMALL_PAGES, Rig, text
 
 PROMPTS = [text(name, 10 * PAGE + 1) for name in range(4)]
+KEYS = pytest.mark.parametrize("key", [None, StoreKey(bytes(range(32)))], ids=["unkeyed", "keyed"])
 
 
 @contextmanager
-def rig(spec: ModelSpec, directory: Path) -> Iterator[Rig]:
+def rig(spec: ModelSpec, directory: Path, key: StoreKey | None = None) -> Iterator[Rig]:
     store = open_store(f"log:{directory}", options={"budget": "8MiB", "direct": "off"})
+    config = StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, checkpoint_rest_s=0, key=key)
     try:
-        yield Rig(spec, device_pages=512, host_pages=512, store=store)
+        yield Rig(spec, device_pages=512, host_pages=512, store=store, store_config=config)
     finally:
         store.close()
 
 
-def fill(spec: ModelSpec, directory: Path) -> None:
-    with rig(spec, directory) as here:
+def fill(spec: ModelSpec, directory: Path, key: StoreKey | None = None) -> None:
+    with rig(spec, directory, key) as here:
         for prompt in PROMPTS:
             here.serve(prompt)
 
@@ -58,22 +63,35 @@ def wipe(path: Path, random: Random) -> None:
     path.write_bytes(data)
 
 
+@KEYS
 @pytest.mark.parametrize("spec", ALL_MODELS.values(), ids=ALL_MODELS)
-def test_yesterdays_prompts_are_resumed_today(spec: ModelSpec, tmp_path: Path) -> None:
-    fill(spec, tmp_path / "store")
-    with rig(spec, tmp_path / "store") as today:
+def test_yesterdays_prompts_are_resumed_today(spec: ModelSpec, key: StoreKey | None, tmp_path: Path) -> None:
+    fill(spec, tmp_path / "store", key)
+    with rig(spec, tmp_path / "store", key) as today:
         for prompt in PROMPTS:
             sources = today.serve_fetched(prompt)
             assert (sources.store, sources.computed) == (10 * PAGE, 1)
         today.idle_check()
 
 
+@KEYS
+def test_what_a_process_stored_before_it_died_is_served(key: StoreKey | None, tmp_path: Path) -> None:
+    with rig(HYBRID, tmp_path / "store", key) as here:
+        for prompt in PROMPTS:
+            here.serve(prompt)
+        shutil.copytree(tmp_path / "store", tmp_path / "left")  # what is there in the middle of it: nothing was closed
+    with rig(HYBRID, tmp_path / "left", key) as after:
+        assert sum(after.serve_fetched(prompt).store for prompt in PROMPTS) == 40 * PAGE
+        after.idle_check()
+
+
+@KEYS
 @pytest.mark.parametrize("harm", [flip_a_byte, cut, wipe], ids=lambda harm: harm.__name__)
 @pytest.mark.parametrize("spec", [FULL, HYBRID], ids=["full", "hybrid"])
 def test_damaged_files_cost_misses_and_never_a_byte(
-    spec: ModelSpec, harm: Callable[[Path, Random], None], tmp_path: Path
+    spec: ModelSpec, harm: Callable[[Path, Random], None], key: StoreKey | None, tmp_path: Path
 ) -> None:
-    fill(spec, tmp_path / "whole")
+    fill(spec, tmp_path / "whole", key)
     restored = 0
     for seed in range(12):
         random, directory = Random(seed), tmp_path / f"store{seed}"
@@ -81,12 +99,12 @@ def test_damaged_files_cost_misses_and_never_a_byte(
         for path in (tmp_path / "whole").iterdir():
             (directory / path.name).write_bytes(path.read_bytes())
         harm(random.choice(segments(directory)), random)
-        with rig(spec, directory) as here:
+        with rig(spec, directory, key) as here:
             for prompt in PROMPTS:
                 restored += here.serve_fetched(prompt).store  # every byte that comes back is checked
             here.idle_check()
         for _ in range(6):  # what is damaged is found when it is read, one page of a path after the other
-            with rig(spec, directory) as again:
+            with rig(spec, directory, key) as again:
                 healed = sum(again.serve_fetched(prompt).store for prompt in PROMPTS) == 40 * PAGE
             if healed:
                 break
@@ -113,7 +131,7 @@ def test_a_flipped_bit_in_a_page_is_named(tmp_path: Path) -> None:
 
 def test_a_store_that_outlives_the_process_wants_the_weights_named(tmp_path: Path) -> None:
     store = open_store(f"log:{tmp_path / 'store'}", options={"budget": "8MiB"})
-    nameless = build_cache(FULL, Rig(FULL, device_pages=64, host_pages=64).config)
+    nameless = build_cache(FULL, Rig(FULL, device_pages=64, host_pages=64).config, tuning=SMALL_PAGES)
     with pytest.raises(ConfigError, match="which weights"):
         nameless.store.attach(store)
     nameless.close()

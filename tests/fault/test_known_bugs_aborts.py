@@ -125,7 +125,7 @@ def test_branch_inside_a_chunk_gets_a_checkpoint_of_its_own() -> None:
 @pytest.mark.parametrize("spec", ["window", "point", "hybrid"])
 def test_split_keeps_the_checkpoints_on_both_sides(spec: str) -> None:
     """G3: cutting a node moves its checkpoints to the part they stand in; none is lost."""
-    rig = Rig(ALL_MODELS[spec], placement=PlacementConfig(interval_tokens=8, most_added=None))
+    rig = Rig(ALL_MODELS[spec], placement=PlacementConfig(interval_tokens=8))
     prompt = text(1, 33)
     rig.serve(prompt)
     rig.serve([*prompt[:20], *text(2, 5)])

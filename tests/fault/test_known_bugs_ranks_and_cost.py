@@ -6,17 +6,18 @@ import ast
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import stepwell
-from stepwell import EvictionPolicy, Kind, Lease, LeaseState, NoRoom, Point, StateSpec, Tier, WritePolicy
+from stepwell import Kind, Lease, LeaseState, NoRoom, Point, StateSpec, Tier, WritePolicy
 from stepwell.base.plan import Plan, Purpose
 from stepwell.transfer.copy_engine import Work
 from stepwell.tree import order
 from stepwell.tree.ranking import Ranking
-from toys import FULL, FULL_POINT, HYBRID, KV, OBJECT_BYTES, Rig, model, text
+from toys import EVICTIONS, FULL, FULL_POINT, HYBRID, KV, OBJECT_BYTES, SMALL_PAGES, Rig, model, text
 
 
 def test_every_rank_runs_the_same_plan_on_the_same_pages() -> None:
@@ -86,8 +87,8 @@ def test_a_miss_is_never_silent() -> None:
     assert "evicted" in str(rig.cache.explain(prompt)) and rig.cache.counters["evicted_device_pages"] > 0
 
 
-@pytest.mark.parametrize("policy", list(EvictionPolicy))
-def test_evicting_costs_the_same_in_a_small_and_in_a_large_tree(monkeypatch: pytest.MonkeyPatch, policy: EvictionPolicy) -> None:
+@pytest.mark.parametrize("policy", EVICTIONS)
+def test_evicting_costs_the_same_in_a_small_and_in_a_large_tree(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
     """K: operations on the order per evicted page, counted; the same with 50 leaves and with 1,500."""
     costs = [_evictions(monkeypatch, leaves, policy) for leaves in (50, 1500)]
     assert costs[0] > 0 and costs[1] <= costs[0] * 1.5 + 1, f"operations per evicted page: {costs}"
@@ -202,8 +203,8 @@ class _Ops:
         return wrapped
 
 
-def _evictions(monkeypatch: pytest.MonkeyPatch, leaves: int, policy: EvictionPolicy) -> float:
-    rig = Rig(FULL_POINT, device_pages=4 * leaves, eviction=policy)
+def _evictions(monkeypatch: pytest.MonkeyPatch, leaves: int, policy: str) -> float:
+    rig = Rig(FULL_POINT, device_pages=4 * leaves, tuning=replace(SMALL_PAGES, eviction=EVICTIONS[policy]))
     for name in range(leaves):
         rig.clock.advance(1)
         rig.serve_without_audit([*text(0, 4), *text(name + 1, 5)])

@@ -49,7 +49,7 @@ SPEC = ModelSpec(
 CONFIG = CacheConfig(
     device_bytes=4 << 20,
     host_bytes=32 << 20,
-    placement=PlacementConfig(interval_tokens=64, most_added=None, decode_interval_tokens=0),
+    placement=PlacementConfig(interval_tokens=64, decode_interval_tokens=0),
 )
 WAIT = StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, recompute_tokens_per_s=1.0, checkpoint_rest_s=0)  # always worth it
 

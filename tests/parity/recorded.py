@@ -11,16 +11,18 @@ from typing import Any
 import torch
 
 from engine.families import checkpoint
-from stepwell.base.config import PlacementConfig
 from stepwell.base.ids import Kind, Tier
+from stepwell.cache.build import CacheTuning
 from stepwell.engine import Ask, Engine, EngineConfig, Limits, Sampling, build_engine
 from stepwell.engine.loading.checkpoint import Checkpoint
 from stepwell.engine.scheduler import Chunk
+from stepwell.policy.placement import PlacementRules
 from stepwell.tiers.eviction import make_room
 from waiting import run_to_the_end, settle
 
 PAGE = 16
 ANSWER = 6
+NO_BRANCHES = PlacementRules(interval_tokens=4 * PAGE, most_added=None, decode_interval_tokens=2 * PAGE, at_branch=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,17 +41,18 @@ class Played:
 class Recorded:
     """An engine whose every row of logits is noted under its request."""
 
-    def __init__(self, family: str | Checkpoint, *, chunk_tokens: int = 64, max_running: int = 8, **settings: Any) -> None:
+    def __init__(
+        self, family: str | Checkpoint, *, chunk_tokens: int = 64, max_running: int = 8, placement: PlacementRules = NO_BRANCHES,
+        **settings: Any,
+    ) -> None:  # fmt: skip
         defaults = {
             "device": "cpu", "page_tokens": PAGE, "device_memory": "1MiB", "host_memory": "16MiB",
             "limits": Limits(chunk_tokens=chunk_tokens, max_running=max_running),
-            "placement": PlacementConfig(
-                interval_tokens=4 * PAGE, most_added=None, decode_interval_tokens=2 * PAGE, at_branch=False
-            ),
         }  # fmt: skip
         self.engine: Engine = build_engine(
-            checkpoint(family) if isinstance(family, str) else family, EngineConfig(**(defaults | settings))
-        )
+            checkpoint(family) if isinstance(family, str) else family, EngineConfig(**(defaults | settings)),
+            tuning=CacheTuning(placement=placement),
+        )  # fmt: skip
         self.logits: dict[int, list[torch.Tensor]] = {}
         self.resumed: dict[int, int] = {}
         self.chunks: dict[int, list[int]] = {}

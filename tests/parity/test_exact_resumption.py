@@ -13,7 +13,8 @@ import pytest
 
 from engine.families import FAMILIES
 from parity.recorded import PAGE, Played, Recorded, distance, same_bits, script, store_at
-from stepwell.base.config import PlacementConfig, PrefetchPolicy, StoreConfig
+from stepwell.base.config import PrefetchPolicy, StoreConfig
+from stepwell.policy.placement import PlacementRules
 
 pytest.importorskip("transformers")
 
@@ -75,7 +76,7 @@ def test_from_the_host(family: str, resident: list[Played]) -> None:
 
 def test_from_the_host_with_checkpoints_at_branches(family: str) -> None:
     """As by default: what is known decides where passes end, and eviction to the host forgets nothing."""
-    placement = PlacementConfig(interval_tokens=4 * PAGE, most_added=None, decode_interval_tokens=2 * PAGE)
+    placement = PlacementRules(interval_tokens=4 * PAGE, most_added=None, decode_interval_tokens=2 * PAGE)
     on_device = Recorded(family, placement=placement)
     played = script(on_device, seed=11)
     on_device.close()
@@ -151,7 +152,7 @@ def test_under_pressure_in_every_tier(family: str, resident: list[Played], tmp_p
     """Tiers that hold a fraction of the conversations, and several requests at once: some are preempted, and all are right."""
     recorded = Recorded(
         family, device_memory="1MiB", host_memory="1MiB", chunk_tokens=48,
-        placement=PlacementConfig(interval_tokens=4 * PAGE, most_added=None),
+        placement=PlacementRules(interval_tokens=4 * PAGE, most_added=None),
         **store_at(tmp_path / "log", "4MiB"), store_config=WAIT,
     )  # fmt: skip
     for start in range(0, len(resident), 3):

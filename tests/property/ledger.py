@@ -163,8 +163,8 @@ class LedgerExecutor(ScriptedExecutor):
         self._ledger.given_up(job)
         return super().withdraw(job)
 
-    def completed(self) -> list[Completion]:
-        done = super().completed()
+    def answers(self) -> list[Completion]:
+        done = super().answers()
         for completion in done:
             self._ledger.delivered(completion)
         return done

@@ -16,7 +16,8 @@ from functools import lru_cache
 
 from ledger import TOKEN, Content, Ledger
 
-from stepwell import Kind, ModelSpec, PlacementConfig, Point, Tier, Window
+from stepwell import Kind, ModelSpec, Point, Tier, Window
+from stepwell.policy.placement import PlacementRules
 
 Space = tuple[str | None, ...]
 
@@ -101,7 +102,7 @@ class Kept:
 class Oracle:
     """Facts of a cache that has room for everything: what was offered, less what was cleared or left behind by an answer."""
 
-    def __init__(self, spec: ModelSpec, placement: PlacementConfig) -> None:
+    def __init__(self, spec: ModelSpec, placement: PlacementRules) -> None:
         self._spec = spec
         self._placement = placement
         self.step = next(

@@ -17,6 +17,7 @@ from toy_models import Choose, Setup, make_borrowed_setup, make_setup
 from stepwell import Kind, ModelSpec, Namespace, WritePolicy
 from stepwell.base.config import PrefetchPolicy, StoreConfig
 from stepwell.base.keys import manifest_key
+from stepwell.policy.tuning import StoreTuning
 from stepwell.store.memory import MemoryStore
 from stepwell.store.wrappers import Faults, Faulty
 
@@ -34,11 +35,10 @@ HEAD_BYTES, MEMBER_BYTES, MEMBER_KEY_BYTES = 12, 56, 32  # of a manifest
 
 PATIENT = StoreConfig(
     prefetch=PrefetchPolicy.WAIT_COMPLETE,
-    host_share=1.0,
     recompute_tokens_per_s=ALWAYS_WORTH_IT,
-    backup_age_s=1e9,
     checkpoint_rest_s=0,
 )
+ROOMY = StoreTuning(host_share=1.0, backup_age_s=1e9)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +50,7 @@ class StoreSetup:
     seed: int
     eager: bool  # operations begin at once, and cannot be called back
     config: StoreConfig
+    tuning: StoreTuning
 
 
 class Shelf:
@@ -136,18 +137,20 @@ def make_store_setup(choose: Choose, *, external: bool) -> StoreSetup:
         setup = replace(setup, write=WritePolicy.THROUGH)  # what a store is mostly used with
     setup = replace(setup, host_objects=setup.host_objects or 24, ranks=min(setup.ranks, 2))
     page_bytes = setup.spec.object_bytes(Kind.PREFIX)
-    config = StoreConfig(
-        prefetch=choose((PrefetchPolicy.WAIT_COMPLETE, PrefetchPolicy.BEST_EFFORT, PrefetchPolicy.TIMEOUT)),
-        recompute_tokens_per_s=choose((ALWAYS_WORTH_IT, ALWAYS_WORTH_IT, None, 50.0)),
+    prefetch = choose((PrefetchPolicy.WAIT_COMPLETE, PrefetchPolicy.BEST_EFFORT, PrefetchPolicy.TIMEOUT))
+    tokens_per_s = choose((ALWAYS_WORTH_IT, ALWAYS_WORTH_IT, None, 50.0))
+    tuning = StoreTuning(
         host_share=choose((0.5, 1.0, 0.2)),
         fetch_chunk_bytes=choose((1, max(2 * page_bytes, 1), 2**20)),
         fallback_share=choose((0.25, 0.0, 1.0)),
-        errand_timeout_s=25.0,
+        op_timeout_s=25.0,
         backup_queue=choose((4096, 4096, 2)),
         backup_age_s=choose((1e9, 60.0)),
         backup_bytes=choose((2**20, 1)),
-        checkpoint_rest_s=choose((0.0, 3.0, 30.0)),
     )
+    rest_s = choose((0.0, 3.0, 30.0))
+    config = StoreConfig(prefetch=prefetch, recompute_tokens_per_s=tokens_per_s, checkpoint_rest_s=rest_s)
     return StoreSetup(
-        cache=setup, sort=choose(tuple(FAULTS)), seed=choose(tuple(range(4))), eager=choose((True, False)), config=config
-    )
+        cache=setup, sort=choose(tuple(FAULTS)), seed=choose(tuple(range(4))), eager=choose((True, False)), config=config,
+        tuning=tuning,
+    )  # fmt: skip

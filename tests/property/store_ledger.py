@@ -206,8 +206,8 @@ class LedgerStoreExecutor(ScriptedStoreExecutor):
             if self._started_s[job] <= latest_start_s:
                 self._ledger.abandoned(self, job)
 
-    def replies(self) -> list[Reply]:
-        done = super().replies()
+    def answers(self) -> list[Reply]:
+        done = super().answers()
         for reply in done:
             self._ledger.came(self, reply)
         return done

@@ -20,6 +20,7 @@ from stepwell.base.ids import JobId
 from stepwell.base.keys import page_keys
 from stepwell.base.store_op import ItemStatus
 from stepwell.cache.facade import StepReport
+from stepwell.policy.tuning import StoreTuning
 from stepwell.store_tier.link import LinkState
 from stepwell.store_tier.ticket import Ticket, TicketState
 from stepwell.tiers.eviction import make_room
@@ -46,6 +47,7 @@ class Line:
     store_executor: LedgerStoreExecutor
     which: int
     config: StoreConfig
+    tuning: StoreTuning
 
 
 class StoreSide(World):
@@ -141,13 +143,14 @@ class StoreSide(World):
     def attached(self) -> Line | None:
         return next((line for line in self.lines if not line.store_executor.detached), None)
 
-    def attach(self, which: int, config: StoreConfig | None = None) -> None:
+    def attach(self, which: int, config: StoreConfig | None = None, tuning: StoreTuning | None = None) -> None:
         store, config = self.shelf.stores[which], config or self.store_setup.config
+        tuning = tuning or self.store_setup.tuning
         ranks = len(self.memories)
         worker = [StoreWorker(store, memory[Tier.HOST], rank=rank, ranks=ranks) for rank, memory in enumerate(self.memories)]
-        line = Line(LedgerStoreExecutor(worker, self.ledger, self.clock, eager=self.store_setup.eager), which, config)
+        line = Line(LedgerStoreExecutor(worker, self.ledger, self.clock, eager=self.store_setup.eager), which, config, tuning)
         self.lines.append(line)
-        self.cache.store.attach(store, config, executor=line.store_executor)
+        self.cache.store.attach(store, config, executor=line.store_executor, tuning=tuning)
 
     def detach(self) -> None:
         line = self.attached
@@ -168,7 +171,7 @@ class StoreSide(World):
     def step(self) -> StepReport:
         report = super().step()
         for line in self.lines:
-            line.store_executor.give_up(line.config.errand_timeout_s)
+            line.store_executor.give_up(line.tuning.op_timeout_s)
         for store in report.detached:
             idle = [line for line in self.lines if line.store_executor.detached and not line.store_executor.pending]
             self.lines.remove(next(line for line in idle if self.shelf.stores[line.which] is store))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ledger import space_of
-from shelf import PATIENT
+from shelf import PATIENT, ROOMY
 from store_side import Awaited
 from store_world import StoreWorld
 from traffic import Traffic
@@ -106,7 +106,7 @@ class StoreTraffic(Traffic):
 
     def time_out(self) -> None:
         """The store says nothing for so long that nobody waits for it any more."""
-        self.world.clock.advance(self.world.store_setup.config.errand_timeout_s + 1)
+        self.world.clock.advance(self.world.store_setup.tuning.op_timeout_s + 1)
         self.world.step()
 
     def move_store(self, pick: int) -> None:
@@ -136,7 +136,7 @@ class StoreTraffic(Traffic):
         if anew or world.attached is None:
             if world.attached is not None:
                 world.detach()
-            world.attach(pick % 2, PATIENT)
+            world.attach(pick % 2, PATIENT, ROOMY)
         world.settle_everything()
         if serve:
             self.serve_and_look(tokens, pick, anew=anew)

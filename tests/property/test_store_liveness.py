@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 from lives import play, random_prompt
-from shelf import PATIENT, make_store_setup
+from shelf import PATIENT, ROOMY, make_store_setup
 from store_traffic import StoreTraffic
 from store_world import BorrowedStoreWorld, StoreWorld
 from toy_models import ROOMY_OBJECTS
@@ -25,10 +25,10 @@ def traffic_over_a_good_store(seed: int, random: Random) -> StoreTraffic:
     external = seed % 3 == 2
     setup = make_store_setup(random.choice, external=external)
     chunk_bytes = random.choice((1, max(2 * setup.cache.spec.object_bytes(Kind.PREFIX), 1), 2**20))
-    config = replace(PATIENT, fetch_chunk_bytes=chunk_bytes, fallback_share=random.choice((0.0, 0.25, 1.0)))
+    tuning = replace(ROOMY, fetch_chunk_bytes=chunk_bytes, fallback_share=random.choice((0.0, 0.25, 1.0)))
     roomy = setup.cache.regime.exact or random.random() < 0.3
     cache = replace(setup.cache, write=WritePolicy.THROUGH, host_objects=ROOMY_OBJECTS if roomy else random.choice((16, 24, 48)))
-    setup = replace(setup, sort="good", config=config, cache=cache)
+    setup = replace(setup, sort="good", config=PATIENT, tuning=tuning, cache=cache)
     traffic = StoreTraffic((BorrowedStoreWorld if external else StoreWorld)(setup))
     for _ in range(random.randint(3, 6)):
         traffic.serve(random_prompt(random, traffic.page), 0)

@@ -11,10 +11,8 @@ from typing import Any, TypeAlias
 from stepwell import (
     CacheConfig,
     ConfigError,
-    EvictionPolicy,
     ModelSpec,
     Namespace,
-    PlacementConfig,
     Point,
     Prefix,
     StateSpec,
@@ -22,10 +20,14 @@ from stepwell import (
     Window,
     WritePolicy,
 )
+from stepwell.cache.build import CacheTuning
 from stepwell.memory.arena import Arena
 from stepwell.memory.layout import lay_out
+from stepwell.policy.placement import PlacementRules
+from stepwell.sim.least_recent import LeastRecent
 
 ALIGNMENT_BYTES = 16
+EVICTIONS = {"value": None, "lru": LeastRecent()}  # None: as it ships
 ROOMY_OBJECTS = 500
 TRUNKS = ((0,) * 8, (0, 0, 0, 1, 0, 0, 0, 0), (0, 2, 0, 0, 0, 0, 0, 0))
 
@@ -54,7 +56,7 @@ class Setup:
     device_objects: int | None
     host_objects: int | None
     write: WritePolicy = WritePolicy.THROUGH
-    eviction: EvictionPolicy = EvictionPolicy.VALUE
+    eviction: str = "value"  # of EVICTIONS
     interval_pages: int = 0
     decode_interval_pages: int = 0
     at_branch: bool = True
@@ -63,9 +65,9 @@ class Setup:
     node_pages: int = 256  # the length at which the tree cuts its nodes
 
     @property
-    def placement(self) -> PlacementConfig:
+    def placement(self) -> PlacementRules:
         page = self.spec.page_tokens
-        return PlacementConfig(
+        return PlacementRules(
             interval_tokens=self.interval_pages * page,
             most_added=None,
             decode_interval_tokens=self.decode_interval_pages * page,
@@ -79,7 +81,12 @@ class Setup:
             device_bytes=self._bytes(self.device_objects),
             host_bytes=self._bytes(self.host_objects),
             write=self.write,
-            eviction=self.eviction,
+        )
+
+    @cached_property
+    def tuning(self) -> CacheTuning:
+        return CacheTuning(
+            eviction=EVICTIONS[self.eviction],
             placement=self.placement,
             page_alignment_bytes=ALIGNMENT_BYTES,
             copy_timeout_s=30.0 if self.regime is Regime.FAULTY else 1e9,
@@ -153,7 +160,7 @@ def make_setup(choose: Choose) -> Setup:
         device_objects=ROOMY_OBJECTS if regime is Regime.CALM else choose((20, 12, 16, 28)),
         host_objects=host,
         write=WritePolicy.THROUGH if regime is Regime.SPILL else choose(tuple(WritePolicy)),
-        eviction=choose(tuple(EvictionPolicy)),
+        eviction=choose(tuple(EVICTIONS)),
         interval_pages=choose((0, 2, 5)),
         decode_interval_pages=0 if regime is Regime.SPILL else choose((1, 0, 3)),
         at_branch=choose((True, False)),
@@ -171,7 +178,7 @@ def make_borrowed_setup(choose: Choose) -> Setup:
         regime=regime,
         device_objects=None,
         host_objects=ROOMY_OBJECTS if regime is Regime.CALM else choose((16, 12, 24)),
-        eviction=choose(tuple(EvictionPolicy)),
+        eviction=choose(tuple(EVICTIONS)),
         interval_pages=choose((0, 2)),
         ranks=choose((1, 2)),
         node_pages=choose((256, 3)),

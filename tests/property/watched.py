@@ -35,7 +35,7 @@ class Watched:
     def __init__(self, setup: Setup) -> None:
         self.setup, self.spec, self.regime = setup, setup.spec, setup.regime
         tree.NODE_PAGES = setup.node_pages
-        layouts = layouts_for(setup.spec, setup.config)
+        layouts = layouts_for(setup.spec, setup.config, alignment=setup.tuning.page_alignment_bytes)
         self.memories = [self._memories(layouts) for _ in range(setup.ranks)]
         self.ledger = self._ledger()
         self.oracle = Oracle(setup.spec, setup.placement)
@@ -43,8 +43,9 @@ class Watched:
         self.engine = DigestEngine(setup.spec, [self._seen_by_engine(memories) for memories in self.memories])
         self.clock = ManualClock()
         self.cache = build_cache(
-            setup.spec, setup.config, executor=self.executor, clock=self.clock, on_free=self._on_free, model=setup.spec.name
-        )
+            setup.spec, setup.config, executor=self.executor, clock=self.clock, on_free=self._on_free, model=setup.spec.name,
+            tuning=setup.tuning,
+        )  # fmt: skip
         self.nearest = Tier.DEVICE if Tier.DEVICE in layouts else Tier.HOST
         self.trace: list[str] = []  # every decision the cache makes, in order
         self.excuses = {Cause.FAILED} if setup.regime is Regime.FAULTY else set()  # reasons for a loss that this run has given

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from parity.recorded import Played, Recorded, distance, same_bits, store_at
-from stepwell.base.config import PlacementConfig, PrefetchPolicy, StoreConfig
+from stepwell.base.config import PrefetchPolicy, StoreConfig
 from stepwell.base.errors import ConfigError
 from stepwell.engine.loading.checkpoint import Checkpoint, open_checkpoint
+from stepwell.policy.placement import PlacementRules
 
 DOCUMENTS = Path(__file__).parents[2] / "docs"
 WAIT = StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, recompute_tokens_per_s=1.0, checkpoint_rest_s=0)
@@ -38,7 +39,7 @@ def prompts(model: Checkpoint) -> list[list[int]]:
 def recorded(model: Checkpoint, **more: object) -> Recorded:
     settings = {
         "page_tokens": 64, "device_memory": "256MiB", "host_memory": "384MiB", "chunk_tokens": 512,
-        "placement": PlacementConfig(interval_tokens=512, most_added=None, at_branch=False),
+        "placement": PlacementRules(interval_tokens=512, most_added=None, at_branch=False),
     }  # fmt: skip
     return Recorded(model, **(settings | more))
 

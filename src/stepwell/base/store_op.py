@@ -6,7 +6,7 @@ share of the store; an item has arrived when it arrived on all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TypeAlias
@@ -29,6 +29,7 @@ class ItemStatus(Enum):
     SWAPPED = "the store's copy is of other tokens"
     LENGTH = "the store's copy has another length"
     DAMAGED = "the store's copy is damaged"
+    OTHER_KEY = "the store's copy was not written with the same store key"
     NO_ROOM = "the store had no room for it"
     CANCELLED = "it was called off"
     FAILED = "the store failed"
@@ -42,7 +43,7 @@ class ItemStatus(Enum):
 _DAMAGE = frozenset(
     {
         ItemStatus.INCOMPLETE, ItemStatus.MIXED, ItemStatus.UNREADABLE, ItemStatus.VERSION, ItemStatus.FOREIGN,
-        ItemStatus.SWAPPED, ItemStatus.LENGTH, ItemStatus.DAMAGED,
+        ItemStatus.SWAPPED, ItemStatus.LENGTH, ItemStatus.DAMAGED, ItemStatus.OTHER_KEY,
     }
 )  # fmt: skip
 
@@ -104,12 +105,11 @@ def num_items(task: Task) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StoreOp:
-    """A task under a number. `cancelled` may become true at any time, from another thread's point of view."""
+    """A task under a number."""
 
     job: JobId
     namespace: Namespace
     task: Task
-    cancelled: Callable[[], bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

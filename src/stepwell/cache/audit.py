@@ -68,10 +68,8 @@ def _holders(
         yield core.nearest, Kind.PREFIX, lease.prefix_pages
         yield core.nearest, Kind.WINDOW, lease.window_pages
         yield core.nearest, Kind.POINT, lease.point_pages
-    for job in core.copies.running():
-        for copy in job.plan.copies:
-            for span in (copy.source, copy.target):
-                yield span.tier, span.kind, span.ids
+    for span in core.copies.held():
+        yield span.tier, span.kind, span.ids
     for pin in pins:
         for tier, ids in pin.pages:
             yield tier, Kind.PREFIX, ids
@@ -82,7 +80,7 @@ def _holders(
 def _audit_users(core: CacheState, leases: Sequence[Lease], pins: Sequence[Pin], links: Sequence[StoreLink]) -> None:
     users: dict[int, int] = {}
     readers = [lease.restored for lease in leases] + [pin.residency for pin in pins]
-    readers += [residency for job in core.copies.running() for residency in job.reads]
+    readers += core.copies.readers()
     readers += [residency for link in links for residency in link.readers()]
     for residency in readers:
         if residency is not None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from stepwell.base.clock import Clock, SystemClock
-from stepwell.base.config import CacheConfig, EvictionPolicy
+from stepwell.base.config import CacheConfig
+from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.keys import Namespace
 from stepwell.base.plan import PageIds
@@ -14,10 +16,11 @@ from stepwell.base.spec import ModelSpec
 from stepwell.cache.facade import Cache
 from stepwell.jobs.copy_executor import CopyExecutor, ThreadCopyExecutor
 from stepwell.memory.arena import Arena
-from stepwell.memory.layout import ArenaLayout, lay_out
+from stepwell.memory.layout import PAGE_ALIGNMENT_BYTES, ArenaLayout, lay_out
 from stepwell.metrics.counters import Counters
+from stepwell.policy.placement import PlacementRules, rules_for
 from stepwell.policy.reuse_model import ReuseModel
-from stepwell.policy.value import Expected, LeastRecent
+from stepwell.policy.value import Expected, ValuePolicy
 from stepwell.policy.write import save_on_eviction
 from stepwell.store_tier.tier import StoreTier
 from stepwell.tiers.copies import CopyJobs
@@ -27,16 +30,38 @@ from stepwell.tiers.state import CacheState
 from stepwell.transfer.copy_engine import CopyEngine, NumpyCopyEngine
 from stepwell.transfer.memory import PageMemory, must_fit
 from stepwell.transfer.store_worker import HostPages
+from stepwell.tree.node import Checkpoint
+from stepwell.tree.references import References
 from stepwell.tree.tree import Tree
 
+COPY_TIMEOUT_S = (
+    30.0  # without progress for so long, a copy has failed: one takes milliseconds, and waiting in line is not counted
+)
 
-def layouts_for(spec: ModelSpec, config: CacheConfig) -> dict[Tier, ArenaLayout]:
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheTuning:
+    """What no operator has a reason to change. The defaults are what ships; the simulator and tests make others."""
+
+    page_alignment_bytes: int = PAGE_ALIGNMENT_BYTES
+    copy_timeout_s: float = COPY_TIMEOUT_S
+    eviction: ValuePolicy | None = None  # another order of eviction than the one that is learned
+    placement: PlacementRules | None = None  # other rules than those that the settings make
+    on_checkpoint: Callable[[CacheState, Checkpoint], None] | None = None  # told of each that is left on a path
+
+    def __post_init__(self) -> None:
+        if self.copy_timeout_s <= 0:
+            raise ConfigError(f"copy_timeout_s must be positive, got {self.copy_timeout_s}")
+        alignment = self.page_alignment_bytes
+        if alignment < 1 or alignment & (alignment - 1):
+            raise ConfigError(f"page_alignment_bytes must be a power of two, got {alignment}")
+
+
+def layouts_for(spec: ModelSpec, config: CacheConfig, *, alignment: int = PAGE_ALIGNMENT_BYTES) -> dict[Tier, ArenaLayout]:
     """How each tier's bytes are cut, for one rank. Raises ConfigError when a tier is too small."""
     budgets = {Tier.DEVICE: config.device_bytes, Tier.HOST: config.host_bytes}
     return {
-        tier: lay_out(spec, budget_bytes=budget, alignment=config.page_alignment_bytes)
-        for tier, budget in budgets.items()
-        if budget is not None
+        tier: lay_out(spec, budget_bytes=budget, alignment=alignment) for tier, budget in budgets.items() if budget is not None
     }
 
 
@@ -55,37 +80,42 @@ def build_cache(
     clock: Clock | None = None,
     on_free: Callable[[Tier, Kind, PageIds], None] | None = None,
     host_pages: Sequence[HostPages] = (),
+    tuning: CacheTuning | None = None,
 ) -> Cache:
     """A cache for `spec` (one rank's share of the model), with one copy engine for each rank.
 
     `model` is the identity of the weights, a digest where there is one. Give `executor` to run copies in
     your own way; else worker threads run `copy_engines`, and without those the tiers are plain host memory. Give
-    `host_pages`, each rank's host memory, to be able to attach a store below your own copy engines. Raises ConfigError, also for
-    memory that cannot be had.
+    `host_pages`, each rank's host memory, to be able to attach a store below your own copy engines. `tuning` is for
+    simulators and tests. Raises ConfigError, also for memory that cannot be had.
     """
-    clock = clock or SystemClock()
-    layouts = layouts_for(spec, config)
+    clock, tuning = clock or SystemClock(), tuning or CacheTuning()
+    layouts = layouts_for(spec, config, alignment=tuning.page_alignment_bytes)
     if executor is None and copy_engines is None:
         must_fit(sum(layout.size_bytes for layout in layouts.values()))
         memories = numpy_memories(spec, layouts)
         copy_engines, host_pages = [NumpyCopyEngine(memories)], [memories[Tier.HOST]] if Tier.HOST in memories else []
     executor = executor or ThreadCopyExecutor(copy_engines or [], clock)
     arenas = {tier: Arena(tier, layout, on_free=on_free) for tier, layout in layouts.items()}
-    reuse = ReuseModel(spec.page_tokens) if config.eviction is EvictionPolicy.VALUE else None
-    tree = Tree(spec, arenas, Expected(reuse) if reuse is not None else LeastRecent())
-    counters = Counters()
+    reuse = ReuseModel(spec.page_tokens)
+    tree = Tree(spec, arenas, tuning.eviction or Expected(reuse))
+    counters, refs = Counters(), References(tree)
     core = CacheState(
         spec=spec,
         config=config,
         tree=tree,
-        copies=CopyJobs(tree, executor, counters, clock),
+        refs=refs,
+        copies=CopyJobs(tree, refs, executor, counters, clock),
         counters=counters,
         clock=clock,
-        reuse=reuse,
+        placement=tuning.placement or rules_for(config.placement),
+        copy_timeout_s=tuning.copy_timeout_s,
+        on_checkpoint=tuning.on_checkpoint,
+        reuse=reuse if tuning.eviction is None else None,
         write_back=write_back if save_on_eviction(config.write) else None,
     )
     tree.on_split.append(partial(note_split, core))
     namespace = Namespace(model=model or spec.name, layout=spec.fingerprint)
     stores = StoreTier(core, host_pages, ranks=executor.num_ranks, names_weights=model is not None)
     core.below = stores
-    return Cache(core, executor, namespace, stores)
+    return Cache(core, namespace, stores)

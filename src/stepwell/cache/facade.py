@@ -26,7 +26,6 @@ from stepwell.base.tokens import Tokens, pack
 from stepwell.cache.audit import audit
 from stepwell.cache.explain import Explanation
 from stepwell.cache.question import STORE_WAIT_S, Question
-from stepwell.jobs.copy_executor import CopyExecutor
 from stepwell.memory.arena import DEAD, FILLING, Arena
 from stepwell.metrics.counters import Counters
 from stepwell.policy.write import save_on_commit
@@ -37,7 +36,7 @@ from stepwell.store_tier.tier import StoreTier
 from stepwell.tiers import external, missing_state, publish, restore
 from stepwell.tiers.expiry import drop_expired
 from stepwell.tiers.external import EnginePages
-from stepwell.tiers.lease import Lease, LeaseState, Request
+from stepwell.tiers.lease import Lease, LeaseState, RequestOptions
 from stepwell.tiers.one_thread import one_thread
 from stepwell.tiers.pin import Pins
 from stepwell.tiers.saving import save_path
@@ -110,10 +109,9 @@ class StepReport:
 class Cache:
     """A tiered prefix cache for one model. Make one with `stepwell.cache.build.build_cache`."""
 
-    def __init__(self, core: CacheState, executor: CopyExecutor, namespace: Namespace, store: StoreTier) -> None:
+    def __init__(self, core: CacheState, namespace: Namespace, store: StoreTier) -> None:
         self._core = core
         self.store = store
-        self._executor = executor
         self._namespace = namespace
         self._leases: dict[LeaseId, Lease] = {}
         self._closing: list[Lease] = []  # given back, with copies still in the engine's memory
@@ -339,12 +337,12 @@ class Cache:
         if lease.jobs:
             self._closing.append(lease)
         if lease.restored is not None:
-            core.copies.unpin(lease.restored)
+            core.refs.unpin(lease.restored)
             lease.restored = None
         pages = ((Kind.PREFIX, lease.prefix_pages), (Kind.WINDOW, lease.window_pages), (Kind.POINT, lease.point_pages))
         for kind, ids in pages:
             if len(ids):
-                core.copies.release(nearest, kind, ids)
+                core.refs.release(nearest, kind, ids)
 
     # ---- upkeep -----------------------------------------------------------------------------------
 
@@ -359,8 +357,8 @@ class Cache:
         core = self._core
         completions = core.copies.apply()
         errors = {done.job: done.error for done in completions if done.error is not None}
-        timeout_s = core.config.copy_timeout_s
-        errors |= dict.fromkeys(core.copies.abandon_overdue(timeout_s), f"no answer within {timeout_s:g} s")
+        timeout_s = core.copy_timeout_s
+        errors |= dict.fromkeys(core.copies.give_up_overdue(timeout_s), f"no answer within {timeout_s:g} s")
         detached, store_failures = self.store.step()
         drop_expired(core)
         self.pins.drop_expired()
@@ -450,14 +448,14 @@ class Cache:
         """
         core, deadline_s = self._core, self._core.clock.now() + timeout_s
         try:
-            self._settle(deadline_s, lambda: core.copies.num_awaited, self._executor.drain)
+            self._settle(deadline_s, lambda: core.copies.num_awaited, core.copies.drain)
             self.store.end_deferral()
             self._settle(deadline_s, lambda: self.store.num_awaited, self.store.drain)
             undone = self.copying + self.store.num_busy
         finally:
             core.copies.withdraw_all()
             self.store.close()
-            self._executor.close()
+            core.copies.close()
         return not undone
 
     # ---- inside -----------------------------------------------------------------------------------
@@ -499,10 +497,10 @@ class Cache:
             raise ConfigError(f"{verb}() needs a device tier; without one the engine allocates its own pages")
 
 
-def _request(hints: tuple[int, ...], priority: int, ttl_s: float | None) -> Request:
+def _request(hints: tuple[int, ...], priority: int, ttl_s: float | None) -> RequestOptions:
     if not 0 <= priority <= MAX_PRIORITY or (ttl_s is not None and ttl_s <= 0):
         raise ConfigError(f"priority must be 0 to {MAX_PRIORITY} and ttl_s positive, got {priority} and {ttl_s}")
-    return Request(hints=hints, priority=priority, ttl_s=ttl_s)
+    return RequestOptions(hints=hints, priority=priority, ttl_s=ttl_s)
 
 
 def _tier_stats(arena: Arena) -> TierStats:

@@ -52,7 +52,7 @@ class Question:
 
     def answer(self) -> Explanation:
         """What is known by now, of memory as it is now."""
-        self._call.is_off = True
+        self._call.cancel()
         match, says = self._match, self._says
         if match.version != self._core.tree.version:
             match = find(self._core.tree, match.namespace, match.packed, match.limit_tokens)
@@ -91,4 +91,4 @@ class Question:
             self._says = StoreSays(has_page=has_page, has_checkpoint=has_checkpoint)
 
         assert self._link is not None
-        self._job = self._link.ops.start(task, match.namespace, asked, call=self._call, counts=False)
+        self._job = self._link.ops.send(task, match.namespace, asked, call=self._call, counts=False)

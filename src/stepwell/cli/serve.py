@@ -16,6 +16,7 @@ from stepwell.base.errors import ConfigError
 from stepwell.base.units import format_bytes, parse_bytes
 from stepwell.cli.command import Command
 from stepwell.cli.mooncake_config import mooncake_options
+from stepwell.store.key_file import read_store_key
 
 if TYPE_CHECKING:
     from stepwell.engine.build import EngineConfig
@@ -72,6 +73,11 @@ def _configure_cache(parser: ArgumentParser) -> None:
     parser.add_argument("--store", metavar="STORE", help="log:DIR, mooncake:[FILE], memory:, or one of another package")
     parser.add_argument("--store-budget", metavar="SIZE", help="of a log or memory store, as in 50GiB")
     parser.add_argument("--store-option", action="append", default=[], metavar="NAME=VALUE", help="any other option of the store")
+    parser.add_argument(
+        "--store-key-file",
+        metavar="FILE",
+        help="stamp values with the key in it, and use only those stamped so; `stepwell store new-key` makes one",
+    )
     parser.add_argument("--write-policy", choices=write, default="through", help="when pages go to the host (default: through)")
     parser.add_argument(
         "--prefetch-policy", choices=prefetch, default="timeout", help="how long requests wait for the store (default: timeout)"
@@ -132,6 +138,8 @@ def _engine_config(args: Namespace, environment: Mapping[str, str]) -> EngineCon
     from stepwell.engine.build import EngineConfig
     from stepwell.engine.scheduler import Limits
 
+    key = read_store_key(args.store_key_file) if args.store_key_file is not None else None
+    prefetch = PrefetchPolicy(args.prefetch_policy)
     return EngineConfig(
         device=args.device,
         dtype=args.dtype,
@@ -143,7 +151,7 @@ def _engine_config(args: Namespace, environment: Mapping[str, str]) -> EngineCon
         host_memory=args.host_memory,
         store=args.store,
         store_options=_store_options(args, environment),
-        store_config=StoreConfig(prefetch=PrefetchPolicy(args.prefetch_policy), checkpoint_rest_s=args.checkpoint_rest),
+        store_config=StoreConfig(prefetch=prefetch, checkpoint_rest_s=args.checkpoint_rest, key=key),
         write=WritePolicy(args.write_policy),
         limits=Limits(max_running=args.max_running, chunk_tokens=args.chunk_tokens),
     )
@@ -183,7 +191,7 @@ def _summary(
     """What people should know before the first request, line by line."""
     cache, spec = engine.cache, engine.cache.spec
     sizes = {tier.label: stats.available_bytes for tier, stats in cache.stats().tiers.items()}  # nothing is in them yet
-    measured = engine.footprint
+    measured, key = engine.footprint, config.store_config.key
     checkpoint = f", {format_bytes(measured.checkpoint_bytes)} per checkpoint" if measured.checkpoint_bytes else ""
     lines = [
         ("model", f"{name}, up to {engine.max_context:,} tokens"),
@@ -191,6 +199,7 @@ def _summary(
         *([] if config.draft is None else [("draft", f"{config.draft}, up to {config.draft_tokens} tokens ahead")]),
         ("tiers", ", ".join(f"{label} {format_bytes(size)}" for label, size in sizes.items() if size)),
         ("store", config.store or "none"),
+        *([] if key is None else [("store key", f"{key.id.hex()}: only what was written with it is used")]),
         ("admin token", f"{keys.admin_token} (for this run)" if made else "as given"),
         ("API key", "wanted" if keys.api_key is not None else "none: whoever can connect may ask"),
         ("address", address),

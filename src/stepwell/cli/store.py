@@ -1,6 +1,7 @@
 """`stepwell store stat DIR`, `check DIR` and `clear DIR NAMESPACE`: what a log store holds, and whether all of it is sound.
 
 Prints; decides nothing. `stat` and `check` work while another process has the store open, and say so; the others need it closed.
+`stepwell store new-key FILE` makes a key to stamp values with.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from typing import TYPE_CHECKING
 
 from stepwell.base.clock import SystemClock
 from stepwell.base.errors import ConfigError
+from stepwell.base.store_key import StoreKey
 from stepwell.base.units import format_bytes
 from stepwell.cli.command import Command
+from stepwell.store.key_file import read_store_key, write_store_key
 from stepwell.store.log.check import CheckReport, Damage
 from stepwell.store.log.disk import Disk
 from stepwell.store.log.inspect import check_directory, owner, repair_directory, stat_directory
@@ -41,6 +44,9 @@ def configure(parser: ArgumentParser) -> None:
     stat.set_defaults(order=_stat)
     check = orders.add_parser("check", help="verify every byte", epilog=_STATUSES)
     check.add_argument("--repair", action="store_true", help="drop what is lost for good, so that the rest serves")
+    check.add_argument(
+        "--store-key-file", metavar="FILE", help="also check that what is stamped with this key was written by its holders"
+    )
     check.set_defaults(order=_check)
     clear = orders.add_parser("clear", help="forget everything of one namespace, and touch no other")
     clear.set_defaults(order=_clear)
@@ -48,6 +54,9 @@ def configure(parser: ArgumentParser) -> None:
         order.add_argument("directory", type=Path, metavar="DIR", help="of a log store")
         order.add_argument("--json", action="store_true", help="print JSON instead of a table")
     clear.add_argument("namespace", metavar="NAMESPACE", help="as `stat` shows it; its first letters are enough")
+    new_key = orders.add_parser("new-key", help="write a new key to stamp values with, for --store-key-file")
+    new_key.add_argument("file", type=Path, metavar="FILE", help="to be made; only you will be able to read it")
+    new_key.set_defaults(order=_new_key)
 
 
 def run(args: Namespace) -> int:
@@ -104,7 +113,8 @@ def _print_stat(directory: Path, stat: LogStat, opened_by: str | None) -> None:
 
 
 def _check(args: Namespace) -> int:
-    report = _watch(args.directory, repair=args.repair)
+    key = read_store_key(args.store_key_file) if args.store_key_file is not None else None
+    report = _watch(args.directory, key, repair=args.repair)
     opened_by = None if args.repair else owner(args.directory, Disk())
     if args.json:
         print(json.dumps({**check_json(report), "repaired": args.repair, "open_in": opened_by}, indent=2))
@@ -122,6 +132,7 @@ def check_json(report: CheckReport) -> dict[str, object]:
         "value_bytes": report.value_bytes,
         "damaged_values": report.damaged_values,
         "damaged_bytes": report.damaged_bytes,
+        "unproven_values": report.unproven_values,
         "damage": [_damage_json(one) for one in report.damage],
         "left": [_damage_json(one) for one in report.left],
     }
@@ -138,7 +149,7 @@ def _damage_json(one: Damage) -> dict[str, object]:
     }
 
 
-def _watch(directory: Path, *, repair: bool) -> CheckReport:
+def _watch(directory: Path, key: StoreKey | None, *, repair: bool) -> CheckReport:
     """Runs the check with a bar on stderr."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
@@ -149,7 +160,7 @@ def _watch(directory: Path, *, repair: bool) -> CheckReport:
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("checking", total=total)
         work = repair_directory if repair else check_directory
-        return work(directory, disk, lambda size: progress.advance(task, size))
+        return work(directory, disk, lambda size: progress.advance(task, size), key)
 
 
 def _print_report(directory: Path, report: CheckReport, *, repaired: bool, opened_by: str | None) -> None:
@@ -174,6 +185,9 @@ def _print_report(directory: Path, report: CheckReport, *, repaired: bool, opene
         verdict = f"{report.damaged_values} values and {format_bytes(report.damaged_bytes)} damaged; {done}"
     checked = f"{report.values:,} values, {format_bytes(report.value_bytes)} in {report.segments} segments"
     console.print(f"{checked}: {verdict}", markup=False)
+    if report.unproven_values:
+        which = f"{report.unproven_values:,} of them are stamped with a store key that was not given"
+        console.print(f"{which}: who wrote them was not checked (--store-key-file)", markup=False)
     if opened_by is not None:
         console.print(f"open in {opened_by}: what it wrote meanwhile was not looked at", markup=False)
 
@@ -201,6 +215,15 @@ def _clear(args: Namespace) -> int:
     return 0
 
 
+# ---- new-key --------------------------------------------------------------------------------------
+
+
+def _new_key(args: Namespace) -> int:
+    key = write_store_key(args.file)
+    print(f"{args.file}: store key {key.id.hex()}; give it to every server of the store, as --store-key-file, and to nobody else")
+    return 0
+
+
 def _cells(one: Damage) -> list[str]:
     space = f"{one.space.digest.hex()[:12]} {one.space.label}".strip() if one.space else "-"
     return [one.file, f"{one.offset:,}", format_bytes(one.size_bytes), space, one.key.hex()[:16] if one.key else "-", one.reason]
@@ -214,7 +237,7 @@ def _console() -> Console:
 
 COMMAND = Command(
     name="store",
-    summary="show what a log store holds, verify every byte of it, or forget a namespace",
+    summary="show what a log store holds, verify every byte of it, forget a namespace, or make a key",
     configure=configure,
     run=run,
 )

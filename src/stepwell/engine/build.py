@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from stepwell.base.config import CacheConfig, EvictionPolicy, PlacementConfig, StoreConfig, WritePolicy
+from stepwell.base.config import CacheConfig, PlacementConfig, StoreConfig, WritePolicy
 from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.spec import ModelSpec
 from stepwell.base.spec.families import KV_DTYPES
 from stepwell.base.units import format_bytes, parse_bytes
-from stepwell.cache.build import build_cache, layouts_for
+from stepwell.cache.build import CacheTuning, build_cache, layouts_for
 from stepwell.cache.facade import Cache
 from stepwell.engine.drafts.base import LoadedDraft, check_target
 from stepwell.engine.drafts.own_layer import MTP, load_own_layer
@@ -60,7 +60,6 @@ class EngineConfig:
     store_options: Mapping[str, str] = field(default_factory=dict)
     store_config: StoreConfig = field(default_factory=StoreConfig)
     write: WritePolicy = WritePolicy.THROUGH
-    eviction: EvictionPolicy = EvictionPolicy.VALUE
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     limits: Limits = field(default_factory=Limits)
     draft: str | None = None  # a checkpoint that guesses tokens ahead, or `mtp` for the model's own layers that do
@@ -114,12 +113,13 @@ def check_settings(config: EngineConfig) -> None:
 
 
 def build_engine(
-    checkpoint: Checkpoint, config: EngineConfig, *, draft: Checkpoint | None = None, store: Store | None = None
+    checkpoint: Checkpoint, config: EngineConfig, *, draft: Checkpoint | None = None, store: Store | None = None,
+    tuning: CacheTuning | None = None,
 ) -> Engine:  # fmt: skip
     """Loads the weights, takes the memory, opens the store. The engine closes what it opened or was given.
 
     `draft` is the checkpoint that `config.draft` names, and `store` the store that `config.store` does, where they are open
-    already. Should it raise, the store is still the caller's.
+    already. `tuning` is for tests. Should it raise, the store is still the caller's.
     """
     device, dtype = _device(config), _dtype(config)
     model = build_model(
@@ -136,14 +136,14 @@ def build_engine(
         device_bytes=_device_bytes(config, device),
         host_bytes=_host_bytes(config),
         write=config.write,
-        eviction=config.eviction,
         placement=config.placement,
         vocab_size=model.vocab_size,
     )
     _must_fit(cache_config, device)
-    memories = _memories(spec, cache_config, device)
+    tuning = tuning or CacheTuning()
+    memories = _memories(spec, cache_config, device, tuning)
     identity = "/".join([checkpoint.digest, dtype, device.split(":")[0], *([] if loaded is None else [loaded.identity])])
-    cache = _cache(spec, cache_config, memories, identity)
+    cache = _cache(spec, cache_config, memories, identity, tuning)
     rows = {kind: _tensor(memories[Tier.DEVICE], kind) for kind in Kind if spec.parts(kind)}
     try:
         attached = _attach(cache, config, store)
@@ -196,14 +196,16 @@ def _speculation(
     )
 
 
-def _cache(spec: ModelSpec, config: CacheConfig, memories: Mapping[Tier, PageMemory | TorchMemory], identity: str) -> Cache:
+def _cache(
+    spec: ModelSpec, config: CacheConfig, memories: Mapping[Tier, PageMemory | TorchMemory], identity: str, tuning: CacheTuning
+) -> Cache:
     copy_engine: CopyEngine
     host: Sequence[HostPages] = [memories[Tier.HOST]] if Tier.HOST in memories else []
     if all(isinstance(memory, PageMemory) for memory in memories.values()):
         copy_engine = NumpyCopyEngine({tier: memory for tier, memory in memories.items() if isinstance(memory, PageMemory)})
     else:
         copy_engine = TorchCopyEngine({tier: memory for tier, memory in memories.items() if isinstance(memory, TorchMemory)})
-    return build_cache(spec, config, copy_engines=[copy_engine], model=identity, host_pages=host)
+    return build_cache(spec, config, copy_engines=[copy_engine], model=identity, host_pages=host, tuning=tuning)
 
 
 def _attach(cache: Cache, config: EngineConfig, opened: Store | None) -> Store | None:
@@ -221,8 +223,8 @@ def _attach(cache: Cache, config: EngineConfig, opened: Store | None) -> Store |
     return store
 
 
-def _memories(spec: ModelSpec, config: CacheConfig, device: str) -> dict[Tier, PageMemory | TorchMemory]:
-    layouts = layouts_for(spec, config)
+def _memories(spec: ModelSpec, config: CacheConfig, device: str, tuning: CacheTuning) -> dict[Tier, PageMemory | TorchMemory]:
+    layouts = layouts_for(spec, config, alignment=tuning.page_alignment_bytes)
     if device == "cpu":
         return {tier: PageMemory(spec, layout) for tier, layout in layouts.items()}
     return {tier: TorchMemory(spec, layout, device if tier is Tier.DEVICE else "cpu") for tier, layout in layouts.items()}

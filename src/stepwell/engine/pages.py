@@ -36,7 +36,7 @@ class DevicePages:
         called = {state.name: (names or {}).get(state.name, state.name) for state in spec.states}
         found = {name: parts[there] for name, there in called.items() if there in parts}  # some have rows at no boundary
         self._states = {name: self._typed(rows[kind], part, spec.state(name).dtype) for name, (kind, part) in found.items()}
-        self._bytes = {name: _bytes_of(rows[kind], part) for name, (kind, part) in found.items()}
+        self._bytes = {name: _by_row(_bytes_of(rows[kind], part), part) for name, (kind, part) in found.items()}
         # What is cleared: whole pages, or what this model has in them.
         self._cleared = {kind: [rows[kind]] for kind in rows}
         if inside is not None:
@@ -48,9 +48,7 @@ class DevicePages:
 
     def bytes_PLRB(self, name: str) -> torch.Tensor:
         """The same, byte by byte."""
-        state_PLRE, bytes_PX = self._states[name], self._bytes[name]
-        bytes_PLRB: torch.Tensor = bytes_PX.view(*state_PLRE.shape[:3], -1)
-        return bytes_PLRB
+        return self._bytes[name]
 
     def rows(self, name: str, layer: int, kept: RowFormat, dtype: torch.dtype) -> Rows:
         """One layer of a state, to compute with in `dtype`."""
@@ -59,15 +57,23 @@ class DevicePages:
     def clear(self, kind: Kind, ids: list[int]) -> None:
         """Zeros these pages, so that rows nobody has written yet hold numbers, whatever the bytes were before."""
         if ids:
-            for bytes_PX in self._cleared[kind]:
-                bytes_PX[torch.tensor(ids, device=bytes_PX.device)] = 0
+            for pages in self._cleared[kind]:
+                pages[torch.tensor(ids, device=pages.device)] = 0
 
     @staticmethod
     def _typed(rows: torch.Tensor, part: Part, dtype: str) -> torch.Tensor:
         if dtype not in _STORED:
             raise ConfigError(f"the engine cannot compute with a state of {dtype}; choose one of: {', '.join(_STORED)}")
         state_PX: torch.Tensor = _bytes_of(rows, part).view(_STORED[dtype])
-        return state_PX.view(len(rows), part.layers, part.rows, -1)
+        return _by_row(state_PX, part)
+
+
+def _by_row(part_PX: torch.Tensor, part: Part) -> torch.Tensor:
+    """A part of every page as `[page, layer, row, element]`, wherever the part has its rows. Without a copy."""
+    size = part_PX.element_size()
+    shape = (len(part_PX), part.layers, part.rows, part.row_bytes // size)
+    strides = (part_PX.stride(0), part.layer_stride // size, part.row_stride // size, 1)
+    return part_PX.as_strided(shape, strides, part_PX.storage_offset())
 
 
 def _bytes_of(rows: torch.Tensor, part: Part) -> torch.Tensor:

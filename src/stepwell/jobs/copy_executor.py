@@ -14,40 +14,17 @@ from typing import Protocol
 from stepwell.base.clock import Clock, SystemClock
 from stepwell.base.ids import JobId
 from stepwell.base.plan import Completion, Plan, Purpose
-from stepwell.jobs.workers import Line, RankJobs
+from stepwell.jobs.jobs import JobExecutor
+from stepwell.jobs.workers import RankJobs, WorkQueue
 from stepwell.transfer.copy_engine import CopyEngine, Work
 
 
-class CopyExecutor(Protocol):
-    """Takes plans and gives back completions, on the brain's thread; only `drain` waits."""
+class CopyExecutor(JobExecutor[Plan, Completion], Protocol):
+    """Takes plans and gives back completions, on the cache's thread; only `drain` waits."""
 
     @property
     def num_ranks(self) -> int:
         """How many ranks carry out every plan."""
-        ...
-
-    def submit(self, plan: Plan) -> None: ...
-
-    def completed(self) -> list[Completion]:
-        """Everything that completed since the last call, each plan once."""
-        ...
-
-    def withdraw(self, job: JobId) -> bool:
-        """Takes back a plan that no rank has begun: it will not complete. False when one has, or all have."""
-        ...
-
-    def progressed_s(self, job: JobId) -> float:
-        """When the rank that is furthest behind with a plan last got on: began it, or something before it in line.
-        Minus infinity where nobody knows.
-        """
-        ...
-
-    def drain(self, timeout_s: float) -> None:
-        """Waits until everything submitted has completed, or for so long."""
-        ...
-
-    def close(self) -> None:
-        """Takes no more and lets its threads end; does not wait for one that hangs."""
         ...
 
 
@@ -58,8 +35,8 @@ class ThreadCopyExecutor:
         assert ranks, "an executor needs at least one rank's copy engine"
         clock = clock or SystemClock()
         self._ranks = ranks
-        self._urgent = [Line(f"copy{i}", clock, threads=workers_per_rank) for i in range(len(ranks))]
-        self._saving = [Line(f"save{i}", clock) for i in range(len(ranks))]
+        self._urgent = [WorkQueue(f"copy{i}", clock, threads=workers_per_rank) for i in range(len(ranks))]
+        self._saving = [WorkQueue(f"save{i}", clock) for i in range(len(ranks))]
         self._jobs: RankJobs[str | None] = RankJobs(clock)
 
     @property
@@ -72,7 +49,7 @@ class ThreadCopyExecutor:
         for rank, (copy_engine, line) in enumerate(zip(self._ranks, lines, strict=True)):
             self._jobs.enqueue(plan.job, rank, line, partial(attempt, rank, begin(copy_engine, plan)))
 
-    def completed(self) -> list[Completion]:
+    def answers(self) -> list[Completion]:
         return [Completion(job=each.job, error=next(filter(None, each.outcomes), None)) for each in self._jobs.answers()]
 
     def withdraw(self, job: JobId) -> bool:
@@ -104,7 +81,7 @@ class InlineCopyExecutor:
         errors = [attempt(rank, begin(copy_engine, plan)) for rank, copy_engine in enumerate(self._ranks)]
         self._done.append(Completion(job=plan.job, error=next(filter(None, errors), None)))
 
-    def completed(self) -> list[Completion]:
+    def answers(self) -> list[Completion]:
         done, self._done = self._done, []
         return done
 

@@ -14,39 +14,23 @@ from typing import Protocol
 from stepwell.base.clock import Clock
 from stepwell.base.ids import JobId
 from stepwell.base.store_op import FindItems, ItemStatus, Outcome, PutCheckpoint, PutPages, Reply, StoreOp, joint, num_items
-from stepwell.jobs.workers import Answer, Line, RankJobs
+from stepwell.jobs.jobs import JobExecutor
+from stepwell.jobs.workers import Answer, RankJobs, WorkQueue
+from stepwell.store.api import never
 from stepwell.transfer.store_worker import StoreWorker
 
+Cancelled = Callable[[], bool]  # may become true at any time, from a worker's point of view
 
-class StoreExecutor(Protocol):
-    """Takes operations and gives back replies. Called on the brain's thread; only `answer` and `drain` wait."""
 
-    def submit(self, op: StoreOp) -> None: ...
+class StoreExecutor(JobExecutor[StoreOp, Reply], Protocol):
+    """Takes store operations and gives back replies. Called on the cache's thread; only `answer` and `drain` wait."""
 
-    def replies(self) -> list[Reply]:
-        """Everything that was answered since the last call, each operation once."""
+    def cancel(self, job: JobId) -> None:
+        """Tells ranks that have begun an operation to stop as soon as they can. It is answered all the same."""
         ...
 
     def answer(self, job: JobId, timeout_s: float) -> Reply | None:
-        """One operation's reply, before its turn: waits at most so long for it, then None. `replies` will not have it again."""
-        ...
-
-    def withdraw(self, job: JobId) -> bool:
-        """Takes back an operation that no rank has begun: it will not be answered. False when one has, or all have."""
-        ...
-
-    def progressed_s(self, job: JobId) -> float:
-        """When the rank that is furthest behind with an operation last got on: began it, or something before it in line.
-        Minus infinity where nobody knows.
-        """
-        ...
-
-    def drain(self, timeout_s: float) -> None:
-        """Waits until everything submitted was answered, or for so long."""
-        ...
-
-    def close(self) -> None:
-        """Takes no more and lets its threads end; does not wait for one that hangs."""
+        """One operation's reply, before its turn: waits at most so long for it, then None. `answers` will not have it again."""
         ...
 
 
@@ -57,11 +41,12 @@ class ThreadStoreExecutor:
         assert ranks, "an executor needs at least one rank's worker"
         self._ranks = ranks
         self._clock = clock
-        self._asking = [Line(f"ask{i}", clock) for i in range(len(ranks))]
-        self._reading = [Line(f"read{i}", clock, threads=readers) for i in range(len(ranks))]
-        self._sealing = [Line(f"seal{i}", clock) for i in range(len(ranks))]
-        self._writing = [Line(f"write{i}", clock, threads=writers) for i in range(len(ranks))]
+        self._asking = [WorkQueue(f"ask{i}", clock) for i in range(len(ranks))]
+        self._reading = [WorkQueue(f"read{i}", clock, threads=readers) for i in range(len(ranks))]
+        self._sealing = [WorkQueue(f"seal{i}", clock) for i in range(len(ranks))]
+        self._writing = [WorkQueue(f"write{i}", clock, threads=writers) for i in range(len(ranks))]
         self._jobs: RankJobs[Outcome] = RankJobs(clock)
+        self._cancelled: set[JobId] = set()
 
     def submit(self, op: StoreOp) -> None:
         puts = isinstance(op.task, (PutPages, PutCheckpoint))
@@ -71,17 +56,24 @@ class ThreadStoreExecutor:
             if puts:
                 line.submit(partial(self._seal, rank, op))
             else:
-                self._jobs.enqueue(op.job, rank, line, partial(attempt, worker, op))
+                self._jobs.enqueue(op.job, rank, line, partial(attempt, worker, op, self._is_cancelled(op)))
 
-    def replies(self) -> list[Reply]:
-        return [_reply(answer) for answer in self._jobs.answers()]
+    def answers(self) -> list[Reply]:
+        return [self._reply(answer) for answer in self._jobs.answers()]
 
     def answer(self, job: JobId, timeout_s: float) -> Reply | None:
         answer = self._jobs.answer(job, timeout_s)
-        return _reply(answer) if answer is not None else None
+        return self._reply(answer) if answer is not None else None
+
+    def cancel(self, job: JobId) -> None:
+        if self._jobs.is_open(job):
+            self._cancelled.add(job)
 
     def withdraw(self, job: JobId) -> bool:
-        return self._jobs.withdraw(job)
+        taken_back = self._jobs.withdraw(job)
+        if taken_back:
+            self._cancelled.discard(job)
+        return taken_back
 
     def progressed_s(self, job: JobId) -> float:
         return self._jobs.progressed_s(job)
@@ -98,18 +90,25 @@ class ThreadStoreExecutor:
     def _seal(self, rank: int, op: StoreOp) -> None:
         """The first half of a put. When it is over the operation has not begun yet, and can be taken back."""
         started_s = self._clock.now()
-        put = self._jobs.prepare(op.job, rank, partial(sealed, self._ranks[rank], op))
+        put = self._jobs.prepare(op.job, rank, partial(sealed, self._ranks[rank], op, self._is_cancelled(op)))
         if put is None:
             return  # withdrawn
         self._jobs.enqueue(op.job, rank, self._writing[rank], put, before_s=self._clock.now() - started_s)
 
+    def _is_cancelled(self, op: StoreOp) -> Cancelled:
+        return partial(self._cancelled.__contains__, op.job)
 
-def attempt(worker: StoreWorker, op: StoreOp) -> Outcome:
+    def _reply(self, answer: Answer[Outcome]) -> Reply:
+        self._cancelled.discard(answer.job)
+        return Reply(job=answer.job, outcome=joint(answer.outcomes), took_s=answer.took_s)
+
+
+def attempt(worker: StoreWorker, op: StoreOp, cancelled: Cancelled = never) -> Outcome:
     """One rank's try at an operation. Whatever goes wrong comes home as an outcome."""
-    return _safely(op, lambda: worker.run(op.namespace, op.task, op.cancelled))
+    return _safely(op, cancelled, lambda: worker.run(op.namespace, op.task, cancelled))
 
 
-def sealed(worker: StoreWorker, op: StoreOp) -> Callable[[], Outcome]:
+def sealed(worker: StoreWorker, op: StoreOp, cancelled: Cancelled) -> Callable[[], Outcome]:
     """The first half of one rank's try at a put; what is returned is the other. Both bring home what goes wrong."""
     task, found = op.task, []
     assert isinstance(task, (PutPages, PutCheckpoint)), f"nothing of {task} is to be sealed"
@@ -118,16 +117,12 @@ def sealed(worker: StoreWorker, op: StoreOp) -> Callable[[], Outcome]:
         found.append(worker.seal(op.namespace, task))
         return Outcome(statuses=())
 
-    went_wrong = _safely(op, first)
-    return lambda: _safely(op, lambda: worker.put(found[0], op.cancelled)) if found else went_wrong
+    went_wrong = _safely(op, cancelled, first)
+    return lambda: _safely(op, cancelled, lambda: worker.put(found[0], cancelled)) if found else went_wrong
 
 
-def _reply(answer: Answer[Outcome]) -> Reply:
-    return Reply(job=answer.job, outcome=joint(answer.outcomes), took_s=answer.took_s)
-
-
-def _safely(op: StoreOp, work: Callable[[], Outcome]) -> Outcome:
-    if op.cancelled():
+def _safely(op: StoreOp, cancelled: Cancelled, work: Callable[[], Outcome]) -> Outcome:
+    if cancelled():
         return _called_off(op)
     try:
         return work()

@@ -25,7 +25,7 @@ R = TypeVar("R")
 Work = Callable[[], None]
 
 
-class Line:
+class WorkQueue:
     """Daemon threads over one queue, started when there is something to do: work that hangs for ever must not keep the process
     from ending. They end with the line, closed or forgotten.
     """
@@ -97,7 +97,7 @@ class _Stage(Enum):
 class _Part(Generic[T]):
     """Where one rank stands with a job."""
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: WorkQueue) -> None:
         self.line = line
         self.stage = _Stage.WAITING
         self.preparing = False  # it has not begun, but something is looked at for it
@@ -113,7 +113,7 @@ class _Part(Generic[T]):
 
 
 class _Job(Generic[T]):
-    def __init__(self, lines: Sequence[Line], called_off: T) -> None:
+    def __init__(self, lines: Sequence[WorkQueue], called_off: T) -> None:
         self.parts: list[_Part[T]] = [_Part(line) for line in lines]
         self.called_off = called_off
         self.took_s = 0.0
@@ -128,12 +128,16 @@ class RankJobs(Generic[T]):
         self._jobs: dict[JobId, _Job[T]] = {}
         self._answers: deque[Answer[T]] = deque()
 
-    def open(self, job: JobId, lines: Sequence[Line], *, called_off: T) -> None:
+    def open(self, job: JobId, lines: Sequence[WorkQueue], *, called_off: T) -> None:
         """Begins to keep count of a job whose part on rank i waits in `lines[i]`. A rank that is not to begin any more
         answers `called_off`.
         """
         with self._changed:
             self._jobs[job] = _Job(lines, called_off)
+
+    def is_open(self, job: JobId) -> bool:
+        """Whether it was neither answered nor withdrawn."""
+        return job in self._jobs
 
     def prepare(self, job: JobId, rank: int, look: Callable[[], R]) -> R | None:
         """Does what comes before a rank's part, on the calling thread; None where the job was withdrawn. While it runs the job
@@ -149,7 +153,7 @@ class RankJobs(Generic[T]):
             opened.parts[rank].preparing = False
         return found
 
-    def enqueue(self, job: JobId, rank: int, line: Line, work: Callable[[], T], *, before_s: float = 0.0) -> None:
+    def enqueue(self, job: JobId, rank: int, line: WorkQueue, work: Callable[[], T], *, before_s: float = 0.0) -> None:
         """Puts a rank's part in line. `before_s` were spent on it already. From any thread."""
         with self._changed:
             opened = self._jobs.get(job)

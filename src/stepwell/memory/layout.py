@@ -16,6 +16,7 @@ from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Kind
 from stepwell.base.spec import ModelSpec
 
+PAGE_ALIGNMENT_BYTES = 4096  # of every page: what direct I/O, pinned copies and registered memory ask for at most
 SLAB_BYTES = 64 * 2**20  # sizes are tried from here on, or in smaller arenas
 MOST_SLABS, LEAST_SLABS = 512, 16  # from what would make so many slabs,
 LEAST_PAGES = 8  # or from so many pages of the smallest kind, unless that would make too few

@@ -51,16 +51,6 @@ class ValuePolicy(Protocol):
         ...
 
 
-class LeastRecent:
-    """Time since last use alone."""
-
-    def place(self, facts: Facts) -> Place:
-        return Place(0, 0, max(facts.used_at, facts.urgent_until_s))
-
-    def worth(self, group: int, level: int, since: float) -> float:
-        return since
-
-
 class Expected:
     """Expected recompute saved per byte and second kept, as the reuse model says."""
 

@@ -42,16 +42,14 @@ class Case:
 
     def setup(self) -> Setup:
         """The model, the tiers and the machine. Raises ConfigError and SpecError."""
-        policy = policy_named(self.policy)
         return Setup(
             spec=load_spec(self.spec, kv_dtype=self.kv_dtype, page_tokens=self.page_tokens),
             config=CacheConfig(
                 device_bytes=self.sizes.get(Tier.DEVICE),
                 host_bytes=self.sizes.get(Tier.HOST),
                 write=self.write,
-                eviction=policy.eviction,
-                placement=policy.placement,
             ),
+            tuning=policy_named(self.policy),
             store_bytes=self.sizes.get(Tier.STORE),
             hardware=self.hardware,
             whole_blocks=self.whole_blocks,

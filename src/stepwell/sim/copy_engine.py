@@ -29,7 +29,7 @@ from stepwell.sim.hardware import Hardware
 from stepwell.sim.store import CountingStore
 from stepwell.store.api import WriteOutcome
 
-_FATES = {
+_STATUSES = {
     WriteOutcome.STORED: ItemStatus.OK,
     WriteOutcome.EXISTS: ItemStatus.OK,
     WriteOutcome.NO_ROOM: ItemStatus.NO_ROOM,
@@ -71,7 +71,7 @@ class CountingExecutor:
             self._traffic.note(copy.source.tier, copy.target.tier, size_bytes)
         self._done.append(Completion(job=plan.job))
 
-    def completed(self) -> list[Completion]:
+    def answers(self) -> list[Completion]:
         done, self._done = self._done, []
         return done
 
@@ -89,7 +89,7 @@ class CountingExecutor:
 
 
 class CountingStoreExecutor:
-    """A executor over a counting store: answers at once. A checkpoint is one value, whatever it consists of."""
+    """A store executor over a counting store: answers at once. A checkpoint is one value, whatever it consists of."""
 
     def __init__(self, spec: ModelSpec, store: CountingStore, traffic: Traffic, hardware: Hardware, *, readers: int) -> None:
         self._sizes = {kind: spec.object_bytes(kind) for kind in Kind}
@@ -104,7 +104,7 @@ class CountingStoreExecutor:
         took_s = self._hardware.fetch_s(outcome.moved_bytes, readers=self._readers)
         self._done.append(Reply(job=op.job, outcome=outcome, took_s=took_s))
 
-    def replies(self) -> list[Reply]:
+    def answers(self) -> list[Reply]:
         done, self._done = self._done, []
         return done
 
@@ -113,6 +113,9 @@ class CountingStoreExecutor:
         if reply is not None:
             self._done.remove(reply)
         return reply
+
+    def cancel(self, job: JobId) -> None:
+        pass  # everything was answered when it was submitted
 
     def withdraw(self, job: JobId) -> bool:
         return False  # everything was answered when it was submitted
@@ -130,7 +133,7 @@ class CountingStoreExecutor:
         match task:
             case FindItems(pages=pages, boundaries=boundaries):
                 keys = (*pages, *map(manifest_key, boundaries))
-                return Outcome(statuses=self._fates(keys))
+                return Outcome(statuses=self._statuses(keys))
             case FetchPages(keys=keys):
                 return self._fetched(keys, self._sizes[Kind.PREFIX])
             case FetchCheckpoint(boundary=boundary, windows=windows, points=points):
@@ -144,7 +147,7 @@ class CountingStoreExecutor:
         return len(windows) * self._sizes[Kind.WINDOW] + len(points) * self._sizes[Kind.POINT]
 
     def _fetched(self, keys: Sequence[bytes], size_bytes: int) -> Outcome:
-        statuses = self._fates(keys)
+        statuses = self._statuses(keys)
         self._use_last(keys)
         moved = statuses.count(ItemStatus.OK) * size_bytes
         self._traffic.note(Tier.STORE, Tier.HOST, moved)
@@ -158,9 +161,9 @@ class CountingStoreExecutor:
         self._use_last(keys)
         moved = outcomes.count(WriteOutcome.STORED) * size_bytes
         self._traffic.note(Tier.HOST, Tier.STORE, moved)
-        return Outcome(statuses=tuple(map(_FATES.__getitem__, outcomes)), moved_bytes=moved)
+        return Outcome(statuses=tuple(map(_STATUSES.__getitem__, outcomes)), moved_bytes=moved)
 
-    def _fates(self, keys: Sequence[bytes]) -> tuple[ItemStatus, ...]:
+    def _statuses(self, keys: Sequence[bytes]) -> tuple[ItemStatus, ...]:
         ok, missing = ItemStatus.OK, ItemStatus.MISSING
         return tuple([ok if has else missing for has in self._store.has(keys)])
 

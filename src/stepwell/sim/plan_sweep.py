@@ -52,7 +52,7 @@ def sweep(base: Case) -> Sweep:
 def _check(case: Case) -> None:
     """Raises what a replay of the case would raise before its first request; a store too small for one page is refused too."""
     setup = case.setup()
-    for tier, layout in layouts_for(setup.spec, setup.config).items():
+    for tier, layout in layouts_for(setup.spec, setup.config, alignment=setup.tuning.page_alignment_bytes).items():
         Arena(tier, layout)
     least_bytes = max(setup.spec.object_bytes(kind) for kind in Kind)
     if setup.store_bytes is not None and setup.store_bytes < least_bytes:

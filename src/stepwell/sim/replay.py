@@ -31,7 +31,6 @@ from stepwell.tree.match import Match
 
 CHUNK_TOKENS = 8192  # computed at a time, where a model's windows take room for every token of a chunk,
 LEAST_CHUNK_TOKENS, MOST_CHUNK_SHARE = 512, 1 / 32  # or fewer, as long as these take more than that share of the device
-FETCH_CHUNK_BYTES = 64 * 2**20
 LEAST_STEP_S = 1e-6  # between two requests, so that each use is later than the one before
 MOST_STEPS = 1_000_000  # until everything has settled, before that is called a bug
 MOST_TRIES = 64  # at taking a lease while room is on its way
@@ -51,8 +50,9 @@ class Replay:
         self._chunk_tokens = _chunk_tokens(setup)
         self._ceiling = Ceiling(setup.spec, block_tokens, whole_blocks=setup.whole_blocks)
         self.cache = build_cache(
-            setup.spec, setup.config, executor=CountingExecutor(setup.spec, self._traffic), clock=self._clock, model="replay"
-        )
+            setup.spec, setup.config, executor=CountingExecutor(setup.spec, self._traffic), clock=self._clock, model="replay",
+            tuning=setup.tuning,
+        )  # fmt: skip
         self.store = _attach_store(self.cache, setup, self._traffic)
         self.tally = Tally(setup, self.cache, self._traffic, self.store)
 
@@ -181,11 +181,7 @@ def _chunk_tokens(setup: Setup) -> int | None:
 def _attach_store(cache: Cache, setup: Setup, traffic: Traffic) -> CountingStore | None:
     if setup.store_bytes is None:
         return None
-    config = StoreConfig(
-        prefetch=PrefetchPolicy.WAIT_COMPLETE,
-        recompute_tokens_per_s=setup.hardware.prefill_tokens_per_s,
-        fetch_chunk_bytes=FETCH_CHUNK_BYTES,
-    )
+    config = StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, recompute_tokens_per_s=setup.hardware.prefill_tokens_per_s)
     store = CountingStore(setup.store_bytes)
     store_executor = CountingStoreExecutor(setup.spec, store, traffic, setup.hardware, readers=config.readers)
     cache.store.attach(store, config, executor=store_executor)

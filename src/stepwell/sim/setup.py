@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from stepwell.base.config import CacheConfig
 from stepwell.base.errors import ConfigError
 from stepwell.base.spec import ModelSpec
+from stepwell.cache.build import CacheTuning
 from stepwell.sim.hardware import Hardware
 
 
@@ -16,6 +17,7 @@ class Setup:
 
     spec: ModelSpec
     config: CacheConfig
+    tuning: CacheTuning = field(default_factory=CacheTuning)  # the policy to replay
     store_bytes: int | None = None
     hardware: Hardware = field(default_factory=Hardware)
     whole_blocks: bool = False

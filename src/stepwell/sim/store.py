@@ -13,6 +13,7 @@ from heapq import heappop, heappush
 from stepwell.base.errors import StoreError
 from stepwell.store.api import Read, ReadResult, Space, Traits, Write, WriteOutcome, never
 
+TURN_BYTES = 64 * 2**20  # nothing is read, so a call costs the replay more than its bytes do
 LEAST_ENDS = 64  # entries of the heap before it is made anew
 
 
@@ -40,7 +41,7 @@ class CountingStore:
 
     @property
     def traits(self) -> Traits:
-        return Traits(name="counting", durable=False, shared=False, groups=False)
+        return Traits(name="counting", durable=False, shared=False, groups=False, turn_bytes=TURN_BYTES)
 
     @property
     def used_bytes(self) -> int:

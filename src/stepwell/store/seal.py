@@ -2,8 +2,8 @@
 
     | magic 4 | version 2 | 0 2 | length 8 | checksum 16 (XXH3-128) | space 16 | key 16 |      64 bytes, little-endian
 
-Made above the store and checked above the store, so that nothing between the two, ours or anybody's, has to be
-trusted. Pure.
+Made above the store and checked above the store. It tells damage and mix-ups, whoever caused them; it does not tell who
+wrote a value, since anybody can compute it. `keyed_seal.py` has stamps that do. Pure.
 """
 
 from __future__ import annotations
@@ -11,16 +11,19 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from enum import Enum
+from typing import Protocol
 
 import xxhash
 
 from stepwell.store.api import STAMP_BYTES, Space
 
 MAGIC = b"SWv1"
+KEYED_MAGIC = b"SWk1"  # of stamps that a key was used for
 VERSION = 1
 _STAMP = struct.Struct("<4sHHQ16s16s16s")
 _DIGEST_AT = 16
 _NAME_BYTES = 16  # of a digest: enough to tell any two apart
+CHECKSUM_BYTES = 16
 
 assert _STAMP.size == STAMP_BYTES
 
@@ -35,6 +38,37 @@ class Verdict(Enum):
     SWAPPED = "it is the value of another key"
     LENGTH = "it has another length"
     DAMAGED = "its bytes do not match their checksum"
+    OTHER_KEY = "it was not written with the same store key"
+
+
+class Seals(Protocol):
+    """How one side of a store makes stamps, and judges them: `Unkeyed` here, or `Keyed`."""
+
+    @property
+    def digest_bytes(self) -> int:
+        """How long a digest is."""
+        ...
+
+    @property
+    def label(self) -> str:
+        """What people see of the key, behind a comma; empty without one."""
+        ...
+
+    def space(self, namespace: bytes) -> bytes:
+        """What the space of a namespace is called: values of two keys never meet."""
+        ...
+
+    def digest(self, data: memoryview | bytes) -> bytes:
+        """What stands for a value's bytes, in its stamp and in manifests."""
+        ...
+
+    def stamp_all(self, space: Space, keys: Sequence[bytes], lengths: Sequence[int], digests: Sequence[bytes]) -> list[bytes]:
+        """Stamps for many values with known digests. A value is good when it came with this very stamp."""
+        ...
+
+    def judge(self, space: Space, key: bytes, stamped: bytes, *, length: int, digest: bytes) -> Verdict:
+        """Why a value did not come with the stamp it should have. Takes any bytes for a stamp."""
+        ...
 
 
 def checksum(data: memoryview | bytes) -> bytes:
@@ -58,12 +92,6 @@ def stamp_all(space: Space, keys: Sequence[bytes], lengths: Sequence[int], diges
     return [heads[length] + digest + name + key[:_NAME_BYTES] for key, length, digest in zip(keys, lengths, digests, strict=True)]
 
 
-def checksum_of(stamped: bytes) -> bytes:
-    """The checksum a stamp carries. The stamp was verified."""
-    digest: bytes = _STAMP.unpack(stamped)[4]
-    return digest
-
-
 def verify(space: Space, key: bytes, data: memoryview | bytes, stamped: bytes) -> Verdict:
     """Whether `data` is the value that was sealed for `key` in `space`. Takes any bytes for a stamp."""
     return judge(space, key, stamped, length=len(data), digest=checksum(data))
@@ -75,7 +103,7 @@ def judge(space: Space, key: bytes, stamped: bytes, *, length: int, digest: byte
         return Verdict.UNREADABLE
     magic, version, _, of_length, of_digest, of_space, of_key = _STAMP.unpack(stamped)
     if magic != MAGIC:
-        return Verdict.UNREADABLE
+        return Verdict.OTHER_KEY if magic == KEYED_MAGIC else Verdict.UNREADABLE
     if version != VERSION:
         return Verdict.VERSION
     if of_space != space.digest[:_NAME_BYTES]:
@@ -85,3 +113,16 @@ def judge(space: Space, key: bytes, stamped: bytes, *, length: int, digest: byte
     if of_length != length:
         return Verdict.LENGTH
     return Verdict.INTACT if of_digest == digest else Verdict.DAMAGED
+
+
+class Unkeyed:
+    """Stamps that anybody can make: the functions above."""
+
+    digest_bytes, label = CHECKSUM_BYTES, ""
+
+    def space(self, namespace: bytes) -> bytes:
+        return namespace
+
+    digest = staticmethod(checksum)
+    stamp_all = staticmethod(stamp_all)
+    judge = staticmethod(judge)

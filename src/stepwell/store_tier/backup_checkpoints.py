@@ -130,7 +130,7 @@ def _put_checkpoint(core: CacheState, link: StoreLink, checkpoint: Checkpoint) -
         core.counters.add("backup_checkpoints" if stored else "backup_failures")
         core.counters.add("backup_bytes", outcome.moved_bytes)
 
-    link.ops.start(task, namespace, replied, call=Call(), pages=residency.spans(), reads=residency)
+    link.ops.send(task, namespace, replied, call=Call(), pages=residency.spans(), reads=residency)
 
 
 def _defer_again_before(core: CacheState, link: StoreLink, refused: Checkpoint) -> None:

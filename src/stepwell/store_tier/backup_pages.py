@@ -52,7 +52,7 @@ def offer(core: CacheState, link: StoreLink, node: Node) -> None:
     """Puts the path to a node in line; the longest line there may be is kept by turning newcomers away."""
     if link.detached or node in link.waiting:
         return
-    if len(link.waiting) >= link.config.backup_queue:
+    if len(link.waiting) >= link.tuning.backup_queue:
         core.counters.add("backup_dropped_queue_full")
         return
     link.waiting[node] = core.clock.now()
@@ -85,14 +85,14 @@ def pump(core: CacheState, link: StoreLink) -> None:
     while link.waiting and link.may_put(core.clock.now()):
         node, since_s = next(iter(link.waiting.items()))
         del link.waiting[node]
-        if now - since_s > link.config.backup_age_s:
+        if now - since_s > link.tuning.backup_age_s:
             core.counters.add("backup_dropped_too_old")
         elif node.parent is not None and not _put_path(core, link, node):
             link.waiting[node] = since_s  # more of it is left than one operation takes
     if link.deferred.num_due and link.may_put(core.clock.now()):
         put_due(core, link)  # what has just come to rest, now that nothing may
-    dropped = link.deferred.give_up(now, link.config.backup_age_s)
-    while link.waiting and now - next(iter(link.waiting.values())) > link.config.backup_age_s:
+    dropped = link.deferred.give_up(now, link.tuning.backup_age_s)
+    while link.waiting and now - next(iter(link.waiting.values())) > link.tuning.backup_age_s:
         del link.waiting[next(iter(link.waiting))]
         dropped += 1
     if dropped:
@@ -164,7 +164,7 @@ def _put_stretch(core: CacheState, link: StoreLink, namespace: Namespace, stretc
     link.num_putting += 1
     done = partial(_pages_put, core, link, stretch.nodes, first, size_bytes)
     task = PutPages(parent=parent, first=first, keys=tuple(keys), ids=ids)
-    link.ops.start(task, namespace, done, call=Call(), pages=((Kind.PREFIX, ids),))
+    link.ops.send(task, namespace, done, call=Call(), pages=((Kind.PREFIX, ids),))
 
 
 def _ready_after(core: CacheState, node: Node, start: int) -> PageIds:

@@ -111,7 +111,7 @@ def _plan_to(core: CacheState, link: StoreLink, known: int, point: int, shallowe
     size = bytes_of(core, FetchPlan(known=known, upto=max(point, known), boundaries=last))
     others = [page for page in shallower if missing(page)]
     each = spec.checkpoint_bytes()
-    before = fallbacks(others, checkpoint_bytes=each, fetch_bytes=size, share=link.config.fallback_share) if each else []
+    before = fallbacks(others, checkpoint_bytes=each, fetch_bytes=size, share=link.tuning.fallback_share) if each else []
     return FetchPlan(known=known, upto=max(point, known), boundaries=(*before, *last))
 
 

@@ -57,14 +57,14 @@ def watch(fetch: Fetch, ticket: Ticket) -> None:
 def send_for(core: CacheState, link: StoreLink, ticket: Ticket, match: Match, plan: FetchPlan) -> Fetch | None:
     """Takes host pages for exactly what is wanted and sends for them; None, with nothing taken, when there is no room."""
     size = bytes_of(core, plan)
-    most = link.config.host_share * core.arena(Tier.HOST).layout.size_bytes
+    most = link.tuning.host_share * core.arena(Tier.HOST).layout.size_bytes
     pages = _allocate(core, match, plan) if link.held_bytes + size <= most else None
     if pages is None:
         core.counters.add("prefetch_no_room")
         return None
     if find(core.tree, ticket.namespace, ticket.packed, ticket.limit_tokens).known_tokens != match.known_tokens:
         for kind, ids in pages.items():  # making room cost the path itself; the next plan starts from what is left
-            core.copies.release(Tier.HOST, kind, ids)
+            core.refs.release(Tier.HOST, kind, ids)
         return None
     link.fetching.asked(core.clock.now())
     fetch = Fetch(plan.known, ticket.keys[plan.known : plan.upto], pages.get(Kind.PREFIX, NO_PAGES))
@@ -90,17 +90,17 @@ def let_go(core: CacheState, link: StoreLink, fetch: Fetch, why: str) -> None:
         return
     del link.fetches[fetch]
     for call in fetch.calls.values():
-        call.is_off = True
+        call.cancel()
     late = Loss(at_s=core.clock.now(), reason=LossReason.LATE, tier=Tier.STORE, detail=why)
     for residency in fetch.residencies:
-        core.copies.unpin(residency)
+        core.refs.unpin(residency)
         if not residency.ready:
             link.beliefs.remove(residency.checkpoint)
             drop_residency(core.tree, residency, late)
     state = core.arena(Tier.HOST).state[Kind.PREFIX]
     discard_ids(core.tree, Tier.HOST, fetch.ids[state[fetch.ids] == FILLING], late)
     fetch.residencies = []
-    core.copies.release(Tier.HOST, Kind.PREFIX, fetch.ids)
+    core.refs.release(Tier.HOST, Kind.PREFIX, fetch.ids)
 
 
 def _allocate(core: CacheState, match: Match, plan: FetchPlan) -> dict[Kind, PageIds] | None:
@@ -120,9 +120,9 @@ def _allocate(core: CacheState, match: Match, plan: FetchPlan) -> dict[Kind, Pag
     except NoRoom:
         return None
     finally:
-        core.copies.release(Tier.HOST, Kind.PREFIX, path)
+        core.refs.release(Tier.HOST, Kind.PREFIX, path)
         for residency in anchors:
-            core.copies.unpin(residency)
+            core.refs.unpin(residency)
 
 
 def _enter(core: CacheState, link: StoreLink, ticket: Ticket, plan: FetchPlan, fetch: Fetch) -> dict[int, Node]:
@@ -166,7 +166,7 @@ def _send_for_checkpoint(
     task = FetchCheckpoint(boundary=ticket.keys[page - 1], windows=windows, points=points)
     came = partial(_checkpoint_came, core, link, fetch, residency, page)
     _send(link, ticket, fetch, page, task, came, ((Kind.WINDOW, windows), (Kind.POINT, points)))
-    core.copies.release(Tier.HOST, Kind.WINDOW, windows)  # the tree and the operation hold their own
+    core.refs.release(Tier.HOST, Kind.WINDOW, windows)  # the tree and the operation hold their own
 
 
 def _send(
@@ -184,7 +184,7 @@ def _send(
             link.to_plan.update(dict.fromkeys(fetch.watchers))  # they are done, or plan again without what failed
 
     call = Call(at)
-    numbers.append(link.ops.start(task, ticket.namespace, came, call=call, pages=pages))
+    numbers.append(link.ops.send(task, ticket.namespace, came, call=call, pages=pages))
     fetch.jobs.add(numbers[0])
     fetch.calls[numbers[0]] = call
 
@@ -221,7 +221,8 @@ def _give_up(core: CacheState, link: StoreLink, fetch: Fetch, page: int, ids: Pa
         link.beliefs.set_pages(run.node, min(link.beliefs.pages(run.node), page - run.node.start))
     discard_ids(core.tree, Tier.HOST, ids, loss)
     for call in fetch.calls.values():
-        call.is_off |= call.page > page
+        if call.page > page:
+            call.cancel()
 
 
 def _checkpoint_came(

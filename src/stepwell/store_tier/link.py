@@ -18,6 +18,7 @@ from stepwell.base.keys import Namespace, PageKey
 from stepwell.base.plan import PageIds
 from stepwell.policy.breaker import Breaker, BreakerState
 from stepwell.policy.patience import Patience, Speed
+from stepwell.policy.tuning import StoreTuning
 from stepwell.store.api import Store, unregister
 from stepwell.store_tier.beliefs import Beliefs
 from stepwell.store_tier.deferred import DeferredBackups
@@ -42,6 +43,7 @@ class StoreLink:
 
     store: Store
     config: StoreConfig
+    tuning: StoreTuning
     ops: StoreOps
     compute: Speed  # tokens a second that requests compute: what waiting for the store is held against
     barred: set[bytes]  # namespaces that were cleared: what any store has of them is not to be used
@@ -111,7 +113,7 @@ class StoreLink:
     @property
     def turn_bytes(self) -> int:
         """What one reader fetches in one call."""
-        return self.config.fetch_chunk_bytes or self.store.traits.turn_bytes
+        return self.tuning.fetch_chunk_bytes or self.store.traits.turn_bytes
 
     def namespace_of(self, core: CacheState, node: Node) -> Namespace | None:
         """Whose a node is; None when nothing of theirs may be stored."""
@@ -151,7 +153,8 @@ class StoreLink:
 
     def holders(self) -> Iterator[tuple[Tier, Kind, PageIds]]:
         """Every reference held on the store's behalf, for audits."""
-        yield from self.ops.holders()
+        for span in self.ops.held():
+            yield span.tier, span.kind, span.ids
         for fetch in self.fetches:
             yield Tier.HOST, Kind.PREFIX, fetch.ids
 

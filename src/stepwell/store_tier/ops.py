@@ -1,15 +1,14 @@
-"""Operations to the store on their way: what each one holds while it runs, and whether the store is well.
+"""Operations of one store: who hears what came of them, and whether the store is well. Applied in `apply`, on the cache's thread.
 
-An operation holds a reference to every host page it reads or writes, until the store has answered for it, however late. Pages
-of a fetch that ended badly are held on for as long as the store may still write into them (`Traits.late_write_s`). Outcomes are
-handed on in `apply`, on the cache's thread.
+Pages of a fetch that ended badly are held on for as long as the store may still write into them (`Traits.late_write_s`).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -17,78 +16,78 @@ import numpy as np
 from stepwell.base.clock import Clock
 from stepwell.base.ids import JobId, Kind, Tier
 from stepwell.base.keys import Namespace
-from stepwell.base.plan import PageIds
+from stepwell.base.plan import PageIds, Span
 from stepwell.base.store_op import FetchCheckpoint, FetchPages, FindItems, ItemStatus, Outcome, Reply, StoreOp, Task, num_items
+from stepwell.jobs.jobs import End, Jobs
 from stepwell.jobs.store_executor import StoreExecutor
 from stepwell.memory.arena import Arena
 from stepwell.metrics.counters import Counters
 from stepwell.policy.breaker import Breaker
-from stepwell.tiers.copies import CopyJobs
 from stepwell.tree.node import Residency
+from stepwell.tree.references import References
 
 Pages = tuple[tuple[Kind, PageIds], ...]
 OnOutcome = Callable[[Outcome, float], None]  # and the seconds it took
 
 
 class Call:
-    """What an operation was sent for; it is called off by setting `is_off`. `page` is what it is about, where that matters."""
+    """What operations were sent for, so that they can be called off together. `page` is what it is about, where that matters."""
 
     def __init__(self, page: int = 0) -> None:
         self.page = page
         self.is_off = False
+        self._cancels: list[Callable[[], None]] = []
 
-    def off(self) -> bool:
-        return self.is_off
+    def bind(self, cancel: Callable[[], None]) -> None:
+        """An operation was started for it; `cancel` calls that off."""
+        self._cancels.append(cancel)
+
+    def cancel(self) -> None:
+        """Calls everything off that was started for it. A second time does nothing."""
+        if not self.is_off:
+            self.is_off = True
+            for cancel in self._cancels:
+                cancel()
 
 
 class _Held(NamedTuple):
     """Pages of a transfer that failed, and may still write into them."""
 
     until_s: float
-    pages: Pages
+    pages: tuple[Span, ...]
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Running:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Sent:
     op: StoreOp
-    started_s: float
-    pages: Pages
-    reads: Residency | None
     on_outcome: OnOutcome
     call: Call
     counts: bool  # for or against the store
-    abandoned: bool = False
 
 
-class StoreOps:
+class StoreOps(Jobs[StoreOp, Reply]):
     """Starts operations and hands on their outcomes, each exactly once."""
 
     def __init__(
-        self, executor: StoreExecutor, host: Arena, copies: CopyJobs, counters: Counters, clock: Clock, breaker: Breaker, *,
+        self, executor: StoreExecutor, host: Arena, refs: References, counters: Counters, clock: Clock, breaker: Breaker, *,
         timeout_s: float, late_write_s: float,
     ) -> None:  # fmt: skip
-        self._executor = executor
+        super().__init__(executor, refs, clock, before_release=self._hold_on)
+        self._store_executor = executor
         self._host = host
-        self._mover = copies
         self._counters = counters
-        self._clock = clock
         self._breaker = breaker
         self._timeout_s = timeout_s
         self._late_write_s = late_write_s
+        self._sent: dict[JobId, _Sent] = {}  # those that were not answered or withdrawn
         self._held: deque[_Held] = deque()  # by when they are let go
         self._held_bytes = 0
-        self._running: dict[JobId, _Running] = {}  # in the order they were started
-        self._last_id = 0
         self._failures: list[str] = []
-
-    @property
-    def num_running(self) -> int:
-        return len(self._running)
 
     @property
     def overdue(self) -> bool:
         """Whether nothing is left but what was given up on, and questions that only somebody's curiosity waits for."""
-        return all(running.abandoned or not running.counts for running in self._running.values())
+        return not any(self.is_awaited(job) and sent.counts for job, sent in self._sent.items())
 
     @property
     def held_bytes(self) -> int:
@@ -100,102 +99,95 @@ class StoreOps:
         failures, self._failures = self._failures, []
         return failures
 
-    def holders(self) -> Iterator[tuple[Tier, Kind, PageIds]]:
+    def held(self) -> Iterator[Span]:
         """Every reference that operations hold, for audits."""
-        for pages in (*[running.pages for running in self._running.values()], *[held.pages for held in self._held]):
-            for kind, ids in pages:
-                yield Tier.HOST, kind, ids
+        yield from super().held()
+        for held in self._held:
+            yield from held.pages
 
-    def readers(self) -> Iterable[Residency | None]:
-        return [running.reads for running in self._running.values()]
-
-    def start(
+    def send(
         self, task: Task, namespace: Namespace, on_outcome: OnOutcome, *, call: Call, pages: Pages = (),
         reads: Residency | None = None, counts: bool = True,
     ) -> JobId:  # fmt: skip
-        """Takes a reference to every host page named and sends the operation off. How the store does may count for nothing."""
-        self._last_id += 1
-        now = self._clock.now()
-        op = StoreOp(job=JobId(self._last_id), namespace=namespace, task=task, cancelled=call.off)
-        pages = tuple((kind, ids) for kind, ids in pages if len(ids))
-        for kind, ids in pages:
-            self._host.retain(kind, ids)
-        if reads is not None:
-            reads.users += 1
-        self._running[op.job] = _Running(
-            op=op, started_s=now, pages=pages, reads=reads, on_outcome=on_outcome, call=call, counts=counts
-        )
+        """Takes a reference to every host page named and sends the task off. How the store does may count for nothing."""
+        op = StoreOp(job=self.next_id(), namespace=namespace, task=task)
+        self._sent[op.job] = sent = _Sent(op=op, on_outcome=on_outcome, call=call, counts=counts)
         if counts:
-            self._breaker.asked(now)
-        self._executor.submit(op)
+            self._breaker.asked(self._clock.now())
+        spans = tuple(Span(tier=Tier.HOST, kind=kind, ids=ids) for kind, ids in pages if len(ids))
+        self.start(op, pages=spans, reads=(reads,) if reads is not None else (), on_end=partial(self._ended, sent))
+        call.bind(partial(self._store_executor.cancel, op.job))
         return op.job
 
-    def apply(self) -> int:
-        """Hands on everything that was answered, and gives up on what is overdue; returns how many were answered."""
-        replies = self._executor.replies()
-        for reply in replies:
-            self._answered(reply)
-        self._abandon_overdue()
-        self._withdraw()
+    def apply(self) -> list[Reply]:
+        """Hands on everything that was answered, gives up on what is overdue, and takes back what was called off."""
+        replies = super().apply()
+        for end in self.give_up_overdue(self._timeout_s).values():
+            self._counters.add("store_ops_never_began", int(end is End.WITHDRAWN))
+        self._withdraw_called_off()
         while self._held and self._held[0].until_s <= self._clock.now():
             pages = self._held.popleft().pages
             self._held_bytes -= self._size(pages)
-            self._release(pages)
-        return len(replies)
+            self._refs.release_all(pages)
+        return replies
 
     def wait(self, job: JobId, timeout_s: float) -> None:
         """Waits at most so long for one operation, and hands on what came of it. Nothing else is applied."""
-        reply = self._executor.answer(job, timeout_s) if job in self._running else None
+        reply = self._store_executor.answer(job, timeout_s) if self.is_running(job) else None
         if reply is not None:
-            self._answered(reply)
+            self.settle(reply)
 
     def drain(self, timeout_s: float) -> None:
         """Waits for everything under way: for so long, and no longer than an operation may take."""
-        self._executor.drain(min(timeout_s, self._timeout_s))
+        super().drain(min(timeout_s, self._timeout_s))
 
     def close(self) -> None:
         """Takes back what has not begun, and lets the threads end. What has begun ends when the store lets it."""
-        for running in self._running.values():
-            running.call.is_off = True
-        self._withdraw()
-        self._executor.close()
+        for sent in list(self._sent.values()):
+            sent.call.cancel()
+        self._withdraw_called_off()
+        super().close()
 
     # ---- inside -----------------------------------------------------------------------------------
 
-    def _answered(self, reply: Reply) -> None:
-        running = self._running.pop(reply.job)
-        if not running.abandoned:
-            if running.counts:
-                self._judge(running.op.task, reply.outcome)
-            running.on_outcome(reply.outcome, reply.took_s)
-        if running.reads is not None:
-            self._mover.unpin(running.reads)
-        late = self._may_be_written(running.op.task, reply.outcome, running.pages)
+    def _ended(self, sent: _Sent, end: End, reply: Reply | None) -> None:
+        task, items = sent.op.task, num_items(sent.op.task)
+        if end is End.OVERDUE:
+            sent.call.cancel()
+            if sent.counts:
+                self._failed(f"no answer within {self._timeout_s:g} s")
+            sent.on_outcome(Outcome(statuses=(ItemStatus.FAILED,) * items, error="no answer"), self._timeout_s)
+            return
+        del self._sent[sent.op.job]
+        outcome = reply.outcome if reply is not None else Outcome(statuses=(ItemStatus.CANCELLED,) * items)
+        if sent.counts:
+            self._judge(task, outcome)
+        sent.on_outcome(outcome, reply.took_s if reply is not None else 0.0)
+
+    def _hold_on(self, op: StoreOp, reply: Reply) -> None:
+        """Keeps pages that a fetch which ended badly may still write into; none of a store that is done when it answers."""
+        self._sent.pop(op.job, None)  # an answer that came too late
+        late = self._may_be_written(op.task, reply.outcome)
         if late:
-            for kind, ids in late:
-                self._host.retain(kind, ids)
+            self._refs.retain(late)
             self._held.append(_Held(self._clock.now() + self._late_write_s, late))
             self._held_bytes += self._size(late)
-            self._counters.add("store_pages_held", sum(len(ids) for _, ids in late))
-        self._release(running.pages)
+            self._counters.add("store_pages_held", sum(len(span.ids) for span in late))
 
-    def _may_be_written(self, task: Task, outcome: Outcome, pages: Pages) -> Pages:
-        """Pages that a fetch which ended badly may still write into; none of a store that is done when it answers."""
+    def _may_be_written(self, task: Task, outcome: Outcome) -> tuple[Span, ...]:
         if not self._late_write_s or not (outcome.unsettled or outcome.error is not None):
             return ()
-        if isinstance(task, FetchCheckpoint):
-            return pages if outcome.statuses != (ItemStatus.OK,) else ()
-        if isinstance(task, FetchPages):
+        if isinstance(task, FetchCheckpoint) and outcome.statuses != (ItemStatus.OK,):
+            pages = [(Kind.WINDOW, task.windows), (Kind.POINT, task.points)]
+        elif isinstance(task, FetchPages):
             bad = np.fromiter((status is not ItemStatus.OK for status in outcome.statuses), np.bool_, len(task.ids))
-            return ((Kind.PREFIX, task.ids[bad]),) if bad.any() else ()
-        return ()  # a put that ended badly only reads them
+            pages = [(Kind.PREFIX, task.ids[bad])]
+        else:
+            pages = []  # a put that ended badly only reads them
+        return tuple(Span(tier=Tier.HOST, kind=kind, ids=ids) for kind, ids in pages if len(ids))
 
-    def _size(self, pages: Pages) -> int:
-        return sum(len(ids) * self._host.layout.strides[kind] for kind, ids in pages)
-
-    def _release(self, pages: Pages) -> None:
-        for kind, ids in pages:
-            self._mover.release(Tier.HOST, kind, ids)
+    def _size(self, pages: tuple[Span, ...]) -> int:
+        return sum(len(span.ids) * self._host.layout.strides[span.kind] for span in pages)
 
     def _judge(self, task: Task, outcome: Outcome) -> None:
         """Counts what went wrong by its cause, and lets the breaker know how the store did."""
@@ -218,33 +210,8 @@ class StoreOps:
         if self._breaker.failed(self._clock.now()):
             self._counters.add("store_switched_off")
 
-    def _withdraw(self) -> None:
+    def _withdraw_called_off(self) -> None:
         """Takes back what was called off and has not begun, so that a store that hangs does not hold pages for it."""
-        for job, running in list(self._running.items()):
-            if running.call.is_off and self._executor.withdraw(job):
-                self._never_began(running)
-
-    def _never_began(self, running: _Running) -> None:
-        statuses = (ItemStatus.CANCELLED,) * num_items(running.op.task)
-        self._answered(Reply(job=running.op.job, outcome=Outcome(statuses=statuses), took_s=0.0))
-
-    def _abandon_overdue(self) -> None:
-        """What the store has made no progress on for so long has failed; its pages stay held, for it may still be using them.
-
-        What has only waited in line, behind something that hangs, is called off.
-        """
-        latest_s = self._clock.now() - self._timeout_s
-        for running in list(self._running.values()):
-            if running.started_s > latest_s:
-                break
-            if running.abandoned or self._executor.progressed_s(running.op.job) > latest_s:
-                continue
-            if self._executor.withdraw(running.op.job):
-                self._counters.add("store_ops_never_began")
-                self._never_began(running)
-            else:
-                running.abandoned = running.call.is_off = True
-                if running.counts:
-                    self._failed(f"no answer within {self._timeout_s:g} s")
-                statuses = (ItemStatus.FAILED,) * num_items(running.op.task)
-                running.on_outcome(Outcome(statuses=statuses, error="no answer"), self._timeout_s)
+        for job, sent in list(self._sent.items()):
+            if sent.call.is_off:
+                self.withdraw(job)

@@ -21,7 +21,7 @@ from stepwell.store_tier.fetch_plan import FetchPlan, boundaries_to_ask, fetch_p
 from stepwell.store_tier.fetching import let_go, on_their_way, send_for, watch
 from stepwell.store_tier.link import StoreLink
 from stepwell.store_tier.ticket import Ticket, TicketState
-from stepwell.tiers.lease import Request
+from stepwell.tiers.lease import RequestOptions
 from stepwell.tiers.state import CacheState
 from stepwell.tree.chain import path_keys
 from stepwell.tree.match import Match, find
@@ -29,9 +29,10 @@ from stepwell.tree.node import Loss, LossReason
 
 ASSUMED_TOKENS_PER_S = 20_000.0  # what computing is taken to do before it was measured
 EXPECTED_MARGIN = 2.0  # a fetch may take so many times as long as the store's speed so far says
+TICKET_HOLD_S = 120.0  # after which a ticket that nobody used is closed, and its pages are let go: its engine has forgotten it
 
 
-def prefetch(core: CacheState, link: StoreLink | None, match: Match, request: Request) -> Ticket:
+def prefetch(core: CacheState, link: StoreLink | None, match: Match, request: RequestOptions) -> Ticket:
     """Opens a ticket for a prompt; asks the store if it could help."""
     if link is None or not _may_help(core, link, match):
         ticket = Ticket(match=match, request=request, clock=core.clock, keys=(), on_exit=partial(close, core, link))
@@ -51,7 +52,7 @@ def prefetch(core: CacheState, link: StoreLink | None, match: Match, request: Re
     boundaries = boundaries_to_ask(core, match, upto)
     task = FindItems(pages=keys[known:], boundaries=tuple(keys[page - 1] for page in boundaries))
     core.counters.add("prefetch_asked")
-    link.ops.start(task, match.namespace, partial(_asked, link, ticket, boundaries), call=ticket.call)
+    link.ops.send(task, match.namespace, partial(_asked, link, ticket, boundaries), call=ticket.call)
     return ticket
 
 
@@ -65,7 +66,7 @@ def settle(core: CacheState, link: StoreLink) -> None:
     now = core.clock.now()
     for ticket in link.tickets:
         ticket.earned_s = int(ticket.from_store.sum()) * core.spec.page_tokens / (link.compute.per_s or ASSUMED_TOKENS_PER_S)
-    for ticket in [each for each in link.tickets if each.ended_s + link.config.ticket_hold_s < now]:
+    for ticket in [each for each in link.tickets if each.ended_s + TICKET_HOLD_S < now]:
         core.counters.add("tickets_forgotten")
         ticket.close()
 
@@ -77,7 +78,7 @@ def close(core: CacheState, link: StoreLink | None, ticket: Ticket, used_tokens:
     waited_s = max(min(ticket.ended_s, now) - ticket.started_s, 0.0)
     given_up, finished = ticket.given_up, ticket.complete
     ticket.state = TicketState.CLOSED
-    ticket.call.is_off = True
+    ticket.call.cancel()
     if link is None or ticket not in link.tickets:
         return  # it never asked
     del link.tickets[ticket]
@@ -107,7 +108,7 @@ def _set_patience(core: CacheState, link: StoreLink, ticket: Ticket, match: Matc
         ticket.deadline_s = ticket.started_s
     elif link.config.prefetch is PrefetchPolicy.TIMEOUT:
         compute_s = link.compute.seconds_for(match.limit_tokens - match.restore_tokens)
-        limit_s = link.config.timeout_s(ticket.prompt_tokens, compute_s)
+        limit_s = min(link.tuning.wait_s(ticket.prompt_tokens, compute_s), link.config.prefetch_timeout_s)
         ticket.deadline_s = ticket.started_s + limit_s
         ticket.grant = link.patience.take(limit_s)
 

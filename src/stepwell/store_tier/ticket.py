@@ -21,7 +21,7 @@ from stepwell.base.plan import PageIds
 from stepwell.base.tokens import TOKEN_BYTES
 from stepwell.policy.patience import UNLIMITED
 from stepwell.store_tier.ops import Call
-from stepwell.tiers.lease import Request
+from stepwell.tiers.lease import RequestOptions
 from stepwell.tree.match import Match
 from stepwell.tree.node import Residency
 
@@ -66,7 +66,13 @@ class Ticket:
     """One request's wait for the store. Read it freely; close it through the cache, or let `acquire` do so."""
 
     def __init__(
-        self, *, match: Match, request: Request, clock: Clock, keys: tuple[PageKey, ...], on_exit: Callable[[Ticket, int], None]
+        self,
+        *,
+        match: Match,
+        request: RequestOptions,
+        clock: Clock,
+        keys: tuple[PageKey, ...],
+        on_exit: Callable[[Ticket, int], None],
     ) -> None:
         self.namespace = match.namespace
         self.packed = match.packed

@@ -21,6 +21,7 @@ from stepwell.jobs.store_executor import StoreExecutor, ThreadStoreExecutor
 from stepwell.policy.breaker import Breaker
 from stepwell.policy.patience import Patience, Speed
 from stepwell.policy.placement import milestone_step
+from stepwell.policy.tuning import StoreTuning
 from stepwell.store.api import Store, register
 from stepwell.store_tier.backup_checkpoints import can_be_stored, is_superseded, put_before_leaving, put_deferred_of
 from stepwell.store_tier.backup_pages import forget_refusals, offer, offer_everything, pump, put_before_eviction
@@ -30,7 +31,7 @@ from stepwell.store_tier.link import LinkState, StoreLink
 from stepwell.store_tier.ops import StoreOps
 from stepwell.store_tier.prefetch import prefetch, settle
 from stepwell.store_tier.ticket import Ticket
-from stepwell.tiers.lease import Request
+from stepwell.tiers.lease import RequestOptions
 from stepwell.tiers.one_thread import one_thread
 from stepwell.tiers.state import CacheState
 from stepwell.transfer.store_worker import HostPages, StoreWorker
@@ -79,17 +80,22 @@ class StoreTier:
         return tuple(pages.block for pages in self._host_pages)
 
     @one_thread
-    def attach(self, store: Store, config: StoreConfig | None = None, *, executor: StoreExecutor | None = None) -> None:
+    def attach(
+        self, store: Store, config: StoreConfig | None = None, *, executor: StoreExecutor | None = None,
+        tuning: StoreTuning | None = None,
+    ) -> None:  # fmt: skip
         """Puts a store below the host tier, at any moment. What is on the host already is offered to it.
 
         The caller opened the store and closes it, after `detach` or once the cache is closed. Raises ConfigError, and StoreError
         when the store wants to know the host's memory and cannot have it. That may take long with a network card, and is done at
-        once where another thread did it before (`store.api.register(store, cache.store.host_memory)`).
+        once where another thread did it before (`store.api.register(store, cache.store.host_memory)`). `tuning` is for tests.
         """
         core, config = self._core, config or StoreConfig()
         self._check(store)
         if executor is None:
             self._check_ranks()
+        elif config.key is not None:
+            raise ConfigError("an executor's workers stamp values with a key of their own: give it to them, not to StoreConfig")
         for old in self.links:
             if old.store is store:
                 old.stop_giving_back()
@@ -99,7 +105,7 @@ class StoreTier:
             old.current = False
             old.waiting.clear()
             old.deferred.clear()
-        self.link = self._make_link(store, config, executor)
+        self.link = self._make_link(store, config, tuning or StoreTuning(), executor)
         self.links.append(self.link)
         forget_refusals(core)
         if core.config.write is not WritePolicy.BACK:  # then things go down when the host needs their room
@@ -121,7 +127,7 @@ class StoreTier:
 
     # ---- what the memory tiers and requests ask for -----------------------------------------------
 
-    def open_prefetch(self, match: Match, request: Request) -> Ticket:
+    def open_prefetch(self, match: Match, request: RequestOptions) -> Ticket:
         """Starts bringing up what the store has of a prompt; without a store the ticket is ready at once."""
         return prefetch(self._core, self.link, match, request)
 
@@ -228,20 +234,21 @@ class StoreTier:
             )
 
     def _make_executor(self, store: Store, config: StoreConfig) -> StoreExecutor:
-        worker = [StoreWorker(store, memory, rank=i, ranks=self._ranks) for i, memory in enumerate(self._host_pages)]
-        return ThreadStoreExecutor(worker, self._core.clock, readers=config.readers, writers=config.writers)
+        key, ranks = config.key, self._ranks
+        workers = [StoreWorker(store, memory, rank=i, ranks=ranks, key=key) for i, memory in enumerate(self._host_pages)]
+        return ThreadStoreExecutor(workers, self._core.clock, readers=config.readers, writers=config.writers)
 
-    def _make_link(self, store: Store, config: StoreConfig, executor: StoreExecutor) -> StoreLink:
+    def _make_link(self, store: Store, config: StoreConfig, tuning: StoreTuning, executor: StoreExecutor) -> StoreLink:
         core, breaker = self._core, Breaker()
         host = core.arena(Tier.HOST)
         if config.recompute_tokens_per_s is not None:
             self.compute = Speed(config.recompute_tokens_per_s)
         ops = StoreOps(
-            executor, host, core.copies, core.counters, core.clock, breaker,
-            timeout_s=config.errand_timeout_s, late_write_s=store.traits.late_write_s,
+            executor, host, core.refs, core.counters, core.clock, breaker,
+            timeout_s=tuning.op_timeout_s, late_write_s=store.traits.late_write_s,
         )  # fmt: skip
         beliefs = Beliefs()
-        step = milestone_step(core.spec, core.config.placement)
+        step = milestone_step(core.spec, core.placement)
         deferred = DeferredBackups(
             rest_s=config.rest_s(shared=store.traits.shared),
             most_bytes=int(host.layout.size_bytes * DEFERRED_SHARE),
@@ -254,12 +261,13 @@ class StoreTier:
         return StoreLink(
             store=store,
             config=config,
+            tuning=tuning,
             ops=ops,
             compute=self.compute,
             barred=self.barred,
             beliefs=beliefs,
             breaker=breaker,
-            patience=Patience(credit_s=config.wait_credit_s, share=config.wait_share),
+            patience=Patience(credit_s=tuning.wait_credit_s, share=tuning.wait_share),
             deferred=deferred,
-            most_backup_bytes=min(config.backup_bytes, int(host.layout.size_bytes * BACKUP_SHARE)),
+            most_backup_bytes=min(tuning.backup_bytes, int(host.layout.size_bytes * BACKUP_SHARE)),
         )

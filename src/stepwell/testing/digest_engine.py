@@ -98,7 +98,8 @@ class DigestEngine:
 def _table(memory: PageMemory, kind: Kind, part: Part) -> Bytes:
     """A part of all pages of a kind, `[page id][layer][row][byte]`, without a copy."""
     bytes_ = memory.rows(kind)[:, part.offset : part.offset + part.size_bytes]
-    return bytes_.reshape(-1, part.layers, part.rows, part.row_bytes)
+    shape = (len(bytes_), part.layers, part.rows, part.row_bytes)
+    return np.lib.stride_tricks.as_strided(bytes_, shape, (bytes_.strides[0], part.layer_stride, part.row_stride, 1))
 
 
 @lru_cache(maxsize=1 << 16)  # the same pages are checked again after every step of a random life

@@ -61,7 +61,7 @@ class ScriptedExecutor:
         for job in self.pending:
             self.finish(job)
 
-    def completed(self) -> list[Completion]:
+    def answers(self) -> list[Completion]:
         done, self._done = self._done, []
         return done
 

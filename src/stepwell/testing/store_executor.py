@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from math import inf
 
 from stepwell.base.clock import ManualClock
@@ -19,6 +20,7 @@ class ScriptedStoreExecutor:
         self._ranks = ranks
         self._ops: dict[JobId, StoreOp] = {}
         self._done: list[Reply] = []
+        self._cancelled: set[JobId] = set()
         self.num_submitted = 0
         self.answers_in_time = True  # where somebody waits for one answer
 
@@ -38,7 +40,7 @@ class ScriptedStoreExecutor:
         """Lets one operation be carried out on every rank; or, with a status, answers for it without doing anything."""
         op = self._ops.pop(job)
         if status is None:
-            outcome = joint([attempt(worker, op) for worker in self._ranks])
+            outcome = joint([attempt(worker, op, partial(self._cancelled.__contains__, op.job)) for worker in self._ranks])
         else:
             outcome = Outcome(
                 statuses=(status,) * num_items(op.task), error="told to fail" if status is ItemStatus.FAILED else None
@@ -49,7 +51,7 @@ class ScriptedStoreExecutor:
         for job in self.pending:
             self.finish(job, took_s=took_s)
 
-    def replies(self) -> list[Reply]:
+    def answers(self) -> list[Reply]:
         done, self._done = self._done, []
         return done
 
@@ -59,6 +61,9 @@ class ScriptedStoreExecutor:
             return None
         self.finish(job)
         return self._done.pop()
+
+    def cancel(self, job: JobId) -> None:
+        self._cancelled.add(job)
 
     def withdraw(self, job: JobId) -> bool:
         return False  # here everything is said to have begun: the harder case
@@ -87,6 +92,7 @@ class TimedStoreExecutor:
         self._moved_s = {True: -inf, False: -inf}  # when a queue's latest operation began
         self._begun_s: dict[JobId, float] = {}
         self._done: list[tuple[float, Reply]] = []
+        self._cancelled: set[JobId] = set()
         self._slept_s = 0.0
 
     def serve(self, ranks: Sequence[StoreWorker]) -> None:
@@ -99,7 +105,7 @@ class TimedStoreExecutor:
     def submit(self, op: StoreOp) -> None:
         self._queues[isinstance(op.task, (PutPages, PutCheckpoint))].append((self._clock.now(), op))
 
-    def replies(self) -> list[Reply]:
+    def answers(self) -> list[Reply]:
         self._work()
         now = self._clock.now()
         due = sorted((each for each in self._done if each[0] <= now), key=lambda each: each[0])
@@ -120,6 +126,9 @@ class TimedStoreExecutor:
             return None
         self._done.remove(due)
         return due[1]
+
+    def cancel(self, job: JobId) -> None:
+        self._cancelled.add(job)
 
     def withdraw(self, job: JobId) -> bool:
         for queue in self._queues.values():
@@ -158,6 +167,6 @@ class TimedStoreExecutor:
 
     def _run(self, op: StoreOp, started_s: float) -> float:
         self._slept_s = 0.0
-        outcome = joint([attempt(worker, op) for worker in self._ranks])
+        outcome = joint([attempt(worker, op, partial(self._cancelled.__contains__, op.job)) for worker in self._ranks])
         self._done.append((started_s + self._slept_s, Reply(job=op.job, outcome=outcome, took_s=self._slept_s)))
         return self._slept_s

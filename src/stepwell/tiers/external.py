@@ -40,7 +40,7 @@ def load(core: CacheState, lease: Lease, into: EnginePages) -> None:
     if residency is not None:
         copies.append(_copy(Tier.HOST, residency.windows, Tier.ENGINE, into.windows, Kind.WINDOW))
         copies.append(_copy(Tier.HOST, residency.points, Tier.ENGINE, into.points, Kind.POINT))
-    job = core.copies.start(Purpose.LOAD, copies, reads=(residency,) if residency is not None else ())
+    job = core.copies.copy(Purpose.LOAD, copies, reads=(residency,) if residency is not None else ())
     if job is not None:
         lease.load_job = job
         _await(lease, job)
@@ -77,7 +77,7 @@ def commit(core: CacheState, lease: Lease, upto: int, source: EnginePages, *, ch
     note_expiry(core, node)
     taken = np.array([owner is not None for owner in core.tree.owner[Tier.HOST][fresh]], np.bool_)
     targets = fresh[taken]
-    job = core.copies.start(Purpose.SAVE, [_copy(Tier.ENGINE, source.prefix[done:full][taken], Tier.HOST, targets, Kind.PREFIX)])
+    job = core.copies.copy(Purpose.SAVE, [_copy(Tier.ENGINE, source.prefix[done:full][taken], Tier.HOST, targets, Kind.PREFIX)])
     if job is not None:
         lease.jobs.add(job)
     _drop_duplicates(core, lease, node, done, taken)
@@ -108,7 +108,7 @@ def _let_go_of_dead(core: CacheState, lease: Lease) -> None:
     if len(dead):
         gone = lease.prefix_pages[dead[0] :]
         lease.prefix_pages = lease.prefix_pages[: dead[0]]
-        core.copies.release(Tier.HOST, Kind.PREFIX, gone)
+        core.refs.release(Tier.HOST, Kind.PREFIX, gone)
 
 
 def _drop_duplicates(core: CacheState, lease: Lease, node: Node, done: int, taken: object) -> None:
@@ -120,7 +120,7 @@ def _drop_duplicates(core: CacheState, lease: Lease, node: Node, done: int, take
     core.arena(Tier.HOST).retain(Kind.PREFIX, theirs)
     lease.prefix_pages = lease.prefix_pages.copy()
     lease.prefix_pages[done:][~np.asarray(taken, np.bool_)] = theirs
-    core.copies.release(Tier.HOST, Kind.PREFIX, mine)
+    core.refs.release(Tier.HOST, Kind.PREFIX, mine)
 
 
 def _path_ids(node: Node, upto: int) -> PageIds:
@@ -152,11 +152,11 @@ def _save_checkpoint(core: CacheState, lease: Lease, node: Node, page: int, sour
         _copy(Tier.ENGINE, source.windows, Tier.HOST, windows, Kind.WINDOW),
         _copy(Tier.ENGINE, source.points, Tier.HOST, points, Kind.POINT),
     ]
-    job = core.copies.start(Purpose.SAVE, copies, writes=residency, awaited=True)
+    job = core.copies.copy(Purpose.SAVE, copies, writes=residency, awaited=True)
     assert job is not None, "a checkpoint without pages"
     _await(lease, job)
     core.counters.add("checkpoints_made")
-    core.copies.release(Tier.HOST, Kind.WINDOW, windows)  # the tree and the copy hold their own
+    core.refs.release(Tier.HOST, Kind.WINDOW, windows)  # the tree and the copy hold their own
 
 
 def _copy(source: Tier, read: PageIds, target: Tier, write: PageIds, kind: Kind) -> Copy:

@@ -42,7 +42,7 @@ class Sources:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class RequestOptions:
     """What a caller says of a request beside its tokens."""
 
     hints: tuple[int, ...] = ()  # boundaries worth a checkpoint: the end of a system prompt, of tools
@@ -58,7 +58,7 @@ class Lease:
     """One request's hold on the cache. Read it freely; change it only through the cache."""
 
     def __init__(
-        self, number: LeaseId, *, namespace: Namespace, packed: bytes, resume: int, sources: Sources, request: Request,
+        self, number: LeaseId, *, namespace: Namespace, packed: bytes, resume: int, sources: Sources, request: RequestOptions,
         stops: tuple[int, ...], on_exit: Callable[[Lease], None],
     ) -> None:  # fmt: skip
         self.id = number

@@ -51,9 +51,9 @@ class Pin:
     def let_go(self) -> None:
         self.held = False
         for tier, ids in self.pages:
-            self.core.copies.release(tier, Kind.PREFIX, ids)
+            self.core.refs.release(tier, Kind.PREFIX, ids)
         if self.residency is not None:
-            self.core.copies.unpin(self.residency)
+            self.core.refs.unpin(self.residency)
 
     def __repr__(self) -> str:
         return f"Pin({self.tokens} tokens)"

@@ -21,7 +21,7 @@ from stepwell.tiers.expiry import note_expiry
 from stepwell.tiers.lease import Lease, LeaseState
 from stepwell.tiers.saving import save_path
 from stepwell.tiers.state import CacheState
-from stepwell.tiers.thinning import drop_superseded, thin_path
+from stepwell.tiers.thinning import drop_superseded
 from stepwell.tree.checkpoints import add_residency
 from stepwell.tree.missing_state import note_offered
 from stepwell.tree.node import Checkpoint, Node
@@ -63,11 +63,12 @@ def commit(core: CacheState, lease: Lease, upto: int, *, checkpoint: bool, last:
         made = _leave_checkpoint(core, lease, node, full, fork, last=last) if checkpoint else None
         if made is not None:
             _follow_trail(core, lease, made)
-            thin_path(core, made)
+            if core.on_checkpoint is not None:
+                core.on_checkpoint(core, made)
         if save_on_commit(core.config.write) and lease.trail is None:
             save_path(core, node)
     elif len(fork):
-        core.copies.release(Tier.DEVICE, Kind.POINT, fork)
+        core.refs.release(Tier.DEVICE, Kind.POINT, fork)
     slide(core, lease)
 
 
@@ -77,13 +78,13 @@ def slide(core: CacheState, lease: Lease) -> None:
     first = max(lease.position - spec.window_tokens, 0) // spec.window_page_tokens
     passed = min(max(first - lease.first_window, 0), len(lease.window_pages))
     if passed:
-        core.copies.release(Tier.DEVICE, Kind.WINDOW, lease.window_pages[:passed])
+        core.refs.release(Tier.DEVICE, Kind.WINDOW, lease.window_pages[:passed])
         lease.window_pages = lease.window_pages[passed:]
         lease.first_window += passed
     restored = lease.restored
     if restored is not None and restored.checkpoint.page * spec.page_tokens <= first * spec.window_page_tokens:
         lease.restored = None  # its windows are behind us, and its point was copied: it may be evicted again
-        core.copies.unpin(restored)
+        core.refs.unpin(restored)
 
 
 def _check_covered(core: CacheState, lease: Lease, upto: int) -> None:
@@ -120,7 +121,7 @@ def _leave_checkpoint(core: CacheState, lease: Lease, node: Node, page: int, for
     if residency is None:  # another request left the same one: it has two owners now
         _note_shared(node, page)
         if len(fork):
-            core.copies.release(Tier.DEVICE, Kind.POINT, fork)
+            core.refs.release(Tier.DEVICE, Kind.POINT, fork)
         return None
     core.counters.add("checkpoints_made")
     if len(points):
@@ -130,7 +131,7 @@ def _leave_checkpoint(core: CacheState, lease: Lease, node: Node, page: int, for
             _go_on_with(core, lease, fork)
             source = Span(tier=Tier.DEVICE, kind=Kind.POINT, ids=points)
             target = Span(tier=Tier.DEVICE, kind=Kind.POINT, ids=fork)
-            core.copies.start(Purpose.FORK, [Copy(source=source, target=target)], reads=(residency,))
+            core.copies.copy(Purpose.FORK, [Copy(source=source, target=target)], reads=(residency,))
     return residency.checkpoint
 
 
@@ -156,7 +157,7 @@ def _follow_trail(core: CacheState, lease: Lease, made: Checkpoint) -> None:
 
 
 def _is_milestone(core: CacheState, checkpoint: Checkpoint) -> bool:
-    return is_milestone(core.spec, core.config.placement, checkpoint.page * core.spec.page_tokens)
+    return is_milestone(core.spec, core.placement, checkpoint.page * core.spec.page_tokens)
 
 
 def next_stop(core: CacheState, lease: Lease) -> int | None:
@@ -165,14 +166,14 @@ def next_stop(core: CacheState, lease: Lease) -> int | None:
         if stop > lease.position:
             return stop
     start = max(lease.position, lease.prompt_tokens - 1)
-    return next_decode_stop(core.spec, core.config.placement, position=start)
+    return next_decode_stop(core.spec, core.placement, position=start)
 
 
 def is_stop(core: CacheState, lease: Lease, boundary: int) -> bool:
     """Whether a checkpoint was asked for at `boundary`."""
     if boundary < lease.prompt_tokens:
         return boundary in lease.stops
-    return next_decode_stop(core.spec, core.config.placement, position=boundary - 1) == boundary
+    return next_decode_stop(core.spec, core.placement, position=boundary - 1) == boundary
 
 
 def _joined(pages: PageIds, more: PageIds) -> PageIds:

@@ -19,7 +19,7 @@ from stepwell.policy.placement import prompt_stops
 from stepwell.policy.write import save_on_use
 from stepwell.tiers.eviction import allocate
 from stepwell.tiers.expiry import note_expiry
-from stepwell.tiers.lease import Lease, LeaseState, Request, Sources
+from stepwell.tiers.lease import Lease, LeaseState, RequestOptions, Sources
 from stepwell.tiers.saving import save_path
 from stepwell.tiers.state import CacheState
 from stepwell.tiers.visits import note_visit
@@ -43,7 +43,7 @@ class Holds:
 def acquire(
     core: CacheState,
     match: Match,
-    request: Request,
+    request: RequestOptions,
     number: LeaseId,
     on_exit: Callable[[Lease], None],
     from_store: Flags | None = None,
@@ -97,11 +97,11 @@ def _is_worth_promoting(core: CacheState, residency: Residency | None) -> bool:
 
 
 def _let_go(core: CacheState, holds: Holds) -> None:
-    core.copies.release(core.nearest, Kind.PREFIX, holds.near[holds.near != ABSENT])
+    core.refs.release(core.nearest, Kind.PREFIX, holds.near[holds.near != ABSENT])
     if len(holds.below):
-        core.copies.release(Tier.HOST, Kind.PREFIX, holds.below)
+        core.refs.release(Tier.HOST, Kind.PREFIX, holds.below)
     if holds.residency is not None:
-        core.copies.unpin(holds.residency)
+        core.refs.unpin(holds.residency)
 
 
 def _allocate(core: CacheState, match: Match, holds: Holds) -> dict[Kind, PageIds]:
@@ -139,11 +139,11 @@ def _tokens_from_store(core: CacheState, holds: Holds, from_store: Flags | None)
 
 
 def _open(
-    core: CacheState, match: Match, request: Request, number: LeaseId, on_exit: Callable[[Lease], None], from_store: int
+    core: CacheState, match: Match, request: RequestOptions, number: LeaseId, on_exit: Callable[[Lease], None], from_store: int
 ) -> Lease:
     resume = match.restore_tokens
     stops = prompt_stops(
-        core.spec, core.config.placement, resume=resume, known=match.known_tokens,
+        core.spec, core.placement, resume=resume, known=match.known_tokens,
         prompt_tokens=match.prompt_tokens, hints=request.hints,
     )  # fmt: skip
     sources = Sources(
@@ -178,10 +178,10 @@ def _fill(core: CacheState, lease: Lease, match: Match, holds: Holds, pages: dic
     lease.waits_for = [(kind, ids) for kind, ids in waits if len(ids)]
     promoted = _promote(core, holds.residency, pages, copies) if holds.promotes and holds.residency is not None else None
     reads = (holds.residency,) if holds.residency is not None else ()
-    if core.copies.start(Purpose.LOAD, copies, reads=reads, writes=promoted) is not None or lease.waits_for:
+    if core.copies.copy(Purpose.LOAD, copies, reads=reads, writes=promoted) is not None or lease.waits_for:
         lease.state = LeaseState.LOADING
     if len(holds.below):
-        core.copies.release(Tier.HOST, Kind.PREFIX, holds.below)  # the copy holds its own by now
+        core.refs.release(Tier.HOST, Kind.PREFIX, holds.below)  # the copy holds its own by now
 
 
 def _restore_checkpoint(core: CacheState, lease: Lease, residency: Residency, windows: PageIds) -> list[Copy]:

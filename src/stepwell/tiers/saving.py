@@ -64,7 +64,7 @@ def save_runs(core: CacheState, node: Node) -> bool:
         core.counters.add("save_skipped_no_room")
         return False
     finally:
-        core.copies.release(Tier.HOST, Kind.PREFIX, path)
+        core.refs.release(Tier.HOST, Kind.PREFIX, path)
     source, start = [], 0
     runs: list[Run] = []
     for each, missing in pieces:
@@ -80,8 +80,8 @@ def save_runs(core: CacheState, node: Node) -> bool:
         source=Span(tier=Tier.DEVICE, kind=Kind.PREFIX, ids=np.concatenate(source)),
         target=Span(tier=Tier.HOST, kind=Kind.PREFIX, ids=ids),
     )
-    core.copies.start(Purpose.SAVE, [copy], saves=tuple(runs))
-    core.copies.release(Tier.HOST, Kind.PREFIX, ids)
+    core.copies.copy(Purpose.SAVE, [copy], saves=tuple(runs))
+    core.refs.release(Tier.HOST, Kind.PREFIX, ids)
     return True
 
 
@@ -103,7 +103,7 @@ def save_residency(core: CacheState, residency: Residency) -> bool:
         core.counters.add("save_skipped_no_room")
         pages = None
     finally:
-        core.copies.unpin(residency)
+        core.refs.unpin(residency)
     if pages is None or checkpoint.node is None:
         _give_back(core, shared, pages or {})
         return False
@@ -140,7 +140,7 @@ def _start_save(
             target=Span(tier=Tier.HOST, kind=Kind.POINT, ids=points),
         ),
     ]
-    if core.copies.start(Purpose.SAVE, copies, reads=(residency,), writes=target) is None:
+    if core.copies.copy(Purpose.SAVE, copies, reads=(residency,), writes=target) is None:
         residency_arrived(core.tree, target)  # all of its pages were there already
     _give_back(core, shared, {Kind.WINDOW: windows})
 

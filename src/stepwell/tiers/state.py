@@ -12,11 +12,13 @@ from stepwell.base.keys import Namespace
 from stepwell.base.spec import ModelSpec
 from stepwell.memory.arena import Arena
 from stepwell.metrics.counters import Counters
+from stepwell.policy.placement import PlacementRules
 from stepwell.policy.reuse_model import ReuseModel
 from stepwell.tiers.below import Below
 from stepwell.tiers.copies import CopyJobs
 from stepwell.tiers.one_thread import Owner
-from stepwell.tree.node import Loss, LossReason, Node, Victim
+from stepwell.tree.node import Checkpoint, Loss, LossReason, Node, Victim
+from stepwell.tree.references import References
 from stepwell.tree.tree import Tree
 
 MOST_UNUSED_NAMESPACES = 1024
@@ -29,9 +31,15 @@ class CacheState:
     spec: ModelSpec
     config: CacheConfig
     tree: Tree
+    refs: References
     copies: CopyJobs
     counters: Counters
     clock: Clock
+    placement: PlacementRules
+    copy_timeout_s: float
+    on_checkpoint: Callable[[CacheState, Checkpoint], None] | None = (
+        None  # told of each that is left: the simulator's, for rival rules
+    )
     owner: Owner = field(default_factory=Owner)  # the thread that all of this belongs to
     reuse: ReuseModel | None = None  # what is learned about returns, where the value of things depends on it
     below: Below | None = None  # what takes copies of what is on the host

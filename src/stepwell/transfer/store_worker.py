@@ -1,19 +1,19 @@
 """One rank's side of the store: moves pages between host memory and a store, sealing and checking every value.
 
     page         one value under the page's key
-    checkpoint   members under names made of their checksums, then a manifest that lists those checksums
+    checkpoint   members under names made of their digests, then a manifest that lists those digests
 
-What does not verify is a miss; it is deleted, so that a good copy can take its place. A put has two halves, so that one
-operation can be sealed while the one before is being written: `seal` asks and hashes, `put` writes. Runs on worker threads
-and decides nothing.
+With a key, all of it is in spaces of that key and stamped with it. What does not verify is a miss; it is deleted, so that a
+good copy can take its place. A put has two halves, so that one operation can be sealed while the one before is being written:
+`seal` asks and hashes, `put` writes. Runs on worker threads and decides nothing.
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from hmac import compare_digest
 from itertools import starmap
 from typing import NamedTuple, Protocol
 
@@ -21,6 +21,7 @@ from stepwell.base.errors import StoreError
 from stepwell.base.ids import Kind
 from stepwell.base.keys import Namespace, manifest_key, member_key
 from stepwell.base.plan import PageIds
+from stepwell.base.store_key import StoreKey
 from stepwell.base.store_op import (
     FetchCheckpoint,
     FetchPages,
@@ -44,12 +45,11 @@ from stepwell.store.api import (
     Write,
     WriteOutcome,
 )
-from stepwell.store.seal import Verdict, checksum, checksum_of, judge, seal, stamp, stamp_all
+from stepwell.store.keyed_seal import seals_for
+from stepwell.store.seal import Verdict
+from stepwell.transfer.manifest import ManifestFormat
 
 WRITE_BATCH_BYTES = 32 * 2**20  # between two looks at whether the operation was called off
-_HEAD = struct.Struct("<4sHHI")  # magic, version, window pages, point pages
-_MEMBER = struct.Struct("<32s16sQ")  # key, checksum, length
-_MAGIC, _VERSION = b"SWcp", 1
 
 _OF_READ = {
     ReadOutcome.MISSING: ItemStatus.MISSING,
@@ -67,6 +67,7 @@ _OF_VERDICT = {
     Verdict.SWAPPED: ItemStatus.SWAPPED,
     Verdict.LENGTH: ItemStatus.LENGTH,
     Verdict.DAMAGED: ItemStatus.DAMAGED,
+    Verdict.OTHER_KEY: ItemStatus.OTHER_KEY,
 }
 _OF_WRITE = {
     WriteOutcome.STORED: ItemStatus.OK,
@@ -103,17 +104,18 @@ class Sealed:
 
 class _Reading(NamedTuple):
     statuses: list[ItemStatus]
-    stamps: list[bytes]  # good where all is well
+    digests: list[bytes]  # of what came
     unsettled: bool
 
 
 class StoreWorker:
     """Carries out store tasks for one rank of a model, in that rank's own namespaces."""
 
-    def __init__(self, store: Store, memory: HostPages, *, rank: int = 0, ranks: int = 1) -> None:
-        self._store = store
-        self._memory = memory
+    def __init__(self, store: Store, memory: HostPages, *, rank: int = 0, ranks: int = 1, key: StoreKey | None = None) -> None:
+        self._store, self._memory = store, memory
         self._shard = f"{rank}/{ranks}"
+        self._seals = seals_for(key)
+        self._manifests = ManifestFormat(self._seals.digest_bytes)
 
     def run(self, namespace: Namespace, task: Task, cancelled: Callable[[], bool]) -> Outcome:
         """One task from start to end. Raises what the store raises."""
@@ -149,11 +151,11 @@ class StoreWorker:
             self._store.delete(space, keys)
 
     def space(self, namespace: Namespace) -> Space:
-        """The part of the store that is this rank's share of a namespace. Says nothing of its salt."""
+        """The part of the store that is this rank's share of a namespace, under its key. Says nothing of its salt."""
         label = namespace.model if namespace.adapter is None else f"{namespace.model} + {namespace.adapter}"
         return Space(
-            digest=replace(namespace, shard=self._shard).digest,
-            label=_cut(f"{label} [{self._shard}]", MAX_LABEL_BYTES),
+            digest=self._seals.space(replace(namespace, shard=self._shard).digest),
+            label=_cut(f"{label} [{self._shard}{self._seals.label}]", MAX_LABEL_BYTES),
             tenant=_cut(namespace.tenant or "", MAX_TENANT_BYTES),
         )
 
@@ -162,17 +164,32 @@ class StoreWorker:
     def _read(self, space: Space, reads: Sequence[Read], cancelled: Callable[[], bool]) -> _Reading:
         """What became of each read. What is damaged is deleted."""
         results = self._store.read_into(space, reads, cancelled=cancelled)
-        statuses, unsettled = _judge(space, reads, results), False
+        statuses, digests = self._judge(space, reads, results)
+        unsettled = False
         if statuses.count(ItemStatus.OK) < len(statuses):
-            bad = [
-                read.key
-                for read, status in zip(reads, statuses, strict=True)
-                if status.is_damage and status is not ItemStatus.VERSION
-            ]
+            judged = zip(reads, statuses, strict=True)
+            bad = [read.key for read, status in judged if status.is_damage and status is not ItemStatus.VERSION]
             if bad:
                 self._forget(space, bad)
             unsettled = any(result.outcome in _UNSETTLED for result in results)
-        return _Reading(statuses=statuses, stamps=[result.stamp for result in results], unsettled=unsettled)
+        return _Reading(statuses=statuses, digests=digests, unsettled=unsettled)
+
+    def _judge(self, space: Space, reads: Sequence[Read], results: Sequence[ReadResult]) -> tuple[list[ItemStatus], list[bytes]]:
+        """What came of each read, and the digests of what came. Everything that came is verified."""
+        found, digest, none = ReadOutcome.FOUND, self._seals.digest, bytes(self._seals.digest_bytes)
+        came = [result.outcome is found for result in results]
+        digests = [digest(read.into) if here else none for read, here in zip(reads, came, strict=True)]  # nothing else in between
+        keys, lengths, statuses = [read.key for read in reads], [len(read.into) for read in reads], [ItemStatus.OK] * len(reads)
+        expected = self._seals.stamp_all(space, keys, lengths, digests)
+        if all(came) and compare_digest(b"".join([result.stamp for result in results]), b"".join(expected)):
+            return statuses, digests
+        for at, (result, stamped, here) in enumerate(zip(results, expected, came, strict=True)):
+            if not here:
+                statuses[at] = _OF_READ[result.outcome]
+            elif not compare_digest(result.stamp, stamped):  # why not?
+                verdict = self._seals.judge(space, keys[at], result.stamp, length=lengths[at], digest=digests[at])
+                statuses[at] = _OF_VERDICT[verdict]
+        return statuses, digests
 
     def _fetch_pages(self, space: Space, task: FetchPages, cancelled: Callable[[], bool]) -> Outcome:
         buffers = [self._memory.view(Kind.PREFIX, page) for page in task.ids.tolist()]
@@ -183,11 +200,11 @@ class StoreWorker:
     def _fetch_checkpoint(self, space: Space, task: FetchCheckpoint, cancelled: Callable[[], bool]) -> Outcome:
         """The manifest, then every member it names, which must be the very bytes it was written for."""
         buffers = [view for _, view in self._members(task.windows, task.points)]
-        name, manifest = manifest_key(task.boundary), memoryview(bytearray(_HEAD.size + len(buffers) * _MEMBER.size))
+        name, manifest = manifest_key(task.boundary), memoryview(bytearray(self._manifests.size(len(buffers))))
         (status,) = self._read(space, [Read(key=name, into=manifest)], cancelled).statuses
         if status is not ItemStatus.OK:
             return Outcome(statuses=(status,))  # into memory that is nobody's page
-        named = _parse(manifest, len(task.windows), len(task.points))
+        named = self._manifests.parse(manifest, len(task.windows), len(task.points))
         status, unsettled = ItemStatus.UNREADABLE, False
         if named is not None:
             reads = [Read(key=key, into=into) for (key, _), into in zip(named, buffers, strict=True)]
@@ -203,9 +220,11 @@ class StoreWorker:
     def _seal_pages(self, space: Space, task: PutPages) -> Sealed:
         wanted = [at for at, there in enumerate(self._contains(space, task.keys)) if not there]
         pages = [self._memory.view(Kind.PREFIX, page) for page in task.ids[wanted].tolist()]
-        digests = list(map(checksum, pages))  # nothing else in between: it would have to be fetched from memory again each time
+        digests = list(
+            map(self._seals.digest, pages)
+        )  # nothing else in between: it would have to be fetched from memory again each time
         keys = [task.keys[at] for at in wanted]
-        stamps = stamp_all(space, keys, list(map(len, pages)), digests)
+        stamps = self._seals.stamp_all(space, keys, list(map(len, pages)), digests)
         before = [task.parent or NO_PARENT, *task.keys]
         parents, depths = [before[at] for at in wanted], [task.first + at for at in wanted]
         writes = list(starmap(Write, zip(keys, pages, stamps, parents, depths, strict=True)))
@@ -233,15 +252,15 @@ class StoreWorker:
         pages = (*task.window_keys, *[task.boundary] * len(task.points))
         writes, listed, parent = [], [], group
         for depth, (page, (kind, data)) in enumerate(zip(pages, self._members(task.windows, task.points), strict=True)):
-            digest = checksum(data)
+            digest = self._seals.digest(data)
             key = member_key(page, kind.label, digest)
-            stamped = stamp(space, key, length=len(data), digest=digest)
-            writes.append(Write(key=key, data=data, stamp=stamped, parent=parent, depth=task.page + depth, group=group))
+            (stamp,) = self._seals.stamp_all(space, [key], [len(data)], [digest])
+            writes.append(Write(key=key, data=data, stamp=stamp, parent=parent, depth=task.page + depth, group=group))
             listed.append((key, digest, len(data)))
             parent = key
-        content = memoryview(_manifest(len(task.windows), len(task.points), listed))
-        stamped, depth = seal(space, name, content), task.page + len(writes)
-        manifest = Write(key=name, data=content, stamp=stamped, parent=parent, depth=depth, group=group)
+        content = memoryview(self._manifests.pack(len(task.windows), len(task.points), listed))
+        (stamp,) = self._seals.stamp_all(space, [name], [len(content)], [self._seals.digest(content)])
+        manifest = Write(key=name, data=content, stamp=stamp, parent=parent, depth=task.page + len(writes), group=group)
         return Sealed(space=space, task=task, writes=writes, places=[0] * len(writes), manifest=manifest)
 
     def _put_checkpoint(self, sealed: Sealed) -> Outcome:
@@ -259,29 +278,12 @@ class StoreWorker:
                 yield kind, self._memory.view(kind, page)
 
 
-def _judge(space: Space, reads: Sequence[Read], results: Sequence[ReadResult]) -> list[ItemStatus]:
-    """What came of each read. Everything that came is verified."""
-    found, statuses = ReadOutcome.FOUND, [ItemStatus.OK] * len(reads)
-    came = [result.outcome is found for result in results]
-    digests = [checksum(read.into) if here else b"" for read, here in zip(reads, came, strict=True)]  # nothing else in between
-    lengths = [len(read.into) for read in reads]
-    expected = stamp_all(space, [read.key for read in reads], lengths, digests)
-    if all(came) and [result.stamp for result in results] == expected:
-        return statuses
-    for at, (result, stamped, here) in enumerate(zip(results, expected, came, strict=True)):
-        if not here:
-            statuses[at] = _OF_READ[result.outcome]
-        elif result.stamp != stamped:  # why not?
-            statuses[at] = _OF_VERDICT[judge(space, reads[at].key, result.stamp, length=lengths[at], digest=digests[at])]
-    return statuses
-
-
 def _of_members(read: _Reading, digests: list[bytes]) -> ItemStatus:
     """What a checkpoint comes to, with its members read: each must be the one that the manifest was written for."""
-    for status, stamped, digest in zip(read.statuses, read.stamps, digests, strict=True):
+    for status, came, named in zip(read.statuses, read.digests, digests, strict=True):
         if status is not ItemStatus.OK:
             return ItemStatus.INCOMPLETE if status is ItemStatus.MISSING else status
-        if checksum_of(stamped) != digest:
+        if came != named:
             return ItemStatus.MIXED
     return ItemStatus.OK
 
@@ -289,19 +291,6 @@ def _of_members(read: _Reading, digests: list[bytes]) -> ItemStatus:
 def _stored_bytes(writes: Sequence[Write], outcomes: Sequence[WriteOutcome]) -> int:
     stored = WriteOutcome.STORED
     return sum([len(write.data) for write, outcome in zip(writes, outcomes, strict=True) if outcome is stored])
-
-
-def _manifest(windows: int, points: int, listed: Sequence[tuple[bytes, bytes, int]]) -> bytes:
-    return _HEAD.pack(_MAGIC, _VERSION, windows, points) + b"".join(_MEMBER.pack(*member) for member in listed)
-
-
-def _parse(manifest: memoryview, windows: int, points: int) -> list[tuple[bytes, bytes]] | None:
-    """Keys and checksums of the members; None unless it is a manifest of exactly this shape."""
-    if len(manifest) != _HEAD.size + (windows + points) * _MEMBER.size:
-        return None
-    if _HEAD.unpack_from(manifest) != (_MAGIC, _VERSION, windows, points):
-        return None
-    return [(key, digest) for key, digest, _ in _MEMBER.iter_unpack(manifest[_HEAD.size :])]
 
 
 def _cut(text: str, size: int) -> str:

@@ -73,7 +73,7 @@ def _audit_run(tree: Tree, run: Run) -> None:
     assert all(owner is node for owner in tree.owner[run.tier][ids]), f"{node}: a page of it has another owner"
     tail = tree.ranking.tail(run)
     if tail is not None and tree.ranking.idle(run, tail.start, at_most=1).num_pages:
-        assert run.ticket, f"{node} could be evicted from {run.tier.label} but is not queued"
+        assert run.entry, f"{node} could be evicted from {run.tier.label} but is not queued"
 
 
 def _audit_follower(checkpoint: Checkpoint) -> None:
@@ -97,6 +97,4 @@ def _audit_residency(tree: Tree, residency: Residency) -> None:
         for kind, ids in residency.spans():
             assert arena.is_ready(kind, ids), f"a ready checkpoint at {boundary} has pages that are not"
         if not residency.users:
-            assert residency.ticket, (
-                f"the checkpoint at {boundary} could be evicted from {residency.tier.label} but is not queued"
-            )
+            assert residency.entry, f"the checkpoint at {boundary} could be evicted from {residency.tier.label} but is not queued"

@@ -85,7 +85,7 @@ def drop_residency(tree: Tree, residency: Residency, loss: Loss) -> None:
         return
     before = node.leads_to_checkpoints(tier)
     checkpoint.held[tier] = None
-    residency.ticket = 0
+    residency.entry = 0
     tree.version += 1
     if not any(checkpoint.held):
         _leave(checkpoint, node)
@@ -103,7 +103,7 @@ def forget(tree: Tree, checkpoint: Checkpoint, loss: Loss) -> None:
     node.note_loss(checkpoint.page, loss)
     for residency in checkpoint.held:
         if residency is not None:
-            residency.ticket = 0
+            residency.entry = 0
             _let_go(tree, residency)
     checkpoint.held = [None, None]
 

@@ -56,7 +56,7 @@ class Use:
 class Run:
     """A node's prefix pages in one tier. `num_ready` of `num_pages` present ones can be read."""
 
-    __slots__ = ("ids", "node", "num_pages", "num_ready", "standing", "ticket", "tier", "unsaved")
+    __slots__ = ("entry", "ids", "node", "num_pages", "num_ready", "standing", "tier", "unsaved")
 
     def __init__(self, node: Node, tier: Tier, ids: PageIds) -> None:
         self.node = node
@@ -64,7 +64,7 @@ class Run:
         self.ids = ids  # one per page of the node, ABSENT where this tier has none
         self.num_pages = 0
         self.num_ready = 0
-        self.ticket = 0  # number of the live entry in the eviction order, 0 for none
+        self.entry = 0  # number of the live entry in the eviction order, 0 for none
         self.standing = 0  # the rank of that entry
         self.unsaved = False  # a write-back failed: evict without trying again
 
@@ -75,11 +75,11 @@ class Residency:
     __slots__ = (
         "_spans",
         "checkpoint",
+        "entry",
         "points",
         "ready",
         "sole_copy",
         "standing",
-        "ticket",
         "tier",
         "unsaved",
         "users",
@@ -93,7 +93,7 @@ class Residency:
         self.points = points  # one id, or none for models without point states
         self.ready = ready
         self.users = 0  # leases and copies that read it now: not to be evicted
-        self.ticket = self.standing = 0
+        self.entry = self.standing = 0
         self.unsaved = False
         self.sole_copy = False  # there is no other, and one is to be made below: worth more than what it holds until then
         self._spans = tuple((kind, ids) for kind, ids in ((Kind.WINDOW, windows), (Kind.POINT, points)) if len(ids))

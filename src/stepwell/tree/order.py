@@ -1,6 +1,6 @@
 """The order in which a tier gives things up: a heap for each place, none of them ever rebuilt.
 
-An entry may be out of date. It counts only while its ticket is the victim's own, and a victim whose standing
+An entry may be out of date. It counts only while its number is the victim's own, and a victim whose standing
 rose since it was pushed is put back when it surfaces; so touching a victim costs nothing.
 
 Entries whose victim is gone are swept out a few at a time: every push moves a few entries from the older half
@@ -26,7 +26,7 @@ class Standing(NamedTuple):
 
 
 _Key = tuple[int, int, int]  # rank, group, level
-_Entry = tuple[float, int, Victim]  # since when, ticket, who
+_Entry = tuple[float, int, Victim]  # since when, number, who
 _Heaps = dict[_Key, list[_Entry]]
 
 
@@ -37,7 +37,7 @@ class EvictionOrder:
         self._value = value
         self._older: _Heaps = {}
         self._newer: _Heaps = {}
-        self._tickets = 0
+        self._last_number = 0
         self._turns: list[tuple[_Heaps, _Key]] = []  # places that `next_head` has still to look at
 
     def __len__(self) -> int:
@@ -46,11 +46,11 @@ class EvictionOrder:
 
     def push(self, victim: Victim, standing: Standing) -> None:
         """Queues `victim`; an earlier entry of it no longer counts."""
-        self._tickets += 1
-        victim.ticket, victim.standing = self._tickets, standing.rank
+        self._last_number += 1
+        victim.entry, victim.standing = self._last_number, standing.rank
         place = standing.place
         key = (standing.rank, place.group, place.level)
-        heappush(self._newer.setdefault(key, []), (place.since, self._tickets, victim))
+        heappush(self._newer.setdefault(key, []), (place.since, self._last_number, victim))
         self._sweep()
 
     def head(self) -> tuple[Victim, Standing] | None:
@@ -64,7 +64,7 @@ class EvictionOrder:
         if found is None:
             return None
         victim = heappop(found[0])[2]
-        victim.ticket = 0
+        victim.entry = 0
         return victim
 
     def next_head(self) -> tuple[Victim, Standing] | None:
@@ -94,8 +94,8 @@ class EvictionOrder:
                 heap = _living(heaps, key)
                 if heap is None:
                     continue
-                since, ticket, _ = heap[0]
-                rank = (key[0], worth(key[1], key[2], since), since, ticket)
+                since, number, _ = heap[0]
+                rank = (key[0], worth(key[1], key[2], since), since, number)
                 if lowest is None or rank < lowest:
                     best, lowest = (key, heap), rank
         return (best[1], _standing(*best)) if best is not None else None
@@ -110,14 +110,14 @@ class EvictionOrder:
                 del self._older[key]
                 continue
             entry = heap.pop()  # the last of a heap can go without disturbing it
-            if entry[2].ticket == entry[1]:
+            if entry[2].entry == entry[1]:
                 heappush(self._newer.setdefault(key, []), entry)
 
 
 def _living(heaps: _Heaps, key: _Key) -> list[_Entry] | None:
     """The heap of a place, with a live entry first; None, and no heap, when it has none."""
     heap = heaps.get(key)
-    while heap and heap[0][2].ticket != heap[0][1]:
+    while heap and heap[0][2].entry != heap[0][1]:
         heappop(heap)
     if not heap:
         heaps.pop(key, None)

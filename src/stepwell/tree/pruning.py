@@ -109,7 +109,7 @@ def _trim(tree: Tree, node: Node, at: int) -> None:
         run.ids = run.ids[:at].copy()
         if not run.num_pages:
             node.runs[tier] = None
-            run.ticket = 0
+            run.entry = 0
         tree.owner[tier][gone.astype(np.intp)] = None
         tree.arenas[tier].drop(Kind.PREFIX, gone)
     node.num_pages = at

@@ -102,7 +102,7 @@ class Ranking:
 
         Not while its last page is in use: whoever gives that back will queue it.
         """
-        if run.ticket and run.standing == WORTHLESS:
+        if run.entry and run.standing == WORTHLESS:
             return
         last = int(run.ids[-1])
         if last != ABSENT and self._arenas[run.tier].refs[Kind.PREFIX][last] > 1:
@@ -111,7 +111,7 @@ class Ranking:
         if tail is None:
             if self.tail(run, cut_off=True) is not None:
                 self._note_depended_on(run)
-        elif not run.ticket or tail.dead:
+        elif not run.entry or tail.dead:
             self._runs[run.tier].push(run, self._run_standing(run, tail))
 
     def pop_depended_on(self, tier: Tier) -> tuple[Run, Tail] | None:
@@ -135,7 +135,7 @@ class Ranking:
 
     def queue_residency(self, residency: Residency, *, again: bool = False) -> None:
         """Makes a checkpoint a candidate; `again` when its worth has changed since it was queued."""
-        if (again or not residency.ticket) and _in_tree(residency):
+        if (again or not residency.entry) and _in_tree(residency):
             self._checkpoints[residency.tier].push(residency, self._residency_standing(residency))
 
     def tidy(self, tier: Tier) -> None:
@@ -157,7 +157,7 @@ class Ranking:
                 first = other
         if first is None:
             return None
-        first[0].ticket = 0
+        first[0].entry = 0
         return first[0]
 
     def _settled_head(self, order: EvictionOrder) -> tuple[Victim, Standing] | None:
@@ -179,7 +179,7 @@ class Ranking:
         if standing is not None:  # used since it was queued
             order.push(victim, standing)
         else:
-            victim.ticket = 0  # something stands on it, and will queue it
+            victim.entry = 0  # something stands on it, and will queue it
         return None
 
     def _standing(self, victim: Victim) -> Standing | None:

@@ -247,7 +247,7 @@ class Tree:
             part.unsaved = run.unsaved
             node.runs[tier] = part if part.num_pages else None
             self.owner[tier][present] = node
-        run.ticket = 0
+        run.entry = 0
 
     def _share_checkpoints(self, upper: Node, lower: Node) -> None:
         moved = [c for c in (lower.checkpoints or {}).values() if c.page <= upper.end]

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
-from stepwell import ModelSpec, Namespace, Point, Prefix, StateSpec, Window
+from stepwell import Kind, ModelSpec, Namespace, Point, Prefix, StateSpec, Window
 from stepwell.base.keys import KEY_BYTES, page_keys
+from stepwell.base.spec import Part
 from stepwell.base.tokens import pack
 from toys import HYBRID, KV, SSM, model, swa, text
+
+TWO_KV = model(KV, replace(KV, name="index", row_bytes=8))
 
 
 def _spec(**changes: object) -> ModelSpec:
@@ -105,6 +109,46 @@ def test_the_same_tokens_in_pages_of_another_size_have_other_keys() -> None:
 def test_fingerprint_ignores_the_models_name_only() -> None:
     assert replace(HYBRID, name="other").fingerprint == HYBRID.fingerprint
     assert len({spec.fingerprint for spec in LAYOUTS.values()}) == len(LAYOUTS)
+
+
+def _states_reversed(parts: list[Part]) -> list[Part]:
+    """The same parts in one object, the last state first."""
+    moved, offset = [], 0
+    for part in reversed(parts):
+        moved.append(replace(part, offset=offset))
+        offset += part.size_bytes
+    return moved
+
+
+def _rows_before_layers(parts: list[Part]) -> list[Part]:
+    """All layers of a row side by side, in place of all rows of a layer."""
+    return [replace(part, row_stride=part.layers * part.row_bytes, layer_stride=part.row_bytes) for part in parts]
+
+
+@pytest.mark.parametrize("moved", [_states_reversed, _rows_before_layers])
+def test_another_order_of_rows_in_a_page_is_another_fingerprint(
+    monkeypatch: pytest.MonkeyPatch, moved: Callable[[list[Part]], list[Part]]
+) -> None:
+    as_it_is, lay_out = replace(TWO_KV, name="before"), ModelSpec._lay_out
+    assert as_it_is.parts(Kind.PREFIX) and as_it_is.fingerprint == TWO_KV.fingerprint
+    monkeypatch.setattr(ModelSpec, "_lay_out", lambda spec, kind: moved(lay_out(spec, kind)))
+    other = replace(TWO_KV, name="after")
+    assert other.object_bytes(Kind.PREFIX) == as_it_is.object_bytes(Kind.PREFIX)
+    assert other.fingerprint != as_it_is.fingerprint
+
+
+def test_a_part_says_where_each_row_lies() -> None:
+    for spec in LAYOUTS.values():
+        for kind in Kind:
+            rows = sorted(
+                part.offset + layer * part.layer_stride + row * part.row_stride
+                for part in spec.parts(kind) for layer in range(part.layers) for row in range(part.rows)
+            )  # fmt: skip
+            ends = sorted(
+                part.offset + layer * part.layer_stride + row * part.row_stride + part.row_bytes
+                for part in spec.parts(kind) for layer in range(part.layers) for row in range(part.rows)
+            )  # fmt: skip
+            assert [*rows, spec.object_bytes(kind)] == [0, *ends], "rows lie back to back, and none over another"
 
 
 def test_a_window_is_not_a_point_of_the_same_size() -> None:

@@ -21,6 +21,7 @@ from stepwell import (
     Tier,
     build_cache,
 )
+from stepwell.cache.build import CacheTuning
 from toys import FULL, FULL_POINT, HYBRID, KV, Rig, model, text
 
 BAD_TOKENS: list[tuple[object, str]] = [
@@ -113,16 +114,26 @@ def test_a_page_size_that_does_not_fit_the_model() -> None:
         ({"device_bytes": -5}, "device_bytes must be positive, got -5"),
         ({"device_bytes": 1 << 20, "host_bytes": 0}, "host_bytes must be positive, got 0"),
         ({"device_bytes": None}, "at least one tier"),
-        ({"device_bytes": 1 << 20, "copy_timeout_s": 0.0}, "copy_timeout_s must be positive"),
-        ({"device_bytes": 1 << 20, "copy_timeout_s": -1.0}, "copy_timeout_s must be positive"),
-        ({"device_bytes": 1 << 20, "page_alignment_bytes": 48}, "power of two"),
-        ({"device_bytes": 1 << 20, "page_alignment_bytes": 0}, "power of two"),
         ({"device_bytes": 1 << 20, "vocab_size": 0}, "vocab_size must be positive"),
     ],
 )
 def test_settings_that_cannot_work(settings: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         CacheConfig(**settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("tuning", "says"),
+    [
+        ({"copy_timeout_s": 0.0}, "copy_timeout_s must be positive"),
+        ({"copy_timeout_s": -1.0}, "copy_timeout_s must be positive"),
+        ({"page_alignment_bytes": 48}, "power of two"),
+        ({"page_alignment_bytes": 0}, "power of two"),
+    ],
+)
+def test_tunings_that_cannot_work(tuning: dict[str, float], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        CacheTuning(**tuning)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("tiers", [{"device_bytes": 4096}, {"device_bytes": 1 << 20, "host_bytes": 4096}])

@@ -11,10 +11,11 @@ import pytest
 from stepwell import CacheConfig, Cause, ConfigError, ModelSpec, Tier, build_cache
 from stepwell.base.config import PrefetchPolicy, StoreConfig
 from stepwell.base.store_op import ItemStatus
+from stepwell.policy.tuning import StoreTuning
 from stepwell.store.api import Space
 from stepwell.store.memory import MemoryStore
 from stepwell.store_tier.link import LinkState
-from toys import ALL_MODELS, FULL, FULL_POINT, HYBRID, PAGE, Rig, text
+from toys import ALL_MODELS, FULL, FULL_POINT, HYBRID, PAGE, SMALL_PAGES, Rig, text
 
 PROMPT = text(1, 10 * PAGE + 1)
 WHOLE = 10 * PAGE
@@ -162,7 +163,12 @@ def test_asking_changes_nothing() -> None:
 
 
 def test_a_question_that_hangs_fails_nothing() -> None:
-    after = rig(FULL, filled(FULL), store_config=StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, errand_timeout_s=5.0))
+    after = rig(
+        FULL,
+        filled(FULL),
+        store_config=StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE),
+        store_tuning=StoreTuning(op_timeout_s=5.0),
+    )
     after.cache.question(PROMPT)
     after.clock.advance(6.0)
     assert not after.cache.step().failures and not after.cache.counters["store_ops_failed"]
@@ -196,7 +202,7 @@ class Stuck(MemoryStore):
 
 def test_with_threads_the_wait_has_an_end_and_nothing_is_left_behind() -> None:
     store = Stuck()
-    cache = build_cache(FULL, CacheConfig(device_bytes=64 * 1024, host_bytes=64 * 1024, page_alignment_bytes=16))
+    cache = build_cache(FULL, CacheConfig(device_bytes=64 * 1024, host_bytes=64 * 1024), tuning=SMALL_PAGES)
     cache.store.attach(store)
     began_s = monotonic()
     why = cache.explain(PROMPT, store_wait_s=0.05)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import log2
 
 import pytest
 
-from stepwell import Cause, ConfigError, EvictionPolicy, LeaseError, ModelSpec, Tier, WritePolicy
+from stepwell import Cause, ConfigError, LeaseError, ModelSpec, Tier, WritePolicy
 from stepwell.base.config import MAX_PRIORITY, PRIORITY_STEP_S
 from stepwell.policy.reuse_model import ReuseModel, Visit
 from stepwell.policy.value import Expected, Facts
-from toys import FULL, HYBRID, PAGE, Rig, text
+from toys import EVICTIONS, FULL, HYBRID, PAGE, SMALL_PAGES, Rig, text
 
 
 @pytest.mark.parametrize("host_pages", [None, 256])
@@ -173,10 +174,10 @@ def test_higher_priority_is_given_up_last(write: WritePolicy) -> None:
     assert rig.restore(text(1, 17)) == 16
 
 
-@pytest.mark.parametrize("eviction", list(EvictionPolicy))
-def test_a_priority_fades_so_that_nobody_has_the_tier_for_ever(eviction: EvictionPolicy) -> None:
+@pytest.mark.parametrize("eviction", EVICTIONS)
+def test_a_priority_fades_so_that_nobody_has_the_tier_for_ever(eviction: str) -> None:
     """Six urgent prompts fill the device. An hour and a half later they are as good as any others, and those have hits again."""
-    rig = Rig(FULL, device_pages=24, eviction=eviction)
+    rig = Rig(FULL, device_pages=24, tuning=replace(SMALL_PAGES, eviction=EVICTIONS[eviction]))
     for name in range(6):
         rig.serve(text(name, 17), priority=8)
     others = [text(name, 17) for name in range(10, 13)]

@@ -6,6 +6,7 @@ import pytest
 
 from stepwell import Kind, LeaseState, PlacementConfig, Tier
 from stepwell.base.plan import Purpose
+from stepwell.policy.placement import PlacementRules
 from toys import ALL_MODELS, FULL, FULL_POINT, FULL_WINDOW, HYBRID, KV, Rig, model, swa, text
 
 
@@ -45,7 +46,7 @@ def test_sources_always_add_up_to_the_prompt() -> None:
 
 def test_chunks_of_any_size_leave_the_same_cache() -> None:
     for chunk in (1, 2, 3, 5, 8, 33):
-        rig = Rig(HYBRID, placement=PlacementConfig(interval_tokens=8, most_added=None))
+        rig = Rig(HYBRID, placement=PlacementConfig(interval_tokens=8))
         lease = rig.ready(text(1, 33))
         while lease.position < 33:
             stop = rig.cache.next_stop(lease) or 33
@@ -125,7 +126,7 @@ def test_decoding_grows_page_by_page() -> None:
 
 @pytest.mark.parametrize("window", [3, 4, 8, 10])
 def test_a_sliding_window_is_given_back_behind_the_request(window: int) -> None:
-    rig = Rig(model(KV, swa(window)), placement=PlacementConfig(interval_tokens=0, decode_interval_tokens=0, at_prompt_end=False))
+    rig = Rig(model(KV, swa(window)), placement=PlacementRules(interval_tokens=0, decode_interval_tokens=0, at_prompt_end=False))
     lease = rig.ready(text(1, 9))
     rig.prefill(lease)
     size = rig.spec.window_page_tokens
@@ -148,7 +149,7 @@ def test_only_the_last_checkpoint_of_an_answer_is_kept() -> None:
 
 
 def test_milestones_and_used_checkpoints_of_an_answer_stay() -> None:
-    rig = Rig(HYBRID, placement=PlacementConfig(interval_tokens=15, most_added=None, decode_interval_tokens=4))  # 16
+    rig = Rig(HYBRID, placement=PlacementConfig(interval_tokens=15, decode_interval_tokens=4))  # 16
     lease = rig.ready(text(1, 9))
     rig.prefill(lease)
     rig.decode(lease, text(2, 4))

@@ -121,9 +121,9 @@ def test_what_a_request_waits_for_is_not_held_up_by_saves() -> None:
     for number in range(20):
         executor.submit(Plan(job=JobId(number), purpose=Purpose.SAVE, copies=(Copy(source=span, target=span),)))
     executor.submit(Plan(job=JobId(99), purpose=Purpose.FORK, copies=(Copy(source=span, target=span),)))
-    done = wait_until(executor.completed)
+    done = wait_until(executor.answers)
     assert [completion.job for completion in done] == [JobId(99)]
     copy_engine.gate.set()
     executor.drain(60)
     executor.close()
-    assert len(executor.completed()) == 20
+    assert len(executor.answers()) == 20

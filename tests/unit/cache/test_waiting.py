@@ -20,16 +20,17 @@ from stepwell.base.ids import JobId, Kind, Tier
 from stepwell.base.plan import Plan, Purpose
 from stepwell.cache.build import layouts_for, numpy_memories
 from stepwell.jobs.copy_executor import ThreadCopyExecutor
-from stepwell.jobs.workers import Line, RankJobs
+from stepwell.jobs.workers import RankJobs, WorkQueue
+from stepwell.policy.tuning import StoreTuning
 from stepwell.store.api import Space
 from stepwell.store.memory import MemoryStore
 from stepwell.store.wrappers import Wrapper
 from stepwell.tiers.eviction import make_room
 from stepwell.transfer.copy_engine import Work
-from toys import FULL, HYBRID, Rig, text
+from toys import FULL, HYBRID, SMALL_PAGES, Rig, text
 from waiting import step_until, wait_until
 
-CONFIG = CacheConfig(device_bytes=128 * 32, host_bytes=128 * 32, page_alignment_bytes=16)
+CONFIG = CacheConfig(device_bytes=128 * 32, host_bytes=128 * 32)
 
 
 def loading(**config: object) -> tuple[Rig, object]:
@@ -41,7 +42,7 @@ def loading(**config: object) -> tuple[Rig, object]:
 
 
 def test_waiting_returns_when_the_bytes_have_come() -> None:
-    cache = build_cache(FULL, CONFIG)
+    cache = build_cache(FULL, CONFIG, tuning=SMALL_PAGES)
     for _ in range(2):
         with cache.acquire(cache.lookup(text(1, 17))) as lease:
             cache.wait(lease)
@@ -63,7 +64,7 @@ def test_waiting_for_a_load_that_fails_raises_and_says_what_to_do() -> None:
 
 
 def test_waiting_for_a_load_that_hangs_ends() -> None:
-    rig, lease = loading(copy_timeout_s=2.0)
+    rig, lease = loading(tuning=replace(SMALL_PAGES, copy_timeout_s=2.0))
     with pytest.raises(LeaseError, match="not ready after 1 s"):
         rig.cache.wait(lease, timeout_s=1.0)  # type: ignore[arg-type]
     with pytest.raises(LoadFailed):
@@ -76,7 +77,7 @@ def test_waiting_for_a_load_that_hangs_ends() -> None:
 
 
 def test_waiting_for_a_ticket() -> None:
-    cache, store = build_cache(FULL, CONFIG), MemoryStore()
+    cache, store = build_cache(FULL, CONFIG, tuning=SMALL_PAGES), MemoryStore()
     cache.store.attach(store)
     ticket = cache.prefetch(cache.lookup(text(1, 17)))
     cache.wait(ticket)
@@ -119,7 +120,11 @@ def test_saves_behind_a_backlog_longer_than_the_timeout_all_count() -> None:
     """A save has its 30 seconds from when it begins: a line that moves is no failure, however long it is."""
     copy_engine = Paced()
     cache = build_cache(
-        FULL, replace(CONFIG, device_bytes=8192, host_bytes=8192), copy_engines=[copy_engine], clock=copy_engine.clock
+        FULL,
+        replace(CONFIG, device_bytes=8192, host_bytes=8192),
+        tuning=SMALL_PAGES,
+        copy_engines=[copy_engine],
+        clock=copy_engine.clock,
     )
     save(cache, range(50))
     for left in reversed(range(50)):
@@ -133,7 +138,7 @@ def test_saves_behind_a_backlog_longer_than_the_timeout_all_count() -> None:
 
 def test_what_waits_behind_a_rank_that_hangs_is_taken_back_and_its_pages_are_free() -> None:
     copy_engine = Paced()
-    cache = build_cache(FULL, CONFIG, copy_engines=[copy_engine], clock=copy_engine.clock)
+    cache = build_cache(FULL, CONFIG, tuning=SMALL_PAGES, copy_engines=[copy_engine], clock=copy_engine.clock)
     save(cache, range(3))
     assert copy_engine.begun.wait(60)
     copy_engine.clock.advance(31.0)
@@ -149,7 +154,7 @@ def test_what_waits_behind_a_rank_that_hangs_is_taken_back_and_its_pages_are_fre
 
 def test_a_rank_that_hangs_does_not_keep_the_cache_from_closing() -> None:
     copy_engine = Paced()
-    cache = build_cache(FULL, CONFIG, copy_engines=[copy_engine])
+    cache = build_cache(FULL, CONFIG, tuning=SMALL_PAGES, copy_engines=[copy_engine])
     save(cache, range(1))
     clock = SystemClock()
     started_s = clock.now()
@@ -173,8 +178,8 @@ class Hanging(Wrapper):
 
 def test_a_store_that_hangs_does_not_keep_the_cache_from_closing() -> None:
     store, clock = Hanging(), SystemClock()
-    cache = build_cache(FULL, CONFIG)
-    cache.store.attach(store, StoreConfig(errand_timeout_s=3600.0))
+    cache = build_cache(FULL, CONFIG, tuning=SMALL_PAGES)
+    cache.store.attach(store, tuning=StoreTuning(op_timeout_s=3600.0))
     with cache.acquire(cache.lookup(text(1, 17))) as lease:
         cache.grow(lease, 17)
         cache.commit(lease, 16)
@@ -186,8 +191,10 @@ def test_a_store_that_hangs_does_not_keep_the_cache_from_closing() -> None:
 
 def test_copies_given_up_before_do_not_cost_the_backups_when_the_cache_closes() -> None:
     copy_engine, store = Paced(), MemoryStore()
-    host = numpy_memories(FULL, layouts_for(FULL, CONFIG))[Tier.HOST]
-    cache = build_cache(FULL, CONFIG, copy_engines=[copy_engine], clock=copy_engine.clock, host_pages=[host], model="toy")
+    host = numpy_memories(FULL, layouts_for(FULL, CONFIG, alignment=16))[Tier.HOST]
+    cache = build_cache(
+        FULL, CONFIG, tuning=SMALL_PAGES, copy_engines=[copy_engine], clock=copy_engine.clock, host_pages=[host], model="toy"
+    )
     copy_engine.turns.release()
     save(cache, range(1))
     step_until(cache, lambda: not cache.copying)
@@ -220,7 +227,7 @@ class Partly(Hanging):
 
 def test_a_question_that_hangs_does_not_cost_the_backups_when_the_cache_closes() -> None:
     store, names = Partly(), range(1, 31)
-    cache = build_cache(FULL, replace(CONFIG, device_bytes=8192, host_bytes=8192))
+    cache = build_cache(FULL, replace(CONFIG, device_bytes=8192, host_bytes=8192), tuning=SMALL_PAGES)
     cache.store.attach(store, StoreConfig(checkpoint_rest_s=0.0))
     ticket = cache.prefetch(cache.lookup(text(99, 17)))
     assert store.asked.wait(60)
@@ -233,7 +240,7 @@ def test_a_question_that_hangs_does_not_cost_the_backups_when_the_cache_closes()
 
 def test_what_had_not_begun_when_the_time_was_over_is_not_done_later() -> None:
     store = Hanging()
-    cache = build_cache(FULL, replace(CONFIG, device_bytes=8192, host_bytes=8192))
+    cache = build_cache(FULL, replace(CONFIG, device_bytes=8192, host_bytes=8192), tuning=SMALL_PAGES)
     cache.store.attach(store, StoreConfig(checkpoint_rest_s=0.0))
     save(cache, range(1, 9))
     assert not cache.close(timeout_s=0.2)
@@ -245,7 +252,7 @@ def test_what_had_not_begun_when_the_time_was_over_is_not_done_later() -> None:
 
 
 def test_closing_takes_any_time_and_ends_what_it_can() -> None:
-    cache = build_cache(FULL, CONFIG)
+    cache = build_cache(FULL, CONFIG, tuning=SMALL_PAGES)
     save(cache, range(1))
     assert cache.close(timeout_s=inf)
     with pytest.raises(AssertionError, match="closed"):
@@ -254,7 +261,7 @@ def test_closing_takes_any_time_and_ends_what_it_can() -> None:
 
 def test_a_load_that_never_began_leaves_its_sources_where_they_are() -> None:
     copy_engine = Paced()
-    cache = build_cache(FULL, CONFIG, copy_engines=[copy_engine], clock=copy_engine.clock)
+    cache = build_cache(FULL, CONFIG, tuning=SMALL_PAGES, copy_engines=[copy_engine], clock=copy_engine.clock)
     for _ in range(3):
         copy_engine.turns.release()
     save(cache, range(3))
@@ -279,7 +286,7 @@ def test_an_engine_that_wants_to_end_the_process_fails_like_others() -> None:
         def begin(self, plan: Plan) -> Work:
             return sys.exit
 
-    cache = build_cache(FULL, CONFIG, copy_engines=[Leaving()])
+    cache = build_cache(FULL, CONFIG, tuning=SMALL_PAGES, copy_engines=[Leaving()])
     for name in range(2):
         save(cache, range(name, name + 1))
         step_until(cache, lambda: not cache.copying)
@@ -298,7 +305,7 @@ def test_a_checkpoint_that_a_request_waits_for_is_not_behind_other_saves() -> No
     executor.submit(Plan(job=JobId(1), purpose=Purpose.SAVE, copies=()))
     executor.submit(Plan(job=JobId(2), purpose=Purpose.SAVE, copies=(), awaited=True))
     executor.drain(60)
-    assert [done.job for done in executor.completed()] == [2, 1]
+    assert [done.job for done in executor.answers()] == [2, 1]
     executor.close()
 
 
@@ -309,7 +316,7 @@ def workers() -> set[Thread]:
 def test_threads_start_with_work_and_end_with_their_cache_even_where_nobody_closed_it() -> None:
     def use() -> set[Thread]:
         before = workers()
-        cache = build_cache(FULL, CONFIG)
+        cache = build_cache(FULL, CONFIG, tuning=SMALL_PAGES)
         assert workers() <= before, "nothing to do yet"
         save(cache, range(1))
         step_until(cache, lambda: not cache.copying)
@@ -337,7 +344,7 @@ def test_what_waiting_found_is_told_by_the_next_step() -> None:
 def test_a_part_that_has_begun_counts_from_there_and_not_from_its_line() -> None:
     clock, hold, begun = ManualClock(), Event(), Event()
     jobs: RankJobs[int] = RankJobs(clock)
-    stuck, moving = Line("stuck", clock), Line("moving", clock)
+    stuck, moving = WorkQueue("stuck", clock), WorkQueue("moving", clock)
     jobs.open(JobId(1), [stuck, moving], called_off=-1)
     jobs.enqueue(JobId(1), 0, stuck, lambda: (begun.set(), hold.wait(60), 1)[2])
     assert begun.wait(60)
@@ -375,7 +382,7 @@ def from_another_thread(act: object) -> BaseException | None:
 
 
 def test_every_verb_notices_a_second_thread_and_changes_nothing() -> None:
-    cache = build_cache(FULL, CONFIG)
+    cache = build_cache(FULL, CONFIG, tuning=SMALL_PAGES)
     lease = cache.acquire(cache.lookup(text(1, 17)))
     verbs = [
         lambda: cache.lookup(text(1, 17)),
@@ -404,7 +411,7 @@ def test_every_verb_notices_a_second_thread_and_changes_nothing() -> None:
 
 
 def test_a_cache_can_be_handed_to_another_thread_and_outlives_its_first() -> None:
-    cache = build_cache(FULL, CONFIG)
+    cache = build_cache(FULL, CONFIG, tuning=SMALL_PAGES)
     cache.lookup(text(1, 17))
     cache.hand_over()
     assert from_another_thread(lambda: cache.lookup(text(1, 17))) is None
@@ -414,7 +421,7 @@ def test_a_cache_can_be_handed_to_another_thread_and_outlives_its_first() -> Non
 
 
 def test_a_thread_that_python_did_not_start_can_have_it_and_end() -> None:
-    cache, done = build_cache(FULL, CONFIG), Event()
+    cache, done = build_cache(FULL, CONFIG, tuning=SMALL_PAGES), Event()
 
     def use() -> None:
         cache.lookup(text(1, 17))
@@ -435,7 +442,7 @@ def test_a_thread_that_python_did_not_start_can_have_it_and_end() -> None:
 
 
 def test_a_ticket_is_closed_by_the_thread_that_has_the_cache() -> None:
-    cache = build_cache(FULL, CONFIG)
+    cache = build_cache(FULL, CONFIG, tuning=SMALL_PAGES)
     cache.store.attach(MemoryStore())
     ticket = cache.prefetch(cache.lookup(text(1, 17)))
     assert isinstance(from_another_thread(ticket.close), WrongThread)
@@ -445,7 +452,7 @@ def test_a_ticket_is_closed_by_the_thread_that_has_the_cache() -> None:
 
 def test_four_threads_cannot_get_each_others_bytes() -> None:
     """The one that had it first goes on; all others are refused."""
-    cache: Cache = build_cache(FULL, CONFIG)
+    cache: Cache = build_cache(FULL, CONFIG, tuning=SMALL_PAGES)
     cache.lookup(text(1, 17))
     errors: list[type] = []
     together = Barrier(4)

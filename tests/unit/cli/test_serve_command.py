@@ -18,6 +18,7 @@ import pytest
 from stepwell.base.errors import ConfigError
 from stepwell.cli import serve
 from stepwell.cli.main import main
+from stepwell.store.key_file import write_store_key
 from stepwell.store.registry import open_store
 from waiting import PATIENCE_S
 
@@ -80,6 +81,14 @@ def test_store_options_come_from_arguments_and_for_mooncake_from_the_environment
     ):
         with pytest.raises(ConfigError):
             serve._store_options(parsed(*bad), {})
+
+
+def test_the_store_key_is_read_from_its_file(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    key = write_store_key(tmp_path / "key")
+    found = serve._engine_config(parsed("--store-key-file", str(tmp_path / "key")), {}).store_config.key
+    assert found is not None and found.id == key.id
+    assert serve._engine_config(parsed(), {}).store_config.key is None
 
 
 def test_a_draft_is_part_of_the_engine_s_settings() -> None:
@@ -148,6 +157,8 @@ def test_a_taken_port_is_said_before_anything_is_loaded(capsys: pytest.CaptureFi
         (("--page-tokens", "0"), "page_tokens"),
         (("--draft", "/no/such/draft"), "no draft model"),
         (("--chunk-tokens", "0"), "chunk_tokens"),
+        (("--store-key-file", "TMP/none"), "stepwell store new-key"),
+        (("--store-key-file", "TMP"), "is not a file"),
         (("--max-priority", "11"), "from 0 to 10"),
         (("--drain", "-1"), "--drain"),
     ],

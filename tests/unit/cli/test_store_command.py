@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import stat
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from stepwell.base.store_key import StoreKey
 from stepwell.cli.main import main
-from stepwell.store.api import Space
+from stepwell.store.api import Space, Write
+from stepwell.store.key_file import read_store_key, write_store_key
+from stepwell.store.keyed_seal import Keyed
 from stepwell.store.log.opening import open_log
 from stepwell.store.log.store import LogStore
 from stepwell.store.registry import Opening
@@ -132,3 +136,55 @@ def test_clear_wants_exactly_one_namespace_and_an_existing_store(
     assert run(capsys, "store", "clear", str(directory), "ff")[0] == 2
     assert run(capsys, "store", "clear", str(tmp_path / "nothing"), "31")[0] == 2
     assert not (tmp_path / "nothing").exists()
+
+
+def test_new_key_makes_a_key_for_its_owner_alone_and_never_writes_over_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "key"
+    status, out, err = run(capsys, "store", "new-key", str(file))
+    made = read_store_key(file)
+    assert (status, err) == (0, "") and made.id.hex() in out and stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert file.read_text().strip() not in out, "the secret is not shown"
+    status, out, err = run(capsys, "store", "new-key", str(file))
+    assert (status, out) == (2, "") and "is there already" in err and read_store_key(file).id == made.id
+
+
+def test_check_works_without_the_key_says_what_it_could_not_check_and_with_it_finds_what_was_planted(
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours, theirs = write_store_key(tmp_path / "ours"), write_store_key(tmp_path / "theirs")
+    planted = keyed(ours, "planted")
+    planted = planted._replace(stamp=keyed(theirs, "planted").stamp[:44] + planted.stamp[44:48] + bytes(16))
+    with closing(open_in(directory)) as store:
+        store.write_from(ONE, [keyed(ours, "good"), planted, keyed(theirs, "not ours")])
+    with closing(open_in(directory)) as store:  # and once more from what is on the disk alone
+        assert all(store.contains(ONE, [key("good"), key("planted"), key("not ours")]))
+    check = ("store", "check", str(directory))
+    status, out, _ = run(capsys, *check)
+    assert status == 0 and "all sound" in out and "3 of them are stamped with a store key that was not given" in out
+    assert json.loads(run(capsys, *check, "--json")[1])["unproven_values"] == 3
+    given = (*check, "--store-key-file", str(tmp_path / "ours"))
+    status, out, _ = run(capsys, *given, "--json")
+    report = json.loads(out)
+    assert (status, report["unproven_values"], [one["key"] for one in report["damage"]]) == (1, 1, [key("planted").hex()])
+    assert report["damage"][0]["reason"] == "it was not written with the same store key"
+    assert run(capsys, *given, "--repair")[0] == 0
+    status, out, _ = run(capsys, *given)
+    assert status == 0 and "all sound" in out and "1 of them are stamped" in out
+    with closing(open_in(directory)) as store:
+        assert store.contains(ONE, [key("good"), key("planted"), key("not ours")]) == [True, False, True]
+
+
+def test_damage_to_keyed_values_is_found_without_the_key(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with closing(open_in(directory)) as store:
+        store.write_from(ONE, [keyed(StoreKey(bytes(range(32))), "v9")])
+    damage(directory, place_of(directory, "v9") + 500)
+    status, out, _ = run(capsys, "store", "check", str(directory))
+    assert status == 1 and "do not match their checksum" in out and "1 of them are stamped" in out
+
+
+def keyed(store_key: StoreKey, name: str) -> Write:
+    seals, plain = Keyed(store_key), offer(ONE, name, 1000)
+    (stamp,) = seals.stamp_all(ONE, [plain.key], [1000], [seals.digest(plain.data)])
+    return plain._replace(stamp=stamp)

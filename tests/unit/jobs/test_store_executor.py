@@ -14,7 +14,7 @@ from stepwell.base.ids import JobId
 from stepwell.base.keys import Namespace, PageKey
 from stepwell.base.store_op import FetchPages, FindItems, ItemStatus, StoreOp, Task
 from stepwell.jobs.store_executor import ThreadStoreExecutor
-from stepwell.store.api import Space, never
+from stepwell.store.api import Space
 from stepwell.store.memory import MemoryStore
 from stepwell.store.wrappers import Wrapper
 from stepwell.transfer.store_worker import StoreWorker
@@ -41,7 +41,7 @@ class Stuck(Wrapper):
 
 
 def op(number: int, task: Task) -> StoreOp:
-    return StoreOp(job=JobId(number), namespace=HERE, task=task, cancelled=never)
+    return StoreOp(job=JobId(number), namespace=HERE, task=task)
 
 
 def store_executor(store: Stuck, ranks: int = 1) -> ThreadStoreExecutor:
@@ -57,12 +57,12 @@ def test_a_question_is_answered_while_reads_hang_and_what_waits_behind_them_can_
     assert store.begun.wait(PATIENCE_S)
     busy.submit(op(2, FETCH))
     busy.submit(op(3, ASK))
-    replies = wait_until(busy.replies)
+    replies = wait_until(busy.answers)
     assert [reply.job for reply in replies] == [3] and replies[0].outcome.statuses == (ItemStatus.MISSING,)
     assert busy.withdraw(JobId(2)) and not busy.withdraw(JobId(1)) and not busy.withdraw(JobId(3))
     store.go.set()
     busy.drain(PATIENCE_S)
-    assert [reply.job for reply in busy.replies()] == [1], "what was taken back is never answered"
+    assert [reply.job for reply in busy.answers()] == [1], "what was taken back is never answered"
     busy.close()
 
 
@@ -74,7 +74,7 @@ def test_an_exception_of_the_store_comes_home_as_an_outcome_and_the_thread_lives
     for number in (1, 2):
         one.submit(op(number, FETCH))
     one.drain(PATIENCE_S)
-    replies = one.replies()
+    replies = one.answers()
     assert [reply.outcome.statuses for reply in replies] == [(ItemStatus.FAILED,)] * 2
     assert all("closed" in (reply.outcome.error or "") for reply in replies)
     one.close()
@@ -83,12 +83,12 @@ def test_an_exception_of_the_store_comes_home_as_an_outcome_and_the_thread_lives
 HANGING = """
 import time
 from stepwell import CacheConfig, build_cache
-from stepwell.base.config import StoreConfig
+from stepwell.policy.tuning import StoreTuning
 from stepwell.store.memory import MemoryStore
 from stepwell.store.wrappers import Slow
-from toys import FULL, text
-cache = build_cache(FULL, CacheConfig(device_bytes=4096, host_bytes=4096, page_alignment_bytes=16))
-cache.store.attach(Slow(MemoryStore(), sleep=time.sleep, latency_s=3600), StoreConfig(errand_timeout_s=0.2))
+from toys import FULL, SMALL_PAGES, text
+cache = build_cache(FULL, CacheConfig(device_bytes=4096, host_bytes=4096), tuning=SMALL_PAGES)
+cache.store.attach(Slow(MemoryStore(), sleep=time.sleep, latency_s=3600), tuning=StoreTuning(op_timeout_s=0.2))
 ticket = cache.prefetch(cache.lookup(text(1, 40)))
 ticket.close()
 cache.close()

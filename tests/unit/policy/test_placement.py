@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 
 from stepwell import ConfigError, Kind, PlacementConfig
 from stepwell.base.spec.presets import load_spec
-from stepwell.policy.placement import Waypoint, is_milestone, milestone_step, next_decode_stop, prompt_stops, superseded
+from stepwell.policy.placement import PlacementRules, is_milestone, milestone_step, next_decode_stop, prompt_stops, rules_for
 from toys import FULL, HYBRID, KV, SSM, model, swa
 
-NONE = PlacementConfig(interval_tokens=0, most_added=None, decode_interval_tokens=0, at_branch=False, at_prompt_end=False)
+NONE = PlacementRules(interval_tokens=0, most_added=None, decode_interval_tokens=0, at_branch=False, at_prompt_end=False)
 
 
 def _stops(
-    config: PlacementConfig, *, resume: int = 0, known: int = 0, prompt: int = 41, hints: tuple[int, ...] = ()
+    config: PlacementRules, *, resume: int = 0, known: int = 0, prompt: int = 41, hints: tuple[int, ...] = ()
 ) -> tuple[int, ...]:
     return prompt_stops(HYBRID, config, resume=resume, known=known, prompt_tokens=prompt, hints=hints)
 
@@ -31,12 +29,12 @@ def test_each_reason_alone() -> None:
 
 
 def test_stops_are_sorted_distinct_and_ahead_of_the_request() -> None:
-    everything = PlacementConfig(interval_tokens=8, most_added=None)
+    everything = PlacementRules(interval_tokens=8, most_added=None)
     assert _stops(everything, resume=16, known=24, hints=(3, 16, 17, 25, 24)) == (24, 32, 40)
 
 
 def test_a_stop_is_never_the_last_token_of_the_prompt() -> None:
-    everything = PlacementConfig(interval_tokens=4, most_added=None)
+    everything = PlacementRules(interval_tokens=4, most_added=None)
     assert _stops(everything, prompt=40)[-1] == 36
     assert _stops(everything, prompt=4) == ()
 
@@ -59,18 +57,20 @@ def test_an_interval_that_is_no_legal_boundary_is_rounded_up() -> None:
 
 
 def test_models_without_windows_or_points_need_no_stops() -> None:
-    assert prompt_stops(FULL, PlacementConfig(interval_tokens=4), resume=0, known=8, prompt_tokens=41, hints=(8,)) == ()
-    assert next_decode_stop(FULL, PlacementConfig(), position=3) is None
+    assert prompt_stops(FULL, PlacementRules(interval_tokens=4), resume=0, known=8, prompt_tokens=41, hints=(8,)) == ()
+    assert next_decode_stop(FULL, PlacementRules(), position=3) is None
 
 
 def test_decode_stops_follow_each_other() -> None:
-    config = PlacementConfig(decode_interval_tokens=8)
+    config = PlacementRules(decode_interval_tokens=8)
     assert [next_decode_stop(HYBRID, config, position=at) for at in (0, 7, 8, 15, 16)] == [8, 8, 16, 16, 24]
     assert next_decode_stop(HYBRID, NONE, position=5) is None
 
 
 def test_negative_intervals_are_refused() -> None:
     for field in ("interval_tokens", "decode_interval_tokens"):
+        with pytest.raises(ConfigError, match="intervals"):
+            PlacementRules(**{field: -1})
         with pytest.raises(ConfigError, match="intervals"):
             PlacementConfig(**{field: -1})
 
@@ -92,10 +92,10 @@ def test_negative_intervals_are_refused() -> None:
 )
 def test_the_default_interval_of_real_models(name: str, kv_dtype: str | None, step: int) -> None:
     spec = load_spec(name, kv_dtype=kv_dtype)
-    assert milestone_step(spec, PlacementConfig()) == step
-    assert milestone_step(spec, PlacementConfig(most_added=None)) == 8192
-    assert is_milestone(spec, PlacementConfig(), step) and not is_milestone(spec, PlacementConfig(), step // 2)
-    stops = prompt_stops(spec, PlacementConfig(at_prompt_end=False), resume=0, known=0, prompt_tokens=600_000)
+    assert milestone_step(spec, PlacementRules()) == step
+    assert milestone_step(spec, PlacementRules(most_added=None)) == 8192
+    assert is_milestone(spec, PlacementRules(), step) and not is_milestone(spec, PlacementRules(), step // 2)
+    stops = prompt_stops(spec, PlacementRules(at_prompt_end=False), resume=0, known=0, prompt_tokens=600_000)
     assert stops == tuple(range(step, 600_000, step))
 
 
@@ -129,73 +129,16 @@ def test_a_share_that_no_interval_keeps_leaves_none() -> None:
     assert _stops(config) == () and not is_milestone(HYBRID, config, 8)
 
 
-# ---- what a new checkpoint supersedes -------------------------------------------------------------
+def test_shares_that_make_no_sense_are_refused() -> None:
+    for bad in (0.0, -1.0):
+        with pytest.raises(ConfigError, match="most_added"):
+            PlacementRules(most_added=bad)
 
 
-def _path(
-    boundaries: Sequence[int], *, wanted: Sequence[int] = (), held: Sequence[int] = (), used_at: dict[int, float] | None = None
-) -> list[Waypoint]:
-    """Checkpoints left one after the other, if nothing else is said."""
-    when = {at: float(number) for number, at in enumerate(boundaries)} | (used_at or {})
-    return [Waypoint(boundary=at, used_at_s=when[at], is_wanted=at in wanted, is_held=at in held) for at in boundaries]
-
-
-def test_without_a_cap_or_thinning_nothing_is_superseded() -> None:
-    assert superseded(PlacementConfig(), _path(range(1, 100))) == ()
-
-
-def test_over_the_cap_the_oldest_go_and_those_that_are_wanted_last() -> None:
-    config = PlacementConfig(path_cap=3)
-    boundaries = [3, 10, 11, 20, 31]
-    assert superseded(config, _path(boundaries[:3])) == ()
-    assert superseded(config, _path(boundaries)) == (3, 10)
-    assert superseded(config, _path(boundaries, wanted=[3])) == (10, 11)
-    assert superseded(config, _path(boundaries, wanted=[3, 10, 11, 20])) == (3, 10), "the cap holds"
-    assert superseded(config, _path(boundaries, wanted=[3, 10, 11, 20], used_at={3: 99.0})) == (10, 11)
-    assert superseded(config, _path(boundaries, used_at={3: 99.0})) == (10, 11)
-
-
-def test_what_is_held_and_the_newest_stay_over_any_cap() -> None:
-    assert superseded(PlacementConfig(path_cap=1), _path([4, 8, 12], held=[4])) == (8,)
-    assert superseded(PlacementConfig(path_cap=1), _path([4, 8], held=[4])) == ()
-    assert superseded(PlacementConfig(path_cap=1), _path([4, 8], used_at={8: -1.0})) == (4,)
-    assert superseded(PlacementConfig(path_cap=1), _path([4])) == superseded(PlacementConfig(path_cap=1), []) == ()
-
-
-def test_thinning_by_hand() -> None:
-    half = PlacementConfig(thinning=0.5)
-    assert superseded(half, _path([4, 8, 12, 40])) == (4, 8), "8 < 18, then 12 < 16, but 40 apart at 12"
-    assert superseded(half, _path([4, 8, 12, 40], held=[4])) == (8,)
-    assert superseded(half, _path([4, 8, 12, 40], wanted=[8])) == (4,)
-    assert superseded(half, _path([8, 30, 40])) == () and superseded(half, _path([8, 12, 40]), start=4) == (8,)
-    assert superseded(half, _path([10, 20])) == superseded(half, _path([10])) == superseded(half, []) == ()
-    assert superseded(replace(half, path_cap=1), _path([4, 8, 12, 40])) == (4, 8, 12), "both rules hold"
-
-
-@pytest.mark.parametrize("step", [1, 3, 7])
-@pytest.mark.parametrize("part", [0.25, 0.5, 1.0])
-def test_a_growing_path_keeps_few_and_the_spacing_grows_with_the_distance_from_its_end(step: int, part: float) -> None:
-    config = PlacementConfig(thinning=part)
-    kept: list[int] = []
-    for end in range(step, 2000 * step, step):
-        kept.append(end)
-        gone = superseded(config, _path(kept))
-        kept = [at for at in kept if at not in gone]
-        assert kept[-1] == end
-        for before, after in pairwise([0, *kept]):
-            assert after - before <= max(part * (end - before), step), "no wider than it may be"
-        for before, at, after in zip([0, *kept], kept, kept[1:], strict=False):
-            assert after - before >= part * (end - at), "no closer than it must be"
-    assert len(kept) < 100 / part, "as many as the logarithm of its length"
-
-
-def test_caps_and_shares_that_make_no_sense_are_refused() -> None:
-    for field, bad in (
-        ("path_cap", -1),
-        ("thinning", -0.5),
-        ("thinning", float("nan")),
-        ("most_added", 0.0),
-        ("most_added", -1.0),
-    ):
-        with pytest.raises(ConfigError, match=field):
-            PlacementConfig(**{field: bad})
+def test_an_interval_that_an_operator_gives_is_kept_and_the_default_is_stretched() -> None:
+    spec = load_spec("qwen3-next-80b")
+    assert rules_for(PlacementConfig()) == PlacementRules()
+    assert milestone_step(spec, rules_for(PlacementConfig())) == 32_768
+    assert milestone_step(spec, rules_for(PlacementConfig(interval_tokens=8192))) == 8192
+    assert milestone_step(spec, rules_for(PlacementConfig(interval_tokens=0))) == 0
+    assert rules_for(PlacementConfig(decode_interval_tokens=64)).decode_interval_tokens == 64

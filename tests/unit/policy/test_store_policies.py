@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from stepwell import ConfigError, StoreConfig
 from stepwell.policy.breaker import FAILURES_TO_OPEN, FIRST_COOL_OFF_S, LONGEST_COOL_OFF_S, Breaker, BreakerState
 from stepwell.policy.fetching import MOST_FALLBACKS, fallbacks, is_worth_it, reachable, restore_points
 from stepwell.policy.patience import MOST_ALLOWANCE_S, SHARERS, Grant, Patience, Speed
+from stepwell.policy.tuning import StoreTuning
 from toys import FULL, HYBRID
 
 
@@ -155,3 +157,33 @@ def test_fallbacks_cost_no_more_than_their_share_and_are_spread() -> None:
 
 def test_what_was_never_measured_gets_the_chance_to_be() -> None:
     assert is_worth_it(None, 1.0) and is_worth_it(1.0, None) and is_worth_it(0.9, 1.0) and not is_worth_it(1.1, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("tuning", "says"),
+    [
+        ({"wait_share": -0.1}, "wait_share must be 0 or more"),
+        ({"op_timeout_s": 0.0}, "op_timeout_s must be positive"),
+        ({"backup_queue": 0}, "backup_queue must be positive"),
+        ({"fetch_chunk_bytes": 0}, "fetch_chunk_bytes must be positive"),
+        ({"host_share": 1.5}, "host_share must be more than 0 and at most 1"),
+    ],
+)
+def test_tunings_that_cannot_work(tuning: dict[str, float], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        StoreTuning(**tuning)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"prefetch_timeout_s": -1.0}, "prefetch_timeout_s must be 0 or more"),
+        ({"checkpoint_rest_s": -1.0}, "checkpoint_rest_s must be 0 or more"),
+        ({"readers": 0}, "readers must be positive"),
+        ({"writers": 0}, "writers must be positive"),
+        ({"recompute_tokens_per_s": 0.0}, "recompute_tokens_per_s must be positive"),
+    ],
+)
+def test_settings_of_a_store_that_cannot_work(settings: dict[str, float], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        StoreConfig(**settings)  # type: ignore[arg-type]

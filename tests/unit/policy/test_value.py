@@ -6,7 +6,8 @@ from itertools import pairwise, product
 from math import log2
 
 from stepwell.policy.reuse_model import ReuseModel, Visit
-from stepwell.policy.value import LEVELS_PER_OCTAVE, Expected, Facts, LeastRecent, ValuePolicy
+from stepwell.policy.value import LEVELS_PER_OCTAVE, Expected, Facts, ValuePolicy
+from stepwell.sim.least_recent import LeastRecent
 
 PAGE = 4
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 import numpy as np
 
-from stepwell.base.config import CacheConfig, EvictionPolicy, PlacementConfig
+from stepwell.base.config import CacheConfig
 from stepwell.base.spec import ModelSpec
+from stepwell.policy.placement import PlacementRules
+from stepwell.sim.least_recent import LeastRecent
 from stepwell.sim.setup import Setup
 from stepwell.sim.trace import TraceRequest
-from toys import FULL, OBJECT_BYTES
+from toys import FULL, OBJECT_BYTES, SMALL_PAGES
 
 BLOCK = 4  # the toys' page
-END_ONLY = PlacementConfig(interval_tokens=0, most_added=None, decode_interval_tokens=0, at_branch=False)
+END_ONLY = PlacementRules(interval_tokens=0, most_added=None, decode_interval_tokens=0, at_branch=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,11 +54,11 @@ def branching(num_requests: int, *, seed: int, tails: Sequence[int] = (1, 2, 3))
 
 def setup(spec: ModelSpec = FULL, *, device_pages: int, host_pages: int | None = None, **changes: object) -> Setup:
     host_bytes = None if host_pages is None else host_pages * OBJECT_BYTES
-    settings = {"eviction": EvictionPolicy.LRU, "placement": END_ONLY, "page_alignment_bytes": 16} | {
-        name: changes.pop(name) for name in ("eviction", "placement", "write") if name in changes
-    }
-    config = CacheConfig(device_bytes=device_pages * OBJECT_BYTES, host_bytes=host_bytes, **settings)  # type: ignore[arg-type]
-    return Setup(spec=spec, config=config, **changes)  # type: ignore[arg-type]
+    names = ("eviction", "placement", "on_checkpoint")
+    rival = {"eviction": LeastRecent(), "placement": END_ONLY} | {name: changes.pop(name) for name in names if name in changes}
+    write = {"write": changes.pop("write")} if "write" in changes else {}
+    config = CacheConfig(device_bytes=device_pages * OBJECT_BYTES, host_bytes=host_bytes, **write)  # type: ignore[arg-type]
+    return Setup(spec=spec, config=config, tuning=replace(SMALL_PAGES, **rival), **changes)  # type: ignore[arg-type]
 
 
 def lru_resumed(requests: Sequence[TraceRequest], capacity: int) -> list[int]:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_traces import BLOCK, END_ONLY, ListTrace, branching, request, setup
 
-from stepwell.base.config import EvictionPolicy, PlacementConfig, WritePolicy
+from stepwell.base.config import WritePolicy
 from stepwell.base.ids import Tier
 from stepwell.base.spec import Prefix, StateSpec
 from stepwell.sim.hardware import Hardware
@@ -21,7 +21,7 @@ from stepwell.sim.why import ADVICE, MEANING, Reason
 from stepwell.sim.why_page import draw_explained
 from stepwell.sim.why_replay import Inquiry, explain_trace
 from stepwell.store.api import Space
-from toys import ALL_MODELS, FULL, FULL_POINT, HYBRID, KV, OBJECT_BYTES, model
+from toys import ALL_MODELS, EVICTIONS, FULL, FULL_POINT, HYBRID, KV, OBJECT_BYTES, model
 
 ALIGNED = model(KV, StateSpec(name="index", shape=Prefix(), layers=1, row_bytes=4, dtype="u8", align=8))
 PLENTY = 4096
@@ -158,7 +158,7 @@ def settings_of_replays(draw: st.DrawFn) -> Setup:
         host_pages=host,
         store_bytes=None if store is None else store * OBJECT_BYTES,
         write=draw(st.sampled_from(list(WritePolicy))),
-        eviction=draw(st.sampled_from(list(EvictionPolicy))),
+        eviction=draw(st.sampled_from(list(EVICTIONS.values()))),
         placement=replace(END_ONLY, interval_tokens=interval, at_branch=draw(st.booleans())),
         hardware=Hardware(prefill_tokens_per_s=draw(st.sampled_from([10.0, 1e6]))),
     )
@@ -196,7 +196,7 @@ def test_with_endless_memory_nothing_is_evicted_and_full_attention_lacks_only_wh
 
 
 def test_checkpoints_at_every_page_are_evicted_but_never_missing() -> None:
-    everywhere = PlacementConfig(interval_tokens=BLOCK, most_added=None, decode_interval_tokens=0, at_branch=False)
+    everywhere = replace(END_ONLY, interval_tokens=BLOCK)
     using = setup(FULL_POINT, device_pages=96, placement=everywhere)
     told = explain_trace(ListTrace(requests=branching(200, seed=3)), using, policy="p").total
     assert told.tokens[Reason.CHECKPOINT_EVICTED] > 0

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from stepwell import Kind, PlacementConfig, Tier, WritePolicy
 from stepwell.base.config import StoreConfig
 from stepwell.base.store_op import ItemStatus
+from stepwell.sim.thinning import Thinning
 from stepwell.store.memory import MemoryStore
 from stepwell.store_tier.backup_pages import offer
 from stepwell.store_tier.deferred import MOST_RESTS
 from stepwell.store_tier.link import MOST_PUTS, StoreLink
 from stepwell.tiers.eviction import allocate
-from toys import FULL_POINT, PAGE, Rig, text
+from toys import FULL_POINT, PAGE, SMALL_PAGES, Rig, text
 
 REST_S = 30.0
 PROMPT = text(1, 40 * PAGE + 1)
@@ -83,7 +86,7 @@ def test_what_is_superseded_when_its_rest_is_over_is_not_stored() -> None:
 
 
 def test_milestones_are_stored_though_superseded() -> None:
-    here = rig(placement=PlacementConfig(interval_tokens=8 * PAGE, most_added=None, decode_interval_tokens=0))
+    here = rig(placement=PlacementConfig(interval_tokens=8 * PAGE, decode_interval_tokens=0))
     turn(here, 10)
     turn(here, 12)
     later(here, REST_S)
@@ -185,7 +188,7 @@ def test_a_store_that_is_down_when_it_is_detached_keeps_nothing_waiting() -> Non
     here.cache.store.detach()
     here.cache.step()
     assert len(link.deferred) == 1 and not link.ended
-    here.clock.advance(link.config.backup_age_s + 1)
+    here.clock.advance(link.tuning.backup_age_s + 1)
     here.cache.step()
     assert not len(link.deferred) and link.ended and here.core.counters["backup_dropped_too_old"] == 1
 
@@ -240,7 +243,7 @@ def test_many_at_rest_go_down_early() -> None:
 
 
 def test_what_left_the_path_meanwhile_ends_no_rest_early() -> None:
-    here = rig(placement=PlacementConfig(interval_tokens=0, decode_interval_tokens=0, path_cap=2))
+    here = rig(tuning=replace(SMALL_PAGES, on_checkpoint=Thinning(path_cap=2)))
     turn(here, 10)
     for pages in range(1, 31):
         turn(here, pages, text(2, 40 * PAGE + 1))
@@ -275,9 +278,9 @@ def test_a_small_host_lets_nothing_rest() -> None:
     assert [resumable(here, prompt) for prompt in prompts] == 20 * [3]
 
 
-@pytest.mark.parametrize("thinner", [{"path_cap": 3}, {"thinning": 4.0}])
-def test_a_path_that_is_thinned_out_is_stored_all_the_same(thinner: dict[str, float]) -> None:
-    here = rig(placement=PlacementConfig(interval_tokens=0, decode_interval_tokens=0, **thinner))  # type: ignore[arg-type]
+@pytest.mark.parametrize("thinner", [Thinning(path_cap=3), Thinning(thinning=4.0)])
+def test_a_path_that_is_thinned_out_is_stored_all_the_same(thinner: Thinning) -> None:
+    here = rig(tuning=replace(SMALL_PAGES, on_checkpoint=thinner))
     for pages in range(1, 39):
         turn(here, pages)
         later(here, REST_S / 3)
@@ -424,7 +427,7 @@ def test_a_high_priority_is_worth_more_than_rest() -> None:
     here.evict_all(Tier.DEVICE)
     ids = allocate(here.core, Tier.HOST, {Kind.PREFIX: 45})[Kind.PREFIX]
     assert here.restore(kept) == 12 * PAGE and here.restore(passing) == 0
-    here.core.copies.release(Tier.HOST, Kind.PREFIX, ids)
+    here.core.refs.release(Tier.HOST, Kind.PREFIX, ids)
 
 
 def test_many_that_leave_the_host_at_once_are_all_stored() -> None:

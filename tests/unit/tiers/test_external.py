@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -10,7 +12,7 @@ from stepwell.cache.build import layouts_for
 from stepwell.testing import ScriptedExecutor
 from stepwell.transfer.copy_engine import NumpyCopyEngine
 from stepwell.transfer.memory import PageMemory
-from toys import ALL_MODELS, FULL, HYBRID, KV, SSM, Rig, model, swa, text
+from toys import ALL_MODELS, FULL, HYBRID, KV, SMALL_PAGES, SSM, Rig, model, swa, text
 
 
 class BorrowedRig(Rig):
@@ -18,11 +20,13 @@ class BorrowedRig(Rig):
 
     def __init__(self, spec: ModelSpec = HYBRID, *, host_pages: int = 256, **config: object) -> None:
         super().__init__(spec, device_pages=None, host_pages=host_pages, **config)  # type: ignore[arg-type]
-        (host,) = layouts_for(spec, self.config).values()
+        (host,) = layouts_for(spec, self.config, alignment=self.tuning.page_alignment_bytes).values()
         self.engine_memory = PageMemory(spec, host)
         memories = {Tier.HOST: self.memories[0][Tier.HOST], Tier.ENGINE: self.engine_memory}
         self.executor = ScriptedExecutor([NumpyCopyEngine(memories)])
-        self.cache = build_cache(spec, self.config, executor=self.executor, clock=self.clock, on_free=self.engine.poison)
+        self.cache = build_cache(
+            spec, self.config, executor=self.executor, clock=self.clock, on_free=self.engine.poison, tuning=self.tuning
+        )
         self.core, self.tree = self.cache._core, self.cache._core.tree
         self._random = np.random.default_rng(1)
 
@@ -109,7 +113,7 @@ def test_a_checkpoint_is_not_the_next_states_bytes() -> None:
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_checkpoint_that_could_not_be_saved_does_not_fail_its_request(late: bool) -> None:
-    rig = BorrowedRig(model(KV, SSM), copy_timeout_s=2.0)
+    rig = BorrowedRig(model(KV, SSM), tuning=replace(SMALL_PAGES, copy_timeout_s=2.0))
     lease, pages = rig.open(text(1, 25), hints=(16,)), rig.pages(24)
     rig.fill(pages)
     rig.cache.commit(lease, 16, source=pages)

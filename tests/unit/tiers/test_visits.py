@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from stepwell import EvictionPolicy, ModelSpec, NoRoom, Tier
+from stepwell import ModelSpec, NoRoom, Tier
 from stepwell.policy.reuse_model import Visit
+from stepwell.sim.least_recent import LeastRecent
 from stepwell.tree.node import Node
-from toys import FULL, HYBRID, PAGE, Rig, text
+from toys import EVICTIONS, FULL, HYBRID, PAGE, SMALL_PAGES, Rig, text
 
 
 def _path(rig: Rig, tokens: list[int]) -> list[Node]:
@@ -71,7 +74,7 @@ def test_a_lookup_and_a_request_without_room_tell_nothing() -> None:
 
 
 def test_least_recent_notes_nothing_and_cuts_nothing() -> None:
-    rig = Rig(FULL, eviction=EvictionPolicy.LRU)
+    rig = Rig(FULL, tuning=replace(SMALL_PAGES, eviction=LeastRecent()))
     rig.serve(text(1, 33))
     lease = rig.ready([*text(1, 12), *text(2, 9)])
     assert rig.core.reuse is None and lease.visit is None
@@ -124,8 +127,8 @@ def test_fetched_or_found_pages_without_a_visit_are_taken_over() -> None:
 def test_what_returns_outlives_what_never_did(spec: ModelSpec) -> None:
     """A prompt used every 14 s stays, although strangers that fill the tier meanwhile were used more lately; LRU loses it."""
     found = {}
-    for policy in EvictionPolicy:
-        rig = Rig(spec, device_pages=96, eviction=policy)
+    for policy, eviction in EVICTIONS.items():
+        rig = Rig(spec, device_pages=96, tuning=replace(SMALL_PAGES, eviction=eviction))
         rig.serve(text(1, 33))
         restored = []
         for name in range(2, 200):
@@ -134,7 +137,7 @@ def test_what_returns_outlives_what_never_did(spec: ModelSpec) -> None:
             if name % 14 == 0:
                 restored.append(rig.serve(text(1, 33)).device)
         found[policy] = restored[-8:]
-    assert found == {EvictionPolicy.VALUE: [32] * 8, EvictionPolicy.LRU: [0] * 8}
+    assert found == {"value": [32] * 8, "lru": [0] * 8}
 
 
 def test_the_length_of_an_answer_is_noted_when_the_request_ends() -> None:

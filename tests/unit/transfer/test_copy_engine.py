@@ -15,7 +15,7 @@ from stepwell.transfer.memory import PageMemory
 from stepwell.transfer.torch_copy_engine import TorchCopyEngine, TorchMemory
 from toys import HYBRID
 
-LAYOUTS = layouts_for(HYBRID, CacheConfig(device_bytes=64 * 32, host_bytes=32 * 32, page_alignment_bytes=16))
+LAYOUTS = layouts_for(HYBRID, CacheConfig(device_bytes=64 * 32, host_bytes=32 * 32), alignment=16)
 
 
 def _copy(kind: Kind, source: Tier, read: list[int], target: Tier, write: list[int]) -> Copy:

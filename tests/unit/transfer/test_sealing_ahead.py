@@ -93,7 +93,7 @@ def part(number: int, start: int, stop: int) -> StoreOp:
     """The operation for some of the pages."""
     parent = KEYS[start - 1] if start else None
     task = PutPages(parent=parent, first=start, keys=KEYS[start:stop], ids=IDS[start:stop])
-    return StoreOp(job=JobId(number), namespace=HERE, task=task, cancelled=never)
+    return StoreOp(job=JobId(number), namespace=HERE, task=task)
 
 
 def test_the_next_operation_is_sealed_while_one_is_written_and_written_after_it() -> None:
@@ -116,7 +116,7 @@ def test_the_next_operation_is_sealed_while_one_is_written_and_written_after_it(
     store_executor.submit(part(2, 10, COUNT))
     store_executor.drain(PATIENCE_S)
     store_executor.close()
-    assert [reply.job for reply in store_executor.replies()] == [1, 2]
+    assert [reply.job for reply in store_executor.answers()] == [1, 2]
     assert [write.key for batch in store.batches for write in batch] == list(KEYS)
 
 
@@ -136,7 +136,7 @@ def test_what_is_sealed_behind_a_write_that_hangs_can_be_taken_back_and_is_not_w
     go.set()
     store_executor.drain(PATIENCE_S)
     store_executor.close()
-    assert [reply.job for reply in store_executor.replies()] == [1] and len(store.batches) == 1
+    assert [reply.job for reply in store_executor.answers()] == [1] and len(store.batches) == 1
 
 
 def test_what_fails_while_it_is_sealed_comes_home_and_the_next_operation_is_written() -> None:
@@ -146,7 +146,7 @@ def test_what_fails_while_it_is_sealed_comes_home_and_the_next_operation_is_writ
     store_executor.submit(part(2, 0, 10))
     store_executor.close()  # everything handed in before is still done
     store_executor.drain(PATIENCE_S)
-    first, second = store_executor.replies()
+    first, second = store_executor.answers()
     assert first.outcome.statuses == (ItemStatus.FAILED,) * 20 and "IndexError" in (first.outcome.error or "")
     assert second.outcome.statuses == (ItemStatus.OK,) * 10 and len(store.batches) == 1
 

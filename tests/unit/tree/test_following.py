@@ -54,9 +54,9 @@ def test_both_tiers_of_a_followed_checkpoint_are_queued_again() -> None:
         bench.insert(path, tier=tier, let_go=True)
     before = _left(bench, path, 4)
     bench.checkpoint(path, 4, Tier.HOST)
-    tickets = [residency.ticket for residency in before.held if residency is not None]
+    tickets = [residency.entry for residency in before.held if residency is not None]
     _left(bench, path, 8)
-    again = [residency.ticket for residency in before.held if residency is not None]
+    again = [residency.entry for residency in before.held if residency is not None]
     assert len(tickets) == 2 and all(new > old for new, old in zip(again, tickets, strict=True))
 
 
@@ -65,10 +65,10 @@ def test_a_checkpoint_between_two_stands_between_them() -> None:
     path = list(range(1, 13))
     bench.insert(path, let_go=True)
     two, twelve = _left(bench, path, 2), _left(bench, path, 12)
-    ticket = twelve.held[Tier.DEVICE].ticket  # type: ignore[union-attr]
+    ticket = twelve.held[Tier.DEVICE].entry  # type: ignore[union-attr]
     six = _left(bench, path, 6)
     assert two.follower is six and six.follower is twelve and twelve.follower is None
-    assert twelve.held[Tier.DEVICE].ticket > ticket, "it saves less from now on"  # type: ignore[union-attr]
+    assert twelve.held[Tier.DEVICE].entry > ticket, "it saves less from now on"  # type: ignore[union-attr]
     _drop(bench, six)
     assert two.follower is twelve and six.follower is None
 

@@ -67,13 +67,13 @@ def test_the_head_is_what_a_look_at_everything_would_find(steps: list[object]) -
             assert order.pop() is expected
             queued.pop(expected, None)  # type: ignore[arg-type]
         elif step == "drop" and expected is not None:
-            expected.ticket = 0  # it left the tree; nobody tells the order
+            expected.entry = 0  # it left the tree; nobody tells the order
             del queued[expected]
         else:
             head = order.head()
             assert head == ((expected, queued[expected][1]) if expected is not None else None)
     while (expected := first()) is not None:
-        assert order.pop() is expected and expected.ticket == 0
+        assert order.pop() is expected and expected.entry == 0
         del queued[expected]
     assert order.pop() is None and order.head() is None and len(order) == 0
 

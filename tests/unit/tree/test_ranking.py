@@ -6,7 +6,8 @@ from tree_bench import GONE, Bench
 
 from stepwell import Tier
 from stepwell.policy.reuse_model import ReuseModel
-from stepwell.policy.value import Expected, LeastRecent, Place
+from stepwell.policy.value import Expected, Place
+from stepwell.sim.least_recent import LeastRecent
 from stepwell.tree.checkpoints import drop_residency
 from stepwell.tree.node import Residency, Run, Use, Victim
 from stepwell.tree.order import EvictionOrder, Standing
@@ -127,7 +128,7 @@ def test_an_order_forgets_entries_that_were_queued_again() -> None:
     order.push(run, Standing(0, Place(0, 0, 1.0)))
     order.push(run, Standing(0, Place(0, 0, 5.0)))
     assert order.head() == (run, Standing(0, Place(0, 0, 5.0)))
-    assert order.pop() is run and order.pop() is None and run.ticket == 0
+    assert order.pop() is run and order.pop() is None and run.entry == 0
 
 
 def test_everything_can_be_evicted_and_then_nothing_is_left() -> None:

@@ -10,7 +10,8 @@ from stepwell.base.plan import PageIds
 from stepwell.base.tokens import pack, unpack
 from stepwell.memory.arena import Arena
 from stepwell.memory.layout import lay_out
-from stepwell.policy.value import LeastRecent, ValuePolicy
+from stepwell.policy.value import ValuePolicy
+from stepwell.sim.least_recent import LeastRecent
 from stepwell.tree.audit import audit
 from stepwell.tree.checkpoints import add_residency
 from stepwell.tree.match import Match, find, ids_of

@@ -17,7 +17,7 @@ from stepwell.base.errors import SpecError
 from stepwell.base.ids import Kind
 from stepwell.base.spec.shapes import Point, Prefix, Shape, Window
 
-LAYOUT_VERSION = 1  # raise it when the order of bytes inside an object changes
+LAYOUT_VERSION = 1  # raise it when bytes inside an object change their meaning in a way that `Part` does not tell
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,9 @@ class StateSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Where one state's bytes lie inside an object: `[layer][row]`, back to back."""
+    """Where one state's bytes lie inside an object, back to back: row `r` of layer `l` starts at
+    `offset + l * layer_stride + r * row_stride`.
+    """
 
     state: str
     offset: int
@@ -76,6 +78,8 @@ class Part:
     layers: int
     rows: int
     row_bytes: int
+    layer_stride: int  # in bytes, from a row to the same row of the next layer
+    row_stride: int  # in bytes, from a row to the next one of its layer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,6 +205,8 @@ class ModelSpec:
                         layers=state.layers,
                         rows=rows,
                         row_bytes=state.row_bytes,
+                        layer_stride=rows * state.row_bytes,
+                        row_stride=state.row_bytes,
                     )
                 )
                 offset += size
@@ -251,11 +257,12 @@ class ModelSpec:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Differs whenever two specs would read each other's bytes wrongly. The name is not part of it."""
+        """Differs whenever two specs would read each other's bytes wrongly: where each row lies counts, the name does not."""
         facts = {
             "layout": LAYOUT_VERSION,
             "page_tokens": self.page_tokens,
             "states": [asdict(state) | {"shape": str(state.shape)} for state in self.states],
+            "parts": {kind.label: [asdict(part) for part in self.parts(kind)] for kind in Kind},
         }
         canonical = json.dumps(facts, sort_keys=True, separators=(",", ":")).encode()
         return hashlib.blake2b(canonical, digest_size=16).hexdigest()

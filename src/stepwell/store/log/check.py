@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
+from stepwell.base.store_key import StoreKey
 from stepwell.store.api import Space
+from stepwell.store.keyed_seal import is_unproven, verify_with, verify_without_key
 from stepwell.store.log import sealed, snapshot
 from stepwell.store.log.disk import BLOCK_BYTES
 from stepwell.store.log.format import Batch
@@ -19,7 +22,7 @@ from stepwell.store.log.recovery import Recovered
 from stepwell.store.log.scan import Gap, scan
 from stepwell.store.log.segments import Segment, name_of, path_of
 from stepwell.store.log.state import LogState
-from stepwell.store.seal import Verdict, verify
+from stepwell.store.seal import Verdict
 
 HEADER_DAMAGED = "the header that describes it is damaged"
 UNREADABLE = "the disk cannot read it"
@@ -51,6 +54,7 @@ class CheckReport:
     value_bytes: int
     damage: tuple[Damage, ...]
     left: tuple[Damage, ...] = ()  # of the damage, after a repair
+    unproven_values: int = 0  # stamped with a key that was not given: who wrote them was not checked
 
     @property
     def damaged_values(self) -> int:
@@ -61,9 +65,16 @@ class CheckReport:
         return sum(damage.size_bytes for damage in self.damage)
 
 
-def check(state: LogState, on_progress: Callable[[int], None], *, only: Collection[int] | None = None) -> CheckReport:
+def check(
+    state: LogState,
+    on_progress: Callable[[int], None],
+    *,
+    only: Collection[int] | None = None,
+    key: StoreKey | None = None,
+) -> CheckReport:
     """Reads everything that counts, or what is in some segments; `on_progress` hears of every value's bytes.
 
+    With a key, values that are stamped with it must have been written by somebody who has it.
     Raises OSError when a file cannot be opened.
     """
     damage: list[Damage] = []
@@ -75,16 +86,17 @@ def check(state: LogState, on_progress: Callable[[int], None], *, only: Collecti
             continue  # written over by the process that has the log open
         try:
             gaps, seen = _gaps(state, segment, fd)
-            found = [*map(_header_damage, gaps), *_values(state, segment, fd, gaps, on_progress)]
+            found = [*map(_header_damage, gaps), *_values(state, segment, fd, gaps, on_progress, key)]
         finally:
             state.disk.close(fd)
         batches += seen
         if state.disk.file_size(path_of(state.directory, segment.id)) is not None:
             damage += found
-    lengths = state.index.columns.length[state.index.columns.held()]
+    columns, held = state.index.columns, state.index.columns.held()
+    lengths = columns.length[held]
     return CheckReport(
         segments=len(state.segments.table), batches=batches, values=len(lengths), value_bytes=int(lengths.sum()),
-        damage=tuple(damage),
+        damage=tuple(damage), unproven_values=int(is_unproven(columns.stamp, key)[held].sum()),
     )  # fmt: skip
 
 
@@ -127,8 +139,11 @@ def _header_damage(gap: Gap) -> Damage:
     )
 
 
-def _values(state: LogState, segment: Segment, fd: int, gaps: list[Gap], on_progress: Callable[[int], None]) -> Iterator[Damage]:
+def _values(
+    state: LogState, segment: Segment, fd: int, gaps: list[Gap], on_progress: Callable[[int], None], store_key: StoreKey | None
+) -> Iterator[Damage]:
     """The values of a segment that are not what they were, in the order they lie there."""
+    verify = verify_without_key if store_key is None else partial(verify_with, store_key)
     columns, rows = state.index.columns, state.index.rows_in(segment.id)
     rows = rows[np.argsort(columns.offset[rows], kind="stable")]
     buffer = memoryview(bytearray(int(columns.length[rows].max()) if len(rows) else 0))

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from stepwell.base.clock import SystemClock
 from stepwell.base.errors import ConfigError, StoreError
+from stepwell.base.store_key import StoreKey
 from stepwell.store.log import superblock
 from stepwell.store.log.check import CheckReport, check, lost_files
 from stepwell.store.log.disk import Disk
@@ -63,11 +64,11 @@ def stat_directory(directory: Path, disk: Disk) -> LogStat:
         raise _unreadable(directory, error) from error
 
 
-def check_directory(directory: Path, disk: Disk, on_progress: Callable[[int], None]) -> CheckReport:
-    """Raises like `look`."""
+def check_directory(directory: Path, disk: Disk, on_progress: Callable[[int], None], key: StoreKey | None = None) -> CheckReport:
+    """Without the key that values are stamped with, who wrote them is not checked. Raises like `look`."""
     state, found = _look(directory, disk)
     try:
-        report = check(state, on_progress)
+        report = check(state, on_progress, key=key)
     except OSError as error:
         raise _unreadable(directory, error) from error
     lost = lost_files(found)
@@ -76,7 +77,7 @@ def check_directory(directory: Path, disk: Disk, on_progress: Callable[[int], No
     return replace(report, damage=(*lost, *report.damage))
 
 
-def repair_directory(directory: Path, disk: Disk, on_progress: Callable[[int], None]) -> CheckReport:
+def repair_directory(directory: Path, disk: Disk, on_progress: Callable[[int], None], key: StoreKey | None = None) -> CheckReport:
     """Checks, and drops what is damaged for good, so that the rest serves. Returns what was found, and what of it is left.
 
     Raises ConfigError where there is no store, StoreError when another process has it open or the disk fails.
@@ -84,7 +85,7 @@ def repair_directory(directory: Path, disk: Disk, on_progress: Callable[[int], N
     _, found = _look(directory, disk)  # before anything is made or locked
     try:
         with closing(open_directory(directory, clock=SystemClock(), direct=Direct.OFF, disk=disk)) as store:
-            report = store.repair(on_progress)
+            report = store.repair(on_progress, key)
     except OSError as error:
         raise StoreError(f"the log store in {directory} could not be repaired: {error}") from error
     left = (*lost_files(_look(directory, disk)[1]), *report.left)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from stepwell.store.keyed_seal import verify_without_key
 from stepwell.store.log import sealed, snapshot
 from stepwell.store.log.disk import Disk
 from stepwell.store.log.format import Batch, Kind, split
@@ -24,7 +25,7 @@ from stepwell.store.log.sealed import Sealed
 from stepwell.store.log.segments import NOTHING_YET, Segment, name_of, path_of
 from stepwell.store.log.segments import number_of as segment_number
 from stepwell.store.log.superblock import Superblock
-from stepwell.store.seal import Verdict, verify
+from stepwell.store.seal import Verdict
 
 _BYTES_OF_ROWS = 2  # at most, for a byte of segments: a row is hardly larger than the entry in a header that it is made of
 _MOST_AHEAD = 2**32  # how far the number of an empty segment may be from the ones before
@@ -215,7 +216,7 @@ def _whole(disk: Disk, directory: Path, batch: Batch) -> bool:
             got = disk.read(fd, [data], batch.offset + int(entry["offset"]))
             if (
                 got < len(data)
-                or verify(batch.space, entry["key"].tobytes(), data, entry["stamp"].tobytes()) is not Verdict.INTACT
+                or verify_without_key(batch.space, entry["key"].tobytes(), data, entry["stamp"].tobytes()) is not Verdict.INTACT
             ):
                 return False
         return True

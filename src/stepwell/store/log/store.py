@@ -13,6 +13,7 @@ from typing import cast
 
 from stepwell.base.clock import Clock
 from stepwell.base.errors import StoreError
+from stepwell.base.store_key import StoreKey
 from stepwell.metrics.counters import Counters
 from stepwell.store.api import KEY_BYTES, STAMP_BYTES, Read, ReadResult, Space, Traits, Write, WriteOutcome, never
 from stepwell.store.log.check import CheckReport, check
@@ -125,7 +126,7 @@ class LogStore:
         with self._state.lock:
             return stat_of(self._state)
 
-    def repair(self, on_progress: Callable[[int], None]) -> CheckReport:
+    def repair(self, on_progress: Callable[[int], None], key: StoreKey | None = None) -> CheckReport:
         """Verifies every byte, and drops what is damaged for good; returns what was found, and what of it is left.
 
         Writers wait meanwhile.
@@ -134,9 +135,9 @@ class LogStore:
         reports: list[CheckReport] = []
 
         def run() -> int:
-            found = check(self._state, on_progress)
+            found = check(self._state, on_progress, key=key)
             repair(self._state, self._writer, found.damage)
-            again = check(self._state, lambda _: None, only={one.segment for one in found.damage})
+            again = check(self._state, lambda _: None, only={one.segment for one in found.damage}, key=key)
             reports.append(replace(found, left=again.damage))
             save_sealed(self._state)
             return self._save()

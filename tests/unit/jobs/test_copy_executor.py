@@ -14,10 +14,10 @@ from stepwell.jobs.copy_executor import CopyExecutor, InlineCopyExecutor, Thread
 from stepwell.testing import DigestEngine, ScriptedExecutor
 from stepwell.tiers.eviction import make_room
 from stepwell.transfer.copy_engine import CopyEngine, NumpyCopyEngine, Work
-from toys import HYBRID, NO_INTERVALS, Rig, text
+from toys import HYBRID, NO_INTERVALS, SMALL_PAGES, Rig, text
 from waiting import PATIENCE_S, settle, wait_until
 
-CONFIG = CacheConfig(device_bytes=128 * 32, host_bytes=128 * 32, page_alignment_bytes=16, placement=NO_INTERVALS)
+CONFIG = CacheConfig(device_bytes=128 * 32, host_bytes=128 * 32, placement=NO_INTERVALS)
 EMPTY = Plan(job=JobId(7), purpose=Purpose.SAVE, copies=())
 
 
@@ -52,10 +52,10 @@ class Threaded:
     """A cache on real threads, two ranks, each behind a gate."""
 
     def __init__(self) -> None:
-        memories = [numpy_memories(HYBRID, layouts_for(HYBRID, CONFIG)) for _ in range(2)]
+        memories = [numpy_memories(HYBRID, layouts_for(HYBRID, CONFIG, alignment=16)) for _ in range(2)]
         self.gates = [Gate(NumpyCopyEngine(memory)) for memory in memories]
         self.engine = DigestEngine(HYBRID, memories)
-        self.cache: Cache = build_cache(HYBRID, CONFIG, copy_engines=self.gates, on_free=self.engine.poison)
+        self.cache: Cache = build_cache(HYBRID, CONFIG, tuning=SMALL_PAGES, copy_engines=self.gates, on_free=self.engine.poison)
 
     def let_through(self, *, failing: int | None = None) -> None:
         for rank, gate in enumerate(self.gates):
@@ -141,9 +141,9 @@ def test_a_plan_completes_once_and_with_the_first_ranks_error(make: type) -> Non
         executor.finish_all()
     executor.drain(30)
     executor.close()
-    (done,) = executor.completed()
+    (done,) = executor.answers()
     assert done.job == 7 and done.error == "rank 1: ValueError: no"
-    assert executor.completed() == []
+    assert executor.answers() == []
 
 
 @pytest.mark.parametrize("make", [InlineCopyExecutor, ThreadCopyExecutor, ScriptedExecutor])
@@ -152,7 +152,7 @@ def test_an_engine_that_cannot_begin_fails_like_one_that_cannot_copy(make: type)
     executor.submit(EMPTY)
     executor.drain(30)
     executor.close()
-    (done,) = executor.completed()
+    (done,) = executor.answers()
     assert done.error == "rank 1: OSError: no stream"
 
 
@@ -168,17 +168,17 @@ def test_saves_that_are_stuck_do_not_delay_what_a_request_waits_for() -> None:
     for number in range(8):
         executor.submit(Plan(job=JobId(number), purpose=Purpose.SAVE, copies=()))
     executor.submit(Plan(job=JobId(99), purpose=Purpose.LOAD, copies=()))
-    done = wait_until(executor.completed)
+    done = wait_until(executor.answers)
     assert [each.job for each in done] == [99]
     saves.open.set()
     executor.drain(30)
     executor.close()
-    assert len(executor.completed()) == 8
+    assert len(executor.answers()) == 8
 
 
 def test_inline_executor_serves_a_whole_cache() -> None:
-    memories = numpy_memories(HYBRID, layouts_for(HYBRID, CONFIG))
-    cache = build_cache(HYBRID, CONFIG, executor=InlineCopyExecutor([NumpyCopyEngine(memories)]))
+    memories = numpy_memories(HYBRID, layouts_for(HYBRID, CONFIG, alignment=16))
+    cache = build_cache(HYBRID, CONFIG, tuning=SMALL_PAGES, executor=InlineCopyExecutor([NumpyCopyEngine(memories)]))
     with cache.acquire(cache.lookup(text(1, 17))) as lease:
         cache.grow(lease, 16)
         cache.commit(lease, 16)

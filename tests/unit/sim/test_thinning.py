@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from stepwell import ModelSpec, PlacementConfig
-from stepwell.tiers import thinning
-from toys import FULL_POINT, FULL_WINDOW, HYBRID, PAGE, Rig, text
+from stepwell.sim import thinning
+from stepwell.sim.thinning import Thinning
+from toys import FULL_POINT, FULL_WINDOW, HYBRID, NO_INTERVALS, PAGE, SMALL_PAGES, Rig, text
 
-CAPPED = PlacementConfig(interval_tokens=0, most_added=None, decode_interval_tokens=0, path_cap=3)
-THINNED = PlacementConfig(interval_tokens=2 * PAGE, most_added=None, decode_interval_tokens=0, thinning=0.5)
+EVERY_SECOND_PAGE = PlacementConfig(interval_tokens=2 * PAGE, decode_interval_tokens=0)
+CAPPED: dict[str, Any] = {"placement": NO_INTERVALS, "tuning": replace(SMALL_PAGES, on_checkpoint=Thinning(path_cap=3))}
+THINNED: dict[str, Any] = {"placement": EVERY_SECOND_PAGE, "tuning": replace(SMALL_PAGES, on_checkpoint=Thinning(thinning=0.5))}
 
 
 def _boundaries(rig: Rig, tokens: list[int]) -> list[int]:
@@ -26,7 +29,7 @@ def _superseded(rig: Rig) -> int:
 
 @pytest.mark.parametrize("spec", [FULL_WINDOW, FULL_POINT, HYBRID])
 def test_a_growing_conversation_keeps_as_many_as_its_cap(spec: ModelSpec) -> None:
-    rig = Rig(spec, host_pages=256, placement=CAPPED)
+    rig = Rig(spec, host_pages=256, **CAPPED)
     for turn in range(1, 9):
         assert rig.serve(text(1, 12 * turn + 1)).computed == 13
         assert _boundaries(rig, text(1, 12 * turn + 1)) == [12 * at for at in range(max(turn - 2, 1), turn + 1)]
@@ -35,7 +38,7 @@ def test_a_growing_conversation_keeps_as_many_as_its_cap(spec: ModelSpec) -> Non
 
 
 def test_where_others_have_left_the_path_the_cap_takes_last() -> None:
-    rig = Rig(HYBRID, placement=CAPPED)
+    rig = Rig(HYBRID, **CAPPED)
     for name in (2, 3):
         rig.serve([*text(1, 8), *text(name, 5)])
     for turn in range(1, 7):
@@ -47,7 +50,7 @@ def test_where_others_have_left_the_path_the_cap_takes_last() -> None:
 
 
 def test_what_another_request_resumed_from_is_not_superseded_under_it() -> None:
-    rig = Rig(HYBRID, placement=CAPPED)
+    rig = Rig(HYBRID, **CAPPED)
     rig.serve(text(1, 9))
     reader = rig.ready([*text(1, 8), *text(2, 4)])
     assert reader.resume == 8
@@ -62,7 +65,7 @@ def test_what_another_request_resumed_from_is_not_superseded_under_it() -> None:
 
 
 def test_what_is_still_on_its_way_down_is_not_superseded() -> None:
-    rig = Rig(FULL_WINDOW, host_pages=256, placement=replace(CAPPED, path_cap=1))
+    rig = Rig(FULL_WINDOW, host_pages=256, tuning=replace(SMALL_PAGES, on_checkpoint=Thinning(path_cap=1)))
     lease = rig.ready(text(1, 21), hints=(8, 12, 16))
     for stop in (8, 12, 16):
         rig.compute(lease, stop)  # saves are not answered
@@ -76,7 +79,7 @@ def test_what_is_still_on_its_way_down_is_not_superseded() -> None:
 
 
 def test_spacing_grows_along_a_long_prompt() -> None:
-    rig = Rig(HYBRID, device_pages=2048, host_pages=4096, placement=THINNED)
+    rig = Rig(HYBRID, device_pages=2048, host_pages=4096, **THINNED)
     rig.serve(text(1, 801))
     kept = _boundaries(rig, text(1, 801))
     assert kept[-1] == 800 and len(kept) < 16
@@ -88,18 +91,18 @@ def test_spacing_grows_along_a_long_prompt() -> None:
 
 def test_only_so_many_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(thinning, "LOOK_BACK", 4)
-    rig = Rig(HYBRID, device_pages=4096, placement=THINNED)
+    rig = Rig(HYBRID, device_pages=4096, **THINNED)
     rig.serve(text(1, 801))
     kept = _boundaries(rig, text(1, 801))
     assert len(kept) > 16, "what lies further back stays"
     rig.idle_check()
 
 
-@pytest.mark.parametrize("placement", [CAPPED, THINNED])
+@pytest.mark.parametrize("rule", [CAPPED, THINNED])
 @pytest.mark.parametrize("spec", [FULL_WINDOW, FULL_POINT, HYBRID])
-def test_random_conversations_stay_exact(spec: ModelSpec, placement: PlacementConfig) -> None:
+def test_random_conversations_stay_exact(spec: ModelSpec, rule: dict[str, Any]) -> None:
     rng = random.Random(5)
-    rig = Rig(spec, device_pages=96, host_pages=192, placement=placement)
+    rig = Rig(spec, device_pages=96, host_pages=192, **rule)
     paths = [text(name, 4) for name in range(1, 4)]
     reused = 0
     for number in range(60):
@@ -111,7 +114,7 @@ def test_random_conversations_stay_exact(spec: ModelSpec, placement: PlacementCo
         paths.append(prompt)
         sources = rig.serve(prompt)  # bytes are checked, and the audit passes
         reused += sources.total - sources.computed
-        if placement is CAPPED:
+        if rule is CAPPED:
             assert len(_boundaries(rig, [*prompt, 1])) <= 4, "one more while the newest was left behind another"
     assert reused > 0 and _superseded(rig) > 0
     rig.idle_check()

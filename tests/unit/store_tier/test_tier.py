@@ -10,14 +10,17 @@ import pytest
 from stepwell import CacheConfig, Cause, ConfigError, Kind, LeaseError, ModelSpec, Tier, WritePolicy, build_cache
 from stepwell.base.config import PrefetchPolicy, StoreConfig
 from stepwell.base.store_op import FetchCheckpoint, FetchPages, FindItems, ItemStatus, PutCheckpoint, PutPages
+from stepwell.policy.tuning import StoreTuning
 from stepwell.store.api import NO_PARENT, Space, Write, WriteOutcome
 from stepwell.store.memory import MemoryStore
 from stepwell.store_tier.link import LinkState
-from toys import ALL_MODELS, FULL, FULL_POINT, HYBRID, PAGE, Rig, text
+from toys import ALL_MODELS, FULL, FULL_POINT, HYBRID, PAGE, SMALL_PAGES, Rig, text
 from waiting import step_until
 
 PROMPT = text(1, 10 * PAGE + 1)
 WAIT = StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, checkpoint_rest_s=0)
+BEST_EFFORT = StoreConfig(prefetch=PrefetchPolicy.BEST_EFFORT)
+ONE_PAGE = StoreTuning(fetch_chunk_bytes=1)
 
 
 def rig(spec: ModelSpec, store: MemoryStore, **more: object) -> Rig:
@@ -152,8 +155,7 @@ def test_closing_one_of_two_tickets_leaves_the_fetch_to_the_other() -> None:
 
 
 def test_a_ticket_that_is_closed_calls_its_fetch_off_and_keeps_what_arrived() -> None:
-    one_page = StoreConfig(prefetch=PrefetchPolicy.BEST_EFFORT, fetch_chunk_bytes=1)
-    after = rig(FULL, filled(FULL), store_config=one_page)
+    after = rig(FULL, filled(FULL), store_config=BEST_EFFORT, store_tuning=ONE_PAGE)
     ticket = after.cache.prefetch(after.cache.lookup(PROMPT))
     assert ticket.ready and not ticket.complete, "best effort never waits"
     after.store_executor.finish_all()
@@ -180,8 +182,7 @@ def test_a_hybrid_that_is_stopped_early_falls_back_to_a_checkpoint_before() -> N
     before = rig(FULL_POINT, store)
     for pages in (10, 20, 30, 40):
         before.serve(prompt[: pages * PAGE + 1])
-    one_page = StoreConfig(prefetch=PrefetchPolicy.BEST_EFFORT, fetch_chunk_bytes=1)
-    after = rig(FULL_POINT, store, store_config=one_page)
+    after = rig(FULL_POINT, store, store_config=BEST_EFFORT, store_tuning=ONE_PAGE)
     ticket = after.cache.prefetch(after.cache.lookup(prompt))
     after.store_executor.finish_all()
     after.cache.step()
@@ -195,8 +196,8 @@ def test_a_hybrid_that_is_stopped_early_falls_back_to_a_checkpoint_before() -> N
 
 
 def test_a_ticket_waits_as_long_as_its_policy_says() -> None:
-    patient = StoreConfig(timeout_base_s=1.0, timeout_per_ki_s=0.25, wait_credit_s=100.0)
-    after = rig(FULL, filled(FULL), store_config=patient)
+    patient = StoreTuning(timeout_base_s=1.0, timeout_per_ki_s=0.25, wait_credit_s=100.0)
+    after = rig(FULL, filled(FULL), store_config=StoreConfig(), store_tuning=patient)
     ticket = after.cache.prefetch(after.cache.lookup(PROMPT))
     limit_s = 1.0 + 0.25 * len(PROMPT) / 1024
     after.clock.advance(limit_s - 0.001)
@@ -206,19 +207,27 @@ def test_a_ticket_waits_as_long_as_its_policy_says() -> None:
     ticket.close()
     after.settle()
     after.idle_check()
-    assert StoreConfig().timeout_s(10**9) == 30.0
+
+
+def test_no_ticket_waits_longer_than_the_operator_says() -> None:
+    for config, most_s in ((StoreConfig(), 30.0), (StoreConfig(prefetch_timeout_s=0.5), 0.5)):
+        after = rig(FULL, filled(FULL), store_config=config, store_tuning=StoreTuning(timeout_base_s=1e9))
+        ticket = after.cache.prefetch(after.cache.lookup(PROMPT))
+        assert ticket.deadline_s - ticket.started_s == most_s
+        ticket.close()
+        after.settle()
 
 
 def test_waiting_in_vain_has_an_end_however_often_it_is_tried() -> None:
-    config = StoreConfig(wait_credit_s=0.5, errand_timeout_s=1000)
-    after = rig(FULL, filled(FULL), store_config=config)
+    tuning = StoreTuning(wait_credit_s=0.5, op_timeout_s=1000)
+    after = rig(FULL, filled(FULL), store_config=StoreConfig(), store_tuning=tuning)
     waited_s = []
     for _ in range(100):
         ticket = after.cache.prefetch(after.cache.lookup(PROMPT))
         waited_s.append(max(ticket.ended_s - after.clock.now(), 0.0))
         after.clock.advance(10.0)
         ticket.close()
-    assert waited_s[0] == pytest.approx(config.timeout_s(len(PROMPT))), "a store is trusted at first"
+    assert waited_s[0] == pytest.approx(tuning.wait_s(len(PROMPT))), "a store is trusted at first"
     assert sum(waited_s[1:]) <= 0.5
     assert after.core.counters["prefetch_given_up"] == 100
     after.settle()
@@ -271,7 +280,7 @@ def test_a_node_may_split_while_it_is_backed_up() -> None:
 
 
 def test_a_node_may_be_evicted_while_it_waits_in_line() -> None:
-    here = rig(FULL, MemoryStore(), store_config=StoreConfig(backup_bytes=1))
+    here = rig(FULL, MemoryStore(), store_config=StoreConfig(), store_tuning=StoreTuning(backup_bytes=1))
     with here.ready(PROMPT) as lease:
         here.compute(lease, len(PROMPT))
     here.executor.finish_all()
@@ -370,7 +379,8 @@ def test_what_one_store_refused_is_offered_to_the_next() -> None:
 
 
 def test_a_path_that_waits_too_long_is_given_up() -> None:
-    here = rig(FULL, MemoryStore(), store_config=StoreConfig(backup_bytes=1, backup_age_s=5.0, errand_timeout_s=1000))
+    tuning = StoreTuning(backup_bytes=1, backup_age_s=5.0, op_timeout_s=1000)
+    here = rig(FULL, MemoryStore(), store_config=StoreConfig(), store_tuning=tuning)
     for name in range(3):
         with here.open(text(name, 4 * PAGE)) as lease:
             here.compute(lease, 4 * PAGE)
@@ -383,7 +393,7 @@ def test_a_path_that_waits_too_long_is_given_up() -> None:
 
 
 def test_the_line_has_an_end() -> None:
-    here = rig(FULL, MemoryStore(), store_config=StoreConfig(backup_bytes=1, backup_queue=2))
+    here = rig(FULL, MemoryStore(), store_config=StoreConfig(), store_tuning=StoreTuning(backup_bytes=1, backup_queue=2))
     for name in range(6):
         with here.open(text(name, 4 * PAGE)) as lease:
             here.compute(lease, 4 * PAGE)
@@ -505,7 +515,8 @@ def test_explain_names_a_store_that_is_switched_off() -> None:
 
 
 def test_a_store_that_never_answers_costs_a_miss_and_holds_its_pages() -> None:
-    here = rig(FULL, filled(FULL), store_config=StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, errand_timeout_s=5.0))
+    waits = StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE)
+    here = rig(FULL, filled(FULL), store_config=waits, store_tuning=StoreTuning(op_timeout_s=5.0))
     ticket = here.cache.prefetch(here.cache.lookup(PROMPT))
     here.store_executor.finish_all()
     here.cache.step()
@@ -522,9 +533,9 @@ def test_a_store_that_never_answers_costs_a_miss_and_holds_its_pages() -> None:
 
 def test_the_cache_works_with_threads() -> None:
     store = MemoryStore()
-    config = CacheConfig(device_bytes=64 * 1024, host_bytes=64 * 1024, page_alignment_bytes=16)
+    config = CacheConfig(device_bytes=64 * 1024, host_bytes=64 * 1024)
     for expected in (0, 10 * PAGE):
-        cache = build_cache(HYBRID, config)
+        cache = build_cache(HYBRID, config, tuning=SMALL_PAGES)
         cache.store.attach(store, replace(WAIT, recompute_tokens_per_s=1.0))  # worth it, however busy the machine is
         ticket = cache.prefetch(cache.lookup(PROMPT))
         step_until(cache, lambda: ticket.ready)  # noqa: B023 - called at once

@@ -10,6 +10,7 @@ import pytest
 from stepwell import Cause, Lease, Tier
 from stepwell.base.clock import ManualClock
 from stepwell.base.config import PrefetchPolicy, StoreConfig
+from stepwell.policy.tuning import StoreTuning
 from stepwell.store.api import Store
 from stepwell.store.memory import MemoryStore
 from stepwell.store.wrappers import Faults, Faulty, Slow
@@ -27,13 +28,15 @@ Make = Callable[[Store, Callable[[float], None]], Store]
 class Process:
     """A cache that has just begun, over a store that another one left; waiting and computing take virtual time."""
 
-    def __init__(self, make: Make, store: MemoryStore, config: StoreConfig | None = None) -> None:
+    def __init__(
+        self, make: Make, store: MemoryStore, config: StoreConfig | None = None, tuning: StoreTuning | None = None
+    ) -> None:
         self.clock = ManualClock()
         self.store_executor = TimedStoreExecutor(self.clock)
         self.rig = Rig(FULL, device_pages=1024, host_pages=2048, clock=self.clock)
         slow = make(store, self.store_executor.sleep)
         self.store_executor.serve([StoreWorker(slow, self.rig.memories[0][Tier.HOST])])
-        self.rig.cache.store.attach(slow, config or StoreConfig(), executor=self.store_executor)
+        self.rig.cache.store.attach(slow, config or StoreConfig(), executor=self.store_executor, tuning=tuning)
 
     def wait(self, *tickets: Ticket) -> float:
         """Steps until every ticket is ready; says how long that took."""
@@ -107,8 +110,8 @@ def test_several_first_requests_all_wait_for_a_healthy_store(filled: MemoryStore
 
 
 def test_a_fetch_that_is_quicker_than_computing_is_waited_for_beyond_the_usual_limit(filled: MemoryStore) -> None:
-    config = StoreConfig(timeout_base_s=0.5, timeout_per_ki_s=0.0, recompute_tokens_per_s=TOKENS_PER_S)
-    waited_s, came = Process(taking(4.0), filled, config).serve(PROMPT)
+    config, tuning = StoreConfig(recompute_tokens_per_s=TOKENS_PER_S), StoreTuning(timeout_base_s=0.5, timeout_per_ki_s=0.0)
+    waited_s, came = Process(taking(4.0), filled, config, tuning).serve(PROMPT)
     assert came == 300 * PAGE and waited_s == pytest.approx(4.0, abs=0.1)
 
 
@@ -118,8 +121,8 @@ def test_nobody_waits_longer_than_computing_would_take(filled: MemoryStore) -> N
 
 
 def test_a_store_that_hangs_is_waited_for_once(filled: MemoryStore) -> None:
-    here = Process(hanging, filled, StoreConfig(errand_timeout_s=1e6))  # the breaker is not to help
-    limit_s = StoreConfig().timeout_s(len(PROMPT))
+    here = Process(hanging, filled, tuning=StoreTuning(op_timeout_s=1e6))  # the breaker is not to help
+    limit_s = StoreTuning().wait_s(len(PROMPT))
     waited_s = [here.serve(text(name, 300 * PAGE + 1))[0] for name in range(1, 10)]
     assert waited_s[0] == pytest.approx(limit_s, abs=0.01)
     assert sum(waited_s[1:]) <= 0.01 * 9 * COMPUTE_S, waited_s
@@ -140,7 +143,8 @@ def test_those_who_wait_for_a_store_that_hangs_go_on_together(filled: MemoryStor
 
 
 def test_a_fetch_that_was_given_up_is_counted_and_explained(filled: MemoryStore) -> None:
-    here = Process(lambda store, sleep: Slow(store, sleep=sleep, latency_s=100.0), filled, StoreConfig(errand_timeout_s=1e6))
+    tuning = StoreTuning(op_timeout_s=1e6)
+    here = Process(lambda store, sleep: Slow(store, sleep=sleep, latency_s=100.0), filled, tuning=tuning)
     ticket = here.ask(PROMPT)
     waited_s = here.wait(ticket)
     ticket.close()

@@ -54,7 +54,7 @@ def test_little_more_is_saved_than_is_short() -> None:
     for _ in range(10):
         found = eviction.make_room(rig.core, Tier.DEVICE, need)
         assert found.waiting and not found.fits
-    saving = sum(len(copy.source.ids) for job in rig.core.copies.running() for copy in job.plan.copies)
+    saving = sum(len(copy.source.ids) for plan in rig.core.copies.tasks() for copy in plan.copies)
     assert 6 + 4 <= saving < 6 + 4 + 5, "what is short and a sixteenth, in whole prompts"
     rig.settle()
     assert eviction.make_room(rig.core, Tier.DEVICE, need).fits
@@ -83,7 +83,7 @@ def test_copies_that_were_given_up_on_are_not_waited_for() -> None:
     need = {Kind.PREFIX: 64 - rig.used(Tier.DEVICE, Kind.PREFIX) + 6}
     assert eviction.make_room(rig.core, Tier.DEVICE, need).waiting
     rig.clock.advance(1000)
-    assert rig.core.copies.abandon_overdue(10.0)
+    assert rig.core.copies.give_up_overdue(10.0)
     assert rig.core.copies.saving_bytes(Tier.DEVICE) == 0
     assert eviction.make_room(rig.core, Tier.DEVICE, need).waiting, "others are saved in their place"
     assert rig.core.copies.saving_bytes(Tier.DEVICE) > 0

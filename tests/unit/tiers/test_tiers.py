@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from stepwell import EvictionPolicy, Kind, LeaseState, NoRoom, Tier, WritePolicy
+from stepwell import Kind, LeaseState, NoRoom, Tier, WritePolicy
 from stepwell.base.plan import PageIds, Purpose
 from stepwell.memory.arena import Need
 from stepwell.tiers import restore
 from stepwell.tiers.state import CacheState
-from toys import ALL_MODELS, FULL, FULL_POINT, HYBRID, Rig, text
+from toys import ALL_MODELS, EVICTIONS, FULL, FULL_POINT, HYBRID, SMALL_PAGES, Rig, text
 
 
 @pytest.mark.parametrize("spec", ALL_MODELS)
@@ -69,9 +71,9 @@ def test_device_only(write: WritePolicy) -> None:
     assert rig.serve(text(7, 17)).device == 16
 
 
-@pytest.mark.parametrize("policy", list(EvictionPolicy))
-def test_a_full_device_keeps_what_was_used_last(policy: EvictionPolicy) -> None:
-    rig = Rig(FULL, device_pages=20, eviction=policy)
+@pytest.mark.parametrize("policy", EVICTIONS)
+def test_a_full_device_keeps_what_was_used_last(policy: str) -> None:
+    rig = Rig(FULL, device_pages=20, tuning=replace(SMALL_PAGES, eviction=EVICTIONS[policy]))
     for name in range(10):
         rig.clock.advance(5)
         rig.serve(text(name, 17))
@@ -124,7 +126,7 @@ def test_neighbouring_checkpoints_share_window_pages_in_both_tiers() -> None:
 
 
 def test_a_load_that_takes_too_long_is_given_up_and_does_no_harm_later() -> None:
-    rig = Rig(HYBRID, host_pages=64, copy_timeout_s=2.0)
+    rig = Rig(HYBRID, host_pages=64, tuning=replace(SMALL_PAGES, copy_timeout_s=2.0))
     rig.serve(text(1, 17))
     rig.evict_all(Tier.DEVICE)
     lease = rig.open(text(1, 17))
@@ -145,7 +147,7 @@ def test_a_load_that_takes_too_long_is_given_up_and_does_no_harm_later() -> None
 
 @pytest.mark.parametrize("error", [None, "too late, and wrong"])
 def test_a_save_that_takes_too_long_counts_as_failed_and_holds_its_pages_till_it_answers(error: str | None) -> None:
-    rig = Rig(HYBRID, host_pages=64, copy_timeout_s=2.0)
+    rig = Rig(HYBRID, host_pages=64, tuning=replace(SMALL_PAGES, copy_timeout_s=2.0))
     lease = rig.ready(text(1, 17))
     rig.compute(lease, 16, last=True)
     rig.cache.release(lease)

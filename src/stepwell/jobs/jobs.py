@@ -1,0 +1,209 @@
+"""Work under way on every rank, and what it holds until it has ended: the same for copies and for store operations.
+
+    start             a number, a reference to every page named, and off to the executor
+    apply             what the ranks have answered, each job once
+    withdraw          takes back what no rank has begun
+    give_up_overdue   withdraws or fails what has made no progress for too long
+
+A job ends once for whoever started it: answered, withdrawn or overdue. Its pages stay held until every rank has answered, since
+one that is overdue may still be using them. Tasks and answers are plain values, so that executors may have ranks anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from math import inf
+from typing import Generic, Protocol, TypeVar
+
+from stepwell.base.clock import Clock
+from stepwell.base.ids import JobId
+from stepwell.base.plan import Span
+from stepwell.tree.node import Residency
+from stepwell.tree.references import References
+
+LOOK_SHARE = 1 / 16  # of the time limit passes between two looks at what is overdue: a long line takes time to look through
+
+
+class Numbered(Protocol):
+    @property
+    def job(self) -> JobId: ...
+
+
+T = TypeVar("T", bound=Numbered)
+A = TypeVar("A", bound=Numbered)
+T_contra = TypeVar("T_contra", contravariant=True)
+Given = TypeVar("Given")
+
+
+class JobExecutor(Protocol[T_contra, Given]):
+    """Runs tasks on every rank and gives back answers. Called on the cache's thread; only `drain` waits."""
+
+    def submit(self, task: T_contra) -> None: ...
+
+    def answers(self) -> list[Given]:
+        """Everything that all ranks have answered since the last call, each job once."""
+        ...
+
+    def withdraw(self, job: JobId) -> bool:
+        """Takes back a job that no rank has begun: it will not be answered. False when one has, or all have."""
+        ...
+
+    def progressed_s(self, job: JobId) -> float:
+        """When the rank that is furthest behind with a job last got on: began it, or something before it in line.
+        Minus infinity where nobody knows.
+        """
+        ...
+
+    def drain(self, timeout_s: float) -> None:
+        """Waits until everything submitted was answered, or for so long."""
+        ...
+
+    def close(self) -> None:
+        """Takes no more and lets its threads end; does not wait for one that hangs."""
+        ...
+
+
+class End(Enum):
+    ANSWERED = "every rank has answered"
+    WITHDRAWN = "no rank had begun it when it was taken back"
+    OVERDUE = "some rank made no progress for too long"
+
+
+OnEnd = Callable[[End, A | None], None]  # the answer, where there is one
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Running(Generic[T, A]):
+    task: T
+    started_s: float
+    pages: tuple[Span, ...]
+    reads: tuple[Residency, ...]
+    on_end: OnEnd[A]
+    given_up: bool = False
+
+
+class Jobs(Generic[T, A]):
+    """Jobs of one executor. One thread, the cache's."""
+
+    def __init__(
+        self, executor: JobExecutor[T, A], refs: References, clock: Clock, *, before_release: Callable[[T, A], None] | None = None
+    ) -> None:
+        """`before_release` is told of every answer, however late, before the pages of its job are let go."""
+        self._executor = executor
+        self._refs = refs
+        self._clock = clock
+        self._before_release = before_release
+        self._running: dict[JobId, _Running[T, A]] = {}  # in the order they were started
+        self._num_given_up = 0
+        self._next_look_s = -inf
+        self._last_id = 0
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_awaited(self) -> int:
+        """Those whose outcome will still count."""
+        return len(self._running) - self._num_given_up
+
+    def is_running(self, job: JobId) -> bool:
+        return job in self._running
+
+    def is_awaited(self, job: JobId) -> bool:
+        """Whether its outcome will still count."""
+        return job in self._running and not self._running[job].given_up
+
+    def tasks(self) -> Iterator[T]:
+        """Those whose outcome will still count."""
+        return (running.task for running in self._running.values() if not running.given_up)
+
+    def held(self) -> Iterator[Span]:
+        """Every reference that jobs hold, for audits."""
+        return (span for running in self._running.values() for span in running.pages)
+
+    def readers(self) -> Iterator[Residency]:
+        """The checkpoints that jobs read, once for each, for audits."""
+        return (residency for running in self._running.values() for residency in running.reads)
+
+    def next_id(self) -> JobId:
+        self._last_id += 1
+        return JobId(self._last_id)
+
+    def start(self, task: T, *, pages: tuple[Span, ...], reads: tuple[Residency, ...] = (), on_end: OnEnd[A]) -> None:
+        """Takes a reference to every page and checkpoint named, and submits the task."""
+        self._refs.retain(pages)
+        for residency in reads:
+            residency.users += 1
+        self._running[task.job] = _Running(task=task, started_s=self._clock.now(), pages=pages, reads=reads, on_end=on_end)
+        self._executor.submit(task)
+
+    def apply(self) -> list[A]:
+        """Ends everything that was answered since last time; returns the answers that count."""
+        return [answer for answer in self._executor.answers() if self.settle(answer)]
+
+    def settle(self, answer: A) -> bool:
+        """Ends one job; false when it was given up on before, whatever came of it."""
+        running = self._running.pop(answer.job)
+        if running.given_up:
+            self._num_given_up -= 1
+        else:
+            running.on_end(End.ANSWERED, answer)
+        if self._before_release is not None:
+            self._before_release(running.task, answer)
+        self._let_go(running)
+        return not running.given_up
+
+    def withdraw(self, job: JobId) -> bool:
+        """Takes a job back that no rank has begun. False when one has, or it has ended."""
+        if job not in self._running or not self._executor.withdraw(job):
+            return False
+        running = self._running.pop(job)
+        if running.given_up:
+            self._num_given_up -= 1
+        else:
+            running.on_end(End.WITHDRAWN, None)
+        self._let_go(running)
+        return True
+
+    def withdraw_all(self) -> int:
+        """Takes back everything that no rank has begun; how many they were."""
+        return sum([self.withdraw(job) for job in list(self._running) if not self._running[job].given_up])
+
+    def give_up_overdue(self, timeout_s: float) -> dict[JobId, End]:
+        """Ends jobs on which some rank has made no progress for so long, for all ranks; says how each ended.
+
+        Those that no rank has begun are withdrawn. The others keep their pages until that rank does answer.
+        """
+        now = self._clock.now()
+        if now < self._next_look_s:
+            return {}
+        self._next_look_s = now + timeout_s * LOOK_SHARE
+        latest_s, overdue = now - timeout_s, []
+        for job, running in self._running.items():
+            if running.started_s > latest_s:
+                break
+            if not running.given_up and self._executor.progressed_s(job) <= latest_s:
+                overdue.append((job, running))
+        ends = {}
+        for job, running in overdue:
+            ends[job] = End.WITHDRAWN if self.withdraw(job) else End.OVERDUE
+            if ends[job] is End.OVERDUE:
+                running.given_up = True
+                self._num_given_up += 1
+                running.on_end(End.OVERDUE, None)
+        return ends
+
+    def drain(self, timeout_s: float) -> None:
+        """Waits until everything was answered, or for so long."""
+        self._executor.drain(timeout_s)
+
+    def close(self) -> None:
+        self._executor.close()
+
+    def _let_go(self, running: _Running[T, A]) -> None:
+        for residency in running.reads:
+            self._refs.unpin(residency)
+        self._refs.release_all(running.pages)

@@ -1,7 +1,7 @@
 """Times Stepwell's prefix tree through the public cache: our half of `make bench-tree`.
 
 Same workload, same columns and same arguments as `peers/sglang_tree.py`; prints one JSON line per prompt length.
-Hands that do nothing stand in for copies, so that what is timed is the brain.
+An executor that does nothing stands in for copies, so that what is timed is the deciding.
 
     lookup_us               `cache.lookup` of a fully cached prompt, stored in chunks of 2,048 tokens
     lookup_one_node_us      the same, stored by one commit

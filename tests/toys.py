@@ -206,7 +206,7 @@ class Rig:
 
     def attach(self, store: Store, config: StoreConfig | None = None, tuning: StoreTuning | None = None) -> None:
         """Below workers of our own, which get the config's key."""
-        config = config or StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, checkpoint_rest_s=0)
+        config = config or StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, checkpoint_delay_s=0)
         hosts, ranks, key = [memory[Tier.HOST] for memory in self.memories], len(self.memories), config.key
         self.store_workers = [StoreWorker(store, host, rank=rank, ranks=ranks, key=key) for rank, host in enumerate(hosts)]
         self.store_executor = ScriptedStoreExecutor(self.store_workers)

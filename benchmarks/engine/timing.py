@@ -32,7 +32,7 @@ def make_engine(model: str, device: str, **settings: Any) -> Engine:
 
 def first_token_times(model: str, device: str, prompt: Sequence[int], directory: Path, *, rounds: int) -> dict[str, float]:
     """Seconds to the first token: computed once, then medians from each tier, where the same restore point is in use."""
-    waits = StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, checkpoint_rest_s=0)
+    waits = StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, checkpoint_delay_s=0)
     engine = make_engine(model, device, store=f"log:{directory}", store_options={"budget": "8GiB"}, store_config=waits)
     times: dict[str, list[float]] = {"cold": [], **{tier: [] for tier in TIERS}}
     try:

@@ -51,7 +51,7 @@ def _measure(spec: ModelSpec, directory: Path) -> dict[str, Any]:
     )
     store = open_store(f"log:{directory}", options={"budget": "2GiB"})
     assert isinstance(store, LogStore)
-    cache.store.attach(store, StoreConfig(checkpoint_rest_s=0))
+    cache.store.attach(store, StoreConfig(checkpoint_delay_s=0))
     random = Random(0)
     prompt = [random.randrange(100_000) for _ in range(TOKENS + 1)]  # one is always computed: the last boundary is at TOKENS
     with cache.acquire(cache.lookup(prompt)) as lease:

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from stepwell.base.spec.shapes import Point, Prefix, Window
     from stepwell.cache.build import build_cache
     from stepwell.cache.explain import Cause, Explanation
-    from stepwell.cache.facade import Cache, StepReport
+    from stepwell.cache.facade import Cache
+    from stepwell.cache.report import Stats, StepReport, TierStats
     from stepwell.store.key_file import read_store_key
     from stepwell.store.registry import open_store
     from stepwell.tiers.external import EnginePages
@@ -59,7 +60,8 @@ _HOMES = {
     "stepwell.tiers.external": ("EnginePages",),
     "stepwell.cache.build": ("build_cache",),
     "stepwell.cache.explain": ("Cause", "Explanation"),
-    "stepwell.cache.facade": ("Cache", "StepReport"),
+    "stepwell.cache.facade": ("Cache",),
+    "stepwell.cache.report": ("Stats", "StepReport", "TierStats"),
     "stepwell.tiers.lease": ("Lease", "LeaseState", "Sources"),
     "stepwell.store.key_file": ("read_store_key",),
     "stepwell.store.registry": ("open_store",),
@@ -91,11 +93,13 @@ __all__ = [
     "Sources",
     "SpecError",
     "StateSpec",
+    "Stats",
     "StepReport",
     "StepwellError",
     "StoreConfig",
     "StoreError",
     "Tier",
+    "TierStats",
     "Window",
     "WritePolicy",
     "WrongThread",

@@ -33,7 +33,7 @@ SPEC = ModelSpec(
     states=(StateSpec(name="kv", shape=Prefix(), layers=1, row_bytes=2 * COPY_BYTES // 16, dtype="u8"),),
 )
 CONFIG = CacheConfig(device_bytes=8 * 2 * COPY_BYTES, host_bytes=8 * 2 * COPY_BYTES)
-WAIT = StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, checkpoint_rest_s=0)
+WAIT = StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, checkpoint_delay_s=0)
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ KEYS = pytest.mark.parametrize("key", [None, StoreKey(bytes(range(32)))], ids=["
 @contextmanager
 def rig(spec: ModelSpec, directory: Path, key: StoreKey | None = None) -> Iterator[Rig]:
     store = open_store(f"log:{directory}", options={"budget": "8MiB", "direct": "off"})
-    config = StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, checkpoint_rest_s=0, key=key)
+    config = StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, checkpoint_delay_s=0, key=key)
     try:
         yield Rig(spec, device_pages=512, host_pages=512, store=store, store_config=config)
     finally:

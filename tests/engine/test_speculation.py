@@ -29,7 +29,7 @@ PAIRS = [
     ("llama", "llama"), ("llama", "near"), ("mistral", "unwindowed"), ("gpt_oss", "far"), ("deepseek_v3", OWN),
     ("deepseek_v32", OWN),
 ]  # fmt: skip
-WAIT = StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, recompute_tokens_per_s=1.0, checkpoint_rest_s=0)
+WAIT = StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, recompute_tokens_per_s=1.0, checkpoint_delay_s=0)
 LENGTHS = (1, 37, 65)
 
 

@@ -136,8 +136,8 @@ def test_held_pages_count_against_what_fetches_may_hold() -> None:
     """A peer that fails one fetch in two never opens the breaker: what it holds must not take the host over."""
     store = Late(filled(FULL))
     rig = failed_fetch(store)
-    assert rig.cache.store.link is not None
-    assert rig.cache.store.link.held_bytes == 10 * rig.core.arena(Tier.HOST).layout.strides[Kind.PREFIX]
+    assert rig.cache._store_tier.link is not None
+    assert rig.cache._store_tier.link.held_bytes == 10 * rig.core.arena(Tier.HOST).layout.strides[Kind.PREFIX]
 
 
 def test_a_store_is_given_back_while_pages_are_still_held() -> None:
@@ -154,7 +154,7 @@ def test_a_store_is_given_back_while_pages_are_still_held() -> None:
     rig.cache.audit()
     rig.evict_all(Tier.DEVICE)
     rig.evict_all(Tier.HOST)
-    assert rig.used(Tier.HOST, Kind.PREFIX) == 0 and not rig.cache.store.links
+    assert rig.used(Tier.HOST, Kind.PREFIX) == 0 and not rig.cache._store_tier.links
 
 
 def test_an_operation_given_up_on_holds_its_pages_until_its_late_answer_and_then_some() -> None:

@@ -29,7 +29,7 @@ Name = tuple[bytes, bytes]
 
 
 def rig(spec: ModelSpec, store: MemoryStore, key: StoreKey | None = OURS, *, ranks: int = 1) -> Rig:
-    config = StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, checkpoint_rest_s=0, key=key)
+    config = StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, checkpoint_delay_s=0, key=key)
     return Rig(spec, device_pages=256, host_pages=256, store=store, store_config=config, ranks=ranks)
 
 
@@ -104,7 +104,7 @@ def test_the_key_of_a_config_reaches_every_thread_at_the_store() -> None:
     sizes = CacheConfig(device_bytes=64 * 1024, host_bytes=64 * 1024)
     for key, expected in ((OURS, 0), (OURS, 10 * PAGE), (None, 0), (EVIL, 0)):
         cache = build_cache(HYBRID, sizes, tuning=SMALL_PAGES)
-        wait = StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, checkpoint_rest_s=0, recompute_tokens_per_s=1.0, key=key)
+        wait = StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, checkpoint_delay_s=0, recompute_tokens_per_s=1.0, key=key)
         cache.store.attach(store, wait)
         ticket = cache.prefetch(cache.lookup(PROMPT))
         step_until(cache, lambda: ticket.ready)  # noqa: B023 - called at once

@@ -51,7 +51,7 @@ CONFIG = CacheConfig(
     host_bytes=32 << 20,
     placement=PlacementConfig(interval_tokens=64, decode_interval_tokens=0),
 )
-WAIT = StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, recompute_tokens_per_s=1.0, checkpoint_rest_s=0)  # always worth it
+WAIT = StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, recompute_tokens_per_s=1.0, checkpoint_delay_s=0)  # always worth it
 
 
 def ready(cache: Cache, lease: Lease) -> None:

@@ -15,7 +15,7 @@ from parity.recorded import Played, Recorded, distance, same_bits, script, store
 from stepwell.base.config import PrefetchPolicy, StoreConfig  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_CUDA)]
-WAIT = StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, recompute_tokens_per_s=1.0, checkpoint_rest_s=0)
+WAIT = StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, recompute_tokens_per_s=1.0, checkpoint_delay_s=0)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -64,7 +64,7 @@ def test_a_cluster_attached_at_run_time_moves_pages_in_the_hosts_own_memory(clus
     cluster.lend("128mb")
     cache, store = build_cache(SPEC, CONFIG, model="zeros"), cluster.open(staging_bytes=str(48 * COPY_BYTES))
     serve(cache)
-    cache.store.attach(store, StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, checkpoint_rest_s=0))
+    cache.store.attach(store, StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, checkpoint_delay_s=0))
     (memory,) = cache.store.host_memory
     with pytest.raises(StoreError, match="registered twice"):
         store.register([memory[4096:8192]])  # how a real client says that it knows the memory

@@ -20,7 +20,7 @@ pytest.importorskip("transformers")
 
 TOLERANCE = 1e-4
 WAIT = StoreConfig(
-    prefetch=PrefetchPolicy.WAIT_COMPLETE, recompute_tokens_per_s=1.0, checkpoint_rest_s=0
+    prefetch=PrefetchPolicy.WAIT_COMPLETE, recompute_tokens_per_s=1.0, checkpoint_delay_s=0
 )  # fetching is always worth it
 
 

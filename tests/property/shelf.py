@@ -36,7 +36,7 @@ HEAD_BYTES, MEMBER_BYTES, MEMBER_KEY_BYTES = 12, 56, 32  # of a manifest
 PATIENT = StoreConfig(
     prefetch=PrefetchPolicy.WAIT_COMPLETE,
     recompute_tokens_per_s=ALWAYS_WORTH_IT,
-    checkpoint_rest_s=0,
+    checkpoint_delay_s=0,
 )
 ROOMY = StoreTuning(host_share=1.0, backup_age_s=1e9)
 
@@ -149,7 +149,7 @@ def make_store_setup(choose: Choose, *, external: bool) -> StoreSetup:
         backup_bytes=choose((2**20, 1)),
     )
     rest_s = choose((0.0, 3.0, 30.0))
-    config = StoreConfig(prefetch=prefetch, recompute_tokens_per_s=tokens_per_s, checkpoint_rest_s=rest_s)
+    config = StoreConfig(prefetch=prefetch, recompute_tokens_per_s=tokens_per_s, checkpoint_delay_s=rest_s)
     return StoreSetup(
         cache=setup, sort=choose(tuple(FAULTS)), seed=choose(tuple(range(4))), eager=choose((True, False)), config=config,
         tuning=tuning,

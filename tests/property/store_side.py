@@ -19,7 +19,7 @@ from stepwell.base.config import PrefetchPolicy, StoreConfig
 from stepwell.base.ids import JobId
 from stepwell.base.keys import page_keys
 from stepwell.base.store_op import ItemStatus
-from stepwell.cache.facade import StepReport
+from stepwell.cache.report import StepReport
 from stepwell.policy.tuning import StoreTuning
 from stepwell.store_tier.link import LinkState
 from stepwell.store_tier.ticket import Ticket, TicketState
@@ -42,7 +42,7 @@ class Awaited:
 
 @dataclass(eq=False)
 class Line:
-    """A executor between the cache and one of the shelf's stores."""
+    """An executor between the cache and one of the shelf's stores."""
 
     store_executor: LedgerStoreExecutor
     which: int
@@ -238,7 +238,7 @@ class StoreSide(World):
         for pinned in list(self.pinned):
             self.unpin(pinned)
         self.settle_everything()
-        for link in self.cache.store.links:
+        for link in self.cache._store_tier.links:
             assert not link.tickets and not link.fetches and not link.fetch_of, f"{link} holds on to what nobody wants"
             assert link.backup_bytes == 0, f"{link.backup_bytes} bytes are on their way down for ever"
         super().close()

@@ -151,8 +151,8 @@ class StoreTraffic(Traffic):
         world.settle_everything()
         line = world.attached
         assert line is not None
-        if line.config.checkpoint_rest_s:  # never None here
-            world.clock.advance(line.config.checkpoint_rest_s)
+        if line.config.checkpoint_delay_s:  # never None here
+            world.clock.advance(line.config.checkpoint_delay_s)
             world.settle_everything()
         sort = world.store_setup.sort
         keeps = sort in ("good", "failing") or (anew and "small" not in sort)

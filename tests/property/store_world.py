@@ -116,8 +116,8 @@ class StoreWorld(StoreSide):
         left_one = self.setup.at_prompt_end or not needs_checkpoint(self.spec, legal[0])
         boundary = legal[0] if left_one else self.cache.lookup(tokens, namespace=namespace).restore_tokens
         keys, last = self.keys(tokens, namespace), boundary // self.spec.page_tokens
-        missing_states = [at for at in range(last) if not self.shelf.has_page(line.which, namespace, keys[at])]
-        assert not missing_states, f"pages {missing_states} of a served prompt were not stored"
+        missing = [at for at in range(last) if not self.shelf.has_page(line.which, namespace, keys[at])]
+        assert not missing, f"pages {missing} of a served prompt were not stored"
         if needs_checkpoint(self.spec, boundary) and boundary:
             assert self.shelf.has_checkpoint(line.which, namespace, keys[last - 1]), f"no checkpoint at {boundary} was stored"
 

@@ -15,7 +15,7 @@ from watched import Watched, packed
 
 from stepwell import Cause, Kind, Lease, Match, Namespace, NoRoom, Point, Tier
 from stepwell.base.ids import JobId
-from stepwell.cache.facade import StepReport
+from stepwell.cache.report import StepReport
 from stepwell.store_tier.ticket import Ticket
 from stepwell.tiers.pin import Pin
 

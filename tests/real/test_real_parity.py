@@ -14,7 +14,7 @@ from stepwell.engine.loading.checkpoint import Checkpoint, open_checkpoint
 from stepwell.policy.placement import PlacementRules
 
 DOCUMENTS = Path(__file__).parents[2] / "docs"
-WAIT = StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, recompute_tokens_per_s=1.0, checkpoint_rest_s=0)
+WAIT = StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, recompute_tokens_per_s=1.0, checkpoint_delay_s=0)
 TURNS = (1200, 1330, 1500)  # tokens of the text so far
 ANSWER = 12
 

@@ -1,4 +1,4 @@
-"""Where time comes from. Nothing in the brain asks the machine: a clock is handed in."""
+"""Where time comes from. Nothing that decides asks the machine: a clock is handed in."""
 
 from __future__ import annotations
 

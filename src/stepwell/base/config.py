@@ -13,7 +13,9 @@ from stepwell.base.store_key import StoreKey
 
 MAX_PRIORITY = 10  # each step doubles what a request's path is worth keeping,
 PRIORITY_STEP_S = 600.0  # and one is lost in so much time
-REST_S = 30.0  # that checkpoints wait on the host before they are stored: the next turn of a conversation supersedes most by then
+DELAY_S = (
+    30.0  # that checkpoints wait on the host before they are stored: the next turn of a conversation supersedes most by then
+)
 
 
 class WritePolicy(Enum):
@@ -52,12 +54,14 @@ class StoreConfig:
     prefetch: PrefetchPolicy = PrefetchPolicy.TIMEOUT
     prefetch_timeout_s: float = 30.0  # the longest that a request waits under TIMEOUT
     recompute_tokens_per_s: float | None = None  # how fast prompts are computed; measured where None
-    checkpoint_rest_s: float | None = None  # before a checkpoint is stored; what is superseded by then is not. None: see `rest_s`
+    checkpoint_delay_s: float | None = (
+        None  # before a checkpoint is stored; what is superseded by then is not. None: see `rest_s`
+    )
     readers: int = 4  # threads of each rank
     writers: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("prefetch_timeout_s", "checkpoint_rest_s"):
+        for name in ("prefetch_timeout_s", "checkpoint_delay_s"):
             if (getattr(self, name) or 0) < 0:
                 raise ConfigError(f"{name} must be 0 or more, got {getattr(self, name)}")
         for name in ("readers", "writers"):
@@ -66,11 +70,11 @@ class StoreConfig:
         if self.recompute_tokens_per_s is not None and self.recompute_tokens_per_s <= 0:
             raise ConfigError("recompute_tokens_per_s must be positive; leave it None to have it measured")
 
-    def rest_s(self, *, shared: bool) -> float:
+    def delay_s(self, *, shared: bool) -> float:
         """How long checkpoints rest: half a minute, but not where others wait for them."""
-        if self.checkpoint_rest_s is not None:
-            return self.checkpoint_rest_s
-        return 0.0 if shared else REST_S
+        if self.checkpoint_delay_s is not None:
+            return self.checkpoint_delay_s
+        return 0.0 if shared else DELAY_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What the brain asks of a store, and what came of it: frozen tasks over keys and host pages.
+"""What the cache asks of a store, and what came of it: frozen tasks over keys and host pages.
 
 Like plans, operations name pages and never tree nodes. Every rank runs the same operation on its own memory and its own
 share of the store; an item has arrived when it arrived on all of them.

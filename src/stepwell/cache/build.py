@@ -116,6 +116,6 @@ def build_cache(
     )
     tree.on_split.append(partial(note_split, core))
     namespace = Namespace(model=model or spec.name, layout=spec.fingerprint)
-    stores = StoreTier(core, host_pages, ranks=executor.num_ranks, names_weights=model is not None)
-    core.below = stores
-    return Cache(core, namespace, stores)
+    store_tier = StoreTier(core, host_pages, ranks=executor.num_ranks, names_weights=model is not None)
+    core.below = store_tier
+    return Cache(core, namespace, store_tier)

@@ -14,14 +14,13 @@ from enum import Enum
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.spec import Point, Prefix, Window
 from stepwell.memory.arena import FILLING
-from stepwell.policy.fetching import reachable
+from stepwell.policy.fetching import Flags, reachable
 from stepwell.store_tier.fetch_plan import is_expected_to_pay, points_with_store
 from stepwell.store_tier.link import LinkState, StoreLink
-from stepwell.store_tier.ticket import Flags
 from stepwell.tiers.state import CacheState
 from stepwell.tree.chain import path_keys
 from stepwell.tree.match import Match
-from stepwell.tree.missing_state import first_missing_state
+from stepwell.tree.missing_state import missing_states_before
 from stepwell.tree.node import ABSENT, Loss, LossReason, Node
 
 
@@ -70,7 +69,7 @@ class Explanation:
     """What limits the reuse of one prompt. `states` are the ones that are missing past `restore_tokens`.
 
     `store_tokens` is where the prompt would resume with what the store has; None when that is not known: see `store_note`.
-    `lacking` limits nothing: those states are missing before it, and without them an answer is the same, only slower.
+    `missing_states` limits nothing: those states are missing before it, and without them an answer is the same, only slower.
     """
 
     prompt_tokens: int
@@ -182,7 +181,7 @@ def _because(
         at_s=at_s,
         at=datetime.fromtimestamp(core.clock.wall_s(at_s), timezone.utc) if at_s is not None else None,
         detail=detail,
-        missing_states=first_missing_state(match.path, match.restore_tokens),
+        missing_states=missing_states_before(match.path, match.restore_tokens),
     )
 
 

@@ -7,14 +7,14 @@
     cache.step()                                  once per engine step; never blocks
 
 A cache belongs to one thread at a time, the engine's scheduler: the first that calls it, until it calls `hand_over` or ends.
-From another one everything but sizes and counters raises WrongThread. Bytes are moved by the executor's threads, and what
+From another one everything but counters raises WrongThread. Bytes are moved by the executor's threads, and what
 came of it is applied in `step` alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from math import inf
 
 from stepwell.base.config import MAX_PRIORITY
@@ -26,14 +26,14 @@ from stepwell.base.tokens import Tokens, pack
 from stepwell.cache.audit import audit
 from stepwell.cache.explain import Explanation
 from stepwell.cache.question import STORE_WAIT_S, Question
-from stepwell.memory.arena import DEAD, FILLING, Arena
+from stepwell.cache.report import Stats, StepReport, tier_stats
+from stepwell.cache.store import StoreControl
+from stepwell.memory.arena import DEAD, FILLING
 from stepwell.metrics.counters import Counters
 from stepwell.policy.write import save_on_commit
-from stepwell.store.api import Store
-from stepwell.store_tier.link import LinkState
 from stepwell.store_tier.ticket import Ticket
 from stepwell.store_tier.tier import StoreTier
-from stepwell.tiers import external, missing_state, publish, restore
+from stepwell.tiers import external, publish, restore
 from stepwell.tiers.expiry import drop_expired
 from stepwell.tiers.external import EnginePages
 from stepwell.tiers.lease import Lease, LeaseState, RequestOptions
@@ -50,68 +50,13 @@ POLL_S = 0.0005  # between two steps of `wait`
 DRAIN_S = 0.02  # between two steps of `close`: what one job hangs on must not hold up the others
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TierStats:
-    """How full a memory tier is, for one rank."""
-
-    size_bytes: int
-    used_bytes: int  # that hold something, padding included
-    available_bytes: int  # free, or could be by evicting what no request holds: what admission can count on
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stats:
-    """What there is to see of a cache at one moment."""
-
-    tiers: Mapping[Tier, TierStats]
-    copying: int  # copies under way between memories
-    storing: int  # store operations under way, and paths that wait to be backed up
-    deferred: int  # checkpoints on the host that are to be stored later, if nothing supersedes them until then
-    store: LinkState
-    counters: Mapping[str, int]
-
-    def tier(self, tier: Tier) -> TierStats:
-        """One tier's; nothing but zeros for a tier that does not exist."""
-        return self.tiers.get(tier) or TierStats(size_bytes=0, used_bytes=0, available_bytes=0)
-
-    @property
-    def pending(self) -> int:
-        """0 when nothing more will happen by itself, but for deferred checkpoints."""
-        return self.copying + self.storing
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepReport:
-    """What one `step` found."""
-
-    completed: int = 0
-    failures: tuple[str, ...] = ()
-    ready: tuple[Lease, ...] = ()  # leases that may compute now
-    failed: tuple[Lease, ...] = ()  # leases to release and look up again
-    finished: tuple[Lease, ...] = ()  # released leases whose last copy to or from the engine's memory has ended
-    running: int = 0  # copies still under way
-    storing: int = 0  # operations to the store under way, and paths waiting to be backed up
-    detached: tuple[Store, ...] = ()  # stores that nothing uses any more: their owner may close them
-
-    def after(self, earlier: StepReport) -> StepReport:
-        """This one, and what an earlier one found that nobody was told of."""
-        return replace(
-            self,
-            completed=earlier.completed + self.completed,
-            failures=earlier.failures + self.failures,
-            ready=earlier.ready + self.ready,
-            failed=earlier.failed + self.failed,
-            finished=earlier.finished + self.finished,
-            detached=earlier.detached + self.detached,
-        )
-
-
 class Cache:
     """A tiered prefix cache for one model. Make one with `stepwell.cache.build.build_cache`."""
 
-    def __init__(self, core: CacheState, namespace: Namespace, store: StoreTier) -> None:
+    def __init__(self, core: CacheState, namespace: Namespace, store_tier: StoreTier) -> None:
         self._core = core
-        self.store = store
+        self._store_tier = store_tier
+        self.store = StoreControl(store_tier, core.owner)
         self._namespace = namespace
         self._leases: dict[LeaseId, Lease] = {}
         self._closing: list[Lease] = []  # given back, with copies still in the engine's memory
@@ -138,17 +83,18 @@ class Cache:
 
     @property
     def copying(self) -> int:
-        """Copies under way between memories; they hold pages until `step` has applied what came of them."""
+        """Copies under way between memories; they hold pages until `step` has applied what came of them. Costs nothing to ask."""
         return self._core.copies.num_running
 
+    @one_thread
     def stats(self) -> Stats:
-        """How full the tiers are, what is under way, and everything that was counted. May be asked from any thread."""
-        tiers = {tier: _tier_stats(arena) for tier, arena in self._core.tree.arenas.items()}
+        """How full the tiers are, what is under way, and everything that was counted."""
+        tiers = {tier: tier_stats(arena) for tier, arena in self._core.tree.arenas.items()}
         return Stats(
             tiers=tiers,
             copying=self.copying,
-            storing=self.store.num_busy,
-            deferred=self.store.num_deferred,
+            storing=self._store_tier.num_busy,
+            deferred=self._store_tier.num_deferred,
             store=self.store.state,
             counters=self._core.counters.snapshot(),
         )
@@ -197,7 +143,7 @@ class Cache:
         self, tokens: Tokens, *, namespace: Namespace | None = None, store_wait_s: float = STORE_WAIT_S
     ) -> Question:  # fmt: skip
         """The same question without waiting: call `step` until it is ready, then `answer`. Raises BadTokens and ConfigError."""
-        return Question(self._core, self.store, self.lookup(tokens, namespace=namespace), store_wait_s=store_wait_s)
+        return Question(self._core, self._store_tier, self.lookup(tokens, namespace=namespace), store_wait_s=store_wait_s)
 
     def could_hold(self, tokens: int, *, chunk_tokens: int) -> bool:
         """Whether an empty device tier has room for one request of so many tokens, computed in chunks of so many."""
@@ -224,7 +170,7 @@ class Cache:
         Call `step` until the ticket is ready, then give it to `acquire`; or close it. Without a store it is ready at once.
         `priority` and `ttl_s` are those that `acquire` will be given: what arrives is entered under them.
         """
-        return self.store.open_prefetch(self.refresh(match), _request((), priority, ttl_s))
+        return self._store_tier.open_prefetch(self.refresh(match), _request((), priority, ttl_s))
 
     @one_thread
     def acquire(
@@ -314,7 +260,7 @@ class Cache:
         Nothing else depends on it: what a match finds is the same. Raises LeaseError for a state that is required.
         """
         lease.must_be(LeaseState.READY)
-        missing_state.note_missing_state(self._core, lease, state, since)
+        publish.note_missing_state(self._core, lease, state, since)
 
     @one_thread
     def release(self, lease: Lease) -> None:
@@ -333,7 +279,7 @@ class Cache:
             for name in ("device", "host", "store", "computed"):
                 core.counters.add(f"tokens_{name}", getattr(lease.sources, name))
         note_answer(lease)
-        lease.state = LeaseState.CLOSED
+        lease.close()
         if lease.jobs:
             self._closing.append(lease)
         if lease.restored is not None:
@@ -359,13 +305,13 @@ class Cache:
         errors = {done.job: done.error for done in completions if done.error is not None}
         timeout_s = core.copy_timeout_s
         errors |= dict.fromkeys(core.copies.give_up_overdue(timeout_s), f"no answer within {timeout_s:g} s")
-        detached, store_failures = self.store.step()
+        detached, store_failures = self._store_tier.step()
         drop_expired(core)
         self.pins.drop_expired()
         ready, failed = [], []
         for lease in self._leases.values():
             if lease.state is LeaseState.LOADING:
-                lease.state = self._settled(lease, lease.load_job in errors)
+                self._settle_lease(lease, load_failed=lease.load_job in errors)
                 if lease.ready:
                     lease.computing_since_s = core.clock.now()
                     ready.append(lease)
@@ -383,7 +329,7 @@ class Cache:
             failed=tuple(failed),
             finished=tuple(finished),
             running=core.copies.num_running,
-            storing=self.store.num_busy,
+            storing=self._store_tier.num_busy,
             detached=tuple(detached),
         )
 
@@ -396,7 +342,7 @@ class Cache:
         want a new model name.
         """
         digest = (namespace or self._namespace).digest
-        self.store.bar(digest)
+        self._store_tier.bar(digest)
         for lease in self._leases.values():
             lease.publishes &= lease.namespace.digest != digest
         clear(self._core.tree, digest, self._core.loss(LossReason.CLEARED, self._core.nearest))
@@ -407,14 +353,14 @@ class Cache:
         Checkpoints that rest on the host are sent to it first, and are of use once they have arrived.
         """
         digests = list(self._core.tree.roots) if namespace is None else [namespace.digest]
-        self.store.before_flush(digests)
+        self._store_tier.before_flush(digests)
         for digest in digests:
             clear(self._core.tree, digest, self._core.loss(LossReason.CLEARED, self._core.nearest))
 
     @one_thread
     def audit(self) -> None:
         """Asserts that every count, reference and promise of the cache holds. Slow: for tests and doubts."""
-        audit(self._core, list(self._leases.values()), list(self.pins), self.store.links)
+        audit(self._core, list(self._leases.values()), list(self.pins), self._store_tier.links)
 
     @one_thread
     def wait(self, held: Lease | Ticket, *, timeout_s: float = inf) -> None:
@@ -449,12 +395,12 @@ class Cache:
         core, deadline_s = self._core, self._core.clock.now() + timeout_s
         try:
             self._settle(deadline_s, lambda: core.copies.num_awaited, core.copies.drain)
-            self.store.end_deferral()
-            self._settle(deadline_s, lambda: self.store.num_awaited, self.store.drain)
-            undone = self.copying + self.store.num_busy
+            self._store_tier.end_deferral()
+            self._settle(deadline_s, lambda: self._store_tier.num_awaited, self._store_tier.drain)
+            undone = self.copying + self._store_tier.num_busy
         finally:
             core.copies.withdraw_all()
-            self.store.close()
+            self._store_tier.close()
             core.copies.close()
         return not undone
 
@@ -472,22 +418,22 @@ class Cache:
         now = self._core.clock.now()
         took_s, lease.computing_since_s = now - lease.computing_since_s, now
         if lease.position < lease.prompt_tokens:
-            self.store.computed(upto - lease.position, took_s)
+            self._store_tier.computed(upto - lease.position, took_s)
 
     def _wants_checkpoint(self, lease: Lease, upto: int, last: bool) -> bool:
         spec = self._core.spec
         possible = spec.needs_checkpoint_at(upto) and spec.is_legal(upto)
         return possible and (last or publish.is_stop(self._core, lease, upto))
 
-    def _settled(self, lease: Lease, load_failed: bool) -> LeaseState:
-        """Where a loading lease stands, now that completions are applied."""
+    def _settle_lease(self, lease: Lease, *, load_failed: bool) -> None:
+        """Moves a loading lease on, now that completions are applied."""
         states = [self._core.arena(self._core.nearest).state[kind][ids] for kind, ids in lease.waits_for]
         if load_failed or any((state == DEAD).any() for state in states):
-            return LeaseState.FAILED
-        if any((state == FILLING).any() for state in states) or any(map(self._core.copies.is_awaited, lease.waits_for_jobs)):
-            return LeaseState.LOADING
-        lease.waits_for, lease.waits_for_jobs = [], set()
-        return LeaseState.READY
+            lease.fail()
+        elif not any((state == FILLING).any() for state in states) and not any(
+            map(self._core.copies.is_awaited, lease.waits_for_jobs)
+        ):
+            lease.may_compute()
 
     def _forget_ended_jobs(self, lease: Lease) -> None:
         lease.jobs = {job for job in lease.jobs if self._core.copies.is_running(job)}
@@ -501,8 +447,3 @@ def _request(hints: tuple[int, ...], priority: int, ttl_s: float | None) -> Requ
     if not 0 <= priority <= MAX_PRIORITY or (ttl_s is not None and ttl_s <= 0):
         raise ConfigError(f"priority must be 0 to {MAX_PRIORITY} and ttl_s positive, got {priority} and {ttl_s}")
     return RequestOptions(hints=hints, priority=priority, ttl_s=ttl_s)
-
-
-def _tier_stats(arena: Arena) -> TierStats:
-    size = arena.layout.size_bytes
-    return TierStats(size_bytes=size, used_bytes=arena.used_bytes, available_bytes=size - arena.busy_bytes)

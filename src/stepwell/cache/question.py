@@ -24,17 +24,17 @@ STORE_WAIT_S = 0.25  # a person waits for the answer
 class Question:
     """Made by `Cache.question`. Call `step` until it is ready, or `wait`; then `answer`. The cache's thread only."""
 
-    def __init__(self, core: CacheState, stores: StoreTier, match: Match, *, store_wait_s: float) -> None:
+    def __init__(self, core: CacheState, store_tier: StoreTier, match: Match, *, store_wait_s: float) -> None:
         if store_wait_s < 0:
             raise ConfigError(f"store_wait_s must be 0 (the store is not asked) or more, got {store_wait_s}")
         self._core = core
-        self._stores = stores
+        self._store_tier = store_tier
         self._match = match
         self._wait_s = store_wait_s
         self._deadline_s = core.clock.now() + store_wait_s
         self._says = StoreSays(note=self._why_not_asked())
         self._call = Call()
-        self._link = stores.link
+        self._link = store_tier.link
         self._asked = self._link is not None and not self._says.note and match.restore_tokens < match.limit_tokens
         if self._asked:
             self._says = StoreSays(note=f"the store did not answer within {store_wait_s:g} s, and may have more")
@@ -58,10 +58,10 @@ class Question:
             match = find(self._core.tree, match.namespace, match.packed, match.limit_tokens)
         if match.known_tokens < self._match.known_tokens and not says.note:
             says = StoreSays(note="memory lost some of it while the store was asked: ask again")
-        return explain(self._core, self._stores.link, match, says)
+        return explain(self._core, self._store_tier.link, match, says)
 
     def _why_not_asked(self) -> str:
-        link = self._stores.link
+        link = self._store_tier.link
         if link is None:
             return ""
         if self._match.namespace.digest in link.barred:

@@ -151,7 +151,7 @@ def _engine_config(args: Namespace, environment: Mapping[str, str]) -> EngineCon
         host_memory=args.host_memory,
         store=args.store,
         store_options=_store_options(args, environment),
-        store_config=StoreConfig(prefetch=prefetch, checkpoint_rest_s=args.checkpoint_rest, key=key),
+        store_config=StoreConfig(prefetch=prefetch, checkpoint_delay_s=args.checkpoint_rest, key=key),
         write=WritePolicy(args.write_policy),
         limits=Limits(max_running=args.max_running, chunk_tokens=args.chunk_tokens),
     )

@@ -20,7 +20,8 @@ import torch
 
 from stepwell.base.clock import Clock, SystemClock
 from stepwell.base.errors import BadTokens, ConfigError, StepwellError
-from stepwell.cache.facade import Cache, StepReport
+from stepwell.cache.facade import Cache
+from stepwell.cache.report import StepReport
 from stepwell.engine.footprint import Footprint
 from stepwell.engine.request import Ask, Delta, Finish, Request, Sampling, TokenLogprob, Usage
 from stepwell.engine.runner import Runner

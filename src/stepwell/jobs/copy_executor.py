@@ -99,7 +99,7 @@ class InlineCopyExecutor:
 
 
 def begin(copy_engine: CopyEngine, plan: Plan) -> Work:
-    """Hands a plan to a rank. An engine that cannot even begin fails like one that cannot copy."""
+    """Hands a plan to a rank. A copy engine that cannot even begin fails like one that cannot copy."""
     try:
         return copy_engine.begin(plan)
     except Exception as error:  # the edge to somebody else's code: a failure comes home as a value

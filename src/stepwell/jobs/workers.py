@@ -120,7 +120,7 @@ class _Job(Generic[T]):
 
 
 class RankJobs(Generic[T]):
-    """Jobs under way. All but `enqueue` and `prepare` are for one thread, the brain's."""
+    """Jobs under way. All but `enqueue` and `prepare` are for one thread, the cache's."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

@@ -17,7 +17,7 @@ from stepwell.policy.reuse_model import NUM_GROUPS, ReuseModel, Visit
 
 LEVELS_PER_OCTAVE = 4
 MOST_STEPS = 32  # of priority, from the visit on
-RESTING_WORTH = 4.0  # times as much: what rests is stored too early when it has to go, or lost while the store is busy
+DEFERRED_WORTH = 4.0  # times as much: what rests is stored too early when it has to go, or lost while the store is busy
 
 
 class Facts(NamedTuple):  # not a dataclass: one is made for every candidate that eviction looks at
@@ -30,7 +30,7 @@ class Facts(NamedTuple):  # not a dataclass: one is made for every candidate tha
     visit: Visit | None = None  # the latest on its path
     distance: int = 0  # who leaves the path nearer than this many tokens to that visit's end needs it,
     next_distance: int = 0  # unless they do nearer than this, and are served by the checkpoint that follows
-    sole_copy: bool = False  # it is not in the store yet, and may be superseded before it has to be
+    backup_deferred: bool = False  # it is not in the store yet, and may be superseded before it has to be
 
 
 class Place(NamedTuple):
@@ -61,8 +61,8 @@ class Expected:
         visit, share = facts.visit, 1.0
         if facts.distance:
             share = self._reuse.share(facts.next_distance, facts.distance)
-        if facts.sole_copy:
-            share *= RESTING_WORTH
+        if facts.backup_deferred:
+            share *= DEFERRED_WORTH
         level = round(LEVELS_PER_OCTAVE * log2(max(facts.saved_tokens, 1) / facts.size_bytes * share))
         group, since = (visit.group, visit.at_s) if visit is not None else (0, facts.used_at)
         steps = round((facts.urgent_until_s - since) / PRIORITY_STEP_S) if facts.urgent_until_s > since else 0

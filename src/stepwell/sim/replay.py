@@ -19,7 +19,7 @@ from stepwell.base.ids import Kind, Tier
 from stepwell.cache.build import build_cache
 from stepwell.cache.facade import Cache
 from stepwell.sim.ceiling import Ceiling
-from stepwell.sim.copy_engine import CountingExecutor, CountingStoreExecutor, Traffic
+from stepwell.sim.executors import CountingExecutor, CountingStoreExecutor, Traffic
 from stepwell.sim.report import Report
 from stepwell.sim.setup import Setup
 from stepwell.sim.store import CountingStore

@@ -7,7 +7,7 @@ from collections import Counter
 
 from stepwell.base.ids import Tier
 from stepwell.cache.facade import Cache
-from stepwell.sim.copy_engine import Traffic
+from stepwell.sim.executors import Traffic
 from stepwell.sim.report import Report, TierReport, percentiles_s
 from stepwell.sim.setup import Setup
 from stepwell.sim.store import CountingStore

@@ -1,11 +1,12 @@
-"""Checkpoints on their way from the host down to the store: after a rest, or before they leave the host.
+"""Checkpoints on their way from the host down to the store: deferred for a while, or sent before they leave the host.
 
-    let_rest             the pages of a path were sent off: its checkpoints rest a while (`resting.py`)
-    put_rested           those whose rest is over are sent off
-    put_resting_first    one that must leave the host sooner is sent off before it does
+    defer_backups        the pages of a path were sent off: the backup of its checkpoints is deferred (`deferred.py`)
+    put_due              those that were deferred for long enough are sent off
+    put_before_leaving   one that must leave the host sooner is sent off before it does
+    put_deferred_of      memory is about to be emptied: all of some namespaces are sent off
 
-Called for by `backup_paths.py`, which knows nothing of what a checkpoint consists of. A checkpoint goes down only when all it
-stands on is believed to be in the store; one that was refused gives way to the one before it, which rests again.
+Called for by `backup_pages.py`, which knows nothing of what a checkpoint consists of. A checkpoint goes down only when all it
+stands on is believed to be in the store. One that was refused gives way to the one before it, which is deferred again.
 """
 
 from __future__ import annotations
@@ -17,11 +18,10 @@ from stepwell.base.store_op import ItemStatus, Outcome, PutCheckpoint
 from stepwell.store_tier.beliefs import Beliefs
 from stepwell.store_tier.link import StoreLink
 from stepwell.store_tier.ops import Call
-from stepwell.tiers.state import CacheState
+from stepwell.tiers.state import CacheState, Leaving
 from stepwell.tiers.thinning import is_left_between
 from stepwell.tree.chain import keys_within
-from stepwell.tree.checkpoints import drop_residency
-from stepwell.tree.node import Checkpoint, LossReason, Node, Residency, Victim
+from stepwell.tree.node import Checkpoint, Node, Residency, Victim
 from stepwell.tree.ranking import previous_checkpoint
 
 
@@ -65,21 +65,17 @@ def put_deferred_of(core: CacheState, link: StoreLink, namespaces: Container[byt
             _put_checkpoint(core, link, checkpoint)
 
 
-def put_before_leaving(core: CacheState, link: StoreLink, victim: Victim) -> bool:
-    """Before a checkpoint leaves the host that was to rest there: starts storing it. True when it is on its way now and has left:
-    its operation holds what it reads, and what it stood on is not to wait for it.
+def put_before_leaving(core: CacheState, link: StoreLink, victim: Victim) -> Leaving:
+    """Before a checkpoint leaves the host whose backup was deferred: starts storing it. It may leave then: its operation holds
+    what it reads, and what it stood on is not to wait for it.
     """
     if not isinstance(victim, Residency):
-        return False
+        return Leaving.NOW
     if victim.checkpoint in link.deferred and not link.may_put_at_once(core.clock.now()):
         link.deferred.leave(victim.checkpoint)
         core.counters.add("backup_skipped_store_busy")
-        return False
-    if not put_deferred(core, link, victim):
-        return False
-    core.counters.add("evicted_host_checkpoints")
-    drop_residency(core.tree, victim, core.loss(LossReason.EVICTED, Tier.HOST))
-    return True
+        return Leaving.NOW
+    return Leaving.AT_ONCE if put_deferred(core, link, victim) else Leaving.NOW
 
 
 def put_deferred(core: CacheState, link: StoreLink, residency: Residency) -> bool:
@@ -96,7 +92,7 @@ def _put_checkpoint(core: CacheState, link: StoreLink, checkpoint: Checkpoint) -
     if residency is None or node is None or link.beliefs.has(checkpoint):
         return
     if not _is_stored(link.beliefs, node, checkpoint.page):
-        core.counters.add("backup_skipped_lacking_pages")
+        core.counters.add("backup_skipped_missing_pages")
         return
     namespace = link.namespace_of(core, node)
     if namespace is None:

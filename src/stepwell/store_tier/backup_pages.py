@@ -12,6 +12,7 @@ before, so that a path in line comes to its end whatever the store says.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
@@ -97,6 +98,15 @@ def pump(core: CacheState, link: StoreLink) -> None:
         dropped += 1
     if dropped:
         core.counters.add("backup_dropped_too_old", dropped)
+
+
+def put_waiting_of(core: CacheState, link: StoreLink, namespaces: Container[bytes]) -> None:
+    """Before memory is emptied: sends off paths of some namespaces that wait, though it may be more than goes down at a time."""
+    for node in list(link.waiting) if link.breaker.allows(core.clock.now()) else ():
+        if node.parent is not None and node.root.first in namespaces:
+            del link.waiting[node]
+            while not _put_path(core, link, node):
+                pass
 
 
 def put_before_eviction(core: CacheState, link: StoreLink, victim: Victim) -> bool:

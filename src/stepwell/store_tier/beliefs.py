@@ -69,6 +69,7 @@ class Beliefs:
     def audit(self) -> None:
         """Asserts that nothing is believed of what has left memory."""
         for node, count in self._pages.items():
-            assert node.parent is not None and count <= node.num_pages, f"{count} page(s) believed of {node}"
+            assert node.parent is not None and 0 < count <= node.num_pages, f"{count} page(s) believed of {node}"
+        assert self._arriving <= self._checkpoints, f"{len(self._arriving - self._checkpoints)} arrive that are not believed"
         for checkpoint in self._checkpoints:
             assert checkpoint.node is not None, f"boundary {checkpoint.page} left memory, and is still believed to be stored"

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from stepwell.base.ids import Kind, Tier
 from stepwell.policy.breaker import BreakerState
-from stepwell.policy.fetching import fallbacks, is_worth_it, reachable, restore_points
+from stepwell.policy.fetching import Flags, fallbacks, is_worth_it, reachable, restore_points
 from stepwell.store_tier.link import StoreLink
-from stepwell.store_tier.ticket import Flags, Ticket
+from stepwell.store_tier.ticket import Ticket
 from stepwell.tiers.state import CacheState
 from stepwell.tree.match import Match
 
@@ -77,7 +77,7 @@ def boundaries_to_ask(core: CacheState, match: Match, upto: int) -> list[int]:
 
 
 def need_of(core: CacheState, plan: FetchPlan) -> dict[Kind, int]:
-    """The host pages that a want takes."""
+    """The host pages that a plan takes."""
     spec = core.spec
     windows = sum(len(spec.window_span(page * spec.page_tokens)) for page in plan.boundaries)
     points = len(plan.boundaries) if spec.parts(Kind.POINT) else 0

@@ -104,7 +104,7 @@ def let_go(core: CacheState, link: StoreLink, fetch: Fetch, why: str) -> None:
 
 
 def _allocate(core: CacheState, match: Match, plan: FetchPlan) -> dict[Kind, PageIds] | None:
-    """Host pages for a want, without evicting what it stands on. What that has on the device only is saved first."""
+    """Host pages for a plan, without evicting what it stands on. What that has on the device only is saved first."""
     if core.has_both_tiers and match.path and plan.known:
         save_runs(core, match.path[-1])
     arena = core.arena(Tier.HOST)

@@ -1,6 +1,6 @@
 """One attached store, as the cache sees it: operations on their way, what they taught us, and whether it is well.
 
-The verbs that use it are in `prefetch.py` (upwards), `backup_paths.py` and `backup_checkpoints.py` (downwards).
+The verbs that use it are in `prefetch.py` (upwards), `backup_pages.py` and `backup_checkpoints.py` (downwards).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """From the store up to the host, while a request waits in line: ask, decide how deep, fetch, and keep what arrived.
 
     prefetch   asks which pages and checkpoints the store has beyond what is in memory
-    plan       the deepest restore point they give together that is worth its time and fits (`wanting.py`) is sent for
+    plan       the deepest restore point they give together that is worth its time and fits (`fetch_plan.py`) is sent for
     close      the request begins, or is gone: what nobody waits for is called off
 
 Nothing here waits. What fails is a miss, and the plan is made again without it.

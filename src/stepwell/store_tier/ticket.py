@@ -12,20 +12,18 @@ from math import inf
 from types import TracebackType
 
 import numpy as np
-import numpy.typing as npt
 
 from stepwell.base.clock import Clock
 from stepwell.base.ids import JobId
 from stepwell.base.keys import PageKey
 from stepwell.base.plan import PageIds
 from stepwell.base.tokens import TOKEN_BYTES
+from stepwell.policy.fetching import Flags
 from stepwell.policy.patience import UNLIMITED
 from stepwell.store_tier.ops import Call
 from stepwell.tiers.lease import RequestOptions
 from stepwell.tree.match import Match
 from stepwell.tree.node import Residency
-
-Flags = npt.NDArray[np.bool_]
 
 
 class TicketState(Enum):

@@ -24,7 +24,7 @@ from stepwell.policy.placement import milestone_step
 from stepwell.policy.tuning import StoreTuning
 from stepwell.store.api import Store, register
 from stepwell.store_tier.backup_checkpoints import can_be_stored, is_superseded, put_before_leaving, put_deferred_of
-from stepwell.store_tier.backup_pages import forget_refusals, offer, offer_everything, pump, put_before_eviction
+from stepwell.store_tier.backup_pages import forget_refusals, offer, offer_everything, pump, put_before_eviction, put_waiting_of
 from stepwell.store_tier.beliefs import Beliefs
 from stepwell.store_tier.deferred import DeferredBackups
 from stepwell.store_tier.link import LinkState, StoreLink
@@ -32,8 +32,7 @@ from stepwell.store_tier.ops import StoreOps
 from stepwell.store_tier.prefetch import prefetch, settle
 from stepwell.store_tier.ticket import Ticket
 from stepwell.tiers.lease import RequestOptions
-from stepwell.tiers.one_thread import one_thread
-from stepwell.tiers.state import CacheState
+from stepwell.tiers.state import CacheState, Leaving
 from stepwell.transfer.store_worker import HostPages, StoreWorker
 from stepwell.tree.match import Match
 from stepwell.tree.node import Node, Residency, Victim
@@ -48,7 +47,6 @@ class StoreTier:
 
     def __init__(self, core: CacheState, host_pages: Sequence[HostPages], *, ranks: int, names_weights: bool) -> None:
         self._core = core
-        self._owner = core.owner
         self._host_pages = host_pages
         self._ranks = ranks
         self._names_weights = names_weights  # the namespace says whose bytes these are, not only of what shape
@@ -79,18 +77,9 @@ class StoreTier:
         """The host tier's memory, of every rank we know it of."""
         return tuple(pages.block for pages in self._host_pages)
 
-    @one_thread
-    def attach(
-        self, store: Store, config: StoreConfig | None = None, *, executor: StoreExecutor | None = None,
-        tuning: StoreTuning | None = None,
-    ) -> None:  # fmt: skip
-        """Puts a store below the host tier, at any moment. What is on the host already is offered to it.
-
-        The caller opened the store and closes it, after `detach` or once the cache is closed. Raises ConfigError, and StoreError
-        when the store wants to know the host's memory and cannot have it. That may take long with a network card, and is done at
-        once where another thread did it before (`store.api.register(store, cache.store.host_memory)`). `tuning` is for tests.
-        """
-        core, config = self._core, config or StoreConfig()
+    def attach(self, store: Store, config: StoreConfig, executor: StoreExecutor | None, tuning: StoreTuning) -> None:
+        """Puts a store below the host tier. What reaches the host from now on is offered to it, and what is there already."""
+        core = self._core
         self._check(store)
         if executor is None:
             self._check_ranks()
@@ -105,19 +94,17 @@ class StoreTier:
             old.current = False
             old.waiting.clear()
             old.deferred.clear()
-        self.link = self._make_link(store, config, tuning or StoreTuning(), executor)
+        if config.recompute_tokens_per_s is not None:
+            self.compute = Speed(config.recompute_tokens_per_s)
+        self.link = self._make_link(store, config, tuning, executor)
         self.links.append(self.link)
         forget_refusals(core)
         if core.config.write is not WritePolicy.BACK:  # then things go down when the host needs their room
             core.copies.on_saved = self.offer
             offer_everything(core, self.link)
 
-    @one_thread
     def detach(self) -> None:
-        """Takes the store away, at any moment. Requests go on with what has arrived or is on its way; what waits to be backed up
-        still is, as far as memory holds it until its turn comes. `Cache.step` reports the store as detached when nothing uses it
-        any more. Raises ConfigError.
-        """
+        """Takes the attached store away. Its operations go on; nothing new is asked of it."""
         if self.link is None:
             raise ConfigError("no store is attached")
         self.link.detached = True
@@ -136,12 +123,13 @@ class StoreTier:
         if self.link is not None:
             offer(self._core, self.link, node)
 
-    def before_eviction(self, victim: Victim) -> bool:
-        """Something is about to leave the host. True when it is on its way to the store now."""
+    def before_eviction(self, victim: Victim) -> Leaving:
+        """Something is about to leave the host: sends it to the store where it must not be lost."""
         if self.link is None:
-            return False
-        put = put_before_eviction if self._core.config.write is WritePolicy.BACK else put_before_leaving
-        return put(self._core, self.link, victim)
+            return Leaving.NOW
+        if self._core.config.write is not WritePolicy.BACK:
+            return put_before_leaving(self._core, self.link, victim)
+        return Leaving.LATER if put_before_eviction(self._core, self.link, victim) else Leaving.NOW
 
     def computed(self, tokens: int, took_s: float) -> None:
         """Learns how fast prompts are computed, for whoever must choose between that and fetching."""
@@ -171,8 +159,9 @@ class StoreTier:
         return [link.store for link in ended], failures
 
     def before_flush(self, namespaces: Container[bytes]) -> None:
-        """Memory is about to be emptied of some namespaces: sends off what was put off of them."""
+        """Memory is about to be emptied of some namespaces: sends off what waits of them, and what was deferred."""
         if self.link is not None:
+            put_waiting_of(self._core, self.link, namespaces)
             put_deferred_of(self._core, self.link, namespaces)
 
     def end_deferral(self) -> None:
@@ -241,8 +230,6 @@ class StoreTier:
     def _make_link(self, store: Store, config: StoreConfig, tuning: StoreTuning, executor: StoreExecutor) -> StoreLink:
         core, breaker = self._core, Breaker()
         host = core.arena(Tier.HOST)
-        if config.recompute_tokens_per_s is not None:
-            self.compute = Speed(config.recompute_tokens_per_s)
         ops = StoreOps(
             executor, host, core.refs, core.counters, core.clock, breaker,
             timeout_s=tuning.op_timeout_s, late_write_s=store.traits.late_write_s,
@@ -250,7 +237,7 @@ class StoreTier:
         beliefs = Beliefs()
         step = milestone_step(core.spec, core.placement)
         deferred = DeferredBackups(
-            rest_s=config.rest_s(shared=store.traits.shared),
+            delay_s=config.delay_s(shared=store.traits.shared),
             most_bytes=int(host.layout.size_bytes * DEFERRED_SHARE),
             is_superseded=partial(is_superseded, milestone_pages=step // core.spec.page_tokens),
             can_be_stored=partial(can_be_stored, beliefs),

@@ -1,4 +1,4 @@
-"""StoreExecutors whose every answer a test decides: by order, or by a clock that the test moves."""
+"""Store executors whose every answer a test decides: by order, or by a clock that the test moves."""
 
 from __future__ import annotations
 

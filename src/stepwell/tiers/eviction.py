@@ -13,7 +13,7 @@ from stepwell.base.ids import Kind, Tier
 from stepwell.base.plan import PageIds
 from stepwell.memory.arena import Need
 from stepwell.memory.layout import ArenaLayout
-from stepwell.tiers.state import CacheState
+from stepwell.tiers.state import CacheState, Leaving
 from stepwell.tree.checkpoints import drop_residency
 from stepwell.tree.node import LossReason, Residency, Run, Victim
 from stepwell.tree.pruning import discard_tail
@@ -65,8 +65,11 @@ def make_room(core: CacheState, tier: Tier, need: Need) -> Room:
             if not waiting and (arena.spare_none() or _cut_off(core, tier)):
                 continue
             break
-        if _is_saved_first(core, victim):
-            waiting = True  # it is a candidate again when its copy ends
+        leaving = _save_first(core, victim)
+        if leaving is not Leaving.NOW:
+            waiting = True  # for its copy to end
+            if leaving is Leaving.AT_ONCE and isinstance(victim, Residency):
+                _leave(core, victim)
             continue
         freed = _evict_run(core, victim, short) if isinstance(victim, Run) else _evict_residency(core, victim)
         if not _helps(victim, short):
@@ -74,13 +77,13 @@ def make_room(core: CacheState, tier: Tier, need: Need) -> Room:
     return Room(fits=not short, waiting=waiting)
 
 
-def _is_saved_first(core: CacheState, victim: Victim) -> bool:
-    """Whether a victim is on its way down a tier now, where it has to be before it leaves this one."""
+def _save_first(core: CacheState, victim: Victim) -> Leaving:
+    """Starts saving a victim a tier below where it must not be lost."""
     if victim.unsaved:
-        return False  # that failed
+        return Leaving.NOW  # that failed
     if victim.tier is Tier.HOST:
-        return core.below is not None and core.below.before_eviction(victim)
-    return core.write_back is not None and core.write_back(core, victim)
+        return core.below.before_eviction(victim) if core.below is not None else Leaving.NOW
+    return Leaving.LATER if core.write_back is not None and core.write_back(core, victim) else Leaving.NOW
 
 
 def _is_saving(core: CacheState, tier: Tier) -> bool:
@@ -154,9 +157,13 @@ def _evict_residency(core: CacheState, residency: Residency) -> int:
         return 0  # read from or still arriving; it is queued again when that ends
     strides = core.arena(residency.tier).layout.strides
     freed = sum(len(ids) * strides[kind] for kind, ids in residency.spans())
+    _leave(core, residency)
+    return freed
+
+
+def _leave(core: CacheState, residency: Residency) -> None:
     drop_residency(core.tree, residency, core.loss(LossReason.EVICTED, residency.tier))
     core.counters.add(f"evicted_{residency.tier.label}_checkpoints")
-    return freed
 
 
 def _why(core: CacheState, tier: Tier, need: Need) -> str:

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from stepwell.base.errors import LeaseError, NoRoom
-from stepwell.base.ids import JobId, Kind, Tier
+from stepwell.base.ids import Kind, Tier
 from stepwell.base.plan import NO_PAGES, Copy, PageIds, Purpose, Span
 from stepwell.memory.arena import DEAD
 from stepwell.tiers.eviction import allocate
 from stepwell.tiers.expiry import note_expiry
-from stepwell.tiers.lease import Lease, LeaseState
+from stepwell.tiers.lease import Lease
 from stepwell.tiers.state import CacheState
 from stepwell.tree.checkpoints import add_residency
 from stepwell.tree.node import Node
@@ -43,14 +43,7 @@ def load(core: CacheState, lease: Lease, into: EnginePages) -> None:
     job = core.copies.copy(Purpose.LOAD, copies, reads=(residency,) if residency is not None else ())
     if job is not None:
         lease.load_job = job
-        _await(lease, job)
-
-
-def _await(lease: Lease, job: JobId) -> None:
-    """The engine may not compute before this copy has ended."""
-    lease.jobs.add(job)
-    lease.waits_for_jobs.add(job)
-    lease.state = LeaseState.LOADING
+        lease.must_wait(job=job)
 
 
 def commit(core: CacheState, lease: Lease, upto: int, source: EnginePages, *, checkpoint: bool) -> bool:
@@ -154,7 +147,7 @@ def _save_checkpoint(core: CacheState, lease: Lease, node: Node, page: int, sour
     ]
     job = core.copies.copy(Purpose.SAVE, copies, writes=residency, awaited=True)
     assert job is not None, "a checkpoint without pages"
-    _await(lease, job)
+    lease.must_wait(job=job)
     core.counters.add("checkpoints_made")
     core.refs.release(Tier.HOST, Kind.WINDOW, windows)  # the tree and the copy hold their own
 

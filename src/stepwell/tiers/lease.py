@@ -1,12 +1,12 @@
 """What one request holds: its place on a path, its pages, and where it must leave checkpoints.
 
 A lease is given back exactly once; `with` does it. It only remembers: the verbs that change it are in
-`restore.py`, `publish.py` and `borrowed.py`, and engines reach them through the cache.
+`restore.py`, `publish.py` and `external.py`, and engines reach them through the cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from types import TracebackType
@@ -68,13 +68,13 @@ class Lease:
         self.sources = sources
         self.request = request
         self.stops = stops  # boundaries of the prompt at which a prefill chunk must end, with a commit
-        self.state = LeaseState.READY
+        self._state = LeaseState.READY
         self.position = resume  # everything before it is computed
         self.prefix_pages: PageIds = NO_PAGES  # page i holds tokens [i, i + 1) * page_tokens
         self.window_pages: PageIds = NO_PAGES  # window page `first_window` and those after it
         self.first_window = 0
         self.point_pages: PageIds = NO_PAGES  # the request's own point state, updated in place; one id or none
-        self.waits_for: list[tuple[Kind, PageIds]] = []
+        self.waits_for: list[tuple[Kind, PageIds]] = []  # pages without which it may not compute
         self.jobs: set[JobId] = set()  # copies to and from the engine's own memory that have not ended,
         self.waits_for_jobs: set[JobId] = set()  # those of them without which it may not compute,
         self.load_job: JobId | None = (
@@ -91,6 +91,33 @@ class Lease:
         self._packed = packed
         self._tail = bytearray()
         self._on_exit = on_exit
+
+    @property
+    def state(self) -> LeaseState:
+        return self._state
+
+    def must_wait(self, pages: Iterable[tuple[Kind, PageIds]] = (), job: JobId | None = None) -> None:
+        """LOADING: it may not compute before pages have arrived, or a copy to or from the engine's memory has ended."""
+        self.waits_for += [(kind, ids) for kind, ids in pages if len(ids)]
+        if job is not None:
+            self.jobs.add(job)
+            self.waits_for_jobs.add(job)
+        self._state = LeaseState.LOADING
+
+    def may_compute(self) -> None:
+        """READY: what it waited for is there."""
+        self.must_be(LeaseState.LOADING)
+        self.waits_for, self.waits_for_jobs = [], set()
+        self._state = LeaseState.READY
+
+    def fail(self) -> None:
+        """FAILED: what it waited for did not come."""
+        self.must_be(LeaseState.LOADING)
+        self._state = LeaseState.FAILED
+
+    def close(self) -> None:
+        """CLOSED: it was given back."""
+        self._state = LeaseState.CLOSED
 
     @property
     def ready(self) -> bool:

@@ -67,7 +67,7 @@ S = TypeVar("S", bound=Owned)
 
 def one_thread(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
     """A method that only the owner may call."""
-    verb = method.__name__
+    verb = method.__qualname__
 
     @wraps(method)
     def checked(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:

@@ -92,7 +92,7 @@ class Pins:
         self._pins: list[Pin] = []
 
     def __iter__(self) -> Iterator[Pin]:
-        return iter(self._pins)
+        return iter(tuple(self._pins))  # they may be released meanwhile
 
     @one_thread
     def add(self, tokens: Tokens, *, namespace: Namespace | None = None, ttl_s: float | None = None) -> Pin:

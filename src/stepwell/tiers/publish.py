@@ -18,11 +18,13 @@ from stepwell.policy.placement import is_milestone, next_decode_stop
 from stepwell.policy.write import save_on_commit
 from stepwell.tiers.eviction import allocate
 from stepwell.tiers.expiry import note_expiry
-from stepwell.tiers.lease import Lease, LeaseState
+from stepwell.tiers.lease import Lease
 from stepwell.tiers.saving import save_path
 from stepwell.tiers.state import CacheState
 from stepwell.tiers.thinning import drop_superseded
+from stepwell.tree import missing_state
 from stepwell.tree.checkpoints import add_residency
+from stepwell.tree.match import find
 from stepwell.tree.missing_state import note_offered
 from stepwell.tree.node import Checkpoint, Node
 
@@ -142,8 +144,7 @@ def _note_shared(node: Node, page: int) -> None:
 
 def _go_on_with(core: CacheState, lease: Lease, fork: PageIds) -> None:
     lease.point_pages = fork
-    lease.waits_for = [(Kind.POINT, fork)]
-    lease.state = LeaseState.LOADING
+    lease.must_wait([(Kind.POINT, fork)])
 
 
 def _follow_trail(core: CacheState, lease: Lease, made: Checkpoint) -> None:
@@ -158,6 +159,20 @@ def _follow_trail(core: CacheState, lease: Lease, made: Checkpoint) -> None:
 
 def _is_milestone(core: CacheState, checkpoint: Checkpoint) -> bool:
     return is_milestone(core.spec, core.placement, checkpoint.page * core.spec.page_tokens)
+
+
+def note_missing_state(core: CacheState, lease: Lease, state: str, since: int) -> None:
+    """From token `since` on this lease's pages lack a state, also those it will fill."""
+    if any(each.name == state and each.required for each in core.spec.states):
+        raise LeaseError(f"state {state!r} is required: pages without it cannot be offered")
+    lease.missing_states[state] = min(since, lease.missing_states.get(state, since))
+    if since >= lease.resume:
+        return
+    page_tokens = core.spec.page_tokens
+    match = find(core.tree, lease.namespace, lease.packed, lease.resume)
+    for node in match.path:
+        if node.start <= since // page_tokens < min(node.end, match.known_tokens // page_tokens):
+            missing_state.note(node, state, since, page_tokens)
 
 
 def next_stop(core: CacheState, lease: Lease) -> int | None:

@@ -9,25 +9,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from stepwell.base.errors import NoRoom
 from stepwell.base.ids import Kind, LeaseId, Tier
 from stepwell.base.plan import NO_PAGES, Copy, PageIds, Purpose, Span
 from stepwell.memory.arena import FILLING, READY
+from stepwell.policy.fetching import Flags
 from stepwell.policy.placement import prompt_stops
 from stepwell.policy.write import save_on_use
 from stepwell.tiers.eviction import allocate
 from stepwell.tiers.expiry import note_expiry
-from stepwell.tiers.lease import Lease, LeaseState, RequestOptions, Sources
+from stepwell.tiers.lease import Lease, RequestOptions, Sources
 from stepwell.tiers.saving import save_path
 from stepwell.tiers.state import CacheState
 from stepwell.tiers.visits import note_visit
 from stepwell.tree.checkpoints import add_residency
 from stepwell.tree.match import Match, find, ids_of
 from stepwell.tree.node import ABSENT, Residency
-
-Flags = npt.NDArray[np.bool_]
 
 
 @dataclass(kw_only=True)
@@ -175,11 +173,10 @@ def _fill(core: CacheState, lease: Lease, match: Match, holds: Holds, pages: dic
     arriving = near[state[near] == FILLING]
     waits: list[tuple[Kind, PageIds]] = [(Kind.PREFIX, arriving)]
     waits += [(copy.target.kind, copy.target.ids) for copy in copies[1:]]
-    lease.waits_for = [(kind, ids) for kind, ids in waits if len(ids)]
     promoted = _promote(core, holds.residency, pages, copies) if holds.promotes and holds.residency is not None else None
     reads = (holds.residency,) if holds.residency is not None else ()
-    if core.copies.copy(Purpose.LOAD, copies, reads=reads, writes=promoted) is not None or lease.waits_for:
-        lease.state = LeaseState.LOADING
+    if core.copies.copy(Purpose.LOAD, copies, reads=reads, writes=promoted) is not None or any(len(ids) for _, ids in waits):
+        lease.must_wait(waits)
     if len(holds.below):
         core.refs.release(Tier.HOST, Kind.PREFIX, holds.below)  # the copy holds its own by now
 

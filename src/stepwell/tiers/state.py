@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
 
 from stepwell.base.clock import Clock
 from stepwell.base.config import CacheConfig
@@ -14,7 +16,6 @@ from stepwell.memory.arena import Arena
 from stepwell.metrics.counters import Counters
 from stepwell.policy.placement import PlacementRules
 from stepwell.policy.reuse_model import ReuseModel
-from stepwell.tiers.below import Below
 from stepwell.tiers.copies import CopyJobs
 from stepwell.tiers.one_thread import Owner
 from stepwell.tree.node import Checkpoint, Loss, LossReason, Node, Victim
@@ -22,6 +23,26 @@ from stepwell.tree.references import References
 from stepwell.tree.tree import Tree
 
 MOST_UNUSED_NAMESPACES = 1024
+
+
+class Leaving(Enum):
+    """What is to become of something that is about to leave the host."""
+
+    NOW = "nothing below will have it, or has it already"
+    LATER = "it is on its way down, and a candidate again when it has arrived"
+    AT_ONCE = "it is on its way down, and whoever carries it holds what it needs"
+
+
+class Below(Protocol):
+    """What stands below the host tier, as the two memory tiers see it. Called on the cache's thread; never waits."""
+
+    def offer(self, node: Node) -> None:
+        """The path to a node has something on the host that may be new below."""
+        ...
+
+    def before_eviction(self, victim: Victim) -> Leaving:
+        """Something is about to leave the host: starts to take it down where it must not be lost."""
+        ...
 
 
 @dataclass(kw_only=True, eq=False)

@@ -1,6 +1,6 @@
 """Copies pages between memories when told to, and decides nothing.
 
-`Hands` is the seam. A rank has one; all ranks run the same plans over the same page ids.
+`CopyEngine` is the seam. A rank has one; all ranks run the same plans over the same page ids.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Hands over torch tensors: host memory (pinned where there is CUDA) and a device, copied on a stream of their own.
+"""A copy engine over torch tensors: host memory (pinned where there is CUDA) and a device, copied on a stream of their own.
 
 The only file of this floor that imports torch, and only when it is used.
 """

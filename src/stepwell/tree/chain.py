@@ -34,13 +34,13 @@ def node_keys(node: Node, parent: PageKey, page_bytes: int) -> list[PageKey]:
 
 def end_key(node: Node, page_bytes: int) -> PageKey:
     """The key of a node's last page; of a root, its namespace's."""
-    missing_states: list[Node] = []
+    without_keys: list[Node] = []
     while node.parent is not None and len(node.keys) < node.num_pages * KEY_BYTES:
-        missing_states.append(node)
+        without_keys.append(node)
         node = node.parent
     key = PageKey(node.keys[-KEY_BYTES:] if node.parent is not None else node.first)
-    while missing_states:
-        node = missing_states.pop()
+    while without_keys:
+        node = without_keys.pop()
         _compute(node, key, page_bytes)
         key = PageKey(node.keys[-KEY_BYTES:])
     return key

@@ -41,7 +41,7 @@ def note_offered(
                 break
 
 
-def first_missing_state(path: Iterable[Node], upto: int) -> dict[str, int]:
+def missing_states_before(path: Iterable[Node], upto: int) -> dict[str, int]:
     """For each state that the path lacks before token `upto`, the first token that does."""
     found: dict[str, int] = {}
     for node in path:

@@ -74,11 +74,11 @@ class Residency:
 
     __slots__ = (
         "_spans",
+        "backup_deferred",
         "checkpoint",
         "entry",
         "points",
         "ready",
-        "sole_copy",
         "standing",
         "tier",
         "unsaved",
@@ -95,7 +95,7 @@ class Residency:
         self.users = 0  # leases and copies that read it now: not to be evicted
         self.entry = self.standing = 0
         self.unsaved = False
-        self.sole_copy = False  # there is no other, and one is to be made below: worth more than what it holds until then
+        self.backup_deferred = False  # it is to be copied below later: worth more until then
         self._spans = tuple((kind, ids) for kind, ids in ((Kind.WINDOW, windows), (Kind.POINT, points)) if len(ids))
 
     def spans(self) -> tuple[tuple[Kind, PageIds], ...]:

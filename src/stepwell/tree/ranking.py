@@ -217,7 +217,7 @@ class Ranking:
             visit=visit,
             distance=(max(end - checkpoint.page, 0) + 1) * page_tokens,
             next_distance=(max(end - follower.page, 0) + 1) * page_tokens if follower is not None else 0,
-            sole_copy=residency.sole_copy,
+            backup_deferred=residency.backup_deferred,
         )
         return Standing(USEFUL, self._value.place(facts))
 

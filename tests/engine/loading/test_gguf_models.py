@@ -25,8 +25,8 @@ ROPE = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_f
 
 
 def check(model: Any, path: Path) -> None:
-    plan = expected(model)
-    error = (logits_of(open_checkpoint(str(path))) - plan).abs().max()
+    wanted = expected(model)
+    error = (logits_of(open_checkpoint(str(path))) - wanted).abs().max()
     assert error <= TOLERANCE, error
 
 

@@ -138,7 +138,7 @@ def test_a_checkpoint_that_only_the_store_has_is_named() -> None:
 
 def test_a_fetch_that_takes_longer_than_computing_is_called_that() -> None:
     after = rig(FULL, filled(FULL), store_config=StoreConfig(recompute_tokens_per_s=1e6))
-    after.cache.store.link.fetch_bytes.measure(1, 1.0, 0.0)  # type: ignore[union-attr]
+    after.cache._store_tier.link.fetch_bytes.measure(1, 1.0, 0.0)  # type: ignore[union-attr]
     why = after.cache.explain(PROMPT)
     assert why.cause is Cause.IN_STORE and "longer than computing" in str(why)
 
@@ -146,7 +146,7 @@ def test_a_fetch_that_takes_longer_than_computing_is_called_that() -> None:
 def test_asking_changes_nothing() -> None:
     after = rig(HYBRID, filled(HYBRID))
     after.serve_fetched(PROMPT)
-    link = after.cache.store.link
+    link = after.cache._store_tier.link
     assert link is not None
     for _ in range(2):
         link.breaker.failed(0.0)
@@ -182,7 +182,7 @@ def test_a_store_that_is_switched_off_is_not_asked() -> None:
     here.serve(PROMPT)
     here.cache.flush()
     for _ in range(3):
-        here.cache.store.link.breaker.failed(here.clock.now())  # type: ignore[union-attr]
+        here.cache._store_tier.link.breaker.failed(here.clock.now())  # type: ignore[union-attr]
     sent = here.store_executor.num_submitted
     why = here.cache.explain(PROMPT)
     assert why.cause is Cause.CLEARED and "switched off" in str(why) and here.store_executor.num_submitted == sent

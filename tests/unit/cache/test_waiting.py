@@ -90,7 +90,7 @@ def test_waiting_for_a_ticket() -> None:
 
 
 class Paced:
-    """Hands whose every copy waits for its turn, and takes a second of a clock that only they move."""
+    """A copy engine whose every copy waits for its turn, and takes a second of a clock that only it moves."""
 
     def __init__(self) -> None:
         self.clock = ManualClock()
@@ -202,7 +202,7 @@ def test_copies_given_up_before_do_not_cost_the_backups_when_the_cache_closes() 
     wait_until(lambda: copy_engine.waiting)
     copy_engine.clock.advance(31.0)
     assert cache.step().failures
-    cache.store.attach(store, StoreConfig(checkpoint_rest_s=0.0))
+    cache.store.attach(store, StoreConfig(checkpoint_delay_s=0.0))
     assert not cache.close(), "a copy was never answered"
     assert len(store._values) == 1, "what was on the host is stored all the same"
     copy_engine.turns.release()
@@ -228,7 +228,7 @@ class Partly(Hanging):
 def test_a_question_that_hangs_does_not_cost_the_backups_when_the_cache_closes() -> None:
     store, names = Partly(), range(1, 31)
     cache = build_cache(FULL, replace(CONFIG, device_bytes=8192, host_bytes=8192), tuning=SMALL_PAGES)
-    cache.store.attach(store, StoreConfig(checkpoint_rest_s=0.0))
+    cache.store.attach(store, StoreConfig(checkpoint_delay_s=0.0))
     ticket = cache.prefetch(cache.lookup(text(99, 17)))
     assert store.asked.wait(60)
     ticket.close()
@@ -241,7 +241,7 @@ def test_a_question_that_hangs_does_not_cost_the_backups_when_the_cache_closes()
 def test_what_had_not_begun_when_the_time_was_over_is_not_done_later() -> None:
     store = Hanging()
     cache = build_cache(FULL, replace(CONFIG, device_bytes=8192, host_bytes=8192), tuning=SMALL_PAGES)
-    cache.store.attach(store, StoreConfig(checkpoint_rest_s=0.0))
+    cache.store.attach(store, StoreConfig(checkpoint_delay_s=0.0))
     save(cache, range(1, 9))
     assert not cache.close(timeout_s=0.2)
     store.go.set()
@@ -281,7 +281,7 @@ def test_a_load_that_never_began_leaves_its_sources_where_they_are() -> None:
     cache.audit()
 
 
-def test_an_engine_that_wants_to_end_the_process_fails_like_others() -> None:
+def test_a_copy_engine_that_wants_to_end_the_process_fails_like_others() -> None:
     class Leaving:
         def begin(self, plan: Plan) -> Work:
             return sys.exit

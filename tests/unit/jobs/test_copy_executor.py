@@ -22,7 +22,7 @@ EMPTY = Plan(job=JobId(7), purpose=Purpose.SAVE, copies=())
 
 
 class Gate:
-    """Hands that wait until they are let through, and may then fail."""
+    """A copy engine that waits until it is let through, and may then fail."""
 
     def __init__(self, inner: CopyEngine) -> None:
         self._inner = inner
@@ -42,7 +42,7 @@ class Gate:
 
 
 class Unwilling:
-    """Hands that do not even begin."""
+    """A copy engine that does not even begin."""
 
     def begin(self, plan: Plan) -> Work:
         raise OSError("no stream")
@@ -147,7 +147,7 @@ def test_a_plan_completes_once_and_with_the_first_ranks_error(make: type) -> Non
 
 
 @pytest.mark.parametrize("make", [InlineCopyExecutor, ThreadCopyExecutor, ScriptedExecutor])
-def test_an_engine_that_cannot_begin_fails_like_one_that_cannot_copy(make: type) -> None:
+def test_a_copy_engine_that_cannot_begin_fails_like_one_that_cannot_copy(make: type) -> None:
     executor: CopyExecutor = make([NumpyCopyEngine({}), Unwilling()])
     executor.submit(EMPTY)
     executor.drain(30)

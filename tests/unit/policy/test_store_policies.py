@@ -178,7 +178,7 @@ def test_tunings_that_cannot_work(tuning: dict[str, float], says: str) -> None:
     ("settings", "says"),
     [
         ({"prefetch_timeout_s": -1.0}, "prefetch_timeout_s must be 0 or more"),
-        ({"checkpoint_rest_s": -1.0}, "checkpoint_rest_s must be 0 or more"),
+        ({"checkpoint_delay_s": -1.0}, "checkpoint_delay_s must be 0 or more"),
         ({"readers": 0}, "readers must be positive"),
         ({"writers": 0}, "writers must be positive"),
         ({"recompute_tokens_per_s": 0.0}, "recompute_tokens_per_s must be positive"),

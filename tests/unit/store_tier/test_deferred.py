@@ -12,18 +12,18 @@ from stepwell.base.store_op import ItemStatus
 from stepwell.sim.thinning import Thinning
 from stepwell.store.memory import MemoryStore
 from stepwell.store_tier.backup_pages import offer
-from stepwell.store_tier.deferred import MOST_RESTS
+from stepwell.store_tier.deferred import MOST_DELAYS
 from stepwell.store_tier.link import MOST_PUTS, StoreLink
 from stepwell.tiers.eviction import allocate
 from toys import FULL_POINT, PAGE, SMALL_PAGES, Rig, text
 
-REST_S = 30.0
+DELAY_S = 30.0
 PROMPT = text(1, 40 * PAGE + 1)
 
 
 def rig(*, placement: PlacementConfig | None = None, host_pages: int = 256, **config: object) -> Rig:
     more = {"placement": placement} if placement is not None else {}
-    store = StoreConfig(checkpoint_rest_s=REST_S, recompute_tokens_per_s=1.0)
+    store = StoreConfig(checkpoint_delay_s=DELAY_S, recompute_tokens_per_s=1.0)
     return Rig(FULL_POINT, host_pages=host_pages, store=MemoryStore(), store_config=store, **more, **config)  # type: ignore[arg-type]
 
 
@@ -45,13 +45,13 @@ def refuse(here: Rig) -> None:
 
 def rest_out(here: Rig) -> None:
     """Longer than anything may rest."""
-    for _ in range(MOST_RESTS + 2):
-        later(here, REST_S)
+    for _ in range(MOST_DELAYS + 2):
+        later(here, DELAY_S)
 
 
 def stored(here: Rig, link: StoreLink | None = None) -> list[int]:
     """The boundaries, in pages, of checkpoints believed to be in the store."""
-    link = link or here.cache.store.link
+    link = link or here.cache._store_tier.link
     assert link is not None
     checkpoints = [each for node in here.tree.nodes() for each in (node.checkpoints or {}).values()]
     return sorted(each.page for each in checkpoints if link.beliefs.has(each))
@@ -59,7 +59,7 @@ def stored(here: Rig, link: StoreLink | None = None) -> list[int]:
 
 def resumable(here: Rig, prompt: list[int] = PROMPT) -> int:
     """Pages that a new cache gets from the store alone."""
-    link = here.cache.store.link
+    link = here.cache._store_tier.link
     assert link is not None
     after = Rig(FULL_POINT, host_pages=1024, device_pages=1024, store=link.store, store_config=link.config)
     return after.serve_fetched(prompt).store // PAGE
@@ -68,7 +68,7 @@ def resumable(here: Rig, prompt: list[int] = PROMPT) -> int:
 def test_a_checkpoint_is_stored_when_its_rest_is_over() -> None:
     here = rig()
     turn(here, 10)
-    later(here, REST_S - 1)
+    later(here, DELAY_S - 1)
     assert stored(here) == [] and here.core.counters["backup_pages"] == 10, "pages do not rest"
     later(here, 1)
     assert stored(here) == [10] and resumable(here) == 10
@@ -79,9 +79,9 @@ def test_what_is_superseded_when_its_rest_is_over_is_not_stored() -> None:
     for pages in (10, 12, 14):
         turn(here, pages)
         later(here, 10)
-    later(here, REST_S)
+    later(here, DELAY_S)
     assert stored(here) == [14] and resumable(here) == 14
-    later(here, REST_S)
+    later(here, DELAY_S)
     assert here.core.counters["backup_superseded_checkpoints"] == 2
 
 
@@ -89,7 +89,7 @@ def test_milestones_are_stored_though_superseded() -> None:
     here = rig(placement=PlacementConfig(interval_tokens=8 * PAGE, decode_interval_tokens=0))
     turn(here, 10)
     turn(here, 12)
-    later(here, REST_S)
+    later(here, DELAY_S)
     assert stored(here) == [8, 12]
 
 
@@ -98,7 +98,7 @@ def test_where_others_left_the_path_a_checkpoint_is_stored_though_followed() -> 
     turn(here, 10)
     here.serve(PROMPT[: 10 * PAGE] + text(2, 5 * PAGE))
     turn(here, 14)
-    later(here, REST_S)
+    later(here, DELAY_S)
     assert 10 in stored(here)
 
 
@@ -107,7 +107,7 @@ def test_a_shorter_prompt_that_came_later_is_not_superseded_by_the_longer() -> N
     turn(here, 14)
     later(here, 1)
     turn(here, 10)
-    later(here, REST_S)
+    later(here, DELAY_S)
     assert stored(here) == [10, 14]
 
 
@@ -116,10 +116,10 @@ def test_a_path_that_never_rests_is_stored_all_the_same() -> None:
     pages = 1
     while not stored(here):
         turn(here, pages)
-        later(here, REST_S / 3)
-        now, pages = now + REST_S / 3, pages + 1
-        assert now <= (MOST_RESTS + 2) * REST_S, "a crash now would cost all of it"
-    assert now >= MOST_RESTS * REST_S
+        later(here, DELAY_S / 3)
+        now, pages = now + DELAY_S / 3, pages + 1
+        assert now <= (MOST_DELAYS + 2) * DELAY_S, "a crash now would cost all of it"
+    assert now >= MOST_DELAYS * DELAY_S
 
 
 def test_closing_stores_what_rests() -> None:
@@ -141,7 +141,7 @@ def test_flushing_stores_what_rests() -> None:
 
 def test_detaching_stores_what_rests() -> None:
     here = rig()
-    link = here.cache.store.link
+    link = here.cache._store_tier.link
     assert link is not None
     turn(here, 10)
     here.cache.store.detach()
@@ -164,15 +164,15 @@ def test_a_new_store_is_offered_what_rested_for_the_old_one() -> None:
     turn(here, 10)
     here.cache.store.detach()
     fresh = MemoryStore()
-    here.attach(fresh, StoreConfig(checkpoint_rest_s=REST_S, recompute_tokens_per_s=1.0))
+    here.attach(fresh, StoreConfig(checkpoint_delay_s=DELAY_S, recompute_tokens_per_s=1.0))
     here.settle()
     assert stored(here) == []
-    later(here, REST_S)
+    later(here, DELAY_S)
     assert stored(here) == [10] and resumable(here) == 10
 
 
 def test_without_rest_everything_is_stored_at_once() -> None:
-    store = StoreConfig(checkpoint_rest_s=0, recompute_tokens_per_s=1.0)
+    store = StoreConfig(checkpoint_delay_s=0, recompute_tokens_per_s=1.0)
     here = Rig(FULL_POINT, host_pages=256, store=MemoryStore(), store_config=store)
     turn(here, 10)
     turn(here, 12)
@@ -181,7 +181,7 @@ def test_without_rest_everything_is_stored_at_once() -> None:
 
 def test_a_store_that_is_down_when_it_is_detached_keeps_nothing_waiting() -> None:
     here = rig()
-    link = here.cache.store.link
+    link = here.cache._store_tier.link
     assert link is not None
     turn(here, 10)
     link.num_putting += MOST_PUTS  # it answers nothing any more
@@ -198,8 +198,8 @@ def test_a_follower_that_is_nowhere_but_on_the_device_spares_nobody() -> None:
     for pages in range(1, 12):
         turn(here, pages)
         later(here, 40)
-    later(here, MOST_RESTS * REST_S)
-    later(here, REST_S)
+    later(here, MOST_DELAYS * DELAY_S)
+    later(here, DELAY_S)
     assert resumable(here) >= 8, "each turn saves what the one before it left, and its own stays on the device"
 
 
@@ -217,7 +217,7 @@ def test_a_follower_that_was_refused_spares_nobody() -> None:
     turn(here, 10)
     later(here, 10)
     turn(here, 14)
-    later(here, REST_S - 1)
+    later(here, DELAY_S - 1)
     here.clock.advance(1)
     here.cache.step()
     refuse(here)
@@ -230,7 +230,7 @@ def test_a_clock_that_jumps_loses_nothing() -> None:
     prompts = [text(name, 10 * PAGE + 1) for name in range(1, 21)]
     for prompt in prompts:
         here.serve(prompt)
-    later(here, 100 * REST_S)
+    later(here, 100 * DELAY_S)
     assert [resumable(here, prompt) for prompt in prompts] == 20 * [10]
 
 
@@ -247,7 +247,7 @@ def test_what_left_the_path_meanwhile_ends_no_rest_early() -> None:
     turn(here, 10)
     for pages in range(1, 31):
         turn(here, pages, text(2, 40 * PAGE + 1))
-    assert stored(here) == [] and here.cache.store.num_deferred == 3, (
+    assert stored(here) == [] and here.cache.stats().deferred == 3, (
         "all others were thinned out, and take none of the host's room"
     )
 
@@ -255,17 +255,17 @@ def test_what_left_the_path_meanwhile_ends_no_rest_early() -> None:
 @pytest.mark.parametrize("write", [WritePolicy.THROUGH, WritePolicy.BACK])
 def test_what_left_the_host_does_not_rest_there(write: WritePolicy) -> None:
     here = rig(write=write)
-    link = here.cache.store.link
+    link = here.cache._store_tier.link
     assert link is not None
     turn(here, 10)
     here.evict_all(Tier.DEVICE)
     offer(here.core, link, next(node for node in here.tree.nodes() if node.checkpoints))
     here.settle()
-    assert here.cache.store.num_deferred == 1
+    assert here.cache.stats().deferred == 1
     link.num_putting += MOST_PUTS  # it answers nothing any more
     link.backup_bytes += 2 * link.most_backup_bytes
     here.evict_idle(Tier.HOST)
-    assert here.cache.store.num_deferred == 0 and here.core.counters["backup_skipped_store_busy"] > 0
+    assert here.cache.stats().deferred == 0 and here.core.counters["backup_skipped_store_busy"] > 0
 
 
 def test_a_small_host_lets_nothing_rest() -> None:
@@ -283,14 +283,14 @@ def test_a_path_that_is_thinned_out_is_stored_all_the_same(thinner: Thinning) ->
     here = rig(tuning=replace(SMALL_PAGES, on_checkpoint=thinner))
     for pages in range(1, 39):
         turn(here, pages)
-        later(here, REST_S / 3)
+        later(here, DELAY_S / 3)
     assert resumable(here) >= 28, "nothing for more than the most that a path may rest"
 
 
 def test_what_was_refused_once_is_stored_before_it_is_evicted_after_its_next_use() -> None:
     here = rig()
     turn(here, 10)
-    here.clock.advance(REST_S)
+    here.clock.advance(DELAY_S)
     here.cache.step()
     refuse(here)
     here.settle()
@@ -323,7 +323,7 @@ def test_a_follower_that_is_on_its_way_spares_nobody_yet() -> None:
 def test_closing_stores_what_comes_to_rest_meanwhile() -> None:
     here = rig()
     turn(here, 14)
-    later(here, REST_S)
+    later(here, DELAY_S)
     with here.ready(PROMPT[: 10 * PAGE + 1]) as lease:
         here.prefill(lease)
     here.executor.finish_all()
@@ -338,7 +338,7 @@ def test_paths_below_what_rests_make_room_on_a_full_host() -> None:
         here.serve(prompt)
         later(here, 1)
     assert here.core.counters["save_skipped_no_room"] == 0
-    later(here, REST_S)
+    later(here, DELAY_S)
     assert [resumable(here, prompt) for prompt in prompts] == 30 * [30]
 
 
@@ -356,7 +356,7 @@ def test_an_heir_whose_pages_were_refused_costs_nothing(end: str) -> None:
     here.cache.step()
     refuse(here)
     here.cache.step()
-    store = here.cache.store.link
+    store = here.cache._store_tier.link
     assert store is not None
     {"close": here.cache.close, "flush": here.cache.flush, "detach": here.cache.store.detach}[end]()
     here.settle()
@@ -366,7 +366,7 @@ def test_an_heir_whose_pages_were_refused_costs_nothing(end: str) -> None:
 
 def test_an_heir_that_is_refused_when_many_rest_costs_nothing() -> None:
     here = rig()
-    link = here.cache.store.link
+    link = here.cache._store_tier.link
     assert link is not None
     turn(here, 10)
     later(here, 1)
@@ -381,12 +381,12 @@ def test_an_heir_that_is_refused_when_many_rest_costs_nothing() -> None:
 
 def test_nothing_rests_before_a_store_that_others_read() -> None:
     assert StoreConfig().rest_s(shared=False) == 30.0 and StoreConfig().rest_s(shared=True) == 0.0
-    assert StoreConfig(checkpoint_rest_s=5.0).rest_s(shared=True) == 5.0
+    assert StoreConfig(checkpoint_delay_s=5.0).rest_s(shared=True) == 5.0
 
 
 def test_what_rests_is_worth_more_on_the_host() -> None:
     here = rig()
-    link = here.cache.store.link
+    link = here.cache._store_tier.link
     assert link is not None
     older, newer = text(2, 40 * PAGE + 1), text(3, 40 * PAGE + 1)
     turn(here, 10, older)
@@ -407,22 +407,22 @@ def test_what_rests_no_longer_is_worth_no_more(end: str) -> None:
     here = rig()
     turn(here, 10)
     [residency] = [each.held[Tier.HOST] for node in here.tree.nodes() for each in (node.checkpoints or {}).values()]
-    assert residency is not None and residency.sole_copy
+    assert residency is not None and residency.backup_deferred
     if end == "rested":
-        later(here, REST_S)
+        later(here, DELAY_S)
     else:
         here.cache.store.detach()
         if end == "replaced":
-            here.attach(MemoryStore(), StoreConfig(checkpoint_rest_s=0.0, recompute_tokens_per_s=1.0))
+            here.attach(MemoryStore(), StoreConfig(checkpoint_delay_s=0.0, recompute_tokens_per_s=1.0))
         here.settle()
-    assert not residency.sole_copy
+    assert not residency.backup_deferred
 
 
 def test_a_high_priority_is_worth_more_than_rest() -> None:
     here = rig(host_pages=64)
     kept, passing = text(2, 12 * PAGE + 1), text(3, 12 * PAGE + 1)
     here.serve(kept, priority=8)
-    later(here, REST_S)
+    later(here, DELAY_S)
     here.serve(passing)
     here.evict_all(Tier.DEVICE)
     ids = allocate(here.core, Tier.HOST, {Kind.PREFIX: 45})[Kind.PREFIX]
@@ -435,7 +435,7 @@ def test_many_that_leave_the_host_at_once_are_all_stored() -> None:
     prompts = [text(name, 2 * PAGE + 1) for name in range(1, 21)]
     for prompt in prompts:
         here.serve(prompt)
-    assert here.cache.store.num_deferred == 20 > MOST_PUTS
+    assert here.cache.stats().deferred == 20 > MOST_PUTS
     here.evict_all(Tier.DEVICE)
     here.evict_idle(Tier.HOST)
     here.settle()

@@ -18,7 +18,7 @@ from toys import ALL_MODELS, FULL, FULL_POINT, HYBRID, PAGE, SMALL_PAGES, Rig, t
 from waiting import step_until
 
 PROMPT = text(1, 10 * PAGE + 1)
-WAIT = StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, checkpoint_rest_s=0)
+WAIT = StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, checkpoint_delay_s=0)
 BEST_EFFORT = StoreConfig(prefetch=PrefetchPolicy.BEST_EFFORT)
 ONE_PAGE = StoreTuning(fetch_chunk_bytes=1)
 
@@ -317,7 +317,7 @@ class StrictStore(MemoryStore):
     def write_from(self, space: Space, writes: Sequence[Write]) -> list[WriteOutcome]:
         self.num_asked += 1
         if self.num_asked > 50:
-            pytest.fail("the same is tried for ever")  # no Exception, which a executor would take for the store's
+            pytest.fail("the same is tried for ever")  # no Exception, which an executor would take for the store's
         return [outcome for write in writes for outcome in self._judged(space, write)]
 
     def _judged(self, space: Space, write: Write) -> list[WriteOutcome]:

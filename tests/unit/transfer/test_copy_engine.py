@@ -1,4 +1,4 @@
-"""Hands: the right bytes, to the right pages, and nothing else touched."""
+"""Copy engines: the right bytes, to the right pages, and nothing else touched."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from stepwell.base.ids import Tier
-from stepwell.cache.facade import TierStats
+from stepwell.cache.report import TierStats
 from stepwell.engine.engine import Engine
 from stepwell.store_tier.link import LinkState
 

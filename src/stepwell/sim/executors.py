@@ -1,4 +1,4 @@
-"""Hands that only count: copies and operations to the store are done at once, and nothing is moved.
+"""Executors that only count: copies and operations to the store are done at once, and nothing is moved.
 
 The seconds they would have taken are told to the cache where it asks how fast a store is.
 """

@@ -14,8 +14,8 @@ from enum import Enum
 from pathlib import Path
 from random import Random
 
-from stepwell.store.log.disk import Disk
-from stepwell.store.log.locking import DirectoryLock
+from stepwell.store.log.disk.files import Disk
+from stepwell.store.log.disk.locking import DirectoryLock
 
 
 class Crashed(BaseException):

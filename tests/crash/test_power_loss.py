@@ -12,8 +12,8 @@ from crash_disk import CrashDisk, Crashed, Loss
 from life import BUDGET_BYTES, SPACES, Life, bytes_on_disk, held, open_at
 
 from stepwell.store.api import WriteOutcome
-from stepwell.store.log import superblock
-from stepwell.store.log.disk import Disk
+from stepwell.store.log.disk.files import Disk
+from stepwell.store.log.format import superblock
 from stepwell.store.log.inspect import check_directory
 from stepwell.testing.store_contract import fetch, offer
 

@@ -18,15 +18,15 @@ from hypothesis import strategies as st
 from stepwell.base.clock import ManualClock
 from stepwell.base.errors import StoreError
 from stepwell.store.api import Read, ReadOutcome, Space
-from stepwell.store.log import snapshot, superblock
-from stepwell.store.log.disk import BLOCK_BYTES, Disk
-from stepwell.store.log.drafts import draft_values
-from stepwell.store.log.format import Batch, parse_header, write_header
-from stepwell.store.log.index import Index
+from stepwell.store.log.disk.files import BLOCK_BYTES, Disk
+from stepwell.store.log.format import snapshot, superblock
+from stepwell.store.log.format.batch import Batch, parse_header, write_header
+from stepwell.store.log.format.packing import pack_values
+from stepwell.store.log.format.scan import scan
 from stepwell.store.log.opening import open_directory
-from stepwell.store.log.probe import Direct
-from stepwell.store.log.scan import scan
+from stepwell.store.log.state.index import Index
 from stepwell.store.log.store import LogStore
+from stepwell.store.log.writing.probe import Direct
 from stepwell.store.seal import Verdict, verify
 from stepwell.testing.store_contract import key, offer, payload
 
@@ -37,7 +37,7 @@ SIZES = {f"v{at}": size for at, size in enumerate((10, 500, 1024, 2000, 4096, 90
 
 def header() -> bytearray:
     """A batch of small and large values, as it would be written."""
-    draft = draft_values(HERE, [offer(HERE, name, SIZES[name]) for name in ("v0", "v1", "v3", "v5")], SEGMENT_BYTES)
+    draft = pack_values(HERE, [offer(HERE, name, SIZES[name]) for name in ("v0", "v1", "v3", "v5")], SEGMENT_BYTES)
     assert draft is not None
     into = memoryview(bytearray(draft.header_bytes))
     batch = Batch(

@@ -19,12 +19,12 @@ from stepwell.base.store_key import StoreKey
 from stepwell.base.units import format_bytes
 from stepwell.cli.command import Command
 from stepwell.store.key_file import read_store_key, write_store_key
-from stepwell.store.log.check import CheckReport, Damage
-from stepwell.store.log.disk import Disk
+from stepwell.store.log.disk.files import Disk
 from stepwell.store.log.inspect import check_directory, owner, repair_directory, stat_directory
 from stepwell.store.log.opening import open_directory
-from stepwell.store.log.probe import Direct
-from stepwell.store.log.stat import LogStat
+from stepwell.store.log.recovery.check import CheckReport, Damage
+from stepwell.store.log.recovery.stat import LogStat
+from stepwell.store.log.writing.probe import Direct
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -14,15 +14,15 @@ from pathlib import Path
 from stepwell.base.clock import SystemClock
 from stepwell.base.errors import ConfigError, StoreError
 from stepwell.base.store_key import StoreKey
-from stepwell.store.log import superblock
-from stepwell.store.log.check import CheckReport, check, lost_files
-from stepwell.store.log.disk import Disk
+from stepwell.store.log.disk.files import Disk
+from stepwell.store.log.format import superblock
+from stepwell.store.log.format.segment_list import number_of
 from stepwell.store.log.opening import holder, must_be_plausible, open_directory, state_of, without_superblock
-from stepwell.store.log.probe import Direct
-from stepwell.store.log.recovery import Recovered, recover
-from stepwell.store.log.segments import number_of
-from stepwell.store.log.stat import LogStat, stat_of
-from stepwell.store.log.state import LogState
+from stepwell.store.log.recovery.check import CheckReport, check, lost_files
+from stepwell.store.log.recovery.recover import Recovered, recover
+from stepwell.store.log.recovery.stat import LogStat, stat_of
+from stepwell.store.log.state.log_state import LogState
+from stepwell.store.log.writing.probe import Direct
 
 
 def owner(directory: Path, disk: Disk) -> str | None:

@@ -14,19 +14,18 @@ from pathlib import Path
 from stepwell.base.clock import Clock
 from stepwell.base.errors import ConfigError, StoreError
 from stepwell.base.units import parse_bytes
-from stepwell.store.log import sealed, snapshot, superblock
-from stepwell.store.log.budget import choose
-from stepwell.store.log.disk import Disk
-from stepwell.store.log.forks import watch
-from stepwell.store.log.locking import LOCK_NAME, DirectoryLock
-from stepwell.store.log.probe import Direct
-from stepwell.store.log.recovery import Recovered, recover
-from stepwell.store.log.saving import save_snapshot
-from stepwell.store.log.sealed import Sealed
-from stepwell.store.log.segments import NUMBERS_END, Segments, State, number_of
-from stepwell.store.log.state import LogState
+from stepwell.store.log.disk.files import Disk
+from stepwell.store.log.disk.locking import LOCK_NAME, DirectoryLock, leave_in_forks
+from stepwell.store.log.format import segment_list, snapshot, superblock
+from stepwell.store.log.format.segment_list import NUMBERS_END, SegmentList, number_of
+from stepwell.store.log.format.superblock import Superblock
+from stepwell.store.log.recovery.recover import Recovered, recover
+from stepwell.store.log.state.budget import choose_budget
+from stepwell.store.log.state.log_state import LogState
+from stepwell.store.log.state.segments import Segments, State
 from stepwell.store.log.store import LogStore
-from stepwell.store.log.superblock import Superblock
+from stepwell.store.log.writing.probe import Direct
+from stepwell.store.log.writing.saving import save_snapshot
 from stepwell.store.registry import Opening
 
 _QUOTA = "quota."
@@ -74,7 +73,7 @@ def open_directory(
                 store = LogStore(state, direct=direct, clock=clock)
                 if found.last_number > max((segment.id for segment in found.segments), default=0):
                     save_snapshot(state)  # the last segment was lost: forget what lay there, before anything new is remembered
-                watch(store)
+                leave_in_forks(store)
                 return store
             except BaseException:
                 state.segments.close_all()
@@ -136,7 +135,7 @@ def _settle(
     else:
         budget_bytes = known.budget_bytes if budget_bytes is None else budget_bytes
         segment_bytes = known.segment_bytes
-    budget = choose(budget_bytes, segment_bytes)
+    budget = choose_budget(budget_bytes, segment_bytes)
     merged = {**(known.quotas if known else {}), **quotas}
     block = Superblock(
         budget_bytes=budget.total_bytes,
@@ -164,10 +163,10 @@ def must_be_plausible(directory: Path, found: Recovered) -> None:
 def state_of(disk: Disk, directory: Path, block: Superblock, found: Recovered) -> LogState:
     """A log that would go on where it ended. Touches no file."""
     segments = Segments(disk, directory, block.segment_bytes, found.segments, last_number=found.last_number)
-    budget = choose(block.budget_bytes, block.segment_bytes)
+    budget = choose_budget(block.budget_bytes, block.segment_bytes)
     state = LogState(
         disk=disk, directory=directory, budget=budget, seed=block.seed, quotas=block.quotas, index=found.index,
-        revoked=found.revoked, sealed=found.sealed or Sealed(), segments=segments, next_seq=found.next_seq,
+        revoked=found.revoked, segment_list=found.segment_list or SegmentList(), segments=segments, next_seq=found.next_seq,
         settled=found.believed,
     )  # fmt: skip
     state.counters.add("recovered_values", found.index.num_values)
@@ -179,7 +178,7 @@ def state_of(disk: Disk, directory: Path, block: Superblock, found: Recovered) -
 def _tidy(state: LogState, doubtful: set[int]) -> None:
     """Takes away what a crash left half done, makes the rest last, and finds the segment to go on with."""
     for name in state.disk.names(state.directory):
-        if name.endswith(".new") and name.removesuffix(".new") in (snapshot.NAME, sealed.NAME, superblock.NAME):
+        if name.endswith(".new") and name.removesuffix(".new") in (snapshot.NAME, segment_list.NAME, superblock.NAME):
             state.disk.unlink(state.directory / name)
     segments = state.segments
     for number in doubtful:  # what was read there may be in the machine's memory only

@@ -16,16 +16,16 @@ from stepwell.base.errors import StoreError
 from stepwell.base.store_key import StoreKey
 from stepwell.metrics.counters import Counters
 from stepwell.store.api import KEY_BYTES, STAMP_BYTES, Read, ReadResult, Space, Traits, Write, WriteOutcome, never
-from stepwell.store.log.check import CheckReport, check
-from stepwell.store.log.commit import Job, PutRequest, Turns
-from stepwell.store.log.disk import BLOCK_BYTES
-from stepwell.store.log.probe import Direct, Probe
-from stepwell.store.log.reading import Reader
-from stepwell.store.log.repair import repair
-from stepwell.store.log.saving import due, save_sealed, save_snapshot
-from stepwell.store.log.stat import LogStat, stat_of
-from stepwell.store.log.state import LogState, Ways
-from stepwell.store.log.writing import Writer
+from stepwell.store.log.disk.files import BLOCK_BYTES
+from stepwell.store.log.reader import Reader
+from stepwell.store.log.recovery.check import CheckReport, check
+from stepwell.store.log.recovery.repair import repair
+from stepwell.store.log.recovery.stat import LogStat, stat_of
+from stepwell.store.log.state.log_state import IoMode, LogState
+from stepwell.store.log.writing.group_commit import ExclusiveTask, GroupCommit, PutRequest
+from stepwell.store.log.writing.probe import Direct, Probe
+from stepwell.store.log.writing.saving import due, save_segment_list, save_snapshot
+from stepwell.store.log.writing.writer import Writer
 
 _DEPTH_END = 2**32
 READERS_END_S = 60.0  # after which a reader that is still at it is taken to hang for ever
@@ -39,7 +39,7 @@ class LogStore:
         self._left = False  # in a fork: the lock is not ours
         self._reader = Reader(state)
         self._writer = Writer(state)
-        self._turns = Turns(self._put)
+        self._group_commit = GroupCommit(self._put)
         self._writer.reclaim.prepare()
         for tenant in state.quotas:
             self._writer.keep_quota(tenant)
@@ -57,9 +57,9 @@ class LogStore:
         return self._state.counters
 
     @property
-    def measured(self) -> Ways:
+    def measured(self) -> IoMode:
         """How bytes move here, and how fast they did when that was tried."""
-        return self._state.ways
+        return self._state.io_mode
 
     # ---- the six verbs ----------------------------------------------------------------------------
 
@@ -88,7 +88,7 @@ class LogStore:
             raise ValueError(f"a depth is at least 0 and below {_DEPTH_END}, got {min(depths)} to {max(depths)}")
         _must_be_bytes(values)
         request = PutRequest(space=space, writes=writes, size_bytes=sum(map(len, values)))
-        self._turns.submit(request)
+        self._group_commit.submit(request)
         return cast(list[WriteOutcome], request.outcomes)
 
     def delete(self, space: Space, keys: Sequence[bytes]) -> int:
@@ -101,13 +101,13 @@ class LogStore:
         self._state.must_be_open()
 
     def close(self) -> None:
-        """Saves the index, so that the next opening is quick and knows who was warm. Does nothing in a fork.
+        """Saves the index, so that the next opening is quick and knows what was used last. Does nothing in a fork.
 
         Waits for running reads. Raises StoreError when the disk does not answer one: its file must stay open, so the directory
         stays locked until this process ends.
         """
         if not self._state.closed and not self._left:
-            self._turns.submit(Job(run=self._close))
+            self._group_commit.submit(ExclusiveTask(run=self._close))
 
     # ---- what people ask --------------------------------------------------------------------------
 
@@ -139,14 +139,14 @@ class LogStore:
             repair(self._state, self._writer, found.damage)
             again = check(self._state, lambda _: None, only={one.segment for one in found.damage}, key=key)
             reports.append(replace(found, left=again.damage))
-            save_sealed(self._state)
+            save_segment_list(self._state)
             return self._save()
 
         self._alone(run)
         return reports[0]
 
     def audit(self) -> None:
-        """Asserts that index, segments and marks agree."""
+        """Asserts that index, segments and tombstones agree."""
         state = self._state
         with state.lock:
             state.index.audit()
@@ -173,7 +173,7 @@ class LogStore:
             results.append(work())
             self._save_if_due()
 
-        self._turns.submit(Job(run=run))
+        self._group_commit.submit(ExclusiveTask(run=run))
         return results[0]
 
     def _put(self, requests: Sequence[PutRequest]) -> None:

@@ -12,10 +12,10 @@ from log_fixtures import OpenLog
 
 from stepwell.base.clock import ManualClock
 from stepwell.store.api import Space, WriteOutcome
-from stepwell.store.log import index as log_index
 from stepwell.store.log.opening import open_directory
-from stepwell.store.log.probe import Direct
+from stepwell.store.log.state import index as log_index
 from stepwell.store.log.store import LogStore
+from stepwell.store.log.writing.probe import Direct
 from stepwell.testing.store_contract import fetch, key, offer, space
 
 HERE = space("here")
@@ -158,7 +158,7 @@ def test_a_clear_lets_readers_in_between(open_here: OpenLog, monkeypatch: pytest
             assert go_on.wait(60)
 
     monkeypatch.setattr(log_index.Index, "clear", slowly)
-    monkeypatch.setattr("stepwell.store.log.writing.time.sleep", pause)
+    monkeypatch.setattr("stepwell.store.log.writing.writer.time.sleep", pause)
     thread = Thread(target=store.clear, args=[HERE.digest])
     thread.start()
     assert half_way.wait(60)
@@ -181,7 +181,7 @@ def test_a_clear_that_is_interrupted_is_finished_all_the_same(open_here: OpenLog
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("stepwell.store.log.writing.time.sleep", interrupted)
+        patch.setattr("stepwell.store.log.writing.writer.time.sleep", interrupted)
         with pytest.raises(KeyboardInterrupt):
             store.clear(HERE.digest)
     assert store.stat().values == 0

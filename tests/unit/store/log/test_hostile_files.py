@@ -18,12 +18,13 @@ from stepwell.base.clock import ManualClock, SystemClock
 from stepwell.base.errors import ConfigError, StoreError
 from stepwell.cli.main import main
 from stepwell.store.api import Read, ReadOutcome, WriteOutcome
-from stepwell.store.log import superblock
-from stepwell.store.log.disk import Disk
+from stepwell.store.log.disk.files import Disk
+from stepwell.store.log.format import superblock
+from stepwell.store.log.format.segment_list import NUMBERS_END, name_of, number_of
 from stepwell.store.log.opening import open_directory
-from stepwell.store.log.probe import Direct
-from stepwell.store.log.segments import NUMBERS_END, Segment, Segments, name_of, number_of
+from stepwell.store.log.state.segments import Segment, Segments
 from stepwell.store.log.store import LogStore
+from stepwell.store.log.writing.probe import Direct
 from stepwell.testing.store_contract import fetch, key, offer, payload, space
 
 HERE = space("here")

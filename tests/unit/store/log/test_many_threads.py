@@ -1,4 +1,4 @@
-"""Writers, readers and deleters at once, in a store so small that segments are won back all the time."""
+"""Writers, readers and deleters at once, in a store so small that segments are reclaimed all the time."""
 
 from __future__ import annotations
 

@@ -16,11 +16,11 @@ from log_fixtures import OpenLog
 from stepwell.base.errors import StoreError
 from stepwell.cli.main import main
 from stepwell.store.api import WriteOutcome
-from stepwell.store.log import sealed, snapshot
-from stepwell.store.log.check import FILE_GONE
-from stepwell.store.log.disk import Disk
+from stepwell.store.log.disk.files import Disk
+from stepwell.store.log.format import segment_list, snapshot
+from stepwell.store.log.format.segment_list import name_of
 from stepwell.store.log.inspect import check_directory, repair_directory
-from stepwell.store.log.segments import name_of
+from stepwell.store.log.recovery.check import FILE_GONE
 from stepwell.store.log.store import LogStore
 from stepwell.testing.store_contract import fetch, key, offer, space
 
@@ -124,7 +124,7 @@ def test_the_list_of_segments_is_small_and_costs_one_sync_for_each(open_here: Op
     store = open_here()
     for at in range(20):
         store.write_from(HERE, [offer(HERE, f"v{at}", SIZE)])
-    assert (tmp_path / "store" / sealed.NAME).stat().st_size == 2 * 4096
+    assert (tmp_path / "store" / segment_list.NAME).stat().st_size == 2 * 4096
     assert store.counters["snapshots"] == 0
 
 
@@ -132,7 +132,7 @@ class NoList(Disk):
     """Cannot write the list of segments."""
 
     def create(self, path: Path) -> int:
-        if path.name.startswith(sealed.NAME):
+        if path.name.startswith(segment_list.NAME):
             raise OSError(28, "the disk is full")
         return super().create(path)
 
@@ -151,7 +151,7 @@ def test_a_broken_list_of_segments_is_damage_and_is_repaired(
     open_here: OpenLog, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = killed(open_here, tmp_path)
-    (directory / sealed.NAME).write_bytes(os.urandom(8192))
+    (directory / segment_list.NAME).write_bytes(os.urandom(8192))
     assert main(["store", "check", str(directory)]) == 1
     assert "the list of segments cannot be used" in capsys.readouterr().out
     assert main(["store", "check", "--repair", str(directory)]) == 0

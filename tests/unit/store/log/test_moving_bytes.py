@@ -15,10 +15,10 @@ from stepwell.base.clock import ManualClock, SystemClock
 from stepwell.base.errors import ConfigError, StoreError
 from stepwell.store.api import Read, ReadOutcome, Write, WriteOutcome
 from stepwell.store.log import store as store_module
-from stepwell.store.log.disk import Disk
+from stepwell.store.log.disk.files import Disk
 from stepwell.store.log.opening import open_directory
-from stepwell.store.log.probe import Direct
 from stepwell.store.log.store import LogStore
+from stepwell.store.log.writing.probe import Direct
 from stepwell.store.seal import seal
 from stepwell.testing.store_contract import fetch, key, offer, payload, space
 from waiting import PATIENCE_S, wait_until
@@ -87,7 +87,7 @@ def test_callers_that_wait_share_one_sync(open_with: Callable[[Direct], LogStore
         first = pool.submit(store.write_from, HERE, [offer(HERE, "first")])
         assert disk.syncing.wait(PATIENCE_S)
         others = [pool.submit(store.write_from, HERE, [offer(HERE, f"other {at}")]) for at in range(8)]
-        wait_until(lambda: len(store._turns._queue) == 8, "all others on their way")
+        wait_until(lambda: len(store._group_commit._queue) == 8, "all others on their way")
         assert not first.done() and store.contains(HERE, [key("first")]) == [False], "nothing is there before it is safe"
         disk.go_on.set()
         assert all(future.result() == [WriteOutcome.STORED] for future in [first, *others])

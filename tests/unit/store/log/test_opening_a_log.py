@@ -12,8 +12,8 @@ import pytest
 from log_fixtures import OpenLog
 
 from stepwell.base.errors import ConfigError, StoreError
-from stepwell.store.log import budget
 from stepwell.store.log.opening import open_log
+from stepwell.store.log.state import budget
 from stepwell.store.registry import Opening
 from stepwell.testing.store_contract import fetch, key, offer, space
 
@@ -66,11 +66,11 @@ def test_an_option_that_cannot_work_says_what_would(options: dict[str, str], mes
 
 def test_the_smallest_budget_named_in_the_error_works(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
-        budget.choose(1, 64 * 1024)
+        budget.choose_budget(1, 64 * 1024)
     least = int(str(error.value).split("at least ")[1].split(" bytes")[0])
-    assert budget.choose(least, 64 * 1024).segments(0) == budget.MIN_SEGMENTS
+    assert budget.choose_budget(least, 64 * 1024).segments(0) == budget.MIN_SEGMENTS
     with pytest.raises(ConfigError):
-        budget.choose(least - 1, 64 * 1024)
+        budget.choose_budget(least - 1, 64 * 1024)
 
 
 def test_segments_keep_their_size_and_strangers_their_directory(open_here: OpenLog, tmp_path: Path) -> None:

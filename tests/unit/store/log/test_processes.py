@@ -15,10 +15,10 @@ from log_fixtures import OpenLog
 
 from stepwell.base.errors import StoreError
 from stepwell.store.api import Read, ReadOutcome, Write, WriteOutcome
-from stepwell.store.log import saving
 from stepwell.store.log import store as log_store
-from stepwell.store.log.commit import Job, PutRequest, Turns
-from stepwell.store.log.disk import Disk
+from stepwell.store.log.disk.files import Disk
+from stepwell.store.log.writing import saving
+from stepwell.store.log.writing.group_commit import ExclusiveTask, GroupCommit, PutRequest
 from stepwell.testing.store_contract import fetch, key, offer, space
 from waiting import PATIENCE_S, wait_until
 
@@ -172,7 +172,7 @@ def test_an_exception_comes_only_to_the_request_that_caused_it() -> None:
         for request in requests:
             request.outcomes = [WriteOutcome.STORED]
 
-    turns, begun, go_on = Turns(put), Event(), Event()
+    commits, begun, go_on = GroupCommit(put), Event(), Event()
 
     def hold_the_turn() -> None:
         begun.set()
@@ -182,17 +182,17 @@ def test_an_exception_comes_only_to_the_request_that_caused_it() -> None:
 
     def submit(request: PutRequest) -> None:
         try:
-            turns.submit(request)
+            commits.submit(request)
         except ValueError as error:
             raised.append(error)
 
-    threads = [Thread(target=turns.submit, args=[Job(run=hold_the_turn)])]
+    threads = [Thread(target=commits.submit, args=[ExclusiveTask(run=hold_the_turn)])]
     threads[0].start()
     assert begun.wait(PATIENCE_S)
     threads += [Thread(target=submit, args=[request]) for request in (bad, good)]
     for thread in threads[1:]:
         thread.start()
-    wait_until(lambda: len(turns._queue) == 2, "both wait for the same turn")
+    wait_until(lambda: len(commits._queue) == 2, "both wait for the same turn")
     go_on.set()
     for thread in threads:
         thread.join(PATIENCE_S)

@@ -12,7 +12,7 @@ from log_fixtures import OpenLog
 
 from stepwell.base.clock import ManualClock
 from stepwell.store.api import Read, ReadOutcome, Space, WriteOutcome
-from stepwell.store.log.disk import Disk
+from stepwell.store.log.disk.files import Disk
 from stepwell.store.log.opening import open_directory
 from stepwell.store.log.store import LogStore
 from stepwell.testing.store_contract import chain, fetch, key, offer, payload, space
@@ -174,7 +174,7 @@ def test_marks_alone_never_fill_the_store(open_here: OpenLog) -> None:
 def test_a_delete_outlives_snapshots_and_segments_as_long_as_the_bytes_it_hides(open_here: OpenLog, tmp_path: Path) -> None:
     store = open_here()
     fill(store, 3, "hot")
-    fill(store, 1, "deleted")  # in the first segment, beside values that keep it from ever being won back
+    fill(store, 1, "deleted")  # in the first segment, beside values that keep it from ever being reclaimed
     fill(store, 1, "other")
     assert store.delete(HERE, [key("deleted 0")]) == 1
     for turn in range(3):

@@ -16,12 +16,12 @@ import pytest
 from stepwell.base.clock import ManualClock
 from stepwell.base.errors import StoreError
 from stepwell.store.api import Read, Space, WriteOutcome
-from stepwell.store.log import reclaim
-from stepwell.store.log.carrying import Carrier
-from stepwell.store.log.disk import Disk
+from stepwell.store.log.disk.files import Disk
 from stepwell.store.log.opening import open_directory
-from stepwell.store.log.probe import Direct
 from stepwell.store.log.store import LogStore
+from stepwell.store.log.writing import reclaim
+from stepwell.store.log.writing.probe import Direct
+from stepwell.store.log.writing.relocate import Relocator
 from stepwell.testing.store_contract import chain, fetch, key, offer, space
 from waiting import PATIENCE_S
 
@@ -118,18 +118,18 @@ def test_a_smaller_budget_holds_as_soon_as_the_store_is_open(tmp_path: Path) -> 
 
 @contextmanager
 def at_third_carry(monkeypatch: pytest.MonkeyPatch, happens: Iterator[None]) -> Iterator[None]:
-    original = Carrier._carry_values
+    original = Relocator._relocate_values
     calls = []
 
-    def carry(self: Carrier, *args: object) -> None:
+    def carry(self: Relocator, *args: object) -> None:
         calls.append(args)
         if len(calls) == 3:
             next(happens)
         original(self, *args)  # type: ignore[arg-type]
 
     with monkeypatch.context() as patch:
-        patch.setattr(Carrier, "_carry_values", carry)
-        patch.setattr("stepwell.store.log.carrying._BATCH_VALUES", 1)
+        patch.setattr(Relocator, "_relocate_values", carry)
+        patch.setattr("stepwell.store.log.writing.relocate._BATCH_VALUES", 1)
         yield
     assert len(calls) >= 3, "the test must have carried something"
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from stepwell.store.api import NO_PARENT, Space
-from stepwell.store.log.format import ENTRY, Batch, Kind
-from stepwell.store.log.index import Index
+from stepwell.store.log.format.batch import ENTRY, Batch, Kind
+from stepwell.store.log.state.index import Index
 
 SPACE = Space(digest=bytes([7]) * 32)
 

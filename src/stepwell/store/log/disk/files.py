@@ -1,0 +1,227 @@
+"""Every file operation of the log, in one small object, so that tests can stand in its place and pull the plug.
+
+Moves bytes and names; knows no format. Raises OSError as the machine does. A build without O_DIRECT, fallocate or
+posix_fadvise goes without.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import stat
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from stepwell.store.log.disk.locking import DirectoryLock, is_taken, take
+
+BLOCK_BYTES = 4096  # of memory and of disk: direct transfers start and end at multiples of it
+IOV_MAX = 1024
+FILE_MODE, DIRECTORY_MODE = 0o600, 0o700
+
+_SMALL_FILE_BYTES = 64 * 1024
+_MOST_OPEN = 256  # descriptors of one log
+_PART_OF_ALL = 4  # of the descriptors a process may have: the rest is for others
+# No link is followed, and nobody is waited for: a stranger's file in the directory must not lead anywhere.
+_PLAIN = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_DIRECT = os.O_DIRECT if sys.platform == "linux" else 0
+_NOT_SUPPORTED = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV)
+
+
+def up_to_block(size: int) -> int:
+    """The next multiple of a block."""
+    return -(-size // BLOCK_BYTES) * BLOCK_BYTES
+
+
+class Disk:
+    """The real one. Descriptors are plain integers; whoever opens one closes it."""
+
+    def make_directory(self, path: Path) -> None:
+        """Makes a directory, and those above it, to last."""
+        missing = [above for above in (path, *path.parents) if not above.exists()]
+        path.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
+        for made in missing:
+            self.sync_directory(made.parent)
+
+    def names(self, directory: Path) -> list[str]:
+        return sorted(os.listdir(directory))
+
+    def open(self, path: Path, *, writable: bool = True, direct: bool = False) -> int:
+        """A descriptor of an existing file. Raises OSError(EINVAL) where the file system knows no direct transfers."""
+        if direct and not _DIRECT:
+            raise OSError(errno.EINVAL, "this system has no direct I/O", str(path))
+        return _open_plain(path, (os.O_RDWR if writable else os.O_RDONLY) | (_DIRECT if direct else 0))
+
+    def create(self, path: Path) -> int:
+        """A descriptor of a new, empty file. Lasting only after `sync_directory`."""
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _PLAIN, FILE_MODE)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def size(self, fd: int) -> int:
+        return os.fstat(fd).st_size
+
+    def allocate(self, fd: int, size: int) -> None:
+        """Makes a file exactly this long, with room set aside where possible: a full disk shows here, not later."""
+        if os.fstat(fd).st_size > size:
+            os.ftruncate(fd, size)
+        if sys.platform == "linux":
+            try:
+                return os.posix_fallocate(fd, 0, size)
+            except OSError as error:
+                if error.errno not in _NOT_SUPPORTED:
+                    raise
+        os.ftruncate(fd, size)
+
+    def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
+        """Writes all of the buffers, one after the other, in as few calls as the machine allows."""
+        rest = [buffer for buffer in buffers if len(buffer)]
+        while rest:
+            written = os.pwritev(fd, rest[:IOV_MAX], offset)
+            if not written:
+                raise OSError(errno.EIO, f"nothing could be written at {offset}")
+            offset += written
+            rest = _after(rest, written)
+
+    def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """Fills the buffers, one after the other; returns how many bytes there were before the end of the file."""
+        rest, total = [buffer for buffer in buffers if len(buffer)], 0
+        while rest:
+            got = os.preadv(fd, rest[:IOV_MAX], offset + total)
+            if not got:
+                break
+            total += got
+            rest = _after(rest, got)
+        return total
+
+    def sync(self, fd: int) -> None:
+        """Returns when everything written to this file will survive a crash."""
+        if sys.platform == "linux":
+            os.fdatasync(fd)
+        else:
+            os.fsync(fd)
+
+    def sync_directory(self, path: Path) -> None:
+        """Returns when the names in this directory will survive a crash."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def rename(self, source: Path, target: Path) -> None:
+        os.rename(source, target)
+
+    def unlink(self, path: Path) -> None:
+        os.unlink(path)
+
+    def forget_cached(self, fd: int, offset: int, size: int) -> None:
+        """Asks the machine to drop its copy of a range, so that the next read comes from the disk."""
+        if sys.platform == "linux":
+            os.posix_fadvise(fd, offset, size, os.POSIX_FADV_DONTNEED)
+
+    def lock(self, directory: Path) -> DirectoryLock | None:
+        """Takes the one lock on a directory; None when another process has it."""
+        return take(directory, _open_plain)
+
+    def is_locked(self, directory: Path) -> bool:
+        """Whether some process has the lock now."""
+        return is_taken(directory, _open_plain)
+
+    def has_name(self, fd: int) -> bool:
+        """Whether a file is still in a directory: what was removed is gone as soon as it is closed."""
+        return os.fstat(fd).st_nlink > 0
+
+    def file_size(self, path: Path) -> int | None:
+        """None when there is no such file. Raises OSError for anything but a plain file."""
+        try:
+            found = os.lstat(path)
+            _must_be_plain(found, path)
+            return found.st_size
+        except FileNotFoundError:
+            return None
+
+    def total_bytes(self, directory: Path) -> int:
+        """Of all files in a directory, as long as they say they are or as many blocks as they take up, if that is more."""
+        total = 0
+        with os.scandir(directory) as entries:
+            for entry in entries:
+                try:
+                    size = entry.stat(follow_symlinks=False)
+                except FileNotFoundError:  # renamed or removed just now
+                    continue
+                total += max(size.st_size, size.st_blocks * 512)
+        return total
+
+    def most_open(self) -> int:
+        """How many descriptors a log may keep open."""
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return _MOST_OPEN if limit == resource.RLIM_INFINITY else max(8, min(_MOST_OPEN, limit // _PART_OF_ALL))
+
+    def read_file(self, path: Path) -> bytes | None:
+        """All bytes of a small file, the first 64 KiB of a larger one; None when there is none."""
+        try:
+            fd = self.open(path, writable=False)
+        except FileNotFoundError:
+            return None
+        try:
+            buffer = memoryview(bytearray(min(_SMALL_FILE_BYTES, self.size(fd))))
+            return bytes(buffer[: self.read(fd, [buffer], 0)])
+        finally:
+            self.close(fd)
+
+
+def _open_plain(path: Path, flags: int) -> int:
+    """A descriptor of a plain file; OSError for a link, a directory, a pipe or a device."""
+    try:
+        fd = os.open(path, flags | _PLAIN, FILE_MODE)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EISDIR):
+            raise _not_plain(path) from error
+        raise
+    try:
+        _must_be_plain(os.fstat(fd), path)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _must_be_plain(found: os.stat_result, path: Path) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise _not_plain(path)
+
+
+def _not_plain(path: Path) -> OSError:
+    return OSError(errno.ENOTSUP, "not a plain file; move it away", str(path))
+
+
+def _after(buffers: Sequence[memoryview], done: int) -> list[memoryview]:
+    """What is left of the buffers when `done` bytes of them were moved."""
+    if done == sum(map(len, buffers)):
+        return []
+    for index, buffer in enumerate(buffers):
+        if done < len(buffer):
+            return [buffer[done:], *buffers[index + 1 :]]
+        done -= len(buffer)
+    return []
+
+
+def replace_file(disk: Disk, path: Path, content: Sequence[memoryview]) -> None:
+    """Puts a whole file in the place of another: a crash leaves the old one or the new one, never a mixture."""
+    fresh = path.with_name(path.name + ".new")
+    if fresh.name in disk.names(path.parent):
+        disk.unlink(fresh)
+    fd = disk.create(fresh)
+    try:
+        disk.write(fd, content, 0)
+        disk.sync(fd)
+    except OSError:
+        disk.unlink(fresh)  # half a file must not take up room
+        raise
+    finally:
+        disk.close(fd)
+    disk.rename(fresh, path)
+    disk.sync_directory(path.parent)

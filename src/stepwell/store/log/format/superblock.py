@@ -1,0 +1,71 @@
+"""`store.json`: what a directory must be opened with, remembered from the time it was made. One small file.
+
+Holds the secret that headers are checked with, so payloads cannot be made to look like headers. Takes any bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import xxhash
+
+from stepwell.base.errors import ConfigError, StoreError
+from stepwell.store.log.disk.files import Disk, replace_file
+from stepwell.store.log.format.batch import FORMAT_VERSION
+
+NAME = "store.json"
+WHAT = "stepwell log store"
+_MAX_BYTES = 16 * 1024
+_NO_DISK_BYTES = 2**62  # no disk is as large
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Superblock:
+    budget_bytes: int
+    segment_bytes: int
+    seed: int
+    quotas: Mapping[str, int] = field(default_factory=dict)  # tenant -> bytes
+
+
+def read(disk: Disk, directory: Path) -> Superblock | None:
+    """What is remembered; None where no store was made yet. Raises StoreError for a file that cannot be used."""
+    content = disk.read_file(directory / NAME)
+    if content is None:
+        return None
+    try:
+        fields = json.loads(content)
+        if fields["what"] != WHAT or fields.pop("check") != _check(fields):
+            raise ValueError
+        version = int(fields["format"])
+        quotas = {str(tenant): int(size) for tenant, size in fields["quotas"].items()}
+        budget_bytes, segment_bytes, seed = (int(fields[name]) for name in ("budget_bytes", "segment_bytes", "seed"))
+        if not all(0 <= size < _NO_DISK_BYTES for size in (budget_bytes, segment_bytes, *quotas.values())):
+            raise ValueError
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+        raise StoreError(
+            f"{directory / NAME} is not a log store's, or is damaged; move the directory away and begin anew"
+        ) from None
+    if version != FORMAT_VERSION:
+        raise StoreError(
+            f"{directory} was written in format {version}, this Stepwell reads {FORMAT_VERSION}; use a new directory"
+        )
+    return Superblock(budget_bytes=budget_bytes, segment_bytes=segment_bytes, seed=seed & (2**64 - 1), quotas=quotas)
+
+
+def write(disk: Disk, directory: Path, block: Superblock) -> None:
+    fields = {
+        "what": WHAT, "format": FORMAT_VERSION, "budget_bytes": block.budget_bytes, "segment_bytes": block.segment_bytes,
+        "seed": block.seed, "quotas": dict(block.quotas),
+    }  # fmt: skip
+    content = json.dumps({**fields, "check": _check(fields)}, indent=1).encode() + b"\n"
+    if len(content) > _MAX_BYTES:
+        raise ConfigError(f"{len(block.quotas)} quotas are too many for one log store; give tenants directories of their own")
+    replace_file(disk, directory / NAME, [memoryview(content)])
+
+
+def _check(fields: Mapping[str, object]) -> str:
+    """A checksum for people's eyes: a flipped bit in the secret would otherwise make every value unreadable, silently."""
+    return xxhash.xxh3_64_hexdigest(json.dumps(fields, sort_keys=True).encode())

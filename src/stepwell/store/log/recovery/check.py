@@ -1,0 +1,166 @@
+"""Every header and every value of a log, verified: what is damaged, where, and how much of it. Reads only.
+
+A value is checked against its stamp, a header against its checksum and its place. The log may be open in another
+process: what that one writes over meanwhile is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from stepwell.base.store_key import StoreKey
+from stepwell.store.api import Space
+from stepwell.store.keyed_seal import is_unproven, verify_with, verify_without_key
+from stepwell.store.log.disk.files import BLOCK_BYTES
+from stepwell.store.log.format import segment_list, snapshot
+from stepwell.store.log.format.batch import Batch
+from stepwell.store.log.format.scan import Gap, scan
+from stepwell.store.log.format.segment_list import name_of, path_of
+from stepwell.store.log.recovery.recover import Recovered
+from stepwell.store.log.state.log_state import LogState
+from stepwell.store.log.state.segments import Segment
+from stepwell.store.seal import Verdict
+
+HEADER_DAMAGED = "the header that describes it is damaged"
+UNREADABLE = "the disk cannot read it"
+CUT_OFF = "the file ends before it does"
+FILE_GONE = "the file is gone, with all that was in it"
+SNAPSHOT_BROKEN = "the saved index cannot be used: opening reads the whole log instead"
+SEGMENT_LIST_BROKEN = "the list of segments cannot be used: what is missing may go unnoticed"
+_NO_SEGMENT = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Damage:
+    """One place that is not as it was written. Without a key it is a header, and whatever it described that nobody knows of."""
+
+    file: str
+    offset: int
+    size_bytes: int
+    reason: str
+    segment: int
+    space: Space | None = None
+    key: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckReport:
+    segments: int
+    batches: int
+    values: int
+    value_bytes: int
+    damage: tuple[Damage, ...]
+    left: tuple[Damage, ...] = ()  # of the damage, after a repair
+    unproven_values: int = 0  # stamped with a key that was not given: who wrote them was not checked
+
+    @property
+    def damaged_values(self) -> int:
+        return sum(damage.key is not None for damage in self.damage)
+
+    @property
+    def damaged_bytes(self) -> int:
+        return sum(damage.size_bytes for damage in self.damage)
+
+
+def check(
+    state: LogState,
+    on_progress: Callable[[int], None],
+    *,
+    only: Collection[int] | None = None,
+    key: StoreKey | None = None,
+) -> CheckReport:
+    """Reads everything that counts, or what is in some segments; `on_progress` hears of every value's bytes.
+
+    With a key, values that are stamped with it must have been written by somebody who has it.
+    Raises OSError when a file cannot be opened.
+    """
+    damage: list[Damage] = []
+    batches = 0
+    for segment in [one for one in state.segments.table.values() if only is None or one.id in only]:
+        try:
+            fd = state.disk.open(path_of(state.directory, segment.id), writable=False)
+        except FileNotFoundError:
+            continue  # written over by the process that has the log open
+        try:
+            gaps, seen = _gaps(state, segment, fd)
+            found = [*map(_header_damage, gaps), *_values(state, segment, fd, gaps, on_progress, key)]
+        finally:
+            state.disk.close(fd)
+        batches += seen
+        if state.disk.file_size(path_of(state.directory, segment.id)) is not None:
+            damage += found
+    columns, held = state.index.columns, state.index.columns.held()
+    lengths = columns.length[held]
+    return CheckReport(
+        segments=len(state.segments.table), batches=batches, values=len(lengths), value_bytes=int(lengths.sum()),
+        damage=tuple(damage), unproven_values=int(is_unproven(columns.stamp, key)[held].sum()),
+    )  # fmt: skip
+
+
+def lost_files(found: Recovered) -> list[Damage]:
+    """Whole files that a log should have: its saved index, the list of its segments, and those that these name."""
+    broken = [
+        Damage(file=file, offset=0, size_bytes=0, reason=reason, segment=_NO_SEGMENT)
+        for file, reason, is_broken in (
+            (snapshot.NAME, SNAPSHOT_BROKEN, found.snapshot_broken),
+            (segment_list.NAME, SEGMENT_LIST_BROKEN, found.segment_list is not None and not found.segment_list.usable),
+        )
+        if is_broken
+    ]
+    gone = [
+        Damage(file=name_of(info.id), offset=0, size_bytes=info.end, reason=FILE_GONE, segment=info.id) for info in found.gone
+    ]
+    return [*broken, *gone]
+
+
+def _gaps(state: LogState, segment: Segment, fd: int) -> tuple[list[Gap], int]:
+    """Places without a valid header before the end of what was written, and how many batches there are."""
+    seed, size = state.seed, state.budget.segment_bytes
+    gaps, batches = [], 0
+    there = state.disk.size(fd) // BLOCK_BYTES * BLOCK_BYTES
+    for item in scan(state.disk, fd, segment=segment.id, start=0, seed=seed, segment_bytes=size):
+        if isinstance(item, Batch):
+            batches += item.offset < segment.end
+            there = max(there, item.end)  # a file may have been cut off within a batch
+        elif item.offset < segment.end:
+            gaps.append(Gap(segment=segment.id, offset=item.offset, size=min(item.size, segment.end - item.offset)))
+    if there < segment.end:
+        gaps.append(Gap(segment=segment.id, offset=there, size=segment.end - there))
+    return gaps, batches
+
+
+def _header_damage(gap: Gap) -> Damage:
+    return Damage(
+        file=name_of(gap.segment), offset=gap.offset, size_bytes=gap.size, reason="no valid header", segment=gap.segment
+    )
+
+
+def _values(
+    state: LogState, segment: Segment, fd: int, gaps: list[Gap], on_progress: Callable[[int], None], store_key: StoreKey | None
+) -> Iterator[Damage]:
+    """The values of a segment that are not what they were, in the order they lie there."""
+    verify = verify_without_key if store_key is None else partial(verify_with, store_key)
+    columns, rows = state.index.columns, state.index.rows_in(segment.id)
+    rows = rows[np.argsort(columns.offset[rows], kind="stable")]
+    buffer = memoryview(bytearray(int(columns.length[rows].max()) if len(rows) else 0))
+    for row in rows.tolist():
+        offset, size = int(columns.offset[row]), int(columns.length[row])
+        space, key = state.index.space(int(columns.space[row])), columns.key[row].tobytes()
+        data = buffer[:size]
+        try:
+            whole = state.disk.read(fd, [data], offset) == size
+            reason = verify(space, key, data, columns.stamp[row].tobytes()).value if whole else CUT_OFF
+        except OSError:
+            reason = UNREADABLE
+        if reason == Verdict.INTACT.value and any(gap.offset <= offset < gap.offset + gap.size for gap in gaps):
+            reason = HEADER_DAMAGED  # served as long as the snapshot knows of it, and lost with it
+        if reason != Verdict.INTACT.value:
+            file = name_of(segment.id)
+            yield Damage(
+                file=file, offset=offset, size_bytes=size, reason=reason, segment=segment.id, space=space, key=key
+            )  # fmt: skip
+        on_progress(size)

@@ -1,0 +1,214 @@
+"""A directory -> everything the log knew when it ended, however it ended. Reads only; raises nothing for any bytes.
+
+The snapshot is taken where it verifies, and the log is read from its position on; without one, all of it. Every batch
+up to the highest `settled` of any header was safe on disk before that header was written, and is believed by its header.
+The few later ones may be torn: each is believed only if the batch before it is, and every value in it verifies. What is
+not believed was never acknowledged; it is revoked with the next write, so that it never is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from stepwell.store.keyed_seal import verify_without_key
+from stepwell.store.log.disk.files import Disk
+from stepwell.store.log.format import segment_list, snapshot
+from stepwell.store.log.format.batch import Batch, Kind
+from stepwell.store.log.format.scan import Gap, scan
+from stepwell.store.log.format.segment_list import NOTHING_YET, SegmentInfo, SegmentList, name_of, path_of
+from stepwell.store.log.format.segment_list import number_of as segment_number
+from stepwell.store.log.format.superblock import Superblock
+from stepwell.store.log.format.tombstones import revoked_by
+from stepwell.store.log.state.index import Index
+from stepwell.store.log.state.segments import Segment
+from stepwell.store.seal import Verdict
+
+_BYTES_OF_ROWS = 2  # at most, for a byte of segments: a row is hardly larger than the entry in a header that it is made of
+_MOST_AHEAD = 2**32  # how far the number of an empty segment may be from the ones before
+
+
+@dataclass(slots=True, kw_only=True)
+class Recovered:
+    """What was found. Batches after `believed` and before `next_seq` must be revoked before anything else is settled."""
+
+    index: Index = field(default_factory=Index)
+    revoked: list[range] = field(default_factory=list)  # numbers of batches that must not be believed
+    segments: list[Segment] = field(default_factory=list)
+    next_seq: int = 1
+    settled: int = 0
+    believed: int = 0
+    doubtful: set[int] = field(default_factory=set)  # segments with batches that are believed, but maybe not safe on disk yet
+    damage: list[Gap] = field(default_factory=list)  # unreadable, with batches that count behind
+    batches_read: int = 0
+    from_snapshot: bool = False
+    snapshot_broken: bool = False  # there is a file, but it cannot be used
+    last_number: int = 0  # the highest that any segment had, as far as anybody remembers
+    segment_list: SegmentList | None = None  # the list of segments; None when there is none
+    gone: list[SegmentInfo] = field(default_factory=list)  # segments that should be there
+    strays: list[str] = field(default_factory=list)  # files with numbers that no log reaches by itself
+
+
+@dataclass(slots=True)
+class _Found:
+    segment: Segment
+    size: int = 0
+    items: list[Batch | Gap] = field(default_factory=list)
+
+    @property
+    def holds_batches(self) -> bool:
+        return any(isinstance(item, Batch) for item in self.items)
+
+
+def recover(disk: Disk, directory: Path, block: Superblock, *, use_snapshot: bool = True) -> Recovered:
+    """Everything that counts in a directory. Raises OSError only where the disk itself does."""
+    most_bytes = _BYTES_OF_ROWS * len(disk.names(directory)) * block.segment_bytes
+    listed = segment_list.read(disk, directory, seed=block.seed, segment_bytes=block.segment_bytes)
+    content = snapshot.read(disk, directory, seed=block.seed, most_bytes=most_bytes) if use_snapshot else None
+    numbers = sorted(filter(None, map(segment_number, disk.names(directory))))  # later: what it names may have gone since
+    shot = snapshot.decode(content, seed=block.seed, segment_bytes=block.segment_bytes) if content else None
+    result = Recovered()
+    if shot is not None and not _load(result, shot, numbers):
+        result, shot = Recovered(), None
+    result.snapshot_broken = content is not None and shot is None
+    infos = {info.id: info for info in shot.segments} if shot is not None else {}
+    found = [_find(disk, directory, block, number, shot, infos.get(number)) for number in numbers]
+    found = [one for one in found if one.size >= 0]
+    remembered = [*([shot.last_number] if shot is not None else []), *([listed.last_number] if listed is not None else [])]
+    reached = max([0, *remembered, *(one.segment.id for one in found if one.holds_batches)])
+    result.strays = [name_of(one.segment.id) for one in found if one.segment.id > reached + _MOST_AHEAD]
+    found = [one for one in found if one.segment.id <= reached + _MOST_AHEAD]
+    result.last_number = max([reached, *(one.segment.id for one in found)])
+    batches = [item for one in found for item in one.items if isinstance(item, Batch)]
+    result.batches_read = len(batches)
+    nothing_since = not batches and infos.keys() >= set(numbers)
+    result.segment_list, result.gone = listed, _gone(shot, listed, set(numbers), nothing_since=nothing_since)
+    result.next_seq = max([result.next_seq, *(batch.seq + 1 for batch in batches)])
+    result.settled = max([result.settled, *(batch.settled for batch in batches)])
+    revoked = [*result.revoked, *(numbers for batch in batches for numbers in revoked_by(batch))]
+    result.believed = result.settled
+    by_number = {one.segment.id: one.segment for one in found}
+    for one in found:
+        _replay(disk, directory, result, one, revoked, by_number)
+        result.segments.append(one.segment)
+    for info in listed.segments if listed is not None else ():
+        if (segment := by_number.get(info.id)) is not None:  # as far as it was written, whatever is left of that
+            segment.end, segment.first_seq = max(segment.end, info.end), min(segment.first_seq, info.first_seq)
+    return result
+
+
+def _load(result: Recovered, shot: snapshot.Snapshot, numbers: list[int]) -> bool:
+    """Takes over a snapshot, without what lay in segments that are gone; False when it contradicts itself."""
+    there = np.isin(shot.columns["segment"], np.array(numbers, np.int64))
+    columns = shot.columns if there.all() else {name: column[there] for name, column in shot.columns.items()}
+    result.next_seq, result.settled, result.from_snapshot = shot.next_seq, shot.settled, True
+    result.revoked = list(shot.revoked)
+    return result.index.load(shot.spaces, columns, shot.tick)
+
+
+def _gone(
+    shot: snapshot.Snapshot | None, listed: SegmentList | None, there: set[int], *, nothing_since: bool
+) -> list[SegmentInfo]:
+    """Segments that are not there, but should be.
+
+    All that the list names. Of those a snapshot names, and that held something that counts, the ones that are newer than the
+    list; without a list all of them, as long as nothing was written since the snapshot, and so nothing was written over.
+    """
+    gone = {info.id: info for info in listed.segments if info.id not in there} if listed is not None else {}
+    if shot is not None and (nothing_since or (listed is not None and listed.usable)):
+        used, known = set(np.unique(shot.columns["segment"]).tolist()), listed.last_number if listed is not None else 0
+        missing = [info for info in shot.segments if info.id not in there and info.id > known]
+        gone |= {info.id: info for info in missing if info.id in used or info.tombstones}
+    return [gone[number] for number in sorted(gone)]
+
+
+def _find(
+    disk: Disk, directory: Path, block: Superblock, number: int, shot: snapshot.Snapshot | None, info: SegmentInfo | None
+) -> _Found:
+    """What one segment holds beyond the snapshot."""
+    start = 0
+    segment = Segment(id=number, first_seq=NOTHING_YET, end=0)
+    if info is not None:
+        segment = Segment(
+            id=number, first_seq=info.first_seq, end=info.end, last_seq=info.last_seq, stale=info.stale,
+            tombstones=info.tombstones, newest_tombstone=info.newest_tombstone,
+        )  # fmt: skip
+        start = info.end
+    one = _Found(segment)
+    if shot is not None and number < shot.segment:
+        return one  # nothing was written there since
+    try:
+        fd = disk.open(path_of(directory, number), writable=False)
+    except FileNotFoundError:
+        one.size = -1  # the store is open elsewhere, and wrote over it just now
+        return one
+    try:
+        one.size = disk.size(fd)
+        one.items = list(scan(disk, fd, segment=number, start=start, seed=block.seed, segment_bytes=block.segment_bytes))
+    finally:
+        disk.close(fd)
+    return one
+
+
+def _replay(
+    disk: Disk, directory: Path, result: Recovered, one: _Found, revoked: list[range], segments: Mapping[int, Segment]
+) -> None:
+    """Applies the batches of a segment that count. Segments come in order, so batches do."""
+    gap: Gap | None = None
+    for item in one.items:
+        if isinstance(item, Gap):
+            gap = item
+            continue
+        if any(item.seq in numbers for numbers in revoked):
+            continue
+        if item.seq > result.settled:
+            before = item.seq - 1
+            follows = before <= result.believed or any(before in numbers for numbers in revoked)
+            if not follows or not _whole(disk, directory, item):
+                continue
+            result.believed = item.seq
+            result.doubtful.add(item.segment)
+        if gap is not None:
+            result.damage.append(gap)
+            gap = None
+        _note_moves(result.index, item, segments)
+        for _ in result.index.apply(item):
+            pass
+        result.revoked += revoked_by(item)
+        one.segment.note(item)
+
+
+def _note_moves(index: Index, batch: Batch, segments: Mapping[int, Segment]) -> None:
+    """Values that a batch holds again were copied there: the bytes they had before stay where they are."""
+    known = index.rows_of(batch.space.digest) if batch.kind is Kind.PUT else {}
+    for key in known.keys() & batch.keys() if known else ():
+        segments[int(index.columns.segment[known[key]])].stale += 1
+
+
+def _whole(disk: Disk, directory: Path, batch: Batch) -> bool:
+    """Whether every value of a batch is what its stamp says. Reads all of them."""
+    if batch.kind is not Kind.PUT:
+        return True
+    try:
+        fd = disk.open(path_of(directory, batch.segment), writable=False)
+    except FileNotFoundError:
+        return False  # the store is open elsewhere, and wrote over it just now
+    try:
+        if batch.end > disk.size(fd):
+            return False
+        for entry in batch.entries:
+            data = memoryview(bytearray(int(entry["length"])))
+            got = disk.read(fd, [data], batch.offset + int(entry["offset"]))
+            if (
+                got < len(data)
+                or verify_without_key(batch.space, entry["key"].tobytes(), data, entry["stamp"].tobytes()) is not Verdict.INTACT
+            ):
+                return False
+        return True
+    except OSError:
+        return False
+    finally:
+        disk.close(fd)

@@ -1,0 +1,264 @@
+"""Where every value is, and when it was last used: keys to rows by space, bytes per space and per segment. No files, no locks.
+
+Reading or writing a value is a use of it and of all it stands on, so a value was never used later than its parent.
+Values are evicted in the order (used, deepest first): children before parents, manifests before members.
+
+A long prompt is read and written a piece at a time, and every piece is a use of everything before it. So what a piece
+stands on is only noted down, and walked to its start once, latest first, when somebody wants to know (`settle_uses`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from stepwell.store.api import NO_PARENT, Space
+from stepwell.store.log.format.batch import Batch, Kind, footprint, split
+from stepwell.store.log.format.snapshot import SHAPES
+from stepwell.store.log.state.columns import NO_SEGMENT, Columns, Rows
+
+DEPTH_BITS = 20  # deeper values count as equally deep
+_MAX_DEPTH = (1 << DEPTH_BITS) - 1
+_MOST_NOTES = 1 << 16  # walks put off
+_SLICE = 1 << 15  # values forgotten at once
+
+
+class Index:
+    """All values that can be served. Every method that changes something says what; callers bring the lock."""
+
+    def __init__(self) -> None:
+        self.columns = Columns()
+        self.tick = 1
+        self.spaces: list[Space | None] = []  # by number, None where it is free; the first of a digest names tenant and label
+        self.num_values = 0
+        self.live_bytes: dict[int, int] = {}  # segment -> bytes on disk of values that count
+        self.space_bytes: list[int] = []  # the same, by space
+        self._numbers: dict[bytes, int] = {}
+        self._free_numbers: list[int] = []
+        self._rows: list[dict[bytes, int]] = []
+        self._notes: list[tuple[int, bytes, bytes]] = []  # tick, space and key of a use that was not walked yet; ticks go up
+
+    # ---- questions --------------------------------------------------------------------------------
+
+    def rows_of(self, digest: bytes) -> dict[bytes, int]:
+        """Keys to rows of one space; empty for one never seen. For reading only."""
+        number = self._numbers.get(digest)
+        return {} if number is None else self._rows[number]
+
+    @property
+    def num_spaces(self) -> int:
+        """Those that hold something."""
+        return len(self._numbers)
+
+    def space(self, number: int) -> Space:
+        space = self.spaces[number]
+        assert space is not None, f"space {number} holds nothing"
+        return space
+
+    def space_of(self, digest: bytes) -> Space | None:
+        """A space as it was first seen; None when it holds nothing."""
+        number = self._numbers.get(digest)
+        return None if number is None else self.spaces[number]
+
+    def rows_in(self, segment: int) -> Rows:
+        return np.flatnonzero(self.columns.segment == segment)
+
+    def tenant_bytes(self, tenant: str) -> int:
+        return sum(size for space, size in zip(self.spaces, self.space_bytes, strict=True) if space and space.tenant == tenant)
+
+    # ---- orders -----------------------------------------------------------------------------------
+
+    def _number(self, space: Space) -> int:
+        """The number of a space, given to it now if it has none. It must hold something soon."""
+        number = self._numbers.get(space.digest)
+        if number is None:
+            if not self._free_numbers:
+                self._free_numbers.append(len(self.spaces))
+                self.spaces.append(None)
+                self.space_bytes.append(0)
+                self._rows.append({})
+            number = self._numbers[space.digest] = self._free_numbers.pop()
+            self.spaces[number] = space
+        return number
+
+    def _forget_if_empty(self, number: int) -> None:
+        """A space that holds nothing is no more: clients name as many as they like."""
+        space = self.spaces[number]
+        if space is not None and not self._rows[number]:
+            assert not self.space_bytes[number], f"space {number} holds nothing, counted {self.space_bytes[number]} bytes"
+            del self._numbers[space.digest]
+            self.spaces[number] = None
+            self._rows[number] = {}  # one that was large stays so
+            self._free_numbers.append(number)
+
+    def apply(self, batch: Batch) -> Iterator[None]:
+        """Does what a batch says, in one step or, a clear, in many. The same when it is written and when it is read."""
+        digest, as_of = batch.space.digest, batch.entries["as_of"]
+        if batch.kind is Kind.PUT:
+            self.put(batch, used=self.next_tick())
+            self.note_use(digest, set(split(batch.entries["parent"])).difference(split(batch.entries["key"])))
+        elif batch.kind is Kind.DELETE:
+            self.erase(digest, batch.keys(), as_of.tolist())
+        elif batch.kind is Kind.CLEAR:
+            yield from self.clear(digest, max(as_of.tolist(), default=0))
+
+    def next_tick(self) -> int:
+        self.tick += 1
+        return self.tick
+
+    def use(self, digest: bytes, keys: Sequence[bytes], rows: Rows) -> None:
+        """Marks the values of these keys, in these rows, and all they stand on, as used in this tick."""
+        self.columns.used[rows] = self.tick
+        self.note_use(digest, set(split(self.columns.parent[rows])).difference(keys))
+
+    def note_use(self, digest: bytes, keys: Iterable[bytes]) -> None:
+        """Values that may or may not be there, and all they stand on, count as used in this tick."""
+        self._notes += [(self.tick, digest, key) for key in keys]
+        if len(self._notes) > _MOST_NOTES:
+            self.settle_uses()
+
+    def settle_uses(self) -> None:
+        """Walks what was noted: `used` is as if every use had been walked when it happened."""
+        used, parent = self.columns.used, self.columns.parent
+        for tick, digest, key in reversed(self._notes):  # the latest first: the walks of earlier ones end where it was
+            known = self.rows_of(digest)
+            while (row := known.get(key)) is not None and used[row] < tick:
+                used[row] = tick
+                key = parent[row].tobytes()
+        self._notes.clear()
+
+    def put(self, batch: Batch, *, used: int) -> None:
+        """Takes in the values of a batch. One that is known already has moved here, and keeps its last use."""
+        number, columns, entries = self._number(batch.space), self.columns, batch.entries
+        known, keys = self._rows[number], batch.keys()
+        spare = columns.take(sum(key not in known for key in keys))
+        fresh = rows = np.array(spare, dtype=np.int64)
+        columns.used[fresh] = used
+        columns.space[fresh] = number
+        if len(fresh) < len(keys):
+            rows = np.array([known[key] if key in known else spare.pop() for key in keys], dtype=np.int64)
+            self._count(rows[columns.segment[rows] != NO_SEGMENT], -1)
+        columns.segment[rows] = batch.segment
+        columns.offset[rows] = entries["offset"].astype(np.int64) + batch.offset
+        columns.length[rows] = entries["length"]
+        columns.seq[rows] = batch.seq
+        columns.depth[rows] = np.minimum(entries["depth"], _MAX_DEPTH)
+        for name in ("key", "parent", "stamp"):
+            getattr(columns, name)[rows] = entries[name]
+        known.update(zip(keys, rows.tolist(), strict=True))
+        self.num_values += len(fresh)
+        size = int(footprint(columns.length[rows]).sum())  # all in one segment and one space: no need to sort them apart
+        self.live_bytes[batch.segment] = self.live_bytes.get(batch.segment, 0) + size
+        self.space_bytes[number] += size
+
+    def remove(self, rows: Rows) -> None:
+        """Forgets values."""
+        if not len(rows):
+            return
+        self.settle_uses()  # while there is still a way from those that were used to what they stand on
+        numbers = self.columns.space[rows]
+        for key, number in zip(split(self.columns.key[rows]), numbers.tolist(), strict=True):
+            del self._rows[number][key]
+        self._let_go(rows)
+        for number in np.unique(numbers).tolist():
+            self._forget_if_empty(number)
+
+    def _let_go(self, rows: Rows) -> None:
+        self._count(rows, -1)
+        self.num_values -= len(rows)
+        self.columns.give(rows)
+
+    def erase(self, digest: bytes, keys: list[bytes], as_of: list[int]) -> int:
+        """Forgets the values of these keys that were written before; returns how many there were."""
+        known = self.rows_of(digest)
+        there = [(known[key], before) for key, before in zip(keys, as_of, strict=True) if key in known]
+        rows, before = np.array(there, np.int64).reshape(-1, 2).T
+        rows = np.unique(rows[self.columns.seq[rows] < before])
+        self.remove(rows)
+        return len(rows)
+
+    def clear(self, digest: bytes, as_of: int) -> Iterator[None]:
+        """Forgets every value of a space that was written before, a slice at a time: the lock may be given back in between.
+
+        From the first slice on nobody finds any of them. Until the last one, no value may be written, and no segment reclaimed.
+        """
+        number = self._numbers.get(digest)
+        if number is None:
+            return
+        known, self._rows[number] = self._rows[number], {}
+        left = iter(known.values())
+        while len(rows := np.fromiter(islice(left, _SLICE), np.int64)):
+            later = self.columns.seq[rows] >= as_of
+            if later.any():
+                self._rows[number].update(zip(split(self.columns.key[rows[later]]), rows[later].tolist(), strict=True))
+            self._let_go(rows[~later])
+            yield
+        while known:  # its keys are given back to the machine bit by bit, too
+            deque(islice(iter(known.popitem, None), min(_SLICE, len(known))), maxlen=0)
+            yield
+        self._forget_if_empty(number)
+
+    def load(self, spaces: list[Space], columns: dict[str, npt.NDArray[Any]], tick: int) -> bool:
+        """Takes over the rows of a snapshot; whether no key came twice. Only for an index that holds nothing yet."""
+        self.columns.fill(columns)
+        self.tick, self.num_values = tick, self.columns.capacity
+        for space in spaces:
+            self._number(space)
+        order = np.argsort(self.columns.space, kind="stable")
+        cuts = np.searchsorted(self.columns.space[order], np.arange(len(spaces) + 1))
+        for number in range(len(spaces)):
+            rows = order[cuts[number] : cuts[number + 1]]
+            self._rows[number] = dict(zip(split(self.columns.key[rows]), rows.tolist(), strict=True))
+        self._count(np.arange(self.num_values), +1)
+        for number in range(len(spaces)):
+            self._forget_if_empty(number)
+        return sum(map(len, self._rows)) == self.num_values
+
+    def dump(self) -> tuple[list[Space], dict[str, npt.NDArray[Any]]]:
+        """The spaces that hold something and the rows of all values, as `load` takes them. Copies, so the index may change."""
+        self.settle_uses()
+        rows = self.columns.held()
+        columns = {name: getattr(self.columns, name)[rows] for name in SHAPES}
+        order = sorted(np.unique(columns["space"]).tolist(), key=lambda number: self.space(number).digest)
+        renumber = np.zeros(len(self.spaces), np.int32)
+        renumber[order] = np.arange(len(order))
+        columns["space"] = renumber[columns["space"]] if len(rows) else columns["space"]
+        return [self.space(number) for number in order], columns
+
+    def _count(self, rows: Rows, sign: int) -> None:
+        """Keeps the sums per segment and per space."""
+        if not len(rows):
+            return
+        sizes = footprint(self.columns.length[rows])
+        for column, sums in ((self.columns.segment, self.live_bytes), (self.columns.space, self.space_bytes)):
+            owners, inverse = np.unique(column[rows], return_inverse=True)
+            totals = np.bincount(inverse, weights=sizes).astype(np.int64)
+            for owner, total in zip(owners.tolist(), totals.tolist(), strict=True):
+                before = sums[owner] if isinstance(sums, list) else sums.get(owner, 0)
+                sums[owner] = before + sign * total
+
+    # ---- self-check -------------------------------------------------------------------------------
+
+    def audit(self) -> None:
+        """Asserts that the sums are the sums, and that nothing was used later than what it stands on."""
+        self.settle_uses()
+        columns, rows = self.columns, self.columns.held()
+        assert len(rows) == self.num_values == sum(map(len, self._rows)), f"{len(rows)=} {self.num_values=}"
+        sizes = footprint(columns.length[rows])
+        for segment, size in self.live_bytes.items():
+            held = int(sizes[columns.segment[rows] == segment].sum())
+            assert held == size, f"segment {segment} holds {held} bytes, counted {size}"
+        for number, size in enumerate(self.space_bytes):
+            held = int(sizes[columns.space[rows] == number].sum())
+            assert held == size, f"space {number} holds {held} bytes, counted {size}"
+            assert (self.spaces[number] is None) == (not self._rows[number]), f"space {number}: {len(self._rows[number])} values"
+            for key, row in self._rows[number].items():
+                assert columns.key[row].tobytes() == key and columns.space[row] == number, f"row {row} is another value's"
+                above = self._rows[number].get(columns.parent[row].tobytes())
+                if above is not None and columns.parent[row].tobytes() != NO_PARENT:
+                    assert columns.used[above] >= columns.used[row], f"row {row} was used later than its parent {above}"

@@ -1,0 +1,105 @@
+"""What the parts of one open log share. Holds; decides nothing.
+
+`lock` guards everything here. Bytes are moved without it: by the one writer whose turn it is (`writing/group_commit.py`), and by
+readers whose segments are pinned.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Condition
+
+from stepwell.base.errors import StoreError
+from stepwell.metrics.counters import Counters
+from stepwell.store.log.disk.files import Disk
+from stepwell.store.log.disk.locking import DirectoryLock
+from stepwell.store.log.format import snapshot
+from stepwell.store.log.format.segment_list import SegmentList
+from stepwell.store.log.state.budget import MIN_SEGMENTS, Budget
+from stepwell.store.log.state.index import Index
+from stepwell.store.log.state.segments import Segment, Segments
+from stepwell.store.log.state.stale import StaleValues
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IoMode:
+    """How bytes move on this disk, and how fast they did when it was tried; 0 for never tried."""
+
+    direct_writes: bool = False
+    direct_reads: bool = False
+    write_bytes_per_s: int = 0
+    read_bytes_per_s: int = 0
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class LogState:
+    disk: Disk
+    directory: Path
+    budget: Budget
+    seed: int
+    quotas: Mapping[str, int]
+    index: Index
+    revoked: list[range]  # numbers of batches that must not be believed
+    segments: Segments
+    next_seq: int  # of the next batch
+    settled: int  # batches up to here are safe on disk; those after it and before the next one failed, and are to be revoked
+    active: Segment | None = None
+    segment_list: SegmentList = field(default_factory=SegmentList)  # the list of segments in the directory
+    stale: StaleValues = field(default_factory=StaleValues)
+    io_mode: IoMode = field(default_factory=IoMode)
+    counters: Counters = field(default_factory=Counters)
+    directory_lock: DirectoryLock | None = None  # None: only looked at, or closed
+    closed: bool = False
+    process: int = field(default_factory=os.getpid)  # the only one that may use it: a fork of it has the same descriptors
+    lock: Condition = field(default_factory=Condition)  # notified when a pin is given back
+
+    def must_be_open(self) -> None:
+        """Raises StoreError once the log was closed, and in a fork of the process that opened it. Takes no lock."""
+        if os.getpid() != self.process:
+            raise StoreError(
+                f"the log store in {self.directory} belongs to process {self.process}, of which this is a fork; "
+                "open it after the fork, in one of the two"
+            )
+        if self.closed:
+            raise StoreError(f"the log store in {self.directory} was closed")
+
+    def must_be_ours(self) -> None:
+        """Raises StoreError when the directory was removed or replaced: what is written to its files is lost with them."""
+        if self.directory_lock is not None and not self.directory_lock.is_ours():
+            raise StoreError(
+                f"{self.directory} was removed or replaced while the log store in it was open; nothing more is stored: "
+                "put it back, or close the store and open it again"
+            )
+
+    def unlock(self) -> None:
+        """Lets go of the directory. A second time does nothing."""
+        lock, self.directory_lock = self.directory_lock, None
+        if lock is not None:
+            lock.close()
+
+    @property
+    def max_segments(self) -> int:
+        """Never below what the log can work with: when snapshots do not fit beside that, there are none."""
+        return max(MIN_SEGMENTS, self.budget.segments(self.next_snapshot_bytes))
+
+    @property
+    def next_snapshot_bytes(self) -> int:
+        """At most what a snapshot made now would take up."""
+        return snapshot.size_bytes(
+            values=self.index.num_values,
+            revoked=len(self.revoked),
+            spaces=self.index.num_spaces,
+            segments=len(self.segments.table),
+        )
+
+    def snapshot_bytes(self) -> int:
+        """What the snapshot in the directory takes up; 0 when there is none. Raises OSError."""
+        return self.disk.file_size(self.directory / snapshot.NAME) or 0
+
+    def drop_snapshot(self) -> None:
+        """The next opening reads the whole log instead, and does not know what was used last. Raises OSError."""
+        self.disk.unlink(self.directory / snapshot.NAME)
+        self.counters.add("snapshots_dropped")

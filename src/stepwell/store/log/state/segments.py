@@ -1,0 +1,212 @@
+"""The segment files: which exist, which are full, which may be written over, and their descriptors. Knows no values.
+
+    (created) -> ACTIVE -> SEALED -> FREE -> (renamed to the next number) ACTIVE ...
+
+Numbers only go up, so a file that is written over has another name, and nothing of its former life is believed. A segment
+that somebody wants to read is held: it is not written over. One that is being read is pinned: it is not closed either.
+A number is never given twice, also where its file was lost. Callers bring the lock.
+"""
+
+from __future__ import annotations
+
+import errno
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from stepwell.store.log.disk.files import Disk
+from stepwell.store.log.format.batch import Batch
+from stepwell.store.log.format.segment_list import NOTHING_YET, path_of
+from stepwell.store.log.format.tombstones import has_tombstones
+
+_FDS_OF_SEGMENT = 2
+
+
+class State(Enum):
+    ACTIVE = "being written"
+    SEALED = "full"
+    FREE = "may be written over"
+
+
+@dataclass(slots=True, eq=False)
+class Segment:
+    id: int
+    first_seq: int  # of its oldest batch
+    end: int  # where the next batch would go
+    last_seq: int = 0  # of its youngest batch
+    state: State = State.SEALED
+    stale: int = 0  # values in it that were evicted or moved, and would come back if it was read anew
+    tombstones: int = 0  # deletes, clears and revocations written in it
+    newest_tombstone: int = 0  # the latest `as_of` of those
+    pins: int = 0  # of those who hold it
+    readers: int = 0  # of those, who use its descriptors now
+    fd: int = -1  # -1: closed
+    direct_fd: int = -1  # -1: closed, or the file system has no direct transfers
+
+    def note(self, batch: Batch) -> None:
+        """Takes notice of a batch that was written to, or found at the end of, this segment."""
+        self.end, self.last_seq, self.first_seq = batch.end, max(self.last_seq, batch.seq), min(self.first_seq, batch.seq)
+        if has_tombstones(batch):
+            self.tombstones += len(batch.entries)
+            self.newest_tombstone = max(self.newest_tombstone, int(batch.entries["as_of"].max(initial=0)))
+
+
+class Segments:
+    """All segments of one directory, by number."""
+
+    def __init__(self, disk: Disk, directory: Path, segment_bytes: int, found: list[Segment], *, last_number: int = 0) -> None:
+        """`last_number` is the highest that was ever given, as far as anybody remembers."""
+        self.table = {segment.id: segment for segment in sorted(found, key=lambda segment: segment.id)}
+        self.direct = False  # whether descriptors for direct transfers are wanted
+        self.last_number = max(last_number, max(self.table, default=0))
+        self._disk, self._directory, self._segment_bytes = disk, directory, segment_bytes
+        self._most_open = disk.most_open() // _FDS_OF_SEGMENT
+        self._open: dict[int, Segment] = {}  # least recently used first
+
+    def free(self) -> list[Segment]:
+        return [segment for segment in self.table.values() if segment.state is State.FREE]
+
+    def sealed(self) -> list[Segment]:
+        return [segment for segment in self.table.values() if segment.state is State.SEALED]
+
+    def sound(self, segment: Segment) -> bool:
+        """Whether a file has its full length; what is too much is cut off, for the budget's sake. Raises OSError."""
+        path = path_of(self._directory, segment.id)
+        size = self._disk.file_size(path)
+        if size is not None and size > self._segment_bytes:
+            self.open(segment)
+            self._disk.allocate(segment.fd, self._segment_bytes)
+        return self._disk.file_size(path) == self._segment_bytes
+
+    def others(self, segment: Segment) -> list[Segment]:
+        """All that still have their bytes, free ones too."""
+        return [other for other in self.table.values() if other is not segment]
+
+    def oldest_elsewhere(self, segment: Segment) -> int:
+        """The first seq of any other segment."""
+        return min((other.first_seq for other in self.others(segment)), default=NOTHING_YET)
+
+    def create(self, first_seq: int) -> Segment:
+        """A new file, all of its bytes set aside. Raises OSError, and leaves nothing; what cannot be removed is free."""
+        segment = Segment(id=self._take_number(), first_seq=first_seq, end=0, state=State.ACTIVE)
+        path = path_of(self._directory, segment.id)
+        fd = self._disk.create(path)
+        try:
+            self._disk.allocate(fd, self._segment_bytes)
+            self._disk.sync_directory(self._directory)
+        except OSError:
+            self._disk.close(fd)
+            try:
+                self._disk.unlink(path)
+            except OSError:
+                self.table[segment.id] = Segment(id=segment.id, first_seq=NOTHING_YET, end=0, state=State.FREE)
+            raise
+        segment.fd = fd
+        self._open[segment.id] = self.table[segment.id] = segment
+        return segment
+
+    def reuse(self, segment: Segment, first_seq: int) -> Segment:
+        """Gives the file of a free segment to a new one. Its name is safe on disk before anything is written.
+
+        Raises OSError. A file that somebody removed is forgotten: the next try takes another.
+        """
+        assert segment.state is State.FREE and not segment.pins, f"segment {segment.id}: {segment.state} {segment.pins=}"
+        self.close(segment)
+        fresh = Segment(id=self._take_number(), first_seq=first_seq, end=0, state=State.ACTIVE)
+        try:
+            fd = self._disk.open(path_of(self._directory, segment.id))
+        except FileNotFoundError:
+            del self.table[segment.id]
+            raise
+        try:
+            self._disk.allocate(fd, self._segment_bytes)  # it may have come from a crash, or a damaged directory
+        finally:
+            self._disk.close(fd)
+        self._disk.rename(path_of(self._directory, segment.id), path_of(self._directory, fresh.id))
+        del self.table[segment.id]
+        self.table[fresh.id] = fresh
+        try:
+            self._disk.sync_directory(self._directory)
+        except OSError:  # a crash may still bring the old segment back: it is as old as it was, and free
+            fresh.state, fresh.stale = State.FREE, segment.stale  # its tombstones are elsewhere
+            fresh.first_seq, fresh.last_seq = segment.first_seq, segment.last_seq
+            raise
+        return fresh
+
+    def unlink(self, segment: Segment) -> None:
+        """Gives the bytes of a free segment back to the disk. Raises OSError."""
+        assert segment.state is State.FREE and not segment.pins, f"segment {segment.id}: {segment.state} {segment.pins=}"
+        self.close(segment)
+        with suppress(FileNotFoundError):  # somebody removed it already
+            self._disk.unlink(path_of(self._directory, segment.id))
+        del self.table[segment.id]
+        self._disk.sync_directory(self._directory)
+
+    def hold(self, number: int) -> Segment:
+        """A segment that will not be written over until it is released."""
+        segment = self.table[number]
+        segment.pins += 1
+        return segment
+
+    def release(self, segment: Segment) -> None:
+        assert segment.pins > segment.readers, f"segment {segment.id} is not held: {segment.pins=} {segment.readers=}"
+        segment.pins -= 1
+
+    def pin(self, number: int) -> Segment:
+        """Holds a segment and opens its descriptors, which stay open until it is unpinned. Raises OSError, and holds nothing."""
+        segment = self.table[number]
+        self.open(segment)
+        segment.pins += 1
+        segment.readers += 1
+        return segment
+
+    def unpin(self, segment: Segment) -> None:
+        assert segment.pins >= segment.readers > 0, f"segment {segment.id} is not pinned"
+        segment.pins -= 1
+        segment.readers -= 1
+        self._close_idle()
+
+    def open(self, segment: Segment) -> None:
+        """Opens its descriptors, if they are not; they may be closed again as soon as the lock is given back, unless pinned."""
+        if segment.fd < 0:
+            path = path_of(self._directory, segment.id)
+            segment.fd = self._disk.open(path)
+        if segment.direct_fd < 0 and self.direct:
+            segment.direct_fd = self._try_direct(segment)
+        self._open.pop(segment.id, None)
+        self._open[segment.id] = segment
+        self._close_idle(but=segment)
+
+    def close(self, segment: Segment) -> None:
+        self._open.pop(segment.id, None)
+        for fd in (segment.fd, segment.direct_fd):
+            if fd >= 0:
+                self._disk.close(fd)
+        segment.fd = segment.direct_fd = -1
+
+    def close_all(self) -> None:
+        for segment in list(self._open.values()):
+            self.close(segment)
+
+    def _close_idle(self, but: Segment | None = None) -> None:
+        """Closes those used longest ago, until there are no more open than may be."""
+        while len(self._open) > self._most_open:
+            idle = (s for s in self._open.values() if not s.readers and s.state is not State.ACTIVE and s is not but)
+            if (segment := next(idle, None)) is None:
+                return
+            self.close(segment)
+
+    def _take_number(self) -> int:
+        """Gone for good, whatever becomes of it: a number must never mean two files."""
+        self.last_number += 1
+        return self.last_number
+
+    def _try_direct(self, segment: Segment) -> int:
+        try:
+            return self._disk.open(path_of(self._directory, segment.id), direct=True)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self.direct = False
+            return -1

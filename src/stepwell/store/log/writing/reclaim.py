@@ -1,0 +1,282 @@
+"""Room for more: the next segment to write to, reclaimed from the old ones when there are no more. Only for the writer.
+
+    1. the active segment is full: the spare takes its place, a free one that nobody reads or a new file
+    2. until there is a spare again: reclaim a victim (`victim.py`), copying its live values to the active segment
+
+There is a spare before values use up the active segment, so there is room to copy to. A value used again outlives
+its segment; a value never used again goes with it. Tombstones that are still needed are copied too: those in the oldest
+segment never are, so it can always be reclaimed, however many tombstones there are.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+
+import numpy as np
+
+from stepwell.store.log.disk.files import BLOCK_BYTES
+from stepwell.store.log.format.batch import ENTRY_BYTES, Batch
+from stepwell.store.log.format.tombstones import TombstoneGroup
+from stepwell.store.log.state.budget import MIN_SEGMENTS
+from stepwell.store.log.state.columns import Rows
+from stepwell.store.log.state.log_state import LogState
+from stepwell.store.log.state.segments import Segment, State
+from stepwell.store.log.writing.appender import Appender
+from stepwell.store.log.writing.relocate import Relocation, Relocator, needed
+from stepwell.store.log.writing.saving import save_segment_list, tidy_segment_list
+from stepwell.store.log.writing.victim import NO_ROWS, Victim, choose_victim
+
+NO_ROOM_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
+_TRY_AGAIN_AFTER = 16  # segments, once the disk had no room for a new file
+_READERS_WAIT_S = 1.0  # how long a writer waits for readers that keep it from every segment
+
+
+class Reclaim:
+    """Keeps a spare segment."""
+
+    def __init__(self, state: LogState, appender: Appender) -> None:
+        self._state = state
+        self._relocator = Relocator(state, appender)
+        self._disk_full_at: int | None = None  # as many segments as there were when the disk had no room for another
+        self._patience = 0
+        self._read_last: tuple[Segment, list[Batch]] | None = None  # a segment and its tombstones: plans ask again and again
+        self._promised = 0  # segments that may exist, however many values and tombstones come before the active one is full
+        self._credit = MIN_SEGMENTS  # how often a segment may be reclaimed that frees little: in the long run as often as others
+
+    def next_segment(self) -> None:
+        """Makes a segment with room for any value the active one. Raises OSError (ENOSPC when there is none to be had)."""
+        state = self._state
+        if not self._activate():  # after a crash in the middle of reclaiming one, or the disk had no room for a new file
+            self._reclaim_one()
+            if not self._activate():
+                raise _no_room("every segment is being read")
+        while len(state.segments.table) > state.max_segments and self._shrink():  # more values need a larger snapshot
+            pass
+        self._promised = 0
+        self.keep_spare()
+        self._promised = len(state.segments.table) + self._may_grow()
+
+    def keep_spare(self) -> None:
+        """Reclaims segments until there is a spare, if that takes no waiting and there is room to copy to. Raises OSError."""
+        state = self._state
+        while self._relocator.room and not self._has_spare():
+            with state.lock:
+                candidates = [segment for segment in state.segments.sealed() if not segment.pins]
+            plan = self._plan(candidates)
+            if plan is None:
+                return
+            self._reclaim(*plan)
+
+    def prepare(self) -> None:
+        """After opening: what is empty is free, the budget holds, and there is a segment to write to if there is a spare.
+
+        Within its budget, a log evicts nothing by being opened. Raises OSError.
+        """
+        state = self._state
+        for segment in state.segments.sealed():
+            if not state.index.live_bytes.get(segment.id) and not self._has_needed(segment):
+                self._free(segment)
+        tidy_segment_list(state)
+        while len(state.segments.table) > state.max_segments and self._shrink():
+            pass
+        if state.budget.left_beside(len(state.segments.table), state.snapshot_bytes()) < 0:
+            state.drop_snapshot()
+        if state.active is None and self._has_spare():
+            try:
+                self._activate()
+            except OSError as error:
+                if error.errno not in NO_ROOM_ERRNOS:
+                    raise
+
+    def move(self, segment: Segment, rows: Rows) -> bool:
+        """Copies some of a segment to the active one. False, and nothing copied, when that one had to give way to another first:
+        what was to be moved may be elsewhere by then. Raises OSError."""
+        plan = self._relocator.plan(rows, [])
+        if plan.size_bytes > self._relocator.room:
+            self.next_segment()
+            return False
+        self._relocator.relocate(segment, plan)
+        return True
+
+    def evict(self, rows: Rows) -> None:
+        """Forgets values, without a trace on disk: they may come back if their segment is read anew."""
+        state, columns = self._state, self._state.index.columns
+        with state.lock:
+            for number in np.unique(columns.segment[rows]).tolist():
+                state.stale.add(state.segments.table[number], state.index, rows[columns.segment[rows] == number])
+            state.counters.add("dropped_values", len(rows))
+            state.counters.add("dropped_bytes", int(columns.length[rows].sum()))
+            state.index.remove(rows)
+
+    # ---- the segment to write to ------------------------------------------------------------------
+
+    def _has_spare(self) -> bool:
+        return self._may_grow() or bool(self._idle())
+
+    def _may_grow(self) -> bool:
+        """Whether the budget, and the disk as far as we know, have room for another file."""
+        budget, number, most = self._state.budget, len(self._state.segments.table), self._state.max_segments
+        if number < self._promised and budget.left_beside(self._promised) >= 0:
+            most = max(most, self._promised)
+        return number < (most if self._disk_full_at is None else min(most, self._disk_full_at))
+
+    def _idle(self) -> list[Segment]:
+        return [segment for segment in self._state.segments.free() if not segment.pins]
+
+    def _activate(self) -> bool:
+        """A free segment that nobody reads, else a new file; False when there is neither. Seals the one before.
+
+        A disk that was full is asked again now and then, while there still is a free segment.
+        """
+        state, before = self._state, self._state.active
+        if state.segments.table and self._has_spare():
+            save_segment_list(state)
+        with state.lock:
+            self._patience -= 1
+            idle, again = self._idle(), self._disk_full_at is not None and self._patience <= 0
+            fresh = None
+            if (again and len(state.segments.table) < state.max_segments) or (not idle and self._may_grow()):
+                fresh = self._create()
+            if fresh is None and idle:
+                self._forget(idle[0])
+                fresh = state.segments.reuse(idle[0], state.next_seq)
+            if fresh is None:
+                return False
+            if before is not None:
+                before.state = State.SEALED
+            state.active = fresh
+        return True
+
+    def _create(self) -> Segment | None:
+        """A new file, beside everything that is there and the next snapshot; None when the disk has no room for it."""
+        state = self._state
+        number, old = len(state.segments.table), state.snapshot_bytes()
+        if old and state.budget.left_beside(number + 1, old, state.next_snapshot_bytes) < 0:
+            state.drop_snapshot()
+        try:
+            fresh = state.segments.create(state.next_seq)
+        except OSError as error:
+            if error.errno not in NO_ROOM_ERRNOS:
+                raise
+            state.counters.add("disk_full")
+            if not number:
+                raise
+            self._disk_full_at, self._patience = number, _TRY_AGAIN_AFTER
+            return None
+        self._disk_full_at = None
+        return fresh
+
+    def _shrink(self) -> bool:
+        """One step towards a smaller directory: a file less, or a fresh segment to copy into. False when readers forbid it."""
+        state = self._state
+        if not self._idle():
+            self._reclaim_one()
+        idle = self._idle()
+        if not idle:
+            return False
+        if self._relocator.room < state.budget.relocate_bytes and len(state.segments.sealed()) > 1:
+            return self._activate()
+        save_segment_list(state)
+        with state.lock:
+            self._forget(idle[0])
+            state.segments.unlink(idle[0])
+        return True
+
+    def _forget(self, segment: Segment) -> None:
+        """The bytes of a segment are about to go, and all that was remembered because of them."""
+        self._state.stale.forget(segment.id)
+
+    # ---- reclaiming one ---------------------------------------------------------------------------
+
+    def _reclaim_one(self) -> None:
+        """Frees one segment, relocating what counts. Raises OSError (ENOSPC when readers forbid it, or there is none)."""
+        state = self._state
+        if not state.segments.sealed() and state.active is not None:  # the only one there is
+            state.active.state, state.active = State.SEALED, None
+        plan = self._plan(self._unread())
+        if plan is None:
+            raise _no_room("every segment that could be reclaimed is being read")
+        self._reclaim(*plan)
+
+    def _reclaim(self, victim: Victim, plan: Relocation) -> None:
+        state = self._state
+        segment, most = state.segments.table[victim.segment], len(state.segments.table)
+        self._credit = self._credit - 1 if plan.size_bytes > state.budget.relocate_bytes else min(self._credit + 1, most)
+        self.evict(victim.drop)
+        self._relocator.relocate(segment, plan)
+        self._free(segment)
+        self._read_last = None
+        with state.lock:  # those who found something in it before; nobody new will
+            state.lock.wait_for(lambda: not segment.pins, _READERS_WAIT_S)
+
+    def _plan(self, candidates: list[Segment]) -> tuple[Victim, Relocation] | None:
+        """What to reclaim, and what to relocate for that; None when no segment's tombstones would fit."""
+        state, room = self._state, min(self._state.budget.relocate_bytes, self._relocator.room)
+        oldest = min((segment.first_seq for segment in candidates), default=0)
+        sizes = {segment.id: self._tombstone_bytes(segment, exactly=segment.first_seq == oldest) for segment in candidates}
+        sizes = {number: size for number, size in sizes.items() if size <= room}
+        for_values = room
+        while sizes:
+            with state.lock:
+                victim = choose_victim(state.index, sizes, room=for_values, cold_bytes=state.budget.segment_bytes)
+            plan = self._relocator.plan(victim.keep, self._needed(state.segments.table[victim.segment]))
+            if plan.size_bytes <= room:
+                return self._without_loss(candidates) or (victim, plan) if len(victim.drop) else (victim, plan)
+            for_values -= max(plan.size_bytes - room, BLOCK_BYTES)  # headers take up room too
+            if not len(victim.keep):
+                del sizes[victim.segment]
+        return None
+
+    def _without_loss(self, candidates: list[Segment]) -> tuple[Victim, Relocation] | None:
+        """While values fill less than half of the segments, they must not make room for tombstones: the oldest, with all in it.
+
+        That frees little or nothing by itself, but tombstones in other segments come closer to being the oldest.
+        """
+        state, oldest = self._state, min(candidates, key=lambda segment: segment.first_seq)
+        half_full = 2 * sum(state.index.live_bytes.values()) > len(state.segments.table) * state.budget.segment_bytes
+        if half_full or self._credit <= 0:
+            return None
+        victim = Victim(segment=oldest.id, keep=state.index.rows_in(oldest.id), drop=NO_ROWS)
+        plan = self._relocator.plan(victim.keep, self._needed(oldest))
+        return (victim, plan) if plan.size_bytes <= self._relocator.room else None
+
+    def _tombstone_bytes(self, segment: Segment, *, exactly: bool) -> int:
+        """What the tombstones take up that must be relocated out of a segment; when not exactly, it may be less."""
+        count = 0 if exactly and not self._has_needed(segment) else segment.tombstones
+        return count * ENTRY_BYTES + BLOCK_BYTES * (count > 0)
+
+    def _has_needed(self, segment: Segment) -> bool:
+        """Whether a segment may have tombstones that must outlive it. Reads nothing."""
+        return bool(segment.tombstones) and segment.newest_tombstone > self._state.segments.oldest_elsewhere(segment)
+
+    def _needed(self, segment: Segment) -> list[TombstoneGroup]:
+        """The tombstones of a segment that must outlive it, read from there."""
+        state = self._state
+        if not self._has_needed(segment):
+            return []
+        if self._read_last is None or self._read_last[0] is not segment:
+            self._read_last = (segment, self._relocator.tombstones_in(segment))
+        return needed(self._read_last[1], state.segments.others(segment))
+
+    def _unread(self) -> list[Segment]:
+        """The full segments that nobody reads, waited for if there are none."""
+        state, deadline = self._state, time.monotonic() + _READERS_WAIT_S
+        with state.lock:
+            while True:
+                unread = [segment for segment in state.segments.sealed() if not segment.pins]
+                left = deadline - time.monotonic()
+                if unread or left <= 0 or not state.segments.sealed():
+                    return unread
+                state.lock.wait(left)
+
+    def _free(self, segment: Segment) -> None:
+        with self._state.lock:
+            left = self._state.index.live_bytes.pop(segment.id, 0)
+            assert not left, f"segment {segment.id} still holds {left} bytes"
+            segment.state = State.FREE
+
+
+def _no_room(why: str) -> OSError:
+    return OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {why}")

@@ -1,0 +1,131 @@
+"""Which segment to reclaim, and which of its values to evict for that. Reads the index; changes nothing.
+
+    a segment, by warmth    | cold ........ | ........ hot | tombstones |
+                            |-- evicted ----|--- must fit the room -----|
+                                            T  the warmest value that has to go
+
+Without a loss, if some segment fits as it is: the one with least in it. Otherwise the one whose T is coldest. Only its
+own values go, and what stands on them, wherever that lies: children before parents, and nobody else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from stepwell.store.log.format.batch import footprint
+from stepwell.store.log.state.columns import Columns, Rows
+from stepwell.store.log.state.index import DEPTH_BITS, Index
+
+NO_ROWS: Rows = np.zeros(0, np.int64)
+_COLD_PART = 4  # of all values at most are not worth copying
+_SPACE_MIX = np.uint64(0x9E3779B97F4A7C15)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Victim:
+    segment: int
+    keep: Rows  # of that segment, to be relocated
+    drop: Rows  # of any segment, to be evicted
+
+
+def choose_victim(index: Index, tombstone_bytes: Mapping[int, int], *, room: int, cold_bytes: int) -> Victim:
+    """The segment to reclaim, out of those given with the bytes of tombstones that must be relocated out of each.
+
+    What is among the coldest `cold_bytes` of all values is not worth copying once anything has to go.
+    """
+    sizes = {segment: index.live_bytes.get(segment, 0) + tombstones for segment, tombstones in tombstone_bytes.items()}
+    fitting = [segment for segment in sizes if sizes[segment] <= room]
+    if fitting:
+        least = min(fitting, key=lambda segment: (sizes[segment] + tombstone_bytes[segment], segment))  # tombstones only live on
+        return Victim(segment=least, keep=index.rows_in(least), drop=NO_ROWS)
+    index.settle_uses()
+    rows = index.columns.held()
+    within = rows[np.isin(index.columns.segment[rows], np.array(list(sizes), np.int64))]
+    if not len(within):
+        return Victim(segment=min(sizes), keep=NO_ROWS, drop=NO_ROWS)
+    segment, keep, drop = _coldest_cut(index.columns, within, tombstone_bytes, room)
+    worthless = _threshold(index.columns, rows, min(cold_bytes, sum(index.live_bytes.values()) // _COLD_PART))
+    cold = _ranks(index.columns, keep) <= worthless
+    keep, drop = keep[~cold], np.concatenate((drop, keep[cold]))
+    drop = _with_descendants(index.columns, rows, drop)
+    return Victim(segment=segment, keep=keep[~np.isin(keep, drop)], drop=drop)
+
+
+def coldest(index: Index, wanted_bytes: int, tenant: str) -> Rows:
+    """Values of a tenant that free at least so many bytes, in the order of eviction; all there are when that is less."""
+    index.settle_uses()
+    columns, rows = index.columns, index.columns.held()
+    theirs = np.array([space is not None and space.tenant == tenant for space in index.spaces], dtype=bool)
+    rows = rows[theirs[columns.space[rows]]]
+    ranks = _ranks(columns, rows)
+    count = min(len(rows), 256)
+    while True:
+        chosen = np.argpartition(ranks, count - 1)[:count] if count < len(rows) else np.arange(len(rows))
+        chosen = chosen[np.argsort(ranks[chosen], kind="stable")]
+        freed = np.cumsum(footprint(columns.length[rows[chosen]]))
+        enough = int(np.searchsorted(freed, wanted_bytes)) + 1
+        if enough <= count or count == len(rows):
+            found: Rows = rows[chosen[:enough]]
+            return found
+        count = min(len(rows), count * 4)
+
+
+def _ranks(columns: Columns, rows: Rows) -> npt.NDArray[np.int64]:
+    """The order of eviction: least recently used first, of those the deepest."""
+    return (columns.used[rows] << DEPTH_BITS) - columns.depth[rows]
+
+
+def _coldest_cut(columns: Columns, rows: Rows, tombstone_bytes: Mapping[int, int], room: int) -> tuple[int, Rows, Rows]:
+    """The segment whose warmest loss is coldest, with what of it may stay and what has to go."""
+    ranks = _ranks(columns, rows)
+    order = np.lexsort((-ranks, columns.segment[rows]))  # segment by segment, the warmest first
+    rows, ranks = rows[order], ranks[order]
+    segments, starts = np.unique(columns.segment[rows], return_index=True)
+    ends = np.append(starts[1:], len(rows))
+    sizes = footprint(columns.length[rows])
+    held = np.cumsum(sizes)
+    before = held[starts] - sizes[starts] - np.array([tombstone_bytes[segment] for segment in segments.tolist()], np.int64)
+    fits = held - np.repeat(before, ends - starts) <= room
+    cuts = np.minimum(starts + np.add.reduceat(fits, starts, dtype=np.int64), ends - 1)
+    best = int(np.argmin(ranks[cuts]))
+    return int(segments[best]), rows[starts[best] : cuts[best]], rows[cuts[best] : ends[best]]
+
+
+def _threshold(columns: Columns, rows: Rows, size_bytes: int) -> int:
+    """The rank up to which the coldest values make up so many bytes."""
+    ranks = _ranks(columns, rows)
+    order = np.argsort(ranks, kind="stable")
+    enough = int(np.searchsorted(np.cumsum(footprint(columns.length[rows[order]])), size_bytes))
+    return int(ranks[order[enough]]) - 1 if enough < len(rows) else int(ranks[order[-1]])
+
+
+def _with_descendants(columns: Columns, rows: Rows, chosen: Rows) -> Rows:
+    """The chosen values, and all that stand on them. None of those was used later, so only the colder ones are looked at.
+
+    Keys are told apart by eight of their bytes: two that share them cost a value that could have stayed.
+    """
+    if not len(chosen):
+        return chosen
+    rows = rows[_ranks(columns, rows) <= _ranks(columns, chosen).max()]
+    space = columns.space[rows].astype(np.uint64) * _SPACE_MIX
+    names, parents = _prints(columns.key[rows]) ^ space, _prints(columns.parent[rows])
+    order = np.argsort(names, kind="stable")
+    at = np.searchsorted(names[order], parents ^ space)
+    above = order[np.minimum(at, len(rows) - 1)]
+    none = (names[above] != parents ^ space) | (parents == 0)
+    above[none] = np.flatnonzero(none)  # who stands on nothing here stands on itself
+    lost = np.isin(rows, chosen)
+    for _ in range(int(columns.depth[rows].max()).bit_length() + 1):  # one step, two, four, ... towards the root
+        lost |= lost[above]
+        above = above[above]
+    found: Rows = rows[lost]
+    return found
+
+
+def _prints(keys: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64]:
+    prints: npt.NDArray[np.uint64] = np.ascontiguousarray(keys[:, :8]).view(np.uint64).reshape(-1)
+    return prints

@@ -350,7 +350,7 @@ def test_what_a_draft_guessed_is_counted() -> None:
         samples = _samples(http)
         assert details["accepted_prediction_tokens"] == samples["stepwell_draft_tokens_totalaccepted"] > 0
         assert details["rejected_prediction_tokens"] == samples["stepwell_draft_tokens_totalrejected"]
-        assert http.post("/cache/explain", json={"prompt": body["prompt"]}).json()["lacking"] == {}
+        assert http.post("/cache/explain", json={"prompt": body["prompt"]}).json()["missing_states"] == {}
 
 
 def _samples(http: httpx.Client) -> dict[str, float]:

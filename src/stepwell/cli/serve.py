@@ -89,7 +89,7 @@ def _configure_cache(parser: ArgumentParser) -> None:
         "--prefetch-policy", choices=prefetch, default="timeout", help="how long requests wait for the store (default: timeout)"
     )
     parser.add_argument(
-        "--checkpoint-rest",
+        "--checkpoint-delay",
         type=float,
         metavar="SECONDS",
         help="before a checkpoint is stored; what the next turn supersedes by then is not (default: 30; 0 for a shared store)",
@@ -168,7 +168,7 @@ def _engine_config(args: Namespace, environment: Mapping[str, str], principals: 
         host_memory=args.host_memory,
         store=args.store,
         store_options=options,
-        store_config=StoreConfig(prefetch=prefetch, checkpoint_delay_s=args.checkpoint_rest, key=key),
+        store_config=StoreConfig(prefetch=prefetch, checkpoint_delay_s=args.checkpoint_delay, key=key),
         write=WritePolicy(args.write_policy),
         limits=Limits(max_running=args.max_running, chunk_tokens=args.chunk_tokens),
     )

@@ -179,7 +179,7 @@ def _state(engine: Engine, served: Served, stores: Stores) -> dict[str, Any]:
         "max_context": engine.max_context,
         "requests": {"waiting": state.waiting, "active": state.active},
         "pending": state.pending,
-        "resting": state.deferred,
+        "deferred": state.deferred,
         "tiers": {
             tier.label: {"used_bytes": sizes.used_bytes, "available_bytes": sizes.available_bytes}
             for tier, sizes in state.tiers.items()
@@ -211,7 +211,7 @@ def _explained(engine: Engine, question: Question) -> dict[str, Any]:
         "at": found.at.isoformat(timespec="milliseconds") if found.at is not None else None,
         "seconds_ago": engine.clock.now() - found.at_s if found.at_s is not None else None,
         "detail": found.detail,
-        "lacking": dict(found.missing_states),
+        "missing_states": dict(found.missing_states),
     }
 
 

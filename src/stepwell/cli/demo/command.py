@@ -97,7 +97,7 @@ def _play(model: str, rounds: int, answer: int, directory: Path) -> tuple[list[R
     sizes = SIZES.get(model, SIZES[REAL])
     arguments = ["--model", model, "--name", "demo", "--store", f"log:{directory / 'store'}"]
     arguments += [*sizes, "--prefetch-policy", "wait_complete"]  # however busy the machine is: this is about where things are
-    arguments += ["--checkpoint-rest", "0"]  # every turn is asked again
+    arguments += ["--checkpoint-delay", "0"]  # every turn is asked again
     with watching(2 * rounds) as watch:
         watch.begin(FIRST, "starting a server; this takes a moment")
         with serving(arguments, directory / "first.log") as server:

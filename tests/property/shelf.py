@@ -148,8 +148,8 @@ def make_store_setup(choose: Choose, *, external: bool) -> StoreSetup:
         backup_age_s=choose((1e9, 60.0)),
         backup_bytes=choose((2**20, 1)),
     )
-    rest_s = choose((0.0, 3.0, 30.0))
-    config = StoreConfig(prefetch=prefetch, recompute_tokens_per_s=tokens_per_s, checkpoint_delay_s=rest_s)
+    delay_s = choose((0.0, 3.0, 30.0))
+    config = StoreConfig(prefetch=prefetch, recompute_tokens_per_s=tokens_per_s, checkpoint_delay_s=delay_s)
     return StoreSetup(
         cache=setup, sort=choose(tuple(FAULTS)), seed=choose(tuple(range(4))), eager=choose((True, False)), config=config,
         tuning=tuning,

@@ -55,7 +55,7 @@ class StoreConfig:
     prefetch_timeout_s: float = 30.0  # the longest that a request waits under TIMEOUT
     recompute_tokens_per_s: float | None = None  # how fast prompts are computed; measured where None
     checkpoint_delay_s: float | None = (
-        None  # before a checkpoint is stored; what is superseded by then is not. None: see `rest_s`
+        None  # before a checkpoint is stored; what is superseded by then is not. None: see `delay_s`
     )
     readers: int = 4  # threads of each rank
     writers: int = 1

@@ -379,9 +379,9 @@ def test_an_heir_that_is_refused_when_many_rest_costs_nothing() -> None:
     assert resumable(here) == 10
 
 
-def test_nothing_rests_before_a_store_that_others_read() -> None:
+def test_nothing_is_deferred_before_a_store_that_others_read() -> None:
     assert StoreConfig().delay_s(shared=False) == 30.0 and StoreConfig().delay_s(shared=True) == 0.0
-    assert StoreConfig(checkpoint_delay_s=5.0).rest_s(shared=True) == 5.0
+    assert StoreConfig(checkpoint_delay_s=5.0).delay_s(shared=True) == 5.0
 
 
 def test_what_rests_is_worth_more_on_the_host() -> None:

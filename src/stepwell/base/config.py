@@ -25,6 +25,18 @@ class WritePolicy(Enum):
     SELECTIVE = "selective"  # when it is used a second time
     BACK = "back"  # when the device needs its room
 
+    @property
+    def saves_on_commit(self) -> bool:
+        return self is WritePolicy.THROUGH
+
+    def saves_on_use(self, uses: int) -> bool:
+        """Whether the `uses`-th use of something cached is reason to save it."""
+        return self is WritePolicy.THROUGH or (self is WritePolicy.SELECTIVE and uses >= 2)
+
+    @property
+    def saves_on_eviction(self) -> bool:
+        return self is WritePolicy.BACK
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementConfig:

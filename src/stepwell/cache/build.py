@@ -21,7 +21,6 @@ from stepwell.metrics.counters import Counters
 from stepwell.policy.placement import PlacementRules, rules_for
 from stepwell.policy.reuse_model import ReuseModel
 from stepwell.policy.value import Expected, ValuePolicy
-from stepwell.policy.write import save_on_eviction
 from stepwell.store_tier.tier import StoreTier
 from stepwell.tiers.copies import CopyJobs
 from stepwell.tiers.expiry import note_split
@@ -112,7 +111,7 @@ def build_cache(
         copy_timeout_s=tuning.copy_timeout_s,
         on_checkpoint=tuning.on_checkpoint,
         reuse=reuse if tuning.eviction is None else None,
-        write_back=write_back if save_on_eviction(config.write) else None,
+        write_back=write_back if config.write.saves_on_eviction else None,
     )
     tree.on_split.append(partial(note_split, core))
     namespace = Namespace(model=model or spec.name, layout=spec.fingerprint)

@@ -30,7 +30,6 @@ from stepwell.cache.report import Stats, StepReport, tier_stats
 from stepwell.cache.store import StoreControl
 from stepwell.memory.arena import DEAD, FILLING
 from stepwell.metrics.counters import Counters
-from stepwell.policy.write import save_on_commit
 from stepwell.store_tier.ticket import Ticket
 from stepwell.store_tier.tier import StoreTier
 from stepwell.tiers import external, publish, restore
@@ -279,7 +278,7 @@ class Cache:
             raise LeaseError(f"lease #{lease.id} was given back already, or belongs to another cache")
         del self._leases[lease.id]
         core, nearest = self._core, self._core.nearest
-        if lease.trail is not None and lease.trail.node is not None and save_on_commit(core.config.write):
+        if lease.trail is not None and lease.trail.node is not None and core.config.write.saves_on_commit:
             save_path(core, lease.trail.node)
         if lease.state is not LeaseState.FAILED:
             for name in ("device", "host", "store", "computed"):

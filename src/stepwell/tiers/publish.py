@@ -15,7 +15,6 @@ from stepwell.base.errors import LeaseError, NoRoom
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.plan import NO_PAGES, Copy, PageIds, Purpose, Span
 from stepwell.policy.placement import is_milestone, next_decode_stop
-from stepwell.policy.write import save_on_commit
 from stepwell.tiers.eviction import allocate
 from stepwell.tiers.expiry import note_expiry
 from stepwell.tiers.lease import Lease
@@ -67,7 +66,7 @@ def commit(core: CacheState, lease: Lease, upto: int, *, checkpoint: bool, last:
             _follow_trail(core, lease, made)
             if core.on_checkpoint is not None:
                 core.on_checkpoint(core, made)
-        if save_on_commit(core.config.write) and lease.trail is None:
+        if core.config.write.saves_on_commit and lease.trail is None:
             save_path(core, node)
     elif len(fork):
         core.refs.release(Tier.DEVICE, Kind.POINT, fork)

@@ -16,7 +16,6 @@ from stepwell.base.plan import NO_PAGES, Copy, PageIds, Purpose, Span
 from stepwell.memory.arena import FILLING, READY
 from stepwell.policy.fetching import Flags
 from stepwell.policy.placement import prompt_stops
-from stepwell.policy.write import save_on_use
 from stepwell.tiers.eviction import allocate
 from stepwell.tiers.expiry import note_expiry
 from stepwell.tiers.lease import Lease, RequestOptions, Sources
@@ -232,7 +231,7 @@ def _note_use(core: CacheState, match: Match, lease: Lease) -> None:
         match.checkpoint.uses += 1
     deepest = core.tree.touch(match.path, upto, use)
     note_expiry(core, deepest)
-    if save_on_use(core.config.write, deepest.hits):
+    if core.config.write.saves_on_use(deepest.hits):
         save_path(core, deepest)
         if core.below is not None:
             core.below.offer(deepest)

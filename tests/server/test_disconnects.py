@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from server.serving import CONTEXT, NAME, Running, running
-from waiting import PATIENCE_S
+from waiting import PATIENCE_S, wait_until
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 LONG = {"model": NAME, "prompt": "Go on and on.", "max_tokens": CONTEXT - 100, "ignore_eos": True}
@@ -122,7 +122,7 @@ def test_answers_that_take_longer_than_the_drain_are_ended_with_the_reason(strea
         asked = threads.submit(http.post, "/v1/completions", json=LONG | {"stream": stream})
         made.settle(lambda engine: engine.num_open == 1)
         made.server.stop()
-        made.settle(lambda engine: engine.num_open == 0)  # aborted while it could not go on
+        wait_until(lambda: made.engine.num_open == 0)  # aborted while it could not go on; the engine may have stopped by now
         held.let_go()
         assert "the server is stopping" in asked.result(30).text and asked.result().status_code == (200 if stream else 503)
 
@@ -133,7 +133,7 @@ def test_a_second_call_to_stop_does_not_wait() -> None:
         made.settle(lambda engine: engine.num_open == 1)
         made.server.stop()
         made.server.stop()
-        made.settle(lambda engine: engine.num_open == 0)
+        wait_until(lambda: made.engine.num_open == 0)
         held.let_go()
         assert "the server is stopping" in asked.result(30).text
 

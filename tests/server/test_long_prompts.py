@@ -103,16 +103,24 @@ def patience_s(watched: Watched, slowness: float) -> float:
     return max(2 * PROBE_S * slowness if slowness > 1.5 else PROBE_S, watched.took_s / 2)
 
 
+def undisturbed(served: Running, path: str, body: bytes) -> Watched:
+    """Watches until no probe took longer than it may, three times at most: something else may take the machine for a moment."""
+    for _ in range(3):
+        before, watched, after = slowness(), watch(served, path, body), slowness()
+        if watched.slowest_probe_s < patience_s(watched, max(before, after)):
+            return watched
+    raise AssertionError(watched)
+
+
 @pytest.mark.parametrize("path", [COMPLETIONS, CHATS])
 def test_others_go_on_while_a_long_prompt_is_tokenized(roomy: Running, path: str) -> None:
     text = "all the way down " * 60_000  # a million tokens: a second of tokenizing, or more
     prompt = {"prompt": text} if path == COMPLETIONS else {"messages": [{"role": "user", "content": text}]}
     body = json.dumps({"model": NAME, "max_tokens": ROOM // 2} | prompt).encode()
-    before, watched, after = slowness(), watch(roomy, path, body), slowness()
+    watched = undisturbed(roomy, path, body)
     error = watched.response.json()["error"]
     assert (watched.response.status_code, error["code"]) == (400, "context_length_exceeded")
     assert "1020" in error["message"], "it was refused by its tokens"
-    assert watched.slowest_probe_s < patience_s(watched, max(before, after)), watched
     assert watched.probes > 3 and watched.streamed > 3, watched
 
 
@@ -133,7 +141,6 @@ def test_thirty_megabytes_are_refused_and_disturb_nobody(
     served: Running, path: str, begin: bytes, piece: bytes, end: bytes
 ) -> None:
     body = begin + piece * (30_000_000 // len(piece)) + end
-    before, watched, after = slowness(), watch(served, path, body), slowness()
+    watched = undisturbed(served, path, body)
     assert watched.response.status_code == 400 and watched.response.json()["error"]["message"]
     assert len(watched.response.content) < 5000
-    assert watched.slowest_probe_s < patience_s(watched, max(before, after)), watched

@@ -16,7 +16,7 @@ from stepwell.base.spec import ModelSpec
 from stepwell.engine.loading.weights import HeldTensors
 from stepwell.engine.models.base import Decoder
 from stepwell.engine.models.registry import build_model
-from stepwell.engine.passes.batch import Batch, Segment
+from stepwell.engine.passes.batch import Batch, RequestRows
 from stepwell.engine.passes.open_groups import OpenGroups
 from stepwell.engine.passes.pages import DevicePages
 
@@ -49,8 +49,8 @@ class Held:
         self.slot = memory.open_groups.take() if memory.open_groups.needed else None
         self.position = self.resume = 0
 
-    def segment(self, tokens: Sequence[int]) -> Segment:
-        made = Segment(
+    def segment(self, tokens: Sequence[int]) -> RequestRows:
+        made = RequestRows(
             tokens=list(tokens),
             position=self.position,
             prefix_pages=self.prefix,
@@ -77,7 +77,7 @@ class Memory:
         order = np.random.default_rng(1).permutation(count).astype(np.int32)
         self._free = {kind: list(order) for kind in kinds}
 
-    def batch(self, segments: Sequence[Segment], **more: Any) -> Batch:
+    def batch(self, segments: Sequence[RequestRows], **more: Any) -> Batch:
         return Batch(segments, self.pages, device="cpu", open_groups=self.open_groups, **more)
 
     def take(self, kind: Kind, count: int) -> np.ndarray:
@@ -122,7 +122,7 @@ class Pair:
             at += size
         return torch.cat(parts)
 
-    def forward(self, memory: Memory, segments: Sequence[Segment], *, every_token: bool = False) -> torch.Tensor:
+    def forward(self, memory: Memory, segments: Sequence[RequestRows], *, every_token: bool = False) -> torch.Tensor:
         return self.model.forward(memory.batch(segments, every_token=every_token, dtype=self.model.dtype))
 
     def ragged(self, prompts: Sequence[Sequence[int]], steps: int) -> tuple[list[list[int]], list[torch.Tensor]]:

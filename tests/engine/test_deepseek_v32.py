@@ -17,7 +17,7 @@ from stepwell.engine.loading.weights import HeldTensors
 from stepwell.engine.models import indexer
 from stepwell.engine.models.registry import build_model
 from stepwell.engine.ops.selection import Selection, attend_selected, best, select
-from stepwell.engine.passes.batch import Batch, Paging, Segment
+from stepwell.engine.passes.batch import Batch, Paging, RequestRows
 from stepwell.engine.passes.rows import PLAIN, Rows
 
 transformers = pytest.importorskip("transformers")
@@ -187,7 +187,7 @@ class Scene:
         self.asked_NHC = torch.randn((num_tokens, 4, self.CHANNELS), generator=generator)
 
     @staticmethod
-    def _segment(memory: Memory, position: int, length: int) -> Segment:
+    def _segment(memory: Memory, position: int, length: int) -> RequestRows:
         held = Held(memory, position + length)
         held.position = position
         return held.segment([1] * length)
@@ -200,7 +200,7 @@ class Scene:
         rows = kind(kept, PLAIN, torch.float32)
         return attend_selected(self.asked_NHC, rows, self.paging, self.select(), scale=0.3, **more)
 
-    def picked_one_by_one(self) -> list[tuple[Segment, list[int]]]:
+    def picked_one_by_one(self) -> list[tuple[RequestRows, list[int]]]:
         """Where each token looks, by sorting everything it may look at."""
         made, at = [], 0
         for segment in self.segments:

@@ -10,7 +10,7 @@ from engine.drafted import OWN, engine_for, target, tensors_of
 from engine.small import prompt
 from stepwell.base.ids import Kind
 from stepwell.engine.drafts.own_layer import OwnLayerDraft
-from stepwell.engine.passes.batch import Batch, Segment
+from stepwell.engine.passes.batch import Batch, RequestRows
 from stepwell.engine.passes.pages import DevicePages
 
 pytest.importorskip("transformers")
@@ -104,7 +104,7 @@ def test_the_layer_computes_what_plain_torch_does(sizes: list[int]) -> None:
     pages.clear(Kind.PREFIX, [5])  # the row of token 0
     at, found = 1, []
     for size in sizes:
-        segment = Segment(tokens=tokens[at : at + size], position=at, prefix_pages=ids)
+        segment = RequestRows(tokens=tokens[at : at + size], position=at, prefix_pages=ids)
         batch = Batch([segment], pages, device="cpu", every_token=True, first_seen=1)
         found.append(layer(batch, hidden_NC[at - 1 : at - 1 + size]))
         at += size

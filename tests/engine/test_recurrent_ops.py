@@ -12,7 +12,7 @@ from stepwell.base.spec import ModelSpec
 from stepwell.base.spec.model import StateSpec
 from stepwell.base.spec.shapes import Point
 from stepwell.engine.ops.recurrent import CHUNK_TOKENS, Points, convolve, convolve_run, gated_norm, recur, scan, step
-from stepwell.engine.passes.batch import Batch, Segment
+from stepwell.engine.passes.batch import Batch, RequestRows
 from stepwell.engine.passes.pages import DevicePages
 
 LENGTHS = [1, 2, 63, 64, 65, 128, 150, 192]
@@ -212,7 +212,7 @@ def memory(ssm: str = "fp32", *, garbage: int = 255) -> DevicePages:
 def points(pages: DevicePages, *segments: tuple[int, int, int]) -> Points:
     """Of segments given as page, position and length."""
     made = [
-        Segment(tokens=[0] * length, position=position, prefix_pages=torch.empty(0).numpy(), point_page=page)
+        RequestRows(tokens=[0] * length, position=position, prefix_pages=torch.empty(0).numpy(), point_page=page)
         for page, position, length in segments
     ]
     return Points.of(Batch(made, pages, device="cpu"))

@@ -12,7 +12,7 @@ import torch
 from stepwell.base.ids import LeaseId
 from stepwell.engine.graphs import Graphs
 from stepwell.engine.models.base import Decoder
-from stepwell.engine.passes.batch import Batch, Segment
+from stepwell.engine.passes.batch import Batch, RequestRows
 from stepwell.engine.passes.open_groups import OpenGroups
 from stepwell.engine.passes.pages import DevicePages
 from stepwell.engine.request import Chunk
@@ -69,10 +69,10 @@ class Slots:
                 self.open_groups.give_back(slot)
 
 
-def _segment(chunk: Chunk, slots: Slots) -> Segment:
+def _segment(chunk: Chunk, slots: Slots) -> RequestRows:
     request, lease = chunk.request, chunk.request.lease
     assert lease is not None and lease.ready, f"{request} was planned without its bytes"
-    return Segment(
+    return RequestRows(
         tokens=[*request.tokens[lease.position : chunk.end], *chunk.proposed],
         position=lease.position,
         prefix_pages=lease.prefix_pages,

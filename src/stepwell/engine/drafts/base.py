@@ -15,7 +15,7 @@ import torch
 from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Kind
 from stepwell.base.spec import ModelSpec, Point, StateSpec
-from stepwell.engine.passes.batch import Segment
+from stepwell.engine.passes.batch import RequestRows
 from stepwell.engine.request import Chunk, Request
 from stepwell.tiers.lease import Lease
 
@@ -57,7 +57,7 @@ def lease_of(request: Request) -> Lease:
     return request.lease
 
 
-def segment_of(chunk: Chunk, tokens: Sequence[int], *, position: int, num_logits: int) -> Segment:
+def segment_of(chunk: Chunk, tokens: Sequence[int], *, position: int, num_logits: int) -> RequestRows:
     """Some tokens of a chunk's request; prefix pages alone, for drafts have no others."""
     pages = lease_of(chunk.request).prefix_pages
-    return Segment(tokens=tokens, position=position, prefix_pages=pages, num_logits=num_logits)
+    return RequestRows(tokens=tokens, position=position, prefix_pages=pages, num_logits=num_logits)

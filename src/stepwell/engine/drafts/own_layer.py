@@ -22,7 +22,7 @@ from stepwell.engine.drafts.base import LoadedDraft, lease_of, segment_of
 from stepwell.engine.loading.weights import TensorSource
 from stepwell.engine.models.base import Decoder
 from stepwell.engine.models.mtp import MtpLayer, load_mtp
-from stepwell.engine.passes.batch import Batch, Segment
+from stepwell.engine.passes.batch import Batch, RequestRows
 from stepwell.engine.passes.pages import DevicePages
 from stepwell.engine.request import Chunk
 from stepwell.tiers.lease import Lease
@@ -93,10 +93,10 @@ class OwnLayerDraft:
 
     # ---- inside -----------------------------------------------------------------------------------
 
-    def _batch(self, segments: Sequence[Segment]) -> Batch:
+    def _batch(self, segments: Sequence[RequestRows]) -> Batch:
         return Batch(segments, self._pages, device=self._layer.device, dtype=self._layer.dtype, first_seen=1)
 
-    def _piece(self, chunk: Chunk, hidden_NC: torch.Tensor) -> tuple[Segment, torch.Tensor]:
+    def _piece(self, chunk: Chunk, hidden_NC: torch.Tensor) -> tuple[RequestRows, torch.Tensor]:
         """A chunk's tokens, without token 0, and the hidden states of the tokens before each."""
         position = chunk.request.position
         tokens = [*chunk.request.tokens[position : chunk.end], *chunk.proposed]

@@ -15,7 +15,7 @@ from stepwell.base.errors import ConfigError
 from stepwell.base.spec import Prefix
 from stepwell.engine.drafts.base import DRAFT, LoadedDraft, segment_of
 from stepwell.engine.models.base import Decoder
-from stepwell.engine.passes.batch import Batch, Segment
+from stepwell.engine.passes.batch import Batch, RequestRows
 from stepwell.engine.passes.pages import DevicePages
 from stepwell.engine.request import Chunk
 
@@ -82,5 +82,5 @@ class SeparateDraft:
         if segments:
             self._forward(segments)
 
-    def _forward(self, segments: Sequence[Segment]) -> torch.Tensor:
+    def _forward(self, segments: Sequence[RequestRows]) -> torch.Tensor:
         return self._model.forward(Batch(segments, self._pages, device=self._model.device, dtype=self._model.dtype))

@@ -27,7 +27,7 @@ PADDING_PAGES = 64  # that nobody minds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Segment:
+class RequestRows:
     """One request's part of a pass: tokens `[position, position + len(tokens))`, and the pages of its lease."""
 
     tokens: Sequence[int] | npt.NDArray[np.int32]
@@ -86,7 +86,7 @@ class Batch:
     """Segments as tensors on one device. Singles must come before runs."""
 
     def __init__(
-        self, segments: Sequence[Segment], pages: DevicePages, *, device: str | torch.device, every_token: bool = False,
+        self, segments: Sequence[RequestRows], pages: DevicePages, *, device: str | torch.device, every_token: bool = False,
         dtype: torch.dtype = torch.float32, first_seen: int = 0, open_groups: OpenGroups | None = None,
     ) -> None:  # fmt: skip
         """`dtype` is what the model computes in; masks are added to its scores. No token looks at those before `first_seen`."""
@@ -165,7 +165,7 @@ class Batch:
 
     # ---- inside -----------------------------------------------------------------------------------
 
-    def _with_open_groups(self) -> list[tuple[Segment, int, int]]:
+    def _with_open_groups(self) -> list[tuple[RequestRows, int, int]]:
         """Segments that may have some, with their slots and their point pages."""
         return [(s, s.slot, s.point_page) for s in self.segments if s.slot is not None and s.point_page is not None]
 
@@ -192,7 +192,7 @@ class Batch:
         return _alike(spans[: self.num_singles])
 
     @staticmethod
-    def _span(segment: Segment, window: int | None, size: int) -> tuple[int, PageIds]:
+    def _span(segment: RequestRows, window: int | None, size: int) -> tuple[int, PageIds]:
         """The first token of the pages a segment looks at, and those pages."""
         stop = -(-segment.end // size)
         if window is None:
@@ -249,13 +249,13 @@ def _alike(spans: Sequence[tuple[int, PageIds]]) -> Iterator[range]:
             start = at
 
 
-def _begun(pages: PageIds, segment: Segment, size: int, first: int, each: bool) -> list[int]:
+def _begun(pages: PageIds, segment: RequestRows, size: int, first: int, each: bool) -> list[int]:
     """The pages that a segment begins and does not fill, or `each` one it begins. `pages` are those from index `first` on."""
     begun = range(-(-segment.position // size), -(-segment.end // size))
     return [int(pages[at - first]) for at in begun if (each or at >= segment.end // size) and at - first < len(pages)]
 
 
-def _slots(segment: Segment, size: int, window: int | None) -> tuple[PageIds, npt.NDArray[np.int64]]:
+def _slots(segment: RequestRows, size: int, window: int | None) -> tuple[PageIds, npt.NDArray[np.int64]]:
     """Page and row of each of a segment's tokens."""
     index, row = np.divmod(np.arange(segment.position, segment.end), size)
     return (segment.prefix_pages[index] if window is None else segment.window_pages[index - segment.first_window]), row

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 
 from stepwell.base.plan import PageIds
-from stepwell.engine.passes.batch import Batch, Paging, Segment
+from stepwell.engine.passes.batch import Batch, Paging, RequestRows
 
 Indices = npt.NDArray[np.int64]
 
@@ -106,7 +106,7 @@ class _Maker:
         self._before: list[int] = []
         self._segments: list[tuple[int, int, bool]] = []  # last group, point page, whether it starts with group 0
 
-    def add(self, segment: Segment, start: int) -> None:
+    def add(self, segment: RequestRows, start: int) -> None:
         ratio, count = self._ratio, len(self._before)
         entry = np.arange(segment.position // ratio, segment.end // ratio)
         to_row = start - segment.position
@@ -156,7 +156,7 @@ class _Maker:
             seen=seen,
         )
 
-    def _with_entries(self, segment: Segment) -> PageIds:
+    def _with_entries(self, segment: RequestRows) -> PageIds:
         """The pages of a segment that hold entries of groups it has closed."""
         count = -(-(segment.end // self._ratio) // self._rows)
         return segment.prefix_pages[self._step - 1 : count * self._step : self._step]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from stepwell.store.api import NO_PARENT, Space
-from stepwell.store.log.format.batch import ENTRY, Batch, Kind
+from stepwell.store.log.format.batch import ENTRY, Batch, BatchKind
 from stepwell.store.log.state.index import Index
 
 SPACE = Space(digest=bytes([7]) * 32)
@@ -23,7 +23,7 @@ def put(index: Index, number: int, parent: int | None) -> None:
     entries["length"] = 5000
     tick = index.next_tick()
     batch = Batch(
-        kind=Kind.PUT, segment=1, offset=0, header_bytes=4096, total_bytes=12288, seq=tick, settled=0, space=SPACE,
+        kind=BatchKind.PUT, segment=1, offset=0, header_bytes=4096, total_bytes=12288, seq=tick, settled=0, space=SPACE,
         entries=entries,
     )  # fmt: skip
     index.put(batch, used=tick)

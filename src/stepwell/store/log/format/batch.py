@@ -49,7 +49,7 @@ Entries = npt.NDArray[Any]  # of ENTRY
 assert _FIXED.size <= _ENTRIES_AT and ENTRY_BYTES == 160
 
 
-class Kind(IntEnum):
+class BatchKind(IntEnum):
     PUT = 1
     DELETE = 2
     CLEAR = 3
@@ -61,7 +61,7 @@ class Kind(IntEnum):
 class Batch:
     """A batch as its header describes it. Offsets of entries count from the start of the batch."""
 
-    kind: Kind
+    kind: BatchKind
     segment: int
     offset: int
     header_bytes: int
@@ -140,14 +140,14 @@ def parse_header(header: memoryview, *, seed: int, segment: int, offset: int, se
     if seq >= SEQ_END:
         return None
     try:
-        kind = Kind(kind)
+        kind = BatchKind(kind)
         space = Space(digest=digest, tenant=tenant.rstrip(b"\0").decode(), label=label.rstrip(b"\0").decode())
     except ValueError:
         return None
     entries = np.frombuffer(header, ENTRY, count, _ENTRIES_AT).copy()
-    if kind is Kind.PUT and not _values_fit(entries, header_bytes, total):
+    if kind is BatchKind.PUT and not _values_fit(entries, header_bytes, total):
         return None
-    if kind is not Kind.PUT and int(entries["as_of"].max(initial=0)) > seq:  # it holds from its own batch on at the latest
+    if kind is not BatchKind.PUT and int(entries["as_of"].max(initial=0)) > seq:  # it holds from its own batch on at the latest
         return None
     return Batch(
         kind=kind, segment=segment, offset=offset, header_bytes=header_bytes, total_bytes=total, seq=seq, settled=settled,

@@ -14,8 +14,8 @@ from stepwell.store.log.format.batch import (
     ENTRY_BYTES,
     INLINE_BYTES,
     MAX_HEADER_BYTES,
+    BatchKind,
     Entries,
-    Kind,
     header_size,
     inline_start,
 )
@@ -26,7 +26,7 @@ from stepwell.store.log.format.tombstones import Tombstone
 class PackedBatch:
     """A batch that has no place yet."""
 
-    kind: Kind
+    kind: BatchKind
     space: Space
     entries: Entries
     header_bytes: int
@@ -51,7 +51,7 @@ def pack_values(space: Space, writes: Sequence[Write], room: int) -> PackedBatch
     before = np.concatenate((np.zeros((2, 1), np.int64), np.stack((inline, blocks))[:, : count - 1]), axis=1)
     entries["offset"] = np.where(small[:count], inline_start(count) + before[0], header_bytes + before[1])
     return PackedBatch(
-        kind=Kind.PUT, space=space, entries=entries, header_bytes=header_bytes,
+        kind=BatchKind.PUT, space=space, entries=entries, header_bytes=header_bytes,
         total_bytes=header_bytes + int(blocks[count - 1]), values=[write.data for write in chosen],
     )  # fmt: skip
 
@@ -65,7 +65,7 @@ def _entries(writes: Sequence[Write]) -> Entries:
     return entries
 
 
-def pack_tombstones(kind: Kind, space: Space, tombstones: Sequence[Tombstone], room: int) -> PackedBatch | None:
+def pack_tombstones(kind: BatchKind, space: Space, tombstones: Sequence[Tombstone], room: int) -> PackedBatch | None:
     """A batch of as many of the first tombstones, all of one kind and space, as fit; None when not one does."""
     count = min(len(tombstones), (min(room, MAX_HEADER_BYTES) // BLOCK_BYTES * BLOCK_BYTES - inline_start(0)) // ENTRY_BYTES)
     if count <= 0:

@@ -17,9 +17,9 @@ import struct
 from dataclasses import dataclass
 
 from stepwell.store.api import KEY_BYTES, Space
-from stepwell.store.log.format.batch import Batch, Kind, split
+from stepwell.store.log.format.batch import Batch, BatchKind, split
 
-_TOMBSTONES = (Kind.DELETE, Kind.CLEAR, Kind.REVOKE)
+_TOMBSTONES = (BatchKind.DELETE, BatchKind.CLEAR, BatchKind.REVOKE)
 HOLDS_FROM_NOW = 0  # as_of of a tombstone that is new: becomes the number of its batch
 
 
@@ -34,7 +34,7 @@ class Tombstone:
 class TombstoneGroup:
     """Tombstones that may stand in one batch."""
 
-    kind: Kind
+    kind: BatchKind
     space: Space
     tombstones: list[Tombstone]
 
@@ -50,5 +50,5 @@ def revoking(numbers: range) -> Tombstone:
 
 def revoked_by(batch: Batch) -> list[range]:
     """The numbers of batches that must not be believed because of this one."""
-    keys = split(batch.entries["key"]) if batch.kind is Kind.REVOKE else []
+    keys = split(batch.entries["key"]) if batch.kind is BatchKind.REVOKE else []
     return [range(*struct.unpack_from("<QQ", key)) for key in keys]

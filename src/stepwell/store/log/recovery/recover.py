@@ -17,7 +17,7 @@ import numpy as np
 from stepwell.store.keyed_seal import verify_without_key
 from stepwell.store.log.disk.files import Disk
 from stepwell.store.log.format import segment_list, snapshot
-from stepwell.store.log.format.batch import Batch, Kind
+from stepwell.store.log.format.batch import Batch, BatchKind
 from stepwell.store.log.format.scan import Gap, scan
 from stepwell.store.log.format.segment_list import NOTHING_YET, SegmentInfo, SegmentList, name_of, path_of
 from stepwell.store.log.format.segment_list import number_of as segment_number
@@ -183,14 +183,14 @@ def _replay(
 
 def _note_moves(index: Index, batch: Batch, segments: Mapping[int, Segment]) -> None:
     """Values that a batch holds again were copied there: the bytes they had before stay where they are."""
-    known = index.rows_of(batch.space.digest) if batch.kind is Kind.PUT else {}
+    known = index.rows_of(batch.space.digest) if batch.kind is BatchKind.PUT else {}
     for key in known.keys() & batch.keys() if known else ():
         segments[int(index.columns.segment[known[key]])].stale += 1
 
 
 def _whole(disk: Disk, directory: Path, batch: Batch) -> bool:
     """Whether every value of a batch is what its stamp says. Reads all of them."""
-    if batch.kind is not Kind.PUT:
+    if batch.kind is not BatchKind.PUT:
         return True
     try:
         fd = disk.open(path_of(directory, batch.segment), writable=False)

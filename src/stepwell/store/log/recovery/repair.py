@@ -11,7 +11,7 @@ from itertools import groupby
 import numpy as np
 
 from stepwell.store.log.disk.files import BLOCK_BYTES
-from stepwell.store.log.format.batch import ENTRY, NO_SPACE, Batch, Kind, footprint, write_header
+from stepwell.store.log.format.batch import ENTRY, NO_SPACE, Batch, BatchKind, footprint, write_header
 from stepwell.store.log.format.superblock import Superblock
 from stepwell.store.log.recovery.check import HEADER_DAMAGED, Damage
 from stepwell.store.log.recovery.recover import recover
@@ -70,7 +70,7 @@ def _fill(state: LogState, gap: Damage) -> None:
     if segment is None or gap.offset + gap.size_bytes > state.budget.segment_bytes:
         return
     batch = Batch(
-        kind=Kind.FILLER, segment=gap.segment, offset=gap.offset, header_bytes=BLOCK_BYTES, total_bytes=gap.size_bytes,
+        kind=BatchKind.FILLER, segment=gap.segment, offset=gap.offset, header_bytes=BLOCK_BYTES, total_bytes=gap.size_bytes,
         seq=state.next_seq, settled=state.settled, space=NO_SPACE, entries=np.zeros(0, ENTRY),
     )  # fmt: skip
     header = memoryview(bytearray(BLOCK_BYTES))

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stepwell.store.api import NO_PARENT, Space
-from stepwell.store.log.format.batch import Batch, Kind, footprint, split
+from stepwell.store.log.format.batch import Batch, BatchKind, footprint, split
 from stepwell.store.log.format.snapshot import SHAPES
 from stepwell.store.log.state.columns import NO_SEGMENT, Columns, Rows
 
@@ -99,12 +99,12 @@ class Index:
     def apply(self, batch: Batch) -> Iterator[None]:
         """Does what a batch says, in one step or, a clear, in many. The same when it is written and when it is read."""
         digest, as_of = batch.space.digest, batch.entries["as_of"]
-        if batch.kind is Kind.PUT:
+        if batch.kind is BatchKind.PUT:
             self.put(batch, used=self.next_tick())
             self.note_use(digest, set(split(batch.entries["parent"])).difference(split(batch.entries["key"])))
-        elif batch.kind is Kind.DELETE:
+        elif batch.kind is BatchKind.DELETE:
             self.erase(digest, batch.keys(), as_of.tolist())
-        elif batch.kind is Kind.CLEAR:
+        elif batch.kind is BatchKind.CLEAR:
             yield from self.clear(digest, max(as_of.tolist(), default=0))
 
     def next_tick(self) -> int:

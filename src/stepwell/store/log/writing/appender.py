@@ -14,7 +14,7 @@ from dataclasses import replace
 from stepwell.base.errors import StoreError
 from stepwell.store.log.disk.aligned import Scratch, is_aligned
 from stepwell.store.log.disk.files import BLOCK_BYTES, up_to_block
-from stepwell.store.log.format.batch import INLINE_BYTES, NO_SPACE, Batch, Kind, write_header
+from stepwell.store.log.format.batch import INLINE_BYTES, NO_SPACE, Batch, BatchKind, write_header
 from stepwell.store.log.format.packing import PackedBatch, pack_tombstones
 from stepwell.store.log.format.segment_list import name_of
 from stepwell.store.log.format.tombstones import HOLDS_FROM_NOW, revoked_by, revoking
@@ -74,7 +74,7 @@ class Appender:
 
     def _revocation(self) -> list[PackedBatch]:
         numbers = self.to_revoke
-        one = pack_tombstones(Kind.REVOKE, NO_SPACE, [revoking(numbers)], BLOCK_BYTES) if numbers else None
+        one = pack_tombstones(BatchKind.REVOKE, NO_SPACE, [revoking(numbers)], BLOCK_BYTES) if numbers else None
         return [one] if one is not None else []
 
     def _place(self, segment: Segment, packed: Sequence[PackedBatch]) -> list[Batch]:
@@ -86,7 +86,7 @@ class Appender:
                 total_bytes=one.total_bytes, seq=state.next_seq, settled=state.settled, space=one.space,
                 entries=one.entries,
             )  # fmt: skip
-            if one.kind is not Kind.PUT:  # a tombstone that is not relocated holds from now on
+            if one.kind is not BatchKind.PUT:  # a tombstone that is not relocated holds from now on
                 entries = one.entries.copy()
                 entries["as_of"][entries["as_of"] == HOLDS_FROM_NOW] = batch.seq
                 batch = replace(batch, entries=entries)

@@ -13,7 +13,7 @@ import numpy as np
 from stepwell.store.api import Space, Write
 from stepwell.store.log.disk.aligned import Scratch
 from stepwell.store.log.disk.files import up_to_block
-from stepwell.store.log.format.batch import INLINE_BYTES, SEQ_END, Batch, Kind, footprint, header_size, split
+from stepwell.store.log.format.batch import INLINE_BYTES, SEQ_END, Batch, BatchKind, footprint, header_size, split
 from stepwell.store.log.format.packing import pack_tombstones, pack_values
 from stepwell.store.log.format.scan import scan
 from stepwell.store.log.format.segment_list import path_of
@@ -165,13 +165,13 @@ def needed(batches: Iterable[Batch], others: Sequence[Segment]) -> list[Tombston
     order = sorted(others, key=lambda segment: segment.first_seq)
     firsts = np.array([segment.first_seq for segment in order], np.int64)
     lasts = np.maximum.accumulate(np.array([-1, *(segment.last_seq for segment in order)], np.int64))
-    found: dict[tuple[Kind, bytes], tuple[Space, dict[bytes, Tombstone]]] = {}
+    found: dict[tuple[BatchKind, bytes], tuple[Space, dict[bytes, Tombstone]]] = {}
     for batch in filter(has_tombstones, batches):
         as_of = batch.entries["as_of"].astype(np.int64)
         since = np.minimum(batch.entries["offset"], batch.entries["as_of"]).astype(np.int64)
         # of the segments that begin before it holds, does any end after what it hides begins?
         wanted = lasts[np.searchsorted(firsts, as_of)] >= since
-        if batch.kind is Kind.REVOKE:  # a batch that failed counts for no segment's last
+        if batch.kind is BatchKind.REVOKE:  # a batch that failed counts for no segment's last
             wanted = as_of > firsts.min(initial=SEQ_END)
         _, latest = found.setdefault((batch.kind, batch.space.digest), (batch.space, {}))
         for key, begin, end in zip(

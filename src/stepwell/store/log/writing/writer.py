@@ -16,7 +16,7 @@ import numpy as np
 from stepwell.base.errors import StoreError
 from stepwell.store.api import Space, Write, WriteOutcome
 from stepwell.store.log.disk.files import up_to_block
-from stepwell.store.log.format.batch import ENTRY_BYTES, INLINE_BYTES, SEQ_END, Batch, Kind, inline_bytes
+from stepwell.store.log.format.batch import ENTRY_BYTES, INLINE_BYTES, SEQ_END, Batch, BatchKind, inline_bytes
 from stepwell.store.log.format.packing import PackedBatch, pack_tombstones, pack_values
 from stepwell.store.log.format.tombstones import Tombstone
 from stepwell.store.log.state.log_state import LogState
@@ -86,13 +86,13 @@ class Writer:
             there = [key for key in dict.fromkeys(keys) if key in known]
             for key in there:
                 oldest[key] = min(int(seq[known[key]]), oldest.get(key, SEQ_END))
-        self._write_tombstones(Kind.DELETE, space, [Tombstone(key=key, since=since) for key, since in oldest.items()])
+        self._write_tombstones(BatchKind.DELETE, space, [Tombstone(key=key, since=since) for key, since in oldest.items()])
         state.counters.add("deleted_values", len(there))
         return len(there)
 
     def hide(self, space: Space, keys: Sequence[bytes]) -> None:
         """Whatever the log holds of these keys, however old, does not count. Raises StoreError like `erase`."""
-        self._write_tombstones(Kind.DELETE, space, [Tombstone(key=key) for key in keys])
+        self._write_tombstones(BatchKind.DELETE, space, [Tombstone(key=key) for key in keys])
 
     def clear(self, space: Space) -> int:
         """Forgets every value of a space for good; returns how many there were. Raises StoreError like `erase`."""
@@ -102,7 +102,7 @@ class Writer:
         with state.lock:
             stale = state.stale.oldest_of_space(space.digest, state.segments.table.values())
         since = min(int(state.index.columns.seq[rows].min(initial=SEQ_END)), stale)
-        self._write_tombstones(Kind.CLEAR, space, [Tombstone(key=_EVERYTHING, since=since)])
+        self._write_tombstones(BatchKind.CLEAR, space, [Tombstone(key=_EVERYTHING, since=since)])
         state.counters.add("cleared_values", len(rows))
         return len(rows)
 
@@ -232,7 +232,7 @@ class Writer:
                 writes = writes[len(one.entries) :]
         return packed
 
-    def _write_tombstones(self, kind: Kind, space: Space, tombstones: Sequence[Tombstone]) -> None:
+    def _write_tombstones(self, kind: BatchKind, space: Space, tombstones: Sequence[Tombstone]) -> None:
         """Writes tombstones that hold from now on, and does what they say."""
         try:
             while tombstones:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from math import inf
 from typing import Protocol
 
 from stepwell.base.clock import Clock, SystemClock
 from stepwell.base.ids import JobId
 from stepwell.base.plan import Completion, Plan, Purpose
-from stepwell.jobs.jobs import JobExecutor
+from stepwell.jobs.jobs import DoneAtOnce, JobExecutor
 from stepwell.jobs.workers import RankJobs, WorkQueue
 from stepwell.transfer.copy_engine import CopyEngine, Work
 
@@ -66,12 +65,12 @@ class ThreadCopyExecutor:
             line.close()
 
 
-class InlineCopyExecutor:
+class InlineCopyExecutor(DoneAtOnce[Completion]):
     """Runs each plan where it is submitted: for tools that need no overlap."""
 
     def __init__(self, ranks: Sequence[CopyEngine]) -> None:
+        super().__init__()
         self._ranks = ranks
-        self._done: list[Completion] = []
 
     @property
     def num_ranks(self) -> int:
@@ -80,22 +79,6 @@ class InlineCopyExecutor:
     def submit(self, plan: Plan) -> None:
         errors = [attempt(rank, begin(copy_engine, plan)) for rank, copy_engine in enumerate(self._ranks)]
         self._done.append(Completion(job=plan.job, error=next(filter(None, errors), None)))
-
-    def answers(self) -> list[Completion]:
-        done, self._done = self._done, []
-        return done
-
-    def withdraw(self, job: JobId) -> bool:
-        return False  # everything has completed when it was submitted
-
-    def progressed_s(self, job: JobId) -> float:
-        return -inf
-
-    def drain(self, timeout_s: float) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 def begin(copy_engine: CopyEngine, plan: Plan) -> Work:

@@ -65,6 +65,29 @@ class JobExecutor(Protocol[T_contra, Given]):
         ...
 
 
+class DoneAtOnce(Generic[Given]):
+    """What executors have in common that have done a task when they were given it."""
+
+    def __init__(self) -> None:
+        self._done: list[Given] = []
+
+    def answers(self) -> list[Given]:
+        done, self._done = self._done, []
+        return done
+
+    def withdraw(self, job: JobId) -> bool:
+        return False
+
+    def progressed_s(self, job: JobId) -> float:
+        return -inf
+
+    def drain(self, timeout_s: float) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
 class End(Enum):
     ANSWERED = "every rank has answered"
     WITHDRAWN = "no rank had begun it when it was taken back"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from math import inf
 
 from stepwell.base.ids import JobId, Kind, Tier
 from stepwell.base.keys import manifest_key
@@ -25,6 +24,7 @@ from stepwell.base.store_op import (
     StoreOp,
     Task,
 )
+from stepwell.jobs.jobs import DoneAtOnce
 from stepwell.sim.hardware import Hardware
 from stepwell.sim.store import CountingStore
 from stepwell.store.api import WriteOutcome
@@ -53,13 +53,13 @@ class Traffic:
             self.loaded_bytes += size_bytes
 
 
-class CountingExecutor:
+class CountingExecutor(DoneAtOnce[Completion]):
     """An executor of one rank whose every copy succeeds as soon as it is asked for."""
 
     def __init__(self, spec: ModelSpec, traffic: Traffic) -> None:
+        super().__init__()
         self._sizes = {kind: spec.object_bytes(kind) for kind in Kind}
         self._traffic = traffic
-        self._done: list[Completion] = []
 
     @property
     def num_ranks(self) -> int:
@@ -71,42 +71,22 @@ class CountingExecutor:
             self._traffic.note(copy.source.tier, copy.target.tier, size_bytes)
         self._done.append(Completion(job=plan.job))
 
-    def answers(self) -> list[Completion]:
-        done, self._done = self._done, []
-        return done
 
-    def withdraw(self, job: JobId) -> bool:
-        return False  # everything has completed when it was submitted
-
-    def progressed_s(self, job: JobId) -> float:
-        return -inf
-
-    def drain(self, timeout_s: float) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-class CountingStoreExecutor:
+class CountingStoreExecutor(DoneAtOnce[Reply]):
     """A store executor over a counting store: answers at once. A checkpoint is one value, whatever it consists of."""
 
     def __init__(self, spec: ModelSpec, store: CountingStore, traffic: Traffic, hardware: Hardware, *, readers: int) -> None:
+        super().__init__()
         self._sizes = {kind: spec.object_bytes(kind) for kind in Kind}
         self._store = store
         self._traffic = traffic
         self._hardware = hardware
         self._readers = readers
-        self._done: list[Reply] = []
 
     def submit(self, op: StoreOp) -> None:
         outcome = self._outcome(op.task)
         took_s = self._hardware.fetch_s(outcome.moved_bytes, readers=self._readers)
         self._done.append(Reply(job=op.job, outcome=outcome, took_s=took_s))
-
-    def answers(self) -> list[Reply]:
-        done, self._done = self._done, []
-        return done
 
     def answer(self, job: JobId, timeout_s: float) -> Reply | None:
         reply = next((each for each in self._done if each.job == job), None)
@@ -116,18 +96,6 @@ class CountingStoreExecutor:
 
     def cancel(self, job: JobId) -> None:
         pass  # everything was answered when it was submitted
-
-    def withdraw(self, job: JobId) -> bool:
-        return False  # everything was answered when it was submitted
-
-    def progressed_s(self, job: JobId) -> float:
-        return -inf
-
-    def drain(self, timeout_s: float) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
     def _outcome(self, task: Task) -> Outcome:
         match task:

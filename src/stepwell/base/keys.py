@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NewType
 
@@ -37,7 +37,7 @@ class Namespace:
     layout: str
     shard: str | None = None
     adapter: str | None = None
-    salt: str | None = None
+    salt: str | None = field(default=None, repr=False)  # a secret of whoever chose it
     tenant: str | None = None
 
     @cached_property

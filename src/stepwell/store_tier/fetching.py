@@ -131,6 +131,7 @@ def _enter(core: CacheState, link: StoreLink, ticket: Ticket, plan: FetchPlan, f
     use = ticket.request.use(core.clock.now())
     if len(fetch.ids):
         note_expiry(core, core.tree.insert(ticket.namespace.digest, ticket.packed, Tier.HOST, ids, use))
+        core.know(ticket.namespace)
     match = find(core.tree, ticket.namespace, ticket.packed, ticket.limit_tokens)
     for node in match.path:
         if node.start + link.beliefs.pages(node) >= plan.known and node.end <= plan.upto:

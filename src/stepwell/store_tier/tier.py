@@ -54,9 +54,6 @@ class StoreTier:
         self.links: list[StoreLink] = []
         self.compute = Speed()  # tokens a second that requests compute
         self.barred: set[bytes] = set()  # namespaces that were cleared: what any store has of them is not to be used
-        core.tree.on_left.append(self._left)
-        core.tree.on_split.append(self._split)
-        core.tree.on_shortened.append(self._shortened)
 
     @property
     def state(self) -> LinkState:
@@ -97,6 +94,8 @@ class StoreTier:
         if config.recompute_tokens_per_s is not None:
             self.compute = Speed(config.recompute_tokens_per_s)
         self.link = self._make_link(store, config, tuning, executor)
+        if not self.links:
+            self._listen()
         self.links.append(self.link)
         forget_refusals(core)
         if core.config.write is not WritePolicy.BACK:  # then things go down when the host needs their room
@@ -155,7 +154,10 @@ class StoreTier:
             link.ended = True
             link.ops.close()
         # Tickets may hold what arrived, and pages of transfers that failed have to be held for a while.
-        self.links = [link for link in self.links if not link.ended or link.fetches or link.ops.held_bytes]
+        remaining = [link for link in self.links if not link.ended or link.fetches or link.ops.held_bytes]
+        if self.links and not remaining:
+            self._listen_no_more()
+        self.links = remaining
         return [link.store for link in ended], failures
 
     def before_flush(self, namespaces: Container[bytes]) -> None:
@@ -187,6 +189,19 @@ class StoreTier:
             link.ops.close()
             if not link.ops.num_running:  # else it is the store's to wait for, when it is closed
                 link.has_given_back(self.host_memory, wait_s=GIVE_BACK_S)
+
+    def _listen(self) -> None:
+        """Has the tree tell of what it cuts and what leaves it."""
+        tree = self._core.tree
+        tree.on_left.append(self._left)
+        tree.on_split.append(self._split)
+        tree.on_shortened.append(self._shortened)
+
+    def _listen_no_more(self) -> None:
+        tree = self._core.tree
+        tree.on_left.remove(self._left)
+        tree.on_split.remove(self._split)
+        tree.on_shortened.remove(self._shortened)
 
     def _split(self, upper: Node) -> None:
         for link in self.links:

@@ -6,6 +6,7 @@ told to come back after the next `step()`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from stepwell.base.errors import NoRoom
@@ -52,7 +53,7 @@ def allocate(core: CacheState, tier: Tier, need: Need) -> dict[Kind, PageIds]:
 def make_room(core: CacheState, tier: Tier, need: Need) -> Room:
     """Evicts from `tier` until `need` would fit, or nothing more can go, or enough is being saved and may go then."""
     arena = core.arena(tier)
-    waiting = _is_saving(core, tier)
+    waiting, save = _is_saving(core, tier), _saver(core, tier)
     patience_bytes = patience_bytes_of(arena.layout)
     in_vain = 0  # bytes evicted of sorts that are not short; they help only once a whole slab empties
     while short := arena.shortage(need):
@@ -65,25 +66,25 @@ def make_room(core: CacheState, tier: Tier, need: Need) -> Room:
             if not waiting and (arena.spare_none() or _cut_off(core, tier)):
                 continue
             break
-        leaving = _save_first(core, victim)
-        if leaving is not Leaving.NOW:
-            waiting = True  # for its copy to end
-            if leaving is Leaving.AT_ONCE and isinstance(victim, Residency):
-                _leave(core, victim)
-            continue
+        if save is not None and not victim.unsaved:
+            leaving = save(victim)
+            if leaving is not Leaving.NOW:
+                waiting = True  # for its copy to end
+                if leaving is Leaving.AT_ONCE and isinstance(victim, Residency):
+                    _leave(core, victim)
+                continue
         freed = _evict_run(core, victim, short) if isinstance(victim, Run) else _evict_residency(core, victim)
         if not _helps(victim, short):
             in_vain += freed
     return Room(fits=not short, waiting=waiting)
 
 
-def _save_first(core: CacheState, victim: Victim) -> Leaving:
-    """Starts saving a victim a tier below where it must not be lost."""
-    if victim.unsaved:
-        return Leaving.NOW  # that failed
-    if victim.tier is Tier.HOST:
-        return core.below.before_eviction(victim) if core.below is not None else Leaving.NOW
-    return Leaving.LATER if core.write_back is not None and core.write_back(core, victim) else Leaving.NOW
+def _saver(core: CacheState, tier: Tier) -> Callable[[Victim], Leaving] | None:
+    """What starts saving a victim of a tier below it, where there is anything below."""
+    if tier is Tier.HOST:
+        return core.below.before_eviction if core.below is not None else None
+    write_back = core.write_back
+    return (lambda victim: Leaving.LATER if write_back(core, victim) else Leaving.NOW) if write_back is not None else None
 
 
 def _is_saving(core: CacheState, tier: Tier) -> bool:

@@ -67,6 +67,7 @@ def commit(core: CacheState, lease: Lease, upto: int, source: EnginePages, *, ch
     use = lease.request.use(core.clock.now(), lease.visit)
     lease.prefix_pages = np.concatenate([lease.prefix_pages, fresh])
     node = core.tree.insert(lease.namespace.digest, lease.packed, Tier.HOST, lease.prefix_pages, use)
+    core.know(lease.namespace)
     note_expiry(core, node)
     taken = np.array([owner is not None for owner in core.tree.owner[Tier.HOST][fresh]], np.bool_)
     targets = fresh[taken]

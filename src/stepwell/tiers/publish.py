@@ -58,6 +58,7 @@ def commit(core: CacheState, lease: Lease, upto: int, *, checkpoint: bool, last:
         since, lease.num_published = lease.num_published, full
         use = lease.request.use(core.clock.now(), lease.visit)
         node = core.tree.insert(lease.namespace.digest, lease.packed, Tier.DEVICE, lease.prefix_pages[:full], use)
+        core.know(lease.namespace)
         note_expiry(core, node)
         if lease.missing_states:
             note_offered(node, Tier.DEVICE, lease.prefix_pages[:full], since, lease.missing_states, page_tokens)

@@ -57,7 +57,6 @@ def acquire(
     except NoRoom:
         _let_go(core, holds)
         raise
-    core.know(match.namespace)
     lease = _open(core, match, request, number, on_exit, _tokens_from_store(core, holds, from_store))
     if core.nearest is Tier.DEVICE:
         _fill(core, lease, match, holds, pages)

@@ -10,8 +10,8 @@ from stepwell import Kind, LeaseState, NoRoom, Tier, WritePolicy
 from stepwell.base.plan import PageIds, Purpose
 from stepwell.memory.arena import Need
 from stepwell.tiers import restore
-from stepwell.tiers.state import CacheState
-from toys import ALL_MODELS, EVICTIONS, FULL, FULL_POINT, HYBRID, SMALL_PAGES, Rig, text
+from stepwell.tiers.state import MOST_UNUSED_NAMESPACES, CacheState
+from toys import ALL_MODELS, EVICTIONS, FULL, FULL_POINT, HYBRID, PAGE, SMALL_PAGES, Rig, text
 
 
 @pytest.mark.parametrize("spec", ALL_MODELS)
@@ -208,3 +208,16 @@ def test_room_that_is_on_its_way_for_a_promotion_is_not_reported_as_none(monkeyp
     with pytest.raises(NoRoom) as refusal:
         rig.open(text(1, 17))
     assert asked == [2] and refusal.value.waiting
+
+
+def test_a_namespace_stays_known_however_many_others_come_while_its_request_runs() -> None:
+    rig = Rig(FULL, device_pages=64)
+    mine = rig.cache.namespace_for(salt="mine")
+    match = rig.cache.lookup(text(1, 4 * PAGE + 1), namespace=mine)
+    with rig.cache.acquire(match) as lease:
+        for salt in range(MOST_UNUSED_NAMESPACES + 10):
+            rig.cache.acquire(rig.cache.lookup([1, 2], namespace=rig.cache.namespace_for(salt=str(salt)))).__exit__(
+                None, None, None
+            )
+        rig.cache.commit(lease, 4 * PAGE)
+    assert mine in rig.cache.namespaces and "mine" not in repr(mine)

@@ -70,7 +70,7 @@ class CacheState:
     namespaces: dict[bytes, Namespace] = field(default_factory=dict)  # by digest, of requests seen
 
     def know(self, namespace: Namespace) -> None:
-        """Remembers who is behind a digest, whenever something of theirs is entered; those without a path are forgotten in time."""
+        """Remembers who is behind a digest, when something of theirs is entered; those without a path are forgotten in time."""
         self.namespaces[namespace.digest] = namespace
         if len(self.namespaces) > 2 * len(self.tree.roots) + MOST_UNUSED_NAMESPACES:
             self.namespaces = {digest: each for digest, each in self.namespaces.items() if digest in self.tree.roots}

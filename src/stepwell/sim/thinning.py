@@ -11,8 +11,9 @@ from itertools import pairwise
 from math import inf
 
 from stepwell.base.errors import ConfigError
+from stepwell.tiers.publish import drop_superseded
 from stepwell.tiers.state import CacheState
-from stepwell.tiers.thinning import drop_superseded, is_left_between
+from stepwell.tree.checkpoints import is_left_between
 from stepwell.tree.node import Checkpoint
 from stepwell.tree.ranking import previous_checkpoint
 

@@ -19,8 +19,8 @@ from stepwell.store_tier.beliefs import Beliefs
 from stepwell.store_tier.link import StoreLink
 from stepwell.store_tier.ops import Call
 from stepwell.tiers.state import CacheState, Leaving
-from stepwell.tiers.thinning import is_left_between
 from stepwell.tree.chain import keys_within
+from stepwell.tree.checkpoints import is_left_between
 from stepwell.tree.node import Checkpoint, Node, Residency, Victim
 from stepwell.tree.ranking import previous_checkpoint
 

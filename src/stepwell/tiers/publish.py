@@ -20,12 +20,11 @@ from stepwell.tiers.expiry import note_expiry
 from stepwell.tiers.lease import Lease
 from stepwell.tiers.saving import save_path
 from stepwell.tiers.state import CacheState
-from stepwell.tiers.thinning import drop_superseded
 from stepwell.tree import missing_state
-from stepwell.tree.checkpoints import add_residency
+from stepwell.tree.checkpoints import add_residency, drop_residency
 from stepwell.tree.match import find
 from stepwell.tree.missing_state import note_offered
-from stepwell.tree.node import Checkpoint, Node
+from stepwell.tree.node import Checkpoint, LossReason, Node
 
 
 def grow(core: CacheState, lease: Lease, upto: int) -> None:
@@ -155,6 +154,14 @@ def _follow_trail(core: CacheState, lease: Lease, made: Checkpoint) -> None:
     if before is None or before.uses or before.in_use or before.node is None or _is_milestone(core, before):
         return
     drop_superseded(core, before)
+
+
+def drop_superseded(core: CacheState, checkpoint: Checkpoint) -> None:
+    """Takes a checkpoint that a later one replaces out of all tiers. Not to be called for one that is in use."""
+    for residency in list(checkpoint.held):
+        if residency is not None:
+            core.counters.add(f"superseded_{residency.tier.label}_checkpoints")
+            drop_residency(core.tree, residency, core.loss(LossReason.EVICTED, residency.tier))
 
 
 def _is_milestone(core: CacheState, checkpoint: Checkpoint) -> bool:

@@ -108,6 +108,21 @@ def forget(tree: Tree, checkpoint: Checkpoint, loss: Loss) -> None:
     checkpoint.held = [None, None]
 
 
+def is_left_between(checkpoint: Checkpoint, following: Checkpoint) -> bool:
+    """Whether paths branch off between two checkpoints. Who resumed at the first after the second was left did that.
+
+    pages    ..... checkpoint ...... node.end ...... following
+                       o----------------+----------------o
+                                        +---- theirs
+    """
+    node = following.node
+    while node is not None and node is not checkpoint.node:
+        node = node.parent
+        if node is not None and node.kids is not None and len(node.kids.by_page) > 1:
+            return True
+    return False
+
+
 def _let_go(tree: Tree, residency: Residency) -> None:
     """Gives back the pages of a checkpoint that left a tier, and says so."""
     for kind, ids in residency.spans():

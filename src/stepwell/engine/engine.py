@@ -274,7 +274,12 @@ class Engine:
         request = chunk.request
         request.proposed += len(chunk.proposed)
         for at, guess in enumerate((*chunk.proposed, None)):
-            chosen = choices.choose(row + at, request)
+            try:
+                chosen = choices.choose(row + at, request)
+            except Exception as error:  # whatever is wrong with how one request samples, the others go on
+                log.exception("sampling for request %d failed", request.id)
+                self._end(request, Finish.FAILED, error=f"{type(error).__name__}: {error}")
+                return
             if chosen is None:  # nor may what it left in its pages be: nobody else gets them
                 self._end(request, Finish.FAILED, error="the model's output for this request is not a number")
                 return

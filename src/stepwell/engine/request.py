@@ -133,6 +133,7 @@ class Request:
     stops: StopFinder
     generator: torch.Generator | None  # None for greedy answers
     arrived_s: float
+    waits_since_s: float  # since it arrived, or since it was last put back
     tokens: list[int]  # of the prompt and of the answer so far
     lease: Lease | None = None
     ticket: Ticket | None = None

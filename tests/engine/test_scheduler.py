@@ -1,4 +1,4 @@
-"""Waiting for a prefix that another request computes: found by comparing prompts once, and not in every step."""
+"""Who begins when; and waiting for a prefix that another computes, found by comparing prompts once and not in every step."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 pytest.importorskip("transformers")
 
 from engine.small import PAGE, alone, greedy, prompt, run, small, tokens_of
-from stepwell.engine import scheduler
-from stepwell.engine.scheduler import _shared_bytes
+from stepwell.engine import Limits, scheduler
+from stepwell.engine.scheduler import COMPARED, _shared_bytes
+from waiting import run_to_the_end, run_until
 
 
 @given(st.integers(0, 40), st.integers(0, 40), st.integers(0, 40), st.integers(0, 3))
@@ -42,3 +43,26 @@ def test_prompts_are_compared_once_however_long_they_wait(monkeypatch: pytest.Mo
     assert [tokens_of(each) for each in answers] == alone("llama", asks)
     computed = [deltas[-1].usage.sources.computed for deltas in answers if deltas[-1].usage is not None]
     assert sum(count > len(shared) for count in computed) == 1, "one computes what all share"
+
+
+def test_who_waited_too_long_begins_before_those_who_are_urgent() -> None:
+    with small(limits=Limits(max_running=1, patience_s=60.0)) as engine:
+        now = engine.clock.now()
+        urgent = [engine.submit(greedy(prompt(20, seed=seed), 1, priority=1, arrived_s=now)) for seed in range(COMPARED + 8)]
+        late = [engine.submit(greedy(prompt(40, seed=-at), 1, arrived_s=now - 100 + at)) for at in (2, 1)]
+        patient = engine.submit(greedy(prompt(10, seed=99), 1, arrived_s=now))
+        ended = [delta.request for delta in run_to_the_end(engine) if delta.finish is not None]
+    assert ended[:2] == [late[1], late[0]] and ended[-1] == patient
+    assert sorted(ended[2:-1]) == urgent
+
+
+def test_a_request_that_was_put_back_has_only_begun_to_wait() -> None:
+    """However long ago it came: else it would begin before those for whom it was preempted, and be preempted again."""
+    with small(limits=Limits(max_running=1, patience_s=60.0)) as engine:
+        now = engine.clock.now()
+        old = engine.submit(greedy(prompt(20), 5, arrived_s=now - 100))
+        run_until(engine, lambda: old in engine.scheduler.active)
+        engine.scheduler.put_back(engine.scheduler.active[old])
+        urgent = engine.submit(greedy(prompt(20, seed=1), 1, priority=1))
+        ended = [delta.request for delta in run_to_the_end(engine) if delta.finish is not None]
+    assert ended == [urgent, old]

@@ -13,6 +13,7 @@ from stepwell.base.errors import ConfigError, StepwellError
 from stepwell.base.plan import Purpose
 from stepwell.engine import Ask, Engine, Finish, Limits, Sampling
 from stepwell.engine import engine as engine_module
+from stepwell.engine import sampling as sampling_module
 from waiting import run_to_the_end, run_until
 
 pytest.importorskip("transformers")
@@ -28,12 +29,25 @@ def test_a_prefill_may_be_preempted_by_another_in_the_same_plan(family: str, mem
         assert deltas[-1].error is None and tokens_of(deltas) == alone(family, [ask])[0]
 
 
-def test_the_smallest_temperature_hurts_nobody() -> None:
-    cold = Ask(tokens=prompt(30), sampling=Sampling(max_tokens=5, temperature=1e-40, seed=1))
+@pytest.mark.parametrize("temperature", [1e-7, 1e-40, 1e-46, 5e-324])  # the last two are 0 as 32-bit numbers
+def test_the_smallest_temperature_hurts_nobody(temperature: float) -> None:
+    cold = Ask(tokens=prompt(30), sampling=Sampling(max_tokens=5, temperature=temperature, seed=1))
     with small() as engine:
         played = run(engine, [cold, greedy(prompt(30, seed=1), 5)])
     assert [deltas[-1].finish for deltas in played] == [Finish.LENGTH, Finish.LENGTH]
     assert tokens_of(played[0]) == alone("llama", [greedy(prompt(30), 5)])[0]
+
+
+def test_sampling_that_raises_ends_its_own_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*given: Any) -> int:
+        raise RuntimeError("probability tensor contains either inf, nan or element < 0")
+
+    monkeypatch.setattr(sampling_module, "_draw", failing)
+    drawn = Ask(tokens=prompt(30), sampling=Sampling(max_tokens=5, temperature=1.0))
+    with small() as engine:
+        played = run(engine, [drawn, greedy(prompt(30, seed=1), 5)])
+        engine.cache.audit()
+    assert [deltas[-1].finish for deltas in played] == [Finish.FAILED, Finish.LENGTH]
 
 
 def test_what_gave_no_number_is_not_cached() -> None:

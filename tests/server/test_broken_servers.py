@@ -17,7 +17,7 @@ from waiting import PATIENCE_S, wait_until
 LONG = {"model": NAME, "prompt": "Go on and on.", "max_tokens": CONTEXT - 100, "ignore_eos": True}
 
 
-def test_an_engine_that_breaks_ends_open_answers_with_the_reason() -> None:
+def test_an_engine_that_breaks_ends_open_answers_and_tells_clients_no_more() -> None:
     with suppress(StepwellError), running() as served, ThreadPoolExecutor(2) as pool:  # the last look at it is refused
         where = f"{served.address}/v1/completions"
         asked = [pool.submit(httpx.post, where, json=LONG | {"stream": stream}, timeout=PATIENCE_S) for stream in (True, False)]
@@ -28,7 +28,9 @@ def test_an_engine_that_breaks_ends_open_answers_with_the_reason() -> None:
         assert "error" in streamed.text and whole.status_code == 500
         health = partial(httpx.get, f"{served.address}/health", timeout=PATIENCE_S)
         wait_until(lambda: health().status_code == 503, "a server without an engine that calls itself broken")
-        assert httpx.post(where, json=LONG, timeout=PATIENCE_S).status_code in (500, 503)
+        late = httpx.post(where, json=LONG, timeout=PATIENCE_S)
+        assert late.status_code in (500, 503)
+        assert not any("nobody knows" in each.text for each in (streamed, whole, late, health()))
         served.engine.cache.step = step  # type: ignore[method-assign]
         served.engine.close()
 

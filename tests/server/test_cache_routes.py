@@ -238,6 +238,22 @@ def test_explain_says_when_the_store_did_not_answer_and_never_blocks_the_engine(
         store.let_go.set()
 
 
+class Failing(MemoryStore):
+    def contains(self, space: Space, keys: Sequence[bytes]) -> list[bool]:
+        raise OSError("/srv/cache on host-7 is gone")
+
+
+def test_what_a_store_says_of_itself_is_for_the_operator(caplog: pytest.LogCaptureFixture) -> None:
+    with running() as made, httpx.Client(base_url=made.address, timeout=PATIENCE_S) as http:
+        made.on_engine(lambda engine: engine.cache.store.attach(Failing()))
+        asked = {"prompt": "Failing. " + PROMPT}
+        reply = http.post("/cache/explain", json=asked)
+        assert reply.json()["store_note"] == "the store could not say what it has; the log says why"
+        assert "host-7" not in reply.text and "host-7" in caplog.text
+        why = http.post("/cache/explain", json=asked, headers={"Authorization": f"Bearer {ADMIN}"}).json()
+        assert "host-7" in why["store_note"] and "host-7" in why["says"]
+
+
 class Registering(Wrapper):
     """A store that wants to know memory, and notes who showed it what, and in which order."""
 

@@ -155,7 +155,9 @@ class Held:
         self.let_go()
 
 
-def test_a_pass_that_fails_ends_its_answers_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_that_fails_ends_its_answers_and_the_log_has_the_reason(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     with running() as made, made.client() as client:
         runner = made.engine._runner
 
@@ -164,10 +166,12 @@ def test_a_pass_that_fails_ends_its_answers_with_the_reason(monkeypatch: pytest.
 
         with monkeypatch.context() as patched:
             patched.setattr(runner, "run", fail)
-            with pytest.raises(openai.InternalServerError, match="out of luck") as caught:
+            with pytest.raises(openai.InternalServerError, match="the engine failed on this request; the log says why") as caught:
                 client.completions.create(model=NAME, prompt="x")
-            assert caught.value.code == "engine_error"
+            assert caught.value.code == "engine_error" and "out of luck" not in str(caught.value)
             stream = client.completions.create(model=NAME, prompt="x", stream=True)
-            with pytest.raises(openai.APIError, match="out of luck"):
+            with pytest.raises(openai.APIError, match="the log says why") as streamed:
                 list(stream)
+            assert "out of luck" not in str(streamed.value.body)
+            assert "RuntimeError: out of luck" in caplog.text
         assert client.completions.create(model=NAME, prompt="x", max_tokens=2).usage is not None

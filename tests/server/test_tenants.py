@@ -194,6 +194,17 @@ def test_priorities_and_times_to_live_are_bounded_by_tenant(two: Clients) -> Non
     assert status == 400 and "cache_ttl_s may be at most 600" in message and "tenants file" in message
 
 
+@pytest.mark.parametrize(
+    ("path", "prompt"),
+    [("/v1/completions", {"prompt": PROMPT}), ("/v1/chat/completions", {"messages": [{"role": "user", "content": PROMPT}]})],
+)
+def test_a_tenant_cannot_be_named_in_a_request_for_an_answer(two: Clients, path: str, prompt: dict[str, object]) -> None:
+    for http in (two.alice, two.bob, two.admin):
+        reply = http.post(path, json={"model": NAME, "max_tokens": 2, "tenant": "alice"} | prompt)
+        assert reply.status_code == 400 and reply.json()["error"]["param"] == "tenant", reply.text
+        assert "send the API key of the tenant" in reply.json()["error"]["message"]
+
+
 def test_the_engine_is_told_whose_a_request_is(two: Clients, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Ask] = []
     submit = Engine.submit
@@ -207,7 +218,10 @@ def test_the_engine_is_told_whose_a_request_is(two: Clients, monkeypatch: pytest
         say(http, "Told. " + PROMPT)
         say(http, "Told. " + PROMPT, cache_salt="s", cache_ttl_s=5.0)
     assert [(ask.tenant, ask.ttl_s) for ask in told] == [("alice", None), ("alice", 5.0), ("carol", 600.0), ("carol", 5.0)]
-    assert len({(ask.tenant, ask.salt) for ask in told}) == 4 and [ask.salt for ask in told[2:]] == [None, "s"]
+    assert len({(ask.tenant, ask.salt) for ask in told}) == 4 and [ask.salt for ask in told[2:]] == [
+        "[null, null]",
+        '[null, "s"]',
+    ]
 
 
 def test_what_a_tenant_leaves_in_memory_runs_out_with_its_longest_time_to_live() -> None:

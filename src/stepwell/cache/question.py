@@ -5,6 +5,9 @@ Changes nothing. What the store says is kept here; it counts neither for the sto
 
 from __future__ import annotations
 
+import logging
+from dataclasses import replace
+
 import numpy as np
 
 from stepwell.base.errors import ConfigError
@@ -17,6 +20,8 @@ from stepwell.store_tier.tier import StoreTier
 from stepwell.tiers.state import CacheState
 from stepwell.tree.chain import path_keys
 from stepwell.tree.match import Match, find
+
+log = logging.getLogger(__name__)
 
 STORE_WAIT_S = 0.25  # a person waits for the answer
 
@@ -33,6 +38,7 @@ class Question:
         self._wait_s = store_wait_s
         self._deadline_s = core.clock.now() + store_wait_s
         self._says = StoreSays(note=self._why_not_asked())
+        self._store_error: str | None = None  # in the store's own words, which may name paths and hosts
         self._call = Call()
         self._link = store_tier.link
         self._asked = self._link is not None and not self._says.note and match.restore_tokens < match.limit_tokens
@@ -50,10 +56,15 @@ class Question:
         if not self.ready and self._link is not None:
             self._link.ops.wait(self._job, self._wait_s)
 
-    def answer(self) -> Explanation:
-        """What is known by now, of memory as it is now."""
+    def answer(self, *, quote_store: bool = True) -> Explanation:
+        """What is known by now, of memory as it is now. `quote_store` false: a store's error goes to the log, not into it."""
         self._call.cancel()
         match, says = self._match, self._says
+        if self._store_error is not None and quote_store:
+            says = replace(says, note=f"{says.note} ({self._store_error})")
+        elif self._store_error is not None:
+            log.warning("a store could not say what it has: %s", self._store_error)
+            says = replace(says, note=f"{says.note}; the log says why")
         if match.version != self._core.tree.version:
             match = find(self._core.tree, match.namespace, match.packed, match.limit_tokens)
         if match.known_tokens < self._match.known_tokens and not says.note:
@@ -82,7 +93,8 @@ class Question:
         def asked(outcome: Outcome, took_s: float) -> None:
             self._asked = False
             if outcome.error is not None or ItemStatus.CANCELLED in outcome.statuses:
-                self._says = StoreSays(note=f"the store could not say what it has ({outcome.error or 'called off'})")
+                self._says = StoreSays(note="the store could not say what it has")
+                self._store_error = outcome.error or "called off"
                 return
             found = np.fromiter((status is ItemStatus.OK for status in outcome.statuses), np.bool_, len(outcome.statuses))
             has_page, has_checkpoint = np.zeros(upto, np.bool_), np.zeros(upto + 1, np.bool_)

@@ -116,6 +116,7 @@ class Engine:
         if sampling.stop and self.text is None:
             raise ConfigError("stop strings need a tokenizer, and this model has none")
         self._last_id += 1
+        arrived_s = ask.arrived_s if ask.arrived_s is not None else self.clock.now()
         request = Request(
             id=self._last_id,
             ask=ask,
@@ -124,7 +125,8 @@ class Engine:
             stream=self.text.stream(ask.tokens) if self.text is not None else None,
             stops=StopFinder(sampling.stop),
             generator=_generator(sampling, self._last_id),
-            arrived_s=ask.arrived_s if ask.arrived_s is not None else self.clock.now(),
+            arrived_s=arrived_s,
+            waits_since_s=arrived_s,
             tokens=list(ask.tokens),
         )
         self.scheduler.enter(request)
@@ -274,7 +276,12 @@ class Engine:
         request = chunk.request
         request.proposed += len(chunk.proposed)
         for at, guess in enumerate((*chunk.proposed, None)):
-            chosen = choices.choose(row + at, request)
+            try:
+                chosen = choices.choose(row + at, request)
+            except Exception as error:  # whatever is wrong with how one request samples, the others go on
+                log.exception("sampling for request %d failed", request.id)
+                self._end(request, Finish.FAILED, error=f"{type(error).__name__}: {error}")
+                return
             if chosen is None:  # nor may what it left in its pages be: nobody else gets them
                 self._end(request, Finish.FAILED, error="the model's output for this request is not a number")
                 return

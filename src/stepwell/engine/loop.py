@@ -24,6 +24,7 @@ OnDelta = Callable[[Delta], None]
 
 UPKEEP_S = 0.02  # between steps without requests: backups still go on
 MAX_FAILED_PASSES = 5  # in a row, after which the engine is taken to be broken
+_STOPPED = "the engine has stopped"
 
 
 class _Call(Protocol):
@@ -77,7 +78,7 @@ class EngineLoop:
             if self._open:
                 self._inbox.put(run)
                 return future
-        run(refused="the engine has stopped")
+        run(refused=_STOPPED)
         return future
 
     def submit(self, ask: Ask, on_delta: OnDelta) -> Future[int]:
@@ -113,7 +114,7 @@ class EngineLoop:
     # ---- inside -----------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        reason = "the engine has stopped"
+        reason = _STOPPED
         try:
             while not self._stopping:
                 self._take_calls()
@@ -161,7 +162,7 @@ class EngineLoop:
             self._open = False
         try:
             while True:
-                self._inbox.get_nowait()(refused=reason)
+                self._inbox.get_nowait()(refused=_STOPPED)  # as those who ask later: the reason is no concern of theirs
         except Empty:
             pass
         for number, listener in self._listeners.items():

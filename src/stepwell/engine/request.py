@@ -17,11 +17,12 @@ from stepwell.tiers.lease import Lease, Sources
 from stepwell.tree.match import Match
 
 MAX_STOPS, MAX_LOGPROBS = 16, 20
+MIN_TEMPERATURE = 1e-6  # a smaller one counts as 0: it chooses the same tokens, and may be 0 where scores are divided by it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How an answer is made. A temperature of 0 takes the likeliest token every time."""
+    """How an answer is made. A temperature of 0 takes the likeliest token every time; so does one below 1e-6."""
 
     max_tokens: int | None = None  # None for as many as fit
     temperature: float = 0.0
@@ -37,6 +38,8 @@ class Sampling:
             raise ConfigError(f"max_tokens must be at least 1, got {self.max_tokens}")
         if not 0 <= self.temperature <= 100:
             raise ConfigError(f"temperature must be from 0 to 100, got {self.temperature}")
+        if self.temperature < MIN_TEMPERATURE:
+            object.__setattr__(self, "temperature", 0.0)
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p must be more than 0 and at most 1, got {self.top_p}")
         if self.top_k is not None and self.top_k < 1:
@@ -130,6 +133,7 @@ class Request:
     stops: StopFinder
     generator: torch.Generator | None  # None for greedy answers
     arrived_s: float
+    waits_since_s: float  # since it arrived, or since it was last put back
     tokens: list[int]  # of the prompt and of the answer so far
     lease: Lease | None = None
     ticket: Ticket | None = None

@@ -33,7 +33,7 @@ class Limits:
 
     max_running: int = 32
     chunk_tokens: int = 512  # computed in one pass, over all requests
-    patience_s: float = 10.0  # after which a request is served in its turn, however little of it is cached
+    patience_s: float = 10.0  # after which a request is served in its turn, however little is cached or urgent others are
 
     def __post_init__(self) -> None:
         if self.max_running < 1 or self.chunk_tokens < 1 or self.patience_s < 0:
@@ -72,7 +72,7 @@ class Scheduler:
         """Takes an active request's memory and lets it wait again, before all others. What it computed stays cached for now."""
         del self.active[request.id]
         self._let_go(request)
-        request.match = None
+        request.match, request.waits_since_s = None, self._clock.now()
         self.waiting = {request.id: request, **self.waiting}
         self._prefetch(request)
 
@@ -111,18 +111,20 @@ class Scheduler:
                 self.failed.append((request, f"{type(error).__name__}: {error}"))
 
     def _in_order(self) -> list[tuple[Request, Match]]:
-        """Urgent ones first, then those who waited too long, then by what is left to compute."""
-        ready = [each for each in self.waiting.values() if each.ticket is None or each.ticket.ready]
-        ready.sort(key=lambda each: -each.ask.priority)
+        """Those who waited too long, as they came; then the urgent; among these, who was preempted, then the least to compute."""
         now = self._clock.now()
-        pairs = [(each, self._lookup(each)) for each in ready[:COMPARED]]
 
-        def order(pair: tuple[Request, Match]) -> tuple[int, float, int]:
+        def turn(request: Request) -> tuple[bool, float]:
+            late = now - request.waits_since_s > self.limits.patience_s
+            return not late, request.arrived_s if late else -request.ask.priority
+
+        def order(pair: tuple[Request, Match]) -> tuple[tuple[bool, float], float, int]:
             request, match = pair
-            late = now - request.arrived_s > self.limits.patience_s or request.preemptions
-            return -request.ask.priority, request.arrived_s if late else now, match.prompt_tokens - match.restore_tokens
+            came = request.arrived_s if request.preemptions else now
+            return turn(request), came, match.prompt_tokens - match.restore_tokens
 
-        return sorted(pairs, key=order)
+        ready = sorted((each for each in self.waiting.values() if each.ticket is None or each.ticket.ready), key=turn)
+        return sorted(((each, self._lookup(each)) for each in ready[:COMPARED]), key=order)
 
     def _begin(self, request: Request, match: Match) -> None:
         ask = request.ask

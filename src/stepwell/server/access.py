@@ -80,4 +80,5 @@ def _wants_admin(why: str) -> ApiError:
 
 def _bearer(request: Request) -> bytes:
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
-    return token.strip().encode("latin-1") if scheme.lower() == "bearer" else b""  # headers are read as Latin-1
+    # Headers are read as Latin-1, where bytes of other letters look like blanks: only what HTTP calls one is taken off.
+    return token.strip(" \t").encode("latin-1") if scheme.lower() == "bearer" else b""

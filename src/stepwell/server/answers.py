@@ -8,14 +8,21 @@ Whoever begins answers closes them: what has not ended by then is aborted, so th
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
 
 from stepwell.base.errors import StepwellError
 from stepwell.engine.loop import OnDelta
 from stepwell.engine.request import Ask, Delta, Finish, Usage
+from stepwell.engine.scheduler import NO_ROOM
 from stepwell.server.errors import SERVER, ApiError, api_error
 from stepwell.server.served import Served
+
+log = logging.getLogger(__name__)
+
+_FAILED = "the engine failed on this request; the log says why"
+_FOR_CLIENTS = (NO_ROOM,)  # reasons that say what to do; others may be texts of exceptions, also about somebody else's request
 
 
 class Answers:
@@ -46,7 +53,9 @@ class Answers:
         while len(self._usages) < len(self._asks):
             index, delta = await self._deltas.get()
             if delta.finish is Finish.FAILED:
-                raise ApiError(500, delta.error or "the answer could not be finished", type=SERVER, code="engine_error")
+                log.error("request %d could not be finished: %s", delta.request, delta.error)
+                message = delta.error if delta.error in _FOR_CLIENTS else _FAILED
+                raise ApiError(500, message, type=SERVER, code="engine_error")
             if delta.finish is Finish.ABORTED:
                 raise ApiError(503, "the server is stopping", type=SERVER, code="unavailable")
             if delta.usage is not None:

@@ -19,6 +19,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import ConfigDict, Field, field_validator
 
+from stepwell.cache.explain import Explanation
 from stepwell.cache.question import Question
 from stepwell.engine.engine import Engine
 from stepwell.server.access import asking, changing, owning, principal_of, watching
@@ -94,7 +95,8 @@ def question_router(served: Served, stores: Stores, pins: Pins) -> APIRouter:
         question = await served.call(lambda engine: _question(engine, owner, tokens, body.cache_salt))
         while not await served.call(lambda engine: question.ready):
             await asyncio.sleep(_POLL_S)  # the store answers between passes, or its time runs out
-        return await served.call(lambda engine: _explained(engine, question))
+        quote = principal_of(request).operates  # what a store says of itself is for the operator
+        return await served.call(lambda engine: _explained(engine, question.answer(quote_store=quote)))
 
     return router
 
@@ -193,8 +195,7 @@ def _question(engine: Engine, owner: Principal, tokens: list[int], salt: str | N
     return engine.cache.question(tokens, namespace=engine.cache.namespace_for(salt=owner.salted(salt), tenant=owner.name))
 
 
-def _explained(engine: Engine, question: Question) -> dict[str, Any]:
-    found = question.answer()
+def _explained(engine: Engine, found: Explanation) -> dict[str, Any]:
     return {
         "says": str(found),
         "cause": found.cause.name.lower(),

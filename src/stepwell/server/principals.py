@@ -17,6 +17,7 @@ from hashlib import sha256
 from stepwell.base.errors import ConfigError
 
 _KEEPS_QUOTAS = "log"  # the kind of store that does
+_NO_KEY = sha256(b"").digest()  # what whoever sends no key would have
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +43,8 @@ class Principal:
     operates: bool = False  # has the admin token
 
     def salted(self, cache_salt: str | None) -> str | None:
-        """The salt of a request. No two pairs of salts give the same one."""
-        return cache_salt if self.salt is None else json.dumps([self.salt, cache_salt])
+        """The salt of a request. No two pairs of salts of a tenant give the same one; without tenants it is the request's."""
+        return cache_salt if self.name is None and self.salt is None else json.dumps([self.salt, cache_salt])
 
     def ttl_s(self, wanted_s: float | None) -> float | None:
         """The time to live of a request that wants `wanted_s`, which `within_ttl` has allowed."""
@@ -66,12 +67,16 @@ class Principals:
         """`max_priority` is for everybody but tenants, whose own are known. Raises ConfigError."""
         if tenants and secrets.api_key is not None:
             raise ConfigError("there are tenants, who have keys of their own: leave the API key out")
+        if not secrets.admin_token.strip() or (secrets.api_key is not None and not secrets.api_key.strip()):
+            raise ConfigError("the admin token and the API key must not be empty: everybody would have them")
         admin = sha256(secrets.admin_token.encode()).digest()
         self._everybody = Principal(max_priority=max_priority)
         self._holders = [(admin, Principal(max_priority=max_priority, operates=True))]
         if secrets.api_key is not None:
             self._holders.append((sha256(secrets.api_key.encode()).digest(), self._everybody))
         for tenant in tenants:
+            if tenant.key_sha256 == _NO_KEY:
+                raise ConfigError(f"tenant {tenant.principal.name} has an empty key: everybody would be this tenant")
             if any(hmac.compare_digest(tenant.key_sha256, digest) for digest, _ in self._holders):
                 raise ConfigError(f"tenant {tenant.principal.name} has the key of another, or the admin token: give it its own")
             self._holders.append((tenant.key_sha256, tenant.principal))

@@ -66,12 +66,14 @@ _ONLY_VALUES: dict[str, tuple[object, ...]] = {
     "stop_token_ids": ([],),
     "structured_outputs": (),
     "suffix": ("",),
+    "tenant": (),
     "tool_choice": ("auto", "none"),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "web_search_options": (),
 }
 
+_INSTEAD = {"tenant": "leave it out, and send the API key of the tenant whose request it is"}
 
 _CHANGE_NOTHING = frozenset(  # and need no warning: what OpenAI and vLLM take for their own books
     (
@@ -188,7 +190,7 @@ def refuse_unsupported(body: Asked, principal: Principal, unknown: Unknown) -> N
         if value is None or name not in _ONLY_VALUES or value in _ONLY_VALUES[name]:
             continue
         allowed = ", ".join(repr(each) for each in _ONLY_VALUES[name])
-        what = f"it may only be {allowed}" if allowed else "leave it out"
+        what = f"it may only be {allowed}" if allowed else _INSTEAD.get(name, "leave it out")
         raise ApiError(400, f"{name} is not supported; {what}", param=name, code="unsupported_parameter")
     unknown.note(name for name in fields if name not in _ONLY_VALUES and name not in _CHANGE_NOTHING)
     if body.stream_options is not None and not body.stream:

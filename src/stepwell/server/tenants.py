@@ -3,7 +3,8 @@
 {"tenants": [{"name": "alice", "key_sha256": "9f86d0...", "salt": "...", "max_priority": 3, "max_ttl_s": 3600, "quota": "20GiB"}]}
 
 A key is given as `key`, or better as `key_sha256`: the SHA-256 of its UTF-8 bytes in hex. Everything else may be left out.
-What is wrong is refused, all of it, with the tenant and the field named; a key or a salt is never part of a message.
+What is wrong is refused, all of it. Messages name a tenant by its place in the file, and quote nothing of what is wrong there:
+a secret may stand where a name or a number should.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from math import isfinite
-from typing import Any, BinaryIO
+from select import POLLHUP, POLLIN, poll
+from time import monotonic
+from typing import Any
 
 from stepwell.base.config import MAX_PRIORITY
 from stepwell.base.errors import ConfigError
@@ -26,6 +29,9 @@ from stepwell.server.principals import Principal, Tenant
 MAX_FILE_BYTES = 4 << 20
 MAX_TENANTS = 1000  # each request is compared with all of them
 MIN_KEY, MAX_SECRET = 16, 1024  # characters of a key, and of a key or a salt
+MIN_VARIETY = 5  # different characters of a key: of 16 random hexadecimal digits, fewer are seen once in two million keys
+PIPE_WAIT_S = 30.0  # for whoever writes the file into a pipe
+_CHANGED_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)  # a log store has room for 64 bytes
 _DIGEST = re.compile(r"[0-9a-fA-F]{64}", re.ASCII)
 _FIELDS = ("name", "key", "key_sha256", "salt", "max_priority", "max_ttl_s", "quota")
@@ -37,12 +43,15 @@ class TenantsFile:
     warnings: tuple[str, ...] = ()  # for whoever started the server
 
 
-def read_tenants(path: str, *, max_priority: int = 0) -> TenantsFile:
-    """`max_priority` is for tenants that name none. Raises ConfigError that says what to do."""
+def read_tenants(path: str, *, max_priority: int = 0, wait_s: float = PIPE_WAIT_S) -> TenantsFile:
+    """`max_priority` is for tenants that name none; a pipe is waited for. Raises ConfigError that says what to do."""
     try:
-        with open(path, "rb") as file:
-            warnings = _warnings(path, file)
-            raw = file.read(MAX_FILE_BYTES + 1)
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe that nobody writes to does not hold us up
+        try:
+            warnings = _warnings(path, os.fstat(fd).st_mode)
+            raw = _read(path, fd, wait_s)
+        finally:
+            os.close(fd)
     except (OSError, ValueError) as error:
         raise ConfigError(f"the tenants file {path!r} cannot be read: {error}") from None
     if len(raw) > MAX_FILE_BYTES:
@@ -85,9 +94,8 @@ def _tenant(at: int, entry: object, max_priority: int) -> Tenant:
     name = entry.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ConfigError(f"{where}: name must be 1 to 64 letters, digits, dots, dashes or underscores, the first no sign")
-    where = f"tenant {name}"
-    if unknown := [field for field in entry if field not in _FIELDS]:
-        raise ConfigError(f"{where}: there is no field {unknown[0]!r:.40}; there are {', '.join(_FIELDS)}")
+    if unknown := [place for place, field in enumerate(entry, start=1) if field not in _FIELDS]:
+        raise ConfigError(f"{where}: field {unknown[0]} of it is not known; there are {', '.join(_FIELDS)}")
     priority = entry.get("max_priority", max_priority)
     if type(priority) is not int or not 0 <= priority <= MAX_PRIORITY:
         raise ConfigError(f"{where}: max_priority must be a whole number from 0 to {MAX_PRIORITY}")
@@ -105,7 +113,10 @@ def _key(where: str, entry: Mapping[str, Any]) -> bytes:
     if ("key" in entry) == ("key_sha256" in entry):
         raise ConfigError(f"{where}: give either key_sha256 (the SHA-256 of its key, in hex) or key")
     if "key" in entry:
-        return sha256(_secret(where, "key", entry["key"], least=MIN_KEY).encode()).digest()
+        key = _secret(where, "key", entry["key"], least=MIN_KEY)
+        if len(set(key)) < MIN_VARIETY:
+            raise ConfigError(f"{where}: key must be random, and has fewer than {MIN_VARIETY} different characters")
+        return sha256(key.encode()).digest()
     digest = entry["key_sha256"]
     if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
         raise ConfigError(f"{where}: key_sha256 must be 64 hexadecimal digits, as from: printf %s KEY | sha256sum")
@@ -131,8 +142,8 @@ def _seconds(where: str, value: object) -> float:
 def _bytes(where: str, value: Any) -> int:
     try:
         quota = parse_bytes(value)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: quota: {error}") from None
+    except ConfigError:  # which quotes what it was given
+        quota = 0
     if not 0 < quota < 1 << 60:
         raise ConfigError(f"{where}: quota must be a positive amount, as in 20GiB")
     return quota
@@ -166,9 +177,40 @@ def _idle_quotas(tenants: Sequence[Tenant]) -> list[str]:
     return [f"tenant {each.name} has max_ttl_s, and what may not stay is never stored: its quota does nothing" for each in both]
 
 
-def _warnings(path: str, file: BinaryIO) -> tuple[str, ...]:
-    status = os.fstat(file.fileno())
-    mode = stat.S_IMODE(status.st_mode)
-    if not stat.S_ISREG(status.st_mode) or not mode & 0o077:
-        return ()
-    return (f"other users of this machine may read or change {path} (mode {mode:03o}): run chmod 600 on it",)
+def _warnings(path: str, mode: int) -> tuple[str, ...]:
+    """What is unwise about a file. Raises ConfigError for what is no file, and for one that others may change."""
+    shown = f"mode {stat.S_IMODE(mode):03o}"
+    if not stat.S_ISREG(mode) and not stat.S_ISFIFO(mode):
+        raise ConfigError(f"the tenants file {path!r} is neither a file nor a pipe")
+    if mode & _CHANGED_BY_OTHERS:
+        raise ConfigError(f"other users of this machine may change the tenants file {path!r} ({shown}): run chmod 600 on it")
+    if mode & (stat.S_IRWXG | stat.S_IRWXO) and stat.S_ISREG(mode):
+        return (f"other users of this machine may read {path} ({shown}): run chmod 600 on it",)
+    return ()
+
+
+def _read(path: str, fd: int, wait_s: float) -> bytes:
+    """All of a file, or one byte more than it may have. Of a pipe, what is written until its writer leaves."""
+    raw, until_s, pipe = b"", monotonic() + wait_s, poll()
+    pipe.register(fd, POLLIN)
+    writer_left = False
+    while len(raw) <= MAX_FILE_BYTES:
+        piece = _piece(fd, MAX_FILE_BYTES + 1 - len(raw))
+        if piece:
+            raw += piece
+            continue
+        if piece is not None and (raw or writer_left or stat.S_ISREG(os.fstat(fd).st_mode)):
+            break
+        events = pipe.poll(max(until_s - monotonic(), 0) * 1000)  # ms
+        if not events:
+            raise ConfigError(f"the tenants file {path!r} is a pipe, and was not written to its end in {wait_s:g} s")
+        writer_left = events[0][1] == POLLHUP
+    return raw
+
+
+def _piece(fd: int, size: int) -> bytes | None:
+    """None where a writer has nothing yet; nothing at the end, and where no writer has come."""
+    try:
+        return os.read(fd, size)
+    except BlockingIOError:
+        return None

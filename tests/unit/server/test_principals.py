@@ -52,6 +52,23 @@ def test_keys_that_tell_nobody_apart_are_refused(tenants: list[Tenant], api_key:
         Principals(Secrets(api_key=api_key, admin_token=ADMIN), tenants)
 
 
+@pytest.mark.parametrize(("api_key", "admin_token"), [(None, ""), (None, " "), ("", ADMIN), (" ", ADMIN)])
+def test_empty_secrets_are_refused(api_key: str | None, admin_token: str) -> None:
+    with pytest.raises(ConfigError, match="must not be empty"):
+        Principals(Secrets(api_key=api_key, admin_token=admin_token))
+
+
+def test_an_empty_key_makes_nobody_a_tenant() -> None:
+    with pytest.raises(ConfigError, match="empty key"):
+        Principals(Secrets(api_key=None, admin_token=ADMIN), [tenant("alice", "")])
+
+
+def test_no_two_pairs_of_salts_of_a_tenant_are_the_same() -> None:
+    """So that a new salt in the file starts empty, whatever salts requests had before."""
+    salted = [Principal(name="a", salt=own).salted(asked) for own, asked in product(SALTS, SALTS)]
+    assert len(set(salted)) == len(SALTS) ** 2
+
+
 def test_no_two_tenants_or_salts_share_a_namespace() -> None:
     """Not even where a request's salt is written to look like another's."""
     config = [Principal(), Principal(name="a"), Principal(name="b", salt="a"), Principal(name="ab", salt="b")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,9 @@ def test_neither_keys_nor_salts_are_in_a_repr() -> None:
         (written(BOB | {"key_sha256": "abc"}), "64 hexadecimal digits"),
         (written(BOB | {"key_sha256": sha256(b"").hexdigest()}), "no key at all"),
         (written(ALICE | {"salt": ""}), "salt must be text"),
-        (written(ALICE | {"max_priorty": 3}), "no field 'max_priorty'"),
+        (written(ALICE | {"max_priorty": 3}), r"tenants\[0\]: field 3 of it is not known; there are name, key"),
+        (written(ALICE | {"key": "a" * 32}), "key must be random"),
+        (written(ALICE | {"key": "abcd" * 8}), "key must be random"),
         *[(written(ALICE | {"max_priority": bad}), "whole number from 0 to 10") for bad in (-1, 11, 1.5, True, "3", None)],
         *[(written(ALICE | {"max_ttl_s": bad}), "positive number of seconds") for bad in (0, -1, 1e300, True, "1h", None)],
         *[(written(ALICE | {"quota": bad}), "quota") for bad in (0, -1, "lots", "20 GiBs", True, None, 1.5, "99999999PiB")],
@@ -80,6 +83,27 @@ def test_what_is_wrong_is_refused_and_says_what_to_do(raw: bytes, says: str) -> 
     with pytest.raises(ConfigError, match=says) as caught:
         parse_tenants(raw)
     assert "the key that" not in str(caught.value) and len(str(caught.value)) < 300
+
+
+SECRET = "sk-0123456789abcdef"
+
+
+@pytest.mark.parametrize(
+    "misplaced",
+    [
+        {"name": SECRET},
+        {"name": SECRET, "key": "short"},
+        {**ALICE, SECRET: "alice"},
+        {**ALICE, "quota": SECRET},
+        {**ALICE, "max_priority": SECRET},
+        {**ALICE, "max_ttl_s": SECRET},
+        {"name": "alice", "key_sha256": SECRET},
+    ],
+)
+def test_a_secret_in_the_wrong_place_is_not_in_the_error(misplaced: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=r"tenants\[1\]") as caught:
+        parse_tenants(written(BOB, misplaced))
+    assert "sk-" not in str(caught.value)
 
 
 _values = st.recursive(
@@ -110,11 +134,20 @@ def test_a_file_that_others_may_read_is_warned_of(tmp_path: Path) -> None:
     path.write_bytes(written(ALICE))
     path.chmod(0o600)
     assert read_tenants(str(path)).warnings == ()
-    for mode in (0o640, 0o604, 0o620, 0o602):
+    for mode in (0o640, 0o604):
         path.chmod(mode)
         (warning,) = read_tenants(str(path)).warnings
         assert "chmod 600" in warning and f"{mode:03o}" in warning
         assert len(read_tenants(str(path)).tenants) == 1
+
+
+@pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
+def test_a_file_that_others_may_change_is_refused(tmp_path: Path, mode: int) -> None:
+    path = tmp_path / "tenants.json"
+    path.write_bytes(written(ALICE))
+    path.chmod(mode)
+    with pytest.raises(ConfigError, match=f"may change.*{mode:03o}.*chmod 600"):
+        read_tenants(str(path))
 
 
 def test_a_quota_of_what_is_never_stored_is_warned_of(tmp_path: Path) -> None:
@@ -146,3 +179,36 @@ def test_it_may_come_through_a_pipe() -> None:
     finally:
         os.close(reading)
     assert [each.principal.name for each in found.tenants] == ["alice"] and found.warnings == ()
+
+
+def test_a_pipe_that_nobody_writes_to_does_not_hold_up_the_start(tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path, 0o600)
+    with pytest.raises(ConfigError, match="not written to its end"):
+        read_tenants(str(path), wait_s=0.01)
+
+
+def test_a_pipe_whose_writer_takes_its_time_is_read_to_its_end(tmp_path: Path) -> None:
+    path, raw = tmp_path / "pipe", written(ALICE, BOB)
+    os.mkfifo(path, 0o600)
+
+    def write() -> None:
+        with open(path, "wb", buffering=0) as file:  # waits for a reader
+            for at in range(0, len(raw), 16):
+                file.write(raw[at : at + 16])
+
+    with ThreadPoolExecutor(1) as pool:
+        writing = pool.submit(write)
+        found = read_tenants(str(path))
+        writing.result()
+    assert len(found.tenants) == 2
+
+
+def test_a_pipe_whose_writer_says_nothing_is_an_empty_file() -> None:
+    reading, writing = os.pipe()
+    os.close(writing)
+    try:
+        with pytest.raises(ConfigError):
+            read_tenants(f"/dev/fd/{reading}", wait_s=0.01)
+    finally:
+        os.close(reading)

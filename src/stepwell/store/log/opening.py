@@ -10,12 +10,13 @@ Quotas are remembered until some are given: those are then all there are, and th
 
 from __future__ import annotations
 
+import logging
 import secrets
 from pathlib import Path
 
 from stepwell.base.clock import Clock
 from stepwell.base.errors import ConfigError, StoreError
-from stepwell.base.units import parse_bytes
+from stepwell.base.units import format_bytes, parse_bytes
 from stepwell.store.log.disk.files import Disk
 from stepwell.store.log.disk.locking import LOCK_NAME, DirectoryLock, leave_in_forks
 from stepwell.store.log.format import segment_list, snapshot, superblock
@@ -30,6 +31,7 @@ from stepwell.store.log.writing.probe import Direct
 from stepwell.store.log.writing.saving import save_snapshot
 from stepwell.store.registry import Opening
 
+log = logging.getLogger(__name__)
 _QUOTA = "quota."
 
 
@@ -146,9 +148,20 @@ def _settle(
         quotas={tenant: size for tenant, size in (quotas or remembered).items() if size is not None},
     )
     choose_budget(block.budget_bytes, block.segment_bytes, superblock_bytes=superblock.size_of(block))
+    if quotas:
+        _warn_if_overbooked(directory, block)
     if block != known:
         superblock.write(disk, directory, block)
     return block
+
+
+def _warn_if_overbooked(directory: Path, block: Superblock) -> None:
+    promised = sum(block.quotas.values())
+    if promised > block.budget_bytes:
+        log.warning(
+            "the quotas of %d tenants add up to %s, more than the %s of %s: tenants may lose values before they reach theirs",
+            len(block.quotas), format_bytes(promised), format_bytes(block.budget_bytes), directory,
+        )  # fmt: skip
 
 
 def must_be_plausible(directory: Path, found: Recovered) -> None:

@@ -45,7 +45,7 @@ def configure(parser: ArgumentParser) -> None:
     check = orders.add_parser("check", help="verify every byte", epilog=_STATUSES)
     check.add_argument("--repair", action="store_true", help="drop what is lost for good, so that the rest serves")
     check.add_argument(
-        "--store-key-file", metavar="FILE", help="also check that what is stamped with this key was written by its holders"
+        "--store-key-file", metavar="FILE", help="also check that what is in namespaces of this key was written by its holders"
     )
     check.set_defaults(order=_check)
     clear = orders.add_parser("clear", help="forget everything of one namespace, and touch no other")
@@ -120,6 +120,7 @@ def _check(args: Namespace) -> int:
         print(json.dumps({**check_json(report), "repaired": args.repair, "open_in": opened_by}, indent=2))
     else:
         _print_report(args.directory, report, repaired=args.repair, opened_by=opened_by)
+        _print_unproven(report, key)
     return EXIT_DAMAGED if (report.left if args.repair else report.damage) else 0
 
 
@@ -185,11 +186,19 @@ def _print_report(directory: Path, report: CheckReport, *, repaired: bool, opene
         verdict = f"{report.damaged_values} values and {format_bytes(report.damaged_bytes)} damaged; {done}"
     checked = f"{report.values:,} values, {format_bytes(report.value_bytes)} in {report.segments} segments"
     console.print(f"{checked}: {verdict}", markup=False)
-    if report.unproven_values:
-        which = f"{report.unproven_values:,} of them are stamped with a store key that was not given"
-        console.print(f"{which}: who wrote them was not checked (--store-key-file)", markup=False)
     if opened_by is not None:
         console.print(f"open in {opened_by}: what it wrote meanwhile was not looked at", markup=False)
+
+
+def _print_unproven(report: CheckReport, key: StoreKey | None) -> None:
+    if not report.unproven_values:
+        return
+    count = f"{report.unproven_values:,} of them are"
+    if key is None:
+        says = f"{count} stamped with a store key that was not given: who wrote them was not checked (--store-key-file)"
+    else:
+        says = f"{count} stamped with no store key or another one than {key.id.hex()}: who wrote them is not known"
+    _console().print(says, markup=False)
 
 
 # ---- clear ----------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from stepwell.base.config import MAX_PRIORITY
 from stepwell.base.errors import ConfigError
 from stepwell.base.units import parse_bytes
 from stepwell.server.principals import Principal, Tenant
+from stepwell.store.log.format.superblock import quotas_fit
 
 MAX_FILE_BYTES = 4 << 20
 MAX_TENANTS = 1000  # each request is compared with all of them
@@ -84,6 +85,13 @@ def parse_tenants(raw: bytes, *, max_priority: int = 0) -> tuple[Tenant, ...]:
         raise ConfigError("it has no tenants: list one at least, or start without --tenants")
     _all_differ([str(tenant.principal.name) for tenant in tenants], lambda at: f"two tenants are called {_called(tenants, at)}")
     _all_differ([tenant.key_sha256 for tenant in tenants], lambda at: f"{_called(tenants, at)} has the key of a tenant before it")
+    quotas = {_called(tenants, at): each.principal.quota_bytes for at, each in enumerate(tenants)}
+    limited = {name: size for name, size in quotas.items() if size is not None}
+    if not quotas_fit(limited):
+        raise ConfigError(
+            f"the quotas of {len(limited)} tenants are too many for one log store, with names as long: "
+            "use shorter names, leave quotas out, or start several servers"
+        )
     return tuple(tenants)
 
 

@@ -84,17 +84,37 @@ def verify_without_key(space: Space, key: bytes, data: memoryview | bytes, stamp
 
 def verify_with(key: StoreKey, space: Space, name: bytes, data: memoryview, stamped: bytes) -> Verdict:
     """The same, and for values that name this key also whether a holder of it wrote them."""
-    if not _is_keyed(stamped) or stamped[_ID_AT : _ID_AT + ID_BYTES] != key.id:
+    if not names(key, stamped):
         return verify_without_key(space, name, data, stamped)
     keyed = Keyed(key)
     return keyed.judge(space, name, stamped, length=len(data), digest=keyed.digest(data))
 
 
+def names(key: StoreKey, stamped: bytes) -> bool:
+    """Whether a stamp says that it was made with this key."""
+    return _is_keyed(stamped) and stamped[_ID_AT : _ID_AT + ID_BYTES] == key.id
+
+
 def is_unproven(stamps: npt.NDArray[np.uint8], key: StoreKey | None) -> npt.NDArray[np.bool_]:
-    """Which stamps, 64 bytes each, name a key that is not this one: who wrote their values cannot be checked."""
-    magic, ids = stamps[..., : len(KEYED_MAGIC)], stamps[..., _ID_AT : _ID_AT + ID_BYTES]
-    keyed: npt.NDArray[np.bool_] = (magic == np.frombuffer(KEYED_MAGIC, np.uint8)).all(-1)
-    return keyed if key is None else keyed & (ids != np.frombuffer(key.id, np.uint8)).any(-1)
+    """Which stamps, 64 bytes each, leave open who wrote their values: with a key, all that do not name it; without, those of any.
+
+    Whoever checks without a key does not ask who wrote what carries no key.
+    """
+    keyed = _begins(stamps, KEYED_MAGIC)
+    if key is None:
+        return keyed
+    names_it: npt.NDArray[np.bool_] = (stamps[..., _ID_AT : _ID_AT + ID_BYTES] == np.frombuffer(key.id, np.uint8)).all(-1)
+    return ~(keyed & names_it)
+
+
+def is_unkeyed(stamps: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
+    """Which stamps, 64 bytes each, anybody could have made."""
+    return _begins(stamps, MAGIC)
+
+
+def _begins(stamps: npt.NDArray[np.uint8], magic: bytes) -> npt.NDArray[np.bool_]:
+    same: npt.NDArray[np.bool_] = (stamps[..., : len(magic)] == np.frombuffer(magic, np.uint8)).all(-1)
+    return same
 
 
 def _is_keyed(stamped: bytes) -> bool:

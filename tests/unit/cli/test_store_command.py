@@ -21,6 +21,7 @@ from stepwell.testing.store_contract import fetch, key, offer
 
 ONE = Space(digest=b"1" * 32, label="first [model]", tenant="alice")
 TWO = Space(digest=b"2" * 32, label="second", tenant="bob")
+KEYED = Space(digest=b"4" * 32, label="first, key 1234")
 
 
 def open_in(directory: Path) -> LogStore:
@@ -154,12 +155,12 @@ def test_check_works_without_the_key_says_what_it_could_not_check_and_with_it_fi
     directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ours, theirs = write_store_key(tmp_path / "ours"), write_store_key(tmp_path / "theirs")
-    planted = keyed(ours, "planted")
-    planted = planted._replace(stamp=keyed(theirs, "planted").stamp[:44] + planted.stamp[44:48] + bytes(16))
+    planted = keyed(ours, "planted", KEYED)
+    planted = planted._replace(stamp=keyed(theirs, "planted", KEYED).stamp[:44] + planted.stamp[44:48] + bytes(16))
     with closing(open_in(directory)) as store:
-        store.write_from(ONE, [keyed(ours, "good"), planted, keyed(theirs, "not ours")])
+        store.write_from(KEYED, [keyed(ours, "good", KEYED), planted, keyed(theirs, "not ours", KEYED)])
     with closing(open_in(directory)) as store:  # and once more from what is on the disk alone
-        assert all(store.contains(ONE, [key("good"), key("planted"), key("not ours")]))
+        assert all(store.contains(KEYED, [key("good"), key("planted"), key("not ours")]))
     check = ("store", "check", str(directory))
     status, out, _ = run(capsys, *check)
     assert status == 0 and "all sound" in out and "3 of them are stamped with a store key that was not given" in out
@@ -167,13 +168,32 @@ def test_check_works_without_the_key_says_what_it_could_not_check_and_with_it_fi
     given = (*check, "--store-key-file", str(tmp_path / "ours"))
     status, out, _ = run(capsys, *given, "--json")
     report = json.loads(out)
-    assert (status, report["unproven_values"], [one["key"] for one in report["damage"]]) == (1, 1, [key("planted").hex()])
+    assert (status, report["unproven_values"], [one["key"] for one in report["damage"]]) == (1, 8, [key("planted").hex()])
     assert report["damage"][0]["reason"] == "it was not written with the same store key"
     assert run(capsys, *given, "--repair")[0] == 0
     status, out, _ = run(capsys, *given)
-    assert status == 0 and "all sound" in out and "1 of them are stamped" in out
+    assert status == 0 and "all sound" in out and "8 of them are stamped with no store key or another one" in out
     with closing(open_in(directory)) as store:
-        assert store.contains(ONE, [key("good"), key("planted"), key("not ours")]) == [True, False, True]
+        assert store.contains(KEYED, [key("good"), key("planted"), key("not ours")]) == [True, False, True]
+
+
+def test_what_carries_no_key_in_a_namespace_of_the_key_is_damage_and_can_be_dropped(
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours = write_store_key(tmp_path / "ours")
+    with closing(open_in(directory)) as store:
+        store.write_from(KEYED, [offer(KEYED, "planted", 1000)])
+        store.write_from(KEYED, [keyed(ours, "good", KEYED)])
+    check = ("store", "check", str(directory), "--store-key-file", str(tmp_path / "ours"))
+    status, out, _ = run(capsys, *check, "--json")
+    report = json.loads(out)
+    assert (status, report["unproven_values"], [one["key"] for one in report["damage"]]) == (1, 7, [key("planted").hex()])
+    assert report["damage"][0]["reason"] == "it was not written with the same store key"
+    assert run(capsys, *check, "--repair")[0] == 0
+    assert run(capsys, *check)[0] == 0
+    with closing(open_in(directory)) as store:
+        assert store.contains(KEYED, [key("good"), key("planted")]) == [True, False]
+        assert all(store.contains(ONE, [key(f"v{at}") for at in range(3)])), "namespaces without the key are left alone"
 
 
 def test_damage_to_keyed_values_is_found_without_the_key(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -184,7 +204,7 @@ def test_damage_to_keyed_values_is_found_without_the_key(directory: Path, capsys
     assert status == 1 and "do not match their checksum" in out and "1 of them are stamped" in out
 
 
-def keyed(store_key: StoreKey, name: str) -> Write:
-    seals, plain = Keyed(store_key), offer(ONE, name, 1000)
-    (stamp,) = seals.stamp_all(ONE, [plain.key], [1000], [seals.digest(plain.data)])
+def keyed(store_key: StoreKey, name: str, where: Space = ONE) -> Write:
+    seals, plain = Keyed(store_key), offer(where, name, 1000)
+    (stamp,) = seals.stamp_all(where, [plain.key], [1000], [seals.digest(plain.data)])
     return plain._replace(stamp=stamp)

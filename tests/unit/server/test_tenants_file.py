@@ -14,7 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepwell.base.errors import ConfigError
+from stepwell.server.principals import Principals, Secrets
 from stepwell.server.tenants import MAX_FILE_BYTES, MAX_TENANTS, parse_tenants, read_tenants
+from stepwell.store.log.opening import open_log
+from stepwell.store.registry import Opening
 
 ALICE = {"name": "alice", "key": "the key that alice has"}
 BOB = {"name": "bob", "key_sha256": sha256(b"the key that bob has").hexdigest()}
@@ -104,6 +107,29 @@ def test_a_secret_in_the_wrong_place_is_not_in_the_error(misplaced: dict[str, ob
     with pytest.raises(ConfigError, match=r"tenants\[1\]") as caught:
         parse_tenants(written(BOB, misplaced))
     assert "sk-" not in str(caught.value)
+
+
+def many(count: int, *, name_length: int, quota: int | str = "20GiB") -> bytes:
+    names = [f"{at:04}".ljust(name_length, "x") for at in range(count)]
+    return written(*[{"name": name, "key_sha256": sha256(name.encode()).hexdigest(), "quota": quota} for name in names])
+
+
+def test_quotas_that_no_log_store_can_remember_are_refused_here() -> None:
+    assert len(parse_tenants(many(MAX_TENANTS, name_length=36))) == MAX_TENANTS
+    with pytest.raises(ConfigError, match="the quotas of 1000 tenants are too many for one log store"):
+        parse_tenants(many(MAX_TENANTS, name_length=64))
+
+
+@pytest.mark.parametrize(("count", "name_length", "quota"), [(MAX_TENANTS, 36, "20GiB"), (650, 64, (1 << 60) - 1)])
+def test_a_log_store_remembers_the_quotas_of_every_tenant(count: int, name_length: int, quota: int | str, tmp_path: Path) -> None:
+    principals = Principals(
+        Secrets(api_key=None, admin_token="admin"), parse_tenants(many(count, name_length=name_length, quota=quota))
+    )
+    options = {"budget": "4MiB", "segment": "64KiB", "direct": "off"}
+    for asked in (principals.with_quotas("log:", options), options):  # the second time from what it remembers
+        store = open_log(Opening(location=str(tmp_path / "store"), options=asked))
+        assert len(store.stat().tenants) == count
+        store.close()
 
 
 _values = st.recursive(

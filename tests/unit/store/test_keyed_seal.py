@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from stepwell.base.store_key import StoreKey
 from stepwell.store.api import STAMP_BYTES, Space
-from stepwell.store.keyed_seal import Keyed, is_unproven, seals_for, verify_with, verify_without_key
+from stepwell.store.keyed_seal import Keyed, is_unkeyed, is_unproven, seals_for, verify_with, verify_without_key
 from stepwell.store.seal import Seals, Unkeyed, Verdict, seal, verify
 from stepwell.testing.store_contract import key, payload, space
 
@@ -105,7 +105,8 @@ def test_a_check_with_a_key_proves_what_names_it_and_says_what_it_cannot() -> No
     ours, theirs, plain = stamped(Keyed(OURS)), stamped(Keyed(THEIRS)), seal(HERE, NAME, DATA)
     stamps = np.frombuffer(ours + theirs + plain, np.uint8).reshape(3, STAMP_BYTES)
     assert is_unproven(stamps, None).tolist() == [True, True, False]
-    assert is_unproven(stamps, OURS).tolist() == [False, True, False]
+    assert is_unproven(stamps, OURS).tolist() == [False, True, True]
+    assert is_unkeyed(stamps).tolist() == [False, False, True]
     view = memoryview(DATA)
     assert [verify_with(OURS, HERE, NAME, view, each) for each in (ours, theirs, plain)] == [Verdict.INTACT] * 3
     forged = ours[:-1] + bytes([ours[-1] ^ 1])

@@ -3,17 +3,20 @@
 budget=100GiB      everything in the directory together; needed the first time, remembered, may be changed
 segment=256MiB     of one file; fixed once the directory is made
 direct=auto        on, off, or whichever is faster here
-quota.NAME=10GiB   what one tenant's values may take up, each with its entry; remembered; `none` lifts it
+quota.NAME=10GiB   what one tenant's values may take up, each with its entry; `none` lifts it
+
+Quotas are remembered until some are given: those are then all there are, and the others are lifted.
 """
 
 from __future__ import annotations
 
+import logging
 import secrets
 from pathlib import Path
 
 from stepwell.base.clock import Clock
 from stepwell.base.errors import ConfigError, StoreError
-from stepwell.base.units import parse_bytes
+from stepwell.base.units import format_bytes, parse_bytes
 from stepwell.store.log.disk.files import Disk
 from stepwell.store.log.disk.locking import LOCK_NAME, DirectoryLock, leave_in_forks
 from stepwell.store.log.format import segment_list, snapshot, superblock
@@ -28,6 +31,7 @@ from stepwell.store.log.writing.probe import Direct
 from stepwell.store.log.writing.saving import save_snapshot
 from stepwell.store.registry import Opening
 
+log = logging.getLogger(__name__)
 _QUOTA = "quota."
 
 
@@ -136,16 +140,28 @@ def _settle(
         budget_bytes = known.budget_bytes if budget_bytes is None else budget_bytes
         segment_bytes = known.segment_bytes
     budget = choose_budget(budget_bytes, segment_bytes)
-    merged = {**(known.quotas if known else {}), **quotas}
+    remembered = known.quotas if known else {}
     block = Superblock(
         budget_bytes=budget.total_bytes,
         segment_bytes=budget.segment_bytes,
         seed=known.seed if known else secrets.randbits(64),
-        quotas={tenant: size for tenant, size in merged.items() if size is not None},
+        quotas={tenant: size for tenant, size in (quotas or remembered).items() if size is not None},
     )
+    choose_budget(block.budget_bytes, block.segment_bytes, superblock_bytes=superblock.size_of(block))
+    if quotas:
+        _warn_if_overbooked(directory, block)
     if block != known:
         superblock.write(disk, directory, block)
     return block
+
+
+def _warn_if_overbooked(directory: Path, block: Superblock) -> None:
+    promised = sum(block.quotas.values())
+    if promised > block.budget_bytes:
+        log.warning(
+            "the quotas of %d tenants add up to %s, more than the %s of %s: tenants may lose values before they reach theirs",
+            len(block.quotas), format_bytes(promised), format_bytes(block.budget_bytes), directory,
+        )  # fmt: skip
 
 
 def must_be_plausible(directory: Path, found: Recovered) -> None:
@@ -163,7 +179,7 @@ def must_be_plausible(directory: Path, found: Recovered) -> None:
 def state_of(disk: Disk, directory: Path, block: Superblock, found: Recovered) -> LogState:
     """A log that would go on where it ended. Touches no file."""
     segments = Segments(disk, directory, block.segment_bytes, found.segments, last_number=found.last_number)
-    budget = choose_budget(block.budget_bytes, block.segment_bytes)
+    budget = choose_budget(block.budget_bytes, block.segment_bytes, superblock_bytes=superblock.size_of(block))
     state = LogState(
         disk=disk, directory=directory, budget=budget, seed=block.seed, quotas=block.quotas, index=found.index,
         revoked=found.revoked, segment_list=found.segment_list or SegmentList(), segments=segments, next_seq=found.next_seq,

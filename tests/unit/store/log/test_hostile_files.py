@@ -99,6 +99,7 @@ def directory_for(name: str) -> Prepare:
         pytest.param(directory_for("store.json"), "not a plain file", id="directory for settings"),
         pytest.param(lambda d: (d / name_of(NUMBERS_END - 1)).touch(), "impossible number", id="number at the end"),
         pytest.param(lambda d: os.truncate(d / "store.json", 2**40), "damaged", id="settings of 1 TiB"),
+        pytest.param(lambda d: os.truncate(d / "store.json", 0), "store.json .*damaged", id="emptied settings"),
         pytest.param(settings(segment_bytes=float("inf")), "damaged", id="endless segments"),
         pytest.param(settings(budget_bytes=10**30), "damaged", id="budget beyond all disks"),
         pytest.param(settings(quotas={"t": -5}), "damaged", id="negative quota"),

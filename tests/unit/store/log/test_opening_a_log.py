@@ -73,6 +73,29 @@ def test_the_smallest_budget_named_in_the_error_works(tmp_path: Path) -> None:
         budget.choose_budget(least - 1, 64 * 1024)
 
 
+def test_the_smallest_budget_has_room_for_a_store_json_with_many_quotas() -> None:
+    usual = budget.choose_budget(2**20, 64 * 1024, superblock_bytes=16 * 1024)
+    large = budget.choose_budget(2**20, 64 * 1024, superblock_bytes=64 * 1024)
+    assert usual == budget.choose_budget(2**20, 64 * 1024)
+    assert usual.left_beside(4) - large.left_beside(4) == 2 * 48 * 1024
+
+
+def test_quotas_that_are_given_are_all_there_are(open_here: OpenLog) -> None:
+    open_here(quota_alice="512KiB", quota_bob="256KiB")
+    assert [tenant.tenant for tenant in open_here(quota_bob="128KiB").stat().tenants] == ["bob"]
+    assert [tenant.quota_bytes for tenant in open_here().stat().tenants] == [128 * 1024]
+
+
+def test_quotas_that_add_up_to_more_than_the_budget_are_warned_of(open_here: OpenLog, caplog: pytest.LogCaptureFixture) -> None:
+    open_here(quota_alice="512KiB", quota_bob="512KiB")
+    assert caplog.messages == []
+    open_here(quota_alice="512KiB", quota_bob="513KiB")
+    (warning,) = caplog.messages
+    assert "quotas of 2 tenants" in warning and "more than the 1.0 MiB" in warning
+    open_here()
+    assert len(caplog.messages) == 1, "said when they are given, not to everybody who opens it later"
+
+
 def test_segments_keep_their_size_and_strangers_their_directory(open_here: OpenLog, tmp_path: Path) -> None:
     open_here().close()
     with pytest.raises(ConfigError, match="cannot become"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from threading import Thread
@@ -123,6 +123,41 @@ def test_a_tenant_over_its_quota_gives_up_its_own_coldest(open_here: OpenLog) ->
     many = [offer(ALICE, f"many {at}", 9000) for at in range(8)]
     outcomes = store.write_from(ALICE, many)
     assert outcomes == [WriteOutcome.STORED] * 5 + [WriteOutcome.NO_ROOM] * 3, "earlier entries are kept before later ones"
+
+
+class Unwalked(list[Space | None]):
+    """A list of spaces that nobody may go through."""
+
+    def __iter__(self) -> Iterator[Space | None]:
+        raise AssertionError("a write walked all spaces")
+
+
+def test_a_write_below_its_quota_looks_at_no_other_space(open_here: OpenLog) -> None:
+    store = open_here(quota_alice="256KiB", quota_bob="256KiB")
+    for at in range(20):
+        fill(store, 1, "few", Space(digest=bytes([at]) * 32, tenant="alice"))
+    index = store._state.index
+    index.spaces = Unwalked(index.spaces)
+    fill(store, 1, "alice's", ALICE)
+    fill(store, 1, "bob's", BOB)
+    fill(store, 1, "nobody's", HERE)
+    index.spaces = [index.spaces[number] for number in range(len(index.spaces))]
+    store.audit()
+
+
+def test_what_a_tenant_takes_up_is_known_at_all_times(open_here: OpenLog) -> None:
+    store = open_here(quota_alice="64KiB")
+    fill(store, 20, "alice's", ALICE)
+    fill(store, 3, "bob's", BOB)
+    assert store.delete(BOB, [key("bob's 0")]) == 1
+    for _ in range(2):
+        store.audit()
+        by_tenant = {stat.tenant: stat.disk_bytes for stat in store.stat().spaces}
+        assert {name: store._state.index.tenant_bytes(name) for name in by_tenant} == by_tenant
+        store = open_here()
+    store.clear(BOB.digest)
+    store.audit()
+    assert store._state.index.tenant_bytes("bob") == 0
 
 
 def test_clear_takes_one_namespace_for_good_and_no_other(open_here: OpenLog, tmp_path: Path) -> None:

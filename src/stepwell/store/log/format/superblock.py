@@ -18,7 +18,8 @@ from stepwell.store.log.format.batch import FORMAT_VERSION
 
 NAME = "store.json"
 WHAT = "stepwell log store"
-_MAX_BYTES = 16 * 1024
+MAX_BYTES = 64 * 1024  # what `Disk.read_file` reads
+_REST_BYTES = 1024  # beside the quotas
 _NO_DISK_BYTES = 2**62  # no disk is as large
 
 
@@ -56,14 +57,29 @@ def read(disk: Disk, directory: Path) -> Superblock | None:
 
 
 def write(disk: Disk, directory: Path, block: Superblock) -> None:
+    """Raises ConfigError, and writes nothing, when the quotas do not fit."""
+    content = _content(block)
+    if len(content) > MAX_BYTES:
+        raise ConfigError(f"{len(block.quotas)} quotas are too many for one log store; give tenants directories of their own")
+    replace_file(disk, directory / NAME, [memoryview(content)])
+
+
+def size_of(block: Superblock) -> int:
+    """Bytes of the file that remembers this."""
+    return len(_content(block))
+
+
+def quotas_fit(quotas: Mapping[str, int]) -> bool:
+    """Whether a log store can remember so many quotas, with the names of their tenants."""
+    return len(json.dumps(quotas, indent=2)) + _REST_BYTES <= MAX_BYTES
+
+
+def _content(block: Superblock) -> bytes:
     fields = {
         "what": WHAT, "format": FORMAT_VERSION, "budget_bytes": block.budget_bytes, "segment_bytes": block.segment_bytes,
         "seed": block.seed, "quotas": dict(block.quotas),
     }  # fmt: skip
-    content = json.dumps({**fields, "check": _check(fields)}, indent=1).encode() + b"\n"
-    if len(content) > _MAX_BYTES:
-        raise ConfigError(f"{len(block.quotas)} quotas are too many for one log store; give tenants directories of their own")
-    replace_file(disk, directory / NAME, [memoryview(content)])
+    return json.dumps({**fields, "check": _check(fields)}, indent=1).encode() + b"\n"
 
 
 def _check(fields: Mapping[str, object]) -> str:

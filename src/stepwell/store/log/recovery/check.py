@@ -2,19 +2,21 @@
 
 A value is checked against its stamp, a header against its checksum and its place. The log may be open in another
 process: what that one writes over meanwhile is left out.
+
+With a key, a namespace is known to be of that key once one of its values proves it. What carries no key in there was
+planted, since holders of the key write nothing without it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
 from stepwell.base.store_key import StoreKey
 from stepwell.store.api import Space
-from stepwell.store.keyed_seal import is_unproven, verify_with, verify_without_key
+from stepwell.store.keyed_seal import is_unkeyed, is_unproven, names, verify_with, verify_without_key
 from stepwell.store.log.disk.files import BLOCK_BYTES
 from stepwell.store.log.format import segment_list, snapshot
 from stepwell.store.log.format.batch import Batch
@@ -32,6 +34,7 @@ FILE_GONE = "the file is gone, with all that was in it"
 SNAPSHOT_BROKEN = "the saved index cannot be used: opening reads the whole log instead"
 SEGMENT_LIST_BROKEN = "the list of segments cannot be used: what is missing may go unnoticed"
 _NO_SEGMENT = 0
+_Verify = Callable[[Space, bytes, memoryview, bytes], Verdict]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +58,9 @@ class CheckReport:
     value_bytes: int
     damage: tuple[Damage, ...]
     left: tuple[Damage, ...] = ()  # of the damage, after a repair
-    unproven_values: int = 0  # stamped with a key that was not given: who wrote them was not checked
+    unproven_values: int = (
+        0  # stamped with a key that was not given, or, with one given, not with it: who wrote them is not known
+    )
 
     @property
     def damaged_values(self) -> int:
@@ -75,10 +80,12 @@ def check(
 ) -> CheckReport:
     """Reads everything that counts, or what is in some segments; `on_progress` hears of every value's bytes.
 
-    With a key, values that are stamped with it must have been written by somebody who has it.
+    With a key, values that are stamped with it must have been written by somebody who has it, and so must their neighbours.
     Raises OSError when a file cannot be opened.
     """
     damage: list[Damage] = []
+    proven: set[bytes] = set()
+    verify, seen_segments = _verifier(key, proven), []
     batches = 0
     for segment in [one for one in state.segments.table.values() if only is None or one.id in only]:
         try:
@@ -87,17 +94,19 @@ def check(
             continue  # written over by the process that has the log open
         try:
             gaps, seen = _gaps(state, segment, fd)
-            found = [*map(_header_damage, gaps), *_values(state, segment, fd, gaps, on_progress, key)]
+            found = [*map(_header_damage, gaps), *_values(state, segment, fd, gaps, on_progress, verify)]
         finally:
             state.disk.close(fd)
         batches += seen
         if state.disk.file_size(path_of(state.directory, segment.id)) is not None:
             damage += found
+            seen_segments.append(segment.id)
+    planted = _planted(state, seen_segments, proven, known={(one.space.digest, one.key) for one in damage if one.space})
     columns, held = state.index.columns, state.index.columns.held()
     lengths = columns.length[held]
     return CheckReport(
         segments=len(state.segments.table), batches=batches, values=len(lengths), value_bytes=int(lengths.sum()),
-        damage=tuple(damage), unproven_values=int(is_unproven(columns.stamp, key)[held].sum()),
+        damage=(*damage, *planted), unproven_values=int(is_unproven(columns.stamp, key)[held].sum()) - len(planted),
     )  # fmt: skip
 
 
@@ -140,10 +149,9 @@ def _header_damage(gap: Gap) -> Damage:
 
 
 def _values(
-    state: LogState, segment: Segment, fd: int, gaps: list[Gap], on_progress: Callable[[int], None], store_key: StoreKey | None
+    state: LogState, segment: Segment, fd: int, gaps: list[Gap], on_progress: Callable[[int], None], verify: _Verify
 ) -> Iterator[Damage]:
     """The values of a segment that are not what they were, in the order they lie there."""
-    verify = verify_without_key if store_key is None else partial(verify_with, store_key)
     columns, rows = state.index.columns, state.index.rows_in(segment.id)
     rows = rows[np.argsort(columns.offset[rows], kind="stable")]
     buffer = memoryview(bytearray(int(columns.length[rows].max()) if len(rows) else 0))
@@ -159,8 +167,42 @@ def _values(
         if reason == Verdict.INTACT.value and any(gap.offset <= offset < gap.offset + gap.size for gap in gaps):
             reason = HEADER_DAMAGED  # served as long as the snapshot knows of it, and lost with it
         if reason != Verdict.INTACT.value:
-            file = name_of(segment.id)
-            yield Damage(
-                file=file, offset=offset, size_bytes=size, reason=reason, segment=segment.id, space=space, key=key
-            )  # fmt: skip
+            yield _value_damage(state, row, reason)
         on_progress(size)
+
+
+def _verifier(key: StoreKey | None, proven: set[bytes]) -> _Verify:
+    """What judges values; `proven` takes in the namespaces where a holder of the key wrote something."""
+    if key is None:
+        return verify_without_key
+
+    def verify(space: Space, name: bytes, data: memoryview, stamped: bytes) -> Verdict:
+        verdict = verify_with(key, space, name, data, stamped)
+        if verdict is Verdict.INTACT and names(key, stamped):
+            proven.add(space.digest)
+        return verdict
+
+    return verify
+
+
+def _planted(
+    state: LogState, segments: Sequence[int], proven: Collection[bytes], known: Collection[tuple[bytes, bytes | None]]
+) -> list[Damage]:
+    """The values without a key in proven namespaces, except those known to be damaged already."""
+    if not proven:
+        return []
+    columns, index = state.index.columns, state.index
+    numbers = [number for number, space in enumerate(index.spaces) if space is not None and space.digest in proven]
+    rows = columns.held()
+    rows = rows[np.isin(columns.space[rows], numbers) & np.isin(columns.segment[rows], segments)]
+    rows = rows[is_unkeyed(columns.stamp[rows])]
+    found = [_value_damage(state, row, Verdict.OTHER_KEY.value) for row in rows.tolist()]
+    return [one for one in found if one.space is not None and (one.space.digest, one.key) not in known]
+
+
+def _value_damage(state: LogState, row: int, reason: str) -> Damage:
+    columns, segment = state.index.columns, int(state.index.columns.segment[row])
+    return Damage(
+        file=name_of(segment), offset=int(columns.offset[row]), size_bytes=int(columns.length[row]), reason=reason,
+        segment=segment, space=state.index.space(int(columns.space[row])), key=columns.key[row].tobytes(),
+    )  # fmt: skip

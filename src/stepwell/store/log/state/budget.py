@@ -15,6 +15,7 @@ from stepwell.store.log.disk.files import BLOCK_BYTES, up_to_block
 from stepwell.store.log.format.snapshot import ROW_BYTES
 
 FIXED_BYTES = 64 * 1024  # lock, store.json, sealed, and the blocks a file system keeps for itself
+_USUAL_SUPERBLOCK_BYTES = 16 * 1024  # of store.json, counted there; one with many quotas is larger
 _LISTED_BYTES = 4 * 24  # of a segment in two slots of `sealed`, and in those of its successor
 MIN_SEGMENTS = 4  # one being written, one free to relocate into, and two to choose from
 MIN_SEGMENT_BYTES, MAX_SEGMENT_BYTES = 64 * 1024, 1 << 34
@@ -26,6 +27,7 @@ _SPARE_BYTES = 1000 * ROW_BYTES + 16 * 1024  # the next snapshot may be an eight
 class Budget:
     total_bytes: int
     segment_bytes: int
+    fixed_bytes: int = FIXED_BYTES
 
     @property
     def max_value_bytes(self) -> int:
@@ -40,12 +42,12 @@ class Budget:
     def segments(self, snapshot_bytes: int) -> int:
         """How many segments may exist beside such a snapshot and its successor."""
         snapshot = self.slot(snapshot_bytes + snapshot_bytes // 8 + _SPARE_BYTES)
-        return (self.total_bytes - FIXED_BYTES - 2 * snapshot) // self._each
+        return (self.total_bytes - self.fixed_bytes - 2 * snapshot) // self._each
 
     def left_beside(self, num_segments: int, *snapshots: int) -> int:
         """What is left of the budget beside so many segments and snapshots of these sizes; negative when they do not fit."""
         files = num_segments * self._each + sum(map(self.slot, snapshots))
-        return self.total_bytes - FIXED_BYTES - files
+        return self.total_bytes - self.fixed_bytes - files
 
     @property
     def most_segments(self) -> int:
@@ -62,16 +64,18 @@ class Budget:
         return up_to_block(size) + max(2 * BLOCK_BYTES, up_to_block(size // 1024))
 
 
-def choose_budget(budget_bytes: int, segment_bytes: int | None) -> Budget:
-    """A budget that can work. Raises ConfigError with the smallest one that would."""
+def choose_budget(budget_bytes: int, segment_bytes: int | None, *, superblock_bytes: int = 0) -> Budget:
+    """A budget that can work, beside a store.json of this size. Raises ConfigError with the smallest one that would."""
     if segment_bytes is None:
         segment_bytes = max(MIN_SEGMENT_BYTES, min(DEFAULT_SEGMENT_BYTES, budget_bytes // 16 // BLOCK_BYTES * BLOCK_BYTES))
     if segment_bytes % BLOCK_BYTES or not MIN_SEGMENT_BYTES <= segment_bytes <= MAX_SEGMENT_BYTES:
         bounds = f"from {format_bytes(MIN_SEGMENT_BYTES)} to {format_bytes(MAX_SEGMENT_BYTES)}"
         raise ConfigError(f"a segment has a multiple of {BLOCK_BYTES} bytes, {bounds}; got {segment_bytes}")
-    budget = Budget(total_bytes=budget_bytes, segment_bytes=segment_bytes)
+    larger = max(0, up_to_block(superblock_bytes) - _USUAL_SUPERBLOCK_BYTES)
+    fixed_bytes = FIXED_BYTES + 2 * larger  # and its successor
+    budget = Budget(total_bytes=budget_bytes, segment_bytes=segment_bytes, fixed_bytes=fixed_bytes)
     if budget.segments(0) < MIN_SEGMENTS:
-        least = MIN_SEGMENTS * budget._each + FIXED_BYTES + 2 * budget.slot(_SPARE_BYTES)
+        least = MIN_SEGMENTS * budget._each + fixed_bytes + 2 * budget.slot(_SPARE_BYTES)
         raise ConfigError(
             f"a budget of {format_bytes(budget_bytes)} is too small for segments of {format_bytes(segment_bytes)}; "
             f"give the log store at least {least} bytes ({format_bytes(least)}), or smaller segments"

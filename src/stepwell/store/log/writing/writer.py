@@ -163,11 +163,12 @@ class Writer:
         does, and what reclaim packs anew has other headers. The budget, which is of whole segments, has it all.
         """
         state = self._state
-        needed = dict.fromkeys(state.quotas, 0)
-        for pending in waiting if needed else ():
+        needed: dict[str, int] = {}
+        for pending in waiting if state.quotas else ():
             tenant = self._tenant(pending.request.space)
-            if tenant not in needed:
+            if tenant not in state.quotas:
                 continue
+            needed.setdefault(tenant, 0)
             allowed = []
             for at in pending.places:
                 size = _on_disk(pending.request.writes[at])
@@ -179,7 +180,8 @@ class Writer:
                 allowed.append(at)
             pending.places = allowed
         for tenant, size in needed.items():
-            self.keep_quota(tenant, size)
+            if size:
+                self.keep_quota(tenant, size)
 
     def keep_quota(self, tenant: str, coming: int = 0) -> None:
         """Evicts a tenant's coldest values until it keeps its quota with so many bytes more."""

@@ -311,8 +311,8 @@ class Cache:
         timeout_s = core.copy_timeout_s
         errors |= dict.fromkeys(core.copies.give_up_overdue(timeout_s), f"no answer within {timeout_s:g} s")
         detached, store_failures = self._store_tier.step()
-        drop_expired(core)
         self.pins.drop_expired()
+        drop_expired(core, self.pins.nodes)
         ready, failed = [], []
         for lease in self._leases.values():
             if lease.state is LeaseState.LOADING:

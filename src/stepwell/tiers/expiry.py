@@ -1,11 +1,12 @@
 """Time to live: paths leave the tree when the longest limit that any use of them was given runs out.
 
 A use without a limit is for ever. Every use covers a whole path from the root, so a node never expires before what
-is below it.
+is below it. What is pinned stays until its pins are gone, and leaves then if its time was up.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from heapq import heappop, heappush
 from math import inf
 
@@ -28,9 +29,13 @@ def note_split(core: CacheState, upper: Node) -> None:
         _remember(core, upper)
 
 
-def drop_expired(core: CacheState) -> int:
-    """Takes out what has run out by now; returns how many nodes. Leases keep their pages."""
+def drop_expired(core: CacheState, pinned: Callable[[], Collection[Node]]) -> int:
+    """Takes out what has run out by now; returns how many nodes. Leases keep their pages.
+
+    Leaves alone what is pinned; whoever lets go of a pin notes its path again.
+    """
     now, dropped = core.clock.now(), 0
+    kept: Collection[Node] | None = None
     while core.expiries and core.expiries[0][0] <= now:
         *_, node = heappop(core.expiries)
         node.expiry_noted = False
@@ -39,6 +44,9 @@ def drop_expired(core: CacheState) -> int:
         if node.expires_at > now:
             if node.expires_at < inf:
                 _remember(core, node)
+            continue
+        kept = pinned() if kept is None else kept  # asked only when something has run out
+        if node in kept:
             continue
         truncate(core.tree, node, 0, core.loss(LossReason.EXPIRED, core.nearest))
         dropped += 1

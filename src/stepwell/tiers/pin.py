@@ -20,7 +20,7 @@ from stepwell.tiers.expiry import note_expiry
 from stepwell.tiers.one_thread import one_thread
 from stepwell.tiers.state import CacheState
 from stepwell.tree.match import Match, ids_of
-from stepwell.tree.node import ABSENT, Residency, Use
+from stepwell.tree.node import ABSENT, Node, Residency, Use
 
 
 class Lookup(Protocol):
@@ -48,8 +48,14 @@ class Pin:
         if self.held:  # its time may have run out meanwhile
             self.on_exit(self)
 
+    def nodes(self) -> set[Node]:
+        """What its pages belong to now: the whole path, or nothing once that was cleared."""
+        owners = [owner for tier, ids in self.pages for owner in self.core.tree.owner[tier][ids]]
+        return {owner for owner in owners if owner is not None}
+
     def let_go(self) -> None:
         self.held = False
+        note_expiry(self.core, max(self.nodes(), key=lambda node: node.start, default=None))
         for tier, ids in self.pages:
             self.core.refs.release(tier, Kind.PREFIX, ids)
         if self.residency is not None:
@@ -75,8 +81,8 @@ def _take(core: CacheState, match: Match, ttl_s: float | None, on_exit: Callable
     if residency is not None:
         residency.users += 1
     until = inf if ttl_s is None else core.clock.now() + ttl_s
-    if upto:  # a pinned path must not run out before its pin does
-        note_expiry(core, core.tree.touch(match.path, upto, Use(at_s=core.clock.now(), expires_at_s=until)))
+    if upto:  # a use, and one that changes nothing about when the path runs out: the pin's end is not the path's
+        core.tree.touch(match.path, upto, Use(at_s=core.clock.now(), expires_at_s=0.0))
     return Pin(
         core=core, tokens=match.restore_tokens, expires_at_s=until, pages=tuple(pages), residency=residency, on_exit=on_exit
     )
@@ -93,6 +99,10 @@ class Pins:
 
     def __iter__(self) -> Iterator[Pin]:
         return iter(tuple(self._pins))  # they may be released meanwhile
+
+    def nodes(self) -> set[Node]:
+        """All that is pinned: does not run out."""
+        return {node for pin in self._pins for node in pin.nodes()}
 
     @one_thread
     def add(self, tokens: Tokens, *, namespace: Namespace | None = None, ttl_s: float | None = None) -> Pin:

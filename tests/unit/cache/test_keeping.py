@@ -67,6 +67,41 @@ def test_a_pinned_path_outlives_the_time_to_live_of_its_requests() -> None:
     rig.idle_check()
 
 
+@pytest.mark.parametrize("ttl_s", [None, 60.0])
+def test_a_path_with_a_time_to_live_runs_out_when_its_last_pin_is_gone(ttl_s: float | None) -> None:
+    rig = Rig(HYBRID, host_pages=64)
+    rig.serve(text(1, 17), ttl_s=5.0)
+    pins = [rig.cache.pins.add(text(1, 17), ttl_s=ttl_s) for _ in range(2)]
+    rig.clock.advance(50.0)
+    rig.cache.step()
+    rig.cache.pins.release(pins[0])
+    rig.cache.step()
+    assert rig.cache.lookup(text(1, 17)).restore_tokens == 16
+    if ttl_s is None:
+        rig.cache.pins.release(pins[1])
+    rig.clock.advance(10.0)
+    rig.cache.step()
+    assert rig.cache.lookup(text(1, 17)).known_tokens == 0
+    rig.idle_check()
+
+
+def test_a_pinned_path_that_is_cut_stays_whole() -> None:
+    rig = Rig(FULL, host_pages=64)
+    rig.serve(text(1, 17), ttl_s=5.0)
+    pin = rig.cache.pins.add(text(1, 17))
+    rig.clock.advance(60.0)
+    rig.cache.step()
+    rig.serve([*text(1, 8), *text(2, 9)], ttl_s=5.0)
+    rig.clock.advance(60.0)
+    rig.cache.step()
+    assert rig.cache.lookup([*text(1, 8), *text(2, 9)]).known_tokens == 8
+    assert rig.cache.lookup(text(1, 17)).restore_tokens == 16
+    rig.cache.pins.release(pin)
+    rig.cache.step()
+    assert rig.cache.lookup(text(1, 17)).known_tokens == 0
+    rig.idle_check()
+
+
 def test_a_pin_of_something_unknown_holds_nothing() -> None:
     rig = Rig(HYBRID)
     pin = rig.cache.pins.add(text(1, 17))

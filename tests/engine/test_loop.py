@@ -106,7 +106,7 @@ def test_an_engine_that_breaks_tells_everybody(caplog: pytest.LogCaptureFixture)
     with pytest.raises(StepwellError, match="stopped"):
         loop.call(lambda engine: engine.num_open).result(PATIENCE_S)
     engine.cache.release = release  # type: ignore[method-assign]
-    for lease in list(engine.cache._leases.values()):
+    for lease in list(engine.cache._leases):
         release(lease)
     engine.cache.close()
 

@@ -19,7 +19,7 @@ from math import inf
 
 from stepwell.base.config import MAX_PRIORITY
 from stepwell.base.errors import BadTokens, ConfigError, LeaseError, LoadFailed
-from stepwell.base.ids import Kind, LeaseId, Tier
+from stepwell.base.ids import Kind, Tier
 from stepwell.base.keys import Namespace
 from stepwell.base.spec import ModelSpec
 from stepwell.base.tokens import Tokens, pack
@@ -28,7 +28,6 @@ from stepwell.cache.explain import Explanation
 from stepwell.cache.question import STORE_WAIT_S, Question
 from stepwell.cache.report import Stats, StepReport, tier_stats
 from stepwell.cache.store import StoreControl
-from stepwell.memory.arena import DEAD, FILLING
 from stepwell.metrics.counters import Counters
 from stepwell.store_tier.ticket import Ticket
 from stepwell.store_tier.tier import StoreTier
@@ -36,11 +35,10 @@ from stepwell.tiers import external, publish, restore
 from stepwell.tiers.expiry import drop_expired
 from stepwell.tiers.external import EnginePages
 from stepwell.tiers.lease import Lease, LeaseState, RequestOptions
+from stepwell.tiers.leases import Leases
 from stepwell.tiers.one_thread import one_thread
 from stepwell.tiers.pin import Pins
-from stepwell.tiers.saving import save_path
 from stepwell.tiers.state import CacheState
-from stepwell.tiers.visits import note_answer
 from stepwell.tree.match import Match, find
 from stepwell.tree.node import LossReason
 from stepwell.tree.pruning import clear
@@ -57,10 +55,8 @@ class Cache:
         self._store_tier = store_tier
         self.store = StoreControl(store_tier, core.owner)
         self._namespace = namespace
-        self._leases: dict[LeaseId, Lease] = {}
-        self._closing: list[Lease] = []  # given back, with copies still in the engine's memory
+        self._leases = Leases(core)
         self.pins = Pins(core, self.lookup)
-        self._last_lease = 0
         self._owner = core.owner
         self._unreported: StepReport | None = None  # what `wait` found, for the next `step` to tell
 
@@ -192,11 +188,10 @@ class Cache:
         if ticket is not None and (ticket.namespace, ticket.packed) != (match.namespace, match.packed):
             raise LeaseError("this ticket is for another prompt")
         from_store = ticket.from_store if ticket is not None else None
-        self._last_lease += 1
-        lease = restore.acquire(self._core, match, request, LeaseId(self._last_lease), self.release, from_store)
+        lease = restore.acquire(self._core, match, request, self._leases.next_id(), self.release, from_store)
         lease.computing_since_s = self._core.clock.now()
         lease.publishes = publish
-        self._leases[lease.id] = lease
+        self._leases.add(lease)
         if ticket is not None:
             ticket.close(used_tokens=lease.sources.store)
         return lease
@@ -274,26 +269,7 @@ class Cache:
         An engine that owns its device memory must leave what it named alone while `lease.jobs` is not empty; `step`
         reports the lease as finished when it is.
         """
-        if self._leases.get(lease.id) is not lease:
-            raise LeaseError(f"lease #{lease.id} was given back already, or belongs to another cache")
-        del self._leases[lease.id]
-        core, nearest = self._core, self._core.nearest
-        if lease.trail is not None and lease.trail.node is not None and core.config.write.saves_on_commit:
-            save_path(core, lease.trail.node)
-        if lease.state is not LeaseState.FAILED:
-            for name in ("device", "host", "store", "computed"):
-                core.counters.add(f"tokens_{name}", getattr(lease.sources, name))
-        note_answer(lease)
-        lease.close()
-        if lease.jobs:
-            self._closing.append(lease)
-        if lease.restored is not None:
-            core.refs.unpin(lease.restored)
-            lease.restored = None
-        pages = ((Kind.PREFIX, lease.prefix_pages), (Kind.WINDOW, lease.window_pages), (Kind.POINT, lease.point_pages))
-        for kind, ids in pages:
-            if len(ids):
-                core.refs.release(nearest, kind, ids)
+        self._leases.release(lease)
 
     # ---- upkeep -----------------------------------------------------------------------------------
 
@@ -313,26 +289,13 @@ class Cache:
         detached, store_failures = self._store_tier.step()
         self.pins.drop_expired()
         drop_expired(core, self.pins.nodes)
-        ready, failed = [], []
-        for lease in self._leases.values():
-            if lease.state is LeaseState.LOADING:
-                self._settle_lease(lease, load_failed=lease.load_job in errors)
-                if lease.ready:
-                    lease.computing_since_s = core.clock.now()
-                    ready.append(lease)
-                elif lease.failed:
-                    failed.append(lease)
-            self._forget_ended_jobs(lease)
-        for lease in self._closing:
-            self._forget_ended_jobs(lease)
-        finished = [lease for lease in self._closing if not lease.jobs]
-        self._closing = [lease for lease in self._closing if lease.jobs]
+        settled = self._leases.settle(errors)
         return StepReport(
             completed=len(completions),
             failures=(*errors.values(), *store_failures),
-            ready=tuple(ready),
-            failed=tuple(failed),
-            finished=tuple(finished),
+            ready=settled.ready,
+            failed=settled.failed,
+            finished=settled.finished,
             running=core.copies.num_running,
             storing=self._store_tier.num_busy,
             detached=tuple(detached),
@@ -348,14 +311,14 @@ class Cache:
         """
         digest = (namespace or self._namespace).digest
         self._store_tier.bar(digest)
-        for lease in self._leases.values():
+        for lease in self._leases:
             lease.publishes &= lease.namespace.digest != digest
         clear(self._core.tree, digest, self._core.loss(LossReason.CLEARED, self._core.nearest))
 
     @one_thread
     def flush(self, *, namespace: Namespace | None = None) -> None:
         """Empties device and host memory of a namespace, or of all. The bytes were right: a store goes on serving its own.
-        Checkpoints that rest on the host are sent to it first, and are of use once they have arrived.
+        What was not backed up yet is sent to it first, and is of use once it has arrived.
         """
         digests = list(self._core.tree.roots) if namespace is None else [namespace.digest]
         self._store_tier.before_flush(digests)
@@ -365,7 +328,7 @@ class Cache:
     @one_thread
     def audit(self) -> None:
         """Asserts that every count, reference and promise of the cache holds. Slow: for tests and doubts."""
-        audit(self._core, list(self._leases.values()), list(self.pins), self._store_tier.links)
+        audit(self._core, list(self._leases), list(self.pins), self._store_tier.links)
 
     @one_thread
     def wait(self, held: Lease | Ticket, *, timeout_s: float = inf) -> None:
@@ -429,19 +392,6 @@ class Cache:
         spec = self._core.spec
         possible = spec.needs_checkpoint_at(upto) and spec.is_legal(upto)
         return possible and (last or publish.is_stop(self._core, lease, upto))
-
-    def _settle_lease(self, lease: Lease, *, load_failed: bool) -> None:
-        """Moves a loading lease on, now that completions are applied."""
-        states = [self._core.arena(self._core.nearest).state[kind][ids] for kind, ids in lease.waits_for]
-        if load_failed or any((state == DEAD).any() for state in states):
-            lease.fail()
-        elif not any((state == FILLING).any() for state in states) and not any(
-            map(self._core.copies.is_awaited, lease.waits_for_jobs)
-        ):
-            lease.may_compute()
-
-    def _forget_ended_jobs(self, lease: Lease) -> None:
-        lease.jobs = {job for job in lease.jobs if self._core.copies.is_running(job)}
 
     def _must_own_device(self, verb: str) -> None:
         if self._core.nearest is not Tier.DEVICE:

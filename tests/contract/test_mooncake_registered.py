@@ -4,8 +4,7 @@ whatever it is made of, and pages move without a copy. Over a stand-in; over a r
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from threading import Event
 
 import pytest
@@ -23,6 +22,7 @@ from stepwell.store.wrappers import Wrapper
 from stepwell.store_tier.link import LinkState
 from stepwell.transfer.copy_engine import NumpyCopyEngine
 from stepwell.transfer.torch_copy_engine import TorchCopyEngine, TorchMemory
+from waiting import step_until
 
 STAGING_BYTES = 48 * COPY_BYTES
 PAGES = 4
@@ -48,24 +48,16 @@ def store(raw: StandIn) -> Iterator[MooncakeStore]:
     store.close()  # the stand-in minds memory that is left registered
 
 
-def stepped(cache: Cache, until: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 60
-    while not until():
-        cache.step()
-        assert time.monotonic() < deadline_s, "it never came to that"
-        time.sleep(0.001)
-
-
 def serve(cache: Cache) -> int:
     """Serves the prompt and lets everything go down; says how many tokens came from the store."""
     ticket = cache.prefetch(cache.lookup(PROMPT))
-    stepped(cache, lambda: ticket.ready)
+    step_until(cache, lambda: ticket.ready)
     with cache.acquire(cache.lookup(PROMPT), ticket=ticket) as lease:
-        stepped(cache, lambda: lease.ready)
+        step_until(cache, lambda: lease.ready)
         if lease.position < len(PROMPT):
             cache.grow(lease, len(PROMPT))
             cache.commit(lease, len(PROMPT))
-    stepped(cache, lambda: not cache.stats().pending)
+    step_until(cache, lambda: not cache.stats().pending)
     return lease.sources.store
 
 
@@ -78,7 +70,7 @@ def knows(raw: StandIn, cache: Cache) -> bool:
 def detach(cache: Cache) -> None:
     cache.store.detach()
     detached: list[object] = []
-    stepped(cache, lambda: bool(detached) or bool(detached.extend(cache.step().detached)))
+    step_until(cache, lambda: bool(detached) or bool(detached.extend(cache.step().detached)))
 
 
 def pinned(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
@@ -120,7 +112,7 @@ def test_pages_of_an_attached_store_move_without_a_copy(
     serve(cache)
     cache.store.attach(store, WAIT)  # at run time: what is on the host already goes down
     assert knows(raw, cache)
-    stepped(cache, lambda: not cache.stats().pending)
+    step_until(cache, lambda: not cache.stats().pending)
     cache.flush()
     assert serve(cache) == PAGES * 16
     ranks = len(cache.store.host_memory)
@@ -174,15 +166,15 @@ def test_memory_stays_registered_while_a_transfer_runs(raw: StandIn, store: Moon
 
     raw.slow = wait
     with cache.acquire(cache.lookup(PROMPT)) as lease:
-        stepped(cache, lambda: lease.ready)
+        step_until(cache, lambda: lease.ready)
         cache.grow(lease, len(PROMPT))
         cache.commit(lease, len(PROMPT))
-    stepped(cache, begun.is_set)
+    step_until(cache, begun.is_set)
     cache.store.detach()
     for _ in range(20):
         assert cache.step().detached == () and knows(raw, cache)
     go.set()
-    stepped(cache, lambda: not knows(raw, cache))
+    step_until(cache, lambda: not knows(raw, cache))
     cache.close()
 
 
@@ -226,6 +218,6 @@ def test_a_store_that_cannot_forget_memory_is_said_and_let_go(raw: StandIn, stor
         said.extend(report.failures)
         return report.detached == (clinging,)
 
-    stepped(cache, is_let_go)
+    step_until(cache, is_let_go)
     assert len(said) == 1 and "RuntimeError: no" in said[0]
     cache.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import pytest
@@ -14,6 +13,7 @@ from stepwell.base.errors import StoreError
 from stepwell.cache.facade import Cache
 from stepwell.store.mooncake.client import Client
 from stepwell.store.mooncake.lanes import COPY_BYTES, address_of
+from waiting import step_until
 
 PAGES = 4
 PROMPT = list(range(PAGES * 16 + 1))
@@ -25,23 +25,15 @@ SPEC = ModelSpec(
 CONFIG = CacheConfig(device_bytes=8 * 2 * COPY_BYTES, host_bytes=8 * 2 * COPY_BYTES)
 
 
-def stepped(cache: Cache, until: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 60
-    while not until():
-        cache.step()
-        assert time.monotonic() < deadline_s, "it never came to that"
-        time.sleep(0.001)
-
-
 def serve(cache: Cache) -> int:
     ticket = cache.prefetch(cache.lookup(PROMPT))
-    stepped(cache, lambda: ticket.ready)
+    step_until(cache, lambda: ticket.ready)
     with cache.acquire(cache.lookup(PROMPT), ticket=ticket) as lease:
-        stepped(cache, lambda: lease.ready)
+        step_until(cache, lambda: lease.ready)
         if lease.position < len(PROMPT):
             cache.grow(lease, len(PROMPT))
             cache.commit(lease, len(PROMPT))
-    stepped(cache, lambda: not cache.stats().pending)
+    step_until(cache, lambda: not cache.stats().pending)
     return lease.sources.store
 
 
@@ -68,14 +60,14 @@ def test_a_cluster_attached_at_run_time_moves_pages_in_the_hosts_own_memory(clus
     (memory,) = cache.store.host_memory
     with pytest.raises(StoreError, match="registered twice"):
         store.register([memory[4096:8192]])  # how a real client says that it knows the memory
-    stepped(cache, lambda: not cache.stats().pending)
+    step_until(cache, lambda: not cache.stats().pending)
     cache.flush()
     assert serve(cache) == PAGES * 16
     start = address_of(memory)
     assert sum(start <= at < start + memory.nbytes for at in moved) == 2 * PAGES, "every page, down and up"
     cache.store.detach()
     detached: list[object] = []
-    stepped(cache, lambda: bool(detached) or bool(detached.extend(cache.step().detached)))
+    step_until(cache, lambda: bool(detached) or bool(detached.extend(cache.step().detached)))
     store.register([memory[4096:8192]])  # nobody knows it any more
     store.unregister([memory[4096:8192]])
     cache.close()

@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from server.serving import CONFIG, NAME, Running, running, tiny_checkpoint
+from waiting import wait_until
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 BODY = 32 << 20
@@ -63,7 +64,7 @@ def watch(served: Running, path: str, body: bytes) -> Watched:
     with httpx.Client(base_url=served.address, timeout=120) as http, ThreadPoolExecutor(2) as threads:
         other = threads.submit(stream)
         try:
-            _until(lambda: streamed[0] > 3)
+            wait_until(lambda: streamed[0] > 3)
             before, started = streamed[0], time.perf_counter()
             asked = threads.submit(httpx.post, served.address + path, content=body, headers=headers, timeout=120)
             times = list(_probes(http, asked))
@@ -81,13 +82,6 @@ def _probes(http: httpx.Client, until: Future[httpx.Response]) -> Iterator[float
         started = time.perf_counter()
         assert http.get("/health").status_code == 200
         yield time.perf_counter() - started
-
-
-def _until(condition: object) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.005)
 
 
 def slowness() -> float:

@@ -26,6 +26,7 @@ from stepwell.engine.loading.checkpoint import Checkpoint, open_checkpoint
 from stepwell.engine.loading.known import known_names
 from stepwell.engine.models.base import Decoder
 from stepwell.engine.models.registry import build_model
+from stepwell.engine.ops.kernels import check_kernels
 from stepwell.engine.passes.pages import TORCH_DTYPES, DevicePages
 from stepwell.engine.runner import Runner
 from stepwell.engine.scheduler import Limits
@@ -53,6 +54,7 @@ class EngineConfig:
     device: str = "auto"
     dtype: str = "auto"
     kv_dtype: str | None = None  # what attention rows are kept in: as `dtype`, or fp8 where the model has such rows
+    kernels: str = "auto"  # or torch, or flashinfer: what runs the operations of a pass
     page_tokens: int | None = None
     device_memory: str | int | None = None
     host_memory: str | int | None = None
@@ -98,6 +100,7 @@ def check_settings(config: EngineConfig) -> None:
     device, dtype = _device(config), _dtype(config)
     if dtype not in TORCH_DTYPES or (config.kv_dtype is not None and config.kv_dtype not in KV_DTYPES):
         raise ConfigError(f"dtype must be one of {', '.join(TORCH_DTYPES)}, and kv_dtype of {', '.join(KV_DTYPES)}")
+    check_kernels(config.kernels, device, TORCH_DTYPES[dtype])
     if config.page_tokens is not None and config.page_tokens < 1:
         raise ConfigError(f"page_tokens must be at least 1, got {config.page_tokens}")
     sizes = CacheConfig(device_bytes=_device_bytes(config, device), host_bytes=_host_bytes(config))
@@ -129,6 +132,7 @@ def build_engine(
         device=device,
         page_tokens=config.page_tokens,
         kv_dtype=config.kv_dtype,
+        kernels=config.kernels,
     )
     loaded = _load_draft(config, model, checkpoint, draft)
     spec = model.spec if loaded is None else replace(model.spec, states=(*model.spec.states, *loaded.states))
@@ -178,8 +182,9 @@ def _load_draft(config: EngineConfig, model: Decoder, checkpoint: Checkpoint, op
         return load_own_layer(checkpoint.config, checkpoint.source, model, dtype=_dtype(config), kv_dtype=config.kv_dtype)
     draft = opened or open_checkpoint(str(config.draft))
     built = build_model(
-        draft.config, draft.source, dtype=_dtype(config), device=_device(config), page_tokens=model.spec.page_tokens
-    )
+        draft.config, draft.source, dtype=_dtype(config), device=_device(config), page_tokens=model.spec.page_tokens,
+        kernels=config.kernels,
+    )  # fmt: skip
     return load_separate(built, model, draft.digest)
 
 

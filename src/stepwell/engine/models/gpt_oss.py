@@ -60,6 +60,7 @@ def _block(parts: Parts, index: int, kinds: list[LayerKind]) -> Block:
         qkv=queries_keys_values(weights, f"{name}.self_attn", queries, heads, hidden, biased=biased),
         out=Linear.load(weights, {f"{name}.self_attn.o_proj": hidden}, queries * heads.key_dim, biased=biased),
         sinks_H=weights.take(f"{name}.self_attn.sinks", queries),
+        kernels=parts.kernels,
     )
     experts = MixtureOfExperts(
         router=Linear.load(weights, {f"{name}.mlp.router": config.size("num_local_experts")}, hidden, biased=True),
@@ -69,6 +70,7 @@ def _block(parts: Parts, index: int, kinds: list[LayerKind]) -> Block:
     return Block(
         attention=attention,
         mlp=experts,
+        kernels=parts.kernels,
         before_attention=RMSNorm.load(weights, f"{name}.input_layernorm", hidden, _eps(config)),
         before_mlp=RMSNorm.load(weights, f"{name}.post_attention_layernorm", hidden, _eps(config)),
     )

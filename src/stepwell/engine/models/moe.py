@@ -25,7 +25,8 @@ import torch
 
 from stepwell.base.errors import ConfigError
 from stepwell.engine.loading.weights import Size, Weights
-from stepwell.engine.models.layers import Activation, GatedMLP, Linear
+from stepwell.engine.models.layers import GatedMLP, Linear
+from stepwell.engine.ops.pointwise import Activation
 
 Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 

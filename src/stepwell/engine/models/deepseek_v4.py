@@ -22,7 +22,8 @@ from stepwell.engine.models.base import Decoder, Parts, head_of
 from stepwell.engine.models.compressed import Closing, Compressor, Indexer, Kept, Shared, SharedAttention, turns
 from stepwell.engine.models.hyper import Gather, HyperConnection, Spread
 from stepwell.engine.models.layers import Activation, Linear, RMSNorm, Rotary, activation, norm_eps, number, rotary, said
-from stepwell.engine.models.moe import Combine, Experts, Routing
+from stepwell.engine.models.moe import Experts
+from stepwell.engine.ops.experts import Combine, Routing
 from stepwell.engine.passes.batch import Batch
 from stepwell.engine.passes.groups import Groups
 from stepwell.engine.passes.rows import latent_rows, shared_rows

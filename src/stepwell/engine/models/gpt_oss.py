@@ -18,7 +18,8 @@ from stepwell.engine.loading.weights import Weights
 from stepwell.engine.models.attention import Attention, queries_keys_values
 from stepwell.engine.models.base import Block, Decoder, Parts, head_of
 from stepwell.engine.models.layers import Linear, RMSNorm, number, rotary_from
-from stepwell.engine.models.moe import Combine, Experts, MixtureOfExperts, Route, Routing
+from stepwell.engine.models.moe import Experts, MixtureOfExperts, Route
+from stepwell.engine.ops.experts import Combine, ExpertWeights, Routing
 
 MODEL_TYPES = ("gpt_oss",)
 
@@ -96,11 +97,14 @@ def clamped_swiglu(alpha: float, limit: float) -> Combine:
 
 def _experts(config: Fields, weights: Weights, name: str) -> Experts:
     count, hidden, inner = config.size("num_local_experts"), config.size("hidden_size"), config.size("intermediate_size")
-    return Experts(
+    matrices = ExpertWeights(
         gate_up_EIC=_apart(_matrices(weights, f"{name}.gate_up_proj", count, 2 * inner, hidden)),
         gate_up_bias_EI=_apart(weights.take(f"{name}.gate_up_proj_bias", count, 2 * inner)),
         down_ECI=_matrices(weights, f"{name}.down_proj", count, hidden, inner).contiguous(),
         down_bias_EC=weights.take(f"{name}.down_proj_bias", count, hidden),
+    )
+    return Experts(
+        weights=matrices,
         combine=clamped_swiglu(number(config, "swiglu_alpha", 1.702), number(config, "swiglu_limit", 7.0)),
     )
 

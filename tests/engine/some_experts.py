@@ -7,18 +7,18 @@ import torch
 from stepwell.engine.ops.experts import ExpertWeights, Routing
 
 
-def random(*shape: int, seed: int = 0, scale: float | None = None) -> torch.Tensor:
+def random(*shape: int, seed: int = 0, scale: float | None = None, device: str = "cpu") -> torch.Tensor:
     """Rows of length 1 on average, or `scale` times normal numbers."""
-    numbers = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    numbers = torch.randn(shape, generator=torch.Generator(device).manual_seed(seed), device=device)
     return numbers * (shape[-1] ** -0.5 if scale is None else scale)
 
 
-def some_weights(count: int, channels: int, inner: int, *, biases: bool, seed: int = 0) -> ExpertWeights:
+def some_weights(count: int, channels: int, inner: int, *, biases: bool, seed: int = 0, device: str = "cpu") -> ExpertWeights:
     return ExpertWeights(
-        gate_up_EIC=random(count, 2 * inner, channels, seed=seed),
-        down_ECI=random(count, channels, inner, seed=seed + 1),
-        gate_up_bias_EI=random(count, 2 * inner, seed=seed + 2, scale=0.3) if biases else None,
-        down_bias_EC=random(count, channels, seed=seed + 3, scale=0.3) if biases else None,
+        gate_up_EIC=random(count, 2 * inner, channels, seed=seed, device=device),
+        down_ECI=random(count, channels, inner, seed=seed + 1, device=device),
+        gate_up_bias_EI=random(count, 2 * inner, seed=seed + 2, scale=0.3, device=device) if biases else None,
+        down_bias_EC=random(count, channels, seed=seed + 3, scale=0.3, device=device) if biases else None,
     )
 
 

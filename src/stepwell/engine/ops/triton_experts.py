@@ -113,9 +113,9 @@ def _product(
     """Each visit's row times its expert's matrix, sorted by expert. `by_order`: rows of x are tokens, not sorted visits."""
     x_RC = x_RC if x_RC.stride(1) == 1 else x_RC.contiguous()
     if len(visits.order_X) >= MANY_ROWS * len(weight_EIC) and _torch_has(x_RC, weight_EIC):
-        x_XC = x_RC[visits.order_X // visits.top] if by_order else x_RC
+        x_XC = x_RC.index_select(0, visits.order_X // visits.top) if by_order else x_RC
         out_XI: torch.Tensor = _grouped_mm(x_XC, weight_EIC.mT, offs=visits.stops_E)
-        return out_XI if bias_EI is None else out_XI + bias_EI[visits.expert_X[visits.order_X]]
+        return out_XI if bias_EI is None else out_XI + bias_EI[visits.expert_X.index_select(0, visits.order_X)]
     return _tiled_product(x_RC, weight_EIC, bias_EI, visits, by_order=by_order)
 
 

@@ -5,7 +5,9 @@ What differs is data: norms of queries and keys, a window, sinks, a cap, biases.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
@@ -55,6 +57,16 @@ class Attention:
             cap=self.cap,
         )
         return seen_NHD.flatten(1)
+
+
+class HasAttention(Protocol):
+    @property
+    def attention(self) -> Any: ...
+
+
+def windows_of(blocks: Iterable[HasAttention]) -> tuple[int | None, ...]:
+    """How many tokens the blocks of a model look at, None for all: each once."""
+    return tuple(dict.fromkeys(block.attention.window for block in blocks))
 
 
 def head_norms(query: RMSNorm, key: RMSNorm) -> HeadNorms:

@@ -87,6 +87,7 @@ def decoder(parts: Parts, layers: Sequence[Layer], shared: Callable[[Batch], Any
         norm=RMSNorm.load(parts.weights, "model.norm", hidden, norm_eps(parts.config)),
         head=head_of(parts, embed),
         shared=shared,
+        steady=(None,) if parts.kernels.experts_stay_on_device else (),
     )
 
 
@@ -117,6 +118,7 @@ def _feed_forward(parts: Parts, name: str) -> Callable[[torch.Tensor], torch.Ten
             count=count,
             hidden=hidden,
             inner=said(config, "moe_intermediate_size"),
+            run=parts.kernels.experts,
             combine=gated(act),
         ),
     )

@@ -7,13 +7,11 @@ Qwen3 norms queries and keys; Mistral and some Qwens look at a window in some la
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from stepwell.base.spec.families.attention import read_heads
 from stepwell.base.spec.families.fields import Fields
 from stepwell.base.spec.families.layers import Layer as LayerKind
 from stepwell.base.spec.families.layers import schedule
-from stepwell.engine.models.attention import Attention, head_norms, queries_keys_values
+from stepwell.engine.models.attention import Attention, head_norms, queries_keys_values, windows_of
 from stepwell.engine.models.base import Block, Decoder, Parts, head_of
 from stepwell.engine.models.layers import GatedMLP, Linear, RMSNorm, activation, norm_eps, rotary_from, said
 from stepwell.engine.models.moe import Experts, MixtureOfExperts, gated, softmax_then_top
@@ -27,6 +25,7 @@ def build(parts: Parts) -> Decoder:
     rotary = rotary_from(config, head_dim, device=parts.device)
     kinds = layer_kinds(config)
     blocks = [_block(parts, index, kinds) for index in range(len(kinds))]
+    recordable = parts.kernels.experts_stay_on_device or all(isinstance(block.mlp, GatedMLP) for block in blocks)
     hidden = config.size("hidden_size")
     embed = weights.take("model.embed_tokens.weight", said(config, "vocab_size"), hidden)
     return Decoder(
@@ -36,12 +35,8 @@ def build(parts: Parts) -> Decoder:
         norm=RMSNorm.load(weights, "model.norm", hidden, norm_eps(config)),
         head=head_of(parts, embed),
         shared=lambda batch: rotary.angles(batch.positions_N, embed.dtype),
-        steady=_windows(config, kinds) if all(isinstance(block.mlp, GatedMLP) for block in blocks) else (),
+        steady=windows_of(blocks) if recordable else (),
     )
-
-
-def _windows(config: Fields, kinds: Sequence[LayerKind]) -> tuple[int | None, ...]:
-    return tuple(config.size("sliding_window") if kind is LayerKind.SLIDING else None for kind in dict.fromkeys(kinds))
 
 
 def layer_kinds(config: Fields) -> list[LayerKind]:
@@ -108,6 +103,7 @@ def _feed_forward(parts: Parts, name: str) -> GatedMLP | MixtureOfExperts:
             count=count,
             hidden=hidden,
             inner=said(config, "moe_intermediate_size"),
+            run=parts.kernels.experts,
             combine=gated(activation(config)),
         ),
     )

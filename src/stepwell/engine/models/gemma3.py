@@ -19,7 +19,7 @@ from stepwell.base.spec.families.fields import Fields
 from stepwell.base.spec.families.layers import Layer as LayerKind
 from stepwell.base.spec.families.layers import every, schedule
 from stepwell.engine.loading.weights import Weights
-from stepwell.engine.models.attention import Attention, head_norms, queries_keys_values
+from stepwell.engine.models.attention import Attention, head_norms, queries_keys_values, windows_of
 from stepwell.engine.models.base import Decoder, Parts
 from stepwell.engine.models.layers import GatedMLP, Linear, RMSNorm, Rotary, activation, norm_eps, number, rotary, said
 from stepwell.engine.ops.pointwise import Angles
@@ -72,7 +72,7 @@ def build(parts: Parts) -> Decoder:
         shared=lambda batch: {kind: turn.angles(batch.positions_N, embed.dtype) for kind, turn in rotaries.items()},
         embed_scale=scale.item(),
         logit_cap=_cap(config, "final_logit_softcapping"),
-        steady=tuple(dict.fromkeys(block.attention.window for block in blocks)),
+        steady=windows_of(blocks),
     )
 
 

@@ -24,6 +24,7 @@ from stepwell.engine.models.deepseek_v3 import decoder, layer_names, shared_bloc
 from stepwell.engine.models.latent import LatentAttention, LatentSizes
 from stepwell.engine.models.layers import GatedMLP, Linear, RMSNorm, activation, norm_eps, number, said
 from stepwell.engine.models.moe import Experts, MixtureOfExperts, Route, WithShared, gated, sigmoid_in_groups
+from stepwell.engine.ops.experts import ExpertWeights
 from stepwell.engine.ops.pointwise import Activation
 from stepwell.engine.ops.recurrent import Points, convolve, gated_norm, recur
 from stepwell.engine.passes.batch import Batch
@@ -192,14 +193,14 @@ def _experts(parts: Parts, name: str, count: int) -> Experts:
     config, weights, combine = parts.config, parts.weights, gated(activation(parts.config))
     hidden, inner = config.size("hidden_size"), said(config, "moe_intermediate_size")
     if not weights.has(f"{name}.0.w1.weight"):
-        return Experts.load(weights, name, count=count, hidden=hidden, inner=inner, combine=combine)
+        return Experts.load(weights, name, count=count, hidden=hidden, inner=inner, combine=combine, run=parts.kernels.experts)
     each = [f"{name}.{index}" for index in range(count)]
     halves = [dict.fromkeys((f"{one}.w1.weight", f"{one}.w3.weight"), inner) for one in each]
-    return Experts(
+    matrices = ExpertWeights(
         gate_up_EIC=torch.stack([weights.joined(half, hidden) for half in halves]),
         down_ECI=torch.stack([weights.take(f"{one}.w2.weight", hidden, inner) for one in each]),
-        combine=combine,
     )
+    return Experts(weights=matrices, combine=combine, run=parts.kernels.experts)
 
 
 def _unit(x_NKD: torch.Tensor) -> torch.Tensor:

@@ -247,6 +247,7 @@ def _mlp(parts: Parts, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
             count=count,
             hidden=hidden,
             inner=said(config, "moe_intermediate_size"),
+            run=parts.kernels.experts,
             combine=gated(act),
         ),
     )

@@ -3,6 +3,7 @@
     operation      reference              on CUDA, in bf16 or fp16
     attention      ops/attention.py       FlashInfer over the pages
     pointwise      ops/pointwise.py       Triton: rotation and rows, gates, sums and norms
+    experts        ops/experts.py         Triton, or torch's grouped product
 
 An operation whose kernel fails to build or to run goes on in plain torch, with one warning and a count: slower, never wrong.
 """
@@ -21,6 +22,7 @@ import torch
 from stepwell.base.errors import ConfigError
 from stepwell.engine.ops import pointwise
 from stepwell.engine.ops.attention import Attend, attend
+from stepwell.engine.ops.experts import RunExperts, run_experts
 from stepwell.engine.ops.pointwise import Activation, Angles, HeadNorms
 from stepwell.engine.passes.paging import Paging
 from stepwell.engine.passes.rows import Rows
@@ -66,7 +68,13 @@ class Kernels:
     write_keys_values: WriteKeysValues = pointwise.write_keys_values
     add_norm: AddNorm = pointwise.add_norm
     gate: Gate = pointwise.gate
+    experts: RunExperts = run_experts
     report: Report = field(default_factory=Report)
+
+    @property
+    def experts_stay_on_device(self) -> bool:
+        """Whether a step with experts can be recorded: plain torch asks the device how many tokens each expert has."""
+        return self.experts is not run_experts
 
 
 TORCH = Kernels()
@@ -85,12 +93,12 @@ def check_kernels(name: str, device: torch.device | str, dtype: torch.dtype) -> 
 def choose_kernels(name: str, device: torch.device | str, dtype: torch.dtype) -> Kernels:
     """The fastest there are for a device and a number format, or those that were asked for. Raises ConfigError."""
     check_kernels(name, device, dtype)
-    report = Report(chosen={"attention": "torch", "pointwise": "torch"})
+    report = Report(chosen=dict.fromkeys(("attention", "pointwise", "experts"), "torch"))
     if name == "torch" or not _fast(device, dtype):
         return Kernels(report=report)
     fast: dict[str, Any] = {}
     if find_spec("triton") is not None:
-        fast |= _pointwise(report)
+        fast |= _triton(report)
     if _has_flashinfer():
         fast |= _flashinfer(report, torch.device(device))
     else:
@@ -108,12 +116,14 @@ def _has_flashinfer() -> bool:
     )
 
 
-def _pointwise(report: Report) -> dict[str, Any]:
+def _triton(report: Report) -> dict[str, Any]:
     from stepwell.engine.ops import triton_pointwise as fast
+    from stepwell.engine.ops.triton_experts import run_experts_grouped
 
-    report.chosen["pointwise"] = "triton"
+    report.chosen |= dict.fromkeys(("pointwise", "experts"), "triton")
     names = ("write_keys_values", "add_norm", "gate")
-    return {name: Guarded("pointwise", getattr(fast, name), getattr(pointwise, name), report) for name in names}
+    made = {name: Guarded("pointwise", getattr(fast, name), getattr(pointwise, name), report) for name in names}
+    return {**made, "experts": Guarded("experts", run_experts_grouped, run_experts, report)}
 
 
 def _flashinfer(report: Report, device: torch.device) -> dict[str, Any]:

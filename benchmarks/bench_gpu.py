@@ -14,7 +14,6 @@ import logging
 import os
 import sys
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,7 @@ from rich.console import Console
 
 from engine.machine import machine
 from gpu import copying, cost, decode, disk, host, hybrids, prefill
-from gpu.bench import TINY_DIVISOR, Bench, Budget
+from gpu.bench import TINY_CHUNK, Bench, Budget
 from gpu.report import Row, goals_of, table_of
 
 ROOT = Path(__file__).parents[1]
@@ -41,15 +40,15 @@ class Part:
 
 
 PARTS = {
-    "prefill": Part(title="Prompts computed, beside transformers with sdpa", seconds=150, measure=prefill.measure),
+    "prefill": Part(title="Prompts computed, beside transformers with sdpa", seconds=140, measure=prefill.measure),
     "decode": Part(title="Decode steps, beside memory bandwidth", seconds=110, measure=decode.measure),
-    "hybrids": Part(title="Decode steps of hybrid and sparse models", seconds=100, measure=hybrids.measure),
+    "hybrids": Part(title="Decode steps of hybrid and sparse models", seconds=120, measure=hybrids.measure),
     "copies": Part(title="Page copies, beside the bus", seconds=40, measure=copying.measure_copies),
     "beside": Part(title="Passes while pages are copied both ways", seconds=20, measure=copying.measure),
     "host": Part(title="First token from the host", seconds=80, measure=host.measure),
     "hidden": Part(title="Load behind new tokens", seconds=25, measure=host.measure_hidden),
     "disk": Part(title="First token from the disk", seconds=35, measure=disk.measure),
-    "cost": Part(title="What tiers cost without reuse", seconds=40, measure=cost.measure),
+    "cost": Part(title="What tiers cost without reuse", seconds=30, measure=cost.measure),
 }
 
 
@@ -60,16 +59,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args.tiny and not torch.cuda.is_available():
         console.print("bench-gpu: no CUDA here, nothing was measured (--tiny runs the script on small models)")
         return 0
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     found: dict[str, list[Row]] = {}
     seconds: dict[str, float] = {}
     with TemporaryDirectory(dir=args.dir, prefix="bench-gpu-") as directory:
-        chunk = args.chunk // TINY_DIVISOR if args.tiny else args.chunk
+        chunk = TINY_CHUNK if args.tiny else args.chunk
         bench = Bench(device=device, tiny=args.tiny, directory=Path(directory), console=console,
                       chunk_tokens=chunk, kernels=args.kernels)  # fmt: skip
         for name in args.only:
             began = time.monotonic()
-            found[name] = _measured(bench, name)
+            found[name] = _measured(bench, name, PARTS[name].seconds * args.time)
             seconds[name] = time.monotonic() - began
             console.print(table_of(f"{PARTS[name].title} ({name}, {seconds[name]:.0f} s)", found[name]))
             _write(args, device, found, seconds)
@@ -78,15 +77,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _measured(bench: Bench, name: str) -> list[Row]:
+def _measured(bench: Bench, name: str, seconds: float) -> list[Row]:
     """A part's rows. One that fails says so, and the others go on."""
-    bench.budget = Budget(PARTS[name].seconds)
+    bench.budget = Budget(seconds)
     bench.console.print(f"{name}: {PARTS[name].title} ...")
     try:
-        return PARTS[name].measure(bench)
-    except Exception as error:
-        bench.console.print(traceback.format_exc(), markup=False, highlight=False)
-        return [Row(what=name, note=f"failed: {type(error).__name__}: {error}"[:300])]
+        return bench.guarded(name, lambda: PARTS[name].measure(bench))
     finally:
         bench.clean()
 
@@ -112,6 +108,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", type=lambda text: text.split(","), default=list(PARTS), help=f"of {','.join(PARTS)}")
     parser.add_argument("--json", type=Path, default=ROOT / "bench-gpu.json", help="results, added to (default: %(default)s)")
     parser.add_argument("--tiny", action="store_true", help="small models and lengths, also without a GPU")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="cuda where there is one; cpu is for --tiny")
+    parser.add_argument("--time", type=float, default=1.0, help="so many times the seconds of each part (default: %(default)s)")
     parser.add_argument("--kernels", default="auto", help="auto, torch or flashinfer, where the engine has a choice")
     parser.add_argument("--chunk", type=int, default=CHUNK_TOKENS, help="tokens of a pass (default: %(default)s)")
     parser.add_argument("--dir", default=os.environ.get("TMPDIR"), help="on the disk that is measured (default: TMPDIR)")

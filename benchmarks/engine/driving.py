@@ -23,7 +23,8 @@ class First:
 
 
 def first_token(engine: Engine, prompt: Sequence[int], *, max_tokens: int = 4) -> First:
-    started, tokens, first, sources = time.perf_counter(), [], 0.0, Sources()
+    tokens: list[int] = []
+    started, first, sources = time.perf_counter(), 0.0, Sources()
     for delta in engine.stream(prompt, max_tokens=max_tokens, ignore_eos=True):
         first = first or time.perf_counter() - started
         tokens += delta.tokens

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,13 +16,14 @@ import torch
 from rich.console import Console
 
 from engine.models import held
+from gpu.report import Row
 from gpu.shapes import Made, make
 from stepwell.base.spec import ModelSpec
 from stepwell.base.spec.families import from_config
 from stepwell.engine import Engine, EngineConfig, Limits, build_engine
 
 TINY_DIVISOR = 128  # of every length
-TINY_PAGE, TINY_BATCH, TINY_STEPS = 16, 8, 4
+TINY_PAGE, TINY_BATCH, TINY_STEPS, TINY_CHUNK = 16, 8, 4, 256
 LEAST_TIER_BYTES = 8 << 20
 
 
@@ -57,6 +59,27 @@ class Bench:
     def say(self, what: str) -> None:
         self.console.print(f"  {what} [dim]({self.budget.left_s:.0f} s left)[/dim]")
 
+    def each(self, names: Sequence[str], measure: Callable[[str], list[Row]]) -> list[Row]:
+        """Rows of each name, with an equal share of the time that is left. One that fails does not end the others."""
+        rows, left_s = list[Row](), self.budget.left_s
+        for at, name in enumerate(names):
+            share_s = left_s / (len(names) - at)
+            self.budget = Budget(share_s)
+            rows += self.guarded(name, lambda name=name: measure(name))  # type: ignore[misc]
+            left_s -= share_s - self.budget.left_s
+            self.clean()
+        return rows
+
+    def guarded(self, what: str, measure: Callable[[], list[Row]]) -> list[Row]:
+        """Rows, or one that says why there are none."""
+        if self.budget.left_s <= 0:
+            return [Row(what=what, note="no time left")]
+        try:
+            return measure()
+        except Exception as error:
+            self.console.print(traceback.format_exc(), markup=False, highlight=False)
+            return [Row(what=what, note=f"failed: {type(error).__name__}: {error}"[:300])]
+
     def tokens(self, count: int) -> int:
         """A length, or a small one in its place."""
         return max(count // TINY_DIVISOR, 1) if self.tiny else count
@@ -73,12 +96,18 @@ class Bench:
         return np.random.default_rng(self._seed).integers(0, vocab, (count, length)).tolist()  # type: ignore[no-any-return]
 
     def make(self, name: str) -> Made:
-        return make(name, self.device, tiny=self.tiny)
+        """Not counted as time of the part: the first one imports transformers."""
+        with self.budget.uncounted():
+            began = time.monotonic()
+            made = make(name, self.device, tiny=self.tiny)
+            self.wait()
+            self.say(f"{name}: made in {time.monotonic() - began:.1f} s")
+            return made
 
-    def spec(self, made: Made) -> ModelSpec:
+    def spec(self, made: Made, kv_dtype: str | None = None) -> ModelSpec:
         dtype = "fp32" if self.device == "cpu" else "bf16"
         page_tokens = TINY_PAGE if self.tiny else None
-        return from_config(made.config.to_dict(), kv_dtype=dtype, model_dtype=dtype, page_tokens=page_tokens)
+        return from_config(made.config.to_dict(), kv_dtype=kv_dtype or dtype, model_dtype=dtype, page_tokens=page_tokens)
 
     def bytes_of(self, made: Made, tokens: int) -> int:
         """Memory for so many tokens, with a little more for what else requests hold."""

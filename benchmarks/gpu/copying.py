@@ -11,40 +11,45 @@ from gpu.report import Goal, Row
 from gpu.requests import Steady, prefill_s, warm_up
 from gpu.shapes import QWEN
 from gpu.traffic import Traffic
+from stepwell import Kind
 from stepwell.engine import Engine
 
 BATCH, CONTEXT = 8, 8192
 STEPS, ROUNDS = 30, 3
 MOST_SLOWER = 0.03
-COPIED_BYTES = 2 << 30  # each way, again and again
+COPIED_BYTES, SMALL_PAGE_BYTES = 2 << 30, 36 << 10  # each way, again and again; small pages are copied otherwise
 
 
 def measure(bench: Bench) -> list[Row]:
-    bench.say(f"{QWEN}: making it")
-    made = bench.make(QWEN)
-    spec, context = bench.spec(made), bench.tokens(CONTEXT)
+    made, context = bench.make(QWEN), bench.tokens(CONTEXT)
+    page_bytes = bench.spec(made).object_bytes(Kind.PREFIX)
     engine = bench.engine(made, device_bytes=bench.bytes_of(made, (BATCH + 2) * (context + 1024)))
     del made
     bench.clean()
+    rows: list[Row] = []
     try:
         warm_up(bench, engine)
-        with Traffic(spec, bench.device, (1 << 20) if bench.tiny else COPIED_BYTES) as traffic:
-            return [_decode(bench, engine, traffic, context), _prefill(bench, engine, traffic, context)]
+        prompts = bench.prompts(BATCH, context, engine.vocab_size)
+        prefill_s(bench, engine, prompts)
+        for size in (page_bytes, SMALL_PAGE_BYTES):
+            traffic = Traffic(size, (1 << 20) if bench.tiny else COPIED_BYTES, bench.device)
+            rows += bench.guarded(f"pages of {size:,} bytes", lambda traffic=traffic: [  # type: ignore[misc]
+                _decode(bench, engine, traffic, prompts), _prefill(bench, engine, traffic, context)
+            ])  # fmt: skip
     finally:
         engine.close()
+    return rows
 
 
-def _decode(bench: Bench, engine: Engine, traffic: Traffic, context: int) -> Row:
+def _decode(bench: Bench, engine: Engine, traffic: Traffic, prompts: list[list[int]]) -> Row:
     alone: list[float] = []
     beside: list[float] = []
-    prompts = bench.prompts(BATCH, context, engine.vocab_size)
-    prefill_s(bench, engine, prompts)
     with Steady(bench, engine, prompts, steps=2 * ROUNDS * STEPS) as steady:
         for _ in range(ROUNDS):
             alone += steady.times(bench.steps(STEPS))
             with traffic.running():
                 beside += steady.times(bench.steps(STEPS))
-    return _row(f"decode, {BATCH} x {context:,}", alone, beside, traffic)
+    return _row(f"decode, {len(prompts)} x {len(prompts[0]):,}", alone, beside, traffic)
 
 
 def _prefill(bench: Bench, engine: Engine, traffic: Traffic, context: int) -> Row:
@@ -64,6 +69,7 @@ def _row(what: str, alone: list[float], beside: list[float], traffic: Traffic) -
         "alone, ms": statistics.median(alone) * 1e3, "while copying, ms": statistics.median(beside) * 1e3,
         "slower by, %": slower * 100, "up, GB/s": up / 1e9, "down, GB/s": down / 1e9,
     }  # fmt: skip
+    what = f"{what}, pages of {traffic.page_bytes / 1024:,.0f} KiB"
     return Row(what=what, figures=figures, goal=Goal(value=slower, limit=MOST_SLOWER, most=True))
 
 

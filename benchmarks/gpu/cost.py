@@ -21,13 +21,14 @@ MOST_COST = 0.02
 
 
 def measure(bench: Bench) -> list[Row]:
-    bench.say(f"{QWEN}: making it")
     made, length = bench.make(QWEN), bench.tokens(LENGTH)
     memory = bench.bytes_of(made, 2 * BATCH * (length + ANSWER + 64))
-    store = {"store": f"log:{bench.directory / 'cost'}", "store_options": {"budget": str(max(2 * memory, 1 << 30))}}
+    options = {"budget": str(max(2 * memory, 1 << 30))}
     engines = {
         "off": bench.engine(made, device_bytes=memory),
-        "on": bench.engine(made, device_bytes=memory, host_bytes=memory, **store),
+        "on": bench.engine(
+            made, device_bytes=memory, host_bytes=memory, store=f"log:{bench.directory / 'cost'}", store_options=options
+        ),
     }
     del made
     bench.clean()

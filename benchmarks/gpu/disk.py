@@ -19,7 +19,6 @@ GOAL = 0.9
 
 
 def measure(bench: Bench) -> list[Row]:
-    bench.say(f"{QWEN}: making it")
     made, length, directory = bench.make(QWEN), bench.tokens(LENGTH), bench.directory / "disk"
     memory = bench.bytes_of(made, length + 4096)
     engine = bench.engine(

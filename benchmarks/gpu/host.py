@@ -6,6 +6,7 @@ A prompt has one token more than whole pages, so that all but one token are load
 from __future__ import annotations
 
 import statistics
+from functools import partial
 
 from engine.driving import First, first_token, leave_in, settle
 from gpu.bench import Bench
@@ -27,12 +28,9 @@ def measure(bench: Bench) -> list[Row]:
     engine, bus = _engine(bench, sum(LENGTHS)), _bus(bench)
     try:
         warm_up(bench, engine)
-        rows = []
+        rows: list[Row] = []
         for length in map(bench.tokens, LENGTHS):
-            if bench.budget.left_s <= 0:
-                rows.append(Row(what=f"{length:,} tokens", note="no time left"))
-                continue
-            rows += _first(bench, engine, length, bus)
+            rows += bench.guarded(f"{length:,} tokens", partial(_first, bench, engine, length, bus))
         return rows
     finally:
         engine.close()
@@ -55,14 +53,19 @@ def measure_hidden(bench: Bench) -> list[Row]:
             times["both"].append(_ask(bench, engine, known, new, from_host=True).seconds)
     finally:
         engine.close()
-    load, alone, both = (statistics.median(each) for each in times.values())
-    hidden = 1 - (both - alone) / max(load, 1e-9)
-    figures = {f"{name}, ms": statistics.median(each) * 1e3 for name, each in times.items()} | {"hidden": hidden}
-    return [Row(what=f"{prefix:,} + {new:,} tokens", figures=figures, goal=Goal(value=hidden, limit=LEAST_HIDDEN))]
+    return [_hidden(f"{prefix:,} + {new:,} tokens", {name: statistics.median(each) for name, each in times.items()})]
+
+
+def _hidden(what: str, seconds: dict[str, float]) -> Row:
+    load_s = seconds["load alone"]
+    figures = {f"{name}, ms": each * 1e3 for name, each in seconds.items()}
+    if load_s <= 0:
+        return Row(what=what, figures=figures, note="the load takes no time that can be measured")
+    hidden = 1 - (seconds["both"] - seconds["new alone"]) / load_s
+    return Row(what=what, figures=figures | {"hidden": hidden}, goal=Goal(value=hidden, limit=LEAST_HIDDEN))
 
 
 def _engine(bench: Bench, tokens: int) -> Engine:
-    bench.say(f"{QWEN}: making it")
     made = bench.make(QWEN)
     memory = bench.bytes_of(made, bench.tokens(tokens) + 4096)
     engine = bench.engine(made, device_bytes=memory, host_bytes=memory)

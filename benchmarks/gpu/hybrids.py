@@ -14,41 +14,36 @@ from stepwell.engine import EngineConfig
 BATCH, CONTEXT = 8, 8192
 STEPS = 32
 GOAL = 3.0
+LEAST_BYTES = 4 << 30  # windows of a whole chunk are many times those of a request at rest
 PLAIN = "torch"
+CASES = (*HYBRIDS, *(f"{name}, rows in eight bits" for name in HYBRIDS if name.startswith("deepseek")))
 
 
 def measure(bench: Bench) -> list[Row]:
-    rows = []
-    for name in HYBRIDS:
-        if bench.budget.left_s <= 0:
-            rows.append(Row(what=name, note="no time left"))
-            continue
-        try:
-            rows.append(_model(bench, name))
-        except Exception as error:  # one family must not end the others
-            rows.append(Row(what=name, note=f"{type(error).__name__}: {error}"[:200]))
-            bench.say(f"{name}: {rows[-1].note}")
-        bench.clean()
-    return rows
+    return bench.each(CASES, lambda case: _model(bench, case))
 
 
-def _model(bench: Bench, name: str) -> Row:
-    bench.say(f"{name}: making it")
+def _model(bench: Bench, case: str) -> list[Row]:
+    name, _, rows = case.partition(", ")
+    kv_dtype = "fp8" if rows else None
     made, context = bench.make(name), bench.tokens(CONTEXT)
-    limit_s = step_limit_s(weight_bytes(made, BATCH), bench.spec(made), made.picked, batch=BATCH, context=context)
-    what = f"{name}, {BATCH} x {context:,}"
-    step_s = _step_s(bench, made, what, bench.kernels)
+    spec = bench.spec(made, kv_dtype)
+    limit_s = step_limit_s(weight_bytes(made, BATCH), spec, made.picked, batch=BATCH, context=context)
+    what = f"{case}, {BATCH} x {context:,}"
+    step_s = _step_s(bench, made, what, bench.kernels, kv_dtype)
     figures = {"step, ms": step_s * 1e3, "limit, ms": limit_s * 1e3, "of the limit": limit_s / step_s}
     if "kernels" not in EngineConfig.__dataclass_fields__ or bench.kernels == PLAIN:
-        return Row(what=what, figures=figures, note="nothing to compare with: only plain torch ran")
-    plain_s = _step_s(bench, made, what, PLAIN)
+        return [Row(what=what, figures=figures, note="nothing to compare with: only plain torch ran")]
+    plain_s = _step_s(bench, made, what, PLAIN, kv_dtype)
     figures |= {"plain torch, ms": plain_s * 1e3, "times as fast": plain_s / step_s}
-    return Row(what=what, figures=figures, goal=Goal(value=plain_s / step_s, limit=GOAL))
+    return [Row(what=what, figures=figures, goal=Goal(value=plain_s / step_s, limit=GOAL))]
 
 
-def _step_s(bench: Bench, made: Made, what: str, kernels: str) -> float:
-    tokens = BATCH * (bench.tokens(CONTEXT) + 1024)
-    engine = bench.engine(made, device_bytes=2 * bench.bytes_of(made, tokens), kernels=kernels)
+def _step_s(bench: Bench, made: Made, what: str, kernels: str, kv_dtype: str | None) -> float:
+    needed = 2 * bench.bytes_of(made, BATCH * (bench.tokens(CONTEXT) + 1024))
+    engine = bench.engine(
+        made, device_bytes=needed if bench.tiny else max(needed, LEAST_BYTES), kernels=kernels, kv_dtype=kv_dtype
+    )
     try:
         warm_up(bench, engine)
         prompts = bench.prompts(BATCH, bench.tokens(CONTEXT), engine.vocab_size)

@@ -24,11 +24,10 @@ Cell = tuple[int, int]  # batch, length
 
 
 def measure(bench: Bench) -> list[Row]:
-    return [row for name in DENSE for row in _model(bench, name)]
+    return bench.each(DENSE, lambda name: _model(bench, name))
 
 
 def _model(bench: Bench, name: str) -> list[Row]:
-    bench.say(f"{name}: making it")
     made = bench.make(name)
     cells = [(batch, bench.tokens(length)) for length in LENGTHS for batch in BATCHES]
     theirs = {cell: _theirs(bench, made, *cell) for cell in cells}
@@ -37,19 +36,21 @@ def _model(bench: Bench, name: str) -> list[Row]:
     engine = bench.engine(made, device_bytes=bench.bytes_of(made, int(most * 1.1) + 4096))
     del made
     bench.clean()
-    rows = []
+    rows: list[Row] = []
     try:
         warm_up(bench, engine)
         for batch, length in cells:
-            if bench.budget.left_s <= 0:
-                rows.append(Row(what=_what(name, batch, length), note="no time left"))
-                continue
-            ours = _median(partial(_ours, bench, engine, batch, length))
-            rows.append(_row(name, batch, length, ours, theirs[batch, length]))
-            bench.say(f"{rows[-1].what}: {batch * length / ours:,.0f} tokens/s")
+            cell = partial(_cell, bench, engine, name, batch, length, theirs[batch, length])
+            rows += bench.guarded(_what(name, batch, length), cell)
     finally:
         engine.close()
     return rows
+
+
+def _cell(bench: Bench, engine: Engine, name: str, batch: int, length: int, theirs: tuple[float, str]) -> list[Row]:
+    ours = _median(bench, partial(_ours, bench, engine, batch, length))
+    bench.say(f"{_what(name, batch, length)}: {batch * length / ours:,.0f} tokens/s")
+    return [_row(name, batch, length, ours, theirs)]
 
 
 def _ours(bench: Bench, engine: Engine, batch: int, length: int) -> float:
@@ -80,7 +81,7 @@ def _theirs(bench: Bench, made: Made, batch: int, length: int) -> tuple[float, s
     while size:
         try:
             _call(bench, made.model, tokens[:1, : bench.tokens(2048)], 1)  # whatever is slow only once
-            seconds = _median(partial(_call, bench, made.model, tokens, size))
+            seconds = _median(bench, partial(_call, bench, made.model, tokens, size))
             bench.say(f"{_what(made.name, batch, length)}: transformers {batch * length / seconds:,.0f} tokens/s")
             return seconds, "" if size == batch else f"transformers in {batch // size} calls, for memory"
         except torch.OutOfMemoryError:
@@ -98,8 +99,8 @@ def _call(bench: Bench, model: Any, tokens: torch.Tensor, size: int) -> float:
     return time.perf_counter() - started
 
 
-def _median(work: Callable[[], float]) -> float:
+def _median(bench: Bench, work: Callable[[], float]) -> float:
     times = [work()]
-    while len(times) < REPEATS and sum(times) < REPEAT_BELOW_S:
+    while not bench.tiny and len(times) < REPEATS and sum(times) < REPEAT_BELOW_S:
         times.append(work())
     return statistics.median(times)

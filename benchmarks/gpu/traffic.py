@@ -6,45 +6,34 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from threading import Event, Thread
-from types import TracebackType
 
 import numpy as np
 import torch
 
-from stepwell import CacheConfig, Kind, ModelSpec, Tier
+from bench_copies import copy_engine_for
+from stepwell import Kind, Tier
 from stepwell.base.ids import JobId
 from stepwell.base.plan import Copy, Plan, Purpose, Span
-from stepwell.cache.build import layouts_for
-from stepwell.transfer.torch_copy_engine import TorchCopyEngine, TorchMemory
 
-PAGES_A_PLAN = 32
+PLAN_BYTES = 256 << 20
 
 
 class Traffic:
     """Copies between the halves of a host and a device tier: the first half goes up, the second one down."""
 
-    def __init__(self, spec: ModelSpec, device: str, size_bytes: int) -> None:
-        least = 8 * spec.object_bytes(Kind.PREFIX)
-        size_bytes = 2 * max(size_bytes, least)
-        layouts = layouts_for(spec, CacheConfig(device_bytes=size_bytes, host_bytes=size_bytes))
-        memories = {tier: TorchMemory(spec, layout, device if tier is Tier.DEVICE else "cpu") for tier, layout in layouts.items()}
-        self._copy_engine = TorchCopyEngine(memories)
-        self._device, self._page_bytes = device, spec.object_bytes(Kind.PREFIX)
-        half = min(layout.rows(Kind.PREFIX) for layout in layouts.values()) // 2
+    def __init__(self, page_bytes: int, size_bytes: int, device: str) -> None:
+        half = max(size_bytes // page_bytes, 8)
+        self._copy_engine = copy_engine_for(page_bytes, 2 * half, device)
+        self._device, self.page_bytes = device, page_bytes
+        pages_a_plan = max(PLAN_BYTES // page_bytes, 1)
         self._ways = {
-            "up": _plans(Tier.HOST, Tier.DEVICE, Purpose.LOAD, range(half)),
-            "down": _plans(Tier.DEVICE, Tier.HOST, Purpose.SAVE, range(half, 2 * half)),
+            "up": _plans(Tier.HOST, Tier.DEVICE, Purpose.LOAD, range(half), pages_a_plan),
+            "down": _plans(Tier.DEVICE, Tier.HOST, Purpose.SAVE, range(half, 2 * half), pages_a_plan),
         }
         self._stop = Event()
         self._bytes = {"up": 0, "down": 0}
         self._seconds = 0.0
         self._failed: list[BaseException] = []
-
-    def __enter__(self) -> Traffic:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._stop.set()
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -80,15 +69,15 @@ class Traffic:
                         if self._stop.is_set():
                             return
                         self._copy_engine.begin(plan)()
-                        self._bytes[way] += sum(len(copy.source.ids) for copy in plan.copies) * self._page_bytes
+                        self._bytes[way] += sum(len(copy.source.ids) for copy in plan.copies) * self.page_bytes
         except BaseException as error:  # told by `running`
             self._failed.append(error)
 
 
-def _plans(source: Tier, target: Tier, purpose: Purpose, pages: range) -> list[Plan]:
+def _plans(source: Tier, target: Tier, purpose: Purpose, pages: range, pages_a_plan: int) -> list[Plan]:
     plans = []
-    for start in range(0, len(pages), PAGES_A_PLAN):
-        ids = np.array(pages[start : start + PAGES_A_PLAN], np.int32)
+    for start in range(0, len(pages), pages_a_plan):
+        ids = np.array(pages[start : start + pages_a_plan], np.int32)
         spans = [Span(tier=tier, kind=Kind.PREFIX, ids=ids) for tier in (source, target)]
         plans.append(Plan(job=JobId(start), purpose=purpose, copies=(Copy(source=spans[0], target=spans[1]),)))
     return plans

@@ -15,7 +15,9 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -89,7 +91,7 @@ def _measured(bench: Bench, name: str, seconds: float) -> list[Row]:
 
 def _write(args: argparse.Namespace, device: str, found: dict[str, list[Row]], seconds: dict[str, float]) -> None:
     """After each part. Parts that an earlier run left in the file, and this one does not measure, stay."""
-    described = {**machine(device), "memory": _memory(device)}
+    described = {**machine(device), "memory": _memory(device), "packages": _packages()}
     results: dict[str, Any] = {"machine": described, "tiny": args.tiny, "kernels": args.kernels, "chunk_tokens": args.chunk}
     before = json.loads(args.json.read_text()) if args.json.exists() else {}
     parts = before.get("parts", {})
@@ -101,6 +103,15 @@ def _write(args: argparse.Namespace, device: str, found: dict[str, list[Row]], s
 def _memory(device: str) -> dict[str, int]:
     host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {"host_bytes": host_bytes, "device_bytes": torch.cuda.mem_get_info()[1] if device == "cuda" else 0}
+
+
+def _packages() -> dict[str, str]:
+    """Those that kernels come from, and what they are measured beside."""
+    found = {}
+    for name in ("transformers", "triton", "flashinfer-python", "fla-core", "stepwell"):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:

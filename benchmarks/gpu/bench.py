@@ -41,8 +41,10 @@ class Budget:
     @contextmanager
     def uncounted(self) -> Iterator[None]:
         began_s = time.monotonic()
-        yield
-        self._since_s += time.monotonic() - began_s
+        try:
+            yield
+        finally:
+            self._since_s += time.monotonic() - began_s
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,7 +80,9 @@ class Bench:
             return measure()
         except Exception as error:
             self.console.print(traceback.format_exc(), markup=False, highlight=False)
-            return [Row(what=what, note=f"failed: {type(error).__name__}: {error}"[:300])]
+            note = f"failed: {type(error).__name__}: {error}"[:300]
+        self.clean()  # now that nothing holds what was being computed
+        return [Row(what=what, note=note)]
 
     def tokens(self, count: int) -> int:
         """A length, or a small one in its place."""

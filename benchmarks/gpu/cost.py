@@ -5,6 +5,7 @@ Two engines take turns. Each turn begins when nothing is copied or stored any mo
 
 from __future__ import annotations
 
+import shutil
 import statistics
 import time
 
@@ -16,19 +17,17 @@ from gpu.shapes import QWEN
 from stepwell.engine import Ask, Engine, Sampling
 
 BATCH, LENGTH, ANSWER = 8, 4096, 64
-ROUNDS = 4
+ROUNDS = 3
 MOST_COST = 0.02
 
 
 def measure(bench: Bench) -> list[Row]:
-    made, length = bench.make(QWEN), bench.tokens(LENGTH)
+    made, length, directory = bench.make(QWEN), bench.tokens(LENGTH), bench.directory / "cost"
     memory = bench.bytes_of(made, 2 * BATCH * (length + ANSWER + 64))
-    options = {"budget": str(max(2 * memory, 1 << 30))}
+    options = {"budget": str(max(3 * memory, 1 << 30))}
     engines = {
         "off": bench.engine(made, device_bytes=memory),
-        "on": bench.engine(
-            made, device_bytes=memory, host_bytes=memory, store=f"log:{bench.directory / 'cost'}", store_options=options
-        ),
+        "on": bench.engine(made, device_bytes=memory, host_bytes=memory, store=f"log:{directory}", store_options=options),
     }
     del made
     bench.clean()
@@ -48,6 +47,7 @@ def measure(bench: Bench) -> list[Row]:
     finally:
         for engine in engines.values():
             engine.close()
+        shutil.rmtree(directory, ignore_errors=True)
     ratios = [on / off for on, off in zip(seconds["on"], seconds["off"], strict=True)]
     cost = statistics.median(ratios) - 1
     figures: dict[str, float | str] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import statistics
 
 from engine.driving import first_token, leave_in, settle
@@ -43,6 +44,7 @@ def measure(bench: Bench) -> list[Row]:
         size = int(length * engine.footprint.bytes_per_token)
     finally:
         engine.close()
+        shutil.rmtree(directory, ignore_errors=True)
     took_s, plain = statistics.median(each.seconds for each in found), file_bytes_per_s(bench.directory, size)
     speed = max(plain.values())
     figures = {

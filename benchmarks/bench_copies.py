@@ -18,7 +18,8 @@ from stepwell import CacheConfig, Kind, ModelSpec, Prefix, StateSpec, Tier
 from stepwell.base.ids import JobId
 from stepwell.base.plan import Copy, PageIds, Plan, Purpose, Span
 from stepwell.cache.build import layouts_for
-from stepwell.transfer.torch_copy_engine import TorchCopyEngine, TorchMemory
+from stepwell.transfer.torch_copy_engine import TorchCopyEngine
+from stepwell.transfer.torch_memory import TorchMemory
 
 PAGE_TOKENS = 64
 PAGE_KIB = (36, 256, 2560)

@@ -27,7 +27,8 @@ from stepwell import (
 from stepwell.base.config import PrefetchPolicy, StoreConfig
 from stepwell.cache.build import layouts_for
 from stepwell.cache.facade import Cache
-from stepwell.transfer.torch_copy_engine import TorchCopyEngine, TorchMemory
+from stepwell.transfer.torch_copy_engine import TorchCopyEngine
+from stepwell.transfer.torch_memory import TorchMemory
 from waiting import settle, step_until
 
 torch = pytest.importorskip("torch")

@@ -1,0 +1,111 @@
+"""What is copied, as torch sees it: tables of pages over flat bytes, pairs of pages in two of them, and pieces of those pages.
+
+Values only. Says which pages are neighbours in both tables; copies nothing and chooses no way of copying.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from stepwell.base.plan import PageIds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PageTable:
+    """All pages of a kind in one memory: page `i` is `bytes_B[i * stride : i * stride + page_bytes]`."""
+
+    bytes_B: torch.Tensor
+    num_pages: int
+    page_bytes: int
+    stride: int
+    on_device: bool
+
+    @classmethod
+    def of(cls, rows_PB: torch.Tensor) -> PageTable:
+        """Over a memory's rows, `[page id][byte]`; what lies between two pages belongs to the first."""
+        num_pages, page_bytes = rows_PB.shape
+        stride = rows_PB.stride(0)
+        flat_B = rows_PB.as_strided((max(num_pages - 1, 0) * stride + page_bytes * bool(num_pages),), (1,))
+        return cls(bytes_B=flat_B, num_pages=num_pages, page_bytes=page_bytes, stride=stride, on_device=rows_PB.is_cuda)
+
+    def check(self, ids: PageIds) -> None:
+        """Raises IndexError for a page that is not there: nothing below looks again."""
+        if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < self.num_pages):
+            raise IndexError(f"pages {int(ids.min())} to {int(ids.max())} of a memory that has {self.num_pages}")
+
+
+class Run(NamedTuple):
+    """So many pages in sequence, in source and target."""
+
+    read: int
+    write: int
+    pages: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PagePairs:
+    """Page `source_ids[i]` of one table and page `target_ids[i]` of another, for every i. Raises IndexError for others."""
+
+    source: PageTable
+    target: PageTable
+    source_ids: PageIds
+    target_ids: PageIds
+
+    def __post_init__(self) -> None:
+        self.source.check(self.source_ids)
+        self.target.check(self.target_ids)
+
+    @property
+    def page_bytes(self) -> int:
+        return self.source.page_bytes
+
+    def whole(self) -> Piece:
+        return Piece(pairs=self, start=0, size_bytes=self.page_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Piece:
+    """The same bytes of every page of some pairs."""
+
+    pairs: PagePairs
+    start: int
+    size_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return len(self.pairs.source_ids) * self.size_bytes
+
+    @property
+    def num_runs(self) -> int:
+        return len(self._first_of_runs()) if self.total_bytes else 0
+
+    def runs(self) -> list[Run]:
+        """The pages, neighbours together where one copy can move them."""
+        if not self.total_bytes:
+            return []
+        source_ids, target_ids = self.pairs.source_ids, self.pairs.target_ids
+        first = self._first_of_runs()
+        pages = np.diff(first, append=len(source_ids))
+        return [Run(*run) for run in zip(source_ids[first].tolist(), target_ids[first].tolist(), pages.tolist(), strict=True)]
+
+    def _first_of_runs(self) -> npt.NDArray[np.int64]:
+        """Where each run begins: with every page, or for whole pages where the ids do not go on in sequence on both sides."""
+        pairs = self.pairs
+        if self.size_bytes < pairs.page_bytes or pairs.source.stride != pairs.target.stride:
+            return np.arange(len(pairs.source_ids))
+        breaks = (np.diff(pairs.source_ids) != 1) | (np.diff(pairs.target_ids) != 1)
+        return np.concatenate(([0], np.flatnonzero(breaks) + 1))
+
+    def slices(self, runs: list[Run]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Source and target bytes of each run."""
+        source, target = self.pairs.source, self.pairs.target
+        for read, write, pages in runs:
+            size = (pages - 1) * source.stride + self.size_bytes
+            first, onto = read * source.stride + self.start, write * target.stride + self.start
+            yield source.bytes_B[first : first + size], target.bytes_B[onto : onto + size]

@@ -152,9 +152,9 @@ def test_loads_and_saves_at_once_move_the_right_bytes(route: str) -> None:
 @pytest.mark.parametrize("route", ROUTES)
 def test_a_save_copies_what_the_engine_had_queued_before_it(route: str) -> None:
     rig, ids = Rig(routes=ROUTES[route]), np.arange(0, 60, 3)
-    rows = rig.rows(Tier.DEVICE, Kind.PREFIX)
+    rows, there = rig.rows(Tier.DEVICE, Kind.PREFIX), torch.from_numpy(ids).cuda()
     torch.cuda._sleep(LONG)  # what writes the pages is still to come
-    rows[torch.from_numpy(ids).cuda()] = 77
+    rows[there] = 77
     work = rig.copy_engine.begin(plan_of(copy_of(Kind.PREFIX, "down", ids, ids)))
     work()
     assert (rig.pages(Tier.HOST, Kind.PREFIX, ids) == 77).all()
@@ -207,8 +207,10 @@ def test_a_pass_waits_for_each_layer_and_reads_what_was_loaded(route: str, monke
     point = np.array([rig.rows(Tier.DEVICE, Kind.POINT).shape[0] - 1])
     job, others = JobId(9), torch.cuda.Stream()
     copies = [copy_of(Kind.PREFIX, "up", read, write), copy_of(Kind.POINT, "up", point, point)]
-    torch.cuda._sleep(LONG)  # so that the load is still waiting when its events are asked for
     plan = replace(plan_of(*copies, purpose=Purpose.LOAD), job=job)
+    rig.run(plan)  # builds every variant of the kernel it needs
+    rig.memories[Tier.DEVICE].bytes_B.zero_()
+    torch.cuda._sleep(4 * LONG)  # so that the load is still waiting when its events are asked for
     with ThreadPoolExecutor(1) as threads:
         done = threads.submit(rig.copy_engine.begin(plan))
         events = wait_until(lambda: rig.copy_engine.events_for(job))

@@ -40,7 +40,7 @@ def checked(kernel: ModuleType, device: torch.device) -> None:
         there_B, back_B = torch.zeros_like(host_B, device=device), torch.zeros_like(host_B).pin_memory()
         for source_B, target_B in ((host_B, there_B), (there_B, back_B)):
             _by_kernel(kernel, PROGRAMS[0], _pairs(source_B, target_B, page_bytes, stride), staged)
-        torch.cuda.synchronize(device)
+            torch.cuda.synchronize(device)  # before the ids are staged again
         found, expected = (each.view(-1, stride)[:, :page_bytes] for each in (back_B, host_B))
         if not torch.equal(found, expected):
             raise RuntimeError(f"the kernel copied pages of {page_bytes} bytes wrongly")

@@ -201,7 +201,7 @@ def test_without_triton_pages_are_copied_one_by_one(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_a_pass_waits_for_each_layer_and_reads_what_was_loaded(route: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_events.layer_steps, "__kwdefaults__", {"step_bytes": 64 << 10})
+    monkeypatch.setattr(layer_events, "STEP_BYTES", 64 << 10)
     rig, random = Rig(routes=ROUTES[route], layerwise=SPEC), np.random.default_rng(5)
     read, write = random.permutation(200)[:150], random.permutation(200)[:150]
     point = np.array([rig.rows(Tier.DEVICE, Kind.POINT).shape[0] - 1])

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from stepwell.base.units import format_bytes
-from stepwell.transfer.page_copier import PageCopier, Route, Routes, StagedIds
+from stepwell.transfer.page_copier import PageCopier, Route, Routed, Routes, StagedIds
 from stepwell.transfer.page_tables import PagePairs, PageTable
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ def _route(kernel: ModuleType, source_B: torch.Tensor, target_B: torch.Tensor) -
     plain = PageCopier(DEFAULT_ROUTES, None)
     for page_bytes in PAGES_BYTES:
         pages = _pairs(source_B, target_B, page_bytes, page_bytes)
-        if _seconds(lambda: plain.queue(pages.whole())) > taken[programs] * SLACK:  # noqa: B023
+        if _seconds(lambda: plain.queue(Routed(pages.whole(), None))) > taken[programs] * SLACK:  # noqa: B023
             break
         crossover = page_bytes
     return Route(crossover_bytes=crossover, programs=programs)

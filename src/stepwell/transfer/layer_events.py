@@ -56,12 +56,13 @@ class LayerSteps:
     step_of: Mapping[str, Sequence[int]]
 
 
-def layer_steps(spec: ModelSpec, loads: Sequence[tuple[Kind, PagePairs]], *, step_bytes: int = STEP_BYTES) -> LayerSteps:
+def layer_steps(spec: ModelSpec, loads: Sequence[tuple[Kind, PagePairs]], *, step_bytes: int | None = None) -> LayerSteps:
     """Cuts a load into steps: as many as the state with most layers has, or fewer so that each is worth its launches."""
     parts = {kind: spec.parts(kind) for kind, _ in loads}
     states = [part for of_kind in parts.values() for part in of_kind]
     total = sum(pairs.whole().total_bytes for _, pairs in loads)
-    count = min(total // (step_bytes * max(len(states), 1)), max((part.layers for part in states), default=1))
+    least = (step_bytes or STEP_BYTES) * max(len(states), 1)
+    count = min(total // least, max((part.layers for part in states), default=1))
     if count < 2:
         whole = tuple(pairs.whole() for _, pairs in loads)
         return LayerSteps(steps=(whole,), step_of={part.state: [0] * part.layers for part in states})

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 
@@ -42,6 +43,13 @@ class Routes:
     least_runs: int = LEAST_RUNS
 
 
+class Routed(NamedTuple):
+    """A piece, and how the kernel copies it; None when the copy engines do."""
+
+    piece: Piece
+    route: Route | None
+
+
 class StagedIds:
     """Page ids on the device, through pinned memory of its own. One plan at a time, until the device has used them."""
 
@@ -52,6 +60,8 @@ class StagedIds:
 
     def stage(self, pairs: Sequence[PagePairs]) -> None:
         """Queues one copy of all their ids on the current stream. What was staged before is forgotten."""
+        if not pairs:
+            return
         lists = [ids for each in pairs for ids in (each.source_ids, each.target_ids)]
         starts = [0]
         for ids in lists:
@@ -87,28 +97,22 @@ class PageCopier:
         self._on_fallback = on_fallback
         self._lock = Lock()  # Triton builds and launches for one thread at a time
 
-    def stage(self, pieces: Sequence[Piece], staged: StagedIds) -> None:
-        """Queues the page ids that the kernel will ask for when these pieces are queued."""
-        pairs = dict.fromkeys(piece.pairs for piece in pieces if self._kernel_route(piece) is not None)
-        if pairs:
-            staged.stage(list(pairs))
-
-    def queue(self, piece: Piece, staged: StagedIds | None = None) -> None:
-        """Queues the copy of one piece, whose ids were staged if any device is involved. Raises when it cannot be queued."""
-        route = self._kernel_route(piece)
-        if route is None or staged is None or not self._launch(piece, route, *staged.of(piece.pairs)):
-            for source_B, target_B in piece.slices(piece.runs()):
-                target_B.copy_(source_B, non_blocking=True)
-
-    def _kernel_route(self, piece: Piece) -> Route | None:
-        """How the kernel copies a piece; None when it does not."""
+    def routed(self, piece: Piece) -> Routed:
+        """Which way a piece will go."""
         to_device = piece.pairs.target.on_device
         if self._kernel is None or to_device == piece.pairs.source.on_device:
-            return None
+            return Routed(piece, None)
         route = self._routes.load if to_device else self._routes.save
         runs = piece.num_runs
         by_kernel = runs >= max(self._routes.least_runs, 1) and piece.total_bytes < runs * route.crossover_bytes
-        return route if by_kernel else None
+        return Routed(piece, route if by_kernel else None)
+
+    def queue(self, routed: Routed, staged: StagedIds | None = None) -> None:
+        """Queues the copy of one piece. Of those that go by kernel the ids were staged. Raises when it cannot be queued."""
+        piece, route = routed
+        if route is None or staged is None or not self._launch(piece, route, *staged.of(piece.pairs)):
+            for source_B, target_B in piece.slices(piece.runs()):
+                target_B.copy_(source_B, non_blocking=True)
 
     def _launch(self, piece: Piece, route: Route, source_ids: torch.Tensor, target_ids: torch.Tensor) -> bool:
         """Whether the kernel was queued. If not, it is not tried again."""

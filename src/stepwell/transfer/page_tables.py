@@ -36,7 +36,7 @@ class PageTable:
 
     def check(self, ids: PageIds) -> None:
         """Raises IndexError for a page that is not there: nothing below looks again."""
-        if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < self.num_pages):
+        if len(ids) and ids.astype(np.uint32).max() >= self.num_pages:  # negative ones are large then
             raise IndexError(f"pages {int(ids.min())} to {int(ids.max())} of a memory that has {self.num_pages}")
 
 
@@ -83,24 +83,31 @@ class Piece:
 
     @property
     def num_runs(self) -> int:
-        return len(self._first_of_runs()) if self.total_bytes else 0
+        """How many copies of neighbouring pages there are."""
+        if not self.total_bytes:
+            return 0
+        return 1 + int(np.count_nonzero(self._breaks())) if self._may_join() else len(self.pairs.source_ids)
 
     def runs(self) -> list[Run]:
         """The pages, neighbours together where one copy can move them."""
+        source_ids, target_ids = self.pairs.source_ids, self.pairs.target_ids
         if not self.total_bytes:
             return []
-        source_ids, target_ids = self.pairs.source_ids, self.pairs.target_ids
-        first = self._first_of_runs()
+        if not self._may_join():
+            return [Run(read, write, 1) for read, write in zip(source_ids.tolist(), target_ids.tolist(), strict=True)]
+        first = np.concatenate(([0], np.flatnonzero(self._breaks()) + 1))
         pages = np.diff(first, append=len(source_ids))
         return [Run(*run) for run in zip(source_ids[first].tolist(), target_ids[first].tolist(), pages.tolist(), strict=True)]
 
-    def _first_of_runs(self) -> npt.NDArray[np.int64]:
-        """Where each run begins: with every page, or for whole pages where the ids do not go on in sequence on both sides."""
-        pairs = self.pairs
-        if self.size_bytes < pairs.page_bytes or pairs.source.stride != pairs.target.stride:
-            return np.arange(len(pairs.source_ids))
-        breaks = (np.diff(pairs.source_ids) != 1) | (np.diff(pairs.target_ids) != 1)
-        return np.concatenate(([0], np.flatnonzero(breaks) + 1))
+    def _may_join(self) -> bool:
+        """Whole pages only, and at the same distance on both sides."""
+        return self.size_bytes == self.pairs.page_bytes and self.pairs.source.stride == self.pairs.target.stride
+
+    def _breaks(self) -> npt.NDArray[np.bool_]:
+        """Between which pages the ids do not go on in sequence, on one side or the other."""
+        source_ids, target_ids = self.pairs.source_ids, self.pairs.target_ids
+        breaks: npt.NDArray[np.bool_] = (source_ids[1:] - source_ids[:-1] != 1) | (target_ids[1:] - target_ids[:-1] != 1)
+        return breaks
 
     def slices(self, runs: list[Run]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Source and target bytes of each run."""

@@ -15,8 +15,8 @@ from types import ModuleType
 
 import torch
 
-from stepwell.base.ids import JobId, Tier
-from stepwell.base.plan import Copy, Plan, Purpose
+from stepwell.base.ids import JobId, Kind, Tier
+from stepwell.base.plan import Copy, Plan, Purpose, Span
 from stepwell.base.spec import ModelSpec
 from stepwell.metrics.counters import Counters
 from stepwell.transfer.copy_engine import Work
@@ -46,6 +46,7 @@ class TorchCopyEngine:
         self._memories = memories
         self._engine_stream = engine_stream
         self._layerwise = layerwise
+        self._tables: dict[tuple[Tier, Kind], PageTable] = {}
         self._events: dict[JobId, LayerEvents] = {}  # a worker adds and takes out, others look: one operation each
         self._spare: SimpleQueue[StagedIds] = SimpleQueue()
         devices = [memory.bytes_B.device for memory in memories.values()]
@@ -76,7 +77,7 @@ class TorchCopyEngine:
 
     def _run_here(self, plan: Plan) -> None:
         for copy in plan.copies:
-            self._copier.queue(self._pairs(copy).whole())
+            self._copier.queue(self._copier.routed(self._pairs(copy).whole()))
 
     def _run_on_stream(self, plan: Plan, before: torch.cuda.Event) -> None:
         """Copies after what the engine had queued, and waits for the copies alone."""
@@ -101,11 +102,12 @@ class TorchCopyEngine:
 
     def _queue(self, work: LayerSteps, staged: StagedIds, stream: torch.cuda.Stream) -> list[torch.cuda.Event]:
         """Queues all steps; an event behind each."""
-        self._copier.stage([piece for pieces in work.steps for piece in pieces], staged)
+        steps = [[self._copier.routed(piece) for piece in pieces] for pieces in work.steps]
+        staged.stage(list(dict.fromkeys(each.piece.pairs for step in steps for each in step if each.route is not None)))
         events = []
-        for pieces in work.steps:
-            for piece in pieces:
-                self._copier.queue(piece, staged)
+        for step in steps:
+            for routed in step:
+                self._copier.queue(routed, staged)
             events.append(torch.cuda.Event())
             events[-1].record(stream)
         return events
@@ -121,13 +123,14 @@ class TorchCopyEngine:
         return LayerSteps(steps=((*others, *layered.steps[0]), *layered.steps[1:]), step_of=layered.step_of)
 
     def _pairs(self, copy: Copy) -> PagePairs:
-        source, target = (self._memories[span.tier].rows(span.kind) for span in (copy.source, copy.target))
-        return PagePairs(
-            source=PageTable.of(source),
-            target=PageTable.of(target),
-            source_ids=copy.source.ids,
-            target_ids=copy.target.ids,
-        )
+        source, target = (self._table(span) for span in (copy.source, copy.target))
+        return PagePairs(source=source, target=target, source_ids=copy.source.ids, target_ids=copy.target.ids)
+
+    def _table(self, span: Span) -> PageTable:
+        found = self._tables.get((span.tier, span.kind))
+        if found is None:
+            found = self._tables[span.tier, span.kind] = PageTable.of(self._memories[span.tier].rows(span.kind))
+        return found
 
     def _staged_ids(self) -> StagedIds:
         assert self._device is not None

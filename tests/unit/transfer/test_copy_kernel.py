@@ -61,8 +61,8 @@ def expected(piece: Piece) -> torch.Tensor:
 
 def by_kernel(kernel: ModuleType, piece: Piece) -> None:
     copier, staged = PageCopier(BY_KERNEL, kernel, on_fallback=pytest.fail), StagedIds(torch.device("cpu"), capacity=16)
-    copier.stage([piece], staged)
-    copier.queue(piece, staged)
+    staged.stage([piece.pairs])
+    copier.queue(copier.routed(piece), staged)
 
 
 @pytest.mark.parametrize("to_device", [True, False])

@@ -49,8 +49,8 @@ def page(of: PageTable, number: int) -> torch.Tensor:
 
 def queue(copier: PageCopier, piece: Piece) -> None:
     staged = StagedIds(torch.device("cpu"))
-    copier.stage([piece], staged)
-    copier.queue(piece, staged)
+    staged.stage([piece.pairs])
+    copier.queue(copier.routed(piece), staged)
 
 
 def test_neighbours_on_both_sides_are_one_copy() -> None:
@@ -65,7 +65,7 @@ def test_neighbours_on_both_sides_are_one_copy() -> None:
 def test_runs_copy_every_page_and_nothing_but_what_lies_between_them() -> None:
     source, target = table(), table()
     before = target.bytes_B.clone()
-    PageCopier(ROUTES, None).queue(pairs(source, target, [3, 4, 5, 0], [6, 7, 8, 1]).whole())
+    queue(PageCopier(ROUTES, None), pairs(source, target, [3, 4, 5, 0], [6, 7, 8, 1]).whole())
     for read, write in ((3, 6), (4, 7), (5, 8), (0, 1)):
         assert torch.equal(page(source, read), page(target, write))
     for untouched in (0, 2, 3, 4, 5, 9):

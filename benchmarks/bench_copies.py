@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from threading import Barrier, Event, Thread
 from typing import Any
@@ -44,7 +45,7 @@ SMALL_KIB, MANY = 64, 2048  # so many small pages are copied too: else they neve
 LARGE_BYTES = 32 * MIB  # from here on the goals count
 GOAL, MOST_SLOWER = 0.90, 0.03
 LIMIT_BYTES = 512 * MIB
-SWEPT_KIB, SWEPT_PROGRAMS = (36, 256, 1024), (1, 2, 4, 8, 16, 32)
+SWEPT_KIB, SWEPT_PROGRAMS, SWEPT_WARPS = (36, 256, 1024), (1, 2, 3, 4, 8, 16), (16, 32)
 BESIDE_KIB = (36, 256, 2560)
 UP, DOWN, BOTH = "up", "down", "both"
 WAYS = {UP: (Tier.HOST, Tier.DEVICE, Purpose.LOAD), DOWN: (Tier.DEVICE, Tier.HOST, Purpose.SAVE)}
@@ -200,19 +201,27 @@ def measure_beside(kib: int, rounds: int = 4, routes: Routes | None = None) -> I
 
 
 def measure_sweep(kib: int, limit: dict[str, float], repeats: int) -> Iterator[Found]:
-    """The kernel by number of programs, then the copy engines."""
-    count = max(128 * MIB // (kib * KIB), 1)
-    for programs in (*SWEPT_PROGRAMS, 0):
+    """The kernel by number and size of programs, then the copy engines."""
+    from stepwell.transfer import copy_kernel
+
+    shipped = copy_kernel.WARPS
+    for warps, programs in ((0, 0), *product(SWEPT_WARPS, SWEPT_PROGRAMS)):
+        copy_kernel.WARPS = warps or shipped
         route = Route(crossover_bytes=(1 << 40) if programs else 0, programs=max(programs, 1))
-        routes = Routes(load=route, save=route)
-        copy_engine = copy_engine_for(kib * KIB, 2 * count, "cuda", routes)
-        works = [lambda plan=plan: copy_engine.begin(plan)() for plan in (plan_for(UP, 0, count), plan_for(DOWN, count, count))]  # noqa: B023
-        speeds = {way: count * kib * KIB / median_s(work, repeats) for way, work in zip(WAYS, works, strict=True)}
-        speeds[BOTH] = 2 * count * kib * KIB / at_once_s(works, repeats)  # type: ignore[arg-type]
-        slower = [found["figures"]["slower by, %"] for found in measure_beside(kib, 1, routes)]
-        figures = {f"{way}, of limit": speed / limit[way] for way, speed in speeds.items()}
-        figures |= {"prefill slower by, %": slower[0], "decode slower by, %": slower[1]}
-        yield {"what": f"{kib} KiB, {f'{programs} programs' if programs else 'copy engines'}", "figures": figures}
+        figures = _swept(kib, Routes(load=route, save=route), limit, repeats)
+        yield {"what": f"{kib} KiB, {f'{programs} x {warps} warps' if programs else 'copy engines'}", "figures": figures}
+    copy_kernel.WARPS = shipped
+
+
+def _swept(kib: int, routes: Routes, limit: dict[str, float], repeats: int) -> dict[str, float]:
+    count = max(128 * MIB // (kib * KIB), 1)
+    copy_engine = copy_engine_for(kib * KIB, 2 * count, "cuda", routes)
+    works = [lambda plan=plan: copy_engine.begin(plan)() for plan in (plan_for(UP, 0, count), plan_for(DOWN, count, count))]
+    speeds = {way: count * kib * KIB / median_s(work, repeats) for way, work in zip(WAYS, works, strict=True)}
+    speeds[BOTH] = 2 * count * kib * KIB / at_once_s(works, repeats)  # type: ignore[arg-type]
+    slower = [found["figures"]["slower by, %"] for found in measure_beside(kib, 1, routes)]
+    figures = {f"{way}, of limit": speed / limit[way] for way, speed in speeds.items()}
+    return figures | {"prefill slower by, %": slower[0], "decode slower by, %": slower[1]}
 
 
 # ---- all of it ------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@
     range          [=====]        [=====]        [=====]              the same bytes of every page
     tile           [==|==]        [==|==]                             one program copies ROWS blocks at a time
 
-A handful of programs fills the bus, because each keeps 32 KiB on the way. Imports Triton, so it is imported when it is used.
+A handful of programs fills the bus, because each keeps 64 KiB on the way. Imports Triton, so it is imported when it is used.
 Checks no ids and chooses nothing: who calls it has done both.
 """
 
@@ -16,10 +16,10 @@ import torch
 import triton  # type: ignore[import-untyped,import-not-found,unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped,import-not-found,unused-ignore]
 
-TILE_WORDS = 4096  # that one program has on the way: 32 KiB in words of 8 bytes, 64 bytes a thread
+WARPS = 32  # of a program, which then has a multiprocessor to itself: few of them are better than many small ones
+TILE_WORDS = 256  # that each warp has on the way: 64 bytes a thread in words of 8 bytes
 BLOCKS_WORDS = (4096, 1024, 256, 64)  # a block lies inside one page; the larger, the fewer ids are read
 WASTE = 1.07  # of a tile's words that lie behind the range's end, before a smaller block is taken
-WARPS = 16
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
@@ -33,19 +33,22 @@ def _copy_pages(  # type: ignore[no-untyped-def]
     words_W = tl.arange(0, BLOCK)
     total = num_pages * blocks
     first = tl.program_id(0) * ROWS
+    page_R = (first + rows_R) // blocks
+    read_R = tl.load(source_ids + page_R, mask=first + rows_R < total, other=0)
+    write_R = tl.load(target_ids + page_R, mask=first + rows_R < total, other=0)
     while first < total:  # not a range: the interpreter cannot make numbers of its bounds beside NumPy 2.4
         item_R = first + rows_R
-        page_R = item_R // blocks
-        start_R = (item_R - page_R * blocks) * BLOCK
-        real_R = item_R < total
-        read_R = tl.load(source_ids + page_R, mask=real_R, other=0).to(tl.int64) * (source_stride * UNIT)
-        write_R = tl.load(target_ids + page_R, mask=real_R, other=0).to(tl.int64) * (target_stride * UNIT)
-        at_RW = start_R[:, None] + words_W[None, :]
-        mask_RW = real_R[:, None] & (at_RW < units * UNIT)
+        at_RW = ((item_R % blocks) * BLOCK)[:, None] + words_W[None, :]
+        mask_RW = (item_R < total)[:, None] & (at_RW < units * UNIT)
+        from_RW = (read_R.to(tl.int64) * (source_stride * UNIT))[:, None] + at_RW
+        onto_RW = (write_R.to(tl.int64) * (target_stride * UNIT))[:, None] + at_RW
         # Not through the first-level cache: it does not hear of what the host writes.
-        content_RW = tl.load(source + (read_R[:, None] + at_RW), mask=mask_RW, cache_modifier=".cg")
-        tl.store(target + (write_R[:, None] + at_RW), content_RW, mask=mask_RW, cache_modifier=".cs")
+        content_RW = tl.load(source + from_RW, mask=mask_RW, cache_modifier=".cg")
         first += tl.num_programs(0) * ROWS
+        page_R = (first + rows_R) // blocks  # the next ids come while the bytes are on their way
+        read_R = tl.load(source_ids + page_R, mask=first + rows_R < total, other=0)
+        write_R = tl.load(target_ids + page_R, mask=first + rows_R < total, other=0)
+        tl.store(target + onto_RW, content_RW, mask=mask_RW, cache_modifier=".cs")
 
 
 def copy_pages(
@@ -74,7 +77,7 @@ def copy_pages(
         _words(source_B, word), _words(target_B, word), source_ids, target_ids,
         len(source_ids), -(-size_bytes // (block * word)), size_bytes // (word * unit),
         source_stride // (word * unit), target_stride // (word * unit),
-        UNIT=unit, BLOCK=block, ROWS=TILE_WORDS // block, num_warps=WARPS,
+        UNIT=unit, BLOCK=block, ROWS=TILE_WORDS * WARPS // block, num_warps=WARPS,
     )  # fmt: skip
 
 

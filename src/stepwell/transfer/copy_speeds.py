@@ -23,11 +23,11 @@ log = logging.getLogger(__name__)
 SAMPLE_BYTES = 16 * 2**20  # 0.3 ms on a bus
 PAGES_BYTES = (2 << 20, 1 << 20, 1 << 19, 1 << 18, 1 << 17)  # the copy engines are tried with, until they are too slow
 SMALL_PAGE_BYTES = 32 << 10
-PROGRAMS = (2, 4, 8, 16, 32)  # tried
+PROGRAMS = (1, 2, 3, 4, 6, 8, 16, 32)  # tried
 SLACK = 1.05  # this close to the best is as good
 CHECKED_BYTES = (32 << 10, 8 << 10, 36 << 10, 2560, 1000)  # a page for each variant of the kernel that is common, and another
 
-DEFAULT_ROUTE = Route(crossover_bytes=512 << 10, programs=8)
+DEFAULT_ROUTE = Route(crossover_bytes=512 << 10, programs=4)
 DEFAULT_ROUTES = Routes(load=DEFAULT_ROUTE, save=DEFAULT_ROUTE)
 
 
@@ -39,7 +39,7 @@ def checked(kernel: ModuleType, device: torch.device) -> None:
         host_B = torch.randint(0, 256, (9 * stride,), dtype=torch.uint8).pin_memory()
         there_B, back_B = torch.zeros_like(host_B, device=device), torch.zeros_like(host_B).pin_memory()
         for source_B, target_B in ((host_B, there_B), (there_B, back_B)):
-            _by_kernel(kernel, PROGRAMS[0], _pairs(source_B, target_B, page_bytes, stride), staged)
+            _by_kernel(kernel, DEFAULT_ROUTE.programs, _pairs(source_B, target_B, page_bytes, stride), staged)
             torch.cuda.synchronize(device)  # before the ids are staged again
         found, expected = (each.view(-1, stride)[:, :page_bytes] for each in (back_B, host_B))
         if not torch.equal(found, expected):

@@ -116,12 +116,12 @@ class PageCopier:
 
     def _launch(self, piece: Piece, route: Route, source_ids: torch.Tensor, target_ids: torch.Tensor) -> bool:
         """Whether the kernel was queued. If not, it is not tried again."""
-        kernel, pairs = self._kernel, piece.pairs
-        if kernel is None:
-            return False
-        try:
-            with self._lock:
-                kernel.copy_pages(
+        pairs = piece.pairs
+        with self._lock:
+            if self._kernel is None:
+                return False
+            try:
+                self._kernel.copy_pages(
                     pairs.source.bytes_B[piece.start :],
                     pairs.target.bytes_B[piece.start :],
                     source_ids,
@@ -131,10 +131,10 @@ class PageCopier:
                     size_bytes=piece.size_bytes,
                     programs=route.programs,
                 )
-        except Exception as error:  # the edge to a compiler: whatever it raises, the plain way is still there
-            self._kernel = None
-            fall_back(error, self._on_fallback)
-            return False
+            except Exception as error:  # the edge to a compiler: whatever it raises, the plain way is still there
+                self._kernel = None
+                fall_back(error, self._on_fallback)
+                return False
         return True
 
 

@@ -17,10 +17,10 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import product
 from pathlib import Path
-from threading import Barrier, Event, Thread
+from threading import Barrier, BrokenBarrierError, Event
 from typing import Any
 
 import numpy as np
@@ -87,14 +87,19 @@ def at_once_s(works: list[Callable[[], object]], repeats: int) -> float:
     barrier = Barrier(len(works) + 1)
 
     def run(work: Callable[[], object]) -> None:
-        work()
+        try:
+            work()
+        except BaseException:
+            barrier.abort()
+            raise
         barrier.wait()
         for _ in range(repeats):
             work()
 
     with ThreadPoolExecutor(len(works)) as threads:
         running = [threads.submit(run, work) for work in works]
-        barrier.wait()
+        with suppress(BrokenBarrierError):  # whoever broke it raises below
+            barrier.wait()
         started = time.perf_counter()
         for each in running:
             each.result()
@@ -148,7 +153,7 @@ def measure_pages(kib: int, counts: tuple[int, ...], device: str, limit: dict[st
 
 @contextmanager
 def copying(copy_engine: TorchCopyEngine, plans: list[Plan]) -> Iterator[None]:
-    """Each plan again and again, on a thread and a stream of its own."""
+    """Each plan again and again, on a thread and behind a stream of its own."""
     stop = Event()
 
     def copy(plan: Plan) -> None:
@@ -156,15 +161,14 @@ def copying(copy_engine: TorchCopyEngine, plans: list[Plan]) -> Iterator[None]:
             while not stop.is_set():
                 copy_engine.begin(plan)()
 
-    threads = [Thread(target=copy, args=(plan,), daemon=True) for plan in plans]
-    for thread in threads:
-        thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
+    with ThreadPoolExecutor(len(plans)) as threads:
+        running = [threads.submit(copy, plan) for plan in plans]
+        try:
+            yield
+        finally:
+            stop.set()
+        for each in running:
+            each.result()  # raises what a copy raised
 
 
 def product_s(rows: int, times: int, width: int = 8192) -> float:

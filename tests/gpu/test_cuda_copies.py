@@ -92,9 +92,8 @@ def test_random_pages_of_every_kind_arrive_and_nothing_else_changes(kind: Kind, 
     slots = min(len(rig.rows(tier, kind)) for tier in Tier if tier in rig.memories)
     for num_pages in (0, 1, 2, 7, 63):
         read, write = random.integers(0, slots, num_pages), random.permutation(slots)[:num_pages]
-        before = rig.rows(target, kind).cpu()
+        wanted = rig.rows(target, kind).cpu().clone()
         rig.run(plan_of(copy_of(kind, way, read, write)))
-        wanted = before.clone()
         wanted[torch.from_numpy(write)] = rig.pages(source, kind, read)
         assert torch.equal(rig.rows(target, kind).cpu(), wanted)
     assert rig.counters["copy_kernel_fallbacks"] == 0
@@ -213,7 +212,9 @@ def test_a_pass_waits_for_each_layer_and_reads_what_was_loaded(route: str, monke
     torch.cuda._sleep(4 * LONG)  # so that the load is still waiting when its events are asked for
     with ThreadPoolExecutor(1) as threads:
         done = threads.submit(rig.copy_engine.begin(plan))
-        events = wait_until(lambda: rig.copy_engine.events_for(job))
+        wait_until(lambda: rig.copy_engine.events_for(job) is not None or done.done())
+        events = rig.copy_engine.events_for(job)
+        assert events is not None, done.result()
         assert not events.arrived("kv", 7)
         seen = {}
         with torch.cuda.stream(others):

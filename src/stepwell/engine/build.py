@@ -31,12 +31,14 @@ from stepwell.engine.passes.pages import TORCH_DTYPES, DevicePages
 from stepwell.engine.runner import Runner
 from stepwell.engine.scheduler import Limits
 from stepwell.engine.speculation import Speculation
+from stepwell.metrics.counters import Counters
 from stepwell.store.api import Store
 from stepwell.store.registry import find_opener, open_store
 from stepwell.transfer.copy_engine import CopyEngine, NumpyCopyEngine
 from stepwell.transfer.memory import PageMemory, free_bytes, must_fit
 from stepwell.transfer.store_worker import HostPages
-from stepwell.transfer.torch_copy_engine import TorchCopyEngine, TorchMemory
+from stepwell.transfer.torch_copy_engine import TorchCopyEngine
+from stepwell.transfer.torch_memory import TorchMemory
 
 CUDA_SHARE = 0.8  # of what is free on a GPU once the weights are there; passes need room of their own
 CPU_DEVICE_BYTES = 2 * 2**30
@@ -205,12 +207,16 @@ def _cache(
     spec: ModelSpec, config: CacheConfig, memories: Mapping[Tier, PageMemory | TorchMemory], identity: str, tuning: CacheTuning
 ) -> Cache:
     copy_engine: CopyEngine
+    counters = Counters()
     host: Sequence[HostPages] = [memories[Tier.HOST]] if Tier.HOST in memories else []
     if all(isinstance(memory, PageMemory) for memory in memories.values()):
         copy_engine = NumpyCopyEngine({tier: memory for tier, memory in memories.items() if isinstance(memory, PageMemory)})
     else:
-        copy_engine = TorchCopyEngine({tier: memory for tier, memory in memories.items() if isinstance(memory, TorchMemory)})
-    return build_cache(spec, config, copy_engines=[copy_engine], model=identity, host_pages=host, tuning=tuning)
+        by_torch = {tier: memory for tier, memory in memories.items() if isinstance(memory, TorchMemory)}
+        copy_engine = TorchCopyEngine(by_torch, counters=counters)
+    return build_cache(
+        spec, config, copy_engines=[copy_engine], model=identity, host_pages=host, tuning=tuning, counters=counters
+    )
 
 
 def _attach(cache: Cache, config: EngineConfig, opened: Store | None) -> Store | None:

@@ -181,12 +181,13 @@ class Graphs:
 
 
 def _stretched(singles: Singles, length: int) -> Singles:
-    count, tokens = singles.table_BP.shape[0], singles.mask_BT.shape[1] // singles.table_BP.shape[1]
     longer = Singles(
         start=singles.start,
         stop=singles.stop,
-        table_BP=singles.table_BP.new_empty(count, length),
-        mask_BT=singles.mask_BT.new_empty(count, length * tokens),
+        table_BP=singles.table_BP.new_empty(singles.table_BP.shape[0], length),
+        position_B=singles.position_B.clone(),
+        first_B=singles.first_B.clone(),
+        sight=singles.sight,
     )
     _fill(longer, singles)
     return longer
@@ -194,8 +195,10 @@ def _stretched(singles: Singles, length: int) -> Singles:
 
 def _fill(mine: Singles, theirs: Singles) -> None:
     """Tables are padded with pages of their own, and nothing in the padding is looked at."""
-    pages, tokens = theirs.table_BP.shape[1], theirs.mask_BT.shape[1]
+    pages = theirs.table_BP.shape[1]
     mine.table_BP[:, :pages] = theirs.table_BP
     mine.table_BP[:, pages:] = theirs.table_BP[:, :1]
-    mine.mask_BT[:, :tokens] = theirs.mask_BT
-    mine.mask_BT[:, tokens:] = -torch.inf
+    mine.position_B.copy_(theirs.position_B)
+    mine.first_B.copy_(theirs.first_B)
+    if mine.made_mask is not None:
+        mine.made_mask.copy_(mine.fresh_mask())

@@ -37,33 +37,6 @@ class Look:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Singles:
-    """One token each of several requests: rows `[start, stop)` of the batch, and the pages each looks at."""
-
-    start: int
-    stop: int
-    table_BP: torch.Tensor  # padded with pages of their own
-    mask_BT: torch.Tensor  # as a run's
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Run:
-    """Several tokens of one request: rows `[start, stop)` of the batch, and the pages they look at."""
-
-    start: int
-    stop: int
-    pages_P: torch.Tensor
-    mask_NT: torch.Tensor  # added to scores: 0 where a token may look, -inf elsewhere
-    tiled: dict[int, torch.Tensor] = field(default_factory=dict)
-
-    def mask_for(self, group: int) -> torch.Tensor:
-        """The mask of `group` query heads one after the other; made once for all layers."""
-        if group not in self.tiled:
-            self.tiled[group] = self.mask_NT.repeat(group, 1)
-        return self.tiled[group]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sight:
     """What all segments of a pass have in common: how many tokens each looks at (None for all), and from which token on."""
 
@@ -72,6 +45,69 @@ class Sight:
     first_seen: int
     device: str | torch.device
     dtype: torch.dtype  # of masks
+
+    def mask(self, here: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+        """Added to scores: 0 where a token may look, -inf elsewhere."""
+        unseen = context > here
+        if self.first_seen:
+            unseen |= context < self.first_seen
+        if self.window is not None:
+            unseen |= context <= here - self.window
+        return torch.zeros(unseen.shape, device=unseen.device, dtype=self.dtype).masked_fill_(unseen, -torch.inf)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Singles:
+    """One token each of several requests: rows `[start, stop)` of the batch, and the pages each looks at."""
+
+    start: int
+    stop: int
+    table_BP: torch.Tensor  # padded with pages of their own
+    position_B: torch.Tensor
+    first_B: torch.Tensor  # the token that each one's first page begins with
+    sight: Sight
+
+    @cached_property
+    def mask_BT(self) -> torch.Tensor:
+        return self.fresh_mask()
+
+    def fresh_mask(self) -> torch.Tensor:
+        """The mask of the positions there are now."""
+        tokens = torch.arange(self.table_BP.shape[1] * self.sight.page_tokens, device=self.table_BP.device)
+        return self.sight.mask(self.position_B[:, None], self.first_B[:, None] + tokens)
+
+    @property
+    def made_mask(self) -> torch.Tensor | None:
+        """The mask, if anybody has asked for it."""
+        return self.__dict__.get("mask_BT")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Run:
+    """Several tokens of one request: rows `[start, stop)` of the batch, and the pages they look at."""
+
+    start: int
+    stop: int
+    pages_P: torch.Tensor
+    position: int
+    first: int  # the token that its first page begins with
+    sight: Sight
+    tiled: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    @cached_property
+    def position_N(self) -> torch.Tensor:
+        return torch.arange(self.position, self.position + self.stop - self.start, device=self.pages_P.device)
+
+    @cached_property
+    def mask_NT(self) -> torch.Tensor:
+        tokens = torch.arange(len(self.pages_P) * self.sight.page_tokens, device=self.pages_P.device)
+        return self.sight.mask(self.position_N[:, None], self.first + tokens[None])
+
+    def mask_for(self, group: int) -> torch.Tensor:
+        """The mask of `group` query heads one after the other; made once for all layers."""
+        if group not in self.tiled:
+            self.tiled[group] = self.mask_NT.repeat(group, 1)
+        return self.tiled[group]
 
 
 class Paging:
@@ -111,35 +147,27 @@ class Paging:
     # ---- inside -----------------------------------------------------------------------------------
 
     def _table(self, looks: Sequence[Look]) -> Singles:
-        longest = max(len(look.pages) for look in looks)
-        table = np.zeros((len(looks), longest), np.int64)
+        count, longest = len(looks), max(len(look.pages) for look in looks)
+        table, rest = np.zeros((count, longest), np.int64), np.zeros((2, count), np.int64)
         for row, look in enumerate(looks):
             table[row, : len(look.pages)], table[row, len(look.pages) :] = look.pages, look.pages[0]
-        first_B1 = self._tensor(np.array([[look.first] for look in looks]))
-        here_B1 = self._tensor(np.array([[look.position] for look in looks]))
-        context_BT = first_B1 + torch.arange(longest * self.sight.page_tokens, device=self.sight.device)
+            rest[:, row] = look.position, look.first
+        together = self._tensor(np.concatenate([table.flatten(), rest.flatten()]))
+        table_X, position_B, first_B = together.split((count * longest, count, count))
         return Singles(
-            start=looks[0].start, stop=looks[-1].stop, table_BP=self._tensor(table), mask_BT=self._mask(here_B1, context_BT)
-        )
+            start=looks[0].start, stop=looks[-1].stop, table_BP=table_X.view(count, longest), position_B=position_B,
+            first_B=first_B, sight=self.sight,
+        )  # fmt: skip
 
     def _run(self, look: Look) -> Run:
-        here_N1 = torch.arange(look.position, look.end, device=self.sight.device)[:, None]
-        tokens = len(look.pages) * self.sight.page_tokens
-        context_1T = look.first + torch.arange(tokens, device=self.sight.device)[None]
+        pages_P = self._tensor(look.pages.astype(np.int64))
         return Run(
-            start=look.start,
-            stop=look.stop,
-            pages_P=self._tensor(look.pages.astype(np.int64)),
-            mask_NT=self._mask(here_N1, context_1T),
+            start=look.start, stop=look.stop, pages_P=pages_P, position=look.position, first=look.first, sight=self.sight
+        )  # fmt: skip
+
+    def _tensor(self, values: npt.NDArray[np.int64]) -> torch.Tensor:
+        """Numbers on the device, in a copy that the host does not wait for."""
+        there = torch.from_numpy(values)
+        return (there.pin_memory() if torch.device(self.sight.device).type == "cuda" else there).to(
+            self.sight.device, non_blocking=True
         )
-
-    def _mask(self, here: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
-        unseen = context > here
-        if self.sight.first_seen:
-            unseen |= context < self.sight.first_seen
-        if self.sight.window is not None:
-            unseen |= context <= here - self.sight.window
-        return torch.zeros(unseen.shape, device=unseen.device, dtype=self.sight.dtype).masked_fill_(unseen, -torch.inf)
-
-    def _tensor(self, values: npt.NDArray[np.integer]) -> torch.Tensor:
-        return torch.from_numpy(values.astype(np.int64)).to(self.sight.device)

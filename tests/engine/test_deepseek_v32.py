@@ -14,7 +14,7 @@ from engine.test_deepseek_v3 import YARN, logits_in
 from stepwell.base.errors import ConfigError
 from stepwell.base.spec.families import from_config
 from stepwell.engine.loading.weights import HeldTensors
-from stepwell.engine.models import indexer
+from stepwell.engine.models.indexer import Indexer
 from stepwell.engine.models.registry import build_model
 from stepwell.engine.ops.selection import Selection, attend_selected, best, select
 from stepwell.engine.passes.batch import Batch, RequestRows
@@ -94,7 +94,8 @@ def test_index_keys_in_eight_bits_pick_nearly_the_same(family: str, monkeypatch:
     ours = pair(family)
     tokens = ours.tokens(120)
     made: list[Selection] = []
-    monkeypatch.setattr(indexer, "select", lambda *args, **more: made.append(select(*args, **more)) or made[-1])
+    pick = Indexer.__call__
+    monkeypatch.setattr(Indexer, "__call__", lambda *args: made.append(pick(*args)) or made[-1])
     ours.one_shot(tokens)
     exact = made[0][0]
     made.clear()
@@ -198,7 +199,7 @@ class Scene:
 
     def attend(self, kept: torch.Tensor, kind: type[Rows] = Rows, **more: Any) -> torch.Tensor:
         rows = kind(kept, PLAIN, torch.float32)
-        return attend_selected(self.asked_NHC, rows, self.paging, self.select(), scale=0.3, **more)
+        return attend_selected(self.asked_NHC, rows, self.paging, self.select(), rank=self.CHANNELS, scale=0.3, **more)
 
     def picked_one_by_one(self) -> list[tuple[RequestRows, list[int]]]:
         """Where each token looks, by sorting everything it may look at."""

@@ -17,7 +17,8 @@ import torch
 from torch.nn.functional import rms_norm
 
 from stepwell.engine.models.layers import Linear, RMSNorm, Rotary
-from stepwell.engine.ops.compression import Entries, Index, Overlap, attend_shared, close_groups, pool
+from stepwell.engine.ops.compression import Entries, Index, Overlap, close_groups, pool
+from stepwell.engine.ops.kernels import Kernels
 from stepwell.engine.passes.batch import Batch
 from stepwell.engine.passes.groups import Groups
 from stepwell.engine.passes.paging import Paging
@@ -75,6 +76,7 @@ class Compressor:
     bias_RE: torch.Tensor
     kept: tuple[Kept, ...]
     overlap: str | None  # the state of what counts for the group after
+    kernels: Kernels
 
     def __call__(self, x_NC: torch.Tensor, closing: Closing, batch: Batch) -> None:
         """Keeps the entries of all groups that close."""
@@ -92,7 +94,8 @@ class Compressor:
         pooled_GC = pool(value, gate)
         for kept, part_GC in zip(self.kept, pooled_GC.split([each.width for each in self.kept], dim=-1), strict=True):
             entry_GC = turn(kept.norm(part_GC), closing.turn_GX)
-            batch.rows(kept.state, self.layer, kept.format).write(groups.page_G, groups.row_G, entry_GC)
+            rows = batch.rows(kept.state, self.layer, kept.format)
+            self.kernels.write_rows(rows, groups.page_G, groups.row_G, entry_GC)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -127,6 +130,7 @@ class SharedAttention:
     sinks_H: torch.Tensor
     out_OXC: torch.Tensor
     out: Linear
+    kernels: Kernels
     compressor: Compressor | None = None
     indexer: Indexer | None = None
 
@@ -137,10 +141,10 @@ class SharedAttention:
         query_NHD = self.query(low_NC).unflatten(1, (self.heads, -1))
         query_NHD = turn(rms_norm(query_NHD, query_NHD.shape[2:], eps=self.query_norm.eps), turn_NX[:, None])
         rows = batch.rows(self.row.state, self.layer, self.row.format)
-        rows.write(shared.paging.page_N, shared.paging.row_N, turn(self.row.norm(row_NC), turn_NX))
+        self.kernels.write_rows(rows, shared.paging.page_N, shared.paging.row_N, turn(self.row.norm(row_NC), turn_NX))
         entries = self._entries(x_NC, low_NC, shared, batch)
         scale = self.row.width**-0.5
-        seen_NHD = attend_shared(query_NHD, rows, shared.paging, entries, scale=scale, sinks_H=self.sinks_H)
+        seen_NHD = self.kernels.attend_shared(query_NHD, rows, shared.paging, entries, scale=scale, sinks_H=self.sinks_H)
         return self._leave(turn(seen_NHD, turn_NX.conj()[:, None]))
 
     def _entries(self, x_NC: torch.Tensor, low_NC: torch.Tensor, shared: Shared, batch: Batch) -> Entries | None:

@@ -16,7 +16,7 @@ from stepwell.engine.models.deepseek_v3 import block, decoder, latent_attention,
 from stepwell.engine.models.indexer import Indexer
 from stepwell.engine.models.latent import LatentAttention, latent_rotary
 from stepwell.engine.ops.pointwise import Angles
-from stepwell.engine.ops.selection import Selection, attend_selected
+from stepwell.engine.ops.selection import Selection
 from stepwell.engine.passes.batch import Batch
 
 MODEL_TYPES = ("deepseek_v32", "glm_moe_dsa")
@@ -44,7 +44,10 @@ class SparseAttention:
             shared.selection = self.indexer(x_NC, asked.source_NQ, shared.angles, batch)
         assert shared.selection is not None, f"layer {latent.layer} follows no layer with an index"
         rows = batch.rows(latent.state, latent.layer, latent.kept)
-        return latent.answer(attend_selected(asked.query_NHC, rows, batch.paging(None), shared.selection, scale=latent.scale))
+        seen_NHR = latent.kernels.attend_selected(
+            asked.query_NHC, rows, batch.paging(None), shared.selection, rank=latent.sizes.rank, scale=latent.scale
+        )
+        return latent.answer(seen_NHR)
 
 
 def build(parts: Parts) -> Decoder:

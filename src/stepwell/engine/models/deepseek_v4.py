@@ -150,6 +150,7 @@ def _attention(parts: Parts, sizes: Sizes, name: str, index: int, kinds: Sequenc
         sinks_H=weights.take(f"{name}.sinks", heads, dtype=torch.float32),
         out_OXC=weights.take(f"{name}.o_a_proj.weight", together, heads * sizes.row // groups).unflatten(0, (groups, -1)),
         out=Linear.load(weights, {f"{name}.o_b_proj": hidden}, together),
+        kernels=parts.kernels,
         compressor=None if kind == SLIDING else _compressor(parts, sizes, f"{name}.compressor", kind, layer),
         indexer=_indexer(config, weights, sizes, f"{name}.compressor.indexer") if kind == SPARSE else None,
     )
@@ -177,6 +178,7 @@ def _compressor(parts: Parts, sizes: Sizes, name: str, kind: str, layer: int) ->
         bias_RE=_by_half([bias.T for bias in biases], halves).T.contiguous(),
         kept=tuple(kept),
         overlap=f"{state}_overlap" if kind == SPARSE else None,
+        kernels=parts.kernels,
     )
 
 

@@ -17,8 +17,9 @@ from torch.nn.functional import layer_norm
 from stepwell.engine.models.base import Parts
 from stepwell.engine.models.latent import apart, reordered
 from stepwell.engine.models.layers import Linear
+from stepwell.engine.ops.kernels import Kernels
 from stepwell.engine.ops.pointwise import Angles, rotate
-from stepwell.engine.ops.selection import Selection, select
+from stepwell.engine.ops.selection import Selection
 from stepwell.engine.passes.batch import Batch
 from stepwell.engine.passes.rows import RowFormat, latent_rows
 
@@ -38,6 +39,7 @@ class Indexer:
     key: Linear
     key_norm: Linear  # weight and bias of the norm
     weight: Linear  # in fp32
+    kernels: Kernels
 
     @classmethod
     def load(cls, parts: Parts, name: str, *, layer: int, state: str = "index") -> Indexer:
@@ -62,12 +64,13 @@ class Indexer:
             key=key,
             key_norm=norm,
             weight=Linear(weights.take(f"{name}.weights_proj.weight", heads, hidden, dtype=torch.float32) * scale),
+            kernels=parts.kernels,
         )
 
     def __call__(self, x_NC: torch.Tensor, source_NQ: torch.Tensor, angles: Angles, batch: Batch) -> Selection:
         """Keeps every token's key, and picks for each. `source_NQ` is the normed low-rank query of its attention."""
         paging, rows = batch.paging(None), batch.rows(self.state, self.layer, self.kept)
         key_ND = layer_norm(self.key(x_NC), self.key_norm.weight.shape, self.key_norm.weight, self.key_norm.bias, _EPS)
-        rows.write(paging.page_N, paging.row_N, rotate(key_ND[:, None], angles)[:, 0])
+        self.kernels.write_rows(rows, paging.page_N, paging.row_N, rotate(key_ND[:, None], angles)[:, 0])
         query_NHD = rotate(self.query(source_NQ).unflatten(1, (self.heads, -1)), angles)
-        return select(query_NHD, self.weight(x_NC.float()), rows, paging, count=self.count)
+        return self.kernels.select(query_NHD, self.weight(x_NC.float()), rows, paging, count=self.count)

@@ -20,7 +20,6 @@ from stepwell.base.errors import ConfigError
 from stepwell.base.spec.families.fields import Fields
 from stepwell.engine.loading.weights import Weights
 from stepwell.engine.models.layers import Linear, RMSNorm, Rotary, number, rotary_from
-from stepwell.engine.ops.attention import attend
 from stepwell.engine.ops.kernels import TORCH, Kernels
 from stepwell.engine.ops.pointwise import Angles, rotate
 from stepwell.engine.passes.batch import Batch
@@ -139,7 +138,8 @@ class LatentAttention:
         asked = self.ask(x_NC, angles)
         self.keep(asked, batch)
         rows = batch.rows(self.state, self.layer, self.kept)
-        return self.answer(attend(asked.query_NHC, rows, batch.paging(None), heads=1, key_dim=None, scale=self.scale))
+        rank, paging = self.sizes.rank, batch.paging(None)
+        return self.answer(self.kernels.attend_latent(asked.query_NHC, rows, paging, rank=rank, scale=self.scale))
 
     def ask(self, x_NC: torch.Tensor, angles: Angles | None) -> Asked:
         """Queries and rows, rotated where there are angles. Writes nothing."""
@@ -164,11 +164,12 @@ class LatentAttention:
     def keep(self, asked: Asked, batch: Batch) -> None:
         """Puts every token's row where it belongs."""
         paging = batch.paging(None)
-        batch.rows(self.state, self.layer, self.kept).write(paging.page_N, paging.row_N, asked.row_NC)
+        rows = batch.rows(self.state, self.layer, self.kept)
+        self.kernels.write_rows(rows, paging.page_N, paging.row_N, asked.row_NC)
 
-    def answer(self, seen_NHC: torch.Tensor) -> torch.Tensor:
-        """From weighed rows to what the layer adds to the stream."""
-        return self.out(_by_head(seen_NHC[..., : self.sizes.rank], self.up_value_HRV).flatten(1))
+    def answer(self, seen_NHR: torch.Tensor) -> torch.Tensor:
+        """From weighed latents to what the layer adds to the stream."""
+        return self.out(_by_head(seen_NHR, self.up_value_HRV).flatten(1))
 
 
 def latent_rotary(config: Fields, *, device: str | torch.device) -> Rotary:

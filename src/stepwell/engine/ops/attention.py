@@ -23,6 +23,10 @@ class Attend(Protocol):
     ) -> torch.Tensor: ...  # fmt: skip
 
 
+class AttendLatent(Protocol):
+    def __call__(self, query_NHC: torch.Tensor, rows: Rows, paging: Paging, *, rank: int, scale: float) -> torch.Tensor: ...
+
+
 def attend(
     query_NHD: torch.Tensor, rows: Rows, paging: Paging, *, heads: int, key_dim: int | None, scale: float,
     sinks_H: torch.Tensor | None = None, cap: float | None = None,
@@ -39,6 +43,11 @@ def attend(
         for part in paging.parts
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def attend_latent(query_NHC: torch.Tensor, rows: Rows, paging: Paging, *, rank: int, scale: float) -> torch.Tensor:
+    """What each query sees of latents, the first `rank` channels of rows that are key and value in one: `[N, H, R]`."""
+    return attend(query_NHC, rows, paging, heads=1, key_dim=None, scale=scale)[..., :rank]
 
 
 def attend_part(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -106,6 +107,12 @@ class Entries:
     groups: Groups
     rows: Rows
     index: Index | None = None
+
+
+class AttendShared(Protocol):
+    def __call__(
+        self, query_NHD: torch.Tensor, rows: Rows, paging: Paging, entries: Entries | None, *, scale: float, sinks_H: torch.Tensor
+    ) -> torch.Tensor: ...
 
 
 def attend_shared(

@@ -2,6 +2,11 @@
 
     operation      reference              on CUDA, in bf16 or fp16
     attention      ops/attention.py       FlashInfer over the pages
+    latents        ops/attention.py       FlashInfer over the pages, or over rows that Triton decodes
+    picked rows    ops/selection.py       FlashInfer over rows that Triton gathers
+    index          ops/selection.py       Triton: scores and the best of them, the latter with FlashInfer's top-k
+    entries        ops/compression.py     Triton: windows, entries and sinks in one
+    rows           passes/rows.py         Triton: encoding in eight bits
     pointwise      ops/pointwise.py       Triton: rotation and rows, gates, sums and norms
     experts        ops/experts.py         Triton, or torch's grouped product
 
@@ -21,13 +26,16 @@ import torch
 
 from stepwell.base.errors import ConfigError
 from stepwell.engine.ops import pointwise
-from stepwell.engine.ops.attention import Attend, attend
+from stepwell.engine.ops.attention import Attend, AttendLatent, attend, attend_latent
+from stepwell.engine.ops.compression import AttendShared, attend_shared
 from stepwell.engine.ops.experts import RunExperts, run_experts
 from stepwell.engine.ops.pointwise import Activation, Angles, HeadNorms
+from stepwell.engine.ops.selection import AttendSelected, Select, attend_selected, select
 from stepwell.engine.passes.paging import Paging
 from stepwell.engine.passes.rows import Rows
 
 KERNELS = ("auto", "torch", "flashinfer")
+OPERATIONS = ("attention", "latents", "picked rows", "index", "entries", "rows", "pointwise", "experts")
 _FAST_DTYPES = (torch.bfloat16, torch.float16)
 _INSTALL = "pip install 'stepwell[cuda]', and have CUDA's compiler (nvcc) on the path"
 
@@ -43,6 +51,7 @@ class WriteKeysValues(Protocol):
 
 AddNorm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
 Gate = Callable[[torch.Tensor, Activation], torch.Tensor]
+WriteRows = Callable[[Rows, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 @dataclass(slots=True)
@@ -65,6 +74,11 @@ class Kernels:
     """One implementation of each operation. Without arguments: plain torch throughout."""
 
     attend: Attend = attend
+    attend_latent: AttendLatent = attend_latent
+    attend_selected: AttendSelected = attend_selected
+    attend_shared: AttendShared = attend_shared
+    select: Select = select
+    write_rows: WriteRows = Rows.write
     write_keys_values: WriteKeysValues = pointwise.write_keys_values
     add_norm: AddNorm = pointwise.add_norm
     gate: Gate = pointwise.gate
@@ -93,7 +107,7 @@ def check_kernels(name: str, device: torch.device | str, dtype: torch.dtype) -> 
 def choose_kernels(name: str, device: torch.device | str, dtype: torch.dtype) -> Kernels:
     """The fastest there are for a device and a number format, or those that were asked for. Raises ConfigError."""
     check_kernels(name, device, dtype)
-    report = Report(chosen=dict.fromkeys(("attention", "pointwise", "experts"), "torch"))
+    report = Report(chosen=dict.fromkeys(OPERATIONS, "torch"))
     if name == "torch" or not _fast(device, dtype):
         return Kernels(report=report)
     fast: dict[str, Any] = {}
@@ -119,18 +133,43 @@ def _has_flashinfer() -> bool:
 def _triton(report: Report) -> dict[str, Any]:
     from stepwell.engine.ops import triton_pointwise as fast
     from stepwell.engine.ops.triton_experts import run_experts_grouped
+    from stepwell.engine.ops.triton_rows import write_rows
+    from stepwell.engine.ops.triton_selection import TritonSelect
+    from stepwell.engine.ops.triton_shared import TritonShared
 
-    report.chosen |= dict.fromkeys(("pointwise", "experts"), "triton")
+    report.chosen |= dict.fromkeys(("index", "entries", "rows", "pointwise", "experts"), "triton")
     names = ("write_keys_values", "add_norm", "gate")
     made = {name: Guarded("pointwise", getattr(fast, name), getattr(pointwise, name), report) for name in names}
-    return {**made, "experts": Guarded("experts", run_experts_grouped, run_experts, report)}
+    return made | {
+        "experts": Guarded("experts", run_experts_grouped, run_experts, report),
+        "select": Guarded("index", TritonSelect(), select, report),
+        "attend_shared": Guarded("entries", TritonShared(TritonSelect()), attend_shared, report),
+        "write_rows": Guarded("rows", write_rows, Rows.write, report),
+    }
 
 
 def _flashinfer(report: Report, device: torch.device) -> dict[str, Any]:
     from stepwell.engine.ops.flashinfer_attention import FlashInferAttention
 
     report.chosen["attention"] = "flashinfer"
-    return {"attend": Guarded("attention", FlashInferAttention(device, attend), attend, report)}
+    made = {"attend": Guarded("attention", FlashInferAttention(device, attend), attend, report)}
+    return made | _flashinfer_latent(report, device) if find_spec("triton") is not None else made
+
+
+def _flashinfer_latent(report: Report, device: torch.device) -> dict[str, Any]:
+    """Over latents. Rows in eight bits, and picked ones, are gathered by Triton before FlashInfer reads them."""
+    from stepwell.engine.ops.flashinfer_latent import FlashInferLatent, highest
+    from stepwell.engine.ops.triton_selection import TritonSelect
+    from stepwell.engine.ops.triton_shared import TritonShared
+
+    report.chosen |= {"latents": "flashinfer", "picked rows": "flashinfer", "index": "triton and flashinfer"}
+    latent, fast_select = FlashInferLatent(device, attend_latent, attend_selected), TritonSelect(highest)
+    return {
+        "attend_latent": Guarded("latents", latent, attend_latent, report),
+        "attend_selected": Guarded("picked rows", latent.attend_selected, attend_selected, report),
+        "select": Guarded("index", fast_select, select, report),
+        "attend_shared": Guarded("entries", TritonShared(fast_select), attend_shared, report),
+    }
 
 
 class Guarded:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -25,13 +26,24 @@ _WIDTH_BYTES = 4  # what is counted for each number, whatever it is computed in
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Picked:
-    """Where each of X queries looks, ascending. Positions it may not see stand behind the others, and are masked."""
+    """Where each of X queries looks, ascending. Positions that it may not see stand behind the others."""
 
     position_XK: torch.Tensor
-    mask_XK: torch.Tensor
 
 
 Selection = tuple[Picked | None, ...]  # of each part of a batch, singles first; None: nobody sees more than it may pick
+
+
+class Select(Protocol):
+    def __call__(
+        self, query_NHD: torch.Tensor, weight_NH: torch.Tensor, rows: Rows, paging: Paging, *, count: int
+    ) -> Selection: ...
+
+
+class AttendSelected(Protocol):
+    def __call__(
+        self, query_NHC: torch.Tensor, rows: Rows, paging: Paging, selection: Selection, *, rank: int, scale: float
+    ) -> torch.Tensor: ...
 
 
 def select(
@@ -42,16 +54,17 @@ def select(
 
 
 def attend_selected(
-    query_NHC: torch.Tensor, rows: Rows, paging: Paging, selection: Selection, *, scale: float, block_bytes: int = BLOCK_BYTES
-) -> torch.Tensor:
-    """What each query sees in the rows that were picked for it, key and value in one: `[N, H, C]`."""
+    query_NHC: torch.Tensor, rows: Rows, paging: Paging, selection: Selection, *, rank: int, scale: float,
+    block_bytes: int = BLOCK_BYTES,
+) -> torch.Tensor:  # fmt: skip
+    """What each query sees in the first `rank` channels of the rows that were picked for it: `[N, H, R]`."""
     seen = []
     for part, picked in zip(paging.parts, selection, strict=True):
         if picked is None:
             mine_NHC = query_NHC[part.start : part.stop]
-            seen.append(attend_part(mine_NHC, rows, part, heads=1, key_dim=None, scale=scale))
+            seen.append(attend_part(mine_NHC, rows, part, heads=1, key_dim=None, scale=scale)[..., :rank])
         else:
-            seen.extend(_look(query_NHC, rows, part, picked, scale, block_bytes))
+            seen.extend(_look(query_NHC, rows, part, picked, rank, scale, block_bytes))
     return seen[0] if len(seen) == 1 else torch.cat(seen)
 
 
@@ -83,8 +96,7 @@ def _pick(
         likeness_XHT = (query_NHD[at].float() @ key.mT).relu_()
         score_XT = (weight_NH[at, None].float() @ likeness_XHT)[:, 0] + mask_XT[block]
         picked.append(best(score_XT, count))
-    position_XK = torch.cat(picked)
-    return Picked(position_XK=position_XK, mask_XK=mask_XT.gather(1, position_XK))
+    return Picked(position_XK=torch.cat(picked))
 
 
 def _keys(rows: Rows, part: Singles | Run, blocks: Iterator[slice]) -> Iterator[tuple[slice, torch.Tensor]]:
@@ -98,15 +110,17 @@ def _keys(rows: Rows, part: Singles | Run, blocks: Iterator[slice]) -> Iterator[
 
 
 def _look(
-    query_NHC: torch.Tensor, rows: Rows, part: Singles | Run, picked: Picked, scale: float, block_bytes: int
+    query_NHC: torch.Tensor, rows: Rows, part: Singles | Run, picked: Picked, rank: int, scale: float, block_bytes: int
 ) -> Iterator[torch.Tensor]:
     page_rows, (count, channels) = rows.stored_PRE.shape[1], (picked.position_XK.shape[1], query_NHC.shape[2])
     for block in _blocks(part, count * channels * _WIDTH_BYTES, block_bytes):
-        index_XK, row_XK = picked.position_XK[block] // page_rows, picked.position_XK[block] % page_rows
+        position_XK = picked.position_XK[block].long()
+        index_XK, row_XK = position_XK // page_rows, position_XK % page_rows
         page_XK = part.table_BP[block].gather(1, index_XK) if isinstance(part, Singles) else part.pages_P[index_XK]
         row_X1KC = rows.some(page_XK, row_XK)[:, None]
         query_X1HC = query_NHC[part.start + block.start : part.start + block.stop, None]
-        yield weigh(query_X1HC, row_X1KC, row_X1KC, picked.mask_XK[block, None, None], scale)[:, 0]
+        mask_XK = _mask(part)[block].gather(1, position_XK)
+        yield weigh(query_X1HC, row_X1KC, row_X1KC[..., :rank], mask_XK[:, None, None], scale)[:, 0]
 
 
 def _mask(part: Singles | Run) -> torch.Tensor:

@@ -78,8 +78,10 @@ class Powers:
 
     def encode(self, x_NC: torch.Tensor) -> torch.Tensor:
         scaled_NTX = _tiles(x_NC[:, : self.width].float(), POWER_TILE)
-        power_NT = torch.log2(scaled_NTX.abs().amax(-1) / LARGEST).ceil()
-        power_NT = power_NT.nan_to_num(nan=torch.inf).clamp(LEAST_POWER, NO_POWER)
+        most_NT = scaled_NTX.abs().amax(-1) / LARGEST
+        part_NT, exponent_NT = torch.frexp(most_NT)  # a part in [0.5, 1): the same on every device, as a logarithm is not
+        power_NT = (exponent_NT - (part_NT == 0.5).int()).float().clamp(LEAST_POWER, NO_POWER)
+        power_NT = power_NT.masked_fill(most_NT == 0, LEAST_POWER).masked_fill(~most_NT.isfinite(), NO_POWER)
         eight = (scaled_NTX / torch.exp2(power_NT)[..., None]).clamp(-LARGEST, LARGEST).to(EIGHT).flatten(1)[:, : self.width]
         exact = x_NC[:, self.width :].to(torch.bfloat16)
         powers = pad((power_NT + POWER_BIAS).to(torch.uint8), (0, self._scale_bytes - power_NT.shape[1]))

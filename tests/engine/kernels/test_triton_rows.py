@@ -1,0 +1,99 @@
+"""Rows in eight bits by Triton, beside plain torch: the same bytes written, the same numbers read. On the CPU interpreted."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+import torch
+
+from stepwell.engine.passes.rows import PLAIN, Plain, Powers, RowFormat, Rows, Tiled
+
+pytest.importorskip("triton")
+from stepwell.engine.ops.triton_rows import gather_rows, views_of, write_rows
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LATENT, INDEX, SHARED = Tiled(width=512, exact=64), Tiled(width=128), Powers(width=448, exact=64)
+ODD = [Tiled(width=20, exact=6), Tiled(width=132), Powers(width=8, exact=2), Powers(width=516, exact=4)]
+FORMATS = [LATENT, INDEX, SHARED, *ODD]
+PAGE = 4
+
+
+def arena(kept: RowFormat, channels: int, pages: int = 9) -> Rows:
+    """One layer of three, as an arena has them; what nobody has written is all ones."""
+    if isinstance(kept, Plain):
+        stored = torch.full((pages, 3, PAGE, channels), torch.nan, device=DEVICE)
+    else:
+        size = kept.encode(torch.zeros(1, channels)).shape[1]
+        stored = torch.full((pages, 3, PAGE, size), 255, dtype=torch.uint8, device=DEVICE)
+    return Rows(stored[:, 1], kept, torch.float32)
+
+
+def some_rows(count: int, channels: int, seed: int) -> torch.Tensor:
+    """Of all sizes, with zeros, ties and powers of two among them."""
+    random = torch.Generator().manual_seed(seed)
+    x_NC = torch.randn((count, channels), generator=random) * 2.0 ** torch.randint(-30, 30, (count, 1), generator=random)
+    x_NC[0] = 0
+    x_NC[1] = 1 / 448
+    x_NC[2] = (torch.arange(channels) % 449 - 224).float()
+    x_NC[3, ::2] *= 1e-3
+    return x_NC.to(DEVICE)
+
+
+def places(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    at = torch.tensor(Random(seed).sample(range(9 * PAGE), count), device=DEVICE)
+    return at // PAGE, at % PAGE
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kept", FORMATS, ids=str)
+def test_the_same_bytes_are_written(kept: Tiled | Powers, dtype: torch.dtype) -> None:
+    channels = kept.width + kept.exact
+    x_NC, (page_N, row_N) = some_rows(8, channels, 0).to(dtype), places(8, 0)
+    one, other = arena(kept, channels), arena(kept, channels)
+    assert views_of(other) is not None
+    one.write(page_N, row_N, x_NC)
+    write_rows(other, page_N, row_N, x_NC)
+    assert torch.equal(one.stored_PRE, other.stored_PRE)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, which the interpreter computes with
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("kept", [LATENT, INDEX, SHARED], ids=str)
+def test_a_tile_with_a_fault_is_read_as_one(kept: Tiled | Powers, broken: float) -> None:
+    x_NC, (page_N, row_N) = torch.ones(2, kept.width + kept.exact, device=DEVICE), places(2, 1)
+    x_NC[1, 3] = broken
+    one, other = arena(kept, x_NC.shape[1]), arena(kept, x_NC.shape[1])
+    one.write(page_N, row_N, x_NC)
+    write_rows(other, page_N, row_N, x_NC)
+    read = other.some(page_N, row_N)
+    assert torch.equal(read.isnan(), one.some(page_N, row_N).isnan()) and read[1, :64].isnan().all()
+
+
+@pytest.mark.parametrize("every", [False, True])
+@pytest.mark.parametrize("kept", [PLAIN, *FORMATS], ids=str)
+def test_gathered_rows_are_those_of_plain_torch(kept: RowFormat, every: bool) -> None:
+    channels = 576 if isinstance(kept, Plain) else kept.width + kept.exact
+    rows, random = arena(kept, channels), Random(1)
+    page_N, row_N = torch.arange(9 * PAGE, device=DEVICE) // PAGE, torch.arange(9 * PAGE, device=DEVICE) % PAGE
+    rows.write(page_N, row_N, some_rows(9 * PAGE, channels, 2))
+    table_SP = torch.tensor([random.sample(range(9), 5) for _ in range(3)], device=DEVICE)
+    if every:
+        made, expected = gather_rows(rows, table_SP), rows.whole(table_SP).flatten(1, 2)
+    else:
+        position_SK = torch.tensor([[random.randrange(5 * PAGE) for _ in range(11)] for _ in range(3)], device=DEVICE)
+        made = gather_rows(rows, table_SP, position_SK)
+        expected = rows.some(table_SP.gather(1, position_SK // PAGE), position_SK % PAGE)
+    assert torch.equal(made, expected)
+
+
+def test_rows_that_begin_anywhere_are_left_to_plain_torch() -> None:
+    kept = Tiled(width=5, exact=3)
+    x_NC, (page_N, row_N) = some_rows(6, 8, 0), places(6, 0)
+    one, other = arena(kept, 8), arena(kept, 8)
+    assert views_of(other) is None
+    one.write(page_N, row_N, x_NC)
+    write_rows(other, page_N, row_N, x_NC)
+    assert torch.equal(one.stored_PRE, other.stored_PRE)
+    table_SP = page_N[None, :3]
+    torch.testing.assert_close(gather_rows(other, table_SP), one.whole(table_SP).flatten(1, 2), rtol=0, atol=0, equal_nan=True)

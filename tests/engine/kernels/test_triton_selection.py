@@ -1,0 +1,106 @@
+"""Index scores and the best of them by Triton, beside plain torch: on the CPU in Triton's interpreter."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+import torch
+
+from engine.paged import Scene, Shape
+from stepwell.engine.graphs import FixedPaging
+from stepwell.engine.ops import selection
+from stepwell.engine.ops.selection import Selection, select
+from stepwell.engine.passes.rows import Rows, Tiled
+
+pytest.importorskip("triton")
+from stepwell.engine.ops import triton_selection as fast
+from stepwell.engine.ops.triton_selection import TritonSelect
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def scene_of(seed: int) -> Scene:
+    draw = Random(seed)
+    singles = draw.randrange(3)
+    lengths = [1] * singles + [draw.randrange(2, 20) for _ in range(draw.randrange(3) or not singles)]
+    shape = Shape(
+        kv_heads=1, width=draw.choice([8, 64]), page=draw.choice([4, 16]), contexts=[draw.randrange(220) for _ in lengths],
+        lengths=lengths,
+    )  # fmt: skip
+    scene = Scene(shape, seed, device=DEVICE)
+    scene.clear_unwritten()
+    return scene
+
+
+def in_eight_bits(scene: Scene) -> Rows:
+    stored, kept = scene.rows.stored_PRE, Tiled(width=scene.rows.stored_PRE.shape[2])
+    return Rows(kept.encode(stored.flatten(0, 1)).unflatten(0, stored.shape[:2]), kept, scene.dtype)
+
+
+def same(one: Selection, other: Selection) -> bool:
+    return all(
+        (a is None) == (b is None) and (a is None or b is None or torch.equal(a.position_XK.long(), b.position_XK.long()))
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+@pytest.mark.parametrize("kind", ["plain", "eight bits"])
+@pytest.mark.parametrize("seed", range(6))
+def test_the_same_rows_are_picked(seed: int, kind: str) -> None:
+    scene, heads = scene_of(seed), Random(seed).choice([3, 16, 20])
+    rows = scene.rows if kind == "plain" else in_eight_bits(scene)
+    query_NHD = scene.made(scene.num_tokens, heads, rows.stored_PRE.shape[2] if kind == "plain" else rows.format.width)
+    weight_NH = scene.made(scene.num_tokens, heads)
+    expected = select(query_NHD, weight_NH, rows, scene.paging, count=24)
+    assert same(TritonSelect()(query_NHD, weight_NH, rows, scene.paging, count=24), expected)
+
+
+def test_scores_are_those_of_plain_torch_and_nobody_sees_ahead() -> None:
+    scene = Scene(Shape(kv_heads=1, width=64, page=16, contexts=(150,), lengths=(19,)), device=DEVICE)
+    scene.clear_unwritten()
+    query_XHD, weight_XH, run = scene.made(19, 16, 128), scene.made(19, 16), scene.paging.runs[0]
+    made = fast.scores(query_XHD, weight_XH, scene.rows, run.pages_P[None], run.position_N)
+    key_TD = scene.rows.whole(run.pages_P).flatten(0, 1)
+    expected = (weight_XH[:, :, None] * (query_XHD @ key_TD.T).relu()).sum(1) + run.mask_NT
+    torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-3)
+
+
+def test_scores_in_blocks_pick_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = scene_of(4)
+    width = scene.rows.stored_PRE.shape[2]
+    query_NHD, weight_NH = scene.made(scene.num_tokens, 3, width), scene.made(scene.num_tokens, 3)
+    whole = TritonSelect()(query_NHD, weight_NH, scene.rows, scene.paging, count=5)
+    monkeypatch.setattr(fast, "SCORE_BYTES", 4 * 200 * 3)
+    assert same(TritonSelect()(query_NHD, weight_NH, scene.rows, scene.paging, count=5), whole)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_of_equal_scores_the_earliest_are_best(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A handful of values, so that most are level with others; infinities, zeros of both signs and what is no number."""
+    monkeypatch.setattr(fast, "_BLOCK", 16)
+    draw = Random(seed)
+    values = [0.0, -0.0, 1.0, 2.5, -torch.inf, -1.0, torch.inf, torch.nan][: draw.randrange(2, 9)]
+    length, count = draw.randrange(3, 90), 0
+    count = draw.randrange(1, length)
+    score_XT = torch.tensor([[draw.choice(values) for _ in range(length)] for _ in range(4)], device=DEVICE)
+    expected = selection.best(score_XT, count)
+    assert torch.equal(fast.best(score_XT, count).long(), expected)
+
+
+def test_a_recorded_step_picks_among_what_its_requests_have_now() -> None:
+    def singles(contexts: tuple[int, ...], seed: int) -> Scene:
+        made = Scene(Shape(kv_heads=1, width=8, contexts=contexts, lengths=(1, 1)), seed, device=DEVICE)
+        made.clear_unwritten()
+        return made
+
+    scene = singles((30, 41), 0)
+    fixed, query_NHD, weight_NH = FixedPaging(scene.paging, 16), scene.made(2, 16, 16), scene.made(2, 16)
+    for other in (scene, singles((31, 42), 0), singles((3, 60), 2)):
+        fixed.load(other.paging)
+        made = TritonSelect()(query_NHD, weight_NH, other.rows, fixed, count=10)[0]
+        expected = select(query_NHD, weight_NH, other.rows, other.paging, count=10)[0]
+        assert made is not None and expected is not None
+        for row in range(2):
+            seen = min(int(other.shape.contexts[row]) + 1, 10)
+            assert made.position_XK[row, :seen].tolist() == expected.position_XK[row, :seen].tolist()

@@ -11,7 +11,6 @@ rows that each gathers.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -111,7 +110,7 @@ def _gather_plain(rows: Rows, table_SP: torch.Tensor, position_SK: torch.Tensor 
 
 
 @triton.jit
-def eight_bits(x: Any) -> Any:
+def eight_bits(x):
     """The byte of e4m3 nearest to each number, ties to even; numbers within the format, or NaN."""
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
@@ -124,7 +123,7 @@ def eight_bits(x: Any) -> Any:
 
 
 @triton.jit
-def short_bits(x: Any) -> Any:
+def short_bits(x):
     """The 16 bits of bf16 nearest to each number, ties to even."""
     bits = x.to(tl.int32, bitcast=True)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -132,24 +131,24 @@ def short_bits(x: Any) -> Any:
 
 
 @triton.jit
-def exact_number(bits: Any) -> Any:
+def exact_number(bits):
     """What 16 bits of bf16 stand for."""
     return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def power_of_two(byte: Any) -> Any:
+def power_of_two(byte):
     return (byte.to(tl.int32) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _write_kernel(
-    x: Any, stored: Any, scales: Any, exact: Any, page_N: Any, row_N: Any, x_stride: Any, page_stride: Any, row_stride: Any,
-    scale_page: Any, scale_row: Any, exact_page: Any, exact_row: Any,
+    x, stored, scales, exact, page_N, row_N, x_stride, page_stride, row_stride,
+    scale_page, scale_row, exact_page, exact_row,
     WIDTH: tl.constexpr, TILE: tl.constexpr, SCALE_AT: tl.constexpr, EXACT: tl.constexpr, EXACT_AT: tl.constexpr,
     EXACT_BLOCK: tl.constexpr, SCALES: tl.constexpr, POWERS: tl.constexpr, LEAST_MAX: tl.constexpr, LARGEST: tl.constexpr,
     LEAST_BYTE: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """One tile of one row; behind the last tile what is kept exactly, and the padding of powers."""
     token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     page, row = tl.load(page_N + token).to(tl.int64), tl.load(row_N + token).to(tl.int64)
@@ -184,13 +183,13 @@ def _write_kernel(
 
 @triton.jit
 def _gather_kernel(
-    eight: Any, scales: Any, exact: Any, out: Any, table: Any, position: Any, count: Any, table_stride: Any,
-    position_stride: Any, out_segment: Any, out_row: Any, page_stride: Any, row_stride: Any, scale_page: Any, scale_row: Any,
-    exact_page: Any, exact_row: Any,
+    eight, scales, exact, out, table, position, count, table_stride,
+    position_stride, out_segment, out_row, page_stride, row_stride, scale_page, scale_row,
+    exact_page, exact_row,
     PAGE: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, SCALE_AT: tl.constexpr, EXACT: tl.constexpr,
     EXACT_AT: tl.constexpr, EXACT_TILE: tl.constexpr, ALL: tl.constexpr, PLAIN: tl.constexpr, POWERS: tl.constexpr,
     ROWS: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """One tile of some rows."""
     blocks = (count + ROWS - 1) // ROWS
     segment, tile = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(1)

@@ -10,7 +10,6 @@ Axes as in `selection.py`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import triton
@@ -115,12 +114,12 @@ def best(score_XT: torch.Tensor, count: int, top_k: TopK = highest) -> torch.Ten
 
 @triton.jit
 def _score_kernel(
-    query: Any, weight: Any, eight: Any, scales: Any, score: Any, table: Any, last: Any, count: Any, length: Any,
-    table_stride: Any, last_stride: Any, page_stride: Any, row_stride: Any, scale_page: Any, scale_row: Any,
+    query, weight, eight, scales, score, table, last, count, length,
+    table_stride, last_stride, page_stride, row_stride, scale_page, scale_row,
     PAGE: tl.constexpr, HEADS: tl.constexpr, HEAD_BLOCK: tl.constexpr, WIDTH: tl.constexpr, WIDTH_BLOCK: tl.constexpr,
     TILE: tl.constexpr, SCALE_AT: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, PLAIN: tl.constexpr,
     POWERS: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """A block of keys, read once for all queries of the program. With more than one query their pages are the same."""
     at, first = tl.program_id(0) * KEYS + tl.arange(0, KEYS), tl.program_id(1) * QUERIES
     start, stop = tl.program_id(0) * KEYS, tl.minimum(first + QUERIES, count)
@@ -155,9 +154,7 @@ def _score_kernel(
 
 
 @triton.jit
-def _pick_kernel(
-    score: Any, least: Any, room: Any, position: Any, length: Any, count: Any, score_stride: Any, BLOCK: tl.constexpr
-) -> None:
+def _pick_kernel(score, least, room, position, length, count, score_stride, BLOCK: tl.constexpr):
     """One query: positions above its least score, and the first that are level with it, in their order."""
     x = tl.program_id(0).to(tl.int64)
     bound, free = tl.load(least + x), tl.load(room + x)

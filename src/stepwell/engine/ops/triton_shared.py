@@ -11,7 +11,6 @@ Importing needs Triton. Axes as in `compression.py`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -130,11 +129,11 @@ def look(
 
 @triton.jit
 def _rows_at(
-    at: Any, good: Any, channel: Any, eight: Any, scales: Any, exact: Any, table: Any, page_stride: Any, row_stride: Any,
-    scale_page: Any, scale_row: Any, exact_page: Any, exact_row: Any,
+    at, good, channel, eight, scales, exact, table, page_stride, row_stride,
+    scale_page, scale_row, exact_page, exact_row,
     PAGE: tl.constexpr, EIGHT: tl.constexpr, TILE: tl.constexpr, SCALE_AT: tl.constexpr, EXACT_AT: tl.constexpr,
     PLAIN: tl.constexpr, POWERS: tl.constexpr, CHANNELS: tl.constexpr,
-) -> Any:  # fmt: skip
+):  # fmt: skip
     """Rows `[K, D]` at places in a table of pages; zeros where they are not `good`."""
     page = tl.load(table + at // PAGE, mask=good, other=0).to(tl.int64)
     row = (at % PAGE).to(tl.int64)
@@ -154,7 +153,7 @@ def _rows_at(
 
 
 @triton.jit
-def _add(query: Any, row: Any, good: Any, scale: Any, top: Any, total: Any, seen: Any) -> Any:
+def _add(query, row, good, scale, top, total, seen):
     """Some rows more, in a softmax whose highest score so far is `top`."""
     score = tl.dot(query, tl.trans(row), input_precision="ieee") * scale
     score = tl.where(good[None, :], score, float("-inf"))
@@ -166,12 +165,12 @@ def _add(query: Any, row: Any, good: Any, scale: Any, top: Any, total: Any, seen
 
 @triton.jit
 def _look_kernel(
-    query: Any, out: Any, sinks: Any, position: Any, first: Any, first_of_all: Any, counts: Any, picked: Any, picked_stride: Any,
-    scale: Any,
-    n_eight: Any, n_scales: Any, n_exact: Any, n_table: Any, n_table_stride: Any, n_page: Any, n_row: Any, n_scale_page: Any,
-    n_scale_row: Any, n_exact_page: Any, n_exact_row: Any,
-    f_eight: Any, f_scales: Any, f_exact: Any, f_table: Any, f_table_stride: Any, f_page: Any, f_row: Any, f_scale_page: Any,
-    f_scale_row: Any, f_exact_page: Any, f_exact_row: Any,
+    query, out, sinks, position, first, first_of_all, counts, picked, picked_stride,
+    scale,
+    n_eight, n_scales, n_exact, n_table, n_table_stride, n_page, n_row, n_scale_page,
+    n_scale_row, n_exact_page, n_exact_row,
+    f_eight, f_scales, f_exact, f_table, f_table_stride, f_page, f_row, f_scale_page,
+    f_scale_row, f_exact_page, f_exact_row,
     N_PAGE: tl.constexpr, N_EIGHT: tl.constexpr, N_TILE: tl.constexpr, N_SCALE_AT: tl.constexpr, N_EXACT_AT: tl.constexpr,
     N_PLAIN: tl.constexpr, N_POWERS: tl.constexpr,
     F_PAGE: tl.constexpr, F_EIGHT: tl.constexpr, F_TILE: tl.constexpr, F_SCALE_AT: tl.constexpr, F_EXACT_AT: tl.constexpr,
@@ -179,7 +178,7 @@ def _look_kernel(
     MOST: tl.constexpr, ENTRIES: tl.constexpr, PICKED: tl.constexpr, SINGLES: tl.constexpr, HEADS: tl.constexpr,
     TOGETHER: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, STEPS: tl.constexpr, KEYS: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """One query, some heads: the sink, then its window, then entries."""
     x, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * TOGETHER + tl.arange(0, TOGETHER)
     channel, known = tl.arange(0, BLOCK), head < HEADS

@@ -21,6 +21,8 @@ Tokens: TypeAlias = Sequence[int] | npt.NDArray[np.integer]
 
 def pack(tokens: Tokens, *, vocab_size: int | None = None) -> bytes:
     """Checks `tokens` and returns them as packed int32. Raises BadTokens; changes nothing."""
+    if len(tokens) == 1 and type(tokens[0]) is int and 0 <= tokens[0] < (vocab_size or MAX_TOKEN + 1):
+        return tokens[0].to_bytes(TOKEN_BYTES, "little")  # what a decode step adds
     try:
         ids = np.asarray(tokens)
     except (ValueError, OverflowError) as error:

@@ -51,7 +51,8 @@ def commit(core: CacheState, lease: Lease, upto: int, *, checkpoint: bool, last:
     checkpoint = checkpoint and lease.publishes
     fork = _room_for_fork(core, lease) if checkpoint and not last else NO_PAGES
     checkpoint = checkpoint and (last or len(fork) == len(lease.point_pages))
-    core.arena(Tier.DEVICE).mark_ready(Kind.PREFIX, lease.prefix_pages[lease.position // page_tokens : full])
+    if full > lease.position // page_tokens:
+        core.arena(Tier.DEVICE).mark_ready(Kind.PREFIX, lease.prefix_pages[lease.position // page_tokens : full])
     lease.position = upto
     if lease.publishes and (checkpoint or full > lease.num_published):
         since, lease.num_published = lease.num_published, full

@@ -13,7 +13,7 @@ from stepwell.base.ids import Kind, Tier
 from stepwell.base.plan import PageIds
 from stepwell.store_tier.link import StoreLink
 from stepwell.tiers.lease import Lease
-from stepwell.tiers.pin import Pin
+from stepwell.tiers.lifetime import Pin
 from stepwell.tiers.state import CacheState
 from stepwell.tree import audit as tree_audit
 from stepwell.tree.node import ABSENT

@@ -23,7 +23,7 @@ from stepwell.policy.reuse_model import ReuseModel
 from stepwell.policy.value import Expected, ValuePolicy
 from stepwell.store_tier.tier import StoreTier
 from stepwell.tiers.copies import CopyJobs
-from stepwell.tiers.expiry import note_split
+from stepwell.tiers.lifetime import note_split
 from stepwell.tiers.saving import write_back
 from stepwell.tiers.state import CacheState
 from stepwell.transfer.copy_engine import CopyEngine, NumpyCopyEngine

@@ -32,13 +32,10 @@ from stepwell.metrics.counters import Counters
 from stepwell.store_tier.ticket import Ticket
 from stepwell.store_tier.tier import StoreTier
 from stepwell.tiers import external, publish, restore
-from stepwell.tiers.expiry import drop_expired
 from stepwell.tiers.external import EnginePages
-from stepwell.tiers.lease import Lease, LeaseState, RequestOptions
-from stepwell.tiers.leases import Leases
-from stepwell.tiers.one_thread import one_thread
-from stepwell.tiers.pin import Pins
-from stepwell.tiers.state import CacheState
+from stepwell.tiers.lease import Lease, Leases, LeaseState, RequestOptions
+from stepwell.tiers.lifetime import Pins, drop_expired
+from stepwell.tiers.state import CacheState, one_thread
 from stepwell.tree.match import Match, find
 from stepwell.tree.node import LossReason
 from stepwell.tree.pruning import clear

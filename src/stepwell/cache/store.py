@@ -8,7 +8,7 @@ from stepwell.policy.tuning import StoreTuning
 from stepwell.store.api import Store
 from stepwell.store_tier.link import LinkState
 from stepwell.store_tier.tier import StoreTier
-from stepwell.tiers.one_thread import Owner, one_thread
+from stepwell.tiers.state import Owner, one_thread
 
 
 class StoreControl:

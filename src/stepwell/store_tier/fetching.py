@@ -22,7 +22,7 @@ from stepwell.store_tier.link import StoreLink
 from stepwell.store_tier.ops import Call
 from stepwell.store_tier.ticket import Fetch, Ticket
 from stepwell.tiers.eviction import allocate
-from stepwell.tiers.expiry import note_expiry
+from stepwell.tiers.lifetime import note_expiry
 from stepwell.tiers.saving import save_runs
 from stepwell.tiers.state import CacheState
 from stepwell.tree.checkpoints import add_residency, drop_residency, residency_arrived

@@ -16,8 +16,8 @@ from stepwell.base.ids import Kind, Tier
 from stepwell.base.plan import NO_PAGES, Copy, PageIds, Purpose, Span
 from stepwell.memory.arena import DEAD
 from stepwell.tiers.eviction import allocate
-from stepwell.tiers.expiry import note_expiry
 from stepwell.tiers.lease import Lease
+from stepwell.tiers.lifetime import note_expiry
 from stepwell.tiers.state import CacheState
 from stepwell.tree.checkpoints import add_residency
 from stepwell.tree.node import Node

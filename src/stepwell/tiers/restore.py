@@ -17,14 +17,13 @@ from stepwell.memory.arena import FILLING, READY
 from stepwell.policy.fetching import Flags
 from stepwell.policy.placement import prompt_stops
 from stepwell.tiers.eviction import allocate
-from stepwell.tiers.expiry import note_expiry
 from stepwell.tiers.lease import Lease, RequestOptions, Sources
+from stepwell.tiers.lifetime import note_expiry
 from stepwell.tiers.saving import save_path
 from stepwell.tiers.state import CacheState
-from stepwell.tiers.visits import note_visit
 from stepwell.tree.checkpoints import add_residency
 from stepwell.tree.match import Match, find, ids_of
-from stepwell.tree.node import ABSENT, Residency
+from stepwell.tree.node import ABSENT, Node, Residency
 
 
 @dataclass(kw_only=True)
@@ -64,7 +63,7 @@ def acquire(
         lease.prefix_pages = holds.near  # read through `load`; the engine's own memory is the device
     lease.restored = holds.residency
     _note_use(core, match, lease)
-    note_visit(core, match, lease)
+    _note_visit(core, match, lease)
     return lease
 
 
@@ -234,6 +233,43 @@ def _note_use(core: CacheState, match: Match, lease: Lease) -> None:
         save_path(core, deepest)
         if core.below is not None:
             core.below.offer(deepest)
+
+
+def _note_visit(core: CacheState, match: Match, lease: Lease) -> None:
+    """Tells the reuse model of a request: what it came back to is of its visit from now on, and what it will leave too."""
+    if core.reuse is None:
+        return
+    page_bytes, packed = core.tree.page_bytes, match.packed
+    known = match.known_tokens // core.spec.page_tokens
+    path = _path_now(core, match, known)
+    known = path[-1].end if path else 0  # less when room was made out of what follows the restore point
+    deepest = path[-1] if path else core.tree.roots.get(match.namespace.digest)
+    following = packed[known * page_bytes : (known + 1) * page_bytes]
+    lost = deepest.past.get(following) if deepest is not None and deepest.past else None
+    again, fresh = core.reuse.arrive(
+        core.clock.now(),
+        known=known,
+        end=max(known, match.prompt_tokens // core.spec.page_tokens),
+        passed=[(node.visit, node.num_pages) for node in path],
+        goes_on=bool(path) and path[-1].kids is None and not path[-1].past,
+        lost=lost,
+    )
+    for node in path:
+        node.visit = again
+    lease.visit, lease.visits = fresh, (again, fresh)
+
+
+def _path_now(core: CacheState, match: Match, known: int) -> list[Node]:
+    """The nodes of the first `known` pages as they are now, the last cut there."""
+    path: list[Node] = []
+    node = core.tree.roots.get(match.namespace.digest)
+    size = core.tree.page_bytes
+    while node is not None and (at := path[-1].end if path else 0) < known:
+        node = node.child(match.packed[at * size : (at + 1) * size])
+        if node is not None:
+            path.append(node if node.end <= known else core.tree.split(node, known - node.start))
+            node = path[-1]
+    return path
 
 
 def _copy(kind: Kind, source: Tier, read: PageIds, write: PageIds) -> Copy:

@@ -30,7 +30,6 @@ from stepwell.transfer.copy_engine import CopyEngine, NumpyCopyEngine
 from stepwell.transfer.memory import PageMemory, must_fit
 from stepwell.transfer.store_worker import HostPages
 from stepwell.tree.node import Checkpoint
-from stepwell.tree.references import References
 from stepwell.tree.tree import Tree
 
 COPY_TIMEOUT_S = (
@@ -98,13 +97,12 @@ def build_cache(
     arenas = {tier: Arena(tier, layout, on_free=on_free) for tier, layout in layouts.items()}
     reuse = ReuseModel(spec.page_tokens)
     tree = Tree(spec, arenas, tuning.eviction or Expected(reuse))
-    counters, refs = Counters(), References(tree)
+    counters = Counters()
     core = CacheState(
         spec=spec,
         config=config,
         tree=tree,
-        refs=refs,
-        copies=CopyJobs(tree, refs, executor, counters, clock),
+        copies=CopyJobs(tree, executor, counters, clock),
         counters=counters,
         clock=clock,
         placement=tuning.placement or rules_for(config.placement),

@@ -18,8 +18,7 @@ from stepwell.policy.fetching import Flags, reachable
 from stepwell.store_tier.fetch_plan import is_expected_to_pay, points_with_store
 from stepwell.store_tier.link import LinkState, StoreLink
 from stepwell.tiers.state import CacheState
-from stepwell.tree.chain import path_keys
-from stepwell.tree.match import Match
+from stepwell.tree.match import Match, path_keys
 from stepwell.tree.missing_state import missing_states_before
 from stepwell.tree.node import ABSENT, Loss, LossReason, Node
 

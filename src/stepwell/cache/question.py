@@ -18,8 +18,7 @@ from stepwell.store_tier.link import LinkState
 from stepwell.store_tier.ops import Call
 from stepwell.store_tier.tier import StoreTier
 from stepwell.tiers.state import CacheState
-from stepwell.tree.chain import path_keys
-from stepwell.tree.match import Match, find
+from stepwell.tree.match import Match, find, path_keys
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,7 @@ from stepwell.base.errors import ConfigError
 from stepwell.tiers.publish import drop_superseded
 from stepwell.tiers.state import CacheState
 from stepwell.tree.checkpoints import is_left_between
-from stepwell.tree.node import Checkpoint
-from stepwell.tree.ranking import previous_checkpoint
+from stepwell.tree.node import Checkpoint, previous_checkpoint
 
 LOOK_BACK = 64  # checkpoints, beside as many as a path may have: what lies before them stays as it is
 

@@ -21,8 +21,7 @@ from stepwell.sim.trace import Trace, TraceRequest, prompt_of
 from stepwell.sim.why import Depths, Reason, ReasonCounts, Verdict
 from stepwell.sim.why_past import Past
 from stepwell.tiers.lease import Lease
-from stepwell.tree.chain import path_keys
-from stepwell.tree.match import Match
+from stepwell.tree.match import Match, path_keys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,10 +19,9 @@ from stepwell.store_tier.beliefs import Beliefs
 from stepwell.store_tier.link import StoreLink
 from stepwell.store_tier.ops import Call
 from stepwell.tiers.state import CacheState, Leaving
-from stepwell.tree.chain import keys_within
 from stepwell.tree.checkpoints import is_left_between
-from stepwell.tree.node import Checkpoint, Node, Residency, Victim
-from stepwell.tree.ranking import previous_checkpoint
+from stepwell.tree.match import keys_within
+from stepwell.tree.node import Checkpoint, Node, Residency, Victim, previous_checkpoint
 
 
 def is_superseded(checkpoint: Checkpoint, *, milestone_pages: int) -> bool:

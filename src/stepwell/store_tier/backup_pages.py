@@ -28,7 +28,7 @@ from stepwell.store_tier.backup_checkpoints import defer_backups, put_deferred, 
 from stepwell.store_tier.link import StoreLink
 from stepwell.store_tier.ops import Call
 from stepwell.tiers.state import CacheState
-from stepwell.tree.chain import keys_within
+from stepwell.tree.match import keys_within
 from stepwell.tree.node import ABSENT, Node, Residency, Victim
 
 CHUNK_BYTES, CHUNK_SHARE = 64 * 2**20, 1 / 16  # of pages in one operation, and of the host tier, at most

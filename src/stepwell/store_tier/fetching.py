@@ -64,7 +64,7 @@ def send_for(core: CacheState, link: StoreLink, ticket: Ticket, match: Match, pl
         return None
     if find(core.tree, ticket.namespace, ticket.packed, ticket.limit_tokens).known_tokens != match.known_tokens:
         for kind, ids in pages.items():  # making room cost the path itself; the next plan starts from what is left
-            core.refs.release(Tier.HOST, kind, ids)
+            core.tree.release(Tier.HOST, kind, ids)
         return None
     link.fetching.asked(core.clock.now())
     fetch = Fetch(plan.known, ticket.keys[plan.known : plan.upto], pages.get(Kind.PREFIX, NO_PAGES))
@@ -93,14 +93,14 @@ def let_go(core: CacheState, link: StoreLink, fetch: Fetch, why: str) -> None:
         call.cancel()
     late = Loss(at_s=core.clock.now(), reason=LossReason.LATE, tier=Tier.STORE, detail=why)
     for residency in fetch.residencies:
-        core.refs.unpin(residency)
+        core.tree.unpin(residency)
         if not residency.ready:
             link.beliefs.remove(residency.checkpoint)
             drop_residency(core.tree, residency, late)
     state = core.arena(Tier.HOST).state[Kind.PREFIX]
     discard_ids(core.tree, Tier.HOST, fetch.ids[state[fetch.ids] == FILLING], late)
     fetch.residencies = []
-    core.refs.release(Tier.HOST, Kind.PREFIX, fetch.ids)
+    core.tree.release(Tier.HOST, Kind.PREFIX, fetch.ids)
 
 
 def _allocate(core: CacheState, match: Match, plan: FetchPlan) -> dict[Kind, PageIds] | None:
@@ -120,9 +120,9 @@ def _allocate(core: CacheState, match: Match, plan: FetchPlan) -> dict[Kind, Pag
     except NoRoom:
         return None
     finally:
-        core.refs.release(Tier.HOST, Kind.PREFIX, path)
+        core.tree.release(Tier.HOST, Kind.PREFIX, path)
         for residency in anchors:
-            core.refs.unpin(residency)
+            core.tree.unpin(residency)
 
 
 def _enter(core: CacheState, link: StoreLink, ticket: Ticket, plan: FetchPlan, fetch: Fetch) -> dict[int, Node]:
@@ -167,7 +167,7 @@ def _send_for_checkpoint(
     task = FetchCheckpoint(boundary=ticket.keys[page - 1], windows=windows, points=points)
     came = partial(_checkpoint_came, core, link, fetch, residency, page)
     _send(link, ticket, fetch, page, task, came, ((Kind.WINDOW, windows), (Kind.POINT, points)))
-    core.refs.release(Tier.HOST, Kind.WINDOW, windows)  # the tree and the operation hold their own
+    core.tree.release(Tier.HOST, Kind.WINDOW, windows)  # the tree and the operation hold their own
 
 
 def _send(

@@ -246,7 +246,7 @@ class StoreTier:
         core, breaker = self._core, Breaker()
         host = core.arena(Tier.HOST)
         ops = StoreOps(
-            executor, host, core.refs, core.counters, core.clock, breaker,
+            executor, core.tree, core.counters, core.clock, breaker,
             timeout_s=tuning.op_timeout_s, late_write_s=store.traits.late_write_s,
         )  # fmt: skip
         beliefs = Beliefs()

@@ -102,7 +102,7 @@ def _let_go_of_dead(core: CacheState, lease: Lease) -> None:
     if len(dead):
         gone = lease.prefix_pages[dead[0] :]
         lease.prefix_pages = lease.prefix_pages[: dead[0]]
-        core.refs.release(Tier.HOST, Kind.PREFIX, gone)
+        core.tree.release(Tier.HOST, Kind.PREFIX, gone)
 
 
 def _drop_duplicates(core: CacheState, lease: Lease, node: Node, done: int, taken: object) -> None:
@@ -114,7 +114,7 @@ def _drop_duplicates(core: CacheState, lease: Lease, node: Node, done: int, take
     core.arena(Tier.HOST).retain(Kind.PREFIX, theirs)
     lease.prefix_pages = lease.prefix_pages.copy()
     lease.prefix_pages[done:][~np.asarray(taken, np.bool_)] = theirs
-    core.refs.release(Tier.HOST, Kind.PREFIX, mine)
+    core.tree.release(Tier.HOST, Kind.PREFIX, mine)
 
 
 def _path_ids(node: Node, upto: int) -> PageIds:
@@ -150,7 +150,7 @@ def _save_checkpoint(core: CacheState, lease: Lease, node: Node, page: int, sour
     assert job is not None, "a checkpoint without pages"
     lease.must_wait(job=job)
     core.counters.add("checkpoints_made")
-    core.refs.release(Tier.HOST, Kind.WINDOW, windows)  # the tree and the copy hold their own
+    core.tree.release(Tier.HOST, Kind.WINDOW, windows)  # the tree and the copy hold their own
 
 
 def _copy(source: Tier, read: PageIds, target: Tier, write: PageIds, kind: Kind) -> Copy:

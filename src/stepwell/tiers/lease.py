@@ -214,12 +214,12 @@ class Leases:
         if lease.jobs:
             self._closing.append(lease)
         if lease.restored is not None:
-            core.refs.unpin(lease.restored)
+            core.tree.unpin(lease.restored)
             lease.restored = None
         pages = ((Kind.PREFIX, lease.prefix_pages), (Kind.WINDOW, lease.window_pages), (Kind.POINT, lease.point_pages))
         for kind, ids in pages:
             if len(ids):
-                core.refs.release(core.nearest, kind, ids)
+                core.tree.release(core.nearest, kind, ids)
 
     def settle(self, failed_jobs: Container[JobId]) -> Settled:
         """Moves leases on, now that what came of copies was applied; `failed_jobs` are those that failed just now."""

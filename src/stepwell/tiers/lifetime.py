@@ -107,9 +107,9 @@ class Pin:
         self.held = False
         note_expiry(self.core, max(self.nodes(), key=lambda node: node.start, default=None))
         for tier, ids in self.pages:
-            self.core.refs.release(tier, Kind.PREFIX, ids)
+            self.core.tree.release(tier, Kind.PREFIX, ids)
         if self.residency is not None:
-            self.core.refs.unpin(self.residency)
+            self.core.tree.unpin(self.residency)
 
     def __repr__(self) -> str:
         return f"Pin({self.tokens} tokens)"

@@ -69,7 +69,7 @@ def commit(core: CacheState, lease: Lease, upto: int, *, checkpoint: bool, last:
         if core.config.write.saves_on_commit and lease.trail is None:
             save_path(core, node)
     elif len(fork):
-        core.refs.release(Tier.DEVICE, Kind.POINT, fork)
+        core.tree.release(Tier.DEVICE, Kind.POINT, fork)
     slide(core, lease)
 
 
@@ -79,13 +79,13 @@ def slide(core: CacheState, lease: Lease) -> None:
     first = max(lease.position - spec.window_tokens, 0) // spec.window_page_tokens
     passed = min(max(first - lease.first_window, 0), len(lease.window_pages))
     if passed:
-        core.refs.release(Tier.DEVICE, Kind.WINDOW, lease.window_pages[:passed])
+        core.tree.release(Tier.DEVICE, Kind.WINDOW, lease.window_pages[:passed])
         lease.window_pages = lease.window_pages[passed:]
         lease.first_window += passed
     restored = lease.restored
     if restored is not None and restored.checkpoint.page * spec.page_tokens <= first * spec.window_page_tokens:
         lease.restored = None  # its windows are behind us, and its point was copied: it may be evicted again
-        core.refs.unpin(restored)
+        core.tree.unpin(restored)
 
 
 def _check_covered(core: CacheState, lease: Lease, upto: int) -> None:
@@ -122,7 +122,7 @@ def _leave_checkpoint(core: CacheState, lease: Lease, node: Node, page: int, for
     if residency is None:  # another request left the same one: it has two owners now
         _note_shared(node, page)
         if len(fork):
-            core.refs.release(Tier.DEVICE, Kind.POINT, fork)
+            core.tree.release(Tier.DEVICE, Kind.POINT, fork)
         return None
     core.counters.add("checkpoints_made")
     if len(points):

@@ -92,11 +92,11 @@ def _is_worth_promoting(core: CacheState, residency: Residency | None) -> bool:
 
 
 def _let_go(core: CacheState, holds: Holds) -> None:
-    core.refs.release(core.nearest, Kind.PREFIX, holds.near[holds.near != ABSENT])
+    core.tree.release(core.nearest, Kind.PREFIX, holds.near[holds.near != ABSENT])
     if len(holds.below):
-        core.refs.release(Tier.HOST, Kind.PREFIX, holds.below)
+        core.tree.release(Tier.HOST, Kind.PREFIX, holds.below)
     if holds.residency is not None:
-        core.refs.unpin(holds.residency)
+        core.tree.unpin(holds.residency)
 
 
 def _allocate(core: CacheState, match: Match, holds: Holds) -> dict[Kind, PageIds]:
@@ -175,7 +175,7 @@ def _fill(core: CacheState, lease: Lease, match: Match, holds: Holds, pages: dic
     if core.copies.copy(Purpose.LOAD, copies, reads=reads, writes=promoted) is not None or any(len(ids) for _, ids in waits):
         lease.must_wait(waits)
     if len(holds.below):
-        core.refs.release(Tier.HOST, Kind.PREFIX, holds.below)  # the copy holds its own by now
+        core.tree.release(Tier.HOST, Kind.PREFIX, holds.below)  # the copy holds its own by now
 
 
 def _restore_checkpoint(core: CacheState, lease: Lease, residency: Residency, windows: PageIds) -> list[Copy]:

@@ -15,8 +15,7 @@ from stepwell.memory.arena import READY
 from stepwell.tiers.eviction import allocate
 from stepwell.tiers.state import CacheState
 from stepwell.tree.checkpoints import add_residency, residency_arrived
-from stepwell.tree.node import ABSENT, Node, Residency, Run, Victim
-from stepwell.tree.ranking import previous_checkpoint
+from stepwell.tree.node import ABSENT, Node, Residency, Run, Victim, previous_checkpoint
 
 
 def save_path(core: CacheState, node: Node) -> None:
@@ -64,7 +63,7 @@ def save_runs(core: CacheState, node: Node) -> bool:
         core.counters.add("save_skipped_no_room")
         return False
     finally:
-        core.refs.release(Tier.HOST, Kind.PREFIX, path)
+        core.tree.release(Tier.HOST, Kind.PREFIX, path)
     source, start = [], 0
     runs: list[Run] = []
     for each, missing in pieces:
@@ -81,7 +80,7 @@ def save_runs(core: CacheState, node: Node) -> bool:
         target=Span(tier=Tier.HOST, kind=Kind.PREFIX, ids=ids),
     )
     core.copies.copy(Purpose.SAVE, [copy], saves=tuple(runs))
-    core.refs.release(Tier.HOST, Kind.PREFIX, ids)
+    core.tree.release(Tier.HOST, Kind.PREFIX, ids)
     return True
 
 
@@ -103,7 +102,7 @@ def save_residency(core: CacheState, residency: Residency) -> bool:
         core.counters.add("save_skipped_no_room")
         pages = None
     finally:
-        core.refs.unpin(residency)
+        core.tree.unpin(residency)
     if pages is None or checkpoint.node is None:
         _give_back(core, shared, pages or {})
         return False

@@ -25,7 +25,6 @@ from stepwell.policy.placement import PlacementRules
 from stepwell.policy.reuse_model import ReuseModel
 from stepwell.tiers.copies import CopyJobs
 from stepwell.tree.node import Checkpoint, Loss, LossReason, Node, Victim
-from stepwell.tree.references import References
 from stepwell.tree.tree import Tree
 
 MOST_UNUSED_NAMESPACES = 1024
@@ -124,7 +123,6 @@ class CacheState:
     spec: ModelSpec
     config: CacheConfig
     tree: Tree
-    refs: References
     copies: CopyJobs
     counters: Counters
     clock: Clock

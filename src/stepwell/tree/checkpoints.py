@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.plan import PageIds
-from stepwell.tree.node import Checkpoint, Loss, Node, Residency
-from stepwell.tree.ranking import previous_checkpoint
+from stepwell.tree.node import Checkpoint, Loss, Node, Residency, previous_checkpoint
 from stepwell.tree.tree import Tree
 
 

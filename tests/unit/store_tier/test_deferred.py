@@ -427,7 +427,7 @@ def test_a_high_priority_is_worth_more_than_rest() -> None:
     here.evict_all(Tier.DEVICE)
     ids = allocate(here.core, Tier.HOST, {Kind.PREFIX: 45})[Kind.PREFIX]
     assert here.restore(kept) == 12 * PAGE and here.restore(passing) == 0
-    here.core.refs.release(Tier.HOST, Kind.PREFIX, ids)
+    here.core.tree.release(Tier.HOST, Kind.PREFIX, ids)
 
 
 def test_many_that_leave_the_host_at_once_are_all_stored() -> None:

@@ -15,8 +15,8 @@ from stepwell.base.ids import Kind, Tier
 from stepwell.base.spec import Point, Prefix, Window
 from stepwell.memory.arena import FILLING
 from stepwell.policy.fetching import Flags, reachable
-from stepwell.store_tier.fetch_plan import is_expected_to_pay, points_with_store
 from stepwell.store_tier.link import LinkState, StoreLink
+from stepwell.store_tier.prefetch import is_expected_to_pay, points_with_store
 from stepwell.tiers.state import CacheState
 from stepwell.tree.match import Match, path_keys
 from stepwell.tree.missing_state import missing_states_before

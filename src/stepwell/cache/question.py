@@ -13,9 +13,9 @@ import numpy as np
 from stepwell.base.errors import ConfigError
 from stepwell.base.store_op import FindItems, ItemStatus, Outcome
 from stepwell.cache.explain import Explanation, StoreSays, explain
-from stepwell.store_tier.fetch_plan import boundaries_to_ask
 from stepwell.store_tier.link import LinkState
 from stepwell.store_tier.ops import Call
+from stepwell.store_tier.prefetch import boundaries_to_ask
 from stepwell.store_tier.tier import StoreTier
 from stepwell.tiers.state import CacheState
 from stepwell.tree.match import Match, find, path_keys

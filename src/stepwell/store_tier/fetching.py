@@ -8,6 +8,7 @@ let_go     nobody waits any more: what has arrived is the tree's alone, what has
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -17,7 +18,6 @@ from stepwell.base.ids import JobId, Kind, Tier
 from stepwell.base.plan import NO_PAGES, PageIds
 from stepwell.base.store_op import FetchCheckpoint, FetchPages, ItemStatus, Outcome
 from stepwell.memory.arena import FILLING
-from stepwell.store_tier.fetch_plan import FetchPlan, bytes_of, need_of
 from stepwell.store_tier.link import StoreLink
 from stepwell.store_tier.ops import Call
 from stepwell.store_tier.ticket import Fetch, Ticket
@@ -29,6 +29,28 @@ from stepwell.tree.checkpoints import add_residency, drop_residency, residency_a
 from stepwell.tree.match import Match, find, ids_of
 from stepwell.tree.node import ABSENT, Loss, LossReason, Node, Residency
 from stepwell.tree.pruning import discard_ids
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchPlan:
+    """Pages `known` .. `upto`, and the checkpoints at `boundaries`, deepest last."""
+
+    known: int
+    upto: int
+    boundaries: tuple[int, ...]
+
+
+def need_of(core: CacheState, plan: FetchPlan) -> dict[Kind, int]:
+    """The host pages that a plan takes."""
+    spec = core.spec
+    windows = sum(len(spec.window_span(page * spec.page_tokens)) for page in plan.boundaries)
+    points = len(plan.boundaries) if spec.parts(Kind.POINT) else 0
+    return {Kind.PREFIX: plan.upto - plan.known, Kind.WINDOW: windows, Kind.POINT: points}
+
+
+def bytes_of(core: CacheState, plan: FetchPlan) -> int:
+    strides = core.arena(Tier.HOST).layout.strides
+    return sum(count * strides[kind] for kind, count in need_of(core, plan).items() if count)
 
 
 def on_their_way(core: CacheState, link: StoreLink, match: Match) -> list[Fetch]:

@@ -1,7 +1,7 @@
 """From the store up to the host, while a request waits in line: ask, decide how deep, fetch, and keep what arrived.
 
     prefetch   asks which pages and checkpoints the store has beyond what is in memory
-    plan       the deepest restore point they give together that is worth its time and fits (`fetch_plan.py`) is sent for
+    settle     the deepest restore point they give together that is worth its time and fits is sent for (`fetching.py`)
     close      the request begins, or is gone: what nobody waits for is called off
 
 Nothing here waits. What fails is a miss, and the plan is made again without it.
@@ -17,8 +17,9 @@ import numpy as np
 from stepwell.base.config import PrefetchPolicy
 from stepwell.base.ids import Tier
 from stepwell.base.store_op import FindItems, ItemStatus, Outcome
-from stepwell.store_tier.fetch_plan import FetchPlan, boundaries_to_ask, fetch_plans, fetch_seconds
-from stepwell.store_tier.fetching import let_go, on_their_way, send_for, watch
+from stepwell.policy.breaker import BreakerState
+from stepwell.policy.fetching import Flags, fallbacks, is_worth_it, reachable, restore_points
+from stepwell.store_tier.fetching import FetchPlan, bytes_of, let_go, on_their_way, send_for, watch
 from stepwell.store_tier.link import StoreLink
 from stepwell.store_tier.ticket import Ticket, TicketState
 from stepwell.tiers.lease import RequestOptions
@@ -29,6 +30,8 @@ from stepwell.tree.node import Loss, LossReason
 ASSUMED_TOKENS_PER_S = 20_000.0  # what computing is taken to do before it was measured
 EXPECTED_MARGIN = 2.0  # a fetch may take so many times as long as the store's speed so far says
 TICKET_HOLD_S = 120.0  # after which a ticket that nobody used is closed, and its pages are let go: its engine has forgotten it
+MOST_TRIES = 6  # at finding a depth that fits into the host tier
+REMEASURE_AFTER_S = 60.0  # a store that was too slow to be worth it gets another chance
 
 
 def prefetch(core: CacheState, link: StoreLink | None, match: Match, request: RequestOptions) -> Ticket:
@@ -101,6 +104,145 @@ def close(core: CacheState, link: StoreLink | None, ticket: Ticket, used_tokens:
     ticket.fetches = []
 
 
+# ---- asking, and what came of it ----------------------------------------------------------------
+
+
+def _may_help(core: CacheState, link: StoreLink, match: Match) -> bool:
+    if link.detached or match.namespace.digest in link.barred or match.restore_tokens >= match.limit_tokens:
+        return False
+    if not link.may_fetch(core.clock.now()):
+        core.counters.add("prefetch_skipped_store_off")
+        return False
+    return True
+
+
+def boundaries_to_ask(core: CacheState, match: Match, upto: int) -> list[int]:
+    """Where a checkpoint in the store would help, up to page `upto`."""
+    spec = core.spec
+    if not spec.needs_checkpoint:
+        return []
+    step = spec.boundary_step // spec.page_tokens
+    first = match.restore_tokens // spec.page_tokens // step * step + step
+    return [page for page in range(first, upto + 1, step) if spec.needs_checkpoint_at(page * spec.page_tokens)]
+
+
+def _asked(link: StoreLink, ticket: Ticket, boundaries: list[int], outcome: Outcome, took_s: float) -> None:
+    found = np.fromiter((status is ItemStatus.OK for status in outcome.statuses), np.bool_, len(outcome.statuses))
+    pages = len(ticket.keys) - ticket.first_asked
+    ticket.has_page[: ticket.first_asked] = True
+    ticket.has_page[ticket.first_asked :] = found[:pages]
+    ticket.has_checkpoint[boundaries] = found[pages:]
+    ticket.asking_s = took_s
+    if ticket.state is TicketState.ASKING:
+        ticket.state = TicketState.FETCHING
+        link.to_plan[ticket] = None
+
+
+def _plan(core: CacheState, link: StoreLink, ticket: Ticket) -> None:
+    """Sends for what is worth it, joins what others have sent for already; a ticket with neither is done."""
+    if ticket.state is TicketState.ASKING:
+        return  # what it joined has come, but not the answer to its own question
+    match = find(core.tree, ticket.namespace, ticket.packed, ticket.limit_tokens)
+    for fetch in on_their_way(core, link, match):
+        watch(fetch, ticket)
+    if ticket.plans_left and _may_help(core, link, match):
+        ticket.plans_left -= 1
+        for plan in _fetch_plans(core, link, ticket, match):
+            started = send_for(core, link, ticket, match, plan)
+            if started is not None:
+                watch(started, ticket)
+                _expect(core, link, ticket, plan)
+                break
+    if all(not fetch.jobs for fetch in ticket.fetches):
+        _finish(core, ticket)
+
+
+def _finish(core: CacheState, ticket: Ticket) -> None:
+    ticket.state = TicketState.DONE
+    ticket.done_s = core.clock.now()
+
+
+# ---- how deep -----------------------------------------------------------------------------------
+
+
+def _fetch_plans(core: CacheState, link: StoreLink, ticket: Ticket, match: Match) -> list[FetchPlan]:
+    """What could be fetched, best first: the deepest restore point that is worth it, then shallower ones."""
+    spec, now = core.spec, core.clock.now()
+    known, restore = match.known_tokens // spec.page_tokens, match.restore_tokens // spec.page_tokens
+    here = _checkpoints_here(core, match)
+    points = points_with_store(core, match, ticket.has_page, ticket.has_checkpoint)
+    if not points or (points[0] <= known and (points[0] in here or not spec.needs_checkpoint_at(points[0] * spec.page_tokens))):
+        return []  # nothing beyond what is in memory, or on its way there
+    found = []
+    for at, point in _spread(points):
+        plan = _plan_to(core, link, known, point, points[at + 1 :], here)
+        if is_worth_it(_fetch_seconds(core, link, plan), link.compute.seconds_for((point - restore) * spec.page_tokens)):
+            found.append(plan)
+    if not found:
+        core.counters.add("prefetch_not_worth_it")
+        if now > link.fetch_bytes.measured_s + REMEASURE_AFTER_S:
+            ticket.deadline_s = min(ticket.deadline_s, now)  # to measure it again; nobody waits for that
+            return [_plan_to(core, link, known, points[-1], [], here)]
+    if link.fetching.state is not BreakerState.CLOSED:
+        return found[-1:]  # a trial: what it evicts for nothing, should it fail again, is to be little
+    return found
+
+
+def points_with_store(core: CacheState, match: Match, has_page: Flags, has_checkpoint: Flags) -> list[int]:
+    """Boundaries (in pages), deepest first, that memory and a store with these pages and checkpoints give together, and memory
+    alone does not.
+    """
+    spec = core.spec
+    anchored = has_checkpoint.copy()
+    anchored[list(_checkpoints_here(core, match))] = True
+    upto = reachable(match.known_tokens // spec.page_tokens, has_page)
+    return list(restore_points(spec, above=match.restore_tokens // spec.page_tokens, upto=upto, has_checkpoint=anchored))
+
+
+def is_expected_to_pay(core: CacheState, link: StoreLink, match: Match, point: int) -> bool:
+    """Whether a fetch up to a boundary would be sent for, by how fast the store and computing were so far."""
+    known, restore = match.known_tokens // core.spec.page_tokens, match.restore_tokens // core.spec.page_tokens
+    plan = _plan_to(core, link, known, point, [], _checkpoints_here(core, match))
+    return is_worth_it(_fetch_seconds(core, link, plan), link.compute.seconds_for((point - restore) * core.spec.page_tokens))
+
+
+def _checkpoints_here(core: CacheState, match: Match) -> set[int]:
+    """Boundaries of the known text that have a checkpoint in memory, or on its way there."""
+    known = match.known_tokens // core.spec.page_tokens
+    return {each.page for node in match.path for each in (node.checkpoints or {}).values() if each.page <= known}
+
+
+def _spread(points: list[int]) -> list[tuple[int, int]]:
+    """A few of the points with their places, the first of them always: candidates in case there is no room for more."""
+    step = max(-(-len(points) // MOST_TRIES), 1)
+    return list(enumerate(points))[::step]
+
+
+def _plan_to(core: CacheState, link: StoreLink, known: int, point: int, shallower: list[int], here: set[int]) -> FetchPlan:
+    spec = core.spec
+
+    def missing(page: int) -> bool:
+        return page not in here and spec.needs_checkpoint_at(page * spec.page_tokens)
+
+    last = (point,) if missing(point) else ()
+    size = bytes_of(core, FetchPlan(known=known, upto=max(point, known), boundaries=last))
+    others = [page for page in shallower if missing(page)]
+    each = spec.checkpoint_bytes()
+    before = fallbacks(others, checkpoint_bytes=each, fetch_bytes=size, share=link.tuning.fallback_share) if each else []
+    return FetchPlan(known=known, upto=max(point, known), boundaries=(*before, *last))
+
+
+def _fetch_seconds(core: CacheState, link: StoreLink, plan: FetchPlan) -> float | None:
+    """How long fetching it takes at the speed seen so far; None where none was."""
+    size = bytes_of(core, plan)
+    alone = link.fetch_bytes.seconds_for(size)
+    ops = -(-size // link.turn_bytes) + len(plan.boundaries)
+    return alone / max(min(link.config.readers, ops), 1) if alone is not None else None
+
+
+# ---- how long to wait ---------------------------------------------------------------------------
+
+
 def _set_patience(core: CacheState, link: StoreLink, ticket: Ticket, match: Match) -> None:
     """How long the request may wait: for ever, not at all, or up to a limit and as long as there is allowance for it."""
     if link.config.prefetch is PrefetchPolicy.BEST_EFFORT:
@@ -128,7 +270,7 @@ def _settle_patience(
 
 def _expect(core: CacheState, link: StoreLink, ticket: Ticket, plan: FetchPlan) -> None:
     """A fetch that is expected to beat computing, by the speeds of both so far, is waited for if the allowance has that much."""
-    fetch_s = fetch_seconds(core, link, plan)
+    fetch_s = _fetch_seconds(core, link, plan)
     if link.config.prefetch is PrefetchPolicy.TIMEOUT and fetch_s is not None and link.compute.per_s is not None:
         waited_s = core.clock.now() - ticket.started_s
         limit_s = ticket.deadline_s - ticket.started_s
@@ -142,48 +284,3 @@ def _why_given_up(link: StoreLink, ticket: Ticket) -> str:
     if ticket.ended_s >= ticket.deadline_s:
         return f"computing is expected to take no longer, or the limit for this prompt is reached ({limit_s:.2f} s)"
     return f"earlier waiting was in vain, and the allowance gave it {ticket.grant.seconds:.2f} of {limit_s:.2f} s"
-
-
-def _may_help(core: CacheState, link: StoreLink, match: Match) -> bool:
-    if link.detached or match.namespace.digest in link.barred or match.restore_tokens >= match.limit_tokens:
-        return False
-    if not link.may_fetch(core.clock.now()):
-        core.counters.add("prefetch_skipped_store_off")
-        return False
-    return True
-
-
-def _asked(link: StoreLink, ticket: Ticket, boundaries: list[int], outcome: Outcome, took_s: float) -> None:
-    found = np.fromiter((status is ItemStatus.OK for status in outcome.statuses), np.bool_, len(outcome.statuses))
-    pages = len(ticket.keys) - ticket.first_asked
-    ticket.has_page[: ticket.first_asked] = True
-    ticket.has_page[ticket.first_asked :] = found[:pages]
-    ticket.has_checkpoint[boundaries] = found[pages:]
-    ticket.asking_s = took_s
-    if ticket.state is TicketState.ASKING:
-        ticket.state = TicketState.FETCHING
-        link.to_plan[ticket] = None
-
-
-def _plan(core: CacheState, link: StoreLink, ticket: Ticket) -> None:
-    """Sends for what is worth it, joins what others have sent for already; a ticket with neither is done."""
-    if ticket.state is TicketState.ASKING:
-        return  # what it joined has come, but not the answer to its own question
-    match = find(core.tree, ticket.namespace, ticket.packed, ticket.limit_tokens)
-    for fetch in on_their_way(core, link, match):
-        watch(fetch, ticket)
-    if ticket.plans_left and _may_help(core, link, match):
-        ticket.plans_left -= 1
-        for plan in fetch_plans(core, link, ticket, match):
-            started = send_for(core, link, ticket, match, plan)
-            if started is not None:
-                watch(started, ticket)
-                _expect(core, link, ticket, plan)
-                break
-    if all(not fetch.jobs for fetch in ticket.fetches):
-        _finish(core, ticket)
-
-
-def _finish(core: CacheState, ticket: Ticket) -> None:
-    ticket.state = TicketState.DONE
-    ticket.done_s = core.clock.now()

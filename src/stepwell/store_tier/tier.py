@@ -23,11 +23,20 @@ from stepwell.policy.patience import Patience, Speed
 from stepwell.policy.placement import milestone_step
 from stepwell.policy.tuning import StoreTuning
 from stepwell.store.api import Store, register
-from stepwell.store_tier.backup_checkpoints import can_be_stored, is_superseded, put_before_leaving, put_deferred_of
-from stepwell.store_tier.backup_pages import forget_refusals, offer, offer_everything, pump, put_before_eviction, put_waiting_of
-from stepwell.store_tier.beliefs import Beliefs
+from stepwell.store_tier.backup import (
+    can_be_stored,
+    forget_refusals,
+    is_superseded,
+    offer,
+    offer_everything,
+    pump,
+    put_before_eviction,
+    put_before_leaving,
+    put_deferred_of,
+    put_waiting_of,
+)
 from stepwell.store_tier.deferred import DeferredBackups
-from stepwell.store_tier.link import LinkState, StoreLink
+from stepwell.store_tier.link import Beliefs, LinkState, StoreLink
 from stepwell.store_tier.ops import StoreOps
 from stepwell.store_tier.prefetch import prefetch, settle
 from stepwell.store_tier.ticket import Ticket

@@ -11,7 +11,7 @@ from stepwell.base.config import StoreConfig
 from stepwell.base.store_op import ItemStatus
 from stepwell.sim.thinning import Thinning
 from stepwell.store.memory import MemoryStore
-from stepwell.store_tier.backup_pages import offer
+from stepwell.store_tier.backup import offer
 from stepwell.store_tier.deferred import MOST_DELAYS
 from stepwell.store_tier.link import MOST_PUTS, StoreLink
 from stepwell.tiers.eviction import allocate

@@ -5,7 +5,7 @@ from __future__ import annotations
 from stepwell import PrefetchPolicy, StoreConfig, Tier
 from stepwell.base.store_op import PutCheckpoint
 from stepwell.store.memory import MemoryStore
-from stepwell.store_tier.beliefs import Beliefs
+from stepwell.store_tier.link import Beliefs
 from stepwell.tree.node import LossReason, Node
 from stepwell.tree.pruning import truncate
 from toys import FULL, FULL_POINT, HYBRID, PAGE, Rig, text

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from stepwell import CacheConfig, Kind, ModelSpec, Prefix, StateSpec, Tier
 from stepwell.base.ids import JobId
-from stepwell.base.plan import Copy, PageIds, Plan, Purpose, Span
+from stepwell.base.tasks import Copy, PageIds, Plan, Purpose, Span
 from stepwell.cache.build import layouts_for
 from stepwell.transfer.torch_copy_engine import TorchCopyEngine, TorchMemory
 

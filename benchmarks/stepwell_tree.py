@@ -40,9 +40,9 @@ from stepwell import (
     Window,
     build_cache,
 )
-from stepwell.base.plan import Plan
+from stepwell.base.tasks import Plan
 from stepwell.cache.build import CacheTuning
-from stepwell.jobs.copy_executor import InlineCopyExecutor
+from stepwell.jobs.executors import InlineCopyExecutor
 from stepwell.tiers.eviction import make_room
 from stepwell.transfer.copy_engine import Work
 

@@ -29,10 +29,10 @@ from stepwell import (
 from stepwell.base.clock import ManualClock
 from stepwell.base.config import PrefetchPolicy, StoreConfig
 from stepwell.base.ids import JobId
-from stepwell.base.plan import Purpose
+from stepwell.base.tasks import Purpose
 from stepwell.cache.build import CacheTuning, layouts_for, numpy_memories
 from stepwell.policy.placement import PlacementRules
-from stepwell.policy.tuning import StoreTuning
+from stepwell.policy.store_use import StoreTuning
 from stepwell.policy.value import ValuePolicy
 from stepwell.sim.least_recent import LeastRecent
 from stepwell.store.api import Store

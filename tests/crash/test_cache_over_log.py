@@ -13,7 +13,7 @@ import pytest
 from stepwell import Cause, ConfigError, Kind, ModelSpec, StoreError, Tier, build_cache, open_store
 from stepwell.base.config import PrefetchPolicy, StoreConfig
 from stepwell.base.store_key import StoreKey
-from stepwell.base.store_op import ItemStatus
+from stepwell.base.tasks import ItemStatus
 from stepwell.store.log.store import LogStore
 from toys import ALL_MODELS, FULL, HYBRID, PAGE, SMALL_PAGES, Rig, text
 

@@ -10,7 +10,7 @@ import torch
 
 from engine.small import alone, greedy, prompt, run, small, tokens_of
 from stepwell.base.errors import ConfigError, StepwellError
-from stepwell.base.plan import Purpose
+from stepwell.base.tasks import Purpose
 from stepwell.engine import Ask, Engine, Finish, Limits, Sampling
 from stepwell.engine import engine as engine_module
 from stepwell.engine import sampling as sampling_module

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stepwell import Cause, Kind, LeaseState, NoRoom, PlacementConfig, Point, StateSpec, Tier, WritePolicy
-from stepwell.base.plan import Purpose
+from stepwell.base.tasks import Purpose
 from stepwell.tree.checkpoints import drop_residency
 from stepwell.tree.node import ABSENT, LossReason, Residency
 from toys import ALL_MODELS, FULL_POINT, FULL_WINDOW, HYBRID, KV, OBJECT_BYTES, Rig, model, text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stepwell import Kind, LeaseState, NoRoom, Tier, WritePolicy
-from stepwell.base.plan import Purpose
+from stepwell.base.tasks import Purpose
 from toys import ALL_MODELS, FULL, FULL_POINT, HYBRID, Rig, text
 
 

@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 
 from stepwell import ConfigError, Kind, Namespace, Prefix, StateSpec, Tier
-from stepwell.base.keys import page_keys
-from stepwell.base.plan import Purpose
-from stepwell.base.tokens import pack
+from stepwell.base.prompt import pack, page_keys
+from stepwell.base.tasks import Purpose
 from stepwell.tree.checkpoints import add_residency
 from stepwell.tree.match import find
 from stepwell.tree.node import Use

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stepwell import Kind, LeaseError, LeaseState, Point, Prefix, StateSpec, Tier, WritePolicy
-from stepwell.base.plan import Purpose
+from stepwell.base.tasks import Purpose
 from stepwell.tree.checkpoints import drop_residency
 from stepwell.tree.node import LossReason
 from toys import ALL_MODELS, FULL, FULL_WINDOW, HYBRID, KV, OBJECT_BYTES, Rig, model, swa, text

@@ -13,7 +13,7 @@ import pytest
 
 import stepwell
 from stepwell import Kind, Lease, LeaseState, NoRoom, Point, StateSpec, Tier, WritePolicy
-from stepwell.base.plan import Plan, Purpose
+from stepwell.base.tasks import Plan, Purpose
 from stepwell.transfer.copy_engine import Work
 from stepwell.tree import ranking
 from stepwell.tree.ranking import Ranking

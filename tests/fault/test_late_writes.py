@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from stepwell import Kind, ModelSpec, Tier
 from stepwell.base.clock import ManualClock
 from stepwell.base.errors import StoreError
-from stepwell.base.store_op import FetchCheckpoint, ItemStatus
+from stepwell.base.tasks import FetchCheckpoint, ItemStatus
 from stepwell.store.api import Read, ReadOutcome, ReadResult, Space, Store, Traits, never
 from stepwell.store.memory import MemoryStore
 from stepwell.store.wrappers import Wrapper

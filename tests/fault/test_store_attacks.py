@@ -13,9 +13,9 @@ import pytest
 
 from stepwell import CacheConfig, Cause, ConfigError, ModelSpec, Tier, build_cache
 from stepwell.base.config import PrefetchPolicy, StoreConfig
-from stepwell.base.keys import Namespace
+from stepwell.base.prompt import Namespace
 from stepwell.base.store_key import StoreKey
-from stepwell.base.store_op import ItemStatus
+from stepwell.base.tasks import ItemStatus
 from stepwell.store.api import Space
 from stepwell.store.keyed_seal import seals_for
 from stepwell.store.memory import MemoryStore, _Value

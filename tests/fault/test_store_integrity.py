@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from stepwell import Cause, ModelSpec, Tier
-from stepwell.base.store_op import ItemStatus
+from stepwell.base.tasks import ItemStatus
 from stepwell.store.memory import MemoryStore, _Value
 from stepwell.store.seal import seal
 from stepwell.store.wrappers import Faults, Faulty

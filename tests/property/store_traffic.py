@@ -11,7 +11,7 @@ from store_world import StoreWorld
 from traffic import Traffic
 
 from stepwell import WritePolicy
-from stepwell.base.store_op import ItemStatus
+from stepwell.base.tasks import ItemStatus
 
 MAX_TICKETS = 4
 MOST_SERVED = 12

@@ -14,7 +14,7 @@ from toy_models import Regime, Setup
 
 from stepwell import Cause, Kind, Match, Namespace, Tier, build_cache
 from stepwell.base.clock import ManualClock
-from stepwell.base.plan import PageIds
+from stepwell.base.tasks import PageIds
 from stepwell.cache.build import layouts_for, numpy_memories
 from stepwell.testing import DigestEngine
 from stepwell.transfer.copy_engine import NumpyCopyEngine

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from stepwell.base.ids import Kind, Tier
-from stepwell.base.plan import PageIds
+from stepwell.base.tasks import PageIds
 from stepwell.store_tier.link import StoreLink
 from stepwell.tiers.lease import Lease
 from stepwell.tiers.lifetime import Pin

@@ -10,11 +10,11 @@ from stepwell.base.clock import Clock, SystemClock
 from stepwell.base.config import CacheConfig
 from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Kind, Tier
-from stepwell.base.keys import Namespace
-from stepwell.base.plan import PageIds
+from stepwell.base.prompt import Namespace
 from stepwell.base.spec import ModelSpec
+from stepwell.base.tasks import PageIds
 from stepwell.cache.facade import Cache
-from stepwell.jobs.copy_executor import CopyExecutor, ThreadCopyExecutor
+from stepwell.jobs.executors import CopyExecutor, ThreadCopyExecutor
 from stepwell.memory.arena import Arena
 from stepwell.memory.layout import PAGE_ALIGNMENT_BYTES, ArenaLayout, lay_out
 from stepwell.metrics.counters import Counters
@@ -26,8 +26,7 @@ from stepwell.tiers.copies import CopyJobs
 from stepwell.tiers.lifetime import note_split
 from stepwell.tiers.saving import write_back
 from stepwell.tiers.state import CacheState
-from stepwell.transfer.copy_engine import CopyEngine, NumpyCopyEngine
-from stepwell.transfer.memory import PageMemory, must_fit
+from stepwell.transfer.copy_engine import CopyEngine, NumpyCopyEngine, PageMemory, must_fit
 from stepwell.transfer.store_worker import HostPages
 from stepwell.tree.node import Checkpoint
 from stepwell.tree.tree import Tree

@@ -14,7 +14,7 @@ from enum import Enum
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.spec import Point, Prefix, Window
 from stepwell.memory.arena import FILLING
-from stepwell.policy.fetching import Flags, reachable
+from stepwell.policy.store_use import Flags, reachable
 from stepwell.store_tier.link import LinkState, StoreLink
 from stepwell.store_tier.prefetch import is_expected_to_pay, points_with_store
 from stepwell.tiers.state import CacheState

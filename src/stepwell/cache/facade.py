@@ -20,9 +20,8 @@ from math import inf
 from stepwell.base.config import MAX_PRIORITY
 from stepwell.base.errors import BadTokens, ConfigError, LeaseError, LoadFailed
 from stepwell.base.ids import Kind, Tier
-from stepwell.base.keys import Namespace
+from stepwell.base.prompt import Namespace, Tokens, pack
 from stepwell.base.spec import ModelSpec
-from stepwell.base.tokens import Tokens, pack
 from stepwell.cache.audit import audit
 from stepwell.cache.explain import Explanation
 from stepwell.cache.question import STORE_WAIT_S, Question

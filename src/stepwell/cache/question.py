@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from stepwell.base.errors import ConfigError
-from stepwell.base.store_op import FindItems, ItemStatus, Outcome
+from stepwell.base.tasks import FindItems, ItemStatus, Outcome
 from stepwell.cache.explain import Explanation, StoreSays, explain
 from stepwell.store_tier.link import LinkState
 from stepwell.store_tier.ops import Call

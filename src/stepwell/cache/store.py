@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from stepwell.base.config import StoreConfig
-from stepwell.jobs.store_executor import StoreExecutor
-from stepwell.policy.tuning import StoreTuning
+from stepwell.jobs.executors import StoreExecutor
+from stepwell.policy.store_use import StoreTuning
 from stepwell.store.api import Store
 from stepwell.store_tier.link import LinkState
 from stepwell.store_tier.tier import StoreTier

@@ -32,8 +32,7 @@ from stepwell.engine.scheduler import Limits
 from stepwell.engine.speculation import Speculation
 from stepwell.store.api import Store
 from stepwell.store.registry import find_opener, open_store
-from stepwell.transfer.copy_engine import CopyEngine, NumpyCopyEngine
-from stepwell.transfer.memory import PageMemory, free_bytes, must_fit
+from stepwell.transfer.copy_engine import CopyEngine, NumpyCopyEngine, PageMemory, free_bytes, must_fit
 from stepwell.transfer.store_worker import HostPages
 from stepwell.transfer.torch_copy_engine import TorchCopyEngine, TorchMemory
 

@@ -19,7 +19,7 @@ from typing import Generic, Protocol, TypeVar
 
 from stepwell.base.clock import Clock
 from stepwell.base.ids import JobId
-from stepwell.base.plan import Span
+from stepwell.base.tasks import Span
 from stepwell.tree.node import Residency
 from stepwell.tree.tree import Tree
 

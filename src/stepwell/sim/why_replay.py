@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stepwell.base.keys import PageKey, manifest_key
-from stepwell.base.tokens import TOKEN_BYTES
-from stepwell.policy.fetching import Flags, reachable, restore_points
+from stepwell.base.prompt import TOKEN_BYTES, PageKey, manifest_key
+from stepwell.policy.store_use import Flags, reachable, restore_points
 from stepwell.sim.replay import Replay
 from stepwell.sim.setup import Setup
 from stepwell.sim.trace import Trace, TraceRequest, prompt_of

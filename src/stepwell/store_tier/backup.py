@@ -22,9 +22,8 @@ from math import inf
 import numpy as np
 
 from stepwell.base.ids import Kind, Tier
-from stepwell.base.keys import Namespace
-from stepwell.base.plan import PageIds
-from stepwell.base.store_op import ItemStatus, Outcome, PutCheckpoint, PutPages
+from stepwell.base.prompt import Namespace
+from stepwell.base.tasks import ItemStatus, Outcome, PageIds, PutCheckpoint, PutPages
 from stepwell.memory.arena import READY
 from stepwell.store_tier.link import Beliefs, StoreLink
 from stepwell.store_tier.ops import Call
@@ -257,7 +256,7 @@ def can_be_stored(beliefs: Beliefs, checkpoint: Checkpoint) -> bool:
 
 
 def _defer_backups(core: CacheState, link: StoreLink, path: list[Node], *, upto: int) -> None:
-    """Defers the backup of a path's checkpoints that the store lacks, up to boundary `upto`; sends off those that may not wait."""
+    """Defers the backup of a path's checkpoints that the store lacks, up to boundary `upto`; sends off what may not wait."""
     for node in path:
         for checkpoint in (node.checkpoints or {}).values():
             residency = checkpoint.ready_in(Tier.HOST) if not link.beliefs.has(checkpoint) and checkpoint.page <= upto else None

@@ -15,8 +15,7 @@ import numpy as np
 
 from stepwell.base.errors import NoRoom
 from stepwell.base.ids import JobId, Kind, Tier
-from stepwell.base.plan import NO_PAGES, PageIds
-from stepwell.base.store_op import FetchCheckpoint, FetchPages, ItemStatus, Outcome
+from stepwell.base.tasks import NO_PAGES, FetchCheckpoint, FetchPages, ItemStatus, Outcome, PageIds
 from stepwell.memory.arena import FILLING
 from stepwell.store_tier.link import StoreLink
 from stepwell.store_tier.ops import Call

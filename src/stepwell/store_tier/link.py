@@ -17,11 +17,9 @@ import numpy as np
 
 from stepwell.base.config import StoreConfig
 from stepwell.base.ids import Kind, Tier
-from stepwell.base.keys import Namespace, PageKey
-from stepwell.base.plan import PageIds
-from stepwell.policy.breaker import Breaker, BreakerState
-from stepwell.policy.patience import Patience, Speed
-from stepwell.policy.tuning import StoreTuning
+from stepwell.base.prompt import Namespace, PageKey
+from stepwell.base.tasks import PageIds
+from stepwell.policy.store_use import Breaker, BreakerState, Patience, Speed, StoreTuning
 from stepwell.store.api import Store, unregister
 from stepwell.store_tier.deferred import DeferredBackups
 from stepwell.store_tier.ops import StoreOps

@@ -15,13 +15,24 @@ import numpy as np
 
 from stepwell.base.clock import Clock
 from stepwell.base.ids import JobId, Kind, Tier
-from stepwell.base.keys import Namespace
-from stepwell.base.plan import PageIds, Span
-from stepwell.base.store_op import FetchCheckpoint, FetchPages, FindItems, ItemStatus, Outcome, Reply, StoreOp, Task, num_items
+from stepwell.base.prompt import Namespace
+from stepwell.base.tasks import (
+    FetchCheckpoint,
+    FetchPages,
+    FindItems,
+    ItemStatus,
+    Outcome,
+    PageIds,
+    Reply,
+    Span,
+    StoreOp,
+    Task,
+    num_items,
+)
+from stepwell.jobs.executors import StoreExecutor
 from stepwell.jobs.jobs import End, Jobs
-from stepwell.jobs.store_executor import StoreExecutor
 from stepwell.metrics.counters import Counters
-from stepwell.policy.breaker import Breaker
+from stepwell.policy.store_use import Breaker
 from stepwell.tree.node import Residency
 from stepwell.tree.tree import Tree
 

@@ -16,9 +16,8 @@ import numpy as np
 
 from stepwell.base.config import PrefetchPolicy
 from stepwell.base.ids import Tier
-from stepwell.base.store_op import FindItems, ItemStatus, Outcome
-from stepwell.policy.breaker import BreakerState
-from stepwell.policy.fetching import Flags, fallbacks, is_worth_it, reachable, restore_points
+from stepwell.base.tasks import FindItems, ItemStatus, Outcome
+from stepwell.policy.store_use import BreakerState, Flags, fallbacks, is_worth_it, reachable, restore_points
 from stepwell.store_tier.fetching import FetchPlan, bytes_of, let_go, on_their_way, send_for, watch
 from stepwell.store_tier.link import StoreLink
 from stepwell.store_tier.ticket import Ticket, TicketState

@@ -17,11 +17,9 @@ from functools import partial
 from stepwell.base.config import StoreConfig, WritePolicy
 from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Tier
-from stepwell.jobs.store_executor import StoreExecutor, ThreadStoreExecutor
-from stepwell.policy.breaker import Breaker
-from stepwell.policy.patience import Patience, Speed
+from stepwell.jobs.executors import StoreExecutor, ThreadStoreExecutor
 from stepwell.policy.placement import milestone_step
-from stepwell.policy.tuning import StoreTuning
+from stepwell.policy.store_use import Breaker, Patience, Speed, StoreTuning
 from stepwell.store.api import Store, register
 from stepwell.store_tier.backup import (
     can_be_stored,

@@ -8,8 +8,8 @@ from functools import partial
 
 from stepwell.base.clock import Clock
 from stepwell.base.ids import JobId, Kind, Tier
-from stepwell.base.plan import Completion, Copy, Plan, Purpose, Span
-from stepwell.jobs.copy_executor import CopyExecutor
+from stepwell.base.tasks import Completion, Copy, Plan, Purpose, Span
+from stepwell.jobs.executors import CopyExecutor
 from stepwell.jobs.jobs import End, Jobs
 from stepwell.metrics.counters import Counters
 from stepwell.tree.checkpoints import drop_residency, residency_arrived

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from stepwell.base.errors import NoRoom
 from stepwell.base.ids import Kind, Tier
-from stepwell.base.plan import PageIds
+from stepwell.base.tasks import PageIds
 from stepwell.memory.arena import Need
 from stepwell.memory.layout import ArenaLayout
 from stepwell.tiers.state import CacheState, Leaving

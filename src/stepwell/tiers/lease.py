@@ -17,9 +17,8 @@ from types import TracebackType
 
 from stepwell.base.errors import LeaseError
 from stepwell.base.ids import JobId, Kind, LeaseId
-from stepwell.base.keys import Namespace
-from stepwell.base.plan import NO_PAGES, PageIds
-from stepwell.base.tokens import TOKEN_BYTES
+from stepwell.base.prompt import TOKEN_BYTES, Namespace
+from stepwell.base.tasks import NO_PAGES, PageIds
 from stepwell.memory.arena import DEAD, FILLING
 from stepwell.policy.reuse_model import Visit
 from stepwell.tiers.saving import save_path

@@ -18,9 +18,8 @@ import numpy as np
 
 from stepwell.base.errors import ConfigError, LeaseError
 from stepwell.base.ids import Kind, Tier
-from stepwell.base.keys import Namespace
-from stepwell.base.plan import PageIds
-from stepwell.base.tokens import Tokens
+from stepwell.base.prompt import Namespace, Tokens
+from stepwell.base.tasks import PageIds
 from stepwell.memory.arena import READY
 from stepwell.tiers.state import CacheState, one_thread
 from stepwell.tree.match import Match, ids_of

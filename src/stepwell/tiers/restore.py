@@ -12,10 +12,10 @@ import numpy as np
 
 from stepwell.base.errors import NoRoom
 from stepwell.base.ids import Kind, LeaseId, Tier
-from stepwell.base.plan import NO_PAGES, Copy, PageIds, Purpose, Span
+from stepwell.base.tasks import NO_PAGES, Copy, PageIds, Purpose, Span
 from stepwell.memory.arena import FILLING, READY
-from stepwell.policy.fetching import Flags
 from stepwell.policy.placement import prompt_stops
+from stepwell.policy.store_use import Flags
 from stepwell.tiers.eviction import allocate
 from stepwell.tiers.lease import Lease, RequestOptions, Sources
 from stepwell.tiers.lifetime import note_expiry

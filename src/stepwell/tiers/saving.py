@@ -10,7 +10,7 @@ import numpy as np
 
 from stepwell.base.errors import NoRoom
 from stepwell.base.ids import Kind, Tier
-from stepwell.base.plan import NO_PAGES, Copy, PageIds, Purpose, Span
+from stepwell.base.tasks import NO_PAGES, Copy, PageIds, Purpose, Span
 from stepwell.memory.arena import READY
 from stepwell.tiers.eviction import allocate
 from stepwell.tiers.state import CacheState

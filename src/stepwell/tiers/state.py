@@ -17,7 +17,7 @@ from stepwell.base.clock import Clock
 from stepwell.base.config import CacheConfig
 from stepwell.base.errors import WrongThread
 from stepwell.base.ids import Tier
-from stepwell.base.keys import Namespace
+from stepwell.base.prompt import Namespace
 from stepwell.base.spec import ModelSpec
 from stepwell.memory.arena import Arena
 from stepwell.metrics.counters import Counters

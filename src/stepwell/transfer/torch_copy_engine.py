@@ -9,11 +9,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from stepwell.base.ids import Kind, Tier
-from stepwell.base.plan import Plan, Purpose
 from stepwell.base.spec import ModelSpec
+from stepwell.base.tasks import Plan, Purpose
 from stepwell.memory.layout import ArenaLayout
-from stepwell.transfer.copy_engine import Work
-from stepwell.transfer.memory import refusal
+from stepwell.transfer.copy_engine import Work, refusal
 
 if TYPE_CHECKING:
     import torch

@@ -17,9 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from stepwell.base.ids import Kind, Tier
-from stepwell.base.keys import KEY_BYTES, Namespace, PageKey, page_keys
-from stepwell.base.plan import PageIds
-from stepwell.base.tokens import TOKEN_BYTES, common_pages
+from stepwell.base.prompt import KEY_BYTES, TOKEN_BYTES, Namespace, PageKey, common_pages, page_keys
+from stepwell.base.tasks import PageIds
 from stepwell.memory.arena import READY
 from stepwell.tree.node import ABSENT, Checkpoint, Node
 from stepwell.tree.tree import Tree

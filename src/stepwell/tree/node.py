@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from stepwell.base.config import PRIORITY_STEP_S
 from stepwell.base.ids import Kind, Tier
-from stepwell.base.plan import PageIds
+from stepwell.base.tasks import PageIds
 from stepwell.policy.reuse_model import Visit
 
 ABSENT = -1  # in a run's id array

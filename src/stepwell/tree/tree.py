@@ -18,10 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from stepwell.base.ids import CACHED_TIERS, Kind, Tier
-from stepwell.base.keys import KEY_BYTES, PageKey
-from stepwell.base.plan import PageIds, Span
+from stepwell.base.prompt import KEY_BYTES, TOKEN_BYTES, PageKey, common_pages
 from stepwell.base.spec import ModelSpec
-from stepwell.base.tokens import TOKEN_BYTES, common_pages
+from stepwell.base.tasks import PageIds, Span
 from stepwell.memory.arena import READY, Arena
 from stepwell.policy.value import ValuePolicy
 from stepwell.tree import missing_state

@@ -8,8 +8,8 @@ import numpy as np
 
 from stepwell import ModelSpec, PlacementConfig, Point, StateSpec, Tier, Window, WritePolicy
 from stepwell.base.ids import JobId, Kind
-from stepwell.base.plan import Copy, Plan, Purpose, Span
-from stepwell.jobs.copy_executor import ThreadCopyExecutor
+from stepwell.base.tasks import Copy, Plan, Purpose, Span
+from stepwell.jobs.executors import ThreadCopyExecutor
 from stepwell.transfer.copy_engine import Work
 from toys import FULL, FULL_POINT, HYBRID, KV, PAGE, Rig, text
 from waiting import PATIENCE_S, wait_until

@@ -17,11 +17,11 @@ from stepwell import Cache, CacheConfig, LeaseError, LeaseState, LoadFailed, Wro
 from stepwell.base.clock import ManualClock, SystemClock
 from stepwell.base.config import StoreConfig
 from stepwell.base.ids import JobId, Kind, Tier
-from stepwell.base.plan import Plan, Purpose
+from stepwell.base.tasks import Plan, Purpose
 from stepwell.cache.build import layouts_for, numpy_memories
-from stepwell.jobs.copy_executor import ThreadCopyExecutor
+from stepwell.jobs.executors import ThreadCopyExecutor
 from stepwell.jobs.workers import RankJobs, WorkQueue
-from stepwell.policy.tuning import StoreTuning
+from stepwell.policy.store_use import StoreTuning
 from stepwell.store.api import Space
 from stepwell.store.memory import MemoryStore
 from stepwell.store.wrappers import Wrapper

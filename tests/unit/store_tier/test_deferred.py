@@ -8,7 +8,7 @@ import pytest
 
 from stepwell import Kind, PlacementConfig, Tier, WritePolicy
 from stepwell.base.config import StoreConfig
-from stepwell.base.store_op import ItemStatus
+from stepwell.base.tasks import ItemStatus
 from stepwell.sim.thinning import Thinning
 from stepwell.store.memory import MemoryStore
 from stepwell.store_tier.backup import offer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stepwell import PrefetchPolicy, StoreConfig, Tier
-from stepwell.base.store_op import PutCheckpoint
+from stepwell.base.tasks import PutCheckpoint
 from stepwell.store.memory import MemoryStore
 from stepwell.store_tier.link import Beliefs
 from stepwell.tree.node import LossReason, Node

@@ -9,8 +9,8 @@ import pytest
 
 from stepwell import CacheConfig, Cause, ConfigError, Kind, LeaseError, ModelSpec, Tier, WritePolicy, build_cache
 from stepwell.base.config import PrefetchPolicy, StoreConfig
-from stepwell.base.store_op import FetchCheckpoint, FetchPages, FindItems, ItemStatus, PutCheckpoint, PutPages
-from stepwell.policy.tuning import StoreTuning
+from stepwell.base.tasks import FetchCheckpoint, FetchPages, FindItems, ItemStatus, PutCheckpoint, PutPages
+from stepwell.policy.store_use import StoreTuning
 from stepwell.store.api import NO_PARENT, Space, Write, WriteOutcome
 from stepwell.store.memory import MemoryStore
 from stepwell.store_tier.link import LinkState

@@ -10,8 +10,7 @@ import pytest
 from stepwell import Cause, ConfigError, EnginePages, Kind, Lease, LeaseError, LeaseState, ModelSpec, Tier, build_cache
 from stepwell.cache.build import layouts_for
 from stepwell.testing import ScriptedExecutor
-from stepwell.transfer.copy_engine import NumpyCopyEngine
-from stepwell.transfer.memory import PageMemory
+from stepwell.transfer.copy_engine import NumpyCopyEngine, PageMemory
 from toys import ALL_MODELS, FULL, HYBRID, KV, SMALL_PAGES, SSM, Rig, model, swa, text
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from stepwell import Kind, LeaseState, NoRoom, Tier, WritePolicy
-from stepwell.base.plan import PageIds, Purpose
+from stepwell.base.tasks import PageIds, Purpose
 from stepwell.memory.arena import Need
 from stepwell.tiers import restore
 from stepwell.tiers.state import MOST_UNUSED_NAMESPACES, CacheState

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tree_bench import GONE, SPACE, Bench
 
 from stepwell import Tier
-from stepwell.base.keys import PageKey
+from stepwell.base.prompt import PageKey
 from stepwell.policy.reuse_model import Visit
 from stepwell.tree.node import MAX_PAST, Use
 from stepwell.tree.pruning import clear, truncate

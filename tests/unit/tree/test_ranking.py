@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tree_bench import GONE, Bench
 
 from stepwell import Tier
-from stepwell.base.plan import NO_PAGES
+from stepwell.base.tasks import NO_PAGES
 from stepwell.policy.reuse_model import ReuseModel
 from stepwell.policy.value import Expected, Facts, Place
 from stepwell.sim.least_recent import LeastRecent

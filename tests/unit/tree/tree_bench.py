@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from stepwell import Kind, ModelSpec, Namespace, Tier
-from stepwell.base.keys import PageKey
-from stepwell.base.plan import PageIds
-from stepwell.base.tokens import pack, unpack
+from stepwell.base.prompt import PageKey, pack, unpack
+from stepwell.base.tasks import PageIds
 from stepwell.memory.arena import Arena
 from stepwell.memory.layout import lay_out
 from stepwell.policy.value import ValuePolicy

@@ -22,7 +22,7 @@ from stepwell.base.tasks import FetchPages, FindItems, ItemStatus, PutPages, Sto
 from stepwell.jobs.executors import ThreadStoreExecutor
 from stepwell.store.api import Store
 from stepwell.store.log.opening import open_directory
-from stepwell.store.log.writing.probe import Direct
+from stepwell.store.log.writing.upkeep import Direct
 from stepwell.transfer.store_worker import StoreWorker
 from store.load import BATCH, Load, Took, timed
 

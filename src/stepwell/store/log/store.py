@@ -23,8 +23,7 @@ from stepwell.store.log.recovery.repair import repair
 from stepwell.store.log.recovery.stat import LogStat, stat_of
 from stepwell.store.log.state.log_state import IoMode, LogState
 from stepwell.store.log.writing.group_commit import ExclusiveTask, GroupCommit, PutRequest
-from stepwell.store.log.writing.probe import Direct, Probe
-from stepwell.store.log.writing.saving import due, save_segment_list, save_snapshot
+from stepwell.store.log.writing.upkeep import Direct, Probe, due, save_segment_list, save_snapshot
 from stepwell.store.log.writing.writer import Writer
 
 _DEPTH_END = 2**32

@@ -24,7 +24,7 @@ from stepwell.store.log.format.segment_list import NUMBERS_END, name_of, number_
 from stepwell.store.log.opening import open_directory
 from stepwell.store.log.state.segments import Segment, Segments
 from stepwell.store.log.store import LogStore
-from stepwell.store.log.writing.probe import Direct
+from stepwell.store.log.writing.upkeep import Direct
 from stepwell.testing.store_contract import fetch, key, offer, payload, space
 
 HERE = space("here")

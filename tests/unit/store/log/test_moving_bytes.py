@@ -18,7 +18,7 @@ from stepwell.store.log import store as store_module
 from stepwell.store.log.disk.files import Disk
 from stepwell.store.log.opening import open_directory
 from stepwell.store.log.store import LogStore
-from stepwell.store.log.writing.probe import Direct
+from stepwell.store.log.writing.upkeep import Direct
 from stepwell.store.seal import seal
 from stepwell.testing.store_contract import fetch, key, offer, payload, space
 from waiting import PATIENCE_S, wait_until

@@ -21,7 +21,7 @@ from stepwell.store.log.format import superblock
 from stepwell.store.log.inspect import owner
 from stepwell.store.log.opening import open_directory
 from stepwell.store.log.store import LogStore
-from stepwell.store.log.writing.probe import Direct
+from stepwell.store.log.writing.upkeep import Direct
 from stepwell.testing.store_contract import fetch, key, offer, space
 
 HERE = space("here")

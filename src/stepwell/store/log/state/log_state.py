@@ -18,9 +18,8 @@ from stepwell.store.log.disk.files import Disk
 from stepwell.store.log.disk.locking import DirectoryLock
 from stepwell.store.log.format import snapshot
 from stepwell.store.log.format.segment_list import SegmentList
-from stepwell.store.log.state.budget import MIN_SEGMENTS, Budget
 from stepwell.store.log.state.index import Index
-from stepwell.store.log.state.segments import Segment, Segments
+from stepwell.store.log.state.segments import MIN_SEGMENTS, Budget, Segment, Segments
 from stepwell.store.log.state.stale import StaleValues
 
 

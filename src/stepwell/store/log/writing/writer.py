@@ -16,9 +16,18 @@ import numpy as np
 from stepwell.base.errors import StoreError
 from stepwell.store.api import Space, Write, WriteOutcome
 from stepwell.store.log.disk.files import up_to_block
-from stepwell.store.log.format.batch import ENTRY_BYTES, INLINE_BYTES, SEQ_END, Batch, BatchKind, inline_bytes
-from stepwell.store.log.format.packing import PackedBatch, pack_tombstones, pack_values
-from stepwell.store.log.format.tombstones import Tombstone
+from stepwell.store.log.format.batch import (
+    ENTRY_BYTES,
+    INLINE_BYTES,
+    SEQ_END,
+    Batch,
+    BatchKind,
+    PackedBatch,
+    Tombstone,
+    inline_bytes,
+    pack_tombstones,
+    pack_values,
+)
 from stepwell.store.log.state.log_state import LogState
 from stepwell.store.log.writing.appender import Appender
 from stepwell.store.log.writing.group_commit import PutRequest

@@ -26,9 +26,9 @@ from stepwell import (
     Window,
     build_cache,
 )
-from stepwell.base.clock import ManualClock
 from stepwell.base.config import PrefetchPolicy, StoreConfig
 from stepwell.base.ids import JobId
+from stepwell.base.meters import ManualClock
 from stepwell.base.tasks import Purpose
 from stepwell.cache.build import CacheTuning, layouts_for, numpy_memories
 from stepwell.policy.placement import PlacementRules

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from stepwell.base.clock import SystemClock
 from stepwell.base.config import StoreConfig
 from stepwell.base.ids import JobId
+from stepwell.base.meters import SystemClock
 from stepwell.base.prompt import Namespace
 from stepwell.base.tasks import FetchPages, FindItems, ItemStatus, PutPages, StoreOp, Task
 from stepwell.jobs.executors import ThreadStoreExecutor

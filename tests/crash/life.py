@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-from stepwell.base.clock import ManualClock
 from stepwell.base.errors import StoreError
+from stepwell.base.meters import ManualClock
 from stepwell.store.api import NO_PARENT, Space, WriteOutcome
 from stepwell.store.log.disk.files import BLOCK_BYTES, Disk, up_to_block
 from stepwell.store.log.opening import open_directory

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepwell import Kind, ModelSpec, Tier
-from stepwell.base.clock import ManualClock
 from stepwell.base.errors import StoreError
+from stepwell.base.meters import ManualClock
 from stepwell.base.tasks import FetchCheckpoint, ItemStatus
 from stepwell.store.api import Read, ReadOutcome, ReadResult, Space, Store, Traits, never
 from stepwell.store.memory import MemoryStore

@@ -15,8 +15,8 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepwell.base.clock import ManualClock
 from stepwell.base.errors import StoreError
+from stepwell.base.meters import ManualClock
 from stepwell.store.api import Read, ReadOutcome, Space
 from stepwell.store.log.disk.files import BLOCK_BYTES, Disk
 from stepwell.store.log.format import snapshot, superblock

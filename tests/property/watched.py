@@ -13,7 +13,7 @@ from oracle import Oracle, boundaries, justified, needs_checkpoint, page_tiers, 
 from toy_models import Regime, Setup
 
 from stepwell import Cause, Kind, Match, Namespace, Tier, build_cache
-from stepwell.base.clock import ManualClock
+from stepwell.base.meters import ManualClock
 from stepwell.base.tasks import PageIds
 from stepwell.cache.build import layouts_for, numpy_memories
 from stepwell.testing import DigestEngine

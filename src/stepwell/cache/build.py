@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from stepwell.base.clock import Clock, SystemClock
 from stepwell.base.config import CacheConfig
 from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Kind, Tier
+from stepwell.base.meters import Clock, Counters, SystemClock
 from stepwell.base.prompt import Namespace
 from stepwell.base.spec import ModelSpec
 from stepwell.base.tasks import PageIds
@@ -17,10 +17,8 @@ from stepwell.cache.facade import Cache
 from stepwell.jobs.executors import CopyExecutor, ThreadCopyExecutor
 from stepwell.memory.arena import Arena
 from stepwell.memory.layout import PAGE_ALIGNMENT_BYTES, ArenaLayout, lay_out
-from stepwell.metrics.counters import Counters
 from stepwell.policy.placement import PlacementRules, rules_for
-from stepwell.policy.reuse_model import ReuseModel
-from stepwell.policy.value import Expected, ValuePolicy
+from stepwell.policy.value import Expected, ReuseModel, ValuePolicy
 from stepwell.store_tier.tier import StoreTier
 from stepwell.tiers.copies import CopyJobs
 from stepwell.tiers.lifetime import note_split

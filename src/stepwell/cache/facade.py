@@ -20,6 +20,7 @@ from math import inf
 from stepwell.base.config import MAX_PRIORITY
 from stepwell.base.errors import BadTokens, ConfigError, LeaseError, LoadFailed
 from stepwell.base.ids import Kind, Tier
+from stepwell.base.meters import Counters
 from stepwell.base.prompt import Namespace, Tokens, pack
 from stepwell.base.spec import ModelSpec
 from stepwell.cache.audit import audit
@@ -27,7 +28,6 @@ from stepwell.cache.explain import Explanation
 from stepwell.cache.question import STORE_WAIT_S, Question
 from stepwell.cache.report import Stats, StepReport, tier_stats
 from stepwell.cache.store import StoreControl
-from stepwell.metrics.counters import Counters
 from stepwell.store_tier.ticket import Ticket
 from stepwell.store_tier.tier import StoreTier
 from stepwell.tiers import external, publish, restore

@@ -13,8 +13,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stepwell.base.clock import SystemClock
 from stepwell.base.errors import ConfigError
+from stepwell.base.meters import SystemClock
 from stepwell.base.store_key import StoreKey
 from stepwell.base.units import format_bytes
 from stepwell.cli.command import Command

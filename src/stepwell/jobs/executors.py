@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
-from stepwell.base.clock import Clock, SystemClock
 from stepwell.base.ids import JobId
+from stepwell.base.meters import Clock, SystemClock
 from stepwell.base.tasks import (
     Completion,
     FindItems,

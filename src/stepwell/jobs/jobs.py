@@ -17,8 +17,8 @@ from enum import Enum
 from math import inf
 from typing import Generic, Protocol, TypeVar
 
-from stepwell.base.clock import Clock
 from stepwell.base.ids import JobId
+from stepwell.base.meters import Clock
 from stepwell.base.tasks import Span
 from stepwell.tree.node import Residency
 from stepwell.tree.tree import Tree

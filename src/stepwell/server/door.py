@@ -15,7 +15,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from stepwell.base.clock import Clock
+from stepwell.base.meters import Clock
 from stepwell.base.units import format_bytes
 from stepwell.server.errors import AUTHENTICATION, CLIENT_CLOSED, SERVER, ApiError, ErrorResponse
 from stepwell.server.principals import Principal, Principals

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stepwell.base.clock import Clock
 from stepwell.base.ids import JobId, Kind, Tier
+from stepwell.base.meters import Clock, Counters
 from stepwell.base.prompt import Namespace
 from stepwell.base.tasks import (
     FetchCheckpoint,
@@ -31,7 +31,6 @@ from stepwell.base.tasks import (
 )
 from stepwell.jobs.executors import StoreExecutor
 from stepwell.jobs.jobs import End, Jobs
-from stepwell.metrics.counters import Counters
 from stepwell.policy.store_use import Breaker
 from stepwell.tree.node import Residency
 from stepwell.tree.tree import Tree

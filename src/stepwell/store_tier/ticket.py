@@ -13,8 +13,8 @@ from types import TracebackType
 
 import numpy as np
 
-from stepwell.base.clock import Clock
 from stepwell.base.ids import JobId
+from stepwell.base.meters import Clock
 from stepwell.base.prompt import TOKEN_BYTES, PageKey
 from stepwell.base.tasks import PageIds
 from stepwell.policy.store_use import UNLIMITED, Flags

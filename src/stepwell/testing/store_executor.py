@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from functools import partial
 from math import inf
 
-from stepwell.base.clock import ManualClock
 from stepwell.base.ids import JobId
+from stepwell.base.meters import ManualClock
 from stepwell.base.tasks import ItemStatus, Outcome, PutCheckpoint, PutPages, Reply, StoreOp, joint, num_items
 from stepwell.jobs.executors import attempt_op
 from stepwell.transfer.store_worker import StoreWorker

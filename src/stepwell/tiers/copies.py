@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
-from stepwell.base.clock import Clock
 from stepwell.base.ids import JobId, Kind, Tier
+from stepwell.base.meters import Clock, Counters
 from stepwell.base.tasks import Completion, Copy, Plan, Purpose, Span
 from stepwell.jobs.executors import CopyExecutor
 from stepwell.jobs.jobs import End, Jobs
-from stepwell.metrics.counters import Counters
 from stepwell.tree.checkpoints import drop_residency, residency_arrived
 from stepwell.tree.node import Loss, LossReason, Node, Residency, Run
 from stepwell.tree.pruning import discard_ids

@@ -20,7 +20,7 @@ from stepwell.base.ids import JobId, Kind, LeaseId
 from stepwell.base.prompt import TOKEN_BYTES, Namespace
 from stepwell.base.tasks import NO_PAGES, PageIds
 from stepwell.memory.arena import DEAD, FILLING
-from stepwell.policy.reuse_model import Visit
+from stepwell.policy.value import Visit
 from stepwell.tiers.saving import save_path
 from stepwell.tiers.state import CacheState
 from stepwell.tree.node import Checkpoint, Residency, Use

@@ -13,16 +13,15 @@ from threading import Lock, current_thread, local
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 from weakref import ref
 
-from stepwell.base.clock import Clock
 from stepwell.base.config import CacheConfig
 from stepwell.base.errors import WrongThread
 from stepwell.base.ids import Tier
+from stepwell.base.meters import Clock, Counters
 from stepwell.base.prompt import Namespace
 from stepwell.base.spec import ModelSpec
 from stepwell.memory.arena import Arena
-from stepwell.metrics.counters import Counters
 from stepwell.policy.placement import PlacementRules
-from stepwell.policy.reuse_model import ReuseModel
+from stepwell.policy.value import ReuseModel
 from stepwell.tiers.copies import CopyJobs
 from stepwell.tree.node import Checkpoint, Loss, LossReason, Node, Victim
 from stepwell.tree.tree import Tree

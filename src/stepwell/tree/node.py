@@ -15,7 +15,7 @@ from typing import TypeAlias
 from stepwell.base.config import PRIORITY_STEP_S
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.tasks import PageIds
-from stepwell.policy.reuse_model import Visit
+from stepwell.policy.value import Visit
 
 ABSENT = -1  # in a run's id array
 MAX_LOSSES = 16  # notes of lost things a node keeps, for explanations

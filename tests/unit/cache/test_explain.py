@@ -7,7 +7,7 @@ from datetime import datetime, timedelta, timezone
 import pytest
 
 from stepwell import Cause, Tier
-from stepwell.base.clock import SystemClock
+from stepwell.base.meters import SystemClock
 from stepwell.tree.checkpoints import drop_residency
 from stepwell.tree.node import LossReason
 from toys import FULL, FULL_WINDOW, HYBRID, Rig, text

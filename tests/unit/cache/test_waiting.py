@@ -14,9 +14,9 @@ from threading import enumerate as enumerate_threads
 import pytest
 
 from stepwell import Cache, CacheConfig, LeaseError, LeaseState, LoadFailed, WrongThread, build_cache
-from stepwell.base.clock import ManualClock, SystemClock
 from stepwell.base.config import StoreConfig
 from stepwell.base.ids import JobId, Kind, Tier
+from stepwell.base.meters import ManualClock, SystemClock
 from stepwell.base.tasks import Plan, Purpose
 from stepwell.cache.build import layouts_for, numpy_memories
 from stepwell.jobs.executors import ThreadCopyExecutor

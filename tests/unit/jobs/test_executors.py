@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from stepwell import Cache, CacheConfig, Lease, Tier, build_cache
-from stepwell.base.clock import SystemClock
 from stepwell.base.ids import JobId
+from stepwell.base.meters import SystemClock
 from stepwell.base.prompt import Namespace, PageKey
 from stepwell.base.tasks import FetchPages, FindItems, ItemStatus, Plan, Purpose, StoreOp, Task
 from stepwell.cache.build import layouts_for, numpy_memories

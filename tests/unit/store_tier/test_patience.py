@@ -8,8 +8,8 @@ from random import Random
 import pytest
 
 from stepwell import Cause, Lease, Tier
-from stepwell.base.clock import ManualClock
 from stepwell.base.config import PrefetchPolicy, StoreConfig
+from stepwell.base.meters import ManualClock
 from stepwell.policy.store_use import StoreTuning
 from stepwell.store.api import Store
 from stepwell.store.memory import MemoryStore

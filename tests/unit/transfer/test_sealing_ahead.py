@@ -8,8 +8,8 @@ from threading import Event
 import numpy as np
 import pytest
 
-from stepwell.base.clock import SystemClock
 from stepwell.base.ids import JobId, Kind
+from stepwell.base.meters import SystemClock
 from stepwell.base.prompt import Namespace, PageKey
 from stepwell.base.tasks import FetchPages, ItemStatus, PutPages, StoreOp
 from stepwell.jobs.executors import ThreadStoreExecutor

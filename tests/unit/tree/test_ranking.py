@@ -8,8 +8,7 @@ from tree_bench import GONE, Bench
 
 from stepwell import Tier
 from stepwell.base.tasks import NO_PAGES
-from stepwell.policy.reuse_model import ReuseModel
-from stepwell.policy.value import Expected, Facts, Place
+from stepwell.policy.value import Expected, Facts, Place, ReuseModel
 from stepwell.sim.least_recent import LeastRecent
 from stepwell.tree.checkpoints import drop_residency
 from stepwell.tree.node import Node, Residency, Run, Use, Victim

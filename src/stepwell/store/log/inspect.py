@@ -11,8 +11,8 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-from stepwell.base.clock import SystemClock
 from stepwell.base.errors import ConfigError, StoreError
+from stepwell.base.meters import SystemClock
 from stepwell.base.store_key import StoreKey
 from stepwell.store.log.disk.files import Disk
 from stepwell.store.log.format import superblock

@@ -14,8 +14,8 @@ import logging
 import secrets
 from pathlib import Path
 
-from stepwell.base.clock import Clock
 from stepwell.base.errors import ConfigError, StoreError
+from stepwell.base.meters import Clock
 from stepwell.base.units import format_bytes, parse_bytes
 from stepwell.store.log.disk.files import Disk
 from stepwell.store.log.disk.locking import LOCK_NAME, DirectoryLock, leave_in_forks

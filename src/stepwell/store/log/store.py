@@ -11,10 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import cast
 
-from stepwell.base.clock import Clock
 from stepwell.base.errors import StoreError
+from stepwell.base.meters import Clock, Counters
 from stepwell.base.store_key import StoreKey
-from stepwell.metrics.counters import Counters
 from stepwell.store.api import KEY_BYTES, STAMP_BYTES, Read, ReadResult, Space, Traits, Write, WriteOutcome, never
 from stepwell.store.log.disk.files import BLOCK_BYTES
 from stepwell.store.log.reader import Reader

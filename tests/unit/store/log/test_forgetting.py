@@ -10,7 +10,7 @@ from threading import Event, Thread
 import pytest
 from log_fixtures import OpenLog
 
-from stepwell.base.clock import ManualClock
+from stepwell.base.meters import ManualClock
 from stepwell.store.api import Space, WriteOutcome
 from stepwell.store.log.opening import open_directory
 from stepwell.store.log.state import index as log_index

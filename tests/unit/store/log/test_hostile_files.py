@@ -14,8 +14,8 @@ import pytest
 import xxhash
 from log_fixtures import OpenLog
 
-from stepwell.base.clock import ManualClock, SystemClock
 from stepwell.base.errors import ConfigError, StoreError
+from stepwell.base.meters import ManualClock, SystemClock
 from stepwell.cli.main import main
 from stepwell.store.api import Read, ReadOutcome, WriteOutcome
 from stepwell.store.log.disk.files import Disk

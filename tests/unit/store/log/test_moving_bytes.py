@@ -11,8 +11,8 @@ from threading import Event
 
 import pytest
 
-from stepwell.base.clock import ManualClock, SystemClock
 from stepwell.base.errors import ConfigError, StoreError
+from stepwell.base.meters import ManualClock, SystemClock
 from stepwell.store.api import Read, ReadOutcome, Write, WriteOutcome
 from stepwell.store.log import store as store_module
 from stepwell.store.log.disk.files import Disk

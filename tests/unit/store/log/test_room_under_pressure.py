@@ -13,8 +13,8 @@ from threading import Event, Thread
 
 import pytest
 
-from stepwell.base.clock import ManualClock
 from stepwell.base.errors import StoreError
+from stepwell.base.meters import ManualClock
 from stepwell.store.api import Read, Space, WriteOutcome
 from stepwell.store.log.disk.files import Disk
 from stepwell.store.log.opening import open_directory

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from log_fixtures import OpenLog
 
-from stepwell.base.clock import ManualClock
 from stepwell.base.errors import StoreError
+from stepwell.base.meters import ManualClock
 from stepwell.store.api import WriteOutcome
 from stepwell.store.log.disk.files import Disk
 from stepwell.store.log.format import superblock

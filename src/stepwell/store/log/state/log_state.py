@@ -13,7 +13,7 @@ from pathlib import Path
 from threading import Condition
 
 from stepwell.base.errors import StoreError
-from stepwell.metrics.counters import Counters
+from stepwell.base.meters import Counters
 from stepwell.store.log.disk.files import Disk
 from stepwell.store.log.disk.locking import DirectoryLock
 from stepwell.store.log.format import snapshot

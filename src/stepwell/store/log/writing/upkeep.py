@@ -14,8 +14,8 @@ import errno
 from collections.abc import Callable
 from enum import Enum
 
-from stepwell.base.clock import Clock
 from stepwell.base.errors import ConfigError
+from stepwell.base.meters import Clock
 from stepwell.store.log.disk.files import BLOCK_BYTES, Disk, Scratch, replace_file
 from stepwell.store.log.format import segment_list, snapshot, superblock
 from stepwell.store.log.format.segment_list import NOTHING_YET, SegmentInfo, SegmentList

@@ -139,8 +139,8 @@ def _settle(engine: Engine) -> None:
 def _empty(engine: Engine, tier: str) -> None:
     """Leaves the prompt in this tier and those below."""
     if tier == "host":
-        core = engine.cache._core
-        make_room(core, Tier.DEVICE, {Kind.PREFIX: core.arena(Tier.DEVICE).layout.rows(Kind.PREFIX) + 1})
+        state = engine.cache._state
+        make_room(state, Tier.DEVICE, {Kind.PREFIX: state.arena(Tier.DEVICE).layout.rows(Kind.PREFIX) + 1})
     elif tier == "disk":
         engine.cache.flush()
 

@@ -125,7 +125,7 @@ def test_a_flipped_bit_in_a_page_is_named(tmp_path: Path) -> None:
         ticket = here.fetched(PROMPTS[0])
         explanation = here.cache.explain(PROMPTS[0])
         assert explanation.cause is Cause.STORE and explanation.detail == ItemStatus.DAMAGED.value
-        assert here.core.counters["store_damaged"] == 1
+        assert here.state.counters["store_damaged"] == 1
         ticket.close()
 
 

@@ -171,7 +171,7 @@ def test_a_checkpoint_alone_goes_and_its_prefix_stays() -> None:
         while rig.used(tier, Kind.POINT):
             victim = rig.tree.ranking.pop(tier, runs=False, checkpoints=True)
             assert isinstance(victim, Residency)
-            drop_residency(rig.tree, victim, rig.core.loss(LossReason.EVICTED, tier))
+            drop_residency(rig.tree, victim, rig.state.loss(LossReason.EVICTED, tier))
         rig.cache.audit()
         assert {each: rig.used(each, Kind.PREFIX) for each in (Tier.DEVICE, Tier.HOST)} == pages
         assert rig.restore(prompt) == 16  # the other tier still has one

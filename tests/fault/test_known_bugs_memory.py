@@ -21,7 +21,7 @@ def test_dropping_a_prefix_leaves_window_pages_that_changed_hands_alone() -> Non
     residency = checkpoint.held[Tier.DEVICE]
     assert residency is not None
     freed = set(residency.windows.tolist())
-    drop_residency(rig.tree, residency, rig.core.loss(LossReason.EVICTED, Tier.DEVICE))
+    drop_residency(rig.tree, residency, rig.state.loss(LossReason.EVICTED, Tier.DEVICE))
     lease = rig.ready(text(2, 12))
     rig.prefill(lease)
     assert freed & set(lease.window_pages.tolist()), "the pages were not reused: this proves nothing"

@@ -137,7 +137,7 @@ def test_held_pages_count_against_what_fetches_may_hold() -> None:
     store = Late(filled(FULL))
     rig = failed_fetch(store)
     assert rig.cache._store_tier.link is not None
-    assert rig.cache._store_tier.link.held_bytes == 10 * rig.core.arena(Tier.HOST).layout.strides[Kind.PREFIX]
+    assert rig.cache._store_tier.link.held_bytes == 10 * rig.state.arena(Tier.HOST).layout.strides[Kind.PREFIX]
 
 
 def test_a_store_is_given_back_while_pages_are_still_held() -> None:

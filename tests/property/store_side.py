@@ -165,8 +165,8 @@ class StoreSide(World):
         """Everything idle is to leave a tier; true when some of it must be saved first."""
         self.forgetful = True
         self.excuses.add(Cause.EVICTED)
-        core = self.cache._core
-        return make_room(core, tier, {Kind.PREFIX: core.arena(tier).layout.rows(Kind.PREFIX)}).waiting
+        state = self.cache._state
+        return make_room(state, tier, {Kind.PREFIX: state.arena(tier).layout.rows(Kind.PREFIX)}).waiting
 
     def step(self) -> StepReport:
         report = super().step()

@@ -118,7 +118,7 @@ class StoreTraffic(Traffic):
 
     def evict(self, pick: int) -> None:
         """Everything idle is to leave one tier, or all of them."""
-        tiers = self.world.cache._core.tree.tiers
+        tiers = self.world.cache._state.tree.tiers
         for tier in tiers[pick % 4 : pick % 4 + 1] or tiers:
             self.world.evict(tier)
 

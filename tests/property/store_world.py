@@ -41,7 +41,7 @@ class StoreWorld(StoreSide):
     def drop_memory(self) -> None:
         """Everything idle leaves every tier, saved first where the policy says so."""
         for _ in range(MOST_ROUNDS):
-            waiting = [self.evict(tier) for tier in self.cache._core.tree.tiers]
+            waiting = [self.evict(tier) for tier in self.cache._state.tree.tiers]
             self.settle_everything()
             if not any(waiting):
                 return

@@ -95,7 +95,7 @@ def build_cache(
     reuse = ReuseModel(spec.page_tokens)
     tree = Tree(spec, arenas, tuning.eviction or Expected(reuse))
     counters = Counters()
-    core = CacheState(
+    state = CacheState(
         spec=spec,
         config=config,
         tree=tree,
@@ -108,8 +108,8 @@ def build_cache(
         reuse=reuse if tuning.eviction is None else None,
         write_back=write_back if config.write.saves_on_eviction else None,
     )
-    tree.on_split.append(partial(note_split, core))
+    tree.on_split.append(partial(note_split, state))
     namespace = Namespace(model=model or spec.name, layout=spec.fingerprint)
-    store_tier = StoreTier(core, host_pages, ranks=executor.num_ranks, names_weights=model is not None)
-    core.below = store_tier
-    return Cache(core, namespace, store_tier)
+    store_tier = StoreTier(state, host_pages, ranks=executor.num_ranks, names_weights=model is not None)
+    state.below = store_tier
+    return Cache(state, namespace, store_tier)

@@ -21,7 +21,7 @@ class StoreControl:
     @property
     def state(self) -> LinkState:
         """Whether a store is attached, and whether it is in use."""
-        return self._tier.state
+        return self._tier.link_state
 
     @property
     def host_memory(self) -> tuple[memoryview, ...]:

@@ -35,26 +35,26 @@ from stepwell.tree.node import ABSENT, Checkpoint, Node, Residency, Victim, prev
 CHUNK_BYTES, CHUNK_SHARE = 64 * 2**20, 1 / 16  # of pages in one operation, and of the host tier, at most
 
 
-def offer(core: CacheState, link: StoreLink, node: Node) -> None:
+def offer(state: CacheState, link: StoreLink, node: Node) -> None:
     """Puts the path to a node in line; the longest line there may be is kept by turning newcomers away."""
     if link.detached or node in link.waiting:
         return
     if len(link.waiting) >= link.tuning.backup_queue:
-        core.counters.add("backup_dropped_queue_full")
+        state.counters.add("backup_dropped_queue_full")
         return
-    link.waiting[node] = core.clock.now()
+    link.waiting[node] = state.clock.now()
 
 
-def offer_everything(core: CacheState, link: StoreLink) -> None:
+def offer_everything(state: CacheState, link: StoreLink) -> None:
     """After a store was attached: what is on the host already is new to it."""
-    for node in core.tree.nodes():
+    for node in state.tree.nodes():
         if node.parent is not None and node.kids is None:
-            offer(core, link, node)
+            offer(state, link, node)
 
 
-def forget_refusals(core: CacheState) -> None:
+def forget_refusals(state: CacheState) -> None:
     """Nothing is known to have been refused: the store is a new one."""
-    for node in core.tree.nodes():
+    for node in state.tree.nodes():
         run = node.runs[Tier.HOST]
         if run is not None:
             run.unsaved = False
@@ -64,74 +64,74 @@ def forget_refusals(core: CacheState) -> None:
                 residency.unsaved = False
 
 
-def pump(core: CacheState, link: StoreLink) -> None:
+def pump(state: CacheState, link: StoreLink) -> None:
     """Sends off what waits, oldest first, as long as there is leave to."""
-    now = core.clock.now()
+    now = state.clock.now()
     if link.may_put(now):
-        _put_due(core, link)
-    while link.waiting and link.may_put(core.clock.now()):
+        _put_due(state, link)
+    while link.waiting and link.may_put(state.clock.now()):
         node, since_s = next(iter(link.waiting.items()))
         del link.waiting[node]
         if now - since_s > link.tuning.backup_age_s:
-            core.counters.add("backup_dropped_too_old")
-        elif node.parent is not None and not _put_path(core, link, node):
+            state.counters.add("backup_dropped_too_old")
+        elif node.parent is not None and not _put_path(state, link, node):
             link.waiting[node] = since_s  # more of it is left than one operation takes
-    if link.deferred.num_due and link.may_put(core.clock.now()):
-        _put_due(core, link)  # what was deferred just now, where nothing may be
+    if link.deferred.num_due and link.may_put(state.clock.now()):
+        _put_due(state, link)  # what was deferred just now, where nothing may be
     dropped = link.deferred.give_up(now, link.tuning.backup_age_s)
     while link.waiting and now - next(iter(link.waiting.values())) > link.tuning.backup_age_s:
         del link.waiting[next(iter(link.waiting))]
         dropped += 1
     if dropped:
-        core.counters.add("backup_dropped_too_old", dropped)
+        state.counters.add("backup_dropped_too_old", dropped)
 
 
-def put_waiting_of(core: CacheState, link: StoreLink, namespaces: Container[bytes]) -> None:
+def put_waiting_of(state: CacheState, link: StoreLink, namespaces: Container[bytes]) -> None:
     """Before memory is emptied: sends off paths of some namespaces that wait, though it may be more than goes down at a time."""
-    for node in list(link.waiting) if link.breaker.allows(core.clock.now()) else ():
+    for node in list(link.waiting) if link.breaker.allows(state.clock.now()) else ():
         if node.parent is not None and node.root.first in namespaces:
             del link.waiting[node]
-            while not _put_path(core, link, node):
+            while not _put_path(state, link, node):
                 pass
 
 
-def put_deferred_of(core: CacheState, link: StoreLink, namespaces: Container[bytes]) -> None:
+def put_deferred_of(state: CacheState, link: StoreLink, namespaces: Container[bytes]) -> None:
     """The same for the deferred checkpoints of some namespaces."""
-    for checkpoint in list(link.deferred) if link.breaker.allows(core.clock.now()) else ():
+    for checkpoint in list(link.deferred) if link.breaker.allows(state.clock.now()) else ():
         node = checkpoint.node
         if node is not None and node.root.first in namespaces and link.deferred.leave(checkpoint):
-            _put_checkpoint(core, link, checkpoint)
+            _put_checkpoint(state, link, checkpoint)
 
 
-def put_before_eviction(core: CacheState, link: StoreLink, victim: Victim) -> bool:
+def put_before_eviction(state: CacheState, link: StoreLink, victim: Victim) -> bool:
     """Before something leaves the host: starts storing it if it is not stored; true when it is on its way now."""
     node = victim.checkpoint.node if isinstance(victim, Residency) else victim.node
     if link.detached or node is None or node.parent is None:
         return False
-    if not link.may_put(core.clock.now()):
-        core.counters.add("backup_skipped_store_busy")
+    if not link.may_put(state.clock.now()):
+        state.counters.add("backup_skipped_store_busy")
         return False
-    tail = core.tree.ranking.tail(victim) if not isinstance(victim, Residency) else None
+    tail = state.tree.ranking.tail(victim) if not isinstance(victim, Residency) else None
     if tail is not None and tail.dead:
         return False  # nothing could use it
-    while not _put_path(core, link, node) and link.may_put(core.clock.now()):
+    while not _put_path(state, link, node) and link.may_put(state.clock.now()):
         pass
     if isinstance(victim, Residency):
-        return _put_deferred(core, link, victim) or victim.users > 0
-    return tail is not None and not core.tree.ranking.idle(victim, tail.start, at_most=1).num_pages
+        return _put_deferred(state, link, victim) or victim.users > 0
+    return tail is not None and not state.tree.ranking.idle(victim, tail.start, at_most=1).num_pages
 
 
-def put_before_leaving(core: CacheState, link: StoreLink, victim: Victim) -> Leaving:
+def put_before_leaving(state: CacheState, link: StoreLink, victim: Victim) -> Leaving:
     """Before a checkpoint leaves the host whose backup was deferred: starts storing it. It may leave then: its operation holds
     what it reads, and what it stood on is not to wait for it.
     """
     if not isinstance(victim, Residency):
         return Leaving.NOW
-    if victim.checkpoint in link.deferred and not link.may_put_at_once(core.clock.now()):
+    if victim.checkpoint in link.deferred and not link.may_put_at_once(state.clock.now()):
         link.deferred.leave(victim.checkpoint)
-        core.counters.add("backup_skipped_store_busy")
+        state.counters.add("backup_skipped_store_busy")
         return Leaving.NOW
-    return Leaving.AT_ONCE if _put_deferred(core, link, victim) else Leaving.NOW
+    return Leaving.AT_ONCE if _put_deferred(state, link, victim) else Leaving.NOW
 
 
 # ---- pages --------------------------------------------------------------------------------------
@@ -152,15 +152,15 @@ class _Stretch:
         self.end += len(ids)
 
 
-def _put_path(core: CacheState, link: StoreLink, node: Node) -> bool:
+def _put_path(state: CacheState, link: StoreLink, node: Node) -> bool:
     """Sends off what pages the store lacks of a path, and defers its checkpoints; false when more is left than fits into
     one operation.
     """
     path = node.path()
-    namespace = link.namespace_of(core, node)
+    namespace = link.namespace_of(state, node)
     if namespace is None:
         return True
-    layout = core.arena(Tier.HOST).layout
+    layout = state.arena(Tier.HOST).layout
     room = max(int(min(CHUNK_BYTES, layout.size_bytes * CHUNK_SHARE)) // layout.strides[Kind.PREFIX], 1)
     stretch = _Stretch(first=0, end=0)
     covered = 0
@@ -170,10 +170,10 @@ def _put_path(core: CacheState, link: StoreLink, node: Node) -> bool:
         stored = link.beliefs.pages(each)
         if stored < each.num_pages:
             first = each.start + stored
-            fresh = _ready_after(core, each, stored)[:room]
+            fresh = _ready_after(state, each, stored)[:room]
             if len(fresh):
                 if first > stretch.end:  # what lies between is stored already
-                    _put_stretch(core, link, namespace, stretch)
+                    _put_stretch(state, link, namespace, stretch)
                     stretch = _Stretch(first=first, end=first)
                 stretch.add(each, fresh)
                 stored += len(fresh)
@@ -182,46 +182,46 @@ def _put_path(core: CacheState, link: StoreLink, node: Node) -> bool:
         covered = each.start + stored
         if stored < each.num_pages:
             break
-    _put_stretch(core, link, namespace, stretch)
-    _defer_backups(core, link, path, upto=covered)
+    _put_stretch(state, link, namespace, stretch)
+    _defer_backups(state, link, path, upto=covered)
     return room > 0
 
 
-def _put_stretch(core: CacheState, link: StoreLink, namespace: Namespace, stretch: _Stretch) -> None:
+def _put_stretch(state: CacheState, link: StoreLink, namespace: Namespace, stretch: _Stretch) -> None:
     """Sends off the pages of one stretch."""
     if not stretch.ids:
         return
     first, last, ids = stretch.first, stretch.nodes[-1], np.concatenate(stretch.ids)
-    keys = keys_within(last, max(first - 1, 0), stretch.end, core.tree.page_bytes)
+    keys = keys_within(last, max(first - 1, 0), stretch.end, state.tree.page_bytes)
     parent = keys.pop(0) if first else None
-    size_bytes = len(ids) * core.arena(Tier.HOST).layout.strides[Kind.PREFIX]
+    size_bytes = len(ids) * state.arena(Tier.HOST).layout.strides[Kind.PREFIX]
     link.backup_bytes += size_bytes
     link.num_putting += 1
-    done = partial(_pages_put, core, link, stretch.nodes, first, size_bytes)
+    done = partial(_pages_put, state, link, stretch.nodes, first, size_bytes)
     task = PutPages(parent=parent, first=first, keys=tuple(keys), ids=ids)
     link.ops.send(task, namespace, done, call=Call(), pages=((Kind.PREFIX, ids),))
 
 
-def _ready_after(core: CacheState, node: Node, start: int) -> PageIds:
+def _ready_after(state: CacheState, node: Node, start: int) -> PageIds:
     """The node's host pages from index `start` on, as far as they can be read without a gap; none that were refused."""
     run = node.runs[Tier.HOST]
     if run is None or run.unsaved:
         return np.empty(0, np.int32)
     ids = run.ids[start:]
-    ready = (ids != ABSENT) & (core.arena(Tier.HOST).state[Kind.PREFIX][ids] == READY)
+    ready = (ids != ABSENT) & (state.arena(Tier.HOST).state[Kind.PREFIX][ids] == READY)
     return ids[: int(ready.argmin())] if not ready.all() else ids.copy()
 
 
 def _pages_put(
-    core: CacheState, link: StoreLink, touched: list[Node], first: int, size_bytes: int, outcome: Outcome, took_s: float
+    state: CacheState, link: StoreLink, touched: list[Node], first: int, size_bytes: int, outcome: Outcome, took_s: float
 ) -> None:
     link.backup_bytes -= size_bytes
     link.num_putting -= 1
-    core.counters.add("backup_pages", sum(status is ItemStatus.OK for status in outcome.statuses))
-    core.counters.add("backup_bytes", outcome.moved_bytes)
+    state.counters.add("backup_pages", sum(status is ItemStatus.OK for status in outcome.statuses))
+    state.counters.add("backup_bytes", outcome.moved_bytes)
     lost = next((index for index, status in enumerate(outcome.statuses) if status is not ItemStatus.OK), None)
     if lost is not None:
-        core.counters.add("backup_failures")
+        state.counters.add("backup_failures")
         # A store that is full may have given up what the first page stands on, and says no more than that it has no room.
         doubted = 0 if outcome.statuses[0] is ItemStatus.NO_ROOM else first + lost
         for node in touched:
@@ -255,47 +255,47 @@ def can_be_stored(beliefs: Beliefs, checkpoint: Checkpoint) -> bool:
     return node is not None and checkpoint.ready_in(Tier.HOST) is not None and _is_stored(beliefs, node, checkpoint.page)
 
 
-def _defer_backups(core: CacheState, link: StoreLink, path: list[Node], *, upto: int) -> None:
+def _defer_backups(state: CacheState, link: StoreLink, path: list[Node], *, upto: int) -> None:
     """Defers the backup of a path's checkpoints that the store lacks, up to boundary `upto`; sends off what may not wait."""
     for node in path:
         for checkpoint in (node.checkpoints or {}).values():
             residency = checkpoint.ready_in(Tier.HOST) if not link.beliefs.has(checkpoint) and checkpoint.page <= upto else None
-            if residency is not None and link.deferred.enter(residency, _size_bytes(core, residency), core.clock.now()):
-                _put_checkpoint(core, link, checkpoint)
+            if residency is not None and link.deferred.enter(residency, _size_bytes(state, residency), state.clock.now()):
+                _put_checkpoint(state, link, checkpoint)
 
 
-def _put_due(core: CacheState, link: StoreLink) -> None:
+def _put_due(state: CacheState, link: StoreLink) -> None:
     """Sends off checkpoints that were deferred for long enough, as long as there is leave to."""
-    for checkpoint in link.deferred.due(core.clock.now()):
-        _put_checkpoint(core, link, checkpoint)
-        if not link.may_put(core.clock.now()):
+    for checkpoint in link.deferred.due(state.clock.now()):
+        _put_checkpoint(state, link, checkpoint)
+        if not link.may_put(state.clock.now()):
             return
 
 
-def _put_deferred(core: CacheState, link: StoreLink, residency: Residency) -> bool:
+def _put_deferred(state: CacheState, link: StoreLink, residency: Residency) -> bool:
     """Starts storing a checkpoint that was deferred and is to leave the host; true when it is on its way now."""
     if residency.users or not link.deferred.leave(residency.checkpoint):
         return False
-    _put_checkpoint(core, link, residency.checkpoint)
+    _put_checkpoint(state, link, residency.checkpoint)
     return residency.users > 0
 
 
-def _put_checkpoint(core: CacheState, link: StoreLink, checkpoint: Checkpoint) -> None:
+def _put_checkpoint(state: CacheState, link: StoreLink, checkpoint: Checkpoint) -> None:
     """Sends off a checkpoint that is on the host and not in the store, if all it stands on is."""
     residency, node = checkpoint.ready_in(Tier.HOST), checkpoint.node
     if residency is None or node is None or link.beliefs.has(checkpoint):
         return
     if not _is_stored(link.beliefs, node, checkpoint.page):
-        core.counters.add("backup_skipped_missing_pages")
+        state.counters.add("backup_skipped_missing_pages")
         return
-    namespace = link.namespace_of(core, node)
+    namespace = link.namespace_of(state, node)
     if namespace is None:
         return
-    spec = core.spec
+    spec = state.spec
     span = spec.window_span(checkpoint.page * spec.page_tokens)
     holders = [at * spec.window_page_tokens // spec.page_tokens for at in span]  # the prefix pages that windows begin in
     first = min(holders, default=checkpoint.page - 1)
-    keys = keys_within(node, first, checkpoint.page, core.tree.page_bytes)
+    keys = keys_within(node, first, checkpoint.page, state.tree.page_bytes)
     task = PutCheckpoint(
         boundary=keys[-1],
         page=checkpoint.page,
@@ -303,7 +303,7 @@ def _put_checkpoint(core: CacheState, link: StoreLink, checkpoint: Checkpoint) -
         windows=residency.windows,
         points=residency.points,
     )
-    size_bytes = _size_bytes(core, residency)
+    size_bytes = _size_bytes(state, residency)
     link.beliefs.add(checkpoint, arriving=True)
     link.backup_bytes += size_bytes
     link.num_putting += 1
@@ -316,19 +316,19 @@ def _put_checkpoint(core: CacheState, link: StoreLink, checkpoint: Checkpoint) -
         if link.current:
             residency.unsaved = not stored
             if not stored:
-                _defer_again_before(core, link, checkpoint)
-        core.counters.add("backup_checkpoints" if stored else "backup_failures")
-        core.counters.add("backup_bytes", outcome.moved_bytes)
+                _defer_again_before(state, link, checkpoint)
+        state.counters.add("backup_checkpoints" if stored else "backup_failures")
+        state.counters.add("backup_bytes", outcome.moved_bytes)
 
     link.ops.send(task, namespace, replied, call=Call(), pages=residency.spans(), reads=residency)
 
 
-def _defer_again_before(core: CacheState, link: StoreLink, refused: Checkpoint) -> None:
+def _defer_again_before(state: CacheState, link: StoreLink, refused: Checkpoint) -> None:
     """The checkpoint before one that was refused may have been given up in its favour."""
     before = previous_checkpoint(refused.node, refused.page) if refused.node is not None else None
     residency = before.ready_in(Tier.HOST) if before is not None and not link.beliefs.has(before) else None
     if residency is not None and link.deferred.is_used:
-        link.deferred.enter(residency, _size_bytes(core, residency), core.clock.now())
+        link.deferred.enter(residency, _size_bytes(state, residency), state.clock.now())
 
 
 def _is_stored(beliefs: Beliefs, node: Node, upto: int) -> bool:
@@ -341,6 +341,6 @@ def _is_stored(beliefs: Beliefs, node: Node, upto: int) -> bool:
     return True
 
 
-def _size_bytes(core: CacheState, residency: Residency) -> int:
-    strides = core.arena(Tier.HOST).layout.strides
+def _size_bytes(state: CacheState, residency: Residency) -> int:
+    strides = state.arena(Tier.HOST).layout.strides
     return sum(len(ids) * strides[kind] for kind, ids in residency.spans())

@@ -181,10 +181,10 @@ class StoreLink:
         """What one reader fetches in one call."""
         return self.tuning.fetch_chunk_bytes or self.store.traits.turn_bytes
 
-    def namespace_of(self, core: CacheState, node: Node) -> Namespace | None:
+    def namespace_of(self, state: CacheState, node: Node) -> Namespace | None:
         """Whose a node is; None when nothing of theirs may be stored."""
         digest = node.root.first
-        return core.namespaces.get(digest) if digest not in self.barred else None
+        return state.namespaces.get(digest) if digest not in self.barred else None
 
     def may_fetch(self, now: float) -> bool:
         """Whether both the store and what comes from it are well enough to ask."""

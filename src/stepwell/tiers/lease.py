@@ -177,8 +177,8 @@ class Settled:
 class Leases:
     """The open leases of one cache. One thread."""
 
-    def __init__(self, core: CacheState) -> None:
-        self._core = core
+    def __init__(self, state: CacheState) -> None:
+        self._state = state
         self._open: dict[LeaseId, Lease] = {}
         self._closing: list[Lease] = []  # given back, with copies still in the engine's memory
         self._last_id = 0
@@ -201,24 +201,24 @@ class Leases:
         if self._open.get(lease.id) is not lease:
             raise LeaseError(f"lease #{lease.id} was given back already, or belongs to another cache")
         del self._open[lease.id]
-        core = self._core
-        if lease.trail is not None and lease.trail.node is not None and core.config.write.saves_on_commit:
-            save_path(core, lease.trail.node)
+        state = self._state
+        if lease.trail is not None and lease.trail.node is not None and state.config.write.saves_on_commit:
+            save_path(state, lease.trail.node)
         if not lease.failed:
             for name in ("device", "host", "store", "computed"):
-                core.counters.add(f"tokens_{name}", getattr(lease.sources, name))
+                state.counters.add(f"tokens_{name}", getattr(lease.sources, name))
         for visit in lease.visits:  # how long the answer was says something of when the next will come
             visit.answered(lease.num_tokens - lease.prompt_tokens)
         lease.close()
         if lease.jobs:
             self._closing.append(lease)
         if lease.restored is not None:
-            core.tree.unpin(lease.restored)
+            state.tree.unpin(lease.restored)
             lease.restored = None
         pages = ((Kind.PREFIX, lease.prefix_pages), (Kind.WINDOW, lease.window_pages), (Kind.POINT, lease.point_pages))
         for kind, ids in pages:
             if len(ids):
-                core.tree.release(core.nearest, kind, ids)
+                state.tree.release(state.nearest, kind, ids)
 
     def settle(self, failed_jobs: Container[JobId]) -> Settled:
         """Moves leases on, now that what came of copies was applied; `failed_jobs` are those that failed just now."""
@@ -227,7 +227,7 @@ class Leases:
             if lease.state is LeaseState.LOADING:
                 self._move_on(lease, load_failed=lease.load_job in failed_jobs)
                 if lease.ready:
-                    lease.computing_since_s = self._core.clock.now()
+                    lease.computing_since_s = self._state.clock.now()
                     ready.append(lease)
                 elif lease.failed:
                     failed.append(lease)
@@ -239,14 +239,14 @@ class Leases:
         return Settled(ready=tuple(ready), failed=tuple(failed), finished=finished)
 
     def _move_on(self, lease: Lease, *, load_failed: bool) -> None:
-        core = self._core
-        states = [core.arena(core.nearest).state[kind][ids] for kind, ids in lease.waits_for]
-        if load_failed or any((state == DEAD).any() for state in states):
+        state = self._state
+        pages = [state.arena(state.nearest).state[kind][ids] for kind, ids in lease.waits_for]
+        if load_failed or any((each == DEAD).any() for each in pages):
             lease.fail()
             return
-        arriving = any((state == FILLING).any() for state in states)
-        if not arriving and not any(map(core.copies.is_awaited, lease.waits_for_jobs)):
+        arriving = any((each == FILLING).any() for each in pages)
+        if not arriving and not any(map(state.copies.is_awaited, lease.waits_for_jobs)):
             lease.may_compute()
 
     def _forget_ended_jobs(self, lease: Lease) -> None:
-        lease.jobs = {job for job in lease.jobs if self._core.copies.is_running(job)}
+        lease.jobs = {job for job in lease.jobs if self._state.copies.is_running(job)}

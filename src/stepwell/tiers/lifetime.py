@@ -27,49 +27,49 @@ from stepwell.tree.node import ABSENT, LossReason, Node, Residency, Use
 from stepwell.tree.pruning import truncate
 
 
-def note_expiry(core: CacheState, node: Node | None) -> None:
+def note_expiry(state: CacheState, node: Node | None) -> None:
     """Remembers when a path's nodes run out, if they do. An entry that is too early is put off when it comes up."""
     while node is not None and node.parent is not None and node.expires_at < inf:
         if not node.expiry_noted:
-            _remember(core, node)
+            _remember(state, node)
         node = node.parent
 
 
-def note_split(core: CacheState, upper: Node) -> None:
+def note_split(state: CacheState, upper: Node) -> None:
     """The upper part of a node that was cut runs out by itself: whoever cut it need not think of that."""
     if upper.expires_at < inf:
-        _remember(core, upper)
+        _remember(state, upper)
 
 
-def drop_expired(core: CacheState, pinned: Callable[[], Collection[Node]]) -> int:
+def drop_expired(state: CacheState, pinned: Callable[[], Collection[Node]]) -> int:
     """Takes out what has run out by now; returns how many nodes. Leases keep their pages.
 
     Leaves alone what is pinned; whoever lets go of a pin notes its path again.
     """
-    now, dropped = core.clock.now(), 0
+    now, dropped = state.clock.now(), 0
     kept: Collection[Node] | None = None
-    while core.expiries and core.expiries[0][0] <= now:
-        *_, node = heappop(core.expiries)
+    while state.expiries and state.expiries[0][0] <= now:
+        *_, node = heappop(state.expiries)
         node.expiry_noted = False
         if node.parent is None:
             continue
         if node.expires_at > now:
             if node.expires_at < inf:
-                _remember(core, node)
+                _remember(state, node)
             continue
         kept = pinned() if kept is None else kept  # asked only when something has run out
         if node in kept:
             continue
-        truncate(core.tree, node, 0, core.loss(LossReason.EXPIRED, core.nearest))
+        truncate(state.tree, node, 0, state.loss(LossReason.EXPIRED, state.nearest))
         dropped += 1
-    core.counters.add("expired_nodes", dropped)
+    state.counters.add("expired_nodes", dropped)
     return dropped
 
 
-def _remember(core: CacheState, node: Node) -> None:
+def _remember(state: CacheState, node: Node) -> None:
     node.expiry_noted = True
-    core.expiry_number += 1
-    heappush(core.expiries, (node.expires_at, -node.start, core.expiry_number, node))
+    state.expiry_number += 1
+    heappush(state.expiries, (node.expires_at, -node.start, state.expiry_number, node))
 
 
 class Lookup(Protocol):
@@ -82,7 +82,7 @@ class Lookup(Protocol):
 class Pin:
     """A hold on the pages of a prefix, in the lowest tier that has each. Released through the cache, or when its time is up."""
 
-    core: CacheState
+    state: CacheState
     tokens: int
     expires_at_s: float
     pages: tuple[tuple[Tier, PageIds], ...]
@@ -99,51 +99,51 @@ class Pin:
 
     def nodes(self) -> set[Node]:
         """What its pages belong to now: the whole path, or nothing once that was cleared."""
-        owners = [owner for tier, ids in self.pages for owner in self.core.tree.owner[tier][ids]]
+        owners = [owner for tier, ids in self.pages for owner in self.state.tree.owner[tier][ids]]
         return {owner for owner in owners if owner is not None}
 
     def let_go(self) -> None:
         self.held = False
-        note_expiry(self.core, max(self.nodes(), key=lambda node: node.start, default=None))
+        note_expiry(self.state, max(self.nodes(), key=lambda node: node.start, default=None))
         for tier, ids in self.pages:
-            self.core.tree.release(tier, Kind.PREFIX, ids)
+            self.state.tree.release(tier, Kind.PREFIX, ids)
         if self.residency is not None:
-            self.core.tree.unpin(self.residency)
+            self.state.tree.unpin(self.residency)
 
     def __repr__(self) -> str:
         return f"Pin({self.tokens} tokens)"
 
 
-def _take(core: CacheState, match: Match, ttl_s: float | None, on_exit: Callable[[Pin], None]) -> Pin:
+def _take(state: CacheState, match: Match, ttl_s: float | None, on_exit: Callable[[Pin], None]) -> Pin:
     """Holds everything up to the match's restore point."""
-    upto = match.restore_tokens // core.spec.page_tokens
+    upto = match.restore_tokens // state.spec.page_tokens
     open_ = np.ones(upto, np.bool_)  # pages that no tier looked at so far can keep
     pages = []
-    for tier in reversed(core.tree.tiers):
+    for tier in reversed(state.tree.tiers):
         ids = ids_of(match.path, tier, upto)
-        kept = open_ & (ids != ABSENT) & (core.arena(tier).state[Kind.PREFIX][ids] == READY)
-        core.arena(tier).retain(Kind.PREFIX, ids[kept])
+        kept = open_ & (ids != ABSENT) & (state.arena(tier).state[Kind.PREFIX][ids] == READY)
+        state.arena(tier).retain(Kind.PREFIX, ids[kept])
         pages.append((tier, ids[kept]))
         open_ &= ~kept
     checkpoint = match.checkpoint
     residency = (checkpoint.ready_in(Tier.HOST) or checkpoint.ready_in(Tier.DEVICE)) if checkpoint is not None else None
     if residency is not None:
         residency.users += 1
-    until = inf if ttl_s is None else core.clock.now() + ttl_s
+    until = inf if ttl_s is None else state.clock.now() + ttl_s
     if upto:  # a use, and one that changes nothing about when the path runs out: the pin's end is not the path's
-        core.tree.touch(match.path, upto, Use(at_s=core.clock.now(), expires_at_s=0.0))
+        state.tree.touch(match.path, upto, Use(at_s=state.clock.now(), expires_at_s=0.0))
     return Pin(
-        core=core, tokens=match.restore_tokens, expires_at_s=until, pages=tuple(pages), residency=residency, on_exit=on_exit
+        state=state, tokens=match.restore_tokens, expires_at_s=until, pages=tuple(pages), residency=residency, on_exit=on_exit
     )
 
 
 class Pins:
     """The pins of one cache, oldest first. One thread."""
 
-    def __init__(self, core: CacheState, lookup: Lookup) -> None:
-        self._core = core
+    def __init__(self, state: CacheState, lookup: Lookup) -> None:
+        self._state = state
         self._lookup = lookup
-        self._owner = core.owner
+        self._owner = state.owner
         self._pins: list[Pin] = []
 
     def __iter__(self) -> Iterator[Pin]:
@@ -161,7 +161,7 @@ class Pins:
         """
         if ttl_s is not None and ttl_s <= 0:
             raise ConfigError(f"ttl_s must be positive, got {ttl_s}; leave it None for a pin without an end")
-        pin = _take(self._core, self._lookup(tokens, namespace=namespace), ttl_s, self.release)
+        pin = _take(self._state, self._lookup(tokens, namespace=namespace), ttl_s, self.release)
         self._pins.append(pin)
         return pin
 
@@ -174,6 +174,6 @@ class Pins:
         pin.let_go()
 
     def drop_expired(self) -> None:
-        now = self._core.clock.now()
+        now = self._state.clock.now()
         for pin in [pin for pin in self._pins if pin.expires_at_s <= now]:
             self.release(pin)

@@ -266,7 +266,7 @@ def test_a_load_that_never_began_leaves_its_sources_where_they_are() -> None:
         copy_engine.turns.release()
     save(cache, range(3))
     step_until(cache, lambda: not cache.copying)
-    make_room(cache._core, Tier.DEVICE, {Kind.PREFIX: 10_000})
+    make_room(cache._state, Tier.DEVICE, {Kind.PREFIX: 10_000})
     leases = [cache.acquire(cache.lookup(text(name, 5))) for name in range(3)]  # two threads hang, the third waits
     wait_until(lambda: len(copy_engine.waiting) == 2)
     copy_engine.clock.advance(31.0)

@@ -95,7 +95,7 @@ class Threaded:
         return lease
 
     def empty_device(self) -> None:
-        make_room(self.cache._core, Tier.DEVICE, {0: 10_000})  # type: ignore[dict-item]
+        make_room(self.cache._state, Tier.DEVICE, {0: 10_000})  # type: ignore[dict-item]
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ class BorrowedRig(Rig):
         self.cache = build_cache(
             spec, self.config, executor=self.executor, clock=self.clock, on_free=self.engine.poison, tuning=self.tuning
         )
-        self.core, self.tree = self.cache._core, self.cache._core.tree
+        self.state, self.tree = self.cache._state, self.cache._state.tree
         self._random = np.random.default_rng(1)
 
     def pages(self, tokens: int, *, start: int = 0) -> EnginePages:

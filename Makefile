@@ -8,7 +8,7 @@ HYBRID := $(VENV)/.installed-hybrid
 REAL := $(VENV)/.installed-real
 WORKERS ?= auto
 
-.PHONY: help demo test test-real lint types floors unit bench-tree bench-tree-peer bench-copies bench-store bench-opening bench-engine bench-restart bench-rows policy-report clean
+.PHONY: help demo test test-real lint types floors unit bench-tree bench-tree-peer bench-copies bench-store bench-opening bench-engine bench-gpu bench-restart bench-rows policy-report clean
 
 help: ## Show what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -69,6 +69,9 @@ bench-store: $(STAMP) ## The stores beside the disk, SGLang's files and raw Moon
 
 bench-engine: $(STAMP) $(REAL) ## Warm against cold, the cost of the cache, and decoding beside transformers
 	@$(BIN)/python benchmarks/bench_engine.py
+
+bench-gpu: $(STAMP) ## The engine on a GPU beside the hardware's limits and transformers, all goals in one table (ARGS="--only decode")
+	@$(BIN)/python benchmarks/bench_gpu.py $(ARGS)
 
 bench-rows: $(STAMP) ## What rows in eight bits lose, beside bf16
 	@$(BIN)/python benchmarks/bench_rows.py

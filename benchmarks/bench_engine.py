@@ -14,7 +14,6 @@ import argparse
 import gc
 import json
 import os
-import platform
 import statistics
 import sys
 import time
@@ -26,6 +25,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from engine.machine import machine
 from engine.texts import prompt_of
 from engine.timing import TIERS, answer_time, decode_times, first_token_times
 
@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--skip", nargs="*", default=[], choices=["first", "cost", "decode"], help="parts to leave out")
     args = parser.parse_args()
     console = Console(width=100)
-    results: dict[str, Any] = {"model": args.model, "device": args.device, "machine": _machine(args.device)}
+    results: dict[str, Any] = {"model": args.model, "device": args.device, "machine": machine(args.device)}
     started = time.monotonic()
     with TemporaryDirectory(dir=os.environ.get("TMPDIR"), prefix="bench-engine-") as directory:
         parts: dict[str, Callable[[], Any]] = {
@@ -130,16 +130,6 @@ def decoding(console: Console, args: argparse.Namespace) -> dict[str, Any]:
 def _judge(console: Console, what: str, value: float, goal: float, *, most: bool = False) -> None:
     met = value <= goal if most else value >= goal
     console.print(f"{'met    ' if met else 'MISSED '} {what}: {value:.2f} (goal: {'at most' if most else 'at least'} {goal:g})")
-
-
-def _machine(device: str) -> dict[str, Any]:
-    import torch
-
-    return {
-        "cpu": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__,
-        "threads": torch.get_num_threads(), "load": os.getloadavg(),
-        "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
-    }  # fmt: skip
 
 
 if __name__ == "__main__":

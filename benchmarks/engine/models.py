@@ -29,7 +29,11 @@ RANDOM = {"random-llama-1b": ("LlamaConfig", _LLAMA_1B), "random-gemma-1b": ("Ge
 def checkpoint_of(name: str) -> Checkpoint:
     if name not in RANDOM:
         return open_checkpoint(name)
-    model = reference_of(name, "cpu")
+    return held(name, reference_of(name, "cpu"))
+
+
+def held(name: str, model: Any) -> Checkpoint:
+    """A model of transformers as a checkpoint without a tokenizer. Shares its tensors."""
     return Checkpoint(
         name=name,
         config=model.config.to_dict(),

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from engine.driving import first_token, leave_in, run, settle
 from engine.models import checkpoint_of, reference_of
 from stepwell.base.config import PrefetchPolicy, StoreConfig
-from stepwell.base.ids import Kind, Tier
 from stepwell.engine import Ask, Engine, EngineConfig, Limits, Sampling, build_engine
-from stepwell.tiers.eviction import make_room
 
 TIERS = ("device", "host", "disk")
 LONG, SHORT = 40, 8  # answers whose difference is decoding alone
@@ -36,16 +35,16 @@ def first_token_times(model: str, device: str, prompt: Sequence[int], directory:
     engine = make_engine(model, device, store=f"log:{directory}", store_options={"budget": "8GiB"}, store_config=waits)
     times: dict[str, list[float]] = {"cold": [], **{tier: [] for tier in TIERS}}
     try:
-        _first_token(engine, prompt[1:200])  # whatever is slow only once
-        cold, tokens = _first_token(engine, prompt)
-        times["cold"].append(cold)
+        first_token(engine, prompt[1:200])  # whatever is slow only once
+        cold = first_token(engine, prompt)
+        times["cold"].append(cold.seconds)
         for _ in range(rounds):
             for tier in TIERS:
-                _settle(engine)
-                _empty(engine, tier)
-                took, again = _first_token(engine, prompt)
-                assert again == tokens, f"another answer from the {tier}: {again} instead of {tokens}"
-                times[tier].append(took)
+                settle(engine)
+                leave_in(engine, tier)
+                again = first_token(engine, prompt)
+                assert again.tokens == cold.tokens, f"another answer from the {tier}: {again.tokens} instead of {cold.tokens}"
+                times[tier].append(again.seconds)
     finally:
         engine.close()
     return {name: statistics.median(each) for name, each in times.items()}
@@ -72,7 +71,7 @@ def answer_time(
     ]
     try:
         started = time.perf_counter()
-        _run(engine, asks)
+        run(engine, asks)
         return time.perf_counter() - started
     finally:
         engine.close()
@@ -123,38 +122,9 @@ def decode_times(model: str, device: str, *, batch: int, rounds: int) -> dict[st
 # ---- inside ---------------------------------------------------------------------------------------
 
 
-def _first_token(engine: Engine, prompt: Sequence[int]) -> tuple[float, list[int]]:
-    started, tokens, first = time.perf_counter(), [], 0.0
-    for delta in engine.stream(prompt, max_tokens=4, ignore_eos=True):
-        first = first or time.perf_counter() - started
-        tokens += delta.tokens
-    return first, tokens
-
-
-def _settle(engine: Engine) -> None:
-    while (report := engine.cache.step()).running or report.storing:
-        time.sleep(0.001)
-
-
-def _empty(engine: Engine, tier: str) -> None:
-    """Leaves the prompt in this tier and those below."""
-    if tier == "host":
-        state = engine.cache._state
-        make_room(state, Tier.DEVICE, {Kind.PREFIX: state.arena(Tier.DEVICE).layout.rows(Kind.PREFIX) + 1})
-    elif tier == "disk":
-        engine.cache.flush()
-
-
-def _run(engine: Engine, asks: Sequence[Ask]) -> None:
-    for ask in asks:
-        engine.submit(ask)
-    while engine.num_open:
-        engine.step()
-
-
 def _ours(engine: Engine, prompts: Sequence[Sequence[int]], count: int) -> float:
     started = time.perf_counter()
-    _run(engine, [Ask(tokens=p, sampling=Sampling(max_tokens=count, ignore_eos=True), use_cache=False) for p in prompts])
+    run(engine, [Ask(tokens=p, sampling=Sampling(max_tokens=count, ignore_eos=True), use_cache=False) for p in prompts])
     return time.perf_counter() - started
 
 

@@ -21,7 +21,8 @@ from stepwell.store.mooncake.store import MooncakeStore
 from stepwell.store.wrappers import Wrapper
 from stepwell.store_tier.link import LinkState
 from stepwell.transfer.copy_engine import NumpyCopyEngine
-from stepwell.transfer.torch_copy_engine import TorchCopyEngine, TorchMemory
+from stepwell.transfer.torch_copy_engine import TorchCopyEngine
+from stepwell.transfer.torch_memory import TorchMemory
 from waiting import step_until
 
 STAGING_BYTES = 48 * COPY_BYTES

@@ -17,7 +17,7 @@ from stepwell.engine.loading.weights import HeldTensors
 from stepwell.engine.models import indexer
 from stepwell.engine.models.registry import build_model
 from stepwell.engine.ops.selection import Selection, attend_selected, best, select
-from stepwell.engine.passes.batch import Batch, Paging, RequestRows
+from stepwell.engine.passes.batch import Batch, RequestRows
 from stepwell.engine.passes.rows import PLAIN, Rows
 
 transformers = pytest.importorskip("transformers")
@@ -238,7 +238,7 @@ def test_gathering_in_blocks_changes_nothing_and_bounds_what_is_gathered() -> No
 def test_rows_that_nobody_picked_are_not_read() -> None:
     scene = Scene()
     singles = scene.paging.singles[0]
-    scene.paging = Paging(page_N=scene.paging.page_N, row_N=scene.paging.row_N, singles=(singles,), runs=())
+    scene.paging.__dict__.update(singles=(singles,), runs=())
     whole = scene.attend(scene.kept)
     picked = scene.select()[0]
     assert picked is not None

@@ -26,9 +26,9 @@ from stepwell.engine.models.registry import build_model
 from stepwell.engine.ops import compression
 from stepwell.engine.ops.compression import Index, attend_shared
 from stepwell.engine.passes import batch as batch_module
-from stepwell.engine.passes.batch import Paging, Run
 from stepwell.engine.passes.groups import Groups, Seen
 from stepwell.engine.passes.open_groups import FEWEST_SLOTS, OpenGroups
+from stepwell.engine.passes.paging import Run
 from stepwell.engine.passes.rows import PLAIN, Rows
 from stepwell.engine.runner import Slots
 from stepwell.tiers.lease import LeaseState
@@ -234,9 +234,7 @@ def test_equal_scores_go_to_the_first_entries() -> None:
 def test_sinks_are_not_rounded_to_what_the_model_computes_in() -> None:
     rows = Rows(torch.ones(1, 4, 2, dtype=torch.bfloat16), PLAIN, torch.bfloat16)
     mask_NT = torch.zeros(2, 4, dtype=torch.bfloat16)
-    row_N = torch.arange(2)
-    run = Run(start=0, stop=2, pages_P=torch.tensor([0]), mask_NT=mask_NT)
-    paging = Paging(page_N=torch.zeros_like(row_N), row_N=row_N, singles=(), runs=(run,))
+    paging = SimpleNamespace(singles=(), runs=(Run(start=0, stop=2, pages_P=torch.tensor([0]), mask_NT=mask_NT),))
     query_NHD, sink = torch.zeros(2, 1, 2, dtype=torch.bfloat16), 5.015  # in bf16 it would be 5.0
     seen_NHD = attend_shared(query_NHD, rows, paging, None, scale=1.0, sinks_H=torch.tensor([sink]))
     exact = 4 / (4 + math.exp(sink))

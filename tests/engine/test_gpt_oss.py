@@ -143,7 +143,7 @@ def test_gpt_oss_from_an_mxfp4_checkpoint() -> None:
     pair = Pair(gpt_oss())
     tensors = packed_checkpoint(pair.reference)
     pair.model = build_model(pair.reference.config.to_dict(), HeldTensors(tensors), page_tokens=16)
-    assert torch.equal(pair.model.layers[0].mlp.experts.down_ECI, pair.reference.model.layers[0].mlp.experts.down_proj.mT)
+    assert torch.equal(pair.model.layers[0].mlp.experts.weights.down_ECI, pair.reference.model.layers[0].mlp.experts.down_proj.mT)
     check_one_shot(pair)
 
 

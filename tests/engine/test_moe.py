@@ -1,4 +1,4 @@
-"""Blocks of experts: against a plain loop, and against those of transformers."""
+"""Blocks of experts: their routes, their weights, and the whole against that of transformers."""
 
 from __future__ import annotations
 
@@ -6,56 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import linear, silu
+from torch.nn.functional import silu
 
 from engine.side_by_side import draw
 from stepwell.base.errors import ConfigError
 from stepwell.engine.loading.weights import HeldTensors, Weights
 from stepwell.engine.models.layers import Linear
-from stepwell.engine.models.moe import Experts, MixtureOfExperts, Routing, gated, softmax_then_top
+from stepwell.engine.models.moe import Experts, MixtureOfExperts, gated, softmax_then_top
 
 COUNT, CHANNELS, INNER = 6, 16, 8
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) / shape[-1] ** 0.5
-
-
-def some_experts(*, biases: bool) -> Experts:
-    return Experts(
-        gate_up_EIC=random(COUNT, 2 * INNER, CHANNELS),
-        down_ECI=random(COUNT, CHANNELS, INNER, seed=1),
-        combine=gated(silu),
-        gate_up_bias_EI=random(COUNT, 2 * INNER, seed=2) if biases else None,
-        down_bias_EC=random(COUNT, CHANNELS, seed=3) if biases else None,
-    )
-
-
-def one_by_one(experts: Experts, x: torch.Tensor, routing: Routing) -> torch.Tensor:
-    """Each visit on its own."""
-    out = torch.zeros_like(x)
-    no_bias = torch.zeros(())
-    for n, (chosen, shares) in enumerate(zip(routing.expert_NK.tolist(), routing.share_NK, strict=True)):
-        for e, share in zip(chosen, shares, strict=True):
-            up_bias = no_bias if experts.gate_up_bias_EI is None else experts.gate_up_bias_EI[e]
-            down_bias = no_bias if experts.down_bias_EC is None else experts.down_bias_EC[e]
-            gate, up = (linear(x[n], experts.gate_up_EIC[e]) + up_bias).chunk(2)
-            out[n] += share * (linear(experts.combine(gate, up), experts.down_ECI[e]) + down_bias)
-    return out
-
-
-@pytest.mark.parametrize("biases", [False, True])
-@pytest.mark.parametrize("tokens", [1, 7, 40])
-def test_experts_equal_a_plain_loop(tokens: int, biases: bool) -> None:
-    experts, x = some_experts(biases=biases), random(tokens, CHANNELS, seed=4)
-    routing = softmax_then_top(2, sum_to_one=True)(random(tokens, COUNT, seed=5))
-    assert torch.allclose(experts(x, routing), one_by_one(experts, x, routing), atol=1e-6)
-
-
-def test_experts_that_nobody_visits_are_skipped_at_both_ends() -> None:
-    experts, x = some_experts(biases=True), random(5, CHANNELS, seed=4)
-    routing = Routing(expert_NK=torch.tensor([[3, 2]] * 5), share_NK=torch.full((5, 2), 0.5))
-    assert torch.allclose(experts(x, routing), one_by_one(experts, x, routing), atol=1e-6)
 
 
 def test_shares_of_the_most_likely_experts() -> None:

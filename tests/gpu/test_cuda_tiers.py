@@ -27,10 +27,12 @@ from stepwell import (
 from stepwell.base.config import PrefetchPolicy, StoreConfig
 from stepwell.cache.build import layouts_for
 from stepwell.cache.facade import Cache
-from stepwell.transfer.torch_copy_engine import TorchCopyEngine, TorchMemory
 from waiting import settle, step_until
 
 torch = pytest.importorskip("torch")
+
+from stepwell.transfer.torch_copy_engine import TorchCopyEngine  # noqa: E402
+from stepwell.transfer.torch_memory import TorchMemory  # noqa: E402
 
 DEVICES = [
     "cpu",

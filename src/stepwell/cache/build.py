@@ -76,13 +76,15 @@ def build_cache(
     on_free: Callable[[Tier, Kind, PageIds], None] | None = None,
     host_pages: Sequence[HostPages] = (),
     tuning: CacheTuning | None = None,
+    counters: Counters | None = None,
 ) -> Cache:
     """A cache for `spec` (one rank's share of the model), with one copy engine for each rank.
 
     `model` is the identity of the weights, a digest where there is one. Give `executor` to run copies in
     your own way; else worker threads run `copy_engines`, and without those the tiers are plain host memory. Give
     `host_pages`, each rank's host memory, to be able to attach a store below your own copy engines. `tuning` is for
-    simulators and tests. Raises ConfigError, also for memory that cannot be had.
+    simulators and tests. Give `counters` where your copy engines count too. Raises ConfigError, also for memory that cannot be
+    had.
     """
     clock, tuning = clock or SystemClock(), tuning or CacheTuning()
     layouts = layouts_for(spec, config, alignment=tuning.page_alignment_bytes)
@@ -94,7 +96,7 @@ def build_cache(
     arenas = {tier: Arena(tier, layout, on_free=on_free) for tier, layout in layouts.items()}
     reuse = ReuseModel(spec.page_tokens)
     tree = Tree(spec, arenas, tuning.eviction or Expected(reuse))
-    counters = Counters()
+    counters = counters or Counters()
     state = CacheState(
         spec=spec,
         config=config,

@@ -36,6 +36,10 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
     parser.add_argument("--dtype", default="auto", help="fp32 or bf16 (default: by device)")
     parser.add_argument(
+        "--kernels", default="auto", metavar="NAME",
+        help="what runs attention and the like: auto, torch or flashinfer (default: the fastest there is)",
+    )  # fmt: skip
+    parser.add_argument(
         "--draft", metavar="PATH|mtp", help="a smaller model that guesses tokens ahead, or mtp: the model's own layer"
     )
     parser.add_argument("--draft-tokens", type=int, default=4, metavar="N", help="tokens guessed at once (default: 4)")
@@ -162,6 +166,7 @@ def _engine_config(args: Namespace, environment: Mapping[str, str], principals: 
         dtype=args.dtype,
         page_tokens=args.page_tokens,
         kv_dtype=args.kv_dtype,
+        kernels=args.kernels,
         draft=args.draft,
         draft_tokens=args.draft_tokens,
         device_memory=args.device_memory,
@@ -217,6 +222,7 @@ def _summary(
         ("model", f"{name}, up to {engine.max_context:,} tokens"),
         ("memory", f"{round(measured.bytes_per_token):,} bytes per token{checkpoint}, pages of {spec.page_tokens} tokens"),
         *([] if config.draft is None else [("draft", f"{config.draft}, up to {config.draft_tokens} tokens ahead")]),
+        ("kernels", ", ".join(f"{what} {by}" for what, by in engine.kernels.items())),
         ("tiers", ", ".join(f"{label} {format_bytes(size)}" for label, size in sizes.items() if size)),
         ("store", config.store or "none"),
         *([] if key is None else [("store key", f"{key.id.hex()}: only what was written with it is used")]),

@@ -12,6 +12,7 @@ import torch
 from stepwell.base.config import CacheConfig, PlacementConfig, StoreConfig, WritePolicy
 from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Kind, Tier
+from stepwell.base.meters import Counters
 from stepwell.base.spec import ModelSpec
 from stepwell.base.spec.families import KV_DTYPES
 from stepwell.base.units import format_bytes, parse_bytes
@@ -26,6 +27,7 @@ from stepwell.engine.loading.checkpoint import Checkpoint, open_checkpoint
 from stepwell.engine.loading.known import known_names
 from stepwell.engine.models.base import Decoder
 from stepwell.engine.models.registry import build_model
+from stepwell.engine.ops.kernels import check_kernels
 from stepwell.engine.passes.pages import TORCH_DTYPES, DevicePages
 from stepwell.engine.runner import Runner
 from stepwell.engine.scheduler import Limits
@@ -34,7 +36,8 @@ from stepwell.store.api import Store
 from stepwell.store.registry import find_opener, open_store
 from stepwell.transfer.copy_engine import CopyEngine, NumpyCopyEngine, PageMemory, free_bytes, must_fit
 from stepwell.transfer.store_worker import HostPages
-from stepwell.transfer.torch_copy_engine import TorchCopyEngine, TorchMemory
+from stepwell.transfer.torch_copy_engine import TorchCopyEngine
+from stepwell.transfer.torch_memory import TorchMemory
 
 CUDA_SHARE = 0.8  # of what is free on a GPU once the weights are there; passes need room of their own
 CPU_DEVICE_BYTES = 2 * 2**30
@@ -52,6 +55,7 @@ class EngineConfig:
     device: str = "auto"
     dtype: str = "auto"
     kv_dtype: str | None = None  # what attention rows are kept in: as `dtype`, or fp8 where the model has such rows
+    kernels: str = "auto"  # or torch, or flashinfer: what runs the operations of a pass
     page_tokens: int | None = None
     device_memory: str | int | None = None
     host_memory: str | int | None = None
@@ -97,6 +101,7 @@ def check_settings(config: EngineConfig) -> None:
     device, dtype = _device(config), _dtype(config)
     if dtype not in TORCH_DTYPES or (config.kv_dtype is not None and config.kv_dtype not in KV_DTYPES):
         raise ConfigError(f"dtype must be one of {', '.join(TORCH_DTYPES)}, and kv_dtype of {', '.join(KV_DTYPES)}")
+    check_kernels(config.kernels, device, TORCH_DTYPES[dtype])
     if config.page_tokens is not None and config.page_tokens < 1:
         raise ConfigError(f"page_tokens must be at least 1, got {config.page_tokens}")
     sizes = CacheConfig(device_bytes=_device_bytes(config, device), host_bytes=_host_bytes(config))
@@ -128,6 +133,7 @@ def build_engine(
         device=device,
         page_tokens=config.page_tokens,
         kv_dtype=config.kv_dtype,
+        kernels=config.kernels,
     )
     loaded = _load_draft(config, model, checkpoint, draft)
     spec = model.spec if loaded is None else replace(model.spec, states=(*model.spec.states, *loaded.states))
@@ -177,8 +183,9 @@ def _load_draft(config: EngineConfig, model: Decoder, checkpoint: Checkpoint, op
         return load_own_layer(checkpoint.config, checkpoint.source, model, dtype=_dtype(config), kv_dtype=config.kv_dtype)
     draft = opened or open_checkpoint(str(config.draft))
     built = build_model(
-        draft.config, draft.source, dtype=_dtype(config), device=_device(config), page_tokens=model.spec.page_tokens
-    )
+        draft.config, draft.source, dtype=_dtype(config), device=_device(config), page_tokens=model.spec.page_tokens,
+        kernels=config.kernels,
+    )  # fmt: skip
     return load_separate(built, model, draft.digest)
 
 
@@ -199,12 +206,16 @@ def _cache(
     spec: ModelSpec, config: CacheConfig, memories: Mapping[Tier, PageMemory | TorchMemory], identity: str, tuning: CacheTuning
 ) -> Cache:
     copy_engine: CopyEngine
+    counters = Counters()
     host: Sequence[HostPages] = [memories[Tier.HOST]] if Tier.HOST in memories else []
     if all(isinstance(memory, PageMemory) for memory in memories.values()):
         copy_engine = NumpyCopyEngine({tier: memory for tier, memory in memories.items() if isinstance(memory, PageMemory)})
     else:
-        copy_engine = TorchCopyEngine({tier: memory for tier, memory in memories.items() if isinstance(memory, TorchMemory)})
-    return build_cache(spec, config, copy_engines=[copy_engine], model=identity, host_pages=host, tuning=tuning)
+        by_torch = {tier: memory for tier, memory in memories.items() if isinstance(memory, TorchMemory)}
+        copy_engine = TorchCopyEngine(by_torch, counters=counters)
+    return build_cache(
+        spec, config, copy_engines=[copy_engine], model=identity, host_pages=host, tuning=tuning, counters=counters
+    )
 
 
 def _attach(cache: Cache, config: EngineConfig, opened: Store | None) -> Store | None:

@@ -76,6 +76,7 @@ class Engine:
         self.stores = [] if store is None else [store]  # that it closes: the attached one, and those on their way out
         self.on_detached: Callable[[Store], None] = self._close_detached  # told when nothing uses a store any more
         self.passes = 0
+        self._failed_kernels = 0
         self._runner = runner
         self._speculation = speculation
         self._eos_ids = eos_ids
@@ -94,6 +95,11 @@ class Engine:
     @property
     def vocab_size(self) -> int:
         return self._runner.model.vocab_size
+
+    @property
+    def kernels(self) -> dict[str, str]:
+        """What runs each operation of a pass, for people."""
+        return self._runner.model.kernels.report.lines()
 
     @property
     def num_open(self) -> int:
@@ -259,6 +265,7 @@ class Engine:
         else:
             chunks, logits = self._speculation.run(chunks, self._runner)
         self.passes += 1
+        self._count_fallbacks()
         choices, row = Choices(logits), 0
         for chunk in chunks:
             if chunk.completes:
@@ -266,6 +273,13 @@ class Engine:
                 row += 1 + len(chunk.proposed)
             else:
                 self._commit(chunk.request, chunk.end)
+
+    def _count_fallbacks(self) -> None:
+        """Kernels that failed in this pass, and run in plain torch from now on."""
+        failed = len(self._runner.model.kernels.report.failed)
+        if failed > self._failed_kernels:
+            self.cache.counters.add("kernel_fallbacks", failed - self._failed_kernels)
+            self._failed_kernels = failed
 
     def _go_on(self, chunk: Chunk, choices: Choices, row: int) -> None:
         """The next tokens, each chosen as if it were alone: for as long as the model chooses what was proposed, and one more.

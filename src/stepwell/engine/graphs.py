@@ -1,9 +1,10 @@
 """Decode steps recorded once and played again (CUDA graphs): hundreds of small kernels then cost one launch.
 
-A recording is for so many requests, and for page tables up to a length that grows in steps, so that one lasts for many tokens. A
-shape is recorded when it is met again; the first time it is computed in the same shape, so that the bits do not depend on what
-was recorded. A shape that cannot be recorded, for lack of memory say, goes on being computed. Only for models whose steps do the
-same work whatever the numbers are (`Decoder.steady`); all other passes are computed as usual.
+A recording is for so many requests. Where attention runs in plain torch it is for page tables up to a length too, that grows in
+steps, so that one lasts for many tokens. A shape is recorded when it is met again; the first time it is computed in the same
+shape, so that the bits do not depend on what was recorded. A shape that cannot be recorded, for lack of memory say, goes on being
+computed. Only for models whose steps do the same work whatever the numbers are (`Decoder.steady`); all other passes are computed
+as usual.
 """
 
 from __future__ import annotations
@@ -11,39 +12,90 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from stepwell.engine.models.base import Decoder
-from stepwell.engine.passes.batch import Batch, Paging, Singles
+from stepwell.engine.passes.batch import Batch
+from stepwell.engine.passes.paging import Paging, Singles
 
 PAGES_STEP = 16  # by which page tables grow
 MOST_RECORDINGS = 64
 
-Shape = tuple[int, ...]  # requests, then the length of the page table of each kind of pages
+Shape = tuple[int, ...]  # requests; then the length of the page table of each kind of pages, where tables are read
+Lengths = Mapping[int | None, int | None]  # of the page table for each window, None where none is read
 
 log = logging.getLogger(__name__)
+
+
+class FixedPaging(Paging):
+    """A paging of singles in tensors that stay where they are. `load` puts another one into them.
+
+    Its table is made with `length` pages a request, or, with None, as long as the paging it is like: that one cannot be recorded.
+    """
+
+    fixed = True
+
+    def __init__(self, like: Paging, length: int | None) -> None:
+        super().__init__(
+            like.looks, like.sight, page_N=like.page_N.clone(), row_N=like.row_N.clone(), num_singles=like.num_singles,
+            together=lambda: (),
+        )  # fmt: skip
+        self._like: Paging | None = like
+        self._length = length
+        self.reads_tables = False
+
+    @cached_property
+    def singles(self) -> tuple[Singles, ...]:
+        self.reads_tables = True
+        assert self._like is not None, "its table is made with the first pass"
+        return self._like.singles if self._length is None else (_stretched(self._like.singles[0], self._length),)
+
+    def load(self, theirs: Paging) -> None:
+        self.page_N.copy_(theirs.page_N)
+        self.row_N.copy_(theirs.row_N)
+        if self.reads_tables:
+            _fill(self.singles[0], theirs.singles[0])
+        for parts in self.plans.values():
+            for _, plan in parts:
+                plan.load(theirs.looks)
+
+    def settle(self) -> None:
+        """The pass it was made for is computed."""
+        self._like = None
 
 
 class Still(Batch):
     """What a model reads of a batch of singles, in tensors that stay where they are. `load` puts another batch into them."""
 
-    def __init__(self, like: Batch, lengths: Mapping[int | None, int]) -> None:
+    def __init__(self, like: Batch, lengths: Lengths) -> None:
         self.pages, self.device, self._dtype, self._first_seen, self.open_groups = like.pages, like.device, like.dtype, 0, None
         self.segments, self.num_singles, self.starts = like.segments, like.num_singles, like.starts
         self.tokens_N, self.positions_N, self.wanted = (
             each.clone() for each in (like.tokens_N, like.positions_N, like.wanted)
         )  # fmt: skip
-        self._paging = {window: _stretched(like.paging(window), length) for window, length in lengths.items()}
+        self._fixed = {window: FixedPaging(like.paging(window), length) for window, length in lengths.items()}
+        self._paging = {**self._fixed}
+        self.points_S, self.fresh_S = like.points_S, like.fresh_S
+
+    @property
+    def reads_tables(self) -> bool:
+        return any(paging.reads_tables for paging in self._fixed.values())
 
     def load(self, batch: Batch) -> None:
         self.tokens_N.copy_(batch.tokens_N)
         self.positions_N.copy_(batch.positions_N)
-        for window, mine in self._paging.items():
-            theirs = batch.paging(window)
-            mine.page_N.copy_(theirs.page_N)
-            mine.row_N.copy_(theirs.row_N)
-            _fill(mine.singles[0], theirs.singles[0])
+        for window, mine in self._fixed.items():
+            mine.load(batch.paging(window))
+        if len(self.points_S):
+            self.points_S.copy_(batch.points_S)
+            self.fresh_S.copy_(batch.fresh_S)
+
+    def settle(self) -> None:
+        """The batch it is like is computed, and no longer needed."""
+        for paging in self._fixed.values():
+            paging.settle()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -66,6 +118,7 @@ class Graphs:
         self._met: set[Shape] = set()
         self._refused: set[Shape] = set()  # that could not be recorded; nobody tries again
         self._recordings: dict[Shape, Recording] = {}
+        self._reads_tables = True  # until a step has shown that the model's attention reads pages
         self._pool = torch.cuda.graph_pool_handle()
         self._side = torch.cuda.Stream(model.device)  # one for all: memory of the pool is lent again on its own stream alone
 
@@ -75,12 +128,15 @@ class Graphs:
         if lengths is None:
             return self._model.forward(batch)
         batch.prepare()
-        shape = (len(batch.segments), *lengths.values())
+        shape = (len(batch.segments), *(length for length in lengths.values() if length is not None))
         if shape not in self._recordings and not self._recorded(shape, batch, lengths):
-            return self._model.compute(Still(batch, lengths))
+            still = Still(batch, lengths)
+            logits = self._model.compute(still)
+            self._reads_tables = still.reads_tables
+            return logits
         return self._recordings[shape].play(batch)
 
-    def _recorded(self, shape: Shape, batch: Batch, lengths: Mapping[int | None, int]) -> bool:
+    def _recorded(self, shape: Shape, batch: Batch, lengths: Lengths) -> bool:
         """Records a shape that is met again, and says whether it did. One that cannot be is not tried a second time."""
         if shape not in self._met or shape in self._refused:
             self._met.add(shape)
@@ -95,16 +151,18 @@ class Graphs:
             return False
         return True
 
-    def _lengths(self, batch: Batch) -> dict[int | None, int] | None:
+    def _lengths(self, batch: Batch) -> Lengths | None:
         """How long page tables are for this batch, in steps; None for one that cannot be played."""
         if batch.num_singles < len(batch.segments) or len(batch.wanted) < len(batch.segments):
             return None
+        if not self._reads_tables:
+            return dict.fromkeys(self._model.steady)
         tables = {window: batch.paging(window).singles for window in self._model.steady}
         if any(len(singles) > 1 for singles in tables.values()):
             return None
         return {window: -(-singles[0].table_BP.shape[1] // PAGES_STEP) * PAGES_STEP for window, singles in tables.items()}
 
-    def _record(self, batch: Batch, lengths: Mapping[int | None, int]) -> Recording:
+    def _record(self, batch: Batch, lengths: Lengths) -> Recording:
         """Computes the batch twice: what it writes is the same every time."""
         still, graph = Still(batch, lengths), torch.cuda.CUDAGraph()
         here, side = torch.cuda.current_stream(self._model.device), self._side
@@ -116,11 +174,13 @@ class Graphs:
             # Other threads copy pages meanwhile, which is none of its business.
             with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
                 logits = self._model.compute(still)
+        if still.reads_tables and None in lengths.values():
+            raise RuntimeError("a kernel that reads pages has failed, and plain torch needs tables of a fixed length")
+        still.settle()
         return Recording(batch=still, graph=graph, logits=logits)
 
 
-def _stretched(paging: Paging, length: int) -> Paging:
-    (singles,) = paging.singles
+def _stretched(singles: Singles, length: int) -> Singles:
     count, tokens = singles.table_BP.shape[0], singles.mask_BT.shape[1] // singles.table_BP.shape[1]
     longer = Singles(
         start=singles.start,
@@ -129,7 +189,7 @@ def _stretched(paging: Paging, length: int) -> Paging:
         mask_BT=singles.mask_BT.new_empty(count, length * tokens),
     )
     _fill(longer, singles)
-    return Paging(page_N=paging.page_N.clone(), row_N=paging.row_N.clone(), singles=(longer,), runs=())
+    return longer
 
 
 def _fill(mine: Singles, theirs: Singles) -> None:

@@ -178,6 +178,7 @@ def _state(engine: Engine, served: Served, stores: Stores) -> dict[str, Any]:
         "bytes_per_token": float(spec.bytes_per_token),
         "checkpoint_bytes": spec.checkpoint_bytes(),
         "max_context": engine.max_context,
+        "kernels": engine.kernels,
         "requests": {"waiting": state.waiting, "active": state.active},
         "pending": state.pending,
         "deferred": state.deferred,

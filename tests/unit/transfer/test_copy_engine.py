@@ -11,7 +11,6 @@ from stepwell.base.ids import JobId
 from stepwell.base.tasks import Copy, Plan, Purpose, Span
 from stepwell.cache.build import layouts_for
 from stepwell.transfer.copy_engine import CopyEngine, NumpyCopyEngine, PageMemory
-from stepwell.transfer.torch_copy_engine import TorchCopyEngine, TorchMemory
 from toys import HYBRID
 
 LAYOUTS = layouts_for(HYBRID, CacheConfig(device_bytes=64 * 32, host_bytes=32 * 32), alignment=16)
@@ -35,6 +34,9 @@ class _Bench:
         self._torch = make == "torch"
         if self._torch:
             pytest.importorskip("torch", reason="torch is not installed")
+            from stepwell.transfer.torch_copy_engine import TorchCopyEngine
+            from stepwell.transfer.torch_memory import TorchMemory
+
             memories = {
                 Tier.DEVICE: TorchMemory(HYBRID, LAYOUTS[Tier.DEVICE], device),
                 Tier.HOST: TorchMemory(HYBRID, LAYOUTS[Tier.HOST]),

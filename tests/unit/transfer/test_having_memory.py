@@ -15,14 +15,14 @@ from stepwell.cache.build import layouts_for
 from stepwell.store.mooncake.client import Client
 from stepwell.store.mooncake.store import MooncakeStore
 from stepwell.transfer.copy_engine import free_bytes
-from stepwell.transfer.torch_copy_engine import TorchMemory
+from stepwell.transfer.torch_memory import TorchMemory
 from toys import FULL, HYBRID
 
 SMALL = 1 << 20
 LAYOUT = layouts_for(FULL, CacheConfig(device_bytes=None, host_bytes=SMALL))
 
 
-def refuse(number: int, size: int) -> mmap.mmap:
+def refuse(number: int, size: int, **options: int) -> mmap.mmap:
     raise OSError(ENOMEM, "Cannot allocate memory")
 
 
@@ -48,6 +48,7 @@ def test_torch_memory_that_cannot_be_had_is_no_raw_error(monkeypatch: pytest.Mon
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 MiB\nand a long story")
 
     monkeypatch.setattr(torch, "zeros", no_room)
+    monkeypatch.setattr("stepwell.transfer.torch_memory.mmap.mmap", refuse)
     with pytest.raises(ConfigError, match=r"1\.0 MiB .*cuda:0.*CUDA out of memory.*device_bytes") as refusal:
         TorchMemory(FULL, layout, "cuda:0")
     assert "long story" not in str(refusal.value)

@@ -5,17 +5,18 @@ What differs is data: norms of queries and keys, a window, sinks, a cap, biases.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
 from stepwell.base.spec.families.attention import Heads
 from stepwell.engine.loading.weights import Weights
-from stepwell.engine.models.layers import Linear, RMSNorm, rotate
-from stepwell.engine.ops.attention import attend, write_rows
+from stepwell.engine.models.layers import Linear, RMSNorm
+from stepwell.engine.ops.kernels import TORCH, Kernels
+from stepwell.engine.ops.pointwise import Angles, HeadNorms
 from stepwell.engine.passes.batch import Batch
-
-Angles = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -31,33 +32,22 @@ class Attention:
     qkv: Linear
     out: Linear
     window: int | None = None
-    query_norm: RMSNorm | None = None
-    key_norm: RMSNorm | None = None
+    norms: HeadNorms | None = None
     sinks_H: torch.Tensor | None = None
     cap: float | None = None  # scores are kept within it, by tanh
+    kernels: Kernels = TORCH
 
     def __call__(self, x_NC: torch.Tensor, angles: Angles | None, batch: Batch) -> torch.Tensor:
-        query, key, value = self.project(x_NC, angles)
-        return self.out(self.look(query, key, value, batch))
+        return self.out(self.look(x_NC, angles, batch))
 
-    def project(self, x_NC: torch.Tensor, angles: Angles | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys and values, `[N, heads, head_dim]`, normed and rotated."""
-        heads, kv_heads = self.heads, self.kv_heads
-        asked_NXD, value = self.qkv(x_NC).unflatten(1, (-1, self.head_dim)).split((heads + kv_heads, kv_heads), dim=1)
-        if self.query_norm is not None and self.key_norm is not None:
-            asked_NXD = torch.cat([self.query_norm(asked_NXD[:, :heads]), self.key_norm(asked_NXD[:, heads:])], dim=1)
-        if angles is not None:
-            asked_NXD = rotate(asked_NXD, angles)  # queries and keys at once
-        query, key = asked_NXD.split((heads, kv_heads), dim=1)
-        return query, key, value
-
-    def look(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def look(self, x_NC: torch.Tensor, angles: Angles | None, batch: Batch) -> torch.Tensor:
         """Keeps keys and values, and returns what the queries see: `[N, heads * head_dim]`."""
-        paging = batch.paging(self.window)
-        rows = batch.rows(self.state, self.layer)
-        write_rows(rows, paging, key, value)
-        seen = attend(
-            query,
+        paging, rows = batch.paging(self.window), batch.rows(self.state, self.layer)
+        query_NHD = self.kernels.write_keys_values(
+            self.qkv(x_NC), rows, paging, heads=self.heads, kv_heads=self.kv_heads, norms=self.norms, angles=angles
+        )
+        seen_NHD = self.kernels.attend(
+            query_NHD,
             rows,
             paging,
             heads=self.kv_heads,
@@ -66,7 +56,22 @@ class Attention:
             sinks_H=self.sinks_H,
             cap=self.cap,
         )
-        return seen.flatten(1)
+        return seen_NHD.flatten(1)
+
+
+class HasAttention(Protocol):
+    @property
+    def attention(self) -> Any: ...
+
+
+def windows_of(blocks: Iterable[HasAttention]) -> tuple[int | None, ...]:
+    """How many tokens the blocks of a model look at, None for all: each once."""
+    return tuple(dict.fromkeys(block.attention.window for block in blocks))
+
+
+def head_norms(query: RMSNorm, key: RMSNorm) -> HeadNorms:
+    assert query.eps == key.eps, f"queries and keys are normed alike: {query.eps=} {key.eps=}"
+    return HeadNorms(query.weight, key.weight, query.eps)
 
 
 def queries_keys_values(

@@ -13,6 +13,7 @@ from stepwell.base.spec import ModelSpec
 from stepwell.base.spec.families.fields import Fields
 from stepwell.engine.loading.weights import Weights
 from stepwell.engine.models.layers import RMSNorm
+from stepwell.engine.ops.kernels import TORCH, Kernels
 from stepwell.engine.passes.batch import Batch
 
 OnLayer = Callable[[int, torch.Tensor], None]
@@ -25,6 +26,7 @@ class Parts:
     config: Fields
     spec: ModelSpec
     weights: Weights
+    kernels: Kernels = TORCH
 
     @property
     def device(self) -> str | torch.device:
@@ -45,10 +47,12 @@ class Block:
     mlp: Callable[[torch.Tensor], torch.Tensor]
     before_attention: RMSNorm
     before_mlp: RMSNorm
+    kernels: Kernels
 
     def __call__(self, x_NC: torch.Tensor, shared: Any, batch: Batch) -> torch.Tensor:
-        x_NC = x_NC + self.attention(self.before_attention(x_NC), shared, batch)
-        return x_NC + self.mlp(self.before_mlp(x_NC))
+        seen_NC = self.attention(self.before_attention(x_NC), shared, batch)
+        x_NC, normed_NC = self.kernels.add_norm(x_NC, seen_NC, self.before_mlp.weight, self.before_mlp.eps)
+        return x_NC + self.mlp(normed_NC)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -69,6 +73,7 @@ class Decoder:
     logit_scale: float = 1.0
     logit_cap: float | None = None
     steady: tuple[int | None, ...] = ()
+    kernels: Kernels = TORCH
 
     @property
     def vocab_size(self) -> int:

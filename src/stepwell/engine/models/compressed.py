@@ -18,8 +18,9 @@ from torch.nn.functional import rms_norm
 
 from stepwell.engine.models.layers import Linear, RMSNorm, Rotary
 from stepwell.engine.ops.compression import Entries, Index, Overlap, attend_shared, close_groups, pool
-from stepwell.engine.passes.batch import Batch, Paging
+from stepwell.engine.passes.batch import Batch
 from stepwell.engine.passes.groups import Groups
+from stepwell.engine.passes.paging import Paging
 from stepwell.engine.passes.rows import RowFormat
 
 

@@ -27,7 +27,8 @@ def build(parts: Parts) -> Decoder:
     rotary = latent_rotary(parts.config, device=parts.device)
     names = layer_names(parts)
     blocks = [latent_block(parts, name, layer=index, state="kv") for index, name in enumerate(names)]
-    return decoder(parts, blocks, lambda batch: rotary.angles(batch.positions_N, parts.weights.dtype))
+    dtype = parts.weights.dtype
+    return decoder(parts, blocks, lambda batch: rotary.angles(batch.positions_N, dtype))
 
 
 def latent_block(parts: Parts, name: str, *, layer: int, state: str) -> Block:
@@ -61,6 +62,7 @@ def latent_attention(parts: Parts, name: str, *, layer: int, state: str) -> Late
         kept=sizes.rows(parts.spec.state(state).dtype),
         scale=query_scale(parts.config, sizes),
         neighbours=parts.config.flag("rope_interleave", True),
+        kernels=parts.kernels,
     )
 
 
@@ -69,6 +71,7 @@ def block(parts: Parts, name: str, attention: Layer) -> Block:
     return Block(
         attention=attention,
         mlp=_feed_forward(parts, f"{name}.mlp"),
+        kernels=parts.kernels,
         before_attention=RMSNorm.load(parts.weights, f"{name}.input_layernorm", hidden, eps),
         before_mlp=RMSNorm.load(parts.weights, f"{name}.post_attention_layernorm", hidden, eps),
     )
@@ -84,6 +87,7 @@ def decoder(parts: Parts, layers: Sequence[Layer], shared: Callable[[Batch], Any
         norm=RMSNorm.load(parts.weights, "model.norm", hidden, norm_eps(parts.config)),
         head=head_of(parts, embed),
         shared=shared,
+        steady=(None,) if parts.kernels.experts_stay_on_device else (),
     )
 
 
@@ -91,7 +95,7 @@ def _feed_forward(parts: Parts, name: str) -> Callable[[torch.Tensor], torch.Ten
     """Experts in the layers whose tensors say so (`first_k_dense_replace` and `mlp_layer_types` say the same)."""
     config, weights, act, hidden = parts.config, parts.weights, activation(parts.config), parts.config.size("hidden_size")
     if not weights.has(f"{name}.gate.weight"):
-        return GatedMLP.load(weights, name, act, hidden=hidden, inner=said(config, "intermediate_size"))
+        return GatedMLP.load(weights, name, act, parts.kernels, hidden=hidden, inner=said(config, "intermediate_size"))
     _refuse_unknown(config)
     count = config.size("n_routed_experts")
     groups = config.size("n_group", 1, most=count)
@@ -114,6 +118,7 @@ def _feed_forward(parts: Parts, name: str) -> Callable[[torch.Tensor], torch.Ten
             count=count,
             hidden=hidden,
             inner=said(config, "moe_intermediate_size"),
+            run=parts.kernels.experts,
             combine=gated(act),
         ),
     )
@@ -126,7 +131,8 @@ def shared_block(parts: Parts, name: str, count: int) -> GatedMLP:
     """The block that all tokens visit, as wide as `count` experts together."""
     config, inner = parts.config, said(parts.config, "moe_intermediate_size")
     wide = None if inner is None else inner * count
-    return GatedMLP.load(parts.weights, name, activation(config), hidden=config.size("hidden_size"), inner=wide)
+    hidden = config.size("hidden_size")
+    return GatedMLP.load(parts.weights, name, activation(config), parts.kernels, hidden=hidden, inner=wide)
 
 
 def _refuse_unknown(config: Fields) -> None:

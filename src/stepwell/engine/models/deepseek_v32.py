@@ -11,11 +11,11 @@ import torch
 
 from stepwell.base.errors import ConfigError
 from stepwell.base.spec.families.latent import own_index
-from stepwell.engine.models.attention import Angles
 from stepwell.engine.models.base import Decoder, Parts
 from stepwell.engine.models.deepseek_v3 import block, decoder, latent_attention, layer_names
 from stepwell.engine.models.indexer import Indexer
 from stepwell.engine.models.latent import LatentAttention, latent_rotary
+from stepwell.engine.ops.pointwise import Angles
 from stepwell.engine.ops.selection import Selection, attend_selected
 from stepwell.engine.passes.batch import Batch
 
@@ -53,7 +53,8 @@ def build(parts: Parts) -> Decoder:
     if not own[0]:
         raise ConfigError("the first layer has no index of its own, and none before it to share; check indexer_types")
     blocks = [block(parts, name, _attention(parts, f"{name}.self_attn", index, own)) for index, name in enumerate(names)]
-    return decoder(parts, blocks, lambda batch: Shared(angles=rotary.angles(batch.positions_N, parts.weights.dtype)))
+    dtype = parts.weights.dtype  # not `parts`: what a pass keeps of it would keep all tensors it was read from
+    return decoder(parts, blocks, lambda batch: Shared(angles=rotary.angles(batch.positions_N, dtype)))
 
 
 def _attention(parts: Parts, name: str, layer: int, own: list[bool]) -> SparseAttention:

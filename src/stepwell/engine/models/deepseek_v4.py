@@ -21,8 +21,10 @@ from stepwell.engine.loading.weights import Size, Weights
 from stepwell.engine.models.base import Decoder, Parts, head_of
 from stepwell.engine.models.compressed import Closing, Compressor, Indexer, Kept, Shared, SharedAttention, turns
 from stepwell.engine.models.hyper import Gather, HyperConnection, Spread
-from stepwell.engine.models.layers import Activation, Linear, RMSNorm, Rotary, activation, norm_eps, number, rotary, said
-from stepwell.engine.models.moe import Combine, Experts, Routing
+from stepwell.engine.models.layers import Linear, RMSNorm, Rotary, activation, norm_eps, number, rotary, said
+from stepwell.engine.models.moe import Experts
+from stepwell.engine.ops.experts import Combine, Routing
+from stepwell.engine.ops.pointwise import Activation
 from stepwell.engine.passes.batch import Batch
 from stepwell.engine.passes.groups import Groups
 from stepwell.engine.passes.rows import latent_rows, shared_rows
@@ -124,7 +126,7 @@ def _block(parts: Parts, sizes: Sizes, index: int, kinds: Sequence[str]) -> Bloc
     config, weights, name, hidden = parts.config, parts.weights, f"model.layers.{index}", parts.config.size("hidden_size")
     return Block(
         attention=_attention(parts, sizes, f"{name}.self_attn", index, kinds),
-        experts=_experts(config, weights, f"{name}.mlp"),
+        experts=_experts(parts, f"{name}.mlp"),
         before_attention=_norm(parts, f"{name}.input_layernorm", hidden),
         before_experts=_norm(parts, f"{name}.post_attention_layernorm", hidden),
         around_attention=HyperConnection.load(config, weights, f"{name}.attn_hc"),
@@ -199,7 +201,8 @@ def _kept_row(parts: Parts, sizes: Sizes, state: str, norm: str) -> Kept:
     return Kept(state=state, width=sizes.row, norm=_norm(parts, norm, sizes.row), format=rows)
 
 
-def _experts(config: Fields, weights: Weights, name: str) -> TokenExperts:
+def _experts(parts: Parts, name: str) -> TokenExperts:
+    config, weights, run = parts.config, parts.weights, parts.kernels.experts
     count, combine = config.size("n_routed_experts"), _clamped(activation(config), number(config, "swiglu_limit", 10.0))
     scoring = config.text("scoring_func") or "sqrtsoftplus"
     if scoring not in _SCORES:
@@ -215,7 +218,7 @@ def _experts(config: Fields, weights: Weights, name: str) -> TokenExperts:
         scale=number(config, "routed_scaling_factor", 1.5),
         table_VK=weights.take(table, said(config, "vocab_size"), top, dtype=torch.int64) if weights.has(table) else None,
         bias_E=weights.take(bias, count, dtype=torch.float32) if weights.has(bias) else None,
-        experts=Experts.load(weights, f"{name}.experts", count=count, hidden=hidden, inner=inner, combine=combine),
+        experts=Experts.load(weights, f"{name}.experts", count=count, hidden=hidden, inner=inner, combine=combine, run=run),
         shared=Expert(
             gate_up=Linear.load(weights, dict.fromkeys((f"{shared}.gate_proj", f"{shared}.up_proj"), wide), hidden),
             down=Linear.load(weights, {f"{shared}.down_proj": hidden}, wide),

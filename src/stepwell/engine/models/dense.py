@@ -7,13 +7,11 @@ Qwen3 norms queries and keys; Mistral and some Qwens look at a window in some la
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from stepwell.base.spec.families.attention import read_heads
 from stepwell.base.spec.families.fields import Fields
 from stepwell.base.spec.families.layers import Layer as LayerKind
 from stepwell.base.spec.families.layers import schedule
-from stepwell.engine.models.attention import Attention, queries_keys_values
+from stepwell.engine.models.attention import Attention, head_norms, queries_keys_values, windows_of
 from stepwell.engine.models.base import Block, Decoder, Parts, head_of
 from stepwell.engine.models.layers import GatedMLP, Linear, RMSNorm, activation, norm_eps, rotary_from, said
 from stepwell.engine.models.moe import Experts, MixtureOfExperts, gated, softmax_then_top
@@ -27,6 +25,7 @@ def build(parts: Parts) -> Decoder:
     rotary = rotary_from(config, head_dim, device=parts.device)
     kinds = layer_kinds(config)
     blocks = [_block(parts, index, kinds) for index in range(len(kinds))]
+    recordable = parts.kernels.experts_stay_on_device or all(isinstance(block.mlp, GatedMLP) for block in blocks)
     hidden = config.size("hidden_size")
     embed = weights.take("model.embed_tokens.weight", said(config, "vocab_size"), hidden)
     return Decoder(
@@ -36,12 +35,8 @@ def build(parts: Parts) -> Decoder:
         norm=RMSNorm.load(weights, "model.norm", hidden, norm_eps(config)),
         head=head_of(parts, embed),
         shared=lambda batch: rotary.angles(batch.positions_N, embed.dtype),
-        steady=_windows(config, kinds) if all(isinstance(block.mlp, GatedMLP) for block in blocks) else (),
+        steady=windows_of(blocks) if recordable else (),
     )
-
-
-def _windows(config: Fields, kinds: Sequence[LayerKind]) -> tuple[int | None, ...]:
-    return tuple(config.size("sliding_window") if kind is LayerKind.SLIDING else None for kind in dict.fromkeys(kinds))
 
 
 def layer_kinds(config: Fields) -> list[LayerKind]:
@@ -63,6 +58,10 @@ def _block(parts: Parts, index: int, kinds: list[LayerKind]) -> Block:
         config.size("hidden_size"),
         config.size("num_attention_heads"),
     )
+
+    def norm(of: str, size: int) -> RMSNorm:
+        return RMSNorm.load(weights, f"{name}.{of}", size, eps)
+
     sliding = kinds[index] is LayerKind.SLIDING
     normed = weights.has(f"{name}.self_attn.q_norm.weight")
     attention = Attention(
@@ -75,14 +74,15 @@ def _block(parts: Parts, index: int, kinds: list[LayerKind]) -> Block:
         scale=heads.key_dim**-0.5,
         qkv=queries_keys_values(weights, f"{name}.self_attn", queries, heads, hidden),
         out=Linear.load(weights, {f"{name}.self_attn.o_proj": hidden}, queries * heads.key_dim),
-        query_norm=RMSNorm.load(weights, f"{name}.self_attn.q_norm", heads.key_dim, eps) if normed else None,
-        key_norm=RMSNorm.load(weights, f"{name}.self_attn.k_norm", heads.key_dim, eps) if normed else None,
+        norms=head_norms(norm("self_attn.q_norm", heads.key_dim), norm("self_attn.k_norm", heads.key_dim)) if normed else None,
+        kernels=parts.kernels,
     )
     return Block(
         attention=attention,
         mlp=_feed_forward(parts, f"{name}.mlp"),
-        before_attention=RMSNorm.load(weights, f"{name}.input_layernorm", hidden, eps),
-        before_mlp=RMSNorm.load(weights, f"{name}.post_attention_layernorm", hidden, eps),
+        kernels=parts.kernels,
+        before_attention=norm("input_layernorm", hidden),
+        before_mlp=norm("post_attention_layernorm", hidden),
     )
 
 
@@ -90,7 +90,8 @@ def _feed_forward(parts: Parts, name: str) -> GatedMLP | MixtureOfExperts:
     """Experts in the layers whose tensors say so."""
     config, weights, hidden = parts.config, parts.weights, parts.config.size("hidden_size")
     if not weights.has(f"{name}.gate.weight"):
-        return GatedMLP.load(weights, name, activation(config), hidden=hidden, inner=said(config, "intermediate_size"))
+        inner = said(config, "intermediate_size")
+        return GatedMLP.load(weights, name, activation(config), parts.kernels, hidden=hidden, inner=inner)
     count = config.size("num_experts" if config.has("num_experts") else "num_local_experts")
     top = config.size("num_experts_per_tok", most=count)
     return MixtureOfExperts(
@@ -102,6 +103,7 @@ def _feed_forward(parts: Parts, name: str) -> GatedMLP | MixtureOfExperts:
             count=count,
             hidden=hidden,
             inner=said(config, "moe_intermediate_size"),
+            run=parts.kernels.experts,
             combine=gated(activation(config)),
         ),
     )

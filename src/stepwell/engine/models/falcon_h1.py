@@ -8,17 +8,18 @@ Its config multiplies many things by constants. They go into the matrices while 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from stepwell.base.errors import ConfigError
 from stepwell.base.spec.families.attention import read_heads
 from stepwell.base.spec.families.fields import Fields
-from stepwell.engine.models.attention import Angles, Attention, queries_keys_values
+from stepwell.engine.models.attention import Attention, queries_keys_values
 from stepwell.engine.models.base import Decoder, Parts, head_of
 from stepwell.engine.models.layers import GatedMLP, Linear, RMSNorm, activation, number, rotary_from, said
 from stepwell.engine.models.mamba2 import GatedNorm, Mixer, Sizes, step_limits
+from stepwell.engine.ops.pointwise import Angles
 from stepwell.engine.ops.recurrent import Points
 from stepwell.engine.passes.batch import Batch
 
@@ -91,6 +92,7 @@ def _attention(parts: Parts, index: int) -> Attention:
         scale=heads.key_dim**-0.5,
         qkv=scaled(qkv, (queries * heads.key_dim, width, width), scales, into=number(config, "attention_in_multiplier", 1.0)),
         out=scaled(out, out.weight.shape[:1], [number(config, "attention_out_multiplier", 1.0)]),
+        kernels=parts.kernels,
     )
 
 
@@ -131,8 +133,9 @@ def _mlp(parts: Parts, index: int) -> GatedMLP:
     config, name = parts.config, f"model.layers.{index}.feed_forward"
     gate, down = _list(config, "mlp_multipliers", 2)
     inner, hidden = config.size("intermediate_size"), config.size("hidden_size")
-    plain = GatedMLP.load(parts.weights, name, activation(config), hidden=hidden, inner=inner)
-    return GatedMLP(scaled(plain.gate_up, (inner, inner), (gate, 1.0)), scaled(plain.down, (hidden,), [down]), plain.act)
+    plain = GatedMLP.load(parts.weights, name, activation(config), parts.kernels, hidden=hidden, inner=inner)
+    gate_up = scaled(plain.gate_up, (inner, inner), (gate, 1.0))
+    return replace(plain, gate_up=gate_up, down=scaled(plain.down, (hidden,), [down]))
 
 
 def scaled(product: Linear, rows: Sequence[int], scales: Sequence[float], *, into: float = 1.0) -> Linear:

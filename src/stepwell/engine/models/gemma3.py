@@ -19,9 +19,10 @@ from stepwell.base.spec.families.fields import Fields
 from stepwell.base.spec.families.layers import Layer as LayerKind
 from stepwell.base.spec.families.layers import every, schedule
 from stepwell.engine.loading.weights import Weights
-from stepwell.engine.models.attention import Angles, Attention, queries_keys_values
+from stepwell.engine.models.attention import Attention, head_norms, queries_keys_values, windows_of
 from stepwell.engine.models.base import Decoder, Parts
 from stepwell.engine.models.layers import GatedMLP, Linear, RMSNorm, Rotary, activation, norm_eps, number, rotary, said
+from stepwell.engine.ops.pointwise import Angles
 from stepwell.engine.passes.batch import Batch
 
 MODEL_TYPES = ("gemma3", "gemma3_text")
@@ -71,7 +72,7 @@ def build(parts: Parts) -> Decoder:
         shared=lambda batch: {kind: turn.angles(batch.positions_N, embed.dtype) for kind, turn in rotaries.items()},
         embed_scale=scale.item(),
         logit_cap=_cap(config, "final_logit_softcapping"),
-        steady=tuple(dict.fromkeys(block.attention.window for block in blocks)),
+        steady=windows_of(blocks),
     )
 
 
@@ -95,8 +96,8 @@ def _block(parts: Parts, name: str, kinds: list[LayerKind], index: int) -> Block
         scale=number(config, "query_pre_attn_scalar", 256.0) ** -0.5,
         qkv=queries_keys_values(weights, f"{name}.self_attn", queries, heads, hidden, biased=biased),
         out=Linear.load(weights, {f"{name}.self_attn.o_proj": hidden}, queries * heads.key_dim, biased=biased),
-        query_norm=norm("self_attn.q_norm", heads.key_dim),
-        key_norm=norm("self_attn.k_norm", heads.key_dim),
+        norms=head_norms(norm("self_attn.q_norm", heads.key_dim), norm("self_attn.k_norm", heads.key_dim)),
+        kernels=parts.kernels,
         cap=_cap(config, "attn_logit_softcapping"),
     )
     return Block(
@@ -106,6 +107,7 @@ def _block(parts: Parts, name: str, kinds: list[LayerKind], index: int) -> Block
             weights,
             f"{name}.mlp",
             activation(config, "gelu_pytorch_tanh"),
+            parts.kernels,
             hidden=hidden,
             inner=said(config, "intermediate_size"),
         ),

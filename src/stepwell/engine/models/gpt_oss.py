@@ -15,10 +15,11 @@ from stepwell.base.spec.families.fields import Fields
 from stepwell.base.spec.families.layers import Layer as LayerKind
 from stepwell.base.spec.families.layers import every, schedule
 from stepwell.engine.loading.weights import Weights
-from stepwell.engine.models.attention import Attention, queries_keys_values
+from stepwell.engine.models.attention import Attention, queries_keys_values, windows_of
 from stepwell.engine.models.base import Block, Decoder, Parts, head_of
 from stepwell.engine.models.layers import Linear, RMSNorm, number, rotary_from
-from stepwell.engine.models.moe import Combine, Experts, MixtureOfExperts, Route, Routing
+from stepwell.engine.models.moe import Experts, MixtureOfExperts, Route
+from stepwell.engine.ops.experts import Combine, ExpertWeights, Routing
 
 MODEL_TYPES = ("gpt_oss",)
 
@@ -35,13 +36,15 @@ def build(parts: Parts) -> Decoder:
     rotary = rotary_from(_with_rope(config), read_heads(config).key_dim, device=parts.device)
     kinds = schedule(config, every(2, last=LayerKind.FULL, others=LayerKind.SLIDING))
     embed = weights.take("model.embed_tokens.weight", config.size("vocab_size"), config.size("hidden_size"))
+    blocks = [_block(parts, index, kinds) for index in range(len(kinds))]
     return Decoder(
         spec=parts.spec,
         embed=embed,
-        layers=[_block(parts, index, kinds) for index in range(len(kinds))],
+        layers=blocks,
         norm=RMSNorm.load(weights, "model.norm", config.size("hidden_size"), _eps(config)),
         head=head_of(parts, embed),
         shared=lambda batch: rotary.angles(batch.positions_N, embed.dtype),
+        steady=windows_of(blocks) if parts.kernels.experts_stay_on_device else (),
     )
 
 
@@ -60,15 +63,17 @@ def _block(parts: Parts, index: int, kinds: list[LayerKind]) -> Block:
         qkv=queries_keys_values(weights, f"{name}.self_attn", queries, heads, hidden, biased=biased),
         out=Linear.load(weights, {f"{name}.self_attn.o_proj": hidden}, queries * heads.key_dim, biased=biased),
         sinks_H=weights.take(f"{name}.self_attn.sinks", queries),
+        kernels=parts.kernels,
     )
     experts = MixtureOfExperts(
         router=Linear.load(weights, {f"{name}.mlp.router": config.size("num_local_experts")}, hidden, biased=True),
         route=top_then_softmax(config.size("num_experts_per_tok", most=config.size("num_local_experts"))),
-        experts=_experts(config, weights, f"{name}.mlp.experts"),
+        experts=_experts(parts, f"{name}.mlp.experts"),
     )
     return Block(
         attention=attention,
         mlp=experts,
+        kernels=parts.kernels,
         before_attention=RMSNorm.load(weights, f"{name}.input_layernorm", hidden, _eps(config)),
         before_mlp=RMSNorm.load(weights, f"{name}.post_attention_layernorm", hidden, _eps(config)),
     )
@@ -94,13 +99,18 @@ def clamped_swiglu(alpha: float, limit: float) -> Combine:
     return combine
 
 
-def _experts(config: Fields, weights: Weights, name: str) -> Experts:
+def _experts(parts: Parts, name: str) -> Experts:
+    config, weights = parts.config, parts.weights
     count, hidden, inner = config.size("num_local_experts"), config.size("hidden_size"), config.size("intermediate_size")
-    return Experts(
+    matrices = ExpertWeights(
         gate_up_EIC=_apart(_matrices(weights, f"{name}.gate_up_proj", count, 2 * inner, hidden)),
         gate_up_bias_EI=_apart(weights.take(f"{name}.gate_up_proj_bias", count, 2 * inner)),
         down_ECI=_matrices(weights, f"{name}.down_proj", count, hidden, inner).contiguous(),
         down_bias_EC=weights.take(f"{name}.down_proj_bias", count, hidden),
+    )
+    return Experts(
+        weights=matrices,
+        run=parts.kernels.experts,
         combine=clamped_swiglu(number(config, "swiglu_alpha", 1.702), number(config, "swiglu_limit", 7.0)),
     )
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import layer_norm
 
-from stepwell.engine.models.attention import Angles
 from stepwell.engine.models.base import Parts
 from stepwell.engine.models.latent import apart, reordered
-from stepwell.engine.models.layers import Linear, rotate
+from stepwell.engine.models.layers import Linear
+from stepwell.engine.ops.pointwise import Angles, rotate
 from stepwell.engine.ops.selection import Selection, select
 from stepwell.engine.passes.batch import Batch
 from stepwell.engine.passes.rows import RowFormat, latent_rows

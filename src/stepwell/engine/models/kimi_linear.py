@@ -22,8 +22,10 @@ from stepwell.engine.loading.weights import Weights
 from stepwell.engine.models.base import Block, Decoder, Parts
 from stepwell.engine.models.deepseek_v3 import decoder, layer_names, shared_block
 from stepwell.engine.models.latent import LatentAttention, LatentSizes
-from stepwell.engine.models.layers import Activation, GatedMLP, Linear, RMSNorm, activation, norm_eps, number, said
+from stepwell.engine.models.layers import GatedMLP, Linear, RMSNorm, activation, norm_eps, number, said
 from stepwell.engine.models.moe import Experts, MixtureOfExperts, Route, WithShared, gated, sigmoid_in_groups
+from stepwell.engine.ops.experts import ExpertWeights
+from stepwell.engine.ops.pointwise import Activation
 from stepwell.engine.ops.recurrent import Points, convolve, gated_norm, recur
 from stepwell.engine.passes.batch import Batch
 
@@ -104,6 +106,7 @@ def _block(parts: Parts, name: str, index: int, kinds: list[LayerKind]) -> Block
     return Block(
         attention=load(parts, f"{name}.self_attn", layer),
         mlp=_feed_forward(parts, name),
+        kernels=parts.kernels,
         before_attention=RMSNorm.load(weights, f"{name}.input_layernorm", hidden, eps),
         before_mlp=RMSNorm.load(weights, f"{name}.post_attention_layernorm", hidden, eps),
     )
@@ -111,7 +114,8 @@ def _block(parts: Parts, name: str, index: int, kinds: list[LayerKind]) -> Block
 
 def _attention(parts: Parts, name: str, layer: int) -> Unrotated:
     sizes, kept = LatentSizes.read(parts.config), parts.spec.state("kv").dtype
-    return Unrotated(LatentAttention.load(parts.weights, name, sizes, state="kv", layer=layer, kept=sizes.rows(kept)))
+    rows = sizes.rows(kept)
+    return Unrotated(LatentAttention.load(parts.weights, name, sizes, state="kv", layer=layer, kept=rows, kernels=parts.kernels))
 
 
 def _delta(parts: Parts, name: str, layer: int) -> KimiDelta:
@@ -156,7 +160,7 @@ def _feed_forward(parts: Parts, layer: str) -> Callable[[torch.Tensor], torch.Te
     other = f"{layer}.block_sparse_moe"
     name = other if weights.has(f"{other}.gate.weight") or weights.has(f"{other}.gate_proj.weight") else f"{layer}.mlp"
     if not weights.has(f"{name}.gate.weight"):
-        return GatedMLP.load(weights, name, act, hidden=hidden, inner=said(config, "intermediate_size"))
+        return GatedMLP.load(weights, name, act, parts.kernels, hidden=hidden, inner=said(config, "intermediate_size"))
     count = config.size("num_experts")
     experts = MixtureOfExperts(
         router=Linear(weights.take(f"{name}.gate.weight", count, hidden, dtype=torch.float32)),
@@ -189,14 +193,14 @@ def _experts(parts: Parts, name: str, count: int) -> Experts:
     config, weights, combine = parts.config, parts.weights, gated(activation(parts.config))
     hidden, inner = config.size("hidden_size"), said(config, "moe_intermediate_size")
     if not weights.has(f"{name}.0.w1.weight"):
-        return Experts.load(weights, name, count=count, hidden=hidden, inner=inner, combine=combine)
+        return Experts.load(weights, name, count=count, hidden=hidden, inner=inner, combine=combine, run=parts.kernels.experts)
     each = [f"{name}.{index}" for index in range(count)]
     halves = [dict.fromkeys((f"{one}.w1.weight", f"{one}.w3.weight"), inner) for one in each]
-    return Experts(
+    matrices = ExpertWeights(
         gate_up_EIC=torch.stack([weights.joined(half, hidden) for half in halves]),
         down_ECI=torch.stack([weights.take(f"{one}.w2.weight", hidden, inner) for one in each]),
-        combine=combine,
     )
+    return Experts(weights=matrices, combine=combine, run=parts.kernels.experts)
 
 
 def _unit(x_NKD: torch.Tensor) -> torch.Tensor:

@@ -19,9 +19,10 @@ import torch
 from stepwell.base.errors import ConfigError
 from stepwell.base.spec.families.fields import Fields
 from stepwell.engine.loading.weights import Weights
-from stepwell.engine.models.attention import Angles
-from stepwell.engine.models.layers import Linear, RMSNorm, Rotary, number, rotary_from, rotate
+from stepwell.engine.models.layers import Linear, RMSNorm, Rotary, number, rotary_from
 from stepwell.engine.ops.attention import attend
+from stepwell.engine.ops.kernels import TORCH, Kernels
+from stepwell.engine.ops.pointwise import Angles, rotate
 from stepwell.engine.passes.batch import Batch
 from stepwell.engine.passes.rows import RowFormat, latent_rows
 
@@ -96,11 +97,12 @@ class LatentAttention:
     up_key_HDR: torch.Tensor
     up_value_HRV: torch.Tensor
     out: Linear
+    kernels: Kernels = TORCH
 
     @classmethod
     def load(
         cls, weights: Weights, name: str, sizes: LatentSizes, *, state: str, layer: int, kept: RowFormat,
-        scale: float | None = None, neighbours: bool = False,
+        scale: float | None = None, neighbours: bool = False, kernels: Kernels = TORCH,
     ) -> LatentAttention:  # fmt: skip
         """The tensors `name`.q_a_proj (or q_proj), kv_a_proj_with_mqa, kv_b_proj, o_proj and their norms.
 
@@ -130,6 +132,7 @@ class LatentAttention:
             up_key_HDR=up_key_HDR.contiguous(),
             up_value_HRV=up_value_HVR.mT.contiguous(),
             out=Linear.load(weights, {f"{name}.o_proj": sizes.hidden}, sizes.heads * sizes.value, biased=biased),
+            kernels=kernels,
         )
 
     def __call__(self, x_NC: torch.Tensor, angles: Angles | None, batch: Batch) -> torch.Tensor:

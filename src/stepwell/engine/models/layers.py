@@ -6,23 +6,17 @@ Axes: N tokens, C channels, H heads, D width of a head, E experts, I inner chann
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import gelu, linear, rms_norm, silu
+from torch.nn.functional import linear
 
 from stepwell.base.errors import ConfigError
 from stepwell.base.spec.families.fields import Fields
 from stepwell.engine.loading.weights import Size, Weights
-
-Activation = Callable[[torch.Tensor], torch.Tensor]
-
-ACTIVATIONS: dict[str, Activation] = {
-    "silu": silu,
-    "gelu": gelu,
-    "gelu_pytorch_tanh": lambda x: gelu(x, approximate="tanh"),
-}
+from stepwell.engine.ops.kernels import Kernels
+from stepwell.engine.ops.pointwise import ACTIVATIONS, Activation, Angles, norm
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,7 +52,7 @@ class RMSNorm:
         return cls(weights.take(f"{name}.weight", size), eps)
 
     def __call__(self, x_NC: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x_NC.to(self.weight.dtype), (x_NC.shape[-1],), self.weight, self.eps).to(x_NC.dtype)
+        return norm(x_NC, self.weight, self.eps)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,15 +62,15 @@ class GatedMLP:
     gate_up: Linear
     down: Linear
     act: Activation
+    kernels: Kernels
 
     @classmethod
-    def load(cls, weights: Weights, name: str, act: Activation, *, hidden: Size, inner: Size) -> GatedMLP:
+    def load(cls, weights: Weights, name: str, act: Activation, kernels: Kernels, *, hidden: Size, inner: Size) -> GatedMLP:
         gate_up = Linear.load(weights, dict.fromkeys((f"{name}.gate_proj", f"{name}.up_proj"), inner), hidden)
-        return cls(gate_up, Linear.load(weights, {f"{name}.down_proj": hidden}, inner), act)
+        return cls(gate_up, Linear.load(weights, {f"{name}.down_proj": hidden}, inner), act, kernels)
 
     def __call__(self, x_NC: torch.Tensor) -> torch.Tensor:
-        gate_NI, up_NI = self.gate_up(x_NC).chunk(2, dim=-1)
-        return self.down(self.act(gate_NI).mul_(up_NI))
+        return self.down(self.kernels.gate(self.gate_up(x_NC), self.act))
 
 
 # ---- rotations ------------------------------------------------------------------------------------
@@ -89,21 +83,11 @@ class Rotary:
     frequencies: torch.Tensor
     scale: float = 1.0
 
-    def angles(self, positions_N: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    def angles(self, positions_N: torch.Tensor, dtype: torch.dtype) -> Angles:
         """Cosines and sines `[N, 1, 2 * half]`, once for all layers of a pass; the sines of the first half turned around."""
         angle = positions_N[:, None].float() * self.frequencies
         cos, sin = angle.cos() * self.scale, angle.sin() * self.scale
         return torch.cat([cos, cos], dim=-1)[:, None].to(dtype), torch.cat([-sin, sin], dim=-1)[:, None].to(dtype)
-
-
-def rotate(x_NHD: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Each head turned by its token's angles, which `Rotary.angles` made."""
-    cos, sin = angles
-    width = cos.shape[-1]
-    turned = x_NHD[..., :width]
-    low, high = turned.chunk(2, dim=-1)
-    turned = torch.addcmul(turned * cos, torch.cat([high, low], dim=-1), sin)
-    return turned if width == x_NHD.shape[-1] else torch.cat([turned, x_NHD[..., width:]], dim=-1)
 
 
 def rotary_from(config: Fields, head_dim: int, *, theta: float | None = None, device: str | torch.device) -> Rotary:

@@ -18,7 +18,8 @@ from stepwell.base.errors import ConfigError
 from stepwell.base.spec.families.fields import Fields
 from stepwell.engine.loading.weights import Weights
 from stepwell.engine.models.base import Decoder, Parts, head_of
-from stepwell.engine.models.layers import Activation, Linear, RMSNorm, activation, number, said
+from stepwell.engine.models.layers import Linear, RMSNorm, activation, number, said
+from stepwell.engine.ops.pointwise import Activation
 from stepwell.engine.ops.recurrent import Points, convolve, gated_norm, recur
 from stepwell.engine.passes.batch import Batch
 

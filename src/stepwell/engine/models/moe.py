@@ -2,18 +2,18 @@
 
     logits = router(x);  a family's route picks K experts a token, and their shares;  out = sum of share * expert(x)
 
-Takes packed tokens `[N, C]` and returns the same shape, whatever requests they belong to: they are sorted by expert, and each
-expert runs once over its own. A token's K results are added in the order of its choices, so that the order depends neither on its
-neighbours nor on chance. An expert that all tokens visit is added beside: `WithShared`, or a family's own way.
+Takes packed tokens `[N, C]` and returns the same shape, whatever requests they belong to. The products are those of
+`ops/experts.py`, or of what a build chose in its place. An expert that all tokens visit is added beside: `WithShared`, or a
+family's own way. Routes never wait for the device, so that a decode step can be recorded.
 
 A family gives
     router   the product that scores experts, with or without a bias;
     route    from logits `[N, E]` to a `Routing`; `softmax_then_top` is what Qwen and Mixtral do,
              `sigmoid_in_groups` what DeepSeek, Kimi and GLM do;
     experts  weights as one tensor a matrix (`Experts.load` reads both namings of Hugging Face);
-    combine  from gate and up, `[X, I]` each, to what the down product takes; `gated(silu)` for most.
+    combine  from gate and up to what the down product takes; `gated(silu)` for most.
 
-Axes: N tokens, C channels, E experts, K experts a token, I inner channels, X = N * K visits sorted by expert.
+Axes: N tokens, C channels, E experts, K experts a token, G groups of experts, I inner channels, X experts of a group.
 """
 
 from __future__ import annotations
@@ -25,19 +25,11 @@ import torch
 
 from stepwell.base.errors import ConfigError
 from stepwell.engine.loading.weights import Size, Weights
-from stepwell.engine.models.layers import Activation, GatedMLP, Linear
-
-Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+from stepwell.engine.models.layers import GatedMLP, Linear
+from stepwell.engine.ops.experts import Combine, ExpertWeights, Routing, RunExperts, run_experts
+from stepwell.engine.ops.pointwise import Activation
 
 _NO_SHARE = 1e-20  # a sum of shares is never 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Routing:
-    """Which experts each token visits, and how much of each it takes."""
-
-    expert_NK: torch.Tensor
-    share_NK: torch.Tensor
 
 
 Route = Callable[[torch.Tensor], Routing]
@@ -86,16 +78,24 @@ def gated(act: Activation) -> Combine:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Experts:
-    """All experts of a layer, each `down(combine(gate(x), up(x)))`. Rows of `gate_up` are all gates, then all ups."""
+    """All experts of a layer, each `down(combine(gate(x), up(x)))`, and what runs them."""
 
-    gate_up_EIC: torch.Tensor  # here I counts gates and ups
-    down_ECI: torch.Tensor
+    weights: ExpertWeights
     combine: Combine
-    gate_up_bias_EI: torch.Tensor | None = None
-    down_bias_EC: torch.Tensor | None = None
+    run: RunExperts = run_experts
 
     @classmethod
-    def load(cls, weights: Weights, name: str, *, count: int, hidden: int, inner: Size, combine: Combine) -> Experts:
+    def load(
+        cls,
+        weights: Weights,
+        name: str,
+        *,
+        count: int,
+        hidden: int,
+        inner: Size,
+        combine: Combine,
+        run: RunExperts = run_experts,
+    ) -> Experts:
         """Experts without biases: one tensor for all, as transformers keeps them, or one for each, as checkpoints on disk do."""
         if weights.has(f"{name}.gate_up_proj"):
             gate_up_EIC = weights.take(f"{name}.gate_up_proj", count, None if inner is None else 2 * inner, hidden)
@@ -110,18 +110,10 @@ class Experts:
             raise ConfigError(
                 f"tensor {name}.down_proj has shape {list(down_ECI.shape)}, and {list(fitting)} would fit gate_up_proj"
             )
-        return cls(gate_up_EIC=gate_up_EIC, down_ECI=down_ECI, combine=combine)
+        return cls(weights=ExpertWeights(gate_up_EIC=gate_up_EIC, down_ECI=down_ECI), combine=combine, run=run)
 
     def __call__(self, x_NC: torch.Tensor, routing: Routing) -> torch.Tensor:
-        num_experts, (length, top) = self.gate_up_EIC.shape[0], routing.expert_NK.shape
-        expert_X, order_X = routing.expert_NK.flatten().sort(stable=True)
-        stops_E = torch.searchsorted(expert_X, torch.arange(num_experts, device=x_NC.device), right=True, out_int32=True)
-        stops = stops_E.tolist()  # waits for the device: once for both products
-        inner_XI = _product(x_NC[order_X // top], self.gate_up_EIC, self.gate_up_bias_EI, expert_X, stops)
-        gate_XI, up_XI = inner_XI.chunk(2, dim=-1)
-        out_XC = _product(self.combine(gate_XI, up_XI), self.down_ECI, self.down_bias_EC, expert_X, stops)
-        unsorted_XC = torch.empty_like(out_XC).index_copy_(0, order_X, out_XC)
-        return (unsorted_XC.view(length, top, -1) * routing.share_NK[..., None]).sum(dim=1)
+        return self.run(x_NC, routing, self.weights, self.combine)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -134,7 +126,7 @@ class MixtureOfExperts:
 
     def __call__(self, x_NC: torch.Tensor) -> torch.Tensor:
         routing = self.route(self.router(x_NC.to(self.router.weight.dtype)))
-        return self.experts(x_NC, routing).to(x_NC.dtype)
+        return self.experts(x_NC, routing)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -146,15 +138,3 @@ class WithShared:
 
     def __call__(self, x_NC: torch.Tensor) -> torch.Tensor:
         return self.experts(x_NC) + self.shared(x_NC)
-
-
-def _product(
-    x_XC: torch.Tensor, weight_EIC: torch.Tensor, bias_EI: torch.Tensor | None, expert_X: torch.Tensor, stops: list[int]
-) -> torch.Tensor:
-    """Each row times its expert's matrix. Rows of expert e end before `stops[e]`."""
-    out_XI, start = x_XC.new_empty(len(x_XC), weight_EIC.shape[1]), 0
-    for expert, stop in enumerate(stops):
-        if stop > start:
-            out_XI[start:stop] = x_XC[start:stop] @ weight_EIC[expert].mT
-        start = stop
-    return out_XI if bias_EI is None else out_XI + bias_EI[expert_X]

@@ -18,10 +18,12 @@ from stepwell.base.spec.families.fields import Fields
 from stepwell.base.spec.families.layers import Layer as LayerKind
 from stepwell.base.spec.families.layers import every, schedule
 from stepwell.engine.loading.weights import Weights
-from stepwell.engine.models.attention import Angles, Attention
+from stepwell.engine.models.attention import Attention, head_norms
 from stepwell.engine.models.base import Decoder, Parts, head_of
-from stepwell.engine.models.layers import Activation, GatedMLP, Linear, RMSNorm, activation, norm_eps, rotary_from, said
+from stepwell.engine.models.layers import GatedMLP, Linear, RMSNorm, activation, norm_eps, rotary_from, said
 from stepwell.engine.models.moe import Experts, MixtureOfExperts, gated, softmax_then_top
+from stepwell.engine.ops.kernels import Kernels
+from stepwell.engine.ops.pointwise import Activation, Angles
 from stepwell.engine.ops.recurrent import Points, convolve, gated_norm, recur
 from stepwell.engine.passes.batch import Batch
 
@@ -95,7 +97,7 @@ class GatedAttention:
     gate: Linear
 
     def __call__(self, x_NC: torch.Tensor, shared: Shared, batch: Batch) -> torch.Tensor:
-        seen_NC = self.attention.look(*self.attention.project(x_NC, shared.angles), batch)
+        seen_NC = self.attention.look(x_NC, shared.angles, batch)
         return self.attention.out(seen_NC * self.gate(x_NC).sigmoid())
 
 
@@ -117,10 +119,12 @@ class Block:
     mlp: Callable[[torch.Tensor], torch.Tensor]
     before_mixer: RMSNorm
     before_mlp: RMSNorm
+    kernels: Kernels
 
     def __call__(self, x_NC: torch.Tensor, shared: Shared, batch: Batch) -> torch.Tensor:
-        x_NC = x_NC + self.mixer(self.before_mixer(x_NC), shared, batch)
-        return x_NC + self.mlp(self.before_mlp(x_NC))
+        mixed_NC = self.mixer(self.before_mixer(x_NC), shared, batch)
+        x_NC, normed_NC = self.kernels.add_norm(x_NC, mixed_NC, self.before_mlp.weight, self.before_mlp.eps)
+        return x_NC + self.mlp(normed_NC)
 
 
 def build(parts: Parts) -> Decoder:
@@ -150,6 +154,7 @@ def _block(parts: Parts, name: str, index: int, kinds: list[LayerKind]) -> Block
     return Block(
         mixer=mixer,
         mlp=_mlp(parts, f"{name}.mlp"),
+        kernels=parts.kernels,
         before_mixer=RMSNorm.load(parts.weights, f"{name}.input_layernorm", hidden, eps, around_one=True),
         before_mlp=RMSNorm.load(parts.weights, f"{name}.post_attention_layernorm", hidden, eps, around_one=True),
     )
@@ -159,6 +164,10 @@ def _attention(parts: Parts, name: str, layer: int) -> GatedAttention:
     config, weights, eps, name = parts.config, parts.weights, norm_eps(parts.config), f"{name}.self_attn"
     heads, queries, hidden = read_heads(config), config.size("num_attention_heads"), config.size("hidden_size")
     width = heads.num * heads.key_dim
+
+    def norm(of: str) -> RMSNorm:
+        return RMSNorm.load(weights, f"{name}.{of}", heads.key_dim, eps, around_one=True)
+
     query, gate = _query_and_gate(Linear.load(weights, {f"{name}.q_proj": 2 * queries * heads.key_dim}, hidden), queries)
     attention = Attention(
         state="kv",
@@ -169,8 +178,8 @@ def _attention(parts: Parts, name: str, layer: int) -> GatedAttention:
         scale=heads.key_dim**-0.5,
         qkv=_joined(query, Linear.load(weights, {f"{name}.k_proj": width, f"{name}.v_proj": width}, hidden)),
         out=Linear.load(weights, {f"{name}.o_proj": hidden}, queries * heads.key_dim),
-        query_norm=RMSNorm.load(weights, f"{name}.q_norm", heads.key_dim, eps, around_one=True),
-        key_norm=RMSNorm.load(weights, f"{name}.k_norm", heads.key_dim, eps, around_one=True),
+        norms=head_norms(norm("q_norm"), norm("k_norm")),
+        kernels=parts.kernels,
     )
     return GatedAttention(attention=attention, gate=gate)
 
@@ -227,7 +236,7 @@ def _into(weights: Weights, name: str, sizes: Sizes, hidden: int) -> Linear:
 def _mlp(parts: Parts, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
     config, weights, act, hidden = parts.config, parts.weights, activation(parts.config), parts.config.size("hidden_size")
     if not weights.has(f"{name}.gate.weight"):
-        return GatedMLP.load(weights, name, act, hidden=hidden, inner=said(config, "intermediate_size"))
+        return GatedMLP.load(weights, name, act, parts.kernels, hidden=hidden, inner=said(config, "intermediate_size"))
     count = config.size("num_experts")
     experts = MixtureOfExperts(
         router=Linear.load(weights, {f"{name}.gate": count}, hidden),
@@ -238,11 +247,12 @@ def _mlp(parts: Parts, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
             count=count,
             hidden=hidden,
             inner=said(config, "moe_intermediate_size"),
+            run=parts.kernels.experts,
             combine=gated(act),
         ),
     )
     inner = said(config, "shared_expert_intermediate_size")
-    shared = GatedMLP.load(weights, f"{name}.shared_expert", act, hidden=hidden, inner=inner)
+    shared = GatedMLP.load(weights, f"{name}.shared_expert", act, parts.kernels, hidden=hidden, inner=inner)
     gate = Linear.load(weights, {f"{name}.shared_expert_gate": 1}, hidden)
     return SharedExperts(experts=experts, shared=shared, gate=gate)
 

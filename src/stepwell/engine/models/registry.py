@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import ModuleType
 
 import torch
@@ -26,6 +27,7 @@ from stepwell.engine.models import (
     qwen3_next,
 )
 from stepwell.engine.models.base import Decoder, Parts
+from stepwell.engine.ops.kernels import choose_kernels
 from stepwell.engine.passes.pages import TORCH_DTYPES
 
 _MODULES: tuple[ModuleType, ...] = (
@@ -46,11 +48,12 @@ def known_models() -> tuple[str, ...]:
 
 def build_model(
     config: Mapping[str, object], source: TensorSource, *, dtype: str = "fp32", device: str | torch.device = "cpu",
-    page_tokens: int | None = None, kv_dtype: str | None = None,
+    page_tokens: int | None = None, kv_dtype: str | None = None, kernels: str = "auto",
 ) -> Decoder:  # fmt: skip
     """The model a `config.json` and its tensors make. Raises ConfigError (SpecError) for what cannot be one.
 
-    `dtype` is what it computes in, `kv_dtype` what its attention rows are kept in when that is another.
+    `dtype` is what it computes in, `kv_dtype` what its attention rows are kept in when that is another, `kernels` what runs its
+    operations (`ops/kernels.py`).
     """
     text = Fields(values=config)
     text = text.section("text_config") if text.has("text_config") else text
@@ -68,6 +71,7 @@ def build_model(
         source = named(source)
     block = block_in(text, Fields(values=config))
     weights = Weights(source, dtype=TORCH_DTYPES[dtype], device=device, block=block, config=text.values)
-    model = builder(Parts(config=text, spec=spec, weights=weights))
+    chosen = choose_kernels(kernels, device, TORCH_DTYPES[dtype])
+    model = builder(Parts(config=text, spec=spec, weights=weights, kernels=chosen))
     weights.finish()
-    return model
+    return replace(model, kernels=chosen)

@@ -7,16 +7,20 @@ T tokens of context.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from stepwell.engine.passes.batch import Paging, Run
+from stepwell.engine.passes.paging import Paging, Run, Singles
 from stepwell.engine.passes.rows import Rows
 
 
-def write_rows(rows: Rows, paging: Paging, key_NKD: torch.Tensor, value_NKV: torch.Tensor) -> None:
-    """Puts every token's keys and values where they belong."""
-    rows.write(paging.page_N, paging.row_N, torch.cat([key_NKD, value_NKV], dim=-1).flatten(1))
+class Attend(Protocol):
+    def __call__(
+        self, query_NHD: torch.Tensor, rows: Rows, paging: Paging, *, heads: int, key_dim: int | None, scale: float,
+        sinks_H: torch.Tensor | None = None, cap: float | None = None,
+    ) -> torch.Tensor: ...  # fmt: skip
 
 
 def attend(
@@ -28,24 +32,33 @@ def attend(
     `key_dim` None: all of a row is its key, and its value too. `sinks_H` are scores that take weight and give no value. `cap`
     keeps the other scores within it, by tanh.
     """
-    parts = []
-    for group in paging.singles:
-        key, value = _gather(rows, group.table_BP, heads, key_dim)
-        query_BKGD = query_NHD[group.start : group.stop].unflatten(1, (heads, -1))
-        out_BKGV = weigh(query_BKGD, key, value, group.mask_BT[:, None, None, :], scale, sinks_H, cap)
-        parts.append(out_BKGV.flatten(1, 2))
-    for run in paging.runs:
-        key, value = _gather(rows, run.pages_P[None], heads, key_dim)
-        query_KGND = query_NHD[run.start : run.stop].unflatten(1, (heads, -1)).permute(1, 2, 0, 3)
-        if key_dim is None and sinks_H is None:
-            parts.append(_lend(query_KGND[0], key, value, run, scale, cap))
-            continue
-        group, length = query_KGND.shape[1:3]
-        mask = run.mask_for(group)
-        sinks = None if sinks_H is None else sinks_H.repeat_interleave(length)
-        out_KXV = weigh(query_KGND.flatten(1, 2)[None], key, value, mask, scale, sinks, cap)[0]
-        parts.append(out_KXV.unflatten(1, (group, length)).permute(2, 0, 1, 3).flatten(1, 2))
+    parts = [
+        attend_part(
+            query_NHD[part.start : part.stop], rows, part, heads=heads, key_dim=key_dim, scale=scale, sinks_H=sinks_H, cap=cap
+        )
+        for part in paging.parts
+    ]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def attend_part(
+    query_NHD: torch.Tensor, rows: Rows, part: Singles | Run, *, heads: int, key_dim: int | None, scale: float,
+    sinks_H: torch.Tensor | None = None, cap: float | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """The same for one part of a batch, given its own queries."""
+    if isinstance(part, Singles):
+        key, value = _gather(rows, part.table_BP, heads, key_dim)
+        query_BKGD = query_NHD.unflatten(1, (heads, -1))
+        return weigh(query_BKGD, key, value, part.mask_BT[:, None, None, :], scale, sinks_H, cap).flatten(1, 2)
+    key, value = _gather(rows, part.pages_P[None], heads, key_dim)
+    query_KGND = query_NHD.unflatten(1, (heads, -1)).permute(1, 2, 0, 3)
+    if key_dim is None and sinks_H is None:
+        return _lend(query_KGND[0], key, value, part, scale, cap)
+    group, length = query_KGND.shape[1:3]
+    sinks = None if sinks_H is None else sinks_H.repeat_interleave(length)
+    out_KXV = weigh(query_KGND.flatten(1, 2)[None], key, value, part.mask_for(group), scale, sinks, cap)[0]
+    out_NHV: torch.Tensor = out_KXV.unflatten(1, (group, length)).permute(2, 0, 1, 3).flatten(1, 2)
+    return out_NHV
 
 
 def _lend(

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 
 from stepwell.engine.ops.selection import best
-from stepwell.engine.passes.batch import Paging
 from stepwell.engine.passes.groups import Groups, Seen
+from stepwell.engine.passes.paging import Paging
 from stepwell.engine.passes.rows import Rows
 
 BLOCK_NUMBERS = 16 << 20  # of scores, or of gathered entries, at a time

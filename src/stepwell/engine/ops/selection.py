@@ -11,12 +11,12 @@ X queries of a part of the batch, K rows each looks at, T tokens of context.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from stepwell.engine.ops.attention import attend, weigh
-from stepwell.engine.passes.batch import Paging, Run, Singles
+from stepwell.engine.ops.attention import attend_part, weigh
+from stepwell.engine.passes.paging import Paging, Run, Singles
 from stepwell.engine.passes.rows import Rows
 
 BLOCK_BYTES = 64 << 20  # of scores, or of gathered rows
@@ -38,7 +38,7 @@ def select(
     query_NHD: torch.Tensor, weight_NH: torch.Tensor, rows: Rows, paging: Paging, *, count: int, block_bytes: int = BLOCK_BYTES
 ) -> Selection:
     """The `count` rows of `rows` that each query scores best. Reads index keys, and changes nothing."""
-    return tuple(_pick(query_NHD, weight_NH, rows, part, count, block_bytes) for part in _parts(paging))
+    return tuple(_pick(query_NHD, weight_NH, rows, part, count, block_bytes) for part in paging.parts)
 
 
 def attend_selected(
@@ -46,9 +46,10 @@ def attend_selected(
 ) -> torch.Tensor:
     """What each query sees in the rows that were picked for it, key and value in one: `[N, H, C]`."""
     seen = []
-    for part, picked in zip(_parts(paging), selection, strict=True):
+    for part, picked in zip(paging.parts, selection, strict=True):
         if picked is None:
-            seen.append(attend(query_NHC, rows, _alone(paging, part), heads=1, key_dim=None, scale=scale))
+            mine_NHC = query_NHC[part.start : part.stop]
+            seen.append(attend_part(mine_NHC, rows, part, heads=1, key_dim=None, scale=scale))
         else:
             seen.extend(_look(query_NHC, rows, part, picked, scale, block_bytes))
     return seen[0] if len(seen) == 1 else torch.cat(seen)
@@ -106,16 +107,6 @@ def _look(
         row_X1KC = rows.some(page_XK, row_XK)[:, None]
         query_X1HC = query_NHC[part.start + block.start : part.start + block.stop, None]
         yield weigh(query_X1HC, row_X1KC, row_X1KC, picked.mask_XK[block, None, None], scale)[:, 0]
-
-
-def _parts(paging: Paging) -> tuple[Singles | Run, ...]:
-    return (*paging.singles, *paging.runs)
-
-
-def _alone(paging: Paging, part: Singles | Run) -> Paging:
-    if isinstance(part, Singles):
-        return replace(paging, singles=(part,), runs=())
-    return replace(paging, singles=(), runs=(part,))
 
 
 def _mask(part: Singles | Run) -> torch.Tensor:

@@ -21,6 +21,7 @@ from stepwell.base.spec import ModelSpec, Prefix
 from stepwell.base.tasks import NO_PAGES, PageIds
 from stepwell.engine.passes.open_groups import OpenGroups
 from stepwell.engine.passes.pages import DevicePages
+from stepwell.engine.passes.paging import Look, Paging, Sight
 from stepwell.engine.passes.rows import PLAIN, RowFormat, Rows
 
 PADDING_PAGES = 64  # that nobody minds
@@ -45,43 +46,6 @@ class RequestRows:
         return self.position + len(self.tokens)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Singles:
-    """One token each of several requests: rows `[start, stop)` of the batch, and the pages each looks at."""
-
-    start: int
-    stop: int
-    table_BP: torch.Tensor  # padded with pages of their own
-    mask_BT: torch.Tensor  # as a run's
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Run:
-    """Several tokens of one request: rows `[start, stop)` of the batch, and the pages they look at."""
-
-    start: int
-    stop: int
-    pages_P: torch.Tensor
-    mask_NT: torch.Tensor  # added to scores: 0 where a token may look, -inf elsewhere
-    tiled: dict[int, torch.Tensor] = field(default_factory=dict)
-
-    def mask_for(self, group: int) -> torch.Tensor:
-        """The mask of `group` query heads one after the other; made once for all layers."""
-        if group not in self.tiled:
-            self.tiled[group] = self.mask_NT.repeat(group, 1)
-        return self.tiled[group]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Paging:
-    """Pages of one kind for a batch: where every token's row is written, and which rows each may look at."""
-
-    page_N: torch.Tensor
-    row_N: torch.Tensor
-    singles: tuple[Singles, ...]
-    runs: tuple[Run, ...]
-
-
 class Batch:
     """Segments as tensors on one device. Singles must come before runs."""
 
@@ -101,12 +65,17 @@ class Batch:
         self.num_singles = next((at for at, length in enumerate(lengths) if length > 1), len(lengths))
         assert 1 not in lengths[self.num_singles :], f"singles come first: {lengths=}"
         self.starts = [0, *np.cumsum(lengths).tolist()]  # segment s has rows [starts[s], starts[s + 1])
-        self.tokens_N = self._tensor(np.concatenate([np.asarray(segment.tokens) for segment in segments]))
-        self.positions_N = self._tensor(np.concatenate([np.arange(segment.position, segment.end) for segment in segments]))
+        tokens = np.concatenate([np.asarray(segment.tokens) for segment in segments])
+        positions = np.concatenate([np.arange(segment.position, segment.end) for segment in segments])
         stops = zip(segments, self.starts[1:], strict=True)
         last = [row for segment, stop in stops for row in range(stop - segment.num_logits, stop)]
-        wanted = range(self.starts[-1]) if every_token else last
-        self.wanted = self._tensor(np.fromiter(wanted, np.int64))  # rows whose logits are asked for
+        rows = np.fromiter(range(self.starts[-1]) if every_token else last, np.int64)  # whose logits are asked for
+        points = [segment.point_page for segment in segments if segment.point_page is not None]
+        fresh = [segment.position == 0 for segment in segments if segment.point_page is not None]
+        made = self._tensors(tokens, positions, rows, np.array(points, np.int64), np.array(fresh, np.int64))
+        self.tokens_N, self.positions_N, self.wanted = made[:3]
+        self.points_S = made[3]  # the page of each segment's point state, for models that have one
+        self.fresh_S = made[4].bool()  # which segments start at token 0, and so with an empty state
         self._paging: dict[int | None, Paging] = {}
 
     @property
@@ -116,16 +85,6 @@ class Batch:
     @property
     def dtype(self) -> torch.dtype:
         return self._dtype
-
-    @property
-    def points_S(self) -> torch.Tensor:
-        """The page of each segment's point state."""
-        return self._tensor(np.array([segment.point_page for segment in self.segments], np.int64))
-
-    @property
-    def fresh_S(self) -> torch.Tensor:
-        """Which segments start at token 0, and so with an empty state."""
-        return torch.tensor([segment.position == 0 for segment in self.segments], device=self.device)
 
     def paging(self, window: int | None) -> Paging:
         """Prefix pages when `window` is None, else window pages for layers that look at so many tokens, themselves included."""
@@ -177,12 +136,19 @@ class Batch:
     def _page(self, window: int | None) -> Paging:
         size = self.spec.page_tokens if window is None else self.spec.window_page_tokens
         spans = [self._span(segment, window, size) for segment in self.segments]
+        looks = [
+            Look(start=start, stop=stop, position=segment.position, first=first, pages=pages)
+            for segment, (first, pages), start, stop in zip(self.segments, spans, self.starts, self.starts[1:], strict=False)
+        ]
         slots = [_slots(segment, size, window) for segment in self.segments]
+        page_N, row_N = self._tensors(np.concatenate([page for page, _ in slots]), np.concatenate([row for _, row in slots]))
         return Paging(
-            page_N=self._tensor(np.concatenate([page for page, _ in slots])),
-            row_N=self._tensor(np.concatenate([row for _, row in slots])),
-            singles=tuple(self._group(group, spans, size, window) for group in self._together(spans)),
-            runs=tuple(self._run(at, spans[at], size, window) for at in range(self.num_singles, len(self.segments))),
+            looks,
+            Sight(page_tokens=size, window=window, first_seen=self._first_seen, device=self.device, dtype=self._dtype),
+            page_N=page_N,
+            row_N=row_N,
+            num_singles=self.num_singles,
+            together=lambda: self._together(spans),
         )
 
     def _together(self, spans: Sequence[tuple[int, PageIds]]) -> Iterator[range]:
@@ -201,42 +167,16 @@ class Batch:
         assert first >= segment.first_window, f"window pages from {first} on are needed, from {segment.first_window} on are held"
         return first * size, segment.window_pages[first - segment.first_window : stop - segment.first_window]
 
-    def _group(self, group: range, spans: Sequence[tuple[int, PageIds]], size: int, window: int | None) -> Singles:
-        longest = max(len(spans[at][1]) for at in group)
-        table = np.zeros((len(group), longest), np.int64)
-        for row, at in enumerate(group):
-            pages = spans[at][1]
-            table[row, : len(pages)], table[row, len(pages) :] = pages, pages[0]
-        first_B1 = self._tensor(np.array([[spans[at][0]] for at in group]))
-        here_B1 = self._tensor(np.array([[self.segments[at].position] for at in group]))
-        return Singles(
-            start=group.start,
-            stop=group.stop,
-            table_BP=self._tensor(table),
-            mask_BT=self._mask(here_B1, first_B1 + torch.arange(longest * size, device=self.device), window),
-        )
-
-    def _run(self, at: int, span: tuple[int, PageIds], size: int, window: int | None) -> Run:
-        segment, (first, pages) = self.segments[at], span
-        here_N1 = torch.arange(segment.position, segment.end, device=self.device)[:, None]
-        context_1T = first + torch.arange(len(pages) * size, device=self.device)[None]
-        return Run(
-            start=self.starts[at],
-            stop=self.starts[at + 1],
-            pages_P=self._tensor(pages.astype(np.int64)),
-            mask_NT=self._mask(here_N1, context_1T, window),
-        )
-
-    def _mask(self, here: torch.Tensor, context: torch.Tensor, window: int | None) -> torch.Tensor:
-        unseen = context > here
-        if self._first_seen:
-            unseen |= context < self._first_seen
-        if window is not None:
-            unseen |= context <= here - window
-        return torch.zeros(unseen.shape, device=unseen.device, dtype=self._dtype).masked_fill_(unseen, -torch.inf)
-
     def _tensor(self, values: npt.NDArray[np.integer]) -> torch.Tensor:
-        return torch.from_numpy(values.astype(np.int64)).to(self.device)
+        return self._tensors(values)[0]
+
+    def _tensors(self, *values: npt.NDArray[np.integer]) -> tuple[torch.Tensor, ...]:
+        """Numbers on the device, in one copy that the host does not wait for."""
+        joined = torch.from_numpy(np.concatenate(values).astype(np.int64, copy=False))
+        if torch.device(self.device).type == "cuda":
+            joined = joined.pin_memory()
+        parts: tuple[torch.Tensor, ...] = joined.to(self.device, non_blocking=True).split([len(each) for each in values])
+        return parts
 
 
 def _alike(spans: Sequence[tuple[int, PageIds]]) -> Iterator[range]:

@@ -20,7 +20,8 @@ import numpy.typing as npt
 import torch
 
 from stepwell.base.tasks import PageIds
-from stepwell.engine.passes.batch import Batch, Paging, RequestRows
+from stepwell.engine.passes.batch import Batch, RequestRows
+from stepwell.engine.passes.paging import Paging
 
 Indices = npt.NDArray[np.int64]
 

@@ -1,0 +1,83 @@
+"""Pages that go up and down all the time, through the cache's copy engine, on two threads; memory of its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from threading import Event, Thread
+
+import numpy as np
+import torch
+
+from bench_copies import copy_engine_for
+from stepwell import Kind, Tier
+from stepwell.base.ids import JobId
+from stepwell.base.tasks import Copy, Plan, Purpose, Span
+
+PLAN_BYTES = 256 << 20
+
+
+class Traffic:
+    """Copies between the halves of a host and a device tier: the first half goes up, the second one down."""
+
+    def __init__(self, page_bytes: int, size_bytes: int, device: str) -> None:
+        half = max(size_bytes // page_bytes, 8)
+        self._copy_engine = copy_engine_for(page_bytes, 2 * half, device)
+        self._device, self.page_bytes = device, page_bytes
+        pages_a_plan = max(PLAN_BYTES // page_bytes, 1)
+        self._ways = {
+            "up": _plans(Tier.HOST, Tier.DEVICE, Purpose.LOAD, range(half), pages_a_plan),
+            "down": _plans(Tier.DEVICE, Tier.HOST, Purpose.SAVE, range(half, 2 * half), pages_a_plan),
+        }
+        self._stop = Event()
+        self._bytes = {"up": 0, "down": 0}
+        self._seconds = 0.0
+        self._failed: list[BaseException] = []
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Copies both ways until the end of the `with`. Raises what a copy raised."""
+        self._stop.clear()
+        threads = [Thread(target=self._copy, args=(way,), daemon=True) for way in self._ways]
+        started = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            self._stop.set()
+            for thread in threads:
+                thread.join()
+            self._seconds += time.perf_counter() - started
+        if self._failed:
+            raise self._failed[0]
+
+    def take_bytes_per_s(self) -> tuple[float, float]:
+        """Up and down since last asked, over the time it ran."""
+        speeds = self._bytes["up"] / max(self._seconds, 1e-9), self._bytes["down"] / max(self._seconds, 1e-9)
+        self._bytes, self._seconds = {"up": 0, "down": 0}, 0.0
+        return speeds
+
+    def _copy(self, way: str) -> None:
+        # A stream of its own: copies must not wait for the passes that they are measured beside.
+        aside = torch.cuda.stream(torch.cuda.Stream()) if self._device != "cpu" else nullcontext()
+        try:
+            with aside:
+                while True:
+                    for plan in self._ways[way]:
+                        if self._stop.is_set():
+                            return
+                        self._copy_engine.begin(plan)()
+                        self._bytes[way] += sum(len(copy.source.ids) for copy in plan.copies) * self.page_bytes
+        except BaseException as error:  # told by `running`
+            self._failed.append(error)
+
+
+def _plans(source: Tier, target: Tier, purpose: Purpose, pages: range, pages_a_plan: int) -> list[Plan]:
+    plans = []
+    for start in range(0, len(pages), pages_a_plan):
+        ids = np.array(pages[start : start + pages_a_plan], np.int32)
+        spans = [Span(tier=tier, kind=Kind.PREFIX, ids=ids) for tier in (source, target)]
+        plans.append(Plan(job=JobId(start), purpose=purpose, copies=(Copy(source=spans[0], target=spans[1]),)))
+    return plans

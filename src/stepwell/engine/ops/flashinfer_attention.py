@@ -1,0 +1,197 @@
+"""Attention by FlashInfer, over the pages where they lie: nothing is gathered, nothing is masked by hand.
+
+    singles    its decode kernel, all of them at once
+    runs       its prefill kernel, all of them at once; on Hopper the one made for it
+
+What a pass looks at is worked out once for all layers (a plan), and in a recorded step once for as long as no request gets
+another page. What FlashInfer does not have (odd widths, eight-bit rows, fp32) goes to the operation behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from stepwell.engine.ops.attention import Attend
+from stepwell.engine.passes.paging import Look, Paging
+from stepwell.engine.passes.rows import PLAIN, Rows
+
+WORKSPACE_BYTES = 256 << 20  # for partial results of contexts that are cut
+RECORDED_PAGES = 1 << 20  # of all requests of a recorded step
+_WIDTHS = (64, 128, 256)
+_SINK_WIDTH = 64  # the library names its compiled kernel without the width: only one can be used in a process
+_HOPPER = (9, 0)
+
+Ints = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """All that a kernel must know of a layer besides its pages."""
+
+    queries: int
+    keys: int
+    width: int
+    scale: float
+    cap: float | None
+    sinks: bool
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PageLists:
+    """The pages of some segments back to back: segment s has `indices[starts[s] : starts[s + 1]]`, `last[s]` rows of the last."""
+
+    queries: Ints  # where each segment's tokens begin
+    starts: Ints
+    indices: Ints
+    last: Ints
+
+    @classmethod
+    def of(cls, looks: Sequence[Look], page_tokens: int) -> PageLists:
+        counts = np.fromiter((len(look.pages) for look in looks), np.int32, len(looks))
+        ends = np.fromiter((look.end - look.first for look in looks), np.int32, len(looks))
+        lengths = np.fromiter((look.stop - look.start for look in looks), np.int32, len(looks))
+        return cls(
+            queries=_sums(lengths),
+            starts=_sums(counts),
+            indices=np.concatenate([look.pages for look in looks]).astype(np.int32, copy=False),
+            last=ends - (counts - 1) * page_tokens,
+        )
+
+
+class FlashInferAttention:
+    """`attend` for CUDA. Keeps one workspace, and the library's own buffers for each kind of layer."""
+
+    def __init__(self, device: torch.device, behind: Attend) -> None:
+        import flashinfer
+
+        self._library = flashinfer
+        self._device = device
+        self._behind = behind
+        self._hopper = torch.cuda.get_device_capability(device) == _HOPPER
+        self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._kept: dict[tuple[Any, ...], Planned] = {}  # plans of passes that are not recorded, used again by every pass
+
+    def __call__(
+        self, query_NHD: torch.Tensor, rows: Rows, paging: Paging, *, heads: int, key_dim: int | None, scale: float,
+        sinks_H: torch.Tensor | None = None, cap: float | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        stored = rows.stored_PRE
+        fits = rows.format is PLAIN and stored.dtype == query_NHD.dtype and not paging.sight.first_seen
+        if not fits or key_dim not in _WIDTHS or stored.shape[2] != 2 * heads * key_dim:
+            return self._behind(query_NHD, rows, paging, heads=heads, key_dim=key_dim, scale=scale, sinks_H=sinks_H, cap=cap)
+        if sinks_H is not None and (key_dim != _SINK_WIDTH or cap is not None):
+            return self._behind(query_NHD, rows, paging, heads=heads, key_dim=key_dim, scale=scale, sinks_H=sinks_H, cap=cap)
+        layer = Heads(query_NHD.shape[1], heads, key_dim, scale, cap, sinks_H is not None, query_NHD.dtype)
+        if layer not in paging.plans:
+            paging.plans[layer] = self._plans(layer, paging)
+        row_PRKX = stored.unflatten(2, (heads, 2 * key_dim))
+        pages = row_PRKX[..., :key_dim], row_PRKX[..., key_dim:]
+        out_NHD = torch.empty_like(query_NHD, memory_format=torch.contiguous_format)
+        for span, plan in paging.plans[layer]:
+            plan.run(query_NHD[span], pages, out_NHD[span], sinks_H)
+        return out_NHD
+
+    # ---- inside -----------------------------------------------------------------------------------
+
+    def _plans(self, layer: Heads, paging: Paging) -> list[tuple[slice, Planned]]:
+        """One for singles, one for runs."""
+        made, singles = [], paging.num_singles
+        for looks, decode in ((paging.looks[:singles], True), (paging.looks[singles:], False)):
+            if looks:
+                plan = self._planned(layer, paging, decode, len(looks))
+                plan.load(looks)
+                made.append((slice(looks[0].start, looks[-1].stop), plan))
+        return made
+
+    def _planned(self, layer: Heads, paging: Paging, decode: bool, count: int) -> Planned:
+        sight = paging.sight
+        window = -1 if sight.window is None else sight.window - 1  # the library does not count a token itself
+        if paging.fixed:
+            return Planned(self._wrapper(layer, window, decode, count), layer, window, sight.page_tokens, recorded=True)
+        key = layer, window, decode, sight.page_tokens
+        if key not in self._kept:
+            self._kept[key] = Planned(self._wrapper(layer, window, decode, None), layer, window, sight.page_tokens)
+        return self._kept[key]
+
+    def _wrapper(self, layer: Heads, window: int, decode: bool, recorded: int | None) -> Any:
+        buffers: dict[str, Any] = {}
+        if recorded is not None:
+
+            def ints(size: int) -> torch.Tensor:
+                return torch.zeros(size, dtype=torch.int32, device=self._device)
+
+            buffers = {
+                "use_cuda_graph": True, "qo_indptr_buf": ints(recorded + 1), "paged_kv_indptr_buf": ints(recorded + 1),
+                "paged_kv_indices_buf": ints(RECORDED_PAGES), "paged_kv_last_page_len_buf": ints(recorded),
+            }  # fmt: skip
+        backend = "fa3" if self._hopper and not decode and not layer.sinks else "fa2"
+        if layer.sinks:
+            return self._library.attention.BatchAttentionWithAttentionSinkWrapper(
+                self._workspace, "NHD", backend=backend, q_data_type=layer.dtype, kv_data_type=layer.dtype,
+                head_dim_qk=layer.width, head_dim_vo=layer.width, window_left=window, **buffers,
+            )  # fmt: skip
+        return self._library.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend=backend, **buffers)
+
+
+class Planned:
+    """One of the library's wrappers, and what it was last planned for."""
+
+    def __init__(self, wrapper: Any, layer: Heads, window: int, page_tokens: int, *, recorded: bool = False) -> None:
+        self._wrapper = wrapper
+        self._layer = layer
+        self._window = window
+        self._page_tokens = page_tokens
+        self._recorded = recorded
+        self._lists: PageLists | None = None
+        self._uploaded: torch.cuda.Event | None = None
+
+    def load(self, looks: Sequence[Look]) -> None:
+        """Plans for these segments. In a recorded step that is the whole change from one replay to the next."""
+        lists = PageLists.of(looks, self._page_tokens)
+        if self._recorded and self._lists is not None and _same_pages(self._lists, lists):
+            self._wrapper._paged_kv_last_page_len_buf.copy_(_pinned(lists.last), non_blocking=True)
+        else:
+            self._plan(lists)
+        self._lists = lists
+
+    def run(
+        self, query_NHD: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], out_NHD: torch.Tensor,
+        sinks_H: torch.Tensor | None,
+    ) -> None:  # fmt: skip
+        if sinks_H is None:
+            self._wrapper.run(query_NHD, pages, out=out_NHD)
+        else:
+            self._wrapper.run(query_NHD, pages, sinks_H.float(), self._layer.scale, out=out_NHD)
+
+    def _plan(self, lists: PageLists) -> None:
+        """The library copies from its own pinned buffer: nothing may be written there before the last copy is done."""
+        if self._uploaded is not None:
+            self._uploaded.synchronize()
+        layer, indices = self._layer, _pinned(lists.indices).to(self._wrapper.device, non_blocking=True)
+        queries, starts, last = (torch.from_numpy(each) for each in (lists.queries, lists.starts, lists.last))
+        self._wrapper.plan(
+            queries, starts, indices, last, layer.queries, layer.keys, layer.width, self._page_tokens, causal=True,
+            sm_scale=layer.scale, window_left=self._window, logits_soft_cap=layer.cap, q_data_type=layer.dtype,
+            kv_data_type=layer.dtype,
+        )  # fmt: skip
+        self._uploaded = torch.cuda.Event()
+        self._uploaded.record()
+
+
+def _same_pages(one: PageLists, other: PageLists) -> bool:
+    return np.array_equal(one.starts, other.starts) and np.array_equal(one.indices, other.indices)
+
+
+def _sums(counts: Ints) -> Ints:
+    return np.concatenate([np.zeros(1, np.int32), np.cumsum(counts, dtype=np.int32)])
+
+
+def _pinned(values: Ints) -> torch.Tensor:
+    return torch.from_numpy(values).pin_memory()

@@ -1,0 +1,159 @@
+"""Which implementation runs each operation of a pass: plain torch, or kernels of a library. Chosen once, when a model is built.
+
+    operation      reference              on CUDA, in bf16 or fp16
+    attention      ops/attention.py       FlashInfer over the pages
+    pointwise      ops/pointwise.py       Triton: rotation and rows, gates, sums and norms
+    experts        ops/experts.py         Triton, or torch's grouped product
+
+An operation whose kernel fails to build or to run goes on in plain torch, with one warning and a count: slower, never wrong.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import Any, Protocol
+
+import torch
+
+from stepwell.base.errors import ConfigError
+from stepwell.engine.ops import pointwise
+from stepwell.engine.ops.attention import Attend, attend
+from stepwell.engine.ops.experts import RunExperts, run_experts
+from stepwell.engine.ops.pointwise import Activation, Angles, HeadNorms
+from stepwell.engine.passes.paging import Paging
+from stepwell.engine.passes.rows import Rows
+
+KERNELS = ("auto", "torch", "flashinfer")
+_FAST_DTYPES = (torch.bfloat16, torch.float16)
+_INSTALL = "pip install 'stepwell[cuda]', and have CUDA's compiler (nvcc) on the path"
+
+log = logging.getLogger(__name__)
+
+
+class WriteKeysValues(Protocol):
+    def __call__(
+        self, qkv_NX: torch.Tensor, rows: Rows, paging: Paging, *, heads: int, kv_heads: int, norms: HeadNorms | None,
+        angles: Angles | None,
+    ) -> torch.Tensor: ...  # fmt: skip
+
+
+AddNorm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
+Gate = Callable[[torch.Tensor, Activation], torch.Tensor]
+
+
+@dataclass(slots=True)
+class Report:
+    """What runs each operation, for people: which library, and which failed and why."""
+
+    chosen: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+
+    def lines(self) -> dict[str, str]:
+        """The operation, and what runs it now."""
+        return {
+            name: f"torch ({library} failed: {self.failed[name]})" if name in self.failed else library
+            for name, library in self.chosen.items()
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Kernels:
+    """One implementation of each operation. Without arguments: plain torch throughout."""
+
+    attend: Attend = attend
+    write_keys_values: WriteKeysValues = pointwise.write_keys_values
+    add_norm: AddNorm = pointwise.add_norm
+    gate: Gate = pointwise.gate
+    experts: RunExperts = run_experts
+    report: Report = field(default_factory=Report)
+
+    @property
+    def experts_stay_on_device(self) -> bool:
+        """Whether a step with experts can be recorded: plain torch asks the device how many tokens each expert has."""
+        return self.experts is not run_experts
+
+
+TORCH = Kernels()
+
+
+def check_kernels(name: str, device: torch.device | str, dtype: torch.dtype) -> None:
+    """Raises ConfigError for kernels that are not known, or that cannot run here."""
+    if name not in KERNELS:
+        raise ConfigError(f"kernels must be one of {', '.join(KERNELS)}, got {name!r}")
+    if name == "flashinfer" and not _fast(device, dtype):
+        raise ConfigError("kernels of FlashInfer need CUDA, and a dtype of bf16 or fp16; use --kernels auto")
+    if name == "flashinfer" and not _has_flashinfer():
+        raise ConfigError(f"FlashInfer is not there: {_INSTALL}; or use --kernels auto")
+
+
+def choose_kernels(name: str, device: torch.device | str, dtype: torch.dtype) -> Kernels:
+    """The fastest there are for a device and a number format, or those that were asked for. Raises ConfigError."""
+    check_kernels(name, device, dtype)
+    report = Report(chosen=dict.fromkeys(("attention", "pointwise", "experts"), "torch"))
+    if name == "torch" or not _fast(device, dtype):
+        return Kernels(report=report)
+    fast: dict[str, Any] = {}
+    if find_spec("triton") is not None:
+        fast |= _triton(report)
+    if _has_flashinfer():
+        fast |= _flashinfer(report, torch.device(device))
+    else:
+        log.warning("attention runs in plain torch, which is slow on a GPU: %s", _INSTALL)
+    return Kernels(report=report, **fast)
+
+
+def _fast(device: torch.device | str, dtype: torch.dtype) -> bool:
+    return torch.device(device).type == "cuda" and dtype in _FAST_DTYPES
+
+
+def _has_flashinfer() -> bool:
+    return find_spec("flashinfer") is not None and (
+        shutil.which("nvcc") is not None or find_spec("flashinfer_jit_cache") is not None
+    )
+
+
+def _triton(report: Report) -> dict[str, Any]:
+    from stepwell.engine.ops import triton_pointwise as fast
+    from stepwell.engine.ops.triton_experts import run_experts_grouped
+
+    report.chosen |= dict.fromkeys(("pointwise", "experts"), "triton")
+    names = ("write_keys_values", "add_norm", "gate")
+    made = {name: Guarded("pointwise", getattr(fast, name), getattr(pointwise, name), report) for name in names}
+    return {**made, "experts": Guarded("experts", run_experts_grouped, run_experts, report)}
+
+
+def _flashinfer(report: Report, device: torch.device) -> dict[str, Any]:
+    from stepwell.engine.ops.flashinfer_attention import FlashInferAttention
+
+    report.chosen["attention"] = "flashinfer"
+    return {"attend": Guarded("attention", FlashInferAttention(device, attend), attend, report)}
+
+
+class Guarded:
+    """A fast operation with the plain one behind it: what fails once is not tried again."""
+
+    def __init__(self, name: str, fast: Callable[..., Any], plain: Callable[..., Any], report: Report) -> None:
+        self._name = name
+        self._fast = fast
+        self._plain = plain
+        self._report = report
+
+    def __call__(self, *args: Any, **more: Any) -> Any:
+        if self._name in self._report.failed:
+            return self._plain(*args, **more)
+        try:
+            return self._fast(*args, **more)
+        except torch.cuda.OutOfMemoryError:
+            raise  # not the kernel's fault, and plain torch needs no less
+        except Exception as error:
+            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                raise  # the step is computed again outside of the recording
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            self._report.failed[self._name] = f"{type(error).__name__}: {reason:.200}"
+            library = self._report.chosen.get(self._name, "its library")
+            log.warning("%s by %s failed, and runs in plain torch from now on", self._name, library, exc_info=True)
+            return self._plain(*args, **more)

@@ -1,0 +1,105 @@
+"""Measures, once at the start, from which size on the device's copy engines are as fast as the copy kernel, on the real memory.
+
+And with how few programs the kernel fills the bus: what it takes of the device, passes that run beside it lack. Takes some
+milliseconds, after the kernel is built. Leaves every byte of the memories as it was. Raises when the kernel does not copy.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from types import ModuleType
+
+import numpy as np
+import torch
+
+from stepwell.base.units import format_bytes
+from stepwell.transfer.page_copier import PageCopier, Route, Routed, Routes, StagedIds
+from stepwell.transfer.page_tables import PagePairs, PageTable
+
+log = logging.getLogger(__name__)
+
+SAMPLE_BYTES = 16 * 2**20  # 0.3 ms on a bus
+PAGES_BYTES = (2 << 20, 1 << 20, 1 << 19, 1 << 18, 1 << 17)  # the copy engines are tried with, until they are too slow
+SMALL_PAGE_BYTES = 32 << 10
+PROGRAMS = (1, 2, 3, 4, 6, 8, 16, 32)  # tried
+SLACK = 1.05  # this close to the best is as good
+CHECKED_BYTES = (32 << 10, 8 << 10, 36 << 10, 2560, 1000)  # a page for each variant of the kernel that is common, and another
+
+DEFAULT_ROUTE = Route(crossover_bytes=512 << 10, programs=4)
+DEFAULT_ROUTES = Routes(load=DEFAULT_ROUTE, save=DEFAULT_ROUTE)
+
+
+def checked(kernel: ModuleType, device: torch.device) -> None:
+    """Builds the kernel's common variants, and raises when one of them does not copy what it should."""
+    staged = StagedIds(device)
+    for page_bytes in CHECKED_BYTES:
+        stride = -(-page_bytes // 512) * 512
+        host_B = torch.randint(0, 256, (9 * stride,), dtype=torch.uint8).pin_memory()
+        there_B, back_B = torch.zeros_like(host_B, device=device), torch.zeros_like(host_B).pin_memory()
+        for source_B, target_B in ((host_B, there_B), (there_B, back_B)):
+            _by_kernel(kernel, DEFAULT_ROUTE.programs, _pairs(source_B, target_B, page_bytes, stride), staged)
+            torch.cuda.synchronize(device)  # before the ids are staged again
+        found, expected = (each.view(-1, stride)[:, :page_bytes] for each in (back_B, host_B))
+        if not torch.equal(found, expected):
+            raise RuntimeError(f"the kernel copied pages of {page_bytes} bytes wrongly")
+
+
+def measured_routes(kernel: ModuleType, host_B: torch.Tensor, device: torch.device) -> Routes:
+    """The best routes between this memory and the device. The memory must not be in use yet."""
+    if len(host_B) < SAMPLE_BYTES:
+        return DEFAULT_ROUTES
+    host_B = host_B[:SAMPLE_BYTES]
+    there_B = host_B.to(device)  # what comes back is what was there
+    routes = Routes(load=_route(kernel, host_B, there_B), save=_route(kernel, there_B, host_B))
+    log.info(
+        "pages are copied by the kernel below %s to the device (%d programs), below %s from it (%d programs)",
+        format_bytes(routes.load.crossover_bytes), routes.load.programs,
+        format_bytes(routes.save.crossover_bytes), routes.save.programs,
+    )  # fmt: skip
+    return routes
+
+
+def _route(kernel: ModuleType, source_B: torch.Tensor, target_B: torch.Tensor) -> Route:
+    staged = StagedIds(source_B.device if source_B.is_cuda else target_B.device)
+    small = _pairs(source_B, target_B, SMALL_PAGE_BYTES, SMALL_PAGE_BYTES)
+    taken = {programs: _seconds(lambda: _by_kernel(kernel, programs, small, staged)) for programs in PROGRAMS}  # noqa: B023
+    best = min(taken.values())
+    programs = next(each for each in PROGRAMS if taken[each] <= best * SLACK)
+    crossover = 2 * PAGES_BYTES[0]
+    plain = PageCopier(DEFAULT_ROUTES, None)
+    for page_bytes in PAGES_BYTES:
+        pages = _pairs(source_B, target_B, page_bytes, page_bytes)
+        if _seconds(lambda: plain.queue(Routed(pages.whole(), None))) > taken[programs] * SLACK:  # noqa: B023
+            break
+        crossover = page_bytes
+    return Route(crossover_bytes=crossover, programs=programs)
+
+
+def _by_kernel(kernel: ModuleType, programs: int, pairs: PagePairs, staged: StagedIds) -> None:
+    staged.stage([pairs])
+    source_ids, target_ids = staged.of(pairs)
+    kernel.copy_pages(
+        pairs.source.bytes_B, pairs.target.bytes_B, source_ids, target_ids,
+        source_stride=pairs.source.stride, target_stride=pairs.target.stride, size_bytes=pairs.page_bytes, programs=programs,
+    )  # fmt: skip
+
+
+def _pairs(source_B: torch.Tensor, target_B: torch.Tensor, page_bytes: int, stride: int) -> PagePairs:
+    """All pages of two tensors, the last first: no two of them are neighbours to a copy engine."""
+    source, target = (PageTable.of(each.view(-1, stride)[:, :page_bytes]) for each in (source_B, target_B))
+    ids = np.arange(source.num_pages, dtype=np.int32)[::-1]
+    return PagePairs(source=source, target=target, source_ids=ids, target_ids=ids)
+
+
+def _seconds(work: Callable[[], None], repeats: int = 3) -> float:
+    """The least time from the call until the device has done it."""
+    samples = []
+    for _ in range(repeats + 1):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        work()
+        torch.cuda.synchronize()
+        samples.append(time.perf_counter() - start)
+    return min(samples[1:])

@@ -1,0 +1,106 @@
+"""A load layer by layer: in which steps its bytes are copied, and an event behind each step that a stream can wait for.
+
+    page      |kv: layer 0|1|2|3|index: layer 0|1|2|3|      step 0: the first layers of every state, of all pages
+    steps          0      0 1 1      0          0 1 1       step 1: the next ones ...
+
+A pass may begin when all steps are queued, and waits for layer k of a state when it reaches it. Copies nothing itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from stepwell.base.ids import Kind
+from stepwell.base.spec import ModelSpec, Part
+from stepwell.transfer.page_tables import PagePairs, Piece
+
+STEP_BYTES = 4 * 2**20  # of each state, or more: some 70 us on a bus, longer than a copy takes to queue
+
+
+class LayerEvents:
+    """When each layer of one load is there. From any thread; good for as long as it is kept."""
+
+    def __init__(self, step_of: Mapping[str, Sequence[int]], events: Sequence[torch.cuda.Event]) -> None:
+        self._step_of = step_of
+        self._events = events
+
+    def wait(self, state: str, layer: int, stream: torch.cuda.Stream) -> None:
+        """Makes what is queued on `stream` from now on wait for one layer of a state, as `batch.rows(state, layer)` counts them.
+
+        A state that is not part of the load is not waited for. Never waits itself.
+        """
+        if state in self._step_of:
+            stream.wait_event(self._events[self._step_of[state][layer]])
+
+    def wait_all(self, stream: torch.cuda.Stream) -> None:
+        """The same for every byte of the load."""
+        stream.wait_event(self._events[-1])
+
+    def arrived(self, state: str, layer: int) -> bool:
+        """Whether its bytes are there now."""
+        return state not in self._step_of or self._events[self._step_of[state][layer]].query()
+
+    def __repr__(self) -> str:
+        return f"LayerEvents({', '.join(self._step_of)}, steps={len(self._events)})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSteps:
+    """The pieces to copy in each step, and the step each layer of a state comes with."""
+
+    steps: tuple[tuple[Piece, ...], ...]
+    step_of: Mapping[str, Sequence[int]]
+
+
+def layer_steps(spec: ModelSpec, loads: Sequence[tuple[Kind, PagePairs]], *, step_bytes: int | None = None) -> LayerSteps:
+    """Cuts a load into steps: as many as the state with most layers has, or fewer so that each is worth its launches."""
+    parts = {kind: spec.parts(kind) for kind, _ in loads}
+    states = [part for of_kind in parts.values() for part in of_kind]
+    total = sum(pairs.whole().total_bytes for _, pairs in loads)
+    least = (step_bytes or STEP_BYTES) * max(len(states), 1)
+    count = min(total // least, max((part.layers for part in states), default=1))
+    if count < 2:
+        whole = tuple(pairs.whole() for _, pairs in loads)
+        return LayerSteps(steps=(whole,), step_of={part.state: [0] * part.layers for part in states})
+    cuts = {part.state: _cuts(spec, part, count) for part in states}
+    steps = tuple(
+        tuple(
+            Piece(pairs=pairs, start=start, size_bytes=size)
+            for kind, pairs in loads
+            for part in parts[kind]
+            for start, size in [_bytes_of_layers(part, *cuts[part.state][step : step + 2])]
+            if size
+        )
+        for step in range(count)
+    )
+    return LayerSteps(steps=steps, step_of={part.state: _step_of_layers(cuts[part.state]) for part in states})
+
+
+def _cuts(spec: ModelSpec, part: Part, count: int) -> list[int]:
+    """Which layer of a part each step begins with, and the number of layers. Layer l of n comes with step l * count / n."""
+    if not spec.state(part.state).required:
+        return [0] * count + [part.layers]  # nobody computes with it before everything else is there
+    if not _layers_are_ranges(part):
+        return [0] + [part.layers] * count  # the whole part, with its first layer
+    return [-(-part.layers * step // count) for step in range(count + 1)]
+
+
+def _layers_are_ranges(part: Part) -> bool:
+    """Whether a layer's rows lie together, behind those of the layer before."""
+    return part.layers == 1 or (part.rows - 1) * part.row_stride + part.row_bytes <= part.layer_stride
+
+
+def _bytes_of_layers(part: Part, first: int, end: int) -> tuple[int, int]:
+    """Where these layers begin in a page, and how many bytes they have."""
+    if (first, end) == (0, part.layers):
+        return part.offset, part.size_bytes
+    stop = part.size_bytes if end == part.layers else end * part.layer_stride
+    return part.offset + first * part.layer_stride, max(stop - first * part.layer_stride, 0) if end > first else 0
+
+
+def _step_of_layers(cuts: Sequence[int]) -> list[int]:
+    return [step for step, (first, end) in enumerate(pairwise(cuts)) for _ in range(first, end)]

@@ -1,0 +1,91 @@
+"""The bytes of one tier as a torch tensor: on a device, or on the host and then pinned where there is CUDA.
+
+Pinned memory is mapped once, in huge pages where the system has them, touched, and registered with CUDA. What cannot be had is
+a ConfigError. Imports torch, so it is imported when it is used. Copies nothing and knows nothing of which pages are in use.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+from contextlib import suppress
+from weakref import finalize
+
+import numpy as np
+import torch
+
+from stepwell.base.ids import Kind
+from stepwell.base.spec import ModelSpec
+from stepwell.base.units import format_bytes
+from stepwell.memory.layout import ArenaLayout
+from stepwell.transfer.copy_engine import refusal
+
+log = logging.getLogger(__name__)
+
+
+class TorchMemory:
+    """A block of bytes on a torch device, cut as its arena's layout says."""
+
+    def __init__(self, spec: ModelSpec, layout: ArenaLayout, device: str = "cpu") -> None:
+        pinned = device == "cpu" and torch.cuda.is_available()
+        try:
+            self._block = block = pinned_bytes(layout.size_bytes) if pinned else _zeros(layout.size_bytes, device)
+        except (RuntimeError, OverflowError) as error:  # only some of CUDA's refusals have a class of their own
+            raise refusal(layout.size_bytes, "pinned host" if pinned else device, error) from error
+        self._rows = {
+            kind: block[: layout.rows(kind) * stride].view(-1, stride)[:, : spec.object_bytes(kind)]
+            for kind, stride in layout.strides.items()
+        }
+
+    def rows(self, kind: Kind) -> torch.Tensor:
+        """All pages of a kind, `[page id][byte]`."""
+        return self._rows[kind]
+
+    @property
+    def bytes_B(self) -> torch.Tensor:
+        """All of it."""
+        return self._block
+
+    @property
+    def block(self) -> memoryview:
+        """All of it, for stores that must know memory before they may use it. Of host memory only."""
+        return memoryview(self._block.numpy())  # type: ignore[arg-type]
+
+    def view(self, kind: Kind, page: int) -> memoryview:
+        """One page's bytes, without a copy. Of host memory only."""
+        return memoryview(self._rows[kind][page].numpy())  # type: ignore[arg-type]
+
+
+def pinned_bytes(size_bytes: int) -> torch.Tensor:
+    """Zeroed host memory that CUDA reaches: registered by us, or else as torch allocates it. Raises what torch raises."""
+    try:
+        return _registered(size_bytes)
+    except (OSError, OverflowError, RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
+        log.warning("%s could not be registered with CUDA, so torch allocates them: %s", format_bytes(size_bytes), error)
+        return _zeros(size_bytes, "cpu", pinned=True)
+
+
+def _registered(size_bytes: int) -> torch.Tensor:
+    """Memory of our own, registered as long as any tensor refers to it."""
+    cudart = torch.cuda.cudart()
+    block = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # the kind that Linux makes huge when asked
+    with suppress(AttributeError, OSError):  # not every system has huge pages, nor do all allow them
+        block.madvise(mmap.MADV_HUGEPAGE)
+    flat = np.frombuffer(block, np.uint8)
+    flat[:: mmap.PAGESIZE] = 0  # touch every page of the machine now, not under a request
+    failed = int(cudart.cudaHostRegister(flat.ctypes.data, size_bytes, 0))
+    if failed:
+        with suppress(RuntimeError, AssertionError):  # CUDA keeps the error for whoever looks next
+            torch.zeros(1, device="cuda")
+        raise RuntimeError(f"cudaHostRegister: error {failed}")
+    # torch keeps the array as long as a tensor is left over it, and the array keeps the mapping.
+    finalize(flat, _unregister, flat.ctypes.data).atexit = False  # the process's end unregisters too
+    return torch.from_numpy(flat)
+
+
+def _unregister(address: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)
+
+
+def _zeros(size_bytes: int, device: str, *, pinned: bool = False) -> torch.Tensor:
+    return torch.zeros(size_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)

@@ -1,0 +1,122 @@
+"""Which way pages are copied, and that every way copies the same bytes, also when the kernel fails."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from stepwell.transfer.page_copier import PageCopier, Route, Routes, StagedIds  # noqa: E402
+from stepwell.transfer.page_tables import PagePairs, PageTable, Piece, Run  # noqa: E402
+
+ROUTES = Routes(
+    load=Route(crossover_bytes=1000, programs=8), save=Route(crossover_bytes=100, programs=4), least_runs=2
+)  # fmt: skip
+
+
+class Kernel:
+    """Notes what it is asked for, and copies nothing or fails."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.calls: list[SimpleNamespace] = []
+
+    def copy_pages(self, source_B: object, target_B: object, source_ids: object, target_ids: object, **sizes: int) -> None:
+        self.calls.append(SimpleNamespace(source_ids=source_ids, target_ids=target_ids, **sizes))
+        if self.error is not None:
+            raise self.error
+
+
+def table(pages: int = 10, *, page_bytes: int = 200, stride: int = 256, on_device: bool = False) -> PageTable:
+    rows = torch.randint(0, 256, (pages, stride), dtype=torch.uint8)[:, :page_bytes]
+    whole = PageTable.of(rows)
+    return PageTable(
+        bytes_B=whole.bytes_B, num_pages=pages, page_bytes=page_bytes, stride=whole.stride, on_device=on_device
+    )  # fmt: skip
+
+
+def pairs(source: PageTable, target: PageTable, read: list[int], write: list[int]) -> PagePairs:
+    return PagePairs(source=source, target=target, source_ids=np.array(read, np.int32), target_ids=np.array(write, np.int32))
+
+
+def page(of: PageTable, number: int) -> torch.Tensor:
+    return of.bytes_B[number * of.stride : number * of.stride + of.page_bytes]
+
+
+def queue(copier: PageCopier, piece: Piece) -> None:
+    staged = StagedIds(torch.device("cpu"))
+    staged.stage([piece.pairs])
+    copier.queue(copier.routed(piece), staged)
+
+
+def test_neighbours_on_both_sides_are_one_copy() -> None:
+    piece = pairs(table(), table(), [3, 4, 5, 7, 8, 1], [0, 1, 2, 3, 5, 6]).whole()
+    assert piece.runs() == [Run(3, 0, 3), Run(7, 3, 1), Run(8, 5, 1), Run(1, 6, 1)] and piece.num_runs == 4
+    apart = pairs(table(), table(stride=512), [3, 4], [0, 1]).whole()
+    assert apart.num_runs == 2, "strides differ"
+    assert Piece(pairs=piece.pairs, start=0, size_bytes=100).num_runs == 6, "parts of pages are never neighbours"
+    assert pairs(table(), table(), [], []).whole().runs() == []
+
+
+def test_runs_copy_every_page_and_nothing_but_what_lies_between_them() -> None:
+    source, target = table(), table()
+    before = target.bytes_B.clone()
+    queue(PageCopier(ROUTES, None), pairs(source, target, [3, 4, 5, 0], [6, 7, 8, 1]).whole())
+    for read, write in ((3, 6), (4, 7), (5, 8), (0, 1)):
+        assert torch.equal(page(source, read), page(target, write))
+    for untouched in (0, 2, 3, 4, 5, 9):
+        assert torch.equal(page(target, untouched), before[untouched * 256 : untouched * 256 + 200])
+
+
+@pytest.mark.parametrize("ids", [[10], [-1], [0, 99]])
+def test_pages_that_are_not_there_are_refused_before_anything_is_copied(ids: list[int]) -> None:
+    some = list(range(len(ids)))
+    with pytest.raises(IndexError):
+        pairs(table(), table(), ids, some)
+    with pytest.raises(IndexError):
+        pairs(table(), table(), some, ids)
+
+
+def test_small_pages_between_host_and_device_go_by_kernel_each_way_by_its_own_crossover() -> None:
+    host, device = table(), table(on_device=True)
+    kernel = Kernel()
+    copier = PageCopier(ROUTES, kernel)  # type: ignore[arg-type]
+    queue(copier, pairs(host, device, [1, 3], [2, 4]).whole())
+    assert kernel.calls[0].programs == 8 and kernel.calls[0].size_bytes == 200
+    assert kernel.calls[0].source_ids.tolist() == [1, 3] and kernel.calls[0].target_ids.tolist() == [2, 4]
+    queue(copier, pairs(device, host, [1, 3], [2, 4]).whole())
+    assert len(kernel.calls) == 1, "pages of 200 bytes are large on the way down"
+    queue(copier, Piece(pairs=pairs(device, host, [1, 3], [2, 4]), start=8, size_bytes=64))
+    assert kernel.calls[1].programs == 4
+    queue(copier, pairs(host, device, [1], [2]).whole())
+    queue(copier, pairs(host, device, [1, 2, 3, 4], [2, 3, 4, 5]).whole())
+    queue(copier, pairs(device, table(on_device=True), [1, 3], [2, 4]).whole())
+    assert len(kernel.calls) == 2, "one copy, and copies inside the device, need no kernel"
+
+
+def test_a_kernel_that_fails_is_said_and_counted_once_and_the_bytes_are_right(caplog: pytest.LogCaptureFixture) -> None:
+    host, device = table(), table(on_device=True)
+    kernel, fallbacks = Kernel(RuntimeError("ptxas is missing\nand a long story")), []
+    copier = PageCopier(ROUTES, kernel, on_fallback=lambda: fallbacks.append(1))  # type: ignore[arg-type]
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            queue(copier, pairs(host, device, [1, 3], [2, 4]).whole())
+    assert torch.equal(page(host, 1), page(device, 2)) and torch.equal(page(host, 3), page(device, 4))
+    assert len(kernel.calls) == 1 and fallbacks == [1]
+    (warning,) = caplog.messages
+    assert "ptxas is missing" in warning and "long story" not in warning
+
+
+def test_staged_ids_of_several_copies_share_one_transfer_and_grow() -> None:
+    staged = StagedIds(torch.device("cpu"), capacity=16)
+    big = table(pages=100)
+    several = [pairs(big, big, list(range(n)), list(range(99, 99 - n, -1))) for n in (1, 17, 0, 100)]
+    staged.stage(several)
+    for each in several:
+        source_ids, target_ids = staged.of(each)
+        assert source_ids.tolist() == each.source_ids.tolist() and target_ids.tolist() == each.target_ids.tolist()
+        assert source_ids.data_ptr() % 16 == 0 and target_ids.data_ptr() % 16 == 0

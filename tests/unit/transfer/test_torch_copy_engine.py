@@ -1,0 +1,162 @@
+"""What a copy engine queues on its streams and waits for, on a stand-in for CUDA: host memory, and streams that take notes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from stepwell import CacheConfig, Kind, Tier  # noqa: E402
+from stepwell.base.ids import JobId  # noqa: E402
+from stepwell.base.meters import Counters  # noqa: E402
+from stepwell.base.tasks import Copy, Plan, Purpose, Span  # noqa: E402
+from stepwell.cache.build import layouts_for  # noqa: E402
+from stepwell.transfer import layer_events, torch_copy_engine  # noqa: E402
+from stepwell.transfer.layer_events import LayerEvents  # noqa: E402
+from stepwell.transfer.page_copier import PageCopier, Route, Routed, Routes, StagedIds  # noqa: E402
+from stepwell.transfer.page_tables import PageTable  # noqa: E402
+from stepwell.transfer.torch_copy_engine import TorchCopyEngine  # noqa: E402
+from stepwell.transfer.torch_memory import TorchMemory  # noqa: E402
+from toys import HYBRID  # noqa: E402
+
+LAYOUTS = layouts_for(HYBRID, CacheConfig(device_bytes=64 * 32, host_bytes=32 * 32), alignment=16)
+JOB = JobId(7)
+
+
+class Stream:
+    def __init__(self, name: str, notes: list[str]) -> None:
+        self.name, self.notes = name, notes
+
+    def wait_event(self, event: Event) -> None:
+        self.notes.append(f"{self.name} waits for {event.name}")
+
+
+class Event:
+    def __init__(self, notes: list[str], blocking: bool) -> None:
+        self.notes, self.blocking, self.name = notes, blocking, "nothing"
+
+    def record(self, stream: Stream) -> None:
+        self.name = f"{stream.name}#{len(self.notes)}"
+        self.notes.append(f"event on {stream.name}")
+
+    def synchronize(self) -> None:
+        assert self.blocking, "a worker must not spin"
+        self.notes.append("waited")
+
+
+class StandIn:
+    """A copy engine between two memories of the host, one of which is said to be a device's."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **options: object) -> None:
+        self.notes: list[str] = []
+        self.counters = Counters()
+        streams = iter(("loading", "saving"))
+        cuda = SimpleNamespace(
+            Stream=lambda device, priority: Stream(f"{next(streams)}{priority}", self.notes),
+            Event=lambda blocking=False: Event(self.notes, blocking),
+            stream=self._on_stream,
+            device=lambda device: nullcontext(),
+            current_stream=lambda device: Stream("engine", self.notes),
+        )
+        memories = {tier: TorchMemory(HYBRID, layout) for tier, layout in LAYOUTS.items()}
+        for memory in memories.values():
+            memory.bytes_B.copy_(torch.randint(0, 256, memory.bytes_B.shape, dtype=torch.uint8))
+        self.memories = memories
+        there = SimpleNamespace(bytes_B=SimpleNamespace(device=SimpleNamespace(type="cuda")), rows=memories[Tier.DEVICE].rows)
+        monkeypatch.setattr(torch_copy_engine, "torch", SimpleNamespace(cuda=cuda))
+        monkeypatch.setattr(torch_copy_engine, "StagedIds", lambda device: StagedIds(torch.device("cpu")))
+        self.copy_engine = TorchCopyEngine({**memories, Tier.DEVICE: there}, counters=self.counters, **options)  # type: ignore[arg-type, dict-item]
+        self.notes.clear()
+
+    @contextmanager
+    def _on_stream(self, stream: Stream) -> Iterator[None]:
+        yield
+
+    def plan(self, purpose: Purpose, read: list[int], write: list[int]) -> Plan:
+        tiers = (Tier.HOST, Tier.DEVICE) if purpose is Purpose.LOAD else (Tier.DEVICE, Tier.HOST)
+        spans = [
+            Span(tier=tier, kind=Kind.PREFIX, ids=np.array(ids, np.int32)) for tier, ids in zip(tiers, (read, write), strict=True)
+        ]
+        return Plan(job=JOB, purpose=purpose, copies=(Copy(source=spans[0], target=spans[1]),))
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    return StandIn(monkeypatch)
+
+
+def test_loads_and_saves_have_their_streams_follow_the_engine_and_wait_for_themselves_alone(stand_in: StandIn) -> None:
+    rows = {tier: memory.rows(Kind.PREFIX) for tier, memory in stand_in.memories.items()}
+    stand_in.copy_engine.begin(stand_in.plan(Purpose.LOAD, [3, 5], [8, 1]))()
+    assert stand_in.notes == [
+        "event on engine", "loading-1 waits for engine#0", "event on loading-1", "event on loading-1", "waited"
+    ]  # fmt: skip
+    assert torch.equal(rows[Tier.DEVICE][8], rows[Tier.HOST][3]) and torch.equal(rows[Tier.DEVICE][1], rows[Tier.HOST][5])
+    stand_in.notes.clear()
+    stand_in.copy_engine.begin(stand_in.plan(Purpose.SAVE, [60], [9]))()
+    assert stand_in.notes[1] == "saving0 waits for engine#0" and stand_in.notes[-1] == "waited"
+    assert torch.equal(rows[Tier.HOST][9], rows[Tier.DEVICE][60])
+
+
+def test_a_kernel_that_cannot_be_had_is_counted_at_the_start(stand_in: StandIn) -> None:
+    assert stand_in.counters["copy_kernel_fallbacks"] == 1, "there is no CUDA here for Triton to build it for"
+
+
+def test_a_plan_that_fails_half_way_still_waits_for_what_it_had_queued(
+    stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: PageCopier, routed: Routed, staged: StagedIds | None = None) -> None:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(PageCopier, "queue", fail)
+    spare = stand_in.copy_engine._spare.qsize()
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        stand_in.copy_engine.begin(stand_in.plan(Purpose.LOAD, [3], [8]))()
+    assert stand_in.notes[-2:] == ["event on loading-1", "waited"]
+    assert stand_in.copy_engine._spare.qsize() == spare and stand_in.copy_engine.events_for(JOB) is None
+
+
+def test_a_page_that_is_not_there_fails_before_anything_is_queued(stand_in: StandIn) -> None:
+    work = stand_in.copy_engine.begin(stand_in.plan(Purpose.LOAD, [0, 32], [1, 2]))
+    with pytest.raises(IndexError):
+        work()
+    assert stand_in.notes == ["event on engine"]
+
+
+def test_layer_events_are_there_from_when_all_is_queued_until_it_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in = StandIn(monkeypatch, layerwise=HYBRID)
+    seen: list[LayerEvents | None] = []
+    monkeypatch.setattr(Event, "synchronize", lambda event: seen.append(stand_in.copy_engine.events_for(JOB)))
+    stand_in.copy_engine.begin(stand_in.plan(Purpose.LOAD, [3], [8]))()
+    (events,) = seen
+    assert events is not None and stand_in.copy_engine.events_for(JOB) is None
+    events.wait("kv", 1, Stream("pass", stand_in.notes))  # type: ignore[arg-type]
+    assert stand_in.notes[-1].startswith("pass waits for loading-1#")
+    stand_in.copy_engine.begin(stand_in.plan(Purpose.SAVE, [3], [8]))()
+    assert seen[1:] == [None], "saves have none"
+
+
+def test_page_ids_are_staged_once_for_all_steps_of_a_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in = StandIn(monkeypatch, layerwise=HYBRID)
+    on_device = {
+        (tier, Kind.PREFIX): replace(PageTable.of(memory.rows(Kind.PREFIX)), on_device=tier is Tier.DEVICE)
+        for tier, memory in stand_in.memories.items()
+    }
+    calls: list[tuple[list[int], list[int], int]] = []
+
+    class Kernel:
+        def copy_pages(self, source_B: object, target_B: object, read: object, write: object, **sizes: int) -> None:
+            calls.append((read.tolist(), write.tolist(), sizes["size_bytes"]))  # type: ignore[attr-defined]
+
+    route = Route(crossover_bytes=1 << 40, programs=2)
+    stand_in.copy_engine._tables = on_device
+    stand_in.copy_engine._copier = PageCopier(Routes(load=route, save=route, least_runs=1), Kernel())  # type: ignore[arg-type]
+    monkeypatch.setattr(layer_events, "STEP_BYTES", 1)
+    stand_in.copy_engine.begin(stand_in.plan(Purpose.LOAD, [3, 9], [8, 1]))()
+    assert calls == [([3, 9], [8, 1], 16)] * 2, "two layers of 16 bytes"

@@ -1,0 +1,73 @@
+"""Pinned memory of our own: registered once, unregistered when the last tensor over it is gone, torch's where that fails."""
+
+from __future__ import annotations
+
+import gc
+import logging
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from stepwell import CacheConfig, Kind  # noqa: E402
+from stepwell.cache.build import layouts_for  # noqa: E402
+from stepwell.transfer import torch_memory  # noqa: E402
+from stepwell.transfer.torch_memory import TorchMemory, pinned_bytes  # noqa: E402
+from toys import FULL  # noqa: E402
+
+SIZE = 1 << 20
+
+
+class Cudart:
+    def __init__(self, error: int = 0) -> None:
+        self.error = error
+        self.registered: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        if not self.error:
+            self.registered[address] = size
+        return self.error
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.registered[address]
+        return 0
+
+
+@pytest.fixture
+def cudart(monkeypatch: pytest.MonkeyPatch) -> Cudart:
+    cudart = Cudart()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    return cudart
+
+
+def test_memory_is_registered_as_long_as_a_tensor_is_left_over_it(cudart: Cudart) -> None:
+    (layout,) = layouts_for(FULL, CacheConfig(device_bytes=None, host_bytes=SIZE)).values()
+    memory = TorchMemory(FULL, layout)
+    assert cudart.registered == {memory.bytes_B.data_ptr(): SIZE}
+    assert memory.bytes_B.data_ptr() % 4096 == 0 and not memory.bytes_B.any()
+    memory.view(Kind.PREFIX, 3)[0] = 77
+    assert memory.rows(Kind.PREFIX)[3][0] == 77 and memory.block[3 * layout.strides[Kind.PREFIX]] == 77
+    rows = memory.rows(Kind.PREFIX)
+    del memory
+    gc.collect()
+    assert cudart.registered and rows[3][0] == 77
+    del rows
+    gc.collect()
+    assert not cudart.registered
+
+
+def test_memory_that_cannot_be_registered_is_torchs(
+    cudart: Cudart, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cudart.error = 2
+    asked = []
+
+    def zeros(size_bytes: int, device: str, *, pinned: bool = False) -> torch.Tensor:
+        asked.append((size_bytes, device, pinned))
+        return torch.zeros(size_bytes, dtype=torch.uint8)
+
+    monkeypatch.setattr(torch_memory, "_zeros", zeros)
+    with caplog.at_level(logging.WARNING):
+        assert len(pinned_bytes(SIZE)) == SIZE
+    assert asked == [(SIZE, "cpu", True)] and "error 2" in caplog.text

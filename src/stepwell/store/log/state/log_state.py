@@ -1,6 +1,6 @@
 """What the parts of one open log share. Holds; decides nothing.
 
-`lock` guards everything here. Bytes are moved without it: by the one writer whose turn it is (`writing/group_commit.py`), and by
+`lock` guards everything here. Bytes are moved without it: by the one writer whose turn it is (`store.GroupCommit`), and by
 readers whose segments are pinned.
 """
 

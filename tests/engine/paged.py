@@ -30,7 +30,7 @@ class Scene:
     """Every page of every segment lies somewhere else; pages that nobody has hold NaN, and so do rows behind the last."""
 
     def __init__(self, shape: Shape, seed: int = 0, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
-        self.shape, self.device, self.dtype = shape, device, dtype
+        self.shape, self.seed, self.device, self.dtype = shape, seed, device, dtype
         self.random = torch.Generator().manual_seed(seed)
         counts = [-(-(before + new) // shape.page) for before, new in zip(shape.contexts, shape.lengths, strict=True)]
         ids = Random(seed).sample(range(sum(counts) + 3), sum(counts))

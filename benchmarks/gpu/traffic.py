@@ -13,7 +13,7 @@ import torch
 from bench_copies import copy_engine_for
 from stepwell import Kind, Tier
 from stepwell.base.ids import JobId
-from stepwell.base.plan import Copy, Plan, Purpose, Span
+from stepwell.base.tasks import Copy, Plan, Purpose, Span
 
 PLAN_BYTES = 256 << 20
 

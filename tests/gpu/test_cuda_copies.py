@@ -12,9 +12,9 @@ import pytest
 from not_run import NO_CUDA
 from stepwell import CacheConfig, Kind, ModelSpec, Point, Prefix, StateSpec, Tier, Window
 from stepwell.base.ids import JobId
-from stepwell.base.plan import Copy, Plan, Purpose, Span
+from stepwell.base.meters import Counters
+from stepwell.base.tasks import Copy, Plan, Purpose, Span
 from stepwell.cache.build import layouts_for
-from stepwell.metrics.counters import Counters
 from waiting import wait_until
 
 torch = pytest.importorskip("torch")

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from stepwell.base.clock import Clock, SystemClock
 from stepwell.base.errors import BadTokens, ConfigError, StepwellError
+from stepwell.base.meters import Clock, SystemClock
 from stepwell.cache.facade import Cache
 from stepwell.cache.report import StepReport
 from stepwell.engine.footprint import Footprint

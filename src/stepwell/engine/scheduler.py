@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from stepwell.base.clock import Clock
 from stepwell.base.errors import ConfigError, NoRoom
 from stepwell.base.ids import LeaseId
-from stepwell.base.tokens import TOKEN_BYTES, common_pages
+from stepwell.base.meters import Clock
+from stepwell.base.prompt import TOKEN_BYTES, common_pages
 from stepwell.cache.facade import Cache
 from stepwell.engine.request import Chunk, Request
 from stepwell.tiers.lease import Lease

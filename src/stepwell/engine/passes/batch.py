@@ -18,8 +18,8 @@ import numpy.typing as npt
 import torch
 
 from stepwell.base.ids import Kind
-from stepwell.base.plan import NO_PAGES, PageIds
 from stepwell.base.spec import ModelSpec, Prefix
+from stepwell.base.tasks import NO_PAGES, PageIds
 from stepwell.engine.passes.open_groups import OpenGroups
 from stepwell.engine.passes.pages import DevicePages
 from stepwell.engine.passes.paging import Look, Paging, Sight

@@ -30,7 +30,7 @@ from rich.table import Column, Table
 
 from stepwell import CacheConfig, Kind, ModelSpec, Prefix, StateSpec, Tier
 from stepwell.base.ids import JobId
-from stepwell.base.plan import Copy, Plan, Purpose, Span
+from stepwell.base.tasks import Copy, Plan, Purpose, Span
 from stepwell.cache.build import layouts_for
 from stepwell.transfer.page_copier import Route, Routes
 from stepwell.transfer.torch_copy_engine import TorchCopyEngine

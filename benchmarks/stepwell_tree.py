@@ -40,9 +40,9 @@ from stepwell import (
     Window,
     build_cache,
 )
-from stepwell.base.plan import Plan
+from stepwell.base.tasks import Plan
 from stepwell.cache.build import CacheTuning
-from stepwell.jobs.copy_executor import InlineCopyExecutor
+from stepwell.jobs.executors import InlineCopyExecutor
 from stepwell.tiers.eviction import make_room
 from stepwell.transfer.copy_engine import Work
 
@@ -84,7 +84,7 @@ class Workload:
         self.cache: Cache = build_cache(
             spec, config, executor=InlineCopyExecutor([NoCopyEngine()]), tuning=CacheTuning(page_alignment_bytes=PAGE_BYTES)
         )
-        self.core = self.cache._core
+        self.state = self.cache._state
         self.page_tokens = page_tokens
         self._random = np.random.default_rng(seed)
 
@@ -125,14 +125,14 @@ class Workload:
 
     def fill_up(self) -> None:
         """Takes all free pages, as the requests of a busy engine do."""
-        arena = self.core.arena(Tier.DEVICE)
+        arena = self.state.arena(Tier.DEVICE)
         for count in (1 << power for power in range(24, -1, -1)):
             while arena.fits({Kind.PREFIX: count}):
                 arena.alloc({Kind.PREFIX: count})
 
     def evict(self, num_pages: int) -> None:
         """Makes room for this many pages in a full tier."""
-        assert make_room(self.core, Tier.DEVICE, {Kind.PREFIX: num_pages}).fits
+        assert make_room(self.state, Tier.DEVICE, {Kind.PREFIX: num_pages}).fits
 
 
 def sample_us(
@@ -233,11 +233,11 @@ def measure_memory(num_pages: int, page_tokens: int) -> dict[str, object]:
         prefix = work.draw(PREFIX_PAGES * page_tokens)
         for pages in itertools.islice(shapes, LEAVES_PER_FAMILY):
             work.store(np.concatenate([prefix, work.draw(pages * page_tokens + 1)]), 1 << 30)
-        held = work.core.arena(Tier.DEVICE).used_pages(Kind.PREFIX)
+        held = work.state.arena(Tier.DEVICE).used_pages(Kind.PREFIX)
         if held + 1024 > num_pages:
             break
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
-    nodes = sum(1 for _ in work.core.tree.nodes())
+    nodes = sum(1 for _ in work.state.tree.nodes())
     return {"memory_pages": held, "memory_nodes": nodes, "bytes_per_page": round(grown / held, 1)}
 
 

@@ -26,13 +26,13 @@ from stepwell import (
     Window,
     build_cache,
 )
-from stepwell.base.clock import ManualClock
 from stepwell.base.config import PrefetchPolicy, StoreConfig
 from stepwell.base.ids import JobId
-from stepwell.base.plan import Purpose
+from stepwell.base.meters import ManualClock
+from stepwell.base.tasks import Purpose
 from stepwell.cache.build import CacheTuning, layouts_for, numpy_memories
 from stepwell.policy.placement import PlacementRules
-from stepwell.policy.tuning import StoreTuning
+from stepwell.policy.store_use import StoreTuning
 from stepwell.policy.value import ValuePolicy
 from stepwell.sim.least_recent import LeastRecent
 from stepwell.store.api import Store
@@ -106,8 +106,8 @@ class Rig:
         self.store_executor = ScriptedStoreExecutor(())
         if store is not None:
             self.attach(store, store_config, store_tuning)
-        self.core = self.cache._core
-        self.tree = self.core.tree
+        self.state = self.cache._state
+        self.tree = self.state.tree
 
     # ---- what an engine does ----------------------------------------------------------------------
 
@@ -245,27 +245,27 @@ class Rig:
     # ---- memory -----------------------------------------------------------------------------------
 
     def used(self, tier: Tier, kind: Kind) -> int:
-        return self.core.arena(tier).used_pages(kind)
+        return self.state.arena(tier).used_pages(kind)
 
     def restore(self, tokens: Sequence[int]) -> int:
         return self.cache.lookup(tokens).restore_tokens
 
     def evict_all(self, tier: Tier) -> None:
         """Everything idle leaves the tier, saved first where the policy says so."""
-        everything = {Kind.PREFIX: self.core.arena(tier).layout.rows(Kind.PREFIX)}
-        while make_room(self.core, tier, everything).waiting:
+        everything = {Kind.PREFIX: self.state.arena(tier).layout.rows(Kind.PREFIX)}
+        while make_room(self.state, tier, everything).waiting:
             self.settle()
 
     def evict_idle(self, tier: Tier) -> None:
         """Everything idle leaves the tier now; copies go on running."""
-        make_room(self.core, tier, {Kind.PREFIX: self.core.arena(tier).layout.rows(Kind.PREFIX)})
+        make_room(self.state, tier, {Kind.PREFIX: self.state.arena(tier).layout.rows(Kind.PREFIX)})
 
     def shrink(self, tier: Tier, pages: int) -> None:
         """Asks for ever more room, page by page, until `pages` prefix pages have left the tier."""
         goal, need = self.used(tier, Kind.PREFIX) - pages, 1
         while self.used(tier, Kind.PREFIX) > goal:
-            assert need < self.core.arena(tier).layout.rows(Kind.PREFIX), "nothing more can be evicted"
-            make_room(self.core, tier, {Kind.PREFIX: need})
+            assert need < self.state.arena(tier).layout.rows(Kind.PREFIX), "nothing more can be evicted"
+            make_room(self.state, tier, {Kind.PREFIX: need})
             need += 1
 
     def idle_check(self) -> None:
@@ -273,7 +273,7 @@ class Rig:
         self.settle()
         self.cache.audit()
         assert not self.cache._leases, f"leases left open: {list(self.cache._leases)}"
-        for arena in self.core.tree.arenas.values():
+        for arena in self.state.tree.arenas.values():
             for kind, refs in arena.refs.items():
                 assert kind is Kind.WINDOW or (refs <= 1).all(), f"{arena.tier.label} {kind.label} pages are still held"
 

@@ -60,7 +60,7 @@ def settle(engine: Engine) -> None:
 def leave_in(engine: Engine, tier: str) -> None:
     """Leaves what is cached in this tier (device, host or disk) and those below."""
     if tier == "host":
-        core = engine.cache._core
-        make_room(core, Tier.DEVICE, {Kind.PREFIX: core.arena(Tier.DEVICE).layout.rows(Kind.PREFIX) + 1})
+        state = engine.cache._state
+        make_room(state, Tier.DEVICE, {Kind.PREFIX: state.arena(Tier.DEVICE).layout.rows(Kind.PREFIX) + 1})
     elif tier == "disk":
         engine.cache.flush()

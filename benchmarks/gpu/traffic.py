@@ -13,7 +13,7 @@ import torch
 from bench_copies import copy_engine_for
 from stepwell import Kind, Tier
 from stepwell.base.ids import JobId
-from stepwell.base.plan import Copy, Plan, Purpose, Span
+from stepwell.base.tasks import Copy, Plan, Purpose, Span
 
 PLAN_BYTES = 256 << 20
 
@@ -75,9 +75,10 @@ class Traffic:
 
 
 def _plans(source: Tier, target: Tier, purpose: Purpose, pages: range, pages_a_plan: int) -> list[Plan]:
-    plans = []
+    """Pages in no order, as a busy arena has them: neighbours would be copied as one."""
+    plans, shuffled = [], np.random.default_rng(1).permutation(np.array(pages, np.int32))
     for start in range(0, len(pages), pages_a_plan):
-        ids = np.array(pages[start : start + pages_a_plan], np.int32)
+        ids = shuffled[start : start + pages_a_plan]
         spans = [Span(tier=tier, kind=Kind.PREFIX, ids=ids) for tier in (source, target)]
         plans.append(Plan(job=JobId(start), purpose=purpose, copies=(Copy(source=spans[0], target=spans[1]),)))
     return plans

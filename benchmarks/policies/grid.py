@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from stepwell.base.clock import SystemClock
 from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Tier
+from stepwell.base.meters import SystemClock
 from stepwell.base.spec import ModelSpec
 from stepwell.base.spec.presets import load_spec
 from stepwell.sim.case import TIERS, Case

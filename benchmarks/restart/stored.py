@@ -16,7 +16,7 @@ from stepwell.base.spec.presets import preset
 from stepwell.cache.build import layouts_for, numpy_memories
 from stepwell.engine.footprint import footprint
 from stepwell.engine.passes.pages import DevicePages
-from stepwell.jobs.copy_executor import ThreadCopyExecutor
+from stepwell.jobs.executors import ThreadCopyExecutor
 from stepwell.store.log.store import LogStore
 from stepwell.store.registry import open_store
 from stepwell.transfer.copy_engine import NumpyCopyEngine

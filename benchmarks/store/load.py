@@ -18,9 +18,9 @@ from typing import Protocol
 import numpy as np
 
 from stepwell import CacheConfig, Kind, ModelSpec, Prefix, StateSpec, Tier
-from stepwell.base.keys import PageKey
+from stepwell.base.prompt import PageKey
 from stepwell.cache.build import layouts_for
-from stepwell.transfer.memory import PageMemory
+from stepwell.transfer.copy_engine import PageMemory
 
 BATCH = 128
 PAGE_TOKENS = 64

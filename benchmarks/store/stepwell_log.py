@@ -14,15 +14,15 @@ from pathlib import Path
 
 import numpy as np
 
-from stepwell.base.clock import SystemClock
 from stepwell.base.config import StoreConfig
 from stepwell.base.ids import JobId
-from stepwell.base.keys import Namespace
-from stepwell.base.store_op import FetchPages, FindItems, ItemStatus, PutPages, StoreOp, Task
-from stepwell.jobs.store_executor import ThreadStoreExecutor
+from stepwell.base.meters import SystemClock
+from stepwell.base.prompt import Namespace
+from stepwell.base.tasks import FetchPages, FindItems, ItemStatus, PutPages, StoreOp, Task
+from stepwell.jobs.executors import ThreadStoreExecutor
 from stepwell.store.api import Store
 from stepwell.store.log.opening import open_directory
-from stepwell.store.log.writing.probe import Direct
+from stepwell.store.log.writing.upkeep import Direct
 from stepwell.transfer.store_worker import StoreWorker
 from store.load import BATCH, Load, Took, timed
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         WrongThread,
     )
     from stepwell.base.ids import Kind, Tier
-    from stepwell.base.keys import Namespace
+    from stepwell.base.prompt import Namespace
     from stepwell.base.spec.model import ModelSpec, StateSpec
     from stepwell.base.spec.presets import load_spec
     from stepwell.base.spec.shapes import Point, Prefix, Window
@@ -53,7 +53,7 @@ _HOMES = {
         "WrongThread",
     ),
     "stepwell.base.ids": ("Kind", "Tier"),
-    "stepwell.base.keys": ("Namespace",),
+    "stepwell.base.prompt": ("Namespace",),
     "stepwell.base.spec.model": ("ModelSpec", "StateSpec"),
     "stepwell.base.spec.presets": ("load_spec",),
     "stepwell.base.spec.shapes": ("Point", "Prefix", "Window"),

@@ -8,8 +8,7 @@ from random import Random
 
 import pytest
 
-from stepwell.base.clock import ManualClock
-from stepwell.metrics.counters import Counters
+from stepwell.base.meters import Counters, ManualClock
 from stepwell.store.api import Store
 from stepwell.store.memory import MemoryStore
 from stepwell.store.wrappers import Faults, Faulty, Metered, Slow

@@ -11,8 +11,8 @@ from contextlib import closing
 import pytest
 from mooncake_stand_in import StandIn, join
 
-from stepwell.base.clock import ManualClock
 from stepwell.base.errors import StoreError
+from stepwell.base.meters import ManualClock
 from stepwell.store.api import STAMP_BYTES, Read, ReadOutcome, Store, Write, WriteOutcome
 from stepwell.store.mooncake.lanes import COPY_BYTES, VALUES_PER_BATCH, address_of
 from stepwell.store.mooncake.store import MooncakeStore

@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-from stepwell.base.clock import ManualClock
 from stepwell.base.errors import StoreError
+from stepwell.base.meters import ManualClock
 from stepwell.store.api import NO_PARENT, Space, WriteOutcome
 from stepwell.store.log.disk.files import BLOCK_BYTES, Disk, up_to_block
 from stepwell.store.log.opening import open_directory
 from stepwell.store.log.store import LogStore
-from stepwell.store.log.writing.group_commit import PutRequest
-from stepwell.store.log.writing.probe import Direct
+from stepwell.store.log.writing.upkeep import Direct
+from stepwell.store.log.writing.writer import PutRequest
 from stepwell.testing.store_contract import fetch, key, offer
 
 BUDGET_BYTES, SEGMENT_BYTES = 800 * 1024, 64 * 1024

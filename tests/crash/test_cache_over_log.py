@@ -13,7 +13,7 @@ import pytest
 from stepwell import Cause, ConfigError, Kind, ModelSpec, StoreError, Tier, build_cache, open_store
 from stepwell.base.config import PrefetchPolicy, StoreConfig
 from stepwell.base.store_key import StoreKey
-from stepwell.base.store_op import ItemStatus
+from stepwell.base.tasks import ItemStatus
 from stepwell.store.log.store import LogStore
 from toys import ALL_MODELS, FULL, HYBRID, PAGE, SMALL_PAGES, Rig, text
 
@@ -125,7 +125,7 @@ def test_a_flipped_bit_in_a_page_is_named(tmp_path: Path) -> None:
         ticket = here.fetched(PROMPTS[0])
         explanation = here.cache.explain(PROMPTS[0])
         assert explanation.cause is Cause.STORE and explanation.detail == ItemStatus.DAMAGED.value
-        assert here.core.counters["store_damaged"] == 1
+        assert here.state.counters["store_damaged"] == 1
         ticket.close()
 
 

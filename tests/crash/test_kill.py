@@ -13,7 +13,7 @@ from random import Random
 
 from life import BUDGET_BYTES, SEGMENT_BYTES, SPACES, bytes_on_disk
 
-from stepwell.base.clock import SystemClock
+from stepwell.base.meters import SystemClock
 from stepwell.store.log.opening import open_directory
 from stepwell.testing.store_contract import fetch, key
 
@@ -21,7 +21,7 @@ ROUNDS = 16
 CHILD = """
 import sys
 from pathlib import Path
-from stepwell.base.clock import SystemClock
+from stepwell.base.meters import SystemClock
 from stepwell.store.api import Space, WriteOutcome
 from stepwell.store.log.opening import open_directory
 from stepwell.testing.store_contract import key, offer

@@ -175,8 +175,8 @@ def test_as_many_guesses_are_right_whatever_tier_a_prompt_comes_from(family: str
         run(engine, asks)
         device = run(engine, asks)
         settle(engine.cache)
-        core = engine.cache._core
-        make_room(core, Tier.DEVICE, {Kind.PREFIX: core.arena(Tier.DEVICE).layout.rows(Kind.PREFIX) + 1})
+        state = engine.cache._state
+        make_room(state, Tier.DEVICE, {Kind.PREFIX: state.arena(Tier.DEVICE).layout.rows(Kind.PREFIX) + 1})
         host = run(engine, asks)
         settle(engine.cache)
         engine.cache.flush()

@@ -10,7 +10,7 @@ import torch
 
 from engine.small import alone, greedy, prompt, run, small, tokens_of
 from stepwell.base.errors import ConfigError, StepwellError
-from stepwell.base.plan import Purpose
+from stepwell.base.tasks import Purpose
 from stepwell.engine import Ask, Engine, Finish, Limits, Sampling
 from stepwell.engine import engine as engine_module
 from stepwell.engine import sampling as sampling_module
@@ -106,12 +106,12 @@ def test_a_request_that_cannot_be_leased_ends_alone(monkeypatch: pytest.MonkeyPa
 
 def test_copies_of_state_that_always_fail_do_not_keep_a_request_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     with small("falcon_h1") as engine:
-        submit = engine.cache._core.copies._executor.submit
+        submit = engine.cache._state.copies._executor.submit
 
         def failing(plan: Any) -> None:
             submit(plan if plan.purpose is not Purpose.FORK else _broken(plan))
 
-        monkeypatch.setattr(engine.cache._core.copies._executor, "submit", failing)
+        monkeypatch.setattr(engine.cache._state.copies._executor, "submit", failing)
         asks = [greedy(prompt(80), 40)]
         (deltas,) = run(engine, asks)
     assert tokens_of(deltas) == alone("falcon_h1", asks)[0]
@@ -203,7 +203,7 @@ def test_slow_saves_are_waited_for_and_preempt_nobody(monkeypatch: pytest.Monkey
 
 def slow(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies that take a while, as over a busy bus."""
-    copy_engine = engine.cache._core.copies._executor._ranks[0]  # type: ignore[attr-defined]
+    copy_engine = engine.cache._state.copies._executor._ranks[0]  # type: ignore[attr-defined]
     begin = copy_engine.begin
 
     def slowly(plan: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stepwell import Cause, Kind, LeaseState, NoRoom, PlacementConfig, Point, StateSpec, Tier, WritePolicy
-from stepwell.base.plan import Purpose
+from stepwell.base.tasks import Purpose
 from stepwell.tree.checkpoints import drop_residency
 from stepwell.tree.node import ABSENT, LossReason, Residency
 from toys import ALL_MODELS, FULL_POINT, FULL_WINDOW, HYBRID, KV, OBJECT_BYTES, Rig, model, text
@@ -171,7 +171,7 @@ def test_a_checkpoint_alone_goes_and_its_prefix_stays() -> None:
         while rig.used(tier, Kind.POINT):
             victim = rig.tree.ranking.pop(tier, runs=False, checkpoints=True)
             assert isinstance(victim, Residency)
-            drop_residency(rig.tree, victim, rig.core.loss(LossReason.EVICTED, tier))
+            drop_residency(rig.tree, victim, rig.state.loss(LossReason.EVICTED, tier))
         rig.cache.audit()
         assert {each: rig.used(each, Kind.PREFIX) for each in (Tier.DEVICE, Tier.HOST)} == pages
         assert rig.restore(prompt) == 16  # the other tier still has one

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stepwell import Kind, LeaseState, NoRoom, Tier, WritePolicy
-from stepwell.base.plan import Purpose
+from stepwell.base.tasks import Purpose
 from toys import ALL_MODELS, FULL, FULL_POINT, HYBRID, Rig, text
 
 
@@ -39,7 +39,7 @@ def test_split_during_load_keeps_both_halves_held() -> None:
     rig.cache.release(rig.open([*prompt[:16], *text(2, 9)]))
     assert len(rig.cache.lookup(prompt).path) == 2, "the node was not split"
     rig.evict_all(Tier.HOST)
-    assert (rig.core.arena(Tier.HOST).refs[Kind.PREFIX][sources] > 0).all()
+    assert (rig.state.arena(Tier.HOST).refs[Kind.PREFIX][sources] > 0).all()
     rig.settle()
     rig.engine.check(lease)
     rig.cache.release(lease)
@@ -108,7 +108,7 @@ def test_write_back_copy_is_not_the_next_victim_of_the_same_sweep() -> None:
     assert sum(map(len, saving)) == 14
     rig.evict_idle(Tier.HOST)
     for ids in saving:
-        assert (rig.core.arena(Tier.HOST).refs[Kind.PREFIX][ids] > 0).all()
+        assert (rig.state.arena(Tier.HOST).refs[Kind.PREFIX][ids] > 0).all()
     rig.settle()
     assert rig.serve(text(3, 57)).computed == 57
     assert [rig.restore(text(name, 29)) for name in (1, 2)] == [28, 28]
@@ -145,7 +145,7 @@ def test_commit_of_the_same_path_during_a_load_frees_nothing_under_it() -> None:
     rig.compute(slow, 17)
     rig.cache.release(slow)
     rig.cache.release(lease)
-    assert (rig.core.arena(Tier.DEVICE).refs[Kind.PREFIX][targets] == 2).all()  # the copy's and the tree's
+    assert (rig.state.arena(Tier.DEVICE).refs[Kind.PREFIX][targets] == 2).all()  # the copy's and the tree's
     rig.settle()
     assert rig.serve(prompt).device == 16
 

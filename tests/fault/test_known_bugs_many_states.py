@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 
 from stepwell import ConfigError, Kind, Namespace, Prefix, StateSpec, Tier
-from stepwell.base.keys import page_keys
-from stepwell.base.plan import Purpose
-from stepwell.base.tokens import pack
+from stepwell.base.prompt import pack, page_keys
+from stepwell.base.tasks import Purpose
 from stepwell.tree.checkpoints import add_residency
 from stepwell.tree.match import find
 from stepwell.tree.node import Use
@@ -21,7 +20,7 @@ PAGES = 4
 
 def _plant(rig: Rig, *, arrived: set[int], checkpoints: set[int], complete: set[int]) -> int:
     """A path of PAGES pages of which some have arrived, with checkpoints of which some are complete; where it resumes."""
-    arena = rig.core.arena(Tier.DEVICE)
+    arena = rig.state.arena(Tier.DEVICE)
     packed = pack(text(1, PAGES * 4 + 1))
     pages = arena.alloc({Kind.PREFIX: PAGES})[Kind.PREFIX]
     arena.mark_ready(Kind.PREFIX, pages[sorted(arrived)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stepwell import Kind, LeaseError, LeaseState, Point, Prefix, StateSpec, Tier, WritePolicy
-from stepwell.base.plan import Purpose
+from stepwell.base.tasks import Purpose
 from stepwell.tree.checkpoints import drop_residency
 from stepwell.tree.node import LossReason
 from toys import ALL_MODELS, FULL, FULL_WINDOW, HYBRID, KV, OBJECT_BYTES, Rig, model, swa, text
@@ -21,7 +21,7 @@ def test_dropping_a_prefix_leaves_window_pages_that_changed_hands_alone() -> Non
     residency = checkpoint.held[Tier.DEVICE]
     assert residency is not None
     freed = set(residency.windows.tolist())
-    drop_residency(rig.tree, residency, rig.core.loss(LossReason.EVICTED, Tier.DEVICE))
+    drop_residency(rig.tree, residency, rig.state.loss(LossReason.EVICTED, Tier.DEVICE))
     lease = rig.ready(text(2, 12))
     rig.prefill(lease)
     assert freed & set(lease.window_pages.tolist()), "the pages were not reused: this proves nothing"

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepwell import Kind, ModelSpec, Tier
-from stepwell.base.clock import ManualClock
 from stepwell.base.errors import StoreError
-from stepwell.base.store_op import FetchCheckpoint, ItemStatus
+from stepwell.base.meters import ManualClock
+from stepwell.base.tasks import FetchCheckpoint, ItemStatus
 from stepwell.store.api import Read, ReadOutcome, ReadResult, Space, Store, Traits, never
 from stepwell.store.memory import MemoryStore
 from stepwell.store.wrappers import Wrapper
@@ -137,7 +137,7 @@ def test_held_pages_count_against_what_fetches_may_hold() -> None:
     store = Late(filled(FULL))
     rig = failed_fetch(store)
     assert rig.cache._store_tier.link is not None
-    assert rig.cache._store_tier.link.held_bytes == 10 * rig.core.arena(Tier.HOST).layout.strides[Kind.PREFIX]
+    assert rig.cache._store_tier.link.held_bytes == 10 * rig.state.arena(Tier.HOST).layout.strides[Kind.PREFIX]
 
 
 def test_a_store_is_given_back_while_pages_are_still_held() -> None:

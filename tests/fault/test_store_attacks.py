@@ -13,9 +13,9 @@ import pytest
 
 from stepwell import CacheConfig, Cause, ConfigError, ModelSpec, Tier, build_cache
 from stepwell.base.config import PrefetchPolicy, StoreConfig
-from stepwell.base.keys import Namespace
+from stepwell.base.prompt import Namespace
 from stepwell.base.store_key import StoreKey
-from stepwell.base.store_op import ItemStatus
+from stepwell.base.tasks import ItemStatus
 from stepwell.store.api import Space
 from stepwell.store.keyed_seal import seals_for
 from stepwell.store.memory import MemoryStore, _Value
@@ -69,7 +69,7 @@ def attack(store: MemoryStore, act: Callable[[MemoryStore], None], spec: ModelSp
 
 def must_be_a_miss(after: Rig, status: ItemStatus, *, store_pages: int, times: int = 1) -> None:
     assert after.sources.store == store_pages * PAGE  # type: ignore[attr-defined]
-    assert after.core.counters[f"store_{status.name.lower()}"] == times
+    assert after.state.counters[f"store_{status.name.lower()}"] == times
     explanation = after.explanation  # type: ignore[attr-defined]
     assert explanation.cause is Cause.STORE and explanation.detail == status.value and explanation.tier is Tier.STORE
 
@@ -176,7 +176,7 @@ def test_a_value_with_a_key_that_was_put_where_none_is_used_is_a_miss() -> None:
     store._values[name].stamp = forged(name, store._values[name].data, EVIL)
     after = rig(FULL, store, None)
     assert after.serve_fetched(PROMPT).store == 4 * PAGE
-    assert after.core.counters["store_other_key"] == 1
+    assert after.state.counters["store_other_key"] == 1
 
 
 def test_every_flipped_byte_of_a_value_or_its_stamp_is_a_miss() -> None:
@@ -244,7 +244,7 @@ def test_values_moved_from_another_namespace_are_misses(spec: ModelSpec, change:
     after = rig(spec, store)
     ticket = after.fetched(PROMPT)
     assert after.cache.explain(PROMPT).detail == status.value
-    assert after.serve(PROMPT, ticket=ticket).store == 0 and after.core.counters[f"store_{status.name.lower()}"]
+    assert after.serve(PROMPT, ticket=ticket).store == 0 and after.state.counters[f"store_{status.name.lower()}"]
     after.idle_check()
 
 
@@ -261,7 +261,7 @@ def test_values_moved_between_ranks_are_misses(spec: ModelSpec, renamed: bool) -
             store._values[name] = _Value(value.data, stamp, store._values[name].parent)
     after = rig(spec, store, ranks=2)
     assert after.serve_fetched(PROMPT).store == 0
-    assert after.core.counters["store_other_key" if renamed else "store_foreign"]
+    assert after.state.counters["store_other_key" if renamed else "store_foreign"]
     after.idle_check()
 
 
@@ -298,7 +298,7 @@ def other_text(spec: ModelSpec) -> MemoryStore:
 
 def checkpoint_must_be_a_miss(store: MemoryStore, spec: ModelSpec, status: ItemStatus) -> None:
     after = attack(store, lambda _: None, spec)
-    assert after.sources.store == 0 and after.core.counters[f"store_{status.name.lower()}"] >= 1  # type: ignore[attr-defined]
+    assert after.sources.store == 0 and after.state.counters[f"store_{status.name.lower()}"] >= 1  # type: ignore[attr-defined]
     assert after.explanation.detail == status.value  # type: ignore[attr-defined]
 
 

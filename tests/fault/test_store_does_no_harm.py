@@ -12,8 +12,8 @@ from random import Random
 import pytest
 
 from stepwell import Lease, NoRoom, Tier
-from stepwell.base.clock import ManualClock
 from stepwell.base.config import PrefetchPolicy, StoreConfig
+from stepwell.base.meters import ManualClock
 from stepwell.store.api import Store
 from stepwell.store.memory import MemoryStore
 from stepwell.store.wrappers import Faults, Faulty, Slow

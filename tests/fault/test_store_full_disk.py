@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stepwell.base.clock import SystemClock
+from stepwell.base.meters import SystemClock
 from stepwell.store.api import Read, ReadOutcome, Space, Write, WriteOutcome
 from stepwell.store.log.opening import open_directory
 from stepwell.store.log.store import LogStore

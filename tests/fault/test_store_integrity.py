@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from stepwell import Cause, ModelSpec, Tier
-from stepwell.base.store_op import ItemStatus
+from stepwell.base.tasks import ItemStatus
 from stepwell.store.memory import MemoryStore, _Value
 from stepwell.store.seal import seal
 from stepwell.store.wrappers import Faults, Faulty
@@ -48,7 +48,7 @@ def spoil_and_serve(store: MemoryStore, spoil: Callable[[MemoryStore], None], sp
 
 def must_be_a_miss(after: Rig, status: ItemStatus, *, store_pages: int) -> None:
     assert after.sources.store == store_pages * PAGE  # type: ignore[attr-defined]
-    assert after.core.counters[f"store_{status.name.lower()}"] == 1
+    assert after.state.counters[f"store_{status.name.lower()}"] == 1
     explanation = after.explanation  # type: ignore[attr-defined]
     assert explanation.cause is Cause.STORE and explanation.detail == status.value and explanation.tier is Tier.STORE
     assert status.value in str(explanation)
@@ -95,7 +95,7 @@ def test_a_value_that_was_swapped_with_another_is_a_miss() -> None:
         store._values[four], store._values[seven] = store._values[seven], store._values[four]
 
     after = spoil_and_serve(filled(FULL), swap)
-    assert after.core.counters["store_swapped"] == 2 and after.sources.store == 4 * PAGE  # type: ignore[attr-defined]
+    assert after.state.counters["store_swapped"] == 2 and after.sources.store == 4 * PAGE  # type: ignore[attr-defined]
     assert after.explanation.detail == ItemStatus.SWAPPED.value  # type: ignore[attr-defined]
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from stepwell import ModelSpec, Tier, WritePolicy
-from stepwell.base.keys import page_keys
-from stepwell.base.store_op import FetchPages, ItemStatus
-from stepwell.base.tokens import TOKEN_BYTES, pack
+from stepwell.base.prompt import TOKEN_BYTES, pack, page_keys
+from stepwell.base.tasks import FetchPages, ItemStatus
 from stepwell.store.api import NO_PARENT
 from stepwell.store.memory import MemoryStore
 from stepwell.store_tier.link import LinkState

@@ -23,7 +23,7 @@ def main() -> None:
             rig.prefill(lease)
             rig.cache.release(lease)
             for tier in (Tier.DEVICE, Tier.HOST):
-                for refs in rig.core.arena(tier).refs.values():
+                for refs in rig.state.arena(tier).refs.values():
                     digest.update(refs.tobytes())
         digest.update(repr(rig.cache.counters.snapshot()).encode())
     print(digest.hexdigest())  # noqa: T201

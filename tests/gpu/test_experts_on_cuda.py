@@ -26,7 +26,11 @@ from stepwell.engine.models.layers import Linear  # noqa: E402
 from stepwell.engine.models.moe import Experts, MixtureOfExperts, gated, sigmoid_in_groups, softmax_then_top  # noqa: E402
 from stepwell.engine.ops.experts import ExpertWeights, Routing, run_experts  # noqa: E402
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_CUDA)]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_CUDA),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode"),  # it says that it is a prototype
+]
 NEAR = 0.01
 SILU = gated(silu)
 

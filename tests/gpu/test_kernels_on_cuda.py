@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -34,8 +35,8 @@ def expected(scene: Scene, query_NHD: torch.Tensor, **more: object) -> torch.Ten
     """By plain torch in fp32, from the same numbers."""
     scene.clear_unwritten()
     rows = Rows(scene.rows.stored_PRE.float(), PLAIN, torch.float32)
-    mask_type = Scene(scene.shape, device="cuda").paging
-    return attend(query_NHD.float(), rows, mask_type, heads=scene.shape.kv_heads, key_dim=scene.shape.width, **more)
+    paging = Scene(scene.shape, scene.seed, device="cuda").paging  # with masks in fp32
+    return attend(query_NHD.float(), rows, paging, heads=scene.shape.kv_heads, key_dim=scene.shape.width, **more)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -81,7 +82,7 @@ def test_a_recorded_step_follows_its_requests_as_they_grow(flashinfer) -> None:
     contexts = [3, 100, 31]
     for turn in range(40):
         contexts = [at + 1 for at in contexts] if turn % 10 else [random.randrange(200) for _ in contexts]
-        other = Scene(Shape(**{**base.__dict__, "contexts": contexts}), turn, dtype=torch.bfloat16, device="cuda")
+        other = Scene(replace(base, contexts=contexts), turn, dtype=torch.bfloat16, device="cuda")
         rows_in[: len(other.rows.stored_PRE)] = other.rows.stored_PRE
         fixed.load(other.paging)
         graph.replay()

@@ -26,8 +26,8 @@ def test_a_draft_changes_no_answer(family: str, drafted: str) -> None:
     with engine_for(family, drafted, device="cuda", dtype="fp32") as engine:
         played = run(engine, asks)
         settle(engine.cache)
-        core = engine.cache._core
-        make_room(core, Tier.DEVICE, {Kind.PREFIX: core.arena(Tier.DEVICE).layout.rows(Kind.PREFIX) + 1})
+        state = engine.cache._state
+        make_room(state, Tier.DEVICE, {Kind.PREFIX: state.arena(Tier.DEVICE).layout.rows(Kind.PREFIX) + 1})
         again = run(engine, asks)
         assert engine.cache.counters["draft_missing"] == 0
     for each in (played, again):

@@ -16,7 +16,7 @@ from typing import Any
 from stepwell import CacheConfig, ModelSpec, Point, Prefix, StateSpec, Tier, Window, build_cache
 from stepwell.base.config import PrefetchPolicy, StoreConfig
 from stepwell.cache.build import layouts_for, numpy_memories
-from stepwell.jobs.copy_executor import ThreadCopyExecutor
+from stepwell.jobs.executors import ThreadCopyExecutor
 from stepwell.store.registry import open_store
 from stepwell.store_tier.link import LinkState
 from stepwell.testing import DigestEngine

@@ -105,8 +105,8 @@ class Recorded:
     def evict_to_host(self) -> None:
         """The device keeps nothing."""
         self.settle()
-        core = self.engine.cache._core
-        make_room(core, Tier.DEVICE, {Kind.PREFIX: core.arena(Tier.DEVICE).layout.rows(Kind.PREFIX) + 1})
+        state = self.engine.cache._state
+        make_room(state, Tier.DEVICE, {Kind.PREFIX: state.arena(Tier.DEVICE).layout.rows(Kind.PREFIX) + 1})
         assert not self.engine.cache.stats().tier(Tier.DEVICE).used_bytes
 
     def forget_memory(self) -> None:

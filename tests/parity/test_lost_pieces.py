@@ -15,9 +15,8 @@ from engine.families import FAMILIES
 from parity.recorded import PAGE, Played, Recorded, distance, script
 from stepwell.base.config import PrefetchPolicy, StoreConfig
 from stepwell.base.ids import Kind
-from stepwell.base.keys import page_keys
+from stepwell.base.prompt import TOKEN_BYTES, pack, page_keys
 from stepwell.base.spec import Part
-from stepwell.base.tokens import TOKEN_BYTES, pack
 from stepwell.store.memory import MemoryStore, _Name, _Value
 
 pytest.importorskip("transformers")

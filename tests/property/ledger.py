@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 
 from stepwell import Kind, ModelSpec, Namespace, Tier
 from stepwell.base.ids import JobId
-from stepwell.base.plan import Completion, PageIds, Plan
+from stepwell.base.tasks import Completion, PageIds, Plan
 from stepwell.testing import ScriptedExecutor
 from stepwell.transfer.copy_engine import CopyEngine
 

@@ -16,8 +16,8 @@ from toy_models import Choose, Setup, make_borrowed_setup, make_setup
 
 from stepwell import Kind, ModelSpec, Namespace, WritePolicy
 from stepwell.base.config import PrefetchPolicy, StoreConfig
-from stepwell.base.keys import manifest_key
-from stepwell.policy.tuning import StoreTuning
+from stepwell.base.prompt import manifest_key
+from stepwell.policy.store_use import StoreTuning
 from stepwell.store.memory import MemoryStore
 from stepwell.store.wrappers import Faults, Faulty
 

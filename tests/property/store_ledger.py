@@ -17,10 +17,10 @@ from oracle import window_contents
 from shelf import Shelf
 
 from stepwell import Kind, ModelSpec, Namespace, Tier
-from stepwell.base.clock import Clock
 from stepwell.base.ids import JobId
-from stepwell.base.keys import page_keys
-from stepwell.base.store_op import (
+from stepwell.base.meters import Clock
+from stepwell.base.prompt import page_keys
+from stepwell.base.tasks import (
     FetchCheckpoint,
     FetchPages,
     FindItems,

@@ -17,10 +17,10 @@ from world import Held, World
 from stepwell import Cause, Kind, Match, Namespace, Tier
 from stepwell.base.config import PrefetchPolicy, StoreConfig
 from stepwell.base.ids import JobId
-from stepwell.base.keys import page_keys
-from stepwell.base.store_op import ItemStatus
+from stepwell.base.prompt import page_keys
+from stepwell.base.tasks import ItemStatus
 from stepwell.cache.report import StepReport
-from stepwell.policy.tuning import StoreTuning
+from stepwell.policy.store_use import StoreTuning
 from stepwell.store_tier.link import LinkState
 from stepwell.store_tier.ticket import Ticket, TicketState
 from stepwell.tiers.eviction import make_room
@@ -165,8 +165,8 @@ class StoreSide(World):
         """Everything idle is to leave a tier; true when some of it must be saved first."""
         self.forgetful = True
         self.excuses.add(Cause.EVICTED)
-        core = self.cache._core
-        return make_room(core, tier, {Kind.PREFIX: core.arena(tier).layout.rows(Kind.PREFIX)}).waiting
+        state = self.cache._state
+        return make_room(state, tier, {Kind.PREFIX: state.arena(tier).layout.rows(Kind.PREFIX)}).waiting
 
     def step(self) -> StepReport:
         report = super().step()

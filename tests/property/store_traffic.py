@@ -11,7 +11,7 @@ from store_world import StoreWorld
 from traffic import Traffic
 
 from stepwell import WritePolicy
-from stepwell.base.store_op import ItemStatus
+from stepwell.base.tasks import ItemStatus
 
 MAX_TICKETS = 4
 MOST_SERVED = 12
@@ -118,7 +118,7 @@ class StoreTraffic(Traffic):
 
     def evict(self, pick: int) -> None:
         """Everything idle is to leave one tier, or all of them."""
-        tiers = self.world.cache._core.tree.tiers
+        tiers = self.world.cache._state.tree.tiers
         for tier in tiers[pick % 4 : pick % 4 + 1] or tiers:
             self.world.evict(tier)
 

@@ -15,7 +15,7 @@ from store_side import COOL_OFF_S, MOST_ROUNDS, StoreSide
 from watched import packed
 
 from stepwell import Namespace
-from stepwell.base.keys import PageKey, manifest_key, page_keys
+from stepwell.base.prompt import PageKey, manifest_key, page_keys
 
 MOST_PLANS = 3  # that a ticket makes: so often less one it may find that something is not there after all
 SHORTFALLS = (  # counted when less is stored or fetched than could be, for want of room, time or luck
@@ -41,7 +41,7 @@ class StoreWorld(StoreSide):
     def drop_memory(self) -> None:
         """Everything idle leaves every tier, saved first where the policy says so."""
         for _ in range(MOST_ROUNDS):
-            waiting = [self.evict(tier) for tier in self.cache._core.tree.tiers]
+            waiting = [self.evict(tier) for tier in self.cache._state.tree.tiers]
             self.settle_everything()
             if not any(waiting):
                 return

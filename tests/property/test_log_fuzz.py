@@ -15,18 +15,17 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepwell.base.clock import ManualClock
 from stepwell.base.errors import StoreError
+from stepwell.base.meters import ManualClock
 from stepwell.store.api import Read, ReadOutcome, Space
 from stepwell.store.log.disk.files import BLOCK_BYTES, Disk
 from stepwell.store.log.format import snapshot, superblock
-from stepwell.store.log.format.batch import Batch, parse_header, write_header
-from stepwell.store.log.format.packing import pack_values
+from stepwell.store.log.format.batch import Batch, pack_values, parse_header, write_header
 from stepwell.store.log.format.scan import scan
 from stepwell.store.log.opening import open_directory
 from stepwell.store.log.state.index import Index
 from stepwell.store.log.store import LogStore
-from stepwell.store.log.writing.probe import Direct
+from stepwell.store.log.writing.upkeep import Direct
 from stepwell.store.seal import Verdict, verify
 from stepwell.testing.store_contract import key, offer, payload
 

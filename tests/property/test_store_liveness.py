@@ -14,7 +14,7 @@ from store_world import BorrowedStoreWorld, StoreWorld
 from toy_models import ROOMY_OBJECTS
 
 from stepwell import Kind, WritePolicy
-from stepwell.base.store_op import ItemStatus
+from stepwell.base.tasks import ItemStatus
 from stepwell.store.wrappers import Faults
 
 SEEDS = range(int(os.environ.get("STEPWELL_EXAMPLES", "24")))

@@ -14,7 +14,7 @@ from store_traffic import STATUSES, StoreTraffic
 from store_world import BorrowedStoreWorld, StoreWorld
 from test_cache_machine import CacheMachine, Prompt, picks, prompts, ttls
 
-from stepwell.base.store_op import ItemStatus
+from stepwell.base.tasks import ItemStatus
 
 Again = tuple[int, int, int]
 again = st.tuples(st.integers(0, 11), st.sampled_from((0, 0, 1, 5, 20)), st.sampled_from((0, 1, 9)))  # which, less, more

@@ -13,8 +13,8 @@ from oracle import Oracle, boundaries, justified, needs_checkpoint, page_tiers, 
 from toy_models import Regime, Setup
 
 from stepwell import Cause, Kind, Match, Namespace, Tier, build_cache
-from stepwell.base.clock import ManualClock
-from stepwell.base.plan import PageIds
+from stepwell.base.meters import ManualClock
+from stepwell.base.tasks import PageIds
 from stepwell.cache.build import layouts_for, numpy_memories
 from stepwell.testing import DigestEngine
 from stepwell.transfer.copy_engine import NumpyCopyEngine

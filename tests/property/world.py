@@ -17,7 +17,7 @@ from stepwell import Cause, Kind, Lease, Match, Namespace, NoRoom, Point, Tier
 from stepwell.base.ids import JobId
 from stepwell.cache.report import StepReport
 from stepwell.store_tier.ticket import Ticket
-from stepwell.tiers.pin import Pin
+from stepwell.tiers.lifetime import Pin
 
 
 @dataclass(eq=False)

@@ -1,6 +1,6 @@
 """What an operator sets on a cache, checked when it is made. Reads no environment and no files.
 
-What nobody needs to set is a constant beside its user, or in `policy/tuning.py`.
+What nobody needs to set is a constant beside its user, or in `policy/store_use.py`.
 """
 
 from __future__ import annotations

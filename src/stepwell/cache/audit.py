@@ -10,20 +10,20 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from stepwell.base.ids import Kind, Tier
-from stepwell.base.plan import PageIds
+from stepwell.base.tasks import PageIds
 from stepwell.store_tier.link import StoreLink
 from stepwell.tiers.lease import Lease
-from stepwell.tiers.pin import Pin
+from stepwell.tiers.lifetime import Pin
 from stepwell.tiers.state import CacheState
 from stepwell.tree import audit as tree_audit
 from stepwell.tree.node import ABSENT
 
 
-def audit(core: CacheState, leases: Sequence[Lease], pins: Sequence[Pin], links: Sequence[StoreLink] = ()) -> None:
+def audit(state: CacheState, leases: Sequence[Lease], pins: Sequence[Pin], links: Sequence[StoreLink] = ()) -> None:
     """Asserts invariants of arenas, tree, jobs, leases, pins, store operations and rests together."""
-    tree_audit.audit(core.tree)
-    holders = list(_holders(core, leases, pins, links))
-    for tier, arena in core.tree.arenas.items():
+    tree_audit.audit(state.tree)
+    holders = list(_holders(state, leases, pins, links))
+    for tier, arena in state.tree.arenas.items():
         arena.audit()
         for kind in arena.layout.strides:
             expected = np.zeros_like(arena.refs[kind])
@@ -33,14 +33,14 @@ def audit(core: CacheState, leases: Sequence[Lease], pins: Sequence[Pin], links:
             wrong = np.flatnonzero(expected != arena.refs[kind])[:8]
             counted, held = arena.refs[kind][wrong], expected[wrong]
             assert not len(wrong), f"{tier.label} {kind.label}: pages {wrong} have {counted} references, {held} are held"
-    for tier, arena in core.tree.arenas.items():
+    for tier, arena in state.tree.arenas.items():
         for kind in arena.layout.strides:
             expected = np.zeros_like(arena.kept[kind])
-            for held_tier, held_kind, ids in _kept_by_tree(core):
+            for held_tier, held_kind, ids in _kept_by_tree(state):
                 if held_tier is tier and held_kind is kind:
                     np.add.at(expected, ids, 1)
             assert (expected == arena.kept[kind]).all(), f"{tier.label} {kind.label}: the tree's references do not add up"
-    _audit_users(core, leases, pins, links)
+    _audit_users(state, leases, pins, links)
     for link in links:
         link.deferred.audit()
         link.beliefs.audit()
@@ -48,8 +48,8 @@ def audit(core: CacheState, leases: Sequence[Lease], pins: Sequence[Pin], links:
         assert lease.sources.total == lease.prompt_tokens, f"{lease}: {lease.sources} does not add up"
 
 
-def _kept_by_tree(core: CacheState) -> Iterator[tuple[Tier, Kind, PageIds]]:
-    for node in core.tree.nodes():
+def _kept_by_tree(state: CacheState) -> Iterator[tuple[Tier, Kind, PageIds]]:
+    for node in state.tree.nodes():
         for run in node.runs:
             if run is not None:
                 yield run.tier, Kind.PREFIX, run.ids[run.ids != ABSENT]
@@ -61,14 +61,14 @@ def _kept_by_tree(core: CacheState) -> Iterator[tuple[Tier, Kind, PageIds]]:
 
 
 def _holders(
-    core: CacheState, leases: Sequence[Lease], pins: Sequence[Pin], links: Sequence[StoreLink]
+    state: CacheState, leases: Sequence[Lease], pins: Sequence[Pin], links: Sequence[StoreLink]
 ) -> Iterator[tuple[Tier, Kind, PageIds]]:
-    yield from _kept_by_tree(core)
+    yield from _kept_by_tree(state)
     for lease in leases:
-        yield core.nearest, Kind.PREFIX, lease.prefix_pages
-        yield core.nearest, Kind.WINDOW, lease.window_pages
-        yield core.nearest, Kind.POINT, lease.point_pages
-    for span in core.copies.held():
+        yield state.nearest, Kind.PREFIX, lease.prefix_pages
+        yield state.nearest, Kind.WINDOW, lease.window_pages
+        yield state.nearest, Kind.POINT, lease.point_pages
+    for span in state.copies.held():
         yield span.tier, span.kind, span.ids
     for pin in pins:
         for tier, ids in pin.pages:
@@ -77,15 +77,15 @@ def _holders(
         yield from link.holders()
 
 
-def _audit_users(core: CacheState, leases: Sequence[Lease], pins: Sequence[Pin], links: Sequence[StoreLink]) -> None:
+def _audit_users(state: CacheState, leases: Sequence[Lease], pins: Sequence[Pin], links: Sequence[StoreLink]) -> None:
     users: dict[int, int] = {}
     readers = [lease.restored for lease in leases] + [pin.residency for pin in pins]
-    readers += core.copies.readers()
+    readers += state.copies.readers()
     readers += [residency for link in links for residency in link.readers()]
     for residency in readers:
         if residency is not None:
             users[id(residency)] = users.get(id(residency), 0) + 1
-    for node in core.tree.nodes():
+    for node in state.tree.nodes():
         for checkpoint in (node.checkpoints or {}).values():
             for residency in checkpoint.held:
                 if residency is not None:

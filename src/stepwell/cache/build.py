@@ -6,31 +6,27 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from stepwell.base.clock import Clock, SystemClock
 from stepwell.base.config import CacheConfig
 from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Kind, Tier
-from stepwell.base.keys import Namespace
-from stepwell.base.plan import PageIds
+from stepwell.base.meters import Clock, Counters, SystemClock
+from stepwell.base.prompt import Namespace
 from stepwell.base.spec import ModelSpec
+from stepwell.base.tasks import PageIds
 from stepwell.cache.facade import Cache
-from stepwell.jobs.copy_executor import CopyExecutor, ThreadCopyExecutor
+from stepwell.jobs.executors import CopyExecutor, ThreadCopyExecutor
 from stepwell.memory.arena import Arena
 from stepwell.memory.layout import PAGE_ALIGNMENT_BYTES, ArenaLayout, lay_out
-from stepwell.metrics.counters import Counters
 from stepwell.policy.placement import PlacementRules, rules_for
-from stepwell.policy.reuse_model import ReuseModel
-from stepwell.policy.value import Expected, ValuePolicy
+from stepwell.policy.value import Expected, ReuseModel, ValuePolicy
 from stepwell.store_tier.tier import StoreTier
 from stepwell.tiers.copies import CopyJobs
-from stepwell.tiers.expiry import note_split
+from stepwell.tiers.lifetime import note_split
 from stepwell.tiers.saving import write_back
 from stepwell.tiers.state import CacheState
-from stepwell.transfer.copy_engine import CopyEngine, NumpyCopyEngine
-from stepwell.transfer.memory import PageMemory, must_fit
+from stepwell.transfer.copy_engine import CopyEngine, NumpyCopyEngine, PageMemory, must_fit
 from stepwell.transfer.store_worker import HostPages
 from stepwell.tree.node import Checkpoint
-from stepwell.tree.references import References
 from stepwell.tree.tree import Tree
 
 COPY_TIMEOUT_S = (
@@ -100,13 +96,12 @@ def build_cache(
     arenas = {tier: Arena(tier, layout, on_free=on_free) for tier, layout in layouts.items()}
     reuse = ReuseModel(spec.page_tokens)
     tree = Tree(spec, arenas, tuning.eviction or Expected(reuse))
-    counters, refs = counters or Counters(), References(tree)
-    core = CacheState(
+    counters = counters or Counters()
+    state = CacheState(
         spec=spec,
         config=config,
         tree=tree,
-        refs=refs,
-        copies=CopyJobs(tree, refs, executor, counters, clock),
+        copies=CopyJobs(tree, executor, counters, clock),
         counters=counters,
         clock=clock,
         placement=tuning.placement or rules_for(config.placement),
@@ -115,8 +110,8 @@ def build_cache(
         reuse=reuse if tuning.eviction is None else None,
         write_back=write_back if config.write.saves_on_eviction else None,
     )
-    tree.on_split.append(partial(note_split, core))
+    tree.on_split.append(partial(note_split, state))
     namespace = Namespace(model=model or spec.name, layout=spec.fingerprint)
-    store_tier = StoreTier(core, host_pages, ranks=executor.num_ranks, names_weights=model is not None)
-    core.below = store_tier
-    return Cache(core, namespace, store_tier)
+    store_tier = StoreTier(state, host_pages, ranks=executor.num_ranks, names_weights=model is not None)
+    state.below = store_tier
+    return Cache(state, namespace, store_tier)

@@ -14,12 +14,11 @@ from enum import Enum
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.spec import Point, Prefix, Window
 from stepwell.memory.arena import FILLING
-from stepwell.policy.fetching import Flags, reachable
-from stepwell.store_tier.fetch_plan import is_expected_to_pay, points_with_store
+from stepwell.policy.store_use import Flags, reachable
 from stepwell.store_tier.link import LinkState, StoreLink
+from stepwell.store_tier.prefetch import is_expected_to_pay, points_with_store
 from stepwell.tiers.state import CacheState
-from stepwell.tree.chain import path_keys
-from stepwell.tree.match import Match
+from stepwell.tree.match import Match, path_keys
 from stepwell.tree.missing_state import missing_states_before
 from stepwell.tree.node import ABSENT, Loss, LossReason, Node
 
@@ -109,15 +108,15 @@ class Explanation:
         return f"{self.cause.value}{why}{when}"
 
 
-def explain(core: CacheState, link: StoreLink | None, match: Match, store: StoreSays = NOT_ASKED) -> Explanation:
+def explain(state: CacheState, link: StoreLink | None, match: Match, store: StoreSays = NOT_ASKED) -> Explanation:
     """Names what stops a match, looking at it as it is now, with what the store was found to have."""
-    memory = _explain_memory(core, link, match)
+    memory = _explain_memory(state, link, match)
     if store.has_page is None or store.has_checkpoint is None or memory.cause in (Cause.COMPLETE, Cause.TOO_SHORT):
         return replace(memory, store_note=store.note)
-    page, usable = core.spec.page_tokens, match.limit_tokens
-    points = points_with_store(core, match, store.has_page, store.has_checkpoint)
+    page, usable = state.spec.page_tokens, match.limit_tokens
+    points = points_with_store(state, match, store.has_page, store.has_checkpoint)
     found = replace(memory, store_tokens=points[0] * page if points else match.restore_tokens)
-    if points and link is not None and not is_expected_to_pay(core, link, match, points[0]):
+    if points and link is not None and not is_expected_to_pay(state, link, match, points[0]):
         found = replace(found, store_note="fetching that is expected to take longer than computing")
     if memory.cause in (Cause.ARRIVING, Cause.LATE, Cause.STORE):
         return found  # that the store has it does not say that it comes, or in time, or that it is any good
@@ -126,47 +125,47 @@ def explain(core: CacheState, link: StoreLink | None, match: Match, store: Store
         return replace(found, cause=Cause.IN_STORE, tier=Tier.STORE, at_s=None, at=None, detail=why)
     if memory.cause in _NOTHING_KNOWN and points:
         found = replace(found, cause=Cause.NEVER_STORED)
-    reach = core.spec.floor(reachable(match.known_tokens // page, store.has_page) * page)
-    if memory.cause in _NOTHING_KNOWN and core.spec.needs_checkpoint and (found.store_tokens or 0) < reach:
-        return replace(found, cause=Cause.NO_CHECKPOINT, states=_checkpoint_states(core), tier=Tier.STORE)
+    reach = state.spec.floor(reachable(match.known_tokens // page, store.has_page) * page)
+    if memory.cause in _NOTHING_KNOWN and state.spec.needs_checkpoint and (found.store_tokens or 0) < reach:
+        return replace(found, cause=Cause.NO_CHECKPOINT, states=_checkpoint_states(state), tier=Tier.STORE)
     return found
 
 
-def _explain_memory(core: CacheState, link: StoreLink | None, match: Match) -> Explanation:
-    spec = core.spec
+def _explain_memory(state: CacheState, link: StoreLink | None, match: Match) -> Explanation:
+    spec = state.spec
     usable = match.limit_tokens
-    late = _given_up(core, link, match)
+    late = _given_up(state, link, match)
     if not spec.usable(match.prompt_tokens):
-        return _because(core, match, Cause.TOO_SHORT, detail=f"reuse begins with {spec.boundary_step + 1} tokens")
+        return _because(state, match, Cause.TOO_SHORT, detail=f"reuse begins with {spec.boundary_step + 1} tokens")
     if match.restore_tokens == usable:
         if late is None:
-            return _because(core, match, Cause.COMPLETE)
-        return _because(core, match, Cause.COMPLETE, at_s=late.at_s, detail=f"a fetch of it was {late.detail}")
+            return _because(state, match, Cause.COMPLETE)
+        return _because(state, match, Cause.COMPLETE, at_s=late.at_s, detail=f"a fetch of it was {late.detail}")
     prefix = tuple(s.name for s in spec.of_shape(Prefix)) or tuple(s.name for s in spec.states)
     if spec.needs_checkpoint and match.restore_tokens < spec.floor(match.arrived_tokens):
-        found = _missing_checkpoint(core, match)
-        return found if late is None or found.cause is not Cause.NO_CHECKPOINT else _because_of(core, match, late, found.states)
+        found = _missing_checkpoint(state, match)
+        return found if late is None or found.cause is not Cause.NO_CHECKPOINT else _because_of(state, match, late, found.states)
     if match.arrived_tokens < match.known_tokens:
-        return _because(core, match, Cause.ARRIVING, states=prefix, tier=_arriving_tier(core, match))
-    loss = _loss_after(core, match)
+        return _because(state, match, Cause.ARRIVING, states=prefix, tier=_arriving_tier(state, match))
+    loss = _loss_after(state, match)
     if late is not None and (loss is None or loss.at_s <= late.at_s):
         loss = late
     if loss is not None:
-        return _because_of(core, match, loss, prefix)
+        return _because_of(state, match, loss, prefix)
     if link is not None and link.state is LinkState.SWITCHED_OFF:
-        return _because(core, match, Cause.STORE_OFF, states=prefix, tier=Tier.STORE)
-    if not match.known_tokens and _known_elsewhere(core, match):
-        return _because(core, match, Cause.OTHER_NAMESPACE, states=prefix)
-    return _because(core, match, Cause.NEVER_STORED, states=prefix)
+        return _because(state, match, Cause.STORE_OFF, states=prefix, tier=Tier.STORE)
+    if not match.known_tokens and _known_elsewhere(state, match):
+        return _because(state, match, Cause.OTHER_NAMESPACE, states=prefix)
+    return _because(state, match, Cause.NEVER_STORED, states=prefix)
 
 
-def _because_of(core: CacheState, match: Match, loss: Loss, states: tuple[str, ...]) -> Explanation:
+def _because_of(state: CacheState, match: Match, loss: Loss, states: tuple[str, ...]) -> Explanation:
     cause = _CAUSE_OF_LOSS[loss.reason]
-    return _because(core, match, cause, states=states, tier=loss.tier, at_s=loss.at_s, detail=loss.detail)
+    return _because(state, match, cause, states=states, tier=loss.tier, at_s=loss.at_s, detail=loss.detail)
 
 
 def _because(
-    core: CacheState, match: Match, cause: Cause, *, states: tuple[str, ...] = (), tier: Tier | None = None,
+    state: CacheState, match: Match, cause: Cause, *, states: tuple[str, ...] = (), tier: Tier | None = None,
     at_s: float | None = None, detail: str = "",
 ) -> Explanation:  # fmt: skip
     return Explanation(
@@ -179,70 +178,70 @@ def _because(
         states=states,
         tier=tier,
         at_s=at_s,
-        at=datetime.fromtimestamp(core.clock.wall_s(at_s), timezone.utc) if at_s is not None else None,
+        at=datetime.fromtimestamp(state.clock.wall_s(at_s), timezone.utc) if at_s is not None else None,
         detail=detail,
         missing_states=missing_states_before(match.path, match.restore_tokens),
     )
 
 
-def _missing_checkpoint(core: CacheState, match: Match) -> Explanation:
+def _missing_checkpoint(state: CacheState, match: Match) -> Explanation:
     """Prefix pages reach deeper than any checkpoint does: windows or points are what is missing."""
-    spec, first = core.spec, match.restore_tokens // core.spec.page_tokens
+    spec, first = state.spec, match.restore_tokens // state.spec.page_tokens
     last = match.arrived_tokens // spec.page_tokens
-    states = _checkpoint_states(core)
+    states = _checkpoint_states(state)
     for node in reversed(match.path):
         for checkpoint in (node.checkpoints or {}).values():
             if first < checkpoint.page <= last and not checkpoint.ready:
                 held = next(residency for residency in checkpoint.held if residency is not None)
-                return _because(core, match, Cause.ARRIVING, states=states, tier=held.tier)
+                return _because(state, match, Cause.ARRIVING, states=states, tier=held.tier)
         losses = [(page, loss) for page, loss in (node.lost or {}).items() if isinstance(page, int) and first < page <= last]
         if losses:
             _, loss = max(losses, key=lambda pair: pair[0])
-            return _because_of(core, match, loss, states)
-    return _because(core, match, Cause.NO_CHECKPOINT, states=states)
+            return _because_of(state, match, loss, states)
+    return _because(state, match, Cause.NO_CHECKPOINT, states=states)
 
 
-def _checkpoint_states(core: CacheState) -> tuple[str, ...]:
-    return tuple(s.name for s in core.spec.states if isinstance(s.shape, (Window, Point)))
+def _checkpoint_states(state: CacheState) -> tuple[str, ...]:
+    return tuple(s.name for s in state.spec.states if isinstance(s.shape, (Window, Point)))
 
 
-def _given_up(core: CacheState, link: StoreLink | None, match: Match) -> Loss | None:
+def _given_up(state: CacheState, link: StoreLink | None, match: Match) -> Loss | None:
     """The latest note that some request did not wait for what the store may have of this prompt."""
     if link is None or not link.given_up:
         return None
-    known, upto = match.known_tokens // core.spec.page_tokens, match.limit_tokens // core.spec.page_tokens
-    root, size = match.namespace.digest, core.tree.page_bytes
+    known, upto = match.known_tokens // state.spec.page_tokens, match.limit_tokens // state.spec.page_tokens
+    root, size = match.namespace.digest, state.tree.page_bytes
     keys = path_keys(root, match.path, match.packed, known=known, upto=upto, page_bytes=size)
     found = [link.given_up[key] for key in keys if key in link.given_up]
     return max(found, key=lambda loss: loss.at_s) if found else None
 
 
-def _loss_after(core: CacheState, match: Match) -> Loss | None:
+def _loss_after(state: CacheState, match: Match) -> Loss | None:
     """A note of what once continued the path where it ends now."""
-    node: Node | None = match.path[-1] if match.path else core.tree.roots.get(match.namespace.digest)
+    node: Node | None = match.path[-1] if match.path else state.tree.roots.get(match.namespace.digest)
     if node is None or not node.lost:
         return None
-    size = core.tree.page_bytes
-    start = match.known_tokens // core.spec.page_tokens * size
+    size = state.tree.page_bytes
+    start = match.known_tokens // state.spec.page_tokens * size
     return node.lost.get(match.packed[start : start + size])
 
 
-def _known_elsewhere(core: CacheState, match: Match) -> bool:
+def _known_elsewhere(state: CacheState, match: Match) -> bool:
     """Whether another model or adapter has the first page, under the same salt and tenant: nobody learns what others ask."""
-    page, mine = match.packed[: core.tree.page_bytes], match.namespace
+    page, mine = match.packed[: state.tree.page_bytes], match.namespace
 
     def is_ours(digest: bytes) -> bool:
-        other = core.namespaces.get(digest)
+        other = state.namespaces.get(digest)
         return other is not None and other != mine and (other.salt, other.tenant) == (mine.salt, mine.tenant)
 
-    return any(root.child(page) is not None and is_ours(digest) for digest, root in core.tree.roots.items())
+    return any(root.child(page) is not None and is_ours(digest) for digest, root in state.tree.roots.items())
 
 
-def _arriving_tier(core: CacheState, match: Match) -> Tier | None:
+def _arriving_tier(state: CacheState, match: Match) -> Tier | None:
     for node in match.path:
         for run in node.runs:
             if run is not None:
                 ids = run.ids[run.ids != ABSENT]
-                if (core.arena(run.tier).state[Kind.PREFIX][ids] == FILLING).any():
+                if (state.arena(run.tier).state[Kind.PREFIX][ids] == FILLING).any():
                     return run.tier
     return None

@@ -20,25 +20,21 @@ from math import inf
 from stepwell.base.config import MAX_PRIORITY
 from stepwell.base.errors import BadTokens, ConfigError, LeaseError, LoadFailed
 from stepwell.base.ids import Kind, Tier
-from stepwell.base.keys import Namespace
+from stepwell.base.meters import Counters
+from stepwell.base.prompt import Namespace, Tokens, pack
 from stepwell.base.spec import ModelSpec
-from stepwell.base.tokens import Tokens, pack
 from stepwell.cache.audit import audit
 from stepwell.cache.explain import Explanation
 from stepwell.cache.question import STORE_WAIT_S, Question
 from stepwell.cache.report import Stats, StepReport, tier_stats
 from stepwell.cache.store import StoreControl
-from stepwell.metrics.counters import Counters
 from stepwell.store_tier.ticket import Ticket
 from stepwell.store_tier.tier import StoreTier
 from stepwell.tiers import external, publish, restore
-from stepwell.tiers.expiry import drop_expired
 from stepwell.tiers.external import EnginePages
-from stepwell.tiers.lease import Lease, LeaseState, RequestOptions
-from stepwell.tiers.leases import Leases
-from stepwell.tiers.one_thread import one_thread
-from stepwell.tiers.pin import Pins
-from stepwell.tiers.state import CacheState
+from stepwell.tiers.lease import Lease, Leases, LeaseState, RequestOptions
+from stepwell.tiers.lifetime import Pins, drop_expired
+from stepwell.tiers.state import CacheState, one_thread
 from stepwell.tree.match import Match, find
 from stepwell.tree.node import LossReason
 from stepwell.tree.pruning import clear
@@ -50,26 +46,26 @@ DRAIN_S = 0.02  # between two steps of `close`: what one job hangs on must not h
 class Cache:
     """A tiered prefix cache for one model. Make one with `stepwell.cache.build.build_cache`."""
 
-    def __init__(self, core: CacheState, namespace: Namespace, store_tier: StoreTier) -> None:
-        self._core = core
+    def __init__(self, state: CacheState, namespace: Namespace, store_tier: StoreTier) -> None:
+        self._state = state
         self._store_tier = store_tier
-        self.store = StoreControl(store_tier, core.owner)
+        self.store = StoreControl(store_tier, state.owner)
         self._namespace = namespace
-        self._leases = Leases(core)
-        self.pins = Pins(core, self.lookup)
-        self._owner = core.owner
+        self._leases = Leases(state)
+        self.pins = Pins(state, self.lookup)
+        self._owner = state.owner
         self._unreported: StepReport | None = None  # what `wait` found, for the next `step` to tell
 
     # ---- questions --------------------------------------------------------------------------------
 
     @property
     def counters(self) -> Counters:
-        return self._core.counters
+        return self._state.counters
 
     @property
     def spec(self) -> ModelSpec:
         """What the model remembers, as one rank keeps it."""
-        return self._core.spec
+        return self._state.spec
 
     @property
     def namespace(self) -> Namespace:
@@ -79,25 +75,25 @@ class Cache:
     @property
     def namespaces(self) -> tuple[Namespace, ...]:
         """Those that have something in memory."""
-        known = self._core.namespaces
-        return tuple(known[digest] for digest in self._core.tree.roots if digest in known)
+        known = self._state.namespaces
+        return tuple(known[digest] for digest in self._state.tree.roots if digest in known)
 
     @property
     def copying(self) -> int:
         """Copies under way between memories; they hold pages until `step` has applied what came of them. Costs nothing to ask."""
-        return self._core.copies.num_running
+        return self._state.copies.num_running
 
     @one_thread
     def stats(self) -> Stats:
         """How full the tiers are, what is under way, and everything that was counted."""
-        tiers = {tier: tier_stats(arena) for tier, arena in self._core.tree.arenas.items()}
+        tiers = {tier: tier_stats(arena) for tier, arena in self._state.tree.arenas.items()}
         return Stats(
             tiers=tiers,
             copying=self.copying,
             storing=self._store_tier.num_busy,
             deferred=self._store_tier.num_deferred,
             store=self.store.state,
-            counters=self._core.counters.snapshot(),
+            counters=self._state.counters.snapshot(),
         )
 
     def namespace_for(self, *, adapter: str | None = None, salt: str | None = None, tenant: str | None = None) -> Namespace:
@@ -110,21 +106,21 @@ class Cache:
 
         `limit_tokens` caps the restore point, for requests that need logits of their prompt.
         """
-        packed = pack(tokens, vocab_size=self._core.config.vocab_size)
+        packed = pack(tokens, vocab_size=self._state.config.vocab_size)
         if not packed:
             raise BadTokens("an empty prompt: there is nothing to look up, and nothing to compute")
         if limit_tokens is not None and limit_tokens < 0:
             raise ConfigError(f"limit_tokens must be 0 or more, got {limit_tokens}")
         if namespace is not None and namespace.layout != self._namespace.layout:
             raise ConfigError("this namespace is of a model with another layout: make one with cache.namespace_for()")
-        return find(self._core.tree, namespace or self._namespace, packed, limit_tokens)
+        return find(self._state.tree, namespace or self._namespace, packed, limit_tokens)
 
     @one_thread
     def refresh(self, match: Match) -> Match:
         """The same question again: as cheap as nothing while the cache has not changed. Pure."""
-        if match.version == self._core.tree.version:
+        if match.version == self._state.tree.version:
             return match
-        return find(self._core.tree, match.namespace, match.packed, match.limit_tokens)
+        return find(self._state.tree, match.namespace, match.packed, match.limit_tokens)
 
     @one_thread
     def explain(
@@ -144,23 +140,23 @@ class Cache:
         self, tokens: Tokens, *, namespace: Namespace | None = None, store_wait_s: float = STORE_WAIT_S
     ) -> Question:  # fmt: skip
         """The same question without waiting: call `step` until it is ready, then `answer`. Raises BadTokens and ConfigError."""
-        return Question(self._core, self._store_tier, self.lookup(tokens, namespace=namespace), store_wait_s=store_wait_s)
+        return Question(self._state, self._store_tier, self.lookup(tokens, namespace=namespace), store_wait_s=store_wait_s)
 
     def could_hold(self, tokens: int, *, chunk_tokens: int) -> bool:
         """Whether an empty device tier has room for one request of so many tokens, computed in chunks of so many."""
-        spec = self._core.spec
+        spec = self._state.spec
         window = min(spec.window_tokens + chunk_tokens, tokens) if spec.window_tokens else 0
         need = {
             Kind.PREFIX: -(-tokens // spec.page_tokens),
             Kind.WINDOW: -(-window // spec.window_page_tokens) + 1 if window else 0,
             Kind.POINT: 2 if spec.parts(Kind.POINT) else 0,  # its own, and the copy it goes on with
         }
-        return self._core.arena(Tier.DEVICE).fits_when_empty({kind: count for kind, count in need.items() if count})
+        return self._state.arena(Tier.DEVICE).fits_when_empty({kind: count for kind, count in need.items() if count})
 
     @one_thread
     def next_stop(self, lease: Lease) -> int | None:
         """Where the engine must end its chunk next and commit; None for nowhere."""
-        return publish.next_stop(self._core, lease)
+        return publish.next_stop(self._state, lease)
 
     # ---- a request's life -------------------------------------------------------------------------
 
@@ -188,8 +184,8 @@ class Cache:
         if ticket is not None and (ticket.namespace, ticket.packed) != (match.namespace, match.packed):
             raise LeaseError("this ticket is for another prompt")
         from_store = ticket.from_store if ticket is not None else None
-        lease = restore.acquire(self._core, match, request, self._leases.next_id(), self.release, from_store)
-        lease.computing_since_s = self._core.clock.now()
+        lease = restore.acquire(self._state, match, request, self._leases.next_id(), self.release, from_store)
+        lease.computing_since_s = self._state.clock.now()
         lease.publishes = publish
         self._leases.add(lease)
         if ticket is not None:
@@ -203,7 +199,7 @@ class Cache:
         False when nobody will be able to: it is past it, or publishes nothing, or no request could resume there.
         """
         lease.must_be(LeaseState.READY, LeaseState.LOADING)
-        spec = self._core.spec
+        spec = self._state.spec
         if not (lease.publishes and spec.is_legal(boundary) and lease.position < boundary < lease.prompt_tokens):
             return False
         if spec.needs_checkpoint_at(boundary):
@@ -215,21 +211,21 @@ class Cache:
         """Gives the lease device pages for tokens up to `upto`; or raises NoRoom and gives none."""
         self._must_own_device("grow")
         lease.must_be(LeaseState.READY, LeaseState.LOADING)
-        publish.grow(self._core, lease, upto)
+        publish.grow(self._state, lease, upto)
 
     @one_thread
     def append(self, lease: Lease, tokens: Tokens) -> None:
         """Adds tokens the model has produced to the lease's path. Raises BadTokens."""
         lease.must_be(LeaseState.READY, LeaseState.LOADING)
-        lease.append_packed(pack(tokens, vocab_size=self._core.config.vocab_size))
+        lease.append_packed(pack(tokens, vocab_size=self._state.config.vocab_size))
 
     @one_thread
     def load(self, lease: Lease, into: EnginePages) -> None:
         """Without a device tier: starts copying the restored prefix into the engine's own memory."""
-        if self._core.nearest is Tier.DEVICE:
+        if self._state.nearest is Tier.DEVICE:
             raise ConfigError("load() is for caches without a device tier; with one, acquire() loads")
         lease.must_be(LeaseState.READY)
-        external.load(self._core, lease, into)
+        external.load(self._state, lease, into)
 
     @one_thread
     def commit(self, lease: Lease, upto: int, *, source: EnginePages | None = None, last: bool = False) -> bool:
@@ -246,12 +242,12 @@ class Cache:
             )
         self._measure(lease, upto)
         wanted = self._wants_checkpoint(lease, upto, last)
-        if self._core.nearest is Tier.DEVICE:
-            publish.commit(self._core, lease, upto, checkpoint=wanted, last=last)
+        if self._state.nearest is Tier.DEVICE:
+            publish.commit(self._state, lease, upto, checkpoint=wanted, last=last)
             return lease.publishes
         if source is None:
             raise LeaseError("without a device tier, commit() needs `source`: the engine's pages to copy from")
-        return external.commit(self._core, lease, upto, source, checkpoint=wanted)
+        return external.commit(self._state, lease, upto, source, checkpoint=wanted)
 
     @one_thread
     def note_missing_state(self, lease: Lease, state: str, *, since: int) -> None:
@@ -260,7 +256,7 @@ class Cache:
         Nothing else depends on it: what a match finds is the same. Raises LeaseError for a state that is required.
         """
         lease.must_be(LeaseState.READY)
-        publish.note_missing_state(self._core, lease, state, since)
+        publish.note_missing_state(self._state, lease, state, since)
 
     @one_thread
     def release(self, lease: Lease) -> None:
@@ -281,14 +277,14 @@ class Cache:
         return report.after(earlier) if earlier is not None else report
 
     def _advance(self) -> StepReport:
-        core = self._core
-        completions = core.copies.apply()
+        state = self._state
+        completions = state.copies.apply()
         errors = {done.job: done.error for done in completions if done.error is not None}
-        timeout_s = core.copy_timeout_s
-        errors |= dict.fromkeys(core.copies.give_up_overdue(timeout_s), f"no answer within {timeout_s:g} s")
+        timeout_s = state.copy_timeout_s
+        errors |= dict.fromkeys(state.copies.give_up_overdue(timeout_s), f"no answer within {timeout_s:g} s")
         detached, store_failures = self._store_tier.step()
         self.pins.drop_expired()
-        drop_expired(core, self.pins.nodes)
+        drop_expired(state, self.pins.nodes)
         settled = self._leases.settle(errors)
         return StepReport(
             completed=len(completions),
@@ -296,7 +292,7 @@ class Cache:
             ready=settled.ready,
             failed=settled.failed,
             finished=settled.finished,
-            running=core.copies.num_running,
+            running=state.copies.num_running,
             storing=self._store_tier.num_busy,
             detached=tuple(detached),
         )
@@ -313,22 +309,22 @@ class Cache:
         self._store_tier.bar(digest)
         for lease in self._leases:
             lease.publishes &= lease.namespace.digest != digest
-        clear(self._core.tree, digest, self._core.loss(LossReason.CLEARED, self._core.nearest))
+        clear(self._state.tree, digest, self._state.loss(LossReason.CLEARED, self._state.nearest))
 
     @one_thread
     def flush(self, *, namespace: Namespace | None = None) -> None:
         """Empties device and host memory of a namespace, or of all. The bytes were right: a store goes on serving its own.
         What was not backed up yet is sent to it first, and is of use once it has arrived.
         """
-        digests = list(self._core.tree.roots) if namespace is None else [namespace.digest]
+        digests = list(self._state.tree.roots) if namespace is None else [namespace.digest]
         self._store_tier.before_flush(digests)
         for digest in digests:
-            clear(self._core.tree, digest, self._core.loss(LossReason.CLEARED, self._core.nearest))
+            clear(self._state.tree, digest, self._state.loss(LossReason.CLEARED, self._state.nearest))
 
     @one_thread
     def audit(self) -> None:
         """Asserts that every count, reference and promise of the cache holds. Slow: for tests and doubts."""
-        audit(self._core, list(self._leases), list(self.pins), self._store_tier.links)
+        audit(self._state, list(self._leases), list(self.pins), self._store_tier.links)
 
     @one_thread
     def wait(self, held: Lease | Ticket, *, timeout_s: float = inf) -> None:
@@ -336,7 +332,7 @@ class Cache:
 
         Raises LoadFailed when the bytes of a lease did not arrive, LeaseError when it was given back or `timeout_s` has passed.
         """
-        clock = self._core.clock
+        clock = self._state.clock
         deadline_s = clock.now() + timeout_s
         while not held.ready:
             if isinstance(held, Lease) and not held.failed:
@@ -360,41 +356,41 @@ class Cache:
         Ranks and stores that hang or are slow are waited for `timeout_s` in all; what was given up on before is not waited
         for. False when something was left undone: what had not begun is called off, and calls that have may still be running.
         """
-        core, deadline_s = self._core, self._core.clock.now() + timeout_s
+        state, deadline_s = self._state, self._state.clock.now() + timeout_s
         try:
-            self._settle(deadline_s, lambda: core.copies.num_awaited, core.copies.drain)
+            self._settle(deadline_s, lambda: state.copies.num_awaited, state.copies.drain)
             self._store_tier.end_deferral()
             self._settle(deadline_s, lambda: self._store_tier.num_awaited, self._store_tier.drain)
             undone = self.copying + self._store_tier.num_busy
         finally:
-            core.copies.withdraw_all()
+            state.copies.withdraw_all()
             self._store_tier.close()
-            core.copies.close()
+            state.copies.close()
         return not undone
 
     # ---- inside -----------------------------------------------------------------------------------
 
     def _settle(self, deadline_s: float, num_awaited: Callable[[], int], drain: Callable[[float], None]) -> None:
         """Steps until nothing is awaited, or the time is over."""
-        clock = self._core.clock
+        clock = self._state.clock
         self._advance()
         while num_awaited() and clock.now() < deadline_s:
             drain(min(deadline_s - clock.now(), DRAIN_S))
             self._advance()
 
     def _measure(self, lease: Lease, upto: int) -> None:
-        now = self._core.clock.now()
+        now = self._state.clock.now()
         took_s, lease.computing_since_s = now - lease.computing_since_s, now
         if lease.position < lease.prompt_tokens:
             self._store_tier.computed(upto - lease.position, took_s)
 
     def _wants_checkpoint(self, lease: Lease, upto: int, last: bool) -> bool:
-        spec = self._core.spec
+        spec = self._state.spec
         possible = spec.needs_checkpoint_at(upto) and spec.is_legal(upto)
-        return possible and (last or publish.is_stop(self._core, lease, upto))
+        return possible and (last or publish.is_stop(self._state, lease, upto))
 
     def _must_own_device(self, verb: str) -> None:
-        if self._core.nearest is not Tier.DEVICE:
+        if self._state.nearest is not Tier.DEVICE:
             raise ConfigError(f"{verb}() needs a device tier; without one the engine allocates its own pages")
 
 

@@ -11,15 +11,14 @@ from dataclasses import replace
 import numpy as np
 
 from stepwell.base.errors import ConfigError
-from stepwell.base.store_op import FindItems, ItemStatus, Outcome
+from stepwell.base.tasks import FindItems, ItemStatus, Outcome
 from stepwell.cache.explain import Explanation, StoreSays, explain
-from stepwell.store_tier.fetch_plan import boundaries_to_ask
 from stepwell.store_tier.link import LinkState
 from stepwell.store_tier.ops import Call
+from stepwell.store_tier.prefetch import boundaries_to_ask
 from stepwell.store_tier.tier import StoreTier
 from stepwell.tiers.state import CacheState
-from stepwell.tree.chain import path_keys
-from stepwell.tree.match import Match, find
+from stepwell.tree.match import Match, find, path_keys
 
 log = logging.getLogger(__name__)
 
@@ -29,14 +28,14 @@ STORE_WAIT_S = 0.25  # a person waits for the answer
 class Question:
     """Made by `Cache.question`. Call `step` until it is ready, or `wait`; then `answer`. The cache's thread only."""
 
-    def __init__(self, core: CacheState, store_tier: StoreTier, match: Match, *, store_wait_s: float) -> None:
+    def __init__(self, state: CacheState, store_tier: StoreTier, match: Match, *, store_wait_s: float) -> None:
         if store_wait_s < 0:
             raise ConfigError(f"store_wait_s must be 0 (the store is not asked) or more, got {store_wait_s}")
-        self._core = core
+        self._state = state
         self._store_tier = store_tier
         self._match = match
         self._wait_s = store_wait_s
-        self._deadline_s = core.clock.now() + store_wait_s
+        self._deadline_s = state.clock.now() + store_wait_s
         self._says = StoreSays(note=self._why_not_asked())
         self._store_error: str | None = None  # in the store's own words, which may name paths and hosts
         self._call = Call()
@@ -49,7 +48,7 @@ class Question:
     @property
     def ready(self) -> bool:
         """Whether the store has answered, or is not waited for any longer."""
-        return not self._asked or self._core.clock.now() >= self._deadline_s
+        return not self._asked or self._state.clock.now() >= self._deadline_s
 
     def wait(self) -> None:
         """Waits for the store, as long as the question may. Applies nothing but its answer to this."""
@@ -65,11 +64,11 @@ class Question:
         elif self._store_error is not None:
             log.warning("a store could not say what it has: %s", self._store_error)
             says = replace(says, note=f"{says.note}; the log says why")
-        if match.version != self._core.tree.version:
-            match = find(self._core.tree, match.namespace, match.packed, match.limit_tokens)
+        if match.version != self._state.tree.version:
+            match = find(self._state.tree, match.namespace, match.packed, match.limit_tokens)
         if match.known_tokens < self._match.known_tokens and not says.note:
             says = StoreSays(note="memory lost some of it while the store was asked: ask again")
-        return explain(self._core, self._store_tier.link, match, says)
+        return explain(self._state, self._store_tier.link, match, says)
 
     def _why_not_asked(self) -> str:
         link = self._store_tier.link
@@ -82,12 +81,12 @@ class Question:
         return "" if self._wait_s else "the store was not asked"
 
     def _ask(self) -> None:
-        core, match, page = self._core, self._match, self._core.spec.page_tokens
+        state, match, page = self._state, self._match, self._state.spec.page_tokens
         known, upto = match.known_tokens // page, match.limit_tokens // page
         keys = path_keys(
-            match.namespace.digest, match.path, match.packed, known=known, upto=upto, page_bytes=core.tree.page_bytes
+            match.namespace.digest, match.path, match.packed, known=known, upto=upto, page_bytes=state.tree.page_bytes
         )
-        boundaries = boundaries_to_ask(core, match, upto)
+        boundaries = boundaries_to_ask(state, match, upto)
         task = FindItems(pages=keys[known:], boundaries=tuple(keys[page - 1] for page in boundaries))
 
         def asked(outcome: Outcome, took_s: float) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from stepwell.base.config import StoreConfig
-from stepwell.jobs.store_executor import StoreExecutor
-from stepwell.policy.tuning import StoreTuning
+from stepwell.jobs.executors import StoreExecutor
+from stepwell.policy.store_use import StoreTuning
 from stepwell.store.api import Store
 from stepwell.store_tier.link import LinkState
 from stepwell.store_tier.tier import StoreTier
-from stepwell.tiers.one_thread import Owner, one_thread
+from stepwell.tiers.state import Owner, one_thread
 
 
 class StoreControl:
@@ -21,7 +21,7 @@ class StoreControl:
     @property
     def state(self) -> LinkState:
         """Whether a store is attached, and whether it is in use."""
-        return self._tier.state
+        return self._tier.link_state
 
     @property
     def host_memory(self) -> tuple[memoryview, ...]:

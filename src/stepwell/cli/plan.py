@@ -11,9 +11,9 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 
-from stepwell.base.clock import SystemClock
 from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Tier
+from stepwell.base.meters import SystemClock
 from stepwell.cli.cases import add_arguments, cases_of, one_or_all, print_table, wants_tables, write
 from stepwell.cli.command import Command
 from stepwell.sim.case import TIERS, Case

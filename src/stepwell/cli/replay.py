@@ -10,10 +10,10 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 
-from stepwell.base.clock import SystemClock
 from stepwell.base.config import WritePolicy
 from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Tier
+from stepwell.base.meters import SystemClock
 from stepwell.base.units import format_bytes
 from stepwell.cli.cases import NONE, SIZES, add_arguments, cases_of, one_or_all, print_table, wants_tables, watched, write
 from stepwell.cli.command import Command

@@ -13,8 +13,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stepwell.base.clock import SystemClock
 from stepwell.base.errors import ConfigError
+from stepwell.base.meters import SystemClock
 from stepwell.base.store_key import StoreKey
 from stepwell.base.units import format_bytes
 from stepwell.cli.command import Command
@@ -24,7 +24,7 @@ from stepwell.store.log.inspect import check_directory, owner, repair_directory,
 from stepwell.store.log.opening import open_directory
 from stepwell.store.log.recovery.check import CheckReport, Damage
 from stepwell.store.log.recovery.stat import LogStat
-from stepwell.store.log.writing.probe import Direct
+from stepwell.store.log.writing.upkeep import Direct
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -12,6 +12,7 @@ import torch
 from stepwell.base.config import CacheConfig, PlacementConfig, StoreConfig, WritePolicy
 from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Kind, Tier
+from stepwell.base.meters import Counters
 from stepwell.base.spec import ModelSpec
 from stepwell.base.spec.families import KV_DTYPES
 from stepwell.base.units import format_bytes, parse_bytes
@@ -31,11 +32,9 @@ from stepwell.engine.passes.pages import TORCH_DTYPES, DevicePages
 from stepwell.engine.runner import Runner
 from stepwell.engine.scheduler import Limits
 from stepwell.engine.speculation import Speculation
-from stepwell.metrics.counters import Counters
 from stepwell.store.api import Store
 from stepwell.store.registry import find_opener, open_store
-from stepwell.transfer.copy_engine import CopyEngine, NumpyCopyEngine
-from stepwell.transfer.memory import PageMemory, free_bytes, must_fit
+from stepwell.transfer.copy_engine import CopyEngine, NumpyCopyEngine, PageMemory, free_bytes, must_fit
 from stepwell.transfer.store_worker import HostPages
 from stepwell.transfer.torch_copy_engine import TorchCopyEngine
 from stepwell.transfer.torch_memory import TorchMemory

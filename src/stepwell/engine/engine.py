@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from stepwell.base.clock import Clock, SystemClock
 from stepwell.base.errors import BadTokens, ConfigError, StepwellError
+from stepwell.base.meters import Clock, SystemClock
 from stepwell.cache.facade import Cache
 from stepwell.cache.report import StepReport
 from stepwell.engine.footprint import Footprint
@@ -29,6 +29,7 @@ from stepwell.engine.sampling import Choices, Chosen
 from stepwell.engine.scheduler import MAX_FAILED_LEASES, Limits, Scheduler
 from stepwell.engine.speculation import Speculation
 from stepwell.engine.text import StopFinder, Text
+from stepwell.engine.unread import UNSOUND, Unread
 from stepwell.store.api import Store
 from stepwell.tiers.lease import Sources
 
@@ -36,6 +37,7 @@ log = logging.getLogger(__name__)
 
 IDLE_S = 0.0005  # between steps that only wait for copies
 MAX_FAILURES = 2 * MAX_FAILED_LEASES
+_NOT_NUMBERS = "the model's output for this request is not a number"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +79,8 @@ class Engine:
         self.on_detached: Callable[[Store], None] = self._close_detached  # told when nothing uses a store any more
         self.passes = 0
         self._failed_kernels = 0
+        self._unread: Unread | None = None  # the pass that runs while its requests are already planned further
+        self._reads_later = speculation is None and runner.goes_ahead
         self._runner = runner
         self._speculation = speculation
         self._eos_ids = eos_ids
@@ -153,11 +157,13 @@ class Engine:
         try:
             self._settle(self.cache.step())
             self.scheduler.admit()
-            chunks = self.scheduler.plan()
-            self._end_failed()
-            if chunks:
-                self._compute(chunks)
+            if not self._go_ahead():
+                chunks = self.scheduler.plan()
+                self._end_failed()
+                if chunks:
+                    self._compute(chunks)
         except BaseException as error:
+            self._unread = None
             self._fail_active(f"{type(error).__name__}: {error}")  # what it left in their pages is not known
             raise
         ended, self._ended = self._ended, []
@@ -166,7 +172,7 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Whether a step would only wait: for copies, for the store, or for nothing at all."""
-        return not any(request.runs for request in self.scheduler.active.values())
+        return self._unread is None and not any(request.runs for request in self.scheduler.active.values())
 
     def generate(self, prompt: str | Sequence[int], **more: Any) -> Answer:
         """A whole answer: `stream` to its end."""
@@ -259,7 +265,45 @@ class Engine:
         for request in list(self.scheduler.active.values()):
             self._end(request, Finish.FAILED, error=error)
 
+    def _go_ahead(self) -> bool:
+        """Starts the next pass of requests that only decode, then reads the tokens of the pass before it.
+
+        False when there is none to start; the pass before is read all the same.
+        """
+        before = self._unread
+        if before is None:
+            return False
+        following = self.scheduler.plan_ahead(before.requests)
+        self._unread = None
+        if following:
+            self._unread = Unread.of(following, self._runner.follow(following, before.tokens_of(following)))
+            self.passes += 1
+        self._take(before)
+        return self._unread is not None
+
+    def _take(self, computed: Unread) -> None:
+        """What comes of a pass once its tokens are read. Requests that have ended since it began have nothing of it."""
+        for request, token in zip(computed.requests, computed.read(), strict=True):
+            if request.id not in self._requests or not request.runs:
+                continue
+            if token == UNSOUND:
+                self._end(request, Finish.FAILED, error=_NOT_NUMBERS)
+                continue
+            self._commit(request, len(request.tokens))
+            self._add(request, Chosen(token=token))
+
+    def _can_be_read_later(self, chunks: Sequence[Chunk]) -> bool:
+        """Whether the device can choose all tokens of a pass, and the host may read them while the next one runs."""
+        return self._reads_later and all(
+            chunk.decodes and chunk.request.generator is None and chunk.request.ask.sampling.logprobs is None for chunk in chunks
+        )
+
     def _compute(self, chunks: Sequence[Chunk]) -> None:
+        if self._can_be_read_later(chunks):
+            self._unread = Unread.of([chunk.request for chunk in chunks], self._runner.run(chunks))
+            self.passes += 1
+            self._count_fallbacks()
+            return
         if self._speculation is None:
             logits = self._runner.run(chunks)
         else:
@@ -297,7 +341,7 @@ class Engine:
                 self._end(request, Finish.FAILED, error=f"{type(error).__name__}: {error}")
                 return
             if chosen is None:  # nor may what it left in its pages be: nobody else gets them
-                self._end(request, Finish.FAILED, error="the model's output for this request is not a number")
+                self._end(request, Finish.FAILED, error=_NOT_NUMBERS)
                 return
             self._commit(request, len(request.tokens))
             request.accepted += chosen.token == guess

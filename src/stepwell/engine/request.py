@@ -10,7 +10,7 @@ import torch
 
 from stepwell.base.config import MAX_PRIORITY
 from stepwell.base.errors import ConfigError
-from stepwell.base.keys import Namespace
+from stepwell.base.prompt import Namespace
 from stepwell.engine.text import StopFinder, TextStream
 from stepwell.store_tier.ticket import Ticket
 from stepwell.tiers.lease import Lease, Sources

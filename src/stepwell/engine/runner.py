@@ -15,7 +15,7 @@ from stepwell.engine.models.base import Decoder
 from stepwell.engine.passes.batch import Batch, RequestRows
 from stepwell.engine.passes.open_groups import OpenGroups
 from stepwell.engine.passes.pages import DevicePages
-from stepwell.engine.request import Chunk
+from stepwell.engine.request import Chunk, Request
 from stepwell.tiers.lease import Lease, LeaseState
 
 
@@ -26,6 +26,18 @@ class Runner:
         self._slots = Slots(OpenGroups(pages, device=model.device))
         self._forward = Graphs(model).forward if model.steady and model.device.type == "cuda" else model.forward
 
+    @property
+    def goes_ahead(self) -> bool:
+        """Whether a step may begin before the host has read the tokens it goes on from."""
+        return bool(self.model.steady) and self.model.device.type == "cuda"
+
+    def follow(self, requests: Sequence[Request], token_B: torch.Tensor) -> torch.Tensor:
+        """One more token of each request: the one after all it has, which only the device knows. Returns their logits."""
+        segments = [_segment(request, (0,), len(request.tokens), self._slots) for request in requests]
+        batch = self._batch(segments)
+        batch.tokens_N = token_B
+        return self._forward(batch)
+
     def run(self, chunks: Sequence[Chunk], on_stream: Callable[[torch.Tensor], None] | None = None) -> torch.Tensor:
         """Computes the chunks, and returns logits for those that complete what their request has so far, in their order.
 
@@ -33,18 +45,20 @@ class Runner:
         tokens behind the last layer.
         """
         self._slots.sweep()
-        segments = [_segment(chunk, self._slots) for chunk in chunks]
-        batch = Batch(
+        batch = self._batch([_chunk(chunk, self._slots) for chunk in chunks])
+        if on_stream is None:
+            return self._forward(batch)
+        last = len(self.model.layers) - 1
+        return self.model.forward(batch, lambda layer, x_NC: on_stream(x_NC) if layer == last else None)
+
+    def _batch(self, segments: Sequence[RequestRows]) -> Batch:
+        return Batch(
             segments,
             self._pages,
             device=self.model.device,
             dtype=self.model.dtype,
             open_groups=self._slots.open_groups,
         )
-        if on_stream is None:
-            return self._forward(batch)
-        last = len(self.model.layers) - 1
-        return self.model.forward(batch, lambda layer, x_NC: on_stream(x_NC) if layer == last else None)
 
 
 class Slots:
@@ -69,17 +83,23 @@ class Slots:
                 self.open_groups.give_back(slot)
 
 
-def _segment(chunk: Chunk, slots: Slots) -> RequestRows:
-    request, lease = chunk.request, chunk.request.lease
+def _chunk(chunk: Chunk, slots: Slots) -> RequestRows:
+    request = chunk.request
+    tokens = [*request.tokens[request.position : chunk.end], *chunk.proposed]
+    return _segment(request, tokens, request.position, slots, num_logits=1 + len(chunk.proposed) if chunk.completes else 0)
+
+
+def _segment(request: Request, tokens: Sequence[int], position: int, slots: Slots, *, num_logits: int = 1) -> RequestRows:
+    lease = request.lease
     assert lease is not None and lease.ready, f"{request} was planned without its bytes"
     return RequestRows(
-        tokens=[*request.tokens[lease.position : chunk.end], *chunk.proposed],
-        position=lease.position,
+        tokens=tokens,
+        position=position,
         prefix_pages=lease.prefix_pages,
         window_pages=lease.window_pages,
         first_window=lease.first_window,
         point_page=int(lease.point_pages[0]) if len(lease.point_pages) else None,
         slot=slots.of(lease),
-        resumes=lease.position == lease.resume,
-        num_logits=1 + len(chunk.proposed) if chunk.completes else 0,
+        resumes=position == lease.resume,
+        num_logits=num_logits,
     )

@@ -9,13 +9,13 @@ others a chunk, up to a budget in all. Computes nothing, samples nothing. One th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from stepwell.base.clock import Clock
 from stepwell.base.errors import ConfigError, NoRoom
 from stepwell.base.ids import LeaseId
-from stepwell.base.tokens import TOKEN_BYTES, common_pages
+from stepwell.base.meters import Clock
+from stepwell.base.prompt import TOKEN_BYTES, common_pages
 from stepwell.cache.facade import Cache
 from stepwell.engine.request import Chunk, Request
 from stepwell.tiers.lease import Lease
@@ -204,6 +204,29 @@ class Scheduler:
                 chunks.append(Chunk(request=request, end=end))
                 budget -= chunks[-1].size
         return sorted(chunks, key=lambda chunk: (chunk.size > 1, chunk.end))  # alike lengths side by side
+
+    def plan_ahead(self, computing: Sequence[Request]) -> list[Request]:
+        """Of requests whose last token is being computed, those that may go on from what comes of it before anybody has read it.
+
+        None when others have something to compute too. With room for one token more each; nobody else's is taken for it.
+        """
+        known = {request.id for request in computing}
+        if any(request.runs and request.id not in known for request in self.active.values()):
+            return []
+        return [request for request in computing if request.id in self.active and self._goes_on(request)]
+
+    def _goes_on(self, request: Request) -> bool:
+        """Whether a request can be computed one token further. Not over a stop: what it leaves there is handed over first."""
+        lease, here = request.lease, len(request.tokens)
+        if lease is None or not lease.ready or request.answer_tokens + 1 >= request.max_tokens:
+            return False
+        if self._cache.next_stop(lease) == here:
+            return False
+        try:
+            self._cache.grow(lease, here + 1)
+        except NoRoom:
+            return False
+        return True
 
     def _ahead_of(self, request: Request, decoding: int) -> int:
         """How many tokens are guessed for a request that decodes, with room for them; nobody else's is taken for guesses."""

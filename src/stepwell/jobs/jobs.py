@@ -17,11 +17,11 @@ from enum import Enum
 from math import inf
 from typing import Generic, Protocol, TypeVar
 
-from stepwell.base.clock import Clock
 from stepwell.base.ids import JobId
-from stepwell.base.plan import Span
+from stepwell.base.meters import Clock
+from stepwell.base.tasks import Span
 from stepwell.tree.node import Residency
-from stepwell.tree.references import References
+from stepwell.tree.tree import Tree
 
 LOOK_SHARE = 1 / 16  # of the time limit passes between two looks at what is overdue: a long line takes time to look through
 
@@ -111,11 +111,11 @@ class Jobs(Generic[T, A]):
     """Jobs of one executor. One thread, the cache's."""
 
     def __init__(
-        self, executor: JobExecutor[T, A], refs: References, clock: Clock, *, before_release: Callable[[T, A], None] | None = None
+        self, executor: JobExecutor[T, A], tree: Tree, clock: Clock, *, before_release: Callable[[T, A], None] | None = None
     ) -> None:
         """`before_release` is told of every answer, however late, before the pages of its job are let go."""
         self._executor = executor
-        self._refs = refs
+        self._tree = tree
         self._clock = clock
         self._before_release = before_release
         self._running: dict[JobId, _Running[T, A]] = {}  # in the order they were started
@@ -157,7 +157,7 @@ class Jobs(Generic[T, A]):
 
     def start(self, task: T, *, pages: tuple[Span, ...], reads: tuple[Residency, ...] = (), on_end: OnEnd[A]) -> None:
         """Takes a reference to every page and checkpoint named, and submits the task."""
-        self._refs.retain(pages)
+        self._tree.retain(pages)
         for residency in reads:
             residency.users += 1
         self._running[task.job] = _Running(task=task, started_s=self._clock.now(), pages=pages, reads=reads, on_end=on_end)
@@ -228,5 +228,5 @@ class Jobs(Generic[T, A]):
 
     def _let_go(self, running: _Running[T, A]) -> None:
         for residency in running.reads:
-            self._refs.unpin(residency)
-        self._refs.release_all(running.pages)
+            self._tree.unpin(residency)
+        self._tree.release_all(running.pages)

@@ -15,8 +15,8 @@ from threading import TIMEOUT_MAX, Condition, Thread
 from typing import Generic, TypeVar
 from weakref import finalize
 
-from stepwell.base.clock import Clock
 from stepwell.base.ids import JobId
+from stepwell.base.meters import Clock
 
 T = TypeVar("T")
 R = TypeVar("R")

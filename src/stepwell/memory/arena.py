@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from stepwell.base.errors import ConfigError, NoRoom
 from stepwell.base.ids import Kind, Tier
-from stepwell.base.plan import NO_PAGES, PageIds
+from stepwell.base.tasks import NO_PAGES, PageIds
 from stepwell.memory.layout import ArenaLayout
 from stepwell.memory.slabs import SlabPool
 

@@ -17,7 +17,7 @@ from itertools import islice
 import numpy as np
 
 from stepwell.base.ids import Kind
-from stepwell.base.plan import NO_PAGES, PageIds
+from stepwell.base.tasks import NO_PAGES, PageIds
 from stepwell.memory.layout import ArenaLayout
 
 MOST_SPARED = 1 / 16  # of all slabs

@@ -1,23 +1,67 @@
-"""What a cached object is worth keeping: the one order in which a tier gives things up.
+"""What a cached object is worth keeping: the one order in which a tier evicts, and when prompts are expected back.
 
     worth = recompute saved per byte * returns a second to expect * share of returns that need this object
 
 The second factor changes with time, the others do not. So an object has a place (group, level) that says how its worth
 will change, and in one place the one visited longest ago goes first; a tier compares one object of each place. A priority
-doubles the worth at every step, and fades by a step every `PRIORITY_STEP_S`. Pure.
+doubles the worth at every step, and fades by a step every `PRIORITY_STEP_S`.
+
+**Returns** are learned. A visit is one request's stay on a path. Visits are sorted into groups by what is known when they end:
+how often the path has come back before, in what rhythm, and how long the answer was (a call of a tool is short, and its result
+soon there). For each group the rate of return is counted by age, in half octaves,
+
+    rate(group, age) = pages that came back at that age / pages times seconds spent at that age
+
+with those that still wait, or were given up, counted as long as they were watched; so what is evicted early is not taken for
+something that never returns. A group with little evidence leans on its neighbours. What follows is the most reuse per second
+that keeping on from an age can give, over all times to give up at:
+
+    returns(age) = max over t > age of  chance to return in [age, t) / expected seconds kept until then
+
+Where a returning prompt leaves its old path is counted too, by the distance from the old end. Deterministic: times are handed in.
 """
 
 from __future__ import annotations
 
-from math import log2, pow
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterable, Sequence
+from functools import cache
+from math import exp, log, log2, pow
 from typing import NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from stepwell.base.config import PRIORITY_STEP_S
-from stepwell.policy.reuse_model import NUM_GROUPS, ReuseModel, Visit
+
+Rates = npt.NDArray[np.float64]
+Table = list[list[float]]
 
 LEVELS_PER_OCTAVE = 4
 MOST_STEPS = 32  # of priority, from the visit on
-DEFERRED_WORTH = 4.0  # times as much: what rests is stored too early when it has to go, or lost while the store is busy
+DEFERRED_WORTH = 4.0  # times as much: what is deferred is stored too early when it has to go, or lost while the store is busy
+
+NUM_BINS = 40  # half octaves of seconds: up to eight days
+MOST_VISITS = 4096  # watched at a time
+LEARN_EVERY = 64  # visits
+FORGET_EVERY = 2048  # visits, after which evidence counts half
+PRIOR_VISITS = 20.0  # evidence that a group's neighbours are worth
+FIRST_RATE = 0.1  # a second, before anything was seen; then as one over the age
+RECENT_GAP = 0.35  # what the latest gap counts for in a rhythm
+RETURNS = (1, 4)  # bounds between groups
+GAPS_S = (8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
+ANSWER_TOKENS = (64, 256, 1024)
+LEAST_SHARE = 0.01  # of returns that need any checkpoint: what follows it may be gone by then
+
+NUM_RHYTHMS = len(GAPS_S) + 2
+NUM_GROUPS = (len(RETURNS) + 1) * (len(ANSWER_TOKENS) + 1) * NUM_RHYTHMS
+_EDGES_s = np.concatenate([[0.0], 2.0 ** (np.arange(NUM_BINS) / 2)])
+_WIDTHS_s = np.diff(_EDGES_s)
+# For the hot paths: plain numbers are several times faster than those of arrays.
+_BOUNDS: list[float] = _EDGES_s[1:-1].tolist()
+_LOWER: list[float] = _EDGES_s[:-1].tolist()
+_UPPER: list[float] = _EDGES_s[1:].tolist()
 
 
 class Facts(NamedTuple):  # not a dataclass: one is made for every candidate that eviction looks at
@@ -75,3 +119,217 @@ class Expected:
             steps, group = divmod(group, NUM_GROUPS)
             octaves += max(steps - self._reuse.age_s(since) / PRIORITY_STEP_S, 0.0)
         return self._reuse.worth(group, since) * pow(2.0, octaves)
+
+
+# ---- returns ------------------------------------------------------------------------------------
+
+
+class Visit:
+    """One request's stay on a path: when, how it came to be, and how many of its pages nobody has come back to."""
+
+    __slots__ = ("at_s", "end", "gap_s", "group", "pages", "returns")
+
+    def __init__(self, at_s: float, *, end: int, returns: int = 0, gap_s: float = 0.0) -> None:
+        self.at_s = at_s
+        self.end = end  # pages of its prompt
+        self.returns = returns  # how often the path had come back before
+        self.gap_s = gap_s  # its rhythm; 0 before the first return
+        self.group = _group(returns, gap_s, 0)
+        self.pages = 0
+
+    def answered(self, tokens: int) -> None:
+        """The request has ended with an answer of that many tokens."""
+        self.group = _group(self.returns, self.gap_s, tokens)
+
+
+class ReuseModel:
+    """What is known about returns. One thread."""
+
+    def __init__(self, page_tokens: int) -> None:
+        self._page_tokens = page_tokens
+        self._now_s = 0.0
+        self._waiting: deque[Visit] = deque()
+        self._num_visits = 0
+        self._mean_pages = 1.0
+        self._returned_GB = np.zeros((NUM_GROUPS, NUM_BINS))
+        self._watched_GB = np.zeros((NUM_GROUPS, NUM_BINS))
+        self._left = [0.0] * NUM_BINS  # returns that left their old path, by distance in tokens
+        self._left_before = [0.0] * (NUM_BINS + 1)
+        self._worth, self._fall = _untaught()  # at the start of each bin of ages, by group; and by how much it falls in a second
+
+    def arrive(
+        self, now_s: float, *, known: int, end: int, passed: Sequence[tuple[Visit | None, int]], goes_on: bool, lost: Visit | None
+    ) -> tuple[Visit, Visit]:
+        """A request comes whose first `known` pages of `end` are in the tree; says under which visits these and the rest are now.
+
+        `passed` are the visits of known pages, deepest last, with the pages of each; `goes_on` when the request begins where an
+        earlier one ended; `lost` is who had the pages that follow and are gone.
+        """
+        now_s = self._now_s = max(self._now_s, now_s)
+        for visit, pages in passed:
+            if visit is not None:
+                self._return(visit, pages, now_s)
+        if lost is not None:
+            self._return(lost, min(lost.pages, end - known), now_s)
+        before = lost or (passed[-1][0] if passed else None)
+        if before is not None:
+            self._left[_bin(max(before.end - known, 0) * self._page_tokens)] += lost is None
+        again = self._follow(before, now_s, end)
+        fresh = again if goes_on or lost is not None else self._follow(None, now_s, end)
+        again.pages += known
+        fresh.pages += end - known
+        self._mean_pages += 0.01 * (end - self._mean_pages)
+        for visit in (again, fresh) if again is not fresh else (again,):
+            self._watch(visit)
+        return again, fresh
+
+    def worth(self, group: int, since_s: float) -> float:
+        """Returns a second to expect of what was visited last at `since_s`."""
+        age_s = self._now_s - since_s
+        if age_s < 0.0:
+            age_s = 0.0
+        at = bisect_right(_BOUNDS, age_s)
+        return self._worth[group][at] - self._fall[group][at] * (age_s - _LOWER[at])
+
+    def age_s(self, since_s: float) -> float:
+        """How long ago that was, when the latest request came."""
+        return max(self._now_s - since_s, 0.0)
+
+    def share(self, nearest: int, farthest: int) -> float:
+        """The share of returns that leave their old path between two distances (in tokens) from its end."""
+        total = self._left_before[NUM_BINS]
+        if not total:
+            return 1.0 if not nearest else LEAST_SHARE
+        return max((self._left_within(farthest) - self._left_within(nearest)) / total, LEAST_SHARE)
+
+    # ---- inside -----------------------------------------------------------------------------------
+
+    def _follow(self, before: Visit | None, now_s: float, end: int) -> Visit:
+        if before is None:
+            return Visit(now_s, end=end)
+        gap_s = max(now_s - before.at_s, 0.5)
+        if before.gap_s:
+            gap_s = exp(RECENT_GAP * log(gap_s) + (1 - RECENT_GAP) * log(before.gap_s))
+        return Visit(now_s, end=end, returns=before.returns + 1, gap_s=gap_s)
+
+    def _return(self, visit: Visit, pages: int, now_s: float) -> None:
+        pages = min(pages, visit.pages)
+        age_s = max(now_s - visit.at_s, 0.0)
+        visit.pages -= pages
+        self._returned_GB[visit.group, _bin(age_s)] += pages
+        self._watched_GB[visit.group] += pages * _time_in_bins(age_s)
+
+    def _watch(self, visit: Visit) -> None:
+        self._num_visits += 1
+        if visit.pages:
+            self._waiting.append(visit)
+        if len(self._waiting) > MOST_VISITS:
+            oldest = self._waiting.popleft()
+            self._watched_GB[oldest.group] += oldest.pages * _time_in_bins(self._now_s - oldest.at_s)
+            oldest.pages = 0
+        if self._num_visits % LEARN_EVERY == 0:
+            self._learn()
+        if self._num_visits % FORGET_EVERY == 0:
+            self._returned_GB /= 2
+            self._watched_GB /= 2
+            self._left = [count / 2 for count in self._left]
+
+    def _learn(self) -> None:
+        watched_GB = self._watched_GB + _waited(self._waiting, self._now_s)
+        self._worth, self._fall = _tables(_rates(self._returned_GB, watched_GB, PRIOR_VISITS * self._mean_pages))
+        self._left_before = [0.0, *np.cumsum(self._left).tolist()]
+
+    def _left_within(self, distance: int) -> float:
+        at = _bin(distance)
+        inside = (distance - _LOWER[at]) / (_UPPER[at] - _LOWER[at])
+        return self._left_before[at] + (self._left_before[at + 1] - self._left_before[at]) * min(max(inside, 0.0), 1.0)
+
+
+@cache
+def _untaught() -> tuple[Table, Table]:
+    """What holds before anything was seen: the same for everybody, and made once. Replaced, never changed."""
+    nothing_GB = np.zeros((NUM_GROUPS, NUM_BINS))
+    return _tables(_rates(nothing_GB, nothing_GB, PRIOR_VISITS))
+
+
+def _tables(rates_GB: Rates) -> tuple[Table, Table]:
+    """Worth at the start of each bin of ages, by group, and by how much it falls in a second."""
+    worths_GB = _worths(rates_GB)
+    next_GB = np.concatenate([worths_GB[:, 1:], worths_GB[:, -1:]], axis=1)
+    return worths_GB.tolist(), ((worths_GB - next_GB) / _WIDTHS_s).tolist()
+
+
+def _worths(rates_GB: Rates) -> Rates:
+    """For each group and age, the most returns a second that keeping on can give; never rising with age."""
+    stays_GB = np.exp(-rates_GB * _WIDTHS_s)
+    left_GE = np.concatenate([np.ones((NUM_GROUPS, 1)), np.cumprod(stays_GB, axis=1)], axis=1)  # E bin edges
+    kept_GB = left_GE[:, :-1] * (1 - stays_GB) / rates_GB
+    kept_GE = np.concatenate([np.zeros((NUM_GROUPS, 1)), np.cumsum(kept_GB, axis=1)], axis=1)
+    returned_GAE = left_GE[:, :-1, None] - left_GE[:, None, 1:]  # from the start of age bin A to the end of bin E
+    seconds_GAE = kept_GE[:, None, 1:] - kept_GE[:, :-1, None]
+    later_AE = np.triu(np.ones((NUM_BINS, NUM_BINS), np.bool_))
+    per_s_GAE = np.where(later_AE & (seconds_GAE > 0), returned_GAE / np.where(seconds_GAE > 0, seconds_GAE, 1.0), 0.0)
+    best_GB = np.where(left_GE[:, :-1] > 1e-8, per_s_GAE.max(axis=2), rates_GB)
+    worths_GB: Rates = np.maximum.accumulate(best_GB[:, ::-1], axis=1)[:, ::-1]
+    return worths_GB
+
+
+def _rates(returned_GB: Rates, watched_GB: Rates, prior: float) -> Rates:
+    """Returns a second by group and age: the group's own evidence, leaning on its neighbours', and they on everybody's."""
+    all_B = _everybodys(returned_GB.sum(axis=0), watched_GB.sum(axis=0), prior)
+    returned_NRB = returned_GB.reshape(-1, NUM_RHYTHMS, NUM_BINS)
+    watched_NRB = watched_GB.reshape(-1, NUM_RHYTHMS, NUM_BINS)
+    neighbours_NB = _leaning(returned_NRB.sum(axis=1), watched_NRB.sum(axis=1), all_B, prior)
+    rates_NRB = _leaning(returned_NRB, watched_NRB, neighbours_NB[:, None, :], prior)
+    return np.maximum(rates_NRB.reshape(NUM_GROUPS, NUM_BINS), 1e-12)
+
+
+def _group(returns: int, gap_s: float, answer_tokens: int) -> int:
+    rhythm = 1 + bisect_right(GAPS_S, gap_s) if gap_s else 0
+    kind = bisect_right(RETURNS, returns) * (len(ANSWER_TOKENS) + 1) + bisect_right(ANSWER_TOKENS, answer_tokens)
+    return kind * NUM_RHYTHMS + rhythm
+
+
+def _bin(amount: float) -> int:
+    """The half octave that an age or a distance is in."""
+    return bisect_right(_BOUNDS, amount)
+
+
+def _time_in_bins(age_s: float) -> Rates:
+    return np.clip(age_s - _EDGES_s[:-1], 0.0, _WIDTHS_s)
+
+
+def _waited(waiting: Iterable[Visit], now_s: float) -> Rates:
+    """Pages times seconds that visits have waited, by group and age: whole bins below the age of each, and part of its own."""
+    visits = list(waiting)
+    pages = np.array([visit.pages for visit in visits], np.float64)
+    ages_s = np.maximum(now_s - np.array([visit.at_s for visit in visits], np.float64), 0.0)
+    bins = np.minimum(np.searchsorted(_EDGES_s[1:], ages_s, side="right"), NUM_BINS - 1)
+    cells = np.array([visit.group for visit in visits], np.intp) * NUM_BINS + bins
+    inside_s = np.minimum(ages_s - _EDGES_s[bins], _WIDTHS_s[bins])
+    partly_GB = np.bincount(cells, pages * inside_s, NUM_GROUPS * NUM_BINS).astype(np.float64).reshape(NUM_GROUPS, NUM_BINS)
+    in_bin_GB = np.bincount(cells, pages, NUM_GROUPS * NUM_BINS).astype(np.float64).reshape(NUM_GROUPS, NUM_BINS)
+    beyond_GB = in_bin_GB[:, ::-1].cumsum(axis=1)[:, ::-1] - in_bin_GB
+    waited: Rates = partly_GB + beyond_GB * _WIDTHS_s
+    return waited
+
+
+def _everybodys(returned_B: Rates, watched_B: Rates, prior: float) -> Rates:
+    """Rates over all groups; where little was seen they fall as one over the age."""
+    rates_B = np.empty(NUM_BINS)
+    expected = FIRST_RATE
+    for at in range(NUM_BINS):
+        weight = prior * _WIDTHS_s[at]
+        rates_B[at] = (returned_B[at] + expected * weight) / (watched_B[at] + weight)
+        expected = rates_B[at] * max(_EDGES_s[at], 1.0) / _EDGES_s[at + 1]
+    return rates_B
+
+
+def _leaning(returned: Rates, watched: Rates, base: Rates, prior: float) -> Rates:
+    """Rates of a group; where it has little evidence those of `base`, as much higher or lower as it was at lower ages."""
+    zero = np.zeros((*returned.shape[:-1], 1))
+    returned_so_far = np.concatenate([zero, np.cumsum(returned, axis=-1)[..., :-1]], axis=-1)
+    expected_so_far = np.concatenate([zero, np.cumsum(base * watched, axis=-1)[..., :-1]], axis=-1)
+    lean = base * (returned_so_far + prior) / (expected_so_far + prior)
+    leaning: Rates = (returned + lean * prior * _WIDTHS_s) / (watched + prior * _WIDTHS_s)
+    return leaning

@@ -1,21 +1,20 @@
-"""Puts the server together: routes, errors, limits. Starts nothing."""
+"""Puts the server together: routes, errors, limits. The small routes (models, health, metrics) are here. Starts nothing."""
 
 from __future__ import annotations
 
 import asyncio
+import time
+from typing import Any
 
 from fastapi import APIRouter, FastAPI, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from stepwell.server.access import watching
 from stepwell.server.cache_routes import order_router, question_router
 from stepwell.server.chat import chat_router
 from stepwell.server.completions import completions_router
-from stepwell.server.door import Door, Doorway, HostCheck
-from stepwell.server.errors import install_errors
-from stepwell.server.models import health_router, models_router
+from stepwell.server.door import BodyLimit, Door, Doorway, HostCheck, asking, watching
+from stepwell.server.errors import SERVER, ApiError, install_errors
 from stepwell.server.pins import Pins
-from stepwell.server.reading import BodyLimit
 from stepwell.server.served import Served
 from stepwell.server.stores import Stores
 
@@ -29,8 +28,8 @@ def build_app(served: Served, stores: Stores, door: Door) -> FastAPI:
     pins = Pins()
     install_errors(app)
     for router in (
-        health_router(served),
-        models_router(served),
+        _health_router(served),
+        _models_router(served),
         completions_router(served),
         chat_router(served),
         question_router(served, stores, pins),
@@ -39,6 +38,40 @@ def build_app(served: Served, stores: Stores, door: Door) -> FastAPI:
     ):
         app.include_router(router)
     return app
+
+
+def _health_router(served: Served) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/health")
+    async def health() -> dict[str, Any]:
+        if not served.loop.alive:
+            raise ApiError(503, "the engine has stopped", type=SERVER, code="unavailable")
+        return {"status": "ok", "model": served.name}
+
+    return router
+
+
+def _models_router(served: Served) -> APIRouter:
+    router = APIRouter(dependencies=[asking(served.principals)])
+    card = {
+        "id": served.name,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "stepwell",
+        "max_model_len": served.max_context,
+    }
+
+    @router.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [card]}
+
+    @router.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        served.must_be_called(name)
+        return card
+
+    return router
 
 
 def _metrics_router(served: Served) -> APIRouter:

@@ -1,22 +1,29 @@
-"""The door of the server, before anything else: notes when a request arrived, refuses those for other names, counts errors that
-go out, and closes in the end.
+"""The door of the server, before any route: notes when a request arrived, refuses those that may not come in, says whose it is.
 
-A door that closes lets those who are inside finish, and tells others to ask elsewhere. Reads no bodies, decides no answers.
+A door that closes lets those who are inside finish, and tells others to ask elsewhere. Requests for other names are refused, and
+bodies that are too large. Errors that go out are counted. Whose a request is, is found once and left with it for the route to
+ask. Reads no bodies, decides no answers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from fastapi import Depends, Request
+from fastapi.params import Depends as Dependency
 from starlette.datastructures import Headers
-from starlette.requests import Request
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from stepwell.base.clock import Clock
-from stepwell.server.errors import CLIENT_CLOSED, SERVER, ApiError, ErrorResponse
+from stepwell.base.meters import Clock
+from stepwell.base.units import format_bytes
+from stepwell.server.errors import AUTHENTICATION, CLIENT_CLOSED, SERVER, ApiError, ErrorResponse
+from stepwell.server.principals import Principal, Principals
 
 _ARRIVED = "stepwell.arrived_s"
 _ALWAYS_OPEN = ("/metrics",)  # which also tell how the end goes
+_PRINCIPAL = "stepwell.principal"
+_READ_TIMES = 4  # a client that is still sending may miss the answer: so much more than the limit is read, and dropped
 
 
 class Door:
@@ -102,3 +109,126 @@ def _name(host: str) -> str:
     """Without the port: `[::1]:8000` is ::1."""
     name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
     return name.lower()
+
+
+class BodyLimit:
+    """Refuses bodies that are too large, whether they say so or not, before anybody keeps them in memory. An ASGI application."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+        elif _declared(scope) > self._max_bytes:
+            await self._drop(receive)
+            error = ApiError(413, self._message(), code="body_too_large")
+            await ErrorResponse(error.body(), status_code=413, headers={"Connection": "close"})(scope, receive, send)
+        else:
+            await self._app(scope, self._counted(receive), send)
+
+    def _counted(self, receive: Receive) -> Receive:
+        taken = 0
+
+        async def take() -> Message:
+            nonlocal taken
+            message = await receive()
+            taken += len(message.get("body", b""))
+            if taken > self._max_bytes:
+                raise HTTPException(413, self._message())
+            return message
+
+        return take
+
+    async def _drop(self, receive: Receive) -> None:
+        dropped = 0
+        while dropped <= self._max_bytes * _READ_TIMES:
+            message = await receive()
+            dropped += len(message.get("body", b""))
+            if message["type"] != "http.request" or not message.get("more_body", False):
+                return
+
+    def _message(self) -> str:
+        return f"the body is larger than the {format_bytes(self._max_bytes)} this server takes"
+
+
+def _declared(scope: Scope) -> int:
+    sizes = [value for name, value in scope["headers"] if name == b"content-length"]
+    return int(sizes[0]) if sizes and sizes[0].isdigit() else 0
+
+
+# ---- who may call a route -----------------------------------------------------------------------
+
+
+def asking(principals: Principals) -> Dependency:
+    """For routes that change nothing: open, or for holders of a key or the admin token."""
+
+    async def check(request: Request) -> None:
+        _resolve(principals, request)
+
+    dependency: Dependency = Depends(check)
+    return dependency
+
+
+def watching(principals: Principals) -> Dependency:
+    """For routes that show all principals together: as `asking`, but not for tenants, who would watch each other."""
+
+    async def check(request: Request) -> None:
+        if _resolve(principals, request).name is not None:
+            raise _wants_admin("this shows all tenants together")
+
+    dependency: Dependency = Depends(check)
+    return dependency
+
+
+def changing(principals: Principals) -> Dependency:
+    """For routes that change something: for holders of the admin token alone."""
+
+    async def check(request: Request) -> None:
+        principal = principals.of_key(_bearer(request))
+        if principal is None or not principal.operates:
+            raise _wants_admin("this changes the cache")
+        request.scope[_PRINCIPAL] = principal
+
+    dependency: Dependency = Depends(check)
+    return dependency
+
+
+def owning(principals: Principals) -> Dependency:
+    """For routes that show what is the asker's own: for tenants, and for the operator, whose is everything."""
+
+    async def check(request: Request) -> None:
+        principal = principals.of_key(_bearer(request))
+        if principal is None or (principal.name is None and not principal.operates):
+            raise _wants_admin("this shows what everybody has pinned")
+        request.scope[_PRINCIPAL] = principal
+
+    dependency: Dependency = Depends(check)
+    return dependency
+
+
+def principal_of(request: Request) -> Principal:
+    """Whose a request is, on a route with one of the above."""
+    principal = request.scope[_PRINCIPAL]
+    assert isinstance(principal, Principal), f"{request.url.path} does not check who asks"
+    return principal
+
+
+def _resolve(principals: Principals, request: Request) -> Principal:
+    principal = principals.of_key(_bearer(request))
+    if principal is None:
+        raise ApiError(401, "this server wants its API key as a bearer token", type=AUTHENTICATION, code="invalid_api_key")
+    request.scope[_PRINCIPAL] = principal
+    return principal
+
+
+def _wants_admin(why: str) -> ApiError:
+    message = f"{why}: give the admin token, printed at the start, as a bearer token"
+    return ApiError(401, message, type=AUTHENTICATION, code="invalid_admin_token")
+
+
+def _bearer(request: Request) -> bytes:
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    # Headers are read as Latin-1, where bytes of other letters look like blanks: only what HTTP calls one is taken off.
+    return token.strip(" \t").encode("latin-1") if scheme.lower() == "bearer" else b""

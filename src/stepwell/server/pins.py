@@ -7,7 +7,7 @@ from math import isinf
 
 from stepwell.engine.engine import Engine
 from stepwell.server.principals import Principal
-from stepwell.tiers.pin import Pin
+from stepwell.tiers.lifetime import Pin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -61,6 +61,12 @@ class Served:
         async with self.large:
             return await asyncio.to_thread(work)
 
+    def must_be_called(self, name: str) -> None:
+        """Raises ApiError for a model of another name."""
+        if name != self.name:
+            message = f"there is no model {name!r:.200} here; this server has {self.name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
     def encode(self, text: str, *, param: str) -> list[int]:
         """Raises ApiError for what cannot be encoded, and, before it is, for what is far too long. Takes its time."""
         if self.text is None:

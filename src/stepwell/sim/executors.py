@@ -9,15 +9,17 @@ from collections import Counter
 from collections.abc import Sequence
 
 from stepwell.base.ids import JobId, Kind, Tier
-from stepwell.base.keys import manifest_key
-from stepwell.base.plan import Completion, PageIds, Plan
+from stepwell.base.prompt import manifest_key
 from stepwell.base.spec import ModelSpec
-from stepwell.base.store_op import (
+from stepwell.base.tasks import (
+    Completion,
     FetchCheckpoint,
     FetchPages,
     FindItems,
     ItemStatus,
     Outcome,
+    PageIds,
+    Plan,
     PutCheckpoint,
     PutPages,
     Reply,

@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 
 from stepwell.base.errors import BadTokens, StepwellError
-from stepwell.base.tokens import TOKEN_BYTES, pack
+from stepwell.base.prompt import TOKEN_BYTES, pack
 from stepwell.sim.trace import LEAST_BLOCK_TOKENS, MAX_BLOCK_ID, BlockIds, TraceRequest
 
 FORMAT, VERSION = "stepwell-trace", 1

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from multiprocessing.sharedctypes import Synchronized
 from multiprocessing.synchronize import Event
 
-from stepwell.base.clock import SystemClock
 from stepwell.base.errors import ConfigError
+from stepwell.base.meters import SystemClock
 from stepwell.sim.case import Case
 from stepwell.sim.replay import replay_trace
 from stepwell.sim.report import Report

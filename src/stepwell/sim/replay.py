@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from stepwell.base.clock import Clock, ManualClock
 from stepwell.base.config import PrefetchPolicy, StoreConfig
 from stepwell.base.errors import ConfigError, NoRoom
 from stepwell.base.ids import Kind, Tier
+from stepwell.base.meters import Clock, ManualClock
 from stepwell.cache.build import build_cache
 from stepwell.cache.facade import Cache
 from stepwell.sim.ceiling import Ceiling

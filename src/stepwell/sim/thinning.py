@@ -14,8 +14,7 @@ from stepwell.base.errors import ConfigError
 from stepwell.tiers.publish import drop_superseded
 from stepwell.tiers.state import CacheState
 from stepwell.tree.checkpoints import is_left_between
-from stepwell.tree.node import Checkpoint
-from stepwell.tree.ranking import previous_checkpoint
+from stepwell.tree.node import Checkpoint, previous_checkpoint
 
 LOOK_BACK = 64  # checkpoints, beside as many as a path may have: what lies before them stays as it is
 
@@ -43,14 +42,14 @@ class Thinning:
         if not 0 <= self.thinning < inf:
             raise ConfigError(f"thinning must be 0 (none) or a positive share, got {self.thinning}")
 
-    def __call__(self, core: CacheState, made: Checkpoint) -> None:
+    def __call__(self, state: CacheState, made: Checkpoint) -> None:
         """Drops what the new checkpoint `made` supersedes on its path."""
         path, start = _path_to(made, LOOK_BACK + self.path_cap)
         waypoints = [_waypoint(each, following) for each, following in pairwise(path)]
         gone = set(superseded(self, [*waypoints, Waypoint(boundary=made.page, used_at_s=made.used_at)], start=start))
         for each in path:
             if each.page in gone:
-                drop_superseded(core, each)
+                drop_superseded(state, each)
 
 
 def superseded(rule: Thinning, path: Sequence[Waypoint], *, start: int = 0) -> tuple[int, ...]:

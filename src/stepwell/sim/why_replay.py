@@ -12,17 +12,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stepwell.base.keys import PageKey, manifest_key
-from stepwell.base.tokens import TOKEN_BYTES
-from stepwell.policy.fetching import Flags, reachable, restore_points
+from stepwell.base.prompt import TOKEN_BYTES, PageKey, manifest_key
+from stepwell.policy.store_use import Flags, reachable, restore_points
 from stepwell.sim.replay import Replay
 from stepwell.sim.setup import Setup
 from stepwell.sim.trace import Trace, TraceRequest, prompt_of
 from stepwell.sim.why import Depths, Reason, ReasonCounts, Verdict
 from stepwell.sim.why_past import Past
 from stepwell.tiers.lease import Lease
-from stepwell.tree.chain import path_keys
-from stepwell.tree.match import Match
+from stepwell.tree.match import Match, path_keys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

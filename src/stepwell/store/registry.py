@@ -12,8 +12,8 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import cast
 
-from stepwell.base.clock import Clock, SystemClock
 from stepwell.base.errors import ConfigError
+from stepwell.base.meters import Clock, SystemClock
 from stepwell.store.api import Store
 
 GROUP = "stepwell.stores"

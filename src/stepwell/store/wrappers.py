@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from random import Random
 from threading import Lock
 
-from stepwell.base.clock import Clock
 from stepwell.base.errors import StoreError
-from stepwell.metrics.counters import Counters
+from stepwell.base.meters import Clock, Counters
 from stepwell.store.api import (
     Read,
     ReadOutcome,

@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from stepwell.base.ids import Tier
-from stepwell.metrics.counters import Counters
-from stepwell.tree.node import Checkpoint, Residency
-from stepwell.tree.ranking import previous_checkpoint
+from stepwell.base.meters import Counters
+from stepwell.tree.node import Checkpoint, Residency, previous_checkpoint
 
 MOST_DELAYS = 10  # one after another
 

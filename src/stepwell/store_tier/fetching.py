@@ -8,21 +8,20 @@ let_go     nobody waits any more: what has arrived is the tree's alone, what has
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
 from stepwell.base.errors import NoRoom
 from stepwell.base.ids import JobId, Kind, Tier
-from stepwell.base.plan import NO_PAGES, PageIds
-from stepwell.base.store_op import FetchCheckpoint, FetchPages, ItemStatus, Outcome
+from stepwell.base.tasks import NO_PAGES, FetchCheckpoint, FetchPages, ItemStatus, Outcome, PageIds
 from stepwell.memory.arena import FILLING
-from stepwell.store_tier.fetch_plan import FetchPlan, bytes_of, need_of
 from stepwell.store_tier.link import StoreLink
 from stepwell.store_tier.ops import Call
 from stepwell.store_tier.ticket import Fetch, Ticket
 from stepwell.tiers.eviction import allocate
-from stepwell.tiers.expiry import note_expiry
+from stepwell.tiers.lifetime import note_expiry
 from stepwell.tiers.saving import save_runs
 from stepwell.tiers.state import CacheState
 from stepwell.tree.checkpoints import add_residency, drop_residency, residency_arrived
@@ -31,13 +30,35 @@ from stepwell.tree.node import ABSENT, Loss, LossReason, Node, Residency
 from stepwell.tree.pruning import discard_ids
 
 
-def on_their_way(core: CacheState, link: StoreLink, match: Match) -> list[Fetch]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchPlan:
+    """Pages `known` .. `upto`, and the checkpoints at `boundaries`, deepest last."""
+
+    known: int
+    upto: int
+    boundaries: tuple[int, ...]
+
+
+def need_of(state: CacheState, plan: FetchPlan) -> dict[Kind, int]:
+    """The host pages that a plan takes."""
+    spec = state.spec
+    windows = sum(len(spec.window_span(page * spec.page_tokens)) for page in plan.boundaries)
+    points = len(plan.boundaries) if spec.parts(Kind.POINT) else 0
+    return {Kind.PREFIX: plan.upto - plan.known, Kind.WINDOW: windows, Kind.POINT: points}
+
+
+def bytes_of(state: CacheState, plan: FetchPlan) -> int:
+    strides = state.arena(Tier.HOST).layout.strides
+    return sum(count * strides[kind] for kind, count in need_of(state, plan).items() if count)
+
+
+def on_their_way(state: CacheState, link: StoreLink, match: Match) -> list[Fetch]:
     """Fetches that bring pages or checkpoints of this path already."""
     if not link.fetches and not link.fetch_of:
         return []
-    ids = ids_of(match.path, Tier.HOST, match.known_tokens // core.spec.page_tokens)
+    ids = ids_of(match.path, Tier.HOST, match.known_tokens // state.spec.page_tokens)
     ids = ids[ids != ABSENT]
-    filling = ids[core.arena(Tier.HOST).state[Kind.PREFIX][ids] == FILLING].tolist()
+    filling = ids[state.arena(Tier.HOST).state[Kind.PREFIX][ids] == FILLING].tolist()
     found = dict.fromkeys(link.fetch_of[page] for page in filling if page in link.fetch_of)
     path = set(match.path)
     for fetch in link.fetches:
@@ -54,34 +75,34 @@ def watch(fetch: Fetch, ticket: Ticket) -> None:
         ticket.from_store[fetch.start : shared] |= fetch.arrived[: shared - fetch.start]
 
 
-def send_for(core: CacheState, link: StoreLink, ticket: Ticket, match: Match, plan: FetchPlan) -> Fetch | None:
+def send_for(state: CacheState, link: StoreLink, ticket: Ticket, match: Match, plan: FetchPlan) -> Fetch | None:
     """Takes host pages for exactly what is wanted and sends for them; None, with nothing taken, when there is no room."""
-    size = bytes_of(core, plan)
-    most = link.tuning.host_share * core.arena(Tier.HOST).layout.size_bytes
-    pages = _allocate(core, match, plan) if link.held_bytes + size <= most else None
+    size = bytes_of(state, plan)
+    most = link.tuning.host_share * state.arena(Tier.HOST).layout.size_bytes
+    pages = _allocate(state, match, plan) if link.held_bytes + size <= most else None
     if pages is None:
-        core.counters.add("prefetch_no_room")
+        state.counters.add("prefetch_no_room")
         return None
-    if find(core.tree, ticket.namespace, ticket.packed, ticket.limit_tokens).known_tokens != match.known_tokens:
+    if find(state.tree, ticket.namespace, ticket.packed, ticket.limit_tokens).known_tokens != match.known_tokens:
         for kind, ids in pages.items():  # making room cost the path itself; the next plan starts from what is left
-            core.refs.release(Tier.HOST, kind, ids)
+            state.tree.release(Tier.HOST, kind, ids)
         return None
-    link.fetching.asked(core.clock.now())
+    link.fetching.asked(state.clock.now())
     fetch = Fetch(plan.known, ticket.keys[plan.known : plan.upto], pages.get(Kind.PREFIX, NO_PAGES))
     fetch.size_bytes = size
     link.fetches[fetch] = None
-    nodes = _enter(core, link, ticket, plan, fetch)
+    nodes = _enter(state, link, ticket, plan, fetch)
     done = plan.known
     for page in dict.fromkeys((*plan.boundaries, plan.upto)):
-        _send_for_pages(core, link, ticket, fetch, done, page)
+        _send_for_pages(state, link, ticket, fetch, done, page)
         done = max(done, page)
         if page in nodes:
-            _send_for_checkpoint(core, link, ticket, fetch, nodes[page], page, pages)
-    core.counters.add("prefetch_started")
+            _send_for_checkpoint(state, link, ticket, fetch, nodes[page], page, pages)
+    state.counters.add("prefetch_started")
     return fetch
 
 
-def let_go(core: CacheState, link: StoreLink, fetch: Fetch, why: str) -> None:
+def let_go(state: CacheState, link: StoreLink, fetch: Fetch, why: str) -> None:
     """Nobody waits for a fetch any more, and `why`: what has arrived is the tree's alone, and what has not is called off.
 
     That leaves the tree at once, so that nobody takes it for something that will come; operations keep their references.
@@ -91,23 +112,23 @@ def let_go(core: CacheState, link: StoreLink, fetch: Fetch, why: str) -> None:
     del link.fetches[fetch]
     for call in fetch.calls.values():
         call.cancel()
-    late = Loss(at_s=core.clock.now(), reason=LossReason.LATE, tier=Tier.STORE, detail=why)
+    late = Loss(at_s=state.clock.now(), reason=LossReason.LATE, tier=Tier.STORE, detail=why)
     for residency in fetch.residencies:
-        core.refs.unpin(residency)
+        state.tree.unpin(residency)
         if not residency.ready:
             link.beliefs.remove(residency.checkpoint)
-            drop_residency(core.tree, residency, late)
-    state = core.arena(Tier.HOST).state[Kind.PREFIX]
-    discard_ids(core.tree, Tier.HOST, fetch.ids[state[fetch.ids] == FILLING], late)
+            drop_residency(state.tree, residency, late)
+    page_states = state.arena(Tier.HOST).state[Kind.PREFIX]
+    discard_ids(state.tree, Tier.HOST, fetch.ids[page_states[fetch.ids] == FILLING], late)
     fetch.residencies = []
-    core.refs.release(Tier.HOST, Kind.PREFIX, fetch.ids)
+    state.tree.release(Tier.HOST, Kind.PREFIX, fetch.ids)
 
 
-def _allocate(core: CacheState, match: Match, plan: FetchPlan) -> dict[Kind, PageIds] | None:
+def _allocate(state: CacheState, match: Match, plan: FetchPlan) -> dict[Kind, PageIds] | None:
     """Host pages for a plan, without evicting what it stands on. What that has on the device only is saved first."""
-    if core.has_both_tiers and match.path and plan.known:
-        save_runs(core, match.path[-1])
-    arena = core.arena(Tier.HOST)
+    if state.has_both_tiers and match.path and plan.known:
+        save_runs(state, match.path[-1])
+    arena = state.arena(Tier.HOST)
     path = ids_of(match.path, Tier.HOST, plan.known)
     path = path[path != ABSENT]
     held = [c.held[Tier.HOST] for node in match.path for c in (node.checkpoints or {}).values() if c.page <= plan.upto]
@@ -116,58 +137,58 @@ def _allocate(core: CacheState, match: Match, plan: FetchPlan) -> dict[Kind, Pag
     for residency in anchors:
         residency.users += 1
     try:
-        return allocate(core, Tier.HOST, need_of(core, plan))
+        return allocate(state, Tier.HOST, need_of(state, plan))
     except NoRoom:
         return None
     finally:
-        core.refs.release(Tier.HOST, Kind.PREFIX, path)
+        state.tree.release(Tier.HOST, Kind.PREFIX, path)
         for residency in anchors:
-            core.refs.unpin(residency)
+            state.tree.unpin(residency)
 
 
-def _enter(core: CacheState, link: StoreLink, ticket: Ticket, plan: FetchPlan, fetch: Fetch) -> dict[int, Node]:
+def _enter(state: CacheState, link: StoreLink, ticket: Ticket, plan: FetchPlan, fetch: Fetch) -> dict[int, Node]:
     """Puts the pages into the tree, still FILLING; returns the node that each wanted boundary is in."""
     ids = np.concatenate([np.full(plan.known, ABSENT, np.int32), fetch.ids])
-    use = ticket.request.use(core.clock.now())
+    use = ticket.request.use(state.clock.now())
     if len(fetch.ids):
-        note_expiry(core, core.tree.insert(ticket.namespace.digest, ticket.packed, Tier.HOST, ids, use))
-        core.know(ticket.namespace)
-    match = find(core.tree, ticket.namespace, ticket.packed, ticket.limit_tokens)
+        note_expiry(state, state.tree.insert(ticket.namespace.digest, ticket.packed, Tier.HOST, ids, use))
+        state.know(ticket.namespace)
+    match = find(state.tree, ticket.namespace, ticket.packed, ticket.limit_tokens)
     for node in match.path:
         if node.start + link.beliefs.pages(node) >= plan.known and node.end <= plan.upto:
             link.beliefs.set_pages(node, node.num_pages)
     return {page: node for node in match.path for page in plan.boundaries if node.start < page <= node.end}
 
 
-def _send_for_pages(core: CacheState, link: StoreLink, ticket: Ticket, fetch: Fetch, first: int, upto: int) -> None:
+def _send_for_pages(state: CacheState, link: StoreLink, ticket: Ticket, fetch: Fetch, first: int, upto: int) -> None:
     """Pages `first` .. `upto`, a chunk to an operation."""
-    step = max(link.turn_bytes // core.arena(Tier.HOST).layout.strides[Kind.PREFIX], 1)
+    step = max(link.turn_bytes // state.arena(Tier.HOST).layout.strides[Kind.PREFIX], 1)
     for start in range(first, upto, step):
         end = min(start + step, upto)
         ids = fetch.ids[start - fetch.start : end - fetch.start]
         link.fetch_of.update(dict.fromkeys(ids.tolist(), fetch))
         task = FetchPages(keys=ticket.keys[start:end], ids=ids)
-        came = partial(_pages_came, core, link, fetch, start, ids)
+        came = partial(_pages_came, state, link, fetch, start, ids)
         _send(link, ticket, fetch, start, task, came, ((Kind.PREFIX, ids),))
 
 
 def _send_for_checkpoint(
-    core: CacheState, link: StoreLink, ticket: Ticket, fetch: Fetch, node: Node, page: int, pages: dict[Kind, PageIds]
+    state: CacheState, link: StoreLink, ticket: Ticket, fetch: Fetch, node: Node, page: int, pages: dict[Kind, PageIds]
 ) -> None:
     """One checkpoint, taking its pages off the front of `pages`."""
-    count = len(core.spec.window_span(page * core.spec.page_tokens))
+    count = len(state.spec.window_span(page * state.spec.page_tokens))
     windows, pages[Kind.WINDOW] = np.split(pages.get(Kind.WINDOW, NO_PAGES), [count])
     points, pages[Kind.POINT] = np.split(pages.get(Kind.POINT, NO_PAGES), [1])
-    now = core.clock.now()
-    residency = add_residency(core.tree, node, page, Tier.HOST, windows=windows, points=points, ready=False, now=now)
+    now = state.clock.now()
+    residency = add_residency(state.tree, node, page, Tier.HOST, windows=windows, points=points, ready=False, now=now)
     assert residency is not None, f"the checkpoint at page {page} was fetched although it is there"
     link.beliefs.add(residency.checkpoint)
     residency.users += 1
     fetch.residencies.append(residency)
     task = FetchCheckpoint(boundary=ticket.keys[page - 1], windows=windows, points=points)
-    came = partial(_checkpoint_came, core, link, fetch, residency, page)
+    came = partial(_checkpoint_came, state, link, fetch, residency, page)
     _send(link, ticket, fetch, page, task, came, ((Kind.WINDOW, windows), (Kind.POINT, points)))
-    core.refs.release(Tier.HOST, Kind.WINDOW, windows)  # the tree and the operation hold their own
+    state.tree.release(Tier.HOST, Kind.WINDOW, windows)  # the tree and the operation hold their own
 
 
 def _send(
@@ -191,7 +212,7 @@ def _send(
 
 
 def _pages_came(
-    core: CacheState, link: StoreLink, fetch: Fetch, start: int, ids: PageIds, outcome: Outcome, took_s: float
+    state: CacheState, link: StoreLink, fetch: Fetch, start: int, ids: PageIds, outcome: Outcome, took_s: float
 ) -> None:
     good = np.fromiter((status is ItemStatus.OK for status in outcome.statuses), np.bool_, len(ids))
     known_bad = np.fromiter(
@@ -199,55 +220,55 @@ def _pages_came(
     )
     for page in ids.tolist():
         link.fetch_of.pop(page, None)
-    arena = core.arena(Tier.HOST)
+    arena = state.arena(Tier.HOST)
     arena.mark_ready(Kind.PREFIX, ids[good])
-    core.tree.refresh(Tier.HOST, ids[good])
+    state.tree.refresh(Tier.HOST, ids[good])
     fetch.arrived[start - fetch.start : start - fetch.start + len(ids)] = good
-    _learn(core, link, outcome, took_s)
-    core.counters.add("fetched_pages", int(np.count_nonzero(good)))
-    core.counters.add("fetched_bytes", outcome.moved_bytes)
+    _learn(state, link, outcome, took_s)
+    state.counters.add("fetched_pages", int(np.count_nonzero(good)))
+    state.counters.add("fetched_bytes", outcome.moved_bytes)
     if not good.all():
         first = int(np.flatnonzero(~good)[0])
         arena.mark_dead(Kind.PREFIX, ids[~good])
-        _give_up(core, link, fetch, start + first, ids[~good], _loss(core, outcome.statuses[first]))
+        _give_up(state, link, fetch, start + first, ids[~good], _loss(state, outcome.statuses[first]))
     for ticket, shared in fetch.watchers.items():
         upto = max(min(start + len(ids), shared), start)
         ticket.from_store[start:upto] = good[: upto - start]
         ticket.has_page[start:upto] &= ~known_bad[: upto - start]
 
 
-def _give_up(core: CacheState, link: StoreLink, fetch: Fetch, page: int, ids: PageIds, loss: Loss) -> None:
+def _give_up(state: CacheState, link: StoreLink, fetch: Fetch, page: int, ids: PageIds, loss: Loss) -> None:
     """Takes pages out of the tree that did not come, the first of them `page`, and calls off what stands on them."""
-    for run in core.tree.runs_of(Tier.HOST, ids):
+    for run in state.tree.runs_of(Tier.HOST, ids):
         link.beliefs.set_pages(run.node, min(link.beliefs.pages(run.node), page - run.node.start))
-    discard_ids(core.tree, Tier.HOST, ids, loss)
+    discard_ids(state.tree, Tier.HOST, ids, loss)
     for call in fetch.calls.values():
         if call.page > page:
             call.cancel()
 
 
 def _checkpoint_came(
-    core: CacheState, link: StoreLink, fetch: Fetch, residency: Residency, page: int, outcome: Outcome, took_s: float
+    state: CacheState, link: StoreLink, fetch: Fetch, residency: Residency, page: int, outcome: Outcome, took_s: float
 ) -> None:
-    arena, (status,) = core.arena(Tier.HOST), outcome.statuses
+    arena, (status,) = state.arena(Tier.HOST), outcome.statuses
     for kind, ids in residency.spans():
         arena.mark_ready(kind, ids) if status is ItemStatus.OK else arena.mark_dead(kind, ids)
-    _learn(core, link, outcome, took_s)
+    _learn(state, link, outcome, took_s)
     if status is ItemStatus.OK:
-        core.counters.add("fetched_checkpoints")
-        core.counters.add("fetched_bytes", outcome.moved_bytes)
-        residency_arrived(core.tree, residency)
+        state.counters.add("fetched_checkpoints")
+        state.counters.add("fetched_bytes", outcome.moved_bytes)
+        residency_arrived(state.tree, residency)
         return
     link.beliefs.remove(residency.checkpoint)
-    drop_residency(core.tree, residency, _loss(core, status))
+    drop_residency(state.tree, residency, _loss(state, status))
     for ticket, shared in fetch.watchers.items():
         if status is not ItemStatus.CANCELLED and page <= max(shared, fetch.start):
             ticket.has_checkpoint[page] = False
 
 
-def _learn(core: CacheState, link: StoreLink, outcome: Outcome, took_s: float) -> None:
+def _learn(state: CacheState, link: StoreLink, outcome: Outcome, took_s: float) -> None:
     """How fast the store is, and whether what it says it has is any good."""
-    now = core.clock.now()
+    now = state.clock.now()
     if ItemStatus.OK in outcome.statuses:
         link.fetch_bytes.measure(outcome.moved_bytes, took_s, now)
         link.fetching.succeeded()
@@ -256,9 +277,9 @@ def _learn(core: CacheState, link: StoreLink, outcome: Outcome, took_s: float) -
     else:
         link.fetch_bytes.measure(1, took_s, now)
         if link.fetching.failed(now):
-            core.counters.add("store_fetching_stopped")
+            state.counters.add("store_fetching_stopped")
 
 
-def _loss(core: CacheState, status: ItemStatus) -> Loss:
+def _loss(state: CacheState, status: ItemStatus) -> Loss:
     reason = LossReason.LATE if status is ItemStatus.CANCELLED else LossReason.STORE
-    return Loss(at_s=core.clock.now(), reason=reason, tier=Tier.STORE, detail=status.value)
+    return Loss(at_s=state.clock.now(), reason=reason, tier=Tier.STORE, detail=status.value)

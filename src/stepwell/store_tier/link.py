@@ -1,6 +1,9 @@
-"""One attached store, as the cache sees it: operations on their way, what they taught us, and whether it is well.
+"""One attached store, as the cache sees it: operations on their way, what it is believed to have, and whether it is well.
 
-The verbs that use it are in `prefetch.py` (upwards), `backup_pages.py` and `backup_checkpoints.py` (downwards).
+A belief may be wrong: a store evicts without telling. It then costs a miss later, never more, since whoever sends something down
+asks the store first. The tree tells of every node that it cuts and of everything that leaves it.
+
+The verbs that use a link are in `prefetch.py` (upwards) and `backup.py` (downwards).
 """
 
 from __future__ import annotations
@@ -14,21 +17,84 @@ import numpy as np
 
 from stepwell.base.config import StoreConfig
 from stepwell.base.ids import Kind, Tier
-from stepwell.base.keys import Namespace, PageKey
-from stepwell.base.plan import PageIds
-from stepwell.policy.breaker import Breaker, BreakerState
-from stepwell.policy.patience import Patience, Speed
-from stepwell.policy.tuning import StoreTuning
+from stepwell.base.prompt import Namespace, PageKey
+from stepwell.base.tasks import PageIds
+from stepwell.policy.store_use import Breaker, BreakerState, Patience, Speed, StoreTuning
 from stepwell.store.api import Store, unregister
-from stepwell.store_tier.beliefs import Beliefs
 from stepwell.store_tier.deferred import DeferredBackups
 from stepwell.store_tier.ops import StoreOps
 from stepwell.store_tier.ticket import Fetch, Ticket
 from stepwell.tiers.state import CacheState
-from stepwell.tree.node import Loss, Node, Residency
+from stepwell.tree.node import Checkpoint, Loss, Node, Residency
 
 MOST_GIVEN_UP = 256  # notes of fetches that were not waited for, for explanations
 MOST_PUTS = 4  # operations that go down at a time: the rest waits in line, where it holds nothing
+
+
+class Beliefs:
+    """What one store is believed to have of what is in memory: pages by node, and checkpoints. One thread."""
+
+    def __init__(self) -> None:
+        self._pages: dict[Node, int] = {}  # of its first pages, how many; nodes with none are left out
+        self._checkpoints: set[Checkpoint] = set()
+        self._arriving: set[Checkpoint] = set()
+
+    def pages(self, node: Node) -> int:
+        """How many of a node's first pages are believed to be in the store, or on their way there."""
+        return self._pages.get(node, 0)
+
+    def set_pages(self, node: Node, count: int) -> None:
+        if count > 0:
+            self._pages[node] = count
+        else:
+            self._pages.pop(node, None)
+
+    def has(self, checkpoint: Checkpoint) -> bool:
+        """Whether a checkpoint is believed to be in the store, or on its way there."""
+        return checkpoint in self._checkpoints
+
+    def has_arrived(self, checkpoint: Checkpoint) -> bool:
+        """The same, once the store has answered for it."""
+        return checkpoint in self._checkpoints and checkpoint not in self._arriving
+
+    def add(self, checkpoint: Checkpoint, *, arriving: bool = False) -> None:
+        self._checkpoints.add(checkpoint)
+        if arriving:
+            self._arriving.add(checkpoint)
+        else:
+            self._arriving.discard(checkpoint)
+
+    def answered(self, checkpoint: Checkpoint, *, stored: bool) -> None:
+        """The store has answered for one that was on its way, which may have left memory meanwhile."""
+        if stored and checkpoint.node is not None:
+            self.add(checkpoint)
+        else:
+            self.remove(checkpoint)
+
+    def remove(self, checkpoint: Checkpoint) -> None:
+        self._checkpoints.discard(checkpoint)
+        self._arriving.discard(checkpoint)
+
+    def node_split(self, upper: Node) -> None:
+        """A node was cut in two; `upper` is the new first part, and what it was cut from its only child."""
+        assert upper.kids is not None
+        lower = next(iter(upper.kids.by_page.values()))
+        count = self.pages(lower)
+        self.set_pages(upper, min(count, upper.num_pages))
+        self.set_pages(lower, count - upper.num_pages)
+
+    def node_shortened(self, node: Node) -> None:
+        """A node lost its last pages, or all of them."""
+        if node in self._pages:
+            self.set_pages(node, min(self._pages[node], node.num_pages))
+
+    def audit(self) -> None:
+        """Asserts that nothing is believed of what has left memory."""
+        for node, count in self._pages.items():
+            assert node.parent is not None and 0 < count <= node.num_pages, f"{count} page(s) believed of {node}"
+        assert self._arriving <= self._checkpoints, f"{len(self._arriving - self._checkpoints)} arrive that are not believed"
+        for checkpoint in self._checkpoints:
+            assert checkpoint.node is not None, f"boundary {checkpoint.page} left memory, and is still believed to be stored"
 
 
 class LinkState(Enum):
@@ -115,10 +181,10 @@ class StoreLink:
         """What one reader fetches in one call."""
         return self.tuning.fetch_chunk_bytes or self.store.traits.turn_bytes
 
-    def namespace_of(self, core: CacheState, node: Node) -> Namespace | None:
+    def namespace_of(self, state: CacheState, node: Node) -> Namespace | None:
         """Whose a node is; None when nothing of theirs may be stored."""
         digest = node.root.first
-        return core.namespaces.get(digest) if digest not in self.barred else None
+        return state.namespaces.get(digest) if digest not in self.barred else None
 
     def may_fetch(self, now: float) -> bool:
         """Whether both the store and what comes from it are well enough to ask."""

@@ -13,18 +13,27 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stepwell.base.clock import Clock
 from stepwell.base.ids import JobId, Kind, Tier
-from stepwell.base.keys import Namespace
-from stepwell.base.plan import PageIds, Span
-from stepwell.base.store_op import FetchCheckpoint, FetchPages, FindItems, ItemStatus, Outcome, Reply, StoreOp, Task, num_items
+from stepwell.base.meters import Clock, Counters
+from stepwell.base.prompt import Namespace
+from stepwell.base.tasks import (
+    FetchCheckpoint,
+    FetchPages,
+    FindItems,
+    ItemStatus,
+    Outcome,
+    PageIds,
+    Reply,
+    Span,
+    StoreOp,
+    Task,
+    num_items,
+)
+from stepwell.jobs.executors import StoreExecutor
 from stepwell.jobs.jobs import End, Jobs
-from stepwell.jobs.store_executor import StoreExecutor
-from stepwell.memory.arena import Arena
-from stepwell.metrics.counters import Counters
-from stepwell.policy.breaker import Breaker
+from stepwell.policy.store_use import Breaker
 from stepwell.tree.node import Residency
-from stepwell.tree.references import References
+from stepwell.tree.tree import Tree
 
 Pages = tuple[tuple[Kind, PageIds], ...]
 OnOutcome = Callable[[Outcome, float], None]  # and the seconds it took
@@ -69,12 +78,12 @@ class StoreOps(Jobs[StoreOp, Reply]):
     """Starts operations and hands on their outcomes, each exactly once."""
 
     def __init__(
-        self, executor: StoreExecutor, host: Arena, refs: References, counters: Counters, clock: Clock, breaker: Breaker, *,
+        self, executor: StoreExecutor, tree: Tree, counters: Counters, clock: Clock, breaker: Breaker, *,
         timeout_s: float, late_write_s: float,
     ) -> None:  # fmt: skip
-        super().__init__(executor, refs, clock, before_release=self._hold_on)
+        super().__init__(executor, tree, clock, before_release=self._hold_on)
         self._store_executor = executor
-        self._host = host
+        self._host = tree.arenas[Tier.HOST]
         self._counters = counters
         self._breaker = breaker
         self._timeout_s = timeout_s
@@ -128,7 +137,7 @@ class StoreOps(Jobs[StoreOp, Reply]):
         while self._held and self._held[0].until_s <= self._clock.now():
             pages = self._held.popleft().pages
             self._held_bytes -= self._size(pages)
-            self._refs.release_all(pages)
+            self._tree.release_all(pages)
         return replies
 
     def wait(self, job: JobId, timeout_s: float) -> None:
@@ -169,7 +178,7 @@ class StoreOps(Jobs[StoreOp, Reply]):
         self._sent.pop(op.job, None)  # an answer that came too late
         late = self._may_be_written(op.task, reply.outcome)
         if late:
-            self._refs.retain(late)
+            self._tree.retain(late)
             self._held.append(_Held(self._clock.now() + self._late_write_s, late))
             self._held_bytes += self._size(late)
             self._counters.add("store_pages_held", sum(len(span.ids) for span in late))

@@ -1,7 +1,7 @@
 """From the store up to the host, while a request waits in line: ask, decide how deep, fetch, and keep what arrived.
 
     prefetch   asks which pages and checkpoints the store has beyond what is in memory
-    plan       the deepest restore point they give together that is worth its time and fits (`fetch_plan.py`) is sent for
+    settle     the deepest restore point they give together that is worth its time and fits is sent for (`fetching.py`)
     close      the request begins, or is gone: what nobody waits for is called off
 
 Nothing here waits. What fails is a miss, and the plan is made again without it.
@@ -16,65 +16,66 @@ import numpy as np
 
 from stepwell.base.config import PrefetchPolicy
 from stepwell.base.ids import Tier
-from stepwell.base.store_op import FindItems, ItemStatus, Outcome
-from stepwell.store_tier.fetch_plan import FetchPlan, boundaries_to_ask, fetch_plans, fetch_seconds
-from stepwell.store_tier.fetching import let_go, on_their_way, send_for, watch
+from stepwell.base.tasks import FindItems, ItemStatus, Outcome
+from stepwell.policy.store_use import BreakerState, Flags, fallbacks, is_worth_it, reachable, restore_points
+from stepwell.store_tier.fetching import FetchPlan, bytes_of, let_go, on_their_way, send_for, watch
 from stepwell.store_tier.link import StoreLink
 from stepwell.store_tier.ticket import Ticket, TicketState
 from stepwell.tiers.lease import RequestOptions
 from stepwell.tiers.state import CacheState
-from stepwell.tree.chain import path_keys
-from stepwell.tree.match import Match, find
+from stepwell.tree.match import Match, find, path_keys
 from stepwell.tree.node import Loss, LossReason
 
 ASSUMED_TOKENS_PER_S = 20_000.0  # what computing is taken to do before it was measured
 EXPECTED_MARGIN = 2.0  # a fetch may take so many times as long as the store's speed so far says
 TICKET_HOLD_S = 120.0  # after which a ticket that nobody used is closed, and its pages are let go: its engine has forgotten it
+MOST_TRIES = 6  # at finding a depth that fits into the host tier
+REMEASURE_AFTER_S = 60.0  # a store that was too slow to be worth it gets another chance
 
 
-def prefetch(core: CacheState, link: StoreLink | None, match: Match, request: RequestOptions) -> Ticket:
+def prefetch(state: CacheState, link: StoreLink | None, match: Match, request: RequestOptions) -> Ticket:
     """Opens a ticket for a prompt; asks the store if it could help."""
-    if link is None or not _may_help(core, link, match):
-        ticket = Ticket(match=match, request=request, clock=core.clock, keys=(), on_exit=partial(close, core, link))
-        _finish(core, ticket)
+    if link is None or not _may_help(state, link, match):
+        ticket = Ticket(match=match, request=request, clock=state.clock, keys=(), on_exit=partial(close, state, link))
+        _finish(state, ticket)
         return ticket
-    upto = match.limit_tokens // core.spec.page_tokens
-    known = match.known_tokens // core.spec.page_tokens
+    upto = match.limit_tokens // state.spec.page_tokens
+    known = match.known_tokens // state.spec.page_tokens
     root = match.namespace.digest
-    keys = path_keys(root, match.path, match.packed, known=known, upto=upto, page_bytes=core.tree.page_bytes)
-    core.know(match.namespace)
-    ticket = Ticket(match=match, request=request, clock=core.clock, keys=keys, on_exit=partial(close, core, link))
-    _set_patience(core, link, ticket, match)
+    keys = path_keys(root, match.path, match.packed, known=known, upto=upto, page_bytes=state.tree.page_bytes)
+    state.know(match.namespace)
+    ticket = Ticket(match=match, request=request, clock=state.clock, keys=keys, on_exit=partial(close, state, link))
+    _set_patience(state, link, ticket, match)
     link.tickets[ticket] = None
-    for fetch in on_their_way(core, link, match):
+    for fetch in on_their_way(state, link, match):
         watch(fetch, ticket)
     ticket.first_asked = known
-    boundaries = boundaries_to_ask(core, match, upto)
+    boundaries = boundaries_to_ask(state, match, upto)
     task = FindItems(pages=keys[known:], boundaries=tuple(keys[page - 1] for page in boundaries))
-    core.counters.add("prefetch_asked")
+    state.counters.add("prefetch_asked")
     link.ops.send(task, match.namespace, partial(_asked, link, ticket, boundaries), call=ticket.call)
     return ticket
 
 
-def settle(core: CacheState, link: StoreLink) -> None:
+def settle(state: CacheState, link: StoreLink) -> None:
     """After the store's answers were applied: plans for tickets that learned something, closes those that were forgotten."""
     while link.to_plan:
         ticket = next(iter(link.to_plan))
         del link.to_plan[ticket]
         if ticket.state in (TicketState.ASKING, TicketState.FETCHING) and all(not fetch.jobs for fetch in ticket.fetches):
-            _plan(core, link, ticket)
-    now = core.clock.now()
+            _plan(state, link, ticket)
+    now = state.clock.now()
     for ticket in link.tickets:
-        ticket.earned_s = int(ticket.from_store.sum()) * core.spec.page_tokens / (link.compute.per_s or ASSUMED_TOKENS_PER_S)
+        ticket.earned_s = int(ticket.from_store.sum()) * state.spec.page_tokens / (link.compute.per_s or ASSUMED_TOKENS_PER_S)
     for ticket in [each for each in link.tickets if each.ended_s + TICKET_HOLD_S < now]:
-        core.counters.add("tickets_forgotten")
+        state.counters.add("tickets_forgotten")
         ticket.close()
 
 
-def close(core: CacheState, link: StoreLink | None, ticket: Ticket, used_tokens: int) -> None:
+def close(state: CacheState, link: StoreLink | None, ticket: Ticket, used_tokens: int) -> None:
     """Ends a ticket; `used_tokens` of its prompt came from the store. What nobody else waits for is called off."""
-    core.owner.check("Ticket.close")
-    now = core.clock.now()
+    state.owner.check("Ticket.close")
+    now = state.clock.now()
     waited_s = max(min(ticket.ended_s, now) - ticket.started_s, 0.0)
     given_up, finished = ticket.given_up, ticket.complete
     ticket.state = TicketState.CLOSED
@@ -85,7 +86,7 @@ def close(core: CacheState, link: StoreLink | None, ticket: Ticket, used_tokens:
     link.to_plan.pop(ticket, None)
     if given_up:
         why = f"given up after {waited_s:.2f} s: {_why_given_up(link, ticket)}"
-        core.counters.add("prefetch_given_up")
+        state.counters.add("prefetch_given_up")
         link.note_given_up(ticket, Loss(at_s=now, reason=LossReason.LATE, tier=Tier.STORE, detail=why))
     else:
         why = "the request that waited for it has ended"
@@ -94,64 +95,34 @@ def close(core: CacheState, link: StoreLink | None, ticket: Ticket, used_tokens:
     if link.config.prefetch is PrefetchPolicy.TIMEOUT and (given_up or finished or not ticket.grant.on_trust):
         if finished and not ticket.fetches:
             waited_s = min(waited_s, ticket.asking_s)  # an engine that was busy noticed the answer late
-        _settle_patience(core, link, ticket, waited_s=waited_s, used_tokens=used_tokens, given_up=given_up)
+        _settle_patience(state, link, ticket, waited_s=waited_s, used_tokens=used_tokens, given_up=given_up)
     for fetch in ticket.fetches:
         del fetch.watchers[ticket]
         if not fetch.watchers:
-            let_go(core, link, fetch, why)
+            let_go(state, link, fetch, why)
     ticket.fetches = []
 
 
-def _set_patience(core: CacheState, link: StoreLink, ticket: Ticket, match: Match) -> None:
-    """How long the request may wait: for ever, not at all, or up to a limit and as long as there is allowance for it."""
-    if link.config.prefetch is PrefetchPolicy.BEST_EFFORT:
-        ticket.deadline_s = ticket.started_s
-    elif link.config.prefetch is PrefetchPolicy.TIMEOUT:
-        compute_s = link.compute.seconds_for(match.limit_tokens - match.restore_tokens)
-        limit_s = min(link.tuning.wait_s(ticket.prompt_tokens, compute_s), link.config.prefetch_timeout_s)
-        ticket.deadline_s = ticket.started_s + limit_s
-        ticket.grant = link.patience.take(limit_s)
+# ---- asking, and what came of it ----------------------------------------------------------------
 
 
-def _settle_patience(
-    core: CacheState, link: StoreLink, ticket: Ticket, *, waited_s: float, used_tokens: int, given_up: bool
-) -> None:  # fmt: skip
-    """Pays for a wait. When the store is trusted no more, those who still wait for it on trust go on, with what they have."""
-    saved_s = link.compute.seconds_for(used_tokens)
-    if saved_s is None:
-        saved_s = waited_s if used_tokens else 0.0  # nothing was computed yet: it may well have paid
-    trusted = link.patience.trusted
-    link.patience.settle(ticket.grant, waited_s=waited_s, saved_s=saved_s, given_up=given_up)
-    if trusted and not link.patience.trusted:
-        for other in link.tickets:
-            other.grant = replace(other.grant, seconds=min(other.grant.seconds, core.clock.now() - other.started_s))
-
-
-def _expect(core: CacheState, link: StoreLink, ticket: Ticket, plan: FetchPlan) -> None:
-    """A fetch that is expected to beat computing, by the speeds of both so far, is waited for if the allowance has that much."""
-    fetch_s = fetch_seconds(core, link, plan)
-    if link.config.prefetch is PrefetchPolicy.TIMEOUT and fetch_s is not None and link.compute.per_s is not None:
-        waited_s = core.clock.now() - ticket.started_s
-        limit_s = ticket.deadline_s - ticket.started_s
-        ticket.grant = link.patience.take_more(ticket.grant, min(waited_s + EXPECTED_MARGIN * fetch_s, limit_s))
-
-
-def _why_given_up(link: StoreLink, ticket: Ticket) -> str:
-    if link.config.prefetch is PrefetchPolicy.BEST_EFFORT:
-        return "the prefetch policy is best_effort, which never waits"
-    limit_s = ticket.deadline_s - ticket.started_s
-    if ticket.ended_s >= ticket.deadline_s:
-        return f"computing is expected to take no longer, or the limit for this prompt is reached ({limit_s:.2f} s)"
-    return f"earlier waiting was in vain, and the allowance gave it {ticket.grant.seconds:.2f} of {limit_s:.2f} s"
-
-
-def _may_help(core: CacheState, link: StoreLink, match: Match) -> bool:
+def _may_help(state: CacheState, link: StoreLink, match: Match) -> bool:
     if link.detached or match.namespace.digest in link.barred or match.restore_tokens >= match.limit_tokens:
         return False
-    if not link.may_fetch(core.clock.now()):
-        core.counters.add("prefetch_skipped_store_off")
+    if not link.may_fetch(state.clock.now()):
+        state.counters.add("prefetch_skipped_store_off")
         return False
     return True
+
+
+def boundaries_to_ask(state: CacheState, match: Match, upto: int) -> list[int]:
+    """Where a checkpoint in the store would help, up to page `upto`."""
+    spec = state.spec
+    if not spec.needs_checkpoint:
+        return []
+    step = spec.boundary_step // spec.page_tokens
+    first = match.restore_tokens // spec.page_tokens // step * step + step
+    return [page for page in range(first, upto + 1, step) if spec.needs_checkpoint_at(page * spec.page_tokens)]
 
 
 def _asked(link: StoreLink, ticket: Ticket, boundaries: list[int], outcome: Outcome, took_s: float) -> None:
@@ -166,25 +137,149 @@ def _asked(link: StoreLink, ticket: Ticket, boundaries: list[int], outcome: Outc
         link.to_plan[ticket] = None
 
 
-def _plan(core: CacheState, link: StoreLink, ticket: Ticket) -> None:
+def _plan(state: CacheState, link: StoreLink, ticket: Ticket) -> None:
     """Sends for what is worth it, joins what others have sent for already; a ticket with neither is done."""
     if ticket.state is TicketState.ASKING:
         return  # what it joined has come, but not the answer to its own question
-    match = find(core.tree, ticket.namespace, ticket.packed, ticket.limit_tokens)
-    for fetch in on_their_way(core, link, match):
+    match = find(state.tree, ticket.namespace, ticket.packed, ticket.limit_tokens)
+    for fetch in on_their_way(state, link, match):
         watch(fetch, ticket)
-    if ticket.plans_left and _may_help(core, link, match):
+    if ticket.plans_left and _may_help(state, link, match):
         ticket.plans_left -= 1
-        for plan in fetch_plans(core, link, ticket, match):
-            started = send_for(core, link, ticket, match, plan)
+        for plan in _fetch_plans(state, link, ticket, match):
+            started = send_for(state, link, ticket, match, plan)
             if started is not None:
                 watch(started, ticket)
-                _expect(core, link, ticket, plan)
+                _expect(state, link, ticket, plan)
                 break
     if all(not fetch.jobs for fetch in ticket.fetches):
-        _finish(core, ticket)
+        _finish(state, ticket)
 
 
-def _finish(core: CacheState, ticket: Ticket) -> None:
+def _finish(state: CacheState, ticket: Ticket) -> None:
     ticket.state = TicketState.DONE
-    ticket.done_s = core.clock.now()
+    ticket.done_s = state.clock.now()
+
+
+# ---- how deep -----------------------------------------------------------------------------------
+
+
+def _fetch_plans(state: CacheState, link: StoreLink, ticket: Ticket, match: Match) -> list[FetchPlan]:
+    """What could be fetched, best first: the deepest restore point that is worth it, then shallower ones."""
+    spec, now = state.spec, state.clock.now()
+    known, restore = match.known_tokens // spec.page_tokens, match.restore_tokens // spec.page_tokens
+    here = _checkpoints_here(state, match)
+    points = points_with_store(state, match, ticket.has_page, ticket.has_checkpoint)
+    if not points or (points[0] <= known and (points[0] in here or not spec.needs_checkpoint_at(points[0] * spec.page_tokens))):
+        return []  # nothing beyond what is in memory, or on its way there
+    found = []
+    for at, point in _spread(points):
+        plan = _plan_to(state, link, known, point, points[at + 1 :], here)
+        if is_worth_it(_fetch_seconds(state, link, plan), link.compute.seconds_for((point - restore) * spec.page_tokens)):
+            found.append(plan)
+    if not found:
+        state.counters.add("prefetch_not_worth_it")
+        if now > link.fetch_bytes.measured_s + REMEASURE_AFTER_S:
+            ticket.deadline_s = min(ticket.deadline_s, now)  # to measure it again; nobody waits for that
+            return [_plan_to(state, link, known, points[-1], [], here)]
+    if link.fetching.state is not BreakerState.CLOSED:
+        return found[-1:]  # a trial: what it evicts for nothing, should it fail again, is to be little
+    return found
+
+
+def points_with_store(state: CacheState, match: Match, has_page: Flags, has_checkpoint: Flags) -> list[int]:
+    """Boundaries (in pages), deepest first, that memory and a store with these pages and checkpoints give together, and memory
+    alone does not.
+    """
+    spec = state.spec
+    anchored = has_checkpoint.copy()
+    anchored[list(_checkpoints_here(state, match))] = True
+    upto = reachable(match.known_tokens // spec.page_tokens, has_page)
+    return list(restore_points(spec, above=match.restore_tokens // spec.page_tokens, upto=upto, has_checkpoint=anchored))
+
+
+def is_expected_to_pay(state: CacheState, link: StoreLink, match: Match, point: int) -> bool:
+    """Whether a fetch up to a boundary would be sent for, by how fast the store and computing were so far."""
+    known, restore = match.known_tokens // state.spec.page_tokens, match.restore_tokens // state.spec.page_tokens
+    plan = _plan_to(state, link, known, point, [], _checkpoints_here(state, match))
+    return is_worth_it(_fetch_seconds(state, link, plan), link.compute.seconds_for((point - restore) * state.spec.page_tokens))
+
+
+def _checkpoints_here(state: CacheState, match: Match) -> set[int]:
+    """Boundaries of the known text that have a checkpoint in memory, or on its way there."""
+    known = match.known_tokens // state.spec.page_tokens
+    return {each.page for node in match.path for each in (node.checkpoints or {}).values() if each.page <= known}
+
+
+def _spread(points: list[int]) -> list[tuple[int, int]]:
+    """A few of the points with their places, the first of them always: candidates in case there is no room for more."""
+    step = max(-(-len(points) // MOST_TRIES), 1)
+    return list(enumerate(points))[::step]
+
+
+def _plan_to(state: CacheState, link: StoreLink, known: int, point: int, shallower: list[int], here: set[int]) -> FetchPlan:
+    spec = state.spec
+
+    def missing(page: int) -> bool:
+        return page not in here and spec.needs_checkpoint_at(page * spec.page_tokens)
+
+    last = (point,) if missing(point) else ()
+    size = bytes_of(state, FetchPlan(known=known, upto=max(point, known), boundaries=last))
+    others = [page for page in shallower if missing(page)]
+    each = spec.checkpoint_bytes()
+    before = fallbacks(others, checkpoint_bytes=each, fetch_bytes=size, share=link.tuning.fallback_share) if each else []
+    return FetchPlan(known=known, upto=max(point, known), boundaries=(*before, *last))
+
+
+def _fetch_seconds(state: CacheState, link: StoreLink, plan: FetchPlan) -> float | None:
+    """How long fetching it takes at the speed seen so far; None where none was."""
+    size = bytes_of(state, plan)
+    alone = link.fetch_bytes.seconds_for(size)
+    ops = -(-size // link.turn_bytes) + len(plan.boundaries)
+    return alone / max(min(link.config.readers, ops), 1) if alone is not None else None
+
+
+# ---- how long to wait ---------------------------------------------------------------------------
+
+
+def _set_patience(state: CacheState, link: StoreLink, ticket: Ticket, match: Match) -> None:
+    """How long the request may wait: for ever, not at all, or up to a limit and as long as there is allowance for it."""
+    if link.config.prefetch is PrefetchPolicy.BEST_EFFORT:
+        ticket.deadline_s = ticket.started_s
+    elif link.config.prefetch is PrefetchPolicy.TIMEOUT:
+        compute_s = link.compute.seconds_for(match.limit_tokens - match.restore_tokens)
+        limit_s = min(link.tuning.wait_s(ticket.prompt_tokens, compute_s), link.config.prefetch_timeout_s)
+        ticket.deadline_s = ticket.started_s + limit_s
+        ticket.grant = link.patience.take(limit_s)
+
+
+def _settle_patience(
+    state: CacheState, link: StoreLink, ticket: Ticket, *, waited_s: float, used_tokens: int, given_up: bool
+) -> None:  # fmt: skip
+    """Pays for a wait. When the store is trusted no more, those who still wait for it on trust go on, with what they have."""
+    saved_s = link.compute.seconds_for(used_tokens)
+    if saved_s is None:
+        saved_s = waited_s if used_tokens else 0.0  # nothing was computed yet: it may well have paid
+    trusted = link.patience.trusted
+    link.patience.settle(ticket.grant, waited_s=waited_s, saved_s=saved_s, given_up=given_up)
+    if trusted and not link.patience.trusted:
+        for other in link.tickets:
+            other.grant = replace(other.grant, seconds=min(other.grant.seconds, state.clock.now() - other.started_s))
+
+
+def _expect(state: CacheState, link: StoreLink, ticket: Ticket, plan: FetchPlan) -> None:
+    """A fetch that is expected to beat computing, by the speeds of both so far, is waited for if the allowance has that much."""
+    fetch_s = _fetch_seconds(state, link, plan)
+    if link.config.prefetch is PrefetchPolicy.TIMEOUT and fetch_s is not None and link.compute.per_s is not None:
+        waited_s = state.clock.now() - ticket.started_s
+        limit_s = ticket.deadline_s - ticket.started_s
+        ticket.grant = link.patience.take_more(ticket.grant, min(waited_s + EXPECTED_MARGIN * fetch_s, limit_s))
+
+
+def _why_given_up(link: StoreLink, ticket: Ticket) -> str:
+    if link.config.prefetch is PrefetchPolicy.BEST_EFFORT:
+        return "the prefetch policy is best_effort, which never waits"
+    limit_s = ticket.deadline_s - ticket.started_s
+    if ticket.ended_s >= ticket.deadline_s:
+        return f"computing is expected to take no longer, or the limit for this prompt is reached ({limit_s:.2f} s)"
+    return f"earlier waiting was in vain, and the allowance gave it {ticket.grant.seconds:.2f} of {limit_s:.2f} s"

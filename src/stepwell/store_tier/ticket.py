@@ -13,13 +13,11 @@ from types import TracebackType
 
 import numpy as np
 
-from stepwell.base.clock import Clock
 from stepwell.base.ids import JobId
-from stepwell.base.keys import PageKey
-from stepwell.base.plan import PageIds
-from stepwell.base.tokens import TOKEN_BYTES
-from stepwell.policy.fetching import Flags
-from stepwell.policy.patience import UNLIMITED
+from stepwell.base.meters import Clock
+from stepwell.base.prompt import TOKEN_BYTES, PageKey
+from stepwell.base.tasks import PageIds
+from stepwell.policy.store_use import UNLIMITED, Flags
 from stepwell.store_tier.ops import Call
 from stepwell.tiers.lease import RequestOptions
 from stepwell.tree.match import Match

@@ -17,17 +17,24 @@ from functools import partial
 from stepwell.base.config import StoreConfig, WritePolicy
 from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Tier
-from stepwell.jobs.store_executor import StoreExecutor, ThreadStoreExecutor
-from stepwell.policy.breaker import Breaker
-from stepwell.policy.patience import Patience, Speed
+from stepwell.jobs.executors import StoreExecutor, ThreadStoreExecutor
 from stepwell.policy.placement import milestone_step
-from stepwell.policy.tuning import StoreTuning
+from stepwell.policy.store_use import Breaker, Patience, Speed, StoreTuning
 from stepwell.store.api import Store, register
-from stepwell.store_tier.backup_checkpoints import can_be_stored, is_superseded, put_before_leaving, put_deferred_of
-from stepwell.store_tier.backup_pages import forget_refusals, offer, offer_everything, pump, put_before_eviction, put_waiting_of
-from stepwell.store_tier.beliefs import Beliefs
+from stepwell.store_tier.backup import (
+    can_be_stored,
+    forget_refusals,
+    is_superseded,
+    offer,
+    offer_everything,
+    pump,
+    put_before_eviction,
+    put_before_leaving,
+    put_deferred_of,
+    put_waiting_of,
+)
 from stepwell.store_tier.deferred import DeferredBackups
-from stepwell.store_tier.link import LinkState, StoreLink
+from stepwell.store_tier.link import Beliefs, LinkState, StoreLink
 from stepwell.store_tier.ops import StoreOps
 from stepwell.store_tier.prefetch import prefetch, settle
 from stepwell.store_tier.ticket import Ticket
@@ -45,8 +52,8 @@ GIVE_BACK_S = 5.0  # that closing a cache waits for a store to forget the host's
 class StoreTier:
     """Every link of one cache. One thread."""
 
-    def __init__(self, core: CacheState, host_pages: Sequence[HostPages], *, ranks: int, names_weights: bool) -> None:
-        self._core = core
+    def __init__(self, state: CacheState, host_pages: Sequence[HostPages], *, ranks: int, names_weights: bool) -> None:
+        self._state = state
         self._host_pages = host_pages
         self._ranks = ranks
         self._names_weights = names_weights  # the namespace says whose bytes these are, not only of what shape
@@ -56,7 +63,7 @@ class StoreTier:
         self.barred: set[bytes] = set()  # namespaces that were cleared: what any store has of them is not to be used
 
     @property
-    def state(self) -> LinkState:
+    def link_state(self) -> LinkState:
         return self.link.state if self.link is not None else LinkState.DETACHED
 
     @property
@@ -76,7 +83,7 @@ class StoreTier:
 
     def attach(self, store: Store, config: StoreConfig, executor: StoreExecutor | None, tuning: StoreTuning) -> None:
         """Puts a store below the host tier. What reaches the host from now on is offered to it, and what is there already."""
-        core = self._core
+        state = self._state
         self._check(store)
         if executor is None:
             self._check_ranks()
@@ -97,43 +104,43 @@ class StoreTier:
         if not self.links:
             self._listen()
         self.links.append(self.link)
-        forget_refusals(core)
-        if core.config.write is not WritePolicy.BACK:  # then things go down when the host needs their room
-            core.copies.on_saved = self.offer
-            offer_everything(core, self.link)
+        forget_refusals(state)
+        if state.config.write is not WritePolicy.BACK:  # then things go down when the host needs their room
+            state.copies.on_saved = self.offer
+            offer_everything(state, self.link)
 
     def detach(self) -> None:
         """Takes the attached store away. Its operations go on; nothing new is asked of it."""
         if self.link is None:
             raise ConfigError("no store is attached")
         self.link.detached = True
-        self.link.deferred.end_all(self._core.clock.now())
+        self.link.deferred.end_all(self._state.clock.now())
         self.link = None
-        self._core.copies.on_saved = None
+        self._state.copies.on_saved = None
 
     # ---- what the memory tiers and requests ask for -----------------------------------------------
 
     def open_prefetch(self, match: Match, request: RequestOptions) -> Ticket:
         """Starts bringing up what the store has of a prompt; without a store the ticket is ready at once."""
-        return prefetch(self._core, self.link, match, request)
+        return prefetch(self._state, self.link, match, request)
 
     def offer(self, node: Node) -> None:
         """The path to a node has something on the host that may be new to the store."""
         if self.link is not None:
-            offer(self._core, self.link, node)
+            offer(self._state, self.link, node)
 
     def before_eviction(self, victim: Victim) -> Leaving:
         """Something is about to leave the host: sends it to the store where it must not be lost."""
         if self.link is None:
             return Leaving.NOW
-        if self._core.config.write is not WritePolicy.BACK:
-            return put_before_leaving(self._core, self.link, victim)
-        return Leaving.LATER if put_before_eviction(self._core, self.link, victim) else Leaving.NOW
+        if self._state.config.write is not WritePolicy.BACK:
+            return put_before_leaving(self._state, self.link, victim)
+        return Leaving.LATER if put_before_eviction(self._state, self.link, victim) else Leaving.NOW
 
     def computed(self, tokens: int, took_s: float) -> None:
         """Learns how fast prompts are computed, for whoever must choose between that and fetching."""
         if self.link is None or self.link.config.recompute_tokens_per_s is None:
-            self.compute.measure(tokens, took_s, self._core.clock.now())
+            self.compute.measure(tokens, took_s, self._state.clock.now())
         if self.link is not None:
             self.link.patience.computed(took_s)
 
@@ -145,8 +152,8 @@ class StoreTier:
         """Applies what stores have answered and sends off what waits; returns stores no longer used, and what failed."""
         for link in self.links:
             link.ops.apply()
-            settle(self._core, link)
-            pump(self._core, link)
+            settle(self._state, link)
+            pump(self._state, link)
         idle = [link for link in self.links if link.detached and not link.num_busy]
         ended = [link for link in idle if not link.ended and link.has_given_back(self.host_memory)]
         failures = [why for link in self.links for why in link.take_failures()]
@@ -163,13 +170,13 @@ class StoreTier:
     def before_flush(self, namespaces: Container[bytes]) -> None:
         """Memory is about to be emptied of some namespaces: sends off what waits of them, and what was deferred."""
         if self.link is not None:
-            put_waiting_of(self._core, self.link, namespaces)
-            put_deferred_of(self._core, self.link, namespaces)
+            put_waiting_of(self._state, self.link, namespaces)
+            put_deferred_of(self._state, self.link, namespaces)
 
     def end_deferral(self) -> None:
         """Lets nothing wait any longer before it is stored."""
         for link in self.links:
-            link.deferred.end_all(self._core.clock.now())
+            link.deferred.end_all(self._state.clock.now())
 
     @property
     def num_awaited(self) -> int:
@@ -192,13 +199,13 @@ class StoreTier:
 
     def _listen(self) -> None:
         """Has the tree tell of what it cuts and what leaves it."""
-        tree = self._core.tree
+        tree = self._state.tree
         tree.on_left.append(self._left)
         tree.on_split.append(self._split)
         tree.on_shortened.append(self._shortened)
 
     def _listen_no_more(self) -> None:
-        tree = self._core.tree
+        tree = self._state.tree
         tree.on_left.remove(self._left)
         tree.on_split.remove(self._split)
         tree.on_shortened.remove(self._shortened)
@@ -221,7 +228,7 @@ class StoreTier:
     def _check(self, store: Store) -> None:
         if self.link is not None:
             raise ConfigError("a store is attached already; detach it first")
-        if Tier.HOST not in self._core.tree.arenas:
+        if Tier.HOST not in self._state.tree.arenas:
             raise ConfigError("a store stands below host memory: give the cache host_bytes")
         traits = store.traits
         if (traits.durable or traits.shared) and not self._names_weights:
@@ -240,25 +247,25 @@ class StoreTier:
     def _make_executor(self, store: Store, config: StoreConfig) -> StoreExecutor:
         key, ranks = config.key, self._ranks
         workers = [StoreWorker(store, memory, rank=i, ranks=ranks, key=key) for i, memory in enumerate(self._host_pages)]
-        return ThreadStoreExecutor(workers, self._core.clock, readers=config.readers, writers=config.writers)
+        return ThreadStoreExecutor(workers, self._state.clock, readers=config.readers, writers=config.writers)
 
     def _make_link(self, store: Store, config: StoreConfig, tuning: StoreTuning, executor: StoreExecutor) -> StoreLink:
-        core, breaker = self._core, Breaker()
-        host = core.arena(Tier.HOST)
+        state, breaker = self._state, Breaker()
+        host = state.arena(Tier.HOST)
         ops = StoreOps(
-            executor, host, core.refs, core.counters, core.clock, breaker,
+            executor, state.tree, state.counters, state.clock, breaker,
             timeout_s=tuning.op_timeout_s, late_write_s=store.traits.late_write_s,
         )  # fmt: skip
         beliefs = Beliefs()
-        step = milestone_step(core.spec, core.placement)
+        step = milestone_step(state.spec, state.placement)
         deferred = DeferredBackups(
             delay_s=config.delay_s(shared=store.traits.shared),
             most_bytes=int(host.layout.size_bytes * DEFERRED_SHARE),
-            is_superseded=partial(is_superseded, milestone_pages=step // core.spec.page_tokens),
+            is_superseded=partial(is_superseded, milestone_pages=step // state.spec.page_tokens),
             can_be_stored=partial(can_be_stored, beliefs),
             is_stored=beliefs.has_arrived,
-            on_change=partial(core.tree.ranking.queue_residency, again=True),
-            counters=core.counters,
+            on_change=partial(state.tree.ranking.queue_residency, again=True),
+            counters=state.counters,
         )
         return StoreLink(
             store=store,

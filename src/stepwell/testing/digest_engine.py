@@ -14,11 +14,11 @@ from functools import lru_cache
 import numpy as np
 
 from stepwell.base.ids import Kind, Tier
-from stepwell.base.plan import PageIds
+from stepwell.base.prompt import TOKEN_BYTES
 from stepwell.base.spec import ModelSpec, Part, Point, Prefix
-from stepwell.base.tokens import TOKEN_BYTES
+from stepwell.base.tasks import PageIds
 from stepwell.tiers.lease import Lease
-from stepwell.transfer.memory import Bytes, PageMemory
+from stepwell.transfer.copy_engine import Bytes, PageMemory
 
 POISON = 0xDB
 

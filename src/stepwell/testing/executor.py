@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from math import inf
 
 from stepwell.base.ids import JobId
-from stepwell.base.plan import Completion, Plan
-from stepwell.jobs.copy_executor import attempt, begin
+from stepwell.base.tasks import Completion, Plan
+from stepwell.jobs.executors import attempt_copy, begin_copy
 from stepwell.transfer.copy_engine import CopyEngine, Work
 
 
@@ -38,13 +38,13 @@ class ScriptedExecutor:
         self.num_submitted += 1
         self._plans[plan.job] = plan
         self._answers[plan.job] = {}
-        self._work[plan.job] = [begin(copy_engine, plan) for copy_engine in self._ranks]
+        self._work[plan.job] = [begin_copy(copy_engine, plan) for copy_engine in self._ranks]
 
     def answer(self, job: JobId, rank: int = 0, *, error: str | None = None) -> None:
         """Lets one rank make its copies, or fail without making any. The plan completes with the last rank."""
         answers = self._answers[job]
         assert rank not in answers, f"rank {rank} answered for job {job} already"
-        answers[rank] = error or attempt(rank, self._work[job][rank])
+        answers[rank] = error or attempt_copy(rank, self._work[job][rank])
         if len(answers) == len(self._ranks):
             del self._plans[job], self._answers[job], self._work[job]
             first_error = next((answers[each] for each in sorted(answers) if answers[each]), None)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from functools import partial
 from math import inf
 
-from stepwell.base.clock import ManualClock
 from stepwell.base.ids import JobId
-from stepwell.base.store_op import ItemStatus, Outcome, PutCheckpoint, PutPages, Reply, StoreOp, joint, num_items
-from stepwell.jobs.store_executor import attempt
+from stepwell.base.meters import ManualClock
+from stepwell.base.tasks import ItemStatus, Outcome, PutCheckpoint, PutPages, Reply, StoreOp, joint, num_items
+from stepwell.jobs.executors import attempt_op
 from stepwell.transfer.store_worker import StoreWorker
 
 
@@ -40,7 +40,7 @@ class ScriptedStoreExecutor:
         """Lets one operation be carried out on every rank; or, with a status, answers for it without doing anything."""
         op = self._ops.pop(job)
         if status is None:
-            outcome = joint([attempt(worker, op, partial(self._cancelled.__contains__, op.job)) for worker in self._ranks])
+            outcome = joint([attempt_op(worker, op, partial(self._cancelled.__contains__, op.job)) for worker in self._ranks])
         else:
             outcome = Outcome(
                 statuses=(status,) * num_items(op.task), error="told to fail" if status is ItemStatus.FAILED else None
@@ -167,6 +167,6 @@ class TimedStoreExecutor:
 
     def _run(self, op: StoreOp, started_s: float) -> float:
         self._slept_s = 0.0
-        outcome = joint([attempt(worker, op, partial(self._cancelled.__contains__, op.job)) for worker in self._ranks])
+        outcome = joint([attempt_op(worker, op, partial(self._cancelled.__contains__, op.job)) for worker in self._ranks])
         self._done.append((started_s + self._slept_s, Reply(job=op.job, outcome=outcome, took_s=self._slept_s)))
         return self._slept_s

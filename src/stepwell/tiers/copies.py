@@ -6,16 +6,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
-from stepwell.base.clock import Clock
 from stepwell.base.ids import JobId, Kind, Tier
-from stepwell.base.plan import Completion, Copy, Plan, Purpose, Span
-from stepwell.jobs.copy_executor import CopyExecutor
+from stepwell.base.meters import Clock, Counters
+from stepwell.base.tasks import Completion, Copy, Plan, Purpose, Span
+from stepwell.jobs.executors import CopyExecutor
 from stepwell.jobs.jobs import End, Jobs
-from stepwell.metrics.counters import Counters
 from stepwell.tree.checkpoints import drop_residency, residency_arrived
 from stepwell.tree.node import Loss, LossReason, Node, Residency, Run
 from stepwell.tree.pruning import discard_ids
-from stepwell.tree.references import References
 from stepwell.tree.tree import Tree
 
 
@@ -31,9 +29,8 @@ class _Touched:
 class CopyJobs(Jobs[Plan, Completion]):
     """Starts copies and applies their outcomes. One thread."""
 
-    def __init__(self, tree: Tree, refs: References, executor: CopyExecutor, counters: Counters, clock: Clock) -> None:
-        super().__init__(executor, refs, clock)
-        self._tree = tree
+    def __init__(self, tree: Tree, executor: CopyExecutor, counters: Counters, clock: Clock) -> None:
+        super().__init__(executor, tree, clock)
         self._counters = counters
         self.on_saved: Callable[[Node], None] | None = None  # told of nodes with something new on the host
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from stepwell.base.errors import NoRoom
 from stepwell.base.ids import Kind, Tier
-from stepwell.base.plan import PageIds
+from stepwell.base.tasks import PageIds
 from stepwell.memory.arena import Need
 from stepwell.memory.layout import ArenaLayout
 from stepwell.tiers.state import CacheState, Leaving
@@ -31,39 +31,39 @@ class Room:
     waiting: bool
 
 
-def allocate(core: CacheState, tier: Tier, need: Need) -> dict[Kind, PageIds]:
+def allocate(state: CacheState, tier: Tier, need: Need) -> dict[Kind, PageIds]:
     """Hands out FILLING pages, evicting as needed; or raises NoRoom and hands out none.
 
     Cold things that were evicted on the way stay evicted.
     """
-    arena = core.arena(tier)
+    arena = state.arena(tier)
     need = {kind: count for kind, count in need.items() if count}
     pages = arena.alloc_if_fits(need)
     if pages is not None:
         return pages
     if not arena.could_fit(need) or not arena.fits_when_empty(need):
         # Evicting everything would not help: evict nothing.
-        raise NoRoom(_why(core, tier, need), waiting=arena.fits_when_empty(need) and _is_saving(core, tier))
-    room = make_room(core, tier, need)
+        raise NoRoom(_why(state, tier, need), waiting=arena.fits_when_empty(need) and _is_saving(state, tier))
+    room = make_room(state, tier, need)
     if not room.fits:
-        raise NoRoom(_why(core, tier, need), waiting=room.waiting)
+        raise NoRoom(_why(state, tier, need), waiting=room.waiting)
     return arena.alloc(need)
 
 
-def make_room(core: CacheState, tier: Tier, need: Need) -> Room:
+def make_room(state: CacheState, tier: Tier, need: Need) -> Room:
     """Evicts from `tier` until `need` would fit, or nothing more can go, or enough is being saved and may go then."""
-    arena = core.arena(tier)
-    waiting, save = _is_saving(core, tier), _saver(core, tier)
+    arena = state.arena(tier)
+    waiting, save = _is_saving(state, tier), _saver(state, tier)
     patience_bytes = patience_bytes_of(arena.layout)
     in_vain = 0  # bytes evicted of sorts that are not short; they help only once a whole slab empties
     while short := arena.shortage(need):
-        if waiting and _is_coming(core, tier, short):
+        if waiting and _is_coming(state, tier, short):
             break
         patient = in_vain < patience_bytes
-        victim = _pop(core, tier, short, any_sort=patient) or _pop(core, tier, short, any_sort=True)
+        victim = _pop(state, tier, short, any_sort=patient) or _pop(state, tier, short, any_sort=True)
         if victim is None:
             # Last resorts, not while room is on its way: spared slabs are seldom enough, and would be given up in vain.
-            if not waiting and (arena.spare_none() or _cut_off(core, tier)):
+            if not waiting and (arena.spare_none() or _cut_off(state, tier)):
                 continue
             break
         if save is not None and not victim.unsaved:
@@ -71,50 +71,50 @@ def make_room(core: CacheState, tier: Tier, need: Need) -> Room:
             if leaving is not Leaving.NOW:
                 waiting = True  # for its copy to end
                 if leaving is Leaving.AT_ONCE and isinstance(victim, Residency):
-                    _leave(core, victim)
+                    _leave(state, victim)
                 continue
-        freed = _evict_run(core, victim, short) if isinstance(victim, Run) else _evict_residency(core, victim)
+        freed = _evict_run(state, victim, short) if isinstance(victim, Run) else _evict_residency(state, victim)
         if not _helps(victim, short):
             in_vain += freed
     return Room(fits=not short, waiting=waiting)
 
 
-def _saver(core: CacheState, tier: Tier) -> Callable[[Victim], Leaving] | None:
+def _saver(state: CacheState, tier: Tier) -> Callable[[Victim], Leaving] | None:
     """What starts saving a victim of a tier below it, where there is anything below."""
     if tier is Tier.HOST:
-        return core.below.before_eviction if core.below is not None else None
-    write_back = core.write_back
-    return (lambda victim: Leaving.LATER if write_back(core, victim) else Leaving.NOW) if write_back is not None else None
+        return state.below.before_eviction if state.below is not None else None
+    write_back = state.write_back
+    return (lambda victim: Leaving.LATER if write_back(state, victim) else Leaving.NOW) if write_back is not None else None
 
 
-def _is_saving(core: CacheState, tier: Tier) -> bool:
+def _is_saving(state: CacheState, tier: Tier) -> bool:
     """Whether room is on its way since an earlier call."""
-    return core.write_back is not None and core.copies.saving_bytes(tier) > 0
+    return state.write_back is not None and state.copies.saving_bytes(tier) > 0
 
 
-def _is_coming(core: CacheState, tier: Tier, short: Need) -> bool:
+def _is_coming(state: CacheState, tier: Tier, short: Need) -> bool:
     """Whether as much as is short is being saved, and some more, so that not everyone who needs room has to wait."""
-    layout = core.arena(tier).layout
+    layout = state.arena(tier).layout
     short_bytes = sum(count * layout.strides[kind] for kind, count in short.items())
-    return core.copies.saving_bytes(tier) >= short_bytes + SAVED_AHEAD * layout.size_bytes
+    return state.copies.saving_bytes(tier) >= short_bytes + SAVED_AHEAD * layout.size_bytes
 
 
-def _cut_off(core: CacheState, tier: Tier) -> bool:
+def _cut_off(state: CacheState, tier: Tier) -> bool:
     """The last resort: gives up pages that the other tier's depend on, and those with them. False when there are none.
 
     Such pages are rare: a copy in the middle of a run failed, say.
     """
-    found = core.tree.ranking.pop_depended_on(tier)
+    found = state.tree.ranking.pop_depended_on(tier)
     if found is None:
         return False
     run, tail = found
-    core.counters.add("evicted_cut_off")
-    discard_tail(core.tree, run, tail.start, core.loss(LossReason.EVICTED, tier))
+    state.counters.add("evicted_cut_off")
+    discard_tail(state.tree, run, tail.start, state.loss(LossReason.EVICTED, tier))
     return True
 
 
-def _pop(core: CacheState, tier: Tier, short: Need, *, any_sort: bool) -> Victim | None:
-    return core.tree.ranking.pop(
+def _pop(state: CacheState, tier: Tier, short: Need, *, any_sort: bool) -> Victim | None:
+    return state.tree.ranking.pop(
         tier,
         runs=any_sort or Kind.PREFIX in short,
         checkpoints=any_sort or Kind.WINDOW in short or Kind.POINT in short,
@@ -134,41 +134,41 @@ def _helps(victim: Victim, short: Need) -> bool:
     return Kind.PREFIX in short if isinstance(victim, Run) else any(kind in short for kind, _ in victim.spans())
 
 
-def _evict_run(core: CacheState, run: Run, short: Need) -> int:
+def _evict_run(state: CacheState, run: Run, short: Need) -> int:
     """Gives up the idle end of a run, no more of it than is needed; returns the bytes let go."""
-    ranking = core.tree.ranking
+    ranking = state.tree.ranking
     tail = ranking.tail(run)
     assert tail is not None, f"{run.node} was ranked without a tail"
-    idle = ranking.idle(run, tail.start, at_most=_wanted(core, run, short))
+    idle = ranking.idle(run, tail.start, at_most=_wanted(state, run, short))
     if not idle.num_pages:
         return 0  # in use; whoever lets go will queue it again
-    discard_tail(core.tree, run, idle.start, core.loss(LossReason.EVICTED, run.tier))
-    core.counters.add(f"evicted_{run.tier.label}_pages", idle.num_pages)
-    return idle.num_pages * core.arena(run.tier).layout.strides[Kind.PREFIX]
+    discard_tail(state.tree, run, idle.start, state.loss(LossReason.EVICTED, run.tier))
+    state.counters.add(f"evicted_{run.tier.label}_pages", idle.num_pages)
+    return idle.num_pages * state.arena(run.tier).layout.strides[Kind.PREFIX]
 
 
-def _wanted(core: CacheState, run: Run, short: Need) -> int:
+def _wanted(state: CacheState, run: Run, short: Need) -> int:
     """How many pages of a run to give up: what is short, or a slab of them when it is the slab that is needed."""
-    layout = core.arena(run.tier).layout
+    layout = state.arena(run.tier).layout
     return short.get(Kind.PREFIX) or -(-layout.slab_bytes // layout.strides[Kind.PREFIX])
 
 
-def _evict_residency(core: CacheState, residency: Residency) -> int:
+def _evict_residency(state: CacheState, residency: Residency) -> int:
     if residency.users or not residency.ready:
         return 0  # read from or still arriving; it is queued again when that ends
-    strides = core.arena(residency.tier).layout.strides
+    strides = state.arena(residency.tier).layout.strides
     freed = sum(len(ids) * strides[kind] for kind, ids in residency.spans())
-    _leave(core, residency)
+    _leave(state, residency)
     return freed
 
 
-def _leave(core: CacheState, residency: Residency) -> None:
-    drop_residency(core.tree, residency, core.loss(LossReason.EVICTED, residency.tier))
-    core.counters.add(f"evicted_{residency.tier.label}_checkpoints")
+def _leave(state: CacheState, residency: Residency) -> None:
+    drop_residency(state.tree, residency, state.loss(LossReason.EVICTED, residency.tier))
+    state.counters.add(f"evicted_{residency.tier.label}_checkpoints")
 
 
-def _why(core: CacheState, tier: Tier, need: Need) -> str:
-    arena = core.arena(tier)
+def _why(state: CacheState, tier: Tier, need: Need) -> str:
+    arena = state.arena(tier)
     wanted = " + ".join(f"{count} {kind.label} page(s)" for kind, count in need.items())
     size = sum(count * arena.layout.strides[kind] for kind, count in need.items())
     if not arena.fits_when_empty(need):

@@ -13,11 +13,11 @@ import numpy as np
 
 from stepwell.base.errors import LeaseError, NoRoom
 from stepwell.base.ids import Kind, Tier
-from stepwell.base.plan import NO_PAGES, Copy, PageIds, Purpose, Span
+from stepwell.base.tasks import NO_PAGES, Copy, PageIds, Purpose, Span
 from stepwell.memory.arena import DEAD
 from stepwell.tiers.eviction import allocate
-from stepwell.tiers.expiry import note_expiry
 from stepwell.tiers.lease import Lease
+from stepwell.tiers.lifetime import note_expiry
 from stepwell.tiers.state import CacheState
 from stepwell.tree.checkpoints import add_residency
 from stepwell.tree.node import Node
@@ -32,89 +32,89 @@ class EnginePages:
     points: PageIds = field(default_factory=lambda: NO_PAGES)
 
 
-def load(core: CacheState, lease: Lease, into: EnginePages) -> None:
+def load(state: CacheState, lease: Lease, into: EnginePages) -> None:
     """Starts copying everything up to the restore point into the engine's memory; the lease loads meanwhile."""
-    restored = lease.resume // core.spec.page_tokens
+    restored = lease.resume // state.spec.page_tokens
     residency = lease.restored
     copies = [_copy(Tier.HOST, lease.prefix_pages[:restored], Tier.ENGINE, into.prefix, Kind.PREFIX)]
     if residency is not None:
         copies.append(_copy(Tier.HOST, residency.windows, Tier.ENGINE, into.windows, Kind.WINDOW))
         copies.append(_copy(Tier.HOST, residency.points, Tier.ENGINE, into.points, Kind.POINT))
-    job = core.copies.copy(Purpose.LOAD, copies, reads=(residency,) if residency is not None else ())
+    job = state.copies.copy(Purpose.LOAD, copies, reads=(residency,) if residency is not None else ())
     if job is not None:
         lease.load_job = job
         lease.must_wait(job=job)
 
 
-def commit(core: CacheState, lease: Lease, upto: int, source: EnginePages, *, checkpoint: bool) -> bool:
+def commit(state: CacheState, lease: Lease, upto: int, source: EnginePages, *, checkpoint: bool) -> bool:
     """Copies tokens `[position, upto)` and, if wanted, a checkpoint from the engine into the host tier; the lease loads until
     the checkpoint is copied.
 
     False, with nothing saved, when the host has no room. The next commit will offer these tokens again.
     """
-    full = upto // core.spec.page_tokens
-    _check_named(core, lease, full, source, checkpoint=checkpoint)
-    _let_go_of_dead(core, lease)
+    full = upto // state.spec.page_tokens
+    _check_named(state, lease, full, source, checkpoint=checkpoint)
+    _let_go_of_dead(state, lease)
     done = len(lease.prefix_pages)
     lease.position = upto
     if not full or not lease.publishes:
         return lease.publishes
     try:
-        fresh = allocate(core, Tier.HOST, {Kind.PREFIX: full - done}).get(Kind.PREFIX, NO_PAGES) if full > done else NO_PAGES
+        fresh = allocate(state, Tier.HOST, {Kind.PREFIX: full - done}).get(Kind.PREFIX, NO_PAGES) if full > done else NO_PAGES
     except NoRoom:
-        core.counters.add("save_skipped_no_room")
+        state.counters.add("save_skipped_no_room")
         return False
-    use = lease.request.use(core.clock.now(), lease.visit)
+    use = lease.request.use(state.clock.now(), lease.visit)
     lease.prefix_pages = np.concatenate([lease.prefix_pages, fresh])
-    node = core.tree.insert(lease.namespace.digest, lease.packed, Tier.HOST, lease.prefix_pages, use)
-    core.know(lease.namespace)
-    note_expiry(core, node)
-    taken = np.array([owner is not None for owner in core.tree.owner[Tier.HOST][fresh]], np.bool_)
+    node = state.tree.insert(lease.namespace.digest, lease.packed, Tier.HOST, lease.prefix_pages, use)
+    state.know(lease.namespace)
+    note_expiry(state, node)
+    taken = np.array([owner is not None for owner in state.tree.owner[Tier.HOST][fresh]], np.bool_)
     targets = fresh[taken]
-    job = core.copies.copy(Purpose.SAVE, [_copy(Tier.ENGINE, source.prefix[done:full][taken], Tier.HOST, targets, Kind.PREFIX)])
+    job = state.copies.copy(Purpose.SAVE, [_copy(Tier.ENGINE, source.prefix[done:full][taken], Tier.HOST, targets, Kind.PREFIX)])
     if job is not None:
         lease.jobs.add(job)
-    _drop_duplicates(core, lease, node, done, taken)
+    _drop_duplicates(state, lease, node, done, taken)
     if checkpoint:
-        _save_checkpoint(core, lease, node, full, source)
+        _save_checkpoint(state, lease, node, full, source)
     return True
 
 
-def _check_named(core: CacheState, lease: Lease, full: int, source: EnginePages, *, checkpoint: bool) -> None:
+def _check_named(state: CacheState, lease: Lease, full: int, source: EnginePages, *, checkpoint: bool) -> None:
     if len(source.prefix) < full:
         raise LeaseError(f"{lease}: {full} pages are computed but the engine named only {len(source.prefix)}")
-    windows, points = _checkpoint_pages(core, full).values()
+    windows, points = _checkpoint_pages(state, full).values()
     if checkpoint and (len(source.windows) != windows or len(source.points) != points):
         raise LeaseError(
-            f"{lease}: a checkpoint at token {full * core.spec.page_tokens} has {windows} window page(s) and "
+            f"{lease}: a checkpoint at token {full * state.spec.page_tokens} has {windows} window page(s) and "
             f"{points} point page(s), but the engine named {len(source.windows)} and {len(source.points)}"
         )
 
 
-def _checkpoint_pages(core: CacheState, page: int) -> dict[Kind, int]:
-    windows = len(core.spec.window_span(page * core.spec.page_tokens))
-    return {Kind.WINDOW: windows, Kind.POINT: 1 if core.spec.parts(Kind.POINT) else 0}
+def _checkpoint_pages(state: CacheState, page: int) -> dict[Kind, int]:
+    windows = len(state.spec.window_span(page * state.spec.page_tokens))
+    return {Kind.WINDOW: windows, Kind.POINT: 1 if state.spec.parts(Kind.POINT) else 0}
 
 
-def _let_go_of_dead(core: CacheState, lease: Lease) -> None:
+def _let_go_of_dead(state: CacheState, lease: Lease) -> None:
     """Pages whose copy failed are not offered again: the engine still has them, so they and what follows are copied anew."""
-    dead = np.flatnonzero(core.arena(Tier.HOST).state[Kind.PREFIX][lease.prefix_pages] == DEAD)
+    dead = np.flatnonzero(state.arena(Tier.HOST).state[Kind.PREFIX][lease.prefix_pages] == DEAD)
     if len(dead):
         gone = lease.prefix_pages[dead[0] :]
         lease.prefix_pages = lease.prefix_pages[: dead[0]]
-        core.refs.release(Tier.HOST, Kind.PREFIX, gone)
+        state.tree.release(Tier.HOST, Kind.PREFIX, gone)
 
 
-def _drop_duplicates(core: CacheState, lease: Lease, node: Node, done: int, taken: object) -> None:
+def _drop_duplicates(state: CacheState, lease: Lease, node: Node, done: int, taken: object) -> None:
     """Pages somebody else saved first: the lease refers to theirs, and its own empty ones go back."""
     mine = lease.prefix_pages[done:][~np.asarray(taken, np.bool_)]
     if not len(mine):
         return
     theirs = _path_ids(node, len(lease.prefix_pages))[done:][~np.asarray(taken, np.bool_)]
-    core.arena(Tier.HOST).retain(Kind.PREFIX, theirs)
+    state.arena(Tier.HOST).retain(Kind.PREFIX, theirs)
     lease.prefix_pages = lease.prefix_pages.copy()
     lease.prefix_pages[done:][~np.asarray(taken, np.bool_)] = theirs
-    core.refs.release(Tier.HOST, Kind.PREFIX, mine)
+    state.tree.release(Tier.HOST, Kind.PREFIX, mine)
 
 
 def _path_ids(node: Node, upto: int) -> PageIds:
@@ -129,28 +129,28 @@ def _path_ids(node: Node, upto: int) -> PageIds:
     return ids
 
 
-def _save_checkpoint(core: CacheState, lease: Lease, node: Node, page: int, source: EnginePages) -> None:
+def _save_checkpoint(state: CacheState, lease: Lease, node: Node, page: int, source: EnginePages) -> None:
     existing = (node.checkpoints or {}).get(page)
     if existing is not None and existing.held[Tier.HOST] is not None:
         return
     try:
-        pages = allocate(core, Tier.HOST, _checkpoint_pages(core, page))
+        pages = allocate(state, Tier.HOST, _checkpoint_pages(state, page))
     except NoRoom:
-        core.counters.add("checkpoint_skipped_no_room")
+        state.counters.add("checkpoint_skipped_no_room")
         return
     windows, points = pages.get(Kind.WINDOW, NO_PAGES), pages.get(Kind.POINT, NO_PAGES)
-    now = core.clock.now()
-    residency = add_residency(core.tree, node, page, Tier.HOST, windows=windows, points=points, ready=False, now=now)
+    now = state.clock.now()
+    residency = add_residency(state.tree, node, page, Tier.HOST, windows=windows, points=points, ready=False, now=now)
     assert residency is not None
     copies = [
         _copy(Tier.ENGINE, source.windows, Tier.HOST, windows, Kind.WINDOW),
         _copy(Tier.ENGINE, source.points, Tier.HOST, points, Kind.POINT),
     ]
-    job = core.copies.copy(Purpose.SAVE, copies, writes=residency, awaited=True)
+    job = state.copies.copy(Purpose.SAVE, copies, writes=residency, awaited=True)
     assert job is not None, "a checkpoint without pages"
     lease.must_wait(job=job)
-    core.counters.add("checkpoints_made")
-    core.refs.release(Tier.HOST, Kind.WINDOW, windows)  # the tree and the copy hold their own
+    state.counters.add("checkpoints_made")
+    state.tree.release(Tier.HOST, Kind.WINDOW, windows)  # the tree and the copy hold their own
 
 
 def _copy(source: Tier, read: PageIds, target: Tier, write: PageIds, kind: Kind) -> Copy:

@@ -1,22 +1,28 @@
-"""What one request holds: its place on a path, its pages, and where it must leave checkpoints.
+"""Leases: what one request holds of a cache, and all that are open.
 
-A lease is given back exactly once; `with` does it. It only remembers: the verbs that change it are in
-`restore.py`, `publish.py` and `external.py`, and engines reach them through the cache.
+    open -> READY <-> LOADING -> FAILED      `Leases.settle`, once per step
+    given back (CLOSED) -> finished          when the last copy to or from the engine's own memory has ended
+
+A lease is given back exactly once; `with` does it. It holds a place on a path, pages, and where checkpoints must be left. It
+only remembers: the verbs that change it are in `restore.py`, `publish.py` and `external.py`, and engines reach them through
+the cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from types import TracebackType
 
 from stepwell.base.errors import LeaseError
 from stepwell.base.ids import JobId, Kind, LeaseId
-from stepwell.base.keys import Namespace
-from stepwell.base.plan import NO_PAGES, PageIds
-from stepwell.base.tokens import TOKEN_BYTES
-from stepwell.policy.reuse_model import Visit
+from stepwell.base.prompt import TOKEN_BYTES, Namespace
+from stepwell.base.tasks import NO_PAGES, PageIds
+from stepwell.memory.arena import DEAD, FILLING
+from stepwell.policy.value import Visit
+from stepwell.tiers.saving import save_path
+from stepwell.tiers.state import CacheState
 from stepwell.tree.node import Checkpoint, Residency, Use
 
 
@@ -157,3 +163,90 @@ class Lease:
     def __repr__(self) -> str:
         where = f"at token {self.position} of {self.num_tokens}"
         return f"Lease(#{self.id}, pages={len(self.prefix_pages)}, {where}, {self.state.value})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settled:
+    """Leases that moved on in one step."""
+
+    ready: tuple[Lease, ...]
+    failed: tuple[Lease, ...]
+    finished: tuple[Lease, ...]
+
+
+class Leases:
+    """The open leases of one cache. One thread."""
+
+    def __init__(self, state: CacheState) -> None:
+        self._state = state
+        self._open: dict[LeaseId, Lease] = {}
+        self._closing: list[Lease] = []  # given back, with copies still in the engine's memory
+        self._last_id = 0
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __iter__(self) -> Iterator[Lease]:
+        return iter(self._open.values())
+
+    def next_id(self) -> LeaseId:
+        self._last_id += 1
+        return LeaseId(self._last_id)
+
+    def add(self, lease: Lease) -> None:
+        self._open[lease.id] = lease
+
+    def release(self, lease: Lease) -> None:
+        """Gives back everything that a lease holds. Raises LeaseError for one that is not open here."""
+        if self._open.get(lease.id) is not lease:
+            raise LeaseError(f"lease #{lease.id} was given back already, or belongs to another cache")
+        del self._open[lease.id]
+        state = self._state
+        if lease.trail is not None and lease.trail.node is not None and state.config.write.saves_on_commit:
+            save_path(state, lease.trail.node)
+        if not lease.failed:
+            for name in ("device", "host", "store", "computed"):
+                state.counters.add(f"tokens_{name}", getattr(lease.sources, name))
+        for visit in lease.visits:  # how long the answer was says something of when the next will come
+            visit.answered(lease.num_tokens - lease.prompt_tokens)
+        lease.close()
+        if lease.jobs:
+            self._closing.append(lease)
+        if lease.restored is not None:
+            state.tree.unpin(lease.restored)
+            lease.restored = None
+        pages = ((Kind.PREFIX, lease.prefix_pages), (Kind.WINDOW, lease.window_pages), (Kind.POINT, lease.point_pages))
+        for kind, ids in pages:
+            if len(ids):
+                state.tree.release(state.nearest, kind, ids)
+
+    def settle(self, failed_jobs: Container[JobId]) -> Settled:
+        """Moves leases on, now that what came of copies was applied; `failed_jobs` are those that failed just now."""
+        ready, failed = [], []
+        for lease in self._open.values():
+            if lease.state is LeaseState.LOADING:
+                self._move_on(lease, load_failed=lease.load_job in failed_jobs)
+                if lease.ready:
+                    lease.computing_since_s = self._state.clock.now()
+                    ready.append(lease)
+                elif lease.failed:
+                    failed.append(lease)
+            self._forget_ended_jobs(lease)
+        for lease in self._closing:
+            self._forget_ended_jobs(lease)
+        finished = tuple(lease for lease in self._closing if not lease.jobs)
+        self._closing = [lease for lease in self._closing if lease.jobs]
+        return Settled(ready=tuple(ready), failed=tuple(failed), finished=finished)
+
+    def _move_on(self, lease: Lease, *, load_failed: bool) -> None:
+        state = self._state
+        pages = [state.arena(state.nearest).state[kind][ids] for kind, ids in lease.waits_for]
+        if load_failed or any((each == DEAD).any() for each in pages):
+            lease.fail()
+            return
+        arriving = any((each == FILLING).any() for each in pages)
+        if not arriving and not any(map(state.copies.is_awaited, lease.waits_for_jobs)):
+            lease.may_compute()
+
+    def _forget_ended_jobs(self, lease: Lease) -> None:
+        lease.jobs = {job for job in lease.jobs if self._state.copies.is_running(job)}

@@ -13,11 +13,11 @@ import numpy as np
 
 from stepwell.base.errors import LeaseError, NoRoom
 from stepwell.base.ids import Kind, Tier
-from stepwell.base.plan import NO_PAGES, Copy, PageIds, Purpose, Span
+from stepwell.base.tasks import NO_PAGES, Copy, PageIds, Purpose, Span
 from stepwell.policy.placement import is_milestone, next_decode_stop
 from stepwell.tiers.eviction import allocate
-from stepwell.tiers.expiry import note_expiry
 from stepwell.tiers.lease import Lease
+from stepwell.tiers.lifetime import note_expiry
 from stepwell.tiers.saving import save_path
 from stepwell.tiers.state import CacheState
 from stepwell.tree import missing_state
@@ -27,9 +27,9 @@ from stepwell.tree.missing_state import note_offered
 from stepwell.tree.node import Checkpoint, LossReason, Node
 
 
-def grow(core: CacheState, lease: Lease, upto: int) -> None:
+def grow(state: CacheState, lease: Lease, upto: int) -> None:
     """Gives the lease device pages for tokens up to `upto`; or raises NoRoom and gives none."""
-    spec = core.spec
+    spec = state.spec
     prefix = -(-upto // spec.page_tokens) - len(lease.prefix_pages)
     windows = 0
     if spec.window_tokens:
@@ -37,59 +37,60 @@ def grow(core: CacheState, lease: Lease, upto: int) -> None:
     need = {kind: count for kind, count in ((Kind.PREFIX, prefix), (Kind.WINDOW, windows)) if count > 0}
     if not need:
         return
-    pages = allocate(core, Tier.DEVICE, need)
+    pages = allocate(state, Tier.DEVICE, need)
     lease.prefix_pages = _joined(lease.prefix_pages, pages.get(Kind.PREFIX, NO_PAGES))
     lease.window_pages = _joined(lease.window_pages, pages.get(Kind.WINDOW, NO_PAGES))
 
 
-def commit(core: CacheState, lease: Lease, upto: int, *, checkpoint: bool, last: bool) -> None:
+def commit(state: CacheState, lease: Lease, upto: int, *, checkpoint: bool, last: bool) -> None:
     """Offers tokens `[0, upto)`, which are all computed; with a checkpoint at `upto` if wanted and possible."""
-    _check_covered(core, lease, upto)
-    spec = core.spec
+    _check_covered(state, lease, upto)
+    spec = state.spec
     page_tokens = spec.page_tokens
     full = upto // page_tokens
     checkpoint = checkpoint and lease.publishes
-    fork = _room_for_fork(core, lease) if checkpoint and not last else NO_PAGES
+    fork = _room_for_fork(state, lease) if checkpoint and not last else NO_PAGES
     checkpoint = checkpoint and (last or len(fork) == len(lease.point_pages))
-    core.arena(Tier.DEVICE).mark_ready(Kind.PREFIX, lease.prefix_pages[lease.position // page_tokens : full])
+    if full > lease.position // page_tokens:
+        state.arena(Tier.DEVICE).mark_ready(Kind.PREFIX, lease.prefix_pages[lease.position // page_tokens : full])
     lease.position = upto
     if lease.publishes and (checkpoint or full > lease.num_published):
         since, lease.num_published = lease.num_published, full
-        use = lease.request.use(core.clock.now(), lease.visit)
-        node = core.tree.insert(lease.namespace.digest, lease.packed, Tier.DEVICE, lease.prefix_pages[:full], use)
-        core.know(lease.namespace)
-        note_expiry(core, node)
+        use = lease.request.use(state.clock.now(), lease.visit)
+        node = state.tree.insert(lease.namespace.digest, lease.packed, Tier.DEVICE, lease.prefix_pages[:full], use)
+        state.know(lease.namespace)
+        note_expiry(state, node)
         if lease.missing_states:
             note_offered(node, Tier.DEVICE, lease.prefix_pages[:full], since, lease.missing_states, page_tokens)
-        made = _leave_checkpoint(core, lease, node, full, fork, last=last) if checkpoint else None
+        made = _leave_checkpoint(state, lease, node, full, fork, last=last) if checkpoint else None
         if made is not None:
-            _follow_trail(core, lease, made)
-            if core.on_checkpoint is not None:
-                core.on_checkpoint(core, made)
-        if core.config.write.saves_on_commit and lease.trail is None:
-            save_path(core, node)
+            _follow_trail(state, lease, made)
+            if state.on_checkpoint is not None:
+                state.on_checkpoint(state, made)
+        if state.config.write.saves_on_commit and lease.trail is None:
+            save_path(state, node)
     elif len(fork):
-        core.refs.release(Tier.DEVICE, Kind.POINT, fork)
-    slide(core, lease)
+        state.tree.release(Tier.DEVICE, Kind.POINT, fork)
+    slide(state, lease)
 
 
-def slide(core: CacheState, lease: Lease) -> None:
+def slide(state: CacheState, lease: Lease) -> None:
     """Gives back the window pages that no later token will look at, and the checkpoint it resumed from once it is behind."""
-    spec = core.spec
+    spec = state.spec
     first = max(lease.position - spec.window_tokens, 0) // spec.window_page_tokens
     passed = min(max(first - lease.first_window, 0), len(lease.window_pages))
     if passed:
-        core.refs.release(Tier.DEVICE, Kind.WINDOW, lease.window_pages[:passed])
+        state.tree.release(Tier.DEVICE, Kind.WINDOW, lease.window_pages[:passed])
         lease.window_pages = lease.window_pages[passed:]
         lease.first_window += passed
     restored = lease.restored
     if restored is not None and restored.checkpoint.page * spec.page_tokens <= first * spec.window_page_tokens:
         lease.restored = None  # its windows are behind us, and its point was copied: it may be evicted again
-        core.refs.unpin(restored)
+        state.tree.unpin(restored)
 
 
-def _check_covered(core: CacheState, lease: Lease, upto: int) -> None:
-    spec = core.spec
+def _check_covered(state: CacheState, lease: Lease, upto: int) -> None:
+    spec = state.spec
     windows = lease.first_window + len(lease.window_pages)
     if upto > len(lease.prefix_pages) * spec.page_tokens or (spec.window_tokens and upto > windows * spec.window_page_tokens):
         raise LeaseError(f"{lease} has no pages up to token {upto}; call grow() before computing")
@@ -97,42 +98,42 @@ def _check_covered(core: CacheState, lease: Lease, upto: int) -> None:
         raise LeaseError(f"{lease} has handed its point state over with `last`, and cannot commit again")
 
 
-def _room_for_fork(core: CacheState, lease: Lease) -> PageIds:
+def _room_for_fork(state: CacheState, lease: Lease) -> PageIds:
     """A page for the request to go on with, so that the tree can have the one it used; none when there is no room."""
     if not len(lease.point_pages):
         return NO_PAGES
     try:
-        return allocate(core, Tier.DEVICE, {Kind.POINT: 1})[Kind.POINT]
+        return allocate(state, Tier.DEVICE, {Kind.POINT: 1})[Kind.POINT]
     except NoRoom:
-        core.counters.add("checkpoint_skipped_no_room")
+        state.counters.add("checkpoint_skipped_no_room")
         return NO_PAGES
 
 
-def _leave_checkpoint(core: CacheState, lease: Lease, node: Node, page: int, fork: PageIds, *, last: bool) -> Checkpoint | None:
-    tree, arena = core.tree, core.arena(Tier.DEVICE)
-    span = core.spec.window_span(page * core.spec.page_tokens)
+def _leave_checkpoint(state: CacheState, lease: Lease, node: Node, page: int, fork: PageIds, *, last: bool) -> Checkpoint | None:
+    tree, arena = state.tree, state.arena(Tier.DEVICE)
+    span = state.spec.window_span(page * state.spec.page_tokens)
     assert span.start >= lease.first_window or not len(span), f"{lease} lacks windows of {span} for a checkpoint"
     windows = lease.window_pages[span.start - lease.first_window : span.stop - lease.first_window]
     points = lease.point_pages
     for kind, ids in ((Kind.WINDOW, windows), (Kind.POINT, points)):
         if len(ids):
             arena.mark_ready(kind, ids)
-    now = core.clock.now()
+    now = state.clock.now()
     residency = add_residency(tree, node, page, Tier.DEVICE, windows=windows, points=points, ready=True, now=now)
     if residency is None:  # another request left the same one: it has two owners now
         _note_shared(node, page)
         if len(fork):
-            core.refs.release(Tier.DEVICE, Kind.POINT, fork)
+            state.tree.release(Tier.DEVICE, Kind.POINT, fork)
         return None
-    core.counters.add("checkpoints_made")
+    state.counters.add("checkpoints_made")
     if len(points):
         if last:
             lease.point_pages = NO_PAGES
         else:
-            _go_on_with(core, lease, fork)
+            _go_on_with(state, lease, fork)
             source = Span(tier=Tier.DEVICE, kind=Kind.POINT, ids=points)
             target = Span(tier=Tier.DEVICE, kind=Kind.POINT, ids=fork)
-            core.copies.copy(Purpose.FORK, [Copy(source=source, target=target)], reads=(residency,))
+            state.copies.copy(Purpose.FORK, [Copy(source=source, target=target)], reads=(residency,))
     return residency.checkpoint
 
 
@@ -141,61 +142,61 @@ def _note_shared(node: Node, page: int) -> None:
     node.checkpoints[page].uses += 1
 
 
-def _go_on_with(core: CacheState, lease: Lease, fork: PageIds) -> None:
+def _go_on_with(state: CacheState, lease: Lease, fork: PageIds) -> None:
     lease.point_pages = fork
     lease.must_wait([(Kind.POINT, fork)])
 
 
-def _follow_trail(core: CacheState, lease: Lease, made: Checkpoint) -> None:
+def _follow_trail(state: CacheState, lease: Lease, made: Checkpoint) -> None:
     """Of the checkpoints a growing answer leaves, only the last is kept, unless somebody has used an earlier one."""
-    if made.page * core.spec.page_tokens < lease.prompt_tokens:
+    if made.page * state.spec.page_tokens < lease.prompt_tokens:
         return
     before, lease.trail = lease.trail, made
-    if before is None or before.uses or before.in_use or before.node is None or _is_milestone(core, before):
+    if before is None or before.uses or before.in_use or before.node is None or _is_milestone(state, before):
         return
-    drop_superseded(core, before)
+    drop_superseded(state, before)
 
 
-def drop_superseded(core: CacheState, checkpoint: Checkpoint) -> None:
+def drop_superseded(state: CacheState, checkpoint: Checkpoint) -> None:
     """Takes a checkpoint that a later one replaces out of all tiers. Not to be called for one that is in use."""
     for residency in list(checkpoint.held):
         if residency is not None:
-            core.counters.add(f"superseded_{residency.tier.label}_checkpoints")
-            drop_residency(core.tree, residency, core.loss(LossReason.EVICTED, residency.tier))
+            state.counters.add(f"superseded_{residency.tier.label}_checkpoints")
+            drop_residency(state.tree, residency, state.loss(LossReason.EVICTED, residency.tier))
 
 
-def _is_milestone(core: CacheState, checkpoint: Checkpoint) -> bool:
-    return is_milestone(core.spec, core.placement, checkpoint.page * core.spec.page_tokens)
+def _is_milestone(state: CacheState, checkpoint: Checkpoint) -> bool:
+    return is_milestone(state.spec, state.placement, checkpoint.page * state.spec.page_tokens)
 
 
-def note_missing_state(core: CacheState, lease: Lease, state: str, since: int) -> None:
+def note_missing_state(state: CacheState, lease: Lease, name: str, since: int) -> None:
     """From token `since` on this lease's pages lack a state, also those it will fill."""
-    if any(each.name == state and each.required for each in core.spec.states):
-        raise LeaseError(f"state {state!r} is required: pages without it cannot be offered")
-    lease.missing_states[state] = min(since, lease.missing_states.get(state, since))
+    if any(each.name == name and each.required for each in state.spec.states):
+        raise LeaseError(f"state {name!r} is required: pages without it cannot be offered")
+    lease.missing_states[name] = min(since, lease.missing_states.get(name, since))
     if since >= lease.resume:
         return
-    page_tokens = core.spec.page_tokens
-    match = find(core.tree, lease.namespace, lease.packed, lease.resume)
+    page_tokens = state.spec.page_tokens
+    match = find(state.tree, lease.namespace, lease.packed, lease.resume)
     for node in match.path:
         if node.start <= since // page_tokens < min(node.end, match.known_tokens // page_tokens):
-            missing_state.note(node, state, since, page_tokens)
+            missing_state.note(node, name, since, page_tokens)
 
 
-def next_stop(core: CacheState, lease: Lease) -> int | None:
+def next_stop(state: CacheState, lease: Lease) -> int | None:
     """The next boundary at which the engine must stop and commit, in the prompt or in its answer."""
     for stop in lease.stops:
         if stop > lease.position:
             return stop
     start = max(lease.position, lease.prompt_tokens - 1)
-    return next_decode_stop(core.spec, core.placement, position=start)
+    return next_decode_stop(state.spec, state.placement, position=start)
 
 
-def is_stop(core: CacheState, lease: Lease, boundary: int) -> bool:
+def is_stop(state: CacheState, lease: Lease, boundary: int) -> bool:
     """Whether a checkpoint was asked for at `boundary`."""
     if boundary < lease.prompt_tokens:
         return boundary in lease.stops
-    return next_decode_stop(core.spec, core.placement, position=boundary - 1) == boundary
+    return next_decode_stop(state.spec, state.placement, position=boundary - 1) == boundary
 
 
 def _joined(pages: PageIds, more: PageIds) -> PageIds:

@@ -10,18 +10,17 @@ import numpy as np
 
 from stepwell.base.errors import NoRoom
 from stepwell.base.ids import Kind, Tier
-from stepwell.base.plan import NO_PAGES, Copy, PageIds, Purpose, Span
+from stepwell.base.tasks import NO_PAGES, Copy, PageIds, Purpose, Span
 from stepwell.memory.arena import READY
 from stepwell.tiers.eviction import allocate
 from stepwell.tiers.state import CacheState
 from stepwell.tree.checkpoints import add_residency, residency_arrived
-from stepwell.tree.node import ABSENT, Node, Residency, Run, Victim
-from stepwell.tree.ranking import previous_checkpoint
+from stepwell.tree.node import ABSENT, Node, Residency, Run, Victim, previous_checkpoint
 
 
-def save_path(core: CacheState, node: Node) -> None:
+def save_path(state: CacheState, node: Node) -> None:
     """Saves every device page from the root to `node`, and the checkpoints on the way, that the host lacks."""
-    save_runs(core, node)
+    save_runs(state, node)
     for each in node.path():
         host = each.runs[Tier.HOST]
         if host is None:
@@ -31,40 +30,40 @@ def save_path(core: CacheState, node: Node) -> None:
             if residency is None or checkpoint.held[Tier.HOST] is not None:
                 continue
             if (host.ids[: checkpoint.page - each.start] != ABSENT).all():  # it is no use without the pages it stands on
-                save_residency(core, residency)
+                save_residency(state, residency)
         if host.num_pages < each.num_pages:
             return
 
 
-def write_back(core: CacheState, victim: Victim) -> bool:
+def write_back(state: CacheState, victim: Victim) -> bool:
     """Before something leaves the device: starts saving it if it is worth something and not on the host. True if it did."""
     if isinstance(victim, Residency):
         dirty = victim.ready and not victim.users and victim.checkpoint.held[Tier.HOST] is None
-        saving = dirty and save_residency(core, victim)
+        saving = dirty and save_residency(state, victim)
     else:
-        tail = core.tree.ranking.tail(victim)
-        dirty = tail is not None and not tail.dead and len(_missing(core, victim.node)) > 0
-        saving = dirty and save_runs(core, victim.node)
+        tail = state.tree.ranking.tail(victim)
+        dirty = tail is not None and not tail.dead and len(_missing(state, victim.node)) > 0
+        saving = dirty and save_runs(state, victim.node)
     return saving
 
 
-def save_runs(core: CacheState, node: Node) -> bool:
+def save_runs(state: CacheState, node: Node) -> bool:
     """Saves the pages of `node` and of what is above it; true when a copy is under way."""
-    if not core.has_both_tiers:
+    if not state.has_both_tiers:
         return False
-    pieces = _unsaved(core, node)
+    pieces = _unsaved(state, node)
     if not pieces:
         return False
     need = {Kind.PREFIX: sum(len(missing) for _, missing in pieces)}
-    path = _host_pages(node) if not core.arena(Tier.HOST).fits(need) else NO_PAGES
-    core.arena(Tier.HOST).retain(Kind.PREFIX, path)  # room is not to be made out of what it is to follow
+    path = _host_pages(node) if not state.arena(Tier.HOST).fits(need) else NO_PAGES
+    state.arena(Tier.HOST).retain(Kind.PREFIX, path)  # room is not to be made out of what it is to follow
     try:
-        ids = allocate(core, Tier.HOST, need)[Kind.PREFIX]
+        ids = allocate(state, Tier.HOST, need)[Kind.PREFIX]
     except NoRoom:
-        core.counters.add("save_skipped_no_room")
+        state.counters.add("save_skipped_no_room")
         return False
     finally:
-        core.refs.release(Tier.HOST, Kind.PREFIX, path)
+        state.tree.release(Tier.HOST, Kind.PREFIX, path)
     source, start = [], 0
     runs: list[Run] = []
     for each, missing in pieces:
@@ -73,46 +72,46 @@ def save_runs(core: CacheState, node: Node) -> bool:
         placed = np.full(each.num_pages, ABSENT, np.int32)
         placed[missing] = ids[start : start + len(missing)]
         start += len(missing)
-        core.tree.attach(each, Tier.HOST, placed)
+        state.tree.attach(each, Tier.HOST, placed)
         source.append(device.ids[missing])
         runs.append(device)
     copy = Copy(
         source=Span(tier=Tier.DEVICE, kind=Kind.PREFIX, ids=np.concatenate(source)),
         target=Span(tier=Tier.HOST, kind=Kind.PREFIX, ids=ids),
     )
-    core.copies.copy(Purpose.SAVE, [copy], saves=tuple(runs))
-    core.refs.release(Tier.HOST, Kind.PREFIX, ids)
+    state.copies.copy(Purpose.SAVE, [copy], saves=tuple(runs))
+    state.tree.release(Tier.HOST, Kind.PREFIX, ids)
     return True
 
 
-def save_residency(core: CacheState, residency: Residency) -> bool:
+def save_residency(state: CacheState, residency: Residency) -> bool:
     """Saves one checkpoint; true when a copy is under way. Window pages the host has already are shared."""
-    if not core.has_both_tiers:
+    if not state.has_both_tiers:
         return False
     checkpoint = residency.checkpoint
     node = checkpoint.node
     assert node is not None
-    shared = _shared_windows(core, node, checkpoint.page)
-    span = core.spec.window_span(checkpoint.page * core.spec.page_tokens)
+    shared = _shared_windows(state, node, checkpoint.page)
+    span = state.spec.window_span(checkpoint.page * state.spec.page_tokens)
     fresh = [index for index, at in enumerate(span) if at not in shared]
-    core.arena(Tier.HOST).retain(Kind.WINDOW, _array(shared.values())) if shared else None
+    state.arena(Tier.HOST).retain(Kind.WINDOW, _array(shared.values())) if shared else None
     residency.users += 1  # not to be evicted by what makes room for it
     try:
-        pages = allocate(core, Tier.HOST, {Kind.WINDOW: len(fresh), Kind.POINT: len(residency.points)})
+        pages = allocate(state, Tier.HOST, {Kind.WINDOW: len(fresh), Kind.POINT: len(residency.points)})
     except NoRoom:
-        core.counters.add("save_skipped_no_room")
+        state.counters.add("save_skipped_no_room")
         pages = None
     finally:
-        core.refs.unpin(residency)
+        state.tree.unpin(residency)
     if pages is None or checkpoint.node is None:
-        _give_back(core, shared, pages or {})
+        _give_back(state, shared, pages or {})
         return False
-    _start_save(core, residency, span, shared, fresh, pages)
+    _start_save(state, residency, span, shared, fresh, pages)
     return True
 
 
 def _start_save(
-    core: CacheState, residency: Residency, span: range, shared: dict[int, int], fresh: list[int], pages: dict[Kind, PageIds]
+    state: CacheState, residency: Residency, span: range, shared: dict[int, int], fresh: list[int], pages: dict[Kind, PageIds]
 ) -> None:
     windows = pages.get(Kind.WINDOW, NO_PAGES)
     points = pages.get(Kind.POINT, NO_PAGES)
@@ -120,7 +119,7 @@ def _start_save(
     checkpoint = residency.checkpoint
     assert checkpoint.node is not None
     target = add_residency(
-        core.tree,
+        state.tree,
         checkpoint.node,
         checkpoint.page,
         Tier.HOST,
@@ -140,23 +139,23 @@ def _start_save(
             target=Span(tier=Tier.HOST, kind=Kind.POINT, ids=points),
         ),
     ]
-    if core.copies.copy(Purpose.SAVE, copies, reads=(residency,), writes=target) is None:
-        residency_arrived(core.tree, target)  # all of its pages were there already
-    _give_back(core, shared, {Kind.WINDOW: windows})
+    if state.copies.copy(Purpose.SAVE, copies, reads=(residency,), writes=target) is None:
+        residency_arrived(state.tree, target)  # all of its pages were there already
+    _give_back(state, shared, {Kind.WINDOW: windows})
 
 
-def _give_back(core: CacheState, shared: dict[int, int], pages: dict[Kind, PageIds]) -> None:
+def _give_back(state: CacheState, shared: dict[int, int], pages: dict[Kind, PageIds]) -> None:
     """The references that kept pages alive while they were placed; the tree and the copy hold their own by now."""
-    arena = core.arena(Tier.HOST)
+    arena = state.arena(Tier.HOST)
     if shared:
         arena.release(Kind.WINDOW, _array(shared.values()))
     for kind, ids in pages.items():
         arena.release(kind, ids)
 
 
-def _shared_windows(core: CacheState, node: Node, page: int) -> dict[int, int]:
+def _shared_windows(state: CacheState, node: Node, page: int) -> dict[int, int]:
     """Host window pages, by index on the path, that the checkpoint before this one already has."""
-    spec = core.spec
+    spec = state.spec
     before = previous_checkpoint(node, page)
     residency = before.ready_in(Tier.HOST) if before is not None else None
     if before is None or residency is None or not len(residency.windows):
@@ -165,9 +164,9 @@ def _shared_windows(core: CacheState, node: Node, page: int) -> dict[int, int]:
     return {at: theirs[at] for at in spec.window_span(page * spec.page_tokens) if at in theirs}
 
 
-def _unsaved(core: CacheState, node: Node) -> list[tuple[Node, PageIds]]:
+def _unsaved(state: CacheState, node: Node) -> list[tuple[Node, PageIds]]:
     """The nodes from the root to `node` with pages to save, and which of their pages."""
-    return [(each, missing) for each in node.path() if len(missing := _missing(core, each))]
+    return [(each, missing) for each in node.path() if len(missing := _missing(state, each))]
 
 
 def _host_pages(node: Node) -> PageIds:
@@ -177,13 +176,13 @@ def _host_pages(node: Node) -> PageIds:
     return np.asarray(ids[ids != ABSENT])
 
 
-def _missing(core: CacheState, node: Node) -> PageIds:
+def _missing(state: CacheState, node: Node) -> PageIds:
     """Indices of the node's pages that can be read on the device and are not on the host."""
     device, host = node.runs[Tier.DEVICE], node.runs[Tier.HOST]
     if device is None or (host is not None and host.num_pages == node.num_pages):
         return NO_PAGES
-    state = core.arena(Tier.DEVICE).state[Kind.PREFIX]
-    wanted = (device.ids != ABSENT) & (state[device.ids] == READY)
+    page_states = state.arena(Tier.DEVICE).state[Kind.PREFIX]
+    wanted = (device.ids != ABSENT) & (page_states[device.ids] == READY)
     if host is not None:
         wanted &= host.ids == ABSENT
     return np.flatnonzero(wanted).astype(np.int32)

@@ -19,15 +19,15 @@ from typing import NamedTuple, Protocol
 
 from stepwell.base.errors import StoreError
 from stepwell.base.ids import Kind
-from stepwell.base.keys import Namespace, manifest_key, member_key
-from stepwell.base.plan import PageIds
+from stepwell.base.prompt import Namespace, manifest_key, member_key
 from stepwell.base.store_key import StoreKey
-from stepwell.base.store_op import (
+from stepwell.base.tasks import (
     FetchCheckpoint,
     FetchPages,
     FindItems,
     ItemStatus,
     Outcome,
+    PageIds,
     PutCheckpoint,
     PutPages,
     Task,

@@ -16,9 +16,9 @@ from types import ModuleType
 import torch
 
 from stepwell.base.ids import JobId, Kind, Tier
-from stepwell.base.plan import Copy, Plan, Purpose, Span
+from stepwell.base.meters import Counters
 from stepwell.base.spec import ModelSpec
-from stepwell.metrics.counters import Counters
+from stepwell.base.tasks import Copy, Plan, Purpose, Span
 from stepwell.transfer.copy_engine import Work
 from stepwell.transfer.copy_speeds import DEFAULT_ROUTES, checked, measured_routes
 from stepwell.transfer.layer_events import LayerEvents, LayerSteps, layer_steps

@@ -18,7 +18,7 @@ from stepwell.base.ids import Kind
 from stepwell.base.spec import ModelSpec
 from stepwell.base.units import format_bytes
 from stepwell.memory.layout import ArenaLayout
-from stepwell.transfer.memory import refusal
+from stepwell.transfer.copy_engine import refusal
 
 log = logging.getLogger(__name__)
 

@@ -6,9 +6,8 @@ Prefix pages are never touched here. A checkpoint that is in no tier any more le
 from __future__ import annotations
 
 from stepwell.base.ids import Kind, Tier
-from stepwell.base.plan import PageIds
-from stepwell.tree.node import Checkpoint, Loss, Node, Residency
-from stepwell.tree.ranking import previous_checkpoint
+from stepwell.base.tasks import PageIds
+from stepwell.tree.node import Checkpoint, Loss, Node, Residency, previous_checkpoint
 from stepwell.tree.tree import Tree
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from stepwell.base.ids import Tier
-from stepwell.base.plan import PageIds
+from stepwell.base.tasks import PageIds
 from stepwell.tree.node import Node
 
 

@@ -14,8 +14,8 @@ from typing import TypeAlias
 
 from stepwell.base.config import PRIORITY_STEP_S
 from stepwell.base.ids import Kind, Tier
-from stepwell.base.plan import NO_PAGES, PageIds
-from stepwell.policy.reuse_model import Visit
+from stepwell.base.tasks import PageIds
+from stepwell.policy.value import Visit
 
 ABSENT = -1  # in a run's id array
 MAX_LOSSES = 16  # notes of lost things a node keeps, for explanations
@@ -182,7 +182,7 @@ class Node:
         self.past: dict[bytes, Visit] | None = None  # the latest visits to what is gone, by its first page
         self.visit: Visit | None = None  # the latest to its pages
         self.missing_states: dict[str, int] | None = None  # optional ones, from which token on
-        self.keys = b""  # chained keys of its first pages, as many as somebody asked for (`chain.py`)
+        self.keys = b""  # chained keys of its first pages, as many as somebody asked for (`match.py`)
         self.used_at = 0.0
         self.hits = 0
         self.urgent_until = 0.0  # when the last step of the priority that a use gave it is lost
@@ -267,6 +267,24 @@ class Node:
         return f"Node(pages {self.start}..{self.end}, kids={len(self.kids.by_page) if self.kids else 0})"
 
 
-Victim: TypeAlias = Run | Residency
+def previous_checkpoint(node: Node, page: int) -> Checkpoint | None:
+    """The deepest checkpoint on the path that lies before boundary `page`."""
+    here: Node | None = node
+    while here is not None:
+        if here.checkpoints:
+            before = -1
+            for each in here.checkpoints:
+                if before < each < page:
+                    before = each
+            if before >= 0:
+                return here.checkpoints[before]
+        here = here.parent
+    return None
 
-__all__ = ["ABSENT", "NO_PAGES", "Checkpoint", "Kids", "Loss", "LossReason", "Node", "Residency", "Run", "Use", "Victim"]
+
+def previous_boundary(node: Node, page: int) -> int:
+    checkpoint = previous_checkpoint(node, page)
+    return checkpoint.page if checkpoint is not None else 0
+
+
+Victim: TypeAlias = Run | Residency

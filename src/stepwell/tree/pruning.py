@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from stepwell.base.ids import Kind, Tier
-from stepwell.base.keys import KEY_BYTES, PageKey
-from stepwell.base.plan import PageIds
+from stepwell.base.prompt import KEY_BYTES, PageKey
+from stepwell.base.tasks import PageIds
 from stepwell.memory.arena import READY
 from stepwell.tree.checkpoints import forget
 from stepwell.tree.missing_state import forget_cut

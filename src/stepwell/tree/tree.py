@@ -18,10 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from stepwell.base.ids import CACHED_TIERS, Kind, Tier
-from stepwell.base.keys import KEY_BYTES, PageKey
-from stepwell.base.plan import PageIds
+from stepwell.base.prompt import KEY_BYTES, TOKEN_BYTES, PageKey, common_pages
 from stepwell.base.spec import ModelSpec
-from stepwell.base.tokens import TOKEN_BYTES, common_pages
+from stepwell.base.tasks import PageIds, Span
 from stepwell.memory.arena import READY, Arena
 from stepwell.policy.value import ValuePolicy
 from stepwell.tree import missing_state
@@ -146,12 +145,6 @@ class Tree:
             run.num_ready = int(np.count_nonzero(state[run.ids[run.ids != ABSENT]] == READY))
             self._queue_run(run)
 
-    def requeue(self, tier: Tier, ids: PageIds) -> None:
-        """Notices that somebody let go of pages: what owns them may be a candidate for eviction again."""
-        for run in self.runs_of(tier, ids):
-            self._queue_run(run)
-        self.ranking.tidy(tier)
-
     def nodes(self) -> Iterator[Node]:
         """Every node, parents before children."""
         stack = list(reversed(self.roots.values()))
@@ -160,6 +153,34 @@ class Tree:
             yield node
             if node.kids is not None:
                 stack.extend(reversed(node.kids.by_page.values()))
+
+    # ---- references of leases, pins and jobs --------------------------------------------------------
+
+    def retain(self, spans: Iterable[Span]) -> None:
+        """Takes a reference to every page. Pages of the engine's own memory are not ours to count."""
+        for span in spans:
+            if span.tier is not Tier.ENGINE:
+                self.arenas[span.tier].retain(span.kind, span.ids)
+
+    def release_all(self, spans: Iterable[Span]) -> None:
+        for span in spans:
+            if span.tier is not Tier.ENGINE:
+                self.release(span.tier, span.kind, span.ids)
+
+    def release(self, tier: Tier, kind: Kind, ids: PageIds) -> None:
+        """Gives references back. What only the tree refers to then is a candidate for eviction again."""
+        self.arenas[tier].release(kind, ids)
+        if kind is Kind.PREFIX:
+            for run in self.runs_of(tier, ids):
+                self._queue_run(run)
+            self.ranking.tidy(tier)
+
+    def unpin(self, residency: Residency) -> None:
+        """One user of a checkpoint less; one that nobody reads is a candidate again."""
+        residency.users -= 1
+        assert residency.users >= 0, f"{residency.users=}"
+        if not residency.users:
+            self.ranking.queue_residency(residency)
 
     # ---- inside: growing --------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from datetime import datetime, timedelta, timezone
 import pytest
 
 from stepwell import Cause, Tier
-from stepwell.base.clock import SystemClock
+from stepwell.base.meters import SystemClock
 from stepwell.tree.checkpoints import drop_residency
 from stepwell.tree.node import LossReason
 from toys import FULL, FULL_WINDOW, HYBRID, Rig, text
@@ -111,7 +111,7 @@ def test_evicted_checkpoint() -> None:
     rig.clock.advance(7.0)
     residency = holder.restored
     assert residency is not None
-    drop_residency(rig.tree, residency, rig.core.loss(LossReason.EVICTED, Tier.DEVICE))
+    drop_residency(rig.tree, residency, rig.state.loss(LossReason.EVICTED, Tier.DEVICE))
     why = rig.cache.explain(PROMPT)
     assert (why.cause, why.states, why.at_s) == (Cause.EVICTED, ("swa",), 7.0)
     rig.cache.release(holder)

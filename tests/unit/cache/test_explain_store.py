@@ -10,8 +10,8 @@ import pytest
 
 from stepwell import CacheConfig, Cause, ConfigError, ModelSpec, Tier, build_cache
 from stepwell.base.config import PrefetchPolicy, StoreConfig
-from stepwell.base.store_op import ItemStatus
-from stepwell.policy.tuning import StoreTuning
+from stepwell.base.tasks import ItemStatus
+from stepwell.policy.store_use import StoreTuning
 from stepwell.store.api import Space
 from stepwell.store.memory import MemoryStore
 from stepwell.store_tier.link import LinkState

@@ -9,8 +9,7 @@ import pytest
 
 from stepwell import Cause, ConfigError, LeaseError, ModelSpec, Tier, WritePolicy
 from stepwell.base.config import MAX_PRIORITY, PRIORITY_STEP_S
-from stepwell.policy.reuse_model import ReuseModel, Visit
-from stepwell.policy.value import Expected, Facts
+from stepwell.policy.value import Expected, Facts, ReuseModel, Visit
 from toys import EVICTIONS, FULL, HYBRID, PAGE, SMALL_PAGES, Rig, text
 
 

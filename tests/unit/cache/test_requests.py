@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stepwell import Kind, LeaseState, PlacementConfig, Tier
-from stepwell.base.plan import Purpose
+from stepwell.base.tasks import Purpose
 from stepwell.policy.placement import PlacementRules
 from toys import ALL_MODELS, FULL, FULL_POINT, FULL_WINDOW, HYBRID, KV, Rig, model, swa, text
 

@@ -8,8 +8,8 @@ import numpy as np
 
 from stepwell import ModelSpec, PlacementConfig, Point, StateSpec, Tier, Window, WritePolicy
 from stepwell.base.ids import JobId, Kind
-from stepwell.base.plan import Copy, Plan, Purpose, Span
-from stepwell.jobs.copy_executor import ThreadCopyExecutor
+from stepwell.base.tasks import Copy, Plan, Purpose, Span
+from stepwell.jobs.executors import ThreadCopyExecutor
 from stepwell.transfer.copy_engine import Work
 from toys import FULL, FULL_POINT, HYBRID, KV, PAGE, Rig, text
 from waiting import PATIENCE_S, wait_until
@@ -22,7 +22,7 @@ def test_a_prompt_used_a_thousand_times_has_one_entry_among_the_expiries() -> No
     for _ in range(1000):
         rig.clock.advance(1.0)
         rig.serve_without_audit(text(1, 17), ttl_s=60.0)
-    assert len(rig.core.expiries) <= 2 * sum(1 for _ in rig.tree.nodes())
+    assert len(rig.state.expiries) <= 2 * sum(1 for _ in rig.tree.nodes())
     rig.clock.advance(60.0)
     rig.cache.step()
     assert rig.restore(text(1, 17)) == 0
@@ -92,9 +92,9 @@ def test_a_pinned_checkpoint_outlives_the_trail_it_was_part_of() -> None:
 def test_write_back_tries_again_once_the_host_has_room() -> None:
     rig = Rig(FULL, device_pages=16, host_pages=8, write=WritePolicy.BACK)
     rig.serve(text(1, 33))
-    blocker = rig.core.arena(Tier.HOST).alloc({Kind.PREFIX: 8})[Kind.PREFIX]
+    blocker = rig.state.arena(Tier.HOST).alloc({Kind.PREFIX: 8})[Kind.PREFIX]
     rig.serve_without_audit(text(2, 33))  # the first prompt loses pages that had nowhere to go
-    rig.core.arena(Tier.HOST).release(Kind.PREFIX, blocker)
+    rig.state.arena(Tier.HOST).release(Kind.PREFIX, blocker)
     left = rig.restore(text(1, 33))
     rig.serve(text(3, 33))
     assert rig.restore(text(1, 33)) == left > 0

@@ -14,14 +14,14 @@ from threading import enumerate as enumerate_threads
 import pytest
 
 from stepwell import Cache, CacheConfig, LeaseError, LeaseState, LoadFailed, WrongThread, build_cache
-from stepwell.base.clock import ManualClock, SystemClock
 from stepwell.base.config import StoreConfig
 from stepwell.base.ids import JobId, Kind, Tier
-from stepwell.base.plan import Plan, Purpose
+from stepwell.base.meters import ManualClock, SystemClock
+from stepwell.base.tasks import Plan, Purpose
 from stepwell.cache.build import layouts_for, numpy_memories
-from stepwell.jobs.copy_executor import ThreadCopyExecutor
+from stepwell.jobs.executors import ThreadCopyExecutor
 from stepwell.jobs.workers import RankJobs, WorkQueue
-from stepwell.policy.tuning import StoreTuning
+from stepwell.policy.store_use import StoreTuning
 from stepwell.store.api import Space
 from stepwell.store.memory import MemoryStore
 from stepwell.store.wrappers import Wrapper
@@ -266,7 +266,7 @@ def test_a_load_that_never_began_leaves_its_sources_where_they_are() -> None:
         copy_engine.turns.release()
     save(cache, range(3))
     step_until(cache, lambda: not cache.copying)
-    make_room(cache._core, Tier.DEVICE, {Kind.PREFIX: 10_000})
+    make_room(cache._state, Tier.DEVICE, {Kind.PREFIX: 10_000})
     leases = [cache.acquire(cache.lookup(text(name, 5))) for name in range(3)]  # two threads hang, the third waits
     wait_until(lambda: len(copy_engine.waiting) == 2)
     copy_engine.clock.advance(31.0)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from stepwell import Kind, NoRoom, Tier
-from stepwell.base.plan import PageIds
+from stepwell.base.tasks import PageIds
 from stepwell.memory.arena import DEAD, FILLING, FREE, READY, Arena
 from stepwell.memory.layout import ArenaLayout
 

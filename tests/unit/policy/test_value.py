@@ -5,8 +5,7 @@ from __future__ import annotations
 from itertools import pairwise, product
 from math import log2
 
-from stepwell.policy.reuse_model import ReuseModel, Visit
-from stepwell.policy.value import LEVELS_PER_OCTAVE, Expected, Facts, ValuePolicy
+from stepwell.policy.value import LEVELS_PER_OCTAVE, Expected, Facts, ReuseModel, ValuePolicy, Visit
 from stepwell.sim.least_recent import LeastRecent
 
 PAGE = 4

@@ -8,7 +8,7 @@ from itertools import combinations, product
 import pytest
 
 from stepwell.base.errors import ConfigError
-from stepwell.base.keys import Namespace
+from stepwell.base.prompt import Namespace
 from stepwell.server.principals import Principal, Principals, Secrets, Tenant
 
 ADMIN = "an admin token"

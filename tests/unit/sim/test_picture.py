@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from small_traces import ListTrace, branching, setup
 
-from stepwell.base.clock import ManualClock
+from stepwell.base.meters import ManualClock
 from stepwell.sim.picture import draw
 from stepwell.sim.replay import replay_trace
 from stepwell.sim.report import Report

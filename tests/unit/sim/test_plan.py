@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from small_traces import BLOCK, ListTrace, request, setup
 
-from stepwell.base.clock import ManualClock
 from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Kind, Tier
+from stepwell.base.meters import ManualClock
 from stepwell.sim.case import Beginning, Case
 from stepwell.sim.files import write_trace
 from stepwell.sim.hardware import Hardware

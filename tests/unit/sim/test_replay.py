@@ -16,10 +16,10 @@ from small_traces import (
     setup,
 )
 
-from stepwell.base.clock import ManualClock
 from stepwell.base.config import CacheConfig, WritePolicy
 from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Kind, Tier
+from stepwell.base.meters import ManualClock
 from stepwell.base.spec import ModelSpec
 from stepwell.sim.hardware import Hardware
 from stepwell.sim.policies import POLICIES

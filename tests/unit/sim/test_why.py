@@ -117,12 +117,12 @@ def drop_checkpoint(replay: Replay, of: TraceRequest, *, page: int) -> None:
     from stepwell.tree.checkpoints import drop_residency
     from stepwell.tree.node import LossReason
 
-    core = replay.cache._core
+    state = replay.cache._state
     for node in replay.cache.lookup(prompt_of(of, BLOCK, number=1)).path:
         if node.checkpoints and page in node.checkpoints:
             residency = node.checkpoints[page].held[Tier.DEVICE]
             assert residency is not None
-            drop_residency(core.tree, residency, core.loss(LossReason.EVICTED, Tier.DEVICE))
+            drop_residency(state.tree, residency, state.loss(LossReason.EVICTED, Tier.DEVICE))
             return
     raise AssertionError(f"no checkpoint at page {page}")
 

@@ -7,8 +7,7 @@ from random import Random
 import pytest
 
 from stepwell import StoreError
-from stepwell.base.clock import ManualClock
-from stepwell.metrics.counters import Counters
+from stepwell.base.meters import Counters, ManualClock
 from stepwell.store.api import Read, ReadOutcome
 from stepwell.store.memory import MemoryStore
 from stepwell.store.seal import Verdict, verify

@@ -8,10 +8,10 @@ import pytest
 
 from stepwell import Kind, PlacementConfig, Tier, WritePolicy
 from stepwell.base.config import StoreConfig
-from stepwell.base.store_op import ItemStatus
+from stepwell.base.tasks import ItemStatus
 from stepwell.sim.thinning import Thinning
 from stepwell.store.memory import MemoryStore
-from stepwell.store_tier.backup_pages import offer
+from stepwell.store_tier.backup import offer
 from stepwell.store_tier.deferred import MOST_DELAYS
 from stepwell.store_tier.link import MOST_PUTS, StoreLink
 from stepwell.tiers.eviction import allocate
@@ -69,7 +69,7 @@ def test_a_checkpoint_is_stored_when_its_rest_is_over() -> None:
     here = rig()
     turn(here, 10)
     later(here, DELAY_S - 1)
-    assert stored(here) == [] and here.core.counters["backup_pages"] == 10, "pages do not rest"
+    assert stored(here) == [] and here.state.counters["backup_pages"] == 10, "pages do not rest"
     later(here, 1)
     assert stored(here) == [10] and resumable(here) == 10
 
@@ -82,7 +82,7 @@ def test_what_is_superseded_when_its_rest_is_over_is_not_stored() -> None:
     later(here, DELAY_S)
     assert stored(here) == [14] and resumable(here) == 14
     later(here, DELAY_S)
-    assert here.core.counters["backup_superseded_checkpoints"] == 2
+    assert here.state.counters["backup_superseded_checkpoints"] == 2
 
 
 def test_milestones_are_stored_though_superseded() -> None:
@@ -190,7 +190,7 @@ def test_a_store_that_is_down_when_it_is_detached_keeps_nothing_waiting() -> Non
     assert len(link.deferred) == 1 and not link.ended
     here.clock.advance(link.tuning.backup_age_s + 1)
     here.cache.step()
-    assert not len(link.deferred) and link.ended and here.core.counters["backup_dropped_too_old"] == 1
+    assert not len(link.deferred) and link.ended and here.state.counters["backup_dropped_too_old"] == 1
 
 
 def test_a_follower_that_is_nowhere_but_on_the_device_spares_nobody() -> None:
@@ -259,13 +259,13 @@ def test_what_left_the_host_does_not_rest_there(write: WritePolicy) -> None:
     assert link is not None
     turn(here, 10)
     here.evict_all(Tier.DEVICE)
-    offer(here.core, link, next(node for node in here.tree.nodes() if node.checkpoints))
+    offer(here.state, link, next(node for node in here.tree.nodes() if node.checkpoints))
     here.settle()
     assert here.cache.stats().deferred == 1
     link.num_putting += MOST_PUTS  # it answers nothing any more
     link.backup_bytes += 2 * link.most_backup_bytes
     here.evict_idle(Tier.HOST)
-    assert here.cache.stats().deferred == 0 and here.core.counters["backup_skipped_store_busy"] > 0
+    assert here.cache.stats().deferred == 0 and here.state.counters["backup_skipped_store_busy"] > 0
 
 
 def test_a_small_host_lets_nothing_rest() -> None:
@@ -274,7 +274,7 @@ def test_a_small_host_lets_nothing_rest() -> None:
     for prompt in prompts:
         here.serve(prompt)
         later(here, 1)
-    assert here.core.counters["save_skipped_no_room"] == 0
+    assert here.state.counters["save_skipped_no_room"] == 0
     assert [resumable(here, prompt) for prompt in prompts] == 20 * [3]
 
 
@@ -337,7 +337,7 @@ def test_paths_below_what_rests_make_room_on_a_full_host() -> None:
     for prompt in prompts:
         here.serve(prompt)
         later(here, 1)
-    assert here.core.counters["save_skipped_no_room"] == 0
+    assert here.state.counters["save_skipped_no_room"] == 0
     later(here, DELAY_S)
     assert [resumable(here, prompt) for prompt in prompts] == 30 * [30]
 
@@ -425,9 +425,9 @@ def test_a_high_priority_is_worth_more_than_rest() -> None:
     later(here, DELAY_S)
     here.serve(passing)
     here.evict_all(Tier.DEVICE)
-    ids = allocate(here.core, Tier.HOST, {Kind.PREFIX: 45})[Kind.PREFIX]
+    ids = allocate(here.state, Tier.HOST, {Kind.PREFIX: 45})[Kind.PREFIX]
     assert here.restore(kept) == 12 * PAGE and here.restore(passing) == 0
-    here.core.refs.release(Tier.HOST, Kind.PREFIX, ids)
+    here.state.tree.release(Tier.HOST, Kind.PREFIX, ids)
 
 
 def test_many_that_leave_the_host_at_once_are_all_stored() -> None:

@@ -8,9 +8,9 @@ from random import Random
 import pytest
 
 from stepwell import Cause, Lease, Tier
-from stepwell.base.clock import ManualClock
 from stepwell.base.config import PrefetchPolicy, StoreConfig
-from stepwell.policy.tuning import StoreTuning
+from stepwell.base.meters import ManualClock
+from stepwell.policy.store_use import StoreTuning
 from stepwell.store.api import Store
 from stepwell.store.memory import MemoryStore
 from stepwell.store.wrappers import Faults, Faulty, Slow
@@ -106,7 +106,7 @@ def test_several_first_requests_all_wait_for_a_healthy_store(filled: MemoryStore
     assert all(ticket.complete and ticket.from_store.all() for ticket in tickets)
     for ticket in tickets:
         ticket.close()
-    assert not here.rig.core.counters["prefetch_given_up"]
+    assert not here.rig.state.counters["prefetch_given_up"]
 
 
 def test_a_fetch_that_is_quicker_than_computing_is_waited_for_beyond_the_usual_limit(filled: MemoryStore) -> None:
@@ -126,7 +126,7 @@ def test_a_store_that_hangs_is_waited_for_once(filled: MemoryStore) -> None:
     waited_s = [here.serve(text(name, 300 * PAGE + 1))[0] for name in range(1, 10)]
     assert waited_s[0] == pytest.approx(limit_s, abs=0.01)
     assert sum(waited_s[1:]) <= 0.01 * 9 * COMPUTE_S, waited_s
-    assert here.rig.core.counters["prefetch_given_up"] == 9
+    assert here.rig.state.counters["prefetch_given_up"] == 9
 
 
 def test_those_who_wait_for_a_store_that_hangs_go_on_together(filled: MemoryStore) -> None:
@@ -151,7 +151,7 @@ def test_a_fetch_that_was_given_up_is_counted_and_explained(filled: MemoryStore)
     why = here.rig.cache.explain(PROMPT)
     assert why.cause is Cause.LATE and why.tier is Tier.STORE
     assert f"{waited_s:.2f} s" in why.detail and "limit" in why.detail
-    assert here.rig.core.counters["prefetch_given_up"] == 1
+    assert here.rig.state.counters["prefetch_given_up"] == 1
     here.serve(PROMPT)
     why = here.rig.cache.explain(PROMPT)
     assert why.cause is Cause.COMPLETE and "given up" in str(why), "also when it was computed in the meantime"
@@ -180,7 +180,7 @@ def test_a_request_that_went_away_has_not_given_up(filled: MemoryStore) -> None:
     ticket = here.ask(PROMPT)
     here.clock.advance(0.9)
     ticket.close()
-    assert not here.rig.core.counters["prefetch_given_up"]
+    assert not here.rig.state.counters["prefetch_given_up"]
     assert here.serve(PROMPT)[1] == 300 * PAGE, "a client that leaves says nothing about the store"
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from stepwell import CacheConfig, Cause, ConfigError, Kind, LeaseError, ModelSpec, Tier, WritePolicy, build_cache
 from stepwell.base.config import PrefetchPolicy, StoreConfig
-from stepwell.base.store_op import FetchCheckpoint, FetchPages, FindItems, ItemStatus, PutCheckpoint, PutPages
-from stepwell.policy.tuning import StoreTuning
+from stepwell.base.tasks import FetchCheckpoint, FetchPages, FindItems, ItemStatus, PutCheckpoint, PutPages
+from stepwell.policy.store_use import StoreTuning
 from stepwell.store.api import NO_PARENT, Space, Write, WriteOutcome
 from stepwell.store.memory import MemoryStore
 from stepwell.store_tier.link import LinkState
@@ -76,7 +76,7 @@ def test_only_what_is_not_in_memory_is_fetched() -> None:
     ask = after.store_executor.op(after.store_executor.pending[-1]).task
     assert isinstance(ask, FindItems) and len(ask.pages) == 6
     after.settle()
-    assert after.core.counters["fetched_pages"] == 6
+    assert after.state.counters["fetched_pages"] == 6
     sources = after.serve(PROMPT, ticket=ticket)
     assert (sources.device, sources.store, sources.computed) == (4 * PAGE, 6 * PAGE, 1)
 
@@ -96,7 +96,7 @@ def test_pages_beyond_the_deepest_checkpoint_are_not_fetched(spec: ModelSpec) ->
     rig(spec, store).serve(longer)  # and one at page 13, behind pages of its own
     after = rig(spec, store)
     ticket = after.fetched(PROMPT[:-1] + text(2, 2 * PAGE) + text(3, PAGE))  # pages to 12 are stored, the checkpoint at 10 is
-    assert after.core.counters["fetched_pages"] == 10
+    assert after.state.counters["fetched_pages"] == 10
     ticket.close()
     after.idle_check()
 
@@ -109,7 +109,7 @@ def test_a_checkpoint_alone_is_fetched_when_its_pages_are_in_memory() -> None:
     after.settle()
     assert after.restore(PROMPT) == 0
     ticket = after.fetched(PROMPT)
-    assert after.core.counters["fetched_pages"] == 1 and after.core.counters["fetched_checkpoints"] == 1
+    assert after.state.counters["fetched_pages"] == 1 and after.state.counters["fetched_checkpoints"] == 1
     assert after.serve(PROMPT, ticket=ticket).computed == 1
 
 
@@ -121,7 +121,7 @@ def test_one_fetch_serves_everybody_who_wants_the_same_pages() -> None:
     second = after.cache.prefetch(after.cache.lookup(PROMPT))
     after.settle()
     assert first.complete and second.complete
-    assert after.core.counters["fetched_pages"] == 10 and after.core.counters["fetched_checkpoints"] == 1
+    assert after.state.counters["fetched_pages"] == 10 and after.state.counters["fetched_checkpoints"] == 1
     assert after.serve(PROMPT, ticket=first).store == 10 * PAGE
     assert second.from_store.all()
     second.close()
@@ -134,7 +134,7 @@ def test_a_prompt_that_branches_off_shares_only_what_it_shares() -> None:
     first = after.cache.prefetch(after.cache.lookup(PROMPT))
     second = after.cache.prefetch(after.cache.lookup(branch))
     after.settle()
-    assert after.core.counters["fetched_pages"] == 10 + 3
+    assert after.state.counters["fetched_pages"] == 10 + 3
     assert after.serve(branch, ticket=second).store == 7 * PAGE
     assert after.serve(PROMPT, ticket=first).store == 6 * PAGE  # four of its pages are on the device by now
     after.idle_check()
@@ -168,7 +168,7 @@ def test_a_ticket_that_is_closed_calls_its_fetch_off_and_keeps_what_arrived() ->
     lease = after.open(PROMPT, ticket=ticket)
     assert lease.sources.store == 3 * PAGE
     after.settle()
-    assert after.core.counters["fetched_pages"] == 3
+    assert after.state.counters["fetched_pages"] == 3
     after.engine.check(lease)
     after.prefill(lease)
     lease.__exit__(None, None, None)
@@ -229,7 +229,7 @@ def test_waiting_in_vain_has_an_end_however_often_it_is_tried() -> None:
         ticket.close()
     assert waited_s[0] == pytest.approx(tuning.wait_s(len(PROMPT))), "a store is trusted at first"
     assert sum(waited_s[1:]) <= 0.5
-    assert after.core.counters["prefetch_given_up"] == 100
+    assert after.state.counters["prefetch_given_up"] == 100
     after.settle()
 
 
@@ -238,14 +238,14 @@ def test_what_is_stored_already_is_not_sent_again() -> None:
     after = rig(FULL, store)
     held = dict(store._values)
     after.serve(PROMPT)
-    assert after.core.counters["backup_pages"] == 10 and after.core.counters["backup_bytes"] == 0
+    assert after.state.counters["backup_pages"] == 10 and after.state.counters["backup_bytes"] == 0
     assert store._values.keys() == held.keys()
 
 
 def test_what_came_from_the_store_is_not_offered_to_it() -> None:
     after = rig(HYBRID, filled(HYBRID))
     after.serve_fetched(PROMPT)
-    puts = after.core.counters["backup_pages"], after.core.counters["backup_checkpoints"]
+    puts = after.state.counters["backup_pages"], after.state.counters["backup_checkpoints"]
     assert puts == (0, 0)
 
 
@@ -301,7 +301,7 @@ def test_a_backup_that_fails_is_tried_again_at_the_next_use() -> None:
     for job in here.store_executor.pending:
         here.store_executor.finish(job, status=ItemStatus.FAILED)
     report = here.cache.step()
-    assert report.failures and here.core.counters["backup_failures"] == 1 and not store._values
+    assert report.failures and here.state.counters["backup_failures"] == 1 and not store._values
     here.serve(PROMPT)
     assert len(store._values) == 10
 
@@ -338,9 +338,9 @@ def test_a_path_whose_beginning_was_given_up_by_the_store_is_whole_again_after_i
     store.lose(lost)
     longer = PROMPT[:-1] + text(2, 40 * PAGE + 1)  # more than one operation takes: it stays in line
     here.serve(longer)
-    assert here.core.counters["backup_failures"] == 1, "no more than was under way: what was refused is not tried again"
+    assert here.state.counters["backup_failures"] == 1, "no more than was under way: what was refused is not tried again"
     here.serve(longer)
-    assert len(store._values) == 50 and here.core.counters["backup_failures"] == 1
+    assert len(store._values) == 50 and here.state.counters["backup_failures"] == 1
     here.idle_check()
 
 
@@ -388,7 +388,7 @@ def test_a_path_that_waits_too_long_is_given_up() -> None:
         here.cache.step()
     here.clock.advance(6.0)
     here.settle()
-    assert here.core.counters["backup_dropped_too_old"] >= 1
+    assert here.state.counters["backup_dropped_too_old"] >= 1
     here.idle_check()
 
 
@@ -399,7 +399,7 @@ def test_the_line_has_an_end() -> None:
             here.compute(lease, 4 * PAGE)
         here.executor.finish_all()
     here.cache.step()
-    assert here.core.counters["backup_dropped_queue_full"] >= 1
+    assert here.state.counters["backup_dropped_queue_full"] >= 1
     here.settle()
 
 
@@ -472,7 +472,7 @@ def test_fetches_hold_no_more_than_their_share_of_the_host() -> None:
     store = filled(FULL, *prompts)
     here = Rig(FULL, device_pages=256, host_pages=64, store=store)
     tickets = [here.fetched(prompt) for prompt in prompts]
-    assert here.used(Tier.HOST, Kind.PREFIX) <= 32 and here.core.counters["prefetch_no_room"]
+    assert here.used(Tier.HOST, Kind.PREFIX) <= 32 and here.state.counters["prefetch_no_room"]
     for ticket in tickets:
         ticket.close()
     here.idle_check()

@@ -19,10 +19,10 @@ def test_pages_go_many_at_a_time_when_a_point_lacks_a_slab(monkeypatch: pytest.M
     cuts, cut = [], eviction.discard_tail
     monkeypatch.setattr(eviction, "discard_tail", lambda *args: cuts.append(cut(*args)))
     before = rig.cache.counters["evicted_device_pages"]
-    arena = rig.core.arena(Tier.DEVICE)
+    arena = rig.state.arena(Tier.DEVICE)
     points = next(count for count in range(1, 17) if arena.shortage({Kind.POINT: count}))
     assert arena.shortage({Kind.PREFIX: 1, Kind.POINT: points}) == {Kind.POINT: 1}, "no prefix page is missing"
-    eviction.make_room(rig.core, Tier.DEVICE, {Kind.PREFIX: 1, Kind.POINT: points + 4})
+    eviction.make_room(rig.state, Tier.DEVICE, {Kind.PREFIX: 1, Kind.POINT: points + 4})
     pages = rig.cache.counters["evicted_device_pages"] - before
     assert pages >= 16 and len(cuts) <= pages / 8, f"{pages} pages went in {len(cuts)} cuts"
     rig.cache.audit()
@@ -32,8 +32,8 @@ def test_no_more_pages_go_than_are_short() -> None:
     rig = Rig(model(KV, BIG), device_pages=256)
     rig.serve(text(1, 4 * 200 + 1))
     need = {Kind.PREFIX: 100}
-    short = rig.core.arena(Tier.DEVICE).shortage(need)[Kind.PREFIX]
-    assert eviction.make_room(rig.core, Tier.DEVICE, need).fits
+    short = rig.state.arena(Tier.DEVICE).shortage(need)[Kind.PREFIX]
+    assert eviction.make_room(rig.state, Tier.DEVICE, need).fits
     assert rig.cache.counters["evicted_device_pages"] <= short
     rig.cache.audit()
 
@@ -52,12 +52,12 @@ def test_little_more_is_saved_than_is_short() -> None:
     rig = _full_of_unsaved()
     need = {Kind.PREFIX: 64 - rig.used(Tier.DEVICE, Kind.PREFIX) + 6}
     for _ in range(10):
-        found = eviction.make_room(rig.core, Tier.DEVICE, need)
+        found = eviction.make_room(rig.state, Tier.DEVICE, need)
         assert found.waiting and not found.fits
-    saving = sum(len(copy.source.ids) for plan in rig.core.copies.tasks() for copy in plan.copies)
+    saving = sum(len(copy.source.ids) for plan in rig.state.copies.tasks() for copy in plan.copies)
     assert 6 + 4 <= saving < 6 + 4 + 5, "what is short and a sixteenth, in whole prompts"
     rig.settle()
-    assert eviction.make_room(rig.core, Tier.DEVICE, need).fits
+    assert eviction.make_room(rig.state, Tier.DEVICE, need).fits
     rig.cache.audit()
 
 
@@ -66,27 +66,27 @@ def test_whoever_needs_what_is_being_saved_is_told_to_wait() -> None:
     rig = _full_of_unsaved()
     for _ in range(3):
         with pytest.raises(NoRoom) as refusal:
-            eviction.allocate(rig.core, Tier.DEVICE, {Kind.PREFIX: 60})
+            eviction.allocate(rig.state, Tier.DEVICE, {Kind.PREFIX: 60})
         assert refusal.value.waiting
     for _ in range(8):
         rig.settle()
-        if eviction.make_room(rig.core, Tier.DEVICE, {Kind.PREFIX: 60}).fits:
+        if eviction.make_room(rig.state, Tier.DEVICE, {Kind.PREFIX: 60}).fits:
             break
-    eviction.allocate(rig.core, Tier.DEVICE, {Kind.PREFIX: 60})
+    eviction.allocate(rig.state, Tier.DEVICE, {Kind.PREFIX: 60})
     with pytest.raises(NoRoom) as refusal:
-        eviction.allocate(rig.core, Tier.DEVICE, {Kind.PREFIX: 65})
+        eviction.allocate(rig.state, Tier.DEVICE, {Kind.PREFIX: 65})
     assert not refusal.value.waiting, "that never fits"
 
 
 def test_copies_that_were_given_up_on_are_not_waited_for() -> None:
     rig = _full_of_unsaved()
     need = {Kind.PREFIX: 64 - rig.used(Tier.DEVICE, Kind.PREFIX) + 6}
-    assert eviction.make_room(rig.core, Tier.DEVICE, need).waiting
+    assert eviction.make_room(rig.state, Tier.DEVICE, need).waiting
     rig.clock.advance(1000)
-    assert rig.core.copies.give_up_overdue(10.0)
-    assert rig.core.copies.saving_bytes(Tier.DEVICE) == 0
-    assert eviction.make_room(rig.core, Tier.DEVICE, need).waiting, "others are saved in their place"
-    assert rig.core.copies.saving_bytes(Tier.DEVICE) > 0
+    assert rig.state.copies.give_up_overdue(10.0)
+    assert rig.state.copies.saving_bytes(Tier.DEVICE) == 0
+    assert eviction.make_room(rig.state, Tier.DEVICE, need).waiting, "others are saved in their place"
+    assert rig.state.copies.saving_bytes(Tier.DEVICE) > 0
 
 
 @pytest.mark.parametrize(("slabs", "patience_slabs"), [(4, 1), (16, 1), (48, 3), (128, 8), (4096, 8)])

@@ -10,8 +10,7 @@ import pytest
 from stepwell import Cause, ConfigError, EnginePages, Kind, Lease, LeaseError, LeaseState, ModelSpec, Tier, build_cache
 from stepwell.cache.build import layouts_for
 from stepwell.testing import ScriptedExecutor
-from stepwell.transfer.copy_engine import NumpyCopyEngine
-from stepwell.transfer.memory import PageMemory
+from stepwell.transfer.copy_engine import NumpyCopyEngine, PageMemory
 from toys import ALL_MODELS, FULL, HYBRID, KV, SMALL_PAGES, SSM, Rig, model, swa, text
 
 
@@ -27,7 +26,7 @@ class BorrowedRig(Rig):
         self.cache = build_cache(
             spec, self.config, executor=self.executor, clock=self.clock, on_free=self.engine.poison, tuning=self.tuning
         )
-        self.core, self.tree = self.cache._core, self.cache._core.tree
+        self.state, self.tree = self.cache._state, self.cache._state.tree
         self._random = np.random.default_rng(1)
 
     def pages(self, tokens: int, *, start: int = 0) -> EnginePages:

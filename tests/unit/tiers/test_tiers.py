@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from stepwell import Kind, LeaseState, NoRoom, Tier, WritePolicy
-from stepwell.base.plan import PageIds, Purpose
+from stepwell.base.tasks import PageIds, Purpose
 from stepwell.memory.arena import Need
 from stepwell.tiers import restore
 from stepwell.tiers.state import MOST_UNUSED_NAMESPACES, CacheState
@@ -200,7 +200,7 @@ def test_room_that_is_on_its_way_for_a_promotion_is_not_reported_as_none(monkeyp
         rig.evict_all(Tier.DEVICE)
     asked = []
 
-    def refuse(core: CacheState, tier: Tier, need: Need) -> dict[Kind, PageIds]:
+    def refuse(state: CacheState, tier: Tier, need: Need) -> dict[Kind, PageIds]:
         asked.append(need[Kind.POINT])
         raise NoRoom("being saved", waiting=len(asked) == 1)
 

@@ -8,10 +8,9 @@ import pytest
 from not_run import NO_CUDA
 from stepwell import CacheConfig, Kind, Tier
 from stepwell.base.ids import JobId
-from stepwell.base.plan import Copy, Plan, Purpose, Span
+from stepwell.base.tasks import Copy, Plan, Purpose, Span
 from stepwell.cache.build import layouts_for
-from stepwell.transfer.copy_engine import CopyEngine, NumpyCopyEngine
-from stepwell.transfer.memory import PageMemory
+from stepwell.transfer.copy_engine import CopyEngine, NumpyCopyEngine, PageMemory
 from toys import HYBRID
 
 LAYOUTS = layouts_for(HYBRID, CacheConfig(device_bytes=64 * 32, host_bytes=32 * 32), alignment=16)

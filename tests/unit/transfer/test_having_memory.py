@@ -14,7 +14,7 @@ from stepwell.base.errors import StoreError
 from stepwell.cache.build import layouts_for
 from stepwell.store.mooncake.client import Client
 from stepwell.store.mooncake.store import MooncakeStore
-from stepwell.transfer.memory import free_bytes
+from stepwell.transfer.copy_engine import free_bytes
 from stepwell.transfer.torch_memory import TorchMemory
 from toys import FULL, HYBRID
 
@@ -36,7 +36,7 @@ def test_tiers_larger_than_the_machine_are_refused_with_what_there_is(device_byt
 
 
 def test_memory_that_the_system_refuses_is_no_raw_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stepwell.transfer.memory.mmap.mmap", refuse)
+    monkeypatch.setattr("stepwell.transfer.copy_engine.mmap.mmap", refuse)
     with pytest.raises(ConfigError, match=r"1\.0 MiB .*Cannot allocate memory.* are free.*device_bytes or host_bytes"):
         build_cache(FULL, CacheConfig(device_bytes=SMALL, host_bytes=SMALL))
 

@@ -8,11 +8,11 @@ from threading import Event
 import numpy as np
 import pytest
 
-from stepwell.base.clock import SystemClock
 from stepwell.base.ids import JobId, Kind
-from stepwell.base.keys import Namespace, PageKey
-from stepwell.base.store_op import FetchPages, ItemStatus, PutPages, StoreOp
-from stepwell.jobs.store_executor import ThreadStoreExecutor
+from stepwell.base.meters import SystemClock
+from stepwell.base.prompt import Namespace, PageKey
+from stepwell.base.tasks import FetchPages, ItemStatus, PutPages, StoreOp
+from stepwell.jobs.executors import ThreadStoreExecutor
 from stepwell.store.api import NO_PARENT, Space, Write, WriteOutcome, never
 from stepwell.store.memory import MemoryStore
 from stepwell.store.seal import checksum, stamp, stamp_all

@@ -14,9 +14,9 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from stepwell import CacheConfig, Kind, Tier  # noqa: E402
 from stepwell.base.ids import JobId  # noqa: E402
-from stepwell.base.plan import Copy, Plan, Purpose, Span  # noqa: E402
+from stepwell.base.meters import Counters  # noqa: E402
+from stepwell.base.tasks import Copy, Plan, Purpose, Span  # noqa: E402
 from stepwell.cache.build import layouts_for  # noqa: E402
-from stepwell.metrics.counters import Counters  # noqa: E402
 from stepwell.transfer import layer_events, torch_copy_engine  # noqa: E402
 from stepwell.transfer.layer_events import LayerEvents  # noqa: E402
 from stepwell.transfer.page_copier import PageCopier, Route, Routed, Routes, StagedIds  # noqa: E402

@@ -5,8 +5,7 @@ from __future__ import annotations
 from tree_bench import GONE, Bench
 
 from stepwell import Tier
-from stepwell.policy.reuse_model import ReuseModel
-from stepwell.policy.value import Expected
+from stepwell.policy.value import Expected, ReuseModel
 from stepwell.tree.checkpoints import drop_residency
 from stepwell.tree.node import Checkpoint, Residency
 from stepwell.tree.pruning import truncate

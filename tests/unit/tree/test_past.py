@@ -5,8 +5,8 @@ from __future__ import annotations
 from tree_bench import GONE, SPACE, Bench
 
 from stepwell import Tier
-from stepwell.base.keys import PageKey
-from stepwell.policy.reuse_model import Visit
+from stepwell.base.prompt import PageKey
+from stepwell.policy.value import Visit
 from stepwell.tree.node import MAX_PAST, Use
 from stepwell.tree.pruning import clear, truncate
 from toys import FULL

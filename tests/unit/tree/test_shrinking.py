@@ -7,7 +7,7 @@ import pytest
 from tree_bench import GONE, SPACE, Bench
 
 from stepwell import Kind, Tier
-from stepwell.base.keys import PageKey
+from stepwell.base.prompt import PageKey
 from stepwell.tree.checkpoints import drop_residency
 from stepwell.tree.node import ABSENT, MAX_LOSSES, LossReason
 from stepwell.tree.pruning import KEPT_EMPTY_ROOTS, clear, discard, discard_ids, truncate

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from stepwell import Kind, ModelSpec, Namespace, Tier
-from stepwell.base.keys import PageKey
-from stepwell.base.plan import PageIds
-from stepwell.base.tokens import pack, unpack
+from stepwell.base.prompt import PageKey, pack, unpack
+from stepwell.base.tasks import PageIds
 from stepwell.memory.arena import Arena
 from stepwell.memory.layout import lay_out
 from stepwell.policy.value import ValuePolicy
@@ -48,12 +45,8 @@ class Bench:
         ids = self.alloc(len(path), tier, ready=ready)
         self.tree.insert(PageKey(space or SPACE.digest), self.packed(path), tier, ids, use or Use(at_s=0.0))
         if let_go:
-            self.arena(tier).release(Kind.PREFIX, ids)
-            self.tree.requeue(tier, self.owned(tier, ids))
+            self.tree.release(tier, Kind.PREFIX, ids)
         return ids
-
-    def owned(self, tier: Tier, ids: PageIds) -> PageIds:
-        return ids[np.array([owner is not None for owner in self.tree.owner[tier][ids]], np.bool_)]
 
     def checkpoint(
         self, path: list[int], page: int, tier: Tier = Tier.DEVICE, *, ready: bool = True, now: float = 0.0

@@ -5,8 +5,6 @@ What a kernel does not know (another activation, rows in eight bits) goes to pla
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -72,11 +70,11 @@ def add_norm(x_NC: torch.Tensor, more_NC: torch.Tensor, weight_C: torch.Tensor, 
 
 @triton.jit
 def _write_kernel(
-    qkv: Any, query: Any, stored: Any, page_N: Any, row_N: Any, cos: Any, sin: Any, query_weight: Any, key_weight: Any, eps: Any,
-    qkv_stride: Any, page_stride: Any, row_stride: Any, angle_stride: Any,
+    qkv, query, stored, page_N, row_N, cos, sin, query_weight, key_weight, eps,
+    qkv_stride, page_stride, row_stride, angle_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, TURNED: tl.constexpr,
     NORMED: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """One head of one token: norm, rotation, and to where it belongs."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.arange(0, BLOCK)
@@ -109,7 +107,7 @@ def _write_kernel(
 
 
 @triton.jit
-def _gate_kernel(gate_up: Any, out: Any, stride: Any, inner: Any, ACT: tl.constexpr, BLOCK: tl.constexpr) -> None:
+def _gate_kernel(gate_up, out, stride, inner, ACT: tl.constexpr, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < inner
@@ -123,9 +121,7 @@ def _gate_kernel(gate_up: Any, out: Any, stride: Any, inner: Any, ACT: tl.conste
 
 
 @triton.jit
-def _add_norm_kernel(
-    x: Any, more: Any, weight: Any, total: Any, normed: Any, channels: Any, eps: Any, BLOCK: tl.constexpr
-) -> None:
+def _add_norm_kernel(x, more, weight, total, normed, channels, eps, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * channels
     at = tl.arange(0, BLOCK)
     inside = at < channels

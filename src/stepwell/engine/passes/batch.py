@@ -9,22 +9,25 @@ B singles, P pages, T tokens of context.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from stepwell.base.ids import Kind
-from stepwell.base.plan import NO_PAGES, PageIds
 from stepwell.base.spec import ModelSpec, Prefix
+from stepwell.base.tasks import NO_PAGES, PageIds
 from stepwell.engine.passes.open_groups import OpenGroups
 from stepwell.engine.passes.pages import DevicePages
 from stepwell.engine.passes.paging import Look, Paging, Sight
 from stepwell.engine.passes.rows import PLAIN, RowFormat, Rows
 
 PADDING_PAGES = 64  # that nobody minds
+
+Indices = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -64,9 +67,10 @@ class Batch:
         assert lengths and min(lengths) > 0, f"a pass needs tokens of every segment: {lengths=}"
         self.num_singles = next((at for at, length in enumerate(lengths) if length > 1), len(lengths))
         assert 1 not in lengths[self.num_singles :], f"singles come first: {lengths=}"
-        self.starts = [0, *np.cumsum(lengths).tolist()]  # segment s has rows [starts[s], starts[s + 1])
-        tokens = np.concatenate([np.asarray(segment.tokens) for segment in segments])
-        positions = np.concatenate([np.arange(segment.position, segment.end) for segment in segments])
+        self.starts = [0, *accumulate(lengths)]  # segment s has rows [starts[s], starts[s + 1])
+        singles, runs = segments[: self.num_singles], segments[self.num_singles :]
+        tokens = _joined((segment.tokens[0] for segment in singles), (np.asarray(segment.tokens) for segment in runs))
+        positions = _joined((each.position for each in singles), (np.arange(each.position, each.end) for each in runs))
         stops = zip(segments, self.starts[1:], strict=True)
         last = [row for segment, stop in stops for row in range(stop - segment.num_logits, stop)]
         rows = np.fromiter(range(self.starts[-1]) if every_token else last, np.int64)  # whose logits are asked for
@@ -140,8 +144,7 @@ class Batch:
             Look(start=start, stop=stop, position=segment.position, first=first, pages=pages)
             for segment, (first, pages), start, stop in zip(self.segments, spans, self.starts, self.starts[1:], strict=False)
         ]
-        slots = [_slots(segment, size, window) for segment in self.segments]
-        page_N, row_N = self._tensors(np.concatenate([page for page, _ in slots]), np.concatenate([row for _, row in slots]))
+        page_N, row_N = self._tensors(*self._slots(size, window))
         return Paging(
             looks,
             Sight(page_tokens=size, window=window, first_seen=self._first_seen, device=self.device, dtype=self._dtype),
@@ -150,6 +153,17 @@ class Batch:
             num_singles=self.num_singles,
             together=lambda: self._together(spans),
         )
+
+    def _slots(self, size: int, window: int | None) -> tuple[Indices, Indices]:
+        """Page and row of every token."""
+        pages, rows = [], []
+        for segment in self.segments[: self.num_singles]:
+            index, row = divmod(segment.position, size)
+            held = segment.prefix_pages if window is None else segment.window_pages
+            pages.append(held[index if window is None else index - segment.first_window])
+            rows.append(row)
+        slots = [_slots_of_run(segment, size, window) for segment in self.segments[self.num_singles :]]
+        return _joined(pages, (page for page, _ in slots)), _joined(rows, (row for _, row in slots))
 
     def _together(self, spans: Sequence[tuple[int, PageIds]]) -> Iterator[range]:
         """Singles that are looked at together. Layers that look at a window and at groups need both cut alike: as groups are."""
@@ -191,11 +205,18 @@ def _alike(spans: Sequence[tuple[int, PageIds]]) -> Iterator[range]:
 
 def _begun(pages: PageIds, segment: RequestRows, size: int, first: int, each: bool) -> list[int]:
     """The pages that a segment begins and does not fill, or `each` one it begins. `pages` are those from index `first` on."""
+    if len(segment.tokens) == 1 and segment.position % size:
+        return []  # most steps of most requests
     begun = range(-(-segment.position // size), -(-segment.end // size))
     return [int(pages[at - first]) for at in begun if (each or at >= segment.end // size) and at - first < len(pages)]
 
 
-def _slots(segment: RequestRows, size: int, window: int | None) -> tuple[PageIds, npt.NDArray[np.int64]]:
+def _joined(singles: Iterable[int], runs: Iterable[npt.NDArray[np.integer]]) -> Indices:
+    """One number for each single, and several for each run, behind one another."""
+    return np.concatenate([np.array([*singles], np.int64), *runs])
+
+
+def _slots_of_run(segment: RequestRows, size: int, window: int | None) -> tuple[PageIds, Indices]:
     """Page and row of each of a segment's tokens."""
     index, row = np.divmod(np.arange(segment.position, segment.end), size)
     return (segment.prefix_pages[index] if window is None else segment.window_pages[index - segment.first_window]), row

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from stepwell.base.plan import PageIds
+from stepwell.base.tasks import PageIds
 from stepwell.engine.passes.batch import Batch, RequestRows
 from stepwell.engine.passes.paging import Paging
 

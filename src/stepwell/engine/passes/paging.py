@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from stepwell.base.plan import PageIds
+from stepwell.base.tasks import PageIds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -4,10 +4,10 @@ Each line imports only from lines below it:
 
 inspect    a directory looked at from outside: figures, checks, repair
 opening    options -> an open store
-store      the six verbs, stat, clear
+store      the six verbs, stat, clear, group commit
 reader     values -> the caller's buffers
 recovery/  how it comes up: recover, check, repair, stat
-writing/   how values get in and space is found: group commit, append, reclaim, relocate
+writing/   how values get in and space is found: append, reclaim, relocate, upkeep
 state/     what an open log knows: index, segments, stale values, budget
 format/    what is on disk: batches, tombstones, snapshot, list of segments, superblock
 disk/      how bytes move: every file operation, aligned memory, the lock on the directory

@@ -11,8 +11,8 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-from stepwell.base.clock import SystemClock
 from stepwell.base.errors import ConfigError, StoreError
+from stepwell.base.meters import SystemClock
 from stepwell.base.store_key import StoreKey
 from stepwell.store.log.disk.files import Disk
 from stepwell.store.log.format import superblock
@@ -22,7 +22,7 @@ from stepwell.store.log.recovery.check import CheckReport, check, lost_files
 from stepwell.store.log.recovery.recover import Recovered, recover
 from stepwell.store.log.recovery.stat import LogStat, stat_of
 from stepwell.store.log.state.log_state import LogState
-from stepwell.store.log.writing.probe import Direct
+from stepwell.store.log.writing.upkeep import Direct
 
 
 def owner(directory: Path, disk: Disk) -> str | None:

@@ -14,8 +14,8 @@ import logging
 import secrets
 from pathlib import Path
 
-from stepwell.base.clock import Clock
 from stepwell.base.errors import ConfigError, StoreError
+from stepwell.base.meters import Clock
 from stepwell.base.units import format_bytes, parse_bytes
 from stepwell.store.log.disk.files import Disk
 from stepwell.store.log.disk.locking import LOCK_NAME, DirectoryLock, leave_in_forks
@@ -23,12 +23,10 @@ from stepwell.store.log.format import segment_list, snapshot, superblock
 from stepwell.store.log.format.segment_list import NUMBERS_END, SegmentList, number_of
 from stepwell.store.log.format.superblock import Superblock
 from stepwell.store.log.recovery.recover import Recovered, recover
-from stepwell.store.log.state.budget import choose_budget
 from stepwell.store.log.state.log_state import LogState
-from stepwell.store.log.state.segments import Segments, State
+from stepwell.store.log.state.segments import Segments, State, choose_budget
 from stepwell.store.log.store import LogStore
-from stepwell.store.log.writing.probe import Direct
-from stepwell.store.log.writing.saving import save_snapshot
+from stepwell.store.log.writing.upkeep import Direct, save_snapshot
 from stepwell.store.registry import Opening
 
 log = logging.getLogger(__name__)

@@ -18,8 +18,7 @@ from threading import local
 import numpy as np
 
 from stepwell.store.api import Read, ReadOutcome, ReadResult, Space
-from stepwell.store.log.disk.aligned import Scratch
-from stepwell.store.log.disk.files import BLOCK_BYTES
+from stepwell.store.log.disk.files import BLOCK_BYTES, Scratch
 from stepwell.store.log.format.batch import INLINE_BYTES, split
 from stepwell.store.log.state.log_state import LogState
 from stepwell.store.log.state.segments import Segment

@@ -3,18 +3,26 @@
 One process at a time has a directory open. Values outlive it: what `write_from` calls STORED survives a crash at any
 later moment; what `delete` and `clear` took does not come back. Reads are not verified here: the stamp above does that.
 Recovery and `check` verify with it too (`seal.py`): after a crash, a value with another stamp is taken for a torn one.
+
+One writer at a time, many callers per sync: whoever finds nobody writing writes for everyone who waits.
+
+    caller 1   put ---- writes 1 ---- done
+    caller 2       put ...wait... writes 2, 3, 4 ---- done
+    caller 3         put ...wait................ done
+    caller 4           put ...wait.............. done
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from threading import Condition
 from typing import cast
 
-from stepwell.base.clock import Clock
 from stepwell.base.errors import StoreError
+from stepwell.base.meters import Clock, Counters
 from stepwell.base.store_key import StoreKey
-from stepwell.metrics.counters import Counters
 from stepwell.store.api import KEY_BYTES, STAMP_BYTES, Read, ReadResult, Space, Traits, Write, WriteOutcome, never
 from stepwell.store.log.disk.files import BLOCK_BYTES
 from stepwell.store.log.reader import Reader
@@ -22,13 +30,12 @@ from stepwell.store.log.recovery.check import CheckReport, check
 from stepwell.store.log.recovery.repair import repair
 from stepwell.store.log.recovery.stat import LogStat, stat_of
 from stepwell.store.log.state.log_state import IoMode, LogState
-from stepwell.store.log.writing.group_commit import ExclusiveTask, GroupCommit, PutRequest
-from stepwell.store.log.writing.probe import Direct, Probe
-from stepwell.store.log.writing.saving import due, save_segment_list, save_snapshot
-from stepwell.store.log.writing.writer import Writer
+from stepwell.store.log.writing.upkeep import Direct, Probe, due, save_segment_list, save_snapshot
+from stepwell.store.log.writing.writer import PutRequest, Writer
 
 _DEPTH_END = 2**32
 READERS_END_S = 60.0  # after which a reader that is still at it is taken to hang for ever
+GROUP_BYTES = 64 << 20  # of values in one group: what a caller may have to wait for
 
 
 class LogStore:
@@ -224,3 +231,76 @@ def _must_be_bytes(buffers: Sequence[memoryview]) -> None:
                 f"values are contiguous memoryviews of bytes, got {buffer.ndim} dimensions of {buffer.itemsize} bytes; "
                 "use .cast('B')"
             )
+
+
+# ---- whose turn it is to write ------------------------------------------------------------------
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class ExclusiveTask:
+    """Anything else that only the writer may do, alone."""
+
+    run: Callable[[], None]
+    done: bool = False
+    error: BaseException | None = None
+
+
+class GroupCommit:
+    """Hands out the turn to write. Knows no files and no formats: a turn is a function over a group of requests."""
+
+    def __init__(self, put: Callable[[Sequence[PutRequest]], None]) -> None:
+        self._put = put
+        self._changed = Condition()
+        self._queue: deque[PutRequest | ExclusiveTask] = deque()
+        self._taken = False
+
+    def submit(self, request: PutRequest | ExclusiveTask) -> None:
+        """Returns when the request was served, here or by another thread; raises what its turn raised."""
+        with self._changed:
+            self._queue.append(request)
+        while True:
+            with self._changed:
+                while self._taken and not request.done:
+                    self._changed.wait()
+                if request.done:
+                    break
+                self._taken = True
+                group = self._next_group()
+            self._serve(group)
+        if request.error is not None:
+            raise request.error
+
+    def _next_group(self) -> list[PutRequest | ExclusiveTask]:
+        """All puts at the head of the queue, up to a limit; or the one job there."""
+        group = [self._queue.popleft()]
+        size = group[0].size_bytes if isinstance(group[0], PutRequest) else GROUP_BYTES
+        while self._queue and isinstance(head := self._queue[0], PutRequest) and size + head.size_bytes <= GROUP_BYTES:
+            size += head.size_bytes
+            group.append(self._queue.popleft())
+        return group
+
+    def _serve(self, group: Sequence[PutRequest | ExclusiveTask]) -> None:
+        error = self._try(group)
+        if isinstance(error, Exception) and len(group) > 1:  # each alone, so that it comes to whoever caused it only
+            for request in group:
+                request.error = self._try([request])
+        else:
+            for request in group:
+                request.error = error
+        with self._changed:
+            self._taken = False
+            for request in group:
+                request.done = True
+            self._changed.notify_all()
+
+    def _try(self, group: Sequence[PutRequest | ExclusiveTask]) -> BaseException | None:
+        try:
+            puts = [request for request in group if isinstance(request, PutRequest)]
+            if puts:
+                self._put(puts)
+            for request in group:
+                if isinstance(request, ExclusiveTask):
+                    request.run()
+        except BaseException as raised:  # it belongs to whoever waits for it
+            return raised
+        return None

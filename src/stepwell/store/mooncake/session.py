@@ -14,8 +14,8 @@ from contextlib import contextmanager, suppress
 from queue import SimpleQueue
 from threading import Condition, Event, Lock
 
-from stepwell.base.clock import Clock
 from stepwell.base.errors import StoreError
+from stepwell.base.meters import Clock
 from stepwell.store.mooncake.client import TRANSFER_FAILED, Client
 from stepwell.store.mooncake.lanes import Lane, Regions, address_of, build_lanes
 

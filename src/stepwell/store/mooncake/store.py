@@ -16,9 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Lock
 
-from stepwell.base.clock import Clock, SystemClock
 from stepwell.base.errors import StoreError
-from stepwell.metrics.counters import Counters
+from stepwell.base.meters import Clock, Counters, SystemClock
 from stepwell.store.api import STAMP_BYTES, Read, ReadOutcome, ReadResult, Space, Traits, Write, WriteOutcome, never
 from stepwell.store.mooncake import client as codes
 from stepwell.store.mooncake.client import Client

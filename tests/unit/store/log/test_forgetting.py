@@ -10,12 +10,12 @@ from threading import Event, Thread
 import pytest
 from log_fixtures import OpenLog
 
-from stepwell.base.clock import ManualClock
+from stepwell.base.meters import ManualClock
 from stepwell.store.api import Space, WriteOutcome
 from stepwell.store.log.opening import open_directory
 from stepwell.store.log.state import index as log_index
 from stepwell.store.log.store import LogStore
-from stepwell.store.log.writing.probe import Direct
+from stepwell.store.log.writing.upkeep import Direct
 from stepwell.testing.store_contract import fetch, key, offer, space
 
 HERE = space("here")

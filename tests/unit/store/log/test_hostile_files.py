@@ -14,8 +14,8 @@ import pytest
 import xxhash
 from log_fixtures import OpenLog
 
-from stepwell.base.clock import ManualClock, SystemClock
 from stepwell.base.errors import ConfigError, StoreError
+from stepwell.base.meters import ManualClock, SystemClock
 from stepwell.cli.main import main
 from stepwell.store.api import Read, ReadOutcome, WriteOutcome
 from stepwell.store.log.disk.files import Disk
@@ -24,7 +24,7 @@ from stepwell.store.log.format.segment_list import NUMBERS_END, name_of, number_
 from stepwell.store.log.opening import open_directory
 from stepwell.store.log.state.segments import Segment, Segments
 from stepwell.store.log.store import LogStore
-from stepwell.store.log.writing.probe import Direct
+from stepwell.store.log.writing.upkeep import Direct
 from stepwell.testing.store_contract import fetch, key, offer, payload, space
 
 HERE = space("here")

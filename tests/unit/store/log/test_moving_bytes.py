@@ -11,14 +11,14 @@ from threading import Event
 
 import pytest
 
-from stepwell.base.clock import ManualClock, SystemClock
 from stepwell.base.errors import ConfigError, StoreError
+from stepwell.base.meters import ManualClock, SystemClock
 from stepwell.store.api import Read, ReadOutcome, Write, WriteOutcome
 from stepwell.store.log import store as store_module
 from stepwell.store.log.disk.files import Disk
 from stepwell.store.log.opening import open_directory
 from stepwell.store.log.store import LogStore
-from stepwell.store.log.writing.probe import Direct
+from stepwell.store.log.writing.upkeep import Direct
 from stepwell.store.seal import seal
 from stepwell.testing.store_contract import fetch, key, offer, payload, space
 from waiting import PATIENCE_S, wait_until

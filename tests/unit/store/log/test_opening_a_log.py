@@ -13,7 +13,7 @@ from log_fixtures import OpenLog
 
 from stepwell.base.errors import ConfigError, StoreError
 from stepwell.store.log.opening import open_log
-from stepwell.store.log.state import budget
+from stepwell.store.log.state import segments
 from stepwell.store.registry import Opening
 from stepwell.testing.store_contract import fetch, key, offer, space
 
@@ -66,17 +66,17 @@ def test_an_option_that_cannot_work_says_what_would(options: dict[str, str], mes
 
 def test_the_smallest_budget_named_in_the_error_works(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
-        budget.choose_budget(1, 64 * 1024)
+        segments.choose_budget(1, 64 * 1024)
     least = int(str(error.value).split("at least ")[1].split(" bytes")[0])
-    assert budget.choose_budget(least, 64 * 1024).segments(0) == budget.MIN_SEGMENTS
+    assert segments.choose_budget(least, 64 * 1024).segments(0) == segments.MIN_SEGMENTS
     with pytest.raises(ConfigError):
-        budget.choose_budget(least - 1, 64 * 1024)
+        segments.choose_budget(least - 1, 64 * 1024)
 
 
 def test_the_smallest_budget_has_room_for_a_store_json_with_many_quotas() -> None:
-    usual = budget.choose_budget(2**20, 64 * 1024, superblock_bytes=16 * 1024)
-    large = budget.choose_budget(2**20, 64 * 1024, superblock_bytes=64 * 1024)
-    assert usual == budget.choose_budget(2**20, 64 * 1024)
+    usual = segments.choose_budget(2**20, 64 * 1024, superblock_bytes=16 * 1024)
+    large = segments.choose_budget(2**20, 64 * 1024, superblock_bytes=64 * 1024)
+    assert usual == segments.choose_budget(2**20, 64 * 1024)
     assert usual.left_beside(4) - large.left_beside(4) == 2 * 48 * 1024
 
 

@@ -17,8 +17,9 @@ from stepwell.base.errors import StoreError
 from stepwell.store.api import Read, ReadOutcome, Write, WriteOutcome
 from stepwell.store.log import store as log_store
 from stepwell.store.log.disk.files import Disk
-from stepwell.store.log.writing import saving
-from stepwell.store.log.writing.group_commit import ExclusiveTask, GroupCommit, PutRequest
+from stepwell.store.log.store import ExclusiveTask, GroupCommit
+from stepwell.store.log.writing import upkeep
+from stepwell.store.log.writing.writer import PutRequest
 from stepwell.testing.store_contract import fetch, key, offer, space
 from waiting import PATIENCE_S, wait_until
 
@@ -209,5 +210,5 @@ def test_a_close_that_cannot_save_gives_the_lock_back(open_here: OpenLog, monkey
     monkeypatch.setattr(log_store, "save_snapshot", fail)
     with pytest.raises(MemoryError):
         store.close()
-    monkeypatch.setattr(log_store, "save_snapshot", saving.save_snapshot)
+    monkeypatch.setattr(log_store, "save_snapshot", upkeep.save_snapshot)
     open_here().write_from(HERE, [offer(HERE, "x")])

@@ -10,7 +10,7 @@ from threading import Thread
 import pytest
 from log_fixtures import OpenLog
 
-from stepwell.base.clock import ManualClock
+from stepwell.base.meters import ManualClock
 from stepwell.store.api import Read, ReadOutcome, Space, WriteOutcome
 from stepwell.store.log.disk.files import Disk
 from stepwell.store.log.opening import open_directory

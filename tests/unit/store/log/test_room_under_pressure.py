@@ -13,15 +13,15 @@ from threading import Event, Thread
 
 import pytest
 
-from stepwell.base.clock import ManualClock
 from stepwell.base.errors import StoreError
+from stepwell.base.meters import ManualClock
 from stepwell.store.api import Read, Space, WriteOutcome
 from stepwell.store.log.disk.files import Disk
 from stepwell.store.log.opening import open_directory
 from stepwell.store.log.store import LogStore
 from stepwell.store.log.writing import reclaim
-from stepwell.store.log.writing.probe import Direct
 from stepwell.store.log.writing.relocate import Relocator
+from stepwell.store.log.writing.upkeep import Direct
 from stepwell.testing.store_contract import chain, fetch, key, offer, space
 from waiting import PATIENCE_S
 

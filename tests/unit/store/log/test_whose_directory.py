@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 from log_fixtures import OpenLog
 
-from stepwell.base.clock import ManualClock
 from stepwell.base.errors import StoreError
+from stepwell.base.meters import ManualClock
 from stepwell.store.api import WriteOutcome
 from stepwell.store.log.disk.files import Disk
 from stepwell.store.log.format import superblock
 from stepwell.store.log.inspect import owner
 from stepwell.store.log.opening import open_directory
 from stepwell.store.log.store import LogStore
-from stepwell.store.log.writing.probe import Direct
+from stepwell.store.log.writing.upkeep import Direct
 from stepwell.testing.store_contract import fetch, key, offer, space
 
 HERE = space("here")

@@ -1,18 +1,21 @@
 """Every file operation of the log, in one small object, so that tests can stand in its place and pull the plug.
 
 Moves bytes and names; knows no format. Raises OSError as the machine does. A build without O_DIRECT, fallocate or
-posix_fadvise goes without.
+posix_fadvise goes without. Direct transfers need memory that begins at a multiple of a block: `Scratch` hands it out.
 """
 
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import resource
 import stat
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+import numpy as np
 
 from stepwell.store.log.disk.locking import DirectoryLock, is_taken, take
 
@@ -27,6 +30,7 @@ _PART_OF_ALL = 4  # of the descriptors a process may have: the rest is for other
 _PLAIN = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _DIRECT = os.O_DIRECT if sys.platform == "linux" else 0
 _NOT_SUPPORTED = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV)
+_CHUNK_BYTES = 1 << 20  # of scratch memory, at least
 
 
 def up_to_block(size: int) -> int:
@@ -225,3 +229,38 @@ def replace_file(disk: Disk, path: Path, content: Sequence[memoryview]) -> None:
         disk.close(fd)
     disk.rename(fresh, path)
     disk.sync_directory(path.parent)
+
+
+def is_aligned(buffer: memoryview) -> bool:
+    """Whether a buffer begins at a multiple of a block in memory."""
+    address: int = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
+    return address % BLOCK_BYTES == 0
+
+
+class Scratch:
+    """Blocks for headers, tails and padding, all given back at once. Not to be shared between threads."""
+
+    def __init__(self) -> None:
+        self._chunks: list[memoryview] = []
+        self._chunk, self._used = 0, 0  # how far the chunks are handed out
+
+    def take(self, size: int) -> memoryview:
+        """At least `size` bytes, whole blocks. They hold anything."""
+        size = up_to_block(size)
+        while self._chunk < len(self._chunks) and self._used + size > len(self._chunks[self._chunk]):
+            self._chunk, self._used = self._chunk + 1, 0
+        if self._chunk == len(self._chunks):
+            self._chunks.append(memoryview(mmap.mmap(-1, max(size, _CHUNK_BYTES))))
+        taken = self._chunks[self._chunk][self._used : self._used + size]
+        self._used += size
+        return taken
+
+    def take_zeros(self, size: int) -> memoryview:
+        taken = self.take(size)
+        taken[:] = bytes(len(taken))
+        return taken
+
+    def give_back(self) -> None:
+        """Everything handed out may be handed out again. The first chunk is kept for next time."""
+        del self._chunks[1:]
+        self._chunk = self._used = 0

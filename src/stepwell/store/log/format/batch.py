@@ -12,12 +12,22 @@ one was written: only later ones can be torn.
     CLEAR    nothing in this space before `as_of` counts    REVOKE   batches (by seq) that failed and must not be believed
     FILLER   nothing: covers a place that was damaged
 
-The `offset` of a tombstone is the seq that nothing it hides is older than.
+Deletes, clears and revocations are tombstones. The `offset` of one is the seq that nothing it hides is older than.
+
+    K written    K deleted as of 15    K written again
+    ---- 5 -------------- 15 ---------------- 25 ----> seq
+
+A tombstone is needed as long as any other segment holds what it hides: without it, a value deleted there would come back when
+the segments are read anew. It says how old that can be, so a delete soon after its write is needed for a short time only.
+Reclaim copies tombstones that are needed; in the oldest segment none is. They live in the log only, where reclaim reads them
+again: however many there are, memory and snapshots hold no more than how many each segment has. Revoked batches, which are
+few, are known by their numbers.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -26,7 +36,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from stepwell.store.api import MAX_LABEL_BYTES, MAX_TENANT_BYTES, Space
+from stepwell.store.api import KEY_BYTES, MAX_LABEL_BYTES, MAX_TENANT_BYTES, STAMP_BYTES, Space, Write
 from stepwell.store.log.disk.files import BLOCK_BYTES, up_to_block
 
 FORMAT_VERSION = 1
@@ -35,6 +45,7 @@ MAX_HEADER_BYTES = 1 << 20
 SEQ_END = 2**62  # numbers of batches are below: whatever says it is above is not ours
 INLINE_BYTES = 1024  # values up to this many bytes live in the header: a manifest must not cost a whole block
 NO_SPACE = Space(digest=bytes(32))
+HOLDS_FROM_NOW = 0  # as_of of a tombstone that is new: becomes the number of its batch
 
 _FIXED = struct.Struct(f"<8sQHHIIIQQQQQ32s{MAX_TENANT_BYTES}s{MAX_LABEL_BYTES}s")
 _ENTRIES_AT = 320
@@ -55,6 +66,9 @@ class BatchKind(IntEnum):
     CLEAR = 3
     REVOKE = 4
     FILLER = 5
+
+
+_TOMBSTONES = (BatchKind.DELETE, BatchKind.CLEAR, BatchKind.REVOKE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -102,6 +116,9 @@ def header_size(num_entries: int, inline: int) -> int:
 def inline_start(num_entries: int) -> int:
     """Where in a header its small values begin."""
     return _ENTRIES_AT + num_entries * ENTRY_BYTES
+
+
+# ---- on disk ------------------------------------------------------------------------------------
 
 
 def write_header(batch: Batch, into: memoryview, *, seed: int) -> None:
@@ -164,3 +181,96 @@ def _values_fit(entries: Entries, header_bytes: int, total: int) -> bool:
     inside = (starts >= inline_start(len(entries))) & (ends <= header_bytes)
     apart = (starts >= header_bytes) & (ends <= total) & (starts % BLOCK_BYTES == 0)
     return bool(np.all(np.where(small, inside, apart))) and len(set(split(entries["key"]))) == len(entries)
+
+
+# ---- tombstones ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tombstone:
+    key: bytes  # of revoked batches: the first and the last; of a clear: zeros
+    since: int = 0  # nothing that it hides is older
+    as_of: int = HOLDS_FROM_NOW  # nothing that it hides is as young
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TombstoneGroup:
+    """Tombstones that may stand in one batch."""
+
+    kind: BatchKind
+    space: Space
+    tombstones: list[Tombstone]
+
+
+def has_tombstones(batch: Batch) -> bool:
+    return batch.kind in _TOMBSTONES
+
+
+def revoking(numbers: range) -> Tombstone:
+    """The tombstone that revokes batches by their numbers."""
+    return Tombstone(key=struct.pack("<QQ", numbers.start, numbers.stop).ljust(KEY_BYTES, b"\0"), as_of=numbers.stop)
+
+
+def revoked_by(batch: Batch) -> list[range]:
+    """The numbers of batches that must not be believed because of this one."""
+    keys = split(batch.entries["key"]) if batch.kind is BatchKind.REVOKE else []
+    return [range(*struct.unpack_from("<QQ", key)) for key in keys]
+
+
+# ---- packing: batches that have no place yet ----------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PackedBatch:
+    """A batch that has no place yet."""
+
+    kind: BatchKind
+    space: Space
+    entries: Entries
+    header_bytes: int
+    total_bytes: int
+    values: Sequence[memoryview] = ()
+
+
+def pack_values(space: Space, writes: Sequence[Write], room: int) -> PackedBatch | None:
+    """A batch of as many of the first values as fit; None when not one does."""
+    lengths = np.array([len(write.data) for write in writes], dtype=np.int64)
+    small = lengths <= INLINE_BYTES
+    inline = np.cumsum(np.where(small, -(-lengths // 8) * 8, 0))  # inside the header, up to and with each
+    blocks = np.cumsum(np.where(small, 0, -(-lengths // BLOCK_BYTES) * BLOCK_BYTES))  # behind it
+    headers = -(-(inline_start(0) + ENTRY_BYTES * np.arange(1, len(writes) + 1) + inline) // BLOCK_BYTES) * BLOCK_BYTES
+    fits = (headers <= MAX_HEADER_BYTES) & (headers + blocks <= room)
+    count = len(writes) if fits[-1] else int(np.argmin(fits))  # sizes only grow
+    if not count:
+        return None
+    chosen, header_bytes = writes[:count], int(headers[count - 1])
+    entries = _entries(chosen)
+    entries["length"] = lengths[:count]
+    before = np.concatenate((np.zeros((2, 1), np.int64), np.stack((inline, blocks))[:, : count - 1]), axis=1)
+    entries["offset"] = np.where(small[:count], inline_start(count) + before[0], header_bytes + before[1])
+    return PackedBatch(
+        kind=BatchKind.PUT, space=space, entries=entries, header_bytes=header_bytes,
+        total_bytes=header_bytes + int(blocks[count - 1]), values=[write.data for write in chosen],
+    )  # fmt: skip
+
+
+def _entries(writes: Sequence[Write]) -> Entries:
+    entries = np.zeros(len(writes), ENTRY)
+    keys, _, stamps, parents, depths, _ = zip(*writes, strict=True)
+    for name, width, parts in (("key", KEY_BYTES, keys), ("parent", KEY_BYTES, parents), ("stamp", STAMP_BYTES, stamps)):
+        entries[name] = np.frombuffer(b"".join(parts), np.uint8).reshape(len(writes), width)
+    entries["depth"] = depths
+    return entries
+
+
+def pack_tombstones(kind: BatchKind, space: Space, tombstones: Sequence[Tombstone], room: int) -> PackedBatch | None:
+    """A batch of as many of the first tombstones, all of one kind and space, as fit; None when not one does."""
+    count = min(len(tombstones), (min(room, MAX_HEADER_BYTES) // BLOCK_BYTES * BLOCK_BYTES - inline_start(0)) // ENTRY_BYTES)
+    if count <= 0:
+        return None
+    entries = np.zeros(count, ENTRY)
+    entries["key"] = np.frombuffer(b"".join(tombstone.key for tombstone in tombstones[:count]), np.uint8).reshape(count, 32)
+    entries["as_of"] = [tombstone.as_of for tombstone in tombstones[:count]]
+    entries["offset"] = [tombstone.since for tombstone in tombstones[:count]]
+    size = header_size(count, 0)
+    return PackedBatch(kind=kind, space=space, entries=entries, header_bytes=size, total_bytes=size)

@@ -17,12 +17,11 @@ import numpy as np
 from stepwell.store.keyed_seal import verify_without_key
 from stepwell.store.log.disk.files import Disk
 from stepwell.store.log.format import segment_list, snapshot
-from stepwell.store.log.format.batch import Batch, BatchKind
+from stepwell.store.log.format.batch import Batch, BatchKind, revoked_by
 from stepwell.store.log.format.scan import Gap, scan
 from stepwell.store.log.format.segment_list import NOTHING_YET, SegmentInfo, SegmentList, name_of, path_of
 from stepwell.store.log.format.segment_list import number_of as segment_number
 from stepwell.store.log.format.superblock import Superblock
-from stepwell.store.log.format.tombstones import revoked_by
 from stepwell.store.log.state.index import Index
 from stepwell.store.log.state.segments import Segment
 from stepwell.store.seal import Verdict

@@ -1,6 +1,6 @@
 """What the parts of one open log share. Holds; decides nothing.
 
-`lock` guards everything here. Bytes are moved without it: by the one writer whose turn it is (`writing/group_commit.py`), and by
+`lock` guards everything here. Bytes are moved without it: by the one writer whose turn it is (`store.GroupCommit`), and by
 readers whose segments are pinned.
 """
 
@@ -13,14 +13,13 @@ from pathlib import Path
 from threading import Condition
 
 from stepwell.base.errors import StoreError
-from stepwell.metrics.counters import Counters
+from stepwell.base.meters import Counters
 from stepwell.store.log.disk.files import Disk
 from stepwell.store.log.disk.locking import DirectoryLock
 from stepwell.store.log.format import snapshot
 from stepwell.store.log.format.segment_list import SegmentList
-from stepwell.store.log.state.budget import MIN_SEGMENTS, Budget
 from stepwell.store.log.state.index import Index
-from stepwell.store.log.state.segments import Segment, Segments
+from stepwell.store.log.state.segments import MIN_SEGMENTS, Budget, Segment, Segments
 from stepwell.store.log.state.stale import StaleValues
 
 

@@ -12,12 +12,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from stepwell.base.errors import StoreError
-from stepwell.store.log.disk.aligned import Scratch, is_aligned
-from stepwell.store.log.disk.files import BLOCK_BYTES, up_to_block
-from stepwell.store.log.format.batch import INLINE_BYTES, NO_SPACE, Batch, BatchKind, write_header
-from stepwell.store.log.format.packing import PackedBatch, pack_tombstones
+from stepwell.store.log.disk.files import BLOCK_BYTES, Scratch, is_aligned, up_to_block
+from stepwell.store.log.format.batch import (
+    HOLDS_FROM_NOW,
+    INLINE_BYTES,
+    NO_SPACE,
+    Batch,
+    BatchKind,
+    PackedBatch,
+    pack_tombstones,
+    revoked_by,
+    revoking,
+    write_header,
+)
 from stepwell.store.log.format.segment_list import name_of
-from stepwell.store.log.format.tombstones import HOLDS_FROM_NOW, revoked_by, revoking
 from stepwell.store.log.state.log_state import LogState
 from stepwell.store.log.state.segments import Segment, State
 

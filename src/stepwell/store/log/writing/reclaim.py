@@ -17,15 +17,13 @@ import time
 import numpy as np
 
 from stepwell.store.log.disk.files import BLOCK_BYTES
-from stepwell.store.log.format.batch import ENTRY_BYTES, Batch
-from stepwell.store.log.format.tombstones import TombstoneGroup
-from stepwell.store.log.state.budget import MIN_SEGMENTS
-from stepwell.store.log.state.columns import Rows
+from stepwell.store.log.format.batch import ENTRY_BYTES, Batch, TombstoneGroup
+from stepwell.store.log.state.index import Rows
 from stepwell.store.log.state.log_state import LogState
-from stepwell.store.log.state.segments import Segment, State
+from stepwell.store.log.state.segments import MIN_SEGMENTS, Segment, State
 from stepwell.store.log.writing.appender import Appender
 from stepwell.store.log.writing.relocate import Relocation, Relocator, needed
-from stepwell.store.log.writing.saving import save_segment_list, tidy_segment_list
+from stepwell.store.log.writing.upkeep import save_segment_list, tidy_segment_list
 from stepwell.store.log.writing.victim import NO_ROWS, Victim, choose_victim
 
 NO_ROOM_ERRNOS = (errno.ENOSPC, errno.EDQUOT)

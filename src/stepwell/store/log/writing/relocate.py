@@ -11,14 +11,24 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from stepwell.store.api import Space, Write
-from stepwell.store.log.disk.aligned import Scratch
-from stepwell.store.log.disk.files import up_to_block
-from stepwell.store.log.format.batch import INLINE_BYTES, SEQ_END, Batch, BatchKind, footprint, header_size, split
-from stepwell.store.log.format.packing import pack_tombstones, pack_values
+from stepwell.store.log.disk.files import Scratch, up_to_block
+from stepwell.store.log.format.batch import (
+    INLINE_BYTES,
+    SEQ_END,
+    Batch,
+    BatchKind,
+    Tombstone,
+    TombstoneGroup,
+    footprint,
+    has_tombstones,
+    header_size,
+    pack_tombstones,
+    pack_values,
+    split,
+)
 from stepwell.store.log.format.scan import scan
 from stepwell.store.log.format.segment_list import path_of
-from stepwell.store.log.format.tombstones import Tombstone, TombstoneGroup, has_tombstones
-from stepwell.store.log.state.columns import Rows
+from stepwell.store.log.state.index import Rows
 from stepwell.store.log.state.log_state import LogState
 from stepwell.store.log.state.segments import Segment
 from stepwell.store.log.writing.appender import Appender

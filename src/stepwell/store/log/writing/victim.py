@@ -17,8 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stepwell.store.log.format.batch import footprint
-from stepwell.store.log.state.columns import Columns, Rows
-from stepwell.store.log.state.index import DEPTH_BITS, Index
+from stepwell.store.log.state.index import DEPTH_BITS, Columns, Index, Rows
 
 NO_ROWS: Rows = np.zeros(0, np.int64)
 _COLD_PART = 4  # of all values at most are not worth copying

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 
 import numpy as np
@@ -16,17 +16,37 @@ import numpy as np
 from stepwell.base.errors import StoreError
 from stepwell.store.api import Space, Write, WriteOutcome
 from stepwell.store.log.disk.files import up_to_block
-from stepwell.store.log.format.batch import ENTRY_BYTES, INLINE_BYTES, SEQ_END, Batch, BatchKind, inline_bytes
-from stepwell.store.log.format.packing import PackedBatch, pack_tombstones, pack_values
-from stepwell.store.log.format.tombstones import Tombstone
+from stepwell.store.log.format.batch import (
+    ENTRY_BYTES,
+    INLINE_BYTES,
+    SEQ_END,
+    Batch,
+    BatchKind,
+    PackedBatch,
+    Tombstone,
+    inline_bytes,
+    pack_tombstones,
+    pack_values,
+)
 from stepwell.store.log.state.log_state import LogState
 from stepwell.store.log.writing.appender import Appender
-from stepwell.store.log.writing.group_commit import PutRequest
 from stepwell.store.log.writing.reclaim import NO_ROOM_ERRNOS, Reclaim
 from stepwell.store.log.writing.victim import coldest
 
 _EVERYTHING = bytes(32)  # the key of a clear
 _LET_IN_S = 1e-4
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class PutRequest:
+    """What one caller wants kept. Whoever has the turn to write decides the outcomes."""
+
+    space: Space
+    writes: Sequence[Write]
+    outcomes: list[WriteOutcome | None] = field(default_factory=list)
+    size_bytes: int = 0
+    done: bool = False
+    error: BaseException | None = None
 
 
 @dataclass(slots=True, eq=False)

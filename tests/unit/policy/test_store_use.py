@@ -6,10 +6,24 @@ import numpy as np
 import pytest
 
 from stepwell import ConfigError, StoreConfig
-from stepwell.policy.breaker import FAILURES_TO_OPEN, FIRST_COOL_OFF_S, LONGEST_COOL_OFF_S, Breaker, BreakerState
-from stepwell.policy.fetching import MOST_FALLBACKS, fallbacks, is_worth_it, reachable, restore_points
-from stepwell.policy.patience import MOST_ALLOWANCE_S, SHARERS, Grant, Patience, Speed
-from stepwell.policy.tuning import StoreTuning
+from stepwell.policy.store_use import (
+    FAILURES_TO_OPEN,
+    FIRST_COOL_OFF_S,
+    LONGEST_COOL_OFF_S,
+    MOST_ALLOWANCE_S,
+    MOST_FALLBACKS,
+    SHARERS,
+    Breaker,
+    BreakerState,
+    Grant,
+    Patience,
+    Speed,
+    StoreTuning,
+    fallbacks,
+    is_worth_it,
+    reachable,
+    restore_points,
+)
 from toys import FULL, HYBRID
 
 

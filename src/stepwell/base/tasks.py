@@ -1,7 +1,8 @@
-"""What the cache asks of a store, and what came of it: frozen tasks over keys and host pages.
+"""What executors are told to do, and what came of it: plans of copies between memories, and operations on a store.
 
-Like plans, operations name pages and never tree nodes. Every rank runs the same operation on its own memory and its own
-share of the store; an item has arrived when it arrived on all of them.
+Frozen steps over page ids and keys. They name pages, never tree nodes, so the tree may split or shrink while they run. Every
+rank carries out the same task on its own memory and its own share of the store; it counts when all of them have. Deciding
+happens elsewhere; so does copying.
 """
 
 from __future__ import annotations
@@ -11,9 +12,69 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeAlias
 
-from stepwell.base.ids import JobId
-from stepwell.base.keys import Namespace, PageKey
-from stepwell.base.plan import PageIds
+import numpy as np
+import numpy.typing as npt
+
+from stepwell.base.ids import JobId, Kind, Tier
+from stepwell.base.prompt import Namespace, PageKey
+
+PageIds = npt.NDArray[np.int32]
+
+NO_PAGES: PageIds = np.empty(0, dtype=np.int32)
+NO_PAGES.setflags(write=False)
+
+
+class Purpose(Enum):
+    """Why bytes move; also the label their failures are counted under."""
+
+    LOAD = "load"  # towards the model, because a request resumes
+    SAVE = "save"  # away from the model, because they should outlive their tier
+    FORK = "fork"  # a request's own copy of a state that the tree keeps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Span:
+    """Pages of one kind in one tier. For `Tier.ENGINE` the ids are the engine's own names."""
+
+    tier: Tier
+    kind: Kind
+    ids: PageIds
+
+    def __repr__(self) -> str:
+        return f"Span({self.tier.label} {self.kind.label} x{len(self.ids)})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Copy:
+    """Copies page `source.ids[i]` to `target.ids[i]`, for every i."""
+
+    source: Span
+    target: Span
+
+    def __post_init__(self) -> None:
+        assert self.source.kind is self.target.kind, f"{self.source} and {self.target} differ in kind"
+        assert len(self.source.ids) == len(self.target.ids), f"{self.source} and {self.target} differ in length"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Plan:
+    """Copies that count together: all of them on every rank, or none."""
+
+    job: JobId
+    purpose: Purpose
+    copies: tuple[Copy, ...]
+    awaited: bool = False  # a request cannot go on before it has ended
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """A plan that every rank has answered for. `error` is the first failure, None when all succeeded."""
+
+    job: JobId
+    error: str | None = None
+
+
+# ---- the store ----------------------------------------------------------------------------------
 
 
 class ItemStatus(Enum):

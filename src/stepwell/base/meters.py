@@ -1,8 +1,10 @@
-"""Where time comes from. Nothing that decides asks the machine: a clock is handed in."""
+"""Meters that are handed in, never ambient: a clock to read, and counts of what happened, by name. They decide nothing."""
 
 from __future__ import annotations
 
 import time
+from collections import Counter
+from collections.abc import Mapping
 from typing import Protocol
 
 
@@ -51,3 +53,21 @@ class ManualClock:
     def advance(self, seconds: float) -> None:
         assert seconds >= 0, f"time does not run backwards: {seconds=}"
         self._now_s += seconds
+
+
+class Counters:
+    """Monotone counters; a name appears with its first count."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    def add(self, name: str, amount: int = 1) -> None:
+        assert amount >= 0, f"counters only grow: {name=} {amount=}"
+        self._counts[name] += amount
+
+    def __getitem__(self, name: str) -> int:
+        return self._counts[name]
+
+    def snapshot(self) -> Mapping[str, int]:
+        """All counts so far, sorted by name; a copy."""
+        return dict(sorted(self._counts.items()))

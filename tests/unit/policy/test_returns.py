@@ -8,7 +8,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from stepwell.policy.reuse_model import (
+from stepwell.policy.value import (
     FORGET_EVERY,
     LEARN_EVERY,
     LEAST_SHARE,

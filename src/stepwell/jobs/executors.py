@@ -1,8 +1,11 @@
-"""Runs store operations on every rank's worker and brings home what came of them. Decides nothing, applies nothing.
+"""Runs copies and store operations on every rank, on worker threads, and brings home what came of them. Decides nothing.
 
-Questions, reads and writes have threads of their own, so that no request waits behind a backup, nor a question behind the
-reads of somebody else. Writes of a rank run in order, on one thread by default: parents before children. A thread before
-that one seals what comes next.
+A job is complete when every rank has answered; one rank's failure is everybody's. Exceptions of any kind are caught here and
+become answers that keep their text.
+
+Of copies, those that a request waits for have threads of their own beside saves. So have questions, reads and writes at a store:
+no request waits behind a backup, nor a question behind the reads of somebody else. Writes of a rank run in order, on one thread
+by default: parents before children. A thread before that one seals what comes next.
 """
 
 from __future__ import annotations
@@ -11,15 +14,119 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
-from stepwell.base.clock import Clock
 from stepwell.base.ids import JobId
-from stepwell.base.store_op import FindItems, ItemStatus, Outcome, PutCheckpoint, PutPages, Reply, StoreOp, joint, num_items
-from stepwell.jobs.jobs import JobExecutor
+from stepwell.base.meters import Clock, SystemClock
+from stepwell.base.tasks import (
+    Completion,
+    FindItems,
+    ItemStatus,
+    Outcome,
+    Plan,
+    Purpose,
+    PutCheckpoint,
+    PutPages,
+    Reply,
+    StoreOp,
+    joint,
+    num_items,
+)
+from stepwell.jobs.jobs import DoneAtOnce, JobExecutor
 from stepwell.jobs.workers import Answer, RankJobs, WorkQueue
 from stepwell.store.api import never
+from stepwell.transfer.copy_engine import CopyEngine, Work
 from stepwell.transfer.store_worker import StoreWorker
 
 Cancelled = Callable[[], bool]  # may become true at any time, from a worker's point of view
+
+# ---- copies -------------------------------------------------------------------------------------
+
+
+class CopyExecutor(JobExecutor[Plan, Completion], Protocol):
+    """Takes plans and gives back completions, on the cache's thread; only `drain` waits."""
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks carry out every plan."""
+        ...
+
+
+class ThreadCopyExecutor:
+    """Worker threads for each rank: some for what a request waits for, one for saves, which may take their time."""
+
+    def __init__(self, ranks: Sequence[CopyEngine], clock: Clock | None = None, *, workers_per_rank: int = 2) -> None:
+        assert ranks, "an executor needs at least one rank's copy engine"
+        clock = clock or SystemClock()
+        self._ranks = ranks
+        self._urgent = [WorkQueue(f"copy{i}", clock, threads=workers_per_rank) for i in range(len(ranks))]
+        self._saving = [WorkQueue(f"save{i}", clock) for i in range(len(ranks))]
+        self._jobs: RankJobs[str | None] = RankJobs(clock)
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self._ranks)
+
+    def submit(self, plan: Plan) -> None:
+        lines = self._saving if plan.purpose is Purpose.SAVE and not plan.awaited else self._urgent
+        self._jobs.open(plan.job, lines, called_off="it was called off")
+        for rank, (copy_engine, line) in enumerate(zip(self._ranks, lines, strict=True)):
+            self._jobs.enqueue(plan.job, rank, line, partial(attempt_copy, rank, begin_copy(copy_engine, plan)))
+
+    def answers(self) -> list[Completion]:
+        return [Completion(job=each.job, error=next(filter(None, each.outcomes), None)) for each in self._jobs.answers()]
+
+    def withdraw(self, job: JobId) -> bool:
+        return self._jobs.withdraw(job)
+
+    def progressed_s(self, job: JobId) -> float:
+        return self._jobs.progressed_s(job)
+
+    def drain(self, timeout_s: float) -> None:
+        self._jobs.drain(timeout_s)
+
+    def close(self) -> None:
+        for line in (*self._urgent, *self._saving):
+            line.close()
+
+
+class InlineCopyExecutor(DoneAtOnce[Completion]):
+    """Runs each plan where it is submitted: for tools that need no overlap."""
+
+    def __init__(self, ranks: Sequence[CopyEngine]) -> None:
+        super().__init__()
+        self._ranks = ranks
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self._ranks)
+
+    def submit(self, plan: Plan) -> None:
+        errors = [attempt_copy(rank, begin_copy(copy_engine, plan)) for rank, copy_engine in enumerate(self._ranks)]
+        self._done.append(Completion(job=plan.job, error=next(filter(None, errors), None)))
+
+
+def begin_copy(copy_engine: CopyEngine, plan: Plan) -> Work:
+    """Hands a plan to a rank. A copy engine that cannot even begin fails like one that cannot copy."""
+    try:
+        return copy_engine.begin(plan)
+    except Exception as error:  # the edge to somebody else's code: a failure comes home as a value
+        failure = error
+
+    def fail() -> None:
+        raise failure
+
+    return fail
+
+
+def attempt_copy(rank: int, work: Work) -> str | None:
+    """One rank's try at a plan: None when it worked, else what went wrong."""
+    try:
+        work()
+    except BaseException as error:  # the worker boundary: likewise, and the thread lives on
+        return f"rank {rank}: {type(error).__name__}: {error}"
+    return None
+
+
+# ---- the store ----------------------------------------------------------------------------------
 
 
 class StoreExecutor(JobExecutor[StoreOp, Reply], Protocol):
@@ -56,7 +163,7 @@ class ThreadStoreExecutor:
             if puts:
                 line.submit(partial(self._seal, rank, op))
             else:
-                self._jobs.enqueue(op.job, rank, line, partial(attempt, worker, op, self._is_cancelled(op)))
+                self._jobs.enqueue(op.job, rank, line, partial(attempt_op, worker, op, self._is_cancelled(op)))
 
     def answers(self) -> list[Reply]:
         return [self._reply(answer) for answer in self._jobs.answers()]
@@ -90,7 +197,7 @@ class ThreadStoreExecutor:
     def _seal(self, rank: int, op: StoreOp) -> None:
         """The first half of a put. When it is over the operation has not begun yet, and can be taken back."""
         started_s = self._clock.now()
-        put = self._jobs.prepare(op.job, rank, partial(sealed, self._ranks[rank], op, self._is_cancelled(op)))
+        put = self._jobs.prepare(op.job, rank, partial(seal_op, self._ranks[rank], op, self._is_cancelled(op)))
         if put is None:
             return  # withdrawn
         self._jobs.enqueue(op.job, rank, self._writing[rank], put, before_s=self._clock.now() - started_s)
@@ -103,12 +210,12 @@ class ThreadStoreExecutor:
         return Reply(job=answer.job, outcome=joint(answer.outcomes), took_s=answer.took_s)
 
 
-def attempt(worker: StoreWorker, op: StoreOp, cancelled: Cancelled = never) -> Outcome:
+def attempt_op(worker: StoreWorker, op: StoreOp, cancelled: Cancelled = never) -> Outcome:
     """One rank's try at an operation. Whatever goes wrong comes home as an outcome."""
     return _safely(op, cancelled, lambda: worker.run(op.namespace, op.task, cancelled))
 
 
-def sealed(worker: StoreWorker, op: StoreOp, cancelled: Cancelled) -> Callable[[], Outcome]:
+def seal_op(worker: StoreWorker, op: StoreOp, cancelled: Cancelled) -> Callable[[], Outcome]:
     """The first half of one rank's try at a put; what is returned is the other. Both bring home what goes wrong."""
     task, found = op.task, []
     assert isinstance(task, (PutPages, PutCheckpoint)), f"nothing of {task} is to be sealed"

@@ -1,20 +1,34 @@
-"""Executors: threads, inline, scripted; failures come home as values."""
+"""Executors: threads, inline, scripted; failures come home as values.
+
+At the store, questions never wait behind reads, what has not begun is taken back, and nothing holds the process.
+"""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
+from collections.abc import Sequence
+from threading import Event
 
+import numpy as np
 import pytest
 
 from stepwell import Cache, CacheConfig, Lease, Tier, build_cache
 from stepwell.base.ids import JobId
-from stepwell.base.plan import Plan, Purpose
+from stepwell.base.meters import SystemClock
+from stepwell.base.prompt import Namespace, PageKey
+from stepwell.base.tasks import FetchPages, FindItems, ItemStatus, Plan, Purpose, StoreOp, Task
 from stepwell.cache.build import layouts_for, numpy_memories
-from stepwell.jobs.copy_executor import CopyExecutor, InlineCopyExecutor, ThreadCopyExecutor
+from stepwell.jobs.executors import CopyExecutor, InlineCopyExecutor, ThreadCopyExecutor, ThreadStoreExecutor
+from stepwell.store.api import Space
+from stepwell.store.memory import MemoryStore
+from stepwell.store.wrappers import Wrapper
 from stepwell.testing import DigestEngine, ScriptedExecutor
 from stepwell.tiers.eviction import make_room
 from stepwell.transfer.copy_engine import CopyEngine, NumpyCopyEngine, Work
-from toys import HYBRID, NO_INTERVALS, SMALL_PAGES, Rig, text
+from stepwell.transfer.store_worker import StoreWorker
+from toys import FULL, HYBRID, NO_INTERVALS, SMALL_PAGES, Rig, text
 from waiting import PATIENCE_S, settle, wait_until
 
 CONFIG = CacheConfig(device_bytes=128 * 32, host_bytes=128 * 32, placement=NO_INTERVALS)
@@ -81,7 +95,7 @@ class Threaded:
         return lease
 
     def empty_device(self) -> None:
-        make_room(self.cache._core, Tier.DEVICE, {0: 10_000})  # type: ignore[dict-item]
+        make_room(self.cache._state, Tier.DEVICE, {0: 10_000})  # type: ignore[dict-item]
 
 
 @pytest.fixture
@@ -198,3 +212,83 @@ def test_scripted_ranks_answer_once_each() -> None:
         rig.executor.answer(job, 0)
     rig.cache.release(lease)
     rig.idle_check()
+
+
+HERE = Namespace(model="m", layout="l")
+KEY = PageKey(b"k" * 32)
+ASK = FindItems(pages=(KEY,), boundaries=())
+FETCH = FetchPages(keys=(KEY,), ids=np.array([0], np.int32))
+
+
+class Stuck(Wrapper):
+    """Reads hang until they are let go."""
+
+    def __init__(self) -> None:
+        super().__init__(MemoryStore())
+        self.begun, self.go = Event(), Event()
+
+    def read_into(self, space: Space, reads: Sequence[object], **options: object) -> list[object]:  # type: ignore[override]
+        self.begun.set()
+        assert self.go.wait(PATIENCE_S)
+        return super().read_into(space, reads, **options)  # type: ignore[arg-type, return-value]
+
+
+def op(number: int, task: Task) -> StoreOp:
+    return StoreOp(job=JobId(number), namespace=HERE, task=task)
+
+
+def store_executor(store: Stuck, ranks: int = 1) -> ThreadStoreExecutor:
+    memories = Rig(FULL, device_pages=16, host_pages=16, ranks=ranks).memories
+    worker = [StoreWorker(store, list(memory.values())[1], rank=i, ranks=ranks) for i, memory in enumerate(memories)]
+    return ThreadStoreExecutor(worker, SystemClock(), readers=1)
+
+
+def test_a_question_is_answered_while_reads_hang_and_what_waits_behind_them_can_be_taken_back() -> None:
+    store = Stuck()
+    busy = store_executor(store)
+    busy.submit(op(1, FETCH))
+    assert store.begun.wait(PATIENCE_S)
+    busy.submit(op(2, FETCH))
+    busy.submit(op(3, ASK))
+    replies = wait_until(busy.answers)
+    assert [reply.job for reply in replies] == [3] and replies[0].outcome.statuses == (ItemStatus.MISSING,)
+    assert busy.withdraw(JobId(2)) and not busy.withdraw(JobId(1)) and not busy.withdraw(JobId(3))
+    store.go.set()
+    busy.drain(PATIENCE_S)
+    assert [reply.job for reply in busy.answers()] == [1], "what was taken back is never answered"
+    busy.close()
+
+
+def test_an_exception_of_the_store_comes_home_as_an_outcome_and_the_thread_lives_on() -> None:
+    store = MemoryStore()
+    worker = StoreWorker(store, Rig(FULL, device_pages=16, host_pages=16).memories[0][1])  # type: ignore[index]
+    one = ThreadStoreExecutor([worker], SystemClock(), readers=1)
+    store.close()
+    for number in (1, 2):
+        one.submit(op(number, FETCH))
+    one.drain(PATIENCE_S)
+    replies = one.answers()
+    assert [reply.outcome.statuses for reply in replies] == [(ItemStatus.FAILED,)] * 2
+    assert all("closed" in (reply.outcome.error or "") for reply in replies)
+    one.close()
+
+
+HANGING = """
+import time
+from stepwell import CacheConfig, build_cache
+from stepwell.policy.store_use import StoreTuning
+from stepwell.store.memory import MemoryStore
+from stepwell.store.wrappers import Slow
+from toys import FULL, SMALL_PAGES, text
+cache = build_cache(FULL, CacheConfig(device_bytes=4096, host_bytes=4096), tuning=SMALL_PAGES)
+cache.store.attach(Slow(MemoryStore(), sleep=time.sleep, latency_s=3600), tuning=StoreTuning(op_timeout_s=0.2))
+ticket = cache.prefetch(cache.lookup(text(1, 40)))
+ticket.close()
+cache.close()
+print("ended")
+"""
+
+
+def test_a_store_that_hangs_for_ever_does_not_keep_the_process_from_ending() -> None:
+    done = subprocess.run([sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=PATIENCE_S, cwd="tests")
+    assert done.stdout.strip() == "ended", done.stderr

@@ -1,27 +1,75 @@
-"""Names for pages that mean the same everywhere: a hash chain that starts from the namespace.
+"""A prompt as the cache sees it: bytes of little-endian int32, checked once at the door, and names for its pages.
+
+Bytes, because comparing two runs of tokens is then one `memcmp` (`bytes.startswith`) without a copy.
+
+A page's name means the same everywhere. It is a link of a hash chain that starts from the namespace:
 
     key_0 = H(namespace),  key_i = H(key_{i-1} | tokens of page i)
 
 Two configurations that would read each other's bytes wrongly never share a key, because everything that
-tells them apart is framed into the seed. Pure; computed only where a store needs it.
+tells them apart is framed into the seed. Pure; keys are computed only where a store needs them.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NewType
+from typing import NewType, TypeAlias
 
-FORMAT_VERSION = 1
+import numpy as np
+import numpy.typing as npt
+
+from stepwell.base.errors import BadTokens
+
+TOKEN_BYTES = 4
+MAX_TOKEN = 2**31 - 1
+FORMAT_VERSION = 1  # of keys
 KEY_BYTES = 32
 
+Tokens: TypeAlias = Sequence[int] | npt.NDArray[np.integer]
 PageKey = NewType("PageKey", bytes)
 
 # Copies of a state that has taken nothing in are made faster than new states.
 _PAGE = hashlib.blake2b(digest_size=KEY_BYTES, person=b"stepwell-page")
 _MANIFEST = hashlib.blake2b(digest_size=KEY_BYTES, person=b"stepwell-manif")
+
+
+def pack(tokens: Tokens, *, vocab_size: int | None = None) -> bytes:
+    """Checks `tokens` and returns them as packed int32. Raises BadTokens; changes nothing."""
+    if type(tokens) is list and len(tokens) == 1 and type(tokens[0]) is int and 0 <= tokens[0] < (vocab_size or MAX_TOKEN + 1):
+        return tokens[0].to_bytes(TOKEN_BYTES, "little")  # what a decode step adds
+    try:
+        ids = np.asarray(tokens)
+    except (ValueError, OverflowError) as error:
+        raise BadTokens(f"a prompt must be a sequence of whole numbers: {error}") from None
+    if ids.ndim != 1:
+        raise BadTokens(f"a prompt must be one-dimensional, got an array of shape {ids.shape}")
+    if ids.size == 0:
+        return b""
+    if ids.dtype.kind not in "iu":
+        raise BadTokens(f"token ids must be whole numbers, got {ids.dtype}")
+    limit = MAX_TOKEN if vocab_size is None else vocab_size - 1
+    # One pass instead of two: seen as unsigned, a negative id is larger than any limit.
+    if int(ids.view(ids.dtype.str.replace("i", "u")).max()) > limit:
+        lowest = int(ids.min())
+        raise BadTokens(f"token id {lowest if lowest < 0 else int(ids.max())} is out of range 0..{limit}")
+    return ids.astype("<i4", copy=False).tobytes()
+
+
+def unpack(packed: bytes) -> npt.NDArray[np.int32]:
+    """The token ids behind packed bytes, as a read-only array."""
+    return np.frombuffer(packed, dtype="<i4")
+
+
+def common_pages(left: bytes, right: bytes, page_bytes: int) -> int:
+    """How many whole pages two packed runs share from their start."""
+    size = min(len(left), len(right)) // page_bytes * page_bytes
+    if left[:size] == right[:size]:
+        return size // page_bytes
+    pair = np.frombuffer(left, np.uint32, size // TOKEN_BYTES) != np.frombuffer(right, np.uint32, size // TOKEN_BYTES)
+    return int(pair.argmax()) * TOKEN_BYTES // page_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from stepwell import ModelSpec, NoRoom, Tier
-from stepwell.policy.reuse_model import Visit
+from stepwell.policy.value import Visit
 from stepwell.sim.least_recent import LeastRecent
 from stepwell.tree.node import Node
 from toys import EVICTIONS, FULL, HYBRID, PAGE, SMALL_PAGES, Rig, text
@@ -24,8 +24,8 @@ def _visit(node: Node) -> Visit:
 
 def _watched(rig: Rig) -> list[tuple[int, int]]:
     """Pages that wait under each visit, and how often its path had come back."""
-    assert rig.core.reuse is not None
-    return [(visit.pages, visit.returns) for visit in rig.core.reuse._waiting]
+    assert rig.state.reuse is not None
+    return [(visit.pages, visit.returns) for visit in rig.state.reuse._waiting]
 
 
 def _later(rig: Rig, tokens: list[int], seconds: float = 10.0) -> None:
@@ -77,7 +77,7 @@ def test_least_recent_notes_nothing_and_cuts_nothing() -> None:
     rig = Rig(FULL, tuning=replace(SMALL_PAGES, eviction=LeastRecent()))
     rig.serve(text(1, 33))
     lease = rig.ready([*text(1, 12), *text(2, 9)])
-    assert rig.core.reuse is None and lease.visit is None
+    assert rig.state.reuse is None and lease.visit is None
     rig.cache.release(lease)
     rig.evict_all(Tier.DEVICE)
     assert all(node.visit is None and node.past is None for node in rig.tree.nodes())

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from stepwell import PrefetchPolicy, StoreConfig, Tier
-from stepwell.base.store_op import PutCheckpoint
+from stepwell.base.tasks import PutCheckpoint
 from stepwell.store.memory import MemoryStore
-from stepwell.store_tier.beliefs import Beliefs
+from stepwell.store_tier.link import Beliefs
 from stepwell.tree.node import LossReason, Node
 from stepwell.tree.pruning import truncate
 from toys import FULL, FULL_POINT, HYBRID, PAGE, Rig, text
@@ -49,7 +49,7 @@ def test_both_parts_of_a_node_that_is_cut_are_believed_as_before() -> None:
 
 def test_pages_that_come_in_the_place_of_others_are_stored_too() -> None:
     here = stored_rig()
-    truncate(here.tree, leaf(here), 4, here.core.loss(LossReason.EVICTED, Tier.HOST))
+    truncate(here.tree, leaf(here), 4, here.state.loss(LossReason.EVICTED, Tier.HOST))
     assert believed(here) == {(0, 4): 4}
     prompt = [*text(1, 10 * PAGE + 1)[: 4 * PAGE], *text(2, 6 * PAGE + 1)]
     here.serve(prompt)

@@ -1,0 +1,58 @@
+"""Decode passes whose tokens the host has not read yet: the device chooses them, and may go on from them at once.
+
+    device    | pass 1 | pass 2 | pass 3 |          pass 2 reads the tokens of pass 1 where they lie
+    host               | reads 1, starts 3 | ...    and does what follows from a token while the next pass runs
+
+Only for tokens that the device can choose: the likeliest ones. A request whose answer ends with what the host reads was computed
+once too often; that row is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from stepwell.engine.request import Request
+
+UNSOUND = -1  # in place of a token: its logits are not numbers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Unread:
+    """A pass that was started, over the last tokens of `requests`, and what it chooses for each."""
+
+    requests: Sequence[Request]
+    token_B: torch.Tensor
+    host_B: torch.Tensor
+    copied: torch.cuda.Event | None  # None where there is nothing to wait for
+
+    @classmethod
+    def of(cls, requests: Sequence[Request], logits_BV: torch.Tensor) -> Unread:
+        """Chooses on the device, and starts to bring the tokens to the host."""
+        low_B, high_B = logits_BV.aminmax(dim=-1)
+        sound_B = torch.isfinite(low_B) & torch.isfinite(high_B)
+        token_B = logits_BV.argmax(dim=-1).masked_fill_(~sound_B, UNSOUND)
+        if not token_B.is_cuda:
+            return cls(requests=requests, token_B=token_B, host_B=token_B, copied=None)
+        host_B = torch.empty(token_B.shape, dtype=token_B.dtype, pin_memory=True).copy_(token_B, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+        return cls(requests=requests, token_B=token_B, host_B=host_B, copied=copied)
+
+    def read(self) -> list[int]:
+        """The token of each request. Waits for the pass."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        tokens: list[int] = self.host_B.tolist()
+        return tokens
+
+    def tokens_of(self, requests: Sequence[Request]) -> torch.Tensor:
+        """The tokens of some of the requests, on the device, for a pass that goes on from them. Unsound ones count as 0."""
+        token_B = self.token_B.clamp_min(0)
+        if len(requests) == len(self.requests):
+            return token_B
+        rows = {request.id: row for row, request in enumerate(self.requests)}
+        wanted = torch.tensor([rows[request.id] for request in requests])
+        return token_B[wanted.to(token_B.device)]

@@ -1,0 +1,252 @@
+"""How a store is used: whether it is asked at all, how deep it takes a prompt, and how long a request may wait for it. Pure.
+
+**The breaker** leaves a failing store alone, and tries it again after a while:
+
+    CLOSED --failures in a row--> OPEN --cool-off--> one try --success--> CLOSED
+                                    ^------failure, longer cool-off------'
+
+**How deep** is the joint rule over pages and checkpoints:
+
+    pages      |== in memory ==|== in the store ==|  nowhere
+    boundary         a             b     c           deepest one with a checkpoint, or that needs none: c
+
+**Patience** sees to it that having a store is never worse than having none. A store is trusted until it is first waited for in
+vain: whoever asks it may wait as long as their limit says, which is no longer than computing would take. That costs one wait at
+most, since those who wait then go on together. From there on waiting is paid from an allowance: a small share of all time spent
+computing, and everything that fetches have saved. So whatever the store does, all waiting in vain adds up to less than
+
+    one limit + credit_s + share * (time spent computing) + (time saved by fetches)
+
+and the sum never exceeds the time without a store by more than the first three. A request may wait as long as that is less
+than its grant plus what has arrived for it so far is worth.
+
+**Tuning** bounds all this by values that no operator has a reason to change, each with the reason for it. What operators do
+choose is in `base/config.StoreConfig`. Tests make other tunings, to reach in a few pages what takes millions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from math import inf
+
+import numpy as np
+import numpy.typing as npt
+
+from stepwell.base.errors import ConfigError
+from stepwell.base.spec import ModelSpec
+
+FAILURES_TO_OPEN = 3
+FIRST_COOL_OFF_S, LONGEST_COOL_OFF_S = 1.0, 60.0
+MOST_FALLBACKS = 8  # checkpoints fetched in case the deepest is not reached
+MOST_ALLOWANCE_S = 10.0  # a store that was good for a day may still turn bad
+SHARERS = 8  # a request gets this part of the allowance, so that several at a time can wait
+KEPT_OF_MEAN = 0.8  # how much of a running mean the next measurement leaves
+_ZERO_OR_MORE = ("timeout_base_s", "timeout_per_ki_s", "wait_credit_s", "wait_share", "fallback_share")
+_POSITIVE = ("op_timeout_s", "backup_queue", "backup_age_s", "backup_bytes")
+
+Flags = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreTuning:
+    """One store's bounds. The defaults are what ships."""
+
+    # How long a request waits before it is known how fast prompts are computed. 2,000 tokens a second is slow for prefill, so
+    # nobody waits much longer than computing takes; two seconds on top let a cold disk or connection answer once.
+    timeout_base_s: float = 2.0
+    timeout_per_ki_s: float = 0.5
+    # Waiting in vain, beyond the first time: at most half a second, and 1 % of the time spent computing. Less than anybody can
+    # measure on a whole workload, and enough to notice a store that has recovered.
+    wait_credit_s: float = 0.5
+    wait_share: float = 0.01
+    # Of the host tier, for fetched pages whose requests have not begun: the other half stays for what is saved from the device.
+    host_share: float = 0.5
+    # One reader's turn. The store knows best (`Traits.turn_bytes`): large enough to be worth a call, small enough to call off.
+    fetch_chunk_bytes: int | None = None
+    # Bytes spent on checkpoints before the deepest one. A fetch that is stopped early resumes at one of them; one that is not
+    # has read a quarter more.
+    fallback_share: float = 0.25
+    # Without progress for so long, a store has failed: as long as a request waits for one at most, unless an operator says
+    # otherwise (`prefetch_timeout_s`). Busy disks stall for less.
+    op_timeout_s: float = 30.0
+    # Paths in line to be backed up. They hold no memory, so the line may be long; this bounds what is looked through.
+    backup_queue: int = 4096
+    # After which a path in line is dropped: a store that is a minute behind is slower than what comes, and will not catch up.
+    backup_age_s: float = 60.0
+    # On their way down at a time; twice that of what would be lost otherwise. It keeps fast disks busy, and a store that hangs
+    # holds no more of the host. A sixteenth of the host tier where that is less.
+    backup_bytes: int = 256 * 2**20
+
+    def __post_init__(self) -> None:
+        for name in _ZERO_OR_MORE:
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must be 0 or more, got {getattr(self, name)}")
+        for name in _POSITIVE:
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.fetch_chunk_bytes is not None and self.fetch_chunk_bytes <= 0:
+            raise ConfigError(f"fetch_chunk_bytes must be positive, got {self.fetch_chunk_bytes}; None for the store's own")
+        if not 0 < self.host_share <= 1:
+            raise ConfigError(f"host_share must be more than 0 and at most 1, got {self.host_share}")
+
+    def wait_s(self, prompt_tokens: int, compute_s: float | None = None) -> float:
+        """How long waiting for a store pays: what computing would take instead, where that is known."""
+        return self.timeout_base_s + self.timeout_per_ki_s * prompt_tokens / 1024 if compute_s is None else compute_s
+
+
+class BreakerState(Enum):
+    CLOSED = "closed"  # all is well
+    OPEN = "open"  # the store is left alone
+    TRYING = "trying"  # one request is out to see whether it is well again
+
+
+class Breaker:
+    """Counts failures in a row. One thread."""
+
+    def __init__(self) -> None:
+        self.state = BreakerState.CLOSED
+        self._failures = 0
+        self._cool_off_s = FIRST_COOL_OFF_S
+        self._opened_s = 0.0
+
+    def allows(self, now: float) -> bool:
+        """Whether the store may be asked now. Changes nothing."""
+        if self.state is BreakerState.OPEN:
+            return now >= self._opened_s + self._cool_off_s
+        return self.state is BreakerState.CLOSED
+
+    def asked(self, now: float) -> None:
+        """A request went out. After a cool-off it is the one that decides."""
+        if self.state is BreakerState.OPEN and self.allows(now):
+            self.state = BreakerState.TRYING
+
+    def succeeded(self) -> None:
+        if self.state is not BreakerState.OPEN:  # a straggler from before does not say that it is well now
+            self.state = BreakerState.CLOSED
+            self._failures = 0
+            self._cool_off_s = FIRST_COOL_OFF_S
+
+    def undecided(self) -> None:
+        """A request was called off before it said anything: the next one decides."""
+        if self.state is BreakerState.TRYING:
+            self.state = BreakerState.OPEN
+
+    def failed(self, now: float) -> bool:
+        """Notes a failure; true when it switched the store off."""
+        self._failures += 1
+        if self.state is BreakerState.TRYING:
+            self._cool_off_s = min(2 * self._cool_off_s, LONGEST_COOL_OFF_S)
+        elif self.state is BreakerState.OPEN or self._failures < FAILURES_TO_OPEN:
+            return False
+        self.state = BreakerState.OPEN
+        self._opened_s = now
+        return True
+
+
+def reachable(known: int, has_page: Flags) -> int:
+    """How many pages are there without a gap, when the first `known` are in memory."""
+    beyond = np.flatnonzero(~has_page[known:])
+    return known + int(beyond[0]) if len(beyond) else len(has_page)
+
+
+def restore_points(spec: ModelSpec, *, above: int, upto: int, has_checkpoint: Flags) -> Iterator[int]:
+    """Boundaries (in pages) from the deepest to the shallowest, `above` < b <= `upto`, at which a request could resume."""
+    for page in range(upto, above, -1):
+        tokens = page * spec.page_tokens
+        if spec.is_legal(tokens) and (has_checkpoint[page] or not spec.needs_checkpoint_at(tokens)):
+            yield page
+
+
+def fallbacks(points: Sequence[int], *, checkpoint_bytes: int, fetch_bytes: int, share: float) -> list[int]:
+    """Of boundaries before the deepest, evenly spread ones whose checkpoints cost at most `share` of the fetch."""
+    if not points or not checkpoint_bytes:
+        return sorted(points)
+    count = min(int(share * fetch_bytes) // checkpoint_bytes, len(points), MOST_FALLBACKS)
+    return sorted({points[index * len(points) // count] for index in range(count)}) if count else []
+
+
+def is_worth_it(fetch_s: float | None, recompute_s: float | None) -> bool:
+    """Whether to fetch rather than compute; what has not been measured gets the chance to be."""
+    return fetch_s is None or recompute_s is None or fetch_s < recompute_s
+
+
+class Speed:
+    """A running mean of amounts per second, recent ones counting more; None before the first measurement."""
+
+    def __init__(self, known_per_s: float | None = None) -> None:
+        self._amount = known_per_s or 0.0
+        self._seconds = 1.0 if known_per_s else 0.0
+        self.measured_s = float("-inf")  # when it was measured last
+
+    @property
+    def per_s(self) -> float | None:
+        return self._amount / self._seconds if self._seconds > 0 else None
+
+    def measure(self, amount: float, seconds: float, now: float) -> None:
+        if amount <= 0 or seconds <= 0:
+            return
+        self.measured_s = now
+        self._amount = KEPT_OF_MEAN * self._amount + amount
+        self._seconds = KEPT_OF_MEAN * self._seconds + seconds
+
+    def seconds_for(self, amount: float) -> float | None:
+        return amount / self.per_s if self.per_s else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grant:
+    """How long one request may wait in vain; on trust, or out of the allowance."""
+
+    seconds: float
+    on_trust: bool = False
+
+
+UNLIMITED = Grant(seconds=inf)
+
+
+class Patience:
+    """Trust, then the allowance. One thread."""
+
+    def __init__(self, *, credit_s: float, share: float) -> None:
+        self._allowance_s = credit_s
+        self._share = share
+        self.trusted = True  # it was never waited for in vain
+
+    @property
+    def allowance_s(self) -> float:
+        return self._allowance_s
+
+    def take(self, limit_s: float) -> Grant:
+        """How long a request may wait in vain, at most `limit_s`: on trust all may; else it is reserved, and others get some."""
+        if self.trusted:
+            return Grant(seconds=limit_s, on_trust=True)
+        granted_s = max(min(limit_s, self._allowance_s / SHARERS), 0.0)
+        self._allowance_s -= granted_s
+        return Grant(seconds=granted_s)
+
+    def take_more(self, grant: Grant, expected_s: float) -> Grant:
+        """Reserves as much as a fetch is expected to take, for one that computing would not beat; all of it, or nothing more."""
+        missing_s = expected_s - grant.seconds
+        if grant.on_trust or not 0 < missing_s <= self._allowance_s:
+            return grant
+        self._allowance_s -= missing_s
+        return Grant(seconds=expected_s)
+
+    def settle(self, grant: Grant, *, waited_s: float, saved_s: float, given_up: bool) -> None:
+        """Gives back what was not used of a grant, adds what the waiting saved, and loses trust where it saved too little."""
+        if not grant.on_trust:
+            self._add(grant.seconds - waited_s + saved_s)
+        elif self.trusted or saved_s > waited_s:  # of many who waited in vain at a time, one pays
+            self._add(saved_s - waited_s)
+        if self.trusted and (self._allowance_s < 0 or (given_up and saved_s < waited_s)):
+            self.trusted = False
+            self._allowance_s = max(self._allowance_s, 0.0)  # waiting on trust leaves no debt
+
+    def computed(self, seconds: float) -> None:
+        """A request spent this long computing."""
+        self._add(self._share * seconds)
+
+    def _add(self, seconds: float) -> None:
+        self._allowance_s = min(self._allowance_s + seconds, max(MOST_ALLOWANCE_S, self._allowance_s))  # may be in debt

@@ -1,0 +1,201 @@
+"""What the one writer does after its turns: saves the index and the list of segments, and tries how bytes move fastest.
+
+**Saving** stays within the budget and never comes at the price of the log.
+
+**The probe** tries once after every opening whether the page cache or the way past it is faster on this disk: a few MiB, about a
+tenth of a second at most. It writes into the unused end of the active segment, where nothing is believed, and never grows a
+file; when that has no room for it, the next one is waited for. Until then, and where segments are too small to tell, bytes go
+through the page cache, untimed.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from enum import Enum
+
+from stepwell.base.errors import ConfigError
+from stepwell.base.meters import Clock
+from stepwell.store.log.disk.files import BLOCK_BYTES, Disk, Scratch, replace_file
+from stepwell.store.log.format import segment_list, snapshot, superblock
+from stepwell.store.log.format.segment_list import NOTHING_YET, SegmentInfo, SegmentList
+from stepwell.store.log.format.snapshot import Snapshot
+from stepwell.store.log.state.log_state import IoMode, LogState
+from stepwell.store.log.state.segments import Segment, State
+
+# What a crash may leave to be read again: about two seconds' worth of headers. A snapshot costs in proportion to all
+# values, so the more there are, the more have to come in between.
+_MOST_BATCHES = 20_000
+_MOST_VALUES = 100_000
+_PART_OF_ALL = 4
+_PART_OF_SEGMENT = 4  # of what was written to a segment, the list of segments may cost at most
+
+# What the probe moves, how often and for how long.
+_MOST_BYTES, _LEAST_BYTES = 8 << 20, 1 << 20
+_ROUNDS = 3  # the best counts
+_AT_MOST_S = 0.1
+_CLEARLY = 1.3  # times faster the page cache must be: past it, a fifth of the CPU and no memory is used
+
+
+def due(state: LogState, *, batches: int, values: int) -> bool:
+    many = max(_MOST_BATCHES, state.index.num_values // _PART_OF_ALL)
+    return batches >= many or values >= max(_MOST_VALUES, state.index.num_values // _PART_OF_ALL)
+
+
+def save_snapshot(state: LogState) -> bool:
+    """Puts a new snapshot in the place of the old; False, and counted, when the disk or the budget has no room for it."""
+    with state.lock:
+        table = state.segments.table
+        last = state.active.id if state.active is not None else max(table, default=0)  # a failed creation may have left others
+        oldest = min((segment.first_seq for segment in table.values()), default=0)
+        if all(segment.first_seq < NOTHING_YET for segment in table.values()):  # else nobody knows how old what is there is
+            state.revoked = [numbers for numbers in state.revoked if numbers.stop > oldest]
+        spaces, columns = state.index.dump()
+        fresh = Snapshot(
+            segment=last, offset=table[last].end if last in table else 0, next_seq=state.next_seq, settled=state.settled,
+            tick=state.index.tick, spaces=spaces, segments=[_info(segment) for segment in table.values()],
+            revoked=state.revoked, columns=columns,
+        )  # fmt: skip
+    pieces = snapshot.encode(fresh)
+    snapshot.sign(pieces, seed=state.seed)
+    size = sum(map(len, pieces))
+    try:
+        old = state.snapshot_bytes()
+        if state.budget.left_beside(len(table), size) < 0:
+            state.counters.add("snapshots_skipped")
+            return False
+        if old and state.budget.left_beside(len(table), old, size) < 0:
+            state.drop_snapshot()  # both do not fit: a crash in between costs one long reading of the log
+        replace_file(state.disk, state.directory / snapshot.NAME, pieces)
+    except OSError:
+        state.counters.add("snapshots_failed")
+        return False
+    state.counters.add("snapshots")
+    return True
+
+
+def _info(segment: Segment) -> SegmentInfo:
+    return SegmentInfo(
+        id=segment.id, first_seq=segment.first_seq, end=segment.end, last_seq=segment.last_seq, stale=segment.stale,
+        tombstones=segment.tombstones, newest_tombstone=segment.newest_tombstone,
+    )  # fmt: skip
+
+
+def save_segment_list(state: LogState) -> None:
+    """Lists all segments that are not free. Comes before one is written over or removed, and when one is full.
+
+    Where that cannot be done, there is no list. Raises OSError when an old one names what is free now, and cannot be removed.
+    """
+    listed = [segment for segment in state.segments.table.values() if segment.state is not State.FREE]
+    fresh = SegmentList(
+        generation=state.segment_list.generation + 1,
+        last_number=state.segments.last_number,
+        segments=tuple(map(_info, listed)),
+    )
+    room = segment_list.slot_bytes(state.budget.most_segments)
+    try:
+        if fresh.size_bytes <= min(room, state.budget.segment_bytes // _PART_OF_SEGMENT):
+            segment_list.write(state.disk, state.directory, fresh, seed=state.seed, room=room)
+            state.segment_list = fresh
+            return
+    except OSError:
+        state.counters.add("sealed_failed")
+    if not {info.id for info in state.segment_list.segments} <= {segment.id for segment in listed}:
+        if state.disk.file_size(state.directory / segment_list.NAME) is not None:
+            state.disk.unlink(state.directory / segment_list.NAME)
+            state.disk.sync_directory(state.directory)
+        state.segment_list = SegmentList(generation=fresh.generation)
+
+
+def tidy_segment_list(state: LogState) -> None:
+    """After opening: a list that cannot be used, or takes up more than it may, makes way for another. Raises OSError."""
+    size = state.disk.file_size(state.directory / segment_list.NAME)
+    if size is not None and (size != 2 * segment_list.slot_bytes(state.budget.most_segments) or not state.segment_list.usable):
+        state.disk.unlink(state.directory / segment_list.NAME)
+        save_segment_list(state)
+
+
+# ---- the probe ----------------------------------------------------------------------------------
+
+
+class Direct(Enum):
+    """Whether bytes go past the page cache."""
+
+    AUTO = "auto"
+    ON = "on"
+    OFF = "off"
+
+
+class Probe:
+    """Tries both ways, as far as the options allow, and has the log move bytes the better way. Only for the one writer."""
+
+    def __init__(self, state: LogState, direct: Direct, clock: Clock) -> None:
+        """Raises ConfigError when direct=on cannot be."""
+        self._state, self._clock, self._always = state, clock, direct is Direct.ON
+        self._size = min(_MOST_BYTES, state.budget.segment_bytes // 2 // BLOCK_BYTES * BLOCK_BYTES)
+        self._waiting = self._size >= _LEAST_BYTES
+        if self._always:
+            _must_have_direct(state)
+        state.segments.direct = direct is not Direct.OFF
+        state.io_mode = IoMode(direct_writes=self._always, direct_reads=self._always)
+        self.run()
+
+    def run(self) -> None:
+        """Does it when it was not done yet and there is room."""
+        state, active = self._state, self._state.active
+        offset = state.budget.segment_bytes - self._size
+        if not self._waiting or active is None or active.state is not State.ACTIVE or active.end > offset:
+            return
+        self._waiting = False
+        try:
+            with state.lock:
+                state.segments.open(active)
+            state.io_mode = _try(state.disk, active, offset, self._size, self._always, self._clock)
+        except OSError:  # it stays as it is, untimed
+            state.counters.add("failed_probes")
+
+
+def _must_have_direct(state: LogState) -> None:
+    try:
+        state.disk.close(state.disk.open(state.directory / superblock.NAME, writable=False, direct=True))
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        raise ConfigError(f"the file system of {state.directory} has no direct I/O; use direct=auto or direct=off") from error
+
+
+def _try(disk: Disk, segment: Segment, offset: int, size: int, always: bool, clock: Clock) -> IoMode:
+    buffer = Scratch().take(size)
+    buffer[:] = b"\xa5" * size  # not zeros: some disks store those for free
+    by_cache, by_direct = segment.fd, segment.direct_fd
+
+    def write(fd: int) -> None:
+        disk.write(fd, [buffer], offset)
+        disk.sync(segment.fd)
+
+    def read(fd: int) -> None:
+        disk.forget_cached(segment.fd, offset, size)
+        disk.read(fd, [buffer], offset)
+
+    best_s: dict[tuple[Callable[[int], None], int], float] = {}
+    started_s = clock.now()
+    for _ in range(_ROUNDS):
+        for work in (write, read):
+            for fd in (by_direct,) if always else (by_cache, by_direct):
+                if fd >= 0:
+                    begun_s = clock.now()
+                    work(fd)
+                    took_s = clock.now() - begun_s
+                    best_s[work, fd] = min(took_s, best_s.get((work, fd), took_s))
+        if clock.now() - started_s > _AT_MOST_S / _ROUNDS:
+            break
+
+    def choice(work: Callable[[int], None]) -> tuple[bool, int]:
+        took = {fd == by_direct: took_s for (tried, fd), took_s in best_s.items() if tried is work}
+        direct = True in took and (False not in took or took[True] <= _CLEARLY * took[False])
+        return direct, int(size / took[direct]) if took[direct] > 0 else 0
+
+    (direct_writes, write_rate), (direct_reads, read_rate) = choice(write), choice(read)
+    return IoMode(
+        direct_writes=direct_writes, direct_reads=direct_reads, write_bytes_per_s=write_rate, read_bytes_per_s=read_rate
+    )  # fmt: skip

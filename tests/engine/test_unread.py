@@ -1,0 +1,119 @@
+"""Passes that begin before the host has read the tokens they go on from: answers and what is cached are those without."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from engine.small import greedy, prompt, run, small, tokens_of
+from stepwell.engine import Ask, Engine, Limits, Sampling
+from stepwell.engine.unread import UNSOUND, Unread
+from waiting import run_to_the_end
+
+pytest.importorskip("transformers")
+
+FAMILIES = ["llama", "mistral", "gemma3", "qwen3_next", "deepseek_v3"]
+
+
+def ahead(family: str = "llama", **settings: Any) -> Engine:
+    """As on CUDA: what the device chooses is read one pass later."""
+    engine = small(family, **settings)
+    engine._reads_later = True
+    return engine
+
+
+def asks(seed: int) -> list[Ask]:
+    draw = Random(seed)
+    shared = prompt(40, seed=seed)
+    made = []
+    for at in range(9):
+        tokens = [*shared[: draw.randrange(40)], *prompt(draw.randrange(1, 60), seed=100 * seed + at)]
+        count = draw.choice([1, 2, 5, 40, 70])
+        sampling = Sampling(
+            max_tokens=count, temperature=draw.choice([0, 0, 0, 0.8]), seed=at, logprobs=draw.choice([None, None, 2])
+        )
+        made.append(Ask(tokens=tokens, sampling=sampling, priority=draw.randrange(3)))
+    return made
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("seed", range(3))
+def test_answers_are_those_of_an_engine_that_reads_at_once(family: str, seed: int) -> None:
+    limits = Limits(chunk_tokens=48, max_running=5)
+    with small(family, limits=limits) as engine:
+        expected = [tokens_of(deltas) for deltas in run(engine, asks(seed))]
+    with ahead(family, limits=limits) as engine:
+        assert [tokens_of(deltas) for deltas in run(engine, asks(seed))] == expected
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_an_answer_left_in_the_cache_is_resumed_to_the_same_answer(family: str) -> None:
+    """Checkpoints in an answer are taken before the next pass overwrites what they are of."""
+    first = greedy(prompt(30), 90)
+    with small(family) as engine:
+        told = tokens_of(run(engine, [first])[0])
+        follow = greedy([*first.tokens, *told, *prompt(5, seed=9)], 20)
+        expected = tokens_of(run(engine, [follow])[0])
+    with ahead(family) as engine:
+        assert tokens_of(run(engine, [first])[0]) == told
+        (deltas,) = run(engine, [follow])
+        assert tokens_of(deltas) == expected
+        assert deltas[-1].usage is not None and deltas[-1].usage.sources.computed < len(follow.tokens) // 2
+
+
+def test_most_passes_begin_before_the_tokens_they_go_on_from_are_read() -> None:
+    with ahead() as engine:
+        follow, followed = engine._runner.follow, []
+        engine._runner.follow = lambda requests, token_B: followed.append(len(requests)) or follow(requests, token_B)
+        run(engine, [greedy(prompt(20, seed=at), 60) for at in range(3)])
+        assert sum(followed) > 3 * 60 * 0.8
+
+
+def test_too_little_room_and_preemption_change_no_answer() -> None:
+    limits = Limits(chunk_tokens=48, max_running=6)
+    many = [greedy(prompt(60, seed=at), 100) for at in range(8)]
+    with small(limits=limits) as engine:
+        expected = [tokens_of(deltas) for deltas in run(engine, many)]
+    with ahead(limits=limits, device_memory="384KiB", host_memory="1MiB") as engine:
+        found = run(engine, many)
+        assert [tokens_of(deltas) for deltas in found] == expected
+        assert sum(deltas[-1].usage.preemptions for deltas in found) > 0, "this was to be tight"
+
+
+def test_an_aborted_request_leaves_the_others_as_they_are() -> None:
+    with ahead() as engine:
+        expected = tokens_of(run(engine, [greedy(prompt(20), 50)])[0])
+    with ahead() as engine:
+        kept, gone = engine.submit(greedy(prompt(20), 50)), engine.submit(greedy(prompt(33, seed=4), 50))
+        deltas = [delta for _ in range(12) for delta in engine.step()]
+        engine.abort(gone)
+        deltas += run_to_the_end(engine)
+        assert tokens_of([delta for delta in deltas if delta.request == kept]) == expected
+        assert engine._unread is None
+        engine.cache.audit()
+
+
+def test_the_device_chooses_as_the_host_does_and_marks_what_are_no_numbers() -> None:
+    logits_BV = torch.tensor([[0.0, 3.0, 3.0], [1.0, torch.nan, 0.0], [0.0, 1.0, -torch.inf], [2.0, 1.0, 0.0]])
+    chosen = Unread.of([], logits_BV)
+    assert chosen.read() == [1, UNSOUND, UNSOUND, 0]
+
+
+def test_one_request_whose_numbers_break_ends_alone() -> None:
+    with ahead() as engine:
+        numbers = [engine.submit(greedy(prompt(20, seed=at), 30)) for at in range(3)]
+        follow, turns = engine._runner.follow, []
+
+        def spoiled(requests: Any, token_B: torch.Tensor) -> torch.Tensor:
+            logits_BV = follow(requests, token_B).clone()
+            turns.append(len(requests))
+            if len(turns) == 6:
+                logits_BV[[each.id for each in requests].index(numbers[1])] = torch.nan
+            return logits_BV
+
+        engine._runner.follow = spoiled
+        ends = {delta.request: delta for delta in run_to_the_end(engine) if delta.finish is not None}
+        assert [ends[number].finish.value for number in numbers] == ["length", "error", "length"]

@@ -120,7 +120,7 @@ def look(
         **near.kind("N"), **there.kind("F"),
         MOST=0 if picked_XK is None else picked_XK.shape[1], ENTRIES=far is not None, PICKED=picked_XK is not None,
         SINGLES=singles, HEADS=heads, TOGETHER=together, WIDTH=width, BLOCK=max(triton.next_power_of_2(width), _LEAST),
-        WINDOW=window, STEPS=triton.cdiv(window, _KEYS), KEYS=_KEYS, num_warps=4 if singles else 8, num_stages=2,
+        WINDOW=window, STEPS=triton.cdiv(window, _KEYS), KEYS=_KEYS, num_warps=8, num_stages=2,
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@
     rows           passes/rows.py         Triton: encoding in eight bits
     pointwise      ops/pointwise.py       Triton: rotation and rows, gates, sums and norms
     experts        ops/experts.py         Triton, or torch's grouped product
+    recurrence     ops/recurrent.py       Triton; runs of delta nets by flash-linear-attention
 
 An operation whose kernel fails to build or to run goes on in plain torch, with one warning and a count: slower, never wrong.
 """
@@ -25,17 +26,21 @@ from typing import Any, Protocol
 import torch
 
 from stepwell.base.errors import ConfigError
-from stepwell.engine.ops import pointwise
+from stepwell.engine.ops import pointwise, recurrent
 from stepwell.engine.ops.attention import Attend, AttendLatent, attend, attend_latent
 from stepwell.engine.ops.compression import AttendShared, attend_shared
 from stepwell.engine.ops.experts import RunExperts, run_experts
 from stepwell.engine.ops.pointwise import Activation, Angles, HeadNorms
+from stepwell.engine.ops.recurrent import Points
+from stepwell.engine.ops.recurrent_tokens import Tokens
 from stepwell.engine.ops.selection import AttendSelected, Select, attend_selected, select
 from stepwell.engine.passes.paging import Paging
 from stepwell.engine.passes.rows import Rows
 
 KERNELS = ("auto", "torch", "flashinfer")
-OPERATIONS = ("attention", "latents", "picked rows", "index", "entries", "rows", "pointwise", "experts")
+OPERATIONS = (
+    "attention", "latents", "picked rows", "index", "entries", "rows", "pointwise", "experts", "recurrence", "delta runs",
+)  # fmt: skip
 _FAST_DTYPES = (torch.bfloat16, torch.float16)
 _INSTALL = "pip install 'stepwell[cuda]', and have CUDA's compiler (nvcc) on the path"
 
@@ -49,6 +54,21 @@ class WriteKeysValues(Protocol):
     ) -> torch.Tensor: ...  # fmt: skip
 
 
+class Convolve(Protocol):
+    def __call__(
+        self, points: Points, layer: int, x_NC: torch.Tensor, weight_WC: torch.Tensor, bias_C: torch.Tensor | None = None, *,
+        act: Activation | None = None,
+    ) -> torch.Tensor: ...  # fmt: skip
+
+
+class GatedNorm(Protocol):
+    def __call__(
+        self, x_NC: torch.Tensor, gate_NC: torch.Tensor, weight_C: torch.Tensor | None, eps: float, *, groups: int = 1,
+        gate_first: bool = False, act: Activation = ...,
+    ) -> torch.Tensor: ...  # fmt: skip
+
+
+Recur = Callable[[Points, int, Tokens], torch.Tensor]
 AddNorm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
 Gate = Callable[[torch.Tensor, Activation], torch.Tensor]
 WriteRows = Callable[[Rows, torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -83,6 +103,9 @@ class Kernels:
     add_norm: AddNorm = pointwise.add_norm
     gate: Gate = pointwise.gate
     experts: RunExperts = run_experts
+    convolve: Convolve = recurrent.convolve
+    recur: Recur = recurrent.recur
+    gated_norm: GatedNorm = recurrent.gated_norm
     report: Report = field(default_factory=Report)
 
     @property
@@ -112,7 +135,7 @@ def choose_kernels(name: str, device: torch.device | str, dtype: torch.dtype) ->
         return Kernels(report=report)
     fast: dict[str, Any] = {}
     if find_spec("triton") is not None:
-        fast |= _triton(report)
+        fast |= _triton(report) | _recurrence(report)
     if _has_flashinfer():
         fast |= _flashinfer(report, torch.device(device))
     else:
@@ -145,6 +168,26 @@ def _triton(report: Report) -> dict[str, Any]:
         "select": Guarded("index", TritonSelect(), select, report),
         "attend_shared": Guarded("entries", TritonShared(TritonSelect()), attend_shared, report),
         "write_rows": Guarded("rows", write_rows, Rows.write, report),
+    }
+
+
+def _recurrence(report: Report) -> dict[str, Any]:
+    """Runs of delta nets have a line of their own in the report: without flash-linear-attention they run in plain torch."""
+    from stepwell.engine.ops import triton_recurrent as fast
+    from stepwell.engine.ops.triton_convolution import convolve
+    from stepwell.engine.ops.triton_ssd import recur_runs as ssd_runs
+
+    report.chosen["recurrence"] = "triton"
+    delta_runs: Callable[..., Any] = recurrent.recur_runs
+    if find_spec("fla") is not None:
+        from stepwell.engine.ops.fla_recurrent import recur_runs as fla_runs
+
+        report.chosen["delta runs"] = "fla"
+        delta_runs = Guarded("delta runs", fla_runs, recurrent.recur_runs, report)
+    return {
+        "convolve": Guarded("recurrence", convolve, recurrent.convolve, report),
+        "recur": Guarded("recurrence", fast.Recurrence(delta_runs, ssd_runs), recurrent.recur, report),
+        "gated_norm": Guarded("recurrence", fast.gated_norm, recurrent.gated_norm, report),
     }
 
 

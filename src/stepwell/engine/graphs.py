@@ -19,12 +19,16 @@ import torch
 from stepwell.base.ids import Kind
 from stepwell.engine.models.base import Decoder
 from stepwell.engine.passes.batch import Batch
+from stepwell.engine.passes.groups import Groups
 from stepwell.engine.passes.paging import Paging, Singles
+from stepwell.engine.passes.step_groups import StepGroups
 
 PAGES_STEP = 16  # by which page tables grow
 MOST_RECORDINGS = 64
 
-Shape = tuple[int, ...]  # requests; then the length of the page table of each kind of pages, where tables are read
+Shape = tuple[
+    int, ...
+]  # requests, and slots for what they leave open; then the length of the page table of each kind of pages, where tables are read
 Lengths = Mapping[int | None, int | None]  # of the page table for each window, None where none is read
 
 log = logging.getLogger(__name__)
@@ -71,14 +75,23 @@ class Still(Batch):
     """What a model reads of a batch of singles, in tensors that stay where they are. `load` puts another batch into them."""
 
     def __init__(self, like: Batch, lengths: Lengths) -> None:
-        self.pages, self.device, self._dtype, self._first_seen, self.open_groups = like.pages, like.device, like.dtype, 0, None
+        self.pages, self.device, self._dtype, self._first_seen = like.pages, like.device, like.dtype, 0
         self.segments, self.num_singles, self.starts = like.segments, like.num_singles, like.starts
+        self.open_groups = like.open_groups
         self.tokens_N, self.positions_N, self.wanted = (
             each.clone() for each in (like.tokens_N, like.positions_N, like.wanted)
         )  # fmt: skip
         self._fixed = {window: FixedPaging(like.paging(window), length) for window, length in lengths.items()}
         self._paging = {**self._fixed}
         self.points_S, self.fresh_S = like.points_S, like.fresh_S
+        self._prefix_pages = lengths.get(None)
+        self._groups: dict[int, StepGroups] = {}
+
+    def groups(self, ratio: int, paging: Paging) -> Groups:
+        if ratio not in self._groups:
+            assert self._prefix_pages is not None, "a model with groups says that its steps look at all tokens"
+            self._groups[ratio] = StepGroups(self, ratio, self._prefix_pages)
+        return self._groups[ratio].groups()
 
     @property
     def reads_tables(self) -> bool:
@@ -89,6 +102,8 @@ class Still(Batch):
         self.positions_N.copy_(batch.positions_N)
         for window, mine in self._fixed.items():
             mine.load(batch.paging(window))
+        for groups in self._groups.values():
+            groups.load(batch)
         if len(self.points_S):
             self.points_S.copy_(batch.points_S)
             self.fresh_S.copy_(batch.fresh_S)
@@ -131,7 +146,13 @@ class Graphs:
         if lengths is None:
             return self._model.forward(batch)
         batch.prepare()
-        shape = (len(batch.segments), *(length for length in lengths.values() if length is not None))
+        logits = self._step(batch, lengths)
+        batch.finish()
+        return logits
+
+    def _step(self, batch: Batch, lengths: Lengths) -> torch.Tensor:
+        slots = 0 if batch.open_groups is None else batch.open_groups.num_slots
+        shape = (len(batch.segments), slots, *(length for length in lengths.values() if length is not None))
         if shape in self._recordings:
             return self._recordings[shape].play(batch)
         still = Still(batch, lengths)

@@ -17,7 +17,7 @@ import torch
 from torch.nn.functional import rms_norm
 
 from stepwell.engine.models.layers import Linear, RMSNorm, Rotary
-from stepwell.engine.ops.compression import Entries, Index, Overlap, close_groups, pool
+from stepwell.engine.ops.compression import Entries, Index, Overlap, close_groups, keep_entries, pool
 from stepwell.engine.ops.kernels import Kernels
 from stepwell.engine.passes.batch import Batch
 from stepwell.engine.passes.groups import Groups
@@ -95,7 +95,7 @@ class Compressor:
         for kept, part_GC in zip(self.kept, pooled_GC.split([each.width for each in self.kept], dim=-1), strict=True):
             entry_GC = turn(kept.norm(part_GC), closing.turn_GX)
             rows = batch.rows(kept.state, self.layer, kept.format)
-            self.kernels.write_rows(rows, groups.page_G, groups.row_G, entry_GC)
+            keep_entries(groups, rows, entry_GC, self.kernels.write_rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -26,7 +26,6 @@ from stepwell.engine.models.moe import Experts
 from stepwell.engine.ops.experts import Combine, Routing
 from stepwell.engine.ops.pointwise import Activation
 from stepwell.engine.passes.batch import Batch
-from stepwell.engine.passes.groups import Groups
 from stepwell.engine.passes.rows import latent_rows, shared_rows
 
 MODEL_TYPES = ("deepseek_v4",)
@@ -101,7 +100,7 @@ def build(parts: Parts) -> Decoder:
 
     def shared(batch: Batch) -> Shared:
         paging = batch.paging(window)
-        groups = [Groups.of(batch, ratio, paging) for ratio in ratios]
+        groups = [batch.groups(ratio, paging) for ratio in ratios]
         return Shared(
             paging=paging,
             turn_NX=turns(plain, batch.positions_N),
@@ -119,6 +118,7 @@ def build(parts: Parts) -> Decoder:
         norm=_norm(parts, "model.norm", config.size("hidden_size")),
         head=head_of(parts, embed),
         shared=shared,
+        steady=(window, None) if parts.kernels.experts_stay_on_device else (),
     )
 
 

@@ -11,7 +11,7 @@ a token makes, B bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -31,6 +31,9 @@ BLOCK_NUMBERS = 16 << 20  # of scores, or of gathered entries, at a time
 def close_groups(groups: Groups, made_NE: torch.Tensor, open_XRE: torch.Tensor) -> torch.Tensor:
     """What all tokens of the groups that close have made, `[G, R, E]`. Leaves what tokens behind them made in their slots."""
     older, left = groups.older, groups.left
+    if groups.closes_G is not None:
+        open_XRE[left.slot, left.row] = made_NE[left.of]
+        return open_XRE[left.slot]
     grouped_GRE = made_NE[groups.token_GR]
     grouped_GRE[older.of, older.row] = open_XRE[older.slot, older.row]
     open_XRE[left.slot, left.row] = made_NE[left.of]
@@ -40,6 +43,16 @@ def close_groups(groups: Groups, made_NE: torch.Tensor, open_XRE: torch.Tensor) 
 def pool(value_GRC: torch.Tensor, gate_GRC: torch.Tensor) -> torch.Tensor:
     """Entries `[G, C]`, in fp32."""
     return (value_GRC.float() * gate_GRC.softmax(dim=1)).sum(dim=1)
+
+
+def keep_entries(groups: Groups, rows: Rows, entry_GC: torch.Tensor, write: Callable[..., None]) -> None:
+    """Writes the entries of groups that close. What lies where the others would go stays as it is, byte for byte."""
+    page_G, row_G = groups.page_G, groups.row_G
+    before_GE = None if groups.closes_G is None else rows.stored_PRE[page_G, row_G]
+    write(rows, page_G, row_G, entry_GC)
+    if before_GE is not None and groups.closes_G is not None:
+        now_GE = rows.stored_PRE[page_G, row_G]
+        rows.stored_PRE[page_G, row_G] = torch.where(groups.closes_G[:, None], now_GE, before_GE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -71,7 +84,10 @@ class Overlap:
 
     def _write(self, groups: Groups, value_ZRC: torch.Tensor, gate_ZRC: torch.Tensor) -> None:
         parts = [value_ZRC.to(self.dtype), gate_ZRC.float()]
-        self.bytes_PB[groups.point_Z] = torch.cat([part.flatten(1).contiguous().view(torch.uint8) for part in parts], dim=1)
+        bytes_ZB = torch.cat([part.flatten(1).contiguous().view(torch.uint8) for part in parts], dim=1)
+        if groups.closes_G is not None:
+            bytes_ZB = torch.where(groups.closes_G[:, None], bytes_ZB, self.bytes_PB[groups.point_Z])
+        self.bytes_PB[groups.point_Z] = bytes_ZB
 
 
 # ---- looking at them ------------------------------------------------------------------------------

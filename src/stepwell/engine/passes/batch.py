@@ -20,6 +20,7 @@ import torch
 from stepwell.base.ids import Kind
 from stepwell.base.spec import ModelSpec, Prefix
 from stepwell.base.tasks import NO_PAGES, PageIds
+from stepwell.engine.passes.groups import Groups
 from stepwell.engine.passes.open_groups import OpenGroups
 from stepwell.engine.passes.pages import DevicePages
 from stepwell.engine.passes.paging import Look, Paging, Sight
@@ -95,6 +96,10 @@ class Batch:
         if window not in self._paging:
             self._paging[window] = self._page(window)
         return self._paging[window]
+
+    def groups(self, ratio: int, paging: Paging) -> Groups:
+        """Groups of one ratio. `paging` is that of the windows that the same layers look at."""
+        return Groups.of(self, ratio, paging)
 
     def rows(self, state: str, layer: int, kept: RowFormat = PLAIN) -> Rows:
         """One layer of a state, to read and write in what the model computes in."""

@@ -14,14 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from stepwell.base.tasks import PageIds
-from stepwell.engine.passes.batch import Batch, RequestRows
 from stepwell.engine.passes.paging import Paging
+
+if TYPE_CHECKING:
+    from stepwell.engine.passes.batch import Batch, RequestRows
 
 Indices = npt.NDArray[np.int64]
 
@@ -75,6 +78,7 @@ class Groups:
     point_Z: torch.Tensor  # its point page
     first_Z: torch.Tensor  # whether it starts with group 0, which has none before it
     seen: tuple[Seen, ...]  # as the paging has singles and runs
+    closes_G: torch.Tensor | None = None  # which of them do, in a step of fixed shapes (`step_groups.py`); None: all
 
     def __len__(self) -> int:
         return len(self.page_G)

@@ -48,6 +48,11 @@ class OpenGroups:
         return bool(self._rows)
 
     @property
+    def num_slots(self) -> int:
+        """How many there are. When there are more, all of them lie elsewhere."""
+        return self._num_slots
+
+    @property
     def num_taken(self) -> int:
         return self._num_slots - len(self._free)
 

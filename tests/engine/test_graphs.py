@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.small import Limits, greedy, prompt, run, small, tokens_of
+from engine.small import Limits, alone, greedy, prompt, run, small, tokens_of
+from stepwell.base.config import PlacementConfig
 from stepwell.engine import Engine, graphs
 from stepwell.engine.graphs import Graphs, Recording, Still
 
@@ -119,3 +120,21 @@ def test_a_step_is_recorded_on_the_device_of_its_model(monkeypatch: pytest.Monke
         recorded(engine)
         run(engine, [greedy(prompt(20), 3)])
     assert cuda.recorded_on == ["side of device 1"] and cuda.current == "device 0"
+
+
+def test_a_checkpoint_of_a_recorded_step_has_its_open_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a played step leaves open is in the point page of the boundary that it ends at."""
+    Cuda().replace(monkeypatch)
+    monkeypatch.setattr(Graphs, "_record", playing)
+    first = greedy(prompt(37), 81)
+    placement = PlacementConfig(interval_tokens=0, decode_interval_tokens=16)
+    with small("deepseek_v4", placement=placement) as engine:
+        made = recorded(engine, "deepseek_v4")
+        answer = tokens_of(run(engine, [first])[0])
+        again = greedy([*first.tokens, *answer, *prompt(20, seed=3)], 50)
+        assert made._recordings
+        deltas = run(engine, [again])[0]
+    usage = deltas[-1].usage
+    assert usage is not None and usage.sources.device == 112, "half of a group of 32 is open there"
+    assert [tokens_of(deltas)] == alone("deepseek_v4", [again])
+    assert [answer] == alone("deepseek_v4", [first])

@@ -12,6 +12,7 @@ and M rows of a copy.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ class FlashInferLatent:
         self._made_by = BatchMLAPagedAttentionWrapper
         self._behind = behind
         self._behind_selected = behind_selected
-        self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._device = device
         self._kept: list[Wrapper] = []  # of passes that are not recorded, used again by every pass
 
     def __call__(self, query_NHC: torch.Tensor, rows: Rows, paging: Paging, *, rank: int, scale: float) -> torch.Tensor:
@@ -115,6 +116,11 @@ class FlashInferLatent:
             paging.plans[key] = made
         plans: list[tuple[slice, Planned]] = paging.plans[key]
         return plans
+
+    @cached_property
+    def _workspace(self) -> torch.Tensor:
+        """One for all wrappers, which run one after the other. Models without latents need none."""
+        return torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
 
     def _wrapper(self, number: int, *, recorded: bool) -> Wrapper:
         """A recorded step has its own. All other passes use the same ones again: the first, the second, and so on."""

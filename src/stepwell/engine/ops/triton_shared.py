@@ -39,10 +39,11 @@ class Source:
 
     @classmethod
     def of(cls, rows: Rows, table_SP: torch.Tensor, *, decoded: bool) -> Source:
-        """`decoded`: rows in eight bits are copied first, as plain numbers in one page."""
+        """`decoded`: rows in eight bits are copied first, as plain numbers, in pages of the same size: kernels are made for it."""
         if decoded and rows.format is not PLAIN:
-            rows = Rows(gather_rows(rows, table_SP), PLAIN, rows.dtype)
-            table_SP = torch.zeros_like(table_SP[:, :1])
+            assert len(table_SP) == 1, f"the pages of one run, got those of {len(table_SP)}"
+            pages_PRD = gather_rows(rows, table_SP)[0].unflatten(0, (-1, rows.stored_PRE.shape[1]))
+            rows, table_SP = Rows(pages_PRD, PLAIN, rows.dtype), torch.arange(len(pages_PRD), device=table_SP.device)[None]
         views = views_of(rows)
         assert views is not None, f"rows of {rows.format} go to plain torch"
         return cls(rows, views, table_SP)

@@ -1,0 +1,47 @@
+"""Whole models with Triton's kernels beside plain torch: in the interpreter, unless there is a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.families import reference
+from engine.side_by_side import Held, Memory
+from stepwell.engine.loading.weights import HeldTensors
+from stepwell.engine.models import registry
+from stepwell.engine.models.base import Decoder
+from stepwell.engine.ops.kernels import Kernels
+
+pytest.importorskip("triton")
+pytest.importorskip("transformers")
+from stepwell.engine.ops.triton_rows import write_rows
+from stepwell.engine.ops.triton_selection import TritonSelect
+from stepwell.engine.ops.triton_shared import TritonShared
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FAST = Kernels(attend_shared=TritonShared(TritonSelect()), select=TritonSelect(), write_rows=write_rows)
+
+
+def built(family: str, kv_dtype: str | None, kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> Decoder:
+    monkeypatch.setattr(registry, "choose_kernels", lambda *args: kernels)
+    made = reference(family)
+    tensors = HeldTensors(dict(made.state_dict()))
+    return registry.build_model(made.config.to_dict(), tensors, page_tokens=16, kv_dtype=kv_dtype, device=DEVICE)
+
+
+def played(model: Decoder) -> torch.Tensor:
+    """Two prompts and a few steps, all logits."""
+    memory = Memory(model.spec, device=DEVICE)
+    one, other, made = Held(memory, 64), Held(memory, 64), []
+    for first, second in (([5, 7] * 15, [3] * 5), ([1], [2] * 8), ([4], [6]), ([9], [8]), ([11], [12]), ([1], [2])):
+        segments = sorted((one.segment(first), other.segment(second)), key=lambda each: len(each.tokens) > 1)
+        made.append(model.forward(memory.batch(segments, dtype=model.dtype)))
+    return torch.cat(made)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "fp8"])
+@pytest.mark.parametrize("family", ["deepseek_v32", "deepseek_v4"])
+def test_a_model_answers_as_with_plain_torch(family: str, kv_dtype: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = played(built(family, kv_dtype, Kernels(), monkeypatch))
+    fast = played(built(family, kv_dtype, FAST, monkeypatch))
+    assert (fast - plain).abs().max() < 1e-3 * plain.std()

@@ -39,7 +39,7 @@ class Source:
 
     @classmethod
     def of(cls, rows: Rows, table_SP: torch.Tensor, *, decoded: bool) -> Source:
-        """`decoded`: rows in eight bits are copied first, as plain numbers, in pages of the same size: kernels are made for it."""
+        """`decoded`: rows in eight bits are copied first, as plain numbers, in pages of the same size."""
         if decoded and rows.format is not PLAIN:
             assert len(table_SP) == 1, f"the pages of one run, got those of {len(table_SP)}"
             pages_PRD = gather_rows(rows, table_SP)[0].unflatten(0, (-1, rows.stored_PRE.shape[1]))

@@ -41,6 +41,7 @@ class WriteKeysValues(Protocol):
     ) -> torch.Tensor: ...  # fmt: skip
 
 
+MakeAngles = Callable[[torch.Tensor, torch.Tensor, float, torch.dtype], Angles]
 AddNorm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
 Gate = Callable[[torch.Tensor, Activation], torch.Tensor]
 
@@ -66,6 +67,7 @@ class Kernels:
 
     attend: Attend = attend
     write_keys_values: WriteKeysValues = pointwise.write_keys_values
+    angles: MakeAngles = pointwise.angles
     add_norm: AddNorm = pointwise.add_norm
     gate: Gate = pointwise.gate
     experts: RunExperts = run_experts
@@ -121,7 +123,7 @@ def _triton(report: Report) -> dict[str, Any]:
     from stepwell.engine.ops.triton_experts import run_experts_grouped
 
     report.chosen |= dict.fromkeys(("pointwise", "experts"), "triton")
-    names = ("write_keys_values", "add_norm", "gate")
+    names = ("write_keys_values", "angles", "add_norm", "gate")
     made = {name: Guarded("pointwise", getattr(fast, name), getattr(pointwise, name), report) for name in names}
     return {**made, "experts": Guarded("experts", run_experts_grouped, run_experts, report)}
 

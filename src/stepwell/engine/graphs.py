@@ -81,6 +81,7 @@ class Still(Batch):
         self.tokens_N, self.positions_N, self.wanted = (
             each.clone() for each in (like.tokens_N, like.positions_N, like.wanted)
         )  # fmt: skip
+        self.wants_all = like.wants_all
         self._fixed = {window: FixedPaging(like.paging(window), length) for window, length in lengths.items()}
         self._paging = {**self._fixed}
         self.points_S, self.fresh_S = like.points_S, like.fresh_S

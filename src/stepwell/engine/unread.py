@@ -32,8 +32,8 @@ class Unread:
     def of(cls, requests: Sequence[Request], logits_BV: torch.Tensor) -> Unread:
         """Chooses on the device, and starts to bring the tokens to the host."""
         low_B, high_B = logits_BV.aminmax(dim=-1)
-        sound_B = torch.isfinite(low_B) & torch.isfinite(high_B)
-        token_B = logits_BV.argmax(dim=-1).masked_fill_(~sound_B, UNSOUND)
+        sound_B = high_B - low_B < torch.inf  # not where one of them is no number, or has no end
+        token_B = logits_BV.argmax(dim=-1).where(sound_B, UNSOUND)
         if not token_B.is_cuda:
             return cls(requests=requests, token_B=token_B, host_B=token_B, copied=None)
         host_B = torch.empty(token_B.shape, dtype=token_B.dtype, pin_memory=True).copy_(token_B, non_blocking=True)

@@ -50,6 +50,15 @@ def test_sums_and_norms_are_those_of_plain_torch(tokens: int, channels: int) -> 
         torch.testing.assert_close(made, expected, **CLOSE)
 
 
+@pytest.mark.parametrize("half", [3, 32, 64])
+def test_angles_are_those_of_plain_torch_however_far_a_token_stands(half: int) -> None:
+    positions = torch.tensor([0, 1, 17, 4095, 131_071, 1_000_000], device=DEVICE)
+    frequencies = 1.0 / 10_000 ** (torch.arange(half, device=DEVICE) / half)
+    made = fast.angles(positions, frequencies, 1.2, torch.float32)
+    for one, other in zip(made, pointwise.angles(positions, frequencies, 1.2, torch.float32), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
 def test_a_key_rotated_by_no_angle_stays_as_it_is() -> None:
     """The reference and the kernel could agree on something wrong: this is computed by hand."""
     scene = Scene(Shape(contexts=(0,), lengths=(3,)), device=DEVICE)

@@ -50,9 +50,18 @@ class Block:
     kernels: Kernels
 
     def __call__(self, x_NC: torch.Tensor, shared: Any, batch: Batch) -> torch.Tensor:
-        seen_NC = self.attention(self.before_attention(x_NC), shared, batch)
-        x_NC, normed_NC = self.kernels.add_norm(x_NC, seen_NC, self.before_mlp.weight, self.before_mlp.eps)
-        return x_NC + self.mlp(normed_NC)
+        x_NC, more_NC = self.beside(x_NC, None, shared, batch)
+        return x_NC + more_NC
+
+    def beside(
+        self, x_NC: torch.Tensor, more_NC: torch.Tensor | None, shared: Any, batch: Batch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The stream, and what this block adds to it: a sum that the next norm makes on its way. `more_NC` is the last one's."""
+        norm, add_norm = self.before_attention, self.kernels.add_norm
+        x_NC, normed_NC = (x_NC, norm(x_NC)) if more_NC is None else add_norm(x_NC, more_NC, norm.weight, norm.eps)
+        seen_NC = self.attention(normed_NC, shared, batch)
+        x_NC, normed_NC = add_norm(x_NC, seen_NC, self.before_mlp.weight, self.before_mlp.eps)
+        return x_NC, self.mlp(normed_NC)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -102,12 +111,24 @@ class Decoder:
         x_NC = embedding(batch.tokens_N, self.embed)
         if self.embed_scale != 1.0:
             x_NC = x_NC * self.embed_scale
+        x_NC = self._through_layers(x_NC, shared, batch, on_layer)
+        logits = linear(self.norm(x_NC if batch.wants_all else x_NC[batch.wanted]), self.head).float()
+        if self.logit_scale != 1.0:
+            logits = logits * self.logit_scale
+        return logits if self.logit_cap is None else torch.tanh(logits / self.logit_cap) * self.logit_cap
+
+    def _through_layers(self, x_NC: torch.Tensor, shared: Any, batch: Batch, on_layer: OnLayer | None) -> torch.Tensor:
+        if on_layer is None and all(isinstance(layer, Block) for layer in self.layers):
+            more_NC = None
+            for layer in self.layers:
+                assert isinstance(layer, Block)
+                x_NC, more_NC = layer.beside(x_NC, more_NC, shared, batch)
+            return x_NC if more_NC is None else x_NC + more_NC
         for number, layer in enumerate(self.layers):
             x_NC = layer(x_NC, shared, batch)
             if on_layer is not None:
                 on_layer(number, x_NC)
-        logits = linear(self.norm(x_NC[batch.wanted]), self.head).float() * self.logit_scale
-        return logits if self.logit_cap is None else torch.tanh(logits / self.logit_cap) * self.logit_cap
+        return x_NC
 
 
 def head_of(parts: Parts, embed: torch.Tensor) -> torch.Tensor:

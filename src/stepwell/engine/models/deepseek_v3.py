@@ -27,8 +27,8 @@ def build(parts: Parts) -> Decoder:
     rotary = latent_rotary(parts.config, device=parts.device)
     names = layer_names(parts)
     blocks = [latent_block(parts, name, layer=index, state="kv") for index, name in enumerate(names)]
-    dtype = parts.weights.dtype
-    return decoder(parts, blocks, lambda batch: rotary.angles(batch.positions_N, dtype))
+    dtype, kernels = parts.weights.dtype, parts.kernels
+    return decoder(parts, blocks, lambda batch: rotary.angles(batch.positions_N, dtype, kernels))
 
 
 def latent_block(parts: Parts, name: str, *, layer: int, state: str) -> Block:

@@ -56,8 +56,8 @@ def build(parts: Parts) -> Decoder:
     if not own[0]:
         raise ConfigError("the first layer has no index of its own, and none before it to share; check indexer_types")
     blocks = [block(parts, name, _attention(parts, f"{name}.self_attn", index, own)) for index, name in enumerate(names)]
-    dtype = parts.weights.dtype  # not `parts`: what a pass keeps of it would keep all tensors it was read from
-    return decoder(parts, blocks, lambda batch: Shared(angles=rotary.angles(batch.positions_N, dtype)))
+    dtype, kernels = parts.weights.dtype, parts.kernels  # not `parts`: it would keep all tensors that it was read from
+    return decoder(parts, blocks, lambda batch: Shared(angles=rotary.angles(batch.positions_N, dtype, kernels)))
 
 
 def _attention(parts: Parts, name: str, layer: int, own: list[bool]) -> SparseAttention:

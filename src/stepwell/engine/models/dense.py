@@ -20,7 +20,7 @@ MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 
 
 def build(parts: Parts) -> Decoder:
-    config, weights = parts.config, parts.weights
+    config, weights, kernels = parts.config, parts.weights, parts.kernels
     head_dim = read_heads(config).key_dim
     rotary = rotary_from(config, head_dim, device=parts.device)
     kinds = layer_kinds(config)
@@ -34,7 +34,7 @@ def build(parts: Parts) -> Decoder:
         layers=blocks,
         norm=RMSNorm.load(weights, "model.norm", hidden, norm_eps(config)),
         head=head_of(parts, embed),
-        shared=lambda batch: rotary.angles(batch.positions_N, embed.dtype),
+        shared=lambda batch: rotary.angles(batch.positions_N, embed.dtype, kernels),
         steady=windows_of(blocks) if recordable else (),
     )
 

@@ -52,7 +52,7 @@ class Block:
 
 
 def build(parts: Parts) -> Decoder:
-    config, weights = parts.config, parts.weights
+    config, weights, kernels = parts.config, parts.weights, parts.kernels
     rotary = rotary_from(config, read_heads(config).key_dim, device=parts.device)
     hidden = config.size("hidden_size")
     embed = weights.take("model.embed_tokens.weight", said(config, "vocab_size"), hidden)
@@ -62,7 +62,7 @@ def build(parts: Parts) -> Decoder:
         layers=[_block(parts, index) for index in range(config.num_layers())],
         norm=RMSNorm.load(weights, "model.final_layernorm", hidden, _eps(config)),
         head=head_of(parts, embed),
-        shared=lambda batch: Shared(angles=rotary.angles(batch.positions_N, embed.dtype), points=Points.of(batch)),
+        shared=lambda batch: Shared(angles=rotary.angles(batch.positions_N, embed.dtype, kernels), points=Points.of(batch)),
         embed_scale=number(config, "embedding_multiplier", 1.0),
         logit_scale=number(config, "lm_head_multiplier", 1.0),
         steady=(None,),

@@ -52,7 +52,7 @@ class Block:
 
 
 def build(parts: Parts) -> Decoder:
-    config, weights = parts.config, parts.weights
+    config, weights, kernels = parts.config, parts.weights, parts.kernels
     if config.flag("use_bidirectional_attention", False):
         raise ConfigError("use_bidirectional_attention is set: the engine runs models that look back only")
     weights.skip(*_NOT_TEXT)
@@ -69,7 +69,7 @@ def build(parts: Parts) -> Decoder:
         layers=blocks,
         norm=RMSNorm.load(weights, f"{root}.norm", hidden, norm_eps(config), around_one=True),
         head=_head(parts, _ROOTS[root], embed),
-        shared=lambda batch: {kind: turn.angles(batch.positions_N, embed.dtype) for kind, turn in rotaries.items()},
+        shared=lambda batch: {kind: turn.angles(batch.positions_N, embed.dtype, kernels) for kind, turn in rotaries.items()},
         embed_scale=scale.item(),
         logit_cap=_cap(config, "final_logit_softcapping"),
         steady=windows_of(blocks),

@@ -32,7 +32,7 @@ _FP4 += [-value for value in _FP4]
 
 
 def build(parts: Parts) -> Decoder:
-    config, weights = parts.config, parts.weights
+    config, weights, kernels = parts.config, parts.weights, parts.kernels
     rotary = rotary_from(_with_rope(config), read_heads(config).key_dim, device=parts.device)
     kinds = schedule(config, every(2, last=LayerKind.FULL, others=LayerKind.SLIDING))
     embed = weights.take("model.embed_tokens.weight", config.size("vocab_size"), config.size("hidden_size"))
@@ -43,7 +43,7 @@ def build(parts: Parts) -> Decoder:
         layers=blocks,
         norm=RMSNorm.load(weights, "model.norm", config.size("hidden_size"), _eps(config)),
         head=head_of(parts, embed),
-        shared=lambda batch: rotary.angles(batch.positions_N, embed.dtype),
+        shared=lambda batch: rotary.angles(batch.positions_N, embed.dtype, kernels),
         steady=windows_of(blocks) if parts.kernels.experts_stay_on_device else (),
     )
 

@@ -83,11 +83,9 @@ class Rotary:
     frequencies: torch.Tensor
     scale: float = 1.0
 
-    def angles(self, positions_N: torch.Tensor, dtype: torch.dtype) -> Angles:
-        """Cosines and sines `[N, 1, 2 * half]`, once for all layers of a pass; the sines of the first half turned around."""
-        angle = positions_N[:, None].float() * self.frequencies
-        cos, sin = angle.cos() * self.scale, angle.sin() * self.scale
-        return torch.cat([cos, cos], dim=-1)[:, None].to(dtype), torch.cat([-sin, sin], dim=-1)[:, None].to(dtype)
+    def angles(self, positions_N: torch.Tensor, dtype: torch.dtype, kernels: Kernels) -> Angles:
+        """Cosines and sines `[N, 1, 2 * half]`, once for all layers of a pass."""
+        return kernels.angles(positions_N, self.frequencies, self.scale, dtype)
 
 
 def rotary_from(config: Fields, head_dim: int, *, theta: float | None = None, device: str | torch.device) -> Rotary:

@@ -75,7 +75,7 @@ def load_mtp(config: Mapping[str, object], source: TensorSource, target: Decoder
     block = block_in(text, Fields(values=config))
     begun, hidden = _Beginning(source, f"{name}."), text.size("hidden_size")
     weights = Weights(begun, dtype=target.dtype, device=target.device, block=block, config=text.values)
-    parts = Parts(config=text, spec=spec, weights=weights)
+    parts = Parts(config=text, spec=spec, weights=weights, kernels=target.kernels)
     made = MtpLayer(
         model_norm=target.norm,
         embed=_same(weights, f"{name}.embed_tokens.weight", target.embed),
@@ -124,10 +124,10 @@ def _block(parts: Parts, name: str) -> Layer:
 
 
 def _shared(parts: Parts) -> Callable[[Batch], Any]:
-    rotary, dtype = latent_rotary(parts.config, device=parts.device), parts.weights.dtype
+    rotary, dtype, kernels = latent_rotary(parts.config, device=parts.device), parts.weights.dtype, parts.kernels
     if not _sparse(parts):
-        return lambda batch: rotary.angles(batch.positions_N, dtype)
-    return lambda batch: deepseek_v32.Shared(angles=rotary.angles(batch.positions_N, dtype))
+        return lambda batch: rotary.angles(batch.positions_N, dtype, kernels)
+    return lambda batch: deepseek_v32.Shared(angles=rotary.angles(batch.positions_N, dtype, kernels))
 
 
 def _sparse(parts: Parts) -> bool:

@@ -129,7 +129,7 @@ class Block:
 
 
 def build(parts: Parts) -> Decoder:
-    config, weights = parts.config, parts.weights
+    config, weights, kernels = parts.config, parts.weights, parts.kernels
     weights.skip("mtp.", "model.visual.", "visual.")
     root = "model.language_model" if weights.has("model.language_model.embed_tokens.weight") else "model"
     turned = Fields(values={"partial_rotary_factor": 0.25, **config.values}, path=config.path)
@@ -147,7 +147,7 @@ def build(parts: Parts) -> Decoder:
         layers=blocks,
         norm=RMSNorm.load(weights, f"{root}.norm", hidden, norm_eps(config), around_one=True),
         head=head_of(parts, embed) if weights.has("lm_head.weight") else embed,
-        shared=lambda batch: Shared(angles=rotary.angles(batch.positions_N, embed.dtype), points=Points.of(batch)),
+        shared=lambda batch: Shared(angles=rotary.angles(batch.positions_N, embed.dtype, kernels), points=Points.of(batch)),
         steady=(None,) if recordable else (),
     )
 

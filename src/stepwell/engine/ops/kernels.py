@@ -69,6 +69,7 @@ class GatedNorm(Protocol):
 
 
 Recur = Callable[[Points, int, Tokens], torch.Tensor]
+MakeAngles = Callable[[torch.Tensor, torch.Tensor, float, torch.dtype], Angles]
 AddNorm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
 Gate = Callable[[torch.Tensor, Activation], torch.Tensor]
 WriteRows = Callable[[Rows, torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -100,6 +101,7 @@ class Kernels:
     select: Select = select
     write_rows: WriteRows = Rows.write
     write_keys_values: WriteKeysValues = pointwise.write_keys_values
+    angles: MakeAngles = pointwise.angles
     add_norm: AddNorm = pointwise.add_norm
     gate: Gate = pointwise.gate
     experts: RunExperts = run_experts
@@ -161,7 +163,7 @@ def _triton(report: Report) -> dict[str, Any]:
     from stepwell.engine.ops.triton_shared import TritonShared
 
     report.chosen |= dict.fromkeys(("index", "entries", "rows", "pointwise", "experts"), "triton")
-    names = ("write_keys_values", "add_norm", "gate")
+    names = ("write_keys_values", "angles", "add_norm", "gate")
     made = {name: Guarded("pointwise", getattr(fast, name), getattr(pointwise, name), report) for name in names}
     return made | {
         "experts": Guarded("experts", run_experts_grouped, run_experts, report),

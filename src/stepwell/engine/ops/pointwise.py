@@ -49,11 +49,15 @@ def gate(gate_up_NX: torch.Tensor, act: Activation) -> torch.Tensor:
     return act(gate_NI).mul_(up_NI)
 
 
-def rotate(x_NHD: torch.Tensor, angles: Angles) -> torch.Tensor:
-    """Each head turned by its token's angles, first half of the rotated channels against second half; the rest as it is.
+def angles(positions_N: torch.Tensor, frequencies: torch.Tensor, scale: float, dtype: torch.dtype) -> Angles:
+    """Cosines and sines of a pass's positions, once for all layers; the sines of the first half turned around."""
+    angle = positions_N[:, None].float() * frequencies
+    cos, sin = angle.cos() * scale, angle.sin() * scale
+    return torch.cat([cos, cos], dim=-1)[:, None].to(dtype), torch.cat([-sin, sin], dim=-1)[:, None].to(dtype)
 
-    The sines of the first half come turned around.
-    """
+
+def rotate(x_NHD: torch.Tensor, angles: Angles) -> torch.Tensor:
+    """Each head turned by its token's angles, first half of the rotated channels against second half; the rest as it is."""
     cos, sin = angles
     width = cos.shape[-1]
     turned = x_NHD[..., :width]

@@ -27,7 +27,7 @@ import triton.language as tl
 
 from stepwell.engine.ops.experts import Combine, ExpertWeights, Routing
 
-MANY_ROWS = 32  # of an expert on average: from here on torch's grouped product is used where there is one
+MANY_ROWS = 192  # of an expert on average: from here on torch's grouped product is used where there is one
 _FEW_PROGRAMS = 264  # two for each core of an H200: with fewer of them, blocks of columns are halved
 _ROW_BYTES = 256  # of a matrix that a program reads at a time
 _VISITS = 4096  # that a program looks at at a time while sorting

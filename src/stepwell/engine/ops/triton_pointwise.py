@@ -42,6 +42,15 @@ def write_keys_values(
     return query_NHD
 
 
+def angles(positions_N: torch.Tensor, frequencies: torch.Tensor, scale: float, dtype: torch.dtype) -> Angles:
+    tokens, half = len(positions_N), len(frequencies)
+    cos, sin = (torch.empty(tokens, 1, 2 * half, dtype=dtype, device=positions_N.device) for _ in range(2))
+    _angles_kernel[(tokens,)](
+        positions_N, frequencies, cos, sin, scale, HALF=half, BLOCK=triton.next_power_of_2(half), num_warps=1
+    )
+    return cos, sin
+
+
 def gate(gate_up_NX: torch.Tensor, act: Activation) -> torch.Tensor:
     if act not in _GATES or gate_up_NX.stride(-1) != 1 or gate_up_NX.ndim != 2:
         return pointwise.gate(gate_up_NX, act)
@@ -104,6 +113,21 @@ def _write_kernel(
         if head >= HEADS + KV_HEADS:
             offset = (head - HEADS - KV_HEADS) * 2 * WIDTH + WIDTH
         tl.store(row + offset + at, x.to(stored.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _angles_kernel(positions, frequencies, cos, sin, scale, HALF: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < HALF
+    angle = tl.load(positions + token).to(tl.float32) * tl.load(frequencies + at, mask=inside, other=0.0)
+    cosine = (tl.cos(angle) * scale).to(cos.dtype.element_ty)
+    sine = tl.sin(angle) * scale
+    row = token * 2 * HALF + at
+    tl.store(cos + row, cosine, mask=inside)
+    tl.store(cos + row + HALF, cosine, mask=inside)
+    tl.store(sin + row, (-sine).to(sin.dtype.element_ty), mask=inside)
+    tl.store(sin + row + HALF, sine.to(sin.dtype.element_ty), mask=inside)
 
 
 @triton.jit

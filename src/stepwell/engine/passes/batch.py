@@ -79,6 +79,7 @@ class Batch:
         fresh = [segment.position == 0 for segment in segments if segment.point_page is not None]
         made = self._tensors(tokens, positions, rows, np.array(points, np.int64), np.array(fresh, np.int64))
         self.tokens_N, self.positions_N, self.wanted = made[:3]
+        self.wants_all = len(rows) == self.starts[-1]
         self.points_S = made[3]  # the page of each segment's point state, for models that have one
         self.fresh_S = made[4].bool()  # which segments start at token 0, and so with an empty state
         self._paging: dict[int | None, Paging] = {}

@@ -151,8 +151,12 @@ def test_a_recorded_step_follows_its_requests(how: str, library) -> None:
         now = step_of(contexts, turn)
         load(now)
         graph.replay()
-        picked = (Picked(position_XK=position_XK.long().clamp(max=now.paging.singles[0].mask_BT.shape[1] - 1)),)
-        wanted = expected(now, query_NHC, Rows(stored, rows.format, torch.bfloat16), picked if how == "picked" else None)
+        if how == "picked":
+            whole = Rows(stored, PLAIN, torch.float32)
+            paging = FixedPaging(Scene(now.shape, now.seed, device="cuda").paging, 32)  # some picks lie behind its own pages
+            wanted = attend_selected(query_NHC.float(), whole, paging, (Picked(position_XK=position_XK),), rank=512, scale=SCALE)
+        else:
+            wanted = expected(now, query_NHC, rows)
         assert (made.float() - wanted).abs().max() < TOLERANCE, f"{turn=} {contexts=}"
 
 

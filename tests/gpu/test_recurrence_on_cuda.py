@@ -33,6 +33,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_CUDA),
     pytest.mark.filterwarnings("ignore:Synchronization debug mode"),  # it says that it is a prototype
+    pytest.mark.filterwarnings("ignore:::fla"),  # a warning of the library would count as its failure
 ]
 NEAR, NEAR_IN_CHUNKS = 0.01, 0.02
 RULES = ["head", "channel", "time"]

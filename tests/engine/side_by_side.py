@@ -68,17 +68,17 @@ class Memory:
 
     none = np.empty(0, np.int32)
 
-    def __init__(self, spec: ModelSpec, count: int = 256) -> None:
-        self.spec = spec
+    def __init__(self, spec: ModelSpec, count: int = 256, *, device: str = "cpu") -> None:
+        self.spec, self._device = spec, device
         kinds = [kind for kind in Kind if spec.parts(kind)]
-        rows = {kind: torch.full((count, spec.object_bytes(kind)), 255, dtype=torch.uint8) for kind in kinds}
+        rows = {kind: torch.full((count, spec.object_bytes(kind)), 255, dtype=torch.uint8, device=device) for kind in kinds}
         self.pages = DevicePages(spec, rows)
-        self.open_groups = OpenGroups(self.pages, device="cpu")
+        self.open_groups = OpenGroups(self.pages, device=device)
         order = np.random.default_rng(1).permutation(count).astype(np.int32)
         self._free = {kind: list(order) for kind in kinds}
 
     def batch(self, segments: Sequence[RequestRows], **more: Any) -> Batch:
-        return Batch(segments, self.pages, device="cpu", open_groups=self.open_groups, **more)
+        return Batch(segments, self.pages, device=self._device, open_groups=self.open_groups, **more)
 
     def take(self, kind: Kind, count: int) -> np.ndarray:
         if kind not in self._free:

@@ -11,7 +11,8 @@ from stepwell.base.ids import Kind
 from stepwell.base.spec import ModelSpec
 from stepwell.base.spec.model import StateSpec
 from stepwell.base.spec.shapes import Point
-from stepwell.engine.ops.recurrent import CHUNK_TOKENS, Points, convolve, convolve_run, gated_norm, recur, scan, step
+from stepwell.engine.ops.recurrent import CHUNK_TOKENS, Points, convolve, convolve_run, gated_norm, recur_ready, scan, step
+from stepwell.engine.ops.recurrent_tokens import Ready
 from stepwell.engine.passes.batch import Batch, RequestRows
 from stepwell.engine.passes.pages import DevicePages
 
@@ -220,7 +221,7 @@ def points(pages: DevicePages, *segments: tuple[int, int, int]) -> Points:
 
 def run(where: Points, tokens: Tokens) -> torch.Tensor:
     query, key, value, decay, _, beta = tokens.to(torch.float32).inputs
-    return recur(where, 1, query_NKD=query, key_NKD=key, value_NHV=value, decay=decay, beta_NH=beta)
+    return recur_ready(where, 1, Ready(query_NKD=query, key_NKD=key, value_NHV=value, decay=decay, beta_NH=beta))
 
 
 @pytest.mark.parametrize("channels", [True, False])

@@ -16,6 +16,7 @@ from functools import cached_property
 
 import torch
 
+from stepwell.base.ids import Kind
 from stepwell.engine.models.base import Decoder
 from stepwell.engine.passes.batch import Batch
 from stepwell.engine.passes.paging import Paging, Singles
@@ -116,6 +117,8 @@ class Graphs:
 
     def __init__(self, model: Decoder) -> None:
         self._model = model
+        kinds = {window: Kind.PREFIX if window is None else Kind.WINDOW for window in model.steady}
+        self._windows = [window for window, kind in kinds.items() if model.spec.parts(kind)]  # a recurrence alone has no pages
         self._met: set[Shape] = set()
         self._refused: set[Shape] = set()  # that could not be recorded; nobody tries again
         self._recordings: dict[Shape, Recording] = {}
@@ -130,53 +133,63 @@ class Graphs:
             return self._model.forward(batch)
         batch.prepare()
         shape = (len(batch.segments), *(length for length in lengths.values() if length is not None))
-        if shape not in self._recordings and not self._recorded(shape, batch, lengths):
-            still = Still(batch, lengths)
-            logits = self._model.compute(still)
-            self._reads_tables = still.reads_tables
+        if shape in self._recordings:
+            return self._recordings[shape].play(batch)
+        still = Still(batch, lengths)
+        if shape in self._met and shape not in self._refused:
+            logits = self._compute_aside(still)
+            self._keep(shape, still, lengths)
             return logits
-        return self._recordings[shape].play(batch)
+        self._met.add(shape)
+        logits = self._model.compute(still)
+        self._reads_tables = still.reads_tables
+        return logits
 
-    def _recorded(self, shape: Shape, batch: Batch, lengths: Lengths) -> bool:
-        """Records a shape that is met again, and says whether it did. One that cannot be is not tried a second time."""
-        if shape not in self._met or shape in self._refused:
-            self._met.add(shape)
-            return False
+    def _keep(self, shape: Shape, still: Still, lengths: Lengths) -> None:
+        """Records a shape that is met again. One that cannot be is not tried a second time."""
         if len(self._recordings) >= MOST_RECORDINGS:
             del self._recordings[next(iter(self._recordings))]
         try:
-            self._recordings[shape] = self._record(batch, lengths)
+            self._recordings[shape] = self._record(still, lengths)
         except RuntimeError:  # CUDA's: no memory for it, or something that cannot be recorded
             log.warning("a decode step could not be recorded, and is computed instead", exc_info=True)
             self._refused.add(shape)
-            return False
-        return True
 
     def _lengths(self, batch: Batch) -> Lengths | None:
         """How long page tables are for this batch, in steps; None for one that cannot be played."""
         if batch.num_singles < len(batch.segments) or len(batch.wanted) < len(batch.segments):
             return None
         if not self._reads_tables:
-            return dict.fromkeys(self._model.steady)
-        tables = {window: batch.paging(window).singles for window in self._model.steady}
+            return dict.fromkeys(self._windows)
+        tables = {window: batch.paging(window).singles for window in self._windows}
         if any(len(singles) > 1 for singles in tables.values()):
             return None
         return {window: -(-singles[0].table_BP.shape[1] // PAGES_STEP) * PAGES_STEP for window, singles in tables.items()}
 
-    def _record(self, batch: Batch, lengths: Lengths) -> Recording:
-        """Computes the batch twice: what it writes is the same every time."""
-        still, graph = Still(batch, lengths), torch.cuda.CUDAGraph()
+    def _compute_aside(self, still: Still) -> torch.Tensor:
+        """Computes a batch before it is recorded, so that libraries get their workspaces outside of the recording.
+
+        This is the batch's one pass: a recording is not run while it is made, and states of fixed size must move on once.
+        """
         here, side = torch.cuda.current_stream(self._model.device), self._side
-        with torch.cuda.stream(here):  # whichever device was current; and back on it from a recording that failed
+        with torch.cuda.stream(here):  # whichever device was current
             side.wait_stream(here)
-            with torch.cuda.stream(side):  # libraries get their workspaces outside of the recording
-                self._model.compute(still)
-            here.wait_stream(side)
-            # Other threads copy pages meanwhile, which is none of its business.
-            with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
+            with torch.cuda.stream(side):
                 logits = self._model.compute(still)
+            here.wait_stream(side)
+            return logits.clone()
+
+    def _record(self, still: Still, lengths: Lengths) -> Recording:
         if still.reads_tables and None in lengths.values():
             raise RuntimeError("a kernel that reads pages has failed, and plain torch needs tables of a fixed length")
+        graph = torch.cuda.CUDAGraph()
+        # Back on the stream it came from, also from a recording that failed. Other threads copy pages meanwhile, which is none of
+        # its business.
+        with (
+            torch.cuda.stream(torch.cuda.current_stream(self._model.device)),
+            torch.cuda.graph(graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"),
+        ):
+            logits = self._model.compute(still)
         still.settle()
         return Recording(batch=still, graph=graph, logits=logits)
 

@@ -19,6 +19,7 @@ from stepwell.engine.models.attention import Attention, queries_keys_values
 from stepwell.engine.models.base import Decoder, Parts, head_of
 from stepwell.engine.models.layers import GatedMLP, Linear, RMSNorm, activation, number, rotary_from, said
 from stepwell.engine.models.mamba2 import GatedNorm, Mixer, Sizes, step_limits
+from stepwell.engine.ops.kernels import Kernels
 from stepwell.engine.ops.pointwise import Angles
 from stepwell.engine.ops.recurrent import Points
 from stepwell.engine.passes.batch import Batch
@@ -41,11 +42,13 @@ class Block:
     mlp: GatedMLP
     before_both: RMSNorm
     before_mlp: RMSNorm
+    kernels: Kernels
 
     def __call__(self, x_NC: torch.Tensor, shared: Shared, batch: Batch) -> torch.Tensor:
         normed_NC = self.before_both(x_NC)
-        x_NC = x_NC + self.mixer(normed_NC, shared.points) + self.attention(normed_NC, shared.angles, batch)
-        return x_NC + self.mlp(self.before_mlp(x_NC))
+        mixed_NC = self.mixer(normed_NC, shared.points) + self.attention(normed_NC, shared.angles, batch)
+        x_NC, normed_NC = self.kernels.add_norm(x_NC, mixed_NC, self.before_mlp.weight, self.before_mlp.eps)
+        return x_NC + self.mlp(normed_NC)
 
 
 def build(parts: Parts) -> Decoder:
@@ -62,6 +65,7 @@ def build(parts: Parts) -> Decoder:
         shared=lambda batch: Shared(angles=rotary.angles(batch.positions_N, embed.dtype, kernels), points=Points.of(batch)),
         embed_scale=number(config, "embedding_multiplier", 1.0),
         logit_scale=number(config, "lm_head_multiplier", 1.0),
+        steady=(None,),
     )
 
 
@@ -73,6 +77,7 @@ def _block(parts: Parts, index: int) -> Block:
         mlp=_mlp(parts, index),
         before_both=RMSNorm.load(weights, f"{name}.input_layernorm", hidden, _eps(config)),
         before_mlp=RMSNorm.load(weights, f"{name}.pre_ff_layernorm", hidden, _eps(config)),
+        kernels=parts.kernels,
     )
 
 
@@ -126,6 +131,7 @@ def _mixer(parts: Parts, index: int) -> Mixer:
         into=scaled(into, sizes.split, _list(config, "ssm_multipliers", 5), into=number(config, "ssm_in_multiplier", 1.0)),
         out=scaled(out, out.weight.shape[:1], [number(config, "ssm_out_multiplier", 1.0)]),
         steps=step_limits(config),
+        kernels=parts.kernels,
     )
 
 

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import softplus
 
 from stepwell.base.errors import ConfigError
 from stepwell.base.spec.families.fields import Fields
@@ -25,13 +24,13 @@ from stepwell.engine.models.latent import LatentAttention, LatentSizes
 from stepwell.engine.models.layers import GatedMLP, Linear, RMSNorm, activation, norm_eps, number, said
 from stepwell.engine.models.moe import Experts, MixtureOfExperts, Route, WithShared, gated, sigmoid_in_groups
 from stepwell.engine.ops.experts import ExpertWeights
+from stepwell.engine.ops.kernels import Kernels
 from stepwell.engine.ops.pointwise import Activation
-from stepwell.engine.ops.recurrent import Points, convolve, gated_norm, recur
+from stepwell.engine.ops.recurrent import Points
+from stepwell.engine.ops.recurrent_tokens import Steps, Tokens
 from stepwell.engine.passes.batch import Batch
 
 MODEL_TYPES = ("kimi_linear", "kimi_k3")
-
-_UNIT_EPS = 1e-6  # of the lengths that queries and keys are divided by
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -49,20 +48,19 @@ class KimiDelta:
     rate_H1: torch.Tensor
     step_bias_HD: torch.Tensor
     norm: RMSNorm
+    kernels: Kernels
 
     def __call__(self, x_NC: torch.Tensor, points: Points, batch: Batch) -> torch.Tensor:
         heads = self.heads
         widths = (3 * heads.num * heads.dim, heads.dim, heads.dim, heads.num)
         mixed_NC, slow_ND, open_ND, beta_NH = self.into(x_NC).split(widths, dim=-1)
-        mixed_NC = self.act(convolve(points, self.layer, mixed_NC, self.conv_WC))
+        mixed_NC = self.kernels.convolve(points, self.layer, mixed_NC, self.conv_WC, act=self.act)
         query, key, value = mixed_NC.unflatten(1, (3, heads.num, heads.dim)).unbind(1)
-        step_NHD = self._by_head(self.decay(slow_ND)).float() + self.step_bias_HD
-        out_NHV = recur(
-            points, self.layer, query_NKD=_unit(query) * heads.dim**-0.5, key_NKD=_unit(key), value_NHV=value,
-            decay=softplus(step_NHD) * self.rate_H1, beta_NH=beta_NH.float().sigmoid(),
-        )  # fmt: skip
+        steps = Steps(raw=self._by_head(self.decay(slow_ND)), bias=self.step_bias_HD, rate=self.rate_H1)
+        tokens = Tokens(query_NKD=query, key_NKD=key, value_NHV=value, steps=steps, beta_NH=beta_NH)
+        out_NHV = self.kernels.recur(points, self.layer, tokens)
         gate_NHV = self._by_head(self.gate(open_ND))
-        normed_NHV = gated_norm(out_NHV, gate_NHV, self.norm.weight, self.norm.eps, act=torch.sigmoid)
+        normed_NHV = self.kernels.gated_norm(out_NHV, gate_NHV, self.norm.weight, self.norm.eps, act=torch.sigmoid)
         return self.out(normed_NHV.flatten(1).to(x_NC.dtype))
 
     def _by_head(self, x_NC: torch.Tensor) -> torch.Tensor:
@@ -138,6 +136,7 @@ def _delta(parts: Parts, name: str, layer: int) -> KimiDelta:
         rate_H1=rate_11H1[0, 0],
         step_bias_HD=bias_C.view(heads.num, heads.dim),
         norm=RMSNorm(weights.take(f"{name}.o_norm.weight", heads.dim), norm_eps(config)),
+        kernels=parts.kernels,
     )
 
 
@@ -201,8 +200,3 @@ def _experts(parts: Parts, name: str, count: int) -> Experts:
         down_ECI=torch.stack([weights.take(f"{one}.w2.weight", hidden, inner) for one in each]),
     )
     return Experts(weights=matrices, combine=combine, run=parts.kernels.experts)
-
-
-def _unit(x_NKD: torch.Tensor) -> torch.Tensor:
-    """Heads of length 1."""
-    return x_NKD * torch.rsqrt(x_NKD.square().sum(-1, keepdim=True) + _UNIT_EPS)

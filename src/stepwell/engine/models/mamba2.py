@@ -8,24 +8,22 @@ a config asks for fp32 between layers.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import softplus
 
 from stepwell.base.errors import ConfigError
 from stepwell.base.spec.families.fields import Fields
 from stepwell.engine.loading.weights import Weights
 from stepwell.engine.models.base import Decoder, Parts, head_of
 from stepwell.engine.models.layers import Linear, RMSNorm, activation, number, said
+from stepwell.engine.ops.kernels import Kernels
 from stepwell.engine.ops.pointwise import Activation
-from stepwell.engine.ops.recurrent import Points, convolve, gated_norm, recur
+from stepwell.engine.ops.recurrent import Points
+from stepwell.engine.ops.recurrent_tokens import FOREVER, Steps, Tokens
 from stepwell.engine.passes.batch import Batch
 
 MODEL_TYPES = ("mamba2",)
-
-FOREVER = (0.0, math.inf)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -57,8 +55,8 @@ class GatedNorm:
     groups: int = 1
     gate_first: bool = True
 
-    def __call__(self, x_NC: torch.Tensor, gate_NC: torch.Tensor) -> torch.Tensor:
-        return gated_norm(x_NC, gate_NC, self.weight, self.eps, groups=self.groups, gate_first=self.gate_first)
+    def __call__(self, x_NC: torch.Tensor, gate_NC: torch.Tensor, kernels: Kernels) -> torch.Tensor:
+        return kernels.gated_norm(x_NC, gate_NC, self.weight, self.eps, groups=self.groups, gate_first=self.gate_first)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -76,12 +74,13 @@ class Mixer:
     step_bias_H: torch.Tensor
     skip_H: torch.Tensor
     norm: GatedNorm
+    kernels: Kernels
     steps: tuple[float, float] = FOREVER
 
     @classmethod
     def load(
         cls, weights: Weights, name: str, *, layer: int, sizes: Sizes, act: Activation, norm: GatedNorm, into: Linear,
-        out: Linear, steps: tuple[float, float],
+        out: Linear, steps: tuple[float, float], kernels: Kernels,
     ) -> Mixer:  # fmt: skip
         """Takes all but the two products and the norm, in which families differ."""
         channels, bias = sum(sizes.split[1:4]), f"{name}.conv1d.bias"
@@ -100,23 +99,24 @@ class Mixer:
             step_bias_H=step_bias,
             skip_H=skip,
             norm=norm,
+            kernels=kernels,
             steps=steps,
         )
 
     def __call__(self, x_NC: torch.Tensor, points: Points) -> torch.Tensor:
         sizes, (inner, _, shared, _, heads) = self.sizes, self.sizes.split
         gate_NC, mixed_NC, step_NH = self.into(x_NC).split((inner, inner + 2 * shared, heads), dim=-1)
-        mixed_NC = self.act(convolve(points, self.layer, mixed_NC, self.conv_WC, self.conv_bias_C))
+        mixed_NC = self.kernels.convolve(points, self.layer, mixed_NC, self.conv_WC, self.conv_bias_C, act=self.act)
         value, key, query = mixed_NC.split((inner, shared, shared), dim=-1)
-        value_NHV = value.unflatten(1, (heads, sizes.head_dim))
-        step_NH = softplus(step_NH.float() + self.step_bias_H).clamp(*self.steps)
-        out_NHV = recur(
-            points, self.layer,
-            query_NKD=query.unflatten(1, (sizes.groups, sizes.state)), key_NKD=key.unflatten(1, (sizes.groups, sizes.state)),
-            value_NHV=value_NHV * step_NH[..., None], decay=step_NH * self.rate_H,
-        )  # fmt: skip
-        out_NHV = torch.addcmul(out_NHV, self.skip_H[:, None], value_NHV)
-        return self.out(self.norm(out_NHV.flatten(1), gate_NC).to(x_NC.dtype))
+        tokens = Tokens(
+            query_NKD=query.unflatten(1, (sizes.groups, sizes.state)),
+            key_NKD=key.unflatten(1, (sizes.groups, sizes.state)),
+            value_NHV=value.unflatten(1, (heads, sizes.head_dim)),
+            steps=Steps(raw=step_NH, bias=self.step_bias_H, rate=self.rate_H, limits=self.steps),
+            skip_H=self.skip_H,
+        )
+        out_NHV = self.kernels.recur(points, self.layer, tokens)
+        return self.out(self.norm(out_NHV.flatten(1), gate_NC, self.kernels).to(x_NC.dtype))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -140,6 +140,7 @@ def build(parts: Parts) -> Decoder:
         norm=RMSNorm.load(weights, "backbone.norm_f", hidden, _eps(config)),
         head=head_of(parts, embed),
         shared=Points.of,
+        steady=(None,),
     )
 
 
@@ -162,6 +163,7 @@ def _block(parts: Parts, index: int) -> Block:
         into=Linear.load(weights, {f"{name}.mixer.in_proj": sum(sizes.split)}, hidden),
         out=Linear.load(weights, {f"{name}.mixer.out_proj": hidden}, sizes.inner),
         steps=step_limits(config),
+        kernels=parts.kernels,
     )
     return Block(mixer=mixer, norm=RMSNorm.load(weights, f"{name}.norm", hidden, _eps(config)))
 

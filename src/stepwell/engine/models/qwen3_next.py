@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import softplus
 
 from stepwell.base.spec.families.attention import read_heads
 from stepwell.base.spec.families.fields import Fields
@@ -19,17 +18,16 @@ from stepwell.base.spec.families.layers import Layer as LayerKind
 from stepwell.base.spec.families.layers import every, schedule
 from stepwell.engine.loading.weights import Weights
 from stepwell.engine.models.attention import Attention, head_norms
-from stepwell.engine.models.base import Decoder, Parts, head_of
+from stepwell.engine.models.base import Block, Decoder, Parts, head_of
 from stepwell.engine.models.layers import GatedMLP, Linear, RMSNorm, activation, norm_eps, rotary_from, said
 from stepwell.engine.models.moe import Experts, MixtureOfExperts, gated, softmax_then_top
 from stepwell.engine.ops.kernels import Kernels
 from stepwell.engine.ops.pointwise import Activation, Angles
-from stepwell.engine.ops.recurrent import Points, convolve, gated_norm, recur
+from stepwell.engine.ops.recurrent import Points
+from stepwell.engine.ops.recurrent_tokens import Steps, Tokens
 from stepwell.engine.passes.batch import Batch
 
 MODEL_TYPES = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
-
-_UNIT_EPS = 1e-6  # of the lengths that queries and keys of a delta net are divided by
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -71,21 +69,24 @@ class DeltaNet:
     rate_H: torch.Tensor
     step_bias_H: torch.Tensor
     norm: RMSNorm
+    kernels: Kernels
 
     def __call__(self, x_NC: torch.Tensor, shared: Shared, batch: Batch) -> torch.Tensor:
         sizes = self.sizes
         widths = (2 * sizes.keys + sizes.values, sizes.values, sizes.value_heads, sizes.value_heads)
         mixed_NC, gate_NC, beta_NH, step_NH = self.into(x_NC).split(widths, dim=-1)
-        mixed_NC = self.act(convolve(shared.points, self.layer, mixed_NC, self.conv_WC))
+        mixed_NC = self.kernels.convolve(shared.points, self.layer, mixed_NC, self.conv_WC, act=self.act)
         query, key, value = mixed_NC.split((sizes.keys, sizes.keys, sizes.values), dim=-1)
-        out_NHV = recur(
-            shared.points, self.layer,
-            query_NKD=_unit(query, sizes) * sizes.key_dim**-0.5, key_NKD=_unit(key, sizes),
+        tokens = Tokens(
+            query_NKD=query.unflatten(1, (sizes.key_heads, sizes.key_dim)),
+            key_NKD=key.unflatten(1, (sizes.key_heads, sizes.key_dim)),
             value_NHV=value.unflatten(1, (sizes.value_heads, sizes.value_dim)),
-            decay=softplus(step_NH.float() + self.step_bias_H) * self.rate_H, beta_NH=beta_NH.float().sigmoid(),
-        )  # fmt: skip
+            steps=Steps(raw=step_NH, bias=self.step_bias_H, rate=self.rate_H),
+            beta_NH=beta_NH,
+        )
+        out_NHV = self.kernels.recur(shared.points, self.layer, tokens)
         gate_NHV = gate_NC.unflatten(1, (sizes.value_heads, sizes.value_dim))
-        normed_NHV = gated_norm(out_NHV, gate_NHV, self.norm.weight, self.norm.eps)
+        normed_NHV = self.kernels.gated_norm(out_NHV, gate_NHV, self.norm.weight, self.norm.eps)
         return self.out(normed_NHV.flatten(1).to(x_NC.dtype))
 
 
@@ -113,20 +114,6 @@ class SharedExperts:
         return torch.addcmul(self.experts(x_NC), self.gate(x_NC).sigmoid(), self.shared(x_NC))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Block:
-    mixer: DeltaNet | GatedAttention
-    mlp: Callable[[torch.Tensor], torch.Tensor]
-    before_mixer: RMSNorm
-    before_mlp: RMSNorm
-    kernels: Kernels
-
-    def __call__(self, x_NC: torch.Tensor, shared: Shared, batch: Batch) -> torch.Tensor:
-        mixed_NC = self.mixer(self.before_mixer(x_NC), shared, batch)
-        x_NC, normed_NC = self.kernels.add_norm(x_NC, mixed_NC, self.before_mlp.weight, self.before_mlp.eps)
-        return x_NC + self.mlp(normed_NC)
-
-
 def build(parts: Parts) -> Decoder:
     config, weights, kernels = parts.config, parts.weights, parts.kernels
     weights.skip("mtp.", "model.visual.", "visual.")
@@ -136,15 +123,18 @@ def build(parts: Parts) -> Decoder:
     kinds = schedule(
         config, every(config.size("full_attention_interval", 4), last=LayerKind.FULL, others=LayerKind.LINEAR)
     )  # fmt: skip
+    blocks = [_block(parts, f"{root}.layers.{index}", index, kinds) for index in range(len(kinds))]
+    recordable = parts.kernels.experts_stay_on_device or all(isinstance(block.mlp, GatedMLP) for block in blocks)
     hidden = config.size("hidden_size")
     embed = weights.take(f"{root}.embed_tokens.weight", said(config, "vocab_size"), hidden)
     return Decoder(
         spec=parts.spec,
         embed=embed,
-        layers=[_block(parts, f"{root}.layers.{index}", index, kinds) for index in range(len(kinds))],
+        layers=blocks,
         norm=RMSNorm.load(weights, f"{root}.norm", hidden, norm_eps(config), around_one=True),
         head=head_of(parts, embed) if weights.has("lm_head.weight") else embed,
         shared=lambda batch: Shared(angles=rotary.angles(batch.positions_N, embed.dtype, kernels), points=Points.of(batch)),
+        steady=(None,) if recordable else (),
     )
 
 
@@ -152,10 +142,10 @@ def _block(parts: Parts, name: str, index: int, kinds: list[LayerKind]) -> Block
     layer, eps, hidden = kinds[:index].count(kinds[index]), norm_eps(parts.config), parts.config.size("hidden_size")
     mixer = _attention(parts, name, layer) if kinds[index] is LayerKind.FULL else _delta_net(parts, name, layer)
     return Block(
-        mixer=mixer,
+        attention=mixer,
         mlp=_mlp(parts, f"{name}.mlp"),
         kernels=parts.kernels,
-        before_mixer=RMSNorm.load(parts.weights, f"{name}.input_layernorm", hidden, eps, around_one=True),
+        before_attention=RMSNorm.load(parts.weights, f"{name}.input_layernorm", hidden, eps, around_one=True),
         before_mlp=RMSNorm.load(parts.weights, f"{name}.post_attention_layernorm", hidden, eps, around_one=True),
     )
 
@@ -216,6 +206,7 @@ def _delta_net(parts: Parts, name: str, layer: int) -> DeltaNet:
         rate_H=-weights.take(f"{name}.A_log", sizes.value_heads, dtype=torch.float32).exp(),
         step_bias_H=weights.take(f"{name}.dt_bias", sizes.value_heads, dtype=torch.float32),
         norm=RMSNorm.load(weights, f"{name}.norm", sizes.value_dim, norm_eps(config)),
+        kernels=parts.kernels,
     )
 
 
@@ -255,9 +246,3 @@ def _mlp(parts: Parts, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
     shared = GatedMLP.load(weights, f"{name}.shared_expert", act, parts.kernels, hidden=hidden, inner=inner)
     gate = Linear.load(weights, {f"{name}.shared_expert_gate": 1}, hidden)
     return SharedExperts(experts=experts, shared=shared, gate=gate)
-
-
-def _unit(x_NC: torch.Tensor, sizes: Sizes) -> torch.Tensor:
-    """Heads of length 1."""
-    x_NKD: torch.Tensor = x_NC.unflatten(1, (sizes.key_heads, sizes.key_dim))
-    return x_NKD * torch.rsqrt(x_NKD.square().sum(-1, keepdim=True) + _UNIT_EPS)

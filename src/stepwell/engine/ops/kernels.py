@@ -4,6 +4,7 @@
     attention      ops/attention.py       FlashInfer over the pages
     pointwise      ops/pointwise.py       Triton: rotation and rows, gates, sums and norms
     experts        ops/experts.py         Triton, or torch's grouped product
+    recurrence     ops/recurrent.py       Triton; runs of delta nets by flash-linear-attention
 
 An operation whose kernel fails to build or to run goes on in plain torch, with one warning and a count: slower, never wrong.
 """
@@ -20,10 +21,12 @@ from typing import Any, Protocol
 import torch
 
 from stepwell.base.errors import ConfigError
-from stepwell.engine.ops import pointwise
+from stepwell.engine.ops import pointwise, recurrent
 from stepwell.engine.ops.attention import Attend, attend
 from stepwell.engine.ops.experts import RunExperts, run_experts
 from stepwell.engine.ops.pointwise import Activation, Angles, HeadNorms
+from stepwell.engine.ops.recurrent import Points
+from stepwell.engine.ops.recurrent_tokens import Tokens
 from stepwell.engine.passes.paging import Paging
 from stepwell.engine.passes.rows import Rows
 
@@ -41,6 +44,21 @@ class WriteKeysValues(Protocol):
     ) -> torch.Tensor: ...  # fmt: skip
 
 
+class Convolve(Protocol):
+    def __call__(
+        self, points: Points, layer: int, x_NC: torch.Tensor, weight_WC: torch.Tensor, bias_C: torch.Tensor | None = None, *,
+        act: Activation | None = None,
+    ) -> torch.Tensor: ...  # fmt: skip
+
+
+class GatedNorm(Protocol):
+    def __call__(
+        self, x_NC: torch.Tensor, gate_NC: torch.Tensor, weight_C: torch.Tensor | None, eps: float, *, groups: int = 1,
+        gate_first: bool = False, act: Activation = ...,
+    ) -> torch.Tensor: ...  # fmt: skip
+
+
+Recur = Callable[[Points, int, Tokens], torch.Tensor]
 MakeAngles = Callable[[torch.Tensor, torch.Tensor, float, torch.dtype], Angles]
 AddNorm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
 Gate = Callable[[torch.Tensor, Activation], torch.Tensor]
@@ -71,6 +89,9 @@ class Kernels:
     add_norm: AddNorm = pointwise.add_norm
     gate: Gate = pointwise.gate
     experts: RunExperts = run_experts
+    convolve: Convolve = recurrent.convolve
+    recur: Recur = recurrent.recur
+    gated_norm: GatedNorm = recurrent.gated_norm
     report: Report = field(default_factory=Report)
 
     @property
@@ -95,12 +116,12 @@ def check_kernels(name: str, device: torch.device | str, dtype: torch.dtype) -> 
 def choose_kernels(name: str, device: torch.device | str, dtype: torch.dtype) -> Kernels:
     """The fastest there are for a device and a number format, or those that were asked for. Raises ConfigError."""
     check_kernels(name, device, dtype)
-    report = Report(chosen=dict.fromkeys(("attention", "pointwise", "experts"), "torch"))
+    report = Report(chosen=dict.fromkeys(("attention", "pointwise", "experts", "recurrence", "delta runs"), "torch"))
     if name == "torch" or not _fast(device, dtype):
         return Kernels(report=report)
     fast: dict[str, Any] = {}
     if find_spec("triton") is not None:
-        fast |= _triton(report)
+        fast |= _triton(report) | _recurrence(report)
     if _has_flashinfer():
         fast |= _flashinfer(report, torch.device(device))
     else:
@@ -126,6 +147,26 @@ def _triton(report: Report) -> dict[str, Any]:
     names = ("write_keys_values", "angles", "add_norm", "gate")
     made = {name: Guarded("pointwise", getattr(fast, name), getattr(pointwise, name), report) for name in names}
     return {**made, "experts": Guarded("experts", run_experts_grouped, run_experts, report)}
+
+
+def _recurrence(report: Report) -> dict[str, Any]:
+    """Runs of delta nets have a line of their own in the report: without flash-linear-attention they run in plain torch."""
+    from stepwell.engine.ops import triton_recurrent as fast
+    from stepwell.engine.ops.triton_convolution import convolve
+    from stepwell.engine.ops.triton_ssd import recur_runs as ssd_runs
+
+    report.chosen["recurrence"] = "triton"
+    delta_runs: Callable[..., Any] = recurrent.recur_runs
+    if find_spec("fla") is not None:
+        from stepwell.engine.ops.fla_recurrent import recur_runs as fla_runs
+
+        report.chosen["delta runs"] = "fla"
+        delta_runs = Guarded("delta runs", fla_runs, recurrent.recur_runs, report)
+    return {
+        "convolve": Guarded("recurrence", convolve, recurrent.convolve, report),
+        "recur": Guarded("recurrence", fast.Recurrence(delta_runs, ssd_runs), recurrent.recur, report),
+        "gated_norm": Guarded("recurrence", fast.gated_norm, recurrent.gated_norm, report),
+    }
 
 
 def _flashinfer(report: Report, device: torch.device) -> dict[str, Any]:

@@ -18,13 +18,16 @@ oldest input first, and `ssm` as `[H, D, V]`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.nn.functional import rms_norm, silu
 
 from stepwell.engine.ops.fades import ChannelFades, Fades, HeadFades
+from stepwell.engine.ops.pointwise import Activation
+from stepwell.engine.ops.recurrent_tokens import Ready, Tokens
 from stepwell.engine.passes.batch import Batch
 from stepwell.engine.passes.pages import DevicePages
 
@@ -42,28 +45,43 @@ class Points:
     fresh_S: torch.Tensor
     spans: tuple[tuple[slice, slice], ...]  # segments and their rows: all singles first, then run by run
     num_singles: int
+    starts: Sequence[int]  # segment s has rows [starts[s], starts[s + 1])
+    plans: dict[Hashable, Any] = field(default_factory=dict)  # what kernels work out once for all layers
 
     @classmethod
     def of(cls, batch: Batch) -> Points:
         singles, starts = batch.num_singles, batch.starts
         spans = [(slice(0, singles), slice(0, singles))] if singles else []
         spans += [(slice(at, at + 1), slice(starts[at], starts[at + 1])) for at in range(singles, len(batch.segments))]
-        return cls(pages=batch.pages, page_S=batch.points_S, fresh_S=batch.fresh_S, spans=tuple(spans), num_singles=singles)
+        return cls(
+            pages=batch.pages,
+            page_S=batch.points_S,
+            fresh_S=batch.fresh_S,
+            spans=tuple(spans),
+            num_singles=singles,
+            starts=starts,
+        )
 
-    def read(self, name: str, layer: int, *shape: int) -> torch.Tensor:
-        """A copy of each segment's state, in fp32; zeros where it starts."""
-        state_SE = self.pages.state_PLRE(name)[self.page_S, layer, 0].float().masked_fill_(self.fresh_S[:, None], 0)
+    @property
+    def has_runs(self) -> bool:
+        return len(self.starts) - 1 > self.num_singles
+
+    def read(self, name: str, layer: int, *shape: int, first: int = 0) -> torch.Tensor:
+        """A copy of each segment's state from segment `first` on, in fp32; zeros where it starts."""
+        page_S, fresh_S = self.page_S[first:], self.fresh_S[first:]
+        state_SE = self.pages.state_PLRE(name)[page_S, layer, 0].float().masked_fill_(fresh_S[:, None], 0)
         return state_SE.view(-1, *shape)
 
-    def write(self, name: str, layer: int, states: list[torch.Tensor]) -> None:
-        """Puts back the states of all segments, in parts as `spans` has them."""
+    def write(self, name: str, layer: int, states: list[torch.Tensor], *, first: int = 0) -> None:
+        """Puts back the states of all segments from `first` on, in parts as `spans` has them."""
         state_PLRE = self.pages.state_PLRE(name)
-        state_PLRE[self.page_S, layer, 0] = torch.cat(states).flatten(1).to(state_PLRE.dtype)
+        state_PLRE[self.page_S[first:], layer, 0] = torch.cat(states).flatten(1).to(state_PLRE.dtype)
 
 
 def convolve(
-    points: Points, layer: int, x_NC: torch.Tensor, weight_WC: torch.Tensor, bias_C: torch.Tensor | None = None
-) -> torch.Tensor:
+    points: Points, layer: int, x_NC: torch.Tensor, weight_WC: torch.Tensor, bias_C: torch.Tensor | None = None, *,
+    act: Activation | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Every channel's sum over its token and the W - 1 before it, `[N, C]` in fp32. Moves the layer's `conv` on."""
     state_SWC = points.read("conv", layer, *weight_WC.shape)
     outs, states = [], []
@@ -74,29 +92,41 @@ def convolve(
         outs.append(out_STC.flatten(0, 1))
         states.append(after_SWC)
     points.write("conv", layer, states)
-    return torch.cat(outs)
+    return torch.cat(outs) if act is None else act(torch.cat(outs))
 
 
-def recur(
-    points: Points, layer: int, *, query_NKD: torch.Tensor, key_NKD: torch.Tensor, value_NHV: torch.Tensor,
-    decay: torch.Tensor, beta_NH: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+def recur(points: Points, layer: int, tokens: Tokens) -> torch.Tensor:
     """The recurrence over a batch, `[N, H, V]` in fp32; the delta rule where there is a beta. Moves the layer's `ssm` on."""
-    heads, value_dim = value_NHV.shape[1:]
-    state_SHDV = points.read("ssm", layer, heads, key_NKD.shape[-1], value_dim)
+    return tokens.skipped(recur_ready(points, layer, tokens.ready()))
+
+
+def recur_ready(points: Points, layer: int, ready: Ready) -> torch.Tensor:
+    heads, value_dim = ready.value_NHV.shape[1:]
+    state_SHDV = points.read("ssm", layer, heads, ready.key_NKD.shape[-1], value_dim)
     outs, states = [], []
     for segments, rows in points.spans:
-        tokens = query_NKD[rows], key_NKD[rows], value_NHV[rows], decay[rows]
-        beta = None if beta_NH is None else beta_NH[rows]
+        query, key, value, decay, beta = ready.at(rows)
         if segments.start < points.num_singles:
-            out, after_SHDV = step(*tokens, state_SHDV[segments], beta)
+            out, after_SHDV = step(query, key, value, decay, state_SHDV[segments], beta)
         else:
-            out, after_HDV = scan(*tokens, state_SHDV[segments.start], beta)
+            out, after_HDV = scan(query, key, value, decay, state_SHDV[segments.start], beta)
             after_SHDV = after_HDV[None]
         outs.append(out)
         states.append(after_SHDV)
     points.write("ssm", layer, states)
     return torch.cat(outs)
+
+
+def recur_runs(points: Points, tokens: Tokens, state_RHDV: torch.Tensor) -> Outcome:
+    """The same for runs alone, from the states given: `tokens` begin with those of the first run. Writes nothing."""
+    first, ready = points.starts[points.num_singles], tokens.ready()
+    outs, states = [], []
+    for (_, rows), state_HDV in zip(points.spans[-len(state_RHDV) :], state_RHDV, strict=True):
+        query, key, value, decay, beta = ready.at(slice(rows.start - first, rows.stop - first))
+        out, after_HDV = scan(query, key, value, decay, state_HDV, beta)
+        outs.append(out)
+        states.append(after_HDV)
+    return tokens.skipped(torch.cat(outs)), torch.stack(states)
 
 
 def convolve_run(
@@ -181,7 +211,7 @@ def _fades(key_KTD: torch.Tensor, decay: torch.Tensor) -> Fades:
 
 def gated_norm(
     x_NC: torch.Tensor, gate_NC: torch.Tensor, weight_C: torch.Tensor | None, eps: float, *, groups: int = 1,
-    gate_first: bool = False, act: Callable[[torch.Tensor], torch.Tensor] = silu,
+    gate_first: bool = False, act: Activation = silu,
 ) -> torch.Tensor:  # fmt: skip
     """What follows a recurrence: a norm over each of `groups` parts of the channels, and a gate behind or before it; in fp32."""
     gate = act(gate_NC.float())

@@ -1,0 +1,58 @@
+"""Where the segments of a pass begin and end, as tensors for kernels that take several runs in one launch.
+
+    rows      | a | b | c c c c c c c | d d d d |        singles first, then runs
+    chunks                |- - - -|- - -|- - - -|        of each run, so many tokens each; none reaches into the next run
+
+Made once for a pass, in one copy that the host does not wait for. Steps that are recorded have no runs, and never ask.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from stepwell.engine.ops.recurrent import CHUNK_TOKENS, Points
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SegmentTables:
+    """C chunks of R runs. Rows of runs are counted from the first run on."""
+
+    start_S: torch.Tensor  # with one more behind the last
+    segment_N: torch.Tensor
+    run_start_R: torch.Tensor  # with one more behind the last
+    run_start_on_host_R: torch.Tensor
+    run_and_index_C2: torch.Tensor
+    first_chunk_R: torch.Tensor  # with one more behind the last
+
+
+def tables_of(points: Points) -> SegmentTables:
+    if "segments" not in points.plans:
+        points.plans["segments"] = _made(points)
+    tables: SegmentTables = points.plans["segments"]
+    return tables
+
+
+def _made(points: Points) -> SegmentTables:
+    start_S = np.asarray(points.starts, np.int64)
+    run_start_R = start_S[points.num_singles :] - start_S[points.num_singles]
+    chunks_R = -(-np.diff(run_start_R) // CHUNK_TOKENS)
+    first_chunk_R = np.concatenate([[0], np.cumsum(chunks_R)])
+    run_C = np.repeat(np.arange(len(chunks_R)), chunks_R)
+    index_C = np.arange(len(run_C)) - first_chunk_R[run_C]
+    segment_N = np.repeat(np.arange(len(start_S) - 1), np.diff(start_S))
+    parts = (start_S, segment_N, run_start_R, first_chunk_R, np.stack([run_C, index_C], axis=1).reshape(-1))
+    joined = torch.from_numpy(np.concatenate(parts).astype(np.int64))
+    if points.page_S.is_cuda:
+        joined = joined.pin_memory()
+    on_device = joined.to(points.page_S.device, non_blocking=True).split([len(each) for each in parts])
+    return SegmentTables(
+        start_S=on_device[0],
+        segment_N=on_device[1],
+        run_start_R=on_device[2],
+        run_start_on_host_R=torch.from_numpy(run_start_R),
+        first_chunk_R=on_device[3],
+        run_and_index_C2=on_device[4].view(-1, 2),
+    )

@@ -69,7 +69,7 @@ class Memory:
     none = np.empty(0, np.int32)
 
     def __init__(self, spec: ModelSpec, count: int = 256, *, device: str = "cpu") -> None:
-        self.spec, self.device = spec, device
+        self.spec, self._device = spec, device
         kinds = [kind for kind in Kind if spec.parts(kind)]
         rows = {kind: torch.full((count, spec.object_bytes(kind)), 255, dtype=torch.uint8, device=device) for kind in kinds}
         self.pages = DevicePages(spec, rows)
@@ -78,7 +78,7 @@ class Memory:
         self._free = {kind: list(order) for kind in kinds}
 
     def batch(self, segments: Sequence[RequestRows], **more: Any) -> Batch:
-        return Batch(segments, self.pages, device=self.device, open_groups=self.open_groups, **more)
+        return Batch(segments, self.pages, device=self._device, open_groups=self.open_groups, **more)
 
     def take(self, kind: Kind, count: int) -> np.ndarray:
         if kind not in self._free:

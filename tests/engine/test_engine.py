@@ -152,3 +152,15 @@ def test_sizes_that_do_not_fit_say_what_would() -> None:
         small(device_memory="1KiB")
     with pytest.raises(ConfigError, match="host tier"):
         small(host_memory=0, store="memory:")
+
+
+def test_warming_up_leaves_nothing_behind() -> None:
+    with small() as engine:
+        assert engine.warm_up() > 0
+        assert engine.num_open == 0 and engine.cache.stats().tier(Tier.DEVICE).used_bytes == 0
+
+
+@pytest.mark.parametrize("share", ["0%", "100%", "%", "-5%", "half%"])
+def test_a_share_of_memory_that_cannot_be_is_refused(share: str) -> None:
+    with pytest.raises(ConfigError, match="from 1% to 99%"):
+        small(device_memory=share)

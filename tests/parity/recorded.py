@@ -15,7 +15,7 @@ from stepwell.base.ids import Kind, Tier
 from stepwell.cache.build import CacheTuning
 from stepwell.engine import Ask, Engine, EngineConfig, Limits, Sampling, build_engine
 from stepwell.engine.loading.checkpoint import Checkpoint
-from stepwell.engine.request import Chunk
+from stepwell.engine.request import Chunk, Request
 from stepwell.policy.placement import PlacementRules
 from stepwell.tiers.eviction import make_room
 from waiting import run_to_the_end, settle
@@ -69,7 +69,16 @@ class Recorded:
                 self.logits.setdefault(chunk.request.id, []).append(row.clone())
             return logits
 
-        runner.run = recording  # type: ignore[method-assign]
+        follow = runner.follow
+
+        def recording_ahead(requests: Sequence[Request], token_B: torch.Tensor) -> torch.Tensor:
+            logits = follow(requests, token_B)
+            for request, row in zip(requests, logits, strict=True):
+                self.chunks[request.id].append(len(request.tokens) + 1)
+                self.logits[request.id].append(row.clone())
+            return logits
+
+        runner.run, runner.follow = recording, recording_ahead  # type: ignore[method-assign]
 
     def play(self, prompt: Sequence[int], *, use_cache: bool = True, answer: int = ANSWER) -> Played:
         return self.play_all([prompt], use_cache=use_cache, answer=answer)[0]

@@ -9,6 +9,7 @@ import os
 import secrets
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from stepwell.base.config import MAX_PRIORITY, PrefetchPolicy, StoreConfig, WritePolicy
@@ -21,6 +22,8 @@ from stepwell.store.key_file import read_store_key
 if TYPE_CHECKING:
     from stepwell.engine.build import EngineConfig
     from stepwell.engine.engine import Engine
+    from stepwell.engine.footprint import Footprint
+    from stepwell.engine.scheduler import Limits
     from stepwell.server.principals import Principals, Secrets
     from stepwell.server.tenants import TenantsFile
 
@@ -72,8 +75,8 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--drain", type=float, default=30.0, metavar="SECONDS", help="that answers have to finish at SIGTERM (default: 30)"
     )
-    parser.add_argument("--max-running", type=int, default=32, metavar="N", help="requests computed at once (default: 32)")
-    parser.add_argument("--chunk-tokens", type=int, default=512, metavar="N", help="tokens computed in one pass (default: 512)")
+    parser.add_argument("--max-running", type=int, metavar="N", help="requests computed at once (default: 32; on a GPU 64)")
+    parser.add_argument("--chunk-tokens", type=int, metavar="N", help="tokens computed in one pass (default: 512; on a GPU 8192)")
 
 
 def _configure_cache(parser: ArgumentParser) -> None:
@@ -133,8 +136,11 @@ def run(args: Namespace) -> int:
         store=config.store,
         store_config=config.store_config,
     )
+    started_s = engine.warm_up() if engine.on_cuda else None
     made = not (args.admin_token or os.environ.get(_ADMIN_TOKEN))
     summary = _summary(engine, name, config, address_of(taken), keys, tenants, made=made)
+    if started_s is not None:
+        summary.insert(3, ("first pass", f"took {started_s:.1f} s: kernels are built once"))
     server.run(taken, on_ready=lambda: print("\n".join(f"{label:<12}  {value}" for label, value in summary), flush=True))
     return 0
 
@@ -154,7 +160,6 @@ def _tenants(args: Namespace) -> TenantsFile:
 
 def _engine_config(args: Namespace, environment: Mapping[str, str], principals: Principals | None = None) -> EngineConfig:
     from stepwell.engine.build import EngineConfig
-    from stepwell.engine.scheduler import Limits
 
     options = _store_options(args, environment)
     if principals is not None and args.store is not None:
@@ -175,8 +180,17 @@ def _engine_config(args: Namespace, environment: Mapping[str, str], principals: 
         store_options=options,
         store_config=StoreConfig(prefetch=prefetch, checkpoint_delay_s=args.checkpoint_delay, key=key),
         write=WritePolicy(args.write_policy),
-        limits=Limits(max_running=args.max_running, chunk_tokens=args.chunk_tokens),
+        limits=_limits(args),
     )
+
+
+def _limits(args: Namespace) -> Limits | None:
+    """What was asked for, and otherwise what suits the device."""
+    from stepwell.engine.build import EngineConfig, limits_for
+
+    asked = {"max_running": args.max_running, "chunk_tokens": args.chunk_tokens}
+    given = {name: value for name, value in asked.items() if value is not None}
+    return replace(limits_for(EngineConfig(device=args.device)), **given) if given else None
 
 
 def _store_options(args: Namespace, environment: Mapping[str, str]) -> dict[str, str]:
@@ -219,11 +233,12 @@ def _summary(
     measured, key = engine.footprint, config.store_config.key
     checkpoint = f", {format_bytes(measured.checkpoint_bytes)} per checkpoint" if measured.checkpoint_bytes else ""
     lines = [
-        ("model", f"{name}, up to {engine.max_context:,} tokens"),
+        ("model", f"{name}, up to {engine.max_context:,} tokens a request"),
+        ("passes", f"{engine.limits.chunk_tokens:,} tokens, {engine.limits.max_running} requests at once"),
         ("memory", f"{round(measured.bytes_per_token):,} bytes per token{checkpoint}, pages of {spec.page_tokens} tokens"),
         *([] if config.draft is None else [("draft", f"{config.draft}, up to {config.draft_tokens} tokens ahead")]),
         ("kernels", ", ".join(f"{what} {by}" for what, by in engine.kernels.items())),
-        ("tiers", ", ".join(f"{label} {format_bytes(size)}" for label, size in sizes.items() if size)),
+        ("tiers", ", ".join(_tier(label, size, measured) for label, size in sizes.items() if size)),
         ("store", config.store or "none"),
         *([] if key is None else [("store key", f"{key.id.hex()}: only what was written with it is used")]),
         ("admin token", f"{keys.admin_token} (for this run)" if made else "as given"),
@@ -235,6 +250,12 @@ def _summary(
     if keys.api_key is None and not tenants.tenants and not local:
         lines.append(("warning", f"other machines may reach this address: set an API key, with {_API_KEY}"))
     return lines
+
+
+def _tier(label: str, size: int, measured: Footprint) -> str:
+    """Its size, and how many tokens that are where each token takes some."""
+    tokens = f" ({int(size / measured.bytes_per_token):,} tokens)" if measured.bytes_per_token else ""
+    return f"{label} {format_bytes(size)}{tokens}"
 
 
 def _who_may_ask(keys: Secrets, tenants: TenantsFile) -> str:

@@ -39,7 +39,8 @@ from stepwell.transfer.store_worker import HostPages
 from stepwell.transfer.torch_copy_engine import TorchCopyEngine
 from stepwell.transfer.torch_memory import TorchMemory
 
-CUDA_SHARE = 0.8  # of what is free on a GPU once the weights are there; passes need room of their own
+CUDA_SHARE = 0.88  # of what is free on a GPU once the weights are there; passes need room of their own
+CUDA_LIMITS = Limits(max_running=64, chunk_tokens=8192)  # a GPU is busy with so many tokens, and waits for fewer
 CPU_DEVICE_BYTES = 2 * 2**30
 _WITHOUT_BUFFERS = ("log", "memory")  # stores that need not know the host tier's memory, and can be opened before there is one
 _NEEDS_HOST = "a store needs a host tier above it: give host_memory"
@@ -47,7 +48,8 @@ _NEEDS_HOST = "a store needs a host tier above it: give host_memory"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Sizes and choices of an engine. Memory in bytes or as people write it (`8GiB`); None for a sensible default.
+    """Sizes and choices of an engine. Memory in bytes or as people write it (`8GiB`, and for `device_memory` also `70%` of what
+    the weights leave); None for a sensible default.
 
     A `host_memory` of 0 does without a host tier.
     """
@@ -64,7 +66,7 @@ class EngineConfig:
     store_config: StoreConfig = field(default_factory=StoreConfig)
     write: WritePolicy = WritePolicy.THROUGH
     placement: PlacementConfig = field(default_factory=PlacementConfig)
-    limits: Limits = field(default_factory=Limits)
+    limits: Limits | None = None  # None for what suits the device
     draft: str | None = None  # a checkpoint that guesses tokens ahead, or `mtp` for the model's own layers that do
     draft_tokens: int = 4  # guessed in one pass
     draft_max_running: int = 16  # requests that decode at once, above which nothing is guessed
@@ -155,13 +157,14 @@ def build_engine(
     except BaseException:
         cache.close()
         raise
-    context = min(longest_request(cache, config.limits.chunk_tokens), checkpoint.max_context)
+    limits = limits_for(config)
+    context = min(longest_request(cache, limits.chunk_tokens), checkpoint.max_context)
     cache.hand_over()  # to whoever will run the engine, on whatever thread
     return Engine(
         Runner(model, DevicePages(model.spec, rows, inside=None if loaded is None else spec)),
         cache,
         checkpoint.text,
-        limits=config.limits,
+        limits=limits,
         max_context=context,
         footprint=footprint(DevicePages(spec, rows)),
         eos_ids=checkpoint.eos_ids,
@@ -175,10 +178,9 @@ def _load_draft(config: EngineConfig, model: Decoder, checkpoint: Checkpoint, op
     if config.draft is None and opened is None:
         return None
     check_target(model.spec)
-    if not 1 <= config.draft_tokens < config.limits.chunk_tokens:
-        raise ConfigError(
-            f"draft_tokens must be at least 1 and less than the {config.limits.chunk_tokens} of a pass, got {config.draft_tokens}"
-        )
+    chunk = limits_for(config).chunk_tokens
+    if not 1 <= config.draft_tokens < chunk:
+        raise ConfigError(f"draft_tokens must be at least 1 and less than the {chunk} of a pass, got {config.draft_tokens}")
     if config.draft == MTP:
         return load_own_layer(checkpoint.config, checkpoint.source, model, dtype=_dtype(config), kv_dtype=config.kv_dtype)
     draft = opened or open_checkpoint(str(config.draft))
@@ -266,11 +268,25 @@ def _dtype(config: EngineConfig) -> str:
 
 
 def _device_bytes(config: EngineConfig, device: str) -> int:
+    free = free_bytes() if device == "cpu" else torch.cuda.mem_get_info(device)[0]
+    if isinstance(config.device_memory, str) and config.device_memory.endswith("%"):
+        return int(free * _share(config.device_memory))
     if config.device_memory is not None:
         return parse_bytes(config.device_memory)
-    if device == "cpu":
-        return min(CPU_DEVICE_BYTES, free_bytes() // 4)
-    return int(torch.cuda.mem_get_info(device)[0] * CUDA_SHARE)
+    return min(CPU_DEVICE_BYTES, free // 4) if device == "cpu" else int(free * CUDA_SHARE)
+
+
+def _share(text: str) -> float:
+    """`70%` as 0.7. Raises ConfigError."""
+    number = text.removesuffix("%").strip()
+    if not number.isdecimal() or not 1 <= int(number) <= 99:
+        raise ConfigError(f"a share of device memory must be from 1% to 99%, got {text!r}")
+    return int(number) / 100
+
+
+def limits_for(config: EngineConfig) -> Limits:
+    """Those that were given, or what suits the device."""
+    return config.limits or (Limits() if _device(config) == "cpu" else CUDA_LIMITS)
 
 
 def _host_bytes(config: EngineConfig) -> int | None:

@@ -174,6 +174,24 @@ class Engine:
         """Whether a step would only wait: for copies, for the store, or for nothing at all."""
         return self._unread is None and not any(request.runs for request in self.scheduler.active.values())
 
+    @property
+    def on_cuda(self) -> bool:
+        return self._runner.model.device.type == "cuda"
+
+    def warm_up(self) -> float:
+        """Computes two short prompts and some steps, so that nobody waits for kernels to be built; the seconds it took.
+
+        Before the first request. Leaves nothing cached.
+        """
+        began_s, count = time.monotonic(), max(min(self.max_context // 2, 64), 1)
+        sampling = Sampling(max_tokens=min(4, self.max_context - count), ignore_eos=True)
+        for _ in range(2):
+            self.submit(Ask(tokens=[0] * count, sampling=sampling, use_cache=False))
+        while self.num_open:
+            self.step()
+        self.step()
+        return time.monotonic() - began_s
+
     def generate(self, prompt: str | Sequence[int], **more: Any) -> Answer:
         """A whole answer: `stream` to its end."""
         deltas = list(self.stream(prompt, **more))

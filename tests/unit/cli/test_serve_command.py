@@ -224,7 +224,9 @@ def test_a_signal_ends_it_in_order_and_its_store_keeps_what_was_computed(tmp_pat
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             said = _until_address(process)
-            assert said["store"] == f"log:{where}" and said["tiers"] == "device 16.0 MiB, host 16.0 MiB"
+            assert said["store"] == f"log:{where}" and said["tiers"] == ", ".join(
+                f"{tier} 16.0 MiB (16,384 tokens)" for tier in ("device", "host")
+            )
             assert (
                 "per token" in said["memory"] and "per checkpoint" in said["memory"] and "(for this run)" in said["admin token"]
             )

@@ -18,7 +18,7 @@ from stepwell.base.spec.families.layers import Layer as LayerKind
 from stepwell.base.spec.families.layers import every, schedule
 from stepwell.engine.loading.weights import Weights
 from stepwell.engine.models.attention import Attention, head_norms
-from stepwell.engine.models.base import Decoder, Parts, head_of
+from stepwell.engine.models.base import Block, Decoder, Parts, head_of
 from stepwell.engine.models.layers import GatedMLP, Linear, RMSNorm, activation, norm_eps, rotary_from, said
 from stepwell.engine.models.moe import Experts, MixtureOfExperts, gated, softmax_then_top
 from stepwell.engine.ops.kernels import Kernels
@@ -114,20 +114,6 @@ class SharedExperts:
         return torch.addcmul(self.experts(x_NC), self.gate(x_NC).sigmoid(), self.shared(x_NC))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Block:
-    mixer: DeltaNet | GatedAttention
-    mlp: Callable[[torch.Tensor], torch.Tensor]
-    before_mixer: RMSNorm
-    before_mlp: RMSNorm
-    kernels: Kernels
-
-    def __call__(self, x_NC: torch.Tensor, shared: Shared, batch: Batch) -> torch.Tensor:
-        mixed_NC = self.mixer(self.before_mixer(x_NC), shared, batch)
-        x_NC, normed_NC = self.kernels.add_norm(x_NC, mixed_NC, self.before_mlp.weight, self.before_mlp.eps)
-        return x_NC + self.mlp(normed_NC)
-
-
 def build(parts: Parts) -> Decoder:
     config, weights, kernels = parts.config, parts.weights, parts.kernels
     weights.skip("mtp.", "model.visual.", "visual.")
@@ -156,10 +142,10 @@ def _block(parts: Parts, name: str, index: int, kinds: list[LayerKind]) -> Block
     layer, eps, hidden = kinds[:index].count(kinds[index]), norm_eps(parts.config), parts.config.size("hidden_size")
     mixer = _attention(parts, name, layer) if kinds[index] is LayerKind.FULL else _delta_net(parts, name, layer)
     return Block(
-        mixer=mixer,
+        attention=mixer,
         mlp=_mlp(parts, f"{name}.mlp"),
         kernels=parts.kernels,
-        before_mixer=RMSNorm.load(parts.weights, f"{name}.input_layernorm", hidden, eps, around_one=True),
+        before_attention=RMSNorm.load(parts.weights, f"{name}.input_layernorm", hidden, eps, around_one=True),
         before_mlp=RMSNorm.load(parts.weights, f"{name}.post_attention_layernorm", hidden, eps, around_one=True),
     )
 

@@ -8,6 +8,7 @@ Writes no page. Importing needs Triton; the library is imported with the first r
 
 from __future__ import annotations
 
+import warnings
 from functools import cache
 from typing import Any
 
@@ -51,8 +52,10 @@ def recur_runs(points: Points, tokens: Tokens, state_RHDV: torch.Tensor) -> Outc
 
 @cache
 def _library() -> tuple[Any, Any]:
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-    from fla.ops.kda import chunk_kda
+    with warnings.catch_warnings():  # of what is deprecated in torch: the library's business
+        warnings.simplefilter("ignore")
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+        from fla.ops.kda import chunk_kda
 
     return chunk_gated_delta_rule, chunk_kda
 
@@ -80,7 +83,7 @@ def _channel_decay(tokens: Tokens) -> torch.Tensor:
     return decay_NHD
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _unit_kernel(
     x, out, rows, stride, scale,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, EPS: tl.constexpr,

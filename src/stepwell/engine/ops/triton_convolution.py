@@ -43,7 +43,7 @@ def convolve(
     tables = tables_of(points)
     _sums_kernel[(triton.cdiv(tokens, TOKENS), blocks)](
         x_NC, weight_WC, biased[0], out_NC, state_PE, pages, fresh, tables.segment_N, tables.start_S, x_NC.stride(0),
-        state_PE.stride(0), tokens, channels, TOKENS=TOKENS, **sizes,
+        state_PE.stride(0), tokens, channels, TOKENS=TOKENS, **sizes, num_warps=8,
     )  # fmt: skip
     _states_kernel[(len(points.starts) - 1, blocks)](
         x_NC, state_PE, pages, fresh, tables.start_S, x_NC.stride(0), state_PE.stride(0), channels,
@@ -52,7 +52,7 @@ def convolve(
     return out_NC
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["page_S"])
 def _step_kernel(
     x, weight, bias, out, state, page_S, fresh_S, x_stride, page_stride,
     channels, COLUMNS: tl.constexpr, WINDOW: tl.constexpr, CHANNELS: tl.constexpr, BIASED: tl.constexpr, SILU: tl.constexpr,
@@ -79,7 +79,7 @@ def _step_kernel(
     tl.store(kept + column[:, None] * channels + at[None, :], inputs.to(state.dtype.element_ty), mask=used)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["page_S", "segment_N", "start_S", "tokens"])
 def _sums_kernel(
     x, weight, bias, out, state, page_S, fresh_S, segment_N, start_S, x_stride,
     page_stride, tokens, channels,
@@ -108,7 +108,7 @@ def _sums_kernel(
     tl.store(out + row[:, None] * channels + at[None, :], total.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["page_S", "start_S"])
 def _states_kernel(
     x, state, page_S, fresh_S, start_S, x_stride, page_stride, channels,
     WINDOW: tl.constexpr, COLUMNS: tl.constexpr, CHANNELS: tl.constexpr,

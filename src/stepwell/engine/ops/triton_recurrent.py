@@ -109,7 +109,7 @@ def softplus(x):
     return tl.where(x > 20.0, x, tl.where(power < 0.03, series, tl.log(1.0 + power)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["page_B"])
 def _step_kernel(
     query, key, value, raw, bias, rate, beta, skip, out, state, page_B,
     fresh_B, query_stride, key_stride, value_stride, raw_stride, beta_stride, page_stride,
@@ -152,7 +152,7 @@ def _step_kernel(
     tl.store(out + (at * HEADS + head) * VALUE + v, told_v.to(out.dtype.element_ty), mask=in_v)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _gated_norm_kernel(
     x, gate, weight, out, rows, gate_stride, eps,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, PER_TOKEN: tl.constexpr, GROUPS: tl.constexpr,

@@ -48,7 +48,7 @@ def recur_runs(points: Points, tokens: Tokens, state_RHDV: torch.Tensor) -> Outc
     return out_NHV, after_RHDV
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start_R", "first_chunk_R"])
 def _states_kernel(
     key, value, taken, decay, begun, before, after, start_R, first_chunk_R,
     key_stride, value_stride,
@@ -80,7 +80,7 @@ def _states_kernel(
     tl.store(after + (run * HEADS + head) * KEY * VALUE + where, state.to(after.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start_R", "run_and_index_C2"])
 def _outputs_kernel(
     query, key, value, taken, decay, before, skip, out, start_R,
     run_and_index_C2, query_stride, key_stride, value_stride,

@@ -22,22 +22,21 @@ from stepwell.base.errors import BadTokens, ConfigError, StepwellError
 from stepwell.base.meters import Clock, SystemClock
 from stepwell.cache.facade import Cache
 from stepwell.cache.report import StepReport
+from stepwell.engine.answering import Answering
 from stepwell.engine.footprint import Footprint
 from stepwell.engine.request import Ask, Chunk, Delta, Finish, Request, Sampling, TokenLogprob, Usage
 from stepwell.engine.runner import Runner
-from stepwell.engine.sampling import Choices, Chosen
+from stepwell.engine.sampling import Choices
 from stepwell.engine.scheduler import MAX_FAILED_LEASES, Limits, Scheduler
 from stepwell.engine.speculation import Speculation
 from stepwell.engine.text import StopFinder, Text
-from stepwell.engine.unread import UNSOUND, Unread
+from stepwell.engine.unread import Unread
 from stepwell.store.api import Store
-from stepwell.tiers.lease import Sources
 
 log = logging.getLogger(__name__)
 
 IDLE_S = 0.0005  # between steps that only wait for copies
 MAX_FAILURES = 2 * MAX_FAILED_LEASES
-_NOT_NUMBERS = "the model's output for this request is not a number"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,10 +82,8 @@ class Engine:
         self._reads_later = speculation is None and runner.goes_ahead
         self._runner = runner
         self._speculation = speculation
-        self._eos_ids = eos_ids
-        self._requests: dict[int, Request] = {}
+        self._answering = Answering(cache, self.scheduler, self.clock, eos_ids)
         self._last_id = 0
-        self._ended: list[Delta] = []
         self._streams: dict[int, deque[Delta]] = {}
 
     @classmethod
@@ -108,7 +105,7 @@ class Engine:
     @property
     def num_open(self) -> int:
         """Requests that wait or run."""
-        return len(self._requests)
+        return len(self._answering.requests)
 
     # ---- requests ---------------------------------------------------------------------------------
 
@@ -140,14 +137,14 @@ class Engine:
             tokens=list(ask.tokens),
         )
         self.scheduler.enter(request)
-        self._requests[request.id] = request
+        self._answering.requests[request.id] = request
         return request.id
 
     def abort(self, number: int) -> None:
         """Ends a request, at any moment; unknown or ended ones are ignored."""
-        request = self._requests.get(number)
+        request = self._answering.requests.get(number)
         if request is not None:
-            self._end(request, Finish.ABORTED)
+            self._answering.end(request, Finish.ABORTED)
 
     def step(self) -> list[Delta]:
         """One pass: what came of copies, who may begin, everybody's next tokens. Returns what was added to answers.
@@ -166,8 +163,7 @@ class Engine:
             self._unread = None
             self._fail_active(f"{type(error).__name__}: {error}")  # what it left in their pages is not known
             raise
-        ended, self._ended = self._ended, []
-        return ended
+        return self._answering.deltas()
 
     @property
     def idle(self) -> bool:
@@ -237,7 +233,7 @@ class Engine:
 
     def close(self) -> None:
         """Ends all requests, waits for what is to be kept, and stops."""
-        for number in list(self._requests):
+        for number in list(self._answering.requests):
             self.abort(number)
         try:
             if not self.cache.close():
@@ -267,7 +263,7 @@ class Engine:
             request = next(each for each in self.scheduler.active.values() if each.lease is lease)
             request.failures += 1
             if request.failures > MAX_FAILURES:
-                self._end(request, Finish.FAILED, error="copies of its state failed again and again")
+                self._answering.end(request, Finish.FAILED, error="copies of its state failed again and again")
                 continue
             if request.first_token_s is None:
                 request.sources = None  # where its prompt comes from is yet to be seen
@@ -276,12 +272,12 @@ class Engine:
     def _end_failed(self) -> None:
         failed, self.scheduler.failed = self.scheduler.failed, []
         for request, error in failed:
-            if request.id in self._requests:
-                self._end(request, Finish.FAILED, error=error)
+            if request.id in self._answering.requests:
+                self._answering.end(request, Finish.FAILED, error=error)
 
     def _fail_active(self, error: str) -> None:
         for request in list(self.scheduler.active.values()):
-            self._end(request, Finish.FAILED, error=error)
+            self._answering.end(request, Finish.FAILED, error=error)
 
     def _go_ahead(self) -> bool:
         """Starts the next pass of requests that only decode, then reads the tokens of the pass before it.
@@ -296,19 +292,8 @@ class Engine:
         if following:
             self._unread = Unread.of(following, self._runner.follow(following, before.tokens_of(following)))
             self.passes += 1
-        self._take(before)
+        self._answering.take(before)
         return self._unread is not None
-
-    def _take(self, computed: Unread) -> None:
-        """What comes of a pass once its tokens are read. Requests that have ended since it began have nothing of it."""
-        for request, token in zip(computed.requests, computed.read(), strict=True):
-            if request.id not in self._requests or not request.runs:
-                continue
-            if token == UNSOUND:
-                self._end(request, Finish.FAILED, error=_NOT_NUMBERS)
-                continue
-            self._commit(request, len(request.tokens))
-            self._add(request, Chosen(token=token))
 
     def _can_be_read_later(self, chunks: Sequence[Chunk]) -> bool:
         """Whether the device can choose all tokens of a pass, and the host may read them while the next one runs."""
@@ -328,13 +313,7 @@ class Engine:
             chunks, logits = self._speculation.run(chunks, self._runner)
         self.passes += 1
         self._count_fallbacks()
-        choices, row = Choices(logits), 0
-        for chunk in chunks:
-            if chunk.completes:
-                self._go_on(chunk, choices, row)
-                row += 1 + len(chunk.proposed)
-            else:
-                self._commit(chunk.request, chunk.end)
+        self._answering.choose(chunks, Choices(logits))
 
     def _count_fallbacks(self) -> None:
         """Kernels that failed in this pass, and run in plain torch from now on."""
@@ -342,82 +321,6 @@ class Engine:
         if failed > self._failed_kernels:
             self.cache.counters.add("kernel_fallbacks", failed - self._failed_kernels)
             self._failed_kernels = failed
-
-    def _go_on(self, chunk: Chunk, choices: Choices, row: int) -> None:
-        """The next tokens, each chosen as if it were alone: for as long as the model chooses what was proposed, and one more.
-
-        tokens     ... last | guess | guess | guess       rows of logits: one for each of these
-        chosen              | same  | other |             two more tokens; what was computed behind them is overwritten later
-        """
-        request = chunk.request
-        request.proposed += len(chunk.proposed)
-        for at, guess in enumerate((*chunk.proposed, None)):
-            try:
-                chosen = choices.choose(row + at, request)
-            except Exception as error:  # whatever is wrong with how one request samples, the others go on
-                log.exception("sampling for request %d failed", request.id)
-                self._end(request, Finish.FAILED, error=f"{type(error).__name__}: {error}")
-                return
-            if chosen is None:  # nor may what it left in its pages be: nobody else gets them
-                self._end(request, Finish.FAILED, error=_NOT_NUMBERS)
-                return
-            self._commit(request, len(request.tokens))
-            request.accepted += chosen.token == guess
-            if not self._add(request, chosen) or chosen.token != guess:
-                return
-
-    def _commit(self, request: Request, upto: int) -> None:
-        assert request.lease is not None, f"{request} was computed without a lease"
-        self.cache.commit(request.lease, upto)
-
-    def _add(self, request: Request, chosen: Chosen) -> bool:
-        """A token more: text as far as it is certain, and the end where this is one. Says whether the answer goes on."""
-        token = chosen.token
-        request.tokens.append(token)
-        if request.first_token_s is None:
-            request.first_token_s = self.clock.now()
-        ends = token in self._eos_ids and not request.ask.sampling.ignore_eos
-        text = "" if ends or request.stream is None else request.stops.push(request.stream.push(token))
-        finish = Finish.STOP if ends or request.stops.found else None
-        if finish is None and request.answer_tokens >= request.max_tokens:
-            finish = Finish.LENGTH
-        logprobs = () if chosen.logprob is None else (chosen.logprob,)
-        if finish is not None:
-            if request.stream is not None:
-                text += request.stops.push(request.stream.finish()) + request.stops.finish()
-            self._end(request, finish, tokens=(token,), text=text, logprobs=logprobs)
-            return False
-        assert request.lease is not None
-        self.cache.append(request.lease, [token])
-        self._ended.append(Delta(request=request.id, tokens=(token,), text=text, logprobs=logprobs))
-        return True
-
-    def _end(
-        self, request: Request, finish: Finish, *, tokens: tuple[int, ...] = (), text: str = "",
-        logprobs: tuple[TokenLogprob, ...] = (), error: str | None = None,
-    ) -> None:  # fmt: skip
-        self.scheduler.leave(request)
-        del self._requests[request.id]
-        self._ended.append(
-            Delta(
-                request=request.id, tokens=tokens, text=text, logprobs=logprobs, finish=finish, usage=_usage(request), error=error
-            )
-        )
-
-
-def _usage(request: Request) -> Usage:
-    began = request.began_s if request.began_s is not None else request.arrived_s
-    first = request.first_token_s if request.first_token_s is not None else request.arrived_s
-    return Usage(
-        prompt_tokens=request.prompt_tokens,
-        completion_tokens=request.answer_tokens,
-        sources=request.sources or Sources(computed=request.prompt_tokens),
-        queued_s=began - request.arrived_s,
-        first_token_s=first - request.arrived_s,
-        preemptions=request.preemptions,
-        proposed_tokens=request.proposed,
-        accepted_tokens=request.accepted,
-    )
 
 
 def _generator(sampling: Sampling, number: int) -> torch.Generator | None:

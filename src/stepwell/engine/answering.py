@@ -1,0 +1,136 @@
+"""From a pass to answers: tokens are chosen, committed, turned into text, and answers end. Plans and computes nothing.
+
+Keeps the requests that are open, and what was added to their answers since it was last asked. One thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from stepwell.base.meters import Clock
+from stepwell.cache.facade import Cache
+from stepwell.engine.request import Chunk, Delta, Finish, Request, TokenLogprob, Usage
+from stepwell.engine.sampling import Choices, Chosen
+from stepwell.engine.scheduler import Scheduler
+from stepwell.engine.unread import UNSOUND, Unread
+from stepwell.tiers.lease import Sources
+
+_NOT_NUMBERS = "the model's output for this request is not a number"
+
+log = logging.getLogger(__name__)
+
+
+class Answering:
+    def __init__(self, cache: Cache, scheduler: Scheduler, clock: Clock, eos_ids: frozenset[int]) -> None:
+        self.requests: dict[int, Request] = {}  # that wait or run
+        self._cache = cache
+        self._scheduler = scheduler
+        self._clock = clock
+        self._eos_ids = eos_ids
+        self._deltas: list[Delta] = []
+
+    def deltas(self) -> list[Delta]:
+        """What was added to answers since this was last asked."""
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    def take(self, computed: Unread) -> None:
+        """What comes of a pass once its tokens are read. Requests that have ended since it began have nothing of it."""
+        for request, token in zip(computed.requests, computed.read(), strict=True):
+            if request.id not in self.requests or not request.runs:
+                continue
+            if token == UNSOUND:
+                self.end(request, Finish.FAILED, error=_NOT_NUMBERS)
+                continue
+            self._commit(request, len(request.tokens))
+            self._add(request, Chosen(token=token))
+
+    def choose(self, chunks: Sequence[Chunk], choices: Choices) -> None:
+        """What comes of a pass whose logits are there: tokens for the chunks that complete their requests."""
+        row = 0
+        for chunk in chunks:
+            if chunk.completes:
+                self._go_on(chunk, choices, row)
+                row += 1 + len(chunk.proposed)
+            else:
+                self._commit(chunk.request, chunk.end)
+
+    def end(
+        self, request: Request, finish: Finish, *, tokens: tuple[int, ...] = (), text: str = "",
+        logprobs: tuple[TokenLogprob, ...] = (), error: str | None = None,
+    ) -> None:  # fmt: skip
+        """Ends an answer, and gives back what its request holds."""
+        self._scheduler.leave(request)
+        del self.requests[request.id]
+        self._deltas.append(
+            Delta(
+                request=request.id, tokens=tokens, text=text, logprobs=logprobs, finish=finish, usage=_usage(request), error=error
+            )
+        )
+
+    # ---- inside -----------------------------------------------------------------------------------
+
+    def _go_on(self, chunk: Chunk, choices: Choices, row: int) -> None:
+        """The next tokens, each chosen as if it were alone: for as long as the model chooses what was proposed, and one more.
+
+        tokens     ... last | guess | guess | guess       rows of logits: one for each of these
+        chosen              | same  | other |             two more tokens; what was computed behind them is overwritten later
+        """
+        request = chunk.request
+        request.proposed += len(chunk.proposed)
+        for at, guess in enumerate((*chunk.proposed, None)):
+            try:
+                chosen = choices.choose(row + at, request)
+            except Exception as error:  # whatever is wrong with how one request samples, the others go on
+                log.exception("sampling for request %d failed", request.id)
+                self.end(request, Finish.FAILED, error=f"{type(error).__name__}: {error}")
+                return
+            if chosen is None:  # nor may what it left in its pages be: nobody else gets them
+                self.end(request, Finish.FAILED, error=_NOT_NUMBERS)
+                return
+            self._commit(request, len(request.tokens))
+            request.accepted += chosen.token == guess
+            if not self._add(request, chosen) or chosen.token != guess:
+                return
+
+    def _commit(self, request: Request, upto: int) -> None:
+        assert request.lease is not None, f"{request} was computed without a lease"
+        self._cache.commit(request.lease, upto)
+
+    def _add(self, request: Request, chosen: Chosen) -> bool:
+        """A token more: text as far as it is certain, and the end where this is one. Says whether the answer goes on."""
+        token = chosen.token
+        request.tokens.append(token)
+        if request.first_token_s is None:
+            request.first_token_s = self._clock.now()
+        ends = token in self._eos_ids and not request.ask.sampling.ignore_eos
+        text = "" if ends or request.stream is None else request.stops.push(request.stream.push(token))
+        finish = Finish.STOP if ends or request.stops.found else None
+        if finish is None and request.answer_tokens >= request.max_tokens:
+            finish = Finish.LENGTH
+        logprobs = () if chosen.logprob is None else (chosen.logprob,)
+        if finish is not None:
+            if request.stream is not None:
+                text += request.stops.push(request.stream.finish()) + request.stops.finish()
+            self.end(request, finish, tokens=(token,), text=text, logprobs=logprobs)
+            return False
+        assert request.lease is not None
+        self._cache.append(request.lease, [token])
+        self._deltas.append(Delta(request=request.id, tokens=(token,), text=text, logprobs=logprobs))
+        return True
+
+
+def _usage(request: Request) -> Usage:
+    began = request.began_s if request.began_s is not None else request.arrived_s
+    first = request.first_token_s if request.first_token_s is not None else request.arrived_s
+    return Usage(
+        prompt_tokens=request.prompt_tokens,
+        completion_tokens=request.answer_tokens,
+        sources=request.sources or Sources(computed=request.prompt_tokens),
+        queued_s=began - request.arrived_s,
+        first_token_s=first - request.arrived_s,
+        preemptions=request.preemptions,
+        proposed_tokens=request.proposed,
+        accepted_tokens=request.accepted,
+    )

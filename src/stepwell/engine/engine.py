@@ -264,7 +264,9 @@ class Engine:
         for store in report.detached:
             self.on_detached(store)
         for lease in report.failed:
-            request = next(each for each in self.scheduler.active.values() if each.lease is lease)
+            request = next((each for each in self.scheduler.active.values() if each.lease is lease), None)
+            if request is None:
+                continue  # it has ended since
             request.failures += 1
             if request.failures > MAX_FAILURES:
                 self._end(request, Finish.FAILED, error="copies of its state failed again and again")
@@ -313,7 +315,11 @@ class Engine:
     def _can_be_read_later(self, chunks: Sequence[Chunk]) -> bool:
         """Whether the device can choose all tokens of a pass, and the host may read them while the next one runs."""
         return self._reads_later and all(
-            chunk.decodes and chunk.request.generator is None and chunk.request.ask.sampling.logprobs is None for chunk in chunks
+            chunk.decodes
+            and not chunk.arriving
+            and chunk.request.generator is None
+            and chunk.request.ask.sampling.logprobs is None
+            for chunk in chunks
         )
 
     def _compute(self, chunks: Sequence[Chunk]) -> None:
@@ -328,13 +334,21 @@ class Engine:
             chunks, logits = self._speculation.run(chunks, self._runner)
         self.passes += 1
         self._count_fallbacks()
+        missed = [chunk for chunk in chunks if chunk.arriving and not self._arrived(chunk.request)]
         choices, row = Choices(logits), 0
         for chunk in chunks:
-            if chunk.completes:
+            if chunk in missed:  # the next step puts its request back
+                row += chunk.completes
+            elif chunk.completes:
                 self._go_on(chunk, choices, row)
                 row += 1 + len(chunk.proposed)
             else:
                 self._commit(chunk.request, chunk.end)
+
+    def _arrived(self, request: Request) -> bool:
+        """Whether everything has come that a pass over a request's chunk has waited for."""
+        assert request.lease is not None, f"{request} was computed without a lease"
+        return self.cache.wait_arriving(request.lease)
 
     def _count_fallbacks(self) -> None:
         """Kernels that failed in this pass, and run in plain torch from now on."""

@@ -45,6 +45,12 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return seen
 
 
+def recording(family: str, **settings: object) -> Recorded:
+    recorded = Recorded(family, device="cuda", **settings)
+    recorded.engine._reads_later = False  # tokens are read at once, so that every row of logits is noted
+    return recorded
+
+
 def poison_device(recorded: Recorded) -> None:
     """What is read before it was loaded is seen in the answer."""
     recorded.evict_to_host()
@@ -55,10 +61,10 @@ def poison_device(recorded: Recorded) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_pass_ahead_of_its_loads_has_the_bits_of_the_device(family: str, kernels: str, waits: list[bool]) -> None:
     dtype = "fp32" if kernels == "torch" else "bf16"
-    engine = Recorded(family, device="cuda", dtype=dtype, kernels=kernels)
+    engine = recording(family, dtype=dtype, kernels=kernels)
     resident: list[Played] = script(engine, seed=5)
     engine.close()
-    recorded = Recorded(family, device="cuda", dtype=dtype, kernels=kernels)
+    recorded = recording(family, dtype=dtype, kernels=kernels)
     waits.clear()
     for then in resident:
         poison_device(recorded)
@@ -71,10 +77,10 @@ def test_a_pass_ahead_of_its_loads_has_the_bits_of_the_device(family: str, kerne
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])
 def test_pages_that_go_on_to_the_device_while_others_are_read_have_its_bits(family: str, waits: list[bool]) -> None:
-    engine = Recorded(family, device="cuda", dtype="fp32")
+    engine = recording(family, dtype="fp32")
     resident: list[Played] = script(engine, seed=5)
     engine.close()
-    recorded = Recorded(family, device="cuda", dtype="fp32")
+    recorded = recording(family, dtype="fp32")
     recorded.engine.cache.store.attach(MemoryStore(), WAIT, tuning=StoreTuning(fetch_chunk_bytes=1))  # a page at a time
     for then in resident:
         recorded.forget_memory()
@@ -90,7 +96,7 @@ def test_pages_that_go_on_to_the_device_while_others_are_read_have_its_bits(fami
 def test_without_layers_the_bits_are_the_same(family: str) -> None:
     answers = []
     for layerwise in (True, False):
-        recorded = Recorded(family, device="cuda", dtype="fp32", layerwise=layerwise)
+        recorded = recording(family, dtype="fp32", layerwise=layerwise)
         played = script(recorded, seed=9)
         recorded.evict_to_host()
         answers.append([*played, recorded.play(played[-1].prompt)])

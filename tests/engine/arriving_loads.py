@@ -29,6 +29,7 @@ class ArrivingLoad:
     def __init__(self, plan: Plan, pages: dict[Tier, DevicePages], waits: list[tuple[str, int]]) -> None:
         self.plan = plan
         self.begun = False
+        self.asked = 0  # how often outcomes were asked for since a pass began on it
         self._pages = pages
         self._waits = waits
         self._came: set[tuple[str, int]] = set()
@@ -88,6 +89,7 @@ class ArrivingLoads(DoneAtOnce[Completion]):
         self.loads: dict[JobId, ArrivingLoad] = {}
         self.waits: list[tuple[str, int]] = []  # in the order in which passes waited
         self.num_begun = 0  # loads that a pass began on
+        self.late = 0  # how often outcomes are asked for in vain after a pass has begun on a load
         self.queued: Callable[[Plan], bool] = lambda plan: True  # whether a pass may begin on it
         self.fails: Callable[[Plan], bool] = lambda plan: False
         self.ends_early: Callable[[Plan], bool] = lambda plan: False
@@ -105,7 +107,8 @@ class ArrivingLoads(DoneAtOnce[Completion]):
 
     def answers(self) -> list[Completion]:
         for job, load in list(self.loads.items()):
-            if load.begun or self.ends_early(load.plan):
+            load.asked += load.begun
+            if load.asked > self.late or (not load.begun and self.ends_early(load.plan)):
                 self.end(job)
         return super().answers()
 

@@ -130,7 +130,7 @@ class StoreSide(World):
             came = int(ticket.from_store[: held.lease.resume // self.spec.page_tokens].sum()) * self.spec.page_tokens
             store = held.lease.sources.store
             assert store <= came, f"{store} tokens are said to be the store's, {came} came from it"
-            assert store == came or fresh.device_tokens, f"{store} tokens are said to be the store's, {came} came from it"
+            assert store == came, f"{store} tokens are said to be the store's, {came} came from it"
 
     # ---- stores -----------------------------------------------------------------------------------
 

@@ -93,7 +93,9 @@ class World(Watched):
 
     def _check_sources(self, held: Held, fresh: Match, ticket: Ticket | None) -> None:
         sources = held.lease.sources
-        assert (sources.device, sources.host + sources.store) == (fresh.device_tokens, fresh.host_tokens), f"{sources} {fresh}"
+        assert sources.device + sources.host + sources.store == fresh.restore_tokens, f"{sources} {fresh}"
+        assert sources.device <= fresh.device_tokens and sources.host <= fresh.host_tokens, f"{sources} {fresh}"
+        assert sources.store or (sources.device, sources.host) == (fresh.device_tokens, fresh.host_tokens), f"{sources} {fresh}"
         assert sources.computed == held.lease.prompt_tokens - held.lease.resume, sources
         assert ticket is not None or not sources.store, f"{sources} without a ticket"
         assert min(sources.device, sources.host, sources.store, sources.computed) >= 0, sources

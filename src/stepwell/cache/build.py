@@ -14,7 +14,7 @@ from stepwell.base.prompt import Namespace
 from stepwell.base.spec import ModelSpec
 from stepwell.base.tasks import PageIds
 from stepwell.cache.facade import Cache
-from stepwell.jobs.executors import CopyExecutor, ThreadCopyExecutor
+from stepwell.jobs.executors import Arrivals, CopyExecutor, ThreadCopyExecutor
 from stepwell.memory.arena import Arena
 from stepwell.memory.layout import PAGE_ALIGNMENT_BYTES, ArenaLayout, lay_out
 from stepwell.policy.placement import PlacementRules, rules_for
@@ -43,6 +43,7 @@ class CacheTuning:
     eviction: ValuePolicy | None = None  # another order of eviction than the one that is learned
     placement: PlacementRules | None = None  # other rules than those that the settings make
     on_checkpoint: Callable[[CacheState, Checkpoint], None] | None = None  # told of each that is left on a path
+    compute_while_loading: bool = False  # by measured speeds, the end of a prefix is computed rather than loaded
 
     def __post_init__(self) -> None:
         if self.copy_timeout_s <= 0:
@@ -77,14 +78,15 @@ def build_cache(
     host_pages: Sequence[HostPages] = (),
     tuning: CacheTuning | None = None,
     counters: Counters | None = None,
+    arrivals: Arrivals | None = None,
 ) -> Cache:
     """A cache for `spec` (one rank's share of the model), with one copy engine for each rank.
 
     `model` is the identity of the weights, a digest where there is one. Give `executor` to run copies in
     your own way; else worker threads run `copy_engines`, and without those the tiers are plain host memory. Give
     `host_pages`, each rank's host memory, to be able to attach a store below your own copy engines. `tuning` is for
-    simulators and tests. Give `counters` where your copy engines count too. Raises ConfigError, also for memory that cannot be
-    had.
+    simulators and tests. Give `counters` where your copy engines count too, and `arrivals` where a pass may begin on loads of the
+    only rank before they have ended. Raises ConfigError, also for memory that cannot be had.
     """
     clock, tuning = clock or SystemClock(), tuning or CacheTuning()
     layouts = layouts_for(spec, config, alignment=tuning.page_alignment_bytes)
@@ -101,12 +103,13 @@ def build_cache(
         spec=spec,
         config=config,
         tree=tree,
-        copies=CopyJobs(tree, executor, counters, clock),
+        copies=CopyJobs(tree, executor, counters, clock, arrivals=arrivals),
         counters=counters,
         clock=clock,
         placement=tuning.placement or rules_for(config.placement),
         copy_timeout_s=tuning.copy_timeout_s,
         on_checkpoint=tuning.on_checkpoint,
+        compute_while_loading=tuning.compute_while_loading,
         reuse=reuse if tuning.eviction is None else None,
         write_back=write_back if config.write.saves_on_eviction else None,
     )

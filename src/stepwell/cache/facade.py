@@ -28,6 +28,8 @@ from stepwell.cache.explain import Explanation
 from stepwell.cache.question import STORE_WAIT_S, Question
 from stepwell.cache.report import Stats, StepReport, tier_stats
 from stepwell.cache.store import StoreControl
+from stepwell.jobs.executors import Arriving
+from stepwell.policy.loading import LEAST_CHUNK_TOKENS
 from stepwell.store_tier.ticket import Ticket
 from stepwell.store_tier.tier import StoreTier
 from stepwell.tiers import external, publish, restore
@@ -40,6 +42,7 @@ from stepwell.tree.node import LossReason
 from stepwell.tree.pruning import clear
 
 POLL_S = 0.0005  # between two steps of `wait`
+ARRIVING_POLL_S = 0.00005  # the same of `wait_arriving`: the pass and the copies it waits for end together
 DRAIN_S = 0.02  # between two steps of `close`: what one job hangs on must not hold up the others
 
 
@@ -158,6 +161,14 @@ class Cache:
         """Where the engine must end its chunk next and commit; None for nowhere."""
         return publish.next_stop(self._state, lease)
 
+    @one_thread
+    def arriving(self, lease: Lease) -> tuple[Arriving, ...]:
+        """For a lease that is LOADING: what a pass may wait for layer by layer, instead of before it begins. Empty for none.
+
+        A pass that has begun so is committed once `wait_arriving` has said that everything came.
+        """
+        return self._state.copies.arriving(lease.arrives_with) if lease.state is LeaseState.LOADING else ()
+
     # ---- a request's life -------------------------------------------------------------------------
 
     @one_thread
@@ -250,6 +261,19 @@ class Cache:
         return external.commit(self._state, lease, upto, source, checkpoint=wanted)
 
     @one_thread
+    def wait_arriving(self, lease: Lease) -> bool:
+        """After a pass that began while the lease was LOADING: waits for what the pass has waited for on the device.
+
+        False when some of it did not come: nothing of the pass may be used. `step` then reports the lease as failed.
+        """
+        lease.computing_since_s = inf  # how fast prompts are computed cannot be seen from this pass
+        try:
+            self._wait(lease, inf, ARRIVING_POLL_S)
+        except LoadFailed:
+            return False
+        return True
+
+    @one_thread
     def note_missing_state(self, lease: Lease, state: str, *, since: int) -> None:
         """Says that from token `since` on the lease's pages do not hold an optional state, nor will; `explain` then names it.
 
@@ -332,6 +356,9 @@ class Cache:
 
         Raises LoadFailed when the bytes of a lease did not arrive, LeaseError when it was given back or `timeout_s` has passed.
         """
+        self._wait(held, timeout_s, POLL_S)
+
+    def _wait(self, held: Lease | Ticket, timeout_s: float, poll_s: float) -> None:
         clock = self._state.clock
         deadline_s = clock.now() + timeout_s
         while not held.ready:
@@ -343,7 +370,7 @@ class Cache:
             if not held.ready:
                 if clock.now() >= deadline_s:
                     raise LeaseError(f"{held} is not ready after {timeout_s:g} s")
-                clock.sleep(POLL_S)
+                clock.sleep(poll_s)
 
     def hand_over(self) -> None:
         """Lets another thread have the cache: the next that calls it. Called by the one that had it, when it is done."""
@@ -381,7 +408,9 @@ class Cache:
     def _measure(self, lease: Lease, upto: int) -> None:
         now = self._state.clock.now()
         took_s, lease.computing_since_s = now - lease.computing_since_s, now
-        if lease.position < lease.prompt_tokens:
+        if lease.position < lease.prompt_tokens and took_s >= 0:
+            if upto - lease.position >= LEAST_CHUNK_TOKENS:
+                self._state.compute_speed.measure(upto - lease.position, took_s, now)
             self._store_tier.computed(upto - lease.position, took_s)
 
     def _wants_checkpoint(self, lease: Lease, upto: int, last: bool) -> bool:

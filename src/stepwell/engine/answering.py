@@ -47,10 +47,16 @@ class Answering:
             self._add(request, Chosen(token=token))
 
     def choose(self, chunks: Sequence[Chunk], choices: Choices) -> None:
-        """What comes of a pass whose logits are there: tokens for the chunks that complete their requests."""
+        """What comes of a pass whose logits are there: tokens for the chunks that complete their requests.
+
+        A chunk whose pages did not arrive has nothing of it: the next step puts its request back.
+        """
+        missed = [chunk for chunk in chunks if chunk.arriving and not self._arrived(chunk.request)]
         row = 0
         for chunk in chunks:
-            if chunk.completes:
+            if chunk in missed:
+                row += chunk.completes
+            elif chunk.completes:
                 self._go_on(chunk, choices, row)
                 row += 1 + len(chunk.proposed)
             else:
@@ -93,6 +99,11 @@ class Answering:
             request.accepted += chosen.token == guess
             if not self._add(request, chosen) or chosen.token != guess:
                 return
+
+    def _arrived(self, request: Request) -> bool:
+        """Whether everything has come that a pass over a request's chunk has waited for."""
+        assert request.lease is not None, f"{request} was computed without a lease"
+        return self._cache.wait_arriving(request.lease)
 
     def _commit(self, request: Request, upto: int) -> None:
         assert request.lease is not None, f"{request} was computed without a lease"

@@ -32,6 +32,7 @@ from stepwell.engine.passes.pages import TORCH_DTYPES, DevicePages
 from stepwell.engine.runner import Runner
 from stepwell.engine.scheduler import Limits
 from stepwell.engine.speculation import Speculation
+from stepwell.jobs.executors import Arrivals
 from stepwell.store.api import Store
 from stepwell.store.registry import find_opener, open_store
 from stepwell.transfer.copy_engine import CopyEngine, NumpyCopyEngine, PageMemory, free_bytes, must_fit
@@ -67,6 +68,8 @@ class EngineConfig:
     write: WritePolicy = WritePolicy.THROUGH
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     limits: Limits | None = None  # None for what suits the device
+    layerwise: bool = False  # on CUDA: a pass may begin while its pages are copied to the device, and waits for each layer
+    compute_while_loading: bool = False  # where it is sooner, by measured speeds, the end of a cached prefix is computed again
     draft: str | None = None  # a checkpoint that guesses tokens ahead, or `mtp` for the model's own layers that do
     draft_tokens: int = 4  # guessed in one pass
     draft_max_running: int = 16  # requests that decode at once, above which nothing is guessed
@@ -147,10 +150,10 @@ def build_engine(
         vocab_size=model.vocab_size,
     )
     _must_fit(cache_config, device)
-    tuning = tuning or CacheTuning()
+    tuning = replace(tuning or CacheTuning(), compute_while_loading=config.compute_while_loading)
     memories = _memories(spec, cache_config, device, tuning)
     identity = "/".join([checkpoint.digest, dtype, device.split(":")[0], *([] if loaded is None else [loaded.identity])])
-    cache = _cache(spec, cache_config, memories, identity, tuning)
+    cache = _cache(spec, cache_config, memories, identity, tuning, layerwise=config.layerwise)
     rows = {kind: _tensor(memories[Tier.DEVICE], kind) for kind in Kind if spec.parts(kind)}
     try:
         attached = _attach(cache, config, store)
@@ -205,19 +208,23 @@ def _speculation(
 
 
 def _cache(
-    spec: ModelSpec, config: CacheConfig, memories: Mapping[Tier, PageMemory | TorchMemory], identity: str, tuning: CacheTuning
-) -> Cache:
+    spec: ModelSpec, config: CacheConfig, memories: Mapping[Tier, PageMemory | TorchMemory], identity: str, tuning: CacheTuning,
+    *, layerwise: bool,
+) -> Cache:  # fmt: skip
     copy_engine: CopyEngine
+    arrivals: Arrivals | None = None
     counters = Counters()
     host: Sequence[HostPages] = [memories[Tier.HOST]] if Tier.HOST in memories else []
     if all(isinstance(memory, PageMemory) for memory in memories.values()):
         copy_engine = NumpyCopyEngine({tier: memory for tier, memory in memories.items() if isinstance(memory, PageMemory)})
     else:
         by_torch = {tier: memory for tier, memory in memories.items() if isinstance(memory, TorchMemory)}
-        copy_engine = TorchCopyEngine(by_torch, counters=counters)
+        copy_engine = by_layers = TorchCopyEngine(by_torch, counters=counters, layerwise=spec if layerwise else None)
+        arrivals = by_layers.events_for
     return build_cache(
-        spec, config, copy_engines=[copy_engine], model=identity, host_pages=host, tuning=tuning, counters=counters
-    )
+        spec, config, copy_engines=[copy_engine], model=identity, host_pages=host, tuning=tuning, counters=counters,
+        arrivals=arrivals,
+    )  # fmt: skip
 
 
 def _attach(cache: Cache, config: EngineConfig, opened: Store | None) -> Store | None:

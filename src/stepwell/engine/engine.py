@@ -260,7 +260,9 @@ class Engine:
         for store in report.detached:
             self.on_detached(store)
         for lease in report.failed:
-            request = next(each for each in self.scheduler.active.values() if each.lease is lease)
+            request = next((each for each in self.scheduler.active.values() if each.lease is lease), None)
+            if request is None:
+                continue  # it has ended since
             request.failures += 1
             if request.failures > MAX_FAILURES:
                 self._answering.end(request, Finish.FAILED, error="copies of its state failed again and again")
@@ -298,7 +300,11 @@ class Engine:
     def _can_be_read_later(self, chunks: Sequence[Chunk]) -> bool:
         """Whether the device can choose all tokens of a pass, and the host may read them while the next one runs."""
         return self._reads_later and all(
-            chunk.decodes and chunk.request.generator is None and chunk.request.ask.sampling.logprobs is None for chunk in chunks
+            chunk.decodes
+            and not chunk.arriving
+            and chunk.request.generator is None
+            and chunk.request.ask.sampling.logprobs is None
+            for chunk in chunks
         )
 
     def _compute(self, chunks: Sequence[Chunk]) -> None:

@@ -154,9 +154,11 @@ class Graphs:
     def _step(self, batch: Batch, lengths: Lengths) -> torch.Tensor:
         slots = 0 if batch.open_groups is None else batch.open_groups.num_slots
         shape = (len(batch.segments), slots, *(length for length in lengths.values() if length is not None))
-        if shape in self._recordings:
+        if shape in self._recordings and not batch.arriving:
             return self._recordings[shape].play(batch)
         still = Still(batch, lengths)
+        if batch.arriving:  # what waits for pages that are on their way is for this pass alone
+            return self._model.compute(still)
         if shape in self._met and shape not in self._refused:
             logits = self._compute_aside(still)
             self._keep(shape, still, lengths)

@@ -12,6 +12,7 @@ from stepwell.base.config import MAX_PRIORITY
 from stepwell.base.errors import ConfigError
 from stepwell.base.prompt import Namespace
 from stepwell.engine.text import StopFinder, TextStream
+from stepwell.jobs.executors import Arriving
 from stepwell.store_tier.ticket import Ticket
 from stepwell.tiers.lease import Lease, Sources
 from stepwell.tree.match import Match
@@ -176,6 +177,7 @@ class Chunk:
     end: int
     ahead: int = 0
     proposed: tuple[int, ...] = ()
+    arriving: tuple[Arriving, ...] = ()  # loads that bring pages of its lease while it is computed; none where all is there
 
     @property
     def size(self) -> int:

@@ -16,6 +16,7 @@ from stepwell.engine.passes.batch import Batch, RequestRows
 from stepwell.engine.passes.open_groups import OpenGroups
 from stepwell.engine.passes.pages import DevicePages
 from stepwell.engine.request import Chunk, Request
+from stepwell.jobs.executors import Arriving
 from stepwell.tiers.lease import Lease, LeaseState
 
 
@@ -45,19 +46,21 @@ class Runner:
         tokens behind the last layer.
         """
         self._slots.sweep()
-        batch = self._batch([_chunk(chunk, self._slots) for chunk in chunks])
+        arriving = list(dict.fromkeys(load for chunk in chunks for load in chunk.arriving))
+        batch = self._batch([_chunk(chunk, self._slots) for chunk in chunks], arriving)
         if on_stream is None:
             return self._forward(batch)
         last = len(self.model.layers) - 1
         return self.model.forward(batch, lambda layer, x_NC: on_stream(x_NC) if layer == last else None)
 
-    def _batch(self, segments: Sequence[RequestRows]) -> Batch:
+    def _batch(self, segments: Sequence[RequestRows], arriving: Sequence[Arriving] = ()) -> Batch:
         return Batch(
             segments,
             self._pages,
             device=self.model.device,
             dtype=self.model.dtype,
             open_groups=self._slots.open_groups,
+            arriving=arriving,
         )
 
 
@@ -85,13 +88,14 @@ class Slots:
 
 def _chunk(chunk: Chunk, slots: Slots) -> RequestRows:
     request = chunk.request
+    assert request.runs or chunk.arriving, f"{request} was planned without its bytes"
     tokens = [*request.tokens[request.position : chunk.end], *chunk.proposed]
     return _segment(request, tokens, request.position, slots, num_logits=1 + len(chunk.proposed) if chunk.completes else 0)
 
 
 def _segment(request: Request, tokens: Sequence[int], position: int, slots: Slots, *, num_logits: int = 1) -> RequestRows:
     lease = request.lease
-    assert lease is not None and lease.ready, f"{request} was planned without its bytes"
+    assert lease is not None, f"{request} was planned without a lease"
     return RequestRows(
         tokens=tokens,
         position=position,

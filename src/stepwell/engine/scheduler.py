@@ -1,7 +1,7 @@
 """Who computes what in the next pass: admission, waiting for each other's prefixes, chunks, preemption.
 
     waiting   no lease: its pages may be on their way from the store, another may be computing its prefix, or there is no room
-    active    has a lease; runs once its bytes are there
+    active    has a lease; runs once its bytes are there, or are on their way and nobody else would run
 
 Every request that runs gets its next tokens: one that decodes its single token and room for those that a draft may guess,
 others a chunk, up to a budget in all. Computes nothing, samples nothing. One thread.
@@ -18,6 +18,7 @@ from stepwell.base.meters import Clock
 from stepwell.base.prompt import TOKEN_BYTES, common_pages
 from stepwell.cache.facade import Cache
 from stepwell.engine.request import Chunk, Request
+from stepwell.jobs.executors import Arriving
 from stepwell.tiers.lease import Lease
 from stepwell.tree.match import Match
 
@@ -186,22 +187,25 @@ class Scheduler:
     def plan(self) -> list[Chunk]:
         """The chunks of the next pass, with room for all of them; those of one token first."""
         chunks: list[Chunk] = []
-        decoding = [each for each in self.active.values() if each.runs and len(each.tokens) - each.position == 1]
+        arriving = self._arriving()
+        running = [each for each in self.active.values() if each.runs or each.id in arriving]
+        decoding = [each for each in running if len(each.tokens) - each.position == 1]
         for request in decoding:
             if request.id not in self.active:
                 continue  # another took its room
             ahead = self._ahead_of(request, len(decoding))
             if ahead or self._room_for(request, len(request.tokens), chunks):
-                chunks.append(Chunk(request=request, end=len(request.tokens), ahead=ahead))
+                loads = arriving.get(request.id, ())
+                chunks.append(Chunk(request=request, end=len(request.tokens), ahead=ahead, arriving=loads))
         budget = self.limits.chunk_tokens - len(chunks)  # guesses come on top: prompts are cut as they are without
-        for request in [each for each in self.active.values() if each.runs and len(each.tokens) - each.position > 1]:
+        for request in [each for each in running if len(each.tokens) - each.position > 1]:
             if budget <= 0:
                 break
             if request.id not in self.active:
                 continue  # another took its room
             end = self._chunk_end(request, budget)
             if self._room_for(request, end, chunks):
-                chunks.append(Chunk(request=request, end=end))
+                chunks.append(Chunk(request=request, end=end, arriving=arriving.get(request.id, ())))
                 budget -= chunks[-1].size
         return sorted(chunks, key=lambda chunk: (chunk.size > 1, chunk.end))  # alike lengths side by side
 
@@ -227,6 +231,23 @@ class Scheduler:
         except NoRoom:
             return False
         return True
+
+    def _arriving(self) -> dict[int, tuple[Arriving, ...]]:
+        """Who may begin while its bytes are on their way, and with what they come: the first whose load is queued, and those who
+        wait for nothing else.
+
+        Nobody does while another runs: that one would wait for bytes it does not need, and its passes hide the load as well.
+        Nor where there is a draft: it looks at the pages of a lease from the host.
+        """
+        if self._ahead is not None or any(each.runs for each in self.active.values()):
+            return {}
+        found: dict[int, tuple[Arriving, ...]] = {}
+        for request in self.active.values():
+            assert request.lease is not None, f"{request} is active without a lease"
+            loads = self._cache.arriving(request.lease)
+            if loads and (not found or set(loads) <= set(next(iter(found.values())))):
+                found[request.id] = loads
+        return found
 
     def _ahead_of(self, request: Request, decoding: int) -> int:
         """How many tokens are guessed for a request that decodes, with room for them; nobody else's is taken for guesses."""

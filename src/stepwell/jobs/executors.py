@@ -41,6 +41,17 @@ Cancelled = Callable[[], bool]  # may become true at any time, from a worker's p
 # ---- copies -------------------------------------------------------------------------------------
 
 
+class Arriving(Protocol):
+    """A copy to the device that is queued there to its last byte: what is queued behind it may wait for it layer by layer."""
+
+    def wait(self, state: str, layer: int) -> None:
+        """Makes what the calling thread queues on the device from now on wait for one layer of a state. Never waits itself."""
+        ...
+
+
+Arrivals = Callable[[JobId], Arriving | None]  # None for a job that is not queued yet, or must be waited for as a whole
+
+
 class CopyExecutor(JobExecutor[Plan, Completion], Protocol):
     """Takes plans and gives back completions, on the cache's thread; only `drain` waits."""
 
@@ -72,7 +83,10 @@ class ThreadCopyExecutor:
             self._jobs.enqueue(plan.job, rank, line, partial(attempt_copy, rank, begin_copy(copy_engine, plan)))
 
     def answers(self) -> list[Completion]:
-        return [Completion(job=each.job, error=next(filter(None, each.outcomes), None)) for each in self._jobs.answers()]
+        return [
+            Completion(job=each.job, error=next(filter(None, each.outcomes), None), took_s=each.took_s)
+            for each in self._jobs.answers()
+        ]
 
     def withdraw(self, job: JobId) -> bool:
         return self._jobs.withdraw(job)

@@ -63,6 +63,9 @@ class StoreTuning:
     wait_share: float = 0.01
     # Of the host tier, for fetched pages whose requests have not begun: the other half stays for what is saved from the device.
     host_share: float = 0.5
+    # Of the device tier, what may be evicted for pages that go on to it while others of their prompts are still being fetched.
+    # They are wanted as soon as their requests begin; what is evicted may be wanted sooner. Free room they take in any case.
+    device_share: float = 0.25
     # One reader's turn. The store knows best (`Traits.turn_bytes`): large enough to be worth a call, small enough to call off.
     fetch_chunk_bytes: int | None = None
     # Bytes spent on checkpoints before the deepest one. A fetch that is stopped early resumes at one of them; one that is not
@@ -90,6 +93,8 @@ class StoreTuning:
             raise ConfigError(f"fetch_chunk_bytes must be positive, got {self.fetch_chunk_bytes}; None for the store's own")
         if not 0 < self.host_share <= 1:
             raise ConfigError(f"host_share must be more than 0 and at most 1, got {self.host_share}")
+        if not 0 <= self.device_share <= 1:
+            raise ConfigError(f"device_share must be at least 0 and at most 1, got {self.device_share}")
 
     def wait_s(self, prompt_tokens: int, compute_s: float | None = None) -> float:
         """How long waiting for a store pays: what computing would take instead, where that is known."""

@@ -235,6 +235,7 @@ def _pages_came(
         upto = max(min(start + len(ids), shared), start)
         ticket.from_store[start:upto] = good[: upto - start]
         ticket.has_page[start:upto] &= ~known_bad[: upto - start]
+        link.to_load[ticket] = None
 
 
 def _give_up(state: CacheState, link: StoreLink, fetch: Fetch, page: int, ids: PageIds, loss: Loss) -> None:

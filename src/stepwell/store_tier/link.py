@@ -122,6 +122,7 @@ class StoreLink:
     fetches: dict[Fetch, None] = field(default_factory=dict)  # whose pages are still held for somebody
     fetch_of: dict[int, Fetch] = field(default_factory=dict)  # by host page on its way
     to_plan: dict[Ticket, None] = field(default_factory=dict)  # that learned something since they planned last
+    to_load: dict[Ticket, None] = field(default_factory=dict)  # of whose pages some came since
     given_up: dict[PageKey, Loss] = field(
         default_factory=dict
     )  # fetches, by the first page that was not waited for, oldest first

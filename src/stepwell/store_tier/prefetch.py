@@ -1,6 +1,7 @@
 """From the store up to the host, while a request waits in line: ask, decide how deep, fetch, and keep what arrived.
 
     prefetch   asks which pages and checkpoints the store has beyond what is in memory
+    load       what has arrived goes on to the device, while the rest is still being fetched
     settle     the deepest restore point they give together that is worth its time and fits is sent for (`fetching.py`)
     close      the request begins, or is gone: what nobody waits for is called off
 
@@ -15,13 +16,14 @@ from functools import partial
 import numpy as np
 
 from stepwell.base.config import PrefetchPolicy
-from stepwell.base.ids import Tier
+from stepwell.base.ids import Kind, Tier
 from stepwell.base.tasks import FindItems, ItemStatus, Outcome
 from stepwell.policy.store_use import BreakerState, Flags, fallbacks, is_worth_it, reachable, restore_points
 from stepwell.store_tier.fetching import FetchPlan, bytes_of, let_go, on_their_way, send_for, watch
 from stepwell.store_tier.link import StoreLink
 from stepwell.store_tier.ticket import Ticket, TicketState
 from stepwell.tiers.lease import RequestOptions
+from stepwell.tiers.restore import load_ahead
 from stepwell.tiers.state import CacheState
 from stepwell.tree.match import Match, find, path_keys
 from stepwell.tree.node import Loss, LossReason
@@ -58,7 +60,13 @@ def prefetch(state: CacheState, link: StoreLink | None, match: Match, request: R
 
 
 def settle(state: CacheState, link: StoreLink) -> None:
-    """After the store's answers were applied: plans for tickets that learned something, closes those that were forgotten."""
+    """After the store's answers were applied: lets pages go on to the device, plans for tickets that learned something, closes
+    those that were forgotten.
+    """
+    loading, link.to_load = link.to_load, {}
+    for ticket in loading:
+        if ticket.state is TicketState.FETCHING:
+            _load_ahead(state, link, ticket)
     while link.to_plan:
         ticket = next(iter(link.to_plan))
         del link.to_plan[ticket]
@@ -84,6 +92,7 @@ def close(state: CacheState, link: StoreLink | None, ticket: Ticket, used_tokens
         return  # it never asked
     del link.tickets[ticket]
     link.to_plan.pop(ticket, None)
+    link.to_load.pop(ticket, None)
     if given_up:
         why = f"given up after {waited_s:.2f} s: {_why_given_up(link, ticket)}"
         state.counters.add("prefetch_given_up")
@@ -154,6 +163,21 @@ def _plan(state: CacheState, link: StoreLink, ticket: Ticket) -> None:
                 break
     if all(not fetch.jobs for fetch in ticket.fetches):
         _finish(state, ticket)
+
+
+def _load_ahead(state: CacheState, link: StoreLink, ticket: Ticket) -> None:
+    """So that reading from the store and copying to the device take place at a time, and the request finds most of it there."""
+    if not state.has_both_tiers:
+        return
+    layout = state.arena(Tier.DEVICE).layout
+    most = int(link.tuning.device_share * layout.size_bytes) // layout.strides[Kind.PREFIX]
+    most -= sum(each.num_ahead for each in link.tickets)
+    match = find(state.tree, ticket.namespace, ticket.packed, ticket.limit_tokens)
+    count = load_ahead(state, match)
+    if not count and most > 0:
+        count = load_ahead(state, match, evict_for=most)
+        ticket.num_ahead += count
+    state.counters.add("loaded_ahead_pages", count)
 
 
 def _finish(state: CacheState, ticket: Ticket) -> None:

@@ -86,6 +86,7 @@ class Ticket:
         self.has_page: Flags = np.zeros(len(keys), np.bool_)  # what the store said it has
         self.has_checkpoint: Flags = np.zeros(len(keys) + 1, np.bool_)  # by boundary
         self.from_store: Flags = np.zeros(len(keys), np.bool_)  # what has arrived from it since
+        self.num_ahead = 0  # pages for which others were evicted from the device before the request began
         self.fetches: list[Fetch] = []
         self.plans_left = 3  # a fetch that failed may be followed by a shorter one
         self.call = Call()

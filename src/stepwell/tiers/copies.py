@@ -6,11 +6,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
+
 from stepwell.base.ids import JobId, Kind, Tier
 from stepwell.base.meters import Clock, Counters
-from stepwell.base.tasks import Completion, Copy, Plan, Purpose, Span
-from stepwell.jobs.executors import CopyExecutor
+from stepwell.base.tasks import Completion, Copy, PageIds, Plan, Purpose, Span
+from stepwell.jobs.executors import Arrivals, Arriving, CopyExecutor
 from stepwell.jobs.jobs import End, Jobs
+from stepwell.policy.loading import LEAST_LOAD_BYTES, PeakSpeed
 from stepwell.tree.checkpoints import drop_residency, residency_arrived
 from stepwell.tree.node import Loss, LossReason, Node, Residency, Run
 from stepwell.tree.pruning import discard_ids
@@ -29,7 +32,12 @@ class _Touched:
 class CopyJobs(Jobs[Plan, Completion]):
     """Starts copies and applies their outcomes. One thread."""
 
-    def __init__(self, tree: Tree, executor: CopyExecutor, counters: Counters, clock: Clock) -> None:
+    def __init__(
+        self, tree: Tree, executor: CopyExecutor, counters: Counters, clock: Clock, *, arrivals: Arrivals | None = None
+    ) -> None:
+        """`arrivals` says which loads a pass may begin on before they have ended; without it, on none."""
+        self._arrivals = arrivals
+        self.load_speed = PeakSpeed()  # bytes a second that loads bring to the device
         super().__init__(executor, tree, clock)
         self._counters = counters
         self.on_saved: Callable[[Node], None] | None = None  # told of nodes with something new on the host
@@ -39,6 +47,33 @@ class CopyJobs(Jobs[Plan, Completion]):
         plans = (plan for plan in self.tasks() if plan.purpose is Purpose.SAVE)
         spans = [copy.source for plan in plans for copy in plan.copies if copy.source.tier is tier]
         return sum(len(span.ids) * self._tree.arenas[tier].layout.strides[span.kind] for span in spans)
+
+    def loads_of(self, ids: PageIds) -> tuple[JobId, ...]:
+        """The jobs that load these prefix pages to the device; none when they do not load all of them."""
+        jobs, missing = [], ids
+        for plan in self.tasks():
+            if not len(missing):
+                break
+            if plan.purpose is Purpose.LOAD:
+                targets = [copy.target for copy in plan.copies]
+                loaded = [span.ids for span in targets if (span.tier, span.kind) == (Tier.DEVICE, Kind.PREFIX)]
+                left = missing[~np.isin(missing, np.concatenate(loaded))] if loaded else missing
+                if len(left) < len(missing):
+                    jobs.append(plan.job)
+                    missing = left
+        return tuple(jobs) if not len(missing) else ()
+
+    @property
+    def may_arrive(self) -> bool:
+        """Whether a pass may begin on some loads before they have ended."""
+        return self._arrivals is not None
+
+    def arriving(self, jobs: Iterable[JobId]) -> tuple[Arriving, ...]:
+        """Those of the jobs that have not ended, to be waited for layer by layer; none where one of them cannot be."""
+        if self._arrivals is None:
+            return ()
+        found = [self._arrivals(job) for job in jobs if self.is_awaited(job)]
+        return tuple(each for each in found if each is not None) if None not in found else ()
 
     def copy(
         self,
@@ -65,6 +100,7 @@ class CopyJobs(Jobs[Plan, Completion]):
     def _ended(self, plan: Plan, touched: _Touched, end: End, completion: Completion | None) -> None:
         if completion is not None and completion.error is None:
             self._succeed(plan, touched)
+            self._measure(plan, completion.took_s)
             return
         if end is End.OVERDUE:
             self._counters.add("abandoned_jobs")
@@ -88,6 +124,12 @@ class CopyJobs(Jobs[Plan, Completion]):
         if self.on_saved is not None and plan.purpose is Purpose.SAVE:
             for node in self._saved_nodes(plan, touched):
                 self.on_saved(node)
+
+    def _measure(self, plan: Plan, took_s: float) -> None:
+        targets = [copy.target for copy in plan.copies if copy.target.tier is Tier.DEVICE]
+        size = sum(len(target.ids) * self._tree.spec.object_bytes(target.kind) for target in targets)
+        if plan.purpose is Purpose.LOAD and size >= LEAST_LOAD_BYTES:
+            self.load_speed.measure(size, took_s)
 
     def _saved_nodes(self, plan: Plan, touched: _Touched) -> list[Node]:
         """The nodes, still in the tree, that have pages or a checkpoint of this job on the host."""

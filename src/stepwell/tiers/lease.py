@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from math import inf
 from types import TracebackType
 
 from stepwell.base.errors import LeaseError
@@ -86,6 +87,7 @@ class Lease:
         self.load_job: JobId | None = (
             None  # and the one whose failure is the lease's: a save that fails leaves the engine's bytes
         )
+        self.arrives_with: tuple[JobId, ...] = ()  # the loads that bring all it waits for, where a pass may begin before they end
         self.computing_since_s = 0.0  # since when the engine could work on what it commits next
         self.restored: Residency | None = None
         self.visit: Visit | None = None  # under which what it computes is entered
@@ -113,7 +115,7 @@ class Lease:
     def may_compute(self) -> None:
         """READY: what it waited for is there."""
         self.must_be(LeaseState.LOADING)
-        self.waits_for, self.waits_for_jobs = [], set()
+        self.waits_for, self.waits_for_jobs, self.arrives_with = [], set(), ()
         self._state = LeaseState.READY
 
     def fail(self) -> None:
@@ -227,7 +229,8 @@ class Leases:
             if lease.state is LeaseState.LOADING:
                 self._move_on(lease, load_failed=lease.load_job in failed_jobs)
                 if lease.ready:
-                    lease.computing_since_s = self._state.clock.now()
+                    if lease.computing_since_s != inf:  # else a pass has computed already
+                        lease.computing_since_s = self._state.clock.now()
                     ready.append(lease)
                 elif lease.failed:
                     failed.append(lease)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from stepwell.base.errors import NoRoom
-from stepwell.base.ids import Kind, LeaseId, Tier
+from stepwell.base.ids import JobId, Kind, LeaseId, Tier
 from stepwell.base.tasks import NO_PAGES, Copy, PageIds, Purpose, Span
 from stepwell.memory.arena import FILLING, READY
 from stepwell.policy.placement import prompt_stops
@@ -19,6 +19,7 @@ from stepwell.policy.store_use import Flags
 from stepwell.tiers.eviction import allocate
 from stepwell.tiers.lease import Lease, RequestOptions, Sources
 from stepwell.tiers.lifetime import note_expiry
+from stepwell.tiers.resume_depth import soonest
 from stepwell.tiers.saving import save_path
 from stepwell.tiers.state import CacheState
 from stepwell.tree.checkpoints import add_residency
@@ -50,21 +51,53 @@ def acquire(
     """
     if match.version != state.tree.version:
         match = find(state.tree, match.namespace, match.packed, match.limit_tokens)
+    deepest, match = match.restore_tokens, soonest(state, match)
     holds = _hold(state, match)
     try:
         pages = _allocate(state, match, holds) if state.nearest is Tier.DEVICE else {}
     except NoRoom:
         _let_go(state, holds)
         raise
-    lease = _open(state, match, request, number, on_exit, _tokens_from_store(state, holds, from_store))
+    lease = _open(state, match, request, number, on_exit, _sources(state, match, holds, from_store))
     if state.nearest is Tier.DEVICE:
         _fill(state, lease, match, holds, pages)
     else:
         lease.prefix_pages = holds.near  # read through `load`; the engine's own memory is the device
     lease.restored = holds.residency
+    state.counters.add("computed_while_loading_tokens", deepest - match.restore_tokens)
     _note_use(state, match, lease)
     _note_visit(state, match, lease)
     return lease
+
+
+def load_ahead(state: CacheState, match: Match, *, evict_for: int | None = None) -> int:
+    """Starts to copy to the device what has arrived of a prompt's pages, before a request leases them; says how many they are.
+
+    Into free room, or into room that is made for at most `evict_for` of them. They are the tree's alone: should room be needed
+    before the request begins, they may be evicted again.
+    """
+    near = ids_of(match.path, Tier.DEVICE, match.arrived_tokens // state.spec.page_tokens)
+    gaps = np.flatnonzero(near == ABSENT)[:evict_for]
+    if not len(gaps):
+        return 0
+    near = near[: int(gaps[-1]) + 1]
+    holds = Holds(near=near.copy(), below=ids_of(match.path, Tier.HOST, len(near))[gaps], residency=None)
+    state.arena(Tier.DEVICE).retain(Kind.PREFIX, near[near != ABSENT])
+    state.arena(Tier.HOST).retain(Kind.PREFIX, holds.below)
+    need = {Kind.PREFIX: len(gaps)}
+    try:
+        pages = state.arena(Tier.DEVICE).alloc_if_fits(need) if evict_for is None else allocate(state, Tier.DEVICE, need)
+    except NoRoom:
+        pages = None
+    if pages is None:
+        _let_go(state, holds)
+        return 0
+    near[gaps] = fresh = pages[Kind.PREFIX]
+    _publish_loads(state, match, near)
+    state.copies.copy(Purpose.LOAD, [_copy(Kind.PREFIX, Tier.HOST, holds.below, fresh)])
+    state.tree.release(Tier.DEVICE, Kind.PREFIX, fresh)  # the tree and the copy hold their own
+    _let_go(state, holds)
+    return len(gaps)
 
 
 def _hold(state: CacheState, match: Match) -> Holds:
@@ -123,27 +156,32 @@ def _need(state: CacheState, match: Match, holds: Holds) -> dict[Kind, int]:
     }
 
 
-def _tokens_from_store(state: CacheState, holds: Holds, from_store: Flags | None) -> int:
-    """How many of the tokens to be restored came from the store while this request waited."""
+def _sources(state: CacheState, match: Match, holds: Holds, from_store: Flags | None) -> Sources:
+    """Where a prompt comes from. What the store gave while this request waited is the store's, wherever it has got to since."""
+    computed = match.prompt_tokens - match.restore_tokens
     if from_store is None:
-        return 0
-    on_device = (holds.near != ABSENT) & (state.arena(state.nearest).state[Kind.PREFIX][holds.near] == READY)
-    from_host = ~on_device if state.nearest is Tier.DEVICE else np.ones(len(holds.near), np.bool_)
-    shared = min(len(from_host), len(from_store))
-    return int(np.count_nonzero(from_host[:shared] & from_store[:shared])) * state.spec.page_tokens
+        return Sources(device=match.device_tokens, host=match.host_tokens, computed=computed)
+    near, page_tokens = holds.near, state.spec.page_tokens
+    on_device = near != ABSENT if state.nearest is Tier.DEVICE else np.zeros(len(near), np.bool_)
+    on_device &= state.arena(state.nearest).state[Kind.PREFIX][near] == READY
+    stored = np.zeros(len(near), np.bool_)
+    stored[: len(from_store)] = from_store[: len(near)]
+    return Sources(
+        device=int(np.count_nonzero(on_device & ~stored)) * page_tokens,
+        host=int(np.count_nonzero(~on_device & ~stored)) * page_tokens,
+        store=int(np.count_nonzero(stored)) * page_tokens,
+        computed=computed,
+    )
 
 
 def _open(
-    state: CacheState, match: Match, request: RequestOptions, number: LeaseId, on_exit: Callable[[Lease], None], from_store: int
+    state: CacheState, match: Match, request: RequestOptions, number: LeaseId, on_exit: Callable[[Lease], None], sources: Sources
 ) -> Lease:
     resume = match.restore_tokens
     stops = prompt_stops(
         state.spec, state.placement, resume=resume, known=match.known_tokens,
         prompt_tokens=match.prompt_tokens, hints=request.hints,
     )  # fmt: skip
-    sources = Sources(
-        device=match.device_tokens, host=match.host_tokens - from_store, store=from_store, computed=match.prompt_tokens - resume
-    )
     assert sources.total == match.prompt_tokens, f"{sources} does not add up to {match.prompt_tokens}"
     return Lease(
         number, namespace=match.namespace, packed=match.packed, resume=resume, sources=sources,
@@ -172,10 +210,19 @@ def _fill(state: CacheState, lease: Lease, match: Match, holds: Holds, pages: di
     waits += [(copy.target.kind, copy.target.ids) for copy in copies[1:]]
     promoted = _promote(state, holds.residency, pages, copies) if holds.promotes and holds.residency is not None else None
     reads = (holds.residency,) if holds.residency is not None else ()
-    if state.copies.copy(Purpose.LOAD, copies, reads=reads, writes=promoted) is not None or any(len(ids) for _, ids in waits):
+    job = state.copies.copy(Purpose.LOAD, copies, reads=reads, writes=promoted)
+    if job is not None or any(len(ids) for _, ids in waits):
         lease.must_wait(waits)
+        held = holds.near[holds.near != ABSENT]
+        lease.arrives_with = _arrives_with(state, job, held[page_states[held] == FILLING])
     if len(holds.below):
         state.tree.release(Tier.HOST, Kind.PREFIX, holds.below)  # the copy holds its own by now
+
+
+def _arrives_with(state: CacheState, job: JobId | None, shared: PageIds) -> tuple[JobId, ...]:
+    """Its own load, and those of others that bring pages it shares with them; none where some page comes otherwise."""
+    mine, others = () if job is None else (job,), state.copies.loads_of(shared)
+    return (*others, *mine) if others or not len(shared) else ()
 
 
 def _restore_checkpoint(state: CacheState, lease: Lease, residency: Residency, windows: PageIds) -> list[Copy]:

@@ -21,6 +21,7 @@ from stepwell.base.prompt import Namespace
 from stepwell.base.spec import ModelSpec
 from stepwell.memory.arena import Arena
 from stepwell.policy.placement import PlacementRules
+from stepwell.policy.store_use import Speed
 from stepwell.policy.value import ReuseModel
 from stepwell.tiers.copies import CopyJobs
 from stepwell.tree.node import Checkpoint, Loss, LossReason, Node, Victim
@@ -130,6 +131,8 @@ class CacheState:
     on_checkpoint: Callable[[CacheState, Checkpoint], None] | None = (
         None  # told of each that is left: the simulator's, for rival rules
     )
+    compute_while_loading: bool = False  # the end of a prefix is computed where that is sooner than loading it
+    compute_speed: Speed = field(default_factory=Speed)  # tokens a second, of chunks large enough to tell
     owner: Owner = field(default_factory=Owner)  # the thread that all of this belongs to
     reuse: ReuseModel | None = None  # what is learned about returns, where the value of things depends on it
     below: Below | None = None  # what takes copies of what is on the host

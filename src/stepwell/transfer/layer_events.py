@@ -24,17 +24,21 @@ STEP_BYTES = 4 * 2**20  # of each state, or more: some 70 us on a bus, longer th
 class LayerEvents:
     """When each layer of one load is there. From any thread; good for as long as it is kept."""
 
-    def __init__(self, step_of: Mapping[str, Sequence[int]], events: Sequence[torch.cuda.Event]) -> None:
+    def __init__(
+        self, step_of: Mapping[str, Sequence[int]], events: Sequence[torch.cuda.Event], device: torch.device | None = None
+    ) -> None:
+        self._device = device
         self._step_of = step_of
         self._events = events
 
-    def wait(self, state: str, layer: int, stream: torch.cuda.Stream) -> None:
-        """Makes what is queued on `stream` from now on wait for one layer of a state, as `batch.rows(state, layer)` counts them.
+    def wait(self, state: str, layer: int, stream: torch.cuda.Stream | None = None) -> None:
+        """Makes what is queued on `stream`, or on the device's current one, from now on wait for one layer of a state, as
+        `batch.rows(state, layer)` counts them.
 
         A state that is not part of the load is not waited for. Never waits itself.
         """
         if state in self._step_of:
-            stream.wait_event(self._events[self._step_of[state][layer]])
+            (stream or torch.cuda.current_stream(self._device)).wait_event(self._events[self._step_of[state][layer]])
 
     def wait_all(self, stream: torch.cuda.Stream) -> None:
         """The same for every byte of the load."""

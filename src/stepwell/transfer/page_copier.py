@@ -97,6 +97,11 @@ class PageCopier:
         self._on_fallback = on_fallback
         self._lock = Lock()  # Triton builds and launches for one thread at a time
 
+    @property
+    def has_kernel(self) -> bool:
+        """Whether many small pieces are copied as fast as few large ones."""
+        return self._kernel is not None
+
     def routed(self, piece: Piece) -> Routed:
         """Which way a piece will go."""
         to_device = piece.pairs.target.on_device

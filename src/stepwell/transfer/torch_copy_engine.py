@@ -27,6 +27,7 @@ from stepwell.transfer.page_tables import PagePairs, PageTable
 from stepwell.transfer.torch_memory import TorchMemory
 
 HIGH_PRIORITY, NORMAL_PRIORITY = -1, 0
+AT_ONCE = 1 << 62  # bytes of a step: layers of many pages are queued slower one by one than the bus copies whole pages
 PLANS_AT_ONCE = 3  # that page ids are kept room for from the start; more are made when needed
 
 
@@ -91,7 +92,7 @@ class TorchCopyEngine:
                     stream.wait_event(before)
                     events = self._queue(work, staged, stream)
                     if work.step_of:
-                        self._events[plan.job] = LayerEvents(work.step_of, events)
+                        self._events[plan.job] = LayerEvents(work.step_of, events, self._device)
                 finally:
                     done.record(stream)
         finally:  # after a failure too: pages are not used again while a copy that was queued still runs
@@ -118,9 +119,11 @@ class TorchCopyEngine:
         if self._layerwise is None or plan.purpose is not Purpose.LOAD:
             return LayerSteps(steps=(tuple(pairs.whole() for _, pairs in copies),), step_of={})
         loads = [(copy.target.kind, pairs) for copy, pairs in copies if _is_load(copy)]
-        others = tuple(pairs.whole() for copy, pairs in copies if not _is_load(copy))
-        layered = layer_steps(self._layerwise, loads)
-        return LayerSteps(steps=((*others, *layered.steps[0]), *layered.steps[1:]), step_of=layered.step_of)
+        others = [(copy.target.kind, pairs) for copy, pairs in copies if not _is_load(copy)]  # of a point on the device, say
+        layered = layer_steps(self._layerwise, loads, step_bytes=None if self._copier.has_kernel else AT_ONCE)
+        with_first = {part.state: [0] * part.layers for kind, _ in others for part in self._layerwise.parts(kind)}
+        first = (*(pairs.whole() for _, pairs in others), *layered.steps[0])
+        return LayerSteps(steps=(first, *layered.steps[1:]), step_of={**with_first, **layered.step_of})
 
     def _pairs(self, copy: Copy) -> PagePairs:
         source, target = (self._table(span) for span in (copy.source, copy.target))

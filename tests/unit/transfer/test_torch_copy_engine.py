@@ -142,6 +142,29 @@ def test_layer_events_are_there_from_when_all_is_queued_until_it_is_done(monkeyp
     assert seen[1:] == [None], "saves have none"
 
 
+def test_what_is_copied_on_the_device_is_waited_for_with_the_first_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in = StandIn(monkeypatch, layerwise=HYBRID)
+    seen: list[LayerEvents | None] = []
+    monkeypatch.setattr(Event, "synchronize", lambda event: seen.append(stand_in.copy_engine.events_for(JOB)))
+    here = [Span(tier=Tier.DEVICE, kind=Kind.POINT, ids=np.array([each], np.int32)) for each in (0, 1)]
+    load = stand_in.plan(Purpose.LOAD, [3], [8])
+    for copies in ((Copy(source=here[0], target=here[1]),), (*load.copies, Copy(source=here[0], target=here[1]))):
+        stand_in.copy_engine.begin(replace(load, copies=copies))()
+        events = seen.pop()
+        assert events is not None
+        for part in HYBRID.parts(Kind.POINT):
+            stand_in.notes.clear()
+            events.wait(part.state, 0, Stream("pass", stand_in.notes))  # type: ignore[arg-type]
+            assert len(stand_in.notes) == 1
+
+
+def test_without_the_kernel_a_load_is_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in = StandIn(monkeypatch, layerwise=HYBRID)
+    monkeypatch.setattr(layer_events, "STEP_BYTES", 1)
+    steps = stand_in.copy_engine._steps(stand_in.plan(Purpose.LOAD, [3, 9], [8, 1]))
+    assert len(steps.steps) == 1 and steps.step_of == {"kv": [0, 0]}
+
+
 def test_page_ids_are_staged_once_for_all_steps_of_a_load(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in = StandIn(monkeypatch, layerwise=HYBRID)
     on_device = {

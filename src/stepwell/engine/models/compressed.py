@@ -89,7 +89,7 @@ class Compressor:
         value, gate = grouped_GRE.chunk(2, dim=-1)
         gate = gate.float() + self.bias_RE
         if self.overlap is not None:
-            bytes_PB = batch.pages.state_PLRE(self.overlap)[:, self.layer, 0].view(torch.uint8)
+            bytes_PB = batch.pages.layer_PRE(self.overlap, self.layer)[:, 0].view(torch.uint8)
             value, gate = Overlap(bytes_PB=bytes_PB, dtype=x_NC.dtype).join(groups, value, gate)
         pooled_GC = pool(value, gate)
         for kept, part_GC in zip(self.kept, pooled_GC.split([each.width for each in self.kept], dim=-1), strict=True):

@@ -69,13 +69,13 @@ class Points:
     def read(self, name: str, layer: int, *shape: int, first: int = 0) -> torch.Tensor:
         """A copy of each segment's state from segment `first` on, in fp32; zeros where it starts."""
         page_S, fresh_S = self.page_S[first:], self.fresh_S[first:]
-        state_SE = self.pages.state_PLRE(name)[page_S, layer, 0].float().masked_fill_(fresh_S[:, None], 0)
+        state_SE = self.pages.layer_PRE(name, layer)[page_S, 0].float().masked_fill_(fresh_S[:, None], 0)
         return state_SE.view(-1, *shape)
 
     def write(self, name: str, layer: int, states: list[torch.Tensor], *, first: int = 0) -> None:
         """Puts back the states of all segments from `first` on, in parts as `spans` has them."""
-        state_PLRE = self.pages.state_PLRE(name)
-        state_PLRE[self.page_S[first:], layer, 0] = torch.cat(states).flatten(1).to(state_PLRE.dtype)
+        layer_PRE = self.pages.layer_PRE(name, layer)
+        layer_PRE[self.page_S[first:], 0] = torch.cat(states).flatten(1).to(layer_PRE.dtype)
 
 
 def convolve(

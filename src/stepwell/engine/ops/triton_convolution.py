@@ -29,7 +29,7 @@ def convolve(
         return recurrent.convolve(points, layer, x_NC, weight_WC, bias_C, act=act)
     (tokens, channels), window = x_NC.shape, weight_WC.shape[0]
     out_NC = x_NC.new_empty(tokens, channels)
-    state_PE = points.pages.state_PLRE("conv")[:, layer, 0]
+    state_PE = points.pages.layer_PRE("conv", layer)[:, 0]
     columns, blocks = triton.next_power_of_2(window), triton.cdiv(channels, CHANNELS)
     pages, fresh = points.page_S, points.fresh_S.view(torch.uint8)
     biased = (weight_WC if bias_C is None else bias_C, bias_C is not None)

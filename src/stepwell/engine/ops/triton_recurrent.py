@@ -54,7 +54,7 @@ def step_in_pages(points: Points, layer: int, tokens: Tokens) -> torch.Tensor:
     heads, key_dim, value_dim = tokens.state_shape
     query, key, value = (laid_out(each) for each in (tokens.query_NKD, tokens.key_NKD, tokens.value_NHV))
     raw, beta = laid_out(tokens.steps.raw), None if tokens.beta_NH is None else laid_out(tokens.beta_NH)
-    state_PE, batch = points.pages.state_PLRE("ssm")[:, layer, 0], points.num_singles
+    state_PE, batch = points.pages.layer_PRE("ssm", layer)[:, 0], points.num_singles
     out_BHV = value.new_empty(batch, heads, value_dim)
     block_d = triton.next_power_of_2(key_dim)
     block_v = max(min(STATE_BLOCK // block_d, triton.next_power_of_2(value_dim)), 1)

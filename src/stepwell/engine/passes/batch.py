@@ -25,6 +25,7 @@ from stepwell.engine.passes.open_groups import OpenGroups
 from stepwell.engine.passes.pages import DevicePages
 from stepwell.engine.passes.paging import Look, Paging, Sight
 from stepwell.engine.passes.rows import PLAIN, RowFormat, Rows
+from stepwell.jobs.executors import Arriving
 
 PADDING_PAGES = 64  # that nobody minds
 
@@ -56,12 +57,16 @@ class Batch:
     def __init__(
         self, segments: Sequence[RequestRows], pages: DevicePages, *, device: str | torch.device, every_token: bool = False,
         dtype: torch.dtype = torch.float32, first_seen: int = 0, open_groups: OpenGroups | None = None,
+        arriving: Sequence[Arriving] = (),
     ) -> None:  # fmt: skip
-        """`dtype` is what the model computes in; masks are added to its scores. No token looks at those before `first_seen`."""
+        """`dtype` is what the model computes in; masks are added to its scores. No token looks at those before `first_seen`.
+        `arriving` are loads that bring some of the pages, and are waited for layer by layer.
+        """
         self._dtype = dtype
         self._first_seen = first_seen
         self.segments = segments
-        self.pages = pages
+        self.pages = pages.while_arriving(arriving) if arriving else pages
+        self.arriving = arriving
         self.open_groups = open_groups
         self.device = device
         lengths = [len(segment.tokens) for segment in segments]
@@ -121,6 +126,8 @@ class Batch:
             windows = [page for s in self.segments for page in _begun(s.window_pages, s, size, s.first_window, False)]
             self.pages.clear(Kind.WINDOW, windows)
         if self.open_groups is not None:
+            for part in spec.parts(Kind.POINT) if self.open_groups.needed else ():
+                self.pages.wait_for_state(part.state)  # these are read and written beside the pages of this pass
             for segment, slot, page in self._with_open_groups():
                 if segment.resumes:
                     self.open_groups.restore(slot, page=page, boundary=segment.position)

@@ -5,7 +5,8 @@ Knows no requests: which pages are whose is said by a `Batch`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from copy import copy
 
 import torch
 
@@ -13,6 +14,7 @@ from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Kind
 from stepwell.base.spec import ModelSpec, Part
 from stepwell.engine.passes.rows import RowFormat, Rows
+from stepwell.jobs.executors import Arriving
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _MIXED = ("fp8", "bf16+fp32", "fp16+fp32")  # bytes, until who knows them reads them: eight bits and scales, two kinds of numbers
@@ -31,9 +33,11 @@ class DevicePages:
         names: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
         self.spec = spec
+        self._arriving: tuple[Arriving, ...] = ()
         whole = inside or spec
         parts = {part.state: (kind, part) for kind in rows for part in whole.parts(kind)}
         called = {state.name: (names or {}).get(state.name, state.name) for state in spec.states}
+        self._called = called
         found = {name: parts[there] for name, there in called.items() if there in parts}  # some have rows at no boundary
         self._states = {name: self._typed(rows[kind], part, spec.state(name).dtype) for name, (kind, part) in found.items()}
         self._bytes = {name: _by_row(_bytes_of(rows[kind], part), part) for name, (kind, part) in found.items()}
@@ -42,17 +46,42 @@ class DevicePages:
         if inside is not None:
             self._cleared = {kind: [self._bytes[name] for name, (of, _) in found.items() if of is kind] for kind in rows}
 
+    def while_arriving(self, arriving: Sequence[Arriving]) -> DevicePages:
+        """The same for one pass over pages of which some are on their way. Whoever asks for a layer, or for a whole state, makes
+        what is queued on the device from then on wait for it.
+        """
+        made = copy(self)
+        made._arriving = tuple(arriving)
+        return made
+
+    def wait_for(self, name: str, layer: int) -> None:
+        """What is queued on the device from now on finds all bytes of this layer there."""
+        for each in self._arriving:
+            each.wait(self._called[name], layer)
+
+    def wait_for_state(self, name: str) -> None:
+        """The same for all layers of a state."""
+        for layer in range(self._states[name].shape[1] if self._arriving else 0):
+            self.wait_for(name, layer)
+
     def state_PLRE(self, name: str) -> torch.Tensor:
         """Every page, layer and row of a state; writing through it writes the memory."""
+        self.wait_for_state(name)
         return self._states[name]
 
+    def layer_PRE(self, name: str, layer: int) -> torch.Tensor:
+        """Every page and row of one layer; the same."""
+        self.wait_for(name, layer)
+        return self._states[name][:, layer]
+
     def bytes_PLRB(self, name: str) -> torch.Tensor:
-        """The same, byte by byte."""
+        """Every page, layer and row of a state, byte by byte."""
+        self.wait_for_state(name)
         return self._bytes[name]
 
     def rows(self, name: str, layer: int, kept: RowFormat, dtype: torch.dtype) -> Rows:
         """One layer of a state, to compute with in `dtype`."""
-        return Rows(self._states[name][:, layer], kept, dtype)
+        return Rows(self.layer_PRE(name, layer), kept, dtype)
 
     def clear(self, kind: Kind, ids: list[int]) -> None:
         """Zeros these pages, so that rows nobody has written yet hold numbers, whatever the bytes were before."""

@@ -46,7 +46,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 def recording(family: str, **settings: object) -> Recorded:
-    recorded = Recorded(family, device="cuda", **settings)
+    recorded = Recorded(family, device="cuda", **{"layerwise": True, **settings})
     recorded.engine._reads_later = False  # tokens are read at once, so that every row of logits is noted
     return recorded
 

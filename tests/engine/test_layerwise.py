@@ -160,11 +160,11 @@ def test_nobody_waits_for_the_layers_of_another() -> None:
         served(engine, greedy(prompt(100)))
         evict_to_host(engine)
         decoding = engine.submit(greedy(prompt(20, seed=5), 30))
-        run_until(engine, lambda: engine._requests[decoding].answer_tokens > 2)
+        run_until(engine, lambda: engine._answering.requests[decoding].answer_tokens > 2)
         ask = greedy(prompt(100) + prompt(30, seed=1))
         number = engine.submit(ask)
-        deltas = run_until(engine, lambda: decoding not in engine._requests)
-        assert not loads.waits and loads.loads and number in engine._requests
+        deltas = run_until(engine, lambda: decoding not in engine._answering.requests)
+        assert not loads.waits and loads.loads and number in engine._answering.requests
         deltas += run_to_the_end(engine)
         assert loads.num_begun == 1
         assert [t for d in deltas if d.request == number for t in d.tokens] == alone("llama", [ask])[0]
@@ -251,8 +251,8 @@ def test_a_random_schedule_answers_as_plain_loading(family: str, seed: int) -> N
                 ask = waiting.pop()
                 numbers[engine.submit(ask)] = ask
             note(engine.step())
-            if random.random() < 0.03 and engine._requests:
-                aborted.add(number := random.choice(list(engine._requests)))
+            if random.random() < 0.03 and engine._answering.requests:
+                aborted.add(number := random.choice(list(engine._answering.requests)))
                 engine.abort(number)
             if random.random() < 0.1:
                 engine.cache.audit()

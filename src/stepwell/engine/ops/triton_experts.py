@@ -165,8 +165,8 @@ def _sum(out_XC: torch.Tensor, visits: _Visits, share_NK: torch.Tensor) -> torch
 
 # ---- torch's grouped product ----------------------------------------------------------------------
 
-# `torch._grouped_mm` became `torch.nn.functional.grouped_mm` in 2.10.
-_grouped_mm: Any = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+_TORCH = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2] if part.isdecimal())
+_grouped_mm: Any = torch.nn.functional.grouped_mm if _TORCH >= (2, 10) else None  # which came with 2.10
 
 
 def _torch_has(x_RC: torch.Tensor, weight_EIC: torch.Tensor) -> bool:

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.nn.functional import silu
 
+from gpu.device_time import median_us, played_us
 from stepwell.engine.models.gpt_oss import clamped_swiglu
 from stepwell.engine.models.moe import gated
 from stepwell.engine.ops import triton_experts
@@ -78,7 +79,7 @@ def _row(shape: Shape, weights: ExpertWeights, combine: Combine, tokens: int) ->
 
     limit_us, took_us = visited * expert_bytes / MEMORY_BYTES_PER_S * 1e6, _played_us(grouped)
     products = [_played_us(grouped, many_rows=rows) for rows in (NEVER, 0)]
-    numbers = [f"{each:,.1f}" for each in (*products, _median_us(reference))]
+    numbers = [f"{each:,.1f}" for each in (*products, median_us(reference, rounds=ROUNDS, parts=ROUTINGS))]
     return [shape.name, f"{tokens:,}", f"{limit_us:,.1f}", f"{took_us:,.1f}", f"{limit_us / took_us:.2f}",
             f"{flops / took_us / 1e6:,.0f}", *numbers]  # fmt: skip
 
@@ -105,30 +106,9 @@ def _played_us(compute: Callable[[], None], *, many_rows: int | None = None) -> 
     before = triton_experts.MANY_ROWS
     triton_experts.MANY_ROWS = before if many_rows is None else many_rows
     try:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            compute()  # compiles
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            compute()
-        return _median_us(graph.replay)
+        return played_us(compute, rounds=ROUNDS, parts=ROUTINGS)
     finally:
         triton_experts.MANY_ROWS = before
-
-
-def _median_us(compute: Callable[[], None]) -> float:
-    compute()
-    times = []
-    for _ in range(ROUNDS):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        compute()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop) * 1e3 / ROUTINGS)
-    return statistics.median(times)
 
 
 if __name__ == "__main__":

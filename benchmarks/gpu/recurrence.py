@@ -9,8 +9,6 @@ four of 2,048. `torch` is the reference.
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.nn.functional import silu
 
+from gpu.device_time import median_us, played_us
 from stepwell.base.ids import Kind
 from stepwell.base.spec import ModelSpec
 from stepwell.base.spec.model import StateSpec
@@ -132,7 +131,7 @@ def run(console: Console | None = None) -> None:
 @torch.inference_mode()
 def _row(kernels: Kernels, shape: Shape, lengths: tuple[int, ...]) -> list[str]:
     layers, steps = Layers(shape, lengths), lengths[0] == 1
-    measure = _played_us if steps else _median_us
+    measure = partial(played_us if steps else median_us, rounds=ROUNDS, parts=LAYERS)
     parts = (layers.recur, layers.convolve, layers.norm)
     took_us = [measure(partial(part, which)) for part in parts for which in (kernels, TORCH)]
     limit_us = 2 * len(lengths) * shape.state * 4 / MEMORY_BYTES_PER_S * 1e6
@@ -143,32 +142,6 @@ def _row(kernels: Kernels, shape: Shape, lengths: tuple[int, ...]) -> list[str]:
 
 def _some(*sizes: int) -> torch.Tensor:
     return torch.randn(sizes, device="cuda", dtype=torch.bfloat16)
-
-
-def _played_us(compute: Callable[[], None]) -> float:
-    """Of one layer, from a recording of all."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        compute()  # compiles
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        compute()
-    return _median_us(graph.replay)
-
-
-def _median_us(compute: Callable[[], None]) -> float:
-    compute()
-    times = []
-    for _ in range(ROUNDS):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        compute()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop) * 1e3 / LAYERS)
-    return statistics.median(times)
 
 
 if __name__ == "__main__":

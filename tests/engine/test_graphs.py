@@ -111,6 +111,21 @@ def test_a_step_that_cannot_be_recorded_is_computed(monkeypatch: pytest.MonkeyPa
         assert not made._recordings and 0 < len(cuda.recorded_on) == len(made._refused), "each shape is tried once"
 
 
+def test_whatever_a_library_raises_while_a_step_is_recorded_the_step_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    Cuda().replace(monkeypatch)
+
+    def refuse(graph: Graphs, still: Still, lengths: Mapping[int | None, int]) -> Recording:
+        raise ValueError("a buffer of the library is too small")
+
+    monkeypatch.setattr(Graphs, "_record", refuse)
+    with small() as engine:
+        expected = [tokens_of(deltas) for deltas in run(engine, ASKS[:3])]
+    with small() as engine:
+        made = recorded(engine)
+        assert [tokens_of(deltas) for deltas in run(engine, ASKS[:3])] == expected
+        assert made._refused and not made._recordings
+
+
 def test_a_step_is_recorded_on_the_device_of_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever device is current: what runs elsewhere is not in the recording."""
     cuda = Cuda()

@@ -117,3 +117,36 @@ def test_one_request_whose_numbers_break_ends_alone() -> None:
         engine._runner.follow = spoiled
         ends = {delta.request: delta for delta in run_to_the_end(engine) if delta.finish is not None}
         assert [ends[number].finish.value for number in numbers] == ["length", "error", "length"]
+
+
+def test_a_request_that_cannot_begin_is_told_so_while_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ahead() as engine:
+        kept = engine.submit(greedy(prompt(20), 60))
+        for _ in range(6):
+            engine.step()
+        begin = engine.scheduler._begin
+
+        def failing(request: Any, match: Any) -> None:
+            if request.id != kept:
+                raise RuntimeError("it cannot begin")
+            begin(request, match)
+
+        monkeypatch.setattr(engine.scheduler, "_begin", failing)
+        lost = engine.submit(greedy(prompt(30, seed=3), 5))
+        deltas = [*engine.step(), *engine.step()]
+        assert [delta.error for delta in deltas if delta.request == lost] == ["RuntimeError: it cannot begin"]
+        assert not engine.scheduler.failed
+
+
+def test_tokens_of_a_lease_that_was_given_back_are_dropped() -> None:
+    """Its request begins again with another one, whose pages nobody computed."""
+    with ahead() as engine:
+        expected = tokens_of(run(engine, [greedy(prompt(20), 30)])[0])
+    with ahead() as engine:
+        number = engine.submit(greedy(prompt(20), 30))
+        deltas = [delta for _ in range(6) for delta in engine.step()]
+        assert engine._unread is not None
+        engine.scheduler.put_back(engine._answering.requests[number])
+        deltas += run_to_the_end(engine)
+        assert tokens_of(deltas) == expected
+        engine.cache.audit()

@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+import torch
+
 from stepwell.base.meters import Clock
 from stepwell.cache.facade import Cache
 from stepwell.engine.request import Chunk, Delta, Finish, Request, TokenLogprob, Usage
@@ -37,22 +39,25 @@ class Answering:
 
     def take(self, computed: Unread) -> None:
         """What comes of a pass once its tokens are read. Requests that have ended since it began have nothing of it."""
-        for request, token in zip(computed.requests, computed.read(), strict=True):
-            if request.id not in self.requests or not request.runs:
+        for request, lease, token in zip(computed.requests, computed.leases, computed.read(), strict=True):
+            if request.id not in self.requests or request.lease is not lease:
                 continue
+            assert request.runs, f"{request} was computed on, and its lease is not ready any more"
             if token == UNSOUND:
                 self.end(request, Finish.FAILED, error=_NOT_NUMBERS)
                 continue
             self._commit(request, len(request.tokens))
             self._add(request, Chosen(token=token))
 
-    def choose(self, chunks: Sequence[Chunk], choices: Choices) -> None:
+    def choose(self, chunks: Sequence[Chunk], logits: torch.Tensor) -> None:
         """What comes of a pass whose logits are there: tokens for the chunks that complete their requests.
 
         A chunk whose pages did not arrive has nothing of it: the next step puts its request back.
         """
         missed = [chunk for chunk in chunks if chunk.arriving and not self._arrived(chunk.request)]
-        row = 0
+        if len(missed) == len(chunks):
+            return  # nor is their pass waited for: it may wait for what never comes
+        choices, row = Choices(logits), 0
         for chunk in chunks:
             if chunk in missed:
                 row += chunk.completes

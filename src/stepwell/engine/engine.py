@@ -26,7 +26,6 @@ from stepwell.engine.answering import Answering
 from stepwell.engine.footprint import Footprint
 from stepwell.engine.request import Ask, Chunk, Delta, Finish, Request, Sampling, TokenLogprob, Usage
 from stepwell.engine.runner import Runner
-from stepwell.engine.sampling import Choices
 from stepwell.engine.scheduler import MAX_FAILED_LEASES, Limits, Scheduler
 from stepwell.engine.speculation import Speculation
 from stepwell.engine.text import StopFinder, Text
@@ -152,18 +151,23 @@ class Engine:
         Raises what a pass raises, once the requests of that pass have ended with the reason; the next step says so.
         """
         try:
-            self._settle(self.cache.step())
-            self.scheduler.admit()
-            if not self._go_ahead():
-                chunks = self.scheduler.plan()
-                self._end_failed()
-                if chunks:
-                    self._compute(chunks)
+            with self._runner.on_device():
+                self._step()
         except BaseException as error:
             self._unread = None
             self._fail_active(f"{type(error).__name__}: {error}")  # what it left in their pages is not known
             raise
         return self._answering.deltas()
+
+    def _step(self) -> None:
+        self._settle(self.cache.step())
+        self.scheduler.admit()
+        self._end_failed()
+        if not self._go_ahead():
+            chunks = self.scheduler.plan()
+            self._end_failed()
+            if chunks:
+                self._compute(chunks)
 
     @property
     def idle(self) -> bool:
@@ -294,6 +298,7 @@ class Engine:
         if following:
             self._unread = Unread.of(following, self._runner.follow(following, before.tokens_of(following)))
             self.passes += 1
+            self._count_fallbacks()
         self._answering.take(before)
         return self._unread is not None
 
@@ -319,7 +324,7 @@ class Engine:
             chunks, logits = self._speculation.run(chunks, self._runner)
         self.passes += 1
         self._count_fallbacks()
-        self._answering.choose(chunks, Choices(logits))
+        self._answering.choose(chunks, logits)
 
     def _count_fallbacks(self) -> None:
         """Kernels that failed in this pass, and run in plain torch from now on."""

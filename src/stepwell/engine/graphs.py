@@ -10,6 +10,7 @@ as usual.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -137,6 +138,9 @@ class Graphs:
         self._met: set[Shape] = set()
         self._refused: set[Shape] = set()  # that could not be recorded; nobody tries again
         self._recordings: dict[Shape, Recording] = {}
+        # Libraries copy plans from pinned memory of their own, which must not be lent again before a pass has read it: by the
+        # time a third pass is queued, the first has ended.
+        self._recent: deque[Still] = deque(maxlen=2)
         self._reads_tables = True  # until a step has shown that the model's attention reads pages
         self._pool = torch.cuda.graph_pool_handle()
         self._side = torch.cuda.Stream(model.device)  # one for all: memory of the pool is lent again on its own stream alone
@@ -145,7 +149,11 @@ class Graphs:
     def forward(self, batch: Batch) -> torch.Tensor:
         lengths = self._lengths(batch)
         if lengths is None:
-            return self._model.forward(batch)
+            try:
+                return self._model.forward(batch)
+            except torch.cuda.OutOfMemoryError:
+                self._recordings.clear()  # so that the next pass has more room
+                raise
         batch.prepare()
         logits = self._step(batch, lengths)
         batch.finish()
@@ -157,6 +165,7 @@ class Graphs:
         if shape in self._recordings and not batch.arriving:
             return self._recordings[shape].play(batch)
         still = Still(batch, lengths)
+        self._recent.append(still)
         if batch.arriving:  # what waits for pages that are on their way is for this pass alone
             return self._model.compute(still)
         if shape in self._met and shape not in self._refused:
@@ -174,7 +183,7 @@ class Graphs:
             del self._recordings[next(iter(self._recordings))]
         try:
             self._recordings[shape] = self._record(still, lengths)
-        except RuntimeError:  # CUDA's: no memory for it, or something that cannot be recorded
+        except Exception:  # the edge to libraries: no memory for it, or something that cannot be recorded. It is computed already
             log.warning("a decode step could not be recorded, and is computed instead", exc_info=True)
             self._refused.add(shape)
 

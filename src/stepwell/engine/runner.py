@@ -6,6 +6,7 @@ Keeps the model, its pages, and where each request's open groups are.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -26,6 +27,10 @@ class Runner:
         self._pages = pages
         self._slots = Slots(OpenGroups(pages, device=model.device))
         self._forward = Graphs(model).forward if model.steady and model.device.type == "cuda" else model.forward
+
+    def on_device(self) -> AbstractContextManager[object]:
+        """Kernels of libraries run on the device that is current, whatever device their tensors are on."""
+        return torch.cuda.device(self.model.device) if self.model.device.type == "cuda" else nullcontext()
 
     @property
     def goes_ahead(self) -> bool:

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
+from stepwell.engine.passes.pages import on_device
 from stepwell.engine.request import Request
+from stepwell.tiers.lease import Lease
 
 UNSOUND = -1  # in place of a token: its logits are not numbers
 
@@ -24,6 +26,7 @@ class Unread:
     """A pass that was started, over the last tokens of `requests`, and what it chooses for each."""
 
     requests: Sequence[Request]
+    leases: Sequence[Lease | None]  # that they were computed under
     token_B: torch.Tensor
     host_B: torch.Tensor
     copied: torch.cuda.Event | None  # None where there is nothing to wait for
@@ -32,14 +35,15 @@ class Unread:
     def of(cls, requests: Sequence[Request], logits_BV: torch.Tensor) -> Unread:
         """Chooses on the device, and starts to bring the tokens to the host."""
         low_B, high_B = logits_BV.aminmax(dim=-1)
-        sound_B = high_B - low_B < torch.inf  # not where one of them is no number, or has no end
+        sound_B = (low_B > -torch.inf) & (high_B < torch.inf)  # neither holds for what is no number
         token_B = logits_BV.argmax(dim=-1).where(sound_B, UNSOUND)
+        leases = [request.lease for request in requests]
         if not token_B.is_cuda:
-            return cls(requests=requests, token_B=token_B, host_B=token_B, copied=None)
+            return cls(requests=requests, leases=leases, token_B=token_B, host_B=token_B, copied=None)
         host_B = torch.empty(token_B.shape, dtype=token_B.dtype, pin_memory=True).copy_(token_B, non_blocking=True)
         copied = torch.cuda.Event()
-        copied.record()
-        return cls(requests=requests, token_B=token_B, host_B=host_B, copied=copied)
+        copied.record(torch.cuda.current_stream(token_B.device))
+        return cls(requests=requests, leases=leases, token_B=token_B, host_B=host_B, copied=copied)
 
     def read(self) -> list[int]:
         """The token of each request. Waits for the pass."""
@@ -54,5 +58,4 @@ class Unread:
         if len(requests) == len(self.requests):
             return token_B
         rows = {request.id: row for row, request in enumerate(self.requests)}
-        wanted = torch.tensor([rows[request.id] for request in requests])
-        return token_B[wanted.to(token_B.device)]
+        return token_B[on_device([rows[request.id] for request in requests], token_B.device)]

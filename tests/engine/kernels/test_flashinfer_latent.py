@@ -64,8 +64,9 @@ def library(monkeypatch: pytest.MonkeyPatch) -> FlashInferLatent:
     module.BatchMLAPagedAttentionWrapper = Library  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flashinfer", ModuleType("flashinfer"))
     monkeypatch.setitem(sys.modules, "flashinfer.mla", module)
-    event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
+    event = SimpleNamespace(record=lambda stream: None, synchronize=lambda: None)
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
     monkeypatch.setattr(flashinfer_latent, "WORKSPACE_BYTES", 64)
     return FlashInferLatent(torch.device("cpu"), never, never)

@@ -22,7 +22,8 @@ from stepwell.engine.passes.paging import Look, Paging
 from stepwell.engine.passes.rows import PLAIN, Rows
 
 WORKSPACE_BYTES = 256 << 20  # for partial results of contexts that are cut
-RECORDED_PAGES = 1 << 20  # of all requests of a recorded step
+RECORDED_PAGES = 1 << 18  # of all requests of a recorded step
+ROW_ALIGNMENT_BYTES = 16
 _WIDTHS = (64, 128, 256)
 _SINK_WIDTH = 64  # the library names its compiled kernel without the width: only one can be used in a process
 _HOPPER = (9, 0)
@@ -83,7 +84,7 @@ class FlashInferAttention:
         sinks_H: torch.Tensor | None = None, cap: float | None = None,
     ) -> torch.Tensor:  # fmt: skip
         stored = rows.stored_PRE
-        fits = rows.format is PLAIN and stored.dtype == query_NHD.dtype and not paging.sight.first_seen
+        fits = rows.format is PLAIN and stored.dtype == query_NHD.dtype and not paging.sight.first_seen and _aligned(stored)
         if not fits or key_dim not in _WIDTHS or stored.shape[2] != 2 * heads * key_dim:
             return self._behind(query_NHD, rows, paging, heads=heads, key_dim=key_dim, scale=scale, sinks_H=sinks_H, cap=cap)
         if sinks_H is not None and (key_dim != _SINK_WIDTH or cap is not None):
@@ -182,7 +183,13 @@ class Planned:
             kv_data_type=layer.dtype,
         )  # fmt: skip
         self._uploaded = torch.cuda.Event()
-        self._uploaded.record()
+        self._uploaded.record(torch.cuda.current_stream(self._wrapper.device))
+
+
+def _aligned(stored_PRE: torch.Tensor) -> bool:
+    """Whether every row begins where 16 bytes can be read at once."""
+    strides = (stride * stored_PRE.element_size() for stride in stored_PRE.stride()[:2])
+    return not any(each % ROW_ALIGNMENT_BYTES for each in (stored_PRE.data_ptr(), *strides))
 
 
 def _same_pages(one: PageLists, other: PageLists) -> bool:

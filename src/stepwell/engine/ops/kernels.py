@@ -235,7 +235,7 @@ class Guarded:
             raise  # not the kernel's fault, and plain torch needs no less
         except Exception as error:
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-                raise  # the step is computed again outside of the recording
+                raise  # the step was computed before it is recorded
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             self._report.failed[self._name] = f"{type(error).__name__}: {reason:.200}"
             library = self._report.chosen.get(self._name, "its library")

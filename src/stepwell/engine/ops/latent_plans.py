@@ -138,7 +138,7 @@ class Wrapper:
             layer.scale, layer.dtype, layer.dtype,
         )  # fmt: skip
         self._holds, self._uploaded = lists, torch.cuda.Event()
-        self._uploaded.record()
+        self._uploaded.record(torch.cuda.current_stream(self._made.device))
 
     def run(self, query_NHC: torch.Tensor, row_PRC: torch.Tensor, out_NHR: torch.Tensor, numbers: torch.Tensor | None) -> None:
         """`numbers` are those of the rows to look at, where the plan does not have them."""

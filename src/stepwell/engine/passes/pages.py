@@ -87,7 +87,7 @@ class DevicePages:
         """Zeros these pages, so that rows nobody has written yet hold numbers, whatever the bytes were before."""
         if ids:
             for pages in self._cleared[kind]:
-                pages[torch.tensor(ids, device=pages.device)] = 0
+                pages[on_device(ids, pages.device)] = 0
 
     @staticmethod
     def _typed(rows: torch.Tensor, part: Part, dtype: str) -> torch.Tensor:
@@ -95,6 +95,12 @@ class DevicePages:
             raise ConfigError(f"the engine cannot compute with a state of {dtype}; choose one of: {', '.join(_STORED)}")
         state_PX: torch.Tensor = _bytes_of(rows, part).view(_STORED[dtype])
         return _by_row(state_PX, part)
+
+
+def on_device(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Whole numbers on a device, in a copy that the host does not wait for."""
+    made = torch.tensor(numbers, pin_memory=device.type == "cuda")
+    return made.to(device, non_blocking=True)
 
 
 def _by_row(part_PX: torch.Tensor, part: Part) -> torch.Tensor:

@@ -71,7 +71,8 @@ def _watch(futures: Sequence[Future[Report]], wires: Wires, on_progress: Callabl
     pending = set(futures)
     while pending:
         done, pending = wait(pending, timeout=POLL_S, return_when=FIRST_COMPLETED)
-        on_progress(wires.served.value, len(futures) - len(pending))
+        # Without its lock: an interrupt between taking and keeping it would leave the workers waiting for it forever.
+        on_progress(wires.served.get_obj().value, len(futures) - len(pending))
         for future in done:
             future.result()
 

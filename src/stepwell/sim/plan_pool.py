@@ -71,7 +71,7 @@ def _watch(futures: Sequence[Future[Report]], wires: Wires, on_progress: Callabl
     pending = set(futures)
     while pending:
         done, pending = wait(pending, timeout=POLL_S, return_when=FIRST_COMPLETED)
-        # Without its lock: an interrupt between taking and keeping it would leave the workers waiting for it forever.
+        # Without its lock: an interrupt just after it is taken could leave it so, and the workers waiting for it.
         on_progress(wires.served.get_obj().value, len(futures) - len(pending))
         for future in done:
             future.result()

@@ -37,12 +37,12 @@ def test_the_smallest_temperature_hurts_nobody(temperature: float) -> None:
     assert tokens_of(played[0]) == alone("llama", [greedy(prompt(30), 5)])[0]
 
 
-def test_sampling_that_raises_ends_its_own_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logprobs_that_raise_end_their_own_request(monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(*given: Any) -> int:
-        raise RuntimeError("probability tensor contains either inf, nan or element < 0")
+        raise RuntimeError("no logprobs")
 
-    monkeypatch.setattr(sampling_module, "_draw", failing)
-    drawn = Ask(tokens=prompt(30), sampling=Sampling(max_tokens=5, temperature=1.0))
+    monkeypatch.setattr(sampling_module, "_logprob", failing)
+    drawn = Ask(tokens=prompt(30), sampling=Sampling(max_tokens=5, temperature=1.0, logprobs=1))
     with small() as engine:
         played = run(engine, [drawn, greedy(prompt(30, seed=1), 5)])
         engine.cache.audit()

@@ -13,9 +13,9 @@ import torch
 from stepwell.base.meters import Clock
 from stepwell.cache.facade import Cache
 from stepwell.engine.request import Chunk, Delta, Finish, Request, TokenLogprob, Usage
-from stepwell.engine.sampling import Choices, Chosen
+from stepwell.engine.sampling import UNSOUND, Choices, Chosen, draw_of
 from stepwell.engine.scheduler import Scheduler
-from stepwell.engine.unread import UNSOUND, Unread
+from stepwell.engine.unread import Unread
 from stepwell.tiers.lease import Sources
 
 _NOT_NUMBERS = "the model's output for this request is not a number"
@@ -57,7 +57,9 @@ class Answering:
         missed = [chunk for chunk in chunks if chunk.arriving and not self._arrived(chunk.request)]
         if len(missed) == len(chunks):
             return  # nor is their pass waited for: it may wait for what never comes
-        choices, row = Choices(logits), 0
+        completed = [chunk for chunk in chunks if chunk.completes]
+        draws = [draw_of(chunk.request, after) for chunk in completed for after in range(1 + len(chunk.proposed))]
+        choices, row = Choices(logits, draws), 0
         for chunk in chunks:
             if chunk in missed:
                 row += chunk.completes
@@ -92,9 +94,9 @@ class Answering:
         request.proposed += len(chunk.proposed)
         for at, guess in enumerate((*chunk.proposed, None)):
             try:
-                chosen = choices.choose(row + at, request)
-            except Exception as error:  # whatever is wrong with how one request samples, the others go on
-                log.exception("sampling for request %d failed", request.id)
+                chosen = choices.of(row + at, request.ask.sampling.logprobs)
+            except Exception as error:  # whatever is wrong with the logprobs of one request, the others go on
+                log.exception("logprobs for request %d failed", request.id)
                 self.end(request, Finish.FAILED, error=f"{type(error).__name__}: {error}")
                 return
             if chosen is None:  # nor may what it left in its pages be: nobody else gets them

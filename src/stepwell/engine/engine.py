@@ -9,14 +9,13 @@ One thread only; `EngineLoop` runs one behind a server.
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
-
-import torch
 
 from stepwell.base.errors import BadTokens, ConfigError, StepwellError
 from stepwell.base.meters import Clock, SystemClock
@@ -130,7 +129,7 @@ class Engine:
             max_tokens=sampling.max_tokens or room,
             stream=self.text.stream(ask.tokens) if self.text is not None else None,
             stops=StopFinder(sampling.stop),
-            generator=_generator(sampling, self._last_id),
+            seed=secrets.randbits(64) if sampling.seed is None else sampling.seed,
             arrived_s=arrived_s,
             waits_since_s=arrived_s,
             tokens=list(ask.tokens),
@@ -184,8 +183,8 @@ class Engine:
         Before the first request. Leaves nothing cached.
         """
         began_s, count = time.monotonic(), max(min(self.max_context // 2, 64), 1)
-        sampling = Sampling(max_tokens=min(4, self.max_context - count), ignore_eos=True)
-        for _ in range(2):
+        likeliest = Sampling(max_tokens=min(4, self.max_context - count), ignore_eos=True)
+        for sampling in (likeliest, replace(likeliest, temperature=1.0, top_k=2, top_p=0.9)):
             self.submit(Ask(tokens=[0] * count, sampling=sampling, use_cache=False))
         while self.num_open:
             self.step()
@@ -296,25 +295,22 @@ class Engine:
         following = self.scheduler.plan_ahead(before.requests)
         self._unread = None
         if following:
-            self._unread = Unread.of(following, self._runner.follow(following, before.tokens_of(following)))
+            logits = self._runner.follow(following, before.tokens_of(following))
+            self._unread = Unread.of(following, logits, after=1)
             self.passes += 1
             self._count_fallbacks()
         self._answering.take(before)
         return self._unread is not None
 
     def _can_be_read_later(self, chunks: Sequence[Chunk]) -> bool:
-        """Whether the device can choose all tokens of a pass, and the host may read them while the next one runs."""
+        """Whether the host needs no more of a pass than its tokens, and may read them while the next one runs."""
         return self._reads_later and all(
-            chunk.decodes
-            and not chunk.arriving
-            and chunk.request.generator is None
-            and chunk.request.ask.sampling.logprobs is None
-            for chunk in chunks
+            chunk.decodes and not chunk.arriving and chunk.request.ask.sampling.logprobs is None for chunk in chunks
         )
 
     def _compute(self, chunks: Sequence[Chunk]) -> None:
         if self._can_be_read_later(chunks):
-            self._unread = Unread.of([chunk.request for chunk in chunks], self._runner.run(chunks))
+            self._unread = Unread.of([chunk.request for chunk in chunks], self._runner.run(chunks), after=0)
             self.passes += 1
             self._count_fallbacks()
             return
@@ -332,15 +328,3 @@ class Engine:
         if failed > self._failed_kernels:
             self.cache.counters.add("kernel_fallbacks", failed - self._failed_kernels)
             self._failed_kernels = failed
-
-
-def _generator(sampling: Sampling, number: int) -> torch.Generator | None:
-    """A stream of random numbers of the request's own, so that its answer does not depend on who runs beside it."""
-    if sampling.temperature == 0:
-        return None
-    generator = torch.Generator()
-    if sampling.seed is None:
-        generator.seed()
-    else:
-        generator.manual_seed(sampling.seed)
-    return generator

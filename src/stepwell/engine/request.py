@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-import torch
-
 from stepwell.base.config import MAX_PRIORITY
 from stepwell.base.errors import ConfigError
 from stepwell.base.prompt import Namespace
@@ -132,7 +130,7 @@ class Request:
     max_tokens: int
     stream: TextStream | None
     stops: StopFinder
-    generator: torch.Generator | None  # None for greedy answers
+    seed: int  # of the numbers its tokens are drawn with
     arrived_s: float
     waits_since_s: float  # since it arrived, or since it was last put back
     tokens: list[int]  # of the prompt and of the answer so far

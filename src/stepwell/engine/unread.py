@@ -3,8 +3,9 @@
     device    | pass 1 | pass 2 | pass 3 |          pass 2 reads the tokens of pass 1 where they lie
     host               | reads 1, starts 3 | ...    and does what follows from a token while the next pass runs
 
-Only for tokens that the device can choose: the likeliest ones. A request whose answer ends with what the host reads was computed
-once too often; that row is dropped.
+Tokens may be the likeliest or drawn: what a draw needs is known before the tokens before it are. Not for requests with logprobs,
+which the host computes, nor where there is a draft. A request whose answer ends with what the host reads, by a stop string too,
+was computed once too often; that row is dropped.
 """
 
 from __future__ import annotations
@@ -16,9 +17,8 @@ import torch
 
 from stepwell.engine.passes.pages import on_device
 from stepwell.engine.request import Request
+from stepwell.engine.sampling import draw_of, pick
 from stepwell.tiers.lease import Lease
-
-UNSOUND = -1  # in place of a token: its logits are not numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -32,11 +32,12 @@ class Unread:
     copied: torch.cuda.Event | None  # None where there is nothing to wait for
 
     @classmethod
-    def of(cls, requests: Sequence[Request], logits_BV: torch.Tensor) -> Unread:
-        """Chooses on the device, and starts to bring the tokens to the host."""
-        low_B, high_B = logits_BV.aminmax(dim=-1)
-        sound_B = (low_B > -torch.inf) & (high_B < torch.inf)  # neither holds for what is no number
-        token_B = logits_BV.argmax(dim=-1).where(sound_B, UNSOUND)
+    def of(cls, requests: Sequence[Request], logits_BV: torch.Tensor, *, after: int) -> Unread:
+        """Chooses on the device, and starts to bring the tokens to the host.
+
+        The requests have read all tokens that these come from, or all but the last one (`after` 1).
+        """
+        token_B = pick(logits_BV, [draw_of(request, after) for request in requests])
         leases = [request.lease for request in requests]
         if not token_B.is_cuda:
             return cls(requests=requests, leases=leases, token_B=token_B, host_B=token_B, copied=None)

@@ -97,9 +97,11 @@ class DevicePages:
         return _by_row(state_PX, part)
 
 
-def on_device(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Whole numbers on a device, in a copy that the host does not wait for."""
-    made = torch.tensor(numbers, pin_memory=device.type == "cuda")
+def on_device(
+    numbers: Sequence[int] | Sequence[Sequence[float]], device: torch.device, dtype: torch.dtype = torch.int64
+) -> torch.Tensor:
+    """Numbers on a device, in a copy that the host does not wait for."""
+    made = torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
     return made.to(device, non_blocking=True)
 
 

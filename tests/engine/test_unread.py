@@ -135,12 +135,14 @@ def test_a_request_that_cannot_begin_is_told_so_while_others_go_on(monkeypatch: 
         assert not engine.scheduler.failed
 
 
-def test_tokens_of_a_lease_that_was_given_back_are_dropped() -> None:
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_tokens_of_a_lease_that_was_given_back_are_dropped(temperature: float) -> None:
     """Its request begins again with another one, whose pages nobody computed."""
+    ask = Ask(tokens=prompt(20), sampling=Sampling(max_tokens=30, temperature=temperature, seed=5))
+    with small() as engine:
+        expected = tokens_of(run(engine, [ask])[0])
     with ahead() as engine:
-        expected = tokens_of(run(engine, [greedy(prompt(20), 30)])[0])
-    with ahead() as engine:
-        number = engine.submit(greedy(prompt(20), 30))
+        number = engine.submit(ask)
         deltas = [delta for _ in range(6) for delta in engine.step()]
         assert engine._unread is not None
         engine.scheduler.put_back(engine._answering.requests[number])

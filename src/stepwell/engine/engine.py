@@ -292,7 +292,7 @@ class Engine:
         before = self._unread
         if before is None:
             return False
-        following = self.scheduler.plan_ahead(before.requests)
+        following = self.scheduler.plan_ahead(before.valid_requests())
         self._unread = None
         if following:
             logits = self._runner.follow(following, before.tokens_of(following))

@@ -53,6 +53,10 @@ class Unread:
         tokens: list[int] = self.host_B.tolist()
         return tokens
 
+    def valid_requests(self) -> list[Request]:
+        """Those that still have the lease they were computed under. What was computed for the others is dropped."""
+        return [request for request, lease in zip(self.requests, self.leases, strict=True) if request.lease is lease]
+
     def tokens_of(self, requests: Sequence[Request]) -> torch.Tensor:
         """The tokens of some of the requests, on the device, for a pass that goes on from them. Unsound ones count as 0."""
         token_B = self.token_B.clamp_min(0)

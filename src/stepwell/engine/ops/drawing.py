@@ -25,8 +25,9 @@ def draw(
     logits_BV: torch.Tensor, *, temperature_B1: torch.Tensor, number_B1: torch.Tensor,
     top_k_B1: torch.Tensor | None = None, most: int = 0, top_p_B1: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """A token for each row: `[B]`. Cut to the `top_k` likeliest, then to the fewest that make up `top_p` of what they weigh.
+    """A token for each row of logits (fp32): `[B]`.
 
+    Rows are cut to the `top_k` likeliest tokens, then to the fewest of these that make up `top_p` of what they weigh together.
     Of equally likely tokens those with the smaller ids are kept. Settings and `number`, from [0, 1), are in float64; `most` is
     the largest `top_k`. A row that holds something else than numbers gives some token.
     """

@@ -96,7 +96,7 @@ def test_random_pages_of_every_kind_arrive_and_nothing_else_changes(kind: Kind, 
         rig.run(plan_of(copy_of(kind, way, read, write)))
         wanted[torch.from_numpy(write)] = rig.pages(source, kind, read)
         assert torch.equal(rig.rows(target, kind).cpu(), wanted)
-    assert rig.counters["copy_kernel_fallbacks"] == 0
+    assert rig.counters["copy_fallbacks"] == 0
 
 
 @pytest.mark.parametrize("size", [1, 2, 12, 24, 132, 512, 656, 1000, 1152, 4096, 36 << 10, 100_000])
@@ -130,6 +130,26 @@ def test_the_host_arena_is_registered_and_the_measured_routes_leave_its_bytes_al
     measured = rig.copy_engine._copier._routes
     for route in (measured.load, measured.save):
         assert route.programs in PROGRAMS and PAGES_BYTES[-1] <= route.crossover_bytes <= 2 * PAGES_BYTES[0]
+
+
+@pytest.mark.parametrize("sizes", [[1], [7, 9000, 1], [656] * 1000, [40_000] * 90], ids=["one", "odd", "rows", "pages"])
+def test_the_driver_copies_lists_both_ways_in_a_thread_that_has_used_no_device(sizes: list[int]) -> None:
+    starts = np.cumsum([0, *sizes[:-1]]).astype(np.uint64)
+    host, back = (pinned_bytes(sum(sizes)) for _ in range(2))
+    host.copy_(torch.randint(0, 256, host.shape, dtype=torch.uint8))
+    there, stream = torch.zeros_like(host, device="cuda"), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    driver = torch_copy_engine._driver(torch.device("cuda", 0))
+
+    def copy(source: torch.Tensor, target: torch.Tensor) -> None:
+        sources, targets = (np.uint64(each.data_ptr()) + starts for each in (source, target))
+        driver.queue(sources, targets, np.array(sizes, np.uint64), stream.cuda_stream)
+
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(copy, host, there).result()
+        thread.submit(copy, there, back).result()
+    stream.synchronize()
+    assert torch.equal(back, host)
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -184,18 +204,19 @@ def test_a_kernel_that_cannot_be_launched_is_counted_once_and_the_pages_come_all
     for shift in (0, 1):
         rig.run(plan_of(copy_of(Kind.PREFIX, "up", ids + shift, ids), purpose=Purpose.LOAD))
         assert torch.equal(rig.pages(Tier.DEVICE, Kind.PREFIX, ids), rig.pages(Tier.HOST, Kind.PREFIX, ids + shift))
-    assert rig.counters["copy_kernel_fallbacks"] == 1
+    assert rig.counters["copy_fallbacks"] == 1
 
 
-def test_without_triton_pages_are_copied_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing() -> None:
-        raise ImportError("No module named 'triton'")
+@pytest.mark.parametrize("missing", ["_kernel", "_driver"])
+def test_without_triton_or_a_new_driver_pages_are_copied_otherwise(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(device: object) -> None:
+        raise OSError("no such thing here")
 
-    monkeypatch.setattr(torch_copy_engine, "_kernel", missing)
+    monkeypatch.setattr(torch_copy_engine, missing, fail)
     rig, ids = Rig(routes=None), np.arange(0, 60, 3)
     rig.run(plan_of(copy_of(Kind.PREFIX, "down", ids, ids)))
     assert torch.equal(rig.pages(Tier.DEVICE, Kind.PREFIX, ids), rig.pages(Tier.HOST, Kind.PREFIX, ids))
-    assert rig.counters["copy_kernel_fallbacks"] == 1
+    assert rig.counters["copy_fallbacks"] == 1
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -235,7 +256,7 @@ def test_a_pass_waits_for_each_layer_and_reads_what_was_loaded(route: str, monke
         assert torch.equal(found.cpu(), wanted[:, first : first + size])
     assert torch.equal(last.cpu(), rig.pages(Tier.HOST, Kind.POINT, point)[0])
     assert events.arrived("kv", 7) and rig.copy_engine.events_for(job) is None
-    assert len(events._events) > 1 and rig.counters["copy_kernel_fallbacks"] == 0
+    assert len(events._events) > 1 and rig.counters["copy_fallbacks"] == 0
 
 
 def test_saves_and_plain_loads_have_no_layer_events() -> None:

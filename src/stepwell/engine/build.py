@@ -68,7 +68,7 @@ class EngineConfig:
     write: WritePolicy = WritePolicy.THROUGH
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     limits: Limits | None = None  # None for what suits the device
-    layerwise: bool = False  # on CUDA: a pass may begin while its pages are copied to the device, and waits for each layer
+    layerwise: bool = True  # on CUDA: a pass may begin while its pages are copied to the device, and waits for each layer
     compute_while_loading: bool = False  # where it is sooner, by measured speeds, the end of a cached prefix is computed again
     draft: str | None = None  # a checkpoint that guesses tokens ahead, or `mtp` for the model's own layers that do
     draft_tokens: int = 4  # guessed in one pass

@@ -1,6 +1,6 @@
 """One Triton kernel that copies a byte range of many pages between pinned host memory and a device, in either direction.
 
-    pages     |--- page 0 ---|--- page 1 ---|--- page 2 ---| ...      page ids come from two tensors on the device
+    pages     |--- page 0 ---|--- page 1 ---|--- page 2 ---| ...      page ids come from two lists, pinned or on the device
     range          [=====]        [=====]        [=====]              the same bytes of every page
     tile           [==|==]        [==|==]                             one program copies ROWS blocks at a time
 

@@ -59,6 +59,10 @@ class LayerSteps:
     steps: tuple[tuple[Piece, ...], ...]
     step_of: Mapping[str, Sequence[int]]
 
+    @property
+    def total_bytes(self) -> int:
+        return sum(piece.total_bytes for pieces in self.steps for piece in pieces)
+
 
 def layer_steps(spec: ModelSpec, loads: Sequence[tuple[Kind, PagePairs]], *, step_bytes: int | None = None) -> LayerSteps:
     """Cuts a load into steps: as many as the state with most layers has, or fewer so that each is worth its launches."""

@@ -1,10 +1,11 @@
-"""Queues copies of pages on the current stream: many small pieces by the copy kernel, large ones by the device's copy engines.
+"""Queues copies of pages on the current stream: by the device's copy engines, many very small pieces by the copy kernel.
 
-    saves and loads of pieces below the crossover    one kernel: a few programs read or write pinned memory over the bus
-    all others                                       one asynchronous copy for each run of neighbouring pages
+    between host and device    runs of neighbouring pages, as a list that the driver takes in one call
+    runs below the crossover   one kernel: a few programs read or write pinned memory over the bus
+    all others                 one asynchronous copy for each run
 
-Where the kernel cannot be had or fails, everything goes the second way: a warning, a count, and the same bytes. Knows no plans,
-orders nothing against other streams and waits for nothing.
+Where the first two cannot be had or fail, everything goes the third way: a warning, a count, and the same bytes. Knows no
+plans, orders nothing against other streams and waits for nothing.
 """
 
 from __future__ import annotations
@@ -16,14 +17,16 @@ from threading import Lock
 from types import ModuleType
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from stepwell.transfer.page_tables import PagePairs, Piece
+from stepwell.transfer.driver_copies import DriverCopies
+from stepwell.transfer.page_tables import PagePairs, Piece, Runs
 
 log = logging.getLogger(__name__)
 
 LEAST_RUNS = 4  # fewer copies than that are queued sooner than a kernel
-IDS_STEP = 16  # ids on the device begin at multiples of 64 bytes: one variant of the kernel for all
+IDS_STEP = 16  # lists of ids begin at multiples of 64 bytes: one variant of the kernel for all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,36 +47,34 @@ class Routes:
 
 
 class Routed(NamedTuple):
-    """A piece, and how the kernel copies it; None when the copy engines do."""
+    """A piece, its runs, and how the kernel copies it; None when the copy engines do."""
 
     piece: Piece
+    runs: Runs
     route: Route | None
 
 
 class StagedIds:
-    """Page ids on the device, through pinned memory of its own. One plan at a time, until the device has used them."""
+    """Page ids in pinned memory, where the kernel reads them. One plan at a time, until the device has used them."""
 
     def __init__(self, device: torch.device, capacity: int = 1 << 14) -> None:
-        self._device = device
+        self._pinned = device.type == "cuda"
         self._ids: dict[PagePairs, tuple[torch.Tensor, torch.Tensor]] = {}
         self._allocate(capacity)
 
     def stage(self, pairs: Sequence[PagePairs]) -> None:
-        """Queues one copy of all their ids on the current stream. What was staged before is forgotten."""
-        if not pairs:
-            return
+        """Writes down all their ids. What was staged before is forgotten."""
         lists = [ids for each in pairs for ids in (each.source_ids, each.target_ids)]
         starts = [0]
         for ids in lists:
             starts.append(starts[-1] + -(-len(ids) // IDS_STEP) * IDS_STEP)
-        if starts[-1] > len(self._pinned):
+        if starts[-1] > len(self._staged):
             self._allocate(1 << (starts[-1] - 1).bit_length())
-        host = self._pinned.numpy()
+        numbers = self._staged.numpy()
         for start, ids in zip(starts, lists, strict=False):
-            host[start : start + len(ids)] = ids
-        self._there[: starts[-1]].copy_(self._pinned[: starts[-1]], non_blocking=True)
-        there = [self._there[start : start + len(ids)] for start, ids in zip(starts, lists, strict=False)]
-        self._ids = dict(zip(pairs, zip(there[::2], there[1::2], strict=True), strict=True))
+            numbers[start : start + len(ids)] = ids
+        staged = [self._staged[start : start + len(ids)] for start, ids in zip(starts, lists, strict=False)]
+        self._ids = dict(zip(pairs, zip(staged[::2], staged[1::2], strict=True), strict=True))
 
     def of(self, pairs: PagePairs) -> tuple[torch.Tensor, torch.Tensor]:
         """Ids in the source, ids in the target."""
@@ -84,40 +85,68 @@ class StagedIds:
         self._ids = {}
 
     def _allocate(self, capacity: int) -> None:
-        self._pinned = torch.empty(capacity, dtype=torch.int32, pin_memory=self._device.type == "cuda")
-        self._there = torch.empty(capacity, dtype=torch.int32, device=self._device)
+        self._staged = torch.empty(capacity, dtype=torch.int32, pin_memory=self._pinned)
 
 
 class PageCopier:
     """Copies pieces of pages. From any thread, on that thread's current stream."""
 
-    def __init__(self, routes: Routes, kernel: ModuleType | None, *, on_fallback: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, routes: Routes, *, kernel: ModuleType | None = None, driver: DriverCopies | None = None,
+        on_fallback: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
         self._routes = routes
         self._kernel = kernel
+        self._driver = driver
         self._on_fallback = on_fallback
         self._lock = Lock()  # Triton builds and launches for one thread at a time
 
     @property
-    def has_kernel(self) -> bool:
+    def takes_small_pieces(self) -> bool:
         """Whether many small pieces are copied as fast as few large ones."""
-        return self._kernel is not None
+        return self._kernel is not None or self._driver is not None
 
     def routed(self, piece: Piece) -> Routed:
         """Which way a piece will go."""
-        to_device = piece.pairs.target.on_device
-        if self._kernel is None or to_device == piece.pairs.source.on_device:
-            return Routed(piece, None)
+        runs = piece.runs()
+        count, to_device = len(runs.pages), piece.pairs.target.on_device
         route = self._routes.load if to_device else self._routes.save
-        runs = piece.num_runs
-        by_kernel = runs >= max(self._routes.least_runs, 1) and piece.total_bytes < runs * route.crossover_bytes
-        return Routed(piece, route if by_kernel else None)
+        by_kernel = (
+            self._kernel is not None
+            and to_device != piece.pairs.source.on_device
+            and count >= max(self._routes.least_runs, 1)
+            and piece.total_bytes < count * route.crossover_bytes
+        )
+        return Routed(piece, runs, route if by_kernel else None)
 
     def queue(self, routed: Routed, staged: StagedIds | None = None) -> None:
         """Queues the copy of one piece. Of those that go by kernel the ids were staged. Raises when it cannot be queued."""
-        piece, route = routed
-        if route is None or staged is None or not self._launch(piece, route, *staged.of(piece.pairs)):
-            for source_B, target_B in piece.slices(piece.runs()):
-                target_B.copy_(source_B, non_blocking=True)
+        piece, runs, route = routed
+        if route is not None and staged is not None and self._launch(piece, route, *staged.of(piece.pairs)):
+            return
+        if self._list(piece, runs):
+            return
+        for source_B, target_B in piece.slices(runs):
+            target_B.copy_(source_B, non_blocking=True)
+
+    def _list(self, piece: Piece, runs: Runs) -> bool:
+        """Whether the driver took the runs as a list. If not, it is not tried again."""
+        source, target = piece.pairs.source, piece.pairs.target
+        driver = self._driver
+        if driver is None or source.on_device == target.on_device:
+            return False
+        first, onto, sizes = piece.places(runs)
+        try:
+            sources, targets = first + source.bytes_B.data_ptr(), onto + target.bytes_B.data_ptr()
+            driver.queue(
+                sources.astype(np.uint64), targets.astype(np.uint64), sizes.astype(np.uint64),
+                torch.cuda.current_stream().cuda_stream,
+            )  # fmt: skip
+        except Exception as error:  # the edge to a driver: what it queued is copied once more
+            self._driver = None
+            fall_back("the driver's copies of lists", error, self._on_fallback)
+            return False
+        return True
 
     def _launch(self, piece: Piece, route: Route, source_ids: torch.Tensor, target_ids: torch.Tensor) -> bool:
         """Whether the kernel was queued. If not, it is not tried again."""
@@ -138,17 +167,13 @@ class PageCopier:
                 )
             except Exception as error:  # the edge to a compiler: whatever it raises, the plain way is still there
                 self._kernel = None
-                fall_back(error, self._on_fallback)
+                fall_back("the copy kernel", error, self._on_fallback)
                 return False
         return True
 
 
-def fall_back(error: Exception, counted: Callable[[], None]) -> None:
-    """Says and counts that the kernel is not used."""
+def fall_back(what: str, error: Exception, counted: Callable[[], None]) -> None:
+    """Says and counts that a fast way is not used."""
     reason = (str(error).splitlines() or [""])[0]
-    log.warning(
-        "the copy kernel cannot be used, so pages are copied one by one, which is slow where they are small (%s: %.200s)",
-        type(error).__name__,
-        reason,
-    )
+    log.warning("%s cannot be used, so small pages are copied more slowly (%s: %.200s)", what, type(error).__name__, reason)
     counted()

@@ -40,12 +40,12 @@ class PageTable:
             raise IndexError(f"pages {int(ids.min())} to {int(ids.max())} of a memory that has {self.num_pages}")
 
 
-class Run(NamedTuple):
-    """So many pages in sequence, in source and target."""
+class Runs(NamedTuple):
+    """Pages that are neighbours in source and target: the first of each run there and here, and how many they are."""
 
-    read: int
-    write: int
-    pages: int
+    read: npt.NDArray[np.int64]
+    write: npt.NDArray[np.int64]
+    pages: npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -81,38 +81,29 @@ class Piece:
     def total_bytes(self) -> int:
         return len(self.pairs.source_ids) * self.size_bytes
 
-    @property
-    def num_runs(self) -> int:
-        """How many copies of neighbouring pages there are."""
-        if not self.total_bytes:
-            return 0
-        return 1 + int(np.count_nonzero(self._breaks())) if self._may_join() else len(self.pairs.source_ids)
-
-    def runs(self) -> list[Run]:
+    def runs(self) -> Runs:
         """The pages, neighbours together where one copy can move them."""
-        source_ids, target_ids = self.pairs.source_ids, self.pairs.target_ids
+        read, write = (ids.astype(np.int64) for ids in (self.pairs.source_ids, self.pairs.target_ids))
         if not self.total_bytes:
-            return []
+            return Runs(*(np.zeros(0, np.int64) for _ in Runs._fields))
         if not self._may_join():
-            return [Run(read, write, 1) for read, write in zip(source_ids.tolist(), target_ids.tolist(), strict=True)]
-        first = np.concatenate(([0], np.flatnonzero(self._breaks()) + 1))
-        pages = np.diff(first, append=len(source_ids))
-        return [Run(*run) for run in zip(source_ids[first].tolist(), target_ids[first].tolist(), pages.tolist(), strict=True)]
+            return Runs(read, write, np.ones_like(read))
+        breaks = (np.diff(read) != 1) | (np.diff(write) != 1)
+        first = np.concatenate(([0], np.flatnonzero(breaks) + 1))
+        return Runs(read[first], write[first], np.diff(first, append=len(read)))
 
     def _may_join(self) -> bool:
         """Whole pages only, and at the same distance on both sides."""
         return self.size_bytes == self.pairs.page_bytes and self.pairs.source.stride == self.pairs.target.stride
 
-    def _breaks(self) -> npt.NDArray[np.bool_]:
-        """Between which pages the ids do not go on in sequence, on one side or the other."""
-        source_ids, target_ids = self.pairs.source_ids, self.pairs.target_ids
-        breaks: npt.NDArray[np.bool_] = (source_ids[1:] - source_ids[:-1] != 1) | (target_ids[1:] - target_ids[:-1] != 1)
-        return breaks
-
-    def slices(self, runs: list[Run]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Source and target bytes of each run."""
+    def places(self, runs: Runs) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Where each run begins in the source's bytes, where in the target's, and how many bytes it has."""
         source, target = self.pairs.source, self.pairs.target
-        for read, write, pages in runs:
-            size = (pages - 1) * source.stride + self.size_bytes
-            first, onto = read * source.stride + self.start, write * target.stride + self.start
-            yield source.bytes_B[first : first + size], target.bytes_B[onto : onto + size]
+        sizes = (runs.pages - 1) * source.stride + self.size_bytes
+        return runs.read * source.stride + self.start, runs.write * target.stride + self.start, sizes
+
+    def slices(self, runs: Runs) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Source and target bytes of each run."""
+        source_B, target_B = self.pairs.source.bytes_B, self.pairs.target.bytes_B
+        for first, onto, size in zip(*(each.tolist() for each in self.places(runs)), strict=True):
+            yield source_B[first : first + size], target_B[onto : onto + size]

@@ -20,7 +20,8 @@ from stepwell.base.meters import Counters
 from stepwell.base.spec import ModelSpec
 from stepwell.base.tasks import Copy, Plan, Purpose, Span
 from stepwell.transfer.copy_engine import Work
-from stepwell.transfer.copy_speeds import DEFAULT_ROUTES, checked, measured_routes
+from stepwell.transfer.copy_speeds import DEFAULT_ROUTES, check_driver, check_kernel, measured_routes
+from stepwell.transfer.driver_copies import DriverCopies
 from stepwell.transfer.layer_events import LayerEvents, LayerSteps, layer_steps
 from stepwell.transfer.page_copier import PageCopier, Routes, StagedIds, fall_back
 from stepwell.transfer.page_tables import PagePairs, PageTable
@@ -28,6 +29,7 @@ from stepwell.transfer.torch_memory import TorchMemory
 
 HIGH_PRIORITY, NORMAL_PRIORITY = -1, 0
 AT_ONCE = 1 << 62  # bytes of a step: layers of many pages are queued slower one by one than the bus copies whole pages
+SPUN_BYTES = 64 << 20  # copies of fewer take a millisecond at most: a thread that slept would wake up late
 PLANS_AT_ONCE = 3  # that page ids are kept room for from the start; more are made when needed
 
 
@@ -52,7 +54,7 @@ class TorchCopyEngine:
         self._spare: SimpleQueue[StagedIds] = SimpleQueue()
         devices = [memory.bytes_B.device for memory in memories.values()]
         self._device = next((device for device in devices if device.type == "cuda"), None)
-        self._copier = PageCopier(DEFAULT_ROUTES, None)
+        self._copier = PageCopier(DEFAULT_ROUTES)
         if self._device is not None:
             with torch.cuda.device(self._device):
                 self._loading = _Lane(torch.cuda.Stream(self._device, priority=HIGH_PRIORITY))
@@ -85,7 +87,7 @@ class TorchCopyEngine:
         work = self._steps(plan)  # looks at every id, before anything is copied
         lane = self._saving if plan.purpose is Purpose.SAVE else self._loading
         staged = self._staged_ids()
-        done = torch.cuda.Event(blocking=True)
+        done = torch.cuda.Event(blocking=work.total_bytes > SPUN_BYTES)
         try:
             with lane.queueing() as stream:
                 try:
@@ -120,7 +122,7 @@ class TorchCopyEngine:
             return LayerSteps(steps=(tuple(pairs.whole() for _, pairs in copies),), step_of={})
         loads = [(copy.target.kind, pairs) for copy, pairs in copies if _is_load(copy)]
         others = [(copy.target.kind, pairs) for copy, pairs in copies if not _is_load(copy)]  # of a point on the device, say
-        layered = layer_steps(self._layerwise, loads, step_bytes=None if self._copier.has_kernel else AT_ONCE)
+        layered = layer_steps(self._layerwise, loads, step_bytes=None if self._copier.takes_small_pieces else AT_ONCE)
         with_first = {part.state: [0] * part.layers for kind, _ in others for part in self._layerwise.parts(kind)}
         first = (*(pairs.whole() for _, pairs in others), *layered.steps[0])
         return LayerSteps(steps=(first, *layered.steps[1:]), step_of={**with_first, **layered.step_of})
@@ -164,21 +166,33 @@ def _is_load(copy: Copy) -> bool:
 
 
 def _copier(memories: Mapping[Tier, TorchMemory], device: torch.device, routes: Routes | None, counters: Counters) -> PageCopier:
-    """With the kernel, checked, if it can be had; else without."""
-    count = partial(counters.add, "copy_kernel_fallbacks")
+    """With what is fast and can be had, checked."""
+    count = partial(counters.add, "copy_fallbacks")
+    driver, kernel = None, None
     try:
-        kernel = _kernel()
-        checked(kernel, device)
-        if routes is None:
-            routes = measured_routes(kernel, memories[Tier.HOST].bytes_B, device) if Tier.HOST in memories else DEFAULT_ROUTES
-    except Exception as error:  # the edge to a compiler: whatever it raises, pages can still be copied one by one
-        fall_back(error, count)
-        return PageCopier(DEFAULT_ROUTES, None)
-    return PageCopier(routes, kernel, on_fallback=count)
+        driver = _driver(device)
+    except Exception as error:  # the edge to a driver, and below to a compiler: whatever they raise, pages can still be copied
+        fall_back("the driver's copies of lists", error, count)
+    try:
+        kernel = _kernel(device)
+        if routes is None and Tier.HOST in memories:
+            routes = measured_routes(kernel, driver, memories[Tier.HOST].bytes_B, device)
+    except Exception as error:
+        kernel = None
+        fall_back("the copy kernel", error, count)
+    return PageCopier(routes or DEFAULT_ROUTES, kernel=kernel, driver=driver, on_fallback=count)
 
 
-def _kernel() -> ModuleType:
+def _driver(device: torch.device) -> DriverCopies:
+    torch.zeros(1, device=device)  # makes the device's context current
+    driver = DriverCopies()
+    check_driver(driver, device)
+    return driver
+
+
+def _kernel(device: torch.device) -> ModuleType:
     """Where Triton is not installed this raises ImportError."""
     from stepwell.transfer import copy_kernel
 
+    check_kernel(copy_kernel, device)
     return copy_kernel

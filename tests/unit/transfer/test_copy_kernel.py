@@ -60,7 +60,7 @@ def expected(piece: Piece) -> torch.Tensor:
 
 
 def by_kernel(kernel: ModuleType, piece: Piece) -> None:
-    copier, staged = PageCopier(BY_KERNEL, kernel, on_fallback=pytest.fail), StagedIds(torch.device("cpu"), capacity=16)
+    copier, staged = PageCopier(BY_KERNEL, kernel=kernel, on_fallback=pytest.fail), StagedIds(torch.device("cpu"), capacity=16)
     staged.stage([piece.pairs])
     copier.queue(copier.routed(piece), staged)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from stepwell.transfer.page_copier import PageCopier, Route, Routes, StagedIds  # noqa: E402
-from stepwell.transfer.page_tables import PagePairs, PageTable, Piece, Run  # noqa: E402
+from stepwell.transfer.page_tables import PagePairs, PageTable, Piece  # noqa: E402
 
 ROUTES = Routes(
     load=Route(crossover_bytes=1000, programs=8), save=Route(crossover_bytes=100, programs=4), least_runs=2
@@ -55,17 +56,18 @@ def queue(copier: PageCopier, piece: Piece) -> None:
 
 def test_neighbours_on_both_sides_are_one_copy() -> None:
     piece = pairs(table(), table(), [3, 4, 5, 7, 8, 1], [0, 1, 2, 3, 5, 6]).whole()
-    assert piece.runs() == [Run(3, 0, 3), Run(7, 3, 1), Run(8, 5, 1), Run(1, 6, 1)] and piece.num_runs == 4
+    assert [each.tolist() for each in piece.runs()] == [[3, 7, 8, 1], [0, 3, 5, 6], [3, 1, 1, 1]]
     apart = pairs(table(), table(stride=512), [3, 4], [0, 1]).whole()
-    assert apart.num_runs == 2, "strides differ"
-    assert Piece(pairs=piece.pairs, start=0, size_bytes=100).num_runs == 6, "parts of pages are never neighbours"
-    assert pairs(table(), table(), [], []).whole().runs() == []
+    assert apart.runs().pages.tolist() == [1, 1], "strides differ"
+    part = Piece(pairs=piece.pairs, start=0, size_bytes=100)
+    assert part.runs().pages.tolist() == [1] * 6, "parts of pages are never neighbours"
+    assert not len(pairs(table(), table(), [], []).whole().runs().pages)
 
 
 def test_runs_copy_every_page_and_nothing_but_what_lies_between_them() -> None:
     source, target = table(), table()
     before = target.bytes_B.clone()
-    queue(PageCopier(ROUTES, None), pairs(source, target, [3, 4, 5, 0], [6, 7, 8, 1]).whole())
+    queue(PageCopier(ROUTES), pairs(source, target, [3, 4, 5, 0], [6, 7, 8, 1]).whole())
     for read, write in ((3, 6), (4, 7), (5, 8), (0, 1)):
         assert torch.equal(page(source, read), page(target, write))
     for untouched in (0, 2, 3, 4, 5, 9):
@@ -84,7 +86,7 @@ def test_pages_that_are_not_there_are_refused_before_anything_is_copied(ids: lis
 def test_small_pages_between_host_and_device_go_by_kernel_each_way_by_its_own_crossover() -> None:
     host, device = table(), table(on_device=True)
     kernel = Kernel()
-    copier = PageCopier(ROUTES, kernel)  # type: ignore[arg-type]
+    copier = PageCopier(ROUTES, kernel=kernel)  # type: ignore[arg-type]
     queue(copier, pairs(host, device, [1, 3], [2, 4]).whole())
     assert kernel.calls[0].programs == 8 and kernel.calls[0].size_bytes == 200
     assert kernel.calls[0].source_ids.tolist() == [1, 3] and kernel.calls[0].target_ids.tolist() == [2, 4]
@@ -101,7 +103,7 @@ def test_small_pages_between_host_and_device_go_by_kernel_each_way_by_its_own_cr
 def test_a_kernel_that_fails_is_said_and_counted_once_and_the_bytes_are_right(caplog: pytest.LogCaptureFixture) -> None:
     host, device = table(), table(on_device=True)
     kernel, fallbacks = Kernel(RuntimeError("ptxas is missing\nand a long story")), []
-    copier = PageCopier(ROUTES, kernel, on_fallback=lambda: fallbacks.append(1))  # type: ignore[arg-type]
+    copier = PageCopier(ROUTES, kernel=kernel, on_fallback=lambda: fallbacks.append(1))  # type: ignore[arg-type]
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             queue(copier, pairs(host, device, [1, 3], [2, 4]).whole())
@@ -111,7 +113,62 @@ def test_a_kernel_that_fails_is_said_and_counted_once_and_the_bytes_are_right(ca
     assert "ptxas is missing" in warning and "long story" not in warning
 
 
-def test_staged_ids_of_several_copies_share_one_transfer_and_grow() -> None:
+class Driver:
+    """Copies between addresses, or refuses after so many lists."""
+
+    def __init__(self, lists: int = 1 << 30) -> None:
+        self.lists = lists
+        self.sizes: list[list[int]] = []
+
+    def queue(self, sources: np.ndarray, targets: np.ndarray, sizes: np.ndarray, stream: int) -> None:
+        assert stream == 77 and {each.dtype for each in (sources, targets, sizes)} == {np.dtype(np.uint64)}
+        if len(self.sizes) == self.lists:
+            raise RuntimeError("cuMemcpyBatchAsync: error 1")
+        self.sizes.append(sizes.tolist())
+        for source, target, size in zip(sources.tolist(), targets.tolist(), sizes.tolist(), strict=True):
+            ctypes.memmove(target, source, size)
+
+
+@pytest.fixture
+def stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.current_stream", lambda: SimpleNamespace(cuda_stream=77))
+
+
+@pytest.mark.usefixtures("stream")
+def test_large_pages_between_host_and_device_go_as_lists_of_runs() -> None:
+    host, device, driver = table(page_bytes=300, stride=512), table(page_bytes=300, stride=512, on_device=True), Driver()
+    copier = PageCopier(ROUTES, driver=driver)  # type: ignore[arg-type]
+    before = device.bytes_B.clone()
+    queue(copier, pairs(host, device, [3, 4, 5, 0], [6, 7, 8, 1]).whole())
+    assert driver.sizes == [[2 * 512 + 300, 300]]
+    queue(copier, Piece(pairs=pairs(host, device, [2, 1], [3, 4]), start=100, size_bytes=8))
+    assert driver.sizes[1:] == [[8, 8]]
+    for read, write in ((3, 6), (4, 7), (5, 8), (0, 1)):
+        assert torch.equal(page(host, read), page(device, write))
+    for read, write in ((2, 3), (1, 4)):
+        wanted = before[write * 512 : write * 512 + 300].clone()
+        wanted[100:108] = page(host, read)[100:108]
+        assert torch.equal(page(device, write), wanted)
+    queue(copier, pairs(device, table(page_bytes=300, stride=512, on_device=True), [1, 3], [2, 4]).whole())
+    assert len(driver.sizes) == 2, "copies inside the device are torch's"
+
+
+@pytest.mark.usefixtures("stream")
+def test_a_driver_that_refuses_a_list_is_said_and_counted_once_and_the_bytes_are_right(caplog: pytest.LogCaptureFixture) -> None:
+    host, device = table(), table(on_device=True)
+    driver, fallbacks = Driver(lists=1), []
+    copier = PageCopier(ROUTES, driver=driver, on_fallback=lambda: fallbacks.append(1))  # type: ignore[arg-type]
+    with caplog.at_level(logging.WARNING):
+        for write in (2, 4, 6):
+            queue(copier, pairs(host, device, [1, 3], [write, write + 1]).whole())
+    for write in (2, 4, 6):
+        assert torch.equal(page(host, 1), page(device, write)) and torch.equal(page(host, 3), page(device, write + 1))
+    assert len(driver.sizes) == 1 and fallbacks == [1]
+    (warning,) = caplog.messages
+    assert "error 1" in warning
+
+
+def test_staged_ids_of_several_copies_lie_apart_and_grow() -> None:
     staged = StagedIds(torch.device("cpu"), capacity=16)
     big = table(pages=100)
     several = [pairs(big, big, list(range(n)), list(range(99, 99 - n, -1))) for n in (1, 17, 0, 100)]

@@ -46,8 +46,7 @@ class Event:
         self.notes.append(f"event on {stream.name}")
 
     def synchronize(self) -> None:
-        assert self.blocking, "a worker must not spin"
-        self.notes.append("waited")
+        self.notes.append("waited asleep" if self.blocking else "waited")
 
 
 class StandIn:
@@ -104,8 +103,19 @@ def test_loads_and_saves_have_their_streams_follow_the_engine_and_wait_for_thems
     assert torch.equal(rows[Tier.HOST][9], rows[Tier.DEVICE][60])
 
 
-def test_a_kernel_that_cannot_be_had_is_counted_at_the_start(stand_in: StandIn) -> None:
-    assert stand_in.counters["copy_kernel_fallbacks"] == 1, "there is no CUDA here for Triton to build it for"
+def test_a_worker_sleeps_while_much_is_copied_and_spins_while_little_is(
+    stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = stand_in.plan(Purpose.SAVE, [60, 3], [9, 1])
+    size = 2 * HYBRID.object_bytes(Kind.PREFIX)
+    for spun, waited in ((size, "waited"), (size - 1, "waited asleep")):
+        monkeypatch.setattr(torch_copy_engine, "SPUN_BYTES", spun)
+        stand_in.copy_engine.begin(plan)()
+        assert stand_in.notes[-1] == waited
+
+
+def test_fast_ways_that_cannot_be_had_are_counted_at_the_start(stand_in: StandIn) -> None:
+    assert stand_in.counters["copy_fallbacks"] == 2, "there is no driver here, and nothing for Triton to build a kernel for"
 
 
 def test_a_plan_that_fails_half_way_still_waits_for_what_it_had_queued(
@@ -179,7 +189,7 @@ def test_page_ids_are_staged_once_for_all_steps_of_a_load(monkeypatch: pytest.Mo
 
     route = Route(crossover_bytes=1 << 40, programs=2)
     stand_in.copy_engine._tables = on_device
-    stand_in.copy_engine._copier = PageCopier(Routes(load=route, save=route, least_runs=1), Kernel())  # type: ignore[arg-type]
+    stand_in.copy_engine._copier = PageCopier(Routes(load=route, save=route, least_runs=1), kernel=Kernel())  # type: ignore[arg-type]
     monkeypatch.setattr(layer_events, "STEP_BYTES", 1)
     stand_in.copy_engine.begin(stand_in.plan(Purpose.LOAD, [3, 9], [8, 1]))()
     assert calls == [([3, 9], [8, 1], 16)] * 2, "two layers of 16 bytes"

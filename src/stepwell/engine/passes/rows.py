@@ -57,7 +57,7 @@ class Tiled:
 
     def encode(self, x_NC: torch.Tensor) -> torch.Tensor:
         scaled_NTX = _tiles(x_NC[:, : self.width].float(), TILE)
-        scale_NT = scaled_NTX.abs().amax(-1).clamp_min(torch.finfo(torch.float32).tiny * LARGEST) / LARGEST
+        scale_NT = _part_of_largest(scaled_NTX.abs().amax(-1).clamp_min(torch.finfo(torch.float32).tiny * LARGEST))
         eight = (scaled_NTX / scale_NT[..., None]).clamp(-LARGEST, LARGEST).to(EIGHT).flatten(1)[:, : self.width]
         exact = x_NC[:, self.width :].to(torch.bfloat16)
         return torch.cat([_bytes(eight), _bytes(scale_NT), _bytes(exact)], dim=-1)
@@ -78,7 +78,7 @@ class Powers:
 
     def encode(self, x_NC: torch.Tensor) -> torch.Tensor:
         scaled_NTX = _tiles(x_NC[:, : self.width].float(), POWER_TILE)
-        most_NT = scaled_NTX.abs().amax(-1) / LARGEST
+        most_NT = _part_of_largest(scaled_NTX.abs().amax(-1))
         part_NT, exponent_NT = torch.frexp(most_NT)  # a part in [0.5, 1): the same on every device, as a logarithm is not
         power_NT = (exponent_NT - (part_NT == 0.5).int()).float().clamp(LEAST_POWER, NO_POWER)
         power_NT = power_NT.masked_fill(most_NT == 0, LEAST_POWER).masked_fill(~most_NT.isfinite(), NO_POWER)
@@ -132,6 +132,11 @@ class Rows:
 def _tiles(x: torch.Tensor, size: int) -> torch.Tensor:
     tiles: torch.Tensor = pad(x, (0, -x.shape[-1] % size)).unflatten(-1, (-1, size))
     return tiles
+
+
+def _part_of_largest(x: torch.Tensor) -> torch.Tensor:
+    """`x / LARGEST`, rounded once: divided by a plain number, CUDA multiplies with its inverse."""
+    return x / torch.full_like(x, LARGEST)
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
     page      |kv: layer 0|1|2|3|index: layer 0|1|2|3|      step 0: the first layers of every state, of all pages
     steps          0      0 1 1      0          0 1 1       step 1: the next ones ...
 
-A pass may begin when all steps are queued, and waits for layer k of a state when it reaches it. Copies nothing itself.
+A pass may begin when the first step is queued, and waits for layer k of a state when it reaches it. Copies nothing itself.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from threading import Condition
 
 import torch
 
@@ -30,23 +31,49 @@ class LayerEvents:
         self._device = device
         self._step_of = step_of
         self._events = events
+        self._num_queued = 0  # steps whose events are recorded: a stream does not wait for one that is not
+        self._changed = Condition()
+
+    def record(self, step: int, stream: torch.cuda.Stream) -> None:
+        """All copies of a step, and of those before, are queued on this stream."""
+        self._events[step].record(stream)
+        self._let_pass(step + 1)
+
+    def queued(self) -> None:
+        """No more steps will come, also if some failed: nobody is to wait for them."""
+        self._let_pass(len(self._events))
+
+    def _let_pass(self, steps: int) -> None:
+        with self._changed:
+            self._num_queued = steps
+            self._changed.notify_all()
 
     def wait(self, state: str, layer: int, stream: torch.cuda.Stream | None = None) -> None:
         """Makes what is queued on `stream`, or on the device's current one, from now on wait for one layer of a state, as
         `batch.rows(state, layer)` counts them.
 
-        A state that is not part of the load is not waited for. Never waits itself.
+        A state that is not part of the load is not waited for. Waits itself only until the layer's copies are queued, which
+        takes as long as the device lets its queue grow.
         """
         if state in self._step_of:
-            (stream or torch.cuda.current_stream(self._device)).wait_event(self._events[self._step_of[state][layer]])
+            self._wait(self._step_of[state][layer], stream or torch.cuda.current_stream(self._device))
 
     def wait_all(self, stream: torch.cuda.Stream) -> None:
         """The same for every byte of the load."""
-        stream.wait_event(self._events[-1])
+        self._wait(len(self._events) - 1, stream)
 
     def arrived(self, state: str, layer: int) -> bool:
         """Whether its bytes are there now."""
-        return state not in self._step_of or self._events[self._step_of[state][layer]].query()
+        if state not in self._step_of:
+            return True
+        step = self._step_of[state][layer]
+        return step < self._num_queued and self._events[step].query()
+
+    def _wait(self, step: int, stream: torch.cuda.Stream) -> None:
+        if step >= self._num_queued:
+            with self._changed:
+                self._changed.wait_for(lambda: step < self._num_queued)
+        stream.wait_event(self._events[step])
 
     def __repr__(self) -> str:
         return f"LayerEvents({', '.join(self._step_of)}, steps={len(self._events)})"

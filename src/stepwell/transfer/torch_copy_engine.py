@@ -6,6 +6,7 @@ that carries out a plan waits, for its own copies. How pages are copied is said 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -29,7 +30,7 @@ from stepwell.transfer.torch_memory import TorchMemory
 
 HIGH_PRIORITY, NORMAL_PRIORITY = -1, 0
 AT_ONCE = 1 << 62  # bytes of a step: layers of many pages are queued slower one by one than the bus copies whole pages
-SPUN_BYTES = 64 << 20  # copies of fewer take a millisecond at most: a thread that slept would wake up late
+SPUN_BYTES, LOOK_AGAIN_S = 64 << 20, 50e-6  # the first take a millisecond on a bus; looking costs a tenth of a core
 PLANS_AT_ONCE = 3  # that page ids are kept room for from the start; more are made when needed
 
 
@@ -66,13 +67,13 @@ class TorchCopyEngine:
     def begin(self, plan: Plan) -> Work:
         if self._device is None:
             return partial(self._run_here, plan)
-        before = torch.cuda.Event()
+        before = torch.cuda.Event(blocking=True)
         before.record(self._engine_stream or torch.cuda.current_stream(self._device))
         return partial(self._run_on_stream, plan, before)
 
     def events_for(self, job: JobId) -> LayerEvents | None:
-        """A load's events, from when all of its copies are queued until they are done; None before and after, and for all
-        jobs that are not copied layer by layer. From any thread.
+        """A load's events, from when its copies are being queued until they are done; None before and after, and for all jobs
+        that are not copied layer by layer. From any thread.
         """
         return self._events.get(job)
 
@@ -86,34 +87,37 @@ class TorchCopyEngine:
         """Copies after what the engine had queued, and waits for the copies alone."""
         work = self._steps(plan)  # looks at every id, before anything is copied
         lane = self._saving if plan.purpose is Purpose.SAVE else self._loading
-        staged = self._staged_ids()
-        done = torch.cuda.Event(blocking=work.total_bytes > SPUN_BYTES)
+        staged, done = self._staged_ids(), torch.cuda.Event()
+        events = LayerEvents(work.step_of, [torch.cuda.Event() for _ in work.steps], self._device) if work.step_of else None
         try:
             with lane.queueing() as stream:
                 try:
                     stream.wait_event(before)
-                    events = self._queue(work, staged, stream)
-                    if work.step_of:
-                        self._events[plan.job] = LayerEvents(work.step_of, events, self._device)
+                    if events is not None:
+                        self._events[plan.job] = events
+                    self._queue(work, staged, stream, events)
                 finally:
                     done.record(stream)
+                    if events is not None:
+                        events.queued()
         finally:  # after a failure too: pages are not used again while a copy that was queued still runs
-            done.synchronize()
+            before.synchronize()
+            _wait(done, work.total_bytes)
             self._events.pop(plan.job, None)
             staged.forget()
             self._spare.put(staged)
 
-    def _queue(self, work: LayerSteps, staged: StagedIds, stream: torch.cuda.Stream) -> list[torch.cuda.Event]:
-        """Queues all steps; an event behind each."""
+    def _queue(self, work: LayerSteps, staged: StagedIds, stream: torch.cuda.Stream, events: LayerEvents | None) -> None:
+        """Queues all steps; an event behind each that somebody may wait for."""
         steps = [[self._copier.routed(piece) for piece in pieces] for pieces in work.steps]
-        staged.stage(list(dict.fromkeys(each.piece.pairs for step in steps for each in step if each.route is not None)))
-        events = []
-        for step in steps:
+        by_kernel = {each.piece.pairs: None for step in steps for each in step if each.route is not None}
+        if by_kernel:
+            staged.stage(list(by_kernel))
+        for number, step in enumerate(steps):
             for routed in step:
                 self._copier.queue(routed, staged)
-            events.append(torch.cuda.Event())
-            events[-1].record(stream)
-        return events
+            if events is not None:
+                events.record(number, stream)
 
     def _steps(self, plan: Plan) -> LayerSteps:
         """A plan's pages in the order they are copied in: layer by layer if it is a load and that is wanted, else at once."""
@@ -159,6 +163,15 @@ class _Lane:
     def queueing(self) -> Iterator[torch.cuda.Stream]:
         with self._lock, torch.cuda.stream(self._stream):
             yield self._stream
+
+
+def _wait(done: torch.cuda.Event, copied_bytes: int) -> None:
+    """Until the copies are done. A thread that sleeps on an event wakes up late by as long as 20 MiB take, so few bytes are
+    waited for spinning, and many by looking again and again.
+    """
+    while copied_bytes > SPUN_BYTES and not done.query():
+        time.sleep(LOOK_AGAIN_S)
+    done.synchronize()
 
 
 def _is_load(copy: Copy) -> bool:

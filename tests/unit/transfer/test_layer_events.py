@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -94,18 +97,58 @@ def test_a_load_of_nothing_is_one_empty_step() -> None:
     assert cut.steps == ((),) and not cut.step_of
 
 
+class Stream:
+    def __init__(self) -> None:
+        self.waited: list[str] = []
+
+    def wait_event(self, event: Event) -> None:
+        self.waited.append(event.name)
+
+
+class Event:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def record(self, stream: object) -> None:
+        self.name += " recorded"
+
+    def query(self) -> bool:
+        return True
+
+
 def test_waiting_asks_for_the_event_behind_the_layers_step() -> None:
-    class Stream:
-        def __init__(self) -> None:
-            self.waited: list[str] = []
+    stream: Any = Stream()
+    recorded: list[Any] = [Event("first"), Event("second")]
+    events = LayerEvents({"kv": [0, 0, 1], "ssm": [0]}, recorded)
+    for step in range(2):
+        events.record(step, stream)
+    events.wait("kv", 2, stream)
+    events.wait("ssm", 0, stream)
+    events.wait("swa", 0, stream)
+    events.wait_all(stream)
+    wanted = ["second recorded", "first recorded", "second recorded"]
+    assert stream.waited == wanted, "a state that is not loaded is not waited for"
 
-        def wait_event(self, event: str) -> None:
-            self.waited.append(event)
 
-    stream = Stream()
-    events = LayerEvents({"kv": [0, 0, 1], "ssm": [0]}, ["first", "second"])  # type: ignore[list-item]
-    events.wait("kv", 2, stream)  # type: ignore[arg-type]
-    events.wait("ssm", 0, stream)  # type: ignore[arg-type]
-    events.wait("swa", 0, stream)  # type: ignore[arg-type]
-    events.wait_all(stream)  # type: ignore[arg-type]
-    assert stream.waited == ["second", "first", "second"], "a state that is not loaded is not waited for"
+def test_a_layer_whose_copies_are_not_queued_yet_is_waited_for_here() -> None:
+    stream: Any = Stream()
+    recorded: list[Any] = [Event("first"), Event("second")]
+    events = LayerEvents({"kv": [0, 1]}, recorded)
+    events.record(0, stream)
+    assert events.arrived("kv", 0) and not events.arrived("kv", 1)
+    events.wait("kv", 0, stream)
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(events.wait, "kv", 1, stream)
+        time.sleep(0.02)
+        assert not waiting.done() and stream.waited == ["first recorded"], "no stream may pass an event that is not recorded"
+        events.record(1, stream)
+        waiting.result(timeout=60)
+    assert stream.waited[1:] == ["second recorded"]
+
+
+def test_nobody_waits_for_steps_that_will_not_come() -> None:
+    stream: Any = Stream()
+    events = LayerEvents({"kv": [0, 1]}, [Event("first"), Event("second")])  # type: ignore[list-item]
+    events.queued()
+    events.wait("kv", 1, stream)
+    events.wait_all(stream)

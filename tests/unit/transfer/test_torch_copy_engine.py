@@ -45,8 +45,13 @@ class Event:
         self.name = f"{stream.name}#{len(self.notes)}"
         self.notes.append(f"event on {stream.name}")
 
+    def query(self) -> bool:
+        self.notes.append("looked")
+        return self.notes.count("looked") > 2
+
     def synchronize(self) -> None:
-        self.notes.append("waited asleep" if self.blocking else "waited")
+        how = "asleep" if self.blocking else "spinning"
+        self.notes.append(f"waited {how} for {self.name.partition('#')[0]}")
 
 
 class StandIn:
@@ -94,24 +99,25 @@ def test_loads_and_saves_have_their_streams_follow_the_engine_and_wait_for_thems
     rows = {tier: memory.rows(Kind.PREFIX) for tier, memory in stand_in.memories.items()}
     stand_in.copy_engine.begin(stand_in.plan(Purpose.LOAD, [3, 5], [8, 1]))()
     assert stand_in.notes == [
-        "event on engine", "loading-1 waits for engine#0", "event on loading-1", "event on loading-1", "waited"
+        "event on engine", "loading-1 waits for engine#0", "event on loading-1",
+        "waited asleep for engine", "waited spinning for loading-1",
     ]  # fmt: skip
     assert torch.equal(rows[Tier.DEVICE][8], rows[Tier.HOST][3]) and torch.equal(rows[Tier.DEVICE][1], rows[Tier.HOST][5])
     stand_in.notes.clear()
     stand_in.copy_engine.begin(stand_in.plan(Purpose.SAVE, [60], [9]))()
-    assert stand_in.notes[1] == "saving0 waits for engine#0" and stand_in.notes[-1] == "waited"
+    assert stand_in.notes[1] == "saving0 waits for engine#0" and stand_in.notes[-1] == "waited spinning for saving0"
     assert torch.equal(rows[Tier.HOST][9], rows[Tier.DEVICE][60])
 
 
-def test_a_worker_sleeps_while_much_is_copied_and_spins_while_little_is(
+def test_a_worker_looks_now_and_then_while_much_is_copied_and_spins_while_little_is(
     stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = stand_in.plan(Purpose.SAVE, [60, 3], [9, 1])
     size = 2 * HYBRID.object_bytes(Kind.PREFIX)
-    for spun, waited in ((size, "waited"), (size - 1, "waited asleep")):
+    for spun, looks in ((size, 0), (size - 1, 3)):
         monkeypatch.setattr(torch_copy_engine, "SPUN_BYTES", spun)
         stand_in.copy_engine.begin(plan)()
-        assert stand_in.notes[-1] == waited
+        assert stand_in.notes.count("looked") == looks and stand_in.notes[-1] == "waited spinning for saving0"
 
 
 def test_fast_ways_that_cannot_be_had_are_counted_at_the_start(stand_in: StandIn) -> None:
@@ -128,7 +134,7 @@ def test_a_plan_that_fails_half_way_still_waits_for_what_it_had_queued(
     spare = stand_in.copy_engine._spare.qsize()
     with pytest.raises(RuntimeError, match="the device is gone"):
         stand_in.copy_engine.begin(stand_in.plan(Purpose.LOAD, [3], [8]))()
-    assert stand_in.notes[-2:] == ["event on loading-1", "waited"]
+    assert stand_in.notes[-3:] == ["event on loading-1", "waited asleep for engine", "waited spinning for loading-1"]
     assert stand_in.copy_engine._spare.qsize() == spare and stand_in.copy_engine.events_for(JOB) is None
 
 
@@ -139,17 +145,33 @@ def test_a_page_that_is_not_there_fails_before_anything_is_queued(stand_in: Stan
     assert stand_in.notes == ["event on engine"]
 
 
-def test_layer_events_are_there_from_when_all_is_queued_until_it_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layer_events_are_there_until_all_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in = StandIn(monkeypatch, layerwise=HYBRID)
     seen: list[LayerEvents | None] = []
     monkeypatch.setattr(Event, "synchronize", lambda event: seen.append(stand_in.copy_engine.events_for(JOB)))
     stand_in.copy_engine.begin(stand_in.plan(Purpose.LOAD, [3], [8]))()
-    (events,) = seen
-    assert events is not None and stand_in.copy_engine.events_for(JOB) is None
+    events, at_the_end = seen
+    assert events is not None and events is at_the_end and stand_in.copy_engine.events_for(JOB) is None
     events.wait("kv", 1, Stream("pass", stand_in.notes))  # type: ignore[arg-type]
     assert stand_in.notes[-1].startswith("pass waits for loading-1#")
     stand_in.copy_engine.begin(stand_in.plan(Purpose.SAVE, [3], [8]))()
-    assert seen[1:] == [None], "saves have none"
+    assert seen[2:] == [None, None], "saves have none"
+
+
+def test_a_load_that_fails_half_way_keeps_nobody_waiting_for_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in = StandIn(monkeypatch, layerwise=HYBRID)
+    seen: list[LayerEvents | None] = []
+
+    def fail(self: PageCopier, routed: Routed, staged: StagedIds | None = None) -> None:
+        seen.append(stand_in.copy_engine.events_for(JOB))
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(PageCopier, "queue", fail)
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        stand_in.copy_engine.begin(stand_in.plan(Purpose.LOAD, [3], [8]))()
+    (events,) = seen
+    assert events is not None and stand_in.copy_engine.events_for(JOB) is None
+    events.wait("kv", 1, Stream("pass", stand_in.notes))  # type: ignore[arg-type]
 
 
 def test_what_is_copied_on_the_device_is_waited_for_with_the_first_layers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,9 +32,10 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     queue, wait = PageCopier.queue, LayerEvents.wait
     seen: list[bool] = []
 
-    def slowly(copier: PageCopier, routed: Routed, staged: StagedIds | None = None) -> None:
-        torch.cuda._sleep(SLOW)
-        queue(copier, routed, staged)
+    def slowly(copier: PageCopier, routed: Routed, staged: StagedIds, stream: torch.cuda.Stream) -> None:
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(SLOW)
+        queue(copier, routed, staged, stream)
 
     def noted(events: LayerEvents, state: str, layer: int, stream: torch.cuda.Stream | None = None) -> None:
         seen.append(events.arrived(state, layer))

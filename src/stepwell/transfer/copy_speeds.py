@@ -24,9 +24,9 @@ log = logging.getLogger(__name__)
 SAMPLE_BYTES = 16 * 2**20  # 0.3 ms on a bus
 PAGES_BYTES = tuple(1 << bits for bits in range(21, 13, -1))  # 2 MiB to 16 KiB: tried, until the copy engines are too slow
 SMALL_PAGE_BYTES = 32 << 10
-PROGRAMS = (1, 2, 3, 4, 6, 8, 16, 32)  # tried
+PROGRAMS = (1, 2, 3, 4)  # tried: four fill the bus, and every one takes a multiprocessor from passes
 SLACK = 1.05  # this close to the best is as good
-ENGINES_SLACK = 1.2  # copy engines that take this much longer are better: they take nothing from passes beside them
+ENGINES_SLACK = 1.5  # copy engines that take this much longer are better: they take nothing from passes beside them
 CHECKED_BYTES = (32 << 10, 8 << 10, 36 << 10, 2560, 1000)  # a page for each variant of the kernel that is common, and another
 
 DEFAULT_ROUTE = Route(crossover_bytes=512 << 10, programs=4)

@@ -1,4 +1,4 @@
-"""Queues copies of pages on the current stream: by the device's copy engines, many very small pieces by the copy kernel.
+"""Queues copies of pages on a stream: by the device's copy engines, many very small pieces by the copy kernel.
 
     between host and device    runs of neighbouring pages, as a list that the driver takes in one call
     runs below the crossover   one kernel: a few programs read or write pinned memory over the bus
@@ -89,7 +89,7 @@ class StagedIds:
 
 
 class PageCopier:
-    """Copies pieces of pages. From any thread, on that thread's current stream."""
+    """Copies pieces of pages. From any thread; without a stream, on that thread's current one."""
 
     def __init__(
         self, routes: Routes, *, kernel: ModuleType | None = None, driver: DriverCopies | None = None,
@@ -119,29 +119,29 @@ class PageCopier:
         )
         return Routed(piece, runs, route if by_kernel else None)
 
-    def queue(self, routed: Routed, staged: StagedIds | None = None) -> None:
+    def queue(self, routed: Routed, staged: StagedIds | None = None, stream: torch.cuda.Stream | None = None) -> None:
         """Queues the copy of one piece. Of those that go by kernel the ids were staged. Raises when it cannot be queued."""
         piece, runs, route = routed
-        if route is not None and staged is not None and self._launch(piece, route, *staged.of(piece.pairs)):
+        if route is None and self._list(piece, runs, stream):
             return
-        if self._list(piece, runs):
-            return
-        for source_B, target_B in piece.slices(runs):
-            target_B.copy_(source_B, non_blocking=True)
+        with torch.cuda.stream(stream):
+            if route is not None and staged is not None and self._launch(piece, route, *staged.of(piece.pairs)):
+                return
+            for source_B, target_B in piece.slices(runs):
+                target_B.copy_(source_B, non_blocking=True)
 
-    def _list(self, piece: Piece, runs: Runs) -> bool:
+    def _list(self, piece: Piece, runs: Runs, stream: torch.cuda.Stream | None) -> bool:
         """Whether the driver took the runs as a list. If not, it is not tried again."""
         source, target = piece.pairs.source, piece.pairs.target
         driver = self._driver
         if driver is None or source.on_device == target.on_device:
             return False
         first, onto, sizes = piece.places(runs)
+        first += source.bytes_B.data_ptr()
+        onto += target.bytes_B.data_ptr()
         try:
-            sources, targets = first + source.bytes_B.data_ptr(), onto + target.bytes_B.data_ptr()
-            driver.queue(
-                sources.astype(np.uint64), targets.astype(np.uint64), sizes.astype(np.uint64),
-                torch.cuda.current_stream().cuda_stream,
-            )  # fmt: skip
+            driver.queue(first.view(np.uint64), onto.view(np.uint64), sizes.view(np.uint64),
+                         (stream or torch.cuda.current_stream()).cuda_stream)  # fmt: skip
         except Exception as error:  # the edge to a driver: what it queued is copied once more
             self._driver = None
             fall_back("the driver's copies of lists", error, self._on_fallback)

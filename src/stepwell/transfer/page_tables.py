@@ -84,13 +84,13 @@ class Piece:
     def runs(self) -> Runs:
         """The pages, neighbours together where one copy can move them."""
         read, write = (ids.astype(np.int64) for ids in (self.pairs.source_ids, self.pairs.target_ids))
-        if not self.total_bytes:
-            return Runs(*(np.zeros(0, np.int64) for _ in Runs._fields))
-        if not self._may_join():
-            return Runs(read, write, np.ones_like(read))
-        breaks = (np.diff(read) != 1) | (np.diff(write) != 1)
-        first = np.concatenate(([0], np.flatnonzero(breaks) + 1))
-        return Runs(read[first], write[first], np.diff(first, append=len(read)))
+        count = len(read) if self.size_bytes else 0
+        together = (read[1:] - read[:-1] == 1) & (write[1:] - write[:-1] == 1)
+        if count < len(read) or not self._may_join() or not together.any():
+            return Runs(read[:count], write[:count], np.ones(count, np.int64))
+        ends = np.append(np.flatnonzero(~together) + 1, count)
+        first = np.append(0, ends[:-1])
+        return Runs(read[first], write[first], ends - first)
 
     def _may_join(self) -> bool:
         """Whole pages only, and at the same distance on both sides."""

@@ -115,7 +115,7 @@ class TorchCopyEngine:
             staged.stage(list(by_kernel))
         for number, step in enumerate(steps):
             for routed in step:
-                self._copier.queue(routed, staged)
+                self._copier.queue(routed, staged, stream)
             if events is not None:
                 events.record(number, stream)
 
@@ -161,7 +161,7 @@ class _Lane:
 
     @contextmanager
     def queueing(self) -> Iterator[torch.cuda.Stream]:
-        with self._lock, torch.cuda.stream(self._stream):
+        with self._lock:
             yield self._stream
 
 

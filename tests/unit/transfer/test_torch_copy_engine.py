@@ -127,7 +127,7 @@ def test_fast_ways_that_cannot_be_had_are_counted_at_the_start(stand_in: StandIn
 def test_a_plan_that_fails_half_way_still_waits_for_what_it_had_queued(
     stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(self: PageCopier, routed: Routed, staged: StagedIds | None = None) -> None:
+    def fail(self: PageCopier, routed: Routed, staged: StagedIds, stream: object) -> None:
         raise RuntimeError("the device is gone")
 
     monkeypatch.setattr(PageCopier, "queue", fail)
@@ -162,7 +162,7 @@ def test_a_load_that_fails_half_way_keeps_nobody_waiting_for_its_layers(monkeypa
     stand_in = StandIn(monkeypatch, layerwise=HYBRID)
     seen: list[LayerEvents | None] = []
 
-    def fail(self: PageCopier, routed: Routed, staged: StagedIds | None = None) -> None:
+    def fail(self: PageCopier, routed: Routed, staged: StagedIds, stream: object) -> None:
         seen.append(stand_in.copy_engine.events_for(JOB))
         raise RuntimeError("the device is gone")
 

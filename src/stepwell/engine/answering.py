@@ -12,6 +12,7 @@ import torch
 
 from stepwell.base.meters import Clock
 from stepwell.cache.facade import Cache
+from stepwell.engine.ops.kernels import ToHost
 from stepwell.engine.request import Chunk, Delta, Finish, Request, TokenLogprob, Usage
 from stepwell.engine.sampling import UNSOUND, Choices, Chosen, draw_of
 from stepwell.engine.scheduler import Scheduler
@@ -24,12 +25,13 @@ log = logging.getLogger(__name__)
 
 
 class Answering:
-    def __init__(self, cache: Cache, scheduler: Scheduler, clock: Clock, eos_ids: frozenset[int]) -> None:
+    def __init__(self, cache: Cache, scheduler: Scheduler, clock: Clock, eos_ids: frozenset[int], to_host: ToHost) -> None:
         self.requests: dict[int, Request] = {}  # that wait or run
         self._cache = cache
         self._scheduler = scheduler
         self._clock = clock
         self._eos_ids = eos_ids
+        self._to_host = to_host
         self._deltas: list[Delta] = []
 
     def deltas(self) -> list[Delta]:
@@ -59,7 +61,7 @@ class Answering:
             return  # nor is their pass waited for: it may wait for what never comes
         completed = [chunk for chunk in chunks if chunk.completes]
         draws = [draw_of(chunk.request, after) for chunk in completed for after in range(1 + len(chunk.proposed))]
-        choices, row = Choices(logits, draws), 0
+        choices, row = Choices(logits, draws, self._to_host), 0
         for chunk in chunks:
             if chunk in missed:
                 row += chunk.completes

@@ -79,8 +79,9 @@ class Engine:
         self._unread: Unread | None = None  # the pass that runs while its requests are already planned further
         self._reads_later = speculation is None and runner.goes_ahead
         self._runner = runner
+        self._to_host = runner.model.kernels.to_host
         self._speculation = speculation
-        self._answering = Answering(cache, self.scheduler, self.clock, eos_ids)
+        self._answering = Answering(cache, self.scheduler, self.clock, eos_ids, self._to_host)
         self._last_id = 0
         self._streams: dict[int, deque[Delta]] = {}
 
@@ -296,7 +297,7 @@ class Engine:
         self._unread = None
         if following:
             logits = self._runner.follow(following, before.tokens_of(following))
-            self._unread = Unread.of(following, logits, after=1)
+            self._unread = Unread.of(following, logits, after=1, to_host=self._to_host)
             self.passes += 1
             self._count_fallbacks()
         self._answering.take(before)
@@ -310,7 +311,8 @@ class Engine:
 
     def _compute(self, chunks: Sequence[Chunk]) -> None:
         if self._can_be_read_later(chunks):
-            self._unread = Unread.of([chunk.request for chunk in chunks], self._runner.run(chunks), after=0)
+            requests, logits = [chunk.request for chunk in chunks], self._runner.run(chunks)
+            self._unread = Unread.of(requests, logits, after=0, to_host=self._to_host)
             self.passes += 1
             self._count_fallbacks()
             return

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 
 import torch
 
+from stepwell.engine.ops.kernels import ToHost
 from stepwell.engine.passes.pages import on_device
 from stepwell.engine.request import Request
-from stepwell.engine.sampling import draw_of, pick
+from stepwell.engine.sampling import Picked, draw_of, pick
 from stepwell.tiers.lease import Lease
 
 
@@ -27,31 +28,20 @@ class Unread:
 
     requests: Sequence[Request]
     leases: Sequence[Lease | None]  # that they were computed under
-    token_B: torch.Tensor
-    host_B: torch.Tensor
-    copied: torch.cuda.Event | None  # None where there is nothing to wait for
+    picked: Picked
 
     @classmethod
-    def of(cls, requests: Sequence[Request], logits_BV: torch.Tensor, *, after: int) -> Unread:
+    def of(cls, requests: Sequence[Request], logits_BV: torch.Tensor, *, after: int, to_host: ToHost) -> Unread:
         """Chooses on the device, and starts to bring the tokens to the host.
 
         The requests have read all tokens that these come from, or all but the last one (`after` 1).
         """
         token_B = pick(logits_BV, [draw_of(request, after) for request in requests])
-        leases = [request.lease for request in requests]
-        if not token_B.is_cuda:
-            return cls(requests=requests, leases=leases, token_B=token_B, host_B=token_B, copied=None)
-        host_B = torch.empty(token_B.shape, dtype=token_B.dtype, pin_memory=True).copy_(token_B, non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record(torch.cuda.current_stream(token_B.device))
-        return cls(requests=requests, leases=leases, token_B=token_B, host_B=host_B, copied=copied)
+        return cls(requests=requests, leases=[request.lease for request in requests], picked=Picked(token_B, to_host))
 
     def read(self) -> list[int]:
         """The token of each request. Waits for the pass."""
-        if self.copied is not None:
-            self.copied.synchronize()
-        tokens: list[int] = self.host_B.tolist()
-        return tokens
+        return self.picked.read()
 
     def valid_requests(self) -> list[Request]:
         """Those that still have the lease they were computed under. What was computed for the others is dropped."""
@@ -59,7 +49,7 @@ class Unread:
 
     def tokens_of(self, requests: Sequence[Request]) -> torch.Tensor:
         """The tokens of some of the requests, on the device, for a pass that goes on from them. Unsound ones count as 0."""
-        token_B = self.token_B.clamp_min(0)
+        token_B = self.picked.token_B.clamp_min(0)
         if len(requests) == len(self.requests):
             return token_B
         rows = {request.id: row for row, request in enumerate(self.requests)}

@@ -69,3 +69,12 @@ def test_a_key_rotated_by_no_angle_stays_as_it_is() -> None:
     row_N2X = scene.rows.stored_PRE[scene.paging.page_N, scene.paging.row_N].unflatten(1, (2, 32))
     assert torch.equal(row_N2X[..., :16].flatten(1), qkv_NX[:, 4 * 16 : 6 * 16])
     assert torch.equal(row_N2X[..., 16:].flatten(1), qkv_NX[:, 6 * 16 :])
+
+
+@pytest.mark.parametrize("shape", [(1,), (64,), (300,), (0,), (7, 3)])
+def test_numbers_come_to_the_host_as_they_are(shape: tuple[int, ...]) -> None:
+    numbers = torch.randint(-(2**40), 2**40, (*shape, 2), device=DEVICE)[..., 0]  # not all beside one another
+    host = fast.to_host(numbers)
+    if numbers.is_cuda:
+        torch.cuda.synchronize()
+    assert host.device.type == "cpu" and torch.equal(host, numbers.cpu()) and torch.equal(pointwise.to_host(numbers).cpu(), host)

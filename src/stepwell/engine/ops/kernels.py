@@ -7,7 +7,7 @@
     index          ops/selection.py       Triton: scores and the best of them, the latter with FlashInfer's top-k
     entries        ops/compression.py     Triton: windows, entries and sinks in one
     rows           passes/rows.py         Triton: encoding in eight bits
-    pointwise      ops/pointwise.py       Triton: rotation and rows, gates, sums and norms
+    pointwise      ops/pointwise.py       Triton: rotation and rows, gates, sums and norms, tokens for the host
     experts        ops/experts.py         Triton, or torch's grouped product
     recurrence     ops/recurrent.py       Triton; runs of delta nets by flash-linear-attention
 
@@ -72,6 +72,7 @@ Recur = Callable[[Points, int, Tokens], torch.Tensor]
 MakeAngles = Callable[[torch.Tensor, torch.Tensor, float, torch.dtype], Angles]
 AddNorm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
 Gate = Callable[[torch.Tensor, Activation], torch.Tensor]
+ToHost = Callable[[torch.Tensor], torch.Tensor]
 WriteRows = Callable[[Rows, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
@@ -104,6 +105,7 @@ class Kernels:
     angles: MakeAngles = pointwise.angles
     add_norm: AddNorm = pointwise.add_norm
     gate: Gate = pointwise.gate
+    to_host: ToHost = pointwise.to_host
     experts: RunExperts = run_experts
     convolve: Convolve = recurrent.convolve
     recur: Recur = recurrent.recur
@@ -163,7 +165,7 @@ def _triton(report: Report) -> dict[str, Any]:
     from stepwell.engine.ops.triton_shared import TritonShared
 
     report.chosen |= dict.fromkeys(("index", "entries", "rows", "pointwise", "experts"), "triton")
-    names = ("write_keys_values", "angles", "add_norm", "gate")
+    names = ("write_keys_values", "angles", "add_norm", "gate", "to_host")
     made = {name: Guarded("pointwise", getattr(fast, name), getattr(pointwise, name), report) for name in names}
     return made | {
         "experts": Guarded("experts", run_experts_grouped, run_experts, report),

@@ -49,6 +49,13 @@ def gate(gate_up_NX: torch.Tensor, act: Activation) -> torch.Tensor:
     return act(gate_NI).mul_(up_NI)
 
 
+def to_host(numbers_N: torch.Tensor) -> torch.Tensor:
+    """A copy on the host that is there when the current stream has come so far; the same tensor where it lies there already."""
+    if not numbers_N.is_cuda:
+        return numbers_N
+    return torch.empty(numbers_N.shape, dtype=numbers_N.dtype, pin_memory=True).copy_(numbers_N, non_blocking=True)
+
+
 def angles(positions_N: torch.Tensor, frequencies: torch.Tensor, scale: float, dtype: torch.dtype) -> Angles:
     """Cosines and sines of a pass's positions, once for all layers; the sines of the first half turned around."""
     angle = positions_N[:, None].float() * frequencies

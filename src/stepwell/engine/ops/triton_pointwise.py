@@ -15,7 +15,7 @@ from stepwell.engine.ops.pointwise import Activation, Angles, HeadNorms
 from stepwell.engine.passes.paging import Paging
 from stepwell.engine.passes.rows import PLAIN, Rows
 
-GATE_BLOCK = 1024
+GATE_BLOCK, COPY_BLOCK = 1024, 128
 WIDEST_NORM = 16384  # channels that one program reads at once
 _GATES = {silu: 0, pointwise.gelu_tanh: 1}
 
@@ -49,6 +49,14 @@ def angles(positions_N: torch.Tensor, frequencies: torch.Tensor, scale: float, d
         positions_N, frequencies, cos, sin, scale, HALF=half, BLOCK=triton.next_power_of_2(half), num_warps=1
     )
     return cos, sin
+
+
+def to_host(numbers_N: torch.Tensor) -> torch.Tensor:
+    """Written into pinned memory by a kernel: a copy engine that is busy with pages takes milliseconds for a few numbers."""
+    host_N = torch.empty(numbers_N.shape, dtype=numbers_N.dtype, pin_memory=numbers_N.is_cuda)
+    grid = (triton.cdiv(numbers_N.numel(), COPY_BLOCK),)
+    _to_host_kernel[grid](numbers_N.contiguous(), host_N, numbers_N.numel(), BLOCK=COPY_BLOCK, num_warps=1)
+    return host_N
 
 
 def gate(gate_up_NX: torch.Tensor, act: Activation) -> torch.Tensor:
@@ -128,6 +136,12 @@ def _angles_kernel(positions, frequencies, cos, sin, scale, HALF: tl.constexpr, 
     tl.store(cos + row + HALF, cosine, mask=inside)
     tl.store(sin + row, (-sine).to(sin.dtype.element_ty), mask=inside)
     tl.store(sin + row + HALF, sine.to(sin.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _to_host_kernel(numbers, host, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(host + at, tl.load(numbers + at, mask=at < count), mask=at < count)
 
 
 @triton.jit

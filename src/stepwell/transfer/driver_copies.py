@@ -13,7 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 LIBRARY = "libcuda.so.1"
-STEP_BYTES, FEWEST, MOST = 2 << 20, 16, 64  # copies of one call: the engines begin when it ends, so that calls should be short
+FIRST, MOST, CALL_BYTES = (
+    32,
+    256,
+    8 << 20,
+)  # copies of one call: the engines begin when it ends, so that the first is short
 
 Numbers = npt.NDArray[np.uint64]
 _ADDRESS, _SIZE = ctypes.c_void_p, ctypes.c_size_t
@@ -62,12 +66,13 @@ class DriverCopies:
         if not count:
             return
         _check("cuCtxSetCurrent", self._set_current(self._context))
-        step = min(max(STEP_BYTES // max(int(sizes[0]), 1), FEWEST), MOST)
         lists = [np.ascontiguousarray(each, np.uint64) for each in (targets, sources, sizes)]
         addresses = [each.ctypes.data for each in lists]
-        for first in range(0, count, step):
+        first, step, most = 0, FIRST, max(CALL_BYTES // max(int(sizes[0]), 1), FIRST)
+        while first < count:
             at = (address + first * 8 for address in addresses)
             _check("cuMemcpyBatchAsync", self._call(*at, min(step, count - first), *self._behind, stream))
+            first, step = first + step, min(2 * step, MOST, most)
 
 
 def _check(name: str, status: int) -> None:

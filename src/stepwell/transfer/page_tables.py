@@ -65,6 +65,11 @@ class PagePairs:
     def page_bytes(self) -> int:
         return self.source.page_bytes
 
+    def some(self, which: slice) -> PagePairs:
+        return PagePairs(
+            source=self.source, target=self.target, source_ids=self.source_ids[which], target_ids=self.target_ids[which]
+        )
+
     def whole(self) -> Piece:
         return Piece(pairs=self, start=0, size_bytes=self.page_bytes)
 
@@ -95,6 +100,15 @@ class Piece:
     def _may_join(self) -> bool:
         """Whole pages only, and at the same distance on both sides."""
         return self.size_bytes == self.pairs.page_bytes and self.pairs.source.stride == self.pairs.target.stride
+
+    def parts(self, part_bytes: int) -> Iterator[Piece]:
+        """The same pages, in parts of about so many bytes."""
+        count = max(part_bytes // max(self.size_bytes, 1), 1)
+        if count >= len(self.pairs.source_ids):
+            yield self
+            return
+        for start in range(0, len(self.pairs.source_ids), count):
+            yield Piece(pairs=self.pairs.some(slice(start, start + count)), start=self.start, size_bytes=self.size_bytes)
 
     def places(self, runs: Runs) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Where each run begins in the source's bytes, where in the target's, and how many bytes it has."""

@@ -7,6 +7,7 @@ that carries out a plan waits, for its own copies. How pages are copied is said 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -30,6 +31,8 @@ from stepwell.transfer.torch_memory import TorchMemory
 
 HIGH_PRIORITY, NORMAL_PRIORITY = -1, 0
 AT_ONCE = 1 << 62  # bytes of a step: layers of many pages are queued slower one by one than the bus copies whole pages
+# Copies that are queued at a time: the few numbers that passes bring to and from the device wait for their turn behind them.
+PART_BYTES, PARTS_AT_ONCE = 32 << 20, 4
 SPUN_BYTES, LOOK_AGAIN_S = 64 << 20, 50e-6  # the first take a millisecond on a bus; looking costs a tenth of a core
 PLANS_AT_ONCE = 3  # that page ids are kept room for from the start; more are made when needed
 
@@ -101,21 +104,27 @@ class TorchCopyEngine:
                     if events is not None:
                         events.queued()
         finally:  # after a failure too: pages are not used again while a copy that was queued still runs
-            before.synchronize()
-            _wait(done, work.total_bytes)
+            if not before.query():
+                before.synchronize()
+            _wait(done, spin=work.total_bytes <= SPUN_BYTES)
             self._events.pop(plan.job, None)
             staged.forget()
             self._spare.put(staged)
 
     def _queue(self, work: LayerSteps, staged: StagedIds, stream: torch.cuda.Stream, events: LayerEvents | None) -> None:
-        """Queues all steps; an event behind each that somebody may wait for."""
-        steps = [[self._copier.routed(piece) for piece in pieces] for pieces in work.steps]
+        """Queues all steps, in parts; an event behind each step that somebody may wait for."""
+        steps = [[self._copier.routed(part) for piece in pieces for part in piece.parts(PART_BYTES)] for pieces in work.steps]
         by_kernel = {each.piece.pairs: None for step in steps for each in step if each.route is not None}
         if by_kernel:
             staged.stage(list(by_kernel))
+        under_way: deque[torch.cuda.Event] = deque()
         for number, step in enumerate(steps):
             for routed in step:
+                if len(under_way) == PARTS_AT_ONCE:
+                    _wait(under_way.popleft(), spin=False)
                 self._copier.queue(routed, staged, stream)
+                under_way.append(torch.cuda.Event())
+                under_way[-1].record(stream)
             if events is not None:
                 events.record(number, stream)
 
@@ -165,11 +174,11 @@ class _Lane:
             yield self._stream
 
 
-def _wait(done: torch.cuda.Event, copied_bytes: int) -> None:
-    """Until the copies are done. A thread that sleeps on an event wakes up late by as long as 20 MiB take, so few bytes are
-    waited for spinning, and many by looking again and again.
+def _wait(done: torch.cuda.Event, *, spin: bool) -> None:
+    """Until a copy is done. A thread that sleeps on an event wakes up late by as long as 20 MiB take: it looks again and again
+    instead, or spins where every microsecond counts.
     """
-    while copied_bytes > SPUN_BYTES and not done.query():
+    while not (spin or done.query()):
         time.sleep(LOOK_AGAIN_S)
     done.synchronize()
 

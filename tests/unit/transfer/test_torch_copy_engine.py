@@ -46,8 +46,9 @@ class Event:
         self.notes.append(f"event on {stream.name}")
 
     def query(self) -> bool:
-        self.notes.append("looked")
-        return self.notes.count("looked") > 2
+        """Only at the third look."""
+        self.notes.append(f"looked at {self.name.partition('#')[0]}")
+        return self.notes.count(self.notes[-1]) % 3 == 0
 
     def synchronize(self) -> None:
         how = "asleep" if self.blocking else "spinning"
@@ -99,8 +100,8 @@ def test_loads_and_saves_have_their_streams_follow_the_engine_and_wait_for_thems
     rows = {tier: memory.rows(Kind.PREFIX) for tier, memory in stand_in.memories.items()}
     stand_in.copy_engine.begin(stand_in.plan(Purpose.LOAD, [3, 5], [8, 1]))()
     assert stand_in.notes == [
-        "event on engine", "loading-1 waits for engine#0", "event on loading-1",
-        "waited asleep for engine", "waited spinning for loading-1",
+        "event on engine", "loading-1 waits for engine#0", "event on loading-1", "event on loading-1",
+        "looked at engine", "waited asleep for engine", "waited spinning for loading-1",
     ]  # fmt: skip
     assert torch.equal(rows[Tier.DEVICE][8], rows[Tier.HOST][3]) and torch.equal(rows[Tier.DEVICE][1], rows[Tier.HOST][5])
     stand_in.notes.clear()
@@ -117,7 +118,19 @@ def test_a_worker_looks_now_and_then_while_much_is_copied_and_spins_while_little
     for spun, looks in ((size, 0), (size - 1, 3)):
         monkeypatch.setattr(torch_copy_engine, "SPUN_BYTES", spun)
         stand_in.copy_engine.begin(plan)()
-        assert stand_in.notes.count("looked") == looks and stand_in.notes[-1] == "waited spinning for saving0"
+        assert stand_in.notes.count("looked at saving0") == looks and stand_in.notes[-1] == "waited spinning for saving0"
+
+
+def test_only_so_many_parts_of_a_plan_are_queued_at_a_time(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_copy_engine, "PART_BYTES", 2 * HYBRID.object_bytes(Kind.PREFIX))
+    monkeypatch.setattr(torch_copy_engine, "PARTS_AT_ONCE", 2)
+    read, write = [3, 9, 1, 4, 8, 2, 7], [8, 1, 2, 3, 4, 9, 30]
+    rows = {tier: memory.rows(Kind.PREFIX) for tier, memory in stand_in.memories.items()}
+    stand_in.copy_engine.begin(stand_in.plan(Purpose.SAVE, read, write))()
+    looked = [note for note in stand_in.notes if note.startswith(("event on sav", "looked at sav"))]
+    three = ["looked at saving0"] * 3
+    assert looked == [*["event on saving0"] * 2, *three, "event on saving0", *three, "event on saving0", "event on saving0"]
+    assert torch.equal(rows[Tier.HOST][write], rows[Tier.DEVICE][read])
 
 
 def test_fast_ways_that_cannot_be_had_are_counted_at_the_start(stand_in: StandIn) -> None:
@@ -134,7 +147,9 @@ def test_a_plan_that_fails_half_way_still_waits_for_what_it_had_queued(
     spare = stand_in.copy_engine._spare.qsize()
     with pytest.raises(RuntimeError, match="the device is gone"):
         stand_in.copy_engine.begin(stand_in.plan(Purpose.LOAD, [3], [8]))()
-    assert stand_in.notes[-3:] == ["event on loading-1", "waited asleep for engine", "waited spinning for loading-1"]
+    assert stand_in.notes[-4:] == [
+        "event on loading-1", "looked at engine", "waited asleep for engine", "waited spinning for loading-1"
+    ]  # fmt: skip
     assert stand_in.copy_engine._spare.qsize() == spare and stand_in.copy_engine.events_for(JOB) is None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import statistics
+from collections.abc import Mapping
 
 from engine.driving import first_token, leave_in, settle
 from gpu.bench import Bench
@@ -12,6 +13,7 @@ from gpu.report import Goal, Row
 from gpu.requests import warm_up
 from gpu.shapes import QWEN
 from stepwell.base.config import PrefetchPolicy, StoreConfig
+from stepwell.tiers.lease import Sources
 from store.load import chill
 
 LENGTH = 32_768
@@ -43,6 +45,7 @@ def measure(bench: Bench) -> list[Row]:
             chill([path for path in directory.rglob("*") if path.is_file()])
             found.append(first_token(engine, prompt))
         size = int(length * engine.footprint.bytes_per_token)
+        note = _note([each.sources for each in found], length, engine.cache.counters.snapshot())
     finally:
         engine.close()
         shutil.rmtree(directory, ignore_errors=True)
@@ -52,6 +55,12 @@ def measure(bench: Bench) -> list[Row]:
         "first token, ms": took_s * 1e3, "GB": size / 1e9, "GB/s": size / took_s / 1e9, "cold, s": cold.seconds,
         **{f"plain, {how}, GB/s": each / 1e9 for how, each in plain.items()}, "of plain": size / took_s / speed,
     }  # fmt: skip
-    sources = found[-1].sources
-    note = "" if sources.store == length else f"not all from the store: {sources}"
     return [Row(what=f"{length:,} tokens", figures=figures, note=note, goal=Goal(value=size / took_s / speed, limit=GOAL))]
+
+
+def _note(sources: list[Sources], length: int, counts: Mapping[str, int]) -> str:
+    """Where not everything came from the store: what did, and what the cache counted."""
+    if all(each.store == length for each in sources):
+        return ""
+    why = {name: count for name, count in counts.items() if name.startswith(("backup", "prefetch", "fetched", "store"))}
+    return f"of {length:,} tokens {[each.store for each in sources]} came from the store: {why}"

@@ -26,12 +26,12 @@ from rich.table import Table
 from policies.gaps import rows_of, summary_of
 from policies.grid import BUDGETS, ONE_TIER, REFERENCES, SPECS, Cell, WorkingSet, WorkingSets, cells_of
 from policies.page import cells_of_row, draw, heads_of, said
-from policies.pool import run_all
 from policies.results import Results
 from stepwell.base.errors import StepwellError
 from stepwell.sim.files import write_trace
 from stepwell.sim.generate import Shape, generate
 from stepwell.sim.policies import POLICIES
+from stepwell.sim.pool import run_all
 
 ROOT = Path(__file__).parents[1]
 GENERATED = {"chat": 400, "agents": 80, "rag": 1500}  # sessions: some thousand requests of each kind
@@ -145,13 +145,13 @@ def _run(results: Results, missing: Sequence[Cell], found: dict[tuple[str, str],
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task, done = progress.add_task("replaying", total=total, cells=f"0 of {len(missing)} cells"), 0
 
-        def take(result: dict[str, object]) -> None:
+        def take(place: int, result: dict[str, Any]) -> None:
             nonlocal done
             done += 1
             results.add(result)
             progress.update(task, cells=f"{done} of {len(missing)} cells")
 
-        run_all(missing, jobs=jobs, on_result=take, on_progress=lambda served: progress.update(task, completed=served))
+        run_all(Cell.run, missing, jobs=jobs, on_result=take, on_progress=lambda served: progress.update(task, completed=served))
 
 
 def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

@@ -9,7 +9,7 @@ import json
 import os
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Tier
@@ -29,9 +29,10 @@ from stepwell.sim.plan_page import (
     session_rows,
     step_rows,
 )
-from stepwell.sim.plan_pool import replay_all
 from stepwell.sim.plan_sessions import Sessions, sessions_of
 from stepwell.sim.plan_sweep import Sweep, sweep
+from stepwell.sim.pool import run_all
+from stepwell.sim.replay import replay_trace
 from stepwell.sim.report import Report
 
 
@@ -109,9 +110,11 @@ def _replay(sweeps: Sequence[Sweep], sessions: Sequence[Sessions], jobs: int) ->
         task = progress.add_task("replaying", total=total, points=f"0 of {len(cases)} points")
         clock = SystemClock()
         started_s, said = clock.now(), False
+        found: dict[int, Report] = {}
 
-        def advance(served: int, finished: int) -> None:
+        def advance(served: int) -> None:
             nonlocal said
+            finished = len(found)
             progress.update(task, completed=served, points=f"{finished} of {len(cases)} points")
             if finished and not said and finished < len(cases):
                 said = True
@@ -123,8 +126,13 @@ def _replay(sweeps: Sequence[Sweep], sessions: Sequence[Sessions], jobs: int) ->
                     soft_wrap=True,
                 )
 
-        found = iter(replay_all(cases, jobs=jobs, on_progress=advance))
-    return [[next(found) for _ in each.cases] for each in sweeps]
+        run_all(_report, cases, jobs=jobs, on_result=found.__setitem__, on_progress=advance)
+    reports = (found[place] for place in range(len(cases)))
+    return [[next(reports) for _ in each.cases] for each in sweeps]
+
+
+def _report(case: Case, on_request: Callable[[], None]) -> Report:
+    return replay_trace(case.open_trace(), case.setup(), policy=case.policy, clock=SystemClock(), on_request=on_request)
 
 
 def _span(seconds: float) -> str:

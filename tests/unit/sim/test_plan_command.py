@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from groups import started, tell, wait_for_members, wait_until_gone
 from stepwell.cli.main import main
 from waiting import PATIENCE_S, wait_until
 
@@ -96,29 +95,26 @@ def test_a_trace_that_breaks_off_in_a_worker_is_one_line(tmp_path: Path, capsys:
 def test_an_interrupt_ends_every_process(tmp_path: Path) -> None:
     trace = tmp_path / "long.jsonl.gz"  # long enough not to be done before it is interrupted
     assert main(["trace", "generate", "agents", str(trace), "--sessions", "40", "--json"]) == 0
-    argv = [sys.executable, "-m", "stepwell", "plan", str(trace), *MODEL, "--device", "4GiB", "--host", "8GiB", "--jobs", "2"]
-    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
-    try:
-        wait_until(lambda: len(_group(process.pid)) >= 3 or process.poll() is not None, "the workers have been started")
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: everybody hears it
+    argv = ("-m", "stepwell", "plan", str(trace), *MODEL, "--device", "4GiB", "--host", "8GiB", "--jobs", "2")
+    with started(*argv) as process:
+        wait_for_members(process, 3)  # a worker is among them
+        tell(process, signal.SIGINT)  # as a terminal does: everybody hears it
         out, error = process.communicate(timeout=PATIENCE_S)
-    finally:
-        if process.poll() is None:
-            process.kill()
-    assert process.returncode == 130
-    assert b"Traceback" not in error and not out
-    wait_until(lambda: not _group(process.pid), "everybody has left")  # what watches over shared memory does so a moment later
+        assert process.returncode == 130
+        assert b"Traceback" not in error and not out
+        wait_until_gone(process)  # what watches over shared memory leaves a moment later
 
 
-def _group(leader: int) -> list[int]:
-    """The processes of a group that are there, but for those that have ended."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                state, _, group = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
-            except OSError:
-                continue
-            if int(group) == leader and state != "Z":
-                found.append(int(entry.name))
-    return found
+def test_interrupts_that_are_ignored_from_the_start_are_ignored_to_the_end(trace: Path) -> None:
+    with started("-m", "stepwell", "plan", str(trace), *MODEL, *SMALL, "--jobs", "2", ignoring=True) as process:
+
+        def ended() -> bool:
+            tell(process, signal.SIGINT)
+            return process.poll() is not None
+
+        with ThreadPoolExecutor(1) as reader:
+            said = reader.submit(process.communicate)
+            wait_until(ended, "the plan is made")
+            out, error = said.result()
+        assert process.returncode == 0
+        assert b"Traceback" not in error and b"The next gigabyte" in out

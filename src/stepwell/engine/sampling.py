@@ -97,31 +97,12 @@ class Chosen:
     logprob: TokenLogprob | None = None
 
 
-class Picked:
-    """Tokens that the device has picked, and that are on their way to the host."""
-
-    def __init__(self, token_B: torch.Tensor, to_host: ToHost) -> None:
-        self.token_B = token_B
-        self._host_B = to_host(token_B)
-        self._there: torch.cuda.Event | None = None
-        if token_B.is_cuda:
-            self._there = torch.cuda.Event()
-            self._there.record(torch.cuda.current_stream(token_B.device))
-
-    def read(self) -> list[int]:
-        """Waits for them."""
-        if self._there is not None:
-            self._there.synchronize()
-        tokens: list[int] = self._host_B.tolist()
-        return tokens
-
-
 class Choices:
     """What was chosen from each row of a pass's logits. Waits for the pass."""
 
     def __init__(self, logits_BV: torch.Tensor, draws: Sequence[Draw | None], to_host: ToHost) -> None:
         self._logits_BV = logits_BV
-        self._tokens = Picked(pick(logits_BV, draws), to_host).read()
+        self._tokens = to_host(pick(logits_BV, draws)).read()
 
     def of(self, row: int, logprobs: int | None) -> Chosen | None:
         """None for a row that holds something else than numbers: nothing can be chosen from it."""

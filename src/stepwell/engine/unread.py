@@ -16,9 +16,10 @@ from dataclasses import dataclass
 import torch
 
 from stepwell.engine.ops.kernels import ToHost
+from stepwell.engine.ops.pointwise import HostCopy
 from stepwell.engine.passes.pages import on_device
 from stepwell.engine.request import Request
-from stepwell.engine.sampling import Picked, draw_of, pick
+from stepwell.engine.sampling import draw_of, pick
 from stepwell.tiers.lease import Lease
 
 
@@ -28,7 +29,8 @@ class Unread:
 
     requests: Sequence[Request]
     leases: Sequence[Lease | None]  # that they were computed under
-    picked: Picked
+    token_B: torch.Tensor
+    on_host: HostCopy
 
     @classmethod
     def of(cls, requests: Sequence[Request], logits_BV: torch.Tensor, *, after: int, to_host: ToHost) -> Unread:
@@ -37,11 +39,12 @@ class Unread:
         The requests have read all tokens that these come from, or all but the last one (`after` 1).
         """
         token_B = pick(logits_BV, [draw_of(request, after) for request in requests])
-        return cls(requests=requests, leases=[request.lease for request in requests], picked=Picked(token_B, to_host))
+        leases = [request.lease for request in requests]
+        return cls(requests=requests, leases=leases, token_B=token_B, on_host=to_host(token_B))
 
     def read(self) -> list[int]:
         """The token of each request. Waits for the pass."""
-        return self.picked.read()
+        return self.on_host.read()
 
     def valid_requests(self) -> list[Request]:
         """Those that still have the lease they were computed under. What was computed for the others is dropped."""
@@ -49,7 +52,7 @@ class Unread:
 
     def tokens_of(self, requests: Sequence[Request]) -> torch.Tensor:
         """The tokens of some of the requests, on the device, for a pass that goes on from them. Unsound ones count as 0."""
-        token_B = self.picked.token_B.clamp_min(0)
+        token_B = self.token_B.clamp_min(0)
         if len(requests) == len(self.requests):
             return token_B
         rows = {request.id: row for row, request in enumerate(self.requests)}

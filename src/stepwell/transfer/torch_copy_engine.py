@@ -29,7 +29,6 @@ from stepwell.transfer.page_copier import PageCopier, Routes, StagedIds, fall_ba
 from stepwell.transfer.page_tables import PagePairs, PageTable
 from stepwell.transfer.torch_memory import TorchMemory
 
-HIGH_PRIORITY, NORMAL_PRIORITY = -1, 0
 AT_ONCE = 1 << 62  # bytes of a step: layers of many pages are queued slower one by one than the bus copies whole pages
 # Copies that are queued at a time: the few numbers that passes bring to and from the device wait for their turn behind them.
 PART_BYTES, PARTS_AT_ONCE = 32 << 20, 4
@@ -38,7 +37,8 @@ PLANS_AT_ONCE = 3  # that page ids are kept room for from the start; more are ma
 
 
 class TorchCopyEngine:
-    """Copies between torch memories. On CUDA saves go on one stream and the rest on another of high priority.
+    """Copies between torch memories. On CUDA saves go on one stream and the rest on another. Neither has a high
+    priority: on a copy engine the few numbers that a pass needs would wait for all copies of a stream that has one.
 
     `engine_stream` is where the engine's kernels run; by default the stream that is current when a plan begins. `routes` says
     which pages the copy kernel copies; else that is measured now, while the memories are not in use. With `layerwise`, the
@@ -61,8 +61,7 @@ class TorchCopyEngine:
         self._copier = PageCopier(DEFAULT_ROUTES)
         if self._device is not None:
             with torch.cuda.device(self._device):
-                self._loading = _Lane(torch.cuda.Stream(self._device, priority=HIGH_PRIORITY))
-                self._saving = _Lane(torch.cuda.Stream(self._device, priority=NORMAL_PRIORITY))
+                self._loading, self._saving = (_Lane(torch.cuda.Stream(self._device)) for _ in range(2))
                 self._copier = _copier(memories, self._device, routes, counters or Counters())
                 for _ in range(PLANS_AT_ONCE):
                     self._spare.put(StagedIds(self._device))

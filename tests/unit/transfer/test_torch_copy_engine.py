@@ -63,7 +63,7 @@ class StandIn:
         self.counters = Counters()
         streams = iter(("loading", "saving"))
         cuda = SimpleNamespace(
-            Stream=lambda device, priority: Stream(f"{next(streams)}{priority}", self.notes),
+            Stream=lambda device: Stream(next(streams), self.notes),
             Event=lambda blocking=False: Event(self.notes, blocking),
             stream=self._on_stream,
             device=lambda device: nullcontext(),
@@ -100,13 +100,13 @@ def test_loads_and_saves_have_their_streams_follow_the_engine_and_wait_for_thems
     rows = {tier: memory.rows(Kind.PREFIX) for tier, memory in stand_in.memories.items()}
     stand_in.copy_engine.begin(stand_in.plan(Purpose.LOAD, [3, 5], [8, 1]))()
     assert stand_in.notes == [
-        "event on engine", "loading-1 waits for engine#0", "event on loading-1", "event on loading-1",
-        "looked at engine", "waited asleep for engine", "waited spinning for loading-1",
+        "event on engine", "loading waits for engine#0", "event on loading", "event on loading",
+        "looked at engine", "waited asleep for engine", "waited spinning for loading",
     ]  # fmt: skip
     assert torch.equal(rows[Tier.DEVICE][8], rows[Tier.HOST][3]) and torch.equal(rows[Tier.DEVICE][1], rows[Tier.HOST][5])
     stand_in.notes.clear()
     stand_in.copy_engine.begin(stand_in.plan(Purpose.SAVE, [60], [9]))()
-    assert stand_in.notes[1] == "saving0 waits for engine#0" and stand_in.notes[-1] == "waited spinning for saving0"
+    assert stand_in.notes[1] == "saving waits for engine#0" and stand_in.notes[-1] == "waited spinning for saving"
     assert torch.equal(rows[Tier.HOST][9], rows[Tier.DEVICE][60])
 
 
@@ -118,7 +118,7 @@ def test_a_worker_looks_now_and_then_while_much_is_copied_and_spins_while_little
     for spun, looks in ((size, 0), (size - 1, 3)):
         monkeypatch.setattr(torch_copy_engine, "SPUN_BYTES", spun)
         stand_in.copy_engine.begin(plan)()
-        assert stand_in.notes.count("looked at saving0") == looks and stand_in.notes[-1] == "waited spinning for saving0"
+        assert stand_in.notes.count("looked at saving") == looks and stand_in.notes[-1] == "waited spinning for saving"
 
 
 def test_only_so_many_parts_of_a_plan_are_queued_at_a_time(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,8 +128,8 @@ def test_only_so_many_parts_of_a_plan_are_queued_at_a_time(stand_in: StandIn, mo
     rows = {tier: memory.rows(Kind.PREFIX) for tier, memory in stand_in.memories.items()}
     stand_in.copy_engine.begin(stand_in.plan(Purpose.SAVE, read, write))()
     looked = [note for note in stand_in.notes if note.startswith(("event on sav", "looked at sav"))]
-    three = ["looked at saving0"] * 3
-    assert looked == [*["event on saving0"] * 2, *three, "event on saving0", *three, "event on saving0", "event on saving0"]
+    three = ["looked at saving"] * 3
+    assert looked == [*["event on saving"] * 2, *three, "event on saving", *three, "event on saving", "event on saving"]
     assert torch.equal(rows[Tier.HOST][write], rows[Tier.DEVICE][read])
 
 
@@ -148,7 +148,7 @@ def test_a_plan_that_fails_half_way_still_waits_for_what_it_had_queued(
     with pytest.raises(RuntimeError, match="the device is gone"):
         stand_in.copy_engine.begin(stand_in.plan(Purpose.LOAD, [3], [8]))()
     assert stand_in.notes[-4:] == [
-        "event on loading-1", "looked at engine", "waited asleep for engine", "waited spinning for loading-1"
+        "event on loading", "looked at engine", "waited asleep for engine", "waited spinning for loading"
     ]  # fmt: skip
     assert stand_in.copy_engine._spare.qsize() == spare and stand_in.copy_engine.events_for(JOB) is None
 
@@ -168,7 +168,7 @@ def test_layer_events_are_there_until_all_is_done(monkeypatch: pytest.MonkeyPatc
     events, at_the_end = seen
     assert events is not None and events is at_the_end and stand_in.copy_engine.events_for(JOB) is None
     events.wait("kv", 1, Stream("pass", stand_in.notes))  # type: ignore[arg-type]
-    assert stand_in.notes[-1].startswith("pass waits for loading-1#")
+    assert stand_in.notes[-1].startswith("pass waits for loading#")
     stand_in.copy_engine.begin(stand_in.plan(Purpose.SAVE, [3], [8]))()
     assert seen[2:] == [None, None], "saves have none"
 

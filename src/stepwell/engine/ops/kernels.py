@@ -30,7 +30,7 @@ from stepwell.engine.ops import pointwise, recurrent
 from stepwell.engine.ops.attention import Attend, AttendLatent, attend, attend_latent
 from stepwell.engine.ops.compression import AttendShared, attend_shared
 from stepwell.engine.ops.experts import RunExperts, run_experts
-from stepwell.engine.ops.pointwise import Activation, Angles, HeadNorms
+from stepwell.engine.ops.pointwise import Activation, Angles, HeadNorms, HostCopy
 from stepwell.engine.ops.recurrent import Points
 from stepwell.engine.ops.recurrent_tokens import Tokens
 from stepwell.engine.ops.selection import AttendSelected, Select, attend_selected, select
@@ -72,7 +72,7 @@ Recur = Callable[[Points, int, Tokens], torch.Tensor]
 MakeAngles = Callable[[torch.Tensor, torch.Tensor, float, torch.dtype], Angles]
 AddNorm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
 Gate = Callable[[torch.Tensor, Activation], torch.Tensor]
-ToHost = Callable[[torch.Tensor], torch.Tensor]
+ToHost = Callable[[torch.Tensor], HostCopy]
 WriteRows = Callable[[Rows, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
@@ -165,9 +165,10 @@ def _triton(report: Report) -> dict[str, Any]:
     from stepwell.engine.ops.triton_shared import TritonShared
 
     report.chosen |= dict.fromkeys(("index", "entries", "rows", "pointwise", "experts"), "triton")
-    names = ("write_keys_values", "angles", "add_norm", "gate", "to_host")
+    names = ("write_keys_values", "angles", "add_norm", "gate")
     made = {name: Guarded("pointwise", getattr(fast, name), getattr(pointwise, name), report) for name in names}
     return made | {
+        "to_host": Guarded("pointwise", fast.ToHost(), pointwise.to_host, report),
         "experts": Guarded("experts", run_experts_grouped, run_experts, report),
         "select": Guarded("index", TritonSelect(), select, report),
         "attend_shared": Guarded("entries", TritonShared(TritonSelect()), attend_shared, report),

@@ -5,13 +5,15 @@ What a kernel does not know (another activation, rows in eight bits) goes to pla
 
 from __future__ import annotations
 
+from collections import deque
+
 import torch
 import triton
 import triton.language as tl
 from torch.nn.functional import silu
 
 from stepwell.engine.ops import pointwise
-from stepwell.engine.ops.pointwise import Activation, Angles, HeadNorms
+from stepwell.engine.ops.pointwise import Activation, Angles, HeadNorms, HostCopy
 from stepwell.engine.passes.paging import Paging
 from stepwell.engine.passes.rows import PLAIN, Rows
 
@@ -51,12 +53,20 @@ def angles(positions_N: torch.Tensor, frequencies: torch.Tensor, scale: float, d
     return cos, sin
 
 
-def to_host(numbers_N: torch.Tensor) -> torch.Tensor:
-    """Written into pinned memory by a kernel: a copy engine that is busy with pages takes milliseconds for a few numbers."""
-    host_N = torch.empty(numbers_N.shape, dtype=numbers_N.dtype, pin_memory=numbers_N.is_cuda)
-    grid = (triton.cdiv(numbers_N.numel(), COPY_BLOCK),)
-    _to_host_kernel[grid](numbers_N.contiguous(), host_N, numbers_N.numel(), BLOCK=COPY_BLOCK, num_warps=1)
-    return host_N
+class ToHost:
+    """Numbers written into pinned memory by a kernel: a copy engine that is busy with pages takes milliseconds for a few."""
+
+    def __init__(self) -> None:
+        self._under_way: deque[HostCopy] = deque()  # torch would give memory to others that a kernel is still to write
+
+    def __call__(self, numbers_N: torch.Tensor) -> HostCopy:
+        while self._under_way and self._under_way[0].is_there:
+            self._under_way.popleft()
+        host_N = torch.empty(numbers_N.shape, dtype=numbers_N.dtype, pin_memory=numbers_N.is_cuda)
+        grid = (triton.cdiv(numbers_N.numel(), COPY_BLOCK),)
+        _to_host_kernel[grid](numbers_N.contiguous(), host_N, numbers_N.numel(), BLOCK=COPY_BLOCK, num_warps=1)
+        self._under_way.append(HostCopy(host_N, numbers_N.device))
+        return self._under_way[-1]
 
 
 def gate(gate_up_NX: torch.Tensor, act: Activation) -> torch.Tensor:

@@ -13,11 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 LIBRARY = "libcuda.so.1"
-FIRST, MOST, CALL_BYTES = (
-    32,
-    256,
-    8 << 20,
-)  # copies of one call: the engines begin when it ends, so that the first is short
+FIRST, MOST = 32, 64  # copies of one call: the engines begin when it ends, and launches of passes wait for it
 
 Numbers = npt.NDArray[np.uint64]
 _ADDRESS, _SIZE = ctypes.c_void_p, ctypes.c_size_t
@@ -68,11 +64,11 @@ class DriverCopies:
         _check("cuCtxSetCurrent", self._set_current(self._context))
         lists = [np.ascontiguousarray(each, np.uint64) for each in (targets, sources, sizes)]
         addresses = [each.ctypes.data for each in lists]
-        first, step, most = 0, FIRST, max(CALL_BYTES // max(int(sizes[0]), 1), FIRST)
+        first, step = 0, FIRST
         while first < count:
             at = (address + first * 8 for address in addresses)
             _check("cuMemcpyBatchAsync", self._call(*at, min(step, count - first), *self._behind, stream))
-            first, step = first + step, min(2 * step, MOST, most)
+            first, step = first + step, MOST
 
 
 def _check(name: str, status: int) -> None:

@@ -85,3 +85,12 @@ def random_shape(seed: int, *, widths: Sequence[int], pages: Sequence[int] = (4,
         contexts=[draw.randrange(300) for _ in lengths],
         lengths=lengths,
     )
+
+
+def far_apart(rows: Rows, reach: int = 2**33) -> Rows:
+    """The same rows, in pages so far apart that only the first lie within 32 bits. What lies between them is nobody's."""
+    stored = rows.stored_PRE
+    stride = -(-reach // len(stored) // 1024) * 1024
+    memory = torch.empty(len(stored) * stride, dtype=stored.dtype, device=stored.device)
+    spread = memory.as_strided(stored.shape, (stride, stored.shape[2], 1))
+    return Rows(spread.copy_(stored), rows.format, rows.dtype)

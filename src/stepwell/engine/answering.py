@@ -12,7 +12,7 @@ import torch
 
 from stepwell.base.meters import Clock
 from stepwell.cache.facade import Cache
-from stepwell.engine.ops.kernels import ToHost
+from stepwell.engine.ops.to_host import ToHost
 from stepwell.engine.request import Chunk, Delta, Finish, Request, TokenLogprob, Usage
 from stepwell.engine.sampling import UNSOUND, Choices, Chosen, draw_of
 from stepwell.engine.scheduler import Scheduler

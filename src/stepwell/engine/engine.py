@@ -239,6 +239,9 @@ class Engine:
         """Ends all requests, waits for what is to be kept, and stops."""
         for number in list(self._answering.requests):
             self.abort(number)
+        if self._unread is not None:
+            self._unread.read()  # the device is still to write into memory that would be given to others
+            self._unread = None
         try:
             if not self.cache.close():
                 log.warning("not everything that was to be stored was stored in time: a store or a copy is slow, or hangs")

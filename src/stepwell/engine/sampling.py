@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from stepwell.engine.ops.drawing import draw
-from stepwell.engine.ops.kernels import ToHost
+from stepwell.engine.ops.to_host import ToHost
 from stepwell.engine.passes.pages import on_device
 from stepwell.engine.request import Request, TokenLogprob
 

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from stepwell.engine.ops.kernels import ToHost
-from stepwell.engine.ops.pointwise import HostCopy
+from stepwell.engine.ops.to_host import HostCopy, ToHost
 from stepwell.engine.passes.pages import on_device
 from stepwell.engine.request import Request
 from stepwell.engine.sampling import draw_of, pick

@@ -42,14 +42,17 @@ Cancelled = Callable[[], bool]  # may become true at any time, from a worker's p
 
 
 class Arriving(Protocol):
-    """A copy to the device that is queued there to its last byte: what is queued behind it may wait for it layer by layer."""
+    """A copy to the device that has begun, or is being queued there: what is queued beside it may wait for it layer by layer."""
 
     def wait(self, state: str, layer: int) -> None:
-        """Makes what the calling thread queues on the device from now on wait for one layer of a state. Never waits itself."""
+        """Makes what the calling thread queues on the device from now on wait for one layer of a state.
+
+        Waits itself until the layer's copies are queued, and raises TimeoutError where they never are.
+        """
         ...
 
 
-Arrivals = Callable[[JobId], Arriving | None]  # None for a job that is not queued yet, or must be waited for as a whole
+Arrivals = Callable[[JobId], Arriving | None]  # None for a job that has not begun, or must be waited for as a whole
 
 
 class CopyExecutor(JobExecutor[Plan, Completion], Protocol):

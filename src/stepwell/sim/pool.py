@@ -168,27 +168,41 @@ def _serve(pipe: Connection, work: Work[Task, Result]) -> None:
     progress = Progress(pipe=pipe, clock=SystemClock())
     try:
         while True:
-            task: Task = pipe.recv()
-            outcome = _outcome(work, task, progress)
+            outcome = _outcome(work, pipe, progress)
             progress.tell()
-            pipe.send(outcome)
+            try:
+                pipe.send(outcome)
+            except Exception as error:
+                if isinstance(error, OSError):
+                    raise
+                pipe.send(Failed(error=_portable(error), lines=traceback.format_exc()))  # what came of it cannot travel
     except (EOFError, OSError):
         return  # the caller is no more
 
 
-def _outcome(work: Work[Task, Result], task: Task, progress: Progress) -> Done[Result] | Failed:
+def _outcome(work: Work[Task, Result], pipe: Connection, progress: Progress) -> Done[Result] | Failed:
+    """Of the next task. Raises EOFError or OSError when the caller is no more."""
+    try:
+        task: Task = pipe.recv()
+    except (EOFError, OSError):
+        raise
+    except Exception as error:  # it does not survive the way to another process
+        return Failed(error=_portable(error), lines=traceback.format_exc())
     try:
         return Done(result=work(task, progress.count))
-    except Exception as error:  # the worker boundary: it is raised where the caller waits
+    except (Exception, SystemExit) as error:  # the worker boundary: it is raised where the caller waits
         return Failed(error=_portable(error), lines=traceback.format_exc())
 
 
-def _portable(error: Exception) -> Exception:
-    """The error, or one that says as much where it does not survive the way to another process."""
+def _portable(error: BaseException) -> Exception:
+    """The error, or one that says as much where it does not survive the way to another process, or would end that."""
+    said = RuntimeError(f"{type(error).__name__}: {error}")
+    if not isinstance(error, Exception):
+        return said
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # whatever it is that its class does
-        return RuntimeError(f"{type(error).__name__}: {error}")
+        return said
     return error
 
 

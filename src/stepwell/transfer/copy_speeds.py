@@ -52,11 +52,11 @@ def check_driver(driver: DriverCopies, device: torch.device) -> None:
     """Raises when a list of copies is refused, or does not copy what it should."""
     host_B = torch.randint(0, 256, (64 * 1000,), dtype=torch.uint8).pin_memory()
     there_B, back_B = torch.zeros_like(host_B, device=device), torch.zeros_like(host_B).pin_memory()
-    copier = PageCopier(DEFAULT_ROUTES, driver=driver)
     stream = torch.cuda.Stream(device)
-    with torch.cuda.stream(stream):
-        for source_B, target_B in ((host_B, there_B), (there_B, back_B)):
-            copier.queue(copier.routed(_pairs(source_B, target_B, 1000, 1000).whole()))
+    stream.wait_stream(torch.cuda.current_stream(device))
+    for source_B, target_B in ((host_B, there_B), (there_B, back_B)):
+        piece = _pairs(source_B, target_B, 1000, 1000).whole()
+        driver.queue(*piece.addresses(piece.runs()), stream.cuda_stream)
     stream.synchronize()
     if not torch.equal(back_B, host_B):
         raise RuntimeError("a list of copies was copied wrongly")

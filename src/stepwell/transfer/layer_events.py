@@ -3,7 +3,7 @@
     page      |kv: layer 0|1|2|3|index: layer 0|1|2|3|      step 0: the first layers of every state, of all pages
     steps          0      0 1 1      0          0 1 1       step 1: the next ones ...
 
-A pass may begin when the first step is queued, and waits for layer k of a state when it reaches it. Copies nothing itself.
+A pass may begin as soon as the load does, and waits for layer k of a state when it reaches it. Copies nothing itself.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from stepwell.base.ids import Kind
 from stepwell.base.spec import ModelSpec, Part
 from stepwell.transfer.page_tables import PagePairs, Piece
 
+LONGEST_WAIT_S = 30.0  # as long as a copy may take: a worker that has not queued it by then hangs
 STEP_BYTES = 4 * 2**20  # of each state, or more: some 70 us on a bus, longer than a copy takes to queue
 
 
@@ -52,8 +53,8 @@ class LayerEvents:
         """Makes what is queued on `stream`, or on the device's current one, from now on wait for one layer of a state, as
         `batch.rows(state, layer)` counts them.
 
-        A state that is not part of the load is not waited for. Waits itself only until the layer's copies are queued, which
-        takes as long as the device lets its queue grow.
+        A state that is not part of the load is not waited for. Waits itself only until the layer's copies are queued. Raises
+        TimeoutError when that takes too long: what was to be computed with them must not be used.
         """
         if state in self._step_of:
             self._wait(self._step_of[state][layer], stream or torch.cuda.current_stream(self._device))
@@ -72,7 +73,8 @@ class LayerEvents:
     def _wait(self, step: int, stream: torch.cuda.Stream) -> None:
         if step >= self._num_queued:
             with self._changed:
-                self._changed.wait_for(lambda: step < self._num_queued)
+                if not self._changed.wait_for(lambda: step < self._num_queued, timeout=LONGEST_WAIT_S):
+                    raise TimeoutError(f"copies of step {step} were not queued within {LONGEST_WAIT_S:.0f} s")
         stream.wait_event(self._events[step])
 
     def __repr__(self) -> str:

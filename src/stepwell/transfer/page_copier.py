@@ -17,7 +17,6 @@ from threading import Lock
 from types import ModuleType
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from stepwell.transfer.driver_copies import DriverCopies
@@ -131,17 +130,12 @@ class PageCopier:
                 target_B.copy_(source_B, non_blocking=True)
 
     def _list(self, piece: Piece, runs: Runs, stream: torch.cuda.Stream | None) -> bool:
-        """Whether the driver took the runs as a list. If not, it is not tried again."""
-        source, target = piece.pairs.source, piece.pairs.target
+        """Whether the driver took the runs as a list. One that refuses is not asked again."""
         driver = self._driver
-        if driver is None or source.on_device == target.on_device:
+        if driver is None or piece.pairs.source.on_device == piece.pairs.target.on_device:
             return False
-        first, onto, sizes = piece.places(runs)
-        first += source.bytes_B.data_ptr()
-        onto += target.bytes_B.data_ptr()
         try:
-            driver.queue(first.view(np.uint64), onto.view(np.uint64), sizes.view(np.uint64),
-                         (stream or torch.cuda.current_stream()).cuda_stream)  # fmt: skip
+            driver.queue(*piece.addresses(runs), (stream or torch.cuda.current_stream()).cuda_stream)
         except Exception as error:  # the edge to a driver: what it queued is copied once more
             self._driver = None
             fall_back("the driver's copies of lists", error, self._on_fallback)

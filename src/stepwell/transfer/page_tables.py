@@ -101,23 +101,38 @@ class Piece:
         """Whole pages only, and at the same distance on both sides."""
         return self.size_bytes == self.pairs.page_bytes and self.pairs.source.stride == self.pairs.target.stride
 
-    def parts(self, part_bytes: int) -> Iterator[Piece]:
-        """The same pages, in parts of about so many bytes."""
-        count = max(part_bytes // max(self.size_bytes, 1), 1)
-        if count >= len(self.pairs.source_ids):
-            yield self
-            return
-        for start in range(0, len(self.pairs.source_ids), count):
-            yield Piece(pairs=self.pairs.some(slice(start, start + count)), start=self.start, size_bytes=self.size_bytes)
-
     def places(self, runs: Runs) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Where each run begins in the source's bytes, where in the target's, and how many bytes it has."""
         source, target = self.pairs.source, self.pairs.target
         sizes = (runs.pages - 1) * source.stride + self.size_bytes
         return runs.read * source.stride + self.start, runs.write * target.stride + self.start, sizes
 
+    def addresses(self, runs: Runs) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+        """The same as places in memory."""
+        first, onto, sizes = self.places(runs)
+        first += self.pairs.source.bytes_B.data_ptr()
+        onto += self.pairs.target.bytes_B.data_ptr()
+        return first.view(np.uint64), onto.view(np.uint64), sizes.view(np.uint64)
+
     def slices(self, runs: Runs) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Source and target bytes of each run."""
         source_B, target_B = self.pairs.source.bytes_B, self.pairs.target.bytes_B
         for first, onto, size in zip(*(each.tolist() for each in self.places(runs)), strict=True):
             yield source_B[first : first + size], target_B[onto : onto + size]
+
+
+class Cuts:
+    """Cuts pieces into parts of about so many bytes; layers of the same pages are cut alike, into the same pairs."""
+
+    def __init__(self, part_bytes: int) -> None:
+        self._part_bytes = part_bytes
+        self._cut: dict[tuple[PagePairs, int], list[PagePairs]] = {}
+
+    def of(self, piece: Piece) -> list[Piece]:
+        pairs, count = piece.pairs, max(self._part_bytes // max(piece.size_bytes, 1), 1)
+        if count >= len(pairs.source_ids):
+            return [piece]
+        if (pairs, count) not in self._cut:
+            starts = range(0, len(pairs.source_ids), count)
+            self._cut[pairs, count] = [pairs.some(slice(start, start + count)) for start in starts]
+        return [Piece(pairs=each, start=piece.start, size_bytes=piece.size_bytes) for each in self._cut[pairs, count]]

@@ -26,12 +26,12 @@ from stepwell.transfer.copy_speeds import DEFAULT_ROUTES, check_driver, check_ke
 from stepwell.transfer.driver_copies import DriverCopies
 from stepwell.transfer.layer_events import LayerEvents, LayerSteps, layer_steps
 from stepwell.transfer.page_copier import PageCopier, Routes, StagedIds, fall_back
-from stepwell.transfer.page_tables import PagePairs, PageTable
+from stepwell.transfer.page_tables import Cuts, PagePairs, PageTable
 from stepwell.transfer.torch_memory import TorchMemory
 
 AT_ONCE = 1 << 62  # bytes of a step: layers of many pages are queued slower one by one than the bus copies whole pages
 # Copies that are queued at a time: the few numbers that passes bring to and from the device wait for their turn behind them.
-PART_BYTES, PARTS_AT_ONCE = 32 << 20, 4
+PART_BYTES, MOST_QUEUED_BYTES = 32 << 20, 128 << 20
 SPUN_BYTES, LOOK_AGAIN_S = 64 << 20, 50e-6  # the first take a millisecond on a bus; looking costs a tenth of a core
 PLANS_AT_ONCE = 3  # that page ids are kept room for from the start; more are made when needed
 
@@ -42,8 +42,8 @@ class TorchCopyEngine:
 
     `engine_stream` is where the engine's kernels run; by default the stream that is current when a plan begins. `routes` says
     which pages the copy kernel copies; else that is measured now, while the memories are not in use. With `layerwise`, the
-    spec of what the pages hold, loads are copied layer by layer and `events_for` has their events. `counters` hears of a copy
-    kernel that cannot be used.
+    spec of what the pages hold, loads are copied layer by layer and `events_for` has their events. `counters` hears of a way
+    of copying that cannot be used.
     """
 
     def __init__(
@@ -97,33 +97,45 @@ class TorchCopyEngine:
                     stream.wait_event(before)
                     if events is not None:
                         self._events[plan.job] = events
-                    self._queue(work, staged, stream, events)
+                    self._queue(work, staged, stream, before, events)
                 finally:
-                    done.record(stream)
-                    if events is not None:
-                        events.queued()
+                    try:
+                        done.record(stream)
+                    finally:  # a device that is gone refuses that too, and nobody may wait for it
+                        if events is not None:
+                            events.queued()
         finally:  # after a failure too: pages are not used again while a copy that was queued still runs
-            if not before.query():
-                before.synchronize()
-            _wait(done, spin=work.total_bytes <= SPUN_BYTES)
-            self._events.pop(plan.job, None)
+            try:
+                _sleep_until(before)
+                _wait(done, spin=work.total_bytes <= SPUN_BYTES)
+            finally:
+                self._events.pop(plan.job, None)
             staged.forget()
             self._spare.put(staged)
 
-    def _queue(self, work: LayerSteps, staged: StagedIds, stream: torch.cuda.Stream, events: LayerEvents | None) -> None:
+    def _queue(
+        self, work: LayerSteps, staged: StagedIds, stream: torch.cuda.Stream, before: torch.cuda.Event,
+        events: LayerEvents | None,
+    ) -> None:  # fmt: skip
         """Queues all steps, in parts; an event behind each step that somebody may wait for."""
-        steps = [[self._copier.routed(part) for piece in pieces for part in piece.parts(PART_BYTES)] for pieces in work.steps]
+        cuts = Cuts(PART_BYTES)
+        steps = [[self._copier.routed(part) for piece in pieces for part in cuts.of(piece)] for pieces in work.steps]
         by_kernel = {each.piece.pairs: None for step in steps for each in step if each.route is not None}
         if by_kernel:
             staged.stage(list(by_kernel))
-        under_way: deque[torch.cuda.Event] = deque()
+        under_way: deque[tuple[torch.cuda.Event, int]] = deque()
+        queued_bytes = 0
         for number, step in enumerate(steps):
             for routed in step:
-                if len(under_way) == PARTS_AT_ONCE:
-                    _wait(under_way.popleft(), spin=False)
+                while under_way and queued_bytes > MOST_QUEUED_BYTES:
+                    _sleep_until(before)
+                    event, size = under_way.popleft()
+                    _wait(event, spin=False)
+                    queued_bytes -= size
                 self._copier.queue(routed, staged, stream)
-                under_way.append(torch.cuda.Event())
-                under_way[-1].record(stream)
+                under_way.append((torch.cuda.Event(), routed.piece.total_bytes))
+                under_way[-1][0].record(stream)
+                queued_bytes += routed.piece.total_bytes
             if events is not None:
                 events.record(number, stream)
 
@@ -171,6 +183,12 @@ class _Lane:
     def queueing(self) -> Iterator[torch.cuda.Stream]:
         with self._lock:
             yield self._stream
+
+
+def _sleep_until(before: torch.cuda.Event) -> None:
+    """Until the engine's own work is done, which may take long: the copies behind it have not begun, and none of it is late."""
+    if not before.query():
+        before.synchronize()
 
 
 def _wait(done: torch.cuda.Event, *, spin: bool) -> None:

@@ -69,14 +69,3 @@ def test_a_key_rotated_by_no_angle_stays_as_it_is() -> None:
     row_N2X = scene.rows.stored_PRE[scene.paging.page_N, scene.paging.row_N].unflatten(1, (2, 32))
     assert torch.equal(row_N2X[..., :16].flatten(1), qkv_NX[:, 4 * 16 : 6 * 16])
     assert torch.equal(row_N2X[..., 16:].flatten(1), qkv_NX[:, 6 * 16 :])
-
-
-@pytest.mark.parametrize("count", [1, 64, 300, 0])
-def test_numbers_come_to_the_host_as_they_are_whoever_holds_them(count: int) -> None:
-    to_host = fast.ToHost()
-    lists = [torch.randint(-(2**40), 2**40, (count, 2), device=DEVICE)[:, 0] for _ in range(5)]  # not beside one another
-    read = [to_host(numbers) for numbers in lists]
-    assert [each.read() for each in read] == [numbers.tolist() for numbers in lists]
-    assert [pointwise.to_host(numbers).read() for numbers in lists] == [numbers.tolist() for numbers in lists]
-    to_host(lists[0])
-    assert len(to_host._under_way) == 1, "those that are there are not held any longer"

@@ -32,4 +32,10 @@ def do(task: str, on_request: Callable[[], None]) -> str:
         raise Peculiar("this", "that")
     if task == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
+    if task == "exits":
+        raise SystemExit(3)
+    if task == "ends early":
+        raise EOFError("the trace is cut off")
+    if task == "cannot travel":
+        return lambda: task  # type: ignore[return-value]
     return task.upper()

@@ -68,6 +68,18 @@ def test_an_error_that_cannot_travel_is_told_in_words() -> None:
         run("peculiar")
 
 
+@pytest.mark.parametrize(("task", "said"), [("exits", "SystemExit: 3"), ("cannot travel", "pickle")])
+def test_what_would_end_a_worker_is_not_called_a_lack_of_memory(task: str, said: str) -> None:
+    with pytest.raises(Exception, match=said) as raised:
+        run(task, "endless")
+    assert not isinstance(raised.value, ConfigError) and isinstance(raised.value.__cause__, WorkerTraceback)
+
+
+def test_an_end_of_file_is_the_tasks_own() -> None:
+    with pytest.raises(EOFError, match="cut off"):
+        run("ends early")
+
+
 def test_a_worker_that_is_killed_is_an_error_of_one_line() -> None:
     with pytest.raises(ConfigError, match="was killed"):
         run("endless", "killed")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -17,6 +16,7 @@ from stepwell.base.spec import Part  # noqa: E402
 from stepwell.transfer import layer_events  # noqa: E402
 from stepwell.transfer.layer_events import LayerEvents, LayerSteps, layer_steps  # noqa: E402
 from stepwell.transfer.page_tables import PagePairs, PageTable  # noqa: E402
+from waiting import wait_until  # noqa: E402
 
 SPEC = ModelSpec(
     name="layers",
@@ -139,16 +139,30 @@ def test_a_layer_whose_copies_are_not_queued_yet_is_waited_for_here() -> None:
     events.wait("kv", 0, stream)
     with ThreadPoolExecutor(1) as thread:
         waiting = thread.submit(events.wait, "kv", 1, stream)
-        time.sleep(0.02)
+        wait_until(lambda: bool(events._changed._waiters))  # type: ignore[attr-defined]
         assert not waiting.done() and stream.waited == ["first recorded"], "no stream may pass an event that is not recorded"
         events.record(1, stream)
         waiting.result(timeout=60)
     assert stream.waited[1:] == ["second recorded"]
 
 
-def test_nobody_waits_for_steps_that_will_not_come() -> None:
+def test_nobody_waits_for_steps_that_will_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_events, "LONGEST_WAIT_S", 60.0)
     stream: Any = Stream()
     events = LayerEvents({"kv": [0, 1]}, [Event("first"), Event("second")])  # type: ignore[list-item]
-    events.queued()
-    events.wait("kv", 1, stream)
+    with ThreadPoolExecutor(2) as threads:
+        waiting = [threads.submit(events.wait, "kv", layer, stream) for layer in range(2)]
+        wait_until(lambda: len(events._changed._waiters) == 2)  # type: ignore[attr-defined]
+        events.queued()
+        for each in waiting:
+            each.result(timeout=60)
     events.wait_all(stream)
+
+
+def test_a_worker_that_hangs_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_events, "LONGEST_WAIT_S", 0.01)
+    events = LayerEvents({"kv": [0]}, [Event("first")])  # type: ignore[list-item]
+    stream: Any = Stream()
+    with pytest.raises(TimeoutError, match="not queued within"):
+        events.wait("kv", 0, stream)
+    assert not stream.waited

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ from stepwell.cache.build import layouts_for  # noqa: E402
 from stepwell.transfer import layer_events, torch_copy_engine  # noqa: E402
 from stepwell.transfer.layer_events import LayerEvents  # noqa: E402
 from stepwell.transfer.page_copier import PageCopier, Route, Routed, Routes, StagedIds  # noqa: E402
-from stepwell.transfer.page_tables import PageTable  # noqa: E402
+from stepwell.transfer.page_tables import PagePairs, PageTable  # noqa: E402
 from stepwell.transfer.torch_copy_engine import TorchCopyEngine  # noqa: E402
 from stepwell.transfer.torch_memory import TorchMemory  # noqa: E402
 from toys import HYBRID  # noqa: E402
@@ -123,7 +123,7 @@ def test_a_worker_looks_now_and_then_while_much_is_copied_and_spins_while_little
 
 def test_only_so_many_parts_of_a_plan_are_queued_at_a_time(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_copy_engine, "PART_BYTES", 2 * HYBRID.object_bytes(Kind.PREFIX))
-    monkeypatch.setattr(torch_copy_engine, "PARTS_AT_ONCE", 2)
+    monkeypatch.setattr(torch_copy_engine, "MOST_QUEUED_BYTES", 3 * HYBRID.object_bytes(Kind.PREFIX))
     read, write = [3, 9, 1, 4, 8, 2, 7], [8, 1, 2, 3, 4, 9, 30]
     rows = {tier: memory.rows(Kind.PREFIX) for tier, memory in stand_in.memories.items()}
     stand_in.copy_engine.begin(stand_in.plan(Purpose.SAVE, read, write))()
@@ -186,7 +186,28 @@ def test_a_load_that_fails_half_way_keeps_nobody_waiting_for_its_layers(monkeypa
         stand_in.copy_engine.begin(stand_in.plan(Purpose.LOAD, [3], [8]))()
     (events,) = seen
     assert events is not None and stand_in.copy_engine.events_for(JOB) is None
-    events.wait("kv", 1, Stream("pass", stand_in.notes))  # type: ignore[arg-type]
+    assert events._num_queued == len(events._events), "nobody waits for what will not come"
+
+
+def test_a_device_that_is_gone_keeps_nobody_waiting_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in = StandIn(monkeypatch, layerwise=HYBRID)
+    seen: list[LayerEvents | None] = []
+    work = stand_in.copy_engine.begin(stand_in.plan(Purpose.LOAD, [3], [8]))
+
+    def fail(*_: object) -> None:
+        seen.append(stand_in.copy_engine.events_for(JOB))
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(PageCopier, "queue", fail)
+    for name in ("record", "query", "synchronize"):
+        monkeypatch.setattr(Event, name, fail)
+    spare = stand_in.copy_engine._spare.qsize()
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        work()
+    events = seen[0]
+    assert events is not None and events._num_queued == len(events._events)
+    assert stand_in.copy_engine.events_for(JOB) is None
+    assert stand_in.copy_engine._spare.qsize() == spare - 1, "its page ids may still be read"
 
 
 def test_what_is_copied_on_the_device_is_waited_for_with_the_first_layers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,3 +251,15 @@ def test_page_ids_are_staged_once_for_all_steps_of_a_load(monkeypatch: pytest.Mo
     monkeypatch.setattr(layer_events, "STEP_BYTES", 1)
     stand_in.copy_engine.begin(stand_in.plan(Purpose.LOAD, [3, 9], [8, 1]))()
     assert calls == [([3, 9], [8, 1], 16)] * 2, "two layers of 16 bytes"
+    staged = list[int]()
+    stage = StagedIds.stage
+
+    def noted(self: StagedIds, pairs: Sequence[PagePairs]) -> None:
+        staged.append(len(pairs))
+        stage(self, pairs)
+
+    monkeypatch.setattr(StagedIds, "stage", noted)
+    monkeypatch.setattr(torch_copy_engine, "PART_BYTES", 16)
+    calls.clear()
+    stand_in.copy_engine.begin(stand_in.plan(Purpose.LOAD, [3, 9], [8, 1]))()
+    assert calls == [([3], [8], 16), ([9], [1], 16)] * 2 and staged == [2], "parts are cut alike in every layer"

@@ -29,8 +29,10 @@ def draw(
 
     Rows are cut to the `top_k` likeliest tokens, then to the fewest of these that make up `top_p` of what they weigh together.
     Of equally likely tokens those with the smaller ids are kept. Settings and `number`, from [0, 1), are in float64; `most` is
-    the largest `top_k`. A row that holds something else than numbers gives some token.
+    the largest `top_k`. A row that holds something else than numbers gives some token. Weights are rounded down to whole numbers:
+    tokens that are less likely than the likeliest by 2**-33, in a vocabulary of 262,144, are never drawn.
     """
+    assert logits_BV.dtype == torch.float32, f"logits must be in fp32, got {logits_BV.dtype}"
     scale = 2.0 ** (EXACT_BITS - logits_BV.shape[1].bit_length())
     id_BC = None if top_k_B1 is None else _likeliest(logits_BV, most)
     logits_BC = logits_BV if id_BC is None else logits_BV.gather(1, id_BC)

@@ -7,9 +7,10 @@
     index          ops/selection.py       Triton: scores and the best of them, the latter with FlashInfer's top-k
     entries        ops/compression.py     Triton: windows, entries and sinks in one
     rows           passes/rows.py         Triton: encoding in eight bits
-    pointwise      ops/pointwise.py       Triton: rotation and rows, gates, sums and norms, tokens for the host
+    pointwise      ops/pointwise.py       Triton: rotation and rows, gates, sums and norms
     experts        ops/experts.py         Triton, or torch's grouped product
     recurrence     ops/recurrent.py       Triton; runs of delta nets by flash-linear-attention
+    tokens         ops/to_host.py         Triton: into pinned memory, where copy engines may be busy
 
 An operation whose kernel fails to build or to run goes on in plain torch, with one warning and a count: slower, never wrong.
 """
@@ -30,16 +31,18 @@ from stepwell.engine.ops import pointwise, recurrent
 from stepwell.engine.ops.attention import Attend, AttendLatent, attend, attend_latent
 from stepwell.engine.ops.compression import AttendShared, attend_shared
 from stepwell.engine.ops.experts import RunExperts, run_experts
-from stepwell.engine.ops.pointwise import Activation, Angles, HeadNorms, HostCopy
+from stepwell.engine.ops.pointwise import Activation, Angles, HeadNorms
 from stepwell.engine.ops.recurrent import Points
 from stepwell.engine.ops.recurrent_tokens import Tokens
 from stepwell.engine.ops.selection import AttendSelected, Select, attend_selected, select
+from stepwell.engine.ops.to_host import ToHost, to_host
 from stepwell.engine.passes.paging import Paging
 from stepwell.engine.passes.rows import Rows
 
 KERNELS = ("auto", "torch", "flashinfer")
 OPERATIONS = (
     "attention", "latents", "picked rows", "index", "entries", "rows", "pointwise", "experts", "recurrence", "delta runs",
+    "tokens",
 )  # fmt: skip
 _FAST_DTYPES = (torch.bfloat16, torch.float16)
 _INSTALL = "pip install 'stepwell[cuda]', and have CUDA's compiler (nvcc) on the path"
@@ -72,7 +75,6 @@ Recur = Callable[[Points, int, Tokens], torch.Tensor]
 MakeAngles = Callable[[torch.Tensor, torch.Tensor, float, torch.dtype], Angles]
 AddNorm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
 Gate = Callable[[torch.Tensor, Activation], torch.Tensor]
-ToHost = Callable[[torch.Tensor], HostCopy]
 WriteRows = Callable[[Rows, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
@@ -105,7 +107,7 @@ class Kernels:
     angles: MakeAngles = pointwise.angles
     add_norm: AddNorm = pointwise.add_norm
     gate: Gate = pointwise.gate
-    to_host: ToHost = pointwise.to_host
+    to_host: ToHost = to_host
     experts: RunExperts = run_experts
     convolve: Convolve = recurrent.convolve
     recur: Recur = recurrent.recur
@@ -163,12 +165,13 @@ def _triton(report: Report) -> dict[str, Any]:
     from stepwell.engine.ops.triton_rows import write_rows
     from stepwell.engine.ops.triton_selection import TritonSelect
     from stepwell.engine.ops.triton_shared import TritonShared
+    from stepwell.engine.ops.triton_to_host import TritonToHost
 
-    report.chosen |= dict.fromkeys(("index", "entries", "rows", "pointwise", "experts"), "triton")
+    report.chosen |= dict.fromkeys(("index", "entries", "rows", "pointwise", "experts", "tokens"), "triton")
     names = ("write_keys_values", "angles", "add_norm", "gate")
     made = {name: Guarded("pointwise", getattr(fast, name), getattr(pointwise, name), report) for name in names}
     return made | {
-        "to_host": Guarded("pointwise", fast.ToHost(), pointwise.to_host, report),
+        "to_host": Guarded("tokens", TritonToHost(), to_host, report),
         "experts": Guarded("experts", run_experts_grouped, run_experts, report),
         "select": Guarded("index", TritonSelect(), select, report),
         "attend_shared": Guarded("entries", TritonShared(TritonSelect()), attend_shared, report),

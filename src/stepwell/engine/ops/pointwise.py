@@ -49,35 +49,6 @@ def gate(gate_up_NX: torch.Tensor, act: Activation) -> torch.Tensor:
     return act(gate_NI).mul_(up_NI)
 
 
-class HostCopy:
-    """Numbers of the device on their way to the host: there when the stream that was current has come so far."""
-
-    def __init__(self, host_N: torch.Tensor, device: torch.device) -> None:
-        self._host_N = host_N
-        self._there: torch.cuda.Event | None = None
-        if device.type == "cuda":
-            self._there = torch.cuda.Event()
-            self._there.record(torch.cuda.current_stream(device))
-
-    @property
-    def is_there(self) -> bool:
-        return self._there is None or self._there.query()
-
-    def read(self) -> list[int]:
-        """Waits for them."""
-        if self._there is not None:
-            self._there.synchronize()
-        numbers: list[int] = self._host_N.tolist()
-        return numbers
-
-
-def to_host(numbers_N: torch.Tensor) -> HostCopy:
-    if not numbers_N.is_cuda:
-        return HostCopy(numbers_N, numbers_N.device)
-    host_N = torch.empty(numbers_N.shape, dtype=numbers_N.dtype, pin_memory=True).copy_(numbers_N, non_blocking=True)
-    return HostCopy(host_N, numbers_N.device)
-
-
 def angles(positions_N: torch.Tensor, frequencies: torch.Tensor, scale: float, dtype: torch.dtype) -> Angles:
     """Cosines and sines of a pass's positions, once for all layers; the sines of the first half turned around."""
     angle = positions_N[:, None].float() * frequencies

@@ -5,19 +5,17 @@ What a kernel does not know (another activation, rows in eight bits) goes to pla
 
 from __future__ import annotations
 
-from collections import deque
-
 import torch
 import triton
 import triton.language as tl
 from torch.nn.functional import silu
 
 from stepwell.engine.ops import pointwise
-from stepwell.engine.ops.pointwise import Activation, Angles, HeadNorms, HostCopy
+from stepwell.engine.ops.pointwise import Activation, Angles, HeadNorms
 from stepwell.engine.passes.paging import Paging
 from stepwell.engine.passes.rows import PLAIN, Rows
 
-GATE_BLOCK, COPY_BLOCK = 1024, 128
+GATE_BLOCK = 1024
 WIDEST_NORM = 16384  # channels that one program reads at once
 _GATES = {silu: 0, pointwise.gelu_tanh: 1}
 
@@ -51,22 +49,6 @@ def angles(positions_N: torch.Tensor, frequencies: torch.Tensor, scale: float, d
         positions_N, frequencies, cos, sin, scale, HALF=half, BLOCK=triton.next_power_of_2(half), num_warps=1
     )
     return cos, sin
-
-
-class ToHost:
-    """Numbers written into pinned memory by a kernel: a copy engine that is busy with pages takes milliseconds for a few."""
-
-    def __init__(self) -> None:
-        self._under_way: deque[HostCopy] = deque()  # torch would give memory to others that a kernel is still to write
-
-    def __call__(self, numbers_N: torch.Tensor) -> HostCopy:
-        while self._under_way and self._under_way[0].is_there:
-            self._under_way.popleft()
-        host_N = torch.empty(numbers_N.shape, dtype=numbers_N.dtype, pin_memory=numbers_N.is_cuda)
-        grid = (triton.cdiv(numbers_N.numel(), COPY_BLOCK),)
-        _to_host_kernel[grid](numbers_N.contiguous(), host_N, numbers_N.numel(), BLOCK=COPY_BLOCK, num_warps=1)
-        self._under_way.append(HostCopy(host_N, numbers_N.device))
-        return self._under_way[-1]
 
 
 def gate(gate_up_NX: torch.Tensor, act: Activation) -> torch.Tensor:
@@ -146,12 +128,6 @@ def _angles_kernel(positions, frequencies, cos, sin, scale, HALF: tl.constexpr, 
     tl.store(cos + row + HALF, cosine, mask=inside)
     tl.store(sin + row, (-sine).to(sin.dtype.element_ty), mask=inside)
     tl.store(sin + row + HALF, sine.to(sin.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _to_host_kernel(numbers, host, count, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(host + at, tl.load(numbers + at, mask=at < count), mask=at < count)
 
 
 @triton.jit

@@ -43,14 +43,16 @@ class DriverCopies:
         self._attributes, self._from_the_first, self._failed = _Attributes(source_order=_IN_STREAM_ORDER), _SIZE(0), _SIZE(0)
         behind: list[Any] = [ctypes.byref(self._attributes), ctypes.byref(self._from_the_first), 1]
         types: list[Any] = [_ADDRESS, _ADDRESS, _ADDRESS, _SIZE, _ADDRESS, _ADDRESS, _SIZE, _ADDRESS]
-        if hasattr(driver, "cuMemcpyBatchAsync_v2"):
+        version = ctypes.c_int(0)
+        _check("cuDriverGetVersion", driver.cuDriverGetVersion(ctypes.byref(version)))
+        if version.value < 12080:
+            raise OSError(f"{LIBRARY} is of CUDA {version.value / 1000:g}, and lists are known from 12.8 on")
+        if version.value >= 13000:
             self._call = driver.cuMemcpyBatchAsync_v2
-        elif hasattr(driver, "cuMemcpyBatchAsync"):  # before version 13 it says which copy failed
+        else:  # it says which copy failed
             self._call = driver.cuMemcpyBatchAsync
             behind.append(ctypes.byref(self._failed))
             types.append(_ADDRESS)
-        else:
-            raise OSError(f"{LIBRARY} is older than CUDA 12.8")
         self._behind, self._call.argtypes = behind, types
 
     def queue(self, sources: Numbers, targets: Numbers, sizes: Numbers, stream: int) -> None:

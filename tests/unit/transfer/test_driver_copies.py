@@ -36,16 +36,26 @@ class Copying(Function):
         return super().__call__(*args)
 
 
-def driver(monkeypatch: pytest.MonkeyPatch, **functions: Function) -> SimpleNamespace:
-    made = SimpleNamespace(cuCtxGetCurrent=Function(), cuCtxSetCurrent=Function(), **functions)
+class Version(Function):
+    def __call__(self, *args: object) -> int:
+        args[0]._obj.value = self.answer  # type: ignore[attr-defined]
+        return 0
+
+
+def driver(monkeypatch: pytest.MonkeyPatch, version: int, **functions: Function) -> SimpleNamespace:
+    made = SimpleNamespace(
+        cuCtxGetCurrent=Function(), cuCtxSetCurrent=Function(), cuDriverGetVersion=Version(version), **functions
+    )  # fmt: skip
     monkeypatch.setattr(driver_copies.ctypes, "CDLL", lambda name: made)
     return made
 
 
-@pytest.mark.parametrize(("name", "arguments"), [("cuMemcpyBatchAsync", 9), ("cuMemcpyBatchAsync_v2", 8)])
+@pytest.mark.parametrize(
+    ("version", "name", "arguments"), [(12090, "cuMemcpyBatchAsync", 9), (13000, "cuMemcpyBatchAsync_v2", 8)]
+)
 @pytest.mark.parametrize("count", [0, 1, FIRST, FIRST + 1, FIRST + MOST, 1000])
-def test_every_copy_is_made_once(name: str, arguments: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    there = driver(monkeypatch, **{name: Copying()})
+def test_every_copy_is_made_once(version: int, name: str, arguments: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = driver(monkeypatch, version, **{name: Copying()})
     random = np.random.default_rng(count)
     source, target = random.integers(0, 256, 50 * 1000, np.uint8), np.zeros(50 * 1000, np.uint8)
     starts, sizes = np.arange(count, dtype=np.uint64) * np.uint64(50), random.integers(1, 50, count).astype(np.uint64)
@@ -63,10 +73,10 @@ def test_every_copy_is_made_once(name: str, arguments: int, count: int, monkeypa
 
 
 def test_what_the_driver_lacks_or_refuses_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver(monkeypatch)
-    with pytest.raises(OSError, match=r"12\.8"):
+    driver(monkeypatch, 12040)
+    with pytest.raises(OSError, match=r"of CUDA 12\.04, .* from 12\.8"):
         DriverCopies()
-    driver(monkeypatch, cuMemcpyBatchAsync_v2=Function(answer=1))
+    driver(monkeypatch, 13020, cuMemcpyBatchAsync_v2=Function(answer=1))
     one = np.ones(1, np.uint64)
     with pytest.raises(RuntimeError, match="error 1"):
         DriverCopies().queue(one, one, one, 0)

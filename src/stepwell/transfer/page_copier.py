@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from threading import Lock
 from types import ModuleType
@@ -123,7 +124,7 @@ class PageCopier:
         piece, runs, route = routed
         if route is None and self._list(piece, runs, stream):
             return
-        with torch.cuda.stream(stream):
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
             if route is not None and staged is not None and self._launch(piece, route, *staged.of(piece.pairs)):
                 return
             for source_B, target_B in piece.slices(runs):

@@ -39,7 +39,7 @@ PUBLISHED = {  # percent: DeepSeek-V3.2 (steps 300 to 1,000 of a figure), GLM-5.
     ("steady, 128K", 4096): {"fifo": 17.2, "random": 16.1, "lru": 13.4, "belady": 8.2},
     ("steady, 128K", 8192): {"lru": 6.7},
 }
-MOST_OFF = 2.5  # percent of a selection, for the trace to count as calibrated
+MOST_OFF = 2.0  # percent of a selection, for the trace to count as calibrated
 BATCHES, COLD_BATCHES = (1, 4, 16, 32, 64, 128, 256), (8, 32)
 SHARE, MANY_ROWS, SPEED = 0.9, 16_384, 40.0  # of a plain gather; from so many rows on; GB/s
 SWEPT_BATCHES = (1, 16, 64, 256)

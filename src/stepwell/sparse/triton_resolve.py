@@ -16,7 +16,7 @@ from stepwell.sparse.places import Places
 from stepwell.sparse.resolve import CLAIM, Plan, Wanted
 
 CLAIM_BLOCK, CLAIM_WARPS = 256, 4
-ASSIGN_BLOCK, ASSIGN_WARPS = 2048, 16  # entries or slots that are looked through at once
+ASSIGN_BLOCK, ASSIGN_WARPS = 2048, 8  # entries or slots that are looked through at once, by no more threads than bins
 
 
 def resolve(places: Places, group: int, wanted: Wanted, plan: Plan) -> None:
@@ -38,14 +38,14 @@ def resolve(places: Places, group: int, wanted: Wanted, plan: Plan) -> None:
     if not hot_pages:
         return
     score_XT = wanted.score_XT
-    block = min(ASSIGN_BLOCK, triton.next_power_of_2(max(count, hot_pages * places.page_rows)))
+    block = min(ASSIGN_BLOCK, max(triton.next_power_of_2(max(count, hot_pages * places.page_rows)), 256))
     _assign_kernel[(requests,)](
         wanted.first_A, wanted.hot_BQ, places.header_P3, hint_PR, key_S, stamp_S, places.hot_N, places.now_1,
         plan.claim_M, plan.winner_M, plan.source_M, plan.target_M, plan.count_1, tally_BC,
         places.now_1 if score_XT is None else score_XT, 0 if score_XT is None else score_XT.shape[1],
         count, hot_pages, wanted.hot_BQ.stride(0), places.header_P3.stride(0), hint_PR.stride(0),
         0 if score_XT is None else score_XT.stride(0),
-        SIZE=places.page_rows, FIRST_CLAIM=CLAIM, SCORED=score_XT is not None, BLOCK=max(block, 256), num_warps=ASSIGN_WARPS,
+        SIZE=places.page_rows, FIRST_CLAIM=CLAIM, SCORED=score_XT is not None, BLOCK=block, num_warps=ASSIGN_WARPS,
     )  # fmt: skip
 
 

@@ -173,7 +173,9 @@ class Scene:
         slots = max(self.places.slots, 1)
         junk = [self.random.choice((self.random.randrange(slots), self.random.randrange(-(2**31), 2**31))) for _ in range(2 * R)]
         self.places.slot_PGR[page] = torch.tensor(junk, dtype=torch.int32).view(2, R).to(self.device)
-        self.places.header_P3[page] = torch.randint(-3, 10**6, (3,), dtype=torch.int32).to(self.device)
+        self.places.header_P3[page] = torch.tensor([self.random.randrange(-3, 10**6) for _ in range(3)], dtype=torch.int32).to(
+            self.device
+        )
         self.free["prefix"].append(page)
 
     def changes(self) -> Changes:

@@ -57,7 +57,9 @@ def layouts_for(spec: ModelSpec, config: CacheConfig, *, alignment: int = PAGE_A
     """How each tier's bytes are cut, for one rank. Raises ConfigError when a tier is too small."""
     budgets = {Tier.DEVICE: config.device_bytes, Tier.HOST: config.host_bytes}
     return {
-        tier: lay_out(spec, budget_bytes=budget, alignment=alignment) for tier, budget in budgets.items() if budget is not None
+        tier: lay_out(spec, tier=tier, budget_bytes=budget, alignment=alignment)
+        for tier, budget in budgets.items()
+        if budget is not None
     }
 
 

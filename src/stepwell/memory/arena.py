@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,9 @@ from stepwell.base.ids import Kind, Tier
 from stepwell.base.tasks import NO_PAGES, PageIds
 from stepwell.memory.layout import ArenaLayout
 from stepwell.memory.slabs import SlabPool
+
+if TYPE_CHECKING:
+    from stepwell.memory.row_pages import RowPages
 
 
 class PageState(IntEnum):
@@ -55,6 +59,7 @@ class Arena:
         self.kept = {kind: np.zeros(layout.rows(kind), np.int32) for kind in layout.strides}  # of those, the tree's
         self.state = {kind: np.zeros(layout.rows(kind), np.uint8) for kind in layout.strides}
         self._busy = dict.fromkeys(layout.strides, 0)  # pages that somebody beside the tree refers to
+        self.row_pages: RowPages | None = None  # of a device whose rows may spill: set by who makes both
 
     # ---- questions --------------------------------------------------------------------------------
 
@@ -173,6 +178,8 @@ class Arena:
         self._slabs.give(kind, freed)
         if self._on_free:
             self._on_free(self.tier, kind, freed)
+        if self.row_pages is not None and kind is Kind.PREFIX:
+            self.row_pages.on_free(freed)
         return freed
 
     def mark_ready(self, kind: Kind, ids: PageIds) -> None:

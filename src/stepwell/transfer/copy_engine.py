@@ -23,7 +23,7 @@ from stepwell.base.ids import Kind, Tier
 from stepwell.base.spec import ModelSpec
 from stepwell.base.tasks import Plan
 from stepwell.base.units import format_bytes
-from stepwell.memory.layout import ArenaLayout
+from stepwell.memory.layout import ArenaLayout, payload_bytes
 
 SETTINGS = "device_bytes or host_bytes"  # of a CacheConfig
 
@@ -42,7 +42,7 @@ class PageMemory:
         flat = np.frombuffer(self._block, np.uint8)
         flat[:: mmap.PAGESIZE] = 0  # touch every page of the machine now, not under a request
         self._rows = {
-            kind: flat[: layout.rows(kind) * stride].reshape(-1, stride)[:, : spec.object_bytes(kind)]
+            kind: flat[: layout.rows(kind) * stride].reshape(-1, stride)[:, : payload_bytes(spec, layout.tier, kind)]
             for kind, stride in layout.strides.items()
         }
 

@@ -12,7 +12,8 @@ from stepwell.base.errors import SpecError
 from stepwell.base.spec.families import attention, compressed, latent, recurrent
 from stepwell.base.spec.families.dtypes import KV_DTYPES, Dtypes, choose_dtypes
 from stepwell.base.spec.families.fields import Fields
-from stepwell.base.spec.model import ModelSpec, StateSpec
+from stepwell.base.spec.model import ModelSpec
+from stepwell.base.spec.states import StateSpec
 
 __all__ = ["KV_DTYPES", "from_config", "known_model_types"]
 

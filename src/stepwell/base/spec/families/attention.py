@@ -12,8 +12,8 @@ from stepwell.base.errors import SpecError
 from stepwell.base.spec.families.dtypes import Dtypes
 from stepwell.base.spec.families.fields import Fields
 from stepwell.base.spec.families.layers import LAYER_TYPES, Layer, Rule, every, schedule
-from stepwell.base.spec.model import StateSpec
 from stepwell.base.spec.shapes import Prefix, Window
+from stepwell.base.spec.states import StateSpec
 
 _MIMO_PATTERN: dict[str | int, Layer] = {0: Layer.FULL, 1: Layer.SLIDING}
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from stepwell.base.errors import SpecError
 from stepwell.base.spec.families.dtypes import Dtypes
 from stepwell.base.spec.families.fields import Fields
-from stepwell.base.spec.model import StateSpec
 from stepwell.base.spec.shapes import Prefix
+from stepwell.base.spec.states import StateSpec
 
 
 def mla_states(config: Fields, dtypes: Dtypes) -> Iterator[StateSpec]:

@@ -20,6 +20,7 @@ from stepwell import (
     Point,
     Prefix,
     Sources,
+    Spill,
     StateSpec,
     StepReport,
     Tier,
@@ -58,6 +59,11 @@ def swa(tokens: int) -> StateSpec:
 def model(*states: StateSpec, page_tokens: int = PAGE) -> ModelSpec:
     return ModelSpec(name="toy", page_tokens=page_tokens, states=states)
 
+
+INDEX = StateSpec(name="index", shape=Prefix(), layers=1, row_bytes=3, dtype="u8")
+SPILLING = replace(
+    model(KV, INDEX), spill=Spill(states=("kv",), group_of={"kv": (0, 1)})
+)  # 64 + 32 bytes a page on the device, 48 on the host
 
 FULL = model(KV)
 FULL_WINDOW = model(KV, swa(8))
@@ -103,6 +109,7 @@ class Rig:
             spec, self.config, executor=self.executor, clock=self.clock, on_free=self.engine.poison, model="toy weights",
             tuning=tuning,
         )  # fmt: skip
+        self.engine.row_pages = self.cache.row_pages
         self.store_executor = ScriptedStoreExecutor(())
         if store is not None:
             self.attach(store, store_config, store_tuning)

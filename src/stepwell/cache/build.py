@@ -17,6 +17,7 @@ from stepwell.cache.facade import Cache
 from stepwell.jobs.executors import Arrivals, CopyExecutor, ThreadCopyExecutor
 from stepwell.memory.arena import Arena
 from stepwell.memory.layout import PAGE_ALIGNMENT_BYTES, ArenaLayout, lay_out
+from stepwell.memory.row_pages import RowPages
 from stepwell.policy.placement import PlacementRules, rules_for
 from stepwell.policy.value import Expected, ReuseModel, ValuePolicy
 from stepwell.store_tier.tier import StoreTier
@@ -68,6 +69,15 @@ def numpy_memories(spec: ModelSpec, layouts: Mapping[Tier, ArenaLayout]) -> dict
     return {tier: PageMemory(spec, layout) for tier, layout in layouts.items()}
 
 
+def _check_spill(config: CacheConfig) -> None:
+    if config.device_bytes is None or config.host_bytes is None:
+        raise ConfigError("rows can spill from a device tier to a host tier: give both device_bytes and host_bytes")
+    if not config.write.saves_on_commit:
+        raise ConfigError(
+            f"rows can spill once the host has them: that needs the write policy 'through', not {config.write.value!r}"
+        )
+
+
 def build_cache(
     spec: ModelSpec,
     config: CacheConfig,
@@ -98,6 +108,9 @@ def build_cache(
         copy_engines, host_pages = [NumpyCopyEngine(memories)], [memories[Tier.HOST]] if Tier.HOST in memories else []
     executor = executor or ThreadCopyExecutor(copy_engines or [], clock)
     arenas = {tier: Arena(tier, layout, on_free=on_free) for tier, layout in layouts.items()}
+    if spec.spill is not None:
+        _check_spill(config)
+        arenas[Tier.DEVICE].row_pages = RowPages(arenas[Tier.DEVICE])
     reuse = ReuseModel(spec.page_tokens)
     tree = Tree(spec, arenas, tuning.eviction or Expected(reuse))
     counters = counters or Counters()

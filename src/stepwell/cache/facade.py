@@ -29,6 +29,7 @@ from stepwell.cache.question import STORE_WAIT_S, Question
 from stepwell.cache.report import Stats, StepReport, tier_stats
 from stepwell.cache.store import StoreControl
 from stepwell.jobs.executors import Arriving
+from stepwell.memory.row_pages import RowPages
 from stepwell.policy.loading import LEAST_CHUNK_TOKENS
 from stepwell.store_tier.ticket import Ticket
 from stepwell.store_tier.tier import StoreTier
@@ -74,6 +75,11 @@ class Cache:
     def namespace(self) -> Namespace:
         """The namespace of requests that name no other."""
         return self._namespace
+
+    @property
+    def row_pages(self) -> RowPages | None:
+        """Where the rows of device pages are, if they may spill: whoever runs a pass applies what `drain` tells, before it."""
+        return self._state.row_pages
 
     @property
     def namespaces(self) -> tuple[Namespace, ...]:
@@ -153,6 +159,7 @@ class Cache:
             Kind.PREFIX: -(-tokens // spec.page_tokens),
             Kind.WINDOW: -(-window // spec.window_page_tokens) + 1 if window else 0,
             Kind.POINT: 2 if spec.parts(Kind.POINT) else 0,  # its own, and the copy it goes on with
+            Kind.ROWS: -(-tokens // spec.page_tokens) if spec.spill is not None else 0,
         }
         return self._state.arena(Tier.DEVICE).fits_when_empty({kind: count for kind, count in need.items() if count})
 

@@ -37,6 +37,11 @@ class ArenaLayout:
     def num_slabs(self) -> int:
         return -(-self.size_bytes // self.slab_bytes)
 
+    @property
+    def prefix_stride(self) -> int:
+        """Bytes of a prefix page with all its rows, padding included."""
+        return self.strides[Kind.PREFIX] + self.strides.get(Kind.ROWS, 0)
+
     def rows(self, kind: Kind) -> int:
         """Rows of the two-dimensional view of `kind`: one more than the largest id it could have."""
         return self.size_bytes // self.strides[kind]

@@ -62,6 +62,10 @@ class RowPages:
         rows = self.rows[ids]
         return np.asarray((rows != ABSENT) & (self._arena.state[Kind.ROWS][rows] == READY))
 
+    def placed(self, ids: PageIds) -> npt.NDArray[np.bool_]:
+        """Which of these pages have a place for their rows, here or on the host."""
+        return np.asarray((self.rows[ids] != ABSENT) | (self.host[ids] != ABSENT))
+
     def backed(self, ids: PageIds) -> npt.NDArray[np.bool_]:
         """Which of these pages have their rows on the host alone."""
         return np.asarray(self.host[ids] != ABSENT)
@@ -91,7 +95,7 @@ class RowPages:
         self.num_backed += len(ids)
 
     def _place(self, ids: PageIds, ordinals: npt.ArrayLike) -> None:
-        taken = (self.rows[ids] != ABSENT) | (self.host[ids] != ABSENT)
+        taken = self.placed(ids)
         assert not taken.any(), f"pages {ids[taken]} have rows already"
         self._ordinal[ids] = ordinals
         changed = dict.fromkeys(ids.tolist())

@@ -116,7 +116,7 @@ def _cut_off(state: CacheState, tier: Tier) -> bool:
 def _pop(state: CacheState, tier: Tier, short: Need, *, any_sort: bool) -> Victim | None:
     return state.tree.ranking.pop(
         tier,
-        runs=any_sort or Kind.PREFIX in short,
+        runs=any_sort or Kind.PREFIX in short or Kind.ROWS in short,
         checkpoints=any_sort or Kind.WINDOW in short or Kind.POINT in short,
     )
 
@@ -131,7 +131,9 @@ def patience_bytes_of(layout: ArenaLayout) -> int:
 
 def _helps(victim: Victim, short: Need) -> bool:
     """Whether its pages are of a kind that is short, so that each of them counts."""
-    return Kind.PREFIX in short if isinstance(victim, Run) else any(kind in short for kind, _ in victim.spans())
+    if isinstance(victim, Run):
+        return Kind.PREFIX in short or Kind.ROWS in short
+    return any(kind in short for kind, _ in victim.spans())
 
 
 def _evict_run(state: CacheState, run: Run, short: Need) -> int:
@@ -144,13 +146,13 @@ def _evict_run(state: CacheState, run: Run, short: Need) -> int:
         return 0  # in use; whoever lets go will queue it again
     discard_tail(state.tree, run, idle.start, state.loss(LossReason.EVICTED, run.tier))
     state.counters.add(f"evicted_{run.tier.label}_pages", idle.num_pages)
-    return idle.num_pages * state.arena(run.tier).layout.strides[Kind.PREFIX]
+    return idle.num_pages * state.arena(run.tier).layout.prefix_stride
 
 
 def _wanted(state: CacheState, run: Run, short: Need) -> int:
     """How many pages of a run to give up: what is short, or a slab of them when it is the slab that is needed."""
     layout = state.arena(run.tier).layout
-    return short.get(Kind.PREFIX) or -(-layout.slab_bytes // layout.strides[Kind.PREFIX])
+    return max(short.get(Kind.PREFIX, 0), short.get(Kind.ROWS, 0)) or -(-layout.slab_bytes // layout.strides[Kind.PREFIX])
 
 
 def _evict_residency(state: CacheState, residency: Residency) -> int:

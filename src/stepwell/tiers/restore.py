@@ -13,7 +13,7 @@ import numpy as np
 from stepwell.base.errors import NoRoom
 from stepwell.base.ids import JobId, Kind, LeaseId, Tier
 from stepwell.base.tasks import NO_PAGES, Copy, PageIds, Purpose, Span
-from stepwell.memory.arena import FILLING, READY
+from stepwell.memory.arena import FILLING, READY, Need
 from stepwell.policy.placement import prompt_stops
 from stepwell.policy.store_use import Flags
 from stepwell.tiers.eviction import allocate
@@ -77,16 +77,16 @@ def load_ahead(state: CacheState, match: Match, *, evict_for: int | None = None)
     before the request begins, they may be evicted again.
     """
     near = ids_of(match.path, Tier.DEVICE, match.arrived_tokens // state.spec.page_tokens)
-    gaps = np.flatnonzero(near == ABSENT)[:evict_for]
+    gaps = np.flatnonzero(near == ABSENT)[:evict_for].astype(np.int32)
     if not len(gaps):
         return 0
     near = near[: int(gaps[-1]) + 1]
     holds = Holds(near=near.copy(), below=ids_of(match.path, Tier.HOST, len(near))[gaps], residency=None)
     state.arena(Tier.DEVICE).retain(Kind.PREFIX, near[near != ABSENT])
     state.arena(Tier.HOST).retain(Kind.PREFIX, holds.below)
-    need = {Kind.PREFIX: len(gaps)}
+    need = {Kind.PREFIX: len(gaps), Kind.ROWS: _num_rows(state, len(gaps))}
     try:
-        pages = state.arena(Tier.DEVICE).alloc_if_fits(need) if evict_for is None else allocate(state, Tier.DEVICE, need)
+        pages = _alloc_if_fits(state, need) if evict_for is None else allocate(state, Tier.DEVICE, need)
     except NoRoom:
         pages = None
     if pages is None:
@@ -94,10 +94,30 @@ def load_ahead(state: CacheState, match: Match, *, evict_for: int | None = None)
         return 0
     near[gaps] = fresh = pages[Kind.PREFIX]
     _publish_loads(state, match, near)
-    state.copies.copy(Purpose.LOAD, [_copy(Kind.PREFIX, Tier.HOST, holds.below, fresh)])
+    copies = [_copy(Kind.PREFIX, Tier.HOST, holds.below, fresh)]
+    copies += _bind(state, fresh, pages.get(Kind.ROWS, NO_PAGES), holds.below, gaps)
+    state.copies.copy(Purpose.LOAD, copies)
     state.tree.release(Tier.DEVICE, Kind.PREFIX, fresh)  # the tree and the copy hold their own
     _let_go(state, holds)
     return len(gaps)
+
+
+def _num_rows(state: CacheState, pages: int) -> int:
+    """How many pages of rows belong to so many prefix pages."""
+    return pages if state.row_pages is not None else 0
+
+
+def _alloc_if_fits(state: CacheState, need: Need) -> dict[Kind, PageIds] | None:
+    return state.arena(Tier.DEVICE).alloc_if_fits({kind: count for kind, count in need.items() if count})
+
+
+def _bind(state: CacheState, pages: PageIds, rows: PageIds, below: PageIds, ordinals: PageIds) -> list[Copy]:
+    """Gives loaded pages their rows, where these are pages of their own; returns the copy that fills them."""
+    if state.row_pages is None or not len(pages):
+        return []
+    state.row_pages.bind(pages, rows, ordinals)
+    source = Span(tier=Tier.HOST, kind=Kind.PREFIX, ids=below)
+    return [Copy(source=source, target=Span(tier=Tier.DEVICE, kind=Kind.ROWS, ids=rows))]
 
 
 def _hold(state: CacheState, match: Match) -> Holds:
@@ -153,6 +173,7 @@ def _need(state: CacheState, match: Match, holds: Holds) -> dict[Kind, int]:
         Kind.PREFIX: len(holds.below) + prompt_pages - len(holds.near),
         Kind.WINDOW: len(residency.windows) if from_below and residency is not None else 0,
         Kind.POINT: 1 if spec.parts(Kind.POINT) else 0,
+        Kind.ROWS: _num_rows(state, len(holds.below)),
     }
 
 
@@ -164,6 +185,8 @@ def _sources(state: CacheState, match: Match, holds: Holds, from_store: Flags | 
     near, page_tokens = holds.near, state.spec.page_tokens
     on_device = near != ABSENT if state.nearest is Tier.DEVICE else np.zeros(len(near), np.bool_)
     on_device &= state.arena(state.nearest).state[Kind.PREFIX][near] == READY
+    if state.row_pages is not None:
+        on_device &= ~state.row_pages.backed(near)
     stored = np.zeros(len(near), np.bool_)
     stored[: len(from_store)] = from_store[: len(near)]
     return Sources(
@@ -194,7 +217,8 @@ def _fill(state: CacheState, lease: Lease, match: Match, holds: Holds, pages: di
     fresh = pages.get(Kind.PREFIX, NO_PAGES)
     loaded, own = fresh[: len(holds.below)], fresh[len(holds.below) :]
     near = holds.near.copy()
-    near[near == ABSENT] = loaded
+    gaps = np.flatnonzero(near == ABSENT).astype(np.int32)
+    near[gaps] = loaded
     lease.prefix_pages = np.concatenate([near, own])
     lease.point_pages = pages.get(Kind.POINT, NO_PAGES)[:1]
     copies = [_copy(Kind.PREFIX, Tier.HOST, holds.below, loaded)]
@@ -209,6 +233,7 @@ def _fill(state: CacheState, lease: Lease, match: Match, holds: Holds, pages: di
     waits: list[tuple[Kind, PageIds]] = [(Kind.PREFIX, arriving)]
     waits += [(copy.target.kind, copy.target.ids) for copy in copies[1:]]
     promoted = _promote(state, holds.residency, pages, copies) if holds.promotes and holds.residency is not None else None
+    copies += _bind(state, loaded, pages.get(Kind.ROWS, NO_PAGES), holds.below, gaps)  # READY with their pages
     reads = (holds.residency,) if holds.residency is not None else ()
     job = state.copies.copy(Purpose.LOAD, copies, reads=reads, writes=promoted)
     if job is not None or any(len(ids) for _, ids in waits):

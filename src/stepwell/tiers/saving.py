@@ -64,7 +64,7 @@ def save_runs(state: CacheState, node: Node) -> bool:
         return False
     finally:
         state.tree.release(Tier.HOST, Kind.PREFIX, path)
-    source, start = [], 0
+    source, start = [NO_PAGES], 0
     runs: list[Run] = []
     for each, missing in pieces:
         device = each.runs[Tier.DEVICE]
@@ -75,13 +75,18 @@ def save_runs(state: CacheState, node: Node) -> bool:
         state.tree.attach(each, Tier.HOST, placed)
         source.append(device.ids[missing])
         runs.append(device)
-    copy = Copy(
-        source=Span(tier=Tier.DEVICE, kind=Kind.PREFIX, ids=np.concatenate(source)),
-        target=Span(tier=Tier.HOST, kind=Kind.PREFIX, ids=ids),
-    )
-    state.copies.copy(Purpose.SAVE, [copy], saves=tuple(runs))
+    state.copies.copy(Purpose.SAVE, _page_copies(state, np.concatenate(source), ids), saves=tuple(runs))
     state.tree.release(Tier.HOST, Kind.PREFIX, ids)
     return True
+
+
+def _page_copies(state: CacheState, pages: PageIds, host: PageIds) -> list[Copy]:
+    """Device pages to host pages; where rows are pages of their own, those too."""
+    target = Span(tier=Tier.HOST, kind=Kind.PREFIX, ids=host)
+    copies = [Copy(source=Span(tier=Tier.DEVICE, kind=Kind.PREFIX, ids=pages), target=target)]
+    if state.row_pages is not None:
+        copies.append(Copy(source=Span(tier=Tier.DEVICE, kind=Kind.ROWS, ids=state.row_pages.rows[pages]), target=target))
+    return copies
 
 
 def save_residency(state: CacheState, residency: Residency) -> bool:

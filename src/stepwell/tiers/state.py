@@ -20,6 +20,7 @@ from stepwell.base.meters import Clock, Counters
 from stepwell.base.prompt import Namespace
 from stepwell.base.spec import ModelSpec
 from stepwell.memory.arena import Arena
+from stepwell.memory.row_pages import RowPages
 from stepwell.policy.placement import PlacementRules
 from stepwell.policy.store_use import Speed
 from stepwell.policy.value import ReuseModel
@@ -156,6 +157,11 @@ class CacheState:
     @property
     def has_both_tiers(self) -> bool:
         return len(self.tree.tiers) == 2
+
+    @property
+    def row_pages(self) -> RowPages | None:
+        """Where the rows of device pages are, if they may spill."""
+        return self.tree.row_pages
 
     def arena(self, tier: Tier) -> Arena:
         return self.tree.arenas[tier]

@@ -32,6 +32,7 @@ class TorchMemory:
             self._block = block = pinned_bytes(layout.size_bytes) if pinned else _zeros(layout.size_bytes, device)
         except (RuntimeError, OverflowError) as error:  # only some of CUDA's refusals have a class of their own
             raise refusal(layout.size_bytes, "pinned host" if pinned else device, error) from error
+        self.spec = spec
         self._rows = {
             kind: block[: layout.rows(kind) * stride].view(-1, stride)[:, : payload_bytes(spec, layout.tier, kind)]
             for kind, stride in layout.strides.items()

@@ -1,0 +1,1 @@
+"""Attention to some of the rows: what picks them."""

@@ -27,6 +27,7 @@ from stepwell.engine.loading.checkpoint import Checkpoint, open_checkpoint
 from stepwell.engine.loading.known import known_names
 from stepwell.engine.models.base import Decoder
 from stepwell.engine.models.registry import build_model
+from stepwell.engine.models.selectors import Sparse
 from stepwell.engine.ops.kernels import check_kernels
 from stepwell.engine.passes.pages import TORCH_DTYPES, DevicePages
 from stepwell.engine.runner import Runner
@@ -73,6 +74,15 @@ class EngineConfig:
     draft: str | None = None  # a checkpoint that guesses tokens ahead, or `mtp` for the model's own layers that do
     draft_tokens: int = 4  # guessed in one pass
     draft_max_running: int = 16  # requests that decode at once, above which nothing is guessed
+    sparse: str | None = None  # what picks the tokens that answers look at: quest or clusterkv, or dsa for a model's own index
+    sparse_budget: int | None = None  # how many tokens are picked; None: 2,048
+
+    @property
+    def picks(self) -> Sparse | None:
+        """What picks, checked. Raises ConfigError."""
+        if self.sparse is None and self.sparse_budget is not None:
+            raise ConfigError("sparse_budget says how many tokens a selector picks: name one with sparse")
+        return None if self.sparse is None else Sparse(selector=self.sparse, budget=self.sparse_budget)
 
 
 def load_engine(model: str, **settings: Any) -> Engine:
@@ -107,6 +117,7 @@ def check_settings(config: EngineConfig) -> None:
     if dtype not in TORCH_DTYPES or (config.kv_dtype is not None and config.kv_dtype not in KV_DTYPES):
         raise ConfigError(f"dtype must be one of {', '.join(TORCH_DTYPES)}, and kv_dtype of {', '.join(KV_DTYPES)}")
     check_kernels(config.kernels, device, TORCH_DTYPES[dtype])
+    _ = config.picks
     if config.page_tokens is not None and config.page_tokens < 1:
         raise ConfigError(f"page_tokens must be at least 1, got {config.page_tokens}")
     sizes = CacheConfig(device_bytes=_device_bytes(config, device), host_bytes=_host_bytes(config))
@@ -139,6 +150,7 @@ def build_engine(
         page_tokens=config.page_tokens,
         kv_dtype=config.kv_dtype,
         kernels=config.kernels,
+        sparse=config.picks,
     )
     loaded = _load_draft(config, model, checkpoint, draft)
     spec = model.spec if loaded is None else replace(model.spec, states=(*model.spec.states, *loaded.states))
@@ -152,7 +164,9 @@ def build_engine(
     _must_fit(cache_config, device)
     tuning = replace(tuning or CacheTuning(), compute_while_loading=config.compute_while_loading)
     memories = _memories(spec, cache_config, device, tuning)
-    identity = "/".join([checkpoint.digest, dtype, device.split(":")[0], *([] if loaded is None else [loaded.identity])])
+    picks = None if config.picks is None else config.picks.identity
+    named = [None if loaded is None else loaded.identity, picks]
+    identity = "/".join([checkpoint.digest, dtype, device.split(":")[0], *(each for each in named if each is not None)])
     cache = _cache(spec, cache_config, memories, identity, tuning, layerwise=config.layerwise)
     rows = {kind: _tensor(memories[Tier.DEVICE], kind) for kind in Kind if spec.parts(kind)}
     try:

@@ -156,7 +156,7 @@ class Graphs:
                 raise
         batch.prepare()
         logits = self._step(batch, lengths)
-        batch.finish()
+        self._model.finish(batch)
         return logits
 
     def _step(self, batch: Batch, lengths: Lengths) -> torch.Tensor:
@@ -191,6 +191,8 @@ class Graphs:
         """How long page tables are for this batch, in steps; None for one that cannot be played."""
         if batch.num_singles < len(batch.segments) or len(batch.wanted) < len(batch.segments):
             return None
+        if any(segment.position < segment.picks_from for segment in batch.segments):
+            return None  # a single token of a prompt looks at everything, which a step that picks does not
         if not self._reads_tables:
             return dict.fromkeys(self._windows)
         tables = {window: batch.paging(window).singles for window in self._windows}

@@ -39,7 +39,7 @@ class Runner:
 
     def follow(self, requests: Sequence[Request], token_B: torch.Tensor) -> torch.Tensor:
         """One more token of each request: the one after all it has, which only the device knows. Returns their logits."""
-        segments = [_segment(request, (0,), len(request.tokens), self._slots) for request in requests]
+        segments = [self._segment(request, (0,), len(request.tokens)) for request in requests]
         batch = self._batch(segments)
         batch.tokens_N = token_B
         return self._forward(batch)
@@ -52,7 +52,7 @@ class Runner:
         """
         self._slots.sweep()
         arriving = list(dict.fromkeys(load for chunk in chunks for load in chunk.arriving))
-        batch = self._batch([_chunk(chunk, self._slots) for chunk in chunks], arriving)
+        batch = self._batch([self._chunk(chunk) for chunk in chunks], arriving)
         if on_stream is None:
             return self._forward(batch)
         last = len(self.model.layers) - 1
@@ -66,6 +66,28 @@ class Runner:
             dtype=self.model.dtype,
             open_groups=self._slots.open_groups,
             arriving=arriving,
+        )
+
+    def _chunk(self, chunk: Chunk) -> RequestRows:
+        request = chunk.request
+        assert request.runs or chunk.arriving, f"{request} was planned without its bytes"
+        tokens = [*request.tokens[request.position : chunk.end], *chunk.proposed]
+        return self._segment(request, tokens, request.position, num_logits=1 + len(chunk.proposed) if chunk.completes else 0)
+
+    def _segment(self, request: Request, tokens: Sequence[int], position: int, *, num_logits: int = 1) -> RequestRows:
+        lease = request.lease
+        assert lease is not None, f"{request} was planned without a lease"
+        return RequestRows(
+            tokens=tokens,
+            position=position,
+            prefix_pages=lease.prefix_pages,
+            window_pages=lease.window_pages,
+            first_window=lease.first_window,
+            point_page=int(lease.point_pages[0]) if len(lease.point_pages) else None,
+            slot=self._slots.of(lease),
+            resumes=position == lease.resume,
+            num_logits=num_logits,
+            picks_from=0 if self.model.selector is None else request.prompt_tokens,
         )
 
 
@@ -89,26 +111,3 @@ class Slots:
             if lease.state is LeaseState.CLOSED:
                 del self._held[lease.id]
                 self.open_groups.give_back(slot)
-
-
-def _chunk(chunk: Chunk, slots: Slots) -> RequestRows:
-    request = chunk.request
-    assert request.runs or chunk.arriving, f"{request} was planned without its bytes"
-    tokens = [*request.tokens[request.position : chunk.end], *chunk.proposed]
-    return _segment(request, tokens, request.position, slots, num_logits=1 + len(chunk.proposed) if chunk.completes else 0)
-
-
-def _segment(request: Request, tokens: Sequence[int], position: int, slots: Slots, *, num_logits: int = 1) -> RequestRows:
-    lease = request.lease
-    assert lease is not None, f"{request} was planned without a lease"
-    return RequestRows(
-        tokens=tokens,
-        position=position,
-        prefix_pages=lease.prefix_pages,
-        window_pages=lease.window_pages,
-        first_window=lease.first_window,
-        point_page=int(lease.point_pages[0]) if len(lease.point_pages) else None,
-        slot=slots.of(lease),
-        resumes=position == lease.resume,
-        num_logits=num_logits,
-    )

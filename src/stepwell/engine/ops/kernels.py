@@ -30,10 +30,11 @@ from stepwell.engine.ops import pointwise, recurrent
 from stepwell.engine.ops.attention import Attend, AttendLatent, attend, attend_latent
 from stepwell.engine.ops.compression import AttendShared, attend_shared
 from stepwell.engine.ops.experts import RunExperts, run_experts
+from stepwell.engine.ops.picked import AttendPicked, attend_picked
 from stepwell.engine.ops.pointwise import Activation, Angles, HeadNorms, HostCopy
 from stepwell.engine.ops.recurrent import Points
 from stepwell.engine.ops.recurrent_tokens import Tokens
-from stepwell.engine.ops.selection import AttendSelected, Select, attend_selected, select
+from stepwell.engine.ops.selection import AttendSelected, Best, Select, attend_selected, best, select
 from stepwell.engine.passes.paging import Paging
 from stepwell.engine.passes.rows import Rows
 
@@ -98,8 +99,10 @@ class Kernels:
     attend: Attend = attend
     attend_latent: AttendLatent = attend_latent
     attend_selected: AttendSelected = attend_selected
+    attend_picked: AttendPicked = attend_picked
     attend_shared: AttendShared = attend_shared
     select: Select = select
+    best: Best = best
     write_rows: WriteRows = Rows.write
     write_keys_values: WriteKeysValues = pointwise.write_keys_values
     angles: MakeAngles = pointwise.angles

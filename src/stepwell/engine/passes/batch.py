@@ -45,6 +45,7 @@ class RequestRows:
     slot: int | None = None  # where its open groups are, for models that leave some
     resumes: bool = False  # the first of its lease: its point page holds what was left at `position`
     num_logits: int = 1  # of so many of its last tokens logits are wanted
+    picks_from: int = 0  # where a selector picks: tokens before look at everything. Models without a selector do not ask
 
     @property
     def end(self) -> int:
@@ -154,7 +155,7 @@ class Batch:
         size = self.spec.page_tokens if window is None else self.spec.window_page_tokens
         spans = [self._span(segment, window, size) for segment in self.segments]
         looks = [
-            Look(start=start, stop=stop, position=segment.position, first=first, pages=pages)
+            Look(start=start, stop=stop, position=segment.position, first=first, pages=pages, picks_from=segment.picks_from)
             for segment, (first, pages), start, stop in zip(self.segments, spans, self.starts, self.starts[1:], strict=False)
         ]
         page_N, row_N = self._tensors(*self._slots(size, window))
@@ -182,7 +183,8 @@ class Batch:
         """Singles that are looked at together. Layers that look at a window and at groups need both cut alike: as groups are."""
         if self._longest_group > 1:
             spans = [self._span(segment, None, self.spec.page_tokens) for segment in self.segments[: self.num_singles]]
-        return _alike(spans[: self.num_singles])
+        picks = [segment.position >= segment.picks_from for segment in self.segments[: self.num_singles]]
+        return _alike(spans[: self.num_singles], picks)
 
     @staticmethod
     def _span(segment: RequestRows, window: int | None, size: int) -> tuple[int, PageIds]:
@@ -206,12 +208,15 @@ class Batch:
         return parts
 
 
-def _alike(spans: Sequence[tuple[int, PageIds]]) -> Iterator[range]:
-    """Neighbours whose lengths do not differ by much: padding them to one costs at most as much again, or a few pages."""
+def _alike(spans: Sequence[tuple[int, PageIds]], picks: Sequence[bool]) -> Iterator[range]:
+    """Neighbours whose lengths do not differ by much: padding them to one costs at most as much again, or a few pages. Those for
+    which a selector picks are not together with those that look at everything.
+    """
     start = 0
     for at in range(1, len(spans) + 1):
         lengths = [len(pages) for _, pages in spans[start : at + 1]]
-        if at == len(spans) or len(lengths) * max(lengths) > 2 * sum(lengths) + PADDING_PAGES:
+        apart = at == len(spans) or picks[at] != picks[start]
+        if apart or len(lengths) * max(lengths) > 2 * sum(lengths) + PADDING_PAGES:
             yield range(start, at)
             start = at
 

@@ -30,6 +30,7 @@ class Look:
     position: int
     first: int  # the token that its first page begins with
     pages: PageIds
+    picks_from: int = 0  # where a selector picks: tokens before look at everything
 
     @property
     def end(self) -> int:
@@ -66,6 +67,7 @@ class Singles:
     position_B: torch.Tensor
     first_B: torch.Tensor  # the token that each one's first page begins with
     sight: Sight
+    picks: bool = True  # whether a selector picks for them; otherwise they look at everything
 
     @cached_property
     def mask_BT(self) -> torch.Tensor:
@@ -92,6 +94,7 @@ class Run:
     position: int
     first: int  # the token that its first page begins with
     sight: Sight
+    picks_from: int = 0  # as `Look`
     tiled: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @cached_property
@@ -156,13 +159,14 @@ class Paging:
         table_X, position_B, first_B = together.split((count * longest, count, count))
         return Singles(
             start=looks[0].start, stop=looks[-1].stop, table_BP=table_X.view(count, longest), position_B=position_B,
-            first_B=first_B, sight=self.sight,
+            first_B=first_B, sight=self.sight, picks=all(look.position >= look.picks_from for look in looks),
         )  # fmt: skip
 
     def _run(self, look: Look) -> Run:
         pages_P = self._tensor(look.pages.astype(np.int64))
         return Run(
-            start=look.start, stop=look.stop, pages_P=pages_P, position=look.position, first=look.first, sight=self.sight
+            start=look.start, stop=look.stop, pages_P=pages_P, position=look.position, first=look.first, sight=self.sight,
+            picks_from=look.picks_from,
         )  # fmt: skip
 
     def _tensor(self, values: npt.NDArray[np.int64]) -> torch.Tensor:

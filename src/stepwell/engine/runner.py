@@ -16,6 +16,7 @@ from stepwell.engine.models.base import Decoder
 from stepwell.engine.passes.batch import Batch, RequestRows
 from stepwell.engine.passes.open_groups import OpenGroups
 from stepwell.engine.passes.pages import DevicePages
+from stepwell.engine.passes.spilling import SpillReport
 from stepwell.engine.request import Chunk, Request
 from stepwell.jobs.executors import Arriving
 from stepwell.tiers.lease import Lease, LeaseState
@@ -26,7 +27,14 @@ class Runner:
         self.model = model
         self._pages = pages
         self._slots = Slots(OpenGroups(pages, device=model.device))
-        self._forward = Graphs(model).forward if model.steady and model.device.type == "cuda" else model.forward
+        # A recording would repeat where rows were, which changes from step to step.
+        self._steady = bool(model.steady) and model.device.type == "cuda" and pages.spilling is None
+        self._forward = Graphs(model).forward if self._steady else model.forward
+
+    @property
+    def spilling(self) -> SpillReport | None:
+        """What came of rows that may be on the host alone; None for models whose rows do not spill."""
+        return None if self._pages.spilling is None else self._pages.spilling.report()
 
     def on_device(self) -> AbstractContextManager[object]:
         """Kernels of libraries run on the device that is current, whatever device their tensors are on."""
@@ -35,7 +43,7 @@ class Runner:
     @property
     def goes_ahead(self) -> bool:
         """Whether a step may begin before the host has read the tokens it goes on from."""
-        return bool(self.model.steady) and self.model.device.type == "cuda"
+        return self._steady
 
     def follow(self, requests: Sequence[Request], token_B: torch.Tensor) -> torch.Tensor:
         """One more token of each request: the one after all it has, which only the device knows. Returns their logits."""
@@ -87,6 +95,7 @@ class Runner:
             slot=self._slots.of(lease),
             resumes=position == lease.resume,
             num_logits=num_logits,
+            hot_numbers=lease.hot_numbers,
             picks_from=0 if self.model.selector is None else request.prompt_tokens,
         )
 

@@ -7,6 +7,7 @@
     index          ops/selection.py       Triton: scores and the best of them, the latter with FlashInfer's top-k
     entries        ops/compression.py     Triton: windows, entries and sinks in one
     rows           passes/rows.py         Triton: encoding in eight bits
+    hot rows       sparse/resolve.py      Triton: slots for selected rows that are on the host alone, and their copies
     pointwise      ops/pointwise.py       Triton: rotation and rows, gates, sums and norms, tokens for the host
     experts        ops/experts.py         Triton, or torch's grouped product
     recurrence     ops/recurrent.py       Triton; runs of delta nets by flash-linear-attention
@@ -37,10 +38,12 @@ from stepwell.engine.ops.recurrent_tokens import Tokens
 from stepwell.engine.ops.selection import AttendSelected, Best, Select, attend_selected, best, select
 from stepwell.engine.passes.paging import Paging
 from stepwell.engine.passes.rows import Rows
+from stepwell.sparse.resolve import Fetch, Resolve, fetch, resolve
 
 KERNELS = ("auto", "torch", "flashinfer")
 OPERATIONS = (
-    "attention", "latents", "picked rows", "index", "entries", "rows", "pointwise", "experts", "recurrence", "delta runs",
+    "attention", "latents", "picked rows", "index", "entries", "rows", "hot rows", "pointwise", "experts", "recurrence",
+    "delta runs",
 )  # fmt: skip
 _FAST_DTYPES = (torch.bfloat16, torch.float16)
 _INSTALL = "pip install 'stepwell[cuda]', and have CUDA's compiler (nvcc) on the path"
@@ -102,6 +105,8 @@ class Kernels:
     attend_picked: AttendPicked = attend_picked
     attend_shared: AttendShared = attend_shared
     select: Select = select
+    resolve: Resolve = resolve
+    fetch: Fetch = fetch
     best: Best = best
     write_rows: WriteRows = Rows.write
     write_keys_values: WriteKeysValues = pointwise.write_keys_values
@@ -166,8 +171,10 @@ def _triton(report: Report) -> dict[str, Any]:
     from stepwell.engine.ops.triton_rows import write_rows
     from stepwell.engine.ops.triton_selection import TritonSelect
     from stepwell.engine.ops.triton_shared import TritonShared
+    from stepwell.sparse.triton_fetch import fetch as fast_fetch
+    from stepwell.sparse.triton_resolve import resolve as fast_resolve
 
-    report.chosen |= dict.fromkeys(("index", "entries", "rows", "pointwise", "experts"), "triton")
+    report.chosen |= dict.fromkeys(("index", "entries", "rows", "hot rows", "pointwise", "experts"), "triton")
     names = ("write_keys_values", "angles", "add_norm", "gate")
     made = {name: Guarded("pointwise", getattr(fast, name), getattr(pointwise, name), report) for name in names}
     return made | {
@@ -176,6 +183,8 @@ def _triton(report: Report) -> dict[str, Any]:
         "select": Guarded("index", TritonSelect(), select, report),
         "attend_shared": Guarded("entries", TritonShared(TritonSelect()), attend_shared, report),
         "write_rows": Guarded("rows", write_rows, Rows.write, report),
+        "resolve": Guarded("hot rows", fast_resolve, resolve, report),
+        "fetch": Guarded("hot rows", fast_fetch, fetch, report),
     }
 
 

@@ -10,7 +10,7 @@ Only says where things are. Tensors end in their axes: N tokens, B singles, P pa
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -146,6 +146,19 @@ class Paging:
     @cached_property
     def runs(self) -> tuple[Run, ...]:
         return tuple(self._run(look) for look in self.looks[self.num_singles :])
+
+    def cut(self, first: int, stop: int, pages: PageIds | None = None) -> Paging:
+        """The same for some segments alone: all singles, or a single run, which may be over other `pages`."""
+        mine = self.looks[first:stop]
+        start, end = mine[0].start, mine[-1].stop
+        looks = [
+            replace(look, start=look.start - start, stop=look.stop - start, pages=look.pages if pages is None else pages)
+            for look in mine
+        ]
+        return Paging(
+            looks, self.sight, page_N=self.page_N[start:end], row_N=self.row_N[start:end],
+            num_singles=max(self.num_singles - first, 0), together=self._together if first < self.num_singles else lambda: (),
+        )  # fmt: skip
 
     # ---- inside -----------------------------------------------------------------------------------
 

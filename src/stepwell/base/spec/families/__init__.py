@@ -13,6 +13,7 @@ from stepwell.base.spec.families import attention, compressed, latent, recurrent
 from stepwell.base.spec.families.dtypes import KV_DTYPES, Dtypes, choose_dtypes
 from stepwell.base.spec.families.fields import Fields
 from stepwell.base.spec.model import ModelSpec
+from stepwell.base.spec.spill import Spill
 from stepwell.base.spec.states import StateSpec
 
 __all__ = ["KV_DTYPES", "from_config", "known_model_types"]
@@ -31,6 +32,7 @@ class Family:
     heads: Callable[[Fields], attention.Heads] | None = (
         None  # of layers that look at everything, where summaries can pick for them
     )
+    spill: Callable[[Fields], Spill] | None = None  # of models that pick by an index of their own
 
 
 _QWEN_LINEAR = tuple(f"qwen3_{minor}{variant}" for minor in (5, 6, 8) for variant in ("", "_text", "_moe", "_moe_text"))
@@ -43,7 +45,7 @@ _FAMILIES = (
     Family(model_types=("gpt_oss",), states=attention.gpt_oss_states),
     Family(model_types=("mimo_v2", "mimo_v2_flash"), states=attention.mimo_states),
     Family(model_types=("deepseek_v2", "deepseek_v3", "kimi_k2", "kimi_k25"), states=latent.mla_states, draft=latent.mla_draft),
-    Family(model_types=("deepseek_v32", "glm_moe_dsa"), states=latent.dsa_states, draft=latent.dsa_draft),
+    Family(model_types=("deepseek_v32", "glm_moe_dsa"), states=latent.dsa_states, draft=latent.dsa_draft, spill=latent.dsa_spill),
     Family(model_types=("deepseek_v4",), states=compressed.compressed_states, page_tokens=256),
     Family(model_types=("qwen3_next", *_QWEN_LINEAR), states=recurrent.delta_net_states),
     Family(model_types=("kimi_linear", "kimi_k3"), states=recurrent.kimi_states),
@@ -67,8 +69,9 @@ def from_config(
     """The memory of the model a `config.json` describes; a text model nested under `text_config` is found.
 
     `kv_dtype`, `model_dtype` (what it computes in) and `page_tokens` override its own. `draft` adds the optional states of its
-    next-token-prediction layers. `sparse` names a selector, and adds what it keeps of the keys. Raises SpecError for an unknown
-    architecture, naming it, for a field that is missing or out of range, naming that, and for a selector the model cannot have.
+    next-token-prediction layers. `sparse` names a selector, and adds what it keeps of the keys; with `dsa` attention rows may
+    spill. Raises SpecError for an unknown architecture, naming it, for a field that is missing or out of range, naming that, and
+    for a selector the model cannot have.
     """
     if not isinstance(config, Mapping):
         raise SpecError(f"a model config must be a JSON object, got {type(config).__name__}")
@@ -85,7 +88,8 @@ def from_config(
         states += _summaries_of(family, text, sparse, states, page_tokens)
     if draft:
         states += _draft_of(family, text, dtypes, page_tokens)
-    return ModelSpec(name=name or _title(text, outer), states=tuple(states), page_tokens=page_tokens)
+    spill = family.spill(text) if sparse == summaries.DSA and family.spill is not None else None
+    return ModelSpec(name=name or _title(text, outer), states=tuple(states), page_tokens=page_tokens, spill=spill)
 
 
 def known_model_types() -> tuple[str, ...]:
@@ -117,7 +121,7 @@ def _summaries_of(
     named = {state.name: state for state in states}
     own, model = "index" in named, text.text("model_type") or "this model"
     if selector == summaries.DSA:
-        if not own:
+        if family.spill is None:
             raise SpecError(
                 f"{model} has no index to pick rows by: dsa is for DeepSeek-V3.2 and GLM-5; choose quest or clusterkv"
             )

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from stepwell.base.errors import SpecError
 from stepwell.base.spec.families.attention import Heads
-from stepwell.base.spec.model import StateSpec
 from stepwell.base.spec.shapes import Prefix
+from stepwell.base.spec.states import StateSpec
 
 DSA, QUEST, CLUSTERKV = "dsa", "quest", "clusterkv"
 SELECTORS = (DSA, QUEST, CLUSTERKV)

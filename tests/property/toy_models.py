@@ -64,6 +64,7 @@ class Setup:
     at_prompt_end: bool = True
     ranks: int = 1
     node_pages: int = 256  # the length at which the tree cuts its nodes
+    hot_rows: int = 0  # of a request, where rows may spill
 
     @property
     def placement(self) -> PlacementRules:
@@ -82,6 +83,7 @@ class Setup:
             device_bytes=self._bytes(self.device_objects, Tier.DEVICE),
             host_bytes=self._bytes(self.host_objects, Tier.HOST),
             write=self.write,
+            hot_rows=self.hot_rows,
         )
 
     @cached_property
@@ -165,14 +167,16 @@ def make_spilling_spec(choose: Choose) -> ModelSpec:
 def make_spilling_setup(choose: Choose) -> Setup:
     """Such a model over a device and a host that everything is written through to."""
     regime = choose((Regime.PRESSED, Regime.FAULTY, Regime.CALM, Regime.SPILL))
+    spec = make_spilling_spec(choose)
     return Setup(
-        spec=make_spilling_spec(choose),
+        spec=spec,
         regime=regime,
-        device_objects=ROOMY_OBJECTS if regime is Regime.CALM else choose((24, 16, 20, 32)),
+        device_objects=ROOMY_OBJECTS if regime is Regime.CALM else choose((40, 24, 32, 56)),
         host_objects=ROOMY_OBJECTS if regime.exact else choose((48, 12, 24, 96)),
         eviction=choose(tuple(EVICTIONS)),
         ranks=choose((1, 2, 1, 3)),
         node_pages=choose((256, 3)),
+        hot_rows=choose((spec.page_tokens, 2 * spec.page_tokens - 1, 0, 4 * spec.page_tokens)),
     )
 
 

@@ -114,6 +114,8 @@ class World(Watched):
         except NoRoom as error:
             self._excuse(error)
             return False
+        if self.headers is not None:
+            self.headers.before_pass([each.lease for each in self.held])
         self.engine.compute(lease, upto)
         self.ledger.computed(
             Tier.DEVICE, held.space, packed(held.tokens[:upto]), lease.position,

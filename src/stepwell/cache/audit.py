@@ -57,6 +57,9 @@ def _audit_rows(state: CacheState, leases: Sequence[Lease]) -> None:
     row_pages.audit()
     backing = row_pages.host[row_pages.host != ABSENT]
     assert state.arena(Tier.HOST).is_ready(Kind.PREFIX, backing), "rows are on a host page that cannot be read"
+    held = sorted((number, page) for lease in leases for number, page in zip(lease.hot_numbers, lease.hot_pages, strict=True))
+    lent = sorted(row_pages.hot.items())
+    assert held == lent, f"leases have hot pages {held[:8]}, lent are {lent[:8]}"
 
 
 def _kept_by_tree(state: CacheState) -> Iterator[tuple[Tier, Kind, PageIds]]:
@@ -81,6 +84,7 @@ def _holders(
         yield state.nearest, Kind.PREFIX, lease.prefix_pages
         yield state.nearest, Kind.WINDOW, lease.window_pages
         yield state.nearest, Kind.POINT, lease.point_pages
+        yield state.nearest, Kind.ROWS, lease.hot_pages
     if state.row_pages is not None:
         yield Tier.HOST, Kind.PREFIX, state.row_pages.holders()[1]
     for span in state.copies.held():

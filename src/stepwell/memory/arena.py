@@ -71,10 +71,15 @@ class Arena:
         """Whether `need` could ever be met, with nothing else in the arena."""
         return not self._empty.short(need)
 
-    def could_fit(self, need: Need) -> bool:
-        """Whether `need` could be met by evicting all that nobody uses, were it not for how that is spread over slabs."""
-        strides = self.layout.strides
-        return sum(strides[kind] * count for kind, count in need.items()) <= self.layout.size_bytes - self.busy_bytes
+    def could_fit(self, need: Need, *, may_spill: bool = True) -> bool:
+        """Whether `need` could be met by evicting all that nobody uses, were it not for how that is spread over slabs.
+
+        With `may_spill`, rows that belong to pages in use count as what could go too: most can.
+        """
+        strides, busy_bytes = self.layout.strides, self.busy_bytes
+        if self.row_pages is not None and not may_spill:
+            busy_bytes += self.row_pages.num_in_use() * strides[Kind.ROWS]
+        return sum(strides[kind] * count for kind, count in need.items()) <= self.layout.size_bytes - busy_bytes
 
     def shortage(self, need: Need) -> dict[Kind, int]:
         """How many pages of which kinds `need` lacks, once idle slabs have gone where they are needed; empty when it fits."""

@@ -47,7 +47,7 @@ class RowPages:
         self.host: PageIds = np.full(pages, ABSENT, np.int32)
         self._ordinal = np.full(pages, ABSENT, np.int32)
         self._page_of = np.full(arena.layout.rows(Kind.ROWS), ABSENT, np.int32)  # by ROWS page
-        self._hot: dict[int, int] = {}  # ROWS pages by number
+        self.hot: dict[int, int] = {}  # ROWS pages that are lent, by number; read it freely
         self._free_numbers: list[int] = []  # heap: the lowest first, so that numbers stay few
         self._new: dict[int, None] = {}
         self._changed: dict[int, None] = {}
@@ -74,10 +74,17 @@ class RowPages:
         """The pages whose rows are on these host pages alone. Looks at all pages."""
         return np.flatnonzero(np.isin(self.host, host[host != ABSENT])).astype(np.int32)
 
-    @property
-    def hot_pages(self) -> PageIds:
-        """The ROWS pages that are lent."""
-        return np.fromiter(self._hot.values(), np.int32, len(self._hot))
+    def idle_backed(self) -> PageIds:
+        """The pages whose rows are on the host alone and that only the tree refers to. Looks at all pages."""
+        arena = self._arena
+        alone = (arena.refs[Kind.PREFIX] == 1) & (arena.kept[Kind.PREFIX] == 1)
+        return np.flatnonzero(alone & (self.host != ABSENT)).astype(np.int32)
+
+    def num_in_use(self) -> int:
+        """How many ROWS pages belong to pages that somebody beside the tree refers to. Looks at all pages."""
+        arena = self._arena
+        busy = arena.refs[Kind.PREFIX] > arena.kept[Kind.PREFIX]
+        return int(np.count_nonzero(busy & (self.rows != ABSENT)))
 
     # ---- orders -----------------------------------------------------------------------------------
 
@@ -116,8 +123,8 @@ class RowPages:
         assert (self._page_of[rows] == ABSENT).all(), f"ROWS pages {rows} belong to prefix pages"
         numbers: list[int] = []
         for page in rows.tolist():
-            number = heappop(self._free_numbers) if self._free_numbers else len(self._hot)
-            self._hot[number] = page
+            number = heappop(self._free_numbers) if self._free_numbers else len(self.hot)
+            self.hot[number] = page
             numbers.append(number)
         self._renumbered |= dict.fromkeys(numbers)
         return np.array(numbers, np.int32)
@@ -125,7 +132,7 @@ class RowPages:
     def take_back(self, numbers: Numbers) -> None:
         """These hot pages are ordinary again; the caller gives back its references to them."""
         for number in numbers.tolist():
-            del self._hot[number]
+            del self.hot[number]
             heappush(self._free_numbers, number)
         self._renumbered |= dict.fromkeys(numbers.tolist())
 
@@ -156,7 +163,7 @@ class RowPages:
             pages=pages,
             header_N3=np.stack([self._ordinal[pages], self.rows[pages], self.host[pages]], axis=1),
             numbers=numbers,
-            hot_pages=np.array([self._hot.get(number, ABSENT) for number in numbers.tolist()], np.int32),
+            hot_pages=np.array([self.hot.get(number, ABSENT) for number in numbers.tolist()], np.int32),
         )
         self._new, self._changed, self._renumbered = {}, {}, {}
         return changes
@@ -187,9 +194,9 @@ class RowPages:
         filled = self._arena.state[Kind.ROWS][rows]
         torn = ids[(state[ids] == READY) & (filled != READY)]
         assert not len(torn), f"pages {torn[:8]} are READY without their rows"
-        hot = self.hot_pages
+        hot = np.fromiter(self.hot.values(), np.int32, len(self.hot))
         assert len(np.unique(hot)) == len(hot) and (self._page_of[hot] == ABSENT).all(), "a hot page is hot twice, or bound"
-        numbers = sorted([*self._hot, *self._free_numbers])
+        numbers = sorted([*self.hot, *self._free_numbers])
         assert numbers == list(range(len(numbers))), f"numbers of hot pages do not add up: {numbers[:16]}"
 
 

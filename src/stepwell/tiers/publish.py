@@ -14,11 +14,13 @@ import numpy as np
 from stepwell.base.errors import LeaseError, NoRoom
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.tasks import NO_PAGES, Copy, PageIds, Purpose, Span
+from stepwell.memory.arena import Need
 from stepwell.policy.placement import is_milestone, next_decode_stop
 from stepwell.tiers.eviction import allocate
 from stepwell.tiers.lease import Lease
 from stepwell.tiers.lifetime import note_expiry
 from stepwell.tiers.saving import save_path
+from stepwell.tiers.spill import hot_missing, lend
 from stepwell.tiers.state import CacheState
 from stepwell.tree import missing_state
 from stepwell.tree.checkpoints import add_residency, drop_residency
@@ -36,14 +38,27 @@ def grow(state: CacheState, lease: Lease, upto: int) -> None:
         windows = -(-upto // spec.window_page_tokens) - lease.first_window - len(lease.window_pages)
     rows = _rows_missing(state, lease, upto)
     need = {kind: count for kind, count in ((Kind.PREFIX, prefix), (Kind.WINDOW, windows), (Kind.ROWS, rows)) if count > 0}
-    if not need:
+    if not need and not hot_missing(state, lease):
         return
-    pages = allocate(state, Tier.DEVICE, need)
+    pages = _allocate(state, lease, need)
     lease.prefix_pages = _joined(lease.prefix_pages, pages.get(Kind.PREFIX, NO_PAGES))
     lease.window_pages = _joined(lease.window_pages, pages.get(Kind.WINDOW, NO_PAGES))
-    if rows and state.row_pages is not None:
-        end = -(-upto // spec.page_tokens)
-        state.row_pages.bind(lease.prefix_pages[end - rows : end], pages[Kind.ROWS], range(end - rows, end))
+    if state.row_pages is not None:
+        fresh, end = pages.get(Kind.ROWS, NO_PAGES), -(-upto // spec.page_tokens)
+        if rows:
+            state.row_pages.bind(lease.prefix_pages[end - rows : end], fresh[:rows], range(end - rows, end))
+        lend(state, lease, fresh[rows:])
+
+
+def _allocate(state: CacheState, lease: Lease, need: Need) -> dict[Kind, PageIds]:
+    """Pages that a lease needs, and those for hot rows that it has not got; without them it goes on where there is no room."""
+    hot = hot_missing(state, lease)
+    if hot:
+        try:
+            return allocate(state, Tier.DEVICE, {**need, Kind.ROWS: need.get(Kind.ROWS, 0) + hot})
+        except NoRoom:
+            state.counters.add("hot_pages_skipped_no_room")
+    return allocate(state, Tier.DEVICE, need)
 
 
 def _rows_missing(state: CacheState, lease: Lease, upto: int) -> int:

@@ -21,6 +21,7 @@ from stepwell.tiers.lease import Lease, RequestOptions, Sources
 from stepwell.tiers.lifetime import note_expiry
 from stepwell.tiers.resume_depth import soonest
 from stepwell.tiers.saving import save_path
+from stepwell.tiers.spill import hot_pages_of, lend
 from stepwell.tiers.state import CacheState
 from stepwell.tree.checkpoints import add_residency
 from stepwell.tree.match import Match, find, ids_of
@@ -34,6 +35,7 @@ class Holds:
     near: PageIds  # page ids of the restored prefix in the nearest tier, ABSENT where it lacks them
     below: PageIds  # host pages for those gaps
     residency: Residency | None
+    index_only: bool = False  # rows of what is loaded stay on the host
     promotes: bool = False  # the checkpoint is to be the device tier's too, once it is loaded
 
 
@@ -86,7 +88,7 @@ def load_ahead(state: CacheState, match: Match, *, evict_for: int | None = None)
     state.arena(Tier.HOST).retain(Kind.PREFIX, holds.below)
     need = {Kind.PREFIX: len(gaps), Kind.ROWS: _num_rows(state, len(gaps))}
     try:
-        pages = _alloc_if_fits(state, need) if evict_for is None else allocate(state, Tier.DEVICE, need)
+        pages = _alloc_if_fits(state, need) if evict_for is None else allocate(state, Tier.DEVICE, need, may_spill=False)
     except NoRoom:
         pages = None
     if pages is None:
@@ -118,6 +120,21 @@ def _bind(state: CacheState, pages: PageIds, rows: PageIds, below: PageIds, ordi
     state.row_pages.bind(pages, rows, ordinals)
     source = Span(tier=Tier.HOST, kind=Kind.PREFIX, ids=below)
     return [Copy(source=source, target=Span(tier=Tier.DEVICE, kind=Kind.ROWS, ids=rows))]
+
+
+def _place_rows(state: CacheState, lease: Lease, holds: Holds, gaps: PageIds, rows: PageIds) -> list[Copy]:
+    """Says where the rows of loaded pages are, where these are pages of their own, and makes the other `rows` hot ones."""
+    if state.row_pages is None:
+        return []
+    loaded = lease.prefix_pages[gaps]
+    if holds.index_only:
+        state.arena(Tier.HOST).retain(Kind.PREFIX, holds.below)
+        state.row_pages.back(loaded, holds.below, gaps)
+        lend(state, lease, rows)
+        state.counters.add("loaded_index_only_pages", len(loaded))
+        return []
+    lend(state, lease, rows[len(loaded) :])
+    return _bind(state, loaded, rows[: len(loaded)], holds.below, gaps)
 
 
 def _hold(state: CacheState, match: Match) -> Holds:
@@ -155,6 +172,8 @@ def _let_go(state: CacheState, holds: Holds) -> None:
 def _allocate(state: CacheState, match: Match, holds: Holds) -> dict[Kind, PageIds]:
     """Device pages for everything the request lacks, and one more where a point is promoted and there is room."""
     need = _need(state, match, holds)
+    if state.row_pages is not None:
+        return _allocate_rows(state, holds, need)
     if holds.promotes and need[Kind.POINT]:
         try:
             return allocate(state, Tier.DEVICE, need | {Kind.POINT: 2})
@@ -163,6 +182,18 @@ def _allocate(state: CacheState, match: Match, holds: Holds) -> dict[Kind, PageI
                 raise  # what is being saved for it is no candidate any more: a second look would find nothing on its way
             holds.promotes = False
     return allocate(state, Tier.DEVICE, need)
+
+
+def _allocate_rows(state: CacheState, holds: Holds, need: dict[Kind, int]) -> dict[Kind, PageIds]:
+    """Rows for what is restored, if they fit in place of idle things alone; else none, and hot pages instead."""
+    assert state.row_pages is not None
+    hot = hot_pages_of(state)
+    backed = state.row_pages.backed(holds.near[holds.near != ABSENT]).any()
+    try:
+        return allocate(state, Tier.DEVICE, need | {Kind.ROWS: need[Kind.ROWS] + (hot if backed else 0)}, may_spill=False)
+    except NoRoom:
+        holds.index_only = True
+    return allocate(state, Tier.DEVICE, need | {Kind.ROWS: hot if backed or len(holds.below) else 0})
 
 
 def _need(state: CacheState, match: Match, holds: Holds) -> dict[Kind, int]:
@@ -233,7 +264,7 @@ def _fill(state: CacheState, lease: Lease, match: Match, holds: Holds, pages: di
     waits: list[tuple[Kind, PageIds]] = [(Kind.PREFIX, arriving)]
     waits += [(copy.target.kind, copy.target.ids) for copy in copies[1:]]
     promoted = _promote(state, holds.residency, pages, copies) if holds.promotes and holds.residency is not None else None
-    copies += _bind(state, loaded, pages.get(Kind.ROWS, NO_PAGES), holds.below, gaps)  # READY with their pages
+    copies += _place_rows(state, lease, holds, gaps, pages.get(Kind.ROWS, NO_PAGES))  # READY with their pages
     reads = (holds.residency,) if holds.residency is not None else ()
     job = state.copies.copy(Purpose.LOAD, copies, reads=reads, writes=promoted)
     if job is not None or any(len(ids) for _, ids in waits):

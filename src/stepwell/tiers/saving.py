@@ -51,6 +51,9 @@ def save_runs(state: CacheState, node: Node) -> bool:
     """Saves the pages of `node` and of what is above it; true when a copy is under way."""
     if not state.has_both_tiers:
         return False
+    if state.row_pages is not None and state.row_pages.num_backed:
+        for each in node.path():
+            _enter_backing(state, each)
     pieces = _unsaved(state, node)
     if not pieces:
         return False
@@ -78,6 +81,17 @@ def save_runs(state: CacheState, node: Node) -> bool:
     state.copies.copy(Purpose.SAVE, _page_copies(state, np.concatenate(source), ids), saves=tuple(runs))
     state.tree.release(Tier.HOST, Kind.PREFIX, ids)
     return True
+
+
+def _enter_backing(state: CacheState, node: Node) -> None:
+    """Host pages that hold the rows of a node's pages are the tree's again, if it had to let go of them."""
+    device, host = node.runs[Tier.DEVICE], node.runs[Tier.HOST]
+    if device is None or state.row_pages is None or (host is not None and host.num_pages == node.num_pages):
+        return
+    ready = (device.ids != ABSENT) & (state.arena(Tier.DEVICE).state[Kind.PREFIX][device.ids] == READY)
+    backing = np.where(ready, state.row_pages.host[device.ids], ABSENT)
+    if (backing != ABSENT).any():
+        state.tree.attach(node, Tier.HOST, backing)
 
 
 def _page_copies(state: CacheState, pages: PageIds, host: PageIds) -> list[Copy]:
@@ -190,6 +204,8 @@ def _missing(state: CacheState, node: Node) -> PageIds:
     wanted = (device.ids != ABSENT) & (page_states[device.ids] == READY)
     if host is not None:
         wanted &= host.ids == ABSENT
+    if state.row_pages is not None:
+        wanted &= ~state.row_pages.backed(device.ids)  # their rows are on the host
     return np.flatnonzero(wanted).astype(np.int32)
 
 

@@ -16,6 +16,7 @@ from stepwell.base.tasks import PageIds
 from stepwell.engine import Engine
 from stepwell.engine.loading.checkpoint import Checkpoint
 from stepwell.engine.passes.spilling import SpillReport
+from stepwell.tiers.spill import _shed as shed
 from waiting import settle
 
 POISON = 0xFF  # in every byte: not a number, and no page
@@ -45,12 +46,12 @@ def spilled(family: str | Checkpoint, *, hot_rows: int, **settings: Any) -> Reco
 def press(engine: Engine) -> None:
     poison_freed(engine)
     state, step = engine.cache._state, engine._step
-    everything = {Kind.ROWS: state.arena(Tier.DEVICE).layout.rows(Kind.ROWS)}
 
     def pressed() -> None:
         settle(engine.cache)
-        assert state.spill is not None
-        state.spill(everything)
+        for lease in engine.cache._leases:
+            while lease.ready and shed(state, lease, 1000, shared=True):
+                pass
         step()
         engine.cache.audit()
 

@@ -80,6 +80,7 @@ class Lease:
         self.prefix_pages: PageIds = NO_PAGES  # page i holds tokens [i, i + 1) * page_tokens
         self.window_pages: PageIds = NO_PAGES  # window page `first_window` and those after it
         self.first_window = 0
+        self.first_resident = 0  # no page before it has rows on the device: what has been shed stays shed
         self.hot_pages: PageIds = NO_PAGES  # ROWS pages for rows it reads often, once rows of it are on the host alone,
         self.hot_numbers: PageIds = NO_PAGES  # and the numbers by which passes know these
         self.point_pages: PageIds = NO_PAGES  # the request's own point state, updated in place; one id or none

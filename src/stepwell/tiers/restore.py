@@ -13,15 +13,15 @@ import numpy as np
 from stepwell.base.errors import NoRoom
 from stepwell.base.ids import JobId, Kind, LeaseId, Tier
 from stepwell.base.tasks import NO_PAGES, Copy, PageIds, Purpose, Span
-from stepwell.memory.arena import FILLING, READY, Need
+from stepwell.memory.arena import FILLING, READY
 from stepwell.policy.placement import prompt_stops
 from stepwell.policy.store_use import Flags
 from stepwell.tiers.eviction import allocate
 from stepwell.tiers.lease import Lease, RequestOptions, Sources
 from stepwell.tiers.lifetime import note_expiry
+from stepwell.tiers.restored_rows import allocate_free, allocate_restored, bind_loaded, num_rows, place_loaded
 from stepwell.tiers.resume_depth import soonest
 from stepwell.tiers.saving import save_path
-from stepwell.tiers.spill import hot_pages_of, lend
 from stepwell.tiers.state import CacheState
 from stepwell.tree.checkpoints import add_residency
 from stepwell.tree.match import Match, find, ids_of
@@ -86,9 +86,9 @@ def load_ahead(state: CacheState, match: Match, *, evict_for: int | None = None)
     holds = Holds(near=near.copy(), below=ids_of(match.path, Tier.HOST, len(near))[gaps], residency=None)
     state.arena(Tier.DEVICE).retain(Kind.PREFIX, near[near != ABSENT])
     state.arena(Tier.HOST).retain(Kind.PREFIX, holds.below)
-    need = {Kind.PREFIX: len(gaps), Kind.ROWS: _num_rows(state, len(gaps))}
+    need = {Kind.PREFIX: len(gaps), Kind.ROWS: num_rows(state, len(gaps))}
     try:
-        pages = _alloc_if_fits(state, need) if evict_for is None else allocate(state, Tier.DEVICE, need, may_spill=False)
+        pages = allocate_free(state, need) if evict_for is None else allocate(state, Tier.DEVICE, need, may_spill=False)
     except NoRoom:
         pages = None
     if pages is None:
@@ -97,44 +97,11 @@ def load_ahead(state: CacheState, match: Match, *, evict_for: int | None = None)
     near[gaps] = fresh = pages[Kind.PREFIX]
     _publish_loads(state, match, near)
     copies = [_copy(Kind.PREFIX, Tier.HOST, holds.below, fresh)]
-    copies += _bind(state, fresh, pages.get(Kind.ROWS, NO_PAGES), holds.below, gaps)
+    copies += bind_loaded(state, fresh, pages.get(Kind.ROWS, NO_PAGES), holds.below, gaps)
     state.copies.copy(Purpose.LOAD, copies)
     state.tree.release(Tier.DEVICE, Kind.PREFIX, fresh)  # the tree and the copy hold their own
     _let_go(state, holds)
     return len(gaps)
-
-
-def _num_rows(state: CacheState, pages: int) -> int:
-    """How many pages of rows belong to so many prefix pages."""
-    return pages if state.row_pages is not None else 0
-
-
-def _alloc_if_fits(state: CacheState, need: Need) -> dict[Kind, PageIds] | None:
-    return state.arena(Tier.DEVICE).alloc_if_fits({kind: count for kind, count in need.items() if count})
-
-
-def _bind(state: CacheState, pages: PageIds, rows: PageIds, below: PageIds, ordinals: PageIds) -> list[Copy]:
-    """Gives loaded pages their rows, where these are pages of their own; returns the copy that fills them."""
-    if state.row_pages is None or not len(pages):
-        return []
-    state.row_pages.bind(pages, rows, ordinals)
-    source = Span(tier=Tier.HOST, kind=Kind.PREFIX, ids=below)
-    return [Copy(source=source, target=Span(tier=Tier.DEVICE, kind=Kind.ROWS, ids=rows))]
-
-
-def _place_rows(state: CacheState, lease: Lease, holds: Holds, gaps: PageIds, rows: PageIds) -> list[Copy]:
-    """Says where the rows of loaded pages are, where these are pages of their own, and makes the other `rows` hot ones."""
-    if state.row_pages is None:
-        return []
-    loaded = lease.prefix_pages[gaps]
-    if holds.index_only:
-        state.arena(Tier.HOST).retain(Kind.PREFIX, holds.below)
-        state.row_pages.back(loaded, holds.below, gaps)
-        lend(state, lease, rows)
-        state.counters.add("loaded_index_only_pages", len(loaded))
-        return []
-    lend(state, lease, rows[len(loaded) :])
-    return _bind(state, loaded, rows[: len(loaded)], holds.below, gaps)
 
 
 def _hold(state: CacheState, match: Match) -> Holds:
@@ -173,7 +140,8 @@ def _allocate(state: CacheState, match: Match, holds: Holds) -> dict[Kind, PageI
     """Device pages for everything the request lacks, and one more where a point is promoted and there is room."""
     need = _need(state, match, holds)
     if state.row_pages is not None:
-        return _allocate_rows(state, holds, need)
+        pages, holds.index_only = allocate_restored(state, need, held=holds.near[holds.near != ABSENT])
+        return pages
     if holds.promotes and need[Kind.POINT]:
         try:
             return allocate(state, Tier.DEVICE, need | {Kind.POINT: 2})
@@ -184,18 +152,6 @@ def _allocate(state: CacheState, match: Match, holds: Holds) -> dict[Kind, PageI
     return allocate(state, Tier.DEVICE, need)
 
 
-def _allocate_rows(state: CacheState, holds: Holds, need: dict[Kind, int]) -> dict[Kind, PageIds]:
-    """Rows for what is restored, if they fit in place of idle things alone; else none, and hot pages instead."""
-    assert state.row_pages is not None
-    hot = hot_pages_of(state)
-    backed = state.row_pages.backed(holds.near[holds.near != ABSENT]).any()
-    try:
-        return allocate(state, Tier.DEVICE, need | {Kind.ROWS: need[Kind.ROWS] + (hot if backed else 0)}, may_spill=False)
-    except NoRoom:
-        holds.index_only = True
-    return allocate(state, Tier.DEVICE, need | {Kind.ROWS: hot if backed or len(holds.below) else 0})
-
-
 def _need(state: CacheState, match: Match, holds: Holds) -> dict[Kind, int]:
     spec, residency = state.spec, holds.residency
     prompt_pages = -(-match.prompt_tokens // spec.page_tokens)
@@ -204,7 +160,7 @@ def _need(state: CacheState, match: Match, holds: Holds) -> dict[Kind, int]:
         Kind.PREFIX: len(holds.below) + prompt_pages - len(holds.near),
         Kind.WINDOW: len(residency.windows) if from_below and residency is not None else 0,
         Kind.POINT: 1 if spec.parts(Kind.POINT) else 0,
-        Kind.ROWS: _num_rows(state, len(holds.below)),
+        Kind.ROWS: num_rows(state, len(holds.below)),
     }
 
 
@@ -264,7 +220,8 @@ def _fill(state: CacheState, lease: Lease, match: Match, holds: Holds, pages: di
     waits: list[tuple[Kind, PageIds]] = [(Kind.PREFIX, arriving)]
     waits += [(copy.target.kind, copy.target.ids) for copy in copies[1:]]
     promoted = _promote(state, holds.residency, pages, copies) if holds.promotes and holds.residency is not None else None
-    copies += _place_rows(state, lease, holds, gaps, pages.get(Kind.ROWS, NO_PAGES))  # READY with their pages
+    rows = pages.get(Kind.ROWS, NO_PAGES)
+    copies += place_loaded(state, lease, gaps, holds.below, rows, index_only=holds.index_only)  # READY with their pages
     reads = (holds.residency,) if holds.residency is not None else ()
     job = state.copies.copy(Purpose.LOAD, copies, reads=reads, writes=promoted)
     if job is not None or any(len(ids) for _, ids in waits):

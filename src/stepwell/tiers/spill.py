@@ -11,12 +11,15 @@ Decides and books; copies nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.tasks import NO_PAGES, PageIds
 from stepwell.memory.arena import READY, Need
+from stepwell.memory.row_pages import RowPages
 from stepwell.tiers.lease import Lease
 from stepwell.tiers.state import CacheState
 from stepwell.tree.node import ABSENT
@@ -31,28 +34,33 @@ def hot_pages_of(state: CacheState) -> int:
     return -(-state.config.hot_rows // state.spec.page_tokens)
 
 
-def _before_tail(state: CacheState, lease: Lease) -> int:
-    """Up to which page of a lease rows may leave the device."""
-    return max(lease.position // state.spec.page_tokens + 1 - TAIL_PAGES, 0)
-
-
 def hot_missing(state: CacheState, lease: Lease) -> int:
     """How many ROWS pages a lease should get before its next pass: it works without them, but slowly."""
     row_pages = state.row_pages
     if row_pages is None or not row_pages.num_backed or not row_pages.backed(lease.prefix_pages).any():
         return 0
-    return max(hot_pages_of(state) - len(lease.hot_pages), 0)
+    return _hot_room(state, lease)
 
 
 def lend(state: CacheState, lease: Lease, rows: PageIds) -> None:
     """Makes ROWS pages hot ones of a lease. Takes over the caller's reference to each; what it has too many is given back."""
     row_pages = state.row_pages
     assert row_pages is not None
-    wanted = max(hot_pages_of(state) - len(lease.hot_pages), 0)
+    wanted = _hot_room(state, lease)
     state.tree.release(Tier.DEVICE, Kind.ROWS, rows[wanted:])
     numbers = row_pages.lend(rows[:wanted])
     lease.hot_pages = np.concatenate([lease.hot_pages, rows[:wanted]])
     lease.hot_numbers = np.concatenate([lease.hot_numbers, numbers])
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Sheddable:
+    """What one lease could shed now: indices of its pages, the host pages that have them too, and which it shares with nobody."""
+
+    lease: Lease
+    at: PageIds
+    below: PageIds
+    alone: npt.NDArray[np.bool_]
 
 
 def spill(state: CacheState, leases: Iterable[Lease], need: Need) -> bool:
@@ -62,30 +70,23 @@ def spill(state: CacheState, leases: Iterable[Lease], need: Need) -> bool:
     needs hot pages of its own.
     """
     arena = state.arena(Tier.DEVICE)
-    running = [lease for lease in leases if lease.ready]
-    if not _could_help(state, running, need):
+    found = [each for lease in leases if lease.ready and len((each := _sheddable(state, lease)).at)]
+    if not _could_help(state, found, need):
         return False
+    found.sort(key=lambda each: (each.lease.request.priority, -len(each.at)))
     for shared in (False, True):
-        left = list(running)
-        while short := arena.shortage(need):
-            lease = min(left, key=lambda each: (each.request.priority, -_num_resident(state, each)), default=None)
-            if lease is None:
-                break
-            if not _shed(state, lease, _wanted(state, short), shared=shared):
-                left.remove(lease)
+        for each in found:
+            while (short := arena.shortage(need)) and _shed(state, each, _wanted(state, short), shared=shared):
+                pass
     return not arena.shortage(need)
 
 
-def _could_help(state: CacheState, leases: Iterable[Lease], need: Need) -> bool:
+def _could_help(state: CacheState, found: list[_Sheddable], need: Need) -> bool:
     """Whether there would be as many bytes as are needed with everything shed that can be: else nothing is."""
     arena = state.arena(Tier.DEVICE)
     strides = arena.layout.strides
-    ids, hot = [NO_PAGES], 0
-    for lease in leases:
-        found = _sheddable(state, lease, shared=True)
-        ids.append(lease.prefix_pages[found])
-        hot += min(max(hot_pages_of(state) - len(lease.hot_pages), 0), len(found))
-    pages = len(np.unique(np.concatenate(ids)))
+    hot = sum(min(_hot_room(state, each.lease), len(each.at)) for each in found)
+    pages = len(np.unique(np.concatenate([NO_PAGES, *(each.lease.prefix_pages[each.at] for each in found)])))
     room = arena.layout.size_bytes - arena.used_bytes + max(pages - hot, 0) * strides[Kind.ROWS]
     return pages > 0 and sum(strides[kind] * count for kind, count in need.items()) <= room
 
@@ -96,26 +97,25 @@ def _wanted(state: CacheState, short: Need) -> int:
     return max(short.get(Kind.ROWS) or layout.slab_bytes // layout.strides[Kind.ROWS], LEAST_SHED)
 
 
-def _num_resident(state: CacheState, lease: Lease) -> int:
-    assert state.row_pages is not None
-    ids = lease.prefix_pages[: _before_tail(state, lease)]
-    return int(np.count_nonzero(state.row_pages.rows[ids] != ABSENT))
+def _hot_room(state: CacheState, lease: Lease) -> int:
+    """How many hot pages a lease may still get."""
+    return max(hot_pages_of(state) - len(lease.hot_pages), 0)
 
 
-def _shed(state: CacheState, lease: Lease, count: int, *, shared: bool) -> bool:
+def _shed(state: CacheState, each: _Sheddable, count: int, *, shared: bool) -> bool:
     """Sheds so many pages of a lease, beside those that become its hot pages; false when that would free nothing."""
-    row_pages, device, host = state.row_pages, state.arena(Tier.DEVICE), state.arena(Tier.HOST)
+    row_pages, lease = state.row_pages, each.lease
     assert row_pages is not None
-    found = _sheddable(state, lease, shared=shared)
-    hot = max(hot_pages_of(state) - len(lease.hot_pages), 0)
-    if len(found) <= hot:
+    left = row_pages.rows[lease.prefix_pages[each.at]] != ABSENT  # another, who shares them, may have shed some
+    chosen = np.flatnonzero(left if shared else left & each.alone)
+    hot = _hot_room(state, lease)
+    if len(chosen) <= hot:
         return False
-    at = found[: hot + count]
-    ids = lease.prefix_pages[at]
-    rows = row_pages.rows[ids[:hot]].copy()
-    device.retain(Kind.ROWS, rows)  # lent, not freed
-    below = _host_pages(state, lease, int(at[-1]) + 1)[at]
-    host.retain(Kind.PREFIX, below)
+    chosen = chosen[: hot + count]
+    ids, below = lease.prefix_pages[each.at[chosen]], each.below[chosen]
+    rows = np.sort(row_pages.rows[ids])[:hot]  # at low addresses, so that slabs at the high end empty
+    state.arena(Tier.DEVICE).retain(Kind.ROWS, rows)  # lent, not freed
+    state.arena(Tier.HOST).retain(Kind.PREFIX, below)
     row_pages.shed(ids, below)
     lend(state, lease, rows)
     state.tree.version += 1
@@ -123,27 +123,33 @@ def _shed(state: CacheState, lease: Lease, count: int, *, shared: bool) -> bool:
     return True
 
 
-def _sheddable(state: CacheState, lease: Lease, *, shared: bool) -> PageIds:
-    """Which pages of a lease may be shed, by index: those that the host has too, and nobody copies."""
+def _sheddable(state: CacheState, lease: Lease) -> _Sheddable:
+    """Pages before the lease's tail that the host has too, and nobody copies."""
     row_pages, device = state.row_pages, state.arena(Tier.DEVICE)
     assert row_pages is not None
-    upto = _before_tail(state, lease)
-    if upto <= 0:
-        return NO_PAGES
-    ids, below = lease.prefix_pages[:upto], _host_pages(state, lease, upto)
+    upto = max(lease.position // state.spec.page_tokens + 1 - TAIL_PAGES, 0)
+    _skip_shed(lease, row_pages, upto)
+    first = lease.first_resident
+    ids, below = lease.prefix_pages[first:upto], _host_pages(state, lease, first, upto)
     rows = row_pages.rows[ids]
     may = (rows != ABSENT) & (device.state[Kind.PREFIX][ids] == READY)
     may &= (below != ABSENT) & (state.arena(Tier.HOST).state[Kind.PREFIX][below] == READY)
     may &= device.refs[Kind.ROWS][rows] == 1
-    if not shared:
-        may &= device.refs[Kind.PREFIX][ids] <= ALONE
-    return np.flatnonzero(may).astype(np.int32)
+    at = np.flatnonzero(may).astype(np.int32)
+    return _Sheddable(lease=lease, at=at + first, below=below[at], alone=device.refs[Kind.PREFIX][ids[at]] <= ALONE)
 
 
-def _host_pages(state: CacheState, lease: Lease, upto: int) -> PageIds:
-    """The host pages of a lease's first pages, ABSENT where the tree has none, or has another's page on the device."""
-    below = np.full(upto, ABSENT, np.int32)
-    owner, ids, at = state.tree.owner[Tier.DEVICE], lease.prefix_pages, 0
+def _skip_shed(lease: Lease, row_pages: RowPages, upto: int) -> None:
+    """Notes up to where all of a lease's pages are shed, so that they are not looked at again and again."""
+    if lease.first_resident < upto:
+        resident = row_pages.rows[lease.prefix_pages[lease.first_resident : upto]] != ABSENT
+        lease.first_resident += int(resident.argmax()) if resident.any() else len(resident)
+
+
+def _host_pages(state: CacheState, lease: Lease, first: int, upto: int) -> PageIds:
+    """The host pages of a lease's pages from `first` on, ABSENT where the tree has none, or has another's page on the device."""
+    below = np.full(max(upto - first, 0), ABSENT, np.int32)
+    owner, ids, at = state.tree.owner[Tier.DEVICE], lease.prefix_pages, first
     while at < upto:
         node = owner[int(ids[at])]
         if node is None:
@@ -153,6 +159,6 @@ def _host_pages(state: CacheState, lease: Lease, upto: int) -> PageIds:
         end = min(node.end, upto)
         if host is not None:
             here = slice(at - node.start, end - node.start)
-            below[at:end] = np.where(device.ids[here] == ids[at:end], host.ids[here], ABSENT)
+            below[at - first : end - first] = np.where(device.ids[here] == ids[at:end], host.ids[here], ABSENT)
         at = end
     return below

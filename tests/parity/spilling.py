@@ -16,7 +16,6 @@ from stepwell.base.tasks import PageIds
 from stepwell.engine import Engine
 from stepwell.engine.loading.checkpoint import Checkpoint
 from stepwell.engine.passes.spilling import SpillReport
-from stepwell.tiers.spill import _shed as shed
 from waiting import settle
 
 POISON = 0xFF  # in every byte: not a number, and no page
@@ -45,17 +44,25 @@ def spilled(family: str | Checkpoint, *, hot_rows: int, **settings: Any) -> Reco
 
 def press(engine: Engine) -> None:
     poison_freed(engine)
-    state, step = engine.cache._state, engine._step
+    step = engine._step
 
     def pressed() -> None:
         settle(engine.cache)
-        for lease in engine.cache._leases:
-            while lease.ready and shed(state, lease, 1000, shared=True):
-                pass
+        shed(engine)
         step()
         engine.cache.audit()
 
     engine._step = pressed  # type: ignore[method-assign]
+
+
+def shed(engine: Engine) -> None:
+    """As much as would make room for the most pages that anybody could want."""
+    state, rows = engine.cache._state, engine.cache.row_pages
+    assert state.spill is not None and rows is not None
+    most, before = state.arena(Tier.DEVICE).layout.rows(Kind.ROWS), rows.num_backed
+    for count in range(most, 0, -1):
+        if state.spill({Kind.ROWS: count}) or rows.num_backed > before:
+            break
 
 
 def poison_freed(engine: Engine) -> None:

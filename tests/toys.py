@@ -10,6 +10,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
+import numpy as np
+
 from stepwell import (
     CacheConfig,
     Kind,
@@ -20,6 +22,7 @@ from stepwell import (
     Point,
     Prefix,
     Sources,
+    Spill,
     StateSpec,
     StepReport,
     Tier,
@@ -58,6 +61,11 @@ def swa(tokens: int) -> StateSpec:
 def model(*states: StateSpec, page_tokens: int = PAGE) -> ModelSpec:
     return ModelSpec(name="toy", page_tokens=page_tokens, states=states)
 
+
+INDEX = StateSpec(name="index", shape=Prefix(), layers=1, row_bytes=3, dtype="u8")
+SPILLING = replace(
+    model(KV, INDEX), spill=Spill(states=("kv",), group_of={"kv": (0, 1)})
+)  # 64 + 32 bytes a page on the device, 48 on the host
 
 FULL = model(KV)
 FULL_WINDOW = model(KV, swa(8))
@@ -103,6 +111,7 @@ class Rig:
             spec, self.config, executor=self.executor, clock=self.clock, on_free=self.engine.poison, model="toy weights",
             tuning=tuning,
         )  # fmt: skip
+        self.engine.row_pages = self.cache.row_pages
         self.store_executor = ScriptedStoreExecutor(())
         if store is not None:
             self.attach(store, store_config, store_tuning)
@@ -275,6 +284,9 @@ class Rig:
         assert not self.cache._leases, f"leases left open: {list(self.cache._leases)}"
         for arena in self.state.tree.arenas.values():
             for kind, refs in arena.refs.items():
+                refs = refs.copy()
+                if self.cache.row_pages is not None and (arena.tier, kind) == (Tier.HOST, Kind.PREFIX):
+                    np.subtract.at(refs, self.cache.row_pages.holders()[1], 1)  # rows of cached device pages
                 assert kind is Kind.WINDOW or (refs <= 1).all(), f"{arena.tier.label} {kind.label} pages are still held"
 
 

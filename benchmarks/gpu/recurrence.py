@@ -21,8 +21,8 @@ from torch.nn.functional import silu
 from gpu.device_time import median_us, played_us
 from stepwell.base.ids import Kind
 from stepwell.base.spec import ModelSpec
-from stepwell.base.spec.model import StateSpec
 from stepwell.base.spec.shapes import Point
+from stepwell.base.spec.states import StateSpec
 from stepwell.engine.ops.kernels import TORCH, Kernels, choose_kernels
 from stepwell.engine.ops.recurrent import Points
 from stepwell.engine.ops.recurrent_tokens import Steps, Tokens

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from stepwell import CacheConfig, Kind, ModelSpec, Tier, build_cache
+from stepwell import CacheConfig, ModelSpec, Tier, build_cache
 from stepwell.base.config import PlacementConfig, StoreConfig
+from stepwell.base.ids import CACHED_KINDS
 from stepwell.base.spec.families import from_config
 from stepwell.base.spec.presets import preset
 from stepwell.cache.build import layouts_for, numpy_memories
@@ -45,7 +46,7 @@ def _measure(spec: ModelSpec, directory: Path) -> dict[str, Any]:
         placement=PlacementConfig(interval_tokens=INTERVAL),
     )
     memories = numpy_memories(spec, layouts_for(spec, config))
-    measured = footprint(DevicePages(spec, {kind: torch.from_numpy(memories[Tier.DEVICE].rows(kind)) for kind in Kind}))
+    measured = footprint(DevicePages(spec, {kind: torch.from_numpy(memories[Tier.DEVICE].rows(kind)) for kind in CACHED_KINDS}))
     cache = build_cache(
         spec, config, executor=ThreadCopyExecutor([NumpyCopyEngine(memories)]), model="bytes", host_pages=[memories[Tier.HOST]]
     )

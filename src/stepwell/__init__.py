@@ -24,9 +24,11 @@ if TYPE_CHECKING:
     )
     from stepwell.base.ids import Kind, Tier
     from stepwell.base.prompt import Namespace
-    from stepwell.base.spec.model import ModelSpec, StateSpec
+    from stepwell.base.spec.model import ModelSpec
     from stepwell.base.spec.presets import load_spec
     from stepwell.base.spec.shapes import Point, Prefix, Window
+    from stepwell.base.spec.spill import Spill
+    from stepwell.base.spec.states import StateSpec
     from stepwell.cache.build import build_cache
     from stepwell.cache.explain import Cause, Explanation
     from stepwell.cache.facade import Cache
@@ -54,9 +56,11 @@ _HOMES = {
     ),
     "stepwell.base.ids": ("Kind", "Tier"),
     "stepwell.base.prompt": ("Namespace",),
-    "stepwell.base.spec.model": ("ModelSpec", "StateSpec"),
+    "stepwell.base.spec.model": ("ModelSpec",),
     "stepwell.base.spec.presets": ("load_spec",),
     "stepwell.base.spec.shapes": ("Point", "Prefix", "Window"),
+    "stepwell.base.spec.spill": ("Spill",),
+    "stepwell.base.spec.states": ("StateSpec",),
     "stepwell.tiers.external": ("EnginePages",),
     "stepwell.cache.build": ("build_cache",),
     "stepwell.cache.explain": ("Cause", "Explanation"),
@@ -92,6 +96,7 @@ __all__ = [
     "Prefix",
     "Sources",
     "SpecError",
+    "Spill",
     "StateSpec",
     "Stats",
     "StepReport",

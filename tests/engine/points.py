@@ -9,8 +9,8 @@ import torch
 
 from stepwell.base.ids import Kind
 from stepwell.base.spec import ModelSpec
-from stepwell.base.spec.model import StateSpec
 from stepwell.base.spec.shapes import Point
+from stepwell.base.spec.states import StateSpec
 from stepwell.engine.ops.recurrent import Points
 from stepwell.engine.ops.recurrent_tokens import FOREVER, Steps, Tokens
 from stepwell.engine.passes.batch import Batch, RequestRows

@@ -9,8 +9,8 @@ import torch
 
 from stepwell.base.ids import Kind
 from stepwell.base.spec import ModelSpec
-from stepwell.base.spec.model import StateSpec
 from stepwell.base.spec.shapes import Point
+from stepwell.base.spec.states import StateSpec
 from stepwell.engine.ops.recurrent import CHUNK_TOKENS, Points, convolve, convolve_run, gated_norm, recur_ready, scan, step
 from stepwell.engine.ops.recurrent_tokens import Ready
 from stepwell.engine.passes.batch import Batch, RequestRows

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stepwell import Cause, Kind, LeaseState, NoRoom, PlacementConfig, Point, StateSpec, Tier, WritePolicy
+from stepwell.base.ids import CACHED_KINDS
 from stepwell.base.tasks import Purpose
 from stepwell.tree.checkpoints import drop_residency
 from stepwell.tree.node import ABSENT, LossReason, Residency
@@ -63,7 +64,7 @@ def test_failed_save_then_eviction_is_a_miss_and_says_why(write: WritePolicy) ->
         rig.evict_idle(Tier.DEVICE)
     assert rig.restore(prompt) == 0
     assert rig.cache.explain(prompt).cause in (Cause.EVICTED, Cause.FAILED)
-    assert not any(rig.used(tier, kind) for tier in (Tier.DEVICE, Tier.HOST) for kind in Kind)
+    assert not any(rig.used(tier, kind) for tier in (Tier.DEVICE, Tier.HOST) for kind in CACHED_KINDS)
     assert rig.serve(prompt).computed == 17
 
 
@@ -73,11 +74,11 @@ def test_refused_acquire_leaves_everything_as_it_was() -> None:
     prompt = text(1, 17)
     rig.serve(prompt)
     holder = rig.ready(text(2, 60))
-    before = [rig.used(Tier.DEVICE, kind) for kind in Kind]
+    before = [rig.used(Tier.DEVICE, kind) for kind in CACHED_KINDS]
     with pytest.raises(NoRoom):
         rig.open([*prompt, *text(3, 30)])
     rig.cache.audit()
-    assert all(rig.used(Tier.DEVICE, kind) <= count for kind, count in zip(Kind, before, strict=True))
+    assert all(rig.used(Tier.DEVICE, kind) <= count for kind, count in zip(CACHED_KINDS, before, strict=True))
     assert rig.restore(prompt) == 16 and not rig.pending(Purpose.LOAD)
     rig.cache.release(holder)
     rig.idle_check()

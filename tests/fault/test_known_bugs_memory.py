@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stepwell import Kind, LeaseError, LeaseState, Point, Prefix, StateSpec, Tier, WritePolicy
+from stepwell.base.ids import CACHED_KINDS
 from stepwell.base.tasks import Purpose
 from stepwell.tree.checkpoints import drop_residency
 from stepwell.tree.node import LossReason
@@ -38,17 +39,17 @@ def test_pages_let_go_during_a_copy_are_free_once_it_ends() -> None:
     rig.prefill(lease, 16)
     rig.compute(lease, 17)
     rig.cache.release(lease)
-    busy = {kind: rig.used(Tier.DEVICE, kind) for kind in Kind}
+    busy = {kind: rig.used(Tier.DEVICE, kind) for kind in CACHED_KINDS}
     lease = rig.ready(text(2, 17))
     rig.compute(lease, 16)
     assert rig.pending(Purpose.SAVE), "no copy is running: this proves nothing"
     rig.cache.clear()
     rig.cache.release(lease)
     rig.cache.audit()
-    assert any(rig.used(Tier.DEVICE, kind) for kind in Kind), "pages were freed under a running copy"
+    assert any(rig.used(Tier.DEVICE, kind) for kind in CACHED_KINDS), "pages were freed under a running copy"
     rig.settle()
     rig.cache.audit()
-    assert all(busy.values()) and not any(rig.used(tier, kind) for tier in (Tier.DEVICE, Tier.HOST) for kind in Kind)
+    assert all(busy.values()) and not any(rig.used(tier, kind) for tier in (Tier.DEVICE, Tier.HOST) for kind in CACHED_KINDS)
 
 
 @pytest.mark.parametrize("page_tokens", [1, 4, 8])

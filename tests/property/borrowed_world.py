@@ -24,6 +24,7 @@ class EngineMemory:
     """The engine's own bytes: a table of pages for each kind."""
 
     def __init__(self, spec: ModelSpec) -> None:
+        self.spec = spec
         self._rows = {kind: np.zeros((ENGINE_PAGES, spec.object_bytes(kind)), np.uint8) for kind in Kind}
 
     def rows(self, kind: Kind) -> npt.NDArray[np.uint8]:

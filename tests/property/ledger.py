@@ -55,16 +55,18 @@ class Ledger:
 
     def computed(
         self, tier: Tier, space: tuple[str | None, ...], tokens: bytes, start: int, *,
-        prefix: Sequence[int], windows: Sequence[int], first_window: int, points: Sequence[int],
+        prefix: Sequence[int], windows: Sequence[int], first_window: int, points: Sequence[int], rows: Sequence[int] = (),
     ) -> None:  # fmt: skip
         """A model has computed tokens from `start` to the end of `tokens` into these pages."""
         upto = len(tokens) // TOKEN
         for kind, size, pages, first in (
             (Kind.PREFIX, self._spec.page_tokens, prefix, 0),
+            (Kind.ROWS, self._spec.page_tokens, rows, 0),
             (Kind.WINDOW, self._spec.window_page_tokens, windows, first_window),
         ):
             for index in range(max(start // size - first, 0), len(pages)):
                 if (first + index) * size < upto:
+                    assert pages[index] >= 0, f"page {index} was computed without a place for its rows"
                     held = tokens[: min((first + index + 1) * size, upto) * TOKEN]
                     self._write((tier, kind, int(pages[index])), Content(space, held))
         for page in points:
@@ -75,12 +77,14 @@ class Ledger:
         self._offered.update((tier, Kind.PREFIX, int(page)) for page in prefix)
 
     def submitted(self, plan: Plan) -> None:
-        arrives, pages = [], []
+        arrives, pages, written = [], [], set()
         for copy in plan.copies:
             for read, write in zip(copy.source.ids.tolist(), copy.target.ids.tolist(), strict=True):
                 source, target = (copy.source.tier, copy.source.kind, read), (copy.target.tier, copy.target.kind, write)
                 assert self._busy[target] == 0, f"two copies use {target} and one writes it"
-                assert not any(target == earlier for _, earlier, _ in arrives), f"one plan writes {target} twice"
+                half = (*target, copy.source.kind)  # a host page is written in two parts where rows are pages of their own
+                assert half not in written, f"one plan writes {target} twice"
+                written.add(half)
                 arrives.append((source, target, self.contents.get(source)))
                 pages += [source, target]
         self._flights[plan.job] = Flight(tuple(arrives), tuple(pages))
@@ -97,7 +101,9 @@ class Ledger:
     def delivered(self, completion: Completion) -> None:
         flight = self._flights.pop(completion.job)
         self._busy.subtract(flight.pages)
+        arrived: dict[Where, Content | None] = {}
         for source, target, content in flight.arrives:
+            assert arrived.setdefault(target, content) == content, f"{target} got rows of another page than the rest of it"
             if completion.error is None and content is not None:
                 self.contents[target] = content
                 if source in self._offered:  # not when its namespace was cleared meanwhile
@@ -125,6 +131,12 @@ class Ledger:
     @property
     def in_flight(self) -> bool:
         return bool(self._flights)
+
+    def rows_are_somewhere(self, content: Content) -> set[Tier]:
+        """The tiers in which rows of exactly this page are, whoever refers to them."""
+        places = {Tier.DEVICE: Kind.ROWS, Tier.HOST: Kind.PREFIX}
+        held = {(where[0], where[1]) for where, each in self.contents.items() if each == content}
+        return {tier for tier, kind in places.items() if (tier, kind) in held}
 
     def tiers_with(self, kind: Kind, content: Content) -> set[Tier]:
         """The tiers in which some page may be read that holds exactly this."""

@@ -13,7 +13,7 @@ from borrowed_world import BorrowedWorld
 from shelf import make_store_setup
 from store_traffic import STATUSES, StoreTraffic
 from store_world import BorrowedStoreWorld, StoreWorld
-from toy_models import TRUNKS, make_borrowed_setup, make_setup, prompt
+from toy_models import TRUNKS, make_borrowed_setup, make_setup, make_spilling_setup, prompt
 from traffic import Traffic
 from world import World
 
@@ -23,11 +23,21 @@ VERBS = {
     "preempt": 2, "come_back": 2, "tick": 6, "pin": 1, "unpin": 1, "clear": 0.5,
 }  # fmt: skip
 
+SPILLING_VERBS = {"serve": 8, "acquire": 24, "settle": 14, "press": 14, "preempt": 8, "come_back": 12, "answer": 12}
+
 STORE_VERBS = {
     "prefetch": 20, "close_ticket": 3, "acquire_awaited": 12, "serve_awaited": 8, "answer_op": 50, "settle_everything": 4,
     "move_store": 4, "evict": 24, "recover": 7, "restart": 2, "prefetch_twins": 8, "fail_ops": 4, "time_out": 4,
     "overtake": 4,
 }  # fmt: skip
+
+
+def live_spilling(seed: int, steps: int) -> World:
+    """The same with rows that may spill, and more of what makes them."""
+    rng = Random(seed)
+    world = World(make_spilling_setup(rng.choice))
+    play(Traffic(world), VERBS | SPILLING_VERBS, rng, steps)
+    return world
 
 
 def live(seed: int, steps: int, *, external: bool = False) -> World:
@@ -90,6 +100,8 @@ def _act(traffic: Traffic, verb: str, rng: Random) -> None:
             traffic.decode(pick, [rng.randrange(2) for _ in range(rng.randint(1, 5))])
         case "answer":
             traffic.answer(pick, rng.randrange(3), fail=rng.random() < 0.15)
+        case "press":
+            traffic.press(pick, may_spill=rng.random() < 0.6)
         case "pin":
             traffic.pin(random_prompt(rng, traffic.page), pick, ttl_s)
         case "tick":

@@ -54,7 +54,18 @@ def deepest(
 
 
 def page_tiers(spec: ModelSpec, ledger: Ledger, space: Space, tokens: bytes, page: int) -> set[Tier]:
-    return ledger.tiers_with(Kind.PREFIX, Content(space, tokens[: (page + 1) * spec.page_tokens * TOKEN]))
+    """The tiers in which a page can be read. Rows that may spill may be in another one."""
+    content = Content(space, tokens[: (page + 1) * spec.page_tokens * TOKEN])
+    tiers = ledger.tiers_with(Kind.PREFIX, content)
+    if spec.spill is not None and not ledger.rows_are_somewhere(content):
+        tiers.discard(Tier.DEVICE)
+    return tiers
+
+
+def has_rows_on_device(spec: ModelSpec, ledger: Ledger, space: Space, tokens: bytes, page: int) -> bool:
+    """Whether a page's rows are on the device; they are its own where they cannot spill."""
+    content = Content(space, tokens[: (page + 1) * spec.page_tokens * TOKEN])
+    return spec.spill is None or Tier.DEVICE in ledger.rows_are_somewhere(content)
 
 
 def window_contents(spec: ModelSpec, space: Space, tokens: bytes, boundary: int) -> list[Content]:

@@ -7,7 +7,7 @@ import os
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from lives import live
+from lives import live, live_spilling
 from toy_models import TRUNKS, Setup, make_setup, prompt
 from traffic import Traffic
 from world import World
@@ -130,6 +130,11 @@ class CacheMachine(RuleBasedStateMachine):
     def tick(self, seconds: float) -> None:
         self.traffic.world.clock.advance(seconds)
 
+    @precondition(lambda self: self.traffic.world.spec.spill is not None)
+    @rule(pick=picks, may_spill=st.booleans())
+    def press(self, pick: int, may_spill: bool) -> None:
+        self.traffic.press(pick, may_spill=may_spill)
+
     @rule(drawn=prompts, pick=picks, ttl_s=ttls)
     def pin(self, drawn: Prompt, pick: int, ttl_s: float | None) -> None:
         self.traffic.pin(self.tokens(drawn), pick, ttl_s)
@@ -161,3 +166,8 @@ TestCacheMachine = CacheMachine.TestCase
 @pytest.mark.parametrize("seed", range(int(os.environ.get("STEPWELL_EXAMPLES", "60"))))
 def test_a_long_life_claims_only_what_exists_and_forgets_nothing_without_reason(seed: int) -> None:
     live(seed, steps=120)
+
+
+@pytest.mark.parametrize("seed", range(int(os.environ.get("STEPWELL_EXAMPLES", "40"))))
+def test_a_long_life_with_rows_that_spill_loses_none_of_them(seed: int) -> None:
+    live_spilling(seed, steps=120)

@@ -15,6 +15,7 @@ from stepwell import (
     Namespace,
     Point,
     Prefix,
+    Spill,
     StateSpec,
     Tier,
     Window,
@@ -63,6 +64,7 @@ class Setup:
     at_prompt_end: bool = True
     ranks: int = 1
     node_pages: int = 256  # the length at which the tree cuts its nodes
+    hot_rows: int = 0  # of a request, where rows may spill
 
     @property
     def placement(self) -> PlacementRules:
@@ -78,9 +80,10 @@ class Setup:
     @cached_property
     def config(self) -> CacheConfig:
         return CacheConfig(
-            device_bytes=self._bytes(self.device_objects),
-            host_bytes=self._bytes(self.host_objects),
+            device_bytes=self._bytes(self.device_objects, Tier.DEVICE),
+            host_bytes=self._bytes(self.host_objects, Tier.HOST),
             write=self.write,
+            hot_rows=self.hot_rows,
         )
 
     @cached_property
@@ -92,13 +95,13 @@ class Setup:
             copy_timeout_s=30.0 if self.regime is Regime.FAULTY else 1e9,
         )
 
-    def _bytes(self, objects: int | None) -> int | None:
+    def _bytes(self, objects: int | None, tier: Tier) -> int | None:
         """Room for about this many objects of the mean size, or more where the model's pages do not lie well side by side."""
         if objects is None:
             return None
-        strides = lay_out(self.spec, budget_bytes=2**30, alignment=ALIGNMENT_BYTES).strides
+        strides = lay_out(self.spec, budget_bytes=2**30, alignment=ALIGNMENT_BYTES, tier=tier).strides
         size = max(objects * sum(strides.values()) // len(strides), sum(strides.values()))
-        while not _can_hold_each_kind(self.spec, size):
+        while not _can_hold_each_kind(self.spec, size, tier):
             size += max(strides.values())
         return size
 
@@ -113,9 +116,9 @@ class Setup:
         )
 
 
-def _can_hold_each_kind(spec: ModelSpec, size_bytes: int) -> bool:
+def _can_hold_each_kind(spec: ModelSpec, size_bytes: int, tier: Tier) -> bool:
     try:
-        Arena(Tier.HOST, lay_out(spec, budget_bytes=size_bytes, alignment=ALIGNMENT_BYTES))
+        Arena(tier, lay_out(spec, budget_bytes=size_bytes, alignment=ALIGNMENT_BYTES, tier=tier))
     except ConfigError:
         return False
     return True
@@ -148,8 +151,39 @@ def make_spec(choose: Choose) -> ModelSpec:
     return ModelSpec(name="toy", page_tokens=page, states=tuple(states))
 
 
+def make_spilling_spec(choose: Choose) -> ModelSpec:
+    """A model whose rows may be on the host alone, with or without other states beside them."""
+    page = choose((4, 2, 8, 3))
+    layers, row_bytes = choose(((1, 4), (2, 3), (3, 9)))
+    states = [StateSpec(name="kv", shape=Prefix(), layers=layers, row_bytes=row_bytes, dtype="u8")]
+    for name in choose((("index",), ("index", "draft"), ())):
+        ratio = choose([ratio for ratio in (1, 1, 2) if page % ratio == 0])
+        shape, required = Prefix(ratio=ratio), name == "index"
+        states.append(StateSpec(name=name, shape=shape, layers=1, row_bytes=choose((3, 4)), dtype="u8", required=required))
+    groups = choose((tuple(range(layers)), (0,) * layers))
+    return ModelSpec(name="toy", page_tokens=page, states=tuple(states), spill=Spill(states=("kv",), group_of={"kv": groups}))
+
+
+def make_spilling_setup(choose: Choose) -> Setup:
+    """Such a model over a device and a host that everything is written through to."""
+    regime = choose((Regime.PRESSED, Regime.FAULTY, Regime.CALM, Regime.SPILL))
+    spec = make_spilling_spec(choose)
+    return Setup(
+        spec=spec,
+        regime=regime,
+        device_objects=ROOMY_OBJECTS if regime is Regime.CALM else choose((40, 24, 32, 56)),
+        host_objects=ROOMY_OBJECTS if regime.exact else choose((48, 12, 24, 96)),
+        eviction=choose(tuple(EVICTIONS)),
+        ranks=choose((1, 2, 1, 3)),
+        node_pages=choose((256, 3)),
+        hot_rows=choose((spec.page_tokens, 2 * spec.page_tokens - 1, 0, 4 * spec.page_tokens)),
+    )
+
+
 def make_setup(choose: Choose) -> Setup:
     """A model with a device tier, alone or over a host."""
+    if choose((False, False, True)):
+        return make_spilling_setup(choose)
     regime = choose((Regime.PRESSED, Regime.FAULTY, Regime.CALM, Regime.SPILL))
     host = choose((48, 0, 12, 96)) or None
     if regime is Regime.SPILL or (regime is Regime.CALM and host):

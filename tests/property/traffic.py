@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from toy_models import Regime
 from world import Held, World
 
-from stepwell import Match, Namespace
+from stepwell import Kind, Match, Namespace, Tier
+from stepwell.tiers.eviction import make_room
 
 MAX_LEASES = 4
 
@@ -159,6 +160,14 @@ class Traffic:
         if owed:
             job = list(owed)[pick % len(owed)]
             self.world.answer(job, owed[job][rank % len(owed[job])], fail=fail and self.world.regime is Regime.FAULTY)
+
+    def press(self, pick: int, *, may_spill: bool) -> None:
+        """Room is wanted on the device, by nobody: what is idle leaves it, and then rows of requests if they may spill."""
+        if self.world.regime is not Regime.CALM:
+            state = self.world.cache._state
+            many = state.arena(Tier.DEVICE).layout.rows(Kind.PREFIX)
+            need = {Kind.ROWS: 1 + 2 * pick} if state.row_pages is not None and may_spill else {Kind.PREFIX: many}
+            make_room(state, Tier.DEVICE, need, may_spill=may_spill)
 
     def pin(self, tokens: list[int], pick: int, ttl_s: float | None) -> None:
         if len(self.world.pinned) < 3:

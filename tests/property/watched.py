@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from header_watch import HeaderWatch
 from ledger import TOKEN, Content, Ledger, LedgerExecutor, space_of
-from oracle import Oracle, boundaries, justified, needs_checkpoint, page_tiers, window_contents
+from oracle import Oracle, boundaries, has_rows_on_device, justified, needs_checkpoint, page_tiers, window_contents
 from toy_models import Regime, Setup
 
 from stepwell import Cause, Kind, Match, Namespace, Tier, build_cache
@@ -46,6 +47,8 @@ class Watched:
             setup.spec, setup.config, executor=self.executor, clock=self.clock, on_free=self._on_free, model=setup.spec.name,
             tuning=setup.tuning,
         )  # fmt: skip
+        self.engine.row_pages = rows = self.cache.row_pages
+        self.headers = HeaderWatch(setup.spec, self.memories, rows) if rows is not None else None
         self.nearest = Tier.DEVICE if Tier.DEVICE in layouts else Tier.HOST
         self.trace: list[str] = []  # every decision the cache makes, in order
         self.excuses = {Cause.FAILED} if setup.regime is Regime.FAULTY else set()  # reasons for a loss that this run has given
@@ -83,7 +86,9 @@ class Watched:
         missing = justified(self.spec, self.ledger, space, path, match.restore_tokens)
         assert missing is None, f"{match}: {missing}"
         on_device = sum(
-            Tier.DEVICE in page_tiers(self.spec, self.ledger, space, path, each) for each in range(match.restore_tokens // page)
+            Tier.DEVICE in page_tiers(self.spec, self.ledger, space, path, each)
+            and has_rows_on_device(self.spec, self.ledger, space, path, each)
+            for each in range(match.restore_tokens // page)
         )
         assert match.device_tokens <= on_device * page, f"{match}: only {on_device} of its pages are on the device"
         self._check_named_checkpoint(match, space, path)

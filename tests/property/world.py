@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ledger import TOKEN, Content, space_of
+from ledger import TOKEN, Content, Where, space_of
 from oracle import boundaries, needs_checkpoint
 from toy_models import Regime, Setup
 from watched import Watched, packed
@@ -114,11 +114,13 @@ class World(Watched):
         except NoRoom as error:
             self._excuse(error)
             return False
+        if self.headers is not None:
+            self.headers.before_pass([each.lease for each in self.held])
         self.engine.compute(lease, upto)
         self.ledger.computed(
             Tier.DEVICE, held.space, packed(held.tokens[:upto]), lease.position,
             prefix=lease.prefix_pages.tolist(), windows=lease.window_pages.tolist(),
-            first_window=lease.first_window, points=lease.point_pages.tolist(),
+            first_window=lease.first_window, points=lease.point_pages.tolist(), rows=self._row_pages(lease),
         )  # fmt: skip
         return True
 
@@ -224,11 +226,27 @@ class World(Watched):
     def _check_pages(self, tier: Tier, held: Held, position: int, prefix: list[int], points: list[int]) -> None:
         page, path = self.spec.page_tokens, packed(held.tokens)
         for index in range(position // page):
-            where = (tier, Kind.PREFIX, prefix[index])
-            assert self.ledger.holds(where, Content(held.space, path[: (index + 1) * page * TOKEN])), f"{held.lease}: {where}"
+            content = Content(held.space, path[: (index + 1) * page * TOKEN])
+            for where in ((tier, Kind.PREFIX, prefix[index]), *self._rows_at(prefix[index])):
+                assert self.ledger.holds(where, content), f"{held.lease}: {where}"
         rows = any(isinstance(state.shape, Point) and state.shape.rows_at(position) for state in self.spec.states)
         for where in ((tier, Kind.POINT, point) for point in points if position and rows):
             assert self.ledger.holds(where, Content(held.space, path[: position * TOKEN])), f"{held.lease}: {where}"
+
+    def _row_pages(self, lease: Lease) -> list[int]:
+        """The ROWS page of each of its pages, where there are such; -1 for pages without."""
+        pages = self.cache.row_pages
+        return pages.rows[lease.prefix_pages].tolist() if pages is not None else []
+
+    def _rows_at(self, page: int) -> list[Where]:
+        """Where the rows of a device page are, if they may spill: exactly one place."""
+        pages = self.cache.row_pages
+        if pages is None:
+            return []
+        places = [(Tier.DEVICE, Kind.ROWS, int(pages.rows[page])), (Tier.HOST, Kind.PREFIX, int(pages.host[page]))]
+        found = [where for where in places if where[2] >= 0]
+        assert len(found) == 1, f"page {page} has its rows in {found}"
+        return found
 
     @staticmethod
     def _pages(lease: Lease) -> list[list[int]]:

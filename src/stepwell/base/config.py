@@ -13,6 +13,7 @@ from stepwell.base.store_key import StoreKey
 
 MAX_PRIORITY = 10  # each step doubles what a request's path is worth keeping,
 PRIORITY_STEP_S = 600.0  # and one is lost in so much time
+HOT_ROWS = 4096  # twice what a model with sparse attention reads in a step
 DELAY_S = (
     30.0  # that checkpoints wait on the host before they are stored: the next turn of a conversation supersedes most by then
 )
@@ -98,6 +99,7 @@ class CacheConfig:
     write: WritePolicy = WritePolicy.THROUGH
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     vocab_size: int | None = None  # token ids at or above it are refused
+    hot_rows: int = HOT_ROWS  # of each layer, that a request keeps on the device once rows of it are on the host alone
 
     def __post_init__(self) -> None:
         if self.device_bytes is None and self.host_bytes is None:
@@ -105,5 +107,7 @@ class CacheConfig:
         for label, size in (("device_bytes", self.device_bytes), ("host_bytes", self.host_bytes)):
             if size is not None and size <= 0:
                 raise ConfigError(f"{label} must be positive, got {size}; leave it None to do without that tier")
+        if self.hot_rows < 0:
+            raise ConfigError(f"hot_rows must be 0 or more, got {self.hot_rows}")
         if self.vocab_size is not None and self.vocab_size < 1:
             raise ConfigError(f"vocab_size must be positive, got {self.vocab_size}")

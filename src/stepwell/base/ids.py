@@ -23,11 +23,12 @@ class Tier(IntEnum):
 
 
 class Kind(IntEnum):
-    """A kind of object. Each is one contiguous run of bytes of one fixed size, in every tier."""
+    """A kind of object. Each is one contiguous run of bytes of one fixed size, the same in every tier unless rows may spill."""
 
     PREFIX = 0  # all Prefix states of one page of tokens
     WINDOW = 1  # all Window states of one window page of tokens
     POINT = 2  # all Point states at one boundary
+    ROWS = 3  # on the device alone: those rows of a prefix page that may also be on the host only (`spec/spill.py`)
 
     @property
     def label(self) -> str:
@@ -35,3 +36,4 @@ class Kind(IntEnum):
 
 
 CACHED_TIERS = (Tier.DEVICE, Tier.HOST)
+CACHED_KINDS = (Kind.PREFIX, Kind.WINDOW, Kind.POINT)  # what hosts and stores hold

@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from stepwell.base.ids import JobId, Kind, Tier
 from stepwell.base.prompt import Namespace, PageKey
+from stepwell.base.spec import ModelSpec
 
 PageIds = npt.NDArray[np.int32]
 
@@ -44,16 +45,45 @@ class Span:
         return f"Span({self.tier.label} {self.kind.label} x{len(self.ids)})"
 
 
+class Common(NamedTuple):
+    """The bytes of a page that both sides of a copy hold: from where on in each, and how many."""
+
+    source_start: int
+    target_start: int
+    size_bytes: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Copy:
-    """Copies page `source.ids[i]` to `target.ids[i]`, for every i."""
+    """Copies page `source.ids[i]` to `target.ids[i]`, for every i: what both hold of it.
+
+    They are of one kind, or one is a host page and the other the ROWS of it.
+    """
 
     source: Span
     target: Span
 
     def __post_init__(self) -> None:
-        assert self.source.kind is self.target.kind, f"{self.source} and {self.target} differ in kind"
+        kinds = {(span.tier, span.kind) for span in (self.source, self.target)}
+        alike = self.source.kind is self.target.kind or kinds == {(Tier.HOST, Kind.PREFIX), (Tier.DEVICE, Kind.ROWS)}
+        assert alike, f"{self.source} and {self.target} differ in kind"
         assert len(self.source.ids) == len(self.target.ids), f"{self.source} and {self.target} differ in length"
+
+    @property
+    def is_of_rows(self) -> bool:
+        """Whether it is one half of a page's copy, and not the half that counts."""
+        return Kind.ROWS in (self.source.kind, self.target.kind)
+
+    def common(self, spec: ModelSpec) -> Common:
+        """Which bytes are copied. Where rows may spill, a device object holds a range of what the host's page holds."""
+        tiers = (self.source.tier, self.target.tier)
+        if tiers == (Tier.HOST, Tier.DEVICE):
+            start, end = spec.cached_span(self.target.kind)
+            return Common(start, 0, end - start)
+        if tiers == (Tier.DEVICE, Tier.HOST):
+            start, end = spec.cached_span(self.source.kind)
+            return Common(0, start, end - start)
+        return Common(0, 0, spec.object_bytes(self.source.kind))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

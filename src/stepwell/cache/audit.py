@@ -40,6 +40,7 @@ def audit(state: CacheState, leases: Sequence[Lease], pins: Sequence[Pin], links
                 if held_tier is tier and held_kind is kind:
                     np.add.at(expected, ids, 1)
             assert (expected == arena.kept[kind]).all(), f"{tier.label} {kind.label}: the tree's references do not add up"
+    _audit_rows(state, leases)
     _audit_users(state, leases, pins, links)
     for link in links:
         link.deferred.audit()
@@ -48,7 +49,22 @@ def audit(state: CacheState, leases: Sequence[Lease], pins: Sequence[Pin], links
         assert lease.sources.total == lease.prompt_tokens, f"{lease}: {lease.sources} does not add up"
 
 
+def _audit_rows(state: CacheState, leases: Sequence[Lease]) -> None:
+    """Rows are in one place each, and what is on the host alone can be read there."""
+    row_pages = state.row_pages
+    if row_pages is None:
+        return
+    row_pages.audit()
+    backing = row_pages.host[row_pages.host != ABSENT]
+    assert state.arena(Tier.HOST).is_ready(Kind.PREFIX, backing), "rows are on a host page that cannot be read"
+    held = sorted((number, page) for lease in leases for number, page in zip(lease.hot_numbers, lease.hot_pages, strict=True))
+    lent = sorted(row_pages.hot.items())
+    assert held == lent, f"leases have hot pages {held[:8]}, lent are {lent[:8]}"
+
+
 def _kept_by_tree(state: CacheState) -> Iterator[tuple[Tier, Kind, PageIds]]:
+    if state.row_pages is not None:
+        yield Tier.DEVICE, Kind.ROWS, state.row_pages.holders()[0]
     for node in state.tree.nodes():
         for run in node.runs:
             if run is not None:
@@ -68,6 +84,9 @@ def _holders(
         yield state.nearest, Kind.PREFIX, lease.prefix_pages
         yield state.nearest, Kind.WINDOW, lease.window_pages
         yield state.nearest, Kind.POINT, lease.point_pages
+        yield state.nearest, Kind.ROWS, lease.hot_pages
+    if state.row_pages is not None:
+        yield Tier.HOST, Kind.PREFIX, state.row_pages.holders()[1]
     for span in state.copies.held():
         yield span.tier, span.kind, span.ids
     for pin in pins:

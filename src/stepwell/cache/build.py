@@ -17,6 +17,7 @@ from stepwell.cache.facade import Cache
 from stepwell.jobs.executors import Arrivals, CopyExecutor, ThreadCopyExecutor
 from stepwell.memory.arena import Arena
 from stepwell.memory.layout import PAGE_ALIGNMENT_BYTES, ArenaLayout, lay_out
+from stepwell.memory.row_pages import RowPages
 from stepwell.policy.placement import PlacementRules, rules_for
 from stepwell.policy.value import Expected, ReuseModel, ValuePolicy
 from stepwell.store_tier.tier import StoreTier
@@ -57,13 +58,24 @@ def layouts_for(spec: ModelSpec, config: CacheConfig, *, alignment: int = PAGE_A
     """How each tier's bytes are cut, for one rank. Raises ConfigError when a tier is too small."""
     budgets = {Tier.DEVICE: config.device_bytes, Tier.HOST: config.host_bytes}
     return {
-        tier: lay_out(spec, budget_bytes=budget, alignment=alignment) for tier, budget in budgets.items() if budget is not None
+        tier: lay_out(spec, tier=tier, budget_bytes=budget, alignment=alignment)
+        for tier, budget in budgets.items()
+        if budget is not None
     }
 
 
 def numpy_memories(spec: ModelSpec, layouts: Mapping[Tier, ArenaLayout]) -> dict[Tier, PageMemory]:
     """Host memory for every tier: what a machine without a GPU has."""
     return {tier: PageMemory(spec, layout) for tier, layout in layouts.items()}
+
+
+def _check_spill(config: CacheConfig) -> None:
+    if config.device_bytes is None or config.host_bytes is None:
+        raise ConfigError("rows can spill from a device tier to a host tier: give both device_bytes and host_bytes")
+    if not config.write.saves_on_commit:
+        raise ConfigError(
+            f"rows can spill once the host has them: that needs the write policy 'through', not {config.write.value!r}"
+        )
 
 
 def build_cache(
@@ -96,6 +108,9 @@ def build_cache(
         copy_engines, host_pages = [NumpyCopyEngine(memories)], [memories[Tier.HOST]] if Tier.HOST in memories else []
     executor = executor or ThreadCopyExecutor(copy_engines or [], clock)
     arenas = {tier: Arena(tier, layout, on_free=on_free) for tier, layout in layouts.items()}
+    if spec.spill is not None:
+        _check_spill(config)
+        arenas[Tier.DEVICE].row_pages = RowPages(arenas[Tier.DEVICE])
     reuse = ReuseModel(spec.page_tokens)
     tree = Tree(spec, arenas, tuning.eviction or Expected(reuse))
     counters = counters or Counters()

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from math import inf
 
 from stepwell.base.config import MAX_PRIORITY
@@ -29,6 +30,7 @@ from stepwell.cache.question import STORE_WAIT_S, Question
 from stepwell.cache.report import Stats, StepReport, tier_stats
 from stepwell.cache.store import StoreControl
 from stepwell.jobs.executors import Arriving
+from stepwell.memory.row_pages import RowPages
 from stepwell.policy.loading import LEAST_CHUNK_TOKENS
 from stepwell.store_tier.ticket import Ticket
 from stepwell.store_tier.tier import StoreTier
@@ -36,6 +38,7 @@ from stepwell.tiers import external, publish, restore
 from stepwell.tiers.external import EnginePages
 from stepwell.tiers.lease import Lease, Leases, LeaseState, RequestOptions
 from stepwell.tiers.lifetime import Pins, drop_expired
+from stepwell.tiers.spill import TAIL_PAGES, hot_pages_of, spill
 from stepwell.tiers.state import CacheState, one_thread
 from stepwell.tree.match import Match, find
 from stepwell.tree.node import LossReason
@@ -55,6 +58,8 @@ class Cache:
         self.store = StoreControl(store_tier, state.owner)
         self._namespace = namespace
         self._leases = Leases(state)
+        if state.row_pages is not None:
+            state.spill = partial(spill, state, self._leases)
         self.pins = Pins(state, self.lookup)
         self._owner = state.owner
         self._unreported: StepReport | None = None  # what `wait` found, for the next `step` to tell
@@ -74,6 +79,11 @@ class Cache:
     def namespace(self) -> Namespace:
         """The namespace of requests that name no other."""
         return self._namespace
+
+    @property
+    def row_pages(self) -> RowPages | None:
+        """Where the rows of device pages are, if they may spill: whoever runs a pass applies what `drain` tells, before it."""
+        return self._state.row_pages
 
     @property
     def namespaces(self) -> tuple[Namespace, ...]:
@@ -146,7 +156,10 @@ class Cache:
         return Question(self._state, self._store_tier, self.lookup(tokens, namespace=namespace), store_wait_s=store_wait_s)
 
     def could_hold(self, tokens: int, *, chunk_tokens: int) -> bool:
-        """Whether an empty device tier has room for one request of so many tokens, computed in chunks of so many."""
+        """Whether an empty device tier has room for one request of so many tokens, computed in chunks of so many.
+
+        Where rows may spill, for what it cannot spill, if an empty host has room for all of it.
+        """
         spec = self._state.spec
         window = min(spec.window_tokens + chunk_tokens, tokens) if spec.window_tokens else 0
         need = {
@@ -154,7 +167,16 @@ class Cache:
             Kind.WINDOW: -(-window // spec.window_page_tokens) + 1 if window else 0,
             Kind.POINT: 2 if spec.parts(Kind.POINT) else 0,  # its own, and the copy it goes on with
         }
+        if spec.spill is not None:
+            need[Kind.ROWS] = self._resident_rows(need[Kind.PREFIX], chunk_tokens)
         return self._state.arena(Tier.DEVICE).fits_when_empty({kind: count for kind, count in need.items() if count})
+
+    def _resident_rows(self, pages: int, chunk_tokens: int) -> int:
+        """How many pages of rows a request of so many pages must have on the device: hot ones, its tail, and those of a chunk."""
+        if not self._state.arena(Tier.HOST).fits_when_empty({Kind.PREFIX: pages}):
+            return pages
+        chunk = -(-chunk_tokens // self._state.spec.page_tokens)
+        return min(pages, hot_pages_of(self._state) + TAIL_PAGES + chunk)
 
     @one_thread
     def next_stop(self, lease: Lease) -> int | None:
@@ -302,6 +324,7 @@ class Cache:
 
     def _advance(self) -> StepReport:
         state = self._state
+        state.give_back_host()
         completions = state.copies.apply()
         errors = {done.job: done.error for done in completions if done.error is not None}
         timeout_s = state.copy_timeout_s
@@ -334,6 +357,7 @@ class Cache:
         for lease in self._leases:
             lease.publishes &= lease.namespace.digest != digest
         clear(self._state.tree, digest, self._state.loss(LossReason.CLEARED, self._state.nearest))
+        self._state.give_back_host()
 
     @one_thread
     def flush(self, *, namespace: Namespace | None = None) -> None:
@@ -344,6 +368,7 @@ class Cache:
         self._store_tier.before_flush(digests)
         for digest in digests:
             clear(self._state.tree, digest, self._state.loss(LossReason.CLEARED, self._state.nearest))
+        self._state.give_back_host()
 
     @one_thread
     def audit(self) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from stepwell.base.config import MAX_PRIORITY, PrefetchPolicy, StoreConfig, WritePolicy
+from stepwell.base.config import HOT_ROWS, MAX_PRIORITY, PrefetchPolicy, StoreConfig, WritePolicy
 from stepwell.base.errors import ConfigError
 from stepwell.base.units import format_bytes, parse_bytes
 from stepwell.cli.command import Command
@@ -49,6 +49,15 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--kv-dtype", metavar="DTYPE", help="what attention rows are kept in: fp32, bf16, or fp8 where a model can"
     )
+    parser.add_argument(
+        "--sparse", choices=("dsa", "quest", "clusterkv"),
+        help="what picks the tokens that answers look at: quest or clusterkv, or dsa: the model's own index (docs/sparse.md)",
+    )  # fmt: skip
+    parser.add_argument("--sparse-budget", type=int, metavar="N", help="tokens that are picked (default: 2048)")
+    parser.add_argument(
+        "--hot-rows", type=int, metavar="N",
+        help="with --sparse dsa: rows of a layer that a request keeps on the device once others are on the host (default: 4096)",
+    )  # fmt: skip
     parser.add_argument("--page-tokens", type=int, metavar="N", help="tokens per page (default: the model's own)")
     _configure_cache(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine alone)")
@@ -174,6 +183,9 @@ def _engine_config(args: Namespace, environment: Mapping[str, str], principals: 
         kernels=args.kernels,
         draft=args.draft,
         draft_tokens=args.draft_tokens,
+        sparse=args.sparse,
+        sparse_budget=args.sparse_budget,
+        hot_rows=args.hot_rows,
         device_memory=args.device_memory,
         host_memory=args.host_memory,
         store=args.store,
@@ -237,6 +249,7 @@ def _summary(
         ("passes", f"{engine.limits.chunk_tokens:,} tokens, {engine.limits.max_running} requests at once"),
         ("memory", f"{round(measured.bytes_per_token):,} bytes per token{checkpoint}, pages of {spec.page_tokens} tokens"),
         *([] if config.draft is None else [("draft", f"{config.draft}, up to {config.draft_tokens} tokens ahead")]),
+        *([] if config.picks is None else [("sparse", config.picks.identity or f"dsa, {_hot(config)} hot rows a request")]),
         ("kernels", ", ".join(f"{what} {by}" for what, by in engine.kernels.items())),
         ("tiers", ", ".join(_tier(label, size, measured) for label, size in sizes.items() if size)),
         ("store", config.store or "none"),
@@ -250,6 +263,10 @@ def _summary(
     if keys.api_key is None and not tenants.tenants and not local:
         lines.append(("warning", f"other machines may reach this address: set an API key, with {_API_KEY}"))
     return lines
+
+
+def _hot(config: EngineConfig) -> str:
+    return f"{HOT_ROWS if config.hot_rows is None else config.hot_rows:,}"
 
 
 def _tier(label: str, size: int, measured: Footprint) -> str:

@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from stepwell.base.errors import ConfigError
-from stepwell.base.ids import Kind
+from stepwell.base.ids import CACHED_KINDS, Kind
 from stepwell.base.spec import ModelSpec, StateSpec
 from stepwell.base.spec.families import KV_DTYPES
 from stepwell.base.spec.presets import load_spec, preset_names
@@ -58,7 +58,7 @@ def as_json(spec: ModelSpec) -> dict[str, object]:
         "window_page_tokens": spec.window_page_tokens if spec.window_tokens else 0,
         "bytes_per_token": _number(spec.bytes_per_token),
         "checkpoint_bytes": spec.checkpoint_bytes(),
-        "object_bytes": {kind.label: spec.object_bytes(kind) for kind in Kind},
+        "object_bytes": {kind.label: spec.object_bytes(kind) for kind in CACHED_KINDS},
         "fingerprint": spec.fingerprint,
         "states": [_state_json(spec, state) for state in spec.states],
     }

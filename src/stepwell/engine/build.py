@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
-from stepwell.base.config import CacheConfig, PlacementConfig, StoreConfig, WritePolicy
+from stepwell.base.config import HOT_ROWS, CacheConfig, PlacementConfig, StoreConfig, WritePolicy
 from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.meters import Counters
 from stepwell.base.spec import ModelSpec
 from stepwell.base.spec.families import KV_DTYPES
+from stepwell.base.spec.families.summaries import DSA
 from stepwell.base.units import format_bytes, parse_bytes
 from stepwell.cache.build import CacheTuning, build_cache, layouts_for
 from stepwell.cache.facade import Cache
@@ -27,8 +28,10 @@ from stepwell.engine.loading.checkpoint import Checkpoint, open_checkpoint
 from stepwell.engine.loading.known import known_names
 from stepwell.engine.models.base import Decoder
 from stepwell.engine.models.registry import build_model
-from stepwell.engine.ops.kernels import check_kernels
+from stepwell.engine.models.selectors import Sparse
+from stepwell.engine.ops.kernels import Kernels, check_kernels
 from stepwell.engine.passes.pages import TORCH_DTYPES, DevicePages
+from stepwell.engine.passes.spilling import Sizes, Spilling
 from stepwell.engine.runner import Runner
 from stepwell.engine.scheduler import Limits
 from stepwell.engine.speculation import Speculation
@@ -73,6 +76,21 @@ class EngineConfig:
     draft: str | None = None  # a checkpoint that guesses tokens ahead, or `mtp` for the model's own layers that do
     draft_tokens: int = 4  # guessed in one pass
     draft_max_running: int = 16  # requests that decode at once, above which nothing is guessed
+    sparse: str | None = None  # what picks the tokens that answers look at: quest or clusterkv, or dsa for a model's own index
+    sparse_budget: int | None = None  # how many tokens are picked; None: 2,048
+    hot_rows: int | None = (
+        None  # with dsa, rows of each layer that a request keeps on the device once others are on the host alone;
+    )
+    # None: 4,096
+
+    @property
+    def picks(self) -> Sparse | None:
+        """What picks, checked. Raises ConfigError."""
+        if self.sparse is None and self.sparse_budget is not None:
+            raise ConfigError("sparse_budget says how many tokens a selector picks: name one with sparse")
+        if self.hot_rows is not None and self.sparse != DSA:
+            raise ConfigError("hot_rows are for models whose own index picks: use sparse dsa, or leave them out")
+        return None if self.sparse is None else Sparse(selector=self.sparse, budget=self.sparse_budget)
 
 
 def load_engine(model: str, **settings: Any) -> Engine:
@@ -107,6 +125,7 @@ def check_settings(config: EngineConfig) -> None:
     if dtype not in TORCH_DTYPES or (config.kv_dtype is not None and config.kv_dtype not in KV_DTYPES):
         raise ConfigError(f"dtype must be one of {', '.join(TORCH_DTYPES)}, and kv_dtype of {', '.join(KV_DTYPES)}")
     check_kernels(config.kernels, device, TORCH_DTYPES[dtype])
+    _check_sparse(config)
     if config.page_tokens is not None and config.page_tokens < 1:
         raise ConfigError(f"page_tokens must be at least 1, got {config.page_tokens}")
     sizes = CacheConfig(device_bytes=_device_bytes(config, device), host_bytes=_host_bytes(config))
@@ -139,6 +158,7 @@ def build_engine(
         page_tokens=config.page_tokens,
         kv_dtype=config.kv_dtype,
         kernels=config.kernels,
+        sparse=config.picks,
     )
     loaded = _load_draft(config, model, checkpoint, draft)
     spec = model.spec if loaded is None else replace(model.spec, states=(*model.spec.states, *loaded.states))
@@ -148,23 +168,31 @@ def build_engine(
         write=config.write,
         placement=config.placement,
         vocab_size=model.vocab_size,
+        hot_rows=HOT_ROWS if config.hot_rows is None else config.hot_rows,
     )
     _must_fit(cache_config, device)
+    limits, sizes = limits_for(config), None
+    if spec.spill is not None:
+        most = {"requests": limits.max_running, "selected": model.selected, "max_context": checkpoint.max_context}
+        sizes = Sizes.of(spec, cache_config, **most)
+        cache_config = sizes.less(cache_config, spec)
     tuning = replace(tuning or CacheTuning(), compute_while_loading=config.compute_while_loading)
     memories = _memories(spec, cache_config, device, tuning)
-    identity = "/".join([checkpoint.digest, dtype, device.split(":")[0], *([] if loaded is None else [loaded.identity])])
+    picks = None if config.picks is None else config.picks.identity
+    named = [None if loaded is None else loaded.identity, picks]
+    identity = "/".join([checkpoint.digest, dtype, device.split(":")[0], *(each for each in named if each is not None)])
     cache = _cache(spec, cache_config, memories, identity, tuning, layerwise=config.layerwise)
-    rows = {kind: _tensor(memories[Tier.DEVICE], kind) for kind in Kind if spec.parts(kind)}
+    rows = {kind: _tensor(memories[Tier.DEVICE], kind) for kind in Kind if spec.device_parts(kind)}
     try:
         attached = _attach(cache, config, store)
     except BaseException:
         cache.close()
         raise
-    limits = limits_for(config)
     context = min(longest_request(cache, limits.chunk_tokens), checkpoint.max_context)
+    spilling = None if sizes is None else _spilling(spec, rows, memories, cache, sizes, model.kernels)
     cache.hand_over()  # to whoever will run the engine, on whatever thread
     return Engine(
-        Runner(model, DevicePages(model.spec, rows, inside=None if loaded is None else spec)),
+        Runner(model, DevicePages(model.spec, rows, inside=None if loaded is None else spec, spilling=spilling)),
         cache,
         checkpoint.text,
         limits=limits,
@@ -174,6 +202,29 @@ def build_engine(
         store=attached,
         speculation=None if loaded is None else _speculation(loaded, cache, spec, rows, config),
     )
+
+
+def _check_sparse(config: EngineConfig) -> None:
+    """Raises ConfigError for a selector that is not known, and where rows could spill to nowhere."""
+    picks = config.picks
+    if picks is None or picks.selector != DSA:
+        return
+    if (config.hot_rows or 0) < 0:
+        raise ConfigError(f"hot_rows must be 0 or more, got {config.hot_rows}")
+    if _host_bytes(config) is None:
+        raise ConfigError("sparse dsa keeps attention rows in a host tier: give host_memory, or leave sparse out")
+    if not config.write.saves_on_commit:
+        raise ConfigError(f"sparse dsa needs the write policy through, for rows leave the device once the host has them; "
+                          f"got {config.write.value}")  # fmt: skip
+
+
+def _spilling(
+    spec: ModelSpec, rows: Mapping[Kind, torch.Tensor], memories: Mapping[Tier, PageMemory | TorchMemory], cache: Cache,
+    sizes: Sizes, kernels: Kernels,
+) -> Spilling:  # fmt: skip
+    assert cache.row_pages is not None, "a cache whose rows may spill says where they are"
+    host = _tensor(memories[Tier.HOST], Kind.PREFIX)
+    return Spilling(spec, rows, host, cache.row_pages, sizes, resolve=kernels.resolve, fetch=kernels.fetch)
 
 
 def _load_draft(config: EngineConfig, model: Decoder, checkpoint: Checkpoint, opened: Checkpoint | None) -> LoadedDraft | None:

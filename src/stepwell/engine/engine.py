@@ -23,6 +23,7 @@ from stepwell.cache.facade import Cache
 from stepwell.cache.report import StepReport
 from stepwell.engine.answering import Answering
 from stepwell.engine.footprint import Footprint
+from stepwell.engine.passes.spilling import SpillReport
 from stepwell.engine.request import Ask, Chunk, Delta, Finish, Request, Sampling, TokenLogprob, Usage
 from stepwell.engine.runner import Runner
 from stepwell.engine.scheduler import MAX_FAILED_LEASES, Limits, Scheduler
@@ -100,6 +101,11 @@ class Engine:
     def kernels(self) -> dict[str, str]:
         """What runs each operation of a pass, for people."""
         return self._runner.model.kernels.report.lines()
+
+    @property
+    def spilling(self) -> SpillReport | None:
+        """What came of rows that may be on the host alone; None for engines whose rows do not spill."""
+        return self._runner.spilling
 
     @property
     def num_open(self) -> int:

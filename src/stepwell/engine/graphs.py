@@ -79,6 +79,7 @@ class Still(Batch):
         self.pages, self.device, self._dtype, self._first_seen = like.pages, like.device, like.dtype, 0
         self.segments, self.num_singles, self.starts = like.segments, like.num_singles, like.starts
         self.open_groups = like.open_groups
+        self.spilled = like.spilled
         self.tokens_N, self.positions_N, self.wanted = (
             each.clone() for each in (like.tokens_N, like.positions_N, like.wanted)
         )  # fmt: skip
@@ -156,7 +157,7 @@ class Graphs:
                 raise
         batch.prepare()
         logits = self._step(batch, lengths)
-        batch.finish()
+        self._model.finish(batch)
         return logits
 
     def _step(self, batch: Batch, lengths: Lengths) -> torch.Tensor:
@@ -191,6 +192,8 @@ class Graphs:
         """How long page tables are for this batch, in steps; None for one that cannot be played."""
         if batch.num_singles < len(batch.segments) or len(batch.wanted) < len(batch.segments):
             return None
+        if any(segment.position < segment.picks_from for segment in batch.segments):
+            return None  # a single token of a prompt looks at everything, which a step that picks does not
         if not self._reads_tables:
             return dict.fromkeys(self._windows)
         tables = {window: batch.paging(window).singles for window in self._windows}

@@ -16,6 +16,7 @@ from stepwell.engine.models.base import Decoder
 from stepwell.engine.passes.batch import Batch, RequestRows
 from stepwell.engine.passes.open_groups import OpenGroups
 from stepwell.engine.passes.pages import DevicePages
+from stepwell.engine.passes.spilling import SpillReport
 from stepwell.engine.request import Chunk, Request
 from stepwell.jobs.executors import Arriving
 from stepwell.tiers.lease import Lease, LeaseState
@@ -26,7 +27,14 @@ class Runner:
         self.model = model
         self._pages = pages
         self._slots = Slots(OpenGroups(pages, device=model.device))
-        self._forward = Graphs(model).forward if model.steady and model.device.type == "cuda" else model.forward
+        # A recording would repeat where rows were, which changes from step to step.
+        self._steady = bool(model.steady) and model.device.type == "cuda" and pages.spilling is None
+        self._forward = Graphs(model).forward if self._steady else model.forward
+
+    @property
+    def spilling(self) -> SpillReport | None:
+        """What came of rows that may be on the host alone; None for models whose rows do not spill."""
+        return None if self._pages.spilling is None else self._pages.spilling.report()
 
     def on_device(self) -> AbstractContextManager[object]:
         """Kernels of libraries run on the device that is current, whatever device their tensors are on."""
@@ -35,11 +43,11 @@ class Runner:
     @property
     def goes_ahead(self) -> bool:
         """Whether a step may begin before the host has read the tokens it goes on from."""
-        return bool(self.model.steady) and self.model.device.type == "cuda"
+        return self._steady
 
     def follow(self, requests: Sequence[Request], token_B: torch.Tensor) -> torch.Tensor:
         """One more token of each request: the one after all it has, which only the device knows. Returns their logits."""
-        segments = [_segment(request, (0,), len(request.tokens), self._slots) for request in requests]
+        segments = [self._segment(request, (0,), len(request.tokens)) for request in requests]
         batch = self._batch(segments)
         batch.tokens_N = token_B
         return self._forward(batch)
@@ -52,7 +60,7 @@ class Runner:
         """
         self._slots.sweep()
         arriving = list(dict.fromkeys(load for chunk in chunks for load in chunk.arriving))
-        batch = self._batch([_chunk(chunk, self._slots) for chunk in chunks], arriving)
+        batch = self._batch([self._chunk(chunk) for chunk in chunks], arriving)
         if on_stream is None:
             return self._forward(batch)
         last = len(self.model.layers) - 1
@@ -66,6 +74,29 @@ class Runner:
             dtype=self.model.dtype,
             open_groups=self._slots.open_groups,
             arriving=arriving,
+        )
+
+    def _chunk(self, chunk: Chunk) -> RequestRows:
+        request = chunk.request
+        assert request.runs or chunk.arriving, f"{request} was planned without its bytes"
+        tokens = [*request.tokens[request.position : chunk.end], *chunk.proposed]
+        return self._segment(request, tokens, request.position, num_logits=1 + len(chunk.proposed) if chunk.completes else 0)
+
+    def _segment(self, request: Request, tokens: Sequence[int], position: int, *, num_logits: int = 1) -> RequestRows:
+        lease = request.lease
+        assert lease is not None, f"{request} was planned without a lease"
+        return RequestRows(
+            tokens=tokens,
+            position=position,
+            prefix_pages=lease.prefix_pages,
+            window_pages=lease.window_pages,
+            first_window=lease.first_window,
+            point_page=int(lease.point_pages[0]) if len(lease.point_pages) else None,
+            slot=self._slots.of(lease),
+            resumes=position == lease.resume,
+            num_logits=num_logits,
+            hot_numbers=lease.hot_numbers,
+            picks_from=0 if self.model.selector is None else request.prompt_tokens,
         )
 
 
@@ -89,26 +120,3 @@ class Slots:
             if lease.state is LeaseState.CLOSED:
                 del self._held[lease.id]
                 self.open_groups.give_back(slot)
-
-
-def _chunk(chunk: Chunk, slots: Slots) -> RequestRows:
-    request = chunk.request
-    assert request.runs or chunk.arriving, f"{request} was planned without its bytes"
-    tokens = [*request.tokens[request.position : chunk.end], *chunk.proposed]
-    return _segment(request, tokens, request.position, slots, num_logits=1 + len(chunk.proposed) if chunk.completes else 0)
-
-
-def _segment(request: Request, tokens: Sequence[int], position: int, slots: Slots, *, num_logits: int = 1) -> RequestRows:
-    lease = request.lease
-    assert lease is not None, f"{request} was planned without a lease"
-    return RequestRows(
-        tokens=tokens,
-        position=position,
-        prefix_pages=lease.prefix_pages,
-        window_pages=lease.window_pages,
-        first_window=lease.first_window,
-        point_page=int(lease.point_pages[0]) if len(lease.point_pages) else None,
-        slot=slots.of(lease),
-        resumes=position == lease.resume,
-        num_logits=num_logits,
-    )

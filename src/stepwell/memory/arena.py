@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,9 @@ from stepwell.base.ids import Kind, Tier
 from stepwell.base.tasks import NO_PAGES, PageIds
 from stepwell.memory.layout import ArenaLayout
 from stepwell.memory.slabs import SlabPool
+
+if TYPE_CHECKING:
+    from stepwell.memory.row_pages import RowPages
 
 
 class PageState(IntEnum):
@@ -55,6 +59,7 @@ class Arena:
         self.kept = {kind: np.zeros(layout.rows(kind), np.int32) for kind in layout.strides}  # of those, the tree's
         self.state = {kind: np.zeros(layout.rows(kind), np.uint8) for kind in layout.strides}
         self._busy = dict.fromkeys(layout.strides, 0)  # pages that somebody beside the tree refers to
+        self.row_pages: RowPages | None = None  # of a device whose rows may spill: set by who makes both
 
     # ---- questions --------------------------------------------------------------------------------
 
@@ -66,10 +71,15 @@ class Arena:
         """Whether `need` could ever be met, with nothing else in the arena."""
         return not self._empty.short(need)
 
-    def could_fit(self, need: Need) -> bool:
-        """Whether `need` could be met by evicting all that nobody uses, were it not for how that is spread over slabs."""
-        strides = self.layout.strides
-        return sum(strides[kind] * count for kind, count in need.items()) <= self.layout.size_bytes - self.busy_bytes
+    def could_fit(self, need: Need, *, may_spill: bool = True) -> bool:
+        """Whether `need` could be met by evicting all that nobody uses, were it not for how that is spread over slabs.
+
+        With `may_spill`, rows that belong to pages in use count as what could go too: most can.
+        """
+        strides, busy_bytes = self.layout.strides, self.busy_bytes
+        if self.row_pages is not None and not may_spill:
+            busy_bytes += self.row_pages.num_in_use() * strides[Kind.ROWS]
+        return sum(strides[kind] * count for kind, count in need.items()) <= self.layout.size_bytes - busy_bytes
 
     def shortage(self, need: Need) -> dict[Kind, int]:
         """How many pages of which kinds `need` lacks, once idle slabs have gone where they are needed; empty when it fits."""
@@ -173,6 +183,8 @@ class Arena:
         self._slabs.give(kind, freed)
         if self._on_free:
             self._on_free(self.tier, kind, freed)
+        if self.row_pages is not None and kind is Kind.PREFIX:
+            self.row_pages.on_free(freed)
         return freed
 
     def mark_ready(self, kind: Kind, ids: PageIds) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import gcd, lcm
 
 from stepwell.base.errors import ConfigError
-from stepwell.base.ids import Kind
+from stepwell.base.ids import Kind, Tier
 from stepwell.base.spec import ModelSpec
 
 PAGE_ALIGNMENT_BYTES = 4096  # of every page: what direct I/O, pinned copies and registered memory ask for at most
@@ -21,20 +21,26 @@ SLAB_BYTES = 64 * 2**20  # sizes are tried from here on, or in smaller arenas
 MOST_SLABS, LEAST_SLABS = 512, 16  # from what would make so many slabs,
 LEAST_PAGES = 8  # or from so many pages of the smallest kind, unless that would make too few
 SIZES_TRIED = 64  # multiples of each stride
-PREFIX_SHARE = 0.8  # of an arena, or about that: what prefix pages cannot use counts for most
+MAIN_SHARE = 0.8  # of an arena, or about that, is of prefix pages, or of their rows: what those cannot use counts for most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArenaLayout:
-    """Strides per kind, the size of a slab, and how many bytes there are."""
+    """Strides per kind, the size of a slab, and how many bytes there are; `tier` says whose pages these are."""
 
     size_bytes: int
     slab_bytes: int
     strides: Mapping[Kind, int]
+    tier: Tier = Tier.HOST
 
     @property
     def num_slabs(self) -> int:
         return -(-self.size_bytes // self.slab_bytes)
+
+    @property
+    def prefix_stride(self) -> int:
+        """Bytes of a prefix page with all its rows, padding included."""
+        return self.strides[Kind.PREFIX] + self.strides.get(Kind.ROWS, 0)
 
     def rows(self, kind: Kind) -> int:
         """Rows of the two-dimensional view of `kind`: one more than the largest id it could have."""
@@ -51,20 +57,26 @@ class ArenaLayout:
         return range(-(-slab * self.slab_bytes // stride), end // stride)
 
 
-def lay_out(spec: ModelSpec, *, budget_bytes: int, alignment: int) -> ArenaLayout:
-    """Cuts a budget for a model. Raises ConfigError when one object of each kind has more bytes than that."""
-    strides = {kind: _stride(spec.object_bytes(kind), alignment) for kind in Kind if kind is Kind.PREFIX or spec.parts(kind)}
+def lay_out(spec: ModelSpec, *, budget_bytes: int, alignment: int, tier: Tier = Tier.HOST) -> ArenaLayout:
+    """Cuts a tier's budget for a model. Raises ConfigError when one object of each kind has more bytes than that."""
+    payloads = {kind: payload_bytes(spec, tier, kind) for kind in Kind}
+    strides = {kind: _stride(size, alignment) for kind, size in payloads.items() if kind is Kind.PREFIX or size}
     least = sum(strides.values())
     if budget_bytes < least:
         raise ConfigError(
             f"a tier of {budget_bytes} bytes cannot hold one page of each kind for {spec.name!r}; it needs at least {least} bytes"
         )
-    return ArenaLayout(size_bytes=budget_bytes, slab_bytes=slab_bytes_of(strides, budget_bytes), strides=strides)
+    return ArenaLayout(size_bytes=budget_bytes, slab_bytes=slab_bytes_of(strides, budget_bytes), strides=strides, tier=tier)
 
 
-def _stride(payload_bytes: int, alignment: int) -> int:
+def payload_bytes(spec: ModelSpec, tier: Tier, kind: Kind) -> int:
+    """Bytes of an object in a tier, padding left out."""
+    return spec.device_bytes(kind) if tier is Tier.DEVICE else spec.object_bytes(kind)
+
+
+def _stride(size_bytes: int, alignment: int) -> int:
     # A model without Prefix states still gets one unit per page: it is what the tree counts and frees.
-    return max(-(-payload_bytes // alignment), 1) * alignment
+    return max(-(-size_bytes // alignment), 1) * alignment
 
 
 def slab_bytes_of(strides: Mapping[Kind, int], budget_bytes: int) -> int:
@@ -93,5 +105,6 @@ def _unused_at_ends(strides: Mapping[Kind, int], slab_bytes: int) -> float:
     into a slab, in steps of what both are multiples of.
     """
     ends = {kind: (stride - gcd(stride, slab_bytes)) / slab_bytes for kind, stride in strides.items()}
-    others = sum(ends.values()) - ends[Kind.PREFIX]
-    return PREFIX_SHARE * ends[Kind.PREFIX] + (1 - PREFIX_SHARE) * others / (len(ends) - 1)
+    main = Kind.ROWS if Kind.ROWS in ends else Kind.PREFIX  # rows that may spill are most of a page
+    others = sum(ends.values()) - ends[main]
+    return MAIN_SHARE * ends[main] + (1 - MAIN_SHARE) * others / (len(ends) - 1)

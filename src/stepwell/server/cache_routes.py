@@ -13,6 +13,7 @@ Tenants ask for themselves, and see their own pins; who has the admin token name
 from __future__ import annotations
 
 import asyncio
+from dataclasses import asdict
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -188,6 +189,7 @@ def _state(engine: Engine, served: Served, stores: Stores) -> dict[str, Any]:
         },
         "store": {"name": stores.where, "state": state.store.name.lower(), "says": state.store.value},
         "counters": dict(state.counters),
+        "sparse": None if state.spilling is None else asdict(state.spilling),
     }
 
 

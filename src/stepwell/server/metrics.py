@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 
 from stepwell.base.errors import StepwellError
 from stepwell.engine.loop import EngineLoop
+from stepwell.engine.passes.spilling import SpillReport
 from stepwell.engine.request import Delta
 from stepwell.server.state import EngineState, read_state
 from stepwell.store_tier.link import LinkState
@@ -110,3 +111,26 @@ def _families(state: EngineState) -> Iterator[Metric]:
     for name, count in state.counters.items():
         events.add_metric([name], count)
     yield events
+    if state.spilling is not None:
+        yield from _spilling(state.spilling)
+
+
+def _spilling(found: SpillReport) -> Iterator[Metric]:
+    selected = CounterMetricFamily(
+        "stepwell_sparse_rows", "Selected rows, by where they were. A miss is fetched, or read through.", labels=["found"]
+    )
+    for name in ("resident", "hits", "misses", "read_through"):
+        selected.add_metric([name], getattr(found, name))
+    yield selected
+    copied = CounterMetricFamily(
+        "stepwell_sparse_bytes", "Bytes of rows copied from the host: for steps, and for prompts.", labels=["purpose"]
+    )
+    copied.add_metric(["fetched"], found.fetched_bytes)
+    copied.add_metric(["staged"], found.staged_bytes)
+    yield copied
+    pages = GaugeMetricFamily(
+        "stepwell_sparse_pages", "Pages whose rows are on the host alone, and pages of hot rows.", labels=["pages"]
+    )
+    pages.add_metric(["host"], found.host_pages)
+    pages.add_metric(["hot"], found.hot_pages)
+    yield pages

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from stepwell.base.ids import Tier
 from stepwell.cache.report import TierStats
 from stepwell.engine.engine import Engine
+from stepwell.engine.passes.spilling import SpillReport
 from stepwell.store_tier.link import LinkState
 
 
@@ -21,6 +22,7 @@ class EngineState:
     tiers: Mapping[Tier, TierStats]  # those that exist
     store: LinkState
     counters: Mapping[str, int]
+    spilling: SpillReport | None  # None where rows do not spill
 
 
 def read_state(engine: Engine) -> EngineState:
@@ -34,4 +36,5 @@ def read_state(engine: Engine) -> EngineState:
         tiers=stats.tiers,
         store=stats.store,
         counters=stats.counters,
+        spilling=engine.spilling,
     )

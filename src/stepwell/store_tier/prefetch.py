@@ -16,7 +16,7 @@ from functools import partial
 import numpy as np
 
 from stepwell.base.config import PrefetchPolicy
-from stepwell.base.ids import Kind, Tier
+from stepwell.base.ids import Tier
 from stepwell.base.tasks import FindItems, ItemStatus, Outcome
 from stepwell.policy.store_use import BreakerState, Flags, fallbacks, is_worth_it, reachable, restore_points
 from stepwell.store_tier.fetching import FetchPlan, bytes_of, let_go, on_their_way, send_for, watch
@@ -170,7 +170,7 @@ def _load_ahead(state: CacheState, link: StoreLink, ticket: Ticket) -> None:
     if not state.has_both_tiers:
         return
     layout = state.arena(Tier.DEVICE).layout
-    most = int(link.tuning.device_share * layout.size_bytes) // layout.strides[Kind.PREFIX]
+    most = int(link.tuning.device_share * layout.size_bytes) // layout.prefix_stride
     most -= sum(each.num_ahead for each in link.tickets)
     match = find(state.tree, ticket.namespace, ticket.packed, ticket.limit_tokens)
     count = load_ahead(state, match)

@@ -8,7 +8,7 @@ told from the right one by reading it. Writes and checks pages through a lease, 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -17,6 +17,7 @@ from stepwell.base.ids import Kind, Tier
 from stepwell.base.prompt import TOKEN_BYTES
 from stepwell.base.spec import ModelSpec, Part, Point, Prefix
 from stepwell.base.tasks import PageIds
+from stepwell.memory.row_pages import ABSENT, RowPages
 from stepwell.tiers.lease import Lease
 from stepwell.transfer.copy_engine import Bytes, PageMemory
 
@@ -33,6 +34,7 @@ class DigestEngine:
     def __init__(self, spec: ModelSpec, ranks: Sequence[Mapping[Tier, PageMemory]]) -> None:
         self._spec = spec
         self._ranks = ranks
+        self.row_pages: RowPages | None = None  # of a cache whose rows may spill: set once it is built
         self.rows_checked = 0
         self.bytes_checked = 0
 
@@ -41,14 +43,14 @@ class DigestEngine:
     def compute(self, lease: Lease, upto: int) -> None:
         """Writes everything tokens `[position, upto)` leave behind. The lease has pages for them."""
         for rank, memories in enumerate(self._ranks):
-            for where, expected in self._rows(lease, lease.position, upto, memories[Tier.DEVICE], rank, computing=True):
+            for where, expected in self._rows(lease, lease.position, upto, memories, rank, computing=True):
                 where[:] = np.frombuffer(expected, np.uint8).reshape(where.shape)
 
     def check(self, lease: Lease) -> None:
         """Raises WrongBytes unless every byte the lease may read is the one that was saved."""
         start = lease.position
         for rank, memories in enumerate(self._ranks):
-            for where, expected in self._rows(lease, 0, start, memories[Tier.DEVICE], rank, computing=False):
+            for where, expected in self._rows(lease, 0, start, memories, rank, computing=False):
                 self.rows_checked += len(where)
                 self.bytes_checked += len(expected)
                 found = where.tobytes()
@@ -66,20 +68,20 @@ class DigestEngine:
     # ---- inside -----------------------------------------------------------------------------------
 
     def _rows(
-        self, lease: Lease, start: int, upto: int, memory: PageMemory, rank: int, *, computing: bool
+        self, lease: Lease, start: int, upto: int, memories: Mapping[Tier, PageMemory], rank: int, *, computing: bool
     ) -> Iterator[tuple[Bytes, bytes]]:
         """Pairs of a row in memory, `[layer][byte]`, and what it must hold, for all rows that tokens `[start, upto)` complete."""
-        spec = self._spec
+        spec, memory = self._spec, memories[Tier.DEVICE]
         seeds = _seeds(lease.namespace.digest, rank, lease.packed)
         for part in spec.parts(Kind.PREFIX):
             shape = spec.state(part.state).shape
             assert isinstance(shape, Prefix)
-            table, pages = _table(memory, Kind.PREFIX, part), lease.prefix_pages
+            rows_of = self._rows_of(memories, part)
             for group in range(start // shape.ratio, upto // shape.ratio):
                 end = (group + 1) * shape.ratio
                 page = (end - 1) // spec.page_tokens
                 row = group - (page * spec.page_tokens) // shape.ratio
-                yield table[pages[page], :, row % part.rows], _saved(part, row, seeds[end])
+                yield rows_of(int(lease.prefix_pages[page]))[:, row % part.rows], _saved(part, row, seeds[end])
         first = start if computing else max(upto - spec.window_tokens, 0)
         for part in spec.parts(Kind.WINDOW):
             table, pages = _table(memory, Kind.WINDOW, part), lease.window_pages
@@ -93,6 +95,25 @@ class DigestEngine:
                 table, page = _table(memory, Kind.POINT, part), int(lease.point_pages[0])
                 for row in range(min(shape.rows_at(upto), part.rows)):  # between boundaries a group may be longer
                     yield table[page, :, row % part.rows], _saved(part, row, seeds[upto])
+
+    def _rows_of(self, memories: Mapping[Tier, PageMemory], part: Part) -> Callable[[int], Bytes]:
+        """Where a part of a device page is, `[layer][row][byte]`, by the page's id: rows that spilled are on the host."""
+        spec, row_pages = self._spec, self.row_pages
+        device, host = memories[Tier.DEVICE], memories.get(Tier.HOST)
+        kind = Kind.ROWS if spec.spill is not None and part.state in spec.spill.states else Kind.PREFIX
+        there = next(each for each in spec.device_parts(kind) if each.state == part.state)
+        table = _table(device, kind, there)
+        if kind is Kind.PREFIX:
+            return lambda page: table[page]
+        assert row_pages is not None and host is not None, "rows may spill, but nobody said where they are"
+        host_table = _table(host, Kind.PREFIX, part)
+
+        def rows_of(page: int) -> Bytes:
+            rows, backing = int(row_pages.rows[page]), int(row_pages.host[page])
+            assert (rows == ABSENT) != (backing == ABSENT), f"page {page} has {rows=} {backing=}"
+            return np.asarray(table[rows] if rows != ABSENT else host_table[backing])
+
+        return rows_of
 
 
 def _table(memory: PageMemory, kind: Kind, part: Part) -> Bytes:

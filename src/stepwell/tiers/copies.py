@@ -117,7 +117,8 @@ class CopyJobs(Jobs[Plan, Completion]):
                 tree.arenas[target.tier].mark_ready(target.kind, target.ids)
                 if target.kind is Kind.PREFIX:
                     tree.refresh(target.tier, target.ids)
-            self._counters.add(f"{purpose}_pages", len(target.ids))
+            if not copy.is_of_rows:
+                self._counters.add(f"{purpose}_pages", len(target.ids))
         if touched.writes is not None:
             residency_arrived(tree, touched.writes)
         self._counters.add(f"{purpose}_jobs")
@@ -126,8 +127,8 @@ class CopyJobs(Jobs[Plan, Completion]):
                 self.on_saved(node)
 
     def _measure(self, plan: Plan, took_s: float) -> None:
-        targets = [copy.target for copy in plan.copies if copy.target.tier is Tier.DEVICE]
-        size = sum(len(target.ids) * self._tree.spec.object_bytes(target.kind) for target in targets)
+        copies = [copy for copy in plan.copies if copy.target.tier is Tier.DEVICE]
+        size = sum(len(copy.target.ids) * copy.common(self._tree.spec).size_bytes for copy in copies)
         if plan.purpose is Purpose.LOAD and size >= LEAST_LOAD_BYTES:
             self.load_speed.measure(size, took_s)
 
@@ -149,6 +150,7 @@ class CopyJobs(Jobs[Plan, Completion]):
                 self._discard(target, Loss(at_s=loss_at, reason=LossReason.FAILED, tier=target.tier))
             if sources:
                 self._discard(copy.source, Loss(at_s=loss_at, reason=LossReason.FAILED, tier=copy.source.tier))
+                self._discard_backed(copy.source, Loss(at_s=loss_at, reason=LossReason.FAILED, tier=Tier.DEVICE))
         suspects = touched.reads if sources else ()
         for residency in (*suspects, *([touched.writes] if touched.writes is not None else [])):
             drop_residency(tree, residency, Loss(at_s=loss_at, reason=LossReason.FAILED, tier=residency.tier))
@@ -162,3 +164,9 @@ class CopyJobs(Jobs[Plan, Completion]):
     def _discard(self, span: Span, loss: Loss) -> None:
         if span.kind is Kind.PREFIX and span.tier is not Tier.ENGINE:
             discard_ids(self._tree, span.tier, span.ids, loss)
+
+    def _discard_backed(self, span: Span, loss: Loss) -> None:
+        """Pages whose rows are on these host pages alone leave the tree with them. Who runs on them goes on."""
+        row_pages = self._tree.row_pages
+        if row_pages is not None and row_pages.num_backed and (span.tier, span.kind) == (Tier.HOST, Kind.PREFIX):
+            discard_ids(self._tree, Tier.DEVICE, row_pages.backed_by(span.ids), loss)

@@ -17,7 +17,7 @@ from stepwell.memory.layout import ArenaLayout
 from stepwell.tiers.state import CacheState, Leaving
 from stepwell.tree.checkpoints import drop_residency
 from stepwell.tree.node import LossReason, Residency, Run, Victim
-from stepwell.tree.pruning import discard_tail
+from stepwell.tree.pruning import discard_ids, discard_tail
 
 PATIENCE_SLABS, PATIENCE_SHARE = 8, 1 / 16  # of the tier: see `patience_bytes_of`
 SAVED_AHEAD = 1 / 16  # of the tier, under write-back: see `_is_coming`
@@ -31,27 +31,33 @@ class Room:
     waiting: bool
 
 
-def allocate(state: CacheState, tier: Tier, need: Need) -> dict[Kind, PageIds]:
+def allocate(state: CacheState, tier: Tier, need: Need, *, may_spill: bool = True) -> dict[Kind, PageIds]:
     """Hands out FILLING pages, evicting as needed; or raises NoRoom and hands out none.
 
-    Cold things that were evicted on the way stay evicted.
+    Cold things that were evicted on the way stay evicted. With `may_spill`, rows of running requests leave the device last.
     """
+    state.give_back_host()
     arena = state.arena(tier)
     need = {kind: count for kind, count in need.items() if count}
     pages = arena.alloc_if_fits(need)
     if pages is not None:
         return pages
-    if not arena.could_fit(need) or not arena.fits_when_empty(need):
+    if tier is Tier.HOST and not arena.could_fit(need):
+        _drop_idle_backed(state)
+    if not arena.could_fit(need, may_spill=may_spill) or not arena.fits_when_empty(need):
         # Evicting everything would not help: evict nothing.
-        raise NoRoom(_why(state, tier, need), waiting=arena.fits_when_empty(need) and _is_saving(state, tier))
-    room = make_room(state, tier, need)
+        coming = _is_saving(state, tier) or _may_be_shed_soon(state, tier, may_spill)
+        raise NoRoom(_why(state, tier, need), waiting=arena.fits_when_empty(need) and coming)
+    room = make_room(state, tier, need, may_spill=may_spill)
     if not room.fits:
         raise NoRoom(_why(state, tier, need), waiting=room.waiting)
     return arena.alloc(need)
 
 
-def make_room(state: CacheState, tier: Tier, need: Need) -> Room:
+def make_room(state: CacheState, tier: Tier, need: Need, *, may_spill: bool = True) -> Room:
     """Evicts from `tier` until `need` would fit, or nothing more can go, or enough is being saved and may go then."""
+    state.give_back_host()
+    spill = state.spill if may_spill and tier is Tier.DEVICE else None
     arena = state.arena(tier)
     waiting, save = _is_saving(state, tier), _saver(state, tier)
     patience_bytes = patience_bytes_of(arena.layout)
@@ -63,8 +69,11 @@ def make_room(state: CacheState, tier: Tier, need: Need) -> Room:
         victim = _pop(state, tier, short, any_sort=patient) or _pop(state, tier, short, any_sort=True)
         if victim is None:
             # Last resorts, not while room is on its way: spared slabs are seldom enough, and would be given up in vain.
-            if not waiting and (arena.spare_none() or _cut_off(state, tier)):
+            if not waiting and (arena.spare_none() or (spill is not None and spill(need))):
                 continue
+            if not waiting and ((tier is Tier.HOST and _drop_idle_backed(state)) or _cut_off(state, tier)):
+                continue
+            waiting = waiting or _may_be_shed_soon(state, tier, may_spill)
             break
         if save is not None and not victim.unsaved:
             leaving = save(victim)
@@ -92,6 +101,11 @@ def _is_saving(state: CacheState, tier: Tier) -> bool:
     return state.write_back is not None and state.copies.saving_bytes(tier) > 0
 
 
+def _may_be_shed_soon(state: CacheState, tier: Tier, may_spill: bool) -> bool:
+    """Whether rows are being saved, so that they may leave the device then."""
+    return may_spill and state.spill is not None and tier is Tier.DEVICE and state.copies.saving_bytes(tier) > 0
+
+
 def _is_coming(state: CacheState, tier: Tier, short: Need) -> bool:
     """Whether as much as is short is being saved, and some more, so that not everyone who needs room has to wait."""
     layout = state.arena(tier).layout
@@ -113,10 +127,26 @@ def _cut_off(state: CacheState, tier: Tier) -> bool:
     return True
 
 
+def _drop_idle_backed(state: CacheState) -> bool:
+    """Takes pages off the device that nobody uses and whose rows the host alone has, so that it may evict these. False for none.
+
+    They are whole on the host, and stay in the tree for that.
+    """
+    row_pages = state.row_pages
+    if row_pages is None or not row_pages.num_backed:
+        return False
+    idle = row_pages.idle_backed()
+    idle = idle[[owner is not None for owner in state.tree.owner[Tier.HOST][row_pages.host[idle]]]]
+    discard_ids(state.tree, Tier.DEVICE, idle, state.loss(LossReason.EVICTED, Tier.DEVICE))
+    state.counters.add("evicted_device_pages", len(idle))
+    state.give_back_host()
+    return len(idle) > 0
+
+
 def _pop(state: CacheState, tier: Tier, short: Need, *, any_sort: bool) -> Victim | None:
     return state.tree.ranking.pop(
         tier,
-        runs=any_sort or Kind.PREFIX in short,
+        runs=any_sort or Kind.PREFIX in short or Kind.ROWS in short,
         checkpoints=any_sort or Kind.WINDOW in short or Kind.POINT in short,
     )
 
@@ -131,7 +161,9 @@ def patience_bytes_of(layout: ArenaLayout) -> int:
 
 def _helps(victim: Victim, short: Need) -> bool:
     """Whether its pages are of a kind that is short, so that each of them counts."""
-    return Kind.PREFIX in short if isinstance(victim, Run) else any(kind in short for kind, _ in victim.spans())
+    if isinstance(victim, Run):
+        return Kind.PREFIX in short or Kind.ROWS in short
+    return any(kind in short for kind, _ in victim.spans())
 
 
 def _evict_run(state: CacheState, run: Run, short: Need) -> int:
@@ -144,13 +176,13 @@ def _evict_run(state: CacheState, run: Run, short: Need) -> int:
         return 0  # in use; whoever lets go will queue it again
     discard_tail(state.tree, run, idle.start, state.loss(LossReason.EVICTED, run.tier))
     state.counters.add(f"evicted_{run.tier.label}_pages", idle.num_pages)
-    return idle.num_pages * state.arena(run.tier).layout.strides[Kind.PREFIX]
+    return idle.num_pages * state.arena(run.tier).layout.prefix_stride
 
 
 def _wanted(state: CacheState, run: Run, short: Need) -> int:
     """How many pages of a run to give up: what is short, or a slab of them when it is the slab that is needed."""
     layout = state.arena(run.tier).layout
-    return short.get(Kind.PREFIX) or -(-layout.slab_bytes // layout.strides[Kind.PREFIX])
+    return max(short.get(Kind.PREFIX, 0), short.get(Kind.ROWS, 0)) or -(-layout.slab_bytes // layout.strides[Kind.PREFIX])
 
 
 def _evict_residency(state: CacheState, residency: Residency) -> int:

@@ -80,6 +80,9 @@ class Lease:
         self.prefix_pages: PageIds = NO_PAGES  # page i holds tokens [i, i + 1) * page_tokens
         self.window_pages: PageIds = NO_PAGES  # window page `first_window` and those after it
         self.first_window = 0
+        self.first_resident = 0  # no page before it has rows on the device: what has been shed stays shed
+        self.hot_pages: PageIds = NO_PAGES  # ROWS pages for rows it reads often, once rows of it are on the host alone,
+        self.hot_numbers: PageIds = NO_PAGES  # and the numbers by which passes know these
         self.point_pages: PageIds = NO_PAGES  # the request's own point state, updated in place; one id or none
         self.waits_for: list[tuple[Kind, PageIds]] = []  # pages without which it may not compute
         self.jobs: set[JobId] = set()  # copies to and from the engine's own memory that have not ended,
@@ -217,10 +220,16 @@ class Leases:
         if lease.restored is not None:
             state.tree.unpin(lease.restored)
             lease.restored = None
-        pages = ((Kind.PREFIX, lease.prefix_pages), (Kind.WINDOW, lease.window_pages), (Kind.POINT, lease.point_pages))
+        if state.row_pages is not None:
+            state.row_pages.take_back(lease.hot_numbers)
+        pages = (
+            (Kind.PREFIX, lease.prefix_pages), (Kind.WINDOW, lease.window_pages), (Kind.POINT, lease.point_pages),
+            (Kind.ROWS, lease.hot_pages),
+        )  # fmt: skip
         for kind, ids in pages:
             if len(ids):
                 state.tree.release(state.nearest, kind, ids)
+        state.give_back_host()
 
     def settle(self, failed_jobs: Container[JobId]) -> Settled:
         """Moves leases on, now that what came of copies was applied; `failed_jobs` are those that failed just now."""

@@ -14,11 +14,13 @@ import numpy as np
 from stepwell.base.errors import LeaseError, NoRoom
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.tasks import NO_PAGES, Copy, PageIds, Purpose, Span
+from stepwell.memory.arena import Need
 from stepwell.policy.placement import is_milestone, next_decode_stop
 from stepwell.tiers.eviction import allocate
 from stepwell.tiers.lease import Lease
 from stepwell.tiers.lifetime import note_expiry
 from stepwell.tiers.saving import save_path
+from stepwell.tiers.spill import hot_missing, lend
 from stepwell.tiers.state import CacheState
 from stepwell.tree import missing_state
 from stepwell.tree.checkpoints import add_residency, drop_residency
@@ -34,12 +36,38 @@ def grow(state: CacheState, lease: Lease, upto: int) -> None:
     windows = 0
     if spec.window_tokens:
         windows = -(-upto // spec.window_page_tokens) - lease.first_window - len(lease.window_pages)
-    need = {kind: count for kind, count in ((Kind.PREFIX, prefix), (Kind.WINDOW, windows)) if count > 0}
-    if not need:
+    rows = _rows_missing(state, lease, upto)
+    need = {kind: count for kind, count in ((Kind.PREFIX, prefix), (Kind.WINDOW, windows), (Kind.ROWS, rows)) if count > 0}
+    if not need and not hot_missing(state, lease):
         return
-    pages = allocate(state, Tier.DEVICE, need)
+    pages = _allocate(state, lease, need)
     lease.prefix_pages = _joined(lease.prefix_pages, pages.get(Kind.PREFIX, NO_PAGES))
     lease.window_pages = _joined(lease.window_pages, pages.get(Kind.WINDOW, NO_PAGES))
+    if state.row_pages is not None:
+        fresh, end = pages.get(Kind.ROWS, NO_PAGES), -(-upto // spec.page_tokens)
+        if rows:
+            state.row_pages.bind(lease.prefix_pages[end - rows : end], fresh[:rows], range(end - rows, end))
+        lend(state, lease, fresh[rows:])
+
+
+def _allocate(state: CacheState, lease: Lease, need: Need) -> dict[Kind, PageIds]:
+    """Pages that a lease needs, and those for hot rows that it has not got; without them it goes on where there is no room."""
+    hot = hot_missing(state, lease)
+    if hot:
+        try:
+            return allocate(state, Tier.DEVICE, {**need, Kind.ROWS: need.get(Kind.ROWS, 0) + hot})
+        except NoRoom:
+            state.counters.add("hot_pages_skipped_no_room")
+    return allocate(state, Tier.DEVICE, need)
+
+
+def _rows_missing(state: CacheState, lease: Lease, upto: int) -> int:
+    """How many of the last pages before token `upto` have no rows yet, where rows are pages of their own."""
+    if state.row_pages is None:
+        return 0
+    first, end = lease.position // state.spec.page_tokens, -(-upto // state.spec.page_tokens)
+    have = lease.prefix_pages[first:end]
+    return max(end - first, 0) - int(np.count_nonzero(state.row_pages.placed(have)))
 
 
 def commit(state: CacheState, lease: Lease, upto: int, *, checkpoint: bool, last: bool) -> None:
@@ -52,7 +80,7 @@ def commit(state: CacheState, lease: Lease, upto: int, *, checkpoint: bool, last
     fork = _room_for_fork(state, lease) if checkpoint and not last else NO_PAGES
     checkpoint = checkpoint and (last or len(fork) == len(lease.point_pages))
     if full > lease.position // page_tokens:
-        state.arena(Tier.DEVICE).mark_ready(Kind.PREFIX, lease.prefix_pages[lease.position // page_tokens : full])
+        _mark_ready(state, lease.prefix_pages[lease.position // page_tokens : full])
     lease.position = upto
     if lease.publishes and (checkpoint or full > lease.num_published):
         since, lease.num_published = lease.num_published, full
@@ -74,6 +102,14 @@ def commit(state: CacheState, lease: Lease, upto: int, *, checkpoint: bool, last
     slide(state, lease)
 
 
+def _mark_ready(state: CacheState, pages: PageIds) -> None:
+    """Prefix pages were computed, with their rows."""
+    arena = state.arena(Tier.DEVICE)
+    arena.mark_ready(Kind.PREFIX, pages)
+    if state.row_pages is not None:
+        arena.mark_ready(Kind.ROWS, state.row_pages.rows[pages])
+
+
 def slide(state: CacheState, lease: Lease) -> None:
     """Gives back the window pages that no later token will look at, and the checkpoint it resumed from once it is behind."""
     spec = state.spec
@@ -92,7 +128,8 @@ def slide(state: CacheState, lease: Lease) -> None:
 def _check_covered(state: CacheState, lease: Lease, upto: int) -> None:
     spec = state.spec
     windows = lease.first_window + len(lease.window_pages)
-    if upto > len(lease.prefix_pages) * spec.page_tokens or (spec.window_tokens and upto > windows * spec.window_page_tokens):
+    covered = upto <= len(lease.prefix_pages) * spec.page_tokens and not _rows_missing(state, lease, upto)
+    if not covered or (spec.window_tokens and upto > windows * spec.window_page_tokens):
         raise LeaseError(f"{lease} has no pages up to token {upto}; call grow() before computing")
     if spec.parts(Kind.POINT) and not len(lease.point_pages):
         raise LeaseError(f"{lease} has handed its point state over with `last`, and cannot commit again")

@@ -19,6 +19,7 @@ from stepwell.policy.store_use import Flags
 from stepwell.tiers.eviction import allocate
 from stepwell.tiers.lease import Lease, RequestOptions, Sources
 from stepwell.tiers.lifetime import note_expiry
+from stepwell.tiers.restored_rows import allocate_free, allocate_restored, bind_loaded, num_rows, place_loaded
 from stepwell.tiers.resume_depth import soonest
 from stepwell.tiers.saving import save_path
 from stepwell.tiers.state import CacheState
@@ -34,6 +35,7 @@ class Holds:
     near: PageIds  # page ids of the restored prefix in the nearest tier, ABSENT where it lacks them
     below: PageIds  # host pages for those gaps
     residency: Residency | None
+    index_only: bool = False  # rows of what is loaded stay on the host
     promotes: bool = False  # the checkpoint is to be the device tier's too, once it is loaded
 
 
@@ -77,16 +79,16 @@ def load_ahead(state: CacheState, match: Match, *, evict_for: int | None = None)
     before the request begins, they may be evicted again.
     """
     near = ids_of(match.path, Tier.DEVICE, match.arrived_tokens // state.spec.page_tokens)
-    gaps = np.flatnonzero(near == ABSENT)[:evict_for]
+    gaps = np.flatnonzero(near == ABSENT)[:evict_for].astype(np.int32)
     if not len(gaps):
         return 0
     near = near[: int(gaps[-1]) + 1]
     holds = Holds(near=near.copy(), below=ids_of(match.path, Tier.HOST, len(near))[gaps], residency=None)
     state.arena(Tier.DEVICE).retain(Kind.PREFIX, near[near != ABSENT])
     state.arena(Tier.HOST).retain(Kind.PREFIX, holds.below)
-    need = {Kind.PREFIX: len(gaps)}
+    need = {Kind.PREFIX: len(gaps), Kind.ROWS: num_rows(state, len(gaps))}
     try:
-        pages = state.arena(Tier.DEVICE).alloc_if_fits(need) if evict_for is None else allocate(state, Tier.DEVICE, need)
+        pages = allocate_free(state, need) if evict_for is None else allocate(state, Tier.DEVICE, need, may_spill=False)
     except NoRoom:
         pages = None
     if pages is None:
@@ -94,7 +96,9 @@ def load_ahead(state: CacheState, match: Match, *, evict_for: int | None = None)
         return 0
     near[gaps] = fresh = pages[Kind.PREFIX]
     _publish_loads(state, match, near)
-    state.copies.copy(Purpose.LOAD, [_copy(Kind.PREFIX, Tier.HOST, holds.below, fresh)])
+    copies = [_copy(Kind.PREFIX, Tier.HOST, holds.below, fresh)]
+    copies += bind_loaded(state, fresh, pages.get(Kind.ROWS, NO_PAGES), holds.below, gaps)
+    state.copies.copy(Purpose.LOAD, copies)
     state.tree.release(Tier.DEVICE, Kind.PREFIX, fresh)  # the tree and the copy hold their own
     _let_go(state, holds)
     return len(gaps)
@@ -135,6 +139,9 @@ def _let_go(state: CacheState, holds: Holds) -> None:
 def _allocate(state: CacheState, match: Match, holds: Holds) -> dict[Kind, PageIds]:
     """Device pages for everything the request lacks, and one more where a point is promoted and there is room."""
     need = _need(state, match, holds)
+    if state.row_pages is not None:
+        pages, holds.index_only = allocate_restored(state, need, held=holds.near[holds.near != ABSENT])
+        return pages
     if holds.promotes and need[Kind.POINT]:
         try:
             return allocate(state, Tier.DEVICE, need | {Kind.POINT: 2})
@@ -153,6 +160,7 @@ def _need(state: CacheState, match: Match, holds: Holds) -> dict[Kind, int]:
         Kind.PREFIX: len(holds.below) + prompt_pages - len(holds.near),
         Kind.WINDOW: len(residency.windows) if from_below and residency is not None else 0,
         Kind.POINT: 1 if spec.parts(Kind.POINT) else 0,
+        Kind.ROWS: num_rows(state, len(holds.below)),
     }
 
 
@@ -164,6 +172,8 @@ def _sources(state: CacheState, match: Match, holds: Holds, from_store: Flags | 
     near, page_tokens = holds.near, state.spec.page_tokens
     on_device = near != ABSENT if state.nearest is Tier.DEVICE else np.zeros(len(near), np.bool_)
     on_device &= state.arena(state.nearest).state[Kind.PREFIX][near] == READY
+    if state.row_pages is not None:
+        on_device &= ~state.row_pages.backed(near)
     stored = np.zeros(len(near), np.bool_)
     stored[: len(from_store)] = from_store[: len(near)]
     return Sources(
@@ -194,7 +204,8 @@ def _fill(state: CacheState, lease: Lease, match: Match, holds: Holds, pages: di
     fresh = pages.get(Kind.PREFIX, NO_PAGES)
     loaded, own = fresh[: len(holds.below)], fresh[len(holds.below) :]
     near = holds.near.copy()
-    near[near == ABSENT] = loaded
+    gaps = np.flatnonzero(near == ABSENT).astype(np.int32)
+    near[gaps] = loaded
     lease.prefix_pages = np.concatenate([near, own])
     lease.point_pages = pages.get(Kind.POINT, NO_PAGES)[:1]
     copies = [_copy(Kind.PREFIX, Tier.HOST, holds.below, loaded)]
@@ -209,6 +220,8 @@ def _fill(state: CacheState, lease: Lease, match: Match, holds: Holds, pages: di
     waits: list[tuple[Kind, PageIds]] = [(Kind.PREFIX, arriving)]
     waits += [(copy.target.kind, copy.target.ids) for copy in copies[1:]]
     promoted = _promote(state, holds.residency, pages, copies) if holds.promotes and holds.residency is not None else None
+    rows = pages.get(Kind.ROWS, NO_PAGES)
+    copies += place_loaded(state, lease, gaps, holds.below, rows, index_only=holds.index_only)  # READY with their pages
     reads = (holds.residency,) if holds.residency is not None else ()
     job = state.copies.copy(Purpose.LOAD, copies, reads=reads, writes=promoted)
     if job is not None or any(len(ids) for _, ids in waits):

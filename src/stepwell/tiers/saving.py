@@ -51,6 +51,9 @@ def save_runs(state: CacheState, node: Node) -> bool:
     """Saves the pages of `node` and of what is above it; true when a copy is under way."""
     if not state.has_both_tiers:
         return False
+    if state.row_pages is not None and state.row_pages.num_backed:
+        for each in node.path():
+            _enter_backing(state, each)
     pieces = _unsaved(state, node)
     if not pieces:
         return False
@@ -64,7 +67,7 @@ def save_runs(state: CacheState, node: Node) -> bool:
         return False
     finally:
         state.tree.release(Tier.HOST, Kind.PREFIX, path)
-    source, start = [], 0
+    source, start = [NO_PAGES], 0
     runs: list[Run] = []
     for each, missing in pieces:
         device = each.runs[Tier.DEVICE]
@@ -75,13 +78,29 @@ def save_runs(state: CacheState, node: Node) -> bool:
         state.tree.attach(each, Tier.HOST, placed)
         source.append(device.ids[missing])
         runs.append(device)
-    copy = Copy(
-        source=Span(tier=Tier.DEVICE, kind=Kind.PREFIX, ids=np.concatenate(source)),
-        target=Span(tier=Tier.HOST, kind=Kind.PREFIX, ids=ids),
-    )
-    state.copies.copy(Purpose.SAVE, [copy], saves=tuple(runs))
+    state.copies.copy(Purpose.SAVE, _page_copies(state, np.concatenate(source), ids), saves=tuple(runs))
     state.tree.release(Tier.HOST, Kind.PREFIX, ids)
     return True
+
+
+def _enter_backing(state: CacheState, node: Node) -> None:
+    """Host pages that hold the rows of a node's pages are the tree's again, if it had to let go of them."""
+    device, host = node.runs[Tier.DEVICE], node.runs[Tier.HOST]
+    if device is None or state.row_pages is None or (host is not None and host.num_pages == node.num_pages):
+        return
+    ready = (device.ids != ABSENT) & (state.arena(Tier.DEVICE).state[Kind.PREFIX][device.ids] == READY)
+    backing = np.where(ready, state.row_pages.host[device.ids], ABSENT)
+    if (backing != ABSENT).any():
+        state.tree.attach(node, Tier.HOST, backing)
+
+
+def _page_copies(state: CacheState, pages: PageIds, host: PageIds) -> list[Copy]:
+    """Device pages to host pages; where rows are pages of their own, those too."""
+    target = Span(tier=Tier.HOST, kind=Kind.PREFIX, ids=host)
+    copies = [Copy(source=Span(tier=Tier.DEVICE, kind=Kind.PREFIX, ids=pages), target=target)]
+    if state.row_pages is not None:
+        copies.append(Copy(source=Span(tier=Tier.DEVICE, kind=Kind.ROWS, ids=state.row_pages.rows[pages]), target=target))
+    return copies
 
 
 def save_residency(state: CacheState, residency: Residency) -> bool:
@@ -185,6 +204,8 @@ def _missing(state: CacheState, node: Node) -> PageIds:
     wanted = (device.ids != ABSENT) & (page_states[device.ids] == READY)
     if host is not None:
         wanted &= host.ids == ABSENT
+    if state.row_pages is not None:
+        wanted &= ~state.row_pages.backed(device.ids)  # their rows are on the host
     return np.flatnonzero(wanted).astype(np.int32)
 
 

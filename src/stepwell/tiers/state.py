@@ -13,13 +13,17 @@ from threading import Lock, current_thread, local
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 from weakref import ref
 
+import numpy as np
+
 from stepwell.base.config import CacheConfig
 from stepwell.base.errors import WrongThread
-from stepwell.base.ids import Tier
+from stepwell.base.ids import Kind, Tier
 from stepwell.base.meters import Clock, Counters
 from stepwell.base.prompt import Namespace
 from stepwell.base.spec import ModelSpec
-from stepwell.memory.arena import Arena
+from stepwell.base.tasks import NO_PAGES
+from stepwell.memory.arena import Arena, Need
+from stepwell.memory.row_pages import RowPages
 from stepwell.policy.placement import PlacementRules
 from stepwell.policy.store_use import Speed
 from stepwell.policy.value import ReuseModel
@@ -136,6 +140,7 @@ class CacheState:
     owner: Owner = field(default_factory=Owner)  # the thread that all of this belongs to
     reuse: ReuseModel | None = None  # what is learned about returns, where the value of things depends on it
     below: Below | None = None  # what takes copies of what is on the host
+    spill: Callable[[Need], bool] | None = None  # makes room on the device out of rows of running requests; true if it did
     write_back: Callable[[CacheState, Victim], bool] | None = None  # starts saving what is on the device alone; true if it did
     expiries: list[tuple[float, int, int, Node]] = field(default_factory=list)  # heap: when, deepest first, number, node
     expiry_number: int = 0
@@ -156,6 +161,19 @@ class CacheState:
     @property
     def has_both_tiers(self) -> bool:
         return len(self.tree.tiers) == 2
+
+    @property
+    def row_pages(self) -> RowPages | None:
+        """Where the rows of device pages are, if they may spill."""
+        return self.tree.row_pages
+
+    def give_back_host(self) -> None:
+        """Gives back host pages that had the rows of device pages which are gone. Never while the tree is being changed."""
+        left = self.row_pages.forsaken_host() if self.row_pages is not None else NO_PAGES
+        while len(left):  # a page is named as often as it was held
+            once, at = np.unique(left, return_index=True)
+            self.tree.release(Tier.HOST, Kind.PREFIX, once)
+            left = np.delete(left, at)
 
     def arena(self, tier: Tier) -> Arena:
         return self.tree.arenas[tier]

@@ -23,7 +23,7 @@ from stepwell.base.ids import Kind, Tier
 from stepwell.base.spec import ModelSpec
 from stepwell.base.tasks import Plan
 from stepwell.base.units import format_bytes
-from stepwell.memory.layout import ArenaLayout
+from stepwell.memory.layout import ArenaLayout, payload_bytes
 
 SETTINGS = "device_bytes or host_bytes"  # of a CacheConfig
 
@@ -41,8 +41,9 @@ class PageMemory:
             raise refusal(layout.size_bytes, "host", error) from error
         flat = np.frombuffer(self._block, np.uint8)
         flat[:: mmap.PAGESIZE] = 0  # touch every page of the machine now, not under a request
+        self.spec = spec
         self._rows = {
-            kind: flat[: layout.rows(kind) * stride].reshape(-1, stride)[:, : spec.object_bytes(kind)]
+            kind: flat[: layout.rows(kind) * stride].reshape(-1, stride)[:, : payload_bytes(spec, layout.tier, kind)]
             for kind, stride in layout.strides.items()
         }
 
@@ -84,10 +85,12 @@ class NumpyCopyEngine:
 
     def _run(self, plan: Plan) -> None:
         for copy in plan.copies:
-            source = self._memories[copy.source.tier].rows(copy.source.kind)
-            target = self._memories[copy.target.tier].rows(copy.target.kind)
+            source, target = (self._memories[span.tier] for span in (copy.source, copy.target))
+            first, onto, size = copy.common(source.spec)
+            source_rows = source.rows(copy.source.kind)[:, first : first + size]
+            target_rows = target.rows(copy.target.kind)[:, onto : onto + size]
             for read, write in zip(copy.source.ids.tolist(), copy.target.ids.tolist(), strict=True):
-                target[write] = source[read]
+                target_rows[write] = source_rows[read]
 
 
 # ---- how much memory there is -------------------------------------------------------------------

@@ -95,7 +95,8 @@ class LayerSteps:
 
 def layer_steps(spec: ModelSpec, loads: Sequence[tuple[Kind, PagePairs]], *, step_bytes: int | None = None) -> LayerSteps:
     """Cuts a load into steps: as many as the state with most layers has, or fewer so that each is worth its launches."""
-    parts = {kind: spec.parts(kind) for kind, _ in loads}
+    cached = {state.name for state in spec.states}
+    parts = {kind: [part for part in spec.device_parts(kind) if part.state in cached] for kind, _ in loads}
     states = [part for of_kind in parts.values() for part in of_kind]
     total = sum(pairs.whole().total_bytes for _, pairs in loads)
     least = (step_bytes or STEP_BYTES) * max(len(states), 1)

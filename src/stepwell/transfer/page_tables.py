@@ -6,7 +6,7 @@ Values only. Says which pages are neighbours in both tables; copies nothing and 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -25,14 +25,21 @@ class PageTable:
     page_bytes: int
     stride: int
     on_device: bool
+    joined: bool = True  # neighbours may be copied together: what lies between two pages belongs to the first
 
     @classmethod
     def of(cls, rows_PB: torch.Tensor) -> PageTable:
-        """Over a memory's rows, `[page id][byte]`; what lies between two pages belongs to the first."""
+        """Over a memory's rows, `[page id][byte]`."""
         num_pages, page_bytes = rows_PB.shape
         stride = rows_PB.stride(0)
         flat_B = rows_PB.as_strided((max(num_pages - 1, 0) * stride + page_bytes * bool(num_pages),), (1,))
         return cls(bytes_B=flat_B, num_pages=num_pages, page_bytes=page_bytes, stride=stride, on_device=rows_PB.is_cuda)
+
+    def part(self, start: int, size_bytes: int) -> PageTable:
+        """The same range of bytes of every page."""
+        if size_bytes == self.page_bytes:
+            return self
+        return replace(self, bytes_B=self.bytes_B[start:], page_bytes=size_bytes, joined=False)
 
     def check(self, ids: PageIds) -> None:
         """Raises IndexError for a page that is not there: nothing below looks again."""
@@ -99,7 +106,8 @@ class Piece:
 
     def _may_join(self) -> bool:
         """Whole pages only, and at the same distance on both sides."""
-        return self.size_bytes == self.pairs.page_bytes and self.pairs.source.stride == self.pairs.target.stride
+        source, target = self.pairs.source, self.pairs.target
+        return self.size_bytes == self.pairs.page_bytes and source.stride == target.stride and source.joined and target.joined
 
     def places(self, runs: Runs) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Where each run begins in the source's bytes, where in the target's, and how many bytes it has."""

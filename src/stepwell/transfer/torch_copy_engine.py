@@ -152,7 +152,8 @@ class TorchCopyEngine:
         return LayerSteps(steps=(first, *layered.steps[1:]), step_of={**with_first, **layered.step_of})
 
     def _pairs(self, copy: Copy) -> PagePairs:
-        source, target = (self._table(span) for span in (copy.source, copy.target))
+        first, onto, size = copy.common(self._memories[copy.source.tier].spec)
+        source, target = self._table(copy.source).part(first, size), self._table(copy.target).part(onto, size)
         return PagePairs(source=source, target=target, source_ids=copy.source.ids, target_ids=copy.target.ids)
 
     def _table(self, span: Span) -> PageTable:

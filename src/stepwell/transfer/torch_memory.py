@@ -17,7 +17,7 @@ import torch
 from stepwell.base.ids import Kind
 from stepwell.base.spec import ModelSpec
 from stepwell.base.units import format_bytes
-from stepwell.memory.layout import ArenaLayout
+from stepwell.memory.layout import ArenaLayout, payload_bytes
 from stepwell.transfer.copy_engine import refusal
 
 log = logging.getLogger(__name__)
@@ -32,8 +32,9 @@ class TorchMemory:
             self._block = block = pinned_bytes(layout.size_bytes) if pinned else _zeros(layout.size_bytes, device)
         except (RuntimeError, OverflowError) as error:  # only some of CUDA's refusals have a class of their own
             raise refusal(layout.size_bytes, "pinned host" if pinned else device, error) from error
+        self.spec = spec
         self._rows = {
-            kind: block[: layout.rows(kind) * stride].view(-1, stride)[:, : spec.object_bytes(kind)]
+            kind: block[: layout.rows(kind) * stride].view(-1, stride)[:, : payload_bytes(spec, layout.tier, kind)]
             for kind, stride in layout.strides.items()
         }
 

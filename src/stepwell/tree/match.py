@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.prompt import KEY_BYTES, TOKEN_BYTES, Namespace, PageKey, common_pages, page_keys
@@ -64,7 +65,7 @@ def find(tree: Tree, namespace: Namespace, packed: bytes, limit_tokens: int | No
         free = arrived * spec.page_tokens // spec.free_step * spec.free_step // spec.page_tokens
         if free > restore:
             restore, checkpoint = free, None
-    on_device = _ready_pages(tree, path, restore, Tier.DEVICE)
+    on_device = _whole_pages(tree, path, restore)
     return Match(
         namespace=namespace,
         packed=packed,
@@ -129,21 +130,28 @@ def _arrived_pages(tree: Tree, path: tuple[Node, ...], known: int) -> int:
     return known
 
 
-def _ready_pages(tree: Tree, path: tuple[Node, ...], upto: int, tier: Tier) -> int:
-    """How many of the path's first `upto` pages can be read in `tier`."""
+def _whole_pages(tree: Tree, path: tuple[Node, ...], upto: int) -> int:
+    """How many of the path's first `upto` pages can be read on the device, rows and all."""
     count = 0
+    some_backed = tree.row_pages is not None and tree.row_pages.num_backed > 0
     for node in path:
         if node.start >= upto:
             break
-        run = node.runs[tier]
+        run = node.runs[Tier.DEVICE]
         if run is None:
             continue
-        if node.end <= upto:
+        if node.end <= upto and not some_backed:
             count += run.num_ready
         else:
             ids = run.ids[: upto - node.start]
-            count += int(np.count_nonzero(tree.arenas[tier].state[Kind.PREFIX][ids[ids != ABSENT]] == READY))
+            count += int(np.count_nonzero(whole_on_device(tree, ids[ids != ABSENT])))
     return count
+
+
+def whole_on_device(tree: Tree, ids: PageIds) -> npt.NDArray[np.bool_]:
+    """Which of these device pages can be read, rows and all."""
+    ready = tree.arenas[Tier.DEVICE].state[Kind.PREFIX][ids] == READY
+    return np.asarray(ready if tree.row_pages is None else ready & ~tree.row_pages.backed(ids))
 
 
 def _deepest_checkpoint(path: tuple[Node, ...], arrived: int) -> Checkpoint | None:

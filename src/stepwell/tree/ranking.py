@@ -198,7 +198,7 @@ class Ranking:
         node = run.node
         if tail.dead:
             return Standing(WORTHLESS, Place(0, 0, node.used_at))
-        size = self._arenas[run.tier].layout.strides[Kind.PREFIX]
+        size = self._arenas[run.tier].layout.prefix_stride
         facts = Facts(used_at=node.used_at, saved_tokens=self._spec.page_tokens, size_bytes=size,
                       urgent_until_s=node.urgent_until, visit=node.visit)  # fmt: skip
         return Standing(USEFUL, self._value.place(facts))

@@ -44,6 +44,8 @@ class Tree:
         self.on_left: list[Callable[[Residency], None]] = []  # told of each checkpoint that left a tier,
         self.on_split: list[Callable[[Node], None]] = []  # of the upper part of each node that was cut in two,
         self.on_shortened: list[Callable[[Node], None]] = []  # and of each node that lost its last pages, or all
+        device = self.arenas.get(Tier.DEVICE)
+        self.row_pages = device.row_pages if device is not None else None  # where the rows of device pages are, if they may spill
         # Which node a page belongs to, so that copies can speak of pages and nodes may split meanwhile.
         self.owner: dict[Tier, npt.NDArray[np.object_]] = {
             tier: np.full(arena.layout.rows(Kind.PREFIX), None, dtype=object) for tier, arena in self.arenas.items()

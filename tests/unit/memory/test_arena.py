@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from stepwell import Kind, NoRoom, Tier
+from stepwell.base.ids import CACHED_KINDS
 from stepwell.base.tasks import PageIds
 from stepwell.memory.arena import DEAD, FILLING, FREE, READY, Arena
 from stepwell.memory.layout import ArenaLayout
@@ -120,7 +121,7 @@ def test_random_traffic_never_exceeds_the_budget_nor_shares_a_page(seed: int) ->
             kind, ids = held.pop(random_.randrange(len(held)))
             arena.release(kind, ids)
         else:
-            need = {kind: random_.randrange(6) for kind in Kind}
+            need = {kind: random_.randrange(6) for kind in CACHED_KINDS}
             fits = arena.fits(need)
             try:
                 held += list(arena.alloc(need).items())
@@ -128,7 +129,7 @@ def test_random_traffic_never_exceeds_the_budget_nor_shares_a_page(seed: int) ->
                 assert not fits
             else:
                 assert fits
-        for kind in Kind:
+        for kind in CACHED_KINDS:
             mine = [page for each, ids in held if each is kind for page in ids.tolist()]
             assert len(set(mine)) == len(mine) == arena.used_pages(kind)
         arena.audit()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from stepwell import ConfigError, Kind, ModelSpec, Point, StateSpec, Tier, Window
-from stepwell.base.spec.presets import load_spec
+from stepwell import ConfigError, Kind, ModelSpec, Point, Prefix, Spill, StateSpec, Tier, Window
+from stepwell.base.spec.presets import load_spec, preset_names
 from stepwell.memory.arena import Arena
 from stepwell.memory.layout import ArenaLayout, lay_out, slab_bytes_of
 from toys import FULL, HYBRID, KV, model
@@ -94,3 +96,26 @@ def test_window_pages_are_cut_to_divide_the_page() -> None:
         name="w", page_tokens=8, states=(StateSpec(name="s", shape=Window(tokens=3), layers=1, row_bytes=8, dtype="u8"),)
     )
     assert lay_out(spec, budget_bytes=4096, alignment=1).strides[Kind.WINDOW] == 2 * 8
+
+
+@pytest.mark.parametrize("tier", [Tier.DEVICE, Tier.HOST])
+@pytest.mark.parametrize("name", preset_names())
+def test_a_spill_splits_pages_on_the_device_and_nowhere_else(name: str, tier: Tier) -> None:
+    spec = load_spec(name)
+    plain = lay_out(spec, budget_bytes=20 * 10**9, alignment=4096, tier=tier)
+    assert Kind.ROWS not in plain.strides
+    if len(spec.of_shape(Prefix)) < len(spec.states):
+        return
+    first = spec.states[0]
+    groups = tuple(range(first.layers))
+    spilling = replace(spec, spill=Spill(states=(first.name,), group_of={first.name: groups}))
+    layout = lay_out(spilling, budget_bytes=20 * 10**9, alignment=4096, tier=tier)
+    if tier is Tier.HOST:
+        assert layout == plain
+        return
+    assert layout.strides == {
+        Kind.PREFIX: -(-spilling.device_bytes(Kind.PREFIX) // 4096) * 4096,
+        Kind.ROWS: -(-spilling.device_bytes(Kind.ROWS) // 4096) * 4096,
+    }
+    usable = sum(layout.pages_of_slabs(Kind.ROWS)) * layout.strides[Kind.ROWS]
+    assert usable > 0.99 * layout.size_bytes

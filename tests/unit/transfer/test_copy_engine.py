@@ -7,7 +7,7 @@ import pytest
 
 from not_run import NO_CUDA
 from stepwell import CacheConfig, Kind, Tier
-from stepwell.base.ids import JobId
+from stepwell.base.ids import CACHED_KINDS, JobId
 from stepwell.base.tasks import Copy, Plan, Purpose, Span
 from stepwell.cache.build import layouts_for
 from stepwell.transfer.copy_engine import CopyEngine, NumpyCopyEngine, PageMemory
@@ -48,7 +48,7 @@ class _Bench:
         self.memories = memories
         random = np.random.default_rng(7)
         for tier in memories:
-            for kind in Kind:
+            for kind in CACHED_KINDS:
                 self._put(tier, kind, random.integers(0, 256, self.rows(tier, kind).shape, np.uint8))
 
     def rows(self, tier: Tier, kind: Kind) -> np.ndarray:
@@ -65,7 +65,7 @@ class _Bench:
             table[:] = values  # type: ignore[index]
 
     def check(self, *copies: Copy) -> None:
-        before = {(tier, kind): self.rows(tier, kind) for tier in LAYOUTS for kind in Kind}
+        before = {(tier, kind): self.rows(tier, kind) for tier in LAYOUTS for kind in CACHED_KINDS}
         raw = {tier: self._block(tier) for tier in LAYOUTS}
         self.copy_engine.begin(_plan(*copies))()
         for copy in copies:

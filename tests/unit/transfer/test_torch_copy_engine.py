@@ -73,7 +73,8 @@ class StandIn:
         for memory in memories.values():
             memory.bytes_B.copy_(torch.randint(0, 256, memory.bytes_B.shape, dtype=torch.uint8))
         self.memories = memories
-        there = SimpleNamespace(bytes_B=SimpleNamespace(device=SimpleNamespace(type="cuda")), rows=memories[Tier.DEVICE].rows)
+        there = SimpleNamespace(bytes_B=SimpleNamespace(device=SimpleNamespace(type="cuda")), rows=memories[Tier.DEVICE].rows,
+                                spec=HYBRID)  # fmt: skip
         monkeypatch.setattr(torch_copy_engine, "torch", SimpleNamespace(cuda=cuda))
         monkeypatch.setattr(torch_copy_engine, "StagedIds", lambda device: StagedIds(torch.device("cpu")))
         self.copy_engine = TorchCopyEngine({**memories, Tier.DEVICE: there}, counters=self.counters, **options)  # type: ignore[arg-type, dict-item]

@@ -7,6 +7,7 @@ import copy
 from tree_bench import GONE, Bench
 
 from stepwell import Kind, Tier
+from stepwell.base.ids import CACHED_KINDS
 from stepwell.tree.checkpoints import residency_arrived
 from stepwell.tree.pruning import discard_ids
 from toys import FULL
@@ -17,7 +18,7 @@ def _fingerprint(bench: Bench) -> object:
         (n.start, n.num_pages, n.used_at, n.hits, n.urgent_until, n.expires_at, copy.copy(n.lost), sorted(n.checkpoints or {}))
         for n in bench.tree.nodes()
     ]
-    arenas = [(a.refs[k].tobytes(), a.state[k].tobytes()) for a in bench.tree.arenas.values() for k in Kind]
+    arenas = [(a.refs[k].tobytes(), a.state[k].tobytes()) for a in bench.tree.arenas.values() for k in CACHED_KINDS]
     heaps = [len(order) for orders in (bench.tree.ranking._runs, bench.tree.ranking._checkpoints) for order in orders.values()]
     return nodes, arenas, heaps, bench.tree.version, len(bench.tree.roots)
 

@@ -1,6 +1,8 @@
 """The description of a hybrid model's memory: shapes, states, and what follows from them."""
 
-from stepwell.base.spec.model import ModelSpec, Part, StateSpec
+from stepwell.base.spec.model import ModelSpec
 from stepwell.base.spec.shapes import Point, Prefix, Shape, Window
+from stepwell.base.spec.spill import Spill
+from stepwell.base.spec.states import Part, StateSpec
 
-__all__ = ["ModelSpec", "Part", "Point", "Prefix", "Shape", "StateSpec", "Window"]
+__all__ = ["ModelSpec", "Part", "Point", "Prefix", "Shape", "Spill", "StateSpec", "Window"]

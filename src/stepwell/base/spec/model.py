@@ -11,75 +11,15 @@ import json
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from functools import cached_property
-from math import ceil, gcd, lcm
+from math import lcm
 
 from stepwell.base.errors import SpecError
-from stepwell.base.ids import Kind
+from stepwell.base.ids import CACHED_KINDS, Kind
 from stepwell.base.spec.shapes import Point, Prefix, Shape, Window
+from stepwell.base.spec.spill import Spill
+from stepwell.base.spec.states import Part, StateSpec, part_of
 
 LAYOUT_VERSION = 1  # raise it when bytes inside an object change their meaning in a way that `Part` does not tell
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateSpec:
-    """One thing a model remembers.
-
-    A row is what one layer keeps for one group of tokens (`Prefix`), one token (`Window`) or one
-    boundary (`Point`). `shards` is into how many equal parts a row can be cut over ranks; 1 means
-    that every rank keeps all of it.
-    """
-
-    name: str
-    shape: Shape
-    layers: int
-    row_bytes: int
-    dtype: str
-    required: bool = True
-    align: int = 1
-    shards: int = 1
-
-    def __post_init__(self) -> None:
-        if self.layers < 1 or self.row_bytes < 1:
-            raise SpecError(
-                f"state {self.name!r} needs at least one layer and one byte per row, got {self.layers=} {self.row_bytes=}"
-            )
-        if isinstance(self.shape, Point) and not self.required:
-            raise SpecError(f"state {self.name!r}: a point state cannot be optional, since nothing else marks that it is missing")
-        if self.align < 1 or self.shards < 1:
-            raise SpecError(f"state {self.name!r}: align and shards must be at least 1, got {self.align=} {self.shards=}")
-        if self.row_bytes % self.shards:
-            raise SpecError(f"state {self.name!r}: rows of {self.row_bytes} bytes cannot be cut into {self.shards} equal shards")
-
-    @property
-    def replicated(self) -> bool:
-        return self.shards == 1
-
-    def rows_per_page(self, page_tokens: int) -> int:
-        """Rows of one layer in one prefix page. A group that spans pages lives in the page that completes it."""
-        assert isinstance(self.shape, Prefix), self
-        return ceil(Fraction(page_tokens, self.shape.ratio))
-
-    def point_rows(self, boundary_step: int) -> int:
-        """The most rows a point can have at any multiple of `boundary_step`."""
-        assert isinstance(self.shape, Point), self
-        period = self.shape.period
-        return 1 if period is None else period - gcd(boundary_step, period)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """Where one state's bytes lie inside an object, back to back: row `r` of layer `l` starts at
-    `offset + l * layer_stride + r * row_stride`.
-    """
-
-    state: str
-    offset: int
-    size_bytes: int
-    layers: int
-    rows: int
-    row_bytes: int
-    layer_stride: int  # in bytes, from a row to the same row of the next layer
-    row_stride: int  # in bytes, from a row to the next one of its layer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +29,7 @@ class ModelSpec:
     name: str
     states: tuple[StateSpec, ...]
     page_tokens: int = 64
+    spill: Spill | None = None  # not in the fingerprint: hosts and stores hold the same bytes with and without
 
     def __post_init__(self) -> None:
         if not self.states:
@@ -105,6 +46,8 @@ class ModelSpec:
                     f"page_tokens {self.page_tokens} does not fit model {self.name!r}: state {state.name!r} keeps one row per "
                     f"{ratio} tokens; choose a multiple or a divisor of {ratio}"
                 )
+        if self.spill is not None:
+            self.spill.check(self.name, self.states)
 
     def of_shape(self, shape: type[Shape]) -> tuple[StateSpec, ...]:
         return tuple(state for state in self.states if isinstance(state.shape, shape))
@@ -184,32 +127,40 @@ class ModelSpec:
     # ---- bytes ------------------------------------------------------------------------------------
 
     def parts(self, kind: Kind) -> tuple[Part, ...]:
-        """The layout `[state][layer][row]` of one object of `kind`."""
+        """The layout `[state][layer][row]` of one object of `kind`, as it is cached. Nothing for ROWS, which are the device's."""
         return self._parts[kind]
+
+    def device_parts(self, kind: Kind) -> tuple[Part, ...]:
+        """The same on the device, which differs where rows may spill (`spill.py`)."""
+        return self._device_parts[kind]
+
+    def cached_span(self, kind: Kind) -> tuple[int, int]:
+        """Where the cached bytes of a device object of `kind` lie in a host page: from which byte on, up to which.
+
+        In the device object itself they are the first bytes.
+        """
+        if self.spill is None or kind not in (Kind.PREFIX, Kind.ROWS):
+            return 0, self.object_bytes(kind)
+        rows = self.device_bytes(Kind.ROWS)
+        return (0, rows) if kind is Kind.ROWS else (rows, self.object_bytes(Kind.PREFIX))
 
     @cached_property
     def _parts(self) -> dict[Kind, tuple[Part, ...]]:
-        return {kind: tuple(self._lay_out(kind)) for kind in Kind}
+        return {kind: tuple(self._lay_out(kind)) for kind in CACHED_KINDS} | {Kind.ROWS: ()}
+
+    @cached_property
+    def _device_parts(self) -> dict[Kind, tuple[Part, ...]]:
+        if self.spill is None:
+            return self._parts
+        return self._parts | self.spill.device_parts(self.parts(Kind.PREFIX), self.page_tokens)
 
     def _lay_out(self, kind: Kind) -> list[Part]:
         parts, offset = [], 0
         for state in self.states:
             rows = self._rows(state, kind)
             if rows:
-                size = state.layers * rows * state.row_bytes
-                parts.append(
-                    Part(
-                        state=state.name,
-                        offset=offset,
-                        size_bytes=size,
-                        layers=state.layers,
-                        rows=rows,
-                        row_bytes=state.row_bytes,
-                        layer_stride=rows * state.row_bytes,
-                        row_stride=state.row_bytes,
-                    )
-                )
-                offset += size
+                parts.append(part_of(state.name, offset, layers=state.layers, rows=rows, row_bytes=state.row_bytes))
+                offset += parts[-1].size_bytes
         return parts
 
     def _rows(self, state: StateSpec, kind: Kind) -> int:
@@ -223,12 +174,20 @@ class ModelSpec:
         return 0
 
     def object_bytes(self, kind: Kind) -> int:
-        """Payload bytes of one object of `kind`; 0 when the model has none."""
+        """Payload bytes of one object of `kind`, as it is cached; 0 when the model has none."""
         return self._object_bytes[kind]
+
+    def device_bytes(self, kind: Kind) -> int:
+        """The same on the device."""
+        return self._device_bytes[kind]
 
     @cached_property
     def _object_bytes(self) -> dict[Kind, int]:
         return {kind: sum(part.size_bytes for part in self.parts(kind)) for kind in Kind}
+
+    @cached_property
+    def _device_bytes(self) -> dict[Kind, int]:
+        return {kind: max((part.offset + part.size_bytes for part in self.device_parts(kind)), default=0) for kind in Kind}
 
     def state_bytes_per_token(self, state: StateSpec) -> Fraction:
         """Bytes that grow with each token; only Prefix states grow."""
@@ -262,7 +221,7 @@ class ModelSpec:
             "layout": LAYOUT_VERSION,
             "page_tokens": self.page_tokens,
             "states": [asdict(state) | {"shape": str(state.shape)} for state in self.states],
-            "parts": {kind.label: [asdict(part) for part in self.parts(kind)] for kind in Kind},
+            "parts": {kind.label: [asdict(part) for part in self.parts(kind)] for kind in CACHED_KINDS},
         }
         canonical = json.dumps(facts, sort_keys=True, separators=(",", ":")).encode()
         return hashlib.blake2b(canonical, digest_size=16).hexdigest()

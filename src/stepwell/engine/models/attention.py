@@ -1,6 +1,7 @@
 """The attention block that most families share: one product for queries, keys and values, rotation, pages, one product out.
 
-What differs is data: norms of queries and keys, a window, sinks, a cap, biases. Reads and writes its own layer of one state.
+What differs is data: norms of queries and keys, a window, sinks, a cap, biases, a selector. Reads and writes its own layer of one
+state, and of the selector's.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from stepwell.engine.loading.weights import Weights
 from stepwell.engine.models.layers import Linear, RMSNorm
 from stepwell.engine.ops.kernels import TORCH, Kernels
 from stepwell.engine.ops.pointwise import Angles, HeadNorms
+from stepwell.engine.ops.selector import Selector
 from stepwell.engine.passes.batch import Batch
+from stepwell.engine.passes.paging import Paging
+from stepwell.engine.passes.rows import Rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -36,6 +40,7 @@ class Attention:
     sinks_H: torch.Tensor | None = None
     cap: float | None = None  # scores are kept within it, by tanh
     kernels: Kernels = TORCH
+    selector: Selector | None = None  # who picks the tokens that queries look at; None: they look at everything
 
     def __call__(self, x_NC: torch.Tensor, angles: Angles | None, batch: Batch) -> torch.Tensor:
         return self.out(self.look(x_NC, angles, batch))
@@ -46,17 +51,22 @@ class Attention:
         query_NHD = self.kernels.write_keys_values(
             self.qkv(x_NC), rows, paging, heads=self.heads, kv_heads=self.kv_heads, norms=self.norms, angles=angles
         )
-        seen_NHD = self.kernels.attend(
-            query_NHD,
-            rows,
-            paging,
-            heads=self.kv_heads,
-            key_dim=self.head_dim,
-            scale=self.scale,
-            sinks_H=self.sinks_H,
-            cap=self.cap,
+        return self._attend(query_NHD, rows, paging, batch).flatten(1)
+
+    def _attend(self, query_NHD: torch.Tensor, rows: Rows, paging: Paging, batch: Batch) -> torch.Tensor:
+        kernels, heads, key_dim = self.kernels, self.kv_heads, self.head_dim
+        if self.selector is not None:
+            assert self.sinks_H is None, "picked rows have no sinks beside them"
+            summaries = batch.rows(self.selector.state, self.layer)
+            self.selector.keep(rows, summaries, paging)
+            selection = self.selector.select(query_NHD, summaries, paging, scale=self.scale)
+            if any(picked is not None for picked in selection):
+                return kernels.attend_picked(
+                    query_NHD, rows, paging, selection, heads=heads, key_dim=key_dim, scale=self.scale, cap=self.cap
+                )
+        return kernels.attend(
+            query_NHD, rows, paging, heads=heads, key_dim=key_dim, scale=self.scale, sinks_H=self.sinks_H, cap=self.cap
         )
-        return seen_NHD.flatten(1)
 
 
 class HasAttention(Protocol):

@@ -14,6 +14,7 @@ from stepwell.base.spec.families.fields import Fields
 from stepwell.engine.loading.weights import Weights
 from stepwell.engine.models.layers import RMSNorm
 from stepwell.engine.ops.kernels import TORCH, Kernels
+from stepwell.engine.ops.selector import Selector
 from stepwell.engine.passes.batch import Batch
 
 OnLayer = Callable[[int, torch.Tensor], None]
@@ -27,6 +28,7 @@ class Parts:
     spec: ModelSpec
     weights: Weights
     kernels: Kernels = TORCH
+    selector: Selector | None = None  # of layers that look at all of the past
 
     @property
     def device(self) -> str | torch.device:
@@ -82,7 +84,9 @@ class Decoder:
     logit_scale: float = 1.0
     logit_cap: float | None = None
     steady: tuple[int | None, ...] = ()
+    selected: int = 0  # rows that a query reads at most, of models that pick by an index of their own
     kernels: Kernels = TORCH
+    selector: Selector | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -101,8 +105,14 @@ class Decoder:
         """Writes what the batch's tokens leave behind into its pages, and returns logits (fp32) of the rows it wants."""
         batch.prepare()
         logits = self.compute(batch, on_layer)
-        batch.finish()
+        self.finish(batch)
         return logits
+
+    def finish(self, batch: Batch) -> None:
+        """After the pass: what could not be written before all of it was computed."""
+        if self.selector is not None:
+            self.selector.finish(batch)
+        batch.finish()
 
     @torch.inference_mode()
     def compute(self, batch: Batch, on_layer: OnLayer | None = None) -> torch.Tensor:

@@ -1,11 +1,12 @@
 """DeepSeek-V3.2 and GLM-5: DeepSeek-V3 whose attention reads only the rows that an index picks for each query.
 
-Layers without an index of their own look where the last layer that has one did (GLM-5.2).
+Layers without an index of their own look where the last layer that has one did (GLM-5.2). Picked rows that are on the host alone
+are fetched between the choice and attention.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -17,6 +18,7 @@ from stepwell.engine.models.indexer import Indexer
 from stepwell.engine.models.latent import LatentAttention, latent_rotary
 from stepwell.engine.ops.pointwise import Angles
 from stepwell.engine.ops.selection import Selection
+from stepwell.engine.ops.staging import attend_spilled
 from stepwell.engine.passes.batch import Batch
 
 MODEL_TYPES = ("deepseek_v32", "glm_moe_dsa")
@@ -42,12 +44,19 @@ class SparseAttention:
         latent.keep(asked, batch)
         if self.indexer is not None:
             shared.selection = self.indexer(x_NC, asked.source_NQ, shared.angles, batch)
+            if batch.spilled is not None:
+                batch.spilled.resolve(latent.layer, [None if each is None else each.position_XK for each in shared.selection])
         assert shared.selection is not None, f"layer {latent.layer} follows no layer with an index"
-        rows = batch.rows(latent.state, latent.layer, latent.kept)
-        seen_NHR = latent.kernels.attend_selected(
-            asked.query_NHC, rows, batch.paging(None), shared.selection, rank=latent.sizes.rank, scale=latent.scale
-        )
-        return latent.answer(seen_NHR)
+        return latent.answer(self._attend(asked.query_NHC, shared.selection, batch))
+
+    def _attend(self, query_NHC: torch.Tensor, selection: Selection, batch: Batch) -> torch.Tensor:
+        latent, spilled = self.latent, batch.spilled
+        rows, attend = batch.rows(latent.state, latent.layer, latent.kept), latent.kernels.attend_selected
+        rank, scale = latent.sizes.rank, latent.scale
+        if spilled is None:
+            return attend(query_NHC, rows, batch.paging(None), selection, rank=rank, scale=scale)
+        spilled.fetch(latent.layer)
+        return attend_spilled(attend, query_NHC, rows, spilled, selection, rank=rank, scale=scale)
 
 
 def build(parts: Parts) -> Decoder:
@@ -57,7 +66,8 @@ def build(parts: Parts) -> Decoder:
         raise ConfigError("the first layer has no index of its own, and none before it to share; check indexer_types")
     blocks = [block(parts, name, _attention(parts, f"{name}.self_attn", index, own)) for index, name in enumerate(names)]
     dtype, kernels = parts.weights.dtype, parts.kernels  # not `parts`: it would keep all tensors that it was read from
-    return decoder(parts, blocks, lambda batch: Shared(angles=rotary.angles(batch.positions_N, dtype, kernels)))
+    made = decoder(parts, blocks, lambda batch: Shared(angles=rotary.angles(batch.positions_N, dtype, kernels)))
+    return replace(made, selected=parts.config.size("index_topk"))
 
 
 def _attention(parts: Parts, name: str, layer: int, own: list[bool]) -> SparseAttention:

@@ -76,6 +76,7 @@ def _block(parts: Parts, index: int, kinds: list[LayerKind]) -> Block:
         out=Linear.load(weights, {f"{name}.self_attn.o_proj": hidden}, queries * heads.key_dim),
         norms=head_norms(norm("self_attn.q_norm", heads.key_dim), norm("self_attn.k_norm", heads.key_dim)) if normed else None,
         kernels=parts.kernels,
+        selector=None if sliding else parts.selector,
     )
     return Block(
         attention=attention,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from stepwell.base.errors import ConfigError
-from stepwell.base.spec.families.attention import read_heads
+from stepwell.base.spec.families.attention import gemma3_heads
 from stepwell.base.spec.families.fields import Fields
 from stepwell.base.spec.families.layers import Layer as LayerKind
 from stepwell.base.spec.families.layers import every, schedule
@@ -84,7 +84,7 @@ def _block(parts: Parts, name: str, kinds: list[LayerKind], index: int) -> Block
     def norm(of: str, size: int = hidden) -> RMSNorm:
         return RMSNorm.load(weights, f"{name}.{of}", size, norm_eps(config), around_one=True)
 
-    heads, sliding = read_heads(config, num=4, head_dim=256), kinds[index] is LayerKind.SLIDING
+    heads, sliding = gemma3_heads(config), kinds[index] is LayerKind.SLIDING
     biased = config.flag("attention_bias", False)
     attention = Attention(
         state="swa" if sliding else "kv",
@@ -99,6 +99,7 @@ def _block(parts: Parts, name: str, kinds: list[LayerKind], index: int) -> Block
         norms=head_norms(norm("self_attn.q_norm", heads.key_dim), norm("self_attn.k_norm", heads.key_dim)),
         kernels=parts.kernels,
         cap=_cap(config, "attn_logit_softcapping"),
+        selector=None if sliding else parts.selector,
     )
     return Block(
         kind=kinds[index],
@@ -136,7 +137,7 @@ def _head(parts: Parts, name: str, embed: torch.Tensor) -> torch.Tensor:
 def _rotary(config: Fields, kind: LayerKind, device: str | torch.device) -> Rotary:
     """The rotation of one kind of layer, in either way of writing it: by kind, or flat with scaling for full layers only."""
     full = kind is LayerKind.FULL
-    width = read_heads(config, num=4, head_dim=256).key_dim
+    width = gemma3_heads(config).key_dim
     base = number(config, "rope_theta", 1e6) if full else number(config, "rope_local_base_freq", 1e4)
     if not config.has("rope_parameters"):
         return rotary(base, width, config.section("rope_scaling") if full else Fields(values={}), config, device)

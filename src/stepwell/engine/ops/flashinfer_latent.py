@@ -142,7 +142,7 @@ def highest(score_XT: torch.Tensor, count: int) -> torch.Tensor:
 def within_reach(rows: Rows) -> bool:
     """Whether the library can read these rows where they lie."""
     stored = rows.stored_PRE
-    if rows.format is not PLAIN or stored.dtype != rows.dtype or stored.stride(2) != 1:
+    if rows.places is not None or rows.format is not PLAIN or stored.dtype != rows.dtype or stored.stride(2) != 1:
         return False
     size = stored.element_size()
     aligned = all(number * size % ALIGNED_BYTES == 0 for number in (stored.stride(0), stored.stride(1)))

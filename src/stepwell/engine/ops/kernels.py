@@ -7,6 +7,7 @@
     index          ops/selection.py       Triton: scores and the best of them, the latter with FlashInfer's top-k
     entries        ops/compression.py     Triton: windows, entries and sinks in one
     rows           passes/rows.py         Triton: encoding in eight bits
+    hot rows       sparse/resolve.py      Triton: slots for selected rows that are on the host alone, and their copies
     pointwise      ops/pointwise.py       Triton: rotation and rows, gates, sums and norms
     experts        ops/experts.py         Triton, or torch's grouped product
     recurrence     ops/recurrent.py       Triton; runs of delta nets by flash-linear-attention
@@ -31,18 +32,20 @@ from stepwell.engine.ops import pointwise, recurrent
 from stepwell.engine.ops.attention import Attend, AttendLatent, attend, attend_latent
 from stepwell.engine.ops.compression import AttendShared, attend_shared
 from stepwell.engine.ops.experts import RunExperts, run_experts
+from stepwell.engine.ops.picked import AttendPicked, attend_picked
 from stepwell.engine.ops.pointwise import Activation, Angles, HeadNorms
 from stepwell.engine.ops.recurrent import Points
 from stepwell.engine.ops.recurrent_tokens import Tokens
-from stepwell.engine.ops.selection import AttendSelected, Select, attend_selected, select
+from stepwell.engine.ops.selection import AttendSelected, Best, Select, attend_selected, best, select
 from stepwell.engine.ops.to_host import ToHost, to_host
 from stepwell.engine.passes.paging import Paging
 from stepwell.engine.passes.rows import Rows
+from stepwell.sparse.resolve import Fetch, Resolve, fetch, resolve
 
 KERNELS = ("auto", "torch", "flashinfer")
 OPERATIONS = (
-    "attention", "latents", "picked rows", "index", "entries", "rows", "pointwise", "experts", "recurrence", "delta runs",
-    "tokens",
+    "attention", "latents", "picked rows", "index", "entries", "rows", "hot rows", "pointwise", "experts", "recurrence",
+    "delta runs", "tokens",
 )  # fmt: skip
 _FAST_DTYPES = (torch.bfloat16, torch.float16)
 _INSTALL = "pip install 'stepwell[cuda]', and have CUDA's compiler (nvcc) on the path"
@@ -100,8 +103,12 @@ class Kernels:
     attend: Attend = attend
     attend_latent: AttendLatent = attend_latent
     attend_selected: AttendSelected = attend_selected
+    attend_picked: AttendPicked = attend_picked
     attend_shared: AttendShared = attend_shared
     select: Select = select
+    resolve: Resolve = resolve
+    fetch: Fetch = fetch
+    best: Best = best
     write_rows: WriteRows = Rows.write
     write_keys_values: WriteKeysValues = pointwise.write_keys_values
     angles: MakeAngles = pointwise.angles
@@ -166,8 +173,10 @@ def _triton(report: Report) -> dict[str, Any]:
     from stepwell.engine.ops.triton_selection import TritonSelect
     from stepwell.engine.ops.triton_shared import TritonShared
     from stepwell.engine.ops.triton_to_host import TritonToHost
+    from stepwell.sparse.triton_fetch import fetch as fast_fetch
+    from stepwell.sparse.triton_resolve import resolve as fast_resolve
 
-    report.chosen |= dict.fromkeys(("index", "entries", "rows", "pointwise", "experts", "tokens"), "triton")
+    report.chosen |= dict.fromkeys(("index", "entries", "rows", "hot rows", "pointwise", "experts", "tokens"), "triton")
     names = ("write_keys_values", "angles", "add_norm", "gate")
     made = {name: Guarded("pointwise", getattr(fast, name), getattr(pointwise, name), report) for name in names}
     return made | {
@@ -176,6 +185,8 @@ def _triton(report: Report) -> dict[str, Any]:
         "select": Guarded("index", TritonSelect(), select, report),
         "attend_shared": Guarded("entries", TritonShared(TritonSelect()), attend_shared, report),
         "write_rows": Guarded("rows", write_rows, Rows.write, report),
+        "resolve": Guarded("hot rows", fast_resolve, resolve, report),
+        "fetch": Guarded("hot rows", fast_fetch, fetch, report),
     }
 
 

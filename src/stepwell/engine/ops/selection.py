@@ -10,7 +10,7 @@ X queries of a part of the batch, K rows each looks at, T tokens of context.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,12 +26,19 @@ _WIDTH_BYTES = 4  # what is counted for each number, whatever it is computed in
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Picked:
-    """Where each of X queries looks, ascending. Positions that it may not see stand behind the others."""
+    """Where each of X queries looks, ascending. Positions that it may not see stand behind the others.
+
+    The part's first `first` queries pick nothing, look at everything, and are not among the X.
+    """
 
     position_XK: torch.Tensor
+    first: int = 0
 
 
 Selection = tuple[Picked | None, ...]  # of each part of a batch, singles first; None: nobody sees more than it may pick
+
+
+Best = Callable[[torch.Tensor, int], torch.Tensor]  # positions of the highest scores of each row, as `best`
 
 
 class Select(Protocol):

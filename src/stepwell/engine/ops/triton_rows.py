@@ -39,6 +39,8 @@ class Views:
 def views_of(rows: Rows) -> Views | None:
     """None where plain torch must read and write these rows."""
     stored, kept = rows.stored_PRE, rows.format
+    if rows.places is not None:
+        return None
     if kept is PLAIN:
         return Views(stored, stored, stored, 0, 0, 0, stored.shape[2], TILE)
     if not isinstance(kept, Tiled | Powers) or kept.width % 4 or stored.stride(2) != 1:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 
 import numpy as np
@@ -25,6 +26,7 @@ from stepwell.engine.passes.open_groups import OpenGroups
 from stepwell.engine.passes.pages import DevicePages
 from stepwell.engine.passes.paging import Look, Paging, Sight
 from stepwell.engine.passes.rows import PLAIN, RowFormat, Rows
+from stepwell.engine.passes.spilled import Spilled, spilled_in
 from stepwell.jobs.executors import Arriving
 
 PADDING_PAGES = 64  # that nobody minds
@@ -45,6 +47,8 @@ class RequestRows:
     slot: int | None = None  # where its open groups are, for models that leave some
     resumes: bool = False  # the first of its lease: its point page holds what was left at `position`
     num_logits: int = 1  # of so many of its last tokens logits are wanted
+    hot_numbers: PageIds = field(default_factory=lambda: NO_PAGES)  # of its hot pages, where rows of it are on the host alone
+    picks_from: int = 0  # where a selector picks: tokens before look at everything. Models without a selector do not ask
 
     @property
     def end(self) -> int:
@@ -82,7 +86,7 @@ class Batch:
         rows = np.fromiter(range(self.starts[-1]) if every_token else last, np.int64)  # whose logits are asked for
         points = [segment.point_page for segment in segments if segment.point_page is not None]
         fresh = [segment.position == 0 for segment in segments if segment.point_page is not None]
-        made = self._tensors(tokens, positions, rows, np.array(points, np.int64), np.array(fresh, np.int64))
+        made = self.numbers(tokens, positions, rows, np.array(points, np.int64), np.array(fresh, np.int64))
         self.tokens_N, self.positions_N, self.wanted = made[:3]
         self.wants_all = len(rows) == self.starts[-1]
         self.points_S = made[3]  # the page of each segment's point state, for models that have one
@@ -111,8 +115,14 @@ class Batch:
         """One layer of a state, to read and write in what the model computes in."""
         return self.pages.rows(state, layer, kept, self._dtype)
 
+    @cached_property
+    def spilled(self) -> Spilled | None:
+        """How it comes to rows that are on the host alone; None where it looks at none."""
+        return spilled_in(self)
+
     def prepare(self) -> None:
         """Makes its memory ready: all that may be read holds numbers, and open groups of segments that resume are in their slots.
+        The device is told where rows are that may be on the host alone.
 
         Attention reads whole pages, and masks what is not written: pages this pass begins and does not fill are cleared. Where
         groups are longer than a page all that it begins are, for most of them never get an entry.
@@ -121,6 +131,8 @@ class Batch:
         if spec.parts(Kind.PREFIX):
             prefix = [page for s in self.segments for page in _begun(s.prefix_pages, s, spec.page_tokens, 0, each_page)]
             self.pages.clear(Kind.PREFIX, prefix)
+        if self.pages.spilling is not None:
+            self.pages.spilling.begin()
         if spec.parts(Kind.WINDOW):
             size = spec.window_page_tokens
             windows = [page for s in self.segments for page in _begun(s.window_pages, s, size, s.first_window, False)]
@@ -154,10 +166,10 @@ class Batch:
         size = self.spec.page_tokens if window is None else self.spec.window_page_tokens
         spans = [self._span(segment, window, size) for segment in self.segments]
         looks = [
-            Look(start=start, stop=stop, position=segment.position, first=first, pages=pages)
+            Look(start=start, stop=stop, position=segment.position, first=first, pages=pages, picks_from=segment.picks_from)
             for segment, (first, pages), start, stop in zip(self.segments, spans, self.starts, self.starts[1:], strict=False)
         ]
-        page_N, row_N = self._tensors(*self._slots(size, window))
+        page_N, row_N = self.numbers(*self._slots(size, window))
         return Paging(
             looks,
             Sight(page_tokens=size, window=window, first_seen=self._first_seen, device=self.device, dtype=self._dtype),
@@ -182,7 +194,8 @@ class Batch:
         """Singles that are looked at together. Layers that look at a window and at groups need both cut alike: as groups are."""
         if self._longest_group > 1:
             spans = [self._span(segment, None, self.spec.page_tokens) for segment in self.segments[: self.num_singles]]
-        return _alike(spans[: self.num_singles])
+        picks = [segment.position >= segment.picks_from for segment in self.segments[: self.num_singles]]
+        return _alike(spans[: self.num_singles], picks)
 
     @staticmethod
     def _span(segment: RequestRows, window: int | None, size: int) -> tuple[int, PageIds]:
@@ -195,9 +208,9 @@ class Batch:
         return first * size, segment.window_pages[first - segment.first_window : stop - segment.first_window]
 
     def _tensor(self, values: npt.NDArray[np.integer]) -> torch.Tensor:
-        return self._tensors(values)[0]
+        return self.numbers(values)[0]
 
-    def _tensors(self, *values: npt.NDArray[np.integer]) -> tuple[torch.Tensor, ...]:
+    def numbers(self, *values: npt.NDArray[np.integer]) -> tuple[torch.Tensor, ...]:
         """Numbers on the device, in one copy that the host does not wait for."""
         joined = torch.from_numpy(np.concatenate(values).astype(np.int64, copy=False))
         if torch.device(self.device).type == "cuda":
@@ -206,12 +219,15 @@ class Batch:
         return parts
 
 
-def _alike(spans: Sequence[tuple[int, PageIds]]) -> Iterator[range]:
-    """Neighbours whose lengths do not differ by much: padding them to one costs at most as much again, or a few pages."""
+def _alike(spans: Sequence[tuple[int, PageIds]], picks: Sequence[bool]) -> Iterator[range]:
+    """Neighbours whose lengths do not differ by much: padding them to one costs at most as much again, or a few pages. Those for
+    which a selector picks are not together with those that look at everything.
+    """
     start = 0
     for at in range(1, len(spans) + 1):
         lengths = [len(pages) for _, pages in spans[start : at + 1]]
-        if at == len(spans) or len(lengths) * max(lengths) > 2 * sum(lengths) + PADDING_PAGES:
+        apart = at == len(spans) or picks[at] != picks[start]
+        if apart or len(lengths) * max(lengths) > 2 * sum(lengths) + PADDING_PAGES:
             yield range(start, at)
             start = at
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import copy
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,6 +16,9 @@ from stepwell.base.ids import Kind
 from stepwell.base.spec import ModelSpec, Part
 from stepwell.engine.passes.rows import RowFormat, Rows
 from stepwell.jobs.executors import Arriving
+
+if TYPE_CHECKING:
+    from stepwell.engine.passes.spilling import Spilling
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _MIXED = ("fp8", "bf16+fp32", "fp16+fp32")  # bytes, until who knows them reads them: eight bits and scales, two kinds of numbers
@@ -25,25 +29,27 @@ class DevicePages:
     """All states of a model in one tier's memory. `rows` holds, for each kind, all of its pages as `[page, byte]`.
 
     Where two models share pages, `inside` is what the pages hold in all, and `names` says what a state of this one is called
-    there when it is called otherwise.
+    there when it is called otherwise. A state whose rows may be on the host alone is that of ROWS pages here; `spilling` says
+    where the rows of prefix pages are, for models that read or write them.
     """
 
     def __init__(
         self, spec: ModelSpec, rows: Mapping[Kind, torch.Tensor], *, inside: ModelSpec | None = None,
-        names: Mapping[str, str] | None = None,
+        names: Mapping[str, str] | None = None, spilling: Spilling | None = None,
     ) -> None:  # fmt: skip
         self.spec = spec
+        self.spilling = spilling
         self._arriving: tuple[Arriving, ...] = ()
         whole = inside or spec
-        parts = {part.state: (kind, part) for kind in rows for part in whole.parts(kind)}
+        parts = {part.state: (kind, part) for kind in rows for part in whole.device_parts(kind)}
         called = {state.name: (names or {}).get(state.name, state.name) for state in spec.states}
         self._called = called
         found = {name: parts[there] for name, there in called.items() if there in parts}  # some have rows at no boundary
         self._states = {name: self._typed(rows[kind], part, spec.state(name).dtype) for name, (kind, part) in found.items()}
-        self._bytes = {name: _by_row(_bytes_of(rows[kind], part), part) for name, (kind, part) in found.items()}
+        self._bytes = {name: part_PLRE(rows[kind], part, torch.uint8) for name, (kind, part) in found.items()}
         # What is cleared: whole pages, or what this model has in them.
         self._cleared = {kind: [rows[kind]] for kind in rows}
-        if inside is not None:
+        if inside is not None or spec.spill is not None:
             self._cleared = {kind: [self._bytes[name] for name, (of, _) in found.items() if of is kind] for kind in rows}
 
     def while_arriving(self, arriving: Sequence[Arriving]) -> DevicePages:
@@ -81,20 +87,22 @@ class DevicePages:
 
     def rows(self, name: str, layer: int, kept: RowFormat, dtype: torch.dtype) -> Rows:
         """One layer of a state, to compute with in `dtype`."""
-        return Rows(self.layer_PRE(name, layer), kept, dtype)
+        places = None if self.spilling is None else self.spilling.of_layer(name, layer)
+        return Rows(self.layer_PRE(name, layer), kept, dtype, places)
 
     def clear(self, kind: Kind, ids: list[int]) -> None:
         """Zeros these pages, so that rows nobody has written yet hold numbers, whatever the bytes were before."""
         if ids:
             for pages in self._cleared[kind]:
                 pages[on_device(ids, pages.device)] = 0
+            if kind is Kind.PREFIX and self.spilling is not None:
+                self.clear(Kind.ROWS, self.spilling.rows_of(ids))
 
     @staticmethod
     def _typed(rows: torch.Tensor, part: Part, dtype: str) -> torch.Tensor:
         if dtype not in _STORED:
             raise ConfigError(f"the engine cannot compute with a state of {dtype}; choose one of: {', '.join(_STORED)}")
-        state_PX: torch.Tensor = _bytes_of(rows, part).view(_STORED[dtype])
-        return _by_row(state_PX, part)
+        return part_PLRE(rows, part, _STORED[dtype])
 
 
 def on_device(
@@ -105,13 +113,10 @@ def on_device(
     return made.to(device, non_blocking=True)
 
 
-def _by_row(part_PX: torch.Tensor, part: Part) -> torch.Tensor:
+def part_PLRE(rows: torch.Tensor, part: Part, dtype: torch.dtype) -> torch.Tensor:
     """A part of every page as `[page, layer, row, element]`, wherever the part has its rows. Without a copy."""
+    part_PX = rows[:, part.offset : part.offset + part.size_bytes].view(dtype)
     size = part_PX.element_size()
     shape = (len(part_PX), part.layers, part.rows, part.row_bytes // size)
     strides = (part_PX.stride(0), part.layer_stride // size, part.row_stride // size, 1)
     return part_PX.as_strided(shape, strides, part_PX.storage_offset())
-
-
-def _bytes_of(rows: torch.Tensor, part: Part) -> torch.Tensor:
-    return rows[:, part.offset : part.offset + part.size_bytes]

@@ -10,7 +10,7 @@ Only says where things are. Tensors end in their axes: N tokens, B singles, P pa
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -30,6 +30,7 @@ class Look:
     position: int
     first: int  # the token that its first page begins with
     pages: PageIds
+    picks_from: int = 0  # where a selector picks: tokens before look at everything
 
     @property
     def end(self) -> int:
@@ -66,6 +67,7 @@ class Singles:
     position_B: torch.Tensor
     first_B: torch.Tensor  # the token that each one's first page begins with
     sight: Sight
+    picks: bool = True  # whether a selector picks for them; otherwise they look at everything
 
     @cached_property
     def mask_BT(self) -> torch.Tensor:
@@ -92,6 +94,7 @@ class Run:
     position: int
     first: int  # the token that its first page begins with
     sight: Sight
+    picks_from: int = 0  # as `Look`
     tiled: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @cached_property
@@ -144,6 +147,19 @@ class Paging:
     def runs(self) -> tuple[Run, ...]:
         return tuple(self._run(look) for look in self.looks[self.num_singles :])
 
+    def cut(self, first: int, stop: int, pages: PageIds | None = None) -> Paging:
+        """The same for some segments alone: all singles, or a single run, which may be over other `pages`."""
+        mine = self.looks[first:stop]
+        start, end = mine[0].start, mine[-1].stop
+        looks = [
+            replace(look, start=look.start - start, stop=look.stop - start, pages=look.pages if pages is None else pages)
+            for look in mine
+        ]
+        return Paging(
+            looks, self.sight, page_N=self.page_N[start:end], row_N=self.row_N[start:end],
+            num_singles=max(self.num_singles - first, 0), together=self._together if first < self.num_singles else lambda: (),
+        )  # fmt: skip
+
     # ---- inside -----------------------------------------------------------------------------------
 
     def _table(self, looks: Sequence[Look]) -> Singles:
@@ -156,13 +172,14 @@ class Paging:
         table_X, position_B, first_B = together.split((count * longest, count, count))
         return Singles(
             start=looks[0].start, stop=looks[-1].stop, table_BP=table_X.view(count, longest), position_B=position_B,
-            first_B=first_B, sight=self.sight,
+            first_B=first_B, sight=self.sight, picks=all(look.position >= look.picks_from for look in looks),
         )  # fmt: skip
 
     def _run(self, look: Look) -> Run:
         pages_P = self._tensor(look.pages.astype(np.int64))
         return Run(
-            start=look.start, stop=look.stop, pages_P=pages_P, position=look.position, first=look.first, sight=self.sight
+            start=look.start, stop=look.stop, pages_P=pages_P, position=look.position, first=look.first, sight=self.sight,
+            picks_from=look.picks_from,
         )  # fmt: skip
 
     def _tensor(self, values: npt.NDArray[np.int64]) -> torch.Tensor:

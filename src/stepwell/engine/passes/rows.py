@@ -7,7 +7,8 @@
 A tile in which a number is not finite is read as NaN throughout, in either format: eight bits have no infinity, and a fault must
 stay seen. Numbers next to nothing, 1e-38 and less, become 0.
 
-A model knows which of its states is which; `Rows` is one layer of one, through which it reads and writes. Knows no requests.
+A model knows which of its states is which; `Rows` is one layer of one, through which it reads and writes. Where rows may be on
+the host alone, that is looked up on the way (`LayerPlaces`), and nobody else knows. Knows no requests.
 Axes: P pages, R rows of a page, E what a row is stored as, N rows that are written, C channels.
 """
 
@@ -18,6 +19,8 @@ from typing import Protocol
 
 import torch
 from torch.nn.functional import pad
+
+from stepwell.sparse.places import ROWS, Places
 
 EIGHT = torch.float8_e4m3fn
 LARGEST = 448.0  # of e4m3
@@ -109,24 +112,56 @@ def shared_rows(dtype: str, width: int, exact: int) -> RowFormat:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class LayerPlaces:
+    """Where the rows of one layer are, for pages by the ids of prefix pages."""
+
+    places: Places
+    layer: int
+    group: int  # whose selection the layer follows
+
+    def written(self, page: torch.Tensor) -> torch.Tensor:
+        """The ROWS pages that belong to prefix pages which are written to: these have some."""
+        return self.places.header_P3[page, ROWS].long()
+
+    def read(self, page: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+        """Stored rows `[..., E]`, wherever they are."""
+        return self.places.read(self.layer, page, row, self.group)
+
+    def whole(self, table: torch.Tensor) -> torch.Tensor:
+        """All stored rows of pages `[..., P]`: `[..., P, R, E]`."""
+        row_R = torch.arange(self.places.page_rows, device=table.device)
+        page = table[..., None].expand(*table.shape, len(row_R))
+        return self.read(page, row_R.expand_as(page))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """One layer of a state, as a model reads and writes it: in `dtype`, whatever is stored."""
+    """One layer of a state, as a model reads and writes it: in `dtype`, whatever is stored.
+
+    With `places`, pages are prefix pages and `stored_PRE` are ROWS pages: only who has asked `places` may use it.
+    """
 
     stored_PRE: torch.Tensor
     format: RowFormat
     dtype: torch.dtype
+    places: LayerPlaces | None = None
 
     def write(self, page_N: torch.Tensor, row_N: torch.Tensor, x_NC: torch.Tensor) -> None:
+        if self.places is not None:
+            page_N = self.places.written(page_N)
         self.stored_PRE[page_N, row_N] = self.format.encode(x_NC).to(self.stored_PRE.dtype)
 
     def whole(self, table: torch.Tensor) -> torch.Tensor:
         """All rows of whole pages, in their order: `[..., P, R, C]` for a table of pages `[..., P]`."""
+        if self.places is not None:
+            return self.format.decode(self.places.whole(table), self.dtype)
         stored = self.stored_PRE.index_select(0, table.flatten()).unflatten(0, table.shape)
         return self.format.decode(stored, self.dtype)
 
     def some(self, page: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
         """Single rows, `[..., C]` for pages and rows `[...]`."""
-        return self.format.decode(self.stored_PRE[page, row], self.dtype)
+        stored = self.stored_PRE[page, row] if self.places is None else self.places.read(page, row)
+        return self.format.decode(stored, self.dtype)
 
 
 def _tiles(x: torch.Tensor, size: int) -> torch.Tensor:

@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from stepwell.base.errors import SpecError
-from stepwell.base.spec.families import attention, compressed, latent, recurrent
+from stepwell.base.spec.families import attention, compressed, latent, recurrent, summaries
 from stepwell.base.spec.families.dtypes import KV_DTYPES, Dtypes, choose_dtypes
 from stepwell.base.spec.families.fields import Fields
-from stepwell.base.spec.model import ModelSpec, StateSpec
+from stepwell.base.spec.model import ModelSpec
+from stepwell.base.spec.spill import Spill
+from stepwell.base.spec.states import StateSpec
 
 __all__ = ["KV_DTYPES", "from_config", "known_model_types"]
 
@@ -27,19 +29,23 @@ class Family:
     states: Callable[[Fields, Dtypes], Iterator[StateSpec]]
     draft: Callable[[Fields, Dtypes, int], Iterator[StateSpec]] | None = None  # for pages of so many tokens
     page_tokens: int = DEFAULT_PAGE_TOKENS
+    heads: Callable[[Fields], attention.Heads] | None = (
+        None  # of layers that look at everything, where summaries can pick for them
+    )
+    spill: Callable[[Fields], Spill] | None = None  # of models that pick by an index of their own
 
 
 _QWEN_LINEAR = tuple(f"qwen3_{minor}{variant}" for minor in (5, 6, 8) for variant in ("", "_text", "_moe", "_moe_text"))
 
 _FAMILIES = (
-    Family(model_types=("llama", "mixtral", "minimax_m2"), states=attention.full_states),
-    Family(model_types=("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), states=attention.qwen_states),
-    Family(model_types=("mistral",), states=attention.mistral_states),
-    Family(model_types=("gemma3", "gemma3_text"), states=attention.gemma3_states),
+    Family(model_types=("llama", "mixtral", "minimax_m2"), states=attention.full_states, heads=attention.read_heads),
+    Family(model_types=("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), states=attention.qwen_states, heads=attention.read_heads),
+    Family(model_types=("mistral",), states=attention.mistral_states, heads=attention.read_heads),
+    Family(model_types=("gemma3", "gemma3_text"), states=attention.gemma3_states, heads=attention.gemma3_heads),
     Family(model_types=("gpt_oss",), states=attention.gpt_oss_states),
     Family(model_types=("mimo_v2", "mimo_v2_flash"), states=attention.mimo_states),
     Family(model_types=("deepseek_v2", "deepseek_v3", "kimi_k2", "kimi_k25"), states=latent.mla_states, draft=latent.mla_draft),
-    Family(model_types=("deepseek_v32", "glm_moe_dsa"), states=latent.dsa_states, draft=latent.dsa_draft),
+    Family(model_types=("deepseek_v32", "glm_moe_dsa"), states=latent.dsa_states, draft=latent.dsa_draft, spill=latent.dsa_spill),
     Family(model_types=("deepseek_v4",), states=compressed.compressed_states, page_tokens=256),
     Family(model_types=("qwen3_next", *_QWEN_LINEAR), states=recurrent.delta_net_states),
     Family(model_types=("kimi_linear", "kimi_k3"), states=recurrent.kimi_states),
@@ -58,12 +64,14 @@ def from_config(
     page_tokens: int | None = None,
     name: str | None = None,
     draft: bool = False,
+    sparse: str | None = None,
 ) -> ModelSpec:
     """The memory of the model a `config.json` describes; a text model nested under `text_config` is found.
 
     `kv_dtype`, `model_dtype` (what it computes in) and `page_tokens` override its own. `draft` adds the optional states of its
-    next-token-prediction layers. Raises SpecError for an unknown architecture, naming it, and for a field
-    that is missing or out of range, naming that.
+    next-token-prediction layers. `sparse` names a selector, and adds what it keeps of the keys; with `dsa` attention rows may
+    spill. Raises SpecError for an unknown architecture, naming it, for a field that is missing or out of range, naming that, and
+    for a selector the model cannot have.
     """
     if not isinstance(config, Mapping):
         raise SpecError(f"a model config must be a JSON object, got {type(config).__name__}")
@@ -73,11 +81,15 @@ def from_config(
     text = outer.section("text_config") if outer.has("text_config") else outer
     family = _family_of(text, outer)
     dtypes = choose_dtypes(kv_dtype, text, outer, model_dtype=model_dtype)
-    page_tokens = family.page_tokens if page_tokens is None else page_tokens
+    if page_tokens is None:
+        page_tokens = summaries.CLUSTERKV_PAGE_TOKENS if sparse == summaries.CLUSTERKV else family.page_tokens
     states = [*family.states(text, dtypes)]
+    if sparse is not None:
+        states += _summaries_of(family, text, sparse, states, page_tokens)
     if draft:
         states += _draft_of(family, text, dtypes, page_tokens)
-    return ModelSpec(name=name or _title(text, outer), states=tuple(states), page_tokens=page_tokens)
+    spill = family.spill(text) if sparse == summaries.DSA and family.spill is not None else None
+    return ModelSpec(name=name or _title(text, outer), states=tuple(states), page_tokens=page_tokens, spill=spill)
 
 
 def known_model_types() -> tuple[str, ...]:
@@ -98,6 +110,28 @@ def _draft_of(family: Family, text: Fields, dtypes: Dtypes, page_tokens: int) ->
     if family.draft is None:
         raise SpecError(f"draft state is not known for {text.text('model_type') or 'this model'}; leave draft off")
     return family.draft(text, dtypes, page_tokens)
+
+
+def _summaries_of(
+    family: Family, text: Fields, selector: str, states: list[StateSpec], page_tokens: int
+) -> list[StateSpec]:  # fmt: skip
+    """What a selector adds to a model's states: nothing where the model picks by an index of its own."""
+    if selector not in summaries.SELECTORS:
+        raise SpecError(f"a selector must be one of {', '.join(summaries.SELECTORS)}, got {selector!r}")
+    named = {state.name: state for state in states}
+    own, model = "index" in named, text.text("model_type") or "this model"
+    if selector == summaries.DSA:
+        if family.spill is None:
+            raise SpecError(
+                f"{model} has no index to pick rows by: dsa is for DeepSeek-V3.2 and GLM-5; choose quest or clusterkv"
+            )
+        return []
+    if own or family.heads is None or "kv" not in named:
+        raise SpecError(
+            f"{selector} is for models that keep keys and values per head and look at all of the past in some layer, which "
+            f"{model} does not{': it picks by its own index (dsa)' if own else ''}"
+        )
+    return [summaries.summary_state(selector, named["kv"], family.heads(text), page_tokens)]
 
 
 def _title(text: Fields, outer: Fields) -> str:

@@ -12,8 +12,8 @@ from stepwell.base.errors import SpecError
 from stepwell.base.spec.families.dtypes import Dtypes
 from stepwell.base.spec.families.fields import Fields
 from stepwell.base.spec.families.layers import LAYER_TYPES, Layer, Rule, every, schedule
-from stepwell.base.spec.model import StateSpec
 from stepwell.base.spec.shapes import Prefix, Window
+from stepwell.base.spec.states import StateSpec
 
 _MIMO_PATTERN: dict[str | int, Layer] = {0: Layer.FULL, 1: Layer.SLIDING}
 
@@ -84,7 +84,11 @@ def gemma3_states(config: Fields, dtypes: Dtypes) -> Iterator[StateSpec]:
     """Gemma 3: one full layer after each five with a window. Its configs leave out values equal to 4 heads of 256."""
     pattern = config.size("sliding_window_pattern", 6)
     rule = every(pattern, last=Layer.FULL, others=Layer.SLIDING)
-    return _mixed(config, dtypes, rule, read_heads(config, num=4, head_dim=256))
+    return _mixed(config, dtypes, rule, gemma3_heads(config))
+
+
+def gemma3_heads(config: Fields) -> Heads:
+    return read_heads(config, num=4, head_dim=256)
 
 
 def gpt_oss_states(config: Fields, dtypes: Dtypes) -> Iterator[StateSpec]:

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from stepwell.base.errors import SpecError
 from stepwell.base.spec.families.dtypes import WIDTH_BYTES, Dtypes
 from stepwell.base.spec.families.fields import Fields
-from stepwell.base.spec.model import StateSpec
 from stepwell.base.spec.shapes import Point, Prefix, Shape, Window
+from stepwell.base.spec.states import StateSpec
 
 SLIDING, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 _BY_RATIO: dict[str | int, str] = {0: SLIDING, 4: SPARSE, 128: HEAVY}

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from stepwell.base.errors import SpecError
 from stepwell.base.spec.families.dtypes import Dtypes
 from stepwell.base.spec.families.fields import Fields
-from stepwell.base.spec.model import StateSpec
 from stepwell.base.spec.shapes import Prefix
+from stepwell.base.spec.spill import Spill
+from stepwell.base.spec.states import StateSpec
 
 
 def mla_states(config: Fields, dtypes: Dtypes) -> Iterator[StateSpec]:
@@ -30,6 +31,12 @@ def dsa_states(config: Fields, dtypes: Dtypes) -> Iterator[StateSpec]:
         row_bytes=_index_row_bytes(config, dtypes),
         dtype=dtypes.kv,
     )
+
+
+def dsa_spill(config: Fields) -> Spill:
+    """Latents may be on the host alone, for the index says which are read. Layers that share a selection need the same rows."""
+    own = own_index(config, config.num_layers())
+    return Spill(states=("kv",), group_of={"kv": tuple(max(own[: layer + 1].count(True) - 1, 0) for layer in range(len(own)))})
 
 
 def latent_state(layers: int, config: Fields, dtypes: Dtypes) -> StateSpec:

@@ -15,8 +15,8 @@ from stepwell.base.spec.families.dtypes import WIDTH_BYTES, Dtypes, recurrent_dt
 from stepwell.base.spec.families.fields import Fields
 from stepwell.base.spec.families.latent import latent_state
 from stepwell.base.spec.families.layers import Layer, every, schedule
-from stepwell.base.spec.model import StateSpec
 from stepwell.base.spec.shapes import Point
+from stepwell.base.spec.states import StateSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,31 @@
+"""Attention over rows of which some are on the host alone.
+
+What singles and short runs selected is looked up where it is. What longer runs read is brought into a scratch first, one layer of
+one run at a time.
+
+The scratch is pages like any others, so that the same kernels read it. Where a pass has no such runs, it is attended to at once.
+Never selects. Axes as in `selection.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from stepwell.engine.ops.selection import AttendSelected, Selection
+from stepwell.engine.passes.rows import Rows
+from stepwell.engine.passes.spilled import Spilled
+
+
+def attend_spilled(
+    attend: AttendSelected, query_NHC: torch.Tensor, rows: Rows, spilled: Spilled, selection: Selection, *, rank: int,
+    scale: float,
+) -> torch.Tensor:  # fmt: skip
+    """As `attend_selected`, once what singles and short runs selected is fetched."""
+    seen = [
+        attend(
+            query_NHC[piece.start : piece.stop], spilled.rows(rows, piece), piece.paging, selection[piece.parts], rank=rank,
+            scale=scale,
+        )
+        for piece in spilled.pieces()
+    ]  # fmt: skip
+    return seen[0] if len(seen) == 1 else torch.cat(seen)

@@ -1,0 +1,151 @@
+"""How one pass comes to rows that are on the host alone.
+
+    singles, short runs   select rows: `resolve` gives those that are missing a slot, `fetch` copies them, layer by layer
+    longer runs           read nearly everything: each layer's rows of all their pages are copied into a scratch first
+
+Where a row is was decided before the pass. Selections are never changed by it. Axes as in `sparse/resolve.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch.nn.functional import pad
+
+from stepwell.base.tasks import PageIds
+from stepwell.engine.passes.paging import Paging, Run, Singles
+from stepwell.engine.passes.rows import Rows
+from stepwell.engine.passes.spilling import SHORT_RUN, Spilling
+from stepwell.memory.row_pages import ABSENT
+from stepwell.sparse.resolve import Wanted
+
+if TYPE_CHECKING:
+    from stepwell.engine.passes.batch import Batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Piece:
+    """Neighbours of a pass that are attended to at once: tokens `[start, stop)`, and which parts of a selection are theirs.
+
+    With `staged`, `paging` counts the pages of a scratch with the rows of these prefix pages.
+    """
+
+    start: int
+    stop: int
+    parts: slice
+    paging: Paging
+    staged: PageIds | None = None
+
+
+class Spilled:
+    """One pass with rows on the host alone. Made by `spilled_in`."""
+
+    def __init__(self, batch: Batch, spilling: Spilling, staged: frozenset[int]) -> None:
+        """`staged` are the segments whose rows are staged."""
+        self._spilling = spilling
+        self._staged = staged
+        self._paging = batch.paging(None)
+        singles, segments = batch.num_singles, batch.segments
+        short = [at for at in range(len(segments)) if at < singles or len(segments[at].tokens) <= SHORT_RUN]
+        self._short = frozenset(short)
+        self._pieces: tuple[Piece, ...] | None = None
+        if short:
+            self._table_BP, self._hot_BQ, self._owner_X, self._last_X = self._tables(batch, short)
+
+    def resolve(self, layer: int, position_of: Sequence[torch.Tensor | None]) -> None:
+        """Gives slots to rows that are missing of a selection: positions `[X, K]` for each part of the pass, None for all."""
+        if self._short:
+            wanted = Wanted.of(
+                self._positions(position_of), last_X=self._last_X, table_BP=self._table_BP, hot_BQ=self._hot_BQ,
+                owner_X=self._owner_X,
+            )  # fmt: skip
+            self._spilling.resolve(self._spilling.group_of[layer], wanted)
+
+    def fetch(self, layer: int) -> None:
+        """Copies what the last `resolve` gave slots to, in one more layer of the group."""
+        if self._short:
+            self._spilling.fetch(layer)
+
+    def pieces(self) -> tuple[Piece, ...]:
+        """What is attended to one after the other: everything at once, unless some rows are staged."""
+        if self._pieces is None:
+            self._pieces = self._cut()
+        return self._pieces
+
+    def rows(self, rows: Rows, piece: Piece) -> Rows:
+        """Those that a piece's paging is over. Until the next piece's are asked for."""
+        if piece.staged is None:
+            return rows
+        assert rows.places is not None, "rows that cannot spill are not staged"
+        return Rows(self._spilling.stage(rows.places.layer, piece.staged), rows.format, rows.dtype)
+
+    # ---- inside -----------------------------------------------------------------------------------
+
+    def _tables(self, batch: Batch, short: Sequence[int]) -> tuple[torch.Tensor, ...]:
+        """Page tables and hot pages of the requests that resolve; of each of their tokens, whose it is and where it stands."""
+        looks, hot_pages = [self._paging.looks[at] for at in short], self._spilling.sizes.hot_pages
+        longest = max(len(look.pages) for look in looks)
+        table, hot = np.zeros((len(short), longest), np.int64), np.full((len(short), hot_pages), ABSENT, np.int64)
+        for row, (at, look) in enumerate(zip(short, looks, strict=True)):
+            numbers = batch.segments[at].hot_numbers
+            table[row, : len(look.pages)], table[row, len(look.pages) :] = look.pages, look.pages[0]
+            hot[row, : len(numbers)] = numbers
+        counts = [look.stop - look.start for look in looks]
+        owner = np.repeat(np.arange(len(short)), counts)
+        last = np.concatenate([np.arange(look.position, look.end) for look in looks])
+        table_X, hot_X, owner_X, last_X = batch.numbers(table.flatten(), hot.flatten(), owner, last)
+        return table_X.view(table.shape), hot_X.view(hot.shape).int(), owner_X.int(), last_X.int()
+
+    def _positions(self, position_of: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        made = []
+        for part, position_XK in zip(self._paging.parts, position_of, strict=True):
+            if isinstance(part, Run) and part.stop - part.start > SHORT_RUN:
+                continue
+            made.append(_all_of(part) if position_XK is None else position_XK.int())
+        if len(made) == 1:
+            return made[0].contiguous()
+        widest = max(each.shape[1] for each in made)
+        return torch.cat([pad(each, (0, widest - each.shape[1]), value=ABSENT) for each in made])
+
+    def _cut(self) -> tuple[Piece, ...]:
+        paging = self._paging
+        if not self._staged:
+            return (Piece(start=0, stop=paging.looks[-1].stop, parts=slice(None), paging=paging),)
+        pieces, singles, before = [], paging.num_singles, len(paging.singles)
+        if singles:
+            stop = paging.looks[singles - 1].stop
+            pieces.append(Piece(start=0, stop=stop, parts=slice(0, before), paging=paging.cut(0, singles)))
+        for at, look in enumerate(paging.looks[singles:], singles):
+            staged = look.pages if at in self._staged else None
+            own = paging.cut(at, at + 1, None if staged is None else np.arange(len(staged), dtype=np.int32))
+            parts = slice(before + at - singles, before + at - singles + 1)
+            pieces.append(Piece(start=look.start, stop=look.stop, parts=parts, paging=own, staged=staged))
+        return tuple(pieces)
+
+
+def spilled_in(batch: Batch) -> Spilled | None:
+    """None where all rows that a pass looks at are on the device, in pages of their own."""
+    spilling = batch.pages.spilling
+    if spilling is None or not spilling.row_pages.num_backed:
+        return None
+    size = batch.spec.page_tokens
+    backed = [spilling.row_pages.backed(each.prefix_pages[: -(-each.end // size)]).any() for each in batch.segments]
+    if not any(backed):
+        return None
+    staged = (at for at, each in enumerate(batch.segments) if backed[at] and len(each.tokens) > SHORT_RUN)
+    return Spilled(batch, spilling, frozenset(staged))
+
+
+def _all_of(part: Singles | Run) -> torch.Tensor:
+    """Every position, for each single; for a run its last token stands for all."""
+    pages_P, queries = part.pages_P if isinstance(part, Run) else part.table_BP[0], part.stop - part.start
+    position_T = torch.arange(len(pages_P) * part.sight.page_tokens, dtype=torch.int32, device=pages_P.device)
+    if isinstance(part, Singles):
+        return position_T.expand(queries, -1)
+    position_XT = position_T.new_full((queries, len(position_T)), ABSENT)
+    position_XT[-1] = position_T
+    return position_XT

@@ -1,0 +1,171 @@
+"""Rows that may be on the host alone: what an engine keeps for them on the device beside its pages, and what begins each pass.
+
+Decides neither which pages are on the host nor which rows are read. What one pass does about them is in `spilled.py`. Axes as in
+`sparse/resolve.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from stepwell.base.config import CacheConfig
+from stepwell.base.errors import ConfigError
+from stepwell.base.ids import Kind
+from stepwell.base.spec import ModelSpec
+from stepwell.base.spec.spill import HEADER, SLOT, Spill
+from stepwell.base.tasks import PageIds
+from stepwell.base.units import format_bytes
+from stepwell.engine.passes.pages import DevicePages, part_PLRE
+from stepwell.engine.passes.rows import LayerPlaces
+from stepwell.memory.row_pages import ABSENT, RowPages
+from stepwell.sparse.counts import Found
+from stepwell.sparse.places import Places
+from stepwell.sparse.resolve import Fetch, Plan, Resolve, Wanted
+
+SHORT_RUN = 8  # tokens of a run that resolves what it selects; longer ones read nearly everything
+PLAN_BYTES = 16  # of an entry
+COUNTED = 32  # passes from one look at the figures to the next
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """How much at once: requests of a pass, hot pages of each, rows that a query selects, tokens of the longest request."""
+
+    requests: int
+    hot_pages: int
+    selected: int
+    context: int
+
+    @classmethod
+    def of(cls, spec: ModelSpec, config: CacheConfig, *, requests: int, selected: int, max_context: int) -> Sizes:
+        """A request has each page's rows on the host or on the device: so it is no longer than both together."""
+        assert config.host_bytes is not None and config.device_bytes is not None, "rows spill from a device to a host"
+        pages = config.host_bytes // spec.object_bytes(Kind.PREFIX) + config.device_bytes // spec.device_bytes(Kind.ROWS)
+        return cls(
+            requests=requests,
+            hot_pages=-(-config.hot_rows // spec.page_tokens),
+            selected=selected,
+            context=min(max_context, pages * spec.page_tokens),
+        )
+
+    def less(self, config: CacheConfig, spec: ModelSpec) -> CacheConfig:
+        """The same with a device tier that leaves room for all this. Raises ConfigError when nothing is left."""
+        device_bytes, extra_bytes = config.device_bytes or 0, self.extra_bytes(spec)
+        if device_bytes <= extra_bytes:
+            raise ConfigError(
+                f"device_memory is {format_bytes(device_bytes)}, and rows that spill need {format_bytes(extra_bytes)} beside "
+                f"pages: give more, or lower hot_rows or max_running"
+            )
+        return replace(config, device_bytes=device_bytes - extra_bytes)
+
+    def extra_bytes(self, spec: ModelSpec) -> int:
+        """What all this takes on the device beside the pages."""
+        spill = _spill_of(spec)
+        slots = self.requests * self.hot_pages * spec.page_tokens
+        tables = Places.table_bytes(slots=slots, groups=spill.num_groups)
+        pages = -(-self.context // spec.page_tokens)
+        return tables + PLAN_BYTES * self.entries + pages * spec.page_tokens * spec.state(spill.states[0]).row_bytes
+
+    @property
+    def entries(self) -> int:
+        """References of the largest pass."""
+        return self.requests * SHORT_RUN * self.selected
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpillReport:
+    """Sums since the start, over groups of layers that share a selection; and how many pages are where now."""
+
+    resident: int  # references to rows of pages on the device
+    hits: int  # to rows that were among the hot ones
+    misses: int  # rows that were not,
+    read_through: int  # of these: rows for which there was no slot, read from the host where they lie
+    fetched_bytes: int  # copied for misses, over all layers
+    staged_bytes: int  # copied for prompts that are computed over pages whose rows are on the host
+    host_pages: int  # prefix pages on the device whose rows are on the host alone
+    hot_pages: int
+
+
+class Spilling:
+    """Of one engine. Begins each pass, and keeps what all passes share."""
+
+    def __init__(
+        self, spec: ModelSpec, rows: Mapping[Kind, torch.Tensor], host: torch.Tensor, row_pages: RowPages, sizes: Sizes, *,
+        resolve: Resolve, fetch: Fetch,
+    ) -> None:  # fmt: skip
+        """`rows` are the pages of the device, by kind, and `host` all prefix pages of the host, as `[page, byte]`."""
+        spill = _spill_of(spec)
+        self.state, self.row_pages, self.sizes = spill.states[0], row_pages, sizes
+        self.group_of = spill.group_of[self.state]
+        self._resolve, self._fetch = resolve, fetch
+        own = {part.state: part for part in spec.device_parts(Kind.PREFIX)}
+        self.places = Places(
+            rows_PLRE=DevicePages(spec, rows).state_PLRE(self.state),
+            host_PLRE=DevicePages(replace(spec, spill=None), {Kind.PREFIX: host}).state_PLRE(self.state),
+            slot_PGR=part_PLRE(rows[Kind.PREFIX], own[SLOT], torch.int32)[..., 0],
+            header_P3=part_PLRE(rows[Kind.PREFIX], own[HEADER], torch.int32)[:, 0, 0],
+            numbers=sizes.requests * sizes.hot_pages,
+            requests=sizes.requests,
+        )
+        self._plan = Plan(sizes.entries, self.places.device)
+        stored = self.places.rows_PLRE
+        self._scratch_PRE = stored.new_zeros(-(-sizes.context // spec.page_tokens), *stored.shape[2:])
+        self._row_bytes = [stored.shape[3] * stored.element_size() * self.group_of.count(g) for g in range(spill.num_groups)]
+        self._found, self._staged_bytes, self._passes = Found(), 0, 0
+
+    def of_layer(self, state: str, layer: int) -> LayerPlaces | None:
+        return LayerPlaces(self.places, layer, self.group_of[layer]) if state == self.state else None
+
+    def rows_of(self, pages: Sequence[int]) -> list[int]:
+        """The ROWS pages of prefix pages that are about to be written to."""
+        rows = self.row_pages.rows[np.array(pages, np.int32)]
+        assert (rows != ABSENT).all(), f"prefix pages {pages} are to be written to, and have rows {rows}"
+        return [int(page) for page in rows]
+
+    def begin(self) -> None:
+        """Before every pass, on its stream: says what became of pages since the last one."""
+        self.places.apply(self.row_pages.drain())
+        self._passes += 1
+        if self._passes % COUNTED == 0:
+            self.places.counts.start_reading()
+
+    def resolve(self, group: int, wanted: Wanted) -> None:
+        self._resolve(self.places, group, wanted, self._plan)
+
+    def fetch(self, layer: int) -> None:
+        self._fetch(self.places, layer, self._plan)
+
+    def stage(self, layer: int, pages: PageIds) -> torch.Tensor:
+        """This layer's rows of some prefix pages, in their order: page i of the result is the i-th. Until it is called again."""
+        places, scratch_PRE = self.places, self._scratch_PRE[: len(pages)]
+        rows, host = self.row_pages.rows[pages], self.row_pages.host[pages]
+        for source_PLRE, ids in ((places.rows_PLRE, rows), (places.host_PLRE, host)):
+            at = np.flatnonzero(ids != ABSENT)
+            from_P = torch.from_numpy(ids[at].astype(np.int64)).to(source_PLRE.device)
+            scratch_PRE[torch.from_numpy(at).to(places.device)] = source_PLRE[from_P, layer].to(places.device)
+        self._staged_bytes += int(np.count_nonzero(host != ABSENT)) * scratch_PRE[0].nbytes
+        return scratch_PRE
+
+    def report(self) -> SpillReport:
+        """What is known of it now: on CUDA that may be some passes old."""
+        self.places.counts.start_reading()
+        self._found = found = self.places.counts.read(self._row_bytes) or self._found
+        return SpillReport(
+            resident=found.resident,
+            hits=found.hits,
+            misses=found.fetched + found.read_through,
+            read_through=found.read_through,
+            fetched_bytes=found.fetched_bytes,
+            staged_bytes=self._staged_bytes,
+            host_pages=self.row_pages.num_backed,
+            hot_pages=len(self.row_pages.hot),
+        )
+
+
+def _spill_of(spec: ModelSpec) -> Spill:
+    assert spec.spill is not None and len(spec.spill.states) == 1, f"{spec.name} is to spill one state, and has {spec.spill}"
+    return spec.spill

@@ -1,0 +1,58 @@
+"""What resolving found, counted on the device and read without waiting for it.
+
+    resident       references to rows of pages that are on the device
+    hits           references to rows that were in a hot slot already
+    fetched        rows that got a slot, and are copied into it
+    read_through   rows that got none, and references of requests without hot pages: read from the host
+
+Requests of a batch count side by side, so that programs do not wait for each other. Decides nothing. Axes: G groups, B places in
+a batch, C kinds of counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+RESIDENT, HITS, FETCHED, READ_THROUGH = range(4)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """Sums since the beginning."""
+
+    resident: int = 0
+    hits: int = 0
+    fetched: int = 0
+    read_through: int = 0
+    fetched_bytes: int = 0
+
+
+class Counts:
+    """`tally_GBC` is written by `resolve`; anybody may read the sums."""
+
+    def __init__(self, *, groups: int, requests: int, device: torch.device) -> None:
+        self.tally_GBC = torch.zeros(groups, requests, 4, dtype=torch.int64, device=device)
+        pinned = device.type == "cuda"
+        self._sum_GC = torch.zeros(groups, 4, dtype=torch.int64, pin_memory=pinned)
+        self._copied = torch.cuda.Event() if pinned else None
+
+    def start_reading(self) -> None:
+        """Queues a copy of the sums as they are at this point of the current stream. Drops nothing if one is under way."""
+        if self._copied is not None and not self._copied.query():
+            return
+        self._sum_GC.copy_(self.tally_GBC.sum(dim=1), non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+
+    def read(self, row_bytes: Sequence[int]) -> Found | None:
+        """The sums last asked for, with the bytes that one row of each group has over its layers; None while they come."""
+        if self._copied is not None and not self._copied.query():
+            return None
+        fetched_bytes = sum(rows * size for rows, size in zip(self._sum_GC[:, FETCHED].tolist(), row_bytes, strict=True))
+        resident, hits, fetched, read_through = self._sum_GC.sum(dim=0).tolist()
+        return Found(
+            resident=resident, hits=hits, fetched=fetched, read_through=read_through, fetched_bytes=fetched_bytes
+        )  # fmt: skip

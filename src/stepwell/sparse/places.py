@@ -1,0 +1,121 @@
+"""Where the attention rows of prefix pages are: in a page on the device, in a hot slot on the device, or in a page on the host.
+
+    prefix page   header: ordinal | its rows page, or -1 | its host page, or -1       one of the two, always
+                  hint of a row and group: the hot slot to look in, or anything else
+    hot slot      key: the row it holds, or -1             slot s of hot page n:  n = s // R, row s % R of that page
+
+A row is in hot slot `s` only if the key of `s` says so. A hint alone says nothing, so a wrong one costs a fetch and is never
+served. Keys lie in memory of their own, which nothing else uses.
+
+`apply` is the only writer besides `resolve`: it must run before every pass, also before one that is replayed. Decides nothing
+about which pages are where. Axes: P pages (prefix, rows or host pages), L layers, G groups of layers that share a selection,
+R rows of a page, E what a row is stored as, N hot pages by number, S hot slots (N x R).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from stepwell.base.spec.spill import HEADER_FIELDS
+from stepwell.memory.row_pages import ABSENT, Changes
+from stepwell.sparse.counts import Counts
+
+ORDINAL, ROWS, HOST = range(len(HEADER_FIELDS))  # what a header holds
+MOST_ROWS = 2**31 - 1  # row numbers are int32
+
+
+class Where(NamedTuple):
+    """Row numbers (page x R + row), ABSENT where the row is not there. On the device, or else on the host."""
+
+    device: torch.Tensor
+    host: torch.Tensor
+
+
+class Places:
+    """One spilling state: views of the bytes of both tiers, and the tables of hot slots."""
+
+    def __init__(
+        self,
+        *,
+        rows_PLRE: torch.Tensor,
+        host_PLRE: torch.Tensor,
+        slot_PGR: torch.Tensor,
+        header_P3: torch.Tensor,
+        numbers: int,
+        requests: int,
+    ) -> None:
+        """For up to `numbers` hot pages at a time, and `requests` in a batch."""
+        page_rows = rows_PLRE.shape[2]
+        assert rows_PLRE.shape[1:] == host_PLRE.shape[1:], f"{rows_PLRE.shape=} {host_PLRE.shape=}"
+        assert slot_PGR.shape[2] == page_rows and header_P3.shape[1] == 3, f"{slot_PGR.shape=} {header_P3.shape=}"
+        assert slot_PGR.dtype == header_P3.dtype == torch.int32 and slot_PGR.stride(2) == header_P3.stride(1) == 1
+        most = max(len(rows_PLRE), len(host_PLRE), len(slot_PGR), numbers)
+        assert most * page_rows <= MOST_ROWS, f"{most} pages of {page_rows} rows are too many for 32 bits"
+        self.rows_PLRE, self.host_PLRE, self.slot_PGR, self.header_P3 = rows_PLRE, host_PLRE, slot_PGR, header_P3
+        self.page_rows, self.groups, self.slots = page_rows, slot_PGR.shape[1], numbers * page_rows
+        device = slot_PGR.device
+        self.key_GS = torch.full((self.groups, self.slots), ABSENT, dtype=torch.int32, device=device)
+        self.stamp_GS = torch.zeros_like(self.key_GS)
+        self.hot_N = torch.full((numbers,), ABSENT, dtype=torch.int32, device=device)  # the rows page of each number
+        self.now_1 = torch.zeros(1, dtype=torch.int32, device=device)  # passes so far
+        self.counts = Counts(groups=self.groups, requests=requests, device=device)
+
+    @property
+    def device(self) -> torch.device:
+        return self.slot_PGR.device
+
+    @staticmethod
+    def table_bytes(*, slots: int, groups: int) -> int:
+        """What the tables of so many hot slots take on the device, besides the rows themselves."""
+        return 8 * slots * groups
+
+    def apply(self, changes: Changes) -> None:
+        """Begins a pass: on the current stream, behind the last pass and before anything of the next."""
+        self.now_1 += 1
+        parts = (changes.new, changes.pages, changes.header_N3.reshape(-1), changes.numbers, changes.hot_pages)
+        if not sum(map(len, parts)):
+            return
+        packed = torch.from_numpy(np.concatenate(parts, dtype=np.int32)).to(self.device, non_blocking=True)
+        new, pages, headers, numbers, hot_pages = packed.split([len(part) for part in parts])
+        if len(new):
+            self.slot_PGR.index_fill_(0, new.long(), ABSENT)
+        if len(pages):
+            self.header_P3[pages.long()] = headers.view(-1, 3)
+        if len(numbers):
+            self.hot_N[numbers.long()] = hot_pages
+            self.key_GS.view(self.groups, -1, self.page_rows).index_fill_(1, numbers.long(), ABSENT)
+
+    def where(self, page: torch.Tensor, row: torch.Tensor, group: int) -> Where:
+        """Where rows are now, of any shape. Changes nothing and waits for nothing."""
+        page, row = page.long(), row.long()
+        header = self.header_P3[page].long()
+        slot, hit = self.hot_slot(page, row, group)
+        slot = slot.clamp(0, max(self.slots - 1, 0))
+        hot = self.hot_N[slot // self.page_rows].long() * self.page_rows + slot % self.page_rows if self.slots else slot
+        bound = header[..., ROWS] >= 0
+        device = torch.where(bound, header[..., ROWS] * self.page_rows + row, torch.where(hit, hot, ABSENT))
+        host = torch.where((device < 0) & (header[..., HOST] >= 0), header[..., HOST] * self.page_rows + row, ABSENT)
+        return Where(device, host)
+
+    def hot_slot(self, page: torch.Tensor, row: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What each row's hint says, and whether the slot holds that row."""
+        hint = self.slot_PGR[page.long(), group, row.long()].long()
+        sane = (hint >= 0) & (hint < self.slots)
+        if not self.slots:
+            return hint, sane
+        held = self.key_GS[group, hint.clamp(0, self.slots - 1)]
+        return hint, sane & (held == page * self.page_rows + row)
+
+    def read(self, layer: int, page: torch.Tensor, row: torch.Tensor, group: int) -> torch.Tensor:
+        """The stored rows `[..., E]` on the device, wherever they are. With CUDA it waits, since torch reads the host's."""
+        where = self.where(page, row, group)
+        assert bool(((where.device >= 0) | (where.host >= 0)).all()), "a page has its rows nowhere"
+        there, here = self._some(self.rows_PLRE[:, layer], where.device), self._some(self.host_PLRE[:, layer], where.host)
+        return torch.where((where.device >= 0)[..., None], there, here)
+
+    def _some(self, stored_PRE: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+        at = number.clamp_min(0).to(stored_PRE.device)
+        return stored_PRE[at // self.page_rows, at % self.page_rows].to(self.device)

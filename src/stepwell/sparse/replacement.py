@@ -1,0 +1,34 @@
+"""Which hot slot is given to another row first: the one in the highest of 256 bins, the earliest slot of those in one bin.
+
+    bin 0      used in this pass: never given away
+    bin 255    empty: first
+    between    by age, one bin a pass (least recently used), or by the score its row has now (lowest score, highest bin)
+
+Ages of 254 passes and more are one bin, so a slot needs no list of who was used before whom. Pure. Axes: H slots of a request.
+"""
+
+from __future__ import annotations
+
+import torch
+
+BINS = 256
+IN_USE, EMPTY, LAST = 0, 255, 254
+LARGEST = 3e38  # finite in fp32
+
+
+def age_bins(key_H: torch.Tensor, stamp_H: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
+    """Passes since each slot was used."""
+    return (now - stamp_H).clamp(max=LAST).masked_fill(key_H < 0, EMPTY)
+
+
+def score_bins(key_H: torch.Tensor, stamp_H: torch.Tensor, now: torch.Tensor, score_H: torch.Tensor) -> torch.Tensor:
+    """Equal steps between the lowest and the highest score of slots that are not in use. -inf goes first, inf last."""
+    idle_H = (key_H >= 0) & (stamp_H < now)
+    known_H = idle_H & score_H.isfinite()
+    high = score_H.masked_fill(~known_H, -torch.inf).amax()
+    low = score_H.masked_fill(~known_H, torch.inf).amin()
+    step = torch.where(high > low, (LAST - 1) / (high - low).clamp(max=LARGEST), 0.0).clamp(max=LARGEST)
+    below_H = torch.where(known_H, (high - score_H).clamp(max=LARGEST), 0.0)
+    bin_H = 1 + (below_H * step).clamp(max=LAST - 1).to(torch.int32)
+    bin_H = bin_H.masked_fill(score_H == -torch.inf, LAST)
+    return bin_H.masked_fill(~idle_H, IN_USE).masked_fill(key_H < 0, EMPTY)

@@ -1,0 +1,68 @@
+"""`fetch` by Triton: rows of a plan, read from pinned host memory over the bus and written into hot pages.
+
+    rows      |-- 656 bytes --|-- 656 bytes --|-- ...         as many units of 16 bytes as all rows of the plan have,
+    programs  |=== 0 ===|=== 1 ===|=== 0 ===| ...             taken by turns; several rows of a program are on the way at once
+
+A fixed number of programs goes on until the plan's count, which only the device knows. Copies bytes and nothing else. Importing
+needs Triton.
+"""
+
+from __future__ import annotations
+
+from math import gcd
+
+import torch
+import triton
+import triton.language as tl
+
+from stepwell.sparse.places import Places
+from stepwell.sparse.resolve import Plan
+
+PROGRAMS, WARPS, UNITS = 64, 4, 512  # programs, warps of each, and units that a program has on the way
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+def fetch(places: Places, layer: int, plan: Plan, *, programs: int = PROGRAMS, warps: int = WARPS, units: int = UNITS) -> None:
+    """As `resolve.fetch`, on the current stream."""
+    host_PRE, rows_PRE = places.host_PLRE[:, layer], places.rows_PLRE[:, layer]
+    shared = _shared_bytes(host_PRE, rows_PRE)
+    word, unit = gcd(shared, 8), 2 if shared % 16 == 0 else 1
+    source_PRW, target_PRW = host_PRE.view(_WORDS[word]), rows_PRE.view(_WORDS[word])
+    _fetch_kernel[(programs,)](
+        source_PRW, target_PRW, plan.source_M, plan.target_M, plan.count_1,
+        source_PRW.stride(0) // unit, source_PRW.stride(1) // unit, target_PRW.stride(0) // unit, target_PRW.stride(1) // unit,
+        SIZE=places.page_rows, ROW=source_PRW.shape[2] // unit, UNIT=unit, BLOCK=units, num_warps=warps,
+    )  # fmt: skip
+
+
+def _shared_bytes(*views_PRE: torch.Tensor) -> int:
+    """The largest number of bytes of which every row is a multiple, and begins at one."""
+    sizes = []
+    for view in views_PRE:
+        assert view.stride(2) == 1, f"rows with gaps: {view.stride()}"
+        sizes += [view.data_ptr(), *(number * view.element_size() for number in (*view.stride()[:2], view.shape[2]))]
+    return gcd(*sizes)
+
+
+@triton.jit
+def _fetch_kernel(
+    source, target, source_M, target_M, plan_count, source_page, source_row, target_page, target_row,
+    SIZE: tl.constexpr, ROW: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    # Strides count units of UNIT words. So the compiler knows that accesses may be 16 bytes wide when UNIT is 2.
+    lane, word = tl.arange(0, BLOCK), tl.arange(0, UNIT)
+    total = tl.load(plan_count) * ROW
+    first = tl.program_id(0) * BLOCK
+    read = tl.load(source_M + (first + lane) // ROW, mask=first + lane < total, other=0)
+    write = tl.load(target_M + (first + lane) // ROW, mask=first + lane < total, other=0)
+    while first < total:
+        inside = first + lane < total
+        part = (first + lane) % ROW
+        from_B = (read // SIZE).to(tl.int64) * source_page + (read % SIZE).to(tl.int64) * source_row + part
+        onto_B = (write // SIZE).to(tl.int64) * target_page + (write % SIZE).to(tl.int64) * target_row + part
+        # Not through the first-level cache: it does not hear of what the host writes.
+        content = tl.load(source + from_B[:, None] * UNIT + word[None, :], mask=inside[:, None], other=0, cache_modifier=".cg")
+        first += tl.num_programs(0) * BLOCK
+        read = tl.load(source_M + (first + lane) // ROW, mask=first + lane < total, other=0)  # while the bytes are on the way
+        write = tl.load(target_M + (first + lane) // ROW, mask=first + lane < total, other=0)
+        tl.store(target + onto_B[:, None] * UNIT + word[None, :], content, mask=inside[:, None])

@@ -1,0 +1,65 @@
+"""Where the rows of a restored prefix go, where rows are pages of their own: beside their pages, or they stay on the host.
+
+Resident where that takes room from nobody who runs; else a request resumes without its rows, on hot pages.
+"""
+
+from __future__ import annotations
+
+from stepwell.base.errors import NoRoom
+from stepwell.base.ids import Kind, Tier
+from stepwell.base.tasks import Copy, PageIds, Span
+from stepwell.memory.arena import Need
+from stepwell.tiers.eviction import allocate
+from stepwell.tiers.lease import Lease
+from stepwell.tiers.spill import hot_pages_of, lend
+from stepwell.tiers.state import CacheState
+
+
+def num_rows(state: CacheState, pages: int) -> int:
+    """How many pages of rows belong to so many prefix pages."""
+    return pages if state.row_pages is not None else 0
+
+
+def allocate_free(state: CacheState, need: Need) -> dict[Kind, PageIds] | None:
+    """Device pages, if they are free."""
+    return state.arena(Tier.DEVICE).alloc_if_fits({kind: count for kind, count in need.items() if count})
+
+
+def allocate_restored(state: CacheState, need: dict[Kind, int], *, held: PageIds) -> tuple[dict[Kind, PageIds], bool]:
+    """What a request needs, with rows for what is loaded if they fit in place of idle things alone; else with hot pages instead,
+    and true. Hot pages also where rows of pages that it shares, `held`, are on the host alone. Raises NoRoom.
+    """
+    assert state.row_pages is not None
+    hot, backed = hot_pages_of(state), bool(state.row_pages.backed(held).any())
+    try:
+        resident = need | {Kind.ROWS: need[Kind.ROWS] + (hot if backed else 0)}
+        return allocate(state, Tier.DEVICE, resident, may_spill=False), False
+    except NoRoom:
+        spilled = need | {Kind.ROWS: hot if backed or need[Kind.ROWS] else 0}
+        return allocate(state, Tier.DEVICE, spilled), True
+
+
+def place_loaded(
+    state: CacheState, lease: Lease, at: PageIds, below: PageIds, rows: PageIds, *, index_only: bool
+) -> list[Copy]:  # fmt: skip
+    """Says where the rows of the lease's pages `at`, loaded from host pages `below`, are. Of `rows`, what is left is lent."""
+    if state.row_pages is None:
+        return []
+    loaded = lease.prefix_pages[at]
+    if index_only:
+        state.arena(Tier.HOST).retain(Kind.PREFIX, below)
+        state.row_pages.back(loaded, below, at)
+        lend(state, lease, rows)
+        state.counters.add("loaded_index_only_pages", len(loaded))
+        return []
+    lend(state, lease, rows[len(loaded) :])
+    return bind_loaded(state, loaded, rows[: len(loaded)], below, at)
+
+
+def bind_loaded(state: CacheState, pages: PageIds, rows: PageIds, below: PageIds, ordinals: PageIds) -> list[Copy]:
+    """Gives loaded pages their rows, where these are pages of their own; returns the copy that fills them."""
+    if state.row_pages is None or not len(pages):
+        return []
+    state.row_pages.bind(pages, rows, ordinals)
+    source = Span(tier=Tier.HOST, kind=Kind.PREFIX, ids=below)
+    return [Copy(source=source, target=Span(tier=Tier.DEVICE, kind=Kind.ROWS, ids=rows))]

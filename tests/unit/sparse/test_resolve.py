@@ -1,0 +1,172 @@
+"""Rows are right wherever they are, slots go to whom the rules say, and a hint is never believed. Plain torch and Triton."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from stepwell.memory.row_pages import ABSENT, Changes  # noqa: E402
+from stepwell.sparse import resolve as plain  # noqa: E402
+from stepwell.sparse.places import Places  # noqa: E402
+from stepwell.sparse.resolve import Fetch, Plan, Resolve, Wanted  # noqa: E402
+from unit.sparse.scene import R, Scene, live, random_pass, tables_of  # noqa: E402
+
+Both = tuple[Resolve, Fetch]
+SIZES = [(8, 2), (7, 2), (8, 3), (8, 1), (8, 0), (3, 4)]
+NAMES = ["H=K", "H=K+1", "H>K", "H<K", "H=0", "H>>K"]
+
+
+def interpreted() -> Both:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    if torch.cuda.is_available():
+        pytest.skip("kernels are not interpreted beside CUDA: see tests/gpu/test_sparse_on_cuda.py")
+    from stepwell.sparse import triton_fetch, triton_resolve
+
+    return triton_resolve.resolve, partial(triton_fetch.fetch, programs=2, units=16)
+
+
+@pytest.fixture(params=["torch", "triton"])
+def both(request: pytest.FixtureRequest) -> Both:
+    return (plain.resolve, plain.fetch) if request.param == "torch" else interpreted()
+
+
+@pytest.mark.parametrize("most_rows", [1, 3])
+@pytest.mark.parametrize(("count", "hot"), SIZES, ids=NAMES)
+@pytest.mark.parametrize("seed", range(8))
+def test_every_row_is_right_and_slots_go_to_whom_the_rules_say(seed: int, count: int, hot: int, most_rows: int) -> None:
+    scene = Scene(seed, resolve=plain.resolve, fetch=plain.fetch)
+    live(scene, count=count, hot=hot, passes=15, most_rows=most_rows)
+
+
+@pytest.mark.parametrize(("count", "hot"), SIZES, ids=NAMES)
+def test_kernels_do_the_same(count: int, hot: int) -> None:
+    resolve, fetch = interpreted()
+    live(Scene(100 + count, resolve=resolve, fetch=fetch), count=count, hot=hot, passes=6, most_rows=2)
+
+
+@pytest.mark.parametrize("scored", [False, True], ids=["by age", "by score"])
+@pytest.mark.parametrize("seed", range(3))
+def test_kernels_leave_the_same_tables_hints_and_plan(seed: int, scored: bool) -> None:
+    resolve, _ = interpreted()
+    mine, theirs = (random_pass(seed, scored=scored) for _ in range(2))
+    for _ in range(3):
+        for places, steps, plan, how in ((*mine, resolve), (*theirs, plain.resolve)):
+            places.now_1 += 1
+            how(places, 1, next(steps), plan)
+        assert tables_of(*mine) == tables_of(*theirs)
+        assert tables_of(*mine)["fetched"], "nothing to compare"
+
+
+def test_the_lowest_scores_go_first(both: Both) -> None:
+    places, plan = small(pages=6, hot=2)
+    for asked in (range(8), (8, 9, 10)):
+        score_XT = torch.tensor([[5.0, 1, 7, 2, 9, 8, 6, 3] + [0.0] * 16])
+        both[0](places, 0, one(asked, hot=[0, 1], pages=6, score_XT=score_XT), plan)
+        places.now_1 += 1
+    held = set(places.key_GS[0, : 2 * R].tolist())
+    assert held == {0, 2, 4, 5, 6, 8, 9, 10}, "1, 3 and 7 had the lowest"
+
+
+def test_slots_that_are_used_now_are_never_given_away(both: Both) -> None:
+    places, plan = small(pages=6, hot=2)
+    both[0](places, 0, one(range(8), hot=[0, 1], pages=6), plan)
+    places.now_1 += 1
+    both[0](places, 0, one((0, 1, 2, 3, 4, 5, 6, 20, 21, 22), hot=[0, 1], pages=6), plan)
+    assert int(plan.count_1) == 1 and set(places.key_GS[0, : 2 * R].tolist()) == {0, 1, 2, 3, 4, 5, 6, 20}
+    assert places.slot_PGR[5, 0].tolist()[:3] == [places.key_GS[0].tolist().index(20), ABSENT, ABSENT]
+    assert places.counts.tally_GBC[0, 0].tolist() == [0, 7, 9, 2]
+
+
+def test_a_row_that_two_requests_miss_is_fetched_once_by_the_first(both: Both) -> None:
+    places, plan = small(pages=4, hot=2)
+    wanted = Wanted.of(
+        torch.tensor([[3, 5], [5, 3], [5, 9]]), last_X=torch.full((3,), 15), table_BP=torch.arange(4).repeat(3, 1),
+        hot_BQ=torch.tensor([[ABSENT], [1], [0]]),
+    )  # fmt: skip
+    both[0](places, 0, wanted, plan)
+    assert sorted(key for key in places.key_GS[0].tolist() if key >= 0) == [3, 5, 9]
+    assert places.key_GS[0, R:].tolist()[:2] == [5, 3] and places.key_GS[0, 0] == 9
+    assert places.counts.tally_GBC[0, :3].tolist() == [[0, 0, 0, 2], [0, 0, 2, 0], [0, 0, 1, 0]]
+
+
+def test_garbage_in_hints_is_never_served(both: Both) -> None:
+    places, plan = small(pages=6, hot=3)
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(6):
+        any_P = torch.randint(-(2**31), 2**31 - 1, places.slot_PGR.shape, dtype=torch.int32, generator=generator)
+        near_P = torch.randint(-3, 3 * R + 3, places.slot_PGR.shape, dtype=torch.int32, generator=generator)
+        claims_P = -(2**30) + torch.randint(0, 12, places.slot_PGR.shape, dtype=torch.int32, generator=generator)
+        which = torch.randint(0, 4, places.slot_PGR.shape, generator=generator)
+        for number, junk in enumerate((any_P, near_P, claims_P)):
+            places.slot_PGR.copy_(torch.where(which == number, junk, places.slot_PGR))
+        places.now_1 += 1
+        asked = torch.randperm(24, generator=generator)[:9].tolist()
+        both[0](places, 0, one(asked, hot=[0, 1, 2], pages=6), plan)
+        both[1](places, 0, plan)
+        number = torch.tensor(asked)
+        found = places.read(0, number // R, number % R, 0)
+        assert torch.equal(found, places.host_PLRE[number // R, 0, number % R])
+
+
+@pytest.mark.parametrize("which", ["host", "rows", "hints"])
+def test_offsets_beyond_four_gigabytes(both: Both, which: str) -> None:
+    """Pages so far apart that offsets in words, and in bytes even more so, need more than 32 bits."""
+    far = (1 << 32) + 4096
+    apart = {"host": far, "rows": far, "hints": far} if which == "all" else {which: far}
+    places, plan = small(pages=2, hot=2, apart=apart)
+    asked = (0, 3, 5, 6)
+    both[0](places, 0, one(asked, hot=[1, 0], pages=2), plan)
+    both[1](places, 0, plan)
+    number = torch.tensor(asked)
+    where = places.where(number // R, number % R, 0)
+    assert (where.device >= 0).all()
+    assert torch.equal(places.read(0, number // R, number % R, 0), places.host_PLRE[number // R, 0, number % R])
+
+
+def test_a_pass_without_queries_or_hot_pages_leaves_an_empty_plan(both: Both) -> None:
+    places, plan = small(pages=2, hot=1)
+    plan.count_1.fill_(3)
+    none = Wanted.of(
+        torch.empty(0, 4, dtype=torch.int32), last_X=torch.empty(0), table_BP=torch.empty(0, 2, dtype=torch.int32),
+        hot_BQ=torch.empty(0, 0, dtype=torch.int32),
+    )  # fmt: skip
+    both[0](places, 0, none, plan)
+    assert int(plan.count_1) == 0
+    plan.count_1.fill_(3)
+    both[0](places, 0, one((1, 2), hot=[], pages=2), plan)
+    assert int(plan.count_1) == 0 and (places.key_GS == ABSENT).all()
+    both[1](places, 0, plan)
+
+
+def small(*, pages: int, hot: int, apart: dict[str, int] | None = None) -> tuple[Places, Plan]:
+    """Pages that are all on the host, each in the host page of its own id; `apart` says how many bytes lie between pages."""
+    apart = apart or {}
+
+    def spread(count: int, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> torch.Tensor:
+        size = int(np.prod(shape))
+        stride = apart.get(name, size * dtype.itemsize) // dtype.itemsize
+        flat = torch.empty((count - 1) * stride + size, dtype=dtype)  # only what is touched takes memory
+        return flat.as_strided((count, *shape), (stride, *torch.empty(shape, device="meta").stride()))
+
+    host_PLRE = spread(pages, (1, R, 48), torch.uint8, "host")
+    host_PLRE[:] = torch.randint(0, 255, host_PLRE.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    places = Places(
+        rows_PLRE=spread(hot, (1, R, 48), torch.uint8, "rows"), host_PLRE=host_PLRE, numbers=hot, requests=4,
+        slot_PGR=spread(pages, (1, R), torch.int32, "hints"), header_P3=torch.zeros(pages, 3, dtype=torch.int32),
+    )  # fmt: skip
+    ids, numbers = np.arange(pages, dtype=np.int32), np.arange(hot, dtype=np.int32)
+    header_N3 = np.stack([ids, np.full(pages, ABSENT, np.int32), ids], axis=1)
+    places.apply(Changes(new=ids, pages=ids, header_N3=header_N3, numbers=numbers, hot_pages=numbers[::-1].copy()))
+    return places, Plan(64, torch.device("cpu"))
+
+
+def one(asked, *, hot: list[int], pages: int, score_XT: torch.Tensor | None = None) -> Wanted:
+    """One request that selects these positions."""
+    return Wanted.of(
+        torch.tensor([list(asked)], dtype=torch.int32), last_X=torch.tensor([10**6]), table_BP=torch.arange(pages)[None],
+        hot_BQ=torch.tensor([hot], dtype=torch.int32).view(1, -1), score_XT=score_XT,
+    )  # fmt: skip

@@ -1,7 +1,7 @@
 """ClusterKV: the keys of each unit in a few groups of like direction, and the mean of each group.
 
     made       by a few rounds of k-means with cosine similarity, from keys at equal distances: nothing is drawn
-    score      of a token for a query head: the product with the mean of the token's group
+    score      of a token for a query head: the product with the mean of the token's group, as if its key were that
 
 Every key head groups for itself. A row has `[head][mean of group 0 | 1 | ... | group of token 0 | 1 | ...]`, all as numbers of
 one format: groups are few enough to be exact in any. Products are sums over one axis of fixed length, never matrix products:
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from stepwell.sparse.summaries import hidden_units, over_heads, products
+from stepwell.sparse.summaries import hidden_units, products
 
 ROUNDS = 4
 _TINY = 1e-20
@@ -69,11 +69,18 @@ class ClusterKV:
         mean_SKYD = mean_SUKX.unflatten(3, (self.groups, -1)).transpose(1, 2).flatten(2, 3)
         query_XKGD = query_XHD.unflatten(1, (self.kv_heads, -1))
         product_XKGY = products(query_XKGD, mean_SKYD) * scale
+        group_SUKR = group_SUKR.long().clamp_(0, self.groups - 1)  # of units that are not there it is anything
+        count_SKY = self._counts(group_SUKR).transpose(1, 2).flatten(2)
+        hidden_XU = hidden_units(units, whole_X)
+        hidden_XY = hidden_XU.repeat_interleave(self.groups, dim=1)
+        weight_XKGY = (product_XKGY + count_SKY.log()[:, :, None]).masked_fill_(hidden_XY[:, None, None], -torch.inf)
+        share_XKY = (product_XKGY - weight_XKGY.logsumexp(dim=-1, keepdim=True)).amax(dim=2)
         at_U11 = torch.arange(units, device=row_SUC.device)[:, None, None] * self.groups
-        at_SKT = (
-            (group_SUKR.long().clamp_(0, self.groups - 1) + at_U11).transpose(1, 2).flatten(2)
-        )  # which of all means a token's is
-        index = at_SKT[:, :, None].expand(len(query_XHD), -1, product_XKGY.shape[2], -1)
-        hidden_XT = hidden_units(units, whole_X).repeat_interleave(self.unit, dim=1)
-        score_XHT = product_XKGY.gather(3, index).flatten(1, 2).masked_fill_(hidden_XT[:, None], -torch.inf)
-        return over_heads(score_XHT).masked_fill_(hidden_XT, -torch.inf)
+        at_SKT = (group_SUKR + at_U11).transpose(1, 2).flatten(2)  # which of all means a token's is
+        score_XT = share_XKY.gather(2, at_SKT.expand(len(query_XHD), -1, -1)).amax(dim=1)
+        return score_XT.masked_fill_(hidden_XU.repeat_interleave(self.unit, dim=1), -torch.inf)
+
+    def _counts(self, group_SUKR: torch.Tensor) -> torch.Tensor:
+        """How many tokens each group has: `[S, U, K, M]`."""
+        one = torch.ones((), device=group_SUKR.device).expand(group_SUKR.shape)
+        return torch.zeros(*group_SUKR.shape[:3], self.groups, device=group_SUKR.device).scatter_add_(3, group_SUKR, one)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from stepwell.sparse.summaries import hidden_units, over_heads, products
+from stepwell.sparse.summaries import hidden_units, products
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,4 +34,5 @@ class Quest:
     def score(self, query_XHD: torch.Tensor, row_SUC: torch.Tensor, whole_X: torch.Tensor, *, scale: float) -> torch.Tensor:
         hidden_XU = hidden_units(row_SUC.shape[1], whole_X)
         bound_XHU = (self.bounds(query_XHD, row_SUC) * scale).masked_fill_(hidden_XU[:, None], -torch.inf)
-        return over_heads(bound_XHU).masked_fill_(hidden_XU, -torch.inf).repeat_interleave(self.unit, dim=1)
+        share_XU = bound_XHU.log_softmax(dim=-1).amax(dim=1).masked_fill_(hidden_XU, -torch.inf)
+        return share_XU.repeat_interleave(self.unit, dim=1)

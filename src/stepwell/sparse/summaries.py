@@ -49,8 +49,3 @@ def products(query_XKGD: torch.Tensor, row_SKUD: torch.Tensor) -> torch.Tensor:
         query_KYD = query_XKGD.float().transpose(0, 1).flatten(1, 2)
         return (query_KYD @ row_SKUD[0].mT).view(heads, count, group, -1).transpose(0, 1)
     return query_XKGD.float() @ row_SKUD.mT
-
-
-def over_heads(score_XHT: torch.Tensor) -> torch.Tensor:
-    """The logarithm of the largest share that any head gives: `[X, T]`. Of the last axis all that a query sees must be there."""
-    return score_XHT.log_softmax(dim=-1).amax(dim=1)

@@ -29,7 +29,7 @@ from stepwell.engine.passes.rows import Rows
 from stepwell.sparse.summaries import Summary
 
 BLOCK_BYTES = 64 << 20  # of scores
-_NUMBER_BYTES = 12  # a score as it is computed, as a share, and where it is found
+_HEAD_BYTES, _TOKEN_BYTES = 4, 32  # of a token: a score for each key head, and what it takes to find the best
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -106,7 +106,7 @@ class Selector:
         if length <= self.count or first == part.stop - part.start:
             return None
         picked = []
-        for at in self._blocks(first, part.stop - part.start, query_NHD.shape[1] * length * _NUMBER_BYTES):
+        for at in self._blocks(first, part.stop - part.start, length * (self.kv_heads * _HEAD_BYTES + _TOKEN_BYTES)):
             table = table_SP if isinstance(part, Run) else table_SP[at]
             query_XHD = query_NHD[part.start + at.start : part.start + at.stop]
             score_XT = self._scores(query_XHD, summaries.whole(table).flatten(1, 2), position_X[at], scale)

@@ -60,7 +60,7 @@ class CountingExecutor(DoneAtOnce[Completion]):
 
     def __init__(self, spec: ModelSpec, traffic: Traffic) -> None:
         super().__init__()
-        self._sizes = {kind: spec.object_bytes(kind) for kind in Kind}
+        self._spec = spec
         self._traffic = traffic
 
     @property
@@ -69,7 +69,7 @@ class CountingExecutor(DoneAtOnce[Completion]):
 
     def submit(self, plan: Plan) -> None:
         for copy in plan.copies:
-            size_bytes = len(copy.source.ids) * self._sizes[copy.source.kind]
+            size_bytes = len(copy.source.ids) * copy.common(self._spec).size_bytes
             self._traffic.note(copy.source.tier, copy.target.tier, size_bytes)
         self._done.append(Completion(job=plan.job))
 

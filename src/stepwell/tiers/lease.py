@@ -83,6 +83,7 @@ class Lease:
         self.first_resident = 0  # no page before it has rows on the device: what has been shed stays shed
         self.hot_pages: PageIds = NO_PAGES  # ROWS pages for rows it reads often, once rows of it are on the host alone,
         self.hot_numbers: PageIds = NO_PAGES  # and the numbers by which passes know these
+        self.hot_refused_at: int | None = None  # the page at which it got none: others lose nothing for it before the next
         self.point_pages: PageIds = NO_PAGES  # the request's own point state, updated in place; one id or none
         self.waits_for: list[tuple[Kind, PageIds]] = []  # pages without which it may not compute
         self.jobs: set[JobId] = set()  # copies to and from the engine's own memory that have not ended,

@@ -52,11 +52,13 @@ def grow(state: CacheState, lease: Lease, upto: int) -> None:
 
 def _allocate(state: CacheState, lease: Lease, need: Need) -> dict[Kind, PageIds]:
     """Pages that a lease needs, and those for hot rows that it has not got; without them it goes on where there is no room."""
-    hot = hot_missing(state, lease)
-    if hot:
+    hot, page = hot_missing(state, lease), lease.position // state.spec.page_tokens
+    with_hot = {**need, Kind.ROWS: need.get(Kind.ROWS, 0) + hot}
+    if hot and (lease.hot_refused_at != page or state.arena(Tier.DEVICE).fits(with_hot)):
         try:
-            return allocate(state, Tier.DEVICE, {**need, Kind.ROWS: need.get(Kind.ROWS, 0) + hot})
+            return allocate(state, Tier.DEVICE, with_hot)
         except NoRoom:
+            lease.hot_refused_at = page
             state.counters.add("hot_pages_skipped_no_room")
     return allocate(state, Tier.DEVICE, need)
 

@@ -18,6 +18,8 @@ def soonest(state: CacheState, match: Match) -> Match:
     bytes_per_s, tokens_per_s = state.copies.load_speed.per_s, state.compute_speed.per_s
     if not state.compute_while_loading or not match.host_tokens or bytes_per_s is None or tokens_per_s is None:
         return match
+    if state.row_pages is not None:
+        return match  # most of what is on the host may stay there
     race = Race(bytes_per_s=bytes_per_s, tokens_per_s=tokens_per_s, overlap=state.copies.may_arrive)
     new_tokens, load_bytes = match.prompt_tokens - match.restore_tokens, _bytes_to_load(state, match)
     count = race.tokens_to_compute(load_bytes=load_bytes, load_tokens=match.host_tokens, new_tokens=new_tokens)

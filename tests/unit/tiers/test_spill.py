@@ -196,6 +196,8 @@ def test_without_room_for_hot_pages_a_request_goes_on() -> None:
     before = tiers.cache.counters["hot_pages_skipped_no_room"]
     tiers.cache.grow(follower, 12 * PAGE)
     assert tiers.cache.counters["hot_pages_skipped_no_room"] == before + 1 and not len(follower.hot_pages)
+    tiers.cache.grow(follower, 12 * PAGE)
+    assert tiers.cache.counters["hot_pages_skipped_no_room"] == before + 1, "not tried again in every step"
     tiers.engine.check(follower)
     arena.release(Kind.ROWS, taken)
     tiers.cache.grow(follower, 12 * PAGE)

@@ -1,0 +1,75 @@
+"""Whether a model gives the same logits when a prompt is cut in two: what resuming from a cache depends on.
+
+Not every model does, with no cache of ours involved. So each is tried before it is used, beyond its longest window and the number
+of tokens that its sparse attention selects, and also with its cache object made anew from pages.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from stepwell.base.errors import ConfigError
+from stepwell.base.ids import Kind
+from stepwell.connectors.transformers.model_pass import ModelPass
+from stepwell.connectors.transformers.past_layout import PastLayout
+
+# What rounding may do, as a share of the spread of the logits. A state that is lost or misplaced differs by more.
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
+
+
+def check_cuts(passes: ModelPass, layout: PastLayout) -> None:
+    """Raises ConfigError for a model that is not exact when its prompt is cut. Two passes over a little more than its windows."""
+    page = layout.spec.page_tokens
+    length, tail = _length(passes, layout), page + 1
+    cut = layout.spec.floor(length - tail)
+    if cut < page:
+        raise ConfigError(
+            f"this model's context of {length} tokens has no room for pages of {page}: "
+            f"give page_tokens={length // 8 or 1} or less"
+        )
+    ids_BT = passes.text(cut + tail)
+    whole = passes.run(ids_BT, keep=tail)
+    past = passes.new_past()
+    for start, stop in ((0, page), (page, cut)):
+        if start < stop:
+            passes.run(ids_BT[:, start:stop], past)
+    rebuilt = rebuilt_past(passes, layout, past, cut)
+    resumed = passes.run(ids_BT[:, cut:], past, keep=tail)
+    allowed = TOLERANCE.get(passes.model.dtype, max(TOLERANCE.values()))
+    _compare(
+        resumed, whole, allowed,
+        f"when a prompt of {cut + tail} tokens is cut at token {cut}. Transformers itself computes it differently then, so "
+        "nothing of it can be resumed exactly",
+    )  # fmt: skip
+    again = passes.run(ids_BT[:, cut:], rebuilt, keep=tail)
+    _compare(
+        again, whole, allowed, f"when its cache object is made anew at token {cut}. It keeps something that was not found there"
+    )
+
+
+def rebuilt_past(passes: ModelPass, layout: PastLayout, past: Any, boundary: int) -> Any:
+    """A new cache object with what the pages of another one hold."""
+    prefix = layout.pack_prefix(past, range(boundary // layout.spec.page_tokens))
+    rebuilt = passes.new_past()
+    layout.unpack(rebuilt, boundary, {Kind.PREFIX: prefix, **layout.pack_checkpoint(past, boundary)})
+    return rebuilt
+
+
+def _length(passes: ModelPass, layout: PastLayout) -> int:
+    """Beyond everything that a token looks back to by a fixed number of tokens, as far as the model's context allows."""
+    config, page = passes.config, layout.spec.page_tokens
+    looks_back = max(layout.spec.window_tokens, int(getattr(config, "index_topk", None) or 0))
+    limits = (passes.context_tokens, getattr(config, "max_position_embeddings", None))
+    return min([looks_back + 4 * page, *(int(limit) for limit in limits if limit)])
+
+
+def _compare(found: torch.Tensor, expected: torch.Tensor, allowed: float, when: str) -> None:
+    difference = float((found.double() - expected.double()).square().mean().sqrt())
+    share = difference / max(float(expected.double().std()), 1e-30)
+    if not share <= allowed:
+        raise ConfigError(
+            f"this model's logits differ by {share:.1e} of their spread {when}; {allowed:.0e} is allowed. "
+            "Run it without a prompt cache"
+        )

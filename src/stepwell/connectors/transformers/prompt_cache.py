@@ -122,6 +122,11 @@ class PromptCache:
         with self._turn():
             return self._cache.stats()
 
+    def audit(self) -> None:
+        """Asserts that every count, reference and promise of the cache holds. Slow: for tests and doubts."""
+        with self._turn():
+            self._cache.audit()
+
     # ---- prompts ------------------------------------------------------------------------------------
 
     def prefill(

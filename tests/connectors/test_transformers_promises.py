@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import replace
@@ -275,12 +276,32 @@ def test_backups_go_on_between_calls() -> None:
         wait_until(lambda: len(store._values) == 3 + 2, "three pages, a point and its manifest")
 
 
+def test_the_thread_that_steps_never_meets_a_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "STEP_S", 1e-4)
+    attach = PromptCache._attach
+
+    def slowly(prompts: PromptCache, *args: Any) -> None:
+        attach(prompts, *args)
+        time.sleep(0.05)
+
+    monkeypatch.setattr(PromptCache, "_attach", slowly)
+    for seed in range(3):
+        with opened(tiny("llama"), store=MemoryStore()) as prompts:
+            for tokens in (40, 80):
+                prompts.prefill(prompt(seed, tokens))
+            stepper = prompts._stepper
+            assert stepper is not None and stepper.is_alive()
+        assert not stepper.is_alive()
+
+
 def test_a_miss_is_explained_by_the_models_own_words() -> None:
     ids = prompt(15, 100)
     with opened(tiny("falcon_h1")) as prompts:
         prompts.prefill(ids)
         text = str(prompts.explain(torch.cat([ids[:, :70], prompt(16, 30)], 1)))
         assert "states" in text, text
+        with pytest.raises(BadTokens, match="one prompt"):
+            prompts.explain(prompt(16, 30, rows=2))
 
 
 def test_the_spec_is_the_models_own() -> None:

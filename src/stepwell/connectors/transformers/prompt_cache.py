@@ -77,6 +77,9 @@ class PromptCache:
         if store is not None:
             self._attach(store, store_options, store_config or StoreConfig())
         self._cache.hand_over()
+        if store is not None:
+            self._stepper = Thread(target=_keep_stepping, args=(ref(self), self._closed), name="stepwell-steps", daemon=True)
+            self._stepper.start()
 
     def _build(self, host_bytes: int, placement: PlacementConfig) -> tuple[Cache, StagedCopyEngine]:
         spec = self._layout.spec
@@ -97,8 +100,6 @@ class PromptCache:
                 opened.close()
             raise
         self._store = opened if isinstance(store, str) else None
-        self._stepper = Thread(target=_keep_stepping, args=(ref(self), self._closed), name="stepwell-steps", daemon=True)
-        self._stepper.start()
 
     # ---- questions ----------------------------------------------------------------------------------
 
@@ -113,9 +114,11 @@ class PromptCache:
 
     def explain(self, input_ids: torch.Tensor, *, salt: str | None = None) -> Explanation:
         """Why one prompt would resume where it would, and not later. Changes nothing. Raises BadTokens."""
-        (tokens,) = self._checked(input_ids, None)[:1]
+        prompts = self._checked(input_ids, None)
+        if len(prompts) > 1:
+            raise BadTokens(f"one prompt is explained at a time, got {len(prompts)}: give input_ids[row : row + 1]")
         with self._turn():
-            return self._cache.explain(tokens, namespace=self._namespace(salt))
+            return self._cache.explain(prompts[0], namespace=self._namespace(salt))
 
     def stats(self) -> Stats:
         """How full the host tier is, what is under way, and everything that was counted."""

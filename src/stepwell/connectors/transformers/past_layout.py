@@ -14,18 +14,22 @@ from math import prod
 from typing import Any
 
 import torch
-from transformers.cache_utils import (
-    DynamicIndexedLayer,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
-    LinearAttentionLayer,
-)
 
 from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Kind
 from stepwell.base.spec import ModelSpec, Part, Point, Prefix, StateSpec, Window
+
+try:
+    from transformers.cache_utils import (
+        DynamicIndexedLayer,
+        DynamicLayer,
+        DynamicSlidingWindowLayer,
+        LinearAttentionAndFullAttentionLayer,
+        LinearAttentionAndSlidingWindowAttentionLayer,
+        LinearAttentionLayer,
+    )
+except ImportError as error:
+    raise ImportError(f"{error}: the prompt cache needs the cache layers that Transformers 5.22 has; install that") from None
 
 ROW_ORDER = "transformers cache layers, 1"  # raise the number when rows are packed in another way
 HEADS_FIRST = 2  # the axis of tokens in keys and values, `[B, heads, T, width]`,

@@ -91,6 +91,17 @@ def test_adapters_that_are_switched_are_another_model() -> None:
     assert len(set(names)) == 3
 
 
+def test_buffers_that_are_not_saved_are_no_part_of_the_identity_and_others_are() -> None:
+    model = deepcopy(tiny("deepseek_v3"))
+    identity = Identity(model)
+    name, kept = next((name, each) for name, each in model.named_buffers() if name.endswith("e_score_correction_bias"))
+    model.model.rotary_emb.inv_freq.mul_(1.0)  # made from the config
+    assert not identity.changed()
+    before = identity.name
+    kept.add_(0.5)
+    assert identity.changed() and identity.name != before, name
+
+
 def test_a_given_identity_stands_for_the_weights_until_they_change() -> None:
     model = deepcopy(tiny("llama"))
     one, same, other = Identity(model, "a"), Identity(deepcopy(model), "a"), Identity(model, "b")

@@ -40,8 +40,8 @@ class Identity:
 
     def _look(self) -> list[tuple[object, ...]]:
         tensors = [
-            (name, tensor.data_ptr(), _version(tensor), tensor.shape, tensor.dtype, tensor.device)
-            for name, tensor in _tensors(self._model)
+            (name, id(tensor), _address(tensor), _version(tensor), tensor.shape, tensor.dtype, tensor.device)
+            for name, tensor in _held(self._model)
         ]
         return [*tensors, *_adapters(self._model)]
 
@@ -56,18 +56,34 @@ class Identity:
         }
         hashed = xxhash.xxh3_128(json.dumps(facts, sort_keys=True, default=str).encode())
         if given is None:
-            for name, tensor in _tensors(model):
+            for name, tensor in _saved(model):
                 hashed.update(f"\n{name} {list(tensor.shape)} {tensor.dtype}\n".encode())
                 for block in _blocks(name, tensor):
                     hashed.update(block)
         return "/".join(["transformers", *([] if given is None else [given]), hashed.hexdigest(), model.device.type])
 
 
-def _tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and buffers that are part of the weights."""
-    for name, tensor in model.state_dict(keep_vars=True).items():
+def _held(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and lasting buffers, as the modules hold them: asking twice gives the same objects."""
+    yield from model.named_parameters(remove_duplicate=False)
+    for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{path}.{name}", buffer
+
+
+def _saved(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights as they would be saved, with what quantized modules add to them."""
+    for name, tensor in model.state_dict().items():
         if isinstance(tensor, torch.Tensor):
             yield name, tensor
+
+
+def _address(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except (RuntimeError, NotImplementedError):  # tensors of a library's own class
+        return 0
 
 
 def _version(tensor: torch.Tensor) -> int:

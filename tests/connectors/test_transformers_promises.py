@@ -269,6 +269,15 @@ def test_prompts_beyond_the_host_memory_are_still_right() -> None:
             assert close_to(model, ids, logits(prompts, ids)[0])
 
 
+@pytest.mark.parametrize("family", ["llama", "falcon_h1"])
+def test_a_prompt_that_the_host_cannot_hold_is_computed_and_tried_once(family: str) -> None:
+    model, ids = tiny(family), prompt(26, 400, rows=2)
+    with opened(model, host_memory="128KiB", chunk_tokens=2 * PAGE) as prompts:
+        found, cached = logits(prompts, ids)
+        assert cached == 0 and close_to(model, ids, found)
+        assert 0 < prompts.stats().counters["save_skipped_no_room"] <= 2
+
+
 def test_threads_take_turns() -> None:
     model = tiny("gemma3")
     prompts_of = [prompt(seed % 3, 80) for seed in range(9)]

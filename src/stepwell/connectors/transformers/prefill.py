@@ -80,9 +80,8 @@ class Prefill:
             if len(depths) == 1:
                 break
             depth = min(depths)
-        leases = [cache.acquire(match, ticket=ticket) for match, ticket in zip(found, tickets, strict=True)]
-        for lease in leases:
-            held.enter_context(lease)
+        pairs = zip(found, tickets, strict=True)
+        leases = [held.enter_context(cache.acquire(match, ticket=ticket)) for match, ticket in pairs]
         assert {lease.resume for lease in leases} == depths, f"{leases} do not resume at {depths}"
         return leases
 
@@ -101,24 +100,30 @@ class Prefill:
     # ---- computing ----------------------------------------------------------------------------------
 
     def _compute(self, ids_BT: torch.Tensor, past: Any, leases: Sequence[Lease], last: int) -> None:
-        """Runs the model over the rest of all prompts up to `last`, in passes that end at stops, and commits after each."""
-        position = leases[0].resume
+        """Runs the model over the rest of all prompts up to `last`, in passes that end at stops, and commits after each.
+
+        Once the host has no room for a prompt it is computed without being saved: what follows would find none either.
+        """
+        position, has_room = leases[0].resume, True
         while position < last:
-            stops = [self._cache.next_stop(lease) or last for lease in leases]
+            stops = [self._cache.next_stop(lease) or last for lease in leases] if has_room else []
             upto = min(last, (position // self._chunk_tokens + 1) * self._chunk_tokens, *stops)
             self._passes.run(ids_BT[:, position:upto], past)
-            self._commit(past, leases, upto, checkpoint=upto in stops)
+            has_room = has_room and self._commit(past, leases, upto, checkpoint=upto in stops)
             position = upto
 
-    def _commit(self, past: Any, leases: Sequence[Lease], upto: int, *, checkpoint: bool) -> None:
+    def _commit(self, past: Any, leases: Sequence[Lease], upto: int, *, checkpoint: bool) -> bool:
+        """Saves what is new of all prompts; false when there was no room for one of them."""
         first = min(len(lease.prefix_pages) for lease in leases)
         staged = {Kind.PREFIX: self._layout.pack_prefix(past, range(first, upto // self._layout.spec.page_tokens))}
         if checkpoint:
             staged |= self._layout.pack_checkpoint(past, upto)
         if self._passes.device.type == "cuda":
             torch.cuda.synchronize(self._passes.device)  # commits measure how long passes take
+        taken = []
         with self._copies.staging(staged):
             for prompt, lease in enumerate(leases):
-                self._cache.commit(lease, upto, source=names(staged, prompt, first_page=first))
+                taken.append(self._cache.commit(lease, upto, source=names(staged, prompt, first_page=first)))
                 self._cache.wait(lease)
         self._cache.step()
+        return all(taken)

@@ -8,7 +8,7 @@ HYBRID := $(VENV)/.installed-hybrid
 REAL := $(VENV)/.installed-real
 WORKERS ?= auto
 
-.PHONY: help demo test test-real lint types floors unit bench-tree bench-tree-peer bench-copies bench-store bench-opening bench-engine bench-gpu bench-restart bench-rows bench-sparse sparse-quality policy-report clean
+.PHONY: help demo test test-real lint types floors unit bench-tree bench-tree-peer bench-copies bench-store bench-opening bench-engine bench-gpu bench-restart bench-rows bench-connectors bench-sparse sparse-quality policy-report clean
 
 help: ## Show what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -72,6 +72,9 @@ bench-engine: $(STAMP) $(REAL) ## Warm against cold, the cost of the cache, and 
 
 bench-gpu: $(STAMP) ## The engine on a GPU beside the hardware's limits and transformers, all goals in one table (ARGS="--only decode")
 	@$(BIN)/python benchmarks/bench_gpu.py $(ARGS)
+
+bench-connectors: $(STAMP) ## Prompts resumed under other engines beside computing them and beside what people do there (ARGS="--device cuda")
+	@$(BIN)/python benchmarks/bench_connectors.py $(ARGS)
 
 bench-rows: $(STAMP) ## What rows in eight bits lose, beside bf16
 	@$(BIN)/python benchmarks/bench_rows.py

@@ -191,6 +191,14 @@ def test_fingerprint_ignores_the_models_name_only() -> None:
     assert len({spec.fingerprint for spec in LAYOUTS.values()}) == len(LAYOUTS)
 
 
+def test_rows_in_an_engines_own_order_are_another_layout() -> None:
+    """Their sizes are the same, so nothing else tells the two apart."""
+    orders = [None, "", "heads, tokens", "tokens, heads"]
+    assert len({replace(HYBRID, row_order=order).fingerprint for order in orders}) == len(orders)
+    ranks = replace(HYBRID, row_order="heads, tokens").for_ranks(1)
+    assert ranks.row_order == "heads, tokens" and ranks.with_page_tokens(HYBRID.page_tokens * 2).row_order == "heads, tokens"
+
+
 def _states_reversed(parts: list[Part]) -> list[Part]:
     """The same parts in one object, the last state first."""
     moved, offset = [], 0

@@ -30,6 +30,7 @@ class ModelSpec:
     states: tuple[StateSpec, ...]
     page_tokens: int = 64
     spill: Spill | None = None  # not in the fingerprint: hosts and stores hold the same bytes with and without
+    row_order: str | None = None  # how an engine orders the bytes inside rows, where it does so in a way of its own
 
     def __post_init__(self) -> None:
         if not self.states:
@@ -217,12 +218,14 @@ class ModelSpec:
     @cached_property
     def fingerprint(self) -> str:
         """Differs whenever two specs would read each other's bytes wrongly: where each row lies counts, the name does not."""
-        facts = {
+        facts: dict[str, object] = {
             "layout": LAYOUT_VERSION,
             "page_tokens": self.page_tokens,
             "states": [asdict(state) | {"shape": str(state.shape)} for state in self.states],
             "parts": {kind.label: [asdict(part) for part in self.parts(kind)] for kind in CACHED_KINDS},
         }
+        if self.row_order is not None:
+            facts["row_order"] = self.row_order
         canonical = json.dumps(facts, sort_keys=True, separators=(",", ":")).encode()
         return hashlib.blake2b(canonical, digest_size=16).hexdigest()
 

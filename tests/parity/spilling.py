@@ -28,11 +28,11 @@ def short(made: Checkpoint) -> Checkpoint:
     return replace(made, config=dict(made.config) | {"max_position_embeddings": CONTEXT})
 
 
-def recorded(family: str | Checkpoint, *, hot_rows: int | None = None, device: str = "4MiB", **settings: Any) -> Recorded:
+def recorded(family: str | Checkpoint, *, hot_rows: int | None = None, memory: str = "4MiB", **settings: Any) -> Recorded:
     """An engine that keeps its logits; with `hot_rows` one whose rows may spill."""
     made = short(checkpoint(family) if isinstance(family, str) else family)
     sparse = {} if hot_rows is None else {"sparse": "dsa", "hot_rows": hot_rows}
-    return Recorded(made, **({"device_memory": device, "host_memory": "4MiB", "max_running": 6} | sparse | settings))
+    return Recorded(made, **({"device_memory": memory, "host_memory": "4MiB", "max_running": 6} | sparse | settings))
 
 
 def spilled(family: str | Checkpoint, *, hot_rows: int, **settings: Any) -> Recorded:
@@ -70,7 +70,9 @@ def poison_freed(engine: Engine) -> None:
 
     def freed(tier: Tier, kind: Kind, ids: PageIds) -> None:
         if tier is Tier.DEVICE:
-            rows[kind][torch.from_numpy(ids).long()] = POISON
+            rows[kind][torch.from_numpy(ids).long().to(rows[kind].device)] = POISON
+            if rows[kind].is_cuda:
+                torch.cuda.synchronize()  # before anybody copies into it
 
     engine.cache._state.arena(Tier.DEVICE)._on_free = freed
 

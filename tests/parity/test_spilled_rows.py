@@ -126,7 +126,7 @@ def test_requests_that_share_a_prefix_and_part(family: str) -> None:
 def test_a_device_too_small_for_one_request(family: str) -> None:
     """Its rows leave the device while its prompt is computed, and it answers without being put back."""
     (prompt,) = prompts((700,))
-    one, other = recorded(family), recorded(family, hot_rows=2 * PAGE, device="720KiB")
+    one, other = recorded(family), recorded(family, hot_rows=2 * PAGE, memory="720KiB")
     then, now = one.play(prompt, answer=60), other.play(prompt, answer=60)
     check_same([now], [then])
     spec, counters = other.engine.cache.spec, other.engine.cache.stats().counters
@@ -150,7 +150,7 @@ def test_a_prompt_that_is_loaded_without_its_rows(family: str) -> None:
         make_room(state, Tier.DEVICE, {Kind.PREFIX: state.arena(Tier.DEVICE).layout.rows(Kind.PREFIX) + 1})
         return [first, made.play(longer, answer=20)]
 
-    one, other = recorded(family), recorded(family, hot_rows=2 * PAGE, device="720KiB")
+    one, other = recorded(family), recorded(family, hot_rows=2 * PAGE, memory="720KiB")
     check_same(played(other), played(one))
     assert other.engine.cache.stats().counters["loaded_index_only_pages"] > 10
     one.close()

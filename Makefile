@@ -8,7 +8,7 @@ HYBRID := $(VENV)/.installed-hybrid
 REAL := $(VENV)/.installed-real
 WORKERS ?= auto
 
-.PHONY: help demo test test-real lint types floors unit bench-tree bench-tree-peer bench-copies bench-store bench-opening bench-engine bench-gpu bench-restart bench-rows bench-sparse policy-report clean
+.PHONY: help demo test test-real lint types floors unit bench-tree bench-tree-peer bench-copies bench-store bench-opening bench-engine bench-gpu bench-restart bench-rows bench-sparse sparse-quality policy-report clean
 
 help: ## Show what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -78,6 +78,9 @@ bench-rows: $(STAMP) ## What rows in eight bits lose, beside bf16
 
 bench-sparse: $(STAMP) ## Sparse decode: rows missing by policy, and finding and fetching them beside the bus (ARGS="--only misses")
 	@$(BIN)/python benchmarks/bench_sparse.py $(ARGS)
+
+sparse-quality: $(STAMP) $(REAL) ## What Quest and ClusterKV lose against their budget, on real weights (ARGS="--quick")
+	@$(BIN)/python benchmarks/sparse_quality.py $(ARGS)
 
 bench-opening: $(STAMP) ## How long a log of a million values takes to open, also after kill -9 (5 GB of disk)
 	@$(BIN)/python benchmarks/bench_opening.py

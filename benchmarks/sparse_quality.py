@@ -1,7 +1,7 @@
 """What picking loses: perplexity against the budget, and facts found in a long text, with Quest and ClusterKV beside dense.
 
-    make sparse-quality                     both models, contexts of 4,096 and 7,424 tokens (about 15 minutes on two cores)
-    make sparse-quality ARGS="--quick"      a context of 2,048 tokens (about 3 minutes)
+    make sparse-quality                     both models, contexts of 4,096 (12 minutes of CPU time) and 7,424 tokens
+    make sparse-quality ARGS="--quick"      a context of 2,048 tokens (5 minutes of CPU time)
 
 The context is this project's own documents, with facts put between paragraphs ("Zorbin Kellavar was born in the town of
 Marrowick."). It is computed once, by dense attention. What follows is computed as an answer would be, every token picking for
@@ -46,8 +46,8 @@ FACTS = (
     ("The violin of Ingrid Vasterholm was stolen in", " Bucharest"),
     ("Professor Lindqvarn teaches the history of", " candles"),
 )
-METHODS = {"window": ("quest", 64), "quest": ("quest", 64), "clusterkv, pages of 64": ("clusterkv", 64),
-           "clusterkv, pages of 256": ("clusterkv", 256)}  # fmt: skip
+METHODS = {"window": ("quest", (64,)), "quest": ("quest", (64,)), "clusterkv": ("clusterkv", (256, 64))}  # by pages, the first
+# of them in which a budget has room for what is always picked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,21 +63,25 @@ def main() -> None:
     args = _arguments()
     console, started = Console(width=120), time.monotonic()
     results: list[dict[str, Any]] = []
-    for name in args.models:
-        for length in args.contexts:
+    for length in args.contexts:
+        for name in args.models:
             task = task_of(name, length, args.tokens)
             at = time.monotonic()
             context = Context.compute(name, task.context)
             console.print(f"{name}: {length:,} tokens computed in {time.monotonic() - at:.0f} s", highlight=False)
             results += measure(name, context, task, args.budgets)
             console.print(table_of(name, length, results))
-    panels = panels_of(results)
-    args.svg.write_text(draw(panels))
+            write(args, results, round(time.monotonic() - started))
+    console.print(f"{time.monotonic() - started:.0f} s; written to {args.json.name} and {args.svg.name}")
+
+
+def write(args: argparse.Namespace, results: Sequence[dict[str, Any]], seconds: int) -> None:
     text = hashlib.sha256("".join((ROOT / "docs" / each).read_text() for each in DOCUMENTS).encode()).hexdigest()
     settings = {"budgets": args.budgets, "tokens": args.tokens, "text_sha256": text}
-    found = {"machine": machine("cpu"), "seconds": round(time.monotonic() - started), **settings, "results": results}
-    args.json.write_text(json.dumps(found, indent=1) + "\n")
-    console.print(f"{time.monotonic() - started:.0f} s; written to {args.json.name} and {args.svg.name}")
+    args.json.write_text(
+        json.dumps({"machine": machine("cpu"), "seconds": seconds, **settings, "results": results}, indent=1) + "\n"
+    )
+    args.svg.write_text(draw(panels_of(results)))
 
 
 def task_of(name: str, length: int, more: int) -> Task:
@@ -102,15 +106,21 @@ def task_of(name: str, length: int, more: int) -> Task:
 def measure(name: str, context: Context, task: Task, budgets: Sequence[int]) -> list[dict[str, Any]]:
     made = []
     dense = built(name, None, page_tokens=64)
-    made.append({"method": "dense", "budget": None, **figures(dense, context, task)})
-    for method, (selector, page) in METHODS.items():
-        model = built(name, selector, page_tokens=page)
-        unit = page if selector == "clusterkv" else 16
+    made.append({"method": "dense", "page": 64, "budget": None, **figures(dense, context, task)})
+    for method, (selector, sizes) in METHODS.items():
+        models = {page: built(name, selector, page_tokens=page) for page in sizes}
         for budget in budgets:
-            if SINKS + max(RECENT, unit) + unit <= budget < len(context.tokens):
-                picking = with_budget(model, budget, window=method == "window")
-                made.append({"method": method, "budget": budget, **figures(picking, context, task)})
+            page = next((each for each in sizes if _least(selector, each) <= budget < len(context.tokens)), None)
+            if page is not None:
+                picking = with_budget(models[page], budget, window=method == "window")
+                made.append({"method": method, "page": page, "budget": budget, **figures(picking, context, task)})
     return [{"model": name, "context": len(context.tokens), **each} for each in made]
+
+
+def _least(selector: str, page: int) -> int:
+    """The smallest budget."""
+    unit = page if selector == "clusterkv" else 16
+    return SINKS + max(RECENT, unit) + unit
 
 
 def figures(model: Decoder, context: Context, task: Task) -> dict[str, Any]:
@@ -131,14 +141,15 @@ def figures(model: Decoder, context: Context, task: Task) -> dict[str, Any]:
 
 def table_of(name: str, length: int, results: Sequence[dict[str, Any]]) -> Table:
     table = Table(title=f"{name}, behind {length:,} tokens", title_justify="left")
-    for head in ("method", "tokens picked", "perplexity", "of dense", "facts found"):
+    for head in ("method", "pages of", "tokens picked", "perplexity", "of dense", "facts found"):
         table.add_column(head, justify="left" if head == "method" else "right")
     mine = [each for each in results if each["model"] == name and each["context"] == length]
     dense = mine[0]["perplexity"]
     for each in mine:
         budget = "all" if each["budget"] is None else f"{each['budget']:,}"
         share = f"{each['perplexity'] / dense:.3f}"
-        table.add_row(each["method"], budget, f"{each['perplexity']:.2f}", share, f"{each['found']} of {each['facts']}")
+        found = f"{each['found']} of {each['facts']}"
+        table.add_row(each["method"], str(each["page"]), budget, f"{each['perplexity']:.2f}", share, found)
     return table
 
 
@@ -159,13 +170,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", default=MODELS, metavar="NAME", help=f"(default: {' '.join(MODELS)})")
     parser.add_argument("--contexts", nargs="+", type=int, metavar="TOKENS", help="multiples of 256 (default: 4096 7424)")
     parser.add_argument("--budgets", nargs="+", type=int, metavar="TOKENS", help="(default: 256 512 1024 2048)")
-    parser.add_argument("--tokens", type=int, metavar="N", help="whose perplexity is measured (default: 384; quick: 256)")
+    parser.add_argument("--tokens", type=int, default=256, metavar="N", help="whose perplexity counts (default: %(default)s)")
     parser.add_argument("--json", type=Path, default=ROOT / "bench-sparse-quality.json", help="(default: %(default)s)")
     parser.add_argument("--svg", type=Path, default=ROOT / "bench-sparse-quality.svg", help="(default: %(default)s)")
     args = parser.parse_args()
     args.contexts = args.contexts or ([2048] if args.quick else [4096, 7424])
     args.budgets = args.budgets or ([256, 1024] if args.quick else [256, 512, 1024, 2048])
-    args.tokens = args.tokens or (256 if args.quick else 384)
     return args
 
 

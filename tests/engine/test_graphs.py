@@ -99,6 +99,21 @@ def test_a_played_step_reads_the_batch_it_is_given(family: str, step: int, most:
         assert 3 <= len(made._recordings) <= most
 
 
+@pytest.mark.parametrize("selector", ["quest", "clusterkv"])
+def test_a_played_step_picks_for_the_batch_it_is_given(selector: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some requests pass the budget while they run. The last token of a prompt may be alone, and looks at everything."""
+    Cuda().replace(monkeypatch)
+    monkeypatch.setattr(Graphs, "_record", playing)
+    settings = {"sparse": selector, "sparse_budget": 112, "limits": Limits(chunk_tokens=64, max_running=5)}
+    asks = [greedy(prompt(length, seed=length), 40) for length in (30, 90, 129, 150, 193, 240)]
+    with small(**settings) as engine:
+        expected = [tokens_of(run(engine, [ask])[0]) for ask in asks]
+    with small(**settings) as engine:
+        made = recorded(engine)
+        assert [tokens_of(deltas) for deltas in run(engine, asks)] == expected
+        assert made._recordings
+
+
 def test_a_step_that_cannot_be_recorded_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = Cuda(broken=True)
     cuda.replace(monkeypatch)

@@ -91,6 +91,14 @@ def test_the_store_key_is_read_from_its_file(tmp_path: Path) -> None:
     assert serve._engine_config(parsed(), {}).store_config.key is None
 
 
+def test_a_selector_is_part_of_the_engine_s_settings() -> None:
+    pytest.importorskip("torch")
+    config = serve._engine_config(parsed("--sparse", "quest", "--sparse-budget", "1024"), {})
+    assert (config.sparse, config.sparse_budget, config.picks.identity) == ("quest", 1024, "quest-1024")
+    assert serve._engine_config(parsed("--sparse", "clusterkv"), {}).picks.identity == "clusterkv-2048"
+    assert serve._engine_config(parsed(), {}).picks is None
+
+
 def test_a_draft_is_part_of_the_engine_s_settings() -> None:
     pytest.importorskip("torch")
     config = serve._engine_config(parsed("--draft", "mtp", "--draft-tokens", "2"), {})
@@ -156,6 +164,8 @@ def test_a_taken_port_is_said_before_anything_is_loaded(capsys: pytest.CaptureFi
         (("--kv-dtype", "fp4"), "dtype must be one of"),
         (("--page-tokens", "0"), "page_tokens"),
         (("--draft", "/no/such/draft"), "no draft model"),
+        (("--sparse-budget", "512"), "name one with sparse"),
+        (("--sparse", "dsa", "--sparse-budget", "512"), "the model says itself"),
         (("--chunk-tokens", "0"), "chunk_tokens"),
         (("--store-key-file", "TMP/none"), "stepwell store new-key"),
         (("--store-key-file", "TMP"), "is not a file"),

@@ -83,21 +83,35 @@ class FlashInferAttention:
         self, query_NHD: torch.Tensor, rows: Rows, paging: Paging, *, heads: int, key_dim: int | None, scale: float,
         sinks_H: torch.Tensor | None = None, cap: float | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        stored = rows.stored_PRE
-        fits = rows.format is PLAIN and stored.dtype == query_NHD.dtype and not paging.sight.first_seen and _aligned(stored)
-        if not fits or key_dim not in _WIDTHS or stored.shape[2] != 2 * heads * key_dim:
-            return self._behind(query_NHD, rows, paging, heads=heads, key_dim=key_dim, scale=scale, sinks_H=sinks_H, cap=cap)
-        if sinks_H is not None and (key_dim != _SINK_WIDTH or cap is not None):
+        takes = self.takes(query_NHD, rows, paging, heads=heads, key_dim=key_dim)
+        if not takes or key_dim is None or (sinks_H is not None and (key_dim != _SINK_WIDTH or cap is not None)):
             return self._behind(query_NHD, rows, paging, heads=heads, key_dim=key_dim, scale=scale, sinks_H=sinks_H, cap=cap)
         layer = Heads(query_NHD.shape[1], heads, key_dim, scale, cap, sinks_H is not None, query_NHD.dtype)
         if layer not in paging.plans:
             paging.plans[layer] = self._plans(layer, paging)
-        row_PRKX = stored.unflatten(2, (heads, 2 * key_dim))
-        pages = row_PRKX[..., :key_dim], row_PRKX[..., key_dim:]
         out_NHD = torch.empty_like(query_NHD, memory_format=torch.contiguous_format)
         for span, plan in paging.plans[layer]:
-            plan.run(query_NHD[span], pages, out_NHD[span], sinks_H)
+            plan.run(query_NHD[span], keys_and_values(rows, layer), out_NHD[span], sinks_H)
         return out_NHD
+
+    def takes(self, query_NHD: torch.Tensor, rows: Rows, paging: Paging, *, heads: int, key_dim: int | None) -> bool:
+        """Whether the library has a kernel for these."""
+        stored = rows.stored_PRE
+        fits = rows.format is PLAIN and stored.dtype == query_NHD.dtype and not paging.sight.first_seen and _aligned(stored)
+        return fits and key_dim in _WIDTHS and stored.shape[2] == 2 * heads * key_dim
+
+    def planned(self, layer: Heads, paging: Paging, page_tokens: int, *, decode: bool, count: int) -> Planned:
+        """Something to plan for `count` segments with pages of so many rows. Passes that are not recorded use the same ones
+        again: each plans before it runs.
+        """
+        sight = paging.sight
+        window = -1 if sight.window is None else sight.window - 1  # the library does not count a token itself
+        if paging.fixed:
+            return Planned(self._wrapper(layer, window, decode, count), layer, window, page_tokens, recorded=True)
+        key = layer, window, decode, page_tokens
+        if key not in self._kept:
+            self._kept[key] = Planned(self._wrapper(layer, window, decode, None), layer, window, page_tokens)
+        return self._kept[key]
 
     # ---- inside -----------------------------------------------------------------------------------
 
@@ -106,20 +120,10 @@ class FlashInferAttention:
         made, singles = [], paging.num_singles
         for looks, decode in ((paging.looks[:singles], True), (paging.looks[singles:], False)):
             if looks:
-                plan = self._planned(layer, paging, decode, len(looks))
+                plan = self.planned(layer, paging, paging.sight.page_tokens, decode=decode, count=len(looks))
                 plan.load(looks)
                 made.append((slice(looks[0].start, looks[-1].stop), plan))
         return made
-
-    def _planned(self, layer: Heads, paging: Paging, decode: bool, count: int) -> Planned:
-        sight = paging.sight
-        window = -1 if sight.window is None else sight.window - 1  # the library does not count a token itself
-        if paging.fixed:
-            return Planned(self._wrapper(layer, window, decode, count), layer, window, sight.page_tokens, recorded=True)
-        key = layer, window, decode, sight.page_tokens
-        if key not in self._kept:
-            self._kept[key] = Planned(self._wrapper(layer, window, decode, None), layer, window, sight.page_tokens)
-        return self._kept[key]
 
     def _wrapper(self, layer: Heads, window: int, decode: bool, recorded: int | None) -> Any:
         buffers: dict[str, Any] = {}
@@ -184,6 +188,12 @@ class Planned:
         )  # fmt: skip
         self._uploaded = torch.cuda.Event()
         self._uploaded.record(torch.cuda.current_stream(self._wrapper.device))
+
+
+def keys_and_values(rows: Rows, layer: Heads) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of all pages, `[P, R, K, D]` each."""
+    row_PRKX = rows.stored_PRE.unflatten(2, (layer.keys, 2 * layer.width))
+    return row_PRKX[..., : layer.width], row_PRKX[..., layer.width :]
 
 
 def _aligned(stored_PRE: torch.Tensor) -> bool:

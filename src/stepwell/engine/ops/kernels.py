@@ -3,7 +3,8 @@
     operation      reference              on CUDA, in bf16 or fp16
     attention      ops/attention.py       FlashInfer over the pages
     latents        ops/attention.py       FlashInfer over the pages, or over rows that Triton decodes
-    picked rows    ops/selection.py       FlashInfer over rows that Triton gathers
+    picked rows    ops/selection.py       FlashInfer over rows that Triton gathers: of latents,
+                   ops/picked.py          and of keys and values per head
     index          ops/selection.py       Triton: scores and the best of them, the latter with FlashInfer's top-k
     entries        ops/compression.py     Triton: windows, entries and sinks in one
     rows           passes/rows.py         Triton: encoding in eight bits
@@ -21,6 +22,7 @@ import logging
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, Protocol
 
@@ -170,6 +172,7 @@ def _triton(report: Report) -> dict[str, Any]:
     from stepwell.engine.ops.triton_experts import run_experts_grouped
     from stepwell.engine.ops.triton_rows import write_rows
     from stepwell.engine.ops.triton_selection import TritonSelect
+    from stepwell.engine.ops.triton_selection import best as fast_best
     from stepwell.engine.ops.triton_shared import TritonShared
     from stepwell.sparse.triton_fetch import fetch as fast_fetch
     from stepwell.sparse.triton_resolve import resolve as fast_resolve
@@ -181,6 +184,7 @@ def _triton(report: Report) -> dict[str, Any]:
         "to_host": Guarded("pointwise", fast.ToHost(), pointwise.to_host, report),
         "experts": Guarded("experts", run_experts_grouped, run_experts, report),
         "select": Guarded("index", TritonSelect(), select, report),
+        "best": Guarded("index", fast_best, best, report),
         "attend_shared": Guarded("entries", TritonShared(TritonSelect()), attend_shared, report),
         "write_rows": Guarded("rows", write_rows, Rows.write, report),
         "resolve": Guarded("hot rows", fast_resolve, resolve, report),
@@ -212,14 +216,21 @@ def _flashinfer(report: Report, device: torch.device) -> dict[str, Any]:
     from stepwell.engine.ops.flashinfer_attention import FlashInferAttention
 
     report.chosen["attention"] = "flashinfer"
-    made = {"attend": Guarded("attention", FlashInferAttention(device, attend), attend, report)}
-    return made | _flashinfer_latent(report, device) if find_spec("triton") is not None else made
+    attention = FlashInferAttention(device, attend)
+    made = {"attend": Guarded("attention", attention, attend, report)}
+    if find_spec("triton") is None:
+        return made
+    from stepwell.engine.ops.flashinfer_picked import FlashInferPicked
+
+    made["attend_picked"] = Guarded("picked rows", FlashInferPicked(attention, attend_picked), attend_picked, report)
+    return made | _flashinfer_latent(report, device)
 
 
 def _flashinfer_latent(report: Report, device: torch.device) -> dict[str, Any]:
     """Over latents. Rows in eight bits, and picked ones, are gathered by Triton before FlashInfer reads them."""
     from stepwell.engine.ops.flashinfer_latent import FlashInferLatent, highest
     from stepwell.engine.ops.triton_selection import TritonSelect
+    from stepwell.engine.ops.triton_selection import best as fast_best
     from stepwell.engine.ops.triton_shared import TritonShared
 
     report.chosen |= {"latents": "flashinfer", "picked rows": "flashinfer", "index": "triton and flashinfer"}
@@ -228,6 +239,7 @@ def _flashinfer_latent(report: Report, device: torch.device) -> dict[str, Any]:
         "attend_latent": Guarded("latents", latent, attend_latent, report),
         "attend_selected": Guarded("picked rows", latent.attend_selected, attend_selected, report),
         "select": Guarded("index", fast_select, select, report),
+        "best": Guarded("index", partial(fast_best, top_k=highest), best, report),
         "attend_shared": Guarded("entries", TritonShared(fast_select), attend_shared, report),
     }
 

@@ -36,15 +36,28 @@ def attend_picked(
     cap: float | None = None, block_bytes: int = BLOCK_BYTES,
 ) -> torch.Tensor:  # fmt: skip
     """What each query sees in the rows that were picked for it, or in all where none were: `[N, H, V]`. `cap` as in `attend`."""
-    look, seen = _Look(rows, heads, key_dim, scale, cap, block_bytes), []
-    for part, picked in zip(paging.parts, selection, strict=True):
-        mine_NHD = query_NHD[part.start : part.stop]
-        if picked is None:
-            seen.append(attend_part(mine_NHD, rows, part, heads=heads, key_dim=key_dim, scale=scale, cap=cap))
-        elif isinstance(part, Singles):
-            seen.extend(look.gathered(mine_NHD, part.table_BP, part.position_B, picked.position_XK))
-        else:
-            seen.extend(look.in_run(mine_NHD, part, picked))
+    seen = [
+        attend_part(query_NHD[part.start : part.stop], rows, part, heads=heads, key_dim=key_dim, scale=scale, cap=cap)
+        if picked is None
+        else attend_part_picked(
+            query_NHD[part.start : part.stop], rows, part, picked, heads=heads, key_dim=key_dim, scale=scale, cap=cap,
+            block_bytes=block_bytes,
+        )
+        for part, picked in zip(paging.parts, selection, strict=True)
+    ]  # fmt: skip
+    return seen[0] if len(seen) == 1 else torch.cat(seen)
+
+
+def attend_part_picked(
+    query_NHD: torch.Tensor, rows: Rows, part: Singles | Run, picked: Picked, *, heads: int, key_dim: int, scale: float,
+    cap: float | None = None, block_bytes: int = BLOCK_BYTES,
+) -> torch.Tensor:  # fmt: skip
+    """The same for one part of a batch, given its own queries."""
+    look = _Look(rows, heads, key_dim, scale, cap, block_bytes)
+    if isinstance(part, Singles):
+        seen = list(look.gathered(query_NHD, part.table_BP, part.position_B, picked.position_XK))
+    else:
+        seen = list(look.in_run(query_NHD, part, picked))
     return seen[0] if len(seen) == 1 else torch.cat(seen)
 
 

@@ -1,0 +1,159 @@
+"""What FlashInfer is told of picked rows, with something in its place that computes what the library says it does: no GPU."""
+
+from __future__ import annotations
+
+import sys
+from random import Random
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from engine.paged import Scene, Shape
+from stepwell.engine.graphs import FixedPaging
+from stepwell.engine.ops.picked import attend_picked
+from stepwell.engine.ops.selection import Picked, Selection
+from stepwell.engine.passes.paging import Singles
+from stepwell.engine.passes.rows import Rows
+
+pytest.importorskip("triton")
+from stepwell.engine.ops import flashinfer_attention
+from stepwell.engine.ops.flashinfer_attention import FlashInferAttention
+from stepwell.engine.ops.flashinfer_picked import FlashInferPicked
+
+SCALE, WIDTH, TOLERANCE = 0.2, 64, 0.06  # plain torch rounds scores to bf16 where there is a cap
+BATCHES = [
+    ((40, 70, 55, 30), (1, 1, 1, 20)),  # all singles pick, and a prompt is read beside them
+    ((60, 10, 44), (1, 1, 1)),  # one of them sees no more than it may pick
+    ((90, 33, 50, 0), (1, 7, 25, 12)),  # one run picks, the others do not
+    ((80, 77), (6, 9)),
+    ((50,), (1,)),
+]
+
+
+class Library:
+    """In place of the library's wrapper. `buffers` are those of a recorded step, which stay where they are."""
+
+    num_plans = 0
+
+    def __init__(self, workspace: torch.Tensor, layout: str, *, backend: str, **buffers: Any) -> None:
+        assert layout == "NHD"
+        self.device = workspace.device
+        self._recorded = bool(buffers)
+        self._paged_kv_last_page_len_buf = buffers.get("paged_kv_last_page_len_buf")
+
+    def plan(
+        self, queries: torch.Tensor, starts: torch.Tensor, indices: torch.Tensor, last: torch.Tensor, heads: int, kv_heads: int,
+        width: int, page: int, *, causal: bool, sm_scale: float, window_left: int, logits_soft_cap: float | None, **dtypes: Any,
+    ) -> None:  # fmt: skip
+        assert causal and window_left == -1 and ((last >= 1) & (last <= page)).all()
+        assert int(starts[-1]) == len(indices)
+        Library.num_plans += 1
+        if self._recorded:
+            self._paged_kv_last_page_len_buf.copy_(last)
+        else:
+            self._paged_kv_last_page_len_buf = last.clone()
+        self._told = queries.tolist(), starts.tolist(), indices.long(), page, sm_scale, logits_soft_cap
+
+    def run(self, query_NHD: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], *, out: torch.Tensor) -> None:
+        queries, starts, indices, page, scale, cap = self._told
+        for at, last in enumerate(self._paged_kv_last_page_len_buf.tolist()):
+            held = indices[starts[at] : starts[at + 1]]
+            length = (len(held) - 1) * page + last
+            key_TKD, value_TKD = (each[held].flatten(0, 1)[:length].float() for each in pages)
+            mine = query_NHD[queries[at] : queries[at + 1]].float().unflatten(1, (key_TKD.shape[1], -1))
+            score = torch.einsum("nkgd,tkd->nkgt", mine, key_TKD) * scale
+            score = score if cap is None else torch.tanh(score / cap) * cap
+            here = torch.arange(length - len(mine), length)
+            score.masked_fill_(torch.arange(length) > here[:, None, None, None], -torch.inf)
+            out[queries[at] : queries[at + 1]] = torch.einsum("nkgt,tkd->nkgd", score.softmax(-1), value_TKD).flatten(1, 2)
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> FlashInferPicked:
+    module = ModuleType("flashinfer")
+    module.BatchPrefillWithPagedKVCacheWrapper = Library  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flashinfer", module)
+    event = SimpleNamespace(record=lambda stream: None, synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    monkeypatch.setattr(flashinfer_attention, "WORKSPACE_BYTES", 64)
+    monkeypatch.setattr(flashinfer_attention, "RECORDED_PAGES", 1024)
+    return FlashInferPicked(FlashInferAttention(torch.device("cpu"), never), never)
+
+
+def never(*args: Any, **more: Any) -> torch.Tensor:
+    raise AssertionError("this was for FlashInfer")
+
+
+def scene_of(contexts: tuple[int, ...], lengths: tuple[int, ...], seed: int = 0) -> Scene:
+    scene = Scene(Shape(heads=6, kv_heads=2, width=WIDTH, page=8, contexts=contexts, lengths=lengths), seed, dtype=torch.bfloat16)
+    scene.clear_unwritten()
+    return scene
+
+
+def picks(scene: Scene, count: int, seed: int = 0, *, runs: bool = True) -> Selection:
+    """Random ones; all that can be seen where there are fewer, and some that cannot behind them. Every second run picks."""
+    random, made = Random(seed), []
+    for number, part in enumerate(scene.paging.parts):
+        single = isinstance(part, Singles)
+        pages = part.table_BP.shape[1] if isinstance(part, Singles) else len(part.pages_P)
+        if pages * 8 <= count or (not single and (number % 2 == 0 or not runs)):
+            made.append(None)
+            continue
+        position_X = part.position_B if isinstance(part, Singles) else part.position_N
+        rows = [
+            sorted(random.sample(range(here + 1), count)) if here >= count else list(range(count)) for here in position_X.tolist()
+        ]
+        made.append(Picked(position_XK=torch.tensor(rows)))
+    return tuple(made)
+
+
+def expected(scene: Scene, query_NHD: torch.Tensor, selection: Selection, cap: float | None) -> torch.Tensor:
+    rows, paging = Rows(scene.rows.stored_PRE, scene.rows.format, torch.float32), Scene(scene.shape, scene.seed).paging
+    return attend_picked(query_NHD.float(), rows, paging, selection, heads=2, key_dim=WIDTH, scale=SCALE, cap=cap)
+
+
+@pytest.mark.parametrize("cap", [None, 20.0])
+@pytest.mark.parametrize("count", [16, 24, 33])
+@pytest.mark.parametrize(("contexts", "lengths"), BATCHES)
+def test_picked_rows_are_seen_as_by_plain_torch(
+    contexts: tuple[int, ...], lengths: tuple[int, ...], count: int, cap: float | None, library: FlashInferPicked
+) -> None:
+    scene = scene_of(contexts, lengths)
+    query_NHD, selection = scene.made(scene.num_tokens, 6, WIDTH), picks(scene, count)
+    for layer in range(2):  # the second layer has its plans already, and picks others
+        selection = picks(scene, count, layer)
+        made = library(query_NHD, scene.rows, scene.paging, selection, heads=2, key_dim=WIDTH, scale=SCALE, cap=cap)
+        assert (made.float() - expected(scene, query_NHD, selection, cap)).abs().max() < TOLERANCE
+
+
+def test_single_tokens_of_prompts_look_at_everything(library: FlashInferPicked) -> None:
+    scene = scene_of((60, 70, 50), (1, 1, 1))
+    scene.paging._together = lambda: [range(2), range(2, 3)]
+    query_NHD = scene.made(3, 6, WIDTH)
+    selection = (picks(scene, 24)[0], None)  # the last is of a prompt
+    made = library(query_NHD, scene.rows, scene.paging, selection, heads=2, key_dim=WIDTH, scale=SCALE)
+    fresh = Scene(scene.shape, scene.seed).paging
+    fresh._together = lambda: [range(2), range(2, 3)]
+    rows = Rows(scene.rows.stored_PRE, scene.rows.format, torch.float32)
+    right = attend_picked(query_NHD.float(), rows, fresh, selection, heads=2, key_dim=WIDTH, scale=SCALE)
+    assert (made.float() - right).abs().max() < TOLERANCE
+
+
+def test_a_recorded_step_is_loaded_with_another_batch(library: FlashInferPicked) -> None:
+    """Only how many rows each looks at is part of the plan."""
+    first, second = scene_of((20, 60), (1, 1)), scene_of((70, 26), (1, 1), seed=1)
+    fixed = FixedPaging(first.paging, 12)
+    for scene in (first, second):
+        if scene is second:
+            fixed.load(second.paging)
+        query_NHD = scene.made(2, 6, WIDTH)
+        position_X = fixed.singles[0].position_B
+        rows = [sorted(Random(0).sample(range(at + 1), 24)) if at >= 24 else list(range(24)) for at in position_X.tolist()]
+        selection = (Picked(position_XK=torch.tensor(rows)),)
+        made = library(query_NHD, scene.rows, fixed, selection, heads=2, key_dim=WIDTH, scale=SCALE)
+        assert (made.float() - expected(scene, query_NHD, selection, None)).abs().max() < TOLERANCE

@@ -1,0 +1,49 @@
+"""Engines whose rows are on the host alone, with slots and copies by Triton: the bits and the figures of plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+pytest.importorskip("transformers")
+from parity.recorded import PAGE, Played, Recorded
+from parity.spilling import prompts, recorded, report, spilled
+from parity.test_spilled_rows import check_same
+from stepwell.engine.models import registry
+from stepwell.engine.ops.kernels import Kernels
+from stepwell.engine.ops.triton_rows import write_rows
+from stepwell.sparse.triton_fetch import fetch
+from stepwell.sparse.triton_resolve import resolve
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there, the engine uses these itself (tests/gpu)")
+FAST = Kernels(resolve=resolve, fetch=fetch, write_rows=write_rows)
+
+
+def played(made: Recorded) -> list[Played]:
+    """Three prompts, and one of them again with a few tokens more, which are computed in one pass."""
+    first = made.play_all(prompts((100, 70, 30)), answer=4)
+    return first + made.play_all([[*first[0].prompt, *first[0].tokens, 1, 2, 3]], answer=2)
+
+
+@pytest.mark.parametrize(
+    ("family", "hot_rows", "kv_dtype"),
+    [
+        ("deepseek_v32", 0, "fp32"),
+        ("deepseek_v32", 2 * PAGE, "fp32"),
+        ("glm_moe_dsa", PAGE, "fp32"),
+        ("glm_moe_dsa", 2 * PAGE, "fp8"),
+    ],
+)
+def test_triton_finds_and_fetches_the_same_rows(
+    family: str, hot_rows: int, kv_dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, plain = recorded(family, kv_dtype=kv_dtype), spilled(family, hot_rows=hot_rows, kv_dtype=kv_dtype)
+    monkeypatch.setattr(registry, "choose_kernels", lambda *args: FAST)
+    fast = spilled(family, hot_rows=hot_rows, kv_dtype=kv_dtype)
+    then = played(one)
+    check_same(played(plain), then)
+    check_same(played(fast), then)
+    assert report(fast) == report(plain) and report(fast).misses
+    for each in (one, plain, fast):
+        each.close()

@@ -24,7 +24,7 @@ from stepwell.base.spec.families import from_config
 from stepwell.engine import Ask, Engine, EngineConfig, Finish, Limits, Sampling, build_engine
 from stepwell.engine.build import check_settings
 from stepwell.memory.row_pages import ABSENT
-from stepwell.sparse.places import HOST, ORDINAL, ROWS
+from stepwell.sparse.places import HOST, ORDINAL, ROWS, Places
 from waiting import run_to_the_end, settle
 
 pytest.importorskip("transformers")
@@ -159,6 +159,34 @@ def test_before_every_pass_the_device_is_told_where_rows_are() -> None:
             assert (header_N3[:, ROWS] == pages.rows[placed]).all() and (header_N3[:, HOST] == pages.host[placed]).all()
             assert (header_N3[:, ORDINAL] == pages._ordinal[placed]).all()
         assert engine.cache.stats().counters["spilled_pages"] > 0
+
+
+def run(engine: Engine) -> None:
+    while engine.num_open:
+        engine.step()
+
+
+def test_what_a_failed_pass_was_told_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine_for("deepseek_v32", device_memory="800KiB") as engine:
+        spilling = engine._runner._pages.spilling
+        assert spilling is not None
+        places, pages, apply = spilling.places, spilling.row_pages, Places.apply
+        engine.submit(greedy(prompt(300, seed=1), 4))
+        while engine.num_open:
+            engine.step()
+        engine.submit(greedy(prompt(300, seed=2), 4))
+        monkeypatch.setattr(Places, "apply", lambda *_: (_ for _ in ()).throw(MemoryError("none left")))
+        with pytest.raises(MemoryError):
+            run(engine)
+        monkeypatch.setattr(Places, "apply", apply)
+        engine.step()
+        engine.submit(greedy(prompt(60, seed=3), 2))
+        while engine.num_open:
+            engine.step()
+        placed = np.flatnonzero((pages.rows != ABSENT) | (pages.host != ABSENT))
+        placed = np.setdiff1d(placed, [*pages._changed])
+        header_N3 = places.header_P3[torch.from_numpy(placed)].numpy()
+        assert (header_N3[:, ROWS] == pages.rows[placed]).all() and (header_N3[:, HOST] == pages.host[placed]).all()
 
 
 def test_warming_up_leaves_nothing_behind() -> None:

@@ -1,7 +1,7 @@
 """With Quest or ClusterKV an answer does not depend on where its prompt's rows and summaries came from, nor on being interrupted.
 
-Bits are compared as in `test_exact_resumption.py`. Answers are computed anew with their prompts of the first turn only: rows of
-an answer are kept as they were computed, picking, and a later prompt that contains them looks at everything if it is computed.
+Bits are compared as in `test_exact_resumption.py`. Rows of an answer that were computed picking are not cached: a later prompt
+that contains it looks at everything.
 """
 
 from __future__ import annotations
@@ -104,6 +104,17 @@ def test_cold_and_warm_answers_are_the_same(case: tuple[str, str]) -> None:
     recorded.close()
     assert warm.resumed > 0 == anew.resumed and cold.tokens == warm.tokens == anew.tokens
     assert max(distance(cold, warm), distance(cold, anew)) <= TOLERANCE
+
+
+def test_a_second_turn_is_answered_as_if_nothing_were_cached(case: tuple[str, str]) -> None:
+    family, selector = case
+    recorded = Recorded(family, **settings(selector))
+    asked = prompt(230)
+    first = recorded.play(asked)
+    turn = [*asked, *first.tokens, *prompt(40, seed=9)]
+    warm, anew = recorded.play(turn), recorded.play(turn, use_cache=False)
+    recorded.close()
+    assert warm.resumed > 0 == anew.resumed and warm.tokens == anew.tokens and distance(warm, anew) <= TOLERANCE
 
 
 def test_chunks_and_neighbours_change_no_answer(case: tuple[str, str]) -> None:

@@ -25,13 +25,23 @@ log = logging.getLogger(__name__)
 
 
 class Answering:
-    def __init__(self, cache: Cache, scheduler: Scheduler, clock: Clock, eos_ids: frozenset[int], to_host: ToHost) -> None:
+    def __init__(
+        self,
+        cache: Cache,
+        scheduler: Scheduler,
+        clock: Clock,
+        eos_ids: frozenset[int],
+        to_host: ToHost,
+        *,
+        dense_tokens: int | None = None,
+    ) -> None:
         self.requests: dict[int, Request] = {}  # that wait or run
         self._cache = cache
         self._scheduler = scheduler
         self._clock = clock
         self._eos_ids = eos_ids
         self._to_host = to_host
+        self._dense_tokens = dense_tokens  # so many tokens are all looked at; answers behind them pick. None where nothing does
         self._deltas: list[Delta] = []
 
     def deltas(self) -> list[Delta]:
@@ -115,8 +125,11 @@ class Answering:
         return self._cache.wait_arriving(request.lease)
 
     def _commit(self, request: Request, upto: int) -> None:
-        assert request.lease is not None, f"{request} was computed without a lease"
-        self._cache.commit(request.lease, upto)
+        lease = request.lease
+        assert lease is not None, f"{request} was computed without a lease"
+        if self._dense_tokens is not None and upto > max(request.prompt_tokens, self._dense_tokens):
+            lease.publishes = False  # rows that were computed picking are no prompt's: computed anew it would look at everything
+        self._cache.commit(lease, upto)
 
     def _add(self, request: Request, chosen: Chosen) -> bool:
         """A token more: text as far as it is certain, and the end where this is one. Says whether the answer goes on."""

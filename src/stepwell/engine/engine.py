@@ -82,7 +82,10 @@ class Engine:
         self._runner = runner
         self._to_host = runner.model.kernels.to_host
         self._speculation = speculation
-        self._answering = Answering(cache, self.scheduler, self.clock, eos_ids, self._to_host)
+        selector = runner.model.selector
+        self._answering = Answering(
+            cache, self.scheduler, self.clock, eos_ids, self._to_host, dense_tokens=None if selector is None else selector.count
+        )
         self._last_id = 0
         self._streams: dict[int, deque[Delta]] = {}
 

@@ -11,7 +11,7 @@ headers and empties hints. References to host pages that nobody needs any more a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
@@ -154,8 +154,10 @@ class RowPages:
         forsaken, self._forsaken = self._forsaken, []
         return np.concatenate(forsaken) if forsaken else NO_PAGES
 
-    def drain(self) -> Changes:
-        """What changed since the last call, for the pass that begins now."""
+    def drain(self, apply: Callable[[Changes], None] = lambda changes: None) -> Changes:
+        """What changed since the last call, for the pass that begins now. It is forgotten once `apply` has taken it: if that
+        fails, the next call has all of it again.
+        """
         pages = _ids(self._changed)
         numbers = np.array(sorted(self._renumbered), np.int32)
         changes = Changes(
@@ -165,6 +167,7 @@ class RowPages:
             numbers=numbers,
             hot_pages=np.array([self.hot.get(number, ABSENT) for number in numbers.tolist()], np.int32),
         )
+        apply(changes)
         self._new, self._changed, self._renumbered = {}, {}, {}
         return changes
 

@@ -45,7 +45,7 @@ class Counts:
             return
         self._sum_GC.copy_(self.tally_GBC.sum(dim=1), non_blocking=True)
         if self._copied is not None:
-            self._copied.record()
+            self._copied.record(torch.cuda.current_stream(self.tally_GBC.device))
 
     def read(self, row_bytes: Sequence[int]) -> Found | None:
         """The sums last asked for, with the bytes that one row of each group has over its layers; None while they come."""

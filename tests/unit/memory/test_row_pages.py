@@ -104,6 +104,12 @@ def test_changes_are_told_once_and_only_of_pages_that_are_still_there() -> None:
     arena, pages = made()
     prefix, rows = bound(arena, 3, first=4)
     arena.release(Kind.PREFIX, prefix[2:])
+
+    def refuse(changes: Changes) -> None:
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        pages.drain(refuse)  # nothing of it is lost
     changes = pages.drain()
     assert changes.new.tolist() == changes.pages.tolist() == prefix[:2].tolist()
     assert changes.header_N3.tolist() == [[4, rows[0], ABSENT], [5, rows[1], ABSENT]]

@@ -16,6 +16,7 @@ from stepwell.sparse.summaries import Summary
 
 SINKS = 16  # first tokens, which are always picked
 RECENT = 64  # last tokens, the same
+VERSION = 1  # of how tokens are picked, with the numbers above: rows of answers depend on it
 BUDGET = 2048  # tokens that a query looks at where nobody says how many
 
 
@@ -41,7 +42,7 @@ class Sparse:
     @property
     def identity(self) -> str | None:
         """What rows of answers depend on, beside weights; None where the model's own config says it all."""
-        return None if self.selector == DSA else f"{self.selector}-{self.count}"
+        return None if self.selector == DSA else f"{self.selector}{VERSION}-{self.count}"
 
 
 def selector_for(sparse: Sparse, spec: ModelSpec, kernels: Kernels) -> Selector | None:

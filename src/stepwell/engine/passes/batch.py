@@ -133,6 +133,9 @@ class Batch:
             self.pages.clear(Kind.PREFIX, prefix)
         if self.pages.spilling is not None:
             self.pages.spilling.begin()
+            size = spec.page_tokens
+            for s in self.segments:  # a page without rows would be written to where another's are
+                self.pages.spilling.rows_of(s.prefix_pages[s.position // size : -(-s.end // size)].tolist())
         if spec.parts(Kind.WINDOW):
             size = spec.window_page_tokens
             windows = [page for s in self.segments for page in _begun(s.window_pages, s, size, s.first_window, False)]

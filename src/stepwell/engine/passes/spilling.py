@@ -128,7 +128,7 @@ class Spilling:
 
     def begin(self) -> None:
         """Before every pass, on its stream: says what became of pages since the last one."""
-        self.places.apply(self.row_pages.drain())
+        self.row_pages.drain(self.places.apply)
         self._passes += 1
         if self._passes % COUNTED == 0:
             self.places.counts.start_reading()

@@ -161,7 +161,7 @@ def test_before_every_pass_the_device_is_told_where_rows_are() -> None:
         assert engine.cache.stats().counters["spilled_pages"] > 0
 
 
-def run(engine: Engine) -> None:
+def step_through(engine: Engine) -> None:
     while engine.num_open:
         engine.step()
 
@@ -177,7 +177,7 @@ def test_what_a_failed_pass_was_told_is_told_again(monkeypatch: pytest.MonkeyPat
         engine.submit(greedy(prompt(300, seed=2), 4))
         monkeypatch.setattr(Places, "apply", lambda *_: (_ for _ in ()).throw(MemoryError("none left")))
         with pytest.raises(MemoryError):
-            run(engine)
+            step_through(engine)
         monkeypatch.setattr(Places, "apply", apply)
         engine.step()
         engine.submit(greedy(prompt(60, seed=3), 2))

@@ -67,8 +67,12 @@ def test_same_calls_give_the_same_victims_whatever_the_hash_seed() -> None:
 
 
 def test_nothing_probes_for_abilities() -> None:
-    """J: a method that is missing must fail loudly: nothing in the package asks `hasattr` or hides an AttributeError."""
-    for path in sorted(Path(stepwell.__file__).parent.rglob("*.py")):
+    """J: a method that is missing must fail loudly: nothing in the package asks `hasattr` or hides an AttributeError.
+
+    Connectors may ask objects of other packages, whose settings differ by model and release; never our own.
+    """
+    package = Path(stepwell.__file__).parent
+    for path in sorted(set(package.rglob("*.py")) - set((package / "connectors").rglob("*.py"))):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 probing = node.func.id == "hasattr" or (node.func.id == "getattr" and len(node.args) == 3)

@@ -53,6 +53,7 @@ class RowPages:
         self._changed: dict[int, None] = {}
         self._renumbered: dict[int, None] = {}
         self._forsaken: list[PageIds] = []
+        self._distrusted: set[int] = set()
         self.num_backed = 0
 
     # ---- questions --------------------------------------------------------------------------------
@@ -73,6 +74,13 @@ class RowPages:
     def backed_by(self, host: PageIds) -> PageIds:
         """The pages whose rows are on these host pages alone. Looks at all pages."""
         return np.flatnonzero(np.isin(self.host, host[host != ABSENT])).astype(np.int32)
+
+    def distrust(self, ids: PageIds) -> None:
+        """The host pages that hold the rows of these pages are suspect: while these live, nobody else is to have them."""
+        self._distrusted.update(ids.tolist())
+
+    def are_trusted(self, ids: PageIds) -> bool:
+        return not self._distrusted or self._distrusted.isdisjoint(ids.tolist())
 
     def idle_backed(self) -> PageIds:
         """The pages whose rows are on the host alone and that only the tree refers to. Looks at all pages."""
@@ -143,6 +151,7 @@ class RowPages:
         for page in ids.tolist():
             self._new.pop(page, None)
             self._changed.pop(page, None)
+        self._distrusted.difference_update(ids.tolist())
         backing = host[host != ABSENT]
         if len(backing):
             self.num_backed -= len(backing)

@@ -166,7 +166,9 @@ class CopyJobs(Jobs[Plan, Completion]):
             discard_ids(self._tree, span.tier, span.ids, loss)
 
     def _discard_backed(self, span: Span, loss: Loss) -> None:
-        """Pages whose rows are on these host pages alone leave the tree with them. Who runs on them goes on."""
+        """Pages whose rows are on these host pages alone leave the tree with them. Who runs on them goes on, for itself alone."""
         row_pages = self._tree.row_pages
         if row_pages is not None and row_pages.num_backed and (span.tier, span.kind) == (Tier.HOST, Kind.PREFIX):
-            discard_ids(self._tree, Tier.DEVICE, row_pages.backed_by(span.ids), loss)
+            backed = row_pages.backed_by(span.ids)
+            row_pages.distrust(backed)
+            discard_ids(self._tree, Tier.DEVICE, backed, loss)

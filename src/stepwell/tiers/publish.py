@@ -78,6 +78,8 @@ def commit(state: CacheState, lease: Lease, upto: int, *, checkpoint: bool, last
     spec = state.spec
     page_tokens = spec.page_tokens
     full = upto // page_tokens
+    if state.row_pages is not None and not state.row_pages.are_trusted(lease.prefix_pages):
+        lease.publishes = False  # a load of their rows failed: they would come back into the tree with it
     checkpoint = checkpoint and lease.publishes
     fork = _room_for_fork(state, lease) if checkpoint and not last else NO_PAGES
     checkpoint = checkpoint and (last or len(fork) == len(lease.point_pages))

@@ -372,6 +372,8 @@ def test_a_failed_load_takes_out_pages_that_stand_on_the_same_host_pages() -> No
     tiers.state.tree.release(Tier.DEVICE, Kind.PREFIX, fresh)
     assert tiers.restore(text(1, 12 * PAGE + 1)) == 0
     tiers.cache.audit()
+    tiers.decode(lease, [5] * (2 * PAGE))
+    assert tiers.restore(text(1, 12 * PAGE + 1)) == 0, "the request goes on, and brings none of them back"
     tiers.engine.check(lease)
     tiers.cache.release(lease)
     tiers.idle_check()

@@ -94,7 +94,7 @@ def test_the_store_key_is_read_from_its_file(tmp_path: Path) -> None:
 def test_a_selector_is_part_of_the_engine_s_settings() -> None:
     pytest.importorskip("torch")
     config = serve._engine_config(parsed("--sparse", "quest", "--sparse-budget", "1024"), {})
-    assert (config.sparse, config.sparse_budget, config.picks.identity) == ("quest", 1024, "quest-1024")
+    assert (config.sparse, config.sparse_budget, config.picks.identity) == ("quest", 1024, "quest1-1024")
     assert serve._engine_config(parsed("--sparse", "clusterkv"), {}).picks.identity == "clusterkv-2048"
     assert serve._engine_config(parsed(), {}).picks is None
 

@@ -24,7 +24,7 @@ def _plant(rig: Rig, *, arrived: set[int], checkpoints: set[int], complete: set[
     packed = pack(text(1, PAGES * 4 + 1))
     pages = arena.alloc({Kind.PREFIX: PAGES})[Kind.PREFIX]
     arena.mark_ready(Kind.PREFIX, pages[sorted(arrived)])
-    node = rig.tree.insert(rig.cache.namespace.digest, packed, Tier.DEVICE, pages, Use(at_s=0.0))
+    node = rig.tree.insert(rig.cache.namespace, packed, Tier.DEVICE, pages, Use(at_s=0.0))
     for page in sorted(checkpoints):
         span = len(rig.spec.window_span(page * 4))
         held = arena.alloc({Kind.WINDOW: span, Kind.POINT: 1})

@@ -30,7 +30,7 @@ class Content(NamedTuple):
 
 
 def space_of(namespace: Namespace) -> tuple[str | None, ...]:
-    return (namespace.model, namespace.layout, namespace.shard, namespace.adapter, namespace.salt)
+    return (namespace.model, namespace.layout, namespace.shard, namespace.adapter, namespace.salt, namespace.tenant)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from dataclasses import replace
 from random import Random
 
 from borrowed_world import BorrowedWorld
 from shelf import make_store_setup
 from store_traffic import STATUSES, StoreTraffic
 from store_world import BorrowedStoreWorld, StoreWorld
-from toy_models import TRUNKS, make_borrowed_setup, make_setup, make_spilling_setup, prompt
+from toy_models import QUOTAS, TRUNKS, make_borrowed_setup, make_setup, make_spilling_setup, prompt
 from traffic import Traffic
 from world import World
 
@@ -37,6 +38,16 @@ def live_spilling(seed: int, steps: int) -> World:
     rng = Random(seed)
     world = World(make_spilling_setup(rng.choice))
     play(Traffic(world), VERBS | SPILLING_VERBS, rng, steps)
+    return world
+
+
+def live_with_quotas(seed: int, steps: int) -> World:
+    """The same among tenants with quotas, where memory is short."""
+    rng = Random(seed)
+    made = (make_spilling_setup if rng.random() < 0.3 else make_setup)(rng.choice)
+    quotas = made.quotas or rng.choice([each for each in QUOTAS if each])
+    world = World(replace(made, quotas=quotas))
+    play(Traffic(world), VERBS, rng, steps)
     return world
 
 

@@ -7,7 +7,7 @@ import os
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from lives import live, live_spilling
+from lives import live, live_spilling, live_with_quotas
 from toy_models import TRUNKS, Setup, make_setup, prompt
 from traffic import Traffic
 from world import World
@@ -171,3 +171,16 @@ def test_a_long_life_claims_only_what_exists_and_forgets_nothing_without_reason(
 @pytest.mark.parametrize("seed", range(int(os.environ.get("STEPWELL_EXAMPLES", "40"))))
 def test_a_long_life_with_rows_that_spill_loses_none_of_them(seed: int) -> None:
     live_spilling(seed, steps=120)
+
+
+@pytest.mark.parametrize("seed", range(int(os.environ.get("STEPWELL_EXAMPLES", "40"))))
+def test_in_a_long_life_nobody_loses_for_a_tenant_that_is_over_its_quota(seed: int) -> None:
+    live_with_quotas(seed, steps=120)
+
+
+def test_lives_with_quotas_have_tenants_over_theirs_and_evict_for_it() -> None:
+    """Else the lives above would prove nothing."""
+    worlds = [live_with_quotas(seed, steps=120) for seed in range(12)]
+    counted = [name for world in worlds for name, count in world.cache.counters.snapshot().items() if count]
+    assert {"over_quota_device_pages", "over_quota_device_checkpoints", "over_quota_host_pages"} <= set(counted)
+    assert sum(world.quotas.judged for world in worlds) > 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -30,6 +30,8 @@ from stepwell.sim.least_recent import LeastRecent
 ALIGNMENT_BYTES = 16
 EVICTIONS = {"value": None, "lru": LeastRecent()}  # None: as it ships
 ROOMY_OBJECTS = 500
+NO_QUOTAS: tuple[tuple[str, float], ...] = ()
+QUOTAS = (NO_QUOTAS, NO_QUOTAS, (("alice", 0.2), ("bob", 0.4)), (("alice", 0.5),), (("alice", 0.001), ("bob", 1.0)))
 TRUNKS = ((0,) * 8, (0, 0, 0, 1, 0, 0, 0, 0), (0, 2, 0, 0, 0, 0, 0, 0))
 
 Choose: TypeAlias = Callable[[Sequence[Any]], Any]  # one of several, by Hypothesis or by a seeded generator
@@ -65,6 +67,7 @@ class Setup:
     ranks: int = 1
     node_pages: int = 256  # the length at which the tree cuts its nodes
     hot_rows: int = 0  # of a request, where rows may spill
+    quotas: tuple[tuple[str, float], ...] = ()  # shares of memory, by tenant; with any, namespaces are those of tenants
 
     @property
     def placement(self) -> PlacementRules:
@@ -84,6 +87,7 @@ class Setup:
             host_bytes=self._bytes(self.host_objects, Tier.HOST),
             write=self.write,
             hot_rows=self.hot_rows,
+            memory_quotas=dict(self.quotas),
         )
 
     @cached_property
@@ -109,6 +113,9 @@ class Setup:
     def spaces(self) -> tuple[Namespace, ...]:
         """Namespaces that must never meet: they differ in one field each."""
         base = Namespace(model=self.spec.name, layout=self.spec.fingerprint)
+        if self.quotas:
+            alice, bob = replace(base, tenant="alice"), replace(base, tenant="bob")
+            return (base, alice, replace(alice, salt="hers"), bob)
         return (
             base,
             Namespace(model=base.model, layout=base.layout, salt="tenant"),
@@ -176,6 +183,7 @@ def make_spilling_setup(choose: Choose) -> Setup:
         eviction=choose(tuple(EVICTIONS)),
         ranks=choose((1, 2, 1, 3)),
         node_pages=choose((256, 3)),
+        quotas=choose(QUOTAS),
         hot_rows=choose((spec.page_tokens, 2 * spec.page_tokens - 1, 0, 4 * spec.page_tokens)),
     )
 
@@ -201,6 +209,7 @@ def make_setup(choose: Choose) -> Setup:
         at_prompt_end=choose((True, True, False)),
         ranks=choose((1, 2, 1, 3)),
         node_pages=choose((256, 3)),
+        quotas=choose(QUOTAS),
     )
 
 
@@ -216,6 +225,7 @@ def make_borrowed_setup(choose: Choose) -> Setup:
         interval_pages=choose((0, 2)),
         ranks=choose((1, 2)),
         node_pages=choose((256, 3)),
+        quotas=choose(QUOTAS),
     )
 
 

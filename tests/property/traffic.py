@@ -27,7 +27,10 @@ class Traffic:
         self.cleared = 0
 
     def space(self, pick: int) -> Namespace:
-        """Mostly the same one."""
+        """Mostly the same one, but for tenants."""
+        setup = self.world.setup
+        if setup.quotas:
+            return setup.spaces[pick % len(setup.spaces)]
         return self.world.setup.spaces[max(pick % 12 - 9, 0)]
 
     def _ready(self, pick: int) -> Held | None:

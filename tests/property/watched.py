@@ -11,6 +11,7 @@ import numpy as np
 from header_watch import HeaderWatch
 from ledger import TOKEN, Content, Ledger, LedgerExecutor, space_of
 from oracle import Oracle, boundaries, has_rows_on_device, justified, needs_checkpoint, page_tiers, window_contents
+from quota_watch import QuotaWatch
 from toy_models import Regime, Setup
 
 from stepwell import Cause, Kind, Match, Namespace, Tier, build_cache
@@ -49,6 +50,7 @@ class Watched:
         )  # fmt: skip
         self.engine.row_pages = rows = self.cache.row_pages
         self.headers = HeaderWatch(setup.spec, self.memories, rows) if rows is not None else None
+        self.quotas = QuotaWatch(self.cache)
         self.nearest = Tier.DEVICE if Tier.DEVICE in layouts else Tier.HOST
         self.trace: list[str] = []  # every decision the cache makes, in order
         self.excuses = {Cause.FAILED} if setup.regime is Regime.FAULTY else set()  # reasons for a loss that this run has given
@@ -148,10 +150,12 @@ class Watched:
         if why.cause is Cause.ARRIVING:
             assert self.ledger.in_flight, f"{why}, but no copy runs"
         elif why.cause is Cause.OTHER_NAMESPACE:
-            others = {space for space, page in self.stored if page == first and space[-1] == namespace.salt} - {
-                space_of(namespace)
-            }
+            mine = space_of(namespace)
+            others = {space for space, page in self.stored if page == first and space[-2:] == mine[-2:]} - {mine}
             assert others and match.known_tokens == 0, why
+        elif why.cause is Cause.OVER_QUOTA:
+            assert namespace.tenant in self.setup.config.memory_quotas, why
+            assert Cause.EVICTED in self.excuses or not self.regime.exact, why
         elif why.cause in (Cause.EVICTED, Cause.FAILED, Cause.EXPIRED, Cause.CLEARED):
             assert why.cause in self.excuses or (why.cause is Cause.EVICTED and not self.regime.exact), (
                 f"{why}: nothing of the sort"

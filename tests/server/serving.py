@@ -109,14 +109,16 @@ def running(
 ) -> Iterator[Running]:
     """`settings` are the engine's, `serving` those of the server."""
     checkpoint = checkpoint or tiny_checkpoint()
-    defaults = {"device": "cpu", "device_memory": "8MiB", "host_memory": "8MiB", "page_tokens": PAGE, "store_config": WAIT}
+    principals = Principals(Secrets(api_key=api_key, admin_token=ADMIN), tenants, max_priority=max_priority)
+    defaults: dict[str, object] = {"memory_quotas": principals.memory_quotas}
+    defaults |= {"device": "cpu", "device_memory": "8MiB", "host_memory": "8MiB", "page_tokens": PAGE, "store_config": WAIT}
     config = EngineConfig(**{**defaults, **settings})  # type: ignore[arg-type]
     engine = build_engine(checkpoint, config, draft=draft)
     server = ModelServer(
         engine,
         name=NAME,
         chat=checkpoint.chat,
-        principals=Principals(Secrets(api_key=api_key, admin_token=ADMIN), tenants, max_priority=max_priority),
+        principals=principals,
         hosts=hosts,
         store=config.store,
         store_config=config.store_config,

@@ -31,7 +31,7 @@ def tenant(name: str, **limits: object) -> Tenant:
 TENANTS = (
     tenant("alice", salt="alice's grain", max_priority=3, quota_bytes=QUOTA),
     tenant("bob"),
-    tenant("carol", max_ttl_s=600.0),
+    tenant("carol", max_ttl_s=600.0, memory_quota=0.5),
 )
 
 
@@ -167,15 +167,52 @@ def test_flushing_a_tenant_empties_all_its_salts_and_no_others(two: Clients) -> 
     assert two.alice.post("/cache/flush", json={}).status_code == 401
 
 
-def test_what_all_do_together_is_shown_to_the_operator_and_names_nobody(two: Clients) -> None:
+def test_what_all_do_together_is_shown_to_the_operator_and_tells_no_prompts(two: Clients) -> None:
     say(two.alice, "Measured. " + PROMPT, cache_salt="whose salt")
-    for path in ("/metrics", "/cache"):
+    for path, names in (("/metrics", ("alice", "bob")), ("/cache", ())):  # who has how much in memory is there by name
         for http in (two.alice, two.bob):
             refused = http.get(path)
             assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_admin_token")
         shown = two.admin.get(path)
         assert shown.status_code == 200
-        assert not any(word in shown.text for word in ("alice", "bob", "grain", "Measured", "whose salt"))
+        assert not any(word in shown.text for word in (*names, "grain", "Measured", "whose salt"))
+
+
+def test_the_operator_sees_what_each_tenant_has_in_memory(two: Clients) -> None:
+    for http in (two.alice, two.carol):
+        say(http, "Weighed. " + PROMPT)
+    settled(two.served)
+    two.admin.post("/cache/flush", json={"tenant": "bob"}).raise_for_status()
+    shown, sizes = two.admin.get("/cache").json(), two.served.on_engine(lambda engine: engine.cache.stats().tiers)
+    for name in ("alice", "carol"):
+        assert all(
+            0 < shown["tenants"][name][tier]["used_bytes"] <= shown["tiers"][tier]["used_bytes"] for tier in shown["tiers"]
+        )
+    assert "bob" not in shown["tenants"], "nothing is left of bob, and nothing limits him"
+    for tier, found in sizes.items():
+        quotas = [shown["tenants"][name][tier.label]["quota_bytes"] for name in ("alice", "carol")]
+        assert quotas == [None, found.size_bytes // 2]
+
+
+def test_a_tenant_over_its_memory_quota_loses_its_own_and_is_told_why() -> None:
+    limited = (tenant("alice", memory_quota=0.2), tenant("bob"))
+    sizes = {"device_memory": "512KiB", "host_memory": "512KiB"}
+    with running(tenants=limited, **sizes) as made, ExitStack() as stack:
+
+        def client(name: str) -> httpx.Client:
+            headers = bearer(f"{name}'s key" if name != "admin" else ADMIN)
+            return stack.enter_context(httpx.Client(base_url=made.address, timeout=PATIENCE_S, headers=headers))
+
+        alice, bob, admin = map(client, ("alice", "bob", "admin"))
+        say(bob, "Kept. " + PROMPT)
+        settled(made)
+        for number in range(24):
+            say(alice, f"Flood {number}. " + PROMPT)
+            settled(made)
+        counters = admin.get("/cache").json()["counters"]
+        assert counters["over_quota_host_pages"] > 0, "else memory was never short, and nothing is proved"
+        assert why(bob, "Kept. " + PROMPT)["cause"] == "complete"
+        assert {why(alice, f"Flood {number}. " + PROMPT)["cause"] for number in range(24)} == {"over_quota", "complete"}
 
 
 def test_priorities_and_times_to_live_are_bounded_by_tenant(two: Clients) -> None:

@@ -5,6 +5,7 @@ What nobody needs to set is a constant beside its user, or in `policy/store_use.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -100,6 +101,7 @@ class CacheConfig:
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     vocab_size: int | None = None  # token ids at or above it are refused
     hot_rows: int = HOT_ROWS  # of each layer, that a request keeps on the device once rows of it are on the host alone
+    memory_quotas: Mapping[str, float] = field(default_factory=dict, hash=False)  # shares of each tier, by tenant
 
     def __post_init__(self) -> None:
         if self.device_bytes is None and self.host_bytes is None:
@@ -109,5 +111,8 @@ class CacheConfig:
                 raise ConfigError(f"{label} must be positive, got {size}; leave it None to do without that tier")
         if self.hot_rows < 0:
             raise ConfigError(f"hot_rows must be 0 or more, got {self.hot_rows}")
+        for tenant, share in self.memory_quotas.items():
+            if not 0 < share <= 1:
+                raise ConfigError(f"the memory quota of {tenant} must be a share above 0 and at most 1, got {share}")
         if self.vocab_size is not None and self.vocab_size < 1:
             raise ConfigError(f"vocab_size must be positive, got {self.vocab_size}")

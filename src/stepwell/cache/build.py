@@ -112,7 +112,7 @@ def build_cache(
         _check_spill(config)
         arenas[Tier.DEVICE].row_pages = RowPages(arenas[Tier.DEVICE])
     reuse = ReuseModel(spec.page_tokens)
-    tree = Tree(spec, arenas, tuning.eviction or Expected(reuse))
+    tree = Tree(spec, arenas, tuning.eviction or Expected(reuse), config.memory_quotas)
     counters = counters or Counters()
     state = CacheState(
         spec=spec,

@@ -32,6 +32,7 @@ class Cause(Enum):
     ARRIVING = "the bytes are still on their way"
     IN_STORE = "it is in the store, not in memory"
     EVICTED = "it was evicted to make room"
+    OVER_QUOTA = "it was evicted to make room, its tenant being over its memory quota"
     FAILED = "its copy failed"
     EXPIRED = "its time to live ran out"
     CLEARED = "it was cleared on request"
@@ -42,6 +43,7 @@ class Cause(Enum):
 
 _CAUSE_OF_LOSS = {
     LossReason.EVICTED: Cause.EVICTED,
+    LossReason.OVER_QUOTA: Cause.OVER_QUOTA,
     LossReason.FAILED: Cause.FAILED,
     LossReason.EXPIRED: Cause.EXPIRED,
     LossReason.CLEARED: Cause.CLEARED,

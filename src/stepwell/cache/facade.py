@@ -27,7 +27,7 @@ from stepwell.base.spec import ModelSpec
 from stepwell.cache.audit import audit
 from stepwell.cache.explain import Explanation
 from stepwell.cache.question import STORE_WAIT_S, Question
-from stepwell.cache.report import Stats, StepReport, tier_stats
+from stepwell.cache.report import Stats, StepReport, tenant_stats, tier_stats
 from stepwell.cache.store import StoreControl
 from stepwell.jobs.executors import Arriving
 from stepwell.memory.row_pages import RowPages
@@ -107,6 +107,7 @@ class Cache:
             deferred=self._store_tier.num_deferred,
             store=self.store.state,
             counters=self._state.counters.snapshot(),
+            tenants=tenant_stats(self._state.tree),
         )
 
     def namespace_for(self, *, adapter: str | None = None, salt: str | None = None, tenant: str | None = None) -> Namespace:

@@ -10,6 +10,7 @@ from stepwell.memory.arena import Arena
 from stepwell.store.api import Store
 from stepwell.store_tier.link import LinkState
 from stepwell.tiers.lease import Lease
+from stepwell.tree.tree import Tree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +23,14 @@ class TierStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TenantStats:
+    """What one tenant has cached in a tier, in use or not, for one rank."""
+
+    used_bytes: int
+    quota_bytes: int | None  # None: no limit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:
     """What there is to see of a cache at one moment."""
 
@@ -31,6 +40,7 @@ class Stats:
     deferred: int  # checkpoints on the host that are to be stored later, if nothing supersedes them until then
     store: LinkState
     counters: Mapping[str, int]
+    tenants: Mapping[str, Mapping[Tier, TenantStats]]  # those that have something cached, or a quota
 
     def tier(self, tier: Tier) -> TierStats:
         """One tier's; nothing but zeros for a tier that does not exist."""
@@ -66,6 +76,21 @@ class StepReport:
             finished=earlier.finished + self.finished,
             detached=earlier.detached + self.detached,
         )
+
+
+def tenant_stats(tree: Tree) -> dict[str, dict[Tier, TenantStats]]:
+    """By name; what belongs to no tenant is left out."""
+    return {
+        account.tenant: {
+            tier: TenantStats(
+                used_bytes=account.used_bytes[tier],
+                quota_bytes=None if account.quota_bytes is None else account.quota_bytes[tier],
+            )
+            for tier in tree.tiers
+        }
+        for account in sorted(tree.accounts, key=lambda each: each.tenant or "")
+        if account.tenant is not None
+    }
 
 
 def tier_stats(arena: Arena) -> TierStats:

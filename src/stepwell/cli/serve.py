@@ -192,6 +192,7 @@ def _engine_config(args: Namespace, environment: Mapping[str, str], principals: 
         store_options=options,
         store_config=StoreConfig(prefetch=prefetch, checkpoint_delay_s=args.checkpoint_delay, key=key),
         write=WritePolicy(args.write_policy),
+        memory_quotas={} if principals is None else principals.memory_quotas,
         limits=_limits(args),
     )
 

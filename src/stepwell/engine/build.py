@@ -70,6 +70,7 @@ class EngineConfig:
     store_config: StoreConfig = field(default_factory=StoreConfig)
     write: WritePolicy = WritePolicy.THROUGH
     placement: PlacementConfig = field(default_factory=PlacementConfig)
+    memory_quotas: Mapping[str, float] = field(default_factory=dict)  # shares of each memory tier, by tenant
     limits: Limits | None = None  # None for what suits the device
     layerwise: bool = True  # on CUDA: a pass may begin while its pages are copied to the device, and waits for each layer
     compute_while_loading: bool = False  # where it is sooner, by measured speeds, the end of a cached prefix is computed again
@@ -167,6 +168,7 @@ def build_engine(
         host_bytes=_host_bytes(config),
         write=config.write,
         placement=config.placement,
+        memory_quotas=config.memory_quotas,
         vocab_size=model.vocab_size,
         hot_rows=HOT_ROWS if config.hot_rows is None else config.hot_rows,
     )

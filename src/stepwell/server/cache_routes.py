@@ -1,6 +1,6 @@
 """`/cache`: what the cache holds and why a prompt would resume where it would; and, with the admin token, orders to it.
 
-GET     /cache                state, sizes, counters of all together
+GET     /cache                state, sizes, counters of all together; what each tenant has in memory
 POST    /cache/explain        why a prompt would resume where it would
 POST    /cache/flush          empty device and host memory, of one tenant, one salt or of all; pins go too
 POST    /cache/store          attach a store; DELETE takes it away
@@ -187,6 +187,7 @@ def _state(engine: Engine, served: Served, stores: Stores) -> dict[str, Any]:
             tier.label: {"used_bytes": sizes.used_bytes, "available_bytes": sizes.available_bytes}
             for tier, sizes in state.tiers.items()
         },
+        "tenants": {name: {tier.label: asdict(sizes) for tier, sizes in tiers.items()} for name, tiers in state.tenants.items()},
         "store": {"name": stores.where, "state": state.store.name.lower(), "says": state.store.value},
         "counters": dict(state.counters),
         "sparse": None if state.spilling is None else asdict(state.spilling),

@@ -40,6 +40,7 @@ class Principal:
     max_priority: int = 0
     max_ttl_s: float | None = None  # that its state may stay in memory unused; None for no limit
     quota_bytes: int | None = None  # of a log store; None for no limit
+    memory_quota: float | None = None  # a share of each memory tier; None for no limit
     operates: bool = False  # has the admin token
 
     def salted(self, cache_salt: str | None) -> str | None:
@@ -93,6 +94,11 @@ class Principals:
 
     def tenant(self, name: str) -> Principal | None:
         return self._tenants.get(name)
+
+    @property
+    def memory_quotas(self) -> dict[str, float]:
+        """The share of each memory tier that a tenant may take, by name, for those that have a limit."""
+        return {name: each.memory_quota for name, each in self._tenants.items() if each.memory_quota is not None}
 
     def with_quotas(self, store: str, options: Mapping[str, str]) -> dict[str, str]:
         """Options of a store, and the tenants' quotas beside them. Raises ConfigError where a store keeps none."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from stepwell.base.ids import Tier
-from stepwell.cache.report import TierStats
+from stepwell.cache.report import TenantStats, TierStats
 from stepwell.engine.engine import Engine
 from stepwell.engine.passes.spilling import SpillReport
 from stepwell.store_tier.link import LinkState
@@ -20,6 +20,7 @@ class EngineState:
     pending: int  # copies and store operations under way, and paths that wait to be backed up
     deferred: int  # checkpoints that will be stored later, if nothing supersedes them
     tiers: Mapping[Tier, TierStats]  # those that exist
+    tenants: Mapping[str, Mapping[Tier, TenantStats]]  # those that have something cached, or a quota
     store: LinkState
     counters: Mapping[str, int]
     spilling: SpillReport | None  # None where rows do not spill
@@ -34,6 +35,7 @@ def read_state(engine: Engine) -> EngineState:
         pending=stats.pending,
         deferred=stats.deferred,
         tiers=stats.tiers,
+        tenants=stats.tenants,
         store=stats.store,
         counters=stats.counters,
         spilling=engine.spilling,

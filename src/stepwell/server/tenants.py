@@ -1,6 +1,7 @@
 """The tenants file: who may ask, with which key, and how much. JSON, for every Python reads it.
 
-{"tenants": [{"name": "alice", "key_sha256": "9f86d0...", "salt": "...", "max_priority": 3, "max_ttl_s": 3600, "quota": "20GiB"}]}
+{"tenants": [{"name": "alice", "key_sha256": "9f86d0...", "salt": "...", "max_priority": 3, "max_ttl_s": 3600, "quota": "20GiB",
+  "memory_quota": "25%"}]}
 
 A key is given as `key`, or better as `key_sha256`: the SHA-256 of its UTF-8 bytes in hex. Everything else may be left out.
 What is wrong is refused, all of it. Messages name a tenant by its place in the file, and quote nothing of what is wrong there:
@@ -34,8 +35,9 @@ MIN_VARIETY = 5  # different characters of a key: of 16 random hexadecimal digit
 PIPE_WAIT_S = 30.0  # for whoever writes the file into a pipe
 _CHANGED_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)  # a log store has room for 64 bytes
+_SHARE = re.compile(r"([0-9]{1,3}(?:\.[0-9]{1,6})?)%", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-fA-F]{64}", re.ASCII)
-_FIELDS = ("name", "key", "key_sha256", "salt", "max_priority", "max_ttl_s", "quota")
+_FIELDS = ("name", "key", "key_sha256", "salt", "max_priority", "max_ttl_s", "quota", "memory_quota")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +115,7 @@ def _tenant(at: int, entry: object, max_priority: int) -> Tenant:
         max_priority=priority,
         max_ttl_s=_seconds(where, entry["max_ttl_s"]) if "max_ttl_s" in entry else None,
         quota_bytes=_bytes(where, entry["quota"]) if "quota" in entry else None,
+        memory_quota=_share(where, entry["memory_quota"]) if "memory_quota" in entry else None,
     )
     return Tenant(principal=principal, key_sha256=_key(where, entry))
 
@@ -155,6 +158,14 @@ def _bytes(where: str, value: Any) -> int:
     if not 0 < quota < 1 << 60:
         raise ConfigError(f"{where}: quota must be a positive amount, as in 20GiB")
     return quota
+
+
+def _share(where: str, value: object) -> float:
+    match = _SHARE.fullmatch(value) if isinstance(value, str) else None
+    share = float(match[1]) / 100 if match is not None else 0.0
+    if not 0 < share <= 1:
+        raise ConfigError(f"{where}: memory_quota must be a share of each memory tier, above 0% and up to 100%, as in 25%")
+    return share
 
 
 def _all_differ(values: Sequence[object], says: Callable[[int], str]) -> None:

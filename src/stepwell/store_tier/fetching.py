@@ -137,7 +137,7 @@ def _allocate(state: CacheState, match: Match, plan: FetchPlan) -> dict[Kind, Pa
     for residency in anchors:
         residency.users += 1
     try:
-        return allocate(state, Tier.HOST, need_of(state, plan))
+        return allocate(state, Tier.HOST, need_of(state, plan), tenant=match.namespace.tenant)
     except NoRoom:
         return None
     finally:
@@ -151,7 +151,7 @@ def _enter(state: CacheState, link: StoreLink, ticket: Ticket, plan: FetchPlan, 
     ids = np.concatenate([np.full(plan.known, ABSENT, np.int32), fetch.ids])
     use = ticket.request.use(state.clock.now())
     if len(fetch.ids):
-        note_expiry(state, state.tree.insert(ticket.namespace.digest, ticket.packed, Tier.HOST, ids, use))
+        note_expiry(state, state.tree.insert(ticket.namespace, ticket.packed, Tier.HOST, ids, use))
         state.know(ticket.namespace)
     match = find(state.tree, ticket.namespace, ticket.packed, ticket.limit_tokens)
     for node in match.path:

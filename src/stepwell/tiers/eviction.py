@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from stepwell.base.errors import NoRoom
 from stepwell.base.ids import Kind, Tier
@@ -15,6 +16,7 @@ from stepwell.base.tasks import PageIds
 from stepwell.memory.arena import Need
 from stepwell.memory.layout import ArenaLayout
 from stepwell.tiers.state import CacheState, Leaving
+from stepwell.tree.accounts import Account
 from stepwell.tree.checkpoints import drop_residency
 from stepwell.tree.node import LossReason, Residency, Run, Victim
 from stepwell.tree.pruning import discard_ids, discard_tail
@@ -31,9 +33,12 @@ class Room:
     waiting: bool
 
 
-def allocate(state: CacheState, tier: Tier, need: Need, *, may_spill: bool = True) -> dict[Kind, PageIds]:
+def allocate(
+    state: CacheState, tier: Tier, need: Need, *, tenant: str | None = None, may_spill: bool = True
+) -> dict[Kind, PageIds]:  # fmt: skip
     """Hands out FILLING pages, evicting as needed; or raises NoRoom and hands out none.
 
+    `tenant` is who they are for: if it then has more than its quota, its own things go first. It is never refused for that.
     Cold things that were evicted on the way stay evicted. With `may_spill`, rows of running requests leave the device last.
     """
     state.give_back_host()
@@ -48,17 +53,17 @@ def allocate(state: CacheState, tier: Tier, need: Need, *, may_spill: bool = Tru
         # Evicting everything would not help: evict nothing.
         coming = _is_saving(state, tier) or _may_be_shed_soon(state, tier, may_spill)
         raise NoRoom(_why(state, tier, need), waiting=arena.fits_when_empty(need) and coming)
-    room = make_room(state, tier, need, may_spill=may_spill)
+    room = make_room(state, tier, need, tenant=tenant, may_spill=may_spill)
     if not room.fits:
         raise NoRoom(_why(state, tier, need), waiting=room.waiting)
     return arena.alloc(need)
 
 
-def make_room(state: CacheState, tier: Tier, need: Need, *, may_spill: bool = True) -> Room:
+def make_room(state: CacheState, tier: Tier, need: Need, *, tenant: str | None = None, may_spill: bool = True) -> Room:
     """Evicts from `tier` until `need` would fit, or nothing more can go, or enough is being saved and may go then."""
     state.give_back_host()
     spill = state.spill if may_spill and tier is Tier.DEVICE else None
-    arena = state.arena(tier)
+    arena, asker = state.arena(tier), _asker(state, tier, need, tenant)
     waiting, save = _is_saving(state, tier), _saver(state, tier)
     patience_bytes = patience_bytes_of(arena.layout)
     in_vain = 0  # bytes evicted of sorts that are not short; they help only once a whole slab empties
@@ -66,8 +71,8 @@ def make_room(state: CacheState, tier: Tier, need: Need, *, may_spill: bool = Tr
         if waiting and _is_coming(state, tier, short):
             break
         patient = in_vain < patience_bytes
-        victim = _pop(state, tier, short, any_sort=patient) or _pop(state, tier, short, any_sort=True)
-        if victim is None:
+        chosen = _choose(state, tier, short, asker, any_sort=patient) or _choose(state, tier, short, asker, any_sort=True)
+        if chosen is None:
             # Last resorts, not while room is on its way: spared slabs are seldom enough, and would be given up in vain.
             if not waiting and (arena.spare_none() or (spill is not None and spill(need))):
                 continue
@@ -75,14 +80,15 @@ def make_room(state: CacheState, tier: Tier, need: Need, *, may_spill: bool = Tr
                 continue
             waiting = waiting or _may_be_shed_soon(state, tier, may_spill)
             break
+        victim = chosen.victim
         if save is not None and not victim.unsaved:
             leaving = save(victim)
             if leaving is not Leaving.NOW:
                 waiting = True  # for its copy to end
                 if leaving is Leaving.AT_ONCE and isinstance(victim, Residency):
-                    _leave(state, victim)
+                    _leave(state, victim, chosen.reason)
                 continue
-        freed = _evict_run(state, victim, short) if isinstance(victim, Run) else _evict_residency(state, victim)
+        freed = _evict_run(state, victim, short, chosen) if isinstance(victim, Run) else _evict_residency(state, victim, chosen)
         if not _helps(victim, short):
             in_vain += freed
     return Room(fits=not short, waiting=waiting)
@@ -143,12 +149,40 @@ def _drop_idle_backed(state: CacheState) -> bool:
     return len(idle) > 0
 
 
-def _pop(state: CacheState, tier: Tier, short: Need, *, any_sort: bool) -> Victim | None:
-    return state.tree.ranking.pop(
-        tier,
-        runs=any_sort or Kind.PREFIX in short or Kind.ROWS in short,
-        checkpoints=any_sort or Kind.WINDOW in short or Kind.POINT in short,
-    )
+class _Asker(NamedTuple):
+    """Who needs room, if it has a quota, and how much more it will have then."""
+
+    account: Account | None
+    coming_bytes: int
+
+
+class _Chosen(NamedTuple):
+    """What is to go, and how much of it at most: its tenant may have no more than that beyond its quota."""
+
+    victim: Victim
+    most_bytes: int | None = None  # None: as much as is needed
+    reason: LossReason = LossReason.EVICTED
+
+
+def _asker(state: CacheState, tier: Tier, need: Need, tenant: str | None) -> _Asker:
+    account = state.tree.accounts.limited.get(tenant) if tenant is not None else None
+    if account is None:
+        return _Asker(None, 0)
+    strides = state.arena(tier).layout.strides
+    return _Asker(account, sum(count * strides[kind] for kind, count in need.items()))
+
+
+def _choose(state: CacheState, tier: Tier, short: Need, asker: _Asker, *, any_sort: bool) -> _Chosen | None:
+    """Takes the next victim out of the order: of whoever is over its quota, else the least valuable of all."""
+    runs = any_sort or Kind.PREFIX in short or Kind.ROWS in short
+    checkpoints = any_sort or Kind.WINDOW in short or Kind.POINT in short
+    ranking = state.tree.ranking
+    for account, excess_bytes in state.tree.accounts.over(tier, *asker):
+        victim = ranking.pop_of(account, tier, runs=runs, checkpoints=checkpoints)
+        if victim is not None:
+            return _Chosen(victim, excess_bytes, LossReason.OVER_QUOTA)
+    victim = ranking.pop(tier, runs=runs, checkpoints=checkpoints)
+    return _Chosen(victim) if victim is not None else None
 
 
 def patience_bytes_of(layout: ArenaLayout) -> int:
@@ -166,37 +200,42 @@ def _helps(victim: Victim, short: Need) -> bool:
     return any(kind in short for kind, _ in victim.spans())
 
 
-def _evict_run(state: CacheState, run: Run, short: Need) -> int:
+def _evict_run(state: CacheState, run: Run, short: Need, chosen: _Chosen) -> int:
     """Gives up the idle end of a run, no more of it than is needed; returns the bytes let go."""
     ranking = state.tree.ranking
     tail = ranking.tail(run)
     assert tail is not None, f"{run.node} was ranked without a tail"
-    idle = ranking.idle(run, tail.start, at_most=_wanted(state, run, short))
+    idle = ranking.idle(run, tail.start, at_most=_wanted(state, run, short, chosen))
     if not idle.num_pages:
         return 0  # in use; whoever lets go will queue it again
-    discard_tail(state.tree, run, idle.start, state.loss(LossReason.EVICTED, run.tier))
+    discard_tail(state.tree, run, idle.start, state.loss(chosen.reason, run.tier))
     state.counters.add(f"evicted_{run.tier.label}_pages", idle.num_pages)
+    if chosen.reason is LossReason.OVER_QUOTA:
+        state.counters.add(f"over_quota_{run.tier.label}_pages", idle.num_pages)
     return idle.num_pages * state.arena(run.tier).layout.prefix_stride
 
 
-def _wanted(state: CacheState, run: Run, short: Need) -> int:
+def _wanted(state: CacheState, run: Run, short: Need, chosen: _Chosen) -> int:
     """How many pages of a run to give up: what is short, or a slab of them when it is the slab that is needed."""
     layout = state.arena(run.tier).layout
-    return max(short.get(Kind.PREFIX, 0), short.get(Kind.ROWS, 0)) or -(-layout.slab_bytes // layout.strides[Kind.PREFIX])
+    wanted = max(short.get(Kind.PREFIX, 0), short.get(Kind.ROWS, 0)) or -(-layout.slab_bytes // layout.strides[Kind.PREFIX])
+    return wanted if chosen.most_bytes is None else min(wanted, -(-chosen.most_bytes // layout.prefix_stride))
 
 
-def _evict_residency(state: CacheState, residency: Residency) -> int:
+def _evict_residency(state: CacheState, residency: Residency, chosen: _Chosen) -> int:
     if residency.users or not residency.ready:
         return 0  # read from or still arriving; it is queued again when that ends
     strides = state.arena(residency.tier).layout.strides
     freed = sum(len(ids) * strides[kind] for kind, ids in residency.spans())
-    _leave(state, residency)
+    _leave(state, residency, chosen.reason)
     return freed
 
 
-def _leave(state: CacheState, residency: Residency) -> None:
-    drop_residency(state.tree, residency, state.loss(LossReason.EVICTED, residency.tier))
+def _leave(state: CacheState, residency: Residency, reason: LossReason) -> None:
+    drop_residency(state.tree, residency, state.loss(reason, residency.tier))
     state.counters.add(f"evicted_{residency.tier.label}_checkpoints")
+    if reason is LossReason.OVER_QUOTA:
+        state.counters.add(f"over_quota_{residency.tier.label}_checkpoints")
 
 
 def _why(state: CacheState, tier: Tier, need: Need) -> str:

@@ -60,13 +60,14 @@ def commit(state: CacheState, lease: Lease, upto: int, source: EnginePages, *, c
     if not full or not lease.publishes:
         return lease.publishes
     try:
-        fresh = allocate(state, Tier.HOST, {Kind.PREFIX: full - done}).get(Kind.PREFIX, NO_PAGES) if full > done else NO_PAGES
+        need = {Kind.PREFIX: full - done}
+        fresh = allocate(state, Tier.HOST, need, tenant=lease.namespace.tenant)[Kind.PREFIX] if full > done else NO_PAGES
     except NoRoom:
         state.counters.add("save_skipped_no_room")
         return False
     use = lease.request.use(state.clock.now(), lease.visit)
     lease.prefix_pages = np.concatenate([lease.prefix_pages, fresh])
-    node = state.tree.insert(lease.namespace.digest, lease.packed, Tier.HOST, lease.prefix_pages, use)
+    node = state.tree.insert(lease.namespace, lease.packed, Tier.HOST, lease.prefix_pages, use)
     state.know(lease.namespace)
     note_expiry(state, node)
     taken = np.array([owner is not None for owner in state.tree.owner[Tier.HOST][fresh]], np.bool_)
@@ -134,7 +135,7 @@ def _save_checkpoint(state: CacheState, lease: Lease, node: Node, page: int, sou
     if existing is not None and existing.held[Tier.HOST] is not None:
         return
     try:
-        pages = allocate(state, Tier.HOST, _checkpoint_pages(state, page))
+        pages = allocate(state, Tier.HOST, _checkpoint_pages(state, page), tenant=lease.namespace.tenant)
     except NoRoom:
         state.counters.add("checkpoint_skipped_no_room")
         return

@@ -56,11 +56,11 @@ def _allocate(state: CacheState, lease: Lease, need: Need) -> dict[Kind, PageIds
     with_hot = {**need, Kind.ROWS: need.get(Kind.ROWS, 0) + hot}
     if hot and (lease.hot_refused_at != page or state.arena(Tier.DEVICE).fits(with_hot)):
         try:
-            return allocate(state, Tier.DEVICE, with_hot)
+            return allocate(state, Tier.DEVICE, with_hot, tenant=lease.namespace.tenant)
         except NoRoom:
             lease.hot_refused_at = page
             state.counters.add("hot_pages_skipped_no_room")
-    return allocate(state, Tier.DEVICE, need)
+    return allocate(state, Tier.DEVICE, need, tenant=lease.namespace.tenant)
 
 
 def _rows_missing(state: CacheState, lease: Lease, upto: int) -> int:
@@ -89,7 +89,7 @@ def commit(state: CacheState, lease: Lease, upto: int, *, checkpoint: bool, last
     if lease.publishes and (checkpoint or full > lease.num_published):
         since, lease.num_published = lease.num_published, full
         use = lease.request.use(state.clock.now(), lease.visit)
-        node = state.tree.insert(lease.namespace.digest, lease.packed, Tier.DEVICE, lease.prefix_pages[:full], use)
+        node = state.tree.insert(lease.namespace, lease.packed, Tier.DEVICE, lease.prefix_pages[:full], use)
         state.know(lease.namespace)
         note_expiry(state, node)
         if lease.missing_states:
@@ -144,7 +144,7 @@ def _room_for_fork(state: CacheState, lease: Lease) -> PageIds:
     if not len(lease.point_pages):
         return NO_PAGES
     try:
-        return allocate(state, Tier.DEVICE, {Kind.POINT: 1})[Kind.POINT]
+        return allocate(state, Tier.DEVICE, {Kind.POINT: 1}, tenant=lease.namespace.tenant)[Kind.POINT]
     except NoRoom:
         state.counters.add("checkpoint_skipped_no_room")
         return NO_PAGES

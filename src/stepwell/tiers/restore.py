@@ -86,18 +86,22 @@ def load_ahead(state: CacheState, match: Match, *, evict_for: int | None = None)
     holds = Holds(near=near.copy(), below=ids_of(match.path, Tier.HOST, len(near))[gaps], residency=None)
     state.arena(Tier.DEVICE).retain(Kind.PREFIX, near[near != ABSENT])
     state.arena(Tier.HOST).retain(Kind.PREFIX, holds.below)
-    need = {Kind.PREFIX: len(gaps), Kind.ROWS: num_rows(state, len(gaps))}
+    need, tenant = {Kind.PREFIX: len(gaps), Kind.ROWS: num_rows(state, len(gaps))}, match.namespace.tenant
     try:
-        pages = allocate_free(state, need) if evict_for is None else allocate(state, Tier.DEVICE, need, may_spill=False)
+        pages = (
+            allocate_free(state, need)
+            if evict_for is None
+            else allocate(state, Tier.DEVICE, need, tenant=tenant, may_spill=False)
+        )
     except NoRoom:
         pages = None
     if pages is None:
         _let_go(state, holds)
         return 0
     near[gaps] = fresh = pages[Kind.PREFIX]
-    _publish_loads(state, match, near)
     copies = [_copy(Kind.PREFIX, Tier.HOST, holds.below, fresh)]
     copies += bind_loaded(state, fresh, pages.get(Kind.ROWS, NO_PAGES), holds.below, gaps)
+    _publish_loads(state, match, near)
     state.copies.copy(Purpose.LOAD, copies)
     state.tree.release(Tier.DEVICE, Kind.PREFIX, fresh)  # the tree and the copy hold their own
     _let_go(state, holds)
@@ -138,18 +142,18 @@ def _let_go(state: CacheState, holds: Holds) -> None:
 
 def _allocate(state: CacheState, match: Match, holds: Holds) -> dict[Kind, PageIds]:
     """Device pages for everything the request lacks, and one more where a point is promoted and there is room."""
-    need = _need(state, match, holds)
+    need, tenant = _need(state, match, holds), match.namespace.tenant
     if state.row_pages is not None:
-        pages, holds.index_only = allocate_restored(state, need, held=holds.near[holds.near != ABSENT])
+        pages, holds.index_only = allocate_restored(state, need, tenant=tenant, held=holds.near[holds.near != ABSENT])
         return pages
     if holds.promotes and need[Kind.POINT]:
         try:
-            return allocate(state, Tier.DEVICE, need | {Kind.POINT: 2})
+            return allocate(state, Tier.DEVICE, need | {Kind.POINT: 2}, tenant=tenant)
         except NoRoom as refusal:
             if refusal.waiting:
                 raise  # what is being saved for it is no candidate any more: a second look would find nothing on its way
             holds.promotes = False
-    return allocate(state, Tier.DEVICE, need)
+    return allocate(state, Tier.DEVICE, need, tenant=tenant)
 
 
 def _need(state: CacheState, match: Match, holds: Holds) -> dict[Kind, int]:
@@ -213,6 +217,8 @@ def _fill(state: CacheState, lease: Lease, match: Match, holds: Holds, pages: di
         lease.first_window = lease.resume // state.spec.window_page_tokens  # nothing before it, unless a checkpoint has some
     if holds.residency is not None:
         copies += _restore_checkpoint(state, lease, holds.residency, pages.get(Kind.WINDOW, NO_PAGES))
+    rows = pages.get(Kind.ROWS, NO_PAGES)
+    of_rows = place_loaded(state, lease, gaps, holds.below, rows, index_only=holds.index_only)  # READY with their pages
     if len(loaded):
         _publish_loads(state, match, near)
     page_states = state.arena(Tier.DEVICE).state[Kind.PREFIX]
@@ -220,8 +226,7 @@ def _fill(state: CacheState, lease: Lease, match: Match, holds: Holds, pages: di
     waits: list[tuple[Kind, PageIds]] = [(Kind.PREFIX, arriving)]
     waits += [(copy.target.kind, copy.target.ids) for copy in copies[1:]]
     promoted = _promote(state, holds.residency, pages, copies) if holds.promotes and holds.residency is not None else None
-    rows = pages.get(Kind.ROWS, NO_PAGES)
-    copies += place_loaded(state, lease, gaps, holds.below, rows, index_only=holds.index_only)  # READY with their pages
+    copies += of_rows
     reads = (holds.residency,) if holds.residency is not None else ()
     job = state.copies.copy(Purpose.LOAD, copies, reads=reads, writes=promoted)
     if job is not None or any(len(ids) for _, ids in waits):

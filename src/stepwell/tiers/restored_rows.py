@@ -25,7 +25,9 @@ def allocate_free(state: CacheState, need: Need) -> dict[Kind, PageIds] | None:
     return state.arena(Tier.DEVICE).alloc_if_fits({kind: count for kind, count in need.items() if count})
 
 
-def allocate_restored(state: CacheState, need: dict[Kind, int], *, held: PageIds) -> tuple[dict[Kind, PageIds], bool]:
+def allocate_restored(
+    state: CacheState, need: dict[Kind, int], *, tenant: str | None, held: PageIds
+) -> tuple[dict[Kind, PageIds], bool]:
     """What a request needs, with rows for what is loaded if they fit in place of idle things alone; else with hot pages instead,
     and true. Hot pages also where rows of pages that it shares, `held`, are on the host alone. Raises NoRoom.
     """
@@ -33,10 +35,10 @@ def allocate_restored(state: CacheState, need: dict[Kind, int], *, held: PageIds
     hot, backed = hot_pages_of(state), bool(state.row_pages.backed(held).any())
     try:
         resident = need | {Kind.ROWS: need[Kind.ROWS] + (hot if backed else 0)}
-        return allocate(state, Tier.DEVICE, resident, may_spill=False), False
+        return allocate(state, Tier.DEVICE, resident, tenant=tenant, may_spill=False), False
     except NoRoom:
         spilled = need | {Kind.ROWS: hot if backed or need[Kind.ROWS] else 0}
-        return allocate(state, Tier.DEVICE, spilled), True
+        return allocate(state, Tier.DEVICE, spilled, tenant=tenant), True
 
 
 def place_loaded(

@@ -61,7 +61,7 @@ def save_runs(state: CacheState, node: Node) -> bool:
     path = _host_pages(node) if not state.arena(Tier.HOST).fits(need) else NO_PAGES
     state.arena(Tier.HOST).retain(Kind.PREFIX, path)  # room is not to be made out of what it is to follow
     try:
-        ids = allocate(state, Tier.HOST, need)[Kind.PREFIX]
+        ids = allocate(state, Tier.HOST, need, tenant=node.account.tenant)[Kind.PREFIX]
     except NoRoom:
         state.counters.add("save_skipped_no_room")
         return False
@@ -116,7 +116,8 @@ def save_residency(state: CacheState, residency: Residency) -> bool:
     state.arena(Tier.HOST).retain(Kind.WINDOW, _array(shared.values())) if shared else None
     residency.users += 1  # not to be evicted by what makes room for it
     try:
-        pages = allocate(state, Tier.HOST, {Kind.WINDOW: len(fresh), Kind.POINT: len(residency.points)})
+        need = {Kind.WINDOW: len(fresh), Kind.POINT: len(residency.points)}
+        pages = allocate(state, Tier.HOST, need, tenant=node.account.tenant)
     except NoRoom:
         state.counters.add("save_skipped_no_room")
         pages = None

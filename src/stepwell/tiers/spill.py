@@ -117,6 +117,7 @@ def _shed(state: CacheState, each: _Sheddable, count: int, *, shared: bool) -> b
     state.arena(Tier.DEVICE).retain(Kind.ROWS, rows)  # lent, not freed
     state.arena(Tier.HOST).retain(Kind.PREFIX, below)
     row_pages.shed(ids, below)
+    state.tree.accounts.shed_rows(state.tree.accounts.of(lease.namespace.tenant), len(ids))
     lend(state, lease, rows)
     state.tree.version += 1
     state.counters.add("spilled_pages", len(ids))

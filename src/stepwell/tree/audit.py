@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from stepwell.base.ids import Kind
+from stepwell.base.ids import Kind, Tier
+from stepwell.base.tasks import PageIds
 from stepwell.memory.arena import FREE, READY
+from stepwell.tree.accounts import Account
 from stepwell.tree.node import ABSENT, Checkpoint, Node, Residency, Run
 from stepwell.tree.tree import NODE_PAGES, Tree
 
@@ -13,10 +15,12 @@ from stepwell.tree.tree import NODE_PAGES, Tree
 def audit(tree: Tree) -> None:
     """Walks everything once."""
     owned = dict.fromkeys(tree.tiers, 0)
+    held: dict[tuple[Account, Tier, Kind], list[PageIds]] = {}
     for node in tree.nodes():
         if node.parent is not None:
             _audit_node(tree, node)
         _audit_kids(tree, node)
+        _add_held(tree, node, held)
         for run in node.runs:
             if run is not None:
                 _audit_run(tree, run)
@@ -33,6 +37,34 @@ def audit(tree: Tree) -> None:
     for tier, count in owned.items():
         owners = sum(owner is not None for owner in tree.owner[tier])
         assert owners == count, f"{tier.label}: {owners} pages have an owner, {count} are in runs"
+    _audit_accounts(tree, held)
+
+
+def _add_held(tree: Tree, node: Node, held: dict[tuple[Account, Tier, Kind], list[PageIds]]) -> None:
+    """Adds a node's pages, with their rows, and those of its checkpoints to what its account has."""
+    assert node.parent is None or node.account is node.parent.account, f"{node} is not of its parent's account"
+
+    def add(tier: Tier, kind: Kind, ids: PageIds) -> None:
+        held.setdefault((node.account, tier, kind), []).append(ids[ids != ABSENT])
+
+    for run in node.runs:
+        if run is not None:
+            add(run.tier, Kind.PREFIX, run.ids)
+            if run.tier is Tier.DEVICE and tree.row_pages is not None:
+                add(run.tier, Kind.ROWS, tree.row_pages.rows[run.ids[run.ids != ABSENT]])
+    for checkpoint in (node.checkpoints or {}).values():
+        for residency in checkpoint.held:
+            if residency is not None:
+                for kind, ids in residency.spans():
+                    add(residency.tier, kind, ids)
+
+
+def _audit_accounts(tree: Tree, held: dict[tuple[Account, Tier, Kind], list[PageIds]]) -> None:
+    found: dict[tuple[Account, Tier], int] = {}
+    for (account, tier, kind), ids in held.items():
+        size = len(np.unique(np.concatenate(ids))) * tree.arenas[tier].layout.strides[kind]
+        found[account, tier] = found.get((account, tier), 0) + size
+    tree.accounts.audit(found)
 
 
 def _audit_node(tree: Tree, node: Node) -> None:

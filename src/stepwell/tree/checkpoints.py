@@ -5,6 +5,8 @@ Prefix pages are never touched here. A checkpoint that is in no tier any more le
 
 from __future__ import annotations
 
+import numpy as np
+
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.tasks import PageIds
 from stepwell.tree.node import Checkpoint, Loss, Node, Residency, previous_checkpoint
@@ -34,6 +36,7 @@ def add_residency(
         tree.arenas[tier].keep(Kind.WINDOW, windows)
     if len(points):
         tree.arenas[tier].hand_over(Kind.POINT, points)
+    tree.accounts.charge(node.account, tier, _bytes_alone(tree, residency))
     if node.lost:
         node.lost.pop(page, None)
     tree.version += 1
@@ -91,7 +94,7 @@ def drop_residency(tree: Tree, residency: Residency, loss: Loss) -> None:
         node.note_loss(checkpoint.page, loss)
     tree.carry_checkpoints_up(node, tier, before)
     tree.queue(node)
-    _let_go(tree, residency)
+    _let_go(tree, node, residency)
 
 
 def forget(tree: Tree, checkpoint: Checkpoint, loss: Loss) -> None:
@@ -103,7 +106,7 @@ def forget(tree: Tree, checkpoint: Checkpoint, loss: Loss) -> None:
     for residency in checkpoint.held:
         if residency is not None:
             residency.entry = 0
-            _let_go(tree, residency)
+            _let_go(tree, node, residency)
     checkpoint.held = [None, None]
 
 
@@ -122,8 +125,16 @@ def is_left_between(checkpoint: Checkpoint, following: Checkpoint) -> bool:
     return False
 
 
-def _let_go(tree: Tree, residency: Residency) -> None:
-    """Gives back the pages of a checkpoint that left a tier, and says so."""
+def _bytes_alone(tree: Tree, residency: Residency) -> int:
+    """What a residency takes that no other one of the tree has: window pages may be shared with neighbours."""
+    arena = tree.arenas[residency.tier]
+    strides, kept = arena.layout.strides, arena.kept
+    return sum(int(np.count_nonzero(kept[kind][ids] == 1)) * strides[kind] for kind, ids in residency.spans())
+
+
+def _let_go(tree: Tree, node: Node, residency: Residency) -> None:
+    """Gives back the pages of a checkpoint that left a tier, and its node, and says so."""
+    tree.accounts.charge(node.account, residency.tier, -_bytes_alone(tree, residency))
     for kind, ids in residency.spans():
         tree.arenas[residency.tier].drop(kind, ids)
     for told in tree.on_left:

@@ -16,6 +16,7 @@ from stepwell.base.config import PRIORITY_STEP_S
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.tasks import PageIds
 from stepwell.policy.value import Visit
+from stepwell.tree.accounts import Account
 
 ABSENT = -1  # in a run's id array
 MAX_LOSSES = 16  # notes of lost things a node keeps, for explanations
@@ -26,6 +27,7 @@ class LossReason(Enum):
     """Why something that was cached is not any more."""
 
     EVICTED = "evicted to make room"
+    OVER_QUOTA = "evicted to make room, its tenant being over its quota"
     FAILED = "its copy failed"
     EXPIRED = "its time to live ran out"
     CLEARED = "cleared on request"
@@ -149,6 +151,7 @@ class Node:
     """A run of pages on one path from a namespace's root."""
 
     __slots__ = (
+        "account",
         "checkpoints",
         "expires_at",
         "expiry_noted",
@@ -169,8 +172,11 @@ class Node:
         "visit",
     )  # fmt: skip
 
-    def __init__(self, parent: Node | None, *, start: int, first: bytes, rest: bytes, num_pages: int) -> None:
+    def __init__(
+        self, parent: Node | None, *, account: Account, start: int, first: bytes, rest: bytes, num_pages: int
+    ) -> None:  # fmt: skip
         self.parent = parent  # None for a root, and once it left the tree
+        self.account = account  # whose it is: its root's
         self.start = start
         self.first = first  # tokens of the first page: also the key in the parent, so stored once; a root's namespace
         self.rest = rest  # tokens of the others

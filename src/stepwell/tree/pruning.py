@@ -31,6 +31,7 @@ def discard(tree: Tree, run: Run, gone: npt.NDArray[np.bool_], loss: Loss) -> No
     if not run.num_pages:
         node.runs[tier] = None
     tree.owner[tier][ids.astype(np.intp)] = None
+    tree.accounts.remove_pages(node.account, tier, ids)
     tree.version += 1
     tree.carry_pages_up(node, tier, before)
     tree.queue(node)
@@ -111,6 +112,7 @@ def _trim(tree: Tree, node: Node, at: int) -> None:
             node.runs[tier] = None
             run.entry = 0
         tree.owner[tier][gone.astype(np.intp)] = None
+        tree.accounts.remove_pages(node.account, tier, gone)
         tree.arenas[tier].drop(Kind.PREFIX, gone)
     node.num_pages = at
     node.keys = node.keys[: at * KEY_BYTES]

@@ -4,6 +4,9 @@ Candidates are the tails of prefix runs and the residencies of checkpoints, in o
 nothing in its tier hangs below it. A checkpoint's pages go before the prefix pages it stands on, and
 prefix pages that no checkpoint reaches any more are worth nothing and go first of all.
 
+What belongs to a tenant with a quota is in an order of its own beside that of its tier, under the same number: it goes first
+when its tenant has too much.
+
 An order is a heap for each place, none of them ever rebuilt. An entry may be out of date: it counts only while its number is the
 victim's own, and a victim whose standing rose since it was pushed is put back when it surfaces; so touching a victim costs
 nothing. Entries whose victim is gone are swept out a few at a time: every push moves a few entries from the older half to the
@@ -12,7 +15,7 @@ newer one and leaves the dead behind.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -22,6 +25,7 @@ from stepwell.base.ids import Kind, Tier
 from stepwell.base.spec import ModelSpec
 from stepwell.memory.arena import Arena
 from stepwell.policy.value import Facts, Place, ValuePolicy
+from stepwell.tree.accounts import Account
 from stepwell.tree.node import ABSENT, Node, Residency, Run, Victim, previous_boundary
 
 WORTHLESS, USEFUL = -1, 0  # ranks: what nothing can use goes before anything else
@@ -45,14 +49,19 @@ class Idle(NamedTuple):
 
 
 class Ranking:
-    """The eviction order of every tier."""
+    """The eviction order of every tier, and in it that of each tenant with a quota."""
 
-    def __init__(self, spec: ModelSpec, arenas: Mapping[Tier, Arena], value: ValuePolicy) -> None:
+    def __init__(
+        self, spec: ModelSpec, arenas: Mapping[Tier, Arena], value: ValuePolicy, limited: Iterable[Account] = ()
+    ) -> None:
+        """`limited` are accounts that may have to lose something before others do."""
         self._spec = spec
         self._arenas = arenas
         self._value = value
         self._runs = {tier: EvictionOrder(value) for tier in arenas}
         self._checkpoints = {tier: EvictionOrder(value) for tier in arenas}
+        self._own_runs = {(each, tier): EvictionOrder(value) for each in limited for tier in arenas}
+        self._own_checkpoints = {key: EvictionOrder(value) for key in self._own_runs}
         # Runs that are kept only because the other tier's pages depend on them, oldest first; some are out of date.
         self._depended_on: dict[Tier, dict[Run, None]] = {tier: {} for tier in arenas}
         self._most_depended_on = MOST_DEPENDED_ON
@@ -118,7 +127,7 @@ class Ranking:
             if self.tail(run, cut_off=True) is not None:
                 self._note_depended_on(run)
         elif not run.entry or tail.dead:
-            self._runs[run.tier].push(run, self._run_standing(run, tail))
+            self._push_run(run, self._run_standing(run, tail))
 
     def pop_depended_on(self, tier: Tier) -> tuple[Run, Tail] | None:
         """Takes out an idle run that is kept only because the other tier's pages depend on it: they would go with it."""
@@ -142,24 +151,44 @@ class Ranking:
     def queue_residency(self, residency: Residency, *, again: bool = False) -> None:
         """Makes a checkpoint a candidate; `again` when its worth has changed since it was queued."""
         if (again or not residency.entry) and _in_tree(residency):
-            self._checkpoints[residency.tier].push(residency, self._residency_standing(residency))
+            self._push_residency(residency, self._residency_standing(residency))
+
+    def _push_run(self, run: Run, standing: Standing) -> None:
+        self._runs[run.tier].push(run, standing)
+        account = run.node.account
+        if account.quota_bytes is not None:
+            self._own_runs[account, run.tier].enter(run, standing)
+
+    def _push_residency(self, residency: Residency, standing: Standing) -> None:
+        self._checkpoints[residency.tier].push(residency, standing)
+        node = residency.checkpoint.node
+        assert node is not None
+        if node.account.quota_bytes is not None:
+            self._own_checkpoints[node.account, residency.tier].enter(residency, standing)
 
     def tidy(self, tier: Tier) -> None:
         """Brings a few entries up to date. Called whenever something is given back, so that no eviction meets a backlog."""
         for order in (self._runs[tier], self._checkpoints[tier]):
             for _ in range(TIDY_ENTRIES):
-                self._settle(order, order.next_head())
+                self._settle(order.next_head())
 
     def pop(self, tier: Tier, *, runs: bool, checkpoints: bool) -> Victim | None:
         """Takes the least valuable candidate of the wanted sorts out of the order.
 
         It comes back when somebody queues it again.
         """
-        first = self._settled_head(self._runs[tier]) if runs else None
-        if checkpoints and (first is None or first[1].rank > WORTHLESS):
-            order = self._checkpoints[tier]
-            other = self._settled_head(order)
-            if other is not None and (first is None or order.rank(other[1]) < order.rank(first[1])):
+        return self._pop(self._runs[tier] if runs else None, self._checkpoints[tier] if checkpoints else None)
+
+    def pop_of(self, account: Account, tier: Tier, *, runs: bool, checkpoints: bool) -> Victim | None:
+        """The same out of what one tenant has, who has a quota."""
+        key = account, tier
+        return self._pop(self._own_runs[key] if runs else None, self._own_checkpoints[key] if checkpoints else None)
+
+    def _pop(self, runs: EvictionOrder | None, checkpoints: EvictionOrder | None) -> Victim | None:
+        first = self._settled_head(runs) if runs is not None else None
+        if checkpoints is not None and (first is None or first[1].rank > WORTHLESS):
+            other = self._settled_head(checkpoints)
+            if other is not None and (first is None or checkpoints.rank(other[1]) < checkpoints.rank(first[1])):
                 first = other
         if first is None:
             return None
@@ -169,12 +198,12 @@ class Ranking:
     def _settled_head(self, order: EvictionOrder) -> tuple[Victim, Standing] | None:
         """The order's first entry, once that is up to date."""
         while (head := order.head()) is not None:
-            standing = self._settle(order, head)
+            standing = self._settle(head)
             if standing is not None:
                 return head[0], standing
         return None
 
-    def _settle(self, order: EvictionOrder, entry: tuple[Victim, Standing] | None) -> Standing | None:
+    def _settle(self, entry: tuple[Victim, Standing] | None) -> Standing | None:
         """Where an entry's victim stands, if it still stands there; else takes the entry out, and queues it where it belongs."""
         if entry is None:
             return None
@@ -182,10 +211,12 @@ class Ranking:
         standing = self._standing(victim)
         if standing is not None and _is_as_queued(standing, then):
             return standing
-        if standing is not None:  # used since it was queued
-            order.push(victim, standing)
-        else:
+        if standing is None:
             victim.entry = 0  # something stands on it, and will queue it
+        elif isinstance(victim, Run):  # used since it was queued
+            self._push_run(victim, standing)
+        else:
+            self._push_residency(victim, standing)
         return None
 
     def _standing(self, victim: Victim) -> Standing | None:
@@ -290,9 +321,13 @@ class EvictionOrder:
         """Queues `victim`; an earlier entry of it no longer counts."""
         self._last_number += 1
         victim.entry, victim.standing = self._last_number, standing.rank
+        self.enter(victim, standing)
+
+    def enter(self, victim: Victim, standing: Standing) -> None:
+        """Queues `victim` under the number that another order has given it: there and here it counts or does not count alike."""
         place = standing.place
         key = (standing.rank, place.group, place.level)
-        heappush(self._newer.setdefault(key, []), (place.since, self._last_number, victim))
+        heappush(self._newer.setdefault(key, []), (place.since, victim.entry, victim))
         self._sweep()
 
     def head(self) -> tuple[Victim, Standing] | None:

@@ -18,12 +18,13 @@ import numpy as np
 import numpy.typing as npt
 
 from stepwell.base.ids import CACHED_TIERS, Kind, Tier
-from stepwell.base.prompt import KEY_BYTES, TOKEN_BYTES, PageKey, common_pages
+from stepwell.base.prompt import KEY_BYTES, TOKEN_BYTES, Namespace, PageKey, common_pages
 from stepwell.base.spec import ModelSpec
 from stepwell.base.tasks import PageIds, Span
 from stepwell.memory.arena import READY, Arena
 from stepwell.policy.value import ValuePolicy
 from stepwell.tree import missing_state
+from stepwell.tree.accounts import Account, Accounts
 from stepwell.tree.node import ABSENT, Kids, Node, Residency, Run, Use
 from stepwell.tree.ranking import Ranking
 
@@ -33,13 +34,17 @@ NODE_PAGES = 256  # a node is cut at this length, so that growing or trimming on
 class Tree:
     """All namespaces' paths over one or two memory tiers."""
 
-    def __init__(self, spec: ModelSpec, arenas: Mapping[Tier, Arena], value: ValuePolicy) -> None:
+    def __init__(
+        self, spec: ModelSpec, arenas: Mapping[Tier, Arena], value: ValuePolicy, quotas: Mapping[str, float] | None = None
+    ) -> None:
+        """`quotas` are shares of each tier, by tenant."""
         self.spec = spec
         self.arenas = dict(arenas)
         self.tiers = tuple(tier for tier in CACHED_TIERS if tier in arenas)
         self.page_bytes = spec.page_tokens * TOKEN_BYTES
         self.roots: dict[PageKey, Node] = {}
-        self.ranking = Ranking(spec, self.arenas, value)
+        self.accounts = Accounts(self.arenas, quotas or {})
+        self.ranking = Ranking(spec, self.arenas, value, self.accounts.limited.values())
         self.version = 0  # grows with every change a match could notice
         self.on_left: list[Callable[[Residency], None]] = []  # told of each checkpoint that left a tier,
         self.on_split: list[Callable[[Node], None]] = []  # of the upper part of each node that was cut in two,
@@ -53,15 +58,15 @@ class Tree:
 
     # ---- pages ------------------------------------------------------------------------------------
 
-    def insert(self, namespace: PageKey, packed: bytes, tier: Tier, ids: PageIds, use: Use) -> Node:
+    def insert(self, namespace: Namespace, packed: bytes, tier: Tier, ids: PageIds, use: Use) -> Node:
         """Offers `ids[i]` as page i of the path `packed`. Takes a reference to those the tree lacks in `tier`.
 
         Returns the node that the path's last page is in.
         """
         self.version += 1
-        node = self.roots.get(namespace)
+        node = self.roots.get(namespace.digest)
         if node is None:
-            node = self.roots[namespace] = Node(None, start=0, first=namespace, rest=b"", num_pages=0)
+            node = self._plant(namespace)
         page, upto = 0, len(ids)
         while page < upto:
             child = node.child(packed[page * self.page_bytes : (page + 1) * self.page_bytes])
@@ -94,7 +99,7 @@ class Tree:
         held[gaps] = taken
         self.owner[tier][taken] = node
         run.num_pages += len(taken)
-        run.num_ready += int(np.count_nonzero(self._adopt(tier, taken)))
+        run.num_ready += int(np.count_nonzero(self._adopt(node.account, tier, taken)))
         self.carry_pages_up(node, tier, before)
         self.queue(node)
 
@@ -105,7 +110,7 @@ class Tree:
         assert parent is not None and parent.kids is not None
         self.version += 1  # a match made before names the lower part as if it were the whole
         cut = (at - 1) * self.page_bytes
-        upper = Node(parent, start=node.start, first=node.first, rest=node.rest[:cut], num_pages=at)
+        upper = Node(parent, account=node.account, start=node.start, first=node.first, rest=node.rest[:cut], num_pages=at)
         upper.note_use(Use(at_s=node.used_at, expires_at_s=node.expires_at))
         upper.urgent_until = node.urgent_until
         upper.hits = node.hits
@@ -186,6 +191,11 @@ class Tree:
 
     # ---- inside: growing --------------------------------------------------------------------------
 
+    def _plant(self, namespace: Namespace) -> Node:
+        digest, account = namespace.digest, self.accounts.of(namespace.tenant)
+        root = self.roots[digest] = Node(None, account=account, start=0, first=digest, rest=b"", num_pages=0)
+        return root
+
     def _shared_pages(self, node: Node, packed: bytes, page: int, upto: int) -> int:
         """How many of the node's pages the path shares; its first page is known to be equal."""
         offset = (page + 1) * self.page_bytes
@@ -207,10 +217,10 @@ class Tree:
             return node
         before = node.leads_to_pages(tier)
         top = node
-        ready = self._adopt(tier, ids[page:])
+        ready = self._adopt(node.account, tier, ids[page:])
         for start in range(page, upto, NODE_PAGES):
             end = min(start + NODE_PAGES, upto)
-            child = Node(node, start=start, first=packed[start * size : (start + 1) * size],
+            child = Node(node, account=node.account, start=start, first=packed[start * size : (start + 1) * size],
                          rest=packed[(start + 1) * size : end * size], num_pages=end - start)  # fmt: skip
             child.note_use(use)
             child.visit = use.visit or (node.past.get(child.first) if node.past else None)
@@ -228,11 +238,12 @@ class Tree:
         self.queue(node)
         return node
 
-    def _adopt(self, tier: Tier, ids: PageIds) -> npt.NDArray[np.bool_]:
+    def _adopt(self, account: Account, tier: Tier, ids: PageIds) -> npt.NDArray[np.bool_]:
         """Takes the tree's reference to pages that are new to it; says which of them can be read."""
         self.version += 1
         arena = self.arenas[tier]
         arena.keep(Kind.PREFIX, ids)
+        self.accounts.add_pages(account, tier, ids)
         return np.asarray(arena.state[Kind.PREFIX][ids.astype(np.intp)] == READY)
 
     @staticmethod

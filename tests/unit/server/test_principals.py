@@ -97,3 +97,8 @@ def test_quotas_reach_log_stores_and_no_store_that_keeps_none() -> None:
             known.with_quotas(store, {})
     assert Principals(secrets, [tenant("bob", "two")]).with_quotas("memory:", {"budget": "1"}) == {"budget": "1"}
     assert Principals(secrets).with_quotas("log:/d", {}) == {}
+
+
+def test_memory_quotas_are_those_of_tenants_that_have_one() -> None:
+    known = Principals(Secrets(api_key=None, admin_token="a"), [tenant("alice", "one", memory_quota=0.25), tenant("bob", "two")])
+    assert known.memory_quotas == {"alice": 0.25}

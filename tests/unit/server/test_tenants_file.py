@@ -28,14 +28,15 @@ def written(*tenants: object) -> bytes:
 
 
 def test_a_tenant_has_what_the_file_says_and_defaults_for_the_rest() -> None:
-    more = {"salt": "grain", "max_priority": 3, "max_ttl_s": 90, "quota": "20GiB"}
+    more = {"salt": "grain", "max_priority": 3, "max_ttl_s": 90, "quota": "20GiB", "memory_quota": "12.5%"}
     alice, bob = parse_tenants(written(ALICE | more, BOB), max_priority=2)
     found = alice.principal
     assert (found.name, found.salt, found.max_priority) == ("alice", "grain", 3)
     assert (found.max_ttl_s, found.quota_bytes, found.operates) == (90.0, 20 << 30, False)
+    assert found.memory_quota == 0.125
     assert alice.key_sha256 == sha256(b"the key that alice has").digest()
     assert (bob.principal.salt, bob.principal.max_priority) == (None, 2)
-    assert (bob.principal.max_ttl_s, bob.principal.quota_bytes) == (None, None)
+    assert (bob.principal.max_ttl_s, bob.principal.quota_bytes, bob.principal.memory_quota) == (None, None, None)
     assert bob.key_sha256.hex() == BOB["key_sha256"]
 
 
@@ -76,6 +77,10 @@ def test_neither_keys_nor_salts_are_in_a_repr() -> None:
         (written(ALICE | {"key": "abcd" * 8}), "key must be random"),
         *[(written(ALICE | {"max_priority": bad}), "whole number from 0 to 10") for bad in (-1, 11, 1.5, True, "3", None)],
         *[(written(ALICE | {"max_ttl_s": bad}), "positive number of seconds") for bad in (0, -1, 1e300, True, "1h", None)],
+        *[
+            (written(ALICE | {"memory_quota": bad}), "memory_quota must be a share")
+            for bad in ("0%", "100.1%", "-5%", "25", 0.25, "25 %", "1GiB", "", True, None, "1e1%", "٢%")
+        ],
         *[(written(ALICE | {"quota": bad}), "quota") for bad in (0, -1, "lots", "20 GiBs", True, None, 1.5, "99999999PiB")],
         (written(ALICE, BOB | {"name": "alice"}), "two tenants are called alice"),
         (written(ALICE, ALICE | {"name": "bob"}), "bob has the key of a tenant before it"),
@@ -98,6 +103,7 @@ SECRET = "sk-0123456789abcdef"
         {"name": SECRET, "key": "short"},
         {**ALICE, SECRET: "alice"},
         {**ALICE, "quota": SECRET},
+        {**ALICE, "memory_quota": SECRET},
         {**ALICE, "max_priority": SECRET},
         {**ALICE, "max_ttl_s": SECRET},
         {"name": "alice", "key_sha256": SECRET},
@@ -137,7 +143,7 @@ _values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=6,
 )
-_fields = st.sampled_from(["name", "key", "key_sha256", "salt", "max_priority", "max_ttl_s", "quota", "other"])
+_fields = st.sampled_from(["name", "key", "key_sha256", "salt", "max_priority", "max_ttl_s", "quota", "memory_quota", "other"])
 
 
 @given(st.lists(st.dictionaries(_fields, _values, max_size=5).map(lambda some: ALICE | some) | _values, max_size=3))

@@ -200,7 +200,7 @@ def test_room_that_is_on_its_way_for_a_promotion_is_not_reported_as_none(monkeyp
         rig.evict_all(Tier.DEVICE)
     asked = []
 
-    def refuse(state: CacheState, tier: Tier, need: Need) -> dict[Kind, PageIds]:
+    def refuse(state: CacheState, tier: Tier, need: Need, *, tenant: str | None) -> dict[Kind, PageIds]:
         asked.append(need[Kind.POINT])
         raise NoRoom("being saved", waiting=len(asked) == 1)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from tree_bench import Bench
+from tree_bench import SPACE, Bench
 
 from stepwell import Kind, Tier
 from stepwell.base.config import PRIORITY_STEP_S
@@ -130,9 +131,10 @@ def test_a_second_checkpoint_at_one_boundary_is_refused() -> None:
 
 def test_namespaces_are_trees_of_their_own() -> None:
     bench = Bench()
-    bench.insert([1, 2], space=b"a")
-    bench.insert([1, 3], space=b"b")
-    assert bench.shape(b"a") == {(1, 2): 2} and bench.shape(b"b") == {(1, 3): 2}
+    a, b = replace(SPACE, salt="a"), replace(SPACE, tenant="a")
+    bench.insert([1, 2], space=a)
+    bench.insert([1, 3], space=b)
+    assert bench.shape(a) == {(1, 2): 2} and bench.shape(b) == {(1, 3): 2}
 
 
 def test_page_that_became_ready_is_seen() -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
-from tree_bench import GONE, Bench
+from tree_bench import GONE, SPACE, Bench
 
 from stepwell import Kind, Tier
 from stepwell.base.ids import CACHED_KINDS
@@ -93,5 +94,5 @@ def test_an_unfinished_checkpoint_is_not_used() -> None:
 
 def test_another_namespace_knows_nothing() -> None:
     bench = Bench()
-    bench.insert([1, 2], space=b"elsewhere")
+    bench.insert([1, 2], space=replace(SPACE, salt="elsewhere"))
     assert bench.known([1, 2]) == 0 and bench.match([1, 2]).path == ()

@@ -10,6 +10,7 @@ from stepwell import Tier
 from stepwell.base.tasks import NO_PAGES
 from stepwell.policy.value import Expected, Facts, Place, ReuseModel
 from stepwell.sim.least_recent import LeastRecent
+from stepwell.tree.accounts import Account
 from stepwell.tree.checkpoints import drop_residency
 from stepwell.tree.node import Node, Residency, Run, Use, Victim
 from stepwell.tree.pruning import discard_ids, discard_tail
@@ -174,7 +175,7 @@ class Fading:
 
 
 def _run() -> Run:
-    return Run(Node(None, start=0, first=b"", rest=b"", num_pages=0), Tier.DEVICE, NO_PAGES)
+    return Run(Node(None, account=Account(None), start=0, first=b"", rest=b"", num_pages=0), Tier.DEVICE, NO_PAGES)
 
 
 PUSH = st.tuples(

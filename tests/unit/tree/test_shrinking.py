@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from tree_bench import GONE, SPACE, Bench
 
 from stepwell import Kind, Tier
-from stepwell.base.prompt import PageKey
 from stepwell.tree.checkpoints import drop_residency
 from stepwell.tree.node import ABSENT, MAX_LOSSES, LossReason
 from stepwell.tree.pruning import KEPT_EMPTY_ROOTS, clear, discard, discard_ids, truncate
@@ -125,10 +126,10 @@ def test_notes_of_losses_are_bounded() -> None:
 
 def test_clear_forgets_one_namespace_and_leaves_pages_to_their_holders() -> None:
     bench = Bench()
-    mine = bench.insert([1, 2])
-    bench.insert([1, 2], space=b"other")
+    mine, other = bench.insert([1, 2]), replace(SPACE, salt="other")
+    bench.insert([1, 2], space=other)
     clear(bench.tree, SPACE.digest, GONE)
-    assert bench.shape() == {} and bench.shape(b"other") == {(1, 2): 2}
+    assert bench.shape() == {} and bench.shape(other) == {(1, 2): 2}
     assert bench.refs(mine) == [1, 1]
     bench.check()
 
@@ -136,9 +137,9 @@ def test_clear_forgets_one_namespace_and_leaves_pages_to_their_holders() -> None
 def test_empty_namespaces_are_kept_for_explanations_but_not_without_end() -> None:
     bench = Bench(pages=2048)
     for number in range(KEPT_EMPTY_ROOTS + 50):
-        space = number.to_bytes(32, "little")
+        space = replace(SPACE, salt=str(number))
         bench.insert([1], space=space, let_go=True)
-        clear(bench.tree, PageKey(space), GONE)
+        clear(bench.tree, space.digest, GONE)
     assert len(bench.tree.roots) <= KEPT_EMPTY_ROOTS + 1
     bench.check()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stepwell import Kind, ModelSpec, Namespace, Tier
-from stepwell.base.prompt import PageKey, pack, unpack
+from stepwell.base.prompt import pack, unpack
 from stepwell.base.tasks import PageIds
 from stepwell.memory.arena import Arena
 from stepwell.memory.layout import lay_out
@@ -23,10 +23,18 @@ GONE = Loss(at_s=1.0, reason=LossReason.EVICTED, tier=Tier.DEVICE)
 class Bench:
     """Keeps the reference its own allocations come with, so pages stay alive when the tree drops them."""
 
-    def __init__(self, spec: ModelSpec = HYBRID, *, pages: int = 512, value: ValuePolicy | None = None) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec = HYBRID,
+        *,
+        pages: int = 512,
+        value: ValuePolicy | None = None,
+        quotas: dict[str, float] | None = None,
+    ) -> None:
         layout = lay_out(spec, budget_bytes=pages * 32, alignment=16)
         self.spec = spec
-        self.tree = Tree(spec, {tier: Arena(tier, layout) for tier in (Tier.DEVICE, Tier.HOST)}, value or LeastRecent())
+        arenas = {tier: Arena(tier, layout) for tier in (Tier.DEVICE, Tier.HOST)}
+        self.tree = Tree(spec, arenas, value or LeastRecent(), quotas)
 
     def arena(self, tier: Tier = Tier.DEVICE) -> Arena:
         return self.tree.arenas[tier]
@@ -38,12 +46,12 @@ class Bench:
         return ids
 
     def insert(
-        self, path: list[int], *, space: bytes | None = None, use: Use | None = None, tier: Tier = Tier.DEVICE,
+        self, path: list[int], *, space: Namespace = SPACE, use: Use | None = None, tier: Tier = Tier.DEVICE,
         ready: bool = True, let_go: bool = False,
     ) -> PageIds:  # fmt: skip
         """Offers fresh pages for a path; `let_go` leaves them to the tree alone."""
         ids = self.alloc(len(path), tier, ready=ready)
-        self.tree.insert(PageKey(space or SPACE.digest), self.packed(path), tier, ids, use or Use(at_s=0.0))
+        self.tree.insert(space, self.packed(path), tier, ids, use or Use(at_s=0.0))
         if let_go:
             self.tree.release(tier, Kind.PREFIX, ids)
         return ids
@@ -88,10 +96,10 @@ class Bench:
     def refs(self, ids: PageIds, tier: Tier = Tier.DEVICE) -> list[int]:
         return self.arena(tier).refs[Kind.PREFIX][ids].tolist()
 
-    def shape(self, space: bytes | None = None) -> dict[tuple[int, ...], int]:
+    def shape(self, space: Namespace = SPACE) -> dict[tuple[int, ...], int]:
         """Every node of a namespace: the pages from its root to its end, and how many of them are its own."""
         found: dict[tuple[int, ...], int] = {}
-        stack: list[tuple[Node, tuple[int, ...]]] = [(self.tree.roots[PageKey(space or SPACE.digest)], ())]
+        stack: list[tuple[Node, tuple[int, ...]]] = [(self.tree.roots[space.digest], ())]
         while stack:
             node, above = stack.pop()
             mine = above

@@ -150,9 +150,9 @@ def _drop_idle_backed(state: CacheState) -> bool:
 
 
 class _Asker(NamedTuple):
-    """Who needs room, if it has a quota, and how much more it will have then."""
+    """Who needs room and has a quota, and how much more it will have then."""
 
-    account: Account | None
+    account: Account
     coming_bytes: int
 
 
@@ -164,23 +164,24 @@ class _Chosen(NamedTuple):
     reason: LossReason = LossReason.EVICTED
 
 
-def _asker(state: CacheState, tier: Tier, need: Need, tenant: str | None) -> _Asker:
+def _asker(state: CacheState, tier: Tier, need: Need, tenant: str | None) -> _Asker | None:
     account = state.tree.accounts.limited.get(tenant) if tenant is not None else None
     if account is None:
-        return _Asker(None, 0)
+        return None
     strides = state.arena(tier).layout.strides
     return _Asker(account, sum(count * strides[kind] for kind, count in need.items()))
 
 
-def _choose(state: CacheState, tier: Tier, short: Need, asker: _Asker, *, any_sort: bool) -> _Chosen | None:
+def _choose(state: CacheState, tier: Tier, short: Need, asker: _Asker | None, *, any_sort: bool) -> _Chosen | None:
     """Takes the next victim out of the order: of whoever is over its quota, else the least valuable of all."""
     runs = any_sort or Kind.PREFIX in short or Kind.ROWS in short
     checkpoints = any_sort or Kind.WINDOW in short or Kind.POINT in short
-    ranking = state.tree.ranking
-    for account, excess_bytes in state.tree.accounts.over(tier, *asker):
-        victim = ranking.pop_of(account, tier, runs=runs, checkpoints=checkpoints)
-        if victim is not None:
-            return _Chosen(victim, excess_bytes, LossReason.OVER_QUOTA)
+    ranking, accounts = state.tree.ranking, state.tree.accounts
+    if asker is not None or accounts.is_anybody_over(tier):
+        for account, excess_bytes in accounts.over(tier, *(asker or (None, 0))):
+            victim = ranking.pop_of(account, tier, runs=runs, checkpoints=checkpoints)
+            if victim is not None:
+                return _Chosen(victim, excess_bytes, LossReason.OVER_QUOTA)
     victim = ranking.pop(tier, runs=runs, checkpoints=checkpoints)
     return _Chosen(victim) if victim is not None else None
 

@@ -40,8 +40,12 @@ class Accounts:
 
     def __init__(self, arenas: Mapping[Tier, Arena], quotas: Mapping[str, float]) -> None:
         """`quotas` are shares of each tier, by tenant."""
-        self._arenas = arenas
-        self._strides = {tier: arena.layout.strides for tier, arena in arenas.items()}
+        self._tiers = tuple(arenas)
+        # Lists by tier: dictionaries take several times as long with tiers for keys, and every page comes by here.
+        strides = [arenas[tier].layout.strides if tier in arenas else {} for tier in CACHED_TIERS]
+        self._page_bytes = [each.get(Kind.PREFIX, 0) for each in strides]
+        self._row_bytes = strides[Tier.DEVICE].get(Kind.ROWS, 0)
+        self._row_pages = arenas[Tier.DEVICE].row_pages if Tier.DEVICE in arenas else None
         sizes = [arenas[tier].layout.size_bytes if tier in arenas else 0 for tier in CACHED_TIERS]
         self.limited = {tenant: Account(tenant, tuple(int(share * size) for size in sizes)) for tenant, share in quotas.items()}
         self._known: WeakValueDictionary[str | None, Account] = (
@@ -49,7 +53,7 @@ class Accounts:
         )  # those without a quota while nodes have them
         for tenant, account in self.limited.items():
             self._known[tenant] = account
-        self._over: dict[Tier, dict[Account, None]] = {tier: {} for tier in arenas}  # who has been for longest comes first
+        self._over: list[dict[Account, None]] = [{} for _ in CACHED_TIERS]  # who has been for longest comes first
 
     # ---- questions --------------------------------------------------------------------------------
 
@@ -63,6 +67,9 @@ class Accounts:
         for account in self._over[tier]:
             if account is not asking:
                 yield account, account.excess_bytes(tier)
+
+    def is_anybody_over(self, tier: Tier) -> bool:
+        return bool(self._over[tier])
 
     def __iter__(self) -> Iterator[Account]:
         """Everybody who has something or a quota."""
@@ -79,36 +86,39 @@ class Accounts:
 
     def add_pages(self, account: Account, tier: Tier, ids: PageIds) -> None:
         """Prefix pages are the tree's from now on."""
-        self.charge(account, tier, self._page_bytes(tier, ids))
+        self.charge(account, tier, len(ids) * self._page_bytes[tier])
+        if self._row_pages is not None and tier is Tier.DEVICE:
+            self.charge(account, tier, self._num_bound(ids) * self._row_bytes)
 
     def remove_pages(self, account: Account, tier: Tier, ids: PageIds) -> None:
         """They are not any more. Called while they still have their rows."""
-        self.charge(account, tier, -self._page_bytes(tier, ids))
+        self.charge(account, tier, -len(ids) * self._page_bytes[tier])
+        if self._row_pages is not None and tier is Tier.DEVICE:
+            self.charge(account, tier, -self._num_bound(ids) * self._row_bytes)
 
     def shed_rows(self, account: Account, count: int) -> None:
         """So many of its pages on the device have their rows on the host alone from now on."""
-        self.charge(account, Tier.DEVICE, -count * self._strides[Tier.DEVICE][Kind.ROWS])
+        self.charge(account, Tier.DEVICE, -count * self._row_bytes)
 
     def charge(self, account: Account, tier: Tier, size_bytes: int) -> None:
-        used = account.used_bytes[tier] = account.used_bytes[tier] + size_bytes
+        account.used_bytes[tier] += size_bytes
         if account.quota_bytes is not None:
-            if used > account.quota_bytes[tier]:
+            if account.used_bytes[tier] > account.quota_bytes[tier]:
                 self._over[tier].setdefault(account)
             else:
                 self._over[tier].pop(account, None)
 
-    def _page_bytes(self, tier: Tier, ids: PageIds) -> int:
-        size, row_pages = len(ids) * self._strides[tier][Kind.PREFIX], self._arenas[tier].row_pages
-        if row_pages is not None:
-            size += int(np.count_nonzero(row_pages.rows[ids] != ABSENT)) * self._strides[tier][Kind.ROWS]
-        return size
+    def _num_bound(self, ids: PageIds) -> int:
+        """How many of these device pages have their rows beside them."""
+        assert self._row_pages is not None
+        return int(np.count_nonzero(self._row_pages.rows[ids] != ABSENT))
 
     # ---- self-check -------------------------------------------------------------------------------
 
     def audit(self, found: Mapping[tuple[Account, Tier], int]) -> None:
         """Asserts that the counts are `found`, by a walk of the tree, and that who is over its quota is known."""
         accounts = {*self._known.values(), *(account for account, _ in found)}
-        for tier in self._arenas:
+        for tier in self._tiers:
             for account in accounts:
                 used, walked = account.used_bytes[tier], found.get((account, tier), 0)
                 assert used == walked, f"{account} is counted {used} bytes of {tier.label}, and has {walked}"

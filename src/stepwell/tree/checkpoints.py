@@ -127,9 +127,13 @@ def is_left_between(checkpoint: Checkpoint, following: Checkpoint) -> bool:
 
 def _bytes_alone(tree: Tree, residency: Residency) -> int:
     """What a residency takes that no other one of the tree has: window pages may be shared with neighbours."""
-    arena = tree.arenas[residency.tier]
-    strides, kept = arena.layout.strides, arena.kept
-    return sum(int(np.count_nonzero(kept[kind][ids] == 1)) * strides[kind] for kind, ids in residency.spans())
+    arena, size = tree.arenas[residency.tier], 0
+    if len(residency.points):
+        size += len(residency.points) * arena.layout.strides[Kind.POINT]
+    if len(residency.windows):
+        alone = np.count_nonzero(arena.kept[Kind.WINDOW][residency.windows] == 1)
+        size += int(alone) * arena.layout.strides[Kind.WINDOW]
+    return size
 
 
 def _let_go(tree: Tree, node: Node, residency: Residency) -> None:

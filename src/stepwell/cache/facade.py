@@ -8,189 +8,51 @@
 
 A cache belongs to one thread at a time, the engine's scheduler: the first that calls it, until it calls `hand_over` or ends.
 From another one everything but counters raises WrongThread. Bytes are moved by the executor's threads, and what
-came of it is applied in `step` alone.
+came of it is applied in `step` alone. What changes nothing is in `read_only.py`, what a step is in `upkeep.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from math import inf
 
 from stepwell.base.config import MAX_PRIORITY
-from stepwell.base.errors import BadTokens, ConfigError, LeaseError, LoadFailed
-from stepwell.base.ids import Kind, Tier
-from stepwell.base.meters import Counters
+from stepwell.base.errors import ConfigError, LeaseError, LoadFailed
+from stepwell.base.ids import Tier
 from stepwell.base.prompt import Namespace, Tokens, pack
-from stepwell.base.spec import ModelSpec
 from stepwell.cache.audit import audit
-from stepwell.cache.explain import Explanation
-from stepwell.cache.question import STORE_WAIT_S, Question
-from stepwell.cache.report import Stats, StepReport, tenant_stats, tier_stats
+from stepwell.cache.read_only import ReadOnlyCache
+from stepwell.cache.report import StepReport
 from stepwell.cache.store import StoreControl
-from stepwell.jobs.executors import Arriving
-from stepwell.memory.row_pages import RowPages
+from stepwell.cache.upkeep import Upkeep
 from stepwell.policy.loading import LEAST_CHUNK_TOKENS
 from stepwell.store_tier.ticket import Ticket
 from stepwell.store_tier.tier import StoreTier
 from stepwell.tiers import external, publish, restore
 from stepwell.tiers.external import EnginePages
 from stepwell.tiers.lease import Lease, Leases, LeaseState, RequestOptions
-from stepwell.tiers.lifetime import Pins, drop_expired
-from stepwell.tiers.spill import TAIL_PAGES, hot_pages_of, spill
+from stepwell.tiers.lifetime import Pins
+from stepwell.tiers.spill import spill
 from stepwell.tiers.state import CacheState, one_thread
-from stepwell.tree.match import Match, find
+from stepwell.tree.match import Match
 from stepwell.tree.node import LossReason
 from stepwell.tree.pruning import clear
 
 POLL_S = 0.0005  # between two steps of `wait`
 ARRIVING_POLL_S = 0.00005  # the same of `wait_arriving`: the pass and the copies it waits for end together
-DRAIN_S = 0.02  # between two steps of `close`: what one job hangs on must not hold up the others
 
 
-class Cache:
+class Cache(ReadOnlyCache):
     """A tiered prefix cache for one model. Make one with `stepwell.cache.build.build_cache`."""
 
     def __init__(self, state: CacheState, namespace: Namespace, store_tier: StoreTier) -> None:
-        self._state = state
-        self._store_tier = store_tier
+        super().__init__(state, namespace, store_tier)
         self.store = StoreControl(store_tier, state.owner)
-        self._namespace = namespace
         self._leases = Leases(state)
         if state.row_pages is not None:
             state.spill = partial(spill, state, self._leases)
         self.pins = Pins(state, self.lookup)
-        self._owner = state.owner
-        self._unreported: StepReport | None = None  # what `wait` found, for the next `step` to tell
-
-    # ---- questions --------------------------------------------------------------------------------
-
-    @property
-    def counters(self) -> Counters:
-        return self._state.counters
-
-    @property
-    def spec(self) -> ModelSpec:
-        """What the model remembers, as one rank keeps it."""
-        return self._state.spec
-
-    @property
-    def namespace(self) -> Namespace:
-        """The namespace of requests that name no other."""
-        return self._namespace
-
-    @property
-    def row_pages(self) -> RowPages | None:
-        """Where the rows of device pages are, if they may spill: whoever runs a pass applies what `drain` tells, before it."""
-        return self._state.row_pages
-
-    @property
-    def namespaces(self) -> tuple[Namespace, ...]:
-        """Those that have something in memory."""
-        known = self._state.namespaces
-        return tuple(known[digest] for digest in self._state.tree.roots if digest in known)
-
-    @property
-    def copying(self) -> int:
-        """Copies under way between memories; they hold pages until `step` has applied what came of them. Costs nothing to ask."""
-        return self._state.copies.num_running
-
-    @one_thread
-    def stats(self) -> Stats:
-        """How full the tiers are, what is under way, and everything that was counted."""
-        tiers = {tier: tier_stats(arena) for tier, arena in self._state.tree.arenas.items()}
-        return Stats(
-            tiers=tiers,
-            copying=self.copying,
-            storing=self._store_tier.num_busy,
-            deferred=self._store_tier.num_deferred,
-            store=self.store.state,
-            counters=self._state.counters.snapshot(),
-            tenants=tenant_stats(self._state.tree),
-        )
-
-    def namespace_for(self, *, adapter: str | None = None, salt: str | None = None, tenant: str | None = None) -> Namespace:
-        """This model under an adapter, or for a tenant whose pages nobody else may see."""
-        return replace(self._namespace, adapter=adapter, salt=salt, tenant=tenant)
-
-    @one_thread
-    def lookup(self, tokens: Tokens, *, namespace: Namespace | None = None, limit_tokens: int | None = None) -> Match:
-        """How much of a prompt is known and where it could resume. Pure. Raises BadTokens.
-
-        `limit_tokens` caps the restore point, for requests that need logits of their prompt.
-        """
-        packed = pack(tokens, vocab_size=self._state.config.vocab_size)
-        if not packed:
-            raise BadTokens("an empty prompt: there is nothing to look up, and nothing to compute")
-        if limit_tokens is not None and limit_tokens < 0:
-            raise ConfigError(f"limit_tokens must be 0 or more, got {limit_tokens}")
-        if namespace is not None and namespace.layout != self._namespace.layout:
-            raise ConfigError("this namespace is of a model with another layout: make one with cache.namespace_for()")
-        return find(self._state.tree, namespace or self._namespace, packed, limit_tokens)
-
-    @one_thread
-    def refresh(self, match: Match) -> Match:
-        """The same question again: as cheap as nothing while the cache has not changed. Pure."""
-        if match.version == self._state.tree.version:
-            return match
-        return find(self._state.tree, match.namespace, match.packed, match.limit_tokens)
-
-    @one_thread
-    def explain(
-        self, tokens: Tokens, *, namespace: Namespace | None = None, store_wait_s: float = STORE_WAIT_S
-    ) -> Explanation:  # fmt: skip
-        """Why a prompt would resume where it would, and not later. Changes nothing. Raises BadTokens.
-
-        Waits at most `store_wait_s` for the store to say what it has, and says when that was not enough; with 0 it is not asked.
-        An engine that must not wait uses `question`.
-        """
-        question = self.question(tokens, namespace=namespace, store_wait_s=store_wait_s)
-        question.wait()
-        return question.answer()
-
-    @one_thread
-    def question(
-        self, tokens: Tokens, *, namespace: Namespace | None = None, store_wait_s: float = STORE_WAIT_S
-    ) -> Question:  # fmt: skip
-        """The same question without waiting: call `step` until it is ready, then `answer`. Raises BadTokens and ConfigError."""
-        return Question(self._state, self._store_tier, self.lookup(tokens, namespace=namespace), store_wait_s=store_wait_s)
-
-    def could_hold(self, tokens: int, *, chunk_tokens: int) -> bool:
-        """Whether an empty device tier has room for one request of so many tokens, computed in chunks of so many.
-
-        Where rows may spill, for what it cannot spill, if an empty host has room for all of it.
-        """
-        spec = self._state.spec
-        window = min(spec.window_tokens + chunk_tokens, tokens) if spec.window_tokens else 0
-        need = {
-            Kind.PREFIX: -(-tokens // spec.page_tokens),
-            Kind.WINDOW: -(-window // spec.window_page_tokens) + 1 if window else 0,
-            Kind.POINT: 2 if spec.parts(Kind.POINT) else 0,  # its own, and the copy it goes on with
-        }
-        if spec.spill is not None:
-            need[Kind.ROWS] = self._resident_rows(need[Kind.PREFIX], chunk_tokens)
-        return self._state.arena(Tier.DEVICE).fits_when_empty({kind: count for kind, count in need.items() if count})
-
-    def _resident_rows(self, pages: int, chunk_tokens: int) -> int:
-        """How many pages of rows a request of so many pages must have on the device: hot ones, its tail, and those of a chunk."""
-        if not self._state.arena(Tier.HOST).fits_when_empty({Kind.PREFIX: pages}):
-            return pages
-        chunk = -(-chunk_tokens // self._state.spec.page_tokens)
-        return min(pages, hot_pages_of(self._state) + TAIL_PAGES + chunk)
-
-    @one_thread
-    def next_stop(self, lease: Lease) -> int | None:
-        """Where the engine must end its chunk next and commit; None for nowhere."""
-        return publish.next_stop(self._state, lease)
-
-    @one_thread
-    def arriving(self, lease: Lease) -> tuple[Arriving, ...]:
-        """For a lease that is LOADING: what a pass may wait for layer by layer, instead of before it begins. Empty for none.
-
-        A pass that has begun so is committed once `wait_arriving` has said that everything came.
-        """
-        return self._state.copies.arriving(lease.arrives_with) if lease.state is LeaseState.LOADING else ()
+        self._upkeep = Upkeep(state, store_tier, self._leases, self.pins)
 
     # ---- a request's life -------------------------------------------------------------------------
 
@@ -291,7 +153,7 @@ class Cache:
         """
         lease.computing_since_s = inf  # how fast prompts are computed cannot be seen from this pass
         try:
-            self._wait(lease, inf, ARRIVING_POLL_S)
+            self._upkeep.wait(lease, inf, ARRIVING_POLL_S)
         except LoadFailed:
             return False
         return True
@@ -319,31 +181,7 @@ class Cache:
     @one_thread
     def step(self) -> StepReport:
         """Applies what copies and store operations have come to, settles leases, drops what expired. Never blocks."""
-        report, earlier = self._advance(), self._unreported
-        self._unreported = None
-        return report.after(earlier) if earlier is not None else report
-
-    def _advance(self) -> StepReport:
-        state = self._state
-        state.give_back_host()
-        completions = state.copies.apply()
-        errors = {done.job: done.error for done in completions if done.error is not None}
-        timeout_s = state.copy_timeout_s
-        errors |= dict.fromkeys(state.copies.give_up_overdue(timeout_s), f"no answer within {timeout_s:g} s")
-        detached, store_failures = self._store_tier.step()
-        self.pins.drop_expired()
-        drop_expired(state, self.pins.nodes)
-        settled = self._leases.settle(errors)
-        return StepReport(
-            completed=len(completions),
-            failures=(*errors.values(), *store_failures),
-            ready=settled.ready,
-            failed=settled.failed,
-            finished=settled.finished,
-            running=state.copies.num_running,
-            storing=self._store_tier.num_busy,
-            detached=tuple(detached),
-        )
+        return self._upkeep.step()
 
     @one_thread
     def clear(self, *, namespace: Namespace | None = None) -> None:
@@ -382,21 +220,7 @@ class Cache:
 
         Raises LoadFailed when the bytes of a lease did not arrive, LeaseError when it was given back or `timeout_s` has passed.
         """
-        self._wait(held, timeout_s, POLL_S)
-
-    def _wait(self, held: Lease | Ticket, timeout_s: float, poll_s: float) -> None:
-        clock = self._state.clock
-        deadline_s = clock.now() + timeout_s
-        while not held.ready:
-            if isinstance(held, Lease) and not held.failed:
-                held.must_be(LeaseState.LOADING)
-            self._unreported = self._advance().after(self._unreported or StepReport())
-            if isinstance(held, Lease) and held.failed:
-                raise LoadFailed(f"{held}: bytes it needed did not arrive; release it and look the prompt up again")
-            if not held.ready:
-                if clock.now() >= deadline_s:
-                    raise LeaseError(f"{held} is not ready after {timeout_s:g} s")
-                clock.sleep(poll_s)
+        self._upkeep.wait(held, timeout_s, POLL_S)
 
     def hand_over(self) -> None:
         """Lets another thread have the cache: the next that calls it. Called by the one that had it, when it is done."""
@@ -409,27 +233,9 @@ class Cache:
         Ranks and stores that hang or are slow are waited for `timeout_s` in all; what was given up on before is not waited
         for. False when something was left undone: what had not begun is called off, and calls that have may still be running.
         """
-        state, deadline_s = self._state, self._state.clock.now() + timeout_s
-        try:
-            self._settle(deadline_s, lambda: state.copies.num_awaited, state.copies.drain)
-            self._store_tier.end_deferral()
-            self._settle(deadline_s, lambda: self._store_tier.num_awaited, self._store_tier.drain)
-            undone = self.copying + self._store_tier.num_busy
-        finally:
-            state.copies.withdraw_all()
-            self._store_tier.close()
-            state.copies.close()
-        return not undone
+        return self._upkeep.close(timeout_s)
 
     # ---- inside -----------------------------------------------------------------------------------
-
-    def _settle(self, deadline_s: float, num_awaited: Callable[[], int], drain: Callable[[float], None]) -> None:
-        """Steps until nothing is awaited, or the time is over."""
-        clock = self._state.clock
-        self._advance()
-        while num_awaited() and clock.now() < deadline_s:
-            drain(min(deadline_s - clock.now(), DRAIN_S))
-            self._advance()
 
     def _measure(self, lease: Lease, upto: int) -> None:
         now = self._state.clock.now()

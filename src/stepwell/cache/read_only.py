@@ -1,0 +1,158 @@
+"""What can be asked of a cache. Nothing here changes anything; the orders are in `facade.py`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from stepwell.base.errors import BadTokens, ConfigError
+from stepwell.base.ids import Kind, Tier
+from stepwell.base.meters import Counters
+from stepwell.base.prompt import Namespace, Tokens, pack
+from stepwell.base.spec import ModelSpec
+from stepwell.cache.explain import Explanation
+from stepwell.cache.question import STORE_WAIT_S, Question
+from stepwell.cache.report import Stats, tenant_stats, tier_stats
+from stepwell.jobs.executors import Arriving
+from stepwell.memory.row_pages import RowPages
+from stepwell.store_tier.tier import StoreTier
+from stepwell.tiers import publish
+from stepwell.tiers.lease import Lease, LeaseState
+from stepwell.tiers.spill import TAIL_PAGES, hot_pages_of
+from stepwell.tiers.state import CacheState, one_thread
+from stepwell.tree.match import Match, find
+
+
+class ReadOnlyCache:
+    """The half of a cache that only answers. On the cache's thread, but for counters."""
+
+    def __init__(self, state: CacheState, namespace: Namespace, store_tier: StoreTier) -> None:
+        self._state = state
+        self._namespace = namespace
+        self._store_tier = store_tier
+        self._owner = state.owner
+
+    @property
+    def counters(self) -> Counters:
+        return self._state.counters
+
+    @property
+    def spec(self) -> ModelSpec:
+        """What the model remembers, as one rank keeps it."""
+        return self._state.spec
+
+    @property
+    def namespace(self) -> Namespace:
+        """The namespace of requests that name no other."""
+        return self._namespace
+
+    @property
+    def row_pages(self) -> RowPages | None:
+        """Where the rows of device pages are, if they may spill: whoever runs a pass applies what `drain` tells, before it."""
+        return self._state.row_pages
+
+    @property
+    def namespaces(self) -> tuple[Namespace, ...]:
+        """Those that have something in memory."""
+        known = self._state.namespaces
+        return tuple(known[digest] for digest in self._state.tree.roots if digest in known)
+
+    @property
+    def copying(self) -> int:
+        """Copies under way between memories; they hold pages until `step` has applied what came of them. Costs nothing to ask."""
+        return self._state.copies.num_running
+
+    @one_thread
+    def stats(self) -> Stats:
+        """How full the tiers are, what is under way, and everything that was counted."""
+        tiers = {tier: tier_stats(arena) for tier, arena in self._state.tree.arenas.items()}
+        return Stats(
+            tiers=tiers,
+            copying=self.copying,
+            storing=self._store_tier.num_busy,
+            deferred=self._store_tier.num_deferred,
+            store=self._store_tier.link_state,
+            counters=self._state.counters.snapshot(),
+            tenants=tenant_stats(self._state.tree),
+        )
+
+    def namespace_for(self, *, adapter: str | None = None, salt: str | None = None, tenant: str | None = None) -> Namespace:
+        """This model under an adapter, or for a tenant whose pages nobody else may see."""
+        return replace(self._namespace, adapter=adapter, salt=salt, tenant=tenant)
+
+    @one_thread
+    def lookup(self, tokens: Tokens, *, namespace: Namespace | None = None, limit_tokens: int | None = None) -> Match:
+        """How much of a prompt is known and where it could resume. Pure. Raises BadTokens.
+
+        `limit_tokens` caps the restore point, for requests that need logits of their prompt.
+        """
+        packed = pack(tokens, vocab_size=self._state.config.vocab_size)
+        if not packed:
+            raise BadTokens("an empty prompt: there is nothing to look up, and nothing to compute")
+        if limit_tokens is not None and limit_tokens < 0:
+            raise ConfigError(f"limit_tokens must be 0 or more, got {limit_tokens}")
+        if namespace is not None and namespace.layout != self._namespace.layout:
+            raise ConfigError("this namespace is of a model with another layout: make one with cache.namespace_for()")
+        return find(self._state.tree, namespace or self._namespace, packed, limit_tokens)
+
+    @one_thread
+    def refresh(self, match: Match) -> Match:
+        """The same question again: as cheap as nothing while the cache has not changed. Pure."""
+        if match.version == self._state.tree.version:
+            return match
+        return find(self._state.tree, match.namespace, match.packed, match.limit_tokens)
+
+    @one_thread
+    def explain(
+        self, tokens: Tokens, *, namespace: Namespace | None = None, store_wait_s: float = STORE_WAIT_S
+    ) -> Explanation:  # fmt: skip
+        """Why a prompt would resume where it would, and not later. Changes nothing. Raises BadTokens.
+
+        Waits at most `store_wait_s` for the store to say what it has, and says when that was not enough; with 0 it is not asked.
+        An engine that must not wait uses `question`.
+        """
+        question = self.question(tokens, namespace=namespace, store_wait_s=store_wait_s)
+        question.wait()
+        return question.answer()
+
+    @one_thread
+    def question(
+        self, tokens: Tokens, *, namespace: Namespace | None = None, store_wait_s: float = STORE_WAIT_S
+    ) -> Question:  # fmt: skip
+        """The same question without waiting: call `step` until it is ready, then `answer`. Raises BadTokens and ConfigError."""
+        return Question(self._state, self._store_tier, self.lookup(tokens, namespace=namespace), store_wait_s=store_wait_s)
+
+    def could_hold(self, tokens: int, *, chunk_tokens: int) -> bool:
+        """Whether an empty device tier has room for one request of so many tokens, computed in chunks of so many.
+
+        Where rows may spill, for what it cannot spill, if an empty host has room for all of it.
+        """
+        spec = self._state.spec
+        window = min(spec.window_tokens + chunk_tokens, tokens) if spec.window_tokens else 0
+        need = {
+            Kind.PREFIX: -(-tokens // spec.page_tokens),
+            Kind.WINDOW: -(-window // spec.window_page_tokens) + 1 if window else 0,
+            Kind.POINT: 2 if spec.parts(Kind.POINT) else 0,  # its own, and the copy it goes on with
+        }
+        if spec.spill is not None:
+            need[Kind.ROWS] = self._resident_rows(need[Kind.PREFIX], chunk_tokens)
+        return self._state.arena(Tier.DEVICE).fits_when_empty({kind: count for kind, count in need.items() if count})
+
+    def _resident_rows(self, pages: int, chunk_tokens: int) -> int:
+        """How many pages of rows a request of so many pages must have on the device: hot ones, its tail, and those of a chunk."""
+        if not self._state.arena(Tier.HOST).fits_when_empty({Kind.PREFIX: pages}):
+            return pages
+        chunk = -(-chunk_tokens // self._state.spec.page_tokens)
+        return min(pages, hot_pages_of(self._state) + TAIL_PAGES + chunk)
+
+    @one_thread
+    def next_stop(self, lease: Lease) -> int | None:
+        """Where the engine must end its chunk next and commit; None for nowhere."""
+        return publish.next_stop(self._state, lease)
+
+    @one_thread
+    def arriving(self, lease: Lease) -> tuple[Arriving, ...]:
+        """For a lease that is LOADING: what a pass may wait for layer by layer, instead of before it begins. Empty for none.
+
+        A pass that has begun so is committed once `wait_arriving` has said that everything came.
+        """
+        return self._state.copies.arriving(lease.arrives_with) if lease.state is LeaseState.LOADING else ()

@@ -18,8 +18,10 @@ class QuotaWatch:
         self.judged = 0  # evictions that came while somebody was over its quota
         self._tree.ranking.pop = self.pop  # type: ignore[method-assign]
 
-    def pop(self, tier: Tier, *, runs: bool, checkpoints: bool) -> Victim | None:
+    def pop(self, tier: Tier, *, runs: bool, checkpoints: bool, of: Account | None = None) -> Victim | None:
         """What anybody may lose; by then nothing of the wanted sorts may be queued of those who have too much."""
+        if of is not None:
+            return self._pop(tier, runs=runs, checkpoints=checkpoints, of=of)
         over = {each for each in self._tree.accounts if each.excess_bytes(tier)}
         self.judged += bool(over)
         for victim, account in self._queued(tier):

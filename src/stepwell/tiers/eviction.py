@@ -63,7 +63,7 @@ def make_room(state: CacheState, tier: Tier, need: Need, *, tenant: str | None =
     """Evicts from `tier` until `need` would fit, or nothing more can go, or enough is being saved and may go then."""
     state.give_back_host()
     spill = state.spill if may_spill and tier is Tier.DEVICE else None
-    arena, asker = state.arena(tier), _asker(state, tier, need, tenant)
+    arena, asker = state.arena(tier), _asker(state, tier, need, tenant) if tenant is not None else None
     waiting, save = _is_saving(state, tier), _saver(state, tier)
     patience_bytes = patience_bytes_of(arena.layout)
     in_vain = 0  # bytes evicted of sorts that are not short; they help only once a whole slab empties
@@ -80,15 +80,19 @@ def make_room(state: CacheState, tier: Tier, need: Need, *, tenant: str | None =
                 continue
             waiting = waiting or _may_be_shed_soon(state, tier, may_spill)
             break
-        victim = chosen.victim
+        victim, excess_bytes = chosen
         if save is not None and not victim.unsaved:
             leaving = save(victim)
             if leaving is not Leaving.NOW:
                 waiting = True  # for its copy to end
                 if leaving is Leaving.AT_ONCE and isinstance(victim, Residency):
-                    _leave(state, victim, chosen.reason)
+                    _leave(state, victim, excess_bytes)
                 continue
-        freed = _evict_run(state, victim, short, chosen) if isinstance(victim, Run) else _evict_residency(state, victim, chosen)
+        freed = (
+            _evict_run(state, victim, short, excess_bytes)
+            if isinstance(victim, Run)
+            else _evict_residency(state, victim, excess_bytes)
+        )
         if not _helps(victim, short):
             in_vain += freed
     return Room(fits=not short, waiting=waiting)
@@ -156,34 +160,28 @@ class _Asker(NamedTuple):
     coming_bytes: int
 
 
-class _Chosen(NamedTuple):
-    """What is to go, and how much of it at most: its tenant may have no more than that beyond its quota."""
-
-    victim: Victim
-    most_bytes: int | None = None  # None: as much as is needed
-    reason: LossReason = LossReason.EVICTED
-
-
-def _asker(state: CacheState, tier: Tier, need: Need, tenant: str | None) -> _Asker | None:
-    account = state.tree.accounts.limited.get(tenant) if tenant is not None else None
+def _asker(state: CacheState, tier: Tier, need: Need, tenant: str) -> _Asker | None:
+    account = state.tree.accounts.limited.get(tenant)
     if account is None:
         return None
     strides = state.arena(tier).layout.strides
     return _Asker(account, sum(count * strides[kind] for kind, count in need.items()))
 
 
-def _choose(state: CacheState, tier: Tier, short: Need, asker: _Asker | None, *, any_sort: bool) -> _Chosen | None:
-    """Takes the next victim out of the order: of whoever is over its quota, else the least valuable of all."""
+def _choose(
+    state: CacheState, tier: Tier, short: Need, asker: _Asker | None, *, any_sort: bool
+) -> tuple[Victim, int | None] | None:
+    """Takes the next victim out of the order: of whoever is over its quota, by how many bytes; else the least valuable of all."""
     runs = any_sort or Kind.PREFIX in short or Kind.ROWS in short
     checkpoints = any_sort or Kind.WINDOW in short or Kind.POINT in short
     ranking, accounts = state.tree.ranking, state.tree.accounts
-    if asker is not None or accounts.is_anybody_over(tier):
+    if asker is not None or accounts.are_over[tier]:
         for account, excess_bytes in accounts.over(tier, *(asker or (None, 0))):
-            victim = ranking.pop_of(account, tier, runs=runs, checkpoints=checkpoints)
+            victim = ranking.pop(tier, runs=runs, checkpoints=checkpoints, of=account)
             if victim is not None:
-                return _Chosen(victim, excess_bytes, LossReason.OVER_QUOTA)
+                return victim, excess_bytes
     victim = ranking.pop(tier, runs=runs, checkpoints=checkpoints)
-    return _Chosen(victim) if victim is not None else None
+    return (victim, None) if victim is not None else None
 
 
 def patience_bytes_of(layout: ArenaLayout) -> int:
@@ -201,42 +199,46 @@ def _helps(victim: Victim, short: Need) -> bool:
     return any(kind in short for kind, _ in victim.spans())
 
 
-def _evict_run(state: CacheState, run: Run, short: Need, chosen: _Chosen) -> int:
+def _evict_run(state: CacheState, run: Run, short: Need, excess_bytes: int | None) -> int:
     """Gives up the idle end of a run, no more of it than is needed; returns the bytes let go."""
     ranking = state.tree.ranking
     tail = ranking.tail(run)
     assert tail is not None, f"{run.node} was ranked without a tail"
-    idle = ranking.idle(run, tail.start, at_most=_wanted(state, run, short, chosen))
+    idle = ranking.idle(run, tail.start, at_most=_wanted(state, run, short, excess_bytes))
     if not idle.num_pages:
         return 0  # in use; whoever lets go will queue it again
-    discard_tail(state.tree, run, idle.start, state.loss(chosen.reason, run.tier))
+    discard_tail(state.tree, run, idle.start, state.loss(_reason(excess_bytes), run.tier))
     state.counters.add(f"evicted_{run.tier.label}_pages", idle.num_pages)
-    if chosen.reason is LossReason.OVER_QUOTA:
+    if excess_bytes is not None:
         state.counters.add(f"over_quota_{run.tier.label}_pages", idle.num_pages)
     return idle.num_pages * state.arena(run.tier).layout.prefix_stride
 
 
-def _wanted(state: CacheState, run: Run, short: Need, chosen: _Chosen) -> int:
+def _wanted(state: CacheState, run: Run, short: Need, excess_bytes: int | None) -> int:
     """How many pages of a run to give up: what is short, or a slab of them when it is the slab that is needed."""
     layout = state.arena(run.tier).layout
     wanted = max(short.get(Kind.PREFIX, 0), short.get(Kind.ROWS, 0)) or -(-layout.slab_bytes // layout.strides[Kind.PREFIX])
-    return wanted if chosen.most_bytes is None else min(wanted, -(-chosen.most_bytes // layout.prefix_stride))
+    return wanted if excess_bytes is None else min(wanted, -(-excess_bytes // layout.prefix_stride))
 
 
-def _evict_residency(state: CacheState, residency: Residency, chosen: _Chosen) -> int:
+def _evict_residency(state: CacheState, residency: Residency, excess_bytes: int | None) -> int:
     if residency.users or not residency.ready:
         return 0  # read from or still arriving; it is queued again when that ends
     strides = state.arena(residency.tier).layout.strides
     freed = sum(len(ids) * strides[kind] for kind, ids in residency.spans())
-    _leave(state, residency, chosen.reason)
+    _leave(state, residency, excess_bytes)
     return freed
 
 
-def _leave(state: CacheState, residency: Residency, reason: LossReason) -> None:
-    drop_residency(state.tree, residency, state.loss(reason, residency.tier))
+def _leave(state: CacheState, residency: Residency, excess_bytes: int | None) -> None:
+    drop_residency(state.tree, residency, state.loss(_reason(excess_bytes), residency.tier))
     state.counters.add(f"evicted_{residency.tier.label}_checkpoints")
-    if reason is LossReason.OVER_QUOTA:
+    if excess_bytes is not None:
         state.counters.add(f"over_quota_{residency.tier.label}_checkpoints")
+
+
+def _reason(excess_bytes: int | None) -> LossReason:
+    return LossReason.EVICTED if excess_bytes is None else LossReason.OVER_QUOTA
 
 
 def _why(state: CacheState, tier: Tier, need: Need) -> str:

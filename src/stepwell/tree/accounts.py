@@ -53,7 +53,8 @@ class Accounts:
         )  # those without a quota while nodes have them
         for tenant, account in self.limited.items():
             self._known[tenant] = account
-        self._over: list[dict[Account, None]] = [{} for _ in CACHED_TIERS]  # who has been for longest comes first
+        # Who is over its quota, by tier; who has been for longest comes first. Read it freely.
+        self.are_over: list[dict[Account, None]] = [{} for _ in CACHED_TIERS]
 
     # ---- questions --------------------------------------------------------------------------------
 
@@ -64,12 +65,9 @@ class Accounts:
         own = asking.excess_bytes(tier, coming_bytes) if asking is not None else 0
         if asking is not None and own:
             yield asking, own
-        for account in self._over[tier]:
+        for account in self.are_over[tier]:
             if account is not asking:
                 yield account, account.excess_bytes(tier)
-
-    def is_anybody_over(self, tier: Tier) -> bool:
-        return bool(self._over[tier])
 
     def __iter__(self) -> Iterator[Account]:
         """Everybody who has something or a quota."""
@@ -86,13 +84,17 @@ class Accounts:
 
     def add_pages(self, account: Account, tier: Tier, ids: PageIds) -> None:
         """Prefix pages are the tree's from now on."""
-        self.charge(account, tier, len(ids) * self._page_bytes[tier])
+        account.used_bytes[tier] += len(ids) * self._page_bytes[tier]
+        if account.quota_bytes is not None:
+            self._note_over(account, tier)
         if self._row_pages is not None and tier is Tier.DEVICE:
             self.charge(account, tier, self._num_bound(ids) * self._row_bytes)
 
     def remove_pages(self, account: Account, tier: Tier, ids: PageIds) -> None:
         """They are not any more. Called while they still have their rows."""
-        self.charge(account, tier, -len(ids) * self._page_bytes[tier])
+        account.used_bytes[tier] -= len(ids) * self._page_bytes[tier]
+        if account.quota_bytes is not None:
+            self._note_over(account, tier)
         if self._row_pages is not None and tier is Tier.DEVICE:
             self.charge(account, tier, -self._num_bound(ids) * self._row_bytes)
 
@@ -101,12 +103,16 @@ class Accounts:
         self.charge(account, Tier.DEVICE, -count * self._row_bytes)
 
     def charge(self, account: Account, tier: Tier, size_bytes: int) -> None:
+        """So much more is the tree's, or less."""
         account.used_bytes[tier] += size_bytes
         if account.quota_bytes is not None:
-            if account.used_bytes[tier] > account.quota_bytes[tier]:
-                self._over[tier].setdefault(account)
-            else:
-                self._over[tier].pop(account, None)
+            self._note_over(account, tier)
+
+    def _note_over(self, account: Account, tier: Tier) -> None:
+        if account.excess_bytes(tier):
+            self.are_over[tier].setdefault(account)
+        else:
+            self.are_over[tier].pop(account, None)
 
     def _num_bound(self, ids: PageIds) -> int:
         """How many of these device pages have their rows beside them."""
@@ -123,6 +129,8 @@ class Accounts:
                 used, walked = account.used_bytes[tier], found.get((account, tier), 0)
                 assert used == walked, f"{account} is counted {used} bytes of {tier.label}, and has {walked}"
                 over = account.excess_bytes(tier) > 0
-                assert (account in self._over[tier]) == over, f"{account} is {'not ' if over else ''}known to be over its quota"
+                assert (account in self.are_over[tier]) == over, (
+                    f"{account} is {'not ' if over else ''}known to be over its quota"
+                )
         by_name = [account.tenant for account in accounts]
         assert len(set(by_name)) == len(by_name), f"a tenant has two accounts: {sorted(map(str, by_name))}"

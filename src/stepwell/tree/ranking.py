@@ -157,14 +157,14 @@ class Ranking:
         self._runs[run.tier].push(run, standing)
         account = run.node.account
         if account.quota_bytes is not None:
-            self._own_runs[account, run.tier].enter(run, standing)
+            self._own_runs[account, run.tier].push(run, standing, number=run.entry)
 
     def _push_residency(self, residency: Residency, standing: Standing) -> None:
         self._checkpoints[residency.tier].push(residency, standing)
         node = residency.checkpoint.node
         assert node is not None
         if node.account.quota_bytes is not None:
-            self._own_checkpoints[node.account, residency.tier].enter(residency, standing)
+            self._own_checkpoints[node.account, residency.tier].push(residency, standing, number=residency.entry)
 
     def tidy(self, tier: Tier) -> None:
         """Brings a few entries up to date. Called whenever something is given back, so that no eviction meets a backlog."""
@@ -172,23 +172,19 @@ class Ranking:
             for _ in range(TIDY_ENTRIES):
                 self._settle(order.next_head())
 
-    def pop(self, tier: Tier, *, runs: bool, checkpoints: bool) -> Victim | None:
-        """Takes the least valuable candidate of the wanted sorts out of the order.
+    def pop(self, tier: Tier, *, runs: bool, checkpoints: bool, of: Account | None = None) -> Victim | None:
+        """Takes the least valuable candidate of the wanted sorts out of the order; with `of`, out of what one tenant has, who
+        has a quota.
 
         It comes back when somebody queues it again.
         """
-        return self._pop(self._runs[tier] if runs else None, self._checkpoints[tier] if checkpoints else None)
-
-    def pop_of(self, account: Account, tier: Tier, *, runs: bool, checkpoints: bool) -> Victim | None:
-        """The same out of what one tenant has, who has a quota."""
-        key = account, tier
-        return self._pop(self._own_runs[key] if runs else None, self._own_checkpoints[key] if checkpoints else None)
-
-    def _pop(self, runs: EvictionOrder | None, checkpoints: EvictionOrder | None) -> Victim | None:
-        first = self._settled_head(runs) if runs is not None else None
-        if checkpoints is not None and (first is None or first[1].rank > WORTHLESS):
-            other = self._settled_head(checkpoints)
-            if other is not None and (first is None or checkpoints.rank(other[1]) < checkpoints.rank(first[1])):
+        first = None
+        if runs:
+            first = self._settled_head(self._runs[tier] if of is None else self._own_runs[of, tier])
+        if checkpoints and (first is None or first[1].rank > WORTHLESS):
+            order = self._checkpoints[tier] if of is None else self._own_checkpoints[of, tier]
+            other = self._settled_head(order)
+            if other is not None and (first is None or order.rank(other[1]) < order.rank(first[1])):
                 first = other
         if first is None:
             return None
@@ -317,17 +313,17 @@ class EvictionOrder:
         """Entries, live or not."""
         return sum(len(heap) for heaps in (self._older, self._newer) for heap in heaps.values())
 
-    def push(self, victim: Victim, standing: Standing) -> None:
-        """Queues `victim`; an earlier entry of it no longer counts."""
-        self._last_number += 1
-        victim.entry, victim.standing = self._last_number, standing.rank
-        self.enter(victim, standing)
+    def push(self, victim: Victim, standing: Standing, *, number: int | None = None) -> None:
+        """Queues `victim`; an earlier entry of it no longer counts.
 
-    def enter(self, victim: Victim, standing: Standing) -> None:
-        """Queues `victim` under the number that another order has given it: there and here it counts or does not count alike."""
+        `number` is one that another order has given it, if it is to count there and here alike.
+        """
+        if number is None:
+            number = self._last_number = self._last_number + 1
+            victim.entry, victim.standing = number, standing.rank
         place = standing.place
         key = (standing.rank, place.group, place.level)
-        heappush(self._newer.setdefault(key, []), (place.since, victim.entry, victim))
+        heappush(self._newer.setdefault(key, []), (place.since, number, victim))
         self._sweep()
 
     def head(self) -> tuple[Victim, Standing] | None:

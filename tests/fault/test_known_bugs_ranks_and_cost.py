@@ -15,7 +15,7 @@ import stepwell
 from stepwell import Kind, Lease, LeaseState, NoRoom, Point, StateSpec, Tier, WritePolicy
 from stepwell.base.tasks import Plan, Purpose
 from stepwell.transfer.copy_engine import Work
-from stepwell.tree import ranking
+from stepwell.tree import eviction_order
 from stepwell.tree.ranking import Ranking
 from toys import EVICTIONS, FULL, FULL_POINT, HYBRID, KV, OBJECT_BYTES, SMALL_PAGES, Rig, model, text
 
@@ -196,7 +196,7 @@ class _Ops:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
-        for module, name in ((ranking, "heappush"), (ranking, "heappop"), (Ranking, "tail")):
+        for module, name in ((eviction_order, "heappush"), (eviction_order, "heappop"), (Ranking, "tail")):
             monkeypatch.setattr(module, name, self._counted(getattr(module, name)))
 
     def _counted(self, function):  # type: ignore[no-untyped-def]

@@ -15,12 +15,12 @@ from fastapi import APIRouter, Request, Response
 from stepwell.base.errors import ConfigError
 from stepwell.engine.request import Ask, Delta
 from stepwell.engine.text import Text
-from stepwell.server.door import arrived_s, asking, principal_of
+from stepwell.server.door import asking
 from stepwell.server.errors import ApiError
 from stepwell.server.logprobs import chat_logprobs
 from stepwell.server.principals import Principal
-from stepwell.server.replies import reply
-from stepwell.server.requests import ChatBody, Unknown, asks_of, read_body, refuse_unsupported, sampling_of
+from stepwell.server.replies import answer
+from stepwell.server.requests import ChatBody, Unknown, asks_of, sampling_of
 from stepwell.server.served import Served
 
 _LEADING = ("system", "developer")
@@ -36,12 +36,7 @@ def chat_router(served: Served) -> APIRouter:
 
     @router.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        body, size_bytes = await read_body(served, request, ChatBody)
-        served.must_be_called(body.model)
-        principal = principal_of(request)
-        refuse_unsupported(body, principal, unknown)
-        asks = await served.aside(size_bytes, lambda: _asks(served, body, principal, arrived_s(request)))
-        return await reply(request, served, body, asks, ChatForm(served.text))
+        return await answer(request, served, ChatBody, unknown, _asks, ChatForm(served.text))
 
     return router
 

@@ -9,18 +9,16 @@ from fastapi import APIRouter, Request, Response
 
 from stepwell.engine.request import Ask, Delta
 from stepwell.engine.text import Text
-from stepwell.server.door import arrived_s, asking, principal_of
+from stepwell.server.door import asking
 from stepwell.server.errors import ApiError
 from stepwell.server.logprobs import completion_logprobs
 from stepwell.server.principals import Principal
-from stepwell.server.replies import reply
+from stepwell.server.replies import answer
 from stepwell.server.requests import (
     DEFAULT_COMPLETION_TOKENS,
     CompletionBody,
     Unknown,
     asks_of,
-    read_body,
-    refuse_unsupported,
     sampling_of,
 )
 from stepwell.server.served import MAX_CHOICES, Served
@@ -31,12 +29,7 @@ def completions_router(served: Served) -> APIRouter:
 
     @router.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        body, size_bytes = await read_body(served, request, CompletionBody)
-        served.must_be_called(body.model)
-        principal = principal_of(request)
-        refuse_unsupported(body, principal, unknown)
-        asks = await served.aside(size_bytes, lambda: _asks(served, body, principal, arrived_s(request)))
-        return await reply(request, served, body, asks, CompletionForm(served.text))
+        return await answer(request, served, CompletionBody, unknown, _asks, CompletionForm(served.text))
 
     return router
 

@@ -12,10 +12,10 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
@@ -25,9 +25,13 @@ from stepwell.base.errors import StepwellError
 from stepwell.engine.loop import OnDelta
 from stepwell.engine.request import Ask, Delta, Finish, Usage
 from stepwell.engine.scheduler import NO_ROOM
+from stepwell.server.door import arrived_s, principal_of
 from stepwell.server.errors import CLIENT_CLOSED, SERVER, ApiError, api_error
-from stepwell.server.requests import Asked
+from stepwell.server.principals import Principal
+from stepwell.server.requests import Asked, Unknown, read_body, refuse_unsupported
 from stepwell.server.served import Served
+
+B = TypeVar("B", bound=Asked)
 
 log = logging.getLogger(__name__)
 
@@ -139,7 +143,24 @@ class Form(Protocol):
         ...
 
 
-async def reply(request: Request, served: Served, body: Asked, asks: Sequence[Ask], form: Form) -> Response:
+async def answer(
+    request: Request,
+    served: Served,
+    kind: type[B],
+    unknown: Unknown,
+    asks_of: Callable[[Served, B, Principal, float], Sequence[Ask]],
+    form: Form,
+) -> Response:
+    """Reads a body of some kind, makes asks of it and replies. `unknown` remembers fields that were told of. Raises ApiError."""
+    body, size_bytes = await read_body(served, request, kind)
+    served.must_be_called(body.model)
+    principal = principal_of(request)
+    refuse_unsupported(body, principal, unknown)
+    asks = await served.aside(size_bytes, lambda: asks_of(served, body, principal, arrived_s(request)))
+    return await _reply(request, served, body, asks, form)
+
+
+async def _reply(request: Request, served: Served, body: Asked, asks: Sequence[Ask], form: Form) -> Response:
     """Queues the asks and answers in the way the body wants. Raises ApiError."""
     answers = Answers(served, asks)
     await answers.begin()

@@ -235,6 +235,18 @@ def test_what_ranks_hold_alike_is_saved_by_one_and_read_by_all(hicache: Any, sha
     assert second.batch_exists_v2(names, [state], info([])).restorable_prefix_pages == [2]
 
 
+@pytest.mark.skipif("shared-log" not in registry.names(), reason="no store here is shared by several processes")
+def test_ranks_that_hold_the_same_share_a_log(hicache: Any, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"tp_size": 2, "is_mla_model": True}
+    settings["extra"] = {"store": f"shared-log:{tmp_path}/log", "budget": "64MiB"}
+    writer, reader = (attach(hicache, sglang.OneRunPool(size=5000), tp_rank=rank, **settings) for rank in range(2))
+    saved = fill(writer.mem_pool_host)
+    assert writer.batch_set_v1(keys(3), slots(0, 1, 2), info([])) == [True] * 3 and reader.batch_exists(keys(3)) == 3
+    assert reader.batch_get_v1(keys(3), slots(0, 1, 2)) == [True] * 3 and same(reader.mem_pool_host.kv_buffer[:3], saved[:3])
+    reader.close()
+    writer.close()
+
+
 def test_pages_cut_by_heads_are_shared_between_two_and_four_ranks(hicache: Any, shared: MemoryStore) -> None:
     def rank(number: int, size: int) -> Any:
         pool = sglang.MHAPool(heads=8 // size, layout="page_head")

@@ -30,7 +30,7 @@ from stepwell.verified.health import Health
 from stepwell.verified.runs import ReadRuns, WriteRuns, gather, good_bytes, must_be_sound, pieces, places, scatter
 from stepwell.verified.staging import BUFFER_BYTES, Loan, Staging
 
-QUESTION_S = 1.0  # a store that takes longer to say what it has is of no use to a request
+QUESTION_S = 5.0  # a store that takes longer to say what it has is of no use to a request
 _LEAST_PIECE_BYTES = 1 << 20  # less is not worth a thread of its own
 _IN_FLIGHT = 1  # batches that are being written while the next one is sealed
 

@@ -100,9 +100,12 @@ def _memory_of(pool: Any) -> tuple[list[int], list[memoryview]]:
     if hasattr(pool, "get_hybrid_pool_buffer"):
         buffers = list(pool.get_hybrid_pool_buffer())
     else:
-        held = getattr(pool, "kv_buffer", None)
-        buffers = list(held) if isinstance(held, (list, tuple)) else [held]
-    flat = [buffer.view(-1).view(torch.uint8) for buffer in buffers if buffer is not None and buffer.numel()]
+        buffer = getattr(pool, "kv_buffer", None)
+        buffers = list(buffer) if isinstance(buffer, (list, tuple)) else [buffer]
+    held = [buffer for buffer in buffers if buffer is not None and buffer.numel()]
+    if not all(buffer.is_contiguous() and buffer.device.type == "cpu" for buffer in held):
+        raise ConfigError(f"{type(pool).__name__} is not plain host memory in one piece: use another --hicache-mem-layout")
+    flat = [buffer.view(-1).view(torch.uint8) for buffer in held]
     flat.sort(key=lambda buffer: int(buffer.data_ptr()))
     return [int(buffer.data_ptr()) for buffer in flat], [memoryview(buffer.numpy()) for buffer in flat]
 

@@ -42,7 +42,7 @@ test-real: $(STAMP) $(REAL) ## The engine on real weights: a small Llama and a s
 
 test-sglang: $(STAMP) ## The backend for SGLang under SGLang's own caches, beside its file backend (installs 3 GB into .venv-sglang)
 	@PYTHON=$(PYTHON) benchmarks/peers/install_sglang.sh
-	@$(BIN)/python -m pytest tests/sglang --capture no
+	@STEPWELL_TEST_SGLANG=1 $(BIN)/python -m pytest tests/sglang --capture no
 
 lint: $(STAMP) ## Style
 	@echo "==> ruff"

@@ -6,36 +6,20 @@ Runs with `make test-sglang`, which installs SGLang beside the repository's own 
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes_of_sglang import asked_for, life
 
-ROOT = Path(__file__).parents[2]
-PYTHON = ROOT / ".venv-sglang" / "bin" / "python"
 TOKENS, PAGE, CHUNK, LEAVES_AT = 1024, 64, 256, 700
 FLIPPED = 9  # the page that a bit is flipped in
 KINDS = {"full": "MHA", "mla": "MLA", "dsa": "MLA and index (DSA)", "swa": "MHA and window", "mamba": "MHA and Mamba state"}
 
-pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason="SGLang is not installed: run `make test-sglang`")
-
-
-def life(what: str, directory: Path) -> dict[str, Any]:
-    """One process; what it says in its last line."""
-    done = subprocess.run(
-        [str(PYTHON), str(Path(__file__).parent / "life.py"), what, str(directory)],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
-        capture_output=True, text=True, timeout=900,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return answer
+pytestmark = asked_for
 
 
 def flip(directory: Path, piece: bytes) -> None:
@@ -50,11 +34,11 @@ def flip(directory: Path, piece: bytes) -> None:
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
     """Saved by one process, damaged here, and resumed by another."""
     root = tmp_path_factory.mktemp("sglang")
-    piece = bytes.fromhex(life("save", root)["piece"])
+    piece = bytes.fromhex(life("life.py", "save", root)["piece"])
     for backend in ("stepwell", "file"):
         shutil.copytree(root / f"{backend}-full", root / f"{backend}-flipped")
         flip(root / f"{backend}-flipped", piece)
-    found = life("resume", root)
+    found = life("life.py", "resume", root)
     sys.stdout.write("\n".join(["", *table(found), ""]))
     return found
 
@@ -105,4 +89,4 @@ def test_ranks_that_must_share_are_told_how(outcomes: Mapping[str, Any]) -> None
 
 
 def test_the_stand_in_is_what_sglang_is(tmp_path: Path) -> None:
-    assert life("signatures", tmp_path) == {"wrong": [], "abstract": []}
+    assert life("life.py", "signatures", tmp_path) == {"wrong": [], "abstract": []}

@@ -7,6 +7,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,6 +54,8 @@ class Open_(Wrapper):
 def config(**changes: Any) -> Any:
     extra = {"backend_name": "stepwell", "module_path": "m", "class_name": "c", "interface_v1": 1, **changes.pop("extra", {})}
     extra.setdefault("store", "memory:")
+    if str(extra["store"]).startswith(("log:", "shared-log:")):
+        extra.setdefault("identity", "tiny weights")
     fields: dict[str, Any] = {
         "tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "attn_cp_rank": 0, "attn_cp_size": 1, "is_mla_model": False,
         "enable_storage_metrics": False, "is_page_first_layout": False, "model_name": "tiny", "extra_config": extra,
@@ -282,6 +285,51 @@ def test_a_log_is_one_directory_for_each_rank_or_refused(hicache: Any, tmp_path:
         hicache(config(extra=extra, tp_rank=0, tp_size=2, is_mla_model=True), {})
     for rank in ranks:
         rank.close()
+
+
+def test_replicas_on_one_machine_get_directories_of_their_own_whoever_is_first(hicache: Any, tmp_path: Path) -> None:
+    extra = {"store": f"log:{tmp_path}/log", "budget": "64MiB"}
+    replicas = [attach(hicache, sglang.MHAPool(), extra=extra, dp_rank=number) for number in (1, 0)]
+    assert sorted(path.name for path in (tmp_path / "log").iterdir()) == ["dp1", "rank0"]
+    for replica in replicas:
+        replica.close()
+
+
+def test_a_store_that_outlives_the_process_must_know_the_weights(hicache: Any, tmp_path: Path) -> None:
+    extra = {"store": f"log:{tmp_path}/log", "budget": "64MiB", "identity": None}
+    with pytest.raises(ConfigError, match="identity"):
+        hicache(config(extra=extra), {})
+
+
+def test_weights_are_told_apart_by_their_files_adapters_and_settings(tmp_path: Path) -> None:
+    from stepwell.connectors.sglang.weights import weights_of
+
+    model, adapter = tmp_path / "model", tmp_path / "adapter"
+    for folder in (model, adapter):
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"weights")
+    facts: dict[str, Any] = {"model_path": str(model), "lora_paths": [f"a={adapter}"], "dtype": "float16"}
+    first = weights_of(SimpleNamespace(**facts))
+    assert first is not None and first == weights_of(SimpleNamespace(**facts))
+    assert first != weights_of(SimpleNamespace(**{**facts, "dtype": "float32"}))
+    assert weights_of(SimpleNamespace(**{**facts, "lora_paths": {"a": str(adapter)}})) == first
+    (adapter / "model.safetensors").write_bytes(b"trained")
+    second = weights_of(SimpleNamespace(**facts))
+    (model / "model.safetensors").write_bytes(b"others!")
+    assert len({first, second, weights_of(SimpleNamespace(**facts))}) == 3
+    assert weights_of(SimpleNamespace(model_path="of/a-hub")) is None and weights_of(None) is None
+
+
+class Hidden(sglang.MHAPool):
+    """A pool that says where its pages lie, and does not show that memory: as one of two that share it."""
+
+    def get_hybrid_pool_buffer(self) -> list[torch.Tensor]:
+        return []
+
+
+def test_a_pool_whose_memory_is_not_found_is_refused_and_not_taken_for_one_without_bytes(hicache: Any) -> None:
+    with pytest.raises(ConfigError, match="does not show the memory"):
+        attach(hicache, sglang.MHAPool(), {"swa": Hidden()})
 
 
 def test_clearing_forgets_this_model_alone(hicache: Any, shared: MemoryStore) -> None:

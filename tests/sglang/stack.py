@@ -106,7 +106,7 @@ class Backend:
             return "file", {"file_storage_path": str(self.directory), **common}
         return "dynamic", {
             "backend_name": "stepwell", "module_path": "stepwell.connectors.sglang", "class_name": "StepwellHiCache",
-            "interface_v1": 1, "store": f"log:{self.directory}", "budget": "1GiB", **common,
+            "interface_v1": 1, "store": f"log:{self.directory}", "budget": "1GiB", "identity": "tiny", **common,
         }  # fmt: skip
 
 

@@ -1,4 +1,8 @@
-"""Whether a store is used or left alone, by how its calls end. Says so in the log when that changes. Any thread."""
+"""Whether a store is used or left alone, by how its calls end. Says so in the log when that changes. Any thread.
+
+Questions and data are judged apart: an index in memory answers while the disk below it hangs. While either is in trouble,
+neither is asked.
+"""
 
 from __future__ import annotations
 
@@ -15,42 +19,44 @@ log = logging.getLogger(__name__)
 
 
 class Health:
-    """The breaker of one store, and counts of what happened. Every call that `begin` gives out comes back in `end`, once."""
+    """The breakers of one store, and counts of what happened. Every call that `begin` gives out comes back in `end`, once."""
 
     def __init__(self, name: str, clock: Clock) -> None:
         self._name, self._clock = name, clock
-        self._breaker, self._counters, self._lock = Breaker(), Counters(), Lock()
+        self._data, self._questions = Breaker(), Breaker()
+        self._counters, self._lock = Counters(), Lock()
         self._closed = False
 
     @property
     def state(self) -> BreakerState:
-        return self._breaker.state
+        return self._data.state if self._data.state is not BreakerState.CLOSED else self._questions.state
 
-    def begin(self, deadline_s: float) -> Call | None:
+    def begin(self, deadline_s: float, *, question: bool = False) -> Call | None:
         """A call, or None while the store is left alone."""
         now = self._clock.now()
         with self._lock:
-            if self._closed or not self._breaker.allows(now):
+            if self._closed or not (self._data.allows(now) and self._questions.allows(now)):
                 self._counters.add("store_not_asked")
                 return None
-            self._breaker.asked(now)
+            (self._questions if question else self._data).asked(now)
         return Call(self._clock, deadline_s)
 
-    def end(self, call: Call, statuses: Sequence[ItemStatus]) -> None:
+    def end(self, call: Call, statuses: Sequence[ItemStatus], *, question: bool = False) -> None:
         """Waits for a call, and notes how the store did."""
+        breaker = self._questions if question else self._data
         call.end()
         why = "it did not answer in time" if call.overdue else call.error
         if why is None and ItemStatus.FAILED in statuses:
             why = "it could not read or write values"
         with self._lock:
-            before = self._breaker.state
+            before = self.state
             if why is None:
-                self._breaker.succeeded()
+                breaker.succeeded()
             else:
                 self._counters.add("store_overdue" if call.overdue else "store_failed")
-                if self._breaker.failed(self._clock.now()):
+                if breaker.failed(self._clock.now()):
                     self._counters.add("store_switched_off")
-            after = self._breaker.state
+            after = self.state
         if after is BreakerState.OPEN and before is BreakerState.CLOSED:
             log.warning("the %s store is left alone for a while: %s", self._name, why)
         elif after is BreakerState.CLOSED and before is not BreakerState.CLOSED:

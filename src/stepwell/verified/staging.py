@@ -44,7 +44,9 @@ class Staging:
         self._lock = Lock()
 
     def borrow(self, size: int) -> Loan:
-        """A buffer of so many bytes. Raises StoreError when hung or failed calls hold all there may be."""
+        """A buffer of so many bytes. Raises StoreError when calls that hang hold all there may be, OSError without memory."""
+        if not size:
+            return Loan(self, memoryview(bytearray()), 0)
         with self._lock:
             while self._held and self._held[0][0] <= self._clock.now():
                 self._keep(self._held.popleft()[1])
@@ -72,6 +74,8 @@ class Staging:
                 self._drop(self._free.pop())
 
     def _take_back(self, block: memoryview, *, unsettled: bool) -> None:
+        if not block:
+            return
         late_s = self._store.traits.late_write_s if unsettled else 0.0
         with self._lock:
             if late_s:

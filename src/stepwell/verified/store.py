@@ -22,7 +22,7 @@ from stepwell.base.store_key import StoreKey
 from stepwell.base.tasks import ItemStatus
 from stepwell.jobs.workers import WorkQueue
 from stepwell.policy.store_use import BreakerState
-from stepwell.store.api import KEY_BYTES, MAX_LABEL_BYTES, Read, Space, Store, Write, clear
+from stepwell.store.api import KEY_BYTES, MAX_LABEL_BYTES, Read, Space, Store, Traits, Write, clear
 from stepwell.store.judging import OF_WRITE, UNSETTLED, deletable, judge_reads
 from stepwell.store.keyed_seal import seals_for
 from stepwell.verified.calls import Call
@@ -91,8 +91,10 @@ class VerifiedStore:
         call = self._health.begin(self._deadline_s) if missing else None
         if call is not None:
             new = [writes[at] for at in missing]
-            self._seal_and_start(call, space, new, missing, statuses)
-            self._health.end(call, statuses)
+            try:
+                self._seal_and_start(call, space, new, missing, statuses)
+            finally:
+                self._health.end(call, statuses)
             outcomes = [statuses[at] for at in missing]
             self._health.count("write", outcomes, good_bytes(new, outcomes))
         return statuses
@@ -103,7 +105,14 @@ class VerifiedStore:
 
     def clear(self, space: Space) -> int:
         """Forgets all values of a space; returns how many there were. Raises StoreError like `delete`."""
+        if not self.traits.clears:
+            return clear(self._store, space)  # says so: it cannot, which is no failure of its own
         return self._order(lambda: clear(self._store, space))
+
+    @property
+    def traits(self) -> Traits:
+        """What the store below is."""
+        return self._store.traits
 
     @property
     def state(self) -> BreakerState:
@@ -175,10 +184,14 @@ class VerifiedStore:
                 return
             try:
                 loan = self._staging.borrow(places([sum(map(len, write.runs)) for write in batch if len(write.runs) != 1])[1])
-            except StoreError as error:
+            except (StoreError, OSError) as error:  # no memory to be had
                 call.fail(str(error))
                 return
-            sealed = self._seal(space, batch, loan)
+            try:
+                sealed = self._seal(space, batch, loan)
+            except BaseException:
+                loan.give_back()
+                raise
             call.start(self._writing, partial(self._write_piece, space, sealed, at[first : first + len(batch)], statuses, loan))
 
     def _seal(self, space: Space, batch: Sequence[WriteRuns], loan: Loan) -> list[Write]:
@@ -214,7 +227,7 @@ class VerifiedStore:
 
     def _ask(self, space: Space, keys: Sequence[bytes]) -> list[bool] | None:
         """What the store says it has; None when it does not say."""
-        call = self._health.begin(min(QUESTION_S, self._deadline_s)) if keys else None
+        call = self._health.begin(min(QUESTION_S, self._deadline_s), question=True) if keys else None
         if call is None:
             return None if keys else []
         found: list[bool] = []
@@ -227,7 +240,7 @@ class VerifiedStore:
                     found.extend(answer)
 
         call.start(self._asking, piece)
-        self._health.end(call, ())
+        self._health.end(call, (), question=True)
         return found if len(found) == len(keys) else None
 
     def _order(self, work: Callable[[], int]) -> int:

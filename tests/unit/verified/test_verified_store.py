@@ -180,6 +180,43 @@ def test_a_hung_write_is_given_up_on() -> None:
     layer.close()
 
 
+class SlowDisk(Gate):
+    """A log on a disk that hangs: what it has is known in memory."""
+
+    def contains(self, space: Space, keys: Sequence[bytes]) -> list[bool]:
+        return Wrapper.contains(self, space, keys)
+
+
+def test_a_store_that_only_answers_questions_is_left_alone_too() -> None:
+    store, clock = SlowDisk(), ManualClock()
+    layer = VerifiedStore(store, deadline_s=0.1, clock=clock)
+    space = layer.space(b"x")
+    wait_until(lambda: layer.write(space, [offer("a", [10])]) == [OK])
+    store.open.clear()
+    for name in ("b", "c", "d"):
+        assert layer.contains(space, [key("a")]) == [True] and layer.write(space, [offer(name, [10])]) == [FAILED]
+    assert layer.state is BreakerState.OPEN and layer.contains(space, [key("a")]) == [False]
+    store.open.set()
+
+    def tried_again() -> bool:
+        clock.advance(100.0)
+        return layer.write(space, [offer("e", [10])]) == [OK]
+
+    wait_until(tried_again)
+    assert layer.state is BreakerState.CLOSED
+    layer.close()
+
+
+def test_no_memory_for_a_call_is_a_failure_and_not_an_error(verified: VerifiedStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    space = verified.space(b"x")
+    monkeypatch.setattr("stepwell.verified.staging.mmap.mmap", _no_memory)
+    assert verified.write(space, [offer("a", [5, 5])]) == [FAILED] and verified.write(space, [offer("b", [5])]) == [OK]
+
+
+def _no_memory(*_: object) -> None:
+    raise OSError(12, "Cannot allocate memory")
+
+
 def test_a_store_that_fails_is_left_alone_and_tried_again() -> None:
     faulty, clock = Faulty(MemoryStore(), Faults(fail=1.0), random=Random(1), sleep=lambda _: None), ManualClock()
     layer = VerifiedStore(faulty, clock=clock)

@@ -19,12 +19,13 @@ import sglang
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolTransferResult
 
-from stepwell.base.errors import StoreError
+from stepwell.base.errors import ConfigError, StoreError
 from stepwell.base.store_key import StoreKey
 from stepwell.connectors.sglang.host_pool import ANCHOR
 from stepwell.connectors.sglang.pages import Pages, Want
 from stepwell.connectors.sglang.ranks import Ranks, ranks_of
 from stepwell.connectors.sglang.settings import Settings, location, settings_of
+from stepwell.connectors.sglang.weights import NO_WEIGHTS, weights_of
 from stepwell.store.key_file import read_store_key
 from stepwell.store.registry import open_store
 from stepwell.verified.store import VerifiedStore
@@ -39,7 +40,11 @@ class StepwellHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang may not b
     def __init__(self, storage_config: Any, kwargs: dict[str, Any] | None = None) -> None:
         self._config = storage_config
         self._settings = settings_of(storage_config.extra_config)
+        self._identity = self._settings.identity or weights_of(_server_args())
         self._store = _open(self._settings, ranks_of(storage_config))
+        if self._identity is None and (self._store.traits.durable or self._store.traits.shared):
+            self._store.close()
+            raise ConfigError(NO_WEIGHTS)
         self._pages: Pages | None = None
         self._measuring = bool(storage_config.enable_storage_metrics)
         self._moved: dict[str, deque[tuple[int, float]]] = {verb: deque(maxlen=_MOST_MEASURED) for verb in ("read", "write")}
@@ -50,8 +55,8 @@ class StepwellHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang may not b
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         super().register_mem_pool_host(mem_pool_host)
         ranks = ranks_of(self._config, getattr(mem_pool_host, "layout", ""))
-        model, identity = self._config.model_name or "", self._settings.identity
-        self._pages = Pages(self._store, ranks, model=model, identity=identity, version=sglang.__version__)
+        model = self._config.model_name or ""
+        self._pages = Pages(self._store, ranks, model=model, identity=self._identity, version=sglang.__version__)
         self._learn(ANCHOR, mem_pool_host)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
@@ -120,11 +125,11 @@ class StepwellHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang may not b
         self.get("")
 
     def clear(self) -> None:
-        """Forgets what is stored of this model as it is served here, and nothing else that the store holds."""
-        try:
-            log.info("forgot %d stored values", self.pages.clear())
-        except StoreError as error:
-            log.warning("stored pages were not forgotten: %s", error)
+        """Forgets what is stored of this model as it is served here, and nothing else that the store holds.
+
+        Raises StoreError where it cannot: SGLang then says that it was not cleared.
+        """
+        log.info("forgot %d stored values", self.pages.clear())
 
     def get_stats(self) -> Any:
         """What was moved since the last call, when SGLang's metrics are on. Asks nothing of the store."""
@@ -166,6 +171,16 @@ class StepwellHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang may not b
                 "does not know which pages belong together, and may evict the beginning of a prompt before its end"
             )
         return keys or []
+
+
+def _server_args() -> Any:
+    """What SGLang was started with; None where nothing was started, as in tools."""
+    try:
+        from sglang.srt.runtime_context import get_server_args
+
+        return get_server_args()
+    except (ImportError, RuntimeError, ValueError, LookupError, AttributeError):
+        return None
 
 
 def _open(settings: Settings, ranks: Ranks) -> VerifiedStore:

@@ -17,6 +17,7 @@ import torch
 from stepwell.base.errors import ConfigError
 from stepwell.connectors.sglang.ranks import Ranks
 
+_META = "get_page_buffer_meta"
 # What two pools must agree in before one may read the other's pages, as far as they have it.
 _FACTS = (
     "layout", "dtype", "store_dtype", "page_size", "storage_format_tag", "layer_num", "target_layer_num",
@@ -82,16 +83,20 @@ class HostPool:
 
     def _run_sizes(self) -> list[int]:
         """Bytes of each run of one value; none for an anchor that only counts pages (DeepSeek-V4)."""
-        if not self._views:
-            return []
         try:
-            _, sizes = self._meta(torch.arange(self.page_size))
+            pointers, sizes = self._meta(torch.arange(self.page_size)) if self._views or hasattr(self._pool, _META) else ([], [])
         except (ValueError, NotImplementedError) as error:
+            if not self._views:
+                return []
             layout = getattr(self._pool, "layout", "")
             raise ConfigError(
                 f"SGLang's pool {self.name!r} cannot say where its pages lie ({error}): "
                 f"use --hicache-mem-layout page_first_direct or page_first in place of {layout}"
             ) from None
+        if pointers and not self._views:
+            raise ConfigError(
+                f"SGLang's pool {self.name!r} ({type(self._pool).__name__}) does not show the memory its pages lie in"
+            )
         return [int(size) for size in sizes[: len(sizes) // len(self._parts)]]
 
 

@@ -23,11 +23,6 @@ class Ranks:
     head_parts: int = 0  # pages are cut by heads into so many parts, over all ranks; 0 for pages that are not
 
     @property
-    def alone(self) -> bool:
-        """Whether no other process serves this model, as far as it says."""
-        return self.tp_size == self.pp_size == self.cp_size == self.dcp_size == 1 and self.dp_rank == 0
-
-    @property
     def directory(self) -> str:
         """A name of its own for each process."""
         parts = (("tp", self.tp_rank, self.tp_size), ("pp", self.pp_rank, self.pp_size), ("cp", self.cp_rank, self.cp_size))

@@ -56,7 +56,7 @@ def location(settings: Settings, ranks: Ranks) -> str:
 
     Raises ConfigError where ranks must share pages and a log cannot be shared.
     """
-    if not settings.store.startswith(_ONE_PROCESS) or ranks.alone:
+    if not settings.store.startswith(_ONE_PROCESS):
         return settings.store
     if ranks.replicated and ranks.tp_size > 1:
         raise ConfigError(

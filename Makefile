@@ -8,7 +8,7 @@ HYBRID := $(VENV)/.installed-hybrid
 REAL := $(VENV)/.installed-real
 WORKERS ?= auto
 
-.PHONY: help demo test test-real lint types floors unit bench-tree bench-tree-peer bench-copies bench-store bench-opening bench-engine bench-gpu bench-restart bench-rows bench-connectors bench-sparse sparse-quality policy-report clean
+.PHONY: help demo test test-real test-sglang lint types floors unit bench-tree bench-tree-peer bench-copies bench-store bench-opening bench-engine bench-gpu bench-restart bench-rows bench-connectors bench-sparse sparse-quality policy-report clean
 
 help: ## Show what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -39,6 +39,10 @@ test: lint types floors unit ## Everything: style, types, floors, tests
 
 test-real: $(STAMP) $(REAL) ## The engine on real weights: a small Llama and a small hybrid (installs about 330 MB)
 	@$(BIN)/python -m pytest tests/real
+
+test-sglang: $(STAMP) ## The backend for SGLang under SGLang's own caches, beside its file backend (installs 3 GB into .venv-sglang)
+	@PYTHON=$(PYTHON) benchmarks/peers/install_sglang.sh
+	@STEPWELL_TEST_SGLANG=1 $(BIN)/python -m pytest tests/sglang --capture no
 
 lint: $(STAMP) ## Style
 	@echo "==> ruff"

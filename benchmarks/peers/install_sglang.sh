@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs SGLang 0.5.23 for measurement into .venv-sglang, beside the repository's own
-# .venv. Nothing in stepwell imports it. Needs Python 3.11 or newer and about 3 GB of disk;
+# Installs SGLang 0.5.23, for measurement and `make test-sglang`, into .venv-sglang beside the repository's own
+# .venv. Nothing in stepwell needs it. Needs Python 3.11 or newer and about 3 GB of disk;
 # takes a few minutes, and no time when run again.
 #
 #   benchmarks/peers/install_sglang.sh                       # python3

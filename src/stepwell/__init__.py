@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from stepwell.base.spec.shapes import Point, Prefix, Window
     from stepwell.base.spec.spill import Spill
     from stepwell.base.spec.states import StateSpec
+    from stepwell.base.tasks import ItemStatus
     from stepwell.cache.build import build_cache
     from stepwell.cache.explain import Cause, Explanation
     from stepwell.cache.facade import Cache
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from stepwell.tiers.external import EnginePages
     from stepwell.tiers.lease import Lease, LeaseState, Sources
     from stepwell.tree.match import Match
+    from stepwell.verified.runs import ReadRuns, WriteRuns
+    from stepwell.verified.store import VerifiedStore
 
 __version__ = "0.1.0"
 
@@ -70,6 +73,9 @@ _HOMES = {
     "stepwell.store.key_file": ("read_store_key",),
     "stepwell.store.registry": ("open_store",),
     "stepwell.tree.match": ("Match",),
+    "stepwell.base.tasks": ("ItemStatus",),
+    "stepwell.verified.runs": ("ReadRuns", "WriteRuns"),
+    "stepwell.verified.store": ("VerifiedStore",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -81,6 +87,7 @@ __all__ = [
     "ConfigError",
     "EnginePages",
     "Explanation",
+    "ItemStatus",
     "Kind",
     "Lease",
     "LeaseError",
@@ -94,6 +101,7 @@ __all__ = [
     "Point",
     "PrefetchPolicy",
     "Prefix",
+    "ReadRuns",
     "Sources",
     "SpecError",
     "Spill",
@@ -105,8 +113,10 @@ __all__ = [
     "StoreError",
     "Tier",
     "TierStats",
+    "VerifiedStore",
     "Window",
     "WritePolicy",
+    "WriteRuns",
     "WrongThread",
     "__version__",
     "build_cache",

@@ -11,7 +11,19 @@ import pytest
 import torch
 from mooncake_stand_in import StandIn, join
 
-from stepwell import CacheConfig, ConfigError, ModelSpec, Prefix, StateSpec, Tier, build_cache
+from stepwell import (
+    CacheConfig,
+    ConfigError,
+    ItemStatus,
+    ModelSpec,
+    Prefix,
+    ReadRuns,
+    StateSpec,
+    Tier,
+    VerifiedStore,
+    WriteRuns,
+    build_cache,
+)
 from stepwell.base.config import PrefetchPolicy, StoreConfig
 from stepwell.base.errors import StoreError
 from stepwell.cache.build import layouts_for, numpy_memories
@@ -222,3 +234,15 @@ def test_a_store_that_cannot_forget_memory_is_said_and_let_go(raw: StandIn, stor
     step_until(cache, is_let_go)
     assert len(said) == 1 and "RuntimeError: no" in said[0]
     cache.close()
+
+
+def test_verified_values_of_several_runs_move_through_memory_that_is_registered(raw: StandIn) -> None:
+    layer = VerifiedStore(MooncakeStore(join(raw), staging_bytes=STAGING_BYTES))
+    space, half = layer.space(b"a model"), COPY_BYTES + 4096
+    runs = [memoryview(bytearray([number]) * half) for number in (1, 2)]
+    assert layer.write(space, [WriteRuns(bytes(32), runs)]) == [ItemStatus.OK]
+    read = [memoryview(bytearray(half)) for _ in range(2)]
+    assert layer.read(space, [ReadRuns(bytes(32), read)]) == [ItemStatus.OK] and read == runs
+    with pytest.raises(StoreError, match="cannot forget"):
+        layer.clear(space)
+    layer.close()  # the stand-in minds memory that is left registered

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol, cast
 
+from stepwell.base.errors import StoreError
+
 KEY_BYTES = 32
 STAMP_BYTES = 64
 NO_PARENT = bytes(KEY_BYTES)
@@ -52,6 +54,7 @@ class Traits:
     max_value_bytes: int | None = None
     turn_bytes: int = 8 * 2**20  # worth reading in one call: more only makes others wait, less costs more
     registers: bool = False  # reads and writes inside memory it was shown need no copy: it is a RegisteringStore
+    clears: bool = False  # it can forget a whole space: it is a ClearingStore
     late_write_s: float = 0.0  # after a read that FAILED, had another LENGTH or raised, its buffer may be written for so long
 
 
@@ -157,6 +160,14 @@ class RegisteringStore(Store, Protocol):
         ...
 
 
+class ClearingStore(Store, Protocol):
+    """A store that knows which values a space has."""
+
+    def clear(self, digest: bytes) -> int:
+        """Forgets every value of the space with this digest for good, and touches no other; returns how many there were."""
+        ...
+
+
 def register(store: Store, memory: Sequence[memoryview]) -> None:
     """Shows memory to a store that wants to know it. Raises StoreError when it cannot have it."""
     if store.traits.registers:
@@ -167,3 +178,10 @@ def unregister(store: Store, memory: Sequence[memoryview]) -> None:
     """Takes memory back from a store that it was shown to."""
     if store.traits.registers:
         cast(RegisteringStore, store).unregister(memory)
+
+
+def clear(store: Store, space: Space) -> int:
+    """Forgets a whole space; returns how many values there were. Raises StoreError for a store that cannot."""
+    if not store.traits.clears:
+        raise StoreError(f"a {store.traits.name} store cannot forget a whole space: its values go when it needs their room")
+    return cast(ClearingStore, store).clear(space.digest)

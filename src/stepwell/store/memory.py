@@ -41,7 +41,7 @@ class MemoryStore:
 
     @property
     def traits(self) -> Traits:
-        return Traits(name="memory", durable=False, shared=False, groups=False, max_value_bytes=self._budget_bytes)
+        return Traits(name="memory", durable=False, shared=False, groups=False, clears=True, max_value_bytes=self._budget_bytes)
 
     @property
     def used_bytes(self) -> int:
@@ -71,6 +71,11 @@ class MemoryStore:
         with self._lock:
             self._must_be_open()
             return sum(self._drop((space.digest, key)) for key in keys)
+
+    def clear(self, digest: bytes) -> int:
+        with self._lock:
+            self._must_be_open()
+            return sum([self._drop(name) for name in list(self._values) if name[0] == digest])
 
     def flush(self) -> None:
         with self._lock:

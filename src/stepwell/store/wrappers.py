@@ -18,6 +18,7 @@ from stepwell.store.api import (
     Traits,
     Write,
     WriteOutcome,
+    clear,
     never,
     register,
     unregister,
@@ -57,6 +58,9 @@ class Wrapper:
 
     def unregister(self, memory: Sequence[memoryview]) -> None:
         unregister(self._store, memory)
+
+    def clear(self, digest: bytes) -> int:
+        return clear(self._store, Space(digest=digest))
 
 
 class Slow(Wrapper):

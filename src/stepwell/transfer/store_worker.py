@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from hmac import compare_digest
 from itertools import starmap
 from typing import NamedTuple, Protocol
 
@@ -38,44 +37,16 @@ from stepwell.store.api import (
     MAX_TENANT_BYTES,
     NO_PARENT,
     Read,
-    ReadOutcome,
-    ReadResult,
     Space,
     Store,
     Write,
     WriteOutcome,
 )
+from stepwell.store.judging import OF_WRITE, UNSETTLED, deletable, judge_reads
 from stepwell.store.keyed_seal import seals_for
-from stepwell.store.seal import Verdict
 from stepwell.transfer.manifest import ManifestFormat
 
 WRITE_BATCH_BYTES = 32 * 2**20  # between two looks at whether the operation was called off
-
-_OF_READ = {
-    ReadOutcome.MISSING: ItemStatus.MISSING,
-    ReadOutcome.LENGTH: ItemStatus.LENGTH,
-    ReadOutcome.DAMAGED: ItemStatus.DAMAGED,
-    ReadOutcome.CANCELLED: ItemStatus.CANCELLED,
-    ReadOutcome.FAILED: ItemStatus.FAILED,
-}
-_UNSETTLED = (ReadOutcome.FAILED, ReadOutcome.LENGTH)  # a store with `late_write_s` may still write into such buffers
-_OF_VERDICT = {
-    Verdict.INTACT: ItemStatus.OK,
-    Verdict.UNREADABLE: ItemStatus.UNREADABLE,
-    Verdict.VERSION: ItemStatus.VERSION,
-    Verdict.FOREIGN: ItemStatus.FOREIGN,
-    Verdict.SWAPPED: ItemStatus.SWAPPED,
-    Verdict.LENGTH: ItemStatus.LENGTH,
-    Verdict.DAMAGED: ItemStatus.DAMAGED,
-    Verdict.OTHER_KEY: ItemStatus.OTHER_KEY,
-}
-_OF_WRITE = {
-    WriteOutcome.STORED: ItemStatus.OK,
-    WriteOutcome.EXISTS: ItemStatus.OK,
-    WriteOutcome.NO_ROOM: ItemStatus.NO_ROOM,
-    WriteOutcome.TOO_LARGE: ItemStatus.NO_ROOM,
-    WriteOutcome.FAILED: ItemStatus.FAILED,
-}
 
 
 class HostPages(Protocol):
@@ -164,32 +135,14 @@ class StoreWorker:
     def _read(self, space: Space, reads: Sequence[Read], cancelled: Callable[[], bool]) -> _Reading:
         """What became of each read. What is damaged is deleted."""
         results = self._store.read_into(space, reads, cancelled=cancelled)
-        statuses, digests = self._judge(space, reads, results)
+        statuses, digests = judge_reads(self._seals, space, reads, results)
         unsettled = False
         if statuses.count(ItemStatus.OK) < len(statuses):
-            judged = zip(reads, statuses, strict=True)
-            bad = [read.key for read, status in judged if status.is_damage and status is not ItemStatus.VERSION]
+            bad = deletable(reads, statuses)
             if bad:
                 self._forget(space, bad)
-            unsettled = any(result.outcome in _UNSETTLED for result in results)
+            unsettled = any(result.outcome in UNSETTLED for result in results)
         return _Reading(statuses=statuses, digests=digests, unsettled=unsettled)
-
-    def _judge(self, space: Space, reads: Sequence[Read], results: Sequence[ReadResult]) -> tuple[list[ItemStatus], list[bytes]]:
-        """What came of each read, and the digests of what came. Everything that came is verified."""
-        found, digest, none = ReadOutcome.FOUND, self._seals.digest, bytes(self._seals.digest_bytes)
-        came = [result.outcome is found for result in results]
-        digests = [digest(read.into) if here else none for read, here in zip(reads, came, strict=True)]  # nothing else in between
-        keys, lengths, statuses = [read.key for read in reads], [len(read.into) for read in reads], [ItemStatus.OK] * len(reads)
-        expected = self._seals.stamp_all(space, keys, lengths, digests)
-        if all(came) and compare_digest(b"".join([result.stamp for result in results]), b"".join(expected)):
-            return statuses, digests
-        for at, (result, stamped, here) in enumerate(zip(results, expected, came, strict=True)):
-            if not here:
-                statuses[at] = _OF_READ[result.outcome]
-            elif not compare_digest(result.stamp, stamped):  # why not?
-                verdict = self._seals.judge(space, keys[at], result.stamp, length=lengths[at], digest=digests[at])
-                statuses[at] = _OF_VERDICT[verdict]
-        return statuses, digests
 
     def _fetch_pages(self, space: Space, task: FetchPages, cancelled: Callable[[], bool]) -> Outcome:
         buffers = [self._memory.view(Kind.PREFIX, page) for page in task.ids.tolist()]
@@ -242,7 +195,7 @@ class StoreWorker:
             outcomes = self._store.write_from(sealed.space, batch)
             moved += _stored_bytes(batch, outcomes)
             for at, outcome in zip(places[start : start + step], outcomes, strict=True):
-                statuses[at] = _OF_WRITE[outcome]
+                statuses[at] = OF_WRITE[outcome]
         return Outcome(statuses=tuple(statuses), moved_bytes=moved)
 
     def _seal_checkpoint(self, space: Space, task: PutCheckpoint) -> Sealed:
@@ -267,9 +220,9 @@ class StoreWorker:
         """Members first; the manifest only when all of them are there."""
         assert sealed.manifest is not None, "a checkpoint that is there already has nothing to write"
         outcomes = self._store.write_from(sealed.space, sealed.writes)
-        status = next((status for status in map(_OF_WRITE.__getitem__, outcomes) if status is not ItemStatus.OK), ItemStatus.OK)
+        status = next((status for status in map(OF_WRITE.__getitem__, outcomes) if status is not ItemStatus.OK), ItemStatus.OK)
         if status is ItemStatus.OK:
-            status = _OF_WRITE[self._store.write_from(sealed.space, [sealed.manifest])[0]]
+            status = OF_WRITE[self._store.write_from(sealed.space, [sealed.manifest])[0]]
         return Outcome(statuses=(status,), moved_bytes=_stored_bytes(sealed.writes, outcomes))
 
     def _members(self, windows: PageIds, points: PageIds) -> Iterator[tuple[Kind, memoryview]]:

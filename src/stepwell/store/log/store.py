@@ -55,7 +55,7 @@ class LogStore:
     @property
     def traits(self) -> Traits:
         return Traits(
-            name="log", durable=True, shared=False, groups=False, alignment=BLOCK_BYTES,
+            name="log", durable=True, shared=False, groups=False, clears=True, alignment=BLOCK_BYTES,
             max_value_bytes=self._state.budget.max_value_bytes,
         )  # fmt: skip
 

@@ -1,0 +1,66 @@
+"""What became of reads and writes, value by value: nothing that came back counts before it matches its stamp.
+
+The one place where stamps of values are judged, for all who read from a store. Touches no store; any thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hmac import compare_digest
+
+from stepwell.base.tasks import ItemStatus
+from stepwell.store.api import Read, ReadOutcome, ReadResult, Space, WriteOutcome
+from stepwell.store.seal import Seals, Verdict
+
+UNSETTLED = (ReadOutcome.FAILED, ReadOutcome.LENGTH)  # a store with `late_write_s` may still write into such buffers
+
+_OF_READ = {
+    ReadOutcome.MISSING: ItemStatus.MISSING,
+    ReadOutcome.LENGTH: ItemStatus.LENGTH,
+    ReadOutcome.DAMAGED: ItemStatus.DAMAGED,
+    ReadOutcome.CANCELLED: ItemStatus.CANCELLED,
+    ReadOutcome.FAILED: ItemStatus.FAILED,
+}
+_OF_VERDICT = {
+    Verdict.INTACT: ItemStatus.OK,
+    Verdict.UNREADABLE: ItemStatus.UNREADABLE,
+    Verdict.VERSION: ItemStatus.VERSION,
+    Verdict.FOREIGN: ItemStatus.FOREIGN,
+    Verdict.SWAPPED: ItemStatus.SWAPPED,
+    Verdict.LENGTH: ItemStatus.LENGTH,
+    Verdict.DAMAGED: ItemStatus.DAMAGED,
+    Verdict.OTHER_KEY: ItemStatus.OTHER_KEY,
+}
+OF_WRITE = {
+    WriteOutcome.STORED: ItemStatus.OK,
+    WriteOutcome.EXISTS: ItemStatus.OK,
+    WriteOutcome.NO_ROOM: ItemStatus.NO_ROOM,
+    WriteOutcome.TOO_LARGE: ItemStatus.NO_ROOM,
+    WriteOutcome.FAILED: ItemStatus.FAILED,
+}
+
+
+def judge_reads(
+    seals: Seals, space: Space, reads: Sequence[Read], results: Sequence[ReadResult]
+) -> tuple[list[ItemStatus], list[bytes]]:
+    """What came of each read, and the digests of what came. Everything that came is verified."""
+    found, digest, none = ReadOutcome.FOUND, seals.digest, bytes(seals.digest_bytes)
+    came = [result.outcome is found for result in results]
+    digests = [digest(read.into) if here else none for read, here in zip(reads, came, strict=True)]  # nothing else in between
+    keys, lengths, statuses = [read.key for read in reads], [len(read.into) for read in reads], [ItemStatus.OK] * len(reads)
+    expected = seals.stamp_all(space, keys, lengths, digests)
+    if all(came) and compare_digest(b"".join([result.stamp for result in results]), b"".join(expected)):
+        return statuses, digests
+    for at, (result, stamped, here) in enumerate(zip(results, expected, came, strict=True)):
+        if not here:
+            statuses[at] = _OF_READ[result.outcome]
+        elif not compare_digest(result.stamp, stamped):  # why not?
+            verdict = seals.judge(space, keys[at], result.stamp, length=lengths[at], digest=digests[at])
+            statuses[at] = _OF_VERDICT[verdict]
+    return statuses, digests
+
+
+def deletable(reads: Sequence[Read], statuses: Sequence[ItemStatus]) -> list[bytes]:
+    """The keys of what is no good to anybody, so that a good copy can take its place. Another version's values are not ours."""
+    judged = zip(reads, statuses, strict=True)
+    return [read.key for read, status in judged if status.is_damage and status is not ItemStatus.VERSION]

@@ -18,6 +18,7 @@ from log_peer import HERE, SIZES
 from conftest import OpenHere, StartPeer
 from processes import Peer
 from stepwell.base.errors import StoreError
+from stepwell.cli.main import main
 from stepwell.store.api import Read, ReadOutcome, WriteOutcome
 from stepwell.store.log.disk.files import Disk
 from stepwell.store.log.inspect import check_directory
@@ -137,7 +138,7 @@ def owner_of(directory: Path) -> int:
 
 def test_killed_owners_lose_nothing_that_was_acknowledged(start_peer: StartPeer, directory: Path) -> None:
     """With a budget that nothing is evicted from: whatever was stored and not deleted must be there."""
-    random, options = Random(11), {"budget": "1GiB", "segment": "8MiB"}
+    random, options = Random(11), {"budget": "1GiB", "segment": "8MiB", "timeout": "120"}
     lives = [Life(start_peer(**options), f"p{number}") for number in range(3)]
     alive = list(lives)
     for kill in range(KILLS):
@@ -172,7 +173,7 @@ def test_killed_owners_lose_nothing_that_was_acknowledged(start_peer: StartPeer,
 
 def test_calls_under_way_when_the_owner_dies_are_made_again(open_here: OpenHere, start_peer: StartPeer) -> None:
     peer = start_peer()
-    client = open_here()
+    client = open_here(timeout="120")
     client.write_from(HERE, [offer(HERE, "x", 5000)])
     os.kill(peer.pid, signal.SIGSTOP)
     with ThreadPoolExecutor(4) as pool:
@@ -221,6 +222,21 @@ def test_a_log_that_is_not_shared_is_an_error_that_says_so(directory: Path, star
     assert peer.ask("open", directory=str(directory)) is True
     with pytest.raises(StoreError, match="several processes of one machine can use one log at once"):
         open_store(f"log:{directory}")
+
+
+def test_commands_say_who_has_a_shared_log_and_how_to_use_it_too(
+    open_here: OpenHere, start_peer: StartPeer, directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peer = start_peer()
+    peer.ask("write", names=["a"], size=5000)
+    assert main(["store", "stat", str(directory)]) == 0 and f"open        in process {peer.pid}" in capsys.readouterr().out
+    assert main(["store", "check", str(directory)]) == 0 and "all sound" in capsys.readouterr().out
+    for order in (["clear", str(directory), HERE.digest.hex()], ["check", str(directory), "--repair"]):
+        assert main(["store", *order]) == 2
+        said = capsys.readouterr().err
+        assert f"is open in process {peer.pid}" in said and f"shared-log:{directory}" in said
+    peer.ask("close")
+    assert main(["store", "clear", str(directory), HERE.digest.hex()]) == 0
 
 
 # ---- others die -----------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from stepwell.store.log.disk.files import up_to_block
 from stepwell.store.log.store import LogStore
 from stepwell.store.seal import Verdict
 from stepwell.store.shared import wire
-from stepwell.store.shared.connection import Connection, Frame, Gone, Late, Stranger, listen, remove
+from stepwell.store.shared.connection import Connection, Frame, Gone, listen, remove
 from stepwell.store.shared.memory import map_memory
 from stepwell.store.shared.settings import Settings, pack_settings
 from stepwell.store.shared.wire import Kind, Malformed
@@ -89,8 +89,9 @@ class Server:
                 continue
             try:
                 self._take(Connection(accepted))
-            except Stranger as error:
+            except Exception as error:  # the edge of a thread: whoever calls must not end it
                 log.warning("%s: refused a connection: %s", self._directory, error)
+                accepted.close()
 
     def _take(self, connection: Connection) -> None:
         peer = Peer(self._store, self.settings, connection)
@@ -100,20 +101,22 @@ class Server:
             if not full:
                 self._peers[peer] = thread
         if full:
-            peer.refuse(f"{self._directory} is shared over {MAX_CONNECTIONS} connections already")
-        else:
+            return peer.refuse(f"{self._directory} is shared over {MAX_CONNECTIONS} connections already")
+        try:
             thread.start()
+        except BaseException:  # no more threads
+            with self._lock:
+                del self._peers[peer]
+            raise
 
     def _serve(self, peer: Peer) -> None:
         try:
             while not self._closed:
                 peer.answer_one()
-        except (Gone, Late):
+        except Gone:
             pass
         except Malformed as error:
             log.warning("%s: process %d was hung up on: %s", self._directory, peer.connection.process, error)
-        except BaseException:  # the edge of a thread: whatever it is, it is one connection's
-            log.exception("%s: process %d was hung up on", self._directory, peer.connection.process)
         finally:
             with self._lock:
                 self._peers.pop(peer, None)
@@ -152,14 +155,16 @@ class Peer:
     def answer_one(self) -> None:
         """Raises Gone, or Malformed once the other side was told."""
         try:
-            frame = self.connection.receive()
-            kind, body = self._answer(frame)
+            kind, body = self._answer(self.connection.receive())
+        except Gone:
+            raise
         except Malformed as error:
             self.connection.send(Kind.ERROR, wire.pack_text(f"this cannot be answered: {error}"))
             raise
-        except (StoreError, ValueError) as error:
+        except StoreError as error:
             kind, body = Kind.ERROR, wire.pack_text(str(error))
-        except (OSError, MemoryError) as error:
+        except Exception as error:  # whatever it is, it comes home to whoever asked
+            log.exception("a request of process %d failed", self.connection.process)
             kind, body = Kind.ERROR, wire.pack_text(f"{type(error).__name__}: {error}")
         self.connection.send(kind, body)
 

@@ -127,6 +127,7 @@ class SharedLog:
                 self._must_be_open()
                 if not deadline.left_s:
                     raise self._nobody() from None
+                time.sleep(_PAUSE_S)
 
     def _present(self, deadline: Deadline) -> LogStore | Client:
         """The log, or the way to it. Raises StoreError when there is none in time."""

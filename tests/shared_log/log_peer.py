@@ -4,12 +4,15 @@
 {"do": "write", "names": ["a"], "size": 1000}                   -> what came of it, or the error
 {"do": "read", "names": ["a"], "size": 1000}                    -> which came, every byte checked
 {"do": "delete", "names": ["a"]} {"do": "owns"} {"do": "close"}
+{"do": "fork"}                                                  -> a fork that stays, and what the log told it
 {"do": "live", "prefix": "p"}                                   -> lines of ["stored", name, ...] and the like, until it is killed
 """
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import time
 from typing import Any
@@ -54,6 +57,24 @@ class Shared:
 
     def close(self) -> None:
         self.store.close()
+
+    def fork(self) -> dict[str, Any]:
+        reading, writing = os.pipe()
+        child = os.fork()
+        if not child:
+            try:
+                said = str(self.store.contains(HERE, [key("x")]))
+            except StoreError as error:
+                said = str(error)
+            self.store.close()
+            os.write(writing, said.encode())
+            os.close(writing)
+            os.close(1)
+            signal.pause()
+            os._exit(0)
+        os.close(writing)
+        with os.fdopen(reading) as words:
+            return {"pid": child, "said": words.read()}
 
     def live(self, prefix: str) -> None:
         for turn in range(1_000_000):

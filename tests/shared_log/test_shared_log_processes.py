@@ -197,9 +197,9 @@ def test_a_stopped_owner_is_an_error_in_time_and_no_more(open_here: OpenHere, st
     os.kill(peer.pid, signal.SIGSTOP)
     try:
         for verb in (
+            lambda: client.delete(HERE, [key("x")]),
             lambda: client.write_from(HERE, [offer(HERE, "late", 5000)]),
             lambda: client.contains(HERE, [key("x")]),
-            lambda: client.delete(HERE, [key("x")]),
             lambda: open_here(timeout="0.3"),
         ):
             started_s = time.monotonic()
@@ -208,9 +208,10 @@ def test_a_stopped_owner_is_an_error_in_time_and_no_more(open_here: OpenHere, st
             assert time.monotonic() - started_s < 30
     finally:
         os.kill(peer.pid, signal.SIGCONT)
-    client = open_here()
-    assert fetch(client, HERE, "x", 5000) is not None, "what nobody waited for is not deleted later"
+    client = open_here(timeout="120")
     assert client.write_from(HERE, [offer(HERE, "y", 5000)]) == [WriteOutcome.STORED] and not client.owns
+    peer.ask("close")  # once whatever it had been asked is done
+    assert fetch(client, HERE, "x", 5000) is not None, "what nobody waited for is not deleted later"
 
 
 def test_a_log_that_is_not_shared_is_an_error_that_says_so(directory: Path, start_peer: StartPeer) -> None:
@@ -263,29 +264,19 @@ def test_clients_killed_in_the_middle_cost_the_owner_nothing(open_here: OpenHere
 
 @pytest.mark.parametrize("role", ["owner", "client"])
 def test_a_fork_holds_nothing_and_says_so(role: str, open_here: OpenHere, start_peer: StartPeer) -> None:
-    peer = start_peer() if role == "client" else None
-    store = open_here()
+    peer = start_peer() if role == "owner" else None
+    store = open_here(timeout="120")
+    peer = peer or start_peer()
+    assert store.owns == (role == "client")
     store.write_from(HERE, [offer(HERE, "x", 5000)])
-    other = start_peer() if role == "owner" else None
-    reading, writing = os.pipe()
-    child = os.fork()
-    if not child:
-        try:
-            store.contains(HERE, [key("x")])
-        except StoreError as error:
-            store.close()
-            os.write(writing, b"fork" if "of which this is a fork" in str(error) else b"????")
-        signal.pause()
-        os._exit(0)
+    assert peer.ask("read", names=["x"], size=5000) == [True]
+    child = peer.ask("fork")
     try:
-        assert os.read(reading, 4) == b"fork"
-        if other is not None:
-            store.close()  # the child is alive: neither lock nor socket may be
-            assert other.ask("read", names=["x"], size=5000) == [True] and other.ask("owns")
-        else:
-            assert peer is not None and fetch(store, HERE, "x", 5000) is not None
+        assert "of which this is a fork" in child["said"]
+        assert peer.ask("read", names=["x"], size=5000) == [True], "the fork's end is not its parent's"
+        os.kill(peer.pid, signal.SIGKILL)  # its child lives on, and must hold neither lock nor socket
+        assert fetch(store, HERE, "x", 5000) is not None and store.owns
+        assert store._server is not None
+        wait_until(lambda: not store._server._peers, "its connections are closed")
     finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        os.close(reading)
-        os.close(writing)
+        os.kill(child["pid"], signal.SIGKILL)

@@ -63,7 +63,7 @@ class Connection:
         """Raises Stranger, and closes the socket, when the other side is another user's."""
         self._socket = connected
         self._poll = select.poll()
-        self._poll.register(connected, select.POLLRDHUP)
+        self._poll.register(connected, 0)  # only the end, which is always told
         self.process, user, _ = _CREDENTIALS.unpack(
             connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         )

@@ -142,6 +142,16 @@ def test_whoever_takes_over_keeps_the_settings(open_here: OpenHere, directory: P
     assert (settings.budget_bytes, settings.quotas) == (16 * 2**20, {"alice": 2**20})
 
 
+def test_an_owner_whose_directory_was_replaced_leaves_the_new_one_alone(open_here: OpenHere, directory: Path) -> None:
+    old = open_here()
+    directory.rename(directory.with_name("moved"))
+    new, client = open_here(), open_here()
+    assert old.owns and new.owns and not client.owns
+    old.close()
+    assert open_here().write_from(HERE, [offer(HERE, "x", 5000)]) == [WriteOutcome.STORED]
+    assert fetch(client, HERE, "x", 5000) is not None and fetch(new, HERE, "x", 5000) is not None
+
+
 # ---- the owner dies -------------------------------------------------------------------------------
 
 

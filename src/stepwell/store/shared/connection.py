@@ -159,6 +159,15 @@ def listen(directory: Path) -> socket.socket:
     return listening
 
 
+def identity(directory: Path) -> tuple[int, int] | None:
+    """Which file the socket in the directory is; None when there is none."""
+    try:
+        found = (directory / SOCKET_NAME).lstat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
 def remove(directory: Path) -> None:
     with suppress(FileNotFoundError):
         (directory / SOCKET_NAME).unlink()

@@ -23,7 +23,7 @@ from stepwell.store.log.disk.files import up_to_block
 from stepwell.store.log.store import LogStore
 from stepwell.store.seal import Verdict
 from stepwell.store.shared import wire
-from stepwell.store.shared.connection import Connection, Frame, Gone, listen, remove
+from stepwell.store.shared.connection import Connection, Frame, Gone, identity, listen, remove
 from stepwell.store.shared.memory import map_memory
 from stepwell.store.shared.settings import Settings, pack_settings
 from stepwell.store.shared.wire import Kind, Malformed
@@ -51,13 +51,16 @@ class Server:
         self._peers: dict[Peer, Thread] = {}
         self._closed = False
         self._listening = listen(directory)
+        self._socket_file = identity(directory)
         self._accepting = Thread(target=self._accept, name="shared-log", daemon=True)
         self._accepting.start()
 
     def close(self) -> None:
         """Takes no more calls, and returns when those that were taken are answered, or their callers do not listen."""
         self._closed = True
-        remove(self._directory)
+        if identity(self._directory) == self._socket_file:  # else it is another's: the directory was replaced
+            with suppress(OSError):
+                remove(self._directory)
         self._listening.shutdown(socket.SHUT_RDWR)
         self._accepting.join()
         self._listening.close()

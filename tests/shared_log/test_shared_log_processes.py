@@ -16,8 +16,8 @@ from threading import Thread
 
 import pytest
 from log_peer import HERE, SIZES
+from shared_log_fixtures import OpenHere, StartPeer
 
-from conftest import OpenHere, StartPeer
 from processes import Peer
 from stepwell.base.errors import StoreError
 from stepwell.cli.main import main

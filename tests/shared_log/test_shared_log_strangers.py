@@ -17,8 +17,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from log_peer import HERE
+from shared_log_fixtures import OpenHere
 
-from conftest import OpenHere
 from stepwell.store.api import NO_PARENT, ReadOutcome, ReadResult, WriteOutcome
 from stepwell.store.shared import connection, memory, wire
 from stepwell.store.shared.connection import SOCKET_NAME, Connection, Deadline, Gone, Late, Stranger, connect, listen

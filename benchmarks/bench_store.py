@@ -5,8 +5,8 @@
 
 Medians over rounds in which every contender has its turn, one after the other. Plain is one thread that does nothing but
 move bytes, 128 values a call; the log is driven as the cache drives it: one thread that seals every value before one that
-writes, four readers that verify every value. `x` says how many times as fast as a contender Stepwell is. CPU seconds are
-those of the contender's process, per GiB moved.
+writes, four readers that verify every value. The shared log is driven likewise, from a process that does not own it. `x` says
+how many times as fast as a contender the log is. CPU seconds are those of the contender's process, per GiB moved.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from store.files import Files
 from store.load import Asked, Contender, Load, Took, chill, make_load, warm
 from store.plain import Plain
 from store.sglang_files import SglangFiles, is_installed
+from store.shared_log import SharedLogClient
 from store.stepwell_log import Log
 
 ROOT = Path(__file__).parents[1]
@@ -74,21 +75,24 @@ class Samples:
         return [name for size, what, name in self.took if (size, what) == (value_bytes, operation)]
 
 
-def contenders(load: Load, directory: Path) -> Iterator[Contender]:
+def contenders(load: Load, directory: Path, *, peers: bool) -> Iterator[Contender]:
     yield Plain(load, directory, direct=False)
     yield Plain(load, directory, direct=True)
     yield Log(load, directory)
+    yield SharedLogClient(load, directory)
+    if not peers:
+        return
     if load.value_bytes <= PEER_BYTES:
         yield Files(load, directory)
         if is_installed():
             yield SglangFiles(load, directory)
 
 
-def measure(load: Load, where: Path, rounds: int, samples: Samples, step: Callable[[str], None]) -> None:
+def measure(load: Load, where: Path, rounds: int, samples: Samples, step: Callable[[str], None], *, peers: bool) -> None:
     """All contenders with values of one size. Of every operation, the first round warms up."""
     where.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="bench-store-", dir=where) as directory:
-        all_of_them = list(contenders(load, Path(directory)))
+        all_of_them = list(contenders(load, Path(directory), peers=peers))
         try:
             for work in (_write, _read_cold, _read_warm, _ask):
                 for life in range(rounds + 1):
@@ -225,12 +229,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--directory", type=Path, default=ROOT / "build", help="on the disk to measure (default build)")
+    parser.add_argument("--ours", action="store_true", help="leave out what others made: only the disk and our logs")
     parser.add_argument("--output", type=Path, default=ROOT / "bench-store.json")
     args = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 140)
     samples, before, started_s = Samples(), machine(), time.monotonic()
-    left_out = absent()
-    has_mooncake = not mooncake.why_not()
+    left_out = ["all that others made (--ours)"] if args.ours else absent()
+    has_mooncake = not args.ours and not mooncake.why_not()
     with Progress(console=Console(stderr=True)) as progress:
         steps = len(SETS) * 4 * (args.rounds + 1) + has_mooncake * len(MOONCAKE_SETS) * 6 * args.rounds
         task = progress.add_task("measuring", total=steps)
@@ -239,7 +244,7 @@ def main() -> None:
             progress.update(task, advance=1, description=what)
 
         for value_bytes, batches in SETS:
-            measure(make_load(value_bytes, batches), args.directory, args.rounds, samples, step)
+            measure(make_load(value_bytes, batches), args.directory, args.rounds, samples, step, peers=not args.ours)
         if has_mooncake:
             measure_mooncake(args.rounds, samples, step)
     console.print(table(samples))

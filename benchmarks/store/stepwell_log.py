@@ -17,7 +17,7 @@ import numpy as np
 from stepwell.base.config import StoreConfig
 from stepwell.base.ids import JobId
 from stepwell.base.meters import SystemClock
-from stepwell.base.prompt import Namespace
+from stepwell.base.prompt import Namespace, PageKey
 from stepwell.base.tasks import FetchPages, FindItems, ItemStatus, PutPages, StoreOp, Task
 from stepwell.jobs.executors import ThreadStoreExecutor
 from stepwell.store.api import Store
@@ -105,18 +105,23 @@ class Log:
         return timed(lambda: self._driver.read(self._life))
 
     def exists(self) -> Took:
-        ask = FindItems(pages=self._load.keys(self._life)[:ASKED], boundaries=())
-
-        def work() -> None:
-            assert all(status is ItemStatus.OK for status in self._driver.worker.run(NAMESPACE, ask, _never).statuses)
-
-        return timed(work)
+        return ask_all(self._driver, self._load.keys(self._life))
 
     def files(self) -> list[Path]:
         return sorted(self._directory.glob("*.seg"))
 
     def close(self) -> None:
         self._driver.close()
+
+
+def ask_all(driver: Driver, keys: Sequence[PageKey]) -> Took:
+    """One question for many keys, all of them there."""
+    ask = FindItems(pages=tuple(keys[:ASKED]), boundaries=())
+
+    def work() -> None:
+        assert all(status is ItemStatus.OK for status in driver.worker.run(NAMESPACE, ask, _never).statuses)
+
+    return timed(work)
 
 
 def _never() -> bool:

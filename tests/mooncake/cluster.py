@@ -5,7 +5,6 @@ For use inside a private network only. Everything started is killed when the clu
 
 from __future__ import annotations
 
-import json
 import shutil
 import socket
 import subprocess
@@ -14,10 +13,10 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from private_network import HOST
 
+from processes import Peer, Process
 from stepwell.store.mooncake.store import MooncakeStore
 from stepwell.store.registry import open_store
 from waiting import wait_until
@@ -27,26 +26,6 @@ CLIENT_TTL_S = 3
 LEASE_MS = 500
 STAGING_BYTES = 6 * 2**20
 PEER = Path(__file__).with_name("peer.py")
-
-
-class Process:
-    """A program in the cluster, with its words in a file. Killed, never asked to end."""
-
-    def __init__(self, command: Sequence[str], log: Path, **streams: Any) -> None:
-        self._log_path = log
-        with log.open("ab") as said:
-            self._process = subprocess.Popen(command, stderr=said, **streams)
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-    def said(self) -> str:
-        return self._log_path.read_bytes()[-3000:].decode(errors="replace")
 
 
 class Master(Process):
@@ -71,40 +50,6 @@ class Master(Process):
         except OSError:
             return False
         return True
-
-
-class Peer(Process):
-    """A Python script in a process of its own that answers every line of JSON on its input by one on its output.
-
-    It gets the options of a store as JSON in its first argument, and says a first line when it is ready.
-    """
-
-    def __init__(self, script: Path, options: dict[str, str], arguments: Sequence[str], log: Path) -> None:
-        command = [sys.executable, str(script), json.dumps(options), *arguments]
-        super().__init__(command, log, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        self.hear()
-
-    def ask(self, do: str, **order: Any) -> Any:
-        self.tell(do, **order)
-        return self.hear()
-
-    def tell(self, do: str, **order: Any) -> None:
-        """Gives an order without waiting for the answer."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"do": do, **order}).encode() + b"\n")
-        self._process.stdin.flush()
-
-    def hear(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        assert line, f"{self._log_path.stem} ended with {self._process.wait()}:\n{self.said()}"
-        return json.loads(line)
-
-    def kill(self) -> None:
-        super().kill()
-        for stream in (self._process.stdin, self._process.stdout):
-            if stream is not None and not stream.closed:
-                stream.close()
 
 
 class Cluster:

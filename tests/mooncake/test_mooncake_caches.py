@@ -6,12 +6,12 @@ from pathlib import Path
 
 from cluster import Cluster
 
-CACHE = Path(__file__).with_name("cache_peer.py")
+CACHE = Path(__file__).parents[1] / "cache_peer.py"
 
 
 def test_what_one_cache_computed_another_resumes_from(cluster: Cluster) -> None:
     cluster.lend("128mb")
-    left, right = (cluster.start(CACHE, "wait_complete") for _ in range(2))  # however busy the machine is
+    left, right = (cluster.start(CACHE, "wait_complete", "mooncake:") for _ in range(2))  # however busy the machine is
     assert left.ask("serve", prompt=1, tokens=200)["computed"] == 200
     shared = right.ask("serve", prompt=1, tokens=200)
     assert (shared["store"], shared["computed"]) == (192, 8), "every byte of it was checked there"
@@ -22,7 +22,7 @@ def test_what_one_cache_computed_another_resumes_from(cluster: Cluster) -> None:
 
 def test_a_cache_goes_on_without_its_cluster(cluster: Cluster) -> None:
     cluster.lend("128mb")
-    left, right = (cluster.start(CACHE, "timeout") for _ in range(2))
+    left, right = (cluster.start(CACHE, "timeout", "mooncake:") for _ in range(2))
     left.ask("serve", prompt=1, tokens=200)
     cluster.master.kill()
     alone = [right.ask("serve", prompt=prompt, tokens=100) for prompt in range(1, 7)]

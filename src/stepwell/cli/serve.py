@@ -92,7 +92,9 @@ def _configure_cache(parser: ArgumentParser) -> None:
     prefetch, write = [each.value for each in PrefetchPolicy], [each.value for each in WritePolicy]
     parser.add_argument("--device-memory", metavar="SIZE", help="for the device tier, as in 8GiB (default: what is free)")
     parser.add_argument("--host-memory", metavar="SIZE", help="for the host tier; 0 for none (default: up to 8GiB)")
-    parser.add_argument("--store", metavar="STORE", help="log:DIR, mooncake:[FILE], memory:, or one of another package")
+    parser.add_argument(
+        "--store", metavar="STORE", help="log:DIR, shared-log:DIR, mooncake:[FILE], memory:, or one of another package"
+    )
     parser.add_argument("--store-budget", metavar="SIZE", help="of a log or memory store, as in 50GiB")
     parser.add_argument("--store-option", action="append", default=[], metavar="NAME=VALUE", help="any other option of the store")
     parser.add_argument(

@@ -46,7 +46,7 @@ from stepwell.transfer.torch_memory import TorchMemory
 CUDA_SHARE = 0.88  # of what is free on a GPU once the weights are there; passes need room of their own
 CUDA_LIMITS = Limits(max_running=64, chunk_tokens=8192)  # a GPU is busy with so many tokens, and waits for fewer
 CPU_DEVICE_BYTES = 2 * 2**30
-_WITHOUT_BUFFERS = ("log", "memory")  # stores that need not know the host tier's memory, and can be opened before there is one
+_WITHOUT_BUFFERS = ("log", "shared-log", "memory")  # need not know the host tier's memory: opened before there is one
 _NEEDS_HOST = "a store needs a host tier above it: give host_memory"
 
 

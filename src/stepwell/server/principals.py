@@ -16,7 +16,7 @@ from hashlib import sha256
 
 from stepwell.base.errors import ConfigError
 
-_KEEPS_QUOTAS = "log"  # the kind of store that does
+_KEEP_QUOTAS = ("log", "shared-log")  # the kinds of store that do
 _NO_KEY = sha256(b"").digest()  # what whoever sends no key would have
 
 
@@ -102,7 +102,7 @@ class Principals:
 
     def with_quotas(self, store: str, options: Mapping[str, str]) -> dict[str, str]:
         """Options of a store, and the tenants' quotas beside them. Raises ConfigError where a store keeps none."""
-        if store.partition(":")[0] == _KEEPS_QUOTAS:  # and remembers them until it is told that there is none
+        if store.partition(":")[0] in _KEEP_QUOTAS:  # and remembers them until it is told that there is none
             amounts = {name: tenant.quota_bytes for name, tenant in self._tenants.items()}
             return {f"quota.{name}": "none" if size is None else str(size) for name, size in amounts.items()} | dict(options)
         if limited := [name for name, tenant in self._tenants.items() if tenant.quota_bytes is not None]:

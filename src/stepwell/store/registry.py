@@ -1,4 +1,4 @@
-"""Stores by name: `log:DIR`, `memory:`, `mooncake:FILE`, and whatever other packages offer.
+"""Stores by name: `log:DIR`, `shared-log:DIR`, `memory:`, `mooncake:FILE`, and whatever other packages offer.
 
 Another package adds one by an entry point in the group `stepwell.stores`: a name, and a function that takes an Opening
 and returns a Store. Nothing is imported before it is asked for.
@@ -19,6 +19,7 @@ from stepwell.store.api import Store
 GROUP = "stepwell.stores"
 _OWN = {
     "log": "stepwell.store.log.opening:open_log",
+    "shared-log": "stepwell.store.shared.opening:open_shared_log",
     "memory": "stepwell.store.registry:open_memory",
     "mooncake": "stepwell.store.mooncake.opening:open_mooncake",
 }

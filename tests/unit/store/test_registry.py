@@ -38,7 +38,7 @@ def test_another_package_adds_one_by_an_entry_point(monkeypatch: pytest.MonkeyPa
 
 
 def test_names_and_options_that_are_not_known_are_named() -> None:
-    with pytest.raises(ConfigError, match="no store is called 'cloud'; there are log, memory, mooncake"):
+    with pytest.raises(ConfigError, match="no store is called 'cloud'; there are log, shared-log, memory, mooncake"):
         open_store("cloud:somewhere")
     with pytest.raises(ConfigError, match="unknown store option"):
         open_store("memory:", options={"colour": "blue"})

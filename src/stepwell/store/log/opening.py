@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from stepwell.base.errors import ConfigError, StoreError
@@ -33,21 +35,55 @@ log = logging.getLogger(__name__)
 _QUOTA = "quota."
 
 
+class InUse(StoreError):
+    """Another process has the directory open."""
+
+    def __init__(self, directory: Path, who: str) -> None:
+        super().__init__(
+            f"{directory} is open in {who}; close it there, or give this one a directory of its own; several processes "
+            f"of one machine can use one log at once where all of them open it as shared-log:{directory}"
+        )
+        self.who = who
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogOptions:
+    """What a log is to be opened with, where somebody said so."""
+
+    directory: Path
+    budget_bytes: int | None = None
+    segment_bytes: int | None = None
+    direct: Direct = Direct.AUTO
+    quotas: Mapping[str, int | None] = field(default_factory=dict)
+
+
 def open_log(opening: Opening) -> LogStore:
     """Raises ConfigError for options that cannot work, StoreError for a directory that cannot be opened."""
-    quota_names = [name for name in opening.options if name.startswith(_QUOTA)]
-    budget, segment, direct, *quotas = opening.take("budget", "segment", "direct", *quota_names)
+    return open_with(read_options(opening, "log"), clock=opening.clock)
+
+
+def read_options(opening: Opening, name: str, *others: str) -> LogOptions:
+    """The options of a log, of a store of this name that has others beside them. Raises ConfigError."""
+    quota_names = [option for option in opening.options if option.startswith(_QUOTA)]
+    budget, segment, direct, *quotas = opening.take("budget", "segment", "direct", *quota_names, *others)[: 3 + len(quota_names)]
     if not opening.location:
-        raise ConfigError("a log store needs a directory: log:DIR")
-    wanted = {name.removeprefix(_QUOTA): amount for name, amount in zip(quota_names, quotas, strict=True) if amount is not None}
-    return open_directory(
-        Path(opening.location),
+        raise ConfigError(f"a log store needs a directory: {name}:DIR")
+    amounts = {option.removeprefix(_QUOTA): amount for option, amount in zip(quota_names, quotas, strict=True)}
+    return LogOptions(
+        directory=Path(opening.location).absolute(),  # whoever changes the working directory takes nothing with it
         budget_bytes=parse_bytes(budget) if budget is not None else None,
         segment_bytes=parse_bytes(segment) if segment is not None else None,
         direct=_direct(direct or Direct.AUTO.value),
-        quotas={tenant: None if amount == "none" else parse_bytes(amount) for tenant, amount in wanted.items()},
-        clock=opening.clock,
+        quotas={name: None if size == "none" else parse_bytes(size) for name, size in amounts.items() if size is not None},
     )
+
+
+def open_with(options: LogOptions, *, clock: Clock) -> LogStore:
+    """Raises like `open_log`."""
+    return open_directory(
+        options.directory, budget_bytes=options.budget_bytes, segment_bytes=options.segment_bytes, direct=options.direct,
+        quotas=dict(options.quotas), clock=clock,
+    )  # fmt: skip
 
 
 def open_directory(
@@ -95,12 +131,11 @@ def without_superblock(directory: Path) -> str:
 
 
 def take_lock(disk: Disk, directory: Path) -> DirectoryLock:
-    """Raises StoreError when another process has the directory open."""
+    """Raises InUse when another process has the directory open."""
     disk.make_directory(directory)
     lock = disk.lock(directory)
     if lock is None:
-        owner = holder(disk, directory) or "another process"
-        raise StoreError(f"{directory} is open in {owner}; close it there, or give this one a directory of its own")
+        raise InUse(directory, holder(disk, directory) or "another process")
     return lock
 
 

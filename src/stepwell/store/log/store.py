@@ -80,21 +80,15 @@ class LogStore:
         self._state.must_be_open()
         if not reads:
             return []
-        _must_be_bytes([read.into for read in reads])
+        check_buffers([read.into for read in reads])
         return self._reader.read(space, reads, cancelled)
 
     def write_from(self, space: Space, writes: Sequence[Write]) -> list[WriteOutcome]:
         self._state.must_be_open()
         if not writes:
             return []
-        keys, values, stamps, parents, depths, _ = zip(*writes, strict=True)
-        shapes = {*zip(map(len, keys), map(len, parents), map(len, stamps), strict=True)}
-        if shapes != {(KEY_BYTES, KEY_BYTES, STAMP_BYTES)}:
-            raise ValueError(f"keys, parents and stamps have {(KEY_BYTES, KEY_BYTES, STAMP_BYTES)} bytes, got {sorted(shapes)}")
-        if min(depths) < 0 or max(depths) >= _DEPTH_END:
-            raise ValueError(f"a depth is at least 0 and below {_DEPTH_END}, got {min(depths)} to {max(depths)}")
-        _must_be_bytes(values)
-        request = PutRequest(space=space, writes=writes, size_bytes=sum(map(len, values)))
+        check_writes(writes)
+        request = PutRequest(space=space, writes=writes, size_bytes=sum([len(write.data) for write in writes]))
         self._group_commit.submit(request)
         return cast(list[WriteOutcome], request.outcomes)
 
@@ -223,7 +217,18 @@ class LogStore:
         self._state.unlock()
 
 
-def _must_be_bytes(buffers: Sequence[memoryview]) -> None:
+def check_writes(writes: Sequence[Write]) -> None:
+    """Raises ValueError for writes, one at least, that no log can keep."""
+    keys, values, stamps, parents, depths, _ = zip(*writes, strict=True)
+    shapes = {*zip(map(len, keys), map(len, parents), map(len, stamps), strict=True)}
+    if shapes != {(KEY_BYTES, KEY_BYTES, STAMP_BYTES)}:
+        raise ValueError(f"keys, parents and stamps have {(KEY_BYTES, KEY_BYTES, STAMP_BYTES)} bytes, got {sorted(shapes)}")
+    if min(depths) < 0 or max(depths) >= _DEPTH_END:
+        raise ValueError(f"a depth is at least 0 and below {_DEPTH_END}, got {min(depths)} to {max(depths)}")
+    check_buffers(values)
+
+
+def check_buffers(buffers: Sequence[memoryview]) -> None:
     """Raises ValueError for memory whose length is not its number of bytes: what lies behind it would be taken for its own."""
     for buffer in buffers:
         if buffer.itemsize != 1 or buffer.ndim != 1 or not buffer.c_contiguous:

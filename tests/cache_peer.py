@@ -1,6 +1,6 @@
-"""A process with a whole cache over a store in the cluster, that serves prompts as it is told. Run by `cluster.Cluster.start`.
+"""A process with a whole cache over a store, that serves prompts as it is told. Run by `processes.Peer`.
 
-Its argument says how long it waits for the store: one of the values of `PrefetchPolicy`.
+Its arguments: the options of the store, how long it waits for it (one of the values of `PrefetchPolicy`), and its name.
 
 {"do": "serve", "prompt": 1, "tokens": 200}      -> where its tokens came from, and how long it waited for the store
 """
@@ -38,14 +38,14 @@ CONFIG = CacheConfig(device_bytes=4 * 2**20, host_bytes=4 * 2**20)
 class Server:
     """A cache, its store, and a model whose bytes are digests: what it restores is checked."""
 
-    def __init__(self, options: dict[str, str], policy: PrefetchPolicy) -> None:
+    def __init__(self, where: str, options: dict[str, str], policy: PrefetchPolicy) -> None:
         memories = numpy_memories(SPEC, layouts_for(SPEC, CONFIG))
         self.engine = DigestEngine(SPEC, [memories])
         executor = ThreadCopyExecutor([NumpyCopyEngine(memories)])
         self.cache = build_cache(
             SPEC, CONFIG, executor=executor, on_free=self.engine.poison, model="digests", host_pages=[memories[Tier.HOST]]
         )
-        store = open_store("mooncake:", options=options)
+        store = open_store(where, options=options)
         worth_it = 1.0 if policy is PrefetchPolicy.WAIT_COMPLETE else None  # else as measured
         self.cache.store.attach(store, StoreConfig(prefetch=policy, recompute_tokens_per_s=worth_it))
 
@@ -81,7 +81,7 @@ class Server:
 
 
 def main() -> None:
-    server = Server(json.loads(sys.argv[1]), PrefetchPolicy(sys.argv[2]))
+    server = Server(sys.argv[3], json.loads(sys.argv[1]), PrefetchPolicy(sys.argv[2]))
     answer("ready")
     for line in sys.stdin:
         order = json.loads(line)

@@ -1,0 +1,201 @@
+"""Frames over a Unix socket in the log's directory, between processes of one user, with deadlines. Knows no values.
+
+The socket is reached through the directory's descriptor, so that its path is never too long. Only this user may connect: the
+file says so (0600), and both sides ask the kernel who is there.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import struct
+import time
+from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from stepwell.store.shared.wire import HEADER, Kind, Malformed, pack_frame, parse_header
+
+SOCKET_NAME = "socket"
+_MODE = 0o600
+_BACKLOG = 128
+_CREDENTIALS = struct.Struct("iII")  # process, user, group
+_ANCILLARY_BYTES = socket.CMSG_SPACE(array("i").itemsize)
+
+
+class Gone(Exception):
+    """The other side closed the connection, or was never there."""
+
+
+class Late(Exception):
+    """The other side did not answer in time."""
+
+
+class Stranger(Exception):
+    """The other side is another user's process."""
+
+
+class Deadline:
+    """A moment after which nobody waits any more."""
+
+    def __init__(self, seconds: float) -> None:
+        self._at_s = time.monotonic() + seconds
+
+    @property
+    def left_s(self) -> float:
+        return max(self._at_s - time.monotonic(), 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frame:
+    kind: Kind
+    body: bytes
+    fd: int | None = None  # that came with it: whoever has the frame closes it
+
+
+class Connection:
+    """One side of a connection. One thread uses it at a time; `stop_hearing` and `close` are for any."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        """Raises Stranger, and closes the socket, when the other side is another user's."""
+        self._socket = connected
+        self._poll = select.poll()
+        self._poll.register(connected, 0)  # only the end, which is always told
+        self.process, user, _ = _CREDENTIALS.unpack(
+            connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        )
+        if user != os.geteuid():
+            connected.close()
+            raise Stranger(f"process {self.process} belongs to user {user}, and this one to {os.geteuid()}")
+
+    def send(self, kind: Kind, body: bytes = b"", *, fd: int | None = None, deadline: Deadline | None = None) -> None:
+        """Raises Gone or Late: the connection is no use then."""
+        frame = memoryview(pack_frame(kind, body))
+        with self._limited(deadline):
+            if fd is not None:
+                frame = frame[socket.send_fds(self._socket, [frame], [fd]) :]
+            self._socket.sendall(frame)
+
+    def receive(self, *, deadline: Deadline | None = None) -> Frame:
+        """Raises Gone, Late or Malformed: the connection is no use then."""
+        fds: list[int] = []
+        try:
+            header = parse_header(self._exactly(HEADER.size, fds, deadline))
+            body = self._exactly(header.body_bytes, fds, deadline)
+            if fds and header.kind is not Kind.MEMORY:
+                raise Malformed("a descriptor where none belongs")
+            return Frame(kind=header.kind, body=body, fd=fds.pop(0) if fds else None)
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def ask(self, kind: Kind, body: bytes, deadline: Deadline, *, fd: int | None = None) -> Frame:
+        self.send(kind, body, fd=fd, deadline=deadline)
+        return self.receive(deadline=deadline)
+
+    def is_gone(self) -> bool:
+        """Whether the other side has closed it. Waits for nothing."""
+        return bool(self._poll.poll(0))
+
+    def stop_hearing(self) -> None:
+        """What comes next is the end; what was asked can still be answered."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RD)
+
+    def hang_up(self) -> None:
+        """Ends it for both sides, also for a thread that waits in it."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Only this process's end: a fork's does nothing to the other's."""
+        self._socket.close()
+
+    def _exactly(self, size: int, fds: list[int], deadline: Deadline | None) -> bytes:
+        parts: list[bytes] = []
+        while size:
+            with self._limited(deadline):
+                part, ancillary, _, _ = self._socket.recvmsg(size, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
+            for level, kind, data in ancillary:
+                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                    fds += array("i", data[: len(data) // array("i").itemsize * array("i").itemsize])
+            if not part:
+                raise Gone("the connection was closed")
+            parts.append(part)
+            size -= len(part)
+        return b"".join(parts)
+
+    @contextmanager
+    def _limited(self, deadline: Deadline | None) -> Iterator[None]:
+        """The system's errors as ours."""
+        try:
+            if deadline is not None:
+                self._socket.settimeout(max(deadline.left_s, 1e-3))
+            yield
+        except TimeoutError:
+            raise Late("no answer in time") from None
+        except OSError as error:
+            raise Gone(f"the connection failed: {error}") from None
+
+
+# ---- where it is ----------------------------------------------------------------------------------
+
+
+def listen(directory: Path) -> socket.socket:
+    """A listening socket in the directory, in place of one that was left there: only for whoever has the lock. Raises OSError."""
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        os.fchmod(listening.fileno(), _MODE)  # before there is a file: nobody else ever sees it open
+        with _address(directory) as address:
+            remove(directory)
+            listening.bind(address)
+        listening.listen(_BACKLOG)
+    except BaseException:
+        listening.close()
+        raise
+    return listening
+
+
+def identity(directory: Path) -> tuple[int, int] | None:
+    """Which file the socket in the directory is; None when there is none."""
+    try:
+        found = (directory / SOCKET_NAME).lstat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def remove(directory: Path) -> None:
+    with suppress(FileNotFoundError):
+        (directory / SOCKET_NAME).unlink()
+
+
+def connect(directory: Path, deadline: Deadline) -> Connection:
+    """Raises Gone when nobody listens there, Late when whoever does takes no calls, Stranger when it is another user's."""
+    connecting = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connecting.settimeout(max(deadline.left_s, 1e-3))
+        with _address(directory) as address:
+            connecting.connect(address)
+    except (TimeoutError, BlockingIOError):
+        connecting.close()
+        raise Late("no answer in time") from None
+    except OSError as error:
+        connecting.close()
+        raise Gone(f"nobody listens in {directory}: {error}") from None
+    except BaseException:
+        connecting.close()
+        raise
+    return Connection(connecting)
+
+
+@contextmanager
+def _address(directory: Path) -> Iterator[str]:
+    fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{fd}/{SOCKET_NAME}"
+    finally:
+        os.close(fd)

@@ -1,0 +1,106 @@
+"""Memory that values travel in between two processes. Whoever asks makes it and hands its descriptor over, once.
+
+The owner of the log maps memory of others, so it is picky: a file in memory that can never shrink, in ordinary pages. With any
+other the other side could have it killed (SIGBUS), by cutting the file short. Knows no values.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from stepwell.store.log.disk.files import BLOCK_BYTES, Disk, up_to_block
+from stepwell.store.shared.wire import Malformed, Places
+
+_SMALL_ALIGNMENT = 64
+_DISK = Disk()  # a file in memory is read and written like any other
+
+
+def make_memory(size: int) -> int:
+    """A descriptor of memory of this size, for good. Raises OSError."""
+    fd = os.memfd_create("stepwell-values", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def map_memory(fd: int, size: int, most_bytes: int) -> memoryview:
+    """Memory that another process made, for as long as somebody has it. Raises Malformed for any that could do harm."""
+    if not 1 <= size <= most_bytes:
+        raise Malformed(f"memory of {size} bytes; at most {most_bytes} are taken")
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:
+        raise Malformed("a descriptor that is not of memory") from None
+    if not seals & fcntl.F_SEAL_SHRINK:
+        raise Malformed("memory that could be cut short")
+    if os.fstat(fd).st_size < size:
+        raise Malformed(f"memory of {os.fstat(fd).st_size} bytes, and not of {size}")
+    if os.fstatvfs(fd).f_bsize != mmap.PAGESIZE:
+        raise Malformed("memory in huge pages, which may run out")
+    try:
+        return memoryview(mmap.mmap(fd, size))
+    except OSError as error:
+        raise Malformed(f"memory that cannot be mapped: {error}") from None
+
+
+# ---- values in it ---------------------------------------------------------------------------------
+
+
+def place(sizes: Iterable[int], memory_bytes: int) -> Places:
+    """Where the first values go, as many as fit, at least one; large ones at multiples of a block, as direct transfers need."""
+    offsets: list[int] = []
+    taken: list[int] = []
+    end = 0
+    for size in sizes:
+        alignment = BLOCK_BYTES if size >= BLOCK_BYTES else _SMALL_ALIGNMENT
+        start = -(-end // alignment) * alignment
+        if offsets and start + size > memory_bytes:
+            break
+        offsets.append(start)
+        taken.append(size)
+        end = start + size
+    return Places(offsets, taken)
+
+
+class _Run(NamedTuple):
+    offset: int
+    buffers: list[memoryview]
+
+
+def copy_in(fd: int, offsets: Sequence[int], values: Sequence[memoryview]) -> None:
+    for run in _runs(offsets, values):
+        _DISK.write(fd, run.buffers, run.offset)
+
+
+def copy_out(fd: int, offsets: Sequence[int], values: Sequence[memoryview]) -> None:
+    for run in _runs(offsets, values):
+        got = _DISK.read(fd, run.buffers, run.offset)
+        assert got == sum(map(len, run.buffers)), f"memory that cannot shrink had {got} bytes at {run.offset}"
+
+
+def _runs(offsets: Sequence[int], values: Sequence[memoryview]) -> Iterator[_Run]:
+    """Values that lie one behind the other, in one call."""
+    run, end = _Run(0, []), 0
+    for offset, value in zip(offsets, values, strict=True):
+        if offset != end and run.buffers:
+            yield run
+            run = _Run(offset, [])
+        elif not run.buffers:
+            run = _Run(offset, [])
+        run.buffers.append(value)
+        end = offset + len(value)
+    if run.buffers:
+        yield run
+
+
+def memory_for(size: int, usual_bytes: int) -> int:
+    """How much memory a value of this size needs, and more for others beside it."""
+    return max(usual_bytes, up_to_block(size))

@@ -1,0 +1,223 @@
+"""The owner's side: answers other processes out of the log that this one has open. Decides nothing about values.
+
+A thread for each connection, one request at a time. What comes in may be wrong in any way, and whoever sends it may stop or die
+at any moment: it costs that connection, and nothing else. Values are verified before they are written, since the log writes
+values of several callers together, and after a crash takes what does not verify for torn.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from threading import Lock, Thread
+
+from stepwell.base.errors import StoreError
+from stepwell.store.api import Read, Write, WriteOutcome
+from stepwell.store.keyed_seal import verify_without_key
+from stepwell.store.log.disk.files import up_to_block
+from stepwell.store.log.store import LogStore
+from stepwell.store.seal import Verdict
+from stepwell.store.shared import wire
+from stepwell.store.shared.connection import Connection, Frame, Gone, identity, listen, remove
+from stepwell.store.shared.memory import map_memory
+from stepwell.store.shared.settings import Settings, pack_settings
+from stepwell.store.shared.wire import Kind, Malformed
+
+log = logging.getLogger(__name__)
+MAX_CONNECTIONS = 512
+MEMORY_BYTES = 32 << 20  # of one connection, if no value needs more
+CLOSE_S = 5.0  # for those who are being answered, when the owner closes
+_ACCEPT_PAUSE_S = 0.1  # when there are no descriptors left
+
+
+class Server:
+    """Answers from its making until `close`. The log stays the caller's."""
+
+    def __init__(self, store: LogStore, directory: Path) -> None:
+        """Only for whoever has the directory's lock. Raises OSError."""
+        stat, largest = store.stat(), store.traits.max_value_bytes
+        assert largest is not None, "a log has a largest value"
+        quotas = {tenant.tenant: tenant.quota_bytes for tenant in stat.tenants}
+        self.settings = Settings(
+            budget_bytes=stat.budget_bytes, segment_bytes=stat.segment_bytes, max_value_bytes=largest, quotas=quotas
+        )
+        self._store, self._directory = store, directory
+        self._lock = Lock()
+        self._peers: dict[Peer, Thread] = {}
+        self._closed = False
+        self._listening = listen(directory)
+        self._socket_file = identity(directory)
+        self._accepting = Thread(target=self._accept, name="shared-log", daemon=True)
+        self._accepting.start()
+
+    def close(self) -> None:
+        """Takes no more calls, and returns when those that were taken are answered, or their callers do not listen."""
+        self._closed = True
+        if identity(self._directory) == self._socket_file:  # else it is another's: the directory was replaced
+            with suppress(OSError):
+                remove(self._directory)
+        self._listening.shutdown(socket.SHUT_RDWR)
+        self._accepting.join()
+        self._listening.close()
+        with self._lock:
+            peers = dict(self._peers)
+        for peer in peers:
+            peer.connection.stop_hearing()
+        _join(peers.values())
+        for peer, thread in peers.items():
+            if thread.is_alive():
+                peer.connection.hang_up()
+        _join(peers.values())  # whoever is left waits for the disk: the log's own close says so
+
+    def leave_in_child(self) -> None:
+        """In a fork: these are its parent's. Takes no lock."""
+        self._listening.close()
+        for peer in list(self._peers):
+            peer.connection.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                accepted, _ = self._listening.accept()
+            except OSError as error:
+                if self._closed:
+                    return
+                log.warning("%s: a process could not connect: %s", self._directory, error)
+                time.sleep(_ACCEPT_PAUSE_S)
+                continue
+            try:
+                self._take(Connection(accepted))
+            except Exception as error:  # the edge of a thread: whoever calls must not end it
+                log.warning("%s: refused a connection: %s", self._directory, error)
+                accepted.close()
+
+    def _take(self, connection: Connection) -> None:
+        peer = Peer(self._store, self.settings, connection)
+        thread = Thread(target=self._serve, args=[peer], name=f"shared-log-{connection.process}", daemon=True)
+        with self._lock:
+            full = len(self._peers) >= MAX_CONNECTIONS
+            if not full:
+                self._peers[peer] = thread
+        if full:
+            return peer.refuse(f"{self._directory} is shared over {MAX_CONNECTIONS} connections already")
+        try:
+            thread.start()
+        except BaseException:  # no more threads
+            with self._lock:
+                del self._peers[peer]
+            raise
+
+    def _serve(self, peer: Peer) -> None:
+        try:
+            while not self._closed:
+                peer.answer_one()
+        except Gone:
+            pass
+        except Malformed as error:
+            log.warning("%s: process %d was hung up on: %s", self._directory, peer.connection.process, error)
+        finally:
+            with self._lock:
+                self._peers.pop(peer, None)
+            peer.close()
+
+
+def _join(threads: Iterable[Thread]) -> None:
+    until_s = time.monotonic() + CLOSE_S
+    for thread in threads:
+        thread.join(max(until_s - time.monotonic(), 0.0))
+
+
+class Peer:
+    """Another process at the end of one connection, and the memory it handed over."""
+
+    def __init__(self, store: LogStore, settings: Settings, connection: Connection) -> None:
+        self.connection = connection
+        self._store, self._settings = store, settings
+        self._memory = memoryview(b"")
+        self._answers: Mapping[Kind, Callable[[bytes], bytes]] = {
+            Kind.CONTAINS: self._contains,
+            Kind.READ: self._read,
+            Kind.WRITE: self._write,
+            Kind.DELETE: self._delete,
+        }
+
+    def refuse(self, why: str) -> None:
+        with suppress(Gone):
+            self.connection.send(Kind.ERROR, wire.pack_text(why))
+        self.close()
+
+    def close(self) -> None:
+        self._memory = memoryview(b"")  # unmapped here, whoever else refers to this
+        self.connection.close()
+
+    def answer_one(self) -> None:
+        """Raises Gone, or Malformed once the other side was told."""
+        try:
+            kind, body = self._answer(self.connection.receive())
+        except Gone:
+            raise
+        except Malformed as error:
+            self.connection.send(Kind.ERROR, wire.pack_text(f"this cannot be answered: {error}"))
+            raise
+        except StoreError as error:
+            kind, body = Kind.ERROR, wire.pack_text(str(error))
+        except Exception as error:  # whatever it is, it comes home to whoever asked
+            log.exception("a request of process %d failed", self.connection.process)
+            kind, body = Kind.ERROR, wire.pack_text(f"{type(error).__name__}: {error}")
+        self.connection.send(kind, body)
+
+    def _answer(self, frame: Frame) -> tuple[Kind, bytes]:
+        if frame.kind is Kind.HELLO:
+            return Kind.SETTINGS, pack_settings(self._settings)
+        if frame.kind is Kind.MEMORY:
+            self._map(frame)
+            return Kind.DONE, b""
+        answer = self._answers.get(frame.kind)
+        if answer is None:
+            raise Malformed(f"{frame.kind.name} is no request")
+        return Kind.DONE, answer(frame.body)
+
+    def _map(self, frame: Frame) -> None:
+        if frame.fd is None:
+            raise Malformed("memory without its descriptor")
+        try:
+            most_bytes = max(MEMORY_BYTES, up_to_block(self._settings.max_value_bytes))
+            self._memory = map_memory(frame.fd, wire.parse_number(frame.body), most_bytes)
+        finally:
+            os.close(frame.fd)
+
+    def _contains(self, body: bytes) -> bytes:
+        asked = wire.parse_keys(body)
+        return wire.pack_found(self._store.contains(asked.space, asked.keys))
+
+    def _read(self, body: bytes) -> bytes:
+        asked, memory = wire.parse_reading(body, len(self._memory)), self._memory
+        places = zip(asked.keys, asked.places.offsets, asked.places.sizes, strict=True)
+        reads = [Read(key, memory[offset : offset + size]) for key, offset, size in places]
+        return wire.pack_results(self._store.read_into(asked.space, reads, cancelled=self.connection.is_gone))
+
+    def _write(self, body: bytes) -> bytes:
+        asked, memory = wire.parse_writing(body, len(self._memory)), self._memory
+        places = zip(asked.places.offsets, asked.places.sizes, strict=True)
+        values = [memory[offset : offset + size] for offset, size in places]
+        writes = list(map(Write, asked.keys, values, asked.stamps, asked.parents, asked.depths))
+        intact = [verify_without_key(asked.space, each.key, each.data, each.stamp) is Verdict.INTACT for each in writes]
+        self._must_be_there()
+        good = [write for write, fits in zip(writes, intact, strict=True) if fits]
+        outcomes = iter(self._store.write_from(asked.space, good))
+        return wire.pack_outcomes([next(outcomes) if fits else WriteOutcome.FAILED for fits in intact])
+
+    def _delete(self, body: bytes) -> bytes:
+        asked = wire.parse_keys(body)
+        self._must_be_there()
+        return wire.pack_number(self._store.delete(asked.space, asked.keys))
+
+    def _must_be_there(self) -> None:
+        """Whoever stopped waiting may have done something else since: what it asked for then is not done now."""
+        if self.connection.is_gone():
+            raise Gone("nobody waits for the answer")

@@ -1,0 +1,211 @@
+"""The store of `shared-log:DIR`: the six verbs, in any process that shares the log.
+
+    process 1   owner    LogStore ---- the files in DIR
+                             \\-- Server -- DIR/socket
+    process 2   client   Client --------------/ |
+    process 3   client   Client ----------------/
+
+Whoever gets the lock on the directory owns the log and serves the others. When the owner closes or dies, the next call of any
+other process finds out: the first to get the lock recovers the log and owns it, the others connect to it, and every call that
+was under way is made again. That is safe: a key always means the same value. Nothing is acknowledged before the log did.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from threading import Lock
+from typing import TypeVar
+
+from stepwell.base.errors import StoreError
+from stepwell.base.meters import Clock
+from stepwell.store.api import Read, ReadResult, Space, Traits, Write, WriteOutcome, never
+from stepwell.store.log.disk.files import BLOCK_BYTES
+from stepwell.store.log.disk.locking import leave_in_forks
+from stepwell.store.log.opening import InUse, LogOptions, open_with
+from stepwell.store.log.store import LogStore
+from stepwell.store.shared.client import Client
+from stepwell.store.shared.connection import Deadline, Gone, Late, Stranger
+from stepwell.store.shared.server import Server
+from stepwell.store.shared.settings import Settings, differences
+from stepwell.store.shared.wire import Malformed
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+TIMEOUT_S = 10.0  # two of them are less than the cache waits for an answer
+_PAUSE_S = 0.01  # between two looks for an owner
+
+
+class SharedLog:
+    """Opened by `opening.open_shared_log`. All verbs from any thread; `close` once nobody uses it any more."""
+
+    def __init__(self, options: LogOptions, *, clock: Clock, timeout_s: float = TIMEOUT_S) -> None:
+        """Raises ConfigError or StoreError."""
+        self._options, self._clock, self._timeout_s = options, clock, timeout_s
+        self._process = os.getpid()
+        self._finding = Lock()  # whoever looks for an owner
+        self._closed = False
+        self._role: LogStore | Client | None = None
+        self._server: Server | None = None
+        self._settings: Settings | None = None  # those that count
+        self._present(Deadline(timeout_s))
+        leave_in_forks(self)
+
+    @property
+    def traits(self) -> Traits:
+        largest = self._settings.max_value_bytes if self._settings is not None else None
+        return Traits(
+            name="shared-log", durable=True, shared=True, groups=False, alignment=BLOCK_BYTES, max_value_bytes=largest
+        )  # fmt: skip
+
+    @property
+    def owns(self) -> bool:
+        """Whether this process owns the log now."""
+        return isinstance(self._role, LogStore)
+
+    # ---- the six verbs ----------------------------------------------------------------------------
+
+    def contains(self, space: Space, keys: Sequence[bytes]) -> list[bool]:
+        return self._use(lambda role: role.contains(space, keys))
+
+    def read_into(self, space: Space, reads: Sequence[Read], *, cancelled: Callable[[], bool] = never) -> list[ReadResult]:
+        return self._use(lambda role: role.read_into(space, reads, cancelled=cancelled) if reads else [])
+
+    def write_from(self, space: Space, writes: Sequence[Write]) -> list[WriteOutcome]:
+        """What was stored before an owner died, and is offered to the next, is there already: EXISTS."""
+        return self._use(lambda role: role.write_from(space, writes) if writes else [])
+
+    def delete(self, space: Space, keys: Sequence[bytes]) -> int:
+        """Counts fewer than there were, when an owner died after it had deleted some, and before it had said so."""
+        return self._use(lambda role: role.delete(space, keys) if keys else 0)
+
+    def flush(self) -> None:
+        """Nothing to do: every verb that returned has made its work last."""
+        self._must_be_open()
+
+    def close(self) -> None:
+        """As the owner: answers whoever waits, closes the log, and leaves it to the others. Raises StoreError like `LogStore`.
+
+        Does nothing in a fork.
+        """
+        if os.getpid() != self._process:
+            return
+        self._closed = True
+        with self._finding:
+            role, server, self._role, self._server = self._role, self._server, None, None
+        try:
+            if server is not None:
+                server.close()
+        finally:
+            if role is not None:
+                role.close()
+
+    def leave_in_child(self) -> None:
+        """In a fork: sockets and lock stay with the process that opened them. No lock is taken here."""
+        if self._server is not None:
+            self._server.leave_in_child()
+        if isinstance(self._role, Client):
+            self._role.leave_in_child()
+
+    def __repr__(self) -> str:
+        role = "closed" if self._closed else "owner" if self.owns else "client"
+        return f"SharedLog({str(self._options.directory)!r}, {role})"
+
+    # ---- who owns the log -------------------------------------------------------------------------
+
+    def _use(self, verb: Callable[[LogStore | Client], T]) -> T:
+        """Does something at the owner, and at the next one when that ends meanwhile."""
+        deadline = Deadline(self._timeout_s)
+        while True:
+            role = self._present(deadline)
+            try:
+                return verb(role)
+            except Gone:
+                self._must_be_open()
+                if not deadline.left_s:
+                    raise self._nobody() from None
+                time.sleep(_PAUSE_S)
+
+    def _present(self, deadline: Deadline) -> LogStore | Client:
+        """The log, or the way to it. Raises StoreError when there is none in time."""
+        self._must_be_open()
+        role = self._role
+        if role is not None and not (isinstance(role, Client) and role.is_gone):
+            return role
+        if not self._finding.acquire(timeout=deadline.left_s):
+            raise self._nobody()
+        try:
+            self._must_be_open()
+            role = self._role
+            if role is None or (isinstance(role, Client) and role.is_gone):
+                role = self._role = self._find(deadline)
+            return role
+        finally:
+            self._finding.release()
+
+    def _find(self, deadline: Deadline) -> LogStore | Client:
+        """Owns the log, or finds who does."""
+        while True:
+            try:
+                return self._own()
+            except InUse as error:
+                in_use = error
+            try:
+                return self._ask(deadline)
+            except Gone:
+                pass  # it is opening or closing the log just now, or does not share it
+            except (Late, Malformed, Stranger) as error:
+                raise StoreError(f"{in_use.who} has {self._options.directory} open, and {error}") from None
+            if not deadline.left_s:
+                raise StoreError(
+                    f"{self._options.directory} is open in {in_use.who}, which does not share it, or is not ready yet: "
+                    f"open it there, too, as shared-log:{self._options.directory}"
+                )
+            self._must_be_open()
+            time.sleep(_PAUSE_S)
+
+    def _own(self) -> LogStore:
+        """Opens the log and serves it. Raises InUse, or what a log raises, and then holds nothing."""
+        options = self._options
+        if self._settings is not None:  # those that counted so far go on to count: the directory remembers them
+            options = replace(options, budget_bytes=None, segment_bytes=None, quotas={})
+        store = open_with(options, clock=self._clock)
+        try:
+            server = Server(store, options.directory)
+        except OSError as error:
+            store.close()
+            raise StoreError(f"{options.directory} cannot be shared: {error}; use log:DIR, in one process") from error
+        except BaseException:
+            store.close()
+            raise
+        if self._settings is not None:
+            log.info("%s: this process owns the log now", options.directory)
+        self._server, self._settings = server, server.settings
+        return store
+
+    def _ask(self, deadline: Deadline) -> Client:
+        """Connects to the owner. Raises Gone, Late, Malformed, Stranger or StoreError."""
+        client = Client(self._options.directory, self._timeout_s, deadline)
+        differing = differences(self._options, client.settings) if self._settings is None else []
+        if differing:
+            log.warning(
+                "%s: process %d owns the log, and its settings count: %s",
+                self._options.directory, client.process, "; ".join(differing),
+            )  # fmt: skip
+        self._settings = client.settings
+        return client
+
+    def _nobody(self) -> StoreError:
+        return StoreError(f"no process got {self._options.directory} open within {self._timeout_s:g} s; it is tried again")
+
+    def _must_be_open(self) -> None:
+        if os.getpid() != self._process:
+            raise StoreError(
+                f"the shared log in {self._options.directory} was opened by process {self._process}, of which this is a fork; "
+                "open it again here"
+            )
+        if self._closed:
+            raise StoreError(f"the shared log in {self._options.directory} was closed")

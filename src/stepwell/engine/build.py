@@ -184,12 +184,14 @@ def build_engine(
     cache = _cache(spec, cache_config, memories, identity, tuning, layerwise=config.layerwise)
     rows = {kind: _tensor(memories[Tier.DEVICE], kind) for kind in Kind if spec.device_parts(kind)}
     try:
+        spilling = None if sizes is None else _spilling(spec, rows, memories, cache, sizes, model.kernels)
         attached = _attach(cache, config, store)
     except BaseException:
         cache.close()
         raise
-    context = min(longest_request(cache, limits.chunk_tokens), checkpoint.max_context)
-    spilling = None if sizes is None else _spilling(spec, rows, memories, cache, sizes, model.kernels)
+    context, max_alone = (
+        min(longest_request(cache, limits.chunk_tokens, spills=spills), checkpoint.max_context) for spills in (True, False)
+    )  # fmt: skip
     cache.hand_over()  # to whoever will run the engine, on whatever thread
     return Engine(
         Runner(model, DevicePages(model.spec, rows, inside=None if loaded is None else spec, spilling=spilling)),
@@ -197,6 +199,7 @@ def build_engine(
         checkpoint.text,
         limits=limits,
         max_context=context,
+        max_alone=max_alone,
         footprint=footprint(DevicePages(spec, rows)),
         eos_ids=checkpoint.eos_ids,
         store=attached,

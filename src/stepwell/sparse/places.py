@@ -19,12 +19,24 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from stepwell.base.errors import ConfigError
 from stepwell.base.spec.spill import HEADER_FIELDS
 from stepwell.memory.row_pages import ABSENT, Changes
 from stepwell.sparse.counts import Counts
 
 ORDINAL, ROWS, HOST = range(len(HEADER_FIELDS))  # what a header holds
 MOST_ROWS = 2**31 - 1  # row numbers are int32
+
+
+def check_pages(page_rows: int, **pages: int) -> None:
+    """Raises ConfigError where rows of the device's, the host's or the hot pages are too many to be numbered."""
+    settings = {"device": "device_memory", "host": "host_memory", "hot": "hot_rows or max_running"}
+    for name, count in pages.items():
+        if count * page_rows > MOST_ROWS:
+            raise ConfigError(
+                f"rows that spill are numbered in 32 bits: {count:,} {name} pages of {page_rows} rows are too many, "
+                f"{MOST_ROWS // page_rows:,} are not; lower {settings[name]}"
+            )
 
 
 class Where(NamedTuple):
@@ -47,13 +59,12 @@ class Places:
         numbers: int,
         requests: int,
     ) -> None:
-        """For up to `numbers` hot pages at a time, and `requests` in a batch."""
+        """For up to `numbers` hot pages at a time, and `requests` in a batch. Raises ConfigError for too many."""
         page_rows = rows_PLRE.shape[2]
         assert rows_PLRE.shape[1:] == host_PLRE.shape[1:], f"{rows_PLRE.shape=} {host_PLRE.shape=}"
         assert slot_PGR.shape[2] == page_rows and header_P3.shape[1] == 3, f"{slot_PGR.shape=} {header_P3.shape=}"
         assert slot_PGR.dtype == header_P3.dtype == torch.int32 and slot_PGR.stride(2) == header_P3.stride(1) == 1
-        most = max(len(rows_PLRE), len(host_PLRE), len(slot_PGR), numbers)
-        assert most * page_rows <= MOST_ROWS, f"{most} pages of {page_rows} rows are too many for 32 bits"
+        check_pages(page_rows, device=max(len(rows_PLRE), len(slot_PGR)), host=len(host_PLRE), hot=numbers)
         self.rows_PLRE, self.host_PLRE, self.slot_PGR, self.header_P3 = rows_PLRE, host_PLRE, slot_PGR, header_P3
         self.page_rows, self.groups, self.slots = page_rows, slot_PGR.shape[1], numbers * page_rows
         device = slot_PGR.device

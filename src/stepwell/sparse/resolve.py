@@ -20,6 +20,7 @@ from typing import Protocol
 
 import torch
 
+from stepwell.base.errors import ConfigError
 from stepwell.memory.row_pages import ABSENT
 from stepwell.sparse.counts import FETCHED, HITS, READ_THROUGH, RESIDENT
 from stepwell.sparse.places import HOST, ORDINAL, ROWS, Places
@@ -67,7 +68,12 @@ class Plan:
     """What to copy: row numbers of host pages and of hot pages. Made once, for the largest pass; of one group at a time."""
 
     def __init__(self, entries: int, device: torch.device) -> None:
-        assert entries <= MOST_ENTRIES, f"{entries} references in a pass"
+        """Raises ConfigError for more entries than can be claimed."""
+        if entries > MOST_ENTRIES:
+            raise ConfigError(
+                f"{entries:,} rows may be selected in one pass, {MOST_ENTRIES:,} are the most: lower max_running, of which each "
+                f"selects its share"
+            )
         self.source_M, self.target_M, self.claim_M, self.winner_M = (
             torch.empty(entries, dtype=torch.int32, device=device) for _ in range(4)
         )  # the last two are between claim and assign only

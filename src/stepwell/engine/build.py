@@ -227,7 +227,10 @@ def _spilling(
 ) -> Spilling:  # fmt: skip
     assert cache.row_pages is not None, "a cache whose rows may spill says where they are"
     host = _tensor(memories[Tier.HOST], Kind.PREFIX)
-    return Spilling(spec, rows, host, cache.row_pages, sizes, resolve=kernels.resolve, fetch=kernels.fetch)
+    return Spilling(
+        spec, rows, host, cache.row_pages, sizes, resolve=kernels.resolve, fetch=kernels.fetch, read=kernels.read_spilled,
+        asks_host=lambda: not kernels.spilled_stay_on_device,
+    )  # fmt: skip
 
 
 def _load_draft(config: EngineConfig, model: Decoder, checkpoint: Checkpoint, opened: Checkpoint | None) -> LoadedDraft | None:

@@ -14,7 +14,7 @@ R rows of a page, E what a row is stored as, N hot pages by number, S hot slots 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -89,7 +89,8 @@ class Places:
         parts = (changes.new, changes.pages, changes.header_N3.reshape(-1), changes.numbers, changes.hot_pages)
         if not sum(map(len, parts)):
             return
-        packed = torch.from_numpy(np.concatenate(parts, dtype=np.int32)).to(self.device, non_blocking=True)
+        packed = torch.from_numpy(np.concatenate(parts, dtype=np.int32))
+        packed = (packed.pin_memory() if self.device.type == "cuda" else packed).to(self.device, non_blocking=True)
         new, pages, headers, numbers, hot_pages = packed.split([len(part) for part in parts])
         if len(new):
             self.slot_PGR.index_fill_(0, new.long(), ABSENT)
@@ -130,3 +131,9 @@ class Places:
     def _some(self, stored_PRE: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
         at = number.clamp_min(0).to(stored_PRE.device)
         return stored_PRE[at // self.page_rows, at % self.page_rows].to(self.device)
+
+
+class Read(Protocol):
+    """As `Places.read`."""
+
+    def __call__(self, places: Places, layer: int, page: torch.Tensor, row: torch.Tensor, group: int, /) -> torch.Tensor: ...

@@ -9,6 +9,7 @@ Where a row is was decided before the pass. Selections are never changed by it. 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -55,6 +56,29 @@ class Spilled:
         self._pieces: tuple[Piece, ...] | None = None
         if short:
             self._table_BP, self._hot_BQ, self._owner_X, self._last_X = self._tables(batch, short)
+
+    @property
+    def asks_host(self) -> bool:
+        """Whether it waits for the device, or its host decides as the pass goes on: then it cannot be recorded."""
+        return bool(self._staged) or self._spilling.asks_host
+
+    def fixed(self, paging: Paging, length: int | None) -> Spilled:
+        """The same pass over `paging`, in tensors that stay where they are: tables have `length` pages, or as many as now."""
+        made = copy(self)
+        made._paging, made._pieces = paging, None
+        short = self._table_BP
+        made._table_BP = short.new_empty(len(short), short.shape[1] if length is None else length)
+        made._hot_BQ, made._owner_X, made._last_X = self._hot_BQ.clone(), self._owner_X.clone(), self._last_X.clone()
+        made.load(self)
+        return made
+
+    def load(self, theirs: Spilled) -> None:
+        """Puts another pass of as many singles into its tensors. What pads tables is never looked at."""
+        pages = theirs._table_BP.shape[1]
+        self._table_BP[:, :pages] = theirs._table_BP
+        self._table_BP[:, pages:] = theirs._table_BP[:, :1]
+        self._hot_BQ.copy_(theirs._hot_BQ)
+        self._last_X.copy_(theirs._last_X)
 
     def resolve(self, layer: int, position_of: Sequence[torch.Tensor | None]) -> None:
         """Gives slots to rows that are missing of a selection: positions `[X, K]` for each part of the pass, None for all."""

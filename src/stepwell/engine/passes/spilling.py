@@ -6,7 +6,7 @@ Decides neither which pages are on the host nor which rows are read. What one pa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -23,7 +23,7 @@ from stepwell.engine.passes.pages import DevicePages, part_PLRE
 from stepwell.engine.passes.rows import LayerPlaces
 from stepwell.memory.row_pages import ABSENT, RowPages
 from stepwell.sparse.counts import Found
-from stepwell.sparse.places import Places
+from stepwell.sparse.places import Places, Read
 from stepwell.sparse.resolve import Fetch, Plan, Resolve, Wanted
 
 SHORT_RUN = 8  # tokens of a run that resolves what it selects; longer ones read nearly everything
@@ -95,13 +95,16 @@ class Spilling:
 
     def __init__(
         self, spec: ModelSpec, rows: Mapping[Kind, torch.Tensor], host: torch.Tensor, row_pages: RowPages, sizes: Sizes, *,
-        resolve: Resolve, fetch: Fetch,
+        resolve: Resolve, fetch: Fetch, read: Read = Places.read, asks_host: Callable[[], bool] = lambda: True,
     ) -> None:  # fmt: skip
-        """`rows` are the pages of the device, by kind, and `host` all prefix pages of the host, as `[page, byte]`."""
+        """`rows` are the pages of the device, by kind, and `host` all prefix pages of the host, as `[page, byte]`. `asks_host`
+        says whether the three operations, as they run now, wait for the device.
+        """
         spill = _spill_of(spec)
         self.state, self.row_pages, self.sizes = spill.states[0], row_pages, sizes
         self.group_of = spill.group_of[self.state]
-        self._resolve, self._fetch = resolve, fetch
+        self._resolve, self._fetch, self._read = resolve, fetch, read
+        self._asks_host = asks_host
         own = {part.state: part for part in spec.device_parts(Kind.PREFIX)}
         self.places = Places(
             rows_PLRE=DevicePages(spec, rows).state_PLRE(self.state),
@@ -118,13 +121,18 @@ class Spilling:
         self._found, self._staged_bytes, self._passes = Found(), 0, 0
 
     def of_layer(self, state: str, layer: int) -> LayerPlaces | None:
-        return LayerPlaces(self.places, layer, self.group_of[layer]) if state == self.state else None
+        return LayerPlaces(self.places, layer, self.group_of[layer], self._read) if state == self.state else None
 
-    def rows_of(self, pages: Sequence[int]) -> list[int]:
-        """The ROWS pages of prefix pages that are about to be written to."""
-        rows = self.row_pages.rows[np.array(pages, np.int32)]
-        assert (rows != ABSENT).all(), f"prefix pages {pages} are to be written to, and have rows {rows}"
-        return [int(page) for page in rows]
+    @property
+    def asks_host(self) -> bool:
+        """Whether a pass that resolves waits for the device, so that it cannot be recorded."""
+        return self._asks_host()
+
+    def rows_of(self, pages: PageIds) -> PageIds:
+        """The ROWS pages of prefix pages that have some: those that are written to, and all where nobody's rows are away."""
+        rows = self.row_pages.rows[pages]
+        assert (rows != ABSENT).all(), f"prefix pages {pages[rows == ABSENT][:8]} are to be used, and have no rows here"
+        return rows
 
     def begin(self) -> None:
         """Before every pass, on its stream: says what became of pages since the last one."""

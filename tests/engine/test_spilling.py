@@ -71,12 +71,13 @@ def test_a_device_without_room_beside_hot_rows_is_refused() -> None:
         engine_for("deepseek_v32", hot_rows=10**6)
 
 
-def test_what_is_needed_beside_pages_is_taken_off_the_device() -> None:
-    with small("deepseek_v32") as plain, engine_for("deepseek_v32") as engine:
+@pytest.mark.parametrize("stage_ahead", [False, True])
+def test_what_is_needed_beside_pages_is_taken_off_the_device(stage_ahead: bool) -> None:
+    with small("deepseek_v32") as plain, engine_for("deepseek_v32", stage_ahead=stage_ahead) as engine:
         sizes = [each.cache.stats().tier(Tier.DEVICE).size_bytes for each in (plain, engine)]
         places = engine._runner._pages.spilling
         assert places is not None
-        tensors = [places._scratch_PRE, places.places.key_GS, places.places.stamp_GS]
+        tensors = [places.stages, places.places.key_GS, places.places.stamp_GS]
         tensors += [places._plan.source_M, places._plan.target_M, places._plan.claim_M, places._plan.winner_M]
         assert sizes[0] - sizes[1] == sum(each.nbytes for each in tensors)
 

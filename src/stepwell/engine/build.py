@@ -82,6 +82,7 @@ class EngineConfig:
         None  # with dsa, rows of each layer that a request keeps on the device once others are on the host alone;
     )
     # None: 4,096
+    stage_ahead: bool = False  # with dsa: prompts over rows on the host copy the next layer's while one is computed
 
     @property
     def picks(self) -> Sparse | None:
@@ -174,7 +175,7 @@ def build_engine(
     limits, sizes = limits_for(config), None
     if spec.spill is not None:
         most = {"requests": limits.max_running, "selected": model.selected, "max_context": checkpoint.max_context}
-        sizes = Sizes.of(spec, cache_config, **most)
+        sizes = Sizes.of(spec, cache_config, stage_ahead=config.stage_ahead, **most)
         cache_config = sizes.less(cache_config, spec)
     tuning = replace(tuning or CacheTuning(), compute_while_loading=config.compute_while_loading)
     memories = _memories(spec, cache_config, device, tuning)

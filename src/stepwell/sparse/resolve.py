@@ -88,8 +88,21 @@ class Resolve(Protocol):
     def __call__(self, places: Places, group: int, wanted: Wanted, plan: Plan) -> None: ...
 
 
+class Sides(Protocol):
+    """What rows are copied between: pages of the host, and of the device. `Places` has both."""
+
+    @property
+    def host_PLRE(self) -> torch.Tensor: ...
+    @property
+    def rows_PLRE(self) -> torch.Tensor: ...
+    @property
+    def page_rows(self) -> int: ...
+    @property
+    def device(self) -> torch.device: ...
+
+
 class Fetch(Protocol):
-    def __call__(self, places: Places, layer: int, plan: Plan) -> None: ...
+    def __call__(self, places: Sides, layer: int, plan: Plan) -> None: ...
 
 
 def resolve(places: Places, group: int, wanted: Wanted, plan: Plan) -> None:
@@ -101,7 +114,7 @@ def resolve(places: Places, group: int, wanted: Wanted, plan: Plan) -> None:
         _assign(places, group, wanted, plan, request, key_E[owner_E == request])
 
 
-def fetch(places: Places, layer: int, plan: Plan) -> None:
+def fetch(places: Sides, layer: int, plan: Plan) -> None:
     """Copies the rows of a plan, in one layer."""
     count, size = int(plan.count_1), places.page_rows
     source, target = plan.source_M[:count].long().to(places.host_PLRE.device), plan.target_M[:count].long()

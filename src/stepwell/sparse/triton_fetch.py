@@ -15,14 +15,13 @@ import torch
 import triton
 import triton.language as tl
 
-from stepwell.sparse.places import Places
-from stepwell.sparse.resolve import Plan
+from stepwell.sparse.resolve import Plan, Sides
 
 PROGRAMS, WARPS, UNITS = 64, 4, 512  # programs, warps of each, and units that a program has on the way
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
-def fetch(places: Places, layer: int, plan: Plan, *, programs: int = PROGRAMS, warps: int = WARPS, units: int = UNITS) -> None:
+def fetch(places: Sides, layer: int, plan: Plan, *, programs: int = PROGRAMS, warps: int = WARPS, units: int = UNITS) -> None:
     """As `resolve.fetch`, on the current stream."""
     (source_PRW, target_PRW), unit = words_of(places.host_PLRE[:, layer], places.rows_PLRE[:, layer])
     _fetch_kernel[(programs,)](

@@ -21,7 +21,7 @@ from stepwell.sparse.triton_resolve import resolve
 from stepwell.transfer.copy_engine import PageMemory
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there, the engine uses these itself (tests/gpu)")
-SMALL = {"memory": "1200KiB", "host_memory": "800KiB"}  # the interpreter copies all of it for each launch
+SMALL = {"memory": "1MiB", "host_memory": "400KiB"}  # the interpreter copies all of it for each launch
 FAST = Kernels(resolve=resolve, fetch=fetch, read_spilled=read, write_rows=write_rows)
 
 
@@ -32,8 +32,8 @@ def over_one_block(memory: PageMemory, kind: Kind) -> torch.Tensor:
 
 
 def played(made: Recorded) -> list[Played]:
-    """Three prompts, and one of them again with a few tokens more, which are computed in one pass."""
-    first = made.play_all(prompts((100, 70, 30)), answer=4)
+    """Two prompts, and one of them again with a few tokens more, which are computed in one pass."""
+    first = made.play_all(prompts((100, 50)), answer=3)
     return first + made.play_all([[*first[0].prompt, *first[0].tokens, 1, 2, 3]], answer=2)
 
 

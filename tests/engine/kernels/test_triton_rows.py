@@ -97,9 +97,10 @@ def scattered(rows: Rows, seed: int) -> Rows:
     device = torch.full((2 * pages, 3, size, width), 255, dtype=torch.uint8, device=DEVICE).to(stored.dtype)
     device = device if stored.dtype == torch.uint8 else device.fill_(torch.nan)
     host = torch.stack([stored] * 3, 1).cpu()
+    host = host.pin_memory() if DEVICE == "cuda" else host
     hint_PGR = torch.randint(-(2**31), 2**31 - 1, (pages, 2, size), dtype=torch.int32, device=DEVICE)
     found = Places(
-        rows_PLRE=device, host_PLRE=host.pin_memory() if DEVICE == "cuda" else host, slot_PGR=hint_PGR, numbers=3, requests=1,
+        rows_PLRE=device, host_PLRE=host, slot_PGR=hint_PGR, numbers=3, requests=1,
         header_P3=torch.full((pages, 3), -1, dtype=torch.int32, device=DEVICE),
     )  # fmt: skip
     own = random.sample(range(2 * pages), pages + 3)

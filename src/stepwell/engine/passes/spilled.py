@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from stepwell.base.tasks import PageIds
 from stepwell.engine.passes.paging import Paging, Run, Singles
 from stepwell.engine.passes.rows import Rows
 from stepwell.engine.passes.spilling import SHORT_RUN, Spilling
+from stepwell.engine.passes.stages import Staged
 from stepwell.memory.row_pages import ABSENT
 from stepwell.sparse.resolve import Wanted
 
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 class Piece:
     """Neighbours of a pass that are attended to at once: tokens `[start, stop)`, and which parts of a selection are theirs.
 
-    With `staged`, `paging` counts the pages of a scratch with the rows of these prefix pages.
+    With `staged`, `paging` counts the pages of a scratch with the rows of its prefix pages.
     """
 
     start: int
     stop: int
     parts: slice
     paging: Paging
-    staged: PageIds | None = None
+    staged: Staged | None = None
 
 
 class Spilled:
@@ -105,7 +105,8 @@ class Spilled:
         if piece.staged is None:
             return rows
         assert rows.places is not None, "rows that cannot spill are not staged"
-        return Rows(self._spilling.stage(rows.places.layer, piece.staged), rows.format, rows.dtype)
+        stored_PRE = self._spilling.stages.stage(rows.places.layer, piece.staged, goes_on=len(self._staged) == 1)
+        return Rows(stored_PRE, rows.format, rows.dtype)
 
     # ---- inside -----------------------------------------------------------------------------------
 
@@ -144,8 +145,8 @@ class Spilled:
             stop = paging.looks[singles - 1].stop
             pieces.append(Piece(start=0, stop=stop, parts=slice(0, before), paging=paging.cut(0, singles)))
         for at, look in enumerate(paging.looks[singles:], singles):
-            staged = look.pages if at in self._staged else None
-            own = paging.cut(at, at + 1, None if staged is None else np.arange(len(staged), dtype=np.int32))
+            staged = self._spilling.stages.plan(look.pages, self._spilling.row_pages) if at in self._staged else None
+            own = paging.cut(at, at + 1, None if staged is None else np.arange(staged.pages, dtype=np.int32))
             parts = slice(before + at - singles, before + at - singles + 1)
             pieces.append(Piece(start=look.start, stop=look.stop, parts=parts, paging=own, staged=staged))
         return tuple(pieces)

@@ -1,7 +1,8 @@
 """How one pass comes to rows that are on the host alone.
 
     singles, short runs   select rows: `resolve` gives those that are missing a slot, `fetch` copies them, layer by layer
-    longer runs           read nearly everything: each layer's rows of all their pages are copied into a scratch first
+    longer runs           read nearly everything: each layer's rows of all their pages are copied into a scratch first. The last
+                          token of a prompt resolves what it selects all the same: what follows it selects most of that again
 
 Where a row is was decided before the pass. Selections are never changed by it. Axes as in `sparse/resolve.py`.
 """
@@ -50,8 +51,10 @@ class Spilled:
         self._spilling = spilling
         self._staged = staged
         self._paging = batch.paging(None)
-        singles, segments = batch.num_singles, batch.segments
-        short = [at for at in range(len(segments)) if at < singles or len(segments[at].tokens) <= SHORT_RUN]
+        segments = batch.segments
+        # of each segment, the first token that resolves: of longer runs only the last does
+        self._first = [len(each.tokens) - 1 if len(each.tokens) > SHORT_RUN else 0 for each in segments]
+        short = [at for at, each in enumerate(segments) if not self._first[at] or (at in staged and each.num_logits)]
         self._short = frozenset(short)
         self._pieces: tuple[Piece, ...] | None = None
         if short:
@@ -119,18 +122,19 @@ class Spilled:
             numbers = batch.segments[at].hot_numbers
             table[row, : len(look.pages)], table[row, len(look.pages) :] = look.pages, look.pages[0]
             hot[row, : len(numbers)] = numbers
-        counts = [look.stop - look.start for look in looks]
-        owner = np.repeat(np.arange(len(short)), counts)
-        last = np.concatenate([np.arange(look.position, look.end) for look in looks])
+        firsts = [look.position + self._first[at] for at, look in zip(short, looks, strict=True)]
+        last = np.concatenate([np.arange(first, look.end) for first, look in zip(firsts, looks, strict=True)])
+        owner = np.repeat(np.arange(len(short)), [look.end - first for first, look in zip(firsts, looks, strict=True)])
         table_X, hot_X, owner_X, last_X = batch.numbers(table.flatten(), hot.flatten(), owner, last)
         return table_X.view(table.shape), hot_X.view(hot.shape).int(), owner_X.int(), last_X.int()
 
     def _positions(self, position_of: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        made = []
+        made, segment = [], 0
         for part, position_XK in zip(self._paging.parts, position_of, strict=True):
-            if isinstance(part, Run) and part.stop - part.start > SHORT_RUN:
-                continue
-            made.append(_all_of(part) if position_XK is None else position_XK.int())
+            if segment in self._short:  # of singles all are
+                every_XK = _all_of(part) if position_XK is None else position_XK.int()
+                made.append(every_XK[self._first[segment] :] if isinstance(part, Run) else every_XK)
+            segment += 1 if isinstance(part, Run) else part.stop - part.start
         if len(made) == 1:
             return made[0].contiguous()
         widest = max(each.shape[1] for each in made)

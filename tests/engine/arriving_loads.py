@@ -8,12 +8,14 @@ when the test lets it end before.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from stepwell.base.ids import JobId, Kind, Tier
+from stepwell.base.spec import Part
 from stepwell.base.tasks import Completion, Plan, Purpose
 from stepwell.engine import Engine
 from stepwell.engine.passes.pages import DevicePages
@@ -41,14 +43,20 @@ class ArrivingLoad:
 
     def spoil(self) -> None:
         for kind, _, target in self._copies():
-            for part in self._pages[Tier.DEVICE].spec.parts(kind):
+            for part in self._parts(kind):
                 self._pages[Tier.DEVICE].bytes_PLRB(part.state)[torch.from_numpy(target)] = NO_NUMBER
 
     def finish(self) -> None:
         for kind in {kind for kind, _, _ in self._copies()}:
-            for part in self._pages[Tier.DEVICE].spec.parts(kind):
+            for part in self._parts(kind):
                 for layer in range(part.layers):
                     self._bring(part.state, layer)
+
+    def _parts(self, kind: Kind) -> list[Part]:
+        """What is copied to pages of a kind: of states, and nothing that the device keeps for itself."""
+        spec = self._pages[Tier.DEVICE].spec
+        known = {state.name for state in spec.states}
+        return [part for part in spec.device_parts(kind) if part.state in known]
 
     def _bring(self, state: str, layer: int) -> None:
         """Once: the request may have changed a point since."""
@@ -56,7 +64,7 @@ class ArrivingLoad:
             return
         self._came.add((state, layer))
         for copy in self.plan.copies:
-            if state in [part.state for part in self._pages[Tier.DEVICE].spec.parts(copy.target.kind)]:
+            if state in [part.state for part in self._parts(copy.target.kind)]:
                 source, target = self._pages[copy.source.tier], self._pages[Tier.DEVICE]
                 read, write = (torch.from_numpy(span.ids.astype(np.int64)) for span in (copy.source, copy.target))
                 target.bytes_PLRB(state)[write, layer] = source.bytes_PLRB(state)[read, layer]
@@ -79,13 +87,11 @@ class ArrivingLoads(DoneAtOnce[Completion]):
         self._copy_engine = copies._executor._ranks[0]
         copies._executor.close()
         copies._executor, copies._arrivals = self, self.arriving
-        spec = engine.cache.spec
-        kinds = [kind for kind in Kind if spec.parts(kind)]
-        memories = self._copy_engine._memories
-        self._pages = {
-            tier: DevicePages(spec, {kind: torch.from_numpy(memory.rows(kind)) for kind in kinds})
-            for tier, memory in memories.items()
-        }
+        self._pages: dict[Tier, DevicePages] = {}
+        for tier, memory in self._copy_engine._memories.items():
+            spec = engine.cache.spec if tier is Tier.DEVICE else replace(engine.cache.spec, spill=None)
+            rows = {kind: torch.from_numpy(memory.rows(kind)) for kind in Kind if spec.device_parts(kind)}
+            self._pages[tier] = DevicePages(spec, rows)
         self.loads: dict[JobId, ArrivingLoad] = {}
         self.waits: list[tuple[str, int]] = []  # in the order in which passes waited
         self.num_begun = 0  # loads that a pass began on

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from engine.arriving_loads import ArrivingLoads
 from engine.drafted import target
 from engine.families import checkpoint
 from engine.small import DEFAULTS, PAGE, alone, greedy, prompt, run, small, tokens_of
@@ -25,6 +26,7 @@ from stepwell.engine import Ask, Engine, EngineConfig, Finish, Limits, Sampling,
 from stepwell.engine.build import check_settings
 from stepwell.memory.row_pages import ABSENT
 from stepwell.sparse.places import HOST, ORDINAL, ROWS, Places
+from stepwell.tiers.eviction import make_room
 from waiting import run_to_the_end, settle
 
 pytest.importorskip("transformers")
@@ -69,12 +71,13 @@ def test_a_device_without_room_beside_hot_rows_is_refused() -> None:
         engine_for("deepseek_v32", hot_rows=10**6)
 
 
-def test_what_is_needed_beside_pages_is_taken_off_the_device() -> None:
-    with small("deepseek_v32") as plain, engine_for("deepseek_v32") as engine:
+@pytest.mark.parametrize("stage_ahead", [False, True])
+def test_what_is_needed_beside_pages_is_taken_off_the_device(stage_ahead: bool) -> None:
+    with small("deepseek_v32") as plain, engine_for("deepseek_v32", stage_ahead=stage_ahead) as engine:
         sizes = [each.cache.stats().tier(Tier.DEVICE).size_bytes for each in (plain, engine)]
         places = engine._runner._pages.spilling
         assert places is not None
-        tensors = [places._scratch_PRE, places.places.key_GS, places.places.stamp_GS]
+        tensors = [places.stages, places.places.key_GS, places.places.stamp_GS]
         tensors += [places._plan.source_M, places._plan.target_M, places._plan.claim_M, places._plan.winner_M]
         assert sizes[0] - sizes[1] == sum(each.nbytes for each in tensors)
 
@@ -194,6 +197,42 @@ def test_warming_up_leaves_nothing_behind() -> None:
         engine.warm_up()
         settle(engine.cache)
         assert engine.cache.stats().tier(Tier.DEVICE).used_bytes == 0
+
+
+@pytest.mark.parametrize("family", SPARSE)
+@pytest.mark.parametrize("memory", ["4MiB", "800KiB"])
+def test_a_pass_that_begins_while_layers_arrive_waits_for_rows_too(family: str, memory: str) -> None:
+    """Both of a page's objects come in one load; where only the index fits, rows stay on the host and none are waited for."""
+    known, ask = greedy(prompt(600)), greedy(prompt(600) + prompt(90, seed=1))
+    with engine_for(family, device_memory=memory) as engine:
+        loads = ArrivingLoads(engine)
+        poison_freed(engine)
+        run(engine, [known])
+        settle(engine.cache)
+        core = engine.cache._state
+        make_room(core, Tier.DEVICE, {Kind.PREFIX: core.arena(Tier.DEVICE).layout.rows(Kind.PREFIX) + 1})
+        loads.waits.clear()
+        (deltas,) = run(engine, [ask])
+        assert deltas[-1].error is None and tokens_of(deltas) == alone(family, [ask])[0]
+        index_only = engine.cache.stats().counters.get("loaded_index_only_pages", 0)
+        assert loads.num_begun == 1 and (index_only > 10) == (memory == "800KiB")
+        first = {each: loads.waits.index(each) for each in loads.waits}
+        for state in ("kv", "index"):
+            layers = [first[state, layer] for layer in range(engine.cache.spec.state(state).layers)]
+            assert layers == sorted(layers), "a layer is waited for when the pass comes to it"
+        engine.cache.audit()
+
+
+def test_a_request_that_cannot_spill_is_refused_where_all_its_rows_would_not_fit() -> None:
+    with engine_for("deepseek_v32", device_memory="800KiB") as engine:
+        tokens = prompt(engine.max_alone)
+        assert 100 < engine.max_alone < engine.max_context == 1024
+        with pytest.raises(ConfigError, match=f"{engine.max_alone} that this server can hold.*or use the cache"):
+            engine.submit(greedy(tokens, 1, use_cache=False))
+        played = run(engine, [greedy(tokens, 1), greedy(tokens[:-4], 4, use_cache=False)])
+        assert [deltas[-1].finish for deltas in played] == [Finish.LENGTH] * 2
+    with small("deepseek_v32") as engine:
+        assert engine.max_alone == engine.max_context
 
 
 # ---- drafts -----------------------------------------------------------------------------------------

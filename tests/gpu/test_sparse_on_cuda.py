@@ -14,6 +14,7 @@ from stepwell.memory.row_pages import ABSENT, Changes  # noqa: E402
 from stepwell.sparse import resolve as plain  # noqa: E402
 from stepwell.sparse.places import Places  # noqa: E402
 from stepwell.sparse.resolve import Plan, Wanted  # noqa: E402
+from stepwell.sparse.triton_read import read as read_by_triton  # noqa: E402
 from stepwell.transfer.torch_memory import pinned_bytes  # noqa: E402
 from unit.sparse.scene import Scene, live, random_pass, tables_of  # noqa: E402
 
@@ -32,7 +33,7 @@ def kernels():
 @pytest.mark.parametrize(("count", "hot"), [(8, 2), (7, 2), (8, 3), (8, 1), (8, 0), (3, 4)])
 @pytest.mark.parametrize("seed", range(4))
 def test_every_row_is_right_and_slots_go_to_whom_the_rules_say(kernels, seed: int, count: int, hot: int, most_rows: int) -> None:
-    scene = Scene(seed, resolve=kernels[0], fetch=kernels[1], device="cuda")
+    scene = Scene(seed, resolve=kernels[0], fetch=kernels[1], read=read_by_triton, device="cuda")
     live(scene, count=count, hot=hot, passes=15, most_rows=most_rows)
 
 

@@ -45,3 +45,54 @@ def test_a_device_too_small_for_one_request(family: str) -> None:
     assert other.engine.cache.stats().counters["spilled_pages"] > 20
     one.close()
     other.close()
+
+
+@pytest.mark.parametrize("family", SPARSE)
+@pytest.mark.parametrize("how", FORMATS[1:], ids=lambda how: "-".join(how.values()))
+def test_steps_over_rows_on_the_host_are_recorded_and_go_ahead(family: str, how: dict[str, Any]) -> None:
+    """Rows leave the device between a recording and its replays, and freed pages hold no numbers."""
+    one, other = recorded(family, device="cuda", **how), spilled(family, hot_rows=4 * PAGE, device="cuda", **how)
+    then, now = (made.play_all(prompts((150, 97, 200, 64)), answer=60) for made in (one, other))
+    assert [each.tokens for each in now] == [each.tokens for each in then]
+    check_same(now, then)
+    runner = other.engine._runner
+    assert runner.goes_ahead and other.engine.kernels["hot rows"] == "triton", other.engine.kernels
+    graphs = runner._forward.__self__
+    assert any(shape[2] for shape in graphs._recordings), f"none was recorded: {graphs._refused=} {graphs._met=}"
+    assert other.engine.cache.stats().counters.get("kernel_fallbacks", 0) == 0
+    one.close()
+    other.close()
+
+
+@pytest.mark.parametrize("family", SPARSE)
+def test_decoding_over_rows_on_the_host_never_waits_for_the_device(family: str) -> None:
+    """Steps that are computed, before any is recorded: nothing in them asks the device."""
+    made = spilled(family, hot_rows=4 * PAGE, device="cuda", dtype="bf16")
+    model = made.engine._runner.model
+    compute = type(model).compute
+
+    def watched(self: Any, batch: Any, *more: Any) -> Any:
+        if batch.spilled is None or batch.num_singles < len(batch.segments) or torch.cuda.is_current_stream_capturing():
+            return compute(self, batch, *more)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return compute(self, batch, *more)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(model), "compute", watched)
+        made.play(prompts((300,))[0], answer=20)
+    made.close()
+
+
+@pytest.mark.parametrize("family", SPARSE)
+@pytest.mark.parametrize("how", FORMATS, ids=lambda how: "-".join(how.values()))
+def test_rows_of_the_next_layer_that_are_copied_ahead_change_no_bit(family: str, how: dict[str, Any]) -> None:
+    plain = recorded(family, hot_rows=2 * PAGE, memory="800KiB", device="cuda", **how)
+    ahead = recorded(family, hot_rows=2 * PAGE, memory="800KiB", stage_ahead=True, device="cuda", **how)
+    (prompt,) = prompts((900,))
+    assert plain.play(prompt, answer=8).tokens == ahead.play(prompt, answer=8).tokens
+    assert report(ahead).staged_bytes > 0
+    plain.close()
+    ahead.close()

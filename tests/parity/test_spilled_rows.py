@@ -86,6 +86,19 @@ def test_steps_with_a_slot_for_each_row_read_nothing_through(family: str) -> Non
     made.close()
 
 
+def test_a_prompts_last_token_leaves_its_rows_hot(family: str) -> None:
+    """Computed over rows on the host, its last token fetches what it selects: the first token of the answer finds most of it."""
+    made = spilled(family, hot_rows=4 * PAGE)
+    passes: list[tuple[int, int]] = []
+    watch(made.engine, lambda found: passes.append((found.misses, found.hits)))
+    made.play(prompts((256,))[0], answer=3)
+    groups = len({*(made.engine.cache.spec.spill.group_of["kv"])})  # type: ignore[union-attr]
+    prompt, first = passes[-3], passes[-2]
+    assert prompt[0] >= SELECTED * groups / 2, "of those on the host"
+    assert first[0] - prompt[0] < prompt[0] / 2, f"{first[0] - prompt[0]} were missing, {prompt[0]} before"
+    made.close()
+
+
 def test_rows_in_eight_bits(family: str) -> None:
     one, other = recorded(family, kv_dtype="fp8"), spilled(family, hot_rows=2 * PAGE, kv_dtype="fp8")
     check_same(two_turns(other), two_turns(one))
@@ -134,6 +147,20 @@ def test_a_device_too_small_for_one_request(family: str) -> None:
     room = other.engine.cache.stats().tier(Tier.DEVICE).size_bytes
     assert room < pages * (spec.device_bytes(Kind.ROWS) + spec.device_bytes(Kind.PREFIX)), "all of it would have fitted"
     assert counters["spilled_pages"] > 20 and report(other).staged_bytes and report(other).misses
+    one.close()
+    other.close()
+
+
+def test_rows_of_the_next_layer_that_are_copied_ahead(family: str) -> None:
+    """One prompt, whose rows leave the device while it is computed; and several side by side, of which none is copied ahead."""
+    (prompt,) = prompts((700,))
+    one, other = recorded(family), recorded(family, hot_rows=2 * PAGE, memory="800KiB", stage_ahead=True)
+    check_same([other.play(prompt, answer=4)], [one.play(prompt, answer=4)])
+    assert report(other).staged_bytes
+    one.close()
+    other.close()
+    one, other = recorded(family), spilled(family, hot_rows=2 * PAGE, stage_ahead=True)
+    check_same(two_turns(other), two_turns(one))
     one.close()
     other.close()
 

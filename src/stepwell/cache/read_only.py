@@ -121,10 +121,11 @@ class ReadOnlyCache:
         """The same question without waiting: call `step` until it is ready, then `answer`. Raises BadTokens and ConfigError."""
         return Question(self._state, self._store_tier, self.lookup(tokens, namespace=namespace), store_wait_s=store_wait_s)
 
-    def could_hold(self, tokens: int, *, chunk_tokens: int) -> bool:
+    def could_hold(self, tokens: int, *, chunk_tokens: int, spills: bool = True) -> bool:
         """Whether an empty device tier has room for one request of so many tokens, computed in chunks of so many.
 
-        Where rows may spill, for what it cannot spill, if an empty host has room for all of it.
+        Where rows may spill, for what it cannot spill, if an empty host has room for all of it. A request that computes for
+        itself alone, and publishes nothing, does not spill.
         """
         spec = self._state.spec
         window = min(spec.window_tokens + chunk_tokens, tokens) if spec.window_tokens else 0
@@ -134,7 +135,7 @@ class ReadOnlyCache:
             Kind.POINT: 2 if spec.parts(Kind.POINT) else 0,  # its own, and the copy it goes on with
         }
         if spec.spill is not None:
-            need[Kind.ROWS] = self._resident_rows(need[Kind.PREFIX], chunk_tokens)
+            need[Kind.ROWS] = self._resident_rows(need[Kind.PREFIX], chunk_tokens) if spills else need[Kind.PREFIX]
         return self._state.arena(Tier.DEVICE).fits_when_empty({kind: count for kind, count in need.items() if count})
 
     def _resident_rows(self, pages: int, chunk_tokens: int) -> int:

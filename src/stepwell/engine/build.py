@@ -83,6 +83,7 @@ class EngineConfig:
         None  # with dsa, rows of each layer that a request keeps on the device once others are on the host alone;
     )
     # None: 4,096
+    stage_ahead: bool = False  # with dsa: prompts over rows on the host copy the next layer's while one is computed
 
     @property
     def picks(self) -> Sparse | None:
@@ -176,7 +177,7 @@ def build_engine(
     limits, sizes = limits_for(config), None
     if spec.spill is not None:
         most = {"requests": limits.max_running, "selected": model.selected, "max_context": checkpoint.max_context}
-        sizes = Sizes.of(spec, cache_config, **most)
+        sizes = Sizes.of(spec, cache_config, stage_ahead=config.stage_ahead, **most)
         cache_config = sizes.less(cache_config, spec)
     tuning = replace(tuning or CacheTuning(), compute_while_loading=config.compute_while_loading)
     memories = _memories(spec, cache_config, device, tuning)
@@ -186,12 +187,14 @@ def build_engine(
     cache = _cache(spec, cache_config, memories, identity, tuning, layerwise=config.layerwise)
     rows = {kind: _tensor(memories[Tier.DEVICE], kind) for kind in Kind if spec.device_parts(kind)}
     try:
+        spilling = None if sizes is None else _spilling(spec, rows, memories, cache, sizes, model.kernels)
         attached = _attach(cache, config, store)
     except BaseException:
         cache.close()
         raise
-    context = min(longest_request(cache, limits.chunk_tokens), checkpoint.max_context)
-    spilling = None if sizes is None else _spilling(spec, rows, memories, cache, sizes, model.kernels)
+    context, max_alone = (
+        min(longest_request(cache, limits.chunk_tokens, spills=spills), checkpoint.max_context) for spills in (True, False)
+    )  # fmt: skip
     cache.hand_over()  # to whoever will run the engine, on whatever thread
     return Engine(
         Runner(model, DevicePages(model.spec, rows, inside=None if loaded is None else spec, spilling=spilling)),
@@ -199,6 +202,7 @@ def build_engine(
         checkpoint.text,
         limits=limits,
         max_context=context,
+        max_alone=max_alone,
         footprint=footprint(DevicePages(spec, rows)),
         eos_ids=checkpoint.eos_ids,
         store=attached,
@@ -226,7 +230,10 @@ def _spilling(
 ) -> Spilling:  # fmt: skip
     assert cache.row_pages is not None, "a cache whose rows may spill says where they are"
     host = _tensor(memories[Tier.HOST], Kind.PREFIX)
-    return Spilling(spec, rows, host, cache.row_pages, sizes, resolve=kernels.resolve, fetch=kernels.fetch)
+    return Spilling(
+        spec, rows, host, cache.row_pages, sizes, resolve=kernels.resolve, fetch=kernels.fetch, read=kernels.read_spilled,
+        asks_host=lambda: not kernels.spilled_stay_on_device,
+    )  # fmt: skip
 
 
 def _load_draft(config: EngineConfig, model: Decoder, checkpoint: Checkpoint, opened: Checkpoint | None) -> LoadedDraft | None:

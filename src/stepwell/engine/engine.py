@@ -60,6 +60,7 @@ class Engine:
         *,
         limits: Limits | None = None,
         max_context: int,
+        max_alone: int | None = None,
         footprint: Footprint,
         eos_ids: frozenset[int] = frozenset(),
         store: Store | None = None,
@@ -70,6 +71,7 @@ class Engine:
         self.text = text
         self.limits = limits or Limits()
         self.max_context = max_context  # tokens of a prompt and its answer
+        self.max_alone = max_context if max_alone is None else max_alone  # the same without the cache: such requests do not spill
         self.footprint = footprint  # of its device memory
         self.clock = clock or SystemClock()
         self.scheduler = Scheduler(cache, self.limits, self.clock, None if speculation is None else speculation.ahead)
@@ -119,12 +121,14 @@ class Engine:
 
     def submit(self, ask: Ask) -> int:
         """Queues a request and returns its number. Raises ConfigError or BadTokens, and queues nothing."""
-        room = self.max_context - len(ask.tokens)
+        most = self.max_context if ask.use_cache else self.max_alone
+        room = most - len(ask.tokens)
         sampling = ask.sampling
         if room < 1 or (sampling.max_tokens or 0) > room:
             raise ConfigError(
-                f"{len(ask.tokens)} prompt tokens and {sampling.max_tokens or 1} to come exceed the {self.max_context} "
+                f"{len(ask.tokens)} prompt tokens and {sampling.max_tokens or 1} to come exceed the {most} "
                 f"that this server can hold; shorten the prompt or ask for less"
+                + (", or use the cache" if most < self.max_context else "")
             )
         if len(ask.tokens) and not 0 <= min(ask.tokens) <= max(ask.tokens) < self.vocab_size:
             raise BadTokens(f"token ids must be from 0 to {self.vocab_size - 1}")
@@ -192,8 +196,8 @@ class Engine:
 
         Before the first request. Leaves nothing cached.
         """
-        began_s, count = time.monotonic(), max(min(self.max_context // 2, 64), 1)
-        likeliest = Sampling(max_tokens=min(4, self.max_context - count), ignore_eos=True)
+        began_s, count = time.monotonic(), max(min(self.max_alone // 2, 64), 1)
+        likeliest = Sampling(max_tokens=min(4, self.max_alone - count), ignore_eos=True)
         for sampling in (likeliest, replace(likeliest, temperature=1.0, top_k=2, top_p=0.9)):
             self.submit(Ask(tokens=[0] * count, sampling=sampling, use_cache=False))
         while self.num_open:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 
 from stepwell.base.ids import Kind
 from stepwell.cache.facade import Cache
@@ -28,13 +29,14 @@ def footprint(pages: DevicePages) -> Footprint:
     return Footprint(bytes_per_token=Fraction(sizes[Kind.PREFIX], spec.page_tokens), checkpoint_bytes=windows + sizes[Kind.POINT])
 
 
-def longest_request(cache: Cache, chunk_tokens: int) -> int:
-    """The most tokens that one request can have on the device, to the page."""
+def longest_request(cache: Cache, chunk_tokens: int, *, spills: bool = True) -> int:
+    """The most tokens that one request can have on the device, to the page; or one that cannot spill."""
     step = cache.spec.boundary_step
+    could_hold = partial(cache.could_hold, chunk_tokens=chunk_tokens, spills=spills)
     low, high = 0, 1
-    while cache.could_hold(high * step, chunk_tokens=chunk_tokens):
+    while could_hold(high * step):
         low, high = high, high * 2
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if cache.could_hold(middle * step, chunk_tokens=chunk_tokens) else (low, middle)
+        low, high = (middle, high) if could_hold(middle * step) else (low, middle)
     return low * step

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -29,7 +29,7 @@ MOST_RECORDINGS = 64
 
 Shape = tuple[
     int, ...
-]  # requests, and slots for what they leave open; then the length of the page table of each kind of pages, where tables are read
+]  # requests, slots for what they leave open, whether rows of some are on the host; then how long page tables are that are read
 Lengths = Mapping[int | None, int | None]  # of the page table for each window, None where none is read
 
 log = logging.getLogger(__name__)
@@ -79,32 +79,45 @@ class Still(Batch):
         self.pages, self.device, self._dtype, self._first_seen = like.pages, like.device, like.dtype, 0
         self.segments, self.num_singles, self.starts = like.segments, like.num_singles, like.starts
         self.open_groups = like.open_groups
-        self.spilled = like.spilled
         self.tokens_N, self.positions_N, self.wanted = (
             each.clone() for each in (like.tokens_N, like.positions_N, like.wanted)
         )  # fmt: skip
         self.wants_all = like.wants_all
         self._fixed = {window: FixedPaging(like.paging(window), length) for window, length in lengths.items()}
         self._paging = {**self._fixed}
+        self._length = lengths.get(None)
+        self.spilled = None if like.spilled is None else like.spilled.fixed(self._fixed[None], self._length)
+        self._rows_paging: FixedPaging | None = None
+        if like.pages.spilling is not None:
+            self.rows_paging = self._rows_paging = FixedPaging(like.rows_paging, self._length)
         self.points_S, self.fresh_S = like.points_S, like.fresh_S
-        self._prefix_pages = lengths.get(None)
         self._groups: dict[int, StepGroups] = {}
 
     def groups(self, ratio: int, paging: Paging) -> Groups:
         if ratio not in self._groups:
-            assert self._prefix_pages is not None, "a model with groups says that its steps look at all tokens"
-            self._groups[ratio] = StepGroups(self, ratio, self._prefix_pages)
+            assert self._length is not None, "a model with groups says that its steps look at all tokens"
+            self._groups[ratio] = StepGroups(self, ratio, self._length)
         return self._groups[ratio].groups()
 
     @property
     def reads_tables(self) -> bool:
-        return any(paging.reads_tables for paging in self._fixed.values())
+        return self.spilled is not None or any(paging.reads_tables for paging in self._each())
+
+    def _each(self) -> Iterator[FixedPaging]:
+        yield from self._fixed.values()
+        if self._rows_paging is not None:
+            yield self._rows_paging
 
     def load(self, batch: Batch) -> None:
         self.tokens_N.copy_(batch.tokens_N)
         self.positions_N.copy_(batch.positions_N)
         for window, mine in self._fixed.items():
             mine.load(batch.paging(window))
+        if self._rows_paging is not None:
+            self._rows_paging.load(batch.rows_paging)
+        if self.spilled is not None:
+            assert batch.spilled is not None, "a step over rows on the host is played where there are some"
+            self.spilled.load(batch.spilled)
         for groups in self._groups.values():
             groups.load(batch)
         if len(self.points_S):
@@ -113,7 +126,7 @@ class Still(Batch):
 
     def settle(self) -> None:
         """The batch it is like is computed, and no longer needed."""
-        for paging in self._fixed.values():
+        for paging in self._each():
             paging.settle()
 
 
@@ -162,7 +175,8 @@ class Graphs:
 
     def _step(self, batch: Batch, lengths: Lengths) -> torch.Tensor:
         slots = 0 if batch.open_groups is None else batch.open_groups.num_slots
-        shape = (len(batch.segments), slots, *(length for length in lengths.values() if length is not None))
+        spilled = batch.spilled is not None  # then the step looks rows up, and fetches
+        shape = (len(batch.segments), slots, spilled, *(length for length in lengths.values() if length is not None))
         if shape in self._recordings and not batch.arriving:
             return self._recordings[shape].play(batch)
         still = Still(batch, lengths)
@@ -194,6 +208,8 @@ class Graphs:
             return None
         if any(segment.position < segment.picks_from for segment in batch.segments):
             return None  # a single token of a prompt looks at everything, which a step that picks does not
+        if batch.spilled is not None and batch.spilled.asks_host:
+            return None
         if not self._reads_tables:
             return dict.fromkeys(self._windows)
         tables = {window: batch.paging(window).singles for window in self._windows}

@@ -27,8 +27,7 @@ class Runner:
         self.model = model
         self._pages = pages
         self._slots = Slots(OpenGroups(pages, device=model.device))
-        # A recording would repeat where rows were, which changes from step to step.
-        self._steady = bool(model.steady) and model.device.type == "cuda" and pages.spilling is None
+        self._steady = bool(model.steady) and model.device.type == "cuda"
         self._forward = Graphs(model).forward if self._steady else model.forward
 
     @property

@@ -78,7 +78,7 @@ class Arena:
         """
         strides, busy_bytes = self.layout.strides, self.busy_bytes
         if self.row_pages is not None and not may_spill:
-            busy_bytes += self.row_pages.num_in_use() * strides[Kind.ROWS]
+            busy_bytes += self.row_pages.num_in_use * strides[Kind.ROWS]
         return sum(strides[kind] * count for kind, count in need.items()) <= self.layout.size_bytes - busy_bytes
 
     def shortage(self, need: Need) -> dict[Kind, int]:
@@ -130,8 +130,9 @@ class Arena:
         refs, at = self.refs[kind], _at(ids)
         counts = refs[at]
         assert np.count_nonzero(counts) == len(ids), f"retained a free {self.tier.label} {kind.label} page: {ids[counts == 0]}"
-        self._busy[kind] += int(np.count_nonzero(counts == self.kept[kind][at]))
+        begins = counts == self.kept[kind][at]
         refs[at] = counts + 1
+        self._note_use(kind, ids, begins, begins=True)
 
     def release(self, kind: Kind, ids: PageIds) -> PageIds:
         """Takes one reference from each page and frees those without any; returns the freed ones."""
@@ -139,7 +140,7 @@ class Arena:
             return NO_PAGES
         at = _at(ids)
         counts = self._lessened(kind, ids, at)
-        self._busy[kind] -= int(np.count_nonzero(counts == self.kept[kind][at]))
+        self._note_use(kind, ids, counts == self.kept[kind][at], begins=False)
         return self._free(kind, ids, counts)
 
     def keep(self, kind: Kind, ids: PageIds) -> None:
@@ -154,7 +155,7 @@ class Arena:
         """Makes the caller's reference to each page the tree's."""
         kept, at = self.kept[kind], _at(ids)
         kept[at] += 1
-        self._busy[kind] -= int(np.count_nonzero(self.refs[kind][at] == kept[at]))
+        self._note_use(kind, ids, self.refs[kind][at] == kept[at], begins=False)
 
     def drop(self, kind: Kind, ids: PageIds) -> PageIds:
         """Takes the tree's reference from each page and frees those without any; returns the freed ones."""
@@ -163,6 +164,13 @@ class Arena:
         at = _at(ids)
         self.kept[kind][at] -= 1
         return self._free(kind, ids, self._lessened(kind, ids, at))
+
+    def _note_use(self, kind: Kind, ids: PageIds, changed: npt.NDArray[np.bool_], *, begins: bool) -> None:
+        """Pages became busy, or are no longer."""
+        count = int(np.count_nonzero(changed))
+        self._busy[kind] += count if begins else -count
+        if count and self.row_pages is not None and kind is Kind.PREFIX:
+            self.row_pages.on_use(ids[changed], begins=begins)
 
     def _lessened(self, kind: Kind, ids: PageIds, at: _Index) -> _Counts:
         """Takes one reference from each page; returns how many are left of each."""

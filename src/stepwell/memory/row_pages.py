@@ -54,7 +54,11 @@ class RowPages:
         self._renumbered: dict[int, None] = {}
         self._forsaken: list[PageIds] = []
         self._distrusted: set[int] = set()
+        # Counted as it changes, so that nobody looks at all pages: `audit` does, and compares.
         self.num_backed = 0
+        self.num_in_use = 0  # ROWS pages that belong to pages which somebody beside the tree refers to
+        self._idle_backed: set[int] = set()  # backed pages that nobody beside the tree refers to
+        self._backs: dict[int, list[int]] = {}  # by host page: the pages whose rows it alone has
 
     # ---- questions --------------------------------------------------------------------------------
 
@@ -72,8 +76,8 @@ class RowPages:
         return np.asarray(self.host[ids] != ABSENT)
 
     def backed_by(self, host: PageIds) -> PageIds:
-        """The pages whose rows are on these host pages alone. Looks at all pages."""
-        return np.flatnonzero(np.isin(self.host, host[host != ABSENT])).astype(np.int32)
+        """The pages whose rows are on these host pages alone."""
+        return _ids(page for each in host.tolist() for page in self._backs.get(each, ()))
 
     def distrust(self, ids: PageIds) -> None:
         """The host pages that hold the rows of these pages are suspect: while these live, nobody else is to have them."""
@@ -83,16 +87,8 @@ class RowPages:
         return not self._distrusted or self._distrusted.isdisjoint(ids.tolist())
 
     def idle_backed(self) -> PageIds:
-        """The pages whose rows are on the host alone and that only the tree refers to. Looks at all pages."""
-        arena = self._arena
-        alone = (arena.refs[Kind.PREFIX] == 1) & (arena.kept[Kind.PREFIX] == 1)
-        return np.flatnonzero(alone & (self.host != ABSENT)).astype(np.int32)
-
-    def num_in_use(self) -> int:
-        """How many ROWS pages belong to pages that somebody beside the tree refers to. Looks at all pages."""
-        arena = self._arena
-        busy = arena.refs[Kind.PREFIX] > arena.kept[Kind.PREFIX]
-        return int(np.count_nonzero(busy & (self.rows != ABSENT)))
+        """The pages whose rows are on the host alone and that only the tree refers to."""
+        return _ids(self._idle_backed)
 
     # ---- orders -----------------------------------------------------------------------------------
 
@@ -101,13 +97,13 @@ class RowPages:
         self._place(ids, ordinals)
         self.rows[ids] = rows
         self._page_of[rows] = ids
+        self.num_in_use += int(np.count_nonzero(self._busy(ids)))
         self._arena.hand_over(Kind.ROWS, rows)
 
     def back(self, ids: PageIds, host: PageIds, ordinals: npt.ArrayLike) -> None:
         """These pages never had rows here: they are on the host. Takes over one reference to each host page."""
         self._place(ids, ordinals)
-        self.host[ids] = host
-        self.num_backed += len(ids)
+        self._note_backed(ids, host)
 
     def _place(self, ids: PageIds, ordinals: npt.ArrayLike) -> None:
         taken = self.placed(ids)
@@ -121,10 +117,23 @@ class RowPages:
         """Gives up the rows of bound pages; takes over one reference to each host page that has them too."""
         rows = self.rows[ids]
         assert (rows != ABSENT).all(), f"pages {ids[rows == ABSENT]} have no rows to give up"
-        self.rows[ids], self.host[ids] = ABSENT, host
-        self.num_backed += len(ids)
+        self.rows[ids] = ABSENT
+        self.num_in_use -= int(np.count_nonzero(self._busy(ids)))
+        self._note_backed(ids, host)
         self._changed |= dict.fromkeys(ids.tolist())
         self._unbind(rows)
+
+    def _note_backed(self, ids: PageIds, host: PageIds) -> None:
+        self.host[ids] = host
+        self.num_backed += len(ids)
+        self._idle_backed.update(ids[~self._busy(ids)].tolist())
+        for page, below in zip(ids.tolist(), host.tolist(), strict=True):
+            self._backs.setdefault(below, []).append(page)
+
+    def _busy(self, ids: PageIds) -> npt.NDArray[np.bool_]:
+        """Which of these pages somebody beside the tree refers to."""
+        arena = self._arena
+        return np.asarray(arena.refs[Kind.PREFIX][ids] > arena.kept[Kind.PREFIX][ids])
 
     def lend(self, rows: PageIds) -> Numbers:
         """These ROWS pages, which are nobody's rows and stay referenced by the caller, become hot; returns their numbers."""
@@ -144,8 +153,16 @@ class RowPages:
             heappush(self._free_numbers, number)
         self._renumbered |= dict.fromkeys(numbers.tolist())
 
+    def on_use(self, ids: PageIds, *, begins: bool) -> None:
+        """Somebody beside the tree refers to PREFIX pages, and nobody did before; or the other way round. Called by the arena."""
+        bound = int(np.count_nonzero(self.rows[ids] != ABSENT))
+        self.num_in_use += bound if begins else -bound
+        if self.num_backed and bound < len(ids):
+            backed = ids[self.host[ids] != ABSENT].tolist()
+            (self._idle_backed.difference_update if begins else self._idle_backed.update)(backed)
+
     def on_free(self, ids: PageIds) -> None:
-        """PREFIX pages are free: so are their rows. Called by the arena."""
+        """PREFIX pages are free: so are their rows. Called by the arena, once nobody uses them."""
         rows, host = self.rows[ids], self.host[ids]
         self.rows[ids] = self.host[ids] = self._ordinal[ids] = ABSENT
         for page in ids.tolist():
@@ -156,6 +173,11 @@ class RowPages:
         if len(backing):
             self.num_backed -= len(backing)
             self._forsaken.append(backing)
+            for page, below in zip(ids[host != ABSENT].tolist(), backing.tolist(), strict=True):
+                self._idle_backed.discard(page)
+                self._backs[below].remove(page)
+                if not self._backs[below]:
+                    del self._backs[below]
         self._unbind(rows[rows != ABSENT])
 
     def forsaken_host(self) -> PageIds:
@@ -200,6 +222,7 @@ class RowPages:
         stray = np.flatnonzero((state == FREE) & (bound | backed))
         assert not len(stray), f"free pages {stray[:8]} still have rows"
         assert self.num_backed == np.count_nonzero(backed), f"{self.num_backed=}, but {np.count_nonzero(backed)} are"
+        self._audit_counts(bound, backed)
         ids, rows = np.flatnonzero(bound), self.rows[bound]
         assert (self._page_of[rows] == ids).all(), "a ROWS page is bound to two pages"
         assert np.count_nonzero(self._page_of != ABSENT) == len(ids), "a ROWS page is bound to a page that does not know it"
@@ -210,6 +233,16 @@ class RowPages:
         assert len(np.unique(hot)) == len(hot) and (self._page_of[hot] == ABSENT).all(), "a hot page is hot twice, or bound"
         numbers = sorted([*self.hot, *self._free_numbers])
         assert numbers == list(range(len(numbers))), f"numbers of hot pages do not add up: {numbers[:16]}"
+
+    def _audit_counts(self, bound: npt.NDArray[np.bool_], backed: npt.NDArray[np.bool_]) -> None:
+        busy = self._busy(np.arange(len(self.rows), dtype=np.int32))
+        in_use = np.count_nonzero(busy & bound)
+        assert self.num_in_use == in_use, f"{self.num_in_use=}, but {in_use} are"
+        idle = np.flatnonzero(backed & ~busy).tolist()
+        assert sorted(self._idle_backed) == idle, f"idle pages on the host: {sorted(self._idle_backed)[:8]}, but {idle[:8]} are"
+        pairs = sorted((page, below) for below, pages in self._backs.items() for page in pages)
+        known = [(page, int(self.host[page])) for page in np.flatnonzero(backed).tolist()]
+        assert pairs == known, f"host pages back {pairs[:8]}, but {known[:8]} are backed"
 
 
 def _ids(pages: Iterable[int]) -> PageIds:

@@ -14,17 +14,29 @@ R rows of a page, E what a row is stored as, N hot pages by number, S hot slots 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
+from stepwell.base.errors import ConfigError
 from stepwell.base.spec.spill import HEADER_FIELDS
 from stepwell.memory.row_pages import ABSENT, Changes
 from stepwell.sparse.counts import Counts
 
 ORDINAL, ROWS, HOST = range(len(HEADER_FIELDS))  # what a header holds
 MOST_ROWS = 2**31 - 1  # row numbers are int32
+
+
+def check_pages(page_rows: int, **pages: int) -> None:
+    """Raises ConfigError where rows of the device's, the host's or the hot pages are too many to be numbered."""
+    settings = {"device": "device_memory", "host": "host_memory", "hot": "hot_rows or max_running"}
+    for name, count in pages.items():
+        if count * page_rows > MOST_ROWS:
+            raise ConfigError(
+                f"rows that spill are numbered in 32 bits: {count:,} {name} pages of {page_rows} rows are too many, "
+                f"{MOST_ROWS // page_rows:,} are not; lower {settings[name]}"
+            )
 
 
 class Where(NamedTuple):
@@ -47,13 +59,12 @@ class Places:
         numbers: int,
         requests: int,
     ) -> None:
-        """For up to `numbers` hot pages at a time, and `requests` in a batch."""
+        """For up to `numbers` hot pages at a time, and `requests` in a batch. Raises ConfigError for too many."""
         page_rows = rows_PLRE.shape[2]
         assert rows_PLRE.shape[1:] == host_PLRE.shape[1:], f"{rows_PLRE.shape=} {host_PLRE.shape=}"
         assert slot_PGR.shape[2] == page_rows and header_P3.shape[1] == 3, f"{slot_PGR.shape=} {header_P3.shape=}"
         assert slot_PGR.dtype == header_P3.dtype == torch.int32 and slot_PGR.stride(2) == header_P3.stride(1) == 1
-        most = max(len(rows_PLRE), len(host_PLRE), len(slot_PGR), numbers)
-        assert most * page_rows <= MOST_ROWS, f"{most} pages of {page_rows} rows are too many for 32 bits"
+        check_pages(page_rows, device=max(len(rows_PLRE), len(slot_PGR)), host=len(host_PLRE), hot=numbers)
         self.rows_PLRE, self.host_PLRE, self.slot_PGR, self.header_P3 = rows_PLRE, host_PLRE, slot_PGR, header_P3
         self.page_rows, self.groups, self.slots = page_rows, slot_PGR.shape[1], numbers * page_rows
         device = slot_PGR.device
@@ -78,7 +89,8 @@ class Places:
         parts = (changes.new, changes.pages, changes.header_N3.reshape(-1), changes.numbers, changes.hot_pages)
         if not sum(map(len, parts)):
             return
-        packed = torch.from_numpy(np.concatenate(parts, dtype=np.int32)).to(self.device, non_blocking=True)
+        packed = torch.from_numpy(np.concatenate(parts, dtype=np.int32))
+        packed = (packed.pin_memory() if self.device.type == "cuda" else packed).to(self.device, non_blocking=True)
         new, pages, headers, numbers, hot_pages = packed.split([len(part) for part in parts])
         if len(new):
             self.slot_PGR.index_fill_(0, new.long(), ABSENT)
@@ -119,3 +131,9 @@ class Places:
     def _some(self, stored_PRE: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
         at = number.clamp_min(0).to(stored_PRE.device)
         return stored_PRE[at // self.page_rows, at % self.page_rows].to(self.device)
+
+
+class Read(Protocol):
+    """As `Places.read`."""
+
+    def __call__(self, places: Places, layer: int, page: torch.Tensor, row: torch.Tensor, group: int, /) -> torch.Tensor: ...

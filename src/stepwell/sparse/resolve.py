@@ -20,6 +20,7 @@ from typing import Protocol
 
 import torch
 
+from stepwell.base.errors import ConfigError
 from stepwell.memory.row_pages import ABSENT
 from stepwell.sparse.counts import FETCHED, HITS, READ_THROUGH, RESIDENT
 from stepwell.sparse.places import HOST, ORDINAL, ROWS, Places
@@ -67,7 +68,12 @@ class Plan:
     """What to copy: row numbers of host pages and of hot pages. Made once, for the largest pass; of one group at a time."""
 
     def __init__(self, entries: int, device: torch.device) -> None:
-        assert entries <= MOST_ENTRIES, f"{entries} references in a pass"
+        """Raises ConfigError for more entries than can be claimed."""
+        if entries > MOST_ENTRIES:
+            raise ConfigError(
+                f"{entries:,} rows may be selected in one pass, {MOST_ENTRIES:,} are the most: lower max_running, of which each "
+                f"selects its share"
+            )
         self.source_M, self.target_M, self.claim_M, self.winner_M = (
             torch.empty(entries, dtype=torch.int32, device=device) for _ in range(4)
         )  # the last two are between claim and assign only
@@ -82,8 +88,21 @@ class Resolve(Protocol):
     def __call__(self, places: Places, group: int, wanted: Wanted, plan: Plan) -> None: ...
 
 
+class Sides(Protocol):
+    """What rows are copied between: pages of the host, and of the device. `Places` has both."""
+
+    @property
+    def host_PLRE(self) -> torch.Tensor: ...
+    @property
+    def rows_PLRE(self) -> torch.Tensor: ...
+    @property
+    def page_rows(self) -> int: ...
+    @property
+    def device(self) -> torch.device: ...
+
+
 class Fetch(Protocol):
-    def __call__(self, places: Places, layer: int, plan: Plan) -> None: ...
+    def __call__(self, places: Sides, layer: int, plan: Plan) -> None: ...
 
 
 def resolve(places: Places, group: int, wanted: Wanted, plan: Plan) -> None:
@@ -95,7 +114,7 @@ def resolve(places: Places, group: int, wanted: Wanted, plan: Plan) -> None:
         _assign(places, group, wanted, plan, request, key_E[owner_E == request])
 
 
-def fetch(places: Places, layer: int, plan: Plan) -> None:
+def fetch(places: Sides, layer: int, plan: Plan) -> None:
     """Copies the rows of a plan, in one layer."""
     count, size = int(plan.count_1), places.page_rows
     source, target = plan.source_M[:count].long().to(places.host_PLRE.device), plan.target_M[:count].long()

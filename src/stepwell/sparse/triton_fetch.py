@@ -15,24 +15,27 @@ import torch
 import triton
 import triton.language as tl
 
-from stepwell.sparse.places import Places
-from stepwell.sparse.resolve import Plan
+from stepwell.sparse.resolve import Plan, Sides
 
 PROGRAMS, WARPS, UNITS = 64, 4, 512  # programs, warps of each, and units that a program has on the way
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
-def fetch(places: Places, layer: int, plan: Plan, *, programs: int = PROGRAMS, warps: int = WARPS, units: int = UNITS) -> None:
+def fetch(places: Sides, layer: int, plan: Plan, *, programs: int = PROGRAMS, warps: int = WARPS, units: int = UNITS) -> None:
     """As `resolve.fetch`, on the current stream."""
-    host_PRE, rows_PRE = places.host_PLRE[:, layer], places.rows_PLRE[:, layer]
-    shared = _shared_bytes(host_PRE, rows_PRE)
-    word, unit = gcd(shared, 8), 2 if shared % 16 == 0 else 1
-    source_PRW, target_PRW = host_PRE.view(_WORDS[word]), rows_PRE.view(_WORDS[word])
+    (source_PRW, target_PRW), unit = words_of(places.host_PLRE[:, layer], places.rows_PLRE[:, layer])
     _fetch_kernel[(programs,)](
         source_PRW, target_PRW, plan.source_M, plan.target_M, plan.count_1,
         source_PRW.stride(0) // unit, source_PRW.stride(1) // unit, target_PRW.stride(0) // unit, target_PRW.stride(1) // unit,
         SIZE=places.page_rows, ROW=source_PRW.shape[2] // unit, UNIT=unit, BLOCK=units, num_warps=warps,
     )  # fmt: skip
+
+
+def words_of(*views_PRE: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], int]:
+    """Rows as the widest words that all of them begin at, and how many words are read at a time."""
+    shared = _shared_bytes(*views_PRE)
+    word = gcd(shared, 8)
+    return tuple(view.view(_WORDS[word]) for view in views_PRE), 2 if shared % 16 == 0 else 1
 
 
 def _shared_bytes(*views_PRE: torch.Tensor) -> int:

@@ -7,7 +7,8 @@ from random import Random
 import pytest
 import torch
 
-from stepwell.engine.passes.rows import PLAIN, Plain, Powers, RowFormat, Rows, Tiled
+from stepwell.engine.passes.rows import PLAIN, LayerPlaces, Plain, Powers, RowFormat, Rows, Tiled
+from stepwell.sparse.places import Places
 
 pytest.importorskip("triton")
 from stepwell.engine.ops.triton_rows import gather_rows, views_of, write_rows
@@ -85,6 +86,66 @@ def test_gathered_rows_are_those_of_plain_torch(kept: RowFormat, every: bool) ->
         made = gather_rows(rows, table_SP, position_SK)
         expected = rows.some(table_SP.gather(1, position_SK // PAGE), position_SK % PAGE)
     assert torch.equal(made, expected)
+
+
+def scattered(rows: Rows, seed: int) -> Rows:
+    """The same rows under prefix pages: a third in pages of their own, the others on the host, of which some in hot slots too.
+
+    What is nobody's on the device holds no numbers.
+    """
+    random, (pages, size, width), stored = Random(seed), rows.stored_PRE.shape, rows.stored_PRE
+    device = torch.full((2 * pages, 3, size, width), 255, dtype=torch.uint8, device=DEVICE).to(stored.dtype)
+    device = device if stored.dtype == torch.uint8 else device.fill_(torch.nan)
+    host = torch.stack([stored] * 3, 1).cpu()
+    host = host.pin_memory() if DEVICE == "cuda" else host
+    hint_PGR = torch.randint(-(2**31), 2**31 - 1, (pages, 2, size), dtype=torch.int32, device=DEVICE)
+    found = Places(
+        rows_PLRE=device, host_PLRE=host, slot_PGR=hint_PGR, numbers=3, requests=1,
+        header_P3=torch.full((pages, 3), -1, dtype=torch.int32, device=DEVICE),
+    )  # fmt: skip
+    own = random.sample(range(2 * pages), pages + 3)
+    found.hot_N.copy_(torch.tensor(own[pages:]))
+    for page in range(pages):
+        if page % 3 == 0:
+            found.header_P3[page, 1], device[own[page], 1] = own[page], stored[page]
+        else:
+            found.header_P3[page, 2], host[page, 1], host[page, ::2] = page, stored[page].cpu(), 0
+    for slot, number in enumerate(random.sample([at for at in range(pages * size) if at // size % 3], 3 * size)):
+        hint_PGR[number // size, 1, number % size] = slot
+        if slot % 4:  # else the slot is another's by now
+            found.key_GS[1, slot], device[own[pages + slot // size], 1, slot % size] = (
+                number,
+                stored[number // size, number % size],
+            )
+    return Rows(device[:, 1], rows.format, rows.dtype, LayerPlaces(found, 1, 1))
+
+
+@pytest.mark.parametrize("every", [False, True])
+@pytest.mark.parametrize("kept", [PLAIN, *FORMATS], ids=str)
+def test_rows_are_gathered_from_wherever_they_are(kept: RowFormat, every: bool) -> None:
+    """The same as from pages that hold all of them, and as plain torch looks them up."""
+    channels = 576 if isinstance(kept, Plain) else kept.width + kept.exact
+    rows, random = arena(kept, channels), Random(3)
+    at_N = torch.arange(9 * PAGE, device=DEVICE)
+    rows.write(at_N // PAGE, at_N % PAGE, some_rows(9 * PAGE, channels, 4))
+    spread = scattered(rows, 5)
+    table_SP = torch.tensor([random.sample(range(9), 5) for _ in range(3)], device=DEVICE)
+    position_SK = torch.tensor([[random.randrange(5 * PAGE) for _ in range(11)] for _ in range(3)], device=DEVICE)
+    given = (table_SP,) if every else (table_SP, position_SK)
+    expected = gather_rows(rows, *given)
+    assert torch.equal(gather_rows(spread, *given), expected) and not expected.isnan().any()
+    plain = spread.whole(table_SP).flatten(1, 2)
+    plain = plain if every else plain.gather(1, position_SK[..., None].expand(-1, -1, plain.shape[2]))
+    assert torch.equal(plain, expected)
+
+
+def test_a_row_that_is_nowhere_is_gathered_as_no_number() -> None:
+    for kept in (PLAIN, LATENT):
+        spread = scattered(arena(kept, 576), 1)
+        assert spread.places is not None
+        spread.places.places.header_P3[:, 1:] = -1
+        spread.places.places.key_GS.fill_(-1)
+        assert gather_rows(spread, torch.tensor([[0, 1]], device=DEVICE)).isnan().all()
 
 
 def test_rows_that_begin_anywhere_are_left_to_plain_torch() -> None:

@@ -159,9 +159,11 @@ class Shadow:
         self.headers: dict[int, tuple[int, int, int]] = {}  # as told
         self.hot: dict[int, int] = {}
         self.told_hot: dict[int, int] = {}
+        self.use: dict[int, str] = {}  # "own" for who holds it alone, "tree" for idle ones, "both"
 
     def free(self, page: int) -> int | None:
         self.rows.pop(page, None)
+        self.use.pop(page, None)
         self.new.discard(page)
         return self.host.pop(page, None)
 
@@ -176,6 +178,32 @@ class Shadow:
             assert self.headers[page] == wanted, page
         assert {number: page for number, page in self.told_hot.items() if page != ABSENT} == self.hot
 
+    def check_counts(self, pages: RowPages) -> None:
+        """As a look at all pages would find them."""
+        use = self.use
+        assert pages.num_in_use == sum(use.get(page, "own") != "tree" for page in self.rows)
+        assert pages.idle_backed().tolist() == sorted(page for page in self.host if use.get(page) == "tree")
+        asked = [*self.host.values()][::2]
+        assert pages.backed_by(ids(ABSENT, *asked)).tolist() == sorted(p for p, host in self.host.items() if host in asked)
+
+
+def change_use(arena: Arena, page: int, use: str) -> str:
+    """A page goes to the tree, or is used again."""
+    if use == "own":
+        arena.hand_over(Kind.PREFIX, ids(page))
+    elif use == "both":
+        arena.release(Kind.PREFIX, ids(page))
+    else:
+        arena.retain(Kind.PREFIX, ids(page))
+    return "both" if use == "tree" else "tree"
+
+
+def let_go(arena: Arena, page: int, use: str) -> None:
+    if use != "own":
+        arena.drop(Kind.PREFIX, ids(page))
+    if use != "tree":
+        arena.release(Kind.PREFIX, ids(page))
+
 
 @pytest.mark.parametrize("seed", range(30))
 def test_a_random_life_agrees_with_dictionaries(seed: int) -> None:
@@ -185,7 +213,7 @@ def test_a_random_life_agrees_with_dictionaries(seed: int) -> None:
     for _ in range(200):
         live = [*shadow.rows, *shadow.host]
         some = ids(*rng.sample(live, min(len(live), rng.randint(1, 5))))
-        verb = rng.choice(("bind", "bind", "back", "shed", "free", "lend", "take_back", "drain"))
+        verb = rng.choice(("bind", "bind", "back", "shed", "free", "lend", "take_back", "drain", "use", "use"))
         count = rng.randint(1, 4)
         if verb == "bind" and arena.fits({Kind.PREFIX: count, Kind.ROWS: count}):
             first = rng.randrange(50)
@@ -208,8 +236,12 @@ def test_a_random_life_agrees_with_dictionaries(seed: int) -> None:
                 del shadow.rows[page]
                 shadow.host[page] = hosts
                 hosts += 1
+        elif verb == "use":
+            for page in some.tolist():
+                shadow.use[page] = change_use(arena, page, shadow.use.get(page, "own"))
         elif verb == "free":
-            arena.release(Kind.PREFIX, some)
+            for page in some.tolist():
+                let_go(arena, page, shadow.use.get(page, "own"))
             gone = [host for page in some.tolist() if (host := shadow.free(page)) is not None]
             assert sorted(pages.forsaken_host().tolist()) == sorted(gone)
         elif verb == "lend" and arena.fits({Kind.ROWS: count}):
@@ -225,6 +257,7 @@ def test_a_random_life_agrees_with_dictionaries(seed: int) -> None:
         arena.audit()
         assert {page: int(pages.rows[page]) for page in np.flatnonzero(pages.rows != ABSENT).tolist()} == shadow.rows
         assert {page: int(pages.host[page]) for page in np.flatnonzero(pages.host != ABSENT).tolist()} == shadow.host
+        shadow.check_counts(pages)
         assert pages.hot == shadow.hot
         assert arena.used_pages(Kind.ROWS) == len(shadow.rows) + len(shadow.hot)
     shadow.tell(pages.drain())

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from stepwell.memory.row_pages import ABSENT, Changes
-from stepwell.sparse.places import Places
+from stepwell.sparse.places import Places, Read
 from stepwell.sparse.resolve import Fetch, Plan, Resolve, Wanted
 
 POISON = 0xEE
@@ -74,10 +74,10 @@ class Slots:
 class Scene:
     def __init__(
         self, seed: int, *, resolve: Resolve, fetch: Fetch, device: str = "cpu", pages: int = 40, hosts: int = 60,
-        row_bytes: int = 24,
+        row_bytes: int = 24, read: Read = Places.read,
     ) -> None:  # fmt: skip
         self.random, self.device = Random(seed), device
-        self.resolve, self.fetch = resolve, fetch
+        self.resolve, self.fetch, self.read = resolve, fetch, read
         host = torch.full((hosts, LAYERS, R, row_bytes), POISON, dtype=torch.uint8)
         self.host = host.pin_memory() if device == "cuda" else host
         rows = torch.full((pages, LAYERS, R, row_bytes), POISON, dtype=torch.uint8, device=device)
@@ -240,7 +240,7 @@ class Scene:
         rows = sorted({row for each in asked for row in each})
         if rows:
             number = self.tensor(rows)
-            found = self.places.read(layer, number // R, number % R, group).cpu()
+            found = self.read(self.places, layer, number // R, number % R, group).cpu()
             right = torch.stack([self.truth(row // R)[layer, row % R] for row in rows])
             assert torch.equal(found, right), [row for row, a, b in zip(rows, found, right, strict=True) if not torch.equal(a, b)]
 

@@ -7,10 +7,11 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
+from stepwell.base.errors import ConfigError  # noqa: E402
 from stepwell.memory.row_pages import ABSENT, Changes  # noqa: E402
 from stepwell.sparse import resolve as plain  # noqa: E402
 from stepwell.sparse.counts import Counts, Found  # noqa: E402
-from stepwell.sparse.places import Places  # noqa: E402
+from stepwell.sparse.places import Places, check_pages  # noqa: E402
 from stepwell.sparse.replacement import EMPTY, IN_USE, LAST, age_bins, score_bins  # noqa: E402
 from stepwell.sparse.resolve import Plan, Wanted  # noqa: E402
 from unit.sparse.scene import R  # noqa: E402
@@ -97,13 +98,23 @@ def test_reading_a_page_whose_rows_are_nowhere_fails(places: Places) -> None:
     assert int(resolve(places, R + 1).count_1) == 0
 
 
-def test_more_rows_than_32_bits_can_number_are_refused() -> None:
+@pytest.mark.parametrize(("device", "host", "setting"), [(2**30, 1, "device_memory"), (1, 2**30, "host_memory")])
+def test_more_rows_than_32_bits_can_number_are_refused(device: int, host: int, setting: str) -> None:
     many = torch.empty(1, dtype=torch.uint8).expand(2**30, 1, R, 1)
-    with pytest.raises(AssertionError, match="too many"):
+    with pytest.raises(ConfigError, match=f"too many.*lower {setting}"):
         Places(
-            rows_PLRE=many, host_PLRE=many[:1], slot_PGR=torch.zeros(1, 1, R, dtype=torch.int32), numbers=1, requests=1,
-            header_P3=torch.zeros(1, 3, dtype=torch.int32),
+            rows_PLRE=many[:device], host_PLRE=many[:host], slot_PGR=torch.zeros(1, 1, R, dtype=torch.int32), numbers=1,
+            requests=1, header_P3=torch.zeros(1, 3, dtype=torch.int32),
         )  # fmt: skip
+
+
+def test_more_hot_rows_or_references_than_can_be_numbered_are_refused() -> None:
+    with pytest.raises(ConfigError, match="lower hot_rows or max_running"):
+        check_pages(64, device=1, host=1, hot=2**25)
+    check_pages(64, device=2**25 - 1, host=2**25 - 1, hot=2**25 - 1)
+    with pytest.raises(ConfigError, match="lower max_running"):
+        Plan(2**30 + 1, torch.device("meta"))
+    assert Plan(2**30, torch.device("meta")).entries == 2**30
 
 
 def test_counts_are_summed_over_requests_and_bytes_over_groups() -> None:

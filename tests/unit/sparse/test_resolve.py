@@ -45,7 +45,25 @@ def test_every_row_is_right_and_slots_go_to_whom_the_rules_say(seed: int, count:
 @pytest.mark.parametrize(("count", "hot"), SIZES, ids=NAMES)
 def test_kernels_do_the_same(count: int, hot: int) -> None:
     resolve, fetch = interpreted()
-    live(Scene(100 + count, resolve=resolve, fetch=fetch), count=count, hot=hot, passes=6, most_rows=2)
+    from stepwell.sparse.triton_read import read
+
+    row_bytes = {7: 20, 3: 48}.get(count, 24)  # words of four bytes, of eight, and two at a time
+    scene = Scene(100 + count, resolve=resolve, fetch=fetch, read=read, row_bytes=row_bytes)
+    live(scene, count=count, hot=hot, passes=6, most_rows=2)
+
+
+def test_reading_where_nothing_is_gives_no_number() -> None:
+    interpreted()
+    from stepwell.sparse.triton_read import read
+
+    places, _ = small(pages=6, hot=2)
+    places.header_P3[3, 1:] = ABSENT
+    places.slot_PGR[3] = torch.tensor([0, 7, 10**9, -(2**31)], dtype=torch.int32)  # slots that are another's, and none
+    row = torch.arange(R, dtype=torch.int32)
+    assert (read(places, 0, torch.full_like(row, 3), row, 0) == 0xFF).all()
+    page = torch.tensor([[0, 1], [2, 5]])
+    assert torch.equal(read(places, 0, page, page % R, 0), places.read(0, page, page % R, 0))
+    assert read(places, 0, page[:0], page[:0], 0).shape == (0, 2, 48)
 
 
 @pytest.mark.parametrize("scored", [False, True], ids=["by age", "by score"])

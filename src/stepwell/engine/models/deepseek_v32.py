@@ -54,7 +54,7 @@ class SparseAttention:
         rows, attend = batch.rows(latent.state, latent.layer, latent.kept), latent.kernels.attend_selected
         rank, scale = latent.sizes.rank, latent.scale
         if spilled is None:
-            return attend(query_NHC, rows, batch.paging(None), selection, rank=rank, scale=scale)
+            return attend(query_NHC, rows, batch.paging_of(latent.state), selection, rank=rank, scale=scale)
         spilled.fetch(latent.layer)
         return attend_spilled(attend, query_NHC, rows, spilled, selection, rank=rank, scale=scale)
 

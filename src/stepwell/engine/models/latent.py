@@ -163,7 +163,7 @@ class LatentAttention:
 
     def keep(self, asked: Asked, batch: Batch) -> None:
         """Puts every token's row where it belongs."""
-        paging = batch.paging(None)
+        paging = batch.paging_of(self.state)
         rows = batch.rows(self.state, self.layer, self.kept)
         self.kernels.write_rows(rows, paging.page_N, paging.row_N, asked.row_NC)
 

@@ -84,9 +84,13 @@ class FlashInferLatent:
         self, layer: Heads, paging: Paging, part: Singles | Run, position_XK: torch.Tensor, query_NHC: torch.Tensor, rows: Rows,
         out_NHR: torch.Tensor,
     ) -> None:  # fmt: skip
-        """Of singles the picked rows are copied. Of a run all rows are, and each query has the numbers of its own."""
-        singles = isinstance(part, Singles)
-        copy_SKC = gather_rows(rows, _table(part), position_XK if singles else None)
+        """Of singles the picked rows are copied. Of a run all rows are, and each query has the numbers of its own; unless some
+        may be on the host alone, where all but the picked ones would be read for nothing.
+        """
+        table_SP, singles = _table(part), isinstance(part, Singles) or rows.places is not None
+        if singles:
+            table_SP = table_SP.expand(len(position_XK), -1)
+        copy_SKC = gather_rows(rows, table_SP, position_XK if singles else None)
         for span, plan in self._plans_of(layer, paging, part, Each(position_XK.shape[1])):
             mine = position_XK[span.start - part.start : span.stop - part.start]
             numbers = None if singles else mine.to(torch.int32).flatten()

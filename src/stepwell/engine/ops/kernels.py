@@ -8,7 +8,8 @@
     index          ops/selection.py       Triton: scores and the best of them, the latter with FlashInfer's top-k
     entries        ops/compression.py     Triton: windows, entries and sinks in one
     rows           passes/rows.py         Triton: encoding in eight bits
-    hot rows       sparse/resolve.py      Triton: slots for selected rows that are on the host alone, and their copies
+    hot rows       sparse/resolve.py      Triton: slots for selected rows that are on the host alone, their copies,
+                   sparse/places.py       and reading rows wherever they are
     pointwise      ops/pointwise.py       Triton: rotation and rows, gates, sums and norms
     experts        ops/experts.py         Triton, or torch's grouped product
     recurrence     ops/recurrent.py       Triton; runs of delta nets by flash-linear-attention
@@ -42,6 +43,7 @@ from stepwell.engine.ops.selection import AttendSelected, Best, Select, attend_s
 from stepwell.engine.ops.to_host import ToHost, to_host
 from stepwell.engine.passes.paging import Paging
 from stepwell.engine.passes.rows import Rows
+from stepwell.sparse.places import Places, Read
 from stepwell.sparse.resolve import Fetch, Resolve, fetch, resolve
 
 KERNELS = ("auto", "torch", "flashinfer")
@@ -110,6 +112,7 @@ class Kernels:
     select: Select = select
     resolve: Resolve = resolve
     fetch: Fetch = fetch
+    read_spilled: Read = Places.read
     best: Best = best
     write_rows: WriteRows = Rows.write
     write_keys_values: WriteKeysValues = pointwise.write_keys_values
@@ -127,6 +130,11 @@ class Kernels:
     def experts_stay_on_device(self) -> bool:
         """Whether a step with experts can be recorded: plain torch asks the device how many tokens each expert has."""
         return self.experts is not run_experts
+
+    @property
+    def spilled_stay_on_device(self) -> bool:
+        """Whether a step over rows on the host can be recorded: plain torch asks the device which rows are where."""
+        return self.read_spilled is not Places.read and "hot rows" not in self.report.failed
 
 
 TORCH = Kernels()
@@ -177,6 +185,7 @@ def _triton(report: Report) -> dict[str, Any]:
     from stepwell.engine.ops.triton_shared import TritonShared
     from stepwell.engine.ops.triton_to_host import TritonToHost
     from stepwell.sparse.triton_fetch import fetch as fast_fetch
+    from stepwell.sparse.triton_read import read as fast_read
     from stepwell.sparse.triton_resolve import resolve as fast_resolve
 
     report.chosen |= dict.fromkeys(("index", "entries", "rows", "hot rows", "pointwise", "experts", "tokens"), "triton")
@@ -191,6 +200,7 @@ def _triton(report: Report) -> dict[str, Any]:
         "write_rows": Guarded("rows", write_rows, Rows.write, report),
         "resolve": Guarded("hot rows", fast_resolve, resolve, report),
         "fetch": Guarded("hot rows", fast_fetch, fetch, report),
+        "read_spilled": Guarded("hot rows", fast_read, Places.read, report),
     }
 
 

@@ -10,7 +10,7 @@ B singles, P pages, T tokens of context.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 
@@ -111,9 +111,31 @@ class Batch:
         """Groups of one ratio. `paging` is that of the windows that the same layers look at."""
         return Groups.of(self, ratio, paging)
 
+    def paging_of(self, state: str) -> Paging:
+        """Prefix pages for a state: ROWS pages for one whose rows may spill, if all that the pass reads of it are on the device.
+
+        Otherwise only what is written is named by ROWS pages, and what is read is looked up.
+        """
+        spilling = self.pages.spilling
+        return self.paging(None) if spilling is None or state != spilling.state else self.rows_paging
+
+    @cached_property
+    def rows_paging(self) -> Paging:
+        spilling, whole = self.pages.spilling, self.paging(None)
+        assert spilling is not None, "rows of this model do not spill"
+        pages, rows = self._slots(self.spec.page_tokens, None)
+        looks = whole.looks
+        if self.spilled is None:
+            looks = [replace(look, pages=spilling.rows_of(look.pages)) for look in looks]
+        page_N, row_N = self.numbers(spilling.rows_of(pages.astype(np.int32)), rows)
+        return Paging(
+            looks, whole.sight, page_N=page_N, row_N=row_N, num_singles=self.num_singles,
+            together=lambda: self._together([(look.first, look.pages) for look in looks]),
+        )  # fmt: skip
+
     def rows(self, state: str, layer: int, kept: RowFormat = PLAIN) -> Rows:
         """One layer of a state, to read and write in what the model computes in."""
-        return self.pages.rows(state, layer, kept, self._dtype)
+        return self.pages.rows(state, layer, kept, self._dtype, spilled=self.spilled is not None)
 
     @cached_property
     def spilled(self) -> Spilled | None:
@@ -133,9 +155,6 @@ class Batch:
             self.pages.clear(Kind.PREFIX, prefix)
         if self.pages.spilling is not None:
             self.pages.spilling.begin()
-            size = spec.page_tokens
-            for s in self.segments:  # a page without rows would be written to where another's are
-                self.pages.spilling.rows_of(s.prefix_pages[s.position // size : -(-s.end // size)].tolist())
         if spec.parts(Kind.WINDOW):
             size = spec.window_page_tokens
             windows = [page for s in self.segments for page in _begun(s.window_pages, s, size, s.first_window, False)]

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from stepwell.base.errors import ConfigError
@@ -85,9 +86,9 @@ class DevicePages:
         self.wait_for_state(name)
         return self._bytes[name]
 
-    def rows(self, name: str, layer: int, kept: RowFormat, dtype: torch.dtype) -> Rows:
-        """One layer of a state, to compute with in `dtype`."""
-        places = None if self.spilling is None else self.spilling.of_layer(name, layer)
+    def rows(self, name: str, layer: int, kept: RowFormat, dtype: torch.dtype, *, spilled: bool = False) -> Rows:
+        """One layer of a state, to compute with in `dtype`; with `spilled`, some of its rows may be on the host alone."""
+        places = self.spilling.of_layer(name, layer) if spilled and self.spilling is not None else None
         return Rows(self.layer_PRE(name, layer), kept, dtype, places)
 
     def clear(self, kind: Kind, ids: list[int]) -> None:
@@ -96,7 +97,7 @@ class DevicePages:
             for pages in self._cleared[kind]:
                 pages[on_device(ids, pages.device)] = 0
             if kind is Kind.PREFIX and self.spilling is not None:
-                self.clear(Kind.ROWS, self.spilling.rows_of(ids))
+                self.clear(Kind.ROWS, self.spilling.rows_of(np.array(ids, np.int32)).tolist())
 
     @staticmethod
     def _typed(rows: torch.Tensor, part: Part, dtype: str) -> torch.Tensor:

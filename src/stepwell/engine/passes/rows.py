@@ -7,8 +7,8 @@
 A tile in which a number is not finite is read as NaN throughout, in either format: eight bits have no infinity, and a fault must
 stay seen. Numbers next to nothing, 1e-38 and less, become 0.
 
-A model knows which of its states is which; `Rows` is one layer of one, through which it reads and writes. Where rows may be on
-the host alone, that is looked up on the way (`LayerPlaces`), and nobody else knows. Knows no requests.
+A model knows which of its states is which; `Rows` is one layer of one, through which it reads and writes. Where some rows are on
+the host alone, they are looked up on the way (`LayerPlaces`), and nobody else knows. Knows no requests.
 Axes: P pages, R rows of a page, E what a row is stored as, N rows that are written, C channels.
 """
 
@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 from torch.nn.functional import pad
 
-from stepwell.sparse.places import ROWS, Places
+from stepwell.sparse.places import Places, Read
 
 EIGHT = torch.float8_e4m3fn
 LARGEST = 448.0  # of e4m3
@@ -118,14 +118,16 @@ class LayerPlaces:
     places: Places
     layer: int
     group: int  # whose selection the layer follows
+    read_rows: Read = Places.read
 
-    def written(self, page: torch.Tensor) -> torch.Tensor:
-        """The ROWS pages that belong to prefix pages which are written to: these have some."""
-        return self.places.header_P3[page, ROWS].long()
+    @property
+    def host_PRE(self) -> torch.Tensor:
+        """The layer in pages of the host."""
+        return self.places.host_PLRE[:, self.layer]
 
     def read(self, page: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
         """Stored rows `[..., E]`, wherever they are."""
-        return self.places.read(self.layer, page, row, self.group)
+        return self.read_rows(self.places, self.layer, page, row, self.group)
 
     def whole(self, table: torch.Tensor) -> torch.Tensor:
         """All stored rows of pages `[..., P]`: `[..., P, R, E]`."""
@@ -138,7 +140,8 @@ class LayerPlaces:
 class Rows:
     """One layer of a state, as a model reads and writes it: in `dtype`, whatever is stored.
 
-    With `places`, pages are prefix pages and `stored_PRE` are ROWS pages: only who has asked `places` may use it.
+    With `places`, what is read is named by prefix pages, and `stored_PRE` are ROWS pages: only who has asked `places` may use it.
+    What is written is always named by the pages of `stored_PRE`.
     """
 
     stored_PRE: torch.Tensor
@@ -147,8 +150,6 @@ class Rows:
     places: LayerPlaces | None = None
 
     def write(self, page_N: torch.Tensor, row_N: torch.Tensor, x_NC: torch.Tensor) -> None:
-        if self.places is not None:
-            page_N = self.places.written(page_N)
         self.stored_PRE[page_N, row_N] = self.format.encode(x_NC).to(self.stored_PRE.dtype)
 
     def whole(self, table: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """How one pass comes to rows that are on the host alone.
 
     singles, short runs   select rows: `resolve` gives those that are missing a slot, `fetch` copies them, layer by layer
-    longer runs           read nearly everything: each layer's rows of all their pages are copied into a scratch first
+    longer runs           read nearly everything: each layer's rows of all their pages are copied into a scratch first. The last
+                          token of a prompt resolves what it selects all the same: what follows it selects most of that again
 
 Where a row is was decided before the pass. Selections are never changed by it. Axes as in `sparse/resolve.py`.
 """
@@ -9,6 +10,7 @@ Where a row is was decided before the pass. Selections are never changed by it. 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,10 +18,10 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from stepwell.base.tasks import PageIds
 from stepwell.engine.passes.paging import Paging, Run, Singles
 from stepwell.engine.passes.rows import Rows
 from stepwell.engine.passes.spilling import SHORT_RUN, Spilling
+from stepwell.engine.passes.stages import Staged
 from stepwell.memory.row_pages import ABSENT
 from stepwell.sparse.resolve import Wanted
 
@@ -31,14 +33,14 @@ if TYPE_CHECKING:
 class Piece:
     """Neighbours of a pass that are attended to at once: tokens `[start, stop)`, and which parts of a selection are theirs.
 
-    With `staged`, `paging` counts the pages of a scratch with the rows of these prefix pages.
+    With `staged`, `paging` counts the pages of a scratch with the rows of its prefix pages.
     """
 
     start: int
     stop: int
     parts: slice
     paging: Paging
-    staged: PageIds | None = None
+    staged: Staged | None = None
 
 
 class Spilled:
@@ -49,12 +51,37 @@ class Spilled:
         self._spilling = spilling
         self._staged = staged
         self._paging = batch.paging(None)
-        singles, segments = batch.num_singles, batch.segments
-        short = [at for at in range(len(segments)) if at < singles or len(segments[at].tokens) <= SHORT_RUN]
+        segments = batch.segments
+        # of each segment, the first token that resolves: of longer runs only the last does
+        self._first = [len(each.tokens) - 1 if len(each.tokens) > SHORT_RUN else 0 for each in segments]
+        short = [at for at, each in enumerate(segments) if not self._first[at] or (at in staged and each.num_logits)]
         self._short = frozenset(short)
         self._pieces: tuple[Piece, ...] | None = None
         if short:
             self._table_BP, self._hot_BQ, self._owner_X, self._last_X = self._tables(batch, short)
+
+    @property
+    def asks_host(self) -> bool:
+        """Whether it waits for the device, or its host decides as the pass goes on: then it cannot be recorded."""
+        return bool(self._staged) or self._spilling.asks_host
+
+    def fixed(self, paging: Paging, length: int | None) -> Spilled:
+        """The same pass over `paging`, in tensors that stay where they are: tables have `length` pages, or as many as now."""
+        made = copy(self)
+        made._paging, made._pieces = paging, None
+        short = self._table_BP
+        made._table_BP = short.new_empty(len(short), short.shape[1] if length is None else length)
+        made._hot_BQ, made._owner_X, made._last_X = self._hot_BQ.clone(), self._owner_X.clone(), self._last_X.clone()
+        made.load(self)
+        return made
+
+    def load(self, theirs: Spilled) -> None:
+        """Puts another pass of as many singles into its tensors. What pads tables is never looked at."""
+        pages = theirs._table_BP.shape[1]
+        self._table_BP[:, :pages] = theirs._table_BP
+        self._table_BP[:, pages:] = theirs._table_BP[:, :1]
+        self._hot_BQ.copy_(theirs._hot_BQ)
+        self._last_X.copy_(theirs._last_X)
 
     def resolve(self, layer: int, position_of: Sequence[torch.Tensor | None]) -> None:
         """Gives slots to rows that are missing of a selection: positions `[X, K]` for each part of the pass, None for all."""
@@ -81,7 +108,8 @@ class Spilled:
         if piece.staged is None:
             return rows
         assert rows.places is not None, "rows that cannot spill are not staged"
-        return Rows(self._spilling.stage(rows.places.layer, piece.staged), rows.format, rows.dtype)
+        stored_PRE = self._spilling.stages.stage(rows.places.layer, piece.staged, goes_on=len(self._staged) == 1)
+        return Rows(stored_PRE, rows.format, rows.dtype)
 
     # ---- inside -----------------------------------------------------------------------------------
 
@@ -94,18 +122,19 @@ class Spilled:
             numbers = batch.segments[at].hot_numbers
             table[row, : len(look.pages)], table[row, len(look.pages) :] = look.pages, look.pages[0]
             hot[row, : len(numbers)] = numbers
-        counts = [look.stop - look.start for look in looks]
-        owner = np.repeat(np.arange(len(short)), counts)
-        last = np.concatenate([np.arange(look.position, look.end) for look in looks])
+        firsts = [look.position + self._first[at] for at, look in zip(short, looks, strict=True)]
+        last = np.concatenate([np.arange(first, look.end) for first, look in zip(firsts, looks, strict=True)])
+        owner = np.repeat(np.arange(len(short)), [look.end - first for first, look in zip(firsts, looks, strict=True)])
         table_X, hot_X, owner_X, last_X = batch.numbers(table.flatten(), hot.flatten(), owner, last)
         return table_X.view(table.shape), hot_X.view(hot.shape).int(), owner_X.int(), last_X.int()
 
     def _positions(self, position_of: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        made = []
+        made, segment = [], 0
         for part, position_XK in zip(self._paging.parts, position_of, strict=True):
-            if isinstance(part, Run) and part.stop - part.start > SHORT_RUN:
-                continue
-            made.append(_all_of(part) if position_XK is None else position_XK.int())
+            if segment in self._short:  # of singles all are
+                every_XK = _all_of(part) if position_XK is None else position_XK.int()
+                made.append(every_XK[self._first[segment] :] if isinstance(part, Run) else every_XK)
+            segment += 1 if isinstance(part, Run) else part.stop - part.start
         if len(made) == 1:
             return made[0].contiguous()
         widest = max(each.shape[1] for each in made)
@@ -120,8 +149,8 @@ class Spilled:
             stop = paging.looks[singles - 1].stop
             pieces.append(Piece(start=0, stop=stop, parts=slice(0, before), paging=paging.cut(0, singles)))
         for at, look in enumerate(paging.looks[singles:], singles):
-            staged = look.pages if at in self._staged else None
-            own = paging.cut(at, at + 1, None if staged is None else np.arange(len(staged), dtype=np.int32))
+            staged = self._spilling.stages.plan(look.pages, self._spilling.row_pages) if at in self._staged else None
+            own = paging.cut(at, at + 1, None if staged is None else np.arange(staged.pages, dtype=np.int32))
             parts = slice(before + at - singles, before + at - singles + 1)
             pieces.append(Piece(start=look.start, stop=look.stop, parts=parts, paging=own, staged=staged))
         return tuple(pieces)

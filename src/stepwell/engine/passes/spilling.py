@@ -6,10 +6,9 @@ Decides neither which pages are on the host nor which rows are read. What one pa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 
 from stepwell.base.config import CacheConfig
@@ -21,9 +20,10 @@ from stepwell.base.tasks import PageIds
 from stepwell.base.units import format_bytes
 from stepwell.engine.passes.pages import DevicePages, part_PLRE
 from stepwell.engine.passes.rows import LayerPlaces
+from stepwell.engine.passes.stages import Stages
 from stepwell.memory.row_pages import ABSENT, RowPages
 from stepwell.sparse.counts import Found
-from stepwell.sparse.places import Places
+from stepwell.sparse.places import Places, Read
 from stepwell.sparse.resolve import Fetch, Plan, Resolve, Wanted
 
 SHORT_RUN = 8  # tokens of a run that resolves what it selects; longer ones read nearly everything
@@ -39,9 +39,12 @@ class Sizes:
     hot_pages: int
     selected: int
     context: int
+    stage_ahead: bool = False  # whether a second layer's rows of the longest request have room beside the first's
 
     @classmethod
-    def of(cls, spec: ModelSpec, config: CacheConfig, *, requests: int, selected: int, max_context: int) -> Sizes:
+    def of(
+        cls, spec: ModelSpec, config: CacheConfig, *, requests: int, selected: int, max_context: int, stage_ahead: bool = False
+    ) -> Sizes:  # fmt: skip
         """A request has each page's rows on the host or on the device: so it is no longer than both together."""
         assert config.host_bytes is not None and config.device_bytes is not None, "rows spill from a device to a host"
         pages = config.host_bytes // spec.object_bytes(Kind.PREFIX) + config.device_bytes // spec.device_bytes(Kind.ROWS)
@@ -50,6 +53,7 @@ class Sizes:
             hot_pages=-(-config.hot_rows // spec.page_tokens),
             selected=selected,
             context=min(max_context, pages * spec.page_tokens),
+            stage_ahead=stage_ahead,
         )
 
     def less(self, config: CacheConfig, spec: ModelSpec) -> CacheConfig:
@@ -58,7 +62,7 @@ class Sizes:
         if device_bytes <= extra_bytes:
             raise ConfigError(
                 f"device_memory is {format_bytes(device_bytes)}, and rows that spill need {format_bytes(extra_bytes)} beside "
-                f"pages: give more, or lower hot_rows or max_running"
+                f"pages: give more, or lower hot_rows or max_running" + (", or leave stage_ahead out" if self.stage_ahead else "")
             )
         return replace(config, device_bytes=device_bytes - extra_bytes)
 
@@ -68,7 +72,8 @@ class Sizes:
         slots = self.requests * self.hot_pages * spec.page_tokens
         tables = Places.table_bytes(slots=slots, groups=spill.num_groups)
         pages = -(-self.context // spec.page_tokens)
-        return tables + PLAN_BYTES * self.entries + pages * spec.page_tokens * spec.state(spill.states[0]).row_bytes
+        scratch = pages * spec.page_tokens * spec.state(spill.states[0]).row_bytes
+        return tables + PLAN_BYTES * self.entries + scratch * (2 if self.stage_ahead else 1)
 
     @property
     def entries(self) -> int:
@@ -95,13 +100,16 @@ class Spilling:
 
     def __init__(
         self, spec: ModelSpec, rows: Mapping[Kind, torch.Tensor], host: torch.Tensor, row_pages: RowPages, sizes: Sizes, *,
-        resolve: Resolve, fetch: Fetch,
+        resolve: Resolve, fetch: Fetch, read: Read = Places.read, asks_host: Callable[[], bool] = lambda: True,
     ) -> None:  # fmt: skip
-        """`rows` are the pages of the device, by kind, and `host` all prefix pages of the host, as `[page, byte]`."""
+        """`rows` are the pages of the device, by kind, and `host` all prefix pages of the host, as `[page, byte]`. `asks_host`
+        says whether the three operations, as they run now, wait for the device.
+        """
         spill = _spill_of(spec)
         self.state, self.row_pages, self.sizes = spill.states[0], row_pages, sizes
         self.group_of = spill.group_of[self.state]
-        self._resolve, self._fetch = resolve, fetch
+        self._resolve, self._fetch, self._read = resolve, fetch, read
+        self._asks_host = asks_host
         own = {part.state: part for part in spec.device_parts(Kind.PREFIX)}
         self.places = Places(
             rows_PLRE=DevicePages(spec, rows).state_PLRE(self.state),
@@ -112,19 +120,24 @@ class Spilling:
             requests=sizes.requests,
         )
         self._plan = Plan(sizes.entries, self.places.device)
+        self.stages = Stages(self.places, -(-sizes.context // spec.page_tokens), fetch=fetch, ahead=sizes.stage_ahead)
         stored = self.places.rows_PLRE
-        self._scratch_PRE = stored.new_zeros(-(-sizes.context // spec.page_tokens), *stored.shape[2:])
         self._row_bytes = [stored.shape[3] * stored.element_size() * self.group_of.count(g) for g in range(spill.num_groups)]
-        self._found, self._staged_bytes, self._passes = Found(), 0, 0
+        self._found, self._passes = Found(), 0
 
     def of_layer(self, state: str, layer: int) -> LayerPlaces | None:
-        return LayerPlaces(self.places, layer, self.group_of[layer]) if state == self.state else None
+        return LayerPlaces(self.places, layer, self.group_of[layer], self._read) if state == self.state else None
 
-    def rows_of(self, pages: Sequence[int]) -> list[int]:
-        """The ROWS pages of prefix pages that are about to be written to."""
-        rows = self.row_pages.rows[np.array(pages, np.int32)]
-        assert (rows != ABSENT).all(), f"prefix pages {pages} are to be written to, and have rows {rows}"
-        return [int(page) for page in rows]
+    @property
+    def asks_host(self) -> bool:
+        """Whether a pass that resolves waits for the device, so that it cannot be recorded."""
+        return self._asks_host()
+
+    def rows_of(self, pages: PageIds) -> PageIds:
+        """The ROWS pages of prefix pages that have some: those that are written to, and all where nobody's rows are away."""
+        rows = self.row_pages.rows[pages]
+        assert (rows != ABSENT).all(), f"prefix pages {pages[rows == ABSENT][:8]} are to be used, and have no rows here"
+        return rows
 
     def begin(self) -> None:
         """Before every pass, on its stream: says what became of pages since the last one."""
@@ -139,17 +152,6 @@ class Spilling:
     def fetch(self, layer: int) -> None:
         self._fetch(self.places, layer, self._plan)
 
-    def stage(self, layer: int, pages: PageIds) -> torch.Tensor:
-        """This layer's rows of some prefix pages, in their order: page i of the result is the i-th. Until it is called again."""
-        places, scratch_PRE = self.places, self._scratch_PRE[: len(pages)]
-        rows, host = self.row_pages.rows[pages], self.row_pages.host[pages]
-        for source_PLRE, ids in ((places.rows_PLRE, rows), (places.host_PLRE, host)):
-            at = np.flatnonzero(ids != ABSENT)
-            from_P = torch.from_numpy(ids[at].astype(np.int64)).to(source_PLRE.device)
-            scratch_PRE[torch.from_numpy(at).to(places.device)] = source_PLRE[from_P, layer].to(places.device)
-        self._staged_bytes += int(np.count_nonzero(host != ABSENT)) * scratch_PRE[0].nbytes
-        return scratch_PRE
-
     def report(self) -> SpillReport:
         """What is known of it now: on CUDA that may be some passes old."""
         self.places.counts.start_reading()
@@ -160,7 +162,7 @@ class Spilling:
             misses=found.fetched + found.read_through,
             read_through=found.read_through,
             fetched_bytes=found.fetched_bytes,
-            staged_bytes=self._staged_bytes,
+            staged_bytes=self.stages.copied_bytes,
             host_pages=self.row_pages.num_backed,
             hot_pages=len(self.row_pages.hot),
         )

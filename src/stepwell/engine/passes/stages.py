@@ -1,0 +1,118 @@
+"""Rows of whole prefix pages for runs that read nearly everything: one layer at a time, in a scratch of pages like any others.
+
+    on the host     copied over the bus by the kernel that fetches hot rows. They are what they were, whatever the pass writes, so
+                    with a second scratch those of the next layer come on a stream beside this one, while this layer is computed
+    on the device   copied when the layer is reached: the pass writes some of them
+
+Says nothing about which pages are where. Waits for nothing on the host. Axes as in `sparse/places.py`, and M rows on the host.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from stepwell.base.tasks import PageIds
+from stepwell.memory.row_pages import ABSENT, RowPages
+from stepwell.sparse.places import Places
+from stepwell.sparse.resolve import Fetch, Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Staged:
+    """Which pages of a scratch come from where, for all layers of one pass."""
+
+    pages: int
+    on_host: int
+    plan: Plan  # host row -> row of the scratch
+    at_P: torch.Tensor  # pages of the scratch,
+    rows_P: torch.Tensor  # and the ROWS pages that they are copied from
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Sides:
+    """What `Fetch` copies between: pages of the host, and a scratch in place of hot pages."""
+
+    host_PLRE: torch.Tensor
+    rows_PLRE: torch.Tensor
+    page_rows: int
+    device: torch.device
+
+
+class Stages:
+    """One scratch for a layer of the longest run, or two. Those of `ahead` need no more than a second one."""
+
+    def __init__(self, places: Places, pages: int, *, fetch: Fetch, ahead: bool) -> None:
+        self._places, self._fetch = places, fetch
+        stored = places.rows_PLRE
+        self._scratch_SPRE = stored.new_zeros(2 if ahead else 1, pages, *stored.shape[2:])
+        self._side = torch.cuda.Stream(places.device) if ahead and places.device.type == "cuda" else None
+        self._ahead = ahead
+        self._coming: tuple[Staged, int, int] | None = None  # of what, which layer, in which scratch
+        self._turn = 0
+        self.copied_bytes = 0  # from the host, so far
+
+    @property
+    def nbytes(self) -> int:
+        return self._scratch_SPRE.nbytes
+
+    def plan(self, pages: PageIds, row_pages: RowPages) -> Staged:
+        """Where rows of these prefix pages come from: page i of the scratch is the i-th."""
+        size, rows, host = self._places.page_rows, row_pages.rows[pages], row_pages.host[pages]
+        at, here = np.flatnonzero(host != ABSENT), np.flatnonzero(rows != ABSENT)
+        row_R = np.arange(size)
+        source, target = ((each[:, None] * size + row_R).reshape(-1) for each in (host[at].astype(np.int64), at))
+        numbers = self._numbers(np.concatenate([[len(source)], source, target, here, rows[here]]))
+        parts = numbers.split([1, len(source), len(target), len(here), len(here)])
+        plan = Plan(0, self._places.device)
+        plan.count_1, plan.source_M, plan.target_M = (part.int() for part in parts[:3])
+        return Staged(pages=len(pages), on_host=len(at), plan=plan, at_P=parts[3], rows_P=parts[4])
+
+    def stage(self, layer: int, staged: Staged, *, goes_on: bool) -> torch.Tensor:
+        """This layer's rows, until it is called for another but one. With `goes_on` the next call is for the layer behind it."""
+        turn = self._arrived(layer, staged)
+        scratch_PRE = self._scratch_SPRE[turn]
+        if len(staged.at_P):
+            scratch_PRE[staged.at_P] = self._places.rows_PLRE[staged.rows_P, layer]
+        if self._ahead and goes_on and layer + 1 < self._places.rows_PLRE.shape[1]:
+            self._bring(layer + 1, staged, 1 - turn, beside=True)
+            self._coming = staged, layer + 1, 1 - turn
+        return scratch_PRE[: staged.pages]
+
+    def _arrived(self, layer: int, staged: Staged) -> int:
+        """The scratch with a layer's rows from the host: brought before, or now."""
+        coming, self._coming = self._coming, None
+        if self._side is not None:
+            torch.cuda.current_stream(self._places.device).wait_stream(self._side)  # also for what nobody needs any more
+        if coming is not None and coming[0] is staged and coming[1] == layer:
+            return coming[2]
+        self._bring(layer, staged, 0, beside=False)
+        return 0
+
+    def _bring(self, layer: int, staged: Staged, turn: int, *, beside: bool) -> None:
+        """Starts to copy rows from the host; `beside` the current stream, once that has done what it was told so far."""
+        if not staged.on_host:
+            return
+        places, scratch_PRE = self._places, self._scratch_SPRE[turn]
+        layers = places.host_PLRE.shape[1]
+        onto = _Sides(
+            host_PLRE=places.host_PLRE, rows_PLRE=scratch_PRE[:, None].expand(-1, layers, -1, -1), page_rows=places.page_rows,
+            device=places.device,
+        )  # fmt: skip
+        aside: AbstractContextManager[object] = nullcontext()
+        if beside and self._side is not None:
+            self._side.wait_stream(torch.cuda.current_stream(places.device))  # whoever read this scratch has
+            aside = torch.cuda.stream(self._side)
+        with aside:
+            self._fetch(onto, layer, staged.plan)
+        self.copied_bytes += staged.on_host * scratch_PRE[0].nbytes
+
+    def _numbers(self, values: npt.NDArray[np.int64]) -> torch.Tensor:
+        there = torch.from_numpy(values.astype(np.int64, copy=False))
+        if self._places.device.type == "cuda":
+            there = there.pin_memory()
+        return there.to(self._places.device, non_blocking=True)

@@ -6,17 +6,11 @@ prefix pages that no checkpoint reaches any more are worth nothing and go first 
 
 What belongs to a tenant with a quota is in an order of its own beside that of its tier, under the same number: it goes first
 when its tenant has too much.
-
-An order is a heap for each place, none of them ever rebuilt. An entry may be out of date: it counts only while its number is the
-victim's own, and a victim whose standing rose since it was pushed is put back when it surfaces; so touching a victim costs
-nothing. Entries whose victim is gone are swept out a few at a time: every push moves a few entries from the older half to the
-newer one and leaves the dead behind.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from heapq import heappop, heappush
 from typing import NamedTuple
 
 import numpy as np
@@ -26,12 +20,12 @@ from stepwell.base.spec import ModelSpec
 from stepwell.memory.arena import Arena
 from stepwell.policy.value import Facts, Place, ValuePolicy
 from stepwell.tree.accounts import Account
+from stepwell.tree.eviction_order import EvictionOrder, Standing
 from stepwell.tree.node import ABSENT, Node, Residency, Run, Victim, previous_boundary
 
 WORTHLESS, USEFUL = -1, 0  # ranks: what nothing can use goes before anything else
 MOST_DEPENDED_ON = 1024  # before those that have left the tree are taken out
 TIDY_ENTRIES = 2  # more than the one entry that a use can make out of date
-SWEPT_PER_PUSH = 2
 
 
 class Tail(NamedTuple):
@@ -285,118 +279,3 @@ def _has_pages(run: Run, start: int) -> bool:
 def _in_tree(residency: Residency) -> bool:
     checkpoint = residency.checkpoint
     return checkpoint.node is not None and checkpoint.held[residency.tier] is residency
-
-
-class Standing(NamedTuple):
-    """Where a victim stands: by rank, then by what its place is worth now."""
-
-    rank: int
-    place: Place
-
-
-_Key = tuple[int, int, int]  # rank, group, level
-_Entry = tuple[float, int, Victim]  # since when, number, who
-_Heaps = dict[_Key, list[_Entry]]
-
-
-class EvictionOrder:
-    """One tier's candidates for eviction, the least worth keeping first."""
-
-    def __init__(self, value: ValuePolicy) -> None:
-        self._value = value
-        self._older: _Heaps = {}
-        self._newer: _Heaps = {}
-        self._last_number = 0
-        self._turns: list[tuple[_Heaps, _Key]] = []  # places that `next_head` has still to look at
-
-    def __len__(self) -> int:
-        """Entries, live or not."""
-        return sum(len(heap) for heaps in (self._older, self._newer) for heap in heaps.values())
-
-    def push(self, victim: Victim, standing: Standing, *, number: int | None = None) -> None:
-        """Queues `victim`; an earlier entry of it no longer counts.
-
-        `number` is one that another order has given it, if it is to count there and here alike.
-        """
-        if number is None:
-            number = self._last_number = self._last_number + 1
-            victim.entry, victim.standing = number, standing.rank
-        place = standing.place
-        key = (standing.rank, place.group, place.level)
-        heappush(self._newer.setdefault(key, []), (place.since, number, victim))
-        self._sweep()
-
-    def head(self) -> tuple[Victim, Standing] | None:
-        """The first live entry and where it stood when it was queued; stays queued."""
-        found = self._first()
-        return (found[0][0][2], found[1]) if found is not None else None
-
-    def pop(self) -> Victim | None:
-        """Takes out the first live entry; its victim is then not queued."""
-        found = self._first()
-        if found is None:
-            return None
-        victim = heappop(found[0])[2]
-        victim.entry = 0
-        return victim
-
-    def next_head(self) -> tuple[Victim, Standing] | None:
-        """The first live entry of some place, another one at each call; stays queued."""
-        if not self._turns:
-            self._turns = [(heaps, key) for heaps in (self._older, self._newer) for key in heaps]
-        while self._turns:
-            heaps, key = self._turns.pop()
-            heap = _living(heaps, key)
-            if heap is not None:
-                return heap[0][2], _standing(key, heap)
-        return None
-
-    def rank(self, standing: Standing) -> tuple[int, float, float]:
-        """For comparing: the lowest goes first. Of two equal worths the one visited longer ago does."""
-        return standing.rank, self._value.worth(*standing.place), standing.place.since
-
-    def _first(self) -> tuple[list[_Entry], Standing] | None:
-        """The heap whose head goes first, and where that stands."""
-        best: tuple[_Key, list[_Entry]] | None = None
-        lowest: tuple[int, float, float, int] | None = None
-        worth = self._value.worth
-        for heaps in (self._older, self._newer):
-            for key in list(heaps):
-                if lowest is not None and key[0] > lowest[0]:
-                    continue
-                heap = _living(heaps, key)
-                if heap is None:
-                    continue
-                since, number, _ = heap[0]
-                rank = (key[0], worth(key[1], key[2], since), since, number)
-                if lowest is None or rank < lowest:
-                    best, lowest = (key, heap), rank
-        return (best[1], _standing(*best)) if best is not None else None
-
-    def _sweep(self) -> None:
-        for _ in range(SWEPT_PER_PUSH):
-            if not self._older:
-                self._older, self._newer = self._newer, self._older
-                return
-            key, heap = next(iter(self._older.items()))
-            if not heap:
-                del self._older[key]
-                continue
-            entry = heap.pop()  # the last of a heap can go without disturbing it
-            if entry[2].entry == entry[1]:
-                heappush(self._newer.setdefault(key, []), entry)
-
-
-def _living(heaps: _Heaps, key: _Key) -> list[_Entry] | None:
-    """The heap of a place, with a live entry first; None, and no heap, when it has none."""
-    heap = heaps.get(key)
-    while heap and heap[0][2].entry != heap[0][1]:
-        heappop(heap)
-    if not heap:
-        heaps.pop(key, None)
-        return None
-    return heap
-
-
-def _standing(key: _Key, heap: list[_Entry]) -> Standing:
-    return Standing(key[0], Place(key[1], key[2], heap[0][0]))

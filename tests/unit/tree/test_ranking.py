@@ -12,9 +12,9 @@ from stepwell.policy.value import Expected, Facts, Place, ReuseModel
 from stepwell.sim.least_recent import LeastRecent
 from stepwell.tree.accounts import Account
 from stepwell.tree.checkpoints import drop_residency
+from stepwell.tree.eviction_order import EvictionOrder, Standing
 from stepwell.tree.node import Node, Residency, Run, Use, Victim
 from stepwell.tree.pruning import discard_ids, discard_tail
-from stepwell.tree.ranking import EvictionOrder, Standing
 from toys import FULL
 
 

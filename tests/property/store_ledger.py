@@ -193,9 +193,9 @@ class LedgerStoreExecutor(ScriptedStoreExecutor):
         return reply
 
     def withdraw(self, job: JobId) -> bool:
-        if self._eager or job not in self._ops:
+        if self._eager or job not in self._tasks:
             return False
-        statuses = (ItemStatus.CANCELLED,) * num_items(self._ops.pop(job).task)
+        statuses = (ItemStatus.CANCELLED,) * num_items(self._tasks.pop(job).task)
         self._ledger.came(self, Reply(job=job, outcome=Outcome(statuses=statuses), took_s=0.0))
         return True
 

@@ -10,50 +10,37 @@ from stepwell.base.ids import JobId
 from stepwell.base.meters import ManualClock
 from stepwell.base.tasks import ItemStatus, Outcome, PutCheckpoint, PutPages, Reply, StoreOp, joint, num_items
 from stepwell.jobs.executors import attempt_op
+from stepwell.testing.scripted import Scripted
 from stepwell.transfer.store_worker import StoreWorker
 
 
-class ScriptedStoreExecutor:
-    """Keeps operations until a test lets them be answered. The store is used at that moment, not before."""
+def _carried_out(ranks: Sequence[StoreWorker], op: StoreOp, cancelled: set[JobId]) -> Outcome:
+    """What an operation comes to on all ranks together."""
+    return joint([attempt_op(worker, op, partial(cancelled.__contains__, op.job)) for worker in ranks])
+
+
+class ScriptedStoreExecutor(Scripted[StoreOp, Reply]):
+    """Uses the store when a test lets an operation be answered."""
 
     def __init__(self, ranks: Sequence[StoreWorker]) -> None:
+        super().__init__()
         self._ranks = ranks
-        self._ops: dict[JobId, StoreOp] = {}
-        self._done: list[Reply] = []
         self._cancelled: set[JobId] = set()
-        self.num_submitted = 0
         self.answers_in_time = True  # where somebody waits for one answer
 
-    @property
-    def pending(self) -> tuple[JobId, ...]:
-        """Operations that were not answered, oldest first."""
-        return tuple(self._ops)
-
     def op(self, job: JobId) -> StoreOp:
-        return self._ops[job]
-
-    def submit(self, op: StoreOp) -> None:
-        self.num_submitted += 1
-        self._ops[op.job] = op
+        return self._tasks[job]
 
     def finish(self, job: JobId, *, took_s: float = 0.0, status: ItemStatus | None = None) -> None:
         """Lets one operation be carried out on every rank; or, with a status, answers for it without doing anything."""
-        op = self._ops.pop(job)
+        op = self._tasks.pop(job)
         if status is None:
-            outcome = joint([attempt_op(worker, op, partial(self._cancelled.__contains__, op.job)) for worker in self._ranks])
+            outcome = _carried_out(self._ranks, op, self._cancelled)
         else:
             outcome = Outcome(
                 statuses=(status,) * num_items(op.task), error="told to fail" if status is ItemStatus.FAILED else None
             )
         self._done.append(Reply(job=job, outcome=outcome, took_s=took_s))
-
-    def finish_all(self, *, took_s: float = 0.0) -> None:
-        for job in self.pending:
-            self.finish(job, took_s=took_s)
-
-    def answers(self) -> list[Reply]:
-        done, self._done = self._done, []
-        return done
 
     def answer(self, job: JobId, timeout_s: float) -> Reply | None:
         """Lets it be answered at once; or not in time, when told so."""
@@ -64,18 +51,6 @@ class ScriptedStoreExecutor:
 
     def cancel(self, job: JobId) -> None:
         self._cancelled.add(job)
-
-    def withdraw(self, job: JobId) -> bool:
-        return False  # here everything is said to have begun: the harder case
-
-    def progressed_s(self, job: JobId) -> float:
-        return -inf
-
-    def drain(self, timeout_s: float) -> None:
-        self.finish_all()
-
-    def close(self) -> None:
-        pass
 
 
 class TimedStoreExecutor:
@@ -167,6 +142,6 @@ class TimedStoreExecutor:
 
     def _run(self, op: StoreOp, started_s: float) -> float:
         self._slept_s = 0.0
-        outcome = joint([attempt_op(worker, op, partial(self._cancelled.__contains__, op.job)) for worker in self._ranks])
+        outcome = _carried_out(self._ranks, op, self._cancelled)
         self._done.append((started_s + self._slept_s, Reply(job=op.job, outcome=outcome, took_s=self._slept_s)))
         return self._slept_s

@@ -15,7 +15,7 @@ import stepwell
 from stepwell import Kind, Lease, LeaseState, NoRoom, Point, StateSpec, Tier, WritePolicy
 from stepwell.base.tasks import Plan, Purpose
 from stepwell.transfer.copy_engine import Work
-from stepwell.tree import ranking
+from stepwell.tree import eviction_order
 from stepwell.tree.ranking import Ranking
 from toys import EVICTIONS, FULL, FULL_POINT, HYBRID, KV, OBJECT_BYTES, SMALL_PAGES, Rig, model, text
 
@@ -119,10 +119,10 @@ def test_touching_what_is_cached_costs_the_order_nothing() -> None:
     rig = Rig(HYBRID, device_pages=512)
     for name in range(50):
         rig.serve(text(name, 17))
-    entries = len(rig.tree.ranking._runs[Tier.DEVICE])
+    entries = len(rig.tree.ranking._orders[Tier.DEVICE].runs)
     for _ in range(20):
         rig.cache.release(rig.ready(text(7, 17)))
-    assert len(rig.tree.ranking._runs[Tier.DEVICE]) <= entries + 2
+    assert len(rig.tree.ranking._orders[Tier.DEVICE].runs) <= entries + 2
 
 
 def test_an_impossible_request_evicts_nothing() -> None:
@@ -196,7 +196,7 @@ class _Ops:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
-        for module, name in ((ranking, "heappush"), (ranking, "heappop"), (Ranking, "tail")):
+        for module, name in ((eviction_order, "heappush"), (eviction_order, "heappop"), (Ranking, "tail")):
             monkeypatch.setattr(module, name, self._counted(getattr(module, name)))
 
     def _counted(self, function):  # type: ignore[no-untyped-def]

@@ -119,10 +119,10 @@ def test_touching_what_is_cached_costs_the_order_nothing() -> None:
     rig = Rig(HYBRID, device_pages=512)
     for name in range(50):
         rig.serve(text(name, 17))
-    entries = len(rig.tree.ranking._runs[Tier.DEVICE])
+    entries = len(rig.tree.ranking._orders[Tier.DEVICE].runs)
     for _ in range(20):
         rig.cache.release(rig.ready(text(7, 17)))
-    assert len(rig.tree.ranking._runs[Tier.DEVICE]) <= entries + 2
+    assert len(rig.tree.ranking._orders[Tier.DEVICE].runs) <= entries + 2
 
 
 def test_an_impossible_request_evicts_nothing() -> None:

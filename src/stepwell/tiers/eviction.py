@@ -80,18 +80,18 @@ def make_room(state: CacheState, tier: Tier, need: Need, *, tenant: str | None =
                 continue
             waiting = waiting or _may_be_shed_soon(state, tier, may_spill)
             break
-        victim, excess_bytes = chosen
+        victim = chosen.victim
         if save is not None and not victim.unsaved:
             leaving = save(victim)
             if leaving is not Leaving.NOW:
                 waiting = True  # for its copy to end
                 if leaving is Leaving.AT_ONCE and isinstance(victim, Residency):
-                    _leave(state, victim, excess_bytes)
+                    _leave(state, victim, chosen.reason)
                 continue
         freed = (
-            _evict_run(state, victim, short, excess_bytes)
+            _evict_run(state, victim, short, chosen)
             if isinstance(victim, Run)
-            else _evict_residency(state, victim, excess_bytes)
+            else _evict_residency(state, victim, chosen.reason)
         )
         if not _helps(victim, short):
             in_vain += freed
@@ -168,20 +168,30 @@ def _asker(state: CacheState, tier: Tier, need: Need, tenant: str) -> _Asker | N
     return _Asker(account, sum(count * strides[kind] for kind, count in need.items()))
 
 
-def _choose(
-    state: CacheState, tier: Tier, short: Need, asker: _Asker | None, *, any_sort: bool
-) -> tuple[Victim, int | None] | None:
-    """Takes the next victim out of the order: of whoever is over its quota, by how many bytes; else the least valuable of all."""
+class _Choice(NamedTuple):
+    """Who goes next, and why; `at_most_bytes` of it, or as much as is short."""
+
+    victim: Victim
+    reason: LossReason
+    at_most_bytes: int | None = None
+
+
+def _choose(state: CacheState, tier: Tier, short: Need, asker: _Asker | None, *, any_sort: bool) -> _Choice | None:
+    """Takes the next victim out of the order: of whoever is over its quota, else the least valuable of all."""
     runs = any_sort or Kind.PREFIX in short or Kind.ROWS in short
     checkpoints = any_sort or Kind.WINDOW in short or Kind.POINT in short
-    ranking, accounts = state.tree.ranking, state.tree.accounts
-    if asker is not None or accounts.are_over[tier]:
-        for account, excess_bytes in accounts.over(tier, *(asker or (None, 0))):
+    ranking, over = state.tree.ranking, state.tree.accounts.are_over[tier]
+    if asker is not None or over:
+        first, coming_bytes = asker or (None, 0)  # whoever asks for more than its quota loses before all others
+        if first is not None and first.excess_bytes(tier, coming_bytes):
+            over = {first: None, **over}
+        for account in ranking.own.having(over, tier, runs=runs, checkpoints=checkpoints):
             victim = ranking.pop(tier, runs=runs, checkpoints=checkpoints, of=account)
             if victim is not None:
-                return victim, excess_bytes
+                excess_bytes = account.excess_bytes(tier, coming_bytes if account is first else 0)
+                return _Choice(victim, LossReason.OVER_QUOTA, excess_bytes)
     victim = ranking.pop(tier, runs=runs, checkpoints=checkpoints)
-    return (victim, None) if victim is not None else None
+    return _Choice(victim, LossReason.EVICTED) if victim is not None else None
 
 
 def patience_bytes_of(layout: ArenaLayout) -> int:
@@ -199,46 +209,42 @@ def _helps(victim: Victim, short: Need) -> bool:
     return any(kind in short for kind, _ in victim.spans())
 
 
-def _evict_run(state: CacheState, run: Run, short: Need, excess_bytes: int | None) -> int:
+def _evict_run(state: CacheState, run: Run, short: Need, chosen: _Choice) -> int:
     """Gives up the idle end of a run, no more of it than is needed; returns the bytes let go."""
     ranking = state.tree.ranking
     tail = ranking.tail(run)
     assert tail is not None, f"{run.node} was ranked without a tail"
-    idle = ranking.idle(run, tail.start, at_most=_wanted(state, run, short, excess_bytes))
+    idle = ranking.idle(run, tail.start, at_most=_wanted(state, run, short, chosen.at_most_bytes))
     if not idle.num_pages:
         return 0  # in use; whoever lets go will queue it again
-    discard_tail(state.tree, run, idle.start, state.loss(_reason(excess_bytes), run.tier))
+    discard_tail(state.tree, run, idle.start, state.loss(chosen.reason, run.tier))
     state.counters.add(f"evicted_{run.tier.label}_pages", idle.num_pages)
-    if excess_bytes is not None:
+    if chosen.reason is LossReason.OVER_QUOTA:
         state.counters.add(f"over_quota_{run.tier.label}_pages", idle.num_pages)
     return idle.num_pages * state.arena(run.tier).layout.prefix_stride
 
 
-def _wanted(state: CacheState, run: Run, short: Need, excess_bytes: int | None) -> int:
+def _wanted(state: CacheState, run: Run, short: Need, at_most_bytes: int | None) -> int:
     """How many pages of a run to give up: what is short, or a slab of them when it is the slab that is needed."""
     layout = state.arena(run.tier).layout
     wanted = max(short.get(Kind.PREFIX, 0), short.get(Kind.ROWS, 0)) or -(-layout.slab_bytes // layout.strides[Kind.PREFIX])
-    return wanted if excess_bytes is None else min(wanted, -(-excess_bytes // layout.prefix_stride))
+    return wanted if at_most_bytes is None else min(wanted, -(-at_most_bytes // layout.prefix_stride))
 
 
-def _evict_residency(state: CacheState, residency: Residency, excess_bytes: int | None) -> int:
+def _evict_residency(state: CacheState, residency: Residency, reason: LossReason) -> int:
     if residency.users or not residency.ready:
         return 0  # read from or still arriving; it is queued again when that ends
     strides = state.arena(residency.tier).layout.strides
     freed = sum(len(ids) * strides[kind] for kind, ids in residency.spans())
-    _leave(state, residency, excess_bytes)
+    _leave(state, residency, reason)
     return freed
 
 
-def _leave(state: CacheState, residency: Residency, excess_bytes: int | None) -> None:
-    drop_residency(state.tree, residency, state.loss(_reason(excess_bytes), residency.tier))
+def _leave(state: CacheState, residency: Residency, reason: LossReason) -> None:
+    drop_residency(state.tree, residency, state.loss(reason, residency.tier))
     state.counters.add(f"evicted_{residency.tier.label}_checkpoints")
-    if excess_bytes is not None:
+    if reason is LossReason.OVER_QUOTA:
         state.counters.add(f"over_quota_{residency.tier.label}_checkpoints")
-
-
-def _reason(excess_bytes: int | None) -> LossReason:
-    return LossReason.EVICTED if excess_bytes is None else LossReason.OVER_QUOTA
 
 
 def _why(state: CacheState, tier: Tier, need: Need) -> str:

@@ -58,17 +58,6 @@ class Accounts:
 
     # ---- questions --------------------------------------------------------------------------------
 
-    def over(self, tier: Tier, asking: Account | None, coming_bytes: int) -> Iterator[tuple[Account, int]]:
-        """Who is to lose something before anybody else does, and how much: whoever asks for more than its quota, then those who
-        have more than theirs.
-        """
-        own = asking.excess_bytes(tier, coming_bytes) if asking is not None else 0
-        if asking is not None and own:
-            yield asking, own
-        for account in self.are_over[tier]:
-            if account is not asking:
-                yield account, account.excess_bytes(tier)
-
     def __iter__(self) -> Iterator[Account]:
         """Everybody who has something or a quota."""
         return iter([each for each in self._known.values() if each.quota_bytes is not None or any(each.used_bytes)])

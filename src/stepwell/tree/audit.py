@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.tasks import PageIds
 from stepwell.memory.arena import FREE, READY
 from stepwell.tree.accounts import Account
-from stepwell.tree.node import ABSENT, Checkpoint, Node, Residency, Run
+from stepwell.tree.node import ABSENT, Checkpoint, Node, Residency, Run, Victim
 from stepwell.tree.tree import NODE_PAGES, Tree
 
 
@@ -38,6 +40,16 @@ def audit(tree: Tree) -> None:
         owners = sum(owner is not None for owner in tree.owner[tier])
         assert owners == count, f"{tier.label}: {owners} pages have an owner, {count} are in runs"
     _audit_accounts(tree, held)
+    tree.ranking.own.audit(_queued(tree))
+
+
+def _queued(tree: Tree) -> Iterator[tuple[Account, Victim]]:
+    """Everything that is queued, and whose it is."""
+    for node in tree.nodes():
+        held = [each for checkpoint in (node.checkpoints or {}).values() for each in checkpoint.held]
+        for victim in (*node.runs, *held):
+            if victim is not None and victim.entry:
+                yield node.account, victim
 
 
 def _add_held(tree: Tree, node: Node, held: dict[tuple[Account, Tier, Kind], list[PageIds]]) -> None:

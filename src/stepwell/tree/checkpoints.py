@@ -87,7 +87,6 @@ def drop_residency(tree: Tree, residency: Residency, loss: Loss) -> None:
         return
     before = node.leads_to_checkpoints(tier)
     checkpoint.held[tier] = None
-    residency.entry = 0
     tree.version += 1
     if not any(checkpoint.held):
         _leave(checkpoint, node)
@@ -105,7 +104,6 @@ def forget(tree: Tree, checkpoint: Checkpoint, loss: Loss) -> None:
     node.note_loss(checkpoint.page, loss)
     for residency in checkpoint.held:
         if residency is not None:
-            residency.entry = 0
             _let_go(tree, node, residency)
     checkpoint.held = [None, None]
 
@@ -139,6 +137,7 @@ def _bytes_alone(tree: Tree, residency: Residency) -> int:
 def _let_go(tree: Tree, node: Node, residency: Residency) -> None:
     """Gives back the pages of a checkpoint that left a tier, and its node, and says so."""
     tree.accounts.charge(node.account, residency.tier, -_bytes_alone(tree, residency))
+    tree.ranking.unqueue(residency, node.account)
     for kind, ids in residency.spans():
         tree.arenas[residency.tier].drop(kind, ids)
     for told in tree.on_left:

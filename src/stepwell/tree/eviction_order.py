@@ -3,11 +3,12 @@
 An order is a heap for each place, none of them ever rebuilt. An entry may be out of date: it counts only while its number is the
 victim's own, and a victim whose standing rose since it was pushed is put back when it surfaces; so touching a victim costs
 nothing. Entries whose victim is gone are swept out a few at a time: every push moves a few entries from the older half to the
-newer one and leaves the dead behind.
+newer one and leaves the dead behind. Whoever sweeps at each death too has no more entries than a few times the live ones.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -43,6 +44,16 @@ class EvictionOrder:
         """Entries, live or not."""
         return sum(len(heap) for heaps in (self._older, self._newer) for heap in heaps.values())
 
+    def __bool__(self) -> bool:
+        """Whether there may be a live entry."""
+        return bool(self._older or self._newer)
+
+    def live(self) -> Iterator[Victim]:
+        """Who is queued here, in no order. Looks at everything."""
+        for heaps in (self._older, self._newer):
+            for heap in heaps.values():
+                yield from (victim for _, number, victim in heap if victim.entry == number)
+
     def push(self, victim: Victim, standing: Standing, *, number: int | None = None) -> None:
         """Queues `victim`; an earlier entry of it no longer counts.
 
@@ -54,7 +65,7 @@ class EvictionOrder:
         place = standing.place
         key = (standing.rank, place.group, place.level)
         heappush(self._newer.setdefault(key, []), (place.since, number, victim))
-        self._sweep()
+        self.sweep()
 
     def head(self) -> tuple[Victim, Standing] | None:
         """The first live entry and where it stood when it was queued; stays queued."""
@@ -81,6 +92,11 @@ class EvictionOrder:
                 return heap[0][2], _standing(key, heap)
         return None
 
+    def clear(self) -> None:
+        self._older.clear()
+        self._newer.clear()
+        self._turns.clear()
+
     def rank(self, standing: Standing) -> tuple[int, float, float]:
         """For comparing: the lowest goes first. Of two equal worths the one visited longer ago does."""
         return standing.rank, self._value.worth(*standing.place), standing.place.since
@@ -103,8 +119,9 @@ class EvictionOrder:
                     best, lowest = (key, heap), rank
         return (best[1], _standing(*best)) if best is not None else None
 
-    def _sweep(self) -> None:
-        for _ in range(SWEPT_PER_PUSH):
+    def sweep(self, count: int = SWEPT_PER_PUSH) -> None:
+        """Looks at so many entries, and takes out those that no longer count."""
+        for _ in range(count):
             if not self._older:
                 self._older, self._newer = self._newer, self._older
                 return
@@ -113,6 +130,8 @@ class EvictionOrder:
                 del self._older[key]
                 continue
             entry = heap.pop()  # the last of a heap can go without disturbing it
+            if not heap:
+                del self._older[key]
             if entry[2].entry == entry[1]:
                 heappush(self._newer.setdefault(key, []), entry)
 

@@ -32,6 +32,8 @@ def discard(tree: Tree, run: Run, gone: npt.NDArray[np.bool_], loss: Loss) -> No
         node.runs[tier] = None
     tree.owner[tier][ids.astype(np.intp)] = None
     tree.accounts.remove_pages(node.account, tier, ids)
+    if not run.num_pages:
+        tree.ranking.unqueue(run, node.account)
     tree.version += 1
     tree.carry_pages_up(node, tier, before)
     tree.queue(node)
@@ -110,9 +112,10 @@ def _trim(tree: Tree, node: Node, at: int) -> None:
         run.ids = run.ids[:at].copy()
         if not run.num_pages:
             node.runs[tier] = None
-            run.entry = 0
         tree.owner[tier][gone.astype(np.intp)] = None
         tree.accounts.remove_pages(node.account, tier, gone)
+        if not run.num_pages:
+            tree.ranking.unqueue(run, node.account)
         tree.arenas[tier].drop(Kind.PREFIX, gone)
     node.num_pages = at
     node.keys = node.keys[: at * KEY_BYTES]

@@ -5,7 +5,7 @@ nothing in its tier hangs below it. A checkpoint's pages go before the prefix pa
 prefix pages that no checkpoint reaches any more are worth nothing and go first of all.
 
 What belongs to a tenant with a quota is in an order of its own beside that of its tier, under the same number: it goes first
-when its tenant has too much.
+when its tenant has too much (`own_orders.py`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from stepwell.policy.value import Facts, Place, ValuePolicy
 from stepwell.tree.accounts import Account
 from stepwell.tree.eviction_order import EvictionOrder, Standing
 from stepwell.tree.node import ABSENT, Node, Residency, Run, Victim, previous_boundary
+from stepwell.tree.own_orders import Orders, OwnOrders
 
 WORTHLESS, USEFUL = -1, 0  # ranks: what nothing can use goes before anything else
 MOST_DEPENDED_ON = 1024  # before those that have left the tree are taken out
@@ -52,10 +53,8 @@ class Ranking:
         self._spec = spec
         self._arenas = arenas
         self._value = value
-        self._runs = {tier: EvictionOrder(value) for tier in arenas}
-        self._checkpoints = {tier: EvictionOrder(value) for tier in arenas}
-        self._own_runs = {(each, tier): EvictionOrder(value) for each in limited for tier in arenas}
-        self._own_checkpoints = {key: EvictionOrder(value) for key in self._own_runs}
+        self._orders = {tier: Orders(EvictionOrder(value), EvictionOrder(value)) for tier in arenas}
+        self.own = OwnOrders(limited, arenas, value)
         # Runs that are kept only because the other tier's pages depend on them, oldest first; some are out of date.
         self._depended_on: dict[Tier, dict[Run, None]] = {tier: {} for tier in arenas}
         self._most_depended_on = MOST_DEPENDED_ON
@@ -121,7 +120,7 @@ class Ranking:
             if self.tail(run, cut_off=True) is not None:
                 self._note_depended_on(run)
         elif not run.entry or tail.dead:
-            self._push_run(run, self._run_standing(run, tail))
+            self._push(run, self._run_standing(run, tail))
 
     def pop_depended_on(self, tier: Tier) -> tuple[Run, Tail] | None:
         """Takes out an idle run that is kept only because the other tier's pages depend on it: they would go with it."""
@@ -145,24 +144,32 @@ class Ranking:
     def queue_residency(self, residency: Residency, *, again: bool = False) -> None:
         """Makes a checkpoint a candidate; `again` when its worth has changed since it was queued."""
         if (again or not residency.entry) and _in_tree(residency):
-            self._push_residency(residency, self._residency_standing(residency))
+            self._push(residency, self._residency_standing(residency))
 
-    def _push_run(self, run: Run, standing: Standing) -> None:
-        self._runs[run.tier].push(run, standing)
-        account = run.node.account
+    def _push(self, victim: Victim, standing: Standing) -> None:
+        self._orders[victim.tier].of(victim).push(victim, standing)
+        account = _account_of(victim)
         if account.quota_bytes is not None:
-            self._own_runs[account, run.tier].push(run, standing, number=run.entry)
+            self.own.push(victim, standing, account)
 
-    def _push_residency(self, residency: Residency, standing: Standing) -> None:
-        self._checkpoints[residency.tier].push(residency, standing)
-        node = residency.checkpoint.node
-        assert node is not None
-        if node.account.quota_bytes is not None:
-            self._own_checkpoints[node.account, residency.tier].push(residency, standing, number=residency.entry)
+    def unqueue(self, victim: Victim, account: Account) -> None:
+        """It is no candidate any more. If it left its tier, its account does not count it any more."""
+        victim.entry = 0
+        if account.quota_bytes is not None:
+            self.own.note_death(victim, account)
 
-    def tidy(self, tier: Tier) -> None:
-        """Brings a few entries up to date. Called whenever something is given back, so that no eviction meets a backlog."""
-        for order in (self._runs[tier], self._checkpoints[tier]):
+    def tidy(self, tier: Tier, of: Iterable[Account] = ()) -> None:
+        """Brings a few entries up to date, also in the own orders of those whose things they are that were given back.
+
+        Called whenever something is, so that no eviction meets a backlog.
+        """
+        self._tidy(self._orders[tier])
+        for account in of:
+            if account.quota_bytes is not None:
+                self._tidy(self.own[account, tier])
+
+    def _tidy(self, orders: Orders) -> None:
+        for order in orders:
             for _ in range(TIDY_ENTRIES):
                 self._settle(order.next_head())
 
@@ -172,17 +179,19 @@ class Ranking:
 
         It comes back when somebody queues it again.
         """
-        first = None
-        if runs:
-            first = self._settled_head(self._runs[tier] if of is None else self._own_runs[of, tier])
-        if checkpoints and (first is None or first[1].rank > WORTHLESS):
-            order = self._checkpoints[tier] if of is None else self._own_checkpoints[of, tier]
-            other = self._settled_head(order)
-            if other is not None and (first is None or order.rank(other[1]) < order.rank(first[1])):
+        orders, first = self._orders[tier] if of is None else self.own[of, tier], None
+        if runs and orders.runs:
+            first = self._settled_head(orders.runs)
+        if checkpoints and orders.checkpoints and (first is None or first[1].rank > WORTHLESS):
+            rank = orders.checkpoints.rank
+            other = self._settled_head(orders.checkpoints)
+            if other is not None and (first is None or rank(other[1]) < rank(first[1])):
                 first = other
+        if of is not None:
+            self.own.note_asked(of, tier)
         if first is None:
             return None
-        first[0].entry = 0
+        self.unqueue(first[0], _account_of(first[0]))
         return first[0]
 
     def _settled_head(self, order: EvictionOrder) -> tuple[Victim, Standing] | None:
@@ -202,11 +211,9 @@ class Ranking:
         if standing is not None and _is_as_queued(standing, then):
             return standing
         if standing is None:
-            victim.entry = 0  # something stands on it, and will queue it
-        elif isinstance(victim, Run):  # used since it was queued
-            self._push_run(victim, standing)
-        else:
-            self._push_residency(victim, standing)
+            self.unqueue(victim, _account_of(victim))  # something stands on it, and will queue it
+        else:  # used since it was queued
+            self._push(victim, standing)
         return None
 
     def _standing(self, victim: Victim) -> Standing | None:
@@ -274,6 +281,12 @@ def _has_pages(run: Run, start: int) -> bool:
     if start == 0 or (start < len(run.ids) and run.ids[-1] != ABSENT):
         return True
     return bool((run.ids[start:] != ABSENT).any())
+
+
+def _account_of(victim: Victim) -> Account:
+    node = victim.node if isinstance(victim, Run) else victim.checkpoint.node
+    assert node is not None, f"{victim} is queued, and not in the tree"
+    return node.account
 
 
 def _in_tree(residency: Residency) -> bool:

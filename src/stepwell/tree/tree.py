@@ -178,9 +178,10 @@ class Tree:
         """Gives references back. What only the tree refers to then is a candidate for eviction again."""
         self.arenas[tier].release(kind, ids)
         if kind is Kind.PREFIX:
-            for run in self.runs_of(tier, ids):
+            runs = self.runs_of(tier, ids)
+            for run in runs:
                 self._queue_run(run)
-            self.ranking.tidy(tier)
+            self.ranking.tidy(tier, {run.node.account: None for run in runs} if self.accounts.limited else ())
 
     def unpin(self, residency: Residency) -> None:
         """One user of a checkpoint less; one that nobody reads is a candidate again."""
@@ -281,7 +282,7 @@ class Tree:
             part.unsaved = run.unsaved
             node.runs[tier] = part if part.num_pages else None
             self.owner[tier][present] = node
-        run.entry = 0
+        self.ranking.unqueue(run, lower.account)
 
     def _share_checkpoints(self, upper: Node, lower: Node) -> None:
         moved = [c for c in (lower.checkpoints or {}).values() if c.page <= upper.end]

@@ -38,7 +38,7 @@ def test_the_order_of_eviction_stays_as_small_as_what_is_cached() -> None:
             rig.clock.advance(1.0)
             rig.decode(lease, [token])
     checkpoints = sum(len(node.checkpoints or {}) for node in rig.tree.nodes())
-    assert len(rig.tree.ranking._checkpoints[Tier.DEVICE]) <= 4 * checkpoints + 8
+    assert len(rig.tree.ranking._orders[Tier.DEVICE].checkpoints) <= 4 * checkpoints + 8
     rig.idle_check()
 
 

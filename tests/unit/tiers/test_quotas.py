@@ -12,6 +12,8 @@ import pytest
 from stepwell import CacheConfig, Cause, ConfigError, Kind, Lease, Namespace, Tier, WritePolicy
 from stepwell.sim.least_recent import LeastRecent
 from stepwell.tiers.eviction import make_room
+from stepwell.tree.accounts import Account
+from stepwell.tree.node import Victim
 from toys import FULL, HYBRID, OBJECT_BYTES, SMALL_PAGES, SPILLING, Rig, text
 
 PAGES, QUOTA = 32, 8
@@ -112,6 +114,27 @@ def test_a_request_larger_than_its_quota_runs_and_takes_what_is_idle() -> None:
     bobs = rig.has(BOB, 1, 20)
     rig.keep(BOB, 3, 10)
     assert rig.has(BOB, 1, 20) == bobs and rig.has(ALICE, 2, 20) < 12, "now it is idle, and goes first"
+
+
+def test_who_is_over_its_quota_with_nothing_idle_is_not_asked_for_every_victim() -> None:
+    rig = shared()
+    rig.keep(BOB, 1, 4)
+    rig.keep(BOB, 2, 4)
+    rig.keep(NOBODY, 3, 4)
+    ranking, asked = rig.state.tree.ranking, []
+    pop = ranking.pop
+
+    def watched(tier: Tier, *, runs: bool, checkpoints: bool, of: Account | None = None) -> Victim | None:
+        asked.append(of.tenant if of is not None else None)
+        return pop(tier, runs=runs, checkpoints=checkpoints, of=of)
+
+    with rig.open_as(ALICE, 4, 12):
+        ranking.pop = watched  # type: ignore[method-assign]
+        rig.want(10)
+        assert asked.count(ALICE) <= 1 and asked.count(None) >= 3
+    asked.clear()
+    rig.want(1)
+    assert asked == [ALICE], "now she has something"
 
 
 def test_what_is_pinned_counts_and_stays() -> None:

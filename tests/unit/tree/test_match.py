@@ -20,7 +20,7 @@ def _fingerprint(bench: Bench) -> object:
         for n in bench.tree.nodes()
     ]
     arenas = [(a.refs[k].tobytes(), a.state[k].tobytes()) for a in bench.tree.arenas.values() for k in CACHED_KINDS]
-    heaps = [len(order) for orders in (bench.tree.ranking._runs, bench.tree.ranking._checkpoints) for order in orders.values()]
+    heaps = [len(order) for orders in bench.tree.ranking._orders.values() for order in orders]
     return nodes, arenas, heaps, bench.tree.version, len(bench.tree.roots)
 
 

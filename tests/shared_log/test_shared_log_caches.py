@@ -9,8 +9,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from shared_log_fixtures import OPTIONS
 
-from conftest import OPTIONS
 from processes import Peer
 
 CACHE = Path(__file__).parents[1] / "cache_peer.py"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 from log_peer import HERE
+from shared_log_fixtures import OpenHere
 
-from conftest import OpenHere
 from stepwell.base.errors import StoreError
 from stepwell.store.api import Read, ReadOutcome
 from stepwell.store.log import opening as log_opening
 from stepwell.store.log import reader
 from stepwell.store.log.reader import Reader
-from stepwell.store.shared import connection
-from stepwell.store.shared.connection import SOCKET_NAME, Deadline, Late, connect, listen
+from stepwell.store.shared import connection, server
+from stepwell.store.shared.connection import SOCKET_NAME, Connection, Deadline, Late, connect, listen
 from stepwell.testing.store_contract import fetch, key, offer
 from waiting import PATIENCE_S, wait_until
 
@@ -33,30 +33,36 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-def test_a_read_under_way_when_the_owner_closes_is_made_at_the_next(
-    open_here: OpenHere, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("given_up", [False, True], ids=["answered", "given up"])
+def test_a_read_under_way_when_the_owner_closes_is_answered_here_or_by_the_next(
+    given_up: bool, open_here: OpenHere, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner, client = open_here(), open_here(timeout="120")
     names = ["a", "b", "c"]
     client.write_from(HERE, [offer(HERE, name, 70_000) for name in names])
-    assert owner._server is not None
-    server, reading, held = owner._server, Event(), Reader._read_run
+    reading, stopped, gone, read_run = Event(), Event(), Event(), Reader._read_run
 
     def hold(self: Reader, *args: Any, **options: Any) -> Any:
         if not reading.is_set():
-            (peer,) = server._peers
             reading.set()
-            wait_until(peer.connection.is_gone, "the owner closes")
-        return held(self, *args, **options)
+            assert (gone if given_up else stopped).wait(PATIENCE_S)
+        return read_run(self, *args, **options)
 
-    monkeypatch.setattr(reader, "_RUN_VALUES", 1)
+    def told(tell: Callable[[Connection], None], done: Event) -> Callable[[Connection], None]:
+        return lambda connection: (tell(connection), done.set())[0]
+
+    monkeypatch.setattr(reader, "_RUN_VALUES", 1)  # so that it asks between values whether it is cancelled
     monkeypatch.setattr(Reader, "_read_run", hold)
+    monkeypatch.setattr(Connection, "stop_hearing", told(Connection.stop_hearing, stopped))
+    monkeypatch.setattr(Connection, "hang_up", told(Connection.hang_up, gone))
+    if given_up:
+        monkeypatch.setattr(server, "CLOSE_S", 0.01)
     reads = [Read(key(name), memoryview(bytearray(70_000))) for name in names]
     call = pool.submit(client.read_into, HERE, reads)
     assert reading.wait(PATIENCE_S)
     owner.close()
     assert [result.outcome for result in call.result(PATIENCE_S)] == [ReadOutcome.FOUND] * 3
-    assert [read.into for read in reads] == [offer(HERE, name, 70_000).data for name in names] and client.owns
+    assert [read.into for read in reads] == [offer(HERE, name, 70_000).data for name in names] and client.owns == given_up
 
 
 # ---- recovery -------------------------------------------------------------------------------------
@@ -133,17 +139,6 @@ def test_a_recovery_that_fails_leaves_the_log_to_whoever_tries_next(
 
 
 # ---- the directory --------------------------------------------------------------------------------
-
-
-def test_a_directory_that_was_moved_and_begun_anew_keeps_its_socket(open_here: OpenHere, directory: Path) -> None:
-    first = open_here()
-    directory.rename(directory.with_name("moved"))
-    second = open_here()
-    assert first.owns and second.owns
-    first.close()
-    third = open_here()
-    second.write_from(HERE, [offer(HERE, "x", 5000)])
-    assert not third.owns and fetch(third, HERE, "x", 5000) is not None
 
 
 def test_a_directory_that_is_gone_at_a_takeover_is_an_error_of_the_store(open_here: OpenHere, directory: Path) -> None:

@@ -6,16 +6,18 @@ import logging
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 from random import Random
 from threading import Thread
 
 import pytest
 from log_peer import HERE, SIZES
+from shared_log_fixtures import OpenHere, StartPeer
 
-from conftest import OpenHere, StartPeer
 from processes import Peer
 from stepwell.base.errors import StoreError
 from stepwell.cli.main import main
@@ -54,6 +56,46 @@ def test_an_owner_that_closes_leaves_the_log_to_the_others(open_here: OpenHere, 
     assert left.ask("read", names=["a", "b"], size=5000) == [True, True] and left.ask("owns")
     again = open_here()
     assert not again.owns and fetch(again, HERE, "b", 5000) is not None
+
+
+def test_owners_that_close_while_others_are_at_work_lose_nothing(open_here: OpenHere) -> None:
+    options = {"budget": "1GiB", "segment": "8MiB", "timeout": "120"}
+    stores = [open_here(**options) for _ in range(3)]
+    acknowledged: list[str] = []
+    gone_on: Counter[SharedLog] = Counter()
+
+    def work(store: SharedLog, name: str) -> None:
+        for turn in count():
+            names = [f"{name}/{turn}/{at}" for at in range(len(SIZES))]
+            try:
+                outcomes = store.write_from(HERE, [offer(HERE, each, SIZES[at]) for at, each in enumerate(names)])
+                assert set(outcomes) <= {WriteOutcome.STORED, WriteOutcome.EXISTS}, outcomes
+                acknowledged.extend(names)
+                (result,) = store.read_into(HERE, [Read(key(names[2]), memoryview(bytearray(SIZES[2])))])
+            except StoreError as error:
+                if "was closed" in str(error) and store._closed:
+                    return
+                raise
+            assert result.outcome is ReadOutcome.FOUND, f"{result.outcome} of what was stored"
+            gone_on[store] += 1
+
+    with ThreadPoolExecutor(12) as pool:
+        working = [pool.submit(work, store, f"{at}") for at, store in enumerate(stores)]
+        try:
+            for turn in range(6):
+                before = gone_on.copy()
+                wait_until(lambda b=before: all(gone_on[each] > b[each] for each in stores if not each._closed), "they go on")
+                wait_until(lambda: next((store for store in stores if store.owns), None), "one owns the log").close()
+                stores.append(open_here(**options))
+                working.append(pool.submit(work, stores[-1], f"{3 + turn}"))
+            last = open_here(**options)
+        finally:
+            for store in stores:
+                store.close()
+        for done in working:
+            done.result(PATIENCE_S)
+    missing = [name for name in acknowledged if fetch(last, HERE, name, SIZES[int(name[-1])]) is None]
+    assert len(acknowledged) > 30 and not missing, f"{len(missing)} of {len(acknowledged)}: {missing[:5]}"
 
 
 def test_values_larger_than_a_lane_and_batches_of_many(open_here: OpenHere, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,6 +140,16 @@ def test_whoever_takes_over_keeps_the_settings(open_here: OpenHere, directory: P
     assert second.owns and second._server is not None
     settings = second._server.settings
     assert (settings.budget_bytes, settings.quotas) == (16 * 2**20, {"alice": 2**20})
+
+
+def test_an_owner_whose_directory_was_replaced_leaves_the_new_one_alone(open_here: OpenHere, directory: Path) -> None:
+    old = open_here()
+    directory.rename(directory.with_name("moved"))
+    new, client = open_here(), open_here()
+    assert old.owns and new.owns and not client.owns
+    old.close()
+    assert open_here().write_from(HERE, [offer(HERE, "x", 5000)]) == [WriteOutcome.STORED]
+    assert fetch(client, HERE, "x", 5000) is not None and fetch(new, HERE, "x", 5000) is not None
 
 
 # ---- the owner dies -------------------------------------------------------------------------------

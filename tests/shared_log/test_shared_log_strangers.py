@@ -18,8 +18,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from log_peer import HERE
+from shared_log_fixtures import OpenHere
 
-from conftest import OpenHere
 from stepwell.store.api import NO_PARENT, ReadOutcome, ReadResult, WriteOutcome
 from stepwell.store.keyed_seal import verify_without_key
 from stepwell.store.seal import Verdict
@@ -191,6 +191,16 @@ def a_file(size: int) -> int:
     return fd
 
 
+def huge(size: int) -> int:
+    try:
+        fd = os.memfd_create("x", os.MFD_HUGETLB | os.MFD_ALLOW_SEALING)
+        os.ftruncate(fd, 1 << 21)
+    except OSError as error:
+        pytest.skip(f"no huge pages here: {error}")
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    return fd
+
+
 def read_only(size: int) -> int:
     fd = memory.make_memory(size)
     try:
@@ -207,11 +217,12 @@ def read_only(size: int) -> int:
         (a_file, 64 * KIB, b"not of memory"),
         (lambda _: os.pipe()[0], 64 * KIB, b"not of memory"),
         (read_only, 64 * KIB, b"cannot be mapped"),
+        (huge, 64 * KIB, b"huge pages"),
         (memory.make_memory, 65 * KIB, b"memory of 65536 bytes, and not of 66560"),
         (memory.make_memory, 2**40, b"at most"),
         (memory.make_memory, 0, b"memory of 0 bytes"),
     ],
-    ids=["unsealed", "growing", "file", "pipe", "read-only", "too small", "too large", "nothing"],
+    ids=["unsealed", "growing", "file", "pipe", "read-only", "huge", "too small", "too large", "nothing"],
 )
 def test_memory_that_could_do_harm_is_refused(
     make: Callable[[int], int], claimed: int, why: bytes, owner: SharedLog, directory: Path

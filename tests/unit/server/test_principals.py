@@ -91,7 +91,8 @@ def test_the_longest_time_to_live_is_also_the_default() -> None:
 def test_quotas_reach_log_stores_and_no_store_that_keeps_none() -> None:
     secrets = Secrets(api_key=None, admin_token=ADMIN)
     known = Principals(secrets, [tenant("alice", "one", quota_bytes=4096), tenant("bob", "two")])
-    assert known.with_quotas("log:/d", {"budget": "1GiB"}) == {"budget": "1GiB", "quota.alice": "4096", "quota.bob": "none"}
+    for store in ("log:/d", "shared-log:/d"):
+        assert known.with_quotas(store, {"budget": "1GiB"}) == {"budget": "1GiB", "quota.alice": "4096", "quota.bob": "none"}
     for store in ("memory:", "mooncake:"):
         with pytest.raises(ConfigError, match="alice has a quota"):
             known.with_quotas(store, {})

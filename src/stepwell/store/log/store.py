@@ -122,10 +122,6 @@ class LogStore:
         self._state.must_be_open()
         self._alone(self._save)
 
-    def is_ours(self) -> bool:
-        """Whether the directory is still the one that was opened: else nothing at its path is this log's."""
-        return self._state.is_ours()
-
     def stat(self) -> LogStat:
         self._state.must_be_open()
         with self._state.lock:
@@ -202,7 +198,7 @@ class LogStore:
             return
         state = self._state
         try:
-            if state.is_ours():  # else there is nothing of ours to save it with
+            if state.directory_lock is None or state.directory_lock.is_ours():  # else there is nothing of ours to save it with
                 self._save()
         finally:
             with state.lock:

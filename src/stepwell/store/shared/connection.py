@@ -68,7 +68,7 @@ class Connection:
         """Raises Stranger, and closes the socket, when the other side is another user's."""
         self._socket = connected
         self._poll = select.poll()
-        self._poll.register(connected, select.POLLRDHUP)
+        self._poll.register(connected, 0)  # only the end, which is always told
         self.process, user, _ = _CREDENTIALS.unpack(
             connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         )
@@ -170,6 +170,15 @@ def listen(directory: Path) -> socket.socket:
         listening.close()
         raise
     return listening
+
+
+def identity(directory: Path) -> tuple[int, int] | None:
+    """Which file the socket in the directory is; None when there is none."""
+    try:
+        found = (directory / SOCKET_NAME).lstat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def remove(directory: Path) -> None:

@@ -25,7 +25,7 @@ from stepwell.store.log.disk.files import up_to_block
 from stepwell.store.log.store import LogStore
 from stepwell.store.seal import Verdict
 from stepwell.store.shared import wire
-from stepwell.store.shared.connection import Connection, Frame, Gone, listen, remove
+from stepwell.store.shared.connection import Connection, Frame, Gone, identity, listen, remove
 from stepwell.store.shared.memory import Scratch, map_memory
 from stepwell.store.shared.settings import Settings, pack_settings
 from stepwell.store.shared.wire import Kind, Malformed, Writing
@@ -59,6 +59,7 @@ class Server:
         self._peers: dict[Peer, Thread] = {}
         self._closed = False
         self._listening = listen(directory)
+        self._socket_file = identity(directory)
         self._accepting = Thread(target=self._accept, name="shared-log", daemon=True)
         self._accepting.start()
 
@@ -72,14 +73,15 @@ class Server:
         self._served = Served(store, _settings_of(store))
 
     def close(self) -> None:
-        """Takes no more calls, and returns when none is under way, or what is left waits for the disk.
+        """Takes no more calls, and returns when those that were taken are answered, or were given up after a while.
 
-        What the log is doing is done and answered, but for reads, which stop where they are. Whoever gets no answer finds the
-        connection closed, and asks the next owner. The log must still be open: the socket is removed only where it is this log's.
+        Whoever gets no answer finds the connection closed, and asks the next owner. Before the log is closed: with the lock, and
+        in the directory that was listened in, the socket is removed; a directory that replaced it keeps its own.
         """
         self._closed = True
-        if self._served is not None and self._served.store.is_ours():
-            remove(self._directory)
+        if self._served is not None and identity(self._directory) == self._socket_file:  # else it may be another's
+            with suppress(OSError):
+                remove(self._directory)
         self._listening.shutdown(socket.SHUT_RDWR)
         self._accepting.join()
         self._listening.close()

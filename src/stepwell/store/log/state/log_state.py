@@ -67,15 +67,11 @@ class LogState:
 
     def must_be_ours(self) -> None:
         """Raises StoreError when the directory was removed or replaced: what is written to its files is lost with them."""
-        if not self.is_ours():
+        if self.directory_lock is not None and not self.directory_lock.is_ours():
             raise StoreError(
                 f"{self.directory} was removed or replaced while the log store in it was open; nothing more is stored: "
                 "put it back, or close the store and open it again"
             )
-
-    def is_ours(self) -> bool:
-        """Whether the directory is still the one that was opened."""
-        return self.directory_lock is None or self.directory_lock.is_ours()
 
     def unlock(self) -> None:
         """Lets go of the directory. A second time does nothing."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -20,7 +21,9 @@ from log_peer import HERE
 from shared_log_fixtures import OpenHere
 
 from stepwell.store.api import NO_PARENT, ReadOutcome, ReadResult, WriteOutcome
-from stepwell.store.shared import connection, memory, wire
+from stepwell.store.keyed_seal import verify_without_key
+from stepwell.store.seal import Verdict
+from stepwell.store.shared import connection, memory, server, wire
 from stepwell.store.shared.connection import SOCKET_NAME, Connection, Deadline, Gone, Late, Stranger, connect, listen
 from stepwell.store.shared.settings import Settings, pack_settings, parse_settings
 from stepwell.store.shared.store import SharedLog
@@ -244,8 +247,59 @@ def test_values_beyond_the_memory_and_stray_descriptors_are_refused(owner: Share
     for count in (1, 2, 50):
         with dialled(directory) as raw:
             socket.send_fds(raw, [MESSAGES[0]], [fd] * count)
-            assert b"where none belongs" in last_words(raw)
+            assert (b"where none belongs" if count == 1 else b"more than one descriptor") in last_words(raw)
     wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before, "every descriptor that came is closed")
+    os.close(fd)
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "counts", "why"),
+    [
+        (Kind.MEMORY, 1 << 20, [], b"a number of 1048576 bytes"),
+        (Kind.MEMORY, 8, [1, 1], b"more than one descriptor"),
+        (Kind.MEMORY, 8, [2], b"more than one descriptor"),
+        (Kind.CONTAINS, 1 << 20, [1], b"where none belongs"),
+    ],
+)
+def test_descriptors_sent_one_by_one_are_not_kept(
+    kind: Kind, size: int, counts: list[int], why: bytes, owner: SharedLog, directory: Path
+) -> None:
+    """None of these frames ever ends."""
+    fd = memory.make_memory(4096)
+    header = struct.pack("<4sHHI", b"SwSL", wire.VERSION, kind, size)
+    try:
+        with dialled(directory) as raw:
+            if kind is Kind.CONTAINS:
+                socket.send_fds(raw, [header], [fd])
+            else:
+                raw.sendall(header)
+                for count in counts:
+                    socket.send_fds(raw, [b"x"], [fd] * count)
+            assert why in last_words(raw)
+    finally:
+        os.close(fd)
+
+
+def test_a_value_that_is_changed_after_it_was_verified_is_written_as_it_was(
+    owner: SharedLog, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fd = memory.make_memory(64 * KIB)
+    good = offer(HERE, "good", 5000)
+    memory.copy_in(fd, [4096], [good.data])
+
+    def verify_then_change(*args: Any) -> Verdict:
+        verdict = verify_without_key(*args)
+        os.pwrite(fd, bytes(64 * KIB), 0)  # as its sender may at any moment
+        return verdict
+
+    monkeypatch.setattr(server, "verify_without_key", verify_then_change)
+    called = connect(directory, Deadline(PATIENCE_S))
+    called.ask(Kind.MEMORY, wire.pack_number(64 * KIB), Deadline(PATIENCE_S), fd=fd)
+    writing = Writing(HERE, [good.key], [good.stamp], [NO_PARENT], [0], Places([4096], [5000]))
+    answer = called.ask(Kind.WRITE, wire.pack_writing(writing), Deadline(PATIENCE_S))
+    assert wire.parse_outcomes(answer.body, 1) == [WriteOutcome.STORED]
+    assert fetch(owner, HERE, "good", 5000) is not None
+    called.close()
     os.close(fd)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -78,11 +78,11 @@ def read_options(opening: Opening, name: str, *others: str) -> LogOptions:
     )
 
 
-def open_with(options: LogOptions, *, clock: Clock) -> LogStore:
-    """Raises like `open_log`."""
+def open_with(options: LogOptions, *, clock: Clock, before_recovery: Callable[[], None] | None = None) -> LogStore:
+    """Raises like `open_log`. What comes before recovery has the directory's lock, and may raise StoreError."""
     return open_directory(
         options.directory, budget_bytes=options.budget_bytes, segment_bytes=options.segment_bytes, direct=options.direct,
-        quotas=dict(options.quotas), clock=clock,
+        quotas=dict(options.quotas), clock=clock, before_recovery=before_recovery,
     )  # fmt: skip
 
 
@@ -95,6 +95,7 @@ def open_directory(
     direct: Direct = Direct.AUTO,
     quotas: dict[str, int | None] | None = None,
     disk: Disk | None = None,
+    before_recovery: Callable[[], None] | None = None,
 ) -> LogStore:
     """Opens a directory for this process, and makes it if there is none. Raises like `open_log`."""
     disk, directory = disk or Disk(), directory.absolute()  # whoever changes the working directory takes nothing with it
@@ -102,6 +103,8 @@ def open_directory(
         lock = take_lock(disk, directory)
         try:
             block = _settle(disk, directory, budget_bytes, segment_bytes, quotas or {})
+            if before_recovery is not None:
+                before_recovery()
             found = recover(disk, directory, block)
             must_be_plausible(directory, found)
             state = state_of(disk, directory, block, found)

@@ -17,7 +17,7 @@ from stepwell.base.errors import StoreError
 from stepwell.store.api import KEY_BYTES, Read, ReadOutcome, ReadResult, Space, Write, WriteOutcome, never
 from stepwell.store.log.store import check_buffers, check_writes
 from stepwell.store.shared import wire
-from stepwell.store.shared.connection import Deadline, Gone, Late, Stranger, connect
+from stepwell.store.shared.connection import Deadline, Gone, Late, Recovering, Stranger, connect
 from stepwell.store.shared.memory import copy_in, copy_out, make_memory, memory_for, place
 from stepwell.store.shared.server import MEMORY_BYTES
 from stepwell.store.shared.settings import Settings, parse_settings
@@ -32,7 +32,7 @@ class Lane:
     """One connection and its memory. One thread uses it at a time."""
 
     def __init__(self, directory: Path, deadline: Deadline) -> None:
-        """Raises Gone, Late, Stranger or StoreError."""
+        """Raises Gone (Recovering among it), Late, Malformed, Stranger or StoreError."""
         self.connection = connect(directory, deadline)
         self.memory_fd, self.memory_bytes = -1, 0
         try:
@@ -46,6 +46,8 @@ class Lane:
         frame = self.connection.ask(kind, body, deadline, fd=fd)
         if frame.kind is Kind.ERROR:
             raise StoreError(wire.parse_text(frame.body))
+        if frame.kind is Kind.RECOVERING:
+            raise Recovering(f"process {self.connection.process} is recovering the log")
         if frame.kind is not answer:
             raise Malformed(f"{frame.kind.name} for an answer")
         return frame.body

@@ -12,7 +12,7 @@ import socket
 import struct
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,11 +23,16 @@ SOCKET_NAME = "socket"
 _MODE = 0o600
 _BACKLOG = 128
 _CREDENTIALS = struct.Struct("iII")  # process, user, group
+_PAUSE_S = 0.01  # while too many others connect
 _ANCILLARY_BYTES = socket.CMSG_SPACE(array("i").itemsize)
 
 
 class Gone(Exception):
     """The other side closed the connection, or was never there."""
+
+
+class Recovering(Gone):
+    """The other side has the log, and is still recovering it."""
 
 
 class Late(Exception):
@@ -84,10 +89,10 @@ class Connection:
         fds: list[int] = []
         try:
             header = parse_header(self._exactly(HEADER.size, fds, deadline))
+            _must_belong(fds, header.kind)
             body = self._exactly(header.body_bytes, fds, deadline)
-            if fds and header.kind is not Kind.MEMORY:
-                raise Malformed("a descriptor where none belongs")
-            return Frame(kind=header.kind, body=body, fd=fds.pop(0) if fds else None)
+            _must_belong(fds, header.kind)
+            return Frame(kind=header.kind, body=body, fd=fds.pop() if fds else None)
         finally:
             for fd in fds:
                 os.close(fd)
@@ -115,6 +120,7 @@ class Connection:
         self._socket.close()
 
     def _exactly(self, size: int, fds: list[int], deadline: Deadline | None) -> bytes:
+        """So many bytes, and the one descriptor that may come with a frame. Raises like `receive`."""
         parts: list[bytes] = []
         while size:
             with self._limited(deadline):
@@ -122,6 +128,8 @@ class Connection:
             for level, kind, data in ancillary:
                 if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                     fds += array("i", data[: len(data) // array("i").itemsize * array("i").itemsize])
+            if len(fds) > 1:  # whoever sends slowly must not have many kept
+                raise Malformed("more than one descriptor")
             if not part:
                 raise Gone("the connection was closed")
             parts.append(part)
@@ -139,6 +147,11 @@ class Connection:
             raise Late("no answer in time") from None
         except OSError as error:
             raise Gone(f"the connection failed: {error}") from None
+
+
+def _must_belong(fds: Sequence[int], kind: Kind) -> None:
+    if fds and kind is not Kind.MEMORY:
+        raise Malformed("a descriptor where none belongs")
 
 
 # ---- where it is ----------------------------------------------------------------------------------
@@ -177,10 +190,10 @@ def connect(directory: Path, deadline: Deadline) -> Connection:
     """Raises Gone when nobody listens there, Late when whoever does takes no calls, Stranger when it is another user's."""
     connecting = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        connecting.settimeout(max(deadline.left_s, 1e-3))
         with _address(directory) as address:
-            connecting.connect(address)
-    except (TimeoutError, BlockingIOError):
+            while not _try_to_connect(connecting, address, deadline):
+                time.sleep(_PAUSE_S)
+    except TimeoutError:
         connecting.close()
         raise Late("no answer in time") from None
     except OSError as error:
@@ -190,6 +203,18 @@ def connect(directory: Path, deadline: Deadline) -> Connection:
         connecting.close()
         raise
     return Connection(connecting)
+
+
+def _try_to_connect(connecting: socket.socket, address: str, deadline: Deadline) -> bool:
+    """False when too many others wait to be accepted. Raises OSError; TimeoutError when no time is left."""
+    connecting.settimeout(max(deadline.left_s, 1e-3))
+    try:
+        connecting.connect(address)
+    except BlockingIOError:
+        if not deadline.left_s:
+            raise TimeoutError from None
+        return False
+    return True
 
 
 @contextmanager

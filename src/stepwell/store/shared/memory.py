@@ -10,12 +10,17 @@ import fcntl
 import mmap
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from threading import Lock
 from typing import NamedTuple
+
+import numpy as np
 
 from stepwell.store.log.disk.files import BLOCK_BYTES, Disk, up_to_block
 from stepwell.store.shared.wire import Malformed, Places
 
 _SMALL_ALIGNMENT = 64
+_SPARE = 2
 _DISK = Disk()  # a file in memory is read and written like any other
 
 
@@ -49,6 +54,33 @@ def map_memory(fd: int, size: int, most_bytes: int) -> memoryview:
         return memoryview(mmap.mmap(fd, size))
     except OSError as error:
         raise Malformed(f"memory that cannot be mapped: {error}") from None
+
+
+class Scratch:
+    """Memory of this process alone, to copy into what nobody else is to change. Any thread.
+
+    A little of it is kept: the first use of a page costs more than all later ones.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._spare: list[memoryview] = []
+
+    @contextmanager
+    def copy(self, memory: memoryview, places: Places) -> Iterator[list[memoryview]]:
+        """Copies of the values at these places, aligned as they are there; no longer used by anybody when this ends."""
+        with self._lock:
+            scratch = self._spare.pop() if self._spare else memoryview(b"")
+        if len(scratch) < len(memory):
+            scratch = memoryview(mmap.mmap(-1, len(memory), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        source, target = np.frombuffer(memory, np.uint8), np.frombuffer(scratch, np.uint8)
+        ranges = [slice(offset, offset + size) for offset, size in zip(places.offsets, places.sizes, strict=True)]
+        for each in ranges:
+            np.copyto(target[each], source[each])  # lets other threads run, which memoryviews do not
+        yield [scratch[each] for each in ranges]
+        with self._lock:
+            if len(self._spare) < _SPARE:
+                self._spare.append(scratch)
 
 
 # ---- values in it ---------------------------------------------------------------------------------

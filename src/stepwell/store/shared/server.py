@@ -1,8 +1,9 @@
 """The owner's side: answers other processes out of the log that this one has open. Decides nothing about values.
 
 A thread for each connection, one request at a time. What comes in may be wrong in any way, and whoever sends it may stop or die
-at any moment: it costs that connection, and nothing else. Values are verified before they are written, since the log writes
-values of several callers together, and after a crash takes what does not verify for torn.
+at any moment: it costs that connection, and nothing else. Values are copied to where whoever sent them cannot change them, and
+verified there before they are written, since the log writes values of several callers together, and after a crash takes what does
+not verify for torn.
 """
 
 from __future__ import annotations
@@ -11,22 +12,23 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from threading import Lock, Thread
+from typing import NamedTuple
 
 from stepwell.base.errors import StoreError
-from stepwell.store.api import Read, Write, WriteOutcome
+from stepwell.store.api import Read, ReadOutcome, Write, WriteOutcome
 from stepwell.store.keyed_seal import verify_without_key
 from stepwell.store.log.disk.files import up_to_block
 from stepwell.store.log.store import LogStore
 from stepwell.store.seal import Verdict
 from stepwell.store.shared import wire
 from stepwell.store.shared.connection import Connection, Frame, Gone, identity, listen, remove
-from stepwell.store.shared.memory import map_memory
+from stepwell.store.shared.memory import Scratch, map_memory
 from stepwell.store.shared.settings import Settings, pack_settings
-from stepwell.store.shared.wire import Kind, Malformed
+from stepwell.store.shared.wire import Kind, Malformed, Writing
 
 log = logging.getLogger(__name__)
 MAX_CONNECTIONS = 512
@@ -35,18 +37,24 @@ CLOSE_S = 5.0  # for those who are being answered, when the owner closes
 _ACCEPT_PAUSE_S = 0.1  # when there are no descriptors left
 
 
-class Server:
-    """Answers from its making until `close`. The log stays the caller's."""
+class Served(NamedTuple):
+    """A log that is open, and what with."""
 
-    def __init__(self, store: LogStore, directory: Path) -> None:
+    store: LogStore
+    settings: Settings
+
+
+class Server:
+    """Answers from its making until `close`: that the log is being recovered, and once it is there, out of it.
+
+    The log stays the caller's.
+    """
+
+    def __init__(self, directory: Path) -> None:
         """Only for whoever has the directory's lock. Raises OSError."""
-        stat, largest = store.stat(), store.traits.max_value_bytes
-        assert largest is not None, "a log has a largest value"
-        quotas = {tenant.tenant: tenant.quota_bytes for tenant in stat.tenants}
-        self.settings = Settings(
-            budget_bytes=stat.budget_bytes, segment_bytes=stat.segment_bytes, max_value_bytes=largest, quotas=quotas
-        )
-        self._store, self._directory = store, directory
+        self._directory = directory
+        self._served: Served | None = None
+        self._scratch = Scratch()
         self._lock = Lock()
         self._peers: dict[Peer, Thread] = {}
         self._closed = False
@@ -55,10 +63,23 @@ class Server:
         self._accepting = Thread(target=self._accept, name="shared-log", daemon=True)
         self._accepting.start()
 
+    @property
+    def settings(self) -> Settings:
+        assert self._served is not None, "nothing is served yet"
+        return self._served.settings
+
+    def serve(self, store: LogStore) -> None:
+        """From now on others are answered out of this log."""
+        self._served = Served(store, _settings_of(store))
+
     def close(self) -> None:
-        """Takes no more calls, and returns when those that were taken are answered, or their callers do not listen."""
+        """Takes no more calls, and returns when those that were taken are answered, or were given up after a while.
+
+        Whoever gets no answer finds the connection closed, and asks the next owner. Before the log is closed: with the lock, and
+        in the directory that was listened in, the socket is removed; a directory that replaced it keeps its own.
+        """
         self._closed = True
-        if identity(self._directory) == self._socket_file:  # else it is another's: the directory was replaced
+        if self._served is not None and identity(self._directory) == self._socket_file:  # else it may be another's
             with suppress(OSError):
                 remove(self._directory)
         self._listening.shutdown(socket.SHUT_RDWR)
@@ -97,7 +118,7 @@ class Server:
                 accepted.close()
 
     def _take(self, connection: Connection) -> None:
-        peer = Peer(self._store, self.settings, connection)
+        peer = Peer(connection, lambda: self._served, self._scratch)
         thread = Thread(target=self._serve, args=[peer], name=f"shared-log-{connection.process}", daemon=True)
         with self._lock:
             full = len(self._peers) >= MAX_CONNECTIONS
@@ -126,6 +147,13 @@ class Server:
             peer.close()
 
 
+def _settings_of(store: LogStore) -> Settings:
+    stat, largest = store.stat(), store.traits.max_value_bytes
+    assert largest is not None, "a log has a largest value"
+    quotas = {tenant.tenant: tenant.quota_bytes for tenant in stat.tenants}
+    return Settings(budget_bytes=stat.budget_bytes, segment_bytes=stat.segment_bytes, max_value_bytes=largest, quotas=quotas)
+
+
 def _join(threads: Iterable[Thread]) -> None:
     until_s = time.monotonic() + CLOSE_S
     for thread in threads:
@@ -135,11 +163,11 @@ def _join(threads: Iterable[Thread]) -> None:
 class Peer:
     """Another process at the end of one connection, and the memory it handed over."""
 
-    def __init__(self, store: LogStore, settings: Settings, connection: Connection) -> None:
+    def __init__(self, connection: Connection, served: Callable[[], Served | None], scratch: Scratch) -> None:
         self.connection = connection
-        self._store, self._settings = store, settings
+        self._served, self._scratch = served, scratch
         self._memory = memoryview(b"")
-        self._answers: Mapping[Kind, Callable[[bytes], bytes]] = {
+        self._answers: Mapping[Kind, Callable[[LogStore, bytes], bytes]] = {
             Kind.CONTAINS: self._contains,
             Kind.READ: self._read,
             Kind.WRITE: self._write,
@@ -172,50 +200,59 @@ class Peer:
         self.connection.send(kind, body)
 
     def _answer(self, frame: Frame) -> tuple[Kind, bytes]:
+        served = self._served()
+        if served is None:
+            if frame.fd is not None:
+                os.close(frame.fd)
+            return Kind.RECOVERING, b""
         if frame.kind is Kind.HELLO:
-            return Kind.SETTINGS, pack_settings(self._settings)
+            return Kind.SETTINGS, pack_settings(served.settings)
         if frame.kind is Kind.MEMORY:
-            self._map(frame)
+            self._map(frame, max(MEMORY_BYTES, up_to_block(served.settings.max_value_bytes)))
             return Kind.DONE, b""
         answer = self._answers.get(frame.kind)
         if answer is None:
             raise Malformed(f"{frame.kind.name} is no request")
-        return Kind.DONE, answer(frame.body)
+        return Kind.DONE, answer(served.store, frame.body)
 
-    def _map(self, frame: Frame) -> None:
+    def _map(self, frame: Frame, most_bytes: int) -> None:
         if frame.fd is None:
             raise Malformed("memory without its descriptor")
         try:
-            most_bytes = max(MEMORY_BYTES, up_to_block(self._settings.max_value_bytes))
             self._memory = map_memory(frame.fd, wire.parse_number(frame.body), most_bytes)
         finally:
             os.close(frame.fd)
 
-    def _contains(self, body: bytes) -> bytes:
+    def _contains(self, store: LogStore, body: bytes) -> bytes:
         asked = wire.parse_keys(body)
-        return wire.pack_found(self._store.contains(asked.space, asked.keys))
+        return wire.pack_found(store.contains(asked.space, asked.keys))
 
-    def _read(self, body: bytes) -> bytes:
+    def _read(self, store: LogStore, body: bytes) -> bytes:
         asked, memory = wire.parse_reading(body, len(self._memory)), self._memory
         places = zip(asked.keys, asked.places.offsets, asked.places.sizes, strict=True)
         reads = [Read(key, memory[offset : offset + size]) for key, offset, size in places]
-        return wire.pack_results(self._store.read_into(asked.space, reads, cancelled=self.connection.is_gone))
+        results = store.read_into(asked.space, reads, cancelled=self.connection.is_gone)
+        if any(result.outcome is ReadOutcome.CANCELLED for result in results):
+            raise Gone("nobody waits for the answer, or this process closes the log")
+        return wire.pack_results(results)
 
-    def _write(self, body: bytes) -> bytes:
-        asked, memory = wire.parse_writing(body, len(self._memory)), self._memory
-        places = zip(asked.places.offsets, asked.places.sizes, strict=True)
-        values = [memory[offset : offset + size] for offset, size in places]
+    def _write(self, store: LogStore, body: bytes) -> bytes:
+        asked = wire.parse_writing(body, len(self._memory))
+        with self._scratch.copy(self._memory, asked.places) as values:
+            return wire.pack_outcomes(self._write_intact(store, asked, values))
+
+    def _write_intact(self, store: LogStore, asked: Writing, values: Sequence[memoryview]) -> list[WriteOutcome]:
         writes = list(map(Write, asked.keys, values, asked.stamps, asked.parents, asked.depths))
         intact = [verify_without_key(asked.space, each.key, each.data, each.stamp) is Verdict.INTACT for each in writes]
         self._must_be_there()
         good = [write for write, fits in zip(writes, intact, strict=True) if fits]
-        outcomes = iter(self._store.write_from(asked.space, good))
-        return wire.pack_outcomes([next(outcomes) if fits else WriteOutcome.FAILED for fits in intact])
+        outcomes = iter(store.write_from(asked.space, good))
+        return [next(outcomes) if fits else WriteOutcome.FAILED for fits in intact]
 
-    def _delete(self, body: bytes) -> bytes:
+    def _delete(self, store: LogStore, body: bytes) -> bytes:
         asked = wire.parse_keys(body)
         self._must_be_there()
-        return wire.pack_number(self._store.delete(asked.space, asked.keys))
+        return wire.pack_number(store.delete(asked.space, asked.keys))
 
     def _must_be_there(self) -> None:
         """Whoever stopped waiting may have done something else since: what it asked for then is not done now."""

@@ -16,11 +16,13 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from threading import Lock
 from typing import TypeVar
 
-from stepwell.base.errors import StoreError
+from stepwell.base.errors import ConfigError, StoreError
 from stepwell.base.meters import Clock
 from stepwell.store.api import Read, ReadResult, Space, Traits, Write, WriteOutcome, never
 from stepwell.store.log.disk.files import BLOCK_BYTES
@@ -28,7 +30,7 @@ from stepwell.store.log.disk.locking import leave_in_forks
 from stepwell.store.log.opening import InUse, LogOptions, open_with
 from stepwell.store.log.store import LogStore
 from stepwell.store.shared.client import Client
-from stepwell.store.shared.connection import Deadline, Gone, Late, Stranger
+from stepwell.store.shared.connection import Deadline, Gone, Late, Recovering, Stranger
 from stepwell.store.shared.server import Server
 from stepwell.store.shared.settings import Settings, differences
 from stepwell.store.shared.wire import Malformed
@@ -37,6 +39,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 TIMEOUT_S = 10.0  # two of them are less than the cache waits for an answer
 _PAUSE_S = 0.01  # between two looks for an owner
+_RECOVERY_PAUSE_S = 0.1  # while it recovers
 
 
 class SharedLog:
@@ -51,8 +54,8 @@ class SharedLog:
         self._role: LogStore | Client | None = None
         self._server: Server | None = None
         self._settings: Settings | None = None  # those that count
-        self._present(Deadline(timeout_s))
         leave_in_forks(self)
+        self._present(Deadline(timeout_s))
 
     @property
     def traits(self) -> Traits:
@@ -147,24 +150,35 @@ class SharedLog:
             self._finding.release()
 
     def _find(self, deadline: Deadline) -> LogStore | Client:
-        """Owns the log, or finds who does."""
+        """Owns the log, or finds who does. An opening waits until that has recovered the log, however long it takes."""
+        opening, told = self._settings is None, False
         while True:
+            self._must_be_open()
             try:
                 return self._own()
             except InUse as error:
                 in_use = error
             try:
                 return self._ask(deadline)
+            except Recovering as error:
+                if opening:
+                    deadline = Deadline(self._timeout_s)  # it says that it is at it
+                elif not deadline.left_s:
+                    raise StoreError(f"{self._options.directory}: {error} for {self._timeout_s:g} s; it is tried again") from None
+                if not told:
+                    log.warning("%s: %s, and this process waits for it", self._options.directory, error)
+                told = True
+                time.sleep(_RECOVERY_PAUSE_S)
+                continue
             except Gone:
-                pass  # it is opening or closing the log just now, or does not share it
+                pass  # it is closing the log just now, or does not share it
             except (Late, Malformed, Stranger) as error:
                 raise StoreError(f"{in_use.who} has {self._options.directory} open, and {error}") from None
             if not deadline.left_s:
                 raise StoreError(
-                    f"{self._options.directory} is open in {in_use.who}, which does not share it, or is not ready yet: "
+                    f"{self._options.directory} is open in {in_use.who}, which does not share it, or is still closing it: "
                     f"open it there, too, as shared-log:{self._options.directory}"
                 )
-            self._must_be_open()
             time.sleep(_PAUSE_S)
 
     def _own(self) -> LogStore:
@@ -172,19 +186,31 @@ class SharedLog:
         options = self._options
         if self._settings is not None:  # those that counted so far go on to count: the directory remembers them
             options = replace(options, budget_bytes=None, segment_bytes=None, quotas={})
-        store = open_with(options, clock=self._clock)
-        try:
-            server = Server(store, options.directory)
-        except OSError as error:
-            store.close()
-            raise StoreError(f"{options.directory} cannot be shared: {error}; use log:DIR, in one process") from error
-        except BaseException:
-            store.close()
-            raise
+        with ExitStack() as undo:
+
+            def share() -> None:
+                self._server = _listening(options.directory)
+                undo.callback(self._stop_sharing)
+
+            try:
+                store = open_with(options, clock=self._clock, before_recovery=share)
+            except ConfigError as error:
+                if self._settings is None:
+                    raise
+                raise StoreError(f"the log cannot be taken over: {error}") from error  # the options were right once
+            undo.callback(store.close)
+            assert self._server is not None, "recovered, and not shared"
+            self._server.serve(store)
+            undo.pop_all()
         if self._settings is not None:
             log.info("%s: this process owns the log now", options.directory)
-        self._server, self._settings = server, server.settings
+        self._settings = self._server.settings
         return store
+
+    def _stop_sharing(self) -> None:
+        server, self._server = self._server, None
+        if server is not None:
+            server.close()
 
     def _ask(self, deadline: Deadline) -> Client:
         """Connects to the owner. Raises Gone, Late, Malformed, Stranger or StoreError."""
@@ -209,3 +235,11 @@ class SharedLog:
             )
         if self._closed:
             raise StoreError(f"the shared log in {self._options.directory} was closed")
+
+
+def _listening(directory: Path) -> Server:
+    """Raises StoreError."""
+    try:
+        return Server(directory)
+    except OSError as error:
+        raise StoreError(f"{directory} cannot be shared: {error}; use log:DIR, in one process") from error

@@ -57,6 +57,7 @@ class Kind(IntEnum):
     SETTINGS = 64
     DONE = 65  # the answer to whatever was asked
     ERROR = 66  # the store said no: text
+    RECOVERING = 67  # the owner has no answers yet, and is at it
 
 
 class Header(NamedTuple):
@@ -116,9 +117,12 @@ def parse_header(header: bytes) -> Header:
     if size > MAX_BODY_BYTES:
         raise Malformed(f"a frame of {size} bytes")
     try:
-        return Header(Kind(kind), size)
+        parsed = Header(Kind(kind), size)
     except ValueError:
         raise Malformed(f"a frame of unknown kind {kind}") from None
+    if parsed.kind is Kind.MEMORY and size != _NUMBER.size:  # a descriptor is kept until the body is there
+        raise Malformed(f"a number of {size} bytes")
+    return parsed
 
 
 # ---- requests -------------------------------------------------------------------------------------

@@ -89,8 +89,8 @@ def test_decoding_over_rows_on_the_host_never_waits_for_the_device(family: str) 
 @pytest.mark.parametrize("family", SPARSE)
 @pytest.mark.parametrize("how", FORMATS, ids=lambda how: "-".join(how.values()))
 def test_rows_of_the_next_layer_that_are_copied_ahead_change_no_bit(family: str, how: dict[str, Any]) -> None:
-    plain = recorded(family, hot_rows=2 * PAGE, memory="800KiB", device="cuda", **how)
-    ahead = recorded(family, hot_rows=2 * PAGE, memory="800KiB", stage_ahead=True, device="cuda", **how)
+    plain = spilled(family, hot_rows=2 * PAGE, device="cuda", **how)
+    ahead = spilled(family, hot_rows=2 * PAGE, stage_ahead=True, device="cuda", **how)
     (prompt,) = prompts((900,))
     assert plain.play(prompt, answer=8).tokens == ahead.play(prompt, answer=8).tokens
     assert report(ahead).staged_bytes > 0

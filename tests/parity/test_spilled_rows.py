@@ -153,13 +153,10 @@ def test_a_device_too_small_for_one_request(family: str) -> None:
 
 def test_rows_of_the_next_layer_that_are_copied_ahead(family: str) -> None:
     """One prompt, whose rows leave the device while it is computed; and several side by side, of which none is copied ahead."""
-    (prompt,) = prompts((700,))
-    one, other = recorded(family), recorded(family, hot_rows=2 * PAGE, memory="800KiB", stage_ahead=True)
+    one, other = recorded(family), spilled(family, hot_rows=2 * PAGE, stage_ahead=True)
+    (prompt,) = prompts((300,), seed=5)
     check_same([other.play(prompt, answer=4)], [one.play(prompt, answer=4)])
     assert report(other).staged_bytes
-    one.close()
-    other.close()
-    one, other = recorded(family), spilled(family, hot_rows=2 * PAGE, stage_ahead=True)
     check_same(two_turns(other), two_turns(one))
     one.close()
     other.close()

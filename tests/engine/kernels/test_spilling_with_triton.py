@@ -33,7 +33,7 @@ def over_one_block(memory: PageMemory, kind: Kind) -> torch.Tensor:
 
 def played(made: Recorded) -> list[Played]:
     """Two prompts, and one of them again with a few tokens more, which are computed in one pass."""
-    first = made.play_all(prompts((100, 50)), answer=3)
+    first = made.play_all(prompts((80, 40)), answer=2)
     return first + made.play_all([[*first[0].prompt, *first[0].tokens, 1, 2, 3]], answer=2)
 
 

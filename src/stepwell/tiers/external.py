@@ -34,7 +34,7 @@ from stepwell.tree.node import Node
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EnginePages:
     """The engine's own names for pages: `prefix[i]` for page `first_page + i` of the prompt, `windows` and `points` for a
-    checkpoint. A name is a number that the engine's copies understand: of a block, or of a list of them.
+    checkpoint. A name is a number that the engine's copies understand, or a row of them: see `Span`.
     """
 
     prefix: PageIds = field(default_factory=lambda: NO_PAGES)

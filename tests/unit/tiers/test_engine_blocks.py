@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from test_external import BorrowedRig
 
 from stepwell import EnginePages, Kind, LeaseError, LeaseState
-from test_external import BorrowedRig
 from toys import KV, SSM, model, swa, text
 
 

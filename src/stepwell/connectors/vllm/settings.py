@@ -73,9 +73,8 @@ def _store_options(extra: Mapping[str, object]) -> dict[str, str]:
     if "store_budget" in extra:
         options["budget"] = str(_bytes(extra, "store_budget"))
     if options and "store" not in extra:
-        raise ConfigError(
-            'store_budget and store_options are for a store: give "store" too, for example "log:/var/cache/stepwell"'
-        )
+        raise ConfigError('store_budget and store_options need a "store", for example "log:/var/cache/stepwell"')
+
     return options
 
 

@@ -1,0 +1,266 @@
+"""The vLLM connector, whole, below a toy engine that checks every byte it reads. Needs no vLLM: `tests/vllm` has the real one."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import toy_vllm
+import vllm_stand_in
+from toy_vllm import MODELS, LateCopies, ToyEngine
+
+from stepwell import ConfigError
+
+if vllm_stand_in.is_real_installed():
+    pytest.skip("vLLM is installed here: tests/vllm runs the connector under it", allow_module_level=True)
+
+Make = Callable[..., ToyEngine]
+STEPS = 400  # more than any round takes
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Makes engines, and closes them."""
+    for name in [*vllm_stand_in.MODULES, "stepwell.connectors.vllm.connector"]:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    vllm_stand_in.install()
+    from stepwell.connectors.vllm import worker_side
+    from stepwell.connectors.vllm.connector import StepwellConnector
+
+    monkeypatch.setattr(worker_side, "ThreadCopyExecutor", LateCopies)
+    engines: list[ToyEngine] = []
+
+    def engine(model: str = "full", **more: Any) -> ToyEngine:
+        engines.append(ToyEngine(StepwellConnector, model, **more))
+        return engines[-1]
+
+    yield engine
+    for each in engines:
+        each.close()
+    for name in [*vllm_stand_in.MODULES, "stepwell.connectors.vllm.connector"]:
+        sys.modules.pop(name, None)
+
+
+def text(seed: int, count: int) -> list[int]:
+    return random.Random(seed).choices(range(1000), k=count)
+
+
+def counters(engine: ToyEngine) -> dict[str, float]:
+    return dict(engine.connector._scheduler.cache.counters.snapshot())
+
+
+def computed_by(engine: ToyEngine, tokens: list[int], *, late: bool = False, **more: Any) -> int:
+    """How many tokens a prompt and its answer took to compute."""
+    before = engine.computed
+    engine.submit(tokens, **more)
+    engine.run(late=late)
+    return engine.computed - before
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_prompt_resumes_from_the_host(make: Make, model: str, ranks: int) -> None:
+    engine, prompt = make(model, ranks=ranks), text(1, 45)
+    assert computed_by(engine, prompt) == 49
+    again = computed_by(engine, prompt)
+    assert again == 49 - 44 if model != "blocks of two sizes" else again == 49 - 40
+    branch = prompt[:24]  # where a step ends, so that there is state to keep: the first that leaves here leaves a checkpoint
+    computed_by(engine, branch + text(2, 21))
+    assert computed_by(engine, branch + text(3, 21)) == 49 - 24
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_second_engine_resumes_from_the_log(make: Make, tmp_path: Path, model: str) -> None:
+    store = {"store": f"log:{tmp_path}", "store_budget": "64MiB"}
+    first, prompt = make(model, **store), text(1, 45)
+    computed_by(first, prompt)
+    first.close()
+    second = make(model, **store)
+    assert computed_by(second, prompt) <= 9
+    assert counters(second)["tokens_store"] >= 40
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_saves_that_the_last_step_began_are_stored_when_the_engine_ends(make: Make, tmp_path: Path, model: str) -> None:
+    store = {"store": f"log:{tmp_path}", "store_budget": "64MiB"}
+    first, prompt = make(model, **store), text(1, 45)
+    first.submit(prompt)
+    for _ in range(STEPS):
+        if first.done:
+            break
+        first.step()  # and no copy is made before the end
+    first.close()
+    assert computed_by(make(model, **store), prompt) <= 9
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("model", MODELS)
+def test_conversations_that_branch_on_a_small_pool_with_late_copies(make: Make, model: str, ranks: int, seed: int) -> None:
+    """Preemptions, blocks that are wanted while they are saved, copies that fail, requests that are aborted."""
+    rng = random.Random(seed)
+    engine = make(model, ranks=ranks, blocks=16 * len(MODELS[model]) + 8, host_memory="64KiB")
+    talks = [text(seed, 20) + text(9 + n, rng.randrange(4, 24)) for n in range(4)]
+    for _ in range(4):
+        asked = [engine.submit(talk, answer=rng.randrange(1, 12)) for talk in talks]
+        for _ in range(STEPS):
+            if not (engine.waiting or engine.running or engine.loading):
+                break
+            engine.step()
+            _some_copies(engine, rng)
+            if rng.random() < 0.02 and asked[0].status in ("waiting", "running", "loading"):
+                engine.abort(asked[0])
+        assert not (engine.waiting or engine.running or engine.loading), "it never ends"
+        talks = [
+            request.all_token_ids[: rng.randrange(20, request.num_tokens + 1)] + text(rng.randrange(99), 5) for request in asked
+        ]
+    engine.run()
+    assert len(engine.pool.free) == len(engine.pool.blocks) - 1, "a block was pinned and never let go"
+    assert not engine.connector._scheduler.cache.copying
+    assert sum(request.num_tokens for request in engine.done) > engine.computed / 2
+
+
+def _some_copies(engine: ToyEngine, rng: random.Random) -> None:
+    for copies in engine.copies:
+        for job in copies.pending:
+            if rng.random() < 0.2:
+                copies.answer(job, error="told to fail" if rng.random() < 0.1 else None)
+    if not engine.running and rng.random() < 0.5:
+        engine.finish_copies()  # nobody computes: waiting for copies alone
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_load_that_fails_is_computed(make: Make, model: str, ranks: int) -> None:
+    engine, prompt = make(model, ranks=ranks), text(1, 45)
+    computed_by(engine, prompt)
+    engine.submit(prompt)
+    engine.step()
+    (job,) = engine.copies[-1].pending
+    engine.copies[-1].answer(job, error="told to fail")  # of all ranks, the last one
+    engine.run()
+    assert engine.computed == 2 * 49 and counters(engine)["load_failures"] == 1
+    assert computed_by(engine, prompt) < 15, "what was computed anew is cached again"
+
+
+def test_a_request_whose_loads_keep_failing_is_computed_in_the_end(make: Make, tmp_path: Path) -> None:
+    """The store brings it back each time: nobody may try forever."""
+    engine, prompt = make(store=f"log:{tmp_path}", store_budget="64MiB"), text(1, 45)
+    computed_by(engine, prompt)
+    engine.submit(prompt)
+    failed = 0
+    while engine.waiting or engine.running or engine.loading:
+        engine.step()
+        for job in engine.copies[0].pending:
+            is_load = job in engine.connector._scheduler._loads
+            failed += is_load
+            engine.copies[0].answer(job, error="told to fail" if is_load else None)
+        assert failed <= 2
+    assert failed >= 1 and engine.computed == 2 * 49
+
+
+@pytest.mark.parametrize("model", ["full", "all"])
+def test_a_request_that_is_aborted_while_it_loads_leaves_nothing_behind(make: Make, model: str) -> None:
+    engine, prompt = make(model), text(1, 45)
+    computed_by(engine, prompt)
+    request = engine.submit(prompt)
+    engine.step()
+    assert request.status == "loading"
+    engine.abort(request)
+    engine.run()
+    assert len(engine.pool.free) == len(engine.pool.blocks) - 1 and not engine.connector._scheduler.cache.copying
+    assert computed_by(engine, prompt) < 15
+
+
+def test_salts_are_apart(make: Make) -> None:
+    engine, prompt = make(), text(1, 45)
+    assert computed_by(engine, prompt, cache_salt="a") == 49
+    assert computed_by(engine, prompt, cache_salt="b") == 49
+    assert computed_by(engine, prompt) == 49
+    assert computed_by(engine, prompt, cache_salt="a") == 5
+
+
+def test_adapters_are_apart_by_their_weights(make: Make, tmp_path: Path) -> None:
+    engine, prompt = make(), text(1, 45)
+    weights = tmp_path / "adapter.safetensors"
+    lora = type("Lora", (), {"lora_name": "one", "lora_path": str(tmp_path)})()
+    assert computed_by(engine, prompt, lora_request=lora) == 49, "no weights: it has no name, and is not cached"
+    assert computed_by(engine, prompt, lora_request=lora) == 49
+    weights.write_bytes(b"one")
+    assert computed_by(engine, prompt, lora_request=lora) == 49
+    assert computed_by(engine, prompt, lora_request=lora) == 5
+    weights.write_bytes(b"two")
+    assert computed_by(engine, prompt, lora_request=lora) == 49, "the same name, other weights"
+    assert computed_by(engine, prompt) == 49
+
+
+@pytest.mark.parametrize("what", [{"prompt_embeds": object()}, {"mm_features": (object(),)}, {"pooling_params": object()}])
+def test_what_tokens_do_not_tell_is_not_cached(make: Make, what: dict[str, Any]) -> None:
+    engine, prompt = make(), text(1, 45)
+    computed_by(engine, prompt)
+    assert computed_by(engine, prompt, **what) == 49 and computed_by(engine, text(2, 45), **what) == 49
+    assert computed_by(engine, text(2, 45)) == 49
+    assert computed_by(engine, prompt) == 5
+
+
+def test_a_request_that_wants_all_of_its_prompt_computed_is(make: Make) -> None:
+    engine, prompt = make(), text(1, 45)
+    computed_by(engine, prompt)
+    assert computed_by(engine, prompt, skip_reading_prefix_cache=True) == 49
+
+
+def test_hits_say_where_they_come_from(make: Make, tmp_path: Path) -> None:
+    store = {"store": f"log:{tmp_path}", "store_budget": "64MiB"}
+    first, prompt = make(**store), text(1, 45)
+    computed_by(first, prompt)
+    first.close()
+    engine, seen = make(**store), []
+    inner = engine.connector.get_external_cache_hit_sources
+    engine.connector.get_external_cache_hit_sources = lambda *args: seen.append(inner(*args))
+    for _ in range(2):
+        computed_by(engine, prompt)
+    assert [{source.value: tokens for source, tokens in each.items()} for each in seen] == [{"disk": 44}, {"host": 44}]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"host_memory": None}, "host_memory must be a size"),
+        ({"host_memory": "lots"}, "host_memory: "),
+        ({"host_memory": "1KiB"}, "needs at least"),
+        ({"host_mem": "1GiB"}, "did you mean 'host_memory'"),
+        ({"store_budget": "1GiB"}, 'need a "store"'),
+        ({"prefetch": "always"}, "best_effort, wait_complete, timeout"),
+        ({"checkpoint_interval_tokens": "8k"}, "whole number of tokens"),
+    ],
+)
+def test_wrong_settings_are_refused_with_the_fix(make: Make, change: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        make(**change)
+
+
+def test_the_default_failure_policy_is_refused(make: Make) -> None:
+    from stepwell.connectors.vllm.settings import read_settings
+
+    with pytest.raises(ConfigError, match='set it to "recompute"'):
+        read_settings({"host_memory": "1GiB"}, failure_policy="fail")
+    with pytest.raises(ConfigError, match="for example"):
+        read_settings({}, failure_policy="recompute")
+
+
+def test_groups_that_could_not_be_restored_are_refused(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    group, spec = vllm_stand_in.KVCacheGroupSpec, vllm_stand_in
+    for bad, says in [
+        (group(["x"], spec.MLAAttentionSpec(4, 1, 16)), "run this model on a GPU"),
+        (group(["x"], spec.MambaSpec(4, ((64,),), mamba_cache_mode="none")), "--enable-prefix-caching"),
+        (group(["x"], spec.FullAttentionSpec(4, 1, 16, attention_chunk_size=8)), "in chunks"),
+        (group(["x"], type("OtherSpec", (spec.FullAttentionSpec,), {})(4, 1, 16)), "OtherSpec, which this version does not know"),
+        (group(["x"], spec.FullAttentionSpec(4, 1, 16), is_eagle_group=True), "draft model"),
+    ]:
+        monkeypatch.setitem(toy_vllm.MODELS, "bad", [bad])
+        with pytest.raises(ConfigError, match=says):
+            make("bad")

@@ -191,6 +191,13 @@ class Cache:
         return boundary > lease.position and self._wants_checkpoint(lease, boundary, last=False)
 
     @one_thread
+    def can_load(self, lease: Lease) -> bool:
+        """Without a device tier: whether `load` will find all it needs. A lease that waits may lose its checkpoint: another
+        request's load of it failed, or memory was flushed. Release it and look the prompt up again.
+        """
+        return external.can_load(lease)
+
+    @one_thread
     def first_unsaved(self, lease: Lease) -> int:
         """Without a device tier: the first page that the next commit copies. Those before it need no name."""
         return external.first_unsaved(self._state, lease)
@@ -268,7 +275,8 @@ class Cache:
     def load(self, lease: Lease, into: EnginePages, *, since: int = 0) -> None:
         """Without a device tier: starts copying the restored prefix into the engine's own memory.
 
-        An engine that has tokens `[0, since)` itself names the pages after those only, of windows too.
+        An engine that has tokens `[0, since)` itself names the pages after those only, of windows too. Raises LoadFailed when
+        the checkpoint is gone, which `can_load` tells before.
         """
         if self._state.nearest is Tier.DEVICE:
             raise ConfigError("load() is for caches without a device tier; with one, acquire() loads")

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from stepwell.base.errors import LeaseError, NoRoom
+from stepwell.base.errors import LeaseError, LoadFailed, NoRoom
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.tasks import NO_PAGES, Copy, PageIds, Purpose, Span
 from stepwell.memory.arena import DEAD
@@ -47,6 +47,8 @@ class EnginePages:
 def load(state: CacheState, lease: Lease, into: EnginePages, *, since: int) -> None:
     """Starts copying tokens `[since, resume)` and the checkpoint there into the engine's memory; the lease loads meanwhile."""
     spec, residency = state.spec, lease.restored
+    if not can_load(lease):
+        raise LoadFailed(f"{lease}: the checkpoint it was to resume from is gone; release it and look the prompt up again")
     if not 0 <= since <= lease.resume or since % spec.page_tokens:
         raise LeaseError(f"{lease} loads from a page boundary up to {lease.resume} on, not from token {since}")
     if into.first_page * spec.page_tokens != since:
@@ -61,6 +63,12 @@ def load(state: CacheState, lease: Lease, into: EnginePages, *, since: int) -> N
     if job is not None:
         lease.load_job = job
         lease.must_wait(job=job)
+
+
+def can_load(lease: Lease) -> bool:
+    """Whether what a lease is to load is still there: the failed load of another request, or `flush`, takes a checkpoint away."""
+    residency = lease.restored
+    return residency is None or residency.checkpoint.held[residency.tier] is residency
 
 
 def _num_windows_held(state: CacheState, boundary: int, since: int) -> int:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from test_external import BorrowedRig
 
-from stepwell import EnginePages, Kind, LeaseError, LeaseState
+from stepwell import EnginePages, Kind, LeaseError, LeaseState, LoadFailed
 from toys import KV, SSM, model, swa, text
 
 
@@ -118,3 +118,21 @@ def test_commits_ahead_do_not_count_as_computing() -> None:
     assert rig.state.compute_speed.per_s == pytest.approx(500)
     rig.settle()
     rig.cache.release(lease)
+
+
+def test_a_lease_that_waits_may_lose_its_checkpoint_and_says_so() -> None:
+    """Two requests want the same: the load of the first fails, and takes the checkpoint away before the second has begun."""
+    rig = BorrowedRig(model(KV, SSM))
+    lease, _ = rig.save(text(1, 17))
+    rig.settle()
+    rig.cache.release(lease)
+    first, second = rig.open(text(1, 17)), rig.open(text(1, 17))
+    rig.cache.load(first, rig.pages(16, start=20))
+    assert rig.cache.can_load(second)
+    assert rig.fail_all().failed == (first,)
+    assert not rig.cache.can_load(second)
+    with pytest.raises(LoadFailed, match="look the prompt up again"):
+        rig.cache.load(second, rig.pages(16, start=40))
+    rig.cache.release(first)
+    rig.cache.release(second)
+    rig.idle_check()

@@ -99,7 +99,7 @@ class SchedulerSide:
         if seen.namespace is None or local_tokens % page_tokens:
             return 0
         self.cache.step()
-        if seen.started:
+        if seen.started or (seen.lease is not None and not self.cache.can_load(seen.lease)):
             self._start_over(seen)
         if seen.lease is None:
             if seen.match is None:
@@ -187,7 +187,7 @@ class SchedulerSide:
         seen.ticket = self.cache.prefetch(seen.match)
 
     def _start_over(self, seen: Seen) -> None:
-        """Asked about a second time: it was preempted, or its load failed."""
+        """It was preempted, or its load failed, or what it waited to load is gone."""
         if seen.lease is not None and seen.lease.failed:
             seen.failed_loads += 1
         self._let_go(seen)

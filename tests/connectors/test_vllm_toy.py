@@ -97,6 +97,34 @@ def test_saves_that_the_last_step_began_are_stored_when_the_engine_ends(make: Ma
     assert computed_by(make(model, **store), prompt) <= 9
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("how", ["the computation raises", "its output never comes"])
+@pytest.mark.parametrize("model", ["full", "all"])
+def test_nothing_of_a_step_that_failed_is_stored(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, how: str, ranks: int
+) -> None:
+    """The second engine asserts every byte that it reads."""
+    store = {"store": f"log:{tmp_path}", "store_budget": "64MiB"}
+    first, prompt = make(model, ranks=ranks, **store), text(1, 45)
+    first.submit(prompt)
+    compute = first._compute
+
+    def failing(request: Any, count: int) -> None:
+        if request.num_computed_tokens <= 24:
+            compute(request, count)
+        elif how == "the computation raises":
+            raise MemoryError("told to fail")
+        else:
+            monkeypatch.setattr(first, "_collect", lambda outputs: pytest.fail("told to fail"))
+
+    monkeypatch.setattr(first, "_compute", failing)
+    with pytest.raises((MemoryError, pytest.fail.Exception), match="told to fail"):
+        first.run()
+    assert all(worker._side()._failed_once for worker in first.workers) == (how == "the computation raises")
+    first.close()
+    assert computed_by(make(model, ranks=ranks, **store), prompt) >= 49 - 24
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("model", MODELS)

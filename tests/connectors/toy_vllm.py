@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from types import SimpleNamespace
@@ -208,27 +210,35 @@ class ToyEngine:
             request.num_computed_tokens += scheduled.get(request.request_id, 0)
         for worker in self.workers:
             worker.bind_connector_metadata(metadata)
-        for worker in self.workers:
-            worker.start_load_kv(None)
-        for request in self.running:
-            if request.request_id in scheduled:
-                self._compute(request, scheduled[request.request_id])
-        self._collect()
+        said: list[Any] = []
+        with self._connectors(said):
+            for request in self.running:
+                if request.request_id in scheduled:
+                    self._compute(request, scheduled[request.request_id])
+        self._collect(said)
         for request in [each for each in self.running if each.request_id in scheduled]:
             self._produce(request)
 
-    def _collect(self) -> None:
+    @contextmanager
+    def _connectors(self, said: list[Any]) -> Iterator[None]:
+        """What a worker does around its computation; vLLM's does it in a `finally` too."""
+        try:
+            yield
+        finally:
+            for worker in self.workers:
+                worker.start_load_kv(None)
+                worker.wait_for_save()
+                said.append((worker.get_transfer_results(set()), worker.build_connector_worker_meta()))
+                worker.clear_connector_metadata()
+
+    def _collect(self, outputs: list[Any]) -> None:
         """What the workers say, aggregated as vLLM does."""
         said, failed = None, set()
-        for rank, worker in enumerate(self.workers):
-            worker.wait_for_save()
-            results = worker.get_transfer_results(set())
+        for rank, (results, mine) in enumerate(outputs):
             for name in results.finished_recving:
                 self.received.setdefault(name, set()).add(rank)
             failed |= results.failed_recving
-            mine = worker.build_connector_worker_meta()
             said = mine if said is None else said.aggregate(mine) if mine is not None else said
-            worker.clear_connector_metadata()
         self.failed |= failed
         if said is not None:
             self.connector.update_connector_output(SimpleNamespace(kv_connector_worker_meta=said))

@@ -6,6 +6,7 @@ the main thread of its process. Written for vLLM 0.32.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -50,6 +51,7 @@ from stepwell.transfer.shared_memory import SharedBlock
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """To the workers, with a step."""
 
+    step: int = 0
     loads: list[Order] = field(default_factory=list)
     saves: list[Order] = field(default_factory=list)
 
@@ -59,10 +61,11 @@ class WorkerAnswers(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """From the workers, with a step's output."""
 
     answers: Answers
+    step: int  # the last one that was computed
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, WorkerAnswers), f"answers of {type(other).__name__}"
-        return WorkerAnswers(merged(self.answers, other.answers))
+        return WorkerAnswers(merged(self.answers, other.answers), min(self.step, other.step))
 
 
 class StepwellConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -77,6 +80,7 @@ class StepwellConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._page_tokens, _ = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
         self._num_ranks: int = vllm_config.parallel_config.tensor_parallel_size
         self._worker: WorkerSide | None = None
+        self._computed_step = 0
         self._ended = Ended(answers={}, loaded=frozenset(), failed=frozenset())
         if role is KVConnectorRole.SCHEDULER:
             self._shared = self._open_shared()
@@ -116,13 +120,15 @@ class StepwellConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         ]
         orders = self._scheduler.step(computing)
         return StepMetadata(
+            step=self._scheduler.num_steps,
             loads=[order for order in orders if order.request is not None],
             saves=[order for order in orders if order.request is None],
         )
 
     def update_connector_output(self, connector_output: Any) -> None:
         said = connector_output.kv_connector_worker_meta
-        self._scheduler.answered(said.answers if isinstance(said, WorkerAnswers) else {})
+        if isinstance(said, WorkerAnswers):
+            self._scheduler.answered(said.answers, step=said.step)
 
     def request_finished_all_groups(self, request: Any, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
         self._requests.pop(request.request_id, None)
@@ -158,14 +164,20 @@ class StepwellConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         pass  # saves begin when the whole step was computed
 
     def wait_for_save(self) -> None:
-        self._side().start(self._metadata().saves)
+        """Is called in a `finally`: when the step's computation raised, its blocks hold nothing that may be saved."""
+        metadata = self._metadata()
+        if sys.exc_info()[0] is not None:
+            self._side().refuse(metadata.saves, "the step that should have computed it failed")
+            return
+        self._side().start(metadata.saves)
+        self._computed_step = metadata.step
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         self._ended = ended = self._side().poll()
         return KVConnectorTransferResults(finished_recving=set(ended.loaded), failed_recving=set(ended.failed))
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        return WorkerAnswers(self._ended.answers) if self._ended.answers else None
+        return WorkerAnswers(self._ended.answers, self._computed_step)
 
     # ---- both ---------------------------------------------------------------------------------------
 

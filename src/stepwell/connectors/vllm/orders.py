@@ -5,7 +5,8 @@
     answer            one rank, or several together, say what came of it
     answers           it counts when every rank has
 
-`StepOrders` is the cache's executor. Nothing here waits: only the engine's steps bring answers.
+Saves read what their step computes. When the engine ends, those of a step whose output never came are not believed: it may have
+failed. `StepOrders` is the cache's executor. Nothing here waits: only the engine's steps bring answers.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class Order:
 class _Open:
     plan: Plan
     sent_s: float | None = None  # None: waits for the next step
+    step: int = 0  # that it was sent with
     ranks: int = 0
     error: str | None = None
 
@@ -51,6 +53,8 @@ class StepOrders:
 
     num_ranks: int
     clock: Clock
+    num_steps: int = 0  # given out
+    _computed_steps: int = 0  # whose output came back
     _open: dict[JobId, _Open] = field(default_factory=dict)
     _done: list[Completion] = field(default_factory=list)
 
@@ -59,17 +63,19 @@ class StepOrders:
 
     def take(self) -> list[Plan]:
         """Everything that was submitted since the last step: it is under way now."""
+        self.num_steps += 1
         waiting = [each for each in self._open.values() if each.sent_s is None]
         for each in waiting:
-            each.sent_s = self.clock.now()
+            each.sent_s, each.step = self.clock.now(), self.num_steps
         return [each.plan for each in waiting]
 
     @property
     def num_open(self) -> int:
         return len(self._open)
 
-    def answer(self, answers: Answers) -> list[JobId]:
-        """Takes in what ranks say; returns the jobs that all of them have answered by now."""
+    def answer(self, answers: Answers, *, step: int) -> list[JobId]:
+        """Takes in what ranks say, who have computed up to `step`; returns the jobs that all of them have answered by now."""
+        self._computed_steps = max(self._computed_steps, step)
         ended = []
         for number, (ranks, error) in answers.items():
             job = JobId(number)
@@ -84,10 +90,11 @@ class StepOrders:
         return ended
 
     def end_all(self, is_done: Callable[[JobId], bool]) -> None:
-        """When no more steps will come: what is not done has failed."""
-        for job in list(self._open):
-            if not is_done(job):
-                self._open[job].error = "the engine stopped before it was copied"
+        """When no more steps will come: what is not done has failed, and what was sent with a step that is not known to be."""
+        for job, each in list(self._open.items()):
+            was_computed = each.sent_s is not None and each.step <= self._computed_steps
+            if not was_computed or not is_done(job):
+                each.error = "the engine stopped before it was copied"
             self._end(job)
 
     def _end(self, job: JobId) -> None:

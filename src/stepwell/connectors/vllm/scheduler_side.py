@@ -144,10 +144,15 @@ class SchedulerSide:
         self._step = (self._clock.now(), tokens) if prefills else None
         return [self._ordered(plan) for plan in self._orders.take()]
 
-    def answered(self, answers: Answers) -> None:
-        """What the workers say of copies."""
+    @property
+    def num_steps(self) -> int:
+        """The number of the last step that was given out."""
+        return self._orders.num_steps
+
+    def answered(self, answers: Answers, *, step: int) -> None:
+        """What the workers say of copies, and up to which step they have computed."""
         self._step_ended()
-        for job in self._orders.answer(answers):
+        for job in self._orders.answer(answers, step=step):
             self._loads.pop(job, None)
             if (blocks := self._pinned.pop(job, None)) is not None and self._blocks is not None:
                 self._blocks.unpin(blocks)

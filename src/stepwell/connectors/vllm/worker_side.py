@@ -51,6 +51,7 @@ class WorkerSide:
         self._waiting: dict[JobId, str] = {}  # requests by the load they wait for
         self._last_job = 0
         self._unanswered: set[JobId] = set()
+        self._refused: Answers = {}
         self._failed_once = False
 
     def start(self, orders: Iterable[Order]) -> None:
@@ -61,9 +62,15 @@ class WorkerSide:
             self._unanswered.add(order.plan.job)
             self._copies.submit(order.plan)
 
+    def refuse(self, orders: Iterable[Order], why: str) -> None:
+        """Answers saves that must not be made, and notes at the end that not all went well, whatever else did."""
+        self._refused |= {int(order.plan.job): (1, why) for order in orders}
+        self._failed_once = True
+
     def poll(self) -> Ended:
         """What has ended since the last call. Waits for nothing."""
-        answers, loaded, failed = {}, set(), set()
+        loaded, failed = set(), set()
+        answers, self._refused = self._refused, {}
         for done in self._copies.answers():
             self._unanswered.discard(done.job)
             self._failed_once |= done.error is not None

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 import torch
@@ -139,7 +140,9 @@ class StepwellConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._scheduler.is_busy
 
     def reset_cache(self) -> bool:
-        self._scheduler.cache.flush()
+        """The weights may be others from now on: nothing cached or stored before is found again."""
+        self._model = f"{self._scheduler.cache.namespace.model} since reset {token_hex(16)}"
+        self._scheduler.reset(model=self._model)
         return True
 
     # ---- a worker's side ----------------------------------------------------------------------------
@@ -197,6 +200,7 @@ class StepwellConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def _build(self, settings: Settings) -> tuple[SchedulerSide, Store | None]:
         self._requests: dict[str, Any] = {}
+        self._model: str | None = None  # its name since the cache was reset
         meanings = {block.meaning for block in self._shared}
         if len(meanings) > 1:
             raise ConfigError("workers of this engine lay their KV caches out differently: use one attention backend on all")
@@ -264,7 +268,8 @@ class StepwellConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             if digest is None:
                 return None
             adapter = f"{lora.lora_name} {digest}"
-        return replace(self._scheduler.cache.namespace, adapter=adapter, salt=request.cache_salt)
+        cache = self._scheduler.cache
+        return replace(cache.namespace, model=self._model or cache.namespace.model, adapter=adapter, salt=request.cache_salt)
 
 
 class _Pool:

@@ -14,7 +14,7 @@ that are pinned until they end. One thread, the scheduler's. Imports no engine.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from stepwell.base.ids import JobId
@@ -169,6 +169,19 @@ class SchedulerSide:
         seen = self._seen.pop(request, None)
         if seen is not None:
             self._let_go(seen)
+
+    def reset(self, *, model: str) -> None:
+        """Forgets everything: requests go on under the new name of the model. Those that run publish nothing more before they
+        start over, and those that wait look up again.
+        """
+        known = {seen.namespace for seen in self._seen.values() if seen.namespace is not None}
+        for namespace in {self.cache.namespace, *self.cache.namespaces, *known}:
+            self.cache.clear(namespace=namespace)
+        for seen in self._seen.values():
+            if seen.namespace is not None:
+                seen.namespace = replace(seen.namespace, model=model)
+            if not seen.started:
+                self._let_go(seen)
 
     @property
     def is_busy(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,13 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
         each.close()
     for name in [*vllm_stand_in.MODULES, "stepwell.connectors.vllm.connector"]:
         sys.modules.pop(name, None)
+
+
+@dataclass(frozen=True)
+class Lora:
+    lora_int_id: int
+    lora_path: str
+    lora_name: str = "one"
 
 
 def text(seed: int, count: int) -> list[int]:
@@ -228,8 +236,9 @@ def test_after_a_reset_nothing_from_before_is_found(make: Make, tmp_path: Path, 
     assert computed_by(engine, text(2, 45)) == 49, "what was begun with the old weights is not offered"
     engine.close()
     if with_store:
-        assert computed_by(make(**store), prompt) <= 9, "from before the first reset, by the weights on disk"
-        assert computed_by(make(**store), text(2, 45)) == 49
+        second = make(**store)
+        assert computed_by(second, prompt) <= 9, "from before the first reset, by the weights on disk"
+        assert computed_by(second, text(2, 45)) == 49
 
 
 def test_salts_are_apart(make: Make) -> None:
@@ -243,18 +252,46 @@ def test_salts_are_apart(make: Make) -> None:
 def test_adapters_are_apart_by_their_weights(make: Make, tmp_path: Path) -> None:
     engine, prompt = make(), text(1, 45)
     weights = tmp_path / "adapter.safetensors"
-    lora = type("Lora", (), {"lora_name": "one", "lora_path": str(tmp_path)})()
+    lora, reloaded = (Lora(number, str(tmp_path)) for number in (1, 2))
     assert computed_by(engine, prompt, lora_request=lora) == 49, "no weights: it has no name, and is not cached"
     assert computed_by(engine, prompt, lora_request=lora) == 49
     weights.write_bytes(b"one")
     assert computed_by(engine, prompt, lora_request=lora) == 49
     assert computed_by(engine, prompt, lora_request=lora) == 5
     weights.write_bytes(b"two")
-    assert computed_by(engine, prompt, lora_request=lora) == 49, "the same name, other weights"
+    for _ in range(2):
+        assert computed_by(engine, prompt, lora_request=lora) == 49, "which of the two the engine has cannot be told"
+    assert computed_by(engine, prompt, lora_request=reloaded) == 49, "the same name, other weights"
+    assert computed_by(engine, prompt, lora_request=reloaded) == 5
     assert computed_by(engine, prompt) == 49
 
 
-@pytest.mark.parametrize("what", [{"prompt_embeds": object()}, {"mm_features": (object(),)}, {"pooling_params": object()}])
+def test_an_adapter_that_cannot_be_read_is_not_cached(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from stepwell.connectors.vllm import identity
+
+    def fails(path: Path, name: str) -> bytes:
+        raise PermissionError(f"{path} {name}: told to fail")
+
+    engine, prompt = make(), text(1, 45)
+    (tmp_path / "adapter.safetensors").write_bytes(b"one")
+    monkeypatch.setattr(identity, "_signature", fails)
+    for _ in range(2):
+        assert computed_by(engine, prompt, lora_request=Lora(1, str(tmp_path))) == 49
+
+
+def test_tokens_that_the_vocabulary_lacks_are_computed_and_not_cached(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, prompt, odd = make(), text(1, 45), [*text(1, 45), 10**7]
+    for _ in range(2):
+        assert computed_by(engine, odd) == 50
+    monkeypatch.setattr(engine, "next_token", lambda tokens: 10**7)  # in an answer
+    assert computed_by(engine, prompt, answer=12) == 57
+    assert computed_by(engine, prompt, answer=12) == 57 - 44
+    assert len(engine.pool.free) == len(engine.pool.blocks) - 1
+
+
+@pytest.mark.parametrize(
+    "what", [{"prompt_embeds": object()}, {"mm_features": (object(),)}, {"pooling_params": object()}, {"resumable": True}]
+)
 def test_what_tokens_do_not_tell_is_not_cached(make: Make, what: dict[str, Any]) -> None:
     engine, prompt = make(), text(1, 45)
     computed_by(engine, prompt)

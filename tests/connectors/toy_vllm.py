@@ -94,6 +94,7 @@ class Request:
     pooling_params: Any = None
     lora_request: Any = None
     skip_reading_prefix_cache: bool = False
+    resumable: bool = False
     num_computed_tokens: int = 0
     status: str = "waiting"
     tables: list[list[int]] = field(default_factory=list)
@@ -410,7 +411,11 @@ class ToyEngine:
             self._free(request)
             self.done.append(request)
             return
-        request.all_token_ids.append(_bytes("next", request.all_token_ids, 1)[0])
+        request.all_token_ids.append(self.next_token(request.all_token_ids))
+
+    @staticmethod
+    def next_token(tokens: list[int]) -> int:
+        return _bytes("next", tokens, 1)[0]
 
 
 def _bytes(name: str, tokens: list[int], size: int) -> bytes:

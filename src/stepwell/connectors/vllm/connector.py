@@ -10,7 +10,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
@@ -37,7 +36,7 @@ from stepwell.base.prompt import Namespace
 from stepwell.cache.build import build_cache, layouts_for
 from stepwell.connectors.vllm.engine_config import check_engine, groups_of, model_identity
 from stepwell.connectors.vllm.groups import Names, spec_of
-from stepwell.connectors.vllm.identity import files_digest
+from stepwell.connectors.vllm.identity import Adapters
 from stepwell.connectors.vllm.orders import Answers, Order, StepOrders, merged
 from stepwell.connectors.vllm.scheduler_side import Computing, SchedulerSide, Seen, ended_in
 from stepwell.connectors.vllm.settings import Settings, read_settings
@@ -200,6 +199,7 @@ class StepwellConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def _build(self, settings: Settings) -> tuple[SchedulerSide, Store | None]:
         self._requests: dict[str, Any] = {}
+        self._adapters = Adapters()
         self._model: str | None = None  # its name since the cache was reset
         meanings = {block.meaning for block in self._shared}
         if len(meanings) > 1:
@@ -261,10 +261,11 @@ class StepwellConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Who may share what is cached of a request; None where its tokens do not say what its state depends on."""
         if request.mm_features or request.prompt_embeds is not None or request.pooling_params is not None:
             return None
-        lora = request.lora_request
-        adapter = None
+        if getattr(request, "resumable", False):  # a session whose later turns may bring media
+            return None
+        lora, adapter = request.lora_request, None
         if lora is not None:
-            digest = files_digest(Path(lora.lora_path))
+            digest = self._adapters.digest(lora.lora_int_id, lora.lora_path)
             if digest is None:
                 return None
             adapter = f"{lora.lora_name} {digest}"

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from stepwell.base.errors import BadTokens
 from stepwell.base.ids import JobId
 from stepwell.base.meters import Clock
 from stepwell.base.prompt import Namespace
@@ -87,10 +88,16 @@ class SchedulerSide:
     # ---- a request's life ---------------------------------------------------------------------------
 
     def arrived(self, request: str, seen: Seen) -> None:
-        """A new request: what the store has of it is on its way from now on."""
+        """A new request: what the store has of it is on its way from now on. One with tokens that the model's vocabulary lacks
+        is the engine's to refuse or to compute; nothing of it is cached.
+        """
         self._seen[request] = seen
-        if seen.namespace is not None:
+        if seen.namespace is None:
+            return
+        try:
             self._look_up(seen)
+        except BadTokens:
+            seen.namespace = None
 
     def found(self, request: str, local_tokens: int) -> int | None:
         """How many tokens after the engine's own `local_tokens` can be loaded; None: not known yet, ask again."""
@@ -135,7 +142,11 @@ class SchedulerSide:
         for each in computing:
             seen = self._seen.get(each.request)
             if seen is not None and seen.lease is not None and seen.lease.ready:
-                self._commit(seen, seen.lease, each)
+                try:
+                    self._commit(seen, seen.lease, each)
+                except BadTokens:  # in its answer
+                    self._let_go(seen)
+                    seen.namespace = None
         self.cache.step()
         if self._audit:
             self.cache.audit()

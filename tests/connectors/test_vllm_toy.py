@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -15,6 +16,9 @@ import vllm_stand_in
 from toy_vllm import MODELS, LateCopies, ToyEngine
 
 from stepwell import ConfigError
+from stepwell.policy.store_use import StoreTuning
+from stepwell.store.memory import MemoryStore
+from stepwell.store.wrappers import Wrapper
 
 if vllm_stand_in.is_real_installed():
     pytest.skip("vLLM is installed here: tests/vllm runs the connector under it", allow_module_level=True)
@@ -239,6 +243,41 @@ def test_after_a_reset_nothing_from_before_is_found(make: Make, tmp_path: Path, 
         second = make(**store)
         assert computed_by(second, prompt) <= 9, "from before the first reset, by the weights on disk"
         assert computed_by(second, text(2, 45)) == 49
+
+
+def test_a_store_that_hangs_is_not_stepped_for_forever(make: Make) -> None:
+    go_on = Event()
+
+    class Hung(Wrapper):
+        def write_from(self, space: Any, writes: Any) -> Any:
+            go_on.wait()
+            return super().write_from(space, writes)
+
+    engine = make()
+    cache = engine.connector._scheduler.cache
+    cache.store.attach(Hung(MemoryStore()), tuning=StoreTuning(op_timeout_s=0.05))
+    computed_by(engine, text(1, 45))  # runs until nothing is pending
+    assert cache.stats().storing and not engine.connector.has_pending_push_work()
+    go_on.set()
+
+
+def test_blocks_that_saves_read_are_waited_for_before_anybody_is_preempted(make: Make) -> None:
+    engine = make(blocks=16)
+    engine.submit(text(1, 30), answer=1)
+    engine.run(late=True)
+    assert not engine.connector.has_pending_block_frees()
+    first = [engine.submit(text(seed, 25), answer=1) for seed in (2, 3)]
+    engine.step()
+    assert engine.connector.has_pending_block_frees()
+    engine.run()
+    assert all(request.status == "finished" for request in first)
+
+
+def test_an_engine_without_a_block_pool_is_told(make: Make) -> None:
+    engine = make()
+    engine.connector._scheduler._blocks = None
+    with pytest.raises(ConfigError, match="no block pool"):
+        computed_by(engine, text(1, 45))
 
 
 def test_salts_are_apart(make: Make) -> None:

@@ -267,9 +267,13 @@ class ToyEngine:
             if request not in self.running:
                 continue  # preempted meanwhile
             count = self._chunk_of(request)
-            while request in self.running and not self._allocate(request, request.num_computed_tokens + count):
+            has_room = self._allocate(request, request.num_computed_tokens + count)
+            while not has_room and request in self.running and not self.connector.has_pending_block_frees():
                 self._preempt(self.running[-1], scheduled)
-            if request in self.running:
+                has_room = request in self.running and self._allocate(request, request.num_computed_tokens + count)
+            if not has_room and request in self.running:
+                break  # for saves to end, as vLLM does
+            if has_room:
                 scheduled[request.request_id] = count
         for request in list(self.waiting):
             if len(self.running) >= 3 or not self._admit(request, scheduled):

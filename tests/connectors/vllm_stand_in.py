@@ -97,6 +97,9 @@ class KVConnectorBase_V1:
 
     def update_connector_output(self, connector_output: Any) -> Any: ...
 
+    def has_pending_block_frees(self) -> bool:
+        return False
+
     def has_pending_push_work(self) -> bool:
         return False
 

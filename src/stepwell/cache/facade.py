@@ -96,6 +96,11 @@ class Cache:
         """Copies under way between memories; they hold pages until `step` has applied what came of them. Costs nothing to ask."""
         return self._state.copies.num_running
 
+    @property
+    def stores_awaited(self) -> int:
+        """Stores with something under way that was not given up on: `step` will apply what comes of it. Costs nothing to ask."""
+        return self._store_tier.num_awaited
+
     @one_thread
     def stats(self) -> Stats:
         """How full the tiers are, what is under way, and everything that was counted."""

@@ -135,6 +135,9 @@ class StepwellConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduler.finished(request.request_id)
         return False, None  # saves have pinned what they read
 
+    def has_pending_block_frees(self) -> bool:
+        return self._scheduler.pins_blocks  # waiting a step is cheaper than preempting
+
     def has_pending_push_work(self) -> bool:
         return self._scheduler.is_busy
 

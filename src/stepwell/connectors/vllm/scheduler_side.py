@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from stepwell.base.errors import BadTokens
+from stepwell.base.errors import BadTokens, ConfigError
 from stepwell.base.ids import JobId
 from stepwell.base.meters import Clock
 from stepwell.base.prompt import Namespace
@@ -165,7 +165,8 @@ class SchedulerSide:
         self._step_ended()
         for job in self._orders.answer(answers, step=step):
             self._loads.pop(job, None)
-            if (blocks := self._pinned.pop(job, None)) is not None and self._blocks is not None:
+            if (blocks := self._pinned.pop(job, None)) is not None:
+                assert self._blocks is not None
                 self._blocks.unpin(blocks)
         self.cache.step()
 
@@ -196,8 +197,13 @@ class SchedulerSide:
 
     @property
     def is_busy(self) -> bool:
-        """Whether steps are needed although no request runs: copies or stores have not answered yet."""
-        return bool(self._orders.num_open) or self.cache.copying > 0 or self.cache.stats().storing > 0
+        """Whether steps are needed although no request runs: copies or stores have not answered yet, and still may."""
+        return bool(self._orders.num_open) or self.cache.copying > 0 or self.cache.stores_awaited > 0
+
+    @property
+    def pins_blocks(self) -> bool:
+        """Whether blocks will be free without anybody's doing: saves under way read them."""
+        return bool(self._pinned)
 
     def close(self, is_done: Callable[[JobId], bool], *, timeout_s: float = 30.0) -> bool:
         """No more steps will come. Waits for the store; false when something was left undone."""
@@ -269,9 +275,10 @@ class SchedulerSide:
     def _ordered(self, plan: Plan) -> Order:
         if plan.purpose is not Purpose.SAVE:
             return Order(plan=plan, request=self._loads[plan.job])
-        if self._blocks is not None:
-            self._pinned[plan.job] = blocks_of([plan])
-            self._blocks.pin(self._pinned[plan.job])
+        if self._blocks is None:
+            raise ConfigError("this engine gave no block pool, so blocks could be reused while they are saved: use vLLM 0.32")
+        self._pinned[plan.job] = blocks_of([plan])
+        self._blocks.pin(self._pinned[plan.job])
         return Order(plan=plan)
 
     def _step_ended(self) -> None:

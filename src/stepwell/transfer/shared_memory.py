@@ -3,23 +3,29 @@
     |---------------- size_bytes, for pages ----------------|-- note: 4 KiB --|
 
 The note is a few words from the one that made it to the one that opened it: what its bytes mean, and up to which job its copies
-had ended when it closed. Whoever opens it takes the name away, so that nothing is left behind by processes that are killed.
+had ended when it closed. Whoever opens it takes the name away, so that nothing is left behind by processes that are killed. Where
+nobody came to open it, its maker does when it ends, and the next that makes one does for makers that were killed: they no longer
+hold the lock on it. (A lock and not a process id in the name: containers may share this memory and not their ids.)
 What is found under a name is not trusted before its owner and size were looked at. Nothing here waits.
 """
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import stat
+import weakref
 from hashlib import blake2b
 from pathlib import Path
+from typing import IO
 
 from stepwell.base.errors import ConfigError
 from stepwell.base.units import format_bytes
 from stepwell.transfer.copy_engine import touch
 
 SHARED_ROOT = Path("/dev/shm")
+PREFIX = "stepwell-"  # of all names
 NOTE_BYTES = 4096
 MEANING_BYTES = 32
 
@@ -36,18 +42,24 @@ class SharedBlock:
 
     @classmethod
     def make(cls, name: str, size_bytes: int, *, meaning: str, root: Path = SHARED_ROOT) -> SharedBlock:
-        """New memory under a name, all of it taken now. What was left under that name is taken away first."""
-        path = root / name
-        _must_fit(size_bytes, root)
+        """New memory under a name, all of it taken now. What was left under that name is taken away first, and what processes
+        that are no more have made.
+        """
+        path = root / (PREFIX + name)
         path.unlink(missing_ok=True)
+        _remove_orphans(root)
+        _must_fit(size_bytes, root)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        locked = os.fdopen(os.dup(fd), "rb")
         try:
+            fcntl.flock(locked, fcntl.LOCK_EX)
             os.posix_fallocate(fd, 0, size_bytes + NOTE_BYTES)  # else the lack of room would kill whoever writes first
         except OSError as error:
             os.close(fd)
-            path.unlink(missing_ok=True)
+            _remove(path, locked, os.getpid())
             raise ConfigError(_no_room(size_bytes, root, str(error.strerror))) from error
         block = cls(fd, size_bytes)
+        weakref.finalize(block, _remove, path, locked, os.getpid())
         touch(block._map)
         block._note(8, _digest(meaning))
         return block
@@ -55,7 +67,7 @@ class SharedBlock:
     @classmethod
     def open(cls, name: str, size_bytes: int, *, root: Path = SHARED_ROOT) -> SharedBlock:
         """The memory that another process of this machine made under a name, which is gone then."""
-        path = root / name
+        path = root / (PREFIX + name)
         try:
             fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
         except OSError as error:
@@ -93,6 +105,35 @@ class SharedBlock:
     def _note(self, offset: int, data: bytes) -> None:
         start = self.size_bytes + offset
         self._map[start : start + len(data)] = data
+
+
+def _remove(path: Path, locked: IO[bytes], maker: int) -> None:
+    """Takes a name away if it is still that of the file, in the process that made it: one that was forked leaves it alone."""
+    if os.getpid() == maker:
+        try:
+            if os.path.samestat(os.lstat(path), os.fstat(locked.fileno())):
+                path.unlink(missing_ok=True)
+        except FileNotFoundError:
+            pass  # somebody has opened it
+    locked.close()
+
+
+def _remove_orphans(root: Path) -> None:
+    """Takes away what this user's processes have made that are no more: nobody holds the lock, and it has a size already."""
+    for path in root.glob(PREFIX + "*"):
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:
+            continue  # another user's, or gone
+        try:
+            found = os.fstat(fd)
+            if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_size:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink(missing_ok=True)
+        except OSError:
+            pass  # its maker lives
+        finally:
+            os.close(fd)
 
 
 def _digest(meaning: str) -> bytes:

@@ -241,7 +241,7 @@ class StepwellConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def _shared_name(self, rank: int) -> str:
         whose = f"{self._kv_transfer_config.engine_id} {self._vllm_config.parallel_config.data_parallel_rank}"
-        return f"stepwell-{blake2b(whose.encode(), digest_size=12).hexdigest()}-{rank}"
+        return f"{blake2b(whose.encode(), digest_size=12).hexdigest()}-{rank}"
 
     def _side(self) -> WorkerSide:
         assert self._worker is not None, "no KV caches were registered"

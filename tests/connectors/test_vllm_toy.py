@@ -201,7 +201,9 @@ def test_adapters_are_apart_by_their_weights(make: Make, tmp_path: Path) -> None
     assert computed_by(engine, prompt) == 49
 
 
-@pytest.mark.parametrize("what", [{"prompt_embeds": object()}, {"mm_features": (object(),)}, {"pooling_params": object()}])
+@pytest.mark.parametrize(
+    "what", [{"prompt_embeds": object()}, {"mm_features": (object(),)}, {"pooling_params": object()}, {"resumable": True}]
+)
 def test_what_tokens_do_not_tell_is_not_cached(make: Make, what: dict[str, Any]) -> None:
     engine, prompt = make(), text(1, 45)
     computed_by(engine, prompt)

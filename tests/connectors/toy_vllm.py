@@ -92,6 +92,7 @@ class Request:
     pooling_params: Any = None
     lora_request: Any = None
     skip_reading_prefix_cache: bool = False
+    resumable: bool = False
     num_computed_tokens: int = 0
     status: str = "waiting"
     tables: list[list[int]] = field(default_factory=list)

@@ -245,6 +245,8 @@ class StepwellConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Who may share what is cached of a request; None where its tokens do not say what its state depends on."""
         if request.mm_features or request.prompt_embeds is not None or request.pooling_params is not None:
             return None
+        if request.resumable:  # its tokens are exchanged while it runs
+            return None
         lora = request.lora_request
         adapter = None
         if lora is not None:

@@ -19,6 +19,7 @@ from stepwell import ConfigError
 from stepwell.policy.store_use import StoreTuning
 from stepwell.store.memory import MemoryStore
 from stepwell.store.wrappers import Wrapper
+from waiting import wait_until
 
 if vllm_stand_in.is_real_installed():
     pytest.skip("vLLM is installed here: tests/vllm runs the connector under it", allow_module_level=True)
@@ -356,6 +357,25 @@ def test_hits_say_where_they_come_from(make: Make, tmp_path: Path) -> None:
     for _ in range(2):
         computed_by(engine, prompt)
     assert [{source.value: tokens for source, tokens in each.items()} for each in seen] == [{"disk": 44}, {"host": 44}]
+
+
+def test_a_store_that_hangs_delays_a_prompt_for_no_longer_than_it_may(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    hangs = Event()
+
+    class Hanging(MemoryStore):
+        def contains(self, *args: Any, **more: Any) -> Any:
+            hangs.wait()
+            return super().contains(*args, **more)
+
+    make()  # so that the connector was imported
+    monkeypatch.setattr(sys.modules["stepwell.connectors.vllm.connector"], "open_store", lambda *_, **__: Hanging())
+    engine, prompt = make(store="memory:", prefetch_timeout_s=0.1), text(1, 45)
+    engine.submit(prompt)
+    try:
+        wait_until(lambda: (engine.step(), engine.finish_copies(), engine.done)[2])
+        assert engine.computed == 49
+    finally:
+        hangs.set()
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from engines import answers, life, run, scheduled, stepwell, text
 from tiny_vllm_models import MODELS, make
+from vllm_engines import answers, life, run, scheduled, stepwell, text
 
 PROMPT = text(1, 300)
 CACHED = {"llama": 288, "gemma3": 288, "gptoss": 288, "falconh1": 256}  # whole pages of 32 tokens, or 64

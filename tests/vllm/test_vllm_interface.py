@@ -40,7 +40,7 @@ def test_requests_have_what_is_asked_of_them() -> None:
     source = inspect.getsource(Request)
     for name in (
         "mm_features", "prompt_embeds", "pooling_params", "lora_request", "cache_salt", "skip_reading_prefix_cache",
-        "num_computed_tokens", "num_tokens", "all_token_ids", "request_id",
+        "resumable", "num_computed_tokens", "num_tokens", "all_token_ids", "request_id",
     ):  # fmt: skip
         assert f"self.{name}" in source or f"def {name}" in source, name
 

@@ -6,8 +6,8 @@ import random
 from pathlib import Path
 
 import pytest
-from engines import answers, life, run, scheduled, stepwell, text
 from tiny_vllm_models import make
+from vllm_engines import answers, life, run, scheduled, stepwell, text
 
 PROMPT = text(1, 300)
 TRYING = "trying_connector"

@@ -264,7 +264,7 @@ class StepwellConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Who may share what is cached of a request; None where its tokens do not say what its state depends on."""
         if request.mm_features or request.prompt_embeds is not None or request.pooling_params is not None:
             return None
-        if getattr(request, "resumable", False):  # a session whose later turns may bring media
+        if request.resumable:  # its tokens are exchanged while it runs, and later ones may bring media
             return None
         lora, adapter = request.lora_request, None
         if lora is not None:

@@ -386,6 +386,7 @@ def test_a_store_that_hangs_delays_a_prompt_for_no_longer_than_it_may(make: Make
         ({"host_memory": "1KiB"}, "needs at least"),
         ({"host_mem": "1GiB"}, "did you mean 'host_memory'"),
         ({"store_budget": "1GiB"}, 'need a "store"'),
+        ({"audit": "false"}, "without quotes"),
         ({"prefetch": "always"}, "best_effort, wait_complete, timeout"),
         ({"checkpoint_interval_tokens": "8k"}, "whole number of tokens"),
     ],

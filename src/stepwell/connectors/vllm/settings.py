@@ -61,7 +61,7 @@ def read_settings(extra: Mapping[str, object], *, failure_policy: str) -> Settin
             interval_tokens=_whole(extra, "checkpoint_interval_tokens", None),
             decode_interval_tokens=_whole(extra, "answer_interval_tokens", 256) or 0,
         ),
-        audit=bool(extra.get("audit", False)),
+        audit=_flag(extra, "audit"),
     )
 
 
@@ -92,6 +92,13 @@ def _text(extra: Mapping[str, object], key: str) -> str | None:
     value = extra.get(key)
     if value is not None and not isinstance(value, str):
         raise ConfigError(f"{key} must be a text, got {value!r}")
+    return value
+
+
+def _flag(extra: Mapping[str, object], key: str) -> bool:
+    value = extra.get(key, False)
+    if not isinstance(value, bool):
+        raise ConfigError(f"{key} must be true or false, without quotes, got {value!r}")
     return value
 
 

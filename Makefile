@@ -8,7 +8,7 @@ HYBRID := $(VENV)/.installed-hybrid
 REAL := $(VENV)/.installed-real
 WORKERS ?= auto
 
-.PHONY: help demo test test-real test-sglang lint types floors unit bench-tree bench-tree-peer bench-copies bench-store bench-opening bench-engine bench-gpu bench-restart bench-rows bench-connectors bench-sparse sparse-quality policy-report clean
+.PHONY: help demo test test-real test-vllm test-sglang lint types floors unit bench-tree bench-tree-peer bench-copies bench-store bench-opening bench-engine bench-gpu bench-restart bench-rows bench-connectors bench-sparse sparse-quality policy-report clean
 
 help: ## Show what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -43,6 +43,10 @@ test-real: $(STAMP) $(REAL) ## The engine on real weights: a small Llama and a s
 test-sglang: $(STAMP) ## The backend for SGLang under SGLang's own caches, beside its file backend (installs 3 GB into .venv-sglang)
 	@PYTHON=$(PYTHON) benchmarks/peers/install_sglang.sh
 	@STEPWELL_TEST_SGLANG=1 $(BIN)/python -m pytest tests/sglang --capture no
+
+test-vllm: ## The connector under vLLM itself, on the CPU, in a venv of its own (installs 1.9 GB; takes half an hour on two cores)
+	@PYTHON=$(PYTHON) tests/vllm/install.sh
+	@.venv-vllm/bin/python -m pytest -W default tests/vllm
 
 lint: $(STAMP) ## Style
 	@echo "==> ruff"

@@ -249,6 +249,25 @@ def test_a_prompt_whose_bytes_do_not_arrive_is_computed(monkeypatch: pytest.Monk
         assert logits(prompts, ids)[1] == 48
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3", "falcon_h1"])
+def test_a_prompt_whose_save_fails_is_computed_and_the_next_saves_it(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = tiny(family), prompt(12, 100)
+    with opened(model, chunk_tokens=2 * PAGE) as prompts:
+        begin, failures = prompts._prefill._copies.begin, [OSError("no such device")]
+
+        def failing(plan: Any) -> Any:
+            if plan.copies[0].target.tier is Tier.HOST and failures:
+                raise failures.pop()
+            return begin(plan)
+
+        monkeypatch.setattr(prompts._prefill._copies, "begin", failing)
+        found, cached = logits(prompts, ids)
+        assert cached == 0 and close_to(model, ids, found) and not failures
+        logits(prompts, ids)
+        found, cached = logits(prompts, ids)
+        assert cached == 96 and close_to(model, ids, found)
+
+
 def test_a_page_that_is_not_staged_is_never_copied() -> None:
     ids = prompt(13, 60)
     with opened(tiny("llama")) as prompts:

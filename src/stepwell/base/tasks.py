@@ -35,7 +35,11 @@ class Purpose(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Span:
-    """Pages of one kind in one tier. For `Tier.ENGINE` the ids are the engine's own names."""
+    """Pages of one kind in one tier.
+
+    For `Tier.ENGINE` the ids are the engine's own names: a number for each page, or a row of block numbers where it keeps a page
+    in several blocks, `[page][block]`.
+    """
 
     tier: Tier
     kind: Kind

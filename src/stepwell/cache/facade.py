@@ -119,34 +119,50 @@ class Cache(ReadOnlyCache):
         lease.append_packed(pack(tokens, vocab_size=self._state.config.vocab_size))
 
     @one_thread
-    def load(self, lease: Lease, into: EnginePages) -> None:
-        """Without a device tier: starts copying the restored prefix into the engine's own memory."""
+    def load(self, lease: Lease, into: EnginePages, *, since: int = 0) -> None:
+        """Without a device tier: starts copying the restored prefix into the engine's own memory.
+
+        An engine that has tokens `[0, since)` itself names the pages after those only, of windows too. Raises LoadFailed when
+        the checkpoint is gone, which `can_load` tells before.
+        """
         if self._state.nearest is Tier.DEVICE:
             raise ConfigError("load() is for caches without a device tier; with one, acquire() loads")
         lease.must_be(LeaseState.READY)
-        external.load(self._state, lease, into)
+        external.load(self._state, lease, into, since=since)
 
     @one_thread
-    def commit(self, lease: Lease, upto: int, *, source: EnginePages | None = None, last: bool = False) -> bool:
+    def commit(
+        self, lease: Lease, upto: int, *, source: EnginePages | None = None, checkpoint: bool | None = None, last: bool = False
+    ) -> bool:  # fmt: skip
         """Offers everything computed so far, tokens `[0, upto)`, to the cache; false when it could not take them.
 
         At a stop this leaves a checkpoint; a request with point state then loads until its own copy is made.
         `last` says that the request computes nothing more, which spares that copy. Without a device tier,
-        `source` names the engine's memory to copy from, and the lease loads until a checkpoint was copied out of it.
+        `source` names the engine's memory to copy from, and the lease loads until a checkpoint was copied out of it, unless
+        it was named `ahead`. `checkpoint` is for engines that know where they have state: True leaves one here, stop or not,
+        False leaves none.
         """
         lease.must_be(LeaseState.READY)
         if not lease.position <= upto <= lease.num_tokens:
             raise LeaseError(
                 f"{lease} cannot commit up to token {upto}: it stands at {lease.position} and has {lease.num_tokens} tokens"
             )
-        self._measure(lease, upto)
-        wanted = self._wants_checkpoint(lease, upto, last)
+        if source is None or not source.ahead:
+            self._measure(lease, upto)
+        wanted = self._wants_checkpoint(lease, upto, last) if checkpoint is None else checkpoint and self._can_checkpoint(upto)
         if self._state.nearest is Tier.DEVICE:
             publish.commit(self._state, lease, upto, checkpoint=wanted, last=last)
             return lease.publishes
         if source is None:
             raise LeaseError("without a device tier, commit() needs `source`: the engine's pages to copy from")
         return external.commit(self._state, lease, upto, source, checkpoint=wanted)
+
+    @one_thread
+    def computed(self, tokens: int, took_s: float) -> None:
+        """Says how long the engine took to compute so many tokens of prompts. Commits tell by themselves, unless they come
+        `ahead` of the computation.
+        """
+        self._learn_speed(tokens, took_s)
 
     @one_thread
     def wait_arriving(self, lease: Lease) -> bool:
@@ -244,14 +260,12 @@ class Cache(ReadOnlyCache):
         now = self._state.clock.now()
         took_s, lease.computing_since_s = now - lease.computing_since_s, now
         if lease.position < lease.prompt_tokens and took_s >= 0:
-            if upto - lease.position >= LEAST_CHUNK_TOKENS:
-                self._state.compute_speed.measure(upto - lease.position, took_s, now)
-            self._store_tier.computed(upto - lease.position, took_s)
+            self._learn_speed(upto - lease.position, took_s)
 
-    def _wants_checkpoint(self, lease: Lease, upto: int, last: bool) -> bool:
-        spec = self._state.spec
-        possible = spec.needs_checkpoint_at(upto) and spec.is_legal(upto)
-        return possible and (last or publish.is_stop(self._state, lease, upto))
+    def _learn_speed(self, tokens: int, took_s: float) -> None:
+        if tokens >= LEAST_CHUNK_TOKENS:
+            self._state.compute_speed.measure(tokens, took_s, self._state.clock.now())
+        self._store_tier.computed(tokens, took_s)
 
     def _must_own_device(self, verb: str) -> None:
         if self._state.nearest is not Tier.DEVICE:

@@ -15,7 +15,7 @@ from stepwell.cache.report import Stats, tenant_stats, tier_stats
 from stepwell.jobs.executors import Arriving
 from stepwell.memory.row_pages import RowPages
 from stepwell.store_tier.tier import StoreTier
-from stepwell.tiers import publish
+from stepwell.tiers import external, publish
 from stepwell.tiers.lease import Lease, LeaseState
 from stepwell.tiers.spill import TAIL_PAGES, hot_pages_of
 from stepwell.tiers.state import CacheState, one_thread
@@ -60,6 +60,11 @@ class ReadOnlyCache:
     def copying(self) -> int:
         """Copies under way between memories; they hold pages until `step` has applied what came of them. Costs nothing to ask."""
         return self._state.copies.num_running
+
+    @property
+    def stores_awaited(self) -> int:
+        """Stores with something under way that was not given up on: `step` will apply what comes of it. Costs nothing to ask."""
+        return self._store_tier.num_awaited
 
     @one_thread
     def stats(self) -> Stats:
@@ -151,9 +156,34 @@ class ReadOnlyCache:
         return publish.next_stop(self._state, lease)
 
     @one_thread
+    def wants_checkpoint(self, lease: Lease, boundary: int) -> bool:
+        """Whether the lease should leave a checkpoint at `boundary`: for engines that cannot stop where `next_stop` says, but
+        have state at boundaries of their own.
+        """
+        return boundary > lease.position and self._wants_checkpoint(lease, boundary, last=False)
+
+    @one_thread
+    def can_load(self, lease: Lease) -> bool:
+        """Without a device tier: whether `load` will find all it needs. A lease that waits may lose its checkpoint: another
+        request's load of it failed, or memory was flushed. Release it and look the prompt up again.
+        """
+        return external.can_load(lease)
+
+    @one_thread
+    def first_unsaved(self, lease: Lease) -> int:
+        """Without a device tier: the first page that the next commit copies. Those before it need no name."""
+        return external.first_unsaved(self._state, lease)
+
+    @one_thread
     def arriving(self, lease: Lease) -> tuple[Arriving, ...]:
         """For a lease that is LOADING: what a pass may wait for layer by layer, instead of before it begins. Empty for none.
 
         A pass that has begun so is committed once `wait_arriving` has said that everything came.
         """
         return self._state.copies.arriving(lease.arrives_with) if lease.state is LeaseState.LOADING else ()
+
+    def _can_checkpoint(self, upto: int) -> bool:
+        return self.spec.needs_checkpoint_at(upto) and self.spec.is_legal(upto)
+
+    def _wants_checkpoint(self, lease: Lease, upto: int, last: bool) -> bool:
+        return self._can_checkpoint(upto) and (last or publish.is_stop(self._state, lease, upto))

@@ -3,6 +3,14 @@
 The cache keeps no device arena then. A lease is not ready while its load runs, nor while a checkpoint is saved from it: the
 engine would change those bytes with its next token. Full prefix pages never change, so their copies hold nobody up; the engine
 must only not reuse them before `Lease.jobs` is empty.
+
+    pages       0 ... first_page ............ upto
+    commit             |== named, those that are new are copied ==|
+    pages       0 ... since ................. resume
+    load               |== named and copied: the engine has the rest ==|
+
+An engine that plans a step before it computes it names pages `ahead`: its copies begin when the step is done, and nothing of what
+was named changes before they end. Then a checkpoint holds nobody up either.
 """
 
 from __future__ import annotations
@@ -11,7 +19,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from stepwell.base.errors import LeaseError, NoRoom
+from stepwell.base.errors import LeaseError, LoadFailed, NoRoom
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.tasks import NO_PAGES, Copy, PageIds, Purpose, Span
 from stepwell.memory.arena import DEAD
@@ -25,25 +33,54 @@ from stepwell.tree.node import Node
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EnginePages:
-    """The engine's own names for pages: `prefix[i]` for page i of the prompt, `windows` and `points` for a checkpoint."""
+    """The engine's own names for pages: `prefix[i]` for page `first_page + i` of the prompt, `windows` and `points` for a
+    checkpoint. A name is a number that the engine's copies understand, or a row of them: see `Span`.
+    """
 
     prefix: PageIds = field(default_factory=lambda: NO_PAGES)
     windows: PageIds = field(default_factory=lambda: NO_PAGES)
     points: PageIds = field(default_factory=lambda: NO_PAGES)
+    first_page: int = 0  # pages before it need no name
+    ahead: bool = False  # not computed yet: the engine copies when they are, and leaves them as they are until it has
 
 
-def load(state: CacheState, lease: Lease, into: EnginePages) -> None:
-    """Starts copying everything up to the restore point into the engine's memory; the lease loads meanwhile."""
-    restored = lease.resume // state.spec.page_tokens
-    residency = lease.restored
-    copies = [_copy(Tier.HOST, lease.prefix_pages[:restored], Tier.ENGINE, into.prefix, Kind.PREFIX)]
+def load(state: CacheState, lease: Lease, into: EnginePages, *, since: int) -> None:
+    """Starts copying tokens `[since, resume)` and the checkpoint there into the engine's memory; the lease loads meanwhile."""
+    spec, residency = state.spec, lease.restored
+    if not can_load(lease):
+        raise LoadFailed(f"{lease}: the checkpoint it was to resume from is gone; release it and look the prompt up again")
+    if not 0 <= since <= lease.resume or since % spec.page_tokens:
+        raise LeaseError(f"{lease} loads from a page boundary up to {lease.resume} on, not from token {since}")
+    if into.first_page * spec.page_tokens != since:
+        raise LeaseError(f"{lease} loads from page {since // spec.page_tokens} on, and the names begin at page {into.first_page}")
+    first, restored = since // spec.page_tokens, lease.resume // spec.page_tokens
+    copies = [_copy(Tier.HOST, lease.prefix_pages[first:restored], Tier.ENGINE, into.prefix, Kind.PREFIX)]
     if residency is not None:
-        copies.append(_copy(Tier.HOST, residency.windows, Tier.ENGINE, into.windows, Kind.WINDOW))
+        windows = residency.windows[_num_windows_held(state, lease.resume, since) :]
+        copies.append(_copy(Tier.HOST, windows, Tier.ENGINE, into.windows, Kind.WINDOW))
         copies.append(_copy(Tier.HOST, residency.points, Tier.ENGINE, into.points, Kind.POINT))
     job = state.copies.copy(Purpose.LOAD, copies, reads=(residency,) if residency is not None else ())
     if job is not None:
         lease.load_job = job
         lease.must_wait(job=job)
+
+
+def can_load(lease: Lease) -> bool:
+    """Whether what a lease is to load is still there: the failed load of another request, or `flush`, takes a checkpoint away."""
+    residency = lease.restored
+    return residency is None or residency.checkpoint.held[residency.tier] is residency
+
+
+def _num_windows_held(state: CacheState, boundary: int, since: int) -> int:
+    """How many of the window pages of a checkpoint at `boundary` lie before `since`: the engine has them."""
+    span = state.spec.window_span(boundary)
+    return min(max(since // state.spec.window_page_tokens - span.start, 0), len(span)) if len(span) else 0
+
+
+def first_unsaved(state: CacheState, lease: Lease) -> int:
+    """The first page of a lease that the next commit copies: pages whose copy failed are copied again. Changes nothing."""
+    dead = np.flatnonzero(state.arena(Tier.HOST).state[Kind.PREFIX][lease.prefix_pages] == DEAD)
+    return int(dead[0]) if len(dead) else len(lease.prefix_pages)
 
 
 def commit(state: CacheState, lease: Lease, upto: int, source: EnginePages, *, checkpoint: bool) -> bool:
@@ -72,7 +109,8 @@ def commit(state: CacheState, lease: Lease, upto: int, source: EnginePages, *, c
     note_expiry(state, node)
     taken = np.array([owner is not None for owner in state.tree.owner[Tier.HOST][fresh]], np.bool_)
     targets = fresh[taken]
-    job = state.copies.copy(Purpose.SAVE, [_copy(Tier.ENGINE, source.prefix[done:full][taken], Tier.HOST, targets, Kind.PREFIX)])
+    offered = source.prefix[done - source.first_page : full - source.first_page]
+    job = state.copies.copy(Purpose.SAVE, [_copy(Tier.ENGINE, offered[taken], Tier.HOST, targets, Kind.PREFIX)])
     if job is not None:
         lease.jobs.add(job)
     _drop_duplicates(state, lease, node, done, taken)
@@ -82,8 +120,12 @@ def commit(state: CacheState, lease: Lease, upto: int, source: EnginePages, *, c
 
 
 def _check_named(state: CacheState, lease: Lease, full: int, source: EnginePages, *, checkpoint: bool) -> None:
-    if len(source.prefix) < full:
-        raise LeaseError(f"{lease}: {full} pages are computed but the engine named only {len(source.prefix)}")
+    first = first_unsaved(state, lease)
+    named = range(source.first_page, source.first_page + len(source.prefix))
+    if first < full and (named.start > first or named.stop < full):
+        raise LeaseError(
+            f"{lease}: pages {first} to {full - 1} are to be saved, but the engine named {len(named)} from page {named.start} on"
+        )
     windows, points = _checkpoint_pages(state, full).values()
     if checkpoint and (len(source.windows) != windows or len(source.points) != points):
         raise LeaseError(
@@ -99,10 +141,10 @@ def _checkpoint_pages(state: CacheState, page: int) -> dict[Kind, int]:
 
 def _let_go_of_dead(state: CacheState, lease: Lease) -> None:
     """Pages whose copy failed are not offered again: the engine still has them, so they and what follows are copied anew."""
-    dead = np.flatnonzero(state.arena(Tier.HOST).state[Kind.PREFIX][lease.prefix_pages] == DEAD)
-    if len(dead):
-        gone = lease.prefix_pages[dead[0] :]
-        lease.prefix_pages = lease.prefix_pages[: dead[0]]
+    first = first_unsaved(state, lease)
+    if first < len(lease.prefix_pages):
+        gone = lease.prefix_pages[first:]
+        lease.prefix_pages = lease.prefix_pages[:first]
         state.tree.release(Tier.HOST, Kind.PREFIX, gone)
 
 
@@ -147,9 +189,12 @@ def _save_checkpoint(state: CacheState, lease: Lease, node: Node, page: int, sou
         _copy(Tier.ENGINE, source.windows, Tier.HOST, windows, Kind.WINDOW),
         _copy(Tier.ENGINE, source.points, Tier.HOST, points, Kind.POINT),
     ]
-    job = state.copies.copy(Purpose.SAVE, copies, writes=residency, awaited=True)
+    job = state.copies.copy(Purpose.SAVE, copies, writes=residency, awaited=not source.ahead)
     assert job is not None, "a checkpoint without pages"
-    lease.must_wait(job=job)
+    if source.ahead:
+        lease.jobs.add(job)
+    else:
+        lease.must_wait(job=job)
     state.counters.add("checkpoints_made")
     state.tree.release(Tier.HOST, Kind.WINDOW, windows)  # the tree and the copy hold their own
 

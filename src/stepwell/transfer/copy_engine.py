@@ -32,15 +32,11 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class PageMemory:
-    """A block of host memory cut as its arena's layout says."""
+    """A block of host memory cut as its arena's layout says: its own, or a given one that others may have mapped too."""
 
-    def __init__(self, spec: ModelSpec, layout: ArenaLayout) -> None:
-        try:
-            self._block = mmap.mmap(-1, layout.size_bytes)
-        except (OSError, OverflowError) as error:
-            raise refusal(layout.size_bytes, "host", error) from error
+    def __init__(self, spec: ModelSpec, layout: ArenaLayout, block: memoryview | None = None) -> None:
+        self._block = _mapped(layout.size_bytes) if block is None else block[: layout.size_bytes]
         flat = np.frombuffer(self._block, np.uint8)
-        flat[:: mmap.PAGESIZE] = 0  # touch every page of the machine now, not under a request
         self.spec = spec
         self._rows = {
             kind: flat[: layout.rows(kind) * stride].reshape(-1, stride)[:, : payload_bytes(spec, layout.tier, kind)]
@@ -59,6 +55,20 @@ class PageMemory:
     def view(self, kind: Kind, page: int) -> memoryview:
         """One page's bytes, without a copy."""
         return memoryview(self._rows[kind][page])
+
+
+def _mapped(size_bytes: int) -> mmap.mmap:
+    try:
+        block = mmap.mmap(-1, size_bytes)
+    except (OSError, OverflowError) as error:
+        raise refusal(size_bytes, "host", error) from error
+    touch(block)
+    return block
+
+
+def touch(block: mmap.mmap) -> None:
+    """Writes to every page of the machine now, so that none of them faults under a request. Of new memory only: it is zeroed."""
+    np.frombuffer(block, np.uint8)[:: mmap.PAGESIZE] = 0
 
 
 class CopyEngine(Protocol):

@@ -21,6 +21,7 @@ from stepwell.base.ids import JobId, Kind, Tier
 from stepwell.base.meters import Counters
 from stepwell.base.spec import ModelSpec
 from stepwell.base.tasks import Copy, Plan, Purpose, Span
+from stepwell.transfer.block_tables import BlockTables
 from stepwell.transfer.copy_engine import Work
 from stepwell.transfer.copy_speeds import DEFAULT_ROUTES, check_driver, check_kernel, measured_routes
 from stepwell.transfer.driver_copies import DriverCopies
@@ -49,14 +50,17 @@ class TorchCopyEngine:
     def __init__(
         self, memories: Mapping[Tier, TorchMemory], *, engine_stream: torch.cuda.Stream | None = None,
         routes: Routes | None = None, layerwise: ModelSpec | None = None, counters: Counters | None = None,
+        blocks: BlockTables | None = None,
     ) -> None:  # fmt: skip
+        """`blocks` is the memory of an engine that owns its own: plans may copy between it and the host."""
         self._memories = memories
+        self._blocks = blocks
         self._engine_stream = engine_stream
         self._layerwise = layerwise
         self._tables: dict[tuple[Tier, Kind], PageTable] = {}
         self._events: dict[JobId, LayerEvents] = {}  # a worker adds and takes out, others look: one operation each
         self._spare: SimpleQueue[StagedIds] = SimpleQueue()
-        devices = [memory.bytes_B.device for memory in memories.values()]
+        devices = [memory.bytes_B.device for memory in memories.values()] + ([blocks.device] if blocks is not None else [])
         self._device = next((device for device in devices if device.type == "cuda"), None)
         self._copier = PageCopier(DEFAULT_ROUTES)
         if self._device is not None:
@@ -82,8 +86,8 @@ class TorchCopyEngine:
     # ---- on a worker thread -----------------------------------------------------------------------
 
     def _run_here(self, plan: Plan) -> None:
-        for copy in plan.copies:
-            self._copier.queue(self._copier.routed(self._pairs(copy).whole()))
+        for pairs in [pairs for copy in plan.copies for pairs in self._pairs(copy)]:  # looks at every id first
+            self._copier.queue(self._copier.routed(pairs.whole()))
 
     def _run_on_stream(self, plan: Plan, before: torch.cuda.Event) -> None:
         """Copies after what the engine had queued, and waits for the copies alone."""
@@ -141,7 +145,7 @@ class TorchCopyEngine:
 
     def _steps(self, plan: Plan) -> LayerSteps:
         """A plan's pages in the order they are copied in: layer by layer if it is a load and that is wanted, else at once."""
-        copies = [(copy, self._pairs(copy)) for copy in plan.copies]
+        copies = [(copy, pairs) for copy in plan.copies for pairs in self._pairs(copy)]
         if self._layerwise is None or plan.purpose is not Purpose.LOAD:
             return LayerSteps(steps=(tuple(pairs.whole() for _, pairs in copies),), step_of={})
         loads = [(copy.target.kind, pairs) for copy, pairs in copies if _is_load(copy)]
@@ -151,10 +155,13 @@ class TorchCopyEngine:
         first = (*(pairs.whole() for _, pairs in others), *layered.steps[0])
         return LayerSteps(steps=(first, *layered.steps[1:]), step_of={**with_first, **layered.step_of})
 
-    def _pairs(self, copy: Copy) -> PagePairs:
+    def _pairs(self, copy: Copy) -> list[PagePairs]:
+        if self._blocks is not None and Tier.ENGINE in (copy.source.tier, copy.target.tier):
+            host = copy.source if copy.target.tier is Tier.ENGINE else copy.target
+            return self._blocks.pairs(copy, self._table(host))
         first, onto, size = copy.common(self._memories[copy.source.tier].spec)
         source, target = self._table(copy.source).part(first, size), self._table(copy.target).part(onto, size)
-        return PagePairs(source=source, target=target, source_ids=copy.source.ids, target_ids=copy.target.ids)
+        return [PagePairs(source=source, target=target, source_ids=copy.source.ids, target_ids=copy.target.ids)]
 
     def _table(self, span: Span) -> PageTable:
         found = self._tables.get((span.tier, span.kind))

@@ -26,10 +26,14 @@ log = logging.getLogger(__name__)
 class TorchMemory:
     """A block of bytes on a torch device, cut as its arena's layout says."""
 
-    def __init__(self, spec: ModelSpec, layout: ArenaLayout, device: str = "cpu") -> None:
+    def __init__(self, spec: ModelSpec, layout: ArenaLayout, device: str = "cpu", given: memoryview | None = None) -> None:
+        """`given` is host memory to use, which others may have mapped too; it is pinned where there is CUDA."""
         pinned = device == "cpu" and torch.cuda.is_available()
         try:
-            self._block = block = pinned_bytes(layout.size_bytes) if pinned else _zeros(layout.size_bytes, device)
+            if given is not None:
+                self._block = block = _given_bytes(given[: layout.size_bytes], pinned=pinned)
+            else:
+                self._block = block = pinned_bytes(layout.size_bytes) if pinned else _zeros(layout.size_bytes, device)
         except (RuntimeError, OverflowError) as error:  # only some of CUDA's refusals have a class of their own
             raise refusal(layout.size_bytes, "pinned host" if pinned else device, error) from error
         self.spec = spec
@@ -66,22 +70,33 @@ def pinned_bytes(size_bytes: int) -> torch.Tensor:
         return _zeros(size_bytes, "cpu", pinned=True)
 
 
+def _given_bytes(given: memoryview, *, pinned: bool) -> torch.Tensor:
+    flat = np.frombuffer(given, np.uint8)
+    if pinned:
+        _register(flat)
+    return torch.from_numpy(flat)
+
+
 def _registered(size_bytes: int) -> torch.Tensor:
     """Memory of our own, registered as long as any tensor refers to it."""
-    cudart = torch.cuda.cudart()
     block = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # the kind that Linux makes huge when asked
     with suppress(AttributeError, OSError):  # not every system has huge pages, nor do all allow them
         block.madvise(mmap.MADV_HUGEPAGE)
     flat = np.frombuffer(block, np.uint8)
     flat[:: mmap.PAGESIZE] = 0  # touch every page of the machine now, not under a request
-    failed = int(cudart.cudaHostRegister(flat.ctypes.data, size_bytes, 0))
+    _register(flat)
+    return torch.from_numpy(flat)
+
+
+def _register(flat: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
+    """Pins memory for as long as the array lives."""
+    failed = int(torch.cuda.cudart().cudaHostRegister(flat.ctypes.data, len(flat), 0))
     if failed:
         with suppress(RuntimeError, AssertionError):  # CUDA keeps the error for whoever looks next
             torch.zeros(1, device="cuda")
         raise RuntimeError(f"cudaHostRegister: error {failed}")
     # torch keeps the array as long as a tensor is left over it, and the array keeps the mapping.
     finalize(flat, _unregister, flat.ctypes.data).atexit = False  # the process's end unregisters too
-    return torch.from_numpy(flat)
 
 
 def _unregister(address: int) -> None:

@@ -230,7 +230,7 @@ def test_a_failed_load_fails_the_lease_and_forgets_the_source() -> None:
 @pytest.mark.parametrize(
     ("pages", "says"),
     [
-        (EnginePages(), "the engine named only 0"),
+        (EnginePages(), "named 0 from page 0 on"),
         (EnginePages(prefix=np.arange(4, dtype=np.int32)), "named 0 and 0"),
         (EnginePages(prefix=np.arange(4, dtype=np.int32), windows=np.arange(1, dtype=np.int32)), "named 1 and 0"),
     ],

@@ -114,7 +114,7 @@ class Prefill:
 
     def _commit(self, past: Any, leases: Sequence[Lease], upto: int, *, checkpoint: bool) -> bool:
         """Saves what is new of all prompts; false when there was no room for one of them."""
-        first = min(len(lease.prefix_pages) for lease in leases)
+        first = min(self._cache.first_unsaved(lease) for lease in leases)  # those whose copy failed are offered again
         staged = {Kind.PREFIX: self._layout.pack_prefix(past, range(first, upto // self._layout.spec.page_tokens))}
         if checkpoint:
             staged |= self._layout.pack_checkpoint(past, upto)

@@ -61,13 +61,13 @@ class StagedCopyEngine:
 
 
 def names(staged: Staged, prompt: int, *, first_page: int = 0) -> EnginePages:
-    """What one prompt's staged pages are called. Those before `first_page` are not staged: they have no name."""
+    """What one prompt's staged pages are called. Those before `first_page` are not staged."""
     found = {kind: _names(pages_BNX, prompt) for kind, pages_BNX in staged.items()}
-    unstaged = np.full(first_page, -1, np.int32)
     return EnginePages(
-        prefix=np.concatenate([unstaged, found.get(Kind.PREFIX, NO_PAGES)]),
+        prefix=found.get(Kind.PREFIX, NO_PAGES),
         windows=found.get(Kind.WINDOW, NO_PAGES),
         points=found.get(Kind.POINT, NO_PAGES),
+        first_page=first_page,
     )
 
 

@@ -1,0 +1,87 @@
+"""What vLLM's configuration says: its groups as ours, what is not supported, and whose bytes are cached. Imports no vLLM.
+
+Kinds of groups are known by the exact names of their classes: one that is not known is refused, since a subclass may keep
+something else in the same bytes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from stepwell.base.errors import ConfigError
+from stepwell.base.ids import Kind
+from stepwell.connectors.vllm.groups import Group
+from stepwell.connectors.vllm.settings import Settings
+from stepwell.connectors.weight_files import files_digest
+
+FULL = ("FullAttentionSpec", "MLAAttentionSpec")
+
+
+def groups_of(kv_cache_config: Any, *, is_cpu: bool) -> tuple[Group, ...]:
+    """vLLM's groups as ours. Raises ConfigError for kinds whose state would not be restored exactly."""
+    return tuple(_group(number, group, is_cpu=is_cpu) for number, group in enumerate(kv_cache_config.kv_cache_groups))
+
+
+def _group(number: int, group: Any, *, is_cpu: bool) -> Group:
+    spec = group.kv_cache_spec
+    why = _refusal(group, is_cpu=is_cpu)
+    if why is not None:
+        raise ConfigError(f"Stepwell does not cache group {number} of this model ({len(group.layer_names)} layer(s)): {why}")
+    name, window = type(spec).__name__, 0
+    if name == "MambaSpec":
+        kind, size, dtype = Kind.POINT, spec.state_content_size_bytes, spec.dtypes
+    else:
+        kind, size, dtype = Kind.PREFIX, spec.unpadded_page_size_bytes, spec.dtype
+        if name == "SlidingWindowSpec":
+            kind, window = Kind.WINDOW, spec.sliding_window + spec.extra_retained_tokens
+    return Group(
+        number=number, kind=kind, layers=tuple(group.layer_names), block_tokens=spec.block_size, block_bytes=size,
+        dtype=f"{dtype} {spec!r}", window_tokens=window,
+    )  # fmt: skip
+
+
+def _refusal(group: Any, *, is_cpu: bool) -> str | None:
+    """Why a group cannot be cached; None where it can."""
+    spec, name = group.kv_cache_spec, type(group.kv_cache_spec).__name__
+    if group.is_eagle_group or group.host_resident or not group.enable_kv_transfer:
+        return "it is a draft model's, or not on the device"
+    if name == "MambaSpec":
+        off = spec.mamba_cache_mode != "align"
+        return "prefix caching of its recurrent state is off: start vLLM with --enable-prefix-caching" if off else None
+    if name not in (*FULL, "SlidingWindowSpec"):
+        return f"it is a {name}, which this version does not know"
+    if spec.tokens_per_state != 1:
+        return "it keeps one row for several tokens"
+    if name in FULL and (spec.attention_chunk_size is not None or spec.non_causal):
+        return "its attention is in chunks, or not causal"
+    if name == "MLAAttentionSpec" and is_cpu:
+        return "on a CPU, vLLM's MLA does not look at what was loaded and answers wrongly: run this model on a GPU"
+    return None
+
+
+def check_engine(vllm_config: Any) -> None:
+    """Raises ConfigError for what cannot be used together, and says what to set."""
+    parallel = vllm_config.parallel_config
+    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name) != 1:
+            raise ConfigError(f"Stepwell does not support {name} {getattr(parallel, name)} yet: set it to 1")
+    if vllm_config.speculative_config is not None:
+        raise ConfigError("Stepwell does not support speculative decoding yet: leave speculative_config out")
+
+
+def model_identity(vllm_config: Any, settings: Settings, *, version: str, device_type: str) -> str:
+    """What must agree, beside layout and tokens, before bytes may be shared. Raises ConfigError where weights have no name."""
+    model = vllm_config.model_config
+    config = model.hf_config.to_json_string()
+    weights = settings.identity or files_digest(Path(model.model)) or getattr(model.hf_config, "_commit_hash", None)
+    if vllm_config.load_config.load_format == "dummy":
+        weights = f"random {model.seed}"
+    if weights is None:
+        raise ConfigError(
+            f'{model.model!r} has no weights here that could be told from others: set "identity" in kv_connector_extra_config to '
+            "a text that changes with them, such as the revision"
+        )
+    ranks, cache_dtype = vllm_config.parallel_config.tensor_parallel_size, vllm_config.cache_config.cache_dtype
+    facts = (version, device_type, weights, model.dtype, model.quantization, config, ranks, cache_dtype)
+    return " ".join(map(str, facts))

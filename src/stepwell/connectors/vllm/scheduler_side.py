@@ -1,0 +1,294 @@
+"""The cache beside an engine's scheduler: requests are looked up, loaded, committed and released as the scheduler goes on.
+
+    asked       ->  lookup, prefetch; acquire when what the store has came          `found`
+    allocated   ->  load what the engine lacks into its blocks                      `allocated`
+    step        ->  commit what the step will compute; copies leave with the step   `step`
+    output      ->  what came of copies; blocks that saves read are unpinned        `answered`
+    finished    ->  release                                                         `finished`
+
+Loads run between steps, never inside one. A request whose load failed is asked about again, looks up again, and after
+`LOADS_TRIED` of them is computed. Commits name blocks before they are computed: saves begin when the step has run, from blocks
+that are pinned until they end. One thread, the scheduler's. Imports no engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from stepwell.base.errors import BadTokens, ConfigError
+from stepwell.base.ids import JobId
+from stepwell.base.meters import Clock
+from stepwell.base.prompt import Namespace
+from stepwell.base.tasks import Plan, Purpose
+from stepwell.cache.facade import Cache
+from stepwell.connectors.vllm.groups import Names, Offered, Table
+from stepwell.connectors.vllm.orders import Answers, Order, StepOrders, blocks_of
+from stepwell.store_tier.ticket import Ticket
+from stepwell.tiers.lease import Lease, Sources
+from stepwell.tree.match import Match
+
+LOADS_TRIED = 2  # of one request, before it is computed instead
+
+
+class Blocks(Protocol):
+    """The engine's blocks: pinned ones are neither freed nor given to another request."""
+
+    def pin(self, blocks: Sequence[int]) -> None: ...
+
+    def unpin(self, blocks: Sequence[int]) -> None: ...
+
+
+@dataclass(slots=True, kw_only=True)
+class Seen:
+    """A request of the engine as the cache knows it."""
+
+    tokens: Callable[[int], list[int]]  # its tokens from one on, prompt and answer, as far as they are known
+    namespace: Namespace | None  # None: nothing of it is cached
+    may_read: bool = True  # else all of its prompt is computed
+    match: Match | None = None
+    ticket: Ticket | None = None
+    lease: Lease | None = None
+    started: bool = False  # it has blocks: when it is asked about again, it was preempted or its load failed
+    since: int = 0  # tokens that the engine had itself
+    failed_loads: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Computing:
+    """What a step computes of one request: tokens `[computed, upto)`, of which `known` have ids by now."""
+
+    request: str
+    computed: int
+    upto: int
+    known: int
+    table: Callable[[], Table]
+    offered: Offered  # blocks with the state of boundaries, beside those of the table
+
+
+class SchedulerSide:
+    """All requests of one engine over one cache."""
+
+    def __init__(self, cache: Cache, orders: StepOrders, names: Names, clock: Clock, *, audit: bool = False) -> None:
+        self.cache = cache
+        self._orders = orders
+        self._names = names
+        self._clock = clock
+        self._audit = audit
+        self._blocks: Blocks | None = None
+        self._seen: dict[str, Seen] = {}
+        self._loads: dict[JobId, str] = {}
+        self._pinned: dict[JobId, list[int]] = {}
+        self._step: tuple[float, int] | None = None  # when the step under way began, and how many tokens it computes
+
+    def bind(self, blocks: Blocks) -> None:
+        self._blocks = blocks
+
+    # ---- a request's life ---------------------------------------------------------------------------
+
+    def arrived(self, request: str, seen: Seen) -> None:
+        """A new request: what the store has of it is on its way from now on. One with tokens that the model's vocabulary lacks
+        is the engine's to refuse or to compute; nothing of it is cached.
+        """
+        self._seen[request] = seen
+        if seen.namespace is None:
+            return
+        try:
+            self._look_up(seen)
+        except BadTokens:
+            seen.namespace = None
+
+    def found(self, request: str, local_tokens: int) -> int | None:
+        """How many tokens after the engine's own `local_tokens` can be loaded; None: not known yet, ask again."""
+        seen = self._seen[request]
+        page_tokens = self.cache.spec.page_tokens
+        if seen.namespace is None or local_tokens % page_tokens:
+            return 0
+        self.cache.step()
+        if seen.started or (seen.lease is not None and not self.cache.can_load(seen.lease)):
+            self._start_over(seen)
+        if seen.lease is None:
+            if seen.match is None:
+                self._look_up(seen)
+            if seen.ticket is not None and not seen.ticket.ready:
+                return None
+            assert seen.match is not None
+            seen.lease = self.cache.acquire(self.cache.refresh(seen.match), ticket=seen.ticket)
+            seen.match = seen.ticket = None
+        seen.since = local_tokens
+        return max(seen.lease.resume - local_tokens, 0)
+
+    def allocated(self, request: str, table: Table, num_loaded: int) -> None:
+        """The request has blocks. With `num_loaded` tokens to load, it waits until they came."""
+        seen = self._seen[request]
+        seen.started = True
+        lease = seen.lease
+        if not num_loaded or lease is None:
+            return
+        assert seen.since + num_loaded == lease.resume, f"{seen.since=} {num_loaded=} {lease}"
+        if lease.restored is not None:
+            into = self._names.with_checkpoint(table, seen.since, lease.resume, ahead=False, held=seen.since)
+            assert into is not None, f"no blocks for the checkpoint at {lease.resume}"
+        else:
+            into = self._names.pages(table, seen.since, lease.resume, ahead=False)
+        self.cache.load(lease, into, since=seen.since)
+        assert lease.load_job is not None, f"{lease} has nothing to load"
+        self._loads[lease.load_job] = request
+
+    def step(self, computing: Sequence[Computing]) -> list[Order]:
+        """Commits what the step will compute; returns the copies that go with it."""
+        self._step_ended()
+        for each in computing:
+            seen = self._seen.get(each.request)
+            if seen is not None and seen.lease is not None and seen.lease.ready:
+                try:
+                    self._commit(seen, seen.lease, each)
+                except BadTokens:  # in its answer
+                    self._let_go(seen)
+                    seen.namespace = None
+        self.cache.step()
+        if self._audit:
+            self.cache.audit()
+        tokens = sum(each.upto - each.computed for each in computing)
+        prefills = any(each.upto - each.computed > 1 for each in computing)
+        self._step = (self._clock.now(), tokens) if prefills else None
+        return [self._ordered(plan) for plan in self._orders.take()]
+
+    @property
+    def num_steps(self) -> int:
+        """The number of the last step that was given out."""
+        return self._orders.num_steps
+
+    def answered(self, answers: Answers, *, step: int) -> None:
+        """What the workers say of copies, and up to which step they have computed."""
+        self._step_ended()
+        for job in self._orders.answer(answers, step=step):
+            self._loads.pop(job, None)
+            if (blocks := self._pinned.pop(job, None)) is not None:
+                assert self._blocks is not None
+                self._blocks.unpin(blocks)
+        self.cache.step()
+
+    def sources(self, request: str) -> Sources:
+        """Where what is loaded of a request comes from."""
+        lease = self._seen[request].lease
+        return lease.sources if lease is not None else Sources()
+
+    def finished(self, request: str) -> None:
+        """The request has ended, in whatever way. Copies that it began go on, on pinned blocks."""
+        self._step_ended()
+        seen = self._seen.pop(request, None)
+        if seen is not None:
+            self._let_go(seen)
+
+    def reset(self, *, model: str) -> None:
+        """Forgets everything: requests go on under the new name of the model. Those that run publish nothing more before they
+        start over, and those that wait look up again.
+        """
+        known = {seen.namespace for seen in self._seen.values() if seen.namespace is not None}
+        for namespace in {self.cache.namespace, *self.cache.namespaces, *known}:
+            self.cache.clear(namespace=namespace)
+        for seen in self._seen.values():
+            if seen.namespace is not None:
+                seen.namespace = replace(seen.namespace, model=model)
+            if not seen.started:
+                self._let_go(seen)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether steps are needed although no request runs: copies or stores have not answered yet, and still may."""
+        return bool(self._orders.num_open) or self.cache.copying > 0 or self.cache.stores_awaited > 0
+
+    @property
+    def pins_blocks(self) -> bool:
+        """Whether blocks will be free without anybody's doing: saves under way read them."""
+        return bool(self._pinned)
+
+    def close(self, is_done: Callable[[JobId], bool], *, timeout_s: float = 30.0) -> bool:
+        """No more steps will come. Waits for the store; false when something was left undone."""
+        for seen in self._seen.values():
+            self._let_go(seen)
+        self._seen.clear()
+        self._orders.end_all(is_done)
+        return self.cache.close(timeout_s=timeout_s)
+
+    # ---- inside -------------------------------------------------------------------------------------
+
+    def _look_up(self, seen: Seen) -> None:
+        assert seen.namespace is not None
+        limit = None if seen.may_read and seen.failed_loads < LOADS_TRIED else 0
+        seen.match = self.cache.lookup(seen.tokens(0), namespace=seen.namespace, limit_tokens=limit)
+        seen.ticket = self.cache.prefetch(seen.match)
+
+    def _start_over(self, seen: Seen) -> None:
+        """It was preempted, or its load failed, or what it waited to load is gone."""
+        if seen.lease is not None and seen.lease.failed:
+            seen.failed_loads += 1
+        self._let_go(seen)
+        seen.started = False
+
+    def _let_go(self, seen: Seen) -> None:
+        if seen.ticket is not None:
+            seen.ticket.close()
+        if seen.lease is not None:
+            self.cache.release(seen.lease)
+        seen.match = seen.ticket = seen.lease = None
+
+    def _commit(self, seen: Seen, lease: Lease, step: Computing) -> None:
+        """Offers what will be computed: first the boundaries that get a checkpoint, then all whole pages."""
+        page_tokens = self.cache.spec.page_tokens
+        upto = min(step.upto, step.known)
+        full = upto - upto % page_tokens
+        if full <= lease.position:
+            return
+        if step.known > lease.num_tokens:
+            self.cache.append(lease, seen.tokens(lease.num_tokens))
+        table = step.table()
+        for boundary in self._boundaries(lease, step, full):
+            source = self._names.with_checkpoint(
+                table, self._unsaved(lease, boundary), boundary, ahead=True, offered=step.offered
+            )  # fmt: skip
+            if source is not None:
+                self.cache.commit(lease, boundary, source=source, checkpoint=True)
+        if full > lease.position:
+            source = self._names.pages(table, self._unsaved(lease, full), full, ahead=True)
+            self.cache.commit(lease, full, source=source, checkpoint=False)
+
+    def _boundaries(self, lease: Lease, step: Computing, full: int) -> list[int]:
+        """Where checkpoints should be left and there may be state for them, in order.
+
+        Windows are whole at every boundary of a step. Recurrent state exists where the engine says so, and where steps end.
+        """
+        if self._names.has_points:
+            offered = {boundary for _, boundary in step.offered}
+            ends = {boundary for boundary in (step.computed, step.upto) if self.cache.wants_checkpoint(lease, boundary)}
+            wanted = {boundary for boundary in offered if self.cache.spec.is_legal(boundary)} | ends
+            return sorted(boundary for boundary in wanted if lease.position < boundary <= full)
+        page_tokens = self.cache.spec.page_tokens
+        pages = range(lease.position // page_tokens + 1, full // page_tokens + 1)
+        return [page * page_tokens for page in pages if self.cache.wants_checkpoint(lease, page * page_tokens)]
+
+    def _unsaved(self, lease: Lease, upto: int) -> int:
+        return min(self.cache.first_unsaved(lease) * self.cache.spec.page_tokens, upto)
+
+    def _ordered(self, plan: Plan) -> Order:
+        if plan.purpose is not Purpose.SAVE:
+            return Order(plan=plan, request=self._loads[plan.job])
+        if self._blocks is None:
+            raise ConfigError("this engine gave no block pool, so blocks could be reused while they are saved: use vLLM 0.32")
+        self._pinned[plan.job] = blocks_of([plan])
+        self._blocks.pin(self._pinned[plan.job])
+        return Order(plan=plan)
+
+    def _step_ended(self) -> None:
+        """How long the step took that is over: commits cannot tell, they come before it."""
+        if self._step is not None:
+            (began_s, tokens), self._step = self._step, None
+            self.cache.computed(tokens, self._clock.now() - began_s)
+
+
+def ended_in(shared_ended: Mapping[int, int]) -> Callable[[JobId], bool]:
+    """Whether every rank had ended a job well when it closed, by the last job that each had."""
+    last = min(shared_ended.values(), default=0)
+    return lambda job: job <= last

@@ -1,0 +1,126 @@
+"""What `kv_connector_extra_config` may say, checked at the start: what cannot work is refused with what would."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+
+from stepwell.base.config import PlacementConfig, PrefetchPolicy, StoreConfig
+from stepwell.base.errors import ConfigError
+from stepwell.base.units import parse_bytes
+
+KNOWN = (
+    "host_memory", "store", "store_budget", "store_options", "identity", "prefetch", "prefetch_timeout_s",
+    "checkpoint_interval_tokens", "answer_interval_tokens", "audit",
+)  # fmt: skip
+NEEDED_POLICY = "recompute"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What an operator sets."""
+
+    host_bytes: int  # of all ranks together
+    store: str | None = None
+    store_options: Mapping[str, str] = field(default_factory=dict)
+    identity: str | None = None  # of the weights, where their files do not tell
+    prefetch: PrefetchPolicy = PrefetchPolicy.TIMEOUT
+    prefetch_timeout_s: float = 30.0
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    audit: bool = False  # the whole cache after every step: for tests, and for doubts
+
+    @property
+    def store_config(self) -> StoreConfig:
+        """Checkpoints are stored without delay: an engine that is idle makes no steps in which they could be later."""
+        return StoreConfig(prefetch=self.prefetch, prefetch_timeout_s=self.prefetch_timeout_s, checkpoint_delay_s=0.0)
+
+
+def read_settings(extra: Mapping[str, object], *, failure_policy: str) -> Settings:
+    """Reads the extra config. Raises ConfigError that names the key and says what to write."""
+    if failure_policy != NEEDED_POLICY:
+        raise ConfigError(
+            f'kv_load_failure_policy is {failure_policy!r}: with Stepwell set it to "recompute" in --kv-transfer-config, so that '
+            "a load that fails is computed instead of ending its request with an error"
+        )
+    for key in extra:
+        if key not in KNOWN:
+            near = get_close_matches(key, KNOWN, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(KNOWN)}"
+            raise ConfigError(f"kv_connector_extra_config has an unknown key {key!r}: {hint}")
+    if "host_memory" not in extra:
+        raise ConfigError('kv_connector_extra_config lacks "host_memory": say how much, for example {"host_memory": "64GiB"}')
+    return Settings(
+        host_bytes=_bytes(extra, "host_memory"),
+        store=_text(extra, "store"),
+        store_options=_store_options(extra),
+        identity=_text(extra, "identity"),
+        prefetch=_prefetch(extra),
+        prefetch_timeout_s=_number(extra, "prefetch_timeout_s", 30.0),
+        placement=PlacementConfig(
+            interval_tokens=_whole(extra, "checkpoint_interval_tokens", None),
+            decode_interval_tokens=_whole(extra, "answer_interval_tokens", 256) or 0,
+        ),
+        audit=_flag(extra, "audit"),
+    )
+
+
+def _store_options(extra: Mapping[str, object]) -> dict[str, str]:
+    given = extra.get("store_options", {})
+    if not isinstance(given, Mapping):
+        raise ConfigError('store_options must be a table of texts, as in {"segment": "64MiB"}')
+    options = {str(key): str(value) for key, value in given.items()}
+    if "store_budget" in extra:
+        options["budget"] = str(_bytes(extra, "store_budget"))
+    if options and "store" not in extra:
+        raise ConfigError('store_budget and store_options need a "store", for example "log:/var/cache/stepwell"')
+
+    return options
+
+
+def _bytes(extra: Mapping[str, object], key: str) -> int:
+    value = extra[key]
+    if not isinstance(value, (str, int)) or isinstance(value, bool):
+        raise ConfigError(f'{key} must be a size, as "64GiB", got {value!r}')
+    try:
+        return parse_bytes(value)
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from error
+
+
+def _text(extra: Mapping[str, object], key: str) -> str | None:
+    value = extra.get(key)
+    if value is not None and not isinstance(value, str):
+        raise ConfigError(f"{key} must be a text, got {value!r}")
+    return value
+
+
+def _flag(extra: Mapping[str, object], key: str) -> bool:
+    value = extra.get(key, False)
+    if not isinstance(value, bool):
+        raise ConfigError(f"{key} must be true or false, without quotes, got {value!r}")
+    return value
+
+
+def _number(extra: Mapping[str, object], key: str, default: float) -> float:
+    value = extra.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ConfigError(f"{key} must be a number, got {value!r}")
+    return float(value)
+
+
+def _whole(extra: Mapping[str, object], key: str, default: int | None) -> int | None:
+    value = extra.get(key, default)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"{key} must be a whole number of tokens, 0 for none, got {value!r}")
+    return value
+
+
+def _prefetch(extra: Mapping[str, object]) -> PrefetchPolicy:
+    value = extra.get("prefetch", PrefetchPolicy.TIMEOUT.value)
+    known = [each.value for each in PrefetchPolicy]
+    if value not in known:
+        raise ConfigError(f"prefetch must be one of {', '.join(known)}, got {value!r}")
+    return PrefetchPolicy(value)

@@ -1,0 +1,419 @@
+"""The vLLM connector, whole, below a toy engine that checks every byte it reads. Needs no vLLM: `tests/vllm` has the real one."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+import toy_vllm
+import vllm_stand_in
+from toy_vllm import MODELS, LateCopies, ToyEngine
+
+from stepwell import ConfigError
+from stepwell.policy.store_use import StoreTuning
+from stepwell.store.memory import MemoryStore
+from stepwell.store.wrappers import Wrapper
+from waiting import wait_until
+
+if vllm_stand_in.is_real_installed():
+    pytest.skip("vLLM is installed here: tests/vllm runs the connector under it", allow_module_level=True)
+
+Make = Callable[..., ToyEngine]
+STEPS = 400  # more than any round takes
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Makes engines, and closes them."""
+    for name in [*vllm_stand_in.MODULES, "stepwell.connectors.vllm.connector"]:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    vllm_stand_in.install()
+    from stepwell.connectors.vllm import worker_side
+    from stepwell.connectors.vllm.connector import StepwellConnector
+
+    monkeypatch.setattr(worker_side, "ThreadCopyExecutor", LateCopies)
+    engines: list[ToyEngine] = []
+
+    def engine(model: str = "full", **more: Any) -> ToyEngine:
+        engines.append(ToyEngine(StepwellConnector, model, **more))
+        return engines[-1]
+
+    yield engine
+    for each in engines:
+        each.close()
+    for name in [*vllm_stand_in.MODULES, "stepwell.connectors.vllm.connector"]:
+        sys.modules.pop(name, None)
+
+
+@dataclass(frozen=True)
+class Lora:
+    lora_int_id: int
+    lora_path: str
+    lora_name: str = "one"
+
+
+def text(seed: int, count: int) -> list[int]:
+    return random.Random(seed).choices(range(1000), k=count)
+
+
+def counters(engine: ToyEngine) -> dict[str, float]:
+    return dict(engine.connector._scheduler.cache.counters.snapshot())
+
+
+def computed_by(engine: ToyEngine, tokens: list[int], *, late: bool = False, **more: Any) -> int:
+    """How many tokens a prompt and its answer took to compute."""
+    before = engine.computed
+    engine.submit(tokens, **more)
+    engine.run(late=late)
+    return engine.computed - before
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_prompt_resumes_from_the_host(make: Make, model: str, ranks: int) -> None:
+    engine, prompt = make(model, ranks=ranks), text(1, 45)
+    assert computed_by(engine, prompt) == 49
+    again = computed_by(engine, prompt)
+    assert again == 49 - 44 if model != "blocks of two sizes" else again == 49 - 40
+    branch = prompt[:24]  # where a step ends, so that there is state to keep: the first that leaves here leaves a checkpoint
+    computed_by(engine, branch + text(2, 21))
+    assert computed_by(engine, branch + text(3, 21)) == 49 - 24
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_second_engine_resumes_from_the_log(make: Make, tmp_path: Path, model: str) -> None:
+    store = {"store": f"log:{tmp_path}", "store_budget": "64MiB"}
+    first, prompt = make(model, **store), text(1, 45)
+    computed_by(first, prompt)
+    first.close()
+    second = make(model, **store)
+    assert computed_by(second, prompt) <= 9
+    assert counters(second)["tokens_store"] >= 40
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_saves_that_the_last_step_began_are_stored_when_the_engine_ends(make: Make, tmp_path: Path, model: str) -> None:
+    store = {"store": f"log:{tmp_path}", "store_budget": "64MiB"}
+    first, prompt = make(model, **store), text(1, 45)
+    first.submit(prompt)
+    for _ in range(STEPS):
+        if first.done:
+            break
+        first.step()  # and no copy is made before the end
+    first.close()
+    assert computed_by(make(model, **store), prompt) <= 9
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("how", ["the computation raises", "its output never comes"])
+@pytest.mark.parametrize("model", ["full", "all"])
+def test_nothing_of_a_step_that_failed_is_stored(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, how: str, ranks: int
+) -> None:
+    """The second engine asserts every byte that it reads."""
+    store = {"store": f"log:{tmp_path}", "store_budget": "64MiB"}
+    first, prompt = make(model, ranks=ranks, **store), text(1, 45)
+    first.submit(prompt)
+    compute = first._compute
+
+    def failing(request: Any, count: int) -> None:
+        if request.num_computed_tokens <= 24:
+            compute(request, count)
+        elif how == "the computation raises":
+            raise MemoryError("told to fail")
+        else:
+            monkeypatch.setattr(first, "_collect", lambda outputs: pytest.fail("told to fail"))
+
+    monkeypatch.setattr(first, "_compute", failing)
+    with pytest.raises((MemoryError, pytest.fail.Exception), match="told to fail"):
+        first.run()
+    assert all(worker._side()._failed_once for worker in first.workers) == (how == "the computation raises")
+    first.close()
+    assert computed_by(make(model, ranks=ranks, **store), prompt) >= 49 - 24
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("model", MODELS)
+def test_conversations_that_branch_on_a_small_pool_with_late_copies(make: Make, model: str, ranks: int, seed: int) -> None:
+    """Preemptions, blocks that are wanted while they are saved, copies that fail, requests that are aborted."""
+    rng = random.Random(seed)
+    engine = make(model, ranks=ranks, blocks=16 * len(MODELS[model]) + 8, host_memory="64KiB")
+    talks = [text(seed, 20) + text(9 + n, rng.randrange(4, 24)) for n in range(4)]
+    for _ in range(4):
+        asked = [engine.submit(talk, answer=rng.randrange(1, 12)) for talk in talks]
+        for _ in range(STEPS):
+            if not (engine.waiting or engine.running or engine.loading):
+                break
+            engine.step()
+            _some_copies(engine, rng)
+            if rng.random() < 0.02 and asked[0].status in ("waiting", "running", "loading"):
+                engine.abort(asked[0])
+        assert not (engine.waiting or engine.running or engine.loading), "it never ends"
+        talks = [
+            request.all_token_ids[: rng.randrange(20, request.num_tokens + 1)] + text(rng.randrange(99), 5) for request in asked
+        ]
+    engine.run()
+    assert len(engine.pool.free) == len(engine.pool.blocks) - 1, "a block was pinned and never let go"
+    assert not engine.connector._scheduler.cache.copying
+    assert sum(request.num_tokens for request in engine.done) > engine.computed / 2
+
+
+def _some_copies(engine: ToyEngine, rng: random.Random) -> None:
+    for copies in engine.copies:
+        for job in copies.pending:
+            if rng.random() < 0.2:
+                copies.answer(job, error="told to fail" if rng.random() < 0.1 else None)
+    if not engine.running and rng.random() < 0.5:
+        engine.finish_copies()  # nobody computes: waiting for copies alone
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_load_that_fails_is_computed(make: Make, model: str, ranks: int) -> None:
+    engine, prompt = make(model, ranks=ranks), text(1, 45)
+    computed_by(engine, prompt)
+    engine.submit(prompt)
+    engine.step()
+    (job,) = engine.copies[-1].pending
+    engine.copies[-1].answer(job, error="told to fail")  # of all ranks, the last one
+    engine.run()
+    assert engine.computed == 2 * 49 and counters(engine)["load_failures"] == 1
+    assert computed_by(engine, prompt) < 15, "what was computed anew is cached again"
+
+
+def test_a_request_whose_loads_keep_failing_is_computed_in_the_end(make: Make, tmp_path: Path) -> None:
+    """The store brings it back each time: nobody may try forever."""
+    engine, prompt = make(store=f"log:{tmp_path}", store_budget="64MiB"), text(1, 45)
+    computed_by(engine, prompt)
+    engine.submit(prompt)
+    failed = 0
+    while engine.waiting or engine.running or engine.loading:
+        engine.step()
+        for job in engine.copies[0].pending:
+            is_load = job in engine.connector._scheduler._loads
+            failed += is_load
+            engine.copies[0].answer(job, error="told to fail" if is_load else None)
+        assert failed <= 2
+    assert failed >= 1 and engine.computed == 2 * 49
+
+
+@pytest.mark.parametrize("model", ["full", "all"])
+def test_a_request_that_is_aborted_while_it_loads_leaves_nothing_behind(make: Make, model: str) -> None:
+    engine, prompt = make(model), text(1, 45)
+    computed_by(engine, prompt)
+    request = engine.submit(prompt)
+    engine.step()
+    assert request.status == "loading"
+    engine.abort(request)
+    engine.run()
+    assert len(engine.pool.free) == len(engine.pool.blocks) - 1 and not engine.connector._scheduler.cache.copying
+    assert computed_by(engine, prompt) < 15
+
+
+@pytest.mark.parametrize("with_store", [False, True])
+def test_after_a_reset_nothing_from_before_is_found(make: Make, tmp_path: Path, with_store: bool) -> None:
+    """Weights may have changed: by what is in memory, by the store, by requests that run or wait, and by a second reset."""
+    store = {"store": f"log:{tmp_path}", "store_budget": "64MiB"} if with_store else {}
+    engine, prompt = make(**store), text(1, 45)
+    for salt in (None, "a"):
+        computed_by(engine, prompt, cache_salt=salt)
+    for _ in range(2):
+        assert computed_by(engine, prompt) <= 9
+        assert engine.connector.reset_cache() is True
+        for salt in (None, "a"):
+            assert computed_by(engine, prompt, cache_salt=salt) == 49
+    assert computed_by(engine, prompt) <= 9
+    running = engine.submit(text(2, 45))
+    while running.status != "running":
+        engine.step()
+    waiting = engine.submit(prompt)
+    before = engine.computed
+    assert engine.connector.reset_cache() is True
+    engine.run()
+    assert waiting.loaded == 0 and engine.computed - before == 49 + 49 - 8
+    assert computed_by(engine, text(2, 45)) == 49, "what was begun with the old weights is not offered"
+    engine.close()
+    if with_store:
+        second = make(**store)
+        assert computed_by(second, prompt) <= 9, "from before the first reset, by the weights on disk"
+        assert computed_by(second, text(2, 45)) == 49
+
+
+def test_a_store_that_hangs_is_not_stepped_for_forever(make: Make) -> None:
+    go_on = Event()
+
+    class Hung(Wrapper):
+        def write_from(self, space: Any, writes: Any) -> Any:
+            go_on.wait()
+            return super().write_from(space, writes)
+
+    engine = make()
+    cache = engine.connector._scheduler.cache
+    cache.store.attach(Hung(MemoryStore()), tuning=StoreTuning(op_timeout_s=0.05))
+    computed_by(engine, text(1, 45))  # runs until nothing is pending
+    assert cache.stats().storing and not engine.connector.has_pending_push_work()
+    go_on.set()
+
+
+def test_blocks_that_saves_read_are_waited_for_before_anybody_is_preempted(make: Make) -> None:
+    engine = make(blocks=16)
+    engine.submit(text(1, 30), answer=1)
+    engine.run(late=True)
+    assert not engine.connector.has_pending_block_frees()
+    first = [engine.submit(text(seed, 25), answer=1) for seed in (2, 3)]
+    engine.step()
+    assert engine.connector.has_pending_block_frees()
+    engine.run()
+    assert all(request.status == "finished" for request in first)
+
+
+def test_an_engine_without_a_block_pool_is_told(make: Make) -> None:
+    engine = make()
+    engine.connector._scheduler._blocks = None
+    with pytest.raises(ConfigError, match="no block pool"):
+        computed_by(engine, text(1, 45))
+
+
+def test_salts_are_apart(make: Make) -> None:
+    engine, prompt = make(), text(1, 45)
+    assert computed_by(engine, prompt, cache_salt="a") == 49
+    assert computed_by(engine, prompt, cache_salt="b") == 49
+    assert computed_by(engine, prompt) == 49
+    assert computed_by(engine, prompt, cache_salt="a") == 5
+
+
+def test_adapters_are_apart_by_their_weights(make: Make, tmp_path: Path) -> None:
+    engine, prompt = make(), text(1, 45)
+    weights = tmp_path / "adapter.safetensors"
+    lora, reloaded = (Lora(number, str(tmp_path)) for number in (1, 2))
+    assert computed_by(engine, prompt, lora_request=lora) == 49, "no weights: it has no name, and is not cached"
+    assert computed_by(engine, prompt, lora_request=lora) == 49
+    weights.write_bytes(b"one")
+    assert computed_by(engine, prompt, lora_request=lora) == 49
+    assert computed_by(engine, prompt, lora_request=lora) == 5
+    weights.write_bytes(b"two")
+    for _ in range(2):
+        assert computed_by(engine, prompt, lora_request=lora) == 49, "which of the two the engine has cannot be told"
+    assert computed_by(engine, prompt, lora_request=reloaded) == 49, "the same name, other weights"
+    assert computed_by(engine, prompt, lora_request=reloaded) == 5
+    assert computed_by(engine, prompt) == 49
+
+
+def test_an_adapter_that_cannot_be_read_is_not_cached(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from stepwell.connectors.vllm import identity
+
+    def fails(path: Path, name: str) -> bytes:
+        raise PermissionError(f"{path} {name}: told to fail")
+
+    engine, prompt = make(), text(1, 45)
+    (tmp_path / "adapter.safetensors").write_bytes(b"one")
+    monkeypatch.setattr(identity, "_signature", fails)
+    for _ in range(2):
+        assert computed_by(engine, prompt, lora_request=Lora(1, str(tmp_path))) == 49
+
+
+def test_tokens_that_the_vocabulary_lacks_are_computed_and_not_cached(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, prompt, odd = make(), text(1, 45), [*text(1, 45), 10**7]
+    for _ in range(2):
+        assert computed_by(engine, odd) == 50
+    monkeypatch.setattr(engine, "next_token", lambda tokens: 10**7)  # in an answer
+    assert computed_by(engine, prompt, answer=12) == 57
+    assert computed_by(engine, prompt, answer=12) == 57 - 44
+    assert len(engine.pool.free) == len(engine.pool.blocks) - 1
+
+
+@pytest.mark.parametrize(
+    "what", [{"prompt_embeds": object()}, {"mm_features": (object(),)}, {"pooling_params": object()}, {"resumable": True}]
+)
+def test_what_tokens_do_not_tell_is_not_cached(make: Make, what: dict[str, Any]) -> None:
+    engine, prompt = make(), text(1, 45)
+    computed_by(engine, prompt)
+    assert computed_by(engine, prompt, **what) == 49 and computed_by(engine, text(2, 45), **what) == 49
+    assert computed_by(engine, text(2, 45)) == 49
+    assert computed_by(engine, prompt) == 5
+
+
+def test_a_request_that_wants_all_of_its_prompt_computed_is(make: Make) -> None:
+    engine, prompt = make(), text(1, 45)
+    computed_by(engine, prompt)
+    assert computed_by(engine, prompt, skip_reading_prefix_cache=True) == 49
+
+
+def test_hits_say_where_they_come_from(make: Make, tmp_path: Path) -> None:
+    store = {"store": f"log:{tmp_path}", "store_budget": "64MiB"}
+    first, prompt = make(**store), text(1, 45)
+    computed_by(first, prompt)
+    first.close()
+    engine, seen = make(**store), []
+    inner = engine.connector.get_external_cache_hit_sources
+    engine.connector.get_external_cache_hit_sources = lambda *args: seen.append(inner(*args))
+    for _ in range(2):
+        computed_by(engine, prompt)
+    assert [{source.value: tokens for source, tokens in each.items()} for each in seen] == [{"disk": 44}, {"host": 44}]
+
+
+def test_a_store_that_hangs_delays_a_prompt_for_no_longer_than_it_may(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    hangs = Event()
+
+    class Hanging(MemoryStore):
+        def contains(self, *args: Any, **more: Any) -> Any:
+            hangs.wait()
+            return super().contains(*args, **more)
+
+    make()  # so that the connector was imported
+    monkeypatch.setattr(sys.modules["stepwell.connectors.vllm.connector"], "open_store", lambda *_, **__: Hanging())
+    engine, prompt = make(store="memory:", prefetch_timeout_s=0.1), text(1, 45)
+    engine.submit(prompt)
+    try:
+        wait_until(lambda: (engine.step(), engine.finish_copies(), engine.done)[2])
+        assert engine.computed == 49
+    finally:
+        hangs.set()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"host_memory": None}, "host_memory must be a size"),
+        ({"host_memory": "lots"}, "host_memory: "),
+        ({"host_memory": "1KiB"}, "needs at least"),
+        ({"host_mem": "1GiB"}, "did you mean 'host_memory'"),
+        ({"store_budget": "1GiB"}, 'need a "store"'),
+        ({"audit": "false"}, "without quotes"),
+        ({"prefetch": "always"}, "best_effort, wait_complete, timeout"),
+        ({"checkpoint_interval_tokens": "8k"}, "whole number of tokens"),
+    ],
+)
+def test_wrong_settings_are_refused_with_the_fix(make: Make, change: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        make(**change)
+
+
+def test_the_default_failure_policy_is_refused(make: Make) -> None:
+    from stepwell.connectors.vllm.settings import read_settings
+
+    with pytest.raises(ConfigError, match='set it to "recompute"'):
+        read_settings({"host_memory": "1GiB"}, failure_policy="fail")
+    with pytest.raises(ConfigError, match="for example"):
+        read_settings({}, failure_policy="recompute")
+
+
+def test_groups_that_could_not_be_restored_are_refused(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    group, spec = vllm_stand_in.KVCacheGroupSpec, vllm_stand_in
+    for bad, says in [
+        (group(["x"], spec.MLAAttentionSpec(4, 1, 16)), "run this model on a GPU"),
+        (group(["x"], spec.MambaSpec(4, ((64,),), mamba_cache_mode="none")), "--enable-prefix-caching"),
+        (group(["x"], spec.FullAttentionSpec(4, 1, 16, attention_chunk_size=8)), "in chunks"),
+        (group(["x"], type("OtherSpec", (spec.FullAttentionSpec,), {})(4, 1, 16)), "OtherSpec, which this version does not know"),
+        (group(["x"], spec.FullAttentionSpec(4, 1, 16), is_eagle_group=True), "draft model"),
+    ]:
+        monkeypatch.setitem(toy_vllm.MODELS, "bad", [bad])
+        with pytest.raises(ConfigError, match=says):
+            make("bad")

@@ -1,0 +1,98 @@
+"""Runs vLLM engines one after the other in this process, as told on standard input, and says what each of them answered.
+
+A life: {"model": folder, "llm": {...}, "kv": {...} or null, "rounds": [[{"tokens": [...], "salt": ...}]], "max_tokens": n}.
+The last line of the output is a list with one report for each life, in JSON.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from typing import Any
+
+from vllm import LLM, SamplingParams
+from vllm.config import KVTransferConfig
+from vllm.distributed import cleanup_dist_env_and_memory
+
+LLM_DEFAULTS = {
+    "dtype": "float32", "max_model_len": 1024, "max_num_seqs": 4, "max_num_batched_tokens": 256, "block_size": 32,
+    "skip_tokenizer_init": True, "enforce_eager": True, "disable_log_stats": False,
+}  # fmt: skip
+
+
+class Watched:
+    """An engine's scheduler, with its steps counted and the cache audited, where it is in this process."""
+
+    def __init__(self, llm: LLM) -> None:
+        core = getattr(llm.llm_engine.engine_core, "engine_core", None)
+        self.scheduler = core.scheduler if core is not None else None
+        self.scheduled = self.preemptions = 0
+        if self.scheduler is not None:
+            self._wrap("schedule", self._count)
+            self._wrap("_preempt_request", self._count_preemption)
+
+    def _wrap(self, name: str, count: Any) -> None:
+        inner = getattr(self.scheduler, name)
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            out = inner(*args, **kwargs)
+            count(out)
+            return out
+
+        setattr(self.scheduler, name, wrapper)
+
+    def _count(self, output: Any) -> None:
+        self.scheduled += output.total_num_scheduled_tokens
+
+    def _count_preemption(self, _: Any) -> None:
+        self.preemptions += 1
+
+    def counters(self) -> dict[str, float]:
+        connector = self.scheduler.connector if self.scheduler is not None else None
+        if connector is None:
+            return {}
+        cache = connector._scheduler.cache
+        cache.audit()
+        return dict(cache.counters.snapshot())
+
+
+def live(life: dict[str, Any]) -> dict[str, Any]:
+    transfer = {}
+    if life["kv"] is not None:
+        settings = {
+            "kv_connector": "StepwellConnector", "kv_connector_module_path": "stepwell.connectors.vllm", "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+        }  # fmt: skip
+        transfer = {"kv_transfer_config": KVTransferConfig(**(settings | life["kv"]))}
+    llm = LLM(model=life["model"], **(LLM_DEFAULTS | life.get("llm", {})), **transfer)
+    watched, rounds = Watched(llm), []
+    sampling = SamplingParams(temperature=0, max_tokens=life.get("max_tokens", 16), ignore_eos=True, detokenize=False, logprobs=0)
+    for prompts in life["rounds"]:
+        asked = [{"prompt_token_ids": each["tokens"]} | _salt(each) for each in prompts]
+        before, answers = watched.scheduled, []
+        for out in llm.generate(asked, sampling, use_tqdm=False):
+            first = out.outputs[0]
+            answers.append(
+                {"tokens": list(first.token_ids), "logprob": first.cumulative_logprob, "cached": out.num_cached_tokens}
+            )
+        rounds.append({"answers": answers, "scheduled": watched.scheduled - before})
+    report = {"rounds": rounds, "preemptions": watched.preemptions, "counters": watched.counters()}
+    llm.llm_engine.engine_core.shutdown()
+    del llm, watched
+    gc.collect()
+    cleanup_dist_env_and_memory()
+    return report
+
+
+def _salt(prompt: dict[str, Any]) -> dict[str, str]:
+    return {"cache_salt": prompt["salt"]} if prompt.get("salt") else {}
+
+
+def main() -> None:
+    reports = [live(life) for life in json.load(sys.stdin)]
+    print("\nREPORT " + json.dumps(reports))  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()

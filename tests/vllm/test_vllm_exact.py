@@ -1,0 +1,53 @@
+"""Answers over Stepwell are those of vLLM without any cache, token for token and in logprobs, and less is computed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tiny_vllm_models import MODELS, make
+from vllm_engines import answers, life, run, scheduled, stepwell, text
+
+PROMPT = text(1, 300)
+CACHED = {"llama": 288, "gemma3": 288, "gptoss": 288, "falconh1": 256}  # whole pages of 32 tokens, or 64
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_second_process_resumes_from_the_log(models: Path, tmp_path: Path, name: str) -> None:
+    model = make(name, models)
+    off = {"llm": {"enable_prefix_caching": False}} if name != "falconh1" else {}
+    alone, first = run(
+        life(model, [[PROMPT]], **off),
+        life(model, [[PROMPT]], kv=stepwell(tmp_path)),
+    )
+    (second,) = run(life(model, [[PROMPT], [PROMPT[:200] + text(2, 80)]], kv=stepwell(tmp_path)))
+    assert answers(first) == answers(alone) and answers(second)[0] == answers(alone)[0]
+    assert scheduled(alone) == scheduled(first) == [315]
+    assert scheduled(second)[0] == 315 - CACHED[name]
+    assert second["rounds"][0]["answers"][0]["cached"] == CACHED[name]
+    assert second["counters"]["tokens_store"] >= CACHED[name]
+
+
+def test_salts_are_apart(models: Path, tmp_path: Path) -> None:
+    model = make("llama", models)
+    asked = [[{"tokens": PROMPT, "salt": salt}] for salt in ("a", "b")]
+    run(life(model, asked[:1], kv=stepwell(tmp_path)))
+    (report,) = run(life(model, [asked[1], asked[0]], kv=stepwell(tmp_path)))
+    assert scheduled(report) == [315, 27]
+
+
+@pytest.mark.parametrize("name", ["llama", "falconh1"])
+def test_two_ranks_resume_what_two_ranks_saved(models: Path, tmp_path: Path, name: str) -> None:
+    """The scheduler and both workers are processes of their own; each rank has host memory and values of its own."""
+    model = make(name, models)
+    llm, multi = {"tensor_parallel_size": 2}, {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    (alone,) = run(life(model, [[PROMPT]], llm=llm), **multi)
+    (first,) = run(life(model, [[PROMPT]], kv=stepwell(tmp_path), llm=llm), **multi)
+    (second,) = run(life(model, [[PROMPT]], kv=stepwell(tmp_path), llm=llm), **multi)
+    assert answers(alone) == answers(first) == answers(second)
+    assert second["rounds"][0]["answers"][0]["cached"] == CACHED[name]

@@ -1,0 +1,64 @@
+"""What goes wrong costs time, never an answer: stores that are damaged or hang, loads that fail, blocks that are wanted early."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from tiny_vllm_models import make
+from vllm_engines import answers, life, run, scheduled, stepwell, text
+
+PROMPT = text(1, 300)
+TRYING = "trying_connector"
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+def conversations(seed: int = 5, *, talks: int = 6, rounds: int = 4) -> list[list[list[int]]]:
+    """Several at once, which share beginnings, grow, and branch."""
+    rng = random.Random(seed)
+    roots = [rng.choices(range(3, 500), k=rng.randrange(60, 200)) for _ in range(3)]
+    prompts = [[*rng.choice(roots), *rng.choices(range(3, 500), k=rng.randrange(10, 60))] for _ in range(talks)]
+    asked = []
+    for number in range(rounds):
+        asked.append([list(prompt) for prompt in prompts])
+        for prompt in prompts:
+            prompt += rng.choices(range(3, 500), k=rng.randrange(20, 80))
+        if number == 1:
+            prompts[0] = prompts[1][:150] + prompts[0][150:]
+    return asked
+
+
+@pytest.mark.parametrize(("name", "blocks"), [("llama", 40), ("gptoss", 48), ("falconh1", 24)])
+def test_branching_conversations_on_a_small_pool_with_late_copies(models: Path, tmp_path: Path, name: str, blocks: int) -> None:
+    model, asked = make(name, models), conversations()
+    (alone,) = run(life(model, asked, max_tokens=24))
+    kv, small = stepwell(tmp_path, module=TRYING, answer_interval_tokens=64), {"num_gpu_blocks_override": blocks}
+    first, second = (run(life(model, asked, kv=kv, llm=small, max_tokens=24), TRYING="late=0.2")[0] for _ in range(2))
+    assert answers(first) == answers(alone) and answers(second) == answers(alone)
+    assert sum(scheduled(second)) < sum(scheduled(first)), "the second process found nothing of the first"
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_load_that_fails_is_computed(models: Path, tmp_path: Path, name: str) -> None:
+    model = make(name, models)
+    (first,) = run(life(model, [[PROMPT]], kv=stepwell(tmp_path)))
+    (second,) = run(life(model, [[PROMPT]], kv=stepwell(tmp_path, module=TRYING)), TRYING="fail=1")
+    assert answers(second) == answers(first) and scheduled(second) == [315]
+    assert 1 <= second["counters"]["load_failures"] <= 2
+
+
+def test_a_damaged_store_is_a_miss(models: Path, tmp_path: Path) -> None:
+    model = make("gptoss", models)
+    (first,) = run(life(model, [[PROMPT]], kv=stepwell(tmp_path)))
+    for path in tmp_path.rglob("*"):
+        if path.is_file() and path.stat().st_size > 100_000:
+            data = bytearray(path.read_bytes())
+            data[20_000::4096] = bytes(byte ^ 1 for byte in data[20_000::4096])
+            path.write_bytes(data)
+    (second,) = run(life(model, [[PROMPT]], kv=stepwell(tmp_path)))
+    assert answers(second) == answers(first) and scheduled(second) == [315]

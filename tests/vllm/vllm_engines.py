@@ -1,0 +1,68 @@
+"""Starts programs with vLLM engines in them and reads what they report."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+TIMEOUT_S = 900.0
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "TRANSFORMERS_VERBOSITY": "error",
+}  # fmt: skip
+# Where a CPU's scan leaves states: at the ends of chunks that are as long as a block.
+RECURRENT = {"block_size": 64, "max_num_batched_tokens": 64, "enable_prefix_caching": True}
+LLM = {"llama": {}, "gemma3": {}, "gptoss": {}, "falconh1": RECURRENT}
+
+Report = dict[str, Any]
+
+
+def life(model: Path, rounds: list[list[Any]], *, kv: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+    """One engine. Prompts are lists of tokens, or such with a salt: `{"tokens": ..., "salt": ...}`."""
+    asked = [[each if isinstance(each, dict) else {"tokens": each} for each in prompts] for prompts in rounds]
+    more["llm"] = LLM[model.name] | more.get("llm", {})
+    return {"model": str(model), "rounds": asked, "kv": kv} | more
+
+
+def stepwell(store: Path | None = None, *, module: str | None = None, **extra: Any) -> dict[str, Any]:
+    """Settings of the connector."""
+    settings: dict[str, Any] = {"host_memory": "64MiB", "audit": True} | extra
+    if store is not None:
+        settings |= {"store": f"log:{store}", "store_budget": "1GiB"}
+    named = {"kv_connector_module_path": module} if module is not None else {}
+    return {"kv_connector_extra_config": settings} | named
+
+
+def run(*lives: dict[str, Any], **environment: str) -> list[Report]:
+    """Runs engines one after the other in one new process."""
+    variables = os.environ | ENVIRONMENT | environment
+    variables["PYTHONPATH"] = os.pathsep.join([str(HERE), variables.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    ran = subprocess.run(
+        [sys.executable, str(HERE / "engine_lives.py")], input=json.dumps(lives), env=variables, capture_output=True, text=True,
+        timeout=TIMEOUT_S, check=False,
+    )  # fmt: skip
+    found = [line for line in ran.stdout.splitlines() if line.startswith("REPORT ")]
+    assert ran.returncode == 0 and found, f"it ended with {ran.returncode}:\n{ran.stdout[-2000:]}\n{ran.stderr[-6000:]}"
+    reports: list[Report] = json.loads(found[-1].removeprefix("REPORT "))
+    return reports
+
+
+def text(seed: int, count: int) -> list[int]:
+    return random.Random(seed).choices(range(3, 500), k=count)
+
+
+def answers(report: Report) -> list[tuple[list[int], float]]:
+    """Every answer of a life, with its logprob to five digits."""
+    return [(each["tokens"], round(each["logprob"], 5)) for part in report["rounds"] for each in part["answers"]]
+
+
+def scheduled(report: Report) -> list[int]:
+    """How many tokens each round computed."""
+    return [part["scheduled"] for part in report["rounds"]]

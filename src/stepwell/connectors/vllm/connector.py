@@ -71,6 +71,8 @@ class WorkerAnswers(KVConnectorWorkerMetadata):  # type: ignore[misc]
 class StepwellConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """A tiered cache with exact resumption for attention, sliding windows and recurrent state."""
 
+    _model: str | None  # the model's name since the cache was reset
+
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
@@ -203,7 +205,7 @@ class StepwellConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _build(self, settings: Settings) -> tuple[SchedulerSide, Store | None]:
         self._requests: dict[str, Any] = {}
         self._adapters = Adapters()
-        self._model: str | None = None  # its name since the cache was reset
+        self._model = None
         meanings = {block.meaning for block in self._shared}
         if len(meanings) > 1:
             raise ConfigError("workers of this engine lay their KV caches out differently: use one attention backend on all")

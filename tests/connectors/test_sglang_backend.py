@@ -238,7 +238,6 @@ def test_what_ranks_hold_alike_is_saved_by_one_and_read_by_all(hicache: Any, sha
     assert second.batch_exists_v2(names, [state], info([])).restorable_prefix_pages == [2]
 
 
-@pytest.mark.skipif("shared-log" not in registry.names(), reason="no store here is shared by several processes")
 def test_ranks_that_hold_the_same_share_a_log(hicache: Any, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"tp_size": 2, "is_mla_model": True}
     settings["extra"] = {"store": f"shared-log:{tmp_path}/log", "budget": "64MiB"}

@@ -15,7 +15,7 @@ transformers = pytest.importorskip("transformers")
 
 from connectors.tiny_models import PAGE, generated, logits, made, opened, prompt, tiny, uncached  # noqa: E402
 from engine.families import SMALL  # noqa: E402
-from stepwell import BadTokens, ConfigError, StoreConfig, Tier  # noqa: E402
+from stepwell import BadTokens, ConfigError, LeaseError, StoreConfig, Tier  # noqa: E402
 from stepwell.base.ids import Kind  # noqa: E402
 from stepwell.connectors.transformers import PromptCache  # noqa: E402
 from stepwell.connectors.transformers import prompt_cache as module  # noqa: E402
@@ -274,7 +274,7 @@ def test_a_page_that_is_not_staged_is_never_copied() -> None:
         prefill = prompts._prefill
         inner, layout = prefill._layout.pack_prefix, prefill._layout
         layout.pack_prefix = lambda past, pages: inner(past, pages)[:, : len(pages) - 1]  # type: ignore[method-assign]
-        with pytest.raises(Exception, match="named only"):
+        with pytest.raises(LeaseError, match="the engine named 2"):
             prompts.prefill(ids)
         layout.pack_prefix = inner  # type: ignore[method-assign]
         assert logits(prompts, ids)[1] == 0 and logits(prompts, ids)[1] == 48

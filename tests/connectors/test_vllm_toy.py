@@ -307,14 +307,14 @@ def test_adapters_are_apart_by_their_weights(make: Make, tmp_path: Path) -> None
 
 
 def test_an_adapter_that_cannot_be_read_is_not_cached(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from stepwell.connectors.vllm import identity
+    from stepwell.connectors import weight_files
 
     def fails(path: Path, name: str) -> bytes:
         raise PermissionError(f"{path} {name}: told to fail")
 
     engine, prompt = make(), text(1, 45)
     (tmp_path / "adapter.safetensors").write_bytes(b"one")
-    monkeypatch.setattr(identity, "_signature", fails)
+    monkeypatch.setattr(weight_files, "_signature", fails)
     for _ in range(2):
         assert computed_by(engine, prompt, lora_request=Lora(1, str(tmp_path))) == 49
 

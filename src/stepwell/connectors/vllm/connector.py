@@ -71,8 +71,6 @@ class WorkerAnswers(KVConnectorWorkerMetadata):  # type: ignore[misc]
 class StepwellConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """A tiered cache with exact resumption for attention, sliding windows and recurrent state."""
 
-    _model: str | None  # the model's name since the cache was reset
-
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
@@ -82,6 +80,7 @@ class StepwellConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._page_tokens, _ = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
         self._num_ranks: int = vllm_config.parallel_config.tensor_parallel_size
         self._worker: WorkerSide | None = None
+        self._model: str | None = None  # its name since the cache was reset
         self._computed_step = 0
         self._ended = Ended(answers={}, loaded=frozenset(), failed=frozenset())
         if role is KVConnectorRole.SCHEDULER:
@@ -205,7 +204,6 @@ class StepwellConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _build(self, settings: Settings) -> tuple[SchedulerSide, Store | None]:
         self._requests: dict[str, Any] = {}
         self._adapters = Adapters()
-        self._model = None
         meanings = {block.meaning for block in self._shared}
         if len(meanings) > 1:
             raise ConfigError("workers of this engine lay their KV caches out differently: use one attention backend on all")

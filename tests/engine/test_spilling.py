@@ -24,6 +24,9 @@ from stepwell.base.ids import Kind, Tier
 from stepwell.base.spec.families import from_config
 from stepwell.engine import Ask, Engine, EngineConfig, Finish, Limits, Sampling, build_engine
 from stepwell.engine.build import check_settings
+from stepwell.engine.passes.rows import Rows
+from stepwell.engine.passes.spilled import Piece, Spilled
+from stepwell.engine.passes.spilling import SHORT_RUN
 from stepwell.memory.row_pages import ABSENT
 from stepwell.sparse.places import HOST, ORDINAL, ROWS, Places
 from stepwell.tiers.eviction import make_room
@@ -138,6 +141,35 @@ def test_a_request_longer_than_the_device_has_rows_for_answers_alone(family: str
         assert tokens_of(played) == expected and played[-1].usage is not None and not played[-1].usage.preemptions
         layout = engine.cache._state.arena(Tier.DEVICE).layout
         assert layout.size_bytes < 58 * sum(layout.strides.values()), "not all of it would have fitted"
+
+
+@pytest.mark.parametrize("family", SPARSE)
+def test_a_long_prompt_beside_rows_that_are_away_is_read_where_it_lies(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not row by row for each of its tokens, as what is picked of rows on the host is: that would be gigabytes a layer."""
+    seen = []
+    rows = Spilled.rows
+
+    def watched(self: Spilled, given: Rows, piece: Piece) -> Rows:
+        found = rows(self, given, piece)
+        if piece.paging.looks[0].stop - piece.paging.looks[0].start > SHORT_RUN:
+            seen.append(piece.resident)
+            assert found.places is None, "a long run is resident or staged"
+        return found
+
+    monkeypatch.setattr(Spilled, "rows", watched)
+    prompts = [prompt(300, seed=1), prompt(200, seed=2)]
+    with small(family) as engine:
+        expected = [tokens_of(run(engine, [greedy(each, 20)])[0]) for each in prompts]
+    with engine_for(family) as engine:
+        press(engine)
+        numbers = [engine.submit(greedy(prompts[0], 20))]
+        answers: dict[int, list[int]] = {}
+        while engine.num_open:
+            for delta in engine.step():
+                answers.setdefault(delta.request, []).extend(delta.tokens)
+            if len(numbers) == 1 and len(answers.get(numbers[0], ())) == 5:
+                numbers.append(engine.submit(greedy(prompts[1], 20)))
+    assert [answers[number] for number in numbers] == expected and any(seen)
 
 
 def test_before_every_pass_the_device_is_told_where_rows_are() -> None:

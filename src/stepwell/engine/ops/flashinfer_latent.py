@@ -23,6 +23,7 @@ from stepwell.engine.ops.selection import AttendSelected, Selection
 from stepwell.engine.ops.triton_rows import gather_rows
 from stepwell.engine.passes.paging import Look, Paging, Run, Singles
 from stepwell.engine.passes.rows import PLAIN, Rows
+from stepwell.engine.passes.spilling import SHORT_RUN
 
 WORKSPACE_BYTES = 64 << 20  # for partial results of contexts that are cut
 REACH = 1 << 32  # the library counts elements from the first page on in 32 bits
@@ -89,6 +90,9 @@ class FlashInferLatent:
         """
         table_SP, singles = _table(part), isinstance(part, Singles) or rows.places is not None
         if singles:
+            assert isinstance(part, Singles) or len(position_XK) <= SHORT_RUN, (
+                "longer runs are resident or staged"
+            )
             table_SP = table_SP.expand(len(position_XK), -1)
         copy_SKC = gather_rows(rows, table_SP, position_XK if singles else None)
         for span, plan in self._plans_of(layer, paging, part, Each(position_XK.shape[1])):

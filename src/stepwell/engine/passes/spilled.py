@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from stepwell.engine.passes.paging import Paging, Run, Singles
+from stepwell.engine.passes.paging import Look, Paging, Run, Singles
 from stepwell.engine.passes.rows import Rows
 from stepwell.engine.passes.spilling import SHORT_RUN, Spilling
 from stepwell.engine.passes.stages import Staged
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 class Piece:
     """Neighbours of a pass that are attended to at once: tokens `[start, stop)`, and which parts of a selection are theirs.
 
-    With `staged`, `paging` counts the pages of a scratch with the rows of its prefix pages.
+    With `staged`, `paging` counts the pages of a scratch with the rows of its prefix pages. With `resident`, pages of rows: none
+    of its rows is away, and it is attended to as where nobody's are.
     """
 
     start: int
@@ -41,6 +42,7 @@ class Piece:
     parts: slice
     paging: Paging
     staged: Staged | None = None
+    resident: bool = False
 
 
 class Spilled:
@@ -98,13 +100,15 @@ class Spilled:
             self._spilling.fetch(layer)
 
     def pieces(self) -> tuple[Piece, ...]:
-        """What is attended to one after the other: everything at once, unless some rows are staged."""
+        """What is attended to one after the other: everything at once, unless there are longer runs."""
         if self._pieces is None:
             self._pieces = self._cut()
         return self._pieces
 
     def rows(self, rows: Rows, piece: Piece) -> Rows:
         """Those that a piece's paging is over. Until the next piece's are asked for."""
+        if piece.resident:
+            return Rows(rows.stored_PRE, rows.format, rows.dtype)
         if piece.staged is None:
             return rows
         assert rows.places is not None, "rows that cannot spill are not staged"
@@ -142,18 +146,24 @@ class Spilled:
 
     def _cut(self) -> tuple[Piece, ...]:
         paging = self._paging
-        if not self._staged:
+        if not any(self._first):
             return (Piece(start=0, stop=paging.looks[-1].stop, parts=slice(None), paging=paging),)
         pieces, singles, before = [], paging.num_singles, len(paging.singles)
         if singles:
             stop = paging.looks[singles - 1].stop
             pieces.append(Piece(start=0, stop=stop, parts=slice(0, before), paging=paging.cut(0, singles)))
         for at, look in enumerate(paging.looks[singles:], singles):
-            staged = self._spilling.stages.plan(look.pages, self._spilling.row_pages) if at in self._staged else None
-            own = paging.cut(at, at + 1, None if staged is None else np.arange(staged.pages, dtype=np.int32))
             parts = slice(before + at - singles, before + at - singles + 1)
-            pieces.append(Piece(start=look.start, stop=look.stop, parts=parts, paging=own, staged=staged))
+            pieces.append(self._cut_run(at, look, parts))
         return tuple(pieces)
+
+    def _cut_run(self, at: int, look: Look, parts: slice) -> Piece:
+        staged = self._spilling.stages.plan(look.pages, self._spilling.row_pages) if at in self._staged else None
+        resident = staged is None and self._first[at] > 0
+        pages = self._spilling.rows_of(look.pages) if resident else None
+        pages = np.arange(staged.pages, dtype=np.int32) if staged is not None else pages
+        own = self._paging.cut(at, at + 1, pages)
+        return Piece(start=look.start, stop=look.stop, parts=parts, paging=own, staged=staged, resident=resident)
 
 
 def spilled_in(batch: Batch) -> Spilled | None:

@@ -53,7 +53,6 @@ class Stages:
         self._side = torch.cuda.Stream(places.device) if ahead and places.device.type == "cuda" else None
         self._ahead = ahead
         self._coming: tuple[Staged, int, int] | None = None  # of what, which layer, in which scratch
-        self._turn = 0
         self.copied_bytes = 0  # from the host, so far
 
     @property

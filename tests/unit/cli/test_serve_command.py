@@ -95,7 +95,7 @@ def test_a_selector_is_part_of_the_engine_s_settings() -> None:
     pytest.importorskip("torch")
     config = serve._engine_config(parsed("--sparse", "quest", "--sparse-budget", "1024"), {})
     assert (config.sparse, config.sparse_budget, config.picks.identity) == ("quest", 1024, "quest1-1024")
-    assert serve._engine_config(parsed("--sparse", "clusterkv"), {}).picks.identity == "clusterkv-2048"
+    assert serve._engine_config(parsed("--sparse", "clusterkv"), {}).picks.identity == "clusterkv1-2048"
     assert serve._engine_config(parsed(), {}).picks is None
 
 

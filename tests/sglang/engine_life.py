@@ -80,7 +80,7 @@ def wait_for_storage(directory: Path) -> int:
     from stepwell.store.log.inspect import stat_directory
 
     deadline = time.monotonic() + PATIENCE_S
-    while (pages := stat_directory(directory, Disk()).values) < PROMPT // PAGE:
+    while (pages := stat_directory(directory / "rank0", Disk()).values) < PROMPT // PAGE:
         assert time.monotonic() < deadline, f"only {pages} pages were stored"
         time.sleep(0.1)
     return pages

@@ -90,9 +90,7 @@ class FlashInferLatent:
         """
         table_SP, singles = _table(part), isinstance(part, Singles) or rows.places is not None
         if singles:
-            assert isinstance(part, Singles) or len(position_XK) <= SHORT_RUN, (
-                "longer runs are resident or staged"
-            )
+            assert isinstance(part, Singles) or len(position_XK) <= SHORT_RUN, "longer runs are resident or staged"
             table_SP = table_SP.expand(len(position_XK), -1)
         copy_SKC = gather_rows(rows, table_SP, position_XK if singles else None)
         for span, plan in self._plans_of(layer, paging, part, Each(position_XK.shape[1])):

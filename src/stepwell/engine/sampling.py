@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from stepwell.engine.ops.drawing import draw
 from stepwell.engine.ops.to_host import ToHost
-from stepwell.engine.passes.pages import on_device
+from stepwell.engine.passes.numbers import on_device
 from stepwell.engine.request import Request, TokenLogprob
 
 UNSOUND = -1  # in place of a token: its logits are not numbers
@@ -78,7 +79,7 @@ def _rows_alike(draws: Sequence[Draw | None], most: int) -> Iterator[list[int]]:
 def _drawn(logits_BV: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
     top_ks = [min(each.top_k or 0, logits_BV.shape[1]) for each in draws]
     settings = [(each.temperature, each.number, top_k, each.top_p) for each, top_k in zip(draws, top_ks, strict=True)]
-    columns = on_device(settings, logits_BV.device, torch.float64).split(1, dim=1)
+    columns = on_device(np.array(settings, np.float64), logits_BV.device).split(1, dim=1)
     return draw(
         logits_BV,
         temperature_B1=columns[0],

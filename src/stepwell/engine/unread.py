@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from stepwell.engine.ops.to_host import HostCopy, ToHost
-from stepwell.engine.passes.pages import on_device
+from stepwell.engine.passes.numbers import on_device
 from stepwell.engine.request import Request
 from stepwell.engine.sampling import draw_of, pick
 from stepwell.tiers.lease import Lease

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from stepwell.engine.ops.attention import Attend
+from stepwell.engine.passes.numbers import on_device, put
 from stepwell.engine.passes.paging import Look, Paging
 from stepwell.engine.passes.rows import PLAIN, Rows
 
@@ -161,7 +162,7 @@ class Planned:
         """Plans for these segments. In a recorded step that is the whole change from one replay to the next."""
         lists = PageLists.of(looks, self._page_tokens)
         if self._recorded and self._lists is not None and _same_pages(self._lists, lists):
-            self._wrapper._paged_kv_last_page_len_buf.copy_(_pinned(lists.last), non_blocking=True)
+            put(self._wrapper._paged_kv_last_page_len_buf, lists.last)
         else:
             self._plan(lists)
         self._lists = lists
@@ -179,7 +180,7 @@ class Planned:
         """The library copies from its own pinned buffer: nothing may be written there before the last copy is done."""
         if self._uploaded is not None:
             self._uploaded.synchronize()
-        layer, indices = self._layer, _pinned(lists.indices).to(self._wrapper.device, non_blocking=True)
+        layer, indices = self._layer, on_device(lists.indices, self._wrapper.device)
         queries, starts, last = (torch.from_numpy(each) for each in (lists.queries, lists.starts, lists.last))
         self._wrapper.plan(
             queries, starts, indices, last, layer.queries, layer.keys, layer.width, self._page_tokens, causal=True,
@@ -208,7 +209,3 @@ def _same_pages(one: PageLists, other: PageLists) -> bool:
 
 def _sums(counts: Ints) -> Ints:
     return np.concatenate([np.zeros(1, np.int32), np.cumsum(counts, dtype=np.int32)])
-
-
-def _pinned(values: Ints) -> torch.Tensor:
-    return torch.from_numpy(values).pin_memory()

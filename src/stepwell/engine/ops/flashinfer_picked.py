@@ -22,6 +22,7 @@ from stepwell.engine.ops.flashinfer_attention import FlashInferAttention, Heads,
 from stepwell.engine.ops.picked import AttendPicked, attend_part_picked
 from stepwell.engine.ops.selection import Picked, Selection
 from stepwell.engine.ops.triton_rows import gather_rows
+from stepwell.engine.passes.numbers import on_device
 from stepwell.engine.passes.paging import Look, Paging, Run, Singles
 from stepwell.engine.passes.rows import PLAIN, Rows
 
@@ -96,7 +97,7 @@ class FlashInferPicked:
             plan = self._attention.planned(layer, paging, paging.sight.page_tokens, decode=False, count=len(looks))
             plan.load(looks)
             token = np.concatenate([np.arange(look.start, look.stop) for look in looks])
-            paging.plans[key] = [(torch.from_numpy(token).to(query_NHD.device), plan)]
+            paging.plans[key] = [(on_device(token, query_NHD.device), plan)]
         for token_M, plan in paging.plans[key]:
             seen_MHD = query_NHD.new_empty(len(token_M), *query_NHD.shape[1:])
             plan.run(query_NHD[token_M], keys_and_values(rows, layer), seen_MHD, None)

@@ -14,6 +14,7 @@
     experts        ops/experts.py         Triton, or torch's grouped product
     recurrence     ops/recurrent.py       Triton; runs of delta nets by flash-linear-attention
     tokens         ops/to_host.py         Triton: into pinned memory, where copy engines may be busy
+    numbers        passes/numbers.py      Triton: from pinned memory, for the same reason
 
 An operation whose kernel fails to build or to run goes on in plain torch, with one warning and a count: slower, never wrong.
 """
@@ -41,6 +42,7 @@ from stepwell.engine.ops.recurrent import Points
 from stepwell.engine.ops.recurrent_tokens import Tokens
 from stepwell.engine.ops.selection import AttendSelected, Best, Select, attend_selected, best, select
 from stepwell.engine.ops.to_host import ToHost, to_host
+from stepwell.engine.passes import numbers
 from stepwell.engine.passes.paging import Paging
 from stepwell.engine.passes.rows import Rows
 from stepwell.sparse.places import Places, Read
@@ -49,7 +51,7 @@ from stepwell.sparse.resolve import Fetch, Resolve, fetch, resolve
 KERNELS = ("auto", "torch", "flashinfer")
 OPERATIONS = (
     "attention", "latents", "picked rows", "index", "entries", "rows", "hot rows", "pointwise", "experts", "recurrence",
-    "delta runs", "tokens",
+    "delta runs", "tokens", "numbers",
 )  # fmt: skip
 _FAST_DTYPES = (torch.bfloat16, torch.float16)
 _INSTALL = "pip install 'stepwell[cuda]', and have CUDA's compiler (nvcc) on the path"
@@ -179,6 +181,7 @@ def _has_flashinfer() -> bool:
 def _triton(report: Report) -> dict[str, Any]:
     from stepwell.engine.ops import triton_pointwise as fast
     from stepwell.engine.ops.triton_experts import run_experts_grouped
+    from stepwell.engine.ops.triton_from_host import TritonFromHost
     from stepwell.engine.ops.triton_rows import write_rows
     from stepwell.engine.ops.triton_selection import TritonSelect
     from stepwell.engine.ops.triton_selection import best as fast_best
@@ -188,7 +191,10 @@ def _triton(report: Report) -> dict[str, Any]:
     from stepwell.sparse.triton_read import read as fast_read
     from stepwell.sparse.triton_resolve import resolve as fast_resolve
 
-    report.chosen |= dict.fromkeys(("index", "entries", "rows", "hot rows", "pointwise", "experts", "tokens"), "triton")
+    report.chosen |= dict.fromkeys(
+        ("index", "entries", "rows", "hot rows", "pointwise", "experts", "tokens", "numbers"), "triton"
+    )
+    numbers.send_large_by(Guarded("numbers", TritonFromHost(), numbers.copy, report))
     names = ("write_keys_values", "angles", "add_norm", "gate")
     made = {name: Guarded("pointwise", getattr(fast, name), getattr(pointwise, name), report) for name in names}
     return made | {

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from stepwell.engine.ops.flashinfer_attention import RECORDED_PAGES
+from stepwell.engine.passes.numbers import on_device, put
 from stepwell.engine.passes.paging import Look
 
 RANK, ROTATED = 512, 64  # what the library has
@@ -152,11 +153,11 @@ class Wrapper:
                 self._numbers_M = torch.arange(size, dtype=torch.int32, device=self._made.device)
             return
         if not self._recorded:
-            self._numbers_M = torch.from_numpy(lists.pages).pin_memory().to(self._made.device, non_blocking=True)
+            self._numbers_M = on_device(lists.pages, self._made.device)
             return
         if not len(self._numbers_M):
             self._numbers_M = torch.zeros(RECORDED_PAGES, dtype=torch.int32, device=self._made.device)
-        self._numbers_M[:size].copy_(torch.from_numpy(lists.pages).pin_memory(), non_blocking=True)
+        put(self._numbers_M[:size], lists.pages)
 
 
 class Planned:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from stepwell.engine.ops.recurrent import CHUNK_TOKENS, Points
+from stepwell.engine.passes.numbers import on_device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -44,15 +45,13 @@ def _made(points: Points) -> SegmentTables:
     index_C = np.arange(len(run_C)) - first_chunk_R[run_C]
     segment_N = np.repeat(np.arange(len(start_S) - 1), np.diff(start_S))
     parts = (start_S, segment_N, run_start_R, first_chunk_R, np.stack([run_C, index_C], axis=1).reshape(-1))
-    joined = torch.from_numpy(np.concatenate(parts).astype(np.int64))
-    if points.page_S.is_cuda:
-        joined = joined.pin_memory()
-    on_device = joined.to(points.page_S.device, non_blocking=True).split([len(each) for each in parts])
+    joined = on_device(np.concatenate(parts).astype(np.int64), points.page_S.device)
+    start, segment, run_start, first_chunk, run_and_index = joined.split([len(each) for each in parts])
     return SegmentTables(
-        start_S=on_device[0],
-        segment_N=on_device[1],
-        run_start_R=on_device[2],
+        start_S=start,
+        segment_N=segment,
+        run_start_R=run_start,
         run_start_on_host_R=torch.from_numpy(run_start_R),
-        first_chunk_R=on_device[3],
-        run_and_index_C2=on_device[4].view(-1, 2),
+        first_chunk_R=first_chunk,
+        run_and_index_C2=run_and_index.view(-1, 2),
     )

@@ -23,7 +23,7 @@ import torch
 
 from stepwell.engine.ops.selection import Best, Picked, Selection, best
 from stepwell.engine.passes.batch import Batch
-from stepwell.engine.passes.pages import on_device
+from stepwell.engine.passes.numbers import on_device
 from stepwell.engine.passes.paging import Paging, Run, Singles
 from stepwell.engine.passes.rows import Rows
 from stepwell.sparse.summaries import Summary
@@ -93,7 +93,7 @@ class Selector:
             pages.append(held[unit * size // page_rows].astype(np.int64))
             units.append(unit % (page_rows // size))
         page, unit = np.concatenate(pages), np.concatenate(units)
-        page_U, unit_U = on_device([*page.tolist(), *unit.tolist()], device).long().split((len(page), len(page)))  # one copy
+        page_U, unit_U = on_device(np.concatenate([page, unit]), device).split((len(page), len(page)))
         return page_U, unit_U, unit_U[:, None] * size + torch.arange(size, device=device)
 
     def _pick(self, query_NHD: torch.Tensor, summaries: Rows, part: Singles | Run, scale: float) -> Picked | None:

@@ -22,6 +22,7 @@ from stepwell.base.ids import Kind
 from stepwell.base.spec import ModelSpec, Prefix
 from stepwell.base.tasks import NO_PAGES, PageIds
 from stepwell.engine.passes.groups import Groups
+from stepwell.engine.passes.numbers import on_device
 from stepwell.engine.passes.open_groups import OpenGroups
 from stepwell.engine.passes.pages import DevicePages
 from stepwell.engine.passes.paging import Look, Paging, Sight
@@ -233,11 +234,9 @@ class Batch:
         return self.numbers(values)[0]
 
     def numbers(self, *values: npt.NDArray[np.integer]) -> tuple[torch.Tensor, ...]:
-        """Numbers on the device, in one copy that the host does not wait for."""
-        joined = torch.from_numpy(np.concatenate(values).astype(np.int64, copy=False))
-        if torch.device(self.device).type == "cuda":
-            joined = joined.pin_memory()
-        parts: tuple[torch.Tensor, ...] = joined.to(self.device, non_blocking=True).split([len(each) for each in values])
+        """Numbers on the device, sent together."""
+        joined = on_device(np.concatenate(values).astype(np.int64, copy=False), self.device)
+        parts: tuple[torch.Tensor, ...] = joined.split([len(each) for each in values])
         return parts
 
 

@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 
 from stepwell.base.tasks import PageIds
+from stepwell.engine.passes.numbers import on_device
 from stepwell.engine.passes.paging import Paging
 
 if TYPE_CHECKING:
@@ -157,7 +158,7 @@ class _Maker:
             before_G=self._tensor(np.array(before, np.int64)),
             last_Z=self._tensor(np.array([last for last, _, _ in self._segments], np.int64)),
             point_Z=self._tensor(np.array([point for _, point, _ in self._segments], np.int64)),
-            first_Z=torch.tensor([first for _, _, first in self._segments], dtype=torch.bool, device=self._batch.device),
+            first_Z=self._tensor(np.array([first for _, _, first in self._segments], np.bool_)),
             seen=seen,
         )
 
@@ -171,7 +172,7 @@ class _Maker:
         return OpenRows(slot=self._tensor(joined[:, 0]), row=self._tensor(joined[:, 1]), of=self._tensor(joined[:, 2]))
 
     def _tensor(self, values: Indices) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self._batch.device)
+        return on_device(values, self._batch.device)
 
 
 def _triples(slot: int | None, row: Indices, of: Indices | int) -> Indices:

@@ -15,6 +15,7 @@ import torch
 from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Kind
 from stepwell.base.spec import ModelSpec, Part
+from stepwell.engine.passes.numbers import on_device
 from stepwell.engine.passes.rows import RowFormat, Rows
 from stepwell.jobs.executors import Arriving
 
@@ -95,7 +96,7 @@ class DevicePages:
         """Zeros these pages, so that rows nobody has written yet hold numbers, whatever the bytes were before."""
         if ids:
             for pages in self._cleared[kind]:
-                pages[on_device(ids, pages.device)] = 0
+                pages[on_device(np.array(ids, np.int64), pages.device)] = 0
             if kind is Kind.PREFIX and self.spilling is not None:
                 self.clear(Kind.ROWS, self.spilling.rows_of(np.array(ids, np.int32)).tolist())
 
@@ -104,14 +105,6 @@ class DevicePages:
         if dtype not in _STORED:
             raise ConfigError(f"the engine cannot compute with a state of {dtype}; choose one of: {', '.join(_STORED)}")
         return part_PLRE(rows, part, _STORED[dtype])
-
-
-def on_device(
-    numbers: Sequence[int] | Sequence[Sequence[float]], device: torch.device, dtype: torch.dtype = torch.int64
-) -> torch.Tensor:
-    """Numbers on a device, in a copy that the host does not wait for."""
-    made = torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
-    return made.to(device, non_blocking=True)
 
 
 def part_PLRE(rows: torch.Tensor, part: Part, dtype: torch.dtype) -> torch.Tensor:

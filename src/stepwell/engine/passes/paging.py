@@ -15,10 +15,10 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from stepwell.base.tasks import PageIds
+from stepwell.engine.passes.numbers import on_device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -168,7 +168,7 @@ class Paging:
         for row, look in enumerate(looks):
             table[row, : len(look.pages)], table[row, len(look.pages) :] = look.pages, look.pages[0]
             rest[:, row] = look.position, look.first
-        together = self._tensor(np.concatenate([table.flatten(), rest.flatten()]))
+        together = on_device(np.concatenate([table.flatten(), rest.flatten()]), self.sight.device)
         table_X, position_B, first_B = together.split((count * longest, count, count))
         return Singles(
             start=looks[0].start, stop=looks[-1].stop, table_BP=table_X.view(count, longest), position_B=position_B,
@@ -176,15 +176,8 @@ class Paging:
         )  # fmt: skip
 
     def _run(self, look: Look) -> Run:
-        pages_P = self._tensor(look.pages.astype(np.int64))
+        pages_P = on_device(look.pages.astype(np.int64), self.sight.device)
         return Run(
             start=look.start, stop=look.stop, pages_P=pages_P, position=look.position, first=look.first, sight=self.sight,
             picks_from=look.picks_from,
         )  # fmt: skip
-
-    def _tensor(self, values: npt.NDArray[np.int64]) -> torch.Tensor:
-        """Numbers on the device, in a copy that the host does not wait for."""
-        there = torch.from_numpy(values)
-        return (there.pin_memory() if torch.device(self.sight.device).type == "cuda" else there).to(
-            self.sight.device, non_blocking=True
-        )

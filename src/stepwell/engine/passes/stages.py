@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from stepwell.base.tasks import PageIds
+from stepwell.engine.passes.numbers import on_device
 from stepwell.memory.row_pages import ABSENT, RowPages
 from stepwell.sparse.places import Places
 from stepwell.sparse.resolve import Fetch, Plan
@@ -111,7 +112,4 @@ class Stages:
         self.copied_bytes += staged.on_host * scratch_PRE[0].nbytes
 
     def _numbers(self, values: npt.NDArray[np.int64]) -> torch.Tensor:
-        there = torch.from_numpy(values.astype(np.int64, copy=False))
-        if self._places.device.type == "cuda":
-            there = there.pin_memory()
-        return there.to(self._places.device, non_blocking=True)
+        return on_device(values.astype(np.int64, copy=False), self._places.device)

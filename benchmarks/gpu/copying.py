@@ -1,4 +1,7 @@
-"""Passes while pages are copied both ways, beside the same passes alone, in turns; and the copies themselves."""
+"""Passes while pages are copied both ways, beside the same passes alone, in turns; and the copies themselves.
+
+Plain copies of torch say how much of it is the hardware's: they take memory bandwidth from a pass as well.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from gpu.bench import Bench
 from gpu.report import Goal, Row
 from gpu.requests import Steady, prefill_s, warm_up
 from gpu.shapes import QWEN
-from gpu.traffic import Traffic
+from gpu.traffic import Traffic, page_traffic, plain_traffic
 from stepwell import Kind
 from stepwell.engine import Engine
 
@@ -31,17 +34,20 @@ def measure(bench: Bench) -> list[Row]:
         warm_up(bench, engine)
         prompts = bench.prompts(BATCH, context, engine.vocab_size)
         prefill_s(bench, engine, prompts)
-        for size in (page_bytes, SMALL_PAGE_BYTES):
-            traffic = Traffic(size, (1 << 20) if bench.tiny else COPIED_BYTES, bench.device)
-            rows += bench.guarded(f"pages of {size:,} bytes", lambda traffic=traffic: [  # type: ignore[misc]
-                _decode(bench, engine, traffic, prompts), _prefill(bench, engine, traffic, context)
+        copied_bytes = (1 << 20) if bench.tiny else COPIED_BYTES
+        for size in (None, page_bytes, SMALL_PAGE_BYTES):
+            traffic = (
+                plain_traffic(copied_bytes, bench.device) if size is None else page_traffic(size, copied_bytes, bench.device)
+            )
+            rows += bench.guarded(traffic.what, lambda traffic=traffic, goal=size is not None: [  # type: ignore[misc]
+                _decode(bench, engine, traffic, prompts, goal), _prefill(bench, engine, traffic, context, goal)
             ])  # fmt: skip
     finally:
         engine.close()
     return rows
 
 
-def _decode(bench: Bench, engine: Engine, traffic: Traffic, prompts: list[list[int]]) -> Row:
+def _decode(bench: Bench, engine: Engine, traffic: Traffic, prompts: list[list[int]], goal: bool) -> Row:
     alone: list[float] = []
     beside: list[float] = []
     with Steady(bench, engine, prompts, steps=2 * ROUNDS * STEPS) as steady:
@@ -49,28 +55,28 @@ def _decode(bench: Bench, engine: Engine, traffic: Traffic, prompts: list[list[i
             alone += steady.times(bench.steps(STEPS))
             with traffic.running():
                 beside += steady.times(bench.steps(STEPS))
-    return _row(f"decode, {len(prompts)} x {len(prompts[0]):,}", alone, beside, traffic)
+    return _row(f"decode, {len(prompts)} x {len(prompts[0]):,}", alone, beside, traffic, goal)
 
 
-def _prefill(bench: Bench, engine: Engine, traffic: Traffic, context: int) -> Row:
+def _prefill(bench: Bench, engine: Engine, traffic: Traffic, context: int, goal: bool) -> Row:
     alone: list[float] = []
     beside: list[float] = []
     for _ in range(ROUNDS):
         alone.append(prefill_s(bench, engine, bench.prompts(1, context, engine.vocab_size)))
         with traffic.running():
             beside.append(prefill_s(bench, engine, bench.prompts(1, context, engine.vocab_size)))
-    return _row(f"prefill, 1 x {context:,}", alone, beside, traffic)
+    return _row(f"prefill, 1 x {context:,}", alone, beside, traffic, goal)
 
 
-def _row(what: str, alone: list[float], beside: list[float], traffic: Traffic) -> Row:
+def _row(what: str, alone: list[float], beside: list[float], traffic: Traffic, goal: bool) -> Row:
     slower = statistics.median(beside) / statistics.median(alone) - 1
     up, down = traffic.take_bytes_per_s()
     figures = {
         "alone, ms": statistics.median(alone) * 1e3, "while copying, ms": statistics.median(beside) * 1e3,
         "slower by, %": slower * 100, "up, GB/s": up / 1e9, "down, GB/s": down / 1e9,
     }  # fmt: skip
-    what = f"{what}, pages of {traffic.page_bytes / 1024:,.0f} KiB"
-    return Row(what=what, figures=figures, goal=Goal(value=slower, limit=MOST_SLOWER, most=True))
+    aim = Goal(value=slower, limit=MOST_SLOWER, most=True) if goal else None
+    return Row(what=f"{what}, {traffic.what}", figures=figures, goal=aim)
 
 
 # ---- copies ---------------------------------------------------------------------------------------

@@ -1,9 +1,9 @@
-"""Pages that go up and down all the time, through the cache's copy engine, on two threads; memory of its own."""
+"""Bytes that go up and down all the time, on two threads: pages through the cache's copy engine, or plain copies of torch."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from threading import Event, Thread
 
@@ -18,18 +18,16 @@ from stepwell.base.tasks import Copy, Plan, Purpose, Span
 PLAN_BYTES = 256 << 20
 
 
-class Traffic:
-    """Copies between the halves of a host and a device tier: the first half goes up, the second one down."""
+Copies = Sequence[tuple[Callable[[], None], int]]  # what copies and waits for it, and how many bytes it moves
 
-    def __init__(self, page_bytes: int, size_bytes: int, device: str) -> None:
-        half = max(size_bytes // page_bytes, 8)
-        self._copy_engine = copy_engine_for(page_bytes, 2 * half, device)
-        self._device, self.page_bytes = device, page_bytes
-        pages_a_plan = max(PLAN_BYTES // page_bytes, 1)
-        self._ways = {
-            "up": _plans(Tier.HOST, Tier.DEVICE, Purpose.LOAD, range(half), pages_a_plan),
-            "down": _plans(Tier.DEVICE, Tier.HOST, Purpose.SAVE, range(half, 2 * half), pages_a_plan),
-        }
+
+class Traffic:
+    """Copies both ways, over and over, in memory of its own."""
+
+    def __init__(self, what: str, ways: Mapping[str, Copies], device: str) -> None:
+        self.what = what
+        self._ways = ways
+        self._device = device
         self._stop = Event()
         self._bytes = {"up": 0, "down": 0}
         self._seconds = 0.0
@@ -65,13 +63,47 @@ class Traffic:
         try:
             with aside:
                 while True:
-                    for plan in self._ways[way]:
+                    for copy, size in self._ways[way]:
                         if self._stop.is_set():
                             return
-                        self._copy_engine.begin(plan)()
-                        self._bytes[way] += sum(len(copy.source.ids) for copy in plan.copies) * self.page_bytes
+                        copy()
+                        self._bytes[way] += size
         except BaseException as error:  # told by `running`
             self._failed.append(error)
+
+
+def page_traffic(page_bytes: int, size_bytes: int, device: str) -> Traffic:
+    """Between the halves of a host and a device tier: the first half goes up, the second one down."""
+    half, pages_a_plan = max(size_bytes // page_bytes, 8), max(PLAN_BYTES // page_bytes, 1)
+    copy_engine = copy_engine_for(page_bytes, 2 * half, device)
+    plans = {
+        "up": _plans(Tier.HOST, Tier.DEVICE, Purpose.LOAD, range(half), pages_a_plan),
+        "down": _plans(Tier.DEVICE, Tier.HOST, Purpose.SAVE, range(half, 2 * half), pages_a_plan),
+    }
+
+    def copies(plan: Plan) -> tuple[Callable[[], None], int]:
+        return lambda: copy_engine.begin(plan)(), sum(len(copy.source.ids) for copy in plan.copies) * page_bytes
+
+    ways = {way: [copies(plan) for plan in each] for way, each in plans.items()}
+    return Traffic(f"pages of {page_bytes / 1024:,.0f} KiB", ways, device)
+
+
+def plain_traffic(size_bytes: int, device: str) -> Traffic:
+    """One large copy of pinned memory each way at a time: what no cache could do without."""
+    size = min(size_bytes, PLAN_BYTES)
+
+    def copies(up: bool) -> Copies:
+        host = torch.empty(size, dtype=torch.uint8, pin_memory=device != "cpu")
+        there = torch.empty(size, dtype=torch.uint8, device=device)
+
+        def copy() -> None:
+            there.copy_(host, non_blocking=True) if up else host.copy_(there, non_blocking=True)
+            if device != "cpu":
+                torch.cuda.current_stream().synchronize()
+
+        return [(copy, size)]
+
+    return Traffic("plain copies", {"up": copies(True), "down": copies(False)}, device)
 
 
 def _plans(source: Tier, target: Tier, purpose: Purpose, pages: range, pages_a_plan: int) -> list[Plan]:

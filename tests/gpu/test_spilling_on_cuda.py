@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -64,26 +66,39 @@ def test_steps_over_rows_on_the_host_are_recorded_and_go_ahead(family: str, how:
     other.close()
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # that it is a prototype
 @pytest.mark.parametrize("family", SPARSE)
 def test_decoding_over_rows_on_the_host_never_waits_for_the_device(family: str) -> None:
     """Steps that are computed, before any is recorded: nothing in them asks the device."""
     made = spilled(family, hot_rows=4 * PAGE, device="cuda", dtype="bf16")
     model = made.engine._runner.model
-    compute = type(model).compute
+    compute, watched_steps = type(model).compute, 0
 
     def watched(self: Any, batch: Any, *more: Any) -> Any:
+        nonlocal watched_steps
         if batch.spilled is None or batch.num_singles < len(batch.segments) or torch.cuda.is_current_stream_capturing():
             return compute(self, batch, *more)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        watched_steps += 1
+        with no_waiting():
             return compute(self, batch, *more)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(model), "compute", watched)
         made.play(prompts((300,))[0], answer=20)
+    assert watched_steps
+    assert made.engine.cache.stats().counters.get("kernel_fallbacks", 0) == 0, made.engine.kernels
     made.close()
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Torch raises where it would wait for the device. Whatever happens, it does not go on doing so."""
+    before = torch.cuda.get_sync_debug_mode()
+    try:
+        torch.cuda.set_sync_debug_mode("error")  # inside: a warning that is an error is raised when it is set already
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 @pytest.mark.parametrize("family", SPARSE)

@@ -175,6 +175,20 @@ def test_passes_that_use_the_same_wrapper_in_turns_do_not_mix(library: FlashInfe
     assert torch.equal(library(query_NHC, one.rows, one.paging, rank=512, scale=SCALE), first)
 
 
+def test_pieces_of_a_pass_are_planned_once_for_all_layers(library: FlashInferLatent) -> None:
+    """Pieces take turns in every layer, and the next pass uses the same wrappers."""
+    for seed in range(2):
+        scene = scene_of((9, 2, 14, 30), (1, 1, 5, 7), seed)
+        scene.clear_unwritten()
+        query_NHC = scene.made(scene.num_tokens, 4, 576)
+        spans = ((0, 2), (2, 3), (3, 4))
+        pieces = [(scene.paging.cut(*span), query_NHC[scene.paging.looks[span[0]].start :]) for span in spans]
+        for _ in range(3):
+            seen = [library(query[: cut.looks[-1].stop], scene.rows, cut, rank=512, scale=SCALE) for cut, query in pieces]
+        assert (torch.cat(seen).float() - expected(scene, query_NHC, scene.rows)).abs().max() < 0.02
+        assert [kept._made.num_plans for kept in library._kept] == [seed + 1] * 3
+
+
 @pytest.mark.parametrize("picked", [False, True])
 def test_a_recorded_step_is_loaded_with_what_its_requests_look_at_now(picked: bool, library: FlashInferLatent) -> None:
     shape = {"lengths": (1, 1, 1)}

@@ -126,15 +126,19 @@ def draw_choices(model: torch.nn.Module, seed: int = 0) -> None:
 
 @cache
 def checkpoint(family: str) -> Checkpoint:
-    model = reference(family)
+    return checkpoint_of(family, reference(family))
+
+
+def checkpoint_of(name: str, model: torch.nn.Module) -> Checkpoint:
+    """The tensors of a model of transformers, as if they were read from files."""
     tensors = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     assert all(torch.isfinite(tensor).all() for tensor in tensors.values())
     return Checkpoint(
-        name=family,
+        name=name,
         config=model.config.to_dict(),
         source=HeldTensors(tensors),
         text=None,
-        digest=f"test-{family}",
+        digest=f"test-{name}",
         eos_ids=frozenset(),
         defaults={},
         chat=ChatTemplate(None),

@@ -322,6 +322,33 @@ def test_state_and_metrics_show_what_came_of_rows() -> None:
         assert state.spilling is None and not [each for each in _families(state) if "sparse" in each.name]
 
 
+def test_figures_that_come_late_are_in_the_next_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA what a report asks for has seldom come when it looks."""
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    with engine_for("deepseek_v32") as engine:
+        press(engine)
+        run(engine, [greedy(prompt(200), 20)])
+        late = Late()
+        engine._runner._pages.spilling.places.counts._copied = late  # type: ignore[union-attr, assignment]
+        report(engine)
+        for _ in range(2):
+            assert not late.done, "asked for, and on its way"
+            late.done = True
+            assert report(engine).misses > 0
+
+
+class Late:
+    """An event that has passed when somebody says so."""
+
+    done = True
+
+    def record(self, stream: object) -> None:
+        self.done = False
+
+    def query(self) -> bool:
+        return self.done
+
+
 def test_pages_of_a_device_without_rows_that_spill_are_what_they_were() -> None:
     with small("deepseek_v32") as engine:
         assert engine._runner._pages.spilling is None and engine.cache.row_pages is None

@@ -75,10 +75,7 @@ def test_picked_rows_are_seen_as_by_plain_torch(contexts: tuple[int, ...], lengt
     scene.clear_unwritten()
     query_NHD = scene.made(scene.num_tokens, 6, WIDTH)
     for layer in range(2):
-        picked = tuple(
-            None if each is None else Picked(position_XK=each.position_XK.cuda(), first=each.first)
-            for each in picks(scene, count, layer)
-        )
+        picked = picks(scene, count, layer)
         made = library(query_NHD, scene.rows, scene.paging, picked, heads=2, key_dim=WIDTH, scale=SCALE)
         rows, paging = Rows(scene.rows.stored_PRE, PLAIN, torch.float32), Scene(shape, device="cuda").paging
         wanted = attend_picked(query_NHD.float(), rows, paging, picked, heads=2, key_dim=WIDTH, scale=SCALE)

@@ -45,7 +45,7 @@ def test_tables_of_large_batches_are_those_of_plain_torch(kernels, scored: bool)
             places.now_1 += 1
             how(places, 1, next(steps), plan)
         assert tables_of(*mine) == tables_of(*theirs)
-        assert len(tables_of(*mine)["fetched"]) > 1000
+        assert len(tables_of(*mine)["fetched"]) > 500  # fewer from pass to pass: more of what is selected is there already
 
 
 def test_the_same_passes_leave_the_same_every_time(kernels) -> None:

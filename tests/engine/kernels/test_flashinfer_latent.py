@@ -1,4 +1,7 @@
-"""What FlashInfer is told of latents, with something in its place that computes what the library says it does: no GPU needed."""
+"""What FlashInfer is told of latents, with something in its place that computes what the library says it does.
+
+Rows are gathered by Triton: on the GPU where there is one, interpreted on the CPU elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,7 @@ pytest.importorskip("triton")
 from stepwell.engine.ops import flashinfer_latent, latent_plans
 from stepwell.engine.ops.flashinfer_latent import FlashInferLatent
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SCALE = 0.05
 BATCHES = [((0, 7, 12), (1, 1, 5)), ((30, 3), (1, 1)), ((0, 9), (6, 11)), ((17,), (1,)), ((5,), (23,))]
 
@@ -49,12 +53,12 @@ class Library:
         queries, starts, lengths, page, causal, scale = self._told
         assert self._kv_indices_buf.dtype == torch.int32 and out.is_contiguous()
         for at, length in enumerate(lengths.tolist()):
-            mine, number = slice(int(queries[at]), int(queries[at + 1])), int(starts[at]) * page + torch.arange(length)
+            mine, seen_T = slice(int(queries[at]), int(queries[at + 1])), torch.arange(length, device=latent.device)
+            number = int(starts[at]) * page + seen_T
             where = self._kv_indices_buf[number // page].long(), number % page
             score = (plain[mine].float() @ latent[where].float().T + turned[mine].float() @ key[where].float().T) * scale
             if causal:
-                last = torch.arange(length - mine.stop + mine.start, length)
-                score.masked_fill_(torch.arange(length) > last[:, None, None], -torch.inf)
+                score.masked_fill_(seen_T > seen_T[length - mine.stop + mine.start :, None, None], -torch.inf)
             out[mine] = (score.softmax(-1) @ latent[where].float()).to(out.dtype)
 
 
@@ -64,12 +68,13 @@ def library(monkeypatch: pytest.MonkeyPatch) -> FlashInferLatent:
     module.BatchMLAPagedAttentionWrapper = Library  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flashinfer", ModuleType("flashinfer"))
     monkeypatch.setitem(sys.modules, "flashinfer.mla", module)
-    event = SimpleNamespace(record=lambda stream: None, synchronize=lambda: None)
-    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    if DEVICE == "cpu":
+        event = SimpleNamespace(record=lambda stream: None, synchronize=lambda: None)
+        monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+        monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
     monkeypatch.setattr(flashinfer_latent, "WORKSPACE_BYTES", 64)
-    return FlashInferLatent(torch.device("cpu"), never, never)
+    return FlashInferLatent(torch.device(DEVICE), never, never)
 
 
 def never(*args: Any, **more: Any) -> torch.Tensor:
@@ -78,12 +83,12 @@ def never(*args: Any, **more: Any) -> torch.Tensor:
 
 def scene_of(contexts: tuple[int, ...], lengths: tuple[int, ...], seed: int = 0, *, heads: int = 4) -> Scene:
     shape = Shape(heads=heads, kv_heads=1, width=288, page=4, contexts=contexts, lengths=lengths)
-    return Scene(shape, seed, dtype=torch.bfloat16)
+    return Scene(shape, seed, dtype=torch.bfloat16, device=DEVICE)
 
 
 def expected(scene: Scene, query_NHC: torch.Tensor, rows: Rows, selection: Selection | None = None) -> torch.Tensor:
     """By plain torch in fp32, from the same numbers."""
-    rows, paging = Rows(rows.stored_PRE, rows.format, torch.float32), Scene(scene.shape, scene.seed).paging
+    rows, paging = Rows(rows.stored_PRE, rows.format, torch.float32), Scene(scene.shape, scene.seed, device=DEVICE).paging
     if selection is None:
         return attend_latent(query_NHC.float(), rows, paging, rank=512, scale=SCALE)
     return attend_selected(query_NHC.float(), rows, paging, selection, rank=512, scale=SCALE)
@@ -108,7 +113,7 @@ def picks(scene: Scene, count: int, seed: int) -> Selection:
         for mask_T in mask_XT:
             seen = int((mask_T == 0).sum())
             rows.append(sorted(random.sample(range(seen), count)) if seen > count else list(range(count)))
-        made.append(Picked(position_XK=torch.tensor(rows)))
+        made.append(Picked(position_XK=torch.tensor(rows, device=scene.device)))
     return tuple(made)
 
 
@@ -170,6 +175,20 @@ def test_passes_that_use_the_same_wrapper_in_turns_do_not_mix(library: FlashInfe
     assert torch.equal(library(query_NHC, one.rows, one.paging, rank=512, scale=SCALE), first)
 
 
+def test_pieces_of_a_pass_are_planned_once_for_all_layers(library: FlashInferLatent) -> None:
+    """Pieces take turns in every layer, and the next pass uses the same wrappers."""
+    for seed in range(2):
+        scene = scene_of((9, 2, 14, 30), (1, 1, 5, 7), seed)
+        scene.clear_unwritten()
+        query_NHC = scene.made(scene.num_tokens, 4, 576)
+        spans = ((0, 2), (2, 3), (3, 4))
+        pieces = [(scene.paging.cut(*span), query_NHC[scene.paging.looks[span[0]].start :]) for span in spans]
+        for _ in range(3):
+            seen = [library(query[: cut.looks[-1].stop], scene.rows, cut, rank=512, scale=SCALE) for cut, query in pieces]
+        assert (torch.cat(seen).float() - expected(scene, query_NHC, scene.rows)).abs().max() < 0.02
+        assert [kept._made.num_plans for kept in library._kept] == [seed + 1] * 3
+
+
 @pytest.mark.parametrize("picked", [False, True])
 def test_a_recorded_step_is_loaded_with_what_its_requests_look_at_now(picked: bool, library: FlashInferLatent) -> None:
     shape = {"lengths": (1, 1, 1)}
@@ -196,9 +215,9 @@ def test_a_recorded_step_is_loaded_with_what_its_requests_look_at_now(picked: bo
 
 
 def test_widths_it_does_not_have_go_to_plain_torch(library: FlashInferLatent) -> None:
-    scene = Scene(Shape(kv_heads=1, width=20, contexts=(3,), lengths=(1,)), dtype=torch.bfloat16)
+    scene = Scene(Shape(kv_heads=1, width=20, contexts=(3,), lengths=(1,)), dtype=torch.bfloat16, device=DEVICE)
     with pytest.raises(AssertionError, match="for FlashInfer"):
         library(scene.made(1, 4, 40), scene.rows, scene.paging, rank=32, scale=SCALE)
-    wide = Scene(Shape(kv_heads=1, width=288, contexts=(3,), lengths=(1,)))
+    wide = Scene(Shape(kv_heads=1, width=288, contexts=(3,), lengths=(1,)), device=DEVICE)
     with pytest.raises(AssertionError, match="for FlashInfer"):
         library(wide.made(1, 4, 576), Rows(wide.rows.stored_PRE, PLAIN, torch.float32), wide.paging, rank=512, scale=SCALE)

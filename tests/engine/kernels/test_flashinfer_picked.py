@@ -1,4 +1,7 @@
-"""What FlashInfer is told of picked rows, with something in its place that computes what the library says it does: no GPU."""
+"""What FlashInfer is told of picked rows, with something in its place that computes what the library says it does.
+
+Rows are gathered by Triton: on the GPU where there is one, interpreted on the CPU elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,7 @@ from stepwell.engine.ops import flashinfer_attention
 from stepwell.engine.ops.flashinfer_attention import FlashInferAttention
 from stepwell.engine.ops.flashinfer_picked import FlashInferPicked
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SCALE, WIDTH, TOLERANCE = 0.2, 64, 0.06  # plain torch rounds scores to bf16 where there is a cap
 BATCHES = [
     ((40, 70, 55, 30), (1, 1, 1, 20)),  # all singles pick, and a prompt is read beside them
@@ -65,8 +69,8 @@ class Library:
             mine = query_NHD[queries[at] : queries[at + 1]].float().unflatten(1, (key_TKD.shape[1], -1))
             score = torch.einsum("nkgd,tkd->nkgt", mine, key_TKD) * scale
             score = score if cap is None else torch.tanh(score / cap) * cap
-            here = torch.arange(length - len(mine), length)
-            score.masked_fill_(torch.arange(length) > here[:, None, None, None], -torch.inf)
+            seen_T = torch.arange(length, device=score.device)
+            score.masked_fill_(seen_T > seen_T[length - len(mine) :, None, None, None], -torch.inf)
             out[queries[at] : queries[at + 1]] = torch.einsum("nkgt,tkd->nkgd", score.softmax(-1), value_TKD).flatten(1, 2)
 
 
@@ -75,14 +79,15 @@ def library(monkeypatch: pytest.MonkeyPatch) -> FlashInferPicked:
     module = ModuleType("flashinfer")
     module.BatchPrefillWithPagedKVCacheWrapper = Library  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flashinfer", module)
-    event = SimpleNamespace(record=lambda stream: None, synchronize=lambda: None)
-    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    if DEVICE == "cpu":
+        event = SimpleNamespace(record=lambda stream: None, synchronize=lambda: None)
+        monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
     monkeypatch.setattr(flashinfer_attention, "WORKSPACE_BYTES", 64)
     monkeypatch.setattr(flashinfer_attention, "RECORDED_PAGES", 1024)
-    return FlashInferPicked(FlashInferAttention(torch.device("cpu"), never), never)
+    return FlashInferPicked(FlashInferAttention(torch.device(DEVICE), never), never)
 
 
 def never(*args: Any, **more: Any) -> torch.Tensor:
@@ -90,7 +95,8 @@ def never(*args: Any, **more: Any) -> torch.Tensor:
 
 
 def scene_of(contexts: tuple[int, ...], lengths: tuple[int, ...], seed: int = 0) -> Scene:
-    scene = Scene(Shape(heads=6, kv_heads=2, width=WIDTH, page=8, contexts=contexts, lengths=lengths), seed, dtype=torch.bfloat16)
+    shape = Shape(heads=6, kv_heads=2, width=WIDTH, page=8, contexts=contexts, lengths=lengths)
+    scene = Scene(shape, seed, dtype=torch.bfloat16, device=DEVICE)
     scene.clear_unwritten()
     return scene
 
@@ -108,12 +114,13 @@ def picks(scene: Scene, count: int, seed: int = 0, *, runs: bool = True) -> Sele
         rows = [
             sorted(random.sample(range(here + 1), count)) if here >= count else list(range(count)) for here in position_X.tolist()
         ]
-        made.append(Picked(position_XK=torch.tensor(rows)))
+        made.append(Picked(position_XK=torch.tensor(rows, device=scene.device)))
     return tuple(made)
 
 
 def expected(scene: Scene, query_NHD: torch.Tensor, selection: Selection, cap: float | None) -> torch.Tensor:
-    rows, paging = Rows(scene.rows.stored_PRE, scene.rows.format, torch.float32), Scene(scene.shape, scene.seed).paging
+    rows = Rows(scene.rows.stored_PRE, scene.rows.format, torch.float32)
+    paging = Scene(scene.shape, scene.seed, device=DEVICE).paging
     return attend_picked(query_NHD.float(), rows, paging, selection, heads=2, key_dim=WIDTH, scale=SCALE, cap=cap)
 
 
@@ -137,7 +144,7 @@ def test_single_tokens_of_prompts_look_at_everything(library: FlashInferPicked) 
     query_NHD = scene.made(3, 6, WIDTH)
     selection = (picks(scene, 24)[0], None)  # the last is of a prompt
     made = library(query_NHD, scene.rows, scene.paging, selection, heads=2, key_dim=WIDTH, scale=SCALE)
-    fresh = Scene(scene.shape, scene.seed).paging
+    fresh = Scene(scene.shape, scene.seed, device=DEVICE).paging
     fresh._together = lambda: [range(2), range(2, 3)]
     rows = Rows(scene.rows.stored_PRE, scene.rows.format, torch.float32)
     right = attend_picked(query_NHD.float(), rows, fresh, selection, heads=2, key_dim=WIDTH, scale=SCALE)
@@ -154,6 +161,6 @@ def test_a_recorded_step_is_loaded_with_another_batch(library: FlashInferPicked)
         query_NHD = scene.made(2, 6, WIDTH)
         position_X = fixed.singles[0].position_B
         rows = [sorted(Random(0).sample(range(at + 1), 24)) if at >= 24 else list(range(24)) for at in position_X.tolist()]
-        selection = (Picked(position_XK=torch.tensor(rows)),)
+        selection = (Picked(position_XK=torch.tensor(rows, device=scene.device)),)
         made = library(query_NHD, scene.rows, fixed, selection, heads=2, key_dim=WIDTH, scale=SCALE)
         assert (made.float() - expected(scene, query_NHD, selection, None)).abs().max() < TOLERANCE

@@ -114,9 +114,8 @@ class FlashInferLatent:
     ) -> list[tuple[slice, Planned]]:
         if key not in paging.plans:
             made: list[tuple[slice, Planned]] = []
-            before = sum(len(plans) for plans in paging.plans.values())
             for group in (group for looks in together for group in groups(looks, layer)):
-                plan = Planned(self._wrapper(before + len(made), recorded=paging.fixed), layer, planner)
+                plan = Planned(self._wrapper(paging), layer, planner)
                 plan.load(group)
                 made.append((slice(group[0].start, group[-1].stop), plan))
             paging.plans[key] = made
@@ -128,10 +127,11 @@ class FlashInferLatent:
         """One for all wrappers, which run one after the other. Models without latents need none."""
         return torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
 
-    def _wrapper(self, number: int, *, recorded: bool) -> Wrapper:
+    def _wrapper(self, paging: Paging) -> Wrapper:
         """A recorded step has its own. All other passes use the same ones again: the first, the second, and so on."""
-        if recorded:
+        if paging.fixed:
             return Wrapper(self._made_by(self._workspace), recorded=True)
+        number = next(paging.plan_numbers)
         while number >= len(self._kept):
             self._kept.append(Wrapper(self._made_by(self._workspace)))
         return self._kept[number]

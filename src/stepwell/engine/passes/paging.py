@@ -9,6 +9,7 @@ Only says where things are. Tensors end in their axes: N tokens, B singles, P pa
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -117,7 +118,8 @@ class Paging:
     """Pages of one kind for a batch: where every token's row is written, and which rows each may look at.
 
     Singles come first. Tables and masks are made when they are first asked for: kernels that read pages do without. `plans` are
-    for those kernels: what they work out once for all layers of a pass.
+    for those kernels: what they work out once for all layers of a pass. `plan_numbers` numbers them, over all that is cut from
+    one paging: pieces of a pass take turns in every layer, and none may take the place of another's plan.
     """
 
     fixed = False  # whether its tensors stay where they are from one pass to the next, as a recorded step needs
@@ -133,6 +135,7 @@ class Paging:
         self.row_N = row_N
         self.num_singles = num_singles
         self.plans: dict[Hashable, Any] = {}
+        self.plan_numbers = itertools.count()
         self._together = together
 
     @property
@@ -155,10 +158,12 @@ class Paging:
             replace(look, start=look.start - start, stop=look.stop - start, pages=look.pages if pages is None else pages)
             for look in mine
         ]
-        return Paging(
+        made = Paging(
             looks, self.sight, page_N=self.page_N[start:end], row_N=self.row_N[start:end],
             num_singles=max(self.num_singles - first, 0), together=self._together if first < self.num_singles else lambda: (),
         )  # fmt: skip
+        made.plan_numbers = self.plan_numbers
+        return made
 
     # ---- inside -----------------------------------------------------------------------------------
 

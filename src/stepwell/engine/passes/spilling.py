@@ -153,9 +153,11 @@ class Spilling:
         self._fetch(self.places, layer, self._plan)
 
     def report(self) -> SpillReport:
-        """What is known of it now: on CUDA that may be some passes old."""
-        self.places.counts.start_reading()
-        self._found = found = self.places.counts.read(self._row_bytes) or self._found
+        """What is known of it now, and asks for more: on CUDA figures may be as old as the last report, or some passes."""
+        counts = self.places.counts
+        self._found = counts.read(self._row_bytes) or self._found  # asked for before; what is asked for now is seldom there yet
+        counts.start_reading()
+        self._found = found = counts.read(self._row_bytes) or self._found
         return SpillReport(
             resident=found.resident,
             hits=found.hits,

@@ -31,8 +31,9 @@ from stepwell.transfer.page_tables import Cuts, PagePairs, PageTable
 from stepwell.transfer.torch_memory import TorchMemory
 
 AT_ONCE = 1 << 62  # bytes of a step: layers of many pages are queued slower one by one than the bus copies whole pages
-# Copies that are queued at a time: the few numbers that passes bring to and from the device wait for their turn behind them.
-PART_BYTES, MOST_QUEUED_BYTES = 32 << 20, 128 << 20
+# Copies that are queued at a time, and after which none is for a moment. A copy engine that always has more of one stream does
+# not turn to another: the few numbers of a pass would wait for the end of the load, however long it is.
+PART_BYTES, MOST_QUEUED_BYTES, PAUSE_EVERY_BYTES = 32 << 20, 128 << 20, 256 << 20
 SPUN_BYTES, LOOK_AGAIN_S = 64 << 20, 50e-6  # the first take a millisecond on a bus; looking costs a tenth of a core
 PLANS_AT_ONCE = 3  # that page ids are kept room for from the start; more are made when needed
 
@@ -127,19 +128,12 @@ class TorchCopyEngine:
         by_kernel = {each.piece.pairs: None for step in steps for each in step if each.route is not None}
         if by_kernel:
             staged.stage(list(by_kernel))
-        under_way: deque[tuple[torch.cuda.Event, int]] = deque()
-        queued_bytes = 0
+        under_way = _UnderWay(before)
         for number, step in enumerate(steps):
             for routed in step:
-                while under_way and queued_bytes > MOST_QUEUED_BYTES:
-                    _sleep_until(before)
-                    event, size = under_way.popleft()
-                    _wait(event, spin=False)
-                    queued_bytes -= size
+                under_way.make_room()
                 self._copier.queue(routed, staged, stream)
-                under_way.append((torch.cuda.Event(), routed.piece.total_bytes))
-                under_way[-1][0].record(stream)
-                queued_bytes += routed.piece.total_bytes
+                under_way.add(routed.piece.total_bytes, stream)
             if events is not None:
                 events.record(number, stream)
 
@@ -191,6 +185,32 @@ class _Lane:
     def queueing(self) -> Iterator[torch.cuda.Stream]:
         with self._lock:
             yield self._stream
+
+
+class _UnderWay:
+    """What of a plan is queued and not yet copied: never much, and now and then nothing."""
+
+    def __init__(self, before: torch.cuda.Event) -> None:
+        self._before = before
+        self._parts: deque[tuple[torch.cuda.Event, int]] = deque()
+        self._queued_bytes = self._since_pause_bytes = 0
+
+    def add(self, size_bytes: int, stream: torch.cuda.Stream) -> None:
+        self._parts.append((torch.cuda.Event(), size_bytes))
+        self._parts[-1][0].record(stream)
+        self._queued_bytes += size_bytes
+        self._since_pause_bytes += size_bytes
+
+    def make_room(self) -> None:
+        """Waits until more may be queued."""
+        pause = self._since_pause_bytes >= PAUSE_EVERY_BYTES
+        while self._parts and (pause or self._queued_bytes > MOST_QUEUED_BYTES):
+            _sleep_until(self._before)
+            event, size = self._parts.popleft()
+            _wait(event, spin=False)
+            self._queued_bytes -= size
+        if pause:
+            self._since_pause_bytes = 0
 
 
 def _sleep_until(before: torch.cuda.Event) -> None:

@@ -134,6 +134,19 @@ def test_only_so_many_parts_of_a_plan_are_queued_at_a_time(stand_in: StandIn, mo
     assert torch.equal(rows[Tier.HOST][write], rows[Tier.DEVICE][read])
 
 
+def test_now_and_then_nothing_of_a_plan_is_queued(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    page_bytes = HYBRID.object_bytes(Kind.PREFIX)
+    monkeypatch.setattr(torch_copy_engine, "PART_BYTES", page_bytes)
+    monkeypatch.setattr(torch_copy_engine, "PAUSE_EVERY_BYTES", 3 * page_bytes)
+    read, write = [3, 9, 1, 4, 8, 2, 7], [8, 1, 2, 3, 4, 9, 30]
+    rows = {tier: memory.rows(Kind.PREFIX) for tier, memory in stand_in.memories.items()}
+    stand_in.copy_engine.begin(stand_in.plan(Purpose.LOAD, read, write))()
+    waited = [note for note in stand_in.notes if note in ("event on loading", "waited spinning for loading")]
+    three, done = ["event on loading"] * 3, ["waited spinning for loading"] * 3
+    assert waited == [*three, *done, *three, *done, "event on loading", "event on loading", "waited spinning for loading"]
+    assert torch.equal(rows[Tier.DEVICE][write], rows[Tier.HOST][read])
+
+
 def test_fast_ways_that_cannot_be_had_are_counted_at_the_start(stand_in: StandIn) -> None:
     assert stand_in.counters["copy_fallbacks"] == 2, "there is no driver here, and nothing for Triton to build a kernel for"
 

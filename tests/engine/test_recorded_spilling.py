@@ -113,18 +113,18 @@ def test_a_step_is_not_recorded_where_the_host_is_asked(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("family", SPARSE)
 @pytest.mark.parametrize("seed", range(3))
-def test_going_ahead_sheds_nobodys_rows(family: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a pass runs, the rows that it reads stay where they are. Devices are too small, and some requests are aborted."""
-    memory = ("1000KiB", "1100KiB", "1300KiB")[seed] if family == "glm_moe_dsa" else ("700KiB", "800KiB", "1MiB")[seed]
+def test_steps_go_ahead_also_where_rows_must_leave_for_them(family: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Devices are too small, and some requests are aborted."""
+    memory = ("1000KiB", "1100KiB", "1300KiB")[seed] if family == "glm_moe_dsa" else ("700KiB", "680KiB", "800KiB")[seed]
     engine, _ = played(monkeypatch, family, device_memory=memory, host_memory="3MiB", hot_rows=(0, PAGE, 3 * PAGE)[seed])
     engine._reads_later = True
     poison_freed(engine)
-    ahead, plan_ahead, random = [0], Scheduler.plan_ahead, Random(seed)
+    ahead, shed, plan_ahead, random = [0], [0], Scheduler.plan_ahead, Random(seed)
 
     def watched(scheduler: Scheduler, computing: Any) -> Any:
         spilled = engine.cache.stats().counters.get("spilled_pages", 0)
         following = plan_ahead(scheduler, computing)
-        assert engine.cache.stats().counters.get("spilled_pages", 0) == spilled, "rows of a pass that runs have left"
+        shed.append(engine.cache.stats().counters.get("spilled_pages", 0) - spilled)
         ahead.append(len(following))
         return following
 
@@ -143,7 +143,7 @@ def test_going_ahead_sheds_nobodys_rows(family: str, seed: int, monkeypatch: pyt
                 if delta.finish is not None:
                     ends[delta.request] = delta.finish
             engine.cache.audit()
-        assert sum(ahead) > 20 and engine.cache.stats().counters["spilled_pages"] > 0
+        assert sum(ahead) > 20 and sum(shed) > 0, f"{ahead=} {shed=}"
     for number, expected in zip(numbers, alone(family, asks), strict=True):
         got = answers[number]
         assert got == (expected[: len(got)] if ends[number] is Finish.ABORTED else expected)

@@ -103,14 +103,15 @@ class Cache(ReadOnlyCache):
         return True
 
     @one_thread
-    def grow(self, lease: Lease, upto: int, *, may_spill: bool = True) -> None:
+    def grow(self, lease: Lease, upto: int) -> None:
         """Gives the lease device pages for tokens up to `upto`; or raises NoRoom and gives none.
 
-        Rows of running requests may leave the device for it; without `may_spill` they do not, for a pass that still reads them.
+        Rows of running requests may leave the device for it, also while a pass still reads them: nobody may write to the pages
+        before that pass has ended. On a GPU, passes follow each other on one stream, and copies wait for it.
         """
         self._must_own_device("grow")
         lease.must_be(LeaseState.READY, LeaseState.LOADING)
-        publish.grow(self._state, lease, upto, may_spill=may_spill)
+        publish.grow(self._state, lease, upto)
 
     @one_thread
     def append(self, lease: Lease, tokens: Tokens) -> None:

@@ -227,7 +227,7 @@ class Scheduler:
         if self._cache.next_stop(lease) == here:
             return False
         try:
-            self._cache.grow(lease, here + 1, may_spill=False)  # a pass still runs that reads the rows which would go
+            self._cache.grow(lease, here + 1)
         except NoRoom:
             return False
         return True

@@ -29,10 +29,10 @@ from stepwell.tree.missing_state import note_offered
 from stepwell.tree.node import Checkpoint, LossReason, Node
 
 
-def grow(state: CacheState, lease: Lease, upto: int, *, may_spill: bool = True) -> None:
+def grow(state: CacheState, lease: Lease, upto: int) -> None:
     """Gives the lease device pages for tokens up to `upto`; or raises NoRoom and gives none.
 
-    With `may_spill`, rows of running requests leave the device for it, if nothing else can.
+    Rows of running requests leave the device for it, if nothing else can.
     """
     spec = state.spec
     prefix = -(-upto // spec.page_tokens) - len(lease.prefix_pages)
@@ -43,7 +43,7 @@ def grow(state: CacheState, lease: Lease, upto: int, *, may_spill: bool = True) 
     need = {kind: count for kind, count in ((Kind.PREFIX, prefix), (Kind.WINDOW, windows), (Kind.ROWS, rows)) if count > 0}
     if not need and not hot_missing(state, lease):
         return
-    pages = _allocate(state, lease, need, may_spill=may_spill)
+    pages = _allocate(state, lease, need)
     lease.prefix_pages = _joined(lease.prefix_pages, pages.get(Kind.PREFIX, NO_PAGES))
     lease.window_pages = _joined(lease.window_pages, pages.get(Kind.WINDOW, NO_PAGES))
     if state.row_pages is not None:
@@ -53,18 +53,17 @@ def grow(state: CacheState, lease: Lease, upto: int, *, may_spill: bool = True) 
         lend(state, lease, fresh[rows:])
 
 
-def _allocate(state: CacheState, lease: Lease, need: Need, *, may_spill: bool) -> dict[Kind, PageIds]:
+def _allocate(state: CacheState, lease: Lease, need: Need) -> dict[Kind, PageIds]:
     """Pages that a lease needs, and those for hot rows that it has not got; without them it goes on where there is no room."""
     hot, page = hot_missing(state, lease), lease.position // state.spec.page_tokens
     with_hot = {**need, Kind.ROWS: need.get(Kind.ROWS, 0) + hot}
     if hot and (lease.hot_refused_at != page or state.arena(Tier.DEVICE).fits(with_hot)):
         try:
-            return allocate(state, Tier.DEVICE, with_hot, tenant=lease.namespace.tenant, may_spill=may_spill)
+            return allocate(state, Tier.DEVICE, with_hot, tenant=lease.namespace.tenant)
         except NoRoom:
-            if may_spill:  # else there may be room once rows may leave
-                lease.hot_refused_at = page
-                state.counters.add("hot_pages_skipped_no_room")
-    return allocate(state, Tier.DEVICE, need, tenant=lease.namespace.tenant, may_spill=may_spill)
+            lease.hot_refused_at = page
+            state.counters.add("hot_pages_skipped_no_room")
+    return allocate(state, Tier.DEVICE, need, tenant=lease.namespace.tenant)
 
 
 def _rows_missing(state: CacheState, lease: Lease, upto: int) -> int:

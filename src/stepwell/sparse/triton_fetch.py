@@ -17,7 +17,7 @@ import triton.language as tl
 
 from stepwell.sparse.resolve import Plan, Sides
 
-PROGRAMS, WARPS, UNITS = 64, 4, 512  # programs, warps of each, and units that a program has on the way
+PROGRAMS, WARPS, UNITS = 32, 4, 256  # programs, warps of each, and units that a program has on the way
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from stepwell.base.config import PRIORITY_STEP_S
 from stepwell.base.ids import Kind, Tier
@@ -36,8 +36,7 @@ class LossReason(Enum):
     LATE = "it had not arrived from the store when the request went on"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Loss:
+class Loss(NamedTuple):  # not a dataclass: one is made for everything that is evicted
     """A note of what is gone: when, why, and from which tier last."""
 
     at_s: float

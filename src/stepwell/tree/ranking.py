@@ -102,7 +102,7 @@ class Ranking:
         refs, size = self._refs[run.tier], len(run.ids)
         if run.num_pages == size:
             first = max(start, size - at_most)
-            if not np.count_nonzero(refs[run.ids[first:]] > 1):
+            if not np.count_nonzero(refs[run.ids[first:].astype(np.intp)] > 1):
                 return Idle(first, size - first)
         present = (run.ids[start:] != ABSENT).nonzero()[0] + start
         busy = (refs[run.ids[present]] > 1).nonzero()[0]

@@ -171,7 +171,10 @@ def _asker(state: CacheState, tier: Tier, need: Need, tenant: str) -> _Asker | N
 def _choose(
     state: CacheState, tier: Tier, short: Need, asker: _Asker | None, *, any_sort: bool
 ) -> tuple[Victim | None, int | None]:  # fmt: skip
-    """Takes the next victim out of the order: of whoever is over its quota, and by how much; else the least valuable of all."""
+    """Takes the next victim out of the order: of whoever is over its quota, else the least valuable of all.
+
+    Also says by how many bytes its tenant is over, None where that is not why it goes.
+    """
     runs = any_sort or _needs_runs(short)
     checkpoints = any_sort or WINDOW in short or POINT in short
     ranking, over = state.tree.ranking, state.tree.accounts.are_over[tier]

@@ -59,8 +59,9 @@ class Ranking:
         self._page_bytes = [arenas[tier].layout.prefix_stride if tier in arenas else 0 for tier in CACHED_TIERS]
         self._needs_checkpoints = spec.free_step is None  # prefix pages are of no use behind the last checkpoint
         self._orders = {tier: Orders(EvictionOrder(value), EvictionOrder(value)) for tier in arenas}
-        self._limited = frozenset(limited)
-        self.own = OwnOrders(self._limited, arenas, value)
+        limited = tuple(limited)
+        self._has_quotas = bool(limited)
+        self.own = OwnOrders(limited, arenas, value)
         # Runs that are kept only because the other tier's pages depend on them, oldest first; some are out of date.
         self._depended_on: dict[Tier, dict[Run, None]] = {tier: {} for tier in arenas}
         self._most_depended_on = MOST_DEPENDED_ON
@@ -155,13 +156,13 @@ class Ranking:
 
     def _push(self, victim: Victim, standing: Standing) -> None:
         self._orders[victim.tier].of(victim).push(victim, standing)
-        if self._limited and (account := _account_of(victim)) in self._limited:
+        if self._has_quotas and (account := _account_of(victim)).quota_bytes is not None:
             self.own.push(victim, standing, account)
 
     def unqueue(self, victim: Victim, account: Account) -> None:
         """It is no candidate any more. If it left its tier, its account does not count it any more."""
         victim.entry = 0
-        if account in self._limited:
+        if account.quota_bytes is not None:
             self.own.note_death(victim, account)
 
     def tidy(self, tier: Tier, of: Iterable[Account] = ()) -> None:
@@ -171,7 +172,7 @@ class Ranking:
         """
         self._tidy(self._orders[tier])
         for account in of:
-            if account in self._limited:
+            if account.quota_bytes is not None:
                 self._tidy(self.own[account, tier])
 
     def _tidy(self, orders: Orders) -> None:
@@ -223,9 +224,9 @@ class Ranking:
         return None
 
     def _take_out(self, victim: Victim) -> None:
-        """It is no candidate any more, and stays in its tier."""
+        """It is no candidate for now, and stays in its tier."""
         victim.entry = 0
-        if self._limited:
+        if self._has_quotas:
             self.unqueue(victim, _account_of(victim))
 
     def _standing(self, victim: Victim) -> Standing | None:

@@ -141,7 +141,7 @@ class Arena:
         at = _at(ids)
         counts = self._lessened(kind, ids, at)
         self._note_use(kind, ids, counts == self.kept[kind][at], begins=False)
-        return self._free(kind, ids, counts)
+        return self._free(kind, ids, at, counts)
 
     def keep(self, kind: Kind, ids: PageIds) -> None:
         """Adds the tree's reference to each page: one that does not stand in the way of eviction."""
@@ -163,7 +163,7 @@ class Arena:
             return NO_PAGES
         at = _at(ids)
         self.kept[kind][at] -= 1
-        return self._free(kind, ids, self._lessened(kind, ids, at))
+        return self._free(kind, ids, at, self._lessened(kind, ids, at))
 
     def _note_use(self, kind: Kind, ids: PageIds, changed: npt.NDArray[np.bool_], *, begins: bool) -> None:
         """Pages became busy, or are no longer."""
@@ -181,13 +181,15 @@ class Arena:
         refs[at] = counts
         return counts
 
-    def _free(self, kind: Kind, ids: PageIds, counts: _Counts) -> PageIds:
+    def _free(self, kind: Kind, ids: PageIds, at: _Index, counts: _Counts) -> PageIds:
         """Frees the pages whose count is 0; returns them."""
-        num_held = np.count_nonzero(counts)
-        if num_held == len(ids):
-            return NO_PAGES
-        freed: PageIds = ids[counts == 0] if num_held else ids
-        self.state[kind][_at(freed)] = FREE
+        num_held, freed = np.count_nonzero(counts), ids
+        if num_held:
+            free = counts == 0
+            freed, at = ids[free], at[free]
+            if not len(freed):
+                return NO_PAGES
+        self.state[kind][at] = FREE
         self._slabs.give(kind, freed)
         if self._on_free:
             self._on_free(self.tier, kind, freed)

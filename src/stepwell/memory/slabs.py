@@ -21,6 +21,7 @@ from stepwell.base.tasks import NO_PAGES, PageIds
 from stepwell.memory.layout import ArenaLayout
 
 MOST_SPARED = 1 / 16  # of all slabs
+FEW_PAGES = 32  # mostly of one slab, which is found sooner without arrays
 
 
 class SlabPool:
@@ -71,10 +72,13 @@ class SlabPool:
         """Takes ids back. A slab whose last page comes back is nobody's."""
         assert len(ids), "gave back no pages"
         self._used[kind] -= len(ids)
-        if len(ids) == 1:
-            self._push(int(ids[0]) * self._layout.strides[kind] // self._layout.slab_bytes, kind, ids)
-            return
-        slabs = ids.astype(np.int64) * self._layout.strides[kind] // self._layout.slab_bytes
+        stride, slab_bytes = self._layout.strides[kind], self._layout.slab_bytes
+        if len(ids) <= FEW_PAGES:
+            slabs_of_few = {each * stride // slab_bytes for each in ids.tolist()}
+            if len(slabs_of_few) == 1:
+                self._push(slabs_of_few.pop(), kind, ids)
+                return
+        slabs = ids.astype(np.int64) * stride // slab_bytes
         order = slabs.argsort(kind="stable")
         slabs, ids = slabs[order], ids[order]
         cuts = ((slabs[1:] != slabs[:-1]).nonzero()[0] + 1).tolist()

@@ -18,10 +18,11 @@ from stepwell.memory.layout import ArenaLayout
 from stepwell.tiers.state import CacheState, Leaving
 from stepwell.tree.accounts import Account
 from stepwell.tree.checkpoints import drop_residency
-from stepwell.tree.node import LossReason, Residency, Run, Victim
+from stepwell.tree.node import Loss, LossReason, Residency, Run, Victim
 from stepwell.tree.pruning import discard_ids, discard_tail
 
 PATIENCE_SLABS, PATIENCE_SHARE = 8, 1 / 16  # of the tier: see `patience_bytes_of`
+PREFIX, WINDOW, POINT, ROWS = Kind  # to name a member of an enum takes a while, before Python 3.12
 SAVED_AHEAD = 1 / 16  # of the tier, under write-back: see `_is_coming`
 
 
@@ -65,14 +66,15 @@ def make_room(state: CacheState, tier: Tier, need: Need, *, tenant: str | None =
     spill = state.spill if may_spill and tier is Tier.DEVICE else None
     arena, asker = state.arena(tier), _asker(state, tier, need, tenant) if tenant is not None else None
     waiting, save = _is_saving(state, tier), _saver(state, tier)
-    patience_bytes = patience_bytes_of(arena.layout)
     in_vain = 0  # bytes evicted of sorts that are not short; they help only once a whole slab empties
     while short := arena.shortage(need):
         if waiting and _is_coming(state, tier, short):
             break
-        patient = in_vain < patience_bytes
-        chosen = _choose(state, tier, short, asker, any_sort=patient) or _choose(state, tier, short, asker, any_sort=True)
-        if chosen is None:
+        patient = not in_vain or in_vain < patience_bytes_of(arena.layout)
+        victim, excess_bytes = _choose(state, tier, short, asker, any_sort=patient)
+        if victim is None and not patient:
+            victim, excess_bytes = _choose(state, tier, short, asker, any_sort=True)
+        if victim is None:
             # Last resorts, not while room is on its way: spared slabs are seldom enough, and would be given up in vain.
             if not waiting and (arena.spare_none() or (spill is not None and spill(need))):
                 continue
@@ -80,20 +82,18 @@ def make_room(state: CacheState, tier: Tier, need: Need, *, tenant: str | None =
                 continue
             waiting = waiting or _may_be_shed_soon(state, tier, may_spill)
             break
-        victim = chosen.victim
         if save is not None and not victim.unsaved:
             leaving = save(victim)
             if leaving is not Leaving.NOW:
                 waiting = True  # for its copy to end
                 if leaving is Leaving.AT_ONCE and isinstance(victim, Residency):
-                    _leave(state, victim, chosen.reason)
+                    _leave(state, victim, excess_bytes)
                 continue
-        freed = (
-            _evict_run(state, victim, short, chosen)
-            if isinstance(victim, Run)
-            else _evict_residency(state, victim, chosen.reason)
-        )
-        if not _helps(victim, short):
+        if isinstance(victim, Run):
+            freed, helps = _evict_run(state, victim, short, excess_bytes), _needs_runs(short)
+        else:
+            freed, helps = _evict_residency(state, victim, excess_bytes), any(kind in short for kind, _ in victim.spans())
+        if not helps:
             in_vain += freed
     return Room(fits=not short, waiting=waiting)
 
@@ -168,18 +168,15 @@ def _asker(state: CacheState, tier: Tier, need: Need, tenant: str) -> _Asker | N
     return _Asker(account, sum(count * strides[kind] for kind, count in need.items()))
 
 
-class _Choice(NamedTuple):
-    """Who goes next, and why; `at_most_bytes` of it, or as much as is short."""
+def _choose(
+    state: CacheState, tier: Tier, short: Need, asker: _Asker | None, *, any_sort: bool
+) -> tuple[Victim | None, int | None]:  # fmt: skip
+    """Takes the next victim out of the order: of whoever is over its quota, else the least valuable of all.
 
-    victim: Victim
-    reason: LossReason
-    at_most_bytes: int | None = None
-
-
-def _choose(state: CacheState, tier: Tier, short: Need, asker: _Asker | None, *, any_sort: bool) -> _Choice | None:
-    """Takes the next victim out of the order: of whoever is over its quota, else the least valuable of all."""
-    runs = any_sort or Kind.PREFIX in short or Kind.ROWS in short
-    checkpoints = any_sort or Kind.WINDOW in short or Kind.POINT in short
+    Also says by how many bytes its tenant is over, None where that is not why it goes.
+    """
+    runs = any_sort or _needs_runs(short)
+    checkpoints = any_sort or WINDOW in short or POINT in short
     ranking, over = state.tree.ranking, state.tree.accounts.are_over[tier]
     if asker is not None or over:
         first, coming_bytes = asker or (None, 0)  # whoever asks for more than its quota loses before all others
@@ -188,10 +185,8 @@ def _choose(state: CacheState, tier: Tier, short: Need, asker: _Asker | None, *,
         for account in ranking.own.having(over, tier, runs=runs, checkpoints=checkpoints):
             victim = ranking.pop(tier, runs=runs, checkpoints=checkpoints, of=account)
             if victim is not None:
-                excess_bytes = account.excess_bytes(tier, coming_bytes if account is first else 0)
-                return _Choice(victim, LossReason.OVER_QUOTA, excess_bytes)
-    victim = ranking.pop(tier, runs=runs, checkpoints=checkpoints)
-    return _Choice(victim, LossReason.EVICTED) if victim is not None else None
+                return victim, account.excess_bytes(tier, coming_bytes if account is first else 0)
+    return ranking.pop(tier, runs=runs, checkpoints=checkpoints), None
 
 
 def patience_bytes_of(layout: ArenaLayout) -> int:
@@ -202,49 +197,51 @@ def patience_bytes_of(layout: ArenaLayout) -> int:
     return max(layout.slab_bytes, min(PATIENCE_SLABS * layout.slab_bytes, int(PATIENCE_SHARE * layout.size_bytes)))
 
 
-def _helps(victim: Victim, short: Need) -> bool:
-    """Whether its pages are of a kind that is short, so that each of them counts."""
-    if isinstance(victim, Run):
-        return Kind.PREFIX in short or Kind.ROWS in short
-    return any(kind in short for kind, _ in victim.spans())
+def _needs_runs(short: Need) -> bool:
+    """Whether each page of a run counts."""
+    return PREFIX in short or ROWS in short
 
 
-def _evict_run(state: CacheState, run: Run, short: Need, chosen: _Choice) -> int:
+def _evict_run(state: CacheState, run: Run, short: Need, excess_bytes: int | None) -> int:
     """Gives up the idle end of a run, no more of it than is needed; returns the bytes let go."""
     ranking = state.tree.ranking
     tail = ranking.tail(run)
     assert tail is not None, f"{run.node} was ranked without a tail"
-    idle = ranking.idle(run, tail.start, at_most=_wanted(state, run, short, chosen.at_most_bytes))
+    idle = ranking.idle(run, tail.start, at_most=_wanted(state, run, short, excess_bytes))
     if not idle.num_pages:
         return 0  # in use; whoever lets go will queue it again
-    discard_tail(state.tree, run, idle.start, state.loss(chosen.reason, run.tier))
-    state.counters.add(f"evicted_{run.tier.label}_pages", idle.num_pages)
-    if chosen.reason is LossReason.OVER_QUOTA:
-        state.counters.add(f"over_quota_{run.tier.label}_pages", idle.num_pages)
+    discard_tail(state.tree, run, idle.start, _loss(state, run.tier, excess_bytes))
+    _count(state, run.tier, "pages", idle.num_pages, excess_bytes)
     return idle.num_pages * state.arena(run.tier).layout.prefix_stride
 
 
-def _wanted(state: CacheState, run: Run, short: Need, at_most_bytes: int | None) -> int:
+def _wanted(state: CacheState, run: Run, short: Need, excess_bytes: int | None) -> int:
     """How many pages of a run to give up: what is short, or a slab of them when it is the slab that is needed."""
     layout = state.arena(run.tier).layout
-    wanted = max(short.get(Kind.PREFIX, 0), short.get(Kind.ROWS, 0)) or -(-layout.slab_bytes // layout.strides[Kind.PREFIX])
-    return wanted if at_most_bytes is None else min(wanted, -(-at_most_bytes // layout.prefix_stride))
+    wanted = max(short.get(PREFIX, 0), short.get(ROWS, 0)) or -(-layout.slab_bytes // layout.strides[PREFIX])
+    return wanted if excess_bytes is None else min(wanted, -(-excess_bytes // layout.prefix_stride))
 
 
-def _evict_residency(state: CacheState, residency: Residency, reason: LossReason) -> int:
+def _evict_residency(state: CacheState, residency: Residency, excess_bytes: int | None) -> int:
     if residency.users or not residency.ready:
         return 0  # read from or still arriving; it is queued again when that ends
-    strides = state.arena(residency.tier).layout.strides
-    freed = sum(len(ids) * strides[kind] for kind, ids in residency.spans())
-    _leave(state, residency, reason)
-    return freed
+    _leave(state, residency, excess_bytes)
+    return residency.size_bytes
 
 
-def _leave(state: CacheState, residency: Residency, reason: LossReason) -> None:
-    drop_residency(state.tree, residency, state.loss(reason, residency.tier))
-    state.counters.add(f"evicted_{residency.tier.label}_checkpoints")
-    if reason is LossReason.OVER_QUOTA:
-        state.counters.add(f"over_quota_{residency.tier.label}_checkpoints")
+def _leave(state: CacheState, residency: Residency, excess_bytes: int | None) -> None:
+    drop_residency(state.tree, residency, _loss(state, residency.tier, excess_bytes))
+    _count(state, residency.tier, "checkpoints", 1, excess_bytes)
+
+
+def _loss(state: CacheState, tier: Tier, excess_bytes: int | None) -> Loss:
+    return state.loss(LossReason.EVICTED if excess_bytes is None else LossReason.OVER_QUOTA, tier)
+
+
+def _count(state: CacheState, tier: Tier, what: str, count: int, excess_bytes: int | None) -> None:
+    state.counters.add(f"evicted_{tier.label}_{what}", count)
+    if excess_bytes is not None:
+        state.counters.add(f"over_quota_{tier.label}_{what}", count)
 
 
 def _why(state: CacheState, tier: Tier, need: Need) -> str:

@@ -31,12 +31,15 @@ def add_residency(
         _follow(tree, checkpoint)
     if checkpoint.held[tier] is not None:
         return None
-    residency = checkpoint.held[tier] = Residency(checkpoint, tier, windows=windows, points=points, ready=ready)
+    arena = tree.arenas[tier]
+    residency = checkpoint.held[tier] = Residency(
+        checkpoint, tier, windows=windows, points=points, ready=ready, strides=arena.layout.strides
+    )
     if len(windows):
-        tree.arenas[tier].keep(Kind.WINDOW, windows)
+        arena.keep(Kind.WINDOW, windows)
     if len(points):
-        tree.arenas[tier].hand_over(Kind.POINT, points)
-    tree.accounts.charge(node.account, tier, _bytes_alone(tree, residency))
+        arena.hand_over(Kind.POINT, points)
+    tree.accounts.charge(node.account, tier, _bytes_kept(tree, residency, times=1))
     if node.lost:
         node.lost.pop(page, None)
     tree.version += 1
@@ -123,23 +126,22 @@ def is_left_between(checkpoint: Checkpoint, following: Checkpoint) -> bool:
     return False
 
 
-def _bytes_alone(tree: Tree, residency: Residency) -> int:
-    """What a residency takes that no other one of the tree has: window pages may be shared with neighbours."""
+def _bytes_kept(tree: Tree, residency: Residency, *, times: int) -> int:
+    """Bytes of a residency's pages that the tree keeps so many times: neighbours may share window pages."""
     arena, size = tree.arenas[residency.tier], 0
-    if len(residency.points):
-        size += len(residency.points) * arena.layout.strides[Kind.POINT]
-    if len(residency.windows):
-        alone = np.count_nonzero(arena.kept[Kind.WINDOW][residency.windows] == 1)
-        size += int(alone) * arena.layout.strides[Kind.WINDOW]
+    for kind, ids in residency.spans():
+        size += int(np.count_nonzero(arena.kept[kind][ids] == times)) * arena.layout.strides[kind]
     return size
 
 
 def _let_go(tree: Tree, node: Node, residency: Residency) -> None:
     """Gives back the pages of a checkpoint that left a tier, and its node, and says so."""
-    tree.accounts.charge(node.account, residency.tier, -_bytes_alone(tree, residency))
-    tree.ranking.unqueue(residency, node.account)
+    arena, all_freed = tree.arenas[residency.tier], True
     for kind, ids in residency.spans():
-        tree.arenas[residency.tier].drop(kind, ids)
+        all_freed = len(arena.drop(kind, ids)) == len(ids) and all_freed
+    size = residency.size_bytes if all_freed else _bytes_kept(tree, residency, times=0)
+    tree.accounts.charge(node.account, residency.tier, -size)
+    tree.ranking.unqueue(residency, node.account)
     for told in tree.on_left:
         told(residency)
 

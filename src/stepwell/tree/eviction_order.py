@@ -103,21 +103,26 @@ class EvictionOrder:
 
     def _first(self) -> tuple[list[_Entry], Standing] | None:
         """The heap whose head goes first, and where that stands."""
-        best: tuple[_Key, list[_Entry]] | None = None
-        lowest: tuple[int, float, float, int] | None = None
-        worth = self._value.worth
+        first: list[tuple[_Key, list[_Entry]]] = []  # of the lowest rank: mostly one, whose worth is not asked for then
         for heaps in (self._older, self._newer):
             for key in list(heaps):
-                if lowest is not None and key[0] > lowest[0]:
+                if first and key[0] > first[0][0][0]:
                     continue
                 heap = _living(heaps, key)
                 if heap is None:
                     continue
-                since, number, _ = heap[0]
-                rank = (key[0], worth(key[1], key[2], since), since, number)
-                if lowest is None or rank < lowest:
-                    best, lowest = (key, heap), rank
-        return (best[1], _standing(*best)) if best is not None else None
+                if first and key[0] < first[0][0][0]:
+                    first.clear()
+                first.append((key, heap))
+        if not first:
+            return None
+        key, heap = min(first, key=self._order_of_head) if len(first) > 1 else first[0]
+        return heap, _standing(key, heap)
+
+    def _order_of_head(self, place: tuple[_Key, list[_Entry]]) -> tuple[float, float, int]:
+        (_, group, level), heap = place
+        since, number, _ = heap[0]
+        return self._value.worth(group, level, since), since, number
 
     def sweep(self, count: int = SWEPT_PER_PUSH) -> None:
         """Looks at so many entries, and takes out those that no longer count."""

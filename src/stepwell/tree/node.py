@@ -8,9 +8,10 @@ residency    the pages of one checkpoint in one tier: all of them, or the reside
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from stepwell.base.config import PRIORITY_STEP_S
 from stepwell.base.ids import Kind, Tier
@@ -35,8 +36,7 @@ class LossReason(Enum):
     LATE = "it had not arrived from the store when the request went on"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Loss:
+class Loss(NamedTuple):  # not a dataclass: one is made for everything that is evicted
     """A note of what is gone: when, why, and from which tier last."""
 
     at_s: float
@@ -81,6 +81,7 @@ class Residency:
         "entry",
         "points",
         "ready",
+        "size_bytes",
         "standing",
         "tier",
         "unsaved",
@@ -88,7 +89,9 @@ class Residency:
         "windows",
     )
 
-    def __init__(self, checkpoint: Checkpoint, tier: Tier, *, windows: PageIds, points: PageIds, ready: bool) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, tier: Tier, *, windows: PageIds, points: PageIds, ready: bool, strides: Mapping[Kind, int]
+    ) -> None:
         self.checkpoint = checkpoint
         self.tier = tier
         self.windows = windows
@@ -99,6 +102,7 @@ class Residency:
         self.unsaved = False
         self.backup_deferred = False  # it is to be copied below later: worth more until then
         self._spans = tuple((kind, ids) for kind, ids in ((Kind.WINDOW, windows), (Kind.POINT, points)) if len(ids))
+        self.size_bytes = sum(len(ids) * strides[kind] for kind, ids in self._spans)
 
     def spans(self) -> tuple[tuple[Kind, PageIds], ...]:
         """Its pages by kind, leaving out kinds it has none of."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stepwell.base.ids import Kind, Tier
+from stepwell.base.ids import CACHED_TIERS, Kind, Tier
 from stepwell.base.spec import ModelSpec
 from stepwell.memory.arena import Arena
 from stepwell.policy.value import Facts, Place, ValuePolicy
@@ -26,6 +26,7 @@ from stepwell.tree.own_orders import Orders, OwnOrders
 
 WORTHLESS, USEFUL = -1, 0  # ranks: what nothing can use goes before anything else
 MOST_DEPENDED_ON = 1024  # before those that have left the tree are taken out
+_NO_REFS = np.zeros(0, np.int32)
 TIDY_ENTRIES = 2  # more than the one entry that a use can make out of date
 
 
@@ -53,7 +54,13 @@ class Ranking:
         self._spec = spec
         self._arenas = arenas
         self._value = value
+        # Lists by tier: every candidate comes by here several times.
+        self._refs = [arenas[tier].refs[Kind.PREFIX] if tier in arenas else _NO_REFS for tier in CACHED_TIERS]
+        self._page_bytes = [arenas[tier].layout.prefix_stride if tier in arenas else 0 for tier in CACHED_TIERS]
+        self._needs_checkpoints = spec.free_step is None  # prefix pages are of no use behind the last checkpoint
         self._orders = {tier: Orders(EvictionOrder(value), EvictionOrder(value)) for tier in arenas}
+        limited = tuple(limited)
+        self._has_quotas = bool(limited)
         self.own = OwnOrders(limited, arenas, value)
         # Runs that are kept only because the other tier's pages depend on them, oldest first; some are out of date.
         self._depended_on: dict[Tier, dict[Run, None]] = {tier: {} for tier in arenas}
@@ -70,11 +77,12 @@ class Ranking:
         kids = node.kids
         if not run.num_pages or node.parent is None or (kids and (kids.below[tier] or kids.anchored[tier])):
             return None
-        start = max(node.last_checkpoint(tier) - node.start, 0 if cut_off else self._stood_on(run))
-        if self._spec.free_step is None and not (kids and any(kids.anchored)):
-            reached = node.last_checkpoint() - node.start
-            if _has_pages(run, max(reached, start)):
-                return Tail(max(reached, start), dead=True)
+        start = reached = 0 if cut_off else self._stood_on(run)
+        if node.checkpoints:
+            start = max(start, node.last_checkpoint(tier) - node.start)
+            reached = max(start, node.last_checkpoint() - node.start)
+        if self._needs_checkpoints and not (kids and any(kids.anchored)) and _has_pages(run, reached):
+            return Tail(reached, dead=True)
         return Tail(start, dead=False) if _has_pages(run, start) else None
 
     @staticmethod
@@ -82,7 +90,7 @@ class Ranking:
         """The first index from which no page of the other tier depends on one that only this tier has."""
         node, other = run.node, run.node.runs[1 - run.tier]
         deeper = node.kids is not None and node.kids.below[1 - run.tier] > 0
-        if (other is None and not deeper) or (other is not None and other.num_pages == node.num_pages):
+        if not deeper if other is None else other.num_pages == node.num_pages:
             return 0
         only_here = run.ids != ABSENT if other is None else (run.ids != ABSENT) & (other.ids == ABSENT)
         if other is not None and not deeper:
@@ -92,11 +100,11 @@ class Ranking:
 
     def idle(self, run: Run, start: int, at_most: int) -> Idle:
         """The run's last pages from index `start` on, as far as only the tree refers to them, and no more than `at_most`."""
-        refs = self._arenas[run.tier].refs[Kind.PREFIX]
-        whole = run.num_pages == len(run.ids)
-        if whole and refs[run.ids[start:]].max() == 1:
-            first = max(start, run.num_pages - at_most)
-            return Idle(first, run.num_pages - first)
+        refs, size = self._refs[run.tier], len(run.ids)
+        if run.num_pages == size:
+            first = max(start, size - at_most)
+            if not np.count_nonzero(refs[run.ids[first:].astype(np.intp)] > 1):
+                return Idle(first, size - first)
         present = (run.ids[start:] != ABSENT).nonzero()[0] + start
         busy = (refs[run.ids[present]] > 1).nonzero()[0]
         idle = present[busy[-1] + 1 :] if len(busy) else present
@@ -113,7 +121,7 @@ class Ranking:
         if run.entry and run.standing == WORTHLESS:
             return
         last = int(run.ids[-1])
-        if last != ABSENT and self._arenas[run.tier].refs[Kind.PREFIX][last] > 1:
+        if last != ABSENT and self._refs[run.tier][last] > 1:
             return
         tail = self.tail(run)
         if tail is None:
@@ -148,8 +156,7 @@ class Ranking:
 
     def _push(self, victim: Victim, standing: Standing) -> None:
         self._orders[victim.tier].of(victim).push(victim, standing)
-        account = _account_of(victim)
-        if account.quota_bytes is not None:
+        if self._has_quotas and (account := _account_of(victim)).quota_bytes is not None:
             self.own.push(victim, standing, account)
 
     def unqueue(self, victim: Victim, account: Account) -> None:
@@ -191,7 +198,7 @@ class Ranking:
             self.own.note_asked(of, tier)
         if first is None:
             return None
-        self.unqueue(first[0], _account_of(first[0]))
+        self._take_out(first[0])
         return first[0]
 
     def _settled_head(self, order: EvictionOrder) -> tuple[Victim, Standing] | None:
@@ -208,13 +215,19 @@ class Ranking:
             return None
         victim, then = entry
         standing = self._standing(victim)
-        if standing is not None and _is_as_queued(standing, then):
+        if standing == then or (standing is not None and _is_as_queued(standing, then)):
             return standing
         if standing is None:
-            self.unqueue(victim, _account_of(victim))  # something stands on it, and will queue it
+            self._take_out(victim)  # something stands on it, and will queue it
         else:  # used since it was queued
             self._push(victim, standing)
         return None
+
+    def _take_out(self, victim: Victim) -> None:
+        """It is no candidate for now, and stays in its tier."""
+        victim.entry = 0
+        if self._has_quotas:
+            self.unqueue(victim, _account_of(victim))
 
     def _standing(self, victim: Victim) -> Standing | None:
         if isinstance(victim, Run):
@@ -226,8 +239,7 @@ class Ranking:
         node = run.node
         if tail.dead:
             return Standing(WORTHLESS, Place(0, 0, node.used_at))
-        size = self._arenas[run.tier].layout.prefix_stride
-        facts = Facts(used_at=node.used_at, saved_tokens=self._spec.page_tokens, size_bytes=size,
+        facts = Facts(used_at=node.used_at, saved_tokens=self._spec.page_tokens, size_bytes=self._page_bytes[run.tier],
                       urgent_until_s=node.urgent_until, visit=node.visit)  # fmt: skip
         return Standing(USEFUL, self._value.place(facts))
 
@@ -235,11 +247,10 @@ class Ranking:
         checkpoint = residency.checkpoint
         node = checkpoint.node
         assert node is not None
-        strides = self._arenas[residency.tier].layout.strides
-        size = sum(len(ids) * strides[kind] for kind, ids in residency.spans())
+        size = residency.size_bytes
         before = previous_boundary(node, checkpoint.page)
-        if self._spec.free_step is None:
-            size += _pages_alone(node, checkpoint.page, before) * strides[Kind.PREFIX]
+        if self._needs_checkpoints:
+            size += _pages_alone(node, checkpoint.page, before) * self._arenas[residency.tier].layout.strides[Kind.PREFIX]
         page_tokens, visit = self._spec.page_tokens, node.visit
         end = visit.end if visit is not None else checkpoint.page
         follower = checkpoint.follower

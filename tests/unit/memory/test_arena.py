@@ -47,6 +47,18 @@ def test_pages_of_different_kinds_never_overlap() -> None:
             owner[where] = kind
 
 
+@pytest.mark.parametrize("count", [1, 7, 10, 11, 25, 60])
+def test_pages_come_back_to_their_own_slabs_in_any_order(count: int) -> None:
+    """Few or many at once, of one slab or of several."""
+    arena = Arena(Tier.DEVICE, SMALL)
+    pages = arena.alloc({Kind.PREFIX: 100})[Kind.PREFIX]
+    back = np.array(random.Random(count).sample(pages[:count].tolist(), count), np.int32)
+    assert sorted(arena.release(Kind.PREFIX, back).tolist()) == sorted(pages[:count].tolist())
+    arena.audit()
+    assert arena.fits({Kind.PREFIX: count}) and not arena.fits({Kind.PREFIX: count + 1})
+    assert arena.fits({Kind.POINT: 2 * (count // 10)}) and not arena.fits({Kind.POINT: 2 * (count // 10) + 1})
+
+
 def test_an_empty_slab_changes_hands() -> None:
     arena = Arena(Tier.DEVICE, SMALL)
     prefix = arena.alloc({Kind.PREFIX: 100})[Kind.PREFIX]

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tree_bench import GONE, Bench
 
-from stepwell import Tier
+from stepwell import Kind, Tier
 from stepwell.base.tasks import NO_PAGES
 from stepwell.policy.value import Expected, Facts, Place, ReuseModel
 from stepwell.sim.least_recent import LeastRecent
@@ -53,6 +53,19 @@ def test_a_use_after_queueing_counts() -> None:
     bench.tree.touch(bench.path([7]), 1, Use(at_s=9.0))
     victim = _pop(bench)
     assert isinstance(victim, Run) and victim.node.used_at == 2.0
+
+
+def test_idle_pages_are_the_last_ones_behind_any_page_in_use() -> None:
+    bench = Bench(FULL)
+    ids = bench.insert([7, 8, 9, 10], let_go=True)
+    run = bench.path([7, 8, 9, 10])[-1].runs[Tier.DEVICE]
+    assert run is not None
+    ranking = bench.tree.ranking
+    assert [ranking.idle(run, 0, at_most) for at_most in (2, 9)] == [(2, 2), (0, 4)]
+    bench.arena().retain(Kind.PREFIX, ids[1:2])
+    assert [ranking.idle(run, 0, at_most) for at_most in (1, 2, 3, 9)] == [(3, 1), (2, 2), (2, 2), (2, 2)]
+    bench.arena().retain(Kind.PREFIX, ids[3:])
+    assert [ranking.idle(run, 0, at_most).num_pages for at_most in (1, 9)] == [0, 0]
 
 
 def test_priority_outranks_recency() -> None:

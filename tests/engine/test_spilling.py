@@ -54,7 +54,8 @@ def engine_for(family: str, **settings: Any) -> Engine:
         ({"write": WritePolicy.SELECTIVE}, "write policy through"),
         ({"hot_rows": -1}, "0 or more"),
         ({"sparse": None}, "hot_rows are for"),
-        ({"sparse": "quest"}, "hot_rows are for"),
+        ({"sparse": "quest", "host_memory": 0}, "quest with hot_rows.*host tier.*leave hot_rows out"),
+        ({"sparse": "clusterkv", "write": WritePolicy.BACK}, "clusterkv with hot_rows.*write policy through"),
         ({"sparse_budget": 100}, "leave sparse_budget out"),
     ],
 )

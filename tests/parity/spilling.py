@@ -82,7 +82,7 @@ def memory_of(engine: Engine) -> dict[Kind, torch.Tensor]:
     pages = engine._runner._pages
     spec, found = engine.cache.spec, {}
     for kind in (Kind.PREFIX, Kind.ROWS):
-        state_PLRB = pages._bytes["index" if kind is Kind.PREFIX else "kv"]
+        state_PLRB = pages._bytes[next(name for name in pages._bytes if name != "kv") if kind is Kind.PREFIX else "kv"]
         found[kind] = state_PLRB.as_strided((len(state_PLRB), spec.device_bytes(kind)), (state_PLRB.stride(0), 1), 0)
     return found
 

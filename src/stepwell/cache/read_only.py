@@ -126,11 +126,11 @@ class ReadOnlyCache:
         """The same question without waiting: call `step` until it is ready, then `answer`. Raises BadTokens and ConfigError."""
         return Question(self._state, self._store_tier, self.lookup(tokens, namespace=namespace), store_wait_s=store_wait_s)
 
-    def could_hold(self, tokens: int, *, chunk_tokens: int, spills: bool = True) -> bool:
+    def could_hold(self, tokens: int, *, chunk_tokens: int, spills_upto: int | None = None) -> bool:
         """Whether an empty device tier has room for one request of so many tokens, computed in chunks of so many.
 
-        Where rows may spill, for what it cannot spill, if an empty host has room for all of it. A request that computes for
-        itself alone, and publishes nothing, does not spill.
+        Where rows may spill, for what it cannot spill, if an empty host has room for the rest. Tokens from `spills_upto` on are
+        not published, and so do not spill: an answer's for some models, all of a request that computes for itself alone.
         """
         spec = self._state.spec
         window = min(spec.window_tokens + chunk_tokens, tokens) if spec.window_tokens else 0
@@ -140,15 +140,19 @@ class ReadOnlyCache:
             Kind.POINT: 2 if spec.parts(Kind.POINT) else 0,  # its own, and the copy it goes on with
         }
         if spec.spill is not None:
-            need[Kind.ROWS] = self._resident_rows(need[Kind.PREFIX], chunk_tokens) if spills else need[Kind.PREFIX]
+            pages = need[Kind.PREFIX]
+            spilling = pages if spills_upto is None else min(spills_upto // spec.page_tokens, pages)
+            need[Kind.ROWS] = self._resident_rows(pages, spilling, chunk_tokens)
         return self._state.arena(Tier.DEVICE).fits_when_empty({kind: count for kind, count in need.items() if count})
 
-    def _resident_rows(self, pages: int, chunk_tokens: int) -> int:
-        """How many pages of rows a request of so many pages must have on the device: hot ones, its tail, and those of a chunk."""
-        if not self._state.arena(Tier.HOST).fits_when_empty({Kind.PREFIX: pages}):
+    def _resident_rows(self, pages: int, spilling: int, chunk_tokens: int) -> int:
+        """How many pages of rows a request of so many pages must have on the device, where the first `spilling` may spill: hot
+        ones, those of a chunk, and its tail, or the pages that may not.
+        """
+        if not self._state.arena(Tier.HOST).fits_when_empty({Kind.PREFIX: spilling}):
             return pages
         chunk = -(-chunk_tokens // self._state.spec.page_tokens)
-        return min(pages, hot_pages_of(self._state) + TAIL_PAGES + chunk)
+        return min(pages, hot_pages_of(self._state) + max(TAIL_PAGES, pages - spilling) + chunk)
 
     @one_thread
     def next_stop(self, lease: Lease) -> int | None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from stepwell.engine.build import EngineConfig
     from stepwell.engine.engine import Engine
     from stepwell.engine.footprint import Footprint
+    from stepwell.engine.models.selectors import Sparse
     from stepwell.engine.scheduler import Limits
     from stepwell.server.principals import Principals, Secrets
     from stepwell.server.tenants import TenantsFile
@@ -56,7 +57,8 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--sparse-budget", type=int, metavar="N", help="tokens that are picked (default: 2048)")
     parser.add_argument(
         "--hot-rows", type=int, metavar="N",
-        help="with --sparse dsa: rows of a layer that a request keeps on the device once others are on the host (default: 4096)",
+        help="with --sparse: attention rows may be on the host alone, and a request keeps so many of a layer on the device "
+        "(default: 4096 with dsa; else rows stay on the device)",
     )  # fmt: skip
     parser.add_argument("--page-tokens", type=int, metavar="N", help="tokens per page (default: the model's own)")
     _configure_cache(parser)
@@ -252,7 +254,7 @@ def _summary(
         ("passes", f"{engine.limits.chunk_tokens:,} tokens, {engine.limits.max_running} requests at once"),
         ("memory", f"{round(measured.bytes_per_token):,} bytes per token{checkpoint}, pages of {spec.page_tokens} tokens"),
         *([] if config.draft is None else [("draft", f"{config.draft}, up to {config.draft_tokens} tokens ahead")]),
-        *([] if config.picks is None else [("sparse", config.picks.identity or f"dsa, {_hot(config)} hot rows a request")]),
+        *([] if config.picks is None else [("sparse", _sparse(config.picks, config.hot_rows))]),
         ("kernels", ", ".join(f"{what} {by}" for what, by in engine.kernels.items())),
         ("tiers", ", ".join(_tier(label, size, measured) for label, size in sizes.items() if size)),
         ("store", config.store or "none"),
@@ -268,8 +270,9 @@ def _summary(
     return lines
 
 
-def _hot(config: EngineConfig) -> str:
-    return f"{HOT_ROWS if config.hot_rows is None else config.hot_rows:,}"
+def _sparse(picks: Sparse, hot_rows: int | None) -> str:
+    hot = f", {HOT_ROWS if hot_rows is None else hot_rows:,} hot rows a request" if picks.spills else ""
+    return (picks.identity or picks.selector) + hot
 
 
 def _tier(label: str, size: int, measured: Footprint) -> str:

@@ -79,20 +79,22 @@ class EngineConfig:
     draft_max_running: int = 16  # requests that decode at once, above which nothing is guessed
     sparse: str | None = None  # what picks the tokens that answers look at: quest or clusterkv, or dsa for a model's own index
     sparse_budget: int | None = None  # how many tokens are picked; None: 2,048
-    hot_rows: int | None = (
-        None  # with dsa, rows of each layer that a request keeps on the device once others are on the host alone;
-    )
-    # None: 4,096
-    stage_ahead: bool = False  # with dsa: prompts over rows on the host copy the next layer's while one is computed
+    # Rows of each layer that a request keeps on the device once others are on the host alone. None: 4,096 with dsa; with another
+    # selector rows stay on the device.
+    hot_rows: int | None = None
+    stage_ahead: bool = False  # prompts over rows on the host copy the next layer's while one is computed
 
     @property
     def picks(self) -> Sparse | None:
         """What picks, checked. Raises ConfigError."""
         if self.sparse is None and self.sparse_budget is not None:
             raise ConfigError("sparse_budget says how many tokens a selector picks: name one with sparse")
-        if self.hot_rows is not None and self.sparse != DSA:
-            raise ConfigError("hot_rows are for models whose own index picks: use sparse dsa, or leave them out")
-        return None if self.sparse is None else Sparse(selector=self.sparse, budget=self.sparse_budget)
+        if self.sparse is None and self.hot_rows is not None:
+            raise ConfigError("hot_rows are for rows that are picked: name what picks them with sparse, or leave hot_rows out")
+        if self.sparse is None:
+            return None
+        spills = self.sparse == DSA or self.hot_rows is not None
+        return Sparse(selector=self.sparse, budget=self.sparse_budget, spills=spills)
 
 
 def load_engine(model: str, **settings: Any) -> Engine:
@@ -193,7 +195,7 @@ def build_engine(
         cache.close()
         raise
     context, max_alone = (
-        min(longest_request(cache, limits.chunk_tokens, spills=spills), checkpoint.max_context) for spills in (True, False)
+        min(longest_request(cache, limits.chunk_tokens, spills_upto=upto), checkpoint.max_context) for upto in (None, 0)
     )  # fmt: skip
     cache.hand_over()  # to whoever will run the engine, on whatever thread
     return Engine(
@@ -213,14 +215,16 @@ def build_engine(
 def _check_sparse(config: EngineConfig) -> None:
     """Raises ConfigError for a selector that is not known, and where rows could spill to nowhere."""
     picks = config.picks
-    if picks is None or picks.selector != DSA:
+    if picks is None or not picks.spills:
         return
+    how = f"sparse {picks.selector}" + ("" if picks.selector == DSA else " with hot_rows")
+    instead = "sparse" if picks.selector == DSA else "hot_rows"
     if (config.hot_rows or 0) < 0:
         raise ConfigError(f"hot_rows must be 0 or more, got {config.hot_rows}")
     if _host_bytes(config) is None:
-        raise ConfigError("sparse dsa keeps attention rows in a host tier: give host_memory, or leave sparse out")
+        raise ConfigError(f"{how} keeps attention rows in a host tier: give host_memory, or leave {instead} out")
     if not config.write.saves_on_commit:
-        raise ConfigError(f"sparse dsa needs the write policy through, for rows leave the device once the host has them; "
+        raise ConfigError(f"{how} needs the write policy through, for rows leave the device once the host has them; "
                           f"got {config.write.value}")  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from stepwell.base.meters import Clock, SystemClock
 from stepwell.cache.facade import Cache
 from stepwell.cache.report import StepReport
 from stepwell.engine.answering import Answering
-from stepwell.engine.footprint import Footprint
+from stepwell.engine.footprint import Footprint, longest_request
 from stepwell.engine.passes.spilling import SpillReport
 from stepwell.engine.request import Ask, Chunk, Delta, Finish, Request, Sampling, TokenLogprob, Usage
 from stepwell.engine.runner import Runner
@@ -121,14 +121,14 @@ class Engine:
 
     def submit(self, ask: Ask) -> int:
         """Queues a request and returns its number. Raises ConfigError or BadTokens, and queues nothing."""
-        most = self.max_context if ask.use_cache else self.max_alone
+        most = self._most_tokens(ask)
         room = most - len(ask.tokens)
         sampling = ask.sampling
         if room < 1 or (sampling.max_tokens or 0) > room:
             raise ConfigError(
                 f"{len(ask.tokens)} prompt tokens and {sampling.max_tokens or 1} to come exceed the {most} "
                 f"that this server can hold; shorten the prompt or ask for less"
-                + (", or use the cache" if most < self.max_context else "")
+                + (", or use the cache" if not ask.use_cache and most < self.max_context else "")
             )
         if len(ask.tokens) and not 0 <= min(ask.tokens) <= max(ask.tokens) < self.vocab_size:
             raise BadTokens(f"token ids must be from 0 to {self.vocab_size - 1}")
@@ -151,6 +151,14 @@ class Engine:
         self.scheduler.enter(request)
         self._answering.requests[request.id] = request
         return request.id
+
+    def _most_tokens(self, ask: Ask) -> int:
+        """How many tokens a request may have in all: rows of answers that pick are not published, and stay on the device."""
+        selector = self._runner.model.selector
+        if not ask.use_cache or selector is None or self.cache.spec.spill is None:
+            return self.max_context if ask.use_cache else self.max_alone
+        spills_upto = max(len(ask.tokens), selector.count)
+        return min(longest_request(self.cache, self.limits.chunk_tokens, spills_upto=spills_upto), self.max_context)
 
     def abort(self, number: int) -> None:
         """Ends a request, at any moment; unknown or ended ones are ignored."""

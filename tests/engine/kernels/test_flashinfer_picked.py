@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.kernels.test_triton_rows import scattered
 from engine.paged import Scene, Shape
 from stepwell.engine.graphs import FixedPaging
 from stepwell.engine.ops.picked import attend_picked
@@ -149,6 +150,32 @@ def test_single_tokens_of_prompts_look_at_everything(library: FlashInferPicked) 
     rows = Rows(scene.rows.stored_PRE, scene.rows.format, torch.float32)
     right = attend_picked(query_NHD.float(), rows, fresh, selection, heads=2, key_dim=WIDTH, scale=SCALE)
     assert (made.float() - right).abs().max() < TOLERANCE
+
+
+def test_rows_that_may_be_on_the_host_are_looked_up(library: FlashInferPicked) -> None:
+    """Singles are gathered from wherever they are. Dense runs, which the library would read in pages, are not given to it."""
+    shape, count = Shape(heads=6, kv_heads=2, width=WIDTH, page=8, contexts=(60, 70, 50), lengths=(1, 1, 5)), 24
+    scene = Scene(shape, dtype=torch.float16)  # Triton's interpreter has no bf16
+    scene.clear_unwritten()
+    places = scattered(scene.rows, 0)
+    query_NHD, selection = scene.made(scene.num_tokens, 6, WIDTH), picks(scene, count, runs=False)
+    assert selection[0] is not None and selection[-1] is None
+    made = library(query_NHD, places, scene.paging, selection, heads=2, key_dim=WIDTH, scale=SCALE)
+    assert (made.float() - expected(scene, query_NHD, selection, None)).abs().max() < TOLERANCE
+    told: list[int] = []
+    behind = FlashInferAttention(torch.device("cpu"), lambda *_, **__: (told.append(1), query_NHD)[1])
+    behind(query_NHD, places, scene.paging, heads=2, key_dim=WIDTH, scale=SCALE)
+    assert told, "it was read by the library, in pages that are not there"
+
+
+def test_pieces_of_a_pass_that_share_a_wrapper_are_each_planned_for(library: FlashInferPicked) -> None:
+    """Layer by layer, one after the other."""
+    scenes = [scene_of((60, 30), (1, 1)), scene_of((90, 20), (1, 1), seed=1), scene_of((40,), (30,)), scene_of((15,), (40,))]
+    for layer in range(3):
+        for scene in scenes:
+            query_NHD, selection = scene.made(scene.num_tokens, 6, WIDTH), picks(scene, 24, layer, runs=False)
+            made = library(query_NHD, scene.rows, scene.paging, selection, heads=2, key_dim=WIDTH, scale=SCALE)
+            assert (made.float() - expected(scene, query_NHD, selection, None)).abs().max() < TOLERANCE
 
 
 def test_a_recorded_step_is_loaded_with_another_batch(library: FlashInferPicked) -> None:

@@ -59,3 +59,25 @@ def test_triton_finds_and_fetches_the_same_rows(
     assert report(fast) == report(plain) and report(fast).misses
     for each in (one, plain, fast):
         each.close()
+
+
+@pytest.mark.parametrize(("selector", "hot_rows"), [("quest", 7 * PAGE), ("clusterkv", 2 * PAGE)])
+def test_triton_finds_and_fetches_the_same_keys_and_values(selector: str, hot_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Picked by summaries, for all heads at once."""
+    picking = {"sparse": selector, "sparse_budget": 112}
+    small = SMALL | {"memory": "1800KiB", "host_memory": "1MiB", "max_running": 2}
+    one, plain = recorded("llama", **picking), spilled("llama", hot_rows=hot_rows, **small, **picking)
+    monkeypatch.setattr(registry, "choose_kernels", lambda *args: FAST)
+    monkeypatch.setattr(build, "_tensor", over_one_block)
+    fast = spilled("llama", hot_rows=hot_rows, **small, **picking)
+
+    def asked(made: Recorded) -> list[Played]:
+        first = made.play_all(prompts((150,)), answer=2)
+        return first + made.play_all([[*first[0].prompt, *first[0].tokens, 1, 2, 3]], answer=2)
+
+    then = asked(one)
+    check_same(asked(plain), then)
+    check_same(asked(fast), then)
+    assert report(fast) == report(plain) and report(fast).misses
+    for each in (one, plain, fast):
+        each.close()

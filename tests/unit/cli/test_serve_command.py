@@ -99,6 +99,21 @@ def test_a_selector_is_part_of_the_engine_s_settings() -> None:
     assert serve._engine_config(parsed(), {}).picks is None
 
 
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (("quest",), "quest1-2048"),
+        (("quest", "--hot-rows", "4096"), "quest1-2048, 4,096 hot rows a request"),
+        (("clusterkv", "--sparse-budget", "1024", "--hot-rows", "0"), "clusterkv1-1024, 0 hot rows a request"),
+        (("dsa",), "dsa, 4,096 hot rows a request"),
+    ],
+)
+def test_people_are_told_whether_rows_may_leave_the_device(argv: tuple[str, ...], said: str) -> None:
+    pytest.importorskip("torch")
+    config = serve._engine_config(parsed("--sparse", *argv), {})
+    assert config.picks is not None and serve._sparse(config.picks, config.hot_rows) == said
+
+
 def test_a_draft_is_part_of_the_engine_s_settings() -> None:
     pytest.importorskip("torch")
     config = serve._engine_config(parsed("--draft", "mtp", "--draft-tokens", "2"), {})
@@ -166,6 +181,9 @@ def test_a_taken_port_is_said_before_anything_is_loaded(capsys: pytest.CaptureFi
         (("--draft", "/no/such/draft"), "no draft model"),
         (("--sparse-budget", "512"), "name one with sparse"),
         (("--sparse", "dsa", "--sparse-budget", "512"), "the model says itself"),
+        (("--hot-rows", "512"), "name what picks them with sparse"),
+        (("--sparse", "quest", "--hot-rows", "512", "--host-memory", "0"), "leave hot_rows out"),
+        (("--sparse", "quest", "--hot-rows", "512", "--write-policy", "back"), "write policy through"),
         (("--chunk-tokens", "0"), "chunk_tokens"),
         (("--store-key-file", "TMP/none"), "stepwell store new-key"),
         (("--store-key-file", "TMP"), "is not a file"),

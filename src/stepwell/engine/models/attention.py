@@ -1,7 +1,7 @@
 """The attention block that most families share: one product for queries, keys and values, rotation, pages, one product out.
 
 What differs is data: norms of queries and keys, a window, sinks, a cap, biases, a selector. Reads and writes its own layer of one
-state, and of the selector's.
+state, and of the selector's. Where rows are on the host alone, what the selector picks is fetched before it is attended to.
 """
 
 from __future__ import annotations
@@ -17,10 +17,13 @@ from stepwell.engine.loading.weights import Weights
 from stepwell.engine.models.layers import Linear, RMSNorm
 from stepwell.engine.ops.kernels import TORCH, Kernels
 from stepwell.engine.ops.pointwise import Angles, HeadNorms
+from stepwell.engine.ops.selection import Selection
 from stepwell.engine.ops.selector import Selector
+from stepwell.engine.ops.staging import attend_spilled
 from stepwell.engine.passes.batch import Batch
-from stepwell.engine.passes.paging import Paging
+from stepwell.engine.passes.paging import Paging, Run
 from stepwell.engine.passes.rows import Rows
+from stepwell.engine.passes.spilled import Spilled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -47,25 +50,45 @@ class Attention:
 
     def look(self, x_NC: torch.Tensor, angles: Angles | None, batch: Batch) -> torch.Tensor:
         """Keeps keys and values, and returns what the queries see: `[N, heads * head_dim]`."""
-        paging, rows = batch.paging(self.window), batch.rows(self.state, self.layer)
+        paging = batch.paging_of(self.state) if self.window is None else batch.paging(self.window)
+        rows = batch.rows(self.state, self.layer)
         query_NHD = self.kernels.write_keys_values(
             self.qkv(x_NC), rows, paging, heads=self.heads, kv_heads=self.kv_heads, norms=self.norms, angles=angles
         )
         return self._attend(query_NHD, rows, paging, batch).flatten(1)
 
     def _attend(self, query_NHD: torch.Tensor, rows: Rows, paging: Paging, batch: Batch) -> torch.Tensor:
-        kernels, heads, key_dim = self.kernels, self.kv_heads, self.head_dim
-        if self.selector is not None:
-            assert self.sinks_H is None, "picked rows have no sinks beside them"
-            summaries = batch.rows(self.selector.state, self.layer)
-            self.selector.keep(rows, summaries, paging)
-            selection = self.selector.select(query_NHD, summaries, paging, scale=self.scale)
-            if any(picked is not None for picked in selection):
-                return kernels.attend_picked(
-                    query_NHD, rows, paging, selection, heads=heads, key_dim=key_dim, scale=self.scale, cap=self.cap
-                )
-        return kernels.attend(
-            query_NHD, rows, paging, heads=heads, key_dim=key_dim, scale=self.scale, sinks_H=self.sinks_H, cap=self.cap
+        if self.selector is None:
+            return self._attend_to(query_NHD, rows, paging, ())
+        assert self.sinks_H is None, "picked rows have no sinks beside them"
+        summaries, whole, spilled = batch.rows(self.selector.state, self.layer), batch.paging(None), batch.spilled
+        self.selector.keep(rows, summaries, whole, batch.rows_of(self.state))
+        selection = self.selector.select(query_NHD, summaries, whole, scale=self.scale)
+        if spilled is None:
+            return self._attend_to(query_NHD, rows, paging, selection)
+        self._fetch(spilled, self.selector, query_NHD, summaries, whole, selection)
+        return attend_spilled(self._attend_to, query_NHD, rows, spilled, selection)
+
+    def _fetch(
+        self, spilled: Spilled, selector: Selector, query_NHD: torch.Tensor, summaries: Rows, paging: Paging, selection: Selection
+    ) -> None:
+        """What was picked; and what the last token of a prompt would pick, so that the answer begins with it."""
+        position_of = [None if picked is None else picked.position_XK for picked in selection]
+        for at in spilled.ends:
+            run = paging.parts[at]
+            if selection[at] is None and isinstance(run, Run):
+                position_of[at] = selector.select_last(query_NHD, summaries, run, scale=self.scale)
+        spilled.resolve(self.layer, position_of)
+        spilled.fetch(self.layer)
+
+    def _attend_to(self, query_NHD: torch.Tensor, rows: Rows, paging: Paging, selection: Selection) -> torch.Tensor:
+        heads, key_dim, scale = self.kv_heads, self.head_dim, self.scale
+        if any(picked is not None for picked in selection):
+            return self.kernels.attend_picked(
+                query_NHD, rows, paging, selection, heads=heads, key_dim=key_dim, scale=scale, cap=self.cap
+            )
+        return self.kernels.attend(
+            query_NHD, rows, paging, heads=heads, key_dim=key_dim, scale=scale, sinks_H=self.sinks_H, cap=self.cap
         )
 
 

@@ -84,7 +84,7 @@ class Decoder:
     logit_scale: float = 1.0
     logit_cap: float | None = None
     steady: tuple[int | None, ...] = ()
-    selected: int = 0  # rows that a query reads at most, of models that pick by an index of their own
+    selected: int = 0  # rows that a query reads at most where rows are picked
     kernels: Kernels = TORCH
     selector: Selector | None = None
 

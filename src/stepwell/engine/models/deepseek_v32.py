@@ -7,6 +7,7 @@ are fetched between the choice and attention.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -51,12 +52,12 @@ class SparseAttention:
 
     def _attend(self, query_NHC: torch.Tensor, selection: Selection, batch: Batch) -> torch.Tensor:
         latent, spilled = self.latent, batch.spilled
-        rows, attend = batch.rows(latent.state, latent.layer, latent.kept), latent.kernels.attend_selected
-        rank, scale = latent.sizes.rank, latent.scale
+        rows = batch.rows(latent.state, latent.layer, latent.kept)
+        attend = partial(latent.kernels.attend_selected, rank=latent.sizes.rank, scale=latent.scale)
         if spilled is None:
-            return attend(query_NHC, rows, batch.paging_of(latent.state), selection, rank=rank, scale=scale)
+            return attend(query_NHC, rows, batch.paging_of(latent.state), selection)
         spilled.fetch(latent.layer)
-        return attend_spilled(attend, query_NHC, rows, spilled, selection, rank=rank, scale=scale)
+        return attend_spilled(attend, query_NHC, rows, spilled, selection)
 
 
 def build(parts: Parts) -> Decoder:

@@ -67,8 +67,10 @@ def build_model(
         raise ConfigError(
             f"rows of {text.text('model_type')!r} have no eight-bit format here; use a kv_dtype of bf16, fp16 or fp32"
         )
-    selector = None if sparse is None else sparse.selector
-    spec = from_config(config, kv_dtype=kv_dtype or dtype, model_dtype=dtype, page_tokens=page_tokens, sparse=selector)
+    spec = from_config(
+        config, kv_dtype=kv_dtype or dtype, model_dtype=dtype, page_tokens=page_tokens,
+        sparse=None if sparse is None else sparse.selector, spills=sparse is not None and sparse.spills,
+    )  # fmt: skip
     if named := _NAMED.get(text.text("model_type")):
         source = named(source)
     block = block_in(text, Fields(values=config))
@@ -77,4 +79,4 @@ def build_model(
     picks = None if sparse is None else selector_for(sparse, spec, chosen)
     model = builder(Parts(config=text, spec=spec, weights=weights, kernels=chosen, selector=picks))
     weights.finish()
-    return replace(model, kernels=chosen, selector=picks)
+    return replace(model, kernels=chosen, selector=picks, selected=model.selected if picks is None else picks.count)

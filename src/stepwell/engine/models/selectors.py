@@ -22,10 +22,11 @@ BUDGET = 2048  # tokens that a query looks at where nobody says how many
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sparse:
-    """What picks, and how many tokens; None for what is usual."""
+    """What picks, and how many tokens; None for what is usual. With `spills` rows may be on the host alone, with dsa always."""
 
     selector: str
     budget: int | None = None
+    spills: bool = False
 
     def __post_init__(self) -> None:
         if self.selector not in SELECTORS:

@@ -4,7 +4,8 @@
     runs       its prefill kernel, all of them at once; on Hopper the one made for it
 
 What a pass looks at is worked out once for all layers (a plan), and in a recorded step once for as long as no request gets
-another page. What FlashInfer does not have (odd widths, eight-bit rows, fp32) goes to the operation behind it.
+another page. Pieces of a pass that are attended to one after the other share wrappers, and plan again in every layer. What
+FlashInfer does not have (odd widths, eight-bit rows, fp32, rows that may be on the host alone) goes to the operation behind it.
 """
 
 from __future__ import annotations
@@ -78,13 +79,13 @@ class FlashInferAttention:
         self._behind = behind
         self._hopper = torch.cuda.get_device_capability(device) == _HOPPER
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        self._kept: dict[tuple[Any, ...], Planned] = {}  # plans of passes that are not recorded, used again by every pass
+        self._kept: dict[tuple[Any, ...], Wrapper] = {}  # of passes that are not recorded, used again by every pass
 
     def __call__(
         self, query_NHD: torch.Tensor, rows: Rows, paging: Paging, *, heads: int, key_dim: int | None, scale: float,
         sinks_H: torch.Tensor | None = None, cap: float | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        takes = self.takes(query_NHD, rows, paging, heads=heads, key_dim=key_dim)
+        takes = rows.places is None and self.takes(query_NHD, rows, paging, heads=heads, key_dim=key_dim)
         if not takes or key_dim is None or (sinks_H is not None and (key_dim != _SINK_WIDTH or cap is not None)):
             return self._behind(query_NHD, rows, paging, heads=heads, key_dim=key_dim, scale=scale, sinks_H=sinks_H, cap=cap)
         layer = Heads(query_NHD.shape[1], heads, key_dim, scale, cap, sinks_H is not None, query_NHD.dtype)
@@ -96,23 +97,24 @@ class FlashInferAttention:
         return out_NHD
 
     def takes(self, query_NHD: torch.Tensor, rows: Rows, paging: Paging, *, heads: int, key_dim: int | None) -> bool:
-        """Whether the library has a kernel for these."""
+        """Whether the library has a kernel for these, were all of them where pages say."""
         stored = rows.stored_PRE
         fits = rows.format is PLAIN and stored.dtype == query_NHD.dtype and not paging.sight.first_seen and _aligned(stored)
         return fits and key_dim in _WIDTHS and stored.shape[2] == 2 * heads * key_dim
 
     def planned(self, layer: Heads, paging: Paging, page_tokens: int, *, decode: bool, count: int) -> Planned:
-        """Something to plan for `count` segments with pages of so many rows. Passes that are not recorded use the same ones
-        again: each plans before it runs.
+        """Something to plan for `count` segments with pages of so many rows. Passes that are not recorded use the same wrappers
+        again.
         """
         sight = paging.sight
         window = -1 if sight.window is None else sight.window - 1  # the library does not count a token itself
         if paging.fixed:
-            return Planned(self._wrapper(layer, window, decode, count), layer, window, page_tokens, recorded=True)
+            made = Wrapper(self._wrapper(layer, window, decode, count))
+            return Planned(made, layer, window, page_tokens, recorded=True)
         key = layer, window, decode, page_tokens
         if key not in self._kept:
-            self._kept[key] = Planned(self._wrapper(layer, window, decode, None), layer, window, page_tokens)
-        return self._kept[key]
+            self._kept[key] = Wrapper(self._wrapper(layer, window, decode, None))
+        return Planned(self._kept[key], layer, window, page_tokens)
 
     # ---- inside -----------------------------------------------------------------------------------
 
@@ -146,23 +148,32 @@ class FlashInferAttention:
         return self._library.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend=backend, **buffers)
 
 
-class Planned:
-    """One of the library's wrappers, and what it was last planned for."""
+@dataclass(slots=True, eq=False)
+class Wrapper:
+    """One of the library's wrappers, and the lists that it was last planned for."""
 
-    def __init__(self, wrapper: Any, layer: Heads, window: int, page_tokens: int, *, recorded: bool = False) -> None:
+    made: Any
+    holds: PageLists | None = None
+    uploaded: torch.cuda.Event | None = None
+
+
+class Planned:
+    """What some segments look at, and the wrapper that is planned for it."""
+
+    def __init__(self, wrapper: Wrapper, layer: Heads, window: int, page_tokens: int, *, recorded: bool = False) -> None:
         self._wrapper = wrapper
         self._layer = layer
         self._window = window
         self._page_tokens = page_tokens
         self._recorded = recorded
         self._lists: PageLists | None = None
-        self._uploaded: torch.cuda.Event | None = None
 
     def load(self, looks: Sequence[Look]) -> None:
         """Plans for these segments. In a recorded step that is the whole change from one replay to the next."""
         lists = PageLists.of(looks, self._page_tokens)
         if self._recorded and self._lists is not None and _same_pages(self._lists, lists):
-            put(self._wrapper._paged_kv_last_page_len_buf, lists.last)
+            put(self._wrapper.made._paged_kv_last_page_len_buf, lists.last)
+            self._wrapper.holds = lists
         else:
             self._plan(lists)
         self._lists = lists
@@ -171,24 +182,28 @@ class Planned:
         self, query_NHD: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], out_NHD: torch.Tensor,
         sinks_H: torch.Tensor | None,
     ) -> None:  # fmt: skip
+        assert self._lists is not None, "it is loaded before it runs"
+        if self._wrapper.holds is not self._lists:  # another piece of the pass has used the wrapper meanwhile
+            self._plan(self._lists)
         if sinks_H is None:
-            self._wrapper.run(query_NHD, pages, out=out_NHD)
+            self._wrapper.made.run(query_NHD, pages, out=out_NHD)
         else:
-            self._wrapper.run(query_NHD, pages, sinks_H.float(), self._layer.scale, out=out_NHD)
+            self._wrapper.made.run(query_NHD, pages, sinks_H.float(), self._layer.scale, out=out_NHD)
 
     def _plan(self, lists: PageLists) -> None:
         """The library copies from its own pinned buffer: nothing may be written there before the last copy is done."""
-        if self._uploaded is not None:
-            self._uploaded.synchronize()
-        layer, indices = self._layer, on_device(lists.indices, self._wrapper.device)
+        wrapper, library = self._wrapper, self._wrapper.made
+        if wrapper.uploaded is not None:
+            wrapper.uploaded.synchronize()
+        layer, indices = self._layer, on_device(lists.indices, library.device)
         queries, starts, last = (torch.from_numpy(each) for each in (lists.queries, lists.starts, lists.last))
-        self._wrapper.plan(
+        library.plan(
             queries, starts, indices, last, layer.queries, layer.keys, layer.width, self._page_tokens, causal=True,
             sm_scale=layer.scale, window_left=self._window, logits_soft_cap=layer.cap, q_data_type=layer.dtype,
             kv_data_type=layer.dtype,
         )  # fmt: skip
-        self._uploaded = torch.cuda.Event()
-        self._uploaded.record(torch.cuda.current_stream(self._wrapper.device))
+        wrapper.holds, wrapper.uploaded = lists, torch.cuda.Event()
+        wrapper.uploaded.record(torch.cuda.current_stream(library.device))
 
 
 def keys_and_values(rows: Rows, layer: Heads) -> tuple[torch.Tensor, torch.Tensor]:

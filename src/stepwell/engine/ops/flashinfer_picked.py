@@ -1,9 +1,9 @@
 """Attention over picked rows by FlashInfer: what was picked is gathered by Triton, back to back, and read like any other pages.
 
     singles      all at once: those that picked, and those that see no more than others pick, with all they see
-    dense runs   all at once, over the pages where they lie
-    the others   runs that pick (a few guesses to be verified, answers that are computed again), and single tokens of prompts: by
-                 the operation behind it, in plain torch
+    dense runs   all at once, over the pages where they lie, unless some of these may be on the host alone
+    the others   runs that pick (a few guesses to be verified, answers that are computed again), and single tokens of prompts: in
+                 plain torch
 
 How many rows each single looks at is planned once for all layers, as in `flashinfer_attention.py`; which ones is not part of the
 plan. Importing needs Triton. Axes as in `picked.py`.
@@ -48,9 +48,11 @@ class FlashInferPicked:
         counts = [picked.position_XK.shape[1] for part, picked in pairs if isinstance(part, Singles) and picked is not None]
         if counts:
             self._singles(layer, paging, pairs, counts[0], query_NHD, rows, out_NHD)
-        self._dense_runs(layer, paging, pairs, query_NHD, rows, out_NHD)
+        in_pages = rows.places is None
+        if in_pages:
+            self._dense_runs(layer, paging, pairs, query_NHD, rows, out_NHD)
         for part, picked in pairs:
-            if isinstance(part, Run) and picked is None:
+            if isinstance(part, Run) and picked is None and in_pages:
                 continue
             if isinstance(part, Singles) and counts and (picked is not None or _length(part) <= counts[0]):
                 continue

@@ -9,18 +9,20 @@ the keys before it alone, never on how passes cut the tokens. As with the index 
 outcome is a `Selection`, and whoever attends does not know who picked.
 
 Summaries are a state of the model, cached with its pages. Those of runs are made in their layer, before anybody picks; those of
-single tokens behind the pass, for all layers at once: a token does not ask for the summary of its own unit, whole or not. Axes as
-in `ops/selection.py` and `sparse/summaries.py`.
+single tokens behind the pass, for all layers at once: a token does not ask for the summary of its own unit, whole or not. Either
+is made of keys in pages that the pass writes to, whose rows are never on the host alone. Axes as in `ops/selection.py` and
+`sparse/summaries.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from stepwell.base.tasks import PageIds
 from stepwell.engine.ops.selection import Best, Picked, Selection, best
 from stepwell.engine.passes.batch import Batch
 from stepwell.engine.passes.numbers import on_device
@@ -29,6 +31,8 @@ from stepwell.engine.passes.rows import Rows
 from stepwell.sparse.summaries import Summary
 
 BLOCK_BYTES = 64 << 20  # of scores
+
+RowsOf = Callable[[PageIds], PageIds]  # pages of rows, of prefix pages that the pass writes to
 _HEAD_BYTES, _TOKEN_BYTES = 4, 32  # of a token: a score for each key head, and what it takes to find the best
 
 
@@ -46,17 +50,17 @@ class Selector:
     recent: int
     best: Best = best
 
-    def keep(self, rows: Rows, summaries: Rows, paging: Paging) -> None:
-        """Once a layer's keys are written: the summaries of units that runs complete."""
+    def keep(self, rows: Rows, summaries: Rows, paging: Paging, rows_of: RowsOf) -> None:
+        """Once a layer's keys are written: the summaries of units that runs complete. `paging` is of prefix pages."""
         if paging.num_singles == len(paging.looks):
             return
         plan = ("units", self.summary.unit)
         if plan not in paging.plans:
             spans = [(look.position, look.end, look.pages) for look in paging.looks[paging.num_singles :]]
-            paging.plans[plan] = self._units(spans, rows.stored_PRE.shape[1], rows.stored_PRE.device)
-        page_U, unit_U, row_UR = paging.plans[plan]
+            paging.plans[plan] = self._units(spans, rows.stored_PRE.shape[1], rows_of, rows.stored_PRE.device)
+        page_U, kept_U, unit_U, row_UR = paging.plans[plan]
         if len(page_U):
-            made_UC = self.summary.make(self._keys(rows.some(page_U[:, None], row_UR)))
+            made_UC = self.summary.make(self._keys(rows.written(kept_U[:, None], row_UR)))
             summaries.write(page_U, unit_U, made_UC)
 
     def finish(self, batch: Batch) -> None:
@@ -66,14 +70,19 @@ class Selector:
         if not spans:
             return
         rows_PLRE, state_PLRE = batch.pages.state_PLRE(self.keys), batch.pages.state_PLRE(self.state)
-        page_U, unit_U, row_UR = self._units(spans, rows_PLRE.shape[2], rows_PLRE.device)
-        row_ULRE = rows_PLRE[page_U[:, None], :, row_UR].transpose(1, 2)
+        page_U, kept_U, unit_U, row_UR = self._units(spans, rows_PLRE.shape[2], batch.rows_of(self.keys), rows_PLRE.device)
+        row_ULRE = rows_PLRE[kept_U[:, None], :, row_UR].transpose(1, 2)
         made_YC = self.summary.make(self._keys(row_ULRE.flatten(0, 1).to(batch.dtype)))
         state_PLRE[page_U, :, unit_U] = made_YC.unflatten(0, row_ULRE.shape[:2]).to(state_PLRE.dtype)
 
     def select(self, query_NHD: torch.Tensor, summaries: Rows, paging: Paging, *, scale: float) -> Selection:
         """Reads summaries, and changes nothing."""
-        return tuple(self._pick(query_NHD, summaries, part, scale) for part in paging.parts)
+        return tuple(self._pick(query_NHD, summaries, part, scale, self._first(part)) for part in paging.parts)
+
+    def select_last(self, query_NHD: torch.Tensor, summaries: Rows, run: Run, *, scale: float) -> torch.Tensor | None:
+        """What the last token of a run would look at, were it one that picks: `[1, count]`, None for everything."""
+        picked = self._pick(query_NHD, summaries, run, scale, run.stop - run.start - 1)
+        return None if picked is None else picked.position_XK
 
     # ---- inside -----------------------------------------------------------------------------------
 
@@ -83,9 +92,11 @@ class Selector:
         return keys
 
     def _units(
-        self, spans: Sequence[tuple[int, int, np.ndarray]], page_rows: int, device: torch.device
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of the units that tokens `[position, end)` of some pages complete: the page, the row of the summary, those of keys."""
+        self, spans: Sequence[tuple[int, int, PageIds]], page_rows: int, rows_of: RowsOf, device: torch.device
+    ) -> tuple[torch.Tensor, ...]:
+        """Of the units that tokens `[position, end)` of some pages complete: the prefix page and the page of its rows, the row of
+        the summary, those of keys.
+        """
         size = self.summary.unit
         pages, units = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         for position, end, held in spans:
@@ -93,14 +104,22 @@ class Selector:
             pages.append(held[unit * size // page_rows].astype(np.int64))
             units.append(unit % (page_rows // size))
         page, unit = np.concatenate(pages), np.concatenate(units)
-        page_U, unit_U = on_device(np.concatenate([page, unit]), device).split((len(page), len(page)))
-        return page_U, unit_U, unit_U[:, None] * size + torch.arange(size, device=device)
+        kept = rows_of(page.astype(np.int32))
+        numbers = on_device(np.concatenate([page, kept, unit]), device)
+        page_U, kept_U, unit_U = numbers.split((len(page),) * 3)
+        return page_U, kept_U, unit_U, unit_U[:, None] * size + torch.arange(size, device=device)
 
-    def _pick(self, query_NHD: torch.Tensor, summaries: Rows, part: Singles | Run, scale: float) -> Picked | None:
+    @staticmethod
+    def _first(part: Singles | Run) -> int:
+        """How many of a part's queries look at everything: those before the others."""
         if isinstance(part, Singles):
-            first, table_SP, position_X = (0 if part.picks else part.stop - part.start), part.table_BP, part.position_B
+            return 0 if part.picks else part.stop - part.start
+        return min(max(part.picks_from - part.position, 0), part.stop - part.start)
+
+    def _pick(self, query_NHD: torch.Tensor, summaries: Rows, part: Singles | Run, scale: float, first: int) -> Picked | None:
+        if isinstance(part, Singles):
+            table_SP, position_X = part.table_BP, part.position_B
         else:
-            first = min(max(part.picks_from - part.position, 0), part.stop - part.start)
             table_SP, position_X = part.pages_P[None], part.position_N
         length = table_SP.shape[1] * part.sight.page_tokens
         if length <= self.count or first == part.stop - part.start:

@@ -9,23 +9,24 @@ Never selects. Axes as in `selection.py`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-from stepwell.engine.ops.selection import AttendSelected, Selection
+from stepwell.engine.ops.selection import Selection
+from stepwell.engine.passes.paging import Paging
 from stepwell.engine.passes.rows import Rows
 from stepwell.engine.passes.spilled import Spilled
 
+Attend = Callable[[torch.Tensor, Rows, Paging, Selection], torch.Tensor]  # of so many queries, over what was selected for each
+
 
 def attend_spilled(
-    attend: AttendSelected, query_NHC: torch.Tensor, rows: Rows, spilled: Spilled, selection: Selection, *, rank: int,
-    scale: float,
+    attend: Attend, query_NHC: torch.Tensor, rows: Rows, spilled: Spilled, selection: Selection
 ) -> torch.Tensor:  # fmt: skip
-    """As `attend_selected`, once what singles and short runs selected is fetched."""
+    """As `attend` over the whole pass, once what singles and short runs selected is fetched."""
     seen = [
-        attend(
-            query_NHC[piece.start : piece.stop], spilled.rows(rows, piece), piece.paging, selection[piece.parts], rank=rank,
-            scale=scale,
-        )
+        attend(query_NHC[piece.start : piece.stop], spilled.rows(rows, piece), piece.paging, selection[piece.parts])
         for piece in spilled.pieces()
-    ]  # fmt: skip
+    ]
     return seen[0] if len(seen) == 1 else torch.cat(seen)

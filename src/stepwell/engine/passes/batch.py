@@ -9,7 +9,7 @@ B singles, P pages, T tokens of context.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
@@ -133,6 +133,11 @@ class Batch:
             looks, whole.sight, page_N=page_N, row_N=row_N, num_singles=self.num_singles,
             together=lambda: self._together([(look.first, look.pages) for look in looks]),
         )  # fmt: skip
+
+    def rows_of(self, state: str) -> Callable[[PageIds], PageIds]:
+        """Which pages have the rows of a state, of prefix pages that the pass writes to."""
+        spilling = self.pages.spilling
+        return (lambda pages: pages) if spilling is None or state != spilling.state else spilling.rows_of
 
     def rows(self, state: str, layer: int, kept: RowFormat = PLAIN) -> Rows:
         """One layer of a state, to read and write in what the model computes in."""

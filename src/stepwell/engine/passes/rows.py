@@ -161,8 +161,11 @@ class Rows:
 
     def some(self, page: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
         """Single rows, `[..., C]` for pages and rows `[...]`."""
-        stored = self.stored_PRE[page, row] if self.places is None else self.places.read(page, row)
-        return self.format.decode(stored, self.dtype)
+        return self.written(page, row) if self.places is None else self.format.decode(self.places.read(page, row), self.dtype)
+
+    def written(self, page: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+        """The same of pages that the pass writes to, named as for `write`: their rows are never on the host alone."""
+        return self.format.decode(self.stored_PRE[page, row], self.dtype)
 
 
 def _tiles(x: torch.Tensor, size: int) -> torch.Tensor:

@@ -3,6 +3,8 @@
     singles, short runs   select rows: `resolve` gives those that are missing a slot, `fetch` copies them, layer by layer
     longer runs           read nearly everything: each layer's rows of all their pages are copied into a scratch first. The last
                           token of a prompt resolves what it selects all the same: what follows it selects most of that again
+    tokens of prompts     that look at everything, where answers select: single ones and short runs are read where they lie, which
+                          copies as much as a scratch would
 
 Where a row is was decided before the pass. Selections are never changed by it. Axes as in `sparse/resolve.py`.
 """
@@ -85,8 +87,16 @@ class Spilled:
         self._hot_BQ.copy_(theirs._hot_BQ)
         self._last_X.copy_(theirs._last_X)
 
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Which parts of the pass are staged runs whose last token resolves, for those that follow it."""
+        before = len(self._paging.singles) - self._paging.num_singles
+        return tuple(before + at for at in sorted(self._staged & self._short))
+
     def resolve(self, layer: int, position_of: Sequence[torch.Tensor | None]) -> None:
-        """Gives slots to rows that are missing of a selection: positions `[X, K]` for each part of the pass, None for all."""
+        """Gives slots to rows that are missing of a selection: positions `[X, K]` for each part of the pass, of its last X
+        queries, or None for all. Nothing for queries that select nothing, and look at more than can be selected.
+        """
         if self._short:
             wanted = Wanted.of(
                 self._positions(position_of), last_X=self._last_X, table_BP=self._table_BP, hot_BQ=self._hot_BQ,
@@ -136,13 +146,21 @@ class Spilled:
         made, segment = [], 0
         for part, position_XK in zip(self._paging.parts, position_of, strict=True):
             if segment in self._short:  # of singles all are
-                every_XK = _all_of(part) if position_XK is None else position_XK.int()
-                made.append(every_XK[self._first[segment] :] if isinstance(part, Run) else every_XK)
+                made.append(self._asked(part, position_XK, part.stop - part.start - self._first[segment]))
             segment += 1 if isinstance(part, Run) else part.stop - part.start
         if len(made) == 1:
             return made[0].contiguous()
         widest = max(each.shape[1] for each in made)
         return torch.cat([pad(each, (0, widest - each.shape[1]), value=ABSENT) for each in made])
+
+    def _asked(self, part: Singles | Run, position_XK: torch.Tensor | None, queries: int) -> torch.Tensor:
+        """What the last queries of a part resolve, ABSENT for nothing."""
+        if position_XK is None and _length(part) <= self._spilling.sizes.selected:
+            position_XK = _all_of(part)
+        elif position_XK is None:
+            position_XK = self._last_X.new_empty(0, 1)
+        every_XK = position_XK[-queries:].int()
+        return pad(every_XK, (0, 0, queries - len(every_XK), 0), value=ABSENT) if len(every_XK) < queries else every_XK
 
     def _cut(self) -> tuple[Piece, ...]:
         paging = self._paging
@@ -179,10 +197,14 @@ def spilled_in(batch: Batch) -> Spilled | None:
     return Spilled(batch, spilling, frozenset(staged))
 
 
+def _length(part: Singles | Run) -> int:
+    return (len(part.pages_P) if isinstance(part, Run) else part.table_BP.shape[1]) * part.sight.page_tokens
+
+
 def _all_of(part: Singles | Run) -> torch.Tensor:
     """Every position, for each single; for a run its last token stands for all."""
-    pages_P, queries = part.pages_P if isinstance(part, Run) else part.table_BP[0], part.stop - part.start
-    position_T = torch.arange(len(pages_P) * part.sight.page_tokens, dtype=torch.int32, device=pages_P.device)
+    queries, device = part.stop - part.start, (part.pages_P if isinstance(part, Run) else part.table_BP).device
+    position_T = torch.arange(_length(part), dtype=torch.int32, device=device)
     if isinstance(part, Singles):
         return position_T.expand(queries, -1)
     position_XT = position_T.new_full((queries, len(position_T)), ABSENT)

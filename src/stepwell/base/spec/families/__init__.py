@@ -13,6 +13,7 @@ from stepwell.base.spec.families import attention, compressed, latent, recurrent
 from stepwell.base.spec.families.dtypes import KV_DTYPES, Dtypes, choose_dtypes
 from stepwell.base.spec.families.fields import Fields
 from stepwell.base.spec.model import ModelSpec
+from stepwell.base.spec.shapes import Prefix
 from stepwell.base.spec.spill import Spill
 from stepwell.base.spec.states import StateSpec
 
@@ -65,13 +66,14 @@ def from_config(
     name: str | None = None,
     draft: bool = False,
     sparse: str | None = None,
+    spills: bool = False,
 ) -> ModelSpec:
     """The memory of the model a `config.json` describes; a text model nested under `text_config` is found.
 
     `kv_dtype`, `model_dtype` (what it computes in) and `page_tokens` override its own. `draft` adds the optional states of its
     next-token-prediction layers. `sparse` names a selector, and adds what it keeps of the keys; with `dsa` attention rows may
-    spill. Raises SpecError for an unknown architecture, naming it, for a field that is missing or out of range, naming that, and
-    for a selector the model cannot have.
+    spill, and with the others where `spills` says so. Raises SpecError for an unknown architecture, naming it, for a field that
+    is missing or out of range, naming that, and for a selector the model cannot have.
     """
     if not isinstance(config, Mapping):
         raise SpecError(f"a model config must be a JSON object, got {type(config).__name__}")
@@ -88,7 +90,7 @@ def from_config(
         states += _summaries_of(family, text, sparse, states, page_tokens)
     if draft:
         states += _draft_of(family, text, dtypes, page_tokens)
-    spill = family.spill(text) if sparse == summaries.DSA and family.spill is not None else None
+    spill = _spill_of(family, text, sparse, states) if spills or sparse == summaries.DSA else None
     return ModelSpec(name=name or _title(text, outer), states=tuple(states), page_tokens=page_tokens, spill=spill)
 
 
@@ -132,6 +134,20 @@ def _summaries_of(
             f"{model} does not{': it picks by its own index (dsa)' if own else ''}"
         )
     return [summaries.summary_state(selector, named["kv"], family.heads(text), page_tokens)]
+
+
+def _spill_of(family: Family, text: Fields, selector: str | None, states: list[StateSpec]) -> Spill:
+    """Which rows may be on the host alone. Raises SpecError where none can."""
+    if selector is None:
+        raise SpecError("rows are read where they are picked from: name what picks them, as in sparse quest")
+    if selector == summaries.DSA and family.spill is not None:
+        return family.spill(text)
+    if not all(isinstance(state.shape, Prefix) for state in states):
+        raise SpecError(
+            f"{text.text('model_type') or 'this model'} has layers that look at a window beside those that pick: its rows "
+            f"cannot leave the device; leave hot_rows out"
+        )
+    return summaries.summary_spill(next(state for state in states if state.name == "kv"))
 
 
 def _title(text: Fields, outer: Fields) -> str:

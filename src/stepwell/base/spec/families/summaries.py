@@ -3,7 +3,8 @@
     bounds      Quest: of every 16 tokens, the smallest and the largest number of their keys in each channel
     clusters    ClusterKV: of every page, the means of some groups of its keys, and the group of each token
 
-They are kept in the format of the keys and cut over ranks with them. Yields states; builds no ModelSpec.
+They are kept in the format of the keys and cut over ranks with them. Where rows may spill, they stay on the device. Yields
+states; builds no ModelSpec.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from stepwell.base.errors import SpecError
 from stepwell.base.spec.families.attention import Heads
 from stepwell.base.spec.shapes import Prefix
+from stepwell.base.spec.spill import Spill
 from stepwell.base.spec.states import StateSpec
 
 DSA, QUEST, CLUSTERKV = "dsa", "quest", "clusterkv"
@@ -36,6 +38,11 @@ def summary_state(selector: str, kv: StateSpec, heads: Heads, page_tokens: int) 
         return _state(BOUNDS, QUEST_TOKENS, kv, heads, 2 * heads.key_dim * width)
     numbers = num_groups(page_tokens) * heads.key_dim + page_tokens
     return _state(CLUSTERS, page_tokens, kv, heads, numbers * width)
+
+
+def summary_spill(kv: StateSpec) -> Spill:
+    """Keys and values may be on the host alone, for summaries say which are read. Every layer picks for itself."""
+    return Spill(states=(kv.name,), group_of={kv.name: tuple(range(kv.layers))})
 
 
 def _state(name: str, ratio: int, kv: StateSpec, heads: Heads, head_bytes: int) -> StateSpec:

@@ -87,7 +87,7 @@ bench-connectors: $(STAMP) ## Prompts resumed under other engines beside computi
 bench-rows: $(STAMP) ## What rows in eight bits lose, beside bf16
 	@$(BIN)/python benchmarks/bench_rows.py
 
-bench-sparse: $(STAMP) ## Sparse decode: rows missing by policy, and finding and fetching them beside the bus (ARGS="--only misses")
+bench-sparse: $(STAMP) ## Sparse decode: rows missing by policy, finding and fetching them beside the bus, what a server gains (ARGS="--only misses")
 	@$(BIN)/python benchmarks/bench_sparse.py $(ARGS)
 
 sparse-quality: $(STAMP) $(REAL) ## What Quest and ClusterKV lose against their budget, on real weights (ARGS="--quick")

@@ -1,13 +1,15 @@
-"""Sparse decode: rows that are missing by policy, and the time to find and fetch them, beside a plain gather and the bus.
+"""Sparse decode: rows that are missing by policy, the time to find and fetch them, beside a plain gather and the bus, and what a
+server gains by it.
 
     make bench-sparse                                      on a machine with CUDA: some minutes, writes bench-sparse.json
     make bench-sparse ARGS="--only misses"                 without one
+    make bench-sparse ARGS="--only serving"                tokens a second and the largest batch, of whole engines; two minutes
     python benchmarks/bench_sparse.py --sweep              the kernels by size and number of programs
     python benchmarks/bench_sparse.py --tiny               small and in plain torch: whether it runs
 
 Selections are a calibrated trace (`stepwell/sparse/trace.py`). Rows of 656 bytes lie in pinned host pages of DeepSeek-V3.2's
 shape (61 layers, 64 tokens), each request has 4,096 hot rows, and each step is of another layer. Times are of many steps in one
-recorded graph, less what the same graph takes without them.
+recorded graph, less what the same graph takes without them. What `serving` does is said in `sparse/serving.py`.
 """
 
 from __future__ import annotations
@@ -26,6 +28,9 @@ from rich.console import Console
 from engine.machine import machine
 from gpu.report import Goal, Row, goals_of, table_of
 from sparse.rig import Rig, Shape, bus_bytes_per_s
+from sparse.served import TINY as TINY_SERVING
+from sparse.served import Sizes
+from sparse.serving import measure_serving
 from stepwell.sparse.trace import HARD, STEADY, Latent, count_misses, make_trace
 
 ROOT = Path(__file__).parents[1]
@@ -124,7 +129,7 @@ def sweep(shape: Shape) -> Iterator[Row]:
 # ---- all of it ------------------------------------------------------------------------------------------
 
 
-def parts_for(args: argparse.Namespace, device: str) -> dict[str, Callable[[], Iterator[Row]]]:
+def parts_for(args: argparse.Namespace, device: str, say: Callable[[str], None]) -> dict[str, Callable[[], Iterator[Row]]]:
     shape = TINY if args.tiny else Shape(host_bytes=args.host_gib << 30)
     if args.sweep:
         return {"sweep": lambda: sweep(shape)}
@@ -140,15 +145,22 @@ def parts_for(args: argparse.Namespace, device: str) -> dict[str, Callable[[], I
         yield from measure_times(shape, batches[:1] if args.tiny else COLD_BATCHES, bus, cold=True)
         yield from measure_times(shape, batches[-1:], bus, cold=False, scored=True)
 
+    def serving() -> Iterator[Row]:
+        if device == "cpu" and not args.tiny:
+            yield Row(what="tokens a second and the largest batch", note="no CUDA device here")
+            return
+        sizes = TINY_SERVING if args.tiny else Sizes(contexts=(64 << 10,)) if args.quick else Sizes()
+        yield from measure_serving(sizes, device, say)
+
     steps = 24 if args.tiny else 120 if args.quick else 400
-    parts = {"misses": lambda: measure_misses(steps=steps, tiny=args.tiny), "times": times}
+    parts = {"misses": lambda: measure_misses(steps=steps, tiny=args.tiny), "times": times, "serving": serving}
     return {name: part for name, part in parts.items() if args.only in (None, name)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("misses", "times"))
-    parser.add_argument("--quick", action="store_true", help="fewer batches and shorter traces")
+    parser.add_argument("--only", choices=("misses", "times", "serving"))
+    parser.add_argument("--quick", action="store_true", help="fewer batches, shorter traces, and one length of contexts")
     parser.add_argument("--tiny", action="store_true", help="a small shape in plain torch, also without CUDA: whether it runs")
     parser.add_argument("--sweep", action="store_true", help="the kernels by size instead")
     parser.add_argument("--host-gib", type=int, default=8, help="pinned host memory to fetch from (default: 8)")
@@ -156,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     device = "cuda" if torch.cuda.is_available() and not args.tiny else "cpu"
     started, console, found = time.monotonic(), Console(width=None if os.isatty(1) else 200), {}
-    for name, part in parts_for(args, device).items():
+    for name, part in parts_for(args, device, lambda text: console.print(f"  {text}", highlight=False)).items():
         found[name] = list(part())
         console.print(table_of(name, [row for row in found[name] if row.figures or row.note]))
     console.print(goals_of(found))

@@ -5,20 +5,73 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 pytest.importorskip("torch")
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
+import torch
+
 import bench_sparse
+from sparse.overlap import Shares, Span, shares_of
+from sparse.traced import TRACES, TracedSelect
+from stepwell.engine.ops.selection import Picked
+from stepwell.engine.passes.paging import Singles
+
+Rows = list[dict[str, Any]]
 
 
-def test_misses_and_times_of_a_tiny_shape_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "found.json"
-    assert bench_sparse.main(["--tiny", "--json", str(file)]) == 0
+def measured(part: str, directory: Path) -> Rows:
+    file = directory / "found.json"
+    assert bench_sparse.main(["--tiny", "--only", part, "--json", str(file)]) == 0
     found = json.loads(file.read_text())
-    assert found["tiny"] and "written to found.json" in capsys.readouterr().out
-    assert {name: len(rows) for name, rows in found["parts"].items()} == {"misses": 12, "times": 5}
-    assert all(row["figures"]["belady, %"] > 0 for row in found["parts"]["misses"])
-    assert all(row["figures"]["rows"] > 0 for row in found["parts"]["times"][1:])
+    assert found["tiny"] and [*found["parts"]] == [part]
+    rows: Rows = found["parts"][part]
+    return rows
+
+
+def test_misses_of_a_tiny_trace_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = measured("misses", tmp_path)
+    assert len(rows) == 12 and all(row["figures"]["belady, %"] > 0 for row in rows)
+    assert "written to found.json" in capsys.readouterr().out
+
+
+def test_times_of_a_tiny_shape_are_measured(tmp_path: Path) -> None:
+    rows = measured("times", tmp_path)
+    assert len(rows) == 5 and all(row["figures"]["rows"] > 0 for row in rows[1:])
+
+
+# ---- whole engines ------------------------------------------------------------------------------------
+
+
+def test_of_requests_with_rows_on_the_host_more_fit(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    rows = measured("serving", tmp_path)
+    assert [row["note"] for row in rows] == [""] * 8
+    assert all(row["figures"]["tokens/s"] > 0 for row in rows)
+    full, hierarchical = (row["figures"] for row in rows if row["what"].startswith("512") and row["what"].endswith("largest"))
+    assert hierarchical["batch"] > full["batch"] > 2
+    assert full["fetched, MB"] == 0 < hierarchical["missing, %"] < 50 and hierarchical["fetched, MB"] > 0
+
+
+def test_a_traced_selection_is_that_of_each_token_s_position_and_goes_back_at_the_end() -> None:
+    made = torch.arange(TRACES * 4 * 3, dtype=torch.int32).view(TRACES, 4, 3)
+    select = TracedSelect(lambda *_, count: (Picked(position_XK=torch.zeros(4, count)),), steps=4, count=3, device="cpu")
+    select.follow(made, 100)
+    singles = cast(Any, Singles)(
+        start=0, stop=4, table_BP=None, position_B=torch.tensor([100, 101, 103, 105]), first_B=None, sight=None
+    )  # fmt: skip
+    (picked,) = select(*[torch.empty(0)] * 2, cast(Any, None), cast(Any, SimpleNamespace(parts=(singles,))), count=3)
+    assert picked is not None
+    assert picked.position_XK.tolist() == [made[0, 0].tolist(), made[1, 1].tolist(), made[0, 3].tolist(), made[1, 1].tolist()]
+
+
+def test_fetching_counts_as_hidden_while_another_kernel_runs() -> None:
+    ran = [("_claim_kernel", 0, 1), ("_fetch_kernel", 2, 6), ("a", 3, 4), ("b", 3.5, 5), ("a", 8, 10), ("_fetch_kernel", 10, 12)]
+    spans = [Span(name=name, start=start, stop=stop) for name, start, stop in ran]
+    found = shares_of(spans, steps=2)
+    assert found == Shares(kernels=(1 + 4 + 4) / 2, resolve=0.5, fetch=3, hidden=1)
+    assert shares_of(spans[-1:], steps=1) == Shares(kernels=2, resolve=0, fetch=2, hidden=0)

@@ -146,12 +146,13 @@ def check_settings(config: EngineConfig) -> None:
 
 def build_engine(
     checkpoint: Checkpoint, config: EngineConfig, *, draft: Checkpoint | None = None, store: Store | None = None,
-    tuning: CacheTuning | None = None,
+    tuning: CacheTuning | None = None, kernels: Kernels | None = None,
 ) -> Engine:  # fmt: skip
     """Loads the weights, takes the memory, opens the store. The engine closes what it opened or was given.
 
     `draft` is the checkpoint that `config.draft` names, and `store` the store that `config.store` does, where they are open
-    already. `tuning` is for tests. Should it raise, the store is still the caller's.
+    already. `tuning` is for tests, and `kernels` for benchmarks: those of the model, in place of what `config.kernels` names.
+    Should it raise, the store is still the caller's.
     """
     device, dtype = _device(config), _dtype(config)
     model = build_model(
@@ -161,7 +162,7 @@ def build_engine(
         device=device,
         page_tokens=config.page_tokens,
         kv_dtype=config.kv_dtype,
-        kernels=config.kernels,
+        kernels=kernels or config.kernels,
         sparse=config.picks,
     )
     loaded = _load_draft(config, model, checkpoint, draft)

@@ -28,7 +28,7 @@ from stepwell.engine.models import (
 )
 from stepwell.engine.models.base import Decoder, Parts
 from stepwell.engine.models.selectors import Sparse, selector_for
-from stepwell.engine.ops.kernels import choose_kernels
+from stepwell.engine.ops.kernels import Kernels, choose_kernels
 from stepwell.engine.passes.pages import TORCH_DTYPES
 
 _MODULES: tuple[ModuleType, ...] = (
@@ -49,12 +49,12 @@ def known_models() -> tuple[str, ...]:
 
 def build_model(
     config: Mapping[str, object], source: TensorSource, *, dtype: str = "fp32", device: str | torch.device = "cpu",
-    page_tokens: int | None = None, kv_dtype: str | None = None, kernels: str = "auto", sparse: Sparse | None = None,
+    page_tokens: int | None = None, kv_dtype: str | None = None, kernels: str | Kernels = "auto", sparse: Sparse | None = None,
 ) -> Decoder:  # fmt: skip
     """The model a `config.json` and its tensors make. Raises ConfigError (SpecError) for what cannot be one.
 
     `dtype` is what it computes in, `kv_dtype` what its attention rows are kept in when that is another, `kernels` what runs its
-    operations (`ops/kernels.py`), `sparse` what picks the tokens that answers look at, if anything does.
+    operations (`ops/kernels.py`), by name or made already, `sparse` what picks the tokens that answers look at, if anything does.
     """
     text = Fields(values=config)
     text = text.section("text_config") if text.has("text_config") else text
@@ -75,7 +75,7 @@ def build_model(
         source = named(source)
     block = block_in(text, Fields(values=config))
     weights = Weights(source, dtype=TORCH_DTYPES[dtype], device=device, block=block, config=text.values)
-    chosen = choose_kernels(kernels, device, TORCH_DTYPES[dtype])
+    chosen = choose_kernels(kernels, device, TORCH_DTYPES[dtype]) if isinstance(kernels, str) else kernels
     picks = None if sparse is None else selector_for(sparse, spec, chosen)
     model = builder(Parts(config=text, spec=spec, weights=weights, kernels=chosen, selector=picks))
     weights.finish()

@@ -1,0 +1,106 @@
+"""Tokens a second and the largest batch that fits: an engine that keeps all rows on the device, and beside it one whose rows may
+be on the host alone, under one cap of device memory.
+
+DeepSeek-V3.2's widths with a few layers, a few experts and random weights; rows of 656 bytes, 2,048 of them picked. The cap is
+what 60 GB would be for all 61 layers. Contexts are not computed: pages of random rows are put into each cache. Picks are those of
+a trace, behind an index that is scored all the same (`traced.py`). Everything else is what a server does (`served.py`).
+
+    largest    requests that run at once when no more are admitted, each with its context and what it has answered so far
+    missing    rows that were selected and neither in a page of the device nor hot
+    fetch      time of the kernels that copy them over the bus, by a profile of some steps behind those that are timed
+
+Both engines hold weights of their own, which no cap counts. Fixed sizes, such as a scratch for the longest prompt's rows of one
+layer, weigh ten times as much beside 6 layers as beside 61.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+
+import torch
+
+from gpu.report import Goal, Row
+from gpu.shapes import make
+from sparse.served import Measured, Served, Sizes, Unsteady
+from sparse.traced import traces
+
+MODEL = "deepseek-v3.2-shaped"
+FULL, HIERARCHICAL = "all on the device", "some on the host"
+BATCHES_GOAL, BATCHES_AT, SPEED_GOAL, LOSS_GOAL, HIDDEN_GOAL = 4.5, 64 << 10, 3.0, 0.02, 0.6
+
+
+def measure_serving(sizes: Sizes, device: str, say: Callable[[str], None]) -> Iterator[Row]:
+    """Figures of both engines for each context and batch, and goals. On CUDA it takes about two minutes."""
+    made, engines = make(MODEL, device, tiny=sizes.tiny), dict[str, Served]()
+    with ThreadPoolExecutor() as pool, ExitStack() as opened:
+        count = made.config.index_topk
+        followed = {context: pool.submit(_traces, sizes, context, count) for context in sizes.contexts}
+        for name in (FULL, HIERARCHICAL):
+            began = time.monotonic()
+            engines[name] = Served(made, sizes, device, spills=name is HIERARCHICAL)
+            opened.callback(engines[name].engine.close)
+            say(f"{name}: made in {time.monotonic() - began:.1f} s")
+        del made
+        for context in sizes.contexts:
+            yield from _guarded(context, partial(_context, engines, sizes, context, followed[context].result(), say))
+
+
+def _traces(sizes: Sizes, context: int, count: int) -> torch.Tensor:
+    return traces(sizes.latent, context=context, steps=sizes.trace, count=count)
+
+
+def _guarded(context: int, measure: Callable[[], list[Row]]) -> list[Row]:
+    """A context that fails does not end the others."""
+    try:
+        return measure()
+    except Exception as error:
+        traceback.print_exc()
+        return [Row(what=_what(context), note=f"failed: {type(error).__name__}: {error}"[:300])]
+
+
+def _context(
+    engines: dict[str, Served], sizes: Sizes, context: int, position_SNK: torch.Tensor, say: Callable[[str], None]
+) -> list[Row]:
+    began = time.monotonic()
+    for served in engines.values():
+        served.put(context, position_SNK)
+    say(f"{_what(context)}: contexts put in place in {time.monotonic() - began:.1f} s")
+    found: dict[str, dict[int | None, Measured]] = {name: {} for name in engines}
+    rows = []
+    for batch in (*sizes.batches, None):  # engines take turns, so that both are measured under alike conditions
+        for name, served in engines.items():
+            what = f"{_what(context)}, {name}, {'largest' if batch is None else batch}"
+            try:
+                measured = found[name][batch] = served.run(batch)
+            except Unsteady as error:
+                rows.append(Row(what=what, note=str(error)[:200]))
+                continue
+            note = "all that were asked for" if measured.batch == served.asked[context] else ""
+            rows.append(Row(what=what, figures=measured.figures(served.count), note=note))
+            say(f"{what}: {measured.batch} requests, {measured.step_s * 1e3:.2f} ms a step, {measured.speed:,.0f} tokens/s")
+    return rows + ([] if sizes.tiny else list(_goals(context, found[FULL], found[HIERARCHICAL])))
+
+
+def _goals(context: int, full: dict[int | None, Measured], other: dict[int | None, Measured]) -> Iterator[Row]:
+    for batch in (batch for batch in full if batch is not None and batch in other):
+        loss = 1 - other[batch].speed / full[batch].speed
+        yield Row(what=f"{_what(context)}, loss at batch {batch}", goal=Goal(value=loss, limit=LOSS_GOAL, most=True))
+    if None not in full or None not in other:
+        return
+    largest = other[None]
+    batches, speed = largest.batch / full[None].batch, largest.speed / full[None].speed
+    goal = Goal(value=batches, limit=BATCHES_GOAL) if context == BATCHES_AT else None
+    yield Row(what=f"{_what(context)}, times the batch", figures={"times": batches}, goal=goal)
+    yield Row(what=f"{_what(context)}, times the tokens/s", figures={"times": speed}, goal=Goal(value=speed, limit=SPEED_GOAL))
+    if largest.hidden is not None:
+        hidden = Goal(value=largest.hidden, limit=HIDDEN_GOAL)
+        yield Row(what=f"{_what(context)}, share of fetching that is hidden", goal=hidden)
+
+
+def _what(context: int) -> str:
+    return f"{context >> 10}K" if context >= 1024 else f"{context} tokens"

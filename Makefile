@@ -87,7 +87,7 @@ bench-engine: $(STAMP) $(REAL) ## Warm against cold, the cost of the cache, and 
 bench-gpu: $(STAMP) ## The engine on a GPU beside the hardware's limits and transformers, all goals in one table (ARGS="--only decode")
 	@$(BIN)/python benchmarks/bench_gpu.py $(ARGS)
 
-bench-connectors: $(STAMP) ## Prompts resumed under other engines beside computing them and beside what people do there (ARGS="--device cuda")
+bench-connectors: $(STAMP) ## Prompts resumed under Transformers, vLLM and SGLang beside computing them and beside their own offloading (ARGS="--engines sglang")
 	@$(BIN)/python benchmarks/bench_connectors.py $(ARGS)
 
 bench-rows: $(STAMP) ## What rows in eight bits lose, beside bf16

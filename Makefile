@@ -8,7 +8,7 @@ HYBRID := $(VENV)/.installed-hybrid
 REAL := $(VENV)/.installed-real
 WORKERS ?= auto
 
-.PHONY: help demo test test-real test-vllm test-sglang lint types floors unit bench-tree bench-tree-peer bench-copies bench-store bench-opening bench-engine bench-gpu bench-restart bench-rows bench-connectors bench-sparse sparse-quality policy-report clean
+.PHONY: help demo test test-real test-connectors test-vllm test-vllm-quick test-sglang lint types floors unit bench-tree bench-tree-peer bench-copies bench-store bench-opening bench-engine bench-gpu bench-restart bench-rows bench-connectors bench-sparse sparse-quality policy-report clean
 
 help: ## Show what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -40,13 +40,19 @@ test: lint types floors unit ## Everything: style, types, floors, tests
 test-real: $(STAMP) $(REAL) ## The engine on real weights: a small Llama and a small hybrid (installs about 330 MB)
 	@$(BIN)/python -m pytest tests/real
 
-test-sglang: $(STAMP) ## The backend for SGLang under SGLang's own caches, beside its file backend (installs 3 GB into .venv-sglang)
+test-sglang: $(STAMP) ## The backend for SGLang under SGLang's own caches, beside its file backend (installs 3 GB into .venv-sglang; 3 minutes on two cores)
 	@PYTHON=$(PYTHON) benchmarks/peers/install_sglang.sh
 	@STEPWELL_TEST_SGLANG=1 $(BIN)/python -m pytest tests/sglang --capture no
 
 test-vllm: ## The connector under vLLM itself, on the CPU, in a venv of its own (installs 1.9 GB; takes 16 minutes on two cores)
 	@PYTHON=$(PYTHON) tests/vllm/install.sh
 	@.venv-vllm/bin/python -m pytest -W default tests/vllm
+
+test-vllm-quick: ## Of these, every family resumed by a second process, and the interface: 4 minutes on two cores
+	@PYTHON=$(PYTHON) tests/vllm/install.sh
+	@.venv-vllm/bin/python -m pytest -W default tests/vllm/test_vllm_interface.py tests/vllm/test_vllm_exact.py::test_a_second_process_resumes_from_the_log
+
+test-connectors: test-sglang test-vllm ## Both
 
 lint: $(STAMP) ## Style
 	@echo "==> ruff"
@@ -81,7 +87,7 @@ bench-engine: $(STAMP) $(REAL) ## Warm against cold, the cost of the cache, and 
 bench-gpu: $(STAMP) ## The engine on a GPU beside the hardware's limits and transformers, all goals in one table (ARGS="--only decode")
 	@$(BIN)/python benchmarks/bench_gpu.py $(ARGS)
 
-bench-connectors: $(STAMP) ## Prompts resumed under other engines beside computing them and beside what people do there (ARGS="--device cuda")
+bench-connectors: $(STAMP) ## Prompts resumed under Transformers, vLLM and SGLang beside computing them and beside their own offloading (ARGS="--engines sglang")
 	@$(BIN)/python benchmarks/bench_connectors.py $(ARGS)
 
 bench-rows: $(STAMP) ## What rows in eight bits lose, beside bf16

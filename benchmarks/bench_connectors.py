@@ -1,19 +1,22 @@
 """Prompts resumed under other engines, by a process that did not compute them, beside computing them again.
 
-    make bench-connectors       about 10 minutes on 2 cores; prints a table, writes bench-connectors.json
+    make bench-connectors       about 30 minutes on 2 cores; prints tables, writes bench-connectors.json
 
-Transformers: random weights in the shapes of three families. "alone" is the model without a prompt cache, "torch.load" what
+Random weights in the shapes of three families. Transformers: "alone" is the model without a prompt cache, "torch.load" what
 people do without one: the whole cache object in a file, unverified, for this very prompt. Bits are those of the first process.
+vLLM and SGLang: beside the engine alone and beside its own offloading to files, where they are installed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,9 +24,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from connectors import engine_rows
+
 ROOT = Path(__file__).parents[1]
 LIFE = Path(__file__).with_name("connectors") / "transformers_life.py"
 FAMILIES = ("llama", "gemma3", "falcon_h1")
+ENGINES = ("transformers", *engine_rows.ENGINES)
 LIMIT_S = 1800
 HEADS = ("model", "tokens", "MiB", "alone", "first, saved too", "from host", "from disk", "x", "torch.load", "bits")
 
@@ -33,17 +39,46 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="(default: %(default)s)")
     parser.add_argument("--tokens", type=int, nargs="*", default=[8192], help="lengths of prompts (default: %(default)s)")
     parser.add_argument("--families", nargs="*", default=FAMILIES, choices=FAMILIES, help="(default: all)")
+    parser.add_argument("--engines", nargs="*", default=ENGINES, choices=ENGINES, help="(default: all; on CUDA the first)")
+    parser.add_argument("--prompts", type=int, default=3, help="of each length under vLLM and SGLang (default: %(default)s)")
     args = parser.parse_args()
-    console, started = Console(width=130), time.monotonic()
+    console, started = Console(width=150), time.monotonic()
+    found: dict[str, Any] = {"machine": _machine(args.device)}
+    for name in args.engines if args.device == "cpu" else [each for each in args.engines if each == "transformers"]:
+        measure = _transformers if name == "transformers" else partial(_engine, engine_rows.ENGINES[name])
+        found[name] = measure(console, args)
+    found["machine"]["load_after"] = os.getloadavg()
+    (ROOT / "bench-connectors.json").write_text(json.dumps(found, indent=1) + "\n")
+    console.print(f"{time.monotonic() - started:.0f} s; written to bench-connectors.json")
+
+
+def _machine(device: str) -> dict[str, Any]:
+    """Loads tell whether others used the machine too."""
+    known = {"machine": platform.machine(), "python": platform.python_version(), "cores": os.cpu_count()}
+    return {"device": device, **known, "load_before": os.getloadavg()}
+
+
+def _transformers(console: Console, args: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for family in args.families:
         for tokens in args.tokens:
-            console.print(f"{family}, {tokens:,} tokens: cold, then again by another process ...")
+            console.print(f"Transformers, {family}, {tokens:,} tokens: cold, then again by another process ...")
             rows.append({"family": family, "tokens": tokens, **_lives(family, args.device, tokens)})
     console.print(_table(rows))
-    machine = {"device": args.device, "machine": platform.machine(), "python": platform.python_version()}
-    (ROOT / "bench-connectors.json").write_text(json.dumps({"machine": machine, "transformers": rows}, indent=1) + "\n")
-    console.print(f"{time.monotonic() - started:.0f} s; written to bench-connectors.json")
+    return rows
+
+
+def _engine(engine: engine_rows.Engine, console: Console, args: argparse.Namespace) -> list[dict[str, Any]]:
+    if not engine.python.exists():
+        console.print(f"{engine.name} is not installed in {engine.venv}, and left out: `{engine.install}` installs it")
+        return []
+    rows = []
+    for family in [each for each in engine.families if each in args.families]:
+        for tokens in args.tokens:
+            console.print(f"{engine.name}, {family}, {tokens:,} tokens: five engines, one after the other ...")
+            rows.append(engine_rows.row(engine, family, tokens, args.prompts))
+            console.print(engine_rows.table(engine, rows[-1:]))
+    return rows
 
 
 def _lives(family: str, device: str, tokens: int) -> dict[str, Any]:

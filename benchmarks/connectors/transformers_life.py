@@ -6,7 +6,6 @@ Beside it, what people do without a prompt cache: `torch.save` of the cache obje
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -16,33 +15,14 @@ from typing import Any
 import torch
 import transformers
 import xxhash
+from models import model as model_of
+from models import prompt
+from stored_files import forget
 
 from stepwell import PrefetchPolicy, StoreConfig
 from stepwell.connectors.transformers import PromptCache
 
 PEER = "past.pt"
-CPU = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 2}
-CUDA = {
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-}
-SHARED = {"head_dim": 64, "vocab_size": 8192, "max_position_embeddings": 1 << 17}
-MAMBA = {"mamba_d_ssm": 512, "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 64, "mamba_n_groups": 1}
-
-
-def model_of(family: str, device: str) -> Any:
-    sizes = {**(CUDA if device == "cuda" else CPU), **SHARED}
-    classes = {
-        "llama": (transformers.LlamaForCausalLM, transformers.LlamaConfig(**sizes)),
-        "gemma3": (transformers.Gemma3ForCausalLM, transformers.Gemma3TextConfig(**sizes, sliding_window=512)),
-        "falcon_h1": (transformers.FalconH1ForCausalLM, transformers.FalconH1Config(**sizes, **MAMBA)),
-    }
-    make, config = classes[family]
-    torch.manual_seed(0)
-    return make(config).eval().to(device, torch.bfloat16 if device == "cuda" else torch.float32)
 
 
 def timed(work: Callable[[], Any], device: str) -> tuple[float, Any]:
@@ -61,8 +41,8 @@ def digest(prompts: PromptCache, past: Any) -> str:
 
 
 def live(family: str, device: str, tokens: int, directory: Path) -> dict[str, Any]:
+    ids = torch.tensor([prompt(tokens, seed=1)], device=device)
     model = model_of(family, device)
-    ids = torch.randint(0, SHARED["vocab_size"], (1, tokens), generator=torch.Generator().manual_seed(1)).to(device)
     wait = StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, checkpoint_delay_s=0)
     store = {"store": f"log:{directory}/log", "store_options": {"budget": "8GiB"}, "store_config": wait}
     found: dict[str, Any] = {}
@@ -75,7 +55,7 @@ def live(family: str, device: str, tokens: int, directory: Path) -> dict[str, An
         found["digest"], found["bytes"] = digest(prompts, past), sum(t.read(past).nbytes for t in prompts._layout.tensors)
         if not peer.exists():
             torch.save(past, peer)
-            forget(peer)
+            forget(directory)
             found["alone_s"], _ = timed(lambda: alone(prompts, ids), device)
         found["host_s"], (_, found["cached_in_memory"]) = timed(lambda: prompts.prefill(ids), device)
     return found
@@ -86,13 +66,6 @@ def alone(prompts: PromptCache, ids_BT: torch.Tensor) -> None:
     past = prompts._passes.new_past()
     for part in ids_BT[:, : prompts.covers(ids_BT.shape[1])].split(2048, 1):
         prompts._passes.run(part, past)
-
-
-def forget(file: Path) -> None:
-    """Off the system's memory, so that the next process reads it from the disk, as it does the log."""
-    with file.open("rb") as opened:
-        os.fsync(opened.fileno())
-        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ For what must be proved wherever the tests run, wheel or not; the real master an
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Callable
 
 from stepwell.store.mooncake.client import Client
@@ -54,6 +55,13 @@ class StandIn:
 
     def batch_remove(self, names: list[str], force: bool) -> list[int]:
         return [-706 if not force else 0 if self.values.pop(name, None) is not None else -704 for name in names]
+
+    def remove_by_regex(self, pattern: str, force: bool) -> int:
+        matching = [name for name in self.values if re.search(pattern, name)]
+        assert force, "leased values would stay"
+        for name in matching:
+            del self.values[name]
+        return -900 if self.down else len(matching)
 
     def get_size(self, name: str) -> int:
         return len(self.values[name]) if name in self.values else -704

@@ -243,6 +243,10 @@ def test_verified_values_of_several_runs_move_through_memory_that_is_registered(
     assert layer.write(space, [WriteRuns(bytes(32), runs)]) == [ItemStatus.OK]
     read = [memoryview(bytearray(half)) for _ in range(2)]
     assert layer.read(space, [ReadRuns(bytes(32), read)]) == [ItemStatus.OK] and read == runs
-    with pytest.raises(StoreError, match="cannot forget"):
-        layer.clear(space)
+    layer.write(other := layer.space(b"another model"), [WriteRuns(bytes(32), runs)])
+    assert layer.clear(space) == 1 and layer.clear(space) == 0
+    assert not layer.contains(space, [bytes(32)])[0] and layer.contains(other, [bytes(32)]) == [True]
+    raw.down = True
+    with pytest.raises(StoreError, match="does not answer"):
+        layer.clear(other)
     layer.close()  # the stand-in minds memory that is left registered

@@ -34,6 +34,16 @@ def test_two_processes_share_values_both_ways(cluster: Cluster) -> None:
     assert fetch(store, HERE, "from here", LARGE) is None
 
 
+def test_a_space_is_cleared_for_all_and_no_other(cluster: Cluster) -> None:
+    peer, store = cluster.lend("128mb"), cluster.open()
+    for name in ("shared", "another"):
+        assert set(peer.ask("write", space=name, names=NAMES, size=5000)) == {"STORED"}
+    assert store.contains(HERE, [key(NAMES[0])]) == [True]  # a value with a lease goes too
+    assert store.clear(HERE.digest) == len(NAMES) and store.clear(HERE.digest) == 0
+    assert peer.ask("read", space="shared", names=NAMES[:2], size=5000) == [False, False]
+    assert peer.ask("read", space="another", names=NAMES[:2], size=5000) == [True, True]
+
+
 def test_values_move_through_the_registered_arena(cluster: Cluster) -> None:
     arena = memoryview(bytearray(2 * len(NAMES) * LARGE))
     cluster.lend("128mb")

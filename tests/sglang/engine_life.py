@@ -14,16 +14,19 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
+sys.path[:0] = [str(HERE), str(HERE.parents[1] / "benchmarks" / "peers")]
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 
-import kernel_stand_in  # noqa: E402
+import sglang_kernels  # noqa: E402
 
-kernel_stand_in.install()
+sglang_kernels.install()
 
-from stack import PAGE, PATIENCE_S, Backend, install  # noqa: E402
+import sglang_copies  # noqa: E402
+import torch  # noqa: E402
+from stack import PAGE, PATIENCE_S, Backend  # noqa: E402
 
-install()
+torch.set_num_threads(1)
+sglang_copies.install()
 
 PROMPT, ANSWER = 1500, 8
 CONFIG = {
@@ -36,7 +39,6 @@ CONFIG = {
 
 def model_in(directory: Path) -> Path:
     """A tiny Llama with random weights, the same every time."""
-    import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     if not (directory / "config.json").exists():

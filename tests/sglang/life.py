@@ -15,10 +15,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "connectors")]
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "connectors"), str(HERE.parents[1] / "benchmarks" / "peers")]
 
+import sglang_copies  # noqa: E402
 import torch  # noqa: E402
-from stack import KINDS, PAGE, STORAGE, Backend, install, page_keys, resume, save, some_bytes, stack, tokens_of  # noqa: E402
+from stack import KINDS, PAGE, STORAGE, Backend, page_keys, resume, save, some_bytes, stack, tokens_of  # noqa: E402
 
 BACKENDS = ("stepwell", "file")
 FLIPPED = 9  # the page that a bit is flipped in
@@ -109,5 +111,6 @@ def _shape(thing: Any) -> object:
 DO: dict[str, Callable[[Path], dict[str, object]]] = {"save": save_all, "resume": resume_all, "signatures": signatures}
 
 if __name__ == "__main__":
-    install()
+    torch.set_num_threads(1)
+    sglang_copies.install()
     sys.stdout.write("\n" + json.dumps(DO[sys.argv[1]](Path(sys.argv[2]))) + "\n")

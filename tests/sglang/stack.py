@@ -1,5 +1,5 @@
 """SGLang's own tree, controller and host pools on a machine without a GPU. Only the kernels that copy between device and host
-are replaced, by plain torch; everything that a storage backend meets is SGLang's.
+are replaced (`benchmarks/peers/sglang_copies.py`); everything that a storage backend meets is SGLang's.
 """
 
 from __future__ import annotations
@@ -19,15 +19,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "peers"))
 warnings.filterwarnings("ignore")
 
+import sglang_copies  # noqa: E402, F401  # before anything of SGLang's
 import torch  # noqa: E402
-from sglang_shim import declare_box_operators  # noqa: E402
-
-_operators = declare_box_operators()
-
-import sglang.srt.mem_cache.pool_host.base as host_base  # noqa: E402
-import sglang.srt.mem_cache.pool_host.common as host_common  # noqa: E402
-import sglang.srt.utils as sglang_utils  # noqa: E402
-import sglang.srt.utils.common as sglang_common  # noqa: E402
 from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateShape  # noqa: E402
 from sglang.srt.environ import envs  # noqa: E402
 from sglang.srt.mem_cache import hicache_storage  # noqa: E402
@@ -48,7 +41,6 @@ from sglang.srt.mem_cache.memory_pool import (  # noqa: E402
     MLATokenToKVPool,
     ReqToTokenPool,
 )
-from sglang.srt.mem_cache.pool_host import dsa, mamba, mha, mla  # noqa: E402
 from sglang.srt.mem_cache.radix_cache import RadixKey  # noqa: E402
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool  # noqa: E402
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType  # noqa: E402
@@ -60,35 +52,6 @@ from sglang.srt.server_args import ServerArgs, set_global_server_args_for_schedu
 PAGE, CHUNK, TOKENS, WINDOW = 64, 256, 1024, 256  # tokens of a page, of a chunk of prefill, of the prompt, of the window
 KINDS = ("full", "mla", "dsa", "swa", "mamba")
 PATIENCE_S = 120.0
-
-
-def to_host(src_ptrs: Any, dst_ptrs: Any, src_indices: torch.Tensor, dst_indices: torch.Tensor, page_size: int) -> None:
-    """Device layers to host pages of [page, layer, token, ...]; the layers of one host buffer follow each other in `src_ptrs`."""
-    layers = len(src_ptrs) // len(dst_ptrs)
-    tokens, pages = src_indices.long(), dst_indices[::page_size].long() // page_size
-    for part, host in enumerate(dst_ptrs):
-        for layer in range(layers):
-            rows = src_ptrs[part * layers + layer][tokens]
-            host[pages, layer] = rows.reshape(len(pages), *host.shape[2:])
-
-
-def to_device(
-    src_ptrs: Any, dst_ptrs: Any, src_indices: torch.Tensor, dst_indices: torch.Tensor, layer_id: int, page_size: int
-) -> None:
-    pages, tokens = src_indices[::page_size].long() // page_size, dst_indices.long()
-    for host, device in zip(src_ptrs, dst_ptrs, strict=True):
-        device[tokens] = host[pages, layer_id].reshape(len(tokens), *device.shape[1:])
-
-
-def install() -> None:
-    """Takes the place of what needs a GPU."""
-    torch.set_num_threads(1)
-    sglang_common.get_device = sglang_utils.get_device = lambda device_id=None: "cpu"
-    host_common._cuda_host_register = lambda *_, **__: None
-    host_base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 1 << 28
-    for module in (mha, mla, dsa, mamba):
-        module.transfer_kv_all_layer_direct_lf_pf = to_host
-        module.transfer_kv_per_layer_direct_pf_lf = to_device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,8 +149,6 @@ def stack(kind: str, backend: Backend, ranks: dict[str, int] | None = None) -> I
         tree = UnifiedRadixCache(params=params)
         tree.init_hicache(args, params)
         cleanup.callback(tree.shutdown)
-        for entry in tree.host_pool_group.entries:
-            entry.host_pool.pin_memory = False  # nothing to pin on this machine
         yield Stack(kind=kind, tree=tree, allocator=made.allocator, pool=made.pool, requests=made.requests)
 
 

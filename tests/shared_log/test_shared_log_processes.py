@@ -26,10 +26,11 @@ from stepwell.store.log.disk.files import Disk
 from stepwell.store.log.inspect import check_directory
 from stepwell.store.registry import open_store
 from stepwell.store.shared.store import SharedLog
-from stepwell.testing.store_contract import fetch, key, offer
+from stepwell.testing.store_contract import fetch, key, offer, space
 from waiting import PATIENCE_S, wait_until
 
 KILLS = 8
+THERE = space("there")
 
 
 def test_processes_read_what_others_wrote(open_here: OpenHere, start_peer: StartPeer) -> None:
@@ -43,6 +44,19 @@ def test_processes_read_what_others_wrote(open_here: OpenHere, start_peer: Start
         assert peer.ask("read", names=["a", "b", "c", "d"], size=70_000) == [True] * 4
     assert right.ask("delete", names=["a"]) == 1
     assert left.ask("read", names=["a", "b"], size=70_000) == [False, True] and fetch(store, HERE, "a", 70_000) is None
+
+
+def test_a_space_is_cleared_for_all_by_owner_and_client(open_here: OpenHere, start_peer: StartPeer) -> None:
+    owner, client, peer = open_here(), open_here(), start_peer()
+    assert owner.owns and not client.owns and client.traits.clears
+    for store in (client, owner):
+        peer.ask("write", names=["a", "b"], size=70_000)
+        assert owner.write_from(THERE, [offer(THERE, "a", 5000)])
+        assert store.clear(HERE.digest) == 2 and store.clear(HERE.digest) == 0
+        assert peer.ask("read", names=["a", "b"], size=70_000) == [False, False]
+        assert fetch(client, THERE, "a", 5000) is not None
+    with pytest.raises(ValueError, match="32 bytes"):
+        client.clear(b"short")
 
 
 def test_an_owner_that_closes_leaves_the_log_to_the_others(open_here: OpenHere, start_peer: StartPeer) -> None:

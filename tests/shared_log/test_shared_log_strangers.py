@@ -89,6 +89,7 @@ def last_words(raw: socket.socket) -> bytes:
         (wire.pack_frame(Kind.DONE), b"no request"),
         (wire.pack_frame(Kind.MEMORY, wire.pack_number(4096)), b"without its descriptor"),
         (wire.pack_frame(Kind.CONTAINS, b"short"), b"should be"),
+        (wire.pack_frame(Kind.CLEAR, b"short"), b"the digest of a space in 5 bytes"),
         (MESSAGES[3], b"beyond the end of 0 bytes"),
         (MESSAGES[4], b"beyond the end of 0 bytes"),
     ],

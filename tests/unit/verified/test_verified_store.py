@@ -260,10 +260,10 @@ def test_values_outlive_the_process_that_wrote_them(tmp_path: Path) -> None:
         assert layer.read(layer.space(b"x"), [read]) == [OK] and bytes_of(read) == payload("a", 12011)
 
 
-@pytest.mark.parametrize("where", ["memory:", "log:"])
+@pytest.mark.parametrize("where", ["memory:", "log:", "shared-log:"])
 def test_clearing_a_space_touches_no_other(where: str, tmp_path: Path) -> None:
     options = {"budget": "64MiB"}
-    store = open_store(where + str(tmp_path) if where == "log:" else where, options=options)
+    store = open_store(where + str(tmp_path) if where != "memory:" else where, options=options)
     with closing(VerifiedStore(store)) as layer:
         here, there = layer.space(b"here"), layer.space(b"there")
         for space in (here, there):

@@ -55,6 +55,11 @@ class Client:
         """Removes values at once, leased or not: OK or NOT_FOUND or another code."""
         return self._heard(self._raw.batch_remove(names, True))
 
+    def remove_all(self, start: str) -> int:
+        """Removes at once all values whose names begin so (letters, digits and dashes): how many there were, or a code."""
+        assert start.replace("-", "").isalnum(), f"{start!r} would be more than a beginning"
+        return self._heard([self._raw.remove_by_regex(f"^{start}", True)])[0]
+
     def size(self, name: str) -> int:
         """Bytes of a value, or a code."""
         return self._heard([self._raw.get_size(name)])[0]

@@ -134,6 +134,12 @@ class Client:
                 deleted += wire.parse_number(lane.ask(Kind.DELETE, wire.pack_keys(Keys(space, part)), self._deadline()))
         return deleted
 
+    def clear(self, digest: bytes) -> int:
+        """Fewer than there were, like `delete`."""
+        _check_keys([digest])
+        with self._lane() as lane:
+            return wire.parse_number(lane.ask(Kind.CLEAR, digest, self._deadline()))
+
     def close(self) -> None:
         """Further verbs raise Gone, and so do those that wait for an answer."""
         with self._changed:

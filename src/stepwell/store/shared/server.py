@@ -172,6 +172,7 @@ class Peer:
             Kind.READ: self._read,
             Kind.WRITE: self._write,
             Kind.DELETE: self._delete,
+            Kind.CLEAR: self._clear,
         }
 
     def refuse(self, why: str) -> None:
@@ -253,6 +254,11 @@ class Peer:
         asked = wire.parse_keys(body)
         self._must_be_there()
         return wire.pack_number(store.delete(asked.space, asked.keys))
+
+    def _clear(self, store: LogStore, body: bytes) -> bytes:
+        digest = wire.parse_digest(body)
+        self._must_be_there()
+        return wire.pack_number(store.clear(digest))
 
     def _must_be_there(self) -> None:
         """Whoever stopped waiting may have done something else since: what it asked for then is not done now."""

@@ -61,7 +61,8 @@ class SharedLog:
     def traits(self) -> Traits:
         largest = self._settings.max_value_bytes if self._settings is not None else None
         return Traits(
-            name="shared-log", durable=True, shared=True, groups=False, alignment=BLOCK_BYTES, max_value_bytes=largest
+            name="shared-log", durable=True, shared=True, groups=False, clears=True, alignment=BLOCK_BYTES,
+            max_value_bytes=largest,
         )  # fmt: skip
 
     @property
@@ -84,6 +85,10 @@ class SharedLog:
     def delete(self, space: Space, keys: Sequence[bytes]) -> int:
         """Counts fewer than there were, when an owner died after it had deleted some, and before it had said so."""
         return self._use(lambda role: role.delete(space, keys) if keys else 0)
+
+    def clear(self, digest: bytes) -> int:
+        """Forgets a whole space, whoever wrote its values. Counts fewer than there were, like `delete`."""
+        return self._use(lambda role: role.clear(digest))
 
     def flush(self) -> None:
         """Nothing to do: every verb that returned has made its work last."""

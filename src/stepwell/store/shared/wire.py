@@ -54,6 +54,7 @@ class Kind(IntEnum):
     READ = 4
     WRITE = 5
     DELETE = 6
+    CLEAR = 7  # the digest of a space
     SETTINGS = 64
     DONE = 65  # the answer to whatever was asked
     ERROR = 66  # the store said no: text
@@ -216,6 +217,12 @@ def parse_number(body: bytes) -> int:
     if len(body) != _NUMBER.size:
         raise Malformed(f"a number of {len(body)} bytes")
     return int(_NUMBER.unpack(body)[0])
+
+
+def parse_digest(body: bytes) -> bytes:
+    if len(body) != KEY_BYTES:
+        raise Malformed(f"the digest of a space in {len(body)} bytes")
+    return body
 
 
 def pack_text(text: str) -> bytes:

@@ -1,0 +1,89 @@
+"""One SGLang engine on the CPU and some prompts, computed or resumed: over Stepwell, over SGLang's own files, or without either.
+
+    sglang_life.py '{"family": ..., "tokens": ..., "prompts": ..., "cache": "none|stepwell|peer", "directory": ...}'   prints JSON
+
+Runs with the interpreter that SGLang is installed for; children of the engine load this module too. The same directory again is
+the next process. Kernels that need a GPU are plain torch, for both (`benchmarks/peers`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "peers"))
+os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+
+import sglang_kernels
+
+sglang_kernels.install()
+
+import sglang_copies  # noqa: E402
+
+sglang_copies.install()
+
+import sglang_attention  # noqa: E402
+
+sglang_attention.install()
+
+from models import prompt, saved  # noqa: E402
+from stored_files import forget, settled  # noqa: E402
+
+PAGE = 64
+
+
+def storage(cache: str, directory: Path) -> dict[str, Any]:
+    if cache == "none":
+        return {}
+    common: dict[str, Any] = {"prefetch_threshold": PAGE, "hicache_storage_pass_prefix_keys": True}
+    name, extra = "file", {"file_storage_path": str(directory)}
+    if cache == "stepwell":
+        name, extra = "dynamic", {
+            "backend_name": "stepwell", "module_path": "stepwell.connectors.sglang", "class_name": "StepwellHiCache",
+            "interface_v1": 1, "store": f"log:{directory}", "budget": "8GiB",
+        }  # fmt: skip
+    return {
+        "enable_hierarchical_cache": True, "hicache_ratio": 2.0, "hicache_io_backend": "direct",
+        "hicache_mem_layout": "page_first_direct", "hicache_write_policy": "write_through", "hicache_storage_backend": name,
+        "hicache_storage_prefetch_policy": "wait_complete", "hicache_storage_backend_extra_config": json.dumps(extra | common),
+    }  # fmt: skip
+
+
+def live(family: str, tokens: int, prompts: int, cache: str, root: Path) -> dict[str, Any]:
+    from sglang.srt.entrypoints.engine import Engine
+
+    stored = root / cache
+    stored.mkdir(exist_ok=True)
+    engine = Engine(
+        model_path=str(saved(family, root / "model")), skip_tokenizer_init=True, device="cpu", attention_backend="torch_native",
+        page_size=PAGE, max_total_tokens=(tokens + 1024) * (prompts + 1), mem_fraction_static=0.5, disable_cuda_graph=True,
+        disable_overlap_schedule=True, random_seed=1, log_level="error", sampling_backend="pytorch", dtype="float32",
+        chunked_prefill_size=2048, **storage(cache, stored),
+    )  # fmt: skip
+    given = {"temperature": 0.0, "max_new_tokens": 1, "ignore_eos": True}
+
+    def ask(ids: list[int]) -> Any:
+        return engine.generate(input_ids=ids, sampling_params=given, return_logprob=True)
+
+    ask(prompt(200, seed=0))
+    seconds, cached, answers = [], [], []
+    for number in range(prompts):
+        began = time.perf_counter()
+        said = ask(prompt(tokens, seed=10 + number))
+        seconds.append(time.perf_counter() - began)
+        cached.append(said["meta_info"]["cached_tokens"])
+        answers.append([said["output_ids"], round(float(said["meta_info"]["output_token_logprobs"][0][0]), 4)])
+    size = settled(stored, lambda: None)
+    engine.shutdown()
+    forget(stored)
+    return {"seconds": seconds, "cached": cached, "bytes": size, "answers": answers}
+
+
+if __name__ == "__main__":
+    order = json.loads(sys.argv[1])
+    order["root"] = Path(order.pop("directory"))
+    print("\n" + json.dumps(live(**order)))

@@ -1,0 +1,95 @@
+"""The rows of `make bench-connectors` under engines of others: what is left out, what is compared, and what a peer may do."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "connectors")]
+
+from stored_files import settled, size_of  # noqa: E402
+
+import bench_connectors  # noqa: E402
+from connectors import engine_rows  # noqa: E402
+from stepwell.store.registry import open_store  # noqa: E402
+from stepwell.testing.store_contract import offer, space  # noqa: E402
+
+LIFE = """
+import json, sys
+order = json.loads(sys.argv[1])
+if order["cache"] == "peer" and {peer_fails}:
+    sys.exit("no GPU here")
+told = {{"seconds": [2.0, 1.0], "cached": [0, 0], "bytes": 1 << 20, "answers": [[[7], -1.0], [[8], {second}]]}}
+print("a warning", file=sys.stderr)
+print(json.dumps(told))
+"""
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> engine_rows.Engine:
+    """An engine that is installed: this interpreter, with a program that only reports."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to(sys.executable)
+    made = engine_rows.ENGINES["vllm"]
+    return made._replace(venv=str(tmp_path), script=str(tmp_path / "life.py"), families=("llama",))
+
+
+def write(engine: engine_rows.Engine, *, peer_fails: bool = False, second: str = "-1.0") -> None:
+    Path(engine.script).write_text(LIFE.format(peer_fails=peer_fails, second=second))
+
+
+def shown(engine: engine_rows.Engine, row: dict[str, Any]) -> str:
+    console = Console(width=200, record=True)
+    console.print(engine_rows.table(engine, [row]))
+    return console.export_text()
+
+
+def test_a_row_has_the_best_of_every_life(engine: engine_rows.Engine) -> None:
+    write(engine)
+    row = engine_rows.row(engine, "llama", 8192, 2)
+    assert [row[life]["seconds"] for life, _ in engine_rows.LIVES] == [[2.0, 1.0]] * 5
+    assert "the same" in shown(engine, row) and "1.00" in shown(engine, row)
+
+
+def test_a_peer_that_does_not_run_is_a_row_all_the_same(engine: engine_rows.Engine) -> None:
+    write(engine, peer_fails=True)
+    row = engine_rows.row(engine, "llama", 8192, 2)
+    assert "no GPU here" in row["peer first"]["error"] and "does not run" in shown(engine, row)
+
+
+def test_answers_that_differ_are_said_to(engine: engine_rows.Engine) -> None:
+    write(engine, second='-1.0 if order["cache"] == "none" else -1.1')
+    assert "OTHERS: first, peer first, resumed, peer resumed" in shown(engine, engine_rows.row(engine, "llama", 8192, 2))
+
+
+def test_an_engine_that_is_not_installed_is_left_out_and_named(engine: engine_rows.Engine, capsys: Any) -> None:
+    missing = engine._replace(venv=f"{engine.venv}/none")
+    args = Namespace(families=["llama"], tokens=[64], prompts=1)
+    assert bench_connectors._engine(missing, Console(width=200), args) == []
+    assert engine.install in capsys.readouterr().out
+
+
+def test_bytes_are_those_of_values_once_nothing_is_written_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds))
+    monkeypatch.setattr("stored_files.time", clock)
+    files, here = iter(range(3)), space("here")
+
+    def work() -> None:
+        for number in files:
+            (tmp_path / "files").mkdir(exist_ok=True)
+            (tmp_path / "files" / str(number)).write_bytes(bytes(1000))
+            return
+
+    assert settled(tmp_path, work) == 3000
+    store = open_store(f"log:{tmp_path}/log", options={"budget": "64MiB"})
+    store.write_from(here, [offer(here, "a", 5000)])
+    store.close()
+    assert size_of(tmp_path / "log") == 5000

@@ -1,6 +1,7 @@
 """Runs vLLM engines one after the other in this process, as told on standard input, and says what each of them answered.
 
-A life: {"model": folder, "llm": {...}, "kv": {...} or null, "rounds": [[{"tokens": [...], "salt": ...}]], "max_tokens": n}.
+A life: {"model": folder, "llm": {...}, "kv": {...} or null, "rounds": [[{"tokens": [...], "salt": ...}]], "max_tokens": n,
+"events": whether to report KV events}.
 The last line of the output is a list with one report for each life, in JSON.
 """
 
@@ -12,7 +13,7 @@ import sys
 from typing import Any
 
 from vllm import LLM, SamplingParams
-from vllm.config import KVTransferConfig
+from vllm.config import KVEventsConfig, KVTransferConfig
 from vllm.distributed import cleanup_dist_env_and_memory
 
 LLM_DEFAULTS = {
@@ -28,7 +29,9 @@ class Watched:
         core = getattr(llm.llm_engine.engine_core, "engine_core", None)
         self.scheduler = core.scheduler if core is not None else None
         self.scheduled = self.preemptions = 0
+        self.events: list[dict[str, Any]] = []
         if self.scheduler is not None:
+            self.scheduler.kv_event_publisher.publish = self._hear
             self._wrap("schedule", self._count)
             self._wrap("_preempt_request", self._count_preemption)
 
@@ -41,6 +44,13 @@ class Watched:
             return out
 
         setattr(self.scheduler, name, wrapper)
+
+    def _hear(self, batch: Any) -> None:
+        """Blocks by kind of event, medium and group."""
+        for event in batch.events:
+            hashes = list(event.block_hashes)
+            told = {"what": type(event).__name__, "medium": event.medium, "group": event.group_idx, "hashes": hashes}
+            self.events.append(told | {"tokens": list(getattr(event, "token_ids", ()))})
 
     def _count(self, output: Any) -> None:
         self.scheduled += output.total_num_scheduled_tokens
@@ -65,6 +75,8 @@ def live(life: dict[str, Any]) -> dict[str, Any]:
             "kv_load_failure_policy": "recompute",
         }  # fmt: skip
         transfer = {"kv_transfer_config": KVTransferConfig(**(settings | life["kv"]))}
+    if life.get("events"):
+        transfer["kv_events_config"] = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
     llm = LLM(model=life["model"], **(LLM_DEFAULTS | life.get("llm", {})), **transfer)
     watched, rounds = Watched(llm), []
     sampling = SamplingParams(temperature=0, max_tokens=life.get("max_tokens", 16), ignore_eos=True, detokenize=False, logprobs=0)
@@ -77,7 +89,9 @@ def live(life: dict[str, Any]) -> dict[str, Any]:
                 {"tokens": list(first.token_ids), "logprob": first.cumulative_logprob, "cached": out.num_cached_tokens}
             )
         rounds.append({"answers": answers, "scheduled": watched.scheduled - before})
-    report = {"rounds": rounds, "preemptions": watched.preemptions, "counters": watched.counters()}
+    report = {
+        "rounds": rounds, "preemptions": watched.preemptions, "counters": watched.counters(), "events": watched.events,
+    }  # fmt: skip
     llm.llm_engine.engine_core.shutdown()
     del llm, watched
     gc.collect()

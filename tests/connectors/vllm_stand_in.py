@@ -99,6 +99,14 @@ class KVConnectorBase_V1:
 
     def take_events(self) -> Any: ...
 
+    def get_kv_connector_stats(self) -> Any: ...
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: Any = None) -> Any: ...
+
+    @classmethod
+    def build_prom_metrics(cls, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any) -> Any: ...
+
     def has_pending_block_frees(self) -> bool:
         return False
 
@@ -106,6 +114,30 @@ class KVConnectorBase_V1:
         return False
 
     def reset_cache(self) -> Any: ...
+
+
+# ---- vllm.distributed.kv_transfer.kv_connector.v1.metrics ------------------------------------------
+
+
+@dataclass
+class KVConnectorStats:
+    data: dict[str, Any] = field(default_factory=dict)
+
+    def reset(self) -> Any: ...
+
+    def aggregate(self, other: Any) -> Any: ...
+
+    def reduce(self) -> Any: ...
+
+    def is_empty(self) -> Any: ...
+
+
+class KVConnectorPromMetrics:
+    def __init__(self, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any) -> None:
+        self._gauge_cls, self._counter_cls = metric_types["gauge"], metric_types["counter"]  # vLLM's are classes by class
+        self.per_engine_labelvalues = per_engine_labelvalues
+
+    def observe(self, transfer_stats_data: Any, engine_idx: int = 0) -> Any: ...
 
 
 # ---- vllm.distributed.kv_events -------------------------------------------------------------------
@@ -254,6 +286,7 @@ MODULES = {
         "KVConnectorBase_V1", "KVConnectorMetadata", "KVConnectorRole", "KVConnectorTransferResults", "KVConnectorWorkerMetadata",
         "SupportsHMA",
     ),
+    "vllm.distributed.kv_transfer.kv_connector.v1.metrics": ("KVConnectorPromMetrics", "KVConnectorStats"),
     "vllm.platforms": ("current_platform",),
     "vllm.v1": (),
     "vllm.v1.core": (),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import types
 from dataclasses import fields, is_dataclass
 from importlib import import_module
 from pathlib import Path
@@ -26,7 +27,10 @@ def test_the_stand_in_says_what_vllm_has(module: str, member: str) -> None:
         assert list(inspect.signature(ours).parameters) == list(inspect.signature(real).parameters)
         return
     for name, method in vars(ours).items():
-        if inspect.isfunction(method) and (not name.startswith("_") or name == "__init__"):
+        if isinstance(method, classmethod):
+            shown = inspect.signature(getattr(ours, name)).parameters
+            assert list(shown) == list(inspect.signature(getattr(real, name)).parameters), f"{member}.{name}"
+        elif inspect.isfunction(method) and (not name.startswith("_") or name == "__init__"):
             if is_dataclass(ours) and name == "__init__":
                 continue
             theirs = inspect.signature(getattr(real, name)).parameters
@@ -55,6 +59,6 @@ def test_the_connector_overrides_only_what_vllm_calls() -> None:
     from stepwell.connectors.vllm import StepwellConnector
 
     for name, method in vars(StepwellConnector).items():
-        if inspect.isfunction(method) and not name.startswith("_"):
-            base = getattr(KVConnectorBase_V1, name, None) or getattr(SupportsHMA, name)
-            assert list(inspect.signature(method).parameters) == list(inspect.signature(base).parameters), name
+        if isinstance(method, types.FunctionType | classmethod) and not name.startswith("_"):
+            base, ours = getattr(KVConnectorBase_V1, name, None) or getattr(SupportsHMA, name), getattr(StepwellConnector, name)
+            assert list(inspect.signature(ours).parameters) == list(inspect.signature(base).parameters), name

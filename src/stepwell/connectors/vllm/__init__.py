@@ -3,6 +3,7 @@
     connector.py         the adapter: vLLM's interface, in vLLM's words
     step_metadata.py     what vLLM carries between processes for us
     block_events.py      what is stored and evicted as vLLM's KV events, under vLLM's names (page_names.py)
+    metrics.py           what is counted, through vLLM's statistics and its Prometheus endpoint
     assembly.py          the scheduler's side put together from vLLM's configuration
     scheduler_side.py    one cache, beside vLLM's scheduler: looks prompts up, orders copies, commits what is computed
     requests.py          vLLM's requests as that side sees them
@@ -12,7 +13,7 @@
     engine_config.py     what vLLM's configuration says, and what is refused
     settings.py
 
-The first three import vLLM, when `StepwellConnector` is asked for, so that the rest can be used and tested without it.
+The first four import vLLM, when `StepwellConnector` is asked for, so that the rest can be used and tested without it.
 """
 
 from __future__ import annotations

@@ -26,15 +26,19 @@ from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import group_kernel_blocks
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from stepwell.base.ids import Tier
 from stepwell.connectors.vllm.assembly import Assembly
 from stepwell.connectors.vllm.block_events import BlockEvents
 from stepwell.connectors.vllm.engine_config import check_engine, groups_of, publishes_events
+from stepwell.connectors.vllm.metrics import Meter, StepwellPromMetrics, StepwellStats
 from stepwell.connectors.vllm.page_names import PageNames
 from stepwell.connectors.vllm.requests import Requests
 from stepwell.connectors.vllm.scheduler_side import ended_in
 from stepwell.connectors.vllm.settings import read_settings
 from stepwell.connectors.vllm.step_metadata import StepMetadata, WorkerAnswers
 from stepwell.connectors.vllm.worker_side import Ended, WorkerSide
+
+HIT_SOURCES = {Tier.HOST: CacheHitSource.HOST, Tier.STORE: CacheHitSource.DISK}
 
 
 class StepwellConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -62,6 +66,7 @@ class StepwellConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduler, self._store = self._assembly.scheduler_side(self._shared)
         cache, groups = self._scheduler.cache, self._assembly.groups
         self._requests = Requests(cache.namespace)
+        self._meter = Meter(cache)
         self._events: BlockEvents | None = None
         if publishes_events(self._vllm_config):
             names = PageNames(page_tokens=self._assembly.page_tokens, hash_tokens=hash_tokens)
@@ -90,11 +95,12 @@ class StepwellConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         table = blocks.get_block_ids() if num_external_tokens else ()
         self._scheduler.allocated(request.request_id, table, num_external_tokens)
+        if num_external_tokens:
+            self._meter.loaded(self._scheduler.loaded_from(request.request_id, num_external_tokens))
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
-        stored = min(self._scheduler.sources(request.request_id).store, num_external_tokens)
-        found = {CacheHitSource.HOST: num_external_tokens - stored, CacheHitSource.DISK: stored}
-        return {source: tokens for source, tokens in found.items() if tokens}
+        found = self._scheduler.loaded_from(request.request_id, num_external_tokens)
+        return {HIT_SOURCES[tier]: tokens for tier, tokens in found.items()}
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         state = scheduler_output.kv_connector_block_state
@@ -113,6 +119,19 @@ class StepwellConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         said = connector_output.kv_connector_worker_meta
         if isinstance(said, WorkerAnswers):
             self._scheduler.answered(said.answers, step=said.step)
+
+    def get_kv_connector_stats(self) -> StepwellStats | None:
+        return self._meter.take() if self._role is KVConnectorRole.SCHEDULER else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> StepwellStats:
+        return StepwellStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]
+    ) -> StepwellPromMetrics:
+        return StepwellPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def take_events(self) -> Iterable[Any]:
         return list(self._events.take()) if self._events is not None else ()

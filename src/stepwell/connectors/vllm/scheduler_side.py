@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from stepwell.base.errors import BadTokens, ConfigError
-from stepwell.base.ids import JobId
+from stepwell.base.ids import JobId, Tier
 from stepwell.base.meters import Clock
 from stepwell.base.prompt import Namespace
 from stepwell.base.tasks import Plan, Purpose
@@ -26,7 +26,7 @@ from stepwell.cache.facade import Cache
 from stepwell.connectors.vllm.groups import Names, Offered, Table
 from stepwell.connectors.vllm.orders import Answers, Order, StepOrders, blocks_of
 from stepwell.store_tier.ticket import Ticket
-from stepwell.tiers.lease import Lease, Sources
+from stepwell.tiers.lease import Lease
 from stepwell.tree.match import Match
 
 LOADS_TRIED = 2  # of one request, before it is computed instead
@@ -170,10 +170,12 @@ class SchedulerSide:
                 self._blocks.unpin(blocks)
         self.cache.step()
 
-    def sources(self, request: str) -> Sources:
-        """Where what is loaded of a request comes from."""
+    def loaded_from(self, request: str, num_loaded: int) -> dict[Tier, int]:
+        """Where the tokens come from that a request loads. What the store gave lies behind what the host had."""
         lease = self._seen[request].lease
-        return lease.sources if lease is not None else Sources()
+        stored = min(lease.sources.store, num_loaded) if lease is not None else 0
+        found = {Tier.HOST: num_loaded - stored, Tier.STORE: stored}
+        return {tier: tokens for tier, tokens in found.items() if tokens}
 
     def finished(self, request: str) -> None:
         """The request has ended, in whatever way. Copies that it began go on, on pinned blocks."""

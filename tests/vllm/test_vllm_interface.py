@@ -49,6 +49,7 @@ def test_requests_have_what_is_asked_of_them() -> None:
     for name in (
         "mm_features", "prompt_embeds", "pooling_params", "lora_request", "cache_salt", "skip_reading_prefix_cache",
         "resumable", "num_computed_tokens", "num_tokens", "all_token_ids", "request_id", "block_hashes",
+        "kv_transfer_params",
     ):  # fmt: skip
         assert f"self.{name}" in source or f"def {name}" in source, name
 

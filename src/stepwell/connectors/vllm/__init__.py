@@ -6,6 +6,7 @@
     metrics.py           what is counted, through vLLM's statistics and its Prometheus endpoint
     assembly.py          the scheduler's side put together from vLLM's configuration
     scheduler_side.py    one cache, beside vLLM's scheduler: looks prompts up, orders copies, commits what is computed
+    commits.py           what a step computes, offered to the cache
     requests.py          vLLM's requests as that side sees them
     worker_side.py       copies between vLLM's blocks and host memory, on every rank; decides nothing
     orders.py            what travels between the two

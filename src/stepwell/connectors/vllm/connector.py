@@ -32,7 +32,7 @@ from stepwell.connectors.vllm.block_events import BlockEvents
 from stepwell.connectors.vllm.engine_config import check_engine, groups_of, publishes_events
 from stepwell.connectors.vllm.metrics import Meter, StepwellPromMetrics, StepwellStats
 from stepwell.connectors.vllm.page_names import PageNames
-from stepwell.connectors.vllm.requests import Requests
+from stepwell.connectors.vllm.requests import Requests, told
 from stepwell.connectors.vllm.scheduler_side import ended_in
 from stepwell.connectors.vllm.settings import read_settings
 from stepwell.connectors.vllm.step_metadata import StepMetadata, WorkerAnswers
@@ -140,8 +140,8 @@ class StepwellConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._requests.remove(request)
         if self._events is not None:
             self._events.finished(request)
-        self._scheduler.finished(request.request_id)
-        return False, None  # saves have pinned what they read
+        seen = self._scheduler.finished(request.request_id)
+        return False, told(seen)  # saves have pinned what they read
 
     def has_pending_block_frees(self) -> bool:
         return self._scheduler.pins_blocks  # waiting a step is cheaper than preempting

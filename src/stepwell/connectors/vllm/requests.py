@@ -7,8 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from stepwell.base.prompt import Namespace
-from stepwell.connectors.vllm.scheduler_side import Computing, Seen
+from stepwell.connectors.vllm.commits import Computing
+from stepwell.connectors.vllm.scheduler_side import Seen
 from stepwell.connectors.weight_files import Adapters
+
+EXPLAIN, STORE = "stepwell_explain", "stepwell_store"  # what a request may ask for in its kv_transfer_params
 
 
 class Requests:
@@ -25,10 +28,13 @@ class Requests:
 
     def add(self, request: Any) -> Seen:
         self._open[request.request_id] = request
+        asked = request.kv_transfer_params if isinstance(request.kv_transfer_params, dict) else {}
         return Seen(
             tokens=lambda start: list(request.all_token_ids[start:]),
             namespace=self.namespace(request),
             may_read=not request.skip_reading_prefix_cache,
+            asks_why=asked.get(EXPLAIN) is True,
+            may_store=asked.get(STORE) is not False,
         )
 
     def remove(self, request: Any) -> None:
@@ -59,6 +65,23 @@ class Requests:
             for name, tokens in num_scheduled_tokens.items()
             if name in self._open
         ]
+
+
+def told(seen: Seen | None) -> dict[str, object] | None:
+    """What goes back with the answer of a request that asked why it resumed where it did; None for others."""
+    if seen is None or not seen.asks_why:
+        return None
+    why = seen.explanation
+    if why is None:
+        says = "computed without the cache: it has media, embeddings or another input that tokens do not tell, or ended early"
+        return {"stepwell": {"says": says}}
+    return {
+        "stepwell": {
+            "says": str(why), "cause": why.cause.name.lower(), "prompt_tokens": why.prompt_tokens,
+            "known_tokens": why.known_tokens, "restore_tokens": why.restore_tokens, "store_tokens": why.store_tokens,
+            "states": list(why.states), "tier": why.tier.label if why.tier is not None else None,
+        }
+    }  # fmt: skip
 
 
 def _computing(request: Any, tokens: int, state: Any) -> Computing:

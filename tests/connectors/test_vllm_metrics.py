@@ -42,13 +42,13 @@ def test_hits_are_counted_by_tier_and_everything_else_by_name(make: Make, tmp_pa
     labels = {"model_name": "toy", "engine": "1"}
     value = registry.get_sample_value
     for source in ("store", "host"):
-        assert value("stepwell_loaded_tokens_total", labels | {"source": source}) == 44
-    assert value("stepwell_cache_events_total", labels | {"event": "load_jobs"}) == 2
+        assert value("vllm:stepwell_loaded_tokens_total", labels | {"source": source}) == 44
+    assert value("vllm:stepwell_cache_events_total", labels | {"event": "load_jobs"}) == 2
     used = engine.connector._scheduler.cache.stats().tiers[Tier.HOST].used_bytes
-    assert value("stepwell_tier_used_bytes", labels | {"tier": "host"}) == used > 0
-    assert value("stepwell_store_state", labels | {"state": "attached"}) == 1
-    assert value("stepwell_store_state", labels | {"state": "detached"}) == 0
-    assert value("stepwell_loaded_tokens_total", labels | {"engine": "0", "source": "host"}) is None
+    assert value("vllm:stepwell_tier_used_bytes", labels | {"tier": "host"}) == used > 0
+    assert value("vllm:stepwell_store_state", labels | {"state": "attached"}) == 1
+    assert value("vllm:stepwell_store_state", labels | {"state": "detached"}) == 0
+    assert value("vllm:stepwell_loaded_tokens_total", labels | {"engine": "0", "source": "host"}) is None
 
 
 def test_failed_loads_are_counted_and_logged(make: Make) -> None:

@@ -1,7 +1,7 @@
 """What the connector counts, through vLLM's own statistics: its log line, and its Prometheus endpoint (`/metrics` of the server).
 
-The scheduler's side counts and vLLM carries what is new to the process that serves metrics. Names are those of Stepwell's own
-server (`server/metrics.py`), with vLLM's labels beside ours.
+The scheduler's side counts and vLLM carries what is new to the process that serves metrics. Names begin with vLLM's: by that it
+knows which to take away when the next engine of a process begins.
 """
 
 from __future__ import annotations
@@ -87,23 +87,24 @@ class StepwellPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         counter, gauge = self._counter_cls, self._gauge_cls
         self._metrics = {
             TOKENS: counter(
-                name="stepwell_loaded_tokens", documentation="Prompt tokens that were loaded, by where they came from.",
+                name="vllm:stepwell_loaded_tokens", documentation="Prompt tokens that were loaded, by where they came from.",
                 labelnames=[*labelnames, "source"],
             ),
             EVENTS: counter(
-                name="stepwell_cache_events", documentation="Every counter of the cache, by name.",
+                name="vllm:stepwell_cache_events", documentation="Every counter of the cache, by name.",
                 labelnames=[*labelnames, "event"],
             ),
             USED: gauge(
-                name="stepwell_tier_used_bytes", documentation="Bytes of a tier that hold something, of one rank.",
+                name="vllm:stepwell_tier_used_bytes", documentation="Bytes of a tier that hold something, of one rank.",
                 labelnames=[*labelnames, "tier"],
             ),
             AVAILABLE: gauge(
-                name="stepwell_tier_available_bytes", documentation="Bytes that are free or could be, of one rank.",
+                name="vllm:stepwell_tier_available_bytes", documentation="Bytes that are free or could be, of one rank.",
                 labelnames=[*labelnames, "tier"],
             ),
             STORE: gauge(
-                name="stepwell_store_state", documentation="1 for the state the store is in.", labelnames=[*labelnames, "state"]
+                name="vllm:stepwell_store_state", documentation="1 for the state the store is in.",
+                labelnames=[*labelnames, "state"],
             ),
         }  # fmt: skip
 

@@ -1,7 +1,7 @@
 """Runs vLLM engines one after the other in this process, as told on standard input, and says what each of them answered.
 
-A life: {"model": folder, "llm": {...}, "kv": {...} or null, "rounds": [[{"tokens": [...], "salt": ...}]], "max_tokens": n,
-"events": whether to report KV events}.
+A life: {"model": folder, "llm": {...}, "kv": {...} or null,
+"rounds": [[{"tokens": [...], "salt": ..., "lora": folder}]], "max_tokens": n, "events": whether to report KV events}.
 The last line of the output is a list with one report for each life, in JSON.
 """
 
@@ -15,6 +15,7 @@ from typing import Any
 from vllm import LLM, SamplingParams
 from vllm.config import KVEventsConfig, KVTransferConfig
 from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.lora.request import LoRARequest
 
 LLM_DEFAULTS = {
     "dtype": "float32", "max_model_len": 1024, "max_num_seqs": 4, "max_num_batched_tokens": 256, "block_size": 32,
@@ -83,7 +84,8 @@ def live(life: dict[str, Any]) -> dict[str, Any]:
     for prompts in life["rounds"]:
         asked = [{"prompt_token_ids": each["tokens"]} | _salt(each) for each in prompts]
         before, answers = watched.scheduled, []
-        for out in llm.generate(asked, sampling, use_tqdm=False):
+        adapters = [_adapter(each) for each in prompts]
+        for out in llm.generate(asked, sampling, use_tqdm=False, lora_request=adapters if any(adapters) else None):
             first = out.outputs[0]
             answers.append(
                 {"tokens": list(first.token_ids), "logprob": first.cumulative_logprob, "cached": out.num_cached_tokens}
@@ -101,6 +103,12 @@ def live(life: dict[str, Any]) -> dict[str, Any]:
 
 def _salt(prompt: dict[str, Any]) -> dict[str, str]:
     return {"cache_salt": prompt["salt"]} if prompt.get("salt") else {}
+
+
+def _adapter(prompt: dict[str, Any]) -> LoRARequest | None:
+    """An adapter is named by its folder, and numbered by the digits its name ends in."""
+    path = prompt.get("lora")
+    return LoRARequest(path.rpartition("/")[2], int(path[-1]), path) if path else None
 
 
 def main() -> None:

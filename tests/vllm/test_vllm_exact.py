@@ -59,8 +59,7 @@ def _told(report: Report, medium: str) -> dict[tuple[int, int], list[int]]:
 def test_salts_are_apart(models: Path, tmp_path: Path) -> None:
     model = make("llama", models)
     asked = [[{"tokens": PROMPT, "salt": salt}] for salt in ("a", "b")]
-    run(life(model, asked[:1], kv=stepwell(tmp_path)))
-    (report,) = run(life(model, [asked[1], asked[0]], kv=stepwell(tmp_path)))
+    _, report = run(life(model, asked[:1], kv=stepwell(tmp_path)), life(model, [asked[1], asked[0]], kv=stepwell(tmp_path)))
     assert scheduled(report) == [315, 27]
 
 

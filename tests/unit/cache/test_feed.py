@@ -6,6 +6,7 @@ import pytest
 
 from stepwell import CacheEvent, EventFeed, EventKind, ModelSpec, Tier
 from stepwell.base.prompt import pack, page_keys
+from stepwell.base.tasks import Purpose
 from stepwell.store.memory import MemoryStore
 from toys import ALL_MODELS, FULL, HYBRID, PAGE, Rig, text
 
@@ -95,3 +96,21 @@ def test_nobody_is_told_before_listening_nor_after_closing() -> None:
     feed.close()
     rig.serve(text(2, 4 * PAGE))
     assert not feed.take() and not rig.tree.feeds
+
+
+def test_a_save_that_failed_is_told_neither_as_stored_nor_as_evicted() -> None:
+    rig = Rig(HYBRID, host_pages=64)
+    feed = rig.cache.listen()
+    with rig.ready(PROMPT) as lease:
+        while lease.position < lease.num_tokens:
+            rig.compute(lease, min(rig.cache.next_stop(lease) or lease.num_tokens, lease.num_tokens))
+            for job in list(rig.executor.pending):
+                rig.executor.answer(job, error="told to fail" if _is_save(rig, job) else None)
+            rig.cache.step()
+    rig.settle()
+    assert rig.cache.counters["save_failures"]
+    assert not [event for event in feed.take() if event.tier is Tier.HOST]
+
+
+def _is_save(rig: Rig, job: int) -> bool:
+    return any(plan.job == job and plan.purpose is Purpose.SAVE for plan in rig.state.copies.tasks())

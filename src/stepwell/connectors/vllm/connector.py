@@ -206,6 +206,8 @@ class StepwellConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return
         shared, self._shared = self._shared, []
         if shared:
+            if self._events is not None:
+                self._events.close()
             self._scheduler.close(ended_in({rank: block.ended_job for rank, block in enumerate(shared)}))
             if self._store is not None:
                 self._store.close()

@@ -44,7 +44,7 @@ test-sglang: $(STAMP) ## The backend for SGLang under SGLang's own caches, besid
 	@PYTHON=$(PYTHON) benchmarks/peers/install_sglang.sh
 	@STEPWELL_TEST_SGLANG=1 $(BIN)/python -m pytest tests/sglang --capture no
 
-test-vllm: ## The connector under vLLM itself, on the CPU, in a venv of its own (installs 1.9 GB; takes 16 minutes on two cores)
+test-vllm: ## The connector under vLLM itself, on the CPU, in a venv of its own (installs 1.9 GB; takes a good quarter of an hour on two cores)
 	@PYTHON=$(PYTHON) tests/vllm/install.sh
 	@.venv-vllm/bin/python -m pytest -W default tests/vllm
 

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from stepwell.store.registry import open_store
     from stepwell.tiers.external import EnginePages
     from stepwell.tiers.lease import Lease, LeaseState, Sources
+    from stepwell.tree.feed import CacheEvent, EventFeed, EventKind
     from stepwell.tree.match import Match
     from stepwell.verified.runs import ReadRuns, WriteRuns
     from stepwell.verified.store import VerifiedStore
@@ -72,6 +73,7 @@ _HOMES = {
     "stepwell.tiers.lease": ("Lease", "LeaseState", "Sources"),
     "stepwell.store.key_file": ("read_store_key",),
     "stepwell.store.registry": ("open_store",),
+    "stepwell.tree.feed": ("CacheEvent", "EventFeed", "EventKind"),
     "stepwell.tree.match": ("Match",),
     "stepwell.base.tasks": ("ItemStatus",),
     "stepwell.verified.runs": ("ReadRuns", "WriteRuns"),
@@ -83,9 +85,12 @@ __all__ = [
     "BadTokens",
     "Cache",
     "CacheConfig",
+    "CacheEvent",
     "Cause",
     "ConfigError",
     "EnginePages",
+    "EventFeed",
+    "EventKind",
     "Explanation",
     "ItemStatus",
     "Kind",

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -13,65 +10,17 @@ from typing import Any
 import pytest
 import toy_vllm
 import vllm_stand_in
-from toy_vllm import MODELS, LateCopies, ToyEngine
+from toy_runs import Lora, Make, computed_by, counters, text
+from toy_vllm import MODELS, ToyEngine
 
 from stepwell import ConfigError
+from stepwell.connectors.vllm import assembly
 from stepwell.policy.store_use import StoreTuning
 from stepwell.store.memory import MemoryStore
 from stepwell.store.wrappers import Wrapper
 from waiting import wait_until
 
-if vllm_stand_in.is_real_installed():
-    pytest.skip("vLLM is installed here: tests/vllm runs the connector under it", allow_module_level=True)
-
-Make = Callable[..., ToyEngine]
 STEPS = 400  # more than any round takes
-
-
-@pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    """Makes engines, and closes them."""
-    for name in [*vllm_stand_in.MODULES, "stepwell.connectors.vllm.connector"]:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    vllm_stand_in.install()
-    from stepwell.connectors.vllm import worker_side
-    from stepwell.connectors.vllm.connector import StepwellConnector
-
-    monkeypatch.setattr(worker_side, "ThreadCopyExecutor", LateCopies)
-    engines: list[ToyEngine] = []
-
-    def engine(model: str = "full", **more: Any) -> ToyEngine:
-        engines.append(ToyEngine(StepwellConnector, model, **more))
-        return engines[-1]
-
-    yield engine
-    for each in engines:
-        each.close()
-    for name in [*vllm_stand_in.MODULES, "stepwell.connectors.vllm.connector"]:
-        sys.modules.pop(name, None)
-
-
-@dataclass(frozen=True)
-class Lora:
-    lora_int_id: int
-    lora_path: str
-    lora_name: str = "one"
-
-
-def text(seed: int, count: int) -> list[int]:
-    return random.Random(seed).choices(range(1000), k=count)
-
-
-def counters(engine: ToyEngine) -> dict[str, float]:
-    return dict(engine.connector._scheduler.cache.counters.snapshot())
-
-
-def computed_by(engine: ToyEngine, tokens: list[int], *, late: bool = False, **more: Any) -> int:
-    """How many tokens a prompt and its answer took to compute."""
-    before = engine.computed
-    engine.submit(tokens, **more)
-    engine.run(late=late)
-    return engine.computed - before
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -367,8 +316,7 @@ def test_a_store_that_hangs_delays_a_prompt_for_no_longer_than_it_may(make: Make
             hangs.wait()
             return super().contains(*args, **more)
 
-    make()  # so that the connector was imported
-    monkeypatch.setattr(sys.modules["stepwell.connectors.vllm.connector"], "open_store", lambda *_, **__: Hanging())
+    monkeypatch.setattr(assembly, "open_store", lambda *_, **__: Hanging())
     engine, prompt = make(store="memory:", prefetch_timeout_s=0.1), text(1, 45)
     engine.submit(prompt)
     try:

@@ -95,12 +95,20 @@ class Request:
     lora_request: Any = None
     skip_reading_prefix_cache: bool = False
     resumable: bool = False
+    kv_transfer_params: dict[str, Any] | None = None
+    told: dict[str, Any] | None = None
     num_computed_tokens: int = 0
     status: str = "waiting"
     tables: list[list[int]] = field(default_factory=list)
     loaded: int = 0
     num_preemptions: int = 0
     prompt_tokens: int = 0
+    hash_tokens: int = BLOCK
+
+    @property
+    def block_hashes(self) -> list[bytes]:
+        ends = range(self.hash_tokens, self.num_tokens + 1, self.hash_tokens)
+        return [_bytes("hash", [*map(ord, self.cache_salt or ""), *self.all_token_ids[:end]], 8) for end in ends]
 
     @property
     def num_tokens(self) -> int:
@@ -111,7 +119,8 @@ class ToyEngine:
     """One scheduler and its workers in one thread."""
 
     def __init__(
-        self, connector_class: Any, model: str = "full", *, blocks: int = 64, chunk: int = 8, ranks: int = 1, **extra: Any
+        self, connector_class: Any, model: str = "full", *, blocks: int = 64, chunk: int = 8, ranks: int = 1,
+        events: bool = False, **extra: Any,
     ) -> None:  # fmt: skip
         LateCopies.made = []
         self.groups, self.chunk, self.num_ranks = MODELS[model], chunk, ranks
@@ -119,7 +128,7 @@ class ToyEngine:
         settings = {"host_memory": "1MiB", "audit": True, "answer_interval_tokens": 8} | extra
         engine_id = f"toy {next(_numbers)}"
         make = lambda role, rank: connector_class(  # noqa: E731
-            vllm.config(extra=settings, ranks=ranks, rank=rank, engine_id=engine_id), role, self.kv
+            vllm.config(extra=settings, ranks=ranks, rank=rank, engine_id=engine_id, events=events), role, self.kv
         )
         self.memory = [self._tensors(blocks) for _ in range(ranks)]
         self.workers = [make(vllm.KVConnectorRole.WORKER, rank) for rank in range(ranks)]
@@ -138,6 +147,7 @@ class ToyEngine:
         self.done: list[Request] = []
         self.computed = 0
         self.preemptions = 0
+        self.events: list[Any] = []
 
     def _tensors(self, blocks: int) -> dict[str, torch.Tensor]:
         tensors = {}
@@ -161,7 +171,9 @@ class ToyEngine:
     # ---- what a user does ---------------------------------------------------------------------------
 
     def submit(self, tokens: list[int], *, answer: int = 4, **more: Any) -> Request:
-        request = Request(f"r{next(_numbers)}", list(tokens), answer, prompt_tokens=len(tokens), **more)
+        request = Request(
+            f"r{next(_numbers)}", list(tokens), answer, prompt_tokens=len(tokens), hash_tokens=self.hash_tokens, **more
+        )
         self.connector.on_new_request(request)
         self.waiting.append(request)
         return request
@@ -243,6 +255,7 @@ class ToyEngine:
         self.failed |= failed
         if said is not None:
             self.connector.update_connector_output(SimpleNamespace(kv_connector_worker_meta=said))
+        self.events += self.connector.take_events()
         for name in [name for name, ranks in self.received.items() if len(ranks) == self.num_ranks]:
             del self.received[name]
             self._received(self.loading.pop(name), well=name not in self.failed)
@@ -294,6 +307,10 @@ class ToyEngine:
 
     def _page(self) -> int:
         return vllm.resolve_kv_cache_block_sizes(self.kv, None)[0]
+
+    @property
+    def hash_tokens(self) -> int:
+        return vllm.resolve_kv_cache_block_sizes(self.kv, None)[1]
 
     def _admit(self, request: Request, scheduled: dict[str, int]) -> bool:
         external = 0
@@ -411,7 +428,7 @@ class ToyEngine:
         if request.num_tokens - request.prompt_tokens >= request.answer_tokens:
             self.running.remove(request)
             request.status = "finished"
-            self.connector.request_finished_all_groups(request, tuple(request.tables))
+            _, request.told = self.connector.request_finished_all_groups(request, tuple(request.tables))
             self._free(request)
             self.done.append(request)
             return

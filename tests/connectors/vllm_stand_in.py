@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from importlib.util import find_spec
-from math import lcm
+from math import gcd, lcm
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -97,6 +97,16 @@ class KVConnectorBase_V1:
 
     def update_connector_output(self, connector_output: Any) -> Any: ...
 
+    def take_events(self) -> Any: ...
+
+    def get_kv_connector_stats(self) -> Any: ...
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: Any = None) -> Any: ...
+
+    @classmethod
+    def build_prom_metrics(cls, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any) -> Any: ...
+
     def has_pending_block_frees(self) -> bool:
         return False
 
@@ -104,6 +114,60 @@ class KVConnectorBase_V1:
         return False
 
     def reset_cache(self) -> Any: ...
+
+
+# ---- vllm.distributed.kv_transfer.kv_connector.v1.metrics ------------------------------------------
+
+
+@dataclass
+class KVConnectorStats:
+    data: dict[str, Any] = field(default_factory=dict)
+
+    def reset(self) -> Any: ...
+
+    def aggregate(self, other: Any) -> Any: ...
+
+    def reduce(self) -> Any: ...
+
+    def is_empty(self) -> Any: ...
+
+
+class KVConnectorPromMetrics:
+    def __init__(self, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any) -> None:
+        self._gauge_cls, self._counter_cls = metric_types["gauge"], metric_types["counter"]  # vLLM's are classes by class
+        self.per_engine_labelvalues = per_engine_labelvalues
+
+    def observe(self, transfer_stats_data: Any, engine_idx: int = 0) -> Any: ...
+
+
+# ---- vllm.distributed.kv_events -------------------------------------------------------------------
+
+MEDIUM_CPU, MEDIUM_STORAGE = "CPU", "STORAGE"
+
+
+class KVCacheEvent:
+    pass
+
+
+@dataclass
+class BlockStored(KVCacheEvent):
+    block_hashes: list[bytes]
+    parent_block_hash: bytes | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+
+
+@dataclass
+class BlockRemoved(KVCacheEvent):
+    block_hashes: list[bytes]
+    medium: str | None
+    group_idx: int | None = None
 
 
 # ---- vllm.v1 --------------------------------------------------------------------------------------
@@ -175,13 +239,32 @@ class CacheHitSource(str, Enum):
     DISK = "disk"
 
 
+class KVCacheSpecKind(str, Enum):
+    FULL_ATTENTION = "full_attention"
+    SLIDING_WINDOW = "sliding_window"
+    MAMBA = "mamba"
+
+
+def get_kv_cache_spec_kind(kv_cache_spec: Any) -> KVCacheSpecKind:
+    kinds = {"MambaSpec": KVCacheSpecKind.MAMBA, "SlidingWindowSpec": KVCacheSpecKind.SLIDING_WINDOW}
+    return kinds.get(type(kv_cache_spec).__name__, KVCacheSpecKind.FULL_ATTENTION)
+
+
+def get_kv_cache_spec_sliding_window(kv_cache_spec: Any) -> int | None:
+    return getattr(kv_cache_spec, "sliding_window", None)
+
+
+def maybe_convert_block_hash(hash_bytes: bytes) -> bytes:
+    return hash_bytes
+
+
 def group_kernel_blocks(cache: Any, num_blocks: int) -> Any:
     return cache
 
 
 def resolve_kv_cache_block_sizes(kv_cache_config: Any, vllm_config: Any) -> tuple[int, int]:
-    size = lcm(*(group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups))
-    return size, size
+    sizes = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
+    return lcm(*sizes), gcd(*sizes)
 
 
 class current_platform:
@@ -195,6 +278,7 @@ class current_platform:
 MODULES = {
     "vllm": ("__version__",),
     "vllm.distributed": (),
+    "vllm.distributed.kv_events": ("MEDIUM_CPU", "MEDIUM_STORAGE", "BlockRemoved", "BlockStored", "KVCacheEvent"),
     "vllm.distributed.kv_transfer": (),
     "vllm.distributed.kv_transfer.kv_connector": (),
     "vllm.distributed.kv_transfer.kv_connector.v1": (),
@@ -202,18 +286,23 @@ MODULES = {
         "KVConnectorBase_V1", "KVConnectorMetadata", "KVConnectorRole", "KVConnectorTransferResults", "KVConnectorWorkerMetadata",
         "SupportsHMA",
     ),
+    "vllm.distributed.kv_transfer.kv_connector.v1.metrics": ("KVConnectorPromMetrics", "KVConnectorStats"),
     "vllm.platforms": ("current_platform",),
     "vllm.v1": (),
     "vllm.v1.core": (),
     "vllm.v1.core.sched": (),
     "vllm.v1.core.sched.output": ("KVConnectorBlockState",),
-    "vllm.v1.core.kv_cache_utils": ("resolve_kv_cache_block_sizes",),
+    "vllm.v1.core.kv_cache_utils": ("maybe_convert_block_hash", "resolve_kv_cache_block_sizes"),
     "vllm.v1.kv_cache_interface": (
-        "FullAttentionSpec", "KVCacheGroupSpec", "MLAAttentionSpec", "MambaSpec", "SlidingWindowSpec", "group_kernel_blocks",
+        "FullAttentionSpec", "KVCacheGroupSpec", "MLAAttentionSpec", "MambaSpec", "SlidingWindowSpec", "get_kv_cache_spec_kind",
+        "get_kv_cache_spec_sliding_window", "group_kernel_blocks",
     ),
     "vllm.v1.metrics": (),
     "vllm.v1.metrics.cache_hit_source": ("CacheHitSource",),
 }  # fmt: skip
+
+
+IMPORTED = (*MODULES, *(f"stepwell.connectors.vllm.{name}" for name in ("connector", "step_metadata", "block_events", "metrics")))
 
 
 def is_real_installed() -> bool:
@@ -236,7 +325,10 @@ def install() -> None:
         sys.modules[name] = module
 
 
-def config(*, extra: dict[str, Any], ranks: int = 1, rank: int = 0, engine_id: str = "toy", policy: str = "recompute") -> Any:
+def config(
+    *, extra: dict[str, Any], ranks: int = 1, rank: int = 0, engine_id: str = "toy", policy: str = "recompute",
+    events: bool = False,
+) -> Any:  # fmt: skip
     """What vLLM's configuration says of a toy model."""
     hf_config = SimpleNamespace(to_json_string=lambda: "{}", _commit_hash="toy weights")
     return SimpleNamespace(
@@ -248,6 +340,7 @@ def config(*, extra: dict[str, Any], ranks: int = 1, rank: int = 0, engine_id: s
             decode_context_parallel_size=1, prefill_context_parallel_size=1,
         ),
         speculative_config=None,
+        kv_events_config=SimpleNamespace(enable_kv_cache_events=True) if events else None,
         model_config=SimpleNamespace(
             model="toy", hf_config=hf_config, seed=0, dtype="uint8", quantization=None, get_vocab_size=lambda: 1000
         ),

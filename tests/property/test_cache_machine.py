@@ -178,6 +178,12 @@ def test_in_a_long_life_nobody_loses_for_a_tenant_that_is_over_its_quota(seed: i
     live_with_quotas(seed, steps=120)
 
 
+def test_lives_tell_listeners_of_much_that_comes_and_goes() -> None:
+    """Else what is checked of feeds after each verb of a life would prove nothing."""
+    feeds = [world.feed for world in (live(seed, steps=120) for seed in range(8)) if world.feed is not None]
+    assert sum(feed.num_stored for feed in feeds) > sum(feed.num_evicted for feed in feeds) / 2 > 50
+
+
 def test_lives_with_quotas_have_tenants_over_theirs_and_evict_for_it() -> None:
     """Else the lives above would prove nothing."""
     worlds = [live_with_quotas(seed, steps=120) for seed in range(12)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from feed_watch import FeedWatch
 from header_watch import HeaderWatch
 from ledger import TOKEN, Content, Ledger, LedgerExecutor, space_of
 from oracle import Oracle, boundaries, has_rows_on_device, justified, needs_checkpoint, page_tiers, window_contents
@@ -51,6 +52,7 @@ class Watched:
         self.engine.row_pages = rows = self.cache.row_pages
         self.headers = HeaderWatch(setup.spec, self.memories, rows) if rows is not None else None
         self.quotas = QuotaWatch(self.cache)
+        self.feed = FeedWatch(self.cache) if setup.ranks == 1 else None  # nobody may listen, and keys may not be asked for
         self.nearest = Tier.DEVICE if Tier.DEVICE in layouts else Tier.HOST
         self.trace: list[str] = []  # every decision the cache makes, in order
         self.excuses = {Cause.FAILED} if setup.regime is Regime.FAULTY else set()  # reasons for a loss that this run has given

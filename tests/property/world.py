@@ -206,6 +206,8 @@ class World(Watched):
 
     def check(self) -> None:
         self.cache.audit()
+        if self.feed is not None:
+            self.feed.check()
         for held in self.held:
             assert held.lease.sources.total == held.lease.prompt_tokens, f"{held.lease.sources} {held.lease}"
             if held.lease.ready:

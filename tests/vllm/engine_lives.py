@@ -1,6 +1,7 @@
 """Runs vLLM engines one after the other in this process, as told on standard input, and says what each of them answered.
 
-A life: {"model": folder, "llm": {...}, "kv": {...} or null, "rounds": [[{"tokens": [...], "salt": ...}]], "max_tokens": n}.
+A life: {"model": folder, "llm": {...}, "kv": {...} or null,
+"rounds": [[{"tokens": [...], "salt": ..., "lora": folder}]], "max_tokens": n, "events": whether to report KV events}.
 The last line of the output is a list with one report for each life, in JSON.
 """
 
@@ -12,8 +13,9 @@ import sys
 from typing import Any
 
 from vllm import LLM, SamplingParams
-from vllm.config import KVTransferConfig
+from vllm.config import KVEventsConfig, KVTransferConfig
 from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.lora.request import LoRARequest
 
 LLM_DEFAULTS = {
     "dtype": "float32", "max_model_len": 1024, "max_num_seqs": 4, "max_num_batched_tokens": 256, "block_size": 32,
@@ -28,7 +30,9 @@ class Watched:
         core = getattr(llm.llm_engine.engine_core, "engine_core", None)
         self.scheduler = core.scheduler if core is not None else None
         self.scheduled = self.preemptions = 0
+        self.events: list[dict[str, Any]] = []
         if self.scheduler is not None:
+            self.scheduler.kv_event_publisher.publish = self._hear
             self._wrap("schedule", self._count)
             self._wrap("_preempt_request", self._count_preemption)
 
@@ -41,6 +45,13 @@ class Watched:
             return out
 
         setattr(self.scheduler, name, wrapper)
+
+    def _hear(self, batch: Any) -> None:
+        """Blocks by kind of event, medium and group."""
+        for event in batch.events:
+            hashes = list(event.block_hashes)
+            told = {"what": type(event).__name__, "medium": event.medium, "group": event.group_idx, "hashes": hashes}
+            self.events.append(told | {"tokens": list(getattr(event, "token_ids", ()))})
 
     def _count(self, output: Any) -> None:
         self.scheduled += output.total_num_scheduled_tokens
@@ -65,19 +76,24 @@ def live(life: dict[str, Any]) -> dict[str, Any]:
             "kv_load_failure_policy": "recompute",
         }  # fmt: skip
         transfer = {"kv_transfer_config": KVTransferConfig(**(settings | life["kv"]))}
+    if life.get("events"):
+        transfer["kv_events_config"] = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
     llm = LLM(model=life["model"], **(LLM_DEFAULTS | life.get("llm", {})), **transfer)
     watched, rounds = Watched(llm), []
     sampling = SamplingParams(temperature=0, max_tokens=life.get("max_tokens", 16), ignore_eos=True, detokenize=False, logprobs=0)
     for prompts in life["rounds"]:
         asked = [{"prompt_token_ids": each["tokens"]} | _salt(each) for each in prompts]
         before, answers = watched.scheduled, []
-        for out in llm.generate(asked, sampling, use_tqdm=False):
+        adapters = [_adapter(each) for each in prompts]
+        for out in llm.generate(asked, sampling, use_tqdm=False, lora_request=adapters if any(adapters) else None):
             first = out.outputs[0]
             answers.append(
                 {"tokens": list(first.token_ids), "logprob": first.cumulative_logprob, "cached": out.num_cached_tokens}
             )
         rounds.append({"answers": answers, "scheduled": watched.scheduled - before})
-    report = {"rounds": rounds, "preemptions": watched.preemptions, "counters": watched.counters()}
+    report = {
+        "rounds": rounds, "preemptions": watched.preemptions, "counters": watched.counters(), "events": watched.events,
+    }  # fmt: skip
     llm.llm_engine.engine_core.shutdown()
     del llm, watched
     gc.collect()
@@ -87,6 +103,12 @@ def live(life: dict[str, Any]) -> dict[str, Any]:
 
 def _salt(prompt: dict[str, Any]) -> dict[str, str]:
     return {"cache_salt": prompt["salt"]} if prompt.get("salt") else {}
+
+
+def _adapter(prompt: dict[str, Any]) -> LoRARequest | None:
+    """An adapter is named by its folder, and numbered by the digits its name ends in."""
+    path = prompt.get("lora")
+    return LoRARequest(path.rpartition("/")[2], int(path[-1]), path) if path else None
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from tiny_vllm_models import MODELS, make
-from vllm_engines import answers, life, run, scheduled, stepwell, text
+from vllm_engines import Report, answers, life, run, scheduled, stepwell, text
 
 PROMPT = text(1, 300)
 CACHED = {"llama": 288, "gemma3": 288, "gptoss": 288, "falconh1": 256}  # whole pages of 32 tokens, or 64
@@ -23,21 +23,43 @@ def test_a_second_process_resumes_from_the_log(models: Path, tmp_path: Path, nam
     off = {"llm": {"enable_prefix_caching": False}} if name != "falconh1" else {}
     alone, first = run(
         life(model, [[PROMPT]], **off),
-        life(model, [[PROMPT]], kv=stepwell(tmp_path)),
+        life(model, [[PROMPT]], kv=stepwell(tmp_path), events=True),
     )
-    (second,) = run(life(model, [[PROMPT], [PROMPT[:200] + text(2, 80)]], kv=stepwell(tmp_path)))
+    (second,) = run(life(model, [[PROMPT], [PROMPT[:200] + text(2, 80)]], kv=stepwell(tmp_path), events=True))
     assert answers(first) == answers(alone) and answers(second)[0] == answers(alone)[0]
     assert scheduled(alone) == scheduled(first) == [315]
     assert scheduled(second)[0] == 315 - CACHED[name]
     assert second["rounds"][0]["answers"][0]["cached"] == CACHED[name]
     assert second["counters"]["tokens_store"] >= CACHED[name]
+    _check_events(first, {"CPU", "STORAGE"}, CACHED[name] // 64)
+    _check_events(second, {"CPU"}, CACHED[name] // 64)
+
+
+def _check_events(report: Report, media: set[str], num_blocks: int) -> None:
+    """In the host's memory and below it, blocks have the hashes and the tokens that vLLM gives its own."""
+    own = _told(report, "GPU")
+    for medium in media:
+        common = _told(report, medium).keys() & own.keys()
+        assert len(common) >= num_blocks, f"{medium}: {len(common)} block(s) with hashes of vLLM's"
+        assert all(_told(report, medium)[each] == own[each] for each in common)
+    assert not [event for event in report["events"] if event["what"] == "BlockRemoved" and event["medium"] in media]
+
+
+def _told(report: Report, medium: str) -> dict[tuple[int, int], list[int]]:
+    """The tokens of blocks that were stored, by group and hash."""
+    found = {}
+    for event in report["events"]:
+        if (event["what"], event["medium"]) == ("BlockStored", medium) and event["hashes"]:
+            size = len(event["tokens"]) // len(event["hashes"])
+            for at, each in enumerate(event["hashes"]):
+                found[event["group"], each] = event["tokens"][at * size : (at + 1) * size]
+    return found
 
 
 def test_salts_are_apart(models: Path, tmp_path: Path) -> None:
     model = make("llama", models)
     asked = [[{"tokens": PROMPT, "salt": salt}] for salt in ("a", "b")]
-    run(life(model, asked[:1], kv=stepwell(tmp_path)))
-    (report,) = run(life(model, [asked[1], asked[0]], kv=stepwell(tmp_path)))
+    _, report = run(life(model, asked[:1], kv=stepwell(tmp_path)), life(model, [asked[1], asked[0]], kv=stepwell(tmp_path)))
     assert scheduled(report) == [315, 27]
 
 

@@ -6,8 +6,8 @@ import random
 from pathlib import Path
 
 import pytest
-from tiny_vllm_models import make
-from vllm_engines import answers, life, run, scheduled, stepwell, text
+from tiny_vllm_models import make, make_adapter
+from vllm_engines import answers, life, run, run_to_its_death, scheduled, stepwell, text
 
 PROMPT = text(1, 300)
 TRYING = "trying_connector"
@@ -62,3 +62,34 @@ def test_a_damaged_store_is_a_miss(models: Path, tmp_path: Path) -> None:
             path.write_bytes(data)
     (second,) = run(life(model, [[PROMPT]], kv=stepwell(tmp_path)))
     assert answers(second) == answers(first) and scheduled(second) == [315]
+
+
+def test_an_engine_that_is_killed_while_it_saves_is_followed_by_one_that_resumes_exactly_or_misses(
+    models: Path, tmp_path: Path
+) -> None:
+    asked, names = [[text(seed, 300)] for seed in (1, 2, 3)], ("llama", "falconh1")
+    folders = {name: make(name, models) for name in names}
+    for name in names:
+        kv = stepwell(tmp_path / name, module=TRYING)
+        run_to_its_death(life(folders[name], asked, kv=kv), TRYING="kill=6")
+    lives = [life(folders[name], asked, kv=kv) for name in names for kv in (None, stepwell(tmp_path / name))]
+    reports = run(*lives)
+    for alone, after in zip(reports[::2], reports[1::2], strict=True):
+        assert answers(after) == answers(alone)
+        assert sum(scheduled(after)) < sum(scheduled(alone)), "nothing of what was stored is found"
+        assert scheduled(after)[-1] == 315, "it was killed before it saved this"
+
+
+def test_adapters_are_apart(models: Path, tmp_path: Path) -> None:
+    """Both in one engine, and in the next one, which finds of each what it saved under its own weights."""
+    model = make("llama", models)
+    adapters = [str(make_adapter(number, tmp_path / "adapters")) for number in (1, 2)]
+    asked = [[{"tokens": PROMPT, "lora": each}] for each in (*adapters, None)]
+    llm = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+    alone, first, second = run(
+        life(model, asked, llm=llm | {"enable_prefix_caching": False}),
+        *(life(model, asked, llm=llm, kv=stepwell(tmp_path / "log")) for _ in range(2)),
+    )
+    assert answers(alone) == answers(first) == answers(second)
+    assert len({logprob for _, logprob in answers(alone)}) == 3, "the adapters change nothing"
+    assert scheduled(first) == [315] * 3 and scheduled(second) == [27] * 3

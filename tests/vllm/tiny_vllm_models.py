@@ -5,11 +5,13 @@ python tiny_vllm_models.py FOLDER llama gemma3 ...
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
 import torch
 import transformers
+from safetensors.torch import save_file
 
 BASE = {
     "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -56,6 +58,24 @@ def make(name: str, folder: Path) -> Path:
             _remember(weight_name, weight)
         model.save_pretrained(folder / name)
     return folder / name
+
+
+def make_adapter(number: int, folder: Path) -> Path:
+    """Writes a LoRA adapter for the tiny Llama, with weights of its own."""
+    path = folder / f"adapter-{number}"
+    path.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(number)
+    rows = {"q_proj": 128, "v_proj": 64}
+    weights = {}
+    for layer in range(BASE["num_hidden_layers"]):
+        for name, out in rows.items():
+            where = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{where}.lora_A.weight"] = torch.randn(8, 64) * 0.3
+            weights[f"{where}.lora_B.weight"] = torch.randn(out, 8) * 0.3
+    save_file(weights, path / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": list(rows), "bias": "none", "lora_dropout": 0.0}
+    (path / "adapter_config.json").write_text(json.dumps(settings))
+    return path
 
 
 def _remember(name: str, weight: torch.Tensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -42,16 +43,26 @@ def stepwell(store: Path | None = None, *, module: str | None = None, **extra: A
 
 def run(*lives: dict[str, Any], **environment: str) -> list[Report]:
     """Runs engines one after the other in one new process."""
-    variables = os.environ | ENVIRONMENT | environment
-    variables["PYTHONPATH"] = os.pathsep.join([str(HERE), variables.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    ran = subprocess.run(
-        [sys.executable, str(HERE / "engine_lives.py")], input=json.dumps(lives), env=variables, capture_output=True, text=True,
-        timeout=TIMEOUT_S, check=False,
-    )  # fmt: skip
+    ran = _run(lives, environment)
     found = [line for line in ran.stdout.splitlines() if line.startswith("REPORT ")]
     assert ran.returncode == 0 and found, f"it ended with {ran.returncode}:\n{ran.stdout[-2000:]}\n{ran.stderr[-6000:]}"
     reports: list[Report] = json.loads(found[-1].removeprefix("REPORT "))
     return reports
+
+
+def run_to_its_death(*lives: dict[str, Any], **environment: str) -> None:
+    """The same for a process that is killed on its way."""
+    ran = _run(lives, environment)
+    assert ran.returncode == -signal.SIGKILL, f"it ended with {ran.returncode}:\n{ran.stderr[-6000:]}"
+
+
+def _run(lives: tuple[dict[str, Any], ...], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    variables = os.environ | ENVIRONMENT | environment
+    variables["PYTHONPATH"] = os.pathsep.join([str(HERE), variables.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    return subprocess.run(
+        [sys.executable, str(HERE / "engine_lives.py")], input=json.dumps(lives), env=variables, capture_output=True, text=True,
+        timeout=TIMEOUT_S, check=False,
+    )  # fmt: skip
 
 
 def text(seed: int, count: int) -> list[int]:

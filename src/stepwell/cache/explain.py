@@ -18,7 +18,8 @@ from stepwell.policy.store_use import Flags, reachable
 from stepwell.store_tier.link import LinkState, StoreLink
 from stepwell.store_tier.prefetch import is_expected_to_pay, points_with_store
 from stepwell.tiers.state import CacheState
-from stepwell.tree.match import Match, path_keys
+from stepwell.tree.keys import path_keys
+from stepwell.tree.match import Match
 from stepwell.tree.missing_state import missing_states_before
 from stepwell.tree.node import ABSENT, Loss, LossReason, Node
 

@@ -34,6 +34,7 @@ from stepwell.tiers.lease import Lease, Leases, LeaseState, RequestOptions
 from stepwell.tiers.lifetime import Pins
 from stepwell.tiers.spill import spill
 from stepwell.tiers.state import CacheState, one_thread
+from stepwell.tree.feed import MOST_PAGES, EventFeed
 from stepwell.tree.match import Match
 from stepwell.tree.node import LossReason
 from stepwell.tree.pruning import clear
@@ -228,6 +229,14 @@ class Cache(ReadOnlyCache):
         for digest in digests:
             clear(self._state.tree, digest, self._state.loss(LossReason.CLEARED, self._state.nearest))
         self._state.give_back_host()
+
+    @one_thread
+    def listen(self, *, most_pages: int = MOST_PAGES) -> EventFeed:
+        """A feed of what is stored and evicted from now on, in every tier; closed by whoever asked for it.
+
+        Take from it now and then: it keeps events of `most_pages` pages at most, and loses the oldest.
+        """
+        return self._state.tree.feeds.listen(most_pages=most_pages)
 
     @one_thread
     def audit(self) -> None:

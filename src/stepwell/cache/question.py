@@ -18,7 +18,8 @@ from stepwell.store_tier.ops import Call
 from stepwell.store_tier.prefetch import boundaries_to_ask
 from stepwell.store_tier.tier import StoreTier
 from stepwell.tiers.state import CacheState
-from stepwell.tree.match import Match, find, path_keys
+from stepwell.tree.keys import path_keys
+from stepwell.tree.match import Match, find
 
 log = logging.getLogger(__name__)
 

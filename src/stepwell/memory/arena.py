@@ -197,21 +197,24 @@ class Arena:
             self.row_pages.on_free(freed)
         return freed
 
-    def mark_ready(self, kind: Kind, ids: PageIds) -> None:
-        """FILLING pages have their bytes. READY pages stay so; a DEAD page never comes back."""
-        self._mark(kind, ids, READY)
+    def mark_ready(self, kind: Kind, ids: PageIds) -> PageIds:
+        """FILLING pages have their bytes: returns those. READY pages stay so; a DEAD page never comes back."""
+        return self._mark(kind, ids, READY)
 
     def mark_dead(self, kind: Kind, ids: PageIds) -> None:
         """FILLING pages will never have their bytes; they stay referenced until everyone let go."""
         self._mark(kind, ids, DEAD)
 
-    def _mark(self, kind: Kind, ids: PageIds, outcome: int) -> None:
+    def _mark(self, kind: Kind, ids: PageIds, outcome: int) -> PageIds:
         state, at = self.state[kind], _at(ids)
         before = state[at]
         assert np.count_nonzero(before) == len(ids), (
             f"a free {self.tier.label} {kind.label} page cannot change state: {ids[before == FREE]}"
         )
-        state[at[before == FILLING]] = outcome
+        filling = before == FILLING
+        state[at[filling]] = outcome
+        changed: PageIds = ids[filling]
+        return changed
 
     # ---- self-check -------------------------------------------------------------------------------
 

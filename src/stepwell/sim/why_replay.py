@@ -20,7 +20,8 @@ from stepwell.sim.trace import Trace, TraceRequest, prompt_of
 from stepwell.sim.why import Depths, Reason, ReasonCounts, Verdict
 from stepwell.sim.why_past import Past
 from stepwell.tiers.lease import Lease
-from stepwell.tree.match import Match, path_keys
+from stepwell.tree.keys import path_keys
+from stepwell.tree.match import Match
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,8 @@ from stepwell.store_tier.link import Beliefs, StoreLink
 from stepwell.store_tier.ops import Call
 from stepwell.tiers.state import CacheState, Leaving
 from stepwell.tree.checkpoints import is_left_between
-from stepwell.tree.match import keys_within
+from stepwell.tree.feed import EventKind
+from stepwell.tree.keys import keys_within
 from stepwell.tree.node import ABSENT, Checkpoint, Node, Residency, Victim, previous_checkpoint
 
 CHUNK_BYTES, CHUNK_SHARE = 64 * 2**20, 1 / 16  # of pages in one operation, and of the host tier, at most
@@ -197,8 +198,8 @@ def _put_stretch(state: CacheState, link: StoreLink, namespace: Namespace, stret
     size_bytes = len(ids) * state.arena(Tier.HOST).layout.strides[Kind.PREFIX]
     link.backup_bytes += size_bytes
     link.num_putting += 1
-    done = partial(_pages_put, state, link, stretch.nodes, first, size_bytes)
     task = PutPages(parent=parent, first=first, keys=tuple(keys), ids=ids)
+    done = partial(_pages_put, state, link, stretch.nodes, task, size_bytes)
     link.ops.send(task, namespace, done, call=Call(), pages=((Kind.PREFIX, ids),))
 
 
@@ -213,10 +214,14 @@ def _ready_after(state: CacheState, node: Node, start: int) -> PageIds:
 
 
 def _pages_put(
-    state: CacheState, link: StoreLink, touched: list[Node], first: int, size_bytes: int, outcome: Outcome, took_s: float
+    state: CacheState, link: StoreLink, touched: list[Node], task: PutPages, size_bytes: int, outcome: Outcome, took_s: float
 ) -> None:
+    first = task.first
     link.backup_bytes -= size_bytes
     link.num_putting -= 1
+    if state.tree.feeds:
+        kept = [key for key, status in zip(task.keys, outcome.statuses, strict=True) if status is ItemStatus.OK]
+        state.tree.feeds.store(EventKind.PAGES_STORED, kept)
     state.counters.add("backup_pages", sum(status is ItemStatus.OK for status in outcome.statuses))
     state.counters.add("backup_bytes", outcome.moved_bytes)
     lost = next((index for index, status in enumerate(outcome.statuses) if status is not ItemStatus.OK), None)
@@ -312,6 +317,8 @@ def _put_checkpoint(state: CacheState, link: StoreLink, checkpoint: Checkpoint) 
         link.backup_bytes -= size_bytes
         link.num_putting -= 1
         stored = outcome.statuses == (ItemStatus.OK,)
+        if stored and state.tree.feeds:
+            state.tree.feeds.store(EventKind.CHECKPOINT_STORED, [task.boundary])
         link.beliefs.answered(checkpoint, stored=stored)
         if link.current:
             residency.unsaved = not stored

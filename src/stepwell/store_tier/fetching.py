@@ -7,7 +7,7 @@ let_go     nobody waits any more: what has arrived is the tree's alone, what has
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,6 +15,7 @@ import numpy as np
 
 from stepwell.base.errors import NoRoom
 from stepwell.base.ids import JobId, Kind, Tier
+from stepwell.base.prompt import PageKey
 from stepwell.base.tasks import NO_PAGES, FetchCheckpoint, FetchPages, ItemStatus, Outcome, PageIds
 from stepwell.memory.arena import FILLING
 from stepwell.store_tier.link import StoreLink
@@ -25,9 +26,12 @@ from stepwell.tiers.lifetime import note_expiry
 from stepwell.tiers.saving import save_runs
 from stepwell.tiers.state import CacheState
 from stepwell.tree.checkpoints import add_residency, drop_residency, residency_arrived
+from stepwell.tree.feed import EventKind
 from stepwell.tree.match import Match, find, ids_of
 from stepwell.tree.node import ABSENT, Loss, LossReason, Node, Residency
 from stepwell.tree.pruning import discard_ids
+
+MAY_BE_THERE = (ItemStatus.OK, ItemStatus.CANCELLED, ItemStatus.FAILED)  # answers that leave open whether the store has it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +172,7 @@ def _send_for_pages(state: CacheState, link: StoreLink, ticket: Ticket, fetch: F
         ids = fetch.ids[start - fetch.start : end - fetch.start]
         link.fetch_of.update(dict.fromkeys(ids.tolist(), fetch))
         task = FetchPages(keys=ticket.keys[start:end], ids=ids)
-        came = partial(_pages_came, state, link, fetch, start, ids)
+        came = partial(_pages_came, state, link, fetch, start, task)
         _send(link, ticket, fetch, start, task, came, ((Kind.PREFIX, ids),))
 
 
@@ -186,7 +190,7 @@ def _send_for_checkpoint(
     residency.users += 1
     fetch.residencies.append(residency)
     task = FetchCheckpoint(boundary=ticket.keys[page - 1], windows=windows, points=points)
-    came = partial(_checkpoint_came, state, link, fetch, residency, page)
+    came = partial(_checkpoint_came, state, link, fetch, residency, task)
     _send(link, ticket, fetch, page, task, came, ((Kind.WINDOW, windows), (Kind.POINT, points)))
     state.tree.release(Tier.HOST, Kind.WINDOW, windows)  # the tree and the operation hold their own
 
@@ -212,8 +216,9 @@ def _send(
 
 
 def _pages_came(
-    state: CacheState, link: StoreLink, fetch: Fetch, start: int, ids: PageIds, outcome: Outcome, took_s: float
+    state: CacheState, link: StoreLink, fetch: Fetch, start: int, task: FetchPages, outcome: Outcome, took_s: float
 ) -> None:
+    ids = task.ids
     good = np.fromiter((status is ItemStatus.OK for status in outcome.statuses), np.bool_, len(ids))
     known_bad = np.fromiter(
         (status not in (ItemStatus.OK, ItemStatus.CANCELLED) for status in outcome.statuses), np.bool_, len(ids)
@@ -221,13 +226,13 @@ def _pages_came(
     for page in ids.tolist():
         link.fetch_of.pop(page, None)
     arena = state.arena(Tier.HOST)
-    arena.mark_ready(Kind.PREFIX, ids[good])
-    state.tree.refresh(Tier.HOST, ids[good])
+    state.tree.refresh(Tier.HOST, arena.mark_ready(Kind.PREFIX, ids[good]))
     fetch.arrived[start - fetch.start : start - fetch.start + len(ids)] = good
     _learn(state, link, outcome, took_s)
     state.counters.add("fetched_pages", int(np.count_nonzero(good)))
     state.counters.add("fetched_bytes", outcome.moved_bytes)
     if not good.all():
+        _tell_gone(state, EventKind.PAGES_EVICTED, task.keys, outcome)
         first = int(np.flatnonzero(~good)[0])
         arena.mark_dead(Kind.PREFIX, ids[~good])
         _give_up(state, link, fetch, start + first, ids[~good], _loss(state, outcome.statuses[first]))
@@ -249,9 +254,9 @@ def _give_up(state: CacheState, link: StoreLink, fetch: Fetch, page: int, ids: P
 
 
 def _checkpoint_came(
-    state: CacheState, link: StoreLink, fetch: Fetch, residency: Residency, page: int, outcome: Outcome, took_s: float
+    state: CacheState, link: StoreLink, fetch: Fetch, residency: Residency, task: FetchCheckpoint, outcome: Outcome, took_s: float
 ) -> None:
-    arena, (status,) = state.arena(Tier.HOST), outcome.statuses
+    arena, (status,), page = state.arena(Tier.HOST), outcome.statuses, residency.checkpoint.page
     for kind, ids in residency.spans():
         arena.mark_ready(kind, ids) if status is ItemStatus.OK else arena.mark_dead(kind, ids)
     _learn(state, link, outcome, took_s)
@@ -260,11 +265,20 @@ def _checkpoint_came(
         state.counters.add("fetched_bytes", outcome.moved_bytes)
         residency_arrived(state.tree, residency)
         return
+    _tell_gone(state, EventKind.CHECKPOINT_EVICTED, (task.boundary,), outcome)
     link.beliefs.remove(residency.checkpoint)
     drop_residency(state.tree, residency, _loss(state, status))
     for ticket, shared in fetch.watchers.items():
         if status is not ItemStatus.CANCELLED and page <= max(shared, fetch.start):
             ticket.has_checkpoint[page] = False
+
+
+def _tell_gone(state: CacheState, kind: EventKind, keys: Iterable[PageKey], outcome: Outcome) -> None:
+    """Tells listeners what the store turned out not to have, or not to have whole."""
+    if state.tree.feeds:
+        state.tree.feeds.store(
+            kind, [key for key, status in zip(keys, outcome.statuses, strict=True) if status not in MAY_BE_THERE]
+        )
 
 
 def _learn(state: CacheState, link: StoreLink, outcome: Outcome, took_s: float) -> None:

@@ -25,7 +25,8 @@ from stepwell.store_tier.ticket import Ticket, TicketState
 from stepwell.tiers.lease import RequestOptions
 from stepwell.tiers.restore import load_ahead
 from stepwell.tiers.state import CacheState
-from stepwell.tree.match import Match, find, path_keys
+from stepwell.tree.keys import path_keys
+from stepwell.tree.match import Match, find
 from stepwell.tree.node import Loss, LossReason
 
 ASSUMED_TOKENS_PER_S = 20_000.0  # what computing is taken to do before it was measured

@@ -114,9 +114,9 @@ class CopyJobs(Jobs[Plan, Completion]):
         for copy in plan.copies:
             target = copy.target
             if target.tier is not Tier.ENGINE:
-                tree.arenas[target.tier].mark_ready(target.kind, target.ids)
-                if target.kind is Kind.PREFIX:
-                    tree.refresh(target.tier, target.ids)
+                came = tree.arenas[target.tier].mark_ready(target.kind, target.ids)
+                if target.kind is Kind.PREFIX and len(came):
+                    tree.refresh(target.tier, came)
             if not copy.is_of_rows:
                 self._counters.add(f"{purpose}_pages", len(target.ids))
         if touched.writes is not None:

@@ -9,6 +9,7 @@ import numpy as np
 
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.tasks import PageIds
+from stepwell.tree.feed import EventKind
 from stepwell.tree.node import Checkpoint, Loss, Node, Residency, previous_checkpoint
 from stepwell.tree.tree import Tree
 
@@ -45,6 +46,8 @@ def add_residency(
     tree.version += 1
     tree.carry_checkpoints_up(node, tier, before)
     tree.ranking.queue_residency(residency)
+    if ready and tree.feeds:
+        tree.feeds.checkpoint(EventKind.CHECKPOINT_STORED, node, residency)
     return residency
 
 
@@ -80,6 +83,9 @@ def residency_arrived(tree: Tree, residency: Residency) -> None:
     residency.ready = True
     tree.version += 1
     tree.ranking.queue_residency(residency)
+    node = residency.checkpoint.node
+    if tree.feeds and node is not None and residency.checkpoint.held[residency.tier] is residency:
+        tree.feeds.checkpoint(EventKind.CHECKPOINT_STORED, node, residency)
 
 
 def drop_residency(tree: Tree, residency: Residency, loss: Loss) -> None:
@@ -136,6 +142,8 @@ def _bytes_kept(tree: Tree, residency: Residency, *, times: int) -> int:
 
 def _let_go(tree: Tree, node: Node, residency: Residency) -> None:
     """Gives back the pages of a checkpoint that left a tier, and its node, and says so."""
+    if residency.ready and tree.feeds:
+        tree.feeds.checkpoint(EventKind.CHECKPOINT_EVICTED, node, residency)
     arena, all_freed = tree.arenas[residency.tier], True
     for kind, ids in residency.spans():
         all_freed = len(arena.drop(kind, ids)) == len(ids) and all_freed

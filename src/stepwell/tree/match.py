@@ -1,30 +1,26 @@
-"""What is known of a path: the deepest boundary a request can resume from, over all states and tiers, and its pages' keys.
+"""What is known of a path: the deepest boundary a request can resume from, over all states and tiers.
 
     tokens   0 ........................................................ prompt
              |----------------- known path -----------------|           the tree has these tokens
              |-------- every page has arrived --------|                 in some tier
              |---- restore point ----|                                  and a complete checkpoint is here
 
-Pure: reads nodes, returns a Match. Allocates no pages, touches no recency, splits nothing. Keys, by which stores know pages, are
-chained and computed when first asked for; then they stay in their nodes.
+Pure: reads nodes, returns a Match. Allocates no pages, touches no recency, splits nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from stepwell.base.ids import Kind, Tier
-from stepwell.base.prompt import KEY_BYTES, TOKEN_BYTES, Namespace, PageKey, common_pages, page_keys
+from stepwell.base.prompt import TOKEN_BYTES, Namespace, common_pages
 from stepwell.base.tasks import PageIds
 from stepwell.memory.arena import READY
 from stepwell.tree.node import ABSENT, Checkpoint, Node
 from stepwell.tree.tree import Tree
-
-_KEY = np.dtype(f"V{KEY_BYTES}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -161,60 +157,3 @@ def _deepest_checkpoint(path: tuple[Node, ...], arrived: int) -> Checkpoint | No
                 if page <= arrived and node.checkpoints[page].ready:
                     return node.checkpoints[page]
     return None
-
-
-# ---- keys ---------------------------------------------------------------------------------------
-
-
-def path_keys(
-    root: PageKey, path: Sequence[Node], packed: bytes, *, known: int, upto: int, page_bytes: int
-) -> tuple[PageKey, ...]:
-    """The keys of the first `upto` pages of a prompt, of which the nodes of `path` hold the first `known`."""
-    keys: list[PageKey] = []
-    for node in path:
-        if node.start >= min(known, upto):
-            break
-        keys += node_keys(node, keys[-1] if keys else root, page_bytes)[: min(known, upto) - node.start]
-    keys += page_keys(keys[-1] if keys else root, packed[len(keys) * page_bytes : upto * page_bytes], page_bytes)
-    return tuple(keys)
-
-
-def node_keys(node: Node, parent: PageKey, page_bytes: int) -> list[PageKey]:
-    """The keys of all of a node's pages, chained on the key of the page before it."""
-    _compute(node, parent, page_bytes)
-    keys: list[PageKey] = np.frombuffer(node.keys, _KEY).tolist()  # nine times as fast as slicing
-    return keys
-
-
-def end_key(node: Node, page_bytes: int) -> PageKey:
-    """The key of a node's last page; of a root, its namespace's."""
-    without_keys: list[Node] = []
-    while node.parent is not None and len(node.keys) < node.num_pages * KEY_BYTES:
-        without_keys.append(node)
-        node = node.parent
-    key = PageKey(node.keys[-KEY_BYTES:] if node.parent is not None else node.first)
-    while without_keys:
-        node = without_keys.pop()
-        _compute(node, key, page_bytes)
-        key = PageKey(node.keys[-KEY_BYTES:])
-    return key
-
-
-def keys_within(node: Node, first: int, upto: int, page_bytes: int) -> list[PageKey]:
-    """The keys of pages `first` to `upto` of the path to a node, which holds the last of them."""
-    pieces: list[bytes] = []
-    while first < upto:
-        assert node.parent is not None and node.start < upto <= node.end, f"page {upto - 1} is not in {node}"
-        end_key(node, page_bytes)
-        at = max(first, node.start)
-        pieces.append(node.keys[(at - node.start) * KEY_BYTES : (upto - node.start) * KEY_BYTES])
-        node, upto = node.parent, at
-    keys: list[PageKey] = np.frombuffer(b"".join(reversed(pieces)), _KEY).tolist()
-    return keys
-
-
-def _compute(node: Node, parent: PageKey, page_bytes: int) -> None:
-    done = len(node.keys) // KEY_BYTES
-    if done < node.num_pages:
-        last = PageKey(node.keys[-KEY_BYTES:]) if done else parent
-        node.keys += b"".join(page_keys(last, (node.first + node.rest)[done * page_bytes :], page_bytes))

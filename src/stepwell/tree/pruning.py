@@ -24,6 +24,8 @@ def discard(tree: Tree, run: Run, gone: npt.NDArray[np.bool_], loss: Loss) -> No
     """Takes the pages where `gone` is true out of the run's tier, and out of the tree what no tier holds then."""
     node, tier = run.node, run.tier
     before = node.leads_to_pages(tier)
+    if tree.feeds:
+        _tell(tree, run, gone)
     ids = run.ids[gone & (run.ids != ABSENT)]
     run.num_ready -= _num_ready(tree, run, ids)
     run.num_pages -= len(ids)
@@ -104,6 +106,8 @@ def _trim(tree: Tree, node: Node, at: int) -> None:
         run = node.runs[tier]
         if run is None:
             continue
+        if tree.feeds:
+            _tell(tree, run, np.arange(node.num_pages) >= at)
         gone = run.ids[at:]
         if run.num_pages < node.num_pages:
             gone = gone[gone != ABSENT]
@@ -123,6 +127,12 @@ def _trim(tree: Tree, node: Node, at: int) -> None:
     forget_cut(node, tree.spec.page_tokens)
     for told in tree.on_shortened:
         told(node)
+
+
+def _tell(tree: Tree, run: Run, gone: npt.NDArray[np.bool_]) -> None:
+    """Says which pages of a run leave its tier, of those that could be read. Called before they do."""
+    could_be_read = tree.arenas[run.tier].state[Kind.PREFIX][run.ids] == READY  # of some other page where there is none
+    tree.feeds.pages_evicted(run.node, run.tier, gone & (run.ids != ABSENT) & could_be_read)
 
 
 def _num_ready(tree: Tree, run: Run, ids: PageIds) -> int:

@@ -25,6 +25,7 @@ from stepwell.memory.arena import READY, Arena
 from stepwell.policy.value import ValuePolicy
 from stepwell.tree import missing_state
 from stepwell.tree.accounts import Account, Accounts
+from stepwell.tree.feed import Feeds
 from stepwell.tree.node import ABSENT, Kids, Node, Residency, Run, Use
 from stepwell.tree.ranking import Ranking
 
@@ -49,6 +50,7 @@ class Tree:
         self.on_left: list[Callable[[Residency], None]] = []  # told of each checkpoint that left a tier,
         self.on_split: list[Callable[[Node], None]] = []  # of the upper part of each node that was cut in two,
         self.on_shortened: list[Callable[[Node], None]] = []  # and of each node that lost its last pages, or all
+        self.feeds = Feeds(self.page_bytes)  # whoever is told what is stored and evicted
         device = self.arenas.get(Tier.DEVICE)
         self.row_pages = device.row_pages if device is not None else None  # where the rows of device pages are, if they may spill
         # Which node a page belongs to, so that copies can speak of pages and nodes may split meanwhile.
@@ -99,7 +101,12 @@ class Tree:
         held[gaps] = taken
         self.owner[tier][taken] = node
         run.num_pages += len(taken)
-        run.num_ready += int(np.count_nonzero(self._adopt(node.account, tier, taken)))
+        ready = self._adopt(node.account, tier, taken)
+        run.num_ready += int(np.count_nonzero(ready))
+        if self.feeds:
+            which = np.zeros(node.num_pages, np.bool_)
+            which[at + np.flatnonzero(gaps)] = ready
+            self.feeds.pages_stored(node, tier, which)
         self.carry_pages_up(node, tier, before)
         self.queue(node)
 
@@ -145,11 +152,13 @@ class Tree:
         return used
 
     def refresh(self, tier: Tier, ids: PageIds) -> None:
-        """Notices that pages became READY: counts again in the nodes that own them."""
+        """Notices that pages became READY, each once: counts again in the nodes that own them."""
         self.version += 1
         state = self.arenas[tier].state[Kind.PREFIX]
         for run in self.runs_of(tier, ids):
             run.num_ready = int(np.count_nonzero(state[run.ids[run.ids != ABSENT]] == READY))
+            if self.feeds:
+                self.feeds.pages_stored(run.node, tier, np.isin(run.ids, ids))
             self._queue_run(run)
 
     def nodes(self) -> Iterator[Node]:
@@ -231,6 +240,8 @@ class Tree:
             run.num_pages = end - start
             run.num_ready = int(np.count_nonzero(ready[start - page : end - page]))
             self.owner[tier][run.ids] = child
+            if self.feeds:
+                self.feeds.pages_stored(child, tier, ready[start - page : end - page])
             if node.kids is not None:
                 node.kids.below[tier] += 1
             node = child

@@ -70,6 +70,12 @@ def check_engine(vllm_config: Any) -> None:
         raise ConfigError("Stepwell does not support speculative decoding yet: leave speculative_config out")
 
 
+def publishes_events(vllm_config: Any) -> bool:
+    """Whether somebody is told of blocks that come and go (`--kv-events-config`)."""
+    events = vllm_config.kv_events_config
+    return events is not None and bool(events.enable_kv_cache_events)
+
+
 def model_identity(vllm_config: Any, settings: Settings, *, version: str, device_type: str) -> str:
     """What must agree, beside layout and tokens, before bytes may be shared. Raises ConfigError where weights have no name."""
     model = vllm_config.model_config

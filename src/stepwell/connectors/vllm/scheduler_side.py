@@ -18,15 +18,18 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from stepwell.base.errors import BadTokens, ConfigError
-from stepwell.base.ids import JobId
+from stepwell.base.ids import JobId, Tier
 from stepwell.base.meters import Clock
 from stepwell.base.prompt import Namespace
 from stepwell.base.tasks import Plan, Purpose
+from stepwell.cache.explain import Explanation
 from stepwell.cache.facade import Cache
-from stepwell.connectors.vllm.groups import Names, Offered, Table
+from stepwell.cache.question import Question
+from stepwell.connectors.vllm.commits import Commits, Computing
+from stepwell.connectors.vllm.groups import Names, Table
 from stepwell.connectors.vllm.orders import Answers, Order, StepOrders, blocks_of
 from stepwell.store_tier.ticket import Ticket
-from stepwell.tiers.lease import Lease, Sources
+from stepwell.tiers.lease import Lease
 from stepwell.tree.match import Match
 
 LOADS_TRIED = 2  # of one request, before it is computed instead
@@ -53,18 +56,10 @@ class Seen:
     started: bool = False  # it has blocks: when it is asked about again, it was preempted or its load failed
     since: int = 0  # tokens that the engine had itself
     failed_loads: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Computing:
-    """What a step computes of one request: tokens `[computed, upto)`, of which `known` have ids by now."""
-
-    request: str
-    computed: int
-    upto: int
-    known: int
-    table: Callable[[], Table]
-    offered: Offered  # blocks with the state of boundaries, beside those of the table
+    may_store: bool = True  # else nobody else sees what it computes
+    asks_why: bool = False  # its answer is to say where it resumed, and why not later
+    question: Question | None = None
+    explanation: Explanation | None = None
 
 
 class SchedulerSide:
@@ -74,6 +69,7 @@ class SchedulerSide:
         self.cache = cache
         self._orders = orders
         self._names = names
+        self._commits = Commits(cache, names)
         self._clock = clock
         self._audit = audit
         self._blocks: Blocks | None = None
@@ -95,7 +91,10 @@ class SchedulerSide:
         if seen.namespace is None:
             return
         try:
-            self._look_up(seen)
+            if seen.asks_why:  # before anything is brought up for it
+                seen.question = self.cache.question(seen.tokens(0), namespace=seen.namespace)
+            else:
+                self._look_up(seen)
         except BadTokens:
             seen.namespace = None
 
@@ -106,6 +105,10 @@ class SchedulerSide:
         if seen.namespace is None or local_tokens % page_tokens:
             return 0
         self.cache.step()
+        if seen.question is not None:
+            if not seen.question.ready:
+                return None
+            seen.explanation, seen.question = seen.question.answer(quote_store=False), None
         if seen.started or (seen.lease is not None and not self.cache.can_load(seen.lease)):
             self._start_over(seen)
         if seen.lease is None:
@@ -114,7 +117,7 @@ class SchedulerSide:
             if seen.ticket is not None and not seen.ticket.ready:
                 return None
             assert seen.match is not None
-            seen.lease = self.cache.acquire(self.cache.refresh(seen.match), ticket=seen.ticket)
+            seen.lease = self.cache.acquire(self.cache.refresh(seen.match), ticket=seen.ticket, publish=seen.may_store)
             seen.match = seen.ticket = None
         seen.since = local_tokens
         return max(seen.lease.resume - local_tokens, 0)
@@ -143,7 +146,7 @@ class SchedulerSide:
             seen = self._seen.get(each.request)
             if seen is not None and seen.lease is not None and seen.lease.ready:
                 try:
-                    self._commit(seen, seen.lease, each)
+                    self._commits.commit(seen.lease, each, seen.tokens)
                 except BadTokens:  # in its answer
                     self._let_go(seen)
                     seen.namespace = None
@@ -170,17 +173,20 @@ class SchedulerSide:
                 self._blocks.unpin(blocks)
         self.cache.step()
 
-    def sources(self, request: str) -> Sources:
-        """Where what is loaded of a request comes from."""
+    def loaded_from(self, request: str, num_loaded: int) -> dict[Tier, int]:
+        """Where the tokens come from that a request loads. What the store gave lies behind what the host had."""
         lease = self._seen[request].lease
-        return lease.sources if lease is not None else Sources()
+        stored = min(lease.sources.store, num_loaded) if lease is not None else 0
+        found = {Tier.HOST: num_loaded - stored, Tier.STORE: stored}
+        return {tier: tokens for tier, tokens in found.items() if tokens}
 
-    def finished(self, request: str) -> None:
-        """The request has ended, in whatever way. Copies that it began go on, on pinned blocks."""
+    def finished(self, request: str) -> Seen | None:
+        """The request has ended, in whatever way: returns what was known of it. Copies that it began go on, on pinned blocks."""
         self._step_ended()
         seen = self._seen.pop(request, None)
         if seen is not None:
             self._let_go(seen)
+        return seen
 
     def reset(self, *, model: str) -> None:
         """Forgets everything: requests go on under the new name of the model. Those that run publish nothing more before they
@@ -234,43 +240,6 @@ class SchedulerSide:
         if seen.lease is not None:
             self.cache.release(seen.lease)
         seen.match = seen.ticket = seen.lease = None
-
-    def _commit(self, seen: Seen, lease: Lease, step: Computing) -> None:
-        """Offers what will be computed: first the boundaries that get a checkpoint, then all whole pages."""
-        page_tokens = self.cache.spec.page_tokens
-        upto = min(step.upto, step.known)
-        full = upto - upto % page_tokens
-        if full <= lease.position:
-            return
-        if step.known > lease.num_tokens:
-            self.cache.append(lease, seen.tokens(lease.num_tokens))
-        table = step.table()
-        for boundary in self._boundaries(lease, step, full):
-            source = self._names.with_checkpoint(
-                table, self._unsaved(lease, boundary), boundary, ahead=True, offered=step.offered
-            )  # fmt: skip
-            if source is not None:
-                self.cache.commit(lease, boundary, source=source, checkpoint=True)
-        if full > lease.position:
-            source = self._names.pages(table, self._unsaved(lease, full), full, ahead=True)
-            self.cache.commit(lease, full, source=source, checkpoint=False)
-
-    def _boundaries(self, lease: Lease, step: Computing, full: int) -> list[int]:
-        """Where checkpoints should be left and there may be state for them, in order.
-
-        Windows are whole at every boundary of a step. Recurrent state exists where the engine says so, and where steps end.
-        """
-        if self._names.has_points:
-            offered = {boundary for _, boundary in step.offered}
-            ends = {boundary for boundary in (step.computed, step.upto) if self.cache.wants_checkpoint(lease, boundary)}
-            wanted = {boundary for boundary in offered if self.cache.spec.is_legal(boundary)} | ends
-            return sorted(boundary for boundary in wanted if lease.position < boundary <= full)
-        page_tokens = self.cache.spec.page_tokens
-        pages = range(lease.position // page_tokens + 1, full // page_tokens + 1)
-        return [page * page_tokens for page in pages if self.cache.wants_checkpoint(lease, page * page_tokens)]
-
-    def _unsaved(self, lease: Lease, upto: int) -> int:
-        return min(self.cache.first_unsaved(lease) * self.cache.spec.page_tokens, upto)
 
     def _ordered(self, plan: Plan) -> Order:
         if plan.purpose is not Purpose.SAVE:

@@ -1,0 +1,122 @@
+"""What the connector counts, through vLLM's own statistics: its log line, and its Prometheus endpoint (`/metrics` of the server).
+
+The scheduler's side counts and vLLM carries what is new to the process that serves metrics. Names begin with vLLM's: by that it
+knows which to take away when the next engine of a process begins.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+from stepwell.base.ids import Tier
+from stepwell.cache.facade import Cache
+from stepwell.store_tier.link import LinkState
+
+TOKENS, EVENTS = "tokens", "events"  # sums: by source; by name of the counter
+USED, AVAILABLE, STORE = "used_bytes", "available_bytes", "store"  # as it is: by tier; the state's name
+LOGGED = ("load_failures", "save_failures", "store_ops_failed", "store_switched_off", "fetched_pages", "backup_pages")
+
+
+@dataclass
+class StepwellStats(KVConnectorStats):  # type: ignore[misc]
+    """What is new since the last time."""
+
+    def reset(self) -> None:
+        self.data: dict[str, Any] = {}
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Adds what is newer: sums are added, and what is as it is replaces what it was."""
+        newer: dict[str, Any] = other.data
+        for name in (TOKENS, EVENTS):
+            self.data[name] = dict(Counter(self.data.get(name, {})) + Counter(newer.get(name, {})))
+        self.data |= {name: value for name, value in newer.items() if name not in (TOKENS, EVENTS)}
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """One line for the log: hits by tier, traffic and failures."""
+        tokens, events = self.data.get(TOKENS, {}), self.data.get(EVENTS, {})
+        found = {f"Stepwell tokens from {source}": count for source, count in tokens.items()}
+        return found | {f"Stepwell {name}": events[name] for name in LOGGED if name in events}
+
+
+@dataclass
+class Meter:
+    """Counts on the scheduler's side. One thread."""
+
+    cache: Cache
+    _tokens: Counter[Tier] = field(default_factory=Counter)
+    _told: dict[str, int] = field(default_factory=dict)
+
+    def loaded(self, tokens: dict[Tier, int]) -> None:
+        """A request loads so many tokens, by where they come from."""
+        self._tokens.update(tokens)
+
+    def take(self) -> StepwellStats | None:
+        """What is new since the last call; None for nothing."""
+        counts = dict(self.cache.counters.snapshot())
+        events = {name: count - self._told.get(name, 0) for name, count in counts.items() if count != self._told.get(name, 0)}
+        if not events and not self._tokens:
+            return None
+        stats, self._told = self.cache.stats(), counts
+        tokens, self._tokens = {tier.label: count for tier, count in self._tokens.items()}, Counter()
+        return StepwellStats(
+            data={
+                TOKENS: tokens,
+                EVENTS: events,
+                USED: {tier.label: sizes.used_bytes for tier, sizes in stats.tiers.items()},
+                AVAILABLE: {tier.label: sizes.available_bytes for tier, sizes in stats.tiers.items()},
+                STORE: stats.store.name.lower(),
+            }
+        )
+
+
+class StepwellPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """Prometheus metrics in the process that serves them."""
+
+    def __init__(
+        self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        counter, gauge = self._counter_cls, self._gauge_cls
+        self._metrics = {
+            TOKENS: counter(
+                name="vllm:stepwell_loaded_tokens", documentation="Prompt tokens that were loaded, by where they came from.",
+                labelnames=[*labelnames, "source"],
+            ),
+            EVENTS: counter(
+                name="vllm:stepwell_cache_events", documentation="Every counter of the cache, by name.",
+                labelnames=[*labelnames, "event"],
+            ),
+            USED: gauge(
+                name="vllm:stepwell_tier_used_bytes", documentation="Bytes of a tier that hold something, of one rank.",
+                labelnames=[*labelnames, "tier"],
+            ),
+            AVAILABLE: gauge(
+                name="vllm:stepwell_tier_available_bytes", documentation="Bytes that are free or could be, of one rank.",
+                labelnames=[*labelnames, "tier"],
+            ),
+            STORE: gauge(
+                name="vllm:stepwell_store_state", documentation="1 for the state the store is in.",
+                labelnames=[*labelnames, "state"],
+            ),
+        }  # fmt: skip
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        labels = self.per_engine_labelvalues[engine_idx]
+        for name in (TOKENS, EVENTS):
+            for label, count in transfer_stats_data.get(name, {}).items():
+                self._metrics[name].labels(*labels, label).inc(count)
+        for name in (USED, AVAILABLE):
+            for label, value in transfer_stats_data.get(name, {}).items():
+                self._metrics[name].labels(*labels, label).set(value)
+        if STORE in transfer_stats_data:
+            for each in LinkState:
+                label = each.name.lower()
+                self._metrics[STORE].labels(*labels, label).set(label == transfer_stats_data[STORE])

@@ -1,0 +1,93 @@
+"""vLLM's requests as the scheduler's side sees them: whose they are, their tokens, what a step computes. Imports no vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from stepwell.base.prompt import Namespace
+from stepwell.connectors.vllm.commits import Computing
+from stepwell.connectors.vllm.scheduler_side import Seen
+from stepwell.connectors.weight_files import Adapters
+
+EXPLAIN, STORE = "stepwell_explain", "stepwell_store"  # what a request may ask for in its kv_transfer_params
+
+
+class Requests:
+    """Those that the engine has. One thread, the scheduler's."""
+
+    def __init__(self, base: Namespace) -> None:
+        """`base` is the namespace of requests without an adapter and a salt."""
+        self._base = base
+        self._adapters = Adapters()
+        self._open: dict[str, Any] = {}
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._open.values())
+
+    def add(self, request: Any) -> Seen:
+        self._open[request.request_id] = request
+        asked = request.kv_transfer_params if isinstance(request.kv_transfer_params, dict) else {}
+        return Seen(
+            tokens=lambda start: list(request.all_token_ids[start:]),
+            namespace=self.namespace(request),
+            may_read=not request.skip_reading_prefix_cache,
+            asks_why=asked.get(EXPLAIN) is True,
+            may_store=asked.get(STORE) is not False,
+        )
+
+    def remove(self, request: Any) -> None:
+        self._open.pop(request.request_id, None)
+
+    def rename_model(self, model: str) -> None:
+        """Weights may be others from now on."""
+        self._base = replace(self._base, model=model)
+
+    def namespace(self, request: Any) -> Namespace | None:
+        """Who may share what is cached of a request; None where its tokens do not say what its state depends on."""
+        if request.mm_features or request.prompt_embeds is not None or request.pooling_params is not None:
+            return None
+        if request.resumable:  # its tokens are exchanged while it runs, and later ones may bring media
+            return None
+        lora, adapter = request.lora_request, None
+        if lora is not None:
+            digest = self._adapters.digest(lora.lora_int_id, lora.lora_path)
+            if digest is None:
+                return None
+            adapter = f"{lora.lora_name} {digest}"
+        return replace(self._base, adapter=adapter, salt=request.cache_salt)
+
+    def computing(self, num_scheduled_tokens: Mapping[str, int], state: Any) -> list[tuple[Any, Computing]]:
+        """What a step computes, request by request. `state` is vLLM's block state, which holds during that call alone."""
+        return [
+            (self._open[name], _computing(self._open[name], tokens, state))
+            for name, tokens in num_scheduled_tokens.items()
+            if name in self._open
+        ]
+
+
+def told(seen: Seen | None) -> dict[str, object] | None:
+    """What goes back with the answer of a request that asked why it resumed where it did; None for others."""
+    if seen is None or not seen.asks_why:
+        return None
+    why = seen.explanation
+    if why is None:
+        says = "computed without the cache: it has media, embeddings or another input that tokens do not tell, or ended early"
+        return {"stepwell": {"says": says}}
+    return {
+        "stepwell": {
+            "says": str(why), "cause": why.cause.name.lower(), "prompt_tokens": why.prompt_tokens,
+            "known_tokens": why.known_tokens, "restore_tokens": why.restore_tokens, "store_tokens": why.store_tokens,
+            "states": list(why.states), "tier": why.tier.label if why.tier is not None else None,
+        }
+    }  # fmt: skip
+
+
+def _computing(request: Any, tokens: int, state: Any) -> Computing:
+    name, computed = request.request_id, request.num_computed_tokens
+    offered = {(group, boundary): block for group, block, boundary in state.boundary_state_offloads.get(name, ())}
+    return Computing(
+        request=name, computed=computed, upto=computed + tokens, known=request.num_tokens,
+        table=lambda: state.get_block_ids(name), offered=offered,
+    )  # fmt: skip

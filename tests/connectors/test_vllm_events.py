@@ -1,0 +1,125 @@
+"""KV events of the vLLM connector: blocks by vLLM's own hashes, stored and removed by medium. Below the toy engine."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from toy_runs import Make, computed_by, text
+from toy_vllm import BLOCK, MODELS, ToyEngine
+
+from stepwell.base.prompt import page_keys
+from stepwell.connectors.vllm.page_names import PageNames
+from stepwell.connectors.vllm.page_names import Path as NotedPath
+
+Told = set[tuple[str, int, bytes]]  # medium, group, hash
+
+
+def heard(engine: ToyEngine, before: Told | None = None) -> Told:
+    """What a listener knows after the engine's events so far, which are taken."""
+    known = set(before or ())
+    for event in engine.events:
+        blocks = {(event.medium, event.group_idx, each) for each in event.block_hashes}
+        is_stored = type(event).__name__ == "BlockStored"
+        assert not (blocks & known if is_stored else blocks - known), f"told twice, or never stored: {event}"
+        known = known | blocks if is_stored else known - blocks
+    engine.events = []
+    return known
+
+
+def chains(engine: ToyEngine) -> list[Any]:
+    return [event for event in engine.events if type(event).__name__ == "BlockStored"]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_blocks_are_told_under_the_hashes_that_vllm_gives_them(make: Make, model: str) -> None:
+    engine = make(model, events=True)
+    request = engine.submit(text(1, 45))
+    engine.run()
+    hashes, seen = request.block_hashes, chains(engine)
+    assert {event.medium for event in seen} == {"CPU"}
+    for event in seen:
+        step = event.block_size // BLOCK
+        upto = max(hashes.index(each) for each in event.block_hashes) + 1
+        first = upto - len(event.block_hashes) * step
+        assert event.block_hashes == hashes[first + step - 1 : upto : step], "neighbours of one path"
+        assert event.parent_block_hash == (hashes[first - 1] if first else None)
+        assert event.token_ids == request.all_token_ids[first * BLOCK : upto * BLOCK]
+    for group in engine.groups:
+        number, kind = engine.groups.index(group), type(group.kv_cache_spec).__name__
+        told = [each for event in seen if event.group_idx == number for each in event.block_hashes]
+        step = group.kv_cache_spec.block_size // BLOCK
+        if kind == "FullAttentionSpec":
+            page = engine._page() // BLOCK
+            assert told == hashes[: len(hashes) // page * page][step - 1 :: step]
+        else:
+            assert set(told) <= set(hashes) and told, "the boundaries with a checkpoint"
+        assert all(event.kv_cache_spec_kind for event in seen if event.group_idx == number)
+
+
+def test_what_leaves_host_memory_is_told_and_so_is_the_store(make: Make, tmp_path: Path) -> None:
+    engine = make(events=True, host_memory="64KiB", store=f"log:{tmp_path}", store_budget="64MiB")
+    known: Told = set()
+    for seed in range(24):
+        computed_by(engine, text(seed, 45))
+        known = heard(engine, known)
+    media = [medium for medium, _, _ in known]
+    held = len(engine.connector._events._names._held)
+    assert media.count("CPU") == held < 24 * 11, "what is there, and no more"
+    assert media.count("STORAGE") == 24 * 12
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_second_engine_tells_of_what_it_brings_up_from_the_store(make: Make, tmp_path: Path, model: str) -> None:
+    store = {"store": f"log:{tmp_path}", "store_budget": "64MiB"}
+    first, prompt = make(model, events=True, **store), text(1, 45)
+    computed_by(first, prompt)
+    first.close()
+    second = make(model, events=True, **store)
+    computed_by(second, prompt, answer=1)
+    known = {each for each in heard(second) if each[0] == "CPU"}
+    assert known and known <= heard(first)
+
+
+@pytest.mark.parametrize("model", ["full", "all"])
+def test_random_traffic_tells_nothing_twice(make: Make, model: str) -> None:
+    rng, known = random.Random(1), set()
+    engine = make(model, events=True, blocks=16 * len(MODELS[model]) + 8, host_memory="64KiB")
+    for _ in range(12):
+        computed_by(engine, text(rng.randrange(3), rng.randrange(8, 60)) + text(rng.randrange(99), 9), late=rng.random() < 0.5)
+        known = heard(engine, known)
+    assert len(known) > 10
+
+
+def test_after_a_reset_a_listener_knows_of_nothing_from_before(make: Make) -> None:
+    engine = make(events=True)
+    computed_by(engine, text(1, 45))
+    running = engine.submit(text(2, 45))
+    while running.status != "running":
+        engine.step()
+    engine.connector.reset_cache()
+    engine.run()
+    assert not heard(engine)
+    again = engine.submit(text(1, 45))
+    engine.run()
+    assert {each for _, _, each in heard(engine)} == set(again.block_hashes)
+
+
+def test_without_listeners_nothing_is_noted(make: Make) -> None:
+    engine = make()
+    computed_by(engine, text(1, 45))
+    assert engine.events == [] and not engine.connector._scheduler.cache._state.tree.feeds
+
+
+def test_pages_that_are_never_stored_are_forgotten_in_time() -> None:
+    names = PageNames(page_tokens=4, hash_tokens=2, most_noted=3)
+    path = NotedPath(namespace=bytes(32))
+    tokens = list(range(22))
+    names.note(path, tokens, [bytes([each]) for each in range(11)])
+    keys = list(page_keys(bytes(32), b"".join(each.to_bytes(4, "little") for each in tokens), 16))
+    assert [names.get(key) is not None for key in keys] == [False, False, True, True, True]
+    name = names.stored(keys[4])
+    assert name is not None and name.hashes == (b"\x08", b"\x09") and name.parent == b"\x07"
+    assert names.evicted(keys[4]) is name and names.get(keys[4]) is name and names.evicted(keys[4]) is None

@@ -48,7 +48,7 @@ test-vllm: ## The connector under vLLM itself, on the CPU, in a venv of its own 
 	@PYTHON=$(PYTHON) tests/vllm/install.sh
 	@.venv-vllm/bin/python -m pytest -W default tests/vllm
 
-test-vllm-quick: ## Of these, every family resumed by a second process, and the interface: 4 minutes on two cores
+test-vllm-quick: ## Of these, every family resumed by a second process, and the interface: some 5 minutes on two cores
 	@PYTHON=$(PYTHON) tests/vllm/install.sh
 	@.venv-vllm/bin/python -m pytest -W default tests/vllm/test_vllm_interface.py tests/vllm/test_vllm_exact.py::test_a_second_process_resumes_from_the_log
 

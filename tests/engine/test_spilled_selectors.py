@@ -16,12 +16,14 @@ from engine.families import checkpoint
 from engine.small import DEFAULTS, PAGE, greedy, prompt, run, small, tokens_of
 from engine.test_graphs import Cuda, playing, recorded
 from engine.test_spilling import LIMITS
-from parity.spilling import poison_freed, press, report, short
+from parity.spilling import poison_freed, press, report, short, spilled
 from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.spec.families import from_config
 from stepwell.engine import Ask, Engine, EngineConfig, Finish, Sampling, build_engine
 from stepwell.engine.graphs import Graphs, Recording
+from stepwell.engine.ops import attention
+from stepwell.engine.passes.rows import LayerPlaces
 
 pytest.importorskip("transformers")
 
@@ -190,3 +192,18 @@ def test_keys_of_a_unit_that_a_step_completes_are_read_where_they_were_written()
             pages = torch.from_numpy(request.lease.prefix_pages[: request.position // PAGE]).long()
             kept.append(engine._runner._pages.state_PLRE("bounds")[pages].clone())
     assert len(kept[0]) == len(kept[1]) >= 18 and torch.equal(*kept)
+
+
+def test_single_tokens_of_prompts_are_looked_at_a_few_requests_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their rows are copied whole for it, and nobody counts that memory."""
+    known = prompt(20 * PAGE, seed=1)
+    asks = [greedy([*known, token], 3) for token in range(1, 7)]
+    expected, gathered = alone("quest", asks), list[int]()
+    monkeypatch.setattr(attention, "READ_AT_ONCE_BYTES", 1)
+    whole = LayerPlaces.whole
+    monkeypatch.setattr(LayerPlaces, "whole", lambda self, table: (gathered.append(len(table)), whole(self, table))[1])
+    made = spilled("llama", hot_rows=8 * PAGE, sparse="quest", sparse_budget=BUDGET)
+    made.play(known)
+    assert [tokens_of(each) for each in run(made.engine, asks)] == expected
+    made.close()
+    assert gathered and set(gathered) == {1}

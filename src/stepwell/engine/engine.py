@@ -158,6 +158,8 @@ class Engine:
         if not ask.use_cache or selector is None or self.cache.spec.spill is None:
             return self.max_context if ask.use_cache else self.max_alone
         spills_upto = max(len(ask.tokens), selector.count)
+        if self.cache.could_hold(self.max_context, chunk_tokens=self.limits.chunk_tokens, spills_upto=spills_upto):
+            return self.max_context
         return min(longest_request(self.cache, self.limits.chunk_tokens, spills_upto=spills_upto), self.max_context)
 
     def abort(self, number: int) -> None:

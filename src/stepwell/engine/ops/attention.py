@@ -7,6 +7,7 @@ T tokens of context.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
@@ -14,6 +15,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from stepwell.engine.passes.paging import Paging, Run, Singles
 from stepwell.engine.passes.rows import Rows
+
+READ_AT_ONCE_BYTES = 256 << 20  # of rows that may be on the host, for single tokens: copies of them are in no budget
 
 
 class Attend(Protocol):
@@ -56,9 +59,11 @@ def attend_part(
 ) -> torch.Tensor:  # fmt: skip
     """The same for one part of a batch, given its own queries."""
     if isinstance(part, Singles):
-        key, value = _gather(rows, part.table_BP, heads, key_dim)
-        query_BKGD = query_NHD.unflatten(1, (heads, -1))
-        return weigh(query_BKGD, key, value, part.mask_BT[:, None, None, :], scale, sinks_H, cap).flatten(1, 2)
+        query_BKGD, seen = query_NHD.unflatten(1, (heads, -1)), []
+        for some in _blocks(rows, part):
+            key, value = _gather(rows, part.table_BP[some], heads, key_dim)
+            seen.append(weigh(query_BKGD[some], key, value, part.mask_BT[some, None, None, :], scale, sinks_H, cap).flatten(1, 2))
+        return seen[0] if len(seen) == 1 else torch.cat(seen)
     key, value = _gather(rows, part.pages_P[None], heads, key_dim)
     query_KGND = query_NHD.unflatten(1, (heads, -1)).permute(1, 2, 0, 3)
     if key_dim is None and sinks_H is None:
@@ -68,6 +73,14 @@ def attend_part(
     out_KXV = weigh(query_KGND.flatten(1, 2)[None], key, value, part.mask_for(group), scale, sinks, cap)[0]
     out_NHV: torch.Tensor = out_KXV.unflatten(1, (group, length)).permute(2, 0, 1, 3).flatten(1, 2)
     return out_NHV
+
+
+def _blocks(rows: Rows, singles: Singles) -> Iterator[slice]:
+    """Singles that are looked at together: all of them, unless rows are copied for them from wherever they are."""
+    count, pages = singles.table_BP.shape
+    page_bytes = rows.stored_PRE.shape[1] * rows.stored_PRE.shape[2] * rows.stored_PRE.element_size()
+    size = count if rows.places is None else max(READ_AT_ONCE_BYTES // (pages * page_bytes), 1)
+    yield from (slice(start, start + size) for start in range(0, count, size))
 
 
 def _lend(

@@ -4,7 +4,7 @@
     runs       its prefill kernel, all of them at once; on Hopper the one made for it
 
 What a pass looks at is worked out once for all layers (a plan), and in a recorded step once for as long as no request gets
-another page. Pieces of a pass that are attended to one after the other share wrappers, and plan again in every layer. What
+another page. Pieces of a pass that are attended to one after the other have wrappers of their own, up to `MOST_PIECES`. What
 FlashInfer does not have (odd widths, eight-bit rows, fp32, rows that may be on the host alone) goes to the operation behind it.
 """
 
@@ -24,6 +24,7 @@ from stepwell.engine.passes.paging import Look, Paging
 from stepwell.engine.passes.rows import PLAIN, Rows
 
 WORKSPACE_BYTES = 256 << 20  # for partial results of contexts that are cut
+MOST_PIECES = 8  # of a pass that are planned once for all layers: a wrapper has 8 MiB of its own on the device
 RECORDED_PAGES = 1 << 18  # of all requests of a recorded step
 ROW_ALIGNMENT_BYTES = 16
 _WIDTHS = (64, 128, 256)
@@ -111,7 +112,7 @@ class FlashInferAttention:
         if paging.fixed:
             made = Wrapper(self._wrapper(layer, window, decode, count))
             return Planned(made, layer, window, page_tokens, recorded=True)
-        key = layer, window, decode, page_tokens
+        key = layer, window, decode, page_tokens, next(paging.plan_numbers) % MOST_PIECES
         if key not in self._kept:
             self._kept[key] = Wrapper(self._wrapper(layer, window, decode, None))
         return Planned(self._kept[key], layer, window, page_tokens)

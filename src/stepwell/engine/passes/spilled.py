@@ -3,8 +3,8 @@
     singles, short runs   select rows: `resolve` gives those that are missing a slot, `fetch` copies them, layer by layer
     longer runs           read nearly everything: each layer's rows of all their pages are copied into a scratch first. The last
                           token of a prompt resolves what it selects all the same: what follows it selects most of that again
-    tokens of prompts     that look at everything, where answers select: single ones and short runs are read where they lie, which
-                          copies as much as a scratch would
+    tokens of prompts     that look at everything, where answers select: single ones and short runs are read where they lie, a
+                          few requests at a time, since a layer's rows of each are copied
 
 Where a row is was decided before the pass. Selections are never changed by it. Axes as in `sparse/resolve.py`.
 """

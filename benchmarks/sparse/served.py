@@ -36,7 +36,7 @@ from stepwell.sparse.trace import STEADY, Latent
 ALL_LAYERS = 61
 CAP_BYTES = 60_000_000_000  # of device memory for the cache, were there all layers
 SMALL_BATCHES = (1, 8, 16)
-STILL = 4  # steps in which nobody comes or goes, after which nobody will
+STILL = 8  # steps in which nobody comes or goes, after which nobody will
 MORE = 1.06  # times as many requests are asked for as should fit
 TRIES = 4
 MOST_S = 300.0  # until everybody runs who will: kernels may have to be compiled
@@ -192,8 +192,8 @@ class Served:
         while still < STILL:
             steps -= bool(step(self.engine))
             running = frozenset(number for number, request in active.items() if request.runs)
-            still = still + 1 if running and running == before and len(running) == len(active) else 0
-            before = running
+            steady = running and running == before and len(running) == len(active)
+            still, before = still + 1 if steady else 0, running
             if steps < 0 or time.monotonic() > ends_s:
                 raise Unsteady(f"requests still come and go: {len(running)} run")
         computed = {request.sources.computed for request in active.values() if request.sources is not None}

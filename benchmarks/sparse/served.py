@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
+import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -35,10 +36,10 @@ from stepwell.sparse.trace import STEADY, Latent
 ALL_LAYERS = 61
 CAP_BYTES = 60_000_000_000  # of device memory for the cache, were there all layers
 SMALL_BATCHES = (1, 8, 16)
-STILL = 4  # steps in which nobody comes or goes, after which nobody will
+STILL = 8  # steps in which nobody comes or goes, after which nobody will
 MORE = 1.06  # times as many requests are asked for as should fit
 TRIES = 4
-MOST_S = 60.0  # until everybody runs who will
+MOST_S = 300.0  # until everybody runs who will: kernels may have to be compiled
 SPARE_PAGES = 32  # of the host for each request: answers of all its runs
 
 
@@ -169,7 +170,7 @@ class Served:
                 if batch is not None and len(running) < batch:
                     raise Unsteady(f"does not fit: {len(running)} of {batch} run")
                 with suppress(Preempted):  # answers grow: now fewer fit
-                    return self._measure(running)
+                    return self._measure(running, profile=batch is None)
                 self._abort(list(engine.scheduler.waiting))
             raise Unsteady(f"in each of {TRIES} trials a request was preempted")
         finally:
@@ -191,8 +192,8 @@ class Served:
         while still < STILL:
             steps -= bool(step(self.engine))
             running = frozenset(number for number, request in active.items() if request.runs)
-            still = still + 1 if running and running == before and len(running) == len(active) else 0
-            before = running
+            steady = running and running == before and len(running) == len(active)
+            still, before = still + 1 if steady else 0, running
             if steps < 0 or time.monotonic() > ends_s:
                 raise Unsteady(f"requests still come and go: {len(running)} run")
         computed = {request.sources.computed for request in active.values() if request.sources is not None}
@@ -200,20 +201,20 @@ class Served:
             raise Unsteady(f"contexts were computed: {sorted(computed)} tokens of a prompt")
         return before
 
-    def _measure(self, running: frozenset[int]) -> Measured:
+    def _measure(self, running: frozenset[int], *, profile: bool) -> Measured:
         self._steps(running, self._sizes.warm)
         before = self._found()
         times, tokens = self._steps(running, steps := self._sizes.timed)
         after = self._found()
-        measured = Measured(batch=len(running), times_s=times, tokens=tokens, kernels=self._profile(running))
-        if before is None or after is None:
-            return measured
-        return replace(
-            measured,
-            missing=(after.misses - before.misses) / steps / self.layers,
-            read_through=(after.read_through - before.read_through) / steps / self.layers,
-            fetched_bytes=(after.fetched_bytes - before.fetched_bytes) / steps,
-        )
+        measured = Measured(batch=len(running), times_s=times, tokens=tokens)
+        if before is not None and after is not None:
+            measured = replace(
+                measured,
+                missing=(after.misses - before.misses) / steps / self.layers,
+                read_through=(after.read_through - before.read_through) / steps / self.layers,
+                fetched_bytes=(after.fetched_bytes - before.fetched_bytes) / steps,
+            )
+        return replace(measured, kernels=self._profile(running)) if profile or measured.missing else measured
 
     def _steps(self, running: frozenset[int], steps: int) -> tuple[list[float], int]:
         """How long each took, and the tokens that came of them. Raises Preempted, or Unsteady where many tokens are missing."""
@@ -239,7 +240,11 @@ class Served:
         steps = self._sizes.profiled
         if not steps or not self.engine.on_cuda:
             return None
-        spans = profiled(lambda: self._steps(running, steps))
+        try:
+            spans = profiled(lambda: self._steps(running, steps))
+        except RuntimeError:  # a machine without a profiler has the other figures
+            traceback.print_exc()
+            return None
         return shares_of(spans, steps=steps) if spans else None
 
 

@@ -48,6 +48,10 @@ def measure_serving(sizes: Sizes, device: str, say: Callable[[str], None]) -> It
         del made
         for context in sizes.contexts:
             yield from _guarded(context, partial(_context, engines, sizes, context, followed[context].result(), say))
+        for name, served in engines.items():
+            failed = [f"{what}: {by}" for what, by in served.engine.kernels.items() if "failed" in by]
+            if failed:
+                yield Row(what=f"kernels, {name}", note="; ".join(failed))
 
 
 def _traces(sizes: Sizes, context: int, count: int) -> torch.Tensor:

@@ -62,11 +62,11 @@ def test_a_traced_selection_is_that_of_each_token_s_position_and_goes_back_at_th
     select = TracedSelect(lambda *_, count: (Picked(position_XK=torch.zeros(4, count)),), steps=4, count=3, device="cpu")
     select.follow(made, 100)
     singles = cast(Any, Singles)(
-        start=0, stop=4, table_BP=None, position_B=torch.tensor([100, 101, 103, 105]), first_B=None, sight=None
+        start=0, stop=4, table_BP=None, position_B=torch.tensor([100, 101, 103, 104]), first_B=None, sight=None
     )  # fmt: skip
     (picked,) = select(*[torch.empty(0)] * 2, cast(Any, None), cast(Any, SimpleNamespace(parts=(singles,))), count=3)
     assert picked is not None
-    assert picked.position_XK.tolist() == [made[0, 0].tolist(), made[1, 1].tolist(), made[0, 3].tolist(), made[1, 1].tolist()]
+    assert picked.position_XK.tolist() == [made[0, 0].tolist(), made[1, 1].tolist(), made[0, 3].tolist(), made[1, 2].tolist()]
 
 
 def test_fetching_counts_as_hidden_while_another_kernel_runs() -> None:

@@ -155,8 +155,9 @@ class StepwellConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._requests.rename_model(model)
         self._scheduler.reset(model=model)
         if self._events is not None:
+            self._events.reset()
             for request in self._requests:
-                self._events.arrived(request, self._requests.namespace(request))
+                self._events.arrived(request, self._scheduler.namespace_of(request.request_id))
         return True
 
     # ---- a worker's side ----------------------------------------------------------------------------

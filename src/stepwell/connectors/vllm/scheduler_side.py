@@ -180,6 +180,11 @@ class SchedulerSide:
         found = {Tier.HOST: num_loaded - stored, Tier.STORE: stored}
         return {tier: tokens for tier, tokens in found.items() if tokens}
 
+    def namespace_of(self, request: str) -> Namespace | None:
+        """Under which a request is cached now; None where nothing of it is."""
+        seen = self._seen.get(request)
+        return seen.namespace if seen is not None else None
+
     def finished(self, request: str) -> Seen | None:
         """The request has ended, in whatever way: returns what was known of it. Copies that it began go on, on pinned blocks."""
         self._step_ended()

@@ -61,6 +61,8 @@ def test_nobody_is_told_about_another_adapter(make: Make, tmp_path: Path) -> Non
 def test_a_request_is_refused_an_explanation_where_nobody_may_ask(make: Make) -> None:
     engine, prompt = make(), text(1, 45)
     computed_by(engine, prompt)
+    refused = engine.submit(prompt, kv_transfer_params=WHY)
+    assert engine.connector._scheduler._seen[refused.request_id].question is None
     found = why(engine, prompt)
     assert list(found) == ["says"] and '"explain": true' in found["says"]
     assert not engine.connector._scheduler._seen

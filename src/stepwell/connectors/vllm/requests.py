@@ -76,7 +76,8 @@ def told(seen: Seen | None) -> dict[str, object] | None:
     Nobody is told what is stored for other adapters.
     """
     if seen is not None and seen.asks_in_vain:
-        return {"stepwell": {"says": 'nobody may ask here: set "explain": true in kv_connector_extra_config'}}
+        says = 'explanations are off here: the operator turns them on with "explain": true in kv_connector_extra_config'
+        return {"stepwell": {"says": says}}
     if seen is None or not seen.asks_why:
         return None
     why = seen.explanation

@@ -21,6 +21,9 @@ def heard(engine: ToyEngine, before: Told | None = None) -> Told:
     """What a listener knows after the engine's events so far, which are taken."""
     known = set(before or ())
     for event in engine.events:
+        if type(event).__name__ == "AllBlocksCleared":
+            known.clear()
+            continue
         blocks = {(event.medium, event.group_idx, each) for each in event.block_hashes}
         is_stored = type(event).__name__ == "BlockStored"
         assert not (blocks & known if is_stored else blocks - known), f"told twice, or never stored: {event}"
@@ -107,6 +110,72 @@ def test_after_a_reset_a_listener_knows_of_nothing_from_before(make: Make) -> No
     assert {each for _, _, each in heard(engine)} == set(again.block_hashes)
 
 
+@pytest.mark.parametrize("how", ["reset", "lost"])
+def test_a_listener_that_could_not_be_told_of_everything_is_told_to_forget(make: Make, how: str) -> None:
+    engine = make(events=True)
+    events, cache = engine.connector._events, engine.connector._scheduler.cache
+    for seed in range(20):
+        computed_by(engine, text(seed, 45))
+    known = heard(engine)
+    assert len(known) > 50
+    events._feed._most_pages = 50
+    if how == "reset":
+        engine.connector.reset_cache()
+    else:
+        cache.flush()
+        assert events._feed.lost_pages
+    later = engine.submit(text(99, 45))
+    engine.run()
+    assert {each for _, _, each in heard(engine, known)} == set(later.block_hashes)
+    assert len(events._names._held) == len(later.block_hashes)
+
+
+def test_after_a_reset_a_listener_does_not_believe_in_the_store_either(make: Make, tmp_path: Path) -> None:
+    engine = make(events=True, store=f"log:{tmp_path}", store_budget="64MiB")
+    computed_by(engine, text(1, 45))
+    known = heard(engine)
+    assert {medium for medium, _, _ in known} == {"CPU", "STORAGE"}
+    engine.connector.reset_cache()
+    engine.step()
+    assert not heard(engine, known)
+
+
+def test_what_the_store_has_evicted_is_told_as_removed_when_it_is_asked_for(make: Make, tmp_path: Path) -> None:
+    engine = make(events=True, host_memory="64KiB", store=f"log:{tmp_path}", store_budget="64MiB")
+    request, known = engine.submit(text(1, 45)), set()
+    engine.run()
+    for seed in range(100, 130):
+        computed_by(engine, text(seed, 45))
+    known, mine = heard(engine, known), set(request.block_hashes)
+    assert {medium for medium, _, each in known if each in mine} == {"STORAGE"}
+    engine.connector._store.contains = lambda space, keys: [False] * len(keys)
+    computed_by(engine, text(1, 45), kv_transfer_params={"stepwell_store": False})
+    left = {(medium, each) for medium, _, each in heard(engine, known) if each in mine}
+    assert not {each for medium, each in left if medium == "STORAGE" and each in request.block_hashes[:11]}
+
+
+def test_every_block_of_a_long_line_of_requests_is_told(make: Make) -> None:
+    engine = make(events=True)
+    names = engine.connector._events._names
+    names.most_unused = 20
+    requests = [engine.submit(text(500 + number, 45), answer=1) for number in range(20)]
+    engine.run()
+    known = {each for _, _, each in heard(engine)}
+    assert all(set(request.block_hashes[:11]) <= known for request in requests)
+    assert not engine.connector._events._paths and len(names._names) == len(names._held) + len(names._unused)
+    assert set(names._users.values()) == {1}, "host memory alone has them"
+
+
+def test_a_request_with_tokens_that_cannot_be_cached_stops_neither_a_reset_nor_a_step(make: Make) -> None:
+    engine = make(events=True)
+    request = engine.submit([-5] * 45)
+    engine.connector.reset_cache()
+    engine.connector._events.arrived(request, engine.connector._scheduler.cache.namespace)
+    assert not engine.connector._events._paths
+    engine.abort(request)
+    assert computed_by(engine, text(1, 45)) == 49
+
+
 def test_without_listeners_nothing_is_noted(make: Make) -> None:
     engine = make()
     computed_by(engine, text(1, 45))
@@ -114,11 +183,13 @@ def test_without_listeners_nothing_is_noted(make: Make) -> None:
 
 
 def test_pages_that_are_never_stored_are_forgotten_in_time() -> None:
-    names = PageNames(page_tokens=4, hash_tokens=2, most_noted=3)
+    names = PageNames(page_tokens=4, hash_tokens=2, most_unused=3)
     path = NotedPath(namespace=bytes(32))
     tokens = list(range(22))
     names.note(path, tokens, [bytes([each]) for each in range(11)])
     keys = list(page_keys(bytes(32), b"".join(each.to_bytes(4, "little") for each in tokens), 16))
+    assert all(names.get(key) is not None for key in keys), "the request is open"
+    names.let_go(path)
     assert [names.get(key) is not None for key in keys] == [False, False, True, True, True]
     name = names.stored(keys[4])
     assert name is not None and name.hashes == (b"\x08", b"\x09") and name.parent == b"\x07"

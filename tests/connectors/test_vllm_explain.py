@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toy_runs import Make, computed_by, text
+from toy_runs import Lora, Make, computed_by, text
 from toy_vllm import ToyEngine
 
 WHY = {"stepwell_explain": True}
@@ -21,7 +21,7 @@ def why(engine: ToyEngine, tokens: list[int], **more: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("model", ["full", "all"])
 def test_a_request_is_told_why_it_resumes_where_it_does(make: Make, model: str) -> None:
-    engine, prompt = make(model), text(1, 45)
+    engine, prompt = make(model, explain=True), text(1, 45)
     first = why(engine, prompt)
     assert (first["cause"], first["restore_tokens"]) == ("never_stored", 0) and "never stored" in first["says"]
     assert computed_by(engine, prompt) == 49, "asking stored nothing"
@@ -30,7 +30,7 @@ def test_a_request_is_told_why_it_resumes_where_it_does(make: Make, model: str) 
 
 
 def test_what_the_store_has_is_told_before_it_is_brought_up(make: Make, tmp_path: Path) -> None:
-    store = {"store": f"log:{tmp_path}", "store_budget": "64MiB"}
+    store = {"store": f"log:{tmp_path}", "store_budget": "64MiB", "explain": True}
     first, prompt = make(**store), text(1, 45)
     computed_by(first, prompt)
     first.close()
@@ -41,14 +41,51 @@ def test_what_the_store_has_is_told_before_it_is_brought_up(make: Make, tmp_path
 
 
 def test_nobody_is_told_about_another_salt(make: Make) -> None:
-    engine, prompt = make(), text(1, 45)
+    engine, prompt = make(explain=True), text(1, 45)
     computed_by(engine, prompt, cache_salt="a")
     assert why(engine, prompt, cache_salt="b")["cause"] == "never_stored"
     assert why(engine, prompt, cache_salt="a")["cause"] == "complete"
 
 
-def test_requests_that_do_not_ask_or_cannot_be_cached(make: Make) -> None:
+def test_nobody_is_told_about_another_adapter(make: Make, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "weights.safetensors").write_bytes(name.encode() * 10)
+    engine, prompt = make(explain=True), text(1, 45)
+    computed_by(engine, prompt, lora_request=Lora(1, str(tmp_path / "a"), "a"))
+    for more in ({}, {"lora_request": Lora(2, str(tmp_path / "b"), "b")}):
+        found = why(engine, prompt, **more)
+        assert found["cause"] == "never_stored" and "another" not in found["says"]
+
+
+def test_a_request_is_refused_an_explanation_where_nobody_may_ask(make: Make) -> None:
     engine, prompt = make(), text(1, 45)
+    computed_by(engine, prompt)
+    refused = engine.submit(prompt, kv_transfer_params=WHY)
+    assert engine.connector._scheduler._seen[refused.request_id].question is None
+    found = why(engine, prompt)
+    assert list(found) == ["says"] and '"explain": true' in found["says"]
+    assert not engine.connector._scheduler._seen
+
+
+def test_a_question_that_nobody_waits_for_is_called_off_and_a_reset_asks_again(make: Make, tmp_path: Path) -> None:
+    engine, prompt = make(explain=True, store=f"log:{tmp_path}", store_budget="64MiB"), text(1, 45)
+    computed_by(engine, prompt)
+    cache = engine.connector._scheduler.cache
+    cache.flush()
+    aborted, waiting = (engine.submit(prompt, kv_transfer_params=WHY) for _ in range(2))
+    seen = [engine.connector._scheduler._seen[each.request_id] for each in (aborted, waiting)]
+    asked = [each.question for each in seen]
+    engine.abort(aborted)
+    engine.connector.reset_cache()
+    assert all(each is not None and each._call.is_off for each in asked)
+    assert seen[0].question is None and seen[1].question not in (None, asked[1])
+    engine.run()
+    assert waiting.told is not None and waiting.told["stepwell"]["cause"] == "never_stored"
+
+
+def test_requests_that_do_not_ask_or_cannot_be_cached(make: Make) -> None:
+    engine, prompt = make(explain=True), text(1, 45)
     for params in (None, {}, {"stepwell_explain": "yes"}, {"other": 1}):
         request = engine.submit(prompt, kv_transfer_params=params)
         engine.run()
@@ -57,7 +94,7 @@ def test_requests_that_do_not_ask_or_cannot_be_cached(make: Make) -> None:
 
 
 def test_a_request_that_asked_may_be_aborted_preempted_or_fail_to_load(make: Make) -> None:
-    engine, prompt = make(), text(1, 45)
+    engine, prompt = make(explain=True), text(1, 45)
     computed_by(engine, prompt)
     engine.abort(engine.submit(prompt, kv_transfer_params=WHY))
     engine.submit(prompt, kv_transfer_params=WHY)

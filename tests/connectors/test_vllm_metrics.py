@@ -15,12 +15,12 @@ from stepwell import Tier
 def taken(engine: ToyEngine) -> dict[str, Any]:
     """All that is new, carried as vLLM carries it: as plain values."""
     stats = engine.connector.get_kv_connector_stats()
-    return stats.to_dict() if hasattr(stats, "to_dict") else stats.data
+    return {"tokens": {}} if stats is None else stats.to_dict() if hasattr(stats, "to_dict") else stats.data
 
 
 def prometheus(engine: ToyEngine, registry: CollectorRegistry) -> Any:
     def of(kind: Any) -> Any:
-        return lambda name, documentation, labelnames: kind(name, documentation, labelnames, registry=registry)
+        return lambda name, documentation, labelnames, **more: kind(name, documentation, labelnames, registry=registry, **more)
 
     types = {"counter": of(Counter), "gauge": of(Gauge)}
     return type(engine.connector).build_prom_metrics(None, types, ["model_name", "engine"], {0: ["toy", "0"], 1: ["toy", "1"]})
@@ -65,7 +65,38 @@ def test_failed_loads_are_counted_and_logged(make: Make) -> None:
     both = earlier.aggregate(stats)
     assert both.data["events"]["save_jobs"] > stats.data["events"]["save_jobs"] and both.data["store"] == "detached"
     line = both.reduce()
-    assert line["Stepwell load_failures"] == 1 and line["Stepwell tokens from host"] == 44
+    assert line["Stepwell load_failures"] == 1 and "Stepwell tokens from host" not in line
+    computed_by(engine, prompt)
+    assert engine.connector.get_kv_connector_stats().reduce()["Stepwell tokens from host"] == 44
+
+
+def test_tokens_count_as_loaded_when_their_load_has_ended_well(make: Make) -> None:
+    engine, prompt = make(ranks=2), text(1, 45)
+    computed_by(engine, prompt)
+    taken(engine)
+    for ends_well in (False, True):
+        engine.submit(prompt)
+        engine.step()
+        first, second = engine.copies
+        first.finish_all()
+        engine.step()
+        assert taken(engine)["tokens"] == {}, "the second rank has not answered"
+        (job,) = second.pending
+        second.answer(job, error=None if ends_well else "told to fail")
+        engine.run()
+        assert taken(engine)["tokens"] == ({"host": 44} if ends_well else {})
+    assert not engine.connector._scheduler._loading
+
+
+def test_gauges_of_several_server_processes_say_what_was_said_last(make: Make) -> None:
+    made: dict[str, str | None] = {}
+
+    def gauge(name: str, documentation: str, labelnames: list[str], multiprocess_mode: str | None = None) -> Any:
+        made[name] = multiprocess_mode
+
+    types = {"counter": lambda **more: None, "gauge": gauge}
+    type(make().connector).build_prom_metrics(None, types, [], {})
+    assert made and set(made.values()) == {"mostrecent"}
 
 
 def test_a_step_in_which_nothing_happened_says_nothing(make: Make) -> None:

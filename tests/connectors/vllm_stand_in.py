@@ -149,6 +149,10 @@ class KVCacheEvent:
     pass
 
 
+class AllBlocksCleared(KVCacheEvent):
+    pass
+
+
 @dataclass
 class BlockStored(KVCacheEvent):
     block_hashes: list[bytes]
@@ -278,7 +282,9 @@ class current_platform:
 MODULES = {
     "vllm": ("__version__",),
     "vllm.distributed": (),
-    "vllm.distributed.kv_events": ("MEDIUM_CPU", "MEDIUM_STORAGE", "BlockRemoved", "BlockStored", "KVCacheEvent"),
+    "vllm.distributed.kv_events": (
+        "MEDIUM_CPU", "MEDIUM_STORAGE", "AllBlocksCleared", "BlockRemoved", "BlockStored", "KVCacheEvent",
+    ),
     "vllm.distributed.kv_transfer": (),
     "vllm.distributed.kv_transfer.kv_connector": (),
     "vllm.distributed.kv_transfer.kv_connector.v1": (),

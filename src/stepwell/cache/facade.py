@@ -234,9 +234,9 @@ class Cache(ReadOnlyCache):
     def listen(self, *, most_pages: int = MOST_PAGES) -> EventFeed:
         """A feed of what is stored and evicted from now on, in every tier; closed by whoever asked for it.
 
-        Take from it now and then: it keeps events of `most_pages` pages at most, and loses the oldest.
+        Take from it now and then: it keeps events of `most_pages` pages at most, and loses the oldest. Raises ConfigError.
         """
-        return self._state.tree.feeds.listen(most_pages=most_pages)
+        return self._state.tree.feeds.listen(self._owner.check, most_pages=most_pages)
 
     @one_thread
     def audit(self) -> None:

@@ -56,6 +56,10 @@ class Question:
         if not self.ready and self._link is not None:
             self._link.ops.wait(self._job, self._wait_s)
 
+    def cancel(self) -> None:
+        """Nobody wants the answer any more."""
+        self._call.cancel()
+
     def answer(self, *, quote_store: bool = True) -> Explanation:
         """What is known by now, of memory as it is now. `quote_store` false: a store's error goes to the log, not into it."""
         self._call.cancel()

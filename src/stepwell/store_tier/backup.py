@@ -199,7 +199,7 @@ def _put_stretch(state: CacheState, link: StoreLink, namespace: Namespace, stret
     link.backup_bytes += size_bytes
     link.num_putting += 1
     task = PutPages(parent=parent, first=first, keys=tuple(keys), ids=ids)
-    done = partial(_pages_put, state, link, stretch.nodes, task, size_bytes)
+    done = partial(_pages_put, state, link, namespace, stretch.nodes, task, size_bytes)
     link.ops.send(task, namespace, done, call=Call(), pages=((Kind.PREFIX, ids),))
 
 
@@ -214,12 +214,13 @@ def _ready_after(state: CacheState, node: Node, start: int) -> PageIds:
 
 
 def _pages_put(
-    state: CacheState, link: StoreLink, touched: list[Node], task: PutPages, size_bytes: int, outcome: Outcome, took_s: float
-) -> None:
+    state: CacheState, link: StoreLink, namespace: Namespace, touched: list[Node], task: PutPages, size_bytes: int,
+    outcome: Outcome, took_s: float,
+) -> None:  # fmt: skip
     first = task.first
     link.backup_bytes -= size_bytes
     link.num_putting -= 1
-    if state.tree.feeds:
+    if state.tree.feeds and link.serves(namespace):
         kept = [key for key, status in zip(task.keys, outcome.statuses, strict=True) if status is ItemStatus.OK]
         state.tree.feeds.store(EventKind.PAGES_STORED, kept)
     state.counters.add("backup_pages", sum(status is ItemStatus.OK for status in outcome.statuses))
@@ -317,7 +318,7 @@ def _put_checkpoint(state: CacheState, link: StoreLink, checkpoint: Checkpoint) 
         link.backup_bytes -= size_bytes
         link.num_putting -= 1
         stored = outcome.statuses == (ItemStatus.OK,)
-        if stored and state.tree.feeds:
+        if stored and state.tree.feeds and link.serves(namespace):
             state.tree.feeds.store(EventKind.CHECKPOINT_STORED, [task.boundary])
         link.beliefs.answered(checkpoint, stored=stored)
         if link.current:

@@ -187,6 +187,10 @@ class StoreLink:
         digest = node.root.first
         return state.namespaces.get(digest) if digest not in self.barred else None
 
+    def serves(self, namespace: Namespace) -> bool:
+        """Whether what this store has of a namespace may be used: it is the one that is attached, and nobody cleared that."""
+        return self.current and not self.detached and namespace.digest not in self.barred
+
     def may_fetch(self, now: float) -> bool:
         """Whether both the store and what comes from it are well enough to ask."""
         return self.breaker.allows(now) and self.fetching.allows(now)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from itertools import compress
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from stepwell.store_tier.ticket import Ticket, TicketState
 from stepwell.tiers.lease import RequestOptions
 from stepwell.tiers.restore import load_ahead
 from stepwell.tiers.state import CacheState
+from stepwell.tree.feed import EventKind
 from stepwell.tree.keys import path_keys
 from stepwell.tree.match import Match, find
 from stepwell.tree.node import Loss, LossReason
@@ -56,7 +58,7 @@ def prefetch(state: CacheState, link: StoreLink | None, match: Match, request: R
     boundaries = boundaries_to_ask(state, match, upto)
     task = FindItems(pages=keys[known:], boundaries=tuple(keys[page - 1] for page in boundaries))
     state.counters.add("prefetch_asked")
-    link.ops.send(task, match.namespace, partial(_asked, link, ticket, boundaries), call=ticket.call)
+    link.ops.send(task, match.namespace, partial(_asked, state, link, ticket, boundaries), call=ticket.call)
     return ticket
 
 
@@ -135,13 +137,18 @@ def boundaries_to_ask(state: CacheState, match: Match, upto: int) -> list[int]:
     return [page for page in range(first, upto + 1, step) if spec.needs_checkpoint_at(page * spec.page_tokens)]
 
 
-def _asked(link: StoreLink, ticket: Ticket, boundaries: list[int], outcome: Outcome, took_s: float) -> None:
+def _asked(state: CacheState, link: StoreLink, ticket: Ticket, boundaries: list[int], outcome: Outcome, took_s: float) -> None:
     found = np.fromiter((status is ItemStatus.OK for status in outcome.statuses), np.bool_, len(outcome.statuses))
     pages = len(ticket.keys) - ticket.first_asked
     ticket.has_page[: ticket.first_asked] = True
     ticket.has_page[ticket.first_asked :] = found[:pages]
     ticket.has_checkpoint[boundaries] = found[pages:]
     ticket.asking_s = took_s
+    if state.tree.feeds:
+        lacks = [status is ItemStatus.MISSING for status in outcome.statuses]
+        state.tree.feeds.store_lacks(EventKind.PAGES_EVICTED, compress(ticket.keys[ticket.first_asked :], lacks))
+        ends = [ticket.keys[page - 1] for page in boundaries]
+        state.tree.feeds.store_lacks(EventKind.CHECKPOINT_EVICTED, compress(ends, lacks[pages:]))
     if ticket.state is TicketState.ASKING:
         ticket.state = TicketState.FETCHING
         link.to_plan[ticket] = None

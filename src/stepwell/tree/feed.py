@@ -8,12 +8,13 @@ For routers and engines that tell others what is cached here. While nobody liste
 is bounded: who does not take loses the oldest events, and `lost_pages` says how many. Decides nothing, and holds no page.
 
 Device and host are told of exactly: what was stored is evicted once. A store evicts without telling, so that its evictions are
-told when somebody asks it for the value and does not get it.
+told when somebody asks it for the value and does not get it. For that the latest keys are remembered that were told as stored
+there, `MOST_IN_STORE` of them. What a store has of a namespace that was cleared is of no use, and is told of neither way.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -21,12 +22,14 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
+from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Tier
 from stepwell.base.prompt import KEY_BYTES, PageKey
 from stepwell.tree.keys import end_key
 from stepwell.tree.node import Node, Residency
 
 MOST_PAGES = 65_536  # that one feed holds for its listener: some 20 MB of keys and tokens
+MOST_IN_STORE = 262_144  # pages and checkpoints that are remembered as told of in a store: some 50 MB
 
 
 class EventKind(Enum):
@@ -34,6 +37,10 @@ class EventKind(Enum):
     PAGES_EVICTED = "pages evicted"
     CHECKPOINT_STORED = "checkpoint stored"
     CHECKPOINT_EVICTED = "checkpoint evicted"
+
+
+_OF_PAGES = (EventKind.PAGES_STORED, EventKind.PAGES_EVICTED)
+_STORED = (EventKind.PAGES_STORED, EventKind.CHECKPOINT_STORED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +58,10 @@ class CacheEvent:
 class EventFeed:
     """Events for one listener. On the cache's thread."""
 
-    def __init__(self, on_close: Callable[[EventFeed], None], *, most_pages: int = MOST_PAGES) -> None:
+    def __init__(self, on_close: Callable[[EventFeed], None], check: Callable[[str], None], *, most_pages: int) -> None:
+        """`check` raises WrongThread on any thread but the cache's."""
         self._on_close: Callable[[EventFeed], None] | None = on_close
+        self._check = check
         self._most_pages = most_pages
         self._events: deque[CacheEvent] = deque()
         self._num_pages = 0
@@ -67,14 +76,16 @@ class EventFeed:
             self.lost_pages += lost
 
     def take(self) -> list[CacheEvent]:
-        """Everything since the last call."""
+        """Everything since the last call. Raises WrongThread."""
+        self._check("EventFeed.take")
         events = list(self._events)
         self._events.clear()
         self._num_pages = 0
         return events
 
     def close(self) -> None:
-        """Hears nothing more."""
+        """Hears nothing more. Raises WrongThread."""
+        self._check("EventFeed.close")
         on_close, self._on_close = self._on_close, None
         if on_close is not None:
             on_close(self)
@@ -86,12 +97,16 @@ class Feeds:
     def __init__(self, page_bytes: int) -> None:
         self._page_bytes = page_bytes
         self._open: list[EventFeed] = []
+        self._in_store: OrderedDict[tuple[bool, PageKey], None] = OrderedDict()  # whether pages or a checkpoint, oldest first
 
     def __bool__(self) -> bool:
         return bool(self._open)
 
-    def listen(self, *, most_pages: int = MOST_PAGES) -> EventFeed:
-        feed = EventFeed(self._open.remove, most_pages=most_pages)
+    def listen(self, check: Callable[[str], None], *, most_pages: int) -> EventFeed:
+        """Raises ConfigError."""
+        if most_pages < 1:
+            raise ConfigError(f"a feed holds 1 page or more for its listener, got most_pages={most_pages}")
+        feed = EventFeed(self._close, check, most_pages=most_pages)
         self._open.append(feed)
         return feed
 
@@ -125,8 +140,24 @@ class Feeds:
     def store(self, kind: EventKind, keys: Iterable[PageKey]) -> None:
         """What a store says it has, or turns out not to have."""
         told = tuple(keys)
+        is_pages, is_stored = kind in _OF_PAGES, kind in _STORED
+        for key in told:
+            self._in_store.pop((is_pages, key), None)
+            if is_stored:
+                self._in_store[is_pages, key] = None
+        while len(self._in_store) > MOST_IN_STORE:
+            self._in_store.popitem(last=False)
         if told:
             self._tell(CacheEvent(kind=kind, tier=Tier.STORE, keys=told))
+
+    def store_lacks(self, kind: EventKind, keys: Iterable[PageKey]) -> None:
+        """What a store was asked for and has not: an eviction if it was told as stored, and nothing new otherwise."""
+        self.store(kind, [key for key in keys if (kind in _OF_PAGES, key) in self._in_store])
+
+    def _close(self, feed: EventFeed) -> None:
+        self._open.remove(feed)
+        if not self._open:
+            self._in_store.clear()
 
     def _tell(self, event: CacheEvent) -> None:
         for feed in self._open:

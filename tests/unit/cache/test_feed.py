@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
-from stepwell import CacheEvent, EventFeed, EventKind, ModelSpec, Tier
+from stepwell import CacheEvent, ConfigError, EventFeed, EventKind, ModelSpec, StoreConfig, Tier, WrongThread
 from stepwell.base.prompt import pack, page_keys
 from stepwell.base.tasks import Purpose
 from stepwell.store.memory import MemoryStore
@@ -75,6 +77,66 @@ def test_what_a_store_has_lost_is_told_when_it_is_asked_for(spec: ModelSpec) -> 
     rig.serve_fetched(PROMPT)
     gone = [event for event in feed.take() if event.tier is Tier.STORE and event.kind is EventKind.PAGES_EVICTED]
     assert named(gone) & set(keys_of(rig, PROMPT, 6))
+
+
+@pytest.mark.parametrize("spec", [FULL, HYBRID], ids=["full", "hybrid"])
+def test_what_a_store_has_evicted_is_told_once_when_it_says_so(spec: ModelSpec) -> None:
+    store = MemoryStore()
+    rig = Rig(spec, host_pages=64, store=store, store_config=StoreConfig(checkpoint_delay_s=0.0))
+    feed, kinds = rig.cache.listen(), (EventKind.PAGES_EVICTED, EventKind.CHECKPOINT_EVICTED)
+    rig.serve(PROMPT)
+    rig.settle()
+    stored = [event for event in feed.take() if event.tier is Tier.STORE]
+    rig.evict_all(Tier.DEVICE)
+    rig.evict_all(Tier.HOST)
+    store._values.clear()
+    feed.take()
+    for again in range(2):
+        rig.fetched(PROMPT + text(5, 2 * PAGE)).close()
+        gone = [event for event in feed.take() if event.tier is Tier.STORE]
+        assert all(event.kind in kinds for event in gone)
+        for kind in kinds:
+            was = EventKind.PAGES_STORED if kind is EventKind.PAGES_EVICTED else EventKind.CHECKPOINT_STORED
+            told_before = named([event for event in stored if event.kind is was])
+            assert told_before or (spec is FULL and kind is EventKind.CHECKPOINT_EVICTED)
+            assert named([event for event in gone if event.kind is kind]) == (told_before if not again else set())
+
+
+@pytest.mark.parametrize("spec", [FULL, HYBRID], ids=["full", "hybrid"])
+@pytest.mark.parametrize("how", ["cleared", "detached", "replaced"])
+def test_what_reaches_a_store_that_no_longer_serves_it_is_not_told(spec: ModelSpec, how: str) -> None:
+    rig = Rig(spec, host_pages=64, store=MemoryStore(), store_config=StoreConfig(checkpoint_delay_s=0.0))
+    feed = rig.cache.listen()
+    with rig.ready(PROMPT) as lease:
+        while lease.position < lease.num_tokens:
+            rig.compute(lease, min(rig.cache.next_stop(lease) or lease.num_tokens, lease.num_tokens))
+            rig.executor.finish_all()
+            rig.cache.step()
+    old = rig.store_executor
+    assert old.pending, "nothing is on its way to the store"
+    if how == "cleared":
+        rig.cache.clear()
+    else:
+        rig.cache.store.detach()
+    if how == "replaced":
+        rig.attach(MemoryStore())
+    while old.pending:
+        old.finish_all()
+        rig.cache.step()
+    assert not [event for event in feed.take() if event.tier is Tier.STORE]
+
+
+def test_a_feed_holds_a_page_or_more_and_belongs_to_the_thread_of_its_cache() -> None:
+    rig = Rig(FULL, host_pages=64)
+    for most_pages in (0, -1):
+        with pytest.raises(ConfigError, match="1 page or more"):
+            rig.cache.listen(most_pages=most_pages)
+    feed = rig.cache.listen(most_pages=1)
+    with ThreadPoolExecutor(1) as other:
+        for verb in (feed.take, feed.close):
+            with pytest.raises(WrongThread, match=r"EventFeed\.(take|close)"):
+                other.submit(verb).result()
+    feed.close()
 
 
 def test_a_listener_that_takes_nothing_loses_the_oldest_and_is_told_how_much() -> None:

@@ -2,6 +2,7 @@
 
 Blocks have the hashes that vLLM gives them, so that a router sees one block in two media. Pages are told of as blocks of the
 groups with full attention. A checkpoint is told of as the last block before its boundary, of the groups with windows or state.
+When the connector's cache was reset, and when the feed had to drop events, listeners are told to forget all blocks.
 """
 
 from __future__ import annotations
@@ -9,10 +10,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored, KVCacheEvent
+from vllm.distributed.kv_events import (
+    MEDIUM_CPU,
+    MEDIUM_STORAGE,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVCacheEvent,
+)
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
+from stepwell.base.errors import BadTokens
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.prompt import Namespace, unpack
 from stepwell.connectors.vllm.groups import Group
@@ -33,9 +42,13 @@ class BlockEvents:
         self._groups = groups
         self._specs = specs
         self._names = names
-        self._paths: dict[str, Path] = {}
+        self._paths: dict[str, Path] = {}  # of open requests
+        self._lost_pages = 0  # by the feed, as far as listeners were told
+        self._was_reset = False
 
     def arrived(self, request: Any, namespace: Namespace | None) -> None:
+        """A request is new, or goes on under another namespace."""
+        self.finished(request)
         if namespace is None:
             return
         lora = request.lora_request
@@ -47,17 +60,32 @@ class BlockEvents:
         self.grown(request)
 
     def grown(self, request: Any) -> None:
-        """The request may have more tokens than it had."""
+        """The request may have more tokens than it had. One with tokens that cannot be cached is told of no further."""
         path = self._paths.get(request.request_id)
-        if path is not None:
-            self._names.note(path, request.all_token_ids, request.block_hashes)
+        try:
+            if path is not None:
+                self._names.note(path, request.all_token_ids, request.block_hashes)
+        except BadTokens:
+            self.finished(request)
 
     def finished(self, request: Any) -> None:
-        self._paths.pop(request.request_id, None)
+        path = self._paths.pop(request.request_id, None)
+        if path is not None:
+            self._names.let_go(path)
+
+    def reset(self) -> None:
+        """Nothing that was told as stored can be found any more, in any tier."""
+        self._feed.take()
+        self._was_reset = True
 
     def take(self) -> Iterator[KVCacheEvent]:
         """What happened since the last call, in vLLM's words."""
-        for event in self._feed.take():
+        events = self._feed.take()
+        if self._was_reset or self._feed.lost_pages > self._lost_pages:  # the oldest were lost: what is left came after them
+            self._was_reset, self._lost_pages = False, self._feed.lost_pages
+            self._names.nothing_held()
+            yield AllBlocksCleared()
+        for event in events:
             groups = [group for group in self._groups if (group.kind is Kind.PREFIX) == (event.kind in OF_PAGES)]
             tell = self._stored if event.kind in STORED else self._removed
             for names in self._stretches(event):

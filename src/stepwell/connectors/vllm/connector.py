@@ -65,7 +65,7 @@ class StepwellConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._shared = self._assembly.open_shared()
         self._scheduler, self._store = self._assembly.scheduler_side(self._shared)
         cache, groups = self._scheduler.cache, self._assembly.groups
-        self._requests = Requests(cache.namespace)
+        self._requests = Requests(cache.namespace, explains=self._assembly.settings.explain)
         self._meter = Meter(cache)
         self._events: BlockEvents | None = None
         if publishes_events(self._vllm_config):
@@ -95,8 +95,6 @@ class StepwellConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         table = blocks.get_block_ids() if num_external_tokens else ()
         self._scheduler.allocated(request.request_id, table, num_external_tokens)
-        if num_external_tokens:
-            self._meter.loaded(self._scheduler.loaded_from(request.request_id, num_external_tokens))
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
         found = self._scheduler.loaded_from(request.request_id, num_external_tokens)
@@ -121,7 +119,7 @@ class StepwellConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._scheduler.answered(said.answers, step=said.step)
 
     def get_kv_connector_stats(self) -> StepwellStats | None:
-        return self._meter.take() if self._role is KVConnectorRole.SCHEDULER else None
+        return self._meter.take(self._scheduler.take_loaded()) if self._role is KVConnectorRole.SCHEDULER else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> StepwellStats:
@@ -155,8 +153,9 @@ class StepwellConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._requests.rename_model(model)
         self._scheduler.reset(model=model)
         if self._events is not None:
+            self._events.reset()
             for request in self._requests:
-                self._events.arrived(request, self._requests.namespace(request))
+                self._events.arrived(request, self._scheduler.namespace_of(request.request_id))
         return True
 
     # ---- a worker's side ----------------------------------------------------------------------------

@@ -51,24 +51,18 @@ class Meter:
     """Counts on the scheduler's side. One thread."""
 
     cache: Cache
-    _tokens: Counter[Tier] = field(default_factory=Counter)
     _told: dict[str, int] = field(default_factory=dict)
 
-    def loaded(self, tokens: dict[Tier, int]) -> None:
-        """A request loads so many tokens, by where they come from."""
-        self._tokens.update(tokens)
-
-    def take(self) -> StepwellStats | None:
-        """What is new since the last call; None for nothing."""
+    def take(self, loaded: dict[Tier, int]) -> StepwellStats | None:
+        """What is new since the last call, with the tokens that were loaded, by where they came from; None for nothing."""
         counts = dict(self.cache.counters.snapshot())
         events = {name: count - self._told.get(name, 0) for name, count in counts.items() if count != self._told.get(name, 0)}
-        if not events and not self._tokens:
+        if not events and not loaded:
             return None
         stats, self._told = self.cache.stats(), counts
-        tokens, self._tokens = {tier.label: count for tier, count in self._tokens.items()}, Counter()
         return StepwellStats(
             data={
-                TOKENS: tokens,
+                TOKENS: {tier.label: count for tier, count in loaded.items()},
                 EVENTS: events,
                 USED: {tier.label: sizes.used_bytes for tier, sizes in stats.tiers.items()},
                 AVAILABLE: {tier.label: sizes.available_bytes for tier, sizes in stats.tiers.items()},
@@ -96,15 +90,15 @@ class StepwellPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             ),
             USED: gauge(
                 name="vllm:stepwell_tier_used_bytes", documentation="Bytes of a tier that hold something, of one rank.",
-                labelnames=[*labelnames, "tier"],
+                labelnames=[*labelnames, "tier"], multiprocess_mode="mostrecent",
             ),
             AVAILABLE: gauge(
                 name="vllm:stepwell_tier_available_bytes", documentation="Bytes that are free or could be, of one rank.",
-                labelnames=[*labelnames, "tier"],
+                labelnames=[*labelnames, "tier"], multiprocess_mode="mostrecent",
             ),
             STORE: gauge(
                 name="vllm:stepwell_store_state", documentation="1 for the state the store is in.",
-                labelnames=[*labelnames, "state"],
+                labelnames=[*labelnames, "state"], multiprocess_mode="mostrecent",
             ),
         }  # fmt: skip
 

@@ -73,10 +73,12 @@ class StepOrders:
     def num_open(self) -> int:
         return len(self._open)
 
-    def answer(self, answers: Answers, *, step: int) -> list[JobId]:
-        """Takes in what ranks say, who have computed up to `step`; returns the jobs that all of them have answered by now."""
+    def answer(self, answers: Answers, *, step: int) -> dict[JobId, str | None]:
+        """Takes in what ranks say, who have computed up to `step`; returns the jobs that all of them have answered by now, with
+        what went wrong.
+        """
         self._computed_steps = max(self._computed_steps, step)
-        ended = []
+        ended: dict[JobId, str | None] = {}
         for number, (ranks, error) in answers.items():
             job = JobId(number)
             each = self._open.get(job)
@@ -86,7 +88,7 @@ class StepOrders:
             assert each.ranks <= self.num_ranks, f"job {number}: {each.ranks} answers of {self.num_ranks} ranks"
             if each.ranks == self.num_ranks:
                 self._end(job)
-                ended.append(job)
+                ended[job] = each.error
         return ended
 
     def end_all(self, is_done: Callable[[JobId], bool]) -> None:

@@ -1,23 +1,19 @@
 """What vLLM calls the pages that the cache's feed tells of: its own block hashes. Imports no vLLM.
 
 A request brings both names of its pages: its tokens give our keys, and it has vLLM's hashes. They are noted when it arrives and
-as its answer grows.
-
-    held       pages that are in host memory: as long as they are
-    noted      pages of requests that are not there yet, and pages that have left: the latest, so many at most
-
-A page whose names are not known any more is passed over: whoever listens then does not hear of it.
+as its answer grows, and kept for as long as a request has the page, or host memory. Of the rest the latest are kept, so many at
+most. A page whose names are not known any more is passed over: whoever listens then does not hear of it.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from stepwell.base.prompt import TOKEN_BYTES, PageKey, pack, page_keys
 
-MOST_NOTED = 65_536  # pages
+MOST_UNUSED = 65_536  # pages that no request has, nor host memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,13 +29,12 @@ class PageName:
 
 @dataclass(slots=True, kw_only=True)
 class Path:
-    """How far the pages of one request are noted."""
+    """The pages of one request, as far as they are noted."""
 
     namespace: PageKey  # its digest
     lora_id: int | None = None
     lora_name: str | None = None
-    num_pages: int = 0
-    last: PageKey | None = None  # the key of the last of them
+    keys: list[PageKey] = field(default_factory=list)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -48,48 +43,70 @@ class PageNames:
 
     page_tokens: int
     hash_tokens: int  # of a hash block; divides a page
-    most_noted: int = MOST_NOTED
-    _held: dict[PageKey, PageName] = field(default_factory=dict)
-    _noted: OrderedDict[PageKey, PageName] = field(default_factory=OrderedDict)
+    most_unused: int = MOST_UNUSED
+    _names: dict[PageKey, PageName] = field(default_factory=dict)
+    _held: set[PageKey] = field(default_factory=set)  # in host memory
+    _users: Counter[PageKey] = field(default_factory=Counter)  # requests that have it, and one more for host memory
+    _unused: OrderedDict[PageKey, None] = field(default_factory=OrderedDict)  # named and without users, oldest first
 
     def note(self, path: Path, tokens: Sequence[int], hashes: Sequence[bytes]) -> None:
         """Notes whole pages of a request that are new since the last call. Raises BadTokens."""
         per_page = self.page_tokens // self.hash_tokens
         upto = min(len(tokens) // self.page_tokens, len(hashes) // per_page)
-        if upto <= path.num_pages:
+        first, size = len(path.keys), self.page_tokens * TOKEN_BYTES
+        if upto <= first:
             return
-        first, size = path.num_pages, self.page_tokens * TOKEN_BYTES
         packed = pack(tokens[first * self.page_tokens : upto * self.page_tokens])
-        for at, key in enumerate(page_keys(path.last or path.namespace, packed, size)):
+        for at, key in enumerate(page_keys(path.keys[-1] if first else path.namespace, packed, size)):
             start = (first + at) * per_page
             name = PageName(
                 hashes=tuple(hashes[start : start + per_page]), parent=hashes[start - 1] if start else None,
                 tokens=packed[at * size : (at + 1) * size], lora_id=path.lora_id, lora_name=path.lora_name,
             )  # fmt: skip
-            path.last = key
-            if key not in self._held:
-                self._remember(key, name)
-        path.num_pages = upto
+            self._names.setdefault(key, name)
+            self._use(key)
+            path.keys.append(key)
+
+    def let_go(self, path: Path) -> None:
+        """The request of a path has ended."""
+        for key in path.keys:
+            self._leave(key)
+        path.keys = []
 
     def stored(self, key: PageKey) -> PageName | None:
         """A page is in host memory now."""
-        name = self._noted.pop(key, None) or self._held.get(key)
-        if name is not None:
-            self._held[key] = name
-        return name
+        if key in self._names and key not in self._held:
+            self._held.add(key)
+            self._use(key)
+        return self._names.get(key)
 
     def evicted(self, key: PageKey) -> PageName | None:
         """A page has left host memory."""
-        name = self._held.pop(key, None)
-        if name is not None:
-            self._remember(key, name)
+        name = self._names.get(key)
+        if key not in self._held:
+            return None
+        self._held.remove(key)
+        self._leave(key)
         return name
 
-    def get(self, key: PageKey) -> PageName | None:
-        return self._held.get(key) or self._noted.get(key)
+    def nothing_held(self) -> None:
+        """What is in host memory is not known any more, or nothing is."""
+        held, self._held = self._held, set()
+        for key in held:
+            self._leave(key)
 
-    def _remember(self, key: PageKey, name: PageName) -> None:
-        self._noted[key] = name
-        self._noted.move_to_end(key)
-        if len(self._noted) > self.most_noted:
-            self._noted.popitem(last=False)
+    def get(self, key: PageKey) -> PageName | None:
+        return self._names.get(key)
+
+    def _use(self, key: PageKey) -> None:
+        self._users[key] += 1
+        self._unused.pop(key, None)
+
+    def _leave(self, key: PageKey) -> None:
+        self._users[key] -= 1
+        if self._users[key]:
+            return
+        del self._users[key]
+        self._unused[key] = None
+        if len(self._unused) > self.most_unused:
+            del self._names[self._unused.popitem(last=False)[0]]

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from stepwell.base.prompt import Namespace
+from stepwell.cache.explain import Cause
 from stepwell.connectors.vllm.commits import Computing
 from stepwell.connectors.vllm.scheduler_side import Seen
 from stepwell.connectors.weight_files import Adapters
@@ -17,9 +18,10 @@ EXPLAIN, STORE = "stepwell_explain", "stepwell_store"  # what a request may ask 
 class Requests:
     """Those that the engine has. One thread, the scheduler's."""
 
-    def __init__(self, base: Namespace) -> None:
-        """`base` is the namespace of requests without an adapter and a salt."""
+    def __init__(self, base: Namespace, *, explains: bool) -> None:
+        """`base` is the namespace of requests without an adapter and a salt; `explains`: they may ask why."""
         self._base = base
+        self._explains = explains
         self._adapters = Adapters()
         self._open: dict[str, Any] = {}
 
@@ -33,7 +35,8 @@ class Requests:
             tokens=lambda start: list(request.all_token_ids[start:]),
             namespace=self.namespace(request),
             may_read=not request.skip_reading_prefix_cache,
-            asks_why=asked.get(EXPLAIN) is True,
+            asks_why=asked.get(EXPLAIN) is True and self._explains,
+            asks_in_vain=asked.get(EXPLAIN) is True and not self._explains,
             may_store=asked.get(STORE) is not False,
         )
 
@@ -68,10 +71,18 @@ class Requests:
 
 
 def told(seen: Seen | None) -> dict[str, object] | None:
-    """What goes back with the answer of a request that asked why it resumed where it did; None for others."""
+    """What goes back with the answer of a request that asked why it resumed where it did; None for others.
+
+    Nobody is told what is stored for other adapters.
+    """
+    if seen is not None and seen.asks_in_vain:
+        says = 'explanations are off here: the operator turns them on with "explain": true in kv_connector_extra_config'
+        return {"stepwell": {"says": says}}
     if seen is None or not seen.asks_why:
         return None
     why = seen.explanation
+    if why is not None and why.cause is Cause.OTHER_NAMESPACE:
+        why = replace(why, cause=Cause.NEVER_STORED)
     if why is None:
         says = "computed without the cache: it has media, embeddings or another input that tokens do not tell, or ended early"
         return {"stepwell": {"says": says}}

@@ -13,6 +13,7 @@ that are pinned until they end. One thread, the scheduler's. Imports no engine.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -58,6 +59,7 @@ class Seen:
     failed_loads: int = 0
     may_store: bool = True  # else nobody else sees what it computes
     asks_why: bool = False  # its answer is to say where it resumed, and why not later
+    asks_in_vain: bool = False  # it asks that, and may not
     question: Question | None = None
     explanation: Explanation | None = None
 
@@ -75,6 +77,8 @@ class SchedulerSide:
         self._blocks: Blocks | None = None
         self._seen: dict[str, Seen] = {}
         self._loads: dict[JobId, str] = {}
+        self._loading: dict[JobId, dict[Tier, int]] = {}  # tokens, by where they come from
+        self._loaded: Counter[Tier] = Counter()
         self._pinned: dict[JobId, list[int]] = {}
         self._step: tuple[float, int] | None = None  # when the step under way began, and how many tokens it computes
 
@@ -91,10 +95,7 @@ class SchedulerSide:
         if seen.namespace is None:
             return
         try:
-            if seen.asks_why:  # before anything is brought up for it
-                seen.question = self.cache.question(seen.tokens(0), namespace=seen.namespace)
-            else:
-                self._look_up(seen)
+            self._ask(seen) if seen.asks_why else self._look_up(seen)  # asks before anything is brought up for it
         except BadTokens:
             seen.namespace = None
 
@@ -138,6 +139,7 @@ class SchedulerSide:
         self.cache.load(lease, into, since=seen.since)
         assert lease.load_job is not None, f"{lease} has nothing to load"
         self._loads[lease.load_job] = request
+        self._loading[lease.load_job] = self.loaded_from(request, num_loaded)
 
     def step(self, computing: Sequence[Computing]) -> list[Order]:
         """Commits what the step will compute; returns the copies that go with it."""
@@ -166,12 +168,20 @@ class SchedulerSide:
     def answered(self, answers: Answers, *, step: int) -> None:
         """What the workers say of copies, and up to which step they have computed."""
         self._step_ended()
-        for job in self._orders.answer(answers, step=step):
+        for job, error in self._orders.answer(answers, step=step).items():
             self._loads.pop(job, None)
+            tokens = self._loading.pop(job, {})
+            if error is None:
+                self._loaded.update(tokens)
             if (blocks := self._pinned.pop(job, None)) is not None:
                 assert self._blocks is not None
                 self._blocks.unpin(blocks)
         self.cache.step()
+
+    def take_loaded(self) -> dict[Tier, int]:
+        """Tokens that loads brought since the last call, by where they came from."""
+        loaded, self._loaded = self._loaded, Counter()
+        return dict(loaded)
 
     def loaded_from(self, request: str, num_loaded: int) -> dict[Tier, int]:
         """Where the tokens come from that a request loads. What the store gave lies behind what the host had."""
@@ -179,6 +189,11 @@ class SchedulerSide:
         stored = min(lease.sources.store, num_loaded) if lease is not None else 0
         found = {Tier.HOST: num_loaded - stored, Tier.STORE: stored}
         return {tier: tokens for tier, tokens in found.items() if tokens}
+
+    def namespace_of(self, request: str) -> Namespace | None:
+        """Under which a request is cached now; None where nothing of it is."""
+        seen = self._seen.get(request)
+        return seen.namespace if seen is not None else None
 
     def finished(self, request: str) -> Seen | None:
         """The request has ended, in whatever way: returns what was known of it. Copies that it began go on, on pinned blocks."""
@@ -200,6 +215,8 @@ class SchedulerSide:
                 seen.namespace = replace(seen.namespace, model=model)
             if not seen.started:
                 self._let_go(seen)
+                if seen.namespace is not None and seen.asks_why and seen.explanation is None:
+                    self._ask(seen)
 
     @property
     def is_busy(self) -> bool:
@@ -221,6 +238,10 @@ class SchedulerSide:
 
     # ---- inside -------------------------------------------------------------------------------------
 
+    def _ask(self, seen: Seen) -> None:
+        assert seen.namespace is not None
+        seen.question = self.cache.question(seen.tokens(0), namespace=seen.namespace)
+
     def _look_up(self, seen: Seen) -> None:
         assert seen.namespace is not None
         limit = None if seen.may_read and seen.failed_loads < LOADS_TRIED else 0
@@ -235,11 +256,13 @@ class SchedulerSide:
         seen.started = False
 
     def _let_go(self, seen: Seen) -> None:
+        if seen.question is not None:
+            seen.question.cancel()
         if seen.ticket is not None:
             seen.ticket.close()
         if seen.lease is not None:
             self.cache.release(seen.lease)
-        seen.match = seen.ticket = seen.lease = None
+        seen.match = seen.ticket = seen.lease = seen.question = None
 
     def _ordered(self, plan: Plan) -> Order:
         if plan.purpose is not Purpose.SAVE:

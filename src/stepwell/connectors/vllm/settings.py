@@ -12,7 +12,7 @@ from stepwell.base.units import parse_bytes
 
 KNOWN = (
     "host_memory", "store", "store_budget", "store_options", "identity", "prefetch", "prefetch_timeout_s",
-    "checkpoint_interval_tokens", "answer_interval_tokens", "audit",
+    "checkpoint_interval_tokens", "answer_interval_tokens", "explain", "audit",
 )  # fmt: skip
 NEEDED_POLICY = "recompute"
 
@@ -28,6 +28,7 @@ class Settings:
     prefetch: PrefetchPolicy = PrefetchPolicy.TIMEOUT
     prefetch_timeout_s: float = 30.0
     placement: PlacementConfig = field(default_factory=PlacementConfig)
+    explain: bool = False  # requests may ask why they resume where they do: whoever may send one learns what others have sent
     audit: bool = False  # the whole cache after every step: for tests, and for doubts
 
     @property
@@ -61,6 +62,7 @@ def read_settings(extra: Mapping[str, object], *, failure_policy: str) -> Settin
             interval_tokens=_whole(extra, "checkpoint_interval_tokens", None),
             decode_interval_tokens=_whole(extra, "answer_interval_tokens", 256) or 0,
         ),
+        explain=_flag(extra, "explain"),
         audit=_flag(extra, "audit"),
     )
 

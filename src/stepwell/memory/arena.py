@@ -212,9 +212,13 @@ class Arena:
             f"a free {self.tier.label} {kind.label} page cannot change state: {ids[before == FREE]}"
         )
         filling = before == FILLING
-        state[at[filling]] = outcome
-        changed: PageIds = ids[filling]
-        return changed
+        count = np.count_nonzero(filling)
+        if not count:
+            return NO_PAGES
+        if count < len(ids):
+            at, ids = at[filling], ids[filling]
+        state[at] = outcome
+        return ids
 
     # ---- self-check -------------------------------------------------------------------------------
 

@@ -35,7 +35,7 @@ from stepwell.store_tier.link import LinkState
 from stepwell.transfer.copy_engine import NumpyCopyEngine
 from stepwell.transfer.torch_copy_engine import TorchCopyEngine
 from stepwell.transfer.torch_memory import TorchMemory
-from waiting import step_until
+from waiting import step_until, wait_until
 
 STAGING_BYTES = 48 * COPY_BYTES
 PAGES = 4
@@ -82,8 +82,7 @@ def knows(raw: StandIn, cache: Cache) -> bool:
 
 def detach(cache: Cache) -> None:
     cache.store.detach()
-    detached: list[object] = []
-    step_until(cache, lambda: bool(detached) or bool(detached.extend(cache.step().detached)))
+    wait_until(lambda: cache.step().detached, "the store is given back")
 
 
 def pinned(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
@@ -231,7 +230,7 @@ def test_a_store_that_cannot_forget_memory_is_said_and_let_go(raw: StandIn, stor
         said.extend(report.failures)
         return report.detached == (clinging,)
 
-    step_until(cache, is_let_go)
+    wait_until(is_let_go, "the store is let go")
     assert len(said) == 1 and "RuntimeError: no" in said[0]
     cache.close()
 

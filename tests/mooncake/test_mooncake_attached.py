@@ -13,7 +13,7 @@ from stepwell.base.errors import StoreError
 from stepwell.cache.facade import Cache
 from stepwell.store.mooncake.client import Client
 from stepwell.store.mooncake.lanes import COPY_BYTES, address_of
-from waiting import step_until
+from waiting import step_until, wait_until
 
 PAGES = 4
 PROMPT = list(range(PAGES * 16 + 1))
@@ -66,8 +66,7 @@ def test_a_cluster_attached_at_run_time_moves_pages_in_the_hosts_own_memory(clus
     start = address_of(memory)
     assert sum(start <= at < start + memory.nbytes for at in moved) == 2 * PAGES, "every page, down and up"
     cache.store.detach()
-    detached: list[object] = []
-    step_until(cache, lambda: bool(detached) or bool(detached.extend(cache.step().detached)))
+    wait_until(lambda: cache.step().detached, "the store is given back")
     store.register([memory[4096:8192]])  # nobody knows it any more
     store.unregister([memory[4096:8192]])
     cache.close()

@@ -130,7 +130,7 @@ def _cells(spec: ModelSpec, state: StateSpec) -> list[str]:
         state.name if state.required else f"{state.name} (optional)",
         str(state.shape),
         state.dtype,
-        "replicated" if state.replicated else f"{state.shards} shards",
+        "replicated" if state.replicated else f"{' + '.join(dict.fromkeys(str(each.units) for each in state.pieces))} shards",
         str(state.layers),
         f"{state.row_bytes:,}",
         f"{round(per_token):,}" if per_token else "-",

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from stepwell import Kind, ModelSpec, Point, Prefix, SpecError, StateSpec, Window
+from stepwell.base.spec import Cut
 from toys import FULL, HYBRID, KV, SSM, model, swa
 
 
@@ -107,6 +108,33 @@ def test_for_ranks_cuts_sharded_states_and_repeats_the_others() -> None:
     assert latent.replicated and not heads.replicated
 
 
+def test_spans_say_which_bytes_of_a_row_each_rank_keeps() -> None:
+    heads = replace(KV, row_bytes=32, shards=4)
+    assert [heads.spans_of(rank, 2) for rank in range(2)] == [[range(16)], [range(16, 32)]]
+    assert [heads.spans_of(rank, 8) for rank in (0, 1, 7)] == [[range(8)], [range(8)], [range(24, 32)]]
+    assert KV.spans_of(1, 2) == [range(KV.row_bytes)], "replicated"
+
+
+CONV = replace(SSM, name="conv", row_bytes=2 * 12, cuts=(Cut(num_bytes=8, units=4), Cut(num_bytes=4, units=1)))
+
+
+def test_parts_of_a_row_are_cut_each_in_its_own_way() -> None:
+    """Two columns of four heads, two bytes each, and of one group, four bytes: every rank keeps the group."""
+    assert CONV.spans_of(0, 2) == [range(0, 4), range(8, 16), range(20, 24)]
+    assert CONV.spans_of(1, 2) == [range(4, 12), range(16, 24)]
+    share = model(KV, CONV).for_ranks(2).state("conv")
+    assert share.row_bytes == 16 and share.cuts == (Cut(num_bytes=4, units=2), Cut(num_bytes=4, units=1))
+    assert not CONV.replicated and CONV.for_ranks(2).for_ranks(2) == CONV.for_ranks(4)
+    with pytest.raises(
+        SpecError, match=r"3 ranks cannot share the 4 parts of state 'conv' equally; .* use 1, 2, 4 or a multiple"
+    ):
+        model(KV, CONV).for_ranks(3)
+
+
+def test_how_rows_are_cut_is_no_part_of_the_fingerprint() -> None:
+    assert model(KV, CONV).fingerprint == model(KV, replace(CONV, cuts=())).fingerprint
+
+
 @pytest.mark.parametrize("ranks", [0, -1, 3, 6])
 def test_for_ranks_refuses_unequal_shares(ranks: int) -> None:
     with pytest.raises(SpecError):
@@ -124,6 +152,8 @@ def test_for_ranks_refuses_unequal_shares(ranks: int) -> None:
         (lambda: replace(KV, row_bytes=0), "one byte per row"),
         (lambda: replace(KV, align=0), "align and shards"),
         (lambda: replace(KV, shards=3), "equal shards"),
+        (lambda: replace(CONV, row_bytes=30), "are not made of"),
+        (lambda: replace(CONV, cuts=(Cut(num_bytes=8, units=3),)), "are not made of"),
         (lambda: Prefix(ratio=0), "ratio"),
         (lambda: Window(tokens=0), "tokens"),
         (lambda: Point(period=1), "period"),

@@ -325,6 +325,14 @@ def test_shards_cut_rows_over_ranks_and_replicated_rows_stay_whole() -> None:
     assert spec.state("ssm").row_bytes == 2 * 64 * 64 * 4
 
 
+def test_ranks_that_share_a_group_of_a_mixer_all_keep_its_projections() -> None:
+    sizes = {"num_heads": 80, "head_dim": 64, "state_size": 128, "n_groups": 1, "conv_kernel": 4}
+    spec = from_config({"model_type": "mamba2", "architectures": ["Mamba2ForCausalLM"], "num_hidden_layers": 2, **sizes})
+    assert spec.for_ranks(4).state("ssm").row_bytes == 20 * 64 * 128 * 4
+    assert spec.for_ranks(4).state("conv").row_bytes == (20 * 64 + 256) * 4 * 2
+    assert not spec.state("conv").replicated
+
+
 def test_every_known_model_type_is_listed_once() -> None:
     names = known_model_types()
     assert len(set(names)) == len(names) and {"llama", "deepseek_v4", "mamba2", "qwen3_5_moe_text"} <= set(names)

@@ -3,6 +3,6 @@
 from stepwell.base.spec.model import ModelSpec
 from stepwell.base.spec.shapes import Point, Prefix, Shape, Window
 from stepwell.base.spec.spill import Spill
-from stepwell.base.spec.states import Part, StateSpec
+from stepwell.base.spec.states import Cut, Part, StateSpec
 
-__all__ = ["ModelSpec", "Part", "Point", "Prefix", "Shape", "Spill", "StateSpec", "Window"]
+__all__ = ["Cut", "ModelSpec", "Part", "Point", "Prefix", "Shape", "Spill", "StateSpec", "Window"]

@@ -221,7 +221,7 @@ class ModelSpec:
         facts: dict[str, object] = {
             "layout": LAYOUT_VERSION,
             "page_tokens": self.page_tokens,
-            "states": [asdict(state) | {"shape": str(state.shape)} for state in self.states],
+            "states": [_facts(state) for state in self.states],
             "parts": {kind.label: [asdict(part) for part in self.parts(kind)] for kind in CACHED_KINDS},
         }
         if self.row_order is not None:
@@ -230,17 +230,26 @@ class ModelSpec:
         return hashlib.blake2b(canonical, digest_size=16).hexdigest()
 
     def for_ranks(self, ranks: int) -> ModelSpec:
-        """What one of `ranks` equal ranks keeps: a share of sharded states, all of replicated ones."""
+        """What one of `ranks` equal ranks keeps: a share of sharded states, all of replicated ones.
+
+        `StateSpec.spans_of` says which bytes of whole rows those are. Raises SpecError, which says how many ranks could.
+        """
         if ranks < 1:
             raise SpecError(f"ranks must be at least 1, got {ranks}")
-        return replace(self, states=tuple(self._share(state, ranks) for state in self.states))
-
-    @staticmethod
-    def _share(state: StateSpec, ranks: int) -> StateSpec:
-        cuts = min(ranks, state.shards)
-        if state.shards % cuts or ranks % cuts:
-            raise SpecError(f"state {state.name!r} has {state.shards} shards, which {ranks} ranks cannot share equally")
-        return replace(state, row_bytes=state.row_bytes // cuts, shards=state.shards // cuts)
+        try:
+            return replace(self, states=tuple(state.for_ranks(ranks) for state in self.states))
+        except SpecError as error:
+            units = [piece.units for state in self.states for piece in state.pieces]
+            fitting = [each for each in range(1, max(units) + 1) if all(n % each == 0 or each % n == 0 for n in units)]
+            words = f"{', '.join(map(str, fitting))} or a multiple of {lcm(*units)}"
+            raise SpecError(f"{error}; for model {self.name!r} use {words}") from None
 
     def with_page_tokens(self, page_tokens: int) -> ModelSpec:
         return replace(self, page_tokens=page_tokens)
+
+
+def _facts(state: StateSpec) -> dict[str, object]:
+    """What a fingerprint says of a state."""
+    facts = asdict(state) | {"shape": str(state.shape)}
+    del facts["cuts"]
+    return facts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil, gcd
 
@@ -11,12 +11,33 @@ from stepwell.base.spec.shapes import Point, Prefix, Shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """Neighbouring bytes of a row, cut into `units` equal parts for ranks to share: heads, or groups of them."""
+
+    num_bytes: int
+    units: int
+
+    def units_of(self, rank: int, ranks: int) -> range:
+        """Those that one of `ranks` keeps. Where there are fewer than ranks, each keeps one, and several keep the same.
+
+        Nothing, where they cannot be shared equally.
+        """
+        if self.units % ranks == 0:
+            each = self.units // ranks
+            return range(rank * each, (rank + 1) * each)
+        if ranks % self.units == 0:
+            return range(at := rank * self.units // ranks, at + 1)
+        return range(0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StateSpec:
     """One thing a model remembers.
 
     A row is what one layer keeps for one group of tokens (`Prefix`), one token (`Window`) or one
     boundary (`Point`). `shards` is into how many equal parts a row can be cut over ranks; 1 means
-    that every rank keeps all of it.
+    that every rank keeps all of it. `cuts` is for rows whose parts are not cut alike: they follow one
+    another, as often as the row is long. A row without them is one that `shards` says all of.
     """
 
     name: str
@@ -27,6 +48,7 @@ class StateSpec:
     required: bool = True
     align: int = 1
     shards: int = 1
+    cuts: tuple[Cut, ...] = ()  # not in the fingerprint: they say nothing about where bytes of this row lie
 
     def __post_init__(self) -> None:
         if self.layers < 1 or self.row_bytes < 1:
@@ -40,9 +62,48 @@ class StateSpec:
         if self.row_bytes % self.shards:
             raise SpecError(f"state {self.name!r}: rows of {self.row_bytes} bytes cannot be cut into {self.shards} equal shards")
 
+        if self.cuts and (self.row_bytes % self._pattern or any(cut.num_bytes % cut.units for cut in self.cuts)):
+            raise SpecError(f"state {self.name!r}: rows of {self.row_bytes} bytes are not made of {self.cuts}")
+
+    @property
+    def pieces(self) -> tuple[Cut, ...]:
+        """What a row is made of, once or several times over."""
+        return self.cuts or (Cut(num_bytes=self.row_bytes, units=self.shards),)
+
     @property
     def replicated(self) -> bool:
-        return self.shards == 1
+        """Whether all ranks keep the same bytes. To be asked of the whole model's spec: what one rank keeps may not be cut
+        further, and still be its own.
+        """
+        return all(piece.units == 1 for piece in self.pieces)
+
+    @property
+    def _pattern(self) -> int:
+        return sum(piece.num_bytes for piece in self.pieces)
+
+    def spans_of(self, rank: int, ranks: int) -> list[range]:
+        """Which bytes of a whole row one of `ranks` keeps, in the order in which its own rows have them. Neighbours are joined.
+
+        Ranks with the same spans keep the same bytes. Raises SpecError where ranks cannot share it equally.
+        """
+        spans: list[range] = []
+        for start in range(0, self.row_bytes, self._pattern):
+            for piece in self.pieces:
+                if not (units := piece.units_of(rank, ranks)):
+                    raise SpecError(f"{ranks} ranks cannot share the {piece.units} parts of state {self.name!r} equally")
+                size = piece.num_bytes // piece.units
+                span = range(start + units.start * size, start + units.stop * size)
+                if spans and spans[-1].stop == span.start:
+                    span = range(spans.pop().start, span.stop)
+                spans.append(span)
+                start += piece.num_bytes
+        return spans
+
+    def for_ranks(self, ranks: int) -> StateSpec:
+        """What each of `ranks` keeps of it. Raises SpecError as `spans_of` does."""
+        row_bytes = sum(len(span) for span in self.spans_of(0, ranks))
+        cuts = tuple(_shared(cut, ranks) for cut in self.cuts)
+        return replace(self, row_bytes=row_bytes, shards=max(self.shards // ranks, 1), cuts=cuts)
 
     def rows_per_page(self, page_tokens: int) -> int:
         """Rows of one layer in one prefix page. A group that spans pages lives in the page that completes it."""
@@ -54,6 +115,11 @@ class StateSpec:
         assert isinstance(self.shape, Point), self
         period = self.shape.period
         return 1 if period is None else period - gcd(boundary_step, period)
+
+
+def _shared(cut: Cut, ranks: int) -> Cut:
+    units = len(cut.units_of(0, ranks))
+    return Cut(num_bytes=cut.num_bytes // cut.units * units, units=units)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

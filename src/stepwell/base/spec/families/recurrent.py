@@ -16,16 +16,20 @@ from stepwell.base.spec.families.fields import Fields
 from stepwell.base.spec.families.latent import latent_state
 from stepwell.base.spec.families.layers import Layer, every, schedule
 from stepwell.base.spec.shapes import Point
-from stepwell.base.spec.states import StateSpec
+from stepwell.base.spec.states import Cut, StateSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recurrence:
-    """The sizes of one recurrent layer. `conv_shards` is over how many ranks its convolution can be cut."""
+    """The sizes of one recurrent layer.
+
+    `conv` is what its convolution is over: channels, and of how many heads or groups they are. `conv_shards` is over how many
+    ranks all of them can be cut.
+    """
 
     heads: int
     head_elements: int
-    conv_channels: int
+    conv: tuple[tuple[int, int], ...]
     conv_columns: int
     conv_shards: int
 
@@ -116,9 +120,17 @@ def mamba2_states(config: Fields, dtypes: Dtypes) -> Iterator[StateSpec]:
 def _points(layers: int, layer: Recurrence, config: Fields, dtypes: Dtypes) -> Iterator[StateSpec]:
     dtype = recurrent_dtype(config)
     state_bytes = layer.heads * layer.head_elements * WIDTH_BYTES[dtype]
-    conv_bytes = layer.conv_channels * layer.conv_columns * dtypes.model_width
+    cuts = tuple(Cut(num_bytes=channels * dtypes.model_width, units=units) for channels, units in layer.conv)
     yield StateSpec(name="ssm", shape=Point(), layers=layers, row_bytes=state_bytes, dtype=dtype, shards=layer.heads)
-    yield StateSpec(name="conv", shape=Point(), layers=layers, row_bytes=conv_bytes, dtype=dtypes.model, shards=layer.conv_shards)
+    yield StateSpec(
+        name="conv",
+        shape=Point(),
+        layers=layers,
+        row_bytes=layer.conv_columns * sum(cut.num_bytes for cut in cuts),  # column by column
+        dtype=dtypes.model,
+        shards=layer.conv_shards,
+        cuts=cuts,
+    )
 
 
 def _delta_net(config: Fields) -> Recurrence:
@@ -129,7 +141,7 @@ def _delta_net(config: Fields) -> Recurrence:
     return Recurrence(
         heads=value_heads,
         head_elements=key_dim * value_dim,
-        conv_channels=2 * key_heads * key_dim + value_heads * value_dim,  # queries, keys, values
+        conv=(*[(key_heads * key_dim, key_heads)] * 2, (value_heads * value_dim, value_heads)),  # queries, keys, values
         conv_columns=config.size("linear_conv_kernel_dim", 4),
         conv_shards=key_heads,
     )
@@ -140,7 +152,7 @@ def _kimi_delta(config: Fields) -> Recurrence:
     return Recurrence(
         heads=heads.num,
         head_elements=heads.dim * heads.dim,
-        conv_channels=3 * heads.num * heads.dim,  # queries, keys, values
+        conv=((heads.num * heads.dim, heads.num),) * 3,  # queries, keys, values
         conv_columns=heads.conv_columns,
         conv_shards=heads.num,
     )
@@ -149,11 +161,9 @@ def _kimi_delta(config: Fields) -> Recurrence:
 def _mamba2(heads: int, head_dim: int, state: int, groups: int, columns: int) -> Recurrence:
     if heads % groups:
         raise SpecError(f"{heads} Mamba heads cannot share {groups} groups equally; check the group count in the config")
-    # all heads of a group read the same two projections of it, so a convolution is cut between groups only
-    channels = heads * head_dim + 2 * groups * state
-    return Recurrence(
-        heads=heads, head_elements=head_dim * state, conv_channels=channels, conv_columns=columns, conv_shards=groups
-    )
+    # all heads of a group read the same two projections of it: ranks that share a group keep both
+    conv = ((heads * head_dim, heads), *[(groups * state, groups)] * 2)
+    return Recurrence(heads=heads, head_elements=head_dim * state, conv=conv, conv_columns=columns, conv_shards=groups)
 
 
 def _refuse_windows(kinds: list[Layer]) -> None:

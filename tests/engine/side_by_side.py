@@ -88,14 +88,11 @@ class Memory:
         return np.array(taken, np.int32)
 
 
-class Pair:
-    """Both models, and the ways to run ours."""
+class Ours:
+    """A model of ours, and the ways to run it."""
 
-    def __init__(self, reference: Any, *, page_tokens: int = PAGE, seed: int = 0) -> None:
-        draw(reference, seed)
-        self.reference = reference.eval().float()
-        config = self.reference.config.to_dict()
-        self.model: Decoder = build_model(config, HeldTensors(dict(self.reference.state_dict())), page_tokens=page_tokens)
+    def __init__(self, model: Decoder) -> None:
+        self.model = model
 
     @property
     def spec(self) -> ModelSpec:
@@ -104,17 +101,12 @@ class Pair:
     def tokens(self, count: int, seed: int = 3) -> list[int]:
         return np.random.default_rng(seed).integers(0, self.model.vocab_size, count).tolist()
 
-    @torch.no_grad()
-    def expected(self, tokens: Sequence[int]) -> torch.Tensor:
-        """Logits of every token by the reference, in one pass."""
-        return self.reference(torch.tensor([list(tokens)]), use_cache=False).logits[0].float()
-
     def one_shot(self, tokens: Sequence[int]) -> torch.Tensor:
         return self.in_chunks(tokens, [len(tokens)])
 
-    def in_chunks(self, tokens: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    def in_chunks(self, tokens: Sequence[int], sizes: Sequence[int], memory: Memory | None = None) -> torch.Tensor:
         """Logits of every token by ours, in passes of the given sizes; the last size repeats."""
-        memory = Memory(self.spec)
+        memory = memory or Memory(self.spec)
         sequence, parts, at, left = Held(memory, len(tokens)), [], 0, list(sizes)
         while at < len(tokens):
             size = left.pop(0) if len(left) > 1 else left[0]
@@ -136,6 +128,21 @@ class Pair:
                 each.append(int(row.argmax()))
             logits = self.forward(memory, [s.segment(each[-1:]) for s, each in zip(sequences, made, strict=True)])
         return made, list(logits)
+
+
+class Pair(Ours):
+    """Both models."""
+
+    def __init__(self, reference: Any, *, page_tokens: int = PAGE, seed: int = 0) -> None:
+        draw(reference, seed)
+        self.reference = reference.eval().float()
+        config = self.reference.config.to_dict()
+        super().__init__(build_model(config, HeldTensors(dict(self.reference.state_dict())), page_tokens=page_tokens))
+
+    @torch.no_grad()
+    def expected(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Logits of every token by the reference, in one pass."""
+        return self.reference(torch.tensor([list(tokens)]), use_cache=False).logits[0].float()
 
     def layer_outputs(self, tokens: Sequence[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The stream after every layer: ours and the reference's (whose last one may already be normed, and is left out)."""

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from stepwell.base.errors import ConfigError
 from stepwell.base.spec.families.fields import Fields
 from stepwell.engine.loading.eight_bits import block_in
+from stepwell.engine.loading.safetensors_files import SafetensorsFiles
 from stepwell.engine.loading.weights import HeldTensors, Weights
 from stepwell.engine.models.registry import build_model
+from stepwell.engine.ranks import Ranks
 
 
 def weights_of(**tensors: torch.Tensor) -> Weights:
@@ -126,6 +130,43 @@ def test_experts_in_one_tensor_have_their_scales_in_one() -> None:
     tensor, scale = eight(3, 5, 6), scales(3, 3, 2)
     made = taken(tensor, scale, block=(2, 4), name="experts.gate_up_proj", beside="experts.gate_up_proj_scale_inv")
     assert made.equal(torch.stack([scaled_by_hand(tensor[each], scale[each], 2, 4) for each in range(3)]))
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_a_rank_takes_its_share_of_an_axis_and_of_each_of_its_pieces(rank: int) -> None:
+    ranks, tensor = Ranks(rank=rank, size=3), torch.arange(14 * 6.0).view(14, 6)
+    weights = Weights(HeldTensors({"a": tensor, "b": tensor, "c": tensor}), dtype=torch.float32, device="cpu", ranks=ranks)
+    two, three = ranks.share(6, "rows") * 1, ranks.share(3, "columns") * 2
+    assert weights.take("a", 14, three).equal(tensor[:, 2 * rank : 2 * rank + 2])
+    pieces = [tensor[2 * rank : 2 * rank + 2], tensor[6:8], tensor[8 + 2 * rank : 10 + 2 * rank]]
+    assert weights.take("b", (two, 2, two), 6).equal(torch.cat(pieces))
+    assert weights.shared(None, "rows", of="c", axis=1) == 2
+    with pytest.raises(ConfigError, match=r"'c' has shape \[14, 6\], but its config says \[6, 6\]"):
+        weights.take("c", two, 6)
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (1, 1)])
+def test_a_share_of_eight_bits_has_the_scales_of_its_place(shape: tuple[int, int]) -> None:
+    tensor, scale = eight(10, 9), scales(*shape)
+    whole = taken(tensor, scale, block=None if shape == (1, 1) else (8, 4))
+    for rank in range(2):
+        ranks = Ranks(rank=rank, size=2)
+        source = HeldTensors({"a.weight": tensor, "a.weight_scale_inv": scale})
+        weights = Weights(source, dtype=torch.float32, device="cpu", block=None if shape == (1, 1) else (8, 4), ranks=ranks)
+        made = weights.take("a.weight", (ranks.share(4, "rows"), 2, ranks.share(4, "rows")), 9)
+        weights.finish()
+        rows = [*range(2 * rank, 2 * rank + 2), 4, 5, *range(6 + 2 * rank, 8 + 2 * rank)]
+        assert made.equal(whole[rows])
+
+
+def test_a_region_of_a_file_is_that_of_the_tensor(tmp_path: Path) -> None:
+    tensors = {"plain": torch.randn(6, 4), "eight": eight(6, 4), "bytes": torch.arange(24, dtype=torch.uint8).view(2, 3, 4)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    source = SafetensorsFiles([tmp_path / "model.safetensors"])
+    for name, tensor in tensors.items():
+        region = (slice(None), slice(1, 3)) if tensor.ndim == 2 else (slice(None), slice(1, 3), slice(None))
+        assert source.shape(name) == tuple(tensor.shape)
+        assert source.read(name, region).view(torch.uint8).equal(tensor[region].contiguous().view(torch.uint8))
 
 
 def test_the_product_is_rounded_once() -> None:

@@ -44,6 +44,7 @@ def load_own_layer(
 ) -> LoadedDraft:
     """The layer behind the model's last. Raises ConfigError (SpecError) for a model without one."""
     whole = from_config(config, kv_dtype=kv_dtype or dtype, model_dtype=dtype, page_tokens=target.spec.page_tokens, draft=True)
+    whole = whole.for_ranks(target.ranks.size)
     states = whole.states[len(target.spec.states) :]
     spec = replace(whole, states=states)
     layer = load_mtp(config, source, target, spec)

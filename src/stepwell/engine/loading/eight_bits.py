@@ -46,8 +46,13 @@ def block_in(*configs: Fields) -> Block | None:
     return None
 
 
-def unscaled(name: str, tensor: torch.Tensor, scale: torch.Tensor, *, block: Block | None, dtype: torch.dtype) -> torch.Tensor:
+def unscaled(
+    name: str, tensor: torch.Tensor, scale: torch.Tensor, *, block: Block | None, dtype: torch.dtype,
+    whole: tuple[int, ...] | None = None, region: tuple[slice, ...] = (),
+) -> torch.Tensor:  # fmt: skip
     """What `tensor` stands for, in `dtype`. `block` None: blocks are of the size that both shapes say.
+
+    `region` is where it lies in its matrices, whose shape is `whole`; the scale is that of all of them.
 
     Products are made in fp32, matrix by matrix: whole experts in fp32 would not fit beside the model.
     Raises ConfigError that names the tensor when its scale has not one number for each block.
@@ -55,11 +60,12 @@ def unscaled(name: str, tensor: torch.Tensor, scale: torch.Tensor, *, block: Blo
     factor = _factor(scale).to(tensor.device)
     if factor.ndim == 0 or factor.shape == (1,):
         return (tensor.float() * factor).to(dtype)
-    rows, columns = _block(name, tensor, factor, block)
+    shape, (down, across) = whole or tuple(tensor.shape), region[-2:] or (slice(None), slice(None))
+    rows, columns = _block(name, shape, factor, block)
     made = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
     for out, matrix, scales in zip(*map(_matrices, (made, tensor, factor)), strict=True):
-        wide = scales.repeat_interleave(rows, 0)[: matrix.shape[0]].repeat_interleave(columns, 1)[:, : matrix.shape[1]]
-        out.copy_(matrix.float() * wide)
+        wide = scales.repeat_interleave(rows, 0)[: shape[-2]].repeat_interleave(columns, 1)[:, : shape[-1]]
+        out.copy_(matrix.float() * wide[down, across])
     return made
 
 
@@ -72,15 +78,15 @@ def _factor(scale: torch.Tensor) -> torch.Tensor:
     return torch.exp2(scale.float() - _POWER_BIAS) if scale.dtype == torch.uint8 else scale.float()
 
 
-def _block(name: str, tensor: torch.Tensor, scale: torch.Tensor, block: Block | None) -> Block:
-    if tensor.ndim >= 2 and scale.ndim == tensor.ndim and scale.shape[:-2] == tensor.shape[:-2]:
-        axes = list(zip(tensor.shape[-2:], scale.shape[-2:], strict=True))
+def _block(name: str, shape: tuple[int, ...], scale: torch.Tensor, block: Block | None) -> Block:
+    if len(shape) >= 2 and scale.ndim == len(shape) and tuple(scale.shape[:-2]) == shape[:-2]:
+        axes = list(zip(shape[-2:], scale.shape[-2:], strict=True))
         rows, columns = block or (_guess(*axes[0]), _guess(*axes[1]))
         if all(size and -(-size // channels) == count for channels, (size, count) in zip((rows, columns), axes, strict=True)):
             return rows, columns
     said = f"blocks of {block[0]} x {block[1]}" if block else "blocks of one size"
     raise ConfigError(
-        f"tensor {name!r} of shape {list(tensor.shape)} has a scale of shape {list(scale.shape)}, "
+        f"tensor {name!r} of shape {list(shape)} has a scale of shape {list(scale.shape)}, "
         f"which does not have one number for each of its {said}: download both again"
     )
 

@@ -60,9 +60,15 @@ class GgufTensors:
     def names(self) -> Iterable[str]:
         return self._stored.keys()
 
-    def read(self, name: str) -> torch.Tensor:
-        """One tensor as a Hugging Face checkpoint would hold it."""
-        stored = self._stored[name]
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._header.tensors[self._stored[name]].shape)
+
+    def read(self, name: str, region: tuple[slice, ...] = ()) -> torch.Tensor:
+        """One tensor as a Hugging Face checkpoint would hold it. A region is cut out of the whole."""
+        tensor = self._in_order(self._stored[name])
+        return tensor[region] if region else tensor
+
+    def _in_order(self, stored: str) -> torch.Tensor:
         tensor = self.read_raw(stored)
         if self._architecture == "llama" and ".attn_q." in stored:
             return _unpermuted(tensor, self._heads("num_attention_heads"))

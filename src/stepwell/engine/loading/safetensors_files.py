@@ -30,10 +30,15 @@ class SafetensorsFiles:
     def names(self) -> Iterable[str]:
         return self._places.keys()
 
-    def read(self, name: str) -> torch.Tensor:
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._files[self._places[name]].get_slice(name).get_shape())
+
+    def read(self, name: str, region: tuple[slice, ...] = ()) -> torch.Tensor:
+        """Of a region, only the rows it has are read from the file."""
         file = self._places[name]
         try:
-            tensor: torch.Tensor = self._files[file].get_tensor(name)
+            opened = self._files[file]
+            tensor: torch.Tensor = opened.get_slice(name)[region] if region else opened.get_tensor(name)
         except (SafetensorError, RuntimeError, AttributeError) as error:  # the last two: a type this torch does not have
             raise ConfigError(f"tensor {name!r:.80} in {file} cannot be read: {error}") from None
         return tensor

@@ -1,5 +1,8 @@
 """A checkpoint's tensors by name, as models take them: each once, in the right type, on the right device.
 
+    take(name, Share(4 from 4 of 8), 3)           rows 4 to 7 of 8: what this rank has of them, and no other byte is read
+    take(name, (Share(2 from 2 of 4), 5), 3)      rows 2 and 3 of the first 4 of 9, and all of the 5 behind them
+
 Knows no file formats: a `TensorSource` reads. What nobody took is an error, for a model that ignores a tensor computes
 something else.
 """
@@ -7,14 +10,17 @@ something else.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import product
 from typing import Protocol
 
 import torch
 
 from stepwell.base.errors import ConfigError
 from stepwell.engine.loading.eight_bits import Block, is_eight_bits, scale_names, unscaled
+from stepwell.engine.ranks import ALONE, Ranks, Share
 
-Size = int | None  # of an axis; None where a config does not say it
+Size = int | tuple[int, ...] | None  # of an axis, or of its pieces one behind the other; None where a config does not say it
+Region = tuple[slice, ...]  # of a tensor: a slice for each axis, or nothing for all of it
 
 
 class TensorSource(Protocol):
@@ -22,8 +28,12 @@ class TensorSource(Protocol):
 
     def names(self) -> Iterable[str]: ...
 
-    def read(self, name: str) -> torch.Tensor:
-        """One tensor, in whatever type it is stored."""
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of one tensor, which is not read."""
+        ...
+
+    def read(self, name: str, region: Region = ()) -> torch.Tensor:
+        """One tensor or a region of it, in whatever type it is stored."""
         ...
 
 
@@ -36,8 +46,11 @@ class HeldTensors:
     def names(self) -> Iterable[str]:
         return self._tensors.keys()
 
-    def read(self, name: str) -> torch.Tensor:
-        return self._tensors[name]
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name].shape)
+
+    def read(self, name: str, region: Region = ()) -> torch.Tensor:
+        return self._tensors[name][region] if region else self._tensors[name]
 
 
 class Weights:
@@ -45,15 +58,19 @@ class Weights:
 
     def __init__(
         self, source: TensorSource, *, dtype: torch.dtype, device: str | torch.device, block: Block | None = None,
-        config: Mapping[str, object] | None = None,
+        config: Mapping[str, object] | None = None, ranks: Ranks = ALONE,
     ) -> None:  # fmt: skip
-        """`block` is what a scale is for, where the config says it; else shapes do. `config` is for words: who said a size."""
+        """`block` is what a scale is for, where the config says it; else shapes do. `config` is for words: who said a size.
+        `ranks` say whose tensors these are; what is shared among them is said by the sizes that tensors are taken with.
+        """
         self._source = source
         self._left = dict.fromkeys(source.names())
+        self._scale_of: dict[str, str] = {}  # scales in use, by their tensors
         self._block = block
         self._config = config or {}
         self.dtype = dtype
         self.device = device
+        self.ranks = ranks
 
     def has(self, name: str) -> bool:
         return name in self._left
@@ -66,13 +83,22 @@ class Weights:
         if name not in self._left:
             raise ConfigError(f"the checkpoint has no tensor {name!r}, or it was used twice: is it complete, and of this model?")
         del self._left[name]
-        tensor = self._source.read(name)
         if shape:
-            self._must_be(name, tuple(tensor.shape), shape)
-        scale = self._scale(name, tensor)
-        if scale is not None:
-            return unscaled(name, tensor.to(self.device), scale, block=self._block, dtype=dtype or self.dtype)
-        return tensor.to(device=self.device, dtype=dtype or self.dtype).contiguous()
+            self._must_be(name, self._source.shape(name), tuple(_whole(size) for size in shape))
+        shared = any(isinstance(each, Share) for size in shape for each in _pieces(size))
+        if not shared:
+            return self._read(name, (), dtype or self.dtype)
+        axes = [_slices(size) for size in shape]
+        parts = [self._read(name, region, dtype or self.dtype) for region in product(*axes)]
+        cut = next((axis for axis, slices in enumerate(axes) if len(slices) > 1), 0)
+        assert len(parts) == len(axes[cut]), f"{name!r} is cut into pieces along two axes: {shape=}"
+        return torch.cat(parts, dim=cut) if len(parts) > 1 else parts[0]
+
+    def shared(self, size: int | None, what: str, *, of: str, axis: int) -> int | None:
+        """This rank's part of a size. Where a config does not say it, the tensor `of` does."""
+        if size is None and self.ranks.size > 1 and self.has(of):
+            size = self._source.shape(of)[axis]
+        return None if size is None else self.ranks.share(size, what)
 
     def joined(self, sizes: Mapping[str, Size], *rest: Size) -> torch.Tensor:
         """Several tensors as one, along their first axis, whose size each name has beside it: one product instead of several."""
@@ -88,7 +114,15 @@ class Weights:
             some = ", ".join(list(self._left)[:5])
             raise ConfigError(f"the checkpoint has {len(self._left)} tensor(s) this model does not know, among them {some}")
 
-    def _must_be(self, name: str, found: tuple[int, ...], wanted: tuple[Size, ...]) -> None:
+    def _read(self, name: str, region: Region, dtype: torch.dtype) -> torch.Tensor:
+        tensor = self._source.read(name, region)
+        scale = self._scale(name, tensor)
+        if scale is None:
+            return tensor.to(device=self.device, dtype=dtype).contiguous()
+        whole = self._source.shape(name)
+        return unscaled(name, tensor.to(self.device), scale, block=self._block, dtype=dtype, whole=whole, region=region)
+
+    def _must_be(self, name: str, found: tuple[int, ...], wanted: tuple[int | None, ...]) -> None:
         if len(found) == len(wanted) and all(size in (None, has) for has, size in zip(found, wanted, strict=True)):
             return
         wrong = set(wanted) - set(found)
@@ -101,12 +135,35 @@ class Weights:
 
     def _scale(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
         """The scale of a tensor that must have one."""
-        beside = next((each for each in scale_names(name) if each in self._left), None)
+        beside = next((each for each in scale_names(name) if each in self._left or self._scale_of.get(name) == each), None)
         if is_eight_bits(tensor):
             if beside is None:
                 raise ConfigError(f"tensor {name!r} is in eight bits, and the checkpoint has no {scale_names(name)[0]!r} for it")
-            del self._left[beside]
+            self._left.pop(beside, None)
+            self._scale_of[name] = beside
             return self._source.read(beside)
         if beside is not None and not tensor.is_floating_point():
             raise ConfigError(f"tensor {name!r} is packed as {tensor.dtype}; only weights in eight-bit floats are unpacked here")
         return None
+
+
+def _pieces(size: Size) -> tuple[int, ...]:
+    """Of an axis whose size is known; none of any other."""
+    return () if size is None else size if isinstance(size, tuple) else (size,)
+
+
+def _whole(size: Size) -> int | None:
+    """What an axis has on all ranks together."""
+    return None if size is None else sum(each.whole if isinstance(each, Share) else each for each in _pieces(size))
+
+
+def _slices(size: Size) -> list[slice]:
+    """Where the pieces of an axis lie that this rank has; one slice for all where none is shared."""
+    pieces, slices, at = _pieces(size), [], 0
+    if not any(isinstance(each, Share) for each in pieces):
+        return [slice(None)]
+    for each in pieces:
+        start = at + (each.start if isinstance(each, Share) else 0)
+        slices.append(slice(start, start + int(each)))
+        at += each.whole if isinstance(each, Share) else each
+    return slices

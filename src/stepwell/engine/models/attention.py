@@ -7,7 +7,7 @@ state, and of the selector's. Where rows are on the host alone, what the selecto
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +24,7 @@ from stepwell.engine.passes.batch import Batch
 from stepwell.engine.passes.paging import Paging, Run
 from stepwell.engine.passes.rows import Rows
 from stepwell.engine.passes.spilled import Spilled
+from stepwell.engine.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -105,6 +106,11 @@ def windows_of(blocks: Iterable[HasAttention]) -> tuple[int | None, ...]:
 def head_norms(query: RMSNorm, key: RMSNorm) -> HeadNorms:
     assert query.eps == key.eps, f"queries and keys are normed alike: {query.eps=} {key.eps=}"
     return HeadNorms(query.weight, key.weight, query.eps)
+
+
+def heads_of_rank(ranks: Ranks, queries: int, heads: Heads) -> tuple[int, Heads]:
+    """How many query heads a rank has, and which key heads: those that its queries look at, which other ranks may have too."""
+    return ranks.share(queries, "attention heads"), replace(heads, num=ranks.share_or_repeat(heads.num, "KV heads"))
 
 
 def queries_keys_values(

@@ -16,13 +16,14 @@ from stepwell.engine.models.layers import RMSNorm
 from stepwell.engine.ops.kernels import TORCH, Kernels
 from stepwell.engine.ops.selector import Selector
 from stepwell.engine.passes.batch import Batch
+from stepwell.engine.ranks import ALONE, Ranks, Share
 
 OnLayer = Callable[[int, torch.Tensor], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Parts:
-    """What a model is built from: its config, its memory, and its tensors."""
+    """What a model is built from: its config, its memory, and its tensors. Of several ranks, the last two are this one's."""
 
     config: Fields
     spec: ModelSpec
@@ -34,6 +35,10 @@ class Parts:
     def device(self) -> str | torch.device:
         return self.weights.device
 
+    @property
+    def ranks(self) -> Ranks:
+        return self.weights.ranks
+
 
 class Layer(Protocol):
     def __call__(self, x_NC: torch.Tensor, shared: Any, batch: Batch, /) -> torch.Tensor:
@@ -43,13 +48,17 @@ class Layer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Block:
-    """Attention of some kind and a feed-forward block, each beside the stream with a norm before it, as most models have them."""
+    """Attention of some kind and a feed-forward block, each beside the stream with a norm before it, as most models have them.
+
+    Both give this rank's share of what they add to the stream.
+    """
 
     attention: Layer
     mlp: Callable[[torch.Tensor], torch.Tensor]
     before_attention: RMSNorm
     before_mlp: RMSNorm
     kernels: Kernels
+    ranks: Ranks
 
     def __call__(self, x_NC: torch.Tensor, shared: Any, batch: Batch) -> torch.Tensor:
         x_NC, more_NC = self.beside(x_NC, None, shared, batch)
@@ -61,9 +70,9 @@ class Block:
         """The stream, and what this block adds to it: a sum that the next norm makes on its way. `more_NC` is the last one's."""
         norm, add_norm = self.before_attention, self.kernels.add_norm
         x_NC, normed_NC = (x_NC, norm(x_NC)) if more_NC is None else add_norm(x_NC, more_NC, norm.weight, norm.eps)
-        seen_NC = self.attention(normed_NC, shared, batch)
+        seen_NC = self.ranks.all_reduce(self.attention(normed_NC, shared, batch))
         x_NC, normed_NC = add_norm(x_NC, seen_NC, self.before_mlp.weight, self.before_mlp.eps)
-        return x_NC, self.mlp(normed_NC)
+        return x_NC, self.ranks.all_reduce(self.mlp(normed_NC))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -87,10 +96,11 @@ class Decoder:
     selected: int = 0  # rows that a query reads at most where rows are picked
     kernels: Kernels = TORCH
     selector: Selector | None = None
+    ranks: Ranks = ALONE
 
     @property
     def vocab_size(self) -> int:
-        return self.head.shape[0]
+        return self.embed.shape[0]  # of the head this may be a part
 
     @property
     def dtype(self) -> torch.dtype:
@@ -122,7 +132,7 @@ class Decoder:
         if self.embed_scale != 1.0:
             x_NC = x_NC * self.embed_scale
         x_NC = self._through_layers(x_NC, shared, batch, on_layer)
-        logits = linear(self.norm(x_NC if batch.wants_all else x_NC[batch.wanted]), self.head).float()
+        logits = read_out(self.norm(x_NC if batch.wants_all else x_NC[batch.wanted]), self.head, self.vocab_size, self.ranks)
         if self.logit_scale != 1.0:
             logits = logits * self.logit_scale
         return logits if self.logit_cap is None else torch.tanh(logits / self.logit_cap) * self.logit_cap
@@ -141,10 +151,23 @@ class Decoder:
         return x_NC
 
 
-def head_of(parts: Parts, embed: torch.Tensor) -> torch.Tensor:
-    """The output matrix: its own tensor, or the embedding again."""
-    tied = parts.config.flag("tie_word_embeddings", not parts.weights.has("lm_head.weight"))
-    if tied:
-        parts.weights.skip("lm_head.")
-        return embed
-    return parts.weights.take("lm_head.weight", *embed.shape)
+def head_of(parts: Parts, embed: torch.Tensor, *, name: str = "lm_head", tied: bool | None = None) -> torch.Tensor:
+    """The output matrix: its own tensor, or the embedding again. `tied` is what configs mean that do not say it.
+
+    Every rank has the whole embedding, and of this a part, where the vocabulary can be cut equally.
+    """
+    if parts.config.flag("tie_word_embeddings", not parts.weights.has(f"{name}.weight") if tied is None else tied):
+        parts.weights.skip(f"{name}.")
+        return tied_head(parts, embed)
+    return parts.weights.take(f"{name}.weight", parts.ranks.share_or_all(len(embed)), embed.shape[1])
+
+
+def tied_head(parts: Parts, embed: torch.Tensor) -> torch.Tensor:
+    vocab = parts.ranks.share_or_all(len(embed))
+    return embed.narrow(0, vocab.start, vocab) if isinstance(vocab, Share) else embed
+
+
+def read_out(x_NC: torch.Tensor, head_VC: torch.Tensor, vocab_size: int, ranks: Ranks) -> torch.Tensor:
+    """Logits (fp32) of the whole vocabulary, on every rank."""
+    logits = linear(x_NC, head_VC)
+    return (logits if len(head_VC) == vocab_size else ranks.all_gather(logits)).float()

@@ -52,7 +52,7 @@ def layer_names(parts: Parts) -> list[str]:
 
 
 def latent_attention(parts: Parts, name: str, *, layer: int, state: str) -> LatentAttention:
-    sizes = LatentSizes.read(parts.config)
+    sizes = LatentSizes.read(parts.config, parts.ranks)
     return LatentAttention.load(
         parts.weights,
         name,
@@ -72,6 +72,7 @@ def block(parts: Parts, name: str, attention: Layer) -> Block:
         attention=attention,
         mlp=_feed_forward(parts, f"{name}.mlp"),
         kernels=parts.kernels,
+        ranks=parts.ranks,
         before_attention=RMSNorm.load(parts.weights, f"{name}.input_layernorm", hidden, eps),
         before_mlp=RMSNorm.load(parts.weights, f"{name}.post_attention_layernorm", hidden, eps),
     )

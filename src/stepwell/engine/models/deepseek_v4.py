@@ -21,12 +21,13 @@ from stepwell.engine.loading.weights import Size, Weights
 from stepwell.engine.models.base import Decoder, Parts, head_of
 from stepwell.engine.models.compressed import Closing, Compressor, Indexer, Kept, Shared, SharedAttention, turns
 from stepwell.engine.models.hyper import Gather, HyperConnection, Spread
-from stepwell.engine.models.layers import Linear, RMSNorm, Rotary, activation, norm_eps, number, rotary, said
+from stepwell.engine.models.layers import INNER, Linear, RMSNorm, Rotary, activation, norm_eps, number, rotary, said
 from stepwell.engine.models.moe import Experts
 from stepwell.engine.ops.experts import Combine, Routing
 from stepwell.engine.ops.pointwise import Activation
 from stepwell.engine.passes.batch import Batch
 from stepwell.engine.passes.rows import latent_rows, shared_rows
+from stepwell.engine.ranks import Ranks
 
 MODEL_TYPES = ("deepseek_v4",)
 
@@ -85,10 +86,16 @@ class Block:
     before_experts: RMSNorm
     around_attention: HyperConnection
     around_experts: HyperConnection
+    ranks: Ranks
 
     def __call__(self, x_NMC: torch.Tensor, shared: Shared, batch: Batch) -> torch.Tensor:
-        x_NMC = self.around_attention(x_NMC, lambda x_NC: self.attention(self.before_attention(x_NC), shared, batch))
-        return self.around_experts(x_NMC, lambda x_NC: self.experts(self.before_experts(x_NC), batch.tokens_N))
+        def attend(x_NC: torch.Tensor) -> torch.Tensor:
+            return self.ranks.all_reduce(self.attention(self.before_attention(x_NC), shared, batch))
+
+        def visit(x_NC: torch.Tensor) -> torch.Tensor:
+            return self.ranks.all_reduce(self.experts(self.before_experts(x_NC), batch.tokens_N))
+
+        return self.around_experts(self.around_attention(x_NMC, attend), visit)
 
 
 def build(parts: Parts) -> Decoder:
@@ -131,14 +138,16 @@ def _block(parts: Parts, sizes: Sizes, index: int, kinds: Sequence[str]) -> Bloc
         before_experts=_norm(parts, f"{name}.post_attention_layernorm", hidden),
         around_attention=HyperConnection.load(config, weights, f"{name}.attn_hc"),
         around_experts=HyperConnection.load(config, weights, f"{name}.ffn_hc"),
+        ranks=parts.ranks,
     )
 
 
 def _attention(parts: Parts, sizes: Sizes, name: str, index: int, kinds: Sequence[str]) -> SharedAttention:
     config, weights, kind = parts.config, parts.weights, kinds[index]
-    heads, groups = config.size("num_attention_heads"), config.size("o_groups", 8)
+    heads = parts.ranks.share(config.size("num_attention_heads"), "attention heads")
+    groups = parts.ranks.share(whole := config.size("o_groups", 8), "groups of heads (o_groups)")
     hidden, rank, made = config.size("hidden_size"), said(config, "q_lora_rank"), said(config, "o_lora_rank")
-    together = None if made is None else groups * made
+    together = weights.shared(None if made is None else whole * made, "rows", of=f"{name}.o_a_proj.weight", axis=0)
     layer = kinds[:index].count(kind)  # of those of its kind
     return SharedAttention(
         layer=index,
@@ -212,6 +221,7 @@ def _experts(parts: Parts, name: str) -> TokenExperts:
     table, bias = f"{name}.gate.tid2eid", f"{name}.gate.e_score_correction_bias"
     hidden, inner, shared = config.size("hidden_size"), said(config, "moe_intermediate_size"), f"{name}.shared_experts"
     wide = None if inner is None else inner * config.size("n_shared_experts", 1)
+    wide = weights.shared(wide, INNER, of=f"{shared}.gate_proj.weight", axis=0)
     top = config.size("num_experts_per_tok", most=count)
     return TokenExperts(
         router=Linear.load(weights, {f"{name}.gate": count}, hidden, biased=False),

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 import torch
 
-from stepwell.engine.loading.weights import TensorSource
+from stepwell.engine.loading.weights import Region, TensorSource
 
 _PUBLISHED = ".wq_a."  # some name has it, unless they are as in memory
 _OUTER = {
@@ -48,8 +48,11 @@ class _Renamed:
     def names(self) -> Iterable[str]:
         return self._theirs.keys()
 
-    def read(self, name: str) -> torch.Tensor:
-        return self._source.read(self._theirs[name])
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._source.shape(self._theirs[name])
+
+    def read(self, name: str, region: Region = ()) -> torch.Tensor:
+        return self._source.read(self._theirs[name], region)
 
 
 def _ours(name: str) -> str:

@@ -11,7 +11,7 @@ from stepwell.base.spec.families.attention import read_heads
 from stepwell.base.spec.families.fields import Fields
 from stepwell.base.spec.families.layers import Layer as LayerKind
 from stepwell.base.spec.families.layers import schedule
-from stepwell.engine.models.attention import Attention, head_norms, queries_keys_values, windows_of
+from stepwell.engine.models.attention import Attention, head_norms, heads_of_rank, queries_keys_values, windows_of
 from stepwell.engine.models.base import Block, Decoder, Parts, head_of
 from stepwell.engine.models.layers import GatedMLP, Linear, RMSNorm, activation, norm_eps, rotary_from, said
 from stepwell.engine.models.moe import Experts, MixtureOfExperts, gated, softmax_then_top
@@ -52,12 +52,8 @@ def layer_kinds(config: Fields) -> list[LayerKind]:
 
 def _block(parts: Parts, index: int, kinds: list[LayerKind]) -> Block:
     config, weights, name = parts.config, parts.weights, f"model.layers.{index}"
-    heads, eps, hidden, queries = (
-        read_heads(config),
-        norm_eps(config),
-        config.size("hidden_size"),
-        config.size("num_attention_heads"),
-    )
+    eps, hidden = norm_eps(config), config.size("hidden_size")
+    queries, heads = heads_of_rank(parts.ranks, config.size("num_attention_heads"), read_heads(config))
 
     def norm(of: str, size: int) -> RMSNorm:
         return RMSNorm.load(weights, f"{name}.{of}", size, eps)
@@ -82,6 +78,7 @@ def _block(parts: Parts, index: int, kinds: list[LayerKind]) -> Block:
         attention=attention,
         mlp=_feed_forward(parts, f"{name}.mlp"),
         kernels=parts.kernels,
+        ranks=parts.ranks,
         before_attention=norm("input_layernorm", hidden),
         before_mlp=norm("post_attention_layernorm", hidden),
     )

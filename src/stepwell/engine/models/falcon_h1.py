@@ -15,7 +15,7 @@ import torch
 from stepwell.base.errors import ConfigError
 from stepwell.base.spec.families.attention import read_heads
 from stepwell.base.spec.families.fields import Fields
-from stepwell.engine.models.attention import Attention, queries_keys_values
+from stepwell.engine.models.attention import Attention, heads_of_rank, queries_keys_values
 from stepwell.engine.models.base import Decoder, Parts, head_of
 from stepwell.engine.models.layers import GatedMLP, Linear, RMSNorm, activation, number, rotary_from, said
 from stepwell.engine.models.mamba2 import GatedNorm, Mixer, Sizes, step_limits
@@ -23,6 +23,7 @@ from stepwell.engine.ops.kernels import Kernels
 from stepwell.engine.ops.pointwise import Angles
 from stepwell.engine.ops.recurrent import Points
 from stepwell.engine.passes.batch import Batch
+from stepwell.engine.ranks import Ranks
 
 MODEL_TYPES = ("falcon_h1",)
 
@@ -43,12 +44,14 @@ class Block:
     before_both: RMSNorm
     before_mlp: RMSNorm
     kernels: Kernels
+    ranks: Ranks
 
     def __call__(self, x_NC: torch.Tensor, shared: Shared, batch: Batch) -> torch.Tensor:
         normed_NC = self.before_both(x_NC)
         mixed_NC = self.mixer(normed_NC, shared.points) + self.attention(normed_NC, shared.angles, batch)
+        mixed_NC = self.ranks.all_reduce(mixed_NC)
         x_NC, normed_NC = self.kernels.add_norm(x_NC, mixed_NC, self.before_mlp.weight, self.before_mlp.eps)
-        return x_NC + self.mlp(normed_NC)
+        return x_NC + self.ranks.all_reduce(self.mlp(normed_NC))
 
 
 def build(parts: Parts) -> Decoder:
@@ -78,12 +81,13 @@ def _block(parts: Parts, index: int) -> Block:
         before_both=RMSNorm.load(weights, f"{name}.input_layernorm", hidden, _eps(config)),
         before_mlp=RMSNorm.load(weights, f"{name}.pre_ff_layernorm", hidden, _eps(config)),
         kernels=parts.kernels,
+        ranks=parts.ranks,
     )
 
 
 def _attention(parts: Parts, index: int) -> Attention:
     config, name = parts.config, f"model.layers.{index}.self_attn"
-    heads, queries = read_heads(config), config.size("num_attention_heads")
+    queries, heads = heads_of_rank(parts.ranks, config.size("num_attention_heads"), read_heads(config))
     width, hidden = heads.num * heads.key_dim, config.size("hidden_size")
     scales = (1.0, number(config, "key_multiplier", 1.0), 1.0)
     qkv = queries_keys_values(parts.weights, name, queries, heads, hidden)
@@ -105,21 +109,24 @@ def _mixer(parts: Parts, index: int) -> Mixer:
     config, weights, name = parts.config, parts.weights, f"model.layers.{index}.mamba"
     heads = config.size("mamba_n_heads")
     inner = config.size("mamba_d_ssm", config.size("mamba_expand", 2) * config.size("hidden_size"))
-    sizes = Sizes(
+    groups = config.size("mamba_n_groups", 1)
+    sizes = Sizes.of_rank(
+        parts.ranks,
         heads=heads,
         head_dim=inner // heads,
-        groups=config.size("mamba_n_groups", 1),
+        groups=groups,
         state=config.size("mamba_d_state"),
         window=config.size("mamba_d_conv", 4),
     )
     norm = GatedNorm(
-        weight=weights.take(f"{name}.norm.weight", inner) if config.flag("mamba_rms_norm", False) else None,
+        weight=weights.take(f"{name}.norm.weight", sizes.inner) if config.flag("mamba_rms_norm", False) else None,
         eps=_eps(config),
-        groups=sizes.groups,
+        ranks=parts.ranks,
+        groups=groups,
         gate_first=not config.flag("mamba_norm_before_gate", True),
     )
     hidden = config.size("hidden_size")
-    into = Linear.load(weights, {f"{name}.in_proj": sum(sizes.split)}, hidden)
+    into = Linear.load(weights, {f"{name}.in_proj": sizes.split}, hidden)
     out = Linear.load(weights, {f"{name}.out_proj": hidden}, sizes.inner)
     return Mixer.load(
         weights,
@@ -140,7 +147,7 @@ def _mlp(parts: Parts, index: int) -> GatedMLP:
     gate, down = _list(config, "mlp_multipliers", 2)
     inner, hidden = config.size("intermediate_size"), config.size("hidden_size")
     plain = GatedMLP.load(parts.weights, name, activation(config), parts.kernels, hidden=hidden, inner=inner)
-    gate_up = scaled(plain.gate_up, (inner, inner), (gate, 1.0))
+    gate_up = scaled(plain.gate_up, [len(plain.gate_up.weight) // 2] * 2, (gate, 1.0))
     return replace(plain, gate_up=gate_up, down=scaled(plain.down, (hidden,), [down]))
 
 

@@ -19,11 +19,12 @@ from stepwell.base.spec.families.fields import Fields
 from stepwell.base.spec.families.layers import Layer as LayerKind
 from stepwell.base.spec.families.layers import every, schedule
 from stepwell.engine.loading.weights import Weights
-from stepwell.engine.models.attention import Attention, head_norms, queries_keys_values, windows_of
-from stepwell.engine.models.base import Decoder, Parts
+from stepwell.engine.models.attention import Attention, head_norms, heads_of_rank, queries_keys_values, windows_of
+from stepwell.engine.models.base import Decoder, Parts, head_of
 from stepwell.engine.models.layers import GatedMLP, Linear, RMSNorm, Rotary, activation, norm_eps, number, rotary, said
 from stepwell.engine.ops.pointwise import Angles
 from stepwell.engine.passes.batch import Batch
+from stepwell.engine.ranks import Ranks
 
 MODEL_TYPES = ("gemma3", "gemma3_text")
 
@@ -45,10 +46,12 @@ class Block:
     after_attention: RMSNorm
     before_mlp: RMSNorm
     after_mlp: RMSNorm
+    ranks: Ranks
 
     def __call__(self, x_NC: torch.Tensor, shared: Mapping[LayerKind, Angles], batch: Batch) -> torch.Tensor:
-        x_NC = x_NC + self.after_attention(self.attention(self.before_attention(x_NC), shared[self.kind], batch))
-        return x_NC + self.after_mlp(self.mlp(self.before_mlp(x_NC)))
+        seen_NC = self.ranks.all_reduce(self.attention(self.before_attention(x_NC), shared[self.kind], batch))
+        x_NC = x_NC + self.after_attention(seen_NC)
+        return x_NC + self.after_mlp(self.ranks.all_reduce(self.mlp(self.before_mlp(x_NC))))
 
 
 def build(parts: Parts) -> Decoder:
@@ -68,7 +71,7 @@ def build(parts: Parts) -> Decoder:
         embed=embed,
         layers=blocks,
         norm=RMSNorm.load(weights, f"{root}.norm", hidden, norm_eps(config), around_one=True),
-        head=_head(parts, _ROOTS[root], embed),
+        head=head_of(parts, embed, name=_ROOTS[root], tied=True),  # most configs say nothing of it
         shared=lambda batch: {kind: turn.angles(batch.positions_N, embed.dtype, kernels) for kind, turn in rotaries.items()},
         embed_scale=scale.item(),
         logit_cap=_cap(config, "final_logit_softcapping"),
@@ -77,15 +80,13 @@ def build(parts: Parts) -> Decoder:
 
 
 def _block(parts: Parts, name: str, kinds: list[LayerKind], index: int) -> Block:
-    config, weights, hidden, queries = (
-        parts.config, parts.weights, parts.config.size("hidden_size"), parts.config.size("num_attention_heads", 8),
-    )  # fmt: skip
+    config, weights, hidden = parts.config, parts.weights, parts.config.size("hidden_size")
+    queries, heads = heads_of_rank(parts.ranks, config.size("num_attention_heads", 8), gemma3_heads(config))
 
     def norm(of: str, size: int = hidden) -> RMSNorm:
         return RMSNorm.load(weights, f"{name}.{of}", size, norm_eps(config), around_one=True)
 
-    heads, sliding = gemma3_heads(config), kinds[index] is LayerKind.SLIDING
-    biased = config.flag("attention_bias", False)
+    sliding, biased = kinds[index] is LayerKind.SLIDING, config.flag("attention_bias", False)
     attention = Attention(
         state="swa" if sliding else "kv",
         layer=kinds[:index].count(kinds[index]),
@@ -116,6 +117,7 @@ def _block(parts: Parts, name: str, kinds: list[LayerKind], index: int) -> Block
         after_attention=norm("post_attention_layernorm"),
         before_mlp=norm("pre_feedforward_layernorm"),
         after_mlp=norm("post_feedforward_layernorm"),
+        ranks=parts.ranks,
     )
 
 
@@ -124,14 +126,6 @@ def _root(weights: Weights) -> str:
         if weights.has(f"{root}.embed_tokens.weight"):
             return root
     raise ConfigError(f"the checkpoint has no tensor 'embed_tokens.weight' under any of: {', '.join(_ROOTS)}")
-
-
-def _head(parts: Parts, name: str, embed: torch.Tensor) -> torch.Tensor:
-    """The output matrix. It is the embedding unless the config says otherwise, and most configs say nothing."""
-    if parts.config.flag("tie_word_embeddings", True):
-        parts.weights.skip(f"{name}.")
-        return embed
-    return parts.weights.take(f"{name}.weight", *embed.shape)
 
 
 def _rotary(config: Fields, kind: LayerKind, device: str | torch.device) -> Rotary:

@@ -15,11 +15,12 @@ from stepwell.base.spec.families.fields import Fields
 from stepwell.base.spec.families.layers import Layer as LayerKind
 from stepwell.base.spec.families.layers import every, schedule
 from stepwell.engine.loading.weights import Weights
-from stepwell.engine.models.attention import Attention, queries_keys_values, windows_of
+from stepwell.engine.models.attention import Attention, heads_of_rank, queries_keys_values, windows_of
 from stepwell.engine.models.base import Block, Decoder, Parts, head_of
-from stepwell.engine.models.layers import Linear, RMSNorm, number, rotary_from
+from stepwell.engine.models.layers import INNER, Linear, RMSNorm, number, rotary_from
 from stepwell.engine.models.moe import Experts, MixtureOfExperts, Route
 from stepwell.engine.ops.experts import Combine, ExpertWeights, Routing
+from stepwell.engine.ranks import Share
 
 MODEL_TYPES = ("gpt_oss",)
 
@@ -50,8 +51,8 @@ def build(parts: Parts) -> Decoder:
 
 def _block(parts: Parts, index: int, kinds: list[LayerKind]) -> Block:
     config, weights, name = parts.config, parts.weights, f"model.layers.{index}"
-    hidden, queries = config.size("hidden_size"), config.size("num_attention_heads")
-    heads, sliding, biased = read_heads(config), kinds[index] is LayerKind.SLIDING, config.flag("attention_bias", True)
+    hidden, sliding, biased = config.size("hidden_size"), kinds[index] is LayerKind.SLIDING, config.flag("attention_bias", True)
+    queries, heads = heads_of_rank(parts.ranks, config.size("num_attention_heads"), read_heads(config))
     attention = Attention(
         state="swa" if sliding else "kv",
         layer=kinds[:index].count(kinds[index]),
@@ -74,6 +75,7 @@ def _block(parts: Parts, index: int, kinds: list[LayerKind]) -> Block:
         attention=attention,
         mlp=experts,
         kernels=parts.kernels,
+        ranks=parts.ranks,
         before_attention=RMSNorm.load(weights, f"{name}.input_layernorm", hidden, _eps(config)),
         before_mlp=RMSNorm.load(weights, f"{name}.post_attention_layernorm", hidden, _eps(config)),
     )
@@ -101,12 +103,14 @@ def clamped_swiglu(alpha: float, limit: float) -> Combine:
 
 def _experts(parts: Parts, name: str) -> Experts:
     config, weights = parts.config, parts.weights
-    count, hidden, inner = config.size("num_local_experts"), config.size("hidden_size"), config.size("intermediate_size")
+    count, hidden = config.size("num_local_experts"), config.size("hidden_size")
+    inner = parts.ranks.share(config.size("intermediate_size"), INNER)  # gate and up are neighbours, so that ranks have both
+    down_bias_EC = weights.take(f"{name}.down_proj_bias", count, hidden)
     matrices = ExpertWeights(
         gate_up_EIC=_apart(_matrices(weights, f"{name}.gate_up_proj", count, 2 * inner, hidden)),
         gate_up_bias_EI=_apart(weights.take(f"{name}.gate_up_proj_bias", count, 2 * inner)),
         down_ECI=_matrices(weights, f"{name}.down_proj", count, hidden, inner).contiguous(),
-        down_bias_EC=weights.take(f"{name}.down_proj_bias", count, hidden),
+        down_bias_EC=torch.zeros_like(down_bias_EC) if parts.ranks.rank else down_bias_EC,  # of the sum over ranks, once
     )
     return Experts(
         weights=matrices,
@@ -119,11 +123,14 @@ def _matrices(weights: Weights, name: str, count: int, outputs: int, inputs: int
     """All experts' matrices, `[expert, output, input]`. Plain checkpoints keep them the other way round."""
     if not weights.has(f"{name}_blocks"):
         return weights.take(name, count, inputs, outputs).mT
-    if inputs % _GROUP:
-        raise ConfigError(f"tensor '{name}_blocks' is MXFP4, whose rows must be multiples of {_GROUP}, got {inputs}")
-    groups = (count, outputs, inputs // _GROUP)
+    whole = inputs.whole if isinstance(inputs, Share) else inputs
+    if whole % _GROUP:
+        raise ConfigError(f"tensor '{name}_blocks' is MXFP4, whose rows must be multiples of {_GROUP}, got {whole}")
+    shared = inputs.in_groups(_GROUP) if isinstance(inputs, Share) else None
+    groups = (count, outputs, whole // _GROUP if shared is None else shared)
     blocks = weights.take(f"{name}_blocks", *groups, _GROUP // 2, dtype=torch.uint8)
-    return unpack_mxfp4(blocks, weights.take(f"{name}_scales", *groups, dtype=torch.uint8), weights.dtype)
+    numbers = unpack_mxfp4(blocks, weights.take(f"{name}_scales", *groups, dtype=torch.uint8), weights.dtype)
+    return numbers.narrow(2, inputs.start, inputs) if isinstance(inputs, Share) and shared is None else numbers
 
 
 def unpack_mxfp4(blocks_EIGB: torch.Tensor, scales_EIG: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -9,7 +9,7 @@ code does not know is refused, and not ignored.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -21,7 +21,7 @@ from stepwell.engine.loading.weights import Weights
 from stepwell.engine.models.base import Block, Decoder, Parts
 from stepwell.engine.models.deepseek_v3 import decoder, layer_names, shared_block
 from stepwell.engine.models.latent import LatentAttention, LatentSizes
-from stepwell.engine.models.layers import GatedMLP, Linear, RMSNorm, activation, norm_eps, number, said
+from stepwell.engine.models.layers import INNER, GatedMLP, Linear, RMSNorm, activation, norm_eps, number, said
 from stepwell.engine.models.moe import Experts, MixtureOfExperts, Route, WithShared, gated, sigmoid_in_groups
 from stepwell.engine.ops.experts import ExpertWeights
 from stepwell.engine.ops.kernels import Kernels
@@ -105,19 +105,21 @@ def _block(parts: Parts, name: str, index: int, kinds: list[LayerKind]) -> Block
         attention=load(parts, f"{name}.self_attn", layer),
         mlp=_feed_forward(parts, name),
         kernels=parts.kernels,
+        ranks=parts.ranks,
         before_attention=RMSNorm.load(weights, f"{name}.input_layernorm", hidden, eps),
         before_mlp=RMSNorm.load(weights, f"{name}.post_attention_layernorm", hidden, eps),
     )
 
 
 def _attention(parts: Parts, name: str, layer: int) -> Unrotated:
-    sizes, kept = LatentSizes.read(parts.config), parts.spec.state("kv").dtype
+    sizes, kept = LatentSizes.read(parts.config, parts.ranks), parts.spec.state("kv").dtype
     rows = sizes.rows(kept)
     return Unrotated(LatentAttention.load(parts.weights, name, sizes, state="kv", layer=layer, kept=rows, kernels=parts.kernels))
 
 
 def _delta(parts: Parts, name: str, layer: int) -> KimiDelta:
     config, weights, heads = parts.config, parts.weights, read_kimi_heads(parts.config)
+    heads = replace(heads, num=parts.ranks.share(heads.num, "heads of a delta net"))
     slow = f"{name}.forget_gate" if weights.has(f"{name}.forget_gate.A_log") else name
     hidden, channels = config.size("hidden_size"), heads.num * heads.dim
     joined = {f"{name}.{each}_proj": channels for each in "qkv"}
@@ -143,7 +145,7 @@ def _delta(parts: Parts, name: str, layer: int) -> KimiDelta:
 def _convolution(weights: Weights, name: str, heads: KimiHeads) -> torch.Tensor:
     channels, columns = heads.num * heads.dim, heads.conv_columns
     if weights.has(f"{name}.conv1d.weight"):
-        weight_C1W = weights.take(f"{name}.conv1d.weight", 3 * channels, 1, columns)
+        weight_C1W = weights.take(f"{name}.conv1d.weight", (channels, channels, channels), 1, columns)
     else:
         weight_C1W = torch.cat([weights.take(f"{name}.{each}_conv1d.weight", channels, 1, columns) for each in "qkv"])
     return weight_C1W[:, 0].T.contiguous()
@@ -194,6 +196,7 @@ def _experts(parts: Parts, name: str, count: int) -> Experts:
     if not weights.has(f"{name}.0.w1.weight"):
         return Experts.load(weights, name, count=count, hidden=hidden, inner=inner, combine=combine, run=parts.kernels.experts)
     each = [f"{name}.{index}" for index in range(count)]
+    inner = weights.shared(inner, INNER, of=f"{each[0]}.w1.weight", axis=0)
     halves = [dict.fromkeys((f"{one}.w1.weight", f"{one}.w3.weight"), inner) for one in each]
     matrices = ExpertWeights(
         gate_up_EIC=torch.stack([weights.joined(half, hidden) for half in halves]),

@@ -24,6 +24,7 @@ from stepwell.engine.ops.kernels import TORCH, Kernels
 from stepwell.engine.ops.pointwise import Angles, rotate
 from stepwell.engine.passes.batch import Batch
 from stepwell.engine.passes.rows import RowFormat, latent_rows
+from stepwell.engine.ranks import Ranks
 
 _EPS = 1e-6  # of the norms inside, whatever the config says of those outside
 
@@ -46,10 +47,11 @@ class LatentSizes:
     biased: bool
 
     @classmethod
-    def read(cls, config: Fields) -> LatentSizes:
+    def read(cls, config: Fields, ranks: Ranks) -> LatentSizes:
+        """Of one rank: it has some of the heads, and makes and keeps whole rows as all others do."""
         return cls(
             hidden=config.size("hidden_size"),
-            heads=config.size("num_attention_heads"),
+            heads=ranks.share(config.size("num_attention_heads"), "attention heads"),
             plain=config.size("qk_nope_head_dim"),
             rotated=config.size("qk_rope_head_dim", least=0),
             rank=config.size("kv_lora_rank"),

@@ -17,6 +17,9 @@ from stepwell.base.spec.families.fields import Fields
 from stepwell.engine.loading.weights import Size, Weights
 from stepwell.engine.ops.kernels import Kernels
 from stepwell.engine.ops.pointwise import ACTIVATIONS, Activation, Angles, norm
+from stepwell.engine.ranks import Share
+
+INNER = "inner channels of a feed-forward block"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,11 +31,14 @@ class Linear:
     def load(cls, weights: Weights, outputs: Mapping[str, Size], inputs: Size, *, biased: bool | None = None) -> Linear:
         """One product for all names in `outputs`, side by side, with so many outputs each.
 
-        `biased` None: with biases where the checkpoint has them.
+        `biased` None: with biases where the checkpoint has them. Where ranks share the inputs, what comes out is a share of a
+        sum, to which the first of them adds the bias.
         """
         biases = {f"{name}.bias": size for name, size in outputs.items()}
         biased = weights.has(next(iter(biases))) if biased is None else biased
         bias = weights.joined(biases) if biased else None
+        if isinstance(inputs, Share) and weights.ranks.rank > 0:
+            bias = None
         return cls(weights.joined({f"{name}.weight": size for name, size in outputs.items()}, inputs), bias)
 
     def __call__(self, x_NC: torch.Tensor) -> torch.Tensor:
@@ -57,7 +63,7 @@ class RMSNorm:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GatedMLP:
-    """`down(act(gate(x)) * up(x))`, with gate and up in one product."""
+    """`down(act(gate(x)) * up(x))`, with gate and up in one product. Ranks share the channels between."""
 
     gate_up: Linear
     down: Linear
@@ -65,7 +71,8 @@ class GatedMLP:
     kernels: Kernels
 
     @classmethod
-    def load(cls, weights: Weights, name: str, act: Activation, kernels: Kernels, *, hidden: Size, inner: Size) -> GatedMLP:
+    def load(cls, weights: Weights, name: str, act: Activation, kernels: Kernels, *, hidden: Size, inner: int | None) -> GatedMLP:
+        inner = weights.shared(inner, INNER, of=f"{name}.gate_proj.weight", axis=0)
         gate_up = Linear.load(weights, dict.fromkeys((f"{name}.gate_proj", f"{name}.up_proj"), inner), hidden)
         return cls(gate_up, Linear.load(weights, {f"{name}.down_proj": hidden}, inner), act, kernels)
 
@@ -156,7 +163,7 @@ def activation(config: Fields, default: str = "silu") -> Activation:
     return ACTIVATIONS[name]
 
 
-def said(config: Fields, name: str) -> Size:
+def said(config: Fields, name: str) -> int | None:
     """A size where the config says it: makers leave out what their own code has a default for."""
     return config.size(name) if config.has(name) else None
 

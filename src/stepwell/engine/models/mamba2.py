@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch.nn.functional import silu
 
 from stepwell.base.errors import ConfigError
 from stepwell.base.spec.families.fields import Fields
@@ -22,19 +23,28 @@ from stepwell.engine.ops.pointwise import Activation
 from stepwell.engine.ops.recurrent import Points
 from stepwell.engine.ops.recurrent_tokens import FOREVER, Steps, Tokens
 from stepwell.engine.passes.batch import Batch
+from stepwell.engine.ranks import Ranks
 
 MODEL_TYPES = ("mamba2",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sizes:
-    """Of one mixer. Each of `groups` has one key and one query, of `state` channels, for its share of the heads."""
+    """Of one mixer. Each of `groups` has one key and one query, of `state` channels, for its share of the heads.
+
+    Ranks share the heads, and the groups that go with them; where there are fewer groups than ranks, several have the same.
+    """
 
     heads: int
     head_dim: int
     groups: int
     state: int
     window: int
+
+    @classmethod
+    def of_rank(cls, ranks: Ranks, *, heads: int, head_dim: int, groups: int, state: int, window: int) -> Sizes:
+        heads, groups = ranks.share(heads, "heads of a mixer"), ranks.share_or_repeat(groups, "groups of a mixer")
+        return cls(heads=heads, head_dim=head_dim, groups=groups, state=state, window=window)
 
     @property
     def inner(self) -> int:
@@ -48,15 +58,31 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GatedNorm:
-    """Over `groups` parts of the channels, behind the gate or before it; without a weight there is only the gate."""
+    """Over `groups` parts of the channels, behind the gate or before it; without a weight there is only the gate.
+
+    Of a part that several ranks share, they tell each other the sum of its squares.
+    """
 
     weight: torch.Tensor | None
     eps: float
+    ranks: Ranks
     groups: int = 1
     gate_first: bool = True
 
     def __call__(self, x_NC: torch.Tensor, gate_NC: torch.Tensor, kernels: Kernels) -> torch.Tensor:
-        return kernels.gated_norm(x_NC, gate_NC, self.weight, self.eps, groups=self.groups, gate_first=self.gate_first)
+        if self.weight is not None and self.groups % self.ranks.size:
+            return self._over_ranks(x_NC, gate_NC, self.weight)
+        groups = max(self.groups // self.ranks.size, 1)
+        return kernels.gated_norm(x_NC, gate_NC, self.weight, self.eps, groups=groups, gate_first=self.gate_first)
+
+    def _over_ranks(self, x_NC: torch.Tensor, gate_NC: torch.Tensor, weight_C: torch.Tensor) -> torch.Tensor:
+        ranks, gate_NC = self.ranks, silu(gate_NC.float())
+        x_NC = x_NC.float() * gate_NC if self.gate_first else x_NC.float()
+        mine, sum_NG = ranks.rank * self.groups // ranks.size, x_NC.new_zeros(len(x_NC), self.groups)
+        sum_NG[:, mine] = x_NC.square().sum(dim=-1)
+        mean_N = ranks.all_reduce(sum_NG)[:, mine] * (self.groups / (x_NC.shape[1] * ranks.size))
+        normed_NC = x_NC * torch.rsqrt(mean_N[:, None] + self.eps) * weight_C.float()
+        return normed_NC if self.gate_first else normed_NC * gate_NC
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -83,7 +109,7 @@ class Mixer:
         out: Linear, steps: tuple[float, float], kernels: Kernels,
     ) -> Mixer:  # fmt: skip
         """Takes all but the two products and the norm, in which families differ."""
-        channels, bias = sum(sizes.split[1:4]), f"{name}.conv1d.bias"
+        channels, bias = sizes.split[1:4], f"{name}.conv1d.bias"
         rate, step_bias, skip = (
             weights.take(f"{name}.{each}", sizes.heads, dtype=torch.float32) for each in ("A_log", "dt_bias", "D")
         )  # fmt: skip
@@ -123,9 +149,10 @@ class Mixer:
 class Block:
     mixer: Mixer
     norm: RMSNorm
+    ranks: Ranks
 
     def __call__(self, x_NC: torch.Tensor, shared: Points, batch: Batch) -> torch.Tensor:
-        return x_NC + self.mixer(self.norm(x_NC), shared)
+        return x_NC + self.ranks.all_reduce(self.mixer(self.norm(x_NC), shared))
 
 
 def build(parts: Parts) -> Decoder:
@@ -146,7 +173,8 @@ def build(parts: Parts) -> Decoder:
 
 def _block(parts: Parts, index: int) -> Block:
     config, weights, name, hidden = parts.config, parts.weights, f"backbone.layers.{index}", parts.config.size("hidden_size")
-    sizes = Sizes(
+    sizes = Sizes.of_rank(
+        parts.ranks,
         heads=config.size("num_heads"),
         head_dim=config.size("head_dim"),
         groups=config.size("n_groups", 1),
@@ -159,13 +187,13 @@ def _block(parts: Parts, index: int) -> Block:
         layer=index,
         sizes=sizes,
         act=activation(config),
-        norm=GatedNorm(weight=weights.take(f"{name}.mixer.norm.weight", sizes.inner), eps=_eps(config)),
-        into=Linear.load(weights, {f"{name}.mixer.in_proj": sum(sizes.split)}, hidden),
+        norm=GatedNorm(weight=weights.take(f"{name}.mixer.norm.weight", sizes.inner), eps=_eps(config), ranks=parts.ranks),
+        into=Linear.load(weights, {f"{name}.mixer.in_proj": sizes.split}, hidden),
         out=Linear.load(weights, {f"{name}.mixer.out_proj": hidden}, sizes.inner),
         steps=step_limits(config),
         kernels=parts.kernels,
     )
-    return Block(mixer=mixer, norm=RMSNorm.load(weights, f"{name}.norm", hidden, _eps(config)))
+    return Block(mixer=mixer, norm=RMSNorm.load(weights, f"{name}.norm", hidden, _eps(config)), ranks=parts.ranks)
 
 
 def step_limits(config: Fields) -> tuple[float, float]:

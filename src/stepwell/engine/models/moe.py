@@ -3,7 +3,8 @@
     logits = router(x);  a family's route picks K experts a token, and their shares;  out = sum of share * expert(x)
 
 Takes packed tokens `[N, C]` and returns the same shape, whatever requests they belong to. The products are those of
-`ops/experts.py`, or of what a build chose in its place. An expert that all tokens visit is added beside: `WithShared`, or a
+`ops/experts.py`, or of what a build chose in its place. Ranks share the inner channels of each expert: all choose alike, have
+equally much to do, and give shares of one sum. An expert that all tokens visit is added beside: `WithShared`, or a
 family's own way. Routes never wait for the device, so that a decode step can be recorded.
 
 A family gives
@@ -24,8 +25,8 @@ from dataclasses import dataclass
 import torch
 
 from stepwell.base.errors import ConfigError
-from stepwell.engine.loading.weights import Size, Weights
-from stepwell.engine.models.layers import GatedMLP, Linear
+from stepwell.engine.loading.weights import Weights
+from stepwell.engine.models.layers import INNER, GatedMLP, Linear
 from stepwell.engine.ops.experts import Combine, ExpertWeights, Routing, RunExperts, run_experts
 from stepwell.engine.ops.pointwise import Activation
 
@@ -92,16 +93,21 @@ class Experts:
         *,
         count: int,
         hidden: int,
-        inner: Size,
+        inner: int | None,
         combine: Combine,
         run: RunExperts = run_experts,
     ) -> Experts:
-        """Experts without biases: one tensor for all, as transformers keeps them, or one for each, as checkpoints on disk do."""
+        """Experts without biases: one tensor for all, as transformers keeps them, or one for each, as checkpoints on disk do.
+
+        Every rank has all of them, each as far as its share of the inner channels.
+        """
         if weights.has(f"{name}.gate_up_proj"):
-            gate_up_EIC = weights.take(f"{name}.gate_up_proj", count, None if inner is None else 2 * inner, hidden)
+            inner = weights.shared(inner, INNER, of=f"{name}.down_proj", axis=2)
+            gate_up_EIC = weights.take(f"{name}.gate_up_proj", count, None if inner is None else (inner, inner), hidden)
             down_ECI = weights.take(f"{name}.down_proj", count, hidden, inner)
         else:
             each = [f"{name}.{index}" for index in range(count)]
+            inner = weights.shared(inner, INNER, of=f"{each[0]}.gate_proj.weight", axis=0)
             halves = [dict.fromkeys((f"{one}.gate_proj.weight", f"{one}.up_proj.weight"), inner) for one in each]
             gate_up_EIC = torch.stack([weights.joined(half, hidden) for half in halves])
             down_ECI = torch.stack([weights.take(f"{one}.down_proj.weight", hidden, inner) for one in each])

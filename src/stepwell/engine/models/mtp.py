@@ -13,19 +13,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import embedding
 
 from stepwell.base.errors import ConfigError
 from stepwell.base.spec import ModelSpec
 from stepwell.base.spec.families.fields import Fields
 from stepwell.engine.loading.eight_bits import block_in
-from stepwell.engine.loading.weights import TensorSource, Weights
+from stepwell.engine.loading.weights import Region, TensorSource, Weights
 from stepwell.engine.models import deepseek_v3, deepseek_v32
-from stepwell.engine.models.base import Decoder, Layer, Parts
+from stepwell.engine.models.base import Decoder, Layer, Parts, read_out
 from stepwell.engine.models.indexer import Indexer
 from stepwell.engine.models.latent import latent_rotary
 from stepwell.engine.models.layers import Linear, RMSNorm, norm_eps
 from stepwell.engine.passes.batch import Batch
+from stepwell.engine.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -41,6 +42,7 @@ class MtpLayer:
     shared: Callable[[Batch], Any]
     norm: RMSNorm
     head: torch.Tensor
+    ranks: Ranks
 
     @property
     def dtype(self) -> torch.dtype:
@@ -62,7 +64,7 @@ class MtpLayer:
         x_NC = self.into(torch.cat([self.token_norm(token_NC), self.hidden_norm(before_NC)], dim=-1))
         hidden_NC = self.norm(self.block(x_NC, self.shared(batch), batch))
         batch.finish()
-        return hidden_NC, linear(hidden_NC[batch.wanted], self.head).float()
+        return hidden_NC, read_out(hidden_NC[batch.wanted], self.head, len(self.embed), self.ranks)
 
 
 def load_mtp(config: Mapping[str, object], source: TensorSource, target: Decoder, spec: ModelSpec) -> MtpLayer:
@@ -74,18 +76,19 @@ def load_mtp(config: Mapping[str, object], source: TensorSource, target: Decoder
     name, eps = f"model.layers.{text.num_layers()}", norm_eps(text)
     block = block_in(text, Fields(values=config))
     begun, hidden = _Beginning(source, f"{name}."), text.size("hidden_size")
-    weights = Weights(begun, dtype=target.dtype, device=target.device, block=block, config=text.values)
+    weights = Weights(begun, dtype=target.dtype, device=target.device, block=block, config=text.values, ranks=target.ranks)
     parts = Parts(config=text, spec=spec, weights=weights, kernels=target.kernels)
     made = MtpLayer(
         model_norm=target.norm,
-        embed=_same(weights, f"{name}.embed_tokens.weight", target.embed),
+        embed=_same(weights, f"{name}.embed_tokens.weight", target.embed, len(target.embed)),
         token_norm=RMSNorm.load(weights, f"{name}.enorm", hidden, eps),
         hidden_norm=RMSNorm.load(weights, f"{name}.hnorm", hidden, eps),
         into=Linear.load(weights, {f"{name}.eh_proj": hidden}, 2 * hidden),
         block=_block(parts, name),
         shared=_shared(parts),
         norm=RMSNorm.load(weights, f"{name}.shared_head.norm", hidden, eps),
-        head=_same(weights, f"{name}.shared_head.head.weight", target.head),
+        head=_same(weights, f"{name}.shared_head.head.weight", target.head, target.ranks.share_or_all(len(target.embed))),
+        ranks=target.ranks,
     )
     weights.finish()
     return made
@@ -101,15 +104,18 @@ class _Beginning:
     def names(self) -> Iterable[str]:
         return [name for name in self._source.names() if name.startswith(self._beginning)]
 
-    def read(self, name: str) -> torch.Tensor:
-        return self._source.read(name)
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._source.shape(name)
+
+    def read(self, name: str, region: Region = ()) -> torch.Tensor:
+        return self._source.read(name, region)
 
 
-def _same(weights: Weights, name: str, of_model: torch.Tensor) -> torch.Tensor:
+def _same(weights: Weights, name: str, of_model: torch.Tensor, rows: int) -> torch.Tensor:
     """Checkpoints repeat the model's own tensor here, or leave it out: no second copy is kept of it."""
     if not weights.has(name):
         return of_model
-    taken = weights.take(name, *of_model.shape)
+    taken = weights.take(name, rows, of_model.shape[1])
     return of_model if torch.equal(taken, of_model) else taken
 
 

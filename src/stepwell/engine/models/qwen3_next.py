@@ -16,9 +16,9 @@ from stepwell.base.spec.families.attention import read_heads
 from stepwell.base.spec.families.fields import Fields
 from stepwell.base.spec.families.layers import Layer as LayerKind
 from stepwell.base.spec.families.layers import every, schedule
-from stepwell.engine.loading.weights import Weights
-from stepwell.engine.models.attention import Attention, head_norms
-from stepwell.engine.models.base import Block, Decoder, Parts, head_of
+from stepwell.engine.loading.weights import Size, Weights
+from stepwell.engine.models.attention import Attention, head_norms, heads_of_rank
+from stepwell.engine.models.base import Block, Decoder, Parts, head_of, tied_head
 from stepwell.engine.models.layers import GatedMLP, Linear, RMSNorm, activation, norm_eps, rotary_from, said
 from stepwell.engine.models.moe import Experts, MixtureOfExperts, gated, softmax_then_top
 from stepwell.engine.ops.kernels import Kernels
@@ -54,6 +54,11 @@ class Sizes:
     @property
     def values(self) -> int:
         return self.value_heads * self.value_dim
+
+    @property
+    def convolved(self) -> tuple[int, int, int]:
+        """Queries, keys and values, as they lie in tensors for all three."""
+        return self.keys, self.keys, self.values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -132,7 +137,7 @@ def build(parts: Parts) -> Decoder:
         embed=embed,
         layers=blocks,
         norm=RMSNorm.load(weights, f"{root}.norm", hidden, norm_eps(config), around_one=True),
-        head=head_of(parts, embed) if weights.has("lm_head.weight") else embed,
+        head=head_of(parts, embed) if weights.has("lm_head.weight") else tied_head(parts, embed),
         shared=lambda batch: Shared(angles=rotary.angles(batch.positions_N, embed.dtype, kernels), points=Points.of(batch)),
         steady=(None,) if recordable else (),
     )
@@ -145,6 +150,7 @@ def _block(parts: Parts, name: str, index: int, kinds: list[LayerKind]) -> Block
         attention=mixer,
         mlp=_mlp(parts, f"{name}.mlp"),
         kernels=parts.kernels,
+        ranks=parts.ranks,
         before_attention=RMSNorm.load(parts.weights, f"{name}.input_layernorm", hidden, eps, around_one=True),
         before_mlp=RMSNorm.load(parts.weights, f"{name}.post_attention_layernorm", hidden, eps, around_one=True),
     )
@@ -152,7 +158,8 @@ def _block(parts: Parts, name: str, index: int, kinds: list[LayerKind]) -> Block
 
 def _attention(parts: Parts, name: str, layer: int) -> GatedAttention:
     config, weights, eps, name = parts.config, parts.weights, norm_eps(parts.config), f"{name}.self_attn"
-    heads, queries, hidden = read_heads(config), config.size("num_attention_heads"), config.size("hidden_size")
+    queries, heads = heads_of_rank(parts.ranks, config.size("num_attention_heads"), read_heads(config))
+    hidden = config.size("hidden_size")
     width = heads.num * heads.key_dim
 
     def norm(of: str) -> RMSNorm:
@@ -190,9 +197,9 @@ def _joined(one: Linear, other: Linear) -> Linear:
 def _delta_net(parts: Parts, name: str, layer: int) -> DeltaNet:
     config, weights, name = parts.config, parts.weights, f"{name}.linear_attn"
     sizes = Sizes(
-        key_heads=config.size("linear_num_key_heads"),
+        key_heads=parts.ranks.share(config.size("linear_num_key_heads"), "key heads of a delta net"),
         key_dim=config.size("linear_key_head_dim"),
-        value_heads=config.size("linear_num_value_heads"),
+        value_heads=parts.ranks.share(config.size("linear_num_value_heads"), "value heads of a delta net"),
         value_dim=config.size("linear_value_head_dim"),
     )
     window, hidden = config.size("linear_conv_kernel_dim", 4), config.size("hidden_size")
@@ -201,7 +208,7 @@ def _delta_net(parts: Parts, name: str, layer: int) -> DeltaNet:
         sizes=sizes,
         into=_into(weights, name, sizes, hidden),
         out=Linear.load(weights, {f"{name}.out_proj": hidden}, sizes.values),
-        conv_WC=weights.take(f"{name}.conv1d.weight", 2 * sizes.keys + sizes.values, 1, window)[:, 0].T.contiguous(),
+        conv_WC=weights.take(f"{name}.conv1d.weight", sizes.convolved, 1, window)[:, 0].T.contiguous(),
         act=activation(config),
         rate_H=-weights.take(f"{name}.A_log", sizes.value_heads, dtype=torch.float32).exp(),
         step_bias_H=weights.take(f"{name}.dt_bias", sizes.value_heads, dtype=torch.float32),
@@ -213,11 +220,11 @@ def _delta_net(parts: Parts, name: str, layer: int) -> DeltaNet:
 def _into(weights: Weights, name: str, sizes: Sizes, hidden: int) -> Linear:
     """Qwen3.5 keeps the parts of this product one by one; Qwen3-Next keeps them key head by key head."""
     if weights.has(f"{name}.in_proj_qkv.weight"):
-        made = {"qkv": 2 * sizes.keys + sizes.values, "z": sizes.values, "b": sizes.value_heads, "a": sizes.value_heads}
+        made: dict[str, Size] = {"qkv": sizes.convolved, "z": sizes.values, "b": sizes.value_heads, "a": sizes.value_heads}
         return Linear.load(weights, {f"{name}.in_proj_{each}": size for each, size in made.items()}, hidden)
     group = sizes.value_heads // sizes.key_heads
     widths = (sizes.key_dim, sizes.key_dim, group * sizes.value_dim, group * sizes.value_dim)
-    mixed = weights.take(f"{name}.in_proj_qkvz.weight", 2 * (sizes.keys + sizes.values), hidden)
+    mixed = weights.take(f"{name}.in_proj_qkvz.weight", sizes.key_heads * sum(widths), hidden)
     by_head = mixed.unflatten(0, (sizes.key_heads, -1)).split(widths, dim=1)
     rates = weights.take(f"{name}.in_proj_ba.weight", 2 * sizes.value_heads, hidden)
     beta_decay = rates.unflatten(0, (sizes.key_heads, -1)).split((group, group), dim=1)

@@ -8,9 +8,11 @@ from types import ModuleType
 
 import torch
 
-from stepwell.base.errors import ConfigError
+from stepwell.base.errors import ConfigError, SpecError
+from stepwell.base.spec import ModelSpec
 from stepwell.base.spec.families import from_config
 from stepwell.base.spec.families.fields import Fields
+from stepwell.base.spec.families.summaries import DSA
 from stepwell.engine.loading.eight_bits import block_in
 from stepwell.engine.loading.weights import TensorSource, Weights
 from stepwell.engine.models import (
@@ -30,6 +32,7 @@ from stepwell.engine.models.base import Decoder, Parts
 from stepwell.engine.models.selectors import Sparse, selector_for
 from stepwell.engine.ops.kernels import Kernels, choose_kernels
 from stepwell.engine.passes.pages import TORCH_DTYPES
+from stepwell.engine.ranks import ALONE, Ranks
 
 _MODULES: tuple[ModuleType, ...] = (
     deepseek_v3, deepseek_v4, deepseek_v32, dense, falcon_h1, gemma3, gpt_oss, kimi_linear, mamba2, qwen3_next,
@@ -50,8 +53,12 @@ def known_models() -> tuple[str, ...]:
 def build_model(
     config: Mapping[str, object], source: TensorSource, *, dtype: str = "fp32", device: str | torch.device = "cpu",
     page_tokens: int | None = None, kv_dtype: str | None = None, kernels: str | Kernels = "auto", sparse: Sparse | None = None,
+    ranks: Ranks = ALONE,
 ) -> Decoder:  # fmt: skip
     """The model a `config.json` and its tensors make. Raises ConfigError (SpecError) for what cannot be one.
+
+    Of several ranks each has a shard of it: a share of its heads, inner channels and output matrix, and the spec of what it keeps
+    itself. Logits are the whole model's on every rank. Only what a rank has is read of the tensors.
 
     `dtype` is what it computes in, `kv_dtype` what its attention rows are kept in when that is another, `kernels` what runs its
     operations (`ops/kernels.py`), by name or made already, `sparse` what picks the tokens that answers look at, if anything does.
@@ -71,12 +78,30 @@ def build_model(
         config, kv_dtype=kv_dtype or dtype, model_dtype=dtype, page_tokens=page_tokens,
         sparse=None if sparse is None else sparse.selector, spills=sparse is not None and sparse.spills,
     )  # fmt: skip
+    if ranks.size > 1:
+        _check_shard(spec, sparse, ranks)
+        spec = spec.for_ranks(ranks.size)
     if named := _NAMED.get(text.text("model_type")):
         source = named(source)
     block = block_in(text, Fields(values=config))
-    weights = Weights(source, dtype=TORCH_DTYPES[dtype], device=device, block=block, config=text.values)
+    weights = Weights(source, dtype=TORCH_DTYPES[dtype], device=device, block=block, config=text.values, ranks=ranks)
     chosen = choose_kernels(kernels, device, TORCH_DTYPES[dtype]) if isinstance(kernels, str) else kernels
     picks = None if sparse is None else selector_for(sparse, spec, chosen)
     model = builder(Parts(config=text, spec=spec, weights=weights, kernels=chosen, selector=picks))
     weights.finish()
-    return replace(model, kernels=chosen, selector=picks, selected=model.selected if picks is None else picks.count)
+    return replace(
+        model, kernels=chosen, selector=picks, selected=model.selected if picks is None else picks.count, ranks=ranks,
+        steady=model.steady if ranks.recordable else (),
+    )  # fmt: skip
+
+
+def _check_shard(spec: ModelSpec, sparse: Sparse | None, ranks: Ranks) -> None:
+    if sparse is not None and sparse.selector != DSA:
+        raise ConfigError(
+            f"{sparse.selector} picks tokens by the keys of all heads, which {ranks.size} ranks do not have together: "
+            f"leave sparse out, or --tensor-parallel"
+        )
+    try:
+        spec.for_ranks(ranks.size)
+    except SpecError as error:
+        raise ConfigError(f"--tensor-parallel {ranks.size}: {error}") from None

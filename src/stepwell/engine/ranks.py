@@ -1,0 +1,150 @@
+"""One process's place among the ranks that compute a model together, and what they tell each other inside a forward pass.
+
+    stream          the same on all ranks, before and behind every block
+    block           each rank computes its heads and its inner channels: a share of the block's sum
+    all_reduce      adds the shares up, behind attention and behind the feed-forward block
+    all_gather      logits, of which each rank has a part of the vocabulary
+
+Nothing else meets here: the cache has no collectives. A rank that is alone calls nothing of torch.distributed. Every call waits
+for all ranks, for `timeout_s` at most; then it raises, and the group is of no more use: whoever runs the process ends it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from stepwell.base.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+BACKENDS = ("gloo", "nccl")
+_LOOPBACK = "127.0.0.1"
+
+
+class Share(int):
+    """A size that ranks share: as a number, the part that this rank has; of `whole`, from `start` on.
+
+    Times a plain number it is the share of as many times more: heads times their width. All else makes plain numbers of it.
+    """
+
+    whole: int
+    start: int
+
+    def __new__(cls, size: int, *, whole: int, start: int) -> Share:
+        made = super().__new__(cls, size)
+        made.whole, made.start = whole, start
+        return made
+
+    def __mul__(self, times: int) -> Share:
+        assert not isinstance(times, Share), f"no axis is shared twice: {self!r} * {times!r}"
+        return Share(int(self) * times, whole=self.whole * times, start=self.start * times)
+
+    __rmul__ = __mul__
+
+    def __repr__(self) -> str:
+        return f"Share({int(self)} from {self.start} of {self.whole})"
+
+    def in_groups(self, size: int) -> Share | None:
+        """The same counted in groups of `size`; None where it does not begin and end between groups."""
+        if any(each % size for each in (int(self), self.whole, self.start)):
+            return None
+        return Share(int(self) // size, whole=self.whole // size, start=self.start // size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Ranks:
+    """`rank` of `size`. `group` is what connects them; None for one that is alone, and for one that only loads."""
+
+    rank: int = 0
+    size: int = 1
+    group: ProcessGroup | None = None
+    recordable: bool = True  # whether its collectives can be part of a CUDA graph
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size:
+            raise ConfigError(f"ranks count from 0 up to their number, got rank {self.rank} of {self.size}")
+
+    # ---- who has what -----------------------------------------------------------------------------
+
+    def share(self, count: int, what: str) -> int:
+        """This rank's part of `count` things, of which all have equally many. Raises ConfigError that says how many ranks can."""
+        if self.size == 1:
+            return count
+        if count % self.size:
+            fitting = _listed([str(each) for each in range(1, count + 1) if count % each == 0])
+            raise ConfigError(f"--tensor-parallel {self.size} does not divide the {count} {what} of this model; use {fitting}")
+        part = count // self.size
+        return Share(part, whole=count, start=part * self.rank)
+
+    def share_or_repeat(self, count: int, what: str) -> int:
+        """The same for what several ranks may have alike: where there are fewer than ranks, each has one of them."""
+        if self.size <= count or self.size % count:
+            return self.share(count, what)
+        return Share(1, whole=count, start=self.rank * count // self.size)
+
+    def share_or_all(self, count: int) -> int:
+        """The same for what every rank may have all of: so it is where it cannot be cut equally."""
+        return count if count % self.size else self.share(count, "parts")
+
+    # ---- inside a pass ----------------------------------------------------------------------------
+
+    def all_reduce(self, share: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks, the same bits on each of them. In place."""
+        if self.size == 1:
+            return share
+        share = share.contiguous()
+        self._connected.allreduce([share]).wait()
+        return share
+
+    def all_gather(self, part_NX: torch.Tensor) -> torch.Tensor:
+        """The parts of all ranks side by side, in their order. They must be of one size."""
+        if self.size == 1:
+            return part_NX
+        part_NX = part_NX.contiguous()
+        parts = [torch.empty_like(part_NX) for _ in range(self.size)]
+        self._connected.allgather([parts], [part_NX]).wait()
+        return torch.cat(parts, dim=-1)
+
+    @property
+    def _connected(self) -> ProcessGroup:
+        assert self.group is not None, f"rank {self.rank} of {self.size} was never connected to the others"
+        return self.group
+
+
+ALONE = Ranks()
+
+
+def join(rank: int, size: int, meeting: Path, *, backend: str, timeout_s: float) -> Ranks:
+    """Connects this process with the others of one machine. They call it with the same `meeting`, a file that is not there yet.
+
+    Waits for them, `timeout_s` at most, and raises RuntimeError then. gloo listens on the loopback interface alone; for nccl
+    whoever starts the process says NCCL_SOCKET_IFNAME=lo. `size` 1 connects nothing. Raises ConfigError for a backend that is
+    not known or not there.
+    """
+    if size == 1:
+        return ALONE
+    if backend not in BACKENDS:
+        raise ConfigError(f"ranks are connected by one of {', '.join(BACKENDS)}, got {backend!r}")
+    dist: Any = importlib.import_module("torch.distributed")  # a rank that is alone does without
+    if not dist.is_available() or (backend == "nccl" and not dist.is_nccl_available()):
+        raise ConfigError(f"this build of torch has no {backend}, which connects ranks: install one that has, or use one rank")
+    store = dist.FileStore(str(meeting), size)
+    store.set_timeout(timedelta(seconds=timeout_s))
+    kind = dist.ProcessGroupNCCL if backend == "nccl" else dist.ProcessGroupGloo
+    options = kind.Options() if backend == "nccl" else kind._Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    if backend == "gloo":
+        options._devices = [kind.create_device(hostname=_LOOPBACK)]
+    group = kind(dist.PrefixStore(backend, store), rank, size, options)
+    return Ranks(rank=rank, size=size, group=group, recordable=backend == "nccl")
+
+
+def _listed(words: list[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"

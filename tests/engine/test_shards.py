@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -13,7 +14,7 @@ import torch
 
 from engine.drafted import target, tensors_of
 from engine.families import FAMILIES, MAMBA, MOE, SMALL, checkpoint, checkpoint_of, draw_choices, reference
-from engine.rank_worker import compute
+from engine.rank_worker import LIMIT_S, compute
 from engine.ranked import RankProcesses, write_checkpoint
 from engine.side_by_side import PAGE, TOLERANCE, draw
 from stepwell.base.errors import ConfigError
@@ -21,7 +22,7 @@ from stepwell.base.spec import ModelSpec
 from stepwell.engine.loading.checkpoint import Checkpoint
 from stepwell.engine.loading.safetensors_files import SafetensorsFiles
 from stepwell.engine.loading.weights import HeldTensors, Region, TensorSource
-from stepwell.engine.models.registry import build_model
+from stepwell.engine.models.registry import build_model, spec_of
 from stepwell.engine.models.selectors import Sparse
 from stepwell.engine.ranks import ALONE, Ranks, join
 
@@ -53,7 +54,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankProcesses]:
 def check_shards(ranks: RankProcesses, made: Checkpoint, folder: Path, **job: Any) -> None:
     folder = write_checkpoint(folder, made.config, tensors_of(made))
     alone, shards = compute(folder, ALONE, job), ranks.run(folder, **job)
-    whole = build_model(made.config, made.source, page_tokens=PAGE).spec
+    whole = spec_of(made.config, dtype="fp32", page_tokens=PAGE)
     assert alone["logits"].std() > 0.3, "a dead model proves nothing"
     for rank, found in enumerate(shards):
         assert found.keys() == alone.keys()
@@ -258,3 +259,15 @@ def test_selectors_that_look_at_all_heads_are_refused(selector: str) -> None:
 def test_a_rank_beyond_their_number_is_refused() -> None:
     with pytest.raises(ConfigError, match="rank 2 of 2"):
         Ranks(rank=2, size=2)
+
+
+def test_a_rank_whose_other_was_killed_fails_and_does_not_wait(two: RankProcesses, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, checkpoint("llama").config, tensors_of(checkpoint("llama")))
+    two.run(folder)
+    two.running[1].kill()
+    two.running[1].wait()
+    assert two.running[0].stdin is not None
+    two.running[0].stdin.write(json.dumps({"folder": str(folder)}) + "\n")
+    two.running[0].stdin.flush()
+    assert two.running[0].wait(timeout=LIMIT_S) != 0
+    two.close()

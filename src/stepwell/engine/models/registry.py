@@ -63,31 +63,16 @@ def build_model(
     `dtype` is what it computes in, `kv_dtype` what its attention rows are kept in when that is another, `kernels` what runs its
     operations (`ops/kernels.py`), by name or made already, `sparse` what picks the tokens that answers look at, if anything does.
     """
-    text = Fields(values=config)
-    text = text.section("text_config") if text.has("text_config") else text
-    builder = _BUILDERS.get(text.text("model_type"))
-    if builder is None:
-        raise ConfigError(
-            f"the engine cannot run {text.text('model_type') or 'this model'!r}; it runs {', '.join(known_models())}"
-        )
-    if kv_dtype == "fp8" and text.text("model_type") not in _IN_EIGHT_BITS:
-        raise ConfigError(
-            f"rows of {text.text('model_type')!r} have no eight-bit format here; use a kv_dtype of bf16, fp16 or fp32"
-        )
-    spec = from_config(
-        config, kv_dtype=kv_dtype or dtype, model_dtype=dtype, page_tokens=page_tokens,
-        sparse=None if sparse is None else sparse.selector, spills=sparse is not None and sparse.spills,
-    )  # fmt: skip
-    if ranks.size > 1:
-        _check_shard(spec, sparse, ranks)
-        spec = spec.for_ranks(ranks.size)
+    spec = _of_rank(spec_of(config, dtype=dtype, page_tokens=page_tokens, kv_dtype=kv_dtype, sparse=sparse), sparse, ranks)
+    text = _text_of(config)
     if named := _NAMED.get(text.text("model_type")):
         source = named(source)
     block = block_in(text, Fields(values=config))
     weights = Weights(source, dtype=TORCH_DTYPES[dtype], device=device, block=block, config=text.values, ranks=ranks)
     chosen = choose_kernels(kernels, device, TORCH_DTYPES[dtype]) if isinstance(kernels, str) else kernels
     picks = None if sparse is None else selector_for(sparse, spec, chosen)
-    model = builder(Parts(config=text, spec=spec, weights=weights, kernels=chosen, selector=picks))
+    build = _BUILDERS[text.text("model_type")]
+    model = build(Parts(config=text, spec=spec, weights=weights, kernels=chosen, selector=picks))
     weights.finish()
     return replace(
         model, kernels=chosen, selector=picks, selected=model.selected if picks is None else picks.count, ranks=ranks,
@@ -95,13 +80,36 @@ def build_model(
     )  # fmt: skip
 
 
-def _check_shard(spec: ModelSpec, sparse: Sparse | None, ranks: Ranks) -> None:
+def spec_of(
+    config: Mapping[str, object], *, dtype: str, page_tokens: int | None = None, kv_dtype: str | None = None,
+    sparse: Sparse | None = None,
+) -> ModelSpec:  # fmt: skip
+    """What the whole model remembers, whoever keeps it. Reads no weights. Raises ConfigError for what the engine cannot run."""
+    kind = _text_of(config).text("model_type")
+    if kind not in _BUILDERS:
+        raise ConfigError(f"the engine cannot run {kind or 'this model'!r}; it runs {', '.join(known_models())}")
+    if kv_dtype == "fp8" and kind not in _IN_EIGHT_BITS:
+        raise ConfigError(f"rows of {kind!r} have no eight-bit format here; use a kv_dtype of bf16, fp16 or fp32")
+    return from_config(
+        config, kv_dtype=kv_dtype or dtype, model_dtype=dtype, page_tokens=page_tokens,
+        sparse=None if sparse is None else sparse.selector, spills=sparse is not None and sparse.spills,
+    )  # fmt: skip
+
+
+def _text_of(config: Mapping[str, object]) -> Fields:
+    fields = Fields(values=config)
+    return fields.section("text_config") if fields.has("text_config") else fields
+
+
+def _of_rank(spec: ModelSpec, sparse: Sparse | None, ranks: Ranks) -> ModelSpec:
+    if ranks.size == 1:
+        return spec
     if sparse is not None and sparse.selector != DSA:
         raise ConfigError(
-            f"{sparse.selector} picks tokens by the keys of all heads, which {ranks.size} ranks do not have together: "
-            f"leave sparse out, or --tensor-parallel"
+            f"{sparse.selector} picks tokens by the keys of all heads, of which each of {ranks.size} ranks has some: "
+            f"leave sparse out, or use one rank"
         )
     try:
-        spec.for_ranks(ranks.size)
+        return spec.for_ranks(ranks.size)
     except SpecError as error:
         raise ConfigError(f"--tensor-parallel {ranks.size}: {error}") from None

@@ -63,7 +63,7 @@ def observe_draft(model: Decoder, config: Mapping[str, object], source: TensorSo
 
 def compute(folder: Path, ranks: Ranks, job: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     config, source = json.loads((folder / "config.json").read_text()), SafetensorsFiles([folder / "model.safetensors"])
-    model = build_model(config, source, page_tokens=PAGE, ranks=ranks)
+    model = build_model(config, source, page_tokens=PAGE, ranks=ranks, dtype=job.get("dtype", "fp32"))
     found = observe(model)
     return found | observe_draft(model, config, source) if job.get("draft") else found
 

@@ -83,6 +83,16 @@ def test_two_ranks_compute_what_one_does(two: RankProcesses, family: str, tmp_pa
     check_shards(two, checkpoint(family), tmp_path)
 
 
+@pytest.mark.parametrize("family", ["llama", "mamba2", "deepseek_v4"])
+def test_two_ranks_in_sixteen_bits_have_the_same_stream(two: RankProcesses, family: str, tmp_path: Path) -> None:
+    made = checkpoint(family)
+    folder = write_checkpoint(tmp_path, made.config, tensors_of(made))
+    alone, shards = compute(folder, ALONE, {"dtype": "bf16"}), two.run(folder, dtype="bf16")
+    assert torch.equal(shards[0]["logits"], shards[1]["logits"]) and torch.equal(shards[0]["answers"], shards[1]["answers"])
+    error = (shards[0]["logits"] - alone["logits"]).abs().median()
+    assert error < 0.1 * alone["logits"].std(), f"logits differ by {error} at the median"
+
+
 @pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32"])
 def test_two_ranks_draft_what_one_does(two: RankProcesses, family: str, tmp_path: Path) -> None:
     check_shards(two, target(family, own_layer=True), tmp_path, draft=True)

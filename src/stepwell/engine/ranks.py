@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 BACKENDS = ("gloo", "nccl")
 _LOOPBACK = "127.0.0.1"
+_MOST_NAMED = 64  # of numbers of ranks that an error proposes
 
 
 class Share(int):
@@ -78,7 +79,7 @@ class Ranks:
         if self.size == 1:
             return count
         if count % self.size:
-            fitting = _listed([str(each) for each in range(1, count + 1) if count % each == 0])
+            fitting = _listed([str(each) for each in range(1, min(count, _MOST_NAMED) + 1) if count % each == 0])
             raise ConfigError(f"--tensor-parallel {self.size} does not divide the {count} {what} of this model; use {fitting}")
         part = count // self.size
         return Share(part, whole=count, start=part * self.rank)
@@ -122,7 +123,8 @@ ALONE = Ranks()
 
 
 def join(rank: int, size: int, meeting: Path, *, backend: str, timeout_s: float) -> Ranks:
-    """Connects this process with the others of one machine. They call it with the same `meeting`, a file that is not there yet.
+    """Connects this process with the others of one machine. They call it with the same `meeting`, a file that is not there yet,
+    in a folder that nobody else may write to: whoever can is trusted.
 
     Waits for them, `timeout_s` at most, and raises RuntimeError then. gloo listens on the loopback interface alone; for nccl
     whoever starts the process says NCCL_SOCKET_IFNAME=lo. `size` 1 connects nothing. Raises ConfigError for a backend that is

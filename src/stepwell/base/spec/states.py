@@ -61,7 +61,6 @@ class StateSpec:
             raise SpecError(f"state {self.name!r}: align and shards must be at least 1, got {self.align=} {self.shards=}")
         if self.row_bytes % self.shards:
             raise SpecError(f"state {self.name!r}: rows of {self.row_bytes} bytes cannot be cut into {self.shards} equal shards")
-
         if self.cuts and (self.row_bytes % self._pattern or any(cut.num_bytes % cut.units for cut in self.cuts)):
             raise SpecError(f"state {self.name!r}: rows of {self.row_bytes} bytes are not made of {self.cuts}")
 

@@ -27,7 +27,7 @@ from stepwell.engine.models.mtp import load_mtp
 from stepwell.engine.models.registry import build_model
 from stepwell.engine.ranks import ALONE, Ranks, join
 
-LIMIT_S = 60.0  # of a collective: the other rank may have to wait for a core
+LIMIT_S = 180.0  # of a collective: the other rank may still be starting, on a machine that is busy
 CHUNKS = (2 * PAGE, 7, 30, 1, 1, 13, 1)
 PROMPTS = (5, PAGE, 37)
 STEPS = 6

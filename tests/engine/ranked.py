@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 WORKER = Path(__file__).with_name("rank_worker.py")
-LIMIT_S = 240.0  # of a job, the start of its processes included
+LIMIT_S = 600.0  # of a job, the start of its processes included
 
 
 class RankProcesses:

@@ -254,7 +254,7 @@ def _load_draft(config: EngineConfig, model: Decoder, checkpoint: Checkpoint, op
     draft = opened or open_checkpoint(str(config.draft))
     built = build_model(
         draft.config, draft.source, dtype=_dtype(config), device=_device(config), page_tokens=model.spec.page_tokens,
-        kernels=config.kernels,
+        kernels=config.kernels, ranks=model.ranks,
     )  # fmt: skip
     return load_separate(built, model, draft.digest)
 

@@ -18,6 +18,8 @@ from stepwell.base.errors import ConfigError
 from stepwell.engine.loading.checkpoint import open_checkpoint
 from stepwell.engine.loading.gguf_file import GgufTensors
 from stepwell.engine.loading.gguf_header import read_header
+from stepwell.engine.models.registry import build_model
+from stepwell.engine.ranks import Ranks
 
 TOLERANCE = 1e-4
 ROPE = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -35,6 +37,17 @@ def check(model: Any, path: Path) -> None:
 def test_llama_with_its_permuted_queries_and_keys(tmp_path: Path, tied: bool, quantize: bool) -> None:
     model = reference("Llama", tie_word_embeddings=tied)
     check(model, write_gguf(model, tmp_path / "a.gguf", "llama", quantize=quantize))
+
+
+def test_ranks_cut_queries_and_keys_that_are_in_order_again(tmp_path: Path) -> None:
+    opened = open_checkpoint(str(write_gguf(reference("Llama"), tmp_path / "a.gguf", "llama", quantize=True)))
+    models = [build_model(opened.config, opened.source, ranks=Ranks(rank=rank, size=2)) for rank in range(2)]
+    whole = build_model(opened.config, opened.source).layers[0].attention
+    halves = [model.layers[0].attention for model in models]
+    assert [half.kv_heads for half in halves] == [whole.kv_heads // 2] * 2 and type(halves[0].heads) is int
+    each = (whole.heads * whole.head_dim, whole.kv_heads * whole.head_dim, whole.kv_heads * whole.head_dim)
+    parts = [half.qkv.weight.split([size // 2 for size in each]) for half in halves]
+    assert torch.cat([torch.cat(part) for part in zip(*parts, strict=True)]).equal(whole.qkv.weight)
 
 
 def test_qwen2_with_biases(tmp_path: Path) -> None:

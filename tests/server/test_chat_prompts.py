@@ -29,6 +29,7 @@ def served(template: str | None) -> Served:
         chat=ChatTemplate(template, bos_token="<bos>"),
         max_context=1000,
         metrics=nothing,
+        load=nothing,
         principals=Principals(Secrets(api_key=None, admin_token="x")),
     )
 

@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from server.serving import CONTEXT, NAME, Running, running
+from server.serving import CONTEXT, NAME, Held, Running, running
 from waiting import PATIENCE_S, wait_until
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -102,7 +102,7 @@ def test_while_answers_finish_new_requests_are_sent_elsewhere() -> None:
         lines = response.iter_lines()
         made.settle(lambda engine: engine.num_open == 1)
         made.server.stop()
-        for path in ("/v1/models", "/health"):
+        for path in ("/v1/models", "/ready"):
             refused = httpx.get(made.address + path)
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")
         counted = 'stepwell_http_errors_total{status="503"} 2.0'
@@ -136,23 +136,6 @@ def test_a_second_call_to_stop_does_not_wait() -> None:
         wait_until(lambda: made.engine.num_open == 0)
         held.let_go()
         assert "the server is stopping" in asked.result(30).text
-
-
-class Held:
-    """Keeps an engine from computing until it is let go; everything else about it goes on."""
-
-    def __init__(self, served: Running) -> None:
-        self._scheduler, self._plan = served.engine.scheduler, served.engine.scheduler.plan
-
-    def __enter__(self) -> Held:
-        self._scheduler.plan = lambda: []  # type: ignore[method-assign]
-        return self
-
-    def let_go(self) -> None:
-        self._scheduler.plan = self._plan  # type: ignore[method-assign]
-
-    def __exit__(self, *exception: object) -> None:
-        self.let_go()
 
 
 def test_a_pass_that_fails_ends_its_answers_and_the_log_has_the_reason(

@@ -7,7 +7,7 @@ from dataclasses import replace
 from stepwell.base.errors import BadTokens, ConfigError
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.meters import Counters
-from stepwell.base.prompt import Namespace, Tokens, pack
+from stepwell.base.prompt import Namespace, PageKey, Tokens, pack
 from stepwell.base.spec import ModelSpec
 from stepwell.cache.explain import Explanation
 from stepwell.cache.question import STORE_WAIT_S, Question
@@ -19,6 +19,8 @@ from stepwell.tiers import external, publish
 from stepwell.tiers.lease import Lease, LeaseState
 from stepwell.tiers.spill import TAIL_PAGES, hot_pages_of
 from stepwell.tiers.state import CacheState, one_thread
+from stepwell.tree.cached_now import cached_now
+from stepwell.tree.feed import CacheEvent
 from stepwell.tree.match import Match, find
 
 
@@ -55,6 +57,17 @@ class ReadOnlyCache:
         """Those that have something in memory."""
         known = self._state.namespaces
         return tuple(known[digest] for digest in self._state.tree.roots if digest in known)
+
+    def namespace_of(self, digest: PageKey) -> Namespace | None:
+        """Which namespace has this digest; None for one that nothing is known of any more."""
+        return self._state.namespaces.get(digest)
+
+    @one_thread
+    def cached_now(self) -> list[CacheEvent]:
+        """Everything that can be read in memory, as a feed would have told it. Looks at the whole tree: for listeners that begin,
+        or that lost something.
+        """
+        return cached_now(self._state.tree)
 
     @property
     def copying(self) -> int:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from stepwell.base.config import HOT_ROWS, MAX_PRIORITY, PrefetchPolicy, StoreConfig, WritePolicy
 from stepwell.base.errors import ConfigError
 from stepwell.base.units import format_bytes, parse_bytes
+from stepwell.cli import kv_events
 from stepwell.cli.command import Command
 from stepwell.cli.mooncake_config import mooncake_options
 from stepwell.store.key_file import read_store_key
@@ -82,7 +83,8 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--max-priority", type=int, default=0, metavar="N", help="highest priority that requests may ask for, to 10 (default: 0)"
     )
-    parser.add_argument("--open-metrics", action="store_true", help="show /metrics without the API key")
+    parser.add_argument("--open-metrics", action="store_true", help="show /metrics and /v1/loads without the API key")
+    kv_events.configure(parser)
     parser.add_argument(
         "--drain", type=float, default=30.0, metavar="SECONDS", help="that answers have to finish at SIGTERM (default: 30)"
     )
@@ -130,10 +132,14 @@ def run(args: Namespace) -> int:
     principals = Principals(keys, tenants.tenants, max_priority=args.max_priority)
     config, max_body_bytes = _engine_config(args, os.environ, principals), parse_bytes(args.max_body)
     taken = bind(args.host, args.port)  # first: a port that is taken should not cost the loading of a model
+    events = None
     try:
+        events = kv_events.open_socket(args)
         checkpoint, engine = open_and_build(args.model, config)
     except BaseException:
         taken.close()
+        if events is not None:
+            events.close()
         raise
     name = args.name or checkpoint.name
     server = ModelServer(
@@ -148,12 +154,14 @@ def run(args: Namespace) -> int:
         drain_s=args.drain,
         store=config.store,
         store_config=config.store_config,
+        events=events,
     )
     started_s = engine.warm_up() if engine.on_cuda else None
     made = not (args.admin_token or os.environ.get(_ADMIN_TOKEN))
     summary = _summary(engine, name, config, address_of(taken), keys, tenants, made=made)
     if started_s is not None:
         summary.insert(3, ("first pass", f"took {started_s:.1f} s: kernels are built once"))
+    summary += kv_events.summary(args)
     server.run(taken, on_ready=lambda: print("\n".join(f"{label:<12}  {value}" for label, value in summary), flush=True))
     return 0
 

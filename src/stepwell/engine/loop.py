@@ -7,7 +7,7 @@ requests of that pass, with the reason, and nothing else. Whoever asks is answer
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread
@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 OnDelta = Callable[[Delta], None]
+AfterStep = Callable[[Sequence[Delta]], None]
 
 UPKEEP_S = 0.02  # between steps without requests: backups still go on
 MAX_FAILED_PASSES = 5  # in a row, after which the engine is taken to be broken
@@ -36,13 +37,16 @@ class _Call(Protocol):
 class EngineLoop:
     """One thread around one engine. `start` it, and `stop` it; all other methods may be called from any thread."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, *, after_step: AfterStep = lambda deltas: None) -> None:
+        """`after_step` is called on the engine's thread after each step that went well, quickly to return."""
         self._engine = engine
+        self._after_step = after_step
         self._inbox: SimpleQueue[_Call] = SimpleQueue()
         self._listeners: dict[int, OnDelta] = {}
         self._thread = Thread(target=self._run, name="stepwell-engine", daemon=True)
         self._lock = Lock()  # around "is it open" and what follows from it
         self._open = True
+        self._num_arriving = 0
         self._stopping = False
         self._failed_passes = 0  # since the last one that went well
 
@@ -59,6 +63,11 @@ class EngineLoop:
     @property
     def alive(self) -> bool:
         return self._thread.is_alive()
+
+    @property
+    def num_arriving(self) -> int:
+        """Requests that were submitted, and that the engine does not know of yet."""
+        return self._num_arriving
 
     def call(self, work: Callable[[Engine], T]) -> Future[T]:
         """Runs `work` between two passes. Its result or exception is the future's."""
@@ -89,7 +98,11 @@ class EngineLoop:
             self._listeners[number] = on_delta
             return number
 
-        return self.call(work)
+        with self._lock:
+            self._num_arriving += 1
+        submitted = self.call(work)
+        submitted.add_done_callback(self._arrived)
+        return submitted
 
     def abort(self, number: int) -> None:
         """Ends a request soon; unknown or ended ones are ignored."""
@@ -112,6 +125,10 @@ class EngineLoop:
         self.call(work)
 
     # ---- inside -----------------------------------------------------------------------------------
+
+    def _arrived(self, submitted: Future[int]) -> None:
+        with self._lock:
+            self._num_arriving -= 1
 
     def _run(self) -> None:
         reason = _STOPPED
@@ -156,6 +173,7 @@ class EngineLoop:
                 self._listeners.pop(delta.request, None)
             if listener is not None:
                 self._tell(listener, delta)
+        self._after_step(deltas)
 
     def _refuse_all(self, reason: str) -> None:
         with self._lock:

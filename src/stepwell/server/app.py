@@ -1,4 +1,4 @@
-"""Puts the server together: routes, errors, limits. The small routes (models, health, metrics) are here. Starts nothing."""
+"""Puts the server together: routes, errors, limits. The small routes (models, metrics) are here. Starts nothing."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from stepwell.server.cache_routes import order_router, question_router
 from stepwell.server.chat import chat_router
 from stepwell.server.completions import completions_router
 from stepwell.server.door import BodyLimit, Door, Doorway, HostCheck, asking, watching
-from stepwell.server.errors import SERVER, ApiError, install_errors
+from stepwell.server.errors import install_errors
 from stepwell.server.pins import Pins
+from stepwell.server.probes import probe_router
 from stepwell.server.served import Served
 from stepwell.server.stores import Stores
 
@@ -28,7 +29,7 @@ def build_app(served: Served, stores: Stores, door: Door) -> FastAPI:
     pins = Pins()
     install_errors(app)
     for router in (
-        _health_router(served),
+        probe_router(served, door),
         _models_router(served),
         completions_router(served),
         chat_router(served),
@@ -38,18 +39,6 @@ def build_app(served: Served, stores: Stores, door: Door) -> FastAPI:
     ):
         app.include_router(router)
     return app
-
-
-def _health_router(served: Served) -> APIRouter:
-    router = APIRouter()
-
-    @router.get("/health")
-    async def health() -> dict[str, Any]:
-        if not served.loop.alive:
-            raise ApiError(503, "the engine has stopped", type=SERVER, code="unavailable")
-        return {"status": "ok", "model": served.name}
-
-    return router
 
 
 def _models_router(served: Served) -> APIRouter:

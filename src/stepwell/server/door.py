@@ -21,7 +21,7 @@ from stepwell.server.errors import AUTHENTICATION, CLIENT_CLOSED, SERVER, ApiErr
 from stepwell.server.principals import Principal, Principals
 
 _ARRIVED = "stepwell.arrived_s"
-_ALWAYS_OPEN = ("/metrics",)  # which also tell how the end goes
+_ALWAYS_OPEN = ("/metrics", "/health", "/ready", "/v1/loads")  # which also tell how the end goes
 _PRINCIPAL = "stepwell.principal"
 _READ_TIMES = 4  # a client that is still sending may miss the answer: so much more than the limit is read, and dropped
 

@@ -8,7 +8,7 @@ Told to stop, it lets running answers finish for a while and refuses new request
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 
 import uvicorn
@@ -19,8 +19,11 @@ from stepwell.base.errors import ConfigError
 from stepwell.engine.engine import Engine
 from stepwell.engine.loading.chat import ChatTemplate
 from stepwell.engine.loop import EngineLoop
+from stepwell.engine.request import Delta
 from stepwell.server.app import build_app
 from stepwell.server.door import Door
+from stepwell.server.kv_events.publisher import EventPublisher, EventSocket
+from stepwell.server.load import LoadMeter
 from stepwell.server.metrics import Metrics
 from stepwell.server.principals import Principals
 from stepwell.server.served import MAX_BODY_BYTES, Served
@@ -67,9 +70,15 @@ class ModelServer:
         drain_s: float = DRAIN_S,
         store: str | None = None,
         store_config: StoreConfig | None = None,
+        events: EventSocket | None = None,
     ) -> None:
-        """`store`: what the engine has opened already, by name; `store_config` is for stores attached later."""
-        self._loop = EngineLoop(engine)
+        """`store`: what the engine has opened already, by name; `store_config` is for stores attached later.
+
+        `events`: where to publish what is cached.
+        """
+        self._load = LoadMeter(engine)
+        self._events = None if events is None else EventPublisher(engine.cache, events)
+        self._loop = EngineLoop(engine, after_step=self._after_step)
         self._stores = Stores(self._loop, store_config or StoreConfig(), store, principals)
         self.served = Served(
             loop=self._loop,
@@ -78,6 +87,7 @@ class ModelServer:
             chat=chat,
             max_context=engine.max_context,
             metrics=Metrics(self._loop),
+            load=self._load,
             principals=principals,
             defaults=defaults or {},
             max_body_bytes=max_body_bytes,
@@ -91,6 +101,8 @@ class ModelServer:
         """Serves until `stop`, or until SIGINT or SIGTERM where this is the main thread. Calls `on_ready` once it answers."""
         self._server.on_ready = on_ready
         self._server.on_patience_lost = self._loop.abort_all
+        if self._events is not None:
+            self._events.start()
         self._loop.start()
         try:
             self._stores.start()
@@ -98,7 +110,14 @@ class ModelServer:
         finally:
             self._stores.close()
             self._loop.stop()
+            if self._events is not None:
+                self._events.close()
             taken.close()
+
+    def _after_step(self, deltas: Sequence[Delta]) -> None:
+        self._load.after_step(deltas)
+        if self._events is not None:
+            self._events.take()
 
     def stop(self) -> None:
         """Ends `run` once running answers have finished, or had their time. From any thread; a second call ends them at once."""

@@ -13,6 +13,7 @@ from stepwell.engine.loading.chat import ChatTemplate
 from stepwell.engine.loop import EngineLoop
 from stepwell.engine.text import Text
 from stepwell.server.errors import ApiError
+from stepwell.server.load import LoadMeter
 from stepwell.server.metrics import Metrics
 from stepwell.server.principals import Principals
 
@@ -29,7 +30,7 @@ _LARGE_AT_ONCE = 2  # fewer than the threads there are, so that small ones find 
 class Served:
     """One model behind one server. `defaults` are sampling settings for requests that name none.
 
-    `open_metrics` shows `/metrics` to whoever can connect, key or not.
+    `open_metrics` shows `/metrics` and `/v1/loads` to whoever can connect, key or not.
     """
 
     loop: EngineLoop
@@ -38,6 +39,7 @@ class Served:
     chat: ChatTemplate
     max_context: int
     metrics: Metrics
+    load: LoadMeter
     principals: Principals
     defaults: Mapping[str, float | int | bool] = field(default_factory=dict)
     max_body_bytes: int = MAX_BODY_BYTES

@@ -117,6 +117,8 @@ class StoreTier:
         self.link.deferred.end_all(self._state.clock.now())
         self.link = None
         self._state.copies.on_saved = None
+        if self._state.tree.feeds:
+            self._state.tree.feeds.store_left()
 
     # ---- what the memory tiers and requests ask for -----------------------------------------------
 

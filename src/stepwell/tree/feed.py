@@ -9,7 +9,8 @@ is bounded: who does not take loses the oldest events, and `lost_pages` says how
 
 Device and host are told of exactly: what was stored is evicted once. A store evicts without telling, so that its evictions are
 told when somebody asks it for the value and does not get it. For that the latest keys are remembered that were told as stored
-there, `MOST_IN_STORE` of them. What a store has of a namespace that was cleared is of no use, and is told of neither way.
+there, `MOST_IN_STORE` of them. When a store is detached, these are told as evicted. What a store has of a namespace that was
+cleared is of no use, and is told of neither way.
 """
 
 from __future__ import annotations
@@ -153,6 +154,11 @@ class Feeds:
     def store_lacks(self, kind: EventKind, keys: Iterable[PageKey]) -> None:
         """What a store was asked for and has not: an eviction if it was told as stored, and nothing new otherwise."""
         self.store(kind, [key for key in keys if (kind in _OF_PAGES, key) in self._in_store])
+
+    def store_left(self) -> None:
+        """No store is attached any more: what it was told to have can not be had from it."""
+        for kind in (EventKind.CHECKPOINT_EVICTED, EventKind.PAGES_EVICTED):
+            self.store(kind, [key for is_pages, key in self._in_store if is_pages == (kind in _OF_PAGES)])
 
     def _close(self, feed: EventFeed) -> None:
         self._open.remove(feed)

@@ -225,7 +225,7 @@ def test_a_second_signal_does_not_wait_for_answers(tmp_path: Path) -> None:
             with urllib.request.urlopen(request, timeout=120) as response:
                 assert response.readline().startswith(b"data: ")
                 process.send_signal(signal.SIGTERM)
-                while _status(f"{address}/health") != 503:
+                while _status(f"{address}/ready") != 503:
                     assert process.poll() is None, "it did not wait for its answer"
                 process.send_signal(signal.SIGTERM)
                 assert b"the server is stopping" in response.read()

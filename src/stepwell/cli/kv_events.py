@@ -1,0 +1,57 @@
+"""The options of `stepwell serve` that say where it publishes what is cached. Imports no ZeroMQ unless one was given."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from typing import TYPE_CHECKING
+
+from stepwell.base.errors import ConfigError
+
+if TYPE_CHECKING:
+    from stepwell.server.kv_events.zmq_socket import EventAddresses, ZmqEvents
+
+_PUBLISH = "tcp://127.0.0.1:5557"
+
+
+def configure(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--kv-events", nargs="?", const=_PUBLISH, metavar="ADDRESS",
+        help=f"publish what is cached, for routers, as vLLM does over ZeroMQ (without an address: {_PUBLISH})",
+    )  # fmt: skip
+    parser.add_argument(
+        "--kv-events-replay", metavar="ADDRESS", help="where routers ask for events that they missed, as in tcp://127.0.0.1:5558"
+    )
+    parser.add_argument("--kv-events-topic", default="", metavar="TOPIC", help="of the events; some routers want one")
+
+
+def open_socket(args: Namespace) -> ZmqEvents | None:
+    """Takes the addresses that were given; None where there is none. Raises ConfigError."""
+    addresses = _addresses(args)
+    if addresses is None:
+        return None
+    from stepwell.server.kv_events.zmq_socket import ZmqEvents
+
+    return ZmqEvents(addresses)
+
+
+def summary(args: Namespace) -> list[tuple[str, str]]:
+    """What people should know before the first request."""
+    addresses = _addresses(args)
+    if addresses is None:
+        return []
+    lines = [("KV events", addresses.publish + (f", old ones at {addresses.replay}" if addresses.replay else ""))]
+    if beyond := addresses.beyond_this_machine:
+        lines.append(
+            ("warning", f"whoever reaches {' or '.join(beyond)} can read prompts and salts: keep it on a private network")
+        )
+    return lines
+
+
+def _addresses(args: Namespace) -> EventAddresses | None:
+    from stepwell.server.kv_events.zmq_socket import EventAddresses
+
+    if args.kv_events is not None:
+        return EventAddresses(publish=args.kv_events, replay=args.kv_events_replay, topic=args.kv_events_topic)
+    if args.kv_events_replay is not None or args.kv_events_topic:
+        raise ConfigError("--kv-events-replay and --kv-events-topic need --kv-events")
+    return None

@@ -1,0 +1,89 @@
+"""What routers and orchestrators ask of a server before they send it requests: does it live, is it ready, how busy is it.
+
+    /health     the process answers and the engine's thread runs. No reason to restart it
+    /ready      requests may be sent. Not while it stops, though it lives until the last answer has ended
+    /v1/loads   requests, memory and speed, as SGLang names them
+    /get_server_info, /model_info    what the server was started with, and what its model can do
+
+`/version` and `/server_info` stay unknown here on purpose: smg takes a server that answers them for vLLM or SGLang, and then asks
+it for things that only those have. No route waits for a pass.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime, timezone
+from typing import Any
+
+from fastapi import APIRouter
+
+from stepwell import __version__
+from stepwell.server.door import Door, asking, watching
+from stepwell.server.errors import SERVER, ApiError
+from stepwell.server.load import MAX_COUNT, Load
+from stepwell.server.served import Served
+
+
+def probe_router(served: Served, door: Door) -> APIRouter:
+    router = APIRouter()
+    keyed = [asking(served.principals)]
+
+    @router.get("/health")
+    async def health() -> dict[str, Any]:
+        _must_live(served)
+        return {"status": "ok", "model": served.name}
+
+    @router.get("/ready")
+    async def ready() -> dict[str, Any]:
+        _must_live(served)
+        if door.closed_at_s is not None:
+            raise ApiError(503, "the server is stopping: ask another one, or again later", type=SERVER, code="unavailable")
+        return {"status": "ready", "model": served.name}
+
+    @router.get("/v1/loads", dependencies=[] if served.open_metrics else [watching(served.principals)])
+    async def loads() -> dict[str, Any]:
+        _must_live(served)
+        load = served.load.read(arriving=served.loop.num_arriving)
+        at = datetime.now(timezone.utc).isoformat()
+        return {"timestamp": at, "dp_rank_count": 1, "loads": [_rank(load)]}
+
+    @router.get("/get_server_info", dependencies=keyed)
+    async def server_info() -> dict[str, Any]:
+        load = served.load.read(arriving=0)
+        return {
+            "version": __version__,
+            "served_model_name": served.name,
+            "context_length": served.max_context,
+            "max_total_tokens": min(load.max_tokens, MAX_COUNT),
+            "max_running_requests": load.max_running,
+            "dp_size": 1,
+            "is_embedding": False,
+        }
+
+    @router.get("/model_info", dependencies=keyed)
+    async def model_info() -> dict[str, Any]:
+        return {"is_generation": True, "has_image_understanding": False, "has_audio_understanding": False}
+
+    return router
+
+
+def _must_live(served: Served) -> None:
+    """Raises ApiError."""
+    if not served.loop.alive:
+        raise ApiError(503, "the engine has stopped", type=SERVER, code="unavailable")
+
+
+def _rank(load: Load) -> dict[str, Any]:
+    """There is one rank: the server is one engine, whatever it runs on."""
+    return {
+        "dp_rank": 0,
+        "num_running_reqs": load.running,
+        "num_waiting_reqs": load.waiting,
+        "num_total_reqs": load.running + load.waiting,
+        "num_used_tokens": min(load.used_tokens, MAX_COUNT),
+        "max_total_num_tokens": min(load.max_tokens, MAX_COUNT),
+        "token_usage": load.used_share,
+        "gen_throughput": load.tokens_per_s,
+        "cache_hit_rate": load.hit_rate,
+        "utilization": load.running / load.max_running,
+        "max_running_requests": load.max_running,
+    }

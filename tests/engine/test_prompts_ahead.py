@@ -73,19 +73,23 @@ def test_the_next_prompts_are_queued_with_the_token_of_the_last_one_unread(monke
 
 
 def test_a_page_is_ready_and_known_only_once_its_pass_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = prompt(4 * CHUNK)
     with small() as engine:
         device = LateDevice(engine, monkeypatch)
-        engine.submit(greedy(tokens := prompt(4 * CHUNK), 4))
         states = engine.cache._state.arena(Tier.DEVICE).state[Kind.PREFIX]
-        while engine.num_open:
-            engine.step()
-            computed = max((number for kind, number in device.log if kind == "read"), default=-1)
-            done = max((chunk.end for chunks in device.passes[: computed + 1] for chunk in chunks), default=0)
-            assert engine.cache.lookup(tokens).known_tokens <= done
-            for request in engine.scheduler.active.values():
-                assert request.lease is not None and request.position == min(done, request.reached)
-                assert not (states[request.lease.prefix_pages[-(-done // PAGE) :]] == READY).any()
-            engine.cache.audit()
+        compute = device.compute_upto
+
+        def looking(number: int) -> None:
+            (chunk,) = device.passes[number]
+            request = chunk.request
+            assert request.lease is not None and request.position == chunk.start < request.reached
+            assert not (states[request.lease.prefix_pages[-(-chunk.start // PAGE) :]] == READY).any()
+            assert engine.cache.lookup(tokens).known_tokens <= chunk.start
+            compute(number)
+
+        monkeypatch.setattr(device, "compute_upto", looking)
+        run(engine, [greedy(tokens, 4)])
+        assert len(device.read_late()) > 4 and engine.cache.lookup([*tokens, 1]).known_tokens == 4 * CHUNK
 
 
 def test_nobody_goes_over_a_stop_where_point_state_is_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:

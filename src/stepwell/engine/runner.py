@@ -8,9 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from stepwell.base.ids import LeaseId
+from stepwell.base.prompt import unpack
 from stepwell.engine.graphs import Graphs
 from stepwell.engine.models.base import Decoder
 from stepwell.engine.passes.batch import Batch, RequestRows
@@ -80,9 +83,8 @@ class Runner:
         lease = request.lease
         assert lease is not None, f"{request} was planned without a lease"
         assert lease.ready or chunk.arriving, f"{request} was planned without its bytes"
-        tokens = [*request.tokens[chunk.start : chunk.end], *chunk.proposed]
         return RequestRows(
-            tokens=[0] if chunk.follows else tokens,
+            tokens=_tokens_of(chunk, lease),
             position=chunk.start,
             prefix_pages=lease.prefix_pages,
             window_pages=lease.window_pages,
@@ -94,6 +96,15 @@ class Runner:
             hot_numbers=lease.hot_numbers,
             picks_from=0 if self.model.selector is None else request.prompt_tokens,
         )
+
+
+def _tokens_of(chunk: Chunk, lease: Lease) -> Sequence[int] | npt.NDArray[np.int32]:
+    """Those of a chunk; of one that follows, something in place of the token that only the device knows."""
+    if chunk.follows:
+        return (0,)
+    if chunk.decodes:
+        return [chunk.request.tokens[-1], *chunk.proposed]
+    return unpack(lease.packed)[chunk.start : chunk.end]  # a list of so many would be read one by one
 
 
 class Slots:

@@ -1,5 +1,5 @@
-"""Prompts whose passes are queued before the one before is read: resumed from the host, they give the bits of an engine that reads
-every pass at once and keeps all on the device.
+"""Prompts whose passes are queued before the one before is read. Resumed from the host, they give the bits of an engine that
+reads every pass at once and keeps all on the device.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ HYBRID := $(VENV)/.installed-hybrid
 REAL := $(VENV)/.installed-real
 WORKERS ?= auto
 
-.PHONY: help demo test test-real test-connectors test-vllm test-vllm-quick test-sglang test-routers lint types floors unit bench-tree bench-tree-peer bench-copies bench-store bench-opening bench-engine bench-gpu bench-restart bench-rows bench-connectors bench-sparse sparse-quality policy-report clean
+.PHONY: help demo test test-real test-connectors test-vllm test-vllm-quick test-sglang test-routers lint types floors unit bench-tree bench-tree-peer bench-copies bench-store bench-opening bench-engine bench-gpu bench-restart bench-rows bench-connectors bench-sparse sparse-quality policy-report clean bench-passes
 
 help: ## Show what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -87,6 +87,9 @@ bench-store: $(STAMP) ## The stores beside the disk, SGLang's files and raw Moon
 
 bench-engine: $(STAMP) $(REAL) ## Warm against cold, the cost of the cache, and decoding beside transformers
 	@$(BIN)/python benchmarks/bench_engine.py
+
+bench-passes: $(STAMP) ## What the host does between passes of prompts, with and without tiers, beside a device that is only played
+	@$(BIN)/python benchmarks/bench_passes.py $(ARGS)
 
 bench-gpu: $(STAMP) ## The engine on a GPU beside the hardware's limits and transformers, all goals in one table (ARGS="--only decode")
 	@$(BIN)/python benchmarks/bench_gpu.py $(ARGS)

@@ -1,6 +1,7 @@
 """What tiers cost that bring nothing: prompts that share nothing and short answers, with a host tier and a log, and without.
 
-Two engines take turns. Each turn begins when nothing is copied or stored any more; how long that takes is told beside.
+Two engines take turns. Each turn begins when nothing is copied or stored any more; how long that takes is told beside. So is how
+long the device had nothing queued after passes with prompts, in one turn.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import shutil
 import statistics
 import time
 
+from engine.device_queue import Watched
 from engine.driving import run, settle
 from gpu.bench import Bench
 from gpu.report import Goal, Row
@@ -32,16 +34,20 @@ def measure(bench: Bench) -> list[Row]:
     del made
     bench.clean()
     seconds: dict[str, list[float]] = {"off": [], "on": []}
+    waited: dict[str, list[float]] = {"off": [], "on": []}
     stored_s = 0.0
     try:
         for engine in engines.values():
             warm_up(bench, engine)
+        watched = {kind: Watched.over(engine) for kind, engine in engines.items()}
         for each in range(ROUNDS + 1):
             for kind, engine in engines.items():
+                watched[kind].forget()
                 took_s = _round_s(bench, engine, length)
                 stored_s = max(stored_s, _settled_s(engine))
                 if each:  # the first one only warms up
                     seconds[kind].append(took_s)
+                    waited[kind].append(watched[kind].waits().waited_s * 1e3)
             if each and bench.budget.left_s <= 0:
                 break
     finally:
@@ -53,6 +59,7 @@ def measure(bench: Bench) -> list[Row]:
     figures: dict[str, float | str] = {
         "device only, s": statistics.median(seconds["off"]), "all tiers, s": statistics.median(seconds["on"]),
         "cost, %": cost * 100, "of each round": " ".join(f"{each:.3f}" for each in ratios), "stored after, s": stored_s,
+        "waited between prompts, ms": statistics.median(waited["off"]), "with tiers": statistics.median(waited["on"]),
     }  # fmt: skip
     what = f"{BATCH} x ({length:,} + {ANSWER}) tokens"
     return [Row(what=what, figures=figures, goal=Goal(value=cost, limit=MOST_COST, most=True))]

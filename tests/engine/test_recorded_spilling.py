@@ -20,6 +20,7 @@ from parity.spilling import SPARSE, poison_freed, press, report
 from stepwell.engine import Engine, Finish, graphs
 from stepwell.engine.graphs import Graphs, Recording
 from stepwell.engine.passes.batch import Batch
+from stepwell.engine.request import Chunk
 from stepwell.engine.scheduler import Scheduler
 
 pytest.importorskip("transformers")
@@ -121,9 +122,9 @@ def test_steps_go_ahead_also_where_rows_must_leave_for_them(family: str, seed: i
     poison_freed(engine)
     ahead, shed, plan_ahead, random = [0], [0], Scheduler.plan_ahead, Random(seed)
 
-    def watched(scheduler: Scheduler, computing: Any) -> Any:
+    def watched(scheduler: Scheduler) -> Any:
         spilled = engine.cache.stats().counters.get("spilled_pages", 0)
-        following = plan_ahead(scheduler, computing)
+        following = plan_ahead(scheduler)
         shed.append(engine.cache.stats().counters.get("spilled_pages", 0) - spilled)
         ahead.append(len(following))
         return following
@@ -158,7 +159,7 @@ def test_a_batch_says_once_whether_rows_are_away() -> None:
             engine.step()
         runner = engine._runner
         (request,) = engine.scheduler.active.values()
-        batch = runner._batch([runner._segment(request, (0,), len(request.tokens) - 1)])
+        batch = runner._batch([runner._segment(Chunk(request=request, start=len(request.tokens) - 1, end=len(request.tokens)))])
         spilled = batch.spilled
         assert isinstance(batch, Batch) and spilled is not None and batch.spilled is spilled
         assert batch.paging_of("kv") is batch.rows_paging and batch.paging_of("index") is batch.paging(None)

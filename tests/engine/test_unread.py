@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 from engine.small import greedy, prompt, run, small, tokens_of
 from stepwell.engine import Ask, Engine, Limits, Sampling
+from stepwell.engine.request import Chunk
 from waiting import run_to_the_end
 
 pytest.importorskip("transformers")
@@ -69,8 +71,13 @@ def test_what_an_answer_left_in_the_cache_is_resumed_to_the_same_answer(family: 
 )
 def test_most_passes_begin_before_the_tokens_they_go_on_from_are_read(sampling: Sampling) -> None:
     with ahead() as engine:
-        follow, followed = engine._runner.follow, []
-        engine._runner.follow = lambda requests, token_B: followed.append(len(requests)) or follow(requests, token_B)
+        run_pass, followed = engine._runner.run, []
+
+        def noted(chunks: Sequence[Chunk], **more: Any) -> torch.Tensor:
+            followed.append(sum(chunk.follows for chunk in chunks))
+            return run_pass(chunks, **more)
+
+        engine._runner.run = noted  # type: ignore[method-assign]
         run(engine, [Ask(tokens=prompt(20, seed=at), sampling=replace(sampling, max_tokens=60)) for at in range(3)])
         assert sum(followed) > 3 * 60 * 0.8
 
@@ -102,16 +109,16 @@ def test_an_aborted_request_leaves_the_others_as_they_are() -> None:
 def test_one_request_whose_numbers_break_ends_alone() -> None:
     with ahead() as engine:
         numbers = [engine.submit(greedy(prompt(20, seed=at), 30)) for at in range(3)]
-        follow, turns = engine._runner.follow, []
+        run_pass, turns = engine._runner.run, []
 
-        def spoiled(requests: Any, token_B: torch.Tensor) -> torch.Tensor:
-            logits_BV = follow(requests, token_B).clone()
-            turns.append(len(requests))
-            if len(turns) == 6:
-                logits_BV[[each.id for each in requests].index(numbers[1])] = torch.nan
+        def spoiled(chunks: Sequence[Chunk], **more: Any) -> torch.Tensor:
+            logits_BV = run_pass(chunks, **more).clone()
+            turns.append(all(chunk.follows for chunk in chunks))
+            if sum(turns) == 6:
+                logits_BV[[each.request.id for each in chunks].index(numbers[1])] = torch.nan
             return logits_BV
 
-        engine._runner.follow = spoiled
+        engine._runner.run = spoiled  # type: ignore[method-assign]
         ends = {delta.request: delta for delta in run_to_the_end(engine) if delta.finish is not None}
         assert [ends[number].finish.value for number in numbers] == ["length", "error", "length"]
 

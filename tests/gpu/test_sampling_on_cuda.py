@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from random import Random
@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 from engine.small import prompt, run, small, tokens_of  # noqa: E402
 from not_run import NO_CUDA  # noqa: E402
 from stepwell.engine import Ask, Sampling  # noqa: E402
+from stepwell.engine.request import Chunk  # noqa: E402
 from stepwell.engine.sampling import UNSOUND, Draw, number_for, pick  # noqa: E402
 
 pytestmark = [
@@ -91,8 +92,13 @@ def answers(family: str, *, ahead: bool) -> tuple[list[list[int]], int]:
     with small(family, device="cuda", dtype="fp32", device_memory="16MiB", host_memory="16MiB") as engine:
         assert engine._reads_later, "decode steps of this family ask the host"
         engine._reads_later = ahead
-        follow = engine._runner.follow
-        engine._runner.follow = lambda requests, token_B: followed.append(len(requests)) or follow(requests, token_B)
+        run_pass = engine._runner.run
+
+        def noted(chunks: Sequence[Chunk], **more: Any) -> torch.Tensor:
+            followed.append(sum(chunk.follows for chunk in chunks))
+            return run_pass(chunks, **more)
+
+        engine._runner.run = noted
         return [tokens_of(deltas) for deltas in run(engine, asks)], sum(followed)
 
 

@@ -15,7 +15,7 @@ from stepwell.base.ids import Kind, Tier
 from stepwell.cache.build import CacheTuning
 from stepwell.engine import Ask, Engine, EngineConfig, Limits, Sampling, build_engine
 from stepwell.engine.loading.checkpoint import Checkpoint
-from stepwell.engine.request import Chunk, Request
+from stepwell.engine.request import Chunk
 from stepwell.policy.placement import PlacementRules
 from stepwell.tiers.eviction import make_room
 from waiting import run_to_the_end, settle
@@ -59,26 +59,17 @@ class Recorded:
         runner = self.engine._runner
         run = runner.run
 
-        def recording(chunks: Sequence[Chunk]) -> torch.Tensor:
+        def recording(chunks: Sequence[Chunk], **more: Any) -> torch.Tensor:
             for chunk in chunks:
                 assert chunk.request.lease is not None
                 self.resumed.setdefault(chunk.request.id, chunk.request.lease.resume)
                 self.chunks.setdefault(chunk.request.id, []).append(chunk.end)
-            logits = run(chunks)
+            logits = run(chunks, **more)
             for chunk, row in zip([each for each in chunks if each.completes], logits, strict=True):
                 self.logits.setdefault(chunk.request.id, []).append(row.clone())
             return logits
 
-        follow = runner.follow
-
-        def recording_ahead(requests: Sequence[Request], token_B: torch.Tensor) -> torch.Tensor:
-            logits = follow(requests, token_B)
-            for request, row in zip(requests, logits, strict=True):
-                self.chunks[request.id].append(len(request.tokens) + 1)
-                self.logits[request.id].append(row.clone())
-            return logits
-
-        runner.run, runner.follow = recording, recording_ahead  # type: ignore[method-assign]
+        runner.run = recording  # type: ignore[method-assign]
 
     def play(self, prompt: Sequence[int], *, use_cache: bool = True, answer: int = ANSWER) -> Played:
         return self.play_all([prompt], use_cache=use_cache, answer=answer)[0]

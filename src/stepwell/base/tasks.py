@@ -229,6 +229,8 @@ class Reply:
 
 def joint(outcomes: Sequence[Outcome]) -> Outcome:
     """All ranks' outcomes as one: an item is OK when it is OK everywhere, else it has the first status that was not."""
+    if len(outcomes) == 1:
+        return outcomes[0]
     items = zip(*(outcome.statuses for outcome in outcomes), strict=True)
     statuses = [next((status for status in each if status is not ItemStatus.OK), ItemStatus.OK) for each in items]
     error = next((outcome.error for outcome in outcomes if outcome.error is not None), None)

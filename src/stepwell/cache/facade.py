@@ -90,8 +90,9 @@ class Cache(ReadOnlyCache):
         return lease
 
     @one_thread
-    def ask_checkpoint(self, lease: Lease, boundary: int) -> bool:
-        """Asks a running request to stop at `boundary` of its prompt too, since another wants to resume there.
+    def ask_checkpoint(self, lease: Lease, boundary: int, *, begun: int = 0) -> bool:
+        """Asks a running request to stop at `boundary` of its prompt too, since another wants to resume there. Tokens before
+        `begun` are being computed, and what is left at stops among them is settled.
 
         False when nobody will be able to: it is past it, or publishes nothing, or no request could resume there.
         """
@@ -100,6 +101,8 @@ class Cache(ReadOnlyCache):
         if not (lease.publishes and spec.is_legal(boundary) and lease.position < boundary < lease.prompt_tokens):
             return False
         if spec.needs_checkpoint_at(boundary):
+            if boundary < begun:
+                return boundary in lease.stops
             lease.stops = tuple(sorted({*lease.stops, boundary}))
         return True
 
@@ -165,6 +168,12 @@ class Cache(ReadOnlyCache):
         `ahead` of the computation.
         """
         self._learn_speed(tokens, took_s)
+
+    @one_thread
+    def begins(self, lease: Lease) -> None:
+        """Says that what the lease commits next is computed from now on: the device was busy with others until now."""
+        lease.must_be(LeaseState.READY, LeaseState.LOADING)
+        lease.computing_since_s = self._state.clock.now()
 
     @one_thread
     def wait_arriving(self, lease: Lease) -> bool:

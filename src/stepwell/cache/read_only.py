@@ -168,9 +168,11 @@ class ReadOnlyCache:
         return min(pages, hot_pages_of(self._state) + max(TAIL_PAGES, pages - spilling) + chunk)
 
     @one_thread
-    def next_stop(self, lease: Lease) -> int | None:
-        """Where the engine must end its chunk next and commit; None for nowhere."""
-        return publish.next_stop(self._state, lease)
+    def next_stop(self, lease: Lease, *, after: int | None = None) -> int | None:
+        """Where the engine must end its chunk next and commit; None for nowhere. `after` is where that chunk begins, if tokens
+        before it are being computed and are not committed yet.
+        """
+        return publish.next_stop(self._state, lease, after)
 
     @one_thread
     def wants_checkpoint(self, lease: Lease, boundary: int) -> bool:

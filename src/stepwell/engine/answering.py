@@ -50,16 +50,22 @@ class Answering:
         return deltas
 
     def take(self, computed: Unread) -> None:
-        """What comes of a pass once its tokens are read. Requests that have ended since it began have nothing of it."""
-        for request, lease, token in zip(computed.requests, computed.leases, computed.read(), strict=True):
+        """What comes of a pass once its tokens are read. Waits for it. Requests that have ended since it began have nothing of
+        it.
+        """
+        tokens = computed.read()
+        for chunk, lease in zip(computed.chunks, computed.leases, strict=True):
+            request = chunk.request
             if request.id not in self.requests or request.lease is not lease:
                 continue
             assert request.runs, f"{request} was computed on, and its lease is not ready any more"
-            if token == UNSOUND:
+            row = computed.rows.get(request.id)
+            if row is not None and tokens[row] == UNSOUND:
                 self.end(request, Finish.FAILED, error=_NOT_NUMBERS)
                 continue
-            self._commit(request, len(request.tokens))
-            self._add(request, Chosen(token=token))
+            self._commit(request, chunk.end)
+            if row is not None:
+                self._add(request, Chosen(token=tokens[row]))
 
     def choose(self, chunks: Sequence[Chunk], logits: torch.Tensor) -> None:
         """What comes of a pass whose logits are there: tokens for the chunks that complete their requests.

@@ -186,7 +186,8 @@ class Engine:
         self._settle(self.cache.step())
         self.scheduler.admit()
         self._end_failed()
-        if not self._go_ahead():
+        self._go_ahead()
+        if self._unread is None:
             chunks = self.scheduler.plan()
             self._end_failed()
             if chunks:
@@ -311,36 +312,42 @@ class Engine:
         for request in list(self.scheduler.active.values()):
             self._answering.end(request, Finish.FAILED, error=error)
 
-    def _go_ahead(self) -> bool:
-        """Starts the next pass of requests that only decode, then reads the tokens of the pass before it.
-
-        False when there is none to start; the pass before is read all the same.
-        """
-        before = self._unread
+    def _go_ahead(self) -> None:
+        """Starts the pass behind the one that is not read yet, where there is one to start; then reads that one."""
+        before, self._unread = self._unread, None
         if before is None:
-            return False
-        following = self.scheduler.plan_ahead(before.valid_requests())
-        self._unread = None
-        if following:
-            logits = self._runner.follow(following, before.tokens_of(following))
-            self._unread = Unread.of(following, logits, after=1, to_host=self._to_host)
-            self.passes += 1
-            self._count_fallbacks()
+            return
+        chunks = self.scheduler.plan_ahead()
+        if chunks and self._can_be_read_later(chunks):
+            self._start(chunks, before)
         self._answering.take(before)
-        return self._unread is not None
+        self._begins(chunks if self._unread is not None else ())
 
     def _can_be_read_later(self, chunks: Sequence[Chunk]) -> bool:
         """Whether the host needs no more of a pass than its tokens, and may read them while the next one runs."""
-        return self._reads_later and all(
-            chunk.decodes and not chunk.arriving and chunk.request.ask.sampling.logprobs is None for chunk in chunks
+        return self._reads_later and not any(
+            chunk.arriving or (chunk.completes and chunk.request.ask.sampling.logprobs is not None) for chunk in chunks
         )
+
+    def _start(self, chunks: Sequence[Chunk], before: Unread | None = None) -> None:
+        """Starts a pass that is read when the next one was started."""
+        logits = self._runner.run(chunks, put_unread=None if before is None else before.put_into)
+        self._unread = Unread.of(chunks, logits, to_host=self._to_host)
+        for chunk in chunks:
+            chunk.request.started = chunk.end
+        self.passes += 1
+        self._count_fallbacks()
+
+    def _begins(self, chunks: Sequence[Chunk]) -> None:
+        """The device begins with these only now, for it was busy with the pass before: how long prompts take is measured."""
+        for chunk in chunks:
+            lease = chunk.request.lease
+            if lease is not None and chunk.start < lease.prompt_tokens:
+                self.cache.begins(lease)
 
     def _compute(self, chunks: Sequence[Chunk]) -> None:
         if self._can_be_read_later(chunks):
-            requests, logits = [chunk.request for chunk in chunks], self._runner.run(chunks)
-            self._unread = Unread.of(requests, logits, after=0, to_host=self._to_host)
-            self.passes += 1
-            self._count_fallbacks()
+            self._start(chunks)
             return
         if self._speculation is None:
             logits = self._runner.run(chunks)

@@ -137,6 +137,7 @@ class Request:
     lease: Lease | None = None
     ticket: Ticket | None = None
     match: Match | None = None  # what was found of its prompt, while it waits
+    started: int = 0  # everything before it is in passes that were started under its lease, to be read later
     sources: Sources | None = None  # of the prompt, when it began
     began_s: float | None = None
     first_token_s: float | None = None
@@ -160,6 +161,11 @@ class Request:
         return self.lease.position if self.lease is not None else 0
 
     @property
+    def reached(self) -> int:
+        """Everything before it is computed, or will be by a pass that was started and is not read yet."""
+        return max(self.position, self.started)
+
+    @property
     def runs(self) -> bool:
         return self.lease is not None and self.lease.ready
 
@@ -169,9 +175,10 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Chunk:
-    """The next tokens of a request, up to `end`; then room for `ahead` guesses of what follows, once they are `proposed`."""
+    """The next tokens of a request, `[start, end)`; then room for `ahead` guesses of what follows, once they are `proposed`."""
 
     request: Request
+    start: int
     end: int
     ahead: int = 0
     proposed: tuple[int, ...] = ()
@@ -179,14 +186,19 @@ class Chunk:
 
     @property
     def size(self) -> int:
-        return self.end + self.ahead - self.request.position
+        return self.end + self.ahead - self.start
+
+    @property
+    def follows(self) -> bool:
+        """Whether it is a token that only the device knows: one that a pass is to choose which nobody has read yet."""
+        return self.start == len(self.request.tokens)
 
     @property
     def completes(self) -> bool:
         """Whether a token can be sampled after it."""
-        return self.end == len(self.request.tokens)
+        return self.end >= len(self.request.tokens)
 
     @property
     def decodes(self) -> bool:
         """Whether it is the last token alone, and what may be guessed after it."""
-        return self.completes and self.end - self.request.position == 1
+        return self.completes and self.end - self.start == 1

@@ -8,18 +8,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from stepwell.base.ids import LeaseId
+from stepwell.base.prompt import unpack
 from stepwell.engine.graphs import Graphs
 from stepwell.engine.models.base import Decoder
 from stepwell.engine.passes.batch import Batch, RequestRows
 from stepwell.engine.passes.open_groups import OpenGroups
 from stepwell.engine.passes.pages import DevicePages
 from stepwell.engine.passes.spilling import SpillReport
-from stepwell.engine.request import Chunk, Request
+from stepwell.engine.request import Chunk
 from stepwell.jobs.executors import Arriving
 from stepwell.tiers.lease import Lease, LeaseState
+
+PutUnread = Callable[[torch.Tensor, Sequence[Chunk]], torch.Tensor]  # tokens of a pass, with those that only the device knows
 
 
 class Runner:
@@ -41,25 +46,23 @@ class Runner:
 
     @property
     def goes_ahead(self) -> bool:
-        """Whether a step may begin before the host has read the tokens it goes on from."""
+        """Whether a pass may begin before the host has read what comes of the one before."""
         return self._steady
 
-    def follow(self, requests: Sequence[Request], token_B: torch.Tensor) -> torch.Tensor:
-        """One more token of each request: the one after all it has, which only the device knows. Returns their logits."""
-        segments = [self._segment(request, (0,), len(request.tokens)) for request in requests]
-        batch = self._batch(segments)
-        batch.tokens_N = token_B
-        return self._forward(batch)
-
-    def run(self, chunks: Sequence[Chunk], on_stream: Callable[[torch.Tensor], None] | None = None) -> torch.Tensor:
+    def run(
+        self, chunks: Sequence[Chunk], on_stream: Callable[[torch.Tensor], None] | None = None, *,
+        put_unread: PutUnread | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """Computes the chunks, and returns logits for those that complete what their request has so far, in their order.
 
         One row for a request's last token, and one for each that is proposed after it. `on_stream` is given the stream of all
-        tokens behind the last layer.
+        tokens behind the last layer. `put_unread` knows the tokens of chunks that follow a pass which nobody has read.
         """
         self._slots.sweep()
         arriving = list(dict.fromkeys(load for chunk in chunks for load in chunk.arriving))
-        batch = self._batch([self._chunk(chunk) for chunk in chunks], arriving)
+        batch = self._batch([self._segment(chunk) for chunk in chunks], arriving)
+        if put_unread is not None:
+            batch.tokens_N = put_unread(batch.tokens_N, chunks)
         if on_stream is None:
             return self._forward(batch)
         last = len(self.model.layers) - 1
@@ -75,28 +78,33 @@ class Runner:
             arriving=arriving,
         )
 
-    def _chunk(self, chunk: Chunk) -> RequestRows:
+    def _segment(self, chunk: Chunk) -> RequestRows:
         request = chunk.request
-        assert request.runs or chunk.arriving, f"{request} was planned without its bytes"
-        tokens = [*request.tokens[request.position : chunk.end], *chunk.proposed]
-        return self._segment(request, tokens, request.position, num_logits=1 + len(chunk.proposed) if chunk.completes else 0)
-
-    def _segment(self, request: Request, tokens: Sequence[int], position: int, *, num_logits: int = 1) -> RequestRows:
         lease = request.lease
         assert lease is not None, f"{request} was planned without a lease"
+        assert lease.ready or chunk.arriving, f"{request} was planned without its bytes"
         return RequestRows(
-            tokens=tokens,
-            position=position,
+            tokens=_tokens_of(chunk, lease),
+            position=chunk.start,
             prefix_pages=lease.prefix_pages,
             window_pages=lease.window_pages,
             first_window=lease.first_window,
             point_page=int(lease.point_pages[0]) if len(lease.point_pages) else None,
             slot=self._slots.of(lease),
-            resumes=position == lease.resume,
-            num_logits=num_logits,
+            resumes=chunk.start == lease.resume,
+            num_logits=1 + len(chunk.proposed) if chunk.completes else 0,
             hot_numbers=lease.hot_numbers,
             picks_from=0 if self.model.selector is None else request.prompt_tokens,
         )
+
+
+def _tokens_of(chunk: Chunk, lease: Lease) -> Sequence[int] | npt.NDArray[np.int32]:
+    """Those of a chunk; of one that follows, something in place of the token that only the device knows."""
+    if chunk.follows:
+        return (0,)
+    if chunk.decodes:
+        return [chunk.request.tokens[-1], *chunk.proposed]
+    return unpack(lease.packed)[chunk.start : chunk.end]  # a list of so many would be read one by one
 
 
 class Slots:

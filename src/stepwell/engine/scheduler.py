@@ -9,11 +9,11 @@ others a chunk, up to a budget in all. Computes nothing, samples nothing. One th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from stepwell.base.errors import ConfigError, NoRoom
-from stepwell.base.ids import LeaseId
+from stepwell.base.ids import Kind, LeaseId
 from stepwell.base.meters import Clock
 from stepwell.base.prompt import TOKEN_BYTES, common_pages
 from stepwell.cache.facade import Cache
@@ -25,6 +25,7 @@ from stepwell.tree.match import Match
 MAX_FAILED_LEASES = 3  # after which a request computes its whole prompt, for itself alone
 NO_ROOM = "the device tier has no room for this request, even alone; shorten it"
 Ahead = Callable[[Request, int], int]  # how many tokens may be guessed for a request, when so many decode
+HasRoom = Callable[[Request, int, list[Chunk]], bool]  # pages for a request up to a token, beside chunks that are planned
 COMPARED = 32  # waiting requests that are put in order; the others keep their turn
 
 
@@ -50,6 +51,7 @@ class Scheduler:
         self.failed: list[tuple[Request, str]] = []  # that cannot run, and why, for the engine to end
         self._cache = cache
         self._step = cache.spec.boundary_step
+        self._hands_over = bool(cache.spec.parts(Kind.POINT))  # what a request leaves at a stop; it goes on with a copy
         self._clock = clock
         # Tokens shared with waiting requests, by lease, then by request and the length of its prompt, which preemption changes.
         self._compared: dict[LeaseId, dict[tuple[int, int], int]] = {}
@@ -89,7 +91,7 @@ class Scheduler:
         if request.lease is not None:
             self._compared.pop(request.lease.id, None)
             self._cache.release(request.lease)
-            request.lease = None
+            request.lease, request.started = None, 0
 
     # ---- admission --------------------------------------------------------------------------------
 
@@ -166,7 +168,9 @@ class Scheduler:
             if lease.namespace.digest != request.namespace.digest or lease.position >= lease.prompt_tokens:
                 continue
             boundary = min(self._shared(lease, request.id, match), (lease.prompt_tokens - 1) // step * step)
-            if boundary > max(match.restore_tokens, lease.position) and self._cache.ask_checkpoint(lease, boundary):
+            if boundary <= max(match.restore_tokens, lease.position):
+                continue
+            if self._cache.ask_checkpoint(lease, boundary, begun=other.reached):
                 return True
         return False
 
@@ -185,51 +189,60 @@ class Scheduler:
     # ---- the next pass ----------------------------------------------------------------------------
 
     def plan(self) -> list[Chunk]:
-        """The chunks of the next pass, with room for all of them; those of one token first."""
-        chunks: list[Chunk] = []
+        """The chunks of the next pass, with room for all of them; those of one token first. All that was started is read."""
         arriving = self._arriving()
         running = [each for each in self.active.values() if each.runs or each.id in arriving]
-        decoding = [each for each in running if len(each.tokens) - each.position == 1]
+        return self._cut(running, self._room_for, arriving)
+
+    def plan_ahead(self) -> list[Chunk]:
+        """The same while a pass was started and is not read: every request goes on from where that leaves it.
+
+        None where somebody has no room: nobody's is taken before what was computed in it is cached.
+        """
+        try:
+            return self._cut([each for each in self.active.values() if self._goes_on(each)], self._grown, {})
+        except NoRoom:
+            return []
+
+    def _cut(self, running: Sequence[Request], has_room: HasRoom, arriving: Mapping[int, tuple[Arriving, ...]]) -> list[Chunk]:
+        chunks: list[Chunk] = []
+        decoding = [each for each in running if len(each.tokens) - each.reached <= 1]
         for request in decoding:
             if request.id not in self.active:
                 continue  # another took its room
-            ahead = self._ahead_of(request, len(decoding))
-            if ahead or self._room_for(request, len(request.tokens), chunks):
+            start, ahead = request.reached, self._ahead_of(request, len(decoding))
+            if ahead or has_room(request, start + 1, chunks):
                 loads = arriving.get(request.id, ())
-                chunks.append(Chunk(request=request, end=len(request.tokens), ahead=ahead, arriving=loads))
+                chunks.append(Chunk(request=request, start=start, end=start + 1, ahead=ahead, arriving=loads))
         budget = self.limits.chunk_tokens - len(chunks)  # guesses come on top: prompts are cut as they are without
-        for request in [each for each in running if len(each.tokens) - each.position > 1]:
+        for request in [each for each in running if len(each.tokens) - each.reached > 1]:
             if budget <= 0:
                 break
             if request.id not in self.active:
                 continue  # another took its room
-            end = self._chunk_end(request, budget)
-            if self._room_for(request, end, chunks):
-                chunks.append(Chunk(request=request, end=end, arriving=arriving.get(request.id, ())))
+            start, end = request.reached, self._chunk_end(request, budget)
+            if has_room(request, end, chunks):
+                chunks.append(Chunk(request=request, start=start, end=end, arriving=arriving.get(request.id, ())))
                 budget -= chunks[-1].size
         return sorted(chunks, key=lambda chunk: (chunk.size > 1, chunk.end))  # alike lengths side by side
 
-    def plan_ahead(self, computing: Sequence[Request]) -> list[Request]:
-        """Of requests whose last token is being computed, those that may go on from what comes of it before anybody has read it.
-
-        None when others have something to compute too. With room for one token more each; nobody else's is taken for it.
-        """
-        known = {request.id for request in computing}
-        if any(request.runs and request.id not in known for request in self.active.values()):
-            return []
-        return [request for request in computing if request.id in self.active and self._goes_on(request)]
-
     def _goes_on(self, request: Request) -> bool:
-        """Whether a request can be computed one token further. Not over a stop: what it leaves there is handed over first."""
-        lease, here = request.lease, len(request.tokens)
-        if lease is None or not lease.ready or request.answer_tokens + 1 >= request.max_tokens:
+        """Whether a request can be computed further before what was started of it is read.
+
+        Not behind its last token. Nor over a stop where its point state is handed over first: the next pass would change it.
+        """
+        lease, here = request.lease, request.reached
+        if lease is None or not lease.ready:
             return False
-        if self._cache.next_stop(lease) == here:
+        if here == len(request.tokens) and request.answer_tokens + 1 >= request.max_tokens:
             return False
-        try:
-            self._cache.grow(lease, here + 1)
-        except NoRoom:
-            return False
+        stop = self._cache.next_stop(lease) if self._hands_over else None
+        return stop is None or stop > here
+
+    def _grown(self, request: Request, upto: int, _planned: list[Chunk]) -> bool:
+        """Gets pages for a chunk, if they can be had without taking anybody's. Raises NoRoom."""
+        assert request.lease is not None
+        self._cache.grow(request.lease, upto)
         return True
 
     def _arriving(self) -> dict[int, tuple[Arriving, ...]]:
@@ -262,8 +275,8 @@ class Scheduler:
 
     def _chunk_end(self, request: Request, budget: int) -> int:
         assert request.lease is not None
-        end = min(len(request.tokens), request.position + budget)
-        stop = self._cache.next_stop(request.lease)
+        end = min(len(request.tokens), request.reached + budget)
+        stop = self._cache.next_stop(request.lease, after=request.reached)
         return end if stop is None else min(end, stop)
 
     def _room_for(self, request: Request, upto: int, planned: list[Chunk]) -> bool:

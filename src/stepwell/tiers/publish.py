@@ -227,12 +227,13 @@ def note_missing_state(state: CacheState, lease: Lease, name: str, since: int) -
             missing_state.note(node, name, since, page_tokens)
 
 
-def next_stop(state: CacheState, lease: Lease) -> int | None:
+def next_stop(state: CacheState, lease: Lease, after: int | None = None) -> int | None:
     """The next boundary at which the engine must stop and commit, in the prompt or in its answer."""
+    after = lease.position if after is None else after
     for stop in lease.stops:
-        if stop > lease.position:
+        if stop > after:
             return stop
-    start = max(lease.position, lease.prompt_tokens - 1)
+    start = max(after, lease.prompt_tokens - 1)
     return next_decode_stop(state.spec, state.placement, position=start)
 
 

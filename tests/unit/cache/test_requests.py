@@ -235,6 +235,25 @@ def test_hints_become_stops_and_the_engine_is_told_the_next_one() -> None:
     assert rig.serve([*text(1, 12), 9]).device == 12
 
 
+def test_no_stop_is_asked_for_among_tokens_that_are_being_computed() -> None:
+    """A pass that was queued over it leaves nothing there."""
+    rig = Rig(HYBRID, placement=PlacementConfig(interval_tokens=0, decode_interval_tokens=8))
+    lease = rig.ready(text(1, 30), hints=(8,))
+    assert lease.stops == (8, 28)
+    assert not rig.cache.ask_checkpoint(lease, 12, begun=16) and lease.stops == (8, 28)
+    assert rig.cache.ask_checkpoint(lease, 8, begun=16), "a stop that is there already is not forgotten"
+    assert rig.cache.ask_checkpoint(lease, 16, begun=16) and lease.stops == (8, 16, 28), "nothing is queued behind this one yet"
+    assert [rig.cache.next_stop(lease, after=after) for after in (0, 8, 15, 16)] == [8, 16, 16, 28]
+    rig.cache.release(lease)
+
+
+def test_without_checkpoints_what_is_being_computed_can_be_waited_for() -> None:
+    rig = Rig(FULL)
+    lease = rig.ready(text(1, 30))
+    assert rig.cache.ask_checkpoint(lease, 12, begun=16) and not lease.stops
+    rig.cache.release(lease)
+
+
 def test_a_stop_that_is_passed_over_leaves_no_checkpoint() -> None:
     rig = Rig(HYBRID)
     lease = rig.ready(text(1, 22))

@@ -1,0 +1,294 @@
+"""Passes of prompts that are queued before the pass before them is read: in which order the host does what, and that nothing of
+it shows in answers or in what is cached.
+"""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+
+from engine.late_device import LateDevice
+from engine.small import PAGE, greedy, prompt, run, small, tokens_of
+from stepwell.base.config import PlacementConfig
+from stepwell.base.errors import NoRoom
+from stepwell.base.ids import Kind, Tier
+from stepwell.base.meters import ManualClock
+from stepwell.engine import Ask, Engine, Limits, Sampling
+from stepwell.memory.arena import READY
+from stepwell.tiers.eviction import make_room
+from waiting import run_to_the_end, run_until, settle
+
+pytest.importorskip("transformers")
+
+CHUNK = 64
+FAMILIES = ["llama", "mistral", "gemma3", "gpt_oss", "qwen3_next", "falcon_h1", "mamba2", "deepseek_v3", "deepseek_v4"]
+STOPS = PlacementConfig(interval_tokens=5 * PAGE, decode_interval_tokens=2 * PAGE)
+
+
+def asks(seed: int, *, most: int = 300) -> list[Ask]:
+    """Prompts of several chunks, some alike at first, that arrive together."""
+    draw, shared = Random(seed), prompt(100, seed=seed)
+    made = []
+    for at in range(6):
+        tokens = [*shared[: draw.randrange(100)], *prompt(draw.randrange(1, most), seed=100 * seed + at)]
+        sampling = Sampling(max_tokens=draw.choice([1, 2, 20, 40]), temperature=draw.choice([0, 0, 0.8]), seed=at)
+        made.append(Ask(tokens=tokens, sampling=sampling))
+    return made
+
+
+def expected(family: str, many: list[Ask], **settings: Any) -> list[list[int]]:
+    """By an engine that reads every pass at once."""
+    with small(family, **settings) as engine:
+        return [tokens_of(deltas) for deltas in run(engine, many)]
+
+
+# ---- in which order -----------------------------------------------------------------------------------
+
+
+def test_every_chunk_of_a_prompt_is_queued_before_the_one_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    with small() as engine:
+        device = LateDevice(engine, monkeypatch)
+        run(engine, [greedy(prompt(5 * CHUNK), 4)])
+        assert [chunk.end for (chunk,) in device.passes[:5]] == [CHUNK, 2 * CHUNK, 3 * CHUNK, 4 * CHUNK, 5 * CHUNK]
+        assert device.read_late() == list(range(len(device.passes) - 1)), device.log
+        assert max(queued - read for read, queued in _queued_when_read(device.log)) == 1, "never more than one pass ahead"
+
+
+def _queued_when_read(log: list[tuple[str, int]]) -> list[tuple[int, int]]:
+    """Of each pass that is read, its number and that of the last one in the queue."""
+    return [
+        (number, max(each for of, each in log[:at] if of == "queue")) for at, (kind, number) in enumerate(log) if kind == "read"
+    ]
+
+
+def test_the_next_prompts_are_queued_with_the_token_of_the_last_one_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What begins to answer and what is still computed share passes, all of which are queued in time."""
+    with small() as engine:
+        device = LateDevice(engine, monkeypatch)
+        run(engine, [greedy(prompt(40 + at, seed=at), 12) for at in range(8)])
+        mixed = [chunks for chunks in device.passes if len({chunk.size > 1 for chunk in chunks}) == 2]
+        assert len(mixed) > 3 and len(device.read_late()) == len(device.passes) - 1
+
+
+def test_a_page_is_ready_and_known_only_once_its_pass_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = prompt(4 * CHUNK)
+    with small() as engine:
+        device = LateDevice(engine, monkeypatch)
+        states = engine.cache._state.arena(Tier.DEVICE).state[Kind.PREFIX]
+        compute = device.compute_upto
+
+        def looking(number: int) -> None:
+            (chunk,) = device.passes[number]
+            request = chunk.request
+            assert request.lease is not None and request.position == chunk.start < request.reached
+            assert not (states[request.lease.prefix_pages[-(-chunk.start // PAGE) :]] == READY).any()
+            assert engine.cache.lookup(tokens).known_tokens <= chunk.start
+            compute(number)
+
+        monkeypatch.setattr(device, "compute_upto", looking)
+        run(engine, [greedy(tokens, 4)])
+        assert len(device.read_late()) > 4 and engine.cache.lookup([*tokens, 1]).known_tokens == 4 * CHUNK
+
+
+def test_nobody_goes_over_a_stop_where_point_state_is_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checkpoint would hold what a later pass made of it."""
+    with small("mamba2", placement=STOPS) as engine:
+        device = LateDevice(engine, monkeypatch)
+        run(engine, [greedy(prompt(300), 4)])
+        stops = set(range(5 * PAGE, 300, 5 * PAGE))
+        ends = [chunk.end for (chunk,) in device.passes]
+        assert stops <= set(ends)
+        late = {ends[number] for number in device.read_late()}
+        assert not late & stops and late, "chunks between stops are queued in time"
+
+
+def test_windows_are_no_reason_to_wait_at_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their pages are full there, and nobody writes them again."""
+    with small("gemma3", placement=STOPS) as engine:
+        device = LateDevice(engine, monkeypatch)
+        run(engine, [greedy(prompt(300), 4)])
+        assert device.read_late() == list(range(len(device.passes) - 1))
+        for boundary in range(5 * PAGE, 300, 5 * PAGE):
+            assert engine.cache.lookup(prompt(300)[: boundary + 1]).restore_tokens == boundary
+
+
+# ---- the same answers ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("seed", range(2))
+def test_answers_are_those_of_an_engine_that_reads_at_once(family: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    how = {"placement": STOPS, "limits": Limits(chunk_tokens=CHUNK, max_running=4)}
+    with small(family, **how) as engine:
+        device = LateDevice(engine, monkeypatch)
+        found = [tokens_of(deltas) for deltas in run(engine, asks(seed))]
+        assert device.read_late()
+    assert found == expected(family, asks(seed), **how)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_cached_is_resumed_from_the_host_to_the_same_answer(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, turn = greedy(prompt(230), 40), prompt(30, seed=9)
+    with small(family, placement=STOPS) as engine:
+        told = tokens_of(run(engine, [first])[0])
+        follow = greedy([*first.tokens, *told, *turn], 20)
+        again = tokens_of(run(engine, [follow])[0])
+    with small(family, placement=STOPS) as engine:
+        LateDevice(engine, monkeypatch)
+        assert tokens_of(run(engine, [first])[0]) == told
+        settle(engine.cache)
+        _empty_device(engine)
+        (deltas,) = run(engine, [follow])
+        assert tokens_of(deltas) == again
+        usage = deltas[-1].usage
+        assert usage is not None and usage.sources.host > 100 and usage.sources.computed < 100
+
+
+def _empty_device(engine: Engine) -> None:
+    state = engine.cache._state
+    make_room(state, Tier.DEVICE, {Kind.PREFIX: state.arena(Tier.DEVICE).layout.rows(Kind.PREFIX) + 1})
+
+
+def test_requests_that_share_a_prompt_still_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for what is in a pass that nobody has read; and no stop is asked for behind which a pass was queued."""
+    shared, each = prompt(250, seed=3), [prompt(40, seed=50 + at) for at in range(4)]
+    for family in ("llama", "gemma3", "mamba2"):
+        with small(family) as engine:
+            LateDevice(engine, monkeypatch)
+            engine.submit(greedy([*shared, *each[0]], 4))
+            for _ in range(2):
+                engine.step()
+            numbers = [engine.submit(greedy([*shared, *more], 4)) for more in each[1:]]
+            sources = {d.request: d.usage.sources for d in run_to_the_end(engine) if d.usage is not None}
+            assert all(sources[number].computed < 120 for number in numbers), (family, sources)
+
+
+def test_too_little_room_changes_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = Limits(chunk_tokens=48, max_running=6)
+    many = [greedy(prompt(100 + 10 * at, seed=at), 60) for at in range(8)]
+    with small(limits=limits, device_memory="512KiB", host_memory="1MiB") as engine:
+        engine._reads_later = True
+        found = run(engine, many)
+        assert sum(deltas[-1].usage.preemptions for deltas in found) > 0, "this was to be tight"
+    assert [tokens_of(deltas) for deltas in found] == expected("llama", many, limits=limits)
+
+
+def test_nobodys_room_is_taken_while_a_pass_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What that pass computed in it would be lost."""
+    with small() as engine:
+        engine._reads_later = True
+        engine.submit(greedy(prompt(40), 50))
+        run_until(engine, lambda: engine._unread is not None)
+
+        def none_left(*_: object) -> None:
+            raise NoRoom("none", waiting=False)
+
+        monkeypatch.setattr(engine.cache, "grow", none_left)
+        assert engine.scheduler.plan_ahead() == [] and not engine.scheduler.failed
+        monkeypatch.undo()
+        assert sum(len(delta.tokens) for delta in run_to_the_end(engine)) == 50
+
+
+# ---- trouble ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "mamba2"])
+def test_a_prompt_that_is_aborted_in_the_middle_leaves_the_others_as_they_are(family: str) -> None:
+    with small(family) as engine:
+        engine._reads_later = True
+        kept, gone = engine.submit(greedy(prompt(300), 20)), engine.submit(greedy(prompt(400, seed=4), 20))
+        deltas = run_until(engine, lambda: (each := engine._answering.requests.get(gone)) is not None and each.reached > 0)
+        engine.abort(gone)
+        engine.cache.audit()
+        deltas += run_to_the_end(engine)
+        assert tokens_of([delta for delta in deltas if delta.request == kept]) == expected(family, [greedy(prompt(300), 20)])[0]
+        engine.cache.audit()
+
+
+def test_a_prompt_that_is_put_back_in_the_middle_begins_again_from_what_was_read() -> None:
+    ask = greedy(prompt(400), 20)
+    with small() as engine:
+        engine._reads_later = True
+        number = engine.submit(ask)
+        request = engine._answering.requests[number]
+        deltas = run_until(engine, lambda: 0 < request.position < request.reached < len(ask.tokens))
+        done = request.position
+        engine.scheduler.put_back(request)
+        assert request.reached == 0, "what was started is nobody's any more"
+        deltas += run_until(engine, lambda: request.lease is not None)
+        assert request.lease is not None and request.lease.resume == done
+        deltas += run_to_the_end(engine)
+        assert tokens_of(deltas) == expected("llama", [ask])[0]
+        engine.cache.audit()
+
+
+def test_a_pass_that_cannot_be_queued_ends_its_requests_and_leaves_the_cache_sound(monkeypatch: pytest.MonkeyPatch) -> None:
+    with small() as engine:
+        engine._reads_later = True
+        number, tokens = engine.submit(greedy(prompt(400), 4)), prompt(400)
+        request = engine._answering.requests[number]
+        run_until(engine, lambda: request.position > 0)
+        done = request.position
+
+        def failing(*_: object, **__: object) -> None:
+            raise RuntimeError("no memory")
+
+        with monkeypatch.context() as broken:
+            broken.setattr(engine._runner, "run", failing)
+            with pytest.raises(RuntimeError, match="no memory"):
+                engine.step()
+        assert [delta.error for delta in engine.step()] == ["RuntimeError: no memory"]
+        assert engine.cache.lookup(tokens).known_tokens == done, "what was queued and not read is not known"
+        engine.cache.audit()
+        assert tokens_of(run(engine, [greedy(tokens, 4)])[0]) == expected("llama", [greedy(tokens, 4)])[0]
+
+
+def test_a_prompt_whose_numbers_break_ends_alone_and_its_last_chunk_is_nobodys() -> None:
+    with small() as engine:
+        engine._reads_later = True
+        run_pass = engine._runner.run
+
+        def spoiled(chunks: Any, **more: Any) -> Any:
+            logits_BV = run_pass(chunks, **more).clone()
+            completed = [chunk.request.id for chunk in chunks if chunk.completes]
+            if broken in completed:
+                logits_BV[completed.index(broken)] = float("nan")
+            return logits_BV
+
+        engine._runner.run = spoiled  # type: ignore[method-assign]
+        broken, kept = engine.submit(greedy(prompt(100), 10)), engine.submit(greedy(prompt(90, seed=1), 10))
+        ends = {delta.request: delta for delta in run_to_the_end(engine) if delta.finish is not None}
+        assert (ends[broken].finish.value, ends[kept].finish.value) == ("error", "length")  # type: ignore[union-attr]
+        assert engine.cache.lookup([*prompt(100), 1]).known_tokens <= CHUNK
+        engine.cache.audit()
+
+
+def test_logprobs_are_those_of_an_engine_that_reads_at_once() -> None:
+    """Their prompts go ahead; the pass that completes them is read at once."""
+    many = [
+        Ask(tokens=prompt(200 + at, seed=at), sampling=Sampling(max_tokens=6, logprobs=2 if at % 2 else None)) for at in range(4)
+    ]
+    with small() as engine:
+        told = run(engine, many)
+    with small() as engine:
+        engine._reads_later = True
+        found = run(engine, many)
+    assert [tokens_of(each) for each in found] == [tokens_of(each) for each in told]
+    assert [sum(len(delta.logprobs) for delta in each) for each in found] == [0, 6, 0, 6]
+
+
+# ---- what is measured ---------------------------------------------------------------------------------
+
+
+def test_how_fast_prompts_are_computed_does_not_count_the_pass_they_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    with small() as engine:
+        device = LateDevice(engine, monkeypatch)
+        clock, measured = ManualClock(), []
+        monkeypatch.setattr(engine.cache._state, "clock", clock)
+        monkeypatch.setattr(engine.cache, "_learn_speed", lambda tokens, took_s: measured.append((tokens, took_s)))
+        compute = device.compute_upto
+        monkeypatch.setattr(device, "compute_upto", lambda number: (clock.advance(1.0), compute(number)))
+        run(engine, [greedy(prompt(CHUNK, seed=at), 1) for at in range(4)])
+        assert measured == [(CHUNK, 1.0)] * 4

@@ -100,7 +100,7 @@ class Rig:
         """Of each step. Requests are at different steps of one trace; cold ones never select a row twice in a row."""
         shape, batch = self.shape, self.batch
         latent = STEADY if not shape.tiny else Latent(**_parts(STEADY) | {"last": 4})
-        trace = make_trace(latent, context=shape.context, steps=2 * STEPS, count=shape.count)
+        trace = make_trace(latent, context=shape.context, steps=2 * STEPS, count=shape.count, scores=scored)
         table = torch.arange(batch * shape.pages, dtype=torch.int32, device=self.device).view(batch, -1)
         hot = torch.arange(batch * shape.hot_pages, dtype=torch.int32, device=self.device).view(batch, -1)
         last = torch.full((batch,), shape.context + 2 * STEPS - 1, dtype=torch.int32, device=self.device)
@@ -110,9 +110,7 @@ class Rig:
             position = trace.position_NK[at]
             if cold:
                 position = _all_new(random, shape, batch, step)
-            score = None
-            if scored:
-                score = torch.randn(batch, shape.context + 2 * STEPS, device=self.device)
+            score = None if trace.score_NT is None else torch.from_numpy(trace.score_NT[at]).to(self.device)
             position_XK = torch.from_numpy(np.ascontiguousarray(position)).to(self.device)
             made.append(Wanted.of(position_XK, last_X=last, table_BP=table, hot_BQ=hot, score_XT=score))
         return made

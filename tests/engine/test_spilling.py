@@ -53,6 +53,7 @@ def engine_for(family: str, **settings: Any) -> Engine:
         ({"write": WritePolicy.BACK}, "write policy through"),
         ({"write": WritePolicy.SELECTIVE}, "write policy through"),
         ({"hot_rows": -1}, "0 or more"),
+        ({"replace_hot": "lru"}, "score, age"),
         ({"sparse": None}, "hot_rows are for"),
         ({"sparse": "quest", "host_memory": 0}, "quest with hot_rows.*host tier.*leave hot_rows out"),
         ({"sparse": "clusterkv", "write": WritePolicy.BACK}, "clusterkv with hot_rows.*write policy through"),
@@ -81,7 +82,7 @@ def test_what_is_needed_beside_pages_is_taken_off_the_device(stage_ahead: bool) 
         sizes = [each.cache.stats().tier(Tier.DEVICE).size_bytes for each in (plain, engine)]
         places = engine._runner._pages.spilling
         assert places is not None
-        tensors = [places.stages, places.places.key_GS, places.places.stamp_GS]
+        tensors = [places.stages, places.places.key_GS, places.places.stamp_GS, places.places.worth_S]
         tensors += [places._plan.source_M, places._plan.target_M, places._plan.claim_M, places._plan.winner_M]
         assert sizes[0] - sizes[1] == sum(each.nbytes for each in tensors)
 

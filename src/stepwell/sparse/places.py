@@ -70,6 +70,7 @@ class Places:
         device = slot_PGR.device
         self.key_GS = torch.full((self.groups, self.slots), ABSENT, dtype=torch.int32, device=device)
         self.stamp_GS = torch.zeros_like(self.key_GS)
+        self.worth_S = torch.zeros(self.slots, dtype=torch.float32, device=device)  # scratch of `resolve`: scores of what is held
         self.hot_N = torch.full((numbers,), ABSENT, dtype=torch.int32, device=device)  # the rows page of each number
         self.now_1 = torch.zeros(1, dtype=torch.int32, device=device)  # passes so far
         self.counts = Counts(groups=self.groups, requests=requests, device=device)
@@ -81,7 +82,7 @@ class Places:
     @staticmethod
     def table_bytes(*, slots: int, groups: int) -> int:
         """What the tables of so many hot slots take on the device, besides the rows themselves."""
-        return 8 * slots * groups
+        return (8 * groups + 4) * slots
 
     def apply(self, changes: Changes) -> None:
         """Begins a pass: on the current stream, behind the last pass and before anything of the next."""

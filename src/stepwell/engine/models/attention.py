@@ -63,7 +63,8 @@ class Attention:
         assert self.sinks_H is None, "picked rows have no sinks beside them"
         summaries, whole, spilled = batch.rows(self.selector.state, self.layer), batch.paging(None), batch.spilled
         self.selector.keep(rows, summaries, whole, batch.rows_of(self.state))
-        selection = self.selector.select(query_NHD, summaries, whole, scale=self.scale)
+        scored = 0 if spilled is None else spilled.scored
+        selection = self.selector.select(query_NHD, summaries, whole, scale=self.scale, scored=scored)
         if spilled is None:
             return self._attend_to(query_NHD, rows, paging, selection)
         self._fetch(spilled, self.selector, query_NHD, summaries, whole, selection)
@@ -73,12 +74,12 @@ class Attention:
         self, spilled: Spilled, selector: Selector, query_NHD: torch.Tensor, summaries: Rows, paging: Paging, selection: Selection
     ) -> None:
         """What was picked; and what the last token of a prompt would pick, so that the answer begins with it."""
-        position_of = [None if picked is None else picked.position_XK for picked in selection]
+        chosen = list(selection)
         for at in spilled.ends:
             run = paging.parts[at]
             if selection[at] is None and isinstance(run, Run):
-                position_of[at] = selector.select_last(query_NHD, summaries, run, scale=self.scale)
-        spilled.resolve(self.layer, position_of)
+                chosen[at] = selector.select_last(query_NHD, summaries, run, scale=self.scale, scored=spilled.scored)
+        spilled.resolve(self.layer, chosen)
         spilled.fetch(self.layer)
 
     def _attend_to(self, query_NHD: torch.Tensor, rows: Rows, paging: Paging, selection: Selection) -> torch.Tensor:

@@ -46,7 +46,7 @@ class SparseAttention:
         if self.indexer is not None:
             shared.selection = self.indexer(x_NC, asked.source_NQ, shared.angles, batch)
             if batch.spilled is not None:
-                batch.spilled.resolve(latent.layer, [None if each is None else each.position_XK for each in shared.selection])
+                batch.spilled.resolve(latent.layer, shared.selection)
         assert shared.selection is not None, f"layer {latent.layer} follows no layer with an index"
         return latent.answer(self._attend(asked.query_NHC, shared.selection, batch))
 

@@ -40,10 +40,12 @@ class Sizes:
     selected: int
     context: int
     stage_ahead: bool = False  # whether a second layer's rows of the longest request have room beside the first's
+    by_score: bool = True  # whether slots of the lowest score are given away first, or those that were not used for longest
 
     @classmethod
     def of(
-        cls, spec: ModelSpec, config: CacheConfig, *, requests: int, selected: int, max_context: int, stage_ahead: bool = False
+        cls, spec: ModelSpec, config: CacheConfig, *, requests: int, selected: int, max_context: int, stage_ahead: bool = False,
+        by_score: bool = True,
     ) -> Sizes:  # fmt: skip
         """A request has each page's rows on the host or on the device: so it is no longer than both together."""
         assert config.host_bytes is not None and config.device_bytes is not None, "rows spill from a device to a host"
@@ -54,6 +56,7 @@ class Sizes:
             selected=selected,
             context=min(max_context, pages * spec.page_tokens),
             stage_ahead=stage_ahead,
+            by_score=by_score,
         )
 
     def less(self, config: CacheConfig, spec: ModelSpec) -> CacheConfig:

@@ -84,6 +84,7 @@ class EngineConfig:
     # selector rows stay on the device.
     hot_rows: int | None = None
     replace_hot: str = "score"  # which hot row is replaced first: that of the lowest score in a step, or by age the oldest
+    fetch_beside: bool = False  # steps over rows on the host fetch what is missing while they go on, until they need it
     stage_ahead: bool = False  # prompts over rows on the host copy the next layer's while one is computed
 
     @property
@@ -181,8 +182,10 @@ def build_engine(
     _must_fit(cache_config, device)
     limits, sizes = limits_for(config), None
     if spec.spill is not None:
-        most = {"requests": limits.max_running, "selected": model.selected, "max_context": checkpoint.max_context}
-        sizes = Sizes.of(spec, cache_config, stage_ahead=config.stage_ahead, by_score=config.replace_hot == "score", **most)
+        sizes = Sizes.of(
+            spec, cache_config, requests=limits.max_running, selected=model.selected, max_context=checkpoint.max_context,
+            stage_ahead=config.stage_ahead, fetch_beside=config.fetch_beside, by_score=config.replace_hot == "score",
+        )  # fmt: skip
         cache_config = sizes.less(cache_config, spec)
     tuning = replace(tuning or CacheTuning(), compute_while_loading=config.compute_while_loading)
     memories = _memories(spec, cache_config, device, tuning)

@@ -3,6 +3,7 @@
     prefix page   header: ordinal | its rows page, or -1 | its host page, or -1       one of the two, always
                   hint of a row and group: the hot slot to look in, or anything else
     hot slot      key: the row it holds, or -1             slot s of hot page n:  n = s // R, row s % R of that page
+                  stamp: the last pass that used it, or ~ that pass if the row came in it
 
 A row is in hot slot `s` only if the key of `s` says so. A hint alone says nothing, so a wrong one costs a fetch and is never
 served. Keys lie in memory of their own, which nothing else uses.

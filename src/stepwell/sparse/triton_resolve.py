@@ -124,7 +124,8 @@ def _own(own, hot, slots, key_S, stamp_S, now, SIZE: tl.constexpr):
     page = tl.load(hot + own // SIZE, mask=own < slots, other=-1)
     slot = tl.where(page >= 0, page * SIZE + own % SIZE, -1)
     key = tl.load(key_S + slot, mask=slot >= 0, other=-1)
-    return slot, key, now - tl.load(stamp_S + slot, mask=slot >= 0, other=now)
+    stamp = tl.load(stamp_S + slot, mask=slot >= 0, other=now)
+    return slot, key, now - tl.where(stamp < 0, -1 - stamp, stamp)
 
 
 @triton.jit
@@ -209,7 +210,7 @@ def _assign_kernel(
             origin = tl.load(header + (new // SIZE).to(tl.int64) * header_stride + 2, mask=mine, other=0)
             onto = tl.load(hot_N + slot // SIZE, mask=mine, other=0)
             tl.store(key_S + slot, new, mask=mine)
-            tl.store(stamp_S + slot, now + tl.zeros_like(new), mask=mine)
+            tl.store(stamp_S + slot, -1 - now + tl.zeros_like(new), mask=mine)
             tl.store(hint + (new // SIZE).to(tl.int64) * hint_stride + new % SIZE, slot, mask=mine)
             tl.store(source + base + place, origin * SIZE + new % SIZE, mask=mine)
             tl.store(target + base + place, onto * SIZE + slot % SIZE, mask=mine)

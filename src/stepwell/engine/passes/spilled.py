@@ -119,7 +119,7 @@ class Spilled:
             self._spilling.resolve(self._spilling.group_of[layer], wanted)
 
     def fetch(self, layer: int) -> None:
-        """Copies what the last `resolve` gave slots to, in one more layer of the group."""
+        """Copies what the last `resolve` gave slots to, in one more layer of the group; or begins to, beside the pass."""
         if self._short:
             self._spilling.fetch(layer)
 

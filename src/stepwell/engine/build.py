@@ -96,8 +96,7 @@ class EngineConfig:
             raise ConfigError("hot_rows are for rows that are picked: name what picks them with sparse, or leave hot_rows out")
         if self.sparse is None:
             return None
-        spills = self.sparse == DSA or self.hot_rows is not None
-        return Sparse(selector=self.sparse, budget=self.sparse_budget, spills=spills)
+        return Sparse(selector=self.sparse, budget=self.sparse_budget, hot_rows=self.hot_rows is not None)
 
 
 def load_engine(model: str, **settings: Any) -> Engine:
@@ -201,7 +200,7 @@ def build_engine(
         cache.close()
         raise
     context, max_alone = (
-        min(longest_request(cache, limits.chunk_tokens, spills_upto=upto), checkpoint.max_context) for upto in (None, 0)
+        longest_request(cache, limits.chunk_tokens, spills_upto=upto, most=checkpoint.max_context) for upto in (None, 0)
     )  # fmt: skip
     cache.hand_over()  # to whoever will run the engine, on whatever thread
     return Engine(

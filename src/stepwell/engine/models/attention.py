@@ -21,7 +21,7 @@ from stepwell.engine.ops.selection import Selection
 from stepwell.engine.ops.selector import Selector
 from stepwell.engine.ops.staging import attend_spilled
 from stepwell.engine.passes.batch import Batch
-from stepwell.engine.passes.paging import Paging, Run
+from stepwell.engine.passes.paging import Paging
 from stepwell.engine.passes.rows import Rows
 from stepwell.engine.passes.spilled import Spilled
 
@@ -67,18 +67,17 @@ class Attention:
         selection = self.selector.select(query_NHD, summaries, whole, scale=self.scale, scored=scored)
         if spilled is None:
             return self._attend_to(query_NHD, rows, paging, selection)
-        self._fetch(spilled, self.selector, query_NHD, summaries, whole, selection)
+        self._fetch(spilled, self.selector, query_NHD, summaries, selection)
         return attend_spilled(self._attend_to, query_NHD, rows, spilled, selection)
 
     def _fetch(
-        self, spilled: Spilled, selector: Selector, query_NHD: torch.Tensor, summaries: Rows, paging: Paging, selection: Selection
+        self, spilled: Spilled, selector: Selector, query_NHD: torch.Tensor, summaries: Rows, selection: Selection
     ) -> None:
         """What was picked; and what the last token of a prompt would pick, so that the answer begins with it."""
         chosen = list(selection)
-        for at in spilled.ends:
-            run = paging.parts[at]
-            if selection[at] is None and isinstance(run, Run):
-                chosen[at] = selector.select_last(query_NHD, summaries, run, scale=self.scale, scored=spilled.scored)
+        for at, part in spilled.ends:
+            if selection[at] is None:
+                chosen[at] = selector.select_last(query_NHD, summaries, part, scale=self.scale, scored=spilled.scored)
         spilled.resolve(self.layer, chosen)
         spilled.fetch(self.layer)
 

@@ -82,10 +82,11 @@ class Selector:
         return tuple(self._pick(query_NHD, summaries, part, scale, self._first(part), scored) for part in paging.parts)
 
     def select_last(
-        self, query_NHD: torch.Tensor, summaries: Rows, run: Run, *, scale: float, scored: int = 0
+        self, query_NHD: torch.Tensor, summaries: Rows, part: Singles | Run, *, scale: float, scored: int = 0
     ) -> Picked | None:  # fmt: skip
-        """What the last token of a run would look at, were it one that picks; None for everything."""
-        return self._pick(query_NHD, summaries, run, scale, run.stop - run.start - 1, scored)
+        """What the last token of a run would look at, or each of some singles, were it one that picks; None for everything."""
+        first = part.stop - part.start - 1 if isinstance(part, Run) else 0
+        return self._pick(query_NHD, summaries, part, scale, first, scored)
 
     # ---- inside -----------------------------------------------------------------------------------
 

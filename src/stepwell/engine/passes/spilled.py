@@ -4,7 +4,7 @@
     longer runs           read nearly everything: each layer's rows of all their pages are copied into a scratch first. The last
                           token of a prompt resolves what it selects all the same: what follows it selects most of that again
     tokens of prompts     that look at everything, where answers select: single ones and short runs are read where they lie, a
-                          few requests at a time, since a layer's rows of each are copied
+                          few requests at a time, since a layer's rows of each are copied. The last one resolves too
 
 Where a row is was decided before the pass. Selections are never changed by it. Axes as in `sparse/resolve.py`.
 """
@@ -69,6 +69,8 @@ class Spilled:
         self._first = [len(each.tokens) - 1 if len(each.tokens) > SHORT_RUN else 0 for each in segments]
         short = [at for at, each in enumerate(segments) if not self._first[at] or (at in staged and each.num_logits)]
         self._short = frozenset(short)
+        # those with the last token of a prompt, behind which a selector picks
+        self._ending = frozenset(at for at in short if segments[at].num_logits and segments[at].end <= segments[at].picks_from)
         self._pieces: tuple[Piece, ...] | None = None
         if short:
             self._table_BP, self._hot_BQ, self._owner_X, self._last_X = self._tables(batch, short)
@@ -97,10 +99,16 @@ class Spilled:
         self._last_X.copy_(theirs._last_X)
 
     @property
-    def ends(self) -> tuple[int, ...]:
-        """Which parts of the pass are staged runs whose last token resolves, for those that follow it."""
-        before = len(self._paging.singles) - self._paging.num_singles
-        return tuple(before + at for at in sorted(self._staged & self._short))
+    def ends(self) -> Iterator[tuple[int, Singles | Run]]:
+        """The parts of the pass with tokens of prompts that look at everything, whose last one resolves for those that follow it;
+        and their numbers.
+        """
+        segment = 0
+        for number, part in enumerate(self._paging.parts):
+            count = 1 if isinstance(part, Run) else part.stop - part.start
+            if not self._ending.isdisjoint(range(segment, segment + count)):
+                yield number, part
+            segment += count
 
     @property
     def scored(self) -> int:

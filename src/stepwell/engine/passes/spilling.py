@@ -6,7 +6,8 @@ Decides neither which pages are on the host nor which rows are read. What one pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -25,7 +26,7 @@ from stepwell.engine.passes.rows import LayerPlaces
 from stepwell.engine.passes.stages import Stages
 from stepwell.memory.row_pages import ABSENT, RowPages
 from stepwell.sparse.counts import Found
-from stepwell.sparse.places import Places, Read
+from stepwell.sparse.places import HOST, ROWS, Places, Read
 from stepwell.sparse.resolve import Fetch, Plan, Resolve, Wanted
 
 SHORT_RUN = 8  # tokens of a run that resolves what it selects; longer ones read nearly everything
@@ -171,6 +172,18 @@ class Spilling:
             for each in range(layer, len(self.group_of)):
                 if self.group_of[each] == self.group_of[layer]:
                     self.beside.start(each, partial(self._fetch, self.places, each, self._plan))
+
+    @contextmanager
+    def pretend_on_host(self, page: int) -> Iterator[None]:
+        """Says so of a page's rows, for a pass of which nothing is used; and what is true behind it. Counts nothing."""
+        header_3, tally_GBC = self.places.header_P3[page], self.places.counts.tally_GBC
+        before_3, counted_GBC = header_3.clone(), tally_GBC.clone()
+        header_3[ROWS], header_3[HOST] = ABSENT, 0
+        try:
+            yield
+        finally:
+            header_3.copy_(before_3)
+            tally_GBC.copy_(counted_GBC)
 
     def report(self) -> SpillReport:
         """What is known of it now, and asks for more: on CUDA figures may be as old as the last report, or some passes."""

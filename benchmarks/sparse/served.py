@@ -66,6 +66,8 @@ class Sizes:
     profiled: int = 6
     trace: int = 192  # steps that are made
     answer: int = 512  # tokens: more than any request gets to
+    fetch_beside: bool = False  # of the engine whose rows may be on the host alone, as in `EngineConfig`
+    replace_hot: str = "score"
     tiny: bool = False
 
     @property
@@ -143,7 +145,8 @@ class Served:
             device=device, kv_dtype="fp8", page_tokens=sizes.page_tokens, device_memory=cap,
             host_memory=max(_host_bytes(spec, context, count) for context, count in self.asked.items()),
             limits=Limits(max_running=max(self.asked.values()), chunk_tokens=sizes.chunk_tokens),
-            sparse=sparse, hot_rows=sizes.hot_rows if spills else None,
+            sparse=sparse, hot_rows=sizes.hot_rows if spills else None, fetch_beside=sizes.fetch_beside,
+            replace_hot=sizes.replace_hot,
         )  # fmt: skip
         checkpoint = replace(held(made.name, made.model), config=config)
         self.engine = build_engine(checkpoint, settings, kernels=replace(kernels, select=self.select), tuning=sizes.tuning)

@@ -41,7 +41,9 @@ def test_misses_of_a_tiny_trace_are_counted(tmp_path: Path, capsys: pytest.Captu
 
 def test_times_of_a_tiny_shape_are_measured(tmp_path: Path) -> None:
     rows = measured("times", tmp_path)
-    assert len(rows) == 6 and all(row["figures"]["rows"] > 0 for row in rows[1:])
+    assert len(rows) == 9 and all(row["figures"]["rows"] > 0 for row in rows[1:6])
+    assert all(row["figures"]["hidden, %"] <= 100 for row in rows[6:] if row["figures"]["beside the rest, us"] > 0)
+    assert rows[-1]["what"].startswith("a prompt behind 512 tokens")
 
 
 # ---- whole engines ------------------------------------------------------------------------------------

@@ -113,7 +113,8 @@ class Spilled:
     @property
     def scored(self) -> int:
         """Of how many last queries of each part `resolve` wants to know the scores."""
-        return SHORT_RUN if self._short and self._spilling.sizes.by_score else 0
+        sizes = self._spilling.sizes
+        return SHORT_RUN if self._short and sizes.by_score and sizes.hot_pages else 0
 
     def resolve(self, layer: int, choices: Sequence[Choice | None]) -> None:
         """Gives slots to rows that are missing of a selection: what each part of the pass selects, of its last queries, or None

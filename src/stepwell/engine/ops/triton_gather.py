@@ -54,7 +54,8 @@ def _gather(
     looked_up, stamps, listed = (at,) * 4 + (0,) * 3, (at, at), (at, at)
     if rows.places is not None:
         found = rows.places.places
-        looked_up, stamps = tables(found, rows.places.group), (found.stamp_GS[rows.places.group], found.now_1)
+        stamp_S = found.stamp_GS[rows.places.group] if found.slots else found.now_1  # something must be named
+        looked_up, stamps = tables(found, rows.places.group), (stamp_S, found.now_1)
     if beside is not None:
         listed = beside.plan.claim_M, beside.plan.late_1
         beside.plan.late_1.zero_()

@@ -4,12 +4,14 @@ server gains by it.
     make bench-sparse                                      on a machine with CUDA: some minutes, writes bench-sparse.json
     make bench-sparse ARGS="--only misses"                 without one
     make bench-sparse ARGS="--only serving"                tokens a second and the largest batch, of whole engines; two minutes
+    make bench-sparse ARGS="--only serving --fetch-beside" the same, with what is missing fetched beside the pass
     python benchmarks/bench_sparse.py --sweep              the kernels by size and number of programs
     python benchmarks/bench_sparse.py --tiny               small and in plain torch: whether it runs
 
 Selections are a calibrated trace (`stepwell/sparse/trace.py`). Rows of 656 bytes lie in pinned host pages of DeepSeek-V3.2's
 shape (61 layers, 64 tokens), each request has 4,096 hot rows, and each step is of another layer. Times are of many steps in one
-recorded graph, less what the same graph takes without them. What `serving` does is said in `sparse/serving.py`.
+recorded graph, less what the same graph takes without them. How much of a fetch is hidden is measured twice: of one layer in a
+graph (`sparse/hiding.py`), and in whole steps of a server by a profile (`sparse/serving.py`, which says what `serving` does).
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +30,12 @@ from rich.console import Console
 
 from engine.machine import machine
 from gpu.report import Goal, Row, goals_of, table_of
+from sparse.hiding import measure_hiding, measure_staging
 from sparse.rig import Rig, Shape, bus_bytes_per_s
 from sparse.served import TINY as TINY_SERVING
 from sparse.served import Sizes
 from sparse.serving import measure_serving
+from stepwell.engine.build import REPLACE_HOT
 from stepwell.sparse.trace import HARD, STEADY, Latent, count_misses, make_trace
 
 ROOT = Path(__file__).parents[1]
@@ -143,14 +148,16 @@ def parts_for(args: argparse.Namespace, device: str, say: Callable[[str], None])
         yield Row(what="the bus, one large copy", figures={"GB/s": bus / 1e9})
         yield from measure_times(shape, batches, bus, cold=False)
         yield from measure_times(shape, batches[:1] if args.tiny else COLD_BATCHES, bus, cold=True)
-        yield from measure_times(shape, batches[-1:], bus, cold=False, scored=True)
+        yield from measure_times(shape, batches, bus, cold=False, scored=True)
+        yield from measure_hiding(shape, batches)
+        yield from measure_staging(shape)
 
     def serving() -> Iterator[Row]:
         if device == "cpu" and not args.tiny:
             yield Row(what="tokens a second and the largest batch", note="no CUDA device here")
             return
         sizes = TINY_SERVING if args.tiny else Sizes(contexts=(64 << 10,)) if args.quick else Sizes()
-        yield from measure_serving(sizes, device, say)
+        yield from measure_serving(replace(sizes, fetch_beside=args.fetch_beside, replace_hot=args.replace_hot), device, say)
 
     steps = 24 if args.tiny else 120 if args.quick else 400
     parts = {"misses": lambda: measure_misses(steps=steps, tiny=args.tiny), "times": times, "serving": serving}
@@ -163,6 +170,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="fewer batches, shorter traces, and one length of contexts")
     parser.add_argument("--tiny", action="store_true", help="a small shape in plain torch, also without CUDA: whether it runs")
     parser.add_argument("--sweep", action="store_true", help="the kernels by size instead")
+    parser.add_argument("--fetch-beside", action="store_true", help="serving: rows are fetched beside the pass, and hidden")
+    parser.add_argument("--replace-hot", choices=REPLACE_HOT, default="score", help="serving: which hot row is replaced first")
     parser.add_argument("--host-gib", type=int, default=8, help="pinned host memory to fetch from (default: 8)")
     parser.add_argument("--json", type=Path, default=ROOT / "bench-sparse.json", help="(default: bench-sparse.json)")
     args = parser.parse_args(argv)

@@ -100,7 +100,7 @@ class Rig:
         """Of each step. Requests are at different steps of one trace; cold ones never select a row twice in a row."""
         shape, batch = self.shape, self.batch
         latent = STEADY if not shape.tiny else Latent(**_parts(STEADY) | {"last": 4})
-        trace = make_trace(latent, context=shape.context, steps=2 * STEPS, count=shape.count)
+        trace = make_trace(latent, context=shape.context, steps=2 * STEPS, count=shape.count, scores=scored)
         table = torch.arange(batch * shape.pages, dtype=torch.int32, device=self.device).view(batch, -1)
         hot = torch.arange(batch * shape.hot_pages, dtype=torch.int32, device=self.device).view(batch, -1)
         last = torch.full((batch,), shape.context + 2 * STEPS - 1, dtype=torch.int32, device=self.device)
@@ -110,9 +110,7 @@ class Rig:
             position = trace.position_NK[at]
             if cold:
                 position = _all_new(random, shape, batch, step)
-            score = None
-            if scored:
-                score = torch.randn(batch, shape.context + 2 * STEPS, device=self.device)
+            score = None if trace.score_NT is None else torch.from_numpy(trace.score_NT[at]).to(self.device)
             position_XK = torch.from_numpy(np.ascontiguousarray(position)).to(self.device)
             made.append(Wanted.of(position_XK, last_X=last, table_BP=table, hot_BQ=hot, score_XT=score))
         return made
@@ -124,9 +122,9 @@ class Rig:
         name = ("resolve", fetch, *sizes.items(), *_shipped())
         self._play(name, self._works(fetch=fetch, **sizes))
         before = self._fetched()
-        took = self._median(name, self._works(fetch=fetch, **sizes))
+        took = self.median(name, self._works(fetch=fetch, **sizes))
         rows = (self._fetched() - before) / (REPEATS * STEPS)
-        return max(took - self._median("nothing", [self._tick] * STEPS), 1e-9), rows
+        return max(took - self.median("nothing", [self.tick] * STEPS), 1e-9), rows
 
     def gather_seconds(self, rows: int) -> float:
         """Of copying so many rows of one layer, known beforehand, back to back: those that the last step has fetched, as often as
@@ -136,11 +134,11 @@ class Rig:
         out = torch.empty(len(source), shape.row_bytes, dtype=torch.uint8, device=self.device)
         gather = _gather_plain if shape.tiny else _gather_kernel()
         works = [
-            lambda layer=step % shape.layers: (self._tick(), gather(host_rows(shape)[:, layer], source, out))
+            lambda layer=step % shape.layers: (self.tick(), gather(host_rows(shape)[:, layer], source, out))
             for step in range(STEPS)
         ]
-        took = self._median(("gather", rows), works)
-        return max(took - self._median("nothing", [self._tick] * STEPS), 1e-9)
+        took = self.median(("gather", rows), works)
+        return max(took - self.median("nothing", [self.tick] * STEPS), 1e-9)
 
     def parts_seconds(self) -> dict[str, float]:
         """Of resolve when nothing is missing, and when nothing is asked for."""
@@ -148,35 +146,35 @@ class Rig:
         nobody = Wanted.of(
             torch.full_like(still[0].position_XK, -1), last_X=still[0].last_X, table_BP=still[0].table_BP, hot_BQ=still[0].hot_BQ
         )
-        nothing = self._median("nothing", [self._tick] * STEPS)
+        nothing = self.median("nothing", [self.tick] * STEPS)
         found = {}
         for name, wanted in (("all found", still), ("none asked", [nobody] * STEPS)):
-            works = [lambda each=each: (self._tick(), self._resolve(each)) for each in wanted]
+            works = [lambda each=each: (self.tick(), self.resolve(each)) for each in wanted]
             self._play(("part", name), works)
-            found[name] = self._median(("part", name), works) - nothing
+            found[name] = self.median(("part", name), works) - nothing
         return found
 
     # ---- inside ---------------------------------------------------------------------------------------
 
-    def _tick(self) -> None:
+    def tick(self) -> None:
         self.places.now_1 += 1
 
-    def _resolve(self, wanted: Wanted) -> None:
-        _kernels(self.shape)[0](self.places, 0, wanted, self.plan)
+    def resolve(self, wanted: Wanted) -> None:
+        kernels_of(self.shape)[0](self.places, 0, wanted, self.plan)
 
     def _works(self, *, fetch: bool, **sizes: int) -> list[Callable[[], object]]:
         def work(step: int) -> None:
-            self._tick()
-            self._resolve(self.wanted[step])
+            self.tick()
+            self.resolve(self.wanted[step])
             if fetch:
-                _kernels(self.shape)[1](self.places, step % self.shape.layers, self.plan, **sizes)
+                kernels_of(self.shape)[1](self.places, step % self.shape.layers, self.plan, **sizes)
 
         return [lambda step=step: work(step) for step in range(STEPS)]
 
     def _fetched(self) -> int:
         return int(self.places.counts.tally_GBC[:, :, FETCHED].sum())
 
-    def _median(self, name: Any, works: list[Callable[[], object]]) -> float:
+    def median(self, name: Any, works: list[Callable[[], object]]) -> float:
         """Seconds of one work."""
         samples = []
         for _ in range(REPEATS):
@@ -221,7 +219,7 @@ def _shipped() -> tuple[int, ...]:
     return kernels.ASSIGN_BLOCK, kernels.ASSIGN_WARPS, kernels.CLAIM_BLOCK, kernels.CLAIM_WARPS
 
 
-def _kernels(shape: Shape) -> tuple[Callable[..., None], Callable[..., None]]:
+def kernels_of(shape: Shape) -> tuple[Callable[..., None], Callable[..., None]]:
     if shape.tiny:
         return plain.resolve, plain.fetch
     from stepwell.sparse import triton_fetch, triton_resolve

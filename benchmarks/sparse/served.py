@@ -22,7 +22,7 @@ from engine.models import held
 from gpu.requests import LEAST_SHARE
 from gpu.shapes import Made
 from sparse.overlap import Shares, profiled, shares_of
-from sparse.traced import Contexts, TracedSelect
+from sparse.traced import Contexts, TracedSelect, Traces
 from stepwell.base.ids import Kind
 from stepwell.base.spec import ModelSpec
 from stepwell.base.spec.families import from_config
@@ -66,6 +66,8 @@ class Sizes:
     profiled: int = 6
     trace: int = 192  # steps that are made
     answer: int = 512  # tokens: more than any request gets to
+    fetch_beside: bool = False  # of the engine whose rows may be on the host alone, as in `EngineConfig`
+    replace_hot: str = "score"
     tiny: bool = False
 
     @property
@@ -137,12 +139,14 @@ class Served:
         cap = sizes.cap_bytes * self.layers // ALL_LAYERS
         self.asked = {context: _fitting(spec, context, cap, sizes) for context in sizes.contexts}
         kernels = choose_kernels("auto", device, torch.float32 if device == "cpu" else torch.bfloat16)
-        self.select = TracedSelect(kernels.select, steps=sizes.trace, count=self.count, device=device)
+        longest = sizes.longest + sizes.trace
+        self.select = TracedSelect(kernels.select, steps=sizes.trace, count=self.count, longest=longest, device=device)
         settings = EngineConfig(
             device=device, kv_dtype="fp8", page_tokens=sizes.page_tokens, device_memory=cap,
             host_memory=max(_host_bytes(spec, context, count) for context, count in self.asked.items()),
             limits=Limits(max_running=max(self.asked.values()), chunk_tokens=sizes.chunk_tokens),
-            sparse=sparse, hot_rows=sizes.hot_rows if spills else None,
+            sparse=sparse, hot_rows=sizes.hot_rows if spills else None, fetch_beside=sizes.fetch_beside,
+            replace_hot=sizes.replace_hot,
         )  # fmt: skip
         checkpoint = replace(held(made.name, made.model), config=config)
         self.engine = build_engine(checkpoint, settings, kernels=replace(kernels, select=self.select), tuning=sizes.tuning)
@@ -150,14 +154,14 @@ class Served:
         self._random = np.random.default_rng(1)
         self._prompts: list[list[int]] = []
 
-    def put(self, context: int, position_SNK: torch.Tensor) -> None:
+    def put(self, context: int, followed: Traces) -> None:
         """Forgets other contexts, and has as many of this length as could run. Behind each is the first token to compute."""
         settle(self.engine)
         self.engine.cache.flush()
         shape = self.asked[context], context + 1
         self._prompts = self._random.integers(0, self.engine.vocab_size, shape).tolist()
         self._contexts.put([prompt[:-1] for prompt in self._prompts])
-        self.select.follow(position_SNK, context)
+        self.select.follow(followed, context)
 
     def run(self, batch: int | None) -> Measured:
         """So many requests, or all that fit, for as long as it takes to measure them. Raises Unsteady."""

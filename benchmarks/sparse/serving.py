@@ -22,12 +22,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 
-import torch
-
 from gpu.report import Goal, Row
 from gpu.shapes import make
 from sparse.served import Measured, Served, Sizes, Unsteady
-from sparse.traced import traces
+from sparse.traced import Traces, traces
 
 MODEL = "deepseek-v3.2-shaped"
 FULL, HIERARCHICAL = "all on the device", "some on the host"
@@ -54,7 +52,7 @@ def measure_serving(sizes: Sizes, device: str, say: Callable[[str], None]) -> It
                 yield Row(what=f"kernels, {name}", note="; ".join(failed))
 
 
-def _traces(sizes: Sizes, context: int, count: int) -> torch.Tensor:
+def _traces(sizes: Sizes, context: int, count: int) -> Traces:
     return traces(sizes.latent, context=context, steps=sizes.trace, count=count)
 
 
@@ -67,12 +65,10 @@ def _guarded(context: int, measure: Callable[[], list[Row]]) -> list[Row]:
         return [Row(what=_what(context), note=f"failed: {type(error).__name__}: {error}"[:300])]
 
 
-def _context(
-    engines: dict[str, Served], sizes: Sizes, context: int, position_SNK: torch.Tensor, say: Callable[[str], None]
-) -> list[Row]:
+def _context(engines: dict[str, Served], sizes: Sizes, context: int, followed: Traces, say: Callable[[str], None]) -> list[Row]:
     began = time.monotonic()
     for served in engines.values():
-        served.put(context, position_SNK)
+        served.put(context, followed)
     say(f"{_what(context)}: contexts put in place in {time.monotonic() - began:.1f} s")
     found: dict[str, dict[int | None, Measured]] = {name: {} for name in engines}
     rows = []

@@ -1,18 +1,21 @@
 """What an engine needs to serve long contexts that nobody computed: selections of a trace, and pages of random rows.
 
     selections   `TracedSelect` stands where `Kernels.select` does. The index is scored and its best are taken as always, so that
-                 a step costs what it costs; then what they are is replaced. A model of random weights picks without locality
+                 a step costs what it costs; then what they are is replaced, and their scores too where these are handed on. A
+                 model of random weights picks without locality
     step         of a trace: by the position of each token, which is on the device. So a recorded step moves on when it is played.
                  At its end a trace is followed backwards
     rows         of random numbers, valid in their format, written into pages that the cache hands out and is given back through
                  its own calls. Rows of all contexts are alike, but no two contexts share a page
 
-Measures nothing. Axes: S traces, N steps, K positions selected, B requests, P pages, L layers, R rows of a page, E bytes of each.
+Measures nothing. Axes: S traces, N steps, K positions selected, T positions, B requests, P pages, L layers, R rows of a page,
+E bytes of each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,38 +32,51 @@ TRACES = 2  # which requests have by turns: a trace takes seconds to make, and t
 DRAWN_PAGES = 256  # of random rows, written again and again: so many that scores of an index seldom tie
 
 
-def traces(latent: Latent, *, context: int, steps: int, count: int) -> torch.Tensor:
-    """`[S, N, K]` of requests that begin to answer behind so many tokens."""
-    made = [make_trace(latent, context=context, steps=steps, count=count, seed=seed).position_NK for seed in range(TRACES)]
-    return torch.from_numpy(np.stack(made))
+class Traces(NamedTuple):
+    position_SNK: torch.Tensor
+    score_SNT: torch.Tensor
+
+
+def traces(latent: Latent, *, context: int, steps: int, count: int) -> Traces:
+    """Of requests that begin to answer behind so many tokens. Scores in 16 bits, which tell enough of them apart."""
+    made = [make_trace(latent, context=context, steps=steps, count=count, seed=seed, scores=True) for seed in range(TRACES)]
+    position_SNK = torch.from_numpy(np.stack([trace.position_NK for trace in made]))
+    return Traces(position_SNK, torch.stack([torch.from_numpy(trace.score_NT).half() for trace in made]))
 
 
 class TracedSelect:
     """Picks by an index, and says that it picked what a trace did. Runs of several tokens keep what was picked."""
 
-    def __init__(self, behind: Select, *, steps: int, count: int, device: str) -> None:
+    def __init__(self, behind: Select, *, steps: int, count: int, longest: int, device: str) -> None:
+        """For contexts of up to `longest` tokens, with those that are answered."""
         self._behind = behind
         # These stay where they are: recordings read them.
         self._position_SNK = torch.zeros(TRACES, steps, count, dtype=torch.int32, device=device)
+        self._score_SNT = torch.zeros(TRACES, steps, longest, dtype=torch.float16, device=device)
         self._context_1 = torch.zeros(1, dtype=torch.int64, device=device)
 
-    def follow(self, position_SNK: torch.Tensor, context: int) -> None:
+    def follow(self, followed: Traces, context: int) -> None:
         """From the next pass on: step 0 is that of the token at position `context`."""
-        self._position_SNK.copy_(position_SNK)
+        self._position_SNK.copy_(followed.position_SNK)
+        length = followed.score_SNT.shape[2]
+        self._score_SNT[..., :length], self._score_SNT[..., length:] = followed.score_SNT, -torch.inf
         self._context_1.fill_(context)
 
-    def __call__(self, query_NHD: torch.Tensor, weight_NH: torch.Tensor, rows: Rows, paging: Paging, *, count: int) -> Selection:
-        found = self._behind(query_NHD, weight_NH, rows, paging, count=count)
+    def __call__(
+        self, query_NHD: torch.Tensor, weight_NH: torch.Tensor, rows: Rows, paging: Paging, *, count: int, scored: int = 0
+    ) -> Selection:
+        found = self._behind(query_NHD, weight_NH, rows, paging, count=count, scored=scored)
         return tuple(
-            Picked(position_XK=self._at(part)) if picked is not None and isinstance(part, Singles) else picked
+            self._at(part, scored) if picked is not None and isinstance(part, Singles) else picked
             for part, picked in zip(paging.parts, found, strict=True)
         )
 
-    def _at(self, part: Singles) -> torch.Tensor:
+    def _at(self, part: Singles, scored: int) -> Picked:
         last = self._position_SNK.shape[1] - 1
         step_B = last - ((part.position_B - self._context_1) % (2 * last) - last).abs()
         trace_B = torch.arange(len(step_B), device=step_B.device) % TRACES
-        return self._position_SNK[trace_B, step_B]
+        score_BT = self._score_SNT[trace_B, step_B] if scored else None
+        return Picked(position_XK=self._position_SNK[trace_B, step_B], score_YT=score_BT)
 
 
 class Contexts:

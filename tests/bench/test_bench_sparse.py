@@ -17,7 +17,7 @@ import torch
 
 import bench_sparse
 from sparse.overlap import Shares, Span, shares_of
-from sparse.traced import TRACES, TracedSelect
+from sparse.traced import TRACES, TracedSelect, Traces
 from stepwell.engine.ops.selection import Picked
 from stepwell.engine.passes.paging import Singles
 
@@ -41,7 +41,9 @@ def test_misses_of_a_tiny_trace_are_counted(tmp_path: Path, capsys: pytest.Captu
 
 def test_times_of_a_tiny_shape_are_measured(tmp_path: Path) -> None:
     rows = measured("times", tmp_path)
-    assert len(rows) == 5 and all(row["figures"]["rows"] > 0 for row in rows[1:])
+    assert len(rows) == 9 and all(row["figures"]["rows"] > 0 for row in rows[1:6])
+    assert all(row["figures"]["hidden, %"] <= 100 for row in rows[6:] if row["figures"]["beside the rest, us"] > 0)
+    assert rows[-1]["what"].startswith("a prompt behind 512 tokens")
 
 
 # ---- whole engines ------------------------------------------------------------------------------------
@@ -59,13 +61,20 @@ def test_of_requests_with_rows_on_the_host_more_fit(tmp_path: Path) -> None:
 
 def test_a_traced_selection_is_that_of_each_token_s_position_and_goes_back_at_the_end() -> None:
     made = torch.arange(TRACES * 4 * 3, dtype=torch.int32).view(TRACES, 4, 3)
-    select = TracedSelect(lambda *_, count: (Picked(position_XK=torch.zeros(4, count)),), steps=4, count=3, device="cpu")
-    select.follow(made, 100)
+    scores = torch.arange(TRACES * 4 * 6).view(TRACES, 4, 6).half()
+
+    def behind(*_: object, count: int, scored: int) -> Any:
+        return (Picked(position_XK=torch.zeros(4, count)),)
+
+    select = TracedSelect(behind, steps=4, count=3, longest=8, device="cpu")
+    select.follow(Traces(made, scores), 100)
     singles = cast(Any, Singles)(
         start=0, stop=4, table_BP=None, position_B=torch.tensor([100, 101, 103, 104]), first_B=None, sight=None
     )  # fmt: skip
-    (picked,) = select(*[torch.empty(0)] * 2, cast(Any, None), cast(Any, SimpleNamespace(parts=(singles,))), count=3)
-    assert picked is not None
+    given = [torch.empty(0), torch.empty(0), cast(Any, None), cast(Any, SimpleNamespace(parts=(singles,)))]
+    (picked,), (scored,) = select(*given, count=3), select(*given, count=3, scored=8)
+    assert picked is not None and picked.score_YT is None and scored is not None and scored.score_YT is not None
+    assert scored.score_YT[1].tolist() == [*scores[1, 1].tolist(), -torch.inf, -torch.inf]
     assert picked.position_XK.tolist() == [made[0, 0].tolist(), made[1, 1].tolist(), made[0, 3].tolist(), made[1, 2].tolist()]
 
 

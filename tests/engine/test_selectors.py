@@ -298,6 +298,11 @@ def test_a_model_that_cannot_have_a_selector_says_so(family: str, selector: str,
         from_config(checkpoint(family).config, sparse=selector)
 
 
+def test_rows_of_a_model_with_an_index_always_spill_others_with_hot_rows() -> None:
+    assert Sparse(selector="dsa").spills and Sparse(selector="quest", hot_rows=True).spills
+    assert not Sparse(selector="quest").spills and not Sparse(selector="clusterkv", budget=600).spills
+
+
 def test_settings_that_cannot_work_are_refused() -> None:
     for selector, budget in (("dsa", 100), ("quest", 0), ("other", None)):
         with pytest.raises(ConfigError):

@@ -93,6 +93,17 @@ def test_rows_of_answers_stay_so_requests_with_long_ones_are_shorter(selector: s
         engine.abort(number)
 
 
+def test_how_long_a_request_may_be_is_found_once_for_as_many_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine_for("quest", device_memory="700KiB", hot_rows=0) as engine:
+        calls, could_hold = [0], type(engine.cache).could_hold
+        monkeypatch.setattr(type(engine.cache), "could_hold", lambda *a, **k: (calls.append(1), could_hold(*a, **k))[1])
+        found = [engine._most_tokens(greedy(prompt(13 * PAGE + more))) for more in (0, 3, PAGE - 1)]
+        searched = sum(calls)
+        assert len({*found}) == 1 and searched > 3 and found[0] < engine.max_context
+        assert engine._most_tokens(greedy(prompt(13 * PAGE + 5))) == found[0] and sum(calls) == searched
+        assert engine._most_tokens(greedy(prompt(14 * PAGE))) > found[0] and sum(calls) > searched
+
+
 # ---- traffic ----------------------------------------------------------------------------------------
 
 

@@ -53,6 +53,7 @@ def engine_for(family: str, **settings: Any) -> Engine:
         ({"write": WritePolicy.BACK}, "write policy through"),
         ({"write": WritePolicy.SELECTIVE}, "write policy through"),
         ({"hot_rows": -1}, "0 or more"),
+        ({"replace_hot": "lru"}, "score, age"),
         ({"sparse": None}, "hot_rows are for"),
         ({"sparse": "quest", "host_memory": 0}, "quest with hot_rows.*host tier.*leave hot_rows out"),
         ({"sparse": "clusterkv", "write": WritePolicy.BACK}, "clusterkv with hot_rows.*write policy through"),
@@ -81,7 +82,7 @@ def test_what_is_needed_beside_pages_is_taken_off_the_device(stage_ahead: bool) 
         sizes = [each.cache.stats().tier(Tier.DEVICE).size_bytes for each in (plain, engine)]
         places = engine._runner._pages.spilling
         assert places is not None
-        tensors = [places.stages, places.places.key_GS, places.places.stamp_GS]
+        tensors = [places.stages, places.places.key_GS, places.places.stamp_GS, places.places.worth_S]
         tensors += [places._plan.source_M, places._plan.target_M, places._plan.claim_M, places._plan.winner_M]
         assert sizes[0] - sizes[1] == sum(each.nbytes for each in tensors)
 
@@ -225,11 +226,30 @@ def test_what_a_failed_pass_was_told_is_told_again(monkeypatch: pytest.MonkeyPat
         assert (header_N3[:, ROWS] == pages.rows[placed]).all() and (header_N3[:, HOST] == pages.host[placed]).all()
 
 
-def test_warming_up_leaves_nothing_behind() -> None:
-    with engine_for("deepseek_v32") as engine:
+@pytest.mark.parametrize("selector", ["dsa", "quest"])
+def test_warming_up_builds_what_rows_on_the_host_need_and_leaves_nothing_behind(selector: str) -> None:
+    """Slots, copies and reads; the last as attention reads them. Nothing is counted, and pages are again where they are."""
+    family, more = ("deepseek_v32", {}) if selector == "dsa" else ("llama", {"sparse_budget": 112})
+    with engine_for(family, sparse=selector, **more) as engine:
+        spilling = engine._runner._pages.spilling
+        assert spilling is not None
+        calls: list[str] = []
+        for name in ("_resolve", "_fetch", "_read"):
+            setattr(spilling, name, noted(calls, name, getattr(spilling, name)))
         engine.warm_up()
+        assert {*calls} == {"_resolve", "_fetch", "_read"}
         settle(engine.cache)
         assert engine.cache.stats().tier(Tier.DEVICE).used_bytes == 0
+        found = report(engine)
+        assert found.resident == found.misses == found.host_pages == 0
+        engine.cache.audit()
+        engine.submit(greedy(prompt(100), 8))
+        step_through(engine)
+        assert report(engine).misses == 0, "what it said of a page is said no more"
+
+
+def noted(calls: list[str], name: str, of: Any) -> Any:
+    return lambda *given: (calls.append(name), of(*given))[1]
 
 
 @pytest.mark.parametrize("family", SPARSE)

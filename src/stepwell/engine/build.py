@@ -46,6 +46,7 @@ from stepwell.transfer.torch_memory import TorchMemory
 CUDA_SHARE = 0.88  # of what is free on a GPU once the weights are there; passes need room of their own
 CUDA_LIMITS = Limits(max_running=64, chunk_tokens=8192)  # a GPU is busy with so many tokens, and waits for fewer
 CPU_DEVICE_BYTES = 2 * 2**30
+REPLACE_HOT = ("score", "age")
 _WITHOUT_BUFFERS = ("log", "shared-log", "memory")  # need not know the host tier's memory: opened before there is one
 _NEEDS_HOST = "a store needs a host tier above it: give host_memory"
 
@@ -82,6 +83,8 @@ class EngineConfig:
     # Rows of each layer that a request keeps on the device once others are on the host alone. None: 4,096 with dsa; with another
     # selector rows stay on the device.
     hot_rows: int | None = None
+    replace_hot: str = "score"  # which hot row is replaced first: that of the lowest score in a step, or by age the oldest
+    fetch_beside: bool = False  # steps over rows on the host fetch what is missing while they go on, until they need it
     stage_ahead: bool = False  # prompts over rows on the host copy the next layer's while one is computed
 
     @property
@@ -93,8 +96,7 @@ class EngineConfig:
             raise ConfigError("hot_rows are for rows that are picked: name what picks them with sparse, or leave hot_rows out")
         if self.sparse is None:
             return None
-        spills = self.sparse == DSA or self.hot_rows is not None
-        return Sparse(selector=self.sparse, budget=self.sparse_budget, spills=spills)
+        return Sparse(selector=self.sparse, budget=self.sparse_budget, hot_rows=self.hot_rows is not None)
 
 
 def load_engine(model: str, **settings: Any) -> Engine:
@@ -179,8 +181,10 @@ def build_engine(
     _must_fit(cache_config, device)
     limits, sizes = limits_for(config), None
     if spec.spill is not None:
-        most = {"requests": limits.max_running, "selected": model.selected, "max_context": checkpoint.max_context}
-        sizes = Sizes.of(spec, cache_config, stage_ahead=config.stage_ahead, **most)
+        sizes = Sizes.of(
+            spec, cache_config, requests=limits.max_running, selected=model.selected, max_context=checkpoint.max_context,
+            stage_ahead=config.stage_ahead, fetch_beside=config.fetch_beside, by_score=config.replace_hot == "score",
+        )  # fmt: skip
         cache_config = sizes.less(cache_config, spec)
     tuning = replace(tuning or CacheTuning(), compute_while_loading=config.compute_while_loading)
     memories = _memories(spec, cache_config, device, tuning)
@@ -196,7 +200,7 @@ def build_engine(
         cache.close()
         raise
     context, max_alone = (
-        min(longest_request(cache, limits.chunk_tokens, spills_upto=upto), checkpoint.max_context) for upto in (None, 0)
+        longest_request(cache, limits.chunk_tokens, spills_upto=upto, most=checkpoint.max_context) for upto in (None, 0)
     )  # fmt: skip
     cache.hand_over()  # to whoever will run the engine, on whatever thread
     return Engine(
@@ -220,6 +224,8 @@ def _check_sparse(config: EngineConfig) -> None:
         return
     how = f"sparse {picks.selector}" + ("" if picks.selector == DSA else " with hot_rows")
     instead = "sparse" if picks.selector == DSA else "hot_rows"
+    if config.replace_hot not in REPLACE_HOT:
+        raise ConfigError(f"replace_hot must be one of {', '.join(REPLACE_HOT)}, got {config.replace_hot!r}")
     if (config.hot_rows or 0) < 0:
         raise ConfigError(f"hot_rows must be 0 or more, got {config.hot_rows}")
     if _host_bytes(config) is None:

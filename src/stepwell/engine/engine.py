@@ -90,6 +90,7 @@ class Engine:
         )
         self._last_id = 0
         self._streams: dict[int, deque[Delta]] = {}
+        self._longest: dict[int, int] = {}  # tokens that a request may have, by pages of it that may spill
 
     @classmethod
     def load(cls, model: str, **settings: Any) -> Engine:
@@ -157,10 +158,12 @@ class Engine:
         selector = self._runner.model.selector
         if not ask.use_cache or selector is None or self.cache.spec.spill is None:
             return self.max_context if ask.use_cache else self.max_alone
-        spills_upto = max(len(ask.tokens), selector.count)
-        if self.cache.could_hold(self.max_context, chunk_tokens=self.limits.chunk_tokens, spills_upto=spills_upto):
-            return self.max_context
-        return min(longest_request(self.cache, self.limits.chunk_tokens, spills_upto=spills_upto), self.max_context)
+        size = self.cache.spec.page_tokens
+        pages = max(len(ask.tokens), selector.count) // size
+        if pages not in self._longest:  # whole pages spill, so that there are few different answers
+            longest = longest_request(self.cache, self.limits.chunk_tokens, spills_upto=pages * size, most=self.max_context)
+            self._longest[pages] = longest
+        return self._longest[pages]
 
     def abort(self, number: int) -> None:
         """Ends a request, at any moment; unknown or ended ones are ignored."""
@@ -205,7 +208,7 @@ class Engine:
     def warm_up(self) -> float:
         """Computes two short prompts and some steps, so that nobody waits for kernels to be built; the seconds it took.
 
-        Before the first request. Leaves nothing cached.
+        Where rows may spill, also a step that finds some on the host. Before the first request. Leaves nothing cached.
         """
         began_s, count = time.monotonic(), max(min(self.max_alone // 2, 64), 1)
         likeliest = Sampling(max_tokens=min(4, self.max_alone - count), ignore_eos=True)
@@ -214,7 +217,17 @@ class Engine:
         while self.num_open:
             self.step()
         self.step()
+        self._warm_up_spilled()
         return time.monotonic() - began_s
+
+    def _warm_up_spilled(self) -> None:
+        """One token behind as many as make a selector pick; nothing where so many have no room."""
+        tokens = [0] * (self._runner.model.selected + 2 * self.cache.spec.page_tokens)
+        if self.cache.spec.spill is None or len(tokens) > self.max_alone:
+            return
+        with self._runner.on_device(), self.cache.acquire(self.cache.lookup(tokens)) as lease:
+            self.cache.grow(lease, len(tokens))
+            self._runner.look_at_host(lease, len(tokens))
 
     def generate(self, prompt: str | Sequence[int], **more: Any) -> Answer:
         """A whole answer: `stream` to its end."""

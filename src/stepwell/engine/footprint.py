@@ -29,14 +29,18 @@ def footprint(pages: DevicePages) -> Footprint:
     return Footprint(bytes_per_token=Fraction(sizes[Kind.PREFIX], spec.page_tokens), checkpoint_bytes=windows + sizes[Kind.POINT])
 
 
-def longest_request(cache: Cache, chunk_tokens: int, *, spills_upto: int | None = None) -> int:
-    """The most tokens that one request can have on the device, to the page; or one that spills no more than so many of them."""
+def longest_request(cache: Cache, chunk_tokens: int, *, most: int, spills_upto: int | None = None) -> int:
+    """The most tokens that one request can have on the device, to the page, or `most`; with `spills_upto`, one that spills no
+    more than so many of them.
+    """
     step = cache.spec.boundary_step
     could_hold = partial(cache.could_hold, chunk_tokens=chunk_tokens, spills_upto=spills_upto)
+    if could_hold(most):
+        return most
     low, high = 0, 1
     while could_hold(high * step):
         low, high = high, high * 2
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if could_hold(middle * step) else (low, middle)
-    return low * step
+    return min(low * step, most)

@@ -19,6 +19,7 @@ from stepwell.engine.models.base import Decoder
 from stepwell.engine.passes.batch import Batch, RequestRows
 from stepwell.engine.passes.open_groups import OpenGroups
 from stepwell.engine.passes.pages import DevicePages
+from stepwell.engine.passes.spilled import Spilled
 from stepwell.engine.passes.spilling import SpillReport
 from stepwell.engine.request import Chunk
 from stepwell.jobs.executors import Arriving
@@ -67,6 +68,22 @@ class Runner:
             return self._forward(batch)
         last = len(self.model.layers) - 1
         return self.model.forward(batch, lambda layer, x_NC: on_stream(x_NC) if layer == last else None)
+
+    def look_at_host(self, lease: Lease, tokens: int) -> None:
+        """Computes a request's token behind all others as if the rows of its first page were on the host alone, so that kernels
+        for that are built. They need not be there, nor any other: nothing comes of it.
+        """
+        spilling = self._pages.spilling
+        assert spilling is not None, "rows of this model do not spill"
+        segment = RequestRows(
+            tokens=(0,), position=tokens - 1, prefix_pages=lease.prefix_pages, window_pages=lease.window_pages,
+            hot_numbers=lease.hot_numbers, num_logits=1,
+        )  # fmt: skip
+        batch = self._batch([segment])
+        batch.prepare()
+        with spilling.pretend_on_host(int(lease.prefix_pages[0])):
+            batch.spilled = Spilled(batch, spilling, frozenset())
+            self.model.compute(batch)
 
     def _batch(self, segments: Sequence[RequestRows], arriving: Sequence[Arriving] = ()) -> Batch:
         return Batch(

@@ -3,6 +3,7 @@
     prefix page   header: ordinal | its rows page, or -1 | its host page, or -1       one of the two, always
                   hint of a row and group: the hot slot to look in, or anything else
     hot slot      key: the row it holds, or -1             slot s of hot page n:  n = s // R, row s % R of that page
+                  stamp: the last pass that used it, or ~ that pass if the row came in it
 
 A row is in hot slot `s` only if the key of `s` says so. A hint alone says nothing, so a wrong one costs a fetch and is never
 served. Keys lie in memory of their own, which nothing else uses.
@@ -70,6 +71,7 @@ class Places:
         device = slot_PGR.device
         self.key_GS = torch.full((self.groups, self.slots), ABSENT, dtype=torch.int32, device=device)
         self.stamp_GS = torch.zeros_like(self.key_GS)
+        self.worth_S = torch.zeros(self.slots, dtype=torch.float32, device=device)  # scratch of `resolve`: scores of what is held
         self.hot_N = torch.full((numbers,), ABSENT, dtype=torch.int32, device=device)  # the rows page of each number
         self.now_1 = torch.zeros(1, dtype=torch.int32, device=device)  # passes so far
         self.counts = Counts(groups=self.groups, requests=requests, device=device)
@@ -81,7 +83,7 @@ class Places:
     @staticmethod
     def table_bytes(*, slots: int, groups: int) -> int:
         """What the tables of so many hot slots take on the device, besides the rows themselves."""
-        return 8 * slots * groups
+        return (8 * groups + 4) * slots
 
     def apply(self, changes: Changes) -> None:
         """Begins a pass: on the current stream, behind the last pass and before anything of the next."""

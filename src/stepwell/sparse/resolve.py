@@ -76,8 +76,9 @@ class Plan:
             )
         self.source_M, self.target_M, self.claim_M, self.winner_M = (
             torch.empty(entries, dtype=torch.int32, device=device) for _ in range(4)
-        )  # the last two are between claim and assign only
+        )  # the last two are between claim and assign only; then `claim_M` is for whoever gathers while rows are fetched
         self.count_1 = torch.zeros(1, dtype=torch.int32, device=device)
+        self.late_1 = torch.zeros(1, dtype=torch.int32, device=device)  # references that whoever gathers has put off
 
     @property
     def entries(self) -> int:
@@ -161,7 +162,7 @@ def _assign(places: Places, group: int, wanted: Wanted, plan: Plan, request: int
     given = min(len(key_W), int((bin_H > 0).sum()))
     chosen = torch.sort(bin_H, descending=True, stable=True).indices[:given].sort().values
     slot_W, key_W, left = slot_H[chosen], key_W[:given], key_W[given:]
-    places.key_GS[group, slot_W], places.stamp_GS[group, slot_W] = key_W.int(), places.now_1
+    places.key_GS[group, slot_W], places.stamp_GS[group, slot_W] = key_W.int(), ~places.now_1
     places.slot_PGR[key_W // size, group, key_W % size] = slot_W.int()
     places.slot_PGR[left // size, group, left % size] = ABSENT
     mine = slice(int(plan.count_1), int(plan.count_1) + given)

@@ -42,7 +42,7 @@ def resolve(places: Places, group: int, wanted: Wanted, plan: Plan) -> None:
     _assign_kernel[(requests,)](
         wanted.first_A, wanted.hot_BQ, places.header_P3, hint_PR, key_S, stamp_S, places.hot_N, places.now_1,
         plan.claim_M, plan.winner_M, plan.source_M, plan.target_M, plan.count_1, tally_BC,
-        places.now_1 if score_XT is None else score_XT, 0 if score_XT is None else score_XT.shape[1],
+        places.now_1 if score_XT is None else score_XT, places.worth_S, 0 if score_XT is None else score_XT.shape[1],
         count, hot_pages, wanted.hot_BQ.stride(0), places.header_P3.stride(0), hint_PR.stride(0),
         0 if score_XT is None else score_XT.stride(0),
         SIZE=places.page_rows, FIRST_CLAIM=CLAIM, SCORED=score_XT is not None, BLOCK=block, num_warps=ASSIGN_WARPS,
@@ -124,18 +124,16 @@ def _own(own, hot, slots, key_S, stamp_S, now, SIZE: tl.constexpr):
     page = tl.load(hot + own // SIZE, mask=own < slots, other=-1)
     slot = tl.where(page >= 0, page * SIZE + own % SIZE, -1)
     key = tl.load(key_S + slot, mask=slot >= 0, other=-1)
-    return slot, key, now - tl.load(stamp_S + slot, mask=slot >= 0, other=now)
+    stamp = tl.load(stamp_S + slot, mask=slot >= 0, other=now)
+    return slot, key, now - tl.where(stamp < 0, -1 - stamp, stamp)
 
 
 @triton.jit
-def _bin_of(
-    slot, key, age, low, high, score, header, header_stride, first, stop, length, score_stride,
-    SIZE: tl.constexpr, SCORED: tl.constexpr,
-):  # fmt: skip
+def _bin_of(slot, key, age, low, high, worth_S, SCORED: tl.constexpr):
     rank = tl.minimum(age, 254)
     if SCORED:
         idle = (key >= 0) & (age > 0)
-        most = _score_of(key, idle, score, header, header_stride, first, stop, length, score_stride, SIZE)
+        most = tl.load(worth_S + slot, mask=idle, other=float("-inf"))
         rank = tl.where(idle, _score_bin(most, low, high), 0)
     return tl.where(slot < 0, 0, tl.where(key < 0, 255, rank))
 
@@ -158,8 +156,8 @@ def _winners(claim, winner, hint, hint_stride, start, stop, SIZE: tl.constexpr, 
 
 @triton.jit
 def _assign_kernel(
-    first_A, hot, header, hint, key_S, stamp_S, hot_N, now_1, claim, winner, source, target, plan_count, tally, score, length,
-    count, hot_pages, hot_stride, header_stride, hint_stride, score_stride,
+    first_A, hot, header, hint, key_S, stamp_S, hot_N, now_1, claim, winner, source, target, plan_count, tally, score, worth_S,
+    length, count, hot_pages, hot_stride, header_stride, hint_stride, score_stride,
     SIZE: tl.constexpr, FIRST_CLAIM: tl.constexpr, SCORED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One request. Only it writes to its slots, and to hints of rows that it has won."""
@@ -178,17 +176,17 @@ def _assign_kernel(
                 slot, key, age = _own(start + lane, hot, slots, key_S, stamp_S, now, SIZE)
                 idle = (key >= 0) & (age > 0)
                 most = _score_of(key, idle, score, header, header_stride, first, stop, length, score_stride, SIZE)
+                tl.store(worth_S + slot, most, mask=idle)
                 finite = (most > float("-inf")) & (most < float("inf"))
                 low = tl.minimum(low, tl.min(tl.where(finite, most, float("inf")), axis=0))
                 high = tl.maximum(high, tl.max(tl.where(finite, most, float("-inf")), axis=0))
                 start += BLOCK
+            tl.debug_barrier()  # so are scores
         bins, which = tl.zeros([256], tl.int32), tl.arange(0, 256)
         start = 0
         while start < slots:
             slot, key, age = _own(start + lane, hot, slots, key_S, stamp_S, now, SIZE)
-            rank = _bin_of(
-                slot, key, age, low, high, score, header, header_stride, first, stop, length, score_stride, SIZE, SCORED
-            )  # fmt: skip
+            rank = _bin_of(slot, key, age, low, high, worth_S, SCORED)
             bins += tl.histogram(rank, 256)
             start += BLOCK
         given = tl.minimum(wins, tl.sum(tl.where(which > 0, bins, 0), axis=0))
@@ -203,9 +201,7 @@ def _assign_kernel(
         start = 0
         while start < slots:
             slot, key, age = _own(start + lane, hot, slots, key_S, stamp_S, now, SIZE)
-            rank = _bin_of(
-                slot, key, age, low, high, score, header, header_stride, first, stop, length, score_stride, SIZE, SCORED
-            )  # fmt: skip
+            rank = _bin_of(slot, key, age, low, high, worth_S, SCORED)
             level = (rank == least).to(tl.int32)
             among = tl.cumsum(level, axis=0) + level_before
             taken = ((rank > least) | ((level > 0) & (among <= room))).to(tl.int32)
@@ -214,7 +210,7 @@ def _assign_kernel(
             origin = tl.load(header + (new // SIZE).to(tl.int64) * header_stride + 2, mask=mine, other=0)
             onto = tl.load(hot_N + slot // SIZE, mask=mine, other=0)
             tl.store(key_S + slot, new, mask=mine)
-            tl.store(stamp_S + slot, now + tl.zeros_like(new), mask=mine)
+            tl.store(stamp_S + slot, -1 - now + tl.zeros_like(new), mask=mine)
             tl.store(hint + (new // SIZE).to(tl.int64) * hint_stride + new % SIZE, slot, mask=mine)
             tl.store(source + base + place, origin * SIZE + new % SIZE, mask=mine)
             tl.store(target + base + place, onto * SIZE + slot % SIZE, mask=mine)

@@ -11,6 +11,7 @@ from engine.paged import Scene, Shape
 from stepwell.engine.graphs import FixedPaging
 from stepwell.engine.ops import selection
 from stepwell.engine.ops.selection import Selection, select
+from stepwell.engine.passes.paging import Singles
 from stepwell.engine.passes.rows import Rows, Tiled
 
 pytest.importorskip("triton")
@@ -64,6 +65,27 @@ def test_scores_are_those_of_plain_torch_and_nobody_sees_ahead() -> None:
     key_TD = scene.rows.whole(run.pages_P).flatten(0, 1)
     expected = (weight_XH[:, :, None] * (query_XHD @ key_TD.T).relu()).sum(1) + run.mask_NT
     torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_scores_are_handed_on_for_singles_and_the_last_of_every_run(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many queries are scored at a time; and none where nobody asks for them."""
+    scene = scene_of(seed)
+    query_NHD, weight_NH = scene.made(scene.num_tokens, 3, scene.rows.stored_PRE.shape[2]), scene.made(scene.num_tokens, 3)
+    given = query_NHD, weight_NH, scene.rows, scene.paging
+    monkeypatch.setattr(fast, "SCORE_BYTES", 4 * 200 * 3)
+    selections = [select(*given, count=5, scored=4), select(*given, count=5, scored=4, block_bytes=1)]
+    selections.append(TritonSelect()(*given, count=5, scored=4))
+    for picked in (each for made in selections for each in zip(scene.paging.parts, made, strict=True)):
+        part, chosen = picked
+        if chosen is None:
+            continue
+        count = part.stop - part.start if isinstance(part, Singles) else min(part.stop - part.start, 4)
+        mask_XT = part.mask_BT if isinstance(part, Singles) else part.mask_NT
+        assert chosen.score_YT is not None and len(chosen.score_YT) == count
+        assert torch.equal(chosen.score_YT == -torch.inf, mask_XT[-count:] == -torch.inf)
+        assert torch.equal(selection.best(chosen.score_YT, 5), chosen.position_XK[-count:].long())
+    assert all(each is None or each.score_YT is None for each in (*select(*given, count=5), *TritonSelect()(*given, count=5)))
 
 
 def test_scores_in_blocks_pick_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

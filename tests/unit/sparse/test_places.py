@@ -129,7 +129,7 @@ def test_counts_are_summed_over_requests_and_bytes_over_groups() -> None:
 
 
 def test_slots_that_are_empty_go_first_then_the_oldest_and_those_in_use_never() -> None:
-    key, stamp = torch.tensor([3, ABSENT, 4, 5, 6]), torch.tensor([9, 0, 10, -(10**6), 10**3])
+    key, stamp = torch.tensor([3, ABSENT, 4, 5, 6]), torch.tensor([9, 0, 10, ~50, 10**3])
     assert age_bins(key, stamp, torch.tensor([10**3])).tolist() == [LAST, EMPTY, LAST, LAST, IN_USE]
     assert age_bins(key, stamp, torch.tensor([10**3 + 7])).tolist()[-1] == 7
     score = torch.tensor([2.0, 0.0, -torch.inf, 1.0, 0.0])

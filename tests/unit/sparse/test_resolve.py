@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -11,8 +12,10 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from stepwell.memory.row_pages import ABSENT, Changes  # noqa: E402
 from stepwell.sparse import resolve as plain  # noqa: E402
+from stepwell.sparse.counts import FETCHED  # noqa: E402
 from stepwell.sparse.places import Places  # noqa: E402
 from stepwell.sparse.resolve import Fetch, Plan, Resolve, Wanted  # noqa: E402
+from stepwell.sparse.trace import STEADY, count_misses, make_trace  # noqa: E402
 from unit.sparse.scene import R, Scene, live, random_pass, tables_of  # noqa: E402
 
 Both = tuple[Resolve, Fetch]
@@ -87,6 +90,25 @@ def test_the_lowest_scores_go_first(both: Both) -> None:
         places.now_1 += 1
     held = set(places.key_GS[0, : 2 * R].tolist())
     assert held == {0, 2, 4, 5, 6, 8, 9, 10}, "1, 3 and 7 had the lowest"
+
+
+def test_by_score_fewer_rows_of_a_trace_are_fetched_than_by_age() -> None:
+    """Scores are in 253 bins, which costs next to nothing beside the order of the scores themselves."""
+    pages, hot, trace = 180, 24, make_trace(replace(STEADY, last=8), context=640, steps=80, count=48, scores=True)
+    assert trace.score_NT is not None
+    score_NT = torch.from_numpy(trace.score_NT)
+    fetched = {}
+    for name in ("age", "score"):
+        places, plan = small(pages=pages, hot=hot)
+        for step, selected in enumerate(trace.position_NK):
+            places.now_1 += 1
+            score_XT = score_NT[step : step + 1] if name == "score" else None
+            plain.resolve(places, 0, one(selected, hot=list(range(hot)), pages=pages, score_XT=score_XT), plan)
+        fetched[name] = int(places.counts.tally_GBC[0, 0, FETCHED])
+    exact = int(count_misses(trace, hot_rows=hot * R, policy="score").sum())
+    oldest = int(count_misses(trace, hot_rows=hot * R, policy="lru").sum())
+    assert fetched["age"] == pytest.approx(oldest, rel=0.02)  # who goes first of the same age is another matter
+    assert fetched["score"] == pytest.approx(exact, rel=0.02) and fetched["score"] < 0.95 * fetched["age"]
 
 
 def test_slots_that_are_used_now_are_never_given_away(both: Both) -> None:

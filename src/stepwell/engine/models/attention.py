@@ -21,7 +21,7 @@ from stepwell.engine.ops.selection import Selection
 from stepwell.engine.ops.selector import Selector
 from stepwell.engine.ops.staging import attend_spilled
 from stepwell.engine.passes.batch import Batch
-from stepwell.engine.passes.paging import Paging, Run
+from stepwell.engine.passes.paging import Paging
 from stepwell.engine.passes.rows import Rows
 from stepwell.engine.passes.spilled import Spilled
 from stepwell.engine.ranks import Ranks
@@ -68,22 +68,22 @@ class Attention:
         assert self.sinks_H is None, "picked rows have no sinks beside them"
         summaries, whole, spilled = batch.rows(self.selector.state, self.layer), batch.paging(None), batch.spilled
         self.selector.keep(rows, summaries, whole, batch.rows_of(self.state))
-        selection = self.selector.select(query_NHD, summaries, whole, scale=self.scale)
+        scored = 0 if spilled is None else spilled.scored
+        selection = self.selector.select(query_NHD, summaries, whole, scale=self.scale, scored=scored)
         if spilled is None:
             return self._attend_to(query_NHD, rows, paging, selection)
-        self._fetch(spilled, self.selector, query_NHD, summaries, whole, selection)
+        self._fetch(spilled, self.selector, query_NHD, summaries, selection)
         return attend_spilled(self._attend_to, query_NHD, rows, spilled, selection)
 
     def _fetch(
-        self, spilled: Spilled, selector: Selector, query_NHD: torch.Tensor, summaries: Rows, paging: Paging, selection: Selection
+        self, spilled: Spilled, selector: Selector, query_NHD: torch.Tensor, summaries: Rows, selection: Selection
     ) -> None:
         """What was picked; and what the last token of a prompt would pick, so that the answer begins with it."""
-        position_of = [None if picked is None else picked.position_XK for picked in selection]
-        for at in spilled.ends:
-            run = paging.parts[at]
-            if selection[at] is None and isinstance(run, Run):
-                position_of[at] = selector.select_last(query_NHD, summaries, run, scale=self.scale)
-        spilled.resolve(self.layer, position_of)
+        chosen = list(selection)
+        for at, part in spilled.ends:
+            if selection[at] is None:
+                chosen[at] = selector.select_last(query_NHD, summaries, part, scale=self.scale, scored=spilled.scored)
+        spilled.resolve(self.layer, chosen)
         spilled.fetch(self.layer)
 
     def _attend_to(self, query_NHD: torch.Tensor, rows: Rows, paging: Paging, selection: Selection) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """DeepSeek-V3.2 and GLM-5: DeepSeek-V3 whose attention reads only the rows that an index picks for each query.
 
 Layers without an index of their own look where the last layer that has one did (GLM-5.2). Picked rows that are on the host alone
-are fetched between the choice and attention.
+are fetched between the choice and attention, while queries are made where the engine fetches beside its passes.
 """
 
 from __future__ import annotations
@@ -46,9 +46,12 @@ class SparseAttention:
         if self.indexer is not None:
             shared.selection = self.indexer(x_NC, asked.source_NQ, shared.angles, batch)
             if batch.spilled is not None:
-                batch.spilled.resolve(latent.layer, [None if each is None else each.position_XK for each in shared.selection])
+                batch.spilled.resolve(latent.layer, shared.selection)
         assert shared.selection is not None, f"layer {latent.layer} follows no layer with an index"
-        return latent.answer(self._attend(asked.query_NHC, shared.selection, batch))
+        if batch.spilled is not None:
+            batch.spilled.fetch(latent.layer)
+        query_NHC = latent.queries(asked, shared.angles)
+        return latent.answer(self._attend(query_NHC, shared.selection, batch))
 
     def _attend(self, query_NHC: torch.Tensor, selection: Selection, batch: Batch) -> torch.Tensor:
         latent, spilled = self.latent, batch.spilled
@@ -56,7 +59,6 @@ class SparseAttention:
         attend = partial(latent.kernels.attend_selected, rank=latent.sizes.rank, scale=latent.scale)
         if spilled is None:
             return attend(query_NHC, rows, batch.paging_of(latent.state), selection)
-        spilled.fetch(latent.layer)
         return attend_spilled(attend, query_NHC, rows, spilled, selection)
 
 

@@ -73,4 +73,5 @@ class Indexer:
         key_ND = layer_norm(self.key(x_NC), self.key_norm.weight.shape, self.key_norm.weight, self.key_norm.bias, _EPS)
         self.kernels.write_rows(rows, paging.page_N, paging.row_N, rotate(key_ND[:, None], angles)[:, 0])
         query_NHD = rotate(self.query(source_NQ).unflatten(1, (self.heads, -1)), angles)
-        return self.kernels.select(query_NHD, self.weight(x_NC.float()), rows, paging, count=self.count)
+        scored = 0 if batch.spilled is None else batch.spilled.scored
+        return self.kernels.select(query_NHD, self.weight(x_NC.float()), rows, paging, count=self.count, scored=scored)

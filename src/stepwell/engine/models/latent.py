@@ -75,9 +75,8 @@ class LatentSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Asked:
-    """What a layer makes of its tokens: queries as rows are, the rows to keep, and what queries came from."""
+    """What a layer makes of its tokens: the rows to keep, and what queries are made from."""
 
-    query_NHC: torch.Tensor
     row_NC: torch.Tensor
     source_NQ: torch.Tensor  # the normed low-rank query, or the query itself where there is none
 
@@ -141,27 +140,29 @@ class LatentAttention:
         self.keep(asked, batch)
         rows = batch.rows(self.state, self.layer, self.kept)
         rank, paging = self.sizes.rank, batch.paging(None)
-        return self.answer(self.kernels.attend_latent(asked.query_NHC, rows, paging, rank=rank, scale=self.scale))
+        query_NHC = self.queries(asked, angles)
+        return self.answer(self.kernels.attend_latent(query_NHC, rows, paging, rank=rank, scale=self.scale))
 
     def ask(self, x_NC: torch.Tensor, angles: Angles | None) -> Asked:
-        """Queries and rows, rotated where there are angles. Writes nothing."""
+        """Rows, rotated where there are angles, and what queries are made from. Writes nothing."""
         sizes = self.sizes
         into_NX = self.into(x_NC)
         widths = (into_NX.shape[1] - sizes.row, sizes.rank, sizes.rotated)
         source_NQ, latent_NR, key_NC = into_NX.split(widths, dim=1)
-        if self.query is not None and self.query_norm is not None:
+        if self.query_norm is not None:
             source_NQ = self.query_norm(source_NQ)
-            query_NHX = self.query(source_NQ).unflatten(1, (sizes.heads, -1))
-        else:
-            query_NHX = source_NQ.unflatten(1, (sizes.heads, -1))
-        plain_NHD, turned_NHC = query_NHX.split((sizes.plain, sizes.rotated), dim=-1)
         if angles is not None:
-            turned_NHC, key_NC = rotate(turned_NHC, angles), rotate(key_NC[:, None], angles)[:, 0]
-        return Asked(
-            query_NHC=torch.cat([_by_head(plain_NHD, self.up_key_HDR), turned_NHC], dim=-1),
-            row_NC=torch.cat([self.latent_norm(latent_NR), key_NC], dim=-1),
-            source_NQ=source_NQ,
-        )
+            key_NC = rotate(key_NC[:, None], angles)[:, 0]
+        return Asked(row_NC=torch.cat([self.latent_norm(latent_NR), key_NC], dim=-1), source_NQ=source_NQ)
+
+    def queries(self, asked: Asked, angles: Angles | None) -> torch.Tensor:
+        """As rows are: `[N, H, C]`. Nothing else of a layer before its attention needs them."""
+        sizes = self.sizes
+        query_NX = asked.source_NQ if self.query is None else self.query(asked.source_NQ)
+        plain_NHD, turned_NHC = query_NX.unflatten(1, (sizes.heads, -1)).split((sizes.plain, sizes.rotated), dim=-1)
+        if angles is not None:
+            turned_NHC = rotate(turned_NHC, angles)
+        return torch.cat([_by_head(plain_NHD, self.up_key_HDR), turned_NHC], dim=-1)
 
     def keep(self, asked: Asked, batch: Batch) -> None:
         """Puts every token's row where it belongs."""

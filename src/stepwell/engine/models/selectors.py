@@ -22,11 +22,11 @@ BUDGET = 2048  # tokens that a query looks at where nobody says how many
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sparse:
-    """What picks, and how many tokens; None for what is usual. With `spills` rows may be on the host alone, with dsa always."""
+    """What picks, and how many tokens; None for what is usual. `hot_rows` says whether a request was given some."""
 
     selector: str
     budget: int | None = None
-    spills: bool = False
+    hot_rows: bool = False
 
     def __post_init__(self) -> None:
         if self.selector not in SELECTORS:
@@ -35,6 +35,11 @@ class Sparse:
             raise ConfigError("with dsa the model says itself how many tokens are picked: leave sparse_budget out")
         if self.budget is not None and self.budget < 1:
             raise ConfigError(f"sparse_budget must be a number of tokens, got {self.budget}")
+
+    @property
+    def spills(self) -> bool:
+        """Whether rows may be on the host alone: with dsa always, with the others where there are hot rows."""
+        return self.selector == DSA or self.hot_rows
 
     @property
     def count(self) -> int:

@@ -20,7 +20,7 @@ import torch
 from stepwell.engine.ops.attention import AttendLatent
 from stepwell.engine.ops.latent_plans import RANK, ROTATED, Copied, Each, Heads, Paged, Planned, Planner, Wrapper, groups
 from stepwell.engine.ops.selection import AttendSelected, Selection
-from stepwell.engine.ops.triton_rows import gather_rows
+from stepwell.engine.ops.triton_gather import gather_rows
 from stepwell.engine.passes.paging import Look, Paging, Run, Singles
 from stepwell.engine.passes.rows import PLAIN, Rows
 from stepwell.engine.passes.spilling import SHORT_RUN

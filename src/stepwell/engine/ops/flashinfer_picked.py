@@ -21,7 +21,7 @@ from stepwell.engine.ops.attention import attend_part
 from stepwell.engine.ops.flashinfer_attention import FlashInferAttention, Heads, Planned, keys_and_values
 from stepwell.engine.ops.picked import AttendPicked, attend_part_picked
 from stepwell.engine.ops.selection import Picked, Selection
-from stepwell.engine.ops.triton_rows import gather_rows
+from stepwell.engine.ops.triton_gather import gather_rows
 from stepwell.engine.passes.numbers import on_device
 from stepwell.engine.passes.paging import Look, Paging, Run, Singles
 from stepwell.engine.passes.rows import PLAIN, Rows

@@ -28,11 +28,13 @@ _WIDTH_BYTES = 4  # what is counted for each number, whatever it is computed in
 class Picked:
     """Where each of X queries looks, ascending. Positions that it may not see stand behind the others.
 
-    The part's first `first` queries pick nothing, look at everything, and are not among the X.
+    The part's first `first` queries pick nothing, look at everything, and are not among the X. `score_YT` are the scores by which
+    the last Y of them picked, where they were asked for: -inf where they may not look, and no numbers count as the highest.
     """
 
     position_XK: torch.Tensor
     first: int = 0
+    score_YT: torch.Tensor | None = None
 
 
 Selection = tuple[Picked | None, ...]  # of each part of a batch, singles first; None: nobody sees more than it may pick
@@ -43,7 +45,7 @@ Best = Callable[[torch.Tensor, int], torch.Tensor]  # positions of the highest s
 
 class Select(Protocol):
     def __call__(
-        self, query_NHD: torch.Tensor, weight_NH: torch.Tensor, rows: Rows, paging: Paging, *, count: int
+        self, query_NHD: torch.Tensor, weight_NH: torch.Tensor, rows: Rows, paging: Paging, *, count: int, scored: int = 0
     ) -> Selection: ...
 
 
@@ -54,10 +56,14 @@ class AttendSelected(Protocol):
 
 
 def select(
-    query_NHD: torch.Tensor, weight_NH: torch.Tensor, rows: Rows, paging: Paging, *, count: int, block_bytes: int = BLOCK_BYTES
-) -> Selection:
-    """The `count` rows of `rows` that each query scores best. Reads index keys, and changes nothing."""
-    return tuple(_pick(query_NHD, weight_NH, rows, part, count, block_bytes) for part in paging.parts)
+    query_NHD: torch.Tensor, weight_NH: torch.Tensor, rows: Rows, paging: Paging, *, count: int, scored: int = 0,
+    block_bytes: int = BLOCK_BYTES,
+) -> Selection:  # fmt: skip
+    """The `count` rows of `rows` that each query scores best. Reads index keys, and changes nothing.
+
+    With `scored`, the scores of as many last queries of every run are handed on, and of all singles.
+    """
+    return tuple(_pick(query_NHD, weight_NH, rows, part, count, scored, block_bytes) for part in paging.parts)
 
 
 def attend_selected(
@@ -87,23 +93,41 @@ def best(score_XT: torch.Tensor, count: int) -> torch.Tensor:
     return slot_XT.new_zeros(len(slot_XT), count + 1).scatter_(1, slot_XT, position_XT)[:, :count]
 
 
+class LastScores:
+    """Scores of a part's last queries, from blocks that come one after the other: no more is kept than is handed on."""
+
+    def __init__(self, part: Singles | Run, scored: int) -> None:
+        """`scored` as in `select`."""
+        self._most = part.stop - part.start if scored and isinstance(part, Singles) else scored
+        self.score_YT: torch.Tensor | None = None
+
+    def add(self, score_XT: torch.Tensor) -> None:
+        if not self._most:
+            return
+        last_YT = score_XT[-self._most :]
+        if self.score_YT is not None:
+            last_YT = torch.cat([self.score_YT, last_YT])[-self._most :]
+        self.score_YT = last_YT.clone() if len(last_YT) < len(score_XT) else last_YT
+
+
 # ---- inside -----------------------------------------------------------------------------------------
 
 
 def _pick(
-    query_NHD: torch.Tensor, weight_NH: torch.Tensor, rows: Rows, part: Singles | Run, count: int, block_bytes: int
+    query_NHD: torch.Tensor, weight_NH: torch.Tensor, rows: Rows, part: Singles | Run, count: int, scored: int, block_bytes: int
 ) -> Picked | None:
     mask_XT = _mask(part)
     length, (heads, width) = mask_XT.shape[1], query_NHD.shape[1:]
     if length <= count:
         return None
-    picked = []
+    picked, scores = [], LastScores(part, scored)
     for block, key in _keys(rows, part, _blocks(part, length * (heads + width) * _WIDTH_BYTES, block_bytes)):
         at = slice(part.start + block.start, part.start + block.stop)
         likeness_XHT = (query_NHD[at].float() @ key.mT).relu_()
         score_XT = (weight_NH[at, None].float() @ likeness_XHT)[:, 0] + mask_XT[block]
         picked.append(best(score_XT, count))
-    return Picked(position_XK=torch.cat(picked))
+        scores.add(score_XT)
+    return Picked(position_XK=torch.cat(picked), score_YT=scores.score_YT)
 
 
 def _keys(rows: Rows, part: Singles | Run, blocks: Iterator[slice]) -> Iterator[tuple[slice, torch.Tensor]]:

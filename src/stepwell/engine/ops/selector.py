@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from stepwell.base.tasks import PageIds
-from stepwell.engine.ops.selection import Best, Picked, Selection, best
+from stepwell.engine.ops.selection import Best, LastScores, Picked, Selection, best
 from stepwell.engine.passes.batch import Batch
 from stepwell.engine.passes.numbers import on_device
 from stepwell.engine.passes.paging import Paging, Run, Singles
@@ -75,14 +75,18 @@ class Selector:
         made_YC = self.summary.make(self._keys(row_ULRE.flatten(0, 1).to(batch.dtype)))
         state_PLRE[page_U, :, unit_U] = made_YC.unflatten(0, row_ULRE.shape[:2]).to(state_PLRE.dtype)
 
-    def select(self, query_NHD: torch.Tensor, summaries: Rows, paging: Paging, *, scale: float) -> Selection:
-        """Reads summaries, and changes nothing."""
-        return tuple(self._pick(query_NHD, summaries, part, scale, self._first(part)) for part in paging.parts)
+    def select(
+        self, query_NHD: torch.Tensor, summaries: Rows, paging: Paging, *, scale: float, scored: int = 0
+    ) -> Selection:  # fmt: skip
+        """Reads summaries, and changes nothing. `scored` as in `selection.select`."""
+        return tuple(self._pick(query_NHD, summaries, part, scale, self._first(part), scored) for part in paging.parts)
 
-    def select_last(self, query_NHD: torch.Tensor, summaries: Rows, run: Run, *, scale: float) -> torch.Tensor | None:
-        """What the last token of a run would look at, were it one that picks: `[1, count]`, None for everything."""
-        picked = self._pick(query_NHD, summaries, run, scale, run.stop - run.start - 1)
-        return None if picked is None else picked.position_XK
+    def select_last(
+        self, query_NHD: torch.Tensor, summaries: Rows, part: Singles | Run, *, scale: float, scored: int = 0
+    ) -> Picked | None:  # fmt: skip
+        """What the last token of a run would look at, or each of some singles, were it one that picks; None for everything."""
+        first = part.stop - part.start - 1 if isinstance(part, Run) else 0
+        return self._pick(query_NHD, summaries, part, scale, first, scored)
 
     # ---- inside -----------------------------------------------------------------------------------
 
@@ -116,7 +120,9 @@ class Selector:
             return 0 if part.picks else part.stop - part.start
         return min(max(part.picks_from - part.position, 0), part.stop - part.start)
 
-    def _pick(self, query_NHD: torch.Tensor, summaries: Rows, part: Singles | Run, scale: float, first: int) -> Picked | None:
+    def _pick(
+        self, query_NHD: torch.Tensor, summaries: Rows, part: Singles | Run, scale: float, first: int, scored: int
+    ) -> Picked | None:
         if isinstance(part, Singles):
             table_SP, position_X = part.table_BP, part.position_B
         else:
@@ -124,13 +130,15 @@ class Selector:
         length = table_SP.shape[1] * part.sight.page_tokens
         if length <= self.count or first == part.stop - part.start:
             return None
-        picked = []
+        picked, scores = [], LastScores(part, scored)
         for at in self._blocks(first, part.stop - part.start, length * (self.kv_heads * _HEAD_BYTES + _TOKEN_BYTES)):
             table = table_SP if isinstance(part, Run) else table_SP[at]
             query_XHD = query_NHD[part.start + at.start : part.start + at.stop]
             score_XT = self._scores(query_XHD, summaries.whole(table).flatten(1, 2), position_X[at], scale)
             picked.append(self.best(score_XT, self.count))
-        return Picked(position_XK=picked[0] if len(picked) == 1 else torch.cat(picked), first=first)
+            scores.add(score_XT)
+        position_XK = picked[0] if len(picked) == 1 else torch.cat(picked)
+        return Picked(position_XK=position_XK, first=first, score_YT=scores.score_YT)
 
     def _scores(self, query_XHD: torch.Tensor, row_SUC: torch.Tensor, position_X: torch.Tensor, scale: float) -> torch.Tensor:
         """Of all tokens: inf for those that are always picked, -inf for those that cannot be seen."""

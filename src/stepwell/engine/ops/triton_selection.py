@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from stepwell.engine.ops import selection
-from stepwell.engine.ops.selection import Picked, Selection
+from stepwell.engine.ops.selection import LastScores, Picked, Selection
 from stepwell.engine.ops.triton_rows import power_of_two, views_of
 from stepwell.engine.passes.paging import Paging, Run, Singles
 from stepwell.engine.passes.rows import PLAIN, Powers, Rows
@@ -40,26 +40,31 @@ class TritonSelect:
     def __init__(self, top_k: TopK = highest) -> None:
         self._top_k = top_k
 
-    def __call__(self, query_NHD: torch.Tensor, weight_NH: torch.Tensor, rows: Rows, paging: Paging, *, count: int) -> Selection:
+    def __call__(
+        self, query_NHD: torch.Tensor, weight_NH: torch.Tensor, rows: Rows, paging: Paging, *, count: int, scored: int = 0
+    ) -> Selection:
         if views_of(rows) is None or paging.sight.first_seen:
-            return selection.select(query_NHD, weight_NH, rows, paging, count=count)
-        return tuple(self._pick(query_NHD, weight_NH, rows, part, count) for part in paging.parts)
+            return selection.select(query_NHD, weight_NH, rows, paging, count=count, scored=scored)
+        return tuple(self._pick(query_NHD, weight_NH, rows, part, count, scored) for part in paging.parts)
 
     def _pick(
-        self, query_NHD: torch.Tensor, weight_NH: torch.Tensor, rows: Rows, part: Singles | Run, count: int
+        self, query_NHD: torch.Tensor, weight_NH: torch.Tensor, rows: Rows, part: Singles | Run, count: int, scored: int
     ) -> Picked | None:
         mine = slice(part.start, part.stop)
         if isinstance(part, Singles):
             table_SP, last_X = part.table_BP, part.position_B
         else:
             table_SP, last_X = part.pages_P[None], part.position_N
-        return self.pick(query_NHD[mine], weight_NH[mine], rows, table_SP, last_X, count=count)
+        handed = LastScores(part, scored)
+        return self.pick(query_NHD[mine], weight_NH[mine], rows, table_SP, last_X, count=count, handed=handed)
 
     def pick(
         self, query_XHD: torch.Tensor, weight_XH: torch.Tensor, rows: Rows, table_SP: torch.Tensor, last_X: torch.Tensor, *,
-        count: int,
+        count: int, handed: LastScores | None = None,
     ) -> Picked | None:  # fmt: skip
-        """`table_SP` has pages for each query, or the same ones for all; `last_X` is the last position that each may look at."""
+        """`table_SP` has pages for each query, or the same ones for all; `last_X` is the last position that each may look at.
+        `handed` gets the scores that are handed on.
+        """
         length = table_SP.shape[1] * rows.stored_PRE.shape[1]
         if length <= count:
             return None
@@ -69,7 +74,10 @@ class TritonSelect:
             table = table_SP[at] if len(table_SP) > 1 else table_SP
             score_XT = scores(query_XHD[at], weight_XH[at], rows, table, last_X[at])
             made.append(best(score_XT, count, self._top_k))
-        return Picked(position_XK=made[0] if len(made) == 1 else torch.cat(made))
+            if handed is not None:
+                handed.add(score_XT)
+        position_XK = made[0] if len(made) == 1 else torch.cat(made)
+        return Picked(position_XK=position_XK, score_YT=None if handed is None else handed.score_YT)
 
 
 def scores(

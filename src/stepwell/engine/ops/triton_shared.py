@@ -18,7 +18,8 @@ import triton.language as tl
 
 from stepwell.engine.ops import compression
 from stepwell.engine.ops.compression import Entries
-from stepwell.engine.ops.triton_rows import Views, exact_number, gather_rows, power_of_two, views_of
+from stepwell.engine.ops.triton_gather import gather_rows
+from stepwell.engine.ops.triton_rows import Views, exact_number, power_of_two, views_of
 from stepwell.engine.ops.triton_selection import TritonSelect
 from stepwell.engine.passes.groups import Seen
 from stepwell.engine.passes.paging import Paging, Run, Singles

@@ -4,17 +4,17 @@
     longer runs           read nearly everything: each layer's rows of all their pages are copied into a scratch first. The last
                           token of a prompt resolves what it selects all the same: what follows it selects most of that again
     tokens of prompts     that look at everything, where answers select: single ones and short runs are read where they lie, a
-                          few requests at a time, since a layer's rows of each are copied
+                          few requests at a time, since a layer's rows of each are copied. The last one resolves too
 
 Where a row is was decided before the pass. Selections are never changed by it. Axes as in `sparse/resolve.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -47,6 +47,15 @@ class Piece:
     resident: bool = False
 
 
+class Choice(Protocol):
+    """What some queries select, and by which scores the last of them did, if that is known."""
+
+    @property
+    def position_XK(self) -> torch.Tensor: ...
+    @property
+    def score_YT(self) -> torch.Tensor | None: ...
+
+
 class Spilled:
     """One pass with rows on the host alone. Made by `spilled_in`."""
 
@@ -60,6 +69,8 @@ class Spilled:
         self._first = [len(each.tokens) - 1 if len(each.tokens) > SHORT_RUN else 0 for each in segments]
         short = [at for at, each in enumerate(segments) if not self._first[at] or (at in staged and each.num_logits)]
         self._short = frozenset(short)
+        # those with the last token of a prompt, behind which a selector picks
+        self._ending = frozenset(at for at in short if segments[at].num_logits and segments[at].end <= segments[at].picks_from)
         self._pieces: tuple[Piece, ...] | None = None
         if short:
             self._table_BP, self._hot_BQ, self._owner_X, self._last_X = self._tables(batch, short)
@@ -88,24 +99,36 @@ class Spilled:
         self._last_X.copy_(theirs._last_X)
 
     @property
-    def ends(self) -> tuple[int, ...]:
-        """Which parts of the pass are staged runs whose last token resolves, for those that follow it."""
-        before = len(self._paging.singles) - self._paging.num_singles
-        return tuple(before + at for at in sorted(self._staged & self._short))
+    def ends(self) -> Iterator[tuple[int, Singles | Run]]:
+        """The parts of the pass with tokens of prompts that look at everything, whose last one resolves for those that follow it;
+        and their numbers.
+        """
+        segment = 0
+        for number, part in enumerate(self._paging.parts):
+            count = 1 if isinstance(part, Run) else part.stop - part.start
+            if not self._ending.isdisjoint(range(segment, segment + count)):
+                yield number, part
+            segment += count
 
-    def resolve(self, layer: int, position_of: Sequence[torch.Tensor | None]) -> None:
-        """Gives slots to rows that are missing of a selection: positions `[X, K]` for each part of the pass, of its last X
-        queries, or None for all. Nothing for queries that select nothing, and look at more than can be selected.
+    @property
+    def scored(self) -> int:
+        """Of how many last queries of each part `resolve` wants to know the scores."""
+        sizes = self._spilling.sizes
+        return SHORT_RUN if self._short and sizes.by_score and sizes.hot_pages else 0
+
+    def resolve(self, layer: int, choices: Sequence[Choice | None]) -> None:
+        """Gives slots to rows that are missing of a selection: what each part of the pass selects, of its last queries, or None
+        for all. Nothing for queries that select nothing, and look at more than can be selected.
         """
         if self._short:
             wanted = Wanted.of(
-                self._positions(position_of), last_X=self._last_X, table_BP=self._table_BP, hot_BQ=self._hot_BQ,
-                owner_X=self._owner_X,
+                self._positions(choices), last_X=self._last_X, table_BP=self._table_BP, hot_BQ=self._hot_BQ,
+                owner_X=self._owner_X, score_XT=self._scores(choices),
             )  # fmt: skip
             self._spilling.resolve(self._spilling.group_of[layer], wanted)
 
     def fetch(self, layer: int) -> None:
-        """Copies what the last `resolve` gave slots to, in one more layer of the group."""
+        """Copies what the last `resolve` gave slots to, in one more layer of the group; or begins to, beside the pass."""
         if self._short:
             self._spilling.fetch(layer)
 
@@ -142,25 +165,36 @@ class Spilled:
         table_X, hot_X, owner_X, last_X = batch.numbers(table.flatten(), hot.flatten(), owner, last)
         return table_X.view(table.shape), hot_X.view(hot.shape).int(), owner_X.int(), last_X.int()
 
-    def _positions(self, position_of: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        made, segment = [], 0
-        for part, position_XK in zip(self._paging.parts, position_of, strict=True):
+    def _asking(self, choices: Sequence[Choice | None]) -> Iterator[tuple[Singles | Run, Choice | None, int]]:
+        """The parts that resolve, what they chose, and how many of their last queries do."""
+        segment = 0
+        for part, choice in zip(self._paging.parts, choices, strict=True):
             if segment in self._short:  # of singles all are
-                made.append(self._asked(part, position_XK, part.stop - part.start - self._first[segment]))
+                yield part, choice, part.stop - part.start - self._first[segment]
             segment += 1 if isinstance(part, Run) else part.stop - part.start
-        if len(made) == 1:
-            return made[0].contiguous()
-        widest = max(each.shape[1] for each in made)
-        return torch.cat([pad(each, (0, widest - each.shape[1]), value=ABSENT) for each in made])
 
-    def _asked(self, part: Singles | Run, position_XK: torch.Tensor | None, queries: int) -> torch.Tensor:
-        """What the last queries of a part resolve, ABSENT for nothing."""
-        if position_XK is None and _length(part) <= self._spilling.sizes.selected:
-            position_XK = _all_of(part)
-        elif position_XK is None:
-            position_XK = self._last_X.new_empty(0, 1)
-        every_XK = position_XK[-queries:].int()
-        return pad(every_XK, (0, 0, queries - len(every_XK), 0), value=ABSENT) if len(every_XK) < queries else every_XK
+    def _positions(self, choices: Sequence[Choice | None]) -> torch.Tensor:
+        """What each query resolves, ABSENT for nothing."""
+        made = []
+        for part, choice, queries in self._asking(choices):
+            if choice is not None:
+                position_XK = choice.position_XK
+            elif _length(part) <= self._spilling.sizes.selected:
+                position_XK = _all_of(part)
+            else:
+                position_XK = self._last_X.new_empty(0, 1)
+            made.append((position_XK.int(), queries))
+        return _stacked(made, ABSENT)
+
+    def _scores(self, choices: Sequence[Choice | None]) -> torch.Tensor | None:
+        """What each query gives to every position; -inf throughout where a query chose nothing: all that it sees is in use."""
+        if not self.scored:
+            return None
+        made = [(None if choice is None else choice.score_YT, queries) for _, choice, queries in self._asking(choices)]
+        known = next((score_YT for score_YT, _ in made if score_YT is not None), None)
+        if known is None:
+            return None
+        return _stacked([(known[:0] if score_YT is None else score_YT, queries) for score_YT, queries in made], -torch.inf)
 
     def _cut(self) -> tuple[Piece, ...]:
         paging = self._paging
@@ -195,6 +229,18 @@ def spilled_in(batch: Batch) -> Spilled | None:
         return None
     staged = (at for at, each in enumerate(batch.segments) if backed[at] and len(each.tokens) > SHORT_RUN)
     return Spilled(batch, spilling, frozenset(staged))
+
+
+def _stacked(parts: Sequence[tuple[torch.Tensor, int]], padding: float) -> torch.Tensor:
+    """The last so many rows of each part, one part behind the other; padded in front, and to the widest."""
+    if len(parts) == 1 and len(parts[0][0]) == parts[0][1]:
+        return parts[0][0].contiguous()
+    widest = max(part.shape[1] for part, _ in parts)
+    made = []
+    for part, rows in parts:
+        last = part[-rows:]
+        made.append(pad(last, (0, widest - last.shape[1], rows - len(last), 0), value=padding))
+    return torch.cat(made)
 
 
 def _length(part: Singles | Run) -> int:

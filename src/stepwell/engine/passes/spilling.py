@@ -6,8 +6,10 @@ Decides neither which pages are on the host nor which rows are read. What one pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -18,12 +20,13 @@ from stepwell.base.spec import ModelSpec
 from stepwell.base.spec.spill import HEADER, SLOT, Spill
 from stepwell.base.tasks import PageIds
 from stepwell.base.units import format_bytes
+from stepwell.engine.passes.beside import Beside
 from stepwell.engine.passes.pages import DevicePages, part_PLRE
 from stepwell.engine.passes.rows import LayerPlaces
 from stepwell.engine.passes.stages import Stages
 from stepwell.memory.row_pages import ABSENT, RowPages
 from stepwell.sparse.counts import Found
-from stepwell.sparse.places import Places, Read
+from stepwell.sparse.places import HOST, ROWS, Places, Read
 from stepwell.sparse.resolve import Fetch, Plan, Resolve, Wanted
 
 SHORT_RUN = 8  # tokens of a run that resolves what it selects; longer ones read nearly everything
@@ -40,10 +43,13 @@ class Sizes:
     selected: int
     context: int
     stage_ahead: bool = False  # whether a second layer's rows of the longest request have room beside the first's
+    fetch_beside: bool = False  # whether rows are fetched while the pass goes on, until it needs them
+    by_score: bool = True  # whether slots of the lowest score are given away first, or those that were not used for longest
 
     @classmethod
     def of(
-        cls, spec: ModelSpec, config: CacheConfig, *, requests: int, selected: int, max_context: int, stage_ahead: bool = False
+        cls, spec: ModelSpec, config: CacheConfig, *, requests: int, selected: int, max_context: int, stage_ahead: bool = False,
+        fetch_beside: bool = False, by_score: bool = True,
     ) -> Sizes:  # fmt: skip
         """A request has each page's rows on the host or on the device: so it is no longer than both together."""
         assert config.host_bytes is not None and config.device_bytes is not None, "rows spill from a device to a host"
@@ -54,6 +60,8 @@ class Sizes:
             selected=selected,
             context=min(max_context, pages * spec.page_tokens),
             stage_ahead=stage_ahead,
+            fetch_beside=fetch_beside,
+            by_score=by_score,
         )
 
     def less(self, config: CacheConfig, spec: ModelSpec) -> CacheConfig:
@@ -120,13 +128,17 @@ class Spilling:
             requests=sizes.requests,
         )
         self._plan = Plan(sizes.entries, self.places.device)
+        layers, device = self.places.rows_PLRE.shape[1], self.places.device
+        self.beside = Beside(self._plan, layers=layers, device=device) if sizes.fetch_beside else None
         self.stages = Stages(self.places, -(-sizes.context // spec.page_tokens), fetch=fetch, ahead=sizes.stage_ahead)
         stored = self.places.rows_PLRE
         self._row_bytes = [stored.shape[3] * stored.element_size() * self.group_of.count(g) for g in range(spill.num_groups)]
         self._found, self._passes = Found(), 0
 
     def of_layer(self, state: str, layer: int) -> LayerPlaces | None:
-        return LayerPlaces(self.places, layer, self.group_of[layer], self._read) if state == self.state else None
+        if state != self.state:
+            return None
+        return LayerPlaces(self.places, layer, self.group_of[layer], self._read, self.beside)
 
     @property
     def asks_host(self) -> bool:
@@ -141,16 +153,37 @@ class Spilling:
 
     def begin(self) -> None:
         """Before every pass, on its stream: says what became of pages since the last one."""
+        if self.beside is not None:
+            self.beside.wait_all()
         self.row_pages.drain(self.places.apply)
         self._passes += 1
         if self._passes % COUNTED == 0:
             self.places.counts.start_reading()
 
     def resolve(self, group: int, wanted: Wanted) -> None:
+        assert self.beside is None or not self.beside.any_coming, "the plan before is still carried out"
         self._resolve(self.places, group, wanted, self._plan)
 
     def fetch(self, layer: int) -> None:
-        self._fetch(self.places, layer, self._plan)
+        """One layer of the plan; beside the pass, also those that follow with the same selection."""
+        if self.beside is None:
+            self._fetch(self.places, layer, self._plan)
+        elif not self.beside.coming(layer):
+            for each in range(layer, len(self.group_of)):
+                if self.group_of[each] == self.group_of[layer]:
+                    self.beside.start(each, partial(self._fetch, self.places, each, self._plan))
+
+    @contextmanager
+    def pretend_on_host(self, page: int) -> Iterator[None]:
+        """Says so of a page's rows, for a pass of which nothing is used; and what is true behind it. Counts nothing."""
+        header_3, tally_GBC = self.places.header_P3[page], self.places.counts.tally_GBC
+        before_3, counted_GBC = header_3.clone(), tally_GBC.clone()
+        header_3[ROWS], header_3[HOST] = ABSENT, 0
+        try:
+            yield
+        finally:
+            header_3.copy_(before_3)
+            tally_GBC.copy_(counted_GBC)
 
     def report(self) -> SpillReport:
         """What is known of it now, and asks for more: on CUDA figures may be as old as the last report, or some passes."""

@@ -46,11 +46,15 @@ def _check_events(report: Report, media: set[str], num_blocks: int) -> None:
 
 
 def _told(report: Report, medium: str) -> dict[tuple[int, int], list[int]]:
-    """The tokens of blocks that were stored, by group and hash."""
+    """The tokens of blocks that were stored, by group and hash.
+
+    vLLM tells the tokens of blocks that it left out between others too: which tokens are whose is then not told.
+    """
     found = {}
     for event in report["events"]:
-        if (event["what"], event["medium"]) == ("BlockStored", medium) and event["hashes"]:
-            size = len(event["tokens"]) // len(event["hashes"])
+        size = event["block_tokens"]
+        whole = len(event["tokens"]) == len(event["hashes"]) * size
+        if (event["what"], event["medium"]) == ("BlockStored", medium) and whole:
             for at, each in enumerate(event["hashes"]):
                 found[event["group"], each] = event["tokens"][at * size : (at + 1) * size]
     return found

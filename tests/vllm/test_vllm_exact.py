@@ -60,6 +60,15 @@ def _told(report: Report, medium: str) -> dict[tuple[int, int], list[int]]:
     return found
 
 
+def test_of_a_prompt_of_whole_blocks_only_the_last_token_is_computed(models: Path, tmp_path: Path) -> None:
+    model, prompt = make("llama", models), text(3, 320)
+    alone, _ = run(life(model, [[prompt]]), life(model, [[prompt]], kv=stepwell(tmp_path)))
+    (second,) = run(life(model, [[prompt], [prompt + text(4, 40)]], kv=stepwell(tmp_path)))
+    assert answers(second)[0] == answers(alone)[0]
+    assert scheduled(second)[0] == 16 and second["rounds"][0]["answers"][0]["cached"] == 320
+    assert scheduled(second)[1] == 40 + 15
+
+
 def test_salts_are_apart(models: Path, tmp_path: Path) -> None:
     model = make("llama", models)
     asked = [[{"tokens": PROMPT, "salt": salt}] for salt in ("a", "b")]

@@ -20,11 +20,13 @@ PAUSE_S = 0.0005  # between two looks: a loop that only asks keeps the interpret
 T = TypeVar("T")
 
 
-def wait_until(answer: Callable[[], T], what: object = "it", *, pause_s: float = PAUSE_S) -> T:
+def wait_until(
+    answer: Callable[[], T], what: object = "it", *, pause_s: float = PAUSE_S, patience_s: float = PATIENCE_S
+) -> T:  # fmt: skip
     """Asks until the answer is true, and returns it."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + patience_s
     while not (given := answer()):
-        assert time.monotonic() < deadline, f"{what} did not come true within {PATIENCE_S:g} s"
+        assert time.monotonic() < deadline, f"{what} did not come true within {patience_s:g} s"
         time.sleep(pause_s)
     return given
 

@@ -14,7 +14,9 @@ from toy_runs import Lora, Make, computed_by, counters, text
 from toy_vllm import MODELS, ToyEngine
 
 from stepwell import ConfigError
+from stepwell.base.meters import ManualClock
 from stepwell.connectors.vllm import assembly
+from stepwell.connectors.vllm.orders import WAITING_STEP_S, Pace
 from stepwell.policy.store_use import StoreTuning
 from stepwell.store.memory import MemoryStore
 from stepwell.store.wrappers import Wrapper
@@ -33,6 +35,27 @@ def test_a_prompt_resumes_from_the_host(make: Make, model: str, ranks: int) -> N
     branch = prompt[:24]  # where a step ends, so that there is state to keep: the first that leaves here leaves a checkpoint
     computed_by(engine, branch + text(2, 21))
     assert computed_by(engine, branch + text(3, 21)) == 49 - 24
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_of_a_prompt_of_whole_pages_only_the_last_token_is_computed_where_pages_are_all_it_has(make: Make, model: str) -> None:
+    engine, prompt = make(model), text(1, 48)
+    assert computed_by(engine, prompt) == 52
+    last_boundary = 40 if model == "blocks of two sizes" else 44
+    assert computed_by(engine, prompt) == 52 - (47 if model == "full" else last_boundary)
+    assert computed_by(engine, prompt + text(2, 8)) < 60  # and the next turn goes on
+
+
+def test_the_last_page_alone_is_computed_and_not_loaded(make: Make) -> None:
+    engine, prompt = make("full"), text(1, 48)
+    computed_by(engine, prompt)
+    for local, loaded in ((0, 48), (40, 8), (44, 0)):
+        request = engine.submit(prompt)
+        assert engine.connector.get_num_new_matched_tokens(request, local) == (loaded, loaded > 0)
+        engine.abort(request)
+    short = text(3, 4)
+    computed_by(engine, short)
+    assert engine.connector.get_num_new_matched_tokens(engine.submit(short), 0) == (0, False)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -365,3 +388,19 @@ def test_groups_that_could_not_be_restored_are_refused(make: Make, monkeypatch: 
         monkeypatch.setitem(toy_vllm.MODELS, "bad", [bad])
         with pytest.raises(ConfigError, match=says):
             make("bad")
+
+
+@pytest.mark.parametrize("step_s", [0.0, 0.0004, 0.01])
+def test_an_engine_that_only_waits_steps_once_in_a_millisecond(step_s: float) -> None:
+    clock = ManualClock()
+    pace = Pace(clock)
+    for waits in (False, True, False, True):  # one waiting step is as good as any other
+        pace.step(waits=waits)
+        assert clock.now() == 0
+    for count in range(1, 4):
+        clock.advance(step_s)
+        pace.step(waits=True)
+        assert clock.now() == pytest.approx(count * max(step_s, WAITING_STEP_S))
+    before = clock.now()
+    pace.step(waits=False)
+    assert clock.now() == before

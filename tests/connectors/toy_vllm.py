@@ -265,7 +265,7 @@ class ToyEngine:
         if request.status == "aborted":
             self._free(request)
         elif well:
-            request.num_computed_tokens = request.loaded
+            request.num_computed_tokens = min(request.loaded, request.num_tokens - 1)  # the last token gives the next one
             self.waiting.insert(0, request)
             request.status = "loaded"
         else:

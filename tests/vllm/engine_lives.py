@@ -51,7 +51,8 @@ class Watched:
         for event in batch.events:
             hashes = list(event.block_hashes)
             told = {"what": type(event).__name__, "medium": event.medium, "group": event.group_idx, "hashes": hashes}
-            self.events.append(told | {"tokens": list(getattr(event, "token_ids", ()))})
+            tokens, size = list(getattr(event, "token_ids", ())), getattr(event, "block_size", 0)
+            self.events.append(told | {"tokens": tokens, "block_tokens": size})
 
     def _count(self, output: Any) -> None:
         self.scheduled += output.total_num_scheduled_tokens

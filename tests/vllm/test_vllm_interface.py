@@ -8,6 +8,7 @@ import types
 from dataclasses import fields, is_dataclass
 from importlib import import_module
 from pathlib import Path
+from unittest.mock import create_autospec
 
 import pytest
 
@@ -15,6 +16,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "connectors"))
 import vllm_stand_in as stand_in
 
 MEMBERS = [(module, member) for module, members in stand_in.MODULES.items() for member in members if member != "__version__"]
+
+OTHERS = ("handle_preemptions", "finish_forward")  # hooks of one runner that the connector leaves as they are
 
 
 @pytest.mark.parametrize(("module", "member"), MEMBERS)
@@ -63,3 +66,32 @@ def test_the_connector_overrides_only_what_vllm_calls() -> None:
         if isinstance(method, types.FunctionType | classmethod) and not name.startswith("_"):
             base, ours = getattr(KVConnectorBase_V1, name, None) or getattr(SupportsHMA, name), getattr(StepwellConnector, name)
             assert list(inspect.signature(ours).parameters) == list(inspect.signature(base).parameters), name
+
+
+def test_both_model_runners_call_a_connector_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one does not run on CPUs: that it asks the same of the connector, in the same order, is all that is shown."""
+    from vllm.distributed.kv_transfer.kv_connector.base import KVConnectorBase
+    from vllm.v1.worker import kv_connector_model_runner_mixin as first
+    from vllm.v1.worker.gpu import kv_connector as second
+
+    connector = create_autospec(KVConnectorBase, instance=True)
+    step = types.SimpleNamespace(kv_connector_metadata=object(), has_sync_kv_loads=False, finished_req_ids=set())
+    for module in (first, second):
+        monkeypatch.setattr(module, "get_kv_transfer_group", lambda: connector)
+        monkeypatch.setattr(module, "get_forward_context", lambda: None)
+    monkeypatch.setattr(second, "is_forward_context_available", lambda: True)
+
+    def called() -> list[str]:
+        names = [call[0] for call in connector.method_calls]
+        connector.reset_mock()
+        return [name for name in names if name not in OTHERS]
+
+    with first.KVConnectorModelRunnerMixin._get_kv_connector_output(step):
+        pass
+    expected = called()
+    runner = second.ActiveKVConnector(types.SimpleNamespace(), {})
+    connector.reset_mock()
+    runner.pre_forward(step)
+    runner.finish_forward()
+    runner.post_forward(set())
+    assert called() == expected and expected.index("start_load_kv") < expected.index("wait_for_save")

@@ -12,6 +12,9 @@ from pathlib import Path
 import torch
 import transformers
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 
 BASE = {
     "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -58,6 +61,15 @@ def make(name: str, folder: Path) -> Path:
             _remember(weight_name, weight)
         model.save_pretrained(folder / name)
     return folder / name
+
+
+def make_tokenizer(model: Path) -> None:
+    """Writes one word for each token beside a model: servers start with a tokenizer only."""
+    words = {f"w{number}": number for number in range(BASE["vocab_size"])}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    special = {"unk_token": "w0", "bos_token": "w1", "eos_token": "w2", "pad_token": "w0"}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(model)
 
 
 def make_adapter(number: int, folder: Path) -> Path:

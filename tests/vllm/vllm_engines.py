@@ -43,20 +43,21 @@ def stepwell(store: Path | None = None, *, module: str | None = None, **extra: A
 
 def run(*lives: dict[str, Any], **environment: str) -> list[Report]:
     """Runs engines one after the other in one new process."""
-    ran = _run(lives, environment)
-    found = [line for line in ran.stdout.splitlines() if line.startswith("REPORT ")]
-    assert ran.returncode == 0 and found, f"it ended with {ran.returncode}:\n{ran.stdout[-2000:]}\n{ran.stderr[-6000:]}"
+    ended = ran(*lives, **environment)
+    found = [line for line in ended.stdout.splitlines() if line.startswith("REPORT ")]
+    assert ended.returncode == 0 and found, f"it ended with {ended.returncode}:\n{ended.stdout[-2000:]}\n{ended.stderr[-6000:]}"
     reports: list[Report] = json.loads(found[-1].removeprefix("REPORT "))
     return reports
 
 
 def run_to_its_death(*lives: dict[str, Any], **environment: str) -> None:
     """The same for a process that is killed on its way."""
-    ran = _run(lives, environment)
-    assert ran.returncode == -signal.SIGKILL, f"it ended with {ran.returncode}:\n{ran.stderr[-6000:]}"
+    ended = ran(*lives, **environment)
+    assert ended.returncode == -signal.SIGKILL, f"it ended with {ended.returncode}:\n{ended.stderr[-6000:]}"
 
 
-def _run(lives: tuple[dict[str, Any], ...], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+def ran(*lives: dict[str, Any], **environment: str) -> subprocess.CompletedProcess[str]:
+    """The same for a process that may end in any way."""
     variables = os.environ | ENVIRONMENT | environment
     variables["PYTHONPATH"] = os.pathsep.join([str(HERE), variables.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     return subprocess.run(

@@ -138,7 +138,7 @@ def _explain_memory(state: CacheState, link: StoreLink | None, match: Match) -> 
     spec = state.spec
     usable = match.limit_tokens
     late = _given_up(state, link, match)
-    if not spec.usable(match.prompt_tokens):
+    if not (usable or spec.usable(match.prompt_tokens)):
         return _because(state, match, Cause.TOO_SHORT, detail=f"reuse begins with {spec.boundary_step + 1} tokens")
     if match.restore_tokens == usable:
         if late is None:

@@ -101,7 +101,8 @@ class ReadOnlyCache:
     def lookup(self, tokens: Tokens, *, namespace: Namespace | None = None, limit_tokens: int | None = None) -> Match:
         """How much of a prompt is known and where it could resume. Pure. Raises BadTokens.
 
-        `limit_tokens` caps the restore point, for requests that need logits of their prompt.
+        `limit_tokens` caps the restore point, for requests that need logits of their prompt. Without it at least one token is
+        left to compute; with it the whole prompt may be restored, for engines that compute its last token again themselves.
         """
         packed = pack(tokens, vocab_size=self._state.config.vocab_size)
         if not packed:
@@ -134,10 +135,15 @@ class ReadOnlyCache:
 
     @one_thread
     def question(
-        self, tokens: Tokens, *, namespace: Namespace | None = None, store_wait_s: float = STORE_WAIT_S
+        self, tokens: Tokens, *, namespace: Namespace | None = None, limit_tokens: int | None = None,
+        store_wait_s: float = STORE_WAIT_S,
     ) -> Question:  # fmt: skip
-        """The same question without waiting: call `step` until it is ready, then `answer`. Raises BadTokens and ConfigError."""
-        return Question(self._state, self._store_tier, self.lookup(tokens, namespace=namespace), store_wait_s=store_wait_s)
+        """The same question without waiting: call `step` until it is ready, then `answer`. `limit_tokens` is as that of `lookup`.
+
+        Raises BadTokens and ConfigError.
+        """
+        match = self.lookup(tokens, namespace=namespace, limit_tokens=limit_tokens)
+        return Question(self._state, self._store_tier, match, store_wait_s=store_wait_s)
 
     def could_hold(self, tokens: int, *, chunk_tokens: int, spills_upto: int | None = None) -> bool:
         """Whether an empty device tier has room for one request of so many tokens, computed in chunks of so many.

@@ -51,8 +51,8 @@ def find(tree: Tree, namespace: Namespace, packed: bytes, limit_tokens: int | No
     """Walks the path of a prompt as far as it is known, or to a boundary at or below `limit_tokens`."""
     spec = tree.spec
     prompt_tokens = len(packed) // TOKEN_BYTES
-    usable = spec.usable(prompt_tokens)
-    limit = (usable if limit_tokens is None else min(spec.floor(limit_tokens), usable)) // spec.page_tokens
+    most = spec.usable(prompt_tokens) if limit_tokens is None else spec.floor(min(limit_tokens, prompt_tokens))
+    limit = most // spec.page_tokens
     path, known = _walk(tree, namespace, packed, limit)
     arrived = _arrived_pages(tree, path, known)
     checkpoint = _deepest_checkpoint(path, arrived) if spec.needs_checkpoint else None

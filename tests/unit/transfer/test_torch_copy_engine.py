@@ -18,6 +18,7 @@ from stepwell.base.meters import Counters  # noqa: E402
 from stepwell.base.tasks import Copy, Plan, Purpose, Span  # noqa: E402
 from stepwell.cache.build import layouts_for  # noqa: E402
 from stepwell.transfer import layer_events, torch_copy_engine  # noqa: E402
+from stepwell.transfer.block_tables import BlockTables, LayerBlocks  # noqa: E402
 from stepwell.transfer.layer_events import LayerEvents  # noqa: E402
 from stepwell.transfer.page_copier import PageCopier, Route, Routed, Routes, StagedIds  # noqa: E402
 from stepwell.transfer.page_tables import PagePairs, PageTable  # noqa: E402
@@ -109,6 +110,34 @@ def test_loads_and_saves_have_their_streams_follow_the_engine_and_wait_for_thems
     stand_in.copy_engine.begin(stand_in.plan(Purpose.SAVE, [60], [9]))()
     assert stand_in.notes[1] == "saving waits for engine#0" and stand_in.notes[-1] == "waited spinning for saving"
     assert torch.equal(rows[Tier.HOST][9], rows[Tier.DEVICE][60])
+
+
+def test_blocks_of_an_engine_that_owns_its_memory_are_copied_on_these_streams_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = [part for kind in (Kind.PREFIX, Kind.WINDOW, Kind.POINT) for part in HYBRID.parts(kind)]
+    layers = [
+        LayerBlocks(
+            state=part.state, layer=layer, rows_NB=torch.zeros(9, part.layer_stride, dtype=torch.uint8), blocks_per_page=1
+        )
+        for part in parts
+        for layer in range(part.layers)
+    ]
+    blocks = BlockTables(HYBRID, layers)
+    monkeypatch.setattr(blocks, "device", SimpleNamespace(type="cuda"))
+    there = StandIn(monkeypatch, blocks=blocks)
+    host = there.memories[Tier.HOST].rows(Kind.PREFIX)
+    before, columns = host[3].clone(), blocks.columns[Kind.PREFIX]
+
+    def copy(page: int, block: int, purpose: Purpose) -> list[str]:
+        ours = Span(tier=Tier.HOST, kind=Kind.PREFIX, ids=np.array([page], np.int32))
+        theirs = Span(tier=Tier.ENGINE, kind=Kind.PREFIX, ids=np.full((1, columns), block, np.int32))
+        read, written = (ours, theirs) if purpose is Purpose.LOAD else (theirs, ours)
+        there.notes.clear()
+        there.copy_engine.begin(Plan(job=JOB, purpose=purpose, copies=(Copy(source=read, target=written),)))()
+        return [there.notes[1], there.notes[-1]]
+
+    assert copy(3, 7, Purpose.LOAD) == ["loading waits for engine#0", "waited spinning for loading"]
+    assert copy(5, 7, Purpose.SAVE) == ["saving waits for engine#0", "waited spinning for saving"]
+    assert torch.equal(host[5], before) and not torch.equal(host[5], torch.zeros_like(host[5]))
 
 
 def test_a_worker_looks_now_and_then_while_much_is_copied_and_spins_while_little_is(

@@ -44,10 +44,13 @@ def test_known_counts_pages_of_text_restore_counts_what_can_be_used() -> None:
     assert "restore 8 of 21 tokens" in repr(match)
 
 
-def test_the_last_token_is_never_restored() -> None:
+def test_the_last_token_is_not_restored_unless_a_limit_includes_it() -> None:
     bench = Bench(FULL)
     bench.insert([1, 2, 3])
     assert bench.match([1, 2, 3], extra_tokens=0).restore_tokens == 8
+    for limit, restored in ((100, 12), (12, 12), (11, 8)):
+        match = bench.match([1, 2, 3], extra_tokens=0, limit_tokens=limit)
+        assert (match.restore_tokens, match.limit_tokens) == (restored, restored)
     assert bench.match([1, 2, 3], extra_tokens=1).restore_tokens == 12
 
 

@@ -77,9 +77,8 @@ class Bench:
     def packed(self, path: list[int]) -> bytes:
         return pack([token for page in path for token in [page] * self.spec.page_tokens])
 
-    def match(self, path: list[int], extra_tokens: int = 1) -> Match:
-        packed = self.packed(path) + pack([99] * extra_tokens)
-        return find(self.tree, SPACE, packed, len(packed) // 4)
+    def match(self, path: list[int], extra_tokens: int = 1, limit_tokens: int | None = None) -> Match:
+        return find(self.tree, SPACE, self.packed(path) + pack([99] * extra_tokens), limit_tokens)
 
     def path(self, path: list[int]) -> tuple[Node, ...]:
         return self.match(path).path

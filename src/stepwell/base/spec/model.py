@@ -91,7 +91,7 @@ class ModelSpec:
         return tokens - tokens % self.boundary_step
 
     def usable(self, prompt_tokens: int) -> int:
-        """The deepest boundary a prompt can resume from: at least one of its tokens is always computed."""
+        """The deepest boundary a prompt can resume from where at least one of its tokens is left to compute."""
         return self.floor(max(prompt_tokens - 1, 0))
 
     def needed_at(self, boundary: int) -> tuple[StateSpec, ...]:

@@ -18,6 +18,8 @@ from stepwell.base.ids import JobId
 from stepwell.base.meters import Clock
 from stepwell.base.tasks import Completion, Plan
 
+WAITING_STEP_S = 0.001  # as long as vLLM's own loop sleeps
+
 Answers = dict[int, tuple[int, str | None]]  # by job: how many ranks have answered, and the first thing that went wrong
 
 
@@ -126,6 +128,26 @@ class StepOrders:
 
     def close(self) -> None:
         pass
+
+
+class Pace:
+    """Lets time pass where an engine has nothing to do but to wait for copies and stores, and steps again at once all the same.
+
+    One in a process of its own sleeps between such steps. One in its caller's process does not, and would keep the threads from
+    running that read and copy for it.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._waited_s: float | None = None  # when the last step left, if it was such a one
+
+    def step(self, *, waits: bool) -> None:
+        """A step is about to leave, which only waits or does more."""
+        if waits and self._waited_s is not None:
+            left_s = self._waited_s + WAITING_STEP_S - self._clock.now()
+            if left_s > 0:
+                self._clock.sleep(left_s)
+        self._waited_s = self._clock.now() if waits else None
 
 
 def blocks_of(plans: Iterable[Plan]) -> list[int]:

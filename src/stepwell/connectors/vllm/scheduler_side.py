@@ -28,7 +28,7 @@ from stepwell.cache.facade import Cache
 from stepwell.cache.question import Question
 from stepwell.connectors.vllm.commits import Commits, Computing
 from stepwell.connectors.vllm.groups import Names, Table
-from stepwell.connectors.vllm.orders import Answers, Order, StepOrders, blocks_of
+from stepwell.connectors.vllm.orders import Answers, Order, Pace, StepOrders, blocks_of
 from stepwell.store_tier.ticket import Ticket
 from stepwell.tiers.lease import Lease
 from stepwell.tree.match import Match
@@ -81,6 +81,7 @@ class SchedulerSide:
         self._loaded: Counter[Tier] = Counter()
         self._pinned: dict[JobId, list[int]] = {}
         self._step: tuple[float, int] | None = None  # when the step under way began, and how many tokens it computes
+        self._pace = Pace(clock)
 
     def bind(self, blocks: Blocks) -> None:
         self._blocks = blocks
@@ -121,7 +122,10 @@ class SchedulerSide:
             seen.lease = self.cache.acquire(self.cache.refresh(seen.match), ticket=seen.ticket, publish=seen.may_store)
             seen.match = seen.ticket = None
         seen.since = local_tokens
-        return max(seen.lease.resume - local_tokens, 0)
+        missing = max(seen.lease.resume - local_tokens, 0)
+        if missing <= page_tokens and seen.lease.resume == seen.lease.num_tokens:
+            return 0  # it computes something of its last page anyway: all of it is sooner than a load
+        return missing
 
     def allocated(self, request: str, table: Table, num_loaded: int) -> None:
         """The request has blocks. With `num_loaded` tokens to load, it waits until they came."""
@@ -158,7 +162,9 @@ class SchedulerSide:
         tokens = sum(each.upto - each.computed for each in computing)
         prefills = any(each.upto - each.computed > 1 for each in computing)
         self._step = (self._clock.now(), tokens) if prefills else None
-        return [self._ordered(plan) for plan in self._orders.take()]
+        orders = [self._ordered(plan) for plan in self._orders.take()]
+        self._pace.step(waits=not computing and not orders and self.is_busy)
+        return orders
 
     @property
     def num_steps(self) -> int:
@@ -240,13 +246,20 @@ class SchedulerSide:
 
     def _ask(self, seen: Seen) -> None:
         assert seen.namespace is not None
-        seen.question = self.cache.question(seen.tokens(0), namespace=seen.namespace)
+        tokens = seen.tokens(0)
+        seen.question = self.cache.question(tokens, namespace=seen.namespace, limit_tokens=self._most(tokens))
 
     def _look_up(self, seen: Seen) -> None:
         assert seen.namespace is not None
-        limit = None if seen.may_read and seen.failed_loads < LOADS_TRIED else 0
-        seen.match = self.cache.lookup(seen.tokens(0), namespace=seen.namespace, limit_tokens=limit)
+        tokens = seen.tokens(0)
+        limit = self._most(tokens) if seen.may_read and seen.failed_loads < LOADS_TRIED else 0
+        seen.match = self.cache.lookup(tokens, namespace=seen.namespace, limit_tokens=limit)
         seen.ticket = self.cache.prefetch(seen.match)
+
+    def _most(self, tokens: Sequence[int]) -> int | None:
+        """How much of a prompt may be loaded: all of it where that is pages alone. vLLM then computes the last token again."""
+        spec = self.cache.spec
+        return None if spec.needs_checkpoint or len(tokens) < 2 * spec.page_tokens else len(tokens)
 
     def _start_over(self, seen: Seen) -> None:
         """It was preempted, or its load failed, or what it waited to load is gone."""

@@ -82,12 +82,13 @@ class Engine:
         self._unread: Unread | None = None  # the pass that runs while its requests are already planned further
         self._reads_later = speculation is None and runner.goes_ahead
         self._runner = runner
-        self._to_host = runner.model.kernels.to_host
+        self._kernels = runner.model.kernels
         self._speculation = speculation
         selector = runner.model.selector
         self._answering = Answering(
-            cache, self.scheduler, self.clock, eos_ids, self._to_host, dense_tokens=None if selector is None else selector.count
-        )
+            cache, self.scheduler, self.clock, eos_ids, self._kernels.pick, self._kernels.to_host,
+            dense_tokens=None if selector is None else selector.count,
+        )  # fmt: skip
         self._last_id = 0
         self._streams: dict[int, deque[Delta]] = {}
 
@@ -323,7 +324,7 @@ class Engine:
         self._unread = None
         if following:
             logits = self._runner.follow(following, before.tokens_of(following))
-            self._unread = Unread.of(following, logits, after=1, to_host=self._to_host)
+            self._unread = Unread.of(following, logits, after=1, pick=self._kernels.pick, to_host=self._kernels.to_host)
             self.passes += 1
             self._count_fallbacks()
         self._answering.take(before)
@@ -338,7 +339,7 @@ class Engine:
     def _compute(self, chunks: Sequence[Chunk]) -> None:
         if self._can_be_read_later(chunks):
             requests, logits = [chunk.request for chunk in chunks], self._runner.run(chunks)
-            self._unread = Unread.of(requests, logits, after=0, to_host=self._to_host)
+            self._unread = Unread.of(requests, logits, after=0, pick=self._kernels.pick, to_host=self._kernels.to_host)
             self.passes += 1
             self._count_fallbacks()
             return

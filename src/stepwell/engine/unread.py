@@ -15,10 +15,11 @@ from dataclasses import dataclass
 
 import torch
 
+from stepwell.engine.ops.drawing import Pick
 from stepwell.engine.ops.to_host import HostCopy, ToHost
 from stepwell.engine.passes.numbers import on_device
 from stepwell.engine.request import Request
-from stepwell.engine.sampling import draw_of, pick
+from stepwell.engine.sampling import draw_of
 from stepwell.tiers.lease import Lease
 
 
@@ -32,7 +33,9 @@ class Unread:
     on_host: HostCopy
 
     @classmethod
-    def of(cls, requests: Sequence[Request], logits_BV: torch.Tensor, *, after: int, to_host: ToHost) -> Unread:
+    def of(
+        cls, requests: Sequence[Request], logits_BV: torch.Tensor, *, after: int, pick: Pick, to_host: ToHost
+    ) -> Unread:  # fmt: skip
         """Chooses on the device, and starts to bring the tokens to the host.
 
         The requests have read all tokens that these come from, or all but the last one (`after` 1).

@@ -26,6 +26,7 @@ from stepwell.engine.footprint import Footprint, longest_request
 from stepwell.engine.passes.spilling import SpillReport
 from stepwell.engine.request import Ask, Chunk, Delta, Finish, Request, Sampling, TokenLogprob, Usage
 from stepwell.engine.runner import Runner
+from stepwell.engine.sampling import try_every_cut
 from stepwell.engine.scheduler import MAX_FAILED_LEASES, Limits, Scheduler
 from stepwell.engine.speculation import Speculation
 from stepwell.engine.text import StopFinder, Text
@@ -214,6 +215,7 @@ class Engine:
         while self.num_open:
             self.step()
         self.step()
+        try_every_cut(self._kernels.pick, self.vocab_size, self._runner.model.device)
         return time.monotonic() - began_s
 
     def generate(self, prompt: str | Sequence[int], **more: Any) -> Answer:

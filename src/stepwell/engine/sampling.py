@@ -7,7 +7,7 @@ known before its tokens are, and a token that is computed again, after preemptio
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -30,6 +30,14 @@ def draw_of(request: Request, after: int = 0) -> Draw | None:
 def number_for(seed: int, position: int) -> float:
     """A number from [0, 1), of 53 random bits: SplitMix64, begun at a place that the seed gives."""
     return (_mixed(_mixed(seed) + position * 0x9E3779B97F4A7C15) >> 11) * 2.0**-53
+
+
+def try_every_cut(pick: Pick, vocab: int, device: torch.device) -> None:
+    """Draws from nothing in every way, so that kernels are built: other ones run for other batches."""
+    plain = Draw(temperature=1.0, top_k=None, top_p=1.0, number=0.5)
+    logits_1V = torch.zeros(1, vocab, device=device)
+    for draw in (None, plain, replace(plain, top_k=2, top_p=0.9)):
+        pick(logits_1V, [draw])
 
 
 def _mixed(word: int) -> int:

@@ -26,7 +26,7 @@ import torch
 from rich.console import Console
 
 from engine.machine import machine
-from gpu import copying, cost, decode, disk, host, hybrids, prefill
+from gpu import copying, cost, decode, disk, host, hybrids, prefill, sampling
 from gpu.bench import TINY_CHUNK, Bench, Budget
 from gpu.report import Row, goals_of, table_of
 
@@ -45,6 +45,7 @@ PARTS = {
     "prefill": Part(title="Prompts computed, beside transformers with sdpa", seconds=140, measure=prefill.measure),
     "decode": Part(title="Decode steps, beside memory bandwidth", seconds=110, measure=decode.measure),
     "hybrids": Part(title="Decode steps of hybrid and sparse models", seconds=120, measure=hybrids.measure),
+    "sampling": Part(title="Tokens chosen from logits", seconds=20, measure=sampling.measure),
     "copies": Part(title="Page copies, beside the bus", seconds=40, measure=copying.measure_copies),
     "beside": Part(title="Passes while pages are copied both ways", seconds=20, measure=copying.measure),
     "host": Part(title="First token from the host", seconds=80, measure=host.measure),

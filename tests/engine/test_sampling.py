@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from engine.small import alone, greedy, prompt, run, small, tokens_of
-from stepwell.engine import Ask, Limits, Sampling, sampling
-from stepwell.engine.sampling import UNSOUND, Draw, number_for, pick
+from stepwell.engine import Ask, Limits, Sampling
+from stepwell.engine.ops import drawing
+from stepwell.engine.ops.drawing import UNSOUND, Draw, pick
+from stepwell.engine.sampling import number_for
 
 COUNT = 4000  # numbers that distributions are tried with
 PLAIN = Draw(temperature=1.0, top_k=None, top_p=1.0, number=0.0)
@@ -86,13 +88,10 @@ def test_numbers_across_the_range_draw_what_running_sums_of_exact_shares_say(see
         "top_k": random.choice([None, 1, 2, 7, 100, 5000]),
         "top_p": random.choice([1.0, 1.0, 0.5, 0.13, 0.93]),
     }
-    share_V, order_V = shares(logits_V, **settings), torch.arange(vocab)
-    if settings["top_k"] is not None:  # then the likeliest are first
-        order_V = likeliest_first(logits_V)
-    upto_V = share_V[order_V].cumsum(-1)
+    upto_V = shares(logits_V, **settings).cumsum(-1)
     numbers = [number for number in spread(400) if float((upto_V - number).abs().min()) > 1e-5]
     assert len(numbers) > 300
-    expected = order_V[torch.searchsorted(upto_V, torch.tensor(numbers, dtype=torch.float64), right=True)].tolist()
+    expected = torch.searchsorted(upto_V, torch.tensor(numbers, dtype=torch.float64), right=True).tolist()
     assert drawn(logits_V, numbers, **settings) == expected
 
 
@@ -134,7 +133,7 @@ def test_a_row_gives_the_same_token_in_every_batch(vocab: int, monkeypatch: pyte
     assert [pick(logits_BV[row : row + 1], draws[row : row + 1]).item() for row in range(40)] == together
     order = Random(1).sample(range(40), 40)
     assert pick(logits_BV[order], [draws[row] for row in order]).tolist() == [together[row] for row in order]
-    monkeypatch.setattr(sampling, "DRAWN_TOGETHER", 3 * vocab)
+    monkeypatch.setattr(drawing, "DRAWN_TOGETHER", 3 * vocab)
     assert pick(logits_BV, draws).tolist() == together
     likeliest = logits_BV.argmax(dim=-1).tolist()
     assert all(together[row] == likeliest[row] for row in range(40) if draws[row] is None)

@@ -15,8 +15,9 @@ torch = pytest.importorskip("torch")
 from engine.small import prompt, run, small, tokens_of  # noqa: E402
 from not_run import NO_CUDA  # noqa: E402
 from stepwell.engine import Ask, Sampling  # noqa: E402
+from stepwell.engine.ops.drawing import UNSOUND, Draw, Pick, pick  # noqa: E402
 from stepwell.engine.request import Chunk  # noqa: E402
-from stepwell.engine.sampling import UNSOUND, Draw, number_for, pick  # noqa: E402
+from stepwell.engine.sampling import number_for  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,6 +25,17 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Synchronization debug mode"),  # it says that it is a prototype
 ]
 VOCABS = [1000, 32_000, 50_257, 128_256, 262_208]
+
+
+@pytest.fixture(params=["torch", "triton"])
+def choose(request: pytest.FixtureRequest) -> Pick:
+    """Plain torch, and the kernels."""
+    if request.param == "torch":
+        return pick
+    pytest.importorskip("triton")
+    from stepwell.engine.ops import triton_drawing
+
+    return triton_drawing.pick
 
 
 @contextmanager
@@ -49,37 +61,56 @@ def rows(count: int, vocab: int, seed: int = 0) -> tuple[torch.Tensor, list[Draw
 
 
 @pytest.mark.parametrize("vocab", VOCABS)
-def test_a_row_draws_the_same_in_every_batch_and_nearly_always_what_the_cpu_draws(vocab: int) -> None:
+def test_a_row_draws_the_same_in_every_batch_and_what_the_cpu_draws(vocab: int, choose: Pick) -> None:
     logits_BV, draws = rows(48, vocab)
     on_cuda = logits_BV.cuda()
-    together = pick(on_cuda, draws).tolist()
-    assert pick(on_cuda, draws).tolist() == together
-    assert [pick(on_cuda[row : row + 1], draws[row : row + 1]).item() for row in range(48)] == together
+    together = choose(on_cuda, draws).tolist()
+    assert choose(on_cuda, draws).tolist() == together
+    assert [choose(on_cuda[row : row + 1], draws[row : row + 1]).item() for row in range(48)] == together
     order = Random(1).sample(range(48), 48)
-    assert pick(on_cuda[order], [draws[row] for row in order]).tolist() == [together[row] for row in order]
-    by_cpu = pick(logits_BV, draws).tolist()
-    assert all(ours == theirs for ours, theirs, draw in zip(together, by_cpu, draws, strict=True) if draw is None)
-    assert sum(ours != theirs for ours, theirs in zip(together, by_cpu, strict=True)) <= 2  # `exp` differs in its last bit
+    assert choose(on_cuda[order], [draws[row] for row in order]).tolist() == [together[row] for row in order]
+    assert pick(logits_BV, draws).tolist() == together
+
+
+@pytest.mark.parametrize("spread", [1e-3, 1.0, 10.0, 1e30])
+@pytest.mark.parametrize("vocab", [1, 4096, 4097, 151_936])
+def test_kernels_draw_what_plain_torch_draws(vocab: int, spread: float) -> None:
+    """Flat rows have long lists; rows of bf16 many ties; one is all ties, one has tokens that are far from all others."""
+    pytest.importorskip("triton")
+    from stepwell.engine.ops import triton_drawing
+
+    random, logits_BV = Random(vocab), torch.randn(64, vocab, device="cuda") * spread
+    logits_BV[::3], logits_BV[1], logits_BV[2, : vocab // 2] = logits_BV[::3].bfloat16().float(), 0.5, -1e4 * spread
+    for _ in range(4):
+        draws = [
+            None if random.random() < 0.1 else Draw(
+                temperature=random.choice([1e-6, 0.3, 1.0, 100.0]), top_k=random.choice([None, None, 1, 50, vocab]),
+                top_p=random.choice([1.0, 0.99, 0.9, 0.2, 1e-300]), number=random.choice([0.0, 1 - 2.0**-53, random.random()]),
+            )
+            for _ in range(64)
+        ]  # fmt: skip
+        found, expected = triton_drawing.pick(logits_BV, draws).tolist(), pick(logits_BV, draws).tolist()
+        assert not [each for each in zip(found, expected, draws, strict=True) if each[0] != each[1]]
 
 
 @pytest.mark.parametrize("settings", [{}, {"top_p": 0.9}, {"top_k": 20}, {"top_k": 20, "top_p": 0.9}], ids=str)
-def test_the_host_never_waits(settings: dict[str, Any]) -> None:
+def test_the_host_never_waits(settings: dict[str, Any], choose: Pick) -> None:
     logits_BV = torch.randn(8, 32_000, device="cuda")
     plain = Draw(temperature=0.8, top_k=None, top_p=1.0, number=0.4)
     draws = [None if row == 3 else replace(plain, **settings) for row in range(8)]
-    expected = pick(logits_BV, draws)
+    expected = choose(logits_BV, draws)
     with never_waiting():
-        token_B = pick(logits_BV, draws)
+        token_B = choose(logits_BV, draws)
     assert torch.equal(token_B, expected) and token_B[3] == logits_BV[3].argmax()
 
 
-def test_rows_that_are_no_numbers_are_marked_and_leave_the_device_sound() -> None:
+def test_rows_that_are_no_numbers_are_marked_and_leave_the_device_sound(choose: Pick) -> None:
     nan, inf = torch.nan, torch.inf
     logits_BV = torch.zeros(5, 1000, device="cuda")
     logits_BV[0], logits_BV[1, 7], logits_BV[2, 7], logits_BV[3, 7] = nan, nan, inf, -inf
     for top_k, top_p in ((None, 1.0), (None, 0.9), (5, 1.0), (5, 0.9)):
         draw = Draw(temperature=0.5, top_k=top_k, top_p=top_p, number=0.999)
-        tokens = pick(logits_BV, [draw] * 5).tolist()
+        tokens = choose(logits_BV, [draw] * 5).tolist()
         assert tokens[:4] == [UNSOUND] * 4 and tokens[4] > 0
     torch.cuda.synchronize()
 

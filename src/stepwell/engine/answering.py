@@ -12,9 +12,10 @@ import torch
 
 from stepwell.base.meters import Clock
 from stepwell.cache.facade import Cache
+from stepwell.engine.ops.drawing import UNSOUND, Pick
 from stepwell.engine.ops.to_host import ToHost
 from stepwell.engine.request import Chunk, Delta, Finish, Request, TokenLogprob, Usage
-from stepwell.engine.sampling import UNSOUND, Choices, Chosen, draw_of
+from stepwell.engine.sampling import Choices, Chosen, draw_of
 from stepwell.engine.scheduler import Scheduler
 from stepwell.engine.unread import Unread
 from stepwell.tiers.lease import Sources
@@ -31,6 +32,7 @@ class Answering:
         scheduler: Scheduler,
         clock: Clock,
         eos_ids: frozenset[int],
+        pick: Pick,
         to_host: ToHost,
         *,
         dense_tokens: int | None = None,
@@ -40,6 +42,7 @@ class Answering:
         self._scheduler = scheduler
         self._clock = clock
         self._eos_ids = eos_ids
+        self._pick = pick
         self._to_host = to_host
         self._dense_tokens = dense_tokens  # so many tokens are all looked at; answers behind them pick. None where nothing does
         self._deltas: list[Delta] = []
@@ -77,7 +80,7 @@ class Answering:
             return  # nor is their pass waited for: it may wait for what never comes
         completed = [chunk for chunk in chunks if chunk.completes]
         draws = [draw_of(chunk.request, after) for chunk in completed for after in range(1 + len(chunk.proposed))]
-        choices, row = Choices(logits, draws, self._to_host), 0
+        choices, row = Choices(logits, draws, self._pick, self._to_host), 0
         for chunk in chunks:
             if chunk in missed:
                 row += chunk.completes

@@ -26,6 +26,7 @@ from stepwell.engine.footprint import Footprint, longest_request
 from stepwell.engine.passes.spilling import SpillReport
 from stepwell.engine.request import Ask, Chunk, Delta, Finish, Request, Sampling, TokenLogprob, Usage
 from stepwell.engine.runner import Runner
+from stepwell.engine.sampling import try_every_cut
 from stepwell.engine.scheduler import MAX_FAILED_LEASES, Limits, Scheduler
 from stepwell.engine.speculation import Speculation
 from stepwell.engine.text import StopFinder, Text
@@ -82,12 +83,13 @@ class Engine:
         self._unread: Unread | None = None  # the pass that runs while its requests are already planned further
         self._reads_later = speculation is None and runner.goes_ahead
         self._runner = runner
-        self._to_host = runner.model.kernels.to_host
+        self._kernels = runner.model.kernels
         self._speculation = speculation
         selector = runner.model.selector
         self._answering = Answering(
-            cache, self.scheduler, self.clock, eos_ids, self._to_host, dense_tokens=None if selector is None else selector.count
-        )
+            cache, self.scheduler, self.clock, eos_ids, self._kernels.pick, self._kernels.to_host,
+            dense_tokens=None if selector is None else selector.count,
+        )  # fmt: skip
         self._last_id = 0
         self._streams: dict[int, deque[Delta]] = {}
         self._longest: dict[int, int] = {}  # tokens that a request may have, by pages of it that may spill
@@ -218,6 +220,7 @@ class Engine:
             self.step()
         self.step()
         self._warm_up_spilled()
+        try_every_cut(self._kernels.pick, self.vocab_size, self._runner.model.device)
         return time.monotonic() - began_s
 
     def _warm_up_spilled(self) -> None:
@@ -345,7 +348,7 @@ class Engine:
     def _start(self, chunks: Sequence[Chunk], before: Unread | None = None) -> None:
         """Starts a pass that is read when the next one was started."""
         logits = self._runner.run(chunks, put_unread=None if before is None else before.put_into)
-        self._unread = Unread.of(chunks, logits, to_host=self._to_host)
+        self._unread = Unread.of(chunks, logits, pick=self._kernels.pick, to_host=self._kernels.to_host)
         for chunk in chunks:
             chunk.request.started = chunk.end
         self.passes += 1

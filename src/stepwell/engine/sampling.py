@@ -1,4 +1,4 @@
-"""From logits to tokens: the likeliest one, or one drawn by temperature, top-k and top-p. Keeps nothing.
+"""How requests' tokens are drawn, and what was chosen from a pass's logits. Keeps nothing; `ops/drawing.py` draws.
 
 A token is drawn with a number that follows from its request's seed and its place in the sequence. So the numbers of a pass are
 known before its tokens are, and a token that is computed again, after preemption or for a draft, is drawn alike.
@@ -6,31 +6,16 @@ known before its tokens are, and a token that is computed again, after preemptio
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 
-from stepwell.engine.ops.drawing import draw
+from stepwell.engine.ops.drawing import UNSOUND, Draw, Pick
 from stepwell.engine.ops.to_host import ToHost
-from stepwell.engine.passes.numbers import on_device
 from stepwell.engine.request import Request, TokenLogprob
 
-UNSOUND = -1  # in place of a token: its logits are not numbers
-DRAWN_TOGETHER = 2**22  # logits: what drawing needs of memory does not grow with the batch
-
 _WORD = 2**64 - 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Draw:
-    """How one token is drawn. Its `number` is from [0, 1)."""
-
-    temperature: float
-    top_k: int | None
-    top_p: float
-    number: float
 
 
 def draw_of(request: Request, after: int = 0) -> Draw | None:
@@ -47,47 +32,19 @@ def number_for(seed: int, position: int) -> float:
     return (_mixed(_mixed(seed) + position * 0x9E3779B97F4A7C15) >> 11) * 2.0**-53
 
 
+def try_every_cut(pick: Pick, vocab: int, device: torch.device) -> None:
+    """Draws from nothing in every way, so that kernels are built: other ones run for other batches."""
+    plain = Draw(temperature=1.0, top_k=None, top_p=1.0, number=0.5)
+    logits_1V = torch.zeros(1, vocab, device=device)
+    for draw in (None, plain, replace(plain, top_k=2, top_p=0.9)):
+        pick(logits_1V, [draw])
+
+
 def _mixed(word: int) -> int:
     word &= _WORD
     word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 & _WORD
     word = (word ^ (word >> 27)) * 0x94D049BB133111EB & _WORD
     return word ^ (word >> 31)
-
-
-def pick(logits_BV: torch.Tensor, draws: Sequence[Draw | None]) -> torch.Tensor:
-    """A token for each row, or UNSOUND for one that holds something else than numbers. On the device; nobody waits for it."""
-    assert len(logits_BV) == len(draws), f"{len(draws)} draws from {len(logits_BV)} rows"
-    low_B, high_B = logits_BV.aminmax(dim=-1)
-    sound_B = (low_B > -torch.inf) & (high_B < torch.inf)  # neither holds for what is no number
-    token_B = logits_BV.argmax(dim=-1)
-    for rows in _rows_alike(draws, most=max(DRAWN_TOGETHER // logits_BV.shape[1], 1)):
-        row_B = on_device(rows, logits_BV.device)
-        token_B.index_copy_(0, row_B, _drawn(logits_BV[row_B], [each for row in rows if (each := draws[row]) is not None]))
-    return token_B.where(sound_B, UNSOUND)
-
-
-def _rows_alike(draws: Sequence[Draw | None], most: int) -> Iterator[list[int]]:
-    """Rows that are drawn together: they are cut in the same way, or not at all."""
-    alike: dict[tuple[bool, bool], list[int]] = {}
-    for row, each in enumerate(draws):
-        if each is not None:
-            alike.setdefault((each.top_k is None, each.top_k is None and each.top_p == 1), []).append(row)
-    for rows in alike.values():
-        yield from (rows[start : start + most] for start in range(0, len(rows), most))
-
-
-def _drawn(logits_BV: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
-    top_ks = [min(each.top_k or 0, logits_BV.shape[1]) for each in draws]
-    settings = [(each.temperature, each.number, top_k, each.top_p) for each, top_k in zip(draws, top_ks, strict=True)]
-    columns = on_device(np.array(settings, np.float64), logits_BV.device).split(1, dim=1)
-    return draw(
-        logits_BV,
-        temperature_B1=columns[0],
-        number_B1=columns[1],
-        top_k_B1=columns[2] if top_ks[0] else None,
-        most=max(top_ks),
-        top_p_B1=columns[3] if any(each.top_p < 1 for each in draws) else None,
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +58,7 @@ class Chosen:
 class Choices:
     """What was chosen from each row of a pass's logits. Waits for the pass."""
 
-    def __init__(self, logits_BV: torch.Tensor, draws: Sequence[Draw | None], to_host: ToHost) -> None:
+    def __init__(self, logits_BV: torch.Tensor, draws: Sequence[Draw | None], pick: Pick, to_host: ToHost) -> None:
         self._logits_BV = logits_BV
         self._tokens = to_host(pick(logits_BV, draws)).read()
 

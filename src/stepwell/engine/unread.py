@@ -16,10 +16,11 @@ from dataclasses import dataclass
 
 import torch
 
+from stepwell.engine.ops.drawing import Pick
 from stepwell.engine.ops.to_host import HostCopy, ToHost
 from stepwell.engine.passes.numbers import on_device
 from stepwell.engine.request import Chunk
-from stepwell.engine.sampling import draw_of, pick
+from stepwell.engine.sampling import draw_of
 from stepwell.tiers.lease import Lease
 
 
@@ -34,7 +35,7 @@ class Unread:
     on_host: HostCopy
 
     @classmethod
-    def of(cls, chunks: Sequence[Chunk], logits_BV: torch.Tensor, *, to_host: ToHost) -> Unread:
+    def of(cls, chunks: Sequence[Chunk], logits_BV: torch.Tensor, *, pick: Pick, to_host: ToHost) -> Unread:
         """Chooses on the device, and starts to bring the tokens to the host."""
         completed = [chunk for chunk in chunks if chunk.completes]
         token_B = pick(logits_BV, [draw_of(chunk.request, chunk.end - len(chunk.request.tokens)) for chunk in completed])

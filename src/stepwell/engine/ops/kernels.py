@@ -13,6 +13,7 @@
     pointwise      ops/pointwise.py       Triton: rotation and rows, gates, sums and norms
     experts        ops/experts.py         Triton, or torch's grouped product
     recurrence     ops/recurrent.py       Triton; runs of delta nets by flash-linear-attention
+    drawing        ops/drawing.py         Triton: temperature, top-k and top-p, for all rows at once
     tokens         ops/to_host.py         Triton: into pinned memory, where copy engines may be busy
     numbers        passes/numbers.py      Triton: from pinned memory, for the same reason
 
@@ -35,6 +36,7 @@ from stepwell.base.errors import ConfigError
 from stepwell.engine.ops import pointwise, recurrent
 from stepwell.engine.ops.attention import Attend, AttendLatent, attend, attend_latent
 from stepwell.engine.ops.compression import AttendShared, attend_shared
+from stepwell.engine.ops.drawing import Pick, pick
 from stepwell.engine.ops.experts import RunExperts, run_experts
 from stepwell.engine.ops.picked import AttendPicked, attend_picked
 from stepwell.engine.ops.pointwise import Activation, Angles, HeadNorms
@@ -51,7 +53,7 @@ from stepwell.sparse.resolve import Fetch, Resolve, fetch, resolve
 KERNELS = ("auto", "torch", "flashinfer")
 OPERATIONS = (
     "attention", "latents", "picked rows", "index", "entries", "rows", "hot rows", "pointwise", "experts", "recurrence",
-    "delta runs", "tokens", "numbers",
+    "delta runs", "drawing", "tokens", "numbers",
 )  # fmt: skip
 _FAST_DTYPES = (torch.bfloat16, torch.float16)
 _INSTALL = "pip install 'stepwell[cuda]', and have CUDA's compiler (nvcc) on the path"
@@ -121,6 +123,7 @@ class Kernels:
     angles: MakeAngles = pointwise.angles
     add_norm: AddNorm = pointwise.add_norm
     gate: Gate = pointwise.gate
+    pick: Pick = pick
     to_host: ToHost = to_host
     experts: RunExperts = run_experts
     convolve: Convolve = recurrent.convolve
@@ -180,6 +183,7 @@ def _has_flashinfer() -> bool:
 
 def _triton(report: Report) -> dict[str, Any]:
     from stepwell.engine.ops import triton_pointwise as fast
+    from stepwell.engine.ops.triton_drawing import pick as fast_pick
     from stepwell.engine.ops.triton_experts import run_experts_grouped
     from stepwell.engine.ops.triton_from_host import TritonFromHost
     from stepwell.engine.ops.triton_rows import write_rows
@@ -192,12 +196,13 @@ def _triton(report: Report) -> dict[str, Any]:
     from stepwell.sparse.triton_resolve import resolve as fast_resolve
 
     report.chosen |= dict.fromkeys(
-        ("index", "entries", "rows", "hot rows", "pointwise", "experts", "tokens", "numbers"), "triton"
+        ("index", "entries", "rows", "hot rows", "pointwise", "experts", "drawing", "tokens", "numbers"), "triton"
     )
     numbers.send_large_by(Guarded("numbers", TritonFromHost(), numbers.copy, report))
     names = ("write_keys_values", "angles", "add_norm", "gate")
     made = {name: Guarded("pointwise", getattr(fast, name), getattr(pointwise, name), report) for name in names}
     return made | {
+        "pick": Guarded("drawing", fast_pick, pick, report),
         "to_host": Guarded("tokens", TritonToHost(), to_host, report),
         "experts": Guarded("experts", run_experts_grouped, run_experts, report),
         "select": Guarded("index", TritonSelect(), select, report),

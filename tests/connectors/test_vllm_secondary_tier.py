@@ -117,8 +117,10 @@ def saved(make: Make, **more: Any) -> Any:
     return first.rows[:4].copy()
 
 
-def test_the_next_process_finds_chunks_and_loads_them(make: Make) -> None:
-    rows, second = saved(make), make()
+@pytest.mark.parametrize("kind", ["log", "shared-log"])
+def test_the_next_process_finds_chunks_and_loads_them(make: Make, tmp_path: Path, kind: str) -> None:
+    store = {"store": f"{kind}:{tmp_path}"}
+    rows, second = saved(make, **store), make(**store)
     context = second.request("b")
     assert second.tier.lookup(KEYS[0], context) is RETRY, "nobody waits for the store"
     assert [second.lookup(each, context) for each in (*KEYS, key(9), key(0, group=1))] == [HIT] * 4 + [MISS] * 2

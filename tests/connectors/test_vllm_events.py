@@ -170,7 +170,10 @@ def test_a_request_with_tokens_that_cannot_be_cached_stops_neither_a_reset_nor_a
     engine = make(events=True)
     request = engine.submit([-5] * 45)
     engine.connector.reset_cache()
-    engine.connector._events.arrived(request, engine.connector._scheduler.cache.namespace)
+    seen = engine.connector._scheduler.seen(request.request_id)
+    seen.namespace = engine.connector._scheduler.cache.namespace
+    engine.connector._events.arrived(request, seen)
+    seen.namespace = None
     assert not engine.connector._events._paths
     engine.abort(request)
     assert computed_by(engine, text(1, 45)) == 49
@@ -184,7 +187,7 @@ def test_without_listeners_nothing_is_noted(make: Make) -> None:
 
 def test_pages_that_are_never_stored_are_forgotten_in_time() -> None:
     names = PageNames(page_tokens=4, hash_tokens=2, most_unused=3)
-    path = NotedPath(namespace=bytes(32))
+    path = NotedPath(namespace=bytes(32), tokens=lambda start: tokens[start:])
     tokens = list(range(22))
     names.note(path, tokens, [bytes([each]) for each in range(11)])
     keys = list(page_keys(bytes(32), b"".join(each.to_bytes(4, "little") for each in tokens), 16))

@@ -28,12 +28,15 @@ _numbers = itertools.count()
 FULL = vllm.KVCacheGroupSpec(["full.0", "full.1"], vllm.FullAttentionSpec(BLOCK, 1, ROW))
 LONG = vllm.KVCacheGroupSpec(["long.0"], vllm.FullAttentionSpec(2 * BLOCK, 1, ROW))
 SWA = vllm.KVCacheGroupSpec(["swa.0"], vllm.SlidingWindowSpec(BLOCK, 1, ROW, sliding_window=WINDOW))
+WIDE = vllm.KVCacheGroupSpec(["wide.0"], vllm.FullAttentionSpec(4 * BLOCK, 1, ROW))
+WIDE_SWA = vllm.KVCacheGroupSpec(["wide.1"], vllm.SlidingWindowSpec(4 * BLOCK, 1, ROW, sliding_window=5 * BLOCK))
 SWA2 = vllm.KVCacheGroupSpec(["swb.0"], vllm.SlidingWindowSpec(BLOCK, 1, ROW, sliding_window=3 * BLOCK))
 SSM = vllm.KVCacheGroupSpec(["ssm.0", "ssm.1"], vllm.MambaSpec(BLOCK, ((STATE - 16,), (16,))))
 MODELS = {
     "full": [FULL], "windows": [FULL, SWA, SWA2], "recurrent": [FULL, SSM], "all": [SWA, FULL, SSM, SWA2],
     "blocks of two sizes": [FULL, LONG, SWA], "recurrent alone": [SSM],
 }  # fmt: skip
+WIDE_MODELS = {"wide": [WIDE], "wide, windows": [WIDE, WIDE_SWA]}  # with pages that are long enough to tell media apart
 
 
 class LateCopies(ScriptedExecutor):
@@ -108,7 +111,17 @@ class Request:
     @property
     def block_hashes(self) -> list[bytes]:
         ends = range(self.hash_tokens, self.num_tokens + 1, self.hash_tokens)
-        return [_bytes("hash", [*map(ord, self.cache_salt or ""), *self.all_token_ids[:end]], 8) for end in ends]
+        return [_bytes("hash", [*map(ord, self.cache_salt or ""), *self.inputs[:end]], 8) for end in ends]
+
+    @property
+    def inputs(self) -> list[int]:
+        """What the model sees: tokens, and media in the place of their placeholders."""
+        inputs = list(self.all_token_ids)
+        for feature in self.mm_features:
+            for at in range(feature.mm_position.length):
+                seen = _bytes(f"{feature.modality} {feature.identifier}", [at, feature.mm_position.length], 4)
+                inputs[feature.mm_position.offset + at] = int.from_bytes(seen, "little") >> 1
+        return inputs
 
     @property
     def num_tokens(self) -> int:
@@ -123,7 +136,7 @@ class ToyEngine:
         events: bool = False, **extra: Any,
     ) -> None:  # fmt: skip
         LateCopies.made = []
-        self.groups, self.chunk, self.num_ranks = MODELS[model], chunk, ranks
+        self.groups, self.chunk, self.num_ranks = (MODELS | WIDE_MODELS)[model], chunk, ranks
         self.kv = SimpleNamespace(kv_cache_groups=self.groups, num_blocks=blocks, kv_cache_layout="toy")
         settings = {"host_memory": "1MiB", "audit": True, "answer_interval_tokens": 8} | extra
         engine_id = f"toy {next(_numbers)}"
@@ -392,12 +405,12 @@ class ToyEngine:
 
     def _compute(self, request: Request, count: int) -> None:
         upto = request.num_computed_tokens
-        since = upto - count
+        since, inputs = upto - count, request.inputs
         self.computed += count
         for rank, tensors in enumerate(self.memory):
             for group, table in zip(self.groups, request.tables, strict=True):
                 for name in group.layer_names:
-                    self._run_layer(tensors[name], group, table, f"{rank} {name}", request.all_token_ids, since, upto)
+                    self._run_layer(tensors[name], group, table, f"{rank} {name}", inputs, since, upto)
 
     def _run_layer(
         self, tensor: torch.Tensor, group: Any, table: list[int], name: str, tokens: list[int], since: int, upto: int
@@ -432,7 +445,7 @@ class ToyEngine:
             self._free(request)
             self.done.append(request)
             return
-        request.all_token_ids.append(self.next_token(request.all_token_ids))
+        request.all_token_ids.append(self.next_token(request.inputs))
 
     @staticmethod
     def next_token(tokens: list[int]) -> int:

@@ -348,7 +348,8 @@ def config(
         speculative_config=None,
         kv_events_config=SimpleNamespace(enable_kv_cache_events=True) if events else None,
         model_config=SimpleNamespace(
-            model="toy", hf_config=hf_config, seed=0, dtype="uint8", quantization=None, get_vocab_size=lambda: 1000
+            model="toy", hf_config=hf_config, seed=0, dtype="uint8", quantization=None, get_vocab_size=lambda: 1000,
+            multimodal_config=None,
         ),
         load_config=SimpleNamespace(load_format="auto"),
         cache_config=SimpleNamespace(cache_dtype="auto"),

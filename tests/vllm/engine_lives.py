@@ -10,12 +10,15 @@ from __future__ import annotations
 import gc
 import json
 import sys
+from collections import Counter
 from typing import Any
 
 from vllm import LLM, SamplingParams
 from vllm.config import KVEventsConfig, KVTransferConfig
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.lora.request import LoRARequest
+
+from stepwell.connectors.vllm import StepwellOffloadingConnector
 
 LLM_DEFAULTS = {
     "dtype": "float32", "max_model_len": 1024, "max_num_seqs": 4, "max_num_batched_tokens": 256, "block_size": 32,
@@ -30,21 +33,25 @@ class Watched:
         core = getattr(llm.llm_engine.engine_core, "engine_core", None)
         self.scheduler = core.scheduler if core is not None else None
         self.scheduled = self.preemptions = 0
+        self.hits: Counter[str] = Counter()  # tokens, by where vLLM says they come from
         self.events: list[dict[str, Any]] = []
         if self.scheduler is not None:
             self.scheduler.kv_event_publisher.publish = self._hear
-            self._wrap("schedule", self._count)
-            self._wrap("_preempt_request", self._count_preemption)
+            self._wrap(self.scheduler, "schedule", self._count)
+            self._wrap(self.scheduler, "_preempt_request", self._count_preemption)
+            if self.scheduler.connector is not None:
+                self._wrap(self.scheduler.connector, "get_external_cache_hit_sources", self._count_hits)
 
-    def _wrap(self, name: str, count: Any) -> None:
-        inner = getattr(self.scheduler, name)
+    @staticmethod
+    def _wrap(of: Any, name: str, count: Any) -> None:
+        inner = getattr(of, name)
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             out = inner(*args, **kwargs)
             count(out)
             return out
 
-        setattr(self.scheduler, name, wrapper)
+        setattr(of, name, wrapper)
 
     def _hear(self, batch: Any) -> None:
         """Blocks by kind of event, medium and group."""
@@ -57,6 +64,9 @@ class Watched:
     def _count(self, output: Any) -> None:
         self.scheduled += output.total_num_scheduled_tokens
 
+    def _count_hits(self, sources: Any) -> None:
+        self.hits.update({source.value: tokens for source, tokens in sources.items()})
+
     def _count_preemption(self, _: Any) -> None:
         self.preemptions += 1
 
@@ -64,6 +74,8 @@ class Watched:
         connector = self.scheduler.connector if self.scheduler is not None else None
         if connector is None:
             return {}
+        if isinstance(connector, StepwellOffloadingConnector):
+            return dict(sum((Counter(tier._store.stats()) for tier in connector._own_tiers), Counter()))
         cache = connector._scheduler.cache
         cache.audit()
         return dict(cache.counters.snapshot())
@@ -94,6 +106,7 @@ def live(life: dict[str, Any]) -> dict[str, Any]:
         rounds.append({"answers": answers, "scheduled": watched.scheduled - before})
     report = {
         "rounds": rounds, "preemptions": watched.preemptions, "counters": watched.counters(), "events": watched.events,
+        "hits": dict(watched.hits),
     }  # fmt: skip
     llm.llm_engine.engine_core.shutdown()
     del llm, watched

@@ -13,15 +13,22 @@ from unittest.mock import create_autospec
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "connectors"))
-import vllm_stand_in as stand_in
+import vllm_offload_stand_in
+import vllm_stand_in
 
-MEMBERS = [(module, member) for module, members in stand_in.MODULES.items() for member in members if member != "__version__"]
+MEMBERS = [
+    (stand_in, module, member)
+    for stand_in in (vllm_stand_in, vllm_offload_stand_in)
+    for module, members in stand_in.MODULES.items()
+    for member in members
+    if member != "__version__"
+]
 
 OTHERS = ("handle_preemptions", "finish_forward")  # hooks of one runner that the connector leaves as they are
 
 
-@pytest.mark.parametrize(("module", "member"), MEMBERS)
-def test_the_stand_in_says_what_vllm_has(module: str, member: str) -> None:
+@pytest.mark.parametrize(("stand_in", "module", "member"), MEMBERS)
+def test_the_stand_in_says_what_vllm_has(stand_in: types.ModuleType, module: str, member: str) -> None:
     real, ours = getattr(import_module(module), member), getattr(stand_in, member)
     if not callable(ours):
         assert real == ours
@@ -55,6 +62,38 @@ def test_requests_have_what_is_asked_of_them() -> None:
         "kv_transfer_params",
     ):  # fmt: skip
         assert f"self.{name}" in source or f"def {name}" in source, name
+
+
+def test_media_are_described_as_the_connector_reads_them() -> None:
+    from vllm.config.multimodal import MultiModalConfig
+    from vllm.multimodal.hasher import MultiModalHasher
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+
+    from stepwell.connectors.vllm.request_tokens import RequestTokens, media_refusal
+
+    assert {"mm_processor_kwargs", "media_io_kwargs"} <= {each.name for each in fields(MultiModalConfig)}
+    seen = []
+    for algorithm in ("blake3", "sha256", "sha512"):
+        name = MultiModalHasher.hash_kwargs(algorithm, image=b"a cat")
+        image = MultiModalFeatureSpec(None, "image", name, PlaceholderRange(offset=20, length=4))
+        request = types.SimpleNamespace(mm_features=[image], all_token_ids=[7] * 64)
+        assert media_refusal(request, page_tokens=16, vocab_size=100_000) is None
+        seen.append(RequestTokens(request, page_tokens=16, vocab_size=100_000)(0))
+    assert all(tokens[:16] == [7] * 16 == tokens[32:48] for tokens in seen) and len({*map(tuple, seen)}) == 3
+
+
+def test_the_secondary_tier_overrides_only_what_vllm_calls() -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+    from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
+
+    from stepwell.connectors.vllm import StepwellOffloadingConnector, StepwellTier
+
+    assert not StepwellTier.__abstractmethods__
+    for ours, base in ((StepwellTier, SecondaryTierManager), (StepwellOffloadingConnector, OffloadingConnector)):
+        for name, method in vars(ours).items():
+            if isinstance(method, types.FunctionType | classmethod) and not name.startswith("_") and name != "renew":
+                theirs = inspect.signature(getattr(base, name)).parameters
+                assert list(inspect.signature(getattr(ours, name)).parameters) == list(theirs), name
 
 
 def test_the_connector_overrides_only_what_vllm_calls() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
+BENCHMARKS = HERE.parent.parent / "benchmarks" / "connectors"  # with vLLM's own offloading where there is no GPU
 TIMEOUT_S = 900.0
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
@@ -41,6 +42,14 @@ def stepwell(store: Path | None = None, *, module: str | None = None, **extra: A
     return {"kv_connector_extra_config": settings} | named
 
 
+def offloading(store: Path, **extra: Any) -> dict[str, Any]:
+    """Settings of vLLM's own offloading, on a CPU, with Stepwell's store beneath its host tier."""
+    tier = {"type": "StepwellTier", "module_path": "stepwell.connectors.vllm", "store": f"log:{store}", "store_budget": "1GiB"}
+    spec = {"spec_name": "OffloadOnCpu", "spec_module_path": "vllm_offload_on_cpu", "cpu_bytes_to_use": 64 << 20}
+    settings = spec | {"secondary_tiers": [tier | extra]}
+    return {"kv_connector": "StepwellOffloadingConnector", "kv_connector_extra_config": settings}
+
+
 def run(*lives: dict[str, Any], **environment: str) -> list[Report]:
     """Runs engines one after the other in one new process."""
     ended = ran(*lives, **environment)
@@ -59,7 +68,8 @@ def run_to_its_death(*lives: dict[str, Any], **environment: str) -> None:
 def ran(*lives: dict[str, Any], **environment: str) -> subprocess.CompletedProcess[str]:
     """The same for a process that may end in any way."""
     variables = os.environ | ENVIRONMENT | environment
-    variables["PYTHONPATH"] = os.pathsep.join([str(HERE), variables.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    paths = [str(HERE), str(BENCHMARKS), variables.get("PYTHONPATH", "")]
+    variables["PYTHONPATH"] = os.pathsep.join(paths).rstrip(os.pathsep)
     return subprocess.run(
         [sys.executable, str(HERE / "engine_lives.py")], input=json.dumps(lives), env=variables, capture_output=True, text=True,
         timeout=TIMEOUT_S, check=False,

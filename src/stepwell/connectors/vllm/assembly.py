@@ -41,6 +41,10 @@ class Assembly:
         return int(self.vllm_config.parallel_config.tensor_parallel_size)
 
     @property
+    def vocab_size(self) -> int:
+        return max(int(self.vllm_config.model_config.get_vocab_size()), 1)
+
+    @property
     def host_bytes(self) -> int:
         """Of one rank."""
         return self.settings.host_bytes // self.num_ranks
@@ -66,14 +70,11 @@ class Assembly:
         """The cache beside the scheduler, and its store, which is the caller's to close. Raises ConfigError."""
         settings = self.settings
         spec = self._spec(shared)
-        vocab = self.vllm_config.model_config.get_vocab_size()
-        config = CacheConfig(
-            device_bytes=None, host_bytes=self.host_bytes, placement=settings.placement, vocab_size=max(vocab, 1)
-        )
+        config = CacheConfig(device_bytes=None, host_bytes=self.host_bytes, placement=settings.placement)
         layout, clock = layouts_for(spec, config)[Tier.HOST], SystemClock()
         memories = [PageMemory(spec, layout, block.view) for block in shared]
         orders = StepOrders(self.num_ranks, clock)
-        identity = model_identity(self.vllm_config, settings, version=self.version, device_type=self.device_type)
+        identity = model_identity(self.vllm_config, settings.identity, version=self.version, device_type=self.device_type)
         cache = build_cache(spec, config, executor=orders, host_pages=memories, clock=clock, model=identity)
         store = None
         if settings.store is not None:

@@ -23,9 +23,10 @@ from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec
 
 from stepwell.base.errors import BadTokens
 from stepwell.base.ids import Kind, Tier
-from stepwell.base.prompt import Namespace, unpack
+from stepwell.base.prompt import unpack
 from stepwell.connectors.vllm.groups import Group
 from stepwell.connectors.vllm.page_names import PageName, PageNames, Path
+from stepwell.connectors.vllm.scheduler_side import Seen
 from stepwell.tree.feed import CacheEvent, EventFeed, EventKind
 
 MEDIA = {Tier.HOST: MEDIUM_CPU, Tier.STORE: MEDIUM_STORAGE}
@@ -46,14 +47,15 @@ class BlockEvents:
         self._lost_pages = 0  # by the feed, as far as listeners were told
         self._was_reset = False
 
-    def arrived(self, request: Any, namespace: Namespace | None) -> None:
+    def arrived(self, request: Any, seen: Seen | None) -> None:
         """A request is new, or goes on under another namespace."""
         self.finished(request)
-        if namespace is None:
+        if seen is None or seen.namespace is None:
             return
         lora = request.lora_request
         self._paths[request.request_id] = Path(
-            namespace=namespace.digest,
+            namespace=seen.namespace.digest,
+            tokens=seen.tokens,
             lora_id=lora.lora_int_id if lora is not None else None,
             lora_name=lora.lora_name if lora is not None else None,
         )

@@ -65,7 +65,10 @@ class StepwellConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._shared = self._assembly.open_shared()
         self._scheduler, self._store = self._assembly.scheduler_side(self._shared)
         cache, groups = self._scheduler.cache, self._assembly.groups
-        self._requests = Requests(cache.namespace, explains=self._assembly.settings.explain)
+        self._requests = Requests(
+            cache.namespace, explains=self._assembly.settings.explain, page_tokens=self._assembly.page_tokens,
+            vocab_size=self._assembly.vocab_size, counters=cache.counters,
+        )  # fmt: skip
         self._meter = Meter(cache)
         self._events: BlockEvents | None = None
         if publishes_events(self._vllm_config):
@@ -86,7 +89,7 @@ class StepwellConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         seen = self._requests.add(request)
         self._scheduler.arrived(request.request_id, seen)
         if self._events is not None:
-            self._events.arrived(request, seen.namespace)
+            self._events.arrived(request, seen)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         found = self._scheduler.found(request.request_id, num_computed_tokens)
@@ -155,7 +158,7 @@ class StepwellConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._events is not None:
             self._events.reset()
             for request in self._requests:
-                self._events.arrived(request, self._scheduler.namespace_of(request.request_id))
+                self._events.arrived(request, self._scheduler.seen(request.request_id))
         return True
 
     # ---- a worker's side ----------------------------------------------------------------------------

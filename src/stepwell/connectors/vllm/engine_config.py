@@ -12,7 +12,6 @@ from typing import Any
 from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Kind
 from stepwell.connectors.vllm.groups import Group
-from stepwell.connectors.vllm.settings import Settings
 from stepwell.connectors.weight_files import files_digest
 
 FULL = ("FullAttentionSpec", "MLAAttentionSpec")
@@ -76,18 +75,24 @@ def publishes_events(vllm_config: Any) -> bool:
     return events is not None and bool(events.enable_kv_cache_events)
 
 
-def model_identity(vllm_config: Any, settings: Settings, *, version: str, device_type: str) -> str:
-    """What must agree, beside layout and tokens, before bytes may be shared. Raises ConfigError where weights have no name."""
+def model_identity(vllm_config: Any, identity: str | None, *, version: str, device_type: str) -> str:
+    """What must agree, beside layout and tokens, before bytes may be shared. Raises ConfigError where weights have no name.
+
+    `identity` is the operator's name for the weights, where their files do not tell.
+    """
     model = vllm_config.model_config
     config = model.hf_config.to_json_string()
-    weights = settings.identity or files_digest(Path(model.model)) or getattr(model.hf_config, "_commit_hash", None)
+    weights = identity or files_digest(Path(model.model)) or getattr(model.hf_config, "_commit_hash", None)
     if vllm_config.load_config.load_format == "dummy":
         weights = f"random {model.seed}"
     if weights is None:
         raise ConfigError(
-            f'{model.model!r} has no weights here that could be told from others: set "identity" in kv_connector_extra_config to '
-            "a text that changes with them, such as the revision"
+            f'{model.model!r} has no weights here that could be told from others: set "identity" beside "store" in '
+            "kv_connector_extra_config to a text that changes with them, such as the revision"
         )
     ranks, cache_dtype = vllm_config.parallel_config.tensor_parallel_size, vllm_config.cache_config.cache_dtype
-    facts = (version, device_type, weights, model.dtype, model.quantization, config, ranks, cache_dtype)
+    facts = [version, device_type, weights, model.dtype, model.quantization, config, ranks, cache_dtype]
+    media = model.multimodal_config
+    if media is not None and (media.mm_processor_kwargs or media.media_io_kwargs):  # how images and the like are read
+        facts += [media.mm_processor_kwargs, media.media_io_kwargs]
     return " ".join(map(str, facts))

@@ -8,7 +8,7 @@ most. A page whose names are not known any more is passed over: whoever listens 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from stepwell.base.prompt import TOKEN_BYTES, PageKey, pack, page_keys
@@ -32,6 +32,7 @@ class Path:
     """The pages of one request, as far as they are noted."""
 
     namespace: PageKey  # its digest
+    tokens: Callable[[int], list[int]]  # from one on, as the cache sees them
     lora_id: int | None = None
     lora_name: str | None = None
     keys: list[PageKey] = field(default_factory=list)
@@ -56,11 +57,12 @@ class PageNames:
         first, size = len(path.keys), self.page_tokens * TOKEN_BYTES
         if upto <= first:
             return
-        packed = pack(tokens[first * self.page_tokens : upto * self.page_tokens])
-        for at, key in enumerate(page_keys(path.keys[-1] if first else path.namespace, packed, size)):
-            start = (first + at) * per_page
+        start, end = first * self.page_tokens, upto * self.page_tokens
+        packed, cached = pack(tokens[start:end]), pack(path.tokens(start)[: end - start])
+        for at, key in enumerate(page_keys(path.keys[-1] if first else path.namespace, cached, size)):
+            block = (first + at) * per_page
             name = PageName(
-                hashes=tuple(hashes[start : start + per_page]), parent=hashes[start - 1] if start else None,
+                hashes=tuple(hashes[block : block + per_page]), parent=hashes[block - 1] if block else None,
                 tokens=packed[at * size : (at + 1) * size], lora_id=path.lora_id, lora_name=path.lora_name,
             )  # fmt: skip
             self._names.setdefault(key, name)

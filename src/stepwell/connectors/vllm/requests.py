@@ -4,24 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from enum import Enum
 from typing import Any
 
+from stepwell.base.meters import Counters
 from stepwell.base.prompt import Namespace
 from stepwell.cache.explain import Cause
 from stepwell.connectors.vllm.commits import Computing
+from stepwell.connectors.vllm.request_tokens import RequestTokens, media_refusal
 from stepwell.connectors.vllm.scheduler_side import Seen
 from stepwell.connectors.weight_files import Adapters
 
 EXPLAIN, STORE = "stepwell_explain", "stepwell_store"  # what a request may ask for in its kv_transfer_params
 
 
+class NotCached(Enum):
+    """Why nothing of a request is cached: counted, and told to a request that asks."""
+
+    EMBEDDINGS = "it has prompt embeddings, which its tokens do not tell"
+    MEDIA = "its media cannot be told apart"
+    POOLING = "it is a pooling request"
+    RESUMABLE = "its input is streamed: tokens are exchanged while it runs, and later ones may bring media"
+    ADAPTER = "its adapter cannot be read, or its files have changed since it was loaded"
+
+
 class Requests:
     """Those that the engine has. One thread, the scheduler's."""
 
-    def __init__(self, base: Namespace, *, explains: bool) -> None:
+    def __init__(
+        self, base: Namespace, *, explains: bool, page_tokens: int, vocab_size: int, counters: Counters
+    ) -> None:  # fmt: skip
         """`base` is the namespace of requests without an adapter and a salt; `explains`: they may ask why."""
         self._base = base
         self._explains = explains
+        self._page_tokens, self._vocab_size = page_tokens, vocab_size
+        self._counters = counters
         self._adapters = Adapters()
         self._open: dict[str, Any] = {}
 
@@ -31,9 +48,11 @@ class Requests:
     def add(self, request: Any) -> Seen:
         self._open[request.request_id] = request
         asked = request.kv_transfer_params if isinstance(request.kv_transfer_params, dict) else {}
+        namespace, why_not = self._namespace(request)
         return Seen(
-            tokens=lambda start: list(request.all_token_ids[start:]),
-            namespace=self.namespace(request),
+            tokens=RequestTokens(request, page_tokens=self._page_tokens, vocab_size=self._vocab_size),
+            namespace=namespace,
+            why_not=why_not,
             may_read=not request.skip_reading_prefix_cache,
             asks_why=asked.get(EXPLAIN) is True and self._explains,
             asks_in_vain=asked.get(EXPLAIN) is True and not self._explains,
@@ -47,19 +66,29 @@ class Requests:
         """Weights may be others from now on."""
         self._base = replace(self._base, model=model)
 
-    def namespace(self, request: Any) -> Namespace | None:
-        """Who may share what is cached of a request; None where its tokens do not say what its state depends on."""
-        if request.mm_features or request.prompt_embeds is not None or request.pooling_params is not None:
-            return None
-        if request.resumable:  # its tokens are exchanged while it runs, and later ones may bring media
-            return None
+    def _namespace(self, request: Any) -> tuple[Namespace | None, str | None]:
+        """Who may share what is cached of a request; None, with the reason, where nothing of it may be cached."""
         lora, adapter = request.lora_request, None
+        if request.prompt_embeds is not None:
+            return None, self._refused(NotCached.EMBEDDINGS)
+        if request.pooling_params is not None:
+            return None, self._refused(NotCached.POOLING)
+        if request.resumable:
+            return None, self._refused(NotCached.RESUMABLE)
+        if request.mm_features:
+            why = media_refusal(request, page_tokens=self._page_tokens, vocab_size=self._vocab_size)
+            if why is not None:
+                return None, self._refused(NotCached.MEDIA, why)
         if lora is not None:
             digest = self._adapters.digest(lora.lora_int_id, lora.lora_path)
             if digest is None:
-                return None
+                return None, self._refused(NotCached.ADAPTER)
             adapter = f"{lora.lora_name} {digest}"
-        return replace(self._base, adapter=adapter, salt=request.cache_salt)
+        return replace(self._base, adapter=adapter, salt=request.cache_salt), None
+
+    def _refused(self, cause: NotCached, more: str | None = None) -> str:
+        self._counters.add(f"not_cached_{cause.name.lower()}")
+        return f"{cause.value}: {more}" if more is not None else cause.value
 
     def computing(self, num_scheduled_tokens: Mapping[str, int], state: Any) -> list[tuple[Any, Computing]]:
         """What a step computes, request by request. `state` is vLLM's block state, which holds during that call alone."""
@@ -84,8 +113,8 @@ def told(seen: Seen | None) -> dict[str, object] | None:
     if why is not None and why.cause is Cause.OTHER_NAMESPACE:
         why = replace(why, cause=Cause.NEVER_STORED)
     if why is None:
-        says = "computed without the cache: it has media, embeddings or another input that tokens do not tell, or ended early"
-        return {"stepwell": {"says": says}}
+        cause = seen.why_not or "it has tokens that the vocabulary lacks, or ended early"
+        return {"stepwell": {"says": f"computed without the cache: {cause}"}}
     return {
         "stepwell": {
             "says": str(why), "cause": why.cause.name.lower(), "prompt_tokens": why.prompt_tokens,

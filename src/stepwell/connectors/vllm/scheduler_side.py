@@ -48,8 +48,9 @@ class Blocks(Protocol):
 class Seen:
     """A request of the engine as the cache knows it."""
 
-    tokens: Callable[[int], list[int]]  # its tokens from one on, prompt and answer, as far as they are known
+    tokens: Callable[[int], list[int]]  # its tokens from one on, prompt and answer, as far as they are known; raises BadTokens
     namespace: Namespace | None  # None: nothing of it is cached
+    why_not: str | None = None  # for those of which nothing is
     may_read: bool = True  # else all of its prompt is computed
     match: Match | None = None
     ticket: Ticket | None = None
@@ -196,10 +197,9 @@ class SchedulerSide:
         found = {Tier.HOST: num_loaded - stored, Tier.STORE: stored}
         return {tier: tokens for tier, tokens in found.items() if tokens}
 
-    def namespace_of(self, request: str) -> Namespace | None:
-        """Under which a request is cached now; None where nothing of it is."""
-        seen = self._seen.get(request)
-        return seen.namespace if seen is not None else None
+    def seen(self, request: str) -> Seen | None:
+        """A request as it is known now."""
+        return self._seen.get(request)
 
     def finished(self, request: str) -> Seen | None:
         """The request has ended, in whatever way: returns what was known of it. Copies that it began go on, on pinned blocks."""

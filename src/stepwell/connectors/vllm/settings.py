@@ -1,4 +1,7 @@
-"""What `kv_connector_extra_config` may say, checked at the start: what cannot work is refused with what would."""
+"""What `kv_connector_extra_config` may say, checked at the start: what cannot work is refused with what would.
+
+`Settings` are those of `StepwellConnector`, `TierSettings` those of one entry `StepwellTier` in vLLM's `secondary_tiers`.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ KNOWN = (
     "host_memory", "store", "store_budget", "store_options", "identity", "prefetch", "prefetch_timeout_s",
     "checkpoint_interval_tokens", "answer_interval_tokens", "explain", "audit",
 )  # fmt: skip
+KNOWN_OF_TIER = ("store", "store_budget", "store_options", "store_key_file", "identity", "deadline_s", "readers")
 NEEDED_POLICY = "recompute"
 
 
@@ -37,6 +41,18 @@ class Settings:
         return StoreConfig(prefetch=self.prefetch, prefetch_timeout_s=self.prefetch_timeout_s, checkpoint_delay_s=0.0)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierSettings:
+    """What an operator sets for the store below vLLM's own host tier."""
+
+    store: str
+    store_options: Mapping[str, str] = field(default_factory=dict)
+    store_key_file: str | None = None
+    identity: str | None = None  # of the weights, where their files do not tell
+    deadline_s: float = 30.0
+    readers: int = 2
+
+
 def read_settings(extra: Mapping[str, object], *, failure_policy: str) -> Settings:
     """Reads the extra config. Raises ConfigError that names the key and says what to write."""
     if failure_policy != NEEDED_POLICY:
@@ -44,11 +60,7 @@ def read_settings(extra: Mapping[str, object], *, failure_policy: str) -> Settin
             f'kv_load_failure_policy is {failure_policy!r}: with Stepwell set it to "recompute" in --kv-transfer-config, so that '
             "a load that fails is computed instead of ending its request with an error"
         )
-    for key in extra:
-        if key not in KNOWN:
-            near = get_close_matches(key, KNOWN, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(KNOWN)}"
-            raise ConfigError(f"kv_connector_extra_config has an unknown key {key!r}: {hint}")
+    _must_be_known(extra, KNOWN, "kv_connector_extra_config")
     if "host_memory" not in extra:
         raise ConfigError('kv_connector_extra_config lacks "host_memory": say how much, for example {"host_memory": "64GiB"}')
     return Settings(
@@ -65,6 +77,29 @@ def read_settings(extra: Mapping[str, object], *, failure_policy: str) -> Settin
         explain=_flag(extra, "explain"),
         audit=_flag(extra, "audit"),
     )
+
+
+def read_tier_settings(given: Mapping[str, object]) -> TierSettings:
+    """Reads one entry of `secondary_tiers`, less what is vLLM's in it. Raises ConfigError like `read_settings`."""
+    _must_be_known(given, KNOWN_OF_TIER, "the secondary tier StepwellTier")
+    store = _text(given, "store")
+    if store is None or ":" not in store:
+        raise ConfigError(f'StepwellTier must say which store to use, as "store": "log:/var/cache/stepwell"; got {store!r}')
+    deadline_s, readers = _number(given, "deadline_s", 30.0), given.get("readers", 2)
+    if deadline_s <= 0 or isinstance(readers, bool) or not isinstance(readers, int) or readers <= 0:
+        raise ConfigError(f"deadline_s and readers must be positive, readers a whole number, got {deadline_s} and {readers!r}")
+    return TierSettings(
+        store=store, store_options=_store_options(given), store_key_file=_text(given, "store_key_file"),
+        identity=_text(given, "identity"), deadline_s=deadline_s, readers=readers,
+    )  # fmt: skip
+
+
+def _must_be_known(given: Mapping[str, object], known: tuple[str, ...], place: str) -> None:
+    for key in given:
+        if key not in known:
+            near = get_close_matches(key, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+            raise ConfigError(f"{place} has an unknown key {key!r}: {hint}")
 
 
 def _store_options(extra: Mapping[str, object]) -> dict[str, str]:

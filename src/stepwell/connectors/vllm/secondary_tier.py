@@ -1,0 +1,191 @@
+"""vLLM's own offloading with Stepwell's verified store beneath its host tier. Translates, and decides nothing.
+
+    StepwellOffloadingConnector    vLLM's OffloadingConnector, which tells the tiers below whose bytes they keep
+    StepwellTier                   one of its `secondary_tiers`
+
+What vLLM tells a tier does not say which weights, settings and adapters a chunk was computed with; its connector knows. So the
+tier refuses to start below vLLM's plain connector. Every method is called on the scheduler's thread. Written for vLLM 0.32.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable
+from secrets import token_hex
+from typing import Any, ClassVar
+
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.platforms import current_platform
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadingCounterMetadata,
+    OffloadingMetricMetadata,
+    RequestOffloadingContext,
+)
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+
+from stepwell.base.errors import ConfigError
+from stepwell.base.meters import SystemClock
+from stepwell.connectors.vllm.chunk_store import ChunkStore, Ended
+from stepwell.connectors.vllm.offloaded_chunks import TIER, OffloadedChunks, engine_facts, must_be_offloadable, tier_facts
+from stepwell.connectors.vllm.settings import read_tier_settings
+from stepwell.connectors.weight_files import Adapters
+from stepwell.store.key_file import read_store_key
+from stepwell.store.registry import open_store
+from stepwell.verified.store import VerifiedStore
+
+EVENTS = "vllm:stepwell_tier_events"
+ENGINE = "engine"  # in a tier's settings: what our connector tells it
+FOUND = {True: LookupResult.HIT, False: LookupResult.MISS, None: LookupResult.RETRY}
+
+
+class StepwellOffloadingConnector(OffloadingConnector):  # type: ignore[misc]
+    """vLLM's offloading as it is, with names for weights and adapters."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        if role is KVConnectorRole.SCHEDULER:
+            must_be_offloadable(vllm_config)
+            transfer = vllm_config.kv_transfer_config
+            extra = transfer.kv_connector_extra_config
+            tiers = [_told(tier, vllm_config, kv_cache_config) for tier in extra["secondary_tiers"]]
+            transfer.kv_connector_extra_config = {**extra, "secondary_tiers": tiers}
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._adapters = Adapters()
+        self._own_tiers: list[StepwellTier] = []
+        if role is KVConnectorRole.SCHEDULER:
+            self._own_tiers = [tier for tier in self.scheduler.manager.secondary_tiers if isinstance(tier, StepwellTier)]
+
+    def on_new_request(self, request: Any) -> None:
+        lora = request.lora_request
+        digest = self._adapters.digest(lora.lora_int_id, lora.lora_path) if lora is not None else ""
+        for tier in self._own_tiers:
+            tier.chunks.arrived(request.request_id, digest)
+        super().on_new_request(request)
+
+    def reset_cache(self) -> bool | None:
+        """The weights may be others from now on: nothing that was stored before is found again by this process."""
+        done: bool | None = super().reset_cache()
+        for tier in self._own_tiers:
+            tier.renew()
+        return done
+
+
+def _told(tier: Any, vllm_config: Any, kv_cache_config: Any) -> Any:
+    """A tier's settings with what tells this engine's bytes from those of others."""
+    if not isinstance(tier, dict) or tier.get("type") != TIER:
+        return tier
+    facts = engine_facts(
+        vllm_config, kv_cache_config, tier.get("identity"), version=vllm.__version__, device_type=current_platform.device_type
+    )
+    return {**tier, ENGINE: facts}
+
+
+class StepwellTier(SecondaryTierManager):  # type: ignore[misc]
+    """Chunks of the host tier in a verified store. Exact or a miss."""
+
+    medium: ClassVar[Medium] = Medium.STORAGE
+
+    def __init__(
+        self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, backpressure_detector: Any = None,
+        locality: str | None = None, engine: str | None = None, **given: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        if engine is None:
+            raise ConfigError(
+                f'{TIER} needs to know which weights it keeps chunks of: write "kv_connector": "StepwellOffloadingConnector", '
+                '"kv_connector_module_path": "stepwell.connectors.vllm" in place of vLLM\'s OffloadingConnector'
+            )
+        self.locality = Locality(locality) if locality is not None else None
+        settings = read_tier_settings(given)
+        self._facts = f"{engine} {tier_facts(offloading_spec.config, self.block_size_bytes)}"
+        self._model = str(offloading_spec.config.model.name)
+        key = read_store_key(settings.store_key_file) if settings.store_key_file is not None else None
+        opened = open_store(settings.store, options=settings.store_options)
+        self._values = VerifiedStore(opened, key=key, deadline_s=settings.deadline_s, readers=settings.readers)
+        space = self._values.space(self._facts.encode(), label=f"{self._model} [vllm offloading]")
+        self._store = ChunkStore(self._values, space, primary_kv_view, SystemClock(), readers=settings.readers)
+        self.chunks = OffloadedChunks(offloading_spec.config)
+        self._running: dict[int, TransferJob] = {}
+        self._counted: Counter[str] = Counter()
+
+    def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
+        return RequestOffloadingContext()
+
+    def lookup(self, key: bytes, req_context: Any) -> LookupResult:
+        name = self.chunks.name(key, req_context)
+        return FOUND[self._store.lookup(name, req_context.req_id)] if name is not None else LookupResult.MISS
+
+    def touch(self, keys: Collection[bytes], req_context: Any) -> None:
+        """Stores count what is read as used, with all it stands on. Here it is only noted what stands on what."""
+        for key in keys:
+            self.chunks.name(key, req_context)
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        self._submit(job_metadata, self._store.load)
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        self._submit(job_metadata, self._store.store)
+
+    def _submit(self, job: TransferJob, begin: Any) -> None:
+        self._running[job.job_id] = job
+        chunks = self.chunks.chunks(job.keys, [int(row) for row in job.chunk_ids], job.req_context)
+        if chunks is None:
+            self._store.refuse(job.job_id, len(job.keys))
+        else:
+            begin(job.job_id, chunks)
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        return [self._result(ended) for ended in self._store.ended()]
+
+    def _result(self, ended: Ended) -> JobResult:
+        job = self._running.pop(ended.job)
+        loaded = None
+        if job.is_promotion and not all(ended.good):
+            loaded = tuple(key for key, good in zip(job.keys, ended.good, strict=True) if good) or None
+        return JobResult(
+            job_id=ended.job, success=all(ended.good), successful_keys=loaded, transfer_time=ended.took_s,
+            transfer_bytes=ended.size_bytes,
+        )  # fmt: skip
+
+    def on_schedule_end(self, context: Any) -> None:
+        self._store.flush()
+
+    def on_request_finished(self, req_context: Any) -> None:
+        self._store.forget(req_context.req_id)
+        self.chunks.finished(req_context.req_id)
+
+    def drain_jobs(self) -> None:
+        """A store that hangs is waited for until its deadline. What it has not written by then, it may still read from the host
+        tier: if that changes meanwhile, the value is damaged, and will be a miss.
+        """
+        self._store.drain()
+
+    def renew(self) -> None:
+        """Weights may be others: requests that are under way neither find nor store anything more."""
+        self.chunks.refuse_open()
+        facts = f"{self._facts} since reset {token_hex(16)}"
+        self._store.renew(self._values.space(facts.encode(), label=f"{self._model} [vllm offloading, after a reset]"))
+
+    def shutdown(self) -> None:
+        """Raises StoreError when the store does not close in time: vLLM then leaves the host tier's memory mapped."""
+        self._store.close()
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
+        says = "What the verified store below the host tier did: values read, written and missed, by cause."
+        return {EVENTS: OffloadingCounterMetadata(documentation=says, labelnames=("event",))}
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        counts = Counter(self._store.stats()) + Counter({"requests_refused": self.chunks.num_refused})
+        new, self._counted = counts - self._counted, counts
+        if not new:
+            return None
+        stats = OffloadingConnectorStats()
+        for event, count in new.items():
+            stats.increase_counter(EVENTS, count, (event,))
+        return stats

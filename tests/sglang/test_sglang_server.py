@@ -49,3 +49,10 @@ def test_the_readme_command_serves_and_a_second_server_resumes_from_the_store(tm
     assert again["meta_info"]["cached_tokens"] == WHOLE
     assert again["meta_info"]["cached_tokens_details"]["storage_backend"] == "StepwellHiCache"
     assert again["output_ids"] == first["output_ids"]
+
+
+def test_the_readme_command_of_the_linker_does_too(tmp_path: Path) -> None:
+    first, again = answers(tmp_path, "StepwellLinker")
+    assert first["meta_info"]["cached_tokens"] == 0
+    assert again["meta_info"]["cached_tokens"] == WHOLE
+    assert again["output_ids"] == first["output_ids"]

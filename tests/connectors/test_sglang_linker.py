@@ -96,6 +96,12 @@ def make(monkeypatch: pytest.MonkeyPatch, store: Trouble) -> Iterator[Make]:
     sys.modules.pop(MODULE, None)  # made of the stand-in
 
 
+@pytest.fixture
+def old_promises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every promise is old at once."""
+    monkeypatch.setattr("stepwell.connectors.sglang.host_tier.PROMISE_S", -1.0)
+
+
 SHARED = {"store": "shared:", "identity": "tiny"}
 
 
@@ -243,13 +249,14 @@ def test_what_was_promised_stays_until_it_is_loaded(make: Make) -> None:
     engine.save(keys)
     assert saved(engine) and max(engine.lookup(keys)) == 4
     engine.save(page_keys(4, "b"))
-    engine.save(page_keys(4, "c"))
-    assert saved(engine) and saved(engine)
+    assert saved(engine)
+    engine.save(page_keys(6, "c"))
+    assert not saved(engine) and max(engine.lookup(page_keys(6, "c"), "c")) == 4  # room for as many beside them
     assert engine.queue(keys) and engine.run() and engine.is_exact(keys)
     assert not engine.linker.stats()["broken_promises"]
 
 
-def test_where_all_is_promised_the_oldest_promise_is_broken_and_the_request_computed(make: Make) -> None:
+def test_where_all_is_promised_an_old_promise_is_broken_and_its_request_computed(make: Make, old_promises: None) -> None:
     engine = make(extra={"host_memory": "32KiB"})
     keys = page_keys(8)
     engine.save(keys)
@@ -259,7 +266,7 @@ def test_where_all_is_promised_the_oldest_promise_is_broken_and_the_request_comp
     assert not engine.queue(keys)
 
 
-def test_beside_other_ranks_a_broken_promise_fails_the_batch(make: Make) -> None:
+def test_beside_other_ranks_a_broken_promise_fails_the_batch(make: Make, old_promises: None) -> None:
     """A rank that would refuse alone would wait for others for ever."""
     engine = make(extra={"host_memory": "32KiB"})
     engine.linker._may_refuse = False

@@ -54,7 +54,7 @@ def server(arguments: Sequence[str], log: Path) -> Iterator[str]:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
-    command = [str(PYTHON), str(HERE / "serve_on_cpu.py"), *arguments, *ON_CPU, "--port", str(port)]
+    command = [str(PYTHON), str(HERE / "serve_on_cpu.py"), *ON_CPU, *arguments, "--port", str(port)]
     with log.open("ab") as said:
         process = subprocess.Popen(
             command, stdout=said, stderr=said, env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, start_new_session=True
@@ -69,11 +69,15 @@ def server(arguments: Sequence[str], log: Path) -> Iterator[str]:
 
 def ask(address: str, prompt: Sequence[int], *, answer: int) -> dict[str, Any]:
     given = {"temperature": 0.0, "max_new_tokens": answer, "ignore_eos": True}
-    body = json.dumps({"input_ids": list(prompt), "sampling_params": given}).encode()
+    body = json.dumps({"input_ids": list(prompt), "sampling_params": given, "return_logprob": True}).encode()
     request = urllib.request.Request(f"{address}/generate", body, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
         said: dict[str, Any] = json.load(response)
     return said
+
+
+def logprobs(said: dict[str, Any]) -> list[float]:
+    return [float(each[0]) for each in said["meta_info"]["output_token_logprobs"]]
 
 
 def _wait_for(address: str, process: subprocess.Popen[bytes], log: Path) -> None:

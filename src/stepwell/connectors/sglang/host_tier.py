@@ -1,6 +1,6 @@
 """Host memory below SGLang's device pools, a share for each: what of a prompt is there, and what is kept for whom.
 
-    promise    the pages of a prompt that SGLang was told of stay, until it loads them or room is needed
+    promise    the pages of a prompt that SGLang was told of stay until it loads them, for a while at least
     claim      pages that are copied now stay until they are released
     take       pages to fill, from the device or a store; `publish` makes them found
 
@@ -9,6 +9,7 @@ Memory is divided as the device pools are. Never asks a store and copies nothing
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,13 +19,17 @@ from typing import NamedTuple
 import torch
 
 from stepwell.base.errors import ConfigError
+from stepwell.base.meters import Clock
 from stepwell.base.units import format_bytes
 from stepwell.connectors.sglang.device_pools import DevicePool
 from stepwell.connectors.sglang.host_pages import HeldPage, HostPages, stride_of
 from stepwell.connectors.sglang.prefix_lengths import Want, restorable
+from stepwell.transfer.copy_engine import mapped, must_fit
 from stepwell.transfer.torch_memory import pinned_bytes
 
+log = logging.getLogger(__name__)
 MOST_PROMISES = 1024  # requests; SGLang does not say when one is dropped that waits
+PROMISE_S = 10.0  # an older promise may be broken for room: SGLang asks again for requests that it goes on with
 
 
 class Slot(NamedTuple):
@@ -41,20 +46,28 @@ class Claim:
     pages: Mapping[str, Sequence[HeldPage]]
 
 
+class _Promise(NamedTuple):
+    claim: Claim
+    made_s: float
+
+
 class HostTier:
     """All pools of one rank."""
 
-    def __init__(self, pools: Sequence[DevicePool], memory_bytes: int, *, pinned: bool) -> None:
-        memory = pinned_bytes(memory_bytes) if pinned else torch.zeros(memory_bytes, dtype=torch.uint8)
+    def __init__(self, pools: Sequence[DevicePool], memory_bytes: int, clock: Clock, *, pinned: bool) -> None:
+        shares = _shares(pools, memory_bytes)
+        must_fit(memory_bytes, settings='"host_memory"')
+        memory = pinned_bytes(memory_bytes) if pinned else torch.frombuffer(mapped(memory_bytes), dtype=torch.uint8)
         self.pools: dict[str, HostPages] = {}
         start = 0
-        for pool, share in _shares(pools, memory_bytes):
+        for pool, share in shares:
             self.pools[pool.name] = HostPages(
                 memory[start : start + share], page_bytes=pool.page_bytes, pool_class=pool.pool_class, meaning=pool.meaning
             )
             start += share
+        self._clock = clock
         self._lock = Lock()
-        self._promises: OrderedDict[str, Claim] = OrderedDict()
+        self._promises: OrderedDict[str, _Promise] = OrderedDict()  # the oldest first
         self.broken_promises = 0
         self.generation = 0  # of what is in here: no page of an older one comes in
 
@@ -77,9 +90,9 @@ class HostTier:
             if lengths:
                 upto = keys[: max(lengths)]
                 found = {want.pool: [page for page in map(self.pools[want.pool].get, upto) if page is not None] for want in wants}
-                self._promises[request] = self._pin(found)
+                self._promises[request] = _Promise(self._pin(found), self._clock.now())
                 if len(self._promises) > MOST_PROMISES:
-                    self._break_one()
+                    self._break_oldest()
             return lengths
 
     def claim(self, request: str, wanted: Mapping[str, Sequence[str]]) -> Claim | None:
@@ -115,8 +128,8 @@ class HostTier:
                 if pages.get(key) is not None:
                     continue
                 at = pages.take()
-                while at is None and self._promises:
-                    self._break_one()
+                while at is None and self._has_old_promise():
+                    self._break_oldest()
                     at = pages.take()
                 if at is None:
                     break
@@ -168,13 +181,17 @@ class HostTier:
             self.pools[pool].unpin(pages)
 
     def _end_promise(self, request: str) -> None:
-        claim = self._promises.pop(request, None)
-        if claim is not None:
-            self._unpin(claim)
+        promise = self._promises.pop(request, None)
+        if promise is not None:
+            self._unpin(promise.claim)
 
-    def _break_one(self) -> None:
-        _, claim = self._promises.popitem(last=False)
-        self._unpin(claim)
+    def _has_old_promise(self) -> bool:
+        oldest = next(iter(self._promises.values()), None)
+        return oldest is not None and self._clock.now() - oldest.made_s > PROMISE_S
+
+    def _break_oldest(self) -> None:
+        _, promise = self._promises.popitem(last=False)
+        self._unpin(promise.claim)
         self.broken_promises += 1
 
 
@@ -184,6 +201,10 @@ def _shares(pools: Sequence[DevicePool], memory_bytes: int) -> list[tuple[Device
     shares = []
     for pool, size in zip(pools, sizes, strict=True):
         stride = stride_of(pool.page_bytes)
+        if stride > 2 * pool.page_bytes:
+            log.warning(
+                "pages of pool %r have %d bytes and take %d: use a larger --page-size", pool.name, pool.page_bytes, stride
+            )
         share = memory_bytes * size // sum(sizes) // stride * stride
         if not share:
             raise ConfigError(

@@ -55,7 +55,7 @@ class StepwellLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang may no
         self._model = str(server_args.served_model_name or "")
         self._identity = (settings.store.identity if settings.store else None) or weights_of(server_args)
         self._store: VerifiedStore | None = None
-        self._host = HostTier(self._device_pools, settings.host_bytes, pinned=self._device.type == "cuda")
+        self._host = HostTier(self._device_pools, settings.host_bytes, clock, pinned=self._device.type == "cuda")
         self.pools = self._host.pools
         self.layer_done_counter = LayerProgress(num_layers(self._device_pools))
         if MAMBA in self.pools:

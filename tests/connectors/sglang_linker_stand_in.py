@@ -141,7 +141,7 @@ class Engine:
         )  # fmt: skip
         components = {Component(name) for name in COMPONENTS[kind]}
         args = SimpleNamespace(served_model_name="tiny", model_path="nowhere")
-        config = {"host_memory": "1MiB", **(extra or {})}
+        config = {"host_memory": "1MiB", "fetch_wait_s": 60.0, **(extra or {})}
         self.linker = make(args, self.params, components=components, extra_config=config, forward_stream=None)
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:

@@ -340,6 +340,19 @@ def test_a_reset_is_for_other_weights_so_nothing_of_before_is_found(make: Make) 
     assert resumed(make(extra=SHARED), keys) == 4  # of the one before the reset: its weights are the started ones
 
 
+def test_what_a_store_gives_after_a_reset_is_not_kept(make: Make, store: Trouble) -> None:
+    first, keys = make(extra=SHARED), page_keys(4)
+    first.save(keys)
+    assert saved(first, stored=True)
+    engine = make(extra={**SHARED, "fetch_wait_s": 0.05})
+    store.goes_on.clear()
+    assert engine.lookup(keys) == []
+    fetch = engine.linker._fetches._newest
+    engine.linker.reset()
+    store.goes_on.set()
+    assert fetch.done.wait(60) and not any(engine.linker._host.holds("kv", keys))
+
+
 def test_pages_that_are_there_are_not_copied_again(make: Make) -> None:
     engine, keys = make(extra=SHARED), page_keys(4)
     engine.save(keys)

@@ -30,7 +30,7 @@ def linked(
 ) -> Iterator[Stack]:
     """A cache with a linker, and closed afterwards."""
     args = ServerArgs(model_path="dummy", served_model_name="tiny", page_size=PAGE)
-    extra: dict[str, object] = {"host_memory": host_memory, **more}
+    extra: dict[str, object] = {"host_memory": host_memory, "fetch_wait_s": 60.0, **more}
     if directory is not None:
         extra |= {"store": f"log:{directory}", "budget": "1GiB", "identity": "tiny"}
     config = {"linker": "StepwellLinker", "linker_module_path": "stepwell.connectors.sglang", "linker_extra_config": extra}

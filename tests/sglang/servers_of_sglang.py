@@ -38,8 +38,8 @@ def recipe(document: Path, having: str) -> list[str]:
 
 
 def served(arguments: Sequence[str], *, model: Path, store: Path) -> list[str]:
-    """The recipe for this model and a store of its own, small enough for a test."""
-    written = {"/var/cache/stepwell": str(store), "500GiB": "1GiB", "64GiB": "256MiB"}
+    """The recipe for this model and a store of its own, small enough for a test, and patient with a busy machine."""
+    written = {"/var/cache/stepwell": str(store), "500GiB": "1GiB", '"64GiB"': '"256MiB", "fetch_wait_s": 60'}
     filled = []
     for argument in arguments:
         for text, ours in written.items():

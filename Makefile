@@ -40,7 +40,7 @@ test: lint types floors unit ## Everything: style, types, floors, tests
 test-real: $(STAMP) $(REAL) ## The engine on real weights: a small Llama and a small hybrid (installs about 330 MB)
 	@$(BIN)/python -m pytest tests/real
 
-test-sglang: $(STAMP) ## The backend for SGLang under SGLang's own caches, beside its file backend (installs 3 GB into .venv-sglang; 3 minutes on two cores)
+test-sglang: $(STAMP) ## The backend for SGLang under SGLang's own caches, beside its file backend (installs 3 GB into .venv-sglang; 7 minutes on two cores)
 	@PYTHON=$(PYTHON) benchmarks/peers/install_sglang.sh
 	@STEPWELL_TEST_SGLANG=1 $(BIN)/python -m pytest tests/sglang --capture no
 

@@ -1,4 +1,4 @@
-"""A whole engine of SGLang's on the CPU, with storage or without: `engine_life.py stepwell|none DIRECTORY`.
+"""A whole engine of SGLang's on the CPU, with storage or without: `engine_life.py stepwell|none|model DIRECTORY`.
 
 Says in one line of JSON what it answered to a prompt, and how much of it was computed. Children of the engine load this module
 too, and so have the same stand-ins.
@@ -89,5 +89,6 @@ def wait_for_storage(directory: Path) -> int:
 
 
 if __name__ == "__main__":
-    out = answer(sys.argv[1], Path(sys.argv[2]))
+    what, where = sys.argv[1], Path(sys.argv[2])
+    out = {"model": str(model_in(where / "model"))} if what == "model" else answer(what, where)
     sys.stdout.write("\n" + json.dumps(out) + "\n")

@@ -79,11 +79,15 @@ def _refusal(root: Path) -> str:
 
 def signatures(_: Path) -> dict[str, object]:
     """Where the stand-in of plain tests is not what SGLang is: every name it has, with its parameters, fields or members."""
+    import sglang_linker_stand_in
     import sglang_stand_in
+    from sglang.srt.mem_cache.unified_cache import unified_cache_linker
 
     wrong = []
-    for name in sglang_stand_in.NAMES:
-        real, ours = getattr(STORAGE, name), getattr(sglang_stand_in, name)
+    pairs = [(name, STORAGE, sglang_stand_in) for name in sglang_stand_in.NAMES]
+    pairs += [(name, unified_cache_linker, sglang_linker_stand_in) for name in sglang_linker_stand_in.NAMES]
+    for name, theirs, stand_in in pairs:
+        real, ours = getattr(theirs, name), getattr(stand_in, name)
         wrong += [
             f"{name}: {ours_has} but {real_has}" for ours_has, real_has in [(_shape(ours), _shape(real))] if ours_has != real_has
         ]
@@ -92,14 +96,17 @@ def signatures(_: Path) -> dict[str, object]:
                 there = getattr(real, method, None)
                 if there is None or list(inspect.signature(function).parameters) != list(inspect.signature(there).parameters):
                     wrong.append(f"{name}.{method} is another one there")
-    from stepwell.connectors.sglang import StepwellHiCache
+    from stepwell.connectors.sglang import StepwellHiCache, StepwellLinker
 
-    base = STORAGE.HiCacheStorage
-    for method, function in inspect.getmembers(base, inspect.isfunction):
-        mine = getattr(StepwellHiCache, method)
-        if list(inspect.signature(mine).parameters) != list(inspect.signature(function).parameters):
-            wrong.append(f"StepwellHiCache.{method} takes {inspect.signature(mine)}, SGLang's {inspect.signature(function)}")
-    return {"wrong": wrong, "abstract": sorted(StepwellHiCache.__abstractmethods__)}
+    adapters = ((StepwellHiCache, STORAGE.HiCacheStorage), (StepwellLinker, unified_cache_linker.UnifiedCacheLinker))
+    for adapter, base in adapters:
+        for method, function in inspect.getmembers(base, inspect.isfunction):
+            mine = getattr(adapter, method)
+            if list(inspect.signature(mine).parameters) != list(inspect.signature(function).parameters):
+                wrong.append(
+                    f"{adapter.__name__}.{method} takes {inspect.signature(mine)}, SGLang's {inspect.signature(function)}"
+                )
+    return {"wrong": wrong, "abstract": sorted(name for adapter, _ in adapters for name in adapter.__abstractmethods__)}
 
 
 def _shape(thing: Any) -> object:

@@ -135,28 +135,37 @@ def stack(kind: str, backend: Backend, ranks: dict[str, int] | None = None) -> I
         hicache_storage_backend=name, hicache_storage_prefetch_policy="wait_complete",
         hicache_storage_backend_extra_config=json.dumps(extra),
     )  # fmt: skip
+    with caches(args, kind, backend.dtype, ranks) as (made, params):
+        made.tree.init_hicache(args, params)
+        yield made
+
+
+@contextmanager
+def caches(
+    args: ServerArgs, kind: str, dtype: torch.dtype, ranks: dict[str, int] | None = None, heads: tuple[int, int] = (2, 64)
+) -> Iterator[tuple[Stack, CacheInitParams]]:
+    """A tree over device pools, with nothing below them yet."""
     args._mamba_cache_chunk_size = PAGE
     set_global_server_args_for_scheduler(args)
     sizes = {"tp": 1, "pp": 1, "attn_tp": 1, "attn_dp": 1, "attn_dcp": 1}
     parallel = {f"{name}_rank": 0 for name in sizes} | {f"{name}_size": size for name, size in sizes.items()} | (ranks or {})
     with ExitStack() as cleanup:
         cleanup.enter_context(get_parallel().override(**parallel))
-        made, more = _pools(kind, backend.dtype)
+        made, more = _pools(kind, dtype, heads)
         params = CacheInitParams(
             req_to_token_pool=made.requests, token_to_kv_pool_allocator=made.allocator, page_size=PAGE, disable=False,
             tree_core_backend="rust", **more,
         )  # fmt: skip
         tree = UnifiedRadixCache(params=params)
-        tree.init_hicache(args, params)
         cleanup.callback(tree.shutdown)
-        yield Stack(kind=kind, tree=tree, allocator=made.allocator, pool=made.pool, requests=made.requests)
+        yield Stack(kind=kind, tree=tree, allocator=made.allocator, pool=made.pool, requests=made.requests), params
 
 
-def _pools(kind: str, dtype: torch.dtype) -> tuple[SimpleNamespace, dict[str, Any]]:
+def _pools(kind: str, dtype: torch.dtype, of_heads: tuple[int, int]) -> tuple[SimpleNamespace, dict[str, Any]]:
     """The pools of a kind of model, on the device."""
     size = 4 * TOKENS
     shape: dict[str, Any] = {"size": size, "page_size": PAGE, "dtype": dtype, "device": "cpu"}
-    heads, full = {"head_num": 2, "head_dim": 64}, ComponentType.FULL
+    heads, full = {"head_num": of_heads[0], "head_dim": of_heads[1]}, ComponentType.FULL
     requests: Any = None
     more: dict[str, Any] = {"tree_components": (full,)}
     if kind == "mamba":
@@ -223,8 +232,8 @@ def index_of(layer: int, like: torch.Tensor) -> torch.Tensor:
     return torch.randint(0, 256, (TOKENS // PAGE, *like.shape[1:]), dtype=torch.uint8, generator=generator)
 
 
-def save(made: Stack, tokens: array[int]) -> None:
-    """A prompt, computed in chunks, down to storage."""
+def insert(made: Stack, tokens: array[int]) -> None:
+    """A prompt, computed in chunks, into the tree."""
     slots = _allocate(made)
     for name, layer, window in made.buffers():
         layer[made.slots(slots, window)] = rows_of(name, layer)
@@ -241,6 +250,11 @@ def save(made: Stack, tokens: array[int]) -> None:
         params = InsertParams(key=RadixKey(tokens[:end]), value=slots[:end], prev_prefix_len=before, mamba_value=state)
         made.tree.insert(params)
         before = end
+
+
+def save(made: Stack, tokens: array[int]) -> None:
+    """A prompt, down to storage."""
+    insert(made, tokens)
     queues, tree = made.controller, made.tree
     made.settle(
         lambda: (
@@ -273,10 +287,11 @@ def resume(made: Stack, tokens: array[int]) -> tuple[int, bool]:
     tree.ready_to_load_host_cache()
     tree.check_hicache_events()
     slots = tree.path_device_indices(tree.match_prefix(MatchPrefixParams(key=key)).last_device_node)
-    return len(slots), _same(made, slots)
+    return len(slots), is_same(made, slots)
 
 
-def _same(made: Stack, slots: torch.Tensor) -> bool:
+def is_same(made: Stack, slots: torch.Tensor) -> bool:
+    """Whether every byte of these slots is the one that the prompt's beginning has."""
     end = len(slots)
     for name, layer, window in made.buffers():
         first = max(0, end - WINDOW) if window else 0

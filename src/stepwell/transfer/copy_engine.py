@@ -35,7 +35,7 @@ class PageMemory:
     """A block of host memory cut as its arena's layout says: its own, or a given one that others may have mapped too."""
 
     def __init__(self, spec: ModelSpec, layout: ArenaLayout, block: memoryview | None = None) -> None:
-        self._block = _mapped(layout.size_bytes) if block is None else block[: layout.size_bytes]
+        self._block = mapped(layout.size_bytes) if block is None else block[: layout.size_bytes]
         flat = np.frombuffer(self._block, np.uint8)
         self.spec = spec
         self._rows = {
@@ -57,7 +57,8 @@ class PageMemory:
         return memoryview(self._rows[kind][page])
 
 
-def _mapped(size_bytes: int) -> mmap.mmap:
+def mapped(size_bytes: int) -> mmap.mmap:
+    """New host memory, all of it taken now. Raises ConfigError where it cannot be had."""
     try:
         block = mmap.mmap(-1, size_bytes)
     except (OSError, OverflowError) as error:

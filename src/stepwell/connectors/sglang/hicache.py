@@ -1,4 +1,4 @@
-"""SGLang's storage interface (`HiCacheStorage`, 0.5.23) over `Pages`. The one module that imports SGLang.
+"""SGLang's storage interface (`HiCacheStorage`, 0.5.23) over `Pages`. Imports SGLang.
 
     --enable-hierarchical-cache --hicache-storage-backend dynamic --hicache-storage-backend-extra-config '{
         "backend_name": "stepwell", "module_path": "stepwell.connectors.sglang", "class_name": "StepwellHiCache",
@@ -19,16 +19,14 @@ import sglang
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolTransferResult
 
-from stepwell.base.errors import ConfigError, StoreError
-from stepwell.base.store_key import StoreKey
+from stepwell.base.errors import StoreError
 from stepwell.connectors.sglang.host_pool import ANCHOR
-from stepwell.connectors.sglang.pages import Pages, Want
-from stepwell.connectors.sglang.ranks import Ranks, ranks_of
-from stepwell.connectors.sglang.settings import Settings, location, settings_of
-from stepwell.connectors.sglang.weights import NO_WEIGHTS, weights_of
-from stepwell.store.key_file import read_store_key
-from stepwell.store.registry import open_store
-from stepwell.verified.store import VerifiedStore
+from stepwell.connectors.sglang.opening import open_verified
+from stepwell.connectors.sglang.pages import Pages
+from stepwell.connectors.sglang.prefix_lengths import Want, window_of
+from stepwell.connectors.sglang.ranks import ranks_of
+from stepwell.connectors.sglang.settings import settings_of
+from stepwell.connectors.sglang.weights import weights_of
 
 log = logging.getLogger(__name__)
 _MOST_MEASURED = 1000  # calls between two looks at the metrics
@@ -41,10 +39,7 @@ class StepwellHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang may not b
         self._config = storage_config
         self._settings = settings_of(storage_config.extra_config)
         self._identity = self._settings.identity or weights_of(_server_args())
-        self._store = _open(self._settings, ranks_of(storage_config))
-        if self._identity is None and (self._store.traits.durable or self._store.traits.shared):
-            self._store.close()
-            raise ConfigError(NO_WEIGHTS)
+        self._store = open_verified(self._settings, ranks_of(storage_config), self._identity)
         self._pages: Pages | None = None
         self._measuring = bool(storage_config.enable_storage_metrics)
         self._moved: dict[str, deque[tuple[int, float]]] = {verb: deque(maxlen=_MOST_MEASURED) for verb in ("read", "write")}
@@ -95,7 +90,7 @@ class StepwellHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang may not b
         gating = [
             each for each in pool_transfers or () if each.hit_policy in (PoolHitPolicy.ALL_PAGES, PoolHitPolicy.TRAILING_PAGES)
         ]
-        wants = [Want(str(each.name), _window(each)) for each in gating]
+        wants = [Want(str(each.name), window_of(each)) for each in gating]
         found = self.pages.find(keys, wants)
         names = {str(each.name): each.name for each in gating}
         hits = {names.get(pool, pool): pages for pool, pages in found.pages.items()}
@@ -181,22 +176,6 @@ def _server_args() -> Any:
         return get_server_args()
     except (ImportError, RuntimeError, ValueError, LookupError, AttributeError):
         return None
-
-
-def _open(settings: Settings, ranks: Ranks) -> VerifiedStore:
-    key: StoreKey | None = read_store_key(settings.key_file) if settings.key_file else None
-    where = location(settings, ranks)
-    try:
-        store = open_store(where, options=settings.options)
-    except StoreError as error:
-        hint = f'; where several processes serve, use "store": "shared-{settings.store}"' if where.startswith("log:") else ""
-        raise StoreError(f"{error}{hint}") from error
-    return VerifiedStore(store, key=key, deadline_s=settings.deadline_s, readers=settings.readers)
-
-
-def _window(transfer: Any) -> int | None:
-    """How many of the last pages a pool needs; None for all. Of a trailing pool's keys only their number counts."""
-    return None if transfer.hit_policy == PoolHitPolicy.ALL_PAGES else max(1, len(transfer.keys or ()))
 
 
 def _drain(moved: deque[tuple[int, float]]) -> list[tuple[int, float]]:

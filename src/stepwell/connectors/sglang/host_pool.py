@@ -41,12 +41,13 @@ class HostPool:
         self._parts = list(ranks.own_parts) if by_heads else [0]
         self.sizes = self._run_sizes()
         self.has_bytes = bool(self.sizes)
-        self.by_rank = any(word in type(pool).__name__ for word in _BY_RANK)
+        kind = getattr(pool, "pool_class", type(pool).__name__)  # memory of our own says which pool's it is
+        self.by_rank = any(word in kind for word in _BY_RANK)
         self.replicated = ranks.replicated and not self.by_rank
         facts = {fact: str(getattr(pool, fact)) for fact in _FACTS if getattr(pool, fact, None) is not None}
         # Cut by heads, a part looks alike whatever number of heads its rank has.
         facts |= {} if by_heads else {"head_num": str(getattr(pool, "head_num", ""))}
-        self.facts = f"sglang {version} {type(pool).__name__} {sorted(facts.items())} runs {self.sizes}"
+        self.facts = f"sglang {version} {kind} {sorted(facts.items())} runs {self.sizes}"
         self.shard = ranks.shard(replicated=self.replicated, by_heads=by_heads)
         self._tags = [_tag(f"{name}|{self.facts}|{self.shard}|{part}") for part in self._parts]
 

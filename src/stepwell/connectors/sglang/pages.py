@@ -7,31 +7,18 @@ belongs to. So stores evict a prompt from its end, and what is left can be used.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from stepwell.base.prompt import Namespace
 from stepwell.base.tasks import ItemStatus
 from stepwell.connectors.sglang.host_pool import ANCHOR, HostPool
+from stepwell.connectors.sglang.prefix_lengths import Found, Want, leading, restorable
 from stepwell.connectors.sglang.ranks import Ranks
 from stepwell.store.api import NO_PARENT, Space
 from stepwell.verified.runs import ReadRuns, WriteRuns
 from stepwell.verified.store import VerifiedStore
-
-
-class Want(NamedTuple):
-    """What a pool needs of a prefix: all its pages, or those of the last `window`."""
-
-    pool: str
-    window: int | None
-
-
-class Found(NamedTuple):
-    """How much of a prompt is stored."""
-
-    pages: dict[str, int]  # of each pool, up to where it alone would do; absent for none
-    restorable: list[int]  # prefix lengths, in pages, at which every pool has what it needs
 
 
 class Pages:
@@ -59,20 +46,17 @@ class Pages:
 
     def leading(self, pool: str, keys: Sequence[str]) -> int:
         """How many pages are there without a gap."""
-        return _leading(self._there(self._pools[pool], keys))
+        return leading(self._there(self._pools[pool], keys))
 
     def find(self, keys: Sequence[str], wants: Sequence[Want]) -> Found:
         """The lengths that are legal for all pools at once: never a minimum of what each of them would allow."""
         length = self.leading(ANCHOR, keys)
-        pages = {ANCHOR: length} if length else {}
-        restorable = list(range(1, length + 1))
-        for want in wants:
-            there = self._there(self._pools[want.pool], keys[:length])
-            good = set(range(1, _leading(there) + 1)) if want.window is None else set(_ends_of_windows(there, want.window))
-            if good:
-                pages[want.pool] = max(good)
-            restorable = [page for page in restorable if page in good]
-        return Found(pages=pages, restorable=restorable)
+        there = {want.pool: self.there(want.pool, keys[:length]) for want in wants}
+        return restorable({**there, ANCHOR: [True] * length}, [Want(ANCHOR, None), *wants])
+
+    def there(self, pool: str, keys: Sequence[str]) -> list[bool]:
+        """Which pages are stored."""
+        return self._there(self._pools[pool], keys)
 
     def read(self, pool: str, keys: Sequence[str], host_indices: torch.Tensor | None) -> list[bool]:
         """Fills the pages that verify; which of them did."""
@@ -132,17 +116,3 @@ class Pages:
     def _by_page(self, pool: HostPool, statuses: Sequence[ItemStatus]) -> list[bool]:
         each, good = pool.values_per_page, [status is ItemStatus.OK for status in statuses]
         return good if each == 1 else [all(good[at : at + each]) for at in range(0, len(good), each)]
-
-
-def _leading(there: Sequence[bool]) -> int:
-    return there.index(False) if False in there else len(there)
-
-
-def _ends_of_windows(there: Sequence[bool], window: int) -> list[int]:
-    """Prefix lengths whose last `window` pages, or all of a shorter prefix, are there."""
-    ends, run = [], 0
-    for length, here in enumerate(there, 1):
-        run = run + 1 if here else 0
-        if run >= min(window, length):
-            ends.append(length)
-    return ends

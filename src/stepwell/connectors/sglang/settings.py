@@ -1,18 +1,23 @@
-"""What an operator sets in `--hicache-storage-backend-extra-config`, checked before anything is opened. Opens nothing."""
+"""What an operator sets in `--hicache-storage-backend-extra-config`, or of the linker in
+`--unified-cache-external-linker-config`, checked before anything is opened. Opens nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 
 from stepwell.base.errors import ConfigError
+from stepwell.base.units import parse_bytes
 from stepwell.connectors.sglang.ranks import Ranks
 
 _OF_SGLANG = ("backend_name", "module_path", "class_name", "interface_v1")
 _OWN = ("store", "budget", "store_options", "store_key_file", "identity", "deadline_s", "readers")
 _EXAMPLE = '"store": "log:/var/cache/stepwell", "budget": "100GiB"'
 _PLACE = "--hicache-storage-backend-extra-config"
+_OF_LINKER = ("host_memory", "fetch_wait_s", *_OWN)
+_LINKER_PLACE = '"linker_extra_config" in --unified-cache-external-linker-config'
 _ONE_PROCESS = "log:"
 
 
@@ -28,26 +33,60 @@ class Settings:
     readers: int = 2
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkerSettings:
+    """What is below SGLang's device pools: host memory, and a store or none."""
+
+    host_bytes: int
+    fetch_wait_s: float
+    store: Settings | None
+
+
 def settings_of(given: Mapping[str, object] | None) -> Settings:
     """Raises ConfigError with what to write instead."""
     given = given or {}
-    for name in given:
-        if name not in _OF_SGLANG and name not in _OWN:
-            near = get_close_matches(str(name), _OWN, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(_OWN)}"
-            raise ConfigError(f"{_PLACE} has {name!r}, which Stepwell does not know: {hint}")
+    _must_be_known(given, (*_OF_SGLANG, *_OWN), _OWN, _PLACE)
     if not given.get("interface_v1"):
         raise ConfigError(f'add "interface_v1": 1 to {_PLACE}: without it SGLang copies every page twice more')
+    return _store_settings(given, _PLACE)
+
+
+def linker_settings_of(given: Mapping[str, object] | None) -> LinkerSettings:
+    """Raises ConfigError with what to write instead."""
+    given = given or {}
+    _must_be_known(given, _OF_LINKER, _OF_LINKER, _LINKER_PLACE)
+    memory = given.get("host_memory")
+    if not isinstance(memory, (str, int)) or isinstance(memory, bool):
+        raise ConfigError(f'{_LINKER_PLACE} must say how much host memory to use, as "host_memory": "64GiB"; got {memory!r}')
+    unused = [name for name in _OWN if name in given and name != "identity"]
+    if "store" not in given and unused:
+        raise ConfigError(f"{_LINKER_PLACE} has {unused[0]!r}, but no store: add for example {_EXAMPLE}")
+    return LinkerSettings(
+        host_bytes=parse_bytes(memory),
+        fetch_wait_s=_positive(given, "fetch_wait_s", 2.0, _LINKER_PLACE),
+        store=_store_settings(given, _LINKER_PLACE) if "store" in given else None,
+    )
+
+
+def _must_be_known(given: Mapping[str, object], known: Sequence[str], own: Sequence[str], place: str) -> None:
+    for name in given:
+        if name not in known:
+            near = get_close_matches(str(name), own, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(own)}"
+            raise ConfigError(f"{place} has {name!r}, which Stepwell does not know: {hint}")
+
+
+def _store_settings(given: Mapping[str, object], place: str) -> Settings:
     store = given.get("store")
     if not isinstance(store, str) or ":" not in store:
-        raise ConfigError(f"{_PLACE} must say which store to use, for example {_EXAMPLE}; got {store!r}")
+        raise ConfigError(f"{place} must say which store to use, for example {_EXAMPLE}; got {store!r}")
     return Settings(
         store=store,
         options=_options(given),
-        key_file=_text(given, "store_key_file"),
-        identity=_text(given, "identity"),
-        deadline_s=_positive(given, "deadline_s", 30.0),
-        readers=int(_positive(given, "readers", 2)),
+        key_file=_text(given, "store_key_file", place),
+        identity=_text(given, "identity", place),
+        deadline_s=_positive(given, "deadline_s", 30.0, place),
+        readers=int(_positive(given, "readers", 2, place)),
     )
 
 
@@ -75,15 +114,15 @@ def _options(given: Mapping[str, object]) -> dict[str, str]:
     return {str(name): str(value) for name, value in options.items()}
 
 
-def _text(given: Mapping[str, object], name: str) -> str | None:
+def _text(given: Mapping[str, object], name: str, place: str) -> str | None:
     value = given.get(name)
     if value is not None and not isinstance(value, str):
-        raise ConfigError(f'"{name}" in {_PLACE} is a text, got {value!r}')
+        raise ConfigError(f'"{name}" in {place} is a text, got {value!r}')
     return value
 
 
-def _positive(given: Mapping[str, object], name: str, default: float) -> float:
+def _positive(given: Mapping[str, object], name: str, default: float, place: str) -> float:
     value = given.get(name, default)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
-        raise ConfigError(f'"{name}" in {_PLACE} is a positive number, got {value!r}')
+        raise ConfigError(f'"{name}" in {place} is a positive number, got {value!r}')
     return value

@@ -11,8 +11,8 @@ from typing import Any
 from stepwell.connectors.weight_files import files_digest
 
 NO_WEIGHTS = (
-    'this store outlives the process or is shared, and nothing says which weights its pages are of: add "identity" to '
-    "--hicache-storage-backend-extra-config, a text that changes whenever the weights or adapters do"
+    'this store outlives the process or is shared, and nothing says which weights its pages are of: add "identity" beside '
+    '"store", a text that changes whenever the weights or adapters do'
 )
 _CHANGES_OUTPUT = ("revision", "quantization", "dtype", "kv_cache_dtype", "json_model_override_args", "load_format")
 

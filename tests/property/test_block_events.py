@@ -9,11 +9,11 @@ from random import Random
 
 import pytest
 from lives import SPILLING_VERBS, VERBS, _act, random_prompt
-from router_mirror import MirrorWatch
 from toy_models import Setup, make_setup, make_spec, make_spilling_setup
 from traffic import Traffic
 from world import World
 
+from router_mirror import MirrorWatch
 from stepwell import ModelSpec, Window
 
 SEEDS = range(int(os.environ.get("STEPWELL_EXAMPLES", "8")))

@@ -19,6 +19,7 @@ from stepwell.base.spec.shapes import Point, Prefix, Shape, Window
 from stepwell.base.spec.spill import Spill
 from stepwell.base.spec.states import Part, StateSpec, part_of
 
+MOST_RANKS_NAMED = 64  # that an error proposes
 LAYOUT_VERSION = 1  # raise it when bytes inside an object change their meaning in a way that `Part` does not tell
 
 
@@ -240,7 +241,7 @@ class ModelSpec:
             return replace(self, states=tuple(state.for_ranks(ranks) for state in self.states))
         except SpecError as error:
             units = [piece.units for state in self.states for piece in state.pieces]
-            fitting = [each for each in range(1, max(units) + 1) if all(n % each == 0 or each % n == 0 for n in units)]
+            fitting = [each for each in range(1, min(max(units), MOST_RANKS_NAMED) + 1) if all(n % each == 0 or each % n == 0 for n in units)]
             words = f"{', '.join(map(str, fitting))} or a multiple of {lcm(*units)}"
             raise SpecError(f"{error}; for model {self.name!r} use {words}") from None
 

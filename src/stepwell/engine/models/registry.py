@@ -58,7 +58,8 @@ def build_model(
     """The model a `config.json` and its tensors make. Raises ConfigError (SpecError) for what cannot be one.
 
     Of several ranks each has a shard of it: a share of its heads, inner channels and output matrix, and the spec of what it keeps
-    itself. Logits are the whole model's on every rank. Only what a rank has is read of the tensors.
+    itself. Logits are the whole model's on every rank. Only what a rank has is read of
+    the tensors, but of GGUF files, which are read whole.
 
     `dtype` is what it computes in, `kv_dtype` what its attention rows are kept in when that is another, `kernels` what runs its
     operations (`ops/kernels.py`), by name or made already, `sparse` what picks the tokens that answers look at, if anything does.

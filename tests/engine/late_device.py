@@ -11,16 +11,17 @@ logprobs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from stepwell.engine import Engine, unread
+from stepwell.engine import Engine
+from stepwell.engine.ops.drawing import Draw, pick
 from stepwell.engine.ops.to_host import HostCopy
 from stepwell.engine.passes.batch import Batch
 from stepwell.engine.request import Chunk
-from stepwell.engine.sampling import Draw, pick
 from stepwell.engine.unread import Unread
 
 NOTHING_YET = -7  # in place of tokens that nobody has computed
@@ -36,10 +37,9 @@ class LateDevice:
         self._places: list[tuple[int, torch.Tensor]] = []  # tokens of the next pass, and where they are found once it is computed
         self._vocab, self._forward, self._run = engine.vocab_size, engine._runner._forward, engine._runner.run
         engine._reads_later = True
-        engine._to_host = self._to_host
+        engine._kernels = replace(engine._kernels, pick=self._pick, to_host=self._to_host)
         engine._runner._forward = self._queue
         monkeypatch.setattr(engine._runner, "run", self._noted)
-        monkeypatch.setattr(unread, "pick", self._pick)
         monkeypatch.setattr(Unread, "put_into", lambda before, token_N, chunks: self._put_into(before, token_N, chunks))
 
     def read_late(self) -> list[int]:

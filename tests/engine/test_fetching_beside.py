@@ -89,7 +89,9 @@ def test_a_recorded_step_waits_for_its_rows_too(monkeypatch: pytest.MonkeyPatch)
         assert sum(plays) >= 3 and beside.waited and not beside.any_coming
 
 
-def test_what_a_failed_pass_left_on_its_way_is_waited_for_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_failed_pass_left_on_its_way_is_waited_for_before_others_get_its_pages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with engine_for("deepseek_v32", fetch_beside=True) as engine:
         press(engine)
         spilling = engine._runner._pages.spilling
@@ -103,13 +105,14 @@ def test_what_a_failed_pass_left_on_its_way_is_waited_for_by_the_next(monkeypatc
         def failing(self: Any, *given: Any) -> torch.Tensor:
             if self is layer and not calls:
                 calls.append(1)
+                assert spilling.beside is not None and spilling.beside.any_coming, "nothing is to be seen otherwise"
                 raise MemoryError("none left")
             return queries(self, *given)
 
         monkeypatch.setattr(type(layer), "queries", failing)
         with pytest.raises(MemoryError):
             engine.step()
-        assert spilling.beside.any_coming, "nothing is to be seen otherwise"
+        assert not spilling.beside.any_coming, "loads into pages that it gave back are queued behind its fetches"
         engine.step()
         assert [tokens_of(deltas) for deltas in run(engine, ASKS)] == alone("deepseek_v32", ASKS)
         assert not spilling.beside.any_coming

@@ -13,11 +13,12 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
-from stepwell.base.errors import BadTokens, ConfigError, StepwellError
+from stepwell.base.errors import BadTokens, ConfigError, NoRoom, StepwellError
 from stepwell.base.meters import Clock, SystemClock
 from stepwell.cache.facade import Cache
 from stepwell.cache.report import StepReport
@@ -220,7 +221,9 @@ class Engine:
             self.step()
         self.step()
         self._warm_up_spilled()
-        try_every_cut(self._kernels.pick, self.vocab_size, self._runner.model.device)
+        with self._runner.on_device():
+            try_every_cut(self._kernels.pick, self.vocab_size, self._runner.model.device)
+        self._count_fallbacks()
         return time.monotonic() - began_s
 
     def _warm_up_spilled(self) -> None:
@@ -228,7 +231,7 @@ class Engine:
         tokens = [0] * (self._runner.model.selected + 2 * self.cache.spec.page_tokens)
         if self.cache.spec.spill is None or len(tokens) > self.max_alone:
             return
-        with self._runner.on_device(), self.cache.acquire(self.cache.lookup(tokens)) as lease:
+        with suppress(NoRoom), self._runner.on_device(), self.cache.acquire(self.cache.lookup(tokens), publish=False) as lease:
             self.cache.grow(lease, len(tokens))
             self._runner.look_at_host(lease, len(tokens))
 

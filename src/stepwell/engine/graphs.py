@@ -225,9 +225,11 @@ class Graphs:
         here, side = torch.cuda.current_stream(self._model.device), self._side
         with torch.cuda.stream(here):  # whichever device was current
             side.wait_stream(here)
-            with torch.cuda.stream(side):
-                logits = self._model.compute(still)
-            here.wait_stream(side)
+            try:
+                with torch.cuda.stream(side):
+                    logits = self._model.compute(still)
+            finally:
+                here.wait_stream(side)  # also for what a pass that failed has queued there
             return logits.clone()
 
     def _record(self, still: Still, lengths: Lengths) -> Recording:

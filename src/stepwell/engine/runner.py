@@ -64,10 +64,15 @@ class Runner:
         batch = self._batch([self._segment(chunk) for chunk in chunks], arriving)
         if put_unread is not None:
             batch.tokens_N = put_unread(batch.tokens_N, chunks)
-        if on_stream is None:
-            return self._forward(batch)
         last = len(self.model.layers) - 1
-        return self.model.forward(batch, lambda layer, x_NC: on_stream(x_NC) if layer == last else None)
+        try:
+            if on_stream is None:
+                return self._forward(batch)
+            return self.model.forward(batch, lambda layer, x_NC: on_stream(x_NC) if layer == last else None)
+        except BaseException:
+            if self._pages.spilling is not None:
+                self._pages.spilling.join()  # before others get the pages that its fetches write to
+            raise
 
     def look_at_host(self, lease: Lease, tokens: int) -> None:
         """Computes a request's token behind all others as if the rows of its first page were on the host alone, so that kernels

@@ -197,8 +197,11 @@ class Scheduler:
     def plan_ahead(self) -> list[Chunk]:
         """The same while a pass was started and is not read: every request goes on from where that leaves it.
 
-        None where somebody has no room: nobody's is taken before what was computed in it is cached.
+        None where somebody has no room: nobody's is taken before what was computed in it is cached. None either where a request
+        is to hand its point state over: the copy it goes on with would be queued behind a pass that it is not in.
         """
+        if self._hands_over and any(self._hands_over_next(each) for each in self.active.values()):
+            return []
         try:
             return self._cut([each for each in self.active.values() if self._goes_on(each)], self._grown, {})
         except NoRoom:
@@ -227,17 +230,15 @@ class Scheduler:
         return sorted(chunks, key=lambda chunk: (chunk.size > 1, chunk.end))  # alike lengths side by side
 
     def _goes_on(self, request: Request) -> bool:
-        """Whether a request can be computed further before what was started of it is read.
+        """Whether a request can be computed further before what was started of it is read: not behind its last token."""
+        lease = request.lease
+        is_last = request.reached == len(request.tokens) and request.answer_tokens + 1 >= request.max_tokens
+        return lease is not None and lease.ready and not is_last
 
-        Not behind its last token. Nor over a stop where its point state is handed over first: the next pass would change it.
-        """
-        lease, here = request.lease, request.reached
-        if lease is None or not lease.ready:
-            return False
-        if here == len(request.tokens) and request.answer_tokens + 1 >= request.max_tokens:
-            return False
-        stop = self._cache.next_stop(lease) if self._hands_over else None
-        return stop is None or stop > here
+    def _hands_over_next(self, request: Request) -> bool:
+        """Whether what was started of a request and is not read ends at one of its stops."""
+        lease = request.lease
+        return lease is not None and lease.ready and request.reached == self._cache.next_stop(lease)
 
     def _grown(self, request: Request, upto: int, _planned: list[Chunk]) -> bool:
         """Gets pages for a chunk, if they can be had without taking anybody's. Raises NoRoom."""

@@ -27,6 +27,7 @@ from stepwell.sparse.counts import Counts
 
 ORDINAL, ROWS, HOST = range(len(HEADER_FIELDS))  # what a header holds
 MOST_ROWS = 2**31 - 1  # row numbers are int32
+LAST_PASS = 2**31 - 2  # so are those of passes
 
 
 def check_pages(page_rows: int, **pages: int) -> None:
@@ -75,6 +76,7 @@ class Places:
         self.hot_N = torch.full((numbers,), ABSENT, dtype=torch.int32, device=device)  # the rows page of each number
         self.now_1 = torch.zeros(1, dtype=torch.int32, device=device)  # passes so far
         self.counts = Counts(groups=self.groups, requests=requests, device=device)
+        self._passes = 0  # what `now_1` says, known to the host
 
     @property
     def device(self) -> torch.device:
@@ -87,6 +89,9 @@ class Places:
 
     def apply(self, changes: Changes) -> None:
         """Begins a pass: on the current stream, behind the last pass and before anything of the next."""
+        if self._passes == LAST_PASS:
+            self._begin_anew()
+        self._passes += 1
         self.now_1 += 1
         parts = (changes.new, changes.pages, changes.header_N3.reshape(-1), changes.numbers, changes.hot_pages)
         if not sum(map(len, parts)):
@@ -101,6 +106,13 @@ class Places:
         if len(numbers):
             self.hot_N[numbers.long()] = hot_pages
             self.key_GS.view(self.groups, -1, self.page_rows).index_fill_(1, numbers.long(), ABSENT)
+
+    def _begin_anew(self) -> None:
+        """Numbers of passes are used up: nothing is hot any more, and they begin at 1 again."""
+        self._passes = 0
+        self.now_1.zero_()
+        self.stamp_GS.zero_()
+        self.key_GS.fill_(ABSENT)
 
     def where(self, page: torch.Tensor, row: torch.Tensor, group: int) -> Where:
         """Where rows are now, of any shape. Changes nothing and waits for nothing."""

@@ -32,7 +32,8 @@ def score_bins(key_H: torch.Tensor, stamp_H: torch.Tensor, now: torch.Tensor, sc
     known_H = idle_H & score_H.isfinite()
     high = score_H.masked_fill(~known_H, -torch.inf).amax()
     low = score_H.masked_fill(~known_H, torch.inf).amin()
-    step = torch.where(high > low, (LAST - 1) / (high - low).clamp(max=LARGEST), 0.0).clamp(max=LARGEST)
+    span = (high - low).clamp(max=LARGEST)
+    step = torch.where(high > low, torch.full_like(span, LAST - 1) / span, 0.0).clamp(max=LARGEST)  # rounded once, as kernels do
     below_H = torch.where(known_H, (high - score_H).clamp(max=LARGEST), 0.0)
     bin_H = 1 + (below_H * step).clamp(max=LAST - 1).to(torch.int32)
     bin_H = bin_H.masked_fill(score_H == -torch.inf, LAST)

@@ -13,7 +13,8 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 from stepwell.memory.row_pages import ABSENT, Changes  # noqa: E402
 from stepwell.sparse import resolve as plain  # noqa: E402
 from stepwell.sparse.counts import FETCHED  # noqa: E402
-from stepwell.sparse.places import Places  # noqa: E402
+from stepwell.sparse.places import LAST_PASS, Places  # noqa: E402
+from stepwell.sparse.replacement import LAST, score_bins  # noqa: E402
 from stepwell.sparse.resolve import Fetch, Plan, Resolve, Wanted  # noqa: E402
 from stepwell.sparse.trace import STEADY, count_misses, make_trace  # noqa: E402
 from unit.sparse.scene import R, Scene, live, random_pass, tables_of  # noqa: E402
@@ -80,6 +81,32 @@ def test_kernels_leave_the_same_tables_hints_and_plan(seed: int, scored: bool) -
             how(places, 1, next(steps), plan)
         assert tables_of(*mine) == tables_of(*theirs)
         assert tables_of(*mine)["fetched"], "nothing to compare"
+
+
+def test_scores_are_put_into_bins_with_one_rounding_as_the_kernels_do() -> None:
+    rng = np.random.default_rng(5)
+    for low, high in rng.uniform(-40, 40, (400, 2)).astype(np.float32):
+        score_H = np.linspace(low, high, 9, dtype=np.float32)
+        span = score_H.max() - score_H.min()
+        step = np.float32(LAST - 1) / span
+        expected = 1 + np.minimum((score_H.max() - score_H) * step, np.float32(LAST - 1)).astype(np.int32)
+        key_H, stamp_H, now_1 = torch.arange(9), torch.zeros(9, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+        assert score_bins(key_H, stamp_H, now_1, torch.from_numpy(score_H)).tolist() == expected.tolist(), (low, high)
+
+
+def test_passes_may_be_numbered_anew(both: Both) -> None:
+    places, plan = small(pages=6, hot=2)
+    none = np.empty(0, np.int32)
+    nothing = Changes(new=none, pages=none, header_N3=none.reshape(0, 3), numbers=none, hot_pages=none)
+    places._passes = LAST_PASS - 2
+    places.now_1.fill_(LAST_PASS - 2)
+    fetched = []
+    for _ in range(5):
+        places.apply(nothing)
+        both[0](places, 0, one(range(8), hot=[0, 1], pages=6), plan)
+        fetched.append(int(plan.count_1))
+        assert set(places.key_GS[0, : 2 * R].tolist()) == set(range(8))
+    assert fetched == [8, 0, 8, 0, 0] and int(places.now_1) == 3, "once more, when the numbers are used up"
 
 
 def test_the_lowest_scores_go_first(both: Both) -> None:

@@ -241,7 +241,11 @@ class ModelSpec:
             return replace(self, states=tuple(state.for_ranks(ranks) for state in self.states))
         except SpecError as error:
             units = [piece.units for state in self.states for piece in state.pieces]
-            fitting = [each for each in range(1, min(max(units), MOST_RANKS_NAMED) + 1) if all(n % each == 0 or each % n == 0 for n in units)]
+            fitting = [
+                each
+                for each in range(1, min(max(units), MOST_RANKS_NAMED) + 1)
+                if all(n % each == 0 or each % n == 0 for n in units)
+            ]
             words = f"{', '.join(map(str, fitting))} or a multiple of {lcm(*units)}"
             raise SpecError(f"{error}; for model {self.name!r} use {words}") from None
 

@@ -18,7 +18,7 @@ from stepwell.engine.models.deepseek_v3 import block, decoder, latent_attention,
 from stepwell.engine.models.indexer import Indexer
 from stepwell.engine.models.latent import LatentAttention, latent_rotary
 from stepwell.engine.ops.pointwise import Angles
-from stepwell.engine.ops.selection import Selection
+from stepwell.engine.ops.selection import Selection, without_scores
 from stepwell.engine.ops.staging import attend_spilled
 from stepwell.engine.passes.batch import Batch
 
@@ -47,6 +47,7 @@ class SparseAttention:
             shared.selection = self.indexer(x_NC, asked.source_NQ, shared.angles, batch)
             if batch.spilled is not None:
                 batch.spilled.resolve(latent.layer, shared.selection)
+                shared.selection = without_scores(shared.selection)  # large, and of no more use
         assert shared.selection is not None, f"layer {latent.layer} follows no layer with an index"
         if batch.spilled is not None:
             batch.spilled.fetch(latent.layer)

@@ -11,7 +11,7 @@ X queries of a part of the batch, K rows each looks at, T tokens of context.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -38,6 +38,10 @@ class Picked:
 
 
 Selection = tuple[Picked | None, ...]  # of each part of a batch, singles first; None: nobody sees more than it may pick
+
+
+def without_scores(selection: Selection) -> Selection:
+    return tuple(None if picked is None else replace(picked, score_YT=None) for picked in selection)
 
 
 Best = Callable[[torch.Tensor, int], torch.Tensor]  # positions of the highest scores of each row, as `best`

@@ -153,12 +153,16 @@ class Spilling:
 
     def begin(self) -> None:
         """Before every pass, on its stream: says what became of pages since the last one."""
-        if self.beside is not None:
-            self.beside.wait_all()
+        self.join()
         self.row_pages.drain(self.places.apply)
         self._passes += 1
         if self._passes % COUNTED == 0:
             self.places.counts.start_reading()
+
+    def join(self) -> None:
+        """What the current stream is told from now on runs behind all fetches: also those of a pass that failed."""
+        if self.beside is not None:
+            self.beside.wait_all()
 
     def resolve(self, group: int, wanted: Wanted) -> None:
         assert self.beside is None or not self.beside.any_coming, "the plan before is still carried out"

@@ -104,6 +104,21 @@ def test_nobody_goes_over_a_stop_where_point_state_is_handed_over(monkeypatch: p
         assert not late & stops and late, "chunks between stops are queued in time"
 
 
+def test_nobody_is_queued_before_a_state_is_handed_over_whose_request_would_wait_for_that_pass_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with small("mamba2", placement=STOPS, limits=Limits(chunk_tokens=CHUNK, max_running=8)) as engine:
+        device = LateDevice(engine, monkeypatch)
+        for seed in range(3):
+            engine.submit(greedy(prompt(10, seed=90 + seed), 60))
+        number = engine.submit(greedy(prompt(400, seed=5), 2))
+        run_to_the_end(engine)
+        ends = {at: chunk.end for at, chunks in enumerate(device.passes) for chunk in chunks if chunk.request.id == number}
+        at_stops = [at for at, end in ends.items() if end < 400 and end % (5 * PAGE) == 0]
+        assert len(at_stops) == len(range(5 * PAGE, 400, 5 * PAGE)) and not set(at_stops) & set(device.read_late())
+        assert device.read_late(), "others are read late"
+
+
 def test_windows_are_no_reason_to_wait_at_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their pages are full there, and nobody writes them again."""
     with small("gemma3", placement=STOPS) as engine:

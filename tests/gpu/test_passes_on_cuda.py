@@ -21,7 +21,8 @@ from stepwell.engine.request import Chunk  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_CUDA)]
 FAMILIES = ["llama", "mistral", "gemma3", "qwen3_next", "falcon_h1", "deepseek_v4"]
-ON_CUDA = {"device": "cuda", "dtype": "fp32", "device_memory": "16MiB", "host_memory": "16MiB"}
+DTYPES = ["fp32", "bf16"]  # with plain torch, and with kernels
+MEMORY = {"device_memory": "16MiB", "host_memory": "16MiB"}
 
 
 def log_of(engine: Engine) -> list[str]:
@@ -41,14 +42,16 @@ def log_of(engine: Engine) -> list[str]:
     return log
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
-def test_every_chunk_is_queued_before_the_one_before_it_is_read(family: str) -> None:
+def test_every_chunk_is_queued_before_the_one_before_it_is_read(family: str, dtype: str) -> None:
+    on_cuda: dict[str, Any] = {"device": "cuda", "dtype": dtype, **MEMORY}
     asks = [greedy(prompt(300 + at, seed=at), 8) for at in range(3)]
-    with small(family, **ON_CUDA) as engine:
+    with small(family, **on_cuda) as engine:
         assert engine._reads_later, "decode steps of this family ask the host"
         engine._reads_later = False
         expected = [tokens_of(deltas) for deltas in run(engine, asks)]
-    with small(family, **ON_CUDA) as engine:
+    with small(family, **on_cuda) as engine:
         log = log_of(engine)
         assert [tokens_of(deltas) for deltas in run(engine, asks)] == expected
         assert log[:2] == ["queue", "queue"] and log.count("queue") - log.count("read") <= 1
@@ -56,13 +59,14 @@ def test_every_chunk_is_queued_before_the_one_before_it_is_read(family: str) -> 
         assert twice == 1, "every pass but the first is queued and the one before it is read; else some were read before"
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_prompts_that_were_read_later_resume_from_the_host_to_the_same_bits(family: str) -> None:
-    at_once = Recorded(family, device="cuda", dtype="fp32")
+def test_prompts_that_were_read_later_resume_from_the_host_to_the_same_bits(family: str, dtype: str) -> None:
+    at_once = Recorded(family, device="cuda", dtype=dtype)
     at_once.engine._reads_later = False
     expected = script(at_once, seed=3)
     at_once.close()
-    later = Recorded(family, device="cuda", dtype="fp32")
+    later = Recorded(family, device="cuda", dtype=dtype)
     for then in expected:
         later.evict_to_host()
         now = later.play(then.prompt)

@@ -8,7 +8,7 @@ HYBRID := $(VENV)/.installed-hybrid
 REAL := $(VENV)/.installed-real
 WORKERS ?= auto
 
-.PHONY: help demo test test-real test-connectors test-vllm test-vllm-quick test-sglang test-routers lint types floors unit bench-tree bench-tree-peer bench-copies bench-store bench-opening bench-engine bench-gpu bench-restart bench-rows bench-connectors bench-sparse sparse-quality policy-report clean bench-passes
+.PHONY: help demo test test-real test-connectors test-vllm test-vllm-quick test-sglang test-routers lint types floors unit bench-tree bench-tree-peer bench-copies bench-store bench-opening bench-engine bench-gpu bench-restart bench-rows bench-connectors bench-sparse sparse-quality policy-report clean bench-passes build-kernels
 
 help: ## Show what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -90,6 +90,9 @@ bench-engine: $(STAMP) $(REAL) ## Warm against cold, the cost of the cache, and 
 
 bench-passes: $(STAMP) ## What the host does between passes of prompts, with and without tiers, beside a device that is only played
 	@$(BIN)/python benchmarks/bench_passes.py $(ARGS)
+
+build-kernels: $(STAMP) ## Compile FlashInfer's kernels for bench-gpu and tests/gpu side by side (needs stepwell[cuda] and nvcc)
+	@$(BIN)/python benchmarks/build_kernels.py
 
 bench-gpu: $(STAMP) ## The engine on a GPU beside the hardware's limits and transformers, all goals in one table (ARGS="--only decode")
 	@$(BIN)/python benchmarks/bench_gpu.py $(ARGS)

@@ -123,6 +123,27 @@ def test_one_request_whose_numbers_break_ends_alone() -> None:
         assert [ends[number].finish.value for number in numbers] == ["length", "error", "length"]
 
 
+def test_a_pass_that_fails_gives_no_page_back_while_the_one_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[int] = []
+    with ahead() as engine:
+        number = engine.submit(greedy(prompt(20), 60))
+        for _ in range(6):
+            engine.step()
+        assert engine._unread is not None
+
+        def failing(*_: object, **more: object) -> None:
+            raise RuntimeError("the kernel broke")
+
+        monkeypatch.setattr(engine._runner, "run", failing)
+        monkeypatch.setattr(engine._runner, "wait", lambda: waited.append(len(engine.scheduler.active)))
+        with pytest.raises(RuntimeError, match="the kernel broke"):
+            engine.step()
+        assert waited == [1], "it is waited for while its request still has its pages"
+        assert [delta.finish.value for delta in engine.step() if delta.request == number] == ["error"]
+        engine.cache.audit()
+    assert waited == [1, 0], "and once more at the end"
+
+
 def test_a_request_that_cannot_begin_is_told_so_while_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     with ahead() as engine:
         kept = engine.submit(greedy(prompt(20), 60))

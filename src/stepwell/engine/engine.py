@@ -184,6 +184,7 @@ class Engine:
                 self._step()
         except BaseException as error:
             self._unread = None
+            self._runner.wait()  # a pass that was queued before still writes into pages that are given back now
             self._fail_active(f"{type(error).__name__}: {error}")  # what it left in their pages is not known
             raise
         return self._answering.deltas()
@@ -282,9 +283,8 @@ class Engine:
         """Ends all requests, waits for what is to be kept, and stops."""
         for number in list(self._answering.requests):
             self.abort(number)
-        if self._unread is not None:
-            self._unread.read()  # the device is still to write into memory that would be given to others
-            self._unread = None
+        self._unread = None
+        self._runner.wait()  # for what it still writes into memory that would be given to others
         try:
             if not self.cache.close():
                 log.warning("not everything that was to be stored was stored in time: a store or a copy is slow, or hangs")

@@ -6,7 +6,7 @@ Keeps the model, its pages, and where each request's open groups are.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +44,12 @@ class Runner:
     def on_device(self) -> AbstractContextManager[object]:
         """Kernels of libraries run on the device that is current, whatever device their tensors are on."""
         return torch.cuda.device(self.model.device) if self.model.device.type == "cuda" else nullcontext()
+
+    def wait(self) -> None:
+        """Until the device has done everything it was given. One that broke does nothing more, and is not waited for."""
+        if self.model.device.type == "cuda":
+            with suppress(RuntimeError):
+                torch.cuda.synchronize(self.model.device)
 
     @property
     def goes_ahead(self) -> bool:

@@ -26,7 +26,7 @@ import torch
 from rich.console import Console
 
 from engine.machine import machine
-from gpu import copying, cost, decode, disk, host, hybrids, prefill, sampling
+from gpu import connectors, copying, cost, decode, disk, host, hybrids, prefill, sampling
 from gpu.bench import TINY_CHUNK, Bench, Budget
 from gpu.report import Row, goals_of, table_of
 
@@ -47,6 +47,7 @@ PARTS = {
     "hybrids": Part(title="Decode steps of hybrid and sparse models", seconds=200, measure=hybrids.measure),
     "sampling": Part(title="Tokens chosen from logits", seconds=20, measure=sampling.measure),
     "copies": Part(title="Page copies, beside the bus", seconds=40, measure=copying.measure_copies),
+    "connectors": Part(title="Blocks of vLLM to and from the host", seconds=30, measure=connectors.measure),
     "beside": Part(title="Passes while pages are copied both ways", seconds=20, measure=copying.measure),
     "host": Part(title="First token from the host", seconds=80, measure=host.measure),
     "hidden": Part(title="Load behind new tokens", seconds=25, measure=host.measure_hidden),

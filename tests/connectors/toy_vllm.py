@@ -133,7 +133,7 @@ class ToyEngine:
 
     def __init__(
         self, connector_class: Any, model: str = "full", *, blocks: int = 64, chunk: int = 8, ranks: int = 1,
-        events: bool = False, **extra: Any,
+        events: bool = False, device: str = "cpu", **extra: Any,
     ) -> None:  # fmt: skip
         LateCopies.made = []
         self.groups, self.chunk, self.num_ranks = (MODELS | WIDE_MODELS)[model], chunk, ranks
@@ -143,7 +143,7 @@ class ToyEngine:
         make = lambda role, rank: connector_class(  # noqa: E731
             vllm.config(extra=settings, ranks=ranks, rank=rank, engine_id=engine_id, events=events), role, self.kv
         )
-        self.memory = [self._tensors(blocks) for _ in range(ranks)]
+        self.memory = [self._tensors(blocks, device) for _ in range(ranks)]
         self.workers = [make(vllm.KVConnectorRole.WORKER, rank) for rank in range(ranks)]
         for worker, tensors in zip(self.workers, self.memory, strict=True):
             worker.register_kv_caches(tensors)
@@ -162,12 +162,12 @@ class ToyEngine:
         self.preemptions = 0
         self.events: list[Any] = []
 
-    def _tensors(self, blocks: int) -> dict[str, torch.Tensor]:
+    def _tensors(self, blocks: int, device: str) -> dict[str, torch.Tensor]:
         tensors = {}
         for group in self.groups:
             for name in group.layer_names:
                 size = self._block_bytes(group)
-                whole = torch.zeros(blocks, size + 8, dtype=torch.uint8)  # with padding between blocks
+                whole = torch.zeros(blocks, size + 8, dtype=torch.uint8, device=device)  # with padding between blocks
                 tensors[name] = whole[:, :size]
         return tensors
 

@@ -37,12 +37,12 @@ def test_a_prompt_resumes_from_the_host_on_a_gpu(make: Make, model: str, ranks: 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_conversations_that_branch_in_little_room_on_a_gpu(make: Make, model: str) -> None:
-    engine, choose = make(model, blocks=40, device="cuda"), random.Random(7)
+    engine, choose = make(model, blocks=80, device="cuda"), random.Random(7)
     prompts = [text(0, 30)]
     for turn in range(20):
         before = choose.choice(prompts)
         prompts.append(before[: choose.randrange(len(before) // 2, len(before) + 1)] + text(turn + 1, choose.randrange(1, 30)))
-        engine.submit(prompts[-1][-80:])
+        engine.submit(prompts[-1][-60:])
         if turn % 3 == 2:
             engine.run(late=choose.random() < 0.5)
     engine.run()

@@ -105,7 +105,7 @@ class StoreTier:
             self._listen()
         self.links.append(self.link)
         forget_refusals(state)
-        if state.config.write is not WritePolicy.BACK:  # then things go down when the host needs their room
+        if store.traits.writable and state.config.write is not WritePolicy.BACK:  # then things go down when the host needs room
             state.copies.on_saved = self.offer
             offer_everything(state, self.link)
 
@@ -128,12 +128,12 @@ class StoreTier:
 
     def offer(self, node: Node) -> None:
         """The path to a node has something on the host that may be new to the store."""
-        if self.link is not None:
+        if self.link is not None and self.link.store.traits.writable:
             offer(self._state, self.link, node)
 
     def before_eviction(self, victim: Victim) -> Leaving:
         """Something is about to leave the host: sends it to the store where it must not be lost."""
-        if self.link is None:
+        if self.link is None or not self.link.store.traits.writable:
             return Leaving.NOW
         if self._state.config.write is not WritePolicy.BACK:
             return put_before_leaving(self._state, self.link, victim)

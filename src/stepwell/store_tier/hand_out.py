@@ -9,13 +9,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.prompt import Namespace
 from stepwell.base.tasks import PutCheckpoint, PutPages
 from stepwell.memory.arena import READY
+from stepwell.store.peer.listing import Listing, SmallValue, Value
 from stepwell.store_tier.backup import checkpoint_task
 from stepwell.tiers.lifetime import Pin
 from stepwell.tiers.state import CacheState
+from stepwell.transfer.store_worker import StoreWorker
 from stepwell.tree.keys import path_keys
 from stepwell.tree.match import Match, ids_of
 from stepwell.tree.node import ABSENT
@@ -59,3 +63,25 @@ def hand_out(state: CacheState, match: Match, pin: Pin) -> HandOut:
         checkpoint=checkpoint,
         pin=pin,
     )
+
+
+def listing_of(out: HandOut, worker: StoreWorker, block: memoryview, *, address: int, session: str) -> Listing:
+    """What is handed out, value by value, with the stamps that `worker` makes. Reads all of it: for a thread of its own.
+
+    `block` is the host's memory, which begins at `address` for those who read it through `session`.
+    """
+    start = _address(block)
+    tasks: list[PutPages | PutCheckpoint] = [out.pages] if out.checkpoint is None else [out.pages, out.checkpoint]
+    sealed = [worker.seal(out.namespace, task) for task in tasks]
+    values = [
+        Value(write.key, write.stamp, address + _address(write.data) - start if write.data.nbytes else 0, len(write.data))
+        for each in sealed
+        for write in each.writes
+    ]
+    manifests = [each.manifest for each in sealed if each.manifest is not None]
+    small = [SmallValue(manifest.key, manifest.stamp, bytes(manifest.data)) for manifest in manifests]
+    return Listing(space=worker.space(out.namespace).digest, session=session, values=values, small=small)
+
+
+def _address(memory: memoryview) -> int:
+    return int(np.frombuffer(memory, dtype=np.uint8).__array_interface__["data"][0])

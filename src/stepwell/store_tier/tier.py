@@ -81,6 +81,11 @@ class StoreTier:
         """The host tier's memory, of every rank we know it of."""
         return tuple(pages.block for pages in self._host_pages)
 
+    @property
+    def host_pages(self) -> Sequence[HostPages]:
+        """The same by page."""
+        return self._host_pages
+
     def attach(self, store: Store, config: StoreConfig, executor: StoreExecutor | None, tuning: StoreTuning) -> None:
         """Puts a store below the host tier. What reaches the host from now on is offered to it, and what is there already."""
         state = self._state

@@ -74,7 +74,7 @@ def parse(raw: bytes) -> Listing:
         if end > len(raw) or not session.isprintable() or " " in session:
             raise ValueError("it is cut short, or names no session")
         found = [Value(*each) for each in _VALUE.iter_unpack(raw[at:end])]
-        if any(not 0 < each.length <= 2**48 or each.address >= 2**63 for each in found):
+        if any(each.length > 2**48 or each.address >= 2**63 for each in found):
             raise ValueError("a value has no place")
         return Listing(space=space, session=session, values=found, small=_small(raw, end, small))
     except (struct.error, ValueError) as error:

@@ -180,10 +180,14 @@ class PeerStore:
         server = offer.server
         entries: list[Entry] = []
         for read, value in zip(reads, values, strict=True):
+            if not value.length:
+                continue  # models without prefix state have pages without bytes
             at = _address(read.into) - self._start
             if not self._start or not 0 <= at <= self._memory.size_bytes - value.length:
                 return ReadOutcome.FAILED
             entries.append((at, value.address, value.length))
+        if not entries:
+            return ReadOutcome.FOUND
         with server.lock:
             if self._closed or self._clock.now() < server.lost_until_s:
                 return ReadOutcome.CANCELLED

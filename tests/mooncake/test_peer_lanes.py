@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -14,12 +17,14 @@ import pytest
 from private_network import HOST
 
 from stepwell.base.meters import ManualClock
+from stepwell.server.handover import Offers
 from stepwell.store.api import Read, ReadOutcome, Space
 from stepwell.store.peer.engine_process import MAX_ENTRIES
 from stepwell.store.peer.lane import Lane, LaneLost, SharedHost, Shown, Wire
 from stepwell.store.peer.listing import Listing, Value
 from stepwell.store.peer.store import COOL_OFF_S, PeerStore
 from stepwell.store.seal import Verdict, seal, verify
+from waiting import wait_until
 
 WIRE = Wire(host=HOST)
 SIZE, PAGE = 8 * 2**20, 4096
@@ -141,9 +146,6 @@ def test_whoever_writes_to_shown_memory_changes_nothing(stack: ExitStack) -> Non
     lane = Lane(host, WIRE)
     stack.callback(lane.close)
     lane.read(server.shown.session, [(0, server.shown.address, PAGE)], stall_s=PATIENCE_S)
-    import subprocess
-    import sys
-
     program = (
         "import sys; from mooncake.engine import TransferEngine; e = TransferEngine();"
         "e.initialize(sys.argv[1], 'P2PHANDSHAKE', 'tcp', ''); import ctypes; b = ctypes.create_string_buffer(4096);"
@@ -162,6 +164,42 @@ def test_a_lane_that_is_lost_says_so(stack: ExitStack) -> None:
     with pytest.raises(LaneLost):
         lane.read(server.shown.session, [(0, server.shown.address + SIZE, PAGE)], stall_s=PATIENCE_S)  # outside of what is shown
     assert not _runs(lane.pid)
+
+
+def test_a_process_that_shows_memory_ends_with_its_parent() -> None:
+    program = (
+        "import sys, time; from stepwell.store.peer.lane import SharedHost, Shown, Wire; host = SharedHost(); host.make(4096);"
+        "print(Shown(host, Wire(host=sys.argv[1])).session, flush=True); time.sleep(600)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program, HOST], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    host, _, port = parent.stdout.readline().strip().partition(":")
+
+    def listens() -> bool:
+        try:
+            socket.create_connection((host, int(port)), timeout=PATIENCE_S).close()
+        except OSError:
+            return False
+        return True
+
+    assert listens()
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    wait_until(lambda: not listens(), "its port is free")
+
+
+def test_a_process_that_shows_memory_and_dies_is_started_again(stack: ExitStack) -> None:
+    host = SharedHost()
+    host.make(PAGE)
+    offers = Offers(host, WIRE, host=HOST, port=1, token="a-token-of-some-length")
+    offers.start()
+    stack.callback(offers.close)
+    first = offers.shown
+    assert offers.shown is first
+    os.kill(first.pid, signal.SIGKILL)
+    wait_until(lambda: not first.alive)
+    assert offers.shown is not first and offers.shown.alive
 
 
 def _runs(pid: int) -> bool:

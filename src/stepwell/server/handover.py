@@ -98,6 +98,7 @@ class Offers:
         assert self._shown is not None, "offers are started first"
         if not self._shown.alive:
             log.warning("the process that shows host memory to other servers has ended, and is started again")
+            self._shown.close()
             self._shown = Shown(self._memory, self._wire)
         return self._shown
 
@@ -147,15 +148,18 @@ class Offers:
     async def _held(self, loop: EngineLoop, ask: Ask) -> HandOut | None:
         """What the host has of a prompt, once it has all of it; None where that takes too long, or nothing can be resumed."""
 
-        def hold(engine: Engine) -> HandOut | None:
-            namespace = engine.cache.namespace_for(salt=ask.salt, tenant=ask.tenant)
-            return engine.cache.hand_out(ask.tokens, namespace=namespace, ttl_s=self._ttl_s)
+        def hold(engine: Engine) -> tuple[HandOut | None, bool]:
+            cache = engine.cache
+            namespace = cache.namespace_for(salt=ask.salt, tenant=ask.tenant)
+            out = cache.hand_out(ask.tokens, namespace=namespace, ttl_s=self._ttl_s)
+            may_come = out is None and cache.copying > 0 and cache.lookup(ask.tokens, namespace=namespace).restore_tokens > 0
+            return out, may_come
 
         until_s = self._clock.now() + SAVING_S
-        while (out := await _call(loop, hold)) is None and self._clock.now() < until_s:
-            if not await _call(loop, lambda engine: engine.cache.copying):
-                return await _call(loop, hold)  # nothing is on its way any more
+        out, may_come = await _call(loop, hold)
+        while may_come and self._clock.now() < until_s:
             await asyncio.sleep(SAVING_POLL_S)
+            out, may_come = await _call(loop, hold)
         return out
 
     def _listing(self, pages: HostPages, out: HandOut) -> Listing:

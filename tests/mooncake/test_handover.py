@@ -13,10 +13,12 @@ import pytest
 from handed import WAIT, WIRE, Decode, Prefill
 
 from engine.drafted import OWN, engine_for, prompts
-from engine.families import FAMILIES
+from engine.families import FAMILIES, checkpoint
 from parity.recorded import PAGE, Played, Recorded, distance, same_bits
+from parity.spilling import short
 from stepwell.base.ids import Kind, Tier
 from stepwell.engine import Ask, Engine, Sampling
+from stepwell.engine.loading.checkpoint import Checkpoint
 from stepwell.store.memory import MemoryStore
 from stepwell.store.peer.lane import Lane, SharedHost, Shown
 from stepwell.store.peer.store import PeerStore
@@ -40,7 +42,7 @@ def some_prompt(seed: int = 3, tokens: int = 9 * PAGE + 5) -> list[int]:
     return [random.randrange(128) for _ in range(tokens)]
 
 
-def on_one_engine(family: str, prompt: list[int], **settings: object) -> Played:
+def on_one_engine(family: str | Checkpoint, prompt: list[int], **settings: object) -> Played:
     """The same two requests, one after the other, on the same engine."""
     recorded = Recorded(family, **settings)
     recorded.play(prompt, answer=1)
@@ -72,14 +74,15 @@ def test_bits_are_those_of_one_engine(stack: ExitStack, family: str) -> None:
     prefill.recorded.engine.cache.audit()
 
 
-def test_rows_of_sparse_decode_land_on_the_host(stack: ExitStack) -> None:
-    family, prompt = "deepseek_v32", some_prompt(tokens=20 * PAGE + 5)
+def test_rows_of_sparse_decode_stay_on_the_host_of_a_small_device(stack: ExitStack) -> None:
+    family, prompt = short(checkpoint("deepseek_v32")), some_prompt(tokens=40 * PAGE + 5)
     sparse = {"sparse": "dsa", "hot_rows": 48, "host_memory": "16MiB"}
     one = on_one_engine(family, prompt, device_memory="8MiB", **sparse)
     prefill = Prefill(stack, family, device_memory="8MiB", **sparse)
-    decode = Decode(stack, family, device_memory="8MiB", **sparse)
+    decode = Decode(stack, family, device_memory="800KiB", **sparse)
     played = decode.play(prompt, prefill.listing(prefill.compute(prompt)))
     assert played.stored == played.resumed == one.resumed > 0
+    assert decode.counters["loaded_index_only_pages"] > 0, "of some pages the device has the index alone"
     assert same_bits(played, one)
 
 

@@ -26,6 +26,7 @@ from stepwell.cache.report import StepReport
 from stepwell.cache.store import StoreControl
 from stepwell.cache.upkeep import Upkeep
 from stepwell.policy.loading import LEAST_CHUNK_TOKENS
+from stepwell.store_tier.hand_out import HandOut, hand_out, is_on_host
 from stepwell.store_tier.ticket import Ticket
 from stepwell.store_tier.tier import StoreTier
 from stepwell.tiers import external, publish, restore
@@ -205,6 +206,18 @@ class Cache(ReadOnlyCache):
         reports the lease as finished when it is.
         """
         self._leases.release(lease)
+
+    @one_thread
+    def hand_out(self, tokens: Tokens, *, namespace: Namespace | None = None, ttl_s: float) -> HandOut | None:
+        """Holds what a prompt could resume with on the host for `ttl_s`, for another server to read: all states, or None.
+
+        None where nothing can be resumed, or while something of it is on the device alone. `cache.pins.release(out.pin)` ends
+        it sooner. Raises BadTokens and ConfigError.
+        """
+        match = self.lookup(tokens, namespace=namespace)
+        if not is_on_host(self._state, match):
+            return None
+        return hand_out(self._state, match, self.pins.add(tokens, namespace=namespace, ttl_s=ttl_s))
 
     # ---- upkeep -----------------------------------------------------------------------------------
 

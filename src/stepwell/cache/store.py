@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from stepwell.base.config import StoreConfig
 from stepwell.jobs.executors import StoreExecutor
 from stepwell.policy.store_use import StoreTuning
@@ -9,6 +11,7 @@ from stepwell.store.api import Store
 from stepwell.store_tier.link import LinkState
 from stepwell.store_tier.tier import StoreTier
 from stepwell.tiers.state import Owner, one_thread
+from stepwell.transfer.store_worker import HostPages
 
 
 class StoreControl:
@@ -27,6 +30,11 @@ class StoreControl:
     def host_memory(self) -> tuple[memoryview, ...]:
         """The host tier's memory, of every rank: what `attach` shows to a store that registers memory."""
         return self._tier.host_memory
+
+    @property
+    def host_pages(self) -> Sequence[HostPages]:
+        """The same by page."""
+        return self._tier.host_pages
 
     @one_thread
     def attach(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from stepwell.base.config import HOT_ROWS, MAX_PRIORITY, PrefetchPolicy, StoreConfig, WritePolicy
 from stepwell.base.errors import ConfigError
 from stepwell.base.units import format_bytes, parse_bytes
-from stepwell.cli import kv_events
+from stepwell.cli import handover, kv_events
 from stepwell.cli.command import Command
 from stepwell.cli.mooncake_config import mooncake_options
 from stepwell.store.key_file import read_store_key
@@ -85,6 +85,7 @@ def configure(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--open-metrics", action="store_true", help="show /metrics and /v1/loads without the API key")
     kv_events.configure(parser)
+    handover.configure(parser)
     parser.add_argument(
         "--drain", type=float, default=30.0, metavar="SECONDS", help="that answers have to finish at SIGTERM (default: 30)"
     )
@@ -131,6 +132,9 @@ def run(args: Namespace) -> int:
     keys, tenants = _secrets(args, os.environ), _tenants(args)
     principals = Principals(keys, tenants.tenants, max_priority=args.max_priority)
     config, max_body_bytes = _engine_config(args, os.environ, principals), parse_bytes(args.max_body)
+    roles = handover.read(args, os.environ)
+    if roles is not None:
+        config = roles.with_shared_memory(config)
     taken = bind(args.host, args.port)  # first: a port that is taken should not cost the loading of a model
     events = None
     try:
@@ -155,6 +159,8 @@ def run(args: Namespace) -> int:
         store=config.store,
         store_config=config.store_config,
         events=events,
+        offers=None if roles is None else roles.offers(config, taken.getsockname()[1]),
+        peers=None if roles is None else roles.peers_of(engine, config),
     )
     started_s = engine.warm_up() if engine.on_cuda else None
     made = not (args.admin_token or os.environ.get(_ADMIN_TOKEN))
@@ -162,6 +168,7 @@ def run(args: Namespace) -> int:
     if started_s is not None:
         summary.insert(3, ("first pass", f"took {started_s:.1f} s: kernels are built once"))
     summary += kv_events.summary(args)
+    summary += [] if roles is None else roles.summary()
     server.run(taken, on_ready=lambda: print("\n".join(f"{label:<12}  {value}" for label, value in summary), flush=True))
     return 0
 

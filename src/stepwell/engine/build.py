@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -86,6 +86,7 @@ class EngineConfig:
     replace_hot: str = "score"  # which hot row is replaced first: that of the lowest score in a step, or by age the oldest
     fetch_beside: bool = False  # steps over rows on the host fetch what is missing while they go on, until they need it
     stage_ahead: bool = False  # prompts over rows on the host copy the next layer's while one is computed
+    host_block: Callable[[int], memoryview] | None = None  # makes the host tier's memory, where others are to have it mapped too
 
     @property
     def picks(self) -> Sparse | None:
@@ -187,7 +188,7 @@ def build_engine(
         )  # fmt: skip
         cache_config = sizes.less(cache_config, spec)
     tuning = replace(tuning or CacheTuning(), compute_while_loading=config.compute_while_loading)
-    memories = _memories(spec, cache_config, device, tuning)
+    memories = _memories(spec, cache_config, device, tuning, config.host_block)
     picks = None if config.picks is None else config.picks.identity
     named = [None if loaded is None else loaded.identity, picks]
     identity = "/".join([checkpoint.digest, dtype, device.split(":")[0], *(each for each in named if each is not None)])
@@ -313,11 +314,19 @@ def _attach(cache: Cache, config: EngineConfig, opened: Store | None) -> Store |
     return store
 
 
-def _memories(spec: ModelSpec, config: CacheConfig, device: str, tuning: CacheTuning) -> dict[Tier, PageMemory | TorchMemory]:
+def _memories(
+    spec: ModelSpec, config: CacheConfig, device: str, tuning: CacheTuning, host_block: Callable[[int], memoryview] | None
+) -> dict[Tier, PageMemory | TorchMemory]:
     layouts = layouts_for(spec, config, alignment=tuning.page_alignment_bytes)
+    given: dict[Tier, memoryview] = {}
+    if host_block is not None and Tier.HOST in layouts:
+        given[Tier.HOST] = host_block(layouts[Tier.HOST].size_bytes)
     if device == "cpu":
-        return {tier: PageMemory(spec, layout) for tier, layout in layouts.items()}
-    return {tier: TorchMemory(spec, layout, device if tier is Tier.DEVICE else "cpu") for tier, layout in layouts.items()}
+        return {tier: PageMemory(spec, layout, given.get(tier)) for tier, layout in layouts.items()}
+    return {
+        tier: TorchMemory(spec, layout, device if tier is Tier.DEVICE else "cpu", given.get(tier))
+        for tier, layout in layouts.items()
+    }
 
 
 def _tensor(memory: PageMemory | TorchMemory, kind: Kind) -> torch.Tensor:

@@ -14,6 +14,7 @@ from stepwell.server.chat import chat_router
 from stepwell.server.completions import completions_router
 from stepwell.server.door import BodyLimit, Door, Doorway, HostCheck, asking, watching
 from stepwell.server.errors import install_errors
+from stepwell.server.handover import offers_router
 from stepwell.server.pins import Pins
 from stepwell.server.probes import probe_router
 from stepwell.server.served import Served
@@ -38,6 +39,8 @@ def build_app(served: Served, stores: Stores, door: Door) -> FastAPI:
         _metrics_router(served),
     ):
         app.include_router(router)
+    if served.offers is not None:
+        app.include_router(offers_router(served.offers, served.loop))
     return app
 
 

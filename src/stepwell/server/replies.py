@@ -27,6 +27,7 @@ from stepwell.engine.request import Ask, Delta, Finish, Usage
 from stepwell.engine.scheduler import NO_ROOM
 from stepwell.server.door import arrived_s, principal_of
 from stepwell.server.errors import CLIENT_CLOSED, SERVER, ApiError, api_error
+from stepwell.server.handover import wants_offer
 from stepwell.server.principals import Principal
 from stepwell.server.requests import Asked, Unknown, read_body, refuse_unsupported
 from stepwell.server.served import Served
@@ -42,8 +43,10 @@ _FOR_CLIENTS = (NO_ROOM,)  # reasons that say what to do; others may be texts of
 class Answers:
     """The answers to one HTTP request, one for each ask. For the event loop's thread."""
 
-    def __init__(self, served: Served, asks: Sequence[Ask]) -> None:
+    def __init__(self, served: Served, asks: Sequence[Ask], *, on_begun: Callable[[], None] = lambda: None) -> None:
+        """`on_begun` is called once the first of them has begun, or none will; it may be called again."""
         self._served = served
+        self._on_begun = on_begun
         self._asks = asks
         self._submitted: list[Future[int]] = []
         self._deltas: asyncio.Queue[tuple[int, Delta]] = asyncio.Queue()
@@ -66,6 +69,7 @@ class Answers:
         """What is added, with the index of its ask, until all have ended. Raises ApiError when one cannot be finished."""
         while len(self._usages) < len(self._asks):
             index, delta = await self._deltas.get()
+            self._on_begun()
             if delta.finish is Finish.FAILED:
                 log.error("request %d could not be finished: %s", delta.request, delta.error)
                 message = delta.error if delta.error in _FOR_CLIENTS else _FAILED
@@ -95,6 +99,7 @@ class Answers:
 
     def close(self) -> None:
         """Aborts what has not ended. May be called at any moment, and again."""
+        self._on_begun()
         for index, future in enumerate(self._submitted):
             if index not in self._usages and not future.cancel():
                 future.add_done_callback(self._abort)
@@ -162,17 +167,21 @@ async def answer(
 
 async def _reply(request: Request, served: Served, body: Asked, asks: Sequence[Ask], form: Form) -> Response:
     """Queues the asks and answers in the way the body wants. Raises ApiError."""
-    answers = Answers(served, asks)
+    peers = served.peers
+    taken = await peers.take(body.kv_transfer_params) if peers is not None else None
+    answers = Answers(served, asks, on_begun=lambda: None if peers is None else peers.done(taken))
     await answers.begin()
     envelope = {"id": f"{form.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": served.name}
     if body.stream:
         envelope["object"] = form.chunk_object
         return _EventStream(answers, _events(answers, body, len(asks), form, envelope))
     envelope["object"] = form.whole_object
-    return await _whole(request, answers, body, form, envelope)
+    return await _whole(request, served, answers, body, asks, form, envelope)
 
 
-async def _whole(request: Request, answers: Answers, body: Asked, form: Form, envelope: dict[str, Any]) -> Response:
+async def _whole(
+    request: Request, served: Served, answers: Answers, body: Asked, asks: Sequence[Ask], form: Form, envelope: dict[str, Any]
+) -> Response:  # fmt: skip
     collecting = asyncio.ensure_future(_collect(answers))
     leaving = asyncio.ensure_future(_disconnected(request))
     try:
@@ -180,12 +189,20 @@ async def _whole(request: Request, answers: Answers, body: Asked, form: Form, en
         if not collecting.done():
             return Response(status_code=CLIENT_CLOSED)
         choices = [form.whole(index, delta) for index, delta in sorted(collecting.result().items())]
-        return JSONResponse({**envelope, "choices": choices, "usage": answers.usage(body.choices)})
+        passed_on = await _offered(served, body, asks)
+        return JSONResponse({**envelope, "choices": choices, "usage": answers.usage(body.choices), **passed_on})
     finally:
         answers.close()
         for task in (collecting, leaving):
             task.cancel()
         await asyncio.gather(collecting, leaving, return_exceptions=True)
+
+
+async def _offered(served: Served, body: Asked, asks: Sequence[Ask]) -> dict[str, Any]:
+    """What a router is to tell the decode server, where it asked for that and there is one prompt to go on from."""
+    if served.offers is None or not wants_offer(body.kv_transfer_params) or len(asks) != 1 or not asks[0].use_cache:
+        return {}
+    return {"kv_transfer_params": await served.offers.offer(served.loop, asks[0])}
 
 
 async def _collect(answers: Answers) -> dict[int, Delta]:

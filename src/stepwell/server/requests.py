@@ -128,6 +128,7 @@ class Asked(Kept):
     ignore_eos: bool | None = None
     priority: int | None = Field(None, ge=0, le=MAX_PRIORITY)
     cache_ttl_s: float | None = Field(None, gt=0)
+    kv_transfer_params: dict[str, Any] | None = None  # of a router that has prompts computed elsewhere (`handover.py`)
     use_cache: bool | None = None  # false: nothing cached is used, and nothing it computes is cached
 
     @field_validator("stop")

@@ -22,6 +22,7 @@ from stepwell.engine.loop import EngineLoop
 from stepwell.engine.request import Delta
 from stepwell.server.app import build_app
 from stepwell.server.door import Door
+from stepwell.server.handover import Offers, Peers
 from stepwell.server.kv_events.publisher import EventPublisher, EventSocket
 from stepwell.server.load import LoadMeter
 from stepwell.server.metrics import Metrics
@@ -71,10 +72,13 @@ class ModelServer:
         store: str | None = None,
         store_config: StoreConfig | None = None,
         events: EventSocket | None = None,
+        offers: Offers | None = None,
+        peers: Peers | None = None,
     ) -> None:
         """`store`: what the engine has opened already, by name; `store_config` is for stores attached later.
 
-        `events`: where to publish what is cached.
+        `events`: where to publish what is cached. `offers` makes it a prefill server, and has been started; `peers` a decode
+        server, whose store is attached.
         """
         self._load = LoadMeter(engine)
         self._events = None if events is None else EventPublisher(engine.cache, events)
@@ -93,6 +97,8 @@ class ModelServer:
             max_body_bytes=max_body_bytes,
             hosts=hosts,
             open_metrics=open_metrics,
+            offers=offers,
+            peers=peers,
         )
         door = Door(engine.clock)
         self._server = _Server(_config(build_app(self.served, self._stores, door)), door, drain_s)
@@ -110,6 +116,10 @@ class ModelServer:
         finally:
             self._stores.close()
             self._loop.stop()
+            if self.served.offers is not None:
+                self.served.offers.close()
+            if self.served.peers is not None:
+                self.served.peers.close()
             if self._events is not None:
                 self._events.close()
             taken.close()

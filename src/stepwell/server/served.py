@@ -13,6 +13,7 @@ from stepwell.engine.loading.chat import ChatTemplate
 from stepwell.engine.loop import EngineLoop
 from stepwell.engine.text import Text
 from stepwell.server.errors import ApiError
+from stepwell.server.handover import Offers, Peers
 from stepwell.server.load import LoadMeter
 from stepwell.server.metrics import Metrics
 from stepwell.server.principals import Principals
@@ -45,6 +46,8 @@ class Served:
     max_body_bytes: int = MAX_BODY_BYTES
     hosts: tuple[str, ...] = ()  # names it goes by; none for any
     open_metrics: bool = False
+    offers: Offers | None = None  # of a prefill server
+    peers: Peers | None = None  # of a decode server
     large: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_LARGE_AT_ONCE))
 
     @property

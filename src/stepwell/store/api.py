@@ -55,6 +55,7 @@ class Traits:
     turn_bytes: int = 8 * 2**20  # worth reading in one call: more only makes others wait, less costs more
     registers: bool = False  # reads and writes inside memory it was shown need no copy: it is a RegisteringStore
     clears: bool = False  # it can forget a whole space: it is a ClearingStore
+    writable: bool = True  # else nothing is offered to it: others fill it
     late_write_s: float = 0.0  # after a read that FAILED, had another LENGTH or raised, its buffer may be written for so long
 
 

@@ -297,18 +297,7 @@ def _put_checkpoint(state: CacheState, link: StoreLink, checkpoint: Checkpoint) 
     namespace = link.namespace_of(state, node)
     if namespace is None:
         return
-    spec = state.spec
-    span = spec.window_span(checkpoint.page * spec.page_tokens)
-    holders = [at * spec.window_page_tokens // spec.page_tokens for at in span]  # the prefix pages that windows begin in
-    first = min(holders, default=checkpoint.page - 1)
-    keys = keys_within(node, first, checkpoint.page, state.tree.page_bytes)
-    task = PutCheckpoint(
-        boundary=keys[-1],
-        page=checkpoint.page,
-        window_keys=tuple(keys[at - first] for at in holders),
-        windows=residency.windows,
-        points=residency.points,
-    )
+    task = checkpoint_task(state, node, residency)
     size_bytes = _size_bytes(state, residency)
     link.beliefs.add(checkpoint, arriving=True)
     link.backup_bytes += size_bytes
@@ -329,6 +318,22 @@ def _put_checkpoint(state: CacheState, link: StoreLink, checkpoint: Checkpoint) 
         state.counters.add("backup_bytes", outcome.moved_bytes)
 
     link.ops.send(task, namespace, replied, call=Call(), pages=residency.spans(), reads=residency)
+
+
+def checkpoint_task(state: CacheState, node: Node, residency: Residency) -> PutCheckpoint:
+    """What storing a checkpoint of a node takes, of its pages in one tier."""
+    spec, page = state.spec, residency.checkpoint.page
+    span = spec.window_span(page * spec.page_tokens)
+    holders = [at * spec.window_page_tokens // spec.page_tokens for at in span]  # the prefix pages that windows begin in
+    first = min(holders, default=page - 1)
+    keys = keys_within(node, first, page, state.tree.page_bytes)
+    return PutCheckpoint(
+        boundary=keys[-1],
+        page=page,
+        window_keys=tuple(keys[at - first] for at in holders),
+        windows=residency.windows,
+        points=residency.points,
+    )
 
 
 def _defer_again_before(state: CacheState, link: StoreLink, refused: Checkpoint) -> None:

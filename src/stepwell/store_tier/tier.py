@@ -81,6 +81,11 @@ class StoreTier:
         """The host tier's memory, of every rank we know it of."""
         return tuple(pages.block for pages in self._host_pages)
 
+    @property
+    def host_pages(self) -> Sequence[HostPages]:
+        """The same by page."""
+        return self._host_pages
+
     def attach(self, store: Store, config: StoreConfig, executor: StoreExecutor | None, tuning: StoreTuning) -> None:
         """Puts a store below the host tier. What reaches the host from now on is offered to it, and what is there already."""
         state = self._state
@@ -105,7 +110,7 @@ class StoreTier:
             self._listen()
         self.links.append(self.link)
         forget_refusals(state)
-        if state.config.write is not WritePolicy.BACK:  # then things go down when the host needs their room
+        if store.traits.writable and state.config.write is not WritePolicy.BACK:  # then things go down when the host needs room
             state.copies.on_saved = self.offer
             offer_everything(state, self.link)
 
@@ -128,12 +133,12 @@ class StoreTier:
 
     def offer(self, node: Node) -> None:
         """The path to a node has something on the host that may be new to the store."""
-        if self.link is not None:
+        if self.link is not None and self.link.store.traits.writable:
             offer(self._state, self.link, node)
 
     def before_eviction(self, victim: Victim) -> Leaving:
         """Something is about to leave the host: sends it to the store where it must not be lost."""
-        if self.link is None:
+        if self.link is None or not self.link.store.traits.writable:
             return Leaving.NOW
         if self._state.config.write is not WritePolicy.BACK:
             return put_before_leaving(self._state, self.link, victim)

@@ -1,0 +1,129 @@
+"""The options of `stepwell serve` for prompts that are computed on one server and answered on another. Heavy imports on use."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from stepwell.base.errors import ConfigError
+
+if TYPE_CHECKING:
+    from stepwell.engine.build import EngineConfig
+    from stepwell.engine.engine import Engine
+    from stepwell.server.handover import Offers, Peers
+    from stepwell.store.peer.lane import SharedHost
+
+PEER_TOKEN = "STEPWELL_PEER_TOKEN"
+PREFILL, DECODE = "prefill", "decode"
+_ALWAYS_FETCH = 1.0  # tokens a second: no prompt is taken to be computed here sooner than it is fetched
+
+
+def configure(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--role", choices=(PREFILL, DECODE),
+        help="compute prompts for other servers, or answer prompts that others have computed (docs/handover.md)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--peer", action="append", default=[], metavar="HOST:PORT", help="with --role decode: a prefill server; may be repeated"
+    )
+    parser.add_argument(
+        "--peer-token", metavar="TOKEN", help=f"that decode servers send to prefill servers; better in {PEER_TOKEN}"
+    )
+    parser.add_argument(
+        "--transfer-host", metavar="HOST",
+        help="by which other machines reach this one's transfer engine, which listens on all interfaces (default: --host)",
+    )  # fmt: skip
+    parser.add_argument("--transfer-protocol", default="tcp", metavar="NAME", help="of Mooncake's: tcp or rdma (default: tcp)")
+    parser.add_argument("--transfer-device", default="", metavar="NAME", help="the network card for rdma")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Handover:
+    """What was asked for, checked."""
+
+    role: str
+    token: str
+    peers: tuple[tuple[str, int], ...]
+    memory: SharedHost
+    host: str
+    transfer_host: str
+    protocol: str
+    card: str
+
+    def with_shared_memory(self, config: EngineConfig) -> EngineConfig:
+        """Settings of an engine whose host tier other processes can map."""
+        return replace(config, host_block=self.memory.make)
+
+    def offers(self, config: EngineConfig, port: int) -> Offers | None:
+        """What a prefill server offers from, started; None on a decode server. Raises StoreError."""
+        if self.role != PREFILL:
+            return None
+        from stepwell.server.handover import Offers
+        from stepwell.store.peer.lane import Wire
+
+        wire = Wire(host=self.transfer_host, protocol=self.protocol, card=self.card)
+        offers = Offers(self.memory, wire, host=self.host, port=port, token=self.token, key=config.store_config.key)
+        offers.start()
+        return offers
+
+    def peers_of(self, engine: Engine, config: EngineConfig) -> Peers | None:
+        """The servers that a decode server asks, with their store below the engine's host tier; None on a prefill server."""
+        if self.role != DECODE:
+            return None
+        from stepwell.server.handover import Peers
+        from stepwell.store.peer.lane import Lane, Wire
+        from stepwell.store.peer.store import PeerStore
+
+        wire = Wire(host=self.transfer_host, protocol=self.protocol, card=self.card)
+        store = PeerStore(self.memory, partial(Lane, self.memory, wire), clock=engine.clock)
+        engine.cache.store.attach(store, replace(config.store_config, recompute_tokens_per_s=_ALWAYS_FETCH))
+        engine.stores.append(store)
+        return Peers(store, self.peers, self.token)
+
+    def summary(self) -> list[tuple[str, str]]:
+        asks = "" if self.role == PREFILL else f", reads from {', '.join(f'{host}:{port}' for host, port in self.peers)}"
+        return [
+            ("role", self.role + asks),
+            ("warning", "transfer engines listen on all interfaces and know no keys: keep them on a private network"),
+        ]
+
+
+def read(args: Namespace, environment: Mapping[str, str]) -> Handover | None:
+    """What the arguments say; None without a role. Raises ConfigError."""
+    if args.role is None:
+        if args.peer or args.peer_token:
+            raise ConfigError("--peer and --peer-token are for servers with a --role")
+        return None
+    token = args.peer_token or environment.get(PEER_TOKEN) or ""
+    if len(token) < 16 or not token.isascii() or not token.isprintable() or " " in token:
+        raise ConfigError(f"--role needs a peer token of 16 characters or more, the same on both servers: set {PEER_TOKEN}")
+    if args.role == DECODE and not args.peer:
+        raise ConfigError("--role decode needs the address of a prefill server: --peer HOST:PORT")
+    if args.role == PREFILL and args.peer:
+        raise ConfigError("--peer is for --role decode: prefill servers ask nobody")
+    if args.role == DECODE and args.store is not None:
+        raise ConfigError("--role decode reads from prefill servers, and has no other store: leave --store out")
+    if args.role == PREFILL and args.write_policy != "through":
+        raise ConfigError("--role prefill hands out what is on the host: it needs --write-policy through")
+    from stepwell.store.peer.lane import SharedHost
+
+    return Handover(
+        role=args.role,
+        token=token,
+        peers=tuple(_address(each) for each in args.peer),
+        memory=SharedHost(),
+        host=args.transfer_host or args.host,
+        transfer_host=args.transfer_host or args.host,
+        protocol=args.transfer_protocol,
+        card=args.transfer_device,
+    )
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ConfigError(f"--peer must be HOST:PORT, got {text!r}")
+    return host.strip("[]"), int(port)

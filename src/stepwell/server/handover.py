@@ -1,0 +1,298 @@
+"""Prefill and decode on two servers. One computes a prompt and offers what it left on its host; the other reads it, and goes on.
+
+    router    POST a completion, kv_transfer_params {do_remote_decode: true}, one token  -->  prefill: Offers
+              <--  kv_transfer_params {do_remote_prefill: true, remote_host, remote_port, remote_request_id, ...}
+    router    POST the same completion with these  -->  decode: Peers
+    decode    GET /handover/ID, with the peer token  -->  prefill: the listing (`store/peer/listing.py`)
+    decode    reads the pages through its PeerStore, as from any store; DELETE /handover/ID when the request has begun
+
+The fields are vLLM's. What comes from a client names a server and a number, and no more: only servers that were named at the
+start are asked. Whatever goes wrong, the decode server computes the prompt itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import logging
+import re
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from hashlib import sha256
+from hmac import compare_digest
+from typing import Any, TypeVar
+
+from fastapi import APIRouter, Depends, Request, Response
+
+from stepwell.base.errors import StoreError
+from stepwell.base.meters import Clock, SystemClock
+from stepwell.base.store_key import StoreKey
+from stepwell.engine.engine import Engine
+from stepwell.engine.loop import EngineLoop
+from stepwell.engine.request import Ask
+from stepwell.server.errors import AUTHENTICATION, ApiError
+from stepwell.store.memory import MemoryStore
+from stepwell.store.peer.lane import SharedHost, Shown, Wire
+from stepwell.store.peer.listing import MAX_BYTES, Listing, parse
+from stepwell.store.peer.store import PeerStore
+from stepwell.store_tier.hand_out import HandOut, listing_of
+from stepwell.transfer.store_worker import HostPages, StoreWorker
+
+log = logging.getLogger(__name__)
+
+TTL_S = 60.0  # that an offer stands; a decode server asks at once, or is not there any more
+HELD_SHARE = 0.5  # of the host tier, at most in offers; older ones end first
+SAVING_S, SAVING_POLL_S = 10.0, 0.01  # for the last pages of a prompt to reach the host
+ASK_S = 5.0  # for a server to answer; another has threads of its own
+THREADS = 4  # for each server that is asked
+_NUMBER = re.compile(r"[A-Za-z0-9_-]{16,64}\Z")
+Params = Mapping[str, Any]
+T = TypeVar("T")
+
+
+def wants_offer(params: Params | None) -> bool:
+    return params is not None and params.get("do_remote_decode") is True
+
+
+# ---- prefill ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Offer:
+    out: HandOut
+    listing: bytes
+    size_bytes: int
+    until_s: float
+
+
+class Offers:
+    """What a prefill server holds for others. `start` it before the loop runs; the event loop's thread from there on."""
+
+    def __init__(
+        self, memory: SharedHost, wire: Wire, *, host: str, port: int, token: str, key: StoreKey | None = None,
+        ttl_s: float = TTL_S, clock: Clock | None = None,
+    ) -> None:  # fmt: skip
+        """`host` and `port` are where decode servers ask; `key` stamps what they read, as it does for a store."""
+        self._memory, self._wire = memory, wire
+        self._host, self._port, self._key = host, port, key
+        self._token = sha256(token.encode()).digest()
+        self._ttl_s = ttl_s
+        self._clock = clock or SystemClock()
+        self._id = secrets.token_hex(8)
+        self._shown: Shown | None = None
+        self._offers: dict[str, _Offer] = {}  # oldest first
+
+    def start(self) -> None:
+        """Shows the host's memory to engines of other machines. Raises StoreError."""
+        self._shown = Shown(self._memory, self._wire)
+
+    def close(self) -> None:
+        if self._shown is not None:
+            self._shown.close()
+
+    @property
+    def shown(self) -> Shown:
+        """The process that shows the memory; a new one where it has ended, which ends what was offered before."""
+        assert self._shown is not None, "offers are started first"
+        if not self._shown.alive:
+            log.warning("the process that shows host memory to other servers has ended, and is started again")
+            self._shown.close()
+            self._shown = Shown(self._memory, self._wire)
+        return self._shown
+
+    def __len__(self) -> int:
+        return len(self._offers)
+
+    async def offer(self, loop: EngineLoop, ask: Ask) -> dict[str, Any] | None:
+        """Offers what was computed of a prompt; what the router is to pass on, or None where there is nothing to offer."""
+        out = await self._held(loop, ask)
+        if out is None:
+            return None
+        try:
+            listing = await asyncio.to_thread(self._listing, await _call(loop, _pages_of), out)
+        except BaseException:
+            await _release(loop, out)
+            raise
+        packed, size_bytes = listing.pack(), sum(value.length for value in listing.values)
+        await self._make_room(loop, size_bytes)
+        number = secrets.token_urlsafe(24)
+        until_s = self._clock.now() + self._ttl_s
+        self._offers[number] = _Offer(out=out, listing=packed, size_bytes=size_bytes, until_s=until_s)
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": self._id,
+            "remote_request_id": number,
+            "remote_host": self._host,
+            "remote_port": self._port,
+            "remote_block_ids": [],
+            "tp_size": 1,
+        }
+
+    def listing(self, number: str) -> bytes | None:
+        offer = self._offers.get(number)
+        return None if offer is None or offer.until_s <= self._clock.now() else offer.listing
+
+    async def end(self, loop: EngineLoop, number: str) -> bool:
+        """Lets go of an offer; whether there was one."""
+        offer = self._offers.pop(number, None)
+        if offer is not None:
+            await _release(loop, offer.out)
+        return offer is not None
+
+    def is_peer(self, token: bytes) -> bool:
+        return compare_digest(sha256(token).digest(), self._token)
+
+    async def _held(self, loop: EngineLoop, ask: Ask) -> HandOut | None:
+        """What the host has of a prompt, once it has all of it; None where that takes too long, or nothing can be resumed."""
+
+        def hold(engine: Engine) -> tuple[HandOut | None, bool]:
+            cache = engine.cache
+            namespace = cache.namespace_for(salt=ask.salt, tenant=ask.tenant)
+            out = cache.hand_out(ask.tokens, namespace=namespace, ttl_s=self._ttl_s)
+            may_come = out is None and cache.copying > 0 and cache.lookup(ask.tokens, namespace=namespace).restore_tokens > 0
+            return out, may_come
+
+        until_s = self._clock.now() + SAVING_S
+        out, may_come = await _call(loop, hold)
+        while may_come and self._clock.now() < until_s:
+            await asyncio.sleep(SAVING_POLL_S)
+            out, may_come = await _call(loop, hold)
+        return out
+
+    def _listing(self, pages: HostPages, out: HandOut) -> Listing:
+        worker = StoreWorker(MemoryStore(0), pages, key=self._key)
+        return listing_of(out, worker, pages.block, address=self.shown.address, session=self.shown.session)
+
+    async def _make_room(self, loop: EngineLoop, size_bytes: int) -> None:
+        now = self._clock.now()
+        for number in [number for number, offer in self._offers.items() if offer.until_s <= now]:
+            await self.end(loop, number)
+        most = self._memory.size_bytes * HELD_SHARE - size_bytes
+        while self._offers and sum(offer.size_bytes for offer in self._offers.values()) > most:
+            await self.end(loop, next(iter(self._offers)))
+
+
+def offers_router(offers: Offers, loop: EngineLoop) -> APIRouter:
+    """For decode servers, which have the peer token."""
+
+    async def check(request: Request) -> None:
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not offers.is_peer(token.strip(" \t").encode("latin-1")):
+            raise ApiError(401, "this is for servers with the peer token", type=AUTHENTICATION, code="invalid_peer_token")
+
+    router = APIRouter(dependencies=[Depends(check)])
+
+    @router.get("/handover/{number}")
+    async def listing(number: str) -> Response:
+        found = offers.listing(number)
+        if found is None:
+            raise ApiError(404, "there is no such offer, or it has run out", code="offer_not_found")
+        return Response(found, media_type="application/octet-stream")
+
+    @router.delete("/handover/{number}")
+    async def end(number: str) -> dict[str, bool]:
+        return {"ended": await offers.end(loop, number)}
+
+    return router
+
+
+async def _call(loop: EngineLoop, work: Callable[[Engine], T]) -> T:
+    return await asyncio.wrap_future(loop.call(work))
+
+
+async def _release(loop: EngineLoop, out: HandOut) -> None:
+    def release(engine: Engine) -> None:
+        if out.pin.held:
+            engine.cache.pins.release(out.pin)
+
+    await _call(loop, release)
+
+
+def _pages_of(engine: Engine) -> HostPages:
+    (pages,) = engine.cache.store.host_pages
+    return pages
+
+
+# ---- decode -------------------------------------------------------------------------------------
+
+
+class Peers:
+    """The prefill servers that a decode server may ask. The event loop's thread."""
+
+    def __init__(self, store: PeerStore, addresses: Sequence[tuple[str, int]], token: str, *, ask_s: float = ASK_S) -> None:
+        self._store = store
+        self._token = token
+        self._ask_s = ask_s
+        self._threads = {
+            address: ThreadPoolExecutor(THREADS, thread_name_prefix=f"stepwell-peer-{address[1]}") for address in addresses
+        }
+        self._open: dict[str, tuple[str, int]] = {}  # offers that were taken, and whose they are
+
+    @property
+    def store(self) -> PeerStore:
+        return self._store
+
+    async def take(self, params: Params | None) -> str | None:
+        """Takes the offer that a request names, for its prefetch to find; its number, or None where there is none to be had.
+
+        Raises ApiError for what is not the name of one.
+        """
+        if params is None or params.get("do_remote_prefill") is not True:
+            return None
+        address, number = _named(params)
+        if address not in self._threads:
+            log.warning("a request names %s:%d, which is not one of the servers given with --peer: it is computed", *address)
+            return None
+        if number in self._open:
+            return None  # the same request twice: the first one has it
+        asked = asyncio.get_running_loop().run_in_executor(self._threads[address], self._ask, "GET", address, number)
+        try:
+            listing = parse(await asyncio.wait_for(asked, 2 * self._ask_s))
+            self._store.add(number, f"{address[0]}:{address[1]}", listing)
+        except (OSError, asyncio.TimeoutError, http.client.HTTPException, StoreError) as error:
+            log.warning("what %s:%d offers cannot be had, and is computed: %s", *address, error or type(error).__name__)
+            return None
+        self._open[number] = address
+        return number
+
+    def done(self, number: str | None) -> None:
+        """The request has begun, or is gone: the other server may have its memory back. A second time does nothing."""
+        address = self._open.pop(number, None) if number is not None else None
+        if number is not None and address is not None:
+            self._store.withdraw(number)
+            self._threads[address].submit(self._tell_ended, address, number)
+
+    def close(self) -> None:
+        for threads in self._threads.values():
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    def _ask(self, verb: str, address: tuple[str, int], number: str) -> bytes:
+        connection = http.client.HTTPConnection(*address, timeout=self._ask_s)
+        try:
+            connection.request(verb, f"/handover/{number}", headers={"Authorization": f"Bearer {self._token}"})
+            response = connection.getresponse()
+            body = response.read(MAX_BYTES + 1)
+            if response.status != 200 or len(body) > MAX_BYTES:
+                raise StoreError(f"it answers {response.status}")
+            return body
+        finally:
+            connection.close()
+
+    def _tell_ended(self, address: tuple[str, int], number: str) -> None:
+        try:
+            self._ask("DELETE", address, number)
+        except (OSError, http.client.HTTPException, StoreError) as error:
+            log.debug("an offer of %s:%d ends by itself: %s", *address, error)
+
+
+def _named(params: Params) -> tuple[tuple[str, int], str]:
+    host, port, number = params.get("remote_host"), params.get("remote_port"), params.get("remote_request_id")
+    if isinstance(port, str) and port.isascii() and port.isdecimal() and len(port) <= 5:
+        port = int(port)
+    if isinstance(host, str) and isinstance(port, int) and isinstance(number, str) and _NUMBER.match(number):
+        return (host[:255], port), number
+    message = "kv_transfer_params name a server and a request: pass on what the prefill server answered"
+    raise ApiError(400, message, param="kv_transfer_params")

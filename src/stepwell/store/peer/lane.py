@@ -1,0 +1,195 @@
+"""Host memory that processes of ours inherit, and the two kinds of them that let machines read from one another.
+
+    Shown    our memory, for others to read from
+    Lane     from one other machine into our memory. Nothing else goes through it, so a machine that stops holds up no other
+
+When a lane is lost, its process has been killed and is gone: whatever a failed transfer had still to write will not be written,
+and its pages may be used again at once. Only where a process does not go even then is it said so (`Unfenced`).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from stepwell.base.errors import ConfigError, StoreError
+from stepwell.base.units import format_bytes
+from stepwell.store.peer.engine_process import MAX_ENTRIES, PACKET_BYTES, READ, pack_batch
+
+START_S = 60.0  # for a process to come up: it loads the wheel, on a machine that may be busy
+GONE_S = 10.0  # for a process that was killed to be gone
+BATCH_BYTES = 32 * 2**20  # between two signs of life
+Entry = tuple[int, int, int]  # offset in our memory, address in theirs, bytes
+
+
+class LaneLost(Exception):
+    """A transfer failed, and the process that ran it is gone: nothing more will be written."""
+
+
+class Unfenced(Exception):
+    """A transfer failed, and the process that ran it could not be ended: its memory may still be written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wire:
+    """How engines reach each other: the host that others know this one by, Mooncake's protocol, and the card for RDMA."""
+
+    host: str
+    protocol: str = "tcp"
+    card: str = ""
+
+
+class SharedHost:
+    """A block of host memory without a name: processes that are given its descriptor map it too. Made once its size is known."""
+
+    def __init__(self) -> None:
+        self._map: mmap.mmap | None = None
+        self.fd = -1
+
+    def make(self, size_bytes: int) -> memoryview:
+        """The memory, all of it taken now. Raises ConfigError where it cannot be had."""
+        assert self._map is None, "the memory is made once"
+        self.fd = os.memfd_create("stepwell-host", os.MFD_CLOEXEC)
+        try:
+            os.posix_fallocate(self.fd, 0, size_bytes)  # else the lack of room would kill whoever writes first
+            self._map = mmap.mmap(self.fd, size_bytes)
+        except (OSError, OverflowError) as error:
+            os.close(self.fd)
+            raise ConfigError(f"{format_bytes(size_bytes)} of shared host memory cannot be had ({error}): give less") from error
+        return memoryview(self._map)
+
+    @property
+    def size_bytes(self) -> int:
+        return 0 if self._map is None else len(self._map)
+
+
+class _EngineProcess:
+    """A child that runs `engine_process.py`. One thread at a time."""
+
+    def __init__(self, mode: str, memory: SharedHost, wire: Wire) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [
+            sys.executable, "-m", "stepwell.store.peer.engine_process", mode, str(memory.fd), str(memory.size_bytes),
+            str(theirs.fileno()), wire.host, wire.protocol, wire.card,
+        ]  # fmt: skip
+        with theirs:
+            self._process = subprocess.Popen(
+                command, pass_fds=(memory.fd, theirs.fileno()), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+            )
+        self._socket = ours
+        self.pid = self._process.pid
+        said = self.hear(START_S).decode(errors="replace").split()
+        if said[:1] != ["ready"]:
+            self.kill()
+            raise StoreError(f"Mooncake's transfer engine did not start: {' '.join(said) or 'its process ended'}")
+        self.session, self.address = said[1], int(said[2])
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def say(self, packet: bytes) -> None:
+        self._socket.send(packet)
+
+    def hear(self, limit_s: float) -> bytes:
+        """The next packet; nothing when the process has ended, or says nothing for so long."""
+        deadline_s = time.monotonic() + limit_s
+        try:
+            while not select.select([self._socket], [], [], max(min(deadline_s - time.monotonic(), 1.0), 0.0))[0]:
+                if time.monotonic() >= deadline_s:
+                    return b""
+            return self._socket.recv(PACKET_BYTES)
+        except OSError:
+            return b""
+
+    def kill(self) -> bool:
+        """Ends it for good; whether it is gone."""
+        self._process.kill()
+        try:
+            self._process.wait(GONE_S)
+        except subprocess.TimeoutExpired:
+            return False
+        finally:
+            self._socket.close()
+        return True
+
+
+class Shown:
+    """Our memory, which engines of other machines may read from until `close`."""
+
+    def __init__(self, memory: SharedHost, wire: Wire) -> None:
+        """Raises StoreError where no engine can be had."""
+        self._process = _EngineProcess("serve", memory, wire)
+
+    @property
+    def session(self) -> str:
+        """The name by which other engines reach it."""
+        return self._process.session
+
+    @property
+    def address(self) -> int:
+        """Where the memory begins, for them."""
+        return self._process.address
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process.alive
+
+    def close(self) -> None:
+        self._process.kill()
+
+
+class Lane:
+    """The way from one other machine into our memory. One thread at a time."""
+
+    def __init__(self, memory: SharedHost, wire: Wire) -> None:
+        """Raises StoreError where no engine can be had."""
+        self._process = _EngineProcess("pull", memory, wire)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def read(self, session: str, entries: Sequence[Entry], *, stall_s: float) -> None:
+        """Fills our memory, or raises LaneLost or Unfenced: the lane has ended then. A batch may take `stall_s` at most."""
+        for batch in _batches(entries):
+            try:
+                self._process.say(pack_batch(session, batch))
+            except OSError:
+                self._lose("its process has ended")
+            heard = self._process.hear(stall_s)
+            if heard != READ:
+                self._lose(
+                    "the engine could not read it" if heard else f"nothing came for {stall_s:g} s, or its process has ended"
+                )
+
+    def close(self) -> None:
+        self._process.kill()
+
+    def _lose(self, why: str) -> None:
+        if not self._process.kill():
+            raise Unfenced(why)
+        raise LaneLost(why)
+
+
+def _batches(entries: Sequence[Entry]) -> list[list[Entry]]:
+    batches: list[list[Entry]] = []
+    size = 0
+    for entry in entries:
+        if not batches or len(batches[-1]) == MAX_ENTRIES or size + entry[2] > BATCH_BYTES:
+            batches.append([])
+            size = 0
+        batches[-1].append(entry)
+        size += entry[2]
+    return batches

@@ -23,7 +23,6 @@ import numpy.typing as npt
 
 MOST_BYTES = 64 << 20  # of a frame, and of what waits to be sent
 _DTYPES = ("<i4", "<i8", "<f8")
-_HEAD_BYTES = 8
 _READ_BYTES = 1 << 18
 
 Array = npt.NDArray[Any]

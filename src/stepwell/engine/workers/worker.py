@@ -88,10 +88,9 @@ class Worker:
             os._exit(0)
         except BaseException as error:
             log.exception("a rank fails")
-            mistake = isinstance(error, StepwellError)
-            told = str(error) if mistake else f"{type(error).__name__}: {error}"
+            told = str(error) if isinstance(error, StepwellError) else f"{type(error).__name__}: {error}"
             with contextlib.suppress(ChannelClosed):
-                self._channel.send(Message(kind=FAILED, fields={"error": told[:MOST_TEXT], "mistake": mistake}))
+                self._channel.send(Message(kind=FAILED, fields={"error": told[:MOST_TEXT]}))
                 while not self._channel.flush():
                     self._channel.wait(1.0)
             os._exit(1)

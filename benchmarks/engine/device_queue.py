@@ -49,7 +49,7 @@ class Watched:
     @classmethod
     def over(cls, engine: Engine) -> Watched:
         made = cls()
-        hook(engine, made._forward(engine._runner._forward), made._to_host(engine._kernels.to_host))
+        hook(engine, made._forward(engine._runner._forward), made._to_host(engine._runner.model.kernels.to_host))
         return made
 
     def forget(self) -> None:
@@ -122,5 +122,5 @@ class _LateCopy(HostCopy):
 def hook(engine: Engine, forward: Forward, to_host: Callable[[torch.Tensor], object]) -> None:
     """Puts these in place of what an engine computes with, and of what brings its tokens to the host."""
     engine._runner._forward = forward
-    engine._kernels = replace(engine._kernels, to_host=to_host)  # type: ignore[arg-type]
-    engine._answering._to_host = engine._kernels.to_host
+    model = engine._runner.model
+    engine._runner.model = replace(model, kernels=replace(model.kernels, to_host=to_host))  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ logprobs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -37,9 +37,9 @@ class LateDevice:
         self._places: list[tuple[int, torch.Tensor]] = []  # tokens of the next pass, and where they are found once it is computed
         self._vocab, self._forward, self._run = engine.vocab_size, engine._runner._forward, engine._runner.run
         engine._reads_later = True
-        engine._kernels = replace(engine._kernels, pick=self._pick, to_host=self._to_host)
         engine._runner._forward = self._queue
         monkeypatch.setattr(engine._runner, "run", self._noted)
+        monkeypatch.setattr(engine._runner, "start", partial(self._start, engine))
         monkeypatch.setattr(Unread, "put_into", lambda before, token_N, chunks: self._put_into(before, token_N, chunks))
 
     def read_late(self) -> list[int]:
@@ -52,6 +52,10 @@ class LateDevice:
         for work in self._work[: number + 1]:
             while work:
                 work.pop(0)()
+
+    def _start(self, engine: Engine, chunks: Sequence[Chunk], before: Unread | None) -> Unread:
+        logits = engine._runner.run(chunks, put_unread=None if before is None else before.put_into)
+        return Unread.of(chunks, logits, pick=self._pick, to_host=self._to_host)
 
     def _noted(self, chunks: Sequence[Chunk], **more: Any) -> torch.Tensor:
         self.passes.append([*chunks])

@@ -11,7 +11,8 @@ import torch
 from engine.small import alone, greedy, prompt, run, small, tokens_of
 from stepwell.base.errors import ConfigError, StepwellError
 from stepwell.base.tasks import Purpose
-from stepwell.engine import Ask, Engine, Finish, Limits, Sampling, answering
+from stepwell.engine import Ask, Engine, Finish, Limits, Sampling
+from stepwell.engine import runner as runner_module
 from stepwell.engine import sampling as sampling_module
 from waiting import run_to_the_end, run_until
 
@@ -152,7 +153,7 @@ def test_a_failing_choice_of_tokens_ends_the_requests_of_its_pass(monkeypatch: p
     with small() as engine:
         engine.submit(greedy(prompt(20)))
         with monkeypatch.context() as patched:
-            patched.setattr(answering, "Choices", _fail)
+            patched.setattr(runner_module, "Choices", _fail)
             with pytest.raises(RuntimeError, match="no choice"):
                 run_to_the_end(engine)
         assert [delta.finish for delta in engine.step()] == [Finish.FAILED] and not engine.num_open

@@ -149,10 +149,12 @@ def test_whoever_writes_to_shown_memory_changes_nothing(stack: ExitStack) -> Non
     program = (
         "import sys; from mooncake.engine import TransferEngine; e = TransferEngine();"
         "e.initialize(sys.argv[1], 'P2PHANDSHAKE', 'tcp', ''); import ctypes; b = ctypes.create_string_buffer(4096);"
-        "e.transfer_sync_write(sys.argv[2], ctypes.addressof(b), int(sys.argv[3]), 4096); import os; os._exit(0)"
+        "print('wrote', e.transfer_sync_write(sys.argv[2], ctypes.addressof(b), int(sys.argv[3]), 4096), flush=True);"
+        "import os; os._exit(0)"
     )
     command = [sys.executable, "-c", program, HOST, server.shown.session, str(server.shown.address)]
-    subprocess.run(command, check=False, timeout=PATIENCE_S, capture_output=True)
+    said = subprocess.run(command, check=True, timeout=PATIENCE_S, capture_output=True, text=True).stdout
+    assert "wrote " in said and "wrote 0" not in said, f"the write was tried, and refused: {said}"
     assert bytes(server.memory) == before
 
 

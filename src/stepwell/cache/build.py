@@ -54,11 +54,17 @@ class CacheTuning:
             raise ConfigError(f"page_alignment_bytes must be a power of two, got {alignment}")
 
 
-def layouts_for(spec: ModelSpec, config: CacheConfig, *, alignment: int = PAGE_ALIGNMENT_BYTES) -> dict[Tier, ArenaLayout]:
-    """How each tier's bytes are cut, for one rank. Raises ConfigError when a tier is too small."""
+def layouts_for(
+    spec: ModelSpec, config: CacheConfig, *, alignment: int = PAGE_ALIGNMENT_BYTES, shared_by: int = 1
+) -> dict[Tier, ArenaLayout]:
+    """How each tier's bytes are cut, for one rank. Raises ConfigError when a tier is too small.
+
+    Of ranks that share one host memory each has its share of a row on its device: `shared_by` is their number.
+    """
     budgets = {Tier.DEVICE: config.device_bytes, Tier.HOST: config.host_bytes}
+    specs = {Tier.DEVICE: spec if shared_by == 1 else spec.for_ranks(shared_by), Tier.HOST: spec}
     return {
-        tier: lay_out(spec, tier=tier, budget_bytes=budget, alignment=alignment)
+        tier: lay_out(specs[tier], tier=tier, budget_bytes=budget, alignment=alignment)
         for tier, budget in budgets.items()
         if budget is not None
     }
@@ -91,6 +97,7 @@ def build_cache(
     tuning: CacheTuning | None = None,
     counters: Counters | None = None,
     arrivals: Arrivals | None = None,
+    shared_by: int = 1,
 ) -> Cache:
     """A cache for `spec` (one rank's share of the model), with one copy engine for each rank.
 
@@ -98,10 +105,11 @@ def build_cache(
     your own way; else worker threads run `copy_engines`, and without those the tiers are plain host memory. Give
     `host_pages`, each rank's host memory, to be able to attach a store below your own copy engines. `tuning` is for
     simulators and tests. Give `counters` where your copy engines count too, and `arrivals` where a pass may begin on loads of the
-    only rank before they have ended. Raises ConfigError, also for memory that cannot be had.
+    only rank before they have ended. With `shared_by`, so many ranks share one host memory of whole rows: `spec` is that of the
+    whole model then, and the device's bytes are each rank's. Raises ConfigError, also for memory that cannot be had.
     """
     clock, tuning = clock or SystemClock(), tuning or CacheTuning()
-    layouts = layouts_for(spec, config, alignment=tuning.page_alignment_bytes)
+    layouts = layouts_for(spec, config, alignment=tuning.page_alignment_bytes, shared_by=shared_by)
     if executor is None and copy_engines is None:
         must_fit(sum(layout.size_bytes for layout in layouts.values()))
         memories = numpy_memories(spec, layouts)

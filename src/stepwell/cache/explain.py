@@ -38,6 +38,7 @@ class Cause(Enum):
     EXPIRED = "its time to live ran out"
     CLEARED = "it was cleared on request"
     STORE = "the store's copy could not be used"
+    DEVICE = "it was on a device that was lost"
     LATE = "it had not arrived from the store when the request went on"
     STORE_OFF = "it may be in the store, which is switched off after failures"
 
@@ -49,6 +50,7 @@ _CAUSE_OF_LOSS = {
     LossReason.EXPIRED: Cause.EXPIRED,
     LossReason.CLEARED: Cause.CLEARED,
     LossReason.STORE: Cause.STORE,
+    LossReason.DEVICE: Cause.DEVICE,
     LossReason.LATE: Cause.LATE,
 }
 _NOTHING_KNOWN = (Cause.NEVER_STORED, Cause.OTHER_NAMESPACE)  # as far as memory can tell

@@ -38,7 +38,7 @@ from stepwell.tiers.state import CacheState, one_thread
 from stepwell.tree.feed import MOST_PAGES, EventFeed
 from stepwell.tree.match import Match
 from stepwell.tree.node import LossReason
-from stepwell.tree.pruning import clear
+from stepwell.tree.pruning import clear, lose_device
 
 POLL_S = 0.0005  # between two steps of `wait`
 ARRIVING_POLL_S = 0.00005  # the same of `wait_arriving`: the pass and the copies it waits for end together
@@ -239,6 +239,17 @@ class Cache(ReadOnlyCache):
         for lease in self._leases:
             lease.publishes &= lease.namespace.digest != digest
         clear(self._state.tree, digest, self._state.loss(LossReason.CLEARED, self._state.nearest))
+        self._state.give_back_host()
+
+    @one_thread
+    def lose_device(self) -> None:
+        """Forgets all that is on the device: its memory is gone, with whoever copied to and from it. Host and store stay as they
+        are. All leases must have been given back, and no copy may still be carried out. Raises LeaseError.
+        """
+        if len(self._leases):
+            raise LeaseError(f"{len(self._leases)} lease(s) are open; release them before the device tier is given up")
+        self._state.copies.take_back_all()
+        lose_device(self._state.tree, self._state.loss(LossReason.DEVICE, Tier.DEVICE))
         self._state.give_back_host()
 
     @one_thread

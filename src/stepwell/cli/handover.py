@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 PEER_TOKEN = "STEPWELL_PEER_TOKEN"
 PREFILL, DECODE = "prefill", "decode"
+_ANY = ("0.0.0.0", "::", "[::]", "")
 _ALWAYS_FETCH = 1.0  # tokens a second: no prompt is taken to be computed here sooner than it is fetched
 
 
@@ -36,8 +37,6 @@ def configure(parser: ArgumentParser) -> None:
         "--transfer-host", metavar="HOST",
         help="by which other machines reach this one's transfer engine, which listens on all interfaces (default: --host)",
     )  # fmt: skip
-    parser.add_argument("--transfer-protocol", default="tcp", metavar="NAME", help="of Mooncake's: tcp or rdma (default: tcp)")
-    parser.add_argument("--transfer-device", default="", metavar="NAME", help="the network card for rdma")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +49,6 @@ class Handover:
     memory: SharedHost
     host: str
     transfer_host: str
-    protocol: str
-    card: str
 
     def with_shared_memory(self, config: EngineConfig) -> EngineConfig:
         """Settings of an engine whose host tier other processes can map."""
@@ -64,7 +61,7 @@ class Handover:
         from stepwell.server.handover import Offers
         from stepwell.store.peer.lane import Wire
 
-        wire = Wire(host=self.transfer_host, protocol=self.protocol, card=self.card)
+        wire = Wire(host=self.transfer_host)
         offers = Offers(self.memory, wire, host=self.host, port=port, token=self.token, key=config.store_config.key)
         offers.start()
         return offers
@@ -77,7 +74,7 @@ class Handover:
         from stepwell.store.peer.lane import Lane, Wire
         from stepwell.store.peer.store import PeerStore
 
-        wire = Wire(host=self.transfer_host, protocol=self.protocol, card=self.card)
+        wire = Wire(host=self.transfer_host)
         store = PeerStore(self.memory, partial(Lane, self.memory, wire), clock=engine.clock)
         engine.cache.store.attach(store, replace(config.store_config, recompute_tokens_per_s=_ALWAYS_FETCH))
         engine.stores.append(store)
@@ -108,6 +105,9 @@ def read(args: Namespace, environment: Mapping[str, str]) -> Handover | None:
         raise ConfigError("--role decode reads from prefill servers, and has no other store: leave --store out")
     if args.role == PREFILL and args.write_policy != "through":
         raise ConfigError("--role prefill hands out what is on the host: it needs --write-policy through")
+    host = args.transfer_host or args.host
+    if host in _ANY:
+        raise ConfigError(f"other servers cannot reach this one as {host}: name it as they do with --transfer-host")
     from stepwell.store.peer.lane import SharedHost
 
     return Handover(
@@ -115,10 +115,8 @@ def read(args: Namespace, environment: Mapping[str, str]) -> Handover | None:
         token=token,
         peers=tuple(_address(each) for each in args.peer),
         memory=SharedHost(),
-        host=args.transfer_host or args.host,
-        transfer_host=args.transfer_host or args.host,
-        protocol=args.transfer_protocol,
-        card=args.transfer_device,
+        host=host,
+        transfer_host=host,
     )
 
 

@@ -10,10 +10,12 @@ import secrets
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 from dataclasses import replace
+from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from stepwell.base.config import HOT_ROWS, MAX_PRIORITY, PrefetchPolicy, StoreConfig, WritePolicy
 from stepwell.base.errors import ConfigError
+from stepwell.base.ids import Tier
 from stepwell.base.units import format_bytes, parse_bytes
 from stepwell.cli import handover, kv_events
 from stepwell.cli.command import Command
@@ -23,7 +25,6 @@ from stepwell.store.key_file import read_store_key
 if TYPE_CHECKING:
     from stepwell.engine.build import EngineConfig
     from stepwell.engine.engine import Engine
-    from stepwell.engine.footprint import Footprint
     from stepwell.engine.models.selectors import Sparse
     from stepwell.engine.scheduler import Limits
     from stepwell.server.principals import Principals, Secrets
@@ -60,6 +61,14 @@ def configure(parser: ArgumentParser) -> None:
         "--hot-rows", type=int, metavar="N",
         help="with --sparse: attention rows may be on the host alone, and a request keeps so many of a layer on the device "
         "(default: 4096 with dsa; else rows stay on the device)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--tensor-parallel", type=int, default=1, metavar="N",
+        help="ranks that compute the model together, each in a process and on a GPU of its own (default: 1)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--restart-workers", action="store_true",
+        help="with --tensor-parallel: when a rank is lost, start all anew; host memory and store stay warm",
     )  # fmt: skip
     parser.add_argument("--page-tokens", type=int, metavar="N", help="tokens per page (default: the model's own)")
     _configure_cache(parser)
@@ -205,6 +214,8 @@ def _engine_config(args: Namespace, environment: Mapping[str, str], principals: 
         sparse=args.sparse,
         sparse_budget=args.sparse_budget,
         hot_rows=args.hot_rows,
+        tensor_parallel=args.tensor_parallel,
+        restart_workers=args.restart_workers,
         device_memory=args.device_memory,
         host_memory=args.host_memory,
         store=args.store,
@@ -261,17 +272,19 @@ def _summary(
 ) -> list[tuple[str, str]]:
     """What people should know before the first request, line by line."""
     cache, spec = engine.cache, engine.cache.spec
-    sizes = {tier.label: stats.available_bytes for tier, stats in cache.stats().tiers.items()}  # nothing is in them yet
+    sizes = {tier: stats.available_bytes for tier, stats in cache.stats().tiers.items()}  # nothing is in them yet
     measured, key = engine.footprint, config.store_config.key
+    per_token = {Tier.DEVICE: measured.bytes_per_token, Tier.HOST: spec.bytes_per_token}  # ranks have shares of rows on devices
     checkpoint = f", {format_bytes(measured.checkpoint_bytes)} per checkpoint" if measured.checkpoint_bytes else ""
     lines = [
         ("model", f"{name}, up to {engine.max_context:,} tokens a request"),
         ("passes", f"{engine.limits.chunk_tokens:,} tokens, {engine.limits.max_running} requests at once"),
         ("memory", f"{round(measured.bytes_per_token):,} bytes per token{checkpoint}, pages of {spec.page_tokens} tokens"),
+        *([] if config.tensor_parallel == 1 else [("ranks", _ranks(engine, config))]),
         *([] if config.draft is None else [("draft", f"{config.draft}, up to {config.draft_tokens} tokens ahead")]),
         *([] if config.picks is None else [("sparse", _sparse(config.picks, config.hot_rows))]),
         ("kernels", ", ".join(f"{what} {by}" for what, by in engine.kernels.items())),
-        ("tiers", ", ".join(_tier(label, size, measured) for label, size in sizes.items() if size)),
+        ("tiers", ", ".join(_tier(tier.label, size, per_token[tier]) for tier, size in sizes.items() if size)),
         ("store", config.store or "none"),
         *([] if key is None else [("store key", f"{key.id.hex()}: only what was written with it is used")]),
         ("admin token", f"{keys.admin_token} (for this run)" if made else "as given"),
@@ -290,9 +303,14 @@ def _sparse(picks: Sparse, hot_rows: int | None) -> str:
     return (picks.identity or picks.selector) + hot
 
 
-def _tier(label: str, size: int, measured: Footprint) -> str:
+def _ranks(engine: Engine, config: EngineConfig) -> str:
+    pids = "" if engine.ranks is None else f", processes {', '.join(map(str, engine.ranks.pids))}"
+    return f"{config.tensor_parallel}{pids}{'; started anew when one is lost' if config.restart_workers else ''}"
+
+
+def _tier(label: str, size: int, bytes_per_token: Fraction) -> str:
     """Its size, and how many tokens that are where each token takes some."""
-    tokens = f" ({int(size / measured.bytes_per_token):,} tokens)" if measured.bytes_per_token else ""
+    tokens = f" ({int(size / bytes_per_token):,} tokens)" if bytes_per_token else ""
     return f"{label} {format_bytes(size)}{tokens}"
 
 

@@ -8,14 +8,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-import torch
-
 from stepwell.base.meters import Clock
 from stepwell.cache.facade import Cache
-from stepwell.engine.ops.drawing import UNSOUND, Pick
-from stepwell.engine.ops.to_host import ToHost
+from stepwell.engine.ops.drawing import UNSOUND
 from stepwell.engine.request import Chunk, Delta, Finish, Request, TokenLogprob, Usage
-from stepwell.engine.sampling import Choices, Chosen, draw_of
+from stepwell.engine.sampling import Chosen, ChosenRows, WaitForChoices
 from stepwell.engine.scheduler import Scheduler
 from stepwell.engine.unread import Unread
 from stepwell.tiers.lease import Sources
@@ -32,8 +29,6 @@ class Answering:
         scheduler: Scheduler,
         clock: Clock,
         eos_ids: frozenset[int],
-        pick: Pick,
-        to_host: ToHost,
         *,
         dense_tokens: int | None = None,
     ) -> None:
@@ -42,8 +37,6 @@ class Answering:
         self._scheduler = scheduler
         self._clock = clock
         self._eos_ids = eos_ids
-        self._pick = pick
-        self._to_host = to_host
         self._dense_tokens = dense_tokens  # so many tokens are all looked at; answers behind them pick. None where nothing does
         self._deltas: list[Delta] = []
 
@@ -70,17 +63,15 @@ class Answering:
             if row is not None:
                 self._add(request, Chosen(token=tokens[row]))
 
-    def choose(self, chunks: Sequence[Chunk], logits: torch.Tensor) -> None:
-        """What comes of a pass whose logits are there: tokens for the chunks that complete their requests.
+    def choose(self, chunks: Sequence[Chunk], chosen: WaitForChoices) -> None:
+        """What comes of a pass that has begun: tokens for the chunks that complete their requests. Waits for it.
 
         A chunk whose pages did not arrive has nothing of it: the next step puts its request back.
         """
         missed = [chunk for chunk in chunks if chunk.arriving and not self._arrived(chunk.request)]
         if len(missed) == len(chunks):
             return  # nor is their pass waited for: it may wait for what never comes
-        completed = [chunk for chunk in chunks if chunk.completes]
-        draws = [draw_of(chunk.request, after) for chunk in completed for after in range(1 + len(chunk.proposed))]
-        choices, row = Choices(logits, draws, self._pick, self._to_host), 0
+        choices, row = chosen(), 0
         for chunk in chunks:
             if chunk in missed:
                 row += chunk.completes
@@ -105,7 +96,7 @@ class Answering:
 
     # ---- inside -----------------------------------------------------------------------------------
 
-    def _go_on(self, chunk: Chunk, choices: Choices, row: int) -> None:
+    def _go_on(self, chunk: Chunk, choices: ChosenRows, row: int) -> None:
         """The next tokens, each chosen as if it were alone: for as long as the model chooses what was proposed, and one more.
 
         tokens     ... last | guess | guess | guess       rows of logits: one for each of these

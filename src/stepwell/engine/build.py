@@ -23,22 +23,24 @@ from stepwell.engine.drafts.base import LoadedDraft, check_target
 from stepwell.engine.drafts.own_layer import MTP, load_own_layer
 from stepwell.engine.drafts.separate import load_separate
 from stepwell.engine.engine import Engine
-from stepwell.engine.footprint import footprint, longest_request
+from stepwell.engine.footprint import footprint, footprint_of, longest_request
 from stepwell.engine.loading.checkpoint import Checkpoint, open_checkpoint
 from stepwell.engine.loading.known import known_names
 from stepwell.engine.models.base import Decoder
-from stepwell.engine.models.registry import build_model
+from stepwell.engine.models.registry import build_model, share_of, spec_of
 from stepwell.engine.models.selectors import Sparse
-from stepwell.engine.ops.kernels import Kernels, check_kernels
+from stepwell.engine.ops.kernels import Kernels, Report, check_kernels
 from stepwell.engine.passes.pages import TORCH_DTYPES, DevicePages
 from stepwell.engine.passes.spilling import Sizes, Spilling
-from stepwell.engine.runner import Runner
+from stepwell.engine.runner import Facts, Runner
 from stepwell.engine.scheduler import Limits
 from stepwell.engine.speculation import Speculation
+from stepwell.engine.workers.rank_workers import RankedRunner, RankWorkers, WorkerLimits, WorkerSetup
 from stepwell.jobs.executors import Arrivals
 from stepwell.store.api import Store
 from stepwell.store.registry import find_opener, open_store
 from stepwell.transfer.copy_engine import CopyEngine, NumpyCopyEngine, PageMemory, free_bytes, must_fit
+from stepwell.transfer.shared_memory import InheritedBlock
 from stepwell.transfer.store_worker import HostPages
 from stepwell.transfer.torch_copy_engine import TorchCopyEngine
 from stepwell.transfer.torch_memory import TorchMemory
@@ -85,6 +87,11 @@ class EngineConfig:
     hot_rows: int | None = None
     replace_hot: str = "score"  # which hot row is replaced first: that of the lowest score in a step, or by age the oldest
     fetch_beside: bool = False  # steps over rows on the host fetch what is missing while they go on, until they need it
+    tensor_parallel: int = (
+        1  # ranks that compute the model together, each in a process of its own; memory of a device is each one's
+    )
+    restart_workers: bool = False  # ranks that are lost are started anew; else the engine then computes nothing any more
+    worker_limits: WorkerLimits = field(default_factory=WorkerLimits)
     stage_ahead: bool = False  # prompts over rows on the host copy the next layer's while one is computed
     host_block: Callable[[int], memoryview] | None = None  # makes the host tier's memory, where others are to have it mapped too
 
@@ -119,6 +126,8 @@ def open_and_build(model: str, config: EngineConfig) -> tuple[Checkpoint, Engine
         store = open_store(config.store, options=config.store_options)  # it may be locked, or too small
     try:
         checkpoint = open_checkpoint(model)
+        if config.tensor_parallel > 1:
+            return checkpoint, _build_ranked(model, checkpoint, config, store)
         return checkpoint, build_engine(checkpoint, config, store=store)
     except BaseException:
         if store is not None:
@@ -133,10 +142,11 @@ def check_settings(config: EngineConfig) -> None:
         raise ConfigError(f"dtype must be one of {', '.join(TORCH_DTYPES)}, and kv_dtype of {', '.join(KV_DTYPES)}")
     check_kernels(config.kernels, device, TORCH_DTYPES[dtype])
     _check_sparse(config)
+    _check_ranks(config)
     if config.page_tokens is not None and config.page_tokens < 1:
         raise ConfigError(f"page_tokens must be at least 1, got {config.page_tokens}")
     sizes = CacheConfig(device_bytes=_device_bytes(config, device), host_bytes=_host_bytes(config))
-    _must_fit(sizes, device)
+    _must_fit(sizes, device, config.tensor_parallel)
     if config.store is not None:
         find_opener(config.store)
         if sizes.host_bytes is None:
@@ -190,8 +200,7 @@ def build_engine(
     tuning = replace(tuning or CacheTuning(), compute_while_loading=config.compute_while_loading)
     memories = _memories(spec, cache_config, device, tuning, config.host_block)
     picks = None if config.picks is None else config.picks.identity
-    named = [None if loaded is None else loaded.identity, picks]
-    identity = "/".join([checkpoint.digest, dtype, device.split(":")[0], *(each for each in named if each is not None)])
+    identity = _identity(checkpoint, dtype, device, None if loaded is None else loaded.identity, picks)
     cache = _cache(spec, cache_config, memories, identity, tuning, layerwise=config.layerwise)
     rows = {kind: _tensor(memories[Tier.DEVICE], kind) for kind in Kind if spec.device_parts(kind)}
     try:
@@ -216,6 +225,85 @@ def build_engine(
         store=attached,
         speculation=None if loaded is None else _speculation(loaded, cache, spec, rows, config),
     )
+
+
+def _check_ranks(config: EngineConfig) -> None:
+    """Raises ConfigError for what ranks in several processes cannot do."""
+    if config.tensor_parallel < 1:
+        raise ConfigError(f"tensor_parallel must be at least 1, got {config.tensor_parallel}")
+    if config.tensor_parallel == 1:
+        if config.restart_workers:
+            raise ConfigError("restart_workers is for ranks in processes of their own: give tensor_parallel too")
+        return
+    for name, given in (("a draft", config.draft), ("sparse", config.sparse)):
+        if given is not None:
+            raise ConfigError(f"{name} runs on one rank only, so far: leave it out, or use tensor_parallel 1")
+    _rank_devices(config)
+
+
+def _rank_devices(config: EngineConfig) -> tuple[str, ...]:
+    """The device of each rank. Raises ConfigError where there are too few."""
+    device, count = _device(config), config.tensor_parallel
+    if device == "cpu":
+        return ("cpu",) * count
+    if ":" in device:
+        raise ConfigError(f"{count} ranks need a GPU each: give --device cuda, and choose which with CUDA_VISIBLE_DEVICES")
+    if torch.cuda.device_count() < count:
+        raise ConfigError(f"--tensor-parallel {count} needs as many GPUs, and torch sees {torch.cuda.device_count()}")
+    return tuple(f"cuda:{rank}" for rank in range(count))
+
+
+def _build_ranked(model: str, checkpoint: Checkpoint, config: EngineConfig, store: Store | None) -> Engine:
+    """An engine whose model is in worker processes. Their host memory is one, of whole rows, whatever their number."""
+    count, device, dtype = config.tensor_parallel, _device(config), _dtype(config)
+    spec = spec_of(checkpoint.config, dtype=dtype, page_tokens=config.page_tokens, kv_dtype=config.kv_dtype)
+    share = share_of(spec, count)
+    host_bytes, tuning = _host_bytes(config), CacheTuning()
+    host = None if host_bytes is None else InheritedBlock(host_bytes)
+    devices = _rank_devices(config)
+    workers = RankWorkers(
+        WorkerSetup(
+            model=model, digest=checkpoint.digest, dtype=dtype, kv_dtype=config.kv_dtype, kernels=config.kernels,
+            page_tokens=spec.page_tokens, devices=devices, backend="gloo" if device == "cpu" else "nccl",
+            host=host, alignment=tuning.page_alignment_bytes,
+            device_bytes=lambda free: _device_bytes(config, device, free=free if device != "cpu" else None),
+            threads=max(torch.get_num_threads() // count, 1) if device == "cpu" else None,
+        ),
+        config.worker_limits,
+        restart=config.restart_workers,
+    )  # fmt: skip
+    workers.start()
+    try:
+        sizes = CacheConfig(
+            device_bytes=workers.device_bytes, host_bytes=host_bytes, write=config.write, placement=config.placement,
+            memory_quotas=config.memory_quotas, vocab_size=int(workers.facts["vocab_size"]),
+        )  # fmt: skip
+        layouts = layouts_for(spec, sizes, alignment=tuning.page_alignment_bytes, shared_by=count)
+        cache = build_cache(
+            spec, sizes, executor=workers.copies, model=_identity(checkpoint, dtype, device), shared_by=count, tuning=tuning,
+            host_pages=[] if host is None else [PageMemory(spec, layouts[Tier.HOST], host.view)],
+        )  # fmt: skip
+        try:
+            attached = _attach(cache, config, store)
+        except BaseException:
+            cache.close()
+            raise
+    except BaseException:
+        workers.close()
+        raise
+    limits = limits_for(config)
+    context = longest_request(cache, limits.chunk_tokens, most=checkpoint.max_context)
+    cache.hand_over()
+    facts = Facts(vocab_size=int(workers.facts["vocab_size"]), on_cuda=device != "cpu")
+    return Engine(
+        RankedRunner(workers=workers, spec=spec, facts=facts, kernels=Report(chosen=dict(workers.facts["kernels"]))),
+        cache, checkpoint.text, limits=limits, max_context=context, footprint=footprint_of(share), eos_ids=checkpoint.eos_ids,
+        store=attached,
+    )  # fmt: skip
+
+
+def _identity(checkpoint: Checkpoint, dtype: str, device: str, *named: str | None) -> str:
+    return "/".join([checkpoint.digest, dtype, device.split(":")[0], *(each for each in named if each is not None)])
 
 
 def _check_sparse(config: EngineConfig) -> None:
@@ -354,8 +442,10 @@ def _dtype(config: EngineConfig) -> str:
     return ("fp32" if _device(config) == "cpu" else "bf16") if config.dtype == "auto" else config.dtype
 
 
-def _device_bytes(config: EngineConfig, device: str) -> int:
-    free = free_bytes() if device == "cpu" else torch.cuda.mem_get_info(device)[0]
+def _device_bytes(config: EngineConfig, device: str, *, free: int | None = None) -> int:
+    """`free` is what whoever has the device says is free there."""
+    if free is None:
+        free = free_bytes() if device == "cpu" else torch.cuda.mem_get_info(device)[0]
     if isinstance(config.device_memory, str) and config.device_memory.endswith("%"):
         return int(free * _share(config.device_memory))
     if config.device_memory is not None:
@@ -382,11 +472,11 @@ def _host_bytes(config: EngineConfig) -> int | None:
     return parse_bytes(config.host_memory) or None
 
 
-def _must_fit(config: CacheConfig, device: str) -> None:
+def _must_fit(config: CacheConfig, device: str, ranks: int = 1) -> None:
     """Raises ConfigError, saying what would fit, before memory is taken that is not there."""
     needed = config.host_bytes or 0
     if device == "cpu":
-        needed += config.device_bytes or 0
+        needed += (config.device_bytes or 0) * ranks
     else:
         free = torch.cuda.mem_get_info(device)[0]
         if (config.device_bytes or 0) > free:

@@ -13,12 +13,11 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
-from stepwell.base.errors import BadTokens, ConfigError, NoRoom, StepwellError
+from stepwell.base.errors import BadTokens, ConfigError, StepwellError
 from stepwell.base.meters import Clock, SystemClock
 from stepwell.cache.facade import Cache
 from stepwell.cache.report import StepReport
@@ -26,8 +25,7 @@ from stepwell.engine.answering import Answering
 from stepwell.engine.footprint import Footprint, longest_request
 from stepwell.engine.passes.spilling import SpillReport
 from stepwell.engine.request import Ask, Chunk, Delta, Finish, Request, Sampling, TokenLogprob, Usage
-from stepwell.engine.runner import Runner
-from stepwell.engine.sampling import try_every_cut
+from stepwell.engine.runner import RANK_LOST, Passes, PassesLost, RanksReport, Runner
 from stepwell.engine.scheduler import MAX_FAILED_LEASES, Limits, Scheduler
 from stepwell.engine.speculation import Speculation
 from stepwell.engine.text import StopFinder, Text
@@ -56,7 +54,7 @@ class Engine:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: Passes,
         cache: Cache,
         text: Text | None,
         *,
@@ -82,15 +80,15 @@ class Engine:
         self.passes = 0
         self._failed_kernels = 0
         self._unread: Unread | None = None  # the pass that runs while its requests are already planned further
-        self._reads_later = speculation is None and runner.goes_ahead
+        self._reads_later = speculation is None and isinstance(runner, Runner) and runner.goes_ahead
         self._runner = runner
-        self._kernels = runner.model.kernels
         self._speculation = speculation
-        selector = runner.model.selector
+        self._gone: PassesLost | None = None  # why passes will never run again
+        self.lost: str | None = None  # why nothing can be computed now: which rank was lost, until new ones run
+        selector = runner.facts.selector
         self._answering = Answering(
-            cache, self.scheduler, self.clock, eos_ids, self._kernels.pick, self._kernels.to_host,
-            dense_tokens=None if selector is None else selector.count,
-        )  # fmt: skip
+            cache, self.scheduler, self.clock, eos_ids, dense_tokens=None if selector is None else selector.count
+        )
         self._last_id = 0
         self._streams: dict[int, deque[Delta]] = {}
         self._longest: dict[int, int] = {}  # tokens that a request may have, by pages of it that may spill
@@ -104,17 +102,22 @@ class Engine:
 
     @property
     def vocab_size(self) -> int:
-        return self._runner.model.vocab_size
+        return self._runner.facts.vocab_size
 
     @property
     def kernels(self) -> dict[str, str]:
         """What runs each operation of a pass, for people."""
-        return self._runner.model.kernels.report.lines()
+        return self._runner.kernels.lines()
 
     @property
     def spilling(self) -> SpillReport | None:
         """What came of rows that may be on the host alone; None for engines whose rows do not spill."""
         return self._runner.spilling
+
+    @property
+    def ranks(self) -> RanksReport | None:
+        """How the ranks stand that compute in processes of their own; None where the model is in this one."""
+        return self._runner.ranks
 
     @property
     def num_open(self) -> int:
@@ -124,7 +127,11 @@ class Engine:
     # ---- requests ---------------------------------------------------------------------------------
 
     def submit(self, ask: Ask) -> int:
-        """Queues a request and returns its number. Raises ConfigError or BadTokens, and queues nothing."""
+        """Queues a request and returns its number. Raises ConfigError or BadTokens, or PassesLost where nothing can be computed
+        any more; then it queues nothing.
+        """
+        if self._gone is not None:
+            raise PassesLost(f"rank {self._gone.rank} was lost, and nothing can be computed without it", rank=self._gone.rank)
         most = self._most_tokens(ask)
         room = most - len(ask.tokens)
         sampling = ask.sampling
@@ -158,7 +165,7 @@ class Engine:
 
     def _most_tokens(self, ask: Ask) -> int:
         """How many tokens a request may have in all: rows of answers that pick are not published, and stay on the device."""
-        selector = self._runner.model.selector
+        selector = self._runner.facts.selector
         if not ask.use_cache or selector is None or self.cache.spec.spill is None:
             return self.max_context if ask.use_cache else self.max_alone
         size = self.cache.spec.page_tokens
@@ -182,6 +189,8 @@ class Engine:
         try:
             with self._runner.on_device():
                 self._step()
+        except PassesLost as error:
+            self._lose(error)
         except BaseException as error:
             self._unread = None
             self._runner.wait()  # a pass that was queued before still writes into pages that are given back now
@@ -190,6 +199,10 @@ class Engine:
         return self._answering.deltas()
 
     def _step(self) -> None:
+        if not self._runner.tend():
+            self._settle(self.cache.step())  # backups go on, and what the store has comes up
+            return
+        self.lost = None
         self._settle(self.cache.step())
         self.scheduler.admit()
         self._end_failed()
@@ -203,11 +216,13 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Whether a step would only wait: for copies, for the store, or for nothing at all."""
+        if self.lost is not None:
+            return True
         return self._unread is None and not any(request.runs for request in self.scheduler.active.values())
 
     @property
     def on_cuda(self) -> bool:
-        return self._runner.model.device.type == "cuda"
+        return self._runner.facts.on_cuda
 
     def warm_up(self) -> float:
         """Computes two short prompts and some steps, so that nobody waits for kernels to be built; the seconds it took.
@@ -221,20 +236,9 @@ class Engine:
         while self.num_open:
             self.step()
         self.step()
-        self._warm_up_spilled()
-        with self._runner.on_device():
-            try_every_cut(self._kernels.pick, self.vocab_size, self._runner.model.device)
+        self._runner.warm_up(self.cache, self.max_alone)
         self._count_fallbacks()
         return time.monotonic() - began_s
-
-    def _warm_up_spilled(self) -> None:
-        """One token behind as many as make a selector pick; nothing where so many have no room."""
-        tokens = [0] * (self._runner.model.selected + 2 * self.cache.spec.page_tokens)
-        if self.cache.spec.spill is None or len(tokens) > self.max_alone:
-            return
-        with suppress(NoRoom), self._runner.on_device(), self.cache.acquire(self.cache.lookup(tokens), publish=False) as lease:
-            self.cache.grow(lease, len(tokens))
-            self._runner.look_at_host(lease, len(tokens))
 
     def generate(self, prompt: str | Sequence[int], **more: Any) -> Answer:
         """A whole answer: `stream` to its end."""
@@ -289,6 +293,7 @@ class Engine:
             if not self.cache.close():
                 log.warning("not everything that was to be stored was stored in time: a store or a copy is slow, or hangs")
         finally:
+            self._runner.close()
             for store in self.stores:
                 store.close()
 
@@ -327,6 +332,21 @@ class Engine:
             if request.id in self._answering.requests:
                 self._answering.end(request, Finish.FAILED, error=error)
 
+    def _lose(self, error: PassesLost) -> None:
+        """What ran passes is gone, and the device tier with it. Requests of theirs fail; others wait for new ranks, if any come.
+        What the host and the store have is as good as before.
+        """
+        self._unread, self.lost = None, str(error)
+        self.cache.counters.add("rank_losses")
+        told = f"{RANK_LOST}{error.rank}: ask again"
+        self._fail_active(told)
+        comes_back = self._runner.end()  # before anything that they may still write to is given to others
+        self.cache.lose_device()
+        if not comes_back:
+            self._gone = error
+            for request in list(self._answering.requests.values()):
+                self._answering.end(request, Finish.FAILED, error=told)
+
     def _fail_active(self, error: str) -> None:
         for request in list(self.scheduler.active.values()):
             self._answering.end(request, Finish.FAILED, error=error)
@@ -350,8 +370,8 @@ class Engine:
 
     def _start(self, chunks: Sequence[Chunk], before: Unread | None = None) -> None:
         """Starts a pass that is read when the next one was started."""
-        logits = self._runner.run(chunks, put_unread=None if before is None else before.put_into)
-        self._unread = Unread.of(chunks, logits, pick=self._kernels.pick, to_host=self._kernels.to_host)
+        assert isinstance(self._runner, Runner), f"{self._runner} is read before the next pass"
+        self._unread = self._runner.start(chunks, before)
         for chunk in chunks:
             chunk.request.started = chunk.end
         self.passes += 1
@@ -369,16 +389,18 @@ class Engine:
             self._start(chunks)
             return
         if self._speculation is None:
-            logits = self._runner.run(chunks)
+            chosen = self._runner.choose(chunks)
         else:
+            assert isinstance(self._runner, Runner), "drafts are for models in this process"
             chunks, logits = self._speculation.run(chunks, self._runner)
+            chosen = self._runner.choices(chunks, logits)
         self.passes += 1
         self._count_fallbacks()
-        self._answering.choose(chunks, logits)
+        self._answering.choose(chunks, chosen)
 
     def _count_fallbacks(self) -> None:
         """Kernels that failed in this pass, and run in plain torch from now on."""
-        failed = len(self._runner.model.kernels.report.failed)
+        failed = len(self._runner.kernels.failed)
         if failed > self._failed_kernels:
             self.cache.counters.add("kernel_fallbacks", failed - self._failed_kernels)
             self._failed_kernels = failed

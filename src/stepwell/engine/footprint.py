@@ -4,11 +4,13 @@ long a request can be for it. Takes nothing.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 
 from stepwell.base.ids import Kind
+from stepwell.base.spec import ModelSpec
 from stepwell.cache.facade import Cache
 from stepwell.engine.passes.pages import DevicePages
 
@@ -22,8 +24,17 @@ class Footprint:
 
 
 def footprint(pages: DevicePages) -> Footprint:
+    """Measured on a tier's pages."""
     spec = pages.spec
-    sizes = {kind: sum(pages.state_PLRE(part.state)[0].nbytes for part in spec.parts(kind)) for kind in Kind}
+    return _footprint(spec, {kind: sum(pages.state_PLRE(part.state)[0].nbytes for part in spec.parts(kind)) for kind in Kind})
+
+
+def footprint_of(spec: ModelSpec) -> Footprint:
+    """The same by the spec alone, for pages that are in another process."""
+    return _footprint(spec, {kind: spec.object_bytes(kind) for kind in Kind})
+
+
+def _footprint(spec: ModelSpec, sizes: Mapping[Kind, int]) -> Footprint:
     deep = spec.boundary_step * (spec.window_tokens + 1)  # where every window is full
     windows = len(spec.window_span(deep)) * sizes[Kind.WINDOW]
     return Footprint(bytes_per_token=Fraction(sizes[Kind.PREFIX], spec.page_tokens), checkpoint_bytes=windows + sizes[Kind.POINT])

@@ -65,6 +65,11 @@ class EngineLoop:
         return self._thread.is_alive()
 
     @property
+    def lost(self) -> str | None:
+        """Which rank was lost, and why, while nothing can be computed for it."""
+        return self._engine.lost
+
+    @property
     def num_arriving(self) -> int:
         """Requests that were submitted, and that the engine does not know of yet."""
         return self._num_arriving

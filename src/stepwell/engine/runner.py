@@ -7,34 +7,139 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from stepwell.base.errors import NoRoom, StepwellError
 from stepwell.base.ids import LeaseId
 from stepwell.base.prompt import unpack
+from stepwell.cache.facade import Cache
 from stepwell.engine.graphs import Graphs
 from stepwell.engine.models.base import Decoder
+from stepwell.engine.ops.kernels import Report
+from stepwell.engine.ops.selector import Selector
 from stepwell.engine.passes.batch import Batch, RequestRows
 from stepwell.engine.passes.open_groups import OpenGroups
 from stepwell.engine.passes.pages import DevicePages
 from stepwell.engine.passes.spilled import Spilled
 from stepwell.engine.passes.spilling import SpillReport
 from stepwell.engine.request import Chunk
+from stepwell.engine.sampling import Choices, WaitForChoices, draws_for, try_every_cut
+from stepwell.engine.unread import Unread
 from stepwell.jobs.executors import Arriving
 from stepwell.tiers.lease import Lease, LeaseState
 
+RANK_LOST = "the answer was lost with rank "  # and its number: how an error begins that clients may read
+
 PutUnread = Callable[[torch.Tensor, Sequence[Chunk]], torch.Tensor]  # tokens of a pass, with those that only the device knows
+
+
+class PassesLost(StepwellError):
+    """What runs passes is gone, and with it all that was on the device. The message says which rank, and why."""
+
+    def __init__(self, message: str, *, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Facts:
+    """What an engine has to know of the model behind its passes."""
+
+    vocab_size: int
+    on_cuda: bool
+    selector: Selector | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RanksReport:
+    """How ranks in processes of their own stand."""
+
+    state: str  # starting, running or down
+    pids: tuple[int, ...]  # by rank; none while they are down
+    losses: int  # how often they were lost
+    last_loss: str | None  # which rank was lost last, and why
+
+
+class Passes(Protocol):
+    """What runs passes for an engine: a model in this process (`Runner`), or ranks in others (`workers/rank_workers.py`)."""
+
+    @property
+    def facts(self) -> Facts: ...
+
+    @property
+    def kernels(self) -> Report:
+        """What runs each operation, for people."""
+        ...
+
+    @property
+    def spilling(self) -> SpillReport | None: ...
+
+    @property
+    def ranks(self) -> RanksReport | None: ...
+
+    def on_device(self) -> AbstractContextManager[object]: ...
+
+    def wait(self) -> None:
+        """Until the device has done everything it was given."""
+        ...
+
+    def tend(self) -> bool:
+        """Before each step: whether passes can run now. Raises PassesLost once, where they were lost; `end` follows."""
+        ...
+
+    def choose(self, chunks: Sequence[Chunk]) -> WaitForChoices:
+        """Computes the chunks, and chooses the tokens that follow."""
+        ...
+
+    def warm_up(self, cache: Cache, max_alone: int) -> None:
+        """Has kernels built that the first requests would wait for."""
+        ...
+
+    def end(self) -> bool:
+        """After PassesLost: ends what is left of them. Whether it begins to start them anew, which it does not wait for."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class SlotSource(Protocol):
+    """Where slots come from: memory of a model in this process, or only their numbers."""
+
+    @property
+    def needed(self) -> bool: ...
+
+    def take(self) -> int: ...
+
+    def give_back(self, slot: int) -> None: ...
 
 
 class Runner:
     def __init__(self, model: Decoder, pages: DevicePages) -> None:
         self.model = model
         self._pages = pages
-        self._slots = Slots(OpenGroups(pages, device=model.device))
+        self._open_groups = OpenGroups(pages, device=model.device)
+        self._slots = Slots(self._open_groups)
         self._steady = bool(model.steady) and model.device.type == "cuda"
         self._forward = Graphs(model).forward if self._steady else model.forward
+
+    @property
+    def facts(self) -> Facts:
+        model = self.model
+        return Facts(vocab_size=model.vocab_size, on_cuda=model.device.type == "cuda", selector=model.selector)
+
+    @property
+    def kernels(self) -> Report:
+        return self.model.kernels.report
+
+    @property
+    def ranks(self) -> RanksReport | None:
+        return None
 
     @property
     def spilling(self) -> SpillReport | None:
@@ -55,6 +160,39 @@ class Runner:
     def goes_ahead(self) -> bool:
         """Whether a pass may begin before the host has read what comes of the one before."""
         return self._steady
+
+    def tend(self) -> bool:
+        return True
+
+    def end(self) -> bool:
+        raise AssertionError("passes in this process are not lost without it")
+
+    def close(self) -> None:
+        pass
+
+    def choose(self, chunks: Sequence[Chunk]) -> WaitForChoices:
+        return self.choices(chunks, self.run(chunks))
+
+    def choices(self, chunks: Sequence[Chunk], logits: torch.Tensor) -> WaitForChoices:
+        """Tokens for the chunks of a pass, once they are waited for."""
+        return partial(Choices, logits, draws_for(chunks), self.model.kernels.pick, self.model.kernels.to_host)
+
+    def start(self, chunks: Sequence[Chunk], before: Unread | None) -> Unread:
+        """A pass that is read when the next one was started. `before` is the one that is not read yet."""
+        logits = self.run(chunks, put_unread=None if before is None else before.put_into)
+        return Unread.of(chunks, logits, pick=self.model.kernels.pick, to_host=self.model.kernels.to_host)
+
+    def warm_up(self, cache: Cache, max_alone: int) -> None:
+        """Draws in every way. Where rows may spill, one token behind as many as make a selector pick; nothing where so many have
+        no room.
+        """
+        tokens = [0] * (self.model.selected + 2 * cache.spec.page_tokens)
+        with self.on_device():
+            if cache.spec.spill is not None and len(tokens) <= max_alone:
+                with suppress(NoRoom), cache.acquire(cache.lookup(tokens), publish=False) as lease:
+                    cache.grow(lease, len(tokens))
+                    self.look_at_host(lease, len(tokens))
+            try_every_cut(self.model.kernels.pick, self.model.vocab_size, self.model.device)
 
     def run(
         self, chunks: Sequence[Chunk], on_stream: Callable[[torch.Tensor], None] | None = None, *,
@@ -102,28 +240,33 @@ class Runner:
             self._pages,
             device=self.model.device,
             dtype=self.model.dtype,
-            open_groups=self._slots.open_groups,
+            open_groups=self._open_groups,
             arriving=arriving,
         )
 
     def _segment(self, chunk: Chunk) -> RequestRows:
-        request = chunk.request
-        lease = request.lease
-        assert lease is not None, f"{request} was planned without a lease"
-        assert lease.ready or chunk.arriving, f"{request} was planned without its bytes"
-        return RequestRows(
-            tokens=_tokens_of(chunk, lease),
-            position=chunk.start,
-            prefix_pages=lease.prefix_pages,
-            window_pages=lease.window_pages,
-            first_window=lease.first_window,
-            point_page=int(lease.point_pages[0]) if len(lease.point_pages) else None,
-            slot=self._slots.of(lease),
-            resumes=chunk.start == lease.resume,
-            num_logits=1 + len(chunk.proposed) if chunk.completes else 0,
-            hot_numbers=lease.hot_numbers,
-            picks_from=0 if self.model.selector is None else request.prompt_tokens,
-        )
+        return rows_of(chunk, self._slots, picks=self.model.selector is not None)
+
+
+def rows_of(chunk: Chunk, slots: Slots, *, picks: bool) -> RequestRows:
+    """A request's part of a pass, as its lease and its chunk say. `picks` where a selector does."""
+    request = chunk.request
+    lease = request.lease
+    assert lease is not None, f"{request} was planned without a lease"
+    assert lease.ready or chunk.arriving, f"{request} was planned without its bytes"
+    return RequestRows(
+        tokens=_tokens_of(chunk, lease),
+        position=chunk.start,
+        prefix_pages=lease.prefix_pages,
+        window_pages=lease.window_pages,
+        first_window=lease.first_window,
+        point_page=int(lease.point_pages[0]) if len(lease.point_pages) else None,
+        slot=slots.of(lease),
+        resumes=chunk.start == lease.resume,
+        num_logits=1 + len(chunk.proposed) if chunk.completes else 0,
+        hot_numbers=lease.hot_numbers,
+        picks_from=request.prompt_tokens if picks else 0,
+    )
 
 
 def _tokens_of(chunk: Chunk, lease: Lease) -> Sequence[int] | npt.NDArray[np.int32]:
@@ -138,7 +281,7 @@ def _tokens_of(chunk: Chunk, lease: Lease) -> Sequence[int] | npt.NDArray[np.int
 class Slots:
     """A slot of open groups for every lease that computes, until it is closed; none for models that leave no groups open."""
 
-    def __init__(self, open_groups: OpenGroups) -> None:
+    def __init__(self, open_groups: SlotSource) -> None:
         self.open_groups = open_groups
         self._held: dict[LeaseId, tuple[Lease, int]] = {}
 

@@ -6,14 +6,15 @@ known before its tokens are, and a token that is computed again, after preemptio
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
 from stepwell.engine.ops.drawing import UNSOUND, Draw, Pick
 from stepwell.engine.ops.to_host import ToHost
-from stepwell.engine.request import Request, TokenLogprob
+from stepwell.engine.request import Chunk, Request, TokenLogprob
 
 _WORD = 2**64 - 1
 
@@ -25,6 +26,18 @@ def draw_of(request: Request, after: int = 0) -> Draw | None:
         return None
     number = number_for(request.seed, len(request.tokens) + after)
     return Draw(temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p, number=number)
+
+
+def draws_for(chunks: Sequence[Chunk]) -> list[Draw | None]:
+    """How the token behind each row of a pass's logits is drawn: of chunks that complete, one and those that are proposed."""
+    completed = [chunk for chunk in chunks if chunk.completes]
+    return [draw_of(chunk.request, after) for chunk in completed for after in range(1 + len(chunk.proposed))]
+
+
+def logprobs_for(chunks: Sequence[Chunk]) -> list[int | None]:
+    """How many alternatives are told with each of them; None where no logprob is asked for."""
+    completed = [chunk for chunk in chunks if chunk.completes]
+    return [chunk.request.ask.sampling.logprobs for chunk in completed for _ in range(1 + len(chunk.proposed))]
 
 
 def number_for(seed: int, position: int) -> float:
@@ -53,6 +66,17 @@ class Chosen:
 
     token: int
     logprob: TokenLogprob | None = None
+
+
+class ChosenRows(Protocol):
+    """What was chosen from each row of a pass's logits, whoever chose."""
+
+    def of(self, row: int, logprobs: int | None) -> Chosen | None:
+        """None for a row that holds something else than numbers: nothing can be chosen from it."""
+        ...
+
+
+WaitForChoices = Callable[[], ChosenRows]  # waits for the pass
 
 
 class Choices:

@@ -195,6 +195,13 @@ class Jobs(Generic[T, A]):
         """Takes back everything that no rank has begun; how many they were."""
         return sum([self.withdraw(job) for job in list(self._running) if not self._running[job].given_up])
 
+    def take_back_all(self) -> None:
+        """Ends all there are, of ranks that are gone: what was answered counts, the rest is taken back, and none goes on."""
+        self.apply()
+        for job in list(self._running):
+            taken_back = self.withdraw(job)
+            assert taken_back, f"job {job} may still be carried out"
+
     def give_up_overdue(self, timeout_s: float) -> dict[JobId, End]:
         """Ends jobs on which some rank has made no progress for so long, for all ranks; says how each ended.
 

@@ -180,6 +180,7 @@ def _state(engine: Engine, served: Served, stores: Stores) -> dict[str, Any]:
         "checkpoint_bytes": spec.checkpoint_bytes(),
         "max_context": engine.max_context,
         "kernels": engine.kernels,
+        "ranks": None if engine.ranks is None else asdict(engine.ranks),
         "requests": {"waiting": state.waiting, "active": state.active},
         "pending": state.pending,
         "deferred": state.deferred,

@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import sha256
 from hmac import compare_digest
+from threading import Lock
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Depends, Request, Response
@@ -65,6 +66,7 @@ class _Offer:
     listing: bytes
     size_bytes: int
     until_s: float
+    shown: Shown  # the process that others read it from
 
 
 class Offers:
@@ -81,6 +83,8 @@ class Offers:
         self._ttl_s = ttl_s
         self._clock = clock or SystemClock()
         self._id = secrets.token_hex(8)
+        self._closed = False
+        self._showing = Lock()  # around the process, which threads ask for that make listings
         self._shown: Shown | None = None
         self._offers: dict[str, _Offer] = {}  # oldest first
 
@@ -89,37 +93,54 @@ class Offers:
         self._shown = Shown(self._memory, self._wire)
 
     def close(self) -> None:
-        if self._shown is not None:
-            self._shown.close()
+        with self._showing:
+            self._closed = True
+            if self._shown is not None:
+                self._shown.close()
 
     @property
     def shown(self) -> Shown:
-        """The process that shows the memory; a new one where it has ended, which ends what was offered before."""
-        assert self._shown is not None, "offers are started first"
-        if not self._shown.alive:
-            log.warning("the process that shows host memory to other servers has ended, and is started again")
-            self._shown.close()
-            self._shown = Shown(self._memory, self._wire)
-        return self._shown
+        """The process that shows the memory; a new one where it has ended, which ends what was offered before. Any thread.
+
+        Raises StoreError.
+        """
+        with self._showing:
+            assert self._shown is not None, "offers are started first"
+            if self._closed:
+                raise StoreError("the server ends")
+            if not self._shown.alive:
+                log.warning("the process that shows host memory to other servers has ended, and is started again")
+                self._shown.close()
+                self._shown = Shown(self._memory, self._wire)
+            return self._shown
 
     def __len__(self) -> int:
         return len(self._offers)
 
     async def offer(self, loop: EngineLoop, ask: Ask) -> dict[str, Any] | None:
-        """Offers what was computed of a prompt; what the router is to pass on, or None where there is nothing to offer."""
+        """Offers what was computed of a prompt; what the router is to pass on, or None where there is nothing to offer.
+
+        Pages are stamped on a thread: where they were let go of meanwhile, the stamps may be those of other bytes.
+        """
         out = await self._held(loop, ask)
         if out is None:
             return None
+        kept = False
         try:
-            listing = await asyncio.to_thread(self._listing, await _call(loop, _pages_of), out)
-        except BaseException:
-            await _release(loop, out)
-            raise
-        packed, size_bytes = listing.pack(), sum(value.length for value in listing.values)
-        await self._make_room(loop, size_bytes)
+            until_s = self._clock.now() + self._ttl_s
+            shown, listing = await asyncio.to_thread(self._listing, await _call(loop, _pages_of), out)
+            packed, size_bytes = listing.pack(), sum(value.length for value in listing.values)
+            await self._make_room(loop, size_bytes)
+            kept = await _call(loop, lambda _: out.pin.held)
+        except (StoreError, OSError) as error:
+            log.warning("a prompt cannot be offered to other servers: %s", error)
+        finally:
+            if not kept:
+                await _release(loop, out)
+        if not kept:
+            return None
         number = secrets.token_urlsafe(24)
-        until_s = self._clock.now() + self._ttl_s
-        self._offers[number] = _Offer(out=out, listing=packed, size_bytes=size_bytes, until_s=until_s)
+        self._offers[number] = _Offer(out=out, listing=packed, size_bytes=size_bytes, until_s=until_s, shown=shown)
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -133,7 +154,9 @@ class Offers:
 
     def listing(self, number: str) -> bytes | None:
         offer = self._offers.get(number)
-        return None if offer is None or offer.until_s <= self._clock.now() else offer.listing
+        if offer is None or offer.until_s <= self._clock.now() or not offer.shown.alive:
+            return None
+        return offer.listing
 
     async def end(self, loop: EngineLoop, number: str) -> bool:
         """Lets go of an offer; whether there was one."""
@@ -162,9 +185,9 @@ class Offers:
             out, may_come = await _call(loop, hold)
         return out
 
-    def _listing(self, pages: HostPages, out: HandOut) -> Listing:
-        worker = StoreWorker(MemoryStore(0), pages, key=self._key)
-        return listing_of(out, worker, pages.block, address=self.shown.address, session=self.shown.session)
+    def _listing(self, pages: HostPages, out: HandOut) -> tuple[Shown, Listing]:
+        worker, shown = StoreWorker(MemoryStore(0), pages, key=self._key), self.shown
+        return shown, listing_of(out, worker, pages.block, address=shown.address, session=shown.session)
 
     async def _make_room(self, loop: EngineLoop, size_bytes: int) -> None:
         now = self._clock.now()
@@ -244,13 +267,15 @@ class Peers:
             return None
         address, number = _named(params)
         if address not in self._threads:
-            log.warning("a request names %s:%d, which is not one of the servers given with --peer: it is computed", *address)
+            log.warning("a request names %r:%d, which is not one of the servers given with --peer: it is computed", *address)
             return None
         if number in self._open:
             return None  # the same request twice: the first one has it
         asked = asyncio.get_running_loop().run_in_executor(self._threads[address], self._ask, "GET", address, number)
         try:
             listing = parse(await asyncio.wait_for(asked, 2 * self._ask_s))
+            if listing.session.rpartition(":")[0] != address[0]:
+                raise StoreError(f"its memory is to be read from {listing.session!r}, which is another machine")
             self._store.add(number, f"{address[0]}:{address[1]}", listing)
         except (OSError, asyncio.TimeoutError, http.client.HTTPException, StoreError) as error:
             log.warning("what %s:%d offers cannot be had, and is computed: %s", *address, error or type(error).__name__)

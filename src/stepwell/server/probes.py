@@ -1,7 +1,7 @@
 """What routers and orchestrators ask of a server before they send it requests: does it live, is it ready, how busy is it.
 
     /health     the process answers and the engine's thread runs. No reason to restart it
-    /ready      requests may be sent. Not while it stops, though it lives until the last answer has ended
+    /ready      requests may be sent. Not while it stops, though it lives until the last answer has ended, nor without ranks
     /v1/loads   requests, memory and speed, as SGLang names them
     /get_server_info, /model_info    what the server was started with, and what its model can do
 
@@ -37,6 +37,8 @@ def probe_router(served: Served, door: Door) -> APIRouter:
         _must_live(served)
         if door.closed_at_s is not None:
             raise ApiError(503, "the server is stopping: ask another one, or again later", type=SERVER, code="unavailable")
+        if (lost := served.loop.lost) is not None:
+            raise ApiError(503, f"{lost}: ask another one, or again later", type=SERVER, code="unavailable")
         return {"status": "ready", "model": served.name}
 
     @router.get("/v1/loads", dependencies=[] if served.open_metrics else [watching(served.principals)])

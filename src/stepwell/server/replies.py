@@ -24,6 +24,7 @@ from starlette.types import Receive, Scope, Send
 from stepwell.base.errors import StepwellError
 from stepwell.engine.loop import OnDelta
 from stepwell.engine.request import Ask, Delta, Finish, Usage
+from stepwell.engine.runner import RANK_LOST
 from stepwell.engine.scheduler import NO_ROOM
 from stepwell.server.door import arrived_s, principal_of
 from stepwell.server.errors import CLIENT_CLOSED, SERVER, ApiError, api_error
@@ -72,6 +73,8 @@ class Answers:
             self._on_begun()
             if delta.finish is Finish.FAILED:
                 log.error("request %d could not be finished: %s", delta.request, delta.error)
+                if (delta.error or "").startswith(RANK_LOST):
+                    raise ApiError(503, str(delta.error), type=SERVER, code="unavailable")
                 message = delta.error if delta.error in _FOR_CLIENTS else _FAILED
                 raise ApiError(500, message, type=SERVER, code="engine_error")
             if delta.finish is Finish.ABORTED:

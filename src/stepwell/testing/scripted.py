@@ -20,6 +20,7 @@ class Scripted(ABC, Generic[Task, Answer]):
         self._tasks: dict[JobId, Task] = {}
         self._done: list[Answer] = []
         self.num_submitted = 0
+        self.gone = False  # true: the ranks are no more, and what they had not answered can be taken back
 
     @property
     def pending(self) -> tuple[JobId, ...]:
@@ -44,7 +45,7 @@ class Scripted(ABC, Generic[Task, Answer]):
         return done
 
     def withdraw(self, job: JobId) -> bool:
-        return False  # here everything is said to have begun: the harder case
+        return self.gone and self._tasks.pop(job, None) is not None  # else everything is said to have begun: the harder case
 
     def progressed_s(self, job: JobId) -> float:
         return -inf

@@ -33,6 +33,7 @@ class LossReason(Enum):
     EXPIRED = "its time to live ran out"
     CLEARED = "cleared on request"
     STORE = "the store's copy could not be used"
+    DEVICE = "it was on a device that was lost"
     LATE = "it had not arrived from the store when the request went on"
 
 

@@ -12,7 +12,7 @@ from stepwell.base.ids import Kind, Tier
 from stepwell.base.prompt import KEY_BYTES, PageKey
 from stepwell.base.tasks import PageIds
 from stepwell.memory.arena import READY
-from stepwell.tree.checkpoints import forget
+from stepwell.tree.checkpoints import drop_residency, forget
 from stepwell.tree.missing_state import forget_cut
 from stepwell.tree.node import ABSENT, Loss, Node, Run
 from stepwell.tree.tree import Tree
@@ -98,6 +98,16 @@ def clear(tree: Tree, namespace: PageKey, loss: Loss) -> None:
         for child in list(root.kids.by_page.values()):
             truncate(tree, child, 0, loss)
         root.past = None
+
+
+def lose_device(tree: Tree, loss: Loss) -> None:
+    """Takes everything out of the device tier, and out of the tree what was nowhere else."""
+    for node in list(tree.nodes()):
+        for checkpoint in list((node.checkpoints or {}).values()):
+            if (residency := checkpoint.held[Tier.DEVICE]) is not None:
+                drop_residency(tree, residency, loss)
+        if (run := node.runs[Tier.DEVICE]) is not None:
+            discard(tree, run, np.ones(node.num_pages, np.bool_), loss)
 
 
 def _trim(tree: Tree, node: Node, at: int) -> None:

@@ -110,7 +110,12 @@ def _of_rank(spec: ModelSpec, sparse: Sparse | None, ranks: Ranks) -> ModelSpec:
             f"{sparse.selector} picks tokens by the keys of all heads, of which each of {ranks.size} ranks has some: "
             f"leave sparse out, or use one rank"
         )
+    return share_of(spec, ranks.size)
+
+
+def share_of(spec: ModelSpec, ranks: int) -> ModelSpec:
+    """What each of so many ranks keeps of a model. Raises ConfigError that says how many could."""
     try:
-        return spec.for_ranks(ranks.size)
+        return spec.for_ranks(ranks)
     except SpecError as error:
-        raise ConfigError(f"--tensor-parallel {ranks.size}: {error}") from None
+        raise ConfigError(f"--tensor-parallel {ranks}: {error}") from None

@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import mmap
 import os
-import select
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -39,11 +37,9 @@ class Unfenced(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wire:
-    """How engines reach each other: the host that others know this one by, Mooncake's protocol, and the card for RDMA."""
+    """How engines reach each other: the host that others know this one by."""
 
     host: str
-    protocol: str = "tcp"
-    card: str = ""
 
 
 class SharedHost:
@@ -77,12 +73,18 @@ class _EngineProcess:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [
             sys.executable, "-m", "stepwell.store.peer.engine_process", mode, str(memory.fd), str(memory.size_bytes),
-            str(theirs.fileno()), wire.host, wire.protocol, wire.card,
+            str(theirs.fileno()), wire.host,
         ]  # fmt: skip
-        with theirs:
-            self._process = subprocess.Popen(
-                command, pass_fds=(memory.fd, theirs.fileno()), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
-            )
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("STEPWELL_")}  # keys, tokens
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    command, pass_fds=(memory.fd, theirs.fileno()), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                    env=environment, start_new_session=True,  # Ctrl-C is for the server, which ends it when it has drained
+                )  # fmt: skip
+        except OSError as error:
+            ours.close()
+            raise StoreError(f"a process for Mooncake's transfer engine cannot be had: {error}") from error
         self._socket = ours
         self.pid = self._process.pid
         said = self.hear(START_S).decode(errors="replace").split()
@@ -100,13 +102,10 @@ class _EngineProcess:
 
     def hear(self, limit_s: float) -> bytes:
         """The next packet; nothing when the process has ended, or says nothing for so long."""
-        deadline_s = time.monotonic() + limit_s
+        self._socket.settimeout(limit_s)
         try:
-            while not select.select([self._socket], [], [], max(min(deadline_s - time.monotonic(), 1.0), 0.0))[0]:
-                if time.monotonic() >= deadline_s:
-                    return b""
             return self._socket.recv(PACKET_BYTES)
-        except OSError:
+        except OSError:  # too late, too
             return b""
 
     def kill(self) -> bool:

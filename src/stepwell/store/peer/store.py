@@ -8,6 +8,7 @@ so it counts for nothing against this store. Whoever reads verifies stamps, as o
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
@@ -19,6 +20,8 @@ from stepwell.base.meters import Clock, Counters, SystemClock
 from stepwell.store.api import Read, ReadOutcome, ReadResult, Space, Traits, Write, WriteOutcome, never
 from stepwell.store.peer.lane import Entry, Lane, LaneLost, SharedHost, Unfenced
 from stepwell.store.peer.listing import Listing, SmallValue, Value
+
+log = logging.getLogger(__name__)
 
 STALL_S = 5.0  # without a batch for so long, a server has stopped: it takes a tenth of that on a slow network
 COOL_OFF_S = 10.0  # that a server whose lane was lost is left alone
@@ -125,7 +128,7 @@ class PeerStore:
             offer, value = each
             length = len(value.data) if isinstance(value, SmallValue) else value.length
             if length != len(read.into):
-                results[at] = ReadResult(outcome=ReadOutcome.LENGTH)
+                continue  # nothing of ours, and nothing was written
             elif isinstance(value, SmallValue):
                 read.into[:] = value.data
                 results[at] = ReadResult(outcome=ReadOutcome.FOUND, stamp=value.stamp)
@@ -195,6 +198,7 @@ class PeerStore:
                 server.lane = server.lane or self._open_lane()
                 server.lane.read(offer.listing.session, entries, stall_s=self._stall_s)
             except (LaneLost, Unfenced, StoreError) as error:
+                log.warning("host memory of %s cannot be read for %g s: %s", offer.listing.session, COOL_OFF_S, error)
                 server.lane = None
                 server.lost_until_s = self._clock.now() + COOL_OFF_S
                 with self._lock:

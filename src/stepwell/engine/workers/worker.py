@@ -1,0 +1,226 @@
+"""A worker: the process of one rank. Holds a shard of the model and device pages, computes passes and copies pages when told to.
+
+    main thread     reads messages, answers pings, ends the process when the scheduler's has
+    pass thread     loads the model, then one pass after the other: collectives with the other ranks happen here, and only here
+    copy threads    what requests wait for, and beside it saves
+
+Decides nothing. A pass that fails ends the process, for the others wait for it in a collective; a copy that fails is told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import os
+import signal
+import socket
+import sys
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from stepwell.base.errors import StepwellError
+from stepwell.base.ids import Kind, Tier
+from stepwell.base.meters import SystemClock
+from stepwell.base.tasks import Plan, Purpose
+from stepwell.engine.workers.messages import (
+    CHOSEN,
+    COPIED,
+    COPY,
+    FAILED,
+    LOADED,
+    MEMORY,
+    READY,
+    RUN,
+    SETUP,
+    pack_chosen,
+    read_pass,
+    read_plan,
+)  # fmt: skip
+from stepwell.jobs.channel import Channel, ChannelClosed, Message
+from stepwell.jobs.processes import PING, PONG
+from stepwell.jobs.workers import WorkQueue
+
+if TYPE_CHECKING:
+    from stepwell.base.spec import ModelSpec
+    from stepwell.engine.models.base import Decoder
+
+log = logging.getLogger(__name__)
+
+MOST_SLOTS = 1 << 16  # requests that have groups open at once
+MOST_TEXT = 2000  # of what went wrong that is told
+_WAIT_S = 1.0  # for a message: then what other threads could not send at once is tried again
+
+
+class Worker:
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        clock = SystemClock()
+        self._passes = WorkQueue("pass", clock)
+        self._urgent, self._saving = WorkQueue("copy", clock, threads=2), WorkQueue("save", clock)
+        self._shard: Shard | None = None
+
+    def live(self) -> None:
+        """Until the channel ends."""
+        while True:
+            self._channel.wait(_WAIT_S)
+            for message in self._channel.receive():
+                self._take(message)
+            self._channel.flush()
+
+    def _take(self, message: Message) -> None:
+        if message.kind == PING:
+            self._channel.send(Message(kind=PONG))
+        elif message.kind == COPY:
+            line = self._saving if _may_take_its_time(message) else self._urgent
+            line.submit(partial(self._copy, message))
+        else:
+            self._passes.submit(partial(self._do, message))
+
+    def _do(self, message: Message) -> None:
+        """Anything but a copy. What goes wrong ends the process."""
+        try:
+            self._channel.send(self._answer(message))
+        except ChannelClosed:
+            os._exit(0)
+        except BaseException as error:
+            log.exception("a rank fails")
+            told = str(error) if isinstance(error, StepwellError) else f"{type(error).__name__}: {error}"
+            with contextlib.suppress(ChannelClosed):
+                self._channel.send(Message(kind=FAILED, fields={"error": told[:MOST_TEXT]}))
+                while not self._channel.flush():
+                    self._channel.wait(1.0)
+            os._exit(1)
+
+    def _answer(self, message: Message) -> Message:
+        match message.kind:
+            case "setup":
+                self._shard = Shard(message)
+                return self._shard.loaded()
+            case "memory":
+                assert self._shard is not None, f"{MEMORY} before {SETUP}"
+                self._shard.take_memory(message.number("device_bytes"))
+                return Message(kind=READY)
+            case "run":
+                assert self._shard is not None, f"{RUN} before {SETUP}"
+                return self._shard.run(message)
+        raise ValueError(f"nobody knows what {message.kind!r:.40} means")
+
+    def _copy(self, message: Message) -> None:
+        job, began_s, error = message.fields.get("job"), monotonic(), None
+        try:
+            assert self._shard is not None, f"{COPY} before {SETUP}"
+            self._shard.copy(message)
+        except BaseException as failure:  # the worker boundary: it comes home as a value
+            error = f"{type(failure).__name__}: {failure}"[:MOST_TEXT]
+        with contextlib.suppress(ChannelClosed):
+            self._channel.send(Message(kind=COPIED, fields={"job": job, "error": error, "took_s": monotonic() - began_s}))
+
+
+def _may_take_its_time(message: Message) -> bool:
+    return message.fields.get("purpose") == Purpose.SAVE.value and message.fields.get("awaited") is not True
+
+
+class Shard:
+    """One rank's model, and then its memory. Made by what `setup` says."""
+
+    def __init__(self, setup: Message) -> None:
+        import torch
+
+        from stepwell.engine.loading.checkpoint import open_checkpoint
+        from stepwell.engine.models.registry import build_model, spec_of
+        from stepwell.engine.ranks import join
+
+        fields = setup.fields
+        self.rank, self.size = setup.number("rank"), setup.number("size")
+        if fields.get("threads"):
+            torch.set_num_threads(setup.number("threads"))
+        device = setup.text("device")
+        if device.startswith("cuda"):
+            torch.cuda.set_device(device)
+        checkpoint = open_checkpoint(setup.text("model"))
+        self.digest = checkpoint.digest
+        self.spec: ModelSpec = spec_of(
+            checkpoint.config, dtype=setup.text("dtype"), page_tokens=setup.number("page_tokens"), kv_dtype=fields.get("kv_dtype")
+        )
+        ranks = join(
+            self.rank, self.size, Path(setup.text("meeting")), backend=setup.text("backend"),
+            timeout_s=float(setup.number("timeout_s")),
+        )  # fmt: skip
+        self.model: Decoder = build_model(
+            checkpoint.config, checkpoint.source, dtype=setup.text("dtype"), device=device,
+            page_tokens=setup.number("page_tokens"), kv_dtype=fields.get("kv_dtype"), kernels=setup.text("kernels"), ranks=ranks,
+        )  # fmt: skip
+        self._device = device
+        self._host: memoryview | None = None
+        if (host_bytes := setup.number("host_bytes")) > 0:
+            self._host = memoryview(mmap.mmap(setup.number("host_fd"), host_bytes))
+        self._alignment = setup.number("alignment")
+
+    def loaded(self) -> Message:
+        import torch
+
+        free = torch.cuda.mem_get_info(self._device)[0] if self._device.startswith("cuda") else 0
+        facts = {"free_bytes": free, "vocab_size": self.model.vocab_size, "digest": self.digest}
+        return Message(kind=LOADED, fields={**facts, "kernels": self.model.kernels.report.lines()})
+
+    def take_memory(self, device_bytes: int) -> None:
+        from stepwell.engine.passes.open_groups import OpenGroups
+        from stepwell.engine.passes.pages import DevicePages
+        from stepwell.memory.layout import lay_out
+        from stepwell.transfer.shard_copies import ShardCopyEngine
+        from stepwell.transfer.torch_memory import TorchMemory
+
+        mine = self.model.spec
+        layouts = {Tier.DEVICE: lay_out(mine, tier=Tier.DEVICE, budget_bytes=device_bytes, alignment=self._alignment)}
+        device, host = TorchMemory(mine, layouts[Tier.DEVICE], self._device), None
+        if self._host is not None:
+            layouts[Tier.HOST] = lay_out(self.spec, tier=Tier.HOST, budget_bytes=len(self._host), alignment=self._alignment)
+            host = TorchMemory(self.spec, layouts[Tier.HOST], "cpu", given=self._host)
+        self._counts: Mapping[Tier, Mapping[Kind, int]] = {
+            tier: {kind: layout.rows(kind) for kind in layout.strides} for tier, layout in layouts.items()
+        }
+        self._copies = ShardCopyEngine(self.spec, device, host, rank=self.rank, ranks=self.size)
+        self._pages = DevicePages(mine, {kind: device.rows(kind) for kind in Kind if mine.device_parts(kind)})
+        self._open_groups = OpenGroups(self._pages, device=self.model.device)
+
+    def copy(self, message: Message) -> None:
+        plan: Plan = read_plan(message, pages=self._counts)
+        self._copies.begin(plan)()
+
+    def run(self, message: Message) -> Message:
+        """One pass. Every rank has all logits; the first one chooses."""
+        from stepwell.engine.passes.batch import Batch
+        from stepwell.engine.sampling import Choices
+
+        given = read_pass(message, pages=self._counts[Tier.DEVICE], vocab_size=self.model.vocab_size, most_slots=MOST_SLOTS)
+        for rows in given.rows:
+            while rows.slot is not None and self._open_groups.num_slots <= rows.slot:
+                self._open_groups.take()  # the scheduler says who has which; here there are only enough of them
+        model = self.model
+        batch = Batch(given.rows, self._pages, device=model.device, dtype=model.dtype, open_groups=self._open_groups)
+        logits = model.forward(batch)
+        if self.rank:
+            if model.device.type == "cuda":
+                _wait_for(model.device)
+            return Message(kind=CHOSEN)
+        choices = Choices(logits, given.draws, model.kernels.pick, model.kernels.to_host)
+        return pack_chosen([choices.of(row, count) for row, count in enumerate(given.logprobs)])
+
+
+def _wait_for(device: Any) -> None:
+    import torch
+
+    torch.cuda.synchronize(device)
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.WARNING)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the scheduler's process ends this one
+    worker = Worker(Channel(socket.socket(fileno=int(sys.argv[-1]))))
+    with contextlib.suppress(ChannelClosed):
+        worker.live()
+    os._exit(0)  # whatever its other threads wait for

@@ -1,0 +1,198 @@
+"""Small messages between two processes of one machine, over a pair of connected sockets. No pickle; nothing here waits for long.
+
+    frame    | size: 4 bytes | head size: 4 bytes | head: JSON | array | array | ...
+    head     {"kind": "run", "fields": {...}, "arrays": [["<i4", 12], ...]}
+
+What comes in is looked at before it is believed: a frame that is too long, or is not made like this, closes the channel. So does
+the end of the other process. What cannot be sent at once waits here, up to a limit: nobody hangs on a peer that does not read.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from threading import Lock
+from time import monotonic
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+MOST_BYTES = 64 << 20  # of a frame, and of what waits to be sent
+_DTYPES = ("<i4", "<i8", "<f8")
+_READ_BYTES = 1 << 18
+
+Array = npt.NDArray[Any]
+
+
+class ChannelClosed(Exception):
+    """Nothing comes or goes any more; the message says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Message:
+    """What is told: a word, some plain values by name, and arrays of numbers."""
+
+    kind: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    arrays: Sequence[Array] = ()
+
+    def number(self, name: str) -> int:
+        """A whole number, not negative. Raises ValueError where there is none."""
+        value = self.fields.get(name)
+        if type(value) is not int or value < 0:
+            raise ValueError(f"{self.kind}: {name} is no number: {value!r:.80}")
+        return value
+
+    def text(self, name: str) -> str:
+        value = self.fields.get(name)
+        if not isinstance(value, str):
+            raise ValueError(f"{self.kind}: {name} is no text: {value!r:.80}")
+        return value
+
+
+def packed(message: Message) -> bytes:
+    """A message as a frame. Raises ValueError where it would be too long."""
+    arrays = [np.ascontiguousarray(each) for each in message.arrays]
+    described = [[each.dtype.str, each.size] for each in arrays]
+    assert all(kind in _DTYPES for kind, _ in described), f"arrays of these numbers are not sent: {described}"
+    head = json.dumps({"kind": message.kind, "fields": message.fields, "arrays": described}, separators=(",", ":")).encode()
+    size = 4 + len(head) + sum(each.nbytes for each in arrays)
+    if size > MOST_BYTES:
+        raise ValueError(f"a message of {size} bytes is longer than {MOST_BYTES}")
+    return b"".join([size.to_bytes(4, "little"), len(head).to_bytes(4, "little"), head, *(each.tobytes() for each in arrays)])
+
+
+def unpacked(body: bytes) -> Message:
+    """What a frame says, behind its size. Raises ValueError for anything that is not one."""
+    size = int.from_bytes(body[:4], "little")
+    if len(body) < 4 or size > len(body) - 4:
+        raise ValueError("a frame shorter than its head")
+    head = json.loads(body[4 : 4 + size])  # what is wrong with it is a ValueError too, unless it is nested without end
+    match head:
+        case {"kind": str(kind), "fields": dict(fields), "arrays": list(described), **more} if not more:
+            return Message(kind=kind, fields=fields, arrays=_arrays(described, memoryview(body)[4 + size :]))
+    raise ValueError("a frame whose head says something else")
+
+
+def _arrays(described: Sequence[object], data: memoryview) -> list[Array]:
+    arrays: list[Array] = []
+    for each in described:
+        match each:
+            case [str(kind), int(count)] if kind in _DTYPES and type(count) is int and 0 <= count <= MOST_BYTES:
+                size = count * np.dtype(kind).itemsize
+                if size > len(data):
+                    raise ValueError("a frame shorter than its arrays")
+                arrays.append(np.frombuffer(data[:size], kind))
+                data = data[size:]
+            case _:
+                raise ValueError(f"a frame with an array of {each!r:.80}")
+    if len(data):
+        raise ValueError("a frame longer than its arrays")
+    return arrays
+
+
+class Channel:
+    """One end. `send` may be called from several threads, all else from one."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        connected.setblocking(False)
+        self._socket = connected
+        self._in = bytearray()
+        self._out = bytearray()
+        self._sending = Lock()
+        self.closed: str | None = None  # why, once it is
+        self.heard_s = monotonic()  # when anything came last
+
+    @classmethod
+    def pair(cls) -> tuple[Channel, socket.socket]:
+        """One end for this process, and a socket to hand to the other."""
+        ours, theirs = socket.socketpair()
+        return cls(ours), theirs
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, message: Message) -> None:
+        """Sends a message, now or as soon as the other end reads. Raises ChannelClosed."""
+        frame = packed(message)
+        with self._sending:
+            self._must_be_open()
+            if len(self._out) + len(frame) > MOST_BYTES:
+                self._close(f"it has not read {len(self._out)} bytes")
+            self._out += frame
+        self.flush()
+
+    def flush(self) -> bool:
+        """Sends what waits, as far as the other end takes it; whether nothing is left. Raises ChannelClosed."""
+        with self._sending:
+            self._must_be_open()
+            try:
+                while self._out:
+                    del self._out[: self._socket.send(memoryview(self._out)[:_READ_BYTES].tobytes())]
+            except BlockingIOError:
+                return False
+            except OSError as error:
+                self._close(f"it is gone ({error.strerror})")
+            return True
+
+    def receive(self) -> list[Message]:
+        """All that has come, without waiting. Raises ChannelClosed once everything that came before the end was given."""
+        messages: list[Message] = []
+        if self.closed is None:
+            self._read()
+        while len(self._in) >= 4:
+            size = int.from_bytes(self._in[:4], "little")
+            if size > MOST_BYTES:
+                self._in.clear()
+                self.closed = f"it says that a message of {size} bytes comes"
+                break
+            if len(self._in) < 4 + size:
+                break
+            body = bytes(self._in[4 : 4 + size])
+            del self._in[: 4 + size]
+            try:
+                messages.append(unpacked(body))
+            except (ValueError, RecursionError) as error:
+                self._in.clear()
+                self.closed = f"it sends what is no message: {error}"
+        if not messages:
+            self._must_be_open()
+        return messages
+
+    def wait(self, timeout_s: float) -> None:
+        """Waits until something comes, or can be sent that waits, for so long at most."""
+        if self.closed is None:
+            wanted = select.POLLIN | (select.POLLOUT if self._out else 0)
+            polled = select.poll()
+            polled.register(self._socket, wanted)
+            polled.poll(max(timeout_s, 0) * 1000)
+
+    def close(self) -> None:
+        self.closed = self.closed or "it was closed"
+        self._socket.close()
+
+    def _read(self) -> None:
+        try:
+            while len(self._in) < MOST_BYTES + 4:
+                data = self._socket.recv(_READ_BYTES)
+                if not data:
+                    self.closed = "it has ended"
+                    return
+                self._in += data
+                self.heard_s = monotonic()
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self.closed = f"it is gone ({error.strerror})"
+
+    def _must_be_open(self) -> None:
+        if self.closed is not None:
+            raise ChannelClosed(self.closed)
+
+    def _close(self, why: str) -> None:
+        self.closed = why
+        raise ChannelClosed(why)

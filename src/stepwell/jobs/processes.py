@@ -1,0 +1,169 @@
+"""Worker processes, one for each rank: started, watched, and ended together. Knows their numbers, never what they compute.
+
+    start    a process of its own for each rank, with one end of a channel, and what else it is to inherit
+    poll     what they have said; pings them, and finds out who has ended, or is silent though asked
+    end      kills them all and waits until they are gone
+
+One that is lost is everybody's loss: collectives of the others would wait for it. A process that is stopped (SIGSTOP) does not
+end, so each is asked for a sign of life now and then. One thread.
+"""
+
+from __future__ import annotations
+
+import select
+import signal
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from time import monotonic
+
+from stepwell.jobs.channel import Channel, ChannelClosed, Message
+
+PING, PONG = "ping", "pong"
+END_S = 5.0  # that a process has to end by itself when it is asked to
+
+
+class RankLost(Exception):
+    """A rank is not there any more, and with it all of them. `rank` says which was lost first."""
+
+    def __init__(self, rank: int, why: str) -> None:
+        super().__init__(f"rank {rank} was lost: {why}")
+        self.rank, self.why = rank, why
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Process:
+    running: subprocess.Popen[bytes]
+    channel: Channel
+    pinged_s: float | None = None  # when it was asked for a sign of life that has not come
+    spoke: bool = False  # it is not asked before it has said something: it may take long to start
+
+
+class Processes:
+    """Those of all ranks. `silent_s` without a sign of life, and one is lost."""
+
+    def __init__(self, *, silent_s: float, clock: Callable[[], float] = monotonic) -> None:
+        self._silent_s = silent_s
+        self._clock = clock
+        self._ranks: list[_Process] = []
+        self.lost: RankLost | None = None
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    @property
+    def pids(self) -> list[int]:
+        return [each.running.pid for each in self._ranks]
+
+    def start(self, command: Sequence[str], *, inherit: Sequence[int] = (), environment: Mapping[str, str] | None = None) -> int:
+        """One rank more; its number. The descriptor of its end of the channel is added to the command."""
+        channel, theirs = Channel.pair()
+        with theirs:
+            running = subprocess.Popen(
+                [*command, str(theirs.fileno())], pass_fds=(theirs.fileno(), *inherit), stdin=subprocess.DEVNULL,
+                env=None if environment is None else dict(environment), start_new_session=True,
+            )  # fmt: skip
+        self._ranks.append(_Process(running=running, channel=channel))
+        return len(self._ranks) - 1
+
+    def send(self, rank: int, message: Message) -> None:
+        """Raises RankLost."""
+        try:
+            self._ranks[rank].channel.send(message)
+        except ChannelClosed as error:
+            raise self._lose(rank, str(error)) from None
+
+    def send_all(self, message: Message) -> None:
+        """The same to all of them."""
+        for rank in range(len(self._ranks)):
+            self.send(rank, message)
+
+    def poll(self, timeout_s: float = 0.0) -> list[tuple[int, Message]]:
+        """What they have said, with who said it. Waits for so long at most until one says something. Raises RankLost."""
+        if self.lost is not None:
+            raise self.lost
+        if timeout_s > 0:
+            self._wait(min(timeout_s, self._silent_s / 4))
+        said = []
+        for rank, process in enumerate(self._ranks):
+            try:
+                messages = process.channel.receive()
+                process.channel.flush()
+            except ChannelClosed as error:
+                raise self._lose(rank, str(error)) from None
+            for message in messages:
+                process.pinged_s = None
+                if message.kind != PONG:
+                    said.append((rank, message))
+            process.spoke |= bool(messages)
+            self._ask(rank, process)
+        return said
+
+    def lose(self, rank: int, why: str) -> RankLost:
+        """Says that a rank is of no more use, for a reason that only its user can see."""
+        return self._lose(rank, why, says_why=True)
+
+    def end(self, *, within_s: float = 0.0) -> None:
+        """Ends them all: asks them to, by the end of their channel, waits for so long, and kills who is still there."""
+        for each in self._ranks:
+            each.channel.close()
+        deadline_s = self._clock() + within_s
+        for each in self._ranks:
+            with suppress(subprocess.TimeoutExpired):
+                each.running.wait(max(deadline_s - self._clock(), 0.0))
+        for each in self._ranks:
+            if each.running.poll() is None:
+                each.running.kill()  # one that is stopped ends too
+        for each in self._ranks:
+            each.running.wait()
+        self._ranks = []
+        self.lost = None
+
+    # ---- inside -----------------------------------------------------------------------------------
+
+    def _wait(self, timeout_s: float) -> None:
+        polled = select.poll()
+        for each in self._ranks:
+            polled.register(each.channel, select.POLLIN)
+        polled.poll(timeout_s * 1000)
+
+    def _ask(self, rank: int, process: _Process) -> None:
+        now = self._clock()
+        if process.pinged_s is not None and now - process.pinged_s > self._silent_s:
+            why = f"it gave no sign of life for {self._silent_s:g} s{_state_of(process.running.pid)}"
+            raise self._lose(rank, why, says_why=True)
+        if process.spoke and process.pinged_s is None and now - process.channel.heard_s > self._silent_s / 4:
+            process.pinged_s = now
+            self.send(rank, Message(kind=PING))
+
+    def _lose(self, rank: int, why: str, *, says_why: bool = False) -> RankLost:
+        """The first loss counts. One that was killed is the one to name: those that wait for it in a collective fail later."""
+        if self.lost is None:
+            killed = [at for at, each in enumerate(self._ranks) if (each.running.poll() or 0) < 0]
+            if killed and rank not in killed:
+                rank, says_why = killed[0], False
+            code = None if says_why else _code_of(self._ranks[rank].running)
+            self.lost = RankLost(rank, why if code is None else _ended(code))
+        return self.lost
+
+
+def _code_of(running: subprocess.Popen[bytes]) -> int | None:
+    """How a process ended whose channel has: it is gone in a moment. None where it is not."""
+    with suppress(subprocess.TimeoutExpired):
+        return running.wait(0.5)
+    return None
+
+
+def _ended(code: int) -> str:
+    return f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with status {code}"
+
+
+def _state_of(pid: int) -> str:
+    """A word on why, where the system knows."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            state = file.read().rpartition(b")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+    return " (it is stopped)" if state in (b"T", b"t") else ""

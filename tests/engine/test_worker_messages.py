@@ -1,0 +1,128 @@
+"""What the scheduler tells workers arrives as it was meant, and what cannot be meant is refused before anything is touched."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from stepwell.base.ids import JobId, Kind, Tier
+from stepwell.base.tasks import Copy, Plan, Purpose, Span
+from stepwell.engine.ops.drawing import Draw
+from stepwell.engine.passes.batch import RequestRows
+from stepwell.engine.request import TokenLogprob
+from stepwell.engine.sampling import Chosen
+from stepwell.engine.workers.messages import Pass, pack_chosen, pack_pass, pack_plan, read_chosen, read_pass, read_plan
+from stepwell.jobs.channel import Message, packed, unpacked
+
+PAGES = {Kind.PREFIX: 10, Kind.WINDOW: 6, Kind.POINT: 4}
+KNOWN: dict[str, Any] = {"pages": PAGES, "vocab_size": 100, "most_slots": 8}
+
+
+def ids(*numbers: int) -> Any:
+    return np.array(numbers, np.int32)
+
+
+def sent(message: Message) -> Message:
+    return unpacked(packed(message)[4:])
+
+
+def rows(**more: Any) -> RequestRows:
+    given: dict[str, Any] = {
+        "tokens": [5, 99, 0], "position": 32, "prefix_pages": ids(9, 0, 3), "window_pages": ids(5, 1), "first_window": 1,
+        "point_page": 3, "slot": 7, "resumes": True, "num_logits": 1, "picks_from": 12,
+    } | more  # fmt: skip
+    return RequestRows(**given)
+
+
+def a_pass(*requests: RequestRows) -> Pass:
+    count = sum(each.num_logits for each in requests)
+    return Pass(rows=requests, draws=[None] * count, logprobs=[None] * count)
+
+
+def test_a_pass_arrives_as_it_was_sent() -> None:
+    draw = Draw(temperature=0.7, top_k=None, top_p=0.9, number=0.25)
+    bare = RequestRows(tokens=(1,), position=0, prefix_pages=ids(4))
+    given = Pass(rows=[bare, rows(num_logits=0), rows()], draws=[None, draw], logprobs=[None, 3])
+    found = read_pass(sent(pack_pass(given)), **KNOWN)
+    assert found.draws == given.draws and found.logprobs == given.logprobs
+    for ours, theirs in zip(found.rows, given.rows, strict=True):
+        for name in RequestRows.__dataclass_fields__:
+            one, other = getattr(ours, name), getattr(theirs, name)
+            assert np.array_equal(one, other) if isinstance(one, np.ndarray) else one == other, name
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"tokens": [100]}, {"tokens": [-1]}, {"prefix_pages": ids(10)}, {"prefix_pages": ids(-1)}, {"window_pages": ids(6)},
+        {"point_page": 4}, {"point_page": -2}, {"slot": 8}, {"num_logits": 4}, {"num_logits": -1}, {"position": -1},
+        {"first_window": -1}, {"tokens": []},
+    ],
+)  # fmt: skip
+def test_pages_and_tokens_that_are_not_there_are_refused(wrong: dict[str, Any]) -> None:
+    message = pack_pass(Pass(rows=[rows(**wrong)], draws=[None], logprobs=[None]))
+    with pytest.raises(ValueError, match=r"."):
+        read_pass(sent(message), **KNOWN)
+
+
+@pytest.mark.parametrize("which", range(6))
+@pytest.mark.parametrize("change", ["shorter", "longer"])
+def test_a_pass_whose_parts_do_not_fit_is_refused(which: int, change: str) -> None:
+    message = pack_pass(a_pass(rows(), rows()))
+    arrays = [each.copy() for each in message.arrays]
+    arrays[which] = arrays[which][:-1] if change == "shorter" else np.concatenate([arrays[which], arrays[which][:1]])
+    with pytest.raises(ValueError, match="pass"):
+        read_pass(Message(kind="run", arrays=arrays), **KNOWN)
+    with pytest.raises(ValueError, match="arrays"):
+        read_pass(Message(kind="run", arrays=arrays[:which]), **KNOWN)
+
+
+def test_what_was_chosen_arrives_with_its_logprobs() -> None:
+    logprob = TokenLogprob(token=4, logprob=-0.5, top=((4, -0.5), (7, -2.0)))
+    chosen = [Chosen(token=3), None, Chosen(token=4, logprob=logprob), Chosen(token=4, logprob=replace(logprob, top=()))]
+    assert read_chosen(sent(pack_chosen(chosen))) == chosen
+    message = pack_chosen(chosen)
+    with pytest.raises(ValueError, match="not of one length"):
+        read_chosen(Message(kind="chosen", arrays=[message.arrays[0][:-1], *message.arrays[1:]]))
+
+
+def plan(source: Span, target: Span) -> Plan:
+    return Plan(job=JobId(7), purpose=Purpose.LOAD, copies=(Copy(source=source, target=target),), awaited=True)
+
+
+def span(tier: Tier, kind: Kind, *pages: int) -> Span:
+    return Span(tier=tier, kind=kind, ids=ids(*pages))
+
+
+def test_a_plan_arrives_as_it_was_sent() -> None:
+    given = plan(span(Tier.HOST, Kind.WINDOW, 3, 1), span(Tier.DEVICE, Kind.WINDOW, 0, 5))
+    found = read_plan(sent(pack_plan(given)), pages={Tier.DEVICE: PAGES, Tier.HOST: PAGES})
+    assert (found.job, found.purpose, found.awaited) == (7, Purpose.LOAD, True)
+    (copy,) = found.copies
+    assert (copy.source.tier, copy.target.tier, copy.source.kind) == (Tier.HOST, Tier.DEVICE, Kind.WINDOW)
+    assert (copy.source.ids.tolist(), copy.target.ids.tolist()) == ([3, 1], [0, 5])
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (span(Tier.HOST, Kind.WINDOW, 6), span(Tier.DEVICE, Kind.WINDOW, 0)),
+        (span(Tier.HOST, Kind.WINDOW, 0), span(Tier.DEVICE, Kind.WINDOW, -1)),
+        (span(Tier.HOST, Kind.WINDOW, 0), span(Tier.HOST, Kind.WINDOW, 1)),
+        (span(Tier.ENGINE, Kind.WINDOW, 0), span(Tier.DEVICE, Kind.WINDOW, 1)),
+        (span(Tier.DEVICE, Kind.ROWS, 0), span(Tier.DEVICE, Kind.ROWS, 1)),
+    ],
+)
+def test_copies_that_no_rank_can_make_are_refused(source: Span, target: Span) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        read_plan(sent(pack_plan(plan(source, target))), pages={Tier.DEVICE: PAGES, Tier.HOST: PAGES})
+
+
+@pytest.mark.parametrize("fields", [{}, {"copies": [1]}, {"copies": [[0, 1]]}, {"copies": [[0, 9, 0]]}, {"copies": "x"}])
+def test_plans_that_say_something_else_are_refused(fields: dict[str, Any]) -> None:
+    arrays = [ids(0), ids(1)]
+    with pytest.raises(ValueError, match=r"."):
+        read_plan(Message(kind="copy", fields={"job": 1, "purpose": "load", **fields}, arrays=arrays), pages={Tier.DEVICE: PAGES})

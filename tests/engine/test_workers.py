@@ -1,0 +1,198 @@
+"""Ranks in processes of their own compute, cache and store what one rank does; one that is lost takes nothing else along."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from threading import Timer
+
+import pytest
+
+from engine.worker_engines import PATIENT, open_engine
+from stepwell.base.config import PrefetchPolicy, StoreConfig
+from stepwell.base.errors import ConfigError
+from stepwell.base.ids import Tier
+from stepwell.engine import Answer, Ask, Engine, Finish, Sampling
+from stepwell.engine.runner import PassesLost
+from stepwell.store.memory import MemoryStore
+from waiting import run_to_the_end, run_until, settle, wait_until
+
+pytest.importorskip("transformers")
+
+TOLERANCE = 1e-4
+FAMILIES = ("llama", "gemma3", "qwen3_next", "falcon_h1", "deepseek_v32", "deepseek_v4")
+FETCHED = StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, recompute_tokens_per_s=1.0, checkpoint_delay_s=0)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+def prompt(length: int, seed: int = 1) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(128) for _ in range(length)]
+
+
+def answers(engine: Engine, prompts: list[list[int]]) -> list[Answer]:
+    return [engine.generate(each, max_tokens=8, logprobs=2, ignore_eos=True) for each in prompts]
+
+
+def same(ours: list[Answer], theirs: list[Answer]) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.tokens == other.tokens
+        apart = max(abs(a.logprob - b.logprob) for a, b in zip(one.logprobs, other.logprobs, strict=True))
+        assert apart < TOLERANCE, f"logprobs differ by {apart}"
+
+
+def flush_device(engine: Engine) -> None:
+    """Other prompts take the device's memory."""
+    for seed in range(100, 112):
+        engine.generate(prompt(290, seed), max_tokens=1)
+    settle(engine.cache)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_ranks_answer_as_one_from_every_tier_and_leave_each_other_their_store(
+    family: str, root: Path, tmp_path: Path
+) -> None:
+    asked = [prompt(300), prompt(300)[:260] + prompt(60, seed=2)]
+    with open_engine(family, root, 1) as alone:
+        expected = answers(alone, asked)
+    store = f"log:{tmp_path / 'store'}"
+    with open_engine(family, root, 2, store=store, store_config=FETCHED) as two:
+        same(answers(two, asked), expected)  # computed, and from the device
+        flush_device(two)
+        again = answers(two, asked)
+        same(again, expected)
+        assert all(each.usage.sources.computed < 300 for each in again), [each.usage.sources for each in again]
+        settle(two.cache)
+        two.cache.audit()
+    with open_engine(family, root, 1, store=store, store_config=FETCHED) as one:  # what two ranks stored serves one
+        found = answers(one, asked)
+        same(found, expected)
+        assert found[0].usage.sources.store > 0, found[0].usage.sources
+        settle(one.cache)
+        one.cache.audit()
+
+
+def test_pages_of_one_rank_serve_two_and_four_and_are_stored_once(root: Path, tmp_path: Path) -> None:
+    asked, store = [prompt(300)], f"log:{tmp_path / 'store'}"
+    host: list[int] = []
+    expected: list[Answer] | None = None
+    for ranks in (1, 2, 4):
+        with open_engine("llama", root, ranks, store=store, store_config=FETCHED) as engine:
+            found = answers(engine, asked)
+            expected = expected or found
+            same(found, expected)
+            assert (found[0].usage.sources.store > 0) == (ranks > 1), found[0].usage.sources
+            settle(engine.cache)
+            host.append(engine.cache.stats().tier(Tier.HOST).used_bytes)
+            engine.cache.audit()
+    assert host[1] == host[2] == host[0], f"host bytes at 1, 2 and 4 ranks: {host}"
+
+
+def test_latents_that_all_ranks_keep_are_on_the_host_and_in_the_store_once(root: Path) -> None:
+    used = []
+    for ranks in (1, 2):
+        with open_engine("deepseek_v32", root, ranks, store="memory:") as engine:
+            answers(engine, [prompt(300)])
+            settle(engine.cache)
+            (store,) = engine.stores
+            assert isinstance(store, MemoryStore)
+            used.append((engine.cache.stats().tier(Tier.HOST).used_bytes, store.used_bytes))
+    assert used[0] == used[1] and min(used[0]) > 0, f"host and store bytes at 1 and 2 ranks: {used}"
+
+
+# ---- what is lost -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def engine(root: Path) -> Iterator[Engine]:
+    """Two ranks that are started anew when one is lost; a stopped one counts as lost after a while."""
+    limits = replace(PATIENT, silent_s=8.0)
+    with open_engine("gemma3", root, 2, restart_workers=True, worker_limits=limits) as made:
+        yield made
+
+
+def pids(engine: Engine) -> tuple[int, ...]:
+    assert engine.ranks is not None
+    return engine.ranks.pids
+
+
+@pytest.mark.parametrize(("sign", "says"), [(signal.SIGKILL, "ended by SIGKILL"), (signal.SIGSTOP, "no sign of life")])
+def test_a_lost_rank_fails_its_requests_and_comes_back_with_a_warm_host(engine: Engine, sign: int, says: str) -> None:
+    before = answers(engine, [prompt(300)])
+    settle(engine.cache)
+    number = engine.submit(Ask(tokens=prompt(200, seed=7), sampling=Sampling(max_tokens=500, ignore_eos=True)))
+    run_until(engine, lambda: engine.passes > 20)
+    lost = pids(engine)
+    os.kill(lost[1], sign)
+    ends = [delta for delta in run_to_the_end(engine) if delta.finish is not None]
+    assert [(each.request, each.finish) for each in ends] == [(number, Finish.FAILED)]
+    assert "rank 1" in str(ends[0].error)
+    assert engine.ranks is not None and engine.ranks.losses == 1 and says in str(engine.ranks.last_loss), engine.ranks
+    engine.cache.audit()
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in lost), "a rank of before is still there"
+    after = answers(engine, [prompt(300)])  # waits for the new ones
+    same(after, before)
+    assert after[0].usage.sources.host >= 256, after[0].usage.sources
+    settle(engine.cache)
+    engine.cache.audit()
+
+
+def test_a_rank_that_only_pauses_is_waited_for(engine: Engine) -> None:
+    expected = answers(engine, [prompt(200, seed=7)])
+    stopped = pids(engine)[1]
+    os.kill(stopped, signal.SIGSTOP)
+    goes_on = Timer(1.0, os.kill, (stopped, signal.SIGCONT))
+    goes_on.start()
+    same(answers(engine, [prompt(200, seed=7)]), expected)
+    goes_on.join()
+    assert engine.ranks is not None and engine.ranks.losses == 0
+
+
+def test_a_rank_killed_amid_copies_leaves_the_cache_sound(engine: Engine) -> None:
+    expected = answers(engine, [prompt(300)])
+    for round_ in range(3):
+        wait_until(lambda: engine.step() is not None and engine.lost is None)
+        for seed in range(4):
+            engine.submit(Ask(tokens=prompt(290, seed=50 * round_ + seed), sampling=Sampling(max_tokens=4)))
+        passes = engine.passes
+        run_until(engine, lambda passes=passes, round_=round_: engine.passes > passes + 3 * round_)  # type: ignore[misc]
+        os.kill(pids(engine)[round_ % 2], signal.SIGKILL)
+        run_to_the_end(engine)
+        engine.cache.audit()
+    same(answers(engine, [prompt(300)]), expected)
+    settle(engine.cache)
+    engine.cache.audit()
+
+
+def test_without_restarts_requests_are_refused_with_the_rank(root: Path) -> None:
+    with open_engine("llama", root, 2) as engine:
+        first = engine.submit(Ask(tokens=prompt(100), sampling=Sampling(max_tokens=200, ignore_eos=True)))
+        run_until(engine, lambda: engine.passes > 5)
+        os.kill(pids(engine)[0], signal.SIGKILL)
+        ends = [delta for delta in run_to_the_end(engine) if delta.finish is not None]
+        assert [(each.request, each.finish) for each in ends] == [(first, Finish.FAILED)] and "rank 0" in str(ends[0].error)
+        with pytest.raises(PassesLost, match="rank 0 was lost"):
+            engine.submit(Ask(tokens=prompt(100)))
+        engine.cache.audit()
+
+
+def test_what_ranks_cannot_do_is_said_before_anything_is_loaded(root: Path) -> None:
+    with pytest.raises(ConfigError, match=r"3 ranks cannot share the 2 parts of state 'kv' equally"):
+        open_engine("llama", root, 3)
+    with pytest.raises(ConfigError, match="a draft runs on one rank only"):
+        open_engine("llama", root, 2, draft="mtp")
+    with pytest.raises(ConfigError, match="restart_workers is for ranks"):
+        open_engine("llama", root, 1, restart_workers=True)
+
+
+def test_a_rank_that_cannot_start_says_why(root: Path) -> None:
+    with pytest.raises(ConfigError, match=r"rank \d was lost: it failed: .*bytes cannot hold one page"):
+        open_engine("llama", root, 2, device_memory="8KiB")

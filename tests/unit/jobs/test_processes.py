@@ -1,0 +1,141 @@
+"""Processes of ranks that are killed, stopped, silent or talk nonsense are found, named and ended, with all others."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from stepwell.jobs.channel import Message
+from stepwell.jobs.processes import Processes, RankLost
+from waiting import wait_until
+
+ECHO = """
+import socket, sys
+from stepwell.jobs.channel import Channel, ChannelClosed, Message
+channel = Channel(socket.socket(fileno=int(sys.argv[-1])))
+channel.send(Message(kind="ready"))
+try:
+    while True:
+        channel.wait(3600)
+        for message in channel.receive():
+            if message.kind == "exit":
+                sys.exit(int(message.fields["status"]))
+            if message.kind == "garbage":
+                channel._socket.sendall(b"\\x03\\0\\0\\0abc")
+                continue
+            channel.send(Message(kind="pong" if message.kind == "ping" else message.kind, fields=message.fields))
+except ChannelClosed:
+    pass
+"""
+DEAF = "import socket, sys, time; s = socket.socket(fileno=int(sys.argv[-1])); s.sendall(bytes.fromhex('%s')); time.sleep(3600)"
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Processes]]:
+    made: list[Processes] = []
+
+    def begin(*scripts: str, silent_s: float = 60.0) -> Processes:
+        processes = Processes(silent_s=silent_s)
+        made.append(processes)
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(each for each in sys.path if each)}
+        for script in scripts:
+            processes.start([sys.executable, "-c", script], environment=environment)
+        return processes
+
+    yield begin
+    for each in made:
+        each.end()
+
+
+def hear(processes: Processes, count: int) -> list[tuple[int, Message]]:
+    said: list[tuple[int, Message]] = []
+    wait_until(lambda: said.extend(processes.poll(0.1)) or len(said) >= count, f"{count} messages")
+    return said
+
+
+def lost(processes: Processes) -> RankLost:
+    def is_lost() -> bool:
+        try:
+            processes.poll(0.1)
+        except RankLost:
+            return True
+        return False
+
+    wait_until(is_lost, "the loss of a rank")
+    assert processes.lost is not None
+    return processes.lost
+
+
+def test_all_ranks_are_told_and_answer(start: Callable[..., Processes]) -> None:
+    processes = start(ECHO, ECHO)
+    assert sorted(rank for rank, _ in hear(processes, 2)) == [0, 1]
+    processes.send_all(Message(kind="word", fields={"a": 1}))
+    assert sorted((rank, each.kind) for rank, each in hear(processes, 2)) == [(0, "word"), (1, "word")]
+    pids = processes.pids
+    processes.end(within_s=60.0)
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids) and not processes.pids
+
+
+def test_one_that_is_killed_is_named_with_its_signal(start: Callable[..., Processes]) -> None:
+    processes = start(ECHO, ECHO)
+    hear(processes, 2)
+    os.kill(processes.pids[1], signal.SIGKILL)
+    assert str(lost(processes)) == "rank 1 was lost: it was ended by SIGKILL"
+    with pytest.raises(RankLost, match="rank 1"):
+        processes.poll()
+
+
+def test_the_killed_one_is_named_though_another_complains_first(start: Callable[..., Processes]) -> None:
+    processes = start(ECHO, ECHO)
+    hear(processes, 2)
+    os.kill(processes.pids[1], signal.SIGKILL)
+    os.waitid(os.P_PID, processes.pids[1], os.WEXITED | os.WNOWAIT)
+    assert str(processes.lose(0, "its collective failed")) == "rank 1 was lost: it was ended by SIGKILL"
+
+
+def test_one_that_exits_is_named_with_its_status(start: Callable[..., Processes]) -> None:
+    processes = start(ECHO, ECHO)
+    hear(processes, 2)
+    processes.send(0, Message(kind="exit", fields={"status": 3}))
+    assert str(lost(processes)) == "rank 0 was lost: it ended with status 3"
+
+
+def test_one_that_is_stopped_gives_no_sign_of_life_and_ends_all_the_same(start: Callable[..., Processes]) -> None:
+    processes = start(ECHO, ECHO, silent_s=2.0)
+    hear(processes, 2)
+    os.kill(processes.pids[0], signal.SIGSTOP)
+    assert str(lost(processes)) == "rank 0 was lost: it gave no sign of life for 2 s (it is stopped)"
+    pids = processes.pids
+    processes.end()
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+
+def test_one_that_only_rests_is_not_lost(start: Callable[..., Processes]) -> None:
+    now = [0.0]
+    processes = start(ECHO)
+    processes._clock = lambda: now[0]
+    hear(processes, 1)
+    for _ in range(3):
+        now[0] += 1000.0  # asked, it answers, however long nobody has looked
+        processes.poll()
+        wait_until(lambda: not processes.poll(0.1) and processes._ranks[0].pinged_s is None, "an answer")
+    assert processes.lost is None
+
+
+def test_one_that_talks_nonsense_is_lost_with_what_is_wrong(start: Callable[..., Processes]) -> None:
+    processes = start(ECHO)
+    hear(processes, 1)
+    processes.send(0, Message(kind="garbage"))
+    assert "rank 0 was lost: it sends what is no message" in str(lost(processes))
+
+
+def test_one_that_never_reads_is_lost_and_nobody_waits_for_it(start: Callable[..., Processes]) -> None:
+    from stepwell.jobs.channel import packed
+
+    processes = start(DEAF % packed(Message(kind="ready")).hex(), silent_s=2.0)
+    hear(processes, 1)
+    assert "no sign of life" in str(lost(processes))

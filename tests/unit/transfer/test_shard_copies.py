@@ -1,0 +1,117 @@
+"""Host pages hold whole rows, byte for byte the same for any number of ranks; each rank finds its own bytes in them again."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+from stepwell.base.ids import CACHED_KINDS, JobId, Kind, Tier
+from stepwell.base.spec import ModelSpec, Point, Prefix, Window
+from stepwell.base.spec.states import Cut, StateSpec
+from stepwell.base.tasks import Copy, Plan, Purpose, Span
+from stepwell.memory.layout import lay_out
+from stepwell.transfer.shard_copies import ShardCopyEngine, pieces
+from stepwell.transfer.torch_memory import TorchMemory
+
+BYTES = 1 << 18
+ALIGNMENT = 512
+
+
+@cache
+def spec() -> ModelSpec:
+    """Heads, latents that all ranks keep, a window of fewer heads than ranks, and channels that are cut in two ways."""
+    cuts = (Cut(num_bytes=32, units=4), Cut(num_bytes=8, units=1), Cut(num_bytes=16, units=2))
+    return ModelSpec(
+        name="toy",
+        page_tokens=4,
+        states=(
+            StateSpec(name="kv", shape=Prefix(), layers=3, row_bytes=64, dtype="fp32", shards=4),
+            StateSpec(name="latent", shape=Prefix(), layers=2, row_bytes=24, dtype="fp32"),
+            StateSpec(name="swa", shape=Window(tokens=4), layers=2, row_bytes=32, dtype="fp32", shards=2),
+            StateSpec(name="conv", shape=Point(), layers=2, row_bytes=112, dtype="fp32", cuts=cuts),
+        ),
+    )
+
+
+def span(tier: Tier, kind: Kind, *ids: int) -> Span:
+    return Span(tier=tier, kind=kind, ids=np.array(ids, np.int32))
+
+
+def run(engines: list[ShardCopyEngine], source: Span, target: Span) -> None:
+    plan = Plan(job=JobId(1), purpose=Purpose.SAVE, copies=(Copy(source=source, target=target),))
+    for engine in reversed(engines):  # in whatever order they come to it
+        engine.begin(plan)()
+
+
+class Ranks:
+    """So many ranks over one host memory, with device pages of their own."""
+
+    def __init__(self, count: int, host: TorchMemory) -> None:
+        mine = spec().for_ranks(count)
+        layout = lay_out(mine, tier=Tier.DEVICE, budget_bytes=BYTES, alignment=ALIGNMENT)
+        self.devices = [TorchMemory(mine, layout) for _ in range(count)]
+        self.engines = [ShardCopyEngine(spec(), device, host, rank=rank, ranks=count) for rank, device in enumerate(self.devices)]
+
+
+def host_memory() -> TorchMemory:
+    return TorchMemory(spec(), lay_out(spec(), tier=Tier.HOST, budget_bytes=BYTES, alignment=ALIGNMENT))
+
+
+@pytest.mark.parametrize("kind", CACHED_KINDS)
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("later", [1, 2, 4])
+def test_what_some_ranks_saved_others_load_and_save_again_bit_for_bit(kind: Kind, count: int, later: int) -> None:
+    host, again = host_memory(), host_memory()
+    whole = torch.randint(0, 256, host.rows(kind).shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
+    host.rows(kind)[[5, 2]] = whole[[5, 2]]
+    first = Ranks(count, host)
+    run(first.engines, span(Tier.HOST, kind, 5, 2), span(Tier.DEVICE, kind, 1, 7))
+    host.rows(kind)[:] = 0
+    run(first.engines, span(Tier.DEVICE, kind, 7, 1), span(Tier.HOST, kind, 3, 4))
+    assert torch.equal(host.rows(kind)[[4, 3]], whole[[5, 2]]), "whole rows, whoever had them"
+    assert int(host.bytes_B.count_nonzero()) == int(whole[[5, 2]].count_nonzero()), "nothing else was written"
+    second = Ranks(later, host)
+    run(second.engines, span(Tier.HOST, kind, 4, 3), span(Tier.DEVICE, kind, 0, 3))
+    moved = Ranks(later, again)
+    for ours, theirs in zip(moved.devices, second.devices, strict=True):
+        ours.rows(kind)[:] = theirs.rows(kind)
+    run(moved.engines, span(Tier.DEVICE, kind, 0, 3), span(Tier.HOST, kind, 0, 1))
+    assert torch.equal(again.rows(kind)[[0, 1]], whole[[5, 2]])
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_a_rank_has_the_bytes_that_its_spec_says(count: int) -> None:
+    host = host_memory()
+    host.rows(Kind.PREFIX)[1] = torch.arange(spec().object_bytes(Kind.PREFIX), dtype=torch.int64).to(torch.uint8)
+    ranks = Ranks(count, host)
+    run(ranks.engines, span(Tier.HOST, Kind.PREFIX, 1), span(Tier.DEVICE, Kind.PREFIX, 0))
+    kv, latent = spec().parts(Kind.PREFIX)
+    page = host.rows(Kind.PREFIX)[1]
+    for rank, device in enumerate(ranks.devices):
+        mine = device.rows(Kind.PREFIX)[0]
+        heads = page[: kv.size_bytes].view(kv.layers * kv.rows, 64)[:, 64 // count * rank : 64 // count * (rank + 1)]
+        assert torch.equal(mine[: kv.size_bytes // count], heads.reshape(-1))
+        assert torch.equal(mine[kv.size_bytes // count :], page[latent.offset :])
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 8])
+@pytest.mark.parametrize("name", ["kv", "latent", "swa", "conv"])
+def test_every_byte_is_saved_by_exactly_one_rank(name: str, count: int) -> None:
+    state = spec().state(name)
+    saved = [at for rank in range(count) for saves, _, bytes_ in pieces(state, rank, count) if saves for at in bytes_]
+    assert sorted(saved) == list(range(state.row_bytes))
+    for rank in range(count):
+        kept = [at for _, _, bytes_ in pieces(state, rank, count) for at in bytes_]
+        assert kept == [at for each in state.spans_of(rank, count) for at in each]
+
+
+def test_a_copy_on_the_device_is_each_ranks_own() -> None:
+    ranks = Ranks(2, host_memory())
+    for device in ranks.devices:
+        device.rows(Kind.POINT)[1] = torch.randint(0, 256, device.rows(Kind.POINT)[1].shape, dtype=torch.uint8)
+    run(ranks.engines, span(Tier.DEVICE, Kind.POINT, 1), span(Tier.DEVICE, Kind.POINT, 2))
+    for device in ranks.devices:
+        assert torch.equal(device.rows(Kind.POINT)[1], device.rows(Kind.POINT)[2])

@@ -78,7 +78,8 @@ def test_singles_of_any_length_are_scored_by_programs_of_several_blocks(
     scene = Scene(Shape(kv_heads=1, width=width // 2, page=16, contexts=(700, 3, 130, 63), lengths=(1, 1, 1, 1)), device=DEVICE)
     scene.clear_unwritten()
     rows, part = in_eight_bits(scene), scene.paging.singles[0]
-    rows.stored_PRE[part.table_BP[0, 20], 5, 0] = 0x7F  # no number
+    scale = torch.tensor([torch.nan]).view(torch.uint8).to(DEVICE)
+    rows.stored_PRE[part.table_BP[0, 20], 5, width : width + 4] = scale
     query_XHD, weight_XH = scene.made(4, 16, width), scene.made(4, 16)
     key_BTD = rows.whole(part.table_BP).flatten(1, 2)
     product_BHT = torch.einsum("bhd,btd->bht", query_XHD, key_BTD).relu()

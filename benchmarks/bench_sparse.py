@@ -29,7 +29,7 @@ import torch
 from rich.console import Console
 
 from engine.machine import machine
-from gpu.report import Goal, Row, goals_of, table_of
+from gpu.report import Goal, Row, goals_of, kernels_of, table_of
 from sparse.hiding import measure_hiding, measure_staging
 from sparse.rig import Rig, Shape, bus_bytes_per_s
 from sparse.served import TINY as TINY_SERVING
@@ -180,6 +180,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, part in parts_for(args, device, lambda text: console.print(f"  {text}", highlight=False)).items():
         found[name] = list(part())
         console.print(table_of(name, [row for row in found[name] if row.figures or row.note]))
+        if (kernels := kernels_of(found[name])) is not None:
+            console.print(kernels)
     console.print(goals_of(found))
     written: dict[str, Any] = {name: [row.as_json() for row in rows] for name, rows in found.items()}
     args.json.write_text(json.dumps({"machine": machine(device), "tiny": args.tiny, "parts": written}, indent=1) + "\n")

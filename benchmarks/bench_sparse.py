@@ -110,11 +110,12 @@ def sweep(shape: Shape) -> Iterator[Row]:
     """Microseconds of the kernels by their sizes, over batches."""
     from stepwell.sparse import triton_resolve
 
-    rigs = {batch: Rig(shape, batch) for batch in SWEPT_BATCHES}
+    rigs, cold = {batch: Rig(shape, batch) for batch in SWEPT_BATCHES}, Rig(shape, COLD_BATCHES[0], cold=True)
     resolve_s = {batch: rig.seconds(fetch=False)[0] for batch, rig in rigs.items()}
     for programs, warps, units in SWEPT_FETCH:
         sizes = {"programs": programs, "warps": warps, "units": units}
         figures = {f"batch {b}, us": (rig.seconds(fetch=True, **sizes)[0] - resolve_s[b]) * 1e6 for b, rig in rigs.items()}
+        figures["batch 8, all missing, us"] = cold.seconds(fetch=True, **sizes)[0] * 1e6
         yield Row(what=f"fetch, {programs} x {warps} warps, {units} units", figures=figures)
     for name, swept in (("ASSIGN", SWEPT_ASSIGN), ("CLAIM", SWEPT_CLAIM)):
         block, warps = (f"{name}_{what}" for what in ("BLOCK", "WARPS"))

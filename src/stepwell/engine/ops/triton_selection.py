@@ -2,7 +2,7 @@
 
     score      singles: one program for some blocks of a request's keys, whose query it reads once
                runs: one program for a block of keys, and a few queries over it
-               products in tensor cores, sums over heads in fp32; a scale that is a whole key's multiplies its score
+               products in tensor cores, sums over heads in fp32
     best       the value that the last of the best has by a library's top-k, then positions in their order, ties to the earliest:
                counted in blocks, then written in blocks
 
@@ -159,8 +159,7 @@ def _keys_at(
     TILE: tl.constexpr, SCALE_AT: tl.constexpr, PLAIN: tl.constexpr, POWERS: tl.constexpr, ONE_SCALE: tl.constexpr,
     TYPE: tl.constexpr,
 ):  # fmt: skip
-    """Keys `[K, D]` by their positions, in the format of queries, and what each one's products are still to be multiplied by;
-    zeros where they are not `good`."""
+    """Keys `[K, D]` by their positions, in the format of queries; zeros where they are not `good`."""
     channel = tl.arange(0, WIDTH_BLOCK)
     page = tl.load(table + at // PAGE, mask=good, other=0).to(tl.int64)
     row = at % PAGE
@@ -170,27 +169,23 @@ def _keys_at(
     stored = tl.load(eight + (page * page_stride + row * ROW)[:, None] + channel[None, :], mask=whole, other=0.0)
     if PLAIN:
         key = stored.to(TYPE)
-        factor = tl.full(at.shape, 1.0, tl.float32)
-    elif ONE_SCALE:
-        key = stored.to(tl.float32).to(TYPE)  # exact, and faster than at once: that is an instruction for each number
-        factor = tl.load(scales + page * scale_page + row * SCALE_ROW + SCALE_AT, mask=good, other=0)
-        if POWERS:
-            factor = power_of_two(factor)
     else:
-        place = scales + (page * scale_page + row * SCALE_ROW)[:, None] + SCALE_AT + (channel // TILE)[None, :]
-        scale = tl.load(place, mask=whole, other=0)
+        if ONE_SCALE:
+            scale = tl.load(scales + page * scale_page + row * SCALE_ROW + SCALE_AT, mask=good, other=0)[:, None]
+        else:
+            place = scales + (page * scale_page + row * SCALE_ROW)[:, None] + SCALE_AT + (channel // TILE)[None, :]
+            scale = tl.load(place, mask=whole, other=0)
         if POWERS:
             scale = power_of_two(scale)
         key = (stored.to(tl.float32) * scale).to(TYPE)
-        factor = tl.full(at.shape, 1.0, tl.float32)
-    return key, factor
+    return key
 
 
 @triton.jit
-def _weighed(key, factor, asked, counts):
+def _weighed(key, asked, counts):
     """Scores of keys for one query: over heads, the sum of weight * relu(product). What is no number is inf."""
     likeness = tl.dot(key, tl.trans(asked), input_precision="ieee")
-    total = tl.sum(tl.where(likeness < 0, 0.0, likeness) * counts[None, :], axis=1) * factor
+    total = tl.sum(tl.where(likeness < 0, 0.0, likeness) * counts[None, :], axis=1)
     return tl.where(total == total, total, float("inf"))
 
 
@@ -219,11 +214,11 @@ def _score_single_kernel(
         for block in range(BLOCKS):
             at = first + block * KEYS + tl.arange(0, KEYS)
             good = (at <= here) & (at < length)
-            key, factor = _keys_at(
+            key = _keys_at(
                 at, good, eight, scales, table + x * table_stride, page_stride, scale_page,
                 ROW, SCALE_ROW, PAGE, WIDTH, WIDTH_BLOCK, TILE, SCALE_AT, PLAIN, POWERS, ONE_SCALE, query.dtype.element_ty,
             )  # fmt: skip
-            total = _weighed(key, factor, asked, counts)
+            total = _weighed(key, asked, counts)
             tl.store(score + x * length + at, tl.where(good, total, float("-inf")), mask=at < length)
     else:
         for block in range(BLOCKS):
@@ -244,7 +239,7 @@ def _score_run_kernel(
     at = start + tl.arange(0, KEYS)
     inside = at < length
     furthest = tl.load(last + (tl.minimum(first + QUERIES, count) - 1) * last_stride)  # queries come in their order
-    key, factor = _keys_at(
+    key = _keys_at(
         at, inside & (at <= furthest), eight, scales, table, page_stride, scale_page,
         ROW, SCALE_ROW, PAGE, WIDTH, WIDTH_BLOCK, TILE, SCALE_AT, PLAIN, POWERS, ONE_SCALE, query.dtype.element_ty,
     )  # fmt: skip
@@ -256,7 +251,7 @@ def _score_run_kernel(
             tl.store(score + x * length + at, tl.full([KEYS], float("-inf"), tl.float32), mask=inside)
         if known & (start <= here):
             asked, counts = _asked_at(query, weight, x, HEADS, HEAD_BLOCK, WIDTH, WIDTH_BLOCK)
-            total = _weighed(key, factor, asked, counts)
+            total = _weighed(key, asked, counts)
             tl.store(score + x * length + at, tl.where(at <= here, total, float("-inf")), mask=inside)
 
 

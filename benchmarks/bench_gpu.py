@@ -28,7 +28,7 @@ from rich.console import Console
 from engine.machine import machine
 from gpu import connectors, copying, cost, decode, disk, host, hybrids, prefill, sampling
 from gpu.bench import TINY_CHUNK, Bench, Budget
-from gpu.report import Row, goals_of, table_of
+from gpu.report import Row, goals_of, kernels_of, table_of
 
 ROOT = Path(__file__).parents[1]
 CHUNK_TOKENS = 8192
@@ -75,6 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             found[name] = _measured(bench, name, PARTS[name].seconds * args.time)
             seconds[name] = time.monotonic() - began
             console.print(table_of(f"{PARTS[name].title} ({name}, {seconds[name]:.0f} s)", found[name]))
+            if (kernels := kernels_of(found[name])) is not None:
+                console.print(kernels)
             _write(args, device, found, seconds)
     console.print("tiny: no figure means anything" if args.tiny else goals_of(found))
     console.print(f"{sum(seconds.values()):.0f} s; written to {args.json}")

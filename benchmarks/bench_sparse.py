@@ -29,7 +29,7 @@ import torch
 from rich.console import Console
 
 from engine.machine import machine
-from gpu.report import Goal, Row, goals_of, table_of
+from gpu.report import Goal, Row, goals_of, kernels_of, table_of
 from sparse.hiding import measure_hiding, measure_staging
 from sparse.rig import Rig, Shape, bus_bytes_per_s
 from sparse.served import TINY as TINY_SERVING
@@ -110,11 +110,12 @@ def sweep(shape: Shape) -> Iterator[Row]:
     """Microseconds of the kernels by their sizes, over batches."""
     from stepwell.sparse import triton_resolve
 
-    rigs = {batch: Rig(shape, batch) for batch in SWEPT_BATCHES}
+    rigs, cold = {batch: Rig(shape, batch) for batch in SWEPT_BATCHES}, Rig(shape, COLD_BATCHES[0], cold=True)
     resolve_s = {batch: rig.seconds(fetch=False)[0] for batch, rig in rigs.items()}
     for programs, warps, units in SWEPT_FETCH:
         sizes = {"programs": programs, "warps": warps, "units": units}
         figures = {f"batch {b}, us": (rig.seconds(fetch=True, **sizes)[0] - resolve_s[b]) * 1e6 for b, rig in rigs.items()}
+        figures["batch 8, all missing, us"] = cold.seconds(fetch=True, **sizes)[0] * 1e6
         yield Row(what=f"fetch, {programs} x {warps} warps, {units} units", figures=figures)
     for name, swept in (("ASSIGN", SWEPT_ASSIGN), ("CLAIM", SWEPT_CLAIM)):
         block, warps = (f"{name}_{what}" for what in ("BLOCK", "WARPS"))
@@ -180,6 +181,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, part in parts_for(args, device, lambda text: console.print(f"  {text}", highlight=False)).items():
         found[name] = list(part())
         console.print(table_of(name, [row for row in found[name] if row.figures or row.note]))
+        if (kernels := kernels_of(found[name])) is not None:
+            console.print(kernels)
     console.print(goals_of(found))
     written: dict[str, Any] = {name: [row.as_json() for row in rows] for name, rows in found.items()}
     args.json.write_text(json.dumps({"machine": machine(device), "tiny": args.tiny, "parts": written}, indent=1) + "\n")

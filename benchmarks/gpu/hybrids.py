@@ -5,14 +5,16 @@ from __future__ import annotations
 import statistics
 
 from gpu.bench import Bench
+from gpu.device_time import longest, profiled
 from gpu.limits import step_limit_s, weight_bytes
-from gpu.report import Goal, Row
+from gpu.report import Goal, KernelTime, Row
 from gpu.requests import Steady, prefill_s, warm_up
 from gpu.shapes import HYBRIDS, Made
 from stepwell.engine import EngineConfig
 
 BATCH, CONTEXT = 8, 8192
 STEPS = 32
+PROFILED = 6  # steps behind those that are timed
 GOAL = 3.0
 LEAST_BYTES = 4 << 30  # windows of a whole chunk are many times those of a request at rest
 PLAIN = "torch"
@@ -30,16 +32,19 @@ def _model(bench: Bench, case: str) -> list[Row]:
     spec = bench.spec(made, kv_dtype)
     limit_s = step_limit_s(weight_bytes(made, BATCH), spec, made.picked, batch=BATCH, context=context)
     what = f"{case}, {BATCH} x {context:,}"
-    step_s = _step_s(bench, made, what, bench.kernels, kv_dtype)
+    step_s, kernels = _step(bench, made, what, bench.kernels, kv_dtype)
     figures = {"step, ms": step_s * 1e3, "limit, ms": limit_s * 1e3, "of the limit": limit_s / step_s}
     if "kernels" not in EngineConfig.__dataclass_fields__ or bench.kernels == PLAIN:
-        return [Row(what=what, figures=figures, note="nothing to compare with: only plain torch ran")]
-    plain_s = _step_s(bench, made, what, PLAIN, kv_dtype)
+        return [Row(what=what, figures=figures, note="nothing to compare with: only plain torch ran", kernels=kernels)]
+    plain_s, _ = _step(bench, made, what, PLAIN, kv_dtype)
     figures |= {"plain torch, ms": plain_s * 1e3, "times as fast": plain_s / step_s}
-    return [Row(what=what, figures=figures, goal=Goal(value=plain_s / step_s, limit=GOAL))]
+    return [Row(what=what, figures=figures, goal=Goal(value=plain_s / step_s, limit=GOAL), kernels=kernels)]
 
 
-def _step_s(bench: Bench, made: Made, what: str, kernels: str, kv_dtype: str | None) -> float:
+def _step(
+    bench: Bench, made: Made, what: str, kernels: str, kv_dtype: str | None
+) -> tuple[float, tuple[KernelTime, ...]]:  # fmt: skip
+    """Seconds, and the kernels that took longest."""
     needed = 2 * bench.bytes_of(made, BATCH * (bench.tokens(CONTEXT) + 1024))
     engine = bench.engine(
         made, device_bytes=needed if bench.tiny else max(needed, LEAST_BYTES), kernels=kernels, kv_dtype=kv_dtype
@@ -50,8 +55,9 @@ def _step_s(bench: Bench, made: Made, what: str, kernels: str, kv_dtype: str | N
         filled_s = prefill_s(bench, engine, prompts)
         with Steady(bench, engine, prompts, steps=bench.steps(STEPS)) as steady:
             step_s = statistics.median(steady.times(bench.steps(STEPS)))
+            spans = profiled(lambda: steady.times(PROFILED)) if engine.on_cuda else []
     finally:
         engine.close()
         bench.clean()
     bench.say(f"{what}, {kernels}: {step_s * 1e3:.2f} ms a step (prompts took {filled_s:.1f} s)")
-    return step_s
+    return step_s, longest(spans, steps=PROFILED)

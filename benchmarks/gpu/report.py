@@ -28,17 +28,28 @@ class Goal:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KernelTime:
+    """Of all calls of one kernel in a step."""
+
+    name: str
+    calls: float
+    us: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One case. `note` says what was left out, and why."""
+    """One case. `note` says what was left out, and why; `kernels` are those that took longest, if a profile was made."""
 
     what: str
     figures: Figures = field(default_factory=dict)
     goal: Goal | None = None
     note: str = ""
+    kernels: tuple[KernelTime, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         met = {} if self.goal is None else {"met": self.goal.met}
-        return asdict(self) | met
+        written = asdict(self) | met
+        return written if self.kernels else {name: value for name, value in written.items() if name != "kernels"}
 
 
 def table_of(title: str, rows: Sequence[Row]) -> Table:
@@ -52,6 +63,17 @@ def table_of(title: str, rows: Sequence[Row]) -> Table:
     for row in rows:
         table.add_row(row.what, *(_said(row.figures.get(column, "")) for column in columns), row.note)
     return table
+
+
+def kernels_of(rows: Sequence[Row]) -> Table | None:
+    """What steps spend their time on, of every case with a profile; None where there is none."""
+    table = Table(title="Kernels of a step that took longest", title_justify="left")
+    for head in ("case", "kernel", "calls", "us"):
+        table.add_column(head, justify="right" if head in ("calls", "us") else "left")
+    for row in rows:
+        for number, kernel in enumerate(row.kernels):
+            table.add_row("" if number else row.what, kernel.name[:100], _said(kernel.calls), _said(kernel.us))
+    return table if table.row_count else None
 
 
 def goals_of(parts: Mapping[str, Sequence[Row]]) -> Table:

@@ -5,22 +5,12 @@ Kernels are told apart by their names. Copies by the copy engines, such as pages
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import torch
+from gpu.device_time import Span
 
 FETCH, RESOLVE = ("_fetch_kernel",), ("_claim_kernel", "_assign_kernel")
-COPIES = ("Memcpy", "Memset")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
-    """One kernel, in microseconds."""
-
-    name: str
-    start: float
-    stop: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,19 +21,6 @@ class Shares:
     resolve: float
     fetch: float
     hidden: float
-
-
-def profiled(work: Callable[[], object]) -> list[Span]:
-    """The kernels of some work. Empty where the profiler sees none."""
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
-        work()
-        torch.cuda.synchronize()
-    return [
-        Span(name=event.name, start=event.time_range.start, stop=event.time_range.end)
-        for event in profile.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith(COPIES)
-    ]
 
 
 def shares_of(spans: Sequence[Span], *, steps: int) -> Shares:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import statistics
 import time
-import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -19,9 +18,11 @@ import torch
 
 from engine.driving import settle, step
 from engine.models import held
+from gpu.device_time import longest, profiled
+from gpu.report import KernelTime
 from gpu.requests import LEAST_SHARE
 from gpu.shapes import Made
-from sparse.overlap import Shares, profiled, shares_of
+from sparse.overlap import Shares, shares_of
 from sparse.traced import Contexts, TracedSelect, Traces
 from stepwell.base.ids import Kind
 from stepwell.base.spec import ModelSpec
@@ -97,6 +98,7 @@ class Measured:
     read_through: float = 0.0  # of these, rows without a slot
     fetched_bytes: float = 0.0  # of all layers
     kernels: Shares | None = None  # of one step
+    longest: tuple[KernelTime, ...] = ()  # of the same
 
     @property
     def step_s(self) -> float:
@@ -174,7 +176,7 @@ class Served:
                 if batch is not None and len(running) < batch:
                     raise Unsteady(f"does not fit: {len(running)} of {batch} run")
                 with suppress(Preempted):  # answers grow: now fewer fit
-                    return self._measure(running, profile=batch is None)
+                    return self._measure(running)
                 self._abort(list(engine.scheduler.waiting))
             raise Unsteady(f"in each of {TRIES} trials a request was preempted")
         finally:
@@ -205,7 +207,7 @@ class Served:
             raise Unsteady(f"contexts were computed: {sorted(computed)} tokens of a prompt")
         return before
 
-    def _measure(self, running: frozenset[int], *, profile: bool) -> Measured:
+    def _measure(self, running: frozenset[int]) -> Measured:
         self._steps(running, self._sizes.warm)
         before = self._found()
         times, tokens = self._steps(running, steps := self._sizes.timed)
@@ -218,7 +220,7 @@ class Served:
                 read_through=(after.read_through - before.read_through) / steps / self.layers,
                 fetched_bytes=(after.fetched_bytes - before.fetched_bytes) / steps,
             )
-        return replace(measured, kernels=self._profile(running)) if profile or measured.missing else measured
+        return self._with_profile(measured, running)
 
     def _steps(self, running: frozenset[int], steps: int) -> tuple[list[float], int]:
         """How long each took, and the tokens that came of them. Raises Preempted, or Unsteady where many tokens are missing."""
@@ -239,17 +241,13 @@ class Served:
             torch.cuda.synchronize()
         return self.engine.spilling
 
-    def _profile(self, running: frozenset[int]) -> Shares | None:
-        """Of one step; None where the profiler sees nothing."""
+    def _with_profile(self, measured: Measured, running: frozenset[int]) -> Measured:
+        """The same with what is known of kernels, if the profiler sees any."""
         steps = self._sizes.profiled
-        if not steps or not self.engine.on_cuda:
-            return None
-        try:
-            spans = profiled(lambda: self._steps(running, steps))
-        except RuntimeError:  # a machine without a profiler has the other figures
-            traceback.print_exc()
-            return None
-        return shares_of(spans, steps=steps) if spans else None
+        spans = profiled(lambda: self._steps(running, steps)) if steps and self.engine.on_cuda else []
+        return (
+            replace(measured, kernels=shares_of(spans, steps=steps), longest=longest(spans, steps=steps)) if spans else measured
+        )
 
 
 # ---- how much fits, by arithmetic ---------------------------------------------------------------------

@@ -8,6 +8,7 @@ a trace, behind an index that is scored all the same (`traced.py`). Everything e
     largest    requests that run at once when no more are admitted, each with its context and what it has answered so far
     missing    rows that were selected and neither in a page of the device nor hot
     fetch      time of the kernels that copy them over the bus, by a profile of some steps behind those that are timed
+    kernels    of a step, the twelve that took longest, of every case, by the same profile
 
 Both engines hold weights of their own, which no cap counts. Fixed sizes, such as a scratch for the longest prompt's rows of one
 layer, weigh ten times as much beside 6 layers as beside 61.
@@ -81,7 +82,7 @@ def _context(engines: dict[str, Served], sizes: Sizes, context: int, followed: T
                 rows.append(Row(what=what, note=str(error)[:200]))
                 continue
             note = "all that were asked for" if measured.batch == served.asked[context] else ""
-            rows.append(Row(what=what, figures=measured.figures(served.count), note=note))
+            rows.append(Row(what=what, figures=measured.figures(served.count), note=note, kernels=measured.longest))
             say(f"{what}: {measured.batch} requests, {measured.step_s * 1e3:.2f} ms a step, {measured.speed:,.0f} tokens/s")
     return rows + ([] if sizes.tiny else list(_goals(context, found[FULL], found[HIERARCHICAL])))
 

@@ -51,16 +51,19 @@ class Wanted:
         table_BP: torch.Tensor,
         hot_BQ: torch.Tensor,
         owner_X: torch.Tensor | None = None,
+        first_A: torch.Tensor | None = None,
         score_XT: torch.Tensor | None = None,
     ) -> Wanted:
-        """One query row a request, unless `owner_X` says otherwise. Waits for nothing."""
+        """One query row a request, unless `owner_X` says otherwise; what `first_A` is follows from it. Waits for nothing."""
         if owner_X is None:
             assert len(position_XK) == len(table_BP), f"{len(position_XK)} query rows of {len(table_BP)} requests"
             owner_X = torch.arange(len(table_BP), dtype=torch.int32, device=table_BP.device)
-        number_A = torch.arange(len(table_BP) + 1, dtype=owner_X.dtype, device=owner_X.device)
+        if first_A is None:
+            number_A = torch.arange(len(table_BP) + 1, dtype=owner_X.dtype, device=owner_X.device)
+            first_A = torch.searchsorted(owner_X, number_A, out_int32=True)
         return cls(
             position_XK=position_XK, last_X=last_X, owner_X=owner_X, table_BP=table_BP, hot_BQ=hot_BQ, score_XT=score_XT,
-            first_A=torch.searchsorted(owner_X, number_A, out_int32=True),
+            first_A=first_A,
         )  # fmt: skip
 
 

@@ -1,7 +1,8 @@
 """`resolve` by Triton: two launches of fixed shapes that ask the host for nothing, so that a pass can be recorded.
 
     claim     one program for a block of one query row's entries; a claim is a minimum in the row's hint
-    assign    one program a request: its winners, a histogram of its slots' bins, then the slots in their order
+    assign    one program a request: its winners, a histogram of its slots' bins, then the slots in their order. What it knows of
+              its slots it looks up once, if it can look at all of them at the same time
 
 The same tables, hints and rows as in plain torch. Only the order in which requests stand in the plan is any. All offsets into
 pages are of 64 bits. Importing needs Triton. Axes as in `resolve.py`.
@@ -16,7 +17,7 @@ from stepwell.sparse.places import Places
 from stepwell.sparse.resolve import CLAIM, Plan, Wanted
 
 CLAIM_BLOCK, CLAIM_WARPS = 256, 4
-ASSIGN_BLOCK, ASSIGN_WARPS = 2048, 8  # entries or slots that are looked through at once, by no more threads than bins
+ASSIGN_BLOCK, ASSIGN_WARPS = 4096, 8  # entries or slots that are looked through at once, by no more threads than bins
 
 
 def resolve(places: Places, group: int, wanted: Wanted, plan: Plan) -> None:
@@ -45,7 +46,8 @@ def resolve(places: Places, group: int, wanted: Wanted, plan: Plan) -> None:
         places.now_1 if score_XT is None else score_XT, places.worth_S, 0 if score_XT is None else score_XT.shape[1],
         count, hot_pages, wanted.hot_BQ.stride(0), places.header_P3.stride(0), hint_PR.stride(0),
         0 if score_XT is None else score_XT.stride(0),
-        SIZE=places.page_rows, FIRST_CLAIM=CLAIM, SCORED=score_XT is not None, BLOCK=block, num_warps=ASSIGN_WARPS,
+        SIZE=places.page_rows, FIRST_CLAIM=CLAIM, SCORED=score_XT is not None, WHOLE=hot_pages * places.page_rows <= block,
+        BLOCK=block, num_warps=ASSIGN_WARPS,
     )  # fmt: skip
 
 
@@ -129,13 +131,59 @@ def _own(own, hot, slots, key_S, stamp_S, now, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _bin_of(slot, key, age, low, high, worth_S, SCORED: tl.constexpr):
+def _bin_of(slot, key, age, most, low, high, SCORED: tl.constexpr):
     rank = tl.minimum(age, 254)
     if SCORED:
-        idle = (key >= 0) & (age > 0)
-        most = tl.load(worth_S + slot, mask=idle, other=float("-inf"))
-        rank = tl.where(idle, _score_bin(most, low, high), 0)
+        rank = tl.where((key >= 0) & (age > 0), _score_bin(most, low, high), 0)
     return tl.where(slot < 0, 0, tl.where(key < 0, 255, rank))
+
+
+@triton.jit
+def _worth(slot, key, age, worth_S, SCORED: tl.constexpr):
+    """The scores of slots that were written down, where there are any."""
+    most = age.to(tl.float32)
+    if SCORED:
+        most = tl.load(worth_S + slot, mask=(key >= 0) & (age > 0), other=float("-inf"))
+    return most
+
+
+@triton.jit
+def _range_of(most):
+    """The lowest and the highest score that is known and a number."""
+    finite = (most > float("-inf")) & (most < float("inf"))
+    low = tl.min(tl.where(finite, most, float("inf")), axis=0)
+    return low, tl.max(tl.where(finite, most, float("-inf")), axis=0)
+
+
+@triton.jit
+def _share(bins, wins):
+    """How many winners get a slot, the least bin that is given away, and room for slots that are level with the last."""
+    which = tl.arange(0, 256)
+    given = tl.minimum(wins, tl.sum(tl.where(which > 0, bins, 0), axis=0))
+    older = tl.cumsum(bins, axis=0, reverse=True)  # slots in this bin or a higher one
+    least = tl.max(tl.where((older >= given) & (which > 0), which, 0), axis=0)
+    return given, least, given - tl.sum(tl.where(which > least, bins, 0), axis=0)
+
+
+@triton.jit
+def _give(
+    slot, rank, least, room, level_before, before, base, now,
+    winner, header, hint, hot_N, key_S, stamp_S, source, target, header_stride, hint_stride, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Slots in their order, to winners in theirs. How many are level with the last, and how many were taken, so far."""
+    level = (rank == least).to(tl.int32)
+    among = tl.cumsum(level, axis=0) + level_before
+    taken = ((rank > least) | ((level > 0) & (among <= room))).to(tl.int32)
+    place, mine = tl.cumsum(taken, axis=0) + before - 1, taken > 0
+    new = tl.load(winner + place, mask=mine, other=0)
+    origin = tl.load(header + (new // SIZE).to(tl.int64) * header_stride + 2, mask=mine, other=0)
+    onto = tl.load(hot_N + slot // SIZE, mask=mine, other=0)
+    tl.store(key_S + slot, new, mask=mine)
+    tl.store(stamp_S + slot, -1 - now + tl.zeros_like(new), mask=mine)
+    tl.store(hint + (new // SIZE).to(tl.int64) * hint_stride + new % SIZE, slot, mask=mine)
+    tl.store(source + base + place, origin * SIZE + new % SIZE, mask=mine)
+    tl.store(target + base + place, onto * SIZE + slot % SIZE, mask=mine)
+    return level_before + tl.sum(level, axis=0), before + tl.sum(taken, axis=0)
 
 
 @triton.jit
@@ -158,7 +206,8 @@ def _winners(claim, winner, hint, hint_stride, start, stop, SIZE: tl.constexpr, 
 def _assign_kernel(
     first_A, hot, header, hint, key_S, stamp_S, hot_N, now_1, claim, winner, source, target, plan_count, tally, score, worth_S,
     length, count, hot_pages, hot_stride, header_stride, hint_stride, score_stride,
-    SIZE: tl.constexpr, FIRST_CLAIM: tl.constexpr, SCORED: tl.constexpr, BLOCK: tl.constexpr,
+    SIZE: tl.constexpr, FIRST_CLAIM: tl.constexpr, SCORED: tl.constexpr, WHOLE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One request. Only it writes to its slots, and to hints of rows that it has won."""
     request = tl.program_id(0).to(tl.int64)
@@ -170,53 +219,56 @@ def _assign_kernel(
     if wins > 0:
         tl.debug_barrier()  # winners are read by others than wrote them
         low, high = float("inf"), float("-inf")
-        if SCORED:
+        if WHOLE:
+            slot, key, age = _own(lane, hot, slots, key_S, stamp_S, now, SIZE)
+            most = age.to(tl.float32)  # nothing that counts
+            if SCORED:
+                idle = (key >= 0) & (age > 0)
+                most = _score_of(key, idle, score, header, header_stride, first, stop, length, score_stride, SIZE)
+                low, high = _range_of(most)
+            rank = _bin_of(slot, key, age, most, low, high, SCORED)
+            given, least, room = _share(tl.histogram(rank, 256), wins)
+            base = tl.atomic_add(plan_count, given, sem="relaxed")
+            tl.debug_barrier()  # what slots held is read before any is given away
+            _give(
+                slot, rank, least, room, 0, 0, base, now,
+                winner, header, hint, hot_N, key_S, stamp_S, source, target, header_stride, hint_stride, SIZE,
+            )  # fmt: skip
+        else:
+            if SCORED:
+                start = 0
+                while start < slots:
+                    slot, key, age = _own(start + lane, hot, slots, key_S, stamp_S, now, SIZE)
+                    idle = (key >= 0) & (age > 0)
+                    most = _score_of(key, idle, score, header, header_stride, first, stop, length, score_stride, SIZE)
+                    tl.store(worth_S + slot, most, mask=idle)
+                    lowest, highest = _range_of(most)
+                    low, high = tl.minimum(low, lowest), tl.maximum(high, highest)
+                    start += BLOCK
+                tl.debug_barrier()  # so are scores
+            bins = tl.zeros([256], tl.int32)
             start = 0
             while start < slots:
                 slot, key, age = _own(start + lane, hot, slots, key_S, stamp_S, now, SIZE)
-                idle = (key >= 0) & (age > 0)
-                most = _score_of(key, idle, score, header, header_stride, first, stop, length, score_stride, SIZE)
-                tl.store(worth_S + slot, most, mask=idle)
-                finite = (most > float("-inf")) & (most < float("inf"))
-                low = tl.minimum(low, tl.min(tl.where(finite, most, float("inf")), axis=0))
-                high = tl.maximum(high, tl.max(tl.where(finite, most, float("-inf")), axis=0))
+                most = _worth(slot, key, age, worth_S, SCORED)
+                bins += tl.histogram(_bin_of(slot, key, age, most, low, high, SCORED), 256)
                 start += BLOCK
-            tl.debug_barrier()  # so are scores
-        bins, which = tl.zeros([256], tl.int32), tl.arange(0, 256)
-        start = 0
-        while start < slots:
-            slot, key, age = _own(start + lane, hot, slots, key_S, stamp_S, now, SIZE)
-            rank = _bin_of(slot, key, age, low, high, worth_S, SCORED)
-            bins += tl.histogram(rank, 256)
-            start += BLOCK
-        given = tl.minimum(wins, tl.sum(tl.where(which > 0, bins, 0), axis=0))
-        older = tl.cumsum(bins, axis=0, reverse=True)  # slots in this bin or a higher one
-        least = tl.max(tl.where((older >= given) & (which > 0), which, 0), axis=0)
-        room = given - tl.sum(tl.where(which > least, bins, 0), axis=0)  # for those that are level with the last
-        base = tl.atomic_add(plan_count, given, sem="relaxed")
+            given, least, room = _share(bins, wins)
+            base = tl.atomic_add(plan_count, given, sem="relaxed")
+            level_before = 0
+            before = 0
+            start = 0
+            while start < slots:
+                slot, key, age = _own(start + lane, hot, slots, key_S, stamp_S, now, SIZE)
+                most = _worth(slot, key, age, worth_S, SCORED)
+                rank = _bin_of(slot, key, age, most, low, high, SCORED)
+                level_before, before = _give(
+                    slot, rank, least, room, level_before, before, base, now,
+                    winner, header, hint, hot_N, key_S, stamp_S, source, target, header_stride, hint_stride, SIZE,
+                )  # fmt: skip
+                start += BLOCK
         tl.atomic_add(tally + request * 4 + 2, given.to(tl.int64), sem="relaxed")
         tl.atomic_add(tally + request * 4 + 3, (wins - given).to(tl.int64), sem="relaxed")
-        level_before = 0
-        before = 0
-        start = 0
-        while start < slots:
-            slot, key, age = _own(start + lane, hot, slots, key_S, stamp_S, now, SIZE)
-            rank = _bin_of(slot, key, age, low, high, worth_S, SCORED)
-            level = (rank == least).to(tl.int32)
-            among = tl.cumsum(level, axis=0) + level_before
-            taken = ((rank > least) | ((level > 0) & (among <= room))).to(tl.int32)
-            place, mine = tl.cumsum(taken, axis=0) + before - 1, taken > 0
-            new = tl.load(winner + place, mask=mine, other=0)
-            origin = tl.load(header + (new // SIZE).to(tl.int64) * header_stride + 2, mask=mine, other=0)
-            onto = tl.load(hot_N + slot // SIZE, mask=mine, other=0)
-            tl.store(key_S + slot, new, mask=mine)
-            tl.store(stamp_S + slot, -1 - now + tl.zeros_like(new), mask=mine)
-            tl.store(hint + (new // SIZE).to(tl.int64) * hint_stride + new % SIZE, slot, mask=mine)
-            tl.store(source + base + place, origin * SIZE + new % SIZE, mask=mine)
-            tl.store(target + base + place, onto * SIZE + slot % SIZE, mask=mine)
-            level_before += tl.sum(level, axis=0)
-            before += tl.sum(taken, axis=0)
-            start += BLOCK
         at = given
         while at < wins:  # nothing is free for these
             lost = tl.load(winner + at + lane, mask=at + lane < wins, other=0)

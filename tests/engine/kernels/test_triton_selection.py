@@ -67,6 +67,31 @@ def test_scores_are_those_of_plain_torch_and_nobody_sees_ahead() -> None:
     torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize("width", [16, 128, 160])
+@pytest.mark.parametrize("programs", [1, 4, 1000])
+def test_singles_of_any_length_are_scored_by_programs_of_several_blocks(
+    width: int, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over keys with one scale each, and with two. Some programs have a part of a request, and some nothing of it; pages that it
+    does not have are not read, and a key that is no number is the highest."""
+    monkeypatch.setattr(fast, "_FULL_PROGRAMS", programs)
+    scene = Scene(Shape(kv_heads=1, width=width // 2, page=16, contexts=(700, 3, 130, 63), lengths=(1, 1, 1, 1)), device=DEVICE)
+    scene.clear_unwritten()
+    rows, part = in_eight_bits(scene), scene.paging.singles[0]
+    scale = torch.tensor([torch.nan]).view(torch.uint8).to(DEVICE)
+    rows.stored_PRE[part.table_BP[0, 20], 5, width : width + 4] = scale
+    query_XHD, weight_XH = scene.made(4, 16, width), scene.made(4, 16)
+    key_BTD = rows.whole(part.table_BP).flatten(1, 2)
+    product_BHT = torch.einsum("bhd,btd->bht", query_XHD, key_BTD).relu()
+    expected = (weight_XH[:, :, None] * product_BHT).sum(1) + part.mask_BT
+    table_BP = part.table_BP.clone()
+    for row, length in enumerate((701, 4, 131, 64)):
+        table_BP[row, -(-length // 16) :] = 1 << 40  # nobody may go there
+    made = fast.scores(query_XHD, weight_XH, rows, table_BP, part.position_B)
+    assert made[0, 20 * 16 + 5] == torch.inf
+    torch.testing.assert_close(made, expected.nan_to_num(nan=torch.inf, neginf=-torch.inf), rtol=1e-4, atol=1e-3)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_scores_are_handed_on_for_singles_and_the_last_of_every_run(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many queries are scored at a time; and none where nobody asks for them."""

@@ -46,11 +46,15 @@ def test_every_row_is_right_and_slots_go_to_whom_the_rules_say(seed: int, count:
     live(scene, count=count, hot=hot, passes=15, most_rows=most_rows)
 
 
+@pytest.mark.parametrize("block", [4, 4096])
 @pytest.mark.parametrize(("count", "hot"), SIZES, ids=NAMES)
-def test_kernels_do_the_same(count: int, hot: int) -> None:
+def test_kernels_do_the_same(count: int, hot: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether all slots of a request are looked at together, or a few at a time."""
     resolve, fetch = interpreted()
+    from stepwell.sparse import triton_resolve
     from stepwell.sparse.triton_read import read
 
+    monkeypatch.setattr(triton_resolve, "ASSIGN_BLOCK", block)
     row_bytes = {7: 20, 3: 48}.get(count, 24)  # words of four bytes, of eight, and two at a time
     scene = Scene(100 + count, resolve=resolve, fetch=fetch, read=read, row_bytes=row_bytes)
     live(scene, count=count, hot=hot, passes=6, most_rows=2)

@@ -1,7 +1,10 @@
 """Index scores and the best of them by Triton: keys are read where they lie, plain or in eight bits, and nothing is gathered.
 
-    score      one program for a block of keys and a few queries: products in tensor cores, sums over heads in fp32
-    best       the value that the last of the best has by a library's top-k, then positions in their order, ties to the earliest
+    score      singles: one program for some blocks of a request's keys, whose query it reads once
+               runs: one program for a block of keys, and a few queries over it
+               products in tensor cores, sums over heads in fp32
+    best       the value that the last of the best has by a library's top-k, then positions in their order, ties to the earliest:
+               counted in blocks, then written in blocks
 
 Of fixed shapes and without asking the device for anything, so that a step with an index can be recorded. Importing needs Triton.
 Axes as in `selection.py`.
@@ -22,7 +25,9 @@ from stepwell.engine.passes.paging import Paging, Run, Singles
 from stepwell.engine.passes.rows import PLAIN, Powers, Rows
 
 SCORE_BYTES = 256 << 20  # of scores at a time
-_KEYS, _QUERIES = 128, 8  # of one program; singles come one by one
+_KEYS, _QUERIES = 128, 8  # of one program, where several queries look at the same pages
+_SINGLE_KEYS, _MOST_BLOCKS = 64, 16  # of a block for singles, and blocks of a program
+_FULL_PROGRAMS = 528  # four for each core of an H200: with fewer of them, programs have fewer blocks
 _BLOCK = 2048  # scores that are looked through at once
 _LEAST = 16  # rows and columns of a product
 
@@ -73,7 +78,7 @@ class TritonSelect:
             at = slice(start, start + size)
             table = table_SP[at] if len(table_SP) > 1 else table_SP
             score_XT = scores(query_XHD[at], weight_XH[at], rows, table, last_X[at])
-            made.append(best(score_XT, count, self._top_k))
+            made.append(_best(score_XT, count, self._top_k))
             if handed is not None:
                 handed.add(score_XT)
         position_XK = made[0] if len(made) == 1 else torch.cat(made)
@@ -83,37 +88,64 @@ class TritonSelect:
 def scores(
     query_XHD: torch.Tensor, weight_XH: torch.Tensor, rows: Rows, table_SP: torch.Tensor, last_X: torch.Tensor
 ) -> torch.Tensor:
-    """`[X, T]` in fp32: the sum over heads of weight * relu(query . key), and -inf for positions behind a query's last."""
+    """`[X, T]` in fp32: the sum over heads of weight * relu(query . key), and -inf for positions behind a query's last. What is
+    no number is inf.
+    """
     (count, heads, width), views, page_rows = query_XHD.shape, views_of(rows), rows.stored_PRE.shape[1]
     assert views is not None and views.width + views.exact == width, f"{width=} of {rows.format}"
     length, shared = table_SP.shape[1] * page_rows, len(table_SP) == 1 and count > 1
     score_XT = torch.empty(count, length, dtype=torch.float32, device=query_XHD.device)
-    queries = _QUERIES if shared else 1
     query_XHD, weight_XH = query_XHD.to(rows.dtype).contiguous(), weight_XH.float().contiguous()
-    _score_kernel[(triton.cdiv(length, _KEYS), triton.cdiv(count, queries))](
+    given = (
         query_XHD, weight_XH, views.eight_PRE, views.scale_PRE, score_XT, table_SP, last_X, count, length,
-        0 if shared else table_SP.stride(0), last_X.stride(0),
-        views.eight_PRE.stride(0), views.eight_PRE.stride(1), views.scale_PRE.stride(0), views.scale_PRE.stride(1),
-        PAGE=page_rows, HEADS=heads, HEAD_BLOCK=max(triton.next_power_of_2(heads), _LEAST), WIDTH=width,
-        WIDTH_BLOCK=max(triton.next_power_of_2(width), _LEAST), TILE=views.tile, SCALE_AT=views.scale_at,
-        QUERIES=queries, KEYS=_KEYS, PLAIN=rows.format is PLAIN, POWERS=isinstance(rows.format, Powers),
-        num_warps=8, num_stages=2,
+        0 if shared else table_SP.stride(0), last_X.stride(0), views.eight_PRE.stride(0), views.scale_PRE.stride(0),
     )  # fmt: skip
+    sizes = {
+        # Strides of rows are part of what is compiled: only so is it known that four bytes of a key may be read at once.
+        "ROW": views.eight_PRE.stride(1), "SCALE_ROW": views.scale_PRE.stride(1),
+        "PAGE": page_rows, "HEADS": heads, "HEAD_BLOCK": max(triton.next_power_of_2(heads), _LEAST), "WIDTH": width,
+        "WIDTH_BLOCK": max(triton.next_power_of_2(width), _LEAST), "TILE": views.tile, "SCALE_AT": views.scale_at,
+        "PLAIN": rows.format is PLAIN, "POWERS": isinstance(rows.format, Powers),
+        "ONE_SCALE": rows.format is not PLAIN and width <= views.tile,
+    }  # fmt: skip
+    if shared:
+        grid = (triton.cdiv(length, _KEYS), triton.cdiv(count, _QUERIES))
+        _score_run_kernel[grid](*given, **sizes, KEYS=_KEYS, QUERIES=_QUERIES, num_warps=8, num_stages=2)
+    else:
+        blocks = triton.cdiv(length, _SINGLE_KEYS)
+        each = _blocks_each(blocks, count)
+        grid = (triton.cdiv(blocks, each), count)
+        _score_single_kernel[grid](*given, **sizes, KEYS=_SINGLE_KEYS, BLOCKS=each, num_warps=4, num_stages=3)
     return score_XT
+
+
+def _blocks_each(blocks: int, singles: int) -> int:
+    """Blocks of keys for one program: many, so that queries are read seldom, while there are programs enough for the device."""
+    each = _MOST_BLOCKS
+    while each > 1 and triton.cdiv(blocks, each) * singles < _FULL_PROGRAMS:
+        each //= 2
+    return each
 
 
 def best(score_XT: torch.Tensor, count: int, top_k: TopK = highest) -> torch.Tensor:
     """As `selection.best`, and changes `score_XT`: what is no number counts as the highest."""
     score_XT.nan_to_num_(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
-    high_XK = top_k(score_XT, count)
-    least_X = high_XK.amin(dim=-1)
-    room_X = (high_XK == least_X[:, None]).sum(dim=-1, dtype=torch.int32)  # for those that are level with the last
-    position_XK = torch.empty(len(score_XT), count, dtype=torch.int32, device=score_XT.device)
-    length = score_XT.shape[1]
+    return _best(score_XT, count, top_k)
+
+
+def _best(score_XT: torch.Tensor, count: int, top_k: TopK) -> torch.Tensor:
+    """Of scores that are all numbers."""
+    (queries, length), device = score_XT.shape, score_XT.device
+    high_XK = top_k(score_XT, count).contiguous()
     block = min(_BLOCK, triton.next_power_of_2(length))
-    _pick_kernel[(len(score_XT),)](
-        score_XT, least_X, room_X, position_XK, length, count, score_XT.stride(0), BLOCK=block, num_warps=8
-    )
+    blocks = triton.cdiv(length, block)
+    found_XB2 = torch.empty(queries, blocks, 2, dtype=torch.int32, device=device)
+    position_XK = torch.empty(queries, count, dtype=torch.int32, device=device)
+    sizes = {"COUNT_BLOCK": triton.next_power_of_2(count), "BLOCK": block, "num_warps": 8}
+    lengths = length, count, score_XT.stride(0)
+    _count_kernel[(queries, blocks)](score_XT, high_XK, found_XB2, *lengths, **sizes)
+    most = triton.next_power_of_2(blocks)
+    _pick_kernel[(queries, blocks)](score_XT, high_XK, found_XB2, position_XK, *lengths, **sizes, BLOCKS=most)
     return position_XK
 
 
@@ -121,31 +153,96 @@ def best(score_XT: torch.Tensor, count: int, top_k: TopK = highest) -> torch.Ten
 
 
 @triton.jit
-def _score_kernel(
-    query, weight, eight, scales, score, table, last, count, length,
-    table_stride, last_stride, page_stride, row_stride, scale_page, scale_row,
-    PAGE: tl.constexpr, HEADS: tl.constexpr, HEAD_BLOCK: tl.constexpr, WIDTH: tl.constexpr, WIDTH_BLOCK: tl.constexpr,
-    TILE: tl.constexpr, SCALE_AT: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, PLAIN: tl.constexpr,
-    POWERS: tl.constexpr,
+def _keys_at(
+    at, good, eight, scales, table, page_stride, scale_page,
+    ROW: tl.constexpr, SCALE_ROW: tl.constexpr, PAGE: tl.constexpr, WIDTH: tl.constexpr, WIDTH_BLOCK: tl.constexpr,
+    TILE: tl.constexpr, SCALE_AT: tl.constexpr, PLAIN: tl.constexpr, POWERS: tl.constexpr, ONE_SCALE: tl.constexpr,
+    TYPE: tl.constexpr,
 ):  # fmt: skip
-    """A block of keys, read once for all queries of the program. With more than one query their pages are the same."""
-    at, first = tl.program_id(0) * KEYS + tl.arange(0, KEYS), tl.program_id(1) * QUERIES
-    start, stop = tl.program_id(0) * KEYS, tl.minimum(first + QUERIES, count)
-    head, channel, inside = tl.arange(0, HEAD_BLOCK), tl.arange(0, WIDTH_BLOCK), at < length
-    seen_last = tl.load(last + (stop - 1) * last_stride)  # queries of one program come in their order
-    reached = start <= seen_last
-    page = tl.load(table + first.to(tl.int64) * table_stride + at // PAGE, mask=inside & reached, other=0).to(tl.int64)
-    row = (at % PAGE).to(tl.int64)
-    good = (inside & reached & (at <= seen_last))[:, None] & (channel < WIDTH)[None, :]
-    stored = tl.load(eight + (page * page_stride + row * row_stride)[:, None] + channel[None, :], mask=good, other=0.0)
+    """Keys `[K, D]` by their positions, in the format of queries; zeros where they are not `good`."""
+    channel = tl.arange(0, WIDTH_BLOCK)
+    page = tl.load(table + at // PAGE, mask=good, other=0).to(tl.int64)
+    row = at % PAGE
+    whole = good[:, None]
+    if WIDTH < WIDTH_BLOCK:
+        whole = whole & (channel < WIDTH)[None, :]
+    stored = tl.load(eight + (page * page_stride + row * ROW)[:, None] + channel[None, :], mask=whole, other=0.0)
     if PLAIN:
-        key = stored.to(query.dtype.element_ty)
+        key = stored.to(TYPE)
     else:
-        place = scales + (page * scale_page + row * scale_row)[:, None] + SCALE_AT + (channel // TILE)[None, :]
-        scale = tl.load(place, mask=good, other=0)
+        if ONE_SCALE:
+            scale = tl.load(scales + page * scale_page + row * SCALE_ROW + SCALE_AT, mask=good, other=0)[:, None]
+        else:
+            place = scales + (page * scale_page + row * SCALE_ROW)[:, None] + SCALE_AT + (channel // TILE)[None, :]
+            scale = tl.load(place, mask=whole, other=0)
         if POWERS:
             scale = power_of_two(scale)
-        key = (stored.to(tl.float32) * scale).to(query.dtype.element_ty)
+        key = (stored.to(tl.float32) * scale).to(TYPE)
+    return key
+
+
+@triton.jit
+def _weighed(key, asked, counts):
+    """Scores of keys for one query: over heads, the sum of weight * relu(product). What is no number is inf."""
+    likeness = tl.dot(key, tl.trans(asked), input_precision="ieee")
+    total = tl.sum(tl.where(likeness < 0, 0.0, likeness) * counts[None, :], axis=1)
+    return tl.where(total == total, total, float("inf"))
+
+
+@triton.jit
+def _asked_at(query, weight, x, HEADS: tl.constexpr, HEAD_BLOCK: tl.constexpr, WIDTH: tl.constexpr, WIDTH_BLOCK: tl.constexpr):
+    """One query `[H, D]`, and the weights of its heads."""
+    head, channel = tl.arange(0, HEAD_BLOCK), tl.arange(0, WIDTH_BLOCK)
+    whole = (head < HEADS)[:, None] & (channel < WIDTH)[None, :]
+    asked = tl.load(query + (x * HEADS + head)[:, None] * WIDTH + channel[None, :], mask=whole, other=0.0)
+    return asked, tl.load(weight + x * HEADS + head, mask=head < HEADS, other=0.0)
+
+
+@triton.jit
+def _score_single_kernel(
+    query, weight, eight, scales, score, table, last, count, length,
+    table_stride, last_stride, page_stride, scale_page,
+    ROW: tl.constexpr, SCALE_ROW: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr, HEAD_BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, WIDTH_BLOCK: tl.constexpr, TILE: tl.constexpr, SCALE_AT: tl.constexpr, KEYS: tl.constexpr,
+    PLAIN: tl.constexpr, POWERS: tl.constexpr, ONE_SCALE: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Some blocks of one request's keys. Nothing is read behind its last position."""
+    x = tl.program_id(1).to(tl.int64)
+    first, here = tl.program_id(0) * (BLOCKS * KEYS), tl.load(last + x * last_stride).to(tl.int32)
+    if first <= here:
+        asked, counts = _asked_at(query, weight, x, HEADS, HEAD_BLOCK, WIDTH, WIDTH_BLOCK)
+        for block in range(BLOCKS):
+            at = first + block * KEYS + tl.arange(0, KEYS)
+            good = (at <= here) & (at < length)
+            key = _keys_at(
+                at, good, eight, scales, table + x * table_stride, page_stride, scale_page,
+                ROW, SCALE_ROW, PAGE, WIDTH, WIDTH_BLOCK, TILE, SCALE_AT, PLAIN, POWERS, ONE_SCALE, query.dtype.element_ty,
+            )  # fmt: skip
+            total = _weighed(key, asked, counts)
+            tl.store(score + x * length + at, tl.where(good, total, float("-inf")), mask=at < length)
+    else:
+        for block in range(BLOCKS):
+            at = first + block * KEYS + tl.arange(0, KEYS)
+            tl.store(score + x * length + at, tl.full([KEYS], float("-inf"), tl.float32), mask=at < length)
+
+
+@triton.jit
+def _score_run_kernel(
+    query, weight, eight, scales, score, table, last, count, length,
+    table_stride, last_stride, page_stride, scale_page,
+    ROW: tl.constexpr, SCALE_ROW: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr, HEAD_BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, WIDTH_BLOCK: tl.constexpr, TILE: tl.constexpr, SCALE_AT: tl.constexpr, KEYS: tl.constexpr,
+    PLAIN: tl.constexpr, POWERS: tl.constexpr, ONE_SCALE: tl.constexpr, QUERIES: tl.constexpr,
+):  # fmt: skip
+    """A block of keys, read once for all queries of the program, whose pages are the same."""
+    start, first = tl.program_id(0) * KEYS, tl.program_id(1) * QUERIES
+    at = start + tl.arange(0, KEYS)
+    inside = at < length
+    furthest = tl.load(last + (tl.minimum(first + QUERIES, count) - 1) * last_stride)  # queries come in their order
+    key = _keys_at(
+        at, inside & (at <= furthest), eight, scales, table, page_stride, scale_page,
+        ROW, SCALE_ROW, PAGE, WIDTH, WIDTH_BLOCK, TILE, SCALE_AT, PLAIN, POWERS, ONE_SCALE, query.dtype.element_ty,
+    )  # fmt: skip
     for number in tl.static_range(QUERIES):
         x = (first + number).to(tl.int64)
         known = x < count
@@ -153,31 +250,50 @@ def _score_kernel(
         if known & (start > here):
             tl.store(score + x * length + at, tl.full([KEYS], float("-inf"), tl.float32), mask=inside)
         if known & (start <= here):
-            whole = (head < HEADS)[:, None] & (channel < WIDTH)[None, :]
-            asked = tl.load(query + (x * HEADS + head)[:, None] * WIDTH + channel[None, :], mask=whole, other=0.0)
-            counts = tl.load(weight + x * HEADS + head, mask=head < HEADS, other=0.0)
-            likeness = tl.dot(asked, tl.trans(key), input_precision="ieee")
-            total = tl.sum(tl.where(likeness < 0, 0.0, likeness) * counts[:, None], axis=0)
+            asked, counts = _asked_at(query, weight, x, HEADS, HEAD_BLOCK, WIDTH, WIDTH_BLOCK)
+            total = _weighed(key, asked, counts)
             tl.store(score + x * length + at, tl.where(at <= here, total, float("-inf")), mask=inside)
 
 
 @triton.jit
-def _pick_kernel(score, least, room, position, length, count, score_stride, BLOCK: tl.constexpr):
-    """One query: positions above its least score, and the first that are level with it, in their order."""
-    x = tl.program_id(0).to(tl.int64)
-    bound, free = tl.load(least + x), tl.load(room + x)
-    level_before = 0
-    picked_before = 0
-    start = 0
-    while start < length:
-        at = start + tl.arange(0, BLOCK)
-        number = tl.load(score + x * score_stride + at, mask=at < length, other=float("-inf"))
-        inside = at < length
-        level = ((number == bound) & inside).to(tl.int32)
-        among = tl.cumsum(level, axis=0) + level_before
-        picked = (((number > bound) & inside) | ((level > 0) & (among <= free))).to(tl.int32)
-        slot = tl.cumsum(picked, axis=0) + picked_before - 1
-        tl.store(position + x * count + slot, at, mask=(picked > 0) & (slot < count))
-        level_before += tl.sum(level, axis=0)
-        picked_before += tl.sum(picked, axis=0)
-        start += BLOCK
+def _bound(high, x, count, COUNT_BLOCK: tl.constexpr):
+    """The least of a query's highest scores, and how many of them are level with it."""
+    number = tl.arange(0, COUNT_BLOCK)
+    value = tl.load(high + x * count + number, mask=number < count, other=float("inf"))
+    least = tl.min(value, axis=0)
+    return least, tl.sum(((value == least) & (number < count)).to(tl.int32), axis=0)
+
+
+@triton.jit
+def _count_kernel(
+    score, high, found, length, count, score_stride, COUNT_BLOCK: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """One block of one query's scores: how many are above its least, and how many are level with it."""
+    x, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    least, _ = _bound(high, x, count, COUNT_BLOCK)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    number = tl.load(score + x * score_stride + at, mask=at < length, other=float("-inf"))
+    place = found + (x * tl.num_programs(1) + block) * 2
+    tl.store(place, tl.sum((number > least).to(tl.int32), axis=0))
+    tl.store(place + 1, tl.sum(((number == least) & (at < length)).to(tl.int32), axis=0))
+
+
+@triton.jit
+def _pick_kernel(
+    score, high, found, position, length, count, score_stride, COUNT_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """One block of one query's scores: positions above its least score, and the first that are level with it, in their order."""
+    x, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    least, room = _bound(high, x, count, COUNT_BLOCK)
+    other = tl.arange(0, BLOCKS)
+    place = found + (x * tl.num_programs(1) + other) * 2
+    above_before = tl.sum(tl.load(place, mask=other < block, other=0), axis=0)
+    level_before = tl.sum(tl.load(place + 1, mask=other < block, other=0), axis=0)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    number = tl.load(score + x * score_stride + at, mask=at < length, other=float("-inf"))
+    level = ((number == least) & (at < length)).to(tl.int32)
+    among = tl.cumsum(level, axis=0) + level_before
+    picked = ((number > least) | ((level > 0) & (among <= room))).to(tl.int32)
+    slot = tl.cumsum(picked, axis=0) - 1 + above_before + tl.minimum(level_before, room)
+    tl.store(position + x * count + slot, at, mask=(picked > 0) & (slot < count))

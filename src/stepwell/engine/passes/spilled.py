@@ -73,7 +73,7 @@ class Spilled:
         self._ending = frozenset(at for at in short if segments[at].num_logits and segments[at].end <= segments[at].picks_from)
         self._pieces: tuple[Piece, ...] | None = None
         if short:
-            self._table_BP, self._hot_BQ, self._owner_X, self._last_X = self._tables(batch, short)
+            self._table_BP, self._hot_BQ, self._owner_X, self._first_A, self._last_X = self._tables(batch, short)
 
     @property
     def asks_host(self) -> bool:
@@ -86,7 +86,8 @@ class Spilled:
         made._paging, made._pieces = paging, None
         short = self._table_BP
         made._table_BP = short.new_empty(len(short), short.shape[1] if length is None else length)
-        made._hot_BQ, made._owner_X, made._last_X = self._hot_BQ.clone(), self._owner_X.clone(), self._last_X.clone()
+        made._hot_BQ, made._last_X = self._hot_BQ.clone(), self._last_X.clone()
+        made._owner_X, made._first_A = self._owner_X.clone(), self._first_A.clone()  # the same for as many singles
         made.load(self)
         return made
 
@@ -123,7 +124,7 @@ class Spilled:
         if self._short:
             wanted = Wanted.of(
                 self._positions(choices), last_X=self._last_X, table_BP=self._table_BP, hot_BQ=self._hot_BQ,
-                owner_X=self._owner_X, score_XT=self._scores(choices),
+                owner_X=self._owner_X, first_A=self._first_A, score_XT=self._scores(choices),
             )  # fmt: skip
             self._spilling.resolve(self._spilling.group_of[layer], wanted)
 
@@ -162,8 +163,9 @@ class Spilled:
         firsts = [look.position + self._first[at] for at, look in zip(short, looks, strict=True)]
         last = np.concatenate([np.arange(first, look.end) for first, look in zip(firsts, looks, strict=True)])
         owner = np.repeat(np.arange(len(short)), [look.end - first for first, look in zip(firsts, looks, strict=True)])
-        table_X, hot_X, owner_X, last_X = batch.numbers(table.flatten(), hot.flatten(), owner, last)
-        return table_X.view(table.shape), hot_X.view(hot.shape).int(), owner_X.int(), last_X.int()
+        begin = np.searchsorted(owner, np.arange(len(short) + 1))
+        table_X, hot_X, owner_X, first_A, last_X = batch.numbers(table.flatten(), hot.flatten(), owner, begin, last)
+        return table_X.view(table.shape), hot_X.view(hot.shape).int(), owner_X.int(), first_A.int(), last_X.int()
 
     def _asking(self, choices: Sequence[Choice | None]) -> Iterator[tuple[Singles | Run, Choice | None, int]]:
         """The parts that resolve, what they chose, and how many of their last queries do."""

@@ -46,7 +46,7 @@ def test_a_pass_arrives_as_it_was_sent() -> None:
     draw = Draw(temperature=0.7, top_k=None, top_p=0.9, number=0.25)
     bare = RequestRows(tokens=(1,), position=0, prefix_pages=ids(4))
     given = Pass(rows=[bare, rows(num_logits=0), rows()], draws=[None, draw], logprobs=[None, 3])
-    found = read_pass(sent(pack_pass(given)), **KNOWN)
+    found = read_pass(sent(pack_pass(given, 1)), **KNOWN)
     assert found.draws == given.draws and found.logprobs == given.logprobs
     for ours, theirs in zip(found.rows, given.rows, strict=True):
         for name in RequestRows.__dataclass_fields__:
@@ -63,7 +63,7 @@ def test_a_pass_arrives_as_it_was_sent() -> None:
     ],
 )  # fmt: skip
 def test_pages_and_tokens_that_are_not_there_are_refused(wrong: dict[str, Any]) -> None:
-    message = pack_pass(Pass(rows=[rows(**wrong)], draws=[None], logprobs=[None]))
+    message = pack_pass(Pass(rows=[rows(**wrong)], draws=[None], logprobs=[None]), 1)
     with pytest.raises(ValueError, match=r"."):
         read_pass(sent(message), **KNOWN)
 
@@ -71,7 +71,7 @@ def test_pages_and_tokens_that_are_not_there_are_refused(wrong: dict[str, Any]) 
 @pytest.mark.parametrize("which", range(6))
 @pytest.mark.parametrize("change", ["shorter", "longer"])
 def test_a_pass_whose_parts_do_not_fit_is_refused(which: int, change: str) -> None:
-    message = pack_pass(a_pass(rows(), rows()))
+    message = pack_pass(a_pass(rows(), rows()), 1)
     arrays = [each.copy() for each in message.arrays]
     arrays[which] = arrays[which][:-1] if change == "shorter" else np.concatenate([arrays[which], arrays[which][:1]])
     with pytest.raises(ValueError, match="pass"):
@@ -83,8 +83,8 @@ def test_a_pass_whose_parts_do_not_fit_is_refused(which: int, change: str) -> No
 def test_what_was_chosen_arrives_with_its_logprobs() -> None:
     logprob = TokenLogprob(token=4, logprob=-0.5, top=((4, -0.5), (7, -2.0)))
     chosen = [Chosen(token=3), None, Chosen(token=4, logprob=logprob), Chosen(token=4, logprob=replace(logprob, top=()))]
-    assert read_chosen(sent(pack_chosen(chosen))) == chosen
-    message = pack_chosen(chosen)
+    assert read_chosen(sent(pack_chosen(chosen, 1))) == chosen
+    message = pack_chosen(chosen, 1)
     with pytest.raises(ValueError, match="not of one length"):
         read_chosen(Message(kind="chosen", arrays=[message.arrays[0][:-1], *message.arrays[1:]]))
 

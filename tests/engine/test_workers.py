@@ -18,6 +18,7 @@ from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Tier
 from stepwell.engine import Answer, Ask, Engine, Finish, Sampling
 from stepwell.engine.runner import PassesLost
+from stepwell.engine.workers.rank_workers import RankedRunner
 from stepwell.store.memory import MemoryStore
 from waiting import run_to_the_end, run_until, settle, wait_until
 
@@ -172,6 +173,46 @@ def test_a_rank_killed_amid_copies_leaves_the_cache_sound(engine: Engine) -> Non
     engine.cache.audit()
 
 
+def test_a_pass_that_somebody_interrupts_is_not_taken_for_the_next_one(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Ctrl-C does in a script: the ranks finish that pass, and what they say of it is nobody's answer."""
+    asked = [prompt(100), prompt(100, seed=3)]
+    expected = answers(engine, asked)
+    runner = engine._runner
+    assert isinstance(runner, RankedRunner)
+    wait = runner.workers._await_answers
+
+    def interrupted() -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner.workers, "_await_answers", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(prompt(100, seed=9), max_tokens=20)
+    assert runner.workers._await_answers == wait and not runner.workers._under_way, (
+        "it was waited for before pages are given back"
+    )
+    same(answers(engine, asked), expected)
+    assert engine.ranks is not None and engine.ranks.losses == 0
+    settle(engine.cache)
+    engine.cache.audit()
+
+
+def test_what_a_store_brings_while_ranks_start_is_copied_when_they_run(root: Path, tmp_path: Path) -> None:
+    store = f"log:{tmp_path / 'store'}"
+    with open_engine("gemma3", root, 2, store=store, store_config=FETCHED) as engine:
+        expected = answers(engine, [prompt(300)])
+    with open_engine("gemma3", root, 2, store=store, store_config=FETCHED, restart_workers=True) as engine:
+        answers(engine, [prompt(60, seed=4)])
+        os.kill(pids(engine)[0], signal.SIGKILL)
+        run_until(engine, lambda: engine.ranks is not None and engine.ranks.losses == 1)
+        found = answers(engine, [prompt(300)])  # looked for while new ranks load
+        same(found, expected)
+        assert found[0].usage.sources.store > 0, found[0].usage.sources
+        settle(engine.cache)
+        assert engine.cache.copying == 0
+        engine.cache.audit()
+
+
 def test_without_restarts_requests_are_refused_with_the_rank(root: Path) -> None:
     with open_engine("llama", root, 2) as engine:
         first = engine.submit(Ask(tokens=prompt(100), sampling=Sampling(max_tokens=200, ignore_eos=True)))
@@ -181,6 +222,7 @@ def test_without_restarts_requests_are_refused_with_the_rank(root: Path) -> None
         assert [(each.request, each.finish) for each in ends] == [(first, Finish.FAILED)] and "rank 0" in str(ends[0].error)
         with pytest.raises(PassesLost, match="rank 0 was lost"):
             engine.submit(Ask(tokens=prompt(100)))
+        assert engine.gone
         engine.cache.audit()
 
 

@@ -221,6 +221,11 @@ class Engine:
         return self._unread is None and not any(request.runs for request in self.scheduler.active.values())
 
     @property
+    def gone(self) -> bool:
+        """Whether nothing will ever be computed again."""
+        return self._gone is not None
+
+    @property
     def on_cuda(self) -> bool:
         return self._runner.facts.on_cuda
 
@@ -288,14 +293,16 @@ class Engine:
         for number in list(self._answering.requests):
             self.abort(number)
         self._unread = None
-        self._runner.wait()  # for what it still writes into memory that would be given to others
         try:
+            self._runner.wait()  # for what it still writes into memory that would be given to others
             if not self.cache.close():
                 log.warning("not everything that was to be stored was stored in time: a store or a copy is slow, or hangs")
         finally:
-            self._runner.close()
-            for store in self.stores:
-                store.close()
+            try:
+                self._runner.close()
+            finally:
+                for store in self.stores:
+                    store.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -340,9 +347,13 @@ class Engine:
         self.cache.counters.add("rank_losses")
         told = f"{RANK_LOST}{error.rank}: ask again"
         self._fail_active(told)
-        comes_back = self._runner.end()  # before anything that they may still write to is given to others
-        self.cache.lose_device()
-        if not comes_back:
+        try:
+            self._runner.end()  # before anything that they may still write to is given to others
+            self.cache.lose_device()
+        except BaseException:
+            self._gone = error  # new ranks would not have what others still believe to be on the device
+            raise
+        if not self._runner.restart():
             self._gone = error
             for request in list(self._answering.requests.values()):
                 self._answering.end(request, Finish.FAILED, error=told)

@@ -70,6 +70,11 @@ class EngineLoop:
         return self._engine.lost
 
     @property
+    def gone(self) -> bool:
+        """Whether nothing will ever be computed again."""
+        return self._engine.gone
+
+    @property
     def num_arriving(self) -> int:
         """Requests that were submitted, and that the engine does not know of yet."""
         return self._num_arriving

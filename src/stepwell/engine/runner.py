@@ -86,7 +86,7 @@ class Passes(Protocol):
     def on_device(self) -> AbstractContextManager[object]: ...
 
     def wait(self) -> None:
-        """Until the device has done everything it was given."""
+        """Until nothing that was given out writes into pages any more."""
         ...
 
     def tend(self) -> bool:
@@ -101,8 +101,12 @@ class Passes(Protocol):
         """Has kernels built that the first requests would wait for."""
         ...
 
-    def end(self) -> bool:
-        """After PassesLost: ends what is left of them. Whether it begins to start them anew, which it does not wait for."""
+    def end(self) -> None:
+        """After PassesLost: ends what is left of them. Raises RuntimeError where something does not end."""
+        ...
+
+    def restart(self) -> bool:
+        """After `end`, once what they had is forgotten: whether it begins to start them anew, which it does not wait for."""
         ...
 
     def close(self) -> None: ...
@@ -164,7 +168,10 @@ class Runner:
     def tend(self) -> bool:
         return True
 
-    def end(self) -> bool:
+    def end(self) -> None:
+        raise AssertionError("passes in this process are not lost without it")
+
+    def restart(self) -> bool:
         raise AssertionError("passes in this process are not lost without it")
 
     def close(self) -> None:

@@ -116,6 +116,11 @@ class Channel:
     def fileno(self) -> int:
         return self._socket.fileno()
 
+    @property
+    def wanted(self) -> int:
+        """What to poll it for: what comes, and room for what waits to be sent."""
+        return select.POLLIN | (select.POLLOUT if self._out else 0)
+
     def send(self, message: Message) -> None:
         """Sends a message, now or as soon as the other end reads. Raises ChannelClosed."""
         frame = packed(message)
@@ -166,9 +171,8 @@ class Channel:
     def wait(self, timeout_s: float) -> None:
         """Waits until something comes, or can be sent that waits, for so long at most."""
         if self.closed is None:
-            wanted = select.POLLIN | (select.POLLOUT if self._out else 0)
             polled = select.poll()
-            polled.register(self._socket, wanted)
+            polled.register(self._socket, self.wanted)
             polled.poll(max(timeout_s, 0) * 1000)
 
     def close(self) -> None:

@@ -22,6 +22,7 @@ from stepwell.jobs.channel import Channel, ChannelClosed, Message
 
 PING, PONG = "ping", "pong"
 END_S = 5.0  # that a process has to end by itself when it is asked to
+GONE_S = 60.0  # that one which was killed has to be gone
 
 
 class RankLost(Exception):
@@ -105,7 +106,10 @@ class Processes:
         return self._lose(rank, why, says_why=True)
 
     def end(self, *, within_s: float = 0.0) -> None:
-        """Ends them all: asks them to, by the end of their channel, waits for so long, and kills who is still there."""
+        """Ends them all: asks them to, by the end of their channel, waits for so long, and kills who is still there.
+
+        Raises RuntimeError for one that does not go even so, and may still write to memory that it shares.
+        """
         for each in self._ranks:
             each.channel.close()
         deadline_s = self._clock() + within_s
@@ -115,8 +119,11 @@ class Processes:
         for each in self._ranks:
             if each.running.poll() is None:
                 each.running.kill()  # one that is stopped ends too
-        for each in self._ranks:
-            each.running.wait()
+        for rank, each in enumerate(self._ranks):
+            try:
+                each.running.wait(GONE_S)
+            except subprocess.TimeoutExpired:
+                raise RuntimeError(f"rank {rank}, process {each.running.pid}, was killed and is still there") from None
         self._ranks = []
         self.lost = None
 
@@ -125,7 +132,7 @@ class Processes:
     def _wait(self, timeout_s: float) -> None:
         polled = select.poll()
         for each in self._ranks:
-            polled.register(each.channel, select.POLLIN)
+            polled.register(each.channel, each.channel.wanted)
         polled.poll(timeout_s * 1000)
 
     def _ask(self, rank: int, process: _Process) -> None:
@@ -156,7 +163,10 @@ def _code_of(running: subprocess.Popen[bytes]) -> int | None:
 
 
 def _ended(code: int) -> str:
-    return f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with status {code}"
+    if code >= 0:
+        return f"it ended with status {code}"
+    known = {each.value for each in signal.Signals}
+    return f"it was ended by {signal.Signals(-code).name if -code in known else f'signal {-code}'}"
 
 
 def _state_of(pid: int) -> str:

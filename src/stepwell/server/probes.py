@@ -70,7 +70,7 @@ def probe_router(served: Served, door: Door) -> APIRouter:
 
 def _must_live(served: Served) -> None:
     """Raises ApiError."""
-    if not served.loop.alive:
+    if not served.loop.alive or served.loop.gone:
         raise ApiError(503, "the engine has stopped", type=SERVER, code="unavailable")
 
 

@@ -45,12 +45,14 @@ class Pass:
 # ---- passes -------------------------------------------------------------------------------------
 
 
-def pack_pass(given: Pass) -> Message:
+def pack_pass(given: Pass, number: int) -> Message:
+    """`number` is repeated by what comes of it."""
     rows = given.rows
     numbers = np.array([_numbers(each) for each in rows], np.int64).reshape(-1)
     draws = [(0.0, 0, 1.0, 0.0) if d is None else (d.temperature, d.top_k or 0, d.top_p, d.number) for d in given.draws]
     return Message(
         kind=RUN,
+        fields={"pass": number},
         arrays=[
             numbers,
             _joined([each.tokens for each in rows]), _joined([each.prefix_pages for each in rows]),
@@ -116,13 +118,14 @@ def read_pass(message: Message, *, pages: Counts, vocab_size: int, most_slots: i
 # ---- what was chosen ----------------------------------------------------------------------------
 
 
-def pack_chosen(chosen: Sequence[Chosen | None]) -> Message:
-    """One entry a row of logits; None for a row that holds something else than numbers."""
+def pack_chosen(chosen: Sequence[Chosen | None], number: int) -> Message:
+    """Of the pass with that number. One entry a row of logits; None for a row that holds something else than numbers."""
     tokens = [_NONE if each is None else each.token for each in chosen]
     found = [None if each is None or each.logprob is None else each.logprob for each in chosen]
     tops = [() if each is None else each.top for each in found]
     return Message(
         kind=CHOSEN,
+        fields={"pass": number},
         arrays=[
             np.array(tokens, np.int32),
             np.array([float("nan") if each is None else each.logprob for each in found], np.float64),

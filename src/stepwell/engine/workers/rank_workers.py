@@ -102,7 +102,9 @@ class RankWorkers:
         self._ready: set[int] = set()
         self._start_deadline_s = inf
         self._failed_starts = 0
-        self._answers: dict[int, Message] = {}  # of the pass under way
+        self._pass = 0  # the number of the last one
+        self._under_way = False  # it was given out, and not every rank has answered
+        self._answers: dict[int, Message] = {}  # to it
         self._device_bytes: int | None = None
         self.copies = RankedCopies(self)
         self.losses = 0
@@ -139,8 +141,8 @@ class RankWorkers:
 
     def start(self) -> None:
         """Starts them all, and waits until they have loaded. Raises ConfigError with what one says is wrong, and leaves none."""
-        self._begin()
         try:
+            self._begin()
             while not self.tend():
                 sleep(_START_LOOK_S)
         except PassesLost as error:
@@ -168,17 +170,24 @@ class RankWorkers:
         self.last_loss = str(lost)
         return PassesLost(str(lost), rank=lost.rank)
 
-    def end(self) -> bool:
-        """After a loss: nothing of them is left when this returns, so that what they wrote to is nobody's. Starts new ones, if
-        they are to be, and does not wait for them; whether it does.
+    def end(self) -> None:
+        """After a loss: nothing of them is left when this returns, so that what they wrote to is nobody's. Raises RuntimeError
+        where one does not go.
         """
         came_up = self.running
         self._stop(within_s=0.0)
         self._failed_starts = 0 if came_up else self._failed_starts + 1
+
+    def restart(self) -> bool:
+        """Once nobody believes in what they had: whether new ones are to be, and were started. Does not wait for them."""
         if self._restart and self._failed_starts < MOST_STARTS:
             log.warning("%s; all ranks are started anew", self.last_loss)
-            self._begin()
-            return True
+            try:
+                self._begin()
+                return True
+            except OSError as error:
+                log.error("they cannot be started: %s", error)
+                self._stop(within_s=0.0)
         log.error("%s; nothing can be computed any more%s", self.last_loss, "" if self._restart else " (see --restart-workers)")
         return False
 
@@ -191,8 +200,8 @@ class RankWorkers:
         where = os.pathsep.join(os.path.abspath(each) for each in sys.path)  # as this process imports, and from nowhere else
         command, environment = [sys.executable, "-I", "-c", _BEGIN, where], dict(os.environ)
         if given.backend == "nccl":
-            environment.setdefault("NCCL_SOCKET_IFNAME", "lo")
-        self._loaded, self._ready, self._answers = {}, set(), {}
+            environment["NCCL_SOCKET_IFNAME"] = "lo"  # ranks are on one machine, and listen to nobody else
+        self._loaded, self._ready, self._answers, self._under_way = {}, set(), {}, False
         self._start_deadline_s = monotonic() + self._limits.start_s
         self._stage = _Stage.STARTING
         for rank, device in enumerate(given.devices):
@@ -221,7 +230,7 @@ class RankWorkers:
         for rank, message in self._processes.poll(timeout_s):
             try:
                 self._take(rank, message)
-            except (ValueError, TypeError) as error:
+            except (ValueError, TypeError, OverflowError) as error:
                 raise self._processes.lose(rank, f"it says what makes no sense: {error}") from None
 
     def _take(self, rank: int, message: Message) -> None:
@@ -238,8 +247,12 @@ class RankWorkers:
                 self._ready.add(rank)
                 if len(self._ready) == self.size:
                     self._stage = _Stage.RUNNING
+                    self.copies.send_waiting()
             case "chosen":
+                if message.number("pass") != self._pass or not self._under_way:
+                    raise ValueError(f"what came of pass {message.number('pass')}, and it is at {self._pass}")
                 self._answers[rank] = message
+                self._under_way = len(self._answers) < self.size
             case "copied":
                 self.copies.answered(rank, message)
             case "failed":
@@ -253,15 +266,13 @@ class RankWorkers:
 
     def compute(self, given: Pass) -> list[Chosen | None]:
         """One pass on all ranks. Raises PassesLost."""
+        self._pass += 1
+        message = pack_pass(given, self._pass)
         try:
-            self._answers = {}
-            self.send_all(pack_pass(given))
-            deadline_s = monotonic() + self._limits.pass_s
-            while len(self._answers) < self.size:
-                self.take(_LOOK_S)
-                if monotonic() > deadline_s and len(self._answers) < self.size:
-                    late = next(rank for rank in range(self.size) if rank not in self._answers)
-                    raise self._processes.lose(late, f"it did not come back from a pass within {self._limits.pass_s:g} s")
+            assert not self._under_way, f"pass {self._pass} before the one before it is answered"
+            self._answers, self._under_way = {}, True
+            self.send_all(message)
+            self._await_answers()
             chosen = read_chosen(self._answers[0])
             if len(chosen) != len(given.draws):
                 raise self._processes.lose(0, f"it chose {len(chosen)} tokens in place of {len(given.draws)}")
@@ -270,6 +281,21 @@ class RankWorkers:
             raise self._lost(self._processes.lose(0, f"it says what makes no sense: {error}")) from None
         except RankLost as lost:
             raise self._lost(lost) from None
+
+    def wait(self) -> None:
+        """Until a pass that somebody stopped waiting for is answered: ranks finish it, and write to its pages till then."""
+        if self.running:
+            with suppress(RankLost):  # the next `tend` tells
+                self._await_answers()
+
+    def _await_answers(self) -> None:
+        """Raises RankLost."""
+        deadline_s = monotonic() + self._limits.pass_s
+        while self._under_way:
+            self.take(_LOOK_S)
+            if self._under_way and monotonic() > deadline_s:
+                late = next(rank for rank in range(self.size) if rank not in self._answers)
+                raise self._processes.lose(late, f"it did not come back from a pass within {self._limits.pass_s:g} s")
 
 
 @dataclass(slots=True, eq=False)
@@ -285,6 +311,7 @@ class RankedCopies:
     def __init__(self, workers: RankWorkers) -> None:
         self._workers = workers
         self._open: dict[JobId, _Copying] = {}
+        self._waiting: dict[JobId, Plan] = {}  # of those, for ranks to run
         self._done: deque[Completion] = deque()
         self._moved_s = [monotonic()] * workers.size  # when each rank last ended a copy
 
@@ -298,9 +325,18 @@ class RankedCopies:
         if not self._open:
             self._moved_s = [now] * self._workers.size
         self._open[plan.job] = _Copying(set(range(self._workers.size)))
+        if not self._workers.running:
+            self._waiting[plan.job] = plan
+            return
         with suppress(RankLost):  # whoever runs passes is told, and takes it back
-            if self._workers.running:
-                self._workers.send_all(pack_plan(plan))
+            self._workers.send_all(pack_plan(plan))
+
+    def send_waiting(self) -> None:
+        """Ranks run now, and are given what was submitted meanwhile. Raises RankLost."""
+        self._moved_s = [monotonic()] * self._workers.size
+        while self._waiting:
+            job = next(iter(self._waiting))
+            self._workers.send_all(pack_plan(self._waiting.pop(job)))
 
     def answered(self, rank: int, message: Message) -> None:
         """A rank has ended its part. Raises ValueError for what nobody asked it."""
@@ -323,11 +359,13 @@ class RankedCopies:
         return [self._done.popleft() for _ in range(len(self._done))]
 
     def withdraw(self, job: JobId) -> bool:
-        """Only of ranks that are no more: what is sent may have begun."""
-        return not self._workers.running and self._open.pop(job, None) is not None
+        """Only what was not sent, or was sent to ranks that are no more: anything else may have begun."""
+        if self._waiting.pop(job, None) is None and self._workers.running:
+            return False
+        return self._open.pop(job, None) is not None
 
     def progressed_s(self, job: JobId) -> float:
-        copying = self._open.get(job)
+        copying = None if job in self._waiting else self._open.get(job)
         return monotonic() if copying is None else min(self._moved_s[rank] for rank in copying.owing)
 
     def drain(self, timeout_s: float) -> None:
@@ -384,7 +422,7 @@ class RankedRunner:
         return nullcontext()
 
     def wait(self) -> None:
-        pass  # every pass is answered before the next one begins; ranks that are lost are ended before their pages are given back
+        self.workers.wait()
 
     @property
     def ranks(self) -> RanksReport:
@@ -405,9 +443,12 @@ class RankedRunner:
     def warm_up(self, cache: Cache, max_alone: int) -> None:
         pass  # its first passes are all there is
 
-    def end(self) -> bool:
+    def end(self) -> None:
         self._slots = Slots(_SlotNumbers(self.spec))
-        return self.workers.end()
+        self.workers.end()
+
+    def restart(self) -> bool:
+        return self.workers.restart()
 
     def close(self) -> None:
         self.workers.close()

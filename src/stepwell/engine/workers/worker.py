@@ -186,6 +186,8 @@ class Shard:
         self._copies = ShardCopyEngine(self.spec, device, host, rank=self.rank, ranks=self.size)
         self._pages = DevicePages(mine, {kind: device.rows(kind) for kind in Kind if mine.device_parts(kind)})
         self._open_groups = OpenGroups(self._pages, device=self.model.device)
+        if self.model.device.type == "cuda":
+            _wait_for(self.model.device)  # memory is cleared before anything is copied into it, on other streams
 
     def copy(self, message: Message) -> None:
         plan: Plan = read_plan(message, pages=self._counts)
@@ -196,6 +198,7 @@ class Shard:
         from stepwell.engine.passes.batch import Batch
         from stepwell.engine.sampling import Choices
 
+        number = message.number("pass")
         given = read_pass(message, pages=self._counts[Tier.DEVICE], vocab_size=self.model.vocab_size, most_slots=MOST_SLOTS)
         for rows in given.rows:
             while rows.slot is not None and self._open_groups.num_slots <= rows.slot:
@@ -206,9 +209,9 @@ class Shard:
         if self.rank:
             if model.device.type == "cuda":
                 _wait_for(model.device)
-            return Message(kind=CHOSEN)
+            return Message(kind=CHOSEN, fields={"pass": number})
         choices = Choices(logits, given.draws, model.kernels.pick, model.kernels.to_host)
-        return pack_chosen([choices.of(row, count) for row, count in enumerate(given.logprobs)])
+        return pack_chosen([choices.of(row, count) for row, count in enumerate(given.logprobs)], number)
 
 
 def _wait_for(device: Any) -> None:

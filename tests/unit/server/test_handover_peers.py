@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Event, Thread
 from typing import Any, NoReturn
@@ -22,7 +23,8 @@ from waiting import PATIENCE_S
 
 TOKEN = "a-token-of-some-length"
 NUMBER = "n" * 32
-LISTING = Listing(space=bytes(32), session="192.0.2.1:1", values=[Value(b"k" * 32, bytes(64), 4096, 100)])
+LISTING = Listing(space=bytes(32), session="127.0.0.1:1", values=[Value(b"k" * 32, bytes(64), 4096, 100)])
+ELSEWHERE = replace(LISTING, session="192.0.2.1:1")  # memory of a machine that nobody named
 
 
 class PrefillServer:
@@ -118,7 +120,16 @@ def test_a_server_that_does_not_answer_holds_up_no_other(prefill: PrefillServer)
 
 
 @pytest.mark.parametrize(
-    "answer", [(404, b""), (500, LISTING.pack()), (200, b""), (200, LISTING.pack()[:-1]), (200, b"{}"), (302, LISTING.pack())]
+    "answer",
+    [
+        (404, b""),
+        (500, LISTING.pack()),
+        (200, b""),
+        (200, LISTING.pack()[:-1]),
+        (200, b"{}"),
+        (302, LISTING.pack()),
+        (200, ELSEWHERE.pack()),
+    ],
 )
 def test_what_is_no_listing_is_not_taken(prefill: PrefillServer, answer: tuple[int, bytes]) -> None:
     prefill.answer = answer

@@ -12,6 +12,7 @@ import torch
 from stepwell.base.config import HOT_ROWS, CacheConfig, PlacementConfig, StoreConfig, WritePolicy
 from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Kind, Tier
+from stepwell.base.inherited_block import InheritedBlock
 from stepwell.base.meters import Counters
 from stepwell.base.spec import ModelSpec
 from stepwell.base.spec.families import KV_DTYPES
@@ -40,7 +41,6 @@ from stepwell.jobs.executors import Arrivals
 from stepwell.store.api import Store
 from stepwell.store.registry import find_opener, open_store
 from stepwell.transfer.copy_engine import CopyEngine, NumpyCopyEngine, PageMemory, free_bytes, must_fit
-from stepwell.transfer.shared_memory import InheritedBlock
 from stepwell.transfer.store_worker import HostPages
 from stepwell.transfer.torch_copy_engine import TorchCopyEngine
 from stepwell.transfer.torch_memory import TorchMemory

@@ -22,7 +22,7 @@ from typing import IO
 
 from stepwell.base.errors import ConfigError
 from stepwell.base.units import format_bytes
-from stepwell.transfer.copy_engine import refusal, touch
+from stepwell.transfer.copy_engine import touch
 
 SHARED_ROOT = Path("/dev/shm")
 PREFIX = "stepwell-"  # of all names
@@ -105,27 +105,6 @@ class SharedBlock:
     def _note(self, offset: int, data: bytes) -> None:
         start = self.size_bytes + offset
         self._map[start : start + len(data)] = data
-
-
-class InheritedBlock:
-    """Memory without a name, for processes that this one starts: they map the descriptor that they inherit.
-
-    Raises ConfigError where it cannot be had. It lives as long as anybody has it mapped, or this object lives.
-    """
-
-    def __init__(self, size_bytes: int) -> None:
-        self.fd = os.memfd_create("stepwell", os.MFD_CLOEXEC)
-        weakref.finalize(self, os.close, self.fd)
-        try:
-            os.posix_fallocate(self.fd, 0, size_bytes)  # else the lack of room would kill whoever writes first
-        except OSError as error:
-            raise refusal(size_bytes, "shared host", error) from error
-        self._map = mmap.mmap(self.fd, size_bytes)
-        self.size_bytes = size_bytes
-
-    @property
-    def view(self) -> memoryview:
-        return memoryview(self._map)
 
 
 def _remove(path: Path, locked: IO[bytes], maker: int) -> None:

@@ -27,6 +27,7 @@ from typing import Any
 
 from stepwell.base.errors import ConfigError
 from stepwell.base.ids import JobId
+from stepwell.base.inherited_block import InheritedBlock
 from stepwell.base.spec import ModelSpec, Point
 from stepwell.base.tasks import Completion, Plan
 from stepwell.cache.facade import Cache
@@ -45,7 +46,6 @@ from stepwell.engine.workers.messages import (
 )  # fmt: skip
 from stepwell.jobs.channel import Message
 from stepwell.jobs.processes import END_S, Processes, RankLost
-from stepwell.transfer.shared_memory import InheritedBlock
 
 log = logging.getLogger(__name__)
 

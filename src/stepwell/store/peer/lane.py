@@ -9,7 +9,6 @@ and its pages may be used again at once. Only where a process does not go even t
 
 from __future__ import annotations
 
-import mmap
 import os
 import socket
 import subprocess
@@ -17,8 +16,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stepwell.base.errors import ConfigError, StoreError
-from stepwell.base.units import format_bytes
+from stepwell.base.errors import StoreError
+from stepwell.base.inherited_block import InheritedBlock
 from stepwell.store.peer.engine_process import MAX_ENTRIES, PACKET_BYTES, READ, pack_batch
 
 START_S = 60.0  # for a process to come up: it loads the wheel, on a machine that may be busy
@@ -43,27 +42,24 @@ class Wire:
 
 
 class SharedHost:
-    """A block of host memory without a name: processes that are given its descriptor map it too. Made once its size is known."""
+    """The host tier's memory, which processes of ours inherit. Made once its size is known."""
 
     def __init__(self) -> None:
-        self._map: mmap.mmap | None = None
-        self.fd = -1
+        self._block: InheritedBlock | None = None
 
     def make(self, size_bytes: int) -> memoryview:
-        """The memory, all of it taken now. Raises ConfigError where it cannot be had."""
-        assert self._map is None, "the memory is made once"
-        self.fd = os.memfd_create("stepwell-host", os.MFD_CLOEXEC)
-        try:
-            os.posix_fallocate(self.fd, 0, size_bytes)  # else the lack of room would kill whoever writes first
-            self._map = mmap.mmap(self.fd, size_bytes)
-        except (OSError, OverflowError) as error:
-            os.close(self.fd)
-            raise ConfigError(f"{format_bytes(size_bytes)} of shared host memory cannot be had ({error}): give less") from error
-        return memoryview(self._map)
+        """Raises ConfigError where it cannot be had."""
+        assert self._block is None, "the memory is made once"
+        self._block = InheritedBlock(size_bytes)
+        return self._block.view
+
+    @property
+    def fd(self) -> int:
+        return -1 if self._block is None else self._block.fd
 
     @property
     def size_bytes(self) -> int:
-        return 0 if self._map is None else len(self._map)
+        return 0 if self._block is None else self._block.size_bytes
 
 
 class _EngineProcess:

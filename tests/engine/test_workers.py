@@ -18,7 +18,7 @@ from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Tier
 from stepwell.engine import Answer, Ask, Engine, Finish, Sampling
 from stepwell.engine.runner import PassesLost
-from stepwell.engine.workers.rank_workers import RankedRunner
+from stepwell.engine.workers.ranked_runner import RankedRunner
 from stepwell.store.memory import MemoryStore
 from waiting import run_to_the_end, run_until, settle, wait_until
 

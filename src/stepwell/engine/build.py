@@ -36,7 +36,8 @@ from stepwell.engine.passes.spilling import Sizes, Spilling
 from stepwell.engine.runner import Facts, Runner
 from stepwell.engine.scheduler import Limits
 from stepwell.engine.speculation import Speculation
-from stepwell.engine.workers.rank_workers import RankedRunner, RankWorkers, WorkerLimits, WorkerSetup
+from stepwell.engine.workers.rank_workers import RankWorkers, WorkerLimits, WorkerSetup
+from stepwell.engine.workers.ranked_runner import RankedRunner
 from stepwell.jobs.executors import Arrivals
 from stepwell.store.api import Store
 from stepwell.store.registry import find_opener, open_store

@@ -67,7 +67,7 @@ class RanksReport:
 
 
 class Passes(Protocol):
-    """What runs passes for an engine: a model in this process (`Runner`), or ranks in others (`workers/rank_workers.py`)."""
+    """What runs passes for an engine: a model in this process (`Runner`), or ranks in others (`workers/ranked_runner.py`)."""
 
     @property
     def facts(self) -> Facts: ...

@@ -15,9 +15,9 @@ import os
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from enum import Enum
 from math import inf
 from pathlib import Path
@@ -28,14 +28,9 @@ from typing import Any
 from stepwell.base.errors import ConfigError
 from stepwell.base.ids import JobId
 from stepwell.base.inherited_block import InheritedBlock
-from stepwell.base.spec import ModelSpec, Point
 from stepwell.base.tasks import Completion, Plan
-from stepwell.cache.facade import Cache
-from stepwell.engine.ops.kernels import Report
-from stepwell.engine.passes.spilling import SpillReport
-from stepwell.engine.request import Chunk
-from stepwell.engine.runner import Facts, PassesLost, RanksReport, Slots, rows_of
-from stepwell.engine.sampling import Chosen, WaitForChoices, draws_for, logprobs_for
+from stepwell.engine.runner import PassesLost, RanksReport
+from stepwell.engine.sampling import Chosen
 from stepwell.engine.workers.messages import (
     MEMORY,
     SETUP,
@@ -384,79 +379,3 @@ class RankedCopies:
         except RankLost:
             return False  # whoever runs passes is told
         return True
-
-
-class _SlotNumbers:
-    """Numbers for slots that workers have: the lowest that is free."""
-
-    def __init__(self, spec: ModelSpec) -> None:
-        self.needed = any(isinstance(each.shape, Point) and each.shape.period is not None for each in spec.states)
-        self._free: list[int] = []
-        self._most = 0
-
-    def take(self) -> int:
-        if self._free:
-            return self._free.pop()
-        self._most += 1
-        return self._most - 1
-
-    def give_back(self, slot: int) -> None:
-        self._free.append(slot)
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class RankedRunner:
-    """Runs passes on all ranks. What `Runner` is for a model in this process."""
-
-    workers: RankWorkers
-    spec: ModelSpec
-    facts: Facts
-    kernels: Report
-    spilling: SpillReport | None = None
-    _slots: Slots = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._slots = Slots(_SlotNumbers(self.spec))
-
-    def on_device(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def wait(self) -> None:
-        self.workers.wait()
-
-    @property
-    def ranks(self) -> RanksReport:
-        return self.workers.report
-
-    def tend(self) -> bool:
-        return self.workers.tend()
-
-    def choose(self, chunks: Sequence[Chunk]) -> WaitForChoices:
-        self._slots.sweep()
-        given = Pass(
-            rows=[rows_of(chunk, self._slots, picks=False) for chunk in chunks],
-            draws=draws_for(chunks), logprobs=logprobs_for(chunks),
-        )  # fmt: skip
-        chosen = _Chosen(self.workers.compute(given))
-        return lambda: chosen
-
-    def warm_up(self, cache: Cache, max_alone: int) -> None:
-        pass  # its first passes are all there is
-
-    def end(self) -> None:
-        self._slots = Slots(_SlotNumbers(self.spec))
-        self.workers.end()
-
-    def restart(self) -> bool:
-        return self.workers.restart()
-
-    def close(self) -> None:
-        self.workers.close()
-
-
-class _Chosen:
-    def __init__(self, chosen: Sequence[Chosen | None]) -> None:
-        self._chosen = chosen
-
-    def of(self, row: int, logprobs: int | None) -> Chosen | None:
-        return self._chosen[row]

@@ -37,7 +37,7 @@ def test_a_prompt_resumes_from_the_host_on_a_gpu(make: Make, model: str, ranks: 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_conversations_that_branch_in_little_room_on_a_gpu(make: Make, model: str) -> None:
-    engine, choose = make(model, blocks=80, device="cuda"), random.Random(7)
+    engine, choose = make(model, blocks=16 * len(MODELS[model]) + 8, device="cuda"), random.Random(7)
     prompts = [text(0, 30)]
     for turn in range(20):
         before = choose.choice(prompts)

@@ -155,7 +155,7 @@ def test_single_tokens_of_prompts_look_at_everything(library: FlashInferPicked) 
 def test_rows_that_may_be_on_the_host_are_looked_up(library: FlashInferPicked) -> None:
     """Singles are gathered from wherever they are. Dense runs, which the library would read in pages, are not given to it."""
     shape, count = Shape(heads=6, kv_heads=2, width=WIDTH, page=8, contexts=(60, 70, 50), lengths=(1, 1, 5)), 24
-    scene = Scene(shape, dtype=torch.float16)  # Triton's interpreter has no bf16
+    scene = Scene(shape, dtype=torch.float16, device=DEVICE)  # Triton's interpreter has no bf16
     scene.clear_unwritten()
     places = scattered(scene.rows, 0)
     query_NHD, selection = scene.made(scene.num_tokens, 6, WIDTH), picks(scene, count, runs=False)
@@ -163,7 +163,7 @@ def test_rows_that_may_be_on_the_host_are_looked_up(library: FlashInferPicked) -
     made = library(query_NHD, places, scene.paging, selection, heads=2, key_dim=WIDTH, scale=SCALE)
     assert (made.float() - expected(scene, query_NHD, selection, None)).abs().max() < TOLERANCE
     told: list[int] = []
-    behind = FlashInferAttention(torch.device("cpu"), lambda *_, **__: (told.append(1), query_NHD)[1])
+    behind = FlashInferAttention(torch.device(DEVICE), lambda *_, **__: (told.append(1), query_NHD)[1])
     behind(query_NHD, places, scene.paging, heads=2, key_dim=WIDTH, scale=SCALE)
     assert told, "it was read by the library, in pages that are not there"
 

@@ -14,6 +14,7 @@ from stepwell.sparse.places import Places
 from stepwell.sparse.resolve import Plan
 
 pytest.importorskip("triton")
+from stepwell.engine.ops import triton_gather
 from stepwell.engine.ops.triton_gather import gather_rows
 from stepwell.engine.ops.triton_rows import views_of, write_rows
 
@@ -75,6 +76,12 @@ def test_a_tile_with_a_fault_is_read_as_one(kept: Tiled | Powers, broken: float)
     assert torch.equal(read.isnan(), one.some(page_N, row_N).isnan()) and read[1, :64].isnan().all()
 
 
+@pytest.fixture(params=["a tile a program", "all tiles a program"])
+def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_gather, "_MANY_PROGRAMS", 1 if request.param == "all tiles a program" else 1 << 30)
+
+
+@pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("every", [False, True])
 @pytest.mark.parametrize("kept", [PLAIN, *FORMATS], ids=str)
 def test_gathered_rows_are_those_of_plain_torch(kept: RowFormat, every: bool) -> None:
@@ -124,6 +131,7 @@ def scattered(rows: Rows, seed: int) -> Rows:
     return Rows(device[:, 1], rows.format, rows.dtype, LayerPlaces(found, 1, 1))
 
 
+@pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("every", [False, True])
 @pytest.mark.parametrize("kept", [PLAIN, *FORMATS], ids=str)
 def test_rows_are_gathered_from_wherever_they_are(kept: RowFormat, every: bool) -> None:

@@ -20,6 +20,7 @@ from stepwell.engine.passes.rows import PLAIN, TILE, Powers, Rows
 from stepwell.sparse.triton_read import look_up, tables
 
 _ROWS = 8  # that one program gathers
+_MANY_PROGRAMS = 1056  # eight for each core of an H200: from here on a program takes all tiles of its rows, looked up once
 _LATE_PROGRAMS = 128  # that go through the list of those that came, however long it is
 
 
@@ -70,7 +71,10 @@ def _gather(
         "PLAIN": rows.format is PLAIN, "POWERS": isinstance(rows.format, Powers), "ROWS": _ROWS, "num_warps": 4,
     }  # fmt: skip
     programs = len(table_SP) * triton.cdiv(count, _ROWS)
-    _gather_kernel[(programs, blocks)](*given, AWAY=rows.places is not None, COMING=beside is not None, **sizes)
+    each = blocks if programs >= _MANY_PROGRAMS else 1
+    _gather_kernel[(programs, blocks // each)](
+        *given, AWAY=rows.places is not None, COMING=beside is not None, TILES_EACH=each, **sizes
+    )
     if beside is not None and rows.places is not None:
         rows.places.arrive()
         _late_kernel[(min(_LATE_PROGRAMS, programs), blocks)](*given, **sizes)
@@ -163,13 +167,15 @@ def _gather_kernel(
     header, hint, key_S, hot_N, slots, header_stride, hint_stride,
     AWAY: tl.constexpr, COMING: tl.constexpr, PAGE: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
     SCALE_AT: tl.constexpr, EXACT: tl.constexpr, EXACT_AT: tl.constexpr, EXACT_TILE: tl.constexpr, ALL: tl.constexpr,
-    PLAIN: tl.constexpr, POWERS: tl.constexpr, ROWS: tl.constexpr,
+    PLAIN: tl.constexpr, POWERS: tl.constexpr, ROWS: tl.constexpr, TILES_EACH: tl.constexpr,
 ):  # fmt: skip
-    """One tile of some rows. With AWAY tables hold prefix pages, and some rows are on the host; without, pages of rows. With
-    COMING rows that got their slot in this pass may still be on their way: they are listed, once, and left out.
+    """One tile of some rows, or all of them. With AWAY tables hold prefix pages, and some rows are on the host; without, pages of
+    rows. With COMING rows that got their slot in this pass may still be on their way: they are listed, once, and left out.
     """
     blocks = (count + ROWS - 1) // ROWS
-    segment, tile = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(1)
+    segment, first_tile = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(1)
+    if TILES_EACH > 1:
+        first_tile = 0
     number = (tl.program_id(0) % blocks) * ROWS + tl.arange(0, ROWS)
     inside = number < count
     at = number.to(tl.int64)
@@ -183,18 +189,19 @@ def _gather_kernel(
         if COMING:
             came = inside & (slot >= 0) & (tl.load(stamp_S + slot, mask=slot >= 0, other=0) == -1 - tl.load(now_1))
             late = came.to(tl.int32)
-            if (tile == 0) & (tl.sum(late, axis=0) > 0):
+            if (first_tile == 0) & (tl.sum(late, axis=0) > 0):
                 first = tl.atomic_add(late_1, tl.sum(late, axis=0), sem="relaxed")
                 tl.store(listed + first + tl.cumsum(late, axis=0) - 1, (segment * count + number).to(tl.int32), mask=came)
             inside = inside & ~came
         here, away = inside & (page >= 0), inside & (below >= 0)
     target = out + segment * out_segment + number.to(tl.int64)[:, None] * out_row
-    _copy_tile(
-        eight, scales, exact, eight_far, scales_far, exact_far, target, page, row, below, below_row, here, away, inside, tile,
-        page_stride, row_stride, scale_page, scale_row, exact_page, exact_row,
-        far_page, far_row, scale_far_page, scale_far_row, exact_far_page, exact_far_row,
-        AWAY, WIDTH, TILE, SCALE_AT, EXACT, EXACT_AT, EXACT_TILE, PLAIN, POWERS,
-    )  # fmt: skip
+    for tile in tl.static_range(TILES_EACH):
+        _copy_tile(
+            eight, scales, exact, eight_far, scales_far, exact_far, target, page, row, below, below_row, here, away, inside,
+            first_tile + tile, page_stride, row_stride, scale_page, scale_row, exact_page, exact_row,
+            far_page, far_row, scale_far_page, scale_far_row, exact_far_page, exact_far_row,
+            AWAY, WIDTH, TILE, SCALE_AT, EXACT, EXACT_AT, EXACT_TILE, PLAIN, POWERS,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -27,6 +27,7 @@ from stepwell.engine.passes.rows import PLAIN, Powers, Rows
 SCORE_BYTES = 256 << 20  # of scores at a time
 _KEYS, _QUERIES = 128, 8  # of one program, where several queries look at the same pages
 _SINGLE_KEYS, _MOST_BLOCKS = 64, 16  # of a block for singles, and blocks of a program
+_SINGLE_WARPS, _SINGLE_STAGES = 4, 2  # on an H200 a third stage took 15 % longer
 _FULL_PROGRAMS = 528  # four for each core of an H200: with fewer of them, programs have fewer blocks
 _BLOCK = 2048  # scores that are looked through at once
 _LEAST = 16  # rows and columns of a product
@@ -115,7 +116,9 @@ def scores(
         blocks = triton.cdiv(length, _SINGLE_KEYS)
         each = _blocks_each(blocks, count)
         grid = (triton.cdiv(blocks, each), count)
-        _score_single_kernel[grid](*given, **sizes, KEYS=_SINGLE_KEYS, BLOCKS=each, num_warps=4, num_stages=3)
+        _score_single_kernel[grid](
+            *given, **sizes, KEYS=_SINGLE_KEYS, BLOCKS=each, num_warps=_SINGLE_WARPS, num_stages=_SINGLE_STAGES
+        )
     return score_XT
 
 
@@ -159,7 +162,9 @@ def _keys_at(
     TILE: tl.constexpr, SCALE_AT: tl.constexpr, PLAIN: tl.constexpr, POWERS: tl.constexpr, ONE_SCALE: tl.constexpr,
     TYPE: tl.constexpr,
 ):  # fmt: skip
-    """Keys `[K, D]` by their positions, in the format of queries; zeros where they are not `good`."""
+    """Keys `[K, D]` by their positions, in the format of queries, and what each is still to be multiplied by; zeros where they
+    are not `good`. Eight bits are numbers of that format as they are: a key's one scale can wait for its score.
+    """
     channel = tl.arange(0, WIDTH_BLOCK)
     page = tl.load(table + at // PAGE, mask=good, other=0).to(tl.int64)
     row = at % PAGE
@@ -167,25 +172,26 @@ def _keys_at(
     if WIDTH < WIDTH_BLOCK:
         whole = whole & (channel < WIDTH)[None, :]
     stored = tl.load(eight + (page * page_stride + row * ROW)[:, None] + channel[None, :], mask=whole, other=0.0)
+    factor = tl.full(at.shape, 1.0, tl.float32)
     if PLAIN:
         key = stored.to(TYPE)
+    elif ONE_SCALE:
+        scale = tl.load(scales + page * scale_page + row * SCALE_ROW + SCALE_AT, mask=good, other=0)
+        key, factor = stored.to(TYPE), (power_of_two(scale) if POWERS else scale)
     else:
-        if ONE_SCALE:
-            scale = tl.load(scales + page * scale_page + row * SCALE_ROW + SCALE_AT, mask=good, other=0)[:, None]
-        else:
-            place = scales + (page * scale_page + row * SCALE_ROW)[:, None] + SCALE_AT + (channel // TILE)[None, :]
-            scale = tl.load(place, mask=whole, other=0)
+        place = scales + (page * scale_page + row * SCALE_ROW)[:, None] + SCALE_AT + (channel // TILE)[None, :]
+        scale = tl.load(place, mask=whole, other=0)
         if POWERS:
             scale = power_of_two(scale)
         key = (stored.to(tl.float32) * scale).to(TYPE)
-    return key
+    return key, factor
 
 
 @triton.jit
-def _weighed(key, asked, counts):
+def _weighed(key, factor, asked, counts):
     """Scores of keys for one query: over heads, the sum of weight * relu(product). What is no number is inf."""
     likeness = tl.dot(key, tl.trans(asked), input_precision="ieee")
-    total = tl.sum(tl.where(likeness < 0, 0.0, likeness) * counts[None, :], axis=1)
+    total = tl.sum(tl.where(likeness < 0, 0.0, likeness) * counts[None, :], axis=1) * factor
     return tl.where(total == total, total, float("inf"))
 
 
@@ -214,11 +220,11 @@ def _score_single_kernel(
         for block in range(BLOCKS):
             at = first + block * KEYS + tl.arange(0, KEYS)
             good = (at <= here) & (at < length)
-            key = _keys_at(
+            key, factor = _keys_at(
                 at, good, eight, scales, table + x * table_stride, page_stride, scale_page,
                 ROW, SCALE_ROW, PAGE, WIDTH, WIDTH_BLOCK, TILE, SCALE_AT, PLAIN, POWERS, ONE_SCALE, query.dtype.element_ty,
             )  # fmt: skip
-            total = _weighed(key, asked, counts)
+            total = _weighed(key, factor, asked, counts)
             tl.store(score + x * length + at, tl.where(good, total, float("-inf")), mask=at < length)
     else:
         for block in range(BLOCKS):
@@ -239,7 +245,7 @@ def _score_run_kernel(
     at = start + tl.arange(0, KEYS)
     inside = at < length
     furthest = tl.load(last + (tl.minimum(first + QUERIES, count) - 1) * last_stride)  # queries come in their order
-    key = _keys_at(
+    key, factor = _keys_at(
         at, inside & (at <= furthest), eight, scales, table, page_stride, scale_page,
         ROW, SCALE_ROW, PAGE, WIDTH, WIDTH_BLOCK, TILE, SCALE_AT, PLAIN, POWERS, ONE_SCALE, query.dtype.element_ty,
     )  # fmt: skip
@@ -251,7 +257,7 @@ def _score_run_kernel(
             tl.store(score + x * length + at, tl.full([KEYS], float("-inf"), tl.float32), mask=inside)
         if known & (start <= here):
             asked, counts = _asked_at(query, weight, x, HEADS, HEAD_BLOCK, WIDTH, WIDTH_BLOCK)
-            total = _weighed(key, asked, counts)
+            total = _weighed(key, factor, asked, counts)
             tl.store(score + x * length + at, tl.where(at <= here, total, float("-inf")), mask=inside)
 
 

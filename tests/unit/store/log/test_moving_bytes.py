@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
-from threading import Event
+from threading import Barrier, Event
 
 import pytest
 
@@ -161,6 +161,35 @@ def test_both_ways_are_tried_and_timed_within_the_budget(tmp_path: Path) -> None
         assert store.stat().directory_bytes <= 64 * MIB and store.stat().values == 0
     with closing(open_directory(tmp_path / "store", clock=SystemClock())) as store:
         assert store.counters["recovered_batches"] == 0 and store.counters["damaged_gaps"] == 0, "a probe leaves nothing"
+
+
+class SlowForMany(Disk):
+    """A page cache that is as fast as can be for one reader, and slow for several; time is a clock of its own."""
+
+    def __init__(self, clock: ManualClock) -> None:
+        self.clock, self.direct, self.reading = clock, set[int](), Barrier(4)
+
+    def open(self, path: Path, *, writable: bool = True, direct: bool = False) -> int:
+        fd = super().open(path, writable=writable, direct=direct)
+        self.direct.add(fd) if direct else self.direct.discard(fd)
+        return fd
+
+    def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        first = self.reading.wait(PATIENCE_S) == 0  # breaks unless four read at once
+        if first:
+            self.clock.advance(0.001 if fd in self.direct else 0.002)
+        self.reading.wait(PATIENCE_S)
+        return super().read(fd, buffers, offset)
+
+
+def test_the_way_to_read_is_chosen_by_several_readers_at_once(tmp_path: Path) -> None:
+    clock = ManualClock()
+    disk = SlowForMany(clock)
+    with closing(
+        open_directory(tmp_path / "store", clock=clock, budget_bytes=64 * MIB, segment_bytes=4 * MIB, disk=disk)
+    ) as store:
+        best_s = 0.001 if disk.direct else 0.002  # a file system without direct I/O has one way only
+        assert store.measured.read_bytes_per_s == pytest.approx(2 * MIB / best_s, rel=1e-3)
 
 
 def test_a_value_cut_off_on_disk_is_damaged(open_with: Callable[[Direct], LogStore], tmp_path: Path) -> None:

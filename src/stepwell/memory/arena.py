@@ -78,7 +78,7 @@ class Arena:
         """
         strides, busy_bytes = self.layout.strides, self.busy_bytes
         if self.row_pages is not None and not may_spill:
-            busy_bytes += self.row_pages.num_in_use * strides[Kind.ROWS]
+            busy_bytes += (self.row_pages.num_held() - self._busy[Kind.ROWS]) * strides[Kind.ROWS]
         return sum(strides[kind] * count for kind, count in need.items()) <= self.layout.size_bytes - busy_bytes
 
     def shortage(self, need: Need) -> dict[Kind, int]:

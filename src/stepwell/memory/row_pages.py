@@ -56,7 +56,6 @@ class RowPages:
         self._distrusted: set[int] = set()
         # Counted as it changes, so that nobody looks at all pages: `audit` does, and compares.
         self.num_backed = 0
-        self.num_in_use = 0  # ROWS pages that belong to pages which somebody beside the tree refers to
         self._idle_backed: set[int] = set()  # backed pages that nobody beside the tree refers to
         self._backs: dict[int, list[int]] = {}  # by host page: the pages whose rows it alone has
 
@@ -86,6 +85,15 @@ class RowPages:
     def are_trusted(self, ids: PageIds) -> bool:
         return not self._distrusted or self._distrusted.isdisjoint(ids.tolist())
 
+    def num_held(self) -> int:
+        """ROWS pages that stay where they are unless somebody's rows spill: of pages that somebody beside the tree refers to, and
+        those that are referred to themselves. A page that is loaded right now is both, and counted once. Looks at all of them.
+        """
+        arena, bound = self._arena, self._page_of != ABSENT
+        held = arena.refs[Kind.ROWS] > arena.kept[Kind.ROWS]
+        held[bound] |= self._busy(self._page_of[bound])
+        return int(np.count_nonzero(held))
+
     def idle_backed(self) -> PageIds:
         """The pages whose rows are on the host alone and that only the tree refers to."""
         return _ids(self._idle_backed)
@@ -97,7 +105,6 @@ class RowPages:
         self._place(ids, ordinals)
         self.rows[ids] = rows
         self._page_of[rows] = ids
-        self.num_in_use += int(np.count_nonzero(self._busy(ids)))
         self._arena.hand_over(Kind.ROWS, rows)
 
     def back(self, ids: PageIds, host: PageIds, ordinals: npt.ArrayLike) -> None:
@@ -118,7 +125,6 @@ class RowPages:
         rows = self.rows[ids]
         assert (rows != ABSENT).all(), f"pages {ids[rows == ABSENT]} have no rows to give up"
         self.rows[ids] = ABSENT
-        self.num_in_use -= int(np.count_nonzero(self._busy(ids)))
         self._note_backed(ids, host)
         self._changed |= dict.fromkeys(ids.tolist())
         self._unbind(rows)
@@ -155,9 +161,7 @@ class RowPages:
 
     def on_use(self, ids: PageIds, *, begins: bool) -> None:
         """Somebody beside the tree refers to PREFIX pages, and nobody did before; or the other way round. Called by the arena."""
-        bound = int(np.count_nonzero(self.rows[ids] != ABSENT))
-        self.num_in_use += bound if begins else -bound
-        if self.num_backed and bound < len(ids):
+        if self.num_backed:
             backed = ids[self.host[ids] != ABSENT].tolist()
             (self._idle_backed.difference_update if begins else self._idle_backed.update)(backed)
 
@@ -222,7 +226,7 @@ class RowPages:
         stray = np.flatnonzero((state == FREE) & (bound | backed))
         assert not len(stray), f"free pages {stray[:8]} still have rows"
         assert self.num_backed == np.count_nonzero(backed), f"{self.num_backed=}, but {np.count_nonzero(backed)} are"
-        self._audit_counts(bound, backed)
+        self._audit_counts(backed)
         ids, rows = np.flatnonzero(bound), self.rows[bound]
         assert (self._page_of[rows] == ids).all(), "a ROWS page is bound to two pages"
         assert np.count_nonzero(self._page_of != ABSENT) == len(ids), "a ROWS page is bound to a page that does not know it"
@@ -234,10 +238,8 @@ class RowPages:
         numbers = sorted([*self.hot, *self._free_numbers])
         assert numbers == list(range(len(numbers))), f"numbers of hot pages do not add up: {numbers[:16]}"
 
-    def _audit_counts(self, bound: npt.NDArray[np.bool_], backed: npt.NDArray[np.bool_]) -> None:
+    def _audit_counts(self, backed: npt.NDArray[np.bool_]) -> None:
         busy = self._busy(np.arange(len(self.rows), dtype=np.int32))
-        in_use = np.count_nonzero(busy & bound)
-        assert self.num_in_use == in_use, f"{self.num_in_use=}, but {in_use} are"
         idle = np.flatnonzero(backed & ~busy).tolist()
         assert sorted(self._idle_backed) == idle, f"idle pages on the host: {sorted(self._idle_backed)[:8]}, but {idle[:8]} are"
         pairs = sorted((page, below) for below, pages in self._backs.items() for page in pages)

@@ -181,7 +181,7 @@ class Shadow:
     def check_counts(self, pages: RowPages) -> None:
         """As a look at all pages would find them."""
         use = self.use
-        assert pages.num_in_use == sum(use.get(page, "own") != "tree" for page in self.rows)
+        assert pages.num_held() == len(self.hot) + sum(use.get(page, "own") != "tree" for page in self.rows)
         assert pages.idle_backed().tolist() == sorted(page for page in self.host if use.get(page) == "tree")
         asked = [*self.host.values()][::2]
         assert pages.backed_by(ids(ABSENT, *asked)).tolist() == sorted(p for p, host in self.host.items() if host in asked)

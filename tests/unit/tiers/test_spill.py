@@ -56,6 +56,21 @@ def test_rows_stay_while_there_is_anything_idle() -> None:
     assert tiers.cache.counters["spilled_pages"] == 0 and tiers.cache.counters["evicted_device_pages"] > 0
 
 
+def test_rows_that_are_being_loaded_are_not_counted_twice() -> None:
+    """Else those who come while others load would have to do with hot pages, though there is room for all."""
+    tiers = rig(pages=29)
+    for name in range(6):
+        tiers.serve(text(name, 8 * PAGE + 1))
+    leases = [tiers.open(text(name, 8 * PAGE + 1)) for name in range(3)]
+    assert tiers.cache.copying and not any(lease.ready for lease in leases)
+    tiers.settle()
+    assert all(lease.ready and not backed(tiers, lease) for lease in leases)
+    for lease in leases:
+        tiers.engine.check(lease)
+        tiers.cache.release(lease)
+    tiers.idle_check()
+
+
 def test_the_front_is_shed_the_tail_stays_and_the_first_rows_become_hot_pages() -> None:
     tiers = rig()
     lease = running(tiers, 1, 12)

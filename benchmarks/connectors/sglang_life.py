@@ -50,7 +50,7 @@ def storage(cache: str, directory: Path) -> dict[str, Any]:
         named = {"linker": "StepwellLinker", "linker_module_path": "stepwell.connectors.sglang"}
         return {
             "enable_unified_cache_external_linker": True, "unified_cache_external_linker_backend": "dynamic",
-            "unified_cache_external_linker_config": json.dumps(named | {"linker_extra_config": settings}),
+            "unified_cache_external_linker_config": named | {"linker_extra_config": settings},
         }  # fmt: skip
     common: dict[str, Any] = {"prefetch_threshold": PAGE, "hicache_storage_pass_prefix_keys": True}
     name, extra = "file", {"file_storage_path": str(directory)}

@@ -1,6 +1,6 @@
 """Prompts resumed under other engines, by a process that did not compute them, beside computing them again.
 
-    make bench-connectors       about 30 minutes on 2 cores; prints tables, writes bench-connectors.json
+    make bench-connectors       about 40 minutes on 2 cores; prints tables, writes bench-connectors.json
 
 Random weights in the shapes of three families. Transformers: "alone" is the model without a prompt cache, "torch.load" what
 people do without one: the whole cache object in a file, unverified, for this very prompt. Bits are those of the first process.
@@ -75,9 +75,9 @@ def _engine(engine: engine_rows.Engine, console: Console, args: argparse.Namespa
     rows = []
     for family in [each for each in engine.families if each in args.families]:
         for tokens in args.tokens:
-            console.print(f"{engine.name}, {family}, {tokens:,} tokens: five engines, one after the other ...")
+            console.print(f"{engine.name}, {family}, {tokens:,} tokens: {engine.num_lives} engines, one after the other ...")
             rows.append(engine_rows.row(engine, family, tokens, args.prompts))
-            console.print(engine_rows.table(engine, rows[-1:]))
+            console.print(engine_rows.table(engine, rows[-1]))
     return rows
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -16,90 +17,95 @@ from rich.table import Table
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 LIMIT_S = 1800
-# Without any cache, then both saving, then both resuming: what is compared runs next to each other.
-LIVES = (("alone", "none"), ("first", "stepwell"), ("peer first", "peer"), ("resumed", "stepwell"), ("peer resumed", "peer"))
-HEADS = ("model", "alone", "saving", "peer", "resumed", "peer", "x", "tokens found", "peer", "MiB", "peer", "answers")
+NO_CACHE, PEER = "none", "peer"
+HEADS = ("prompt", "over", "saving", "resumed", "x", "CPU", "tokens found", "MiB", "answers")
+LEFT = ("prompt", "over", "answers")  # columns of words
+
+Report = dict[str, Any]
 
 
 class Engine(NamedTuple):
     name: str
-    peer: str
     script: str
     venv: str
     install: str  # what makes that venv
     families: tuple[str, ...]
+    caches: Mapping[str, str]  # what prompts are saved over: names in orders, and in tables
 
     @property
     def python(self) -> Path:
         return ROOT / self.venv / "bin" / "python"
 
+    @property
+    def num_lives(self) -> int:
+        return 1 + 2 * len(self.caches)
+
 
 ENGINES = {
     "vllm": Engine(
-        "vLLM", "its OffloadingConnector with files", "vllm_life.py", ".venv-vllm", "tests/vllm/install.sh",
-        ("llama", "gemma3", "falcon_h1"),
+        "vLLM", "vllm_life.py", ".venv-vllm", "tests/vllm/install.sh", ("llama", "gemma3", "falcon_h1"),
+        {"stepwell": "StepwellConnector", PEER: "its OffloadingConnector, with files"},
     ),
-    "sglang": Engine("SGLang", "its file backend", "sglang_life.py", ".venv-sglang", "make bench-tree-peer", ("llama",)),
+    "sglang": Engine(
+        "SGLang", "sglang_life.py", ".venv-sglang", "make bench-tree-peer", ("llama",),
+        {"stepwell": "StepwellHiCache", "linker": "StepwellLinker", PEER: "its file backend"},
+    ),
 }  # fmt: skip
 
 
-def row(engine: Engine, family: str, tokens: int, prompts: int) -> dict[str, Any]:
-    """What each life reported, or why it could not: that of a peer that does not run is no reason to stop."""
-    found: dict[str, Any] = {"engine": engine.name, "family": family, "tokens": tokens, "prompts": prompts}
+def row(engine: Engine, family: str, tokens: int, prompts: int) -> Report:
+    """What each life reported, or why it could not: that of a peer that does not run is no reason to stop.
+
+    Without any cache, then all saving, then all resuming: what is compared runs next to each other.
+    """
+    found: Report = {"engine": engine.name, "family": family, "tokens": tokens, "prompts": prompts}
     with TemporaryDirectory(prefix="bench-connectors-", dir=ROOT) as directory:
-        for life, cache in LIVES:
-            order = {"family": family, "tokens": tokens, "prompts": prompts, "cache": cache, "directory": directory}
-            found[life] = _run(engine, order)
-            if "error" in found[life] and cache != "peer":
-                raise RuntimeError(f"{engine.name}, {order}: {found[life]['error']}")
+        order = {"family": family, "tokens": tokens, "prompts": prompts, "directory": directory}
+        found["alone"] = _run(engine, order, NO_CACHE)
+        for life in ("saving", "resumed"):
+            found[life] = {cache: _run(engine, order, cache) for cache in engine.caches}
     return found
 
 
-def _run(engine: Engine, order: dict[str, Any]) -> dict[str, Any]:
+def _run(engine: Engine, order: Report, cache: str) -> Report:
     variables = os.environ | {"PYTHONPATH": str(ROOT / "src")}
-    command = [str(engine.python), str(HERE / engine.script), json.dumps(order)]
+    command = [str(engine.python), str(HERE / engine.script), json.dumps(order | {"cache": cache})]
     done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     said = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or not said:
-        return {"error": done.stderr[-2000:]}
-    report: dict[str, Any] = json.loads(said[-1])
-    return report
+    if not done.returncode and said:
+        report: Report = json.loads(said[-1])
+        return report
+    if cache != PEER:
+        raise RuntimeError(f"{engine.name} over {cache}, {order}: {done.stderr[-2000:]}")
+    return {"error": done.stderr[-2000:]}
 
 
-def table(engine: Engine, rows: list[dict[str, Any]]) -> Table:
-    """Seconds are the best of a row's prompts: other work on the machine makes them longer, never shorter."""
-    made = Table(
-        title=f"Prompts under {engine.name}, seconds to the first token; the peer is {engine.peer}", title_justify="left"
-    )
+def table(engine: Engine, found: Report) -> Table:
+    """Seconds are the best of the prompts: other work on the machine makes them longer, never shorter."""
+    title = f"Prompts under {engine.name}: seconds to the first token, and CPU seconds of resuming"
+    made = Table(title=title, title_justify="left")
     for head in HEADS:
-        made.add_column(head, justify="left" if head in ("model", "answers") else "right")
-    for each in rows:
-        alone, resumed = min(each["alone"]["seconds"]), min(each["resumed"]["seconds"])
-        times = [_best(each[life]) for life in ("alone", "first", "peer first", "resumed", "peer resumed")]
-        hits = [_hits(each[life]) for life in ("resumed", "peer resumed")]
-        sizes = [_size(each[life]) for life in ("first", "peer first")]
-        made.add_row(f"{each['family']}, {each['tokens']:,}", *times, f"{alone / resumed:.0f}", *hits, *sizes, _answers(each))
+        made.add_column(head, justify="left" if head in LEFT else "right")
+    alone = found["alone"]
+    made.add_row(f"{found['family']}, {found['tokens']:,}", "nothing", "", _best(alone, "seconds"), "1", _best(alone, "cpu_s"))
+    for cache, name in engine.caches.items():
+        saving, resumed = found["saving"][cache], found["resumed"][cache]
+        if "error" in saving or "error" in resumed:
+            made.add_row("", name, "does not run")
+            continue
+        times = [_best(saving, "seconds"), _best(resumed, "seconds")]
+        sooner = f"{min(alone['seconds']) / min(resumed['seconds']):.0f}"
+        hits, size = f"{min(resumed['cached']):,}", f"{saving['bytes'] / 2**20:.0f}"
+        same = _is_same(saving, alone) and _is_same(resumed, alone)
+        made.add_row("", name, *times, sooner, _best(resumed, "cpu_s"), hits, size, "the same" if same else "OTHERS")
     return made
 
 
-def _best(life: dict[str, Any]) -> str:
-    return f"{min(life['seconds']):.2f}" if "seconds" in life else "does not run"
+def _best(life: Report, what: str) -> str:
+    return f"{min(life[what]):.2f}"
 
 
-def _hits(life: dict[str, Any]) -> str:
-    return f"{min(life['cached']):,}" if "cached" in life else "-"
-
-
-def _size(life: dict[str, Any]) -> str:
-    return f"{life['bytes'] / 2**20:.0f}" if "bytes" in life else "-"
-
-
-def _answers(each: dict[str, Any]) -> str:
+def _is_same(life: Report, alone: Report) -> bool:
     """Whether tokens are those of the engine alone, and log probabilities to three digits."""
-    wrong = []
-    for life, _ in LIVES[1:]:
-        for (tokens, logprob), (wanted, near) in zip(each[life].get("answers", ()), each["alone"]["answers"], strict=False):
-            if tokens != wanted or abs(logprob - near) > 1e-3:
-                wrong.append(life)
-                break
-    return "the same" if not wrong else f"OTHERS: {', '.join(wrong)}"
+    pairs = zip(life["answers"], alone["answers"], strict=True)
+    return all(tokens == wanted and abs(logprob - near) <= 1e-3 for (tokens, logprob), (wanted, near) in pairs)

@@ -1,9 +1,14 @@
-"""One SGLang engine on the CPU and some prompts, computed or resumed: over Stepwell, over SGLang's own files, or without either.
+"""One SGLang engine on the CPU and some prompts, computed or resumed. Prints JSON.
 
-    sglang_life.py '{"family": ..., "tokens": ..., "prompts": ..., "cache": "none|stepwell|peer", "directory": ...}'   prints JSON
+    sglang_life.py '{"family": ..., "tokens": ..., "prompts": ..., "cache": ..., "directory": ...}'
+
+    cache    none        SGLang alone
+             stepwell    Stepwell below its host tier
+             linker      Stepwell's linker below its device pools
+             peer        its own files below its host tier
 
 Runs with the interpreter that SGLang is installed for; children of the engine load this module too. The same directory again is
-the next process. Kernels that need a GPU are plain torch, for both (`benchmarks/peers`).
+the next process. Kernels that need a GPU are plain torch, for all (`benchmarks/peers`).
 """
 
 from __future__ import annotations
@@ -30,15 +35,23 @@ import sglang_attention  # noqa: E402
 
 sglang_attention.install()
 
+from cpu_time import cpu_s  # noqa: E402
 from models import prompt, saved  # noqa: E402
 from stored_files import forget, settled  # noqa: E402
 
-PAGE = 64
+PAGE, HOST_MEMORY = 64, "1GiB"
 
 
 def storage(cache: str, directory: Path) -> dict[str, Any]:
     if cache == "none":
         return {}
+    if cache == "linker":
+        settings = {"host_memory": HOST_MEMORY, "store": f"log:{directory}", "budget": "8GiB", "fetch_wait_s": 60}
+        named = {"linker": "StepwellLinker", "linker_module_path": "stepwell.connectors.sglang"}
+        return {
+            "enable_unified_cache_external_linker": True, "unified_cache_external_linker_backend": "dynamic",
+            "unified_cache_external_linker_config": named | {"linker_extra_config": settings},
+        }  # fmt: skip
     common: dict[str, Any] = {"prefetch_threshold": PAGE, "hicache_storage_pass_prefix_keys": True}
     name, extra = "file", {"file_storage_path": str(directory)}
     if cache == "stepwell":
@@ -70,17 +83,18 @@ def live(family: str, tokens: int, prompts: int, cache: str, root: Path) -> dict
         return engine.generate(input_ids=ids, sampling_params=given, return_logprob=True)
 
     ask(prompt(200, seed=0))
-    seconds, cached, answers = [], [], []
+    seconds, worked_s, cached, answers = [], [], [], []
     for number in range(prompts):
-        began = time.perf_counter()
+        began, worked = time.perf_counter(), cpu_s()
         said = ask(prompt(tokens, seed=10 + number))
         seconds.append(time.perf_counter() - began)
+        worked_s.append(cpu_s() - worked)
         cached.append(said["meta_info"]["cached_tokens"])
         answers.append([said["output_ids"], round(float(said["meta_info"]["output_token_logprobs"][0][0]), 4)])
     size = settled(stored, lambda: None)
     engine.shutdown()
     forget(stored)
-    return {"seconds": seconds, "cached": cached, "bytes": size, "answers": answers}
+    return {"seconds": seconds, "cpu_s": worked_s, "cached": cached, "bytes": size, "answers": answers}
 
 
 if __name__ == "__main__":

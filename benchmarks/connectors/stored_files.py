@@ -12,7 +12,7 @@ from stepwell.store.log.disk.files import Disk
 from stepwell.store.log.format.superblock import NAME
 from stepwell.store.log.inspect import stat_directory
 
-STILL_S, PATIENCE_S = 1.0, 120.0
+STILL_S, PATIENCE_S = 5.0, 120.0  # threads of an engine on a busy machine pause for seconds
 
 
 def size_of(directory: Path) -> int:

@@ -21,6 +21,7 @@ os.environ |= {
     "TRANSFORMERS_VERBOSITY": "error",
 }  # fmt: skip
 
+from cpu_time import cpu_s
 from models import prompt, saved
 from stored_files import forget, settled
 from vllm import LLM, SamplingParams
@@ -77,17 +78,18 @@ def live(family: str, tokens: int, prompts: int, cache: str, root: Path) -> dict
         return llm.generate([{"prompt_token_ids": ids}], sampling, use_tqdm=False)[0]
 
     ask(prompt(200, seed=0))
-    seconds, cached, answers = [], [], []
+    seconds, worked_s, cached, answers = [], [], [], []
     for number in range(prompts):
-        began = time.perf_counter()
+        began, worked = time.perf_counter(), cpu_s()
         said = ask(prompt(tokens, seed=10 + number))
         seconds.append(time.perf_counter() - began)
+        worked_s.append(cpu_s() - worked)
         cached.append(said.num_cached_tokens or 0)
         answers.append([list(said.outputs[0].token_ids), round(said.outputs[0].cumulative_logprob, 4)])
     size = settled(stored, lambda: ask(prompt(20, seed=1)))  # an engine saves while it works
     llm.llm_engine.engine_core.shutdown()
     forget(stored)
-    return {"seconds": seconds, "cached": cached, "bytes": size, "answers": answers}
+    return {"seconds": seconds, "cpu_s": worked_s, "cached": cached, "bytes": size, "answers": answers}
 
 
 if __name__ == "__main__":

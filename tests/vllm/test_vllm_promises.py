@@ -64,6 +64,16 @@ def test_a_damaged_store_is_a_miss(models: Path, tmp_path: Path) -> None:
     assert answers(second) == answers(first) and scheduled(second) == [315]
 
 
+def test_a_store_that_hangs_is_not_waited_for(models: Path, tmp_path: Path) -> None:
+    """Its reads take longer than a request waits, and what they give in the end is nobody's any more."""
+    model = make("falconh1", models)
+    (first,) = run(life(model, [[PROMPT]], kv=stepwell(tmp_path)))
+    kv = stepwell(tmp_path, module=TRYING, prefetch_timeout_s=0.5)
+    (second,) = run(life(model, [[PROMPT], [PROMPT]], kv=kv), TRYING="hang=20")
+    assert answers(second) == answers(first) * 2
+    assert scheduled(second)[0] == 315 and second["counters"].get("tokens_store", 0) == 0
+
+
 def test_an_engine_that_is_killed_while_it_saves_is_followed_by_one_that_resumes_exactly_or_misses(
     models: Path, tmp_path: Path
 ) -> None:

@@ -1,6 +1,7 @@
-"""The connector with copies that are late, loads that fail, or a process that is killed while it saves.
+"""The connector with copies that are late, loads that fail, a store that hangs, or a process that is killed while it saves.
 
-`TRYING` in the environment says which: `late=0.3`, `fail=1`, `kill=3` (in the third save, once the store has something).
+`TRYING` in the environment says which: `late=0.3`, `fail=1`, `hang=60` (reads of the store, that long), `kill=3` (in the third
+save, once the store has something).
 """
 
 from __future__ import annotations
@@ -54,8 +55,14 @@ def _write_from(self: LogStore, *args: Any, **more: Any) -> Any:
     return done
 
 
-_inner_write_from = LogStore.write_from
-LogStore.write_from = _write_from  # type: ignore[method-assign]
+def _read_into(self: LogStore, *args: Any, **more: Any) -> Any:
+    if WHAT == "hang":
+        time.sleep(float(AMOUNT))
+    return _inner_read_into(self, *args, **more)
+
+
+_inner_write_from, _inner_read_into = LogStore.write_from, LogStore.read_into
+LogStore.write_from, LogStore.read_into = _write_from, _read_into  # type: ignore[method-assign]
 
 worker_side.ThreadCopyExecutor = lambda engines: ThreadCopyExecutor([_Trying(each) for each in engines])  # type: ignore[misc,assignment]
 StepwellConnector = connector.StepwellConnector

@@ -72,6 +72,14 @@ def touch(block: mmap.mmap) -> None:
     np.frombuffer(block, np.uint8)[:: mmap.PAGESIZE] = 0
 
 
+def map_now(block: mmap.mmap) -> None:
+    """The same for memory that another process has made and uses: looks at every page, and changes none.
+
+    Else the first use of each page faults here too: reading 64 MiB into pages that are not mapped takes three times the CPU.
+    """
+    np.frombuffer(block, np.uint8)[:: mmap.PAGESIZE].max()
+
+
 class CopyEngine(Protocol):
     """One rank's copier."""
 

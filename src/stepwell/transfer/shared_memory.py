@@ -22,7 +22,7 @@ from typing import IO
 
 from stepwell.base.errors import ConfigError
 from stepwell.base.units import format_bytes
-from stepwell.transfer.copy_engine import touch
+from stepwell.transfer.copy_engine import map_now, touch
 
 SHARED_ROOT = Path("/dev/shm")
 PREFIX = "stepwell-"  # of all names
@@ -81,6 +81,7 @@ class SharedBlock:
             raise ConfigError(f"{path} is not the memory that a worker of this engine made: remove it and start again")
         block = cls(fd, size_bytes)
         path.unlink(missing_ok=True)
+        map_now(block._map)
         return block
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import os
 import signal
 import subprocess
@@ -24,6 +25,14 @@ import os, signal, sys; from pathlib import Path; from stepwell.transfer.shared_
 block = SharedBlock.make("killed", 8192, meaning="", root=Path(sys.argv[1])); os.kill(os.getpid(), signal.SIGKILL)
 """
 
+FAULTS = """
+import mmap, resource, sys; from stepwell.transfer.shared_memory import SharedBlock
+view = SharedBlock.open(sys.argv[1], 16 << 20).view
+faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for page in range(0, 16 << 20, mmap.PAGESIZE): view[page] = 1
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults)
+"""
+
 
 def test_two_processes_see_the_same_bytes_and_leave_no_name(tmp_path: Path) -> None:
     block = SharedBlock.make("b", 8192, meaning="rows", root=tmp_path)
@@ -31,6 +40,14 @@ def test_two_processes_see_the_same_bytes_and_leave_no_name(tmp_path: Path) -> N
     subprocess.run([sys.executable, "-c", CHILD, str(tmp_path)], check=True)
     assert bytes(block.view[7:11]) == b"from" and len(block.view) == 8192
     assert not list(tmp_path.iterdir())
+
+
+def test_memory_is_mapped_when_it_is_opened_and_does_not_fault_under_a_request() -> None:
+    name = f"faults-{os.getpid()}"
+    block = SharedBlock.make(name, 16 << 20, meaning="")
+    done = subprocess.run([sys.executable, "-c", FAULTS, name], check=True, capture_output=True, text=True)
+    assert bytes(block.view[:1]) == b"\1"
+    assert int(done.stdout) < (16 << 20) // mmap.PAGESIZE // 8
 
 
 def test_a_note_says_what_bytes_mean_and_how_far_copies_came(tmp_path: Path) -> None:

@@ -52,9 +52,9 @@ test-vllm-quick: ## Of these, every family resumed by a second process, and the 
 	@PYTHON=$(PYTHON) tests/vllm/install.sh
 	@.venv-vllm/bin/python -m pytest -W default tests/vllm/test_vllm_interface.py tests/vllm/test_vllm_exact.py::test_a_second_process_resumes_from_the_log
 
-test-routers: $(STAMP) ## Two servers behind the router smg (installs 150 MB into .venv-smg; a minute or two on two cores)
+test-routers: $(STAMP) ## Servers behind the router smg, alone and as prefill and decode (installs 150 MB into .venv-smg; a few minutes on two cores)
 	@PYTHON=$(PYTHON) benchmarks/peers/install_smg.sh
-	@$(BIN)/python -m pytest tests/routers
+	@$(BIN)/python -m pytest tests/routers tests/mooncake/test_handover_router.py
 
 test-connectors: test-sglang test-vllm ## Both
 

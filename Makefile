@@ -8,7 +8,7 @@ HYBRID := $(VENV)/.installed-hybrid
 REAL := $(VENV)/.installed-real
 WORKERS ?= auto
 
-.PHONY: help demo test test-real test-connectors test-vllm test-vllm-quick test-sglang test-routers lint types floors unit bench-tree bench-tree-peer bench-copies bench-store bench-opening bench-engine bench-gpu bench-restart bench-rows bench-connectors bench-sparse sparse-quality policy-report clean bench-passes build-kernels
+.PHONY: help demo demo-cluster test test-real test-connectors test-vllm test-vllm-quick test-sglang test-routers lint types floors unit bench-tree bench-tree-peer bench-copies bench-store bench-opening bench-engine bench-gpu bench-restart bench-cluster bench-rows bench-connectors bench-sparse sparse-quality policy-report clean bench-passes build-kernels
 
 help: ## Show what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -34,6 +34,11 @@ $(REAL): $(STAMP) $(HYBRID)
 demo: $(STAMP) ## Serve a small hybrid model, talk to it, kill it, resume from its disk, and compare every answer
 	@$(MAKE) -s $(HYBRID) || echo "==> the weights could not be installed; going on with random ones"
 	@$(BIN)/stepwell demo
+
+demo-cluster: $(STAMP) ## A prefill and two decode servers behind a router, over one Mooncake cluster: kill one in an answer, and compare every answer
+	@$(MAKE) -s $(HYBRID) || echo "==> the weights could not be installed; going on with random ones"
+	@PYTHON=$(PYTHON) benchmarks/peers/install_smg.sh
+	@$(BIN)/stepwell demo-cluster --router .venv-smg/bin/smg
 
 test: lint types floors unit ## Everything: style, types, floors, tests
 
@@ -111,6 +116,10 @@ sparse-quality: $(STAMP) $(REAL) ## What Quest and ClusterKV lose against their 
 
 bench-opening: $(STAMP) ## How long a log of a million values takes to open, also after kill -9 (5 GB of disk)
 	@$(BIN)/python benchmarks/bench_opening.py
+
+bench-cluster: $(STAMP) ## Ranks and servers: messages, hand-over beside raw Mooncake, hits behind a router (ARGS="--trace FILE --only transfer")
+	@PYTHON=$(PYTHON) benchmarks/peers/install_smg.sh
+	@$(BIN)/python benchmarks/bench_cluster.py --router .venv-smg/bin/smg $(ARGS)
 
 bench-restart: $(STAMP) ## A question set cold and after a restart, over the log and over Mooncake; bytes per token and checkpoint
 	@$(BIN)/python benchmarks/bench_restart.py

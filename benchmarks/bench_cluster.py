@@ -25,7 +25,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from cluster import first_token, routed, transfer
+from cluster import constants, first_token, routed, transfer
 from stepwell.cli.demo_cluster.parts import find_smg
 from stepwell.cli.demo_cluster.private_network import inside, why_not
 
@@ -56,7 +56,13 @@ def _routed(args: Namespace) -> dict[str, Any]:
     return routed.run(trace=args.trace, requests=args.requests, smg=find_smg(args.router))
 
 
-PARTS: dict[str, Part] = {"messages": _messages, "transfer": _transfer, "first_token": _first_token, "routed": _routed}
+def _constants(args: Namespace) -> dict[str, Any]:
+    return constants.run(smg=find_smg(args.router))
+
+
+PARTS: dict[str, Part] = {
+    "messages": _messages, "transfer": _transfer, "first_token": _first_token, "routed": _routed, "constants": _constants,
+}  # fmt: skip
 
 
 def main() -> int:
@@ -70,7 +76,7 @@ def main() -> int:
     for name in args.only:
         console.print(f"{name} ...")
         results[name] = PARTS[name](args)
-    console.print(_table(results))
+        console.print(_table(name, results[name]))
     _say_goals(console, results)
     out = ROOT / "benchmarks" / "results" / f"cluster-{args.name}.json"
     out.write_text(json.dumps({"machine": _machine(), **results}, indent=1) + "\n")
@@ -104,15 +110,14 @@ def _flat(found: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]
             yield f"{above}{name}", value
 
 
-def _table(results: Mapping[str, Mapping[str, Any]]) -> Table:
-    table = Table(title="Several servers", title_justify="left")
-    table.add_column("part")
-    table.add_column("what")
-    table.add_column("", justify="right")
-    for part, found in results.items():
-        for at, (name, value) in enumerate(_flat(found)):
-            table.add_row("" if at else part, name, f"{value:,.3f}" if isinstance(value, float) else str(value))
-        table.add_section()
+def _table(part: str, found: Mapping[str, Any]) -> Table:
+    table = Table(title=part, title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    for name, value in _flat(found):
+        table.add_row(
+            name, f"{value:,.3f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+        )
     return table
 
 

@@ -20,8 +20,8 @@ from stepwell.sim.files import TraceFile
 
 PAGE_TOKENS, BLOCKS = 16, 8  # a token is a byte to the model; blocks of the trace for each page
 SERVERS = 3
-DEVICE_MIB, HOST_MIB = 6, 6  # of each of them: less than half of what the first requests of an agentic trace leave
-MODEL = ("--model", "random-hybrid", "--name", "bench", "--page-tokens", str(PAGE_TOKENS))
+DEVICE_MIB, HOST_MIB = 9, 9  # of each of them: together about as much as 150 requests of an agentic trace leave
+MODEL = ("--model", "random-hybrid", "--name", "bench", "--page-tokens", str(PAGE_TOKENS), "--max-running", "4")
 
 
 def run(*, trace: Path, requests: int, smg: str) -> dict[str, Any]:
@@ -58,7 +58,9 @@ def _hit_share(prompts: Sequence[str], smg: str, count: int, policy: str) -> flo
 
 def _prompts(trace: TraceFile) -> Iterator[str]:
     for request in trace:
-        yield "".join(map(_page, request.blocks[BLOCKS - 1 :: BLOCKS].tolist()))
+        pages = request.blocks[BLOCKS - 1 :: BLOCKS].tolist()
+        if pages:
+            yield "".join(map(_page, pages))
 
 
 def _page(block: int) -> str:

@@ -18,7 +18,7 @@ from urllib.request import ProxyHandler, Request, build_opener
 
 from stepwell.base.errors import StepwellError
 
-START_S, REQUEST_S, QUIET_S = 180.0, 300.0, 60.0
+START_S, REQUEST_S, QUIET_S = 600.0, 300.0, 60.0  # for a machine that is busy with something else; what ends is told at once
 _LOCAL = build_opener(ProxyHandler({}))  # no proxy knows this machine's own address
 _ADDRESS = re.compile(r"^address\s+(http://\S+)")
 

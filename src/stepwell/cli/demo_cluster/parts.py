@@ -42,7 +42,7 @@ class Cluster:
 def cluster(arguments: Sequence[str], smg: str, directory: Path) -> Iterator[Cluster]:
     """A master, a prefill server, two decode servers and the router. Raises StepwellError."""
     with ExitStack() as lives:
-        store = _store(lives.enter_context(_master(directory / "master.log")))
+        store = _store(lives.enter_context(mooncake_master(directory / "master.log")))
         roles = [*arguments, "--peer-token", TOKEN]
         lends = ["--store-option", f"global_segment_size={LENT}"]
         prefill = lives.enter_context(serving([*roles, "--role", "prefill", *store, *lends], directory / "prefill.log"))
@@ -70,7 +70,8 @@ def _store(master: str) -> list[str]:
 
 
 @contextmanager
-def _master(log: Path) -> Iterator[str]:
+def mooncake_master(log: Path) -> Iterator[str]:
+    """Its address. Raises StepwellError."""
     port, metrics_port = _free_ports(2)
     program = shutil.which("mooncake_master", path=str(Path(sys.executable).parent)) or shutil.which("mooncake_master")
     if program is None:

@@ -11,9 +11,9 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
-from cluster import Cluster
 from inner_run import PIPES, InnerRun, obey, send
 
+from cluster import Cluster
 from stepwell.cli.demo_cluster.private_network import why_not
 
 HERE = Path(__file__).parent

@@ -1,6 +1,7 @@
 """Several servers and ranks: messages, transfers, first tokens, hits behind a router, each beside what it is measured against.
 
-    make bench-cluster ARGS="--trace FILE"      prints a table, writes benchmarks/results/cluster-NAME.json
+    make bench-cluster ARGS="--trace FILE"      prints tables, and writes them into benchmarks/results/cluster-NAME.json,
+                                                where parts that were left out keep what they had
 
 Everything runs in a network of its own, since transfer engines listen on all interfaces. What compares two things takes them in
 turns in the same run, so ratios hold on a busy machine, and times do not.
@@ -78,11 +79,12 @@ def main() -> int:
     results: dict[str, Any] = {}
     for name in args.only:
         console.print(f"{name} ...")
-        results[name] = PARTS[name](args)
+        results[name] = PARTS[name](args) | {"machine": _machine()}
         console.print(_table(name, results[name]))
     _say_goals(console, results)
     out = ROOT / "benchmarks" / "results" / f"cluster-{args.name}.json"
-    out.write_text(json.dumps({"machine": _machine(), **results}, indent=1) + "\n")
+    earlier = json.loads(out.read_text()) if out.exists() else {}
+    out.write_text(json.dumps(earlier | results, indent=1) + "\n")
     console.print(f"{time.monotonic() - started:.0f} s; written to {out.relative_to(ROOT)}")
     return 0
 
@@ -107,6 +109,8 @@ def _arguments() -> Namespace:
 
 def _flat(found: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in found.items():
+        if name == "machine":
+            continue
         if isinstance(value, Mapping):
             yield from _flat(value, f"{above}{name}: ")
         else:

@@ -16,6 +16,7 @@ import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from http.client import HTTPException
 from pathlib import Path
@@ -40,6 +41,7 @@ SIZES = {
     RANDOM: ("--device-memory", "24MiB", "--host-memory", "48MiB"),
 }
 AGAIN_S, PAUSE_S = 60.0, 0.5  # how long a turn is asked again after a server was killed, and how often
+_CUT_OFF = (StepwellError, OSError, HTTPException)  # how an answer ends whose server is gone, or one that it cannot be asked for
 CLEAN_UP_S = 30.0  # for what runs in the private network, after Ctrl-C
 
 
@@ -103,7 +105,8 @@ def _run_inside(args: Namespace, smg: str) -> int:
         try:
             return process.wait()
         except KeyboardInterrupt:
-            process.wait(CLEAN_UP_S)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(CLEAN_UP_S)
             raise
         finally:
             process.kill()
@@ -160,19 +163,26 @@ class _Player:
         self.answered: list[tuple[str, int]] = []  # by whom, and asked how many times
 
     def ask(self, turn: Turn, history: list[Message]) -> Reply:
-        deadline, asked = time.monotonic() + AGAIN_S, 0
+        """Again and again, where the server was killed that had begun to answer."""
+        if turn is not self._kill_at:
+            return self._ask(history, self._look, asked=1)
+        try:
+            return self._ask(history, self._kill, asked=1)
+        except _CUT_OFF:
+            asked, deadline = 2, time.monotonic() + AGAIN_S
         while True:
-            asked += 1
-            kills = turn is self._kill_at and asked == 1
             try:
-                reply = self._many.router.ask(history, max_tokens=self._answer, at_first_word=self._kill if kills else self._look)
-            except (StepwellError, OSError, HTTPException):
-                if turn is not self._kill_at or time.monotonic() > deadline:
+                return self._ask(history, self._look, asked=asked)
+            except _CUT_OFF:
+                if time.monotonic() > deadline:
                     raise
+                asked += 1
                 time.sleep(PAUSE_S)
-                continue
-            self.answered.append((self._answering, asked))
-            return reply
+
+    def _ask(self, history: list[Message], at_first_word: Callable[[], None], *, asked: int) -> Reply:
+        reply = self._many.router.ask(history, max_tokens=self._answer, at_first_word=at_first_word)
+        self.answered.append((self._answering, asked))
+        return reply
 
     def _look(self) -> None:
         self._answering = next((name for name, each in self._names.items() if each.is_answering()), "?")

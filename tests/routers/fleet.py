@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
+from stepwell.cli.demo_cluster.parts import PAIRS, TAKEN_FOR
 from waiting import PATIENCE_S, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -27,8 +28,6 @@ SERVER = (
     "--model", "random-hybrid", "--name", NAME, "--device", "cpu", "--device-memory", "32MiB", "--host-memory", "32MiB",
     "--page-tokens", "16",
 )  # fmt: skip
-TAKEN_FOR = {"runtime_type": "vllm", "kv_connector": "NixlConnector", "labels": {"max_running_requests": "32"}}
-GIVES_UP_SOON = ("--cb-failure-threshold", "2", "--cb-timeout-duration-secs", "5", "--health-failure-threshold", "1")
 _SAID = re.compile(r"^address\s+(http://\S+)", re.MULTILINE)
 
 
@@ -98,7 +97,7 @@ def pairing_router(log: Path, prefill: Program, decodes: Sequence[Program]) -> I
     """Has prompts computed on one server and answered on others. They are named one by one: what it should take them for
     cannot be said in its options."""
     servers = {prefill: "prefill"} | dict.fromkeys(decodes, "decode")
-    with _smg(log, "--pd-disaggregation", *GIVES_UP_SOON) as made:
+    with _smg(log, *PAIRS) as made:
         for each, role in servers.items():
             made.post("/workers", json={"url": each.address, "worker_type": role, **TAKEN_FOR}).raise_for_status()
         wait_until(lambda: num_healthy(made) == len(servers), pause_s=0.05)

@@ -6,6 +6,7 @@ client --> smg --> prefill        computes prompts, keeps them in Mooncake too
 
 from __future__ import annotations
 
+import secrets
 import shutil
 import socket
 import subprocess
@@ -22,11 +23,11 @@ from stepwell.cli.demo.server import START_S, Chat, Server, fetch, serving
 
 LOCAL = "127.0.0.1"
 LENT = "256MiB"  # by the prefill server, for what everybody's prompts left
-TOKEN = "decode-servers-show-this-to-the-prefill-server"  # in a network that nobody else sees
-TAKEN_FOR = {"runtime_type": "vllm", "kv_connector": "NixlConnector", "labels": {"max_running_requests": "32"}}
-_PAIRS = (
-    "--pd-disaggregation", "--policy", "cache_aware", "--health-failure-threshold", "1", "--cb-failure-threshold", "2",
-    "--cb-timeout-duration-secs", "5",
+TAKEN_FOR = {  # by the router, to which servers are `generic` otherwise, and nothing is handed over
+    "runtime_type": "vllm", "kv_connector": "NixlConnector", "labels": {"max_running_requests": "32"},
+}  # fmt: skip
+PAIRS = (  # one server after the other; one that is gone is left out after two failures, for five seconds at a time
+    "--pd-disaggregation", "--health-failure-threshold", "1", "--cb-failure-threshold", "2", "--cb-timeout-duration-secs", "5",
 )  # fmt: skip
 
 
@@ -43,14 +44,14 @@ def cluster(arguments: Sequence[str], smg: str, directory: Path) -> Iterator[Clu
     """A master, a prefill server, two decode servers and the router. Raises StepwellError."""
     with ExitStack() as lives:
         store = _store(lives.enter_context(mooncake_master(directory / "master.log")))
-        roles = [*arguments, "--peer-token", TOKEN]
+        roles = [*arguments, "--peer-token", secrets.token_hex(16)]
         lends = ["--store-option", f"global_segment_size={LENT}"]
         prefill = lives.enter_context(serving([*roles, "--role", "prefill", *store, *lends], directory / "prefill.log"))
         peer = ["--role", "decode", "--peer", prefill.address.removeprefix("http://"), "--prefetch-policy", "wait_complete"]
         decodes = [lives.enter_context(serving([*roles, *peer], directory / f"decode{number}.log")) for number in (1, 2)]
         roles_of = {prefill.address: "prefill"} | {each.address: "decode" for each in decodes}
         described = [{"url": url, "worker_type": role, **TAKEN_FOR} for url, role in roles_of.items()]
-        router = lives.enter_context(routing(smg, described, directory / "smg.log", *_PAIRS))
+        router = lives.enter_context(routing(smg, described, directory / "smg.log", *PAIRS))
         yield Cluster(router=router, prefill=prefill, decodes=decodes, store=[*store, "--store-option", "global_segment_size=0"])
 
 

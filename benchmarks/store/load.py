@@ -85,13 +85,15 @@ def named(what: str, count: int) -> tuple[PageKey, ...]:
     return tuple(PageKey(hashlib.blake2b(f"{what}/{at}".encode(), digest_size=32).digest()) for at in range(count))
 
 
-def make_load(value_bytes: int, batches: int) -> Load:
+def make_load(value_bytes: int, batches: int, host_block: Callable[[int], memoryview] | None = None) -> Load:
+    """Its memory is `host_block(size)`, or its own."""
     pages = 2 * batches * BATCH
     kv = StateSpec(name="kv", shape=Prefix(), layers=1, row_bytes=value_bytes // PAGE_TOKENS, dtype="u8")
     spec = ModelSpec(name="bench-store", states=(kv,), page_tokens=PAGE_TOKENS)
     room = pages * value_bytes
     layout = layouts_for(spec, CacheConfig(device_bytes=room, host_bytes=room))[Tier.HOST]
-    load = Load(value_bytes=value_bytes, batches=batches, memory=PageMemory(spec, layout))
+    block = None if host_block is None else host_block(layout.size_bytes)
+    load = Load(value_bytes=value_bytes, batches=batches, memory=PageMemory(spec, layout, block))
     rows = load.memory.rows(Kind.PREFIX)
     rng = np.random.default_rng(value_bytes)
     for at in range(load.count):

@@ -10,10 +10,7 @@ from pathlib import Path
 from threading import Timer
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "tests" / "mooncake"))
-
-from private_network import inside, why_not  # noqa: E402
+from stepwell.cli.demo_cluster.private_network import inside, why_not
 
 LIMIT_S = 120
 __all__ = ["measured", "why_not"]

@@ -1,4 +1,4 @@
-"""Every test in this folder runs against a real master and real clients, inside a private network (`private_network.py`).
+"""Every test in this folder runs against a real master and real clients, inside a private network (as `demo_cluster` has it).
 
 Seen from outside they are tests like any other; where no such network can be had they are skipped, and the run says why.
 Fixtures for tests: `cluster`, and `shared_cluster` for a whole class.
@@ -11,9 +11,10 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
-from cluster import Cluster
 from inner_run import PIPES, InnerRun, obey, send
-from private_network import why_not
+
+from cluster import Cluster
+from stepwell.cli.demo_cluster.private_network import why_not
 
 HERE = Path(__file__).parent
 IS_INSIDE = PIPES in os.environ

@@ -15,7 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from private_network import inside
+
+from stepwell.cli.demo_cluster.private_network import inside
 
 PIPES = "STEPWELL_INNER_RUN"  # set in the inner run: the file descriptors that orders come from and reports go to
 

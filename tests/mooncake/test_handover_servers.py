@@ -32,11 +32,11 @@ class Pair:
         key.chmod(0o600)
         arguments = [*ARGUMENTS, "--store-key-file", str(key)]
         prefill = [*arguments, "--role", "prefill"]
-        self.prefill = _client(self.prefill_life.enter_context(serving(prefill, directory / "prefill.log"))._address)
+        self.prefill = _client(self.prefill_life.enter_context(serving(prefill, directory / "prefill.log")).address)
         peer = f"{self.prefill.base_url.host}:{self.prefill.base_url.port}"
         decode = [*arguments, "--role", "decode", "--peer", peer, "--prefetch-policy", "wait_complete"]
         self.decode_log = directory / "decode.log"
-        self.decode = _client(lives.enter_context(serving(decode, self.decode_log))._address)
+        self.decode = _client(lives.enter_context(serving(decode, self.decode_log)).address)
         lives.callback(self.prefill.close)
         lives.callback(self.decode.close)
 

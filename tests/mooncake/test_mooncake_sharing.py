@@ -7,7 +7,6 @@ from contextlib import closing
 from pathlib import Path
 
 from cluster import Cluster
-
 from stepwell.store.api import Read, ReadOutcome, Write, WriteOutcome
 from stepwell.store.registry import open_store
 from stepwell.store.seal import Verdict, seal, verify

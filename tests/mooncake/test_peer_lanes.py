@@ -14,9 +14,9 @@ from functools import partial
 from random import Random
 
 import pytest
-from private_network import HOST
 
 from stepwell.base.meters import ManualClock
+from stepwell.cli.demo_cluster.private_network import HOST
 from stepwell.server.handover import Offers
 from stepwell.store.api import Read, ReadOutcome, Space
 from stepwell.store.peer.engine_process import MAX_ENTRIES

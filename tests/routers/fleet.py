@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
+from stepwell.cli.demo_cluster.parts import PAIRS, TAKEN_FOR
 from waiting import PATIENCE_S, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -42,6 +43,9 @@ class Program:
 
     def get(self, path: str, **more: Any) -> httpx.Response:
         return httpx.get(self.address + path, timeout=PATIENCE_S, **more)
+
+    def post(self, path: str, **more: Any) -> httpx.Response:
+        return httpx.post(self.address + path, timeout=PATIENCE_S, **more)
 
     def answers(self, path: str) -> bool:
         try:
@@ -83,13 +87,32 @@ def server(log: Path, *options: str) -> Iterator[Program]:
 
 @contextmanager
 def router(log: Path, servers: Sequence[Program], *options: str) -> Iterator[Program]:
+    with _smg(log, "--worker-urls", *(each.address for each in servers), *options) as made:
+        wait_until(lambda: num_healthy(made) == len(servers), pause_s=0.05)
+        yield made
+
+
+@contextmanager
+def pairing_router(log: Path, prefill: Program, decodes: Sequence[Program]) -> Iterator[Program]:
+    """Has prompts computed on one server and answered on others. They are named one by one: what it should take them for
+    cannot be said in its options."""
+    servers = {prefill: "prefill"} | dict.fromkeys(decodes, "decode")
+    with _smg(log, *PAIRS) as made:
+        for each, role in servers.items():
+            made.post("/workers", json={"url": each.address, "worker_type": role, **TAKEN_FOR}).raise_for_status()
+        wait_until(lambda: num_healthy(made) == len(servers), pause_s=0.05)
+        yield made
+
+
+@contextmanager
+def _smg(log: Path, *options: str) -> Iterator[Program]:
     port, metrics_port = _free_ports(2)
     command = [SMG, "launch", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port), "--policy", "cache_aware"]
     command += ["--health-check-interval-secs", "2", "--health-check-endpoint", "/ready", "--log-level", "info"]
-    with program([*command, "--worker-urls", *(each.address for each in servers), *options], log) as made:
+    with program([*command, *options], log) as made:
         made.address = f"http://127.0.0.1:{port}"
-        wait_until(lambda: made.answers("/readiness") and num_healthy(made) == len(servers), pause_s=0.05)
+        wait_until(lambda: made.answers("/health"), pause_s=0.05)
         yield made
 
 

@@ -40,13 +40,13 @@ def test_a_rank_that_is_killed_is_named_and_comes_back_and_none_outlives_the_ser
         assert f"2, processes {ranks['pids'][0]}, {ranks['pids'][1]}; started anew" in log.read_text()
         get = partial(httpx.get, timeout=PATIENCE_S)
         long = {"model": "demo", "prompt": "Go on and on.", "max_tokens": 20_000, "ignore_eos": True}
-        asked = pool.submit(httpx.post, f"{server._address}/v1/completions", json=long, timeout=PATIENCE_S)
+        asked = pool.submit(httpx.post, f"{server.address}/v1/completions", json=long, timeout=PATIENCE_S)
         wait_until(lambda: server.state()["requests"]["active"], "a request that runs", pause_s=0.05)
         os.kill(ranks["pids"][1], signal.SIGKILL)
         failed = asked.result()
         assert failed.status_code == 503 and "lost with rank 1" in failed.text, failed.text
-        assert get(f"{server._address}/health").status_code == 200
-        wait_until(lambda: get(f"{server._address}/ready").status_code == 200, "new ranks", pause_s=0.05)
+        assert get(f"{server.address}/health").status_code == 200
+        wait_until(lambda: get(f"{server.address}/ready").status_code == 200, "new ranks", pause_s=0.05)
         ranks = server.state()["ranks"]
         assert ranks["losses"] == 1 and "rank 1 was lost: it was ended by SIGKILL" in ranks["last_loss"]
         again = server.ask(QUESTION, max_tokens=12)

@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from stepwell.base.errors import ConfigError, StepwellError
-from stepwell.cli import demo, explain, plan, replay, serve, spec, store, trace
+from stepwell.cli import demo, demo_cluster, explain, plan, replay, serve, spec, store, trace
 from stepwell.cli.command import Command
 
 COMMANDS: tuple[Command, ...] = (
-    demo.COMMAND, explain.COMMAND, plan.COMMAND, replay.COMMAND, serve.COMMAND, spec.COMMAND, store.COMMAND, trace.COMMAND,
+    demo.COMMAND, demo_cluster.COMMAND, explain.COMMAND, plan.COMMAND, replay.COMMAND, serve.COMMAND, spec.COMMAND,
+    store.COMMAND, trace.COMMAND,
 )  # fmt: skip
 
 EXIT_USER_ERROR = 2

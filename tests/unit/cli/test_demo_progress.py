@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from stepwell.cli.demo.progress import COLD, FIRST, watching
+from stepwell.cli.demo.command import COLD, FIRST, LIVES
+from stepwell.cli.demo.progress import watching
 from stepwell.cli.demo.script import turns
 from stepwell.cli.demo.server import Reply
 
@@ -34,7 +35,7 @@ def test_a_file_gets_a_line_for_every_step_as_soon_as_it_is_made(monkeypatch: py
     monkeypatch.setattr(sys, "stdout", out)
     asha, bo = turns(1)
     expected = ""
-    with watching(2) as watch:
+    with watching(2, LIVES) as watch:
         for step, line in (
             (lambda: watch.begin(FIRST, "starting a server"), "first life: starting a server\n"),
             (lambda: watch.turn(asha, REPLY), "first life 1/2: Asha 1, 90 prompt tokens, 10 computed, first word after 0.25 s\n"),
@@ -51,7 +52,7 @@ def test_a_terminal_gets_bars_and_no_lines(monkeypatch: pytest.MonkeyPatch, caps
     out = Output(terminal=True)
     monkeypatch.setattr(sys, "stdout", out)
     (turn, _) = turns(1)
-    with watching(2) as watch:
+    with watching(2, LIVES) as watch:
         watch.begin(FIRST, "starting a server")
         watch.turn(turn, REPLY)
     assert out.getvalue() == ""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from stepwell.base.errors import ConfigError
 from stepwell.cli.command import Command
 from stepwell.cli.demo.picture import draw
-from stepwell.cli.demo.progress import COLD, FIRST, SECOND, Watch, watching
+from stepwell.cli.demo.progress import Watch, watching
 from stepwell.cli.demo.script import opening, turns
 from stepwell.cli.demo.server import Reply, Server, serving
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 REAL, RANDOM = "gemma-3-270m", "random-hybrid"
+LIVES = FIRST, COLD, SECOND = "first life", "cold", "second life"  # in the order they are played
 SIZES = {  # device and host hold a part of what is said, and the disk all of it
     REAL: ("--device-memory", "42MiB", "--host-memory", "112MiB", "--store-budget", "1GiB", "--chunk-tokens", "256"),
     RANDOM: ("--device-memory", "12MiB", "--host-memory", "24MiB", "--store-budget", "256MiB"),
@@ -65,7 +66,7 @@ def _run(args: Namespace) -> int:
     from rich.console import Console
 
     console = Console()
-    model = args.model or _installed(console)
+    model = args.model or installed(console)
     with TemporaryDirectory(prefix="stepwell-demo-") as directory:
         rows, counters = _play(model, args.turns, args.answer, Path(directory))
     _show(console, model, rows)
@@ -80,7 +81,7 @@ def _run(args: Namespace) -> int:
     return 0 if all(row.identical for row in rows) else 1
 
 
-def _installed(console: Console) -> str:
+def installed(console: Console) -> str:
     """The real model where its weights are here, else a random one; says which, and why."""
     from stepwell.engine.loading.known import find_known
 
@@ -98,7 +99,7 @@ def _play(model: str, rounds: int, answer: int, directory: Path) -> tuple[list[R
     arguments = ["--model", model, "--name", "demo", "--store", f"log:{directory / 'store'}"]
     arguments += [*sizes, "--prefetch-policy", "wait_complete"]  # however busy the machine is: this is about where things are
     arguments += ["--checkpoint-delay", "0"]  # every turn is asked again
-    with watching(2 * rounds) as watch:
+    with watching(2 * rounds, LIVES) as watch:
         watch.begin(FIRST, "starting a server; this takes a moment")
         with serving(arguments, directory / "first.log") as server:
             first = _talk(server, rounds, answer, watch)

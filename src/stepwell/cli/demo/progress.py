@@ -1,4 +1,4 @@
-"""How far the demo is: bars on a terminal, a plain line for each step where its output goes into a file or a pipe.
+"""How far a demo is: bars on a terminal, a plain line for each step where its output goes into a file or a pipe.
 
 Bars go to stderr and vanish; lines go to stdout, at once, and stay.
 """
@@ -6,7 +6,7 @@ Bars go to stderr and vanish; lines go to stdout, at once, and stay.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
@@ -15,9 +15,6 @@ from stepwell.cli.demo.server import Reply
 
 if TYPE_CHECKING:
     from rich.progress import Progress
-
-
-LIVES = FIRST, COLD, SECOND = "first life", "cold", "second life"  # in the order they are played
 
 
 class Watch(Protocol):
@@ -29,8 +26,8 @@ class Watch(Protocol):
 
 
 @contextmanager
-def watching(turns: int) -> Iterator[Watch]:
-    """For as long as the demo plays, with so many turns in each life."""
+def watching(turns: int, lives: Sequence[str]) -> Iterator[Watch]:
+    """For as long as a demo plays, with so many turns in each life, in the order they are played."""
     if not sys.stdout.isatty():
         yield Lines(turns)
         return
@@ -38,7 +35,7 @@ def watching(turns: int) -> Iterator[Watch]:
     from rich.progress import Progress
 
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        yield _Bars(progress, turns)
+        yield _Bars(progress, turns, lives)
 
 
 class Lines:
@@ -64,10 +61,10 @@ class Lines:
 class _Bars:
     """A bar a life."""
 
-    def __init__(self, progress: Progress, turns: int) -> None:
+    def __init__(self, progress: Progress, turns: int, lives: Sequence[str]) -> None:
         self._progress = progress
-        self._tasks = {life: progress.add_task(life, total=turns) for life in LIVES}
-        self._life = LIVES[0]
+        self._tasks = {life: progress.add_task(life, total=turns) for life in lives}
+        self._life = lives[0]
 
     def begin(self, life: str, what: str) -> None:
         self._life = life

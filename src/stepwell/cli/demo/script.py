@@ -80,5 +80,6 @@ def _said(well: int, number: int) -> Iterator[Message]:
         found = _FOUND.format(
             well=well, low=well + 9, high=well + 8, gate="LION" if well % 2 else "EAST", hours=well % 6 + 2, days=number * 3
         )
-        yield {"role": "tool", "content": json.dumps({"tool": "search_library", "query": f"well {well}", "found": found})}
+        content = json.dumps({"tool": "search_library", "query": f"well {well}", "found": found})
+        yield {"role": "tool", "tool_call_id": f"call-{number}", "content": content}  # routers want the id
     yield {"role": "user", "content": _ASKED[(number - 1) % len(_ASKED)].format(well=well)}

@@ -8,16 +8,17 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
 
 from stepwell.base.errors import StepwellError
 
-START_S, REQUEST_S, QUIET_S = 180.0, 300.0, 60.0
+START_S, REQUEST_S, QUIET_S = 600.0, 300.0, 60.0  # for a machine that is busy with something else; what ends is told at once
 _LOCAL = build_opener(ProxyHandler({}))  # no proxy knows this machine's own address
 _ADDRESS = re.compile(r"^address\s+(http://\S+)")
 
@@ -45,16 +46,21 @@ def serving(arguments: Sequence[str], log: Path) -> Iterator[Server]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("STEPWELL_")}
     with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=out, env=environment) as process:
         try:
-            yield Server(_address(process, log))
+            yield Server(_address(process, log), process)
         finally:
             process.kill()
 
 
-class Server:
-    def __init__(self, address: str) -> None:
-        self._address = address
+class Chat:
+    """Whoever answers chats at an address: a server, or a router in front of several."""
 
-    def ask(self, messages: Sequence[dict[str, Any]], *, max_tokens: int, salt: str | None = None) -> Reply:
+    def __init__(self, address: str) -> None:
+        self.address = address
+
+    def ask(
+        self, messages: Sequence[dict[str, Any]], *, max_tokens: int, salt: str | None = None,
+        at_first_word: Callable[[], None] = lambda: None,
+    ) -> Reply:  # fmt: skip
         """One answer of a chat, greedy and streamed. A `salt` nobody else has makes it start from nothing."""
         body = {
             "model": "demo", "messages": list(messages), "max_tokens": max_tokens, "temperature": 0, "stream": True,
@@ -67,9 +73,10 @@ class Server:
             usage = event.get("usage") or usage
             for choice in event.get("choices", ()):
                 content = choice["delta"].get("content")
-                if content:
-                    first = first or time.monotonic() - started
-                    text += content
+                if content and not text:
+                    first = time.monotonic() - started
+                    at_first_word()
+                text += content or ""
         if usage is None:
             raise StepwellError("the server ended an answer early")
         details = usage["prompt_tokens_details"]
@@ -77,6 +84,30 @@ class Server:
             text=text, first_token_s=first, prompt_tokens=usage["prompt_tokens"], device=details["device_tokens"],
             host=details["host_tokens"], store=details["store_tokens"],
         )  # fmt: skip
+
+    def _events(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        request = Request(self.address + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        try:
+            with _LOCAL.open(request, timeout=REQUEST_S) as response:
+                for line in response:
+                    data = line.decode().removeprefix("data:").strip()
+                    if data and data != "[DONE]":
+                        yield dict(json.loads(data))
+        except HTTPError as error:
+            raise StepwellError(f"the server answered {error.code}: {error.read(1000).decode(errors='replace')}") from None
+
+
+class Server(Chat):
+    """A server that was started here."""
+
+    def __init__(self, address: str, process: subprocess.Popen[bytes]) -> None:
+        super().__init__(address)
+        self._process = process
+
+    def kill(self) -> None:
+        """Without warning (-9). Returns when it is gone."""
+        self._process.kill()
+        self._process.wait()
 
     def wait_until_stored(self) -> None:
         """Until nothing is on its way between tiers, as while somebody reads an answer."""
@@ -87,16 +118,18 @@ class Server:
             time.sleep(0.02)
 
     def state(self) -> dict[str, Any]:
-        with _LOCAL.open(f"{self._address}/cache", timeout=REQUEST_S) as response:
-            return dict(json.load(response))
+        return fetch(f"{self.address}/cache")
 
-    def _events(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        request = Request(self._address + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
-        with _LOCAL.open(request, timeout=REQUEST_S) as response:
-            for line in response:
-                data = line.decode().removeprefix("data:").strip()
-                if data and data != "[DONE]":
-                    yield dict(json.loads(data))
+    def is_answering(self) -> bool:
+        """Whether a request runs."""
+        return bool(fetch(f"{self.address}/v1/loads")["loads"][0]["num_running_reqs"])
+
+
+def fetch(address: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    """What is answered in JSON: to a GET, or to a POST where there is a body. Raises OSError."""
+    data = None if body is None else json.dumps(body).encode()
+    with _LOCAL.open(Request(address, data, {"Content-Type": "application/json"}), timeout=REQUEST_S) as response:
+        return dict(json.load(response))
 
 
 def _address(process: subprocess.Popen[bytes], log: Path) -> str:

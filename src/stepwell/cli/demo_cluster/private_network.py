@@ -1,4 +1,4 @@
-"""A network that only the tests can see, and whether one can be had here.
+"""A network that only one command and what it starts can see, and whether one can be had here. For demos, tests and benchmarks.
 
 Mooncake's processes listen on every interface and accept no host that has `lo` alone, so they get a network namespace of
 their own with a pair of virtual cards. It needs no name and no cleaning up: it goes with the last process in it, and

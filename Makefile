@@ -7,8 +7,9 @@ STAMP := $(VENV)/.installed
 HYBRID := $(VENV)/.installed-hybrid
 REAL := $(VENV)/.installed-real
 WORKERS ?= auto
+SCHEDULES ?= 500
 
-.PHONY: help demo test test-real test-connectors test-vllm test-vllm-quick test-sglang test-routers lint types floors unit bench-tree bench-tree-peer bench-copies bench-store bench-opening bench-engine bench-gpu bench-restart bench-rows bench-connectors bench-sparse sparse-quality policy-report clean bench-passes build-kernels
+.PHONY: help demo test test-real test-connectors test-vllm test-vllm-quick test-sglang test-routers test-ranks lint types floors unit bench-tree bench-tree-peer bench-copies bench-store bench-opening bench-engine bench-gpu bench-restart bench-rows bench-connectors bench-sparse sparse-quality policy-report clean bench-passes build-kernels
 
 help: ## Show what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -55,6 +56,9 @@ test-vllm-quick: ## Of these, every family resumed by a second process, and the 
 test-routers: $(STAMP) ## Two servers behind the router smg (installs 150 MB into .venv-smg; a minute or two on two cores)
 	@PYTHON=$(PYTHON) benchmarks/peers/install_smg.sh
 	@$(BIN)/python -m pytest tests/routers
+
+test-ranks: $(STAMP) ## 500 random schedules in which a rank is killed, stopped or delayed (SCHEDULES=N, or FIRST:STOP; an hour on two cores)
+	@STEPWELL_SCHEDULES=$(SCHEDULES) $(BIN)/python -m pytest tests/engine/test_rank_schedules.py
 
 test-connectors: test-sglang test-vllm ## Both
 

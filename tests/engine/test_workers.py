@@ -18,6 +18,7 @@ from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Tier
 from stepwell.engine import Answer, Ask, Engine, Finish, Sampling
 from stepwell.engine.runner import PassesLost
+from stepwell.engine.workers.rank_workers import RankWorkers
 from stepwell.engine.workers.ranked_runner import RankedRunner
 from stepwell.store.memory import MemoryStore
 from waiting import run_to_the_end, run_until, settle, wait_until
@@ -125,6 +126,11 @@ def pids(engine: Engine) -> tuple[int, ...]:
     return engine.ranks.pids
 
 
+def workers_of(engine: Engine) -> RankWorkers:
+    assert isinstance(engine._runner, RankedRunner)
+    return engine._runner.workers
+
+
 @pytest.mark.parametrize(("sign", "says"), [(signal.SIGKILL, "ended by SIGKILL"), (signal.SIGSTOP, "no sign of life")])
 def test_a_lost_rank_fails_its_requests_and_comes_back_with_a_warm_host(engine: Engine, sign: int, says: str) -> None:
     before = answers(engine, [prompt(300)])
@@ -157,6 +163,17 @@ def test_a_rank_that_only_pauses_is_waited_for(engine: Engine) -> None:
     assert engine.ranks is not None and engine.ranks.losses == 0
 
 
+def test_a_rank_that_is_stopped_while_it_loads_is_missed_long_before_its_start_is_late(engine: Engine) -> None:
+    expected = answers(engine, [prompt(100)])
+    processes = workers_of(engine)._processes
+    os.kill(pids(engine)[0], signal.SIGKILL)
+    run_until(engine, lambda: engine.ranks is not None and engine.ranks.state == "starting" and processes._ranks[1].spoke)
+    os.kill(pids(engine)[1], signal.SIGSTOP)
+    run_until(engine, lambda: engine.ranks is not None and engine.ranks.losses == 2)
+    assert engine.ranks is not None and "rank 1 was lost: it gave no sign of life" in str(engine.ranks.last_loss)
+    same(answers(engine, [prompt(100)]), expected)
+
+
 def test_a_rank_killed_amid_copies_leaves_the_cache_sound(engine: Engine) -> None:
     expected = answers(engine, [prompt(300)])
     for round_ in range(3):
@@ -177,20 +194,17 @@ def test_a_pass_that_somebody_interrupts_is_not_taken_for_the_next_one(engine: E
     """As Ctrl-C does in a script: the ranks finish that pass, and what they say of it is nobody's answer."""
     asked = [prompt(100), prompt(100, seed=3)]
     expected = answers(engine, asked)
-    runner = engine._runner
-    assert isinstance(runner, RankedRunner)
-    wait = runner.workers._await_answers
+    workers = workers_of(engine)
+    wait = workers._await_answers
 
     def interrupted() -> None:
         monkeypatch.undo()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(runner.workers, "_await_answers", interrupted)
+    monkeypatch.setattr(workers, "_await_answers", interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.generate(prompt(100, seed=9), max_tokens=20)
-    assert runner.workers._await_answers == wait and not runner.workers._under_way, (
-        "it was waited for before pages are given back"
-    )
+    assert workers._await_answers == wait and not workers._under_way, "it was waited for before pages are given back"
     same(answers(engine, asked), expected)
     assert engine.ranks is not None and engine.ranks.losses == 0
     settle(engine.cache)

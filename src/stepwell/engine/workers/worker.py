@@ -64,7 +64,8 @@ class Worker:
         self._shard: Shard | None = None
 
     def live(self) -> None:
-        """Until the channel ends."""
+        """Until the channel ends. A first sign of life: from now on silence means that it is stopped, also while it loads."""
+        self._channel.send(Message(kind=PONG))
         while True:
             self._channel.wait(_WAIT_S)
             for message in self._channel.receive():

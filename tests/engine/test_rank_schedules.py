@@ -5,6 +5,7 @@ STEPWELL_SCHEDULES says which seeds: `500` for the first 500, `37:38` for one.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from engine.rank_schedules import BLOCK, FAMILIES, Schedule, World
 pytest.importorskip("transformers")
 
 FEW = "12"
+log = logging.getLogger(__name__)
 
 
 def seeds() -> range:
@@ -45,5 +47,5 @@ def world_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str
 def test_requests_finish_as_on_one_rank_or_name_the_rank_whatever_happens(seed: int, world_of: Callable[[str], World]) -> None:
     world = world_of(FAMILIES[seed // BLOCK % len(FAMILIES)])
     world.spoilt = True
-    print(f"\n{seed}: {world.run(Schedule.of(seed))}")  # with `pytest -s`
+    log.info("%d: %s", seed, world.run(Schedule.of(seed)))  # shown with --log-cli-level=INFO
     world.spoilt = False

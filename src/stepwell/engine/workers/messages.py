@@ -4,6 +4,7 @@
                  run, copy              a pass, a plan of copies
     worker       loaded, ready          answers to the first two
                  chosen, copied         answers to the others; tokens come from the first rank alone
+                 broke                  a pass failed, and the rank can go on if all are in step
                  failed                 it cannot go on, and ends
 
 What comes out of a message was looked at: counts add up, pages are inside their memory. Raises ValueError where they are not.
@@ -26,7 +27,7 @@ from stepwell.engine.sampling import Chosen
 from stepwell.jobs.channel import Array, Message
 
 SETUP, MEMORY, RUN, COPY = "setup", "memory", "run", "copy"
-LOADED, READY, CHOSEN, COPIED, FAILED = "loaded", "ready", "chosen", "copied", "failed"
+LOADED, READY, CHOSEN, BROKE, COPIED, FAILED = "loaded", "ready", "chosen", "broke", "copied", "failed"
 _COLUMNS = 10  # numbers of one request's part of a pass, see `_numbers`
 _NONE = -1  # in arrays
 
@@ -136,8 +137,14 @@ def pack_chosen(chosen: Sequence[Chosen | None], number: int) -> Message:
     )
 
 
-def read_chosen(message: Message) -> list[Chosen | None]:
-    tokens, values, counts, top_tokens, top_values = (each.tolist() for each in _so_many(message, 5))
+def read_chosen(message: Message, *, vocab_size: int) -> list[Chosen | None]:
+    arrays = _so_many(message, 5)
+    if [each.dtype.str for each in arrays] != ["<i4", "<f8", "<i4", "<i4", "<f8"]:
+        raise ValueError(f"an answer in numbers of other kinds: {[each.dtype.str for each in arrays]}")
+    _must_be_below(arrays[0] + 1, vocab_size + 1, "tokens")  # or none
+    _must_be_below(arrays[2], vocab_size + 1, "alternatives")
+    _must_be_below(arrays[3], vocab_size, "tokens")
+    tokens, values, counts, top_tokens, top_values = (each.tolist() for each in arrays)
     if not len(tokens) == len(values) == len(counts) or sum(counts) != len(top_tokens) or len(top_tokens) != len(top_values):
         raise ValueError("an answer whose parts are not of one length")
     chosen: list[Chosen | None] = []
@@ -150,6 +157,14 @@ def read_chosen(message: Message) -> list[Chosen | None]:
         )  # not a number: none was asked for
         chosen.append(None if token == _NONE else Chosen(token=token, logprob=logprob))
     return chosen
+
+
+def read_kernels(message: Message, name: str) -> dict[str, str]:
+    """Words on operations, by their names. None where nothing is said."""
+    given = message.fields.get(name, {})
+    if not isinstance(given, dict) or not all(isinstance(each, str) for each in given.values()):
+        raise ValueError(f"{message.kind}: {name} are no words on operations")
+    return given
 
 
 # ---- copies -------------------------------------------------------------------------------------

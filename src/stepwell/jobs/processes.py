@@ -23,6 +23,7 @@ from stepwell.jobs.channel import Channel, ChannelClosed, Message
 PING, PONG = "ping", "pong"
 END_S = 5.0  # that a process has to end by itself when it is asked to
 GONE_S = 60.0  # that one which was killed has to be gone
+GOING_S = 5.0  # the same of one whose end of the channel is gone already: its status follows
 
 
 class RankLost(Exception):
@@ -145,9 +146,12 @@ class Processes:
             self.send(rank, Message(kind=PING))
 
     def _lose(self, rank: int, why: str, *, says_why: bool = False) -> RankLost:
-        """The first loss counts. One that was killed is the one to name: those that wait for it in a collective fail later."""
+        """The first loss counts. One that was killed is the one to name: those that wait for it in a collective fail later,
+        though maybe before the system has its status.
+        """
         if self.lost is None:
-            killed = [at for at, each in enumerate(self._ranks) if (each.running.poll() or 0) < 0]
+            gone = [at for at, each in enumerate(self._ranks) if each.running.poll() is not None or each.channel.hung_up]
+            killed = [at for at in gone if (_code_of(self._ranks[at].running) or 0) < 0]
             if killed and rank not in killed:
                 rank, says_why = killed[0], False
             code = None if says_why else _code_of(self._ranks[rank].running)
@@ -158,7 +162,7 @@ class Processes:
 def _code_of(running: subprocess.Popen[bytes]) -> int | None:
     """How a process ended whose channel has: it is gone in a moment. None where it is not."""
     with suppress(subprocess.TimeoutExpired):
-        return running.wait(0.5)
+        return running.wait(GOING_S)
     return None
 
 

@@ -37,7 +37,7 @@ LIMITS = WorkerLimits(silent_s=5.0, pass_s=120.0, start_s=300.0)
 FETCHED = StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, recompute_tokens_per_s=1.0, checkpoint_delay_s=0)
 STEP_S = 60.0  # that one step may take, on a machine that is busy too: a rank is silent for 5 s at most
 SCHEDULE_S = 300.0
-KEPT_TOKENS = 200  # of the prompt that is asked again and again
+KEPT_TOKENS = 300  # of the prompt that is asked again and again
 MOST_TOKENS = 12
 
 

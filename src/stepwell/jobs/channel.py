@@ -132,7 +132,10 @@ class Channel:
 
     def send(self, message: Message) -> None:
         """Sends a message, now or as soon as the other end reads. Raises ChannelClosed."""
-        frame = packed(message)
+        self.send_packed(packed(message))
+
+    def send_packed(self, frame: bytes) -> None:
+        """The same for one that is packed already."""
         with self._sending:
             self._must_be_open()
             if len(self._out) + len(frame) > MOST_BYTES:

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic
 
-from stepwell.jobs.channel import Channel, ChannelClosed, Message
+from stepwell.jobs.channel import Channel, ChannelClosed, Message, packed
 
 PING, PONG = "ping", "pong"
 END_S = 5.0  # that a process has to end by itself when it is asked to
@@ -71,15 +71,13 @@ class Processes:
 
     def send(self, rank: int, message: Message) -> None:
         """Raises RankLost."""
-        try:
-            self._ranks[rank].channel.send(message)
-        except ChannelClosed as error:
-            raise self._lose(rank, str(error)) from None
+        self._send(rank, packed(message))
 
     def send_all(self, message: Message) -> None:
         """The same to all of them."""
+        frame = packed(message)
         for rank in range(len(self._ranks)):
-            self.send(rank, message)
+            self._send(rank, frame)
 
     def poll(self, timeout_s: float = 0.0) -> list[tuple[int, Message]]:
         """What they have said, with who said it. Waits for so long at most until one says something. Raises RankLost."""
@@ -135,6 +133,12 @@ class Processes:
         for each in self._ranks:
             polled.register(each.channel, each.channel.wanted)
         polled.poll(timeout_s * 1000)
+
+    def _send(self, rank: int, frame: bytes) -> None:
+        try:
+            self._ranks[rank].channel.send_packed(frame)
+        except ChannelClosed as error:
+            raise self._lose(rank, str(error)) from None
 
     def _ask(self, rank: int, process: _Process) -> None:
         now = self._clock()

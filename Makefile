@@ -9,7 +9,7 @@ REAL := $(VENV)/.installed-real
 WORKERS ?= auto
 SCHEDULES ?= 500
 
-.PHONY: help demo test test-real test-connectors test-vllm test-vllm-quick test-sglang test-routers test-ranks lint types floors unit bench-tree bench-tree-peer bench-copies bench-store bench-opening bench-engine bench-gpu bench-restart bench-rows bench-connectors bench-sparse sparse-quality policy-report clean bench-passes build-kernels
+.PHONY: help demo test test-real test-connectors test-vllm test-vllm-quick test-sglang test-routers test-ranks lint types floors unit bench-tree bench-tree-peer bench-copies bench-store bench-opening bench-engine bench-gpu bench-restart bench-rows bench-connectors bench-sparse bench-ranks sparse-quality policy-report clean bench-passes build-kernels
 
 help: ## Show what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -112,6 +112,10 @@ bench-sparse: $(STAMP) ## Sparse decode: rows missing by policy, finding and fet
 
 sparse-quality: $(STAMP) $(REAL) ## What Quest and ClusterKV lose against their budget, on real weights (ARGS="--quick")
 	@$(BIN)/python benchmarks/sparse_quality.py $(ARGS)
+
+bench-ranks: $(STAMP) ## What messages to two ranks add to a step; bytes per token on device, host and store at 1, 2 and 4 ranks
+	@PYTHONPATH=benchmarks $(BIN)/python -m cluster.messages
+	@PYTHONPATH=benchmarks $(BIN)/python -m cluster.bytes_per_token
 
 bench-opening: $(STAMP) ## How long a log of a million values takes to open, also after kill -9 (5 GB of disk)
 	@$(BIN)/python benchmarks/bench_opening.py

@@ -124,7 +124,7 @@ class Channel:
     @property
     def hung_up(self) -> bool:
         """Whether the other end is closed, as it is when its process ends; what came before may still be there."""
-        if self.closed is not None:
+        if self._socket.fileno() < 0:
             return True
         polled = select.poll()
         polled.register(self._socket, 0)

@@ -158,7 +158,8 @@ class Processes:
             killed = [at for at in gone if (_code_of(self._ranks[at].running) or 0) < 0]
             if killed and rank not in killed:
                 rank, says_why = killed[0], False
-            code = None if says_why else _code_of(self._ranks[rank].running)
+            lost = self._ranks[rank]
+            code = _code_of(lost.running) if not says_why and lost.channel.hung_up else None
             self.lost = RankLost(rank, why if code is None else _ended(code))
         return self.lost
 

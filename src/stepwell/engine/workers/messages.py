@@ -75,6 +75,8 @@ def _numbers(rows: RequestRows) -> tuple[int, ...]:
 
 def read_pass(message: Message, *, pages: Counts, vocab_size: int, most_slots: int) -> Pass:
     numbers, tokens, prefix, window, draws, logprobs = _so_many(message, 6)
+    if [each.dtype.str for each in (numbers, draws, logprobs)] != ["<i8", "<f8", "<i4"]:
+        raise ValueError("a pass in numbers of other kinds")
     if numbers.size % _COLUMNS or draws.size != 4 * logprobs.size:
         raise ValueError("a pass whose parts are not of one length")
     for array, most, what in (
@@ -84,7 +86,7 @@ def read_pass(message: Message, *, pages: Counts, vocab_size: int, most_slots: i
         _must_be_below(array, most, what)
     table_RC = numbers.reshape(-1, _COLUMNS)
     _check_table(table_RC, most_points=pages.get(Kind.POINT, 0), most_slots=most_slots)
-    said = table_RC[:, _COUNTS].sum(axis=0).tolist()
+    said = table_RC[:, _COUNTS].sum(axis=0, dtype=np.float64).tolist()  # which no sum is too large for
     if said != [len(tokens), len(prefix), len(window), len(logprobs)]:
         raise ValueError("a pass with more or fewer tokens, pages or draws than it says")
     rows, first, first_prefix, first_seen = [], 0, 0, 0

@@ -7,8 +7,9 @@ STAMP := $(VENV)/.installed
 HYBRID := $(VENV)/.installed-hybrid
 REAL := $(VENV)/.installed-real
 WORKERS ?= auto
+SCHEDULES ?= 500
 
-.PHONY: help demo demo-cluster test test-real test-connectors test-vllm test-vllm-quick test-sglang test-routers lint types floors unit bench-tree bench-tree-peer bench-copies bench-store bench-opening bench-engine bench-gpu bench-restart bench-cluster bench-rows bench-connectors bench-sparse sparse-quality policy-report clean bench-passes build-kernels
+.PHONY: help demo demo-cluster test test-real test-connectors test-vllm test-vllm-quick test-sglang test-routers test-ranks lint types floors unit bench-tree bench-tree-peer bench-copies bench-store bench-opening bench-engine bench-gpu bench-restart bench-cluster bench-ranks bench-rows bench-connectors bench-sparse sparse-quality policy-report clean bench-passes build-kernels
 
 help: ## Show what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -60,6 +61,9 @@ test-vllm-quick: ## Of these, every family resumed by a second process, and the 
 test-routers: $(STAMP) ## Servers behind the router smg, alone and as prefill and decode (installs 150 MB into .venv-smg; a few minutes on two cores)
 	@PYTHON=$(PYTHON) benchmarks/peers/install_smg.sh
 	@$(BIN)/python -m pytest tests/routers tests/mooncake/test_handover_router.py
+
+test-ranks: $(STAMP) ## 500 random schedules in which a rank is killed, stopped or delayed (SCHEDULES=N, or FIRST:STOP; an hour on two cores)
+	@STEPWELL_SCHEDULES=$(SCHEDULES) $(BIN)/python -m pytest tests/engine/test_rank_schedules.py
 
 test-connectors: test-sglang test-vllm ## Both
 
@@ -113,6 +117,10 @@ bench-sparse: $(STAMP) ## Sparse decode: rows missing by policy, finding and fet
 
 sparse-quality: $(STAMP) $(REAL) ## What Quest and ClusterKV lose against their budget, on real weights (ARGS="--quick")
 	@$(BIN)/python benchmarks/sparse_quality.py $(ARGS)
+
+bench-ranks: $(STAMP) ## What messages to two ranks add to a step; bytes per token on device, host and store at 1, 2 and 4 ranks
+	@PYTHONPATH=benchmarks $(BIN)/python -m cluster.messages
+	@PYTHONPATH=benchmarks $(BIN)/python -m cluster.bytes_per_token
 
 bench-opening: $(STAMP) ## How long a log of a million values takes to open, also after kill -9 (5 GB of disk)
 	@$(BIN)/python benchmarks/bench_opening.py

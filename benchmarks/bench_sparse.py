@@ -35,7 +35,7 @@ from sparse.rig import Rig, Shape, bus_bytes_per_s
 from sparse.served import TINY as TINY_SERVING
 from sparse.served import Sizes
 from sparse.serving import measure_serving
-from stepwell.engine.build import REPLACE_HOT
+from stepwell.engine.settings import REPLACE_HOT
 from stepwell.sparse.trace import HARD, STEADY, Latent, count_misses, make_trace
 
 ROOT = Path(__file__).parents[1]

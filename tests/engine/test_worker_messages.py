@@ -14,7 +14,16 @@ from stepwell.engine.ops.drawing import Draw
 from stepwell.engine.passes.batch import RequestRows
 from stepwell.engine.request import TokenLogprob
 from stepwell.engine.sampling import Chosen
-from stepwell.engine.workers.messages import Pass, pack_chosen, pack_pass, pack_plan, read_chosen, read_pass, read_plan
+from stepwell.engine.workers.messages import (
+    Pass,
+    pack_chosen,
+    pack_pass,
+    pack_plan,
+    read_chosen,
+    read_kernels,
+    read_pass,
+    read_plan,
+)  # fmt: skip
 from stepwell.jobs.channel import Message, packed, unpacked
 
 PAGES = {Kind.PREFIX: 10, Kind.WINDOW: 6, Kind.POINT: 4}
@@ -83,10 +92,32 @@ def test_a_pass_whose_parts_do_not_fit_is_refused(which: int, change: str) -> No
 def test_what_was_chosen_arrives_with_its_logprobs() -> None:
     logprob = TokenLogprob(token=4, logprob=-0.5, top=((4, -0.5), (7, -2.0)))
     chosen = [Chosen(token=3), None, Chosen(token=4, logprob=logprob), Chosen(token=4, logprob=replace(logprob, top=()))]
-    assert read_chosen(sent(pack_chosen(chosen, 1))) == chosen
+    assert read_chosen(sent(pack_chosen(chosen, 1)), vocab_size=8) == chosen
     message = pack_chosen(chosen, 1)
     with pytest.raises(ValueError, match="not of one length"):
-        read_chosen(Message(kind="chosen", arrays=[message.arrays[0][:-1], *message.arrays[1:]]))
+        read_chosen(Message(kind="chosen", arrays=[message.arrays[0][:-1], *message.arrays[1:]]), vocab_size=8)
+
+
+@pytest.mark.parametrize(
+    ("which", "wrong"),
+    [
+        (0, ids(8)), (0, ids(-2)), (0, ids(2**31 - 1)), (0, np.array([3.0])), (0, np.array([3], np.int64)),
+        (1, ids(0)), (2, ids(-1)), (2, np.array([2.0])), (3, ids(4, 8)), (3, ids(4, -1)), (3, np.array([4.0, 7.0])),
+        (4, ids(0, 1)),
+    ],
+)  # fmt: skip
+def test_tokens_that_no_model_can_choose_are_refused(which: int, wrong: Any) -> None:
+    chosen = Chosen(token=4, logprob=TokenLogprob(token=4, logprob=-0.5, top=((4, -0.5), (7, -2.0))))
+    arrays = list(pack_chosen([chosen], 1).arrays)
+    arrays[which] = wrong
+    with pytest.raises(ValueError, match=r"."):
+        read_chosen(Message(kind="chosen", arrays=arrays), vocab_size=8)
+
+
+@pytest.mark.parametrize("said", [3, ["attend"], {"attend": 3}])
+def test_words_on_kernels_are_words(said: Any) -> None:
+    with pytest.raises(ValueError, match="no words"):
+        read_kernels(Message(kind="loaded", fields={"kernels": said}), "kernels")
 
 
 def plan(source: Span, target: Span) -> Plan:

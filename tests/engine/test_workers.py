@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from threading import Timer
+from time import monotonic
 
 import pytest
 
@@ -16,9 +18,14 @@ from engine.worker_engines import PATIENT, open_engine
 from stepwell.base.config import PrefetchPolicy, StoreConfig
 from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Tier
+from stepwell.base.inherited_block import InheritedBlock
 from stepwell.engine import Answer, Ask, Engine, Finish, Sampling
-from stepwell.engine.runner import PassesLost
+from stepwell.engine.engine import UPKEEP_S
+from stepwell.engine.runner import PassesLost, PassFailed
+from stepwell.engine.workers.messages import COPY
+from stepwell.engine.workers.rank_workers import RankWorkers, _merged
 from stepwell.engine.workers.ranked_runner import RankedRunner
+from stepwell.jobs.channel import Message
 from stepwell.store.memory import MemoryStore
 from waiting import run_to_the_end, run_until, settle, wait_until
 
@@ -125,6 +132,11 @@ def pids(engine: Engine) -> tuple[int, ...]:
     return engine.ranks.pids
 
 
+def workers_of(engine: Engine) -> RankWorkers:
+    assert isinstance(engine._runner, RankedRunner)
+    return engine._runner.workers
+
+
 @pytest.mark.parametrize(("sign", "says"), [(signal.SIGKILL, "ended by SIGKILL"), (signal.SIGSTOP, "no sign of life")])
 def test_a_lost_rank_fails_its_requests_and_comes_back_with_a_warm_host(engine: Engine, sign: int, says: str) -> None:
     before = answers(engine, [prompt(300)])
@@ -157,6 +169,17 @@ def test_a_rank_that_only_pauses_is_waited_for(engine: Engine) -> None:
     assert engine.ranks is not None and engine.ranks.losses == 0
 
 
+def test_a_rank_that_is_stopped_while_it_loads_is_missed_long_before_its_start_is_late(engine: Engine) -> None:
+    expected = answers(engine, [prompt(100)])
+    processes = workers_of(engine)._processes
+    os.kill(pids(engine)[0], signal.SIGKILL)
+    run_until(engine, lambda: engine.ranks is not None and engine.ranks.state == "starting" and processes._ranks[1].spoke)
+    os.kill(pids(engine)[1], signal.SIGSTOP)
+    run_until(engine, lambda: engine.ranks is not None and engine.ranks.losses == 2)
+    assert engine.ranks is not None and "rank 1 was lost: it gave no sign of life" in str(engine.ranks.last_loss)
+    same(answers(engine, [prompt(100)]), expected)
+
+
 def test_a_rank_killed_amid_copies_leaves_the_cache_sound(engine: Engine) -> None:
     expected = answers(engine, [prompt(300)])
     for round_ in range(3):
@@ -177,20 +200,17 @@ def test_a_pass_that_somebody_interrupts_is_not_taken_for_the_next_one(engine: E
     """As Ctrl-C does in a script: the ranks finish that pass, and what they say of it is nobody's answer."""
     asked = [prompt(100), prompt(100, seed=3)]
     expected = answers(engine, asked)
-    runner = engine._runner
-    assert isinstance(runner, RankedRunner)
-    wait = runner.workers._await_answers
+    workers = workers_of(engine)
+    wait = workers._await_answers
 
     def interrupted() -> None:
         monkeypatch.undo()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(runner.workers, "_await_answers", interrupted)
+    monkeypatch.setattr(workers, "_await_answers", interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.generate(prompt(100, seed=9), max_tokens=20)
-    assert runner.workers._await_answers == wait and not runner.workers._under_way, (
-        "it was waited for before pages are given back"
-    )
+    assert workers._await_answers == wait and not workers._under_way, "it was waited for before pages are given back"
     same(answers(engine, asked), expected)
     assert engine.ranks is not None and engine.ranks.losses == 0
     settle(engine.cache)
@@ -229,12 +249,130 @@ def test_without_restarts_requests_are_refused_with_the_rank(root: Path) -> None
 def test_what_ranks_cannot_do_is_said_before_anything_is_loaded(root: Path) -> None:
     with pytest.raises(ConfigError, match=r"3 ranks cannot share the 2 parts of state 'kv' equally"):
         open_engine("llama", root, 3)
-    with pytest.raises(ConfigError, match="a draft runs on one rank only"):
-        open_engine("llama", root, 2, draft="mtp")
     with pytest.raises(ConfigError, match="restart_workers is for ranks"):
         open_engine("llama", root, 1, restart_workers=True)
+    with pytest.raises(ConfigError, match="worker_limits is for ranks"):
+        open_engine("llama", root, 1, worker_limits=PATIENT)
+
+
+@pytest.mark.parametrize("given", [{"draft": "mtp"}, {"sparse": "quest"}, {"fetch_beside": True}, {"stage_ahead": True}])
+def test_what_would_be_ignored_is_refused_with_what_to_do(given: dict[str, object], root: Path) -> None:
+    (name,) = given
+    with pytest.raises(ConfigError, match=f"{name} works on one rank only, so far: leave it out, or use tensor_parallel 1"):
+        open_engine("llama", root, 2, **given)
 
 
 def test_a_rank_that_cannot_start_says_why(root: Path) -> None:
     with pytest.raises(ConfigError, match=r"rank \d was lost: it failed: .*bytes cannot hold one page"):
         open_engine("llama", root, 2, device_memory="8KiB")
+
+
+# ---- what goes wrong on ranks that live ---------------------------------------------------------
+
+
+def send_instead(engine: Engine, monkeypatch: pytest.MonkeyPatch, ranks: tuple[int, ...]) -> None:
+    """Tells some ranks a token, in the next pass, that the model does not know."""
+    workers = workers_of(engine)
+
+    def send_all(message: Message) -> None:
+        monkeypatch.undo()
+        wrong = replace(message, arrays=[message.arrays[0], message.arrays[1] * 0 + 9999, *message.arrays[2:]])
+        for rank in range(workers.size):
+            workers._processes.send(rank, wrong if rank in ranks else message)
+
+    monkeypatch.setattr(workers, "send_all", send_all)
+
+
+def test_a_pass_that_fails_on_all_ranks_ends_its_requests_and_no_rank(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, before = answers(engine, [prompt(100)]), pids(engine)
+    settle(engine.cache)
+    number = engine.submit(Ask(tokens=prompt(50, seed=5)))
+    send_instead(engine, monkeypatch, (0, 1))
+    with pytest.raises(PassFailed, match="rank 0: ValueError: tokens that are not there"):
+        run_to_the_end(engine)
+    assert [(each.request, each.finish) for each in engine.step()] == [(number, Finish.FAILED)]
+    same(answers(engine, [prompt(100)]), expected)
+    assert pids(engine) == before and engine.ranks is not None and engine.ranks.losses == 0
+    settle(engine.cache)
+    engine.cache.audit()
+
+
+def test_a_pass_that_fails_on_one_rank_alone_loses_it_for_the_others_wait_for_it(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = answers(engine, [prompt(100)])
+    settle(engine.cache)
+    number = engine.submit(Ask(tokens=prompt(50, seed=5)))
+    send_instead(engine, monkeypatch, (1,))
+    ends = [delta for delta in run_to_the_end(engine) if delta.finish is not None]
+    assert [(each.request, each.finish) for each in ends] == [(number, Finish.FAILED)] and "rank 1" in str(ends[0].error)
+    assert engine.ranks is not None and "rank 1 was lost: it failed: ValueError" in str(engine.ranks.last_loss)
+    same(answers(engine, [prompt(100)]), expected)
+
+
+def test_nobody_asks_without_end_while_ranks_are_down(engine: Engine) -> None:
+    engine.generate(prompt(40), max_tokens=1)
+    os.kill(pids(engine)[0], signal.SIGKILL)
+    run_until(engine, lambda: engine.lost is not None)
+    engine.submit(Ask(tokens=prompt(40), sampling=Sampling(max_tokens=1)))
+    assert engine.idle and engine.pause_s == UPKEEP_S
+    run_to_the_end(engine)
+    assert engine.lost is None
+
+
+def test_closing_does_not_wait_for_copies_of_a_rank_that_is_gone(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = open_engine("gemma3", root, 2)
+    workers, send_all = workers_of(engine), workers_of(engine).send_all
+    told: list[Message] = []
+
+    def stop_before_copies(message: Message) -> None:
+        if message.kind == COPY:
+            os.kill(workers.pids[1], signal.SIGSTOP)
+            told.append(message)
+        send_all(message)
+
+    monkeypatch.setattr(workers, "send_all", stop_before_copies)
+    engine.submit(Ask(tokens=prompt(300)))
+    run_until(engine, lambda: bool(told))
+    os.kill(workers.pids[1], signal.SIGKILL)
+    began_s = monotonic()
+    engine.close()
+    assert monotonic() - began_s < 15, "it waited for what never comes"
+
+
+def test_an_engine_that_cannot_be_finished_leaves_no_process_behind(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[RankWorkers] = []
+    start = RankWorkers.start
+
+    def keep(self: RankWorkers) -> None:
+        start(self)
+        made.append(self)
+
+    monkeypatch.setattr(RankWorkers, "start", keep)
+    monkeypatch.setattr("stepwell.engine.build_ranked.longest_request", lambda *args, **more: 1 // 0)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ZeroDivisionError):
+        open_engine("llama", root, 2, store="memory:")
+    assert made and not made[0].pids
+    made.clear()
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_the_host_memory_of_ranks_is_the_one_that_was_given(root: Path) -> None:
+    blocks: list[InheritedBlock] = []
+
+    def make(size_bytes: int) -> InheritedBlock:
+        blocks.append(InheritedBlock(size_bytes))
+        return blocks[0]
+
+    with open_engine("llama", root, 2, host_block=make) as engine:
+        answers(engine, [prompt(300)])
+        settle(engine.cache)
+        assert len(blocks) == 1 and any(blocks[0].view), "no page was saved to it"
+
+
+def test_what_runs_operations_is_told_of_every_rank(caplog: pytest.LogCaptureFixture) -> None:
+    merged = _merged([{"attend": "torch", "pick": "triton"}, {"attend": "torch", "pick": "torch"}])
+    assert merged.lines() == {"attend": "torch", "pick": "triton; rank 1: torch"}
+    assert "ranks run pick by different libraries" in caplog.text

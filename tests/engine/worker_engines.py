@@ -27,8 +27,8 @@ def folder_of(family: str, root: Path) -> Path:
 def open_engine(family: str, root: Path, ranks: int, **more: Any) -> Engine:
     """Pages of 16 tokens, or what the family needs; a checkpoint every two."""
     settings: dict[str, Any] = {
-        "device": "cpu", "device_memory": "2MiB", "host_memory": "8MiB", "tensor_parallel": ranks, "worker_limits": PATIENT,
+        "device": "cpu", "device_memory": "2MiB", "host_memory": "8MiB", "tensor_parallel": ranks,
         "placement": PlacementConfig(interval_tokens=64), "limits": Limits(chunk_tokens=48, max_running=4),
         "store_config": StoreConfig(checkpoint_delay_s=0), "store_options": {"budget": "64MiB"} if "store" in more else {},
-    } | more  # fmt: skip
+    } | ({"worker_limits": PATIENT} if ranks > 1 else {}) | more  # fmt: skip
     return open_and_build(str(folder_of(family, root)), EngineConfig(**settings))[1]

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -14,6 +15,7 @@ from handed import WAIT, WIRE, Decode, Prefill
 
 from engine.drafted import OWN, engine_for, prompts
 from engine.families import FAMILIES, checkpoint
+from engine.worker_engines import open_engine
 from parity.recorded import PAGE, Played, Recorded, distance, same_bits
 from parity.spilling import short
 from stepwell.base.ids import Kind, Tier
@@ -118,6 +120,32 @@ def test_drafts_are_handed_over_too(stack: ExitStack) -> None:
         worker = StoreWorker(MemoryStore(0), pages)
         store.add("a", "prefill", listing_of(out, worker, pages.block, address=shown.address, session=shown.session))
         assert answer(decode) == (tokens, accepted, out.tokens), "drafts guess as well as where the prompt was computed"
+
+
+def test_two_ranks_hand_over_to_one_and_one_to_two(stack: ExitStack, tmp_path: Path) -> None:
+    prompt = some_prompt()
+    for there_ranks, here_ranks in ((2, 1), (1, 2)):
+        there, here = SharedHost(), SharedHost()
+        with (
+            open_engine("llama", tmp_path, there_ranks, host_block=there.make) as prefill,
+            open_engine("llama", tmp_path, here_ranks, host_block=here.make) as decode,
+        ):
+            shown = Shown(there, WIRE)
+            stack.callback(shown.close)
+            expected = prefill.generate(prompt, max_tokens=8).tokens
+            settle(prefill.cache)
+            out = prefill.cache.hand_out(prompt, ttl_s=600)
+            assert out is not None
+            (pages,) = prefill.cache.store.host_pages
+            store = PeerStore(here, partial(Lane, here, WIRE), stall_s=60)
+            decode.cache.store.attach(store, WAIT)
+            decode.stores.append(store)
+            worker = StoreWorker(MemoryStore(0), pages)
+            store.add("a", "prefill", listing_of(out, worker, pages.block, address=shown.address, session=shown.session))
+            answer = decode.generate(prompt, max_tokens=8)
+            assert answer.tokens == expected and answer.usage.sources.store == out.tokens > 0
+            settle(decode.cache)
+            decode.cache.audit()
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from stepwell.base.errors import ConfigError
 
 if TYPE_CHECKING:
-    from stepwell.engine.build import EngineConfig
     from stepwell.engine.engine import Engine
+    from stepwell.engine.settings import EngineConfig
     from stepwell.server.handover import Offers, Peers
     from stepwell.store.peer.lane import SharedHost
 

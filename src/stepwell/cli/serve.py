@@ -23,10 +23,10 @@ from stepwell.cli.mooncake_config import mooncake_options
 from stepwell.store.key_file import read_store_key
 
 if TYPE_CHECKING:
-    from stepwell.engine.build import EngineConfig
     from stepwell.engine.engine import Engine
     from stepwell.engine.models.selectors import Sparse
     from stepwell.engine.scheduler import Limits
+    from stepwell.engine.settings import EngineConfig
     from stepwell.server.principals import Principals, Secrets
     from stepwell.server.tenants import TenantsFile
 
@@ -196,7 +196,7 @@ def _tenants(args: Namespace) -> TenantsFile:
 
 
 def _engine_config(args: Namespace, environment: Mapping[str, str], principals: Principals | None = None) -> EngineConfig:
-    from stepwell.engine.build import EngineConfig
+    from stepwell.engine.settings import EngineConfig
 
     options = _store_options(args, environment)
     if principals is not None and args.store is not None:
@@ -229,7 +229,7 @@ def _engine_config(args: Namespace, environment: Mapping[str, str], principals: 
 
 def _limits(args: Namespace) -> Limits | None:
     """What was asked for, and otherwise what suits the device."""
-    from stepwell.engine.build import EngineConfig, limits_for
+    from stepwell.engine.settings import EngineConfig, limits_for
 
     asked = {"max_running": args.max_running, "chunk_tokens": args.chunk_tokens}
     given = {name: value for name, value in asked.items() if value is not None}

@@ -35,6 +35,7 @@ from stepwell.store.api import Store
 log = logging.getLogger(__name__)
 
 IDLE_S = 0.0005  # between steps that only wait for copies
+UPKEEP_S = 0.02  # between steps without requests, or without ranks to compute them: backups still go on
 MAX_FAILURES = 2 * MAX_FAILED_LEASES
 
 
@@ -221,6 +222,13 @@ class Engine:
         return self._unread is None and not any(request.runs for request in self.scheduler.active.values())
 
     @property
+    def pause_s(self) -> float:
+        """How long to wait before the next step: 0 where it would do something."""
+        if not self.idle:
+            return 0.0
+        return IDLE_S if self.num_open and self.lost is None else UPKEEP_S
+
+    @property
     def gone(self) -> bool:
         """Whether nothing will ever be computed again."""
         return self._gone is not None
@@ -275,8 +283,7 @@ class Engine:
                 for delta in self.step():  # which may be somebody else's, who streams beside this one
                     if delta.request in self._streams:
                         self._streams[delta.request].append(delta)
-                if self.idle:
-                    time.sleep(IDLE_S)
+                time.sleep(self.pause_s)
         finally:
             del self._streams[number]
             self.abort(number)

@@ -14,7 +14,7 @@ from threading import Lock, Thread
 from typing import Protocol, TypeVar
 
 from stepwell.base.errors import StepwellError
-from stepwell.engine.engine import IDLE_S, Engine
+from stepwell.engine.engine import Engine
 from stepwell.engine.request import Ask, Delta, Finish
 
 log = logging.getLogger(__name__)
@@ -23,7 +23,6 @@ T = TypeVar("T")
 OnDelta = Callable[[Delta], None]
 AfterStep = Callable[[Sequence[Delta]], None]
 
-UPKEEP_S = 0.02  # between steps without requests: backups still go on
 MAX_FAILED_PASSES = 5  # in a row, after which the engine is taken to be broken
 _STOPPED = "the engine has stopped"
 
@@ -158,7 +157,7 @@ class EngineLoop:
 
     def _take_calls(self) -> None:
         """What was asked since the last pass; waits a little where a pass would do nothing."""
-        wait_s = (IDLE_S if self._engine.num_open else UPKEEP_S) if self._engine.idle else 0
+        wait_s = self._engine.pause_s
         try:
             if wait_s:
                 self._inbox.get(timeout=wait_s)()

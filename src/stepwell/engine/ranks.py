@@ -12,7 +12,8 @@ for all ranks, for `timeout_s` at most; then it raises, and the group is of no m
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,6 +60,14 @@ class Share(int):
         return Share(int(self) // size, whole=self.whole // size, start=self.start // size)
 
 
+@dataclass(slots=True, eq=False)
+class Calls:
+    """How many collectives a rank has called, and how many have come back. Ranks that have called equally many are in step."""
+
+    begun: int = 0
+    ended: int = 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Ranks:
     """`rank` of `size`. `group` is what connects them; None for one that is alone, and for one that only loads."""
@@ -67,6 +76,7 @@ class Ranks:
     size: int = 1
     group: ProcessGroup | None = None
     recordable: bool = True  # whether its collectives can be part of a CUDA graph
+    calls: Calls = field(default_factory=Calls)
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
@@ -101,7 +111,7 @@ class Ranks:
         if self.size == 1:
             return share
         share = share.contiguous()
-        self._connected.allreduce([share]).wait()
+        self._wait_for(lambda group: group.allreduce([share]))
         return share
 
     def all_gather(self, part_NX: torch.Tensor) -> torch.Tensor:
@@ -110,13 +120,14 @@ class Ranks:
             return part_NX
         part_NX = part_NX.contiguous()
         parts = [torch.empty_like(part_NX) for _ in range(self.size)]
-        self._connected.allgather([parts], [part_NX]).wait()
+        self._wait_for(lambda group: group.allgather([parts], [part_NX]))
         return torch.cat(parts, dim=-1)
 
-    @property
-    def _connected(self) -> ProcessGroup:
+    def _wait_for(self, call: Callable[[ProcessGroup], Any]) -> None:
         assert self.group is not None, f"rank {self.rank} of {self.size} was never connected to the others"
-        return self.group
+        self.calls.begun += 1
+        call(self.group).wait()
+        self.calls.ended += 1
 
 
 ALONE = Ranks()

@@ -47,6 +47,10 @@ class PassesLost(StepwellError):
         self.rank = rank
 
 
+class PassFailed(StepwellError):
+    """One pass went wrong on ranks that can go on with the next. The message says on which, and why."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Facts:
     """What an engine has to know of the model behind its passes."""

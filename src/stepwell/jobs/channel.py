@@ -121,9 +121,21 @@ class Channel:
         """What to poll it for: what comes, and room for what waits to be sent."""
         return select.POLLIN | (select.POLLOUT if self._out else 0)
 
+    @property
+    def hung_up(self) -> bool:
+        """Whether the other end is closed, as it is when its process ends; what came before may still be there."""
+        if self._socket.fileno() < 0:
+            return True
+        polled = select.poll()
+        polled.register(self._socket, 0)
+        return any(events & select.POLLHUP for _, events in polled.poll(0))
+
     def send(self, message: Message) -> None:
         """Sends a message, now or as soon as the other end reads. Raises ChannelClosed."""
-        frame = packed(message)
+        self.send_packed(packed(message))
+
+    def send_packed(self, frame: bytes) -> None:
+        """The same for one that is packed already."""
         with self._sending:
             self._must_be_open()
             if len(self._out) + len(frame) > MOST_BYTES:

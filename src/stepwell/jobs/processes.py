@@ -18,11 +18,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic
 
-from stepwell.jobs.channel import Channel, ChannelClosed, Message
+from stepwell.jobs.channel import Channel, ChannelClosed, Message, packed
 
 PING, PONG = "ping", "pong"
 END_S = 5.0  # that a process has to end by itself when it is asked to
 GONE_S = 60.0  # that one which was killed has to be gone
+GOING_S = 5.0  # the same of one whose end of the channel is gone already: its status follows
 
 
 class RankLost(Exception):
@@ -70,15 +71,13 @@ class Processes:
 
     def send(self, rank: int, message: Message) -> None:
         """Raises RankLost."""
-        try:
-            self._ranks[rank].channel.send(message)
-        except ChannelClosed as error:
-            raise self._lose(rank, str(error)) from None
+        self._send(rank, packed(message))
 
     def send_all(self, message: Message) -> None:
         """The same to all of them."""
+        frame = packed(message)
         for rank in range(len(self._ranks)):
-            self.send(rank, message)
+            self._send(rank, frame)
 
     def poll(self, timeout_s: float = 0.0) -> list[tuple[int, Message]]:
         """What they have said, with who said it. Waits for so long at most until one says something. Raises RankLost."""
@@ -135,6 +134,12 @@ class Processes:
             polled.register(each.channel, each.channel.wanted)
         polled.poll(timeout_s * 1000)
 
+    def _send(self, rank: int, frame: bytes) -> None:
+        try:
+            self._ranks[rank].channel.send_packed(frame)
+        except ChannelClosed as error:
+            raise self._lose(rank, str(error)) from None
+
     def _ask(self, rank: int, process: _Process) -> None:
         now = self._clock()
         if process.pinged_s is not None and now - process.pinged_s > self._silent_s:
@@ -145,12 +150,16 @@ class Processes:
             self.send(rank, Message(kind=PING))
 
     def _lose(self, rank: int, why: str, *, says_why: bool = False) -> RankLost:
-        """The first loss counts. One that was killed is the one to name: those that wait for it in a collective fail later."""
+        """The first loss counts. One that was killed is the one to name: those that wait for it in a collective fail later,
+        though maybe before the system has its status.
+        """
         if self.lost is None:
-            killed = [at for at, each in enumerate(self._ranks) if (each.running.poll() or 0) < 0]
+            gone = [at for at, each in enumerate(self._ranks) if each.running.poll() is not None or each.channel.hung_up]
+            killed = [at for at in gone if (_code_of(self._ranks[at].running) or 0) < 0]
             if killed and rank not in killed:
                 rank, says_why = killed[0], False
-            code = None if says_why else _code_of(self._ranks[rank].running)
+            lost = self._ranks[rank]
+            code = _code_of(lost.running) if not says_why and lost.channel.hung_up else None
             self.lost = RankLost(rank, why if code is None else _ended(code))
         return self.lost
 
@@ -158,7 +167,7 @@ class Processes:
 def _code_of(running: subprocess.Popen[bytes]) -> int | None:
     """How a process ended whose channel has: it is gone in a moment. None where it is not."""
     with suppress(subprocess.TimeoutExpired):
-        return running.wait(0.5)
+        return running.wait(GOING_S)
     return None
 
 

@@ -31,6 +31,16 @@ try:
 except ChannelClosed:
     pass
 """
+DYING = """
+import os, signal, socket, sys, time
+from stepwell.jobs.channel import Channel, Message
+channel = Channel(socket.socket(fileno=int(sys.argv[-1])))
+channel.send(Message(kind="ready"))
+channel.wait(3600)
+channel.close()
+time.sleep(1)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
 DEAF = "import socket, sys, time; s = socket.socket(fileno=int(sys.argv[-1])); s.sendall(bytes.fromhex('%s')); time.sleep(3600)"
 
 
@@ -94,6 +104,15 @@ def test_the_killed_one_is_named_though_another_complains_first(start: Callable[
     hear(processes, 2)
     os.kill(processes.pids[1], signal.SIGKILL)
     os.waitid(os.P_PID, processes.pids[1], os.WEXITED | os.WNOWAIT)
+    assert str(processes.lose(0, "its collective failed")) == "rank 1 was lost: it was ended by SIGKILL"
+
+
+def test_the_killed_one_is_named_though_its_status_comes_last(start: Callable[..., Processes]) -> None:
+    """Sockets of a process that is killed close before it counts as ended: others may see that first."""
+    processes = start(ECHO, DYING)
+    hear(processes, 2)
+    processes.send(1, Message(kind="die"))
+    wait_until(lambda: processes._ranks[1].channel.hung_up, "the end of the channel")
     assert str(processes.lose(0, "its collective failed")) == "rank 1 was lost: it was ended by SIGKILL"
 
 

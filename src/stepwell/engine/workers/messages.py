@@ -4,6 +4,7 @@
                  run, copy              a pass, a plan of copies
     worker       loaded, ready          answers to the first two
                  chosen, copied         answers to the others; tokens come from the first rank alone
+                 broke                  a pass failed, and the rank can go on if all are in step
                  failed                 it cannot go on, and ends
 
 What comes out of a message was looked at: counts add up, pages are inside their memory. Raises ValueError where they are not.
@@ -26,8 +27,9 @@ from stepwell.engine.sampling import Chosen
 from stepwell.jobs.channel import Array, Message
 
 SETUP, MEMORY, RUN, COPY = "setup", "memory", "run", "copy"
-LOADED, READY, CHOSEN, COPIED, FAILED = "loaded", "ready", "chosen", "copied", "failed"
+LOADED, READY, CHOSEN, BROKE, COPIED, FAILED = "loaded", "ready", "chosen", "broke", "copied", "failed"
 _COLUMNS = 10  # numbers of one request's part of a pass, see `_numbers`
+_COUNTS = [0, 1, 2, 8]  # of those, how many tokens, pages and logits it has
 _NONE = -1  # in arrays
 
 Counts = Mapping[Kind, int]  # pages that a memory has, by kind
@@ -73,46 +75,55 @@ def _numbers(rows: RequestRows) -> tuple[int, ...]:
 
 def read_pass(message: Message, *, pages: Counts, vocab_size: int, most_slots: int) -> Pass:
     numbers, tokens, prefix, window, draws, logprobs = _so_many(message, 6)
+    if [each.dtype.str for each in (numbers, draws, logprobs)] != ["<i8", "<f8", "<i4"]:
+        raise ValueError("a pass in numbers of other kinds")
     if numbers.size % _COLUMNS or draws.size != 4 * logprobs.size:
         raise ValueError("a pass whose parts are not of one length")
-    table: list[list[int]] = numbers.reshape(-1, _COLUMNS).tolist()
     for array, most, what in (
         (tokens, vocab_size, "tokens"), (prefix, pages.get(Kind.PREFIX, 0), "prefix pages"),
         (window, pages.get(Kind.WINDOW, 0), "window pages"),
     ):  # fmt: skip
         _must_be_below(array, most, what)
-    rows, at = [], [0, 0, 0]
-    for num_tokens, num_prefix, num_window, position, first_window, point, slot, resumes, num_logits, picks_from in table:
-        counts = (num_tokens, num_prefix, num_window)
-        if min(counts) < 0 or num_tokens < 1 or min(position, first_window, picks_from, num_logits) < 0:
-            raise ValueError(f"a pass with {counts} tokens and pages from {position} on")
-        if num_logits > num_tokens or not _NONE <= point < pages.get(Kind.POINT, 0) or not _NONE <= slot < most_slots:
-            raise ValueError(f"a pass with {num_logits} logits of {num_tokens} tokens, point page {point}, slot {slot}")
-        mine = [each[start : start + count] for each, start, count in zip((tokens, prefix, window), at, counts, strict=True)]
-        if [len(each) for each in mine] != list(counts):
-            raise ValueError("a pass with fewer tokens or pages than it says")
-        at = [start + count for start, count in zip(at, counts, strict=True)]
+    table_RC = numbers.reshape(-1, _COLUMNS)
+    _check_table(table_RC, most_points=pages.get(Kind.POINT, 0), most_slots=most_slots)
+    said = table_RC[:, _COUNTS].sum(axis=0, dtype=np.float64).tolist()  # which no sum is too large for
+    if said != [len(tokens), len(prefix), len(window), len(logprobs)]:
+        raise ValueError("a pass with more or fewer tokens, pages or draws than it says")
+    rows, first, first_prefix, first_seen = [], 0, 0, 0
+    for num_tokens, num_prefix, num_window, position, first_window, point, slot, resumes, num_logits, picks in table_RC.tolist():
+        stop, stop_prefix, stop_seen = first + num_tokens, first_prefix + num_prefix, first_seen + num_window
         rows.append(
             RequestRows(
-                tokens=mine[0],
+                tokens=tokens[first:stop],
                 position=position,
-                prefix_pages=mine[1],
-                window_pages=mine[2],
+                prefix_pages=prefix[first_prefix:stop_prefix],
+                window_pages=window[first_seen:stop_seen],
                 first_window=first_window,
                 point_page=None if point == _NONE else point,
                 slot=None if slot == _NONE else slot,
                 resumes=bool(resumes),
                 num_logits=num_logits,
-                picks_from=picks_from,
+                picks_from=picks,
             )
         )
-    if at != [len(tokens), len(prefix), len(window)] or sum(each.num_logits for each in rows) != len(logprobs):
-        raise ValueError("a pass with more tokens, pages or draws than it says")
+        first, first_prefix, first_seen = stop, stop_prefix, stop_seen
     drawn = [
         Draw(temperature=t, top_k=int(k) or None, top_p=p, number=number) if t > 0 else None
         for t, k, p, number in draws.reshape(-1, 4).tolist()
     ]  # fmt: skip
     return Pass(rows=rows, draws=drawn, logprobs=[None if each == _NONE else each for each in logprobs.tolist()])
+
+
+def _check_table(table_RC: Array, *, most_points: int, most_slots: int) -> None:
+    """All requests at once: a step has many of them, and is short."""
+    if not len(table_RC):
+        return
+    low, high = table_RC.min(axis=0).tolist(), table_RC.max(axis=0).tolist()
+    fewest = [1, 0, 0, 0, 0, _NONE, _NONE, 0, 0, 0]
+    if any(each < least for each, least in zip(low, fewest, strict=True)) or (table_RC[:, 8] > table_RC[:, 0]).any():
+        raise ValueError(f"a pass with numbers down to {low}, or more logits than tokens")
+    if high[5] >= most_points or high[6] >= most_slots or high[7] > 1:
+        raise ValueError(f"a pass with point page {high[5]} of {most_points}, slot {high[6]} of {most_slots}")
 
 
 # ---- what was chosen ----------------------------------------------------------------------------
@@ -136,20 +147,34 @@ def pack_chosen(chosen: Sequence[Chosen | None], number: int) -> Message:
     )
 
 
-def read_chosen(message: Message) -> list[Chosen | None]:
-    tokens, values, counts, top_tokens, top_values = (each.tolist() for each in _so_many(message, 5))
+def read_chosen(message: Message, *, vocab_size: int) -> list[Chosen | None]:
+    arrays = _so_many(message, 5)
+    if [each.dtype.str for each in arrays] != ["<i4", "<f8", "<i4", "<i4", "<f8"]:
+        raise ValueError(f"an answer in numbers of other kinds: {[each.dtype.str for each in arrays]}")
+    _must_be_below(arrays[0] + 1, vocab_size + 1, "tokens")  # or none
+    _must_be_below(arrays[2], vocab_size + 1, "alternatives")
+    _must_be_below(arrays[3], vocab_size, "tokens")
+    tokens, values, counts, top_tokens, top_values = (each.tolist() for each in arrays)
     if not len(tokens) == len(values) == len(counts) or sum(counts) != len(top_tokens) or len(top_tokens) != len(top_values):
         raise ValueError("an answer whose parts are not of one length")
     chosen: list[Chosen | None] = []
     start = 0
     for token, value, count in zip(tokens, values, counts, strict=True):
-        top = tuple(zip(top_tokens[start : start + count], top_values[start : start + count], strict=True))
+        logprob = None
+        if value == value:  # not a number where none was asked for
+            top = tuple(zip(top_tokens[start : start + count], top_values[start : start + count], strict=True))
+            logprob = TokenLogprob(token=token, logprob=value, top=top)
         start += count
-        logprob = (
-            TokenLogprob(token=token, logprob=value, top=top) if value == value else None
-        )  # not a number: none was asked for
         chosen.append(None if token == _NONE else Chosen(token=token, logprob=logprob))
     return chosen
+
+
+def read_kernels(message: Message, name: str) -> dict[str, str]:
+    """Words on operations, by their names. None where nothing is said."""
+    given = message.fields.get(name, {})
+    if not isinstance(given, dict) or not all(isinstance(each, str) for each in given.values()):
+        raise ValueError(f"{message.kind}: {name} are no words on operations")
+    return given
 
 
 # ---- copies -------------------------------------------------------------------------------------
@@ -198,7 +223,9 @@ def _span(tier: Tier, kind: Kind, ids: Array, pages: Mapping[Tier, Counts]) -> S
 
 
 def _joined(parts: Sequence[Sequence[int] | npt.NDArray[np.int32]]) -> PageIds:
-    return np.concatenate([np.asarray(each, np.int32) for each in parts]) if parts else np.empty(0, np.int32)
+    if any(isinstance(each, np.ndarray) for each in parts):
+        return np.concatenate([np.asarray(each, np.int32) for each in parts])
+    return np.array([number for each in parts for number in each], np.int32)  # a token each, mostly
 
 
 def _so_many(message: Message, count: int) -> Sequence[Array]:

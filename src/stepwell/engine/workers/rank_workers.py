@@ -14,8 +14,7 @@ import logging
 import os
 import sys
 import tempfile
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -23,22 +22,22 @@ from math import inf
 from pathlib import Path
 from shutil import rmtree
 from time import monotonic, sleep
-from typing import Any
 
 from stepwell.base.errors import ConfigError
-from stepwell.base.ids import JobId
 from stepwell.base.inherited_block import InheritedBlock
-from stepwell.base.tasks import Completion, Plan
-from stepwell.engine.runner import PassesLost, RanksReport
+from stepwell.engine.ops.kernels import Report
+from stepwell.engine.runner import PassesLost, PassFailed, RanksReport
 from stepwell.engine.sampling import Chosen
 from stepwell.engine.workers.messages import (
+    BROKE,
     MEMORY,
     SETUP,
     Pass,
     pack_pass,
-    pack_plan,
     read_chosen,
+    read_kernels,
 )  # fmt: skip
+from stepwell.engine.workers.ranked_copies import RankedCopies
 from stepwell.jobs.channel import Message
 from stepwell.jobs.processes import END_S, Processes, RankLost
 
@@ -48,6 +47,7 @@ MOST_STARTS = 3  # in a row that come to nothing: then it stays down
 _BEGIN = "import os, sys; sys.path[:] = sys.argv[1].split(os.pathsep); from stepwell.engine.workers.worker import main; main()"
 _LOOK_S = 0.25  # between two looks at who lives, while a pass is waited for
 _START_LOOK_S = 0.02
+IN_STEP_S = 5.0  # after a pass failed on one rank, for the others to come back from it: else they wait for it in a collective
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +101,8 @@ class RankWorkers:
         self._under_way = False  # it was given out, and not every rank has answered
         self._answers: dict[int, Message] = {}  # to it
         self._device_bytes: int | None = None
+        self._vocab_size: int | None = None
+        self.kernels = Report()  # what runs each operation, of all ranks
         self.copies = RankedCopies(self)
         self.losses = 0
         self.last_loss: str | None = None
@@ -128,9 +130,9 @@ class RankWorkers:
         return self._device_bytes
 
     @property
-    def facts(self) -> Mapping[str, Any]:
-        """What the first rank said of its model."""
-        return self._loaded[0].fields
+    def vocab_size(self) -> int:
+        assert self._vocab_size is not None, "no rank was loaded yet"
+        return self._vocab_size
 
     # ---- starting and ending ------------------------------------------------------------------------
 
@@ -235,18 +237,18 @@ class RankWorkers:
                     raise self._processes.lose(rank, "the weights that it loaded are not those of before")
                 self._loaded[rank] = message
                 if len(self._loaded) == self.size:
-                    if self._device_bytes is None:
-                        self._device_bytes = self._setup.device_bytes(min(m.number("free_bytes") for m in self._loaded.values()))
-                    self._processes.send_all(Message(kind=MEMORY, fields={"device_bytes": self._device_bytes}))
+                    self._all_loaded([self._loaded[each] for each in range(self.size)])
             case "ready":
                 self._ready.add(rank)
                 if len(self._ready) == self.size:
                     self._stage = _Stage.RUNNING
                     self.copies.send_waiting()
-            case "chosen":
+            case "chosen" | "broke":
                 if message.number("pass") != self._pass or not self._under_way:
                     raise ValueError(f"what came of pass {message.number('pass')}, and it is at {self._pass}")
                 self._answers[rank] = message
+                for name, why in read_kernels(message, "failed").items():
+                    self.kernels.failed.setdefault(name, f"rank {rank}: {why}")
                 self._under_way = len(self._answers) < self.size
             case "copied":
                 self.copies.answered(rank, message)
@@ -255,12 +257,22 @@ class RankWorkers:
             case _:
                 raise ValueError(f"{message.kind!r:.40}")
 
+    def _all_loaded(self, loaded: Sequence[Message]) -> None:
+        sizes = {each.number("vocab_size") for each in loaded} | ({self._vocab_size} - {None})
+        if len(sizes) != 1:
+            raise ValueError(f"vocabularies of {sizes} tokens")
+        self._vocab_size = loaded[0].number("vocab_size")
+        self.kernels = _merged([read_kernels(each, "kernels") for each in loaded])
+        if self._device_bytes is None:
+            self._device_bytes = self._setup.device_bytes(min(each.number("free_bytes") for each in loaded))
+        self._processes.send_all(Message(kind=MEMORY, fields={"device_bytes": self._device_bytes}))
+
     def send_all(self, message: Message) -> None:
         """Raises RankLost."""
         self._processes.send_all(message)
 
     def compute(self, given: Pass) -> list[Chosen | None]:
-        """One pass on all ranks. Raises PassesLost."""
+        """One pass on all ranks. Raises PassesLost, or PassFailed where they can go on with the next."""
         self._pass += 1
         message = pack_pass(given, self._pass)
         try:
@@ -268,7 +280,8 @@ class RankWorkers:
             self._answers, self._under_way = {}, True
             self.send_all(message)
             self._await_answers()
-            chosen = read_chosen(self._answers[0])
+            self._must_have_gone_well()
+            chosen = read_chosen(self._answers[0], vocab_size=self.vocab_size)
             if len(chosen) != len(given.draws):
                 raise self._processes.lose(0, f"it chose {len(chosen)} tokens in place of {len(given.draws)}")
             return chosen
@@ -288,94 +301,35 @@ class RankWorkers:
         deadline_s = monotonic() + self._limits.pass_s
         while self._under_way:
             self.take(_LOOK_S)
+            broke = self._broke()
+            if broke:
+                deadline_s = min(deadline_s, monotonic() + IN_STEP_S)
             if self._under_way and monotonic() > deadline_s:
+                if broke:
+                    raise self._processes.lose(broke[0], f"it failed: {self._answers[broke[0]].text('error')}")
                 late = next(rank for rank in range(self.size) if rank not in self._answers)
                 raise self._processes.lose(late, f"it did not come back from a pass within {self._limits.pass_s:g} s")
 
+    def _broke(self) -> list[int]:
+        """Ranks on which this pass failed."""
+        return [rank for rank, each in sorted(self._answers.items()) if each.kind == BROKE]
 
-@dataclass(slots=True, eq=False)
-class _Copying:
-    owing: set[int]
-    error: str | None = None
-    took_s: float = 0.0
+    def _must_have_gone_well(self) -> None:
+        """Ranks that called equally many collectives are in step, and can go on with the next. Raises PassFailed or RankLost."""
+        broke = self._broke()
+        if broke:
+            why = self._answers[broke[0]].text("error")
+            if len({each.number("calls") for each in self._answers.values()}) > 1:
+                raise self._processes.lose(broke[0], f"it failed: {why}")
+            raise PassFailed(f"rank {broke[0]}: {why}")
 
 
-class RankedCopies:
-    """A CopyExecutor whose ranks are worker processes. What was under way when a rank was lost is taken back, not answered."""
-
-    def __init__(self, workers: RankWorkers) -> None:
-        self._workers = workers
-        self._open: dict[JobId, _Copying] = {}
-        self._waiting: dict[JobId, Plan] = {}  # of those, for ranks to run
-        self._done: deque[Completion] = deque()
-        self._moved_s = [monotonic()] * workers.size  # when each rank last ended a copy
-
-    @property
-    def num_ranks(self) -> int:
-        """One, as far as host memory and stores go: all ranks share it."""
-        return 1
-
-    def submit(self, plan: Plan) -> None:
-        now = monotonic()
-        if not self._open:
-            self._moved_s = [now] * self._workers.size
-        self._open[plan.job] = _Copying(set(range(self._workers.size)))
-        if not self._workers.running:
-            self._waiting[plan.job] = plan
-            return
-        with suppress(RankLost):  # whoever runs passes is told, and takes it back
-            self._workers.send_all(pack_plan(plan))
-
-    def send_waiting(self) -> None:
-        """Ranks run now, and are given what was submitted meanwhile. Raises RankLost."""
-        self._moved_s = [monotonic()] * self._workers.size
-        while self._waiting:
-            job = next(iter(self._waiting))
-            self._workers.send_all(pack_plan(self._waiting.pop(job)))
-
-    def answered(self, rank: int, message: Message) -> None:
-        """A rank has ended its part. Raises ValueError for what nobody asked it."""
-        copying = self._open.get(JobId(message.number("job")))
-        if copying is None or rank not in copying.owing:
-            raise ValueError("a copy that it was not asked for")
-        error, took_s = message.fields.get("error"), message.fields.get("took_s")
-        if error is not None:
-            copying.error = copying.error or f"rank {rank}: {message.text('error')}"
-        copying.took_s = max(copying.took_s, float(took_s) if isinstance(took_s, float | int) else 0.0)
-        copying.owing.discard(rank)
-        self._moved_s[rank] = monotonic()
-        if not copying.owing:
-            job = JobId(message.number("job"))
-            del self._open[job]
-            self._done.append(Completion(job=job, error=copying.error, took_s=copying.took_s))
-
-    def answers(self) -> list[Completion]:
-        self._take(0.0)
-        return [self._done.popleft() for _ in range(len(self._done))]
-
-    def withdraw(self, job: JobId) -> bool:
-        """Only what was not sent, or was sent to ranks that are no more: anything else may have begun."""
-        if self._waiting.pop(job, None) is None and self._workers.running:
-            return False
-        return self._open.pop(job, None) is not None
-
-    def progressed_s(self, job: JobId) -> float:
-        copying = None if job in self._waiting else self._open.get(job)
-        return monotonic() if copying is None else min(self._moved_s[rank] for rank in copying.owing)
-
-    def drain(self, timeout_s: float) -> None:
-        deadline_s = monotonic() + timeout_s
-        while self._open and self._workers.running and (left_s := deadline_s - monotonic()) > 0:
-            if not self._take(left_s):
-                sleep(left_s)  # nothing comes any more, and whoever waits asks again and again
-
-    def close(self) -> None:
-        pass  # the workers are closed by whoever has them
-
-    def _take(self, timeout_s: float) -> bool:
-        try:
-            if self._workers.running:
-                self._workers.take(timeout_s)
-        except RankLost:
-            return False  # whoever runs passes is told
-        return True
+def _merged(ranks: Sequence[Mapping[str, str]]) -> Report:
+    """What runs each operation: on the first rank, and on those where something else does."""
+    merged = Report()
+    for name, library in ranks[0].items():
+        others = [f"rank {rank}: {each.get(name)}" for rank, each in enumerate(ranks) if each.get(name) != library]
+        merged.chosen[name] = "; ".join([library, *others])
+        if others:
+            log.warning("ranks run %s by different libraries: %s", name, merged.chosen[name])
+    return merged

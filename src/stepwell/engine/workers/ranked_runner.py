@@ -42,7 +42,6 @@ class RankedRunner:
     workers: RankWorkers
     spec: ModelSpec
     facts: Facts
-    kernels: Report
     spilling: SpillReport | None = None
     _slots: Slots = field(init=False)
 
@@ -54,6 +53,10 @@ class RankedRunner:
 
     def wait(self) -> None:
         self.workers.wait()
+
+    @property
+    def kernels(self) -> Report:
+        return self.workers.kernels
 
     @property
     def ranks(self) -> RanksReport:

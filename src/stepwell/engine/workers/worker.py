@@ -4,7 +4,8 @@
     pass thread     loads the model, then one pass after the other: collectives with the other ranks happen here, and only here
     copy threads    what requests wait for, and beside it saves
 
-Decides nothing. A pass that fails ends the process, for the others wait for it in a collective; a copy that fails is told.
+Decides nothing. A pass or a copy that fails is told. One that fails amid a collective ends the process: its group is of no more
+use, and neither is a GPU that has failed.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import monotonic
@@ -27,6 +29,7 @@ from stepwell.base.ids import Kind, Tier
 from stepwell.base.meters import SystemClock
 from stepwell.base.tasks import Plan, Purpose
 from stepwell.engine.workers.messages import (
+    BROKE,
     CHOSEN,
     COPIED,
     COPY,
@@ -64,7 +67,8 @@ class Worker:
         self._shard: Shard | None = None
 
     def live(self) -> None:
-        """Until the channel ends."""
+        """Until the channel ends. A first sign of life: from now on silence means that it is stopped, also while it loads."""
+        self._channel.send(Message(kind=PONG))
         while True:
             self._channel.wait(_WAIT_S)
             for message in self._channel.receive():
@@ -154,6 +158,7 @@ class Shard:
             checkpoint.config, checkpoint.source, dtype=setup.text("dtype"), device=device,
             page_tokens=setup.number("page_tokens"), kv_dtype=fields.get("kv_dtype"), kernels=setup.text("kernels"), ranks=ranks,
         )  # fmt: skip
+        self._calls = ranks.calls
         self._device = device
         self._host: memoryview | None = None
         if (host_bytes := setup.number("host_bytes")) > 0:
@@ -165,7 +170,7 @@ class Shard:
 
         free = torch.cuda.mem_get_info(self._device)[0] if self._device.startswith("cuda") else 0
         facts = {"free_bytes": free, "vocab_size": self.model.vocab_size, "digest": self.digest}
-        return Message(kind=LOADED, fields={**facts, "kernels": self.model.kernels.report.lines()})
+        return Message(kind=LOADED, fields={**facts, "kernels": dict(self.model.kernels.report.chosen)})
 
     def take_memory(self, device_bytes: int) -> None:
         from stepwell.engine.passes.open_groups import OpenGroups
@@ -194,11 +199,25 @@ class Shard:
         self._copies.begin(plan)()
 
     def run(self, message: Message) -> Message:
-        """One pass. Every rank has all logits; the first one chooses."""
+        """One pass, and what came of it. What goes wrong is told, unless no pass can go well any more: then it is raised."""
+        number, report = message.number("pass"), self.model.kernels.report
+        try:
+            answer = self._pass(message, number)
+        except Exception as error:
+            if self._calls.begun != self._calls.ended:
+                raise
+            if self.model.device.type == "cuda":
+                _wait_for(self.model.device)  # one that broke says so here
+            log.exception("a pass failed")
+            answer = Message(kind=BROKE, fields={"pass": number, "error": f"{type(error).__name__}: {error}"[:MOST_TEXT]})
+        fields = {**answer.fields, "calls": self._calls.begun}
+        return replace(answer, fields=fields | ({"failed": dict(report.failed)} if report.failed else {}))
+
+    def _pass(self, message: Message, number: int) -> Message:
+        """Every rank has all logits; the first one chooses."""
         from stepwell.engine.passes.batch import Batch
         from stepwell.engine.sampling import Choices
 
-        number = message.number("pass")
         given = read_pass(message, pages=self._counts[Tier.DEVICE], vocab_size=self.model.vocab_size, most_slots=MOST_SLOTS)
         for rows in given.rows:
             while rows.slot is not None and self._open_groups.num_slots <= rows.slot:

@@ -47,11 +47,11 @@ class SharedHost:
     def __init__(self) -> None:
         self._block: InheritedBlock | None = None
 
-    def make(self, size_bytes: int) -> memoryview:
+    def make(self, size_bytes: int) -> InheritedBlock:
         """Raises ConfigError where it cannot be had."""
         assert self._block is None, "the memory is made once"
         self._block = InheritedBlock(size_bytes)
-        return self._block.view
+        return self._block
 
     @property
     def fd(self) -> int:

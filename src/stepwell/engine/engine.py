@@ -47,6 +47,7 @@ class Answer:
     logprobs: tuple[TokenLogprob, ...]
     finish: Finish
     usage: Usage
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of all tokens of the prompt but the first
 
 
 class Engine:
@@ -86,9 +87,8 @@ class Engine:
         self._gone: PassesLost | None = None  # why passes will never run again
         self.lost: str | None = None  # why nothing can be computed now: which rank was lost, until new ones run
         selector = runner.facts.selector
-        self._answering = Answering(
-            cache, self.scheduler, self.clock, eos_ids, dense_tokens=None if selector is None else selector.count
-        )
+        self._answering = Answering(cache, self.scheduler, self.clock, dense_tokens=None if selector is None else selector.count)
+        self._eos_ids = eos_ids
         self._last_id = 0
         self._streams: dict[int, deque[Delta]] = {}
         self._longest: dict[int, int] = {}  # tokens that a request may have, by pages of it that may spill
@@ -132,9 +132,11 @@ class Engine:
         """
         if self._gone is not None:
             raise PassesLost(f"rank {self._gone.rank} was lost, and nothing can be computed without it", rank=self._gone.rank)
+        sampling = ask.sampling
+        if sampling.prompt_logprobs is not None:
+            ask = replace(ask, use_cache=False)  # what is cached would not be computed, and nothing could be told of it
         most = self._most_tokens(ask)
         room = most - len(ask.tokens)
-        sampling = ask.sampling
         if room < 1 or (sampling.max_tokens or 0) > room:
             raise ConfigError(
                 f"{len(ask.tokens)} prompt tokens and {sampling.max_tokens or 1} to come exceed the {most} "
@@ -143,6 +145,9 @@ class Engine:
             )
         if len(ask.tokens) and not 0 <= min(ask.tokens) <= max(ask.tokens) < self.vocab_size:
             raise BadTokens(f"token ids must be from 0 to {self.vocab_size - 1}")
+        named = [*sampling.stop_token_ids, *(token for token, _ in sampling.logit_bias)]
+        if named and not 0 <= min(named) <= max(named) < self.vocab_size:
+            raise BadTokens(f"stop_token_ids and logit_bias must name tokens from 0 to {self.vocab_size - 1}")
         if sampling.stop and self.text is None:
             raise ConfigError("stop strings need a tokenizer, and this model has none")
         self._last_id += 1
@@ -154,6 +159,7 @@ class Engine:
             max_tokens=sampling.max_tokens or room,
             stream=self.text.stream(ask.tokens) if self.text is not None else None,
             stops=StopFinder(sampling.stop),
+            ends_on=frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos_ids),
             seed=secrets.randbits(64) if sampling.seed is None else sampling.seed,
             arrived_s=arrived_s,
             waits_since_s=arrived_s,
@@ -256,6 +262,7 @@ class Engine:
             logprobs=tuple(each for delta in deltas for each in delta.logprobs),
             finish=last.finish,
             usage=last.usage,
+            prompt_logprobs=deltas[0].prompt_logprobs,
         )
 
     def stream(self, prompt: str | Sequence[int], **more: Any) -> Iterator[Delta]:
@@ -375,9 +382,7 @@ class Engine:
 
     def _can_be_read_later(self, chunks: Sequence[Chunk]) -> bool:
         """Whether the host needs no more of a pass than its tokens, and may read them while the next one runs."""
-        return self._reads_later and not any(
-            chunk.arriving or (chunk.completes and chunk.request.ask.sampling.logprobs is not None) for chunk in chunks
-        )
+        return self._reads_later and not any(chunk.arriving or _needs_host(chunk) for chunk in chunks)
 
     def _start(self, chunks: Sequence[Chunk], before: Unread | None = None) -> None:
         """Starts a pass that is read when the next one was started."""
@@ -415,3 +420,9 @@ class Engine:
         if failed > self._failed_kernels:
             self.cache.counters.add("kernel_fallbacks", failed - self._failed_kernels)
             self._failed_kernels = failed
+
+
+def _needs_host(chunk: Chunk) -> bool:
+    """Whether the host computes something from a chunk's logits, or has to know its token before the next is chosen."""
+    sampling = chunk.request.ask.sampling
+    return bool(chunk.told) or (chunk.completes and (sampling.logprobs is not None or sampling.needs_tokens))

@@ -19,10 +19,10 @@ import numpy.typing as npt
 
 from stepwell.base.ids import CACHED_KINDS, JobId, Kind, Tier
 from stepwell.base.tasks import Copy, PageIds, Plan, Purpose, Span
-from stepwell.engine.ops.drawing import Draw
 from stepwell.engine.passes.batch import RequestRows
 from stepwell.engine.request import TokenLogprob
-from stepwell.engine.sampling import Chosen
+from stepwell.engine.sampling import Choosing, Chosen
+from stepwell.engine.workers.choosing_arrays import CHOOSING_ARRAYS, pack_choosing, read_choosing
 from stepwell.jobs.channel import Array, Message
 
 SETUP, MEMORY, RUN, COPY = "setup", "memory", "run", "copy"
@@ -35,11 +35,10 @@ Counts = Mapping[Kind, int]  # pages that a memory has, by kind
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pass:
-    """One pass: every request's part, and how the tokens behind each row of logits are drawn."""
+    """One pass: every request's part, and how the tokens behind each row of logits are chosen."""
 
     rows: Sequence[RequestRows]
-    draws: Sequence[Draw | None]
-    logprobs: Sequence[int | None]  # so many alternatives with each token; None for no logprob at all
+    choosing: Sequence[Choosing]
 
 
 # ---- passes -------------------------------------------------------------------------------------
@@ -49,7 +48,6 @@ def pack_pass(given: Pass, number: int) -> Message:
     """`number` is repeated by what comes of it."""
     rows = given.rows
     numbers = np.array([_numbers(each) for each in rows], np.int64).reshape(-1)
-    draws = [(0.0, 0, 1.0, 0.0) if d is None else (d.temperature, d.top_k or 0, d.top_p, d.number) for d in given.draws]
     return Message(
         kind=RUN,
         fields={"pass": number},
@@ -57,8 +55,7 @@ def pack_pass(given: Pass, number: int) -> Message:
             numbers,
             _joined([each.tokens for each in rows]), _joined([each.prefix_pages for each in rows]),
             _joined([each.window_pages for each in rows]),
-            np.array(draws, np.float64).reshape(-1),
-            np.array([_NONE if each is None else each for each in given.logprobs], np.int32),
+            *pack_choosing(given.choosing),
         ],
     )  # fmt: skip
 
@@ -72,9 +69,10 @@ def _numbers(rows: RequestRows) -> tuple[int, ...]:
 
 
 def read_pass(message: Message, *, pages: Counts, vocab_size: int, most_slots: int) -> Pass:
-    numbers, tokens, prefix, window, draws, logprobs = _so_many(message, 6)
-    if numbers.size % _COLUMNS or draws.size != 4 * logprobs.size:
+    numbers, tokens, prefix, window, *more = _so_many(message, 4 + CHOOSING_ARRAYS)
+    if numbers.size % _COLUMNS:
         raise ValueError("a pass whose parts are not of one length")
+    choosing = read_choosing(more, vocab_size=vocab_size)
     table: list[list[int]] = numbers.reshape(-1, _COLUMNS).tolist()
     for array, most, what in (
         (tokens, vocab_size, "tokens"), (prefix, pages.get(Kind.PREFIX, 0), "prefix pages"),
@@ -106,13 +104,9 @@ def read_pass(message: Message, *, pages: Counts, vocab_size: int, most_slots: i
                 picks_from=picks_from,
             )
         )
-    if at != [len(tokens), len(prefix), len(window)] or sum(each.num_logits for each in rows) != len(logprobs):
+    if at != [len(tokens), len(prefix), len(window)] or sum(each.num_logits for each in rows) != len(choosing):
         raise ValueError("a pass with more tokens, pages or draws than it says")
-    drawn = [
-        Draw(temperature=t, top_k=int(k) or None, top_p=p, number=number) if t > 0 else None
-        for t, k, p, number in draws.reshape(-1, 4).tolist()
-    ]  # fmt: skip
-    return Pass(rows=rows, draws=drawn, logprobs=[None if each == _NONE else each for each in logprobs.tolist()])
+    return Pass(rows=rows, choosing=choosing)
 
 
 # ---- what was chosen ----------------------------------------------------------------------------
@@ -129,6 +123,7 @@ def pack_chosen(chosen: Sequence[Chosen | None], number: int) -> Message:
         arrays=[
             np.array(tokens, np.int32),
             np.array([float("nan") if each is None else each.logprob for each in found], np.float64),
+            np.array([0 if each is None else each.rank for each in found], np.int32),
             np.array([len(top) for top in tops], np.int32),
             np.array([token for top in tops for token, _ in top], np.int32),
             np.array([value for top in tops for _, value in top], np.float64),
@@ -137,17 +132,20 @@ def pack_chosen(chosen: Sequence[Chosen | None], number: int) -> Message:
 
 
 def read_chosen(message: Message) -> list[Chosen | None]:
-    tokens, values, counts, top_tokens, top_values = (each.tolist() for each in _so_many(message, 5))
-    if not len(tokens) == len(values) == len(counts) or sum(counts) != len(top_tokens) or len(top_tokens) != len(top_values):
+    tokens, values, ranks, counts, top_tokens, top_values = (each.tolist() for each in _so_many(message, 6))
+    if (
+        not len(tokens) == len(values) == len(ranks) == len(counts)
+        or sum(counts) != len(top_tokens)
+        or len(top_tokens) != len(top_values)
+    ):
         raise ValueError("an answer whose parts are not of one length")
     chosen: list[Chosen | None] = []
     start = 0
-    for token, value, count in zip(tokens, values, counts, strict=True):
+    for token, value, rank, count in zip(tokens, values, ranks, counts, strict=True):
         top = tuple(zip(top_tokens[start : start + count], top_values[start : start + count], strict=True))
         start += count
-        logprob = (
-            TokenLogprob(token=token, logprob=value, top=top) if value == value else None
-        )  # not a number: none was asked for
+        told = value == value  # not a number where none was asked for
+        logprob = TokenLogprob(token=token, logprob=value, rank=rank, top=top) if told else None
         chosen.append(None if token == _NONE else Chosen(token=token, logprob=logprob))
     return chosen
 

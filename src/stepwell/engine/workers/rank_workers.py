@@ -269,8 +269,8 @@ class RankWorkers:
             self.send_all(message)
             self._await_answers()
             chosen = read_chosen(self._answers[0])
-            if len(chosen) != len(given.draws):
-                raise self._processes.lose(0, f"it chose {len(chosen)} tokens in place of {len(given.draws)}")
+            if len(chosen) != len(given.choosing):
+                raise self._processes.lose(0, f"it chose {len(chosen)} tokens in place of {len(given.choosing)}")
             return chosen
         except ValueError as error:
             raise self._lost(self._processes.lose(0, f"it says what makes no sense: {error}")) from None

@@ -92,7 +92,17 @@ BAD: list[tuple[str, dict[str, Any], str | None]] = [
     (CHATS, {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}]}, "messages"),
     (CHATS, HELLO | {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
     (CHATS, HELLO | {"top_logprobs": 2}, "top_logprobs"),
-    (CHATS, HELLO | {"response_format": {"type": "json_object"}}, "response_format"),
+    (CHATS, HELLO | {"response_format": {"type": "xml"}}, "response_format"),
+    (CHATS, HELLO | {"response_format": {"type": "json_schema"}}, "response_format"),
+    (CHATS, HELLO | {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "no"}}}}, "response_format"),
+    (COMPLETIONS, {"prompt": "x", "guided_regex": "(a"}, "guided_regex"),
+    (COMPLETIONS, {"prompt": "x", "guided_regex": "a", "guided_choice": ["b"]}, "guided_regex"),
+    (COMPLETIONS, {"prompt": "x", "guided_choice": []}, "guided_choice"),
+    (COMPLETIONS, {"prompt": "x", "guided_choice": ["a", ""]}, "guided_choice"),
+    (COMPLETIONS, {"prompt": "x", "guided_grammar": "start: b"}, "guided_grammar"),
+    (COMPLETIONS, {"prompt": "x", "structured_outputs": {"regexp": "a"}}, "structured_outputs"),
+    (COMPLETIONS, {"prompt": "x", "structured_outputs": {"json": 7}}, "structured_outputs"),
+    (COMPLETIONS, {"prompt": "x", "structured_outputs": {"json": {"enum": ["x" * (1 << 17)]}}}, "structured_outputs"),
     (CHATS, HELLO | {"tool_choice": "required", "tools": [{}]}, "tool_choice"),
 ]  # fmt: skip
 

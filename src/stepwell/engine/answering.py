@@ -106,6 +106,9 @@ class Answering:
 
     def _chosen(self, request: Request, choices: ChosenRows, row: int) -> Chosen | None:
         """What was chosen from a row; None where nothing could be, and the request has ended."""
+        if request.broken is not None:
+            self.end(request, Finish.FAILED, error=request.broken)
+            return None
         try:
             chosen = choices.of(row)
         except Exception as error:  # whatever is wrong with the logprobs of one request, the others go on
@@ -152,7 +155,7 @@ class Answering:
         if request.first_token_s is None:
             request.first_token_s = self._clock.now()
         early = request.answer_tokens < request.ask.sampling.min_tokens
-        ends = token in request.ends_on and not early
+        ends = token in request.ends_on and (not early or request.ask.guide is not None)  # which knows when it must end
         text = "" if ends or request.stream is None else self._text(request, token)
         finish, reason = None, None
         if ends or request.stops.found:

@@ -23,6 +23,7 @@ from stepwell.cache.facade import Cache
 from stepwell.cache.report import StepReport
 from stepwell.engine.answering import Answering
 from stepwell.engine.footprint import Footprint, longest_request
+from stepwell.engine.guided import Guides
 from stepwell.engine.passes.spilling import SpillReport
 from stepwell.engine.request import Ask, Chunk, Delta, Finish, Request, Sampling, TokenLogprob, Usage
 from stepwell.engine.runner import RANK_LOST, Passes, PassesLost, RanksReport, Runner
@@ -70,6 +71,7 @@ class Engine:
     ) -> None:
         self.cache = cache
         self.text = text
+        self.guides = None if text is None else Guides(text, vocab_size=runner.facts.vocab_size, eos_ids=eos_ids)
         self.limits = limits or Limits()
         self.max_context = max_context  # tokens of a prompt and its answer
         self.max_alone = max_context if max_alone is None else max_alone  # the same without the cache: such requests do not spill
@@ -150,6 +152,7 @@ class Engine:
             raise BadTokens(f"stop_token_ids and logit_bias must name tokens from 0 to {self.vocab_size - 1}")
         if sampling.stop and self.text is None:
             raise ConfigError("stop strings need a tokenizer, and this model has none")
+        keeps_on = sampling.ignore_eos and ask.guide is None  # behind the end of a grammar nothing can come
         self._last_id += 1
         arrived_s = ask.arrived_s if ask.arrived_s is not None else self.clock.now()
         request = Request(
@@ -159,7 +162,7 @@ class Engine:
             max_tokens=sampling.max_tokens or room,
             stream=self.text.stream(ask.tokens) if self.text is not None else None,
             stops=StopFinder(sampling.stop),
-            ends_on=frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos_ids),
+            ends_on=frozenset(sampling.stop_token_ids) | (frozenset() if keeps_on else self._eos_ids),
             seed=secrets.randbits(64) if sampling.seed is None else sampling.seed,
             arrived_s=arrived_s,
             waits_since_s=arrived_s,
@@ -425,4 +428,4 @@ class Engine:
 def _needs_host(chunk: Chunk) -> bool:
     """Whether the host computes something from a chunk's logits, or has to know its token before the next is chosen."""
     sampling = chunk.request.ask.sampling
-    return bool(chunk.told) or (chunk.completes and (sampling.logprobs is not None or sampling.needs_tokens))
+    return bool(chunk.told) or (chunk.completes and (sampling.logprobs is not None or chunk.request.needs_tokens))

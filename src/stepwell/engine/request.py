@@ -9,6 +9,7 @@ from enum import Enum
 from stepwell.base.config import MAX_PRIORITY
 from stepwell.base.errors import ConfigError
 from stepwell.base.prompt import Namespace
+from stepwell.engine.guided import Following, Guide
 from stepwell.engine.seen import Seen
 from stepwell.engine.text import StopFinder, TextStream
 from stepwell.jobs.executors import Arriving
@@ -104,6 +105,7 @@ class Ask:
     priority: int = 0
     ttl_s: float | None = None
     hints: tuple[int, ...] = ()
+    guide: Guide | None = None  # the grammar that its answer follows
     use_cache: bool = True  # false: computes all of its prompt, and leaves nothing to others
     speculate: bool = True  # where the engine has a draft
     arrived_s: float | None = None  # by the engine's clock; None for when it is submitted
@@ -190,8 +192,15 @@ class Request:
     failures: int = 0  # leases whose bytes did not arrive
     proposed: int = 0
     accepted: int = 0
+    broken: str | None = None  # why it cannot go on, where that was found while a pass ran
+    following: Following | None = None  # of its guide, once it was asked for
     seen: Seen | None = None  # what penalties need, once it was asked for
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # so far, where they were asked for
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether how its next token is chosen depends on those before it."""
+        return self.ask.guide is not None or self.ask.sampling.needs_tokens
 
     @property
     def tells_prompt(self) -> bool:

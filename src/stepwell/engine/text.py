@@ -29,6 +29,10 @@ class Text(Protocol):
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
+    def to_json(self) -> str:
+        """The tokenizer as the `tokenizers` package writes it, for libraries that have to know every token."""
+        ...
+
     def stream(self, after: Sequence[int] = ()) -> TextStream:
         """For the answer to a prompt."""
         ...

@@ -54,6 +54,12 @@ class Asked(Kept):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: Strings | None = None
+    guided_grammar: str | None = None
     min_p: float | None = Field(None, ge=0, le=1)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
@@ -73,6 +79,12 @@ class Asked(Kept):
         for each in [stop] if isinstance(stop, str) else stop or []:
             whole(each)
         return stop
+
+    @property
+    def is_guided(self) -> bool:
+        """Whether a grammar is to be compiled for it, which takes its time."""
+        formats = (self.response_format, self.structured_outputs, self.guided_json, self.guided_regex, self.guided_choice)
+        return any(formats) or self.guided_grammar is not None
 
     @property
     def choices(self) -> int:

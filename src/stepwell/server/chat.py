@@ -19,6 +19,7 @@ from stepwell.engine.text import Text
 from stepwell.server.bodies import ChatBody
 from stepwell.server.door import asking
 from stepwell.server.errors import ApiError
+from stepwell.server.grammars import guide_of
 from stepwell.server.logprobs import chat_logprobs, prompt_logprobs
 from stepwell.server.principals import Principal
 from stepwell.server.replies import answer
@@ -56,7 +57,8 @@ def _asks(served: Served, body: ChatBody, principal: Principal, arrived_s: float
     tools = None if body.tool_choice == "none" else body.tools
     tokens, hints = chat_prompt(served, body.messages, tools, options, ending=_ending(body))
     served.must_fit(tokens, max_tokens=max_tokens, param="messages")
-    return asks_of(body, principal, tokens, sampling, arrived_s=arrived_s, hints=hints)
+    guide = guide_of(served, body)
+    return asks_of(body, principal, tokens, sampling, arrived_s=arrived_s, hints=hints, guide=guide)
 
 
 class Ending(Enum):

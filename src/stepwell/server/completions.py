@@ -14,6 +14,7 @@ from stepwell.engine.text import Text
 from stepwell.server.bodies import CompletionBody
 from stepwell.server.door import asking
 from stepwell.server.errors import ApiError
+from stepwell.server.grammars import guide_of
 from stepwell.server.logprobs import completion_logprobs, prompt_logprobs
 from stepwell.server.principals import Principal
 from stepwell.server.replies import answer
@@ -44,7 +45,8 @@ def _asks(served: Served, body: CompletionBody, principal: Principal, arrived_s:
         raise ApiError(400, f"prompts times n is {len(prompts) * body.choices}, and at most {MAX_CHOICES}", param="n")
     for tokens in prompts:
         served.must_fit(tokens, max_tokens=max_tokens, param="prompt")
-    return [ask for tokens in prompts for ask in asks_of(body, principal, tokens, sampling, arrived_s=arrived_s)]
+    guide = guide_of(served, body)
+    return [ask for tokens in prompts for ask in asks_of(body, principal, tokens, sampling, arrived_s=arrived_s, guide=guide)]
 
 
 def _form(served: Served, body: CompletionBody, asks: Sequence[Ask]) -> CompletionForm:

@@ -22,6 +22,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from stepwell.base.errors import StepwellError
+from stepwell.engine.edits import OFF_GRAMMAR
 from stepwell.engine.loop import OnDelta
 from stepwell.engine.request import Ask, Delta, Finish, Usage
 from stepwell.engine.runner import RANK_LOST
@@ -39,7 +40,10 @@ B = TypeVar("B", bound=Asked)
 log = logging.getLogger(__name__)
 
 _FAILED = "the engine failed on this request; the log says why"
-_FOR_CLIENTS = (NO_ROOM,)  # reasons that say what to do; others may be texts of exceptions, also about somebody else's request
+_FOR_CLIENTS = (
+    NO_ROOM,
+    OFF_GRAMMAR,
+)  # reasons that say what to do; others may be texts of exceptions, also about somebody else's request
 
 
 class Answers:
@@ -169,7 +173,7 @@ async def answer(
     served.must_be_called(body.model)
     principal = principal_of(request)
     refuse_unsupported(body, principal, unknown)
-    asks = await served.aside(size_bytes, lambda: asks_of(served, body, principal, arrived_s(request)))
+    asks = await served.aside(size_bytes, lambda: asks_of(served, body, principal, arrived_s(request)), slow=body.is_guided)
     return await _reply(request, served, body, asks, form_of(served, body, asks))
 
 

@@ -21,6 +21,7 @@ from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
 from stepwell.base.errors import ConfigError
+from stepwell.engine.guided import Guide
 from stepwell.engine.request import Ask, Sampling
 from stepwell.server.bodies import Asked, ChatBody
 from stepwell.server.errors import ApiError, of_problems
@@ -45,16 +46,10 @@ _ONLY_VALUES: dict[str, tuple[object, ...]] = {
     "echo": (False,),
     "function_call": ("auto", "none"),
     "functions": ([],),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
     "include_stop_str_in_output": (False,),
     "logits_processors": ([],),
     "modalities": (["text"],),
-    "response_format": ({"type": "text"},),
     "skip_special_tokens": (True,),
-    "structured_outputs": (),
     "suffix": ("",),
     "tenant": (),
     "tool_choice": ("auto", "none"),
@@ -213,8 +208,9 @@ def sampling_of(
 
 
 def asks_of(
-    body: Asked, principal: Principal, tokens: list[int], sampling: Sampling, *, arrived_s: float, hints: tuple[int, ...] = ()
-) -> list[Ask]:
+    body: Asked, principal: Principal, tokens: list[int], sampling: Sampling, *, arrived_s: float, hints: tuple[int, ...] = (),
+    guide: Guide | None = None,
+) -> list[Ask]:  # fmt: skip
     """One for each choice wanted of a prompt. With a seed each gets its own, so that they differ and repeat."""
     first = Ask(
         tokens=tokens,
@@ -224,6 +220,7 @@ def asks_of(
         priority=body.priority or 0,
         ttl_s=principal.ttl_s(body.cache_ttl_s),
         hints=hints,
+        guide=guide,
         use_cache=body.use_cache is not False,
         arrived_s=arrived_s,
     )

@@ -88,6 +88,7 @@ class ModelServer:
             loop=self._loop,
             name=name,
             text=engine.text,
+            guides=engine.guides,
             chat=chat,
             max_context=engine.max_context,
             metrics=Metrics(self._loop),

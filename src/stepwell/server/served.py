@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from stepwell.base.errors import BadTokens
 from stepwell.engine.engine import Engine
+from stepwell.engine.guided import Guides
 from stepwell.engine.loading.chat import ChatTemplate
 from stepwell.engine.loop import EngineLoop
 from stepwell.engine.text import Text
@@ -37,6 +38,7 @@ class Served:
     loop: EngineLoop
     name: str
     text: Text | None
+    guides: Guides | None
     chat: ChatTemplate
     max_context: int
     metrics: Metrics
@@ -59,9 +61,9 @@ class Served:
         """Runs `work` on the engine's thread, between two passes."""
         return await asyncio.wrap_future(self.loop.call(work))
 
-    async def aside(self, size_bytes: int, work: Callable[[], T]) -> T:
-        """Runs what a body of `size_bytes` needs on a thread; that of large ones waits its turn, so that small ones do not."""
-        if size_bytes <= LARGE_BYTES:
+    async def aside(self, size_bytes: int, work: Callable[[], T], *, slow: bool = False) -> T:
+        """Runs what a body of `size_bytes` needs on a thread; large or slow ones wait their turn, so that others need not."""
+        if size_bytes <= LARGE_BYTES and not slow:
             return await asyncio.to_thread(work)
         async with self.large:
             return await asyncio.to_thread(work)

@@ -89,6 +89,10 @@ class Tokenizer:
         """Decodes an answer token by token. `after`: the prompt, for tokenizers that write a word's space before it."""
         return TextStream(self, after)
 
+    def to_json(self) -> str:
+        """As the `tokenizers` package writes it."""
+        return self._inner.to_str()
+
     @cached_property
     def _longest(self) -> int | None:
         return longest_token(self._inner)

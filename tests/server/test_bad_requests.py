@@ -103,7 +103,11 @@ BAD: list[tuple[str, dict[str, Any], str | None]] = [
     (COMPLETIONS, {"prompt": "x", "structured_outputs": {"regexp": "a"}}, "structured_outputs"),
     (COMPLETIONS, {"prompt": "x", "structured_outputs": {"json": 7}}, "structured_outputs"),
     (COMPLETIONS, {"prompt": "x", "structured_outputs": {"json": {"enum": ["x" * (1 << 17)]}}}, "structured_outputs"),
-    (CHATS, HELLO | {"tool_choice": "required", "tools": [{}]}, "tool_choice"),
+    (CHATS, HELLO | {"tool_choice": "required", "tools": [{}]}, "tools"),
+    (CHATS, HELLO | {"tool_choice": "required"}, "tool_choice"),
+    (CHATS, HELLO | {"tool_choice": "any", "tools": [{"type": "function", "function": {"name": "f"}}]}, "tool_choice"),
+    (CHATS, HELLO | {"tool_choice": {"type": "function", "function": {"name": "g"}},
+                     "tools": [{"type": "function", "function": {"name": "f"}}]}, "tool_choice"),
 ]  # fmt: skip
 
 

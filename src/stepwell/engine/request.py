@@ -40,6 +40,7 @@ class Sampling:
     logit_bias: tuple[tuple[int, float], ...] = ()  # tokens, and what is added to their logits
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0  # before which nothing but max_tokens ends the answer
+    show_special: bool = False  # special tokens stand in the text, as parsers of calls need them
     prompt_logprobs: int | None = None  # as `logprobs`, for the prompt's tokens; all of it is computed, for this request alone
 
     @property

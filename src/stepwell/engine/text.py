@@ -27,13 +27,15 @@ class Text(Protocol):
         """Whether a text is far too long for `limit` tokens, told sooner than by encoding it."""
         ...
 
-    def decode(self, ids: Sequence[int]) -> str: ...
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """`special`: with special tokens."""
+        ...
 
     def to_json(self) -> str:
         """The tokenizer as the `tokenizers` package writes it, for libraries that have to know every token."""
         ...
 
-    def stream(self, after: Sequence[int] = ()) -> TextStream:
+    def stream(self, after: Sequence[int] = (), *, special: bool = False) -> TextStream:
         """For the answer to a prompt."""
         ...
 

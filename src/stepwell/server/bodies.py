@@ -54,6 +54,7 @@ class Asked(Kept):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: str | dict[str, Any] | None = None
@@ -87,6 +88,10 @@ class Asked(Kept):
         return any(formats) or self.guided_grammar is not None
 
     @property
+    def is_slow(self) -> bool:
+        return self.is_guided
+
+    @property
     def choices(self) -> int:
         return self.n or 1
 
@@ -106,6 +111,7 @@ class ChatBody(Asked):
     messages: list[dict[str, Any]] = Field(min_length=1, fail_fast=True)
     tools: list[dict[str, Any]] | None = Field(None, fail_fast=True)
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -113,6 +119,10 @@ class ChatBody(Asked):
     continue_final_message: bool | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def is_slow(self) -> bool:
+        return self.is_guided or self.tool_choice not in (None, "none", "auto")
 
 
 def whole(text: str) -> str:

@@ -14,17 +14,17 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from stepwell.base.errors import ConfigError
-from stepwell.engine.request import Ask, Delta
-from stepwell.engine.text import Text
+from stepwell.engine.request import Ask
 from stepwell.server.bodies import ChatBody
+from stepwell.server.chat_form import chat_form
 from stepwell.server.door import asking
 from stepwell.server.errors import ApiError
-from stepwell.server.grammars import guide_of
-from stepwell.server.logprobs import chat_logprobs, prompt_logprobs
+from stepwell.server.grammars import compiled, guide_of
 from stepwell.server.principals import Principal
 from stepwell.server.replies import answer
 from stepwell.server.requests import Unknown, asks_of, sampling_of
 from stepwell.server.served import Served
+from stepwell.server.tool_choice import tool_choice_of
 
 _LEADING = ("system", "developer")
 _TEXT_PARTS = ("text", "input_text", "output_text")
@@ -40,7 +40,7 @@ def chat_router(served: Served) -> APIRouter:
 
     @router.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        return await answer(request, served, ChatBody, unknown, _asks, _form)
+        return await answer(request, served, ChatBody, unknown, _asks, chat_form)
 
     return router
 
@@ -54,10 +54,11 @@ def _asks(served: Served, body: ChatBody, principal: Principal, arrived_s: float
     options = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         options["reasoning_effort"] = body.reasoning_effort
-    tools = None if body.tool_choice == "none" else body.tools
-    tokens, hints = chat_prompt(served, body.messages, tools, options, ending=_ending(body))
+    choice = tool_choice_of(body)
+    tokens, hints = chat_prompt(served, body.messages, choice.tools, options, ending=_ending(body))
     served.must_fit(tokens, max_tokens=max_tokens, param="messages")
-    guide = guide_of(served, body)
+    forced = choice.grammar(several=body.parallel_tool_calls is not False) if choice.is_forced else None
+    guide = guide_of(served, body) if forced is None else compiled(served, forced, param="tool_choice")
     return asks_of(body, principal, tokens, sampling, arrived_s=arrived_s, hints=hints, guide=guide)
 
 
@@ -182,35 +183,3 @@ def _call(place: str, call: Any) -> Any:
     except (ValueError, RecursionError):
         return call  # what a model wrote, whole or not
     return {**call, "function": {**function, "arguments": arguments}}
-
-
-def _form(served: Served, body: ChatBody, asks: Sequence[Ask]) -> ChatForm:
-    return ChatForm(served.text, told=body.prompt_logprobs is not None)
-
-
-class ChatForm:
-    prefix = "chatcmpl"
-    whole_object, chunk_object = "chat.completion", "chat.completion.chunk"
-
-    def __init__(self, text: Text | None, *, told: bool = False) -> None:
-        """`told`: whether logprobs of the prompt are wanted."""
-        self._text = text
-        self._told = told
-
-    def opening(self, index: int) -> dict[str, Any] | None:
-        return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-
-    def piece(self, index: int, delta: Delta) -> dict[str, Any]:
-        return {"index": index, "delta": {"content": delta.text} if delta.text else {}, **self._rest(delta)}
-
-    def whole(self, index: int, delta: Delta) -> dict[str, Any]:
-        return {"index": index, "message": {"role": "assistant", "content": delta.text, "refusal": None}, **self._rest(delta)}
-
-    def _rest(self, delta: Delta) -> dict[str, Any]:
-        logprobs = chat_logprobs(self._text, delta.logprobs) if delta.logprobs else None
-        finish = delta.finish.value if delta.finish is not None else None
-        return {"logprobs": logprobs, "finish_reason": finish, "stop_reason": delta.stop_reason}
-
-    def beside(self, answers: Mapping[int, Delta]) -> dict[str, Any]:
-        """All choices have one prompt."""
-        return {"prompt_logprobs": prompt_logprobs(self._text, answers[0].prompt_logprobs)} if self._told else {}

@@ -104,7 +104,10 @@ class CompletionForm:
     def opening(self, index: int) -> dict[str, Any] | None:
         return None
 
-    def piece(self, index: int, delta: Delta) -> dict[str, Any]:
+    def piece(self, index: int, delta: Delta) -> dict[str, Any] | None:
+        return self.whole(index, delta) if delta.text or delta.logprobs or delta.finish is not None else None
+
+    def whole(self, index: int, delta: Delta) -> dict[str, Any]:
         tokens: list[TokenLogprob | int] = [] if self._alone else [*delta.logprobs]
         text, echo = "" if self._alone else delta.text, self._echoes.pop(index, None)
         if echo is not None:
@@ -124,8 +127,6 @@ class CompletionForm:
             "stop_reason": delta.stop_reason,
             **told,
         }
-
-    whole = piece
 
     def beside(self, answers: Mapping[int, Delta]) -> dict[str, Any]:
         return {}

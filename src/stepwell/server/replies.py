@@ -147,8 +147,8 @@ class Form(Protocol):
         """The choice that begins a stream, where there is one."""
         ...
 
-    def piece(self, index: int, delta: Delta) -> dict[str, Any]:
-        """The choice of a chunk."""
+    def piece(self, index: int, delta: Delta) -> dict[str, Any] | None:
+        """The choice of a chunk; None where there is nothing to tell yet."""
         ...
 
     def whole(self, index: int, delta: Delta) -> dict[str, Any]:
@@ -173,7 +173,7 @@ async def answer(
     served.must_be_called(body.model)
     principal = principal_of(request)
     refuse_unsupported(body, principal, unknown)
-    asks = await served.aside(size_bytes, lambda: asks_of(served, body, principal, arrived_s(request)), slow=body.is_guided)
+    asks = await served.aside(size_bytes, lambda: asks_of(served, body, principal, arrived_s(request)), slow=body.is_slow)
     return await _reply(request, served, body, asks, form_of(served, body, asks))
 
 
@@ -264,8 +264,9 @@ async def _events(answers: Answers, body: Asked, num_asks: int, form: Form, enve
             yield _event({**envelope, "choices": [opening], **usage})
     try:
         async for index, delta in answers.deltas():
-            if delta.text or delta.logprobs or delta.finish is not None:
-                yield _event({**envelope, "choices": [form.piece(index, delta)], **usage})
+            piece = form.piece(index, delta)
+            if piece is not None:
+                yield _event({**envelope, "choices": [piece], **usage})
     except ApiError as error:  # the status is long out: clients look for this
         yield _event(error.body())
         return

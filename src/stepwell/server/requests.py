@@ -23,7 +23,7 @@ from pydantic import BaseModel, ValidationError
 from stepwell.base.errors import ConfigError
 from stepwell.engine.guided import Guide
 from stepwell.engine.request import Ask, Sampling
-from stepwell.server.bodies import Asked, ChatBody
+from stepwell.server.bodies import Asked
 from stepwell.server.errors import ApiError, of_problems
 from stepwell.server.principals import Principal
 from stepwell.server.served import LARGE_BYTES, Served
@@ -49,10 +49,8 @@ _ONLY_VALUES: dict[str, tuple[object, ...]] = {
     "include_stop_str_in_output": (False,),
     "logits_processors": ([],),
     "modalities": (["text"],),
-    "skip_special_tokens": (True,),
     "suffix": ("",),
     "tenant": (),
-    "tool_choice": ("auto", "none"),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "web_search_options": (),
@@ -62,7 +60,7 @@ _INSTEAD = {"tenant": "leave it out, and send the API key of the tenant whose re
 
 _CHANGE_NOTHING = frozenset(  # and need no warning: what OpenAI and vLLM take for their own books
     (
-        "metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention", "request_id", "safety_identifier",
+        "metadata", "prompt_cache_key", "prompt_cache_retention", "request_id", "safety_identifier",
         "service_tier", "store", "user",
     )
 )  # fmt: skip
@@ -156,8 +154,6 @@ def refuse_unsupported(body: Asked, principal: Principal, unknown: Unknown) -> N
         raise ApiError(400, message, param="priority", code="unsupported_parameter")
     must_be_within_ttl(principal, body.cache_ttl_s, param="cache_ttl_s")
     fields = dict(body.model_extra or {})
-    if isinstance(body, ChatBody):
-        fields["tool_choice"] = body.tool_choice
     for name, value in fields.items():
         if value is None or name not in _ONLY_VALUES or value in _ONLY_VALUES[name]:
             continue
@@ -179,7 +175,7 @@ def must_be_within_ttl(principal: Principal, ttl_s: float | None, *, param: str)
 
 def sampling_of(
     body: Asked, defaults: Mapping[str, float | int | bool], *, max_tokens: int | None, logprobs: int | None,
-    prompt_logprobs: int | None,
+    prompt_logprobs: int | None, show_special: bool = False,
 ) -> Sampling:  # fmt: skip
     """What the body says, then what the model's makers suggest, then OpenAI's defaults. Raises ApiError."""
     top_k = body.top_k if body.top_k is not None else int(defaults.get("top_k", 0))
@@ -202,6 +198,7 @@ def sampling_of(
             stop_token_ids=tuple(dict.fromkeys(body.stop_token_ids or ())),
             min_tokens=body.min_tokens or 0,
             prompt_logprobs=prompt_logprobs,
+            show_special=show_special or body.skip_special_tokens is False,
         )
     except ConfigError as error:
         raise ApiError(400, str(error)) from None

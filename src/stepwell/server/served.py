@@ -38,12 +38,14 @@ class Served:
     loop: EngineLoop
     name: str
     text: Text | None
-    guides: Guides | None
     chat: ChatTemplate
     max_context: int
     metrics: Metrics
     load: LoadMeter
     principals: Principals
+    guides: Guides | None = None  # None for models without a tokenizer
+    tool_parser: str | None = None  # how the model writes calls of tools, and what it thinks; None where that is not known
+    reasoning_parser: str | None = None
     defaults: Mapping[str, float | int | bool] = field(default_factory=dict)
     max_body_bytes: int = MAX_BODY_BYTES
     hosts: tuple[str, ...] = ()  # names it goes by; none for any

@@ -55,7 +55,10 @@ def _asks(served: Served, body: ChatBody, principal: Principal, arrived_s: float
     if body.reasoning_effort is not None:
         options["reasoning_effort"] = body.reasoning_effort
     choice = tool_choice_of(body)
-    tokens, hints = chat_prompt(served, body.messages, choice.tools, options, ending=_ending(body))
+    ending = ending_of(
+        body.messages, add_generation_prompt=body.add_generation_prompt, continue_final_message=body.continue_final_message
+    )
+    tokens, hints = chat_prompt(served, body.messages, choice.tools, options, ending=ending)
     served.must_fit(tokens, max_tokens=max_tokens, param="messages")
     forced = choice.grammar(several=body.parallel_tool_calls is not False) if choice.is_forced else None
     guide = guide_of(served, body) if forced is None else compiled(served, forced, param="tool_choice")
@@ -70,14 +73,16 @@ class Ending(Enum):
     BEHIND = "behind"
 
 
-def _ending(body: ChatBody) -> Ending:
-    """As vLLM's fields say. An answer that goes on from the last message cannot begin a new one."""
-    if not body.continue_final_message:
-        return Ending.BEHIND if body.add_generation_prompt is False else Ending.ANSWER
-    if body.add_generation_prompt is not False:
+def ending_of(
+    messages: Sequence[Message], *, add_generation_prompt: bool | None, continue_final_message: bool | None
+) -> Ending:  # fmt: skip
+    """As vLLM's fields say. An answer that goes on from the last message cannot begin a new one. Raises ApiError."""
+    if not continue_final_message:
+        return Ending.BEHIND if add_generation_prompt is False else Ending.ANSWER
+    if add_generation_prompt is not False:
         what = "continue_final_message needs add_generation_prompt=false: the answer goes on from the last message"
         raise ApiError(400, what, param="continue_final_message")
-    if body.messages[-1].get("role") != "assistant":
+    if messages[-1].get("role") != "assistant":
         what = "continue_final_message goes on from a last message of role assistant: add one, as its beginning"
         raise ApiError(400, what, param="continue_final_message")
     return Ending.WITHIN

@@ -76,14 +76,14 @@ class Served:
             message = f"there is no model {name!r:.200} here; this server has {self.name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    def encode(self, text: str, *, param: str) -> list[int]:
+    def encode(self, text: str, *, param: str, special: bool = True) -> list[int]:
         """Raises ApiError for what cannot be encoded, and, before it is, for what is far too long. Takes its time."""
         if self.text is None:
             raise ApiError(400, "this model has no tokenizer: give token ids as the prompt of /v1/completions", param=param)
         try:
             if self.text.exceeds(text, self.max_context):
                 raise self._too_long(f"{len(text)} characters are more tokens than", param)
-            return self.text.encode(text)
+            return self.text.encode(text, special=special)
         except BadTokens as error:
             raise ApiError(400, str(error), param=param) from None
 

@@ -55,8 +55,15 @@ def served() -> Iterator[Running]:
 
 @pytest.fixture
 def script(served: Running, monkeypatch: pytest.MonkeyPatch) -> Any:
-    def says(text: str) -> None:
-        monkeypatch.setattr(served.engine.text, "stream", lambda after, special=False: Script(text))
+    def says(text: str, *, special: bool = True) -> None:
+        """`special`: whether markers that are special tokens have to be in the text."""
+
+        def stream(after: object, *, special: bool) -> Script:
+            assert special is wanted
+            return Script(text)
+
+        wanted = special
+        monkeypatch.setattr(served.engine.text, "stream", stream)
 
     return says
 

@@ -16,7 +16,7 @@ from fastapi import APIRouter, Request, Response
 from stepwell.base.errors import ConfigError
 from stepwell.engine.request import Ask
 from stepwell.server.bodies import ChatBody
-from stepwell.server.chat_form import chat_form
+from stepwell.server.chat_form import chat_form, shows_special
 from stepwell.server.door import asking
 from stepwell.server.errors import ApiError
 from stepwell.server.grammars import compiled, guide_of
@@ -50,7 +50,10 @@ def _asks(served: Served, body: ChatBody, principal: Principal, arrived_s: float
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    sampling = sampling_of(body, served.defaults, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs)
+    sampling = sampling_of(
+        body, served.defaults, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs,
+        show_special=shows_special(served, body),
+    )  # fmt: skip
     options = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         options["reasoning_effort"] = body.reasoning_effort

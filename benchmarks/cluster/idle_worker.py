@@ -33,7 +33,7 @@ class IdleWorker(Worker):
         given = read_pass(message, pages=PAGES, vocab_size=VOCABULARY, most_slots=MOST_SLOTS)
         if self._rank:
             return Message(kind=CHOSEN, fields={"pass": number, "calls": 0})
-        chosen = pack_chosen([Chosen(token=0)] * len(given.draws), number)
+        chosen = pack_chosen([Chosen(token=0)] * len(given.choosing), number)
         return replace(chosen, fields={**chosen.fields, "calls": 0})
 
 

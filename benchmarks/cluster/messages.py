@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from stepwell.engine.passes.batch import RequestRows
+from stepwell.engine.sampling import Choosing
 from stepwell.engine.workers import rank_workers
 from stepwell.engine.workers.messages import Pass, pack_pass
 from stepwell.engine.workers.rank_workers import RankWorkers, WorkerLimits, WorkerSetup
@@ -47,7 +48,7 @@ def a_step(context: int) -> Pass:
         )
         for at in range(BATCH)
     ]  # fmt: skip
-    return Pass(rows=rows, draws=[None] * BATCH, logprobs=[None] * BATCH)
+    return Pass(rows=rows, choosing=[Choosing()] * BATCH)
 
 
 @contextmanager

@@ -90,7 +90,7 @@ class Letters:
     def decode(self, ids: list[int]) -> str:
         return "".join(chr(256 + token) for token in ids)
 
-    def stream(self, after: object = ()) -> Letters:
+    def stream(self, after: object = (), *, special: bool = False) -> Letters:
         return self
 
     def push(self, token: int) -> str:

@@ -11,9 +11,10 @@ import pytest
 from stepwell.base.ids import JobId, Kind, Tier
 from stepwell.base.tasks import Copy, Plan, Purpose, Span
 from stepwell.engine.ops.drawing import Draw
+from stepwell.engine.ops.editing import Edit
 from stepwell.engine.passes.batch import RequestRows
 from stepwell.engine.request import TokenLogprob
-from stepwell.engine.sampling import Chosen
+from stepwell.engine.sampling import Choosing, Chosen
 from stepwell.engine.workers.messages import (
     Pass,
     pack_chosen,
@@ -46,17 +47,24 @@ def rows(**more: Any) -> RequestRows:
     return RequestRows(**given)
 
 
-def a_pass(*requests: RequestRows) -> Pass:
-    count = sum(each.num_logits for each in requests)
-    return Pass(rows=requests, draws=[None] * count, logprobs=[None] * count)
-
-
 def test_a_pass_arrives_as_it_was_sent() -> None:
+    edit = Edit(
+        biased=ids(1, 99), biases=np.array([-100.0, 0.5]), repeated=ids(3), repetition=1.2, used=ids(0, 2),
+        penalties=np.array([0.25, 2.0]), forbidden=ids(98), allowed=ids(-1, 5, 0, 1), within=0.75,
+    )  # fmt: skip
     draw = Draw(temperature=0.7, top_k=None, top_p=0.9, number=0.25)
     bare = RequestRows(tokens=(1,), position=0, prefix_pages=ids(4))
-    given = Pass(rows=[bare, rows(num_logits=0), rows()], draws=[None, draw], logprobs=[None, 3])
+    given = Pass(
+        rows=[bare, rows(num_logits=0), rows()], choosing=[Choosing(), Choosing(draw=draw, edit=edit, given=7, logprobs=3)]
+    )
     found = read_pass(sent(pack_pass(given, 1)), **KNOWN)
-    assert found.draws == given.draws and found.logprobs == given.logprobs
+    for one, other in zip(found.choosing, given.choosing, strict=True):
+        assert (one.draw, one.given, one.logprobs) == (other.draw, other.given, other.logprobs)
+    read = found.choosing[1].edit
+    assert found.choosing[0].edit is None and read is not None
+    for name in Edit.__dataclass_fields__:
+        one, other = getattr(read, name), getattr(edit, name)
+        assert np.array_equal(one, other), name
     for ours, theirs in zip(found.rows, given.rows, strict=True):
         for name in RequestRows.__dataclass_fields__:
             one, other = getattr(ours, name), getattr(theirs, name)
@@ -72,15 +80,35 @@ def test_a_pass_arrives_as_it_was_sent() -> None:
     ],
 )  # fmt: skip
 def test_pages_and_tokens_that_are_not_there_are_refused(wrong: dict[str, Any]) -> None:
-    message = pack_pass(Pass(rows=[rows(**wrong)], draws=[None], logprobs=[None]), 1)
+    message = pack_pass(Pass(rows=[rows(**wrong)], choosing=[Choosing()]), 1)
     with pytest.raises(ValueError, match=r"."):
         read_pass(sent(message), **KNOWN)
 
 
-@pytest.mark.parametrize("which", range(6))
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"forbidden": ids(100)}, {"biased": ids(-1), "biases": np.ones(1)}, {"used": ids(3)}, {"penalties": np.ones(1)},
+        {"repeated": ids(2, 100)}, {"allowed": ids(1, 2, 3)},
+    ],
+)  # fmt: skip
+def test_edits_of_tokens_that_are_not_there_are_refused(wrong: dict[str, Any]) -> None:
+    message = pack_pass(Pass(rows=[rows()], choosing=[Choosing(edit=Edit(**wrong))]), 1)
+    with pytest.raises(ValueError, match="a pass"):
+        read_pass(sent(message), **KNOWN)
+
+
+@pytest.mark.parametrize("given", [-2, 100])
+def test_a_given_token_that_is_not_there_is_refused(given: int) -> None:
+    with pytest.raises(ValueError, match="not there"):
+        read_pass(sent(pack_pass(Pass(rows=[rows()], choosing=[Choosing(given=given)]), 1)), **KNOWN)
+
+
+@pytest.mark.parametrize("which", range(8))
 @pytest.mark.parametrize("change", ["shorter", "longer"])
 def test_a_pass_whose_parts_do_not_fit_is_refused(which: int, change: str) -> None:
-    message = pack_pass(a_pass(rows(), rows()), 1)
+    edit = Edit(used=ids(4), penalties=np.ones(1))
+    message = pack_pass(Pass(rows=[rows(), rows()], choosing=[Choosing(), Choosing(edit=edit)]), 1)
     arrays = [each.copy() for each in message.arrays]
     arrays[which] = arrays[which][:-1] if change == "shorter" else np.concatenate([arrays[which], arrays[which][:1]])
     with pytest.raises(ValueError, match="pass"):
@@ -90,7 +118,7 @@ def test_a_pass_whose_parts_do_not_fit_is_refused(which: int, change: str) -> No
 
 
 def test_what_was_chosen_arrives_with_its_logprobs() -> None:
-    logprob = TokenLogprob(token=4, logprob=-0.5, top=((4, -0.5), (7, -2.0)))
+    logprob = TokenLogprob(token=4, logprob=-0.5, rank=7, top=((4, -0.5), (7, -2.0)))
     chosen = [Chosen(token=3), None, Chosen(token=4, logprob=logprob), Chosen(token=4, logprob=replace(logprob, top=()))]
     assert read_chosen(sent(pack_chosen(chosen, 1)), vocab_size=8) == chosen
     message = pack_chosen(chosen, 1)
@@ -102,12 +130,12 @@ def test_what_was_chosen_arrives_with_its_logprobs() -> None:
     ("which", "wrong"),
     [
         (0, ids(8)), (0, ids(-2)), (0, ids(2**31 - 1)), (0, np.array([3.0])), (0, np.array([3], np.int64)),
-        (1, ids(0)), (2, ids(-1)), (2, np.array([2.0])), (3, ids(4, 8)), (3, ids(4, -1)), (3, np.array([4.0, 7.0])),
-        (4, ids(0, 1)),
+        (1, ids(0)), (2, ids(-1)), (2, ids(9)), (2, np.array([1.0])), (3, ids(-1)), (3, np.array([2.0])), (4, ids(4, 8)),
+        (4, ids(4, -1)), (4, np.array([4.0, 7.0])), (5, ids(0, 1)),
     ],
 )  # fmt: skip
 def test_tokens_that_no_model_can_choose_are_refused(which: int, wrong: Any) -> None:
-    chosen = Chosen(token=4, logprob=TokenLogprob(token=4, logprob=-0.5, top=((4, -0.5), (7, -2.0))))
+    chosen = Chosen(token=4, logprob=TokenLogprob(token=4, logprob=-0.5, rank=1, top=((4, -0.5), (7, -2.0))))
     arrays = list(pack_chosen([chosen], 1).arrays)
     arrays[which] = wrong
     with pytest.raises(ValueError, match=r"."):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import openai
@@ -72,6 +73,12 @@ def tiny_checkpoint() -> Checkpoint:
         defaults={},
         chat=ChatTemplate(CHAT_TEMPLATE, bos_token="<bos>", eos_token="<eos>"),
     )
+
+
+def tiny_draft() -> Checkpoint:
+    """The same weights looking at everything, which drafts have to."""
+    made = tiny_checkpoint()
+    return replace(made, config=CONFIG | {"layer_types": ["full_attention"] * 2}, digest="tiny draft")
 
 
 class Running:

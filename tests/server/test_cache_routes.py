@@ -346,7 +346,7 @@ def test_times_are_counted_from_arrival_at_the_server() -> None:
     with running() as made, httpx.Client(base_url=made.address, timeout=60) as http:
         encode, delay_s = made.engine.text.encode, 0.25  # type: ignore[union-attr]
 
-        def slowly(text: str) -> list[int]:
+        def slowly(text: str, *, special: bool) -> list[int]:
             time.sleep(delay_s)
             return encode(text)
 

@@ -39,6 +39,14 @@ def configure(parser: ArgumentParser) -> None:
         "--model", required=True, metavar="PATH_OR_NAME", help="a Hugging Face directory, a .gguf file, or a name"
     )
     parser.add_argument("--name", metavar="NAME", help="what clients call the model (default: its own name)")
+    parser.add_argument(
+        "--tool-parser", default="auto", metavar="NAME",
+        help="how the model writes calls of tools: hermes, llama3, mistral, deepseek, kimi, harmony, gemma, none (default: auto)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--reasoning-parser", default="auto", metavar="NAME",
+        help="how the model sets its reasoning apart: think, mistral, harmony, none (default: auto, by its chat template)",
+    )  # fmt: skip
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
     parser.add_argument("--dtype", default="auto", help="fp32 or bf16 (default: by device)")
     parser.add_argument(
@@ -159,6 +167,8 @@ def run(args: Namespace) -> int:
         engine,
         name=name,
         chat=checkpoint.chat,
+        tool_parser=None if args.tool_parser == "none" else args.tool_parser,
+        reasoning_parser=None if args.reasoning_parser == "none" else args.reasoning_parser,
         principals=principals,
         defaults=checkpoint.defaults,
         max_body_bytes=max_body_bytes,
@@ -183,8 +193,15 @@ def run(args: Namespace) -> int:
 
 
 def _check_limits(args: Namespace) -> None:
+    from stepwell.server.parsing.formats import REASONING_NAMES, TOOL_NAMES
+
     if not 0 <= args.max_priority <= MAX_PRIORITY:
         raise ConfigError(f"--max-priority must be from 0 to {MAX_PRIORITY}, got {args.max_priority}")
+    for option, name, names in (
+        ("--tool-parser", args.tool_parser, TOOL_NAMES), ("--reasoning-parser", args.reasoning_parser, REASONING_NAMES),
+    ):  # fmt: skip
+        if name not in (*names, "auto", "none"):
+            raise ConfigError(f"{option} must be auto, none, {', '.join(names)}; got {name!r}")
     if not args.drain >= 0:
         raise ConfigError(f"--drain must be 0 seconds or more, got {args.drain}")
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 from stepwell.base.meters import Clock
 from stepwell.cache.facade import Cache
 from stepwell.engine.ops.drawing import UNSOUND
-from stepwell.engine.request import Chunk, Delta, Finish, Request, TokenLogprob, Usage
+from stepwell.engine.request import Chunk, Delta, Finish, Request, Usage
 from stepwell.engine.sampling import Chosen, ChosenRows, WaitForChoices
 from stepwell.engine.scheduler import Scheduler
 from stepwell.engine.unread import Unread
@@ -28,7 +29,6 @@ class Answering:
         cache: Cache,
         scheduler: Scheduler,
         clock: Clock,
-        eos_ids: frozenset[int],
         *,
         dense_tokens: int | None = None,
     ) -> None:
@@ -36,7 +36,6 @@ class Answering:
         self._cache = cache
         self._scheduler = scheduler
         self._clock = clock
-        self._eos_ids = eos_ids
         self._dense_tokens = dense_tokens  # so many tokens are all looked at; answers behind them pick. None where nothing does
         self._deltas: list[Delta] = []
 
@@ -73,28 +72,52 @@ class Answering:
             return  # nor is their pass waited for: it may wait for what never comes
         choices, row = chosen(), 0
         for chunk in chunks:
+            first, row = row, row + chunk.num_logits
             if chunk in missed:
-                row += chunk.completes
-            elif chunk.completes:
-                self._go_on(chunk, choices, row)
-                row += 1 + len(chunk.proposed)
+                continue
+            told = len(chunk.told)
+            if not self._tell(chunk, choices, first):
+                continue
+            if chunk.completes:
+                self._go_on(chunk, choices, first + told)
             else:
                 self._commit(chunk.request, chunk.end)
 
-    def end(
-        self, request: Request, finish: Finish, *, tokens: tuple[int, ...] = (), text: str = "",
-        logprobs: tuple[TokenLogprob, ...] = (), error: str | None = None,
-    ) -> None:  # fmt: skip
-        """Ends an answer, and gives back what its request holds."""
+    def end(self, request: Request, finish: Finish, *, last: Delta | None = None, error: str | None = None) -> None:
+        """Ends an answer, with what was added last, and gives back what its request holds."""
         self._scheduler.leave(request)
         del self.requests[request.id]
-        self._deltas.append(
-            Delta(
-                request=request.id, tokens=tokens, text=text, logprobs=logprobs, finish=finish, usage=_usage(request), error=error
-            )
-        )
+        last = last or Delta(request=request.id)
+        self._deltas.append(replace(last, finish=finish, usage=_usage(request), error=error))
 
     # ---- inside -----------------------------------------------------------------------------------
+
+    def _tell(self, chunk: Chunk, choices: ChosenRows, row: int) -> bool:
+        """Keeps the logprobs of a chunk's part of the prompt that are new. Says whether the request goes on."""
+        request = chunk.request
+        for at in range(len(chunk.told)):
+            told = self._chosen(request, choices, row + at)
+            if told is None:
+                return False
+            if chunk.start + at == len(request.prompt_logprobs):  # after preemption a part of it is computed again
+                assert told.logprob is not None, f"{request} was told nothing"
+                request.prompt_logprobs.append(told.logprob)
+        return True
+
+    def _chosen(self, request: Request, choices: ChosenRows, row: int) -> Chosen | None:
+        """What was chosen from a row; None where nothing could be, and the request has ended."""
+        if request.broken is not None:
+            self.end(request, Finish.FAILED, error=request.broken)
+            return None
+        try:
+            chosen = choices.of(row)
+        except Exception as error:  # whatever is wrong with the logprobs of one request, the others go on
+            log.exception("logprobs for request %d failed", request.id)
+            self.end(request, Finish.FAILED, error=f"{type(error).__name__}: {error}")
+            return None
+        if chosen is None:  # nor may what it left in its pages be: nobody else gets them
+            self.end(request, Finish.FAILED, error=_NOT_NUMBERS)
+        return chosen
 
     def _go_on(self, chunk: Chunk, choices: ChosenRows, row: int) -> None:
         """The next tokens, each chosen as if it were alone: for as long as the model chooses what was proposed, and one more.
@@ -105,14 +128,8 @@ class Answering:
         request = chunk.request
         request.proposed += len(chunk.proposed)
         for at, guess in enumerate((*chunk.proposed, None)):
-            try:
-                chosen = choices.of(row + at, request.ask.sampling.logprobs)
-            except Exception as error:  # whatever is wrong with the logprobs of one request, the others go on
-                log.exception("logprobs for request %d failed", request.id)
-                self.end(request, Finish.FAILED, error=f"{type(error).__name__}: {error}")
-                return
-            if chosen is None:  # nor may what it left in its pages be: nobody else gets them
-                self.end(request, Finish.FAILED, error=_NOT_NUMBERS)
+            chosen = self._chosen(request, choices, row + at)
+            if chosen is None:
                 return
             self._commit(request, len(request.tokens))
             request.accepted += chosen.token == guess
@@ -137,21 +154,42 @@ class Answering:
         request.tokens.append(token)
         if request.first_token_s is None:
             request.first_token_s = self._clock.now()
-        ends = token in self._eos_ids and not request.ask.sampling.ignore_eos
-        text = "" if ends or request.stream is None else request.stops.push(request.stream.push(token))
-        finish = Finish.STOP if ends or request.stops.found else None
-        if finish is None and request.answer_tokens >= request.max_tokens:
+        early = request.answer_tokens < request.ask.sampling.min_tokens
+        ends = token in request.ends_on and (not early or request.ask.guide is not None)  # which knows when it must end
+        text = "" if ends or request.stream is None else self._text(request, token)
+        finish, reason = None, None
+        if ends or request.stops.found:
+            finish, reason = Finish.STOP, request.stops.found if not ends else self._stop_token(request, token)
+        elif request.answer_tokens >= request.max_tokens:
             finish = Finish.LENGTH
-        logprobs = () if chosen.logprob is None else (chosen.logprob,)
+        delta = Delta(
+            request=request.id,
+            tokens=(token,),
+            text=text,
+            logprobs=() if chosen.logprob is None else (chosen.logprob,),
+            prompt_logprobs=tuple(request.prompt_logprobs) if request.answer_tokens == 1 else (),
+        )
         if finish is not None:
             if request.stream is not None:
                 text += request.stops.push(request.stream.finish()) + request.stops.finish()
-            self.end(request, finish, tokens=(token,), text=text, logprobs=logprobs)
+            self.end(request, finish, last=replace(delta, text=text, stop_reason=reason))
             return False
         assert request.lease is not None
         self._cache.append(request.lease, [token])
-        self._deltas.append(Delta(request=request.id, tokens=(token,), text=text, logprobs=logprobs))
+        self._deltas.append(delta)
         return True
+
+    @staticmethod
+    def _text(request: Request, token: int) -> str:
+        """What is certain of an answer's text now. Stop strings are not looked for before as many tokens as it has to have."""
+        assert request.stream is not None
+        text = request.stream.push(token)
+        return text if request.answer_tokens <= request.ask.sampling.min_tokens else request.stops.push(text)
+
+    @staticmethod
+    def _stop_token(request: Request, token: int) -> int | None:
+        """A token that the request named; None for those that end every answer."""
+        return token if token in request.ask.sampling.stop_token_ids else None
 
 
 def _usage(request: Request) -> Usage:

@@ -23,6 +23,7 @@ from stepwell.cache.facade import Cache
 from stepwell.cache.report import StepReport
 from stepwell.engine.answering import Answering
 from stepwell.engine.footprint import Footprint, longest_request
+from stepwell.engine.guided import Guides
 from stepwell.engine.passes.spilling import SpillReport
 from stepwell.engine.request import Ask, Chunk, Delta, Finish, Request, Sampling, TokenLogprob, Usage
 from stepwell.engine.runner import RANK_LOST, Passes, PassesLost, RanksReport, Runner
@@ -48,6 +49,7 @@ class Answer:
     logprobs: tuple[TokenLogprob, ...]
     finish: Finish
     usage: Usage
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of all tokens of the prompt but the first
 
 
 class Engine:
@@ -70,6 +72,7 @@ class Engine:
     ) -> None:
         self.cache = cache
         self.text = text
+        self.guides = None if text is None else Guides(text, vocab_size=runner.facts.vocab_size, eos_ids=eos_ids)
         self.limits = limits or Limits()
         self.max_context = max_context  # tokens of a prompt and its answer
         self.max_alone = max_context if max_alone is None else max_alone  # the same without the cache: such requests do not spill
@@ -87,9 +90,8 @@ class Engine:
         self._gone: PassesLost | None = None  # why passes will never run again
         self.lost: str | None = None  # why nothing can be computed now: which rank was lost, until new ones run
         selector = runner.facts.selector
-        self._answering = Answering(
-            cache, self.scheduler, self.clock, eos_ids, dense_tokens=None if selector is None else selector.count
-        )
+        self._answering = Answering(cache, self.scheduler, self.clock, dense_tokens=None if selector is None else selector.count)
+        self._eos_ids = eos_ids
         self._last_id = 0
         self._streams: dict[int, deque[Delta]] = {}
         self._longest: dict[int, int] = {}  # tokens that a request may have, by pages of it that may spill
@@ -133,9 +135,11 @@ class Engine:
         """
         if self._gone is not None:
             raise PassesLost(f"rank {self._gone.rank} was lost, and nothing can be computed without it", rank=self._gone.rank)
+        sampling = ask.sampling
+        if sampling.prompt_logprobs is not None:
+            ask = replace(ask, use_cache=False)  # what is cached would not be computed, and nothing could be told of it
         most = self._most_tokens(ask)
         room = most - len(ask.tokens)
-        sampling = ask.sampling
         if room < 1 or (sampling.max_tokens or 0) > room:
             raise ConfigError(
                 f"{len(ask.tokens)} prompt tokens and {sampling.max_tokens or 1} to come exceed the {most} "
@@ -144,8 +148,12 @@ class Engine:
             )
         if len(ask.tokens) and not 0 <= min(ask.tokens) <= max(ask.tokens) < self.vocab_size:
             raise BadTokens(f"token ids must be from 0 to {self.vocab_size - 1}")
+        named = [*sampling.stop_token_ids, *(token for token, _ in sampling.logit_bias)]
+        if named and not 0 <= min(named) <= max(named) < self.vocab_size:
+            raise BadTokens(f"stop_token_ids and logit_bias must name tokens from 0 to {self.vocab_size - 1}")
         if sampling.stop and self.text is None:
             raise ConfigError("stop strings need a tokenizer, and this model has none")
+        keeps_on = sampling.ignore_eos and ask.guide is None  # behind the end of a grammar nothing can come
         self._last_id += 1
         arrived_s = ask.arrived_s if ask.arrived_s is not None else self.clock.now()
         request = Request(
@@ -153,8 +161,9 @@ class Engine:
             ask=ask,
             namespace=self.cache.namespace_for(salt=ask.salt, tenant=ask.tenant),
             max_tokens=sampling.max_tokens or room,
-            stream=self.text.stream(ask.tokens) if self.text is not None else None,
+            stream=self.text.stream(ask.tokens, special=sampling.show_special) if self.text is not None else None,
             stops=StopFinder(sampling.stop),
+            ends_on=frozenset(sampling.stop_token_ids) | (frozenset() if keeps_on else self._eos_ids),
             seed=secrets.randbits(64) if sampling.seed is None else sampling.seed,
             arrived_s=arrived_s,
             waits_since_s=arrived_s,
@@ -264,6 +273,7 @@ class Engine:
             logprobs=tuple(each for delta in deltas for each in delta.logprobs),
             finish=last.finish,
             usage=last.usage,
+            prompt_logprobs=deltas[0].prompt_logprobs,
         )
 
     def stream(self, prompt: str | Sequence[int], **more: Any) -> Iterator[Delta]:
@@ -382,9 +392,7 @@ class Engine:
 
     def _can_be_read_later(self, chunks: Sequence[Chunk]) -> bool:
         """Whether the host needs no more of a pass than its tokens, and may read them while the next one runs."""
-        return self._reads_later and not any(
-            chunk.arriving or (chunk.completes and chunk.request.ask.sampling.logprobs is not None) for chunk in chunks
-        )
+        return self._reads_later and not any(chunk.arriving or _needs_host(chunk) for chunk in chunks)
 
     def _start(self, chunks: Sequence[Chunk], before: Unread | None = None) -> None:
         """Starts a pass that is read when the next one was started."""
@@ -422,3 +430,9 @@ class Engine:
         if failed > self._failed_kernels:
             self.cache.counters.add("kernel_fallbacks", failed - self._failed_kernels)
             self._failed_kernels = failed
+
+
+def _needs_host(chunk: Chunk) -> bool:
+    """Whether the host computes something from a chunk's logits, or has to know its token before the next is chosen."""
+    sampling = chunk.request.ask.sampling
+    return bool(chunk.told) or (chunk.completes and (sampling.logprobs is not None or chunk.request.needs_tokens))

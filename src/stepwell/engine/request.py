@@ -9,13 +9,15 @@ from enum import Enum
 from stepwell.base.config import MAX_PRIORITY
 from stepwell.base.errors import ConfigError
 from stepwell.base.prompt import Namespace
+from stepwell.engine.guided import Following, Guide
+from stepwell.engine.seen import Seen
 from stepwell.engine.text import StopFinder, TextStream
 from stepwell.jobs.executors import Arriving
 from stepwell.store_tier.ticket import Ticket
 from stepwell.tiers.lease import Lease, Sources
 from stepwell.tree.match import Match
 
-MAX_STOPS, MAX_LOGPROBS = 16, 20
+MAX_STOPS, MAX_STOP_TOKENS, MAX_LOGPROBS, MAX_BIASES = 16, 128, 20, 1024
 MIN_TEMPERATURE = 1e-6  # a smaller one counts as 0: it chooses the same tokens, and may be 0 where scores are divided by it
 
 
@@ -31,6 +33,25 @@ class Sampling:
     stop: tuple[str, ...] = ()
     logprobs: int | None = None  # so many alternatives with each token; 0 for the token's own alone
     ignore_eos: bool = False
+    min_p: float = 0.0  # of the likeliest token's share: less likely ones are not drawn
+    frequency_penalty: float = 0.0  # times how often a token stands in the answer, subtracted from its logit
+    presence_penalty: float = 0.0  # subtracted once
+    repetition_penalty: float = 1.0  # by which tokens of the prompt and the answer are made less likely
+    logit_bias: tuple[tuple[int, float], ...] = ()  # tokens, and what is added to their logits
+    stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0  # before which nothing but max_tokens ends the answer
+    show_special: bool = False  # special tokens stand in the text, as parsers of calls need them
+    prompt_logprobs: int | None = None  # as `logprobs`, for the prompt's tokens; all of it is computed, for this request alone
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether how a token is chosen depends on those before it."""
+        return bool(self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1)
+
+    @property
+    def edits(self) -> bool:
+        """Whether logits are changed before each token is chosen."""
+        return self.needs_tokens or bool(self.logit_bias or (self.min_p and self.temperature))
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.max_tokens < 1:
@@ -49,6 +70,26 @@ class Sampling:
             raise ConfigError(f"stop must be at most {MAX_STOPS} strings, none of them empty")
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
             raise ConfigError(f"logprobs must be from 0 to {MAX_LOGPROBS}, got {self.logprobs}")
+        self._check_edits()
+
+    def _check_edits(self) -> None:
+        if not 0 <= self.min_p <= 1:
+            raise ConfigError(f"min_p must be from 0 to 1, got {self.min_p}")
+        for name in ("frequency_penalty", "presence_penalty"):
+            if not -2 <= getattr(self, name) <= 2:
+                raise ConfigError(f"{name} must be from -2 to 2, got {getattr(self, name)}")
+        if not 0.01 <= self.repetition_penalty <= 100:
+            raise ConfigError(f"repetition_penalty must be from 0.01 to 100, got {self.repetition_penalty}; 1 changes nothing")
+        if len(self.logit_bias) > MAX_BIASES or not all(-100 <= bias <= 100 for _, bias in self.logit_bias):
+            raise ConfigError(f"logit_bias must be at most {MAX_BIASES} biases from -100 to 100")
+        if len(dict(self.logit_bias)) < len(self.logit_bias):
+            raise ConfigError("logit_bias names a token twice: give it one bias")
+        if len(self.stop_token_ids) > MAX_STOP_TOKENS:
+            raise ConfigError(f"stop_token_ids must be at most {MAX_STOP_TOKENS}, got {len(self.stop_token_ids)}")
+        if self.min_tokens < 0 or (self.max_tokens is not None and self.min_tokens > self.max_tokens):
+            raise ConfigError(f"min_tokens must be from 0 to max_tokens, got {self.min_tokens} and {self.max_tokens}")
+        if self.prompt_logprobs is not None and not 0 <= self.prompt_logprobs <= MAX_LOGPROBS:
+            raise ConfigError(f"prompt_logprobs must be from 0 to {MAX_LOGPROBS}, got {self.prompt_logprobs}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +106,7 @@ class Ask:
     priority: int = 0
     ttl_s: float | None = None
     hints: tuple[int, ...] = ()
+    guide: Guide | None = None  # the grammar that its answer follows
     use_cache: bool = True  # false: computes all of its prompt, and leaves nothing to others
     speculate: bool = True  # where the engine has a draft
     arrived_s: float | None = None  # by the engine's clock; None for when it is submitted
@@ -87,6 +129,7 @@ class Finish(Enum):
 class TokenLogprob:
     token: int
     logprob: float
+    rank: int = 1  # among all tokens; 1 for the likeliest
     top: tuple[tuple[int, float], ...] = ()
 
 
@@ -108,14 +151,17 @@ class Usage:
 class Delta:
     """What was added to one answer: a token. Where a draft guessed well, a step adds several, each with a delta of its own.
 
-    The last one has `finish` and `usage`, and `error` where it failed.
+    The last one has `finish` and `usage`, and `error` where it failed. The first one has `prompt_logprobs` where they were asked
+    for, of all tokens of the prompt but the first.
     """
 
     request: int
     tokens: tuple[int, ...] = ()
     text: str = ""
     logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
     finish: Finish | None = None
+    stop_reason: int | str | None = None  # the token or string that was to end it, and did
     usage: Usage | None = None
     error: str | None = None
 
@@ -131,6 +177,7 @@ class Request:
     stream: TextStream | None
     stops: StopFinder
     seed: int  # of the numbers its tokens are drawn with
+    ends_on: frozenset[int]  # tokens that end its answer
     arrived_s: float
     waits_since_s: float  # since it arrived, or since it was last put back
     tokens: list[int]  # of the prompt and of the answer so far
@@ -146,6 +193,20 @@ class Request:
     failures: int = 0  # leases whose bytes did not arrive
     proposed: int = 0
     accepted: int = 0
+    broken: str | None = None  # why it cannot go on, where that was found while a pass ran
+    following: Following | None = None  # of its guide, once it was asked for
+    seen: Seen | None = None  # what penalties need, once it was asked for
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # so far, where they were asked for
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether how its next token is chosen depends on those before it."""
+        return self.ask.guide is not None or self.ask.sampling.needs_tokens
+
+    @property
+    def tells_prompt(self) -> bool:
+        """Whether logprobs of its prompt are still to be computed."""
+        return self.ask.sampling.prompt_logprobs is not None and len(self.prompt_logprobs) < self.prompt_tokens - 1
 
     @property
     def prompt_tokens(self) -> int:
@@ -187,6 +248,16 @@ class Chunk:
     @property
     def size(self) -> int:
         return self.end + self.ahead - self.start
+
+    @property
+    def told(self) -> Sequence[int]:
+        """Tokens behind each of its own, as far as they are known, where logprobs of the prompt are wanted."""
+        return self.request.tokens[self.start + 1 : self.end + 1] if self.request.tells_prompt else ()
+
+    @property
+    def num_logits(self) -> int:
+        """Rows of logits that are wanted of it: for what is told, for the token that comes next, for each that is proposed."""
+        return len(self.told) + (1 + len(self.proposed) if self.completes else 0)
 
     @property
     def follows(self) -> bool:

@@ -29,7 +29,7 @@ from stepwell.engine.passes.pages import DevicePages
 from stepwell.engine.passes.spilled import Spilled
 from stepwell.engine.passes.spilling import SpillReport
 from stepwell.engine.request import Chunk
-from stepwell.engine.sampling import Choices, WaitForChoices, draws_for, try_every_cut
+from stepwell.engine.sampling import Choices, WaitForChoices, choosing_for, try_every_cut
 from stepwell.engine.unread import Unread
 from stepwell.jobs.executors import Arriving
 from stepwell.tiers.lease import Lease, LeaseState
@@ -186,7 +186,7 @@ class Runner:
 
     def choices(self, chunks: Sequence[Chunk], logits: torch.Tensor) -> WaitForChoices:
         """Tokens for the chunks of a pass, once they are waited for."""
-        return partial(Choices, logits, draws_for(chunks), self.model.kernels.pick, self.model.kernels.to_host)
+        return partial(Choices, logits, choosing_for(chunks), self.model.kernels.pick, self.model.kernels.to_host)
 
     def start(self, chunks: Sequence[Chunk], before: Unread | None) -> Unread:
         """A pass that is read when the next one was started. `before` is the one that is not read yet."""
@@ -211,8 +211,9 @@ class Runner:
     ) -> torch.Tensor:  # fmt: skip
         """Computes the chunks, and returns logits for those that complete what their request has so far, in their order.
 
-        One row for a request's last token, and one for each that is proposed after it. `on_stream` is given the stream of all
-        tokens behind the last layer. `put_unread` knows the tokens of chunks that follow a pass which nobody has read.
+        One row for a request's last token, and one for each that is proposed after it; before them those of a prompt that is
+        told. `on_stream` is given the stream of all tokens behind the last layer. `put_unread` knows the tokens of chunks that
+        follow a pass which nobody has read.
         """
         self._slots.sweep()
         arriving = list(dict.fromkeys(load for chunk in chunks for load in chunk.arriving))
@@ -274,7 +275,7 @@ def rows_of(chunk: Chunk, slots: Slots, *, picks: bool) -> RequestRows:
         point_page=int(lease.point_pages[0]) if len(lease.point_pages) else None,
         slot=slots.of(lease),
         resumes=chunk.start == lease.resume,
-        num_logits=1 + len(chunk.proposed) if chunk.completes else 0,
+        num_logits=chunk.num_logits,
         hot_numbers=lease.hot_numbers,
         picks_from=request.prompt_tokens if picks else 0,
     )

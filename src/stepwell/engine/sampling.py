@@ -6,13 +6,15 @@ known before its tokens are, and a token that is computed again, after preemptio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
+from stepwell.engine.edits import edit_of
 from stepwell.engine.ops.drawing import UNSOUND, Draw, Pick
+from stepwell.engine.ops.editing import Edit, edited
 from stepwell.engine.ops.to_host import ToHost
 from stepwell.engine.request import Chunk, Request, TokenLogprob
 
@@ -28,16 +30,19 @@ def draw_of(request: Request, after: int = 0) -> Draw | None:
     return Draw(temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p, number=number)
 
 
-def draws_for(chunks: Sequence[Chunk]) -> list[Draw | None]:
-    """How the token behind each row of a pass's logits is drawn: of chunks that complete, one and those that are proposed."""
-    completed = [chunk for chunk in chunks if chunk.completes]
-    return [draw_of(chunk.request, after) for chunk in completed for after in range(1 + len(chunk.proposed))]
+def choosing_for(chunks: Sequence[Chunk]) -> list[Choosing]:
+    """How the token behind each row of a pass's logits is chosen: of each chunk those that are told, then of one that completes
+    the next, and those behind what is proposed.
+    """
+    return [way for chunk in chunks for way in _choosing(chunk)]
 
 
-def logprobs_for(chunks: Sequence[Chunk]) -> list[int | None]:
-    """How many alternatives are told with each of them; None where no logprob is asked for."""
-    completed = [chunk for chunk in chunks if chunk.completes]
-    return [chunk.request.ask.sampling.logprobs for chunk in completed for _ in range(1 + len(chunk.proposed))]
+def _choosing(chunk: Chunk) -> Iterator[Choosing]:
+    request, sampling = chunk.request, chunk.request.ask.sampling
+    yield from (Choosing(given=token, logprobs=sampling.prompt_logprobs) for token in chunk.told)
+    for after in range(1 + len(chunk.proposed)) if chunk.completes else ():
+        edit = edit_of(request, chunk.proposed[:after])
+        yield Choosing(draw=draw_of(request, after), edit=edit, logprobs=sampling.logprobs)
 
 
 def number_for(seed: int, position: int) -> float:
@@ -60,6 +65,16 @@ def _mixed(word: int) -> int:
     return word ^ (word >> 31)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Choosing:
+    """How the token behind one row of logits is chosen; and how many alternatives are told with it, None for no logprob."""
+
+    draw: Draw | None = None
+    edit: Edit | None = None
+    given: int | None = None  # a token of the prompt: there is nothing to choose, and only its logprob is wanted
+    logprobs: int | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
     """A token, with its logprob where that was asked for."""
@@ -71,7 +86,7 @@ class Chosen:
 class ChosenRows(Protocol):
     """What was chosen from each row of a pass's logits, whoever chose."""
 
-    def of(self, row: int, logprobs: int | None) -> Chosen | None:
+    def of(self, row: int) -> Chosen | None:
         """None for a row that holds something else than numbers: nothing can be chosen from it."""
         ...
 
@@ -80,22 +95,26 @@ WaitForChoices = Callable[[], ChosenRows]  # waits for the pass
 
 
 class Choices:
-    """What was chosen from each row of a pass's logits. Waits for the pass."""
+    """What was chosen from each row of a pass's logits. Waits for the pass. Logprobs are the model's, before any edit."""
 
-    def __init__(self, logits_BV: torch.Tensor, draws: Sequence[Draw | None], pick: Pick, to_host: ToHost) -> None:
+    def __init__(self, logits_BV: torch.Tensor, choosing: Sequence[Choosing], pick: Pick, to_host: ToHost) -> None:
         self._logits_BV = logits_BV
-        self._tokens = to_host(pick(logits_BV, draws)).read()
+        self._choosing = choosing
+        changed_BV = edited(logits_BV, [way.edit for way in choosing])
+        self._tokens = to_host(pick(changed_BV, [way.draw for way in choosing])).read()
 
-    def of(self, row: int, logprobs: int | None) -> Chosen | None:
+    def of(self, row: int) -> Chosen | None:
         """None for a row that holds something else than numbers: nothing can be chosen from it."""
-        token = self._tokens[row]
+        way, token = self._choosing[row], self._tokens[row]
         if token == UNSOUND:
             return None
-        return Chosen(token=token, logprob=None if logprobs is None else _logprob(self._logits_BV[row], token, logprobs))
+        token = token if way.given is None else way.given
+        return Chosen(token=token, logprob=None if way.logprobs is None else _logprob(self._logits_BV[row], token, way.logprobs))
 
 
 def _logprob(logits_V: torch.Tensor, token: int, count: int) -> TokenLogprob:
     shares = logits_V.float().log_softmax(-1)
     values, ids = shares.topk(min(count, len(shares))) if count else (shares[:0], shares[:0])
     top = tuple((int(each), value) for each, value in zip(ids.tolist(), values.tolist(), strict=True))
-    return TokenLogprob(token=token, logprob=float(shares[token]), top=top)
+    rank = int((shares > shares[token]).sum()) + 1
+    return TokenLogprob(token=token, logprob=float(shares[token]), rank=rank, top=top)

@@ -26,6 +26,7 @@ MAX_FAILED_LEASES = 3  # after which a request computes its whole prompt, for it
 NO_ROOM = "the device tier has no room for this request, even alone; shorten it"
 Ahead = Callable[[Request, int], int]  # how many tokens may be guessed for a request, when so many decode
 HasRoom = Callable[[Request, int, list[Chunk]], bool]  # pages for a request up to a token, beside chunks that are planned
+TOLD_AT_ONCE = 256  # tokens of prompts whose logits a pass keeps: as many rows of the vocabulary's length
 COMPARED = 32  # waiting requests that are put in order; the others keep their turn
 
 
@@ -218,15 +219,19 @@ class Scheduler:
                 loads = arriving.get(request.id, ())
                 chunks.append(Chunk(request=request, start=start, end=start + 1, ahead=ahead, arriving=loads))
         budget = self.limits.chunk_tokens - len(chunks)  # guesses come on top: prompts are cut as they are without
+        told = TOLD_AT_ONCE
         for request in [each for each in running if len(each.tokens) - each.reached > 1]:
             if budget <= 0:
                 break
             if request.id not in self.active:
                 continue  # another took its room
-            start, end = request.reached, self._chunk_end(request, budget)
+            if request.tells_prompt and not told:
+                continue
+            start, end = request.reached, self._chunk_end(request, min(budget, told) if request.tells_prompt else budget)
             if has_room(request, end, chunks):
                 chunks.append(Chunk(request=request, start=start, end=end, arriving=arriving.get(request.id, ())))
                 budget -= chunks[-1].size
+                told -= chunks[-1].size if request.tells_prompt else 0
         return sorted(chunks, key=lambda chunk: (chunk.size > 1, chunk.end))  # alike lengths side by side
 
     def _goes_on(self, request: Request) -> bool:

@@ -27,9 +27,15 @@ class Text(Protocol):
         """Whether a text is far too long for `limit` tokens, told sooner than by encoding it."""
         ...
 
-    def decode(self, ids: Sequence[int]) -> str: ...
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """`special`: with special tokens."""
+        ...
 
-    def stream(self, after: Sequence[int] = ()) -> TextStream:
+    def to_json(self) -> str:
+        """The tokenizer as the `tokenizers` package writes it, for libraries that have to know every token."""
+        ...
+
+    def stream(self, after: Sequence[int] = (), *, special: bool = False) -> TextStream:
         """For the answer to a prompt."""
         ...
 
@@ -40,17 +46,18 @@ class StopFinder:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._held = ""
-        self.found = False
+        self.found: str | None = None  # the one that ended it
 
     def push(self, text: str) -> str:
-        """What can be shown now. Once `found` is true nothing more is."""
-        if self.found:
+        """What can be shown now. Once one is `found` nothing more is."""
+        if self.found is not None:
             return ""
         text = self._held + text
-        ends = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        ends = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if ends:
-            self.found, self._held = True, ""
-            return text[: min(ends)]
+            at, self.found = min(ends)
+            self._held = ""
+            return text[:at]
         keep = max((self._overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

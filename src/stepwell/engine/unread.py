@@ -4,9 +4,10 @@
     host               | reads 1, starts 3 | ...    and commits, streams and plans while the next pass runs
 
 A pass over a part of a prompt chooses nothing: reading it says that it has ended. Tokens may be the likeliest or drawn: what a
-draw needs is known before the tokens before it are. Not for tokens with logprobs, which the host computes, nor where there is a
-draft, nor for passes that begin while their pages arrive. A request whose answer ends with what the host reads, by a stop string
-too, was computed once too often; that row is dropped.
+draw needs is known before the tokens before it are, and so are biases. Not for tokens with logprobs, which the host computes, nor
+for those whose choice depends on the token before, nor where there is a draft, nor for passes that begin while their pages
+arrive. A request whose answer ends with what the host reads, by a stop string too, was computed once too often; that row is
+dropped.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from dataclasses import dataclass
 
 import torch
 
+from stepwell.engine.edits import edit_of
 from stepwell.engine.ops.drawing import Pick
+from stepwell.engine.ops.editing import edited
 from stepwell.engine.ops.to_host import HostCopy, ToHost
 from stepwell.engine.passes.numbers import on_device
 from stepwell.engine.request import Chunk
@@ -38,7 +41,9 @@ class Unread:
     def of(cls, chunks: Sequence[Chunk], logits_BV: torch.Tensor, *, pick: Pick, to_host: ToHost) -> Unread:
         """Chooses on the device, and starts to bring the tokens to the host."""
         completed = [chunk for chunk in chunks if chunk.completes]
-        token_B = pick(logits_BV, [draw_of(chunk.request, chunk.end - len(chunk.request.tokens)) for chunk in completed])
+        unread = [(chunk.request, chunk.end - len(chunk.request.tokens)) for chunk in completed]
+        logits_BV = edited(logits_BV, [edit_of(request, unread=count) for request, count in unread])
+        token_B = pick(logits_BV, [draw_of(request, count) for request, count in unread])
         return cls(
             chunks=chunks,
             leases=[chunk.request.lease for chunk in chunks],

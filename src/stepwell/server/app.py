@@ -19,6 +19,7 @@ from stepwell.server.pins import Pins
 from stepwell.server.probes import probe_router
 from stepwell.server.served import Served
 from stepwell.server.stores import Stores
+from stepwell.server.tokens import tokens_router
 
 
 def build_app(served: Served, stores: Stores, door: Door) -> FastAPI:
@@ -34,6 +35,7 @@ def build_app(served: Served, stores: Stores, door: Door) -> FastAPI:
         _models_router(served),
         completions_router(served),
         chat_router(served),
+        tokens_router(served),
         question_router(served, stores, pins),
         order_router(served, stores, pins),
         _metrics_router(served),

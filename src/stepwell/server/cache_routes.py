@@ -23,12 +23,13 @@ from pydantic import ConfigDict, Field, field_validator
 from stepwell.cache.explain import Explanation
 from stepwell.cache.question import Question
 from stepwell.engine.engine import Engine
+from stepwell.server.bodies import Body, Kept, TokenIds, whole
 from stepwell.server.chat import chat_prompt
 from stepwell.server.door import asking, changing, owning, principal_of, watching
 from stepwell.server.errors import AUTHENTICATION, ApiError
 from stepwell.server.pins import Pins
 from stepwell.server.principals import Principal
-from stepwell.server.requests import Body, Kept, TokenIds, must_be_within_ttl, read_body, whole
+from stepwell.server.requests import must_be_within_ttl, read_body
 from stepwell.server.served import Served
 from stepwell.server.state import read_state
 from stepwell.server.stores import Stores

@@ -8,24 +8,28 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
 from stepwell.base.errors import ConfigError
-from stepwell.engine.request import Ask, Delta
-from stepwell.engine.text import Text
+from stepwell.engine.request import Ask
+from stepwell.server.bodies import ChatBody
+from stepwell.server.chat_form import chat_form, shows_special
 from stepwell.server.door import asking
 from stepwell.server.errors import ApiError
-from stepwell.server.logprobs import chat_logprobs
+from stepwell.server.grammars import compiled, guide_of
 from stepwell.server.principals import Principal
 from stepwell.server.replies import answer
-from stepwell.server.requests import ChatBody, Unknown, asks_of, sampling_of
+from stepwell.server.requests import Unknown, asks_of, sampling_of
 from stepwell.server.served import Served
+from stepwell.server.tool_choice import tool_choice_of
 
 _LEADING = ("system", "developer")
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _OTHER_MODEL = "or serve a model whose template does"
+_END = "<|the end of the message that is continued|>"
 _PROBE = {"role": "user", "content": "?"}  # for templates that refuse to render a system prompt alone
 
 Message = Mapping[str, Any]
@@ -36,7 +40,7 @@ def chat_router(served: Served) -> APIRouter:
 
     @router.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        return await answer(request, served, ChatBody, unknown, _asks, ChatForm(served.text))
+        return await answer(request, served, ChatBody, unknown, _asks, chat_form)
 
     return router
 
@@ -46,19 +50,51 @@ def _asks(served: Served, body: ChatBody, principal: Principal, arrived_s: float
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    sampling = sampling_of(body, served.defaults, max_tokens=max_tokens, logprobs=logprobs)
+    sampling = sampling_of(
+        body, served.defaults, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs,
+        show_special=shows_special(served, body),
+    )  # fmt: skip
     options = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         options["reasoning_effort"] = body.reasoning_effort
-    tools = None if body.tool_choice == "none" else body.tools
-    tokens, hints = chat_prompt(served, body.messages, tools, options)
+    choice = tool_choice_of(body)
+    ending = ending_of(
+        body.messages, add_generation_prompt=body.add_generation_prompt, continue_final_message=body.continue_final_message
+    )
+    tokens, hints = chat_prompt(served, body.messages, choice.tools, options, ending=ending)
     served.must_fit(tokens, max_tokens=max_tokens, param="messages")
-    return asks_of(body, principal, tokens, sampling, arrived_s=arrived_s, hints=hints)
+    forced = choice.grammar(several=body.parallel_tool_calls is not False) if choice.is_forced else None
+    guide = guide_of(served, body) if forced is None else compiled(served, forced, param="tool_choice")
+    return asks_of(body, principal, tokens, sampling, arrived_s=arrived_s, hints=hints, guide=guide)
+
+
+class Ending(Enum):
+    """How a chat's prompt ends: where an answer begins, within the last message, or behind it."""
+
+    ANSWER = "answer"
+    WITHIN = "within"
+    BEHIND = "behind"
+
+
+def ending_of(
+    messages: Sequence[Message], *, add_generation_prompt: bool | None, continue_final_message: bool | None
+) -> Ending:  # fmt: skip
+    """As vLLM's fields say. An answer that goes on from the last message cannot begin a new one. Raises ApiError."""
+    if not continue_final_message:
+        return Ending.BEHIND if add_generation_prompt is False else Ending.ANSWER
+    if add_generation_prompt is not False:
+        what = "continue_final_message needs add_generation_prompt=false: the answer goes on from the last message"
+        raise ApiError(400, what, param="continue_final_message")
+    if messages[-1].get("role") != "assistant":
+        what = "continue_final_message goes on from a last message of role assistant: add one, as its beginning"
+        raise ApiError(400, what, param="continue_final_message")
+    return Ending.WITHIN
 
 
 def chat_prompt(
-    served: Served, messages: Sequence[Message], tools: Sequence[Message] | None, options: Mapping[str, Any] | None = None
-) -> tuple[list[int], tuple[int, ...]]:
+    served: Served, messages: Sequence[Message], tools: Sequence[Message] | None, options: Mapping[str, Any] | None = None, *,
+    ending: Ending = Ending.ANSWER,
+) -> tuple[list[int], tuple[int, ...]]:  # fmt: skip
     """The tokens of a chat, and how many of them are its system prompt and tools. Raises ApiError."""
     if tools and not served.chat.mentions("tools"):
         what = f"leave them out, or describe them in a message ({_OTHER_MODEL})"
@@ -66,7 +102,7 @@ def chat_prompt(
         raise ApiError(400, error, param="tools", code="unsupported_parameter")
     plain = [_plain(served, number, message) for number, message in enumerate(messages)]
     try:
-        prompt = served.chat.render(plain, tools=tools or None, options=options)
+        prompt = _rendered(served, plain, tools, options, ending)
     except ConfigError as error:
         raise ApiError(400, str(error), param="messages") from None
     tokens = served.encode(prompt, param="messages")
@@ -76,6 +112,24 @@ def chat_prompt(
     head = _head(served, leading, tools, options)
     begun = served.encode(prompt[: _common(prompt, head)], param="messages") if head else []
     return tokens, (_common(tokens, begun),)
+
+
+def _rendered(
+    served: Served,
+    messages: Sequence[Message],
+    tools: Sequence[Message] | None,
+    options: Mapping[str, Any] | None,
+    ending: Ending,
+) -> str:
+    """Raises ConfigError."""
+    if ending is Ending.WITHIN:  # whatever the template writes behind the last message is cut off, and nothing of the message
+        messages = [*messages[:-1], {**messages[-1], "content": f"{messages[-1]['content']}{_END}"}]
+    prompt = served.chat.render(messages, tools=tools or None, options=options, add_generation_prompt=ending is Ending.ANSWER)
+    if ending is not Ending.WITHIN:
+        return prompt
+    if _END not in prompt:
+        raise ConfigError("the chat template does not show the last message, so it cannot be continued")
+    return prompt[: prompt.rindex(_END)]
 
 
 def _head(served: Served, leading: list[Message], tools: Sequence[Message] | None, options: Mapping[str, Any] | None) -> str:
@@ -137,24 +191,3 @@ def _call(place: str, call: Any) -> Any:
     except (ValueError, RecursionError):
         return call  # what a model wrote, whole or not
     return {**call, "function": {**function, "arguments": arguments}}
-
-
-class ChatForm:
-    prefix = "chatcmpl"
-    whole_object, chunk_object = "chat.completion", "chat.completion.chunk"
-
-    def __init__(self, text: Text | None) -> None:
-        self._text = text
-
-    def opening(self, index: int) -> dict[str, Any] | None:
-        return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-
-    def piece(self, index: int, delta: Delta) -> dict[str, Any]:
-        return {"index": index, "delta": {"content": delta.text} if delta.text else {}, **self._rest(delta)}
-
-    def whole(self, index: int, delta: Delta) -> dict[str, Any]:
-        return {"index": index, "message": {"role": "assistant", "content": delta.text, "refusal": None}, **self._rest(delta)}
-
-    def _rest(self, delta: Delta) -> dict[str, Any]:
-        logprobs = chat_logprobs(self._text, delta.logprobs) if delta.logprobs else None
-        return {"logprobs": logprobs, "finish_reason": delta.finish.value if delta.finish is not None else None}

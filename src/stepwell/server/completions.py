@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from stepwell.engine.request import Ask, Delta
+from stepwell.engine.request import Ask, Delta, TokenLogprob
 from stepwell.engine.text import Text
+from stepwell.server.bodies import CompletionBody
 from stepwell.server.door import asking
 from stepwell.server.errors import ApiError
-from stepwell.server.logprobs import completion_logprobs
+from stepwell.server.grammars import guide_of
+from stepwell.server.logprobs import completion_logprobs, prompt_logprobs
 from stepwell.server.principals import Principal
 from stepwell.server.replies import answer
-from stepwell.server.requests import (
-    DEFAULT_COMPLETION_TOKENS,
-    CompletionBody,
-    Unknown,
-    asks_of,
-    sampling_of,
-)
+from stepwell.server.requests import DEFAULT_COMPLETION_TOKENS, Unknown, asks_of, sampling_of
 from stepwell.server.served import MAX_CHOICES, Served
 
 
@@ -29,20 +27,41 @@ def completions_router(served: Served) -> APIRouter:
 
     @router.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        return await answer(request, served, CompletionBody, unknown, _asks, CompletionForm(served.text))
+        return await answer(request, served, CompletionBody, unknown, _asks, _form)
 
     return router
 
 
 def _asks(served: Served, body: CompletionBody, principal: Principal, arrived_s: float) -> list[Ask]:
-    max_tokens = body.max_tokens or DEFAULT_COMPLETION_TOKENS
-    sampling = sampling_of(body, served.defaults, max_tokens=max_tokens, logprobs=body.logprobs)
+    if body.max_tokens == 0 and not body.echo:
+        raise ApiError(
+            400, "max_tokens must be at least 1; 0 is for echo=true, which asks for the prompt alone", param="max_tokens"
+        )
+    max_tokens = 1 if body.max_tokens == 0 else body.max_tokens or DEFAULT_COMPLETION_TOKENS
+    prompt_logprobs = body.prompt_logprobs if body.prompt_logprobs is not None or not body.echo else body.logprobs
+    sampling = sampling_of(body, served.defaults, max_tokens=max_tokens, logprobs=body.logprobs, prompt_logprobs=prompt_logprobs)
     prompts = _prompts(served, body.prompt)
     if len(prompts) * body.choices > MAX_CHOICES:
         raise ApiError(400, f"prompts times n is {len(prompts) * body.choices}, and at most {MAX_CHOICES}", param="n")
     for tokens in prompts:
         served.must_fit(tokens, max_tokens=max_tokens, param="prompt")
-    return [ask for tokens in prompts for ask in asks_of(body, principal, tokens, sampling, arrived_s=arrived_s)]
+    guide = guide_of(served, body)
+    return [ask for tokens in prompts for ask in asks_of(body, principal, tokens, sampling, arrived_s=arrived_s, guide=guide)]
+
+
+def _form(served: Served, body: CompletionBody, asks: Sequence[Ask]) -> CompletionForm:
+    if not body.echo:
+        return CompletionForm(served.text, told=body.prompt_logprobs is not None)
+    if served.text is None:
+        raise ApiError(400, "echo needs a tokenizer, and this model has none: leave it out", param="echo")
+    written = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+    texts = [each for each in written if isinstance(each, str)] or [
+        served.text.decode(ask.tokens) for ask in asks[:: body.choices]
+    ]
+    echoes = [
+        Echo(text=texts[at // body.choices], first=ask.tokens[0], alone=body.max_tokens == 0) for at, ask in enumerate(asks)
+    ]
+    return CompletionForm(served.text, told=body.prompt_logprobs is not None, echoes=echoes)
 
 
 def _prompts(served: Served, prompt: str | list[str] | list[int] | list[list[int]]) -> list[list[int]]:
@@ -61,23 +80,53 @@ def _tokens(served: Served, text: str) -> list[int]:
     return served.encode(text, param="prompt") if text else []
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Echo:
+    """A prompt that is to stand before its answer, or `alone`: then one token was computed that nobody sees."""
+
+    text: str
+    first: int
+    alone: bool
+
+
 class CompletionForm:
     prefix = "cmpl"
     whole_object = chunk_object = "text_completion"
 
-    def __init__(self, text: Text | None) -> None:
+    def __init__(self, text: Text | None, *, told: bool = False, echoes: Sequence[Echo] = ()) -> None:
+        """`told`: whether logprobs of prompts stand in a field of their own, as vLLM has them. `echoes` by choice, or none."""
         self._text = text
+        self._told = told
+        self._echoes = dict(enumerate(echoes))  # that are still to be written
+        self._alone = any(echo.alone for echo in echoes)
         self._offsets: Counter[int] = Counter()  # characters of tokens written so far, by choice
 
     def opening(self, index: int) -> dict[str, Any] | None:
         return None
 
-    def piece(self, index: int, delta: Delta) -> dict[str, Any]:
-        logprobs = None
-        if delta.logprobs:
-            logprobs = completion_logprobs(self._text, delta.logprobs, self._offsets[index])
-            self._offsets[index] += sum(len(word) for word in logprobs["tokens"])
-        finish = delta.finish.value if delta.finish is not None else None
-        return {"index": index, "text": delta.text, "logprobs": logprobs, "finish_reason": finish}
+    def piece(self, index: int, delta: Delta) -> dict[str, Any] | None:
+        return self.whole(index, delta) if delta.text or delta.logprobs or delta.finish is not None else None
 
-    whole = piece
+    def whole(self, index: int, delta: Delta) -> dict[str, Any]:
+        tokens: list[TokenLogprob | int] = [] if self._alone else [*delta.logprobs]
+        text, echo = "" if self._alone else delta.text, self._echoes.pop(index, None)
+        if echo is not None:
+            text = echo.text + text
+            tokens = [echo.first, *delta.prompt_logprobs, *tokens] if delta.logprobs else []
+        logprobs = None
+        if tokens:
+            logprobs = completion_logprobs(self._text, tokens, self._offsets[index])
+            self._offsets[index] += sum(len(word) for word in logprobs["tokens"])
+        told = {"prompt_logprobs": prompt_logprobs(self._text, delta.prompt_logprobs)} if self._told else {}
+        finish = delta.finish.value if delta.finish is not None else None
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": finish,
+            "stop_reason": delta.stop_reason,
+            **told,
+        }
+
+    def beside(self, answers: Mapping[int, Delta]) -> dict[str, Any]:
+        return {}

@@ -23,19 +23,32 @@ def chat_logprobs(text: Text | None, tokens: Sequence[TokenLogprob]) -> dict[str
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(text: Text | None, tokens: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
-    """`offset`: characters of this answer's tokens before these."""
-    words = [_word(text, each.token) for each in tokens]
+def completion_logprobs(text: Text | None, tokens: Sequence[TokenLogprob | int], offset: int) -> dict[str, Any]:
+    """`offset`: characters of this answer's tokens before these. A bare number is a prompt's first token: it has no logprob."""
+    words = [_word(text, each if isinstance(each, int) else each.token) for each in tokens]
     offsets = []
     for word in words:
         offsets.append(offset)
         offset += len(word)
     return {
         "tokens": words,
-        "token_logprobs": [_number(each.logprob) for each in tokens],
-        "top_logprobs": [_alternatives(text, each) for each in tokens],
+        "token_logprobs": [None if isinstance(each, int) else _number(each.logprob) for each in tokens],
+        "top_logprobs": [None if isinstance(each, int) else _alternatives(text, each) for each in tokens],
         "text_offset": offsets,
     }
+
+
+def prompt_logprobs(text: Text | None, tokens: Sequence[TokenLogprob]) -> list[dict[str, Any] | None]:
+    """In vLLM's form: for each token of a prompt the likeliest by id, and itself; none for its first."""
+
+    def entry(token: int, logprob: float, rank: int) -> dict[str, Any]:
+        return {"logprob": _number(logprob), "rank": rank, "decoded_token": _word(text, token)}
+
+    def all_of(each: TokenLogprob) -> dict[str, Any]:
+        top = {str(token): entry(token, logprob, rank) for rank, (token, logprob) in enumerate(each.top, start=1)}
+        return {str(each.token): entry(each.token, each.logprob, each.rank), **top}
+
+    return [None, *(all_of(each) for each in tokens)]
 
 
 def _alternatives(text: Text | None, token: TokenLogprob) -> dict[str, float]:

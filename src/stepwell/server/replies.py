@@ -12,7 +12,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
@@ -22,15 +22,17 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from stepwell.base.errors import StepwellError
+from stepwell.engine.edits import OFF_GRAMMAR
 from stepwell.engine.loop import OnDelta
 from stepwell.engine.request import Ask, Delta, Finish, Usage
 from stepwell.engine.runner import RANK_LOST
 from stepwell.engine.scheduler import NO_ROOM
+from stepwell.server.bodies import Asked
 from stepwell.server.door import arrived_s, principal_of
 from stepwell.server.errors import CLIENT_CLOSED, SERVER, ApiError, api_error
 from stepwell.server.handover import wants_offer
 from stepwell.server.principals import Principal
-from stepwell.server.requests import Asked, Unknown, read_body, refuse_unsupported
+from stepwell.server.requests import Unknown, read_body, refuse_unsupported
 from stepwell.server.served import Served
 
 B = TypeVar("B", bound=Asked)
@@ -38,7 +40,10 @@ B = TypeVar("B", bound=Asked)
 log = logging.getLogger(__name__)
 
 _FAILED = "the engine failed on this request; the log says why"
-_FOR_CLIENTS = (NO_ROOM,)  # reasons that say what to do; others may be texts of exceptions, also about somebody else's request
+_FOR_CLIENTS = (
+    NO_ROOM,
+    OFF_GRAMMAR,
+)  # reasons that say what to do; others may be texts of exceptions, also about somebody else's request
 
 
 class Answers:
@@ -142,12 +147,16 @@ class Form(Protocol):
         """The choice that begins a stream, where there is one."""
         ...
 
-    def piece(self, index: int, delta: Delta) -> dict[str, Any]:
-        """The choice of a chunk."""
+    def piece(self, index: int, delta: Delta) -> dict[str, Any] | None:
+        """The choice of a chunk; None where there is nothing to tell yet."""
         ...
 
     def whole(self, index: int, delta: Delta) -> dict[str, Any]:
         """The choice of an answer that is not streamed, from all its deltas as one."""
+        ...
+
+    def beside(self, answers: Mapping[int, Delta]) -> dict[str, Any]:
+        """What stands beside the choices of answers that are not streamed."""
         ...
 
 
@@ -157,15 +166,15 @@ async def answer(
     kind: type[B],
     unknown: Unknown,
     asks_of: Callable[[Served, B, Principal, float], Sequence[Ask]],
-    form: Form,
+    form_of: Callable[[Served, B, Sequence[Ask]], Form],
 ) -> Response:
     """Reads a body of some kind, makes asks of it and replies. `unknown` remembers fields that were told of. Raises ApiError."""
     body, size_bytes = await read_body(served, request, kind)
     served.must_be_called(body.model)
     principal = principal_of(request)
     refuse_unsupported(body, principal, unknown)
-    asks = await served.aside(size_bytes, lambda: asks_of(served, body, principal, arrived_s(request)))
-    return await _reply(request, served, body, asks, form)
+    asks = await served.aside(size_bytes, lambda: asks_of(served, body, principal, arrived_s(request)), slow=body.is_slow)
+    return await _reply(request, served, body, asks, form_of(served, body, asks))
 
 
 async def _reply(request: Request, served: Served, body: Asked, asks: Sequence[Ask], form: Form) -> Response:
@@ -191,9 +200,10 @@ async def _whole(
         await asyncio.wait({collecting, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not collecting.done():
             return Response(status_code=CLIENT_CLOSED)
-        choices = [form.whole(index, delta) for index, delta in sorted(collecting.result().items())]
-        passed_on = await _offered(served, body, asks)
-        return JSONResponse({**envelope, "choices": choices, "usage": answers.usage(body.choices), **passed_on})
+        found = dict(sorted(collecting.result().items()))
+        choices = [form.whole(index, delta) for index, delta in found.items()]
+        more = form.beside(found) | await _offered(served, body, asks)
+        return JSONResponse({**envelope, "choices": choices, "usage": answers.usage(body.choices), **more})
     finally:
         answers.close()
         for task in (collecting, leaving):
@@ -222,6 +232,7 @@ def _joined(deltas: Sequence[Delta]) -> Delta:
         tokens=tuple(token for delta in deltas for token in delta.tokens),
         text="".join(delta.text for delta in deltas),
         logprobs=tuple(each for delta in deltas for each in delta.logprobs),
+        prompt_logprobs=deltas[0].prompt_logprobs,
     )
 
 
@@ -253,8 +264,9 @@ async def _events(answers: Answers, body: Asked, num_asks: int, form: Form, enve
             yield _event({**envelope, "choices": [opening], **usage})
     try:
         async for index, delta in answers.deltas():
-            if delta.text or delta.logprobs or delta.finish is not None:
-                yield _event({**envelope, "choices": [form.piece(index, delta)], **usage})
+            piece = form.piece(index, delta)
+            if piece is not None:
+                yield _event({**envelope, "choices": [piece], **usage})
     except ApiError as error:  # the status is long out: clients look for this
         yield _event(error.body())
         return

@@ -15,65 +15,42 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from json import decoder, scanner
-from typing import Annotated, Any, TypeVar, Union
+from typing import Any, TypeVar
 
 from fastapi import Request
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ValidationError
 
-from stepwell.base.config import MAX_PRIORITY
 from stepwell.base.errors import ConfigError
+from stepwell.engine.guided import Guide
 from stepwell.engine.request import Ask, Sampling
+from stepwell.server.bodies import Asked
 from stepwell.server.errors import ApiError, of_problems
 from stepwell.server.principals import Principal
-from stepwell.server.served import LARGE_BYTES, MAX_CHOICES, Served
+from stepwell.server.served import LARGE_BYTES, Served
 
 log = logging.getLogger(__name__)
 
-MAX_SALT = 256
 _ASK_OPERATOR = "have it raised in the server's tenants file"
 DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's
-_INT64 = 2**63
+_LONG_ID = 10  # digits that no token id has
 _MOST_WARNINGS = 100  # clients choose names of fields
 
-# One wrong element says enough: a body can hold millions, and each would get a message of its own.
-Strings = Annotated[list[str], Field(fail_fast=True)]
-TokenIds = Annotated[list[int], Field(fail_fast=True)]
-Prompt = Union[str, Strings, TokenIds, Annotated[list[TokenIds], Field(fail_fast=True)]]  # noqa: UP007
-
 _ONLY_VALUES: dict[str, tuple[object, ...]] = {
-    "add_generation_prompt": (True,),
     "add_special_tokens": (True,),
     "allowed_token_ids": ([],),
     "audio": (),
     "bad_words": ([],),
     "best_of": (1,),
     "chat_template": (),
-    "continue_final_message": (False,),
     "documents": ([],),
     "echo": (False,),
-    "frequency_penalty": (0,),
     "function_call": ("auto", "none"),
     "functions": ([],),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
     "include_stop_str_in_output": (False,),
-    "logit_bias": ({},),
     "logits_processors": ([],),
-    "min_p": (0,),
-    "min_tokens": (0,),
     "modalities": (["text"],),
-    "presence_penalty": (0,),
-    "prompt_logprobs": (),
-    "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
-    "skip_special_tokens": (True,),
-    "stop_token_ids": ([],),
-    "structured_outputs": (),
     "suffix": ("",),
     "tenant": (),
-    "tool_choice": ("auto", "none"),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "web_search_options": (),
@@ -83,93 +60,12 @@ _INSTEAD = {"tenant": "leave it out, and send the API key of the tenant whose re
 
 _CHANGE_NOTHING = frozenset(  # and need no warning: what OpenAI and vLLM take for their own books
     (
-        "metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention", "request_id", "safety_identifier",
+        "metadata", "prompt_cache_key", "prompt_cache_retention", "request_id", "safety_identifier",
         "service_tier", "store", "user",
     )
 )  # fmt: skip
 MAX_NESTED = 100_000  # lists and objects in one body
 B = TypeVar("B", bound=BaseModel)
-
-
-class Body(BaseModel):
-    """Types are what they say: "12" is no number."""
-
-    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, protected_namespaces=())
-
-
-class Kept(Body):
-    """How the cache treats a prompt. A salt separates: only requests with the same one share anything."""
-
-    cache_salt: str | None = Field(None, min_length=1, max_length=MAX_SALT)
-
-    @field_validator("cache_salt")
-    @classmethod
-    def _salt_is_whole(cls, salt: str | None) -> str | None:
-        return None if salt is None else whole(salt)
-
-
-class StreamOptions(Body):
-    include_usage: bool | None = None
-
-
-class Asked(Kept):
-    """What completions and chats have in common."""
-
-    model: str
-    max_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = Field(None, ge=0, le=100)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1)  # -1 and 0 for no limit
-    seed: int | None = Field(None, ge=0, lt=_INT64)
-    stop: str | Strings | None = None
-    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    ignore_eos: bool | None = None
-    priority: int | None = Field(None, ge=0, le=MAX_PRIORITY)
-    cache_ttl_s: float | None = Field(None, gt=0)
-    kv_transfer_params: dict[str, Any] | None = None  # of a router that has prompts computed elsewhere (`handover.py`)
-    use_cache: bool | None = None  # false: nothing cached is used, and nothing it computes is cached
-
-    @field_validator("stop")
-    @classmethod
-    def _stop_is_whole(cls, stop: str | list[str] | None) -> str | list[str] | None:
-        for each in [stop] if isinstance(stop, str) else stop or []:
-            whole(each)
-        return stop
-
-    @property
-    def choices(self) -> int:
-        return self.n or 1
-
-    @property
-    def wants_usage_chunk(self) -> bool:
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
-
-
-class CompletionBody(Asked):
-    prompt: Prompt
-    logprobs: int | None = Field(None, ge=0, le=20)
-
-
-class ChatBody(Asked):
-    messages: list[dict[str, Any]] = Field(min_length=1, fail_fast=True)
-    tools: list[dict[str, Any]] | None = Field(None, fail_fast=True)
-    tool_choice: Any = None
-    max_completion_tokens: int | None = Field(None, ge=1)
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=20)
-    reasoning_effort: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-
-
-def whole(text: str) -> str:
-    """The text, or ValueError where it cannot be encoded, which JSON does not rule out."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError("half a character (a lone surrogate): send whole ones") from None
-    return text
 
 
 # ---- reading ------------------------------------------------------------------------------------
@@ -258,8 +154,6 @@ def refuse_unsupported(body: Asked, principal: Principal, unknown: Unknown) -> N
         raise ApiError(400, message, param="priority", code="unsupported_parameter")
     must_be_within_ttl(principal, body.cache_ttl_s, param="cache_ttl_s")
     fields = dict(body.model_extra or {})
-    if isinstance(body, ChatBody):
-        fields["tool_choice"] = body.tool_choice
     for name, value in fields.items():
         if value is None or name not in _ONLY_VALUES or value in _ONLY_VALUES[name]:
             continue
@@ -267,6 +161,8 @@ def refuse_unsupported(body: Asked, principal: Principal, unknown: Unknown) -> N
         what = f"it may only be {allowed}" if allowed else _INSTEAD.get(name, "leave it out")
         raise ApiError(400, f"{name} is not supported; {what}", param=name, code="unsupported_parameter")
     unknown.note(name for name in fields if name not in _ONLY_VALUES and name not in _CHANGE_NOTHING)
+    if body.stream and body.prompt_logprobs is not None:
+        raise ApiError(400, "prompt_logprobs come with whole answers: leave out stream", param="prompt_logprobs")
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options is only for stream=true", param="stream_options")
 
@@ -278,8 +174,9 @@ def must_be_within_ttl(principal: Principal, ttl_s: float | None, *, param: str)
 
 
 def sampling_of(
-    body: Asked, defaults: Mapping[str, float | int | bool], *, max_tokens: int | None, logprobs: int | None
-) -> Sampling:
+    body: Asked, defaults: Mapping[str, float | int | bool], *, max_tokens: int | None, logprobs: int | None,
+    prompt_logprobs: int | None, show_special: bool = False,
+) -> Sampling:  # fmt: skip
     """What the body says, then what the model's makers suggest, then OpenAI's defaults. Raises ApiError."""
     top_k = body.top_k if body.top_k is not None else int(defaults.get("top_k", 0))
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
@@ -293,14 +190,24 @@ def sampling_of(
             stop=tuple(stop),
             logprobs=logprobs,
             ignore_eos=bool(body.ignore_eos),
+            min_p=_first(body.min_p, defaults.get("min_p"), 0.0),
+            frequency_penalty=body.frequency_penalty or 0.0,
+            presence_penalty=body.presence_penalty or 0.0,
+            repetition_penalty=_first(body.repetition_penalty, defaults.get("repetition_penalty"), 1.0),
+            logit_bias=_biases(body.logit_bias or {}),
+            stop_token_ids=tuple(dict.fromkeys(body.stop_token_ids or ())),
+            min_tokens=body.min_tokens or 0,
+            prompt_logprobs=prompt_logprobs,
+            show_special=show_special or body.skip_special_tokens is False,
         )
     except ConfigError as error:
         raise ApiError(400, str(error)) from None
 
 
 def asks_of(
-    body: Asked, principal: Principal, tokens: list[int], sampling: Sampling, *, arrived_s: float, hints: tuple[int, ...] = ()
-) -> list[Ask]:
+    body: Asked, principal: Principal, tokens: list[int], sampling: Sampling, *, arrived_s: float, hints: tuple[int, ...] = (),
+    guide: Guide | None = None,
+) -> list[Ask]:  # fmt: skip
     """One for each choice wanted of a prompt. With a seed each gets its own, so that they differ and repeat."""
     first = Ask(
         tokens=tokens,
@@ -310,6 +217,7 @@ def asks_of(
         priority=body.priority or 0,
         ttl_s=principal.ttl_s(body.cache_ttl_s),
         hints=hints,
+        guide=guide,
         use_cache=body.use_cache is not False,
         arrived_s=arrived_s,
     )
@@ -317,6 +225,13 @@ def asks_of(
         return [first] * body.choices
     seeds = range(sampling.seed, sampling.seed + body.choices)
     return [replace(first, sampling=replace(sampling, seed=seed)) for seed in seeds]
+
+
+def _biases(given: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
+    """Token ids are the names of an object's fields, so they come as text."""
+    if not all(token.isascii() and token.isdecimal() and len(token) < _LONG_ID for token in given):
+        raise ApiError(400, 'logit_bias must have token ids for names, as in {"42": -100}', param="logit_bias")
+    return tuple((int(token), bias) for token, bias in given.items())
 
 
 def _first(*values: float | None) -> float:

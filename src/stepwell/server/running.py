@@ -26,6 +26,7 @@ from stepwell.server.handover import Offers, Peers
 from stepwell.server.kv_events.publisher import EventPublisher, EventSocket
 from stepwell.server.load import LoadMeter
 from stepwell.server.metrics import Metrics
+from stepwell.server.parsing.formats import AUTO, reasoning_of, tools_of
 from stepwell.server.principals import Principals
 from stepwell.server.served import MAX_BODY_BYTES, Served
 from stepwell.server.stores import Stores
@@ -64,6 +65,8 @@ class ModelServer:
         name: str,
         chat: ChatTemplate,
         principals: Principals,
+        tool_parser: str | None = AUTO,
+        reasoning_parser: str | None = AUTO,
         defaults: Mapping[str, float | int | bool] | None = None,
         max_body_bytes: int = MAX_BODY_BYTES,
         hosts: tuple[str, ...] = (),
@@ -88,7 +91,10 @@ class ModelServer:
             loop=self._loop,
             name=name,
             text=engine.text,
+            guides=engine.guides,
             chat=chat,
+            tool_parser=tools_of(chat.source) if tool_parser == AUTO else tool_parser,
+            reasoning_parser=reasoning_of(chat.source) if reasoning_parser == AUTO else reasoning_parser,
             max_context=engine.max_context,
             metrics=Metrics(self._loop),
             load=self._load,

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from stepwell.base.errors import BadTokens
 from stepwell.engine.engine import Engine
+from stepwell.engine.guided import Guides
 from stepwell.engine.loading.chat import ChatTemplate
 from stepwell.engine.loop import EngineLoop
 from stepwell.engine.text import Text
@@ -42,6 +43,9 @@ class Served:
     metrics: Metrics
     load: LoadMeter
     principals: Principals
+    guides: Guides | None = None  # None for models without a tokenizer
+    tool_parser: str | None = None  # how the model writes calls of tools, and what it thinks; None where that is not known
+    reasoning_parser: str | None = None
     defaults: Mapping[str, float | int | bool] = field(default_factory=dict)
     max_body_bytes: int = MAX_BODY_BYTES
     hosts: tuple[str, ...] = ()  # names it goes by; none for any
@@ -59,9 +63,9 @@ class Served:
         """Runs `work` on the engine's thread, between two passes."""
         return await asyncio.wrap_future(self.loop.call(work))
 
-    async def aside(self, size_bytes: int, work: Callable[[], T]) -> T:
-        """Runs what a body of `size_bytes` needs on a thread; that of large ones waits its turn, so that small ones do not."""
-        if size_bytes <= LARGE_BYTES:
+    async def aside(self, size_bytes: int, work: Callable[[], T], *, slow: bool = False) -> T:
+        """Runs what a body of `size_bytes` needs on a thread; large or slow ones wait their turn, so that others need not."""
+        if size_bytes <= LARGE_BYTES and not slow:
             return await asyncio.to_thread(work)
         async with self.large:
             return await asyncio.to_thread(work)
@@ -72,14 +76,14 @@ class Served:
             message = f"there is no model {name!r:.200} here; this server has {self.name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    def encode(self, text: str, *, param: str) -> list[int]:
+    def encode(self, text: str, *, param: str, special: bool = True) -> list[int]:
         """Raises ApiError for what cannot be encoded, and, before it is, for what is far too long. Takes its time."""
         if self.text is None:
             raise ApiError(400, "this model has no tokenizer: give token ids as the prompt of /v1/completions", param=param)
         try:
             if self.text.exceeds(text, self.max_context):
                 raise self._too_long(f"{len(text)} characters are more tokens than", param)
-            return self.text.encode(text)
+            return self.text.encode(text, special=special)
         except BadTokens as error:
             raise ApiError(400, str(error), param=param) from None
 

@@ -81,13 +81,17 @@ class Tokenizer:
                 return True
         return False
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of tokens, without special ones. Bytes that are no character become U+FFFD."""
-        return self._inner.decode(list(ids), skip_special_tokens=True)
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """The text of tokens, without special ones unless they are wanted. Bytes that are no character become U+FFFD."""
+        return self._inner.decode(list(ids), skip_special_tokens=not special)
 
-    def stream(self, after: Sequence[int] = ()) -> TextStream:
+    def stream(self, after: Sequence[int] = (), *, special: bool = False) -> TextStream:
         """Decodes an answer token by token. `after`: the prompt, for tokenizers that write a word's space before it."""
-        return TextStream(self, after)
+        return TextStream(self, after, special=special)
+
+    def to_json(self) -> str:
+        """As the `tokenizers` package writes it."""
+        return self._inner.to_str()
 
     @cached_property
     def _longest(self) -> int | None:
@@ -107,8 +111,9 @@ class TextStream:
                     |-- says how held reads, e.g. whether its first word has a space before it
     """
 
-    def __init__(self, tokenizer: Tokenizer, after: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, after: Sequence[int] = (), *, special: bool = False) -> None:
         self._tokenizer = tokenizer
+        self._special = special
         self._context = list(after[-_SEED:])
         self._held: list[int] = []
         self._sent = 0  # characters of what is held
@@ -132,11 +137,11 @@ class TextStream:
         return self._let_go(self._text())
 
     def _text(self) -> str:
-        before = self._tokenizer.decode(self._context)
-        text = self._tokenizer.decode(self._context + self._held)
+        before = self._tokenizer.decode(self._context, special=self._special)
+        text = self._tokenizer.decode(self._context + self._held, special=self._special)
         if text.startswith(before):
             return text[len(before) :]
-        return self._tokenizer.decode(self._held)  # bytes that spoil their neighbours: read alone
+        return self._tokenizer.decode(self._held, special=self._special)  # bytes that spoil their neighbours: read alone
 
     def _let_go(self, text: str) -> str:
         # A special token is no text and gives no context; then what came before still counts.

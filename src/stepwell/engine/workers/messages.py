@@ -20,10 +20,10 @@ import numpy.typing as npt
 
 from stepwell.base.ids import CACHED_KINDS, JobId, Kind, Tier
 from stepwell.base.tasks import Copy, PageIds, Plan, Purpose, Span
-from stepwell.engine.ops.drawing import Draw
 from stepwell.engine.passes.batch import RequestRows
 from stepwell.engine.request import TokenLogprob
-from stepwell.engine.sampling import Chosen
+from stepwell.engine.sampling import Choosing, Chosen
+from stepwell.engine.workers.choosing_arrays import CHOOSING_ARRAYS, pack_choosing, read_choosing
 from stepwell.jobs.channel import Array, Message
 
 SETUP, MEMORY, RUN, COPY = "setup", "memory", "run", "copy"
@@ -37,11 +37,10 @@ Counts = Mapping[Kind, int]  # pages that a memory has, by kind
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pass:
-    """One pass: every request's part, and how the tokens behind each row of logits are drawn."""
+    """One pass: every request's part, and how the tokens behind each row of logits are chosen."""
 
     rows: Sequence[RequestRows]
-    draws: Sequence[Draw | None]
-    logprobs: Sequence[int | None]  # so many alternatives with each token; None for no logprob at all
+    choosing: Sequence[Choosing]
 
 
 # ---- passes -------------------------------------------------------------------------------------
@@ -51,7 +50,6 @@ def pack_pass(given: Pass, number: int) -> Message:
     """`number` is repeated by what comes of it."""
     rows = given.rows
     numbers = np.array([_numbers(each) for each in rows], np.int64).reshape(-1)
-    draws = [(0.0, 0, 1.0, 0.0) if d is None else (d.temperature, d.top_k or 0, d.top_p, d.number) for d in given.draws]
     return Message(
         kind=RUN,
         fields={"pass": number},
@@ -59,8 +57,7 @@ def pack_pass(given: Pass, number: int) -> Message:
             numbers,
             _joined([each.tokens for each in rows]), _joined([each.prefix_pages for each in rows]),
             _joined([each.window_pages for each in rows]),
-            np.array(draws, np.float64).reshape(-1),
-            np.array([_NONE if each is None else each for each in given.logprobs], np.int32),
+            *pack_choosing(given.choosing),
         ],
     )  # fmt: skip
 
@@ -74,11 +71,12 @@ def _numbers(rows: RequestRows) -> tuple[int, ...]:
 
 
 def read_pass(message: Message, *, pages: Counts, vocab_size: int, most_slots: int) -> Pass:
-    numbers, tokens, prefix, window, draws, logprobs = _so_many(message, 6)
-    if [each.dtype.str for each in (numbers, draws, logprobs)] != ["<i8", "<f8", "<i4"]:
+    numbers, tokens, prefix, window, *more = _so_many(message, 4 + CHOOSING_ARRAYS)
+    if numbers.dtype.str != "<i8":
         raise ValueError("a pass in numbers of other kinds")
-    if numbers.size % _COLUMNS or draws.size != 4 * logprobs.size:
+    if numbers.size % _COLUMNS:
         raise ValueError("a pass whose parts are not of one length")
+    choosing = read_choosing(more, vocab_size=vocab_size)
     for array, most, what in (
         (tokens, vocab_size, "tokens"), (prefix, pages.get(Kind.PREFIX, 0), "prefix pages"),
         (window, pages.get(Kind.WINDOW, 0), "window pages"),
@@ -87,7 +85,7 @@ def read_pass(message: Message, *, pages: Counts, vocab_size: int, most_slots: i
     table_RC = numbers.reshape(-1, _COLUMNS)
     _check_table(table_RC, most_points=pages.get(Kind.POINT, 0), most_slots=most_slots)
     said = table_RC[:, _COUNTS].sum(axis=0, dtype=np.float64).tolist()  # which no sum is too large for
-    if said != [len(tokens), len(prefix), len(window), len(logprobs)]:
+    if said != [len(tokens), len(prefix), len(window), len(choosing)]:
         raise ValueError("a pass with more or fewer tokens, pages or draws than it says")
     rows, first, first_prefix, first_seen = [], 0, 0, 0
     for num_tokens, num_prefix, num_window, position, first_window, point, slot, resumes, num_logits, picks in table_RC.tolist():
@@ -107,11 +105,7 @@ def read_pass(message: Message, *, pages: Counts, vocab_size: int, most_slots: i
             )
         )
         first, first_prefix, first_seen = stop, stop_prefix, stop_seen
-    drawn = [
-        Draw(temperature=t, top_k=int(k) or None, top_p=p, number=number) if t > 0 else None
-        for t, k, p, number in draws.reshape(-1, 4).tolist()
-    ]  # fmt: skip
-    return Pass(rows=rows, draws=drawn, logprobs=[None if each == _NONE else each for each in logprobs.tolist()])
+    return Pass(rows=rows, choosing=choosing)
 
 
 def _check_table(table_RC: Array, *, most_points: int, most_slots: int) -> None:
@@ -140,6 +134,7 @@ def pack_chosen(chosen: Sequence[Chosen | None], number: int) -> Message:
         arrays=[
             np.array(tokens, np.int32),
             np.array([float("nan") if each is None else each.logprob for each in found], np.float64),
+            np.array([0 if each is None else each.rank for each in found], np.int32),
             np.array([len(top) for top in tops], np.int32),
             np.array([token for top in tops for token, _ in top], np.int32),
             np.array([value for top in tops for _, value in top], np.float64),
@@ -148,22 +143,24 @@ def pack_chosen(chosen: Sequence[Chosen | None], number: int) -> Message:
 
 
 def read_chosen(message: Message, *, vocab_size: int) -> list[Chosen | None]:
-    arrays = _so_many(message, 5)
-    if [each.dtype.str for each in arrays] != ["<i4", "<f8", "<i4", "<i4", "<f8"]:
+    arrays = _so_many(message, 6)
+    if [each.dtype.str for each in arrays] != ["<i4", "<f8", "<i4", "<i4", "<i4", "<f8"]:
         raise ValueError(f"an answer in numbers of other kinds: {[each.dtype.str for each in arrays]}")
     _must_be_below(arrays[0] + 1, vocab_size + 1, "tokens")  # or none
-    _must_be_below(arrays[2], vocab_size + 1, "alternatives")
-    _must_be_below(arrays[3], vocab_size, "tokens")
-    tokens, values, counts, top_tokens, top_values = (each.tolist() for each in arrays)
-    if not len(tokens) == len(values) == len(counts) or sum(counts) != len(top_tokens) or len(top_tokens) != len(top_values):
+    _must_be_below(arrays[2], vocab_size + 1, "ranks of tokens")
+    _must_be_below(arrays[3], vocab_size + 1, "alternatives")
+    _must_be_below(arrays[4], vocab_size, "tokens")
+    tokens, values, ranks, counts, top_tokens, top_values = (each.tolist() for each in arrays)
+    lengths_agree = len(tokens) == len(values) == len(ranks) == len(counts)
+    if not lengths_agree or sum(counts) != len(top_tokens) or len(top_tokens) != len(top_values):
         raise ValueError("an answer whose parts are not of one length")
     chosen: list[Chosen | None] = []
     start = 0
-    for token, value, count in zip(tokens, values, counts, strict=True):
+    for token, value, rank, count in zip(tokens, values, ranks, counts, strict=True):
         logprob = None
         if value == value:  # not a number where none was asked for
             top = tuple(zip(top_tokens[start : start + count], top_values[start : start + count], strict=True))
-            logprob = TokenLogprob(token=token, logprob=value, top=top)
+            logprob = TokenLogprob(token=token, logprob=value, rank=rank, top=top)
         start += count
         chosen.append(None if token == _NONE else Chosen(token=token, logprob=logprob))
     return chosen

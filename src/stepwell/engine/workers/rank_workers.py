@@ -282,8 +282,8 @@ class RankWorkers:
             self._await_answers()
             self._must_have_gone_well()
             chosen = read_chosen(self._answers[0], vocab_size=self.vocab_size)
-            if len(chosen) != len(given.draws):
-                raise self._processes.lose(0, f"it chose {len(chosen)} tokens in place of {len(given.draws)}")
+            if len(chosen) != len(given.choosing):
+                raise self._processes.lose(0, f"it chose {len(chosen)} tokens in place of {len(given.choosing)}")
             return chosen
         except ValueError as error:
             raise self._lost(self._processes.lose(0, f"it says what makes no sense: {error}")) from None

@@ -12,7 +12,7 @@ from stepwell.engine.ops.kernels import Report
 from stepwell.engine.passes.spilling import SpillReport
 from stepwell.engine.request import Chunk
 from stepwell.engine.runner import Facts, RanksReport, Slots, rows_of
-from stepwell.engine.sampling import Chosen, WaitForChoices, draws_for, logprobs_for
+from stepwell.engine.sampling import Chosen, WaitForChoices, choosing_for
 from stepwell.engine.workers.messages import Pass
 from stepwell.engine.workers.rank_workers import RankWorkers
 
@@ -69,8 +69,8 @@ class RankedRunner:
         self._slots.sweep()
         given = Pass(
             rows=[rows_of(chunk, self._slots, picks=False) for chunk in chunks],
-            draws=draws_for(chunks), logprobs=logprobs_for(chunks),
-        )  # fmt: skip
+            choosing=choosing_for(chunks),
+        )
         chosen = _Chosen(self.workers.compute(given))
         return lambda: chosen
 
@@ -92,5 +92,5 @@ class _Chosen:
     def __init__(self, chosen: Sequence[Chosen | None]) -> None:
         self._chosen = chosen
 
-    def of(self, row: int, logprobs: int | None) -> Chosen | None:
+    def of(self, row: int) -> Chosen | None:
         return self._chosen[row]

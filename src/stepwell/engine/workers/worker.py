@@ -229,8 +229,8 @@ class Shard:
             if model.device.type == "cuda":
                 _wait_for(model.device)
             return Message(kind=CHOSEN, fields={"pass": number})
-        choices = Choices(logits, given.draws, model.kernels.pick, model.kernels.to_host)
-        return pack_chosen([choices.of(row, count) for row, count in enumerate(given.logprobs)], number)
+        choices = Choices(logits, given.choosing, model.kernels.pick, model.kernels.to_host)
+        return pack_chosen([choices.of(row) for row in range(len(given.choosing))], number)
 
 
 def _wait_for(device: Any) -> None:

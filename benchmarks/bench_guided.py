@@ -1,0 +1,116 @@
+"""What guided decoding costs by each of two libraries: grammars made ready, and the mask of each next token.
+
+    python benchmarks/bench_guided.py
+
+A vocabulary of 128,000 made-up words, one document of JSON fed token by token. Needs llguidance and xgrammar installed.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+VOCAB = 128_000
+PROPERTIES = {f"field_{at}": {"type": "string", "maxLength": 40} for at in range(8)} | {
+    "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}},
+    "point": {"type": "object", "properties": {"x": {"type": "number"}, "y": {"type": "number"}}, "required": ["x", "y"],
+              "additionalProperties": False},
+}  # fmt: skip
+SCHEMA = {"type": "object", "properties": PROPERTIES, "required": list(PROPERTIES), "additionalProperties": False}
+DOCUMENT = json.dumps(
+    {f"field_{at}": "some words of text" for at in range(8)} | {"tags": ["red", "blue"], "point": {"x": 1.5, "y": -20}},
+    separators=(", ", ": "),
+)
+REGEX = r"\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}(\.\d+)?(Z|[+-]\d{2}:\d{2})"
+STAMP = "2026-11-17T16:00:00.125+01:00"
+
+
+def words() -> list[str]:
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    draw, made = random.Random(1), dict.fromkeys(sorted(alphabet))
+    letters = 'etaoinshrdlcumwfgypbvk0123456789_-:,."{}[]Ġ'
+    while len(made) < VOCAB - 1:
+        made["".join(draw.choice(letters) for _ in range(draw.choice([2, 3, 3, 4, 5, 6])))] = None
+    return [*made, "<eos>"]
+
+
+def inner(vocab: list[str]) -> tokenizers.Tokenizer:
+    made = tokenizers.Tokenizer(models.BPE(vocab={word: at for at, word in enumerate(vocab)}, merges=[]))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False), decoders.ByteLevel()
+    made.add_special_tokens(["<eos>"])
+    return made
+
+
+def report(name: str, load_s: float, ready: Callable[[str], tuple[float, list[float]]]) -> None:
+    for what in ("schema", "regex"):
+        first, masks = ready(what)
+        ordered = sorted(masks)
+        p99 = ordered[int(len(ordered) * 0.99)]
+        print(f"{name:<11} {what:<7} load {load_s:5.2f} s  ready {first * 1e3:7.1f} ms  "
+              f"mask median {statistics.median(masks) * 1e6:6.0f} us  p99 {p99 * 1e6:6.0f} us")  # fmt: skip
+
+
+def by_llguidance(tokenizer: tokenizers.Tokenizer, eos: int) -> None:
+    import llguidance
+    import llguidance.numpy as masks
+
+    began = time.perf_counter()
+    made = llguidance.LLTokenizer(tokenizer.to_str(), n_vocab=VOCAB, eos_token=eos)
+    load_s = time.perf_counter() - began
+    words = masks.allocate_token_bitmask(1, VOCAB)
+
+    def ready(what: str) -> tuple[float, list[float]]:
+        began = time.perf_counter()
+        grammar = (llguidance.LLMatcher.grammar_from_json_schema(SCHEMA) if what == "schema"
+                   else llguidance.LLMatcher.grammar_from_regex(REGEX))  # fmt: skip
+        matcher = llguidance.LLMatcher(made, grammar)
+        first, times = time.perf_counter() - began, []
+        for token in tokenizer.encode(DOCUMENT if what == "schema" else STAMP).ids:
+            began = time.perf_counter()
+            masks.fill_next_token_bitmask(matcher, words, 0)
+            times.append(time.perf_counter() - began)
+            assert matcher.consume_token(token), matcher.get_error()
+        return first, times
+
+    report("llguidance", load_s, ready)
+
+
+def by_xgrammar(tokenizer: tokenizers.Tokenizer, vocab: list[str], eos: int) -> None:
+    import xgrammar
+
+    began = time.perf_counter()
+    info = xgrammar.TokenizerInfo(vocab, vocab_type=xgrammar.VocabType.BYTE_LEVEL, vocab_size=VOCAB, stop_token_ids=[eos])
+    compiler = xgrammar.GrammarCompiler(info, cache_enabled=False)
+    load_s = time.perf_counter() - began
+    words = xgrammar.allocate_token_bitmask(1, VOCAB)
+
+    def ready(what: str) -> tuple[float, list[float]]:
+        began = time.perf_counter()
+        compiled = compiler.compile_json_schema(json.dumps(SCHEMA)) if what == "schema" else compiler.compile_regex(REGEX)
+        matcher = xgrammar.GrammarMatcher(compiled)
+        first, times = time.perf_counter() - began, []
+        for token in tokenizer.encode(DOCUMENT if what == "schema" else STAMP).ids:
+            began = time.perf_counter()
+            matcher.fill_next_token_bitmask(words, 0)
+            times.append(time.perf_counter() - began)
+            assert matcher.accept_token(token)
+        return first, times
+
+    report("xgrammar", load_s, ready)
+
+
+def main() -> None:
+    vocab = words()
+    tokenizer, eos = inner(vocab), len(vocab) - 1
+    by_llguidance(tokenizer, eos)
+    by_xgrammar(tokenizer, vocab, eos)
+
+
+if __name__ == "__main__":
+    main()

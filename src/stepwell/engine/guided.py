@@ -1,0 +1,160 @@
+"""Answers that follow a grammar: which tokens may come next. Wraps `llguidance`, which is imported on first use.
+
+    compile    once a grammar, on a thread of the server's: bounded by its size and by fuel, so that no client can ask for more
+    follow     once an answer: reads its tokens as they come, and says what may follow them and a draft's guesses
+
+A grammar is compiled for one vocabulary. Where an answer stands in it follows from its tokens alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from threading import Lock
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from stepwell.base.errors import ConfigError
+from stepwell.engine.ops.editing import words_for
+from stepwell.engine.text import Text
+
+MAX_SOURCE = 64 << 10  # characters
+_KEPT = 16  # compiled grammars, a few MiB each
+_LIMITS = {  # of memory and of the time that one mask takes; fuel is some 50,000 a millisecond before the first, then 14,000
+    "initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000, "step_max_items": 50_000, "max_items_in_row": 2_000,
+    "max_lexer_states": 20_000, "max_grammar_size": 20_000, "verbose_errors": False,
+}  # fmt: skip
+_SPACES = r"[ \n\r\t]{0,20}"  # between pieces of JSON: a model that likes spaces comes to an end
+NEEDS_EXTRA = "guided output needs llguidance, which is not installed on the server: pip install 'stepwell[guided]'"
+
+
+class Kind(Enum):
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    GRAMMAR = "grammar"  # in Lark's or GBNF's form
+    CHOICE = "choice"  # a list of strings, in JSON
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grammar:
+    """What answers are to follow, as it was asked for."""
+
+    kind: Kind
+    source: str
+
+
+class OffGrammar(Exception):
+    """The grammar was too much for its limits in the middle of an answer."""
+
+
+class Guide:
+    """A compiled grammar. Any number of answers may follow it."""
+
+    def __init__(self, start: Any, vocab_size: int) -> None:
+        self._start = start
+        self._vocab_size = vocab_size
+
+    def follow(self) -> Following:
+        return Following(self._start.deep_copy(), self._vocab_size)
+
+
+class Following:
+    """One answer's place in a grammar. One thread."""
+
+    def __init__(self, matcher: Any, vocab_size: int) -> None:
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+        self._read = 0
+
+    def allowed(self, answer: Sequence[int], guesses: Sequence[int] = ()) -> npt.NDArray[np.int32]:
+        """A bit for each token that may come behind an answer, which only grows, and guesses. Raises OffGrammar.
+
+        Where a guess is not allowed, no bit is of use: nobody chooses it, and what is behind it is dropped.
+        """
+        matcher = self._matcher
+        matcher.consume_tokens(list(answer[self._read :]))
+        self._read = len(answer)
+        ahead = matcher.try_consume_tokens(list(guesses)) if guesses else 0
+        words = np.zeros(words_for(self._vocab_size), np.int32)
+        matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        if matcher.is_error():
+            raise OffGrammar(matcher.get_error().splitlines()[0])
+        if ahead:
+            matcher.rollback(ahead)
+        return words
+
+
+class Guides:
+    """Compiles grammars for one model, and keeps the last ones. Any number of threads may ask."""
+
+    def __init__(self, text: Text, *, vocab_size: int, eos_ids: frozenset[int]) -> None:
+        self._text = text
+        self._vocab_size = vocab_size
+        self._eos_ids = eos_ids
+        self._kept: OrderedDict[Grammar, Guide] = OrderedDict()
+        self._lock = Lock()
+
+    def compile(self, grammar: Grammar) -> Guide:
+        """Raises ConfigError for what is no grammar, or too large a one, and where the library is missing."""
+        if len(grammar.source) > MAX_SOURCE:
+            raise ConfigError(f"a grammar may have {MAX_SOURCE} characters, got {len(grammar.source)}: make it smaller")
+        with self._lock:
+            if grammar in self._kept:
+                self._kept.move_to_end(grammar)
+                return self._kept[grammar]
+            guide = self._compiled(grammar)
+            self._kept[grammar] = guide
+            if len(self._kept) > _KEPT:
+                self._kept.popitem(last=False)
+            return guide
+
+    def _compiled(self, grammar: Grammar) -> Guide:
+        library = _library()
+        try:
+            start = library.LLMatcher(
+                self._tokenizer, _written(library, grammar), log_level=0, limits=library.LLParserLimits(**_LIMITS)
+            )
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"the {grammar.kind.value} cannot be followed: {error!s:.500}") from None
+        if start.is_error():
+            raise ConfigError(f"the {grammar.kind.value} cannot be followed: {start.get_error():.500}")
+        guide = Guide(start, self._vocab_size)
+        try:  # what is too much for the first token is found here, and not in a pass
+            guide.follow().allowed(())
+        except OffGrammar as error:
+            raise ConfigError(f"the {grammar.kind.value} is too complex: {error!s:.500}") from None
+        return guide
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        """Takes a second or more for a large vocabulary."""
+        if not self._eos_ids:
+            raise ConfigError("guided output needs a token that ends answers, and this model names none")
+        return _library().LLTokenizer(self._text.to_json(), n_vocab=self._vocab_size, eos_token=sorted(self._eos_ids))
+
+
+def _written(library: Any, grammar: Grammar) -> str:
+    """In the library's own form. Raises ValueError."""
+    if grammar.kind is Kind.JSON_SCHEMA:
+        written: str = library.LLMatcher.grammar_from_json_schema(grammar.source, overrides={"whitespace_pattern": _SPACES})
+        return written
+    if grammar.kind is Kind.CHOICE:
+        choices = json.loads(grammar.source)
+        written = library.LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(each) for each in choices))
+        return written
+    written = library.grammar_from(grammar.kind.value, grammar.source)
+    return written
+
+
+def _library() -> Any:
+    try:
+        import llguidance
+    except ModuleNotFoundError:
+        raise ConfigError(NEEDS_EXTRA) from None
+    return llguidance

@@ -1,0 +1,108 @@
+"""How tokens are chosen, as arrays of a message: a part of `messages.py`.
+
+drawn      temperature, top-k, top-p and number of each row
+rows       logprobs, given token, and how many ids and words its edit has; see `_COUNTS`
+ids        of all edits, back to back: biased, repeated, used, forbidden, then words of what is allowed
+numbers    of all edits: repetition, reach of min-p, biases, penalties
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from stepwell.engine.ops.drawing import Draw
+from stepwell.engine.ops.editing import Edit, words_for
+from stepwell.engine.sampling import Choosing
+from stepwell.jobs.channel import Array
+
+CHOOSING_ARRAYS = 4
+_NONE = -1  # in arrays
+_COUNTS = 8  # logprobs, given, whether it is edited; biased, repeated, used, forbidden, words
+
+
+def pack_choosing(ways: Sequence[Choosing]) -> list[Array]:
+    drawn = [
+        (0.0, 0, 1.0, 0.0) if way.draw is None else (way.draw.temperature, way.draw.top_k or 0, way.draw.top_p, way.draw.number)
+        for way in ways
+    ]
+    edits = [way.edit for way in ways if way.edit is not None]
+    ids = [part for edit in edits for part in (edit.biased, edit.repeated, edit.used, edit.forbidden, edit.allowed)]
+    numbers = [part for edit in edits for part in (_two(edit), edit.biases, edit.penalties)]
+    return [
+        np.array(drawn, np.float64).reshape(-1),
+        np.array([_row(way) for way in ways], np.int64).reshape(-1),
+        np.concatenate(ids).astype(np.int32, copy=False) if ids else np.empty(0, np.int32),
+        np.concatenate(numbers) if numbers else np.empty(0, np.float64),
+    ]
+
+
+def _row(way: Choosing) -> tuple[int, ...]:
+    about = (_NONE if way.logprobs is None else way.logprobs, _NONE if way.given is None else way.given)
+    edit = way.edit
+    if edit is None:
+        return *about, 0, 0, 0, 0, 0, 0
+    return *about, 1, len(edit.biased), len(edit.repeated), len(edit.used), len(edit.forbidden), len(edit.allowed)
+
+
+def _two(edit: Edit) -> Array:
+    return np.array([edit.repetition, float("nan") if edit.within is None else edit.within], np.float64)
+
+
+def read_choosing(arrays: Sequence[Array], *, vocab_size: int) -> list[Choosing]:
+    """Raises ValueError for what makes no sense."""
+    drawn, rows, ids, numbers = arrays
+    if [each.dtype.str for each in arrays] != ["<f8", "<i8", "<i4", "<f8"]:
+        raise ValueError("a pass whose draws are numbers of other kinds")
+    if rows.size % _COUNTS or drawn.size * _COUNTS != rows.size * 4:
+        raise ValueError("a pass whose rows and draws are not of one length")
+    draws = [
+        Draw(temperature=t, top_k=int(k) or None, top_p=p, number=number) if t > 0 else None
+        for t, k, p, number in drawn.reshape(-1, 4).tolist()
+    ]  # fmt: skip
+    ways, reader = [], _Reader(ids, numbers, vocab_size)
+    for draw, (logprobs, given, is_edited, *counts) in zip(draws, rows.reshape(-1, _COUNTS).tolist(), strict=True):
+        if min(counts) < 0 or not _NONE <= given < vocab_size or counts[-1] not in (0, words_for(vocab_size)):
+            raise ValueError(f"a pass with an edit of {counts} ids, or a token {given} that is not there")
+        ways.append(
+            Choosing(
+                draw=draw,
+                edit=reader.edit(*counts) if is_edited else None,
+                given=None if given == _NONE else given,
+                logprobs=None if logprobs == _NONE else logprobs,
+            )
+        )
+    reader.must_be_done()
+    return ways
+
+
+class _Reader:
+    def __init__(self, ids: Array, numbers: Array, vocab_size: int) -> None:
+        self._left = {"ids": ids, "numbers": numbers}
+        self._vocab_size = vocab_size
+
+    def edit(self, biased: int, repeated: int, used: int, forbidden: int, words: int) -> Edit:
+        places = [self._ids(count) for count in (biased, repeated, used, forbidden)]
+        allowed, (repetition, within) = self._take("ids", words), self._take("numbers", 2).tolist()
+        return Edit(
+            biased=places[0], biases=self._take("numbers", biased), repeated=places[1], repetition=repetition, used=places[2],
+            penalties=self._take("numbers", used), forbidden=places[3], allowed=allowed,
+            within=within if within == within else None,
+        )  # fmt: skip
+
+    def must_be_done(self) -> None:
+        if any(left.size for left in self._left.values()):
+            raise ValueError("a pass with more edits than it says")
+
+    def _ids(self, count: int) -> Array:
+        ids = self._take("ids", count)
+        if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < self._vocab_size:
+            raise ValueError(f"a pass whose edits name tokens that are not there: {ids[:8]}")
+        return ids
+
+    def _take(self, what: str, count: int) -> Array:
+        taken, self._left[what] = self._left[what][:count], self._left[what][count:]
+        if len(taken) < count:
+            raise ValueError(f"a pass with fewer {what} of edits than it says")
+        return taken

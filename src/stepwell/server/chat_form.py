@@ -1,0 +1,125 @@
+"""How the answer to a chat looks on the wire: its content, what the model thought, the tools it calls; whole and in pieces."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from stepwell.engine.request import Ask, Delta, Finish
+from stepwell.engine.text import Text
+from stepwell.server.bodies import ChatBody
+from stepwell.server.logprobs import chat_logprobs, prompt_logprobs
+from stepwell.server.parsing.blocks import Plain
+from stepwell.server.parsing.formats import parser_for
+from stepwell.server.parsing.pieces import Call, Parser, Piece, joined
+from stepwell.server.served import Served
+from stepwell.server.tool_choice import Choosing, NamedParser, RequiredParser, ToolChoice, tool_choice_of
+
+_PROMPT_END = 16  # tokens of a prompt that show whether it opens the reasoning
+
+
+def shows_special(served: Served, body: ChatBody) -> bool:
+    """Whether an answer is parsed, for which the markers of its format must stand in its text."""
+    choice = tool_choice_of(body)
+    return not (choice.is_forced or body.is_guided) and _formats(served, choice) != (None, None)
+
+
+def chat_form(served: Served, body: ChatBody, asks: Sequence[Ask]) -> ChatForm:
+    choice = tool_choice_of(body)
+    return ChatForm(
+        served.text,
+        _parser(served, body, choice, asks[0]),
+        told=body.prompt_logprobs is not None,
+        several=body.parallel_tool_calls is not False,
+        named=choice.how is Choosing.NAMED,
+    )
+
+
+def _formats(served: Served, choice: ToolChoice) -> tuple[str | None, str | None]:
+    return served.tool_parser if choice.how is Choosing.AUTO else None, served.reasoning_parser
+
+
+def _parser(served: Served, body: ChatBody, choice: ToolChoice, ask: Ask) -> Callable[[], Parser]:
+    """Makes what an answer is parsed with. One that follows a grammar is what the grammar says, and has no reasoning."""
+    if choice.name is not None:
+        name = choice.name
+        return lambda: NamedParser(name)
+    if choice.how is Choosing.REQUIRED:
+        return RequiredParser
+    tools, reasoning = _formats(served, choice)
+    if body.is_guided or served.text is None:
+        return Plain
+    end = served.text.decode(ask.tokens[-_PROMPT_END:], special=True)
+    return lambda: parser_for(tools, reasoning, prompt_end=end)
+
+
+class ChatForm:
+    prefix = "chatcmpl"
+    whole_object, chunk_object = "chat.completion", "chat.completion.chunk"
+
+    def __init__(
+        self, text: Text | None, parser: Callable[[], Parser], *, told: bool = False, several: bool = True, named: bool = False
+    ) -> None:
+        """`told`: whether logprobs of the prompt are wanted. `several`: whether more calls than one may be told."""
+        self._text = text
+        self._parser = parser
+        self._told = told
+        self._several = several
+        self._named = named
+        self._parsers: dict[int, Parser] = {}  # by choice
+        self._calls: dict[int, int] = {}  # that were told, by choice
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+
+    def piece(self, index: int, delta: Delta) -> dict[str, Any] | None:
+        first = self._calls.get(index, 0)
+        piece = self._parsed(index, delta)
+        if not piece and not delta.logprobs and delta.finish is None:
+            return None
+        told: dict[str, Any] = {"content": piece.content} if piece.content else {}
+        if piece.reasoning:
+            told["reasoning_content"] = piece.reasoning
+        if piece.calls:
+            told["tool_calls"] = [{"index": at, **_call(call)} for at, call in enumerate(piece.calls, start=first)]
+        return {"index": index, "delta": told, **self._rest(index, delta)}
+
+    def whole(self, index: int, delta: Delta) -> dict[str, Any]:
+        piece = self._parsed(index, delta)
+        content = None if piece.calls and not piece.content else piece.content
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if piece.reasoning:
+            message["reasoning_content"] = piece.reasoning
+        if piece.calls:
+            message["tool_calls"] = [_call(call) for call in piece.calls]
+        return {"index": index, "message": message, **self._rest(index, delta)}
+
+    def beside(self, answers: Mapping[int, Delta]) -> dict[str, Any]:
+        """All choices have one prompt."""
+        return {"prompt_logprobs": prompt_logprobs(self._text, answers[0].prompt_logprobs)} if self._told else {}
+
+    def _parsed(self, index: int, delta: Delta) -> Piece:
+        if index not in self._parsers:
+            self._parsers[index] = self._parser()
+        parser = self._parsers[index]
+        piece = parser.push(delta.text)
+        if delta.finish is not None:
+            piece = joined([piece, parser.finish()])
+        first = self._calls.get(index, 0)
+        if not self._several:
+            piece = Piece(content=piece.content, reasoning=piece.reasoning, calls=piece.calls[: max(1 - first, 0)])
+        self._calls[index] = first + len(piece.calls)
+        return piece
+
+    def _rest(self, index: int, delta: Delta) -> dict[str, Any]:
+        logprobs = chat_logprobs(self._text, delta.logprobs) if delta.logprobs else None
+        finish = delta.finish.value if delta.finish is not None else None
+        if delta.finish is Finish.STOP and self._calls.get(index) and not self._named:  # as OpenAI has it
+            finish = "tool_calls"
+        return {"logprobs": logprobs, "finish_reason": finish, "stop_reason": delta.stop_reason}
+
+
+def _call(call: Call) -> dict[str, Any]:
+    named = call.id or f"call_{uuid.uuid4().hex[:24]}"
+    return {"id": named, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

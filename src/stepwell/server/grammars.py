@@ -1,0 +1,100 @@
+"""What an answer is to follow, out of the fields that ask for it: OpenAI's `response_format`, vLLM's `structured_outputs`.
+
+    response_format       {"type": "text" | "json_object" | "json_schema", "json_schema": {"schema": {...}}}
+    structured_outputs    one of json, json_object, regex, choice, grammar
+    guided_json, guided_regex, guided_choice, guided_grammar        as older clients name them
+
+Compiles on the calling thread, which must not be the event loop's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from stepwell.base.errors import ConfigError
+from stepwell.engine.guided import NEEDS_EXTRA, Grammar, Guide, Kind
+from stepwell.server.bodies import Asked
+from stepwell.server.errors import ApiError
+from stepwell.server.served import Served
+
+MAX_CHOICES_TO_MAKE = 1000
+_ANY_OBJECT = {"type": "object"}
+_FORMATS = ("text", "json_object", "json_schema")
+
+
+def guide_of(served: Served, body: Asked) -> Guide | None:
+    """What a body says that its answer follows; None where it is free. Raises ApiError."""
+    asked = [each for each in (_of_format(body), *_of_structured(body), *_of_older(body)) if each is not None]
+    if not asked:
+        return None
+    if len(asked) > 1:
+        names = " and ".join(name for name, _ in asked)
+        raise ApiError(400, f"an answer follows one thing: {names} were asked for", param=asked[0][0].split(".")[0])
+    name, grammar = asked[0]
+    return compiled(served, grammar, param=name.split(".")[0])
+
+
+def compiled(served: Served, grammar: Grammar, *, param: str) -> Guide:
+    """Raises ApiError."""
+    if served.guides is None:
+        raise ApiError(400, f"{param} needs a tokenizer, and this model has none", param=param, code="unsupported_parameter")
+    try:
+        return served.guides.compile(grammar)
+    except ConfigError as error:
+        code = "unsupported_parameter" if str(error) == NEEDS_EXTRA else "invalid_grammar"
+        raise ApiError(400, f"{param}: {error}", param=param, code=code) from None
+
+
+def schema_grammar(schema: Any) -> Grammar:
+    return Grammar(kind=Kind.JSON_SCHEMA, source=schema if isinstance(schema, str) else json.dumps(schema))
+
+
+Asking = tuple[str, Grammar]
+
+
+def _of_format(body: Asked) -> Asking | None:
+    name, wanted = "response_format", body.response_format or {}
+    kind = wanted.get("type", "text") if wanted else "text"
+    if kind not in _FORMATS:
+        raise ApiError(400, f"response_format must be of type {', '.join(_FORMATS)}, got {kind!r:.80}", param=name)
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return name, schema_grammar(_ANY_OBJECT)
+    described = wanted.get("json_schema")
+    schema = described.get("schema") if isinstance(described, Mapping) else None
+    if not isinstance(schema, Mapping):
+        raise ApiError(400, 'response_format needs {"json_schema": {"name": ..., "schema": {...}}}', param=name)
+    return name, schema_grammar(schema)
+
+
+def _of_structured(body: Asked) -> list[Asking]:
+    given = {name: value for name, value in (body.structured_outputs or {}).items() if value is not None and value is not False}
+    return [(f"structured_outputs.{name}", _grammar("structured_outputs", name, value)) for name, value in given.items()]
+
+
+def _of_older(body: Asked) -> list[Asking]:
+    older = {
+        "json": body.guided_json, "regex": body.guided_regex, "choice": body.guided_choice, "grammar": body.guided_grammar,
+    }  # fmt: skip
+    return [(f"guided_{name}", _grammar(f"guided_{name}", name, value)) for name, value in older.items() if value is not None]
+
+
+def _grammar(param: str, name: str, value: Any) -> Grammar:
+    if name == "json" and isinstance(value, str | Mapping):
+        return schema_grammar(value)
+    if name == "json_object" and value is True:
+        return schema_grammar(_ANY_OBJECT)
+    if name in ("regex", "grammar") and isinstance(value, str) and value:
+        return Grammar(kind=Kind(name), source=value)
+    if name == "choice" and _are_texts(value):
+        return Grammar(kind=Kind.CHOICE, source=json.dumps(value))
+    what = "one of json (a schema), json_object (true), regex and grammar (text), choice (a list of texts)"
+    raise ApiError(400, f"{param}: {name!r:.80} is not known or has no such value; give {what}", param=param)
+
+
+def _are_texts(value: Any) -> bool:
+    some = isinstance(value, list) and 0 < len(value) <= MAX_CHOICES_TO_MAKE
+    return some and all(isinstance(each, str) and each for each in value)

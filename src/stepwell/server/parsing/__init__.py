@@ -1,0 +1,1 @@
+"""Tool calls and reasoning out of the text of answers, as it comes."""

@@ -1,0 +1,76 @@
+"""The messages that gpt-oss answers with: each has a channel, and a call names whom it is for.
+
+<|channel|>analysis<|message|>thoughts<|end|>
+<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"x": 1}<|call|>
+<|start|>assistant<|channel|>final<|message|>the answer<|return|>
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+from stepwell.server.parsing.pieces import Call, Markers, Piece, joined
+
+_MESSAGE = "<|message|>"
+_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
+_FOR = re.compile(r"to=functions\.([\w.-]+)")
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+
+
+class HarmonyParser:
+    """`tools`: whether calls are told; otherwise they are content."""
+
+    def __init__(self, *, tools: bool) -> None:
+        self._tools = tools
+        self._in_header = True
+        self._header = ""
+        self._body = ""
+        self._name: str | None = None  # of the tool that is called
+        self._thinks = False
+        self._markers = Markers((_MESSAGE,))
+
+    def push(self, text: str) -> Piece:
+        pieces: list[Piece] = []
+        while text:
+            before, marker, text = self._markers.push(text)
+            if self._in_header:
+                self._header += before
+                if marker is not None:
+                    self._begin()
+            else:
+                pieces.append(self._said(before))
+                if marker is not None:
+                    pieces.append(self._end())
+        return joined(pieces)
+
+    def finish(self) -> Piece:
+        held = self._markers.finish()
+        if not self._in_header:
+            return joined([self._said(held), self._end()])
+        plain = (not self._header and not held.startswith("<|")) or "<|" not in self._header + held
+        return Piece(content=self._header + held) if plain else Piece()  # a header without its message says nothing
+
+    def _begin(self) -> None:
+        """A message: the header says what it is. One without a channel is the answer."""
+        called, channel = _FOR.search(self._header), _CHANNEL.search(self._header)
+        self._name = called.group(1) if called is not None and self._tools else None
+        self._thinks = channel is not None and channel.group(1) == "analysis" and self._name is None
+        self._in_header, self._header, self._body, self._markers = False, "", "", Markers(_ENDS)
+
+    def _said(self, text: str) -> Piece:
+        if self._name is not None:
+            self._body += text
+            return Piece()
+        return Piece(reasoning=text) if self._thinks else Piece(content=text)
+
+    def _end(self) -> Piece:
+        name, body = self._name, self._body
+        self._in_header, self._name, self._markers = True, None, Markers((_MESSAGE,))
+        if name is None:
+            return Piece()
+        try:
+            arguments = json.loads(body or "{}")
+        except (ValueError, RecursionError):
+            return Piece(content=body)
+        return Piece(calls=(Call(name=name, arguments=json.dumps(arguments, ensure_ascii=False)),))

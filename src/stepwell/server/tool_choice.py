@@ -1,0 +1,125 @@
+"""Which tools an answer may call, and must: `tools` and `tool_choice` of a chat.
+
+none        the template is told of no tools
+auto        the model decides, and calls are found in its answer
+required    the answer is JSON, a list of calls: a grammar sees to it
+by name     the answer is the arguments of that tool, as its schema says: a grammar sees to it
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from stepwell.engine.guided import Grammar
+from stepwell.server.bodies import ChatBody
+from stepwell.server.errors import ApiError
+from stepwell.server.grammars import schema_grammar
+from stepwell.server.parsing.pieces import Call, Piece, call_of
+
+_MOST_CALLS = 16  # of an answer that has to have some
+_KINDS = "'none', 'auto', 'required' or {'type': 'function', 'function': {'name': ...}}"
+
+
+class Choosing(Enum):
+    NONE = "none"
+    AUTO = "auto"
+    REQUIRED = "required"
+    NAMED = "named"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolChoice:
+    how: Choosing
+    tools: Sequence[Mapping[str, Any]] = ()
+    name: str | None = None  # of the one that is to be called
+
+    @property
+    def is_forced(self) -> bool:
+        return self.how in (Choosing.REQUIRED, Choosing.NAMED)
+
+    def grammar(self, *, several: bool) -> Grammar:
+        """Of an answer that has to call. `several`: it may call more than one."""
+        functions = [tool["function"] for tool in self.tools]
+        if self.how is Choosing.NAMED:
+            return schema_grammar(_parameters(next(each for each in functions if each["name"] == self.name)))
+        calls = [_call_schema(each) for each in functions]
+        most = _MOST_CALLS if several else 1
+        return schema_grammar({"type": "array", "items": {"anyOf": calls}, "minItems": 1, "maxItems": most})
+
+
+def tool_choice_of(body: ChatBody) -> ToolChoice:
+    """Raises ApiError."""
+    tools, choice = body.tools or [], body.tool_choice
+    names = [_name(number, tool) for number, tool in enumerate(tools)]
+    if choice == "none" or (choice in (None, "auto") and not tools):
+        return ToolChoice(how=Choosing.NONE)
+    if choice in (None, "auto"):
+        return ToolChoice(how=Choosing.AUTO, tools=tools)
+    if not tools:
+        raise ApiError(400, "tool_choice needs tools to choose from: give some, or leave it out", param="tool_choice")
+    if body.is_guided:
+        what = "an answer that has to call a tool follows that tool: leave out response_format and the like"
+        raise ApiError(400, what, param="tool_choice")
+    if choice == "required":
+        return ToolChoice(how=Choosing.REQUIRED, tools=tools)
+    function = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if name is None:
+        raise ApiError(400, f"tool_choice must be {_KINDS}, got {choice!r:.200}", param="tool_choice")
+    if name not in names:
+        raise ApiError(400, f"tool_choice names {name!r:.80}, which is none of the tools: {names!r:.500}", param="tool_choice")
+    return ToolChoice(how=Choosing.NAMED, tools=tools, name=str(name))
+
+
+def _name(number: int, tool: Any) -> str:
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str) or not name:
+        what = f'tools[{number}] must be {{"type": "function", "function": {{"name": ...}}}}'
+        raise ApiError(400, what, param="tools")
+    return name
+
+
+def _parameters(function: Mapping[str, Any]) -> Any:
+    return function.get("parameters") or {"type": "object"}
+
+
+def _call_schema(function: Mapping[str, Any]) -> dict[str, Any]:
+    properties = {"name": {"const": function["name"]}, "parameters": _parameters(function)}
+    return {"type": "object", "properties": properties, "required": ["name", "parameters"], "additionalProperties": False}
+
+
+class RequiredParser:
+    """An answer that is a list of calls, told when it is whole."""
+
+    def __init__(self) -> None:
+        self._text = ""
+
+    def push(self, text: str) -> Piece:
+        self._text += text
+        return Piece()
+
+    def finish(self) -> Piece:
+        try:
+            return Piece(calls=tuple(call_of(each) for each in json.loads(self._text)))
+        except (ValueError, TypeError, RecursionError):
+            return Piece(content=self._text)  # it was cut short
+
+
+class NamedParser:
+    """An answer that is a tool's arguments, told when it is whole or has to end."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._text = ""
+
+    def push(self, text: str) -> Piece:
+        self._text += text
+        return Piece()
+
+    def finish(self) -> Piece:
+        return Piece(calls=(Call(name=self._name, arguments=self._text),))

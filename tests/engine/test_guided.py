@@ -1,0 +1,174 @@
+"""Answers follow their grammars: alone, in batches, with drafts, after preemption; what cannot be followed is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from typing import Any
+
+import pytest
+
+pytest.importorskip("llguidance")
+
+from server.serving import PAGE, tiny_checkpoint, tiny_draft
+from stepwell.base.errors import ConfigError
+from stepwell.engine import Ask, Delta, Engine, EngineConfig, Finish, Limits, Sampling, build_engine
+from stepwell.engine.guided import Grammar, Kind
+from waiting import run_to_the_end
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 6}, "size": {"type": "integer", "minimum": 0, "maximum": 99},
+                   "tags": {"type": "array", "items": {"enum": ["red", "green"]}, "maxItems": 3}},
+    "required": ["name", "size", "tags"], "additionalProperties": False,
+}  # fmt: skip
+LARK = 'start: "the " SIZE " " ("cat" | "dog")+ "."\nSIZE: /[0-9]{1,3}/'
+GRAMMARS = [
+    Grammar(kind=Kind.JSON_SCHEMA, source=json.dumps(SCHEMA)), Grammar(kind=Kind.REGEX, source=r"[a-f]{3}-\d{2,4}(x|yz)"),
+    Grammar(kind=Kind.GRAMMAR, source=LARK), Grammar(kind=Kind.CHOICE, source='["yes", "no \\"really\\"", "perhaps\\n"]'),
+]  # fmt: skip
+
+
+def guided_engine(*, draft: bool = False, **settings: Any) -> Engine:
+    given: dict[str, Any] = {"device": "cpu", "device_memory": "8MiB", "host_memory": "8MiB", "page_tokens": PAGE}
+    return build_engine(tiny_checkpoint(), EngineConfig(**(given | settings)), draft=tiny_draft() if draft else None)
+
+
+def asks(engine: Engine, **more: Any) -> list[Ask]:
+    assert engine.guides is not None
+    made = []
+    for at in range(8):
+        grammar = (GRAMMARS * 2)[at] if at != 7 else None
+        sampling = Sampling(max_tokens=200, seed=at, temperature=0.0 if at < 4 else 1.3, presence_penalty=0.2 * (at % 2), **more)
+        guide = None if grammar is None else engine.guides.compile(grammar)
+        made.append(Ask(tokens=[*b"Answer me, number ", 48 + at], sampling=sampling, guide=guide))
+    return made
+
+
+def text_of(deltas: list[Delta]) -> str:
+    return "".join(delta.text for delta in deltas)
+
+
+def run(engine: Engine, made: list[Ask]) -> list[list[Delta]]:
+    numbers = [engine.submit(ask) for ask in made]
+    deltas = run_to_the_end(engine)
+    engine.cache.audit()
+    return [[delta for delta in deltas if delta.request == number] for number in numbers]
+
+
+def check(text: str, grammar: Grammar) -> None:
+    if grammar.kind is Kind.JSON_SCHEMA:
+        found = json.loads(text)
+        assert list(found) == ["name", "size", "tags"] and len(found["name"]) <= 6 and 0 <= found["size"] <= 99
+        assert len(found["tags"]) <= 3 and set(found["tags"]) <= {"red", "green"}
+    elif grammar.kind is Kind.REGEX:
+        assert re.fullmatch(grammar.source, text), text
+    elif grammar.kind is Kind.GRAMMAR:
+        assert re.fullmatch(r"the \d{1,3} (cat|dog)+\.", text), text
+    else:
+        assert text in json.loads(grammar.source)
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[str]:
+    """Every answer of a request that is alone, nothing cached."""
+    with guided_engine() as engine:
+        return [text_of(run(engine, [ask])[0]) for ask in asks(engine)]
+
+
+def test_answers_follow_their_grammars_and_end(expected: list[str]) -> None:
+    with guided_engine() as engine:
+        found = run(engine, asks(engine))
+        assert [text_of(deltas) for deltas in found] == expected
+        for deltas, grammar in zip(found, (GRAMMARS * 2)[:7], strict=False):
+            if deltas[-1].finish is Finish.STOP:
+                check(text_of(deltas), grammar)
+        assert sum(deltas[-1].finish is Finish.STOP for deltas in found[:7]) >= 5
+
+
+def test_engines_that_read_later_and_engines_with_drafts_answer_alike(expected: list[str]) -> None:
+    with guided_engine() as engine:
+        engine._reads_later = True
+        assert [text_of(deltas) for deltas in run(engine, asks(engine))] == expected
+    with guided_engine(draft=True) as engine:
+        found = run(engine, asks(engine))
+        assert [text_of(deltas) for deltas in found] == expected
+        accepted = [deltas[-1].usage.accepted_tokens for deltas in found if deltas[-1].usage is not None]
+        assert sum(accepted[:7]) > 0, "guesses that the grammar allows are taken"
+
+
+def test_preemption_changes_no_answer(expected: list[str]) -> None:
+    with guided_engine(limits=Limits(max_running=8)) as engine:
+        numbers = [engine.submit(ask) for ask in asks(engine)]
+        deltas, steps = [], 0
+        while engine.num_open:
+            deltas += engine.step()
+            steps += 1
+            if steps % 7 == 0 and engine.scheduler.active:
+                engine.scheduler.put_back(next(iter(engine.scheduler.active.values())))
+        assert [text_of([each for each in deltas if each.request == number]) for number in numbers] == expected
+
+
+def test_a_least_length_yields_to_a_grammar_that_has_ended() -> None:
+    with guided_engine() as engine:
+        (short,) = run(engine, [asks(engine, min_tokens=100)[3]])
+        assert text_of(short) in json.loads(GRAMMARS[3].source) and short[-1].finish is Finish.STOP
+        assert engine.guides is not None
+        guide = engine.guides.compile(Grammar(kind=Kind.REGEX, source="[ab]{1,40}"))
+        (longer,) = run(engine, [Ask(tokens=[*b"Go"], sampling=Sampling(max_tokens=60, min_tokens=30), guide=guide)])
+        assert len(text_of(longer)) >= 30
+        (endless,) = run(engine, [Ask(tokens=[*b"Go"], sampling=Sampling(max_tokens=60, ignore_eos=True), guide=guide)])
+        assert endless[-1].finish is Finish.STOP and len(text_of(endless)) <= 40
+
+
+HOSTILE = {
+    "nested schema": (Kind.JSON_SCHEMA, '{"type":"array","items":' * 2000 + "{}" + "}" * 2000),
+    "many fields": (Kind.JSON_SCHEMA, json.dumps({"type": "object", "properties": {f"p{n}": {} for n in range(3000)}})),
+    "product of choices": (Kind.JSON_SCHEMA, json.dumps({"allOf": [
+        {"anyOf": [{"type": "object", "properties": {f"a{n}": {"const": m}}} for m in range(8)]} for n in range(12)]})),
+    "a schema of itself": (Kind.JSON_SCHEMA, '{"$ref": "#"}'),
+    "a schema elsewhere": (Kind.JSON_SCHEMA, '{"$ref": "http://127.0.0.1:9/schema.json"}'),
+    "nothing is right": (Kind.JSON_SCHEMA, '{"type": "integer", "minimum": 5, "maximum": 4}'),
+    "not a schema": (Kind.JSON_SCHEMA, '{"type": '),
+    "nested regex": (Kind.REGEX, "(" * 5000 + "a" + ")" * 5000),
+    "lookahead": (Kind.REGEX, "(?=a)b"),
+    "nested grammar": (Kind.GRAMMAR, "start: " + "(" * 5000 + '"a"' + ")" * 5000),
+    "a rule that is missing": (Kind.GRAMMAR, "start: other"),
+    "too long": (Kind.REGEX, "a" * 100_000),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_grammars_that_cannot_be_followed_are_refused(name: str) -> None:
+    kind, source = HOSTILE[name]
+    with guided_engine() as engine:
+        assert engine.guides is not None
+        began = time.monotonic()
+        with pytest.raises(ConfigError, match=r"cannot be followed|too complex|characters"):
+            engine.guides.compile(Grammar(kind=kind, source=source))
+        assert time.monotonic() - began < 60
+
+
+def test_a_grammar_that_grows_too_complex_ends_its_own_request_alone() -> None:
+    with guided_engine() as engine:
+        assert engine.guides is not None
+        guide = engine.guides.compile(GRAMMARS[1])
+        broken = engine.submit(Ask(tokens=[*b"One"], sampling=Sampling(max_tokens=20), guide=guide))
+        other = engine.submit(Ask(tokens=[*b"Two"], sampling=Sampling(max_tokens=20), guide=guide))
+        while engine._answering.requests[broken].following is None:
+            engine.step()
+        engine._answering.requests[broken].following._matcher.consume_tokens([0])  # type: ignore[union-attr]
+        deltas = run_to_the_end(engine)
+        ends = {delta.request: delta for delta in deltas if delta.finish is not None}
+        assert ends[broken].finish is Finish.FAILED and "simplify" in (ends[broken].error or "")
+        assert ends[other].finish is Finish.STOP
+
+
+def test_without_the_library_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with guided_engine() as engine:
+        assert engine.guides is not None
+        with pytest.raises(ConfigError, match=r"pip install 'stepwell\[guided\]'"):
+            engine.guides.compile(GRAMMARS[1])

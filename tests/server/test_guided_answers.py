@@ -1,0 +1,90 @@
+"""`response_format` and vLLM's fields for guided output, by the official client."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal
+
+import openai
+import pydantic
+import pytest
+
+pytest.importorskip("llguidance")
+
+from server.serving import NAME, running, tiny_draft
+from server.test_openai_client import STORY, chat, complete
+
+
+class Step(pydantic.BaseModel):
+    depth: Literal[1, 2, 3]
+    wet: bool
+
+
+class Well(pydantic.BaseModel):
+    name: Literal["Chand Baori", "Rani ki Vav"]
+    steps: list[Step] = pydantic.Field(max_length=2)
+
+
+MESSAGES: Any = [{"role": "user", "content": STORY}]
+
+
+def test_an_answer_is_parsed_into_the_type_that_was_asked_for(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.parse(model=NAME, messages=MESSAGES, response_format=Well, max_tokens=300, temperature=0)
+    assert isinstance(answer.choices[0].message.parsed, Well) and answer.choices[0].finish_reason == "stop"
+    with client.chat.completions.stream(
+        model=NAME, messages=MESSAGES, response_format=Well, max_tokens=300, temperature=0
+    ) as stream:
+        assert stream.get_final_completion().choices[0].message.parsed == answer.choices[0].message.parsed
+
+
+def test_an_object_is_an_object(client: openai.OpenAI) -> None:
+    free = {"max_tokens": 400, "temperature": 0, "logit_bias": {str(ord("}")): 8, str(ord('"')): 8}}
+    answer = chat(client, "Objects.", STORY, response_format={"type": "json_object"}, **free).choices[0]
+    assert answer.finish_reason == "stop" and isinstance(json.loads(answer.message.content or ""), dict)
+
+
+@pytest.mark.parametrize(
+    ("field", "matches"),
+    [
+        ({"structured_outputs": {"regex": r"\d{3}-[xyz]+;"}}, r"\d{3}-[xyz]+;"),
+        ({"structured_outputs": {"choice": ["up", "down"]}}, "up|down"),
+        ({"structured_outputs": {"grammar": 'start: "a" "b"~3'}}, "abbb"),
+        ({"structured_outputs": {"grammar": 'root ::= "x" [0-9] "y"'}}, r"x\dy"),
+        ({"structured_outputs": {"json": {"enum": ["so", 7]}}}, '"so"|7'),
+        ({"guided_regex": "(ab|cd){2}"}, "(ab|cd){2}"),
+        ({"guided_choice": ["left", "right"]}, "left|right"),
+        ({"guided_json": {"const": True}}, "true"),
+        ({"guided_grammar": 'start: "q" /[a-c]/'}, "q[abc]"),
+    ],
+    ids=str,
+)
+def test_the_fields_of_vllm(client: openai.OpenAI, field: dict[str, Any], matches: str) -> None:
+    more = {"max_tokens": 60, "extra_body": field | {"logit_bias": {str(ord(";")): 5}}}
+    answer = complete(client, "Guided. " + STORY, **more).choices[0]
+    assert re.fullmatch(matches, answer.text) and answer.finish_reason == "stop", answer
+    streamed = complete(client, "Guided. " + STORY, stream=True, **more)
+    assert "".join(chunk.choices[0].text for chunk in streamed) == answer.text
+
+
+def asked(client: openai.OpenAI, number: int) -> str:
+    body = {"structured_outputs": {"regex": "[a-z]{5,20}[.]"}} if number % 3 else {}
+    return complete(client, f"{number}. {STORY}", max_tokens=30, temperature=1, seed=number, extra_body=body).choices[0].text
+
+
+def test_many_at_once_answer_as_they_do_alone_and_with_a_draft() -> None:
+    with running() as served, served.client() as client:
+        alone = [asked(client, number) for number in range(12)]
+        with ThreadPoolExecutor(12) as threads:
+            assert list(threads.map(lambda number: asked(client, number), range(12))) == alone
+    with running(draft=tiny_draft()) as served, served.client() as client, ThreadPoolExecutor(12) as threads:
+        assert list(threads.map(lambda number: asked(client, number), range(12))) == alone
+
+
+def test_a_server_without_the_library_says_what_to_install(client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(openai.BadRequestError, match=r"pip install 'stepwell\[guided\]'") as caught:
+        chat(client, "Missing.", STORY, response_format={"type": "json_schema", "json_schema": {"schema": {"enum": [17]}}})
+    assert (caught.value.param, caught.value.code) == ("response_format", "unsupported_parameter")

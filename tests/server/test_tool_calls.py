@@ -1,0 +1,166 @@
+"""Tools by the official client: found in answers, forced by grammars, whole and streamed alike."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import openai
+import pytest
+
+pytest.importorskip("llguidance")
+
+from server.serving import NAME, Running, running, tiny_checkpoint
+from stepwell.engine.loading.chat import ChatTemplate
+from stepwell.engine.loading.random_hybrid import CHAT_TEMPLATE
+
+TEMPLATE = "{# tool_calls: <tool_call>, <think> #}{% if tools %}{{ tools | tojson }}{% endif %}" + CHAT_TEMPLATE
+END = "§"  # where scripts end
+SCRIPT = (
+    'Let me see.<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>\n<tool_call>{"name": "now"}</tool_call>'
+)
+THOUGHT = f"<think>\nRome, of course.\n</think>\n\n{SCRIPT}"
+DAYS = {"type": "integer", "minimum": 1, "maximum": 9}
+SCHEMA = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}, "days": DAYS}, "required": ["city", "days"],
+          "additionalProperties": False}  # fmt: skip
+TOOLS: Any = [
+    {"type": "function", "function": {"name": "weather", "description": "How it is", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "now"}},
+]
+USER: Any = {"role": "user", "content": "How is the weather?"}
+
+
+class Script:
+    """An answer's text, in place of what the model's tokens say: three letters a token."""
+
+    def __init__(self, text: str) -> None:
+        self._left = text + END
+
+    def push(self, token: int) -> str:
+        said, self._left = self._left[:3], self._left[3:]
+        return said
+
+    def finish(self) -> str:
+        return ""
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Running]:
+    chat = ChatTemplate(TEMPLATE, bos_token="<bos>", eos_token="<eos>")
+    with running(checkpoint=replace(tiny_checkpoint(), chat=chat)) as made:
+        yield made
+
+
+@pytest.fixture
+def script(served: Running, monkeypatch: pytest.MonkeyPatch) -> Any:
+    def says(text: str, *, special: bool = True) -> None:
+        """`special`: whether markers that are special tokens have to be in the text."""
+
+        def stream(after: object, *, special: bool) -> Script:
+            assert special is wanted
+            return Script(text)
+
+        wanted = special
+        monkeypatch.setattr(served.engine.text, "stream", stream)
+
+    return says
+
+
+def ask(client: openai.OpenAI, *messages: Any, **more: Any) -> Any:
+    settings = {"tools": TOOLS, "max_tokens": 200, "temperature": 0, "stop": END} | more
+    return client.chat.completions.create(model=NAME, messages=[USER, *messages], **settings)
+
+
+def calls_of(message: Any) -> list[tuple[str, Any]]:
+    return [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls or []]
+
+
+def streamed(client: openai.OpenAI, **more: Any) -> tuple[str, str, list[tuple[str, Any]], str]:
+    """Content, reasoning, calls and finish reason of a streamed answer, put together as clients do."""
+    content, reasoning, finish, calls = "", "", "", {}
+    for chunk in ask(client, stream=True, **more):
+        (choice,) = chunk.choices
+        content += choice.delta.content or ""
+        reasoning += (choice.delta.model_extra or {}).get("reasoning_content", "")
+        finish = choice.finish_reason or finish
+        for call in choice.delta.tool_calls or []:
+            name, arguments = calls.get(call.index, ("", ""))
+            calls[call.index] = name + (call.function.name or ""), arguments + (call.function.arguments or "")
+    assert list(calls) == list(range(len(calls)))
+    return content, reasoning, [(name, json.loads(arguments)) for name, arguments in calls.values()], finish
+
+
+BOTH = [("weather", {"city": "Rome"}), ("now", {})]
+
+
+@pytest.mark.parametrize("choice", [openai.omit, "auto"])
+def test_calls_and_reasoning_are_found_in_answers(client: openai.OpenAI, script: Any, choice: Any) -> None:
+    script(THOUGHT)
+    answer = ask(client, tool_choice=choice).choices[0]
+    assert (answer.message.content, calls_of(answer.message), answer.finish_reason) == ("Let me see.", BOTH, "tool_calls")
+    assert answer.message.model_extra["reasoning_content"] == "Rome, of course."
+    assert len({call.id for call in answer.message.tool_calls}) == 2
+    assert streamed(client, tool_choice=choice) == ("Let me see.", "Rome, of course.", BOTH, "tool_calls")
+
+
+def test_tools_that_may_not_be_called_are_not_looked_for(client: openai.OpenAI, script: Any) -> None:
+    script(SCRIPT)
+    answer = ask(client, tool_choice="none").choices[0]
+    assert (answer.message.content, answer.message.tool_calls, answer.finish_reason) == (SCRIPT, None, "stop")
+    assert ask(client, tools=openai.omit).choices[0].message.content == SCRIPT
+
+
+def test_one_call_is_told_where_no_more_are_wanted(client: openai.OpenAI, script: Any) -> None:
+    script(SCRIPT)
+    assert calls_of(ask(client, parallel_tool_calls=False).choices[0].message) == BOTH[:1]
+    assert streamed(client, parallel_tool_calls=False)[2] == BOTH[:1]
+
+
+def test_an_answer_without_calls_is_content_and_ends_as_ever(client: openai.OpenAI, script: Any) -> None:
+    script("It is 20 degrees, <b>fine</b>.")
+    answer = ask(client).choices[0]
+    assert (answer.message.content, answer.message.tool_calls, answer.finish_reason) == (
+        "It is 20 degrees, <b>fine</b>.",
+        None,
+        "stop",
+    )
+    assert streamed(client) == ("It is 20 degrees, <b>fine</b>.", "", [], "stop")
+
+
+def test_results_of_tools_are_sent_back(client: openai.OpenAI, script: Any) -> None:
+    script(SCRIPT)
+    message = ask(client).choices[0].message
+    results = [{"role": "tool", "tool_call_id": call.id, "content": "20"} for call in message.tool_calls]
+    script("So it is 20.")
+    assert ask(client, message.model_dump(exclude_none=True), *results).choices[0].message.content == "So it is 20."
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_named_tool_is_called_as_its_schema_says(client: openai.OpenAI, seed: int) -> None:
+    more = {"tool_choice": {"type": "function", "function": {"name": "weather"}}, "temperature": 1, "seed": seed}
+    answer = ask(client, **more).choices[0]
+    ((name, arguments),) = calls_of(answer.message)
+    assert name == "weather" and arguments["city"] in ("Rome", "Oslo") and 1 <= arguments["days"] <= 9 and len(arguments) == 2
+    assert (answer.message.content, answer.finish_reason) == (None, "stop")
+    assert streamed(client, **more) == ("", "", [(name, arguments)], "stop")
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_required_call_is_one_of_the_tools(client: openai.OpenAI, seed: int) -> None:
+    more = {"tool_choice": "required", "temperature": 0.5, "seed": seed, "parallel_tool_calls": False, "max_tokens": 600,
+            "tools": TOOLS[:1]}  # fmt: skip
+    answer = ask(client, **more).choices[0]
+    ((name, arguments),) = calls_of(answer.message)
+    assert name == "weather" and arguments["city"] in ("Rome", "Oslo") and answer.finish_reason == "tool_calls"
+    assert streamed(client, **more) == ("", "", [(name, arguments)], "tool_calls")
+
+
+def test_a_forced_call_and_another_format_are_refused(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="response_format"):
+        ask(client, tool_choice="required", response_format={"type": "json_object"})
+    broken: Any = [{"type": "function", "function": {"name": "f", "parameters": {"type": "nothing"}}}]
+    with pytest.raises(openai.BadRequestError, match="cannot be followed") as caught:
+        ask(client, tools=broken, tool_choice="required")
+    assert caught.value.param == "tool_choice"

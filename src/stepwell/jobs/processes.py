@@ -24,6 +24,7 @@ PING, PONG = "ping", "pong"
 END_S = 5.0  # that a process has to end by itself when it is asked to
 GONE_S = 60.0  # that one which was killed has to be gone
 GOING_S = 5.0  # the same of those whose end of the channel is gone already: their status follows
+SOON_S = 0.5  # in which the end of a rank's channel follows what another one complains of, where that is the reason
 
 
 class RankLost(Exception):
@@ -154,6 +155,8 @@ class Processes:
         though maybe before the system has its status.
         """
         if self.lost is None:
+            if says_why:
+                self._wait_for_hang_up(but=rank)
             gone = [at for at, each in enumerate(self._ranks) if each.running.poll() is not None or each.channel.hung_up]
             self._wait_for_ends(gone)
             killed = [at for at in gone if (self._ranks[at].running.poll() or 0) < 0]
@@ -162,6 +165,14 @@ class Processes:
             code = None if says_why or rank not in gone else self._ranks[rank].running.poll()
             self.lost = RankLost(rank, why if code is None else _ended(code))
         return self.lost
+
+    def _wait_for_hang_up(self, *, but: int) -> None:
+        """Of any rank but one. One that is killed closes its sockets one by one, and maybe those to others first."""
+        polled = select.poll()
+        for rank, each in enumerate(self._ranks):
+            if rank != but:
+                polled.register(each.channel, 0)
+        polled.poll(SOON_S * 1000)
 
     def _wait_for_ends(self, ranks: Sequence[int]) -> None:
         """Of those whose channels have ended: they are gone in a moment, but nobody waits longer than that for all of them."""

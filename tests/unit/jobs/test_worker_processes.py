@@ -118,6 +118,16 @@ def test_the_killed_one_is_named_though_its_status_comes_last(start: Callable[..
     assert str(processes.lose(0, "its collective failed")) == "rank 1 was lost: it was ended by SIGKILL"
 
 
+def test_the_killed_one_is_named_though_another_complains_before_anybody_can_see_its_end(
+    start: Callable[..., Processes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stepwell.jobs.processes.SOON_S", 60.0)
+    processes = start(ECHO, DYING)
+    hear(processes, 2)
+    processes.send(1, Message(kind="die"))
+    assert str(processes.lose(0, "its collective failed")) == "rank 1 was lost: it was ended by SIGKILL"
+
+
 def test_statuses_that_do_not_come_are_waited_for_together(start: Callable[..., Processes]) -> None:
     processes = start(ECHO, *[DYING.replace("sleep(1)", "sleep(3600)")] * 3)
     hear(processes, 4)

@@ -293,7 +293,8 @@ class Engine:
                 for delta in self.step():  # which may be somebody else's, who streams beside this one
                     if delta.request in self._streams:
                         self._streams[delta.request].append(delta)
-                time.sleep(self.pause_s)
+                if pause_s := self.pause_s:
+                    time.sleep(pause_s)
         finally:
             del self._streams[number]
             self.abort(number)
@@ -361,6 +362,7 @@ class Engine:
         What the host and the store have is as good as before.
         """
         self._unread, self.lost = None, str(error)
+        self._failed_kernels = 0  # new ranks try them again
         self.cache.counters.add("rank_losses")
         told = f"{RANK_LOST}{error.rank}: ask again"
         self._fail_active(told)

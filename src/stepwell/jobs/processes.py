@@ -23,7 +23,8 @@ from stepwell.jobs.channel import Channel, ChannelClosed, Message, packed
 PING, PONG = "ping", "pong"
 END_S = 5.0  # that a process has to end by itself when it is asked to
 GONE_S = 60.0  # that one which was killed has to be gone
-GOING_S = 5.0  # the same of one whose end of the channel is gone already: its status follows
+GOING_S = 5.0  # the same of those whose end of the channel is gone already: their status follows
+SOON_S = 0.5  # in which the end of a rank's channel follows what another one complains of, where that is the reason
 
 
 class RankLost(Exception):
@@ -43,10 +44,10 @@ class _Process:
 
 
 class Processes:
-    """Those of all ranks. `silent_s` without a sign of life, and one is lost."""
+    """Those of all ranks. `silent_s` without a sign of life, and one is lost; whoever knows what they do may change it."""
 
     def __init__(self, *, silent_s: float, clock: Callable[[], float] = monotonic) -> None:
-        self._silent_s = silent_s
+        self.silent_s = silent_s
         self._clock = clock
         self._ranks: list[_Process] = []
         self.lost: RankLost | None = None
@@ -84,7 +85,7 @@ class Processes:
         if self.lost is not None:
             raise self.lost
         if timeout_s > 0:
-            self._wait(min(timeout_s, self._silent_s / 4))
+            self._wait(min(timeout_s, self.silent_s / 4))
         said = []
         for rank, process in enumerate(self._ranks):
             try:
@@ -142,10 +143,10 @@ class Processes:
 
     def _ask(self, rank: int, process: _Process) -> None:
         now = self._clock()
-        if process.pinged_s is not None and now - process.pinged_s > self._silent_s:
-            why = f"it gave no sign of life for {self._silent_s:g} s{_state_of(process.running.pid)}"
+        if process.pinged_s is not None and now - process.pinged_s > self.silent_s:
+            why = f"it gave no sign of life for {self.silent_s:g} s{_state_of(process.running.pid)}"
             raise self._lose(rank, why, says_why=True)
-        if process.spoke and process.pinged_s is None and now - process.channel.heard_s > self._silent_s / 4:
+        if process.spoke and process.pinged_s is None and now - process.channel.heard_s > self.silent_s / 4:
             process.pinged_s = now
             self.send(rank, Message(kind=PING))
 
@@ -154,21 +155,31 @@ class Processes:
         though maybe before the system has its status.
         """
         if self.lost is None:
+            if says_why:
+                self._wait_for_hang_up(but=rank)
             gone = [at for at, each in enumerate(self._ranks) if each.running.poll() is not None or each.channel.hung_up]
-            killed = [at for at in gone if (_code_of(self._ranks[at].running) or 0) < 0]
+            self._wait_for_ends(gone)
+            killed = [at for at in gone if (self._ranks[at].running.poll() or 0) < 0]
             if killed and rank not in killed:
                 rank, says_why = killed[0], False
-            lost = self._ranks[rank]
-            code = _code_of(lost.running) if not says_why and lost.channel.hung_up else None
+            code = None if says_why or rank not in gone else self._ranks[rank].running.poll()
             self.lost = RankLost(rank, why if code is None else _ended(code))
         return self.lost
 
+    def _wait_for_hang_up(self, *, but: int) -> None:
+        """Of any rank but one. One that is killed closes its sockets one by one, and maybe those to others first."""
+        polled = select.poll()
+        for rank, each in enumerate(self._ranks):
+            if rank != but:
+                polled.register(each.channel, 0)
+        polled.poll(SOON_S * 1000)
 
-def _code_of(running: subprocess.Popen[bytes]) -> int | None:
-    """How a process ended whose channel has: it is gone in a moment. None where it is not."""
-    with suppress(subprocess.TimeoutExpired):
-        return running.wait(GOING_S)
-    return None
+    def _wait_for_ends(self, ranks: Sequence[int]) -> None:
+        """Of those whose channels have ended: they are gone in a moment, but nobody waits longer than that for all of them."""
+        deadline_s = self._clock() + GOING_S
+        for rank in ranks:
+            with suppress(subprocess.TimeoutExpired):
+                self._ranks[rank].running.wait(max(deadline_s - self._clock(), 0.0))
 
 
 def _ended(code: int) -> str:

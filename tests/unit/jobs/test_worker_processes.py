@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 
 from stepwell.jobs.channel import Message
-from stepwell.jobs.processes import Processes, RankLost
+from stepwell.jobs.processes import GOING_S, Processes, RankLost
 from waiting import wait_until
 
 ECHO = """
@@ -114,6 +116,38 @@ def test_the_killed_one_is_named_though_its_status_comes_last(start: Callable[..
     processes.send(1, Message(kind="die"))
     wait_until(lambda: processes._ranks[1].channel.hung_up, "the end of the channel")
     assert str(processes.lose(0, "its collective failed")) == "rank 1 was lost: it was ended by SIGKILL"
+
+
+def test_the_killed_one_is_named_though_another_complains_before_anybody_can_see_its_end(
+    start: Callable[..., Processes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stepwell.jobs.processes.SOON_S", 60.0)
+    processes = start(ECHO, DYING)
+    hear(processes, 2)
+    processes.send(1, Message(kind="die"))
+    assert str(processes.lose(0, "its collective failed")) == "rank 1 was lost: it was ended by SIGKILL"
+
+
+def test_statuses_that_do_not_come_are_waited_for_together(start: Callable[..., Processes]) -> None:
+    processes = start(ECHO, *[DYING.replace("sleep(1)", "sleep(3600)")] * 3)
+    hear(processes, 4)
+    processes.send_all(Message(kind="die"))
+    wait_until(lambda: all(each.channel.hung_up for each in processes._ranks[1:]), "the ends of channels")
+    now, began = [0.0], processes._clock
+    processes._clock = lambda: now[0]
+    for each in processes._ranks:
+        each.running.wait = partial(overdue, now)  # type: ignore[method-assign]
+    assert str(processes.lose(0, "its collective failed")) == "rank 0 was lost: its collective failed"
+    assert now[0] == GOING_S
+    processes._clock = began
+    for each in processes._ranks:
+        del each.running.wait
+
+
+def overdue(now: list[float], timeout: float) -> int:
+    """Waits in vain."""
+    now[0] += timeout
+    raise subprocess.TimeoutExpired("a rank", timeout)
 
 
 def test_one_that_exits_is_named_with_its_status(start: Callable[..., Processes]) -> None:

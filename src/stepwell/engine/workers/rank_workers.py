@@ -47,6 +47,7 @@ MOST_STARTS = 3  # in a row that come to nothing: then it stays down
 _BEGIN = "import os, sys; sys.path[:] = sys.argv[1].split(os.pathsep); from stepwell.engine.workers.worker import main; main()"
 _LOOK_S = 0.25  # between two looks at who lives, while a pass is waited for
 _START_LOOK_S = 0.02
+_STARTS_SLOWLY = 3  # times as long may ranks be silent that start: libraries that are loaded stop all threads of theirs
 IN_STEP_S = 5.0  # after a pass failed on one rank, for the others to come back from it: else they wait for it in a collective
 
 
@@ -54,7 +55,7 @@ IN_STEP_S = 5.0  # after a pass failed on one rank, for the others to come back 
 class WorkerLimits:
     """How long ranks are waited for, in seconds."""
 
-    silent_s: float = 20.0  # without a sign of life though asked, a rank is lost
+    silent_s: float = 20.0  # without a sign of life though asked, a rank is lost; three times as long while it starts
     pass_s: float = 300.0  # for one pass, and for one collective
     start_s: float = 900.0  # for a shard to be loaded
 
@@ -201,6 +202,7 @@ class RankWorkers:
         self._loaded, self._ready, self._answers, self._under_way = {}, set(), {}, False
         self._start_deadline_s = monotonic() + self._limits.start_s
         self._stage = _Stage.STARTING
+        self._processes.silent_s = _STARTS_SLOWLY * self._limits.silent_s
         for rank, device in enumerate(given.devices):
             self._processes.start(command, inherit=inherit, environment=environment)
             fields = {
@@ -232,20 +234,22 @@ class RankWorkers:
 
     def _take(self, rank: int, message: Message) -> None:
         match message.kind:
-            case "loaded":
+            case "loaded" if self._stage is _Stage.STARTING and rank not in self._loaded:
                 if message.text("digest") != self._setup.digest:
                     raise self._processes.lose(rank, "the weights that it loaded are not those of before")
                 self._loaded[rank] = message
                 if len(self._loaded) == self.size:
                     self._all_loaded([self._loaded[each] for each in range(self.size)])
-            case "ready":
+            case "ready" if len(self._loaded) == self.size and rank not in self._ready:
                 self._ready.add(rank)
                 if len(self._ready) == self.size:
                     self._stage = _Stage.RUNNING
+                    self._processes.silent_s = self._limits.silent_s
                     self.copies.send_waiting()
             case "chosen" | "broke":
-                if message.number("pass") != self._pass or not self._under_way:
+                if message.number("pass") != self._pass or not self._under_way or rank in self._answers:
                     raise ValueError(f"what came of pass {message.number('pass')}, and it is at {self._pass}")
+                _check_answer(message)
                 self._answers[rank] = message
                 for name, why in read_kernels(message, "failed").items():
                     self.kernels.failed.setdefault(name, f"rank {rank}: {why}")
@@ -255,7 +259,7 @@ class RankWorkers:
             case "failed":
                 raise self._processes.lose(rank, f"it failed: {message.text('error')}")
             case _:
-                raise ValueError(f"{message.kind!r:.40}")
+                raise ValueError(f"{message.kind!r:.40}, which it was not asked")
 
     def _all_loaded(self, loaded: Sequence[Message]) -> None:
         sizes = {each.number("vocab_size") for each in loaded} | ({self._vocab_size} - {None})
@@ -322,6 +326,13 @@ class RankWorkers:
             if len({each.number("calls") for each in self._answers.values()}) > 1:
                 raise self._processes.lose(broke[0], f"it failed: {why}")
             raise PassFailed(f"rank {broke[0]}: {why}")
+
+
+def _check_answer(message: Message) -> None:
+    """Raises ValueError for one that does not say what every answer to a pass does."""
+    message.number("calls")
+    if message.kind == BROKE:
+        message.text("error")
 
 
 def _merged(ranks: Sequence[Mapping[str, str]]) -> Report:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
+from math import inf
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -60,17 +61,19 @@ class RankedCopies:
 
     def answered(self, rank: int, message: Message) -> None:
         """A rank has ended its part. Raises ValueError for what nobody asked it."""
-        copying = self._open.get(JobId(message.number("job")))
+        job = JobId(message.number("job"))
+        copying = None if job in self._waiting else self._open.get(job)
         if copying is None or rank not in copying.owing:
             raise ValueError("a copy that it was not asked for")
         error, took_s = message.fields.get("error"), message.fields.get("took_s")
         if error is not None:
             copying.error = copying.error or f"rank {rank}: {message.text('error')}"
-        copying.took_s = max(copying.took_s, float(took_s) if isinstance(took_s, float | int) else 0.0)
+        if not isinstance(took_s, float) or not 0 <= took_s < inf:
+            raise ValueError(f"a copy that took {took_s!r:.40} s")
+        copying.took_s = max(copying.took_s, took_s)
         copying.owing.discard(rank)
         self._moved_s[rank] = monotonic()
         if not copying.owing:
-            job = JobId(message.number("job"))
             del self._open[job]
             self._done.append(Completion(job=job, error=copying.error, took_s=copying.took_s))
 

@@ -136,6 +136,9 @@ HOSTILE = {
     "lookahead": (Kind.REGEX, "(?=a)b"),
     "nested grammar": (Kind.GRAMMAR, "start: " + "(" * 5000 + '"a"' + ")" * 5000),
     "a rule that is missing": (Kind.GRAMMAR, "start: other"),
+    "slow to compile": (Kind.JSON_SCHEMA, '{"type": "integer", "multipleOf": 1000003}'),
+    "never compiled": (Kind.JSON_SCHEMA, json.dumps(
+        {"allOf": [{"type": "string", "pattern": f"^(.*a.{{{n}}})*$"} for n in range(1, 40)]})),
     "too long": (Kind.REGEX, "a" * 100_000),
 }  # fmt: skip
 

@@ -46,6 +46,7 @@ BAD: list[tuple[str, dict[str, Any], str | None]] = [
     (COMPLETIONS, {"prompt": "x", "stop": [1]}, "stop"),
     (COMPLETIONS, {"prompt": "x", "logprobs": 21}, "logprobs"),
     (COMPLETIONS, {"prompt": "x", "echo": "yes"}, "echo"),
+    (COMPLETIONS, {"prompt": [1, 2**40], "echo": True}, "prompt"),
     (COMPLETIONS, {"prompt": "x", "suffix": "y"}, "suffix"),
     (COMPLETIONS, {"prompt": "x", "best_of": 3}, "best_of"),
     (COMPLETIONS, {"prompt": "x", "frequency_penalty": 2.5}, "frequency_penalty"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -15,6 +16,10 @@ pytest.importorskip("llguidance")
 from server.serving import NAME, Running, running, tiny_checkpoint
 from stepwell.engine.loading.chat import ChatTemplate
 from stepwell.engine.loading.random_hybrid import CHAT_TEMPLATE
+from stepwell.server.bodies import ChatBody
+from stepwell.server.chat_form import shows_special
+from stepwell.server.errors import ApiError
+from stepwell.server.tool_choice import tool_choice_of
 
 TEMPLATE = "{# tool_calls: <tool_call>, <think> #}{% if tools %}{{ tools | tojson }}{% endif %}" + CHAT_TEMPLATE
 END = "§"  # where scripts end
@@ -55,14 +60,11 @@ def served() -> Iterator[Running]:
 
 @pytest.fixture
 def script(served: Running, monkeypatch: pytest.MonkeyPatch) -> Any:
-    def says(text: str, *, special: bool = True) -> None:
-        """`special`: whether markers that are special tokens have to be in the text."""
-
+    def says(text: str) -> None:
         def stream(after: object, *, special: bool) -> Script:
-            assert special is wanted
+            assert not special, "no marker is a special token here, so none has to be in the text"
             return Script(text)
 
-        wanted = special
         monkeypatch.setattr(served.engine.text, "stream", stream)
 
     return says
@@ -164,3 +166,43 @@ def test_a_forced_call_and_another_format_are_refused(client: openai.OpenAI) -> 
     with pytest.raises(openai.BadRequestError, match="cannot be followed") as caught:
         ask(client, tools=broken, tool_choice="required")
     assert caught.value.param == "tool_choice"
+
+
+def test_a_text_format_leaves_calls_and_reasoning_as_they_are(client: openai.OpenAI, script: Any) -> None:
+    script(THOUGHT)
+    message = ask(client, response_format={"type": "text"}).choices[0].message
+    assert calls_of(message) == BOTH and message.model_extra["reasoning_content"] == "Rome, of course."
+
+
+def test_required_tools_find_what_their_schemas_refer_to(client: openai.OpenAI) -> None:
+    place = {"type": "object", "properties": {"city": {"enum": ["Rome"]}}, "required": ["city"], "additionalProperties": False}
+    parameters = {"$defs": {"Place": place}, "type": "object", "properties": {"at": {"$ref": "#/$defs/Place"}},
+                  "required": ["at"], "additionalProperties": False}  # fmt: skip
+    tools: Any = [{"type": "function", "function": {"name": "go", "parameters": parameters}}]
+    for choice in ("required", {"type": "function", "function": {"name": "go"}}):
+        answer = ask(client, tools=tools, tool_choice=choice, parallel_tool_calls=False, max_tokens=600).choices[0]
+        assert calls_of(answer.message) == [("go", {"at": {"city": "Rome"}})]
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
+def test_schemas_that_are_nested_too_deeply_are_refused(choice: Any) -> None:
+    deep: Any = {"type": "string"}
+    for _ in range(100_000):
+        deep = {"type": "array", "items": deep}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": deep}}]
+    body = ChatBody.model_construct(model=NAME, messages=[USER], tools=tools, tool_choice=choice)
+    with pytest.raises(ApiError, match="nested too deeply"):
+        tool_choice_of(body).grammar(several=True)
+
+
+@pytest.mark.parametrize(("special", "shown"), [((), False), (("<think>",), True), (("<tool_call>",), True), (("<x>",), False)])
+def test_special_tokens_are_shown_where_a_marker_is_one(special: tuple[str, ...], shown: bool) -> None:
+    class Words:
+        def encode(self, text: str, *, special: bool) -> list[str]:
+            return [text]
+
+        def decode(self, ids: list[str]) -> str:
+            return "".join(each for each in ids if each not in special)
+
+    served: Any = SimpleNamespace(text=Words(), tool_parser="hermes", reasoning_parser="think")
+    assert shows_special(served, ChatBody.model_validate({"model": NAME, "messages": [USER], "tools": TOOLS})) is shown

@@ -1,6 +1,7 @@
 """Answers that follow a grammar: which tokens may come next. Wraps `llguidance`, which is imported on first use.
 
-    compile    once a grammar, on a thread of the server's: bounded by its size and by fuel, so that no client can ask for more
+    compile    once a grammar, on a thread of the server's: bounded by its size, by fuel, and by a trial in a process of its
+               own (`guided_trial.py`), so that no client can ask for more
     follow     once an answer: reads its tokens as they come, and says what may follow them and a draft's guesses
 
 A grammar is compiled for one vocabulary. Where an answer stands in it follows from its tokens alone.
@@ -9,6 +10,8 @@ A grammar is compiled for one vocabulary. Where an answer stands in it follows f
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,16 +24,13 @@ import numpy as np
 import numpy.typing as npt
 
 from stepwell.base.errors import ConfigError
+from stepwell.engine import guided_trial
 from stepwell.engine.ops.editing import words_for
 from stepwell.engine.text import Text
 
 MAX_SOURCE = 64 << 10  # characters
 _KEPT = 16  # compiled grammars, a few MiB each
-_LIMITS = {  # of memory and of the time that one mask takes; fuel is some 50,000 a millisecond before the first, then 14,000
-    "initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000, "step_max_items": 50_000, "max_items_in_row": 2_000,
-    "max_lexer_states": 20_000, "max_grammar_size": 20_000, "verbose_errors": False,
-}  # fmt: skip
-_SPACES = r"[ \n\r\t]{0,20}"  # between pieces of JSON: a model that likes spaces comes to an end
+_TRIAL_S = 30.0  # for what has its CPU time bounded, on a machine that is busy
 NEEDS_EXTRA = "guided output needs llguidance, which is not installed on the server: pip install 'stepwell[guided]'"
 
 
@@ -98,28 +98,35 @@ class Guides:
         self._vocab_size = vocab_size
         self._eos_ids = eos_ids
         self._kept: OrderedDict[Grammar, Guide] = OrderedDict()
-        self._lock = Lock()
+        self._lock = Lock()  # of what is kept
+        self._compiles = Lock()
 
     def compile(self, grammar: Grammar) -> Guide:
         """Raises ConfigError for what is no grammar, or too large a one, and where the library is missing."""
         if len(grammar.source) > MAX_SOURCE:
             raise ConfigError(f"a grammar may have {MAX_SOURCE} characters, got {len(grammar.source)}: make it smaller")
+        guide = self._find(grammar)
+        if guide is not None:
+            return guide  # while others are compiled
+        with self._compiles:
+            guide = self._find(grammar) or self._compiled(grammar)
+            with self._lock:
+                self._kept[grammar] = guide
+                if len(self._kept) > _KEPT:
+                    self._kept.popitem(last=False)
+            return guide
+
+    def _find(self, grammar: Grammar) -> Guide | None:
         with self._lock:
             if grammar in self._kept:
                 self._kept.move_to_end(grammar)
-                return self._kept[grammar]
-            guide = self._compiled(grammar)
-            self._kept[grammar] = guide
-            if len(self._kept) > _KEPT:
-                self._kept.popitem(last=False)
-            return guide
+            return self._kept.get(grammar)
 
     def _compiled(self, grammar: Grammar) -> Guide:
         library = _library()
+        _must_compile_in_time(grammar)
         try:
-            start = library.LLMatcher(
-                self._tokenizer, _written(library, grammar), log_level=0, limits=library.LLParserLimits(**_LIMITS)
-            )
+            start = guided_trial.started(library, self._tokenizer, grammar.kind.value, grammar.source)
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"the {grammar.kind.value} cannot be followed: {error!s:.500}") from None
         if start.is_error():
@@ -139,17 +146,18 @@ class Guides:
         return _library().LLTokenizer(self._text.to_json(), n_vocab=self._vocab_size, eos_token=sorted(self._eos_ids))
 
 
-def _written(library: Any, grammar: Grammar) -> str:
-    """In the library's own form. Raises ValueError."""
-    if grammar.kind is Kind.JSON_SCHEMA:
-        written: str = library.LLMatcher.grammar_from_json_schema(grammar.source, overrides={"whitespace_pattern": _SPACES})
-        return written
-    if grammar.kind is Kind.CHOICE:
-        choices = json.loads(grammar.source)
-        written = library.LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(each) for each in choices))
-        return written
-    written = library.grammar_from(grammar.kind.value, grammar.source)
-    return written
+def _must_compile_in_time(grammar: Grammar) -> None:
+    """Raises ConfigError."""
+    given = json.dumps({"kind": grammar.kind.value, "source": grammar.source, "path": sys.path}).encode()
+    command = [sys.executable, "-I", guided_trial.__file__]
+    try:
+        done = subprocess.run(command, input=given, capture_output=True, timeout=_TRIAL_S, check=False)
+    except subprocess.TimeoutExpired:
+        ended = True
+    else:
+        ended = done.returncode != 0
+    if ended:
+        raise ConfigError(f"the {grammar.kind.value} is too complex: it takes too long, or too much memory, to compile")
 
 
 def _library() -> Any:

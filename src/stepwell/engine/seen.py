@@ -32,11 +32,9 @@ class Seen:
         return self._answered + Counter(guesses) if guesses else self._answered
 
     def _catch_up(self) -> None:
-        for at in range(self._read, len(self._tokens)):
-            token = self._tokens[at]
-            if token not in self._known:
-                self._known.add(token)
-                self._ids.append(token)
-            if at >= self._prompt_tokens:
-                self._answered[token] += 1
-        self._read = len(self._tokens)
+        new = self._tokens[self._read :]
+        more = [token for token in dict.fromkeys(new) if token not in self._known]  # prompts may be long: not token by token
+        self._known.update(more)
+        self._ids.extend(more)
+        self._answered.update(self._tokens[max(self._read, self._prompt_tokens) :])
+        self._read += len(new)

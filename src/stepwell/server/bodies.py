@@ -84,8 +84,10 @@ class Asked(Kept):
     @property
     def is_guided(self) -> bool:
         """Whether a grammar is to be compiled for it, which takes its time."""
-        formats = (self.response_format, self.structured_outputs, self.guided_json, self.guided_regex, self.guided_choice)
-        return any(formats) or self.guided_grammar is not None
+        is_text = (self.response_format or {}).get("type", "text") == "text"
+        others = (self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar)
+        asked = (*others, *(self.structured_outputs or {}).values())
+        return not is_text or any(each is not None and each is not False for each in asked)
 
     @property
     def is_slow(self) -> bool:

@@ -11,7 +11,7 @@ from stepwell.engine.text import Text
 from stepwell.server.bodies import ChatBody
 from stepwell.server.logprobs import chat_logprobs, prompt_logprobs
 from stepwell.server.parsing.blocks import Plain
-from stepwell.server.parsing.formats import parser_for
+from stepwell.server.parsing.formats import markers_of, parser_for
 from stepwell.server.parsing.pieces import Call, Parser, Piece, joined
 from stepwell.server.served import Served
 from stepwell.server.tool_choice import Choosing, NamedParser, RequiredParser, ToolChoice, tool_choice_of
@@ -20,9 +20,18 @@ _PROMPT_END = 16  # tokens of a prompt that show whether it opens the reasoning
 
 
 def shows_special(served: Served, body: ChatBody) -> bool:
-    """Whether an answer is parsed, for which the markers of its format must stand in its text."""
+    """Whether special tokens must stand in an answer's text: it is parsed, and markers of its format are such tokens.
+
+    Where they are none, as in many models, texts stay without the special tokens that a model writes by chance.
+    """
     choice = tool_choice_of(body)
-    return not (choice.is_forced or body.is_guided) and _formats(served, choice) != (None, None)
+    if choice.is_forced or body.is_guided or served.text is None:
+        return False
+    return any(_is_special(served.text, marker) for marker in markers_of(*_formats(served, choice)))
+
+
+def _is_special(text: Text, marker: str) -> bool:
+    return marker not in text.decode(text.encode(marker, special=False))
 
 
 def chat_form(served: Served, body: ChatBody, asks: Sequence[Ask]) -> ChatForm:
@@ -51,7 +60,7 @@ def _parser(served: Served, body: ChatBody, choice: ToolChoice, ask: Ask) -> Cal
     if body.is_guided or served.text is None:
         return Plain
     end = served.text.decode(ask.tokens[-_PROMPT_END:], special=True)
-    return lambda: parser_for(tools, reasoning, prompt_end=end)
+    return lambda: parser_for(tools, reasoning, prompt_end=end, texts=choice.texts)
 
 
 class ChatForm:

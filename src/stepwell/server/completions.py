@@ -56,7 +56,7 @@ def _form(served: Served, body: CompletionBody, asks: Sequence[Ask]) -> Completi
         raise ApiError(400, "echo needs a tokenizer, and this model has none: leave it out", param="echo")
     written = [body.prompt] if isinstance(body.prompt, str) else body.prompt
     texts = [each for each in written if isinstance(each, str)] or [
-        served.text.decode(ask.tokens) for ask in asks[:: body.choices]
+        served.decode(ask.tokens, param="prompt") for ask in asks[:: body.choices]
     ]
     echoes = [
         Echo(text=texts[at // body.choices], first=ask.tokens[0], alone=body.max_tokens == 0) for at, ask in enumerate(asks)

@@ -21,6 +21,7 @@ from stepwell.server.served import Served
 
 MAX_CHOICES_TO_MAKE = 1000
 _ANY_OBJECT = {"type": "object"}
+TOO_DEEP = "the schema is nested too deeply to be followed"
 _FORMATS = ("text", "json_object", "json_schema")
 
 
@@ -47,8 +48,12 @@ def compiled(served: Served, grammar: Grammar, *, param: str) -> Guide:
         raise ApiError(400, f"{param}: {error}", param=param, code=code) from None
 
 
-def schema_grammar(schema: Any) -> Grammar:
-    return Grammar(kind=Kind.JSON_SCHEMA, source=schema if isinstance(schema, str) else json.dumps(schema))
+def schema_grammar(schema: Any, *, param: str) -> Grammar:
+    """Raises ApiError."""
+    try:
+        return Grammar(kind=Kind.JSON_SCHEMA, source=schema if isinstance(schema, str) else json.dumps(schema))
+    except RecursionError:
+        raise ApiError(400, f"{param}: {TOO_DEEP}", param=param, code="invalid_grammar") from None
 
 
 Asking = tuple[str, Grammar]
@@ -62,12 +67,12 @@ def _of_format(body: Asked) -> Asking | None:
     if kind == "text":
         return None
     if kind == "json_object":
-        return name, schema_grammar(_ANY_OBJECT)
+        return name, schema_grammar(_ANY_OBJECT, param=name)
     described = wanted.get("json_schema")
     schema = described.get("schema") if isinstance(described, Mapping) else None
     if not isinstance(schema, Mapping):
         raise ApiError(400, 'response_format needs {"json_schema": {"name": ..., "schema": {...}}}', param=name)
-    return name, schema_grammar(schema)
+    return name, schema_grammar(schema, param=name)
 
 
 def _of_structured(body: Asked) -> list[Asking]:
@@ -84,9 +89,9 @@ def _of_older(body: Asked) -> list[Asking]:
 
 def _grammar(param: str, name: str, value: Any) -> Grammar:
     if name == "json" and isinstance(value, str | Mapping):
-        return schema_grammar(value)
+        return schema_grammar(value, param=param)
     if name == "json_object" and value is True:
-        return schema_grammar(_ANY_OBJECT)
+        return schema_grammar(_ANY_OBJECT, param=param)
     if name in ("regex", "grammar") and isinstance(value, str) and value:
         return Grammar(kind=Kind(name), source=value)
     if name == "choice" and _are_texts(value):

@@ -12,13 +12,13 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from fastapi import Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from stepwell.base.errors import StepwellError
@@ -174,7 +174,8 @@ async def answer(
     principal = principal_of(request)
     refuse_unsupported(body, principal, unknown)
     asks = await served.aside(size_bytes, lambda: asks_of(served, body, principal, arrived_s(request)), slow=body.is_slow)
-    return await _reply(request, served, body, asks, form_of(served, body, asks))
+    form = await served.aside(size_bytes, lambda: form_of(served, body, asks))
+    return await _reply(request, served, body, asks, form)
 
 
 async def _reply(request: Request, served: Served, body: Asked, asks: Sequence[Ask], form: Form) -> Response:
@@ -201,14 +202,20 @@ async def _whole(
         if not collecting.done():
             return Response(status_code=CLIENT_CLOSED)
         found = dict(sorted(collecting.result().items()))
-        choices = [form.whole(index, delta) for index, delta in found.items()]
-        more = form.beside(found) | await _offered(served, body, asks)
-        return JSONResponse({**envelope, "choices": choices, "usage": answers.usage(body.choices), **more})
+        more = {"usage": answers.usage(body.choices), **await _offered(served, body, asks)}
+        return await asyncio.to_thread(_written, form, found, envelope, more)
     finally:
         answers.close()
         for task in (collecting, leaving):
             task.cancel()
         await asyncio.gather(collecting, leaving, return_exceptions=True)
+
+
+def _written(form: Form, found: Mapping[int, Delta], envelope: dict[str, Any], more: dict[str, Any]) -> Response:
+    """On a thread: logprobs of a long prompt and their alternatives are millions of words, which takes its time."""
+    choices = [form.whole(index, delta) for index, delta in found.items()]
+    content = {**envelope, "choices": choices, **more, **form.beside(found)}
+    return Response(_json(content, long=_are_long(found.values())), media_type="application/json")
 
 
 async def _offered(served: Served, body: Asked, asks: Sequence[Ask]) -> dict[str, Any]:
@@ -264,9 +271,12 @@ async def _events(answers: Answers, body: Asked, num_asks: int, form: Form, enve
             yield _event({**envelope, "choices": [opening], **usage})
     try:
         async for index, delta in answers.deltas():
-            piece = form.piece(index, delta)
-            if piece is not None:
-                yield _event({**envelope, "choices": [piece], **usage})
+            if delta.prompt_logprobs:  # the first, and perhaps a long one
+                event = await asyncio.to_thread(_piece, form, index, delta, envelope, usage)
+            else:
+                event = _piece(form, index, delta, envelope, usage)
+            if event is not None:
+                yield event
     except ApiError as error:  # the status is long out: clients look for this
         yield _event(error.body())
         return
@@ -275,5 +285,20 @@ async def _events(answers: Answers, body: Asked, num_asks: int, form: Form, enve
     yield "data: [DONE]\n\n"
 
 
-def _event(content: dict[str, Any]) -> str:
-    return f"data: {json.dumps(content, separators=(',', ':'))}\n\n"
+def _piece(form: Form, index: int, delta: Delta, envelope: dict[str, Any], usage: dict[str, None]) -> str | None:
+    piece = form.piece(index, delta)
+    return None if piece is None else _event({**envelope, "choices": [piece], **usage}, long=_are_long([delta]))
+
+
+def _event(content: dict[str, Any], *, long: bool = False) -> str:
+    return f"data: {_json(content, long=long)}\n\n"
+
+
+def _are_long(answers: Iterable[Delta]) -> bool:
+    return any(answer.prompt_logprobs for answer in answers)
+
+
+def _json(content: dict[str, Any], *, long: bool) -> str:
+    """`long`: written in Python, for the encoder in C would hold the interpreter, and with it every stream, for seconds."""
+    encoder = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
+    return "".join(encoder.iterencode(content)) if long else encoder.encode(content)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -86,6 +86,14 @@ class Served:
             return self.text.encode(text, special=special)
         except BadTokens as error:
             raise ApiError(400, str(error), param=param) from None
+
+    def decode(self, tokens: Sequence[int], *, param: str, special: bool = False) -> str:
+        """Raises ApiError for numbers that are no tokens of any vocabulary. Takes its time."""
+        if self.text is None:
+            raise ApiError(400, "this model has no tokenizer", param=param)
+        if tokens and not 0 <= min(tokens) <= max(tokens) < 2**31:
+            raise ApiError(400, f"{param} must be ids of the vocabulary", param=param)
+        return self.text.decode(tokens, special=special)
 
     def must_fit(self, tokens: list[int], *, max_tokens: int | None, param: str) -> None:
         """Raises ApiError for a prompt that is empty, or too long with the answer that is wanted."""

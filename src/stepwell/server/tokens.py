@@ -48,7 +48,7 @@ def tokens_router(served: Served) -> APIRouter:
     async def detokenize(request: Request) -> dict[str, Any]:
         body, size_bytes = await read_body(served, request, DetokenizeBody)
         _must_be_called(served, body.model)
-        return await served.aside(size_bytes, lambda: {"prompt": _text(served, body.tokens)})
+        return await served.aside(size_bytes, lambda: {"prompt": served.decode(body.tokens, param="tokens", special=True)})
 
     @router.get("/version")
     async def version() -> dict[str, str]:
@@ -79,12 +79,3 @@ def _tokenized(served: Served, body: TokenizeBody) -> dict[str, Any]:
         tokens = served.encode(body.prompt or "", param="prompt", special=body.add_special_tokens is not False)
     words = [served.text.decode([token], special=True) for token in tokens] if body.return_token_strs and served.text else None
     return {"tokens": tokens, "count": len(tokens), "max_model_len": served.max_context, "token_strs": words}
-
-
-def _text(served: Served, tokens: list[int]) -> str:
-    """Special tokens too: what was tokenized comes back. Raises ApiError."""
-    if served.text is None:
-        raise ApiError(400, "this model has no tokenizer", param="tokens")
-    if tokens and not 0 <= min(tokens) <= max(tokens) < 2**31:
-        raise ApiError(400, "tokens must be ids of the vocabulary", param="tokens")
-    return served.text.decode(tokens, special=True)

@@ -17,9 +17,10 @@ from typing import Any
 from stepwell.engine.guided import Grammar
 from stepwell.server.bodies import ChatBody
 from stepwell.server.errors import ApiError
-from stepwell.server.grammars import schema_grammar
+from stepwell.server.grammars import TOO_DEEP, schema_grammar
 from stepwell.server.parsing.pieces import Call, Piece, call_of
 
+_PARAM = "tool_choice"
 _MOST_CALLS = 16  # of an answer that has to have some
 _KINDS = "'none', 'auto', 'required' or {'type': 'function', 'function': {'name': ...}}"
 
@@ -41,14 +42,24 @@ class ToolChoice:
     def is_forced(self) -> bool:
         return self.how in (Choosing.REQUIRED, Choosing.NAMED)
 
+    @property
+    def texts(self) -> dict[str, frozenset[str]]:
+        """Parameters that are text and nothing else, by tool."""
+        return {tool["function"]["name"]: _texts(_parameters(tool["function"])) for tool in self.tools}
+
     def grammar(self, *, several: bool) -> Grammar:
-        """Of an answer that has to call. `several`: it may call more than one."""
+        """Of an answer that has to call. `several`: it may call more than one. Raises ApiError."""
         functions = [tool["function"] for tool in self.tools]
         if self.how is Choosing.NAMED:
-            return schema_grammar(_parameters(next(each for each in functions if each["name"] == self.name)))
-        calls = [_call_schema(each) for each in functions]
-        most = _MOST_CALLS if several else 1
-        return schema_grammar({"type": "array", "items": {"anyOf": calls}, "minItems": 1, "maxItems": most})
+            return schema_grammar(_parameters(next(each for each in functions if each["name"] == self.name)), param=_PARAM)
+        places = [f"#/$defs/{number}" for number in range(len(functions))]
+        try:
+            defined = [_moved(_parameters(each), place) for each, place in zip(functions, places, strict=True)]
+        except RecursionError:
+            raise ApiError(400, f"{_PARAM}: {TOO_DEEP}", param=_PARAM, code="invalid_grammar") from None
+        calls = [_call_schema(each["name"], place) for each, place in zip(functions, places, strict=True)]
+        schema = {"type": "array", "items": {"anyOf": calls}, "minItems": 1, "maxItems": _MOST_CALLS if several else 1}
+        return schema_grammar({"$defs": {str(at): each for at, each in enumerate(defined)}, **schema}, param=_PARAM)
 
 
 def tool_choice_of(body: ChatBody) -> ToolChoice:
@@ -88,9 +99,26 @@ def _parameters(function: Mapping[str, Any]) -> Any:
     return function.get("parameters") or {"type": "object"}
 
 
-def _call_schema(function: Mapping[str, Any]) -> dict[str, Any]:
-    properties = {"name": {"const": function["name"]}, "parameters": _parameters(function)}
+def _texts(parameters: Any) -> frozenset[str]:
+    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+    found = properties.items() if isinstance(properties, Mapping) else ()
+    return frozenset(name for name, each in found if isinstance(each, Mapping) and each.get("type") == "string")
+
+
+def _call_schema(name: str, parameters: str) -> dict[str, Any]:
+    properties = {"name": {"const": name}, "parameters": {"$ref": parameters}}
     return {"type": "object", "properties": properties, "required": ["name", "parameters"], "additionalProperties": False}
+
+
+def _moved(schema: Any, to: str) -> Any:
+    """A schema that stands within another: what it refers to within itself, as to `#/$defs/Place`, is found there."""
+    if isinstance(schema, list):
+        return [_moved(each, to) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    ref = schema.get("$ref")
+    moved = {"$ref": to + ref[1:]} if isinstance(ref, str) and (ref == "#" or ref.startswith("#/")) else {}
+    return {name: _moved(each, to) for name, each in schema.items()} | moved
 
 
 class RequiredParser:

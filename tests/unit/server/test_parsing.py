@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from random import Random
 
@@ -140,3 +141,40 @@ def test_formats_are_known_by_what_stands_in_templates() -> None:
         "<｜tool▁calls▁begin｜><think>": ("deepseek", "think"), "<|tool_calls_section_begin|>": ("kimi", None), "": (None, None),
     }  # fmt: skip
     assert {template: (tools_of(template), reasoning_of(template)) for template in signs} == signs
+
+
+def test_a_parameter_that_is_text_stays_text_where_the_format_does_not_say() -> None:
+    text = "<tool_call>\n<function=find>\n<parameter=zip>\n90210\n</parameter>\n<parameter=code>\n\n  a &lt; b\n\n</parameter>\n<parameter=n>\n7\n</parameter>\n</function>\n</tool_call>"
+    found = check_every_cut(lambda: parser_for("hermes", None, texts={"find": frozenset(("zip", "code"))}), text)
+    assert json.loads(found.calls[0].arguments) == {"zip": "90210", "code": "\n  a &lt; b\n", "n": 7}
+
+
+@pytest.mark.parametrize("tools", ["llama3", "gemma"])
+def test_json_that_has_a_name_and_no_arguments_is_an_answer(tools: str) -> None:
+    text = '{"name": "Ada", "born": 1815}'
+    assert check_every_cut(lambda: parser_for(tools, None), text) == Piece(content=text)
+
+
+def test_arguments_may_hold_what_other_forms_are_known_by() -> None:
+    arguments = {"about": "the DSML tags and <function=x>"}
+    deepseek = f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{json.dumps(arguments)}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+    for tools, text in (("deepseek", deepseek), ("hermes", f"<tool_call>{dumped('f', arguments)}</tool_call>")):
+        (call,) = check_every_cut(lambda tools=tools: parser_for(tools, None), text).calls  # type: ignore[misc]
+        assert json.loads(call.arguments) == arguments
+
+
+@pytest.mark.parametrize(
+    ("tools", "begins", "again"),
+    [
+        ("hermes", "<tool_call><function=f>", "<parameter="),
+        ("hermes", "<tool_call>", "<function="),
+        ("deepseek", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
+        ("deepseek", "<｜DSML｜tool_calls>", '<｜DSML｜invoke name="'),
+        ("kimi", "<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
+        ("llama3", "", '{"name":"f","parameters":{}}'),
+    ],
+)
+def test_time_grows_with_the_text_alone(tools: str, begins: str, again: str) -> None:
+    began = time.process_time()
+    parsed(parser_for(tools, None), [begins + again * 100_000])
+    assert time.process_time() - began < 20, "it took minutes when every marker was looked for from each one on"

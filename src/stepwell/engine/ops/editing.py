@@ -21,6 +21,7 @@ from stepwell.engine.passes.numbers import on_device
 
 FORBIDDEN = -3.0e38
 WORD_BITS = 32
+EDITED_TOGETHER = 2**22  # logits: what edits need of memory beside a copy does not grow with the batch
 
 Ids = npt.NDArray[np.int32]
 Numbers = npt.NDArray[np.float64]
@@ -54,18 +55,24 @@ def edited(logits_BV: torch.Tensor, edits: Sequence[Edit | None]) -> torch.Tenso
     rows = [row for row, edit in enumerate(edits) if edit is not None]
     if not rows:
         return logits_BV
-    mine = [edit for edit in edits if edit is not None]
-    device = logits_BV.device
-    logits_EV = logits_BV.clone() if len(rows) == len(edits) else logits_BV[on_device(rows, device)]
-    _put(logits_EV, [(e.biased, e.biases) for e in mine], lambda logit_N, bias_N: logit_N + bias_N)
-    _put(logits_EV, [(e.repeated, np.full(len(e.repeated), e.repetition)) for e in mine], _repeated)
-    _put(logits_EV, [(e.used, e.penalties) for e in mine], lambda logit_N, penalty_N: logit_N - penalty_N)
-    _put(logits_EV, [(e.forbidden, np.full(len(e.forbidden), FORBIDDEN)) for e in mine], _unless_unsound)
-    _forbid_others(logits_EV, mine)
-    _forbid_unlikely(logits_EV, mine)
-    if len(rows) == len(edits):
-        return logits_EV
-    return logits_BV.index_copy(0, on_device(rows, device), logits_EV)
+    edited_BV = logits_BV.clone()
+    together = max(EDITED_TOGETHER // logits_BV.shape[1], 1)
+    for start in range(0, len(rows), together):
+        some = rows[start : start + together]
+        row_E = on_device(some, logits_BV.device)
+        edited_BV.index_copy_(0, row_E, _edited(logits_BV[row_E], [edit for row in some if (edit := edits[row]) is not None]))
+    return edited_BV
+
+
+def _edited(logits_EV: torch.Tensor, edits: Sequence[Edit]) -> torch.Tensor:
+    """In place."""
+    _put(logits_EV, [(e.biased, e.biases) for e in edits], lambda logit_N, bias_N: logit_N + bias_N)
+    _put(logits_EV, [(e.repeated, np.full(len(e.repeated), e.repetition)) for e in edits], _repeated)
+    _put(logits_EV, [(e.used, e.penalties) for e in edits], lambda logit_N, penalty_N: logit_N - penalty_N)
+    _put(logits_EV, [(e.forbidden, np.full(len(e.forbidden), FORBIDDEN)) for e in edits], _unless_unsound)
+    _forbid_others(logits_EV, edits)
+    _forbid_unlikely(logits_EV, edits)
+    return logits_EV
 
 
 Change = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

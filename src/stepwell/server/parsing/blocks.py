@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from stepwell.server.parsing.pieces import Call, Markers, Parser, Piece, Spaced, joined
 
-ReadCalls = Callable[[str], list[Call]]  # raises ValueError for what is none
+ReadCalls = Callable[[str, Mapping[str, frozenset[str]]], list[Call]]  # raises ValueError for what is none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +17,11 @@ class Blocks:
     closes: Mapping[str, str | None]
     read: ReadCalls
     starts: tuple[str, ...] = ()  # an answer that begins with one of these may be calls as a whole
+    inside: tuple[str, ...] = ()  # further markers, within blocks
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return (*self.closes, *(close for close in self.closes.values() if close is not None), *self.inside)
 
 
 class BlockParser:
@@ -26,8 +31,10 @@ class BlockParser:
     in block   nothing, until it is closed; then its calls, or the text that it is
     """
 
-    def __init__(self, blocks: Blocks) -> None:
+    def __init__(self, blocks: Blocks, texts: Mapping[str, frozenset[str]]) -> None:
+        """`texts`: parameters that are text, by tool, for formats that do not tell text from numbers."""
         self._blocks = blocks
+        self._texts = texts
         self._open: str | None = None  # the marker of the block we are in; "" for an answer that begins like one
         self._begun = False  # whether anything but space has come
         self._lead = ""
@@ -81,7 +88,7 @@ class BlockParser:
     def _read(self, close: str) -> Piece:
         """The block's calls; where it has none, its text with the markers around it."""
         try:
-            calls = self._blocks.read(self._body)
+            calls = self._blocks.read(self._body, self._texts)
             if calls:
                 return Piece(calls=tuple(calls))
         except (ValueError, RecursionError):

@@ -14,6 +14,7 @@ from stepwell.server.parsing.pieces import Call, Markers, Piece, joined
 
 _MESSAGE = "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
+HARMONY_MARKERS = (_MESSAGE, *_ENDS, "<|channel|>", "<|constrain|>")
 _FOR = re.compile(r"to=functions\.([\w.-]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 

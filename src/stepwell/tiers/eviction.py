@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from stepwell.base.errors import NoRoom
@@ -84,6 +85,10 @@ def make_room(state: CacheState, tier: Tier, need: Need, *, tenant: str | None =
             break
         if save is not None and not victim.unsaved:
             leaving = save(victim)
+            if leaving is Leaving.BLOCKED:
+                state.tree.ranking.queue(victim)
+                waiting = True
+                break
             if leaving is not Leaving.NOW:
                 waiting = True  # for its copy to end
                 if leaving is Leaving.AT_ONCE and isinstance(victim, Residency):
@@ -102,8 +107,7 @@ def _saver(state: CacheState, tier: Tier) -> Callable[[Victim], Leaving] | None:
     """What starts saving a victim of a tier below it, where there is anything below."""
     if tier is Tier.HOST:
         return state.below.before_eviction if state.below is not None else None
-    write_back = state.write_back
-    return (lambda victim: Leaving.LATER if write_back(state, victim) else Leaving.NOW) if write_back is not None else None
+    return partial(state.write_back, state) if state.write_back is not None else None
 
 
 def _is_saving(state: CacheState, tier: Tier) -> bool:

@@ -19,7 +19,7 @@ from stepwell.policy.placement import is_milestone, next_decode_stop
 from stepwell.tiers.eviction import allocate
 from stepwell.tiers.lease import Lease
 from stepwell.tiers.lifetime import note_expiry
-from stepwell.tiers.saving import save_path
+from stepwell.tiers.saving import save_committed
 from stepwell.tiers.spill import hot_missing, lend
 from stepwell.tiers.state import CacheState
 from stepwell.tree import missing_state
@@ -41,6 +41,7 @@ def grow(state: CacheState, lease: Lease, upto: int) -> None:
         windows = -(-upto // spec.window_page_tokens) - lease.first_window - len(lease.window_pages)
     rows = _rows_missing(state, lease, upto)
     need = {kind: count for kind, count in ((Kind.PREFIX, prefix), (Kind.WINDOW, windows), (Kind.ROWS, rows)) if count > 0}
+    _get_spare_point(state, lease, upto)
     if not need and not hot_missing(state, lease):
         return
     pages = _allocate(state, lease, need)
@@ -51,6 +52,18 @@ def grow(state: CacheState, lease: Lease, upto: int) -> None:
         if rows:
             state.row_pages.bind(lease.prefix_pages[end - rows : end], fresh[:rows], range(end - rows, end))
         lend(state, lease, fresh[rows:])
+
+
+def _get_spare_point(state: CacheState, lease: Lease, upto: int) -> None:
+    """Before a checkpoint is left: the page that the request goes on with then. Here it can wait for something to be saved."""
+    wanted = lease.publishes and len(lease.point_pages) and not len(lease.spare_points) and is_stop(state, lease, upto)
+    if not wanted or state.write_back is None:
+        return
+    try:
+        lease.spare_points = allocate(state, Tier.DEVICE, {Kind.POINT: 1}, tenant=lease.namespace.tenant)[Kind.POINT]
+    except NoRoom as refusal:
+        if refusal.waiting:
+            raise  # else it goes on, and leaves no checkpoint
 
 
 def _allocate(state: CacheState, lease: Lease, need: Need) -> dict[Kind, PageIds]:
@@ -102,8 +115,8 @@ def commit(state: CacheState, lease: Lease, upto: int, *, checkpoint: bool, last
             _follow_trail(state, lease, made)
             if state.on_checkpoint is not None:
                 state.on_checkpoint(state, made)
-        if state.config.write.saves_on_commit and lease.trail is None:
-            save_path(state, node)
+        if lease.trail is None:
+            save_committed(state, node)
     elif len(fork):
         state.tree.release(Tier.DEVICE, Kind.POINT, fork)
     slide(state, lease)
@@ -146,6 +159,9 @@ def _room_for_fork(state: CacheState, lease: Lease) -> PageIds:
     """A page for the request to go on with, so that the tree can have the one it used; none when there is no room."""
     if not len(lease.point_pages):
         return NO_PAGES
+    if len(lease.spare_points):
+        spare, lease.spare_points = lease.spare_points, NO_PAGES
+        return spare
     try:
         return allocate(state, Tier.DEVICE, {Kind.POINT: 1}, tenant=lease.namespace.tenant)[Kind.POINT]
     except NoRoom:

@@ -2,7 +2,8 @@
 
 Candidates are the tails of prefix runs and the residencies of checkpoints, in one order. A tail is one when
 nothing in its tier hangs below it. A checkpoint's pages go before the prefix pages it stands on, and
-prefix pages that no checkpoint reaches any more are worth nothing and go first of all.
+prefix pages that no checkpoint reaches any more are worth nothing and go first of all. Where the device saves what leaves it, a
+host copy of what the device has too is worth no more than that copy costs, and goes next.
 
 What belongs to a tenant with a quota is in an order of its own beside that of its tier, under the same number: it goes first
 when its tenant has too much (`own_orders.py`).
@@ -17,14 +18,13 @@ import numpy as np
 
 from stepwell.base.ids import CACHED_TIERS, Kind, Tier
 from stepwell.base.spec import ModelSpec
-from stepwell.memory.arena import Arena
+from stepwell.memory.arena import READY, Arena
 from stepwell.policy.value import Facts, Place, ValuePolicy
 from stepwell.tree.accounts import Account
-from stepwell.tree.eviction_order import EvictionOrder, Standing
+from stepwell.tree.eviction_order import REPEATED, USEFUL, WORTHLESS, EvictionOrder, Standing
 from stepwell.tree.node import ABSENT, Node, Residency, Run, Victim, previous_boundary
 from stepwell.tree.own_orders import Orders, OwnOrders
 
-WORTHLESS, USEFUL = -1, 0  # ranks: what nothing can use goes before anything else
 MOST_DEPENDED_ON = 1024  # before those that have left the tree are taken out
 _NO_REFS = np.zeros(0, np.int32)
 TIDY_ENTRIES = 2  # more than the one entry that a use can make out of date
@@ -35,6 +35,7 @@ class Tail(NamedTuple):
 
     start: int
     dead: bool
+    repeated: bool = False  # the device has all of it too
 
 
 class Idle(NamedTuple):
@@ -48,15 +49,19 @@ class Ranking:
     """The eviction order of every tier, and in it that of each tenant with a quota."""
 
     def __init__(
-        self, spec: ModelSpec, arenas: Mapping[Tier, Arena], value: ValuePolicy, limited: Iterable[Account] = ()
-    ) -> None:
-        """`limited` are accounts that may have to lose something before others do."""
+        self, spec: ModelSpec, arenas: Mapping[Tier, Arena], value: ValuePolicy, limited: Iterable[Account] = (),
+        *, repeats_first: bool = False,
+    ) -> None:  # fmt: skip
+        """`limited` are accounts that may have to lose something before others do. With `repeats_first`, the host gives up what
+        the device has too before anything else of use.
+        """
         self._spec = spec
         self._arenas = arenas
         self._value = value
         # Lists by tier: every candidate comes by here several times.
         self._refs = [arenas[tier].refs[Kind.PREFIX] if tier in arenas else _NO_REFS for tier in CACHED_TIERS]
         self._page_bytes = [arenas[tier].layout.prefix_stride if tier in arenas else 0 for tier in CACHED_TIERS]
+        self._repeats_first = repeats_first and len(arenas) == len(CACHED_TIERS)
         self._needs_checkpoints = spec.free_step is None  # prefix pages are of no use behind the last checkpoint
         self._orders = {tier: Orders(EvictionOrder(value), EvictionOrder(value)) for tier in arenas}
         limited = tuple(limited)
@@ -75,15 +80,37 @@ class Ranking:
         """
         node, tier = run.node, run.tier
         kids = node.kids
-        if not run.num_pages or node.parent is None or (kids and (kids.below[tier] or kids.anchored[tier])):
+        if not run.num_pages or node.parent is None or (kids and kids.below[tier]):
             return None
-        start = reached = 0 if cut_off else self._stood_on(run)
+        if self._repeats_first and tier is Tier.HOST and (first := self._repeated_from(run)) is not None:
+            return Tail(first, dead=False, repeated=True)
+        if kids and kids.anchored[tier]:
+            return None
+        goes_down = self._repeats_first and tier is Tier.DEVICE  # what the host's pages stand on is saved before it goes
+        start = reached = 0 if cut_off or goes_down else self._stood_on(run)
         if node.checkpoints:
             start = max(start, node.last_checkpoint(tier) - node.start)
             reached = max(start, node.last_checkpoint() - node.start)
         if self._needs_checkpoints and not (kids and any(kids.anchored)) and _has_pages(run, reached):
             return Tail(reached, dead=True)
         return Tail(start, dead=False) if _has_pages(run, start) else None
+
+    def may_have_tail(self, run: Run) -> bool:
+        """Whether `tail` is worth asking for: it is not for most runs of a path, since something hangs below them."""
+        kids = run.node.kids
+        return kids is None or not (kids.below[run.tier] or (kids.anchored[run.tier] and not self._repeats_first))
+
+    def _repeated_from(self, run: Run) -> int | None:
+        """From which index on the device can read all that a run of the host has; None where that is nothing."""
+        other = run.node.runs[Tier.DEVICE]
+        if other is None or (run.ids[-1] != ABSENT and other.ids[-1] == ABSENT):
+            return None
+        there = other.ids != ABSENT
+        if other.num_ready < other.num_pages:
+            there &= self._arenas[Tier.DEVICE].state[Kind.PREFIX][other.ids] == READY
+        alone = np.flatnonzero((run.ids != ABSENT) & ~there)
+        first = int(alone[-1]) + 1 if len(alone) else 0
+        return first if first < len(run.ids) and (run.ids[first:] != ABSENT).any() else None
 
     @staticmethod
     def _stood_on(run: Run) -> int:
@@ -127,7 +154,7 @@ class Ranking:
         if tail is None:
             if self.tail(run, cut_off=True) is not None:
                 self._note_depended_on(run)
-        elif not run.entry or tail.dead:
+        elif not run.entry or _rank(tail) < run.standing:
             self._push(run, self._run_standing(run, tail))
 
     def pop_depended_on(self, tier: Tier) -> tuple[Run, Tail] | None:
@@ -148,6 +175,13 @@ class Ranking:
             for each in [each for each in waiting if each.node.runs[each.tier] is not each]:
                 del waiting[each]
             self._most_depended_on = max(2 * len(waiting), MOST_DEPENDED_ON)
+
+    def queue(self, victim: Victim) -> None:
+        """Makes somebody a candidate again who was taken out and stays."""
+        if isinstance(victim, Run):
+            self.queue_run(victim)
+        else:
+            self.queue_residency(victim)
 
     def queue_residency(self, residency: Residency, *, again: bool = False) -> None:
         """Makes a checkpoint a candidate; `again` when its worth has changed since it was queued."""
@@ -179,6 +213,18 @@ class Ranking:
         for order in orders:
             for _ in range(TIDY_ENTRIES):
                 self._settle(order.next_head())
+
+    def is_worth_more(self, victim: Victim, tier: Tier) -> bool:
+        """Whether a candidate of one tier is worth more than what would leave another first to make room for it.
+
+        Also where nothing could leave that tier now. Brings entries up to date; takes nothing out.
+        """
+        standing = self._standing(victim)
+        if standing is None or standing.rank == WORTHLESS:
+            return False
+        heads = [head for order in self._orders[tier] if (head := self._settled_head(order)) is not None]
+        rank = self._orders[tier].runs.rank
+        return not heads or min(rank(head[1]) for head in heads) < rank(standing)
 
     def pop(self, tier: Tier, *, runs: bool, checkpoints: bool, of: Account | None = None) -> Victim | None:
         """Takes the least valuable candidate of the wanted sorts out of the order; with `of`, out of what one tenant has, who
@@ -241,7 +287,8 @@ class Ranking:
             return Standing(WORTHLESS, Place(0, 0, node.used_at))
         facts = Facts(used_at=node.used_at, saved_tokens=self._spec.page_tokens, size_bytes=self._page_bytes[run.tier],
                       urgent_until_s=node.urgent_until, visit=node.visit)  # fmt: skip
-        return Standing(USEFUL, self._value.place(facts))
+        place = self._value.place(facts)
+        return Standing(USEFUL, place) if not tail.repeated else _repeated(place)
 
     def _residency_standing(self, residency: Residency) -> Standing:
         checkpoint = residency.checkpoint
@@ -264,7 +311,22 @@ class Ranking:
             next_distance=(max(end - follower.page, 0) + 1) * page_tokens if follower is not None else 0,
             backup_deferred=residency.backup_deferred,
         )
-        return Standing(USEFUL, self._value.place(facts))
+        place = self._value.place(facts)
+        return Standing(USEFUL, place) if not self._is_repeated(residency) else _repeated(place)
+
+    def _is_repeated(self, residency: Residency) -> bool:
+        """Whether the host has it beside the device, and nobody below waits for it."""
+        if not self._repeats_first or residency.tier is not Tier.HOST or residency.backup_deferred:
+            return False
+        return residency.checkpoint.ready_in(Tier.DEVICE) is not None
+
+
+def _rank(tail: Tail) -> int:
+    return WORTHLESS if tail.dead else REPEATED if tail.repeated else USEFUL
+
+
+def _repeated(place: Place) -> Standing:
+    return Standing(REPEATED, place._replace(since=-place.since))
 
 
 def _is_as_queued(standing: Standing, then: Standing) -> bool:

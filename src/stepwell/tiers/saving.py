@@ -73,6 +73,7 @@ def write_back(state: CacheState, victim: Victim) -> Leaving:
     else:
         save = save_runs(state, victim.node, whole_path=state.below is not None and state.below.takes_paths)
     if save is Save.STARTED:
+        victim.leaving = True
         return Leaving.LATER
     return Leaving.BLOCKED if save is Save.WAITING else Leaving.NOW
 

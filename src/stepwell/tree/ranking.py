@@ -103,7 +103,7 @@ class Ranking:
     def _repeated_from(self, run: Run) -> int | None:
         """From which index on the device can read all that a run of the host has; None where that is nothing."""
         other = run.node.runs[Tier.DEVICE]
-        if other is None or (run.ids[-1] != ABSENT and other.ids[-1] == ABSENT):
+        if other is None or other.leaving or (run.ids[-1] != ABSENT and other.ids[-1] == ABSENT):
             return None
         there = other.ids != ABSENT
         if other.num_ready < other.num_pages:
@@ -318,7 +318,8 @@ class Ranking:
         """Whether the host has it beside the device, and nobody below waits for it."""
         if not self._repeats_first or residency.tier is not Tier.HOST or residency.backup_deferred:
             return False
-        return residency.checkpoint.ready_in(Tier.DEVICE) is not None
+        other = residency.checkpoint.ready_in(Tier.DEVICE)
+        return other is not None and not other.leaving
 
 
 def _rank(tail: Tail) -> int:

@@ -291,7 +291,7 @@ class Tree:
             part = Run(node, tier, ids)
             part.num_pages = len(present)
             part.num_ready = int(np.count_nonzero(state[present] == READY))
-            part.unsaved = run.unsaved
+            part.unsaved, part.leaving = run.unsaved, run.leaving
             node.runs[tier] = part if part.num_pages else None
             self.owner[tier][present] = node
         self.ranking.unqueue(run, lower.account)

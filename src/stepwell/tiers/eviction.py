@@ -210,7 +210,9 @@ def _evict_run(state: CacheState, run: Run, short: Need, excess_bytes: int | Non
     """Gives up the idle end of a run, no more of it than is needed; returns the bytes let go."""
     ranking = state.tree.ranking
     tail = ranking.tail(run)
-    assert tail is not None, f"{run.node} was ranked without a tail"
+    if tail is None:  # it could not be saved, and pages of the host stand on it
+        ranking.queue_run(run)
+        return 0
     idle = ranking.idle(run, tail.start, at_most=_wanted(state, run, short, excess_bytes))
     if not idle.num_pages:
         return 0  # in use; whoever lets go will queue it again

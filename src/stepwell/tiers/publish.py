@@ -41,10 +41,11 @@ def grow(state: CacheState, lease: Lease, upto: int) -> None:
         windows = -(-upto // spec.window_page_tokens) - lease.first_window - len(lease.window_pages)
     rows = _rows_missing(state, lease, upto)
     need = {kind: count for kind, count in ((Kind.PREFIX, prefix), (Kind.WINDOW, windows), (Kind.ROWS, rows)) if count > 0}
-    _get_spare_point(state, lease, upto)
-    if not need and not hot_missing(state, lease):
+    spare = _spare_missing(state, lease, upto)
+    if not need and not spare and not hot_missing(state, lease):
         return
-    pages = _allocate(state, lease, need)
+    pages = _allocate_or_do_without(state, lease, need, spare=spare)
+    lease.spare_points = _joined(lease.spare_points, pages.get(Kind.POINT, NO_PAGES))
     lease.prefix_pages = _joined(lease.prefix_pages, pages.get(Kind.PREFIX, NO_PAGES))
     lease.window_pages = _joined(lease.window_pages, pages.get(Kind.WINDOW, NO_PAGES))
     if state.row_pages is not None:
@@ -54,16 +55,30 @@ def grow(state: CacheState, lease: Lease, upto: int) -> None:
         lend(state, lease, fresh[rows:])
 
 
-def _get_spare_point(state: CacheState, lease: Lease, upto: int) -> None:
-    """Before a checkpoint is left: the page that the request goes on with then. Here it can wait for something to be saved."""
-    wanted = lease.publishes and len(lease.point_pages) and not len(lease.spare_points) and is_stop(state, lease, upto)
-    if not wanted or state.write_back is None:
-        return
+def _spare_missing(state: CacheState, lease: Lease, upto: int) -> bool:
+    """Whether a lease lacks the page that it goes on with once it has left a checkpoint at `upto`.
+
+    It is taken before that is computed only where what leaves the device is saved first: here it can wait for room.
+    """
+    if state.write_back is None or not lease.publishes or not len(lease.point_pages) or len(lease.spare_points):
+        return False
+    return is_stop(state, lease, upto)
+
+
+def _allocate_or_do_without(state: CacheState, lease: Lease, need: Need, *, spare: bool) -> dict[Kind, PageIds]:
+    """All that a lease needs, with a spare point if it lacks one, or nothing while that is on its way.
+
+    A checkpoint is not worth a request: where room never comes, it goes on without a spare, and leaves none.
+    """
     try:
-        lease.spare_points = allocate(state, Tier.DEVICE, {Kind.POINT: 1}, tenant=lease.namespace.tenant)[Kind.POINT]
+        return _allocate(state, lease, {**need, Kind.POINT: 1} if spare else need)
     except NoRoom as refusal:
-        if refusal.waiting:
-            raise  # else it goes on, and leaves no checkpoint
+        if refusal.waiting or not (spare or len(lease.spare_points)):
+            raise
+    if len(lease.spare_points):
+        state.tree.release(Tier.DEVICE, Kind.POINT, lease.spare_points)
+        lease.spare_points = NO_PAGES
+    return _allocate(state, lease, need)
 
 
 def _allocate(state: CacheState, lease: Lease, need: Need) -> dict[Kind, PageIds]:

@@ -72,6 +72,7 @@ def write_back(state: CacheState, victim: Victim) -> Leaving:
         save = save_residency(state, victim)
     else:
         save = save_runs(state, victim.node, whole_path=state.below is not None and state.below.takes_paths)
+        victim.unsaved = save is Save.SKIPPED and state.tree.ranking.is_stood_on(victim)
     if save is Save.STARTED:
         victim.leaving = True
         return Leaving.LATER
@@ -80,8 +81,8 @@ def write_back(state: CacheState, victim: Victim) -> Leaving:
 
 def _is_worth_room(state: CacheState, victim: Victim) -> bool:
     """Whether the host should give something up for what leaves the device: what it has stands on this, or is worth less."""
-    kids = victim.node.kids if isinstance(victim, Run) else None
-    return (kids is not None and kids.below[Tier.HOST] > 0) or state.tree.ranking.is_worth_more(victim, Tier.HOST)
+    ranking = state.tree.ranking
+    return (isinstance(victim, Run) and ranking.is_stood_on(victim)) or ranking.is_worth_more(victim, Tier.HOST)
 
 
 def _need(state: CacheState, victim: Victim) -> Need:

@@ -47,7 +47,7 @@ def add_residency(
     tree.carry_checkpoints_up(node, tier, before)
     tree.ranking.queue_residency(residency)
     if ready:
-        _queue_others(tree, residency)
+        tree.ranking.queue_repeated(residency)
     if ready and tree.feeds:
         tree.feeds.checkpoint(EventKind.CHECKPOINT_STORED, node, residency)
     return residency
@@ -85,17 +85,10 @@ def residency_arrived(tree: Tree, residency: Residency) -> None:
     residency.ready = True
     tree.version += 1
     tree.ranking.queue_residency(residency)
-    _queue_others(tree, residency)
+    tree.ranking.queue_repeated(residency)
     node = residency.checkpoint.node
     if tree.feeds and node is not None and residency.checkpoint.held[residency.tier] is residency:
         tree.feeds.checkpoint(EventKind.CHECKPOINT_STORED, node, residency)
-
-
-def _queue_others(tree: Tree, residency: Residency) -> None:
-    """The copy of a checkpoint in another tier is worth less from now on."""
-    for other in residency.checkpoint.held:
-        if other is not None and other is not residency:
-            tree.ranking.queue_residency(other, again=True)
 
 
 def drop_residency(tree: Tree, residency: Residency, loss: Loss) -> None:

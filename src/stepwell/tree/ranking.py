@@ -86,7 +86,8 @@ class Ranking:
             return Tail(first, dead=False, repeated=True)
         if kids and kids.anchored[tier]:
             return None
-        goes_down = self._repeats_first and tier is Tier.DEVICE  # what the host's pages stand on is saved before it goes
+        # What the host's pages stand on is saved before it goes; if it cannot be, they keep it.
+        goes_down = self._repeats_first and tier is Tier.DEVICE and not run.unsaved
         start = reached = 0 if cut_off or goes_down else self._stood_on(run)
         if node.checkpoints:
             start = max(start, node.last_checkpoint(tier) - node.start)
@@ -111,6 +112,15 @@ class Ranking:
         alone = np.flatnonzero((run.ids != ABSENT) & ~there)
         first = int(alone[-1]) + 1 if len(alone) else 0
         return first if first < len(run.ids) and (run.ids[first:] != ABSENT).any() else None
+
+    def is_stood_on(self, run: Run) -> bool:
+        """Whether pages or checkpoints of the other tier would be lost with what only this run has."""
+        node, other = run.node, run.node.runs[1 - run.tier]
+        upto = node.last_checkpoint(CACHED_TIERS[1 - run.tier]) - node.start
+        only_here = run.ids[:upto] != ABSENT
+        if other is not None:
+            only_here &= other.ids[:upto] == ABSENT
+        return bool(only_here.any()) or self._stood_on(run) > 0
 
     @staticmethod
     def _stood_on(run: Run) -> int:
@@ -187,6 +197,12 @@ class Ranking:
         """Makes a checkpoint a candidate; `again` when its worth has changed since it was queued."""
         if (again or not residency.entry) and _in_tree(residency):
             self._push(residency, self._residency_standing(residency))
+
+    def queue_repeated(self, residency: Residency) -> None:
+        """A checkpoint can be read in a tier: its copy in the other is worth less from now on, where repetitions go first."""
+        other = residency.checkpoint.held[1 - residency.tier]
+        if self._repeats_first and other is not None:
+            self.queue_residency(other, again=True)
 
     def _push(self, victim: Victim, standing: Standing) -> None:
         self._orders[victim.tier].of(victim).push(victim, standing)

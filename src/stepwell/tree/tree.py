@@ -160,7 +160,7 @@ class Tree:
             run.num_ready = int(np.count_nonzero(state[run.ids[run.ids != ABSENT]] == READY))
             if self.feeds:
                 self.feeds.pages_stored(run.node, tier, np.isin(run.ids, ids))
-            self.queue(run.node)  # the other tier's pages are worth less now
+            self._queue_run(run)
 
     def nodes(self) -> Iterator[Node]:
         """Every node, parents before children."""

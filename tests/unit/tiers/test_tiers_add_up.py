@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
-from stepwell import Kind, Tier, WritePolicy
-from stepwell.tree.node import ABSENT, Residency
+from stepwell import Kind, Lease, NoRoom, Tier, WritePolicy
+from stepwell.store.memory import MemoryStore
+from stepwell.tiers.eviction import make_room
+from stepwell.tree.eviction_order import USEFUL
+from stepwell.tree.node import ABSENT, Residency, Run
+from stepwell.tree.ranking import Tail
 from toys import ALL_MODELS, FULL, FULL_POINT, HYBRID, Rig, text
 
 SAVING_LATE = [WritePolicy.ADAPTIVE, WritePolicy.BACK]
@@ -132,3 +138,133 @@ def test_a_spare_page_is_given_back_by_a_request_that_ends_early() -> None:
     rig.cache.release(lease)
     rig.idle_check()
     assert rig.used(Tier.DEVICE, Kind.POINT) == 0
+
+
+@pytest.mark.parametrize("write", SAVING_LATE)
+def test_saves_of_things_worth_the_same_do_not_chase_each_other(write: WritePolicy) -> None:
+    """What was saved last left the device last and the host first: each save undid the one before, and room never came."""
+    rig = Rig(HYBRID, device_pages=64, host_pages=192, write=write, store=MemoryStore())
+    for name in range(32):  # the clock stands still
+        rig.serve(text(name, 41))
+    rig.idle_check()
+
+
+@pytest.mark.parametrize("write", SAVING_LATE)
+def test_a_copy_made_because_the_device_needs_the_room_is_not_given_up_as_a_repetition(write: WritePolicy) -> None:
+    rig = Rig(FULL, device_pages=16, host_pages=8, write=write)
+    rig.serve(text(1, 17))
+    rig.evict_all(Tier.HOST)
+    assert rig.used(Tier.HOST, Kind.PREFIX) == 0
+    everything = {Kind.PREFIX: 16}
+    assert make_room(rig.state, Tier.DEVICE, everything).waiting
+    rig.settle()
+    assert _repeated_pages(rig) == 4
+    run = rig.tree.ranking.pop(Tier.HOST, runs=True, checkpoints=False)
+    assert isinstance(run, Run) and run.standing == USEFUL
+    rig.tree.ranking.queue(run)
+    rig.serve(text(1, 17))  # now that it was used, it stays on the device
+    run = rig.tree.ranking.pop(Tier.HOST, runs=True, checkpoints=False)
+    assert isinstance(run, Run) and rig.tree.ranking.tail(run) == Tail(0, dead=False, repeated=True)
+    rig.tree.ranking.queue(run)
+    rig.cache.audit()
+
+
+@pytest.mark.parametrize("spec", ALL_MODELS)
+@pytest.mark.parametrize("write", SAVING_LATE)
+def test_nobody_waits_for_a_store_that_never_answers(spec: str, write: WritePolicy) -> None:
+    """Room below may be on its way to a store that hangs: requests go on all the same, also before anything times out."""
+    rig = Rig(ALL_MODELS[spec], device_pages=48, host_pages=64, write=write, store=MemoryStore())
+
+    def patiently(act: Callable[[], None]) -> None:
+        for _ in range(10):
+            try:
+                return act()
+            except NoRoom as refusal:
+                assert refusal.waiting
+                _answer_copies(rig)
+        raise AssertionError("it waited for the store")
+
+    for name in range(36):
+        rig.clock.advance(0.01)
+        prompt = text(name % 18, 29)
+        leases: list[Lease] = []
+        patiently(lambda prompt=prompt, leases=leases: leases.append(rig.open(prompt)))  # type: ignore[misc]
+        with leases[0] as lease:
+            _answer_copies(rig)
+            rig.engine.check(lease)
+            while lease.position < lease.num_tokens:
+                end = min(rig.cache.next_stop(lease) or lease.num_tokens, lease.num_tokens)
+                patiently(lambda lease=lease, end=end: rig.compute(lease, end))  # type: ignore[misc]
+                _answer_copies(rig)
+        _answer_copies(rig)
+        rig.cache.audit()
+    assert rig.store_executor.pending, "the store was asked for nothing"
+
+
+def _answer_copies(rig: Rig) -> None:
+    rig.cache.step()
+    while rig.executor.pending:
+        rig.executor.finish_all()
+        rig.cache.step()
+
+
+@pytest.mark.parametrize("write", SAVING_LATE)
+def test_a_trunk_that_cannot_be_saved_keeps_the_branches_that_stand_on_it(write: WritePolicy) -> None:
+    rig = Rig(FULL, device_pages=64, host_pages=64, write=write)
+    trunk, branch = text(1, 16), [*text(1, 16), *text(2, 9)]
+    for prompt in ([*trunk, *text(3, 9)], branch):
+        rig.serve(prompt)
+    rig.evict_all(Tier.HOST)
+    for _ in range(2):  # first the branches are saved, then they leave and the trunk is to be saved
+        rig.settle()
+        assert make_room(rig.state, Tier.DEVICE, {Kind.PREFIX: 64}).waiting
+    at = rig.cache.lookup(branch)
+    assert (at.device_tokens, at.host_tokens) == (16, 8)
+    rig.fail_all()
+    rig.clock.advance(1)
+    rig.serve(text(4, 17))
+    while make_room(rig.state, Tier.DEVICE, {Kind.PREFIX: 60}).waiting:
+        rig.settle()
+    at = rig.cache.lookup(branch)
+    assert (at.device_tokens, at.host_tokens) == (16, 8), "what was used later went first"
+    rig.evict_all(Tier.DEVICE)  # the last resort
+    assert rig.cache.counters["evicted_cut_off"] == 1 and rig.restore(branch) == 0
+    rig.idle_check()
+
+
+def test_a_request_that_has_the_device_to_itself_is_not_refused_for_a_spare_page() -> None:
+    """Its last page fits where no other would: it goes on, and leaves no checkpoint."""
+    rig = Rig(FULL_POINT, device_pages=6, host_pages=64, write=WritePolicy.ADAPTIVE)
+    with rig.ready(text(1, 20)) as lease:
+        assert rig.used(Tier.DEVICE, Kind.PREFIX) + rig.used(Tier.DEVICE, Kind.POINT) == 6
+        rig.cache.grow(lease, 16)
+        assert not len(lease.spare_points)
+        rig.engine.compute(lease, 16)
+        rig.cache.commit(lease, 16)
+    assert rig.cache.counters["checkpoint_skipped_no_room"] == 1
+    rig.idle_check()
+
+
+def test_room_that_never_comes_takes_the_spare_page_back() -> None:
+    rig = Rig(FULL_POINT, device_pages=8, host_pages=64, write=WritePolicy.ADAPTIVE)
+    with rig.ready(text(1, 17)) as lease:
+        rig.cache.grow(lease, 16)
+        assert len(lease.spare_points) == 1
+        rig.cache.append(lease, text(2, 11))
+        rig.cache.grow(lease, 28)
+        assert not len(lease.spare_points) and len(lease.prefix_pages) == 7
+        rig.cache.audit()
+    rig.idle_check()
+
+
+def test_a_failed_grow_gives_no_spare_page() -> None:
+    rig = Rig(FULL_POINT, device_pages=12, host_pages=64, write=WritePolicy.ADAPTIVE)
+    rig.serve(text(1, 17))
+    with rig.ready(text(2, 17)) as lease:
+        rig.cache.append(lease, text(3, 12))
+        held = rig.used(Tier.DEVICE, Kind.POINT)
+        with pytest.raises(NoRoom):
+            rig.cache.grow(lease, 60)
+        assert not len(lease.spare_points) and rig.used(Tier.DEVICE, Kind.POINT) <= held
+        rig.cache.audit()
+    rig.idle_check()

@@ -23,10 +23,10 @@ DELAY_S = (
 class WritePolicy(Enum):
     """When a page on the device is also saved to the host."""
 
-    ADAPTIVE = "adaptive"  # when the device needs its room, and sooner while the host has room that nothing else needs
     THROUGH = "through"  # when it is committed
     SELECTIVE = "selective"  # when it is used a second time
     BACK = "back"  # when the device needs its room
+    ADAPTIVE = "adaptive"  # when the device needs its room, and sooner while the host has room that nothing else needs
 
     @property
     def saves_on_commit(self) -> bool:

@@ -209,11 +209,11 @@ def _needs_runs(short: Need) -> bool:
 def _evict_run(state: CacheState, run: Run, short: Need, excess_bytes: int | None) -> int:
     """Gives up the idle end of a run, no more of it than is needed; returns the bytes let go."""
     ranking = state.tree.ranking
-    tail = ranking.tail(run)
+    tail = ranking.tails.of(run)
     if tail is None:  # it could not be saved, and pages of the host stand on it
         ranking.queue_run(run)
         return 0
-    idle = ranking.idle(run, tail.start, at_most=_wanted(state, run, short, excess_bytes))
+    idle = ranking.tails.idle(run, tail.start, at_most=_wanted(state, run, short, excess_bytes))
     if not idle.num_pages:
         return 0  # in use; whoever lets go will queue it again
     discard_tail(state.tree, run, idle.start, _loss(state, run.tier, excess_bytes))

@@ -62,7 +62,7 @@ def write_back(state: CacheState, victim: Victim) -> Leaving:
         if not victim.ready or victim.users or victim.checkpoint.held[Tier.HOST] is not None:
             return Leaving.NOW
     else:
-        tail = state.tree.ranking.tail(victim)
+        tail = state.tree.ranking.tails.of(victim)
         if tail is None or tail.dead or not len(_missing(state, victim.node)):
             return Leaving.NOW
     if not state.arena(Tier.HOST).fits(_need(state, victim)) and not _is_worth_room(state, victim):
@@ -72,7 +72,7 @@ def write_back(state: CacheState, victim: Victim) -> Leaving:
         save = save_residency(state, victim)
     else:
         save = save_runs(state, victim.node, whole_path=state.below is not None and state.below.takes_paths)
-        victim.unsaved = save is Save.SKIPPED and state.tree.ranking.is_stood_on(victim)
+        victim.unsaved = save is Save.SKIPPED and state.tree.ranking.tails.is_stood_on(victim)
     if save is Save.STARTED:
         victim.leaving = True
         return Leaving.LATER
@@ -82,7 +82,7 @@ def write_back(state: CacheState, victim: Victim) -> Leaving:
 def _is_worth_room(state: CacheState, victim: Victim) -> bool:
     """Whether the host should give something up for what leaves the device: what it has stands on this, or is worth less."""
     ranking = state.tree.ranking
-    return (isinstance(victim, Run) and ranking.is_stood_on(victim)) or ranking.is_worth_more(victim, Tier.HOST)
+    return (isinstance(victim, Run) and ranking.tails.is_stood_on(victim)) or ranking.is_worth_more(victim, Tier.HOST)
 
 
 def _need(state: CacheState, victim: Victim) -> Need:

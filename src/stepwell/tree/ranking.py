@@ -12,37 +12,19 @@ when its tenant has too much (`own_orders.py`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
-
-import numpy as np
 
 from stepwell.base.ids import CACHED_TIERS, Kind, Tier
 from stepwell.base.spec import ModelSpec
-from stepwell.memory.arena import READY, Arena
+from stepwell.memory.arena import Arena
 from stepwell.policy.value import Facts, Place, ValuePolicy
 from stepwell.tree.accounts import Account
 from stepwell.tree.eviction_order import REPEATED, USEFUL, WORTHLESS, EvictionOrder, Standing
-from stepwell.tree.node import ABSENT, Node, Residency, Run, Victim, previous_boundary
+from stepwell.tree.node import Node, Residency, Run, Victim, previous_boundary
 from stepwell.tree.own_orders import Orders, OwnOrders
+from stepwell.tree.tails import Tail, Tails
 
 MOST_DEPENDED_ON = 1024  # before those that have left the tree are taken out
-_NO_REFS = np.zeros(0, np.int32)
 TIDY_ENTRIES = 2  # more than the one entry that a use can make out of date
-
-
-class Tail(NamedTuple):
-    """The part of a run that may go: its pages from index `start`."""
-
-    start: int
-    dead: bool
-    repeated: bool = False  # the device has all of it too
-
-
-class Idle(NamedTuple):
-    """Pages of a run that could be freed at once: `num_pages` of them, all that it has from index `start` on."""
-
-    start: int
-    num_pages: int
 
 
 class Ranking:
@@ -58,10 +40,10 @@ class Ranking:
         self._spec = spec
         self._arenas = arenas
         self._value = value
-        # Lists by tier: every candidate comes by here several times.
-        self._refs = [arenas[tier].refs[Kind.PREFIX] if tier in arenas else _NO_REFS for tier in CACHED_TIERS]
+        # A list by tier: every candidate comes by here several times.
         self._page_bytes = [arenas[tier].layout.prefix_stride if tier in arenas else 0 for tier in CACHED_TIERS]
         self._repeats_first = repeats_first and len(arenas) == len(CACHED_TIERS)
+        self.tails = Tails(spec, arenas, repeats_first=self._repeats_first)
         self._needs_checkpoints = spec.free_step is None  # prefix pages are of no use behind the last checkpoint
         self._orders = {tier: Orders(EvictionOrder(value), EvictionOrder(value)) for tier in arenas}
         limited = tuple(limited)
@@ -70,83 +52,6 @@ class Ranking:
         # Runs that are kept only because the other tier's pages depend on them, oldest first; some are out of date.
         self._depended_on: dict[Tier, dict[Run, None]] = {tier: {} for tier in arenas}
         self._most_depended_on = MOST_DEPENDED_ON
-
-    # ---- questions --------------------------------------------------------------------------------
-
-    def tail(self, run: Run, *, cut_off: bool = False) -> Tail | None:
-        """What of a run may go now, references aside; None while something stands on all of it.
-
-        With `cut_off`, pages of the other tier that only this run leads to do not count: they would go with it.
-        """
-        node, tier = run.node, run.tier
-        kids = node.kids
-        if not run.num_pages or node.parent is None or (kids and kids.below[tier]):
-            return None
-        if self._repeats_first and tier is Tier.HOST and (first := self._repeated_from(run)) is not None:
-            return Tail(first, dead=False, repeated=True)
-        if kids and kids.anchored[tier]:
-            return None
-        # What the host's pages stand on is saved before it goes; if it cannot be, they keep it.
-        goes_down = self._repeats_first and tier is Tier.DEVICE and not run.unsaved
-        start = reached = 0 if cut_off or goes_down else self._stood_on(run)
-        if node.checkpoints:
-            start = max(start, node.last_checkpoint(tier) - node.start)
-            reached = max(start, node.last_checkpoint() - node.start)
-        if self._needs_checkpoints and not (kids and any(kids.anchored)) and _has_pages(run, reached):
-            return Tail(reached, dead=True)
-        return Tail(start, dead=False) if _has_pages(run, start) else None
-
-    def may_have_tail(self, run: Run) -> bool:
-        """Whether `tail` is worth asking for: it is not for most runs of a path, since something hangs below them."""
-        kids = run.node.kids
-        return kids is None or not (kids.below[run.tier] or (kids.anchored[run.tier] and not self._repeats_first))
-
-    def _repeated_from(self, run: Run) -> int | None:
-        """From which index on the device can read all that a run of the host has; None where that is nothing."""
-        other = run.node.runs[Tier.DEVICE]
-        if other is None or other.leaving or (run.ids[-1] != ABSENT and other.ids[-1] == ABSENT):
-            return None
-        there = other.ids != ABSENT
-        if other.num_ready < other.num_pages:
-            there &= self._arenas[Tier.DEVICE].state[Kind.PREFIX][other.ids] == READY
-        alone = np.flatnonzero((run.ids != ABSENT) & ~there)
-        first = int(alone[-1]) + 1 if len(alone) else 0
-        return first if first < len(run.ids) and (run.ids[first:] != ABSENT).any() else None
-
-    def is_stood_on(self, run: Run) -> bool:
-        """Whether pages or checkpoints of the other tier would be lost with what only this run has."""
-        node, other = run.node, run.node.runs[1 - run.tier]
-        upto = node.last_checkpoint(CACHED_TIERS[1 - run.tier]) - node.start
-        only_here = run.ids[:upto] != ABSENT
-        if other is not None:
-            only_here &= other.ids[:upto] == ABSENT
-        return bool(only_here.any()) or self._stood_on(run) > 0
-
-    @staticmethod
-    def _stood_on(run: Run) -> int:
-        """The first index from which no page of the other tier depends on one that only this tier has."""
-        node, other = run.node, run.node.runs[1 - run.tier]
-        deeper = node.kids is not None and node.kids.below[1 - run.tier] > 0
-        if not deeper if other is None else other.num_pages == node.num_pages:
-            return 0
-        only_here = run.ids != ABSENT if other is None else (run.ids != ABSENT) & (other.ids == ABSENT)
-        if other is not None and not deeper:
-            only_here = only_here[: int(np.flatnonzero(other.ids != ABSENT)[-1])]
-        last = np.flatnonzero(only_here)
-        return int(last[-1]) + 1 if len(last) else 0
-
-    def idle(self, run: Run, start: int, at_most: int) -> Idle:
-        """The run's last pages from index `start` on, as far as only the tree refers to them, and no more than `at_most`."""
-        refs, size = self._refs[run.tier], len(run.ids)
-        if run.num_pages == size:
-            first = max(start, size - at_most)
-            if not np.count_nonzero(refs[run.ids[first:].astype(np.intp)] > 1):
-                return Idle(first, size - first)
-        present = (run.ids[start:] != ABSENT).nonzero()[0] + start
-        busy = (refs[run.ids[present]] > 1).nonzero()[0]
-        idle = present[busy[-1] + 1 :] if len(busy) else present
-        idle = idle[-at_most:]
-        return Idle(int(idle[0]), len(idle)) if len(idle) else Idle(len(run.ids), 0)
 
     # ---- orders -----------------------------------------------------------------------------------
 
@@ -157,12 +62,11 @@ class Ranking:
         """
         if run.entry and run.standing == WORTHLESS:
             return
-        last = int(run.ids[-1])
-        if last != ABSENT and self._refs[run.tier][last] > 1:
+        if self.tails.is_in_use(run):
             return
-        tail = self.tail(run)
+        tail = self.tails.of(run)
         if tail is None:
-            if self.tail(run, cut_off=True) is not None:
+            if self.tails.of(run, cut_off=True) is not None:
                 self._note_depended_on(run)
         elif not run.entry or _rank(tail) < run.standing:
             self._push(run, self._run_standing(run, tail))
@@ -173,8 +77,8 @@ class Ranking:
         while waiting:
             run = next(iter(waiting))
             del waiting[run]  # whoever gives it back, if it is in use, will queue it again
-            tail = self.tail(run, cut_off=True) if run.node.runs[tier] is run else None
-            if tail is not None and self.idle(run, tail.start, at_most=1).num_pages:
+            tail = self.tails.of(run, cut_off=True) if run.node.runs[tier] is run else None
+            if tail is not None and self.tails.idle(run, tail.start, at_most=1).num_pages:
                 return run, tail
         return None
 
@@ -293,7 +197,7 @@ class Ranking:
 
     def _standing(self, victim: Victim) -> Standing | None:
         if isinstance(victim, Run):
-            tail = self.tail(victim)
+            tail = self.tails.of(victim)
             return None if tail is None else self._run_standing(victim, tail)
         return self._residency_standing(victim) if _in_tree(victim) else None
 
@@ -365,12 +269,6 @@ def _pages_alone(node: Node, page: int, before: int) -> int:
             return page - here.start
         here = above
     return page - before
-
-
-def _has_pages(run: Run, start: int) -> bool:
-    if start == 0 or (start < len(run.ids) and run.ids[-1] != ABSENT):
-        return True
-    return bool((run.ids[start:] != ABSENT).any())
 
 
 def _account_of(victim: Victim) -> Account:

@@ -350,5 +350,5 @@ class Tree:
 
     def _queue_run(self, run: Run) -> None:
         """As `Ranking.queue_run`, which most runs of a path are not worth asking."""
-        if self.ranking.may_have_tail(run):
+        if self.ranking.tails.may_have(run):
             self.ranking.queue_run(run)

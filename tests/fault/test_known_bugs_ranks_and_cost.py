@@ -16,7 +16,7 @@ from stepwell import Kind, Lease, LeaseState, NoRoom, Point, StateSpec, Tier, Wr
 from stepwell.base.tasks import Plan, Purpose
 from stepwell.transfer.copy_engine import Work
 from stepwell.tree import eviction_order
-from stepwell.tree.ranking import Ranking
+from stepwell.tree.tails import Tails
 from toys import EVICTIONS, FULL, FULL_POINT, HYBRID, KV, OBJECT_BYTES, SMALL_PAGES, Rig, model, text
 
 
@@ -196,7 +196,7 @@ class _Ops:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
-        for module, name in ((eviction_order, "heappush"), (eviction_order, "heappop"), (Ranking, "tail")):
+        for module, name in ((eviction_order, "heappush"), (eviction_order, "heappop"), (Tails, "of")):
             monkeypatch.setattr(module, name, self._counted(getattr(module, name)))
 
     def _counted(self, function):  # type: ignore[no-untyped-def]

@@ -237,6 +237,7 @@ class StoreSide(World):
             self.release(held)
         for pinned in list(self.pinned):
             self.unpin(pinned)
+        self.cache._store_tier.end_deferral()  # nothing is to become due while the last steps are counted
         self.settle_everything()
         for link in self.cache._store_tier.links:
             assert not link.tickets and not link.fetches and not link.fetch_of, f"{link} holds on to what nobody wants"

@@ -26,6 +26,7 @@ class WritePolicy(Enum):
     THROUGH = "through"  # when it is committed
     SELECTIVE = "selective"  # when it is used a second time
     BACK = "back"  # when the device needs its room
+    ADAPTIVE = "adaptive"  # when the device needs its room, and sooner while the host has room that nothing else needs
 
     @property
     def saves_on_commit(self) -> bool:
@@ -36,8 +37,14 @@ class WritePolicy(Enum):
         return self is WritePolicy.THROUGH or (self is WritePolicy.SELECTIVE and uses >= 2)
 
     @property
+    def saves_into_free_room(self) -> bool:
+        """Whether something is saved when it is committed, as long as nothing leaves the host for it."""
+        return self is WritePolicy.ADAPTIVE
+
+    @property
     def saves_on_eviction(self) -> bool:
-        return self is WritePolicy.BACK
+        """Whether the host may give up what the device has too: it is saved again when it leaves the device."""
+        return self in (WritePolicy.ADAPTIVE, WritePolicy.BACK)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

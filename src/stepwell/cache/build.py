@@ -120,7 +120,8 @@ def build_cache(
         _check_spill(config)
         arenas[Tier.DEVICE].row_pages = RowPages(arenas[Tier.DEVICE])
     reuse = ReuseModel(spec.page_tokens)
-    tree = Tree(spec, arenas, tuning.eviction or Expected(reuse), config.memory_quotas)
+    value = tuning.eviction or Expected(reuse)
+    tree = Tree(spec, arenas, value, config.memory_quotas, repeats_first=config.write.saves_on_eviction)
     counters = counters or Counters()
     state = CacheState(
         spec=spec,
@@ -134,7 +135,7 @@ def build_cache(
         on_checkpoint=tuning.on_checkpoint,
         compute_while_loading=tuning.compute_while_loading,
         reuse=reuse if tuning.eviction is None else None,
-        write_back=write_back if config.write.saves_on_eviction else None,
+        write_back=write_back if config.write.saves_on_eviction and len(arenas) == 2 else None,
     )
     tree.on_split.append(partial(note_split, state))
     namespace = Namespace(model=model or spec.name, layout=spec.fingerprint)

@@ -112,14 +112,14 @@ def put_before_eviction(state: CacheState, link: StoreLink, victim: Victim) -> b
     if not link.may_put(state.clock.now()):
         state.counters.add("backup_skipped_store_busy")
         return False
-    tail = state.tree.ranking.tail(victim) if not isinstance(victim, Residency) else None
+    tail = state.tree.ranking.tails.of(victim) if not isinstance(victim, Residency) else None
     if tail is not None and tail.dead:
         return False  # nothing could use it
     while not _put_path(state, link, node) and link.may_put(state.clock.now()):
         pass
     if isinstance(victim, Residency):
         return _put_deferred(state, link, victim) or victim.users > 0
-    return tail is not None and not state.tree.ranking.idle(victim, tail.start, at_most=1).num_pages
+    return tail is not None and not state.tree.ranking.tails.idle(victim, tail.start, at_most=1).num_pages
 
 
 def put_before_leaving(state: CacheState, link: StoreLink, victim: Victim) -> Leaving:

@@ -131,6 +131,11 @@ class StoreTier:
         """Starts bringing up what the store has of a prompt; without a store the ticket is ready at once."""
         return prefetch(self._state, self.link, match, request)
 
+    @property
+    def takes_paths(self) -> bool:
+        """Whether a store is there to take pages, parents before children."""
+        return self.link is not None and self.link.store.traits.writable
+
     def offer(self, node: Node) -> None:
         """The path to a node has something on the host that may be new to the store."""
         if self.link is not None and self.link.store.traits.writable:

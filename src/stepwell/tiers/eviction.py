@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from stepwell.base.errors import NoRoom
@@ -84,6 +85,10 @@ def make_room(state: CacheState, tier: Tier, need: Need, *, tenant: str | None =
             break
         if save is not None and not victim.unsaved:
             leaving = save(victim)
+            if leaving is Leaving.BLOCKED:
+                state.tree.ranking.queue(victim)
+                waiting = True
+                break
             if leaving is not Leaving.NOW:
                 waiting = True  # for its copy to end
                 if leaving is Leaving.AT_ONCE and isinstance(victim, Residency):
@@ -102,8 +107,7 @@ def _saver(state: CacheState, tier: Tier) -> Callable[[Victim], Leaving] | None:
     """What starts saving a victim of a tier below it, where there is anything below."""
     if tier is Tier.HOST:
         return state.below.before_eviction if state.below is not None else None
-    write_back = state.write_back
-    return (lambda victim: Leaving.LATER if write_back(state, victim) else Leaving.NOW) if write_back is not None else None
+    return partial(state.write_back, state) if state.write_back is not None else None
 
 
 def _is_saving(state: CacheState, tier: Tier) -> bool:
@@ -205,9 +209,11 @@ def _needs_runs(short: Need) -> bool:
 def _evict_run(state: CacheState, run: Run, short: Need, excess_bytes: int | None) -> int:
     """Gives up the idle end of a run, no more of it than is needed; returns the bytes let go."""
     ranking = state.tree.ranking
-    tail = ranking.tail(run)
-    assert tail is not None, f"{run.node} was ranked without a tail"
-    idle = ranking.idle(run, tail.start, at_most=_wanted(state, run, short, excess_bytes))
+    tail = ranking.tails.of(run)
+    if tail is None:  # it could not be saved, and pages of the host stand on it
+        ranking.queue_run(run)
+        return 0
+    idle = ranking.tails.idle(run, tail.start, at_most=_wanted(state, run, short, excess_bytes))
     if not idle.num_pages:
         return 0  # in use; whoever lets go will queue it again
     discard_tail(state.tree, run, idle.start, _loss(state, run.tier, excess_bytes))

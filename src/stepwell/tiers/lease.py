@@ -22,7 +22,7 @@ from stepwell.base.prompt import TOKEN_BYTES, Namespace
 from stepwell.base.tasks import NO_PAGES, PageIds
 from stepwell.memory.arena import DEAD, FILLING
 from stepwell.policy.value import Visit
-from stepwell.tiers.saving import save_path
+from stepwell.tiers.saving import save_committed
 from stepwell.tiers.state import CacheState
 from stepwell.tree.node import Checkpoint, Residency, Use
 
@@ -85,6 +85,7 @@ class Lease:
         self.hot_numbers: PageIds = NO_PAGES  # and the numbers by which passes know these
         self.hot_refused_at: int | None = None  # the page at which it got none: others lose nothing for it before the next
         self.point_pages: PageIds = NO_PAGES  # the request's own point state, updated in place; one id or none
+        self.spare_points: PageIds = NO_PAGES  # what it goes on with once it has left its next checkpoint; one id or none
         self.waits_for: list[tuple[Kind, PageIds]] = []  # pages without which it may not compute
         self.jobs: set[JobId] = set()  # copies to and from the engine's own memory that have not ended,
         self.waits_for_jobs: set[JobId] = set()  # those of them without which it may not compute,
@@ -208,8 +209,8 @@ class Leases:
             raise LeaseError(f"lease #{lease.id} was given back already, or belongs to another cache")
         del self._open[lease.id]
         state = self._state
-        if lease.trail is not None and lease.trail.node is not None and state.config.write.saves_on_commit:
-            save_path(state, lease.trail.node)
+        if lease.trail is not None and lease.trail.node is not None:
+            save_committed(state, lease.trail.node)
         if not lease.failed:
             for name in ("device", "host", "store", "computed"):
                 state.counters.add(f"tokens_{name}", getattr(lease.sources, name))
@@ -225,7 +226,7 @@ class Leases:
             state.row_pages.take_back(lease.hot_numbers)
         pages = (
             (Kind.PREFIX, lease.prefix_pages), (Kind.WINDOW, lease.window_pages), (Kind.POINT, lease.point_pages),
-            (Kind.ROWS, lease.hot_pages),
+            (Kind.POINT, lease.spare_points), (Kind.ROWS, lease.hot_pages),
         )  # fmt: skip
         for kind, ids in pages:
             if len(ids):

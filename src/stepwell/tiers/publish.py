@@ -19,7 +19,7 @@ from stepwell.policy.placement import is_milestone, next_decode_stop
 from stepwell.tiers.eviction import allocate
 from stepwell.tiers.lease import Lease
 from stepwell.tiers.lifetime import note_expiry
-from stepwell.tiers.saving import save_path
+from stepwell.tiers.saving import save_committed
 from stepwell.tiers.spill import hot_missing, lend
 from stepwell.tiers.state import CacheState
 from stepwell.tree import missing_state
@@ -41,9 +41,11 @@ def grow(state: CacheState, lease: Lease, upto: int) -> None:
         windows = -(-upto // spec.window_page_tokens) - lease.first_window - len(lease.window_pages)
     rows = _rows_missing(state, lease, upto)
     need = {kind: count for kind, count in ((Kind.PREFIX, prefix), (Kind.WINDOW, windows), (Kind.ROWS, rows)) if count > 0}
-    if not need and not hot_missing(state, lease):
+    spare = _spare_missing(state, lease, upto)
+    if not need and not spare and not hot_missing(state, lease):
         return
-    pages = _allocate(state, lease, need)
+    pages = _allocate_or_do_without(state, lease, need, spare=spare)
+    lease.spare_points = _joined(lease.spare_points, pages.get(Kind.POINT, NO_PAGES))
     lease.prefix_pages = _joined(lease.prefix_pages, pages.get(Kind.PREFIX, NO_PAGES))
     lease.window_pages = _joined(lease.window_pages, pages.get(Kind.WINDOW, NO_PAGES))
     if state.row_pages is not None:
@@ -51,6 +53,32 @@ def grow(state: CacheState, lease: Lease, upto: int) -> None:
         if rows:
             state.row_pages.bind(lease.prefix_pages[end - rows : end], fresh[:rows], range(end - rows, end))
         lend(state, lease, fresh[rows:])
+
+
+def _spare_missing(state: CacheState, lease: Lease, upto: int) -> bool:
+    """Whether a lease lacks the page that it goes on with once it has left a checkpoint at `upto`.
+
+    It is taken before that is computed only where what leaves the device is saved first: here it can wait for room.
+    """
+    if state.write_back is None or not lease.publishes or not len(lease.point_pages) or len(lease.spare_points):
+        return False
+    return is_stop(state, lease, upto)
+
+
+def _allocate_or_do_without(state: CacheState, lease: Lease, need: Need, *, spare: bool) -> dict[Kind, PageIds]:
+    """All that a lease needs, with a spare point if it lacks one, or nothing while that is on its way.
+
+    A checkpoint is not worth a request: where room never comes, it goes on without a spare, and leaves none.
+    """
+    try:
+        return _allocate(state, lease, {**need, Kind.POINT: 1} if spare else need)
+    except NoRoom as refusal:
+        if refusal.waiting or not (spare or len(lease.spare_points)):
+            raise
+    if len(lease.spare_points):
+        state.tree.release(Tier.DEVICE, Kind.POINT, lease.spare_points)
+        lease.spare_points = NO_PAGES
+    return _allocate(state, lease, need)
 
 
 def _allocate(state: CacheState, lease: Lease, need: Need) -> dict[Kind, PageIds]:
@@ -102,8 +130,8 @@ def commit(state: CacheState, lease: Lease, upto: int, *, checkpoint: bool, last
             _follow_trail(state, lease, made)
             if state.on_checkpoint is not None:
                 state.on_checkpoint(state, made)
-        if state.config.write.saves_on_commit and lease.trail is None:
-            save_path(state, node)
+        if lease.trail is None:
+            save_committed(state, node)
     elif len(fork):
         state.tree.release(Tier.DEVICE, Kind.POINT, fork)
     slide(state, lease)
@@ -146,6 +174,9 @@ def _room_for_fork(state: CacheState, lease: Lease) -> PageIds:
     """A page for the request to go on with, so that the tree can have the one it used; none when there is no room."""
     if not len(lease.point_pages):
         return NO_PAGES
+    if len(lease.spare_points):
+        spare, lease.spare_points = lease.spare_points, NO_PAGES
+        return spare
     try:
         return allocate(state, Tier.DEVICE, {Kind.POINT: 1}, tenant=lease.namespace.tenant)[Kind.POINT]
     except NoRoom:

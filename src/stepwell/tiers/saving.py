@@ -1,26 +1,40 @@
 """Copies of device pages and checkpoints down to the host, parents before children.
 
 Decides what is not there yet, takes host room for exactly that, and starts the copy. When the host has no
-room nothing is saved and the skip is counted; that is never an error.
+room nothing is saved and the skip is counted; that is never an error. What leaves the device goes down only if it is worth more
+than what would leave the host for it.
 """
 
 from __future__ import annotations
+
+from enum import Enum
 
 import numpy as np
 
 from stepwell.base.errors import NoRoom
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.tasks import NO_PAGES, Copy, PageIds, Purpose, Span
-from stepwell.memory.arena import READY
+from stepwell.memory.arena import READY, Need
 from stepwell.tiers.eviction import allocate
-from stepwell.tiers.state import CacheState
+from stepwell.tiers.state import CacheState, Leaving
 from stepwell.tree.checkpoints import add_residency, residency_arrived
 from stepwell.tree.node import ABSENT, Node, Residency, Run, Victim, previous_checkpoint
 
 
-def save_path(state: CacheState, node: Node) -> None:
-    """Saves every device page from the root to `node`, and the checkpoints on the way, that the host lacks."""
-    save_runs(state, node)
+class Save(Enum):
+    """What came of an attempt at saving something."""
+
+    STARTED = "a copy is under way"
+    WAITING = "room on the host is on its way"
+    SKIPPED = "there is nothing to save, or no room for it"
+
+
+def save_path(state: CacheState, node: Node, *, evict: bool = True) -> None:
+    """Saves every device page from the root to `node`, and the checkpoints on the way, that the host lacks.
+
+    Without `evict`, as long as nothing has to leave the host for it.
+    """
+    save_runs(state, node, evict=evict)
     for each in node.path():
         host = each.runs[Tier.HOST]
         if host is None:
@@ -30,43 +44,81 @@ def save_path(state: CacheState, node: Node) -> None:
             if residency is None or checkpoint.held[Tier.HOST] is not None:
                 continue
             if (host.ids[: checkpoint.page - each.start] != ABSENT).all():  # it is no use without the pages it stands on
-                save_residency(state, residency)
+                save_residency(state, residency, evict=evict)
         if host.num_pages < each.num_pages:
             return
 
 
-def write_back(state: CacheState, victim: Victim) -> bool:
-    """Before something leaves the device: starts saving it if it is worth something and not on the host. True if it did."""
+def save_committed(state: CacheState, node: Node) -> None:
+    """A path was committed: saves it where that is when to, or where it costs the host nothing."""
+    write = state.config.write
+    if write.saves_on_commit or write.saves_into_free_room:
+        save_path(state, node, evict=write.saves_on_commit)
+
+
+def write_back(state: CacheState, victim: Victim) -> Leaving:
+    """Before something leaves the device: starts saving it if the host lacks it and has nothing worth less to give up for it."""
     if isinstance(victim, Residency):
-        dirty = victim.ready and not victim.users and victim.checkpoint.held[Tier.HOST] is None
-        saving = dirty and save_residency(state, victim)
+        if not victim.ready or victim.users or victim.checkpoint.held[Tier.HOST] is not None:
+            return Leaving.NOW
     else:
-        tail = state.tree.ranking.tail(victim)
-        dirty = tail is not None and not tail.dead and len(_missing(state, victim.node)) > 0
-        saving = dirty and save_runs(state, victim.node)
-    return saving
+        tail = state.tree.ranking.tails.of(victim)
+        if tail is None or tail.dead or not len(_missing(state, victim.node)):
+            return Leaving.NOW
+    if not state.arena(Tier.HOST).fits(_need(state, victim)) and not _is_worth_room(state, victim):
+        state.counters.add("save_skipped_worth_less")
+        return Leaving.NOW
+    if isinstance(victim, Residency):
+        save = save_residency(state, victim)
+    else:
+        save = save_runs(state, victim.node, whole_path=state.below is not None and state.below.takes_paths)
+        victim.unsaved = save is Save.SKIPPED and state.tree.ranking.tails.is_stood_on(victim)
+    if save is Save.STARTED:
+        victim.leaving = True
+        return Leaving.LATER
+    return Leaving.BLOCKED if save is Save.WAITING else Leaving.NOW
 
 
-def save_runs(state: CacheState, node: Node) -> bool:
-    """Saves the pages of `node` and of what is above it; true when a copy is under way."""
+def _is_worth_room(state: CacheState, victim: Victim) -> bool:
+    """Whether the host should give something up for what leaves the device: what it has stands on this, or is worth less."""
+    ranking = state.tree.ranking
+    return (isinstance(victim, Run) and ranking.tails.is_stood_on(victim)) or ranking.is_worth_more(victim, Tier.HOST)
+
+
+def _need(state: CacheState, victim: Victim) -> Need:
+    """What saving something would take, at most."""
+    if isinstance(victim, Residency):
+        return _checkpoint_need(len(victim.windows), len(victim.points))
+    return {Kind.PREFIX: len(_missing(state, victim.node))}
+
+
+def _checkpoint_need(windows: int, points: int) -> Need:
+    return {kind: count for kind, count in ((Kind.WINDOW, windows), (Kind.POINT, points)) if count}
+
+
+def save_runs(state: CacheState, node: Node, *, evict: bool = True, whole_path: bool = True) -> Save:
+    """Saves the pages of `node`, and of what is above it unless that is not wanted there."""
     if not state.has_both_tiers:
-        return False
+        return Save.SKIPPED
     if state.row_pages is not None and state.row_pages.num_backed:
         for each in node.path():
             _enter_backing(state, each)
-    pieces = _unsaved(state, node)
+    path = node.path() if whole_path else [node]
+    pieces = [(each, missing) for each in path if len(missing := _missing(state, each))]
     if not pieces:
-        return False
+        return Save.SKIPPED
     need = {Kind.PREFIX: sum(len(missing) for _, missing in pieces)}
-    path = _host_pages(node) if not state.arena(Tier.HOST).fits(need) else NO_PAGES
-    state.arena(Tier.HOST).retain(Kind.PREFIX, path)  # room is not to be made out of what it is to follow
+    fits = state.arena(Tier.HOST).fits(need)
+    if not fits and not evict:
+        return Save.SKIPPED
+    above = _host_pages(node) if not fits else NO_PAGES
+    state.arena(Tier.HOST).retain(Kind.PREFIX, above)  # room is not to be made out of what it is to follow
     try:
         ids = allocate(state, Tier.HOST, need, tenant=node.account.tenant)[Kind.PREFIX]
-    except NoRoom:
-        state.counters.add("save_skipped_no_room")
-        return False
+    except NoRoom as refusal:
+        return _no_room(state, refusal)
     finally:
-        state.tree.release(Tier.HOST, Kind.PREFIX, path)
+        state.tree.release(Tier.HOST, Kind.PREFIX, above)
     source, start = [NO_PAGES], 0
     runs: list[Run] = []
     for each, missing in pieces:
@@ -80,7 +132,14 @@ def save_runs(state: CacheState, node: Node) -> bool:
         runs.append(device)
     state.copies.copy(Purpose.SAVE, _page_copies(state, np.concatenate(source), ids), saves=tuple(runs))
     state.tree.release(Tier.HOST, Kind.PREFIX, ids)
-    return True
+    return Save.STARTED
+
+
+def _no_room(state: CacheState, refusal: NoRoom) -> Save:
+    if refusal.waiting and state.write_back is not None:
+        return Save.WAITING
+    state.counters.add("save_skipped_no_room")
+    return Save.SKIPPED
 
 
 def _enter_backing(state: CacheState, node: Node) -> None:
@@ -103,31 +162,33 @@ def _page_copies(state: CacheState, pages: PageIds, host: PageIds) -> list[Copy]
     return copies
 
 
-def save_residency(state: CacheState, residency: Residency) -> bool:
-    """Saves one checkpoint; true when a copy is under way. Window pages the host has already are shared."""
+def save_residency(state: CacheState, residency: Residency, *, evict: bool = True) -> Save:
+    """Saves one checkpoint. Window pages the host has already are shared."""
     if not state.has_both_tiers:
-        return False
+        return Save.SKIPPED
     checkpoint = residency.checkpoint
     node = checkpoint.node
     assert node is not None
     shared = _shared_windows(state, node, checkpoint.page)
     span = state.spec.window_span(checkpoint.page * state.spec.page_tokens)
     fresh = [index for index, at in enumerate(span) if at not in shared]
+    need = _checkpoint_need(len(fresh), len(residency.points))
+    if not evict and not state.arena(Tier.HOST).fits(need):
+        return Save.SKIPPED
     state.arena(Tier.HOST).retain(Kind.WINDOW, _array(shared.values())) if shared else None
     residency.users += 1  # not to be evicted by what makes room for it
+    pages, outcome = None, Save.SKIPPED
     try:
-        need = {Kind.WINDOW: len(fresh), Kind.POINT: len(residency.points)}
         pages = allocate(state, Tier.HOST, need, tenant=node.account.tenant)
-    except NoRoom:
-        state.counters.add("save_skipped_no_room")
-        pages = None
+    except NoRoom as refusal:
+        outcome = _no_room(state, refusal)
     finally:
         state.tree.unpin(residency)
     if pages is None or checkpoint.node is None:
         _give_back(state, shared, pages or {})
-        return False
+        return outcome
     _start_save(state, residency, span, shared, fresh, pages)
-    return True
+    return Save.STARTED
 
 
 def _start_save(
@@ -182,11 +243,6 @@ def _shared_windows(state: CacheState, node: Node, page: int) -> dict[int, int]:
         return {}
     theirs = dict(zip(spec.window_span(before.page * spec.page_tokens), residency.windows.tolist(), strict=True))
     return {at: theirs[at] for at in spec.window_span(page * spec.page_tokens) if at in theirs}
-
-
-def _unsaved(state: CacheState, node: Node) -> list[tuple[Node, PageIds]]:
-    """The nodes from the root to `node` with pages to save, and which of their pages."""
-    return [(each, missing) for each in node.path() if len(missing := _missing(state, each))]
 
 
 def _host_pages(node: Node) -> PageIds:

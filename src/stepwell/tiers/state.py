@@ -101,15 +101,21 @@ def one_thread(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S
 
 
 class Leaving(Enum):
-    """What is to become of something that is about to leave the host."""
+    """What is to become of something that is about to leave a tier."""
 
     NOW = "nothing below will have it, or has it already"
     LATER = "it is on its way down, and a candidate again when it has arrived"
+    BLOCKED = "it is worth keeping, and room for it below is on its way"
     AT_ONCE = "it is on its way down, and whoever carries it holds what it needs"
 
 
 class Below(Protocol):
     """What stands below the host tier, as the two memory tiers see it. Called on the cache's thread; never waits."""
+
+    @property
+    def takes_paths(self) -> bool:
+        """Whether something is there that takes pages only after those before them, from the host."""
+        ...
 
     def offer(self, node: Node) -> None:
         """The path to a node has something on the host that may be new below."""
@@ -141,7 +147,7 @@ class CacheState:
     reuse: ReuseModel | None = None  # what is learned about returns, where the value of things depends on it
     below: Below | None = None  # what takes copies of what is on the host
     spill: Callable[[Need], bool] | None = None  # makes room on the device out of rows of running requests; true if it did
-    write_back: Callable[[CacheState, Victim], bool] | None = None  # starts saving what is on the device alone; true if it did
+    write_back: Callable[[CacheState, Victim], Leaving] | None = None  # starts saving what is on the device alone
     expiries: list[tuple[float, int, int, Node]] = field(default_factory=list)  # heap: when, deepest first, number, node
     expiry_number: int = 0
     namespaces: dict[bytes, Namespace] = field(default_factory=dict)  # by digest, of requests seen

@@ -19,6 +19,9 @@ def note_use(state: CacheState, match: Match, lease: Lease) -> None:
     if match.checkpoint is not None:
         match.checkpoint.used_at = use.at_s
         match.checkpoint.uses += 1
+        for residency in match.checkpoint.held:
+            if residency is not None:
+                residency.leaving = False
     deepest = state.tree.touch(match.path, upto, use)
     note_expiry(state, deepest)
     if state.config.write.saves_on_use(deepest.hits):

@@ -115,8 +115,8 @@ def _audit_run(tree: Tree, run: Run) -> None:
     assert int(np.count_nonzero(state == READY)) == run.num_ready, f"{node}: {run.num_ready=} is wrong"
     assert (state != FREE).all(), f"{node} refers to a free page"
     assert all(owner is node for owner in tree.owner[run.tier][ids]), f"{node}: a page of it has another owner"
-    tail = tree.ranking.tail(run)
-    if tail is not None and tree.ranking.idle(run, tail.start, at_most=1).num_pages:
+    tail = tree.ranking.tails.of(run)
+    if tail is not None and tree.ranking.tails.idle(run, tail.start, at_most=1).num_pages:
         assert run.entry, f"{node} could be evicted from {run.tier.label} but is not queued"
 
 

@@ -46,6 +46,8 @@ def add_residency(
     tree.version += 1
     tree.carry_checkpoints_up(node, tier, before)
     tree.ranking.queue_residency(residency)
+    if ready:
+        tree.ranking.queue_repeated(residency)
     if ready and tree.feeds:
         tree.feeds.checkpoint(EventKind.CHECKPOINT_STORED, node, residency)
     return residency
@@ -83,6 +85,7 @@ def residency_arrived(tree: Tree, residency: Residency) -> None:
     residency.ready = True
     tree.version += 1
     tree.ranking.queue_residency(residency)
+    tree.ranking.queue_repeated(residency)
     node = residency.checkpoint.node
     if tree.feeds and node is not None and residency.checkpoint.held[residency.tier] is residency:
         tree.feeds.checkpoint(EventKind.CHECKPOINT_STORED, node, residency)

@@ -16,10 +16,15 @@ from stepwell.policy.value import Place, ValuePolicy
 from stepwell.tree.node import Victim
 
 SWEPT_PER_PUSH = 2
+WORTHLESS, REPEATED, USEFUL = -2, -1, 0  # ranks: what nothing can use goes first, then what another tier has too
 
 
 class Standing(NamedTuple):
-    """Where a victim stands: by rank, then by what its place is worth now."""
+    """Where a victim stands: by rank, then by what its place is worth now.
+
+    Of what is REPEATED the most valuable goes first: it leaves the other tier last, and has to be copied again last. So its place
+    is told by the negative of since when.
+    """
 
     rank: int
     place: Place
@@ -99,7 +104,7 @@ class EvictionOrder:
 
     def rank(self, standing: Standing) -> tuple[int, float, float]:
         """For comparing: the lowest goes first. Of two equal worths the one visited longer ago does."""
-        return standing.rank, self._value.worth(*standing.place), standing.place.since
+        return standing.rank, self._worth(standing.rank, *standing.place), standing.place.since
 
     def _first(self) -> tuple[list[_Entry], Standing] | None:
         """The heap whose head goes first, and where that stands."""
@@ -120,9 +125,12 @@ class EvictionOrder:
         return heap, _standing(key, heap)
 
     def _order_of_head(self, place: tuple[_Key, list[_Entry]]) -> tuple[float, float, int]:
-        (_, group, level), heap = place
+        (rank, group, level), heap = place
         since, number, _ = heap[0]
-        return self._value.worth(group, level, since), since, number
+        return self._worth(rank, group, level, since), since, number
+
+    def _worth(self, rank: int, group: int, level: int, since: float) -> float:
+        return self._value.worth(group, level, since) if rank != REPEATED else -self._value.worth(group, level, -since)
 
     def sweep(self, count: int = SWEPT_PER_PUSH) -> None:
         """Looks at so many entries, and takes out those that no longer count."""

@@ -59,7 +59,7 @@ class Use:
 class Run:
     """A node's prefix pages in one tier. `num_ready` of `num_pages` present ones can be read."""
 
-    __slots__ = ("entry", "ids", "node", "num_pages", "num_ready", "standing", "tier", "unsaved")
+    __slots__ = ("entry", "ids", "leaving", "node", "num_pages", "num_ready", "standing", "tier", "unsaved")
 
     def __init__(self, node: Node, tier: Tier, ids: PageIds) -> None:
         self.node = node
@@ -70,6 +70,7 @@ class Run:
         self.entry = 0  # number of the live entry in the eviction order, 0 for none
         self.standing = 0  # the rank of that entry
         self.unsaved = False  # a write-back failed: evict without trying again
+        self.leaving = False  # it was saved because its room is needed, and not used since: the copy is no mere repetition
 
 
 class Residency:
@@ -80,6 +81,7 @@ class Residency:
         "backup_deferred",
         "checkpoint",
         "entry",
+        "leaving",
         "points",
         "ready",
         "size_bytes",
@@ -100,7 +102,7 @@ class Residency:
         self.ready = ready
         self.users = 0  # leases and copies that read it now: not to be evicted
         self.entry = self.standing = 0
-        self.unsaved = False
+        self.unsaved = self.leaving = False
         self.backup_deferred = False  # it is to be copied below later: worth more until then
         self._spans = tuple((kind, ids) for kind, ids in ((Kind.WINDOW, windows), (Kind.POINT, points)) if len(ids))
         self.size_bytes = sum(len(ids) * strides[kind] for kind, ids in self._spans)
@@ -211,7 +213,7 @@ class Node:
         self.expires_at = max(self.expires_at, use.expires_at_s)
         for run in self.runs:
             if run is not None:
-                run.unsaved = False  # it is worth another try
+                run.unsaved = run.leaving = False  # it is worth another try
 
     def note_loss(self, what: bytes | int, loss: Loss) -> None:
         """Remembers for a while what was below a first page, or at a boundary."""

@@ -2,7 +2,8 @@
 
 Candidates are the tails of prefix runs and the residencies of checkpoints, in one order. A tail is one when
 nothing in its tier hangs below it. A checkpoint's pages go before the prefix pages it stands on, and
-prefix pages that no checkpoint reaches any more are worth nothing and go first of all.
+prefix pages that no checkpoint reaches any more are worth nothing and go first of all. Where the device saves what leaves it, a
+host copy of what the device has too is worth no more than that copy costs, and goes next.
 
 What belongs to a tenant with a quota is in an order of its own beside that of its tier, under the same number: it goes first
 when its tenant has too much (`own_orders.py`).
@@ -11,52 +12,38 @@ when its tenant has too much (`own_orders.py`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
-
-import numpy as np
 
 from stepwell.base.ids import CACHED_TIERS, Kind, Tier
 from stepwell.base.spec import ModelSpec
 from stepwell.memory.arena import Arena
 from stepwell.policy.value import Facts, Place, ValuePolicy
 from stepwell.tree.accounts import Account
-from stepwell.tree.eviction_order import EvictionOrder, Standing
-from stepwell.tree.node import ABSENT, Node, Residency, Run, Victim, previous_boundary
+from stepwell.tree.eviction_order import REPEATED, USEFUL, WORTHLESS, EvictionOrder, Standing
+from stepwell.tree.node import Node, Residency, Run, Victim, previous_boundary
 from stepwell.tree.own_orders import Orders, OwnOrders
+from stepwell.tree.tails import Tail, Tails
 
-WORTHLESS, USEFUL = -1, 0  # ranks: what nothing can use goes before anything else
 MOST_DEPENDED_ON = 1024  # before those that have left the tree are taken out
-_NO_REFS = np.zeros(0, np.int32)
 TIDY_ENTRIES = 2  # more than the one entry that a use can make out of date
-
-
-class Tail(NamedTuple):
-    """The part of a run that may go: its pages from index `start`."""
-
-    start: int
-    dead: bool
-
-
-class Idle(NamedTuple):
-    """Pages of a run that could be freed at once: `num_pages` of them, all that it has from index `start` on."""
-
-    start: int
-    num_pages: int
 
 
 class Ranking:
     """The eviction order of every tier, and in it that of each tenant with a quota."""
 
     def __init__(
-        self, spec: ModelSpec, arenas: Mapping[Tier, Arena], value: ValuePolicy, limited: Iterable[Account] = ()
-    ) -> None:
-        """`limited` are accounts that may have to lose something before others do."""
+        self, spec: ModelSpec, arenas: Mapping[Tier, Arena], value: ValuePolicy, limited: Iterable[Account] = (),
+        *, repeats_first: bool = False,
+    ) -> None:  # fmt: skip
+        """`limited` are accounts that may have to lose something before others do. With `repeats_first`, the host gives up what
+        the device has too before anything else of use.
+        """
         self._spec = spec
         self._arenas = arenas
         self._value = value
-        # Lists by tier: every candidate comes by here several times.
-        self._refs = [arenas[tier].refs[Kind.PREFIX] if tier in arenas else _NO_REFS for tier in CACHED_TIERS]
+        # A list by tier: every candidate comes by here several times.
         self._page_bytes = [arenas[tier].layout.prefix_stride if tier in arenas else 0 for tier in CACHED_TIERS]
+        self._repeats_first = repeats_first and len(arenas) == len(CACHED_TIERS)
+        self.tails = Tails(spec, arenas, repeats_first=self._repeats_first)
         self._needs_checkpoints = spec.free_step is None  # prefix pages are of no use behind the last checkpoint
         self._orders = {tier: Orders(EvictionOrder(value), EvictionOrder(value)) for tier in arenas}
         limited = tuple(limited)
@@ -65,51 +52,6 @@ class Ranking:
         # Runs that are kept only because the other tier's pages depend on them, oldest first; some are out of date.
         self._depended_on: dict[Tier, dict[Run, None]] = {tier: {} for tier in arenas}
         self._most_depended_on = MOST_DEPENDED_ON
-
-    # ---- questions --------------------------------------------------------------------------------
-
-    def tail(self, run: Run, *, cut_off: bool = False) -> Tail | None:
-        """What of a run may go now, references aside; None while something stands on all of it.
-
-        With `cut_off`, pages of the other tier that only this run leads to do not count: they would go with it.
-        """
-        node, tier = run.node, run.tier
-        kids = node.kids
-        if not run.num_pages or node.parent is None or (kids and (kids.below[tier] or kids.anchored[tier])):
-            return None
-        start = reached = 0 if cut_off else self._stood_on(run)
-        if node.checkpoints:
-            start = max(start, node.last_checkpoint(tier) - node.start)
-            reached = max(start, node.last_checkpoint() - node.start)
-        if self._needs_checkpoints and not (kids and any(kids.anchored)) and _has_pages(run, reached):
-            return Tail(reached, dead=True)
-        return Tail(start, dead=False) if _has_pages(run, start) else None
-
-    @staticmethod
-    def _stood_on(run: Run) -> int:
-        """The first index from which no page of the other tier depends on one that only this tier has."""
-        node, other = run.node, run.node.runs[1 - run.tier]
-        deeper = node.kids is not None and node.kids.below[1 - run.tier] > 0
-        if not deeper if other is None else other.num_pages == node.num_pages:
-            return 0
-        only_here = run.ids != ABSENT if other is None else (run.ids != ABSENT) & (other.ids == ABSENT)
-        if other is not None and not deeper:
-            only_here = only_here[: int(np.flatnonzero(other.ids != ABSENT)[-1])]
-        last = np.flatnonzero(only_here)
-        return int(last[-1]) + 1 if len(last) else 0
-
-    def idle(self, run: Run, start: int, at_most: int) -> Idle:
-        """The run's last pages from index `start` on, as far as only the tree refers to them, and no more than `at_most`."""
-        refs, size = self._refs[run.tier], len(run.ids)
-        if run.num_pages == size:
-            first = max(start, size - at_most)
-            if not np.count_nonzero(refs[run.ids[first:].astype(np.intp)] > 1):
-                return Idle(first, size - first)
-        present = (run.ids[start:] != ABSENT).nonzero()[0] + start
-        busy = (refs[run.ids[present]] > 1).nonzero()[0]
-        idle = present[busy[-1] + 1 :] if len(busy) else present
-        idle = idle[-at_most:]
-        return Idle(int(idle[0]), len(idle)) if len(idle) else Idle(len(run.ids), 0)
 
     # ---- orders -----------------------------------------------------------------------------------
 
@@ -120,14 +62,13 @@ class Ranking:
         """
         if run.entry and run.standing == WORTHLESS:
             return
-        last = int(run.ids[-1])
-        if last != ABSENT and self._refs[run.tier][last] > 1:
+        if self.tails.is_in_use(run):
             return
-        tail = self.tail(run)
+        tail = self.tails.of(run)
         if tail is None:
-            if self.tail(run, cut_off=True) is not None:
+            if self.tails.of(run, cut_off=True) is not None:
                 self._note_depended_on(run)
-        elif not run.entry or tail.dead:
+        elif not run.entry or _rank(tail) < run.standing:
             self._push(run, self._run_standing(run, tail))
 
     def pop_depended_on(self, tier: Tier) -> tuple[Run, Tail] | None:
@@ -136,8 +77,8 @@ class Ranking:
         while waiting:
             run = next(iter(waiting))
             del waiting[run]  # whoever gives it back, if it is in use, will queue it again
-            tail = self.tail(run, cut_off=True) if run.node.runs[tier] is run else None
-            if tail is not None and self.idle(run, tail.start, at_most=1).num_pages:
+            tail = self.tails.of(run, cut_off=True) if run.node.runs[tier] is run else None
+            if tail is not None and self.tails.idle(run, tail.start, at_most=1).num_pages:
                 return run, tail
         return None
 
@@ -149,10 +90,23 @@ class Ranking:
                 del waiting[each]
             self._most_depended_on = max(2 * len(waiting), MOST_DEPENDED_ON)
 
+    def queue(self, victim: Victim) -> None:
+        """Makes somebody a candidate again who was taken out and stays."""
+        if isinstance(victim, Run):
+            self.queue_run(victim)
+        else:
+            self.queue_residency(victim)
+
     def queue_residency(self, residency: Residency, *, again: bool = False) -> None:
         """Makes a checkpoint a candidate; `again` when its worth has changed since it was queued."""
         if (again or not residency.entry) and _in_tree(residency):
             self._push(residency, self._residency_standing(residency))
+
+    def queue_repeated(self, residency: Residency) -> None:
+        """A checkpoint can be read in a tier: its copy in the other is worth less from now on, where repetitions go first."""
+        other = residency.checkpoint.held[1 - residency.tier]
+        if self._repeats_first and other is not None:
+            self.queue_residency(other, again=True)
 
     def _push(self, victim: Victim, standing: Standing) -> None:
         self._orders[victim.tier].of(victim).push(victim, standing)
@@ -179,6 +133,18 @@ class Ranking:
         for order in orders:
             for _ in range(TIDY_ENTRIES):
                 self._settle(order.next_head())
+
+    def is_worth_more(self, victim: Victim, tier: Tier) -> bool:
+        """Whether a candidate of one tier is worth more than what would leave another first to make room for it.
+
+        Also where nothing could leave that tier now. Brings entries up to date; takes nothing out.
+        """
+        standing = self._standing(victim)
+        if standing is None or standing.rank == WORTHLESS:
+            return False
+        heads = [head for order in self._orders[tier] if (head := self._settled_head(order)) is not None]
+        rank = self._orders[tier].runs.rank
+        return not heads or min(rank(head[1]) for head in heads) < rank(standing)
 
     def pop(self, tier: Tier, *, runs: bool, checkpoints: bool, of: Account | None = None) -> Victim | None:
         """Takes the least valuable candidate of the wanted sorts out of the order; with `of`, out of what one tenant has, who
@@ -231,7 +197,7 @@ class Ranking:
 
     def _standing(self, victim: Victim) -> Standing | None:
         if isinstance(victim, Run):
-            tail = self.tail(victim)
+            tail = self.tails.of(victim)
             return None if tail is None else self._run_standing(victim, tail)
         return self._residency_standing(victim) if _in_tree(victim) else None
 
@@ -241,7 +207,8 @@ class Ranking:
             return Standing(WORTHLESS, Place(0, 0, node.used_at))
         facts = Facts(used_at=node.used_at, saved_tokens=self._spec.page_tokens, size_bytes=self._page_bytes[run.tier],
                       urgent_until_s=node.urgent_until, visit=node.visit)  # fmt: skip
-        return Standing(USEFUL, self._value.place(facts))
+        place = self._value.place(facts)
+        return Standing(USEFUL, place) if not tail.repeated else _repeated(place)
 
     def _residency_standing(self, residency: Residency) -> Standing:
         checkpoint = residency.checkpoint
@@ -264,7 +231,23 @@ class Ranking:
             next_distance=(max(end - follower.page, 0) + 1) * page_tokens if follower is not None else 0,
             backup_deferred=residency.backup_deferred,
         )
-        return Standing(USEFUL, self._value.place(facts))
+        place = self._value.place(facts)
+        return Standing(USEFUL, place) if not self._is_repeated(residency) else _repeated(place)
+
+    def _is_repeated(self, residency: Residency) -> bool:
+        """Whether the host has it beside the device, and nobody below waits for it."""
+        if not self._repeats_first or residency.tier is not Tier.HOST or residency.backup_deferred:
+            return False
+        other = residency.checkpoint.ready_in(Tier.DEVICE)
+        return other is not None and not other.leaving
+
+
+def _rank(tail: Tail) -> int:
+    return WORTHLESS if tail.dead else REPEATED if tail.repeated else USEFUL
+
+
+def _repeated(place: Place) -> Standing:
+    return Standing(REPEATED, place._replace(since=-place.since))
 
 
 def _is_as_queued(standing: Standing, then: Standing) -> bool:
@@ -286,12 +269,6 @@ def _pages_alone(node: Node, page: int, before: int) -> int:
             return page - here.start
         here = above
     return page - before
-
-
-def _has_pages(run: Run, start: int) -> bool:
-    if start == 0 or (start < len(run.ids) and run.ids[-1] != ABSENT):
-        return True
-    return bool((run.ids[start:] != ABSENT).any())
 
 
 def _account_of(victim: Victim) -> Account:

@@ -36,16 +36,17 @@ class Tree:
     """All namespaces' paths over one or two memory tiers."""
 
     def __init__(
-        self, spec: ModelSpec, arenas: Mapping[Tier, Arena], value: ValuePolicy, quotas: Mapping[str, float] | None = None
-    ) -> None:
-        """`quotas` are shares of each tier, by tenant."""
+        self, spec: ModelSpec, arenas: Mapping[Tier, Arena], value: ValuePolicy, quotas: Mapping[str, float] | None = None,
+        *, repeats_first: bool = False,
+    ) -> None:  # fmt: skip
+        """`quotas` are shares of each tier, by tenant. `repeats_first`: see `Ranking`."""
         self.spec = spec
         self.arenas = dict(arenas)
         self.tiers = tuple(tier for tier in CACHED_TIERS if tier in arenas)
         self.page_bytes = spec.page_tokens * TOKEN_BYTES
         self.roots: dict[PageKey, Node] = {}
         self.accounts = Accounts(self.arenas, quotas or {})
-        self.ranking = Ranking(spec, self.arenas, value, self.accounts.limited.values())
+        self.ranking = Ranking(spec, self.arenas, value, self.accounts.limited.values(), repeats_first=repeats_first)
         self.version = 0  # grows with every change a match could notice
         self.on_left: list[Callable[[Residency], None]] = []  # told of each checkpoint that left a tier,
         self.on_split: list[Callable[[Node], None]] = []  # of the upper part of each node that was cut in two,
@@ -290,7 +291,7 @@ class Tree:
             part = Run(node, tier, ids)
             part.num_pages = len(present)
             part.num_ready = int(np.count_nonzero(state[present] == READY))
-            part.unsaved = run.unsaved
+            part.unsaved, part.leaving = run.unsaved, run.leaving
             node.runs[tier] = part if part.num_pages else None
             self.owner[tier][present] = node
         self.ranking.unqueue(run, lower.account)
@@ -348,7 +349,6 @@ class Tree:
         return [run for node in owners if node is not None and (run := node.runs[tier]) is not None]
 
     def _queue_run(self, run: Run) -> None:
-        """As `Ranking.queue_run`, which most runs of a path are not worth asking: something hangs below them."""
-        kids = run.node.kids
-        if kids is None or not (kids.below[run.tier] or kids.anchored[run.tier]):
+        """As `Ranking.queue_run`, which most runs of a path are not worth asking."""
+        if self.ranking.tails.may_have(run):
             self.ranking.queue_run(run)

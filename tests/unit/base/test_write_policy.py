@@ -6,8 +6,9 @@ from stepwell import WritePolicy
 
 
 def test_each_policy_saves_at_its_own_moment() -> None:
-    assert [policy.saves_on_commit for policy in WritePolicy] == [True, False, False]
-    assert [policy.saves_on_eviction for policy in WritePolicy] == [False, False, True]
+    assert [policy for policy in WritePolicy if policy.saves_on_commit] == [WritePolicy.THROUGH]
+    assert [policy for policy in WritePolicy if policy.saves_into_free_room] == [WritePolicy.ADAPTIVE]
+    assert [policy for policy in WritePolicy if policy.saves_on_eviction] == [WritePolicy.BACK, WritePolicy.ADAPTIVE]
     assert [WritePolicy.SELECTIVE.saves_on_use(uses) for uses in (1, 2, 3)] == [False, True, True]
     assert [WritePolicy.BACK.saves_on_use(uses) for uses in (1, 2, 3)] == [False, False, False]
     assert WritePolicy.THROUGH.saves_on_use(1)

@@ -27,7 +27,7 @@ def _order(bench: Bench, tier: Tier = Tier.DEVICE) -> list[tuple[str, int]]:
     found = []
     while (victim := _pop(bench, tier)) is not None:
         if isinstance(victim, Run):
-            tail = bench.tree.ranking.tail(victim)
+            tail = bench.tree.ranking.tails.of(victim)
             assert tail is not None
             found.append(("pages", victim.node.end))
             discard_tail(bench.tree, victim, tail.start, GONE)
@@ -61,11 +61,11 @@ def test_idle_pages_are_the_last_ones_behind_any_page_in_use() -> None:
     run = bench.path([7, 8, 9, 10])[-1].runs[Tier.DEVICE]
     assert run is not None
     ranking = bench.tree.ranking
-    assert [ranking.idle(run, 0, at_most) for at_most in (2, 9)] == [(2, 2), (0, 4)]
+    assert [ranking.tails.idle(run, 0, at_most) for at_most in (2, 9)] == [(2, 2), (0, 4)]
     bench.arena().retain(Kind.PREFIX, ids[1:2])
-    assert [ranking.idle(run, 0, at_most) for at_most in (1, 2, 3, 9)] == [(3, 1), (2, 2), (2, 2), (2, 2)]
+    assert [ranking.tails.idle(run, 0, at_most) for at_most in (1, 2, 3, 9)] == [(3, 1), (2, 2), (2, 2), (2, 2)]
     bench.arena().retain(Kind.PREFIX, ids[3:])
-    assert [ranking.idle(run, 0, at_most).num_pages for at_most in (1, 9)] == [0, 0]
+    assert [ranking.tails.idle(run, 0, at_most).num_pages for at_most in (1, 9)] == [0, 0]
 
 
 def test_priority_outranks_recency() -> None:
@@ -98,7 +98,7 @@ def test_pages_behind_the_last_checkpoint_go_before_anything_of_worth() -> None:
     bench.checkpoint([7, 8, 9], 1, now=99.0)
     victim = _pop(bench)
     assert isinstance(victim, Run) and victim.node.end == 3
-    tail = bench.tree.ranking.tail(victim)
+    tail = bench.tree.ranking.tails.of(victim)
     assert tail is not None and tail.dead and tail.start == 1  # the page under its checkpoint stays
 
 
@@ -131,7 +131,7 @@ def test_pages_that_the_other_tier_stands_on_stay() -> None:
     discard_ids(bench.tree, Tier.HOST, host[:2], GONE)
     run = bench.path([1, 2, 3])[0].runs[Tier.DEVICE]
     assert run is not None
-    tail = bench.tree.ranking.tail(run)
+    tail = bench.tree.ranking.tails.of(run)
     assert tail is not None and tail.start == 2  # pages 1 and 2 are only here, and host page 3 needs them
 
 
@@ -164,10 +164,10 @@ def test_pages_stay_while_a_checkpoint_further_down_is_in_their_tier() -> None:
     bench.insert([1, 2, 4], let_go=True)
     residency = bench.checkpoint([1, 2, 3], 3, Tier.HOST)  # page 3 itself is on the device only
     run = bench.path([1, 2])[0].runs[Tier.HOST]
-    assert run is not None and bench.tree.ranking.tail(run) is None
+    assert run is not None and bench.tree.ranking.tails.of(run) is None
     assert residency is not None
     drop_residency(bench.tree, residency, GONE)
-    assert bench.tree.ranking.tail(run) is not None
+    assert bench.tree.ranking.tails.of(run) is not None
 
 
 NUM_VICTIMS = 12

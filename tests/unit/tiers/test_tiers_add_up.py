@@ -1,0 +1,271 @@
+"""Device and host hold together what one tier of both sizes would: copies that the device repeats leave the host first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from stepwell import Kind, Lease, NoRoom, Tier, WritePolicy
+from stepwell.store.memory import MemoryStore
+from stepwell.tiers.eviction import make_room
+from stepwell.tree.eviction_order import USEFUL
+from stepwell.tree.node import ABSENT, Residency, Run
+from stepwell.tree.tails import Tail
+from toys import ALL_MODELS, FULL, FULL_POINT, HYBRID, Rig, text
+
+SAVING_LATE = [WritePolicy.ADAPTIVE, WritePolicy.BACK]
+
+
+def _repeated_pages(rig: Rig) -> int:
+    """Pages that both tiers have."""
+    pairs = [node.runs for node in rig.tree.nodes() if all(run is not None for run in node.runs)]
+    return sum(int(np.count_nonzero((a.ids != ABSENT) & (b.ids != ABSENT))) for a, b in pairs if a is not None and b is not None)
+
+
+def test_adaptive_saves_at_commit_while_the_host_has_room() -> None:
+    rig = Rig(HYBRID, host_pages=64, write=WritePolicy.ADAPTIVE)
+    rig.serve(text(1, 17))
+    assert rig.used(Tier.HOST, Kind.PREFIX) == 4 and rig.used(Tier.HOST, Kind.POINT) == 1
+
+
+def test_adaptive_evicts_nothing_from_the_host_for_what_stays_on_the_device() -> None:
+    rig = Rig(FULL, device_pages=64, host_pages=8, write=WritePolicy.ADAPTIVE)
+    for name in range(4):
+        rig.serve(text(name, 29))
+    assert rig.cache.counters["evicted_host_pages"] == 0
+    assert rig.cache.counters["evicted_device_pages"] == 0
+
+
+@pytest.mark.parametrize("write", SAVING_LATE)
+def test_two_tiers_hold_what_one_of_both_sizes_would(write: WritePolicy) -> None:
+    rig = Rig(FULL, device_pages=16, host_pages=16, write=write)
+    prompts = [text(name, 17) for name in range(7)]  # 4 pages each that can be resumed from
+    for prompt in prompts:
+        rig.clock.advance(1)
+        rig.serve(prompt)
+    assert [rig.restore(prompt) for prompt in prompts] == [16] * 7
+
+
+def test_write_through_holds_what_the_larger_tier_has_room_for() -> None:
+    rig = Rig(FULL, device_pages=16, host_pages=16, write=WritePolicy.THROUGH)
+    prompts = [text(name, 17) for name in range(7)]
+    for prompt in prompts:
+        rig.clock.advance(1)
+        rig.serve(prompt)
+    assert sum(rig.restore(prompt) == 16 for prompt in prompts) <= 4
+
+
+@pytest.mark.parametrize("write", SAVING_LATE)
+def test_the_host_gives_up_what_the_device_has_too_before_what_it_has_alone(write: WritePolicy) -> None:
+    rig = Rig(FULL, device_pages=24, host_pages=16, write=write)
+    for name in range(4):
+        rig.clock.advance(1)
+        rig.serve(text(name, 17))
+    rig.evict_all(Tier.DEVICE)
+    rig.clock.advance(1)
+    assert rig.serve(text(0, 17)).host == 16  # on both tiers from now on
+    assert _repeated_pages(rig) == 4
+    rig.shrink(Tier.HOST, 4)
+    assert _repeated_pages(rig) == 0
+    assert [rig.restore(text(name, 17)) for name in range(4)] == [16] * 4
+
+
+def test_a_checkpoint_that_the_device_has_too_leaves_the_host_first() -> None:
+    rig = Rig(FULL_POINT, device_pages=64, host_pages=64, write=WritePolicy.ADAPTIVE)
+    for name in (1, 2):
+        rig.clock.advance(1)
+        rig.serve(text(name, 17))
+    rig.evict_all(Tier.DEVICE)
+    for _ in range(2):  # the second use brings its checkpoint up to stay
+        rig.clock.advance(1)
+        rig.serve(text(1, 17))
+    victim = rig.tree.ranking.pop(Tier.HOST, runs=False, checkpoints=True)
+    assert isinstance(victim, Residency) and victim.checkpoint.ready_in(Tier.DEVICE) is not None
+    rig.tree.ranking.queue(victim)
+    rig.cache.audit()
+
+
+@pytest.mark.parametrize("spec", ALL_MODELS)
+@pytest.mark.parametrize("write", SAVING_LATE)
+def test_branches_on_the_host_keep_the_trunk_they_stand_on(spec: str, write: WritePolicy) -> None:
+    """A page that only the device has, with host pages behind it, is saved before it leaves the device."""
+    rig = Rig(ALL_MODELS[spec], device_pages=40, host_pages=64, write=write)
+    trunk = text(1, 16)
+    for branch in range(2, 6):
+        rig.clock.advance(1)
+        rig.serve([*trunk, *text(branch, 9)])
+    before = rig.restore([*trunk, *text(2, 9)])
+    for other in range(6, 9):
+        rig.clock.advance(1)
+        rig.serve(text(other, 17))
+    assert rig.cache.counters["evicted_cut_off"] == 0
+    assert rig.restore([*trunk, *text(2, 9)]) == before == 24
+
+
+def test_what_is_worth_less_than_all_on_the_host_is_not_saved() -> None:
+    rig = Rig(FULL, device_pages=16, host_pages=16, write=WritePolicy.ADAPTIVE)
+    for name in range(4):
+        rig.serve(text(name, 17), priority=10)
+    rig.evict_all(Tier.DEVICE)
+    assert rig.used(Tier.HOST, Kind.PREFIX) == 16
+    for name in range(10, 16):
+        rig.clock.advance(1)
+        rig.serve(text(name, 17))
+    assert rig.cache.counters["save_skipped_worth_less"] > 0
+    assert [rig.restore(text(name, 17)) for name in range(4)] == [16] * 4
+
+
+@pytest.mark.parametrize("write", SAVING_LATE)
+def test_a_checkpoint_waits_for_room_that_is_on_its_way(write: WritePolicy) -> None:
+    """A request that goes on after a checkpoint gets the page for that before it computes, where it may wait."""
+    rig = Rig(FULL_POINT, device_pages=16, host_pages=200, write=write)
+    rig.serve(text(1, 33))
+    lease = rig.ready(text(2, 17), hints=(8,))
+    rig.prefill(lease)
+    rig.cache.release(lease)
+    rig.idle_check()
+    assert rig.cache.counters["checkpoint_skipped_no_room"] == 0
+    assert rig.restore(text(2, 9)) == 8 and rig.restore(text(2, 17)) == 16
+
+
+def test_a_spare_page_is_given_back_by_a_request_that_ends_early() -> None:
+    rig = Rig(FULL_POINT, device_pages=32, host_pages=32, write=WritePolicy.ADAPTIVE)
+    lease = rig.ready(text(1, 17))
+    rig.cache.grow(lease, 16)
+    assert len(lease.spare_points) == 1
+    rig.cache.release(lease)
+    rig.idle_check()
+    assert rig.used(Tier.DEVICE, Kind.POINT) == 0
+
+
+@pytest.mark.parametrize("write", SAVING_LATE)
+def test_saves_of_things_worth_the_same_do_not_chase_each_other(write: WritePolicy) -> None:
+    """What was saved last left the device last and the host first: each save undid the one before, and room never came."""
+    rig = Rig(HYBRID, device_pages=64, host_pages=192, write=write, store=MemoryStore())
+    for name in range(32):  # the clock stands still
+        rig.serve(text(name, 41))
+    rig.idle_check()
+
+
+@pytest.mark.parametrize("write", SAVING_LATE)
+def test_a_copy_made_because_the_device_needs_the_room_is_not_given_up_as_a_repetition(write: WritePolicy) -> None:
+    rig = Rig(FULL, device_pages=16, host_pages=8, write=write)
+    rig.serve(text(1, 17))
+    rig.evict_all(Tier.HOST)
+    assert rig.used(Tier.HOST, Kind.PREFIX) == 0
+    everything = {Kind.PREFIX: 16}
+    assert make_room(rig.state, Tier.DEVICE, everything).waiting
+    rig.settle()
+    assert _repeated_pages(rig) == 4
+    run = rig.tree.ranking.pop(Tier.HOST, runs=True, checkpoints=False)
+    assert isinstance(run, Run) and run.standing == USEFUL
+    rig.tree.ranking.queue(run)
+    rig.serve(text(1, 17))  # now that it was used, it stays on the device
+    run = rig.tree.ranking.pop(Tier.HOST, runs=True, checkpoints=False)
+    assert isinstance(run, Run) and rig.tree.ranking.tails.of(run) == Tail(0, dead=False, repeated=True)
+    rig.tree.ranking.queue(run)
+    rig.cache.audit()
+
+
+@pytest.mark.parametrize("spec", ALL_MODELS)
+@pytest.mark.parametrize("write", SAVING_LATE)
+def test_nobody_waits_for_a_store_that_never_answers(spec: str, write: WritePolicy) -> None:
+    """Room below may be on its way to a store that hangs: requests go on all the same, also before anything times out."""
+    rig = Rig(ALL_MODELS[spec], device_pages=48, host_pages=64, write=write, store=MemoryStore())
+
+    def patiently(act: Callable[[], None]) -> None:
+        for _ in range(10):
+            try:
+                return act()
+            except NoRoom as refusal:
+                if not refusal.waiting:
+                    raise
+                _answer_copies(rig)
+        raise AssertionError("it waited for the store")
+
+    for name in range(36):
+        rig.clock.advance(0.01)
+        prompt = text(name % 18, 29)
+        leases: list[Lease] = []
+        patiently(lambda prompt=prompt, leases=leases: leases.append(rig.open(prompt)))  # type: ignore[misc]
+        with leases[0] as lease:
+            _answer_copies(rig)
+            rig.engine.check(lease)
+            while lease.position < lease.num_tokens:
+                end = min(rig.cache.next_stop(lease) or lease.num_tokens, lease.num_tokens)
+                patiently(lambda lease=lease, end=end: rig.compute(lease, end))  # type: ignore[misc]
+                _answer_copies(rig)
+        _answer_copies(rig)
+        rig.cache.audit()
+    assert rig.store_executor.pending, "the store was asked for nothing"
+
+
+def _answer_copies(rig: Rig) -> None:
+    rig.cache.step()
+    while rig.executor.pending:
+        rig.executor.finish_all()
+        rig.cache.step()
+
+
+@pytest.mark.parametrize("write", SAVING_LATE)
+def test_a_trunk_that_cannot_be_saved_keeps_the_branches_that_stand_on_it(write: WritePolicy) -> None:
+    rig = Rig(FULL, device_pages=64, host_pages=64, write=write)
+    trunk, branch = text(1, 16), [*text(1, 16), *text(2, 9)]
+    for prompt in ([*trunk, *text(3, 9)], branch):
+        rig.serve(prompt)
+    rig.evict_all(Tier.HOST)
+    for _ in range(2):  # first the branches are saved, then they leave and the trunk is to be saved
+        rig.settle()
+        assert make_room(rig.state, Tier.DEVICE, {Kind.PREFIX: 64}).waiting
+    at = rig.cache.lookup(branch)
+    assert (at.device_tokens, at.host_tokens) == (16, 8)
+    rig.fail_all()
+    rig.clock.advance(1)
+    rig.serve(text(4, 17))
+    while make_room(rig.state, Tier.DEVICE, {Kind.PREFIX: 60}).waiting:
+        rig.settle()
+    at = rig.cache.lookup(branch)
+    assert (at.device_tokens, at.host_tokens) == (16, 8), "what was used later went first"
+    rig.evict_all(Tier.DEVICE)  # the last resort
+    assert rig.cache.counters["evicted_cut_off"] == 1 and rig.restore(branch) == 0
+    rig.idle_check()
+
+
+def test_a_request_that_has_the_device_to_itself_is_not_refused_for_a_spare_page() -> None:
+    """Its last page fits where no other would: it goes on, and leaves no checkpoint."""
+    rig = Rig(FULL_POINT, device_pages=6, host_pages=64, write=WritePolicy.ADAPTIVE)
+    with rig.ready(text(1, 20)) as lease:
+        assert rig.used(Tier.DEVICE, Kind.PREFIX) + rig.used(Tier.DEVICE, Kind.POINT) == 6
+        rig.cache.grow(lease, 16)
+        assert not len(lease.spare_points)
+        rig.engine.compute(lease, 16)
+        rig.cache.commit(lease, 16)
+    assert rig.cache.counters["checkpoint_skipped_no_room"] == 1
+    rig.idle_check()
+
+
+def test_room_that_never_comes_takes_the_spare_page_back() -> None:
+    rig = Rig(FULL_POINT, device_pages=8, host_pages=64, write=WritePolicy.ADAPTIVE)
+    with rig.ready(text(1, 17)) as lease:
+        rig.cache.grow(lease, 16)
+        assert len(lease.spare_points) == 1
+        rig.cache.append(lease, text(2, 11))
+        rig.cache.grow(lease, 28)
+        assert not len(lease.spare_points) and len(lease.prefix_pages) == 7
+        rig.cache.audit()
+    rig.idle_check()
+
+
+def test_a_failed_grow_gives_no_spare_page() -> None:
+    rig = Rig(FULL_POINT, device_pages=12, host_pages=64, write=WritePolicy.ADAPTIVE)
+    rig.serve(text(1, 17))
+    with rig.ready(text(2, 17)) as lease:
+        rig.cache.append(lease, text(3, 12))
+        held = rig.used(Tier.DEVICE, Kind.POINT)
+        with pytest.raises(NoRoom):
+            rig.cache.grow(lease, 60)
+        assert not len(lease.spare_points) and rig.used(Tier.DEVICE, Kind.POINT) <= held
+        rig.cache.audit()
+    rig.idle_check()

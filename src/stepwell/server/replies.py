@@ -128,7 +128,7 @@ class Answers:
         def listen(delta: Delta) -> None:
             try:
                 if delta.finish is not None:
-                    metrics.ended(delta)  # first: who has an answer finds it counted
+                    metrics.ended(delta, ask.tenant)  # first: who has an answer finds it counted
                     log_ended(self._id, choice, ask, delta)
             finally:
                 loop.call_soon_threadsafe(self._deltas.put_nowait, (index, delta))

@@ -101,7 +101,7 @@ class ModelServer:
             tool_parser=tools_of(chat.source) if tool_parser == AUTO else tool_parser,
             reasoning_parser=reasoning_of(chat.source) if reasoning_parser == AUTO else reasoning_parser,
             max_context=engine.max_context,
-            metrics=Metrics(self._loop),
+            metrics=Metrics(self._loop, name, name_tenants=not open_metrics),
             load=self._load,
             principals=principals,
             defaults=defaults or {},

@@ -4,7 +4,7 @@
     {"time": "2026-01-31T12:00:00.000Z", "level": "info", "message": "request ended", "id": "cmpl-9f", ...}
 
 Whoever logs gives names and values as `extra={"fields": {...}}`. Lines are written on a thread of their own: the engine does not
-wait for whoever reads them, and where nobody does, new lines are dropped.
+wait for whoever reads them. Where nobody does, new lines are dropped, and the end waits a few seconds for it and no longer.
 """
 
 from __future__ import annotations
@@ -15,34 +15,43 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
-from logging.handlers import QueueHandler, QueueListener
+from logging.handlers import QueueHandler
 from queue import Full, Queue
-from typing import Any, TextIO
+from threading import Thread
+from typing import TextIO
 
 FORMATS = ("text", "json")
 _MOST_WAITING = 10_000  # lines
+_LAST_LINES_S = 5.0  # that the end waits for lines to be read
 _PLAIN = re.compile(r"[\w.:/%+-]+", re.ASCII)  # values that need no quotes
 
 
 @contextmanager
 def log_to(stream: TextIO, form: str) -> Iterator[None]:
     """Writes what the program logs to a stream, in one of FORMATS: all that Stepwell says, and warnings of others."""
-    lines: Queue[Any] = Queue(_MOST_WAITING)
+    lines: Queue[logging.LogRecord | None] = Queue(_MOST_WAITING)
     writer = logging.StreamHandler(stream)
     writer.setFormatter(logging.Formatter("%(message)s"))
-    handler, listener = _Lines(lines), QueueListener(lines, writer)
+    handler, thread = _Lines(lines), Thread(target=_write, args=(lines, writer), name="stepwell-log", daemon=True)
     handler.setFormatter(_Json() if form == "json" else _Text())
     root, ours = logging.getLogger(), logging.getLogger("stepwell")
     level = ours.level
     ours.setLevel(logging.INFO)
     root.addHandler(handler)
-    listener.start()
+    thread.start()
     try:
         yield
     finally:
         root.removeHandler(handler)
         ours.setLevel(level)
-        listener.stop()
+        with suppress(Full):
+            lines.put(None, timeout=_LAST_LINES_S)
+        thread.join(_LAST_LINES_S)
+
+
+def _write(lines: Queue[logging.LogRecord | None], writer: logging.Handler) -> None:
+    while (record := lines.get()) is not None:
+        writer.handle(record)
 
 
 class _Lines(QueueHandler):

@@ -5,10 +5,13 @@ from __future__ import annotations
 import io
 import json
 import logging
+from threading import Event
 
 import pytest
 
+from stepwell.server import log_lines
 from stepwell.server.log_lines import log_to
+from waiting import PATIENCE_S
 
 FIELDS = {"id": "cmpl-1", "tenant": "a b", "total_s": 0.25}
 
@@ -49,3 +52,26 @@ def test_logging_is_as_it_was_afterwards(form: str) -> None:
     before = list(logging.getLogger().handlers), logging.getLogger("stepwell").level
     written(form)
     assert (list(logging.getLogger().handlers), logging.getLogger("stepwell").level) == before
+
+
+class Unread(io.StringIO):
+    """A pipe that is full, and that nobody reads until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.let_go = Event()
+
+    def write(self, text: str) -> int:
+        assert self.let_go.wait(PATIENCE_S)
+        return super().write(text)
+
+
+def test_a_log_that_nobody_reads_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_lines, "_MOST_WAITING", 5)
+    monkeypatch.setattr(log_lines, "_LAST_LINES_S", 0.05)
+    stream = Unread()
+    with log_to(stream, "text"):
+        for number in range(100):
+            logging.getLogger("stepwell.here").info("line %d", number)
+    assert not stream.getvalue()
+    stream.let_go.set()

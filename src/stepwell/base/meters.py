@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping
 from typing import Protocol
@@ -71,3 +72,22 @@ class Counters:
     def snapshot(self) -> Mapping[str, int]:
         """All counts so far, sorted by name; a copy."""
         return dict(sorted(self._counts.items()))
+
+
+class Durations:
+    """How long something took, each time: how many times up to each of some bounds, and all together. One thread."""
+
+    BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(self.BOUNDS_S) + 1)  # up to each bound and above the one before; the last is above all
+        self.total_s = 0.0
+
+    def add(self, took_s: float) -> None:
+        self.counts[bisect_left(self.BOUNDS_S, took_s)] += 1
+        self.total_s += took_s
+
+    def copy(self) -> Durations:
+        made = Durations()
+        made.counts, made.total_s = list(self.counts), self.total_s
+        return made

@@ -89,6 +89,8 @@ class ReadOnlyCache:
             storing=self._store_tier.num_busy,
             deferred=self._store_tier.num_deferred,
             store=self._store_tier.link_state,
+            breaker=self._store_tier.breaker_state,
+            store_times={operation: times.copy() for operation, times in self._store_tier.times.items()},
             counters=self._state.counters.snapshot(),
             tenants=tenant_stats(self._state.tree),
         )

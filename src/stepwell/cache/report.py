@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from stepwell.base.ids import Tier
+from stepwell.base.meters import Durations
 from stepwell.memory.arena import Arena
+from stepwell.policy.store_use import BreakerState
 from stepwell.store.api import Store
 from stepwell.store_tier.link import LinkState
 from stepwell.tiers.lease import Lease
@@ -39,6 +41,8 @@ class Stats:
     storing: int  # store operations under way, and paths that wait to be backed up
     deferred: int  # checkpoints on the host that are to be stored later, if nothing supersedes them until then
     store: LinkState
+    breaker: BreakerState | None  # None without a store
+    store_times: Mapping[str, Durations]  # by operation: find, fetch, put
     counters: Mapping[str, int]
     tenants: Mapping[str, Mapping[Tier, TenantStats]]  # those that have something cached, or a quota
 

@@ -5,8 +5,10 @@ Reads arguments and environment, prints what was made of them, and hands over. E
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
+import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 from dataclasses import replace
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from stepwell.engine.settings import EngineConfig
     from stepwell.server.principals import Principals, Secrets
     from stepwell.server.tenants import TenantsFile
+
+log = logging.getLogger(__name__)
 
 _API_KEY, _ADMIN_TOKEN = "STEPWELL_API_KEY", "STEPWELL_ADMIN_TOKEN"
 _LOCAL = ("127.0.0.1", "::1", "localhost")
@@ -106,6 +110,7 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--drain", type=float, default=30.0, metavar="SECONDS", help="that answers have to finish at SIGTERM (default: 30)"
     )
+    parser.add_argument("--log-format", choices=("text", "json"), default="text", help="of the log, on stderr (default: text)")
     parser.add_argument("--max-running", type=int, metavar="N", help="requests computed at once (default: 32; on a GPU 64)")
     parser.add_argument("--chunk-tokens", type=int, metavar="N", help="tokens computed in one pass (default: 512; on a GPU 8192)")
 
@@ -137,6 +142,13 @@ def _configure_cache(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
+    from stepwell.server.log_lines import log_to
+
+    with log_to(sys.stderr, args.log_format):
+        return _serve(args)
+
+
+def _serve(args: Namespace) -> int:
     try:
         from stepwell.engine.build import open_and_build
         from stepwell.server.principals import Principals
@@ -181,14 +193,22 @@ def run(args: Namespace) -> int:
         offers=None if roles is None else roles.offers(config, taken.getsockname()[1]),
         peers=None if roles is None else roles.peers_of(engine, config),
     )
-    started_s = engine.warm_up() if engine.on_cuda else None
+    started_s = None
+    if engine.on_cuda:
+        log.info("a first pass: kernels are built")
+        started_s = engine.warm_up()
     made = not (args.admin_token or os.environ.get(_ADMIN_TOKEN))
     summary = _summary(engine, name, config, address_of(taken), keys, tenants, made=made)
     if started_s is not None:
         summary.insert(3, ("first pass", f"took {started_s:.1f} s: kernels are built once"))
     summary += kv_events.summary(args)
     summary += [] if roles is None else roles.summary()
-    server.run(taken, on_ready=lambda: print("\n".join(f"{label:<12}  {value}" for label, value in summary), flush=True))
+
+    def ready() -> None:
+        print("\n".join(f"{label:<12}  {value}" for label, value in summary), flush=True)
+        log.info("ready", extra={"fields": {"model": name, "address": address_of(taken)}})
+
+    server.run(taken, on_ready=ready)
     return 0
 
 

@@ -88,7 +88,7 @@ class Answering:
         self._scheduler.leave(request)
         del self.requests[request.id]
         last = last or Delta(request=request.id)
-        self._deltas.append(replace(last, finish=finish, usage=_usage(request), error=error))
+        self._deltas.append(replace(last, finish=finish, usage=_usage(request, self._clock.now()), error=error))
 
     # ---- inside -----------------------------------------------------------------------------------
 
@@ -192,7 +192,7 @@ class Answering:
         return token if token in request.ask.sampling.stop_token_ids else None
 
 
-def _usage(request: Request) -> Usage:
+def _usage(request: Request, now_s: float) -> Usage:
     began = request.began_s if request.began_s is not None else request.arrived_s
     first = request.first_token_s if request.first_token_s is not None else request.arrived_s
     return Usage(
@@ -201,6 +201,7 @@ def _usage(request: Request) -> Usage:
         sources=request.sources or Sources(computed=request.prompt_tokens),
         queued_s=began - request.arrived_s,
         first_token_s=first - request.arrived_s,
+        total_s=now_s - request.arrived_s,
         preemptions=request.preemptions,
         proposed_tokens=request.proposed,
         accepted_tokens=request.accepted,

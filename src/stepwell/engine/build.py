@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -12,7 +13,7 @@ from stepwell.base.config import HOT_ROWS, CacheConfig
 from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.inherited_block import InheritedBlock
-from stepwell.base.meters import Counters
+from stepwell.base.meters import Counters, SystemClock
 from stepwell.base.spec import ModelSpec
 from stepwell.cache.build import CacheTuning, build_cache, layouts_for
 from stepwell.cache.facade import Cache
@@ -23,6 +24,7 @@ from stepwell.engine.drafts.separate import load_separate
 from stepwell.engine.engine import Engine
 from stepwell.engine.footprint import footprint, longest_request
 from stepwell.engine.loading.checkpoint import Checkpoint, open_checkpoint
+from stepwell.engine.loading.progress import WatchedSource
 from stepwell.engine.models.base import Decoder
 from stepwell.engine.models.registry import build_model
 from stepwell.engine.ops.kernels import Kernels
@@ -50,6 +52,8 @@ from stepwell.transfer.store_worker import HostPages
 from stepwell.transfer.torch_copy_engine import TorchCopyEngine
 from stepwell.transfer.torch_memory import TorchMemory
 
+log = logging.getLogger(__name__)
+
 _WITHOUT_BUFFERS = ("log", "shared-log", "memory")  # need not know the host tier's memory: opened before there is one
 
 
@@ -72,9 +76,12 @@ def open_and_build(model: str, config: EngineConfig) -> tuple[Checkpoint, Engine
         store = open_store(config.store, options=config.store_options)  # it may be locked, or too small
     try:
         checkpoint = open_checkpoint(model)
+        ranks = f" on {config.tensor_parallel} ranks" if config.tensor_parallel > 1 else ""
+        log.info("loading the weights of %s%s", checkpoint.name, ranks)
         if config.tensor_parallel > 1:
             return checkpoint, build_ranked(model, checkpoint, config, store)
-        return checkpoint, build_engine(checkpoint, config, store=store)
+        watched = replace(checkpoint, source=WatchedSource(checkpoint.source, SystemClock()))
+        return checkpoint, build_engine(watched, config, store=store)
     except BaseException:
         if store is not None:
             store.close()

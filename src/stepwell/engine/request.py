@@ -142,6 +142,7 @@ class Usage:
     sources: Sources
     queued_s: float = 0.0
     first_token_s: float = 0.0  # after it arrived
+    total_s: float = 0.0  # from its arrival to its end
     preemptions: int = 0
     proposed_tokens: int = 0  # by the draft
     accepted_tokens: int = 0  # of those, the ones that the model chose as well

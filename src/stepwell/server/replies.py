@@ -27,6 +27,7 @@ from stepwell.engine.loop import OnDelta
 from stepwell.engine.request import Ask, Delta, Finish, Usage
 from stepwell.engine.runner import RANK_LOST
 from stepwell.engine.scheduler import NO_ROOM
+from stepwell.server.activity_log import log_ended
 from stepwell.server.bodies import Asked
 from stepwell.server.door import arrived_s, principal_of
 from stepwell.server.errors import CLIENT_CLOSED, SERVER, ApiError, api_error
@@ -49,9 +50,13 @@ _FOR_CLIENTS = (
 class Answers:
     """The answers to one HTTP request, one for each ask. For the event loop's thread."""
 
-    def __init__(self, served: Served, asks: Sequence[Ask], *, on_begun: Callable[[], None] = lambda: None) -> None:
-        """`on_begun` is called once the first of them has begun, or none will; it may be called again."""
+    def __init__(self, served: Served, asks: Sequence[Ask], *, id: str, on_begun: Callable[[], None] = lambda: None) -> None:
+        """`id` is what clients and the log call the request.
+
+        `on_begun` is called once the first of them has begun, or none will; it may be called again.
+        """
         self._served = served
+        self._id = id
         self._on_begun = on_begun
         self._asks = asks
         self._submitted: list[Future[int]] = []
@@ -77,7 +82,7 @@ class Answers:
             index, delta = await self._deltas.get()
             self._on_begun()
             if delta.finish is Finish.FAILED:
-                log.error("request %d could not be finished: %s", delta.request, delta.error)
+                log.error("request %s could not be finished: %s", self._id, delta.error)
                 if (delta.error or "").startswith(RANK_LOST):
                     raise ApiError(503, str(delta.error), type=SERVER, code="unavailable")
                 message = delta.error if delta.error in _FOR_CLIENTS else _FAILED
@@ -117,12 +122,14 @@ class Answers:
             self._served.loop.abort(future.result())  # ended ones are ignored
 
     def _listener(self, index: int) -> OnDelta:
-        loop, metrics = asyncio.get_running_loop(), self._served.metrics
+        loop, metrics, ask = asyncio.get_running_loop(), self._served.metrics, self._asks[index]
+        choice = index if len(self._asks) > 1 else None
 
         def listen(delta: Delta) -> None:
             try:
                 if delta.finish is not None:
-                    metrics.ended(delta)  # first: who has an answer finds it counted
+                    metrics.ended(delta, ask.tenant)  # first: who has an answer finds it counted
+                    log_ended(self._id, choice, ask, delta)
             finally:
                 loop.call_soon_threadsafe(self._deltas.put_nowait, (index, delta))
 
@@ -182,9 +189,10 @@ async def _reply(request: Request, served: Served, body: Asked, asks: Sequence[A
     """Queues the asks and answers in the way the body wants. Raises ApiError."""
     peers = served.peers
     taken = await peers.take(body.kv_transfer_params) if peers is not None else None
-    answers = Answers(served, asks, on_begun=lambda: None if peers is None else peers.done(taken))
+    id = f"{form.prefix}-{uuid.uuid4().hex}"
+    answers = Answers(served, asks, id=id, on_begun=lambda: None if peers is None else peers.done(taken))
     await answers.begin()
-    envelope = {"id": f"{form.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": served.name}
+    envelope = {"id": id, "created": int(time.time()), "model": served.name}
     if body.stream:
         envelope["object"] = form.chunk_object
         return _EventStream(answers, _events(answers, body, len(asks), form, envelope))

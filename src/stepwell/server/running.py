@@ -7,6 +7,7 @@ Told to stop, it lets running answers finish for a while and refuses new request
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
@@ -20,6 +21,7 @@ from stepwell.engine.engine import Engine
 from stepwell.engine.loading.chat import ChatTemplate
 from stepwell.engine.loop import EngineLoop
 from stepwell.engine.request import Delta
+from stepwell.server.activity_log import ThroughputLog
 from stepwell.server.app import build_app
 from stepwell.server.door import Door
 from stepwell.server.handover import Offers, Peers
@@ -35,6 +37,8 @@ DRAIN_S = 30.0  # that answers have to finish when the server is told to stop
 LAST_CALL_S = 5  # after that, for answers that are ended to say so
 KEEP_ALIVE_S = 30  # longer than clients keep idle connections: they should be the ones to close
 MAX_CONNECTIONS = 1024
+
+log = logging.getLogger(__name__)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -84,6 +88,7 @@ class ModelServer:
         server, whose store is attached.
         """
         self._load = LoadMeter(engine)
+        self._throughput = ThroughputLog(engine)
         self._events = None if events is None else EventPublisher(engine.cache, events)
         self._loop = EngineLoop(engine, after_step=self._after_step)
         self._stores = Stores(self._loop, store_config or StoreConfig(), store, principals)
@@ -96,7 +101,7 @@ class ModelServer:
             tool_parser=tools_of(chat.source) if tool_parser == AUTO else tool_parser,
             reasoning_parser=reasoning_of(chat.source) if reasoning_parser == AUTO else reasoning_parser,
             max_context=engine.max_context,
-            metrics=Metrics(self._loop),
+            metrics=Metrics(self._loop, name, name_tenants=not open_metrics),
             load=self._load,
             principals=principals,
             defaults=defaults or {},
@@ -120,6 +125,7 @@ class ModelServer:
             self._stores.start()
             self._server.run(sockets=[taken])
         finally:
+            log.info("closing: backups and copies end, then the store is closed")
             self._stores.close()
             self._loop.stop()
             if self.served.offers is not None:
@@ -129,9 +135,11 @@ class ModelServer:
             if self._events is not None:
                 self._events.close()
             taken.close()
+            log.info("stopped")
 
     def _after_step(self, deltas: Sequence[Delta]) -> None:
         self._load.after_step(deltas)
+        self._throughput.after_step(deltas)
         if self._events is not None:
             self._events.take()
 
@@ -143,6 +151,7 @@ class ModelServer:
 def _config(app: FastAPI) -> uvicorn.Config:
     return uvicorn.Config(
         app,
+        log_config=None,  # it says what it has to say in the same log
         log_level="warning",
         ws="none",
         lifespan="off",
@@ -164,6 +173,7 @@ class _Server(uvicorn.Server):
         self._door = door
         self._drain_s = drain_s
         self._at_once = False
+        self._said = False  # in the log, that it stops
 
     def stop(self) -> None:
         self._at_once = self._door.closed_at_s is not None
@@ -179,6 +189,9 @@ class _Server(uvicorn.Server):
             self.on_ready()
 
     async def on_tick(self, counter: int) -> bool:
+        if self._door.closed_at_s is not None and not self._said:  # not in `stop`: a signal may come in the middle of a line
+            self._said = True
+            log.info("stopping: %d request(s) may finish for %g s", self._door.num_inside, self._drain_s)
         patient = not self._at_once and self._door.closed_for_s() < self._drain_s
         if self._door.closed_at_s is not None and not (self._door.num_inside and patient):
             self.should_exit = True
@@ -187,5 +200,6 @@ class _Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Answers that are still not whole are ended in order, not cut off."""
         if self._door.num_inside:
+            log.info("ending %d request(s) that have not finished", self._door.num_inside)
             self.on_patience_lost()
         await super().shutdown(sockets=sockets)

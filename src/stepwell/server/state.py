@@ -6,9 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from stepwell.base.ids import Tier
+from stepwell.base.meters import Durations
 from stepwell.cache.report import TenantStats, TierStats
 from stepwell.engine.engine import Engine
 from stepwell.engine.passes.spilling import SpillReport
+from stepwell.policy.store_use import BreakerState
+from stepwell.store.api import Store
 from stepwell.store_tier.link import LinkState
 
 
@@ -22,6 +25,9 @@ class EngineState:
     tiers: Mapping[Tier, TierStats]  # those that exist
     tenants: Mapping[str, Mapping[Tier, TenantStats]]  # those that have something cached, or a quota
     store: LinkState
+    breaker: BreakerState | None  # None without a store
+    store_times: Mapping[str, Durations]  # by operation
+    stores: tuple[Store, ...]  # that are open; to be asked their size on another thread
     counters: Mapping[str, int]
     spilling: SpillReport | None  # None where rows do not spill
 
@@ -37,6 +43,9 @@ def read_state(engine: Engine) -> EngineState:
         tiers=stats.tiers,
         tenants=stats.tenants,
         store=stats.store,
+        breaker=stats.breaker,
+        store_times=stats.store_times,
+        stores=tuple(engine.stores),
         counters=stats.counters,
         spilling=engine.spilling,
     )

@@ -55,6 +55,7 @@ class Traits:
     turn_bytes: int = 8 * 2**20  # worth reading in one call: more only makes others wait, less costs more
     registers: bool = False  # reads and writes inside memory it was shown need no copy: it is a RegisteringStore
     clears: bool = False  # it can forget a whole space: it is a ClearingStore
+    sized: bool = False  # it can say how full it is: it is a SizedStore
     writable: bool = True  # else nothing is offered to it: others fill it
     late_write_s: float = 0.0  # after a read that FAILED, had another LENGTH or raised, its buffer may be written for so long
 
@@ -167,6 +168,25 @@ class ClearingStore(Store, Protocol):
     def clear(self, digest: bytes) -> int:
         """Forgets every value of the space with this digest for good, and touches no other; returns how many there were."""
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreSize:
+    used_bytes: int  # of values, as they lie there
+    budget_bytes: int | None  # None: no limit
+
+
+class SizedStore(Store, Protocol):
+    """A store that knows how full it is."""
+
+    def size(self) -> StoreSize:
+        """Quick to answer. Raises StoreError once it is closed."""
+        ...
+
+
+def size_of(store: Store) -> StoreSize | None:
+    """How full a store is; None for one that does not know."""
+    return cast(SizedStore, store).size() if store.traits.sized else None
 
 
 def register(store: Store, memory: Sequence[memoryview]) -> None:

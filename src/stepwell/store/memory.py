@@ -13,6 +13,7 @@ from stepwell.store.api import (
     ReadOutcome,
     ReadResult,
     Space,
+    StoreSize,
     Traits,
     Write,
     WriteOutcome,
@@ -41,11 +42,18 @@ class MemoryStore:
 
     @property
     def traits(self) -> Traits:
-        return Traits(name="memory", durable=False, shared=False, groups=False, clears=True, max_value_bytes=self._budget_bytes)
+        return Traits(
+            name="memory", durable=False, shared=False, groups=False, clears=True, sized=True, max_value_bytes=self._budget_bytes
+        )
 
     @property
     def used_bytes(self) -> int:
         return self._used_bytes
+
+    def size(self) -> StoreSize:
+        with self._lock:
+            self._must_be_open()
+            return StoreSize(used_bytes=self._used_bytes, budget_bytes=self._budget_bytes)
 
     def contains(self, space: Space, keys: Sequence[bytes]) -> list[bool]:
         with self._lock:

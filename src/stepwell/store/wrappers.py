@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 from threading import Lock
+from typing import cast
 
 from stepwell.base.errors import StoreError
 from stepwell.base.meters import Clock, Counters
@@ -13,8 +14,10 @@ from stepwell.store.api import (
     Read,
     ReadOutcome,
     ReadResult,
+    SizedStore,
     Space,
     Store,
+    StoreSize,
     Traits,
     Write,
     WriteOutcome,
@@ -61,6 +64,9 @@ class Wrapper:
 
     def clear(self, digest: bytes) -> int:
         return clear(self._store, Space(digest=digest))
+
+    def size(self) -> StoreSize:
+        return cast(SizedStore, self._store).size()
 
 
 class Slow(Wrapper):

@@ -6,7 +6,7 @@ Pages of a fetch that ended badly are held on for as long as the store may still
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from stepwell.base.ids import JobId, Kind, Tier
-from stepwell.base.meters import Clock, Counters
+from stepwell.base.meters import Clock, Counters, Durations
 from stepwell.base.prompt import Namespace
 from stepwell.base.tasks import (
     FetchCheckpoint,
@@ -36,6 +36,7 @@ from stepwell.tree.node import Residency
 from stepwell.tree.tree import Tree
 
 Pages = tuple[tuple[Kind, PageIds], ...]
+OPERATIONS = ("find", "fetch", "put")
 OnOutcome = Callable[[Outcome, float], None]  # and the seconds it took
 
 
@@ -79,7 +80,7 @@ class StoreOps(Jobs[StoreOp, Reply]):
 
     def __init__(
         self, executor: StoreExecutor, tree: Tree, counters: Counters, clock: Clock, breaker: Breaker, *,
-        timeout_s: float, late_write_s: float,
+        timeout_s: float, late_write_s: float, times: Mapping[str, Durations],
     ) -> None:  # fmt: skip
         super().__init__(executor, tree, clock, before_release=self._hold_on)
         self._store_executor = executor
@@ -88,6 +89,7 @@ class StoreOps(Jobs[StoreOp, Reply]):
         self._breaker = breaker
         self._timeout_s = timeout_s
         self._late_write_s = late_write_s
+        self._times = times  # by operation
         self._sent: dict[JobId, _Sent] = {}  # those that were not answered or withdrawn
         self._held: deque[_Held] = deque()  # by when they are let go
         self._held_bytes = 0
@@ -164,10 +166,13 @@ class StoreOps(Jobs[StoreOp, Reply]):
         if end is End.OVERDUE:
             sent.call.cancel()
             if sent.counts:
+                self._times[_operation(task)].add(self._timeout_s)
                 self._failed(f"no answer within {self._timeout_s:g} s")
             sent.on_outcome(Outcome(statuses=(ItemStatus.FAILED,) * items, error="no answer"), self._timeout_s)
             return
         del self._sent[sent.op.job]
+        if reply is not None:
+            self._times[_operation(task)].add(reply.took_s)
         outcome = reply.outcome if reply is not None else Outcome(statuses=(ItemStatus.CANCELLED,) * items)
         if sent.counts:
             self._judge(task, outcome)
@@ -224,3 +229,9 @@ class StoreOps(Jobs[StoreOp, Reply]):
         for job, sent in list(self._sent.items()):
             if sent.call.is_off:
                 self.withdraw(job)
+
+
+def _operation(task: Task) -> str:
+    if isinstance(task, FindItems):
+        return "find"
+    return "fetch" if isinstance(task, (FetchPages, FetchCheckpoint)) else "put"

@@ -17,9 +17,10 @@ from functools import partial
 from stepwell.base.config import StoreConfig, WritePolicy
 from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Tier
+from stepwell.base.meters import Durations
 from stepwell.jobs.executors import StoreExecutor, ThreadStoreExecutor
 from stepwell.policy.placement import milestone_step
-from stepwell.policy.store_use import Breaker, Patience, Speed, StoreTuning
+from stepwell.policy.store_use import Breaker, BreakerState, Patience, Speed, StoreTuning
 from stepwell.store.api import Store, register
 from stepwell.store_tier.backup import (
     can_be_stored,
@@ -35,7 +36,7 @@ from stepwell.store_tier.backup import (
 )
 from stepwell.store_tier.deferred import DeferredBackups
 from stepwell.store_tier.link import Beliefs, LinkState, StoreLink
-from stepwell.store_tier.ops import StoreOps
+from stepwell.store_tier.ops import OPERATIONS, StoreOps
 from stepwell.store_tier.prefetch import prefetch, settle
 from stepwell.store_tier.ticket import Ticket
 from stepwell.tiers.lease import RequestOptions
@@ -60,11 +61,17 @@ class StoreTier:
         self.link: StoreLink | None = None  # the one that is attached
         self.links: list[StoreLink] = []
         self.compute = Speed()  # tokens a second that requests compute
+        self.times = {operation: Durations() for operation in OPERATIONS}  # that stores took, all that were attached
         self.barred: set[bytes] = set()  # namespaces that were cleared: what any store has of them is not to be used
 
     @property
     def link_state(self) -> LinkState:
         return self.link.state if self.link is not None else LinkState.DETACHED
+
+    @property
+    def breaker_state(self) -> BreakerState | None:
+        """None without a store."""
+        return self.link.breaker.state if self.link is not None else None
 
     @property
     def num_busy(self) -> int:
@@ -267,6 +274,7 @@ class StoreTier:
         ops = StoreOps(
             executor, state.tree, state.counters, state.clock, breaker,
             timeout_s=tuning.op_timeout_s, late_write_s=store.traits.late_write_s,
+            times=self.times,
         )  # fmt: skip
         beliefs = Beliefs()
         step = milestone_step(state.spec, state.placement)

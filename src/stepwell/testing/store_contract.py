@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from stepwell.base.errors import StoreError
-from stepwell.store.api import NO_PARENT, Read, ReadOutcome, Space, Store, Write, WriteOutcome
+from stepwell.store.api import NO_PARENT, Read, ReadOutcome, Space, Store, Write, WriteOutcome, size_of
 from stepwell.store.seal import Verdict, seal, verify
 
 SIZES = (0, 1, 63, 64, 511, 512, 513, 4095, 4096, 4097, 65536, 300_001)
@@ -183,6 +183,17 @@ class StoreContract:
         with ThreadPoolExecutor(4) as pool:
             for done in [pool.submit(live, thread) for thread in range(4)]:
                 done.result()
+
+    def test_a_store_that_knows_its_size_counts_what_is_written_and_deleted(self, store: Store) -> None:
+        here, empty = space("size"), size_of(store)
+        if empty is None:
+            return
+        store.write_from(here, [offer(here, "x", 20_000)])
+        full = size_of(store)
+        assert full is not None and full.used_bytes >= empty.used_bytes + 20_000
+        assert full.budget_bytes is None or full.used_bytes <= full.budget_bytes
+        store.delete(here, [key("x")])
+        assert size_of(store) == empty
 
     def test_a_closed_store_says_so(self, store: Store) -> None:
         here = space("closed")

@@ -63,7 +63,8 @@ def test_a_tenant_is_served_and_its_quota_is_in_the_log(tenants: Path, tmp_path:
             out, errors = process.communicate(timeout=PATIENCE_S)
         finally:
             process.kill()
-    assert (process.returncode, errors) == (0, "") and KEY not in out + "".join(said.values())
+    assert process.returncode == 0 and KEY not in out + errors + "".join(said.values())
+    assert " tenant=alice " in errors and all(" info " in line for line in errors.splitlines())
     stat = [sys.executable, "-m", "stepwell", "store", "stat", str(where), "--json"]
     report = json.loads(subprocess.run(stat, capture_output=True, text=True, check=True).stdout)
     assert [(each["tenant"], each["quota_bytes"]) for each in report["tenants"]] == [("alice", 1 << 20)]

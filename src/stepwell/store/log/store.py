@@ -23,7 +23,7 @@ from typing import cast
 from stepwell.base.errors import StoreError
 from stepwell.base.meters import Clock, Counters
 from stepwell.base.store_key import StoreKey
-from stepwell.store.api import KEY_BYTES, STAMP_BYTES, Read, ReadResult, Space, Traits, Write, WriteOutcome, never
+from stepwell.store.api import KEY_BYTES, STAMP_BYTES, Read, ReadResult, Space, StoreSize, Traits, Write, WriteOutcome, never
 from stepwell.store.log.disk.files import BLOCK_BYTES
 from stepwell.store.log.reader import Reader
 from stepwell.store.log.recovery.check import CheckReport, check
@@ -55,8 +55,8 @@ class LogStore:
     @property
     def traits(self) -> Traits:
         return Traits(
-            name="log", durable=True, shared=False, groups=False, clears=True, alignment=BLOCK_BYTES,
-            max_value_bytes=self._state.budget.max_value_bytes,
+            name="log", durable=True, shared=False, groups=False, clears=True, sized=True,
+            alignment=BLOCK_BYTES, max_value_bytes=self._state.budget.max_value_bytes,
         )  # fmt: skip
 
     @property
@@ -109,6 +109,12 @@ class LogStore:
         """
         if not self._state.closed and not self._left:
             self._group_commit.submit(ExclusiveTask(run=self._close))
+
+    def size(self) -> StoreSize:
+        self._state.must_be_open()
+        with self._state.lock:
+            used = sum(self._state.index.live_bytes.values())
+        return StoreSize(used_bytes=used, budget_bytes=self._state.budget.total_bytes)
 
     # ---- what people ask --------------------------------------------------------------------------
 

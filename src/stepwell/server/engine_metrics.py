@@ -1,0 +1,149 @@
+"""What Prometheus is told of engine, cache and store when it asks. Read on the engine's thread, but for the store's size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from concurrent.futures import TimeoutError as FutureTimeout
+from itertools import accumulate
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from stepwell.base.errors import StepwellError
+from stepwell.base.ids import Tier
+from stepwell.base.meters import Durations
+from stepwell.base.tasks import ItemStatus
+from stepwell.engine.loop import EngineLoop
+from stepwell.engine.passes.spilling import SpillReport
+from stepwell.policy.store_use import BreakerState
+from stepwell.server.state import EngineState, read_state
+from stepwell.store.api import size_of
+from stepwell.store_tier.link import LinkState
+
+_READ_TIMEOUT_S = 10.0
+_STORE_ERRORS = ("ops_failed", *(each.name.lower() for each in ItemStatus if each.is_damage or each is ItemStatus.FAILED))
+_STORE_BYTES = {"fetched": "fetched_bytes", "stored": "backup_bytes"}  # counters, by direction
+
+
+class EngineCollector(Collector):
+    def __init__(self, loop: EngineLoop) -> None:
+        self._loop = loop
+
+    def describe(self) -> Iterable[Metric]:
+        return ()  # so that registering asks nothing of an engine that may not run yet
+
+    def collect(self) -> Iterator[Metric]:
+        up = GaugeMetricFamily("stepwell_engine_up", "Whether the engine answers.")
+        try:
+            state = self._loop.call(read_state).result(timeout=_READ_TIMEOUT_S)
+        except (StepwellError, FutureTimeout):
+            up.add_metric([], 0)
+            yield up
+            return
+        up.add_metric([], 1)
+        yield up
+        yield from _families(state)
+
+
+def _families(state: EngineState) -> Iterator[Metric]:
+    requests = GaugeMetricFamily("stepwell_requests_open", "Requests that wait or run.", labels=["state"])
+    requests.add_metric(["waiting"], state.waiting)
+    requests.add_metric(["active"], state.active)
+    yield requests
+    yield CounterMetricFamily("stepwell_passes", "Passes of the model.", value=state.passes)
+    yield from _tiers(state)
+    yield from _store(state)
+    events = CounterMetricFamily("stepwell_cache_events", "Every counter of the cache, by name.", labels=["event"])
+    for name, count in state.counters.items():
+        events.add_metric([name], count)
+    yield events
+    if state.spilling is not None:
+        yield from _spilling(state.spilling)
+
+
+def _tiers(state: EngineState) -> Iterator[Metric]:
+    capacity = GaugeMetricFamily("stepwell_tier_capacity_bytes", "Size of a tier.", labels=["tier"])
+    used = GaugeMetricFamily("stepwell_tier_used_bytes", "Bytes of a tier that hold something.", labels=["tier"])
+    free = GaugeMetricFamily("stepwell_tier_free_bytes", "Bytes of a tier that hold nothing.", labels=["tier"])
+    available = GaugeMetricFamily("stepwell_tier_available_bytes", "Bytes that are free or could be.", labels=["tier"])
+    for tier, sizes in state.tiers.items():
+        capacity.add_metric([tier.label], sizes.size_bytes)
+        used.add_metric([tier.label], sizes.used_bytes)
+        free.add_metric([tier.label], sizes.size_bytes - sizes.used_bytes)
+        available.add_metric([tier.label], sizes.available_bytes)
+    yield from (capacity, used, free, available)
+    evictions = CounterMetricFamily("stepwell_evictions", "Pages and checkpoints evicted.", labels=["tier", "what"])
+    for tier in (Tier.DEVICE, Tier.HOST):
+        for what in ("pages", "checkpoints"):
+            evictions.add_metric([tier.label, what], state.counters.get(f"evicted_{tier.label}_{what}", 0))
+    yield evictions
+
+
+def _store(state: EngineState) -> Iterator[Metric]:
+    link = GaugeMetricFamily("stepwell_store_state", "1 for the state the store is in.", labels=["state"])
+    for each in LinkState:
+        link.add_metric([each.name.lower()], each is state.store)
+    yield link
+    breaker = GaugeMetricFamily(
+        "stepwell_store_breaker_state", "1 for the state of what leaves a failing store alone.", labels=["state"]
+    )
+    for position in BreakerState:
+        breaker.add_metric([position.value], position is state.breaker)
+    yield breaker
+    moved = CounterMetricFamily("stepwell_store_transferred_bytes", "Bytes to and from the store.", labels=["direction"])
+    for direction, counter in _STORE_BYTES.items():
+        moved.add_metric([direction], state.counters.get(counter, 0))
+    yield moved
+    errors = CounterMetricFamily(
+        "stepwell_store_errors", "Operations that failed, and values of no use, by cause.", labels=["cause"]
+    )
+    for cause in _STORE_ERRORS:
+        errors.add_metric([cause], state.counters.get(f"store_{cause}", 0))
+    yield errors
+    took = HistogramMetricFamily("stepwell_store_operation_seconds", "What operations of the store took.", labels=["operation"])
+    for operation, times in state.store_times.items():
+        took.add_metric([operation], _buckets(times), times.total_s)
+    yield took
+    yield from _store_size(state)
+
+
+def _store_size(state: EngineState) -> Iterator[Metric]:
+    """Nothing for a store that does not know. One that is closed meanwhile has no size."""
+    used = GaugeMetricFamily("stepwell_store_used_bytes", "Bytes of values in the store, where it knows.")
+    budget = GaugeMetricFamily("stepwell_store_budget_bytes", "What the store may take, where there is a limit.")
+    for store in state.stores[-1:] if state.store is not LinkState.DETACHED else ():
+        try:
+            size = size_of(store)
+        except StepwellError:
+            continue
+        if size is not None:
+            used.add_metric([], size.used_bytes)
+        if size is not None and size.budget_bytes is not None:
+            budget.add_metric([], size.budget_bytes)
+    yield from (used, budget)
+
+
+def _buckets(times: Durations) -> list[tuple[str, float]]:
+    bounds = [*(str(bound) for bound in times.BOUNDS_S), "+Inf"]
+    return list(zip(bounds, map(float, accumulate(times.counts)), strict=True))
+
+
+def _spilling(found: SpillReport) -> Iterator[Metric]:
+    selected = CounterMetricFamily(
+        "stepwell_sparse_rows", "Selected rows, by where they were. A miss is fetched, or read through.", labels=["found"]
+    )
+    for name in ("resident", "hits", "misses", "read_through"):
+        selected.add_metric([name], getattr(found, name))
+    yield selected
+    copied = CounterMetricFamily(
+        "stepwell_sparse_bytes", "Bytes of rows copied from the host: for steps, and for prompts.", labels=["purpose"]
+    )
+    copied.add_metric(["fetched"], found.fetched_bytes)
+    copied.add_metric(["staged"], found.staged_bytes)
+    yield copied
+    pages = GaugeMetricFamily(
+        "stepwell_sparse_pages", "Pages whose rows are on the host alone, and pages of hot rows.", labels=["pages"]
+    )
+    pages.add_metric(["host"], found.host_pages)
+    pages.add_metric(["hot"], found.hot_pages)
+    yield pages

@@ -1,0 +1,77 @@
+"""Lines of the log, as text and as JSON."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from threading import Event
+
+import pytest
+
+from stepwell.server import log_lines
+from stepwell.server.log_lines import log_to
+from waiting import PATIENCE_S
+
+FIELDS = {"id": "cmpl-1", "tenant": "a b", "total_s": 0.25}
+
+
+def written(form: str) -> list[str]:
+    stream, log = io.StringIO(), logging.getLogger("stepwell.server.somewhere")
+    with log_to(stream, form):
+        log.info("request ended", extra={"fields": FIELDS})
+        log.info("said %s", "one\ntwo")
+        logging.getLogger("others").info("not for us")
+        logging.getLogger("others").warning("careful")
+        try:
+            raise ValueError("broken")
+        except ValueError:
+            log.exception("it failed")
+    log.info("after the end")
+    return stream.getvalue().splitlines()
+
+
+def test_text_is_one_line_an_event_whatever_a_message_holds() -> None:
+    lines = [line.partition("Z ")[2] or line for line in written("text")]
+    assert lines[0] == 'info request ended id=cmpl-1 tenant="a b" total_s=0.25'
+    assert lines[1] == "info said one\\ntwo"
+    assert lines[2] == "warning careful"
+    assert lines[3] == "error it failed" and lines[-1] == "ValueError: broken"
+
+
+def test_json_is_one_object_a_line_with_the_fields_beside_the_message() -> None:
+    lines = [json.loads(line) for line in written("json")]
+    assert [line["message"] for line in lines] == ["request ended", "said one\ntwo", "careful", "it failed"]
+    assert {name: lines[0][name] for name in FIELDS} == FIELDS
+    assert lines[0]["level"] == "info" and lines[0]["time"].endswith("Z")
+    assert "ValueError: broken" in lines[3]["exception"]
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_logging_is_as_it_was_afterwards(form: str) -> None:
+    before = list(logging.getLogger().handlers), logging.getLogger("stepwell").level
+    written(form)
+    assert (list(logging.getLogger().handlers), logging.getLogger("stepwell").level) == before
+
+
+class Unread(io.StringIO):
+    """A pipe that is full, and that nobody reads until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.let_go = Event()
+
+    def write(self, text: str) -> int:
+        assert self.let_go.wait(PATIENCE_S)
+        return super().write(text)
+
+
+def test_a_log_that_nobody_reads_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_lines, "_MOST_WAITING", 5)
+    monkeypatch.setattr(log_lines, "_LAST_LINES_S", 0.05)
+    stream = Unread()
+    with log_to(stream, "text"):
+        for number in range(100):
+            logging.getLogger("stepwell.here").info("line %d", number)
+    assert not stream.getvalue()
+    stream.let_go.set()

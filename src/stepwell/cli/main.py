@@ -11,6 +11,7 @@ from argparse import ArgumentParser
 from collections.abc import Sequence
 from typing import NoReturn
 
+from stepwell import __version__
 from stepwell.base.errors import ConfigError, StepwellError
 from stepwell.cli import demo, demo_cluster, explain, plan, replay, serve, spec, store, trace
 from stepwell.cli.command import Command
@@ -31,6 +32,7 @@ class _Parser(ArgumentParser):
 
 def build_parser() -> ArgumentParser:
     parser = _Parser(prog="stepwell", description="A tiered cache for everything a language model remembers about a prompt.")
+    parser.add_argument("--version", action="version", version=f"stepwell {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in COMMANDS:
         subparser = subparsers.add_parser(command.name, help=command.summary, description=command.summary)

@@ -48,22 +48,16 @@ def build_app(served: Served, stores: Stores, door: Door) -> FastAPI:
 
 def _models_router(served: Served) -> APIRouter:
     router = APIRouter(dependencies=[asking(served.principals)])
-    card = {
-        "id": served.name,
-        "object": "model",
-        "created": int(time.time()),
-        "owned_by": "stepwell",
-        "max_model_len": served.max_context,
-    }
+    card = {"object": "model", "created": int(time.time()), "owned_by": "stepwell", "max_model_len": served.max_context}
 
     @router.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [card]}
+        return {"object": "list", "data": [{"id": name, **card} for name in served.names]}
 
     @router.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
         served.must_be_called(name)
-        return card
+        return {"id": name, **card}
 
     return router
 

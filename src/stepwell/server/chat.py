@@ -51,7 +51,7 @@ def _asks(served: Served, body: ChatBody, principal: Principal, arrived_s: float
         raise ApiError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     sampling = sampling_of(
-        body, served.defaults, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs,
+        served, body, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs,
         show_special=shows_special(served, body),
     )  # fmt: skip
     options = dict(body.chat_template_kwargs or {})

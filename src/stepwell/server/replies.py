@@ -39,6 +39,7 @@ B = TypeVar("B", bound=Asked)
 
 log = logging.getLogger(__name__)
 
+_LATE = "request_timeout"
 _FAILED = "the engine failed on this request; the log says why"
 _FOR_CLIENTS = (
     NO_ROOM,
@@ -49,14 +50,20 @@ _FOR_CLIENTS = (
 class Answers:
     """The answers to one HTTP request, one for each ask. For the event loop's thread."""
 
-    def __init__(self, served: Served, asks: Sequence[Ask], *, on_begun: Callable[[], None] = lambda: None) -> None:
-        """`on_begun` is called once the first of them has begun, or none will; it may be called again."""
+    def __init__(
+        self, served: Served, asks: Sequence[Ask], *, left_s: float | None = None, on_begun: Callable[[], None] = lambda: None
+    ) -> None:
+        """What has not ended in `left_s` is aborted, and its client told. `on_begun` is called once the first of them has begun,
+        or none will; it may be called again.
+        """
         self._served = served
         self._on_begun = on_begun
         self._asks = asks
         self._submitted: list[Future[int]] = []
         self._deltas: asyncio.Queue[tuple[int, Delta]] = asyncio.Queue()
         self._usages: dict[int, Usage] = {}
+        self._late = False
+        self._timer = None if left_s is None else asyncio.get_running_loop().call_later(left_s, self._expire)
 
     async def begin(self) -> None:
         """Queues all asks; or raises ApiError, and aborts those that were queued."""
@@ -67,6 +74,8 @@ class Answers:
                 await asyncio.wrap_future(future)
         except BaseException as error:
             self.close()
+            if self._late:  # which also cancelled what the engine had not taken yet
+                raise self._too_late() from None
             if isinstance(error, StepwellError):
                 raise api_error(error) from None
             raise
@@ -76,6 +85,8 @@ class Answers:
         while len(self._usages) < len(self._asks):
             index, delta = await self._deltas.get()
             self._on_begun()
+            if delta.error == _LATE:
+                raise self._too_late()
             if delta.finish is Finish.FAILED:
                 log.error("request %d could not be finished: %s", delta.request, delta.error)
                 if (delta.error or "").startswith(RANK_LOST):
@@ -108,9 +119,21 @@ class Answers:
     def close(self) -> None:
         """Aborts what has not ended. May be called at any moment, and again."""
         self._on_begun()
+        if self._timer is not None:
+            self._timer.cancel()
         for index, future in enumerate(self._submitted):
             if index not in self._usages and not future.cancel():
                 future.add_done_callback(self._abort)
+
+    def _expire(self) -> None:
+        """Time is up. What was added before is still told; the engine computes nothing more of it."""
+        self._late = True
+        self._deltas.put_nowait((0, Delta(request=0, finish=Finish.ABORTED, error=_LATE)))
+        self.close()
+
+    def _too_late(self) -> ApiError:
+        limit = f"the {self._served.request_timeout_s:g} s that this server gives a request (--request-timeout)"
+        return ApiError(504, f"the answer took longer than {limit}: ask for less, or again later", type=SERVER, code=_LATE)
 
     def _abort(self, future: Future[int]) -> None:
         if not future.cancelled() and future.exception() is None:
@@ -181,9 +204,10 @@ async def _reply(request: Request, served: Served, body: Asked, asks: Sequence[A
     """Queues the asks and answers in the way the body wants. Raises ApiError."""
     peers = served.peers
     taken = await peers.take(body.kv_transfer_params) if peers is not None else None
-    answers = Answers(served, asks, on_begun=lambda: None if peers is None else peers.done(taken))
+    left_s = served.left_s(arrived_s(request))
+    answers = Answers(served, asks, left_s=left_s, on_begun=lambda: None if peers is None else peers.done(taken))
     await answers.begin()
-    envelope = {"id": f"{form.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": served.name}
+    envelope = {"id": f"{form.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": body.model}
     if body.stream:
         envelope["object"] = form.chunk_object
         return _EventStream(answers, _events(answers, body, len(asks), form, envelope))

@@ -17,6 +17,7 @@ from stepwell.server.errors import install_errors
 from stepwell.server.handover import offers_router
 from stepwell.server.pins import Pins
 from stepwell.server.probes import probe_router
+from stepwell.server.responses import responses_router
 from stepwell.server.served import Served
 from stepwell.server.stores import Stores
 from stepwell.server.tokens import tokens_router
@@ -35,6 +36,7 @@ def build_app(served: Served, stores: Stores, door: Door) -> FastAPI:
         _models_router(served),
         completions_router(served),
         chat_router(served),
+        responses_router(served),
         tokens_router(served),
         question_router(served, stores, pins),
         order_router(served, stores, pins),

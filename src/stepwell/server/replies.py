@@ -210,7 +210,7 @@ async def _reply(request: Request, served: Served, body: Asked, asks: Sequence[A
     envelope = {"id": f"{form.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": body.model}
     if body.stream:
         envelope["object"] = form.chunk_object
-        return _EventStream(answers, _events(answers, body, len(asks), form, envelope))
+        return EventStream(answers, _events(answers, body, len(asks), form, envelope))
     envelope["object"] = form.whole_object
     return await _whole(request, served, answers, body, asks, form, envelope)
 
@@ -218,16 +218,21 @@ async def _reply(request: Request, served: Served, body: Asked, asks: Sequence[A
 async def _whole(
     request: Request, served: Served, answers: Answers, body: Asked, asks: Sequence[Ask], form: Form, envelope: dict[str, Any]
 ) -> Response:  # fmt: skip
+    found = await collect(request, answers)
+    if found is None:
+        return Response(status_code=CLIENT_CLOSED)
+    choices = [form.whole(index, delta) for index, delta in found.items()]
+    more = form.beside(found) | await _offered(served, body, asks)
+    return JSONResponse({**envelope, "choices": choices, "usage": answers.usage(body.choices), **more})
+
+
+async def collect(request: Request, answers: Answers) -> dict[int, Delta] | None:
+    """Every answer as one delta, and closes them; None where the client has gone before. Raises ApiError."""
     collecting = asyncio.ensure_future(_collect(answers))
     leaving = asyncio.ensure_future(_disconnected(request))
     try:
         await asyncio.wait({collecting, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not collecting.done():
-            return Response(status_code=CLIENT_CLOSED)
-        found = dict(sorted(collecting.result().items()))
-        choices = [form.whole(index, delta) for index, delta in found.items()]
-        more = form.beside(found) | await _offered(served, body, asks)
-        return JSONResponse({**envelope, "choices": choices, "usage": answers.usage(body.choices), **more})
+        return dict(sorted(collecting.result().items())) if collecting.done() else None
     finally:
         answers.close()
         for task in (collecting, leaving):
@@ -266,7 +271,7 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-class _EventStream(StreamingResponse):
+class EventStream(StreamingResponse):
     """Closes its answers however it ends, even before its first byte is out."""
 
     def __init__(self, answers: Answers, events: AsyncIterator[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -145,6 +146,12 @@ def test_a_driver_that_torch_cannot_use_is_broken(root: Path, monkeypatch: pytes
     assert [each.health for each in libraries.gpu(root)] == [Health.FINE]
     write(root / "proc/driver/nvidia/version", "NVRM version\n")
     assert [each.health for each in libraries.gpu(root)] == [Health.BROKEN]
+
+
+def test_an_engine_that_cannot_be_imported_is_told_and_does_not_end_the_examination(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "stepwell.engine.gpus", None)
+    (found,) = libraries.gpu()
+    assert found.health is Health.BROKEN and found.change == "pip install 'stepwell[serve]'"
 
 
 def test_this_machine_is_examined_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

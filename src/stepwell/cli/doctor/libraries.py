@@ -39,19 +39,20 @@ def packages() -> Iterator[Finding]:
 def gpu(root: Path = Path("/")) -> Iterator[Finding]:
     """A driver that torch cannot use is broken; no driver at all is a machine without a GPU."""
     has_driver = any((root / file).exists() for file in _GPU_FILES)
-    if find_spec("torch") is None:
-        return  # the finding about packages says so
-    import torch
-
-    if not torch.cuda.is_available():
+    try:
+        from stepwell.engine.gpus import gpus
+    except (ImportError, OSError) as error:  # a package is missing, or a library that one is linked with
+        yield broken("CUDA", f"torch cannot be asked: {error}", "pip install 'stepwell[serve]'")
+        return
+    seen = gpus()
+    if not seen.names:
         if not has_driver:
             yield fine("CUDA", "no NVIDIA driver here: models run on the CPU")
             return
-        what = "torch was built without CUDA" if torch.version.cuda is None else f"torch (CUDA {torch.version.cuda}) sees no GPU"
+        what = "torch was built without CUDA" if seen.cuda is None else f"torch (CUDA {seen.cuda}) sees no GPU"
         yield broken("CUDA", what, "install a torch for the driver's CUDA version; in a container, pass the GPU (--gpus all)")
         return
-    names = ", ".join(torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count()))
-    yield fine("CUDA", f"{names}; CUDA {torch.version.cuda}")
+    yield fine("CUDA", f"{', '.join(seen.names)}; CUDA {seen.cuda}")
     yield _kernels()
 
 

@@ -18,7 +18,7 @@ ASKED = {"do_remote_decode": True, "do_remote_prefill": False}
 
 def run(*, model: str, tokens: int, rounds: int) -> dict[str, Any]:
     with TemporaryDirectory(prefix="bench-cluster-") as directory:
-        common = ["--model", model, "--name", "bench", *MEMORY, *TOKEN]
+        common = ["--model", model, "--served-model-name", "bench", *MEMORY, *TOKEN]
         with serving([*common, "--role", "prefill"], Path(directory, "prefill.log")) as prefill:
             decode = ["--role", "decode", "--peer", prefill.address.removeprefix("http://"), "--prefetch-policy", "wait_complete"]
             with serving([*common, *decode], Path(directory, "decode.log")) as server:

@@ -21,7 +21,7 @@ from stepwell.sim.files import TraceFile
 PAGE_TOKENS, BLOCKS = 16, 8  # a token is a byte to the model; blocks of the trace for each page
 SERVERS = 3
 DEVICE_MIB, HOST_MIB = 9, 9  # of each of them: together about as much as 150 requests of an agentic trace leave
-MODEL = ("--model", "random-hybrid", "--name", "bench", "--page-tokens", str(PAGE_TOKENS), "--max-running", "4")
+MODEL = ("--model", "random-hybrid", "--served-model-name", "bench", "--page-tokens", str(PAGE_TOKENS), "--max-running", "4")
 
 
 def run(*, trace: Path, requests: int, smg: str) -> dict[str, Any]:

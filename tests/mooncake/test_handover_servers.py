@@ -17,8 +17,8 @@ from waiting import PATIENCE_S, wait_until
 TOKEN = "a-token-for-both-of-them"
 ASKED = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_host": None, "remote_port": None}
 ARGUMENTS = [
-    "--model", "random-hybrid", "--name", "demo", "--device", "cpu", "--device-memory", "32MiB", "--host-memory", "32MiB",
-    "--peer-token", TOKEN,
+    "--model", "random-hybrid", "--served-model-name", "demo", "--device", "cpu", "--device-memory", "32MiB",
+    "--host-memory", "32MiB", "--peer-token", TOKEN,
 ]  # fmt: skip
 
 

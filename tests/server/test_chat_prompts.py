@@ -31,6 +31,7 @@ def served(template: str | None) -> Served:
         metrics=nothing,
         load=nothing,
         principals=Principals(Secrets(api_key=None, admin_token="x")),
+        clock=nothing,
     )
 
 

@@ -15,7 +15,10 @@ from stepwell.cli.demo.server import serving
 from waiting import PATIENCE_S, wait_until
 
 QUESTION = [{"role": "user", "content": "Which rank has the first head of every layer, and which one the last? " * 8}]
-SMALL = ["--model", "random-hybrid", "--name", "demo", "--device", "cpu", "--device-memory", "64MiB", "--host-memory", "64MiB"]
+SMALL = [
+    "--model", "random-hybrid", "--served-model-name", "demo", "--device", "cpu", "--device-memory", "64MiB",
+    "--host-memory", "64MiB",
+]  # fmt: skip
 
 
 def is_there(pid: int) -> bool:

@@ -11,7 +11,7 @@ QUESTION = [{"role": "user", "content": "Which of the two servers was told this 
 
 
 def test_two_servers_share_one_directory_and_the_second_outlives_the_first(tmp_path: Path) -> None:
-    arguments = ["--model", "random-hybrid", "--name", "demo", "--device-memory", "64MiB", "--host-memory", "64MiB"]
+    arguments = ["--model", "random-hybrid", "--served-model-name", "demo", "--device-memory", "64MiB", "--host-memory", "64MiB"]
     arguments += ["--store", f"shared-log:{tmp_path / 'store'}", "--store-budget", "256MiB"]
     arguments += ["--prefetch-policy", "wait_complete"]  # however busy the machine is
 

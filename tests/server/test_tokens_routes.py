@@ -1,4 +1,4 @@
-"""What a prompt is in tokens, and back; the server's version; what it does not do."""
+"""What a prompt is in tokens, and back; what the server does not do."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import httpx
 import openai
 import pytest
 
-import stepwell
 from server.serving import CONTEXT, NAME
 from stepwell.engine.loading.random_hybrid import byte_tokenizer
 
@@ -44,10 +43,6 @@ def test_what_has_no_tokens_is_refused(http: httpx.Client, path: str, body: dict
 
     response = http.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
     assert response.status_code == status and response.json()["error"]["message"]
-
-
-def test_the_version_is_told(http: httpx.Client) -> None:
-    assert http.get("/version").json() == {"version": stepwell.__version__}
 
 
 def test_embeddings_are_refused_with_a_reason(client: openai.OpenAI) -> None:

@@ -11,13 +11,14 @@ from argparse import ArgumentParser
 from collections.abc import Sequence
 from typing import NoReturn
 
+from stepwell import __version__
 from stepwell.base.errors import ConfigError, StepwellError
-from stepwell.cli import demo, demo_cluster, explain, plan, replay, serve, spec, store, trace
+from stepwell.cli import demo, demo_cluster, doctor, explain, plan, replay, serve, spec, store, trace
 from stepwell.cli.command import Command
 
 COMMANDS: tuple[Command, ...] = (
-    demo.COMMAND, demo_cluster.COMMAND, explain.COMMAND, plan.COMMAND, replay.COMMAND, serve.COMMAND, spec.COMMAND,
-    store.COMMAND, trace.COMMAND,
+    demo.COMMAND, demo_cluster.COMMAND, doctor.COMMAND, explain.COMMAND, plan.COMMAND, replay.COMMAND, serve.COMMAND,
+    spec.COMMAND, store.COMMAND, trace.COMMAND,
 )  # fmt: skip
 
 EXIT_USER_ERROR = 2
@@ -31,6 +32,7 @@ class _Parser(ArgumentParser):
 
 def build_parser() -> ArgumentParser:
     parser = _Parser(prog="stepwell", description="A tiered cache for everything a language model remembers about a prompt.")
+    parser.add_argument("--version", action="version", version=f"stepwell {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in COMMANDS:
         subparser = subparsers.add_parser(command.name, help=command.summary, description=command.summary)

@@ -19,7 +19,7 @@ from stepwell.base.config import HOT_ROWS, MAX_PRIORITY, PrefetchPolicy, StoreCo
 from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Tier
 from stepwell.base.units import format_bytes, parse_bytes
-from stepwell.cli import handover, kv_events
+from stepwell.cli import answer_options, handover, kv_events
 from stepwell.cli.command import Command
 from stepwell.cli.mooncake_config import mooncake_options
 from stepwell.store.key_file import read_store_key
@@ -42,7 +42,7 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--model", required=True, metavar="PATH_OR_NAME", help="a Hugging Face directory, a .gguf file, or a name"
     )
-    parser.add_argument("--name", metavar="NAME", help="what clients call the model (default: its own name)")
+    answer_options.configure(parser)
     parser.add_argument(
         "--tool-parser", default="auto", metavar="NAME",
         help="how the model writes calls of tools: hermes, llama3, mistral, deepseek, kimi, harmony, gemma, none (default: auto)",
@@ -158,6 +158,7 @@ def _serve(args: Namespace) -> int:
             raise
         raise ConfigError(f"serving needs {error.name}, which is not installed: pip install 'stepwell[serve]'") from None
     _check_limits(args)
+    offered = answer_options.read(args)
     keys, tenants = _secrets(args, os.environ), _tenants(args)
     principals = Principals(keys, tenants.tenants, max_priority=args.max_priority)
     config, max_body_bytes = _engine_config(args, os.environ, principals), parse_bytes(args.max_body)
@@ -174,11 +175,10 @@ def _serve(args: Namespace) -> int:
         if events is not None:
             events.close()
         raise
-    name = args.name or checkpoint.name
+    serving = offered.serving(checkpoint)
     server = ModelServer(
         engine,
-        name=name,
-        chat=checkpoint.chat,
+        **serving,
         tool_parser=None if args.tool_parser == "none" else args.tool_parser,
         reasoning_parser=None if args.reasoning_parser == "none" else args.reasoning_parser,
         principals=principals,
@@ -198,10 +198,10 @@ def _serve(args: Namespace) -> int:
         log.info("a first pass: kernels are built")
         started_s = engine.warm_up()
     made = not (args.admin_token or os.environ.get(_ADMIN_TOKEN))
-    summary = _summary(engine, name, config, address_of(taken), keys, tenants, made=made)
+    summary = _summary(engine, ", ".join(offered.names) or checkpoint.name, config, address_of(taken), keys, tenants, made=made)
     if started_s is not None:
         summary.insert(3, ("first pass", f"took {started_s:.1f} s: kernels are built once"))
-    summary += kv_events.summary(args)
+    summary += offered.summary() + kv_events.summary(args)
     summary += [] if roles is None else roles.summary()
 
     def ready() -> None:
@@ -244,6 +244,7 @@ def _engine_config(args: Namespace, environment: Mapping[str, str], principals: 
         device=args.device,
         dtype=args.dtype,
         page_tokens=args.page_tokens,
+        max_context=args.max_model_len,
         kv_dtype=args.kv_dtype,
         kernels=args.kernels,
         draft=args.draft,

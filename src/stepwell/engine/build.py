@@ -42,6 +42,8 @@ from stepwell.engine.settings import (
     host_bytes_of,
     identity_of,
     limits_for,
+    most_context,
+    must_hold,
 )  # fmt: skip
 from stepwell.engine.speculation import Speculation
 from stepwell.jobs.executors import Arrivals
@@ -98,7 +100,7 @@ def build_engine(
     already. `tuning` is for tests, and `kernels` for benchmarks: those of the model, in place of what `config.kernels` names.
     Should it raise, the store is still the caller's.
     """
-    device, dtype = device_of(config), dtype_of(config)
+    device, dtype, most = device_of(config), dtype_of(config), most_context(config, checkpoint)
     model = build_model(
         checkpoint.config,
         checkpoint.source,
@@ -124,7 +126,7 @@ def build_engine(
     limits, sizes = limits_for(config), None
     if spec.spill is not None:
         sizes = Sizes.of(
-            spec, cache_config, requests=limits.max_running, selected=model.selected, max_context=checkpoint.max_context,
+            spec, cache_config, requests=limits.max_running, selected=model.selected, max_context=most,
             stage_ahead=config.stage_ahead, fetch_beside=config.fetch_beside, by_score=config.replace_hot == "score",
         )  # fmt: skip
         cache_config = sizes.less(cache_config, spec)
@@ -136,13 +138,12 @@ def build_engine(
     rows = {kind: _tensor(memories[Tier.DEVICE], kind) for kind in Kind if spec.device_parts(kind)}
     try:
         spilling = None if sizes is None else _spilling(spec, rows, memories, cache, sizes, model.kernels)
+        context, max_alone = (longest_request(cache, limits.chunk_tokens, spills_upto=upto, most=most) for upto in (None, 0))
+        must_hold(config, context)
         attached = attach_store(cache, config, store)
     except BaseException:
         cache.close()
         raise
-    context, max_alone = (
-        longest_request(cache, limits.chunk_tokens, spills_upto=upto, most=checkpoint.max_context) for upto in (None, 0)
-    )  # fmt: skip
     cache.hand_over()  # to whoever will run the engine, on whatever thread
     return Engine(
         Runner(model, DevicePages(model.spec, rows, inside=None if loaded is None else spec, spilling=spilling)),

@@ -24,6 +24,8 @@ from stepwell.engine.settings import (
     host_bytes_of,
     identity_of,
     limits_for,
+    most_context,
+    must_hold,
     rank_devices,
 )  # fmt: skip
 from stepwell.engine.workers.rank_workers import RankWorkers, WorkerSetup
@@ -38,6 +40,7 @@ def build_ranked(model: str, checkpoint: Checkpoint, config: EngineConfig, store
     Should it raise, nothing of it is left, and the store is still the caller's.
     """
     count, device, dtype = config.tensor_parallel, device_of(config), dtype_of(config)
+    most = most_context(config, checkpoint)
     spec = spec_of(checkpoint.config, dtype=dtype, page_tokens=config.page_tokens, kv_dtype=config.kv_dtype)
     share = share_of(spec, count)
     host_bytes, tuning = host_bytes_of(config), CacheTuning(compute_while_loading=config.compute_while_loading)
@@ -68,7 +71,8 @@ def build_ranked(model: str, checkpoint: Checkpoint, config: EngineConfig, store
         if attached is not None and attached is not store:
             opened.callback(attached.close)
         limits = limits_for(config)
-        context = longest_request(cache, limits.chunk_tokens, most=checkpoint.max_context)
+        context = longest_request(cache, limits.chunk_tokens, most=most)
+        must_hold(config, context)
         cache.hand_over()
         facts = Facts(vocab_size=workers.vocab_size, on_cuda=device != "cpu")
         engine = Engine(

@@ -160,7 +160,7 @@ class Engine:
             id=self._last_id,
             ask=ask,
             namespace=self.cache.namespace_for(salt=ask.salt, tenant=ask.tenant),
-            max_tokens=sampling.max_tokens or room,
+            max_tokens=sampling.most_tokens(room),
             stream=self.text.stream(ask.tokens, special=sampling.show_special) if self.text is not None else None,
             stops=StopFinder(sampling.stop),
             ends_on=frozenset(sampling.stop_token_ids) | (frozenset() if keeps_on else self._eos_ids),

@@ -25,7 +25,8 @@ MIN_TEMPERATURE = 1e-6  # a smaller one counts as 0: it chooses the same tokens,
 class Sampling:
     """How an answer is made. A temperature of 0 takes the likeliest token every time; so does one below 1e-6."""
 
-    max_tokens: int | None = None  # None for as many as fit
+    max_tokens: int | None = None  # None for `default_max_tokens`
+    default_max_tokens: int | None = None  # or fewer where fewer fit; None for as many as fit
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int | None = None
@@ -43,6 +44,11 @@ class Sampling:
     show_special: bool = False  # special tokens stand in the text, as parsers of calls need them
     prompt_logprobs: int | None = None  # as `logprobs`, for the prompt's tokens; all of it is computed, for this request alone
 
+    def most_tokens(self, room: int) -> int:
+        """How long an answer may be where so many tokens fit."""
+        wanted = room if self.default_max_tokens is None else max(self.default_max_tokens, self.min_tokens)
+        return self.max_tokens or min(wanted, room)
+
     @property
     def needs_tokens(self) -> bool:
         """Whether how a token is chosen depends on those before it."""
@@ -56,6 +62,8 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.max_tokens < 1:
             raise ConfigError(f"max_tokens must be at least 1, got {self.max_tokens}")
+        if self.default_max_tokens is not None and self.default_max_tokens < 1:
+            raise ConfigError(f"default_max_tokens must be at least 1, got {self.default_max_tokens}")
         if not 0 <= self.temperature <= 100:
             raise ConfigError(f"temperature must be from 0 to 100, got {self.temperature}")
         if self.temperature < MIN_TEMPERATURE:

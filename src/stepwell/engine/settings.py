@@ -51,6 +51,7 @@ class EngineConfig:
     kv_dtype: str | None = None  # what attention rows are kept in: as `dtype`, or fp8 where the model has such rows
     kernels: str = "auto"  # or torch, or flashinfer: what runs the operations of a pass
     page_tokens: int | None = None
+    max_context: int | None = None  # tokens of a prompt and its answer; None for what the model and the memory allow
     device_memory: str | int | None = None
     host_memory: str | int | None = None
     store: str | None = None  # as in `log:DIR` or `mooncake:FILE`
@@ -100,6 +101,8 @@ def check_settings(config: EngineConfig) -> None:
     _check_ranks(config)
     if config.page_tokens is not None and config.page_tokens < 1:
         raise ConfigError(f"page_tokens must be at least 1, got {config.page_tokens}")
+    if config.max_context is not None and config.max_context < 2:
+        raise ConfigError(f"max_context must be at least 2, a token and its answer; got {config.max_context}")
     sizes = CacheConfig(device_bytes=device_bytes_of(config, device), host_bytes=host_bytes_of(config))
     check_room(sizes, device, config.tensor_parallel)
     if config.store is not None:
@@ -222,6 +225,26 @@ def check_room(config: CacheConfig, device: str, ranks: int = 1) -> None:
 
 
 # ---- what every engine over a checkpoint has ------------------------------------------------------
+
+
+def most_context(config: EngineConfig, checkpoint: Checkpoint) -> int:
+    """Tokens a request may have if memory holds them. Raises ConfigError for more than the model's positions were made for."""
+    if config.max_context is None:
+        return checkpoint.max_context
+    if config.max_context > checkpoint.max_context:
+        raise ConfigError(
+            f"max_context (--max-model-len) is {config.max_context}, and this model was made for {checkpoint.max_context} at most"
+        )
+    return config.max_context
+
+
+def must_hold(config: EngineConfig, held: int) -> None:
+    """Raises ConfigError where a length was asked for that no request could have for lack of memory."""
+    if config.max_context is not None and held < config.max_context:
+        raise ConfigError(
+            f"max_context (--max-model-len) is {config.max_context}, and device memory holds a request of {held} tokens at most: "
+            f"raise device_memory (--device-memory), or ask for less"
+        )
 
 
 def identity_of(checkpoint: Checkpoint, dtype: str, device: str, *named: str | None) -> str:

@@ -17,6 +17,7 @@ from stepwell.server.errors import install_errors
 from stepwell.server.handover import offers_router
 from stepwell.server.pins import Pins
 from stepwell.server.probes import probe_router
+from stepwell.server.responses import responses_router
 from stepwell.server.served import Served
 from stepwell.server.stores import Stores
 from stepwell.server.tokens import tokens_router
@@ -35,6 +36,7 @@ def build_app(served: Served, stores: Stores, door: Door) -> FastAPI:
         _models_router(served),
         completions_router(served),
         chat_router(served),
+        responses_router(served),
         tokens_router(served),
         question_router(served, stores, pins),
         order_router(served, stores, pins),
@@ -48,22 +50,16 @@ def build_app(served: Served, stores: Stores, door: Door) -> FastAPI:
 
 def _models_router(served: Served) -> APIRouter:
     router = APIRouter(dependencies=[asking(served.principals)])
-    card = {
-        "id": served.name,
-        "object": "model",
-        "created": int(time.time()),
-        "owned_by": "stepwell",
-        "max_model_len": served.max_context,
-    }
+    card = {"object": "model", "created": int(time.time()), "owned_by": "stepwell", "max_model_len": served.max_context}
 
     @router.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [card]}
+        return {"object": "list", "data": [{"id": name, **card} for name in served.names]}
 
     @router.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
         served.must_be_called(name)
-        return card
+        return {"id": name, **card}
 
     return router
 

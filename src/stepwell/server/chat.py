@@ -40,18 +40,19 @@ def chat_router(served: Served) -> APIRouter:
 
     @router.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        return await answer(request, served, ChatBody, unknown, _asks, chat_form)
+        return await answer(request, served, ChatBody, unknown, chat_asks, chat_form)
 
     return router
 
 
-def _asks(served: Served, body: ChatBody, principal: Principal, arrived_s: float) -> list[Ask]:
+def chat_asks(served: Served, body: ChatBody, principal: Principal, arrived_s: float) -> list[Ask]:
+    """What a chat asks of the engine, one for each choice. Takes its time. Raises ApiError."""
     max_tokens = body.max_completion_tokens or body.max_tokens
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     sampling = sampling_of(
-        body, served.defaults, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs,
+        served, body, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs,
         show_special=shows_special(served, body),
     )  # fmt: skip
     options = dict(body.chat_template_kwargs or {})

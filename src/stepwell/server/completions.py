@@ -37,9 +37,11 @@ def _asks(served: Served, body: CompletionBody, principal: Principal, arrived_s:
         raise ApiError(
             400, "max_tokens must be at least 1; 0 is for echo=true, which asks for the prompt alone", param="max_tokens"
         )
-    max_tokens = 1 if body.max_tokens == 0 else body.max_tokens or DEFAULT_COMPLETION_TOKENS
+    max_tokens = 1 if body.max_tokens == 0 else body.max_tokens
+    if max_tokens is None and served.default_max_tokens is None:
+        max_tokens = DEFAULT_COMPLETION_TOKENS
     prompt_logprobs = body.prompt_logprobs if body.prompt_logprobs is not None or not body.echo else body.logprobs
-    sampling = sampling_of(body, served.defaults, max_tokens=max_tokens, logprobs=body.logprobs, prompt_logprobs=prompt_logprobs)
+    sampling = sampling_of(served, body, max_tokens=max_tokens, logprobs=body.logprobs, prompt_logprobs=prompt_logprobs)
     prompts = _prompts(served, body.prompt)
     if len(prompts) * body.choices > MAX_CHOICES:
         raise ApiError(400, f"prompts times n is {len(prompts) * body.choices}, and at most {MAX_CHOICES}", param="n")

@@ -40,6 +40,7 @@ B = TypeVar("B", bound=Asked)
 
 log = logging.getLogger(__name__)
 
+_LATE = "request_timeout"
 _FAILED = "the engine failed on this request; the log says why"
 _FOR_CLIENTS = (
     NO_ROOM,
@@ -50,8 +51,11 @@ _FOR_CLIENTS = (
 class Answers:
     """The answers to one HTTP request, one for each ask. For the event loop's thread."""
 
-    def __init__(self, served: Served, asks: Sequence[Ask], *, id: str, on_begun: Callable[[], None] = lambda: None) -> None:
-        """`id` is what clients and the log call the request.
+    def __init__(
+        self, served: Served, asks: Sequence[Ask], *, id: str, left_s: float | None = None,
+        on_begun: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        """`id` is what clients and the log call the request. What has not ended in `left_s` is aborted, and its client told.
 
         `on_begun` is called once the first of them has begun, or none will; it may be called again.
         """
@@ -62,6 +66,8 @@ class Answers:
         self._submitted: list[Future[int]] = []
         self._deltas: asyncio.Queue[tuple[int, Delta]] = asyncio.Queue()
         self._usages: dict[int, Usage] = {}
+        self._late = False
+        self._timer = None if left_s is None else asyncio.get_running_loop().call_later(left_s, self._expire)
 
     async def begin(self) -> None:
         """Queues all asks; or raises ApiError, and aborts those that were queued."""
@@ -72,6 +78,8 @@ class Answers:
                 await asyncio.wrap_future(future)
         except BaseException as error:
             self.close()
+            if self._late:  # which also cancelled what the engine had not taken yet
+                raise self._too_late() from None
             if isinstance(error, StepwellError):
                 raise api_error(error) from None
             raise
@@ -81,6 +89,8 @@ class Answers:
         while len(self._usages) < len(self._asks):
             index, delta = await self._deltas.get()
             self._on_begun()
+            if delta.error == _LATE:
+                raise self._too_late()
             if delta.finish is Finish.FAILED:
                 log.error("request %s could not be finished: %s", self._id, delta.error)
                 if (delta.error or "").startswith(RANK_LOST):
@@ -113,9 +123,21 @@ class Answers:
     def close(self) -> None:
         """Aborts what has not ended. May be called at any moment, and again."""
         self._on_begun()
+        if self._timer is not None:
+            self._timer.cancel()
         for index, future in enumerate(self._submitted):
             if index not in self._usages and not future.cancel():
                 future.add_done_callback(self._abort)
+
+    def _expire(self) -> None:
+        """Time is up. What was added before is still told; the engine computes nothing more of it."""
+        self._late = True
+        self._deltas.put_nowait((0, Delta(request=0, finish=Finish.ABORTED, error=_LATE)))
+        self.close()
+
+    def _too_late(self) -> ApiError:
+        limit = f"the {self._served.request_timeout_s:g} s that this server gives a request (--request-timeout)"
+        return ApiError(504, f"the answer took longer than {limit}: ask for less, or again later", type=SERVER, code=_LATE)
 
     def _abort(self, future: Future[int]) -> None:
         if not future.cancelled() and future.exception() is None:
@@ -189,13 +211,13 @@ async def _reply(request: Request, served: Served, body: Asked, asks: Sequence[A
     """Queues the asks and answers in the way the body wants. Raises ApiError."""
     peers = served.peers
     taken = await peers.take(body.kv_transfer_params) if peers is not None else None
-    id = f"{form.prefix}-{uuid.uuid4().hex}"
-    answers = Answers(served, asks, id=id, on_begun=lambda: None if peers is None else peers.done(taken))
+    id, left_s = f"{form.prefix}-{uuid.uuid4().hex}", served.left_s(arrived_s(request))
+    answers = Answers(served, asks, id=id, left_s=left_s, on_begun=lambda: None if peers is None else peers.done(taken))
     await answers.begin()
-    envelope = {"id": id, "created": int(time.time()), "model": served.name}
+    envelope = {"id": id, "created": int(time.time()), "model": body.model}
     if body.stream:
         envelope["object"] = form.chunk_object
-        return _EventStream(answers, _events(answers, body, len(asks), form, envelope))
+        return EventStream(answers, _events(answers, body, len(asks), form, envelope))
     envelope["object"] = form.whole_object
     return await _whole(request, served, answers, body, asks, form, envelope)
 
@@ -203,15 +225,20 @@ async def _reply(request: Request, served: Served, body: Asked, asks: Sequence[A
 async def _whole(
     request: Request, served: Served, answers: Answers, body: Asked, asks: Sequence[Ask], form: Form, envelope: dict[str, Any]
 ) -> Response:  # fmt: skip
+    found = await collect(request, answers)
+    if found is None:
+        return Response(status_code=CLIENT_CLOSED)
+    more = {"usage": answers.usage(body.choices), **await _offered(served, body, asks)}
+    return await asyncio.to_thread(_written, form, found, envelope, more)
+
+
+async def collect(request: Request, answers: Answers) -> dict[int, Delta] | None:
+    """Every answer as one delta, and closes them; None where the client has gone before. Raises ApiError."""
     collecting = asyncio.ensure_future(_collect(answers))
     leaving = asyncio.ensure_future(_disconnected(request))
     try:
         await asyncio.wait({collecting, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not collecting.done():
-            return Response(status_code=CLIENT_CLOSED)
-        found = dict(sorted(collecting.result().items()))
-        more = {"usage": answers.usage(body.choices), **await _offered(served, body, asks)}
-        return await asyncio.to_thread(_written, form, found, envelope, more)
+        return dict(sorted(collecting.result().items())) if collecting.done() else None
     finally:
         answers.close()
         for task in (collecting, leaving):
@@ -257,7 +284,7 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-class _EventStream(StreamingResponse):
+class EventStream(StreamingResponse):
     """Closes its answers however it ends, even before its first byte is out."""
 
     def __init__(self, answers: Answers, events: AsyncIterator[str]) -> None:

@@ -174,15 +174,17 @@ def must_be_within_ttl(principal: Principal, ttl_s: float | None, *, param: str)
 
 
 def sampling_of(
-    body: Asked, defaults: Mapping[str, float | int | bool], *, max_tokens: int | None, logprobs: int | None,
+    served: Served, body: Asked, *, max_tokens: int | None, logprobs: int | None,
     prompt_logprobs: int | None, show_special: bool = False,
 ) -> Sampling:  # fmt: skip
     """What the body says, then what the model's makers suggest, then OpenAI's defaults. Raises ApiError."""
+    defaults = served.defaults
     top_k = body.top_k if body.top_k is not None else int(defaults.get("top_k", 0))
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     try:
         return Sampling(
             max_tokens=max_tokens,
+            default_max_tokens=served.default_max_tokens,
             temperature=_first(body.temperature, defaults.get("temperature"), 1.0),
             top_p=_first(body.top_p, defaults.get("top_p"), 1.0),
             top_k=top_k if top_k > 0 else None,

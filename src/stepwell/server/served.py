@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from stepwell.base.errors import BadTokens
+from stepwell.base.meters import Clock
 from stepwell.engine.engine import Engine
 from stepwell.engine.guided import Guides
 from stepwell.engine.loading.chat import ChatTemplate
@@ -43,6 +44,10 @@ class Served:
     metrics: Metrics
     load: LoadMeter
     principals: Principals
+    clock: Clock
+    aliases: tuple[str, ...] = ()  # other names of the model
+    default_max_tokens: int | None = None  # of answers to requests that name none
+    request_timeout_s: float | None = None  # from arrival to the end of the answer
     guides: Guides | None = None  # None for models without a tokenizer
     tool_parser: str | None = None  # how the model writes calls of tools, and what it thinks; None where that is not known
     reasoning_parser: str | None = None
@@ -70,10 +75,18 @@ class Served:
         async with self.large:
             return await asyncio.to_thread(work)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *self.aliases)
+
+    def left_s(self, arrived_s: float) -> float | None:
+        """Seconds that a request still has, 0 for none; None where requests may take as long as they do."""
+        return None if self.request_timeout_s is None else max(arrived_s + self.request_timeout_s - self.clock.now(), 0.0)
+
     def must_be_called(self, name: str) -> None:
         """Raises ApiError for a model of another name."""
-        if name != self.name:
-            message = f"there is no model {name!r:.200} here; this server has {self.name!r}"
+        if name not in self.names:
+            message = f"there is no model {name!r:.200} here; this server has {', '.join(map(repr, self.names))}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def encode(self, text: str, *, param: str, special: bool = True) -> list[int]:

@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize` as vLLM has them, `/version`; and embeddings, which are refused with a reason."""
+"""`/tokenize` and `/detokenize` as vLLM has them; and embeddings, which are refused with a reason."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 from fastapi import APIRouter, Request
 from pydantic import Field
 
-from stepwell import __version__
 from stepwell.server.bodies import Body, TokenIds
 from stepwell.server.chat import chat_prompt, ending_of
 from stepwell.server.door import asking
@@ -49,10 +48,6 @@ def tokens_router(served: Served) -> APIRouter:
         body, size_bytes = await read_body(served, request, DetokenizeBody)
         _must_be_called(served, body.model)
         return await served.aside(size_bytes, lambda: {"prompt": served.decode(body.tokens, param="tokens", special=True)})
-
-    @router.get("/version")
-    async def version() -> dict[str, str]:
-        return {"version": __version__}
 
     @router.post("/v1/embeddings")
     async def embeddings() -> None:

@@ -96,7 +96,7 @@ def installed(console: Console) -> str:
 def _play(model: str, rounds: int, answer: int, directory: Path) -> tuple[list[Row], dict[str, int]]:
     """All turns three times, and the counters at the end of the first life."""
     sizes = SIZES.get(model, SIZES[REAL])
-    arguments = ["--model", model, "--name", "demo", "--store", f"log:{directory / 'store'}"]
+    arguments = ["--model", model, "--served-model-name", "demo", "--store", f"log:{directory / 'store'}"]
     arguments += [*sizes, "--prefetch-policy", "wait_complete"]  # however busy the machine is: this is about where things are
     arguments += ["--checkpoint-delay", "0"]  # every turn is asked again
     with watching(2 * rounds, LIVES) as watch:

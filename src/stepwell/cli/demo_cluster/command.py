@@ -113,7 +113,7 @@ def _run_inside(args: Namespace, smg: str) -> int:
 
 
 def _play(model: str, rounds: int, answer: int, smg: str, directory: Path) -> list[Row]:
-    arguments = ["--model", model, "--name", "demo", *SIZES.get(model, SIZES[REAL])]
+    arguments = ["--model", model, "--served-model-name", "demo", *SIZES.get(model, SIZES[REAL])]
     said = list(turns(rounds))
     with watching(len(said), LIVES) as watch:
         watch.begin(ALONE, "starting one server, which computes every prompt from nothing")

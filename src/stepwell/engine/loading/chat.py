@@ -44,6 +44,7 @@ class ChatTemplate:
         """Raises ConfigError for a template that is not one. Without `source`: PLAIN."""
         self.source = PLAIN if source is None else source
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
+        self._now = now
         environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise
@@ -51,7 +52,11 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(self.source)
         except (jinja2.TemplateError, RecursionError) as error:
-            raise ConfigError(f"the model's chat template cannot be compiled: {error}") from None
+            raise ConfigError(f"the chat template cannot be compiled: {error}") from None
+
+    def with_source(self, source: str) -> ChatTemplate:
+        """Another template for the same model. Raises ConfigError for one that is not one."""
+        return ChatTemplate(source, **self._tokens, now=self._now)
 
     def mentions(self, name: str) -> bool:
         """Whether a name stands anywhere in the template: one that does not drops what is given under it."""

@@ -91,8 +91,8 @@ class Client:
 
 def connect(config: MooncakeConfig) -> Client:
     """Joins the cluster. Raises ConfigError without the wheel, StoreError when the master cannot be reached."""
-    wheel = _wheel()
-    _knock(config)
+    wheel = load_wheel()
+    knock(config)
     raw = wheel.MooncakeDistributedStore()
     code = raw.setup(
         config.local_hostname, config.metadata_server, config.global_segment_size, config.local_buffer_size,
@@ -109,7 +109,8 @@ def connect(config: MooncakeConfig) -> Client:
     return Client(raw, _terms(config, wheel), address=config.master_server_address)
 
 
-def _wheel() -> Any:
+def load_wheel() -> Any:
+    """Mooncake's own module. Raises ConfigError where it is missing or does not load."""
     try:
         return import_module("mooncake.store")
     except ModuleNotFoundError as error:
@@ -121,7 +122,7 @@ def _wheel() -> Any:
         raise ConfigError(f"Mooncake's wheel does not load ({error}); on Debian it needs the package libibverbs1") from error
 
 
-def _knock(config: MooncakeConfig) -> None:
+def knock(config: MooncakeConfig) -> None:
     """Fails soon when nobody is at the master's address: the wheel would try for a minute and a half."""
     address = config.master_server_address
     if "://" in address:

@@ -1,0 +1,108 @@
+"""`/v1/responses` as the official client uses it for text: whole and streamed, the same answers as chats."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from server.serving import NAME, Held, Running, running
+
+SAID: dict[str, Any] = {"model": NAME, "temperature": 0, "max_output_tokens": 12}
+
+
+def chatted(client: openai.OpenAI, *messages: Any) -> str | None:
+    made = client.chat.completions.create(model=NAME, messages=list(messages), temperature=0, max_tokens=12)
+    return made.choices[0].message.content
+
+
+def test_text_in_is_text_out_and_the_same_as_a_chat(client: openai.OpenAI) -> None:
+    made = client.responses.create(**SAID, instructions="Be a well.", input="How deep?")
+    asked = ({"role": "system", "content": "Be a well."}, {"role": "user", "content": "How deep?"})
+    assert made.output_text == chatted(client, *asked) and made.output_text
+    assert (made.status, made.model, made.object) == ("incomplete", NAME, "response")
+    assert made.incomplete_details is not None and made.incomplete_details.reason == "max_output_tokens"
+    assert made.usage is not None and made.usage.output_tokens == 12
+    assert made.usage.total_tokens == made.usage.input_tokens + 12
+
+
+def test_a_conversation_is_given_as_items(client: openai.OpenAI) -> None:
+    items: list[Any] = [
+        {"role": "user", "content": [{"type": "input_text", "text": "One."}]},
+        {"type": "message", "id": "msg_1", "role": "assistant", "status": "completed",
+         "content": [{"type": "output_text", "text": "Two.", "annotations": []}]},
+        {"role": "user", "content": "Three."},
+    ]  # fmt: skip
+    turns = (("user", "One."), ("assistant", "Two."), ("user", "Three."))
+    made = client.responses.create(**SAID, input=items)
+    assert made.output_text == chatted(client, *({"role": role, "content": text} for role, text in turns))
+
+
+def test_what_one_turn_returned_is_taken_by_the_next(client: openai.OpenAI) -> None:
+    first = client.responses.create(**SAID, input="Begin.")
+    items: list[Any] = [{"role": "user", "content": "Begin."}, *(each.model_dump() for each in first.output)]
+    assert client.responses.create(**SAID, input=[*items, {"role": "user", "content": "Go on."}]).output_text
+
+
+def test_a_stream_tells_the_same_in_the_order_of_the_api(client: openai.OpenAI) -> None:
+    whole = client.responses.create(**SAID, input="Flow.")
+    events = list(client.responses.create(**SAID, input="Flow.", stream=True))
+    kinds = list(dict.fromkeys(event.type for event in events))
+    assert kinds == [
+        "response.created", "response.in_progress", "response.output_item.added", "response.content_part.added",
+        "response.output_text.delta", "response.output_text.done", "response.content_part.done", "response.output_item.done",
+        "response.incomplete",
+    ]  # fmt: skip
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    last = events[-1]
+    assert last.type == "response.incomplete" and text == whole.output_text == last.response.output_text
+
+
+def test_the_client_s_own_stream_helper_puts_it_together(client: openai.OpenAI) -> None:
+    with client.responses.stream(**SAID, input="Flow.", extra_body={"stop_token_ids": list(range(32, 127))}) as stream:
+        made = stream.get_final_response()
+    assert made.status == "completed" and made.incomplete_details is None and made.output_text == ""
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("previous_response_id", "resp_1"),
+        ("background", True),
+        ("tools", [{"type": "web_search"}]),
+        ("text", {"format": {"type": "json_object"}}),
+        ("truncation", "auto"),
+        ("input", [{"type": "item_reference", "id": "msg_1"}]),
+        ("input", []),
+        ("temperature", -1),
+        ("max_output_tokens", 0),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_name(http: httpx.Client, field: str, value: object) -> None:
+    refused = http.post("/v1/responses", json={"model": NAME, "input": "x", field: value})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] in (field, "messages")
+
+
+def test_another_model_is_not_found_and_fields_of_the_cache_count(http: httpx.Client) -> None:
+    assert http.post("/v1/responses", json={"model": "other", "input": "x"}).status_code == 404
+    body = {**SAID, "input": "A long enough prompt to fill some pages of sixteen tokens each."}
+    cached = [http.post("/v1/responses", json=body | more).json()["usage"] for more in ({}, {}, {"cache_salt": "mine"})]
+    assert [each["input_tokens_details"]["cached_tokens"] > 0 for each in cached] == [False, True, False]
+
+
+def test_a_stream_whose_time_is_up_ends_with_an_error_event() -> None:
+    with running(serving={"request_timeout_s": 0.5}) as served, Held(served):
+        told = httpx.post(f"{served.address}/v1/responses", json={**SAID, "input": "x", "stream": True}, timeout=60).text
+        assert "request_timeout" in told and "response.completed" not in told
+        served.audit()
+
+
+def test_leaving_a_response_aborts_it(served: Running, client: openai.OpenAI) -> None:
+    body = {"ignore_eos": True}
+    stream = client.responses.create(model=NAME, input="Go on.", max_output_tokens=1900, stream=True, extra_body=body)
+    next(iter(stream))
+    stream.close()
+    served.audit()

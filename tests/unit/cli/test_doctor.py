@@ -1,0 +1,179 @@
+"""`stepwell doctor`, on machines made of files, and once on this one."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from stepwell.base.errors import ConfigError
+from stepwell.base.meters import ManualClock, SystemClock
+from stepwell.cli.doctor import command, libraries, machine, stores
+from stepwell.cli.doctor.finding import Finding, Health, broken, fine
+from stepwell.cli.main import main
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A machine with 8 GiB free and a limit of none."""
+    write(tmp_path / "proc/meminfo", f"MemTotal: 9 kB\nMemAvailable: {8 * GIB // 1024} kB\n")
+    write(tmp_path / "proc/self/cgroup", "0::/system.slice/stepwell.service\n")
+    write(tmp_path / "sys/fs/cgroup/system.slice/stepwell.service/memory.max", "max\n")
+    return tmp_path
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_a_machine_without_memory_is_broken(root: Path) -> None:
+    assert machine.memory(root) == fine("memory", "8.0 GiB free")
+    write(root / "proc/meminfo", "MemAvailable: 1000 kB\n")
+    assert machine.memory(root).health is Health.BROKEN
+
+
+def test_the_smallest_limit_of_all_groups_is_found(root: Path) -> None:
+    assert machine.group_limit(root).found == "no limit of memory"
+    write(root / "sys/fs/cgroup/system.slice/memory.max", str(4 * GIB))
+    write(root / "sys/fs/cgroup/system.slice/stepwell.service/memory.max", str(6 * GIB))
+    found = machine.group_limit(root)
+    assert found.health is Health.SLOW and "4.0 GiB" in found.found and "--host-memory" in found.change
+    write(root / "sys/fs/cgroup/system.slice/memory.max", str(16 * GIB))
+    write(root / "sys/fs/cgroup/system.slice/stepwell.service/memory.max", str(16 * GIB))
+    assert machine.group_limit(root).health is Health.FINE
+
+
+def test_groups_of_other_namespaces_are_not_followed(root: Path) -> None:
+    write(root / "proc/self/cgroup", "0::/../../elsewhere\n")
+    write(root / "sys/fs/cgroup/memory.max", str(2 * GIB))
+    assert "2.0 GiB" in machine.group_limit(root).found
+
+
+@pytest.mark.parametrize(
+    ("text", "health"),
+    [
+        ("always [madvise] never\n", Health.FINE),
+        ("[always] madvise never\n", Health.FINE),
+        ("always madvise [never]\n", Health.SLOW),
+    ],
+)
+def test_huge_pages_must_be_allowed(root: Path, text: str, health: Health) -> None:
+    write(root / "sys/kernel/mm/transparent_hugepage/enabled", text)
+    assert machine.huge_pages(root).health is health
+
+
+def test_shared_memory_that_is_missing_is_broken_only_where_the_store_needs_it(tmp_path: Path) -> None:
+    nowhere = tmp_path / "none"
+    assert machine.shared_memory(nowhere).health is Health.SLOW
+    assert machine.shared_memory(nowhere, needed=True).health is Health.BROKEN
+
+
+def test_shared_memory_as_small_as_docker_makes_it_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    small = os.statvfs_result((4096, 4096, 16384, 16384, 16384, 0, 0, 0, 0, 255))  # 64 MiB
+    monkeypatch.setattr(os, "statvfs", lambda path: small)
+    found = machine.shared_memory(tmp_path, needed=True)
+    assert found.health is Health.BROKEN and "64.0 MiB" in found.found and "--shm-size" in found.change
+
+
+def test_the_disk_is_measured_where_the_store_would_be_and_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stores, "LEAST_DISK_BYTES", 0)
+    found = stores.disk(tmp_path / "not" / "made", SystemClock())
+    assert found.health is not Health.BROKEN and "/s, reads " in found.found and str(tmp_path) in found.found
+    assert list(tmp_path.iterdir()) == []
+
+
+class SlowClock(ManualClock):
+    """A second goes by whenever somebody looks."""
+
+    def now(self) -> float:
+        self.advance(1.0)
+        return super().now()
+
+
+def test_a_slow_disk_is_told_and_the_probe_of_it_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "LEAST_DISK_BYTES", 0)
+    found = stores.disk(tmp_path, SlowClock())
+    assert found.health is Health.SLOW and "NVMe" in found.change
+
+
+def test_a_directory_that_cannot_be_written_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "LEAST_DISK_BYTES", 0)
+    found = stores.disk(Path("/proc"), SystemClock())  # where not even root can
+    assert found.health is Health.BROKEN and "cannot be written" in found.found
+
+
+def test_a_full_disk_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "LEAST_DISK_BYTES", 1 << 62)
+    assert stores.disk(tmp_path, SystemClock()).health is Health.BROKEN
+
+
+@pytest.fixture
+def master() -> Iterator[str]:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield f"127.0.0.1:{listening.getsockname()[1]}"
+
+
+def test_a_mooncake_master_is_asked_for(master: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stepwell.store.mooncake.client.load_wheel", lambda: None)
+    assert stores.mooncake("", {"MOONCAKE_MASTER": master}) == fine("mooncake", f"a master listens at {master}")
+    gone = stores.mooncake("", {"MOONCAKE_MASTER": "127.0.0.1:1"})
+    assert gone.health is Health.BROKEN and "is mooncake_master running" in gone.change
+    unnamed = stores.mooncake("", {})
+    assert unnamed.health is Health.BROKEN and "master_server_address" in unnamed.change
+
+
+def test_a_missing_package_is_named_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(libraries, "_version", lambda name: None if name in ("fastapi", "pyzmq") else "1.0")
+    found = {each.check: each for each in libraries.packages()}
+    assert found["serve"].health is Health.BROKEN and found["serve"].change == "pip install 'stepwell[serve]'"
+    assert found["serve"].found == "not installed: fastapi"
+    assert found["events"].health is Health.SLOW and found["guided"].health is Health.FINE
+
+
+def test_a_driver_that_torch_cannot_use_is_broken(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert [each.health for each in libraries.gpu(root)] == [Health.FINE]
+    write(root / "proc/driver/nvidia/version", "NVRM version\n")
+    assert [each.health for each in libraries.gpu(root)] == [Health.BROKEN]
+
+
+def test_an_engine_that_cannot_be_imported_is_told_and_does_not_end_the_examination(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "stepwell.engine.gpus", None)
+    (found,) = libraries.gpu()
+    assert found.health is Health.BROKEN and found.change == "pip install 'stepwell[serve]'"
+
+
+def test_this_machine_is_examined_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status = main(["doctor", "--json", "--store", f"log:{tmp_path}"])
+    told = json.loads(capsys.readouterr().out)
+    assert [each["check"] for each in told["findings"]][:5] == ["disk", "memory", "cgroup", "huge pages", "shared memory"]
+    assert status == (1 if told["broken"] else 0)
+    assert told["broken"] == any(each["health"] == "broken" for each in told["findings"])
+
+
+def test_what_is_broken_is_the_exit_status_and_stands_with_what_to_change(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def examined(*anything: object) -> list[Finding]:
+        return [broken("memory", "none", "buy some")]
+
+    monkeypatch.setattr(command, "examine", examined)
+    assert main(["doctor"]) == 1
+    assert "!!  memory" in (out := capsys.readouterr().out) and "change: buy some" in out
+
+
+def test_a_store_that_is_not_known_cannot_be_checked() -> None:
+    assert main(["doctor", "--store", "nothing:"]) == 2
+    with pytest.raises(ConfigError, match="needs a directory"):
+        list(stores.store("log:", {}, SystemClock()))

@@ -198,7 +198,8 @@ def _serve(args: Namespace) -> int:
         log.info("a first pass: kernels are built")
         started_s = engine.warm_up()
     made = not (args.admin_token or os.environ.get(_ADMIN_TOKEN))
-    summary = _summary(engine, ", ".join(offered.names) or checkpoint.name, config, address_of(taken), keys, tenants, made=made)
+    names = ", ".join(offered.names) or checkpoint.name
+    summary = _summary(engine, names, config, address_of(taken), keys, tenants, made=made)
     if started_s is not None:
         summary.insert(3, ("first pass", f"took {started_s:.1f} s: kernels are built once"))
     summary += offered.summary() + kv_events.summary(args)
@@ -206,7 +207,7 @@ def _serve(args: Namespace) -> int:
 
     def ready() -> None:
         print("\n".join(f"{label:<12}  {value}" for label, value in summary), flush=True)
-        log.info("ready", extra={"fields": {"model": name, "address": address_of(taken)}})
+        log.info("ready", extra={"fields": {"model": names, "address": address_of(taken)}})
 
     server.run(taken, on_ready=ready)
     return 0

@@ -10,7 +10,8 @@ from pathlib import Path
 BENCHMARKS = Path(__file__).parents[1]
 sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS.parent / "tests" / "mooncake")]
 
-from cluster import Cluster  # noqa: E402
+from mooncake_cluster import Cluster  # noqa: E402
+
 from restart.lives import live  # noqa: E402
 
 

@@ -16,7 +16,8 @@ from typing import Any
 BENCHMARKS = Path(__file__).parents[1]
 sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS.parent / "tests" / "mooncake")]
 
-from cluster import Cluster  # noqa: E402
+from mooncake_cluster import Cluster  # noqa: E402
+
 from stepwell import Kind  # noqa: E402
 from store.load import BATCH, Load, Took, make_load, timed  # noqa: E402
 from store.stepwell_log import Driver  # noqa: E402

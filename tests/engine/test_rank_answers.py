@@ -16,7 +16,7 @@ from stepwell.engine.workers.rank_workers import RankWorkers, WorkerLimits, Work
 from stepwell.jobs.channel import Message
 from stepwell.jobs.processes import Processes, RankLost
 
-NOTHING = Pass(rows=[], draws=[], logprobs=[])
+NOTHING = Pass(rows=[], choosing=[])
 LOADED = {"digest": "d", "vocab_size": 8, "free_bytes": 0, "kernels": {"attend": "torch"}}
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 from inner_run import PIPES, InnerRun, obey, send
+from mooncake_cluster import Cluster
 
-from cluster import Cluster
 from stepwell.cli.demo_cluster.private_network import why_not
 
 HERE = Path(__file__).parent

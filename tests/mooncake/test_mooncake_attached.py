@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from mooncake_cluster import Cluster
 
-from cluster import Cluster
 from stepwell import CacheConfig, ModelSpec, Prefix, StateSpec, build_cache
 from stepwell.base.config import PrefetchPolicy, StoreConfig
 from stepwell.base.errors import StoreError

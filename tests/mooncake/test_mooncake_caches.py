@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cluster import Cluster
+from mooncake_cluster import Cluster
 
 CACHE = Path(__file__).parents[1] / "cache_peer.py"
 

@@ -6,8 +6,8 @@ One store for a class: a Mooncake client takes one to two seconds to leave.
 from __future__ import annotations
 
 import pytest
+from mooncake_cluster import Cluster
 
-from cluster import Cluster
 from stepwell.store.api import Store
 from stepwell.testing import StoreContract
 

@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("transformers")
 
 from handed import WAIT
+from mooncake_cluster import Cluster
 
-from cluster import Cluster
 from engine.drafted import OWN, engine_for, prompts
 from parity.recorded import PAGE, Played, Recorded, distance, same_bits
 from stepwell.engine import Ask, Engine, Sampling

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 
 import pytest
+from mooncake_cluster import Cluster
 
-from cluster import Cluster
 from stepwell.base.errors import StoreError
 from stepwell.store.api import Read, ReadOutcome, WriteOutcome
 from stepwell.store.mooncake.store import MooncakeStore

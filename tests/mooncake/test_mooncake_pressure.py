@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from cluster import Cluster
+from mooncake_cluster import Cluster
+
 from stepwell.store.api import WriteOutcome
 from stepwell.store.mooncake.store import MooncakeStore
 from stepwell.testing.store_contract import key, offer, space

@@ -6,7 +6,8 @@ import json
 from contextlib import closing
 from pathlib import Path
 
-from cluster import Cluster
+from mooncake_cluster import Cluster
+
 from stepwell.store.api import Read, ReadOutcome, Write, WriteOutcome
 from stepwell.store.registry import open_store
 from stepwell.store.seal import Verdict, seal, verify

@@ -78,7 +78,7 @@ class _Json(logging.Formatter):
 
 
 def _fields(record: logging.LogRecord) -> Mapping[str, object]:
-    found: Mapping[str, object] = getattr(record, "fields", {})
+    found: Mapping[str, object] = record.__dict__.get("fields", {})
     return found
 
 

@@ -37,7 +37,7 @@ class Server:
 
     def __init__(self, stack: ExitStack, seed: int) -> None:
         self.host = SharedHost()
-        self.memory = self.host.make(SIZE)
+        self.memory = self.host.make(SIZE).view
         self.memory[:] = Random(seed).randbytes(SIZE)
         self.shown = Shown(self.host, WIRE)
         stack.callback(self.shown.close)
@@ -63,7 +63,7 @@ def stack() -> Iterator[ExitStack]:
 
 def store_over(stack: ExitStack, *, stall_s: float, clock: ManualClock | None = None) -> tuple[PeerStore, memoryview]:
     host = SharedHost()
-    memory = host.make(SIZE)
+    memory = host.make(SIZE).view
     store = PeerStore(host, partial(Lane, host, WIRE), stall_s=stall_s, clock=clock)
     stack.callback(store.close)
     store.register([memory])

@@ -153,6 +153,9 @@ class Cache(ReadOnlyCache):
             raise LeaseError(
                 f"{lease} cannot commit up to token {upto}: it stands at {lease.position} and has {lease.num_tokens} tokens"
             )
+        if upto < lease.quiet_until and not (checkpoint or last):
+            lease.position = upto  # most tokens of answers
+            return lease.publishes
         if source is None or not source.ahead:
             self._measure(lease, upto)
         wanted = self._wants_checkpoint(lease, upto, last) if checkpoint is None else checkpoint and self._can_checkpoint(upto)

@@ -154,20 +154,21 @@ class Answering:
         request.tokens.append(token)
         if request.first_token_s is None:
             request.first_token_s = self._clock.now()
-        early = request.answer_tokens < request.ask.sampling.min_tokens
+        answered = request.answer_tokens
+        early = answered < request.ask.sampling.min_tokens
         ends = token in request.ends_on and (not early or request.ask.guide is not None)  # which knows when it must end
         text = "" if ends or request.stream is None else self._text(request, token)
         finish, reason = None, None
         if ends or request.stops.found:
             finish, reason = Finish.STOP, request.stops.found if not ends else self._stop_token(request, token)
-        elif request.answer_tokens >= request.max_tokens:
+        elif answered >= request.max_tokens:
             finish = Finish.LENGTH
         delta = Delta(
             request=request.id,
             tokens=(token,),
             text=text,
             logprobs=() if chosen.logprob is None else (chosen.logprob,),
-            prompt_logprobs=tuple(request.prompt_logprobs) if request.answer_tokens == 1 else (),
+            prompt_logprobs=tuple(request.prompt_logprobs) if answered == 1 else (),
         )
         if finish is not None:
             if request.stream is not None:

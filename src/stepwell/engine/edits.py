@@ -24,8 +24,10 @@ OFF_GRAMMAR = "the grammar became too complex to follow in the middle of the ans
 
 def edit_of(request: Request, guesses: Sequence[int] = (), *, unread: int = 0) -> Edit | None:
     """What is changed in the logits behind a request's tokens and `guesses`, or so many that nobody has read. None: nothing."""
-    sampling = request.ask.sampling
     assert not (unread and request.needs_tokens), f"{request} was computed ahead of a token that it needs"
+    if not request.edits:
+        return None
+    sampling = request.ask.sampling
     early = request.answer_tokens + len(guesses) + unread < sampling.min_tokens
     if not (early or sampling.edits or request.ask.guide is not None):
         return None

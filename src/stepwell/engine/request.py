@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 
 from stepwell.base.config import MAX_PRIORITY
 from stepwell.base.errors import ConfigError
@@ -207,17 +208,22 @@ class Request:
     seen: Seen | None = None  # what penalties need, once it was asked for
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # so far, where they were asked for
 
-    @property
+    @cached_property
     def needs_tokens(self) -> bool:
         """Whether how its next token is chosen depends on those before it."""
         return self.ask.guide is not None or self.ask.sampling.needs_tokens
+
+    @cached_property
+    def edits(self) -> bool:
+        """Whether its logits are ever changed before a token is chosen."""
+        return self.ask.guide is not None or self.ask.sampling.edits or self.ask.sampling.min_tokens > 0
 
     @property
     def tells_prompt(self) -> bool:
         """Whether logprobs of its prompt are still to be computed."""
         return self.ask.sampling.prompt_logprobs is not None and len(self.prompt_logprobs) < self.prompt_tokens - 1
 
-    @property
+    @cached_property
     def prompt_tokens(self) -> int:
         return len(self.ask.tokens)
 

@@ -77,6 +77,7 @@ class Lease:
         self.stops = stops  # boundaries of the prompt at which a prefill chunk must end, with a commit
         self._state = LeaseState.READY
         self.position = resume  # everything before it is computed
+        self.quiet_until = 0  # commits before this token fill a page that it has, and move its position alone
         self.prefix_pages: PageIds = NO_PAGES  # page i holds tokens [i, i + 1) * page_tokens
         self.window_pages: PageIds = NO_PAGES  # window page `first_window` and those after it
         self.first_window = 0

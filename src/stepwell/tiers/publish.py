@@ -34,6 +34,8 @@ def grow(state: CacheState, lease: Lease, upto: int) -> None:
 
     Rows of running requests leave the device for it, if nothing else can.
     """
+    if upto < lease.quiet_until and not hot_missing(state, lease):
+        return
     spec = state.spec
     prefix = -(-upto // spec.page_tokens) - len(lease.prefix_pages)
     windows = 0
@@ -135,6 +137,22 @@ def commit(state: CacheState, lease: Lease, upto: int, *, checkpoint: bool, last
     elif len(fork):
         state.tree.release(Tier.DEVICE, Kind.POINT, fork)
     slide(state, lease)
+    lease.quiet_until = 0 if last else _quiet_until(state, lease)
+
+
+def _quiet_until(state: CacheState, lease: Lease) -> int:
+    """The next token of an answer at which a commit could offer or give back a page, or for which the lease has none yet; 0 for
+    one that is still in its prompt, where others may ask for stops.
+    """
+    spec = state.spec
+    if lease.position < lease.prompt_tokens:
+        return 0
+    until = min((lease.position // spec.page_tokens + 1) * spec.page_tokens, len(lease.prefix_pages) * spec.page_tokens)
+    if spec.window_tokens:
+        size = spec.window_page_tokens
+        slides = (max(lease.position - spec.window_tokens, 0) // size + 1) * size + spec.window_tokens
+        until = min(until, slides, (lease.first_window + len(lease.window_pages)) * size)
+    return until
 
 
 def _mark_ready(state: CacheState, pages: PageIds) -> None:

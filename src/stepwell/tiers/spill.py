@@ -37,9 +37,10 @@ def hot_pages_of(state: CacheState) -> int:
 def hot_missing(state: CacheState, lease: Lease) -> int:
     """How many ROWS pages a lease should get before its next pass: it works without them, but slowly."""
     row_pages = state.row_pages
-    if row_pages is None or not row_pages.num_backed or not row_pages.backed(lease.prefix_pages).any():
+    if row_pages is None or not row_pages.num_backed:
         return 0
-    return _hot_room(state, lease)
+    room = _hot_room(state, lease)
+    return room if room and row_pages.backed(lease.prefix_pages).any() else 0
 
 
 def lend(state: CacheState, lease: Lease, rows: PageIds) -> None:

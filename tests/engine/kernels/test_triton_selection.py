@@ -151,3 +151,37 @@ def test_a_recorded_step_picks_among_what_its_requests_have_now() -> None:
         for row in range(2):
             seen = min(int(other.shape.contexts[row]) + 1, 10)
             assert made.position_XK[row, :seen].tolist() == expected.position_XK[row, :seen].tolist()
+
+
+@pytest.mark.parametrize("power", [-100, -20, 0, 20, 100])
+def test_queries_of_any_size_are_multiplied_in_sixteen_bits_without_loss(power: int) -> None:
+    """Heads of one query may differ by far; each has a power of its own. As in fp64, both for singles and for runs."""
+    scene = Scene(Shape(kv_heads=1, width=64, page=16, contexts=(90, 70), lengths=(1, 5)), device=DEVICE)
+    scene.clear_unwritten()
+    eight = in_eight_bits(scene)
+    rows = Rows(eight.stored_PRE, eight.format, torch.bfloat16)
+    size_H = 2.0 ** torch.tensor([power, 0, -power // 2, 3] * 4, device=DEVICE)
+    query_NHD = (scene.made(6, 16, 128) * size_H[:, None]).bfloat16()
+    weight_NH = scene.made(6, 16) / size_H
+    run = scene.paging.runs[0]
+    for pages_P, last_X, at in ((run.pages_P, run.position_N, slice(1, 6)), (run.pages_P, run.position_N[-1:], slice(5, 6))):
+        made = fast.scores(query_NHD[at], weight_NH[at], rows, pages_P[None], last_X)
+        key_TD = rows.format.decode(rows.stored_PRE[pages_P.long()], torch.float64).flatten(0, 1)
+        likeness = torch.einsum("xhd,td->xht", query_NHD[at].double(), key_TD).relu()
+        expected = (weight_NH[at].double()[:, :, None] * likeness).sum(1)
+        seen = torch.arange(len(key_TD), device=DEVICE)[None] <= last_X[:, None]
+        torch.testing.assert_close(made[seen].double(), expected[seen], rtol=1e-5, atol=1e-4)
+        assert torch.isneginf(made[~seen]).all()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_a_query_that_is_no_number_scores_highest_in_sixteen_bits_too() -> None:
+    scene = Scene(Shape(kv_heads=1, width=64, page=16, contexts=(90,), lengths=(1,)), device=DEVICE)
+    scene.clear_unwritten()
+    eight, part = in_eight_bits(scene), scene.paging.singles[0]
+    rows = Rows(eight.stored_PRE, eight.format, torch.bfloat16)
+    for wrong in (float("nan"), float("inf")):
+        query_XHD = scene.made(1, 16, 128).bfloat16()
+        query_XHD[0, 3, 7] = wrong
+        made = fast.scores(query_XHD, scene.made(1, 16).abs() + 1, rows, part.table_BP, part.position_B)
+        assert not torch.isnan(made).any() and torch.isinf(made[0, :91]).any()

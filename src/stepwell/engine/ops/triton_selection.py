@@ -3,6 +3,8 @@
     score      singles: one program for some blocks of a request's keys, whose query it reads once
                runs: one program for a block of keys, and a few queries over it
                products in tensor cores, sums over heads in fp32
+               keys in eight bits are multiplied in fp16, which they become in one instruction, and into which queries fit after
+               each head's was multiplied by a power of two
     best       the value that the last of the best has by a library's top-k, then positions in their order, ties to the earliest:
                counted in blocks, then written in blocks
 
@@ -97,6 +99,7 @@ def scores(
     length, shared = table_SP.shape[1] * page_rows, len(table_SP) == 1 and count > 1
     score_XT = torch.empty(count, length, dtype=torch.float32, device=query_XHD.device)
     query_XHD, weight_XH = query_XHD.to(rows.dtype).contiguous(), weight_XH.float().contiguous()
+    one_scale = rows.format is not PLAIN and width <= views.tile
     given = (
         query_XHD, weight_XH, views.eight_PRE, views.scale_PRE, score_XT, table_SP, last_X, count, length,
         0 if shared else table_SP.stride(0), last_X.stride(0), views.eight_PRE.stride(0), views.scale_PRE.stride(0),
@@ -107,7 +110,7 @@ def scores(
         "PAGE": page_rows, "HEADS": heads, "HEAD_BLOCK": max(triton.next_power_of_2(heads), _LEAST), "WIDTH": width,
         "WIDTH_BLOCK": max(triton.next_power_of_2(width), _LEAST), "TILE": views.tile, "SCALE_AT": views.scale_at,
         "PLAIN": rows.format is PLAIN, "POWERS": isinstance(rows.format, Powers),
-        "ONE_SCALE": rows.format is not PLAIN and width <= views.tile,
+        "ONE_SCALE": one_scale, "HALF": one_scale and query_XHD.dtype is torch.bfloat16,
     }  # fmt: skip
     if shared:
         grid = (triton.cdiv(length, _KEYS), triton.cdiv(count, _QUERIES))
@@ -162,8 +165,8 @@ def _keys_at(
     TILE: tl.constexpr, SCALE_AT: tl.constexpr, PLAIN: tl.constexpr, POWERS: tl.constexpr, ONE_SCALE: tl.constexpr,
     TYPE: tl.constexpr,
 ):  # fmt: skip
-    """Keys `[K, D]` by their positions, in the format of queries, and what each is still to be multiplied by; zeros where they
-    are not `good`. Eight bits are numbers of that format as they are: a key's one scale can wait for its score.
+    """Keys `[K, D]` by their positions, as `TYPE`, and what each is still to be multiplied by; zeros where they are not `good`.
+    Eight bits are numbers of that type as they are: a key's one scale can wait for its score.
     """
     channel = tl.arange(0, WIDTH_BLOCK)
     page = tl.load(table + at // PAGE, mask=good, other=0).to(tl.int64)
@@ -196,12 +199,24 @@ def _weighed(key, factor, asked, counts):
 
 
 @triton.jit
-def _asked_at(query, weight, x, HEADS: tl.constexpr, HEAD_BLOCK: tl.constexpr, WIDTH: tl.constexpr, WIDTH_BLOCK: tl.constexpr):
-    """One query `[H, D]`, and the weights of its heads."""
+def _asked_at(
+    query, weight, x,
+    HEADS: tl.constexpr, HEAD_BLOCK: tl.constexpr, WIDTH: tl.constexpr, WIDTH_BLOCK: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """One query `[H, D]`, and the weights of its heads. In fp16 if `HALF`: times the power of two that brings a head's largest
+    channel below 2^15. What is then too small for fp16 is 2^-29 of the largest or less; weights take the power back.
+    """
     head, channel = tl.arange(0, HEAD_BLOCK), tl.arange(0, WIDTH_BLOCK)
     whole = (head < HEADS)[:, None] & (channel < WIDTH)[None, :]
     asked = tl.load(query + (x * HEADS + head)[:, None] * WIDTH + channel[None, :], mask=whole, other=0.0)
-    return asked, tl.load(weight + x * HEADS + head, mask=head < HEADS, other=0.0)
+    counts = tl.load(weight + x * HEADS + head, mask=head < HEADS, other=0.0)
+    if HALF:
+        largest = tl.max(tl.abs(asked.to(tl.float32)), axis=1)
+        exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 255
+        up = tl.minimum(tl.maximum(127 + 141 - exponent, 27), 227)  # within a power that fp32 has both ways
+        asked = (asked.to(tl.float32) * power_of_two(up)[:, None]).to(tl.float16)
+        counts = counts * power_of_two(254 - up)
+    return asked, counts
 
 
 @triton.jit
@@ -210,19 +225,21 @@ def _score_single_kernel(
     table_stride, last_stride, page_stride, scale_page,
     ROW: tl.constexpr, SCALE_ROW: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr, HEAD_BLOCK: tl.constexpr,
     WIDTH: tl.constexpr, WIDTH_BLOCK: tl.constexpr, TILE: tl.constexpr, SCALE_AT: tl.constexpr, KEYS: tl.constexpr,
-    PLAIN: tl.constexpr, POWERS: tl.constexpr, ONE_SCALE: tl.constexpr, BLOCKS: tl.constexpr,
+    PLAIN: tl.constexpr, POWERS: tl.constexpr, ONE_SCALE: tl.constexpr, HALF: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Some blocks of one request's keys. Nothing is read behind its last position."""
     x = tl.program_id(1).to(tl.int64)
     first, here = tl.program_id(0) * (BLOCKS * KEYS), tl.load(last + x * last_stride).to(tl.int32)
     if first <= here:
-        asked, counts = _asked_at(query, weight, x, HEADS, HEAD_BLOCK, WIDTH, WIDTH_BLOCK)
+        asked, counts = _asked_at(query, weight, x, HEADS, HEAD_BLOCK, WIDTH, WIDTH_BLOCK, HALF)
         for block in range(BLOCKS):
             at = first + block * KEYS + tl.arange(0, KEYS)
             good = (at <= here) & (at < length)
             key, factor = _keys_at(
                 at, good, eight, scales, table + x * table_stride, page_stride, scale_page,
-                ROW, SCALE_ROW, PAGE, WIDTH, WIDTH_BLOCK, TILE, SCALE_AT, PLAIN, POWERS, ONE_SCALE, query.dtype.element_ty,
+                ROW, SCALE_ROW, PAGE, WIDTH, WIDTH_BLOCK, TILE, SCALE_AT, PLAIN, POWERS, ONE_SCALE,
+                tl.float16 if HALF else query.dtype.element_ty,
             )  # fmt: skip
             total = _weighed(key, factor, asked, counts)
             tl.store(score + x * length + at, tl.where(good, total, float("-inf")), mask=at < length)
@@ -238,7 +255,8 @@ def _score_run_kernel(
     table_stride, last_stride, page_stride, scale_page,
     ROW: tl.constexpr, SCALE_ROW: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr, HEAD_BLOCK: tl.constexpr,
     WIDTH: tl.constexpr, WIDTH_BLOCK: tl.constexpr, TILE: tl.constexpr, SCALE_AT: tl.constexpr, KEYS: tl.constexpr,
-    PLAIN: tl.constexpr, POWERS: tl.constexpr, ONE_SCALE: tl.constexpr, QUERIES: tl.constexpr,
+    PLAIN: tl.constexpr, POWERS: tl.constexpr, ONE_SCALE: tl.constexpr, HALF: tl.constexpr,
+    QUERIES: tl.constexpr,
 ):  # fmt: skip
     """A block of keys, read once for all queries of the program, whose pages are the same."""
     start, first = tl.program_id(0) * KEYS, tl.program_id(1) * QUERIES
@@ -247,7 +265,8 @@ def _score_run_kernel(
     furthest = tl.load(last + (tl.minimum(first + QUERIES, count) - 1) * last_stride)  # queries come in their order
     key, factor = _keys_at(
         at, inside & (at <= furthest), eight, scales, table, page_stride, scale_page,
-        ROW, SCALE_ROW, PAGE, WIDTH, WIDTH_BLOCK, TILE, SCALE_AT, PLAIN, POWERS, ONE_SCALE, query.dtype.element_ty,
+        ROW, SCALE_ROW, PAGE, WIDTH, WIDTH_BLOCK, TILE, SCALE_AT, PLAIN, POWERS, ONE_SCALE,
+        tl.float16 if HALF else query.dtype.element_ty,
     )  # fmt: skip
     for number in tl.static_range(QUERIES):
         x = (first + number).to(tl.int64)
@@ -256,7 +275,7 @@ def _score_run_kernel(
         if known & (start > here):
             tl.store(score + x * length + at, tl.full([KEYS], float("-inf"), tl.float32), mask=inside)
         if known & (start <= here):
-            asked, counts = _asked_at(query, weight, x, HEADS, HEAD_BLOCK, WIDTH, WIDTH_BLOCK)
+            asked, counts = _asked_at(query, weight, x, HEADS, HEAD_BLOCK, WIDTH, WIDTH_BLOCK, HALF)
             total = _weighed(key, factor, asked, counts)
             tl.store(score + x * length + at, tl.where(at <= here, total, float("-inf")), mask=inside)
 

@@ -249,13 +249,16 @@ def _alike(spans: Sequence[tuple[int, PageIds]], picks: Sequence[bool]) -> Itera
     """Neighbours whose lengths do not differ by much: padding them to one costs at most as much again, or a few pages. Those for
     which a selector picks are not together with those that look at everything.
     """
-    start = 0
-    for at in range(1, len(spans) + 1):
-        lengths = [len(pages) for _, pages in spans[start : at + 1]]
-        apart = at == len(spans) or picks[at] != picks[start]
-        if apart or len(lengths) * max(lengths) > 2 * sum(lengths) + PADDING_PAGES:
+    if not spans:
+        return
+    start, longest, total = 0, len(spans[0][1]), len(spans[0][1])
+    for at in range(1, len(spans)):
+        length = len(spans[at][1])
+        longest, total = max(longest, length), total + length
+        if picks[at] != picks[start] or (at + 1 - start) * longest > 2 * total + PADDING_PAGES:
             yield range(start, at)
-            start = at
+            start, longest, total = at, length, length
+    yield range(start, len(spans))
 
 
 def _begun(pages: PageIds, segment: RequestRows, size: int, first: int, each: bool) -> list[int]:

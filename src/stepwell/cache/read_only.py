@@ -22,6 +22,7 @@ from stepwell.tiers.state import CacheState, one_thread
 from stepwell.tree.cached_now import cached_now
 from stepwell.tree.feed import CacheEvent
 from stepwell.tree.match import Match, find
+from stepwell.tree.survey import Survey, survey
 
 
 class ReadOnlyCache:
@@ -68,6 +69,16 @@ class ReadOnlyCache:
         or that lost something.
         """
         return cached_now(self._state.tree)
+
+    @one_thread
+    def survey(self, *, show: int) -> Survey:
+        """The largest stretches of cached paths, and the checkpoints that save most. As much work for any size of the tree."""
+        return survey(self._state.tree, show=show)
+
+    @property
+    def compute_tokens_per_s(self) -> float | None:
+        """How fast prompts were computed of late; None before that is known."""
+        return self._state.compute_speed.per_s
 
     @property
     def copying(self) -> int:

@@ -71,9 +71,18 @@ class ReadOnlyCache:
         return cached_now(self._state.tree)
 
     @one_thread
-    def survey(self, *, show: int) -> Survey:
-        """The largest stretches of cached paths, and the checkpoints that save most. As much work for any size of the tree."""
-        return survey(self._state.tree, show=show)
+    def survey(self, *, show: int, salted: bool = True) -> Survey:
+        """The largest stretches of cached paths, and the checkpoints that save most. As much work for any size of the tree.
+
+        Without `salted`, what is in namespaces with a salt is left out, for askers who do not know it.
+        """
+        known = self._state.namespaces
+
+        def wanted(digest: PageKey) -> bool:
+            namespace = known.get(digest)
+            return salted or (namespace is not None and namespace.salt is None)
+
+        return survey(self._state.tree, show=show, wanted=wanted)
 
     @property
     def compute_tokens_per_s(self) -> float | None:

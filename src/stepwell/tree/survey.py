@@ -12,7 +12,7 @@ added last. A survey says when that was not all.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from heapq import nlargest
 from itertools import islice
@@ -80,9 +80,11 @@ class Survey:
     complete: bool  # else the tree has more than was looked at
 
 
-def survey(tree: Tree, *, show: int, most_looks: int = MOST_LOOKS) -> Survey:
-    """The `show` largest of each. The paths that were added last are looked at first."""
-    walk = _Walk(tree, most_looks)
+def survey(
+    tree: Tree, *, show: int, most_looks: int = MOST_LOOKS, wanted: Callable[[PageKey], bool] = lambda space: True
+) -> Survey:
+    """The `show` largest of each, in namespaces that are `wanted`. The paths that were added last are looked at first."""
+    walk = _Walk(tree, most_looks, wanted)
     stretches = list(walk)
     return Survey(
         stretches=tuple(nlargest(show, stretches, key=lambda each: (each.total_bytes, each.end))),
@@ -96,8 +98,9 @@ def survey(tree: Tree, *, show: int, most_looks: int = MOST_LOOKS) -> Survey:
 class _Walk:
     """One walk over a tree, depth first. Yields stretches, and keeps what it meets of checkpoints."""
 
-    def __init__(self, tree: Tree, most_looks: int) -> None:
+    def __init__(self, tree: Tree, most_looks: int, wanted: Callable[[PageKey], bool]) -> None:
         self._tree = tree
+        self._wanted = wanted
         self._left = most_looks
         self._page_tokens = tree.spec.page_tokens
         self._strides = [
@@ -110,7 +113,8 @@ class _Walk:
     def __iter__(self) -> Iterator[Stretch]:
         roots = self._tree.roots
         self.complete = len(roots) <= self._left
-        planted = [(space, root) for space, root in islice(reversed(roots.items()), self._left) if root.kids]
+        newest = islice(reversed(roots.items()), self._left)
+        planted = [(space, root) for space, root in newest if root.kids and self._wanted(space)]
         for num_before, (space, root) in enumerate(planted):
             share = max(self._left // (len(planted) - num_before), LEAST_LOOKS)
             yield from self._below(space, root, min(share, self._left))

@@ -67,7 +67,7 @@ test-routers: $(STAMP) ## Servers behind the router smg, alone and as prefill an
 	@PYTHON=$(PYTHON) benchmarks/peers/install_smg.sh
 	@$(BIN)/python -m pytest tests/routers tests/mooncake/test_handover_router.py
 
-test-ui: $(UI) ## The page at /ui in Chromium, which the system has to have (tests/ui/install.sh); a minute on two cores
+test-ui: $(UI) ## The page at /ui in Chromium, which the system has to have (tests/ui/install.sh); about two minutes on two cores
 	@for name in chromium chromium-browser google-chrome; do command -v $$name >/dev/null && exit 0; done; \
 		echo "there is no Chromium: run tests/ui/install.sh" >&2; exit 1
 	@$(BIN)/python -m pytest tests/ui

@@ -125,8 +125,8 @@ def test_the_tree_shows_what_takes_room_and_why_checkpoints_are_there(fresh: Run
     assert trunk["namespace"] == {**trunk["namespace"], "tenant": None, "salted": False}
     sizes = [sum(each["used_bytes"].values()) for each in found["paths"]]
     assert sizes == sorted(sizes, reverse=True) and sizes[-1] > 0
-    causes = {each["cause"]: each for each in found["causes"]}
-    assert causes["prompt_end"]["count"] >= MOST_PATHS and "branch" in causes and None not in causes
+    triggers = {each["trigger"]: each for each in found["triggers"]}
+    assert triggers["prompt_end"]["count"] >= MOST_PATHS and "branch" in triggers and None not in triggers
     saved = [each["saves_tokens"] for each in found["checkpoints"]]
     assert saved == sorted(saved, reverse=True) and found["checkpoints"][0]["says"]
     assert "words" not in json.dumps(found)
@@ -137,7 +137,7 @@ def test_what_has_a_salt_is_for_the_admin_token(fresh: Running) -> None:
     with client(fresh) as http, client(fresh, ADMIN) as admin:
         say(http, PROMPT, cache_salt="grains of sand")
         fresh.settle(lambda engine: engine.num_open == 0)
-        assert http.get("/cache/tree").json()["paths"] == [] == http.get("/cache/tree").json()["causes"]
+        assert http.get("/cache/tree").json()["paths"] == [] == http.get("/cache/tree").json()["triggers"]
         (path, *_) = admin.get("/cache/tree").json()["paths"]
         assert path["namespace"]["salted"] and "grains" not in admin.get("/cache/tree").text
 

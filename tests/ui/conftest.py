@@ -9,7 +9,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -35,15 +35,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="they need Chromium and Playwright: run `make test-ui`"))
 
 
+def chromium() -> dict[str, Any]:
+    """How Playwright starts the system's browser; nothing where there is none."""
+    found = next((path for name in BROWSERS if (path := shutil.which(name))), None)
+    sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []  # which root cannot have
+    return {} if found is None else {"executable_path": found, "args": sandbox}
+
+
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
     api = pytest.importorskip("playwright.sync_api", reason="they need Chromium and Playwright: run `make test-ui`")
-    found = next((path for name in BROWSERS if (path := shutil.which(name))), None)
-    if found is None:
+    if not chromium():
         pytest.skip("there is no Chromium: run tests/ui/install.sh, then `make test-ui`")
-    sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []  # which root cannot have
     with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=found, args=sandbox)
+        browser = playwright.chromium.launch(**chromium())
         yield browser
         browser.close()
 

@@ -50,7 +50,7 @@ def test_an_empty_server_says_that_there_is_nothing(open_page: OpenPage) -> None
     with running() as made:
         page = open_page(made.address)
         is_shown(page)
-        assert "No answer has ended" in text_of(page, "#sources") and "Nothing is cached." in text_of(page, "#paths")
+        assert "No answer has ended" in text_of(page, "#sources") and "Nothing is cached" in text_of(page, "#paths")
         assert "There are none." in text_of(page, "#checkpoints") and "None is attached." in text_of(page, "#store")
         assert "NaN" not in text_of(page, "body") and "undefined" not in text_of(page, "body")
 

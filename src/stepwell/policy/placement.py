@@ -22,12 +22,12 @@ INTERVAL_TOKENS = 8192  # of a prompt that is cut off somewhere, so much is comp
 MOST_ADDED = 0.125  # to the bytes of the pages: one of Kimi-K3's every 8,192 tokens would take twice the room of its pages
 
 
-class Cause(Enum):
+class Trigger(Enum):
     """Why a checkpoint was left where it is."""
 
     PROMPT_END = "end of a prompt"
     ANSWER = "end of an answer so far"
-    HINT = "end of a system prompt or of tools, or another hint"
+    HINT = "end of a system prompt, or a hint"
     BRANCH = "prompts part here"
     INTERVAL = "every so many tokens"
     ASKED = "another request waited for it, or the engine chose it"
@@ -88,19 +88,19 @@ def next_decode_stop(spec: ModelSpec, rules: PlacementRules, *, position: int) -
     return next((each for each in (stop, stop + step) if spec.needs_checkpoint_at(each)), None)
 
 
-def cause_of(
+def trigger_of(
     spec: ModelSpec, rules: PlacementRules, boundary: int, *, known: int, prompt_tokens: int, hints: Iterable[int] = ()
-) -> Cause:
+) -> Trigger:
     """Why a request leaves a checkpoint at `boundary`; the first that holds, of what could be said. `known` as above."""
     if boundary >= prompt_tokens:
-        return Cause.INTERVAL if is_milestone(spec, rules, boundary) else Cause.ANSWER
+        return Trigger.INTERVAL if is_milestone(spec, rules, boundary) else Trigger.ANSWER
     if boundary == spec.usable(prompt_tokens):
-        return Cause.PROMPT_END
+        return Trigger.PROMPT_END
     if boundary in {spec.floor(hint) for hint in hints}:
-        return Cause.HINT
+        return Trigger.HINT
     if boundary == spec.floor(known):
-        return Cause.BRANCH
-    return Cause.INTERVAL if is_milestone(spec, rules, boundary) else Cause.ASKED
+        return Trigger.BRANCH
+    return Trigger.INTERVAL if is_milestone(spec, rules, boundary) else Trigger.ASKED
 
 
 def is_milestone(spec: ModelSpec, rules: PlacementRules, boundary: int) -> bool:

@@ -14,7 +14,8 @@ import asyncio
 from itertools import chain, islice
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
 
 from stepwell.base.ids import CACHED_TIERS
 from stepwell.base.prompt import Namespace
@@ -28,7 +29,7 @@ from stepwell.store.api import SpaceSize, Store, StoreSize, largest_spaces, size
 from stepwell.tiers.lease import LeaseState
 from stepwell.tree.survey import Kept, Stretch, Survey
 
-MOST_REQUESTS, MOST_PATHS, MOST_SPACES = 50, 12, 50
+MOST_REQUESTS, MOST_PATHS, MOST_SPACES = 50, 10, 50
 REUSED_S = 1.0  # for which a survey is handed out again: many may look at once, and the engine has other work
 ID_DIGITS = 12  # of a namespace's digest, as `stepwell store stat` shows them
 
@@ -38,8 +39,8 @@ def watch_router(served: Served, stores: Stores) -> APIRouter:
     surveys: dict[bool, tuple[float, dict[str, Any]]] = {}  # whether with what has a salt: since when, and what was found
 
     @router.get("/cache/history")
-    async def history() -> dict[str, Any]:
-        return await served.call(lambda engine: served.history.read())
+    async def history() -> Response:
+        return JSONResponse(await served.call(lambda engine: served.history.read()))  # numbers by the thousand, as they are
 
     @router.get("/cache/requests")
     async def requests(request: Request) -> dict[str, Any]:
@@ -160,21 +161,21 @@ def _tree(engine: Engine, *, salted: bool) -> dict[str, Any]:
             }
             for each in found.stretches
         ],
-        "causes": [
+        "triggers": [
             {
-                "cause": cause.name.lower() if cause is not None else None,
-                "says": cause.value if cause is not None else "not known",
+                "trigger": trigger.name.lower() if trigger is not None else None,
+                "says": trigger.value if trigger is not None else "not known",
                 "count": tally.count,
                 "used_bytes": _by_tier(tally.size_bytes),
             }
-            for cause, tally in sorted(found.causes.items(), key=lambda each: -each[1].count)
+            for trigger, tally in sorted(found.triggers.items(), key=lambda each: -each[1].count)
         ],
         "checkpoints": [
             {
                 **common(each, each.saves_tokens),
                 "at": each.boundary,
-                "cause": each.cause.name.lower() if each.cause is not None else None,
-                "says": each.cause.value if each.cause is not None else "not known",
+                "trigger": each.trigger.name.lower() if each.trigger is not None else None,
+                "says": each.trigger.value if each.trigger is not None else "not known",
                 "saves_tokens": each.saves_tokens,
                 "used_bytes": _by_tier(each.size_bytes),
                 "uses": each.uses,

@@ -22,7 +22,7 @@ import numpy as np
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.prompt import PageKey
 from stepwell.memory.row_pages import ABSENT
-from stepwell.policy.placement import Cause
+from stepwell.policy.placement import Trigger
 from stepwell.tree.node import Checkpoint, Node, Run
 from stepwell.tree.tree import Tree
 
@@ -54,7 +54,7 @@ class Kept:
 
     space: PageKey
     boundary: int  # in tokens
-    cause: Cause | None
+    trigger: Trigger | None
     saves_tokens: int
     size_bytes: tuple[int, int]  # by tier, 0 where it is not; neighbours may share windows, which count for each
     uses: int
@@ -76,7 +76,7 @@ class Survey:
     stretches: tuple[Stretch, ...]
     num_stretches: int
     checkpoints: tuple[Kept, ...]
-    causes: dict[Cause | None, Tally]
+    triggers: dict[Trigger | None, Tally]
     complete: bool  # else the tree has more than was looked at
 
 
@@ -90,7 +90,7 @@ def survey(
         stretches=tuple(nlargest(show, stretches, key=lambda each: (each.total_bytes, each.end))),
         num_stretches=len(stretches),
         checkpoints=tuple(nlargest(show, walk.kept, key=lambda each: (each.saves_tokens, each.used_at_s))),
-        causes=walk.causes,
+        triggers=walk.triggers,
         complete=walk.complete,
     )
 
@@ -107,7 +107,7 @@ class _Walk:
             tree.arenas[tier].layout.prefix_stride if tier in tree.arenas else 0 for tier in (Tier.DEVICE, Tier.HOST)
         ]
         self.kept: list[Kept] = []
-        self.causes: dict[Cause | None, Tally] = {}
+        self.triggers: dict[Trigger | None, Tally] = {}
         self.complete = True
 
     def __iter__(self) -> Iterator[Stretch]:
@@ -167,7 +167,7 @@ class _Walk:
     def _keep(self, stretch: Stretch, checkpoint: Checkpoint, before: int) -> None:
         held = [each for each in checkpoint.held if each is not None]
         device, host = (each.size_bytes if each is not None else 0 for each in checkpoint.held)
-        tally = self.causes.setdefault(checkpoint.cause, Tally())
+        tally = self.triggers.setdefault(checkpoint.trigger, Tally())
         tally.count += 1
         tally.size_bytes[Tier.DEVICE] += device
         tally.size_bytes[Tier.HOST] += host
@@ -176,7 +176,7 @@ class _Walk:
             Kept(
                 space=stretch.space,
                 boundary=checkpoint.page * self._page_tokens,
-                cause=checkpoint.cause,
+                trigger=checkpoint.trigger,
                 saves_tokens=(checkpoint.page - before) * self._page_tokens,
                 size_bytes=(device, host),
                 uses=checkpoint.uses,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tree_bench import Bench
 
 from stepwell import Namespace, Tier
-from stepwell.policy.placement import Cause
+from stepwell.policy.placement import Trigger
 from stepwell.tree.node import Use
 from stepwell.tree.survey import survey
 
@@ -50,15 +50,15 @@ def test_a_checkpoint_saves_what_lies_before_it_up_to_the_one_above() -> None:
     for page in (2, 5):
         made = bench.checkpoint([1, 2, 3, 4, 5, 6], page)
         assert made is not None
-        made.checkpoint.cause = Cause.BRANCH if page == 2 else Cause.PROMPT_END
+        made.checkpoint.trigger = Trigger.BRANCH if page == 2 else Trigger.PROMPT_END
     bench.insert([1, 2, 3, 9])  # splits the node between the two
     bench.checkpoint([1, 2, 3, 4, 5, 6], 5, Tier.HOST)
     found = survey(bench.tree, show=10)
-    saved = {each.boundary // PAGE: (each.saves_tokens // PAGE, each.cause) for each in found.checkpoints}
-    assert saved == {2: (2, Cause.BRANCH), 5: (3, Cause.PROMPT_END)}
+    saved = {each.boundary // PAGE: (each.saves_tokens // PAGE, each.trigger) for each in found.checkpoints}
+    assert saved == {2: (2, Trigger.BRANCH), 5: (3, Trigger.PROMPT_END)}
     deep = found.checkpoints[0]
     assert deep.boundary == 5 * PAGE and all(deep.size_bytes) and not deep.in_use
-    tally = found.causes[Cause.PROMPT_END]
+    tally = found.triggers[Trigger.PROMPT_END]
     assert (tally.count, tuple(tally.size_bytes)) == (1, deep.size_bytes)
     assert sum(each.checkpoints for each in found.stretches) == 2
 
@@ -96,4 +96,4 @@ def test_no_namespace_uses_up_the_looks_of_others() -> None:
 
 def test_an_empty_tree_has_nothing_and_all_of_it_was_seen() -> None:
     found = survey(Bench().tree, show=5)
-    assert found.complete and not found.stretches and not found.checkpoints and not found.causes
+    assert found.complete and not found.stretches and not found.checkpoints and not found.triggers

@@ -15,13 +15,14 @@ export function patterns() {
   const stripe = svg("path", { d: "M1 0V6", stroke: "var(--hatch)", "stroke-width": 2 });
   const ground = svg("rect", { width: 6, height: 6, fill: "var(--store)" });
   const shape = { id: "hatched", width: 6, height: 6, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" };
-  return svg("svg", { width: 0, height: 0, class: "unseen", "aria-hidden": "true" }, svg("defs", null, svg("pattern", shape, ground, stripe)));
+  const defined = svg("defs", null, svg("pattern", shape, ground, stripe));
+  return svg("svg", { width: 0, height: 0, class: "unseen", "aria-hidden": "true" }, defined);
 }
 
 export function key(names) {
   return Object.entries(names).map(([name, says]) => {
-    const swatch = svg("svg", { width: 15, height: 13, "aria-hidden": "true" }, svg("rect", { x: 0.5, y: 0.5, width: 14, height: 12, ...look(name) }));
-    return el("span", null, swatch, ` ${says}`);
+    const swatch = svg("rect", { x: 0.5, y: 0.5, width: 14, height: 12, ...look(name) });
+    return el("span", null, svg("svg", { width: 15, height: 13, "aria-hidden": "true" }, swatch), ` ${says}`);
   });
 }
 
@@ -29,9 +30,9 @@ export function key(names) {
 export function bar(parts, whole, label) {
   let at = 0;
   const pieces = parts.filter((part) => part[1] > 0).map(([name, amount, says]) => {
-    const piece = svg("rect", { x: `${at}%`, y: 1, width: `${(100 * amount) / whole}%`, height: 14, ...look(name) }, svg("title", null, says));
-    at += (100 * amount) / whole;
-    return piece;
+    const wide = (100 * amount) / whole, x = at;
+    at += wide;
+    return svg("rect", { x: `${x}%`, y: 1, width: `${wide}%`, height: 14, ...look(name) }, svg("title", null, says));
   });
   const frame = svg("rect", { x: 0, y: 1, width: "100%", height: 14, fill: "none", stroke: "var(--soft)", "stroke-width": 1 });
   return svg("svg", { class: "bar", width: "100%", height: 16, role: "img", "aria-label": label }, ...pieces, frame);
@@ -46,10 +47,11 @@ export function spanOf(history) {
 
 // Sums of samples by equal parts of the clock's time, so that a sample stays in its part as time goes on.
 function binned(history, span, nowMs) {
-  const width = span / NUM_BINS, last = Math.floor(nowMs / 1000 / width);
-  const bins = Array.from({ length: NUM_BINS }, (_, at) => ({ at: (last - NUM_BINS + 1 + at) * width, total: 0, device: 0, host: 0, store: 0, computed: 0 }));
+  const width = span / NUM_BINS, first = Math.floor(nowMs / 1000 / width) - NUM_BINS + 1;
+  const empty = { total: 0, device: 0, host: 0, store: 0, computed: 0 };
+  const bins = Array.from({ length: NUM_BINS }, (_, at) => ({ at: (first + at) * width, ...empty }));
   history.ago_s.forEach((agoS, at) => {
-    const bin = bins[Math.floor((nowMs / 1000 - agoS) / width) - (last - NUM_BINS + 1)];
+    const bin = bins[Math.floor((nowMs / 1000 - agoS) / width) - first];
     if (!bin) return;
     for (const source of SOURCES) {
       bin[source] += history.prompt_tokens[source][at];
@@ -59,7 +61,8 @@ function binned(history, span, nowMs) {
   return { bins, width };
 }
 
-const clock = (unixS) => new Date(unixS * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", hour12: false });
+const HOURS = { hour: "2-digit", minute: "2-digit", hour12: false };
+const clock = (unixS) => new Date(unixS * 1000).toLocaleTimeString([], HOURS);
 
 // Shares of prompts by source as stacked columns, and beneath them how many tokens there were.
 export function sourcesChart(history, width) {
@@ -84,7 +87,8 @@ export function sourcesChart(history, width) {
     }
     if (!bin.total) return;
     const says = SOURCES.map((source) => `${source} ${percent(bin[source] / bin.total)}`).join(", ");
-    const group = svg("g", null, svg("title", null, `${clock(bin.at)}, ${seconds} s: ${count(bin.total)} prompt tokens; ${says}`));
+    const title = `${clock(bin.at)}, ${seconds} s: ${count(bin.total)} prompt tokens; ${says}`;
+    const group = svg("g", null, svg("title", null, title));
     let y = floor;
     for (const source of SOURCES) {
       const tallness = (tall * bin[source]) / bin.total;
@@ -99,16 +103,21 @@ export function sourcesChart(history, width) {
   return svg("svg", { viewBox: `0 0 ${width} ${height}`, width: "100%", role: "img", "aria-label": label }, ...parts);
 }
 
-const short = (number) => (number >= 1e6 ? `${(number / 1e6).toFixed(1)}M` : number >= 1e4 ? `${Math.round(number / 1e3)}k` : count(number));
+function short(number) {
+  if (number >= 1e6) return `${(number / 1e6).toFixed(1)}M`;
+  return number >= 1e4 ? `${Math.round(number / 1e3)}k` : count(number);
+}
 
 // How full a tier was: a line from left to right, as high as it was full.
 export function fillLine(history, tier, sizeBytes) {
   const span = spanOf(history), used = history.used_bytes[tier] || [];
-  const points = used.map((size, at) => [100 - (100 * history.ago_s[at]) / span, 30 - (30 * size) / sizeBytes]).filter(([x]) => x >= 0);
-  if (points.length < 2) return null;
-  const path = points.map(([x, y]) => `${x.toFixed(2)} ${y.toFixed(2)}`).join("L");
-  const area = svg("path", { d: `M${points[0][0].toFixed(2)} 30L${path}L${points[points.length - 1][0].toFixed(2)} 30Z`, fill: "var(--line)" });
-  const line = svg("path", { d: `M${path}`, fill: "none", stroke: "var(--soft)", "stroke-width": 1.5, "vector-effect": "non-scaling-stroke" });
+  const points = used.map((size, at) => [100 - (100 * history.ago_s[at]) / span, 30 - (30 * size) / sizeBytes]);
+  const seen = points.filter(([x]) => x >= 0).map((point) => point.map((each) => each.toFixed(2)));
+  if (seen.length < 2) return null;
+  const path = seen.map((point) => point.join(" ")).join("L");
+  const area = svg("path", { d: `M${seen[0][0]} 30L${path}L${seen[seen.length - 1][0]} 30Z`, fill: "var(--line)" });
+  const pen = { fill: "none", stroke: "var(--soft)", "stroke-width": 1.5, "vector-effect": "non-scaling-stroke" };
   const label = `${tier} memory over ${span / 60} minutes, now ${bytes(used[used.length - 1])} of ${bytes(sizeBytes)}`;
-  return svg("svg", { class: "line", viewBox: "0 0 100 30", preserveAspectRatio: "none", width: "100%", height: 30, role: "img", "aria-label": label }, area, line);
+  const box = { class: "line", viewBox: "0 0 100 30", preserveAspectRatio: "none", width: "100%", height: 30 };
+  return svg("svg", { ...box, role: "img", "aria-label": label }, area, svg("path", { d: `M${path}`, ...pen }));
 }

@@ -7,6 +7,7 @@ import * as panels from "./panels.js";
 const EVERY_MS = 5000;
 const PATIENCE_MS = 15000;
 const TOKEN = "stepwell-token";
+const NOT_ADMIN = "This is not the admin token: pins, flushes and what has a salt are not for it.";
 
 let token = remembered();
 let operates = false;
@@ -27,10 +28,11 @@ async function ask(path, { method = "GET", body } = {}) {
   const headers = {};
   if (token) headers.Authorization = `Bearer ${String.fromCharCode(...new TextEncoder().encode(token))}`;
   if (body !== undefined) headers["Content-Type"] = "application/json";
-  const reply = await fetch(path, { method, headers, body: body === undefined ? undefined : JSON.stringify(body), cache: "no-store", signal: AbortSignal.timeout(PATIENCE_MS) });
+  const sent = body === undefined ? undefined : JSON.stringify(body);
+  const reply = await fetch(path, { method, headers, body: sent, cache: "no-store", signal: AbortSignal.timeout(PATIENCE_MS) });
   const answer = await reply.json().catch(() => null);
   if (reply.ok && answer !== null) return answer;
-  throw new Refused(reply.status, (answer && answer.error && answer.error.message) || `the server answered with status ${reply.status}`);
+  throw new Refused(reply.status, answer?.error?.message || `the server answered with status ${reply.status}`);
 }
 
 async function look() {
@@ -51,7 +53,8 @@ async function refresh() {
     shown = seen;
     operates = seen.state.admin;
     draw();
-    say("ok", `${count(shown.state.requests.active)} running, ${count(shown.state.requests.waiting)} waiting · ${new Date().toLocaleTimeString()}`);
+    const { active, waiting } = seen.state.requests;
+    say("ok", `${count(active)} running, ${count(waiting)} waiting · ${new Date().toLocaleTimeString()}`);
     timer = setTimeout(refresh, EVERY_MS);
   } catch (error) {
     if (mine === turn) failed(error);
@@ -62,12 +65,12 @@ function failed(error) {
   if (error instanceof Refused && error.status === 401) {
     shown = null;
     byId("main").hidden = true;
-    say("refused", token ? "This token does not open this page: type the admin token below." : "This server wants its admin token, or its API key: type it below.");
+    say("refused", token ? "This token does not open this page: type the admin token below."
+      : "This server wants its admin token, or its API key: type it below.");
     tokenNote();
     return; // until somebody types another
   }
-  const why = error instanceof Refused ? sentence(error.message) : "The server does not answer.";
-  say("stale", `${why} Trying again every ${EVERY_MS / 1000} seconds${shown ? "; what is below is old" : ""}.`);
+  say("stale", `${reason(error)} Trying again every ${EVERY_MS / 1000} seconds${shown ? "; what is below is old" : ""}.`);
   timer = setTimeout(refresh, EVERY_MS);
 }
 
@@ -103,9 +106,10 @@ function draw() {
 function tokenNote() {
   byId("forget").hidden = !token;
   byId("token-form").dataset.state = operates && shown ? "admin" : token ? "other" : "none";
-  byId("token-note").textContent = !token ? "Kept in this tab until it is closed. Needed to pin, to flush, and to see what has a salt."
-    : operates && shown ? "The admin token is used. It is kept in this tab until it is closed."
-      : shown ? "This is not the admin token: pins, flushes and what has a salt are not for it." : "Not tried yet, or refused.";
+  let says = "Kept in this tab until it is closed. Needed to pin, to flush, and to see what has a salt.";
+  if (token && !shown) says = "Not tried yet, or refused.";
+  else if (token) says = operates ? "The admin token is used. It is kept in this tab until it is closed." : NOT_ADMIN;
+  byId("token-note").textContent = says;
 }
 
 // ---- doing --------------------------------------------------------------------------------------
@@ -123,7 +127,8 @@ function owner(salt, tenant) {
   return made;
 }
 
-const problem = (error) => el("p", { class: "problem" }, error instanceof Refused ? sentence(error.message) : "The server does not answer.");
+const reason = (error) => (error instanceof Refused ? sentence(error.message) : "The server does not answer.");
+const problem = (error) => el("p", { class: "problem" }, reason(error));
 
 async function explain(event) {
   event.preventDefault();
@@ -138,8 +143,8 @@ async function pin() {
   const ttl = Number(byId("ttl").value);
   try {
     const made = await ask("cache/pins", { method: "POST", body: { ...prompt(), ...(ttl > 0 ? { ttl_s: ttl } : {}) } });
-    const says = made.id === null ? "Nothing of it is cached, so nothing was pinned." : `Pinned ${count(made.pinned_tokens)} of ${count(made.prompt_tokens)} tokens, as pin #${made.id}.`;
-    fill("explained", el("p", { class: "says" }, says));
+    const pinned = `Pinned ${count(made.pinned_tokens)} of ${count(made.prompt_tokens)} tokens, as pin #${made.id}.`;
+    fill("explained", el("p", { class: "says" }, made.id === null ? "Nothing of it is cached, so nothing was pinned." : pinned));
     await refresh();
   } catch (error) {
     fill("explained", problem(error));
@@ -157,7 +162,7 @@ async function release(number) {
 
 function armed(really) {
   const { cache_salt: salt, tenant } = owner("flush-salt", "flush-tenant");
-  const what = [salt === undefined ? null : "this salt", tenant === undefined ? null : `tenant ${tenant}`].filter(Boolean).join(" of ") || "everything";
+  const what = [salt && "this salt", tenant && `tenant ${tenant}`].filter(Boolean).join(" of ") || "everything";
   byId("flush").dataset.armed = really ? "yes" : "";
   byId("flush").textContent = really ? `Really flush ${what}` : "Flush";
   byId("keep").hidden = !really;
@@ -187,8 +192,8 @@ function remembered() {
   }
 }
 
-function use(given) {
-  token = given.trim();
+function use(typed) {
+  token = typed.trim();
   operates = false;
   try {
     if (token) sessionStorage.setItem(TOKEN, token);
@@ -201,11 +206,24 @@ function use(given) {
   refresh();
 }
 
+function given(event) {
+  event.preventDefault();
+  if (byId("token").value.trim()) use(byId("token").value);
+}
+
+function forget() {
+  shown = null;
+  byId("main").hidden = true;
+  fill("explained");
+  use("");
+}
+
 // ---- beginning ----------------------------------------------------------------------------------
 
 document.body.prepend(patterns());
-byId("token-form").addEventListener("submit", (event) => { event.preventDefault(); if (byId("token").value.trim()) use(byId("token").value); });
-byId("forget").addEventListener("click", () => { shown = null; byId("main").hidden = true; use(""); });
+tokenNote();
+byId("token-form").addEventListener("submit", given);
+byId("forget").addEventListener("click", forget);
 byId("prompt-form").addEventListener("submit", explain);
 byId("pin").addEventListener("click", pin);
 byId("flush-form").addEventListener("submit", flush);

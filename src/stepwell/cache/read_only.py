@@ -22,6 +22,7 @@ from stepwell.tiers.state import CacheState, one_thread
 from stepwell.tree.cached_now import cached_now
 from stepwell.tree.feed import CacheEvent
 from stepwell.tree.match import Match, find
+from stepwell.tree.survey import Survey, survey
 
 
 class ReadOnlyCache:
@@ -68,6 +69,25 @@ class ReadOnlyCache:
         or that lost something.
         """
         return cached_now(self._state.tree)
+
+    @one_thread
+    def survey(self, *, show: int, salted: bool = True) -> Survey:
+        """The largest stretches of cached paths, and the checkpoints that save most. As much work for any size of the tree.
+
+        Without `salted`, what is in namespaces with a salt is left out, for askers who do not know it.
+        """
+        known = self._state.namespaces
+
+        def wanted(digest: PageKey) -> bool:
+            namespace = known.get(digest)
+            return salted or (namespace is not None and namespace.salt is None)
+
+        return survey(self._state.tree, show=show, wanted=wanted)
+
+    @property
+    def compute_tokens_per_s(self) -> float | None:
+        """How fast prompts were computed of late; None before that is known."""
+        return self._state.compute_speed.per_s
 
     @property
     def copying(self) -> int:

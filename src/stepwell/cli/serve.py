@@ -328,6 +328,7 @@ def _summary(
         *([] if key is None else [("store key", f"{key.id.hex()}: only what was written with it is used")]),
         ("admin token", f"{keys.admin_token} (for this run)" if made else "as given"),
         ("API key", _who_may_ask(keys, tenants)),
+        ("page", f"{address}/ui"),
         ("address", address),
     ]
     lines += [("warning", each) for each in tenants.warnings]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import Enum
 from math import inf
 
 from stepwell.base.config import PlacementConfig
@@ -19,6 +20,18 @@ from stepwell.base.spec import ModelSpec
 LONGEST_STEP = 1 << 40  # tokens: a step beyond any prompt is none
 INTERVAL_TOKENS = 8192  # of a prompt that is cut off somewhere, so much is computed again at most
 MOST_ADDED = 0.125  # to the bytes of the pages: one of Kimi-K3's every 8,192 tokens would take twice the room of its pages
+
+
+class Trigger(Enum):
+    """Why a checkpoint was left where it is."""
+
+    PROMPT_END = "end of a prompt"
+    ANSWER = "end of an answer so far"
+    HINT = "end of a system prompt, or a hint"
+    BRANCH = "prompts part here"
+    INTERVAL = "every so many tokens"
+    ASKED = "another request waited for it, or the engine chose it"
+    STORE = "came from the store"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +86,21 @@ def next_decode_stop(spec: ModelSpec, rules: PlacementRules, *, position: int) -
     stop = position - position % step + step
     # Of two stops in a row at least one needs a checkpoint, or none ever does.
     return next((each for each in (stop, stop + step) if spec.needs_checkpoint_at(each)), None)
+
+
+def trigger_of(
+    spec: ModelSpec, rules: PlacementRules, boundary: int, *, known: int, prompt_tokens: int, hints: Iterable[int] = ()
+) -> Trigger:
+    """Why a request leaves a checkpoint at `boundary`; the first that holds, of what could be said. `known` as above."""
+    if boundary >= prompt_tokens:
+        return Trigger.INTERVAL if is_milestone(spec, rules, boundary) else Trigger.ANSWER
+    if boundary == spec.usable(prompt_tokens):
+        return Trigger.PROMPT_END
+    if boundary in {spec.floor(hint) for hint in hints}:
+        return Trigger.HINT
+    if boundary == spec.floor(known):
+        return Trigger.BRANCH
+    return Trigger.INTERVAL if is_milestone(spec, rules, boundary) else Trigger.ASKED
 
 
 def is_milestone(spec: ModelSpec, rules: PlacementRules, boundary: int) -> bool:

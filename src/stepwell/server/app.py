@@ -21,6 +21,8 @@ from stepwell.server.responses import responses_router
 from stepwell.server.served import Served
 from stepwell.server.stores import Stores
 from stepwell.server.tokens import tokens_router
+from stepwell.server.ui_routes import ui_router
+from stepwell.server.watch_routes import watch_router
 
 
 def build_app(served: Served, stores: Stores, door: Door) -> FastAPI:
@@ -40,6 +42,8 @@ def build_app(served: Served, stores: Stores, door: Door) -> FastAPI:
         tokens_router(served),
         question_router(served, stores, pins),
         order_router(served, stores, pins),
+        watch_router(served, stores),
+        ui_router(),
         _metrics_router(served),
     ):
         app.include_router(router)

@@ -20,6 +20,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import ConfigDict, Field, field_validator
 
+from stepwell import __version__
 from stepwell.cache.explain import Explanation
 from stepwell.cache.question import Question
 from stepwell.engine.engine import Engine
@@ -81,8 +82,9 @@ def question_router(served: Served, stores: Stores, pins: Pins) -> APIRouter:
     router, principals = APIRouter(), served.principals
 
     @router.get("/cache", dependencies=[watching(principals)])
-    async def state() -> dict[str, Any]:
-        return await served.call(lambda engine: _state(engine, served, stores))
+    async def state(request: Request) -> dict[str, Any]:
+        found = await served.call(lambda engine: _state(engine, served, stores))
+        return {**found, "admin": principal_of(request).operates}  # whether orders of whoever asks would be taken
 
     @router.get("/cache/pins", dependencies=[owning(principals)])
     async def listed(request: Request) -> dict[str, Any]:
@@ -176,6 +178,7 @@ def _state(engine: Engine, served: Served, stores: Stores) -> dict[str, Any]:
     state, spec = read_state(engine), engine.cache.spec
     return {
         "model": served.name,
+        "version": __version__,
         "page_tokens": spec.page_tokens,
         "bytes_per_token": float(spec.bytes_per_token),
         "checkpoint_bytes": spec.checkpoint_bytes(),
@@ -185,10 +188,7 @@ def _state(engine: Engine, served: Served, stores: Stores) -> dict[str, Any]:
         "requests": {"waiting": state.waiting, "active": state.active},
         "pending": state.pending,
         "deferred": state.deferred,
-        "tiers": {
-            tier.label: {"used_bytes": sizes.used_bytes, "available_bytes": sizes.available_bytes}
-            for tier, sizes in state.tiers.items()
-        },
+        "tiers": {tier.label: asdict(sizes) for tier, sizes in state.tiers.items()},
         "tenants": {name: {tier.label: asdict(sizes) for tier, sizes in tiers.items()} for name, tiers in state.tenants.items()},
         "store": {"name": stores.where, "state": state.store.name.lower(), "says": state.store.value},
         "counters": dict(state.counters),

@@ -111,15 +111,14 @@ def _store_size(state: EngineState) -> Iterator[Metric]:
     """Nothing for a store that does not know. One that is closed meanwhile has no size."""
     used = GaugeMetricFamily("stepwell_store_used_bytes", "Bytes of values in the store, where it knows.")
     budget = GaugeMetricFamily("stepwell_store_budget_bytes", "What the store may take, where there is a limit.")
-    for store in state.stores[-1:] if state.store is not LinkState.DETACHED else ():
-        try:
-            size = size_of(store)
-        except StepwellError:
-            continue
-        if size is not None:
-            used.add_metric([], size.used_bytes)
-        if size is not None and size.budget_bytes is not None:
-            budget.add_metric([], size.budget_bytes)
+    try:
+        size = size_of(state.attached) if state.attached is not None else None
+    except StepwellError:
+        size = None
+    if size is not None:
+        used.add_metric([], size.used_bytes)
+    if size is not None and size.budget_bytes is not None:
+        budget.add_metric([], size.budget_bytes)
     yield from (used, budget)
 
 

@@ -25,6 +25,7 @@ from stepwell.server.activity_log import ThroughputLog
 from stepwell.server.app import build_app
 from stepwell.server.door import Door
 from stepwell.server.handover import Offers, Peers
+from stepwell.server.history import History
 from stepwell.server.kv_events.publisher import EventPublisher, EventSocket
 from stepwell.server.load import LoadMeter
 from stepwell.server.metrics import Metrics
@@ -91,6 +92,7 @@ class ModelServer:
         server, whose store is attached.
         """
         self._load = LoadMeter(engine)
+        self._history = History(engine)
         self._throughput = ThroughputLog(engine)
         self._events = None if events is None else EventPublisher(engine.cache, events)
         self._loop = EngineLoop(engine, after_step=self._after_step)
@@ -106,6 +108,7 @@ class ModelServer:
             max_context=engine.max_context,
             metrics=Metrics(self._loop, name, name_tenants=not open_metrics),
             load=self._load,
+            history=self._history,
             principals=principals,
             clock=engine.clock,
             aliases=aliases,
@@ -146,6 +149,7 @@ class ModelServer:
 
     def _after_step(self, deltas: Sequence[Delta]) -> None:
         self._load.after_step(deltas)
+        self._history.after_step(deltas)
         self._throughput.after_step(deltas)
         if self._events is not None:
             self._events.take()

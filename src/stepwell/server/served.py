@@ -16,6 +16,7 @@ from stepwell.engine.loop import EngineLoop
 from stepwell.engine.text import Text
 from stepwell.server.errors import ApiError
 from stepwell.server.handover import Offers, Peers
+from stepwell.server.history import History
 from stepwell.server.load import LoadMeter
 from stepwell.server.metrics import Metrics
 from stepwell.server.principals import Principals
@@ -43,6 +44,7 @@ class Served:
     max_context: int
     metrics: Metrics
     load: LoadMeter
+    history: History
     principals: Principals
     clock: Clock
     aliases: tuple[str, ...] = ()  # other names of the model

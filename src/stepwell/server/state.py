@@ -31,6 +31,11 @@ class EngineState:
     counters: Mapping[str, int]
     spilling: SpillReport | None  # None where rows do not spill
 
+    @property
+    def attached(self) -> Store | None:
+        """The store in use, if there is one."""
+        return self.stores[-1] if self.stores and self.store is not LinkState.DETACHED else None
+
 
 def read_state(engine: Engine) -> EngineState:
     stats = engine.cache.stats()

@@ -25,7 +25,7 @@ WORDS: Mapping[str, str] = {
     "computed": "prompt tokens that the cache did not have, and the model had to work through",
 }
 
-_STYLE = """:root { color-scheme: light dark; --paper: #fff; --ink: #222; --soft: #595959; --line: #d8d8d8; --bar: #595959;
+STYLE = """:root { color-scheme: light dark; --paper: #fff; --ink: #222; --soft: #595959; --line: #d8d8d8; --bar: #595959;
   --green: #0b6e4f; --blue: #1f4e9c; --red: #b23a48; --device: #0b6e4f; --host: #7cc48a; --store: #f7d184; --hatch: #8a5a00; }
 @media screen and (prefers-color-scheme: dark) { :root { --paper: #16181b; --ink: #e8e8e8; --soft: #a9adb3; --line: #3a3e44;
   --bar: #a9adb3; --green: #4fc795; --blue: #83aefc; --red: #ff8490; --device: #2fa878; --host: #a5dcae; } }
@@ -48,7 +48,7 @@ dt { font-weight: 600; float: left; clear: left; margin-right: .6em; } dd { marg
 def page(title: str, about: str, body: str) -> str:
     """A whole page around `body`, which is HTML; its title, and what it is about, for people who see it first, are not."""
     view = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-    head = f"<head>{view}<title>{escape(title)}</title><style>{_STYLE}</style></head>"
+    head = f"<head>{view}<title>{escape(title)}</title><style>{STYLE}</style></head>"
     told = f"<header><p>{escape(title)}. {prose(about)}</p></header>"
     return f'<!doctype html><html lang="en">{head}<body>{told}{body}</body></html>\n'
 

@@ -176,17 +176,33 @@ class StoreSize:
     budget_bytes: int | None  # None: no limit
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpaceSize:
+    space: Space
+    values: int
+    used_bytes: int
+
+
 class SizedStore(Store, Protocol):
-    """A store that knows how full it is."""
+    """A store that knows how full it is, and of what."""
 
     def size(self) -> StoreSize:
         """Quick to answer. Raises StoreError once it is closed."""
+        ...
+
+    def largest_spaces(self, most: int) -> list[SpaceSize]:
+        """The spaces with most bytes, largest first. Looks at spaces, not at values. Raises StoreError once it is closed."""
         ...
 
 
 def size_of(store: Store) -> StoreSize | None:
     """How full a store is; None for one that does not know."""
     return cast(SizedStore, store).size() if store.traits.sized else None
+
+
+def largest_spaces(store: Store, most: int) -> list[SpaceSize] | None:
+    """What a store holds, by space; None for one that does not know."""
+    return cast(SizedStore, store).largest_spaces(most) if store.traits.sized else None
 
 
 def register(store: Store, memory: Sequence[memoryview]) -> None:

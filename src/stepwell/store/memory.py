@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from heapq import nlargest
 from threading import Lock
 
 from stepwell.base.errors import StoreError
@@ -13,6 +14,7 @@ from stepwell.store.api import (
     ReadOutcome,
     ReadResult,
     Space,
+    SpaceSize,
     StoreSize,
     Traits,
     Write,
@@ -37,6 +39,7 @@ class MemoryStore:
         self._budget_bytes = budget_bytes
         self._values: dict[_Name, _Value] = {}
         self._used_bytes = 0
+        self._sizes: dict[bytes, SpaceSize] = {}  # of spaces that hold something
         self._lock = Lock()
         self._closed = False
 
@@ -54,6 +57,11 @@ class MemoryStore:
         with self._lock:
             self._must_be_open()
             return StoreSize(used_bytes=self._used_bytes, budget_bytes=self._budget_bytes)
+
+    def largest_spaces(self, most: int) -> list[SpaceSize]:
+        with self._lock:
+            self._must_be_open()
+            return nlargest(most, self._sizes.values(), key=lambda each: each.used_bytes)
 
     def contains(self, space: Space, keys: Sequence[bytes]) -> list[bool]:
         with self._lock:
@@ -93,6 +101,7 @@ class MemoryStore:
         with self._lock:
             self._closed = True
             self._values.clear()
+            self._sizes.clear()
             self._used_bytes = 0
 
     def _must_be_open(self) -> None:
@@ -115,7 +124,7 @@ class MemoryStore:
         if not self._make_room(len(write.data)):
             return WriteOutcome.TOO_LARGE
         self._values[name] = _Value(bytes(write.data), write.stamp, write.parent)
-        self._used_bytes += len(write.data)
+        self._count(space, values=1, size_bytes=len(write.data))
         return WriteOutcome.STORED
 
     def _make_room(self, size: int) -> bool:
@@ -139,5 +148,13 @@ class MemoryStore:
     def _drop(self, name: _Name) -> bool:
         value = self._values.pop(name, None)
         if value is not None:
-            self._used_bytes -= len(value.data)
+            self._count(self._sizes[name[0]].space, values=-1, size_bytes=-len(value.data))
         return value is not None
+
+    def _count(self, space: Space, *, values: int, size_bytes: int) -> None:
+        self._used_bytes += size_bytes
+        before = self._sizes.get(space.digest) or SpaceSize(space=space, values=0, used_bytes=0)
+        if before.values + values:
+            self._sizes[space.digest] = replace(before, values=before.values + values, used_bytes=before.used_bytes + size_bytes)
+        else:
+            del self._sizes[space.digest]

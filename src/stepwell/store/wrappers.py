@@ -16,6 +16,7 @@ from stepwell.store.api import (
     ReadResult,
     SizedStore,
     Space,
+    SpaceSize,
     Store,
     StoreSize,
     Traits,
@@ -67,6 +68,9 @@ class Wrapper:
 
     def size(self) -> StoreSize:
         return cast(SizedStore, self._store).size()
+
+    def largest_spaces(self, most: int) -> list[SpaceSize]:
+        return cast(SizedStore, self._store).largest_spaces(most)
 
 
 class Slow(Wrapper):

@@ -18,6 +18,7 @@ from stepwell.base.ids import JobId, Kind, Tier
 from stepwell.base.prompt import PageKey
 from stepwell.base.tasks import NO_PAGES, FetchCheckpoint, FetchPages, ItemStatus, Outcome, PageIds
 from stepwell.memory.arena import FILLING
+from stepwell.policy.placement import Trigger
 from stepwell.store_tier.link import StoreLink
 from stepwell.store_tier.ops import Call
 from stepwell.store_tier.ticket import Fetch, Ticket
@@ -186,6 +187,7 @@ def _send_for_checkpoint(
     now = state.clock.now()
     residency = add_residency(state.tree, node, page, Tier.HOST, windows=windows, points=points, ready=False, now=now)
     assert residency is not None, f"the checkpoint at page {page} was fetched although it is there"
+    residency.checkpoint.trigger = Trigger.STORE
     link.beliefs.add(residency.checkpoint)
     residency.users += 1
     fetch.residencies.append(residency)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from stepwell.base.errors import StoreError
-from stepwell.store.api import NO_PARENT, Read, ReadOutcome, Space, Store, Write, WriteOutcome, size_of
+from stepwell.store.api import NO_PARENT, Read, ReadOutcome, Space, Store, Write, WriteOutcome, largest_spaces, size_of
 from stepwell.store.seal import Verdict, seal, verify
 
 SIZES = (0, 1, 63, 64, 511, 512, 513, 4095, 4096, 4097, 65536, 300_001)
@@ -194,6 +194,19 @@ class StoreContract:
         assert full.budget_bytes is None or full.used_bytes <= full.budget_bytes
         store.delete(here, [key("x")])
         assert size_of(store) == empty
+
+    def test_a_store_that_knows_its_size_says_whose_it_is(self, store: Store) -> None:
+        if largest_spaces(store, 1) is None:
+            return
+        small, large, gone = space("small"), space("large"), space("gone")
+        store.write_from(small, [offer(small, "x", 5_000)])
+        store.write_from(large, [offer(large, "x", 20_000), offer(large, "y", 20_000)])
+        store.write_from(gone, [offer(gone, "x", 50_000)])
+        store.delete(gone, [key("x")])
+        found = largest_spaces(store, 10)
+        assert found is not None and [(each.space, each.values) for each in found] == [(large, 2), (small, 1)]
+        assert found[0].used_bytes >= 40_000 and found[1].used_bytes >= 5_000
+        assert largest_spaces(store, 1) == found[:1]
 
     def test_a_closed_store_says_so(self, store: Store) -> None:
         here = space("closed")

@@ -26,6 +26,7 @@ from stepwell.memory.arena import DEAD
 from stepwell.tiers.eviction import allocate
 from stepwell.tiers.lease import Lease
 from stepwell.tiers.lifetime import note_expiry
+from stepwell.tiers.publish import note_trigger
 from stepwell.tiers.state import CacheState
 from stepwell.tree.checkpoints import add_residency
 from stepwell.tree.node import Node
@@ -196,6 +197,7 @@ def _save_checkpoint(state: CacheState, lease: Lease, node: Node, page: int, sou
     else:
         lease.must_wait(job=job)
     state.counters.add("checkpoints_made")
+    note_trigger(state, lease, residency.checkpoint)
     state.tree.release(Tier.HOST, Kind.WINDOW, windows)  # the tree and the copy hold their own
 
 

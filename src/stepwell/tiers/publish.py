@@ -15,7 +15,7 @@ from stepwell.base.errors import LeaseError, NoRoom
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.tasks import NO_PAGES, Copy, PageIds, Purpose, Span
 from stepwell.memory.arena import Need
-from stepwell.policy.placement import is_milestone, next_decode_stop
+from stepwell.policy.placement import is_milestone, next_decode_stop, trigger_of
 from stepwell.tiers.eviction import allocate
 from stepwell.tiers.lease import Lease
 from stepwell.tiers.lifetime import note_expiry
@@ -219,6 +219,7 @@ def _leave_checkpoint(state: CacheState, lease: Lease, node: Node, page: int, fo
             state.tree.release(Tier.DEVICE, Kind.POINT, fork)
         return None
     state.counters.add("checkpoints_made")
+    note_trigger(state, lease, residency.checkpoint)
     if len(points):
         if last:
             lease.point_pages = NO_PAGES
@@ -228,6 +229,14 @@ def _leave_checkpoint(state: CacheState, lease: Lease, node: Node, page: int, fo
             target = Span(tier=Tier.DEVICE, kind=Kind.POINT, ids=fork)
             state.copies.copy(Purpose.FORK, [Copy(source=source, target=target)], reads=(residency,))
     return residency.checkpoint
+
+
+def note_trigger(state: CacheState, lease: Lease, checkpoint: Checkpoint) -> None:
+    """Says for whoever asks later why this lease left a checkpoint here."""
+    checkpoint.trigger = trigger_of(
+        state.spec, state.placement, checkpoint.page * state.spec.page_tokens,
+        known=lease.known, prompt_tokens=lease.prompt_tokens, hints=lease.request.hints,
+    )  # fmt: skip
 
 
 def _note_shared(node: Node, page: int) -> None:

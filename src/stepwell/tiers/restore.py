@@ -196,10 +196,12 @@ def _open(
         prompt_tokens=match.prompt_tokens, hints=request.hints,
     )  # fmt: skip
     assert sources.total == match.prompt_tokens, f"{sources} does not add up to {match.prompt_tokens}"
-    return Lease(
+    lease = Lease(
         number, namespace=match.namespace, packed=match.packed, resume=resume, sources=sources,
         request=request, stops=stops, on_exit=on_exit,
     )  # fmt: skip
+    lease.known = match.known_tokens
+    return lease
 
 
 def _fill(state: CacheState, lease: Lease, match: Match, holds: Holds, pages: dict[Kind, PageIds]) -> None:

@@ -16,6 +16,7 @@ from typing import NamedTuple, TypeAlias
 from stepwell.base.config import PRIORITY_STEP_S
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.tasks import PageIds
+from stepwell.policy.placement import Trigger
 from stepwell.policy.value import Visit
 from stepwell.tree.accounts import Account
 
@@ -115,7 +116,7 @@ class Residency:
 class Checkpoint:
     """Everything of window and point shape at one boundary (in pages from the root)."""
 
-    __slots__ = ("following", "held", "node", "page", "used_at", "uses")
+    __slots__ = ("following", "held", "node", "page", "trigger", "used_at", "uses")
 
     def __init__(self, node: Node, page: int, now: float) -> None:
         self.node: Node | None = node  # None once it left the tree
@@ -124,6 +125,7 @@ class Checkpoint:
         self.held: list[Residency | None] = [None, None]
         self.used_at = now
         self.uses = 0
+        self.trigger: Trigger | None = None  # why it was left here, once whoever left it has said so
 
     def ready_in(self, tier: Tier) -> Residency | None:
         residency = self.held[tier]

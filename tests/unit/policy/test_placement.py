@@ -8,7 +8,16 @@ import pytest
 
 from stepwell import ConfigError, Kind, PlacementConfig
 from stepwell.base.spec.presets import load_spec
-from stepwell.policy.placement import PlacementRules, is_milestone, milestone_step, next_decode_stop, prompt_stops, rules_for
+from stepwell.policy.placement import (
+    PlacementRules,
+    Trigger,
+    is_milestone,
+    milestone_step,
+    next_decode_stop,
+    prompt_stops,
+    rules_for,
+    trigger_of,
+)
 from toys import FULL, HYBRID, KV, SSM, model, swa
 
 NONE = PlacementRules(interval_tokens=0, most_added=None, decode_interval_tokens=0, at_branch=False, at_prompt_end=False)
@@ -26,6 +35,20 @@ def test_each_reason_alone() -> None:
     assert _stops(replace(NONE, at_branch=True), known=20) == (20,)
     assert _stops(replace(NONE, interval_tokens=16)) == (16, 32)
     assert _stops(NONE, hints=(9, 24)) == (8, 24)
+
+
+def test_each_stop_has_the_reason_it_is_made_for() -> None:
+    rules = PlacementRules(interval_tokens=16, most_added=None, decode_interval_tokens=4)
+
+    def trigger(boundary: int, known: int = 20) -> Trigger:
+        return trigger_of(HYBRID, rules, boundary, known=known, prompt_tokens=41, hints=(9,))
+
+    stops = _stops(rules, known=20, hints=(9,))
+    expected = {8: Trigger.HINT, 16: Trigger.INTERVAL, 20: Trigger.BRANCH, 32: Trigger.INTERVAL, 40: Trigger.PROMPT_END}
+    assert {stop: trigger(stop) for stop in stops} == expected
+    assert trigger(24) is Trigger.ASKED, "no rule asks for it"
+    assert (trigger(44), trigger(48)) == (Trigger.ANSWER, Trigger.INTERVAL), "milestones are kept in answers too"
+    assert trigger(40, known=40) is Trigger.PROMPT_END, "a prompt that parts at its end is one that ends there"
 
 
 def test_stops_are_sorted_distinct_and_ahead_of_the_request() -> None:

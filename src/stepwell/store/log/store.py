@@ -23,7 +23,19 @@ from typing import cast
 from stepwell.base.errors import StoreError
 from stepwell.base.meters import Clock, Counters
 from stepwell.base.store_key import StoreKey
-from stepwell.store.api import KEY_BYTES, STAMP_BYTES, Read, ReadResult, Space, StoreSize, Traits, Write, WriteOutcome, never
+from stepwell.store.api import (
+    KEY_BYTES,
+    STAMP_BYTES,
+    Read,
+    ReadResult,
+    Space,
+    SpaceSize,
+    StoreSize,
+    Traits,
+    Write,
+    WriteOutcome,
+    never,
+)
 from stepwell.store.log.disk.files import BLOCK_BYTES
 from stepwell.store.log.reader import Reader
 from stepwell.store.log.recovery.check import CheckReport, check
@@ -115,6 +127,11 @@ class LogStore:
         with self._state.lock:
             used = sum(self._state.index.live_bytes.values())
         return StoreSize(used_bytes=used, budget_bytes=self._state.budget.total_bytes)
+
+    def largest_spaces(self, most: int) -> list[SpaceSize]:
+        self._state.must_be_open()
+        with self._state.lock:
+            return self._state.index.largest_spaces(most)
 
     # ---- what people ask --------------------------------------------------------------------------
 

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
+from heapq import nlargest
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from stepwell.store.api import NO_PARENT, Space
+from stepwell.store.api import NO_PARENT, Space, SpaceSize
 from stepwell.store.log.format.batch import Batch, BatchKind, footprint, split
 from stepwell.store.log.format.snapshot import SHAPES
 
@@ -124,6 +125,14 @@ class Index:
         """A space as it was first seen; None when it holds nothing."""
         number = self._numbers.get(digest)
         return None if number is None else self.spaces[number]
+
+    def largest_spaces(self, most: int) -> list[SpaceSize]:
+        """Those that take up most, largest first."""
+        numbers = nlargest(most, self._numbers.values(), key=self.space_bytes.__getitem__)
+        return [
+            SpaceSize(space=self.space(number), values=len(self._rows[number]), used_bytes=self.space_bytes[number])
+            for number in numbers
+        ]
 
     def rows_in(self, segment: int) -> Rows:
         return np.flatnonzero(self.columns.segment == segment)

@@ -1,0 +1,199 @@
+"""What the page at `/ui` looks at beside `/cache`; it changes nothing, and takes no longer for a large tree or a long queue.
+
+GET     /cache/history        the last hour: tokens by source, memory, requests
+GET     /cache/requests       requests under way: how far they are, never what they say
+GET     /cache/tree           the largest stretches of cached paths, and checkpoints with the reason they were left
+GET     /cache/store          how full the store is, and of which namespaces
+
+For whoever may see `/cache`. What has a salt, and what the store calls its own, is for the admin token alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import chain, islice
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+
+from stepwell.base.ids import CACHED_TIERS
+from stepwell.base.prompt import Namespace
+from stepwell.engine.engine import Engine
+from stepwell.engine.request import Request as Running
+from stepwell.server.door import principal_of, watching
+from stepwell.server.served import Served
+from stepwell.server.state import read_state
+from stepwell.server.stores import Stores
+from stepwell.store.api import SpaceSize, Store, StoreSize, largest_spaces, size_of
+from stepwell.tiers.lease import LeaseState
+from stepwell.tree.survey import Kept, Stretch, Survey
+
+MOST_REQUESTS, MOST_PATHS, MOST_SPACES = 50, 10, 50
+REUSED_S = 1.0  # for which a survey is handed out again: many may look at once, and the engine has other work
+ID_DIGITS = 12  # of a namespace's digest, as `stepwell store stat` shows them
+
+
+def watch_router(served: Served, stores: Stores) -> APIRouter:
+    router = APIRouter(dependencies=[watching(served.principals)])
+    surveys: dict[bool, tuple[float, dict[str, Any]]] = {}  # whether with what has a salt: since when, and what was found
+
+    @router.get("/cache/history")
+    async def history() -> Response:
+        return JSONResponse(await served.call(lambda engine: served.history.read()))  # numbers by the thousand, as they are
+
+    @router.get("/cache/requests")
+    async def requests(request: Request) -> dict[str, Any]:
+        all_of_them = principal_of(request).operates
+        return await served.call(lambda engine: _requests(engine, salted=all_of_them))
+
+    @router.get("/cache/tree")
+    async def tree(request: Request) -> dict[str, Any]:
+        all_of_it = principal_of(request).operates
+        since_s, found = surveys.get(all_of_it, (float("-inf"), {}))
+        if served.clock.now() - since_s >= REUSED_S:
+            found = await served.call(lambda engine: _tree(engine, salted=all_of_it))
+            surveys[all_of_it] = served.clock.now(), found
+        return found
+
+    @router.get("/cache/store")
+    async def store(request: Request) -> dict[str, Any]:
+        state = await served.call(read_state)
+        size, spaces = await asyncio.to_thread(_held, state.attached, list_spaces=principal_of(request).operates)
+        return {
+            "name": stores.where,
+            "state": state.store.name.lower(),
+            "says": state.store.value,
+            "breaker": state.breaker.value if state.breaker is not None else None,
+            "used_bytes": size.used_bytes if size is not None else None,
+            "budget_bytes": size.budget_bytes if size is not None else None,
+            "namespaces": None if spaces is None else [_space(each) for each in spaces],
+        }
+
+    return router
+
+
+# ---- on a thread: a store may take its time ---------------------------------------------------------
+
+
+def _held(store: Store | None, *, list_spaces: bool) -> tuple[StoreSize | None, list[SpaceSize] | None]:
+    """Nothing of a store that does not know. Raises StoreError for one that is closed meanwhile."""
+    if store is None:
+        return None, None
+    return size_of(store), largest_spaces(store, MOST_SPACES) if list_spaces else None
+
+
+def _space(held: SpaceSize) -> dict[str, Any]:
+    return {
+        "id": held.space.digest.hex()[:ID_DIGITS],
+        "label": held.space.label,
+        "tenant": held.space.tenant or None,
+        "values": held.values,
+        "used_bytes": held.used_bytes,
+    }
+
+
+# ---- on the engine's thread -----------------------------------------------------------------------
+
+
+def _requests(engine: Engine, *, salted: bool) -> dict[str, Any]:
+    """Those that run, then those that wait. Without `salted`, those with a salt are only counted."""
+    scheduler, now_s = engine.scheduler, engine.clock.now()
+    rows = (each for each in chain(scheduler.active.values(), scheduler.waiting.values()) if salted or each.ask.salt is None)
+    return {
+        "active": len(scheduler.active),
+        "waiting": len(scheduler.waiting),
+        "requests": [_request(each, now_s) for each in islice(rows, MOST_REQUESTS)],
+    }
+
+
+def _request(request: Running, now_s: float) -> dict[str, Any]:
+    sources = request.sources
+    return {
+        "id": request.id,
+        "tenant": request.ask.tenant,
+        "state": _state_of(request),
+        "age_s": now_s - request.arrived_s,
+        "prompt_tokens": request.prompt_tokens,
+        "ready_tokens": min(request.position, request.prompt_tokens),
+        "cached_tokens": None if sources is None else sources.total - sources.computed,
+        "answer_tokens": request.answer_tokens,
+        "max_tokens": request.max_tokens,
+        "priority": request.ask.priority,
+        "preemptions": request.preemptions,
+    }
+
+
+def _state_of(request: Running) -> str:
+    if request.lease is None:
+        return "fetching" if request.ticket is not None and not request.ticket.ready else "waiting"
+    if request.lease.state is LeaseState.LOADING:
+        return "loading"
+    return "prompt" if request.position < request.prompt_tokens else "answering"
+
+
+def _tree(engine: Engine, *, salted: bool) -> dict[str, Any]:
+    cache, now_s = engine.cache, engine.clock.now()
+    found: Survey = cache.survey(show=MOST_PATHS, salted=salted)
+    digests = {each.space for each in found.stretches} | {each.space for each in found.checkpoints}
+    spaces = {digest: _namespace(cache.namespace_of(digest)) for digest in digests}
+    speed = cache.compute_tokens_per_s
+
+    def common(each: Stretch | Kept, tokens: int) -> dict[str, Any]:
+        """What stretches and checkpoints have alike; `tokens` would have to be computed again without it."""
+        compute_s = tokens / speed if speed else None
+        return {"namespace": spaces[each.space], "used_ago_s": now_s - each.used_at_s, "compute_s": compute_s}
+
+    return {
+        "complete": found.complete,
+        "num_paths": found.num_stretches,
+        "tokens_per_s": speed,
+        "needs_checkpoints": cache.spec.needs_checkpoint,
+        "paths": [
+            {
+                **common(each, each.end - each.start),
+                "start": each.start,
+                "end": each.end,
+                "branches": each.branches,
+                "used_bytes": _by_tier(each.page_bytes),
+                "checkpoints": each.checkpoints,
+                "hits": each.hits,
+            }
+            for each in found.stretches
+        ],
+        "triggers": [
+            {
+                "trigger": trigger.name.lower() if trigger is not None else None,
+                "says": trigger.value if trigger is not None else "not known",
+                "count": tally.count,
+                "used_bytes": _by_tier(tally.size_bytes),
+            }
+            for trigger, tally in sorted(found.triggers.items(), key=lambda each: -each[1].count)
+        ],
+        "checkpoints": [
+            {
+                **common(each, each.saves_tokens),
+                "at": each.boundary,
+                "trigger": each.trigger.name.lower() if each.trigger is not None else None,
+                "says": each.trigger.value if each.trigger is not None else "not known",
+                "saves_tokens": each.saves_tokens,
+                "used_bytes": _by_tier(each.size_bytes),
+                "uses": each.uses,
+                "in_use": each.in_use,
+                "to_be_stored": each.to_be_stored,
+            }
+            for each in found.checkpoints
+        ],
+    }
+
+
+def _by_tier(sizes: list[int] | tuple[int, int]) -> dict[str, int]:
+    return {tier.label: sizes[tier] for tier in CACHED_TIERS}
+
+
+def _namespace(namespace: Namespace | None) -> dict[str, Any] | None:
+    """None where nobody remembers. Never its salt."""
+    if namespace is None:
+        return None
+    names = {"tenant": namespace.tenant, "adapter": namespace.adapter, "salted": namespace.salt is not None}
+    return {"id": namespace.digest.hex()[:ID_DIGITS], **names}

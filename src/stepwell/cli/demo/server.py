@@ -102,12 +102,12 @@ class Server(Chat):
 
     def __init__(self, address: str, process: subprocess.Popen[bytes]) -> None:
         super().__init__(address)
-        self._process = process
+        self.process = process
 
     def kill(self) -> None:
         """Without warning (-9). Returns when it is gone."""
-        self._process.kill()
-        self._process.wait()
+        self.process.kill()
+        self.process.wait()
 
     def wait_until_stored(self) -> None:
         """Until nothing is on its way between tiers, as while somebody reads an answer."""

@@ -129,6 +129,9 @@ bench-cluster: $(STAMP) ## Ranks and servers: messages, hand-over beside raw Moo
 	@PYTHON=$(PYTHON) benchmarks/peers/install_smg.sh
 	@$(BIN)/python benchmarks/bench_cluster.py --router .venv-smg/bin/smg $(ARGS)
 
+bench-serve: $(STAMP) ## The server as users meet it: open-loop arrivals over HTTP, tiers on and off in the same run (ARGS="--quick", or ARGS="--trace FILE")
+	@$(BIN)/python benchmarks/bench_serve.py $(ARGS)
+
 soak: $(STAMP) ## Two servers over one log asked for 30 minutes while stores and servers are killed: every answer right, memory flat (ARGS="--minutes 2")
 	@$(BIN)/python benchmarks/soak.py $(ARGS)
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from random import Random
@@ -13,15 +12,11 @@ from typing import Any
 
 import httpx
 
+from serve.streaming import Refused, events, sources_of
 from soaking.backend import PATIENCE_S, Backend
 from soaking.known import Known
 
-SOURCES = ("device", "host", "store", "computed")
 _KEPT = 20  # faults that are told in full
-
-
-class Refused(Exception):
-    """An error that a server answered, or the end of its connection."""
 
 
 @dataclass(kw_only=True)
@@ -117,34 +112,16 @@ class _Heard:
 
 async def _hear(http: httpx.AsyncClient, address: str, drawn: Wish, heard: _Heard) -> None:
     """Fills `heard` as an answer comes; leaves in its middle where that was drawn."""
-    async with aclosing(_events(http, address, drawn.body())) as events:
-        async for event in events:
+    async with aclosing(events(http, address, drawn.body())) as told:
+        async for event in told:
             for choice in event["choices"]:
-                told = choice["logprobs"] or {"tokens": [], "token_logprobs": []}
-                heard.words += told["tokens"]
-                heard.logprobs += told["token_logprobs"]
+                chosen = choice["logprobs"] or {"tokens": [], "token_logprobs": []}
+                heard.words += chosen["tokens"]
+                heard.logprobs += chosen["token_logprobs"]
             if drawn.leaves_after is not None and len(heard.words) > drawn.leaves_after:
                 heard.outcome = "left"
                 return
             if event.get("usage"):
-                heard.sources = _sources(event["usage"])
+                heard.sources = sources_of(event["usage"])
     if not heard.sources:
-        raise Refused("the answer ended early")
-
-
-async def _events(http: httpx.AsyncClient, address: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-    async with http.stream("POST", f"{address}/v1/completions", json=body) as response:
-        if response.status_code != 200:
-            raise Refused(f"{response.status_code}: {(await response.aread())[:300].decode(errors='replace')}")
-        async for line in response.aiter_lines():
-            data = line.removeprefix("data:").strip()
-            if data and data != "[DONE]":
-                event = json.loads(data)
-                if "error" in event:
-                    raise Refused(event["error"]["message"])
-                yield event
-
-
-def _sources(usage: dict[str, Any]) -> dict[str, int]:
-    found = {source: usage["prompt_tokens_details"][f"{source}_tokens"] for source in SOURCES[:-1]}
-    return {**found, "computed": usage["prompt_tokens"] - sum(found.values())}
+        raise Refused("the answer ended early", status=200)

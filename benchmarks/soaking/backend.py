@@ -16,6 +16,8 @@ import httpx
 from stepwell.cli.demo.server import Server, serving
 
 ADMIN = "soak"
+# Memory that glibc keeps after it was freed looks like growth: one heap for all threads, large pieces given back when freed.
+FLAT = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 PATIENCE_S = 300.0  # for what hangs; a busy machine does not meet it
 
 
@@ -61,7 +63,7 @@ class Backend:
     async def start(self) -> None:
         """Returns once it answers. Raises StepwellError."""
         self.logs.append(self._directory / f"{self.name}-{self.life}.log")
-        self._server = await asyncio.to_thread(self._stack.enter_context, serving(self._arguments, self.logs[-1]))
+        self._server = await asyncio.to_thread(self._stack.enter_context, serving(self._arguments, self.logs[-1], more=FLAT))
         self.up = True
 
     async def stop(self) -> int:

@@ -183,7 +183,7 @@ def _crashes(*backends: Backend) -> list[str]:
     for path in (path for backend in backends for path in backend.logs):
         text = path.read_text(errors="replace")
         if (at := text.find("Traceback (most recent call last)")) >= 0:
-            found.append(f"{path.name}: {text[max(at - 300, 0) : at + 1500]}")
+            found.append(f"{path.name}: {text[max(at - 300, 0) : at + 6000]}")
     return found
 
 

@@ -60,7 +60,10 @@ class Spans:
 def traced(**settings: object) -> Iterator[tuple[Spans, Running]]:
     exporter, clock = InMemorySpanExporter(), SystemClock()
     traces = Traces(SimpleSpanProcessor(exporter), model=NAME, clock=clock, environment={})
-    with running(serving={"traces": traces}, **settings) as served, httpx.Client(base_url=served.address, timeout=PATIENCE_S) as http:
+    with (
+        running(serving={"traces": traces}, **settings) as served,
+        httpx.Client(base_url=served.address, timeout=PATIENCE_S) as http,
+    ):
         yield Spans(exporter, http), served
 
 
@@ -219,7 +222,10 @@ def test_a_collector_that_is_gone_costs_one_warning_and_no_request(caplog: pytes
     with collecting() as collector:
         gone = collector.address
     processor = spans_to(gone)
-    with caplog.at_level(logging.INFO), running(serving={"traces": Traces(processor, model=NAME, clock=SystemClock(), environment={})}) as served:
+    with (
+        caplog.at_level(logging.INFO),
+        running(serving={"traces": Traces(processor, model=NAME, clock=SystemClock(), environment={})}) as served,
+    ):
         for _ in range(3):
             body = {"model": NAME, "prompt": PROMPT, "max_tokens": 3}
             httpx.post(f"{served.address}/v1/completions", json=body, timeout=PATIENCE_S).raise_for_status()
@@ -238,7 +244,11 @@ def test_a_collector_that_is_gone_costs_one_warning_and_no_request(caplog: pytes
         ("http://one:4318", {}, "http://one:4318"),
         ("http://user:word@one:4318", {}, "http://one:4318"),
         (None, {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://two:4318"}, "http://two:4318"),
-        (None, {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://two", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://three"}, "http://three"),
+        (
+            None,
+            {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://two", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://three"},
+            "http://three",
+        ),
         ("http://one:4318", {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://two:4318"}, "http://one:4318"),
         (None, {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://two", "OTEL_SDK_DISABLED": "true"}, None),
         (None, {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://two", "OTEL_TRACES_EXPORTER": "none"}, None),
@@ -259,7 +269,7 @@ def test_an_endpoint_that_is_no_address_is_refused_before_weights_are_read(wrong
 WITHOUT = """
 import sys
 from argparse import Namespace
-sys.modules["opentelemetry"] = None
+sys.modules["opentelemetry.sdk"] = sys.modules["opentelemetry.exporter"] = None
 from stepwell.base.errors import ConfigError
 from stepwell.base.meters import SystemClock
 from stepwell.cli import otlp

@@ -10,7 +10,7 @@ UI := $(VENV)/.installed-ui
 WORKERS ?= auto
 SCHEDULES ?= 500
 
-.PHONY: help demo demo-cluster test test-real test-connectors test-vllm test-vllm-quick test-sglang test-routers test-ranks test-ui screenshots lint types floors unit bench-tree bench-tree-peer bench-copies bench-store bench-opening bench-engine bench-gpu bench-restart bench-cluster bench-ranks bench-rows bench-connectors bench-sparse sparse-quality policy-report clean bench-passes build-kernels
+.PHONY: help demo demo-cluster test test-real test-connectors test-vllm test-vllm-quick test-sglang test-routers test-ranks test-ui screenshots lint types floors unit bench-tree bench-tree-peer bench-copies bench-store bench-opening bench-engine bench-gpu bench-restart bench-cluster bench-ranks bench-rows bench-connectors bench-sparse sparse-quality policy-report clean bench-passes build-kernels bench-serve soak
 
 help: ## Show what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -141,6 +141,12 @@ bench-opening: $(STAMP) ## How long a log of a million values takes to open, als
 bench-cluster: $(STAMP) ## Ranks and servers: messages, hand-over beside raw Mooncake, hits behind a router (ARGS="--trace FILE --only transfer")
 	@PYTHON=$(PYTHON) benchmarks/peers/install_smg.sh
 	@$(BIN)/python benchmarks/bench_cluster.py --router .venv-smg/bin/smg $(ARGS)
+
+bench-serve: $(STAMP) ## The server as users meet it: open-loop arrivals over HTTP, tiers on and off in the same run (ARGS="--quick", or ARGS="--trace FILE")
+	@$(BIN)/python benchmarks/bench_serve.py $(ARGS)
+
+soak: $(STAMP) ## Two servers over one log asked for 30 minutes while stores and servers are killed: every answer right, memory flat (ARGS="--minutes 2")
+	@$(BIN)/python benchmarks/soak.py $(ARGS)
 
 bench-restart: $(STAMP) ## A question set cold and after a restart, over the log and over Mooncake; bytes per token and checkpoint
 	@$(BIN)/python benchmarks/bench_restart.py

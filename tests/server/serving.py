@@ -98,6 +98,11 @@ class Running:
         """What a function says of the engine, on the engine's thread."""
         return self.server.served.loop.call(call).result(PATIENCE_S)
 
+    @property
+    def inside(self) -> int:
+        """Requests that have come to the door and are not answered yet."""
+        return self.server._server._door.num_inside
+
     def audit(self) -> None:
         self.settle(lambda engine: engine.num_open == 0)
         self.on_engine(lambda engine: engine.cache.audit())

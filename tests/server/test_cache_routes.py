@@ -16,7 +16,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from server.serving import ADMIN, CONFIG, KEY, MAX_BODY, NAME, Running, running, tiny_checkpoint
+from stepwell.base.ids import Kind, Tier
 from stepwell.cache.question import Question
+from stepwell.engine.engine import Engine
 from stepwell.server import stores
 from stepwell.store.api import Space, Traits
 from stepwell.store.memory import MemoryStore
@@ -97,6 +99,7 @@ def test_a_request_can_do_without_the_cache(http: httpx.Client) -> None:
 def test_orders_need_the_admin_token(http: httpx.Client) -> None:
     orders = [
         ("POST", "/cache/flush", {}),
+        ("POST", "/cache/audit", {}),
         ("POST", "/cache/store", {"store": "memory:"}),
         ("DELETE", "/cache/store", None),
         ("POST", "/cache/pins", {"prompt": "x"}),
@@ -123,6 +126,24 @@ def test_pages_that_point_their_name_at_this_machine_see_nothing() -> None:
         for host in ("127.0.0.1", "127.0.0.1:1", "[::1]:80", "Well.example:443"):
             assert http.get("/cache", headers={"Host": host}).status_code == 200
         assert _samples(http)["stepwell_http_errors_total421"] == 5
+
+
+def test_the_audit_is_clean_while_requests_run_and_says_which_page_is_not_accounted_for(
+    admin: httpx.Client, served: Running, client: openai.OpenAI
+) -> None:
+    stream = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=500, stream=True, extra_body={"ignore_eos": True})
+    next(iter(stream))
+    assert admin.post("/cache/audit").json()["clean"]
+    stream.close()
+
+    def off_by_one(engine: Engine, more: int) -> None:
+        engine.cache._state.arena(Tier.HOST).refs[Kind.PREFIX][0] += more
+
+    served.settle(lambda engine: engine.num_open == 0)
+    served.on_engine(lambda engine: off_by_one(engine, 1))
+    told = admin.post("/cache/audit").json()
+    served.on_engine(lambda engine: off_by_one(engine, -1))
+    assert not told["clean"] and "host" in told["says"]
 
 
 def test_flush_empties_memory(admin: httpx.Client, served: Running) -> None:

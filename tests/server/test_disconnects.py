@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import socket
 from concurrent.futures import ThreadPoolExecutor
 
@@ -50,11 +51,18 @@ def test_leaving_before_the_answer_is_whole_aborts_it(served: Running) -> None:
     assert aborted(served) == before + 1
 
 
-def test_leaving_in_the_middle_of_a_body_harms_nobody(served: Running, client: openai.OpenAI) -> None:
+@pytest.mark.parametrize("path", [b"/v1/completions", b"/v1/responses", b"/cache/explain"])
+def test_leaving_in_the_middle_of_a_body_harms_nobody_and_is_no_error(
+    path: bytes, served: Running, client: openai.OpenAI, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = served.inside
     with connected(served) as raw:
-        raw.sendall(HEAD + b'Content-Length: 99\r\n\r\n{"mod')
+        raw.sendall(HEAD.replace(b"/v1/completions", path) + b'Content-Length: 99\r\n\r\n{"mod')
+        wait_until(lambda: served.inside == before + 1)
+    wait_until(lambda: served.inside == before)
     assert client.completions.create(model=NAME, prompt="Still there?", max_tokens=3).usage is not None
     served.audit()
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def test_crowds_that_leave_at_random_moments_leave_nothing_behind(served: Running) -> None:

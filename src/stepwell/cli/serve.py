@@ -19,7 +19,7 @@ from stepwell.base.config import HOT_ROWS, MAX_PRIORITY, PrefetchPolicy, StoreCo
 from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Tier
 from stepwell.base.units import format_bytes, parse_bytes
-from stepwell.cli import answer_options, handover, kv_events
+from stepwell.cli import answer_options, handover, kv_events, otlp
 from stepwell.cli.command import Command
 from stepwell.cli.mooncake_config import mooncake_options
 from stepwell.store.key_file import read_store_key
@@ -110,6 +110,7 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--drain", type=float, default=30.0, metavar="SECONDS", help="that answers have to finish at SIGTERM (default: 30)"
     )
+    otlp.configure(parser)
     parser.add_argument("--log-format", choices=("text", "json"), default="text", help="of the log, on stderr (default: text)")
     parser.add_argument("--max-running", type=int, metavar="N", help="requests computed at once (default: 32; on a GPU 64)")
     parser.add_argument("--chunk-tokens", type=int, metavar="N", help="tokens computed in one pass (default: 512; on a GPU 8192)")
@@ -165,6 +166,7 @@ def _serve(args: Namespace) -> int:
     roles = handover.read(args, os.environ)
     if roles is not None:
         config = roles.with_shared_memory(config)
+    otlp.check(args)
     taken = bind(args.host, args.port)  # first: a port that is taken should not cost the loading of a model
     events = None
     try:
@@ -192,6 +194,7 @@ def _serve(args: Namespace) -> int:
         events=events,
         offers=None if roles is None else roles.offers(config, taken.getsockname()[1]),
         peers=None if roles is None else roles.peers_of(engine, config),
+        traces=otlp.open_traces(args, os.environ, model=serving["name"], clock=engine.clock),
     )
     started_s = None
     if engine.on_cuda:
@@ -202,7 +205,7 @@ def _serve(args: Namespace) -> int:
     summary = _summary(engine, names, config, address_of(taken), keys, tenants, made=made)
     if started_s is not None:
         summary.insert(3, ("first pass", f"took {started_s:.1f} s: kernels are built once"))
-    summary += offered.summary() + kv_events.summary(args)
+    summary += offered.summary() + kv_events.summary(args) + otlp.summary(args, os.environ)
     summary += [] if roles is None else roles.summary()
 
     def ready() -> None:

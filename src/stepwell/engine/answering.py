@@ -200,6 +200,10 @@ def _usage(request: Request, now_s: float) -> Usage:
         prompt_tokens=request.prompt_tokens,
         completion_tokens=request.answer_tokens,
         sources=request.sources or Sources(computed=request.prompt_tokens),
+        entered_s=request.entered_s - request.arrived_s,
+        looked_up_s=_after(request.looked_up_s, request),
+        fetched_s=_after(request.fetched_s, request),
+        computes_s=_after(request.computes_s, request),
         queued_s=began - request.arrived_s,
         first_token_s=first - request.arrived_s,
         total_s=now_s - request.arrived_s,
@@ -207,3 +211,7 @@ def _usage(request: Request, now_s: float) -> Usage:
         proposed_tokens=request.proposed,
         accepted_tokens=request.accepted,
     )
+
+
+def _after(moment_s: float | None, request: Request) -> float | None:
+    return None if moment_s is None else moment_s - request.arrived_s

@@ -166,6 +166,7 @@ class Engine:
             ends_on=frozenset(sampling.stop_token_ids) | (frozenset() if keeps_on else self._eos_ids),
             seed=secrets.randbits(64) if sampling.seed is None else sampling.seed,
             arrived_s=arrived_s,
+            entered_s=self.clock.now(),
             waits_since_s=arrived_s,
             tokens=list(ask.tokens),
         )

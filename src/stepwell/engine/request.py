@@ -149,9 +149,14 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     sources: Sources
-    queued_s: float = 0.0
-    first_token_s: float = 0.0  # after it arrived
-    total_s: float = 0.0  # from its arrival to its end
+    # When it came how far, in seconds after it arrived. None for what it never came to.
+    entered_s: float = 0.0  # the engine had it
+    looked_up_s: float | None = None  # what is known of its prompt was found
+    fetched_s: float | None = None  # it waited for the store no more; None where there was nothing to wait for
+    queued_s: float = 0.0  # it began: what it needs was leased
+    computes_s: float | None = None  # its bytes were there, and a pass was planned with it
+    first_token_s: float = 0.0
+    total_s: float = 0.0  # it ended
     preemptions: int = 0
     proposed_tokens: int = 0  # by the draft
     accepted_tokens: int = 0  # of those, the ones that the model chose as well
@@ -189,6 +194,7 @@ class Request:
     seed: int  # of the numbers its tokens are drawn with
     ends_on: frozenset[int]  # tokens that end its answer
     arrived_s: float
+    entered_s: float  # when the engine had it
     waits_since_s: float  # since it arrived, or since it was last put back
     tokens: list[int]  # of the prompt and of the answer so far
     lease: Lease | None = None
@@ -196,7 +202,10 @@ class Request:
     match: Match | None = None  # what was found of its prompt, while it waits
     started: int = 0  # everything before it is in passes that were started under its lease, to be read later
     sources: Sources | None = None  # of the prompt, when it began
+    looked_up_s: float | None = None
+    fetched_s: float | None = None  # when it had waited for the store
     began_s: float | None = None
+    computes_s: float | None = None  # since when it is in passes
     first_token_s: float | None = None
     preemptions: int = 0
     repacked_at: int | None = None  # where it was preempted for lack of room, alone

@@ -19,6 +19,7 @@ from stepwell.base.prompt import TOKEN_BYTES, common_pages
 from stepwell.cache.facade import Cache
 from stepwell.engine.request import Chunk, Request
 from stepwell.jobs.executors import Arriving
+from stepwell.store_tier.ticket import Ticket
 from stepwell.tiers.lease import Lease
 from stepwell.tree.match import Match
 
@@ -82,6 +83,8 @@ class Scheduler:
 
     def _prefetch(self, request: Request) -> None:
         ask, match = request.ask, self._lookup(request)
+        if request.looked_up_s is None:
+            request.looked_up_s = self._clock.now()
         if ask.use_cache:
             request.ticket = self._cache.prefetch(match, priority=ask.priority, ttl_s=ask.ttl_s)
 
@@ -131,7 +134,7 @@ class Scheduler:
         return sorted(((each, self._lookup(each)) for each in ready[:COMPARED]), key=order)
 
     def _begin(self, request: Request, match: Match) -> None:
-        ask = request.ask
+        ask, waited = request.ask, request.ticket
         request.lease = self._cache.acquire(
             match,
             ticket=request.ticket,
@@ -145,6 +148,8 @@ class Scheduler:
         self.active[request.id] = request
         if request.sources is None:
             request.sources, request.began_s = request.lease.sources, self._clock.now()
+            request.fetched_s = _waited_until(waited, request.began_s)
+            request.computes_s = None
 
     def _lookup(self, request: Request) -> Match:
         if request.match is not None:
@@ -232,7 +237,12 @@ class Scheduler:
                 chunks.append(Chunk(request=request, start=start, end=end, arriving=arriving.get(request.id, ())))
                 budget -= chunks[-1].size
                 told -= chunks[-1].size if request.tells_prompt else 0
+        self._note_first(chunks)
         return sorted(chunks, key=lambda chunk: (chunk.size > 1, chunk.end))  # alike lengths side by side
+
+    def _note_first(self, chunks: Sequence[Chunk]) -> None:
+        for request in (chunk.request for chunk in chunks if chunk.request.computes_s is None):
+            request.computes_s = self._clock.now()
 
     def _goes_on(self, request: Request) -> bool:
         """Whether a request can be computed further before what was started of it is read: not behind its last token."""
@@ -316,6 +326,11 @@ class Scheduler:
         request.preemptions += 1
         self.put_back(request)
         self._full = True
+
+
+def _waited_until(ticket: Ticket | None, now_s: float) -> float | None:
+    """When a request waited for the store no more; None where the store was not asked."""
+    return min(ticket.ended_s, now_s) if ticket is not None and ticket.asked else None
 
 
 def _shared_bytes(one: bytes, other: bytes, unit: int) -> int:

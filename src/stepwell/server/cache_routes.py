@@ -3,6 +3,7 @@
 GET     /cache                state, sizes, counters of all together; what each tenant has in memory
 POST    /cache/explain        why a prompt would resume where it would
 POST    /cache/flush          empty device and host memory, of one tenant, one salt or of all; pins go too
+POST    /cache/audit          check the bookkeeping of memory: every reference held by somebody, every page in one place
 POST    /cache/store          attach a store; DELETE takes it away
 POST    /cache/pins           keep what is cached of a prompt; GET lists pins, DELETE /cache/pins/{id} releases one
 
@@ -13,6 +14,7 @@ Tenants ask for themselves, and see their own pins; who has the admin token name
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import asdict
 from typing import Any
 
@@ -34,6 +36,8 @@ from stepwell.server.requests import must_be_within_ttl, read_body
 from stepwell.server.served import Served
 from stepwell.server.state import read_state
 from stepwell.server.stores import Stores
+
+log = logging.getLogger(__name__)
 
 _POLL_S = 0.005  # between looks at whether a question is ready
 _DETACH_WAIT_S = 10.0  # for the store to be closed, before the answer is that it will be
@@ -112,6 +116,10 @@ def order_router(served: Served, stores: Stores, pins: Pins) -> APIRouter:
         body, _ = await read_body(served, request, FlushBody)
         owner = _owner(served, request, body)
         return await served.call(lambda engine: _flush(engine, pins, owner, body.cache_salt))
+
+    @router.post("/cache/audit")
+    async def audit() -> dict[str, Any]:
+        return await served.call(_audited)
 
     @router.post("/cache/store")
     async def attach(request: Request) -> dict[str, Any]:
@@ -219,6 +227,15 @@ def _explained(engine: Engine, found: Explanation) -> dict[str, Any]:
         "detail": found.detail,
         "missing_states": dict(found.missing_states),
     }
+
+
+def _audited(engine: Engine) -> dict[str, Any]:
+    try:
+        engine.cache.audit()
+    except AssertionError as error:
+        log.exception("the cache's bookkeeping is wrong")
+        return {"clean": False, "says": str(error)}
+    return {"clean": True, "says": "every reference is accounted for"}
 
 
 def _flush(engine: Engine, pins: Pins, owner: Principal, salt: str | None) -> dict[str, Any]:

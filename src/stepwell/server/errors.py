@@ -10,10 +10,11 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from stepwell.base.errors import BadTokens, ConfigError, LeaseError, NoRoom, StepwellError, StoreError
 
@@ -73,6 +74,10 @@ def install_errors(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def routes(request: Request, error: HTTPException) -> ErrorResponse:
         return answer(ApiError(error.status_code, str(error.detail)), dict(error.headers or {}))
+
+    @app.exception_handler(ClientDisconnect)
+    async def left(request: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=CLIENT_CLOSED)  # in the middle of its body
 
     @app.exception_handler(Exception)
     async def bugs(request: Request, error: Exception) -> ErrorResponse:

@@ -53,15 +53,17 @@ class Answers:
 
     def __init__(
         self, served: Served, asks: Sequence[Ask], *, id: str, left_s: float | None = None,
-        on_begun: Callable[[], None] = lambda: None,
+        headers: Mapping[str, str], on_begun: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         """`id` is what clients and the log call the request. What has not ended in `left_s` is aborted, and its client told.
 
-        `on_begun` is called once the first of them has begun, or none will; it may be called again.
+        `on_begun` is called once the first of them has begun, or none will; it may be called again. `headers` may name the span
+        of the client that the request is part of.
         """
         self._served = served
         self._id = id
         self._on_begun = on_begun
+        self._on_ended = None if served.traces is None else served.traces.listener(id, headers)
         self._asks = asks
         self._submitted: list[Future[int]] = []
         self._deltas: asyncio.Queue[tuple[int, Delta]] = asyncio.Queue()
@@ -152,6 +154,8 @@ class Answers:
                 if delta.finish is not None:
                     metrics.ended(delta, ask.tenant)  # first: who has an answer finds it counted
                     log_ended(self._id, choice, ask, delta)
+                    if self._on_ended is not None:  # not on the engine's thread
+                        loop.call_soon_threadsafe(self._on_ended, choice, ask, delta)
             finally:
                 loop.call_soon_threadsafe(self._deltas.put_nowait, (index, delta))
 
@@ -212,7 +216,12 @@ async def _reply(request: Request, served: Served, body: Asked, asks: Sequence[A
     peers = served.peers
     taken = await peers.take(body.kv_transfer_params) if peers is not None else None
     id, left_s = f"{form.prefix}-{uuid.uuid4().hex}", served.left_s(arrived_s(request))
-    answers = Answers(served, asks, id=id, left_s=left_s, on_begun=lambda: None if peers is None else peers.done(taken))
+
+    def begun() -> None:
+        if peers is not None:
+            peers.done(taken)
+
+    answers = Answers(served, asks, id=id, left_s=left_s, headers=request.headers, on_begun=begun)
     await answers.begin()
     envelope = {"id": id, "created": int(time.time()), "model": body.model}
     if body.stream:

@@ -71,7 +71,7 @@ def responses_router(served: Served) -> APIRouter:
         asks = await served.aside(size_bytes, lambda: chat_asks(served, chat, principal, arrived_s(request)), slow=chat.is_slow)
         form = chat_form(served, chat, asks)
         made = _Made(body)
-        answers = Answers(served, asks, id=made.id, left_s=served.left_s(arrived_s(request)))
+        answers = Answers(served, asks, id=made.id, left_s=served.left_s(arrived_s(request)), headers=request.headers)
         await answers.begin()
         if body.stream:
             return EventStream(answers, _events(answers, form, made))

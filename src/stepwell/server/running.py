@@ -11,6 +11,7 @@ import logging
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import uvicorn
 from fastapi import FastAPI
@@ -33,6 +34,9 @@ from stepwell.server.parsing.formats import AUTO, reasoning_of, tools_of
 from stepwell.server.principals import Principals
 from stepwell.server.served import MAX_BODY_BYTES, Served
 from stepwell.server.stores import Stores
+
+if TYPE_CHECKING:
+    from stepwell.server.tracing import Traces
 
 DRAIN_S = 30.0  # that answers have to finish when the server is told to stop
 LAST_CALL_S = 5  # after that, for answers that are ended to say so
@@ -85,11 +89,12 @@ class ModelServer:
         events: EventSocket | None = None,
         offers: Offers | None = None,
         peers: Peers | None = None,
+        traces: Traces | None = None,
     ) -> None:
         """`store`: what the engine has opened already, by name; `store_config` is for stores attached later.
 
         `events`: where to publish what is cached. `offers` makes it a prefill server, and has been started; `peers` a decode
-        server, whose store is attached.
+        server, whose store is attached. `traces` gets a span of each request, and is closed with the server.
         """
         self._load = LoadMeter(engine)
         self._history = History(engine)
@@ -120,6 +125,7 @@ class ModelServer:
             open_metrics=open_metrics,
             offers=offers,
             peers=peers,
+            traces=traces,
         )
         door = Door(engine.clock)
         self._server = _Server(_config(build_app(self.served, self._stores, door)), door, drain_s)
@@ -144,6 +150,8 @@ class ModelServer:
                 self.served.peers.close()
             if self._events is not None:
                 self._events.close()
+            if self.served.traces is not None:
+                self.served.traces.close()
             taken.close()
             log.info("stopped")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from stepwell.base.errors import BadTokens
 from stepwell.base.meters import Clock
@@ -20,6 +20,9 @@ from stepwell.server.history import History
 from stepwell.server.load import LoadMeter
 from stepwell.server.metrics import Metrics
 from stepwell.server.principals import Principals
+
+if TYPE_CHECKING:
+    from stepwell.server.tracing import Traces
 
 T = TypeVar("T")
 
@@ -59,6 +62,7 @@ class Served:
     open_metrics: bool = False
     offers: Offers | None = None  # of a prefill server
     peers: Peers | None = None  # of a decode server
+    traces: Traces | None = None  # None where nobody wants spans
     large: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_LARGE_AT_ONCE))
 
     @property

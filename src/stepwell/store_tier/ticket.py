@@ -98,6 +98,11 @@ class Ticket:
         return len(self.packed) // TOKEN_BYTES
 
     @property
+    def asked(self) -> bool:
+        """Whether the store was asked at all: not where there is none, or where it could not help."""
+        return bool(self.keys)
+
+    @property
     def complete(self) -> bool:
         """Whether all that can come has come."""
         return self.state in (TicketState.DONE, TicketState.CLOSED)

@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,10 +40,13 @@ class Reply:
 
 
 @contextmanager
-def serving(arguments: Sequence[str], log: Path) -> Iterator[Server]:
-    """A server on a free port, killed at the end without warning. What it says goes to `log`. Raises StepwellError."""
+def serving(arguments: Sequence[str], log: Path, *, more: Mapping[str, str] | None = None) -> Iterator[Server]:
+    """A server on a free port, killed at the end without warning. What it says goes to `log`; `more` is for its environment.
+    Raises StepwellError.
+    """
     command = [sys.executable, "-m", "stepwell", "serve", "--port", "0", *arguments]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("STEPWELL_")}
+    environment |= more or {}
     with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=out, env=environment) as process:
         try:
             yield Server(_address(process, log), process)
@@ -102,12 +105,12 @@ class Server(Chat):
 
     def __init__(self, address: str, process: subprocess.Popen[bytes]) -> None:
         super().__init__(address)
-        self._process = process
+        self.process = process
 
     def kill(self) -> None:
         """Without warning (-9). Returns when it is gone."""
-        self._process.kill()
-        self._process.wait()
+        self.process.kill()
+        self.process.wait()
 
     def wait_until_stored(self) -> None:
         """Until nothing is on its way between tiers, as while somebody reads an answer."""

@@ -1,0 +1,62 @@
+"""Whether a process grows: the slope of its memory once it is warm, and what it has open. Reads numbers, nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from soaking.backend import Footprint
+
+WARM_SHARE = 1 / 3  # of the soak: until tiers and the store are full and every kind of trouble was met
+JUDGED_FROM_S = 180.0  # a shorter watch tells noise from growth no more
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    at_s: float
+    found: Footprint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Growth:
+    """Of one process while it was watched."""
+
+    watched_s: float
+    first_bytes: float
+    last_bytes: float
+    slope_bytes_per_s: float
+    files: float  # more at the end than at the beginning
+    threads: float
+
+    @property
+    def grown_bytes(self) -> float:
+        """By the slope, so that where a wave of the noise began and ended does not count."""
+        return self.slope_bytes_per_s * self.watched_s
+
+
+def growth(samples: Sequence[Sample]) -> Growth | None:
+    """After the warm-up; None where there is too little to tell anything."""
+    if not samples:
+        return None
+    begins = samples[0].at_s + WARM_SHARE * (samples[-1].at_s - samples[0].at_s)
+    warm = [sample for sample in samples if sample.at_s >= begins]
+    if len(warm) < 10:
+        return None
+    tenth = len(warm) // 10
+    first, last = warm[:tenth], warm[-tenth:]
+    return Growth(
+        watched_s=warm[-1].at_s - warm[0].at_s,
+        first_bytes=median(each.found.memory_bytes for each in first),
+        last_bytes=median(each.found.memory_bytes for each in last),
+        slope_bytes_per_s=slope([(each.at_s, each.found.memory_bytes) for each in warm]),
+        files=median(each.found.files for each in last) - median(each.found.files for each in first),
+        threads=median(each.found.threads for each in last) - median(each.found.threads for each in first),
+    )
+
+
+def slope(points: Sequence[tuple[float, float]], most: int = 400) -> float:
+    """The median of the slopes between all pairs (Theil and Sen): a third of the points may be anything."""
+    some = points[:: max(len(points) // most, 1)]
+    slopes = [(b[1] - a[1]) / (b[0] - a[0]) for at, a in enumerate(some) for b in some[at + 1 :] if b[0] > a[0]]
+    return median(slopes) if slopes else 0.0

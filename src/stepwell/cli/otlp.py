@@ -1,0 +1,78 @@
+"""The option of `stepwell serve` that says where spans go. Without a place to send them, OpenTelemetry is not imported."""
+
+from __future__ import annotations
+
+import logging
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from stepwell.base.errors import ConfigError
+from stepwell.base.meters import Clock
+
+if TYPE_CHECKING:
+    from stepwell.server.tracing import Traces
+
+log = logging.getLogger(__name__)
+
+_ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+_MISSING = "spans need OpenTelemetry, which is not installed: pip install 'stepwell[otel]'"
+
+
+def configure(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--otlp-endpoint", metavar="URL",
+        help=f"an OpenTelemetry collector that gets spans of each request, as in http://127.0.0.1:4318 (or {_ENDPOINTS[1]})",
+    )  # fmt: skip
+
+
+def check(args: Namespace) -> None:
+    """Raises ConfigError for what cannot work, before weights are read."""
+    if args.otlp_endpoint is None:
+        return
+    parts = urlsplit(args.otlp_endpoint)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"--otlp-endpoint must be a URL as in http://127.0.0.1:4318, got {args.otlp_endpoint!r:.200}")
+    if not _installed():
+        raise ConfigError(_MISSING)
+
+
+def open_traces(args: Namespace, environment: Mapping[str, str], *, model: str, clock: Clock) -> Traces | None:
+    """None where no place was named, or where only the environment names one and OpenTelemetry is not here."""
+    if _where(args, environment) is None:
+        return None
+    if not _installed():
+        log.warning(_MISSING)
+        return None
+    from stepwell.server.tracing import Traces, spans_to
+
+    return Traces(spans_to(args.otlp_endpoint), model=model, clock=clock, environment=environment)
+
+
+def summary(args: Namespace, environment: Mapping[str, str]) -> list[tuple[str, str]]:
+    """What people should know before the first request."""
+    where = _where(args, environment)
+    if where is None:
+        return []
+    parts = urlsplit(where)
+    return [("spans", parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl())]  # without a password
+
+
+def _where(args: Namespace, environment: Mapping[str, str]) -> str | None:
+    """Where spans go: the argument, else what the standard variables say; None for nowhere."""
+    if args.otlp_endpoint is not None:
+        return str(args.otlp_endpoint)
+    if environment.get("OTEL_SDK_DISABLED", "").lower() == "true" or environment.get("OTEL_TRACES_EXPORTER") == "none":
+        return None
+    return next((environment[name] for name in _ENDPOINTS if environment.get(name)), None)
+
+
+def _installed() -> bool:
+    try:
+        import stepwell.server.tracing  # noqa: F401
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] != "opentelemetry":
+            raise
+        return False
+    return True

@@ -1,0 +1,115 @@
+"""What `make bench-serve` plays and reports: arrivals that wait for nobody, scaled slices, and figures that say what was met."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("httpx")
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+from serve.arrivals import Arrival, Load, from_file, made_up
+from serve.figures import different, fell_behind, figures, percentiles
+from serve.open_loop import Heard, Played, client, play
+from server.serving import Held, Running, running
+
+LOAD = Load(clients=16, rate=0.5, seconds=10, longest=600, answer_tokens=16, leaving=0.3)
+
+
+def shared(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def test_made_up_arrivals_repeat_come_in_order_and_share_prompts() -> None:
+    arrivals = made_up(LOAD)
+    assert arrivals == made_up(LOAD) and len(arrivals) == LOAD.count == 80
+    times = [each.at_s for each in arrivals]
+    assert times == sorted(times) and times[0] == 0 and times[-1] == LOAD.seconds
+    lengths = [len(each.prompt) for each in arrivals]
+    assert max(lengths) == LOAD.longest and min(lengths) < LOAD.longest / 2, "long and short prompts"
+    assert all(2 <= each.answer_tokens <= LOAD.answer_tokens for each in arrivals)
+    leaving = [each for each in arrivals if each.leaves_after is not None]
+    assert 8 < len(leaving) < 40 and all(each.leaves_after < each.answer_tokens for each in leaving if each.leaves_after)
+    returning = sum(any(shared(a.prompt, b.prompt) > len(a.prompt) / 2 for b in arrivals[:at]) for at, a in enumerate(arrivals))
+    assert returning > len(arrivals) / 2, "sessions come back with what they said before"
+
+
+def test_a_slice_of_a_trace_keeps_what_its_requests_share(tmp_path: Path) -> None:
+    lines = [{"format": "stepwell-trace", "version": 1, "block_tokens": 100}]
+    lines += [{"t": 10.0 * at, "session": at, "in": 1050, "out": 50, "runs": [[0, 5], [1000 * at + 100, 5]]} for at in range(8)]
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    load = Load(clients=1, rate=1.0, seconds=4.0, longest=105, answer_tokens=5, leaving=0.0)
+    arrivals = from_file(path, load, skip=2)
+    assert [each.at_s for each in arrivals] == pytest.approx([0, 4 / 3, 8 / 3, 4])
+    assert {len(each.prompt) for each in arrivals} == {105} and {each.answer_tokens for each in arrivals} == {5}
+    assert shared(arrivals[0].prompt, arrivals[1].prompt) in range(50, 54)  # half, and letters that happen to agree
+
+
+def arrival(at_s: float, *, tokens: int = 20, leaves_after: int | None = None, seed: int = 0) -> Arrival:
+    return Arrival(
+        at_s=at_s, prompt=tuple(97 + (seed + at) % 26 for at in range(tokens)), answer_tokens=6, leaves_after=leaves_after
+    )
+
+
+def played(served: Running, *arrivals: Arrival, **more: object) -> Played:
+    async def playing() -> Played:
+        async with client() as http:
+            return await play(http, served.address, list(enumerate(arrivals)), dict(more))
+
+    return asyncio.run(playing())
+
+
+def test_requests_are_sent_when_they_are_due_though_nobody_was_answered() -> None:
+    with running(serving={"aliases": ("bench",)}) as served, Held(served) as held, ThreadPoolExecutor(1) as threads:
+        playing = threads.submit(played, served, *(arrival(0.05 * at, seed=at) for at in range(5)))
+        served.settle(lambda engine: engine.num_open == 5)
+        held.let_go()
+        heard = playing.result().heard
+        assert [each.outcome for each in heard] == ["done"] * 5
+        assert all(each.answer_tokens == 6 and sum(each.sources.values()) == 20 for each in heard)
+        assert all(0 < each.chunks_s[0] <= each.ended_s for each in heard)
+
+
+def test_clients_that_leave_are_refused_or_meet_nobody_are_told_apart() -> None:
+    with running(serving={"aliases": ("bench",)}) as served:
+        left, long = played(served, arrival(0, leaves_after=1), arrival(0, tokens=5000)).heard
+        assert left.outcome == "left" and len(left.chunks_s) == 1
+        assert long.outcome == "refused" and "5000" in long.error
+    nobody = played(served, arrival(0)).heard[0]
+    assert nobody.outcome == "failed" and "ConnectError" in nobody.error
+
+
+def heard(number: int, *, first_s: float, late_s: float = 0.0, text: str = "x") -> Heard:
+    sources = {"device": 60, "host": 20, "store": 0, "computed": 20}
+    return Heard(
+        arrival=number, late_s=late_s, outcome="done", chunks_s=[first_s, first_s + 0.1, first_s + 0.4], ended_s=first_s + 0.5,
+        text=text, prompt_tokens=100, answer_tokens=3, sources=sources,
+    )  # fmt: skip
+
+
+def test_figures_count_what_clients_heard() -> None:
+    failed = Heard(arrival=2, late_s=0.0)
+    parts = [Played(seconds=1.0, heard=(heard(0, first_s=1.0),)), Played(seconds=3.0, heard=(heard(1, first_s=3.0), failed))]
+    found = figures(parts)
+    assert (found["done"], found["failed"], found["requests_per_s"], found["output_tokens_per_s"]) == (2, 1, 0.5, 1.5)
+    assert found["first_token_s"] == {"p50": 1.0, "p90": 3.0, "p99": 3.0} and found["hit_share"] == pytest.approx(0.8)
+    assert found["between_tokens_s"]["p50"] == pytest.approx(0.1) and found["between_tokens_s"]["p99"] == pytest.approx(0.3)
+    assert percentiles(range(1, 101)) == {"p50": 50, "p90": 90, "p99": 99} and percentiles([]) is None
+
+
+def test_a_load_generator_that_falls_behind_says_so() -> None:
+    quick = figures([Played(seconds=1.0, heard=(heard(0, first_s=1.0, late_s=0.001),))])
+    slow = figures([Played(seconds=1.0, heard=(heard(0, first_s=1.0, late_s=0.2),))])
+    assert fell_behind(quick) is None and fell_behind(slow) == 0.2
+
+
+def test_answers_that_differ_between_cases_are_found() -> None:
+    one, other = ([Played(seconds=1.0, heard=(heard(0, first_s=1), heard(1, first_s=1, text=text)))] for text in ("x", "y"))
+    assert different({"tiers": one, "none": one}) == [] and different({"tiers": one, "none": other}) == [1]

@@ -1,0 +1,72 @@
+"""A short soak: every kind of trouble once, and what the soak itself makes of wrong answers and of memory that grows."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from random import Random
+
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("httpx")
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+from soaking.backend import Footprint
+from soaking.growing import JUDGED_FROM_S, Sample, growth
+from soaking.known import Known, Shape
+from soaking.soaked import LEFT_BYTES_A_REQUEST, NOISE_BYTES, Plan, grown_too_much, soak
+from soaking.troubles import flip
+
+SMALL = Shape(instructions=1, sessions=3, turns=3, instruction_tokens=(70, 100), turn_tokens=(20, 80), answer_tokens=5)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="shared-log needs Linux")
+@pytest.mark.soak
+def test_servers_answer_rightly_through_one_trouble_of_each_kind(tmp_path: Path) -> None:
+    plan = Plan(seed=3, seconds=3600, clients=3, pause_s=(0.0, 1.0), rounds=1, shape=SMALL)  # rounds end it, not time
+    verdict = asyncio.run(soak(plan, tmp_path, lambda what: None))
+    assert not verdict.faults
+    assert min(verdict.troubles.values()) >= 1 and len(verdict.troubles) >= 8
+    assert verdict.answered_after == SMALL.count and verdict.tally.outcomes["left"]
+
+
+def test_an_answer_is_right_only_with_the_right_tokens_and_logprobs() -> None:
+    known = Known(number=0, prompt=(1,), tokens=(5, 6), words=("a", "b"), logprobs=(-1.0, -2.0))
+    assert known.wrong(["a", "b"], [-1.0, -2.0005], whole=True) is None
+    assert known.wrong(["a"], [-1.0], whole=False) is None and known.wrong([], [], whole=False) is None
+    assert "1 tokens came" in str(known.wrong(["a"], [-1.0], whole=True))
+    assert "right is" in str(known.wrong(["a", "c"], [-1.0, -2.0], whole=True))
+    assert "right is" in str(known.wrong(["c"], [-1.0], whole=False))
+    assert "off by" in str(known.wrong(["a", "b"], [-1.0, -2.1], whole=True))
+
+
+def samples(bytes_a_second: float, *, seconds: float = 1800, files: float = 0.0) -> list[Sample]:
+    """A process that fills its tiers for 100 s, and has waves of noise ever after."""
+    random = Random(1)
+
+    def found(at: int) -> Footprint:
+        memory = min(at, 100) * 2e6 + at * bytes_a_second + random.uniform(0, 8e6)
+        return Footprint(memory_bytes=int(memory), files=int(20 + files * at), threads=9)
+
+    return [Sample(at_s=at, found=found(at)) for at in range(int(seconds))]
+
+
+def test_memory_that_fills_and_stays_is_flat_and_memory_that_grows_is_told() -> None:
+    requests = 3000
+    allowed = (NOISE_BYTES + LEFT_BYTES_A_REQUEST * requests * 2 / 3) / 1200  # bytes a second after the warm-up
+    assert grown_too_much(growth(samples(0.0)), requests) == []
+    assert grown_too_much(growth(samples(0.8 * allowed)), requests) == []
+    assert "memory grew" in grown_too_much(growth(samples(1.3 * allowed)), requests)[0]
+    assert "more files" in grown_too_much(growth(samples(0.0, files=0.1)), requests)[0]
+    assert grown_too_much(growth(samples(1e6, seconds=JUDGED_FROM_S)), requests) == []  # too short a watch
+    assert grown_too_much(growth([]), requests) == []
+
+
+def test_a_flipped_bit_is_one_bit(tmp_path: Path) -> None:
+    path = tmp_path / "0001.seg"
+    path.write_bytes(bytes(100))
+    flip(path, Random(1))
+    assert sum(byte.bit_count() for byte in path.read_bytes()) == 1
+    flip(tmp_path / "gone.seg", Random(1))

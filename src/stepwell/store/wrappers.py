@@ -9,6 +9,7 @@ from threading import Lock
 from typing import cast
 
 from stepwell.base.errors import StoreError
+from stepwell.base.ids import Level
 from stepwell.base.meters import Clock, Counters
 from stepwell.store.api import (
     Read,
@@ -24,6 +25,7 @@ from stepwell.store.api import (
     clear,
     never,
     register,
+    relevel,
     unregister,
 )
 
@@ -67,6 +69,9 @@ class Wrapper:
 
     def size(self) -> StoreSize:
         return cast(SizedStore, self._store).size()
+
+    def relevel(self, space: Space, keys: Sequence[bytes], level: Level) -> int:
+        return relevel(self._store, space, keys, level)
 
 
 class Slow(Wrapper):

@@ -106,7 +106,8 @@ def split(column: npt.NDArray[np.uint8]) -> list[bytes]:
 
 def levels_of(entries: Entries) -> npt.NDArray[np.uint8]:
     """What the values of a batch were worth when it was written."""
-    return np.array(_LEVELS, np.uint8)[entries["flags"]]
+    levels: npt.NDArray[np.uint8] = np.array(_LEVELS, np.uint8)[entries["flags"]]
+    return levels
 
 
 def inline_bytes(length: int) -> int:

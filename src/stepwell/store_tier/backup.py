@@ -278,7 +278,9 @@ def _put_deferred(state: CacheState, link: StoreLink, residency: Residency) -> b
 def put_checkpoint(state: CacheState, link: StoreLink, checkpoint: Checkpoint) -> None:
     """Sends off a checkpoint that is on the host and not in the store, if all it stands on is."""
     residency, node = checkpoint.ready_in(Tier.HOST), checkpoint.node
-    if residency is None or node is None or (link.beliefs.is_fresh(checkpoint) if link.is_late else link.beliefs.has(checkpoint)):
+    if residency is None or node is None:
+        return
+    if link.beliefs.is_fresh(checkpoint) if link.is_late else link.beliefs.has(checkpoint):
         return
     if not is_stored(link.beliefs, node, checkpoint.page, or_on_device=link.is_late):
         state.counters.add("backup_skipped_missing_pages")
@@ -296,7 +298,7 @@ def put_checkpoint(state: CacheState, link: StoreLink, checkpoint: Checkpoint) -
         stored = outcome.statuses == (ItemStatus.OK,)
         link.put_ended(size_bytes, state.clock.now(), taken=stored)
         if stored:
-            _demote_superseded(state, link, namespace, checkpoint, node)
+            _demote_superseded(state, link, namespace, checkpoint)
         if stored and state.tree.feeds and link.serves(namespace):
             state.tree.feeds.store(EventKind.CHECKPOINT_STORED, [task.boundary])
         link.beliefs.answered(checkpoint, stored=stored)
@@ -310,7 +312,7 @@ def put_checkpoint(state: CacheState, link: StoreLink, checkpoint: Checkpoint) -
     link.ops.send(task, namespace, replied, call=Call(), pages=residency.spans(), reads=residency)
 
 
-def _demote_superseded(state: CacheState, link: StoreLink, namespace: Namespace, checkpoint: Checkpoint, node: Node) -> None:
+def _demote_superseded(state: CacheState, link: StoreLink, namespace: Namespace, checkpoint: Checkpoint) -> None:
     """A checkpoint is in the store now: the one before it is worth little there, if this one serves in its place."""
     if checkpoint.node is None:
         return

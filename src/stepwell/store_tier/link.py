@@ -165,7 +165,7 @@ class StoreLink:
     backup_bytes: int = 0  # on their way down
     num_putting: int = 0  # operations that go down
     is_late: bool = False  # things go down when memory needs their room, and not before
-    is_superseded: Callable[[Checkpoint], bool] = lambda checkpoint: False
+    is_superseded: Callable[[Checkpoint], bool]  # by a later checkpoint of its path
     ahead: dict[Victim, bool] = field(default_factory=dict)  # to be stored before they leave; whether to try to complete it
     has_taken: bool = False  # it has stored something
     putting_since_s: float = 0.0  # when something began to go down, or the latest of it was answered

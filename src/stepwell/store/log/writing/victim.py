@@ -84,7 +84,8 @@ class _Order:
         self.columns, self.rows = index.columns, index.columns.held()
         columns, rows = self.columns, self.rows
         used = np.minimum(columns.used[rows], _MOST_USED)
-        self._ranks = (self._levels() << _LEVEL_SHIFT) + (used << DEPTH_BITS) - columns.depth[rows]
+        depth = columns.depth[rows].astype(np.int64)
+        self._ranks: npt.NDArray[np.int64] = (self._levels() << _LEVEL_SHIFT) + (used << DEPTH_BITS) - depth
 
     def of(self, rows: Rows) -> npt.NDArray[np.int64]:
         """The ranks of some values."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from random import Random
 
 from stepwell.base.errors import StoreError
+from stepwell.base.ids import Level
 from stepwell.base.meters import ManualClock
 from stepwell.store.api import NO_PARENT, Space, WriteOutcome
 from stepwell.store.log.disk.files import BLOCK_BYTES, Disk, up_to_block
@@ -60,6 +61,7 @@ class Life:
         self.store: LogStore | None = None
         self._disk, self._directory = disk, directory
         self._random = Random(seed)
+        self.level = Level(seed % len(Level))  # of all values: with several, the ones used last would not be those that stay
         self._count = 0
 
     def live(self, turns: int) -> None:
@@ -85,7 +87,8 @@ class Life:
             for depth in range(self._random.choice((1, 2, 5))):
                 name = self._name(space)
                 parent = writes[-1].key if writes else NO_PARENT
-                writes.append(offer(SPACES[space], name, self.ledger.sizes[space, name], parent=parent, depth=depth))
+                size = self.ledger.sizes[space, name]
+                writes.append(offer(SPACES[space], name, size, parent=parent, depth=depth, level=self.level))
                 names.append((space, name))
             requests.append(PutRequest(space=SPACES[space], writes=writes))
         self.ledger.gone -= set(names)

@@ -41,6 +41,8 @@ def check(directory: Path, life: Life, must: set[tuple[int, str]]) -> None:
         there = held(store, life.ledger)
         assert must <= there, f"acknowledged, and lost: {sorted(must - there)}"
         assert not there & life.ledger.gone, f"deleted, and back: {sorted(there & life.ledger.gone)}"
+        columns = store._state.index.columns
+        assert set(columns.level[columns.held()].tolist()) <= {life.level}, "values came back with another level"
         assert store.write_from(SPACES[0], [offer(SPACES[0], "after", 5000)]) == [WriteOutcome.STORED]
         assert bytes_on_disk(directory) <= BUDGET_BYTES
         there = held(store, life.ledger)

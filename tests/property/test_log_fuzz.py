@@ -16,11 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepwell.base.errors import StoreError
+from stepwell.base.ids import Level
 from stepwell.base.meters import ManualClock
 from stepwell.store.api import Read, ReadOutcome, Space
 from stepwell.store.log.disk.files import BLOCK_BYTES, Disk
 from stepwell.store.log.format import snapshot, superblock
-from stepwell.store.log.format.batch import Batch, pack_values, parse_header, write_header
+from stepwell.store.log.format.batch import Batch, BatchKind, levels_of, pack_values, parse_header, write_header
 from stepwell.store.log.format.scan import scan
 from stepwell.store.log.opening import open_directory
 from stepwell.store.log.state.index import Index
@@ -36,7 +37,9 @@ SIZES = {f"v{at}": size for at, size in enumerate((10, 500, 1024, 2000, 4096, 90
 
 def header() -> bytearray:
     """A batch of small and large values, as it would be written."""
-    draft = pack_values(HERE, [offer(HERE, name, SIZES[name]) for name in ("v0", "v1", "v3", "v5")], SEGMENT_BYTES)
+    levels = (*Level, Level.NORMAL)
+    writes = [offer(HERE, name, SIZES[name], level=level) for name, level in zip(("v0", "v1", "v3", "v5"), levels, strict=True)]
+    draft = pack_values(HERE, writes, SEGMENT_BYTES)
     assert draft is not None
     into = memoryview(bytearray(draft.header_bytes))
     batch = Batch(
@@ -99,6 +102,7 @@ def test_a_header_that_lies_but_verifies_never_points_outside_its_batch(at: int,
     if batch is not None and len(batch.entries):
         ends = batch.entries["offset"].astype(object) + batch.entries["length"].astype(object)
         assert max(ends) <= batch.total_bytes <= SEGMENT_BYTES - 8192
+        assert batch.kind is not BatchKind.PUT or set(levels_of(batch.entries).tolist()) <= {*Level}
 
 
 @given(st.lists(st.binary(max_size=200), max_size=6), st.integers(0, 3))

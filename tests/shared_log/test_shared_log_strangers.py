@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from log_peer import HERE
 from shared_log_fixtures import OpenHere
 
+from stepwell.base.ids import Level
 from stepwell.store.api import NO_PARENT, ReadOutcome, ReadResult, WriteOutcome
 from stepwell.store.keyed_seal import verify_without_key
 from stepwell.store.seal import Verdict
@@ -27,7 +28,7 @@ from stepwell.store.shared import connection, memory, server, wire
 from stepwell.store.shared.connection import SOCKET_NAME, Connection, Deadline, Gone, Late, Stranger, connect, listen
 from stepwell.store.shared.settings import Settings, pack_settings, parse_settings
 from stepwell.store.shared.store import SharedLog
-from stepwell.store.shared.wire import Keys, Kind, Malformed, Places, Reading, Writing
+from stepwell.store.shared.wire import Keys, Kind, Malformed, Places, Reading, Relevelling, Writing
 from stepwell.testing.store_contract import fetch, key, offer
 from waiting import PATIENCE_S, wait_until
 
@@ -39,7 +40,8 @@ MESSAGES = [
     wire.pack_frame(Kind.DELETE, wire.pack_keys(Keys(HERE, [key("none")]))),
     wire.pack_frame(Kind.READ, wire.pack_reading(Reading(HERE, [key("x")], Places([0], [5000])))),
     wire.pack_frame(
-        Kind.WRITE, wire.pack_writing(Writing(HERE, [WRITE.key], [WRITE.stamp], [NO_PARENT], [0], Places([0], [5000])))
+        Kind.WRITE,
+        wire.pack_writing(Writing(HERE, [WRITE.key], [WRITE.stamp], [NO_PARENT], [0], [Level.NORMAL], Places([0], [5000]))),
     ),
 ]
 
@@ -144,9 +146,13 @@ def test_what_is_packed_is_parsed() -> None:
     places = Places((0, 4096), (4096, 10))
     keys, stamps = [key("a"), key("b")], [b"1" * 64, b"2" * 64]
     assert wire.parse_keys(wire.pack_keys(Keys(HERE, keys))) == Keys(HERE, keys)
-    reading, writing = Reading(HERE, keys, places), Writing(HERE, keys, stamps, keys, (0, 2**32 - 1), places)
+    reading, writing = Reading(HERE, keys, places), Writing(HERE, keys, stamps, keys, (0, 2**32 - 1), [*Level][:2], places)
     assert wire.parse_reading(wire.pack_reading(reading), 5000) == reading
     assert wire.parse_writing(wire.pack_writing(writing), 5000) == writing
+    relevelling = Relevelling(HERE, keys, Level.VALUABLE)
+    assert wire.parse_relevelling(wire.pack_relevelling(relevelling)) == relevelling
+    with pytest.raises(Malformed, match="a level of 3"):
+        wire.parse_relevelling(wire.pack_relevelling(relevelling)[:-1] + b"\x03")
     results = [ReadResult(outcome, b"s" * 64 if outcome is ReadOutcome.FOUND else b"") for outcome in ReadOutcome]
     assert wire.parse_results(wire.pack_results(results), len(results)) == results
     assert wire.parse_outcomes(wire.pack_outcomes(list(WriteOutcome)), len(WriteOutcome)) == list(WriteOutcome)
@@ -296,7 +302,7 @@ def test_a_value_that_is_changed_after_it_was_verified_is_written_as_it_was(
     monkeypatch.setattr(server, "verify_without_key", verify_then_change)
     called = connect(directory, Deadline(PATIENCE_S))
     called.ask(Kind.MEMORY, wire.pack_number(64 * KIB), Deadline(PATIENCE_S), fd=fd)
-    writing = Writing(HERE, [good.key], [good.stamp], [NO_PARENT], [0], Places([4096], [5000]))
+    writing = Writing(HERE, [good.key], [good.stamp], [NO_PARENT], [0], [Level.NORMAL], Places([4096], [5000]))
     answer = called.ask(Kind.WRITE, wire.pack_writing(writing), Deadline(PATIENCE_S))
     assert wire.parse_outcomes(answer.body, 1) == [WriteOutcome.STORED]
     assert fetch(owner, HERE, "good", 5000) is not None

@@ -35,5 +35,13 @@ class Kind(IntEnum):
         return self.name.lower()
 
 
+class Level(IntEnum):
+    """What a stored value is worth, as far as its writer knows. A store that is full forgets the lowest level first."""
+
+    EXPENDABLE = 0  # memory has it too, or something else serves in its place
+    NORMAL = 1
+    VALUABLE = 2  # somebody said that it matters
+
+
 CACHED_TIERS = (Tier.DEVICE, Tier.HOST)
 CACHED_KINDS = (Kind.PREFIX, Kind.WINDOW, Kind.POINT)  # what hosts and stores hold

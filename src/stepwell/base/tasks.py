@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from stepwell.base.ids import JobId, Kind, Tier
+from stepwell.base.ids import JobId, Kind, Level, Tier
 from stepwell.base.prompt import Namespace, PageKey
 from stepwell.base.spec import ModelSpec
 
@@ -177,6 +177,7 @@ class PutPages:
     first: int
     keys: tuple[PageKey, ...]
     ids: PageIds
+    level: Level = Level.NORMAL  # also of those that are there already
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -188,9 +189,19 @@ class PutCheckpoint:
     window_keys: tuple[PageKey, ...]  # the prefix page that each window page ends in
     windows: PageIds
     points: PageIds
+    level: Level = Level.NORMAL
 
 
-Task: TypeAlias = FindItems | FetchPages | FetchCheckpoint | PutPages | PutCheckpoint
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Relevel:
+    """Says anew what pages and checkpoints are worth. A hint: what the store lacks is left alone. One item."""
+
+    pages: tuple[PageKey, ...]
+    boundaries: tuple[PageKey, ...]
+    level: Level
+
+
+Task: TypeAlias = FindItems | FetchPages | FetchCheckpoint | PutPages | PutCheckpoint | Relevel
 
 
 def num_items(task: Task) -> int:

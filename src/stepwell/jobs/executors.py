@@ -25,6 +25,7 @@ from stepwell.base.tasks import (
     Purpose,
     PutCheckpoint,
     PutPages,
+    Relevel,
     Reply,
     StoreOp,
     joint,
@@ -174,7 +175,7 @@ class ThreadStoreExecutor:
 
     def submit(self, op: StoreOp) -> None:
         puts = isinstance(op.task, (PutPages, PutCheckpoint))
-        lines = self._sealing if puts else self._asking if isinstance(op.task, FindItems) else self._reading
+        lines = self._sealing if puts else self._asking if isinstance(op.task, (FindItems, Relevel)) else self._reading
         self._jobs.open(op.job, lines, called_off=_called_off(op))
         for rank, (worker, line) in enumerate(zip(self._ranks, lines, strict=True)):
             if puts:

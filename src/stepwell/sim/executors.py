@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from stepwell.base.ids import JobId, Kind, Tier
+from stepwell.base.ids import JobId, Kind, Level, Tier
 from stepwell.base.prompt import manifest_key
 from stepwell.base.spec import ModelSpec
 from stepwell.base.tasks import (
@@ -22,6 +22,7 @@ from stepwell.base.tasks import (
     Plan,
     PutCheckpoint,
     PutPages,
+    Relevel,
     Reply,
     StoreOp,
     Task,
@@ -29,8 +30,9 @@ from stepwell.base.tasks import (
 from stepwell.jobs.jobs import DoneAtOnce
 from stepwell.sim.hardware import Hardware
 from stepwell.sim.store import CountingStore
-from stepwell.store.api import WriteOutcome
+from stepwell.store.api import KEY_BYTES, Space, WriteOutcome
 
+_NOBODY = Space(digest=bytes(KEY_BYTES))  # keys of two namespaces never meet
 _STATUSES = {
     WriteOutcome.STORED: ItemStatus.OK,
     WriteOutcome.EXISTS: ItemStatus.OK,
@@ -108,10 +110,13 @@ class CountingStoreExecutor(DoneAtOnce[Reply]):
                 return self._fetched(keys, self._sizes[Kind.PREFIX])
             case FetchCheckpoint(boundary=boundary, windows=windows, points=points):
                 return self._fetched([manifest_key(boundary)], self._checkpoint_bytes(windows, points))
-            case PutPages(parent=parent, keys=keys):
-                return self._put(keys, self._sizes[Kind.PREFIX], parent)
-            case PutCheckpoint(boundary=boundary, windows=windows, points=points):
-                return self._put([manifest_key(boundary)], self._checkpoint_bytes(windows, points), boundary)
+            case PutPages(parent=parent, keys=keys, level=level):
+                return self._put(keys, self._sizes[Kind.PREFIX], parent, level)
+            case PutCheckpoint(boundary=boundary, windows=windows, points=points, level=level):
+                return self._put([manifest_key(boundary)], self._checkpoint_bytes(windows, points), boundary, level)
+            case Relevel(pages=pages, boundaries=boundaries, level=level):
+                self._store.relevel(_NOBODY, (*pages, *map(manifest_key, boundaries)), level)
+                return Outcome(statuses=(ItemStatus.OK,))
 
     def _checkpoint_bytes(self, windows: PageIds, points: PageIds) -> int:
         return len(windows) * self._sizes[Kind.WINDOW] + len(points) * self._sizes[Kind.POINT]
@@ -123,10 +128,10 @@ class CountingStoreExecutor(DoneAtOnce[Reply]):
         self._traffic.note(Tier.STORE, Tier.HOST, moved)
         return Outcome(statuses=statuses, moved_bytes=moved)
 
-    def _put(self, keys: Sequence[bytes], size_bytes: int, parent: bytes | None) -> Outcome:
+    def _put(self, keys: Sequence[bytes], size_bytes: int, parent: bytes | None, level: Level) -> Outcome:
         outcomes = []
         for key in keys:
-            outcomes.append(self._store.keep(key, size_bytes, parent))
+            outcomes.append(self._store.keep(key, size_bytes, parent, level))
             parent = key
         self._use_last(keys)
         moved = outcomes.count(WriteOutcome.STORED) * size_bytes

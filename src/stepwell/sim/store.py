@@ -1,8 +1,9 @@
-"""A store that keeps the names and sizes of values, and no bytes: bounded, the least recently used going first.
+"""A store that keeps the names and sizes of values, and no bytes: bounded, the lowest level going first, and of one level what
+was used longest ago.
 
-A use counts for all that a value stands on. So only values that nothing stands on may go, and one that becomes such was last
-used when the last of those above it was. Keys are chained from their namespace, so those of two namespaces never meet. One
-thread.
+A use counts for all that a value stands on, and so does a level. So only values that nothing stands on may go, and one that
+becomes such was last used when the last of those above it was. What a value stands on may come after it, as in the log. Keys are
+chained from their namespace, so those of two namespaces never meet. One thread.
 """
 
 from __future__ import annotations
@@ -11,20 +12,22 @@ from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 
 from stepwell.base.errors import StoreError
-from stepwell.store.api import Read, ReadResult, Space, Traits, Write, WriteOutcome, never
+from stepwell.base.ids import Level
+from stepwell.store.api import Read, ReadResult, Space, StoreSize, Traits, Write, WriteOutcome, never
 
 TURN_BYTES = 64 * 2**20  # nothing is read, so a call costs the replay more than its bytes do
 LEAST_ENDS = 64  # entries of the heap before it is made anew
 
 
 class _Value:
-    __slots__ = ("below", "key", "num_above", "size_bytes", "used")
+    __slots__ = ("below", "key", "level", "num_above", "size_bytes", "used")
 
-    def __init__(self, key: bytes, size_bytes: int, below: _Value | None, used: int) -> None:
+    def __init__(self, key: bytes, size_bytes: int, below: _Value | None, used: int, level: Level) -> None:
         self.key = key
         self.size_bytes = size_bytes
         self.below = below  # what it stands on
         self.used = used  # when: uses are numbered
+        self.level = level
         self.num_above = 0  # values that stand on it
 
 
@@ -34,14 +37,16 @@ class CountingStore:
     def __init__(self, capacity_bytes: int) -> None:
         self._capacity_bytes = capacity_bytes
         self._values: dict[bytes, _Value] = {}
-        self._ends: list[tuple[int, bytes]] = []  # a heap of values that nothing stood on, by use; some of it is out of date
+        self._ends: list[tuple[Level, int, bytes]] = []  # a heap of values that nothing stood on; some of it is out of date
         self._latest: bytes | None = None  # the value kept last, which is not in the heap yet: another may come to stand on it
+        self._orphans: dict[bytes, dict[bytes, None]] = {}  # keys by what they stand on, where that is not there
+        self._refused: bytes | None = None  # the value refused last
         self._num_uses = 0
         self._used_bytes = 0
 
     @property
     def traits(self) -> Traits:
-        return Traits(name="counting", durable=False, shared=False, groups=False, turn_bytes=TURN_BYTES)
+        return Traits(name="counting", durable=False, shared=False, groups=False, sized=True, levels=True, turn_bytes=TURN_BYTES)
 
     @property
     def used_bytes(self) -> int:
@@ -57,15 +62,20 @@ class CountingStore:
         values = self._values
         return [key in values for key in keys]
 
-    def keep(self, key: bytes, size_bytes: int, parent: bytes | None) -> WriteOutcome:
-        """Enters a value, giving up others for it but none that it stands on; without those it would be of no use."""
+    def size(self) -> StoreSize:
+        return StoreSize(used_bytes=self._used_bytes, budget_bytes=self._capacity_bytes)
+
+    def keep(self, key: bytes, size_bytes: int, parent: bytes | None, level: Level = Level.NORMAL) -> WriteOutcome:
+        """Enters a value, giving up others but none that it stands on. One whose parent was just refused is refused too."""
         if key in self._values:
+            self._relevel(key, level)
             return WriteOutcome.EXISTS
         below = self._values.get(parent) if parent is not None else None
-        if parent is not None and below is None:
-            return WriteOutcome.NO_ROOM
         if size_bytes > self._capacity_bytes:
             return WriteOutcome.TOO_LARGE
+        if parent is not None and parent == self._refused:
+            self._refused = key
+            return WriteOutcome.NO_ROOM
         latest, self._latest = self._latest, None
         if latest is not None and latest != parent:
             self._queue(latest)
@@ -76,11 +86,18 @@ class CountingStore:
                 if below is not None:  # everything else is gone: only what it stands on is left
                     below.num_above -= 1
                     self._queue(below.key)
+                self._refused = key
                 return WriteOutcome.NO_ROOM
         self._num_uses += 1
-        self._values[key] = _Value(key, size_bytes, below, self._num_uses)
+        value = self._values[key] = _Value(key, size_bytes, below, self._num_uses, level)
         self._used_bytes += size_bytes
         self._latest = key
+        if parent is not None and below is None:
+            self._orphans.setdefault(parent, {})[key] = None
+        for each in self._orphans.pop(key, ()):
+            if (above := self._values.get(each)) is not None:
+                above.below = value
+                value.num_above += 1
         return WriteOutcome.STORED
 
     def use(self, key: bytes) -> None:
@@ -91,19 +108,25 @@ class CountingStore:
             value.used = self._num_uses
             self._queue(key)
 
+    def _relevel(self, key: bytes, level: Level) -> None:
+        value = self._values[key]
+        if value.level != level:
+            value.level = level
+            self._queue(key)
+
     def _queue(self, key: bytes) -> None:
         """Lets a value go in its turn, if nothing stands on it."""
         value = self._values.get(key)
         if value is not None and not value.num_above and key != self._latest:
-            heappush(self._ends, (value.used, key))
+            heappush(self._ends, (value.level, value.used, key))
         if len(self._ends) > 2 * len(self._values) + LEAST_ENDS:
-            self._ends = sorted({(each.used, each.key) for each in self._values.values() if not each.num_above})
+            self._ends = sorted({(each.level, each.used, each.key) for each in self._values.values() if not each.num_above})
 
     def _give_up_oldest(self) -> bool:
         while self._ends:
-            used, key = heappop(self._ends)
+            level, used, key = heappop(self._ends)
             value = self._values.get(key)
-            if value is not None and value.used == used and not value.num_above:
+            if value is not None and (value.level, value.used) == (level, used) and not value.num_above:
                 self._remove(key)
                 return True
         return False
@@ -132,6 +155,15 @@ class CountingStore:
         present = [key for key in keys if key in self._values]
         for key in present:
             self._remove(key)
+        return len(present)
+
+    def relevel(self, space: Space, keys: Sequence[bytes], level: Level) -> int:
+        present = [key for key in keys if key in self._values]
+        self._num_uses += 1
+        for key in present:
+            self._values[key].used = self._num_uses
+            self._values[key].level = level
+            self._queue(key)
         return len(present)
 
     def flush(self) -> None:

@@ -8,6 +8,7 @@ time; it must never make one up. All verbs may be called from several threads at
     key      32 bytes that name a value within its space; the same key always means the same value
     parent   the value this one is useless without: what is deep in a chain goes before what it stands on
     group    values that are best lost together, for stores that can see to it
+    level    what a value is worth; it counts for all that the value stands on as well
 
 Reads, writes and results are made by the thousand, so they are tuples with names: quick to make, and to turn into columns.
 """
@@ -20,6 +21,7 @@ from enum import Enum
 from typing import NamedTuple, Protocol, cast
 
 from stepwell.base.errors import StoreError
+from stepwell.base.ids import Level
 
 KEY_BYTES = 32
 STAMP_BYTES = 64
@@ -56,6 +58,7 @@ class Traits:
     registers: bool = False  # reads and writes inside memory it was shown need no copy: it is a RegisteringStore
     clears: bool = False  # it can forget a whole space: it is a ClearingStore
     sized: bool = False  # it can say how full it is: it is a SizedStore
+    levels: bool = False  # it forgets the lowest level first, of one level what was used longest ago: it is a LevelledStore
     writable: bool = True  # else nothing is offered to it: others fill it
     late_write_s: float = 0.0  # after a read that FAILED, had another LENGTH or raised, its buffer may be written for so long
 
@@ -79,6 +82,7 @@ class Write(NamedTuple):
     parent: bytes = NO_PARENT
     depth: int = 0  # how many values it stands on, one on the other
     group: bytes = b""
+    level: Level = Level.NORMAL
 
 
 class ReadOutcome(Enum):
@@ -193,6 +197,21 @@ class SizedStore(Store, Protocol):
     def largest_spaces(self, most: int) -> list[SpaceSize]:
         """The spaces with most bytes, largest first. Looks at spaces, not at values. Raises StoreError once it is closed."""
         ...
+
+
+class LevelledStore(Store, Protocol):
+    """A store that can be told anew what a value is worth."""
+
+    def relevel(self, space: Space, keys: Sequence[bytes], level: Level) -> int:
+        """Gives values that are there another level; returns how many. Counts as no use of them. A hint: it writes nothing, so
+        a crash may bring back the level that a value was written with.
+        """
+        ...
+
+
+def relevel(store: Store, space: Space, keys: Sequence[bytes], level: Level) -> int:
+    """Says what values are worth; returns how many of them there are, none for a store that does not want to know."""
+    return cast(LevelledStore, store).relevel(space, keys, level) if store.traits.levels and keys else 0
 
 
 def size_of(store: Store) -> StoreSize | None:

@@ -1,4 +1,7 @@
-"""The reference store: a dictionary in this process, bounded, oldest values first. An example for authors of others."""
+"""The reference store: a dictionary in this process, bounded; the lowest level goes first, of one level the oldest values.
+
+An example for authors of others.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from heapq import nlargest
 from threading import Lock
 
 from stepwell.base.errors import StoreError
+from stepwell.base.ids import Level
 from stepwell.store.api import (
     NO_PARENT,
     Read,
@@ -30,6 +34,7 @@ class _Value:
     data: bytes
     stamp: bytes
     parent: bytes
+    level: Level
 
 
 class MemoryStore:
@@ -46,8 +51,9 @@ class MemoryStore:
     @property
     def traits(self) -> Traits:
         return Traits(
-            name="memory", durable=False, shared=False, groups=False, clears=True, sized=True, max_value_bytes=self._budget_bytes
-        )
+            name="memory", durable=False, shared=False, groups=False, clears=True, sized=True, levels=True,
+            max_value_bytes=self._budget_bytes,
+        )  # fmt: skip
 
     @property
     def used_bytes(self) -> int:
@@ -88,6 +94,15 @@ class MemoryStore:
             self._must_be_open()
             return sum(self._drop((space.digest, key)) for key in keys)
 
+    def relevel(self, space: Space, keys: Sequence[bytes], level: Level) -> int:
+        with self._lock:
+            self._must_be_open()
+            self._touch(space, keys)
+            there = [value for key in set(keys) if (value := self._values.get((space.digest, key))) is not None]
+            for value in there:
+                value.level = level
+            return len(there)
+
     def clear(self, digest: bytes) -> int:
         with self._lock:
             self._must_be_open()
@@ -123,7 +138,7 @@ class MemoryStore:
             return WriteOutcome.EXISTS
         if not self._make_room(len(write.data)):
             return WriteOutcome.TOO_LARGE
-        self._values[name] = _Value(bytes(write.data), write.stamp, write.parent)
+        self._values[name] = _Value(bytes(write.data), write.stamp, write.parent, write.level)
         self._count(space, values=1, size_bytes=len(write.data))
         return WriteOutcome.STORED
 
@@ -133,8 +148,19 @@ class MemoryStore:
         if size > self._budget_bytes:
             return False
         while self._used_bytes + size > self._budget_bytes:
-            self._drop(next(iter(self._values)))
+            self._drop(self._first_to_go())
         return True
+
+    def _first_to_go(self) -> _Name:
+        """The oldest value of the lowest level, where a level counts for all that a value stands on. Looks at all of them."""
+        levels = {name: value.level for name, value in self._values.items()}
+        for (digest, _), value in self._values.items():
+            below = (digest, value.parent)
+            while levels.get(below, value.level) < value.level:
+                levels[below] = value.level
+                below = (digest, self._values[below].parent)
+        lowest = min(levels.values())
+        return next(name for name in self._values if levels[name] == lowest)
 
     def _touch(self, space: Space, keys: Sequence[bytes]) -> None:
         """Moves values and all they stand on to the young end, deepest first: a parent is always younger than its children."""

@@ -9,6 +9,7 @@ from threading import Lock
 from typing import cast
 
 from stepwell.base.errors import StoreError
+from stepwell.base.ids import Level
 from stepwell.base.meters import Clock, Counters
 from stepwell.store.api import (
     Read,
@@ -25,6 +26,7 @@ from stepwell.store.api import (
     clear,
     never,
     register,
+    relevel,
     unregister,
 )
 
@@ -71,6 +73,9 @@ class Wrapper:
 
     def largest_spaces(self, most: int) -> list[SpaceSize]:
         return cast(SizedStore, self._store).largest_spaces(most)
+
+    def relevel(self, space: Space, keys: Sequence[bytes], level: Level) -> int:
+        return relevel(self._store, space, keys, level)
 
 
 class Slow(Wrapper):

@@ -21,14 +21,13 @@ from math import inf
 
 import numpy as np
 
-from stepwell.base.ids import Kind, Tier
-from stepwell.base.prompt import Namespace
-from stepwell.base.tasks import ItemStatus, Outcome, PageIds, PutCheckpoint, PutPages
+from stepwell.base.ids import Kind, Level, Tier
+from stepwell.base.prompt import Namespace, PageKey
+from stepwell.base.tasks import ItemStatus, Outcome, PageIds, PutCheckpoint, PutPages, Relevel
 from stepwell.memory.arena import READY
 from stepwell.store_tier.link import Beliefs, StoreLink
 from stepwell.store_tier.ops import Call
 from stepwell.tiers.state import CacheState, Leaving
-from stepwell.tree.checkpoints import is_left_between
 from stepwell.tree.feed import EventKind
 from stepwell.tree.keys import keys_within
 from stepwell.tree.node import ABSENT, Checkpoint, Node, Residency, Victim, previous_checkpoint
@@ -75,7 +74,7 @@ def pump(state: CacheState, link: StoreLink) -> None:
         del link.waiting[node]
         if now - since_s > link.tuning.backup_age_s:
             state.counters.add("backup_dropped_too_old")
-        elif node.parent is not None and not _put_path(state, link, node):
+        elif node.parent is not None and not put_path(state, link, node):
             link.waiting[node] = since_s  # more of it is left than one operation takes
     if link.deferred.num_due and link.may_put(state.clock.now()):
         _put_due(state, link)  # what was deferred just now, where nothing may be
@@ -92,7 +91,7 @@ def put_waiting_of(state: CacheState, link: StoreLink, namespaces: Container[byt
     for node in list(link.waiting) if link.breaker.allows(state.clock.now()) else ():
         if node.parent is not None and node.root.first in namespaces:
             del link.waiting[node]
-            while not _put_path(state, link, node):
+            while not put_path(state, link, node):
                 pass
 
 
@@ -101,7 +100,7 @@ def put_deferred_of(state: CacheState, link: StoreLink, namespaces: Container[by
     for checkpoint in list(link.deferred) if link.breaker.allows(state.clock.now()) else ():
         node = checkpoint.node
         if node is not None and node.root.first in namespaces and link.deferred.leave(checkpoint):
-            _put_checkpoint(state, link, checkpoint)
+            put_checkpoint(state, link, checkpoint)
 
 
 def put_before_eviction(state: CacheState, link: StoreLink, victim: Victim) -> bool:
@@ -115,7 +114,7 @@ def put_before_eviction(state: CacheState, link: StoreLink, victim: Victim) -> b
     tail = state.tree.ranking.tails.of(victim) if not isinstance(victim, Residency) else None
     if tail is not None and tail.dead:
         return False  # nothing could use it
-    while not _put_path(state, link, node) and link.may_put(state.clock.now()):
+    while not put_path(state, link, node) and link.may_put(state.clock.now()):
         pass
     if isinstance(victim, Residency):
         return _put_deferred(state, link, victim) or victim.users > 0
@@ -153,7 +152,7 @@ class _Stretch:
         self.end += len(ids)
 
 
-def _put_path(state: CacheState, link: StoreLink, node: Node) -> bool:
+def put_path(state: CacheState, link: StoreLink, node: Node) -> bool:
     """Sends off what pages the store lacks of a path, and defers its checkpoints; false when more is left than fits into
     one operation.
     """
@@ -168,7 +167,7 @@ def _put_path(state: CacheState, link: StoreLink, node: Node) -> bool:
     for each in path:
         if each.expires_at < inf:
             break  # what has a time to live stays in memory
-        stored = link.beliefs.pages(each)
+        stored = link.stored_pages(each)
         if stored < each.num_pages:
             first = each.start + stored
             fresh = _ready_after(state, each, stored)[:room]
@@ -178,13 +177,14 @@ def _put_path(state: CacheState, link: StoreLink, node: Node) -> bool:
                     stretch = _Stretch(first=first, end=first)
                 stretch.add(each, fresh)
                 stored += len(fresh)
-                link.beliefs.set_pages(each, stored)
+                link.beliefs.set_pages(each, stored, at_s=state.clock.now())
                 room -= len(fresh)
         covered = each.start + stored
-        if stored < each.num_pages:
+        if stored < each.num_pages and not (link.is_late and room > 0 and is_on_device(each, stored)):
             break
     _put_stretch(state, link, namespace, stretch)
-    _defer_backups(state, link, path, upto=covered)
+    if not link.is_late:
+        _defer_backups(state, link, path, upto=covered)
     return room > 0
 
 
@@ -196,9 +196,8 @@ def _put_stretch(state: CacheState, link: StoreLink, namespace: Namespace, stret
     keys = keys_within(last, max(first - 1, 0), stretch.end, state.tree.page_bytes)
     parent = keys.pop(0) if first else None
     size_bytes = len(ids) * state.arena(Tier.HOST).layout.strides[Kind.PREFIX]
-    link.backup_bytes += size_bytes
-    link.num_putting += 1
-    task = PutPages(parent=parent, first=first, keys=tuple(keys), ids=ids)
+    link.put_began(size_bytes, state.clock.now())
+    task = PutPages(parent=parent, first=first, keys=tuple(keys), ids=ids, level=_level_of(state, last))
     done = partial(_pages_put, state, link, namespace, stretch.nodes, task, size_bytes)
     link.ops.send(task, namespace, done, call=Call(), pages=((Kind.PREFIX, ids),))
 
@@ -218,8 +217,7 @@ def _pages_put(
     outcome: Outcome, took_s: float,
 ) -> None:  # fmt: skip
     first = task.first
-    link.backup_bytes -= size_bytes
-    link.num_putting -= 1
+    link.put_ended(size_bytes, state.clock.now(), taken=ItemStatus.OK in outcome.statuses)
     if state.tree.feeds and link.serves(namespace):
         kept = [key for key, status in zip(task.keys, outcome.statuses, strict=True) if status is ItemStatus.OK]
         state.tree.feeds.store(EventKind.PAGES_STORED, kept)
@@ -246,19 +244,10 @@ def _unbelieve(link: StoreLink, node: Node, page: int, *, refused: int) -> None:
 # ---- checkpoints --------------------------------------------------------------------------------
 
 
-def is_superseded(checkpoint: Checkpoint, *, milestone_pages: int) -> bool:
-    """Whether a later checkpoint of its path serves everybody who would resume at this one, as far as anybody knows."""
-    following = checkpoint.follower
-    if following is None or following.used_at < checkpoint.used_at:
-        return False
-    is_milestone = milestone_pages > 0 and checkpoint.page % milestone_pages == 0
-    return not is_milestone and not is_left_between(checkpoint, following)
-
-
 def can_be_stored(beliefs: Beliefs, checkpoint: Checkpoint) -> bool:
     """Whether all of it is on the host, and what it stands on in the store."""
     node = checkpoint.node
-    return node is not None and checkpoint.ready_in(Tier.HOST) is not None and _is_stored(beliefs, node, checkpoint.page)
+    return node is not None and checkpoint.ready_in(Tier.HOST) is not None and is_stored(beliefs, node, checkpoint.page)
 
 
 def _defer_backups(state: CacheState, link: StoreLink, path: list[Node], *, upto: int) -> None:
@@ -267,13 +256,13 @@ def _defer_backups(state: CacheState, link: StoreLink, path: list[Node], *, upto
         for checkpoint in (node.checkpoints or {}).values():
             residency = checkpoint.ready_in(Tier.HOST) if not link.beliefs.has(checkpoint) and checkpoint.page <= upto else None
             if residency is not None and link.deferred.enter(residency, _size_bytes(state, residency), state.clock.now()):
-                _put_checkpoint(state, link, checkpoint)
+                put_checkpoint(state, link, checkpoint)
 
 
 def _put_due(state: CacheState, link: StoreLink) -> None:
     """Sends off checkpoints that were deferred for long enough, as long as there is leave to."""
     for checkpoint in link.deferred.due(state.clock.now()):
-        _put_checkpoint(state, link, checkpoint)
+        put_checkpoint(state, link, checkpoint)
         if not link.may_put(state.clock.now()):
             return
 
@@ -282,16 +271,18 @@ def _put_deferred(state: CacheState, link: StoreLink, residency: Residency) -> b
     """Starts storing a checkpoint that was deferred and is to leave the host; true when it is on its way now."""
     if residency.users or not link.deferred.leave(residency.checkpoint):
         return False
-    _put_checkpoint(state, link, residency.checkpoint)
+    put_checkpoint(state, link, residency.checkpoint)
     return residency.users > 0
 
 
-def _put_checkpoint(state: CacheState, link: StoreLink, checkpoint: Checkpoint) -> None:
+def put_checkpoint(state: CacheState, link: StoreLink, checkpoint: Checkpoint) -> None:
     """Sends off a checkpoint that is on the host and not in the store, if all it stands on is."""
     residency, node = checkpoint.ready_in(Tier.HOST), checkpoint.node
-    if residency is None or node is None or link.beliefs.has(checkpoint):
+    if residency is None or node is None:
         return
-    if not _is_stored(link.beliefs, node, checkpoint.page):
+    if link.beliefs.is_fresh(checkpoint) if link.is_late else link.beliefs.has(checkpoint):
+        return
+    if not is_stored(link.beliefs, node, checkpoint.page, or_on_device=link.is_late):
         state.counters.add("backup_skipped_missing_pages")
         return
     namespace = link.namespace_of(state, node)
@@ -299,14 +290,15 @@ def _put_checkpoint(state: CacheState, link: StoreLink, checkpoint: Checkpoint) 
         return
     task = checkpoint_task(state, node, residency)
     size_bytes = _size_bytes(state, residency)
-    link.beliefs.add(checkpoint, arriving=True)
-    link.backup_bytes += size_bytes
-    link.num_putting += 1
+    link.beliefs.add(checkpoint, arriving=True, at_s=state.clock.now())
+    link.beliefs.note_boundary(node, checkpoint.page)
+    link.put_began(size_bytes, state.clock.now())
 
     def replied(outcome: Outcome, took_s: float) -> None:
-        link.backup_bytes -= size_bytes
-        link.num_putting -= 1
         stored = outcome.statuses == (ItemStatus.OK,)
+        link.put_ended(size_bytes, state.clock.now(), taken=stored)
+        if stored:
+            _demote_superseded(state, link, namespace, checkpoint)
         if stored and state.tree.feeds and link.serves(namespace):
             state.tree.feeds.store(EventKind.CHECKPOINT_STORED, [task.boundary])
         link.beliefs.answered(checkpoint, stored=stored)
@@ -318,6 +310,35 @@ def _put_checkpoint(state: CacheState, link: StoreLink, checkpoint: Checkpoint) 
         state.counters.add("backup_bytes", outcome.moved_bytes)
 
     link.ops.send(task, namespace, replied, call=Call(), pages=residency.spans(), reads=residency)
+
+
+def _demote_superseded(state: CacheState, link: StoreLink, namespace: Namespace, checkpoint: Checkpoint) -> None:
+    """A checkpoint is in the store now: the one before it is worth little there, if this one serves in its place."""
+    if checkpoint.node is None:
+        return
+    before = previous_checkpoint(checkpoint.node, checkpoint.page)
+    if before is None or before.node is None or not link.beliefs.has_arrived(before) or not link.is_superseded(before):
+        return
+    keys = keys_within(before.node, before.page - 1, before.page, state.tree.page_bytes)
+    relevel(link, namespace, Level.EXPENDABLE, boundaries=tuple(keys))
+
+
+def _level_of(state: CacheState, node: Node) -> Level:
+    """What goes down while its priority lasts matters more to the store too."""
+    return Level.VALUABLE if node.urgent_until > state.clock.now() else Level.NORMAL
+
+
+def relevel(
+    link: StoreLink, namespace: Namespace, level: Level, *, pages: tuple[PageKey, ...] = (), boundaries: tuple[PageKey, ...] = ()
+) -> None:
+    """Tells the store what it has is worth."""
+    if link.store.traits.levels and (pages or boundaries):
+        task = Relevel(pages=pages, boundaries=boundaries, level=level)
+        link.ops.send(task, namespace, _heard, call=Call(), counts=False)
+
+
+def _heard(outcome: Outcome, took_s: float) -> None:
+    """A hint has no outcome that matters."""
 
 
 def checkpoint_task(state: CacheState, node: Node, residency: Residency) -> PutCheckpoint:
@@ -333,6 +354,7 @@ def checkpoint_task(state: CacheState, node: Node, residency: Residency) -> PutC
         window_keys=tuple(keys[at - first] for at in holders),
         windows=residency.windows,
         points=residency.points,
+        level=_level_of(state, node),
     )
 
 
@@ -344,11 +366,18 @@ def _defer_again_before(state: CacheState, link: StoreLink, refused: Checkpoint)
         link.deferred.enter(residency, _size_bytes(state, residency), state.clock.now())
 
 
-def _is_stored(beliefs: Beliefs, node: Node, upto: int) -> bool:
+def is_on_device(node: Node, start: int) -> bool:
+    """Whether the device has the node's pages from index `start` on: they are in memory, and go down when they leave it."""
+    run = node.runs[Tier.DEVICE]
+    return run is not None and bool((run.ids[start:] != ABSENT).all())
+
+
+def is_stored(beliefs: Beliefs, node: Node, upto: int, *, or_on_device: bool = False) -> bool:
     """Whether the pages before `upto`, the last of them in this node, are believed to be in the store."""
     here: Node | None = node
     while here is not None and here.parent is not None:
-        if here.start + beliefs.pages(here) < min(here.end, upto):
+        stored = beliefs.pages(here)
+        if here.start + stored < min(here.end, upto) and not (or_on_device and is_on_device(here, stored)):
             return False
         here = here.parent
     return True

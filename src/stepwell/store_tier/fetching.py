@@ -14,11 +14,13 @@ from functools import partial
 import numpy as np
 
 from stepwell.base.errors import NoRoom
-from stepwell.base.ids import JobId, Kind, Tier
+from stepwell.base.ids import JobId, Kind, Level, Tier
 from stepwell.base.prompt import PageKey
 from stepwell.base.tasks import NO_PAGES, FetchCheckpoint, FetchPages, ItemStatus, Outcome, PageIds
 from stepwell.memory.arena import FILLING
 from stepwell.policy.placement import Trigger
+from stepwell.store_tier.backup import relevel
+from stepwell.store_tier.late import release
 from stepwell.store_tier.link import StoreLink
 from stepwell.store_tier.ops import Call
 from stepwell.store_tier.ticket import Fetch, Ticket
@@ -84,7 +86,18 @@ def send_for(state: CacheState, link: StoreLink, ticket: Ticket, match: Match, p
     """Takes host pages for exactly what is wanted and sends for them; None, with nothing taken, when there is no room."""
     size = bytes_of(state, plan)
     most = link.tuning.host_share * state.arena(Tier.HOST).layout.size_bytes
-    pages = _allocate(state, match, plan) if link.held_bytes + size <= most else None
+    if link.is_late:  # room is made by storing other things: not in its place
+        ends = tuple(ticket.keys[page - 1] for page in plan.boundaries)
+        last = ticket.keys[plan.upto - 1 : plan.upto] if not ends else ()
+        relevel(link, ticket.namespace, Level.NORMAL, pages=last, boundaries=ends)
+    pages = None
+    try:
+        pages = _allocate(state, match, plan) if link.held_bytes + size <= most else None
+    except NoRoom as refusal:
+        if refusal.waiting and ticket.tries_left:
+            ticket.tries_left -= 1
+            link.to_plan_later[ticket] = None
+            return None
     if pages is None:
         state.counters.add("prefetch_no_room")
         return None
@@ -93,7 +106,7 @@ def send_for(state: CacheState, link: StoreLink, ticket: Ticket, match: Match, p
             state.tree.release(Tier.HOST, kind, ids)
         return None
     link.fetching.asked(state.clock.now())
-    fetch = Fetch(plan.known, ticket.keys[plan.known : plan.upto], pages.get(Kind.PREFIX, NO_PAGES))
+    fetch = Fetch(ticket.namespace, plan.known, ticket.keys[plan.known : plan.upto], pages.get(Kind.PREFIX, NO_PAGES))
     fetch.size_bytes = size
     link.fetches[fetch] = None
     nodes = _enter(state, link, ticket, plan, fetch)
@@ -103,6 +116,9 @@ def send_for(state: CacheState, link: StoreLink, ticket: Ticket, match: Match, p
         done = max(done, page)
         if page in nodes:
             _send_for_checkpoint(state, link, ticket, fetch, nodes[page], page, pages)
+    if link.is_late:
+        superseded = np.flatnonzero(ticket.has_checkpoint[: plan.upto]).tolist()
+        release(link, ticket.namespace, boundaries=tuple(ticket.keys[page - 1] for page in superseded if page))
     state.counters.add("prefetch_started")
     return fetch
 
@@ -129,8 +145,11 @@ def let_go(state: CacheState, link: StoreLink, fetch: Fetch, why: str) -> None:
     state.tree.release(Tier.HOST, Kind.PREFIX, fetch.ids)
 
 
-def _allocate(state: CacheState, match: Match, plan: FetchPlan) -> dict[Kind, PageIds] | None:
-    """Host pages for a plan, without evicting what it stands on. What that has on the device only is saved first."""
+def _allocate(state: CacheState, match: Match, plan: FetchPlan) -> dict[Kind, PageIds]:
+    """Host pages for a plan, without evicting what it stands on. What that has on the device only is saved first.
+
+    Raises NoRoom.
+    """
     if state.has_both_tiers and match.path and plan.known:
         save_runs(state, match.path[-1])
     arena = state.arena(Tier.HOST)
@@ -143,8 +162,6 @@ def _allocate(state: CacheState, match: Match, plan: FetchPlan) -> dict[Kind, Pa
         residency.users += 1
     try:
         return allocate(state, Tier.HOST, need_of(state, plan), tenant=match.namespace.tenant)
-    except NoRoom:
-        return None
     finally:
         state.tree.release(Tier.HOST, Kind.PREFIX, path)
         for residency in anchors:
@@ -159,7 +176,7 @@ def _enter(state: CacheState, link: StoreLink, ticket: Ticket, plan: FetchPlan, 
         note_expiry(state, state.tree.insert(ticket.namespace, ticket.packed, Tier.HOST, ids, use))
         state.know(ticket.namespace)
     match = find(state.tree, ticket.namespace, ticket.packed, ticket.limit_tokens)
-    for node in match.path:
+    for node in match.path if not link.is_late else ():
         if node.start + link.beliefs.pages(node) >= plan.known and node.end <= plan.upto:
             link.beliefs.set_pages(node, node.num_pages)
     return {page: node for node in match.path for page in plan.boundaries if node.start < page <= node.end}
@@ -188,7 +205,8 @@ def _send_for_checkpoint(
     residency = add_residency(state.tree, node, page, Tier.HOST, windows=windows, points=points, ready=False, now=now)
     assert residency is not None, f"the checkpoint at page {page} was fetched although it is there"
     residency.checkpoint.trigger = Trigger.STORE
-    link.beliefs.add(residency.checkpoint)
+    if not link.is_late:
+        link.beliefs.add(residency.checkpoint)
     residency.users += 1
     fetch.residencies.append(residency)
     task = FetchCheckpoint(boundary=ticket.keys[page - 1], windows=windows, points=points)
@@ -233,6 +251,8 @@ def _pages_came(
     _learn(state, link, outcome, took_s)
     state.counters.add("fetched_pages", int(np.count_nonzero(good)))
     state.counters.add("fetched_bytes", outcome.moved_bytes)
+    if link.is_late:
+        release(link, fetch.namespace, pages=task.keys)
     if not good.all():
         _tell_gone(state, EventKind.PAGES_EVICTED, task.keys, outcome)
         first = int(np.flatnonzero(~good)[0])
@@ -266,6 +286,8 @@ def _checkpoint_came(
         state.counters.add("fetched_checkpoints")
         state.counters.add("fetched_bytes", outcome.moved_bytes)
         residency_arrived(state.tree, residency)
+        if link.is_late:
+            release(link, fetch.namespace, boundaries=(task.boundary,))
         return
     _tell_gone(state, EventKind.CHECKPOINT_EVICTED, (task.boundary,), outcome)
     link.beliefs.remove(residency.checkpoint)

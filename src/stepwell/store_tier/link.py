@@ -8,7 +8,7 @@ The verbs that use a link are in `prefetch.py` (upwards) and `backup.py` (downwa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from threading import Thread
@@ -25,9 +25,10 @@ from stepwell.store_tier.deferred import DeferredBackups
 from stepwell.store_tier.ops import StoreOps
 from stepwell.store_tier.ticket import Fetch, Ticket
 from stepwell.tiers.state import CacheState
-from stepwell.tree.node import Checkpoint, Loss, Node, Residency
+from stepwell.tree.node import ABSENT, Checkpoint, Loss, Node, Residency, Victim
 
 MOST_GIVEN_UP = 256  # notes of fetches that were not waited for, for explanations
+MOST_WAIT_S = 1.0  # that room on the host waits for a store which takes nothing
 MOST_PUTS = 4  # operations that go down at a time: the rest waits in line, where it holds nothing
 
 
@@ -36,18 +37,31 @@ class Beliefs:
 
     def __init__(self) -> None:
         self._pages: dict[Node, int] = {}  # of its first pages, how many; nodes with none are left out
-        self._checkpoints: set[Checkpoint] = set()
+        self._pages_at_s: dict[Node, float] = {}  # since when, of the same nodes
+        self._checkpoints: dict[Checkpoint, float] = {}  # since when
         self._arriving: set[Checkpoint] = set()
+        self._boundaries: dict[Node, set[int]] = {}  # where checkpoints went down, in memory or not any more
 
     def pages(self, node: Node) -> int:
         """How many of a node's first pages are believed to be in the store, or on their way there."""
         return self._pages.get(node, 0)
 
-    def set_pages(self, node: Node, count: int) -> None:
+    def fresh_pages(self, node: Node) -> int:
+        """The same, none where the node was used since they went there."""
+        return self._pages.get(node, 0) if node.used_at <= self._pages_at_s.get(node, 0.0) else 0
+
+    def is_fresh(self, checkpoint: Checkpoint) -> bool:
+        """Whether a checkpoint was not used since it went to the store."""
+        return self.has(checkpoint) and checkpoint.used_at <= self._checkpoints[checkpoint]
+
+    def set_pages(self, node: Node, count: int, *, at_s: float | None = None) -> None:
         if count > 0:
             self._pages[node] = count
+            if at_s is not None:
+                self._pages_at_s[node] = at_s
         else:
             self._pages.pop(node, None)
+            self._pages_at_s.pop(node, None)
 
     def has(self, checkpoint: Checkpoint) -> bool:
         """Whether a checkpoint is believed to be in the store, or on its way there."""
@@ -57,8 +71,8 @@ class Beliefs:
         """The same, once the store has answered for it."""
         return checkpoint in self._checkpoints and checkpoint not in self._arriving
 
-    def add(self, checkpoint: Checkpoint, *, arriving: bool = False) -> None:
-        self._checkpoints.add(checkpoint)
+    def add(self, checkpoint: Checkpoint, *, arriving: bool = False, at_s: float = 0.0) -> None:
+        self._checkpoints[checkpoint] = max(at_s, self._checkpoints.get(checkpoint, 0.0))
         if arriving:
             self._arriving.add(checkpoint)
         else:
@@ -71,20 +85,34 @@ class Beliefs:
         else:
             self.remove(checkpoint)
 
+    def note_boundary(self, node: Node, page: int) -> None:
+        """A checkpoint of a node goes down, and is known to be there when it has left memory."""
+        self._boundaries.setdefault(node, set()).add(page)
+
+    def take_boundaries(self, node: Node) -> list[int]:
+        """Where checkpoints of a node went down, each told once."""
+        return sorted(self._boundaries.pop(node, ()))
+
     def remove(self, checkpoint: Checkpoint) -> None:
-        self._checkpoints.discard(checkpoint)
+        self._checkpoints.pop(checkpoint, None)
         self._arriving.discard(checkpoint)
 
     def node_split(self, upper: Node) -> None:
         """A node was cut in two; `upper` is the new first part, and what it was cut from its only child."""
         assert upper.kids is not None
         lower = next(iter(upper.kids.by_page.values()))
-        count = self.pages(lower)
-        self.set_pages(upper, min(count, upper.num_pages))
+        count, at_s = self.pages(lower), self._pages_at_s.get(lower)
+        for page in self.take_boundaries(lower):
+            self.note_boundary(upper if page <= upper.end else lower, page)
+        self.set_pages(upper, min(count, upper.num_pages), at_s=at_s)
         self.set_pages(lower, count - upper.num_pages)
 
     def node_shortened(self, node: Node) -> None:
         """A node lost its last pages, or all of them."""
+        if node in self._boundaries:
+            left = {page for page in self._boundaries.pop(node) if node.parent is not None and page <= node.end}
+            if left:
+                self._boundaries[node] = left
         if node in self._pages:
             self.set_pages(node, min(self._pages[node], node.num_pages))
 
@@ -92,7 +120,11 @@ class Beliefs:
         """Asserts that nothing is believed of what has left memory."""
         for node, count in self._pages.items():
             assert node.parent is not None and 0 < count <= node.num_pages, f"{count} page(s) believed of {node}"
-        assert self._arriving <= self._checkpoints, f"{len(self._arriving - self._checkpoints)} arrive that are not believed"
+        assert self._arriving <= self._checkpoints.keys(), (
+            f"{len(self._arriving - self._checkpoints.keys())} arrive that are not believed"
+        )
+        for node, pages in self._boundaries.items():
+            assert node.parent is not None and all(node.start < page <= node.end for page in pages), f"{pages} of {node}"
         for checkpoint in self._checkpoints:
             assert checkpoint.node is not None, f"boundary {checkpoint.page} left memory, and is still believed to be stored"
 
@@ -122,6 +154,7 @@ class StoreLink:
     fetches: dict[Fetch, None] = field(default_factory=dict)  # whose pages are still held for somebody
     fetch_of: dict[int, Fetch] = field(default_factory=dict)  # by host page on its way
     to_plan: dict[Ticket, None] = field(default_factory=dict)  # that learned something since they planned last
+    to_plan_later: dict[Ticket, None] = field(default_factory=dict)  # those for whom room on the host is on its way
     to_load: dict[Ticket, None] = field(default_factory=dict)  # of whose pages some came since
     given_up: dict[PageKey, Loss] = field(
         default_factory=dict
@@ -131,6 +164,12 @@ class StoreLink:
     most_backup_bytes: int  # on their way down before nothing more is sent off
     backup_bytes: int = 0  # on their way down
     num_putting: int = 0  # operations that go down
+    is_late: bool = False  # things go down when memory needs their room, and not before
+    is_superseded: Callable[[Checkpoint], bool]  # by a later checkpoint of its path
+    ahead: dict[Victim, bool] = field(default_factory=dict)  # to be stored before they leave; whether to try to complete it
+    has_taken: bool = False  # it has stored something
+    putting_since_s: float = 0.0  # when something began to go down, or the latest of it was answered
+    left_bytes: int = 0  # that left the host since what will follow was looked for
     detached: bool = False
     current: bool = True  # no other store was attached since
     ended: bool = False  # detached, with its last operation answered: the store is its owner's again
@@ -147,7 +186,7 @@ class StoreLink:
     @property
     def num_busy(self) -> int:
         """Operations under way, and what waits to be backed up and could be now."""
-        return self.ops.num_running + len(self.waiting) + self.deferred.num_due
+        return self.ops.num_running + len(self.waiting) + len(self.ahead) + self.deferred.num_due
 
     def has_given_back(self, memory: Sequence[memoryview], *, wait_s: float = 0.0) -> bool:
         """Lets the store forget the host's memory, once nothing is under way; whether it has. On a thread: it may take long."""
@@ -177,6 +216,15 @@ class StoreLink:
         except Exception as error:  # the worker boundary: it comes home in `take_failures`
             self.why_not_given_back.append(f"the store keeps the host's memory: {type(error).__name__}: {error}")
 
+    def stored_pages(self, node: Node) -> int:
+        """How many of a node's first pages need not be sent down. Those used since they were are asked for again, if the host
+        has them.
+        """
+        run = node.runs[Tier.HOST]
+        if not self.is_late or run is None or run.ids[0] == ABSENT:
+            return self.beliefs.pages(node)
+        return self.beliefs.fresh_pages(node)
+
     @property
     def turn_bytes(self) -> int:
         """What one reader fetches in one call."""
@@ -202,6 +250,22 @@ class StoreLink:
     def may_put_at_once(self, now: float) -> bool:
         """The same for what would be lost otherwise, which may be twice as much: one request for room can turn out many."""
         return self.backup_bytes < 2 * self.most_backup_bytes and self.breaker.allows(now)
+
+    def put_began(self, size_bytes: int, now: float) -> None:
+        if not self.num_putting:
+            self.putting_since_s = now
+        self.backup_bytes += size_bytes
+        self.num_putting += 1
+
+    def put_ended(self, size_bytes: int, now: float, *, taken: bool) -> None:
+        self.backup_bytes -= size_bytes
+        self.num_putting -= 1
+        self.putting_since_s = now
+        self.has_taken = taken or self.has_taken
+
+    def is_taking(self, now: float) -> bool:
+        """Whether room on the host may wait for what goes down. A store that hangs must not cost more than it saves."""
+        return self.has_taken and self.num_putting > 0 and now - self.putting_since_s <= MOST_WAIT_S
 
     def note_given_up(self, ticket: Ticket, loss: Loss) -> None:
         """Remembers for a while that a request went on without what the store may have of it."""

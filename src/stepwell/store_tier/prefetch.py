@@ -66,6 +66,8 @@ def settle(state: CacheState, link: StoreLink) -> None:
     """After the store's answers were applied: lets pages go on to the device, plans for tickets that learned something, closes
     those that were forgotten.
     """
+    link.to_plan |= link.to_plan_later
+    link.to_plan_later.clear()
     loading, link.to_load = link.to_load, {}
     for ticket in loading:
         if ticket.state is TicketState.FETCHING:
@@ -95,6 +97,7 @@ def close(state: CacheState, link: StoreLink | None, ticket: Ticket, used_tokens
         return  # it never asked
     del link.tickets[ticket]
     link.to_plan.pop(ticket, None)
+    link.to_plan_later.pop(ticket, None)
     link.to_load.pop(ticket, None)
     if given_up:
         why = f"given up after {waited_s:.2f} s: {_why_given_up(link, ticket)}"
@@ -169,6 +172,9 @@ def _plan(state: CacheState, link: StoreLink, ticket: Ticket) -> None:
                 watch(started, ticket)
                 _expect(state, link, ticket, plan)
                 break
+            if ticket in link.to_plan_later:
+                ticket.plans_left += 1
+                return
     if all(not fetch.jobs for fetch in ticket.fetches):
         _finish(state, ticket)
 

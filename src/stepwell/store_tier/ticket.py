@@ -15,7 +15,7 @@ import numpy as np
 
 from stepwell.base.ids import JobId
 from stepwell.base.meters import Clock
-from stepwell.base.prompt import TOKEN_BYTES, PageKey
+from stepwell.base.prompt import TOKEN_BYTES, Namespace, PageKey
 from stepwell.base.tasks import PageIds
 from stepwell.policy.store_use import UNLIMITED, Flags
 from stepwell.store_tier.ops import Call
@@ -37,7 +37,8 @@ class Fetch:
     Holds the pages until nobody who wanted them is left.
     """
 
-    def __init__(self, start: int, keys: tuple[PageKey, ...], ids: PageIds) -> None:
+    def __init__(self, namespace: Namespace, start: int, keys: tuple[PageKey, ...], ids: PageIds) -> None:
+        self.namespace = namespace
         self.start = start
         self.keys = keys  # of its pages
         self.ids = ids
@@ -88,6 +89,7 @@ class Ticket:
         self.from_store: Flags = np.zeros(len(keys), np.bool_)  # what has arrived from it since
         self.num_ahead = 0  # pages for which others were evicted from the device before the request began
         self.fetches: list[Fetch] = []
+        self.tries_left = 16  # at finding room that is on its way
         self.plans_left = 3  # a fetch that failed may be followed by a shorter one
         self.call = Call()
         self._clock = clock

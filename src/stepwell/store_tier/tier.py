@@ -25,7 +25,6 @@ from stepwell.store.api import Store, register
 from stepwell.store_tier.backup import (
     can_be_stored,
     forget_refusals,
-    is_superseded,
     offer,
     offer_everything,
     pump,
@@ -35,6 +34,7 @@ from stepwell.store_tier.backup import (
     put_waiting_of,
 )
 from stepwell.store_tier.deferred import DeferredBackups
+from stepwell.store_tier.late import keep_clean, leave_host, put_ahead, release_path
 from stepwell.store_tier.link import Beliefs, LinkState, StoreLink
 from stepwell.store_tier.ops import OPERATIONS, StoreOps
 from stepwell.store_tier.prefetch import prefetch, settle
@@ -42,6 +42,7 @@ from stepwell.store_tier.ticket import Ticket
 from stepwell.tiers.lease import RequestOptions
 from stepwell.tiers.state import CacheState, Leaving
 from stepwell.transfer.store_worker import HostPages, StoreWorker
+from stepwell.tree.checkpoints import is_superseded
 from stepwell.tree.match import Match
 from stepwell.tree.node import Node, Residency, Victim
 
@@ -117,7 +118,9 @@ class StoreTier:
             self._listen()
         self.links.append(self.link)
         forget_refusals(state)
-        if store.traits.writable and state.config.write is not WritePolicy.BACK:  # then things go down when the host needs room
+        if (
+            store.traits.writable and state.config.write is not WritePolicy.BACK and not self.link.is_late
+        ):  # then things go down when the host needs room
             state.copies.on_saved = self.offer
             offer_everything(state, self.link)
 
@@ -125,8 +128,8 @@ class StoreTier:
         """Takes the attached store away. Its operations go on; nothing new is asked of it."""
         if self.link is None:
             raise ConfigError("no store is attached")
+        self._end_waiting(self.link)
         self.link.detached = True
-        self.link.deferred.end_all(self._state.clock.now())
         self.link = None
         self._state.copies.on_saved = None
         if self._state.tree.feeds:
@@ -143,15 +146,30 @@ class StoreTier:
         """Whether a store is there to take pages, parents before children."""
         return self.link is not None and self.link.store.traits.writable
 
+    @property
+    def takes_late(self) -> bool:
+        return self.link is not None and self.link.is_late
+
+    @property
+    def putting_bytes(self) -> int:
+        link = self.link
+        return link.backup_bytes if link is not None and link.is_late and link.is_taking(self._state.clock.now()) else 0
+
     def offer(self, node: Node) -> None:
         """The path to a node has something on the host that may be new to the store."""
         if self.link is not None and self.link.store.traits.writable:
             offer(self._state, self.link, node)
 
+    def before_use(self, path: Sequence[Node]) -> None:
+        if self.link is not None and self.link.is_late:
+            release_path(self._state, self.link, path)
+
     def before_eviction(self, victim: Victim) -> Leaving:
         """Something is about to leave the host: sends it to the store where it must not be lost."""
         if self.link is None or not self.link.store.traits.writable:
             return Leaving.NOW
+        if self.link.is_late:
+            return leave_host(self._state, self.link, victim)
         if self._state.config.write is not WritePolicy.BACK:
             return put_before_leaving(self._state, self.link, victim)
         return Leaving.LATER if put_before_eviction(self._state, self.link, victim) else Leaving.NOW
@@ -173,6 +191,9 @@ class StoreTier:
             link.ops.apply()
             settle(self._state, link)
             pump(self._state, link)
+            if link.is_late and not link.detached:
+                keep_clean(self._state, link)
+                put_ahead(self._state, link)
         idle = [link for link in self.links if link.detached and not link.num_busy]
         ended = [link for link in idle if not link.ended and link.has_given_back(self.host_memory)]
         failures = [why for link in self.links for why in link.take_failures()]
@@ -195,7 +216,13 @@ class StoreTier:
     def end_deferral(self) -> None:
         """Lets nothing wait any longer before it is stored."""
         for link in self.links:
-            link.deferred.end_all(self._state.clock.now())
+            self._end_waiting(link)
+
+    def _end_waiting(self, link: StoreLink) -> None:
+        link.deferred.end_all(self._state.clock.now())
+        if link.is_late:  # it is now or never
+            link.is_late = False
+            offer_everything(self._state, link)
 
     @property
     def num_awaited(self) -> int:
@@ -287,7 +314,11 @@ class StoreTier:
             on_change=partial(state.tree.ranking.queue_residency, again=True),
             counters=state.counters,
         )
+        traits = store.traits
+        late = state.config.write is WritePolicy.ADAPTIVE and traits.writable and traits.levels and traits.sized
         return StoreLink(
+            is_late=late,
+            is_superseded=partial(is_superseded, milestone_pages=step // state.spec.page_tokens),
             store=store,
             config=config,
             tuning=tuning,

@@ -16,7 +16,19 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from stepwell.base.errors import StoreError
-from stepwell.store.api import NO_PARENT, Read, ReadOutcome, Space, Store, Write, WriteOutcome, largest_spaces, size_of
+from stepwell.base.ids import Level
+from stepwell.store.api import (
+    NO_PARENT,
+    Read,
+    ReadOutcome,
+    Space,
+    Store,
+    Write,
+    WriteOutcome,
+    largest_spaces,
+    relevel,
+    size_of,
+)
 from stepwell.store.seal import Verdict, seal, verify
 
 SIZES = (0, 1, 63, 64, 511, 512, 513, 4095, 4096, 4097, 65536, 300_001)
@@ -35,9 +47,13 @@ def payload(name: str, size: int) -> bytes:
     return hashlib.shake_128(name.encode()).digest(size)
 
 
-def offer(where: Space, name: str, size: int = 1000, *, parent: bytes = NO_PARENT, depth: int = 0, group: bytes = b"") -> Write:
+def offer(
+    where: Space, name: str, size: int = 1000, *, parent: bytes = NO_PARENT, depth: int = 0, group: bytes = b"",
+    level: Level = Level.NORMAL,
+) -> Write:  # fmt: skip
     data = memoryview(payload(name, size))
-    return Write(key=key(name), data=data, stamp=seal(where, key(name), data), parent=parent, depth=depth, group=group)
+    stamp = seal(where, key(name), data)
+    return Write(key=key(name), data=data, stamp=stamp, parent=parent, depth=depth, group=group, level=level)
 
 
 def chain(where: Space, names: Sequence[str], size: int = 1000) -> list[Write]:
@@ -159,6 +175,41 @@ class StoreContract:
         ]
         assert store.write_from(here, grouped) == [WriteOutcome.STORED] * 20
         assert all(fetch(store, here, name) is not None for name in names)
+
+    def test_levels_change_nothing_but_who_goes_first(self, store: Store) -> None:
+        here = space("levels")
+        writes = [offer(here, level.name, level=level) for level in Level]
+        assert store.write_from(here, writes) == [WriteOutcome.STORED] * len(Level)
+        names = [key(level.name) for level in Level]
+        for level in Level:
+            expected = len(names) if store.traits.levels else 0
+            assert relevel(store, here, [*names, key("never there")], level) == expected
+        assert relevel(store, space("elsewhere"), names, Level.EXPENDABLE) == 0
+        assert store.contains(here, names) == [True] * len(names)
+        assert all(fetch(store, here, level.name) is not None for level in Level)
+
+    def test_what_is_expendable_is_forgotten_first(self, store: Store) -> None:
+        """With all it stands on, unless something else does."""
+        here, size = space("expendable"), size_of(store)
+        budget = size.budget_bytes if size is not None else None
+        if not store.traits.levels or budget is None or budget > 2**27:
+            return
+        trunk = chain(here, ["root", "fork"], 40_000)
+        kept = offer(here, "kept", 40_000, parent=key("fork"), depth=2)
+        gone = offer(here, "gone", 40_000, parent=key("fork"), depth=2)
+        store.write_from(here, [*trunk, kept, gone])
+        store.write_from(here, [offer(here, "matters", 40_000, level=Level.VALUABLE)])
+        relevel(store, here, [key("root"), key("fork"), key("gone")], Level.EXPENDABLE)
+        number = 0
+        while store.contains(here, [key("gone")]) == [True]:
+            number += 1
+            assert number * 40_000 < 2 * budget, "what is expendable outlived everything else"
+            store.write_from(here, [offer(here, f"filler {number}", 40_000)])
+            assert fetch(store, here, "kept", 40_000) is not None, "what is in use went before what is expendable"
+        assert store.contains(here, [key(name) for name in ("root", "fork", "kept", "matters")]) == [True] * 4
+        for number in range(2 * budget // 40_000):
+            store.write_from(here, [offer(here, f"more {number}", 40_000)])
+        assert store.contains(here, [key(name) for name in ("root", "fork", "kept", "matters")]) == [False] * 3 + [True]
 
     def test_buffers_need_no_alignment(self, store: Store) -> None:
         here = space("odd")

@@ -19,6 +19,7 @@ from stepwell.memory.layout import ArenaLayout
 from stepwell.tiers.state import CacheState, Leaving
 from stepwell.tree.accounts import Account
 from stepwell.tree.checkpoints import drop_residency
+from stepwell.tree.eviction_order import USEFUL
 from stepwell.tree.node import Loss, LossReason, Residency, Run, Victim
 from stepwell.tree.pruning import discard_ids, discard_tail
 
@@ -67,9 +68,10 @@ def make_room(state: CacheState, tier: Tier, need: Need, *, tenant: str | None =
     spill = state.spill if may_spill and tier is Tier.DEVICE else None
     arena, asker = state.arena(tier), _asker(state, tier, need, tenant) if tenant is not None else None
     waiting, save = _is_saving(state, tier), _saver(state, tier)
+    held_bytes = _held_below(state, tier)
     in_vain = 0  # bytes evicted of sorts that are not short; they help only once a whole slab empties
     while short := arena.shortage(need):
-        if waiting and _is_coming(state, tier, short):
+        if waiting and (_is_coming(state, tier, short) or _is_held(state, tier, short, held_bytes)):
             break
         patient = not in_vain or in_vain < patience_bytes_of(arena.layout)
         victim, excess_bytes = _choose(state, tier, short, asker, any_sort=patient)
@@ -98,7 +100,7 @@ def make_room(state: CacheState, tier: Tier, need: Need, *, tenant: str | None =
             freed, helps = _evict_run(state, victim, short, excess_bytes), _needs_runs(short)
         else:
             freed, helps = _evict_residency(state, victim, excess_bytes), any(kind in short for kind, _ in victim.spans())
-        if not helps:
+        if not helps and victim.standing == USEFUL:
             in_vain += freed
     return Room(fits=not short, waiting=waiting)
 
@@ -125,6 +127,17 @@ def _is_coming(state: CacheState, tier: Tier, short: Need) -> bool:
     layout = state.arena(tier).layout
     short_bytes = sum(count * layout.strides[kind] for kind, count in short.items())
     return state.copies.saving_bytes(tier) >= short_bytes + SAVED_AHEAD * layout.size_bytes
+
+
+def _held_below(state: CacheState, tier: Tier) -> int:
+    """Bytes of the tier that whoever takes them down still reads."""
+    return state.below.putting_bytes if tier is Tier.HOST and state.below is not None else 0
+
+
+def _is_held(state: CacheState, tier: Tier, short: Need, before_bytes: int) -> bool:
+    """Whether as much as is short has been sent down since, and will be free when it is there."""
+    sent_bytes = _held_below(state, tier) - before_bytes
+    return sent_bytes > 0 and sent_bytes >= sum(count * state.arena(tier).layout.strides[kind] for kind, count in short.items())
 
 
 def _cut_off(state: CacheState, tier: Tier) -> bool:

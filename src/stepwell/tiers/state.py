@@ -5,7 +5,7 @@ Nothing inside a cache is locked: a second thread is noticed, and refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import wraps
@@ -117,8 +117,22 @@ class Below(Protocol):
         """Whether something is there that takes pages only after those before them, from the host."""
         ...
 
+    @property
+    def takes_late(self) -> bool:
+        """Whether it takes what leaves the host, and not before: whole paths then leave the device together."""
+        ...
+
+    @property
+    def putting_bytes(self) -> int:
+        """Bytes of the host that are held until they are below, where room may wait for that."""
+        ...
+
     def offer(self, node: Node) -> None:
         """The path to a node has something on the host that may be new below."""
+        ...
+
+    def before_use(self, path: Sequence[Node]) -> None:
+        """A request is about to use a path: what is below of it is worth less there while memory has it."""
         ...
 
     def before_eviction(self, victim: Victim) -> Leaving:

@@ -22,6 +22,8 @@ def note_use(state: CacheState, match: Match, lease: Lease) -> None:
         for residency in match.checkpoint.held:
             if residency is not None:
                 residency.leaving = False
+    if state.below is not None:
+        state.below.before_use(match.path)
     deepest = state.tree.touch(match.path, upto, use)
     note_expiry(state, deepest)
     if state.config.write.saves_on_use(deepest.hits):

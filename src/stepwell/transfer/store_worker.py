@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import starmap
+from itertools import repeat, starmap
 from typing import NamedTuple, Protocol
 
 from stepwell.base.errors import StoreError
-from stepwell.base.ids import Kind
+from stepwell.base.ids import Kind, Level
 from stepwell.base.prompt import Namespace, manifest_key, member_key
 from stepwell.base.store_key import StoreKey
 from stepwell.base.tasks import (
@@ -29,6 +29,7 @@ from stepwell.base.tasks import (
     PageIds,
     PutCheckpoint,
     PutPages,
+    Relevel,
     Task,
     num_items,
 )
@@ -41,6 +42,7 @@ from stepwell.store.api import (
     Store,
     Write,
     WriteOutcome,
+    relevel,
 )
 from stepwell.store.judging import OF_WRITE, UNSETTLED, deletable, judge_reads
 from stepwell.store.keyed_seal import seals_for
@@ -97,6 +99,9 @@ class StoreWorker:
             found = self._contains(space, [*task.pages, *map(manifest_key, task.boundaries)])
             there, missing = ItemStatus.OK, ItemStatus.MISSING
             return Outcome(statuses=tuple([there if each else missing for each in found]))
+        if isinstance(task, Relevel):
+            relevel(self._store, space, [*task.pages, *map(manifest_key, task.boundaries)], task.level)
+            return Outcome(statuses=(ItemStatus.OK,))
         if isinstance(task, FetchPages):
             return self._fetch_pages(space, task, cancelled)
         return self._fetch_checkpoint(space, task, cancelled)
@@ -171,7 +176,9 @@ class StoreWorker:
     # ---- downwards --------------------------------------------------------------------------------
 
     def _seal_pages(self, space: Space, task: PutPages) -> Sealed:
-        wanted = [at for at, there in enumerate(self._contains(space, task.keys)) if not there]
+        found = self._contains(space, task.keys)
+        wanted = [at for at, there in enumerate(found) if not there]
+        relevel(self._store, space, [key for key, there in zip(task.keys, found, strict=True) if there], task.level)
         pages = [self._memory.view(Kind.PREFIX, page) for page in task.ids[wanted].tolist()]
         digests = list(
             map(self._seals.digest, pages)
@@ -180,7 +187,8 @@ class StoreWorker:
         stamps = self._seals.stamp_all(space, keys, list(map(len, pages)), digests)
         before = [task.parent or NO_PARENT, *task.keys]
         parents, depths = [before[at] for at in wanted], [task.first + at for at in wanted]
-        writes = list(starmap(Write, zip(keys, pages, stamps, parents, depths, strict=True)))
+        columns = zip(keys, pages, stamps, parents, depths, repeat(b""), repeat(task.level))
+        writes = list(starmap(Write, columns))
         return Sealed(space=space, task=task, writes=writes, places=wanted)
 
     def _put_pages(self, sealed: Sealed, cancelled: Callable[[], bool]) -> Outcome:
@@ -201,19 +209,22 @@ class StoreWorker:
     def _seal_checkpoint(self, space: Space, task: PutCheckpoint) -> Sealed:
         name, group = manifest_key(task.boundary), bytes(task.boundary)
         if self._contains(space, [name]) == [True]:
+            relevel(self._store, space, [name], task.level)
             return Sealed(space=space, task=task, writes=(), places=())
         pages = (*task.window_keys, *[task.boundary] * len(task.points))
         writes, listed, parent = [], [], group
-        for depth, (page, (kind, data)) in enumerate(zip(pages, self._members(task.windows, task.points), strict=True)):
+        for at, (page, (kind, data)) in enumerate(zip(pages, self._members(task.windows, task.points), strict=True)):
             digest = self._seals.digest(data)
             key = member_key(page, kind.label, digest)
             (stamp,) = self._seals.stamp_all(space, [key], [len(data)], [digest])
-            writes.append(Write(key=key, data=data, stamp=stamp, parent=parent, depth=task.page + depth, group=group))
+            depth = task.page + at
+            writes.append(Write(key=key, data=data, stamp=stamp, parent=parent, depth=depth, group=group, level=task.level))
             listed.append((key, digest, len(data)))
             parent = key
         content = memoryview(self._manifests.pack(len(task.windows), len(task.points), listed))
         (stamp,) = self._seals.stamp_all(space, [name], [len(content)], [self._seals.digest(content)])
-        manifest = Write(key=name, data=content, stamp=stamp, parent=parent, depth=task.page + len(writes), group=group)
+        depth = task.page + len(writes)
+        manifest = Write(key=name, data=content, stamp=stamp, parent=parent, depth=depth, group=group, level=task.level)
         return Sealed(space=space, task=task, writes=writes, places=[0] * len(writes), manifest=manifest)
 
     def _put_checkpoint(self, sealed: Sealed) -> Outcome:
@@ -223,6 +234,8 @@ class StoreWorker:
         status = next((status for status in map(OF_WRITE.__getitem__, outcomes) if status is not ItemStatus.OK), ItemStatus.OK)
         if status is ItemStatus.OK:
             status = OF_WRITE[self._store.write_from(sealed.space, [sealed.manifest])[0]]
+        if status is ItemStatus.OK:  # from now on members are worth what the manifest is, and nothing by themselves
+            relevel(self._store, sealed.space, [write.key for write in sealed.writes], Level.EXPENDABLE)
         return Outcome(statuses=(status,), moved_bytes=_stored_bytes(sealed.writes, outcomes))
 
     def _members(self, windows: PageIds, points: PageIds) -> Iterator[tuple[Kind, memoryview]]:

@@ -135,6 +135,15 @@ def is_left_between(checkpoint: Checkpoint, following: Checkpoint) -> bool:
     return False
 
 
+def is_superseded(checkpoint: Checkpoint, *, milestone_pages: int) -> bool:
+    """Whether a later checkpoint of its path serves everybody who would resume at this one, as far as anybody knows."""
+    following = checkpoint.follower
+    if following is None or following.used_at < checkpoint.used_at:
+        return False
+    is_milestone = milestone_pages > 0 and checkpoint.page % milestone_pages == 0
+    return not is_milestone and not is_left_between(checkpoint, following)
+
+
 def _bytes_kept(tree: Tree, residency: Residency, *, times: int) -> int:
     """Bytes of a residency's pages that the tree keeps so many times: neighbours may share window pages."""
     arena, size = tree.arenas[residency.tier], 0

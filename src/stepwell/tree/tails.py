@@ -48,12 +48,14 @@ class Tails:
         """
         node, tier = run.node, run.tier
         kids = node.kids
-        if not run.num_pages or node.parent is None or (kids and kids.below[tier]):
+        if not run.num_pages or node.parent is None:
             return None
         if self._repeats_first and tier is Tier.HOST and (first := self._repeated_from(run)) is not None:
             return Tail(first, dead=False, repeated=True)
-        if kids and kids.anchored[tier]:
+        if kids and (kids.below[tier] or kids.anchored[tier]):
             return None
+        if self._repeats_first and tier is Tier.DEVICE and run.leaving and self._host_has(run):
+            return Tail(0, dead=False, repeated=True)
         # What the host's pages stand on is saved before it goes; if it cannot be, they keep it.
         goes_down = self._repeats_first and tier is Tier.DEVICE and not run.unsaved
         start = reached = 0 if cut_off or goes_down else self._stood_on(run)
@@ -66,8 +68,11 @@ class Tails:
 
     def may_have(self, run: Run) -> bool:
         """Whether `of` is worth asking: it is not for most runs of a path, since something hangs below them."""
-        kids = run.node.kids
-        return kids is None or not (kids.below[run.tier] or (kids.anchored[run.tier] and not self._repeats_first))
+        node, tier = run.node, run.tier
+        kids = node.kids
+        if kids is None or not (kids.below[tier] or kids.anchored[tier]):
+            return True
+        return self._repeats_first and tier is Tier.HOST and node.runs[Tier.DEVICE] is not None
 
     def _repeated_from(self, run: Run) -> int | None:
         """From which index on the device can read all that a run of the host has; None where that is nothing."""
@@ -80,6 +85,10 @@ class Tails:
         alone = np.flatnonzero((run.ids != ABSENT) & ~there)
         first = int(alone[-1]) + 1 if len(alone) else 0
         return first if first < len(run.ids) and (run.ids[first:] != ABSENT).any() else None
+
+    def _host_has(self, run: Run) -> bool:
+        host = run.node.runs[Tier.HOST]
+        return host is not None and host.num_ready == host.num_pages == run.node.num_pages
 
     def is_stood_on(self, run: Run) -> bool:
         """Whether pages of the other tier would be lost with what only this run has."""

@@ -7,10 +7,12 @@ from random import Random
 import pytest
 
 from stepwell.base.errors import StoreError
+from stepwell.base.ids import Level
 from stepwell.sim.store import CountingStore
 from stepwell.store.api import NO_STAMP, Read, Space, Write, WriteOutcome
 
 SPACE = Space(digest=bytes(32))
+K = [number.to_bytes(32, "little") for number in range(1, 7)]
 
 
 def key(name: int) -> bytes:
@@ -169,3 +171,25 @@ def test_it_never_makes_up_bytes() -> None:
         store.read_into(SPACE, [Read(key(1), memoryview(bytearray(10)))])
     with pytest.raises(StoreError):
         store.write_from(SPACE, [Write(key(2), memoryview(b"x"), NO_STAMP)])
+
+
+def test_the_lowest_level_goes_first_and_counts_for_what_it_stands_on() -> None:
+    store = CountingStore(40)
+    store.keep(K[0], 10, None, Level.EXPENDABLE)
+    store.keep(K[1], 10, K[0], Level.NORMAL)
+    store.keep(K[2], 10, None, Level.VALUABLE)
+    store.keep(K[3], 10, None, Level.EXPENDABLE)
+    store.keep(K[4], 10, None)
+    assert [key in store for key in K[:5]] == [True, True, True, False, True]
+    store.relevel(SPACE, [K[1]], Level.EXPENDABLE)
+    store.keep(K[5], 20, None)
+    assert [key in store for key in K[:5]] == [False, False, True, False, True]
+
+
+def test_what_a_value_stands_on_may_come_after_it() -> None:
+    store = CountingStore(30)
+    store.keep(K[1], 10, K[0])
+    store.keep(K[0], 10, None, Level.EXPENDABLE)
+    store.keep(K[2], 10, None)
+    store.keep(K[3], 10, None)
+    assert K[0] in store and K[1] not in store, "the beginning of a chain went before its end"

@@ -269,3 +269,15 @@ def test_a_failed_grow_gives_no_spare_page() -> None:
         assert not len(lease.spare_points) and rig.used(Tier.DEVICE, Kind.POINT) <= held
         rig.cache.audit()
     rig.idle_check()
+
+
+def test_a_repeated_trunk_may_leave_the_host_whatever_stands_on_it_there() -> None:
+    rig = Rig(FULL, device_pages=32, host_pages=32, write=WritePolicy.ADAPTIVE)
+    trunk = text(1, 16)
+    rig.serve([*trunk, *text(2, 17)])
+    rig.evict_all(Tier.DEVICE)
+    rig.serve([*trunk, *text(3, 1)])
+    runs = [run for node in rig.tree.nodes() if (run := node.runs[Tier.HOST]) is not None and node.end <= 4]
+    assert runs and all(run.node.kids is not None for run in runs), "the branch should be below it on the host"
+    tails = [rig.tree.ranking.tails.of(run) for run in runs]
+    assert all(tail is not None and tail.repeated for tail in tails)

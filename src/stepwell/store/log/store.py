@@ -21,6 +21,7 @@ from threading import Condition
 from typing import cast
 
 from stepwell.base.errors import StoreError
+from stepwell.base.ids import Level
 from stepwell.base.meters import Clock, Counters
 from stepwell.base.store_key import StoreKey
 from stepwell.store.api import (
@@ -67,7 +68,7 @@ class LogStore:
     @property
     def traits(self) -> Traits:
         return Traits(
-            name="log", durable=True, shared=False, groups=False, clears=True, sized=True,
+            name="log", durable=True, shared=False, groups=False, clears=True, sized=True, levels=True,
             alignment=BLOCK_BYTES, max_value_bytes=self._state.budget.max_value_bytes,
         )  # fmt: skip
 
@@ -132,6 +133,14 @@ class LogStore:
         self._state.must_be_open()
         with self._state.lock:
             return self._state.index.largest_spaces(most)
+
+    def relevel(self, space: Space, keys: Sequence[bytes], level: Level) -> int:
+        """Kept in memory, and on disk with the next snapshot or when the values are copied: after a crash, what they were
+        written with may count again.
+        """
+        self._state.must_be_open()
+        with self._state.lock:
+            return self._state.index.relevel(space.digest, keys, level)
 
     # ---- what people ask --------------------------------------------------------------------------
 
@@ -242,12 +251,14 @@ class LogStore:
 
 def check_writes(writes: Sequence[Write]) -> None:
     """Raises ValueError for writes, one at least, that no log can keep."""
-    keys, values, stamps, parents, depths, _ = zip(*writes, strict=True)
+    keys, values, stamps, parents, depths, _, levels = zip(*writes, strict=True)
     shapes = {*zip(map(len, keys), map(len, parents), map(len, stamps), strict=True)}
     if shapes != {(KEY_BYTES, KEY_BYTES, STAMP_BYTES)}:
         raise ValueError(f"keys, parents and stamps have {(KEY_BYTES, KEY_BYTES, STAMP_BYTES)} bytes, got {sorted(shapes)}")
     if min(depths) < 0 or max(depths) >= _DEPTH_END:
         raise ValueError(f"a depth is at least 0 and below {_DEPTH_END}, got {min(depths)} to {max(depths)}")
+    if not {*levels} <= {*Level}:
+        raise ValueError(f"levels are {[*map(int, Level)]}, got {sorted({*levels})}")
     check_buffers(values)
 
 

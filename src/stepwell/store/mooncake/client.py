@@ -16,7 +16,7 @@ from importlib import import_module
 from typing import Any
 
 from stepwell.base.errors import ConfigError, StoreError
-from stepwell.store.mooncake.config import MooncakeConfig
+from stepwell.store.mooncake.config import MooncakeConfig, SoftPin
 
 OK = 0
 NO_SPACE = -200  # nothing can be evicted, or not yet
@@ -28,7 +28,7 @@ TRANSFER_FAILED = -800  # also: the buffer is larger than the value
 OVER_QUOTA = -1700  # of the tenant, where the master has quotas
 _RPC_CODES = range(-999, -899)  # the master, or the way to it, is gone
 
-Terms = Callable[[list[str]], object]  # group of each value -> the wheel's ReplicateConfig
+Terms = Callable[[list[str], bool], object]  # group of each value, whether to pin them -> the wheel's ReplicateConfig
 
 
 class Client:
@@ -47,9 +47,14 @@ class Client:
         """Fills the slices of each value; the number of bytes, or a code."""
         return self._heard(self._raw.batch_get_into_multi_buffers(names, pointers, sizes))
 
-    def put(self, names: list[str], pointers: list[list[int]], sizes: list[list[int]], groups: list[str]) -> list[int]:
-        """Keeps each value, the slices one after the other. Answers OK too where a value was there, and leaves that one."""
-        return self._heard(self._raw.batch_put_from_multi_buffers(names, pointers, sizes, self._terms(groups)))
+    def put(
+        self, names: list[str], pointers: list[list[int]], sizes: list[list[int]], groups: list[str], *, pinned: bool
+    ) -> list[int]:
+        """Keeps each value, the slices one after the other. Answers OK too where a value was there, and leaves that one.
+
+        With `pinned` they are softly pinned: for a while they are evicted last.
+        """
+        return self._heard(self._raw.batch_put_from_multi_buffers(names, pointers, sizes, self._terms(groups, pinned)))
 
     def remove(self, names: list[str]) -> list[int]:
         """Removes values at once, leased or not: OK or NOT_FOUND or another code."""
@@ -139,10 +144,11 @@ def knock(config: MooncakeConfig) -> None:
 
 
 def _terms(config: MooncakeConfig, wheel: Any) -> Terms:
-    def terms(groups: Sequence[str]) -> object:
+    def terms(groups: Sequence[str], pinned: bool) -> object:
         made = wheel.ReplicateConfig()
         made.replica_num = config.replica_num
-        made.soft_pin_action = getattr(wheel.SoftPinAction, config.soft_pin.name)
+        action = SoftPin.ENABLE if pinned and config.soft_pin is SoftPin.PRESERVE else config.soft_pin
+        made.soft_pin_action = getattr(wheel.SoftPinAction, action.name)
         if config.soft_pin_ttl_ms is not None:
             made.soft_pin_ttl_ms = config.soft_pin_ttl_ms
         if any(groups):

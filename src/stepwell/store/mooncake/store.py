@@ -5,7 +5,9 @@
     group    a Mooncake group of the same space: its members are evicted together, as far as they are not in use
 
 A space's own tenant is not told to Mooncake: there a tenant belongs to a whole client (`tenant_id`), so deployments that
-want Mooncake's quotas open one store for each tenant. Parents and depths are not told either: Mooncake evicts by age.
+want Mooncake's quotas open one store for each tenant. Parents and depths are not told either: Mooncake evicts by age. What is
+VALUABLE is softly pinned when it is written, so it is evicted last for a while; pins cannot be changed later, so levels cannot be
+either, and what is EXPENDABLE is like the rest.
 Never decides what to keep, and never verifies a stamp: both are done above.
 """
 
@@ -14,9 +16,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import takewhile
 from threading import Lock
 
 from stepwell.base.errors import StoreError
+from stepwell.base.ids import Level
 from stepwell.base.meters import Clock, Counters, SystemClock
 from stepwell.store.api import STAMP_BYTES, Read, ReadOutcome, ReadResult, Space, Traits, Write, WriteOutcome, never
 from stepwell.store.mooncake import client as codes
@@ -214,7 +218,8 @@ class MooncakeStore:
 
     def _write_batch(self, session: Session, space: Space, writes: Sequence[Write]) -> list[WriteOutcome]:
         """Writes as many as fit into the lane; at least one. Holds the write lock."""
-        lane = session.writing
+        lane, pinned = session.writing, writes[0].level >= Level.VALUABLE
+        writes = list(takewhile(lambda write: (write.level >= Level.VALUABLE) is pinned, writes))  # a call has one pin for all
         passages = lane.admit(write.data for write in writes)
         assert passages, f"a value of {writes[0].data.nbytes} bytes was let through to a lane of {lane.capacity}"
         batch = writes[: len(passages)]
@@ -232,8 +237,11 @@ class MooncakeStore:
     def _put(self, session: Session, space: Space, batch: Sequence[Write], passages: Sequence[Passage]) -> list[int]:
         lane = session.writing
         names = _names(space, [write.key for write in batch])
+        pinned = batch[0].level >= Level.VALUABLE
         groups = [name if write.group else "" for name, write in zip(_names(space, [w.group for w in batch]), batch, strict=True)]
-        return session.move(lambda: session.client.put(names, lane.pointers(passages), lane.sizes(passages), groups))
+        return session.move(
+            lambda: session.client.put(names, lane.pointers(passages), lane.sizes(passages), groups, pinned=pinned)
+        )
 
     def _write_outcome(self, code: int) -> WriteOutcome:
         if code not in _WRITE_OUTCOMES:

@@ -14,6 +14,7 @@ from pathlib import Path
 from threading import Condition
 
 from stepwell.base.errors import StoreError
+from stepwell.base.ids import Level
 from stepwell.store.api import KEY_BYTES, Read, ReadOutcome, ReadResult, Space, Write, WriteOutcome, never
 from stepwell.store.log.store import check_buffers, check_writes
 from stepwell.store.shared import wire
@@ -21,7 +22,7 @@ from stepwell.store.shared.connection import Deadline, Gone, Late, Recovering, S
 from stepwell.store.shared.memory import copy_in, copy_out, make_memory, memory_for, place
 from stepwell.store.shared.server import MEMORY_BYTES
 from stepwell.store.shared.settings import Settings, parse_settings
-from stepwell.store.shared.wire import MAX_VALUES, Keys, Kind, Malformed, Reading, Writing
+from stepwell.store.shared.wire import MAX_VALUES, Keys, Kind, Malformed, Reading, Relevelling, Writing
 
 MAX_LANES = 16
 READ_BYTES = 8 << 20  # asked for at once: so long may a cancellation go unheard
@@ -134,6 +135,15 @@ class Client:
                 deleted += wire.parse_number(lane.ask(Kind.DELETE, wire.pack_keys(Keys(space, part)), self._deadline()))
         return deleted
 
+    def relevel(self, space: Space, keys: Sequence[bytes], level: Level) -> int:
+        _check_keys(keys)
+        found = 0
+        with self._lane() as lane:
+            for part in _parts(keys):
+                body = wire.pack_relevelling(Relevelling(space, part, level))
+                found += wire.parse_number(lane.ask(Kind.RELEVEL, body, self._deadline()))
+        return found
+
     def clear(self, digest: bytes) -> int:
         """Fewer than there were, like `delete`."""
         _check_keys([digest])
@@ -185,9 +195,9 @@ class Client:
         lane.need(size, self._deadline())
         fitting = next((at for at, write in enumerate(writes) if len(write.data) > largest), len(writes))
         places = place((len(write.data) for write in islice(writes, fitting)), lane.memory_bytes)
-        keys, values, stamps, parents, depths, _ = zip(*writes[: len(places.sizes)], strict=True)
+        keys, values, stamps, parents, depths, _, levels = zip(*writes[: len(places.sizes)], strict=True)
         copy_in(lane.memory_fd, places.offsets, values)
-        body = wire.pack_writing(Writing(space, keys, stamps, parents, depths, places))
+        body = wire.pack_writing(Writing(space, keys, stamps, parents, depths, levels, places))
         return wire.parse_outcomes(lane.ask(Kind.WRITE, body, self._deadline()), len(keys))
 
     def _deadline(self) -> Deadline:

@@ -14,6 +14,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from itertools import repeat
 from pathlib import Path
 from threading import Lock, Thread
 from typing import NamedTuple
@@ -173,6 +174,7 @@ class Peer:
             Kind.WRITE: self._write,
             Kind.DELETE: self._delete,
             Kind.CLEAR: self._clear,
+            Kind.RELEVEL: self._relevel,
         }
 
     def refuse(self, why: str) -> None:
@@ -243,7 +245,7 @@ class Peer:
             return wire.pack_outcomes(self._write_intact(store, asked, values))
 
     def _write_intact(self, store: LogStore, asked: Writing, values: Sequence[memoryview]) -> list[WriteOutcome]:
-        writes = list(map(Write, asked.keys, values, asked.stamps, asked.parents, asked.depths))
+        writes = list(map(Write, asked.keys, values, asked.stamps, asked.parents, asked.depths, repeat(b""), asked.levels))
         intact = [verify_without_key(asked.space, each.key, each.data, each.stamp) is Verdict.INTACT for each in writes]
         self._must_be_there()
         good = [write for write, fits in zip(writes, intact, strict=True) if fits]
@@ -254,6 +256,10 @@ class Peer:
         asked = wire.parse_keys(body)
         self._must_be_there()
         return wire.pack_number(store.delete(asked.space, asked.keys))
+
+    def _relevel(self, store: LogStore, body: bytes) -> bytes:
+        asked = wire.parse_relevelling(body)
+        return wire.pack_number(store.relevel(asked.space, asked.keys, asked.level))
 
     def _clear(self, store: LogStore, body: bytes) -> bytes:
         digest = wire.parse_digest(body)

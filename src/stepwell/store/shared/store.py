@@ -23,6 +23,7 @@ from threading import Lock
 from typing import TypeVar
 
 from stepwell.base.errors import ConfigError, StoreError
+from stepwell.base.ids import Level
 from stepwell.base.meters import Clock
 from stepwell.store.api import Read, ReadResult, Space, Traits, Write, WriteOutcome, never
 from stepwell.store.log.disk.files import BLOCK_BYTES
@@ -61,7 +62,7 @@ class SharedLog:
     def traits(self) -> Traits:
         largest = self._settings.max_value_bytes if self._settings is not None else None
         return Traits(
-            name="shared-log", durable=True, shared=True, groups=False, clears=True, alignment=BLOCK_BYTES,
+            name="shared-log", durable=True, shared=True, groups=False, clears=True, levels=True, alignment=BLOCK_BYTES,
             max_value_bytes=largest,
         )  # fmt: skip
 
@@ -85,6 +86,9 @@ class SharedLog:
     def delete(self, space: Space, keys: Sequence[bytes]) -> int:
         """Counts fewer than there were, when an owner died after it had deleted some, and before it had said so."""
         return self._use(lambda role: role.delete(space, keys) if keys else 0)
+
+    def relevel(self, space: Space, keys: Sequence[bytes], level: Level) -> int:
+        return self._use(lambda role: role.relevel(space, keys, level) if keys else 0)
 
     def clear(self, digest: bytes) -> int:
         """Forgets a whole space, whoever wrote its values. Counts fewer than there were, like `delete`."""

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple, TypeVar
 
+from stepwell.base.ids import Level
 from stepwell.store.api import (
     KEY_BYTES,
     MAX_LABEL_BYTES,
@@ -27,7 +28,7 @@ from stepwell.store.api import (
     WriteOutcome,
 )
 
-VERSION = 1
+VERSION = 2
 MAX_BODY_BYTES = 1 << 20
 MAX_VALUES = 4096  # of one frame
 MAX_TEXT_BYTES = 4096
@@ -55,6 +56,7 @@ class Kind(IntEnum):
     WRITE = 5
     DELETE = 6
     CLEAR = 7  # the digest of a space
+    RELEVEL = 8
     SETTINGS = 64
     DONE = 65  # the answer to whatever was asked
     ERROR = 66  # the store said no: text
@@ -96,7 +98,16 @@ class Writing(NamedTuple):
     stamps: Sequence[bytes]
     parents: Sequence[bytes]
     depths: Sequence[int]
+    levels: Sequence[Level]
     places: Places
+
+
+class Relevelling(NamedTuple):
+    """RELEVEL: what values are worth from now on."""
+
+    space: Space
+    keys: Sequence[bytes]
+    level: Level
 
 
 # ---- frames ---------------------------------------------------------------------------------------
@@ -159,7 +170,8 @@ def pack_writing(request: Writing) -> bytes:
     count = len(request.keys)
     head = _pack_space(request.space) + _COUNT.pack(count)
     names = [*request.keys, *request.stamps, *request.parents]
-    return b"".join([head, *names, struct.pack(f"<{count}I", *request.depths), *_pack_places(request.places)])
+    numbers = struct.pack(f"<{count}I", *request.depths) + bytes(request.levels)
+    return b"".join([head, *names, numbers, *_pack_places(request.places)])
 
 
 def parse_writing(body: bytes, memory_bytes: int) -> Writing:
@@ -167,8 +179,20 @@ def parse_writing(body: bytes, memory_bytes: int) -> Writing:
     rest = _Rest(body)
     space, count = rest.space(), rest.count()
     keys, stamps = rest.column(count, KEY_BYTES), rest.column(count, STAMP_BYTES)
-    parents, depths = rest.column(count, KEY_BYTES), rest.numbers(count, "I")
-    found = Writing(space, keys, stamps, parents, depths, rest.places(count, memory_bytes))
+    parents, depths, levels = rest.column(count, KEY_BYTES), rest.numbers(count, "I"), rest.levels(count)
+    found = Writing(space, keys, stamps, parents, depths, levels, rest.places(count, memory_bytes))
+    rest.must_be_empty()
+    return found
+
+
+def pack_relevelling(request: Relevelling) -> bytes:
+    return b"".join([_pack_space(request.space), _COUNT.pack(len(request.keys)), *request.keys, bytes([request.level])])
+
+
+def parse_relevelling(body: bytes) -> Relevelling:
+    rest = _Rest(body)
+    space, count = rest.space(), rest.count()
+    found = Relevelling(space, rest.column(count, KEY_BYTES), rest.levels(1)[0])
     rest.must_be_empty()
     return found
 
@@ -275,6 +299,12 @@ class _Rest:
     def numbers(self, count: int, code: str) -> tuple[int, ...]:
         wanted = struct.Struct(f"<{count}{code}")
         return wanted.unpack(self.take(wanted.size))
+
+    def levels(self, count: int) -> list[Level]:
+        taken = self.take(count)
+        if max(taken, default=0) > max(Level):
+            raise Malformed(f"a level of {max(taken)}")
+        return [Level(each) for each in taken]
 
     def places(self, count: int, memory_bytes: int) -> Places:
         offsets, sizes = self.numbers(count, "Q"), self.numbers(count, "Q")

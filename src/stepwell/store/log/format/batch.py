@@ -12,6 +12,8 @@ one was written: only later ones can be torn.
     CLEAR    nothing in this space before `as_of` counts    REVOKE   batches (by seq) that failed and must not be believed
     FILLER   nothing: covers a place that was damaged
 
+The `flags` of a value are its level: NORMAL as 0, which is what logs have that were written before there were levels.
+
 Deletes, clears and revocations are tombstones. The `offset` of one is the seq that nothing it hides is older than.
 
     K written    K deleted as of 15    K written again
@@ -36,6 +38,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from stepwell.base.ids import Level
 from stepwell.store.api import KEY_BYTES, MAX_LABEL_BYTES, MAX_TENANT_BYTES, STAMP_BYTES, Space, Write
 from stepwell.store.log.disk.files import BLOCK_BYTES, up_to_block
 
@@ -55,6 +58,8 @@ ENTRY = np.dtype(
      ("depth", "<u4"), ("flags", "<u4")]
 )  # fmt: skip
 ENTRY_BYTES = ENTRY.itemsize
+_LEVELS = (Level.NORMAL, Level.EXPENDABLE, Level.VALUABLE)  # by what `flags` say
+_FLAGS = np.argsort(_LEVELS).astype(np.uint32)  # the other way round
 Entries = npt.NDArray[Any]  # of ENTRY
 
 assert _FIXED.size <= _ENTRIES_AT and ENTRY_BYTES == 160
@@ -97,6 +102,12 @@ def split(column: npt.NDArray[np.uint8]) -> list[bytes]:
     """The rows of a two-dimensional column of bytes, each as one value."""
     values: list[bytes] = np.ascontiguousarray(column).view(f"V{column.shape[1]}").reshape(-1).tolist()
     return values
+
+
+def levels_of(entries: Entries) -> npt.NDArray[np.uint8]:
+    """What the values of a batch were worth when it was written."""
+    levels: npt.NDArray[np.uint8] = np.array(_LEVELS, np.uint8)[entries["flags"]]
+    return levels
 
 
 def inline_bytes(length: int) -> int:
@@ -173,7 +184,9 @@ def parse_header(header: memoryview, *, seed: int, segment: int, offset: int, se
 
 
 def _values_fit(entries: Entries, header_bytes: int, total: int) -> bool:
-    """Whether every value lies where values may lie, and no key comes twice."""
+    """Whether every value lies where values may lie and has a level there is, and no key comes twice."""
+    if int(entries["flags"].max(initial=0)) >= len(_LEVELS):
+        return False
     starts, lengths = entries["offset"], entries["length"]
     if not bool(np.all((lengths <= total) & (starts <= total))):  # so that the sums below cannot overflow
         return False
@@ -256,10 +269,11 @@ def pack_values(space: Space, writes: Sequence[Write], room: int) -> PackedBatch
 
 def _entries(writes: Sequence[Write]) -> Entries:
     entries = np.zeros(len(writes), ENTRY)
-    keys, _, stamps, parents, depths, _ = zip(*writes, strict=True)
+    keys, _, stamps, parents, depths, _, levels = zip(*writes, strict=True)
     for name, width, parts in (("key", KEY_BYTES, keys), ("parent", KEY_BYTES, parents), ("stamp", STAMP_BYTES, stamps)):
         entries[name] = np.frombuffer(b"".join(parts), np.uint8).reshape(len(writes), width)
     entries["depth"] = depths
+    entries["flags"] = _FLAGS[list(levels)]
     return entries
 
 

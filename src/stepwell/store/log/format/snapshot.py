@@ -17,12 +17,14 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from stepwell.base.ids import Level
 from stepwell.store.api import MAX_LABEL_BYTES, MAX_TENANT_BYTES, Space
 from stepwell.store.log.disk.files import Disk
 from stepwell.store.log.format.segment_list import NOTHING_YET, NUMBERS_END, SegmentInfo
 
 NAME = "snapshot"
-VERSION = 2
+VERSION = 3
+BEFORE_LEVELS = 2  # the version that says nothing of levels, and is read all the same
 MAGIC = b"SWsnap\0\x01"
 
 # name -> (type, bytes wide: 0 for one number per row); the order is the order in a snapshot
@@ -37,6 +39,7 @@ SHAPES: dict[str, tuple[str, int]] = {
     "key": ("u1", 32),
     "parent": ("u1", 32),
     "stamp": ("u1", 64),
+    "level": ("u1", 0),  # last: an earlier version ends before it
 }
 ROW_BYTES = sum(max(width, 1) * np.dtype(kind).itemsize for kind, width in SHAPES.values())
 
@@ -48,6 +51,7 @@ _SPACE = np.dtype([("digest", "u1", 32), ("tenant", f"S{MAX_TENANT_BYTES}"), ("l
 _SEGMENT = np.dtype([(name, "<u8") for name in ("id", "first_seq", "end", "last_seq", "stale", "tombstones", "newest_tombstone")])
 _REVOKED = np.dtype([("start", "<u8"), ("stop", "<u8")])
 _WIDTHS = (_SPACE.itemsize, _SEGMENT.itemsize, _REVOKED.itemsize, ROW_BYTES)
+_WIDTHS_OF = {VERSION: _WIDTHS, BEFORE_LEVELS: (*_WIDTHS[:3], ROW_BYTES - 1)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -136,21 +140,22 @@ def _claimed_bytes(content: memoryview) -> int:
     if len(content) < _HEAD.size or content[: len(MAGIC)] != MAGIC:
         return 0
     _, _, version, _, _, _, _, _, *counts = _HEAD.unpack_from(content)
-    return _HEAD.size + sum(n * w for n, w in zip(counts, _WIDTHS, strict=True)) if version == VERSION else 0
+    widths = _WIDTHS_OF.get(version)
+    return _HEAD.size + sum(n * w for n, w in zip(counts, widths, strict=True)) if widths is not None else 0
 
 
 def decode(content: memoryview, *, seed: int, segment_bytes: int) -> Snapshot | None:
     """The snapshot in these bytes; None unless all of it verifies and belongs to this store."""
     if not content or _claimed_bytes(content) != len(content):
         return None
-    _, checksum, _, segment, offset, next_seq, settled, tick, *counts = _HEAD.unpack_from(content)
+    _, checksum, version, segment, offset, next_seq, settled, tick, *counts = _HEAD.unpack_from(content)
     if xxhash.xxh3_64_intdigest(content[_CHECKED_FROM:], seed) != checksum:
         return None
     at, tables = _HEAD.size, []
     for kind, count in zip((_SPACE, _SEGMENT, _REVOKED), counts, strict=False):
         tables.append(np.frombuffer(content, kind, count, at))
         at += kind.itemsize * count
-    columns = _columns(content, at, counts[3])
+    columns = _columns(content, at, counts[3], has_levels=version >= VERSION)
     try:
         spaces = [Space(digest=d.tobytes(), tenant=t.decode(), label=name.decode()) for d, t, name in tables[0]]
     except ValueError:
@@ -170,9 +175,12 @@ def decode(content: memoryview, *, seed: int, segment_bytes: int) -> Snapshot | 
     )  # fmt: skip
 
 
-def _columns(content: memoryview, at: int, count: int) -> dict[str, npt.NDArray[Any]]:
-    columns = {}
+def _columns(content: memoryview, at: int, count: int, *, has_levels: bool) -> dict[str, npt.NDArray[Any]]:
+    columns: dict[str, npt.NDArray[Any]] = {}
     for name, (kind, width) in SHAPES.items():
+        if name == "level" and not has_levels:
+            columns[name] = np.full(count, Level.NORMAL, kind)
+            continue
         flat = np.frombuffer(content, kind, count * max(width, 1), at).copy()
         at += flat.nbytes
         columns[name] = flat.reshape(count, width) if width else flat
@@ -184,6 +192,7 @@ def _plausible(columns: dict[str, npt.NDArray[Any]], num_spaces: int, segment_by
     bounds = {
         "segment": (1, NUMBERS_END - 1), "offset": (0, segment_bytes), "length": (0, segment_bytes), "seq": (0, NUMBERS_END - 1),
         "used": (0, tick), "depth": (0, 2**31 - 1), "space": (0, num_spaces - 1),
+        "level": (0, max(Level)),
     }  # fmt: skip
     if not len(columns["segment"]):
         return True

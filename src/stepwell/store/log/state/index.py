@@ -1,7 +1,8 @@
-"""Where every value is, and when it was last used: keys to rows, bytes per space, tenant and segment. No files, no locks.
+"""Where every value is, its level and its last use: keys to rows, bytes per space, tenant and segment. No files, no locks.
 
 Reading or writing a value is a use of it and of all it stands on, so a value was never used later than its parent.
-Values are evicted in the order (used, deepest first): children before parents, manifests before members.
+Values are evicted in the order (level, used, deepest first): children before parents, manifests before members. A level counts
+for all that a value stands on as well, which is worked out when something has to go (`writing/victim.py`).
 
 A long prompt is read and written a piece at a time, and every piece is a use of everything before it. So what a piece
 stands on is only noted down, and walked to its start once, latest first, when somebody wants to know (`settle_uses`).
@@ -21,8 +22,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from stepwell.base.ids import Level
 from stepwell.store.api import NO_PARENT, Space, SpaceSize
-from stepwell.store.log.format.batch import Batch, BatchKind, footprint, split
+from stepwell.store.log.format.batch import Batch, BatchKind, footprint, levels_of, split
 from stepwell.store.log.format.snapshot import SHAPES
 
 Rows = npt.NDArray[np.int64]
@@ -55,6 +57,7 @@ class Columns:
     key: Bytes2D
     parent: Bytes2D
     stamp: Bytes2D
+    level: npt.NDArray[np.uint8]
 
     def take(self, count: int) -> list[int]:
         """Rows that hold nothing yet."""
@@ -186,6 +189,16 @@ class Index:
         self.columns.used[rows] = self.tick
         self.note_use(digest, set(split(self.columns.parent[rows])).difference(keys))
 
+    def relevel(self, digest: bytes, keys: Sequence[bytes], level: Level) -> int:
+        """Says anew what values are worth, which is a use of them; returns how many of them there are."""
+        known = self.rows_of(digest)
+        there = [key for key in keys if key in known]
+        rows = np.fromiter(map(known.__getitem__, there), np.int64, len(there))
+        self.next_tick()
+        self.use(digest, there, rows)
+        self.columns.level[rows] = level
+        return len(set(there))
+
     def note_use(self, digest: bytes, keys: Iterable[bytes]) -> None:
         """Values that may or may not be there, and all they stand on, count as used in this tick."""
         self._notes += [(self.tick, digest, key) for key in keys]
@@ -218,6 +231,7 @@ class Index:
         columns.length[rows] = entries["length"]
         columns.seq[rows] = batch.seq
         columns.depth[rows] = np.minimum(entries["depth"], _MAX_DEPTH)
+        columns.level[rows] = levels_of(entries)
         for name in ("key", "parent", "stamp"):
             getattr(columns, name)[rows] = entries[name]
         known.update(zip(keys, rows.tolist(), strict=True))

@@ -1,4 +1,4 @@
-"""Live values and needed tombstones of an old segment, copied to the active one: stamps, parents and recency stay.
+"""Live values and needed tombstones of an old segment, copied to the active one: stamps, parents, levels and recency stay.
 
 Only for the writer.
 """
@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from stepwell.base.ids import Level
 from stepwell.store.api import Space, Write
 from stepwell.store.log.disk.files import Scratch, up_to_block
 from stepwell.store.log.format.batch import (
@@ -135,7 +136,8 @@ class Relocator:
                 continue
             names = (getattr(columns, name)[row].tobytes() for name in ("key", "stamp", "parent"))
             key, stamp, parent = names
-            writes.append(Write(key=key, data=data, stamp=stamp, parent=parent, depth=int(columns.depth[row])))
+            depth, level = int(columns.depth[row]), Level(int(columns.level[row]))
+            writes.append(Write(key=key, data=data, stamp=stamp, parent=parent, depth=depth, level=level))
         if lost:
             self._forget(segment, np.array(lost, dtype=np.int64))
         return writes

@@ -4,13 +4,16 @@
                             |-- evicted ----|--- must fit the room -----|
                                             T  the warmest value that has to go
 
+The order is (level, last use, deepest first). What a value stands on is worth no less than the value, so chains stay whole: the
+levels that count are worked out over all values, in as many steps as the longest chain has doublings.
+
 Without a loss, if some segment fits as it is: the one with least in it. Otherwise the one whose T is coldest. Only its
 own values go, and what stands on them, wherever that lies: children before parents, and nobody else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +24,8 @@ from stepwell.store.log.state.index import DEPTH_BITS, Columns, Index, Rows
 
 NO_ROWS: Rows = np.zeros(0, np.int64)
 _COLD_PART = 4  # of all values at most are not worth copying
+_LEVEL_SHIFT = 61  # the two bits below the sign
+_MOST_USED = (1 << (_LEVEL_SHIFT - DEPTH_BITS)) - 1  # what is left for the last use: no log gets there
 _SPACE_MIX = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -41,26 +46,24 @@ def choose_victim(index: Index, tombstone_bytes: Mapping[int, int], *, room: int
     if fitting:
         least = min(fitting, key=lambda segment: (sizes[segment] + tombstone_bytes[segment], segment))  # tombstones only live on
         return Victim(segment=least, keep=index.rows_in(least), drop=NO_ROWS)
-    index.settle_uses()
-    rows = index.columns.held()
-    within = rows[np.isin(index.columns.segment[rows], np.array(list(sizes), np.int64))]
+    order = _Order(index)
+    within = order.rows[np.isin(index.columns.segment[order.rows], np.array(list(sizes), np.int64))]
     if not len(within):
         return Victim(segment=min(sizes), keep=NO_ROWS, drop=NO_ROWS)
-    segment, keep, drop = _coldest_cut(index.columns, within, tombstone_bytes, room)
-    worthless = _threshold(index.columns, rows, min(cold_bytes, sum(index.live_bytes.values()) // _COLD_PART))
-    cold = _ranks(index.columns, keep) <= worthless
+    segment, keep, drop = _coldest_cut(order, within, tombstone_bytes, room)
+    worthless = order.threshold(min(cold_bytes, sum(index.live_bytes.values()) // _COLD_PART))
+    cold = order.of(keep) <= worthless
     keep, drop = keep[~cold], np.concatenate((drop, keep[cold]))
-    drop = _with_descendants(index.columns, rows, drop)
+    drop = order.with_descendants(drop)
     return Victim(segment=segment, keep=keep[~np.isin(keep, drop)], drop=drop)
 
 
 def coldest(index: Index, wanted_bytes: int, tenant: str) -> Rows:
     """Values of a tenant that free at least so many bytes, in the order of eviction; all there are when that is less."""
-    index.settle_uses()
-    columns, rows = index.columns, index.columns.held()
+    order, columns = _Order(index), index.columns
     theirs = np.array([space is not None and space.tenant == tenant for space in index.spaces], dtype=bool)
-    rows = rows[theirs[columns.space[rows]]]
-    ranks = _ranks(columns, rows)
+    rows = order.rows[theirs[columns.space[order.rows]]]
+    ranks = order.of(rows)
     count = min(len(rows), 256)
     while True:
         chosen = np.argpartition(ranks, count - 1)[:count] if count < len(rows) else np.arange(len(rows))
@@ -73,16 +76,53 @@ def coldest(index: Index, wanted_bytes: int, tenant: str) -> Rows:
         count = min(len(rows), count * 4)
 
 
-def _ranks(columns: Columns, rows: Rows) -> npt.NDArray[np.int64]:
-    """The order of eviction: least recently used first, of those the deepest."""
-    return (columns.used[rows] << DEPTH_BITS) - columns.depth[rows]
+class _Order:
+    """The order of eviction of all values, as it is now: the lowest rank goes first, and nothing before what stands on it."""
+
+    def __init__(self, index: Index) -> None:
+        index.settle_uses()
+        self.columns, self.rows = index.columns, index.columns.held()
+        columns, rows = self.columns, self.rows
+        used = np.minimum(columns.used[rows], _MOST_USED)
+        depth = columns.depth[rows].astype(np.int64)
+        self._ranks: npt.NDArray[np.int64] = (self._levels() << _LEVEL_SHIFT) + (used << DEPTH_BITS) - depth
+
+    def of(self, rows: Rows) -> npt.NDArray[np.int64]:
+        """The ranks of some values."""
+        ranks: npt.NDArray[np.int64] = self._ranks[np.searchsorted(self.rows, rows)]
+        return ranks
+
+    def threshold(self, size_bytes: int) -> int:
+        """The rank up to which the coldest values make up so many bytes."""
+        order = np.argsort(self._ranks, kind="stable")
+        enough = int(np.searchsorted(np.cumsum(footprint(self.columns.length[self.rows[order]])), size_bytes))
+        return int(self._ranks[order[enough]]) - 1 if enough < len(self.rows) else int(self._ranks[order[-1]])
+
+    def with_descendants(self, chosen: Rows) -> Rows:
+        """The chosen values, and all that stand on them. None of those ranks higher, so only the lower ones are looked at."""
+        if not len(chosen):
+            return chosen
+        rows = self.rows[self._ranks <= self.of(chosen).max()]
+        lost = np.isin(rows, chosen)
+        for above in _steps_up(self.columns, rows):
+            lost |= lost[above]
+        found: Rows = rows[lost]
+        return found
+
+    def _levels(self) -> npt.NDArray[np.int64]:
+        """The highest level of each value and all that stand on it."""
+        levels = self.columns.level[self.rows].astype(np.int64)
+        if len(levels) and levels.min() < levels.max():
+            for above in _steps_up(self.columns, self.rows):
+                np.maximum.at(levels, above, levels)
+        return levels
 
 
-def _coldest_cut(columns: Columns, rows: Rows, tombstone_bytes: Mapping[int, int], room: int) -> tuple[int, Rows, Rows]:
+def _coldest_cut(order: _Order, rows: Rows, tombstone_bytes: Mapping[int, int], room: int) -> tuple[int, Rows, Rows]:
     """The segment whose warmest loss is coldest, with what of it may stay and what has to go."""
-    ranks = _ranks(columns, rows)
-    order = np.lexsort((-ranks, columns.segment[rows]))  # segment by segment, the warmest first
-    rows, ranks = rows[order], ranks[order]
+    columns, ranks = order.columns, order.of(rows)
+    by_segment = np.lexsort((-ranks, columns.segment[rows]))  # the warmest first
+    rows, ranks = rows[by_segment], ranks[by_segment]
     segments, starts = np.unique(columns.segment[rows], return_index=True)
     ends = np.append(starts[1:], len(rows))
     sizes = footprint(columns.length[rows])
@@ -94,35 +134,22 @@ def _coldest_cut(columns: Columns, rows: Rows, tombstone_bytes: Mapping[int, int
     return int(segments[best]), rows[starts[best] : cuts[best]], rows[cuts[best] : ends[best]]
 
 
-def _threshold(columns: Columns, rows: Rows, size_bytes: int) -> int:
-    """The rank up to which the coldest values make up so many bytes."""
-    ranks = _ranks(columns, rows)
-    order = np.argsort(ranks, kind="stable")
-    enough = int(np.searchsorted(np.cumsum(footprint(columns.length[rows[order]])), size_bytes))
-    return int(ranks[order[enough]]) - 1 if enough < len(rows) else int(ranks[order[-1]])
+def _steps_up(columns: Columns, rows: Rows) -> Iterator[npt.NDArray[np.int64]]:
+    """For each of these values the place of what it stands on among them: one step towards the root, then two, four, ...
 
-
-def _with_descendants(columns: Columns, rows: Rows, chosen: Rows) -> Rows:
-    """The chosen values, and all that stand on them. None of those was used later, so only the colder ones are looked at.
-
-    Keys are told apart by eight of their bytes: two that share them cost a value that could have stayed.
+    Who stands on nothing here stands on itself. Keys are told apart by eight of their bytes: two that share them cost a value
+    that could have stayed, or one that stays longer.
     """
-    if not len(chosen):
-        return chosen
-    rows = rows[_ranks(columns, rows) <= _ranks(columns, chosen).max()]
     space = columns.space[rows].astype(np.uint64) * _SPACE_MIX
     names, parents = _prints(columns.key[rows]) ^ space, _prints(columns.parent[rows])
     order = np.argsort(names, kind="stable")
     at = np.searchsorted(names[order], parents ^ space)
     above = order[np.minimum(at, len(rows) - 1)]
     none = (names[above] != parents ^ space) | (parents == 0)
-    above[none] = np.flatnonzero(none)  # who stands on nothing here stands on itself
-    lost = np.isin(rows, chosen)
-    for _ in range(int(columns.depth[rows].max()).bit_length() + 1):  # one step, two, four, ... towards the root
-        lost |= lost[above]
+    above[none] = np.flatnonzero(none)
+    for _ in range(int(columns.depth[rows].max()).bit_length() + 1):
+        yield above
         above = above[above]
-    found: Rows = rows[lost]
-    return found
 
 
 def _prints(keys: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64]:

@@ -1,0 +1,135 @@
+"""Backup that waits until memory needs the room, so that the store repeats little of what memory holds (`adaptive`).
+
+    keep_clean    what will leave the host next is stored ahead, whole paths, so that nobody waits for it
+    leave_host    what leaves the host without that is stored now, as far as may be
+    release       what came up from the store is worth little there, as long as memory has it
+
+A checkpoint leaves before the pages it stands on, and without it nothing in memory can use them. So a path is stored as a whole
+before its last checkpoint goes. What another checkpoint of its path serves for is not stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from stepwell.base.ids import Kind, Level, Tier
+from stepwell.base.prompt import Namespace, PageKey
+from stepwell.store_tier.backup import is_stored, put_checkpoint, put_path, relevel
+from stepwell.store_tier.link import StoreLink
+from stepwell.tiers.saving import Save, save_runs
+from stepwell.tiers.state import CacheState, Leaving
+from stepwell.tree.keys import keys_within
+from stepwell.tree.node import Node, Residency, Run, Victim
+
+CLEAN_SHARE = 1 / 8  # of the host, stored ahead
+LOOK_AGAIN = 1 / 4  # of that, to be gone before more is looked for
+
+
+def leave_host(state: CacheState, link: StoreLink, victim: Victim) -> Leaving:
+    """Before something leaves the host: stores what is in no other place."""
+    link.left_bytes += _size_bytes(state, victim)
+    node = _wanted(state, link, victim)
+    if node is None:
+        return Leaving.NOW
+    now = state.clock.now()
+    done = False
+    while link.may_put_at_once(now) and not done:
+        done = put_path(state, link, node)
+    if not done:
+        state.counters.add("backup_skipped_store_busy")
+        return Leaving.BLOCKED if link.is_taking(now) else Leaving.NOW
+    if isinstance(victim, Run):
+        tail = state.tree.ranking.tails.of(victim)
+        held = tail is not None and not state.tree.ranking.tails.idle(victim, tail.start, at_most=1).num_pages
+        return Leaving.LATER if held else Leaving.NOW
+    put_checkpoint(state, link, victim.checkpoint)
+    return Leaving.AT_ONCE if victim.users else Leaving.NOW
+
+
+def keep_clean(state: CacheState, link: StoreLink) -> None:
+    """Stores ahead what will leave the host next, once some of what was stored ahead has left."""
+    host = state.arena(Tier.HOST)
+    target = int(CLEAN_SHARE * host.layout.size_bytes)
+    if link.left_bytes < LOOK_AGAIN * target or not link.may_put(state.clock.now()):
+        return
+    link.left_bytes = 0
+    link.ahead.clear()
+    ranking, looked_at, seen_bytes = state.tree.ranking, [], 0
+    while seen_bytes < target and (victim := ranking.pop(Tier.HOST, runs=True, checkpoints=True)) is not None:
+        looked_at.append(victim)
+        seen_bytes += _size_bytes(state, victim)
+    for victim in looked_at:
+        ranking.queue(victim)
+    link.ahead.update((victim, True) for victim in looked_at if _wanted(state, link, victim) is not None)
+
+
+def put_ahead(state: CacheState, link: StoreLink) -> None:
+    """Stores what is in line to leave the host, as long as there is leave to."""
+    for victim in list(link.ahead):
+        node = _wanted(state, link, victim)
+        if node is None:
+            del link.ahead[victim]
+            continue
+        done = False
+        while link.may_put(state.clock.now()) and not done:
+            done = put_path(state, link, node)
+        if not done:
+            return
+        if not _is_covered(link, node, victim):
+            again, link.ahead[victim] = link.ahead[victim], False
+            if not again or save_runs(state, node) is not Save.STARTED:
+                del link.ahead[victim]
+                state.counters.add("backup_path_incomplete")
+            continue
+        if isinstance(victim, Residency):
+            put_checkpoint(state, link, victim.checkpoint)
+        del link.ahead[victim]
+
+
+def _is_covered(link: StoreLink, node: Node, victim: Victim) -> bool:
+    """Whether all that a victim stands on is believed to be in the store."""
+    upto = victim.checkpoint.page if isinstance(victim, Residency) else node.end
+    return is_stored(link.beliefs, node, upto, or_on_device=True)
+
+
+def _wanted(state: CacheState, link: StoreLink, victim: Victim) -> Node | None:
+    """The end of the path that has to be stored before a victim may leave the host; None when nothing is lost with it."""
+    if isinstance(victim, Residency):
+        checkpoint = victim.checkpoint
+        if victim.users or not victim.ready or checkpoint.ready_in(Tier.DEVICE) is not None:
+            return None
+        if link.beliefs.is_fresh(checkpoint) or link.is_superseded(checkpoint):
+            return None
+        return checkpoint.node
+    tail = state.tree.ranking.tails.of(victim)
+    if tail is None or tail.dead or tail.repeated or victim.unsaved:
+        return None
+    return victim.node if link.beliefs.fresh_pages(victim.node) < victim.node.num_pages else None
+
+
+def release_path(state: CacheState, link: StoreLink, path: Sequence[Node]) -> None:
+    """A path is used that was stored to leave, and has not left."""
+    pages: list[PageKey] = []
+    boundaries: list[PageKey] = []
+    for node in path:
+        count = link.beliefs.fresh_pages(node)
+        if count:
+            pages += keys_within(node, node.start, node.start + count, state.tree.page_bytes)
+        for page in link.beliefs.take_boundaries(node):
+            boundaries += keys_within(node, page - 1, page, state.tree.page_bytes)
+    namespace = link.namespace_of(state, path[0]) if pages or boundaries else None
+    if namespace is not None:
+        release(link, namespace, pages=tuple(pages), boundaries=tuple(boundaries))
+
+
+def release(
+    link: StoreLink, namespace: Namespace, *, pages: tuple[PageKey, ...] = (), boundaries: tuple[PageKey, ...] = ()
+) -> None:
+    """Memory has these too."""
+    relevel(link, namespace, Level.EXPENDABLE, pages=pages, boundaries=boundaries)
+
+
+def _size_bytes(state: CacheState, victim: Victim) -> int:
+    if isinstance(victim, Residency):
+        return victim.size_bytes
+    return victim.num_pages * state.arena(Tier.HOST).layout.strides[Kind.PREFIX]

@@ -1,0 +1,99 @@
+"""Under `adaptive` the store gets what leaves memory, whole paths, and forgets first what memory has too."""
+
+from __future__ import annotations
+
+import pytest
+
+from stepwell import Tier, WritePolicy
+from stepwell.base.config import StoreConfig
+from stepwell.base.ids import Level
+from stepwell.store.memory import MemoryStore
+from toys import FULL, FULL_POINT, PAGE, Rig, text
+
+CONFIG = StoreConfig(checkpoint_delay_s=0, recompute_tokens_per_s=1.0)
+MODELS = [FULL, FULL_POINT]
+EARLY = 2  # nobody waits for a store that has not taken anything yet, so of a tier so small the first are lost
+
+
+def rig(spec=FULL_POINT, *, write: WritePolicy = WritePolicy.ADAPTIVE, pages: int = 24) -> Rig:  # type: ignore[no-untyped-def]
+    return Rig(spec, device_pages=pages, host_pages=pages, store=MemoryStore(), store_config=CONFIG, write=write)
+
+
+def store_of(here: Rig) -> MemoryStore:
+    link = here.cache._store_tier.link
+    assert link is not None and isinstance(link.store, MemoryStore)
+    return link.store
+
+
+def levels(here: Rig) -> set[Level]:
+    """What the store's values are worth that nothing stands on."""
+    values = store_of(here)._values
+    parents = {(name[0], value.parent) for name, value in values.items()}
+    return {value.level for name, value in values.items() if name not in parents}
+
+
+def serve_many(here: Rig, names: range) -> None:
+    for name in names:
+        here.clock.advance(1)
+        here.serve(text(name, 4 * PAGE + 1))
+        here.settle()
+
+
+@pytest.mark.parametrize("spec", MODELS)
+def test_nothing_is_stored_while_memory_has_room(spec) -> None:  # type: ignore[no-untyped-def]
+    here = rig(spec)
+    serve_many(here, range(3))
+    assert not store_of(here).used_bytes
+    through = rig(spec, write=WritePolicy.THROUGH)
+    serve_many(through, range(3))
+    assert store_of(through).used_bytes
+
+
+@pytest.mark.parametrize("spec", MODELS)
+def test_what_left_memory_comes_back_from_the_store(spec) -> None:  # type: ignore[no-untyped-def]
+    here = rig(spec)
+    serve_many(here, range(20))
+    assert here.restore(text(EARLY, 4 * PAGE + 1)) < 4 * PAGE, "it should have left memory"
+    assert here.serve_fetched(text(EARLY, 4 * PAGE + 1)).store == 4 * PAGE
+    here.idle_check()
+
+
+def test_what_came_back_is_expendable_in_the_store_until_it_leaves_again() -> None:
+    here = rig()
+    serve_many(here, range(20))
+    assert Level.EXPENDABLE not in levels(here)
+    here.serve_fetched(text(EARLY, 4 * PAGE + 1))
+    here.settle()
+    assert Level.EXPENDABLE in levels(here)
+    serve_many(here, range(30, 50))
+    assert here.serve_fetched(text(EARLY, 4 * PAGE + 1)).store == 4 * PAGE
+
+
+def test_a_superseded_checkpoint_is_expendable_once_a_later_one_is_stored() -> None:
+    here = rig(write=WritePolicy.THROUGH, pages=64)
+    prompt = text(1, 20 * PAGE)
+    here.serve(prompt[: 4 * PAGE + 1])
+    here.settle()
+    assert levels(here) == {Level.NORMAL}
+    here.clock.advance(1)
+    here.serve(prompt[: 8 * PAGE + 1])
+    here.settle()
+    assert levels(here) == {Level.EXPENDABLE, Level.NORMAL}
+    assert here.serve_fetched(prompt[: 8 * PAGE + 1]).total == 8 * PAGE + 1
+
+
+def test_what_has_a_priority_is_valuable() -> None:
+    here = rig(write=WritePolicy.THROUGH, pages=64)
+    here.serve(text(1, 4 * PAGE + 1), priority=5)
+    here.settle()
+    assert levels(here) == {Level.VALUABLE}
+
+
+def test_what_is_on_the_host_is_stored_before_the_store_goes() -> None:
+    here = rig()
+    serve_many(here, range(3))
+    here.evict_all(Tier.DEVICE)
+    here.cache._store_tier.end_deferral()
+    here.settle()
+    after = Rig(FULL_POINT, host_pages=64, device_pages=64, store=store_of(here), store_config=CONFIG)
+    assert after.serve_fetched(text(0, 4 * PAGE + 1)).store == 4 * PAGE

@@ -98,7 +98,7 @@ class Troubles:
         await self._steady.attach()
         await asyncio.sleep(self._random.uniform(0, 3))
         if self._owner() == self._unlucky.pid:
-            self.made["of these, while it owned the log"] += 1
+            self.made["store owners killed: the log was theirs"] += 1
         await self._kill()
 
     def _owner(self) -> int:

@@ -20,7 +20,7 @@ pytest.importorskip("opentelemetry.sdk")
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from server.serving import NAME, Running, running
@@ -28,7 +28,7 @@ from stepwell.base.errors import ConfigError
 from stepwell.base.meters import SystemClock
 from stepwell.cli import otlp
 from stepwell.engine.engine import Engine
-from stepwell.server.tracing import Traces, spans_to
+from stepwell.server.tracing import Traces, _Once, spans_to
 from waiting import PATIENCE_S, wait_until
 
 SECRET = "nobody but the engine may read this"
@@ -216,6 +216,37 @@ def test_a_collector_gets_spans_by_the_end_of_the_server(path: str) -> None:
         assert sorted(collector.names()) == ["decode", "lookup", "prefill", "request"] and set(collector.paths) == {"/v1/traces"}
         names = {each.key: each.value.string_value for each in collector.got[0].resource_spans[0].resource.attributes}
         assert names["service.name"] == "stepwell" and SECRET not in str(collector.got)
+
+
+class Failing(SpanExporter):
+    """Fails, or raises, or succeeds, as it is told."""
+
+    def __init__(self) -> None:
+        self.result: SpanExportResult | Exception = SpanExportResult.FAILURE
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        if isinstance(self.result, Exception):
+            raise self.result
+        return self.result
+
+
+def test_spans_that_cannot_be_sent_are_one_warning_until_they_can_be(caplog: pytest.LogCaptureFixture) -> None:
+    failing = Failing()
+    once = _Once(failing)
+
+    def said() -> list[str]:
+        found = [record.levelname for record in caplog.records]
+        caplog.clear()
+        return found
+
+    with caplog.at_level(logging.INFO):
+        assert [once.export([]) for _ in range(3)] == [SpanExportResult.FAILURE] * 3 and said() == ["WARNING"]
+        failing.result = RuntimeError("a bug of the exporter")
+        assert once.export([]) is SpanExportResult.FAILURE and said() == []
+        failing.result = SpanExportResult.SUCCESS
+        assert [once.export([]) for _ in range(2)] == [SpanExportResult.SUCCESS] * 2 and said() == ["INFO"]
+        failing.result = RuntimeError("again")
+        assert [once.export([]) for _ in range(2)] == [SpanExportResult.FAILURE] * 2 and said() == ["WARNING"]
 
 
 def test_a_collector_that_is_gone_costs_one_warning_and_no_request(caplog: pytest.LogCaptureFixture) -> None:

@@ -28,6 +28,7 @@ from stepwell.base.tasks import (
     Outcome,
     PutCheckpoint,
     PutPages,
+    Relevel,
     Reply,
     StoreOp,
     num_items,
@@ -133,7 +134,7 @@ class StoreLedger(Ledger):
 
     def _items(self, op: StoreOp) -> list[list[tuple[Where, Content]]]:
         task = op.task
-        if isinstance(task, FindItems):
+        if isinstance(task, (FindItems, Relevel)):
             return []
         if isinstance(task, (FetchPages, PutPages)):
             contents = [self.meanings[key] for key in task.keys]

@@ -25,6 +25,7 @@ from stepwell.base.ids import Kind, Level, Tier
 from stepwell.base.prompt import Namespace, PageKey
 from stepwell.base.tasks import ItemStatus, Outcome, PageIds, PutCheckpoint, PutPages, Relevel
 from stepwell.memory.arena import READY
+from stepwell.policy.store_use import BreakerState
 from stepwell.store_tier.link import Beliefs, StoreLink
 from stepwell.store_tier.ops import Call
 from stepwell.tiers.state import CacheState, Leaving
@@ -331,8 +332,9 @@ def _level_of(state: CacheState, node: Node) -> Level:
 def relevel(
     link: StoreLink, namespace: Namespace, level: Level, *, pages: tuple[PageKey, ...] = (), boundaries: tuple[PageKey, ...] = ()
 ) -> None:
-    """Tells the store what it has is worth."""
-    if link.store.traits.levels and (pages or boundaries):
+    """Tells the store what something is worth that it has, unless it is left alone."""
+    well = link.serves(namespace) and link.breaker.state is BreakerState.CLOSED
+    if well and link.store.traits.levels and (pages or boundaries):
         task = Relevel(pages=pages, boundaries=boundaries, level=level)
         link.ops.send(task, namespace, _heard, call=Call(), counts=False)
 

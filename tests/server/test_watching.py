@@ -168,6 +168,19 @@ def test_the_store_says_what_it_holds_to_the_operator(tmp_path: Path) -> None:
         assert http.get("/cache/store").json()["namespaces"] is None
 
 
+def test_a_checkpoint_that_came_from_the_store_says_so(tmp_path: Path) -> None:
+    where = {"store": f"log:{tmp_path / 'log'}", "store_options": {"budget": "64MiB"}}
+    with running(**where) as made, client(made, ADMIN) as admin:  # type: ignore[arg-type]
+        say(admin, PROMPT)
+        made.settle(lambda engine: engine.num_open == 0)
+        admin.post("/cache/flush", json={})  # which stores what was deferred
+        wait_until(lambda: admin.get("/cache").json()["pending"] == 0, "backups done")
+        assert admin.get("/cache/tree").json()["triggers"] == []
+        say(admin, PROMPT)
+        made.settle(lambda engine: engine.num_open == 0)
+        assert "store" in {each["trigger"] for each in admin.get("/cache/tree").json()["checkpoints"]}
+
+
 class Unsized(Wrapper):
     @property
     def traits(self) -> Traits:

@@ -204,7 +204,7 @@ def _send_for_checkpoint(
     now = state.clock.now()
     residency = add_residency(state.tree, node, page, Tier.HOST, windows=windows, points=points, ready=False, now=now)
     assert residency is not None, f"the checkpoint at page {page} was fetched although it is there"
-    residency.checkpoint.trigger = Trigger.STORE
+    residency.checkpoint.trigger = residency.checkpoint.trigger or Trigger.STORE
     if not link.is_late:
         link.beliefs.add(residency.checkpoint)
     residency.users += 1

@@ -69,7 +69,7 @@ export function requests(found) {
     `#${each.id}`,
     ...(named ? [each.tenant || ""] : []),
     STATES[each.state] || each.state,
-    `${count(each.ready_tokens)} of ${count(each.prompt_tokens)}`,
+    (each.ready_tokens < each.prompt_tokens ? `${count(each.ready_tokens)} of ` : "") + count(each.prompt_tokens),
     each.cached_tokens === null ? "" : count(each.cached_tokens),
     `${count(each.answer_tokens)} of ${count(each.max_tokens)}`,
     seconds(each.age_s),
@@ -120,25 +120,29 @@ function whose(namespace) {
   return parts.filter(Boolean).join(", ") || "everybody";
 }
 
+const areNamed = (found) => found.some((each) => whose(each.namespace) !== "everybody");
+
 export function paths(tree, operates) {
   if (!tree.paths.length) return fill("paths", note(operates ? "Nothing is cached." : "Nothing is cached without a salt."));
+  const named = areNamed(tree.paths);
   const most = Math.max(...tree.paths.map((each) => each.used_bytes.device + each.used_bytes.host), 1);
   const share = (used) => bar([["device", used.device, "on the device"], ["host", used.host, "on the host"]], most, "its size");
   const rows = tree.paths.map((each) => [
     el("span", { class: "inline" }, share(each.used_bytes)),
     `${count(each.start)} – ${count(each.end)}`,
     each.branches ? `${count(each.branches)} branch off` : "ends",
-    whose(each.namespace),
+    ...(named ? [whose(each.namespace)] : []),
     ...perTier(each.used_bytes),
     count(each.checkpoints),
     count(each.hits),
     ago(each.used_ago_s),
     cost(each.compute_s),
   ]);
-  const heads = ["", "tokens", "then", "whose", "device", "host", "checkpoints", "used", "last", "to compute again"];
+  const figures = ["device", "host", "checkpoints", "used", "last", "to compute again"];
+  const heads = ["", "tokens", "then", ...(named ? ["whose"] : []), ...figures];
   const speed = tree.tokens_per_s ? `Costs are at ${count(tree.tokens_per_s)} tokens a second, as measured of late.`
     : "How fast prompts are computed is not known yet.";
-  return fill("paths", table(heads, rows, 4), note([
+  return fill("paths", table(heads, rows, named ? 4 : 3), note([
     "A row is a stretch of tokens with nothing branching off between, so bytes add up.",
     `The ${count(rows.length)} largest of ${count(tree.num_paths)}${tree.complete ? "." : " that were looked at, the newest."}`,
     speed,
@@ -151,10 +155,10 @@ export function checkpoints(tree) {
   if (!tree.checkpoints.length) return fill("checkpoints", note("There are none."));
   const kinds = tree.triggers.map((each) => [each.says, count(each.count), ...perTier(each.used_bytes)]);
   const busy = (each) => [each.in_use ? "in use" : "", each.to_be_stored ? "to be stored" : ""].filter(Boolean).join(", ");
-  const noted = tree.checkpoints.some(busy);
+  const noted = tree.checkpoints.some(busy), named = areNamed(tree.checkpoints);
   const rows = tree.checkpoints.map((each) => [
     each.says,
-    whose(each.namespace),
+    ...(named ? [whose(each.namespace)] : []),
     ...(noted ? [busy(each)] : []),
     count(each.at),
     count(each.saves_tokens),
@@ -165,11 +169,11 @@ export function checkpoints(tree) {
   ]);
   const why = "why it was left";
   const figures = ["at token", "saves tokens", "to compute", "device", "host", "resumed", "last"];
-  const heads = [why, "whose", ...(noted ? ["now"] : []), ...figures];
+  const heads = [why, ...(named ? ["whose"] : []), ...(noted ? ["now"] : []), ...figures];
   return fill("checkpoints",
     table([why, "checkpoints", "device", "host"], kinds),
     el("h3", null, `The ${count(rows.length)} that save most`),
-    table(heads, rows, noted ? 3 : 2),
+    table(heads, rows, 1 + named + noted),
     note("Without a checkpoint, a request falls back to the one before it. Windows that neighbours share count for each"
       + `${tree.complete ? "." : "; only the newest paths were looked at."}`));
 }

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stepwell.base.ids import Kind, Level, Tier
+from stepwell.base.ids import Level, Tier
 from stepwell.base.prompt import Namespace, PageKey
 from stepwell.store_tier.backup import is_stored, put_checkpoint, put_path, relevel
 from stepwell.store_tier.link import StoreLink
+from stepwell.tiers.eviction import bytes_of, next_to_leave
 from stepwell.tiers.saving import Save, save_runs
 from stepwell.tiers.state import CacheState, Leaving
 from stepwell.tree.keys import keys_within
@@ -27,7 +28,7 @@ LOOK_AGAIN = 1 / 4  # of that, to be gone before more is looked for
 
 def leave_host(state: CacheState, link: StoreLink, victim: Victim) -> Leaving:
     """Before something leaves the host: stores what is in no other place."""
-    link.left_bytes += _size_bytes(state, victim)
+    link.left_bytes += bytes_of(state, victim)
     node = _wanted(state, link, victim)
     if node is None:
         return Leaving.NOW
@@ -48,19 +49,12 @@ def leave_host(state: CacheState, link: StoreLink, victim: Victim) -> Leaving:
 
 def keep_clean(state: CacheState, link: StoreLink) -> None:
     """Stores ahead what will leave the host next, once some of what was stored ahead has left."""
-    host = state.arena(Tier.HOST)
-    target = int(CLEAN_SHARE * host.layout.size_bytes)
+    target = int(CLEAN_SHARE * state.arena(Tier.HOST).layout.size_bytes)
     if link.left_bytes < LOOK_AGAIN * target or not link.may_put(state.clock.now()):
         return
     link.left_bytes = 0
-    link.ahead.clear()
-    ranking, looked_at, seen_bytes = state.tree.ranking, [], 0
-    while seen_bytes < target and (victim := ranking.pop(Tier.HOST, runs=True, checkpoints=True)) is not None:
-        looked_at.append(victim)
-        seen_bytes += _size_bytes(state, victim)
-    for victim in looked_at:
-        ranking.queue(victim)
-    link.ahead.update((victim, True) for victim in looked_at if _wanted(state, link, victim) is not None)
+    coming = next_to_leave(state, Tier.HOST, target)
+    link.ahead = {victim: True for victim in coming if _wanted(state, link, victim) is not None}
 
 
 def put_ahead(state: CacheState, link: StoreLink) -> None:
@@ -127,9 +121,3 @@ def release(
 ) -> None:
     """Memory has these too."""
     relevel(link, namespace, Level.EXPENDABLE, pages=pages, boundaries=boundaries)
-
-
-def _size_bytes(state: CacheState, victim: Victim) -> int:
-    if isinstance(victim, Residency):
-        return victim.size_bytes
-    return victim.num_pages * state.arena(Tier.HOST).layout.strides[Kind.PREFIX]

@@ -105,6 +105,25 @@ def make_room(state: CacheState, tier: Tier, need: Need, *, tenant: str | None =
     return Room(fits=not short, waiting=waiting)
 
 
+def next_to_leave(state: CacheState, tier: Tier, size_bytes: int) -> list[Victim]:
+    """What would leave a tier first, up to so many bytes: of those who are over their quota, then of all. Nothing leaves."""
+    found: list[Victim] = []
+    seen_bytes = 0
+    while seen_bytes < size_bytes and (victim := _choose(state, tier, {}, None, any_sort=True)[0]) is not None:
+        found.append(victim)
+        seen_bytes += bytes_of(state, victim)
+    for victim in found:
+        state.tree.ranking.queue(victim)
+    return found
+
+
+def bytes_of(state: CacheState, victim: Victim) -> int:
+    """What all of a victim takes up in its tier."""
+    if isinstance(victim, Residency):
+        return victim.size_bytes
+    return victim.num_pages * state.arena(victim.tier).layout.prefix_stride
+
+
 def _saver(state: CacheState, tier: Tier) -> Callable[[Victim], Leaving] | None:
     """What starts saving a victim of a tier below it, where there is anything below."""
     if tier is Tier.HOST:

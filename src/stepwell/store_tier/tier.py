@@ -222,6 +222,7 @@ class StoreTier:
         link.deferred.end_all(self._state.clock.now())
         if link.is_late:  # it is now or never
             link.is_late = False
+            link.ahead.clear()
             offer_everything(self._state, link)
 
     @property

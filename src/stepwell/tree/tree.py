@@ -79,7 +79,7 @@ class Tree:
             if shared < child.num_pages and page + shared < upto:
                 child = self.split(child, shared)
             self.attach(child, tier, ids[page : page + shared])
-            child.note_use(use)
+            self._note_use(child, use)
             page += shared
             node = child
         return node
@@ -148,7 +148,7 @@ class Tree:
             if node.start >= upto:
                 break
             used = node if node.end <= upto else self.split(node, upto - node.start)
-            used.note_use(use)
+            self._note_use(used, use)
             used.hits += 1
         return used
 
@@ -222,7 +222,7 @@ class Tree:
             end = min(page + NODE_PAGES - node.num_pages, upto)
             self._lengthen(node, packed[page * size : end * size])
             self.attach(node, tier, ids[page:end], at=page - node.start)
-            node.note_use(use)
+            self._note_use(node, use)
             page = end
         if page == upto:
             return node
@@ -250,6 +250,13 @@ class Tree:
         self.queue(top)
         self.queue(node)
         return node
+
+    def _note_use(self, node: Node, use: Use) -> None:
+        device = node.runs[Tier.DEVICE]
+        was_leaving = device is not None and device.leaving
+        node.note_use(use)
+        if was_leaving:
+            self.queue(node)  # what stays on the device is repeated on the host
 
     def _adopt(self, account: Account, tier: Tier, ids: PageIds) -> npt.NDArray[np.bool_]:
         """Takes the tree's reference to pages that are new to it; says which of them can be read."""

@@ -8,6 +8,7 @@ from stepwell import Tier, WritePolicy
 from stepwell.base.config import StoreConfig
 from stepwell.base.ids import Level
 from stepwell.store.memory import MemoryStore
+from stepwell.store_tier import late
 from toys import FULL, FULL_POINT, PAGE, Rig, text
 
 CONFIG = StoreConfig(checkpoint_delay_s=0, recompute_tokens_per_s=1.0)
@@ -97,3 +98,21 @@ def test_what_is_on_the_host_is_stored_before_the_store_goes() -> None:
     here.settle()
     after = Rig(FULL_POINT, host_pages=64, device_pages=64, store=store_of(here), store_config=CONFIG)
     assert after.serve_fetched(text(0, 4 * PAGE + 1)).store == 4 * PAGE
+
+
+def test_a_store_is_given_back_though_things_were_in_line_for_it() -> None:
+    here = rig()
+    serve_many(here, range(3))
+    here.evict_all(Tier.DEVICE)
+    link, store = here.cache._store_tier.link, store_of(here)
+    assert link is not None
+    link.left_bytes = here.config.host_bytes or 0
+    late.keep_clean(here.state, link)
+    assert link.ahead, "nothing was in line"
+    here.cache.store.detach()
+    given_back: list[object] = []
+    for _ in range(50):
+        here.executor.finish_all()
+        here.store_executor.finish_all()
+        given_back += here.cache.step().detached
+    assert given_back == [store]

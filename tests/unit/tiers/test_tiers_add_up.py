@@ -281,3 +281,20 @@ def test_a_repeated_trunk_may_leave_the_host_whatever_stands_on_it_there() -> No
     assert runs and all(run.node.kids is not None for run in runs), "the branch should be below it on the host"
     tails = [rig.tree.ranking.tails.of(run) for run in runs]
     assert all(tail is not None and tail.repeated for tail in tails)
+
+
+def test_a_stem_that_was_to_leave_the_device_and_is_used_may_leave_the_host_though_branches_stand_on_it_there() -> None:
+    rig = Rig(FULL, device_pages=64, host_pages=64, write=WritePolicy.BACK)
+    stem = text(0, 16)
+    for name in (1, 2):
+        rig.serve([*stem, *text(name, 17)])
+    for _ in range(2):  # the branches are saved and leave; then the stem is saved
+        rig.evict_idle(Tier.DEVICE)
+        rig.settle()
+    (node,) = [node for node in rig.tree.nodes() if node.kids and node.parent]
+    device, host = node.runs
+    assert device is not None and device.leaving and host is not None and not host.entry
+    lease = rig.ready([*stem, *text(3, 17)])
+    assert host.entry, "the device has it too, and it is no candidate"
+    rig.cache.audit()
+    rig.cache.release(lease)

@@ -10,7 +10,7 @@ before its last checkpoint goes. What another checkpoint of its path serves for 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from stepwell.base.ids import Level, Tier
 from stepwell.base.prompt import Namespace, PageKey
@@ -78,6 +78,22 @@ def put_ahead(state: CacheState, link: StoreLink) -> None:
         if isinstance(victim, Residency):
             put_checkpoint(state, link, victim.checkpoint)
         del link.ahead[victim]
+
+
+def put_everything_of(state: CacheState, link: StoreLink, namespaces: Container[bytes]) -> None:
+    """Before memory is emptied: sends off what the host has of some namespaces, though it may be more than goes down at a time."""
+    if not link.breaker.allows(state.clock.now()):
+        return
+    for node in state.tree.nodes():
+        if node.parent is None or node.root.first not in namespaces:
+            continue
+        while node.kids is None and not put_path(state, link, node):
+            pass
+    for node in state.tree.nodes():
+        if node.root.first in namespaces:
+            for checkpoint in (node.checkpoints or {}).values():
+                if not link.is_superseded(checkpoint):
+                    put_checkpoint(state, link, checkpoint)
 
 
 def _is_covered(link: StoreLink, node: Node, victim: Victim) -> bool:

@@ -34,7 +34,7 @@ from stepwell.store_tier.backup import (
     put_waiting_of,
 )
 from stepwell.store_tier.deferred import DeferredBackups
-from stepwell.store_tier.late import keep_clean, leave_host, put_ahead, release_path
+from stepwell.store_tier.late import keep_clean, leave_host, put_ahead, put_everything_of, release_path
 from stepwell.store_tier.link import Beliefs, LinkState, StoreLink
 from stepwell.store_tier.ops import OPERATIONS, StoreOps
 from stepwell.store_tier.prefetch import prefetch, settle
@@ -210,6 +210,8 @@ class StoreTier:
     def before_flush(self, namespaces: Container[bytes]) -> None:
         """Memory is about to be emptied of some namespaces: sends off what waits of them, and what was deferred."""
         if self.link is not None:
+            if self.link.is_late:
+                put_everything_of(self._state, self.link, namespaces)
             put_waiting_of(self._state, self.link, namespaces)
             put_deferred_of(self._state, self.link, namespaces)
 

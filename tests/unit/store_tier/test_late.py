@@ -116,3 +116,15 @@ def test_a_store_is_given_back_though_things_were_in_line_for_it() -> None:
         here.store_executor.finish_all()
         given_back += here.cache.step().detached
     assert given_back == [store]
+
+
+@pytest.mark.parametrize("spec", MODELS)
+def test_what_is_on_the_host_is_stored_before_a_flush_empties_it(spec) -> None:  # type: ignore[no-untyped-def]
+    here = rig(spec)
+    serve_many(here, range(3))
+    here.evict_all(Tier.DEVICE)
+    here.cache.flush()
+    here.settle()
+    assert here.restore(text(0, 4 * PAGE + 1)) == 0
+    assert here.serve_fetched(text(0, 4 * PAGE + 1)).store == 4 * PAGE
+    here.idle_check()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import subprocess
 import sys
 import threading
@@ -249,20 +248,36 @@ def test_spans_that_cannot_be_sent_are_one_warning_until_they_can_be(caplog: pyt
         assert [once.export([]) for _ in range(2)] == [SpanExportResult.FAILURE] * 2 and said() == ["WARNING"]
 
 
-def test_a_collector_that_is_gone_costs_one_warning_and_no_request(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_collector_that_is_gone_costs_one_warning_and_no_request(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")  # for which one batch is tried again
     with collecting() as collector:
         gone = collector.address
     processor = spans_to(gone)
+    hostile = {"traceparent": CLIENT["traceparent"], "tracestate": SECRET}  # which OpenTelemetry would log
     with (
         caplog.at_level(logging.INFO),
         running(serving={"traces": Traces(processor, model=NAME, clock=SystemClock(), environment={})}) as served,
     ):
         for _ in range(3):
             body = {"model": NAME, "prompt": PROMPT, "max_tokens": 3}
-            httpx.post(f"{served.address}/v1/completions", json=body, timeout=PATIENCE_S).raise_for_status()
+            httpx.post(f"{served.address}/v1/completions", json=body, headers=hostile, timeout=PATIENCE_S).raise_for_status()
             processor.force_flush(100)
     warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert len(warnings) <= 1 and all("spans cannot be sent" in each for each in warnings)
+    assert len(warnings) == 1 and "spans cannot be sent" in warnings[0] and SECRET not in caplog.text
+
+
+def test_the_service_is_called_what_the_standard_variables_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    def name(**environment: str) -> object:
+        for variable, value in environment.items():
+            monkeypatch.setenv(variable, value)
+        traces = Traces(SimpleSpanProcessor(InMemorySpanExporter()), model=NAME, clock=SystemClock(), environment=environment)
+        return traces._provider.resource.attributes["service.name"]
+
+    assert name() == "stepwell"
+    assert name(OTEL_RESOURCE_ATTRIBUTES="host.name=here,service.name=wells") == "wells"
+    assert name(OTEL_SERVICE_NAME="water") == "water"
 
 
 # ---- which options turn it on ----------------------------------------------------------------------
@@ -274,6 +289,7 @@ def test_a_collector_that_is_gone_costs_one_warning_and_no_request(caplog: pytes
         (None, {}, None),
         ("http://one:4318", {}, "http://one:4318"),
         ("http://user:word@one:4318", {}, "http://one:4318"),
+        (None, {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://user:word@[::1"}, "http://[::1"),  # costs a warning, not the server
         (None, {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://two:4318"}, "http://two:4318"),
         (
             None,
@@ -291,7 +307,7 @@ def test_the_option_or_the_standard_variables_say_where_spans_go(
     assert otlp.summary(Namespace(otlp_endpoint=given), environment) == ([] if where is None else [("spans", where)])
 
 
-@pytest.mark.parametrize("wrong", ["", "localhost:4318", "grpc://one:4317", "http://"])
+@pytest.mark.parametrize("wrong", ["", "localhost:4318", "grpc://one:4317", "http://", "http://[::1", "http://one:port"])
 def test_an_endpoint_that_is_no_address_is_refused_before_weights_are_read(wrong: str) -> None:
     with pytest.raises(ConfigError, match="--otlp-endpoint must be a URL"):
         otlp.check(Namespace(otlp_endpoint=wrong))
@@ -308,6 +324,7 @@ import stepwell.server.running
 assert otlp.open_traces(Namespace(otlp_endpoint=None), {}, model="x", clock=SystemClock()) is None
 there = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}
 assert otlp.open_traces(Namespace(otlp_endpoint=None), there, model="x", clock=SystemClock()) is None
+assert otlp.summary(Namespace(otlp_endpoint=None), there) == []
 try:
     otlp.check(Namespace(otlp_endpoint="http://127.0.0.1:1"))
 except ConfigError as error:
@@ -316,6 +333,6 @@ except ConfigError as error:
 
 
 def test_without_the_extra_the_server_runs_and_the_option_says_what_to_install() -> None:
-    done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, env=dict(os.environ), check=False)
+    done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stderr
     assert "pip install 'stepwell[otel]'" in done.stdout and "pip install 'stepwell[otel]'" in done.stderr

@@ -6,6 +6,7 @@ import json
 import re
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -14,10 +15,12 @@ import httpx
 import pytest
 
 from server.serving import ADMIN, KEY, NAME, PAGE, Held, Running, running
+from stepwell.base.errors import StoreError
+from stepwell.engine.engine import Engine
 from stepwell.server import watch_routes
 from stepwell.server.principals import Principal, Tenant
 from stepwell.server.watch_routes import MOST_PATHS, MOST_REQUESTS
-from stepwell.store.api import Traits
+from stepwell.store.api import StoreSize, Traits
 from stepwell.store.memory import MemoryStore
 from stepwell.store.wrappers import Wrapper
 from waiting import PATIENCE_S, wait_until
@@ -153,6 +156,25 @@ def test_a_survey_is_handed_out_again_for_a_moment(fresh: Running, monkeypatch: 
         assert admin.get("/cache/tree").json()["num_paths"] > first["num_paths"], "and nobody is handed what another may see"
 
 
+def test_many_who_look_at_once_cost_one_survey(fresh: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch_routes, "REUSED_S", PATIENCE_S)
+    made, surveyed = watch_routes._tree, []
+
+    def counted(engine: Engine, *, salted: bool) -> dict[str, object]:
+        surveyed.append(salted)
+        return made(engine, salted=salted)
+
+    monkeypatch.setattr(watch_routes, "_tree", counted)
+    busy = threading.Event()
+    with client(fresh) as http, ThreadPoolExecutor(8) as pool:
+        held = pool.submit(fresh.on_engine, lambda engine: busy.wait(PATIENCE_S))
+        looks = [pool.submit(http.get, "/cache/tree") for _ in range(6)]
+        wait_until(lambda: fresh.inside == 6, "all of them inside")
+        busy.set()
+        assert held.result(PATIENCE_S) and {each.result(PATIENCE_S).status_code for each in looks} == {200}
+    assert surveyed == [False]
+
+
 def test_the_store_says_what_it_holds_to_the_operator(tmp_path: Path) -> None:
     options = {"budget": "64MiB"}
     with (
@@ -184,11 +206,49 @@ def test_a_checkpoint_that_came_from_the_store_says_so(tmp_path: Path) -> None:
 class Unsized(Wrapper):
     @property
     def traits(self) -> Traits:
-        return replace(super().traits, sized=False)
+        return replace(super().traits, sized=False, lists_spaces=False)
 
 
 def test_a_store_that_does_not_know_its_size_is_no_error(fresh: Running) -> None:
     store = Unsized(MemoryStore())
+    fresh.on_engine(lambda engine: (engine.cache.store.attach(store), engine.stores.append(store)))
+    with client(fresh, ADMIN) as admin:
+        found = admin.get("/cache/store").json()
+        assert (found["state"], found["used_bytes"], found["namespaces"]) == ("attached", None, None)
+
+
+class OfAnotherPackage:
+    """A store that somebody wrote before stores could list their spaces: it knows its size, and nothing more."""
+
+    def __init__(self, inner: MemoryStore) -> None:
+        self._inner = inner
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(name="theirs", durable=False, shared=False, groups=False, sized=True)
+
+    def __getattr__(self, name: str) -> object:
+        if name in ("largest_spaces", "relevel"):
+            raise AttributeError(name)
+        return getattr(self._inner, name)
+
+
+def test_a_store_that_knows_its_size_alone_is_no_error(fresh: Running) -> None:
+    store = OfAnotherPackage(MemoryStore(budget_bytes=4096))
+    fresh.on_engine(lambda engine: (engine.cache.store.attach(store), engine.stores.append(store)))  # type: ignore[arg-type]
+    with client(fresh, ADMIN) as admin:
+        found = admin.get("/cache/store").json()
+        assert (found["used_bytes"], found["budget_bytes"], found["namespaces"]) == (0, 4096, None)
+
+
+class Away(Wrapper):
+    def size(self) -> StoreSize:
+        raise StoreError("its server does not answer")
+
+
+def test_a_store_that_cannot_be_asked_is_no_error(fresh: Running) -> None:
+    """That is when people look at the page."""
+    store = Away(MemoryStore())
     fresh.on_engine(lambda engine: (engine.cache.store.attach(store), engine.stores.append(store)))
     with client(fresh, ADMIN) as admin:
         found = admin.get("/cache/store").json()

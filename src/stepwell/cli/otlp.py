@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -31,8 +32,7 @@ def check(args: Namespace) -> None:
     """Raises ConfigError for what cannot work, before weights are read."""
     if args.otlp_endpoint is None:
         return
-    parts = urlsplit(args.otlp_endpoint)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    if not _is_url(args.otlp_endpoint):
         raise ConfigError(f"--otlp-endpoint must be a URL as in http://127.0.0.1:4318, got {args.otlp_endpoint!r:.200}")
     if not _installed():
         raise ConfigError(_MISSING)
@@ -53,10 +53,9 @@ def open_traces(args: Namespace, environment: Mapping[str, str], *, model: str, 
 def summary(args: Namespace, environment: Mapping[str, str]) -> list[tuple[str, str]]:
     """What people should know before the first request."""
     where = _where(args, environment)
-    if where is None:
+    if where is None or not _installed():
         return []
-    parts = urlsplit(where)
-    return [("spans", parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl())]  # without a password
+    return [("spans", re.sub("//[^/]*@", "//", where))]  # without a password
 
 
 def _where(args: Namespace, environment: Mapping[str, str]) -> str | None:
@@ -66,6 +65,14 @@ def _where(args: Namespace, environment: Mapping[str, str]) -> str | None:
     if environment.get("OTEL_SDK_DISABLED", "").lower() == "true" or environment.get("OTEL_TRACES_EXPORTER") == "none":
         return None
     return next((environment[name] for name in _ENDPOINTS if environment.get(name)), None)
+
+
+def _is_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # half an address of IPv6, or a port that is no number
+        return False
 
 
 def _installed() -> bool:

@@ -35,7 +35,8 @@ from stepwell.engine.request import Ask, Delta, Finish, Usage
 
 CLOSE_S = 5.0  # that the end of the server waits for the last spans
 _PATH = "/v1/traces"
-_LOUD = ("opentelemetry.exporter", "opentelemetry.sdk.trace.export", "opentelemetry.sdk._shared_internal")
+# Who would write a line or two for each failed attempt, or, with what it says, for each header that a client got wrong.
+_LOUD = ("opentelemetry.exporter", "opentelemetry.sdk.trace.export", "opentelemetry.sdk._shared_internal", "opentelemetry.trace")
 
 Ended = Callable[["int | None", Ask, Delta], None]
 
@@ -45,7 +46,7 @@ _propagator = TraceContextTextMapPropagator()
 
 def spans_to(endpoint: str | None) -> SpanProcessor:
     """Sends spans to a collector over HTTP, in batches. None for where `OTEL_*` variables say; the rest they say anyway."""
-    for name in _LOUD:  # each failed attempt would be a line or two
+    for name in _LOUD:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     where = None if endpoint is None else endpoint.rstrip("/").removesuffix(_PATH) + _PATH
     return BatchSpanProcessor(_Once(OTLPSpanExporter(endpoint=where)))
@@ -56,7 +57,8 @@ class Traces:
 
     def __init__(self, processor: SpanProcessor, *, model: str, clock: Clock, environment: Mapping[str, str]) -> None:
         """`clock` is the engine's."""
-        name = {} if environment.get("OTEL_SERVICE_NAME") else {SERVICE_NAME: "stepwell"}
+        named = environment.get("OTEL_SERVICE_NAME") or f"{SERVICE_NAME}=" in environment.get("OTEL_RESOURCE_ATTRIBUTES", "")
+        name = {} if named else {SERVICE_NAME: "stepwell"}
         self._provider = TracerProvider(resource=Resource.create({**name, SERVICE_VERSION: __version__}), shutdown_on_exit=False)
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("stepwell", __version__)

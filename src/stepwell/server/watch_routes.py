@@ -17,6 +17,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
+from stepwell.base.errors import StepwellError
 from stepwell.base.ids import CACHED_TIERS
 from stepwell.base.prompt import Namespace
 from stepwell.engine.engine import Engine
@@ -37,6 +38,7 @@ ID_DIGITS = 12  # of a namespace's digest, as `stepwell store stat` shows them
 def watch_router(served: Served, stores: Stores) -> APIRouter:
     router = APIRouter(dependencies=[watching(served.principals)])
     surveys: dict[bool, tuple[float, dict[str, Any]]] = {}  # whether with what has a salt: since when, and what was found
+    surveying = asyncio.Lock()  # who comes meanwhile is handed what is found
 
     @router.get("/cache/history")
     async def history() -> Response:
@@ -50,10 +52,11 @@ def watch_router(served: Served, stores: Stores) -> APIRouter:
     @router.get("/cache/tree")
     async def tree(request: Request) -> dict[str, Any]:
         all_of_it = principal_of(request).operates
-        since_s, found = surveys.get(all_of_it, (float("-inf"), {}))
-        if served.clock.now() - since_s >= REUSED_S:
-            found = await served.call(lambda engine: _tree(engine, salted=all_of_it))
-            surveys[all_of_it] = served.clock.now(), found
+        async with surveying:
+            since_s, found = surveys.get(all_of_it, (float("-inf"), {}))
+            if served.clock.now() - since_s >= REUSED_S:
+                found = await served.call(lambda engine: _tree(engine, salted=all_of_it))
+                surveys[all_of_it] = served.clock.now(), found
         return found
 
     @router.get("/cache/store")
@@ -77,10 +80,13 @@ def watch_router(served: Served, stores: Stores) -> APIRouter:
 
 
 def _held(store: Store | None, *, list_spaces: bool) -> tuple[StoreSize | None, list[SpaceSize] | None]:
-    """Nothing of a store that does not know. Raises StoreError for one that is closed meanwhile."""
+    """Nothing of a store that does not know, or cannot say: closed meanwhile, or out of reach."""
     if store is None:
         return None, None
-    return size_of(store), largest_spaces(store, MOST_SPACES) if list_spaces else None
+    try:
+        return size_of(store), largest_spaces(store, MOST_SPACES) if list_spaces else None
+    except StepwellError:
+        return None, None
 
 
 def _space(held: SpaceSize) -> dict[str, Any]:

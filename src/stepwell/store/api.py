@@ -58,6 +58,7 @@ class Traits:
     registers: bool = False  # reads and writes inside memory it was shown need no copy: it is a RegisteringStore
     clears: bool = False  # it can forget a whole space: it is a ClearingStore
     sized: bool = False  # it can say how full it is: it is a SizedStore
+    lists_spaces: bool = False  # it can say which spaces take up most: it is a ListingStore
     levels: bool = False  # it forgets the lowest level first, of one level what was used longest ago: it is a LevelledStore
     writable: bool = True  # else nothing is offered to it: others fill it
     late_write_s: float = 0.0  # after a read that FAILED, had another LENGTH or raised, its buffer may be written for so long
@@ -188,11 +189,15 @@ class SpaceSize:
 
 
 class SizedStore(Store, Protocol):
-    """A store that knows how full it is, and of what."""
+    """A store that knows how full it is."""
 
     def size(self) -> StoreSize:
         """Quick to answer. Raises StoreError once it is closed."""
         ...
+
+
+class ListingStore(Store, Protocol):
+    """A store that knows which spaces it holds."""
 
     def largest_spaces(self, most: int) -> list[SpaceSize]:
         """The spaces with most bytes, largest first. Looks at spaces, not at values. Raises StoreError once it is closed."""
@@ -221,7 +226,7 @@ def size_of(store: Store) -> StoreSize | None:
 
 def largest_spaces(store: Store, most: int) -> list[SpaceSize] | None:
     """What a store holds, by space; None for one that does not know."""
-    return cast(SizedStore, store).largest_spaces(most) if store.traits.sized else None
+    return cast(ListingStore, store).largest_spaces(most) if store.traits.lists_spaces else None
 
 
 def register(store: Store, memory: Sequence[memoryview]) -> None:

@@ -51,7 +51,7 @@ class MemoryStore:
     @property
     def traits(self) -> Traits:
         return Traits(
-            name="memory", durable=False, shared=False, groups=False, clears=True, sized=True, levels=True,
+            name="memory", durable=False, shared=False, groups=False, clears=True, sized=True, lists_spaces=True, levels=True,
             max_value_bytes=self._budget_bytes,
         )  # fmt: skip
 

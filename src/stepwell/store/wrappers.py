@@ -12,6 +12,7 @@ from stepwell.base.errors import StoreError
 from stepwell.base.ids import Level
 from stepwell.base.meters import Clock, Counters
 from stepwell.store.api import (
+    ListingStore,
     Read,
     ReadOutcome,
     ReadResult,
@@ -72,7 +73,7 @@ class Wrapper:
         return cast(SizedStore, self._store).size()
 
     def largest_spaces(self, most: int) -> list[SpaceSize]:
-        return cast(SizedStore, self._store).largest_spaces(most)
+        return cast(ListingStore, self._store).largest_spaces(most)
 
     def relevel(self, space: Space, keys: Sequence[bytes], level: Level) -> int:
         return relevel(self._store, space, keys, level)

@@ -102,6 +102,7 @@ class _Walk:
         self._tree = tree
         self._wanted = wanted
         self._left = most_looks
+        self._enough = 0  # where `_left` ends for this namespace
         self._page_tokens = tree.spec.page_tokens
         self._strides = [
             tree.arenas[tier].layout.prefix_stride if tier in tree.arenas else 0 for tier in (Tier.DEVICE, Tier.HOST)
@@ -121,7 +122,7 @@ class _Walk:
 
     def _below(self, space: PageKey, root: Node, most: int) -> Iterator[Stretch]:
         """The stretches of one namespace. `before` is the boundary of the checkpoint above a node, in pages."""
-        enough = self._left - most
+        self._enough = self._left - most
         stack = [(_newest_first(root), 0)]  # where to go on, and the boundary before it; nobody is listed before their turn
         while stack:
             kids, before = stack[-1]
@@ -129,12 +130,12 @@ class _Walk:
             if node is None:
                 stack.pop()
                 continue
-            if self._left <= enough:
+            if self._left <= self._enough:
                 self.complete = False
                 return
             stretch = Stretch(space=space, start=node.start * self._page_tokens, end=0)
             before = self._add(stretch, node, before)
-            while node.kids is not None and len(node.kids.by_page) == 1 and self._left > enough:
+            while node.kids is not None and len(node.kids.by_page) == 1 and self._left > self._enough:
                 node = next(iter(node.kids.by_page.values()))
                 before = self._add(stretch, node, before)
             if node.kids is not None:
@@ -144,18 +145,22 @@ class _Walk:
 
     def _add(self, stretch: Stretch, node: Node, before: int) -> int:
         """Counts a node as part of a stretch; returns the boundary of the last checkpoint in it, or before it."""
-        self._left -= 1 + len(node.checkpoints or ())
+        pages = sorted(node.checkpoints or ())
+        looked_at = pages[: max(self._left - self._enough - 1, 0)]
+        self._left -= 1 + len(looked_at)
+        self.complete &= len(looked_at) == len(pages)
+        stretch.checkpoints += len(pages)
         stretch.end = node.end * self._page_tokens
         stretch.hits = max(stretch.hits, node.hits)
         stretch.used_at_s = max(stretch.used_at_s, node.used_at)
         for run in node.runs:
             if run is not None:
                 stretch.page_bytes[run.tier] += self._bytes_of(run)
-        for page in sorted(node.checkpoints or ()):
+        for page in looked_at:
             assert node.checkpoints is not None
             self._keep(stretch, node.checkpoints[page], before)
             before = page
-        return before
+        return pages[-1] if pages else before
 
     def _bytes_of(self, run: Run) -> int:
         size, rows = run.num_pages * self._strides[run.tier], self._tree.row_pages
@@ -171,7 +176,6 @@ class _Walk:
         tally.count += 1
         tally.size_bytes[Tier.DEVICE] += device
         tally.size_bytes[Tier.HOST] += host
-        stretch.checkpoints += 1
         self.kept.append(
             Kept(
                 space=stretch.space,

@@ -84,6 +84,17 @@ def test_checkpoints_are_looked_at_within_the_bound_too() -> None:
     assert not found.complete and [each.end // PAGE for each in found.stretches] == [100], "its checkpoints took all looks"
 
 
+def test_one_path_with_many_checkpoints_is_looked_at_within_the_bound() -> None:
+    bench = Bench(pages=4096)
+    path = list(range(100))
+    bench.insert(path)
+    for page in range(1, 60):
+        bench.checkpoint(path, page)
+    found = survey(bench.tree, show=500, most_looks=20)
+    assert len(found.checkpoints) == 19 == sum(each.count for each in found.triggers.values()) and not found.complete
+    assert [each.checkpoints for each in found.stretches] == [59], "how many there are is known without looking at them"
+
+
 def test_no_namespace_uses_up_the_looks_of_others() -> None:
     bench = Bench(pages=4096)
     crowd, quiet = Namespace(model="m", layout="l", tenant="crowd"), Namespace(model="m", layout="l", tenant="quiet")

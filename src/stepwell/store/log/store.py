@@ -68,7 +68,7 @@ class LogStore:
     @property
     def traits(self) -> Traits:
         return Traits(
-            name="log", durable=True, shared=False, groups=False, clears=True, sized=True, levels=True,
+            name="log", durable=True, shared=False, groups=False, clears=True, sized=True, lists_spaces=True, levels=True,
             alignment=BLOCK_BYTES, max_value_bytes=self._state.budget.max_value_bytes,
         )  # fmt: skip
 

@@ -44,9 +44,11 @@ def moved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     for verb in ("get", "put"):
         call = getattr(Client, verb)
 
-        def watched(client: Client, names: list[str], pointers: list[list[int]], *more: object, call: Callable = call) -> object:
+        def watched(
+            client: Client, names: list[str], pointers: list[list[int]], *more: object, call: Callable = call, **named: object
+        ) -> object:
             found.extend(at for slices in pointers for at in slices)
-            return call(client, names, pointers, *more)
+            return call(client, names, pointers, *more, **named)
 
         monkeypatch.setattr(Client, verb, watched)
     return found

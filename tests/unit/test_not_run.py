@@ -35,7 +35,7 @@ def test_that_runs():
 def test_skips_are_grouped_by_reason_with_the_way_to_run_them(workers: str, tmp_path: Path) -> None:
     (tmp_path / "test_skipping.py").write_text(SKIPPING)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "xdist", "-p", "not_run", "-n", workers, str(tmp_path)]
-    alone = {"PYTHONPATH": str(Path(not_run.__file__).parent), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    alone = {"PYTEST_ADDOPTS": "", "PYTHONPATH": str(Path(not_run.__file__).parent), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(command, cwd=tmp_path, env=os.environ | alone, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stdout + done.stderr
     _, *said = done.stdout[done.stdout.index("= not run =") :].splitlines()

@@ -144,7 +144,10 @@ class Channel:
         self.flush()
 
     def flush(self) -> bool:
-        """Sends what waits, as far as the other end takes it; whether nothing is left. Raises ChannelClosed."""
+        """Sends what waits, as far as the other end takes it; whether nothing is left. Raises ChannelClosed.
+
+        What the other end said before it went can still be received.
+        """
         with self._sending:
             self._must_be_open()
             try:
@@ -153,7 +156,8 @@ class Channel:
             except BlockingIOError:
                 return False
             except OSError as error:
-                self._close(f"it is gone ({error.strerror})")
+                self._out.clear()
+                raise ChannelClosed(f"it is gone ({error.strerror})") from None
             return True
 
     def receive(self) -> list[Message]:

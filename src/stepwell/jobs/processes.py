@@ -90,9 +90,12 @@ class Processes:
         for rank, process in enumerate(self._ranks):
             try:
                 messages = process.channel.receive()
-                process.channel.flush()
             except ChannelClosed as error:
+                if said:
+                    return said  # maybe one of them knows better why; it is still closed when asked again
                 raise self._lose(rank, str(error)) from None
+            with suppress(ChannelClosed):  # whoever is gone has no more to say the next time
+                process.channel.flush()
             for message in messages:
                 process.pinged_s = None
                 if message.kind != PONG:
@@ -136,10 +139,12 @@ class Processes:
         polled.poll(timeout_s * 1000)
 
     def _send(self, rank: int, frame: bytes) -> None:
+        channel = self._ranks[rank].channel
         try:
-            self._ranks[rank].channel.send_packed(frame)
+            channel.send_packed(frame)
         except ChannelClosed as error:
-            raise self._lose(rank, str(error)) from None
+            if channel.closed is not None:  # else `poll` hears what it said last, and then its end
+                raise self._lose(rank, str(error)) from None
 
     def _ask(self, rank: int, process: _Process) -> None:
         now = self._clock()

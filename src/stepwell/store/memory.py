@@ -34,7 +34,7 @@ class _Value:
     data: bytes
     stamp: bytes
     parent: bytes
-    level: Level
+    level: Level = Level.NORMAL
 
 
 class MemoryStore:

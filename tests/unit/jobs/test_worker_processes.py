@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -42,6 +43,13 @@ channel.wait(3600)
 channel.close()
 time.sleep(1)
 os.kill(os.getpid(), signal.SIGKILL)
+"""
+LAST_WORDS = """
+import socket, sys
+from stepwell.jobs.channel import Channel, Message
+channel = Channel(socket.socket(fileno=int(sys.argv[-1])))
+channel.send(Message(kind="failed"))
+sys.exit(1)
 """
 DEAF = "import socket, sys, time; s = socket.socket(fileno=int(sys.argv[-1])); s.sendall(bytes.fromhex('%s')); time.sleep(3600)"
 
@@ -99,6 +107,29 @@ def test_one_that_is_killed_is_named_with_its_signal(start: Callable[..., Proces
     assert str(lost(processes)) == "rank 1 was lost: it was ended by SIGKILL"
     with pytest.raises(RankLost, match="rank 1"):
         processes.poll()
+
+
+@pytest.mark.parametrize("meanwhile", ["told", "not told"])
+def test_last_words_are_heard_before_the_end_is_seen(meanwhile: str, start: Callable[..., Processes]) -> None:
+    """Also where somebody spoke to it after it was gone, and where another was gone before."""
+    processes = start(LAST_WORDS, LAST_WORDS)
+    for pid in processes.pids:
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    if meanwhile == "told":
+        processes.send_all(Message(kind="word"))
+    assert [(rank, each.kind) for rank, each in hear(processes, 2)] == [(0, "failed"), (1, "failed")]
+    assert str(lost(processes)) == "rank 0 was lost: it ended with status 1"
+
+
+def test_what_one_said_is_heard_though_another_is_gone(start: Callable[..., Processes]) -> None:
+    processes = start(ECHO, ECHO)
+    hear(processes, 2)
+    processes.send(0, Message(kind="word"))
+    processes.send(1, Message(kind="exit", fields={"status": 3}))
+    os.waitid(os.P_PID, processes.pids[1], os.WEXITED | os.WNOWAIT)
+    wait_until(lambda: bool(select.select([processes._ranks[0].channel], [], [], 0)[0]), "an answer of rank 0")
+    assert [(rank, each.kind) for rank, each in processes.poll()] == [(0, "word")]
+    assert str(lost(processes)) == "rank 1 was lost: it ended with status 3"
 
 
 def test_the_killed_one_is_named_though_another_complains_first(start: Callable[..., Processes]) -> None:

@@ -64,7 +64,7 @@ def test_the_directory_never_outgrows_its_budget(size: int, tmp_path: Path) -> N
         store.audit()
         assert store.counters["dropped_values"] > 0, "the test must fill the store"
         assert store.counters["snapshots"] + store.counters["snapshots_skipped"] == 4
-    assert disk.largest > budget // 2, "and use what it was given"
+    assert disk.largest >= budget // 2, "and use what it was given"
 
 
 def fill(store: LogStore, count: int, prefix: str = "fill", where: Space = HERE) -> None:

@@ -80,6 +80,8 @@ def test_a_superseded_checkpoint_is_expendable_once_a_later_one_is_stored() -> N
     here.serve(prompt[: 8 * PAGE + 1])
     here.settle()
     assert levels(here) == {Level.EXPENDABLE, Level.NORMAL}
+    puts = here.cache.counters["backup_pages"]
+    assert puts and sum(here.cache._store_tier.times["put"].counts) == 4, "hints count as writes"
     assert here.serve_fetched(prompt[: 8 * PAGE + 1]).total == 8 * PAGE + 1
 
 

@@ -208,7 +208,7 @@ class LevelledStore(Store, Protocol):
     """A store that can be told anew what a value is worth."""
 
     def relevel(self, space: Space, keys: Sequence[bytes], level: Level) -> int:
-        """Gives values that are there another level; returns how many. Counts as no use of them. A hint: it writes nothing, so
+        """Gives values that are there another level; returns how many. Counts as a use of them. A hint: it writes nothing, so
         a crash may bring back the level that a value was written with.
         """
         ...

@@ -23,6 +23,7 @@ from stepwell.base.tasks import (
     ItemStatus,
     Outcome,
     PageIds,
+    Relevel,
     Reply,
     Span,
     StoreOp,
@@ -171,7 +172,7 @@ class StoreOps(Jobs[StoreOp, Reply]):
             sent.on_outcome(Outcome(statuses=(ItemStatus.FAILED,) * items, error="no answer"), self._timeout_s)
             return
         del self._sent[sent.op.job]
-        if reply is not None:
+        if reply is not None and not isinstance(task, Relevel):  # a hint moves nothing: it would make storing look quick
             self._times[_operation(task)].add(reply.took_s)
         outcome = reply.outcome if reply is not None else Outcome(statuses=(ItemStatus.CANCELLED,) * items)
         if sent.counts:

@@ -125,7 +125,7 @@ class StoreTier:
             offer_everything(state, self.link)
 
     def detach(self) -> None:
-        """Takes the attached store away. Its operations go on; nothing new is asked of it."""
+        """Takes the attached store away. Its operations go on, and what waits or was to be stored late still goes down to it."""
         if self.link is None:
             raise ConfigError("no store is attached")
         self._end_waiting(self.link)

@@ -230,12 +230,14 @@ class StoreWorker:
     def _put_checkpoint(self, sealed: Sealed) -> Outcome:
         """Members first; the manifest only when all of them are there."""
         assert sealed.manifest is not None, "a checkpoint that is there already has nothing to write"
+        members = [write.key for write in sealed.writes]
+        relevel(self._store, sealed.space, members, sealed.task.level)  # those it shares are not to make room for the others
         outcomes = self._store.write_from(sealed.space, sealed.writes)
         status = next((status for status in map(OF_WRITE.__getitem__, outcomes) if status is not ItemStatus.OK), ItemStatus.OK)
         if status is ItemStatus.OK:
             status = OF_WRITE[self._store.write_from(sealed.space, [sealed.manifest])[0]]
         if status is ItemStatus.OK:  # from now on members are worth what the manifest is, and nothing by themselves
-            relevel(self._store, sealed.space, [write.key for write in sealed.writes], Level.EXPENDABLE)
+            relevel(self._store, sealed.space, members, Level.EXPENDABLE)
         return Outcome(statuses=(status,), moved_bytes=_stored_bytes(sealed.writes, outcomes))
 
     def _members(self, windows: PageIds, points: PageIds) -> Iterator[tuple[Kind, memoryview]]:

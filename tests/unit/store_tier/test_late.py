@@ -9,7 +9,7 @@ from stepwell.base.config import StoreConfig
 from stepwell.base.ids import Level
 from stepwell.store.memory import MemoryStore
 from stepwell.store_tier import late
-from toys import FULL, FULL_POINT, PAGE, Rig, text
+from toys import FULL, FULL_POINT, FULL_WINDOW, PAGE, Rig, text
 
 CONFIG = StoreConfig(checkpoint_delay_s=0, recompute_tokens_per_s=1.0)
 MODELS = [FULL, FULL_POINT]
@@ -80,6 +80,8 @@ def test_a_superseded_checkpoint_is_expendable_once_a_later_one_is_stored() -> N
     here.serve(prompt[: 8 * PAGE + 1])
     here.settle()
     assert levels(here) == {Level.EXPENDABLE, Level.NORMAL}
+    puts = here.cache.counters["backup_pages"]
+    assert puts and sum(here.cache._store_tier.times["put"].counts) == 4, "hints count as writes"
     assert here.serve_fetched(prompt[: 8 * PAGE + 1]).total == 8 * PAGE + 1
 
 
@@ -128,3 +130,22 @@ def test_what_is_on_the_host_is_stored_before_a_flush_empties_it(spec) -> None: 
     assert here.restore(text(0, 4 * PAGE + 1)) == 0
     assert here.serve_fetched(text(0, 4 * PAGE + 1)).store == 4 * PAGE
     here.idle_check()
+
+
+@pytest.mark.parametrize("short_bytes", range(16, 160, 16))
+def test_a_checkpoint_is_stored_with_what_it_shares_with_one_that_is_expendable(short_bytes: int) -> None:
+    here, prompt = rig(FULL_WINDOW, write=WritePolicy.THROUGH, pages=64), text(1, 5 * PAGE + 1)
+    serve_many(here, range(2, 6))
+    here.serve(prompt[: 4 * PAGE + 1])
+    here.settle()
+    store = store_of(here)
+    for value in store._values.values():
+        value.level = Level.NORMAL
+    for name in list(store._values)[-9:]:  # the checkpoint just stored, with its windows
+        store._values[name].level = Level.EXPENDABLE
+    store._budget_bytes = store.used_bytes - short_bytes
+    here.clock.advance(1)
+    here.serve(prompt)
+    here.settle()
+    after = Rig(FULL_WINDOW, device_pages=64, host_pages=64, store=store, store_config=CONFIG)
+    assert after.serve_fetched(prompt).store == 5 * PAGE

@@ -10,7 +10,7 @@ UI := $(VENV)/.installed-ui
 WORKERS ?= auto
 SCHEDULES ?= 500
 
-.PHONY: help demo demo-cluster test test-real test-connectors test-vllm test-vllm-quick test-sglang test-routers test-ranks test-ui screenshots lint types floors unit bench-tree bench-tree-peer bench-copies bench-store bench-opening bench-engine bench-gpu bench-restart bench-cluster bench-ranks bench-rows bench-connectors bench-sparse sparse-quality policy-report clean bench-passes build-kernels bench-serve soak
+.PHONY: help demo demo-cluster test test-real test-connectors test-vllm test-vllm-quick test-sglang test-routers test-ranks install-ui test-ui screenshots lint types floors unit bench-tree bench-tree-peer bench-copies bench-store bench-opening bench-engine bench-gpu bench-restart bench-cluster bench-ranks bench-rows bench-connectors bench-sparse sparse-quality policy-report clean bench-passes build-kernels bench-serve soak
 
 help: ## Show what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -67,9 +67,12 @@ test-routers: $(STAMP) ## Servers behind the router smg, alone and as prefill an
 	@PYTHON=$(PYTHON) benchmarks/peers/install_smg.sh
 	@$(BIN)/python -m pytest tests/routers tests/mooncake/test_handover_router.py
 
-test-ui: $(UI) ## The page at /ui in Chromium, which the system has to have (tests/ui/install.sh); about two minutes on two cores
+install-ui: $(UI) ## What test-ui needs: Playwright, and Chromium as a package of the system, unless it is there
+	@tests/ui/install.sh
+
+test-ui: $(UI) ## The page at /ui in Chromium, which the system has to have (make install-ui); about two minutes on two cores
 	@for name in chromium chromium-browser google-chrome; do command -v $$name >/dev/null && exit 0; done; \
-		echo "there is no Chromium: run tests/ui/install.sh" >&2; exit 1
+		echo "there is no Chromium: make install-ui" >&2; exit 1
 	@$(BIN)/python -m pytest tests/ui
 
 screenshots: $(UI) ## The pictures of /ui in docs/images, from a small server that is busy for some minutes

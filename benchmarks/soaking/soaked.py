@@ -11,7 +11,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -19,7 +19,7 @@ from random import Random
 import httpx
 
 from soaking.asking import Client, Tally, Wish
-from soaking.backend import PATIENCE_S, Backend
+from soaking.backend import FLAT, PATIENCE_S, Backend
 from soaking.growing import JUDGED_FROM_S, WARM_SHARE, Growth, Sample, growth
 from soaking.known import Known, Shape, known_answers
 from soaking.troubles import Troubles
@@ -46,6 +46,7 @@ class Plan:
     shape: Shape = field(default_factory=Shape)
     sizes: tuple[str, ...] = ("--device-memory", "12MiB", "--host-memory", "24MiB", "--max-running", "4")
     store: tuple[tuple[str, str], ...] = (("budget", "96MiB"), ("segment", "4MiB"), ("timeout", "2"))
+    environment: Mapping[str, str] = field(default_factory=lambda: FLAT)  # of servers, beside what is there
 
 
 @dataclass(kw_only=True)
@@ -65,6 +66,13 @@ class Verdict:
     @property
     def right(self) -> bool:
         return not self.faults
+
+    @property
+    def says(self) -> str:
+        if self.faults:
+            return f"{len(self.faults)} faults"
+        judged = self.growth is not None and self.growth.watched_s >= JUDGED_FROM_S
+        return f"every answer right, audits clean, memory {'flat' if judged else 'not judged: it was watched too shortly'}"
 
 
 async def soak(plan: Plan, directory: Path, say: Callable[[str], None]) -> Verdict:
@@ -106,7 +114,7 @@ async def soak(plan: Plan, directory: Path, say: Callable[[str], None]) -> Verdi
 
 def _backend(plan: Plan, name: str, directory: Path, store: Path) -> Backend:
     arguments = ["--model", plan.model, "--served-model-name", "soak", *plan.sizes, "--drain", "60"]
-    return Backend(name, arguments, directory, (f"shared-log:{store}", dict(plan.store)))
+    return Backend(name, arguments, directory, (f"shared-log:{store}", dict(plan.store)), plan.environment)
 
 
 async def _play(

@@ -13,12 +13,14 @@ pytest.importorskip("fastapi")
 pytest.importorskip("httpx")
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
+from soaking.asking import Tally
 from soaking.backend import Footprint
 from soaking.growing import JUDGED_FROM_S, Sample, growth
 from soaking.known import Known, Shape
-from soaking.soaked import LEFT_BYTES_A_REQUEST, NOISE_BYTES, Plan, grown_too_much, soak
+from soaking.soaked import LEFT_BYTES_A_REQUEST, NOISE_BYTES, Plan, Verdict, grown_too_much, soak
 from soaking.troubles import flip
 
+LONGEST_S = 900.0  # that a soak of half a minute may take on a machine that is busy with something else
 SMALL = Shape(instructions=1, sessions=3, turns=3, instruction_tokens=(70, 100), turn_tokens=(20, 80), answer_tokens=5)
 
 
@@ -26,7 +28,7 @@ SMALL = Shape(instructions=1, sessions=3, turns=3, instruction_tokens=(70, 100),
 @pytest.mark.soak
 def test_servers_answer_rightly_through_one_trouble_of_each_kind(tmp_path: Path) -> None:
     plan = Plan(seed=3, seconds=3600, clients=3, pause_s=(0.0, 1.0), rounds=1, shape=SMALL)  # rounds end it, not time
-    verdict = asyncio.run(soak(plan, tmp_path, lambda what: None))
+    verdict = asyncio.run(asyncio.wait_for(soak(plan, tmp_path, lambda what: None), LONGEST_S))
     assert not verdict.faults
     assert min(verdict.troubles.values()) >= 1 and len(verdict.troubles) >= 8
     assert verdict.answered_after == SMALL.count and verdict.tally.outcomes["left"]
@@ -62,6 +64,18 @@ def test_memory_that_fills_and_stays_is_flat_and_memory_that_grows_is_told() -> 
     assert "more files" in grown_too_much(growth(samples(0.0, files=0.1)), requests)[0]
     assert grown_too_much(growth(samples(1e6, seconds=JUDGED_FROM_S)), requests) == []  # too short a watch
     assert grown_too_much(growth([]), requests) == []
+
+
+def test_memory_is_called_flat_only_where_it_was_watched_for_long_enough() -> None:
+    def says(seconds: float, *faults: str) -> str:
+        plan, grown = Plan(seed=1, seconds=seconds), growth(samples(0.0, seconds=seconds))
+        return Verdict(
+            plan=plan, tally=Tally(), troubles={}, growth=grown, counters={}, answered_after=0, damaged=0, took_s=seconds,
+            faults=list(faults),
+        ).says  # fmt: skip
+
+    assert "memory flat" in says(1800) and "memory flat" not in says(120) and "not judged" in says(2)
+    assert says(1800, "a wrong answer") == "1 faults"
 
 
 def test_a_flipped_bit_is_one_bit(tmp_path: Path) -> None:

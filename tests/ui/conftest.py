@@ -46,7 +46,7 @@ def chromium() -> dict[str, Any]:
 def browser() -> Iterator[Browser]:
     api = pytest.importorskip("playwright.sync_api", reason="they need Chromium and Playwright: run `make test-ui`")
     if not chromium():
-        pytest.skip("there is no Chromium: run tests/ui/install.sh, then `make test-ui`")
+        pytest.skip("there is no Chromium: run `make install-ui`, then `make test-ui`")
     with api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(**chromium())
         yield browser

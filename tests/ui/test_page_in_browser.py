@@ -46,6 +46,13 @@ def _tokens(title: str) -> int:
     return int(title.partition(": ")[2].partition(" prompt")[0].replace(",", ""))
 
 
+def test_times_are_rounded_before_they_are_cut_into_units(busy: Running, open_page: OpenPage) -> None:
+    page = open_page(busy.address)
+    given = [0.0004, 0.9997, 9.97, 59.7, 119.7, 3599.6, 7199.0]
+    said = page.evaluate("async (given) => { const dom = await import('/ui/dom.js'); return given.map(dom.seconds); }", given)
+    assert said == ["< 1 ms", "1.0 s", "10 s", "1 min 0 s", "2 min 0 s", "1 h 0 min", "2 h 0 min"]
+
+
 def test_an_empty_server_says_that_there_is_nothing(open_page: OpenPage) -> None:
     with running() as made:
         page = open_page(made.address)
@@ -92,8 +99,11 @@ def test_the_token_opens_the_page_and_stays_in_the_tab(open_page: OpenPage) -> N
         assert ADMIN not in page.url and page.evaluate("localStorage.length") == 0 and not page.context.cookies()
         page.reload()
         page.wait_for_selector("#token-form[data-state=admin]")
+        page.fill("#prompt", "for the operator alone")
+        page.fill("#salt", "sea")
         page.click("#forget")
         page.wait_for_selector("#status[data-state=refused]")
+        assert page.input_value("#prompt") == "" == page.input_value("#salt"), "whoever comes next reads none of it"
         assert page.locator("#main").is_hidden() and page.evaluate("sessionStorage.length") == 0
 
 

@@ -49,12 +49,14 @@ export const count = (number) => Math.round(number).toLocaleString("en-US");
 export const plural = (number, word) => `${count(number)} ${word}${number === 1 ? "" : "s"}`;
 export const percent = (share) => `${(100 * share).toFixed(share > 0 && share < 0.1 ? 1 : 0)} %`;
 
+// Rounded before it is cut into units: 119.7 s are 2 min 0 s.
 export function seconds(amount) {
   if (amount < 0.001) return "< 1 ms";
-  if (amount < 1) return `${Math.round(amount * 1000)} ms`;
-  if (amount < 60) return `${amount.toFixed(amount < 10 ? 1 : 0)} s`;
-  if (amount < 3600) return `${Math.floor(amount / 60)} min ${Math.round(amount % 60)} s`;
-  return `${Math.floor(amount / 3600)} h ${Math.round((amount % 3600) / 60)} min`;
+  if (amount < 0.9995) return `${Math.round(amount * 1000)} ms`;
+  if (amount < 59.5) return `${amount.toFixed(amount < 9.95 ? 1 : 0)} s`;
+  const whole = Math.round(amount), minutes = Math.round(amount / 60);
+  if (whole < 3600) return `${Math.floor(whole / 60)} min ${whole % 60} s`;
+  return `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
 }
 
 export const ago = (amount) => (amount < 2 ? "now" : `${seconds(Math.floor(amount))} ago`);

@@ -215,6 +215,8 @@ function forget() {
   shown = null;
   byId("main").hidden = true;
   fill("explained");
+  for (const form of ["prompt-form", "flush-form"]) byId(form).reset(); // prompts and salts are nobody else's either
+  armed(false);
   use("");
 }
 

@@ -76,7 +76,7 @@ def test_salts_are_apart(models: Path, tmp_path: Path) -> None:
     assert scheduled(report) == [315, 27]
 
 
-@pytest.mark.parametrize("name", ["llama", "falconh1"])
+@pytest.mark.parametrize("name", MODELS)
 def test_two_ranks_resume_what_two_ranks_saved(models: Path, tmp_path: Path, name: str) -> None:
     """The scheduler and both workers are processes of their own; each rank has host memory and values of its own."""
     model = make(name, models)

@@ -1,7 +1,7 @@
 """The connector with copies that are late, loads that fail, a store that hangs, or a process that is killed while it saves.
 
-`TRYING` in the environment says which: `late=0.3`, `fail=1`, `hang=60` (reads of the store, that long), `kill=3` (in the third
-save, once the store has something).
+`TRYING` in the environment says which: `late=0.3`, `fail=1`, `hang=60` (reads of the store, that long), `kill=3,pages`
+or `kill=6,checkpoint` (in the third or sixth save, once the store has acknowledged pages or a whole checkpoint).
 """
 
 from __future__ import annotations
@@ -9,18 +9,22 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from itertools import count
 from threading import Event
 from typing import Any
 
+from stepwell.base.tasks import ItemStatus, Outcome, PutCheckpoint
 from stepwell.connectors.vllm import connector, worker_side
 from stepwell.jobs.executors import ThreadCopyExecutor
 from stepwell.store.log.store import LogStore
 from stepwell.transfer.copy_engine import CopyEngine
+from stepwell.transfer.store_worker import Sealed, StoreWorker
 
 WHAT, _, AMOUNT = os.environ["TRYING"].partition("=")
-STORE_S = 60.0  # that a killed process waits for its store to have taken something, at most
-has_stored, saves = Event(), count(1)
+KILLED_SAVE, _, AWAITED = AMOUNT.partition(",")
+STORE_S = 300.0  # that a process which is to be killed waits for its store, at most
+saves, acknowledged = count(1), {"pages": Event(), "checkpoint": Event()}
 
 
 class _Trying:
@@ -35,7 +39,7 @@ class _Trying:
             return lambda: (time.sleep(float(AMOUNT)), work())
         if WHAT == "fail" and plan.purpose.value == "load":
             return _fail
-        if WHAT == "kill" and plan.purpose.value == "save" and next(saves) == int(AMOUNT):
+        if WHAT == "kill" and plan.purpose.value == "save" and next(saves) == int(KILLED_SAVE):
             return _kill
         return work
 
@@ -45,14 +49,17 @@ def _fail() -> None:
 
 
 def _kill() -> None:
-    has_stored.wait(STORE_S)
+    if not acknowledged[AWAITED].wait(STORE_S):
+        raise TimeoutError(f"the store acknowledged no {AWAITED}")
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _write_from(self: LogStore, *args: Any, **more: Any) -> Any:
-    done = _inner_write_from(self, *args, **more)
-    has_stored.set()
-    return done
+def _put(self: StoreWorker, sealed: Sealed, cancelled: Callable[[], bool]) -> Outcome:
+    """Of a checkpoint, the manifest is written last: before that, its pages and its members are there in vain."""
+    outcome = _inner_put(self, sealed, cancelled)
+    if all(status is ItemStatus.OK for status in outcome.statuses):
+        acknowledged["checkpoint" if isinstance(sealed.task, PutCheckpoint) else "pages"].set()
+    return outcome
 
 
 def _read_into(self: LogStore, *args: Any, **more: Any) -> Any:
@@ -61,8 +68,8 @@ def _read_into(self: LogStore, *args: Any, **more: Any) -> Any:
     return _inner_read_into(self, *args, **more)
 
 
-_inner_write_from, _inner_read_into = LogStore.write_from, LogStore.read_into
-LogStore.write_from, LogStore.read_into = _write_from, _read_into  # type: ignore[method-assign]
+_inner_put, _inner_read_into = StoreWorker.put, LogStore.read_into
+StoreWorker.put, LogStore.read_into = _put, _read_into  # type: ignore[method-assign]
 
 worker_side.ThreadCopyExecutor = lambda engines: ThreadCopyExecutor([_Trying(each) for each in engines])  # type: ignore[misc,assignment]
 StepwellConnector = connector.StepwellConnector

@@ -1,0 +1,43 @@
+"""The log of a toy engine that is killed, at every moment at which its store acknowledged something. `tests/vllm` kills vLLM."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from shutil import copytree
+from typing import Any
+
+import pytest
+from toy_runs import Make, computed_by, text
+from toy_vllm import MODELS
+
+from stepwell.base.tasks import ItemStatus, Outcome, PutCheckpoint, PutPages
+from stepwell.transfer.store_worker import Sealed, StoreWorker
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_an_engine_that_is_killed_loses_nothing_that_the_store_acknowledged(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    """The next one resumes there. Where a model needs a checkpoint, pages without one are a miss."""
+    put, acknowledged = StoreWorker.put, list[PutPages | PutCheckpoint]()
+
+    def put_and_copy(self: StoreWorker, sealed: Sealed, cancelled: Any) -> Outcome:
+        outcome = put(self, sealed, cancelled)
+        assert set(outcome.statuses) == {ItemStatus.OK}
+        copytree(tmp_path / "log", tmp_path / f"{len(acknowledged)}")
+        acknowledged.append(sealed.task)
+        return outcome
+
+    monkeypatch.setattr(StoreWorker, "put", put_and_copy)
+    first, prompt = make(model, store=f"log:{tmp_path / 'log'}", store_budget="64MiB"), text(1, 45)
+    computed_by(first, prompt)
+    first.close()
+    monkeypatch.setattr(StoreWorker, "put", put)
+    spec, promised = first.connector._scheduler.cache.spec, 0
+    for number, task in enumerate(acknowledged):
+        pages = task.page if isinstance(task, PutCheckpoint) else 0 if spec.needs_checkpoint else task.first + len(task.keys)
+        promised = max(promised, min(pages, 44 // spec.page_tokens) * spec.page_tokens)
+        second = make(model, store=f"log:{tmp_path / str(number)}", store_budget="64MiB")
+        assert 49 - computed_by(second, prompt) == promised, f"after {acknowledged[: number + 1]}"
+        second.close()
+    assert promised >= 40

@@ -86,7 +86,7 @@ class Processes:
             raise self.lost
         if timeout_s > 0:
             self._wait(min(timeout_s, self.silent_s / 4))
-        said = []
+        said: list[tuple[int, Message]] = []
         for rank, process in enumerate(self._ranks):
             try:
                 messages = process.channel.receive()

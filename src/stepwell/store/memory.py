@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from heapq import nlargest
+from heapq import heappop, heappush, nlargest
 from threading import Lock
 
 from stepwell.base.errors import StoreError
@@ -26,6 +26,8 @@ from stepwell.store.api import (
     never,
 )
 
+LEAST_ENDS = 64  # entries of the heap before it is made anew
+
 _Name = tuple[bytes, bytes]  # digest of the space, key
 
 
@@ -35,14 +37,18 @@ class _Value:
     stamp: bytes
     parent: bytes
     level: Level = Level.NORMAL
+    used: int = 0  # when: uses are numbered
 
 
 class MemoryStore:
-    """Keeps values in a dictionary, least recently used first; never holds more than `budget_bytes`."""
+    """Keeps values in a dictionary; never holds more than `budget_bytes`."""
 
     def __init__(self, budget_bytes: int | None = None) -> None:
         self._budget_bytes = budget_bytes
         self._values: dict[_Name, _Value] = {}
+        self._num_above: dict[_Name, int] = {}  # how many values stand on one, be it here or not
+        self._ends: list[tuple[Level, int, _Name]] = []  # a heap of those that nothing stood on; some of it is out of date
+        self._num_uses = 0
         self._used_bytes = 0
         self._sizes: dict[bytes, SpaceSize] = {}  # of spaces that hold something
         self._lock = Lock()
@@ -97,10 +103,10 @@ class MemoryStore:
     def relevel(self, space: Space, keys: Sequence[bytes], level: Level) -> int:
         with self._lock:
             self._must_be_open()
-            self._touch(space, keys)
             there = [value for key in set(keys) if (value := self._values.get((space.digest, key))) is not None]
             for value in there:
                 value.level = level
+            self._touch(space, keys)
             return len(there)
 
     def clear(self, digest: bytes) -> int:
@@ -116,6 +122,8 @@ class MemoryStore:
         with self._lock:
             self._closed = True
             self._values.clear()
+            self._num_above.clear()
+            self._ends.clear()
             self._sizes.clear()
             self._used_bytes = 0
 
@@ -138,7 +146,11 @@ class MemoryStore:
             return WriteOutcome.EXISTS
         if not self._make_room(len(write.data)):
             return WriteOutcome.TOO_LARGE
-        self._values[name] = _Value(bytes(write.data), write.stamp, write.parent, write.level)
+        below = (space.digest, write.parent)
+        self._num_above[below] = self._num_above.get(below, 0) + 1
+        self._num_uses += 1
+        value = self._values[name] = _Value(bytes(write.data), write.stamp, write.parent, write.level, self._num_uses)
+        self._queue(name, value)
         self._count(space, values=1, size_bytes=len(write.data))
         return WriteOutcome.STORED
 
@@ -152,28 +164,43 @@ class MemoryStore:
         return True
 
     def _first_to_go(self) -> _Name:
-        """The oldest value of the lowest level, where a level counts for all that a value stands on. Looks at all of them."""
-        levels = {name: value.level for name, value in self._values.items()}
-        for (digest, _), value in self._values.items():
-            below = (digest, value.parent)
-            while levels.get(below, value.level) < value.level:
-                levels[below] = value.level
-                below = (digest, self._values[below].parent)
-        lowest = min(levels.values())
-        return next(name for name in self._values if levels[name] == lowest)
+        """The oldest value of the lowest level. A level counts for all that a value stands on, so nothing stands on this one."""
+        while self._ends:
+            level, used, name = heappop(self._ends)
+            value = self._values.get(name)
+            if value is not None and (value.level, value.used) == (level, used) and not self._num_above.get(name):
+                return name
+        return next(iter(self._values))  # they stand on each other
+
+    def _queue(self, name: _Name, value: _Value) -> None:
+        """Lets a value go in its turn, if nothing stands on it."""
+        if not self._num_above.get(name):
+            heappush(self._ends, (value.level, value.used, name))
+        if len(self._ends) > 2 * len(self._values) + LEAST_ENDS:
+            ends = [each for each in self._values if not self._num_above.get(each)]
+            self._ends = sorted((self._values[each].level, self._values[each].used, each) for each in ends)
 
     def _touch(self, space: Space, keys: Sequence[bytes]) -> None:
-        """Moves values and all they stand on to the young end, deepest first: a parent is always younger than its children."""
+        """Values and all they stand on are used now, deepest first: a parent is always younger than its children."""
         seen = set()
         for key in reversed(keys):
-            while key != NO_PARENT and key not in seen and (value := self._values.pop((space.digest, key), None)) is not None:
-                self._values[space.digest, key] = value
-                seen.add(key)
-                key = value.parent
+            name = (space.digest, key)
+            while name[1] != NO_PARENT and name not in seen and (value := self._values.get(name)) is not None:
+                self._num_uses += 1
+                value.used = self._num_uses
+                self._queue(name, value)
+                seen.add(name)
+                name = (space.digest, value.parent)
 
     def _drop(self, name: _Name) -> bool:
         value = self._values.pop(name, None)
         if value is not None:
+            below = (name[0], value.parent)
+            self._num_above[below] -= 1
+            if not self._num_above[below]:
+                del self._num_above[below]
+                if below in self._values:
+                    self._queue(below, self._values[below])
             self._count(self._sizes[name[0]].space, values=-1, size_bytes=-len(value.data))
         return value is not None
 

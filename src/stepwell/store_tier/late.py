@@ -81,7 +81,7 @@ def put_ahead(state: CacheState, link: StoreLink) -> None:
 
 
 def put_everything_of(state: CacheState, link: StoreLink, namespaces: Container[bytes]) -> None:
-    """Before memory is emptied: sends off what the host has of some namespaces, though it may be more than goes down at once."""
+    """Before memory is emptied: sends off what the host has of some namespaces, be it more than goes down at a time."""
     if not link.breaker.allows(state.clock.now()):
         return
     for node in state.tree.nodes():

@@ -139,10 +139,8 @@ def test_a_checkpoint_is_stored_with_what_it_shares_with_one_that_is_expendable(
     here.serve(prompt[: 4 * PAGE + 1])
     here.settle()
     store = store_of(here)
-    for value in store._values.values():
-        value.level = Level.NORMAL
-    for name in list(store._values)[-9:]:  # the checkpoint just stored, with its windows
-        store._values[name].level = Level.EXPENDABLE
+    digest, manifest = list(store._values)[-1]
+    store.relevel(store._sizes[digest].space, [manifest], Level.EXPENDABLE)
     store._budget_bytes = store.used_bytes - short_bytes
     here.clock.advance(1)
     here.serve(prompt)

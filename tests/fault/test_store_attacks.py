@@ -18,7 +18,7 @@ from stepwell.base.store_key import StoreKey
 from stepwell.base.tasks import ItemStatus
 from stepwell.store.api import Space
 from stepwell.store.keyed_seal import seals_for
-from stepwell.store.memory import MemoryStore, _Value
+from stepwell.store.memory import MemoryStore
 from stepwell.testing.store_executor import ScriptedStoreExecutor
 from toys import ALL_MODELS, FULL, FULL_POINT, FULL_WINDOW, HYBRID, PAGE, SMALL_PAGES, Rig, text
 from waiting import step_until
@@ -143,7 +143,7 @@ def test_a_value_made_up_without_the_key_is_a_miss(how: str) -> None:
         value = store._values[name]
         data, like = flipped(value.data), value.stamp if how.endswith("mac") else b""
         stamp = forged(name, data, None if how == "unkeyed" else EVIL, like=like)
-        store._values[name] = _Value(data, stamp, value.parent)
+        store._values[name] = replace(value, data=data, stamp=stamp)
 
     must_be_a_miss(attack(filled(), plant), ItemStatus.OTHER_KEY, store_pages=4)
 
@@ -163,7 +163,7 @@ def test_an_unkeyed_stamp_does_not_stop_an_attacker() -> None:
     name = page_name(store, 4)
     value = store._values[name]
     data = flipped(value.data)
-    store._values[name] = _Value(data, forged(name, data, None), value.parent)
+    store._values[name] = replace(value, data=data, stamp=forged(name, data, None))
     after = rig(FULL, store, None)
     ticket = after.fetched(PROMPT)
     with pytest.raises(AssertionError):  # the bytes of a page are not those of its tokens
@@ -223,7 +223,7 @@ def test_a_value_put_in_anothers_place_is_a_miss(renamed: bool) -> None:
         four, seven = page_name(store, 4), page_name(store, 7)
         value = store._values[seven]
         stamp = forged(four, value.data, EVIL, like=value.stamp) if renamed else value.stamp
-        store._values[four] = _Value(value.data, stamp, store._values[four].parent)
+        store._values[four] = replace(store._values[four], data=value.data, stamp=stamp)
 
     must_be_a_miss(attack(filled(), swap), ItemStatus.OTHER_KEY if renamed else ItemStatus.SWAPPED, store_pages=4)
 
@@ -258,7 +258,7 @@ def test_values_moved_between_ranks_are_misses(spec: ModelSpec, renamed: bool) -
         if digest == second and (first, key) in store._values:  # members have names of their own: their bytes differ
             name = first, key
             stamp = forged(name, value.data, EVIL, like=value.stamp) if renamed else value.stamp
-            store._values[name] = _Value(value.data, stamp, store._values[name].parent)
+            store._values[name] = replace(store._values[name], data=value.data, stamp=stamp)
     after = rig(spec, store, ranks=2)
     assert after.serve_fetched(PROMPT).store == 0
     assert after.state.counters["store_other_key" if renamed else "store_foreign"]
@@ -312,7 +312,7 @@ def test_a_manifest_of_another_checkpoint_is_a_miss(spec: ModelSpec, renamed: bo
     name, value = manifest_of(store), other._values[manifest_of(other)]
     stamp = forged(name, value.data, EVIL, like=value.stamp) if renamed else value.stamp
     store._values = {name: value for name, value in other._values.items() if name in members_of(other)} | store._values
-    store._values[name] = _Value(value.data, stamp, store._values[name].parent)
+    store._values[name] = replace(store._values[name], data=value.data, stamp=stamp)
     after = rig(spec, store)
     status = ItemStatus.OTHER_KEY if renamed else ItemStatus.SWAPPED
     ticket = after.fetched(PROMPT)
@@ -328,7 +328,7 @@ def test_a_manifest_that_was_made_up_is_a_miss(spec: ModelSpec) -> None:
     data = other._values[manifest_of(other)].data
     for key in (None, EVIL):
         planted = filled(spec)
-        planted._values[name] = _Value(data, forged(name, data, key), planted._values[name].parent)
+        planted._values[name] = replace(planted._values[name], data=data, stamp=forged(name, data, key))
         checkpoint_must_be_a_miss(planted, spec, ItemStatus.OTHER_KEY)
 
 
@@ -356,5 +356,5 @@ def test_a_member_that_is_not_the_one_that_was_saved_is_a_miss(spec: ModelSpec, 
             "made up": forged(name, data, EVIL, like=store._values[name].stamp),
             "unkeyed": forged(name, data, None),
         }[how]
-        store._values[name] = _Value(data, stamp, store._values[name].parent)
+        store._values[name] = replace(store._values[name], data=data, stamp=stamp)
         checkpoint_must_be_a_miss(store, spec, ItemStatus.SWAPPED if how == "another's" else ItemStatus.OTHER_KEY)

@@ -10,7 +10,7 @@ import pytest
 
 from stepwell import Cause, ModelSpec, Tier
 from stepwell.base.tasks import ItemStatus
-from stepwell.store.memory import MemoryStore, _Value
+from stepwell.store.memory import MemoryStore
 from stepwell.store.seal import seal
 from stepwell.store.wrappers import Faults, Faulty
 from stepwell.transfer.store_worker import StoreWorker
@@ -106,7 +106,7 @@ def test_a_value_of_another_namespace_is_a_miss() -> None:
         other = worker.space(replace(here.cache.namespace, salt="somebody else"))
         digest, key = name_of(store, 4)
         data = b"x" * len(store._values[digest, key].data)
-        store._values[digest, key] = _Value(data, seal(other, key, data), store._values[digest, key].parent)
+        store._values[digest, key] = replace(store._values[digest, key], data=data, stamp=seal(other, key, data))
 
     must_be_a_miss(spoil_and_serve(filled(FULL), replace_one), ItemStatus.FOREIGN, store_pages=4)
 

@@ -181,11 +181,12 @@ class MemoryStore:
             self._ends = sorted((self._values[each].level, self._values[each].used, each) for each in ends)
 
     def _touch(self, space: Space, keys: Sequence[bytes]) -> None:
-        """Values and all they stand on are used now, deepest first: a parent is always younger than its children."""
+        """Moves values and all they stand on to the young end, deepest first: a parent is always younger than its children."""
         seen = set()
         for key in reversed(keys):
             name = (space.digest, key)
-            while name[1] != NO_PARENT and name not in seen and (value := self._values.get(name)) is not None:
+            while name[1] != NO_PARENT and name not in seen and (value := self._values.pop(name, None)) is not None:
+                self._values[name] = value
                 self._num_uses += 1
                 value.used = self._num_uses
                 self._queue(name, value)

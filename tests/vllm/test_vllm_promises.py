@@ -44,7 +44,12 @@ def test_branching_conversations_on_a_small_pool_with_late_copies(models: Path, 
     first, second = (
         run(life(model, asked, kv=kv, llm=small, max_tokens=96), TRYING=f"late={late_s}")[0] for late_s in (0.2, 0.02)
     )  # while copies run, vLLM waits for them before it preempts
-    assert answers(first) == answers(alone) and answers(second) == answers(alone) and len(answers(alone)) == 24
+    assert len(answers(alone)) == 24
+    for life_of in (first, second):
+        assert [tokens for tokens, _ in answers(life_of)] == [tokens for tokens, _ in answers(alone)]
+        # who was preempted computes tokens of its answer together that came one by one: state of Mamba rounds differently then
+        sums = [logprob for _, logprob in answers(life_of)]
+        assert sums == pytest.approx([logprob for _, logprob in answers(alone)], rel=1e-6)
     assert first["preemptions"] + second["preemptions"] > 0, "the pool has room for all"
     assert sum(scheduled(second)) < sum(scheduled(first)), "the second process found nothing of the first"
 

@@ -75,7 +75,8 @@ class TracedSelect:
         last = self._position_SNK.shape[1] - 1
         step_B = last - ((part.position_B - self._context_1) % (2 * last) - last).abs()
         trace_B = torch.arange(len(step_B), device=step_B.device) % TRACES
-        score_BT = self._score_SNT[trace_B, step_B] if scored else None
+        seen = part.table_BP.shape[1] * part.sight.page_tokens  # an index gives no scores beyond them
+        score_BT = self._score_SNT[trace_B, step_B, :seen] if scored else None
         return Picked(position_XK=self._position_SNK[trace_B, step_B], score_YT=score_BT)
 
 

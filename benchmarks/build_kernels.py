@@ -37,7 +37,7 @@ def modules() -> Iterator[Any]:
     for backend in ("fa3", "fa2"):
         yield gen_batch_mla_module(backend, half, half, half, torch.int32, 512, 64, False)
     yield gen_topk_module()
-    for width, backend in product((64, 128), ("fa3", "fa2")):
+    for width, backend in product((64, 128, 256), ("fa3", "fa2")):
         yield attention(backend, width, half, window=True)
     for window, backend in product((False, True), ("fa3", "fa2")):
         yield attention(backend, 128, other_half, window=window)

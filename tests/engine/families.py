@@ -69,43 +69,65 @@ FAMILIES = (
 )
 
 
-def reference(family: str) -> Any:
-    """The model of transformers, with weights that keep logits alive."""
+# What libraries have kernels for: heads as wide as those of the models that people run, for each family with rows of attention.
+WIDE: dict[str, dict[str, Any]] = {
+    "llama": {"head_dim": 64},
+    "qwen3": {"head_dim": 128},
+    "mistral": {"head_dim": 128},
+    "gemma3": {"head_dim": 256},
+    "gpt_oss": {"head_dim": 64},
+    "qwen3_next": {"head_dim": 256},
+    "falcon_h1": {"head_dim": 128},
+    "deepseek_v3": {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_attention_heads": 16, "num_key_value_heads": 16},
+    "deepseek_v32": {
+        "kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_attention_heads": 16, "num_key_value_heads": 16, "index_head_dim": 128,
+    },
+    "kimi_linear": {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_attention_heads": 16, "num_key_value_heads": 16},
+}  # fmt: skip
+
+
+def reference(family: str, **wide: Any) -> Any:
+    """The model of transformers, with weights that keep logits alive; `wide` are sizes in place of the small ones."""
     import transformers as hf
 
+    small, latent, kimi = SMALL | wide, LATENT | INDEX | wide, KIMI | wide
     match family:
         case "llama":
-            made = hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL))
+            made = hf.LlamaForCausalLM(hf.LlamaConfig(**small))
+        case "qwen3":
+            made = hf.Qwen3ForCausalLM(hf.Qwen3Config(**small))
         case "mistral":
-            made = hf.MistralForCausalLM(hf.MistralConfig(**SMALL, sliding_window=40))
+            made = hf.MistralForCausalLM(hf.MistralConfig(**small, sliding_window=40))
         case "gemma3":
             kinds = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
-            config = hf.Gemma3TextConfig(**SMALL, sliding_window=24, layer_types=kinds, query_pre_attn_scalar=16)
+            config = hf.Gemma3TextConfig(
+                **small, sliding_window=24, layer_types=kinds, query_pre_attn_scalar=small["head_dim"]
+            )  # fmt: skip
             made = hf.Gemma3ForCausalLM(config)
         case "gpt_oss":
-            config = hf.GptOssConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2, sliding_window=24)
+            config = hf.GptOssConfig(**small, num_local_experts=4, num_experts_per_tok=2, sliding_window=24)
             config._attn_implementation = "eager"
             made = hf.GptOssForCausalLM(config)
         case "qwen3_next":
-            made = hf.Qwen3NextForCausalLM(hf.Qwen3NextConfig(**SMALL, **MOE, **DELTA))
+            made = hf.Qwen3NextForCausalLM(hf.Qwen3NextConfig(**small, **MOE, **DELTA))
         case "qwen3_5":
-            made = hf.Qwen3_5ForCausalLM(hf.Qwen3_5TextConfig(**SMALL, **DELTA))
+            made = hf.Qwen3_5ForCausalLM(hf.Qwen3_5TextConfig(**small, **DELTA))
         case "mamba2":
             sizes = {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2, "expand": 2, "chunk_size": 16}
             made = hf.Mamba2ForCausalLM(hf.Mamba2Config(vocab_size=128, hidden_size=64, num_hidden_layers=3, **sizes))
         case "falcon_h1":
-            made = hf.FalconH1ForCausalLM(hf.FalconH1Config(**SMALL, **MAMBA))
+            made = hf.FalconH1ForCausalLM(hf.FalconH1Config(**small, **MAMBA))
         case "deepseek_v3":
-            made = hf.DeepseekV3ForCausalLM(hf.DeepseekV3Config(**LATENT, num_hidden_layers=3))
+            made = hf.DeepseekV3ForCausalLM(hf.DeepseekV3Config(**(LATENT | wide), num_hidden_layers=3))
         case "deepseek_v32":
-            made = hf.DeepseekV32ForCausalLM(hf.DeepseekV32Config(**LATENT, **INDEX, num_hidden_layers=3))
+            made = hf.DeepseekV32ForCausalLM(hf.DeepseekV32Config(**latent, num_hidden_layers=3))
         case "glm_moe_dsa":
             kinds = ["full", "full", "shared", "full", "shared"]
-            made = hf.GlmMoeDsaForCausalLM(hf.GlmMoeDsaConfig(**LATENT, **INDEX, num_hidden_layers=5, indexer_types=kinds))
+            made = hf.GlmMoeDsaForCausalLM(hf.GlmMoeDsaConfig(**latent, num_hidden_layers=5, indexer_types=kinds))
         case "deepseek_v4":
             made = hf.DeepseekV4ForCausalLM(hf.DeepseekV4Config(**COMPRESSED, attn_implementation="eager"))
         case "kimi_linear":
-            made = hf.KimiLinearForCausalLM(hf.KimiLinearConfig(**KIMI))  # its fifth layer is the first that is not linear
+            made = hf.KimiLinearForCausalLM(hf.KimiLinearConfig(**kimi))  # its fifth layer is the first that is not linear
         case _:
             raise AssertionError(family)
     draw(made)
@@ -127,6 +149,11 @@ def draw_choices(model: torch.nn.Module, seed: int = 0) -> None:
 @cache
 def checkpoint(family: str) -> Checkpoint:
     return checkpoint_of(family, reference(family))
+
+
+@cache
+def wide_checkpoint(family: str) -> Checkpoint:
+    return checkpoint_of(f"wide-{family}", reference(family, **WIDE[family]))
 
 
 def checkpoint_of(name: str, model: torch.nn.Module) -> Checkpoint:

@@ -6,7 +6,7 @@ Weights are drawn so that logits have a spread of about 1: with the usual small 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -86,6 +86,27 @@ class Memory:
         taken, self._free[kind] = self._free[kind][:count], self._free[kind][count:]
         assert len(taken) == count, "the test's memory is too small"
         return np.array(taken, np.int32)
+
+
+class Runs(Protocol):
+    """A model, or its recordings."""
+
+    def forward(self, batch: Batch, /) -> torch.Tensor: ...
+
+
+def logits_on_cuda(model: Decoder, runs: Runs) -> torch.Tensor:
+    """Prompts of several lengths in one pass, a longer part of one, then steps of all together; tokens are always the same."""
+    drawn = torch.Generator().manual_seed(1)
+
+    def some(count: int) -> list[int]:
+        return torch.randint(0, model.vocab_size, (count,), generator=drawn).tolist()
+
+    memory, rows = Memory(model.spec, 512, device="cuda"), []
+    held = [Held(memory, 400) for _ in range(3)]
+    for lengths in ([1, 65, 130], [1, 1, 100], *[[1, 1, 1]] * 20):
+        segments = [each.segment(some(length)) for each, length in zip(held, lengths, strict=True)]
+        rows.append(runs.forward(memory.batch(segments, dtype=model.dtype)))
+    return torch.cat(rows)
 
 
 class Ours:

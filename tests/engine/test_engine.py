@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from engine.small import PAGE, alone, greedy, prompt, run, small, tokens_of
 from stepwell.base.errors import BadTokens, ConfigError
 from stepwell.base.ids import Tier
-from stepwell.engine import Ask, Finish, Limits, Sampling
+from stepwell.engine import Ask, EngineConfig, Finish, Limits, Sampling
+from stepwell.engine.settings import device_bytes_of, device_of, dtype_of, limits_for
 from waiting import run_to_the_end, settle
 
 pytest.importorskip("transformers")
@@ -164,3 +167,15 @@ def test_warming_up_leaves_nothing_behind() -> None:
 def test_a_share_of_memory_that_cannot_be_is_refused(share: str) -> None:
     with pytest.raises(ConfigError, match="from 1% to 99%"):
         small(device_memory=share)
+
+
+def test_what_a_gpu_gets_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 100 GB that the weights leave: 88 % for the device tier, or the share that was asked for; long passes, many requests."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100 * 10**9, 140 * 10**9))
+    config = EngineConfig()
+    assert device_of(config) == "cuda" and dtype_of(config) == "bf16"
+    assert limits_for(config) == Limits(max_running=64, chunk_tokens=8192)
+    assert device_bytes_of(config, "cuda") == 88 * 10**9
+    assert device_bytes_of(replace(config, device_memory="70%"), "cuda") == 70 * 10**9
+    assert device_bytes_of(replace(config, device_memory="8GiB"), "cuda") == 8 * 2**30

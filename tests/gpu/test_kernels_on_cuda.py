@@ -1,4 +1,4 @@
-"""FlashInfer's attention beside plain torch, over pages that lie anywhere: ragged batches, page edges, windows, sinks, caps."""
+"""FlashInfer's attention beside plain torch, over pages that lie anywhere: ragged batches, page edges, windows, sinks."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def expected(scene: Scene, query_NHD: torch.Tensor, **more: object) -> torch.Ten
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("seed", range(14))
+@pytest.mark.parametrize("seed", range(20))
 def test_flashinfer_sees_what_plain_torch_sees(seed: int, dtype: str, flashinfer) -> None:
     kind = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
-    shape = random_shape(seed, widths=(64, 128) if dtype == "bf16" else (128,))
+    shape = random_shape(seed, widths=(64, 128, 256) if dtype == "bf16" else (128,))
     scene = Scene(shape, seed, dtype=kind, device="cuda")
     query_NHD = scene.made(scene.num_tokens, shape.heads, shape.width)
     scale = shape.width**-0.5

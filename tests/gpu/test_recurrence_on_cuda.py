@@ -19,7 +19,7 @@ from torch.nn.functional import silu  # noqa: E402
 
 from engine.families import checkpoint  # noqa: E402
 from engine.points import LAYER, Scene, Shape, random_shape  # noqa: E402
-from engine.side_by_side import PAGE, Held, Memory  # noqa: E402
+from engine.side_by_side import PAGE, logits_on_cuda  # noqa: E402
 from not_run import NO_CUDA  # noqa: E402
 from stepwell.engine.graphs import Graphs, Still  # noqa: E402
 from stepwell.engine.models.base import Decoder  # noqa: E402
@@ -204,21 +204,6 @@ def test_a_recorded_step_moves_every_state_on_once(rule: str, kernels: Kernels) 
 # ---- whole models -----------------------------------------------------------------------------------
 
 
-def logits_of(model: Decoder, forward: Graphs | Decoder) -> torch.Tensor:
-    """Prompts of several lengths in one pass, a longer part of one, then steps of all together; tokens are always the same."""
-    drawn = torch.Generator().manual_seed(1)
-
-    def some(count: int) -> list[int]:
-        return torch.randint(0, model.vocab_size, (count,), generator=drawn).tolist()
-
-    memory, rows = Memory(model.spec, 512, device="cuda"), []
-    held = [Held(memory, 400) for _ in range(3)]
-    for lengths in ([1, 65, 130], [1, 1, 100], *[[1, 1, 1]] * 20):
-        segments = [each.segment(some(length)) for each, length in zip(held, lengths, strict=True)]
-        rows.append(forward.forward(memory.batch(segments, dtype=model.dtype)))
-    return torch.cat(rows)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_is_as_near_as_plain_torch_in_sixteen_bits(family: str) -> None:
     """Of most rows: an expert that is chosen by a hair moves a few far away, whatever runs it."""
@@ -228,9 +213,9 @@ def test_a_model_is_as_near_as_plain_torch_in_sixteen_bits(family: str) -> None:
         return build_model(made.config, made.source, dtype=dtype, device="cuda", page_tokens=PAGE, kernels=kernels)
 
     exact, plain, fast = built("fp32", "torch"), built("bf16", "torch"), built("bf16", "auto")
-    expected = logits_of(exact, exact)
+    expected = logits_on_cuda(exact, exact)
     graphs = Graphs(fast)
-    rows = [logits_of(plain, plain), logits_of(fast, fast), logits_of(fast, graphs)]
+    rows = [logits_on_cuda(plain, plain), logits_on_cuda(fast, fast), logits_on_cuda(fast, graphs)]
     assert fast.steady and len(graphs._recordings) == 1 and not graphs._refused
     assert not fast.kernels.report.failed, fast.kernels.report.lines()
     errors = [float(((each - expected).norm(dim=1) / expected.norm(dim=1)).median()) for each in rows]
@@ -244,5 +229,5 @@ def test_recorded_steps_of_plain_torch_are_those_that_are_computed(family: str) 
     if not model.steady:
         pytest.skip("experts in plain torch ask the device")
     graphs = Graphs(model)
-    assert (logits_of(model, graphs) - logits_of(model, model)).abs().max() < 1e-3
+    assert (logits_on_cuda(model, graphs) - logits_on_cuda(model, model)).abs().max() < 1e-3
     assert graphs._recordings and not graphs._refused

@@ -19,6 +19,7 @@ from server.serving import ADMIN, CONFIG, KEY, MAX_BODY, NAME, Running, running,
 from stepwell.base.ids import Kind, Tier
 from stepwell.cache.question import Question
 from stepwell.engine.engine import Engine
+from stepwell.engine.ops.kernels import OPERATIONS
 from stepwell.server import stores
 from stepwell.store.api import Space, Traits
 from stepwell.store.memory import MemoryStore
@@ -52,6 +53,7 @@ def test_state_shows_tiers_and_counters(http: httpx.Client) -> None:
     assert state["model"] == NAME and state["requests"] == {"waiting": 0, "active": 0}
     assert state["tiers"].keys() == {"device", "host"} and 0 < state["tiers"]["device"]["used_bytes"] <= 8 << 20
     assert state["counters"]["tokens_computed"] > 0 and state["store"]["state"] == "detached"
+    assert set(OPERATIONS) == state["kernels"].keys() and set(state["kernels"].values()) == {"torch"}
 
 
 def test_explain_says_why_a_prompt_starts_over(http: httpx.Client) -> None:

@@ -118,7 +118,11 @@ def configure(parser: ArgumentParser) -> None:
 
 def _configure_cache(parser: ArgumentParser) -> None:
     prefetch, write = [each.value for each in PrefetchPolicy], [each.value for each in WritePolicy]
-    parser.add_argument("--device-memory", metavar="SIZE", help="for the device tier, as in 8GiB (default: what is free)")
+    parser.add_argument(
+        "--device-memory",
+        metavar="SIZE",
+        help="for the device tier, as in 8GiB or 70%% of what the weights leave (default: 88%% on a GPU)",
+    )
     parser.add_argument("--host-memory", metavar="SIZE", help="for the host tier; 0 for none (default: up to 8GiB)")
     parser.add_argument(
         "--store", metavar="STORE", help="log:DIR, shared-log:DIR, mooncake:[FILE], memory:, or one of another package"
@@ -210,7 +214,8 @@ def _serve(args: Namespace) -> int:
 
     def ready() -> None:
         print("\n".join(f"{label:<12}  {value}" for label, value in summary), flush=True)
-        log.info("ready", extra={"fields": {"model": names, "address": address_of(taken)}})
+        fields = {"model": names, "address": address_of(taken), "kernels": dict(summary)["kernels"]}
+        log.info("ready", extra={"fields": fields})
 
     server.run(taken, on_ready=ready)
     return 0
@@ -313,6 +318,8 @@ def _summary(
     engine: Engine, name: str, config: EngineConfig, address: str, keys: Secrets, tenants: TenantsFile, *, made: bool
 ) -> list[tuple[str, str]]:
     """What people should know before the first request, line by line."""
+    from stepwell.engine.ops.kernels import by_library
+
     cache, spec = engine.cache, engine.cache.spec
     sizes = {tier: stats.available_bytes for tier, stats in cache.stats().tiers.items()}  # nothing is in them yet
     measured, key = engine.footprint, config.store_config.key
@@ -325,7 +332,7 @@ def _summary(
         *([] if config.tensor_parallel == 1 else [("ranks", _ranks(engine, config))]),
         *([] if config.draft is None else [("draft", f"{config.draft}, up to {config.draft_tokens} tokens ahead")]),
         *([] if config.picks is None else [("sparse", _sparse(config.picks, config.hot_rows))]),
-        ("kernels", ", ".join(f"{what} {by}" for what, by in engine.kernels.items())),
+        ("kernels", by_library(engine.kernels)),
         ("tiers", ", ".join(_tier(tier.label, size, per_token[tier]) for tier, size in sizes.items() if size)),
         ("store", config.store or "none"),
         *([] if key is None else [("store key", f"{key.id.hex()}: only what was written with it is used")]),

@@ -262,6 +262,7 @@ def test_a_signal_ends_it_in_order_and_its_store_keeps_what_was_computed(tmp_pat
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             said = _until_address(process)
+            assert said["kernels"] == "torch" and "tokens a request" in said["model"] and "requests at once" in said["passes"]
             assert said["store"] == f"log:{where}" and said["tiers"] == ", ".join(
                 f"{tier} 16.0 MiB (16,384 tokens)" for tier in ("device", "host")
             )
@@ -278,7 +279,7 @@ def test_a_signal_ends_it_in_order_and_its_store_keeps_what_was_computed(tmp_pat
             _, errors = process.communicate(timeout=PATIENCE_S)
         finally:
             process.kill()
-    began = ["loading the weights of random-hybrid", f"ready model=random-hybrid address={said['address']}"]
+    began = ["loading the weights of random-hybrid", f"ready model=random-hybrid address={said['address']} kernels=torch"]
     assert process.returncode == 0 and "request ended id=cmpl-" in errors
     assert _logged(errors) == [*began, "stopping: 0 request(s) may finish for 30 s", *_CLOSING]
     stat = subprocess.run(

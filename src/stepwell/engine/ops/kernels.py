@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
@@ -91,17 +91,28 @@ WriteRows = Callable[[Rows, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 @dataclass(slots=True)
 class Report:
-    """What runs each operation, for people: which library, and which failed and why."""
+    """What runs each operation, for people: which library, what it left to plain torch, and which failed and why."""
 
     chosen: dict[str, str] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
 
     def lines(self) -> dict[str, str]:
         """The operation, and what runs it now."""
-        return {
-            name: f"torch ({library} failed: {self.failed[name]})" if name in self.failed else library
-            for name, library in self.chosen.items()
-        }
+        return {name: self._line(name, library) for name, library in self.chosen.items()}
+
+    def _line(self, name: str, library: str) -> str:
+        if name in self.failed:
+            return f"torch ({library} failed: {self.failed[name]})"
+        return f"{library} (torch for {self.left[name]})" if name in self.left else library
+
+
+def by_library(lines: Mapping[str, str]) -> str:
+    """What runs operations, in short: `torch`, or `flashinfer: attention, latents; triton: index, ...`."""
+    by: dict[str, list[str]] = {}
+    for name, library in lines.items():
+        by.setdefault(library, []).append(name)
+    return next(iter(by)) if len(by) == 1 else "; ".join(f"{library}: {', '.join(names)}" for library, names in by.items())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -164,6 +175,8 @@ def choose_kernels(name: str, device: torch.device | str, dtype: torch.dtype) ->
     fast: dict[str, Any] = {}
     if find_spec("triton") is not None:
         fast |= _triton(report) | _recurrence(report)
+    else:
+        log.warning("Triton is not there, so most of a pass runs in plain torch, which is slow on a GPU: %s", _INSTALL)
     if _has_flashinfer():
         fast |= _flashinfer(report, torch.device(device))
     else:
@@ -239,13 +252,14 @@ def _flashinfer(report: Report, device: torch.device) -> dict[str, Any]:
     from stepwell.engine.ops.flashinfer_attention import FlashInferAttention
 
     report.chosen["attention"] = "flashinfer"
-    attention = FlashInferAttention(device, attend)
+    attention = FlashInferAttention(device, Left("attention", attend, report))
     made = {"attend": Guarded("attention", attention, attend, report)}
     if find_spec("triton") is None:
         return made
     from stepwell.engine.ops.flashinfer_picked import FlashInferPicked
 
-    made["attend_picked"] = Guarded("picked rows", FlashInferPicked(attention, attend_picked), attend_picked, report)
+    picked = FlashInferPicked(attention, Left("picked rows", attend_picked, report))
+    made["attend_picked"] = Guarded("picked rows", picked, attend_picked, report)
     return made | _flashinfer_latent(report, device)
 
 
@@ -257,7 +271,10 @@ def _flashinfer_latent(report: Report, device: torch.device) -> dict[str, Any]:
     from stepwell.engine.ops.triton_shared import TritonShared
 
     report.chosen |= {"latents": "flashinfer", "picked rows": "flashinfer", "index": "triton and flashinfer"}
-    latent, fast_select = FlashInferLatent(device, attend_latent, attend_selected), TritonSelect(highest)
+    latent = FlashInferLatent(
+        device, Left("latents", attend_latent, report), Left("picked rows", attend_selected, report)
+    )  # fmt: skip
+    fast_select = TritonSelect(highest)
     return {
         "attend_latent": Guarded("latents", latent, attend_latent, report),
         "attend_selected": Guarded("picked rows", latent.attend_selected, attend_selected, report),
@@ -265,6 +282,22 @@ def _flashinfer_latent(report: Report, device: torch.device) -> dict[str, Any]:
         "best": Guarded("index", partial(fast_best, top_k=highest), best, report),
         "attend_shared": Guarded("entries", TritonShared(fast_select), attend_shared, report),
     }
+
+
+class Left:
+    """The plain operation behind a library, for what the library does not take. Said once: it is slow."""
+
+    def __init__(self, name: str, plain: Callable[..., Any], report: Report) -> None:
+        self._name = name
+        self._plain = plain
+        self._report = report
+
+    def __call__(self, query_NHD: torch.Tensor, rows: Rows, *args: Any, **more: Any) -> Any:
+        if self._name not in self._report.left and rows.places is None:  # rows on the host are its business everywhere
+            self._report.left[self._name] = what = f"heads of {query_NHD.shape[2]} channels"
+            library = self._report.chosen[self._name]
+            log.warning("%s: %s does not take %s, which run in plain torch: slow", self._name, library, what)
+        return self._plain(query_NHD, rows, *args, **more)
 
 
 class Guarded:

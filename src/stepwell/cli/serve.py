@@ -139,6 +139,10 @@ def _configure_cache(parser: ArgumentParser) -> None:
         "--prefetch-policy", choices=prefetch, default="timeout", help="how long requests wait for the store (default: timeout)"
     )
     parser.add_argument(
+        "--compute-while-loading", action="store_true",
+        help="compute the end of a prefix while the rest comes from the host, where that is 10%% sooner by measured speeds",
+    )  # fmt: skip
+    parser.add_argument(
         "--checkpoint-delay",
         type=float,
         metavar="SECONDS",
@@ -263,6 +267,7 @@ def _engine_config(args: Namespace, environment: Mapping[str, str], principals: 
         hot_rows=args.hot_rows,
         tensor_parallel=args.tensor_parallel,
         restart_workers=args.restart_workers,
+        compute_while_loading=args.compute_while_loading,
         device_memory=args.device_memory,
         host_memory=args.host_memory,
         store=args.store,

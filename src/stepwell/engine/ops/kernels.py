@@ -292,12 +292,14 @@ class Left:
         self._plain = plain
         self._report = report
 
-    def __call__(self, query_NHD: torch.Tensor, rows: Rows, *args: Any, **more: Any) -> Any:
+    def __call__(self, *args: Any, **more: Any) -> Any:
+        """Of queries `[N, H, D]` and rows, before whatever else."""
+        query_NHD, rows = args[:2]
         if self._name not in self._report.left and rows.places is None:  # rows on the host are its business everywhere
             self._report.left[self._name] = what = f"heads of {query_NHD.shape[2]} channels"
             library = self._report.chosen[self._name]
             log.warning("%s: %s does not take %s, which run in plain torch: slow", self._name, library, what)
-        return self._plain(query_NHD, rows, *args, **more)
+        return self._plain(*args, **more)
 
 
 class Guarded:

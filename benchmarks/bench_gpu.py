@@ -1,6 +1,6 @@
 """The engine on a GPU beside what the hardware and transformers do, in one run: a table for each part, and one of all goals.
 
-    make bench-gpu           about 10 minutes on an H200, after `make build-kernels`; writes bench-gpu.json
+    make bench-gpu           about 10 minutes on an H200, after `make build-kernels`; writes bench-gpu.json and .txt
 
 Random weights of well-known shapes, made on the GPU. Each part stops when its time is over and says what it left out.
 `--tiny` runs every part on small models, anywhere: it shows that the script works, and no figure of it means anything.
@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.table import Table
 
 from engine.machine import machine
 from gpu import connectors, copying, cost, decode, disk, host, hybrids, prefill, sampling
@@ -74,12 +75,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             began = time.monotonic()
             found[name] = _measured(bench, name, PARTS[name].seconds * args.time)
             seconds[name] = time.monotonic() - began
-            console.print(table_of(f"{PARTS[name].title} ({name}, {seconds[name]:.0f} s)", found[name]))
+            console.print(_table(name, found[name], seconds[name]))
             if (kernels := kernels_of(found[name])) is not None:
                 console.print(kernels)
             _write(args, device, found, seconds)
     console.print("tiny: no figure means anything" if args.tiny else goals_of(found))
-    console.print(f"{sum(seconds.values()):.0f} s; written to {args.json}")
+    tables = _write_tables(args, found, seconds)
+    console.print(f"{sum(seconds.values()):.0f} s; written to {args.json} and {tables}")
     return 0
 
 
@@ -102,6 +104,21 @@ def _write(args: argparse.Namespace, device: str, found: dict[str, list[Row]], s
     for name, rows in found.items():
         parts[name] = {"seconds": seconds[name], "rows": [row.as_json() for row in rows]}
     args.json.write_text(json.dumps(results | {"parts": parts}, indent=1) + "\n")
+
+
+def _table(name: str, rows: list[Row], seconds: float) -> Table:
+    return table_of(f"{PARTS[name].title} ({name}, {seconds:.0f} s)", rows)
+
+
+def _write_tables(args: argparse.Namespace, found: dict[str, list[Row]], seconds: dict[str, float]) -> Path:
+    """All that this run measured, beside the results."""
+    path: Path = args.json.with_suffix(".txt")
+    with path.open("w") as file:
+        console = Console(width=args.width, file=file)
+        for name, rows in found.items():
+            console.print(_table(name, rows, seconds[name]))
+        console.print(goals_of(found))
+    return path
 
 
 def _memory(device: str) -> dict[str, int]:

@@ -26,14 +26,15 @@ from stepwell.transfer.copy_engine import Work
 from stepwell.transfer.copy_speeds import DEFAULT_ROUTES, check_driver, check_kernel, measured_routes
 from stepwell.transfer.driver_copies import DriverCopies
 from stepwell.transfer.layer_events import LayerEvents, LayerSteps, layer_steps
-from stepwell.transfer.page_copier import PageCopier, Routes, StagedIds, fall_back
+from stepwell.transfer.page_copier import PageCopier, Routed, Routes, StagedIds, fall_back
 from stepwell.transfer.page_tables import Cuts, PagePairs, PageTable
 from stepwell.transfer.torch_memory import TorchMemory
 
 AT_ONCE = 1 << 62  # bytes of a step: layers of many pages are queued slower one by one than the bus copies whole pages
 # Copies that are queued at a time, and after which none is for a moment. A copy engine that always has more of one stream does
-# not turn to another: the few numbers of a pass would wait for the end of the load, however long it is.
-PART_BYTES, MOST_QUEUED_BYTES, PAUSE_EVERY_BYTES = 32 << 20, 128 << 20, 256 << 20
+# not turn to another: the few numbers of a pass would wait for the end of the load, however long it is. Both are about 5 ms on a
+# bus of 50 GB/s: small copies take their time whatever they hold.
+PART_BYTES, MOST_QUEUED_BYTES, PAUSE_EVERY_BYTES, PAUSE_EVERY_COPIES = 32 << 20, 128 << 20, 256 << 20, 2048
 SPUN_BYTES, LOOK_AGAIN_S = 64 << 20, 50e-6  # the first take a millisecond on a bus; looking costs a tenth of a core
 PLANS_AT_ONCE = 3  # that page ids are kept room for from the start; more are made when needed
 
@@ -133,7 +134,7 @@ class TorchCopyEngine:
             for routed in step:
                 under_way.make_room()
                 self._copier.queue(routed, staged, stream)
-                under_way.add(routed.piece.total_bytes, stream)
+                under_way.add(routed, stream)
             if events is not None:
                 events.record(number, stream)
 
@@ -193,24 +194,26 @@ class _UnderWay:
     def __init__(self, before: torch.cuda.Event) -> None:
         self._before = before
         self._parts: deque[tuple[torch.cuda.Event, int]] = deque()
-        self._queued_bytes = self._since_pause_bytes = 0
+        self._queued_bytes = self._since_pause_bytes = self._since_pause_copies = 0
 
-    def add(self, size_bytes: int, stream: torch.cuda.Stream) -> None:
+    def add(self, routed: Routed, stream: torch.cuda.Stream) -> None:
+        size_bytes = routed.piece.total_bytes
         self._parts.append((torch.cuda.Event(), size_bytes))
         self._parts[-1][0].record(stream)
         self._queued_bytes += size_bytes
         self._since_pause_bytes += size_bytes
+        self._since_pause_copies += len(routed.runs.pages)
 
     def make_room(self) -> None:
         """Waits until more may be queued."""
-        pause = self._since_pause_bytes >= PAUSE_EVERY_BYTES
+        pause = self._since_pause_bytes >= PAUSE_EVERY_BYTES or self._since_pause_copies >= PAUSE_EVERY_COPIES
         while self._parts and (pause or self._queued_bytes > MOST_QUEUED_BYTES):
             _sleep_until(self._before)
             event, size = self._parts.popleft()
             _wait(event, spin=False)
             self._queued_bytes -= size
         if pause:
-            self._since_pause_bytes = 0
+            self._since_pause_bytes = self._since_pause_copies = 0
 
 
 def _sleep_until(before: torch.cuda.Event) -> None:

@@ -163,10 +163,11 @@ def test_only_so_many_parts_of_a_plan_are_queued_at_a_time(stand_in: StandIn, mo
     assert torch.equal(rows[Tier.HOST][write], rows[Tier.DEVICE][read])
 
 
-def test_now_and_then_nothing_of_a_plan_is_queued(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("every", ["bytes", "copies"])
+def test_now_and_then_nothing_of_a_plan_is_queued(every: str, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     page_bytes = HYBRID.object_bytes(Kind.PREFIX)
     monkeypatch.setattr(torch_copy_engine, "PART_BYTES", page_bytes)
-    monkeypatch.setattr(torch_copy_engine, "PAUSE_EVERY_BYTES", 3 * page_bytes)
+    monkeypatch.setattr(torch_copy_engine, f"PAUSE_EVERY_{every.upper()}", 3 * page_bytes if every == "bytes" else 3)
     read, write = [3, 9, 1, 4, 8, 2, 7], [8, 1, 2, 3, 4, 9, 30]
     rows = {tier: memory.rows(Kind.PREFIX) for tier, memory in stand_in.memories.items()}
     stand_in.copy_engine.begin(stand_in.plan(Purpose.LOAD, read, write))()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
+import re
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +18,7 @@ from stepwell.transfer.torch_memory import TorchMemory, pinned_bytes  # noqa: E4
 from toys import FULL  # noqa: E402
 
 SIZE = 1 << 20
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 class Cudart:
@@ -71,3 +74,15 @@ def test_memory_that_cannot_be_registered_is_torchs(
     with caplog.at_level(logging.WARNING):
         assert len(pinned_bytes(SIZE)) == SIZE
     assert asked == [(SIZE, "cpu", True)] and "error 2" in caplog.text
+
+
+@pytest.mark.skipif(not HUGE_PAGES.exists(), reason="this system has no huge pages")
+def test_huge_pages_are_asked_for(cudart: Cudart) -> None:
+    memory = pinned_bytes(4 * SIZE)
+    address, asked, mine = memory.data_ptr(), None, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            mine = int(found[1], 16) <= address < int(found[2], 16)
+        elif mine and line.startswith("VmFlags:"):
+            asked = "hg" in line.split()
+    assert asked

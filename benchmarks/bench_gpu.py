@@ -79,9 +79,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             if (kernels := kernels_of(found[name])) is not None:
                 console.print(kernels)
             _write(args, device, found, seconds)
+            _write_tables(args, found, seconds)
     console.print("tiny: no figure means anything" if args.tiny else goals_of(found))
-    tables = _write_tables(args, found, seconds)
-    console.print(f"{sum(seconds.values()):.0f} s; written to {args.json} and {tables}")
+    console.print(f"{sum(seconds.values()):.0f} s; written to {args.json} and {args.json.with_suffix('.txt').name}")
     return 0
 
 
@@ -110,15 +110,14 @@ def _table(name: str, rows: list[Row], seconds: float) -> Table:
     return table_of(f"{PARTS[name].title} ({name}, {seconds:.0f} s)", rows)
 
 
-def _write_tables(args: argparse.Namespace, found: dict[str, list[Row]], seconds: dict[str, float]) -> Path:
-    """All that this run measured, beside the results."""
-    path: Path = args.json.with_suffix(".txt")
-    with path.open("w") as file:
+def _write_tables(args: argparse.Namespace, found: dict[str, list[Row]], seconds: dict[str, float]) -> None:
+    """Of the parts of this run, beside the results."""
+    with args.json.with_suffix(".txt").open("w", encoding="utf-8") as file:
         console = Console(width=args.width, file=file)
         for name, rows in found.items():
             console.print(_table(name, rows, seconds[name]))
-        console.print(goals_of(found))
-    return path
+        if not args.tiny:
+            console.print(goals_of(found))
 
 
 def _memory(device: str) -> dict[str, int]:

@@ -69,7 +69,7 @@ FAMILIES = (
 )
 
 
-# What libraries have kernels for: heads as wide as those of the models that people run, for each family with rows of attention.
+# Heads as wide as FlashInfer has kernels for. GLM-5 shares the code of V3.2 and Qwen3.5 that of Qwen3-Next; V4 has other kernels.
 WIDE: dict[str, dict[str, Any]] = {
     "llama": {"head_dim": 64},
     "qwen3": {"head_dim": 128},

@@ -323,6 +323,15 @@ def test_kernels_that_fail_again_on_new_ranks_are_counted_again(engine: Engine) 
             assert not workers.kernels.failed
 
 
+def test_what_a_ranks_library_leaves_to_plain_torch_is_heard(engine: Engine) -> None:
+    workers = workers_of(engine)
+    engine.generate(prompt(40), max_tokens=1)
+    workers._under_way, workers._answers = True, {}
+    said = {"pass": workers._pass, "calls": 0, "error": "", "left": {"attention": "heads of 80 channels"}}
+    workers._take(0, Message(kind="broke", fields=said))
+    assert "torch for heads of 80 channels" in workers.kernels.lines()["attention"]
+
+
 def test_nobody_asks_without_end_while_ranks_are_down(engine: Engine) -> None:
     engine.generate(prompt(40), max_tokens=1)
     os.kill(pids(engine)[0], signal.SIGKILL)

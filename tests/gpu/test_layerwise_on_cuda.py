@@ -115,13 +115,14 @@ def test_the_end_of_a_prefix_is_computed_while_its_head_arrives(family: str, wai
     engine.close()
     recorded = recording(family, dtype="fp32", compute_while_loading=True)
     recorded.play(prompt)
-    poison_device(recorded)
     core = recorded.engine.cache._state
-    core.compute_speed = Speed(1.0)
-    core.copies.load_speed.per_s = core.spec.object_bytes(Kind.PREFIX) / PAGE
     waits.clear()
-    now = recorded.play(prompt)
-    assert 0 < now.resumed < 10 * PAGE and core.counters["computed_while_loading_tokens"] >= PAGE
-    assert now.tokens == cold.tokens and distance(now, cold) < 1e-3
+    for _ in range(10):  # a thread that slept may find that all has arrived
+        poison_device(recorded)
+        core.compute_speed = Speed(1.0)
+        core.copies.load_speed.per_s = core.spec.object_bytes(Kind.PREFIX) / PAGE
+        now = recorded.play(prompt)
+        assert 0 < now.resumed < 10 * PAGE and core.counters["computed_while_loading_tokens"] >= PAGE
+        assert now.tokens == cold.tokens and distance(now, cold) < 1e-3
     assert waits.count(False) > 0, "nothing was computed ahead of the load"
     recorded.close()

@@ -160,6 +160,7 @@ def run(args: Namespace) -> int:
 def _serve(args: Namespace) -> int:
     try:
         from stepwell.engine.build import open_and_build
+        from stepwell.engine.ops.kernels import by_library
         from stepwell.server.principals import Principals
         from stepwell.server.running import ModelServer, address_of, bind
     except ModuleNotFoundError as error:
@@ -211,6 +212,7 @@ def _serve(args: Namespace) -> int:
     made = not (args.admin_token or os.environ.get(_ADMIN_TOKEN))
     names = ", ".join(offered.names) or checkpoint.name
     summary = _summary(engine, names, config, address_of(taken), keys, tenants, made=made)
+    summary.insert(3, ("kernels", kernels := by_library(engine.kernels)))
     if started_s is not None:
         summary.insert(3, ("first pass", f"took {started_s:.1f} s: kernels are built once"))
     summary += offered.summary() + kv_events.summary(args) + otlp.summary(args, os.environ)
@@ -218,7 +220,7 @@ def _serve(args: Namespace) -> int:
 
     def ready() -> None:
         print("\n".join(f"{label:<12}  {value}" for label, value in summary), flush=True)
-        fields = {"model": names, "address": address_of(taken), "kernels": dict(summary)["kernels"]}
+        fields = {"model": names, "address": address_of(taken), "kernels": kernels}
         log.info("ready", extra={"fields": fields})
 
     server.run(taken, on_ready=ready)
@@ -323,8 +325,6 @@ def _summary(
     engine: Engine, name: str, config: EngineConfig, address: str, keys: Secrets, tenants: TenantsFile, *, made: bool
 ) -> list[tuple[str, str]]:
     """What people should know before the first request, line by line."""
-    from stepwell.engine.ops.kernels import by_library
-
     cache, spec = engine.cache, engine.cache.spec
     sizes = {tier: stats.available_bytes for tier, stats in cache.stats().tiers.items()}  # nothing is in them yet
     measured, key = engine.footprint, config.store_config.key
@@ -337,7 +337,6 @@ def _summary(
         *([] if config.tensor_parallel == 1 else [("ranks", _ranks(engine, config))]),
         *([] if config.draft is None else [("draft", f"{config.draft}, up to {config.draft_tokens} tokens ahead")]),
         *([] if config.picks is None else [("sparse", _sparse(config.picks, config.hot_rows))]),
-        ("kernels", by_library(engine.kernels)),
         ("tiers", ", ".join(_tier(tier.label, size, per_token[tier]) for tier, size in sizes.items() if size)),
         ("store", config.store or "none"),
         *([] if key is None else [("store key", f"{key.id.hex()}: only what was written with it is used")]),

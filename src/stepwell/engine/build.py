@@ -184,7 +184,7 @@ def _load_draft(config: EngineConfig, model: Decoder, checkpoint: Checkpoint, op
     draft = opened or open_checkpoint(str(config.draft))
     built = build_model(
         draft.config, draft.source, dtype=dtype_of(config), device=device_of(config), page_tokens=model.spec.page_tokens,
-        kernels=model.kernels, ranks=model.ranks,
+        kernels=config.kernels, ranks=model.ranks,
     )  # fmt: skip
     return load_separate(built, model, draft.digest)
 

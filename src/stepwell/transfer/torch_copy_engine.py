@@ -32,8 +32,8 @@ from stepwell.transfer.torch_memory import TorchMemory
 
 AT_ONCE = 1 << 62  # bytes of a step: layers of many pages are queued slower one by one than the bus copies whole pages
 # Copies that are queued at a time, and after which none is for a moment. A copy engine that always has more of one stream does
-# not turn to another: the few numbers of a pass would wait for the end of the load, however long it is. Both are about 5 ms on a
-# bus of 50 GB/s: small copies take their time whatever they hold.
+# not turn to another: the few numbers of a pass would wait for the end of the load, however long it is. Small copies are counted
+# too: a gigabyte of them takes two to three times as long when both ways are busy.
 PART_BYTES, MOST_QUEUED_BYTES, PAUSE_EVERY_BYTES, PAUSE_EVERY_COPIES = 32 << 20, 128 << 20, 256 << 20, 2048
 SPUN_BYTES, LOOK_AGAIN_S = 64 << 20, 50e-6  # the first take a millisecond on a bus; looking costs a tenth of a core
 PLANS_AT_ONCE = 3  # that page ids are kept room for from the start; more are made when needed
@@ -202,7 +202,8 @@ class _UnderWay:
         self._parts[-1][0].record(stream)
         self._queued_bytes += size_bytes
         self._since_pause_bytes += size_bytes
-        self._since_pause_copies += len(routed.runs.pages)
+        if routed.route is None:  # else a kernel copies them, and no copy engine is busy
+            self._since_pause_copies += len(routed.runs.pages)
 
     def make_room(self) -> None:
         """Waits until more may be queued."""

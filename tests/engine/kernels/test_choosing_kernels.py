@@ -7,10 +7,8 @@ import logging
 import pytest
 import torch
 
-from engine.paged import Scene, Shape
 from stepwell.base.errors import ConfigError
-from stepwell.engine.ops.attention import attend
-from stepwell.engine.ops.kernels import Guarded, Left, Report, by_library, choose_kernels
+from stepwell.engine.ops.kernels import Guarded, Report, by_library, choose_kernels
 
 
 def test_a_cpu_runs_plain_torch_and_says_so() -> None:
@@ -49,16 +47,13 @@ def test_a_lack_of_memory_is_not_a_broken_kernel() -> None:
     assert not report.failed
 
 
-def test_what_a_library_does_not_take_is_said_once_and_runs_in_plain_torch(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_a_library_has_no_kernel_for_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     report = Report(chosen={"attention": "flashinfer", "index": "triton"})
-    scene = Scene(Shape(heads=4, kv_heads=2, width=16, page=16, contexts=(3, 20), lengths=(1, 1)))
-    scene.clear_unwritten()
-    query_NHD, behind = scene.made(2, 4, 16), Left("attention", attend, report)
     with caplog.at_level(logging.WARNING):
-        made = [behind(query_NHD, scene.rows, scene.paging, heads=2, key_dim=16, scale=0.25) for _ in range(2)]
-    wanted = attend(query_NHD, scene.rows, scene.paging, heads=2, key_dim=16, scale=0.25)
-    assert torch.equal(made[0], wanted) and torch.equal(made[1], wanted) and len(caplog.records) == 1
-    assert report.lines() == {"attention": "flashinfer (torch for heads of 16 channels)", "index": "triton"}
+        for what in ("heads of 80 channels", "heads of 80 channels", "rows in float32"):
+            report.leave("attention", what)
+    assert len(caplog.records) == 2
+    assert report.lines() == {"attention": "flashinfer (torch for heads of 80 channels, rows in float32)", "index": "triton"}
 
 
 def test_what_runs_is_told_in_short() -> None:

@@ -6,6 +6,7 @@ Rows are gathered by Triton: on the GPU where there is one, interpreted on the C
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from random import Random
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -191,3 +192,20 @@ def test_a_recorded_step_is_loaded_with_another_batch(library: FlashInferPicked)
         selection = (Picked(position_XK=torch.tensor(rows, device=scene.device)),)
         made = library(query_NHD, scene.rows, fixed, selection, heads=2, key_dim=WIDTH, scale=SCALE)
         assert (made.float() - expected(scene, query_NHD, selection, None)).abs().max() < TOLERANCE
+
+
+def test_what_there_is_no_kernel_for_is_told_with_its_reason(library: FlashInferPicked) -> None:
+    told: list[str] = []
+    attention = FlashInferAttention(torch.device(DEVICE), lambda query_NHD, *_, **__: query_NHD, told.append)
+    shape = Shape(heads=4, kv_heads=2, width=WIDTH, page=8, contexts=(3,), lengths=(1,))
+    for width, dtype in ((WIDTH, torch.bfloat16), (80, torch.bfloat16), (WIDTH, torch.float32)):
+        scene = Scene(replace(shape, width=width), dtype=dtype, device=DEVICE)
+        scene.clear_unwritten()
+        query_NHD = scene.made(1, 4, width).bfloat16()
+        attention(query_NHD, scene.rows, scene.paging, heads=2, key_dim=width, scale=SCALE)
+    seen = Scene(shape, dtype=torch.bfloat16, device=DEVICE)
+    late = replace(seen.paging.sight, first_seen=1)
+    assert told == ["heads of 80 channels", "rows in float32"]
+    seen.paging.sight = late
+    attention(seen.made(1, 4, WIDTH), seen.rows, seen.paging, heads=2, key_dim=WIDTH, scale=SCALE)
+    assert told[2:] == ["contexts that begin behind their first token"]

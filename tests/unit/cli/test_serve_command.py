@@ -66,6 +66,11 @@ sys.exit(main(["serve", "--model", "random-hybrid"]))
     assert done.returncode == 2 and missing in done.stderr and "pip install 'stepwell[serve]'" in done.stderr
 
 
+def test_the_end_of_a_prefix_is_computed_only_where_that_was_asked_for() -> None:
+    assert not serve._engine_config(parsed(), {}).compute_while_loading
+    assert serve._engine_config(parsed("--compute-while-loading"), {}).compute_while_loading
+
+
 def test_store_options_come_from_arguments_and_for_mooncake_from_the_environment() -> None:
     environment = {"MOONCAKE_MASTER": "there:50051", "OTHER": "x"}
     args = parsed("--store", "log:/d", "--store-budget", "50GiB", "--store-option", "direct=off")

@@ -10,7 +10,7 @@ FlashInfer does not have (odd widths, eight-bit rows, fp32, rows that may be on 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,12 +72,13 @@ class PageLists:
 class FlashInferAttention:
     """`attend` for CUDA. Keeps one workspace, and the library's own buffers for each kind of layer."""
 
-    def __init__(self, device: torch.device, behind: Attend) -> None:
+    def __init__(self, device: torch.device, behind: Attend, left: Callable[[str], None] = lambda what: None) -> None:
+        """`left` hears what goes to the operation behind it for want of a kernel."""
         import flashinfer
 
         self._library = flashinfer
         self._device = device
-        self._behind = behind
+        self._behind, self._left = behind, left
         self._hopper = torch.cuda.get_device_capability(device) == _HOPPER
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._kept: dict[tuple[Any, ...], Wrapper] = {}  # of passes that are not recorded, used again by every pass
@@ -86,8 +87,12 @@ class FlashInferAttention:
         self, query_NHD: torch.Tensor, rows: Rows, paging: Paging, *, heads: int, key_dim: int | None, scale: float,
         sinks_H: torch.Tensor | None = None, cap: float | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        takes = rows.places is None and self.takes(query_NHD, rows, paging, heads=heads, key_dim=key_dim)
-        if not takes or key_dim is None or (sinks_H is not None and (key_dim != _SINK_WIDTH or cap is not None)):
+        refused = self.refuses(query_NHD, rows, paging, heads=heads, key_dim=key_dim)
+        if refused is None and sinks_H is not None and (key_dim != _SINK_WIDTH or cap is not None):
+            refused = f"sinks of heads of {key_dim} channels"
+        if refused is not None:
+            self._left(refused)
+        if refused is not None or rows.places is not None or key_dim is None:
             return self._behind(query_NHD, rows, paging, heads=heads, key_dim=key_dim, scale=scale, sinks_H=sinks_H, cap=cap)
         layer = Heads(query_NHD.shape[1], heads, key_dim, scale, cap, sinks_H is not None, query_NHD.dtype)
         if layer not in paging.plans:
@@ -97,11 +102,16 @@ class FlashInferAttention:
             plan.run(query_NHD[span], keys_and_values(rows, layer), out_NHD[span], sinks_H)
         return out_NHD
 
-    def takes(self, query_NHD: torch.Tensor, rows: Rows, paging: Paging, *, heads: int, key_dim: int | None) -> bool:
-        """Whether the library has a kernel for these, were all of them where pages say."""
+    def refuses(self, query_NHD: torch.Tensor, rows: Rows, paging: Paging, *, heads: int, key_dim: int | None) -> str | None:
+        """What the library has no kernel for, were all rows where pages say; None where it has one."""
         stored = rows.stored_PRE
-        fits = rows.format is PLAIN and stored.dtype == query_NHD.dtype and not paging.sight.first_seen and _aligned(stored)
-        return fits and key_dim in _WIDTHS and stored.shape[2] == 2 * heads * key_dim
+        if rows.format is not PLAIN or stored.dtype != query_NHD.dtype:
+            return f"rows in {str(stored.dtype).removeprefix('torch.')}"
+        if key_dim not in _WIDTHS or stored.shape[2] != 2 * heads * key_dim:
+            return f"heads of {query_NHD.shape[2]} channels"
+        if paging.sight.first_seen:
+            return "contexts that begin behind their first token"
+        return None if _aligned(stored) else f"rows that do not begin at multiples of {ROW_ALIGNMENT_BYTES} bytes"
 
     def planned(self, layer: Heads, paging: Paging, page_tokens: int, *, decode: bool, count: int) -> Planned:
         """Something to plan for `count` segments with pages of so many rows. Passes that are not recorded use the same wrappers

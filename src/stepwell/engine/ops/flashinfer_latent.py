@@ -11,7 +11,7 @@ and M rows of a copy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -33,17 +33,23 @@ ALIGNED_BYTES = 16  # where rows must begin
 class FlashInferLatent:
     """`attend_latent` for CUDA, and `attend_selected`. Keeps one workspace, and what the library needs for each plan."""
 
-    def __init__(self, device: torch.device, behind: AttendLatent, behind_selected: AttendSelected) -> None:
+    def __init__(
+        self, device: torch.device, behind: AttendLatent, behind_selected: AttendSelected,
+        left: Callable[[str], None] = lambda what: None,
+    ) -> None:  # fmt: skip
+        """`left` hears what goes to the operations behind it for want of a kernel."""
         from flashinfer.mla import BatchMLAPagedAttentionWrapper
 
         self._made_by = BatchMLAPagedAttentionWrapper
         self._behind = behind
         self._behind_selected = behind_selected
+        self._left = left
         self._device = device
         self._kept: list[Wrapper] = []  # of passes that are not recorded, used again by every pass
 
     def __call__(self, query_NHC: torch.Tensor, rows: Rows, paging: Paging, *, rank: int, scale: float) -> torch.Tensor:
-        if not _fits(query_NHC, rows, paging, rank):
+        if (refused := _refuses(query_NHC, rows, paging, rank)) is not None:
+            self._left(refused)
             return self._behind(query_NHC, rows, paging, rank=rank, scale=scale)
         layer = Heads(query_NHC.shape[1], scale, query_NHC.dtype)
         out_NHR = query_NHC.new_empty(*query_NHC.shape[:2], RANK)
@@ -58,7 +64,8 @@ class FlashInferLatent:
     def attend_selected(
         self, query_NHC: torch.Tensor, rows: Rows, paging: Paging, selection: Selection, *, rank: int, scale: float
     ) -> torch.Tensor:
-        if not _fits(query_NHC, rows, paging, rank):
+        if (refused := _refuses(query_NHC, rows, paging, rank)) is not None:
+            self._left(refused)
             return self._behind_selected(query_NHC, rows, paging, selection, rank=rank, scale=scale)
         if all(picked is None for picked in selection):
             return self(query_NHC, rows, paging, rank=rank, scale=scale)
@@ -155,9 +162,13 @@ def within_reach(rows: Rows) -> bool:
     return aligned and stored.data_ptr() % ALIGNED_BYTES == 0 and len(stored) * stored.stride(0) < REACH
 
 
-def _fits(query_NHC: torch.Tensor, rows: Rows, paging: Paging, rank: int) -> bool:
-    widths = rank == RANK and query_NHC.shape[2] == RANK + ROTATED
-    return widths and query_NHC.dtype == rows.dtype != torch.float32 and not paging.sight.first_seen
+def _refuses(query_NHC: torch.Tensor, rows: Rows, paging: Paging, rank: int) -> str | None:
+    """What the library has no kernel for; None where it has one."""
+    if rank != RANK or query_NHC.shape[2] != RANK + ROTATED:
+        return f"latents of {query_NHC.shape[2]} channels"
+    if query_NHC.dtype != rows.dtype or rows.dtype == torch.float32:
+        return f"latents in {str(rows.dtype).removeprefix('torch.')}"
+    return "contexts that begin behind their first token" if paging.sight.first_seen else None
 
 
 def _table(part: Singles | Run) -> torch.Tensor:

@@ -11,7 +11,7 @@ plan. Importing needs Triton. Axes as in `picked.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import gcd
 
 import numpy as np
@@ -32,15 +32,18 @@ MOST_PAGE_ROWS = 16  # of gathered rows
 class FlashInferPicked:
     """`attend_picked` for CUDA, by the wrappers of a `FlashInferAttention`."""
 
-    def __init__(self, attention: FlashInferAttention, behind: AttendPicked) -> None:
+    def __init__(
+        self, attention: FlashInferAttention, behind: AttendPicked, left: Callable[[str], None] = lambda what: None
+    ) -> None:
         self._attention = attention
-        self._behind = behind
+        self._behind, self._left = behind, left
 
     def __call__(
         self, query_NHD: torch.Tensor, rows: Rows, paging: Paging, selection: Selection, *, heads: int, key_dim: int,
         scale: float, cap: float | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        if not self._attention.takes(query_NHD, rows, paging, heads=heads, key_dim=key_dim):
+        if (refused := self._attention.refuses(query_NHD, rows, paging, heads=heads, key_dim=key_dim)) is not None:
+            self._left(refused)
             return self._behind(query_NHD, rows, paging, selection, heads=heads, key_dim=key_dim, scale=scale, cap=cap)
         layer = Heads(query_NHD.shape[1], heads, key_dim, scale, cap, False, query_NHD.dtype)
         out_NHD = torch.empty_like(query_NHD, memory_format=torch.contiguous_format)

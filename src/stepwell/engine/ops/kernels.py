@@ -91,11 +91,17 @@ WriteRows = Callable[[Rows, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 @dataclass(slots=True)
 class Report:
-    """What runs each operation, for people: which library, what it left to plain torch, and which failed and why."""
+    """What runs each operation, for people: which library, what FlashInfer leaves to plain torch, and which failed and why."""
 
     chosen: dict[str, str] = field(default_factory=dict)
-    left: dict[str, str] = field(default_factory=dict)
+    left: dict[str, list[str]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
+
+    def leave(self, name: str, what: str) -> None:
+        """Something that a library has no kernel for runs in plain torch. Said once."""
+        if what not in (left := self.left.setdefault(name, [])):
+            left.append(what)
+            log.warning("%s: %s has no kernel for %s, so plain torch runs it, slowly", name, self.chosen.get(name), what)
 
     def lines(self) -> dict[str, str]:
         """The operation, and what runs it now."""
@@ -104,7 +110,7 @@ class Report:
     def _line(self, name: str, library: str) -> str:
         if name in self.failed:
             return f"torch ({library} failed: {self.failed[name]})"
-        return f"{library} (torch for {self.left[name]})" if name in self.left else library
+        return f"{library} (torch for {', '.join(self.left[name])})" if name in self.left else library
 
 
 def by_library(lines: Mapping[str, str]) -> str:
@@ -252,13 +258,13 @@ def _flashinfer(report: Report, device: torch.device) -> dict[str, Any]:
     from stepwell.engine.ops.flashinfer_attention import FlashInferAttention
 
     report.chosen["attention"] = "flashinfer"
-    attention = FlashInferAttention(device, Left("attention", attend, report))
+    attention = FlashInferAttention(device, attend, partial(report.leave, "attention"))
     made = {"attend": Guarded("attention", attention, attend, report)}
     if find_spec("triton") is None:
         return made
     from stepwell.engine.ops.flashinfer_picked import FlashInferPicked
 
-    picked = FlashInferPicked(attention, Left("picked rows", attend_picked, report))
+    picked = FlashInferPicked(attention, attend_picked, partial(report.leave, "picked rows"))
     made["attend_picked"] = Guarded("picked rows", picked, attend_picked, report)
     return made | _flashinfer_latent(report, device)
 
@@ -271,9 +277,7 @@ def _flashinfer_latent(report: Report, device: torch.device) -> dict[str, Any]:
     from stepwell.engine.ops.triton_shared import TritonShared
 
     report.chosen |= {"latents": "flashinfer", "picked rows": "flashinfer", "index": "triton and flashinfer"}
-    latent = FlashInferLatent(
-        device, Left("latents", attend_latent, report), Left("picked rows", attend_selected, report)
-    )  # fmt: skip
+    latent = FlashInferLatent(device, attend_latent, attend_selected, partial(report.leave, "latents"))
     fast_select = TritonSelect(highest)
     return {
         "attend_latent": Guarded("latents", latent, attend_latent, report),
@@ -282,24 +286,6 @@ def _flashinfer_latent(report: Report, device: torch.device) -> dict[str, Any]:
         "best": Guarded("index", partial(fast_best, top_k=highest), best, report),
         "attend_shared": Guarded("entries", TritonShared(fast_select), attend_shared, report),
     }
-
-
-class Left:
-    """The plain operation behind a library, for what the library does not take. Said once: it is slow."""
-
-    def __init__(self, name: str, plain: Callable[..., Any], report: Report) -> None:
-        self._name = name
-        self._plain = plain
-        self._report = report
-
-    def __call__(self, *args: Any, **more: Any) -> Any:
-        """Of queries `[N, H, D]` and rows, before whatever else."""
-        query_NHD, rows = args[:2]
-        if self._name not in self._report.left and rows.places is None:  # rows on the host are its business everywhere
-            self._report.left[self._name] = what = f"heads of {query_NHD.shape[2]} channels"
-            library = self._report.chosen[self._name]
-            log.warning("%s: %s does not take %s, which run in plain torch: slow", self._name, library, what)
-        return self._plain(*args, **more)
 
 
 class Guarded:

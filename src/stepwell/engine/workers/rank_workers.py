@@ -253,6 +253,7 @@ class RankWorkers:
                 self._answers[rank] = message
                 for name, why in read_kernels(message, "failed").items():
                     self.kernels.failed.setdefault(name, f"rank {rank}: {why}")
+                self.kernels.left |= {name: [what] for name, what in read_kernels(message, "left").items()}
                 self._under_way = len(self._answers) < self.size
             case "copied":
                 self.copies.answered(rank, message)

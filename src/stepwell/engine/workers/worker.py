@@ -211,7 +211,9 @@ class Shard:
             log.exception("a pass failed")
             answer = Message(kind=BROKE, fields={"pass": number, "error": f"{type(error).__name__}: {error}"[:MOST_TEXT]})
         fields = {**answer.fields, "calls": self._calls.begun}
-        return replace(answer, fields=fields | ({"failed": dict(report.failed)} if report.failed else {}))
+        left = {name: ", ".join(what) for name, what in report.left.items()}
+        said = {"failed": dict(report.failed), "left": left}
+        return replace(answer, fields=fields | {name: words for name, words in said.items() if words})
 
     def _pass(self, message: Message, number: int) -> Message:
         """Every rank has all logits; the first one chooses."""

@@ -25,10 +25,12 @@ def tensors_of(made: Checkpoint) -> dict[str, torch.Tensor]:
 
 @cache
 def target(family: str, *, own_layer: bool = False) -> Checkpoint:
-    """A small model; with a layer behind its last that drafts, which is nothing like the others but guesses well now and then."""
-    made = checkpoint(family)
-    if not own_layer:
-        return made
+    """A small model, as it is or with a layer that drafts."""
+    return with_own_layer(checkpoint(family)) if own_layer else checkpoint(family)
+
+
+def with_own_layer(made: Checkpoint) -> Checkpoint:
+    """The same with a layer behind its last that drafts, which is nothing like the others but guesses well now and then."""
     tensors, config = {name: each.clone() for name, each in tensors_of(made).items()}, dict(made.config)
     layers, hidden = config["num_hidden_layers"], config["hidden_size"]
     assert isinstance(layers, int) and isinstance(hidden, int)
@@ -52,7 +54,7 @@ def target(family: str, *, own_layer: bool = False) -> Checkpoint:
         f"{new}shared_head.head.weight": tensors["lm_head.weight"].clone(),
     }
     return replace(
-        made, config=config | {"num_nextn_predict_layers": 1}, source=HeldTensors(tensors), digest=f"test-{family}-own"
+        made, config=config | {"num_nextn_predict_layers": 1}, source=HeldTensors(tensors), digest=f"{made.digest}-own"
     )
 
 

@@ -1,6 +1,6 @@
 """Pages of an arena whose offsets need more than 32 bits: the bits of every operation are those over pages nearby.
 
-Takes up to 32 GiB of the device.
+Takes up to 32 GiB of the device, and 9 GiB of pinned host memory.
 """
 
 from __future__ import annotations
@@ -10,11 +10,15 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from engine.kernels import test_triton_rows as gathering  # noqa: E402
 from engine.paged import Scene, Shape, far_apart  # noqa: E402
 from gpu.test_latent_on_cuda import LATENT_ROWS, SCALE, in_eight_bits, library, picks, scene_of  # noqa: E402, F401
+from gpu.test_sparse_on_cuda import check, right_rows, whole  # noqa: E402
 from not_run import NO_CUDA  # noqa: E402
 from stepwell.engine.ops import triton_pointwise as fast  # noqa: E402
-from stepwell.engine.passes.rows import PLAIN, Rows  # noqa: E402
+from stepwell.engine.passes.rows import PLAIN, RowFormat, Rows  # noqa: E402
+from stepwell.sparse import triton_fetch, triton_read, triton_resolve  # noqa: E402
+from unit.sparse.far import PAGES, WHICH, spread  # noqa: E402
 
 HAS_ROOM = torch.cuda.is_available() and torch.cuda.mem_get_info()[0] > 40 << 30
 pytestmark = [
@@ -68,3 +72,32 @@ def test_latents(kind: str, picked: bool, library) -> None:  # noqa: F811
             made.append(library(query_NHC, each, scene.paging, rank=512, scale=SCALE))
     assert kind == "eight bits" or not flashinfer_latent.within_reach(far_apart(rows))
     assert (made[0].float() - made[1].float()).abs().max() < 0.01, "they may be copied first, and then cut otherwise"
+
+
+# ---- rows on the host: `WHICH` says what lies far apart -------------------------------------------------
+
+
+@pytest.mark.parametrize("which", WHICH)
+def test_rows_on_the_host_are_found_fetched_and_read(which: str) -> None:
+    """Of an odd number of bytes, so that offsets count bytes."""
+    shape = (PAGES, 2, 64, 655)
+    host, rows = (spread(shape, far=which == name, device=where) for name, where in (("host", "pinned"), ("rows", "cuda")))
+    host.copy_(torch.randint(0, 255, shape, dtype=torch.uint8))
+    places, plan, wanted = whole(host, rows, count=500, far=which)
+    at = wanted.position_XK[0].long()
+    given = at // places.page_rows, at % places.page_rows, 0
+    for layer in range(2):
+        assert torch.equal(triton_read.read(places, layer, *given).cpu(), right_rows(places, wanted, layer)), "on the host"
+    triton_resolve.resolve(places, 0, wanted, plan)
+    for layer in range(2):
+        triton_fetch.fetch(places, layer, plan)
+    check(places, wanted, 2)
+    for layer in range(2):
+        assert torch.equal(triton_read.read(places, layer, *given).cpu(), right_rows(places, wanted, layer)), "in slots"
+
+
+@pytest.mark.parametrize("which", WHICH)
+@pytest.mark.parametrize("kept", [PLAIN, gathering.LATENT], ids=str)
+@pytest.mark.parametrize("late", [False, True])
+def test_rows_on_the_host_are_gathered(kept: RowFormat, which: str, late: bool) -> None:
+    gathering.check_gathering_from_far_pages(kept, which, late=late)

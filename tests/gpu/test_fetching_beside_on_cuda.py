@@ -25,6 +25,7 @@ from gpu.test_spilling_on_cuda import (  # noqa: E402
 from not_run import NO_CUDA  # noqa: E402
 from parity.recorded import PAGE, Recorded, distance  # noqa: E402
 from parity.spilling import SPARSE, prompts, recorded, spilled  # noqa: E402
+from parity.test_spilled_keys_and_values import SELECTORS  # noqa: E402
 from parity.test_spilled_rows import check_same  # noqa: E402
 from stepwell.engine.loading.checkpoint import Checkpoint  # noqa: E402
 
@@ -32,7 +33,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 SLEEP = 400_000  # cycles before a fetch begins: some tenths of a millisecond, in which a pass gets far
 HEADS_OF_128 = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128}
-KEYS_AND_VALUES = {"sparse": "quest", "sparse_budget": 112, "dtype": "bf16", "device": "cuda"}
+KEYS_AND_VALUES = {"sparse_budget": 112, "dtype": "bf16", "device": "cuda"}
 
 
 def late(made: Recorded) -> Recorded:
@@ -111,23 +112,20 @@ def heads_of_128() -> Checkpoint:
     return checkpoint_of("llama-heads-of-128", model.float())
 
 
-def quest(*, hot_rows: int | None, **more: Any) -> Recorded:
-    room = {"memory": "64MiB", "host_memory": "64MiB"}
-    made = (
-        recorded(heads_of_128(), **room, **KEYS_AND_VALUES, **more)
-        if hot_rows is None
-        else spilled(heads_of_128(), hot_rows=hot_rows, **room, **KEYS_AND_VALUES, **more)
-    )
+def picking(selector: str, *, hot_rows: int | None, **more: Any) -> Recorded:
+    settings = {"memory": "64MiB", "host_memory": "64MiB", "sparse": selector, **KEYS_AND_VALUES, **more}
+    made = recorded(heads_of_128(), **settings) if hot_rows is None else spilled(heads_of_128(), hot_rows=hot_rows, **settings)
     assert made.engine.kernels["picked rows"] == "flashinfer", made.engine.kernels
     return made
 
 
+@pytest.mark.parametrize("selector", SELECTORS)
 @pytest.mark.parametrize("hot_rows", [0, 2 * PAGE, 12 * PAGE])
 @pytest.mark.parametrize("fetch_beside", [False, True])
-def test_quest_sees_the_same_keys_and_values_wherever_they_are(hot_rows: int, fetch_beside: bool) -> None:
+def test_answers_see_the_same_keys_and_values_wherever_they_are(selector: str, hot_rows: int, fetch_beside: bool) -> None:
     """One request at a time, whose prompts are long: then the same kernels run over the same rows."""
     pytest.importorskip("flashinfer")
-    one, other = quest(hot_rows=None), quest(hot_rows=hot_rows, fetch_beside=fetch_beside)
+    one, other = picking(selector, hot_rows=None), picking(selector, hot_rows=hot_rows, fetch_beside=fetch_beside)
     other = late(other) if fetch_beside else other
     for prompt in prompts((500, 333, 160)):
         check_same([other.play(prompt, answer=40)], [one.play(prompt, answer=40)])
@@ -138,10 +136,11 @@ def test_quest_sees_the_same_keys_and_values_wherever_they_are(hot_rows: int, fe
     other.close()
 
 
-def test_quest_beside_others_is_as_near_as_rounding_is() -> None:
+@pytest.mark.parametrize("selector", SELECTORS)
+def test_answers_beside_others_are_as_near_as_rounding_is(selector: str) -> None:
     """Several prompts in one pass are attended to one by one where some rows are on the host: last bits may differ."""
     pytest.importorskip("flashinfer")
-    one, other = quest(hot_rows=None), late(quest(hot_rows=12 * PAGE, fetch_beside=True))
+    one, other = picking(selector, hot_rows=None), late(picking(selector, hot_rows=12 * PAGE, fetch_beside=True))
     then, now = (made.play_all(prompts((500, 333, 260, 410)), answer=1) for made in (one, other))
     assert max(distance(a, b) for a, b in zip(now, then, strict=True)) < 0.2
     one.close()

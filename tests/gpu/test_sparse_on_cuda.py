@@ -16,6 +16,7 @@ from stepwell.sparse.places import Places  # noqa: E402
 from stepwell.sparse.resolve import Plan, Wanted  # noqa: E402
 from stepwell.sparse.triton_read import read as read_by_triton  # noqa: E402
 from stepwell.transfer.torch_memory import pinned_bytes  # noqa: E402
+from unit.sparse.far import spread  # noqa: E402
 from unit.sparse.scene import Scene, live, random_pass, tables_of  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_CUDA)]
@@ -118,26 +119,13 @@ def test_rows_lie_where_the_pages_of_a_model_have_them(kernels, row_bytes: int) 
     check(places, wanted, layers)
 
 
-def test_offsets_beyond_four_gigabytes(kernels) -> None:
-    """In rows, where a page lies far behind the first."""
-    far, rows, row_bytes = (2 << 30) + 4096, 64, 656
-    flat = torch.zeros(2 * far + 2 * rows * row_bytes, dtype=torch.uint8, device="cuda")
-    device_rows = flat.as_strided((3, 2, rows, row_bytes), (far, rows * row_bytes, row_bytes, 1))
-    host = torch.randint(0, 255, (8, 2, rows, row_bytes), dtype=torch.uint8).pin_memory()
-    places, plan, wanted = whole(host, device_rows, count=190)
-    kernels[0](places, 0, wanted, plan)
-    for layer in range(2):
-        kernels[1](places, layer, plan)
-    check(places, wanted, 2)
-
-
-def whole(host_PLRE: torch.Tensor, rows_PLRE: torch.Tensor, *, count: int) -> tuple[Places, Plan, Wanted]:
-    """One request all of whose pages are on the host, and so many random rows of it."""
+def whole(host_PLRE: torch.Tensor, rows_PLRE: torch.Tensor, *, count: int, far: str | None = None) -> tuple[Places, Plan, Wanted]:
+    """One request all of whose pages are on the host, and so many random rows of it. Hints or headers may lie `far` apart."""
     pages, hot, rows = len(host_PLRE), len(rows_PLRE), host_PLRE.shape[2]
     places = Places(
         rows_PLRE=rows_PLRE, host_PLRE=host_PLRE, numbers=hot, requests=1,
-        slot_PGR=torch.zeros(pages, 1, rows, dtype=torch.int32, device="cuda"),
-        header_P3=torch.zeros(pages, 3, dtype=torch.int32, device="cuda"),
+        slot_PGR=spread((pages, 1, rows), torch.int32, far=far == "hints", device="cuda"),
+        header_P3=spread((pages, 3), torch.int32, far=far == "headers", device="cuda"),
     )  # fmt: skip
     ids, numbers = np.arange(pages, dtype=np.int32), np.arange(hot, dtype=np.int32)
     header_N3 = np.stack([ids, np.full(pages, ABSENT, np.int32), ids[::-1]], axis=1)
@@ -157,8 +145,13 @@ def check(places: Places, wanted: Wanted, layers: int) -> None:
     where = places.where(page, row, 0)
     assert bool((where.device >= 0).all())
     for layer in range(layers):
-        right = places.host_PLRE[len(places.host_PLRE) - 1 - page.cpu(), layer, row.cpu()]
-        assert torch.equal(places.read(layer, page, row, 0).cpu(), right)
+        assert torch.equal(places.read(layer, page, row, 0).cpu(), right_rows(places, wanted, layer))
+
+
+def right_rows(places: Places, wanted: Wanted, layer: int) -> torch.Tensor:
+    """What is wanted, as the host has it."""
+    at = wanted.position_XK[0].long().cpu()
+    return places.host_PLRE[len(places.host_PLRE) - 1 - at // places.page_rows, layer, at % places.page_rows]
 
 
 def test_counts_are_read_without_waiting(kernels) -> None:

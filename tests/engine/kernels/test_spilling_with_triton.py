@@ -7,11 +7,13 @@ import torch
 
 pytest.importorskip("triton")
 pytest.importorskip("transformers")
+from engine.drafted import target
+from engine.small import DEFAULTS, run
 from parity.recorded import PAGE, Played, Recorded
-from parity.spilling import prompts, recorded, report, spilled
+from parity.spilling import press, prompts, recorded, report, short, spilled
 from parity.test_spilled_rows import check_same
 from stepwell.base.ids import Kind
-from stepwell.engine import build
+from stepwell.engine import Ask, EngineConfig, Limits, Sampling, build, build_engine
 from stepwell.engine.models import registry
 from stepwell.engine.ops.kernels import Kernels
 from stepwell.engine.ops.triton_rows import write_rows
@@ -81,3 +83,23 @@ def test_triton_finds_and_fetches_the_same_keys_and_values(selector: str, hot_ro
     assert report(fast) == report(plain) and report(fast).misses
     for each in (one, plain, fast):
         each.close()
+
+
+def test_triton_finds_and_fetches_the_same_rows_for_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guesses of the model's own layer: several query rows of a request in one launch."""
+    made, limits = short(target("deepseek_v32", own_layer=True)), Limits(chunk_tokens=64, max_running=2)
+    ask = Ask(tokens=prompts((80,))[0], sampling=Sampling(max_tokens=8, logprobs=1))
+    settings = DEFAULTS | {"draft": "mtp", "limits": limits, "device_memory": "1MiB", "host_memory": "600KiB"}
+    answers, reports = [], []
+    for kernels in (None, FAST):
+        if kernels is not None:
+            monkeypatch.setattr(registry, "choose_kernels", lambda *args: FAST)
+            monkeypatch.setattr(build, "_tensor", over_one_block)
+        with build_engine(made, EngineConfig(**settings, sparse="dsa", hot_rows=2 * PAGE)) as engine:
+            press(engine)
+            (deltas,) = run(engine, [ask])
+            assert deltas[-1].usage is not None and deltas[-1].usage.proposed_tokens > 0
+            answers.append([(each.token, each.logprob) for delta in deltas for each in delta.logprobs])
+            reports.append(report(engine))
+    assert answers[1] == answers[0] and len(answers[0]) == 8
+    assert reports[1] == reports[0] and reports[0].misses

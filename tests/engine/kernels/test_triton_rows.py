@@ -17,6 +17,7 @@ pytest.importorskip("triton")
 from stepwell.engine.ops import triton_gather
 from stepwell.engine.ops.triton_gather import gather_rows
 from stepwell.engine.ops.triton_rows import views_of, write_rows
+from unit.sparse.far import PAGES, WHICH, spread
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LATENT, INDEX, SHARED = Tiled(width=512, exact=64), Tiled(width=128), Powers(width=448, exact=64)
@@ -99,22 +100,21 @@ def test_gathered_rows_are_those_of_plain_torch(kept: RowFormat, every: bool) ->
     assert torch.equal(made, expected)
 
 
-def scattered(rows: Rows, seed: int) -> Rows:
+def scattered(rows: Rows, seed: int, far: str | None = None) -> Rows:
     """The same rows under prefix pages: a third in pages of their own, the others on the host, of which some in hot slots too.
 
-    What is nobody's on the device holds no numbers.
+    What is nobody's on the device holds no numbers. Some of the pages may lie `far` apart.
     """
     random, (pages, size, width), stored = Random(seed), rows.stored_PRE.shape, rows.stored_PRE
-    device = torch.full((2 * pages, 3, size, width), 255, dtype=torch.uint8, device=DEVICE).to(stored.dtype)
-    device = device if stored.dtype == torch.uint8 else device.fill_(torch.nan)
-    host = torch.stack([stored] * 3, 1).cpu()
-    host = host.pin_memory() if DEVICE == "cuda" else host
-    hint_PGR = torch.randint(-(2**31), 2**31 - 1, (pages, 2, size), dtype=torch.int32, device=DEVICE)
-    found = Places(
-        rows_PLRE=device, host_PLRE=host, slot_PGR=hint_PGR, numbers=3, requests=1,
-        header_P3=torch.full((pages, 3), -1, dtype=torch.int32, device=DEVICE),
-    )  # fmt: skip
-    own = random.sample(range(2 * pages), pages + 3)
+    device = spread((pages + 3, 3, size, width), stored.dtype, far=far == "rows", device=DEVICE)
+    device.fill_(255 if stored.dtype == torch.uint8 else torch.nan)
+    host = spread((pages, 3, size, width), stored.dtype, far=far == "host", device="pinned" if DEVICE == "cuda" else DEVICE)
+    host.copy_(torch.stack([stored] * 3, 1))
+    hint_PGR = spread((pages, 2, size), torch.int32, far=far == "hints", device=DEVICE)
+    hint_PGR.random_(-(2**31), 2**31 - 1)
+    header_P3 = spread((pages, 3), torch.int32, far=far == "headers", device=DEVICE).fill_(-1)
+    found = Places(rows_PLRE=device, host_PLRE=host, slot_PGR=hint_PGR, numbers=3, requests=1, header_P3=header_P3)
+    own = random.sample(range(pages + 3), pages + 3)
     found.hot_N.copy_(torch.tensor(own[pages:]))
     for page in range(pages):
         if page % 3 == 0:
@@ -149,6 +149,28 @@ def test_rows_are_gathered_from_wherever_they_are(kept: RowFormat, every: bool) 
     plain = spread.whole(table_SP).flatten(1, 2)
     plain = plain if every else plain.gather(1, position_SK[..., None].expand(-1, -1, plain.shape[2]))
     assert torch.equal(plain, expected)
+
+
+@pytest.mark.parametrize("which", WHICH)
+@pytest.mark.parametrize("kept", [PLAIN, LATENT], ids=str)
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.skipif(DEVICE == "cuda", reason="takes gigabytes there: see tests/gpu/test_far_pages_on_cuda.py")
+def test_rows_are_gathered_from_pages_beyond_32_bits(kept: RowFormat, which: str, late: bool) -> None:
+    """Those that were there, and those that come meanwhile."""
+    check_gathering_from_far_pages(kept, which, late=late)
+
+
+def check_gathering_from_far_pages(kept: RowFormat, which: str, *, late: bool) -> None:
+    rows, random = arena(kept, 576, PAGES), Random(3)
+    at_N = torch.arange(PAGES * PAGE, device=DEVICE)
+    rows.write(at_N // PAGE, at_N % PAGE, some_rows(PAGES * PAGE, 576, 4))
+    apart = scattered(rows, 5, far=which)
+    assert apart.places is not None
+    if late:
+        apart = replace(apart, places=replace(apart.places, beside=Coming(apart, 200)))
+    table_SP = torch.tensor([random.sample(range(PAGES), PAGES) for _ in range(2)], device=DEVICE)
+    position_SK = torch.tensor([random.sample(range(PAGES * PAGE), PAGES * PAGE) for _ in range(2)], device=DEVICE)
+    assert torch.equal(gather_rows(apart, table_SP, position_SK), gather_rows(rows, table_SP, position_SK))
 
 
 class Coming(Beside):

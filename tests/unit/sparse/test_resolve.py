@@ -13,10 +13,11 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 from stepwell.memory.row_pages import ABSENT, Changes  # noqa: E402
 from stepwell.sparse import resolve as plain  # noqa: E402
 from stepwell.sparse.counts import FETCHED  # noqa: E402
-from stepwell.sparse.places import LAST_PASS, Places  # noqa: E402
+from stepwell.sparse.places import LAST_PASS, Places, Read  # noqa: E402
 from stepwell.sparse.replacement import LAST, score_bins  # noqa: E402
 from stepwell.sparse.resolve import Fetch, Plan, Resolve, Wanted  # noqa: E402
 from stepwell.sparse.trace import STEADY, count_misses, make_trace  # noqa: E402
+from unit.sparse.far import PAGES, WHICH, spread  # noqa: E402
 from unit.sparse.scene import R, Scene, live, random_pass, tables_of  # noqa: E402
 
 Both = tuple[Resolve, Fetch]
@@ -183,19 +184,25 @@ def test_garbage_in_hints_is_never_served(both: Both) -> None:
         assert torch.equal(found, places.host_PLRE[number // R, 0, number % R])
 
 
-@pytest.mark.parametrize("which", ["host", "rows", "hints"])
-def test_offsets_beyond_four_gigabytes(both: Both, which: str) -> None:
-    """Pages so far apart that offsets in words, and in bytes even more so, need more than 32 bits."""
-    far = (1 << 32) + 4096
-    apart = {"host": far, "rows": far, "hints": far} if which == "all" else {which: far}
-    places, plan = small(pages=2, hot=2, apart=apart)
-    asked = (0, 3, 5, 6)
-    both[0](places, 0, one(asked, hot=[1, 0], pages=2), plan)
+@pytest.mark.parametrize("which", WHICH)
+def test_offsets_beyond_32_bits(both: Both, which: str) -> None:
+    """In rows of an odd number of bytes, which are read byte by byte: where they lie on the host, and from their slots."""
+    places, plan = small(pages=PAGES, hot=PAGES, far=which, row_bytes=45)
+    number = torch.tensor(range(0, R * PAGES, 2))
+    right = places.host_PLRE[number // R, 0, number % R]
+    assert torch.equal(reader_of(both)(places, 0, number // R, number % R, 0), right)
+    both[0](places, 0, one(number.tolist(), hot=[*range(PAGES)], pages=PAGES), plan)
     both[1](places, 0, plan)
-    number = torch.tensor(asked)
-    where = places.where(number // R, number % R, 0)
-    assert (where.device >= 0).all()
-    assert torch.equal(places.read(0, number // R, number % R, 0), places.host_PLRE[number // R, 0, number % R])
+    assert (places.where(number // R, number % R, 0).device >= 0).all()
+    assert torch.equal(reader_of(both)(places, 0, number // R, number % R, 0), right)
+
+
+def reader_of(both: Both) -> Read:
+    if both[0] is plain.resolve:
+        return Places.read
+    from stepwell.sparse.triton_read import read
+
+    return read
 
 
 def test_a_pass_without_queries_or_hot_pages_leaves_an_empty_plan(both: Both) -> None:
@@ -213,21 +220,14 @@ def test_a_pass_without_queries_or_hot_pages_leaves_an_empty_plan(both: Both) ->
     both[1](places, 0, plan)
 
 
-def small(*, pages: int, hot: int, apart: dict[str, int] | None = None) -> tuple[Places, Plan]:
-    """Pages that are all on the host, each in the host page of its own id; `apart` says how many bytes lie between pages."""
-    apart = apart or {}
-
-    def spread(count: int, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> torch.Tensor:
-        size = int(np.prod(shape))
-        stride = apart.get(name, size * dtype.itemsize) // dtype.itemsize
-        flat = torch.empty((count - 1) * stride + size, dtype=dtype)  # only what is touched takes memory
-        return flat.as_strided((count, *shape), (stride, *torch.empty(shape, device="meta").stride()))
-
-    host_PLRE = spread(pages, (1, R, 48), torch.uint8, "host")
+def small(*, pages: int, hot: int, far: str | None = None, row_bytes: int = 48) -> tuple[Places, Plan]:
+    """Pages that are all on the host, each in the host page of its own id; some of them `far` apart."""
+    host_PLRE = spread((pages, 1, R, row_bytes), far=far == "host")
     host_PLRE[:] = torch.randint(0, 255, host_PLRE.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     places = Places(
-        rows_PLRE=spread(hot, (1, R, 48), torch.uint8, "rows"), host_PLRE=host_PLRE, numbers=hot, requests=4,
-        slot_PGR=spread(pages, (1, R), torch.int32, "hints"), header_P3=torch.zeros(pages, 3, dtype=torch.int32),
+        rows_PLRE=spread((hot, 1, R, row_bytes), far=far == "rows"), host_PLRE=host_PLRE, numbers=hot, requests=4,
+        slot_PGR=spread((pages, 1, R), torch.int32, far=far == "hints"),
+        header_P3=spread((pages, 3), torch.int32, far=far == "headers"),
     )  # fmt: skip
     ids, numbers = np.arange(pages, dtype=np.int32), np.arange(hot, dtype=np.int32)
     header_N3 = np.stack([ids, np.full(pages, ABSENT, np.int32), ids], axis=1)

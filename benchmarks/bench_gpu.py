@@ -61,6 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _arguments(argv)
     console = Console(width=args.width)
     logging.basicConfig(level=logging.WARNING)
+    logging.getLogger("stepwell.store").setLevel(logging.INFO)  # how a log reads its disk
     if not args.tiny and not torch.cuda.is_available():
         console.print("bench-gpu: no CUDA here, nothing was measured (--tiny runs the script on small models)")
         return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import mmap
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -154,10 +155,12 @@ def test_values_of_any_length_go_past_the_page_cache(size: int, open_with: Calla
     assert store.read_into(HERE, [Read(key=key("odd"), into=into)])[0].outcome is ReadOutcome.FOUND and into == data
 
 
-def test_both_ways_are_tried_and_timed_within_the_budget(tmp_path: Path) -> None:
+def test_both_ways_are_tried_and_timed_within_the_budget(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     with closing(open_directory(tmp_path / "store", clock=SystemClock(), budget_bytes=64 * MIB, segment_bytes=4 * MIB)) as store:
         measured = store.measured
         assert measured.read_bytes_per_s > 0 and measured.write_bytes_per_s > 0
+        assert f"{tmp_path / 'store'}: reads {'past' if measured.direct_reads else 'through'} the page cache at " in caplog.text
         assert store.stat().directory_bytes <= 64 * MIB and store.stat().values == 0
     with closing(open_directory(tmp_path / "store", clock=SystemClock())) as store:
         assert store.counters["recovered_batches"] == 0 and store.counters["damaged_gaps"] == 0, "a probe leaves nothing"

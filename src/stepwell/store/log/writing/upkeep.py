@@ -11,18 +11,22 @@ through the page cache, untimed.
 from __future__ import annotations
 
 import errno
+import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 
 from stepwell.base.errors import ConfigError
 from stepwell.base.meters import Clock
+from stepwell.base.units import format_bytes
 from stepwell.store.log.disk.files import BLOCK_BYTES, Disk, Scratch, replace_file
 from stepwell.store.log.format import segment_list, snapshot, superblock
 from stepwell.store.log.format.segment_list import NOTHING_YET, SegmentInfo, SegmentList
 from stepwell.store.log.format.snapshot import Snapshot
 from stepwell.store.log.state.log_state import IoMode, LogState
 from stepwell.store.log.state.segments import Segment, State
+
+log = logging.getLogger(__name__)
 
 # What a crash may leave to be read again: about two seconds' worth of headers. A snapshot costs in proportion to all
 # values, so the more there are, the more have to come in between.
@@ -152,9 +156,16 @@ class Probe:
         try:
             with state.lock:
                 state.segments.open(active)
-            state.io_mode = _try(state.disk, active, offset, self._size, self._always, self._clock)
+            state.io_mode = mode = _try(state.disk, active, offset, self._size, self._always, self._clock)
+            log.info("%s: reads %s, writes %s", state.directory, *_said(mode))
         except OSError:  # it stays as it is, untimed
             state.counters.add("failed_probes")
+
+
+def _said(mode: IoMode) -> tuple[str, str]:
+    ways = (mode.direct_reads, mode.read_bytes_per_s), (mode.direct_writes, mode.write_bytes_per_s)
+    read, write = (f"{'past' if past else 'through'} the page cache at {format_bytes(rate)}/s" for past, rate in ways)
+    return read, write
 
 
 def _must_have_direct(state: LogState) -> None:

@@ -85,12 +85,13 @@ def test_a_traced_selection_is_that_of_each_token_s_position_and_goes_back_at_th
     select = TracedSelect(behind, steps=4, count=3, longest=8, device="cpu")
     select.follow(Traces(made, scores), 100)
     singles = cast(Any, Singles)(
-        start=0, stop=4, table_BP=None, position_B=torch.tensor([100, 101, 103, 104]), first_B=None, sight=None
+        start=0, stop=4, table_BP=torch.zeros(4, 1), position_B=torch.tensor([100, 101, 103, 104]), first_B=None,
+        sight=SimpleNamespace(page_tokens=7),
     )  # fmt: skip
     given = [torch.empty(0), torch.empty(0), cast(Any, None), cast(Any, SimpleNamespace(parts=(singles,)))]
     (picked,), (scored,) = select(*given, count=3), select(*given, count=3, scored=8)
     assert picked is not None and picked.score_YT is None and scored is not None and scored.score_YT is not None
-    assert scored.score_YT[1].tolist() == [*scores[1, 1].tolist(), -torch.inf, -torch.inf]
+    assert scored.score_YT[1].tolist() == [*scores[1, 1].tolist(), -torch.inf], "of no more positions than its pages have"
     assert picked.position_XK.tolist() == [made[0, 0].tolist(), made[1, 1].tolist(), made[0, 3].tolist(), made[1, 2].tolist()]
 
 

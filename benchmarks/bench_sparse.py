@@ -86,10 +86,12 @@ def measure_misses(*, steps: int, tiny: bool) -> Iterator[Row]:
 # ---- how long it takes --------------------------------------------------------------------------------
 
 
-def measure_times(shape: Shape, batches: Sequence[int], bus: float, *, cold: bool, scored: bool = False) -> Iterator[Row]:
-    """Resolve and fetch of one layer, beside a plain gather of as many rows."""
+def measure_times(
+    shape: Shape, batches: Sequence[int], bus: float, *, cold: bool = False, by_age: bool = False
+) -> Iterator[Row]:  # fmt: skip
+    """Resolve and fetch of one layer, beside a plain gather of as many rows. Rows of the lowest score are replaced, or by age."""
     for batch in batches:
-        rig = Rig(shape, batch, cold=cold, scored=scored)
+        rig = Rig(shape, batch, cold=cold, by_age=by_age)
         whole_s, rows = rig.seconds(fetch=True)
         resolve_s, _ = rig.seconds(fetch=False)
         gather_s = rig.gather_seconds(round(rows))
@@ -99,7 +101,7 @@ def measure_times(shape: Shape, batches: Sequence[int], bus: float, *, cold: boo
             "of a gather": share, "GB/s": size / whole_s / 1e9, "gather, GB/s": size / gather_s / 1e9,
             "of the bus": size / whole_s / bus,
         }  # fmt: skip
-        what = f"batch {batch}{', all missing' if cold else ''}{', by score' if scored else ''}"
+        what = f"batch {batch}{', all missing' if cold else ''}{', by age' if by_age else ''}"
         yield Row(what=f"{what}, of a gather", figures=figures, goal=None if shape.tiny else Goal(value=share, limit=SHARE))
         if rows >= MANY_ROWS:
             yield Row(what=f"{what}, GB/s", figures={}, goal=Goal(value=size / whole_s / 1e9, limit=SPEED))
@@ -147,9 +149,9 @@ def parts_for(args: argparse.Namespace, device: str, say: Callable[[str], None])
             return
         bus = bus_bytes_per_s(device, 1 << 20 if args.tiny else 512 << 20)
         yield Row(what="the bus, one large copy", figures={"GB/s": bus / 1e9})
-        yield from measure_times(shape, batches, bus, cold=False)
+        yield from measure_times(shape, batches, bus)
         yield from measure_times(shape, batches[:1] if args.tiny else COLD_BATCHES, bus, cold=True)
-        yield from measure_times(shape, batches, bus, cold=False, scored=True)
+        yield from measure_times(shape, batches, bus, by_age=True)
         yield from measure_hiding(shape, batches)
         yield from measure_staging(shape)
 

@@ -49,7 +49,7 @@ SMALL = Work(heads=2, query_rank=8, plain=4, chunk=4, hidden=8)
 def measure_hiding(shape: Shape, batches: Sequence[int]) -> Iterator[Row]:
     """Microseconds of a layer without a fetch, with it, and with it beside the rest."""
     for batch in batches:
-        rig = Rig(shape, batch, scored=True)
+        rig = Rig(shape, batch)
         layer = Layer(rig)
         took = {name: layer.seconds(name) for name in ("nothing", "before", "beside")}
         yield _row(f"batch {batch}, one layer of a step", took, shape.tiny, "fetch")
@@ -90,7 +90,7 @@ class Layer:
     def seconds(self, how: str) -> float:
         """Of one step. `nothing` is fetched, or it is `before` the rest, or `beside` it."""
         works = [partial(self._step, how, step) for step in range(STEPS)]
-        return self._rig.median(("layer", how), works)
+        return self._rig.median(("layer", how), works, moves=True)
 
     def _step(self, how: str, step: int) -> None:
         rig, layer = self._rig, step % self._rig.shape.layers

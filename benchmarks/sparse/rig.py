@@ -1,5 +1,8 @@
 """A batch of requests whose rows are on the host, and steps of their selections: on CUDA recorded as one graph.
 
+Between two plays of a graph its steps move on along a trace, and at the trace's end backwards. Played over the same steps again
+and again, every play would begin with a jump back, and fetch more rows than a request does that goes on.
+
 Requests have prefix pages of their own. Host pages are shared among them, since no machine has a hundred gigabytes to pin for a
 benchmark; rows are read at random over all of them. Hot rows of all layers lie in one layer's memory. Axes as in
 `stepwell/sparse/resolve.py`.
@@ -22,10 +25,12 @@ from stepwell.sparse import resolve as plain
 from stepwell.sparse.counts import FETCHED
 from stepwell.sparse.places import Places
 from stepwell.sparse.resolve import Plan, Wanted
-from stepwell.sparse.trace import STEADY, Latent, make_trace
+from stepwell.sparse.trace import STEADY, Latent, Trace, make_trace
 from stepwell.transfer.torch_memory import pinned_bytes
 
 STEPS, WARM, REPEATS = 32, 2, 5  # of a graph; graphs before anything is measured; graphs that are measured
+TRACED = 256  # steps of a trace
+APART = 5  # steps of the trace from one request of a batch to the next
 INDEX_BYTES = 132  # of a row, beside it in a host page
 
 
@@ -47,7 +52,7 @@ class Shape:
 
     @property
     def pages(self) -> int:
-        return -(-(self.context + 2 * STEPS) // self.page_rows)
+        return -(-(self.context + TRACED) // self.page_rows)
 
     @property
     def hot_pages(self) -> int:
@@ -69,15 +74,28 @@ def host_rows(shape: Shape) -> torch.Tensor:
     return used.unflatten(1, (shape.layers, shape.page_rows, shape.row_bytes))
 
 
+@lru_cache(maxsize=1)
+def trace_of(shape: Shape) -> Trace:
+    latent = STEADY if not shape.tiny else Latent(**_parts(STEADY) | {"last": 4})
+    return make_trace(latent, context=shape.context, steps=TRACED, count=shape.count, scores=True)
+
+
 class Rig:
-    def __init__(self, shape: Shape, batch: int, *, cold: bool = False, scored: bool = False) -> None:
+    def __init__(self, shape: Shape, batch: int, *, cold: bool = False, by_age: bool = False) -> None:
+        """Rows of the lowest score are replaced, as an engine does; or by their age. `cold` requests find nothing."""
         self.shape, self.batch, self.device = shape, batch, torch.device(device_of(shape))
         self.places = self._places()
         self.plan = Plan(batch * shape.count, self.device)
-        self.wanted = self._wanted(cold, scored)
+        trace = trace_of(shape)
+        assert trace.score_NT is not None
+        self._position_NK = torch.from_numpy(trace.position_NK).to(self.device)
+        self._score_NT = None if by_age else torch.from_numpy(trace.score_NT).to(self.device)
+        self._cold, self._played = cold, 0
+        self.wanted = self._wanted()
         self.recorded: dict[Any, Callable[[], None]] = {}
         for _ in range(WARM):
             self._play(("resolve", True), self._works(fetch=True))
+            self._move_on()
 
     def _places(self) -> Places:
         shape, batch, device = self.shape, self.batch, self.device
@@ -96,24 +114,36 @@ class Rig:
         places.apply(Changes(new=all_pages, pages=all_pages, header_N3=header_N3, numbers=numbers, hot_pages=hot_pages))
         return places
 
-    def _wanted(self, cold: bool, scored: bool) -> list[Wanted]:
-        """Of each step. Requests are at different steps of one trace; cold ones never select a row twice in a row."""
+    def _wanted(self) -> list[Wanted]:
+        """Of each step of a graph, in tensors that stay where they are."""
         shape, batch = self.shape, self.batch
-        latent = STEADY if not shape.tiny else Latent(**_parts(STEADY) | {"last": 4})
-        trace = make_trace(latent, context=shape.context, steps=2 * STEPS, count=shape.count, scores=scored)
         table = torch.arange(batch * shape.pages, dtype=torch.int32, device=self.device).view(batch, -1)
         hot = torch.arange(batch * shape.hot_pages, dtype=torch.int32, device=self.device).view(batch, -1)
-        last = torch.full((batch,), shape.context + 2 * STEPS - 1, dtype=torch.int32, device=self.device)
+        last = torch.full((batch,), shape.context + TRACED - 1, dtype=torch.int32, device=self.device)
         random, made = np.random.default_rng(3), []
         for step in range(STEPS):
-            at = (np.arange(batch) * 5 + step) % (2 * STEPS)
-            position = trace.position_NK[at]
-            if cold:
-                position = _all_new(random, shape, batch, step)
-            score = None if trace.score_NT is None else torch.from_numpy(trace.score_NT[at]).to(self.device)
-            position_XK = torch.from_numpy(np.ascontiguousarray(position)).to(self.device)
-            made.append(Wanted.of(position_XK, last_X=last, table_BP=table, hot_BQ=hot, score_XT=score))
+            at_B = self._traced(step)
+            position = self._position_NK[at_B]
+            if self._cold:
+                position = torch.from_numpy(_all_new(random, shape, batch, step)).to(self.device)
+            score = None if self._score_NT is None else self._score_NT[at_B]
+            made.append(Wanted.of(position, last_X=last, table_BP=table, hot_BQ=hot, score_XT=score))
         return made
+
+    def _traced(self, step: int) -> torch.Tensor:
+        """Which step of the trace each request is at, in a step of the graph: there and back."""
+        at_B = torch.arange(self.batch, device=self.device) * APART + self._played * STEPS + step
+        return TRACED - 1 - (at_B % (2 * TRACED - 2) - (TRACED - 1)).abs()
+
+    def _move_on(self) -> None:
+        """All steps of a graph, by as many. Cold requests select rows of their own, which no two steps in a row share."""
+        self._played += 1
+        for step, wanted in enumerate(self.wanted):
+            at_B = self._traced(step)
+            if not self._cold:
+                wanted.position_XK.copy_(self._position_NK[at_B])
+            if wanted.score_XT is not None and self._score_NT is not None:
+                wanted.score_XT.copy_(self._score_NT[at_B])
 
     # ---- what is measured -----------------------------------------------------------------------------
 
@@ -122,7 +152,7 @@ class Rig:
         name = ("resolve", fetch, *sizes.items(), *_shipped())
         self._play(name, self._works(fetch=fetch, **sizes))
         before = self._fetched()
-        took = self.median(name, self._works(fetch=fetch, **sizes))
+        took = self.median(name, self._works(fetch=fetch, **sizes), moves=True)
         rows = (self._fetched() - before) / (REPEATS * STEPS)
         return max(took - self.median("nothing", [self.tick] * STEPS), 1e-9), rows
 
@@ -174,10 +204,12 @@ class Rig:
     def _fetched(self) -> int:
         return int(self.places.counts.tally_GBC[:, :, FETCHED].sum())
 
-    def median(self, name: Any, works: list[Callable[[], object]]) -> float:
-        """Seconds of one work."""
+    def median(self, name: Any, works: list[Callable[[], object]], *, moves: bool = False) -> float:
+        """Seconds of one work. With `moves` they are steps of the trace, and each play is of the next ones."""
         samples = []
         for _ in range(REPEATS):
+            if moves:
+                self._move_on()
             if self.device.type == "cpu":
                 started = time.perf_counter()
                 self._play(name, works)

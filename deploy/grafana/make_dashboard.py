@@ -39,6 +39,11 @@ def _rates(title: str, name: str, by: str = "", unit: str = "short") -> Panel:
     return Panel(title=title, unit=unit, lines=((_rate(name, by), _legend(by) if by else "a second"),))
 
 
+def _a_step(title: str, name: str, by: str, unit: str = "short") -> Panel:
+    """How much in each step over rows on the host, for each value of a label."""
+    return Panel(title=title, unit=unit, lines=((f"{_rate(name, by)} / on () group_left {_STEPS}", _legend(by)),))
+
+
 def _now(title: str, name: str, by: str) -> Panel:
     return Panel(title=title, unit="short", lines=((f"sum by ({by}) ({name}@)", _legend(by)),))
 
@@ -52,6 +57,8 @@ def _seconds(title: str, name: str, by: str = "") -> Panel:
 
 _HITS, _PROMPTS = _rate("stepwell_hit_tokens_total", "tier"), _rate("stepwell_prompt_tokens_total")
 _USED, _CAPACITY = (f"sum by (tier) (stepwell_tier_{what}_bytes@)" for what in ("used", "capacity"))
+
+_STEPS = _rate("stepwell_sparse_steps_total")
 
 ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
     (
@@ -108,6 +115,14 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             _rates("Passes", "stepwell_passes_total"),
             _rates("Draft tokens", "stepwell_draft_tokens_total", "outcome"),
             _now("Versions", "stepwell_build_info", "version, model"),
+        ),
+    ),
+    (
+        "Rows on the host",
+        (
+            _a_step("Rows a step", "stepwell_sparse_rows_total", "found"),
+            _a_step("Bytes a step", "stepwell_sparse_bytes_total", "purpose", "bytes"),
+            _now("Pages", "stepwell_sparse_pages", "pages"),
         ),
     ),
 )

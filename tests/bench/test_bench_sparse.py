@@ -19,9 +19,11 @@ import bench_sparse
 from gpu.device_time import Span, longest
 from gpu.report import KernelTime, Row, kernels_of
 from sparse.overlap import Shares, shares_of
+from sparse.rig import Rig, Shape, trace_of
 from sparse.traced import TRACES, TracedSelect, Traces
 from stepwell.engine.ops.selection import Picked
 from stepwell.engine.passes.paging import Singles
+from stepwell.sparse.trace import count_misses
 
 Rows = list[dict[str, Any]]
 
@@ -48,6 +50,18 @@ def test_times_of_a_tiny_shape_are_measured(tmp_path: Path) -> None:
     assert rows[-1]["what"].startswith("a prompt behind 512 tokens")
 
 
+def test_a_rig_misses_what_a_request_does_that_goes_on_along_the_trace() -> None:
+    """Played again and again, its steps do not jump back. By score less is missing than by age."""
+    shape = Shape(layers=1, page_rows=64, row_bytes=16, count=240, hot_rows=512, context=4096, host_bytes=1 << 22)
+    rows = {}
+    for policy in ("score", "lru"):
+        rig = Rig(shape, 1, by_age=policy == "lru")
+        rows[policy] = rig.seconds(fetch=True)[1]
+        exact = count_misses(trace_of(shape), hot_rows=shape.hot_rows, policy=policy)[64:].mean()
+        assert rows[policy] == pytest.approx(exact, rel=0.1)
+    assert rows["score"] < 0.9 * rows["lru"]
+
+
 # ---- whole engines ------------------------------------------------------------------------------------
 
 
@@ -71,12 +85,13 @@ def test_a_traced_selection_is_that_of_each_token_s_position_and_goes_back_at_th
     select = TracedSelect(behind, steps=4, count=3, longest=8, device="cpu")
     select.follow(Traces(made, scores), 100)
     singles = cast(Any, Singles)(
-        start=0, stop=4, table_BP=None, position_B=torch.tensor([100, 101, 103, 104]), first_B=None, sight=None
+        start=0, stop=4, table_BP=torch.zeros(4, 1), position_B=torch.tensor([100, 101, 103, 104]), first_B=None,
+        sight=SimpleNamespace(page_tokens=7),
     )  # fmt: skip
     given = [torch.empty(0), torch.empty(0), cast(Any, None), cast(Any, SimpleNamespace(parts=(singles,)))]
     (picked,), (scored,) = select(*given, count=3), select(*given, count=3, scored=8)
     assert picked is not None and picked.score_YT is None and scored is not None and scored.score_YT is not None
-    assert scored.score_YT[1].tolist() == [*scores[1, 1].tolist(), -torch.inf, -torch.inf]
+    assert scored.score_YT[1].tolist() == [*scores[1, 1].tolist(), -torch.inf], "of no more positions than its pages have"
     assert picked.position_XK.tolist() == [made[0, 0].tolist(), made[1, 1].tolist(), made[0, 3].tolist(), made[1, 2].tolist()]
 
 

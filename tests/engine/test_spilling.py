@@ -331,6 +331,7 @@ def test_state_and_metrics_show_what_came_of_rows() -> None:
         assert state.spilling == engine.spilling and state.spilling is not None and state.spilling.host_pages > 5
         shown = {(sample.name, *sample.labels.values()): sample.value for family in _families(state) for sample in family.samples}
         found = state.spilling
+        assert shown["stepwell_sparse_steps_total",] == found.steps > 0
         assert shown["stepwell_sparse_rows_total", "hits"] == found.hits > 0
         assert shown["stepwell_sparse_rows_total", "misses"] == found.misses > 0
         assert shown["stepwell_sparse_rows_total", "read_through"] == found.read_through

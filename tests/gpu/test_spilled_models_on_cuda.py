@@ -98,29 +98,41 @@ def test_keys_and_values_on_the_host_change_no_bit_in_fp32(selector: str, hot_ro
 # ---- an oracle that is not the engine -----------------------------------------------------------------
 
 
+class Oracle:
+    """The model of transformers on the CPU, over a whole text at once: it knows neither pages nor hosts."""
+
+    def __init__(self, family: str) -> None:
+        self._models = [reference(family) for _ in range(4)]
+        random = torch.Generator().manual_seed(1)
+        for other in self._models[1:]:  # weights that differ in their last bits
+            for weight in other.parameters():
+                weight.data *= 1 + 1e-6 * torch.randn(weight.shape, generator=random)
+
+    def check(self, played: Sequence[Played]) -> None:
+        """Where scores nearly tie, last bits decide what is picked. Texts in which they do for these models are left out."""
+        left = 0
+        for each in played:
+            text = torch.tensor([[*each.prompt, *each.tokens]])
+            with torch.no_grad():
+                expected, *others = (model(text, use_cache=False).logits[0] for model in self._models)
+            if all((other - expected).abs().max() <= TOLERANCE for other in others):
+                expected, left = expected[len(each.prompt) - 1 : -1], left + 1
+                assert expected.std() > 0.3, "a dead model proves nothing"
+                apart = (torch.stack(each.logits).float().cpu() - expected).abs().amax(1)
+                assert apart.max() <= TOLERANCE, apart
+        assert left >= len(played) / 2
+
+
 @pytest.mark.parametrize("family", SPARSE)
 def test_logits_are_those_of_transformers_before_and_after_rows_leave_the_device(family: str) -> None:
-    """The same weights in transformers on the CPU, over the whole text at once: it knows neither pages nor hosts."""
-    model = reference(family)
-
-    def check(played: Sequence[Played]) -> None:
-        for each in played:
-            with torch.no_grad():
-                expected = model(torch.tensor([[*each.prompt, *each.tokens]]), use_cache=False).logits[
-                    0, len(each.prompt) - 1 : -1
-                ]
-            assert expected.std() > 0.3, "a dead model proves nothing"
-            apart = (torch.stack(each.logits).float().cpu() - expected).abs().amax(1)
-            assert apart.max() <= TOLERANCE, apart
-
-    made = recorded(family, hot_rows=2 * PAGE, device="cuda", dtype="fp32")
+    oracle, made = Oracle(family), recorded(family, hot_rows=2 * PAGE, device="cuda", dtype="fp32")
     first = made.play_all(prompts(LENGTHS), answer=20)
     found = figures(made.engine)
     assert found.host_pages == found.misses == 0
-    check(first)
+    oracle.check(first)
     press(made.engine)
     more = prompts((5, 8, 9, 40, 70, 3), seed=2)
-    check(made.play_all([[*each.prompt, *each.tokens, *tail] for each, tail in zip(first, more, strict=True)], answer=12))
+    oracle.check(made.play_all([[*each.prompt, *each.tokens, *tail] for each, tail in zip(first, more, strict=True)], answer=12))
     found = figures(made.engine)
     assert found.misses and found.staged_bytes and found.fetched_bytes
     made.close()

@@ -25,7 +25,7 @@ def test_a_recorded_selection_is_that_of_the_positions_it_is_played_for() -> Non
     picked = Picked(position_XK=torch.zeros(2, 3, dtype=torch.int32, device="cuda"))
     select = TracedSelect(lambda *_, count, scored: (picked,), steps=6, count=3, longest=8, device="cuda")
     scores = torch.arange(TRACES * 6 * 8).view(TRACES, 6, 8).half()
-    fields: dict[str, Any] = dict.fromkeys(("table_BP", "first_B", "sight"))
+    fields: dict[str, Any] = {"table_BP": torch.zeros(2, 2), "first_B": None, "sight": SimpleNamespace(page_tokens=4)}
     singles = Singles(start=0, stop=2, position_B=torch.tensor([100, 100], device="cuda"), **fields)
     paging: Any = SimpleNamespace(parts=(singles,))
     query: Any = None

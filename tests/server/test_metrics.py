@@ -114,6 +114,7 @@ def test_every_name_on_the_dashboard_is_exported(families: dict[str, Metric]) ->
     expressions = [target["expr"] for panel in board["panels"] for target in panel.get("targets", [])]
     queries = [each["query"]["query"] for each in board["templating"]["list"] if each["type"] == "query"]
     named = set(re.findall(r"stepwell_\w+", " ".join(expressions + queries)))
+    named = {each for each in named if not each.startswith("stepwell_sparse_")}  # see test_sparse_serving.py
     assert len(expressions) > 20 and not named - exported, named - exported
 
 

@@ -128,6 +128,7 @@ def _buckets(times: Durations) -> list[tuple[str, float]]:
 
 
 def _spilling(found: SpillReport) -> Iterator[Metric]:
+    yield CounterMetricFamily("stepwell_sparse_steps", "Passes that looked for rows on the host.", value=found.steps)
     selected = CounterMetricFamily(
         "stepwell_sparse_rows", "Selected rows, by where they were. A miss is fetched, or read through.", labels=["found"]
     )

@@ -80,6 +80,10 @@ class Spilled:
         """Whether it waits for the device, or its host decides as the pass goes on: then it cannot be recorded."""
         return bool(self._staged) or self._spilling.asks_host
 
+    def count(self) -> None:
+        """Behind the pass: one step more, if it looked for rows that it selected."""
+        self._spilling.steps += bool(self._short)
+
     def fixed(self, paging: Paging, length: int | None) -> Spilled:
         """The same pass over `paging`, in tensors that stay where they are: tables have `length` pages, or as many as now."""
         made = copy(self)

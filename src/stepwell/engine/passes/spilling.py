@@ -93,6 +93,7 @@ class Sizes:
 class SpillReport:
     """Sums since the start, over groups of layers that share a selection; and how many pages are where now."""
 
+    steps: int  # passes that looked for rows on the host. On CUDA the sums that follow may be some passes behind
     resident: int  # references to rows of pages on the device
     hits: int  # to rows that were among the hot ones
     misses: int  # rows that were not,
@@ -133,6 +134,7 @@ class Spilling:
         self.stages = Stages(self.places, -(-sizes.context // spec.page_tokens), fetch=fetch, ahead=sizes.stage_ahead)
         stored = self.places.rows_PLRE
         self._row_bytes = [stored.shape[3] * stored.element_size() * self.group_of.count(g) for g in range(spill.num_groups)]
+        self.steps = 0  # passes that resolved, and ended
         self._found, self._passes = Found(), 0
 
     def of_layer(self, state: str, layer: int) -> LayerPlaces | None:
@@ -196,6 +198,7 @@ class Spilling:
         counts.start_reading()
         self._found = found = counts.read(self._row_bytes) or self._found
         return SpillReport(
+            steps=self.steps,
             resident=found.resident,
             hits=found.hits,
             misses=found.fetched + found.read_through,

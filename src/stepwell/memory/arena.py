@@ -98,6 +98,15 @@ class Arena:
     def used_pages(self, kind: Kind) -> int:
         return self._slabs.used(kind)
 
+    def used_in_slab(self, kind: Kind, slab: int) -> int:
+        """How many pages are handed out of a slab that a kind holds."""
+        return self._slabs.used_in(slab, kind)
+
+    @property
+    def idle_slabs(self) -> tuple[int, int]:
+        """How many slabs nobody holds, and how many of these prefix pages are not to take."""
+        return self._slabs.idle
+
     def is_ready(self, kind: Kind, ids: PageIds) -> bool:
         return bool((self.state[kind][ids] == READY).all())
 

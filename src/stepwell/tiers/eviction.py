@@ -89,7 +89,7 @@ def _make_room(state: CacheState, tier: Tier, need: Need, tenant: str | None, ma
         if together and PREFIX in short:
             gone = _evict_together(state, tier, need, short, any_sort=patient, patience_bytes=patience_bytes - in_vain)
             in_vain += gone.in_vain_bytes
-            if gone.num_pages or gone.num_checkpoints:
+            if (gone.num_pages or gone.num_checkpoints) and (gone.next is None or not (short := arena.shortage(need))):
                 continue
             victim, excess_bytes = gone.next, None
             if victim is not None:

@@ -69,10 +69,7 @@ def truncate(tree: Tree, node: Node, at: int, loss: Loss) -> None:
     """Removes the node's pages from index `at`, all below them, and the checkpoints that stood on them."""
     tree.version += 1
     if at:
-        first = node.rest[(at - 1) * tree.page_bytes : at * tree.page_bytes]
-        node.note_loss(first, loss)
-        node.past = None  # of what hung below what goes now
-        node.note_past(first, node.visit)
+        note_cut(tree, node, at, loss)
     before = [(tier, node.leads_to_pages(tier), node.leads_to_checkpoints(tier)) for tier in tree.tiers]
     if node.kids is not None:
         for child in node.kids.by_page.values():
@@ -131,10 +128,24 @@ def _trim(tree: Tree, node: Node, at: int) -> None:
         if not run.num_pages:
             tree.ranking.unqueue(run, node.account)
         tree.arenas[tier].drop(Kind.PREFIX, gone)
+    shorten(tree, node, at)
+
+
+def note_cut(tree: Tree, node: Node, at: int, loss: Loss) -> None:
+    """Remembers what went from index `at` on of a node that keeps what is before. Called while it still has all tokens."""
+    first = node.rest[(at - 1) * tree.page_bytes : at * tree.page_bytes]
+    node.note_loss(first, loss)
+    node.past = None  # of what hung below what goes now
+    node.note_past(first, node.visit)
+
+
+def shorten(tree: Tree, node: Node, at: int) -> None:
+    """Leaves a node the tokens of `at` pages, and says so."""
     node.num_pages = at
     node.keys = node.keys[: at * KEY_BYTES]
     node.rest = node.rest[: max(at - 1, 0) * tree.page_bytes]
-    forget_cut(node, tree.spec.page_tokens)
+    if node.missing_states:
+        forget_cut(node, tree.spec.page_tokens)
     for told in tree.on_shortened:
         told(node)
 

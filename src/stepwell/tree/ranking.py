@@ -189,7 +189,8 @@ class Ranking:
 
     def hold(self, tier: Tier) -> bool:
         """Nobody's worth changes in a tier until `let_go`, so that its order need not be found again. False where it was held."""
-        return all([order.hold() for order in self._orders[tier]])
+        runs, checkpoints = self._orders[tier]
+        return runs.hold() and checkpoints.hold()
 
     def let_go(self, tier: Tier) -> None:
         """Time passes again."""

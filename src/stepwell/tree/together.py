@@ -1,8 +1,8 @@
 """Many victims leave a tier together: in the order of one by one, and with the same outcome.
 
 What makes an eviction dear is to tell the arena about its few pages. Here the tree lets go of one victim after the other, and the
-arena is told once of the pages of all. Only what is idle and goes whole is taken: runs without checkpoints, which no other tier
-has or which it has whole, and checkpoints. The rest is left to the caller, one at a time.
+arena is told once of the pages of all. Only what is idle is taken: runs without checkpoints, which no other tier has or which it
+has whole, and checkpoints. The rest is left to the caller, one at a time.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from stepwell.memory.arena import Need
 from stepwell.tree.accounts import Account
 from stepwell.tree.checkpoints import drop_residency, leave_tier, tell_left
 from stepwell.tree.eviction_order import USEFUL
-from stepwell.tree.node import ABSENT, Loss, Residency, Run, Victim
-from stepwell.tree.pruning import tell, unlink
+from stepwell.tree.node import ABSENT, Loss, Node, Residency, Run, Victim
+from stepwell.tree.pruning import note_cut, shorten, tell, unlink
 from stepwell.tree.tree import Tree
 
 PREFIX, POINT = Kind.PREFIX, Kind.POINT
@@ -80,33 +80,26 @@ class _Batch:
         self.num_pages = self.num_checkpoints = self.in_vain_bytes = 0
 
     def take_run(self, run: Run) -> bool:
-        """Takes a run out of the tier if it can go whole. False, and nothing is changed, if not."""
+        """Takes a run out of the tier, or as much of it as is wanted. False, and nothing is changed, if it has to go alone."""
         node, count = run.node, run.num_pages
-        if count > self._wanted or count != node.num_pages or node.checkpoints:
+        if count != node.num_pages or node.checkpoints:
             return False
         other = node.runs[1 - self._tier]
-        if (node.kids is not None if other is None else other.num_pages != count) or not self._is_idle(run.ids):
+        if node.kids is not None if other is None else other.num_pages != count:
+            return False
+        if count > self._wanted:
+            return other is None and self._cut(run, count - self._wanted)
+        if not self._is_idle(run.ids):
             return False
         tree, tier = self._tree, self._tier
         if self._is_heard:
             tell(tree, run, np.ones(count, np.bool_))
-        if self._has_slabs:
-            self._note_slabs(PREFIX, run.ids)
-        self._ids.append(run.ids)
-        if node.account is not self._account:
-            self._note_owner(node.account)
-        self._num_owned += count
-        self.num_pages += count
-        self._wanted -= count
-        if not self._wanted:
-            self.is_over = True
+        self._note_pages(node, run.ids)
         run.num_pages = run.num_ready = run.entry = 0
         node.runs[tier] = None
         if other is None:
             run.ids = NO_PAGES
-            node.num_pages, node.keys, node.rest, node.missing_states = 0, b"", b"", None
-            for told in tree.on_shortened:
-                told(node)
+            shorten(tree, node, 0)
         else:
             run.ids = np.full(count, ABSENT, np.int32)
         assert node.parent is not None and node.parent.kids is not None
@@ -120,6 +113,35 @@ class _Batch:
         else:
             tree.queue(node)
         return True
+
+    def _cut(self, run: Run, at: int) -> bool:
+        """Takes the end of a leaf that only this tier has; the last that is wanted."""
+        node, tree, ids = run.node, self._tree, run.ids[at:]
+        if run.num_ready < run.num_pages or not self._is_idle(ids):
+            return False
+        if self._is_heard:
+            tell(tree, run, np.arange(run.num_pages) >= at)
+        self._note_pages(node, ids)
+        run.num_pages = run.num_ready = at
+        run.entry = 0
+        run.ids = run.ids[:at].copy()
+        note_cut(tree, node, at, self._loss)
+        shorten(tree, node, at)
+        tree.queue(node)
+        return True
+
+    def _note_pages(self, node: Node, ids: PageIds) -> None:
+        """Pages of a node go: when the arena is told, it is told of them."""
+        if self._has_slabs:
+            self._note_slabs(PREFIX, ids)
+        self._ids.append(ids)
+        if node.account is not self._account:
+            self._note_owner(node.account)
+        self._num_owned += len(ids)
+        self.num_pages += len(ids)
+        self._wanted -= len(ids)
+        if not self._wanted:
+            self.is_over = True
 
     def take_residency(self, residency: Residency) -> bool:
         """The same for a checkpoint. Windows may be shared, so that the arena is told of them at once."""
@@ -162,7 +184,7 @@ class _Batch:
         if len(ids) > FEW_PAGES:
             return not np.count_nonzero(self._refs[ids] > 1)
         ref_of = self._ref_of
-        for each in ids.tolist():  # noqa: SIM110: half the time of a generator
+        for each in ids.tolist():  # noqa: SIM110 (half the time of a generator)
             if ref_of[each] > 1:
                 return False
         return True
@@ -191,7 +213,7 @@ class _Batch:
         """Tells the arena, and whoever counts pages."""
         tree, tier = self._tree, self._tier
         if self._ids:
-            ids = np.concatenate(self._ids)
+            ids = np.concatenate(self._ids) if len(self._ids) > 1 else self._ids[0]
             tree.owner[tier][ids.astype(np.intp)] = None
             self._note_owner(None)
             tree.version += 1

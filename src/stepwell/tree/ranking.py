@@ -176,6 +176,7 @@ class Ranking:
         """Whether the first run of an order stands where it did, the short way: most are leaves that nothing stands in or on."""
         rank, _, since, _, _, key, heap = head
         run = heap[0][2]
+        assert isinstance(run, Run), f"{run} is queued as a run"
         node, tier = run.node, run.tier
         other = node.runs[1 - tier]
         if node.kids is not None or node.checkpoints or node.parent is None or self.repeats_first:

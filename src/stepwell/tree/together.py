@@ -51,12 +51,14 @@ def leave_together(
     batch = _Batch(tree, tier, need, short, loss)
     first, checkpoints = tree.ranking.first, any_sort or Kind.WINDOW in short or POINT in short
     victim = None
-    while not batch.is_over and batch.in_vain_bytes < patience_bytes:
-        victim = first(tier, runs=True, checkpoints=checkpoints)
-        if victim is None or not (batch.take_run(victim) if isinstance(victim, Run) else batch.take_residency(victim)):
-            break
-        victim = None
-    batch.give_back()
+    try:
+        while not batch.is_over and batch.in_vain_bytes < patience_bytes:
+            victim = first(tier, runs=True, checkpoints=checkpoints)
+            if victim is None or not (batch.take_run(victim) if isinstance(victim, Run) else batch.take_residency(victim)):
+                break
+            victim = None
+    finally:
+        batch.give_back()
     return Gone(batch.num_pages, batch.num_checkpoints, batch.in_vain_bytes, victim)
 
 
@@ -67,7 +69,7 @@ class _Batch:
         self._tree, self._tier, self._need, self._short, self._loss = tree, tier, need, short, loss
         self._arena = tree.arenas[tier]
         self._refs = self._arena.refs[PREFIX]
-        self._ref_of = memoryview(self._refs)  # one number of it is read in less time than from the array
+        self._ref_of = self._refs.data  # one number of it is read in less time than from the array
         self._wanted = short[PREFIX]
         self._is_heard = bool(tree.feeds)
         self._has_slabs = len(self._arena.layout.strides) > 1
@@ -89,12 +91,13 @@ class _Batch:
             return False
         if count > self._wanted:
             return other is None and self._cut(run, count - self._wanted)
-        if not self._is_idle(run.ids):
+        ids = run.ids
+        if not self._is_idle(ids):
             return False
         tree, tier = self._tree, self._tier
         if self._is_heard:
             tell(tree, run, np.ones(count, np.bool_))
-        self._note_pages(node, run.ids)
+        self._note_pages(node, ids, count)
         run.num_pages = run.num_ready = run.entry = 0
         node.runs[tier] = None
         if other is None:
@@ -121,7 +124,7 @@ class _Batch:
             return False
         if self._is_heard:
             tell(tree, run, np.arange(run.num_pages) >= at)
-        self._note_pages(node, ids)
+        self._note_pages(node, ids, len(ids))
         run.num_pages = run.num_ready = at
         run.entry = 0
         run.ids = run.ids[:at].copy()
@@ -130,16 +133,16 @@ class _Batch:
         tree.queue(node)
         return True
 
-    def _note_pages(self, node: Node, ids: PageIds) -> None:
+    def _note_pages(self, node: Node, ids: PageIds, count: int) -> None:
         """Pages of a node go: when the arena is told, it is told of them."""
         if self._has_slabs:
             self._note_slabs(PREFIX, ids)
         self._ids.append(ids)
         if node.account is not self._account:
             self._note_owner(node.account)
-        self._num_owned += len(ids)
-        self.num_pages += len(ids)
-        self._wanted -= len(ids)
+        self._num_owned += count
+        self.num_pages += count
+        self._wanted -= count
         if not self._wanted:
             self.is_over = True
 

@@ -146,6 +146,21 @@ def test_no_more_leave_than_are_needed_once_a_slab_empties(monkeypatch: pytest.M
     assert before - rig.used(Tier.DEVICE, Kind.PREFIX) <= 26, "slabs of points were not counted"
 
 
+def test_what_a_request_holds_stays_among_those_that_leave() -> None:
+    rig = Rig(FULL, device_pages=256)
+    rig.serve(text(1, 2 * PAGE + 1))
+    with rig.ready(text(1, 2 * PAGE + 1)) as lease:
+        for name in range(2, 12):
+            rig.clock.advance(1.0)
+            rig.serve_without_audit(text(name, 2 * PAGE + 1))
+        run = next(node.runs[Tier.DEVICE] for node in rig.tree.nodes() if node.runs[Tier.DEVICE])
+        assert run.entry, "it is no candidate, so this shows nothing"
+        assert not eviction.make_room(rig.state, Tier.DEVICE, {Kind.PREFIX: 256}).fits
+        assert rig.restore(text(1, 2 * PAGE + 1)) == 2 * PAGE
+        rig.engine.check(lease)
+    rig.idle_check()
+
+
 def test_many_leaves_are_one_call_to_the_arena(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(FULL, device_pages=256)
     for name in range(20):

@@ -98,6 +98,15 @@ class Arena:
     def used_pages(self, kind: Kind) -> int:
         return self._slabs.used(kind)
 
+    def used_in_slab(self, kind: Kind, slab: int) -> int:
+        """How many pages are handed out of a slab that a kind holds."""
+        return self._slabs.used_in(slab, kind)
+
+    @property
+    def idle_slabs(self) -> tuple[int, int]:
+        """How many slabs nobody holds, and how many of these prefix pages are not to take."""
+        return self._slabs.idle
+
     def is_ready(self, kind: Kind, ids: PageIds) -> bool:
         return bool((self.state[kind][ids] == READY).all())
 
@@ -159,11 +168,19 @@ class Arena:
 
     def drop(self, kind: Kind, ids: PageIds) -> PageIds:
         """Takes the tree's reference from each page and frees those without any; returns the freed ones."""
-        if not len(ids):
-            return NO_PAGES
+        if len(ids) <= 1:
+            return self._drop_one(kind, ids) if len(ids) else NO_PAGES
         at = _at(ids)
         self.kept[kind][at] -= 1
         return self._free(kind, ids, at, self._lessened(kind, ids, at))
+
+    def _drop_one(self, kind: Kind, ids: PageIds) -> PageIds:
+        """As `drop`, for a page alone: numbers take a tenth of the time of arrays of one."""
+        at, refs, kept = int(ids[0]), self.refs[kind], self.kept[kind]
+        count = refs.item(at) - 1
+        assert count >= 0, f"released a free {self.tier.label} {kind.label} page: {ids}"
+        kept[at], refs[at] = kept.item(at) - 1, count
+        return self._set_free(kind, ids, at) if not count else NO_PAGES
 
     def _note_use(self, kind: Kind, ids: PageIds, changed: npt.NDArray[np.bool_], *, begins: bool) -> None:
         """Pages became busy, or are no longer."""
@@ -189,6 +206,9 @@ class Arena:
             freed, at = ids[free], at[free]
             if not len(freed):
                 return NO_PAGES
+        return self._set_free(kind, freed, at)
+
+    def _set_free(self, kind: Kind, freed: PageIds, at: _Index | int) -> PageIds:
         self.state[kind][at] = FREE
         self._slabs.give(kind, freed)
         if self._on_free:

@@ -52,6 +52,15 @@ class SlabPool:
     def used(self, kind: Kind) -> int:
         return self._used[kind]
 
+    def used_in(self, slab: int, kind: Kind) -> int:
+        """How many pages are taken of a slab that the kind holds."""
+        return self._sizes[kind][slab] - self._num_free[slab]
+
+    @property
+    def idle(self) -> tuple[int, int]:
+        """How many slabs nobody holds, and how many of these are kept from prefix pages."""
+        return len(self._idle), self._to_spare()
+
     def short(self, need: Mapping[Kind, int]) -> dict[Kind, int]:
         """How many pages of which kinds are missing when idle slabs go where they are needed; empty when `need` fits."""
         return self._choose(need)[1]

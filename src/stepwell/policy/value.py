@@ -26,7 +26,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from math import exp, log, log2, pow
 from typing import NamedTuple, Protocol
 
@@ -107,11 +107,12 @@ class Expected:
             share = self._reuse.share(facts.next_distance, facts.distance)
         if facts.backup_deferred:
             share *= DEFERRED_WORTH
-        level = round(LEVELS_PER_OCTAVE * log2(max(facts.saved_tokens, 1) / facts.size_bytes * share))
+        level = _level(facts.saved_tokens, facts.size_bytes, share)
         group, since = (visit.group, visit.at_s) if visit is not None else (0, facts.used_at)
-        steps = round((facts.urgent_until_s - since) / PRIORITY_STEP_S) if facts.urgent_until_s > since else 0
-        steps = min(steps, MOST_STEPS)  # more than a priority has where the request was long at it
-        return Place(group + steps * NUM_GROUPS, level, since)
+        if facts.urgent_until_s > since:
+            steps = round((facts.urgent_until_s - since) / PRIORITY_STEP_S)
+            group += min(steps, MOST_STEPS) * NUM_GROUPS  # more than a priority has where the request was long at it
+        return Place(group, level, since)
 
     def worth(self, group: int, level: int, since: float) -> float:
         octaves = level / LEVELS_PER_OCTAVE
@@ -119,6 +120,12 @@ class Expected:
             steps, group = divmod(group, NUM_GROUPS)
             octaves += max(steps - self._reuse.age_s(since) / PRIORITY_STEP_S, 0.0)
         return self._reuse.worth(group, since) * pow(2.0, octaves)
+
+
+@lru_cache(maxsize=1024)
+def _level(saved_tokens: int, size_bytes: int, share: float) -> int:
+    """What is saved per byte, for those who need it. The same for all prefix pages, which are most of what is asked for."""
+    return round(LEVELS_PER_OCTAVE * log2(max(saved_tokens, 1) / size_bytes * share))
 
 
 # ---- returns ------------------------------------------------------------------------------------

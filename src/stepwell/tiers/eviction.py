@@ -22,6 +22,7 @@ from stepwell.tree.checkpoints import drop_residency
 from stepwell.tree.eviction_order import USEFUL
 from stepwell.tree.node import Loss, LossReason, Residency, Run, Victim
 from stepwell.tree.pruning import discard_ids, discard_tail
+from stepwell.tree.together import Gone, leave_together, may_leave_together
 
 PATIENCE_SLABS, PATIENCE_SHARE = 8, 1 / 16  # of the tier: see `patience_bytes_of`
 PREFIX, WINDOW, POINT, ROWS = Kind  # to name a member of an enum takes a while, before Python 3.12
@@ -65,16 +66,36 @@ def allocate(
 def make_room(state: CacheState, tier: Tier, need: Need, *, tenant: str | None = None, may_spill: bool = True) -> Room:
     """Evicts from `tier` until `need` would fit, or nothing more can go, or enough is being saved and may go then."""
     state.give_back_host()
+    if not state.tree.ranking.hold(tier):
+        return _make_room(state, tier, need, tenant, may_spill)
+    try:
+        return _make_room(state, tier, need, tenant, may_spill)
+    finally:
+        state.tree.ranking.let_go(tier)
+
+
+def _make_room(state: CacheState, tier: Tier, need: Need, tenant: str | None, may_spill: bool) -> Room:
     spill = state.spill if may_spill and tier is Tier.DEVICE else None
     arena, asker = state.arena(tier), _asker(state, tier, need, tenant) if tenant is not None else None
     waiting, save = _is_saving(state, tier), _saver(state, tier)
     held_bytes = _held_below(state, tier)
+    together = save is None and asker is None and may_leave_together(state.tree, tier)
+    patience_bytes = patience_bytes_of(arena.layout)
     in_vain = 0  # bytes evicted of sorts that are not short; they help only once a whole slab empties
     while short := arena.shortage(need):
         if waiting and (_is_coming(state, tier, short) or _is_held(state, tier, short, held_bytes)):
             break
-        patient = not in_vain or in_vain < patience_bytes_of(arena.layout)
-        victim, excess_bytes = _choose(state, tier, short, asker, any_sort=patient)
+        patient = in_vain < patience_bytes
+        if together and PREFIX in short:
+            gone = _evict_together(state, tier, need, short, any_sort=patient, patience_bytes=patience_bytes - in_vain)
+            in_vain += gone.in_vain_bytes
+            if (gone.num_pages or gone.num_checkpoints) and (gone.next is None or not (short := arena.shortage(need))):
+                continue
+            victim, excess_bytes = gone.next, None
+            if victim is not None:
+                state.tree.ranking.take_out(victim)
+        else:
+            victim, excess_bytes = _choose(state, tier, short, asker, any_sort=patient)
         if victim is None and not patient:
             victim, excess_bytes = _choose(state, tier, short, asker, any_sort=True)
         if victim is None:
@@ -236,6 +257,19 @@ def patience_bytes_of(layout: ArenaLayout) -> int:
 def _needs_runs(short: Need) -> bool:
     """Whether each page of a run counts."""
     return PREFIX in short or ROWS in short
+
+
+def _evict_together(
+    state: CacheState, tier: Tier, need: Need, short: Need, *, any_sort: bool, patience_bytes: int
+) -> Gone:  # fmt: skip
+    gone = leave_together(
+        state.tree, tier, need, short, _loss(state, tier, None), any_sort=any_sort, patience_bytes=max(patience_bytes, 1)
+    )
+    if gone.num_pages:
+        _count(state, tier, "pages", gone.num_pages, None)
+    if gone.num_checkpoints:
+        _count(state, tier, "checkpoints", gone.num_checkpoints, None)
+    return gone
 
 
 def _evict_run(state: CacheState, run: Run, short: Need, excess_bytes: int | None) -> int:

@@ -93,10 +93,18 @@ def residency_arrived(tree: Tree, residency: Residency) -> None:
 
 def drop_residency(tree: Tree, residency: Residency, loss: Loss) -> None:
     """Takes a checkpoint out of one tier; out of the tree when it was the last. Prefix pages stay."""
+    node = residency.checkpoint.node
+    if node is None or residency.checkpoint.held[residency.tier] is not residency:
+        return
+    leave_tier(tree, residency, loss)
+    _let_go(tree, node, residency)
+
+
+def leave_tier(tree: Tree, residency: Residency, loss: Loss) -> None:
+    """The part of `drop_residency` that is the tree's: the pages are still to be given back."""
     checkpoint, tier = residency.checkpoint, residency.tier
     node = checkpoint.node
-    if node is None or checkpoint.held[tier] is not residency:
-        return
+    assert node is not None
     before = node.leads_to_checkpoints(tier)
     checkpoint.held[tier] = None
     tree.version += 1
@@ -105,7 +113,6 @@ def drop_residency(tree: Tree, residency: Residency, loss: Loss) -> None:
         node.note_loss(checkpoint.page, loss)
     tree.carry_checkpoints_up(node, tier, before)
     tree.queue(node)
-    _let_go(tree, node, residency)
 
 
 def forget(tree: Tree, checkpoint: Checkpoint, loss: Loss) -> None:
@@ -154,14 +161,19 @@ def _bytes_kept(tree: Tree, residency: Residency, *, times: int) -> int:
 
 def _let_go(tree: Tree, node: Node, residency: Residency) -> None:
     """Gives back the pages of a checkpoint that left a tier, and its node, and says so."""
-    if residency.ready and tree.feeds:
-        tree.feeds.checkpoint(EventKind.CHECKPOINT_EVICTED, node, residency)
     arena, all_freed = tree.arenas[residency.tier], True
     for kind, ids in residency.spans():
         all_freed = len(arena.drop(kind, ids)) == len(ids) and all_freed
     size = residency.size_bytes if all_freed else _bytes_kept(tree, residency, times=0)
     tree.accounts.charge(node.account, residency.tier, -size)
     tree.ranking.unqueue(residency, node.account)
+    tell_left(tree, node, residency)
+
+
+def tell_left(tree: Tree, node: Node, residency: Residency) -> None:
+    """Says that a checkpoint left a tier; `node` is where it was."""
+    if residency.ready and tree.feeds:
+        tree.feeds.checkpoint(EventKind.CHECKPOINT_EVICTED, node, residency)
     for told in tree.on_left:
         told(residency)
 

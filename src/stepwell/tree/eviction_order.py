@@ -4,12 +4,15 @@ An order is a heap for each place, none of them ever rebuilt. An entry may be ou
 victim's own, and a victim whose standing rose since it was pushed is put back when it surfaces; so touching a victim costs
 nothing. Entries whose victim is gone are swept out a few at a time: every push moves a few entries from the older half to the
 newer one and leaves the dead behind. Whoever sweeps at each death too has no more entries than a few times the live ones.
+
+Which place goes first depends on the time. While a tier makes room none passes (`hold`), and the heads of all places are kept in
+order: to find the first again costs nothing for places that did not change.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from heapq import heappop, heappush
+from heapq import heappop, heappush, heapreplace
 from typing import NamedTuple
 
 from stepwell.policy.value import Place, ValuePolicy
@@ -33,6 +36,8 @@ class Standing(NamedTuple):
 _Key = tuple[int, int, int]  # rank, group, level
 _Entry = tuple[float, int, Victim]  # since when, number, who
 _Heaps = dict[_Key, list[_Entry]]
+# The order of a head: rank, worth, since when, number. Then a number of its own, its place, and the heap it is the first of.
+Head = tuple[int, float, float, int, int, _Key, list[_Entry]]
 
 
 class EvictionOrder:
@@ -44,6 +49,9 @@ class EvictionOrder:
         self._newer: _Heaps = {}
         self._last_number = 0
         self._turns: list[tuple[_Heaps, _Key]] = []  # places that `next_head` has still to look at
+        self._heads: list[Head] | None = None  # while held: a heap. A heap of entries has one that counts, its latest
+        self._latest: dict[int, int] = {}  # by the identity of a heap, the number of that
+        self._last_head = 0
 
     def __len__(self) -> int:
         """Entries, live or not."""
@@ -68,9 +76,25 @@ class EvictionOrder:
             number = self._last_number = self._last_number + 1
             victim.entry, victim.standing = number, standing.rank
         place = standing.place
-        key = (standing.rank, place.group, place.level)
-        heappush(self._newer.setdefault(key, []), (place.since, number, victim))
+        self._add((standing.rank, place.group, place.level), (place.since, number, victim))
         self.sweep()
+
+    def hold(self) -> bool:
+        """Nobody's worth changes until `let_go`. False where that was said already."""
+        if self._heads is not None:
+            return False
+        self._heads = []
+        for heaps in (self._older, self._newer):
+            for key in list(heaps):
+                heap = _living(heaps, key)
+                if heap is not None:
+                    heappush(self._heads, self._head_of(key, heap))
+        return True
+
+    def let_go(self) -> None:
+        """Time passes again."""
+        self._heads = None
+        self._latest.clear()
 
     def head(self) -> tuple[Victim, Standing] | None:
         """The first live entry and where it stood when it was queued; stays queued."""
@@ -101,6 +125,9 @@ class EvictionOrder:
         self._older.clear()
         self._newer.clear()
         self._turns.clear()
+        self._latest.clear()
+        if self._heads is not None:
+            self._heads = []
 
     def rank(self, standing: Standing) -> tuple[int, float, float]:
         """For comparing: the lowest goes first. Of two equal worths the one visited longer ago does."""
@@ -108,6 +135,9 @@ class EvictionOrder:
 
     def _first(self) -> tuple[list[_Entry], Standing] | None:
         """The heap whose head goes first, and where that stands."""
+        if self._heads is not None:
+            held = self.held_head()
+            return (held[6], _standing(held[5], held[6])) if held is not None else None
         first: list[tuple[_Key, list[_Entry]]] = []  # of the lowest rank: mostly one, whose worth is not asked for then
         for heaps in (self._older, self._newer):
             for key in list(heaps):
@@ -123,6 +153,41 @@ class EvictionOrder:
             return None
         key, heap = min(first, key=self._order_of_head) if len(first) > 1 else first[0]
         return heap, _standing(key, heap)
+
+    def held_head(self) -> Head | None:
+        """As `head`, while the order is held: as it was queued."""
+        heads = self._heads
+        assert heads is not None, "the order is not held"
+        while heads:
+            head = heads[0]
+            _, _, _, number, latest, key, heap = head
+            if heap and heap[0][1] == number and heap[0][2].entry == number:
+                return head
+            if self._latest.get(id(heap)) != latest:
+                heappop(heads)
+                continue
+            while heap and heap[0][2].entry != heap[0][1]:
+                heappop(heap)
+            if heap:
+                heapreplace(heads, self._head_of(key, heap))
+            else:
+                del self._latest[id(heap)]
+                heappop(heads)
+        return None
+
+    def _head_of(self, key: _Key, heap: list[_Entry]) -> Head:
+        """Says that what is first in a heap now counts as its head."""
+        since, number, _ = heap[0]
+        rank, group, level = key
+        worth = self._value.worth(group, level, since) if rank != REPEATED else -self._value.worth(group, level, -since)
+        self._last_head = self._latest[id(heap)] = self._last_head + 1
+        return rank, worth, since, number, self._last_head, key, heap
+
+    def _add(self, key: _Key, entry: _Entry) -> None:
+        heap = self._newer.setdefault(key, [])
+        heappush(heap, entry)
+        if self._heads is not None and heap[0] is entry:
+            heappush(self._heads, self._head_of(key, heap))
 
     def _order_of_head(self, place: tuple[_Key, list[_Entry]]) -> tuple[float, float, int]:
         (rank, group, level), heap = place
@@ -146,7 +211,7 @@ class EvictionOrder:
             if not heap:
                 del self._older[key]
             if entry[2].entry == entry[1]:
-                heappush(self._newer.setdefault(key, []), entry)
+                self._add(key, entry)
 
 
 def _living(heaps: _Heaps, key: _Key) -> list[_Entry] | None:

@@ -25,7 +25,7 @@ def discard(tree: Tree, run: Run, gone: npt.NDArray[np.bool_], loss: Loss) -> No
     node, tier = run.node, run.tier
     before = node.leads_to_pages(tier)
     if tree.feeds:
-        _tell(tree, run, gone)
+        tell(tree, run, gone)
     ids = run.ids[gone & (run.ids != ABSENT)]
     run.num_ready -= _num_ready(tree, run, ids)
     run.num_pages -= len(ids)
@@ -69,10 +69,7 @@ def truncate(tree: Tree, node: Node, at: int, loss: Loss) -> None:
     """Removes the node's pages from index `at`, all below them, and the checkpoints that stood on them."""
     tree.version += 1
     if at:
-        first = node.rest[(at - 1) * tree.page_bytes : at * tree.page_bytes]
-        node.note_loss(first, loss)
-        node.past = None  # of what hung below what goes now
-        node.note_past(first, node.visit)
+        note_cut(tree, node, at, loss)
     before = [(tier, node.leads_to_pages(tier), node.leads_to_checkpoints(tier)) for tier in tree.tiers]
     if node.kids is not None:
         for child in node.kids.by_page.values():
@@ -86,7 +83,7 @@ def truncate(tree: Tree, node: Node, at: int, loss: Loss) -> None:
         tree.carry_pages_up(node, tier, pages)
         tree.carry_checkpoints_up(node, tier, checkpoints)
     if at == 0:
-        _unlink(tree, node, loss)
+        unlink(tree, node, loss)
     else:
         tree.queue(node)
 
@@ -117,7 +114,7 @@ def _trim(tree: Tree, node: Node, at: int) -> None:
         if run is None:
             continue
         if tree.feeds:
-            _tell(tree, run, np.arange(node.num_pages) >= at)
+            tell(tree, run, np.arange(node.num_pages) >= at)
         gone = run.ids[at:]
         if run.num_pages < node.num_pages:
             gone = gone[gone != ABSENT]
@@ -131,15 +128,29 @@ def _trim(tree: Tree, node: Node, at: int) -> None:
         if not run.num_pages:
             tree.ranking.unqueue(run, node.account)
         tree.arenas[tier].drop(Kind.PREFIX, gone)
+    shorten(tree, node, at)
+
+
+def note_cut(tree: Tree, node: Node, at: int, loss: Loss) -> None:
+    """Remembers what went from index `at` on of a node that keeps what is before. Called while it still has all tokens."""
+    first = node.rest[(at - 1) * tree.page_bytes : at * tree.page_bytes]
+    node.note_loss(first, loss)
+    node.past = None  # of what hung below what goes now
+    node.note_past(first, node.visit)
+
+
+def shorten(tree: Tree, node: Node, at: int) -> None:
+    """Leaves a node the tokens of `at` pages, and says so."""
     node.num_pages = at
     node.keys = node.keys[: at * KEY_BYTES]
     node.rest = node.rest[: max(at - 1, 0) * tree.page_bytes]
-    forget_cut(node, tree.spec.page_tokens)
+    if node.missing_states:
+        forget_cut(node, tree.spec.page_tokens)
     for told in tree.on_shortened:
         told(node)
 
 
-def _tell(tree: Tree, run: Run, gone: npt.NDArray[np.bool_]) -> None:
+def tell(tree: Tree, run: Run, gone: npt.NDArray[np.bool_]) -> None:
     """Says which pages of a run leave its tier, of those that could be read. Called before they do."""
     could_be_read = tree.arenas[run.tier].state[Kind.PREFIX][run.ids] == READY  # of some other page where there is none
     tree.feeds.pages_evicted(run.node, run.tier, gone & (run.ids != ABSENT) & could_be_read)
@@ -165,7 +176,8 @@ def _remove_below(tree: Tree, top: Node, loss: Loss) -> None:
         node.parent = node.kids = None
 
 
-def _unlink(tree: Tree, node: Node, loss: Loss) -> None:
+def unlink(tree: Tree, node: Node, loss: Loss) -> None:
+    """Takes a node without pages out of its parent, which knows by then that nothing leads there."""
     parent = node.parent
     assert parent is not None and parent.kids is not None
     del parent.kids.by_page[node.first]
@@ -176,4 +188,3 @@ def _unlink(tree: Tree, node: Node, loss: Loss) -> None:
         parent.kids = None
         if parent.parent is None and len(tree.roots) > KEPT_EMPTY_ROOTS:
             del tree.roots[PageKey(parent.first)]
-    tree.queue(parent)

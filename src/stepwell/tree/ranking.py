@@ -18,7 +18,7 @@ from stepwell.base.spec import ModelSpec
 from stepwell.memory.arena import Arena
 from stepwell.policy.value import Facts, Place, ValuePolicy
 from stepwell.tree.accounts import Account
-from stepwell.tree.eviction_order import REPEATED, USEFUL, WORTHLESS, EvictionOrder, Standing
+from stepwell.tree.eviction_order import REPEATED, USEFUL, WORTHLESS, EvictionOrder, Head, Standing
 from stepwell.tree.node import Node, Residency, Run, Victim, previous_boundary
 from stepwell.tree.own_orders import Orders, OwnOrders
 from stepwell.tree.tails import Tail, Tails
@@ -37,13 +37,13 @@ class Ranking:
         """`limited` are accounts that may have to lose something before others do. With `repeats_first`, the host gives up what
         the device has too before anything else of use.
         """
-        self._spec = spec
         self._arenas = arenas
         self._value = value
+        self._page_tokens = spec.page_tokens
         # A list by tier: every candidate comes by here several times.
         self._page_bytes = [arenas[tier].layout.prefix_stride if tier in arenas else 0 for tier in CACHED_TIERS]
-        self._repeats_first = repeats_first and len(arenas) == len(CACHED_TIERS)
-        self.tails = Tails(spec, arenas, repeats_first=self._repeats_first)
+        self.repeats_first = repeats_first and len(arenas) == len(CACHED_TIERS)
+        self.tails = Tails(spec, arenas, repeats_first=self.repeats_first)
         self._needs_checkpoints = spec.free_step is None  # prefix pages are of no use behind the last checkpoint
         self._orders = {tier: Orders(EvictionOrder(value), EvictionOrder(value)) for tier in arenas}
         limited = tuple(limited)
@@ -105,7 +105,7 @@ class Ranking:
     def queue_repeated(self, residency: Residency) -> None:
         """A checkpoint can be read in a tier: its copy in the other is worth less from now on, where repetitions go first."""
         other = residency.checkpoint.held[1 - residency.tier]
-        if self._repeats_first and other is not None:
+        if self.repeats_first and other is not None:
             self.queue_residency(other, again=True)
 
     def _push(self, victim: Victim, standing: Standing) -> None:
@@ -152,20 +152,60 @@ class Ranking:
 
         It comes back when somebody queues it again.
         """
-        orders, first = self._orders[tier] if of is None else self.own[of, tier], None
-        if runs and orders.runs:
-            first = self._settled_head(orders.runs)
+        orders = self._orders[tier] if of is None else self.own[of, tier]
+        first = self._first(orders, runs=runs, checkpoints=checkpoints)
+        if of is not None:
+            self.own.note_asked(of, tier)
+        if first is not None:
+            self.take_out(first)
+        return first
+
+    def first(self, tier: Tier, *, runs: bool, checkpoints: bool) -> Victim | None:
+        """Who would be taken out next of a tier that is held. Brings entries up to date; takes nothing out."""
+        orders = self._orders[tier]
+        head = orders.runs.held_head() if runs else None
+        if head is None or not self._is_leaf_as_queued(head):
+            return self._first(orders, runs=runs, checkpoints=checkpoints)
+        if checkpoints and head[0] > WORTHLESS and orders.checkpoints:
+            other = self._settled_head(orders.checkpoints)
+            if other is not None and orders.checkpoints.rank(other[1]) < head[:3]:
+                return other[0]
+        return head[6][0][2]
+
+    def _is_leaf_as_queued(self, head: Head) -> bool:
+        """Whether the first run of an order stands where it did, the short way: most are leaves that nothing stands in or on."""
+        rank, _, since, _, _, key, heap = head
+        run = heap[0][2]
+        assert isinstance(run, Run), f"{run} is queued as a run"
+        node, tier = run.node, run.tier
+        other = node.runs[1 - tier]
+        if node.kids is not None or node.checkpoints or node.parent is None or self.repeats_first:
+            return False
+        if other is not None and other.num_pages < node.num_pages:
+            return False
+        if self._needs_checkpoints:
+            return rank == WORTHLESS and node.used_at == since
+        facts = Facts(node.used_at, self._page_tokens, self._page_bytes[tier], node.urgent_until, node.visit)
+        return rank == USEFUL and self._value.place(facts) == (key[1], key[2], since)
+
+    def hold(self, tier: Tier) -> bool:
+        """Nobody's worth changes in a tier until `let_go`, so that its order need not be found again. False where it was held."""
+        runs, checkpoints = self._orders[tier]
+        return runs.hold() and checkpoints.hold()
+
+    def let_go(self, tier: Tier) -> None:
+        """Time passes again."""
+        for order in self._orders[tier]:
+            order.let_go()
+
+    def _first(self, orders: Orders, *, runs: bool, checkpoints: bool) -> Victim | None:
+        first = self._settled_head(orders.runs) if runs and orders.runs else None
         if checkpoints and orders.checkpoints and (first is None or first[1].rank > WORTHLESS):
             rank = orders.checkpoints.rank
             other = self._settled_head(orders.checkpoints)
             if other is not None and (first is None or rank(other[1]) < rank(first[1])):
                 first = other
-        if of is not None:
-            self.own.note_asked(of, tier)
-        if first is None:
-            return None
-        self._take_out(first[0])
-        return first[0]
+        return first[0] if first is not None else None
 
     def _settled_head(self, order: EvictionOrder) -> tuple[Victim, Standing] | None:
         """The order's first entry, once that is up to date."""
@@ -184,12 +224,12 @@ class Ranking:
         if standing == then or (standing is not None and _is_as_queued(standing, then)):
             return standing
         if standing is None:
-            self._take_out(victim)  # something stands on it, and will queue it
+            self.take_out(victim)  # something stands on it, and will queue it
         else:  # used since it was queued
             self._push(victim, standing)
         return None
 
-    def _take_out(self, victim: Victim) -> None:
+    def take_out(self, victim: Victim) -> None:
         """It is no candidate for now, and stays in its tier."""
         victim.entry = 0
         if self._has_quotas:
@@ -205,8 +245,7 @@ class Ranking:
         node = run.node
         if tail.dead:
             return Standing(WORTHLESS, Place(0, 0, node.used_at))
-        facts = Facts(used_at=node.used_at, saved_tokens=self._spec.page_tokens, size_bytes=self._page_bytes[run.tier],
-                      urgent_until_s=node.urgent_until, visit=node.visit)  # fmt: skip
+        facts = Facts(node.used_at, self._page_tokens, self._page_bytes[run.tier], node.urgent_until, node.visit)
         place = self._value.place(facts)
         return Standing(USEFUL, place) if not tail.repeated else _repeated(place)
 
@@ -218,7 +257,7 @@ class Ranking:
         before = previous_boundary(node, checkpoint.page)
         if self._needs_checkpoints:
             size += _pages_alone(node, checkpoint.page, before) * self._arenas[residency.tier].layout.strides[Kind.PREFIX]
-        page_tokens, visit = self._spec.page_tokens, node.visit
+        page_tokens, visit = self._page_tokens, node.visit
         end = visit.end if visit is not None else checkpoint.page
         follower = checkpoint.follower
         facts = Facts(
@@ -236,7 +275,7 @@ class Ranking:
 
     def _is_repeated(self, residency: Residency) -> bool:
         """Whether the host has it beside the device, and nobody below waits for it."""
-        if not self._repeats_first or residency.tier is not Tier.HOST or residency.backup_deferred:
+        if not self.repeats_first or residency.tier is not Tier.HOST or residency.backup_deferred:
             return False
         other = residency.checkpoint.ready_in(Tier.DEVICE)
         return other is not None and not other.leaving

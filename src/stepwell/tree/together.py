@@ -1,0 +1,225 @@
+"""Many victims leave a tier together: in the order of one by one, and with the same outcome.
+
+What makes an eviction dear is to tell the arena about its few pages. Here the tree lets go of one victim after the other, and the
+arena is told once of the pages of all. Only what is idle is taken: runs without checkpoints, which no other tier has or which it
+has whole, and checkpoints. The rest is left to the caller, one at a time.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from stepwell.base.ids import Kind, Tier
+from stepwell.base.tasks import NO_PAGES, PageIds
+from stepwell.memory.arena import Need
+from stepwell.tree.accounts import Account
+from stepwell.tree.checkpoints import drop_residency, leave_tier, tell_left
+from stepwell.tree.eviction_order import USEFUL
+from stepwell.tree.node import ABSENT, Loss, Node, Residency, Run, Victim
+from stepwell.tree.pruning import note_cut, shorten, tell, unlink
+from stepwell.tree.tree import Tree
+
+PREFIX, POINT = Kind.PREFIX, Kind.POINT
+FEW_PAGES = 16  # of a run: looked at one by one
+
+
+class Gone(NamedTuple):
+    """What left together, and who is next: it has to go alone, or nobody is left if there is none."""
+
+    num_pages: int
+    num_checkpoints: int
+    in_vain_bytes: int  # of sorts that are not short
+    next: Victim | None
+
+
+def may_leave_together(tree: Tree, tier: Tier) -> bool:
+    """Whether nobody has to be asked for each victim: whose it is, where its rows are, what another tier repeats of it."""
+    has_rows = tier is Tier.DEVICE and tree.row_pages is not None
+    return not (tree.accounts.limited or has_rows or tree.ranking.repeats_first)
+
+
+def leave_together(
+    tree: Tree, tier: Tier, need: Need, short: Need, loss: Loss, *, any_sort: bool, patience_bytes: int
+) -> Gone:  # fmt: skip
+    """Evicts in the tier's order until that has to be looked at anew: `short` may be another by then, or its next goes alone.
+
+    `need` lacks `short`, prefix pages among it. With `any_sort` of checkpoints too, as long as fewer bytes of what is not short
+    go than `patience_bytes`.
+    """
+    batch = _Batch(tree, tier, need, short, loss)
+    first, checkpoints = tree.ranking.first, any_sort or Kind.WINDOW in short or POINT in short
+    victim = None
+    try:
+        while not batch.is_over and batch.in_vain_bytes < patience_bytes:
+            victim = first(tier, runs=True, checkpoints=checkpoints)
+            if victim is None or not (batch.take_run(victim) if isinstance(victim, Run) else batch.take_residency(victim)):
+                break
+            victim = None
+    finally:
+        batch.give_back()
+    return Gone(batch.num_pages, batch.num_checkpoints, batch.in_vain_bytes, victim)
+
+
+class _Batch:
+    """Victims that have left the tree, and pages that the arena has not been told about yet."""
+
+    def __init__(self, tree: Tree, tier: Tier, need: Need, short: Need, loss: Loss) -> None:
+        self._tree, self._tier, self._need, self._short, self._loss = tree, tier, need, short, loss
+        self._arena = tree.arenas[tier]
+        self._refs = self._arena.refs[PREFIX]
+        self._ref_of = self._refs.data  # one number of it is read in less time than from the array
+        self._wanted = short[PREFIX]
+        self._is_heard = bool(tree.feeds)
+        self._has_slabs = len(self._arena.layout.strides) > 1
+        self._left: dict[tuple[Kind, int], int] = {}  # pages of a slab in use, with these gone
+        self._ids: list[PageIds] = []
+        self._points: list[PageIds] = []
+        self._account: Account | None = None  # whose the last runs are,
+        self._num_owned = 0  # and how many pages of it have not been taken off its account
+        self.is_over = False  # what is short may be another now
+        self.num_pages = self.num_checkpoints = self.in_vain_bytes = 0
+
+    def take_run(self, run: Run) -> bool:
+        """Takes a run out of the tier, or as much of it as is wanted. False, and nothing is changed, if it has to go alone."""
+        node, count = run.node, run.num_pages
+        if count != node.num_pages or node.checkpoints:
+            return False
+        other = node.runs[1 - self._tier]
+        if node.kids is not None if other is None else other.num_pages != count:
+            return False
+        if count > self._wanted:
+            return other is None and self._cut(run, count - self._wanted)
+        ids = run.ids
+        if not self._is_idle(ids):
+            return False
+        tree, tier = self._tree, self._tier
+        if self._is_heard:
+            tell(tree, run, np.ones(count, np.bool_))
+        self._note_pages(node, ids, count)
+        run.num_pages = run.num_ready = run.entry = 0
+        node.runs[tier] = None
+        if other is None:
+            run.ids = NO_PAGES
+            shorten(tree, node, 0)
+        else:
+            run.ids = np.full(count, ABSENT, np.int32)
+        assert node.parent is not None and node.parent.kids is not None
+        below = node.parent.kids.below
+        if below[tier] > 1:
+            below[tier] -= 1  # what is above stays what it was: something of the tier is below it still
+        else:
+            tree.carry_pages_up(node, tier, before=True)
+        if other is None:
+            unlink(tree, node, self._loss)
+        else:
+            tree.queue(node)
+        return True
+
+    def _cut(self, run: Run, at: int) -> bool:
+        """Takes the end of a leaf that only this tier has; the last that is wanted."""
+        node, tree, ids = run.node, self._tree, run.ids[at:]
+        if run.num_ready < run.num_pages or not self._is_idle(ids):
+            return False
+        if self._is_heard:
+            tell(tree, run, np.arange(run.num_pages) >= at)
+        self._note_pages(node, ids, len(ids))
+        run.num_pages = run.num_ready = at
+        run.entry = 0
+        run.ids = run.ids[:at].copy()
+        note_cut(tree, node, at, self._loss)
+        shorten(tree, node, at)
+        tree.queue(node)
+        return True
+
+    def _note_pages(self, node: Node, ids: PageIds, count: int) -> None:
+        """Pages of a node go: when the arena is told, it is told of them."""
+        if self._has_slabs:
+            self._note_slabs(PREFIX, ids)
+        self._ids.append(ids)
+        if node.account is not self._account:
+            self._note_owner(node.account)
+        self._num_owned += count
+        self.num_pages += count
+        self._wanted -= count
+        if not self._wanted:
+            self.is_over = True
+
+    def take_residency(self, residency: Residency) -> bool:
+        """The same for a checkpoint. Windows may be shared, so that the arena is told of them at once."""
+        if residency.users or not residency.ready:
+            return False
+        helps = False
+        for kind, _ in residency.spans():
+            if kind in self._short:
+                helps = True
+            elif kind in self._need:
+                return False  # it has idle slabs, and more room of its own would leave these to others
+        if len(residency.points):
+            if self._arena.refs[POINT].item(int(residency.points[0])) != 1:
+                return False
+            self._note_slabs(POINT, residency.points)
+        self.num_checkpoints += 1
+        if helps:
+            self.is_over = True
+        elif residency.standing == USEFUL:
+            self.in_vain_bytes += residency.size_bytes
+        if len(residency.windows):
+            idle = self._arena.idle_slabs
+            drop_residency(self._tree, residency, self._loss)
+            self.is_over = self.is_over or self._arena.idle_slabs != idle
+        else:
+            self._take_point(residency)
+        return True
+
+    def _take_point(self, residency: Residency) -> None:
+        node = residency.checkpoint.node
+        assert node is not None
+        self._points.append(residency.points)
+        residency.entry = 0
+        leave_tier(self._tree, residency, self._loss)
+        self._tree.accounts.charge(node.account, self._tier, -residency.size_bytes)
+        tell_left(self._tree, node, residency)
+
+    def _is_idle(self, ids: PageIds) -> bool:
+        """Whether only the tree refers to these pages."""
+        if len(ids) > FEW_PAGES:
+            return not np.count_nonzero(self._refs[ids] > 1)
+        ref_of = self._ref_of
+        for each in ids.tolist():  # noqa: SIM110 (half the time of a generator)
+            if ref_of[each] > 1:
+                return False
+        return True
+
+    def _note_slabs(self, kind: Kind, ids: PageIds) -> None:
+        """A slab that empties is anybody's, and changes what is short."""
+        layout, left = self._arena.layout, self._left
+        stride, slab_bytes = layout.strides[kind], layout.slab_bytes
+        for each in ids.tolist():
+            slab = each * stride // slab_bytes
+            in_use = left.get((kind, slab))
+            if in_use is None:
+                in_use = self._arena.used_in_slab(kind, slab)
+            left[kind, slab] = in_use - 1
+            if in_use == 1:
+                self.is_over = True
+
+    def _note_owner(self, account: Account | None) -> None:
+        """What follows is another's: what went of the one before is no longer counted as its own."""
+        if self._account is not None:
+            size_bytes = self._num_owned * self._arena.layout.strides[PREFIX]
+            self._tree.accounts.charge(self._account, self._tier, -size_bytes)
+        self._account, self._num_owned = account, 0
+
+    def give_back(self) -> None:
+        """Tells the arena, and whoever counts pages."""
+        tree, tier = self._tree, self._tier
+        if self._ids:
+            ids = np.concatenate(self._ids) if len(self._ids) > 1 else self._ids[0]
+            tree.owner[tier][ids.astype(np.intp)] = None
+            self._note_owner(None)
+            tree.version += 1
+            self._arena.drop(PREFIX, ids)
+        if self._points:
+            self._arena.drop(POINT, np.concatenate(self._points))

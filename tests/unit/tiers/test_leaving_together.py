@@ -1,0 +1,174 @@
+"""Victims that leave a tier together: the same ones as one by one, in the same order, and the cache is the same afterwards."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+
+from stepwell import Kind, Lease, ModelSpec, Tier
+from stepwell.base.tasks import Span
+from stepwell.memory.arena import Need
+from stepwell.tiers import eviction
+from stepwell.tree.audit import audit
+from stepwell.tree.node import Node, Residency, Victim
+from stepwell.tree.together import Gone
+from toys import ALL_MODELS, EVICTIONS, FULL, FULL_POINT, PAGE, SMALL_PAGES, Rig, text
+
+
+class Played:
+    """A cache after some random requests, a few of which still run. What was left of the device is taken, slab by slab."""
+
+    def __init__(self, spec: ModelSpec, seed: int, *, host: bool, lru: bool, listens: bool) -> None:
+        self.random = Random(seed)
+        tuning = SMALL_PAGES if not lru else type(SMALL_PAGES)(page_alignment_bytes=16, eviction=EVICTIONS["lru"])
+        self.rig = Rig(spec, device_pages=1600, host_pages=200 if host else None, tuning=tuning)
+        self.feed = self.rig.cache.listen() if listens else None
+        self.leases: list[Lease] = []
+        served: list[list[int]] = []
+        families = [text(name, PAGE * self.random.randrange(1, 9)) for name in range(4)]
+        for name in range(10, 34):
+            self.rig.clock.advance(self.random.choice((0.0, 1.0, 30.0)))
+            tokens = self.random.choice(families) + text(name, self.random.randrange(1, 5 * PAGE))
+            priority = self.random.choice((0, 0, 0, 2))
+            if name % 8 == 7:
+                self.leases.append(self.rig.ready([*self.random.choice(served), 1]))
+            else:
+                self.rig.serve_without_audit(tokens, priority=priority)
+                served.append(tokens)
+            if name % 5 == 0:
+                families.append(tokens)
+        self.taken = self.rig.state.arena(Tier.DEVICE).alloc({Kind.PREFIX: self.num_free()})
+
+    def num_free(self) -> int:
+        arena = self.rig.state.arena(Tier.DEVICE)
+        return next(count for count in range(1600, -1, -1) if arena.fits({Kind.PREFIX: count}))
+
+    def asks(self, need: Need) -> eviction.Room:
+        return eviction.make_room(self.rig.state, Tier.DEVICE, need)
+
+    def next_need(self) -> Need:
+        """Room for some more prefix pages than there is now, and at times for checkpoints too."""
+        arena = self.rig.state.arena(Tier.DEVICE)
+        need = {Kind.PREFIX: self.num_free() + 1 + self.random.randrange(self.random.choice((2, 12, 60)))}
+        others = [kind for kind in arena.layout.strides if kind is not Kind.PREFIX]
+        if others and self.random.random() < 0.3:
+            need[self.random.choice(others)] = self.random.randrange(1, 12)
+        return need
+
+    def told(self) -> list[Any]:
+        return self.feed.take() if self.feed is not None else []
+
+    def everything(self) -> dict[str, Any]:
+        state = self.rig.state
+        arrays = [
+            (tier, kind, *(each[kind].tolist() for each in (arena.refs, arena.kept, arena.state)))
+            for tier, arena in state.tree.arenas.items()
+            for kind in arena.layout.strides
+        ]
+        leaving = {tier: [_name(each) for each in eviction.next_to_leave(state, tier, 1 << 40)] for tier in state.tree.tiers}
+        counts = {name: count for name, count in state.counters.snapshot().items() if name.startswith("evicted")}
+        nodes = [_told(node) for node in state.tree.nodes()]
+        return {"nodes": nodes, "arenas": arrays, "next to leave": leaving, "counters": counts}
+
+
+def _name(victim: Victim) -> tuple[object, ...]:
+    if isinstance(victim, Residency):
+        return "checkpoint", victim.checkpoint.page, victim.windows.tolist(), victim.points.tolist(), victim.standing
+    return "run", victim.node.start, victim.ids.tolist(), victim.standing
+
+
+def _told(node: Node) -> tuple[object, ...]:
+    runs = [(run.ids.tolist(), run.num_pages, run.num_ready, bool(run.entry)) if run else None for run in node.runs]
+    kids = (node.kids.below, node.kids.anchored, list(node.kids.by_page)) if node.kids else None
+    checkpoints = [
+        (page, [_name(held) if held else None for held in each.held], each.follower.page if each.follower else None)
+        for page, each in (node.checkpoints or {}).items()
+    ]
+    past = [(page, visit.at_s) for page, visit in (node.past or {}).items()]
+    return node.start, node.num_pages, node.first, node.rest, runs, kids, checkpoints, node.lost, past, node.account.used_bytes
+
+
+@pytest.mark.parametrize("listens", [False, True], ids=["unheard", "heard"])
+@pytest.mark.parametrize("lru", [False, True], ids=["value", "lru"])
+@pytest.mark.parametrize("host", [False, True], ids=["device", "device and host"])
+@pytest.mark.parametrize("model", sorted(ALL_MODELS))
+def test_together_is_as_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, model: str, host: bool, lru: bool, listens: bool
+) -> None:  # fmt: skip
+    taken: list[Gone] = []
+    leave_together, may_leave_together = eviction.leave_together, eviction.may_leave_together
+
+    def watched(*args: Any, **options: Any) -> Gone:
+        taken.append(leave_together(*args, **options))
+        return taken[-1]
+
+    monkeypatch.setattr(eviction, "leave_together", watched)
+    for seed in range(4):
+        together, alone = (Played(ALL_MODELS[model], seed, host=host, lru=lru, listens=listens) for _ in range(2))
+        monkeypatch.setattr(alone.rig.tree.ranking, "hold", lambda _: False)  # its order is found anew for each victim
+        assert together.everything() == alone.everything()
+        for turn in range(10):
+            need = together.next_need() if turn < 9 else {Kind.PREFIX: 1600}  # at last everything that is idle
+            assert turn == 9 or need == alone.next_need()
+            rooms = []
+            for each, may in ((together, may_leave_together), (alone, lambda *_: False)):
+                monkeypatch.setattr(eviction, "may_leave_together", may)
+                rooms.append(each.asks(need))
+            assert rooms[0] == rooms[1]
+            assert together.told() == alone.told()
+            assert together.everything() == alone.everything()
+            audit(together.rig.tree)
+            together.rig.state.arena(Tier.DEVICE).audit()
+        for each in (together, alone):
+            for lease in each.leases:
+                each.rig.cache.release(lease)
+            each.rig.tree.release_all(Span(tier=Tier.DEVICE, kind=kind, ids=ids) for kind, ids in each.taken.items())
+            each.rig.idle_check()
+    most = max(gone.num_pages + gone.num_checkpoints for gone in taken)
+    assert most >= (6 if model == "full" else 2), "many never left together"
+
+
+@pytest.mark.parametrize("together", [False, True], ids=["one by one", "together"])
+def test_no_more_leave_than_are_needed_once_a_slab_empties(monkeypatch: pytest.MonkeyPatch, together: bool) -> None:
+    """Points leave with the pages below them, and their slabs are room for pages too."""
+    if not together:
+        monkeypatch.setattr(eviction, "may_leave_together", lambda *_: False)
+    rig = Rig(FULL_POINT, device_pages=1600)
+    for name in range(60):
+        rig.clock.advance(1.0)
+        rig.serve_without_audit(text(name, PAGE + 1))
+    arena = rig.state.arena(Tier.DEVICE)
+    arena.alloc({Kind.PREFIX: next(count for count in range(1600, -1, -1) if arena.fits({Kind.PREFIX: count}))})
+    before = rig.used(Tier.DEVICE, Kind.PREFIX)
+    assert eviction.make_room(rig.state, Tier.DEVICE, {Kind.PREFIX: 40}).fits
+    assert before - rig.used(Tier.DEVICE, Kind.PREFIX) <= 26, "slabs of points were not counted"
+
+
+def test_what_a_request_holds_stays_among_those_that_leave() -> None:
+    rig = Rig(FULL, device_pages=256)
+    rig.serve(text(1, 2 * PAGE + 1))
+    with rig.ready(text(1, 2 * PAGE + 1)) as lease:
+        for name in range(2, 12):
+            rig.clock.advance(1.0)
+            rig.serve_without_audit(text(name, 2 * PAGE + 1))
+        run = next(node.runs[Tier.DEVICE] for node in rig.tree.nodes() if node.runs[Tier.DEVICE])
+        assert run.entry, "it is no candidate, so this shows nothing"
+        assert not eviction.make_room(rig.state, Tier.DEVICE, {Kind.PREFIX: 256}).fits
+        assert rig.restore(text(1, 2 * PAGE + 1)) == 2 * PAGE
+        rig.engine.check(lease)
+    rig.idle_check()
+
+
+def test_many_leaves_are_one_call_to_the_arena(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(FULL, device_pages=256)
+    for name in range(20):
+        rig.serve_without_audit(text(1, 4 * PAGE) + text(10 + name, 2 * PAGE + 1))
+    arena, calls = rig.state.arena(Tier.DEVICE), []
+    drop = arena.drop
+    monkeypatch.setattr(arena, "drop", lambda kind, ids: calls.append(len(ids)) or drop(kind, ids))
+    free = 256 - rig.used(Tier.DEVICE, Kind.PREFIX)
+    assert eviction.make_room(rig.state, Tier.DEVICE, {Kind.PREFIX: free + 30}).fits
+    assert calls == [30]
+    rig.cache.audit()

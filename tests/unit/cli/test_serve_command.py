@@ -53,6 +53,35 @@ assert not heavy, heavy
     assert "--prefetch-policy" in done.stdout and "serve" in done.stdout
 
 
+def test_rings_of_connections_do_not_wait_until_they_are_as_many_as_the_objects_of_libraries() -> None:
+    code = """
+import gc
+from collections import deque
+from stepwell.cli import serve
+
+class Ring:
+    alive = most = 0
+
+    def __init__(self) -> None:
+        self.me = self
+        Ring.alive += 1
+        Ring.most = max(Ring.most, Ring.alive)
+
+    def __del__(self) -> None:
+        Ring.alive -= 1
+
+libraries = [[] for _ in range(400_000)]
+gc.collect()
+serve._collect_often()
+connections = deque(maxlen=5_000)  # open for a while
+for _ in range(100_000):
+    connections.append(Ring())
+assert Ring.most < 25_000, Ring.most
+"""
+    done = python(code)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("missing", ["torch", "fastapi"])
 def test_a_missing_package_is_named_with_the_command_that_installs_it(missing: str) -> None:
     code = f"""

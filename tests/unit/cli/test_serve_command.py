@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from stepwell.base.errors import ConfigError
-from stepwell.cli import serve
+from stepwell.cli import engine_options, serve, serve_summary
 from stepwell.cli.main import main
 from stepwell.store.key_file import write_store_key
 from stepwell.store.registry import open_store
@@ -98,34 +98,34 @@ sys.exit(main(["serve", "--model", "random-hybrid"]))
 def test_store_options_come_from_arguments_and_for_mooncake_from_the_environment() -> None:
     environment = {"MOONCAKE_MASTER": "there:50051", "OTHER": "x"}
     args = parsed("--store", "log:/d", "--store-budget", "50GiB", "--store-option", "direct=off")
-    assert serve._store_options(args, environment) == {"budget": "50GiB", "direct": "off"}
-    assert serve._store_options(parsed("--store", "mooncake:"), environment) == {"master_server_address": "there:50051"}
+    assert engine_options.store_options(args, environment) == {"budget": "50GiB", "direct": "off"}
+    assert engine_options.store_options(parsed("--store", "mooncake:"), environment) == {"master_server_address": "there:50051"}
     file = {"MOONCAKE_CONFIG_PATH": "/etc/theirs.json"}
-    assert serve._store_options(parsed("--store", "mooncake:"), file) == {"config_path": "/etc/theirs.json"}
-    assert serve._store_options(parsed("--store", "mooncake:/etc/ours.json"), file) == {}
+    assert engine_options.store_options(parsed("--store", "mooncake:"), file) == {"config_path": "/etc/theirs.json"}
+    assert engine_options.store_options(parsed("--store", "mooncake:/etc/ours.json"), file) == {}
     for bad in (
         ("--store-budget", "1GiB"),
         ("--store", "log:/d", "--store-budget", "much"),
         ("--store", "x:", "--store-option", "y"),
     ):
         with pytest.raises(ConfigError):
-            serve._store_options(parsed(*bad), {})
+            engine_options.store_options(parsed(*bad), {})
 
 
 def test_the_store_key_is_read_from_its_file(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     key = write_store_key(tmp_path / "key")
-    found = serve._engine_config(parsed("--store-key-file", str(tmp_path / "key")), {}).store_config.key
+    found = engine_options.read(parsed("--store-key-file", str(tmp_path / "key")), {}).store_config.key
     assert found is not None and found.id == key.id
-    assert serve._engine_config(parsed(), {}).store_config.key is None
+    assert engine_options.read(parsed(), {}).store_config.key is None
 
 
 def test_a_selector_is_part_of_the_engine_s_settings() -> None:
     pytest.importorskip("torch")
-    config = serve._engine_config(parsed("--sparse", "quest", "--sparse-budget", "1024"), {})
+    config = engine_options.read(parsed("--sparse", "quest", "--sparse-budget", "1024"), {})
     assert (config.sparse, config.sparse_budget, config.picks.identity) == ("quest", 1024, "quest1-1024")
-    assert serve._engine_config(parsed("--sparse", "clusterkv"), {}).picks.identity == "clusterkv1-2048"
-    assert serve._engine_config(parsed(), {}).picks is None
+    assert engine_options.read(parsed("--sparse", "clusterkv"), {}).picks.identity == "clusterkv1-2048"
+    assert engine_options.read(parsed(), {}).picks is None
 
 
 @pytest.mark.parametrize(
@@ -139,15 +139,15 @@ def test_a_selector_is_part_of_the_engine_s_settings() -> None:
 )
 def test_people_are_told_whether_rows_may_leave_the_device(argv: tuple[str, ...], said: str) -> None:
     pytest.importorskip("torch")
-    config = serve._engine_config(parsed("--sparse", *argv), {})
-    assert config.picks is not None and serve._sparse(config.picks, config.hot_rows) == said
+    config = engine_options.read(parsed("--sparse", *argv), {})
+    assert config.picks is not None and serve_summary.sparse(config.picks, config.hot_rows) == said
 
 
 def test_a_draft_is_part_of_the_engine_s_settings() -> None:
     pytest.importorskip("torch")
-    config = serve._engine_config(parsed("--draft", "mtp", "--draft-tokens", "2"), {})
+    config = engine_options.read(parsed("--draft", "mtp", "--draft-tokens", "2"), {})
     assert (config.draft, config.draft_tokens) == ("mtp", 2)
-    assert serve._engine_config(parsed(), {}).draft is None
+    assert engine_options.read(parsed(), {}).draft is None
 
 
 def test_secrets_come_from_arguments_then_the_environment_then_chance() -> None:

@@ -2,7 +2,6 @@
 
     make soak                            30 minutes; prints its seed and what it found, writes soak.json
     make soak ARGS="--minutes 2 --seed 7"
-    make soak ARGS=--default-malloc      with servers as people start them: what glibc keeps counts as growth
 
 Requests are drawn from prompts whose greedy answers an engine without any cache has given before; tokens and logprobs are
 compared. Clients leave in the middle. Meanwhile caches are flushed, bits of the log are flipped, stores are detached and
@@ -28,7 +27,6 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from engine.machine import machine
-from soaking.backend import FLAT
 from soaking.soaked import Plan, Verdict, soak
 from stepwell.base.units import format_bytes
 
@@ -40,24 +38,18 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30.0, help="that clients ask (default: %(default)g)")
     parser.add_argument("--seed", type=int, help="of everything that is drawn (default: a new one, which is printed)")
     parser.add_argument("--clients", type=int, default=6, help="that ask at once (default: %(default)s)")
-    parser.add_argument(
-        "--default-malloc", action="store_true",
-        help="servers as people start them; else they keep one heap, and give back what is freed, so that growth tells of leaks",
-    )  # fmt: skip
     parser.add_argument("--json", type=Path, default=ROOT / "soak.json", help="where figures go (default: soak.json)")
     args = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 130)
     seed = args.seed if args.seed is not None else secrets.randbelow(10**6)
     console.print(f"seed {seed}: the same again with --seed {seed}")
-    environment = {} if args.default_malloc else FLAT
-    plan = Plan(seed=seed, seconds=60 * args.minutes, clients=args.clients, environment=environment)
+    plan = Plan(seed=seed, seconds=60 * args.minutes, clients=args.clients)
     with TemporaryDirectory(prefix="stepwell-soak-") as directory:
         verdict = _watched(console, plan, Path(directory))
     _show(console, verdict)
     told = {
         "right": verdict.right, "seed": plan.seed, "minutes": args.minutes, "clients": plan.clients, "took_s": verdict.took_s,
         "outcomes": verdict.tally.outcomes, "tokens": verdict.tally.tokens, "troubles": verdict.troubles,
-        "environment": dict(plan.environment),
         "growth": None if verdict.growth is None else asdict(verdict.growth), "counters": verdict.counters,
         "damaged": verdict.damaged, "answered_after": verdict.answered_after, "faults": verdict.faults, "machine": machine("cpu"),
     }  # fmt: skip
@@ -97,8 +89,7 @@ def _show(console: Console, verdict: Verdict) -> None:
     grown = verdict.growth
     if grown is not None:
         memory = f"{format_bytes(int(grown.first_bytes))} → {format_bytes(int(grown.last_bytes))}"
-        heap = "one heap" if verdict.plan.environment else "default malloc"
-        table.add_row(f"memory of the steady server ({heap}), last {grown.watched_s:.0f} s", memory)
+        table.add_row(f"memory of the steady server, last {grown.watched_s:.0f} s", memory)
         table.add_row("... its slope", f"{grown.slope_bytes_per_s * 3600 / (1 << 20):+.1f} MiB an hour")
         table.add_row("... files and threads", f"{grown.files:+g} and {grown.threads:+g}")
     console.print(table)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +16,6 @@ import httpx
 from stepwell.cli.demo.server import Server, serving
 
 ADMIN = "soak"
-# Memory that glibc keeps after it was freed looks like growth: one heap for all threads, large pieces given back when freed.
-FLAT = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 PATIENCE_S = 300.0  # for what hangs; a busy machine does not meet it
 
 
@@ -33,10 +31,7 @@ class Footprint:
 class Backend:
     """One server. `life` grows when the process is about to end, so whoever asks can tell whether an error was to be expected."""
 
-    def __init__(
-        self, name: str, arguments: Sequence[str], directory: Path, store: tuple[str, dict[str, str]],
-        environment: Mapping[str, str],
-    ) -> None:  # fmt: skip
+    def __init__(self, name: str, arguments: Sequence[str], directory: Path, store: tuple[str, dict[str, str]]) -> None:
         """`store`: the name and the options that it is started with, and attached again with."""
         self.name = name
         self.life = 0
@@ -45,7 +40,7 @@ class Backend:
         self._where, self._options = store
         options = [part for option, value in self._options.items() for part in ("--store-option", f"{option}={value}")]
         self._arguments = [*arguments, "--store", self._where, *options, "--admin-token", ADMIN]
-        self._directory, self._environment = directory, environment
+        self._directory = directory
         self._stack = ExitStack()
         self._server: Server | None = None
         self._http = httpx.AsyncClient(timeout=PATIENCE_S, headers={"Authorization": f"Bearer {ADMIN}"}, trust_env=False)
@@ -66,7 +61,7 @@ class Backend:
     async def start(self) -> None:
         """Returns once it answers. Raises StepwellError."""
         self.logs.append(self._directory / f"{self.name}-{self.life}.log")
-        starts = serving(self._arguments, self.logs[-1], more=self._environment)
+        starts = serving(self._arguments, self.logs[-1])
         self._server = await asyncio.to_thread(self._stack.enter_context, starts)
         self.up = True
 

@@ -11,7 +11,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -19,7 +19,7 @@ from random import Random
 import httpx
 
 from soaking.asking import Client, Tally, Wish
-from soaking.backend import FLAT, PATIENCE_S, Backend
+from soaking.backend import PATIENCE_S, Backend
 from soaking.growing import JUDGED_FROM_S, WARM_SHARE, Growth, Sample, growth
 from soaking.known import Known, Shape, known_answers
 from soaking.troubles import Troubles
@@ -46,7 +46,6 @@ class Plan:
     shape: Shape = field(default_factory=Shape)
     sizes: tuple[str, ...] = ("--device-memory", "12MiB", "--host-memory", "24MiB", "--max-running", "4")
     store: tuple[tuple[str, str], ...] = (("budget", "96MiB"), ("segment", "4MiB"), ("timeout", "2"))
-    environment: Mapping[str, str] = field(default_factory=lambda: FLAT)  # of servers, beside what is there
 
 
 @dataclass(kw_only=True)
@@ -114,7 +113,7 @@ async def soak(plan: Plan, directory: Path, say: Callable[[str], None]) -> Verdi
 
 def _backend(plan: Plan, name: str, directory: Path, store: Path) -> Backend:
     arguments = ["--model", plan.model, "--served-model-name", "soak", *plan.sizes, "--drain", "60"]
-    return Backend(name, arguments, directory, (f"shared-log:{store}", dict(plan.store)), plan.environment)
+    return Backend(name, arguments, directory, (f"shared-log:{store}", dict(plan.store)))
 
 
 async def _play(

@@ -69,6 +69,36 @@ def test_a_client_that_leaves_is_a_line_too(served: Running, client: openai.Open
     assert (line["finish"], line["output_tokens"]) == ("abort", 0) and "computed_tokens" not in line
 
 
+def test_an_error_is_a_line_that_says_to_whom_and_not_why(
+    served: Running, client: openai.OpenAI, caplog: pytest.LogCaptureFixture
+) -> None:
+    with httpx.Client(base_url=served.address, timeout=PATIENCE_S, headers={"Authorization": f"Bearer {KEY}"}) as http:
+        http.post("/v1/completions", json={"model": NAME, "prompt": PROMPT, "max_tokens": SECRET})
+        http.post("/v1/completions", json={"model": NAME, "prompt": PROMPT}, headers={"Authorization": "Bearer of nothing"})
+        http.get(f"/nothing{'/here' * 100}", params={"why": SECRET})
+        http.get("/health")
+    lines = [dict(each.fields) for each in caplog.records if each.getMessage() == "error sent"]  # type: ignore[attr-defined]
+    assert [(line["method"], line["status"], line.get("tenant")) for line in lines] == [
+        ("POST", 400, "alice"), ("POST", 401, None), ("GET", 404, None),
+    ]  # fmt: skip
+    assert lines[0]["path"] == "/v1/completions" and lines[0]["total_s"] >= 0
+    assert lines[2]["path"].startswith("/nothing/here") and len(lines[2]["path"]) == 100
+    assert SECRET not in str(lines)
+
+
+def test_probes_of_a_server_that_stops_are_no_lines(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, logger="stepwell")
+    with running() as served, httpx.Client(base_url=served.address, timeout=PATIENCE_S) as http, Held(served) as held:
+        stream = served.client().completions.create(model=NAME, prompt=PROMPT, max_tokens=2, stream=True)
+        served.server.stop()
+        assert http.get("/ready").status_code == 503
+        assert http.get("/cache").status_code == 503
+        held.let_go()
+        assert list(stream)
+    lines = [each.fields["path"] for each in caplog.records if each.getMessage() == "error sent"]  # type: ignore[attr-defined]
+    assert lines == ["/cache"]
+
+
 def test_no_line_ever_has_a_prompt_or_an_answer(
     served: Running, client: openai.OpenAI, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,12 +1,13 @@
 """The door of the server, before any route: notes when a request arrived, refuses those that may not come in, says whose it is.
 
 A door that closes lets those who are inside finish, and tells others to ask elsewhere. Requests for other names are refused, and
-bodies that are too large. Errors that go out are counted. Whose a request is, is found once and left with it for the route to
-ask. Reads no bodies, decides no answers.
+bodies that are too large. Errors that go out are counted and logged. Whose a request is, is found once and left with it for the
+route to ask. Reads no bodies, decides no answers.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 
 from fastapi import Depends, Request
@@ -20,9 +21,12 @@ from stepwell.base.units import format_bytes
 from stepwell.server.errors import AUTHENTICATION, CLIENT_CLOSED, SERVER, ApiError, ErrorResponse
 from stepwell.server.principals import Principal, Principals
 
+log = logging.getLogger(__name__)
+
 _ARRIVED = "stepwell.arrived_s"
 _ALWAYS_OPEN = ("/metrics", "/health", "/ready", "/v1/loads")  # which also tell how the end goes
 _PRINCIPAL = "stepwell.principal"
+_LONGEST_PATH = 100  # in a line of the log
 _READ_TIMES = 4  # a client that is still sending may miss the answer: so much more than the limit is read, and dropped
 
 
@@ -60,7 +64,7 @@ class Doorway:
             await self._app(scope, receive, send)
             return
         scope[_ARRIVED] = self._door.now()
-        sending = self._counted(send)
+        sending = self._noted(scope, send)
         if self._door.closed_at_s is not None and scope["path"] not in _ALWAYS_OPEN:
             error = ApiError(503, "the server is stopping: ask another one, or again later", type=SERVER, code="unavailable")
             await ErrorResponse(error.body(), status_code=503, headers={"Connection": "close"})(scope, receive, sending)
@@ -71,13 +75,23 @@ class Doorway:
         finally:
             self._door.num_inside -= 1
 
-    def _counted(self, send: Send) -> Send:
+    def _noted(self, scope: Scope, send: Send) -> Send:
         async def sending(message: Message) -> None:
             if message["type"] == "http.response.start" and message["status"] >= 400 and message["status"] != CLIENT_CLOSED:
                 self._on_error(message["status"])
+                if scope["path"] not in _ALWAYS_OPEN:  # probes ask all the time: an error of theirs is an answer
+                    self._log(scope, message["status"])
             await send(message)
 
         return sending
+
+    def _log(self, scope: Scope, status: int) -> None:
+        """Why is left out: that may quote what the client sent."""
+        fields = {"method": scope["method"], "path": scope["path"][:_LONGEST_PATH], "status": status}
+        principal = scope.get(_PRINCIPAL)
+        if principal is not None and principal.name is not None:
+            fields["tenant"] = principal.name
+        log.info("error sent", extra={"fields": {**fields, "total_s": round(self._door.now() - scope[_ARRIVED], 4)}})
 
 
 def arrived_s(request: Request) -> float:

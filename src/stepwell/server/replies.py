@@ -1,165 +1,27 @@
-"""Answers as HTTP replies: one JSON object when all have ended, or server-sent events as they grow.
-
-    engine thread   on_delta  -- call_soon_threadsafe -->  queue   event loop
-
-Whoever begins answers closes them: what has not ended by then is aborted, so that a client that disconnects costs nothing more.
-"""
+"""Answers as HTTP replies: one JSON object when all have ended, or server-sent events as they grow."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from fastapi import Request, Response
-from fastapi.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
 
-from stepwell.base.errors import StepwellError
-from stepwell.engine.edits import OFF_GRAMMAR
-from stepwell.engine.loop import OnDelta
-from stepwell.engine.request import Ask, Delta, Finish, Usage
-from stepwell.engine.runner import RANK_LOST
-from stepwell.engine.scheduler import NO_ROOM
-from stepwell.server.activity_log import log_ended
+from stepwell.engine.request import Ask, Delta
+from stepwell.server.answers import Answers, EventStream, collect
 from stepwell.server.bodies import Asked
 from stepwell.server.door import arrived_s, principal_of
-from stepwell.server.errors import CLIENT_CLOSED, SERVER, ApiError, api_error
+from stepwell.server.errors import CLIENT_CLOSED, ApiError
 from stepwell.server.handover import wants_offer
 from stepwell.server.principals import Principal
 from stepwell.server.requests import Unknown, read_body, refuse_unsupported
 from stepwell.server.served import Served
 
 B = TypeVar("B", bound=Asked)
-
-log = logging.getLogger(__name__)
-
-_LATE = "request_timeout"
-_FAILED = "the engine failed on this request; the log says why"
-_FOR_CLIENTS = (
-    NO_ROOM,
-    OFF_GRAMMAR,
-)  # reasons that say what to do; others may be texts of exceptions, also about somebody else's request
-
-
-class Answers:
-    """The answers to one HTTP request, one for each ask. For the event loop's thread."""
-
-    def __init__(
-        self, served: Served, asks: Sequence[Ask], *, id: str, left_s: float | None = None,
-        headers: Mapping[str, str], on_begun: Callable[[], None] = lambda: None,
-    ) -> None:  # fmt: skip
-        """`id` is what clients and the log call the request. What has not ended in `left_s` is aborted, and its client told.
-
-        `on_begun` is called once the first of them has begun, or none will; it may be called again. `headers` may name the span
-        of the client that the request is part of.
-        """
-        self._served = served
-        self._id = id
-        self._on_begun = on_begun
-        self._on_ended = None if served.traces is None else served.traces.listener(id, headers)
-        self._asks = asks
-        self._submitted: list[Future[int]] = []
-        self._deltas: asyncio.Queue[tuple[int, Delta]] = asyncio.Queue()
-        self._usages: dict[int, Usage] = {}
-        self._late = False
-        self._timer = None if left_s is None else asyncio.get_running_loop().call_later(left_s, self._expire)
-
-    async def begin(self) -> None:
-        """Queues all asks; or raises ApiError, and aborts those that were queued."""
-        try:
-            for index, ask in enumerate(self._asks):
-                self._submitted.append(self._served.loop.submit(ask, self._listener(index)))
-            for future in self._submitted:
-                await asyncio.wrap_future(future)
-        except BaseException as error:
-            self.close()
-            if self._late:  # which also cancelled what the engine had not taken yet
-                raise self._too_late() from None
-            if isinstance(error, StepwellError):
-                raise api_error(error) from None
-            raise
-
-    async def deltas(self) -> AsyncIterator[tuple[int, Delta]]:
-        """What is added, with the index of its ask, until all have ended. Raises ApiError when one cannot be finished."""
-        while len(self._usages) < len(self._asks):
-            index, delta = await self._deltas.get()
-            self._on_begun()
-            if delta.error == _LATE:
-                raise self._too_late()
-            if delta.finish is Finish.FAILED:
-                log.error("request %s could not be finished: %s", self._id, delta.error)
-                if (delta.error or "").startswith(RANK_LOST):
-                    raise ApiError(503, str(delta.error), type=SERVER, code="unavailable")
-                message = delta.error if delta.error in _FOR_CLIENTS else _FAILED
-                raise ApiError(500, message, type=SERVER, code="engine_error")
-            if delta.finish is Finish.ABORTED:
-                raise ApiError(503, "the server is stopping", type=SERVER, code="unavailable")
-            if delta.usage is not None:
-                self._usages[index] = delta.usage
-            yield index, delta
-
-    def usage(self, choices: int) -> dict[str, object]:
-        """What ended answers cost together, in OpenAI's form; each prompt counts once, as its first choice met it."""
-        firsts = [usage for index, usage in self._usages.items() if index % choices == 0]
-        tiers = {f"{tier}_tokens": sum(getattr(each.sources, tier) for each in firsts) for tier in ("device", "host", "store")}
-        prompt = sum(each.prompt_tokens for each in firsts)
-        completion = sum(each.completion_tokens for each in self._usages.values())
-        accepted = sum(each.accepted_tokens for each in self._usages.values())
-        rejected = sum(each.proposed_tokens for each in self._usages.values()) - accepted
-        guessed = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}  # a draft's, not a client's
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": sum(tiers.values()), **tiers},
-            **({"completion_tokens_details": guessed} if accepted or rejected else {}),
-        }
-
-    def close(self) -> None:
-        """Aborts what has not ended. May be called at any moment, and again."""
-        self._on_begun()
-        if self._timer is not None:
-            self._timer.cancel()
-        for index, future in enumerate(self._submitted):
-            if index not in self._usages and not future.cancel():
-                future.add_done_callback(self._abort)
-
-    def _expire(self) -> None:
-        """Time is up. What was added before is still told; the engine computes nothing more of it."""
-        self._late = True
-        self._deltas.put_nowait((0, Delta(request=0, finish=Finish.ABORTED, error=_LATE)))
-        self.close()
-
-    def _too_late(self) -> ApiError:
-        limit = f"the {self._served.request_timeout_s:g} s that this server gives a request (--request-timeout)"
-        return ApiError(504, f"the answer took longer than {limit}: ask for less, or again later", type=SERVER, code=_LATE)
-
-    def _abort(self, future: Future[int]) -> None:
-        if not future.cancelled() and future.exception() is None:
-            self._served.loop.abort(future.result())  # ended ones are ignored
-
-    def _listener(self, index: int) -> OnDelta:
-        loop, metrics, ask = asyncio.get_running_loop(), self._served.metrics, self._asks[index]
-        choice = index if len(self._asks) > 1 else None
-
-        def listen(delta: Delta) -> None:
-            try:
-                if delta.finish is not None:
-                    metrics.ended(delta, ask.tenant)  # first: who has an answer finds it counted
-                    log_ended(self._id, choice, ask, delta)
-                    if self._on_ended is not None:  # not on the engine's thread
-                        loop.call_soon_threadsafe(self._on_ended, choice, ask, delta)
-            finally:
-                loop.call_soon_threadsafe(self._deltas.put_nowait, (index, delta))
-
-        return listen
 
 
 class Form(Protocol):
@@ -241,20 +103,6 @@ async def _whole(
     return await asyncio.to_thread(_written, form, found, envelope, more)
 
 
-async def collect(request: Request, answers: Answers) -> dict[int, Delta] | None:
-    """Every answer as one delta, and closes them; None where the client has gone before. Raises ApiError."""
-    collecting = asyncio.ensure_future(_collect(answers))
-    leaving = asyncio.ensure_future(_disconnected(request))
-    try:
-        await asyncio.wait({collecting, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        return dict(sorted(collecting.result().items())) if collecting.done() else None
-    finally:
-        answers.close()
-        for task in (collecting, leaving):
-            task.cancel()
-        await asyncio.gather(collecting, leaving, return_exceptions=True)
-
-
 def _written(form: Form, found: Mapping[int, Delta], envelope: dict[str, Any], more: dict[str, Any]) -> Response:
     """On a thread: logprobs of a long prompt and their alternatives are millions of words, which takes its time."""
     choices = [form.whole(index, delta) for index, delta in found.items()]
@@ -267,44 +115,6 @@ async def _offered(served: Served, body: Asked, asks: Sequence[Ask]) -> dict[str
     if served.offers is None or not wants_offer(body.kv_transfer_params) or len(asks) != 1 or not asks[0].use_cache:
         return {}
     return {"kv_transfer_params": await served.offers.offer(served.loop, asks[0])}
-
-
-async def _collect(answers: Answers) -> dict[int, Delta]:
-    """Every answer as one delta."""
-    parts: dict[int, list[Delta]] = {}
-    async for index, delta in answers.deltas():
-        parts.setdefault(index, []).append(delta)
-    return {index: _joined(deltas) for index, deltas in parts.items()}
-
-
-def _joined(deltas: Sequence[Delta]) -> Delta:
-    return replace(
-        deltas[-1],
-        tokens=tuple(token for delta in deltas for token in delta.tokens),
-        text="".join(delta.text for delta in deltas),
-        logprobs=tuple(each for delta in deltas for each in delta.logprobs),
-        prompt_logprobs=deltas[0].prompt_logprobs,
-    )
-
-
-async def _disconnected(request: Request) -> None:
-    """Returns when the client has gone. The body has been read: nothing else can come."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-class EventStream(StreamingResponse):
-    """Closes its answers however it ends, even before its first byte is out."""
-
-    def __init__(self, answers: Answers, events: AsyncIterator[str]) -> None:
-        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        self._answers = answers
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._answers.close()
 
 
 async def _events(answers: Answers, body: Asked, num_asks: int, form: Form, envelope: dict[str, Any]) -> AsyncIterator[str]:

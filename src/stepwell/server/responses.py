@@ -17,12 +17,12 @@ from fastapi.responses import JSONResponse
 from pydantic import Field, ValidationError
 
 from stepwell.engine.request import Finish
+from stepwell.server.answers import Answers, EventStream, collect
 from stepwell.server.bodies import Body, ChatBody
 from stepwell.server.chat import chat_asks
 from stepwell.server.chat_form import ChatForm, chat_form
 from stepwell.server.door import arrived_s, asking, principal_of
 from stepwell.server.errors import CLIENT_CLOSED, ApiError, of_problems
-from stepwell.server.replies import Answers, EventStream, collect
 from stepwell.server.requests import Unknown, read_body, refuse_unsupported
 from stepwell.server.served import Served
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from stepwell.base.errors import ConfigError
-from stepwell.cli import serve
+from stepwell.cli import engine_options, serve, serve_summary
 from stepwell.cli.main import main
 from stepwell.store.key_file import write_store_key
 from stepwell.store.registry import open_store
@@ -53,6 +53,35 @@ assert not heavy, heavy
     assert "--prefetch-policy" in done.stdout and "serve" in done.stdout
 
 
+def test_rings_of_connections_do_not_wait_until_they_are_as_many_as_the_objects_of_libraries() -> None:
+    code = """
+import gc
+from collections import deque
+from stepwell.cli import serve
+
+class Ring:
+    alive = most = 0
+
+    def __init__(self) -> None:
+        self.me = self
+        Ring.alive += 1
+        Ring.most = max(Ring.most, Ring.alive)
+
+    def __del__(self) -> None:
+        Ring.alive -= 1
+
+libraries = [[] for _ in range(400_000)]
+gc.collect()
+serve._collect_often()
+connections = deque(maxlen=5_000)  # open for a while
+for _ in range(100_000):
+    connections.append(Ring())
+assert Ring.most < 25_000, Ring.most
+"""
+    done = python(code)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("missing", ["torch", "fastapi"])
 def test_a_missing_package_is_named_with_the_command_that_installs_it(missing: str) -> None:
     code = f"""
@@ -67,41 +96,41 @@ sys.exit(main(["serve", "--model", "random-hybrid"]))
 
 
 def test_the_end_of_a_prefix_is_computed_only_where_that_was_asked_for() -> None:
-    assert not serve._engine_config(parsed(), {}).compute_while_loading
-    assert serve._engine_config(parsed("--compute-while-loading"), {}).compute_while_loading
+    assert not engine_options.read(parsed(), {}).compute_while_loading
+    assert engine_options.read(parsed("--compute-while-loading"), {}).compute_while_loading
 
 
 def test_store_options_come_from_arguments_and_for_mooncake_from_the_environment() -> None:
     environment = {"MOONCAKE_MASTER": "there:50051", "OTHER": "x"}
     args = parsed("--store", "log:/d", "--store-budget", "50GiB", "--store-option", "direct=off")
-    assert serve._store_options(args, environment) == {"budget": "50GiB", "direct": "off"}
-    assert serve._store_options(parsed("--store", "mooncake:"), environment) == {"master_server_address": "there:50051"}
+    assert engine_options.store_options(args, environment) == {"budget": "50GiB", "direct": "off"}
+    assert engine_options.store_options(parsed("--store", "mooncake:"), environment) == {"master_server_address": "there:50051"}
     file = {"MOONCAKE_CONFIG_PATH": "/etc/theirs.json"}
-    assert serve._store_options(parsed("--store", "mooncake:"), file) == {"config_path": "/etc/theirs.json"}
-    assert serve._store_options(parsed("--store", "mooncake:/etc/ours.json"), file) == {}
+    assert engine_options.store_options(parsed("--store", "mooncake:"), file) == {"config_path": "/etc/theirs.json"}
+    assert engine_options.store_options(parsed("--store", "mooncake:/etc/ours.json"), file) == {}
     for bad in (
         ("--store-budget", "1GiB"),
         ("--store", "log:/d", "--store-budget", "much"),
         ("--store", "x:", "--store-option", "y"),
     ):
         with pytest.raises(ConfigError):
-            serve._store_options(parsed(*bad), {})
+            engine_options.store_options(parsed(*bad), {})
 
 
 def test_the_store_key_is_read_from_its_file(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     key = write_store_key(tmp_path / "key")
-    found = serve._engine_config(parsed("--store-key-file", str(tmp_path / "key")), {}).store_config.key
+    found = engine_options.read(parsed("--store-key-file", str(tmp_path / "key")), {}).store_config.key
     assert found is not None and found.id == key.id
-    assert serve._engine_config(parsed(), {}).store_config.key is None
+    assert engine_options.read(parsed(), {}).store_config.key is None
 
 
 def test_a_selector_is_part_of_the_engine_s_settings() -> None:
     pytest.importorskip("torch")
-    config = serve._engine_config(parsed("--sparse", "quest", "--sparse-budget", "1024"), {})
+    config = engine_options.read(parsed("--sparse", "quest", "--sparse-budget", "1024"), {})
     assert (config.sparse, config.sparse_budget, config.picks.identity) == ("quest", 1024, "quest1-1024")
-    assert serve._engine_config(parsed("--sparse", "clusterkv"), {}).picks.identity == "clusterkv1-2048"
-    assert serve._engine_config(parsed(), {}).picks is None
+    assert engine_options.read(parsed("--sparse", "clusterkv"), {}).picks.identity == "clusterkv1-2048"
+    assert engine_options.read(parsed(), {}).picks is None
 
 
 @pytest.mark.parametrize(
@@ -115,15 +144,15 @@ def test_a_selector_is_part_of_the_engine_s_settings() -> None:
 )
 def test_people_are_told_whether_rows_may_leave_the_device(argv: tuple[str, ...], said: str) -> None:
     pytest.importorskip("torch")
-    config = serve._engine_config(parsed("--sparse", *argv), {})
-    assert config.picks is not None and serve._sparse(config.picks, config.hot_rows) == said
+    config = engine_options.read(parsed("--sparse", *argv), {})
+    assert config.picks is not None and serve_summary.sparse(config.picks, config.hot_rows) == said
 
 
 def test_a_draft_is_part_of_the_engine_s_settings() -> None:
     pytest.importorskip("torch")
-    config = serve._engine_config(parsed("--draft", "mtp", "--draft-tokens", "2"), {})
+    config = engine_options.read(parsed("--draft", "mtp", "--draft-tokens", "2"), {})
     assert (config.draft, config.draft_tokens) == ("mtp", 2)
-    assert serve._engine_config(parsed(), {}).draft is None
+    assert engine_options.read(parsed(), {}).draft is None
 
 
 def test_secrets_come_from_arguments_then_the_environment_then_chance() -> None:

@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,13 +40,10 @@ class Reply:
 
 
 @contextmanager
-def serving(arguments: Sequence[str], log: Path, *, more: Mapping[str, str] | None = None) -> Iterator[Server]:
-    """A server on a free port, killed at the end without warning. What it says goes to `log`; `more` is for its environment.
-    Raises StepwellError.
-    """
+def serving(arguments: Sequence[str], log: Path) -> Iterator[Server]:
+    """A server on a free port, killed at the end without warning. What it says goes to `log`. Raises StepwellError."""
     command = [sys.executable, "-m", "stepwell", "serve", "--port", "0", *arguments]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("STEPWELL_")}
-    environment |= more or {}
     with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=out, env=environment) as process:
         try:
             yield Server(_address(process, log), process)

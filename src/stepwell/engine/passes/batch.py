@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 
 import numpy as np
@@ -131,7 +131,7 @@ class Batch:
         page_N, row_N = self.numbers(spilling.rows_of(pages.astype(np.int32)), rows)
         return Paging(
             looks, whole.sight, page_N=page_N, row_N=row_N, num_singles=self.num_singles,
-            together=lambda: self._together([(look.first, look.pages) for look in looks]),
+            together=self._together([(look.first, look.pages) for look in looks]),
         )  # fmt: skip
 
     def rows_of(self, state: str) -> Callable[[PageIds], PageIds]:
@@ -155,7 +155,7 @@ class Batch:
         Attention reads whole pages, and masks what is not written: pages this pass begins and does not fill are cleared. Where
         groups are longer than a page all that it begins are, for most of them never get an entry.
         """
-        spec, each_page = self.spec, self._longest_group > self.spec.page_tokens
+        spec, each_page = self.spec, _longest_group(self.spec) > self.spec.page_tokens
         if spec.parts(Kind.PREFIX):
             prefix = [page for s in self.segments for page in _begun(s.prefix_pages, s, spec.page_tokens, 0, each_page)]
             self.pages.clear(Kind.PREFIX, prefix)
@@ -185,14 +185,9 @@ class Batch:
         """Segments that may have some, with their slots and their point pages."""
         return [(s, s.slot, s.point_page) for s in self.segments if s.slot is not None and s.point_page is not None]
 
-    @property
-    def _longest_group(self) -> int:
-        """The most tokens that one row of a prefix page is for."""
-        return max((s.shape.ratio for s in self.spec.states if isinstance(s.shape, Prefix)), default=1)
-
     def _page(self, window: int | None) -> Paging:
         size = self.spec.page_tokens if window is None else self.spec.window_page_tokens
-        spans = [self._span(segment, window, size) for segment in self.segments]
+        spans = [_span(segment, window, size) for segment in self.segments]
         looks = [
             Look(start=start, stop=stop, position=segment.position, first=first, pages=pages, picks_from=segment.picks_from)
             for segment, (first, pages), start, stop in zip(self.segments, spans, self.starts, self.starts[1:], strict=False)
@@ -204,7 +199,7 @@ class Batch:
             page_N=page_N,
             row_N=row_N,
             num_singles=self.num_singles,
-            together=lambda: self._together(spans),
+            together=self._together(spans),
         )
 
     def _slots(self, size: int, window: int | None) -> tuple[Indices, Indices]:
@@ -218,22 +213,11 @@ class Batch:
         slots = [_slots_of_run(segment, size, window) for segment in self.segments[self.num_singles :]]
         return _joined(pages, (page for page, _ in slots)), _joined(rows, (row for _, row in slots))
 
-    def _together(self, spans: Sequence[tuple[int, PageIds]]) -> Iterator[range]:
-        """Singles that are looked at together. Layers that look at a window and at groups need both cut alike: as groups are."""
-        if self._longest_group > 1:
-            spans = [self._span(segment, None, self.spec.page_tokens) for segment in self.segments[: self.num_singles]]
-        picks = [segment.position >= segment.picks_from for segment in self.segments[: self.num_singles]]
-        return _alike(spans[: self.num_singles], picks)
-
-    @staticmethod
-    def _span(segment: RequestRows, window: int | None, size: int) -> tuple[int, PageIds]:
-        """The first token of the pages a segment looks at, and those pages."""
-        stop = -(-segment.end // size)
-        if window is None:
-            return 0, segment.prefix_pages[:stop]
-        first = max(segment.position - window + 1, 0) // size
-        assert first >= segment.first_window, f"window pages from {first} on are needed, from {segment.first_window} on are held"
-        return first * size, segment.window_pages[first - segment.first_window : stop - segment.first_window]
+    def _together(self, spans: Sequence[tuple[int, PageIds]]) -> Callable[[], Iterator[range]]:
+        """For a paging, which keeps it. It must not refer to the batch: a ring of both would keep masks and tables of every pass
+        until Python next looks for rings, and under load that takes minutes.
+        """
+        return partial(_together, self.segments[: self.num_singles], spans, self.spec)
 
     def _tensor(self, values: npt.NDArray[np.integer]) -> torch.Tensor:
         return self.numbers(values)[0]
@@ -243,6 +227,28 @@ class Batch:
         joined = on_device(np.concatenate(values).astype(np.int64, copy=False), self.device)
         parts: tuple[torch.Tensor, ...] = joined.split([len(each) for each in values])
         return parts
+
+
+def _span(segment: RequestRows, window: int | None, size: int) -> tuple[int, PageIds]:
+    """The first token of the pages a segment looks at, and those pages."""
+    stop = -(-segment.end // size)
+    if window is None:
+        return 0, segment.prefix_pages[:stop]
+    first = max(segment.position - window + 1, 0) // size
+    assert first >= segment.first_window, f"window pages from {first} on are needed, from {segment.first_window} on are held"
+    return first * size, segment.window_pages[first - segment.first_window : stop - segment.first_window]
+
+
+def _together(singles: Sequence[RequestRows], spans: Sequence[tuple[int, PageIds]], spec: ModelSpec) -> Iterator[range]:
+    """Singles that are looked at together. Layers that look at a window and at groups need both cut alike: as groups are."""
+    if _longest_group(spec) > 1:
+        spans = [_span(segment, None, spec.page_tokens) for segment in singles]
+    return _alike(spans[: len(singles)], [segment.position >= segment.picks_from for segment in singles])
+
+
+def _longest_group(spec: ModelSpec) -> int:
+    """The most tokens that one row of a prefix page is for."""
+    return max((s.shape.ratio for s in spec.states if isinstance(s.shape, Prefix)), default=1)
 
 
 def _alike(spans: Sequence[tuple[int, PageIds]], picks: Sequence[bool]) -> Iterator[range]:

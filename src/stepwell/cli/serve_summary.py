@@ -1,0 +1,65 @@
+"""What `stepwell serve` prints when it is ready: what was made of its arguments, line by line. Decides nothing."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+from stepwell.base.config import HOT_ROWS
+from stepwell.base.ids import Tier
+from stepwell.base.units import format_bytes
+
+if TYPE_CHECKING:
+    from stepwell.engine.engine import Engine
+    from stepwell.engine.models.selectors import Sparse
+    from stepwell.engine.settings import EngineConfig
+    from stepwell.server.principals import Secrets
+    from stepwell.server.tenants import TenantsFile
+
+
+def lines(
+    engine: Engine, name: str, config: EngineConfig, address: str, keys: Secrets, tenants: TenantsFile, *, made: bool
+) -> list[tuple[str, str]]:
+    """What people should know before the first request, line by line."""
+    cache, spec = engine.cache, engine.cache.spec
+    sizes = {tier: stats.available_bytes for tier, stats in cache.stats().tiers.items()}  # nothing is in them yet
+    measured, key = engine.footprint, config.store_config.key
+    per_token = {Tier.DEVICE: measured.bytes_per_token, Tier.HOST: spec.bytes_per_token}  # ranks have shares of rows on devices
+    checkpoint = f", {format_bytes(measured.checkpoint_bytes)} per checkpoint" if measured.checkpoint_bytes else ""
+    return [
+        ("model", f"{name}, up to {engine.max_context:,} tokens a request"),
+        ("passes", f"{engine.limits.chunk_tokens:,} tokens, {engine.limits.max_running} requests at once"),
+        ("memory", f"{round(measured.bytes_per_token):,} bytes per token{checkpoint}, pages of {spec.page_tokens} tokens"),
+        *([] if config.tensor_parallel == 1 else [("ranks", _ranks(engine, config))]),
+        *([] if config.draft is None else [("draft", f"{config.draft}, up to {config.draft_tokens} tokens ahead")]),
+        *([] if config.picks is None else [("sparse", sparse(config.picks, config.hot_rows))]),
+        ("tiers", ", ".join(_tier(tier.label, size, per_token[tier]) for tier, size in sizes.items() if size)),
+        ("store", config.store or "none"),
+        *([] if key is None else [("store key", f"{key.id.hex()}: only what was written with it is used")]),
+        ("admin token", f"{keys.admin_token} (for this run)" if made else "as given"),
+        ("API key", _who_may_ask(keys, tenants)),
+        ("page", f"{address}/ui"),
+        ("address", address),
+    ]
+
+
+def sparse(picks: Sparse, hot_rows: int | None) -> str:
+    hot = f", {HOT_ROWS if hot_rows is None else hot_rows:,} hot rows a request" if picks.spills else ""
+    return (picks.identity or picks.selector) + hot
+
+
+def _ranks(engine: Engine, config: EngineConfig) -> str:
+    pids = "" if engine.ranks is None else f", processes {', '.join(map(str, engine.ranks.pids))}"
+    return f"{config.tensor_parallel}{pids}{'; started anew when one is lost' if config.restart_workers else ''}"
+
+
+def _tier(label: str, size: int, bytes_per_token: Fraction) -> str:
+    """Its size, and how many tokens that are where each token takes some."""
+    tokens = f" ({int(size / bytes_per_token):,} tokens)" if bytes_per_token else ""
+    return f"{label} {format_bytes(size)}{tokens}"
+
+
+def _who_may_ask(keys: Secrets, tenants: TenantsFile) -> str:
+    if tenants.tenants:
+        return f"one for each of {len(tenants.tenants)} tenants"
+    return "wanted" if keys.api_key is not None else "none: whoever can connect may ask"

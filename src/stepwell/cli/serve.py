@@ -15,7 +15,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from stepwell.base.config import HOT_ROWS, MAX_PRIORITY, PrefetchPolicy, StoreConfig, WritePolicy
+from stepwell.base.config import HOT_ROWS, MAX_PRIORITY, PlacementConfig, PrefetchPolicy, StoreConfig, WritePolicy
 from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Tier
 from stepwell.base.units import format_bytes, parse_bytes
@@ -135,6 +135,10 @@ def _configure_cache(parser: ArgumentParser) -> None:
         "--prefetch-policy", choices=prefetch, default="timeout", help="how long requests wait for the store (default: timeout)"
     )
     parser.add_argument(
+        "--checkpoint-interval", type=int, metavar="TOKENS",
+        help="a checkpoint in a prompt every so many tokens, for models that need them (default: 8192, or what suits the model)",
+    )  # fmt: skip
+    parser.add_argument(
         "--checkpoint-delay",
         type=float,
         metavar="SECONDS",
@@ -178,6 +182,7 @@ def _serve(args: Namespace) -> int:
             events.close()
         raise
     serving = offered.serving(checkpoint)
+    offers = None if roles is None else roles.offers(config, taken.getsockname()[1])
     server = ModelServer(
         engine,
         **serving,
@@ -192,7 +197,8 @@ def _serve(args: Namespace) -> int:
         store=config.store,
         store_config=config.store_config,
         events=events,
-        offers=None if roles is None else roles.offers(config, taken.getsockname()[1]),
+        offers=offers,
+        ahead=None if roles is None else roles.ahead(offers),
         peers=None if roles is None else roles.peers_of(engine, config),
         traces=otlp.open_traces(args, os.environ, model=serving["name"], clock=engine.clock),
     )
@@ -264,6 +270,7 @@ def _engine_config(args: Namespace, environment: Mapping[str, str], principals: 
         store_options=options,
         store_config=StoreConfig(prefetch=prefetch, checkpoint_delay_s=args.checkpoint_delay, key=key),
         write=WritePolicy(args.write_policy),
+        placement=PlacementConfig(interval_tokens=args.checkpoint_interval),
         memory_quotas={} if principals is None else principals.memory_quotas,
         limits=_limits(args),
     )

@@ -10,7 +10,8 @@ from dataclasses import replace
 
 from stepwell.base.ids import Kind
 from stepwell.engine.sampling import Chosen
-from stepwell.engine.workers.messages import CHOSEN, LOADED, MEMORY, READY, SETUP, pack_chosen, read_pass
+from stepwell.engine.workers.messages import CHOSEN, LOADED, MEMORY, READY, SETUP, pack_chosen
+from stepwell.engine.workers.pass_arrays import PassReader
 from stepwell.engine.workers.worker import MOST_SLOTS, Worker
 from stepwell.jobs.channel import Channel, ChannelClosed, Message
 
@@ -19,9 +20,10 @@ PAGES = {Kind.PREFIX: 1 << 20}
 
 
 class IdleWorker(Worker):
-    def __init__(self, channel: Channel) -> None:
-        super().__init__(channel)
+    def __init__(self, channel: Channel, work: Channel) -> None:
+        super().__init__(channel, work)
         self._rank = 0
+        self._reader = PassReader(pages=PAGES, vocab_size=VOCABULARY, most_slots=MOST_SLOTS)
 
     def _answer(self, message: Message) -> Message:
         if message.kind == SETUP:
@@ -30,7 +32,7 @@ class IdleWorker(Worker):
         if message.kind == MEMORY:
             return Message(kind=READY)
         number = message.number("pass")
-        given = read_pass(message, pages=PAGES, vocab_size=VOCABULARY, most_slots=MOST_SLOTS)
+        given = self._reader.read(message)
         if self._rank:
             return Message(kind=CHOSEN, fields={"pass": number, "calls": 0})
         chosen = pack_chosen([Chosen(token=0)] * len(given.choosing), number)
@@ -38,7 +40,8 @@ class IdleWorker(Worker):
 
 
 def main() -> None:
-    worker = IdleWorker(Channel(socket.socket(fileno=int(sys.argv[-1]))))
+    work, channel = (Channel(socket.socket(fileno=int(each))) for each in sys.argv[-2:])
+    worker = IdleWorker(channel, work)
     with contextlib.suppress(ChannelClosed):
         worker.live()
     os._exit(0)

@@ -24,7 +24,8 @@ from typing import Any
 from engine.worker_engines import open_engine
 from stepwell.base.config import PrefetchPolicy, StoreConfig
 from stepwell.engine import Ask, Delta, Finish, Sampling
-from stepwell.engine.workers.messages import COPY, RUN
+from stepwell.engine.workers.messages import COPY
+from stepwell.engine.workers.pass_arrays import RUN
 from stepwell.engine.workers.rank_workers import RankWorkers, WorkerLimits
 from stepwell.engine.workers.ranked_runner import RankedRunner
 from stepwell.jobs.channel import Message

@@ -11,7 +11,8 @@ import pytest
 from stepwell.base.ids import JobId, Kind, Tier
 from stepwell.base.tasks import Copy, Plan, Purpose, Span
 from stepwell.engine.runner import PassesLost, PassFailed
-from stepwell.engine.workers.messages import Pass, pack_chosen
+from stepwell.engine.workers.messages import pack_chosen
+from stepwell.engine.workers.pass_arrays import Pass
 from stepwell.engine.workers.rank_workers import RankWorkers, WorkerLimits, WorkerSetup
 from stepwell.jobs.channel import Message
 from stepwell.jobs.processes import Processes, RankLost
@@ -29,7 +30,7 @@ class Said(Processes):
         self.told: list[Message] = []
         self.answers: list[tuple[int, Message]] = []  # said to the next pass
 
-    def send_all(self, message: Message) -> None:
+    def send_all(self, message: Message, *, work: bool = False) -> None:
         self.told.append(message)
         if message.kind == "run":
             self.say += self.answers
@@ -60,7 +61,7 @@ def started(said: Said, monkeypatch: pytest.MonkeyPatch) -> Iterator[RankWorkers
     workers = RankWorkers(setup, WorkerLimits(), restart=False)
     workers._processes = said
     monkeypatch.setattr(said, "start", lambda *args, **more: 0)
-    monkeypatch.setattr(said, "send", lambda rank, message: None)
+    monkeypatch.setattr(said, "send", lambda rank, message, **more: None)
     workers._begin()
     yield workers
     workers.close()

@@ -25,7 +25,7 @@ def spread(count: int = COUNT) -> list[float]:
 
 
 def drawn(logits_V: torch.Tensor, numbers: list[float], **settings: Any) -> list[int]:
-    draws = [replace(PLAIN, number=number, **settings) for number in numbers]
+    draws = [PLAIN._replace(number=number, **settings) for number in numbers]
     tokens: list[int] = pick(logits_V.expand(len(draws), -1), draws).tolist()
     return tokens
 
@@ -149,10 +149,10 @@ def test_sums_are_exact_whatever_the_vocabulary() -> None:
 def test_rows_that_are_no_numbers_are_marked_and_hurt_no_other() -> None:
     nan, inf = torch.nan, torch.inf
     logits_BV = torch.tensor([[0.0, 3.0, 3.0], [1.0, nan, 0.0], [0.0, 1.0, -inf], [nan] * 3, [0.0, inf, 0.0], [2.0, 1.0, 0.0]])
-    cut = [replace(PLAIN, top_k=1), replace(PLAIN, top_k=1, top_p=0.5), replace(PLAIN, top_p=1e-9)]
-    for draw in (None, *cut, replace(PLAIN, temperature=1e-6)):
+    cut = [PLAIN._replace(top_k=1), PLAIN._replace(top_k=1, top_p=0.5), PLAIN._replace(top_p=1e-9)]
+    for draw in (None, *cut, PLAIN._replace(temperature=1e-6)):
         assert pick(logits_BV, [draw] * 6).tolist() == [1, *[UNSOUND] * 4, 0]
-    for draw in (*cut, replace(PLAIN, top_p=0.999, number=0.999), replace(PLAIN, top_k=3, number=0.999)):
+    for draw in (*cut, PLAIN._replace(top_p=0.999, number=0.999), PLAIN._replace(top_k=3, number=0.999)):
         assert pick(logits_BV, [draw] * 6).tolist()[1:5] == [UNSOUND] * 4
     assert pick(logits_BV[:0], []).tolist() == []
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from random import Random
 
 import pytest
@@ -204,7 +203,7 @@ def in_chunks(model: Decoder, tokens: Sequence[int], sizes: Sequence[int], picks
     held, parts, at, left = Held(memory, len(tokens)), [], 0, list(sizes)
     while at < len(tokens):
         size = left.pop(0) if len(left) > 1 else left[0]
-        segment = replace(held.segment(tokens[at : at + size]), picks_from=picks_from)
+        segment = held.segment(tokens[at : at + size])._replace(picks_from=picks_from)
         parts.append(model.forward(memory.batch([segment], every_token=True)))
         at += size
     return torch.cat(parts), memory
@@ -255,10 +254,10 @@ def test_singles_that_pick_and_singles_of_a_prompt_share_a_pass() -> None:
     memory = Memory(model.spec)
     held = [Held(memory, len(each)) for each in prompts]
     for each, prompt in zip(held, prompts, strict=True):
-        model.forward(memory.batch([replace(each.segment(prompt[:-1]), picks_from=10**6)]))
+        model.forward(memory.batch([each.segment(prompt[:-1])._replace(picks_from=10**6)]))
     froms = (0, 10**6, 0, 10**6)
     segments = [
-        replace(each.segment(prompt[-1:]), picks_from=start) for each, prompt, start in zip(held, prompts, froms, strict=True)
+        each.segment(prompt[-1:])._replace(picks_from=start) for each, prompt, start in zip(held, prompts, froms, strict=True)
     ]
     logits = model.forward(memory.batch(segments))
     for row, prompt, start in zip(logits, prompts, froms, strict=True):

@@ -276,9 +276,11 @@ def send_instead(engine: Engine, monkeypatch: pytest.MonkeyPatch, ranks: tuple[i
 
     def send_all(message: Message) -> None:
         monkeypatch.undo()
-        wrong = replace(message, arrays=[message.arrays[0], message.arrays[1] * 0 + 9999, *message.arrays[2:]])
+        ints = message.arrays[0].copy()
+        ints[message.number("rows")] = 9999  # behind what each row goes on from: the first token
+        wrong = replace(message, arrays=[ints, *message.arrays[1:]])
         for rank in range(workers.size):
-            workers._processes.send(rank, wrong if rank in ranks else message)
+            workers._processes.send(rank, wrong if rank in ranks else message, work=True)
 
     monkeypatch.setattr(workers, "send_all", send_all)
 

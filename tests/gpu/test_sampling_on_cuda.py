@@ -97,7 +97,7 @@ def test_kernels_draw_what_plain_torch_draws(vocab: int, spread: float) -> None:
 def test_the_host_never_waits(settings: dict[str, Any], choose: Pick) -> None:
     logits_BV = torch.randn(8, 32_000, device="cuda")
     plain = Draw(temperature=0.8, top_k=None, top_p=1.0, number=0.4)
-    draws = [None if row == 3 else replace(plain, **settings) for row in range(8)]
+    draws = [None if row == 3 else plain._replace(**settings) for row in range(8)]
     expected = choose(logits_BV, draws)
     with never_waiting():
         token_B = choose(logits_BV, draws)

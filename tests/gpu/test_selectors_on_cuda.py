@@ -4,7 +4,6 @@ and steps are recorded.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -166,7 +165,7 @@ def played(model: Decoder, forward: Any = None, steps: int = 80) -> torch.Tensor
         parts = [
             tokens[:length] if not at else tokens[length + at - 1 :][:1] for tokens, length in zip(prompts, lengths, strict=True)
         ]
-        segments = [replace(one.segment(part), picks_from=length) for one, part, length in zip(held, parts, lengths, strict=True)]
+        segments = [one.segment(part)._replace(picks_from=length) for one, part, length in zip(held, parts, lengths, strict=True)]
         made.append((forward or model.forward)(memory.batch(segments, dtype=model.dtype)).float().cpu())
     return torch.stack(made)
 

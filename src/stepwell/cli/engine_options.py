@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from stepwell.base.config import PrefetchPolicy, StoreConfig, WritePolicy
+from stepwell.base.config import PlacementConfig, PrefetchPolicy, StoreConfig, WritePolicy
 from stepwell.base.errors import ConfigError
 from stepwell.base.units import parse_bytes
 from stepwell.cli.mooncake_config import mooncake_options
@@ -86,6 +86,10 @@ def _configure_cache(parser: ArgumentParser) -> None:
         help="compute the end of a prefix while the rest comes from the host, where that is 10%% sooner by measured speeds",
     )  # fmt: skip
     parser.add_argument(
+        "--checkpoint-interval", type=int, metavar="TOKENS",
+        help="a checkpoint in a prompt every so many tokens, for models that need them (default: 8192, or what suits the model)",
+    )  # fmt: skip
+    parser.add_argument(
         "--checkpoint-delay",
         type=float,
         metavar="SECONDS",
@@ -122,6 +126,7 @@ def read(args: Namespace, environment: Mapping[str, str], principals: Principals
         store_options=options,
         store_config=StoreConfig(prefetch=prefetch, checkpoint_delay_s=args.checkpoint_delay, key=key),
         write=WritePolicy(args.write_policy),
+        placement=PlacementConfig(interval_tokens=args.checkpoint_interval),
         memory_quotas={} if principals is None else principals.memory_quotas,
         limits=_limits(args),
     )

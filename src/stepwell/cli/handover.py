@@ -13,6 +13,7 @@ from stepwell.base.errors import ConfigError
 if TYPE_CHECKING:
     from stepwell.engine.engine import Engine
     from stepwell.engine.settings import EngineConfig
+    from stepwell.server.ahead import Ahead
     from stepwell.server.handover import Offers, Peers
     from stepwell.store.peer.lane import SharedHost
 
@@ -28,11 +29,11 @@ def configure(parser: ArgumentParser) -> None:
         help="compute prompts for other servers, or answer prompts that others have computed (docs/handover.md)",
     )  # fmt: skip
     parser.add_argument(
-        "--peer", action="append", default=[], metavar="HOST:PORT", help="with --role decode: a prefill server; may be repeated"
-    )
-    parser.add_argument(
-        "--peer-token", metavar="TOKEN", help=f"that decode servers send to prefill servers; better in {PEER_TOKEN}"
-    )
+        "--peer", action="append", default=[], metavar="HOST:PORT",
+        help="with --role decode: a prefill server; with --role prefill: a decode server, which gets parts of a prompt while the"
+        " rest is computed; may be repeated",
+    )  # fmt: skip
+    parser.add_argument("--peer-token", metavar="TOKEN", help=f"that these servers send to each other; better in {PEER_TOKEN}")
     parser.add_argument(
         "--transfer-host", metavar="HOST",
         help="by which other machines reach this one's transfer engine, which listens on all interfaces (default: --host)",
@@ -66,6 +67,14 @@ class Handover:
         offers.start()
         return offers
 
+    def ahead(self, offers: Offers | None) -> Ahead | None:
+        """Whom a prefill server sends to while it computes; None where it knows nobody."""
+        if offers is None or not self.peers:
+            return None
+        from stepwell.server.ahead import Ahead
+
+        return Ahead(offers, self.peers, self.token)
+
     def peers_of(self, engine: Engine, config: EngineConfig) -> Peers | None:
         """The servers that a decode server asks, with their store below the engine's host tier; None on a prefill server."""
         if self.role != DECODE:
@@ -81,7 +90,8 @@ class Handover:
         return Peers(store, self.peers, self.token)
 
     def summary(self) -> list[tuple[str, str]]:
-        asks = "" if self.role == PREFILL else f", reads from {', '.join(f'{host}:{port}' for host, port in self.peers)}"
+        named = ", ".join(f"{host}:{port}" for host, port in self.peers)
+        asks = f", reads from {named}" if self.role == DECODE else f", sends ahead to {named}" if named else ""
         return [
             ("role", self.role + asks),
             ("warning", "transfer engines listen on all interfaces and know no keys: keep them on a private network"),
@@ -99,8 +109,6 @@ def read(args: Namespace, environment: Mapping[str, str]) -> Handover | None:
         raise ConfigError(f"--role needs a peer token of 16 characters or more, the same on both servers: set {PEER_TOKEN}")
     if args.role == DECODE and not args.peer:
         raise ConfigError("--role decode needs the address of a prefill server: --peer HOST:PORT")
-    if args.role == PREFILL and args.peer:
-        raise ConfigError("--peer is for --role decode: prefill servers ask nobody")
     if args.role == DECODE and args.store is not None:
         raise ConfigError("--role decode reads from prefill servers, and has no other store: leave --store out")
     if args.role == PREFILL and args.write_policy != "through":

@@ -111,6 +111,7 @@ def _serve(args: Namespace) -> int:
             events.close()
         raise
     serving = offered.serving(checkpoint)
+    offers = None if roles is None else roles.offers(config, taken.getsockname()[1])
     server = ModelServer(
         engine,
         **serving,
@@ -125,7 +126,8 @@ def _serve(args: Namespace) -> int:
         store=config.store,
         store_config=config.store_config,
         events=events,
-        offers=None if roles is None else roles.offers(config, taken.getsockname()[1]),
+        offers=offers,
+        ahead=None if roles is None else roles.ahead(offers),
         peers=None if roles is None else roles.peers_of(engine, config),
         traces=otlp.open_traces(args, os.environ, model=serving["name"], clock=engine.clock),
     )

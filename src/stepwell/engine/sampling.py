@@ -7,8 +7,7 @@ known before its tokens are, and a token that is computed again, after preemptio
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -54,7 +53,7 @@ def try_every_cut(pick: Pick, vocab: int, device: torch.device) -> None:
     """Draws from nothing in every way, so that kernels are built: other ones run for other batches."""
     plain = Draw(temperature=1.0, top_k=None, top_p=1.0, number=0.5)
     logits_1V = torch.zeros(1, vocab, device=device)
-    for draw in (None, plain, replace(plain, top_k=2, top_p=0.9)):
+    for draw in (None, plain, plain._replace(top_k=2, top_p=0.9)):
         pick(logits_1V, [draw])
 
 
@@ -65,8 +64,7 @@ def _mixed(word: int) -> int:
     return word ^ (word >> 31)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Choosing:
+class Choosing(NamedTuple):
     """How the token behind one row of logits is chosen; and how many alternatives are told with it, None for no logprob."""
 
     draw: Draw | None = None
@@ -75,8 +73,7 @@ class Choosing:
     logprobs: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chosen:
+class Chosen(NamedTuple):
     """A token, with its logprob where that was asked for."""
 
     token: int

@@ -22,8 +22,10 @@ import numpy as np
 import numpy.typing as npt
 
 MOST_BYTES = 64 << 20  # of a frame, and of what waits to be sent
-_DTYPES = ("<i4", "<i8", "<f8")
+_ITEM_BYTES = {"<i4": 4, "<i8": 8, "<f8": 8}
 _READ_BYTES = 1 << 18
+_NOTHING = {kind: np.empty(0, kind) for kind in _ITEM_BYTES}  # of which no buffer can be made
+_json = json.JSONEncoder(separators=(",", ":")).encode
 
 Array = npt.NDArray[Any]
 
@@ -58,8 +60,8 @@ def packed(message: Message) -> bytes:
     """A message as a frame. Raises ValueError where it would be too long."""
     arrays = [np.ascontiguousarray(each) for each in message.arrays]
     described = [[each.dtype.str, each.size] for each in arrays]
-    assert all(kind in _DTYPES for kind, _ in described), f"arrays of these numbers are not sent: {described}"
-    head = json.dumps({"kind": message.kind, "fields": message.fields, "arrays": described}, separators=(",", ":")).encode()
+    assert all(kind in _ITEM_BYTES for kind, _ in described), f"arrays of these numbers are not sent: {described}"
+    head = _json({"kind": message.kind, "fields": message.fields, "arrays": described}).encode()
     size = 4 + len(head) + sum(each.nbytes for each in arrays)
     if size > MOST_BYTES:
         raise ValueError(f"a message of {size} bytes is longer than {MOST_BYTES}")
@@ -71,26 +73,26 @@ def unpacked(body: bytes) -> Message:
     size = int.from_bytes(body[:4], "little")
     if len(body) < 4 or size > len(body) - 4:
         raise ValueError("a frame shorter than its head")
-    head = json.loads(body[4 : 4 + size])  # what is wrong with it is a ValueError too, unless it is nested without end
+    head = json.loads(body[4 : 4 + size].decode())  # what is wrong with it is a ValueError too, unless it is nested without end
     match head:
         case {"kind": str(kind), "fields": dict(fields), "arrays": list(described), **more} if not more:
-            return Message(kind=kind, fields=fields, arrays=_arrays(described, memoryview(body)[4 + size :]))
+            return Message(kind=kind, fields=fields, arrays=_arrays(described, body, 4 + size))
     raise ValueError("a frame whose head says something else")
 
 
-def _arrays(described: Sequence[object], data: memoryview) -> list[Array]:
+def _arrays(described: Sequence[object], body: bytes, start: int) -> list[Array]:
     arrays: list[Array] = []
     for each in described:
         match each:
-            case [str(kind), int(count)] if kind in _DTYPES and type(count) is int and 0 <= count <= MOST_BYTES:
-                size = count * np.dtype(kind).itemsize
-                if size > len(data):
+            case [str(kind), int(count)] if kind in _ITEM_BYTES and type(count) is int and 0 <= count <= MOST_BYTES:
+                end = start + count * _ITEM_BYTES[kind]
+                if end > len(body):
                     raise ValueError("a frame shorter than its arrays")
-                arrays.append(np.frombuffer(data[:size], kind))
-                data = data[size:]
+                arrays.append(np.frombuffer(body, kind, count, start) if count else _NOTHING[kind])
+                start = end
             case _:
                 raise ValueError(f"a frame with an array of {each!r:.80}")
-    if len(data):
+    if start != len(body):
         raise ValueError("a frame longer than its arrays")
     return arrays
 
@@ -102,6 +104,7 @@ class Channel:
         connected.setblocking(False)
         self._socket = connected
         self._in = bytearray()
+        self._buffer = memoryview(bytearray(_READ_BYTES))
         self._out = bytearray()
         self._sending = Lock()
         self.closed: str | None = None  # why, once it is
@@ -141,7 +144,7 @@ class Channel:
             if len(self._out) + len(frame) > MOST_BYTES:
                 self._close(f"it has not read {len(self._out)} bytes")
             self._out += frame
-        self.flush()
+            self._flush()
 
     def flush(self) -> bool:
         """Sends what waits, as far as the other end takes it; whether nothing is left. Raises ChannelClosed.
@@ -150,15 +153,7 @@ class Channel:
         """
         with self._sending:
             self._must_be_open()
-            try:
-                while self._out:
-                    del self._out[: self._socket.send(memoryview(self._out)[:_READ_BYTES].tobytes())]
-            except BlockingIOError:
-                return False
-            except OSError as error:
-                self._out.clear()
-                raise ChannelClosed(f"it is gone ({error.strerror})") from None
-            return True
+            return self._flush()
 
     def receive(self) -> list[Message]:
         """All that has come, without waiting. Raises ChannelClosed once everything that came before the end was given."""
@@ -195,15 +190,30 @@ class Channel:
         self.closed = self.closed or "it was closed"
         self._socket.close()
 
+    def _flush(self) -> bool:
+        try:
+            while self._out:
+                with memoryview(self._out) as waiting, waiting[:_READ_BYTES] as part:
+                    sent = self._socket.send(part)
+                del self._out[:sent]
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            self._out.clear()
+            raise ChannelClosed(f"it is gone ({error.strerror})") from None
+        return True
+
     def _read(self) -> None:
         try:
             while len(self._in) < MOST_BYTES + 4:
-                data = self._socket.recv(_READ_BYTES)
-                if not data:
+                size = self._socket.recv_into(self._buffer)
+                if not size:
                     self.closed = "it has ended"
                     return
-                self._in += data
+                self._in += self._buffer[:size]
                 self.heard_s = monotonic()
+                if size < _READ_BYTES:
+                    return  # that was all; what comes later is told by the next poll
         except BlockingIOError:
             pass
         except OSError as error:

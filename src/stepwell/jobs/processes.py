@@ -1,11 +1,14 @@
 """Worker processes, one for each rank: started, watched, and ended together. Knows their numbers, never what they compute.
 
-    start    a process of its own for each rank, with one end of a channel, and what else it is to inherit
+    start    a process of its own for each rank, with its ends of two channels, and what else it is to inherit
     poll     what they have said; pings them, and finds out who has ended, or is silent though asked
     end      kills them all and waits until they are gone
 
 One that is lost is everybody's loss: collectives of the others would wait for it. A process that is stopped (SIGSTOP) does not
 end, so each is asked for a sign of life now and then. One thread.
+
+Of the two channels one is for what is answered whatever a process computes; what it computes, one after the other, has the other
+for itself, so that the thread which does can read it, and no other has to wake for it.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from __future__ import annotations
 import select
 import signal
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic
@@ -39,8 +42,42 @@ class RankLost(Exception):
 class _Process:
     running: subprocess.Popen[bytes]
     channel: Channel
+    work: Channel
     pinged_s: float | None = None  # when it was asked for a sign of life that has not come
     spoke: bool = False  # it is not asked before it has said something: it may take long to start
+
+    @property
+    def channels(self) -> tuple[Channel, Channel]:
+        return self.channel, self.work
+
+    @property
+    def heard_s(self) -> float:
+        return max(self.channel.heard_s, self.work.heard_s)
+
+    @property
+    def hung_up(self) -> bool:
+        return self.channel.hung_up or self.work.hung_up
+
+    def hear(self, ready: Container[int]) -> list[Message]:
+        """What has come on the channels that are ready. Raises ChannelClosed where nothing more will: not before it has given
+        what was said on the one before the other ended.
+        """
+        messages: list[Message] = []
+        ended: ChannelClosed | None = None
+        for channel in self.channels:
+            if channel.closed is None and channel.fileno() not in ready:
+                continue
+            try:
+                messages += channel.receive()
+            except ChannelClosed as error:
+                ended = ended or error
+        if ended is not None and not messages:
+            for channel in self.channels:
+                with suppress(ChannelClosed):
+                    messages += channel.receive()
+            if not messages:
+                raise ended
+        return messages
 
 
 class Processes:
@@ -60,42 +97,41 @@ class Processes:
         return [each.running.pid for each in self._ranks]
 
     def start(self, command: Sequence[str], *, inherit: Sequence[int] = (), environment: Mapping[str, str] | None = None) -> int:
-        """One rank more; its number. The descriptor of its end of the channel is added to the command."""
+        """One rank more; its number. The descriptors of its ends are added to the command: that for work, then the other."""
         channel, theirs = Channel.pair()
-        with theirs:
+        work, its_work = Channel.pair()
+        with theirs, its_work:
+            ends = its_work.fileno(), theirs.fileno()
             running = subprocess.Popen(
-                [*command, str(theirs.fileno())], pass_fds=(theirs.fileno(), *inherit), stdin=subprocess.DEVNULL,
+                [*command, *map(str, ends)], pass_fds=(*ends, *inherit), stdin=subprocess.DEVNULL,
                 env=None if environment is None else dict(environment), start_new_session=True,
             )  # fmt: skip
-        self._ranks.append(_Process(running=running, channel=channel))
+        self._ranks.append(_Process(running=running, channel=channel, work=work))
         return len(self._ranks) - 1
 
-    def send(self, rank: int, message: Message) -> None:
-        """Raises RankLost."""
-        self._send(rank, packed(message))
+    def send(self, rank: int, message: Message, *, work: bool = False) -> None:
+        """Something to be answered at once, or `work` behind what it was given before. Raises RankLost."""
+        self._send(rank, packed(message), work=work)
 
-    def send_all(self, message: Message) -> None:
+    def send_all(self, message: Message, *, work: bool = False) -> None:
         """The same to all of them."""
         frame = packed(message)
         for rank in range(len(self._ranks)):
-            self._send(rank, frame)
+            self._send(rank, frame, work=work)
 
     def poll(self, timeout_s: float = 0.0) -> list[tuple[int, Message]]:
         """What they have said, with who said it. Waits for so long at most until one says something. Raises RankLost."""
         if self.lost is not None:
             raise self.lost
-        if timeout_s > 0:
-            self._wait(min(timeout_s, self.silent_s / 4))
+        ready = self._wait(min(timeout_s, self.silent_s / 4))
         said: list[tuple[int, Message]] = []
         for rank, process in enumerate(self._ranks):
             try:
-                messages = process.channel.receive()
+                messages = process.hear(ready)
             except ChannelClosed as error:
                 if said:
                     return said  # maybe one of them knows better why; it is still closed when asked again
                 raise self._lose(rank, str(error)) from None
-            with suppress(ChannelClosed):  # whoever is gone has no more to say the next time
-                process.channel.flush()
             for message in messages:
                 process.pinged_s = None
                 if message.kind != PONG:
@@ -114,7 +150,8 @@ class Processes:
         Raises RuntimeError for one that does not go even so, and may still write to memory that it shares.
         """
         for each in self._ranks:
-            each.channel.close()
+            for channel in each.channels:
+                channel.close()
         deadline_s = self._clock() + within_s
         for each in self._ranks:
             with suppress(subprocess.TimeoutExpired):
@@ -132,14 +169,19 @@ class Processes:
 
     # ---- inside -----------------------------------------------------------------------------------
 
-    def _wait(self, timeout_s: float) -> None:
+    def _wait(self, timeout_s: float) -> set[int]:
+        """Until something comes; descriptors of the channels on which it did. Sends what could not be sent before."""
         polled = select.poll()
-        for each in self._ranks:
-            polled.register(each.channel, each.channel.wanted)
-        polled.poll(timeout_s * 1000)
+        for process in self._ranks:
+            for channel in process.channels:
+                polled.register(channel.fileno(), channel.wanted)
+                if channel.wanted & select.POLLOUT:
+                    with suppress(ChannelClosed):  # whoever is gone has no more to say the next time
+                        channel.flush()
+        return {at for at, events in polled.poll(max(timeout_s, 0.0) * 1000) if events & ~select.POLLOUT}
 
-    def _send(self, rank: int, frame: bytes) -> None:
-        channel = self._ranks[rank].channel
+    def _send(self, rank: int, frame: bytes, *, work: bool) -> None:
+        channel = self._ranks[rank].channels[work]
         try:
             channel.send_packed(frame)
         except ChannelClosed as error:
@@ -151,7 +193,7 @@ class Processes:
         if process.pinged_s is not None and now - process.pinged_s > self.silent_s:
             why = f"it gave no sign of life for {self.silent_s:g} s{_state_of(process.running.pid)}"
             raise self._lose(rank, why, says_why=True)
-        if process.spoke and process.pinged_s is None and now - process.channel.heard_s > self.silent_s / 4:
+        if process.spoke and process.pinged_s is None and now - process.heard_s > self.silent_s / 4:
             process.pinged_s = now
             self.send(rank, Message(kind=PING))
 
@@ -162,7 +204,7 @@ class Processes:
         if self.lost is None:
             if says_why:
                 self._wait_for_hang_up(but=rank)
-            gone = [at for at, each in enumerate(self._ranks) if each.running.poll() is not None or each.channel.hung_up]
+            gone = [at for at, each in enumerate(self._ranks) if each.running.poll() is not None or each.hung_up]
             self._wait_for_ends(gone)
             killed = [at for at in gone if (self._ranks[at].running.poll() or 0) < 0]
             if killed and rank not in killed:
@@ -175,8 +217,8 @@ class Processes:
         """Of any rank but one. One that is killed closes its sockets one by one, and maybe those to others first."""
         polled = select.poll()
         for rank, each in enumerate(self._ranks):
-            if rank != but:
-                polled.register(each.channel, 0)
+            for channel in each.channels if rank != but else ():
+                polled.register(channel, 0)
         polled.poll(SOON_S * 1000)
 
     def _wait_for_ends(self, ranks: Sequence[int]) -> None:

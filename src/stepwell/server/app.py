@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from stepwell.server.ahead import ahead_router
 from stepwell.server.cache_routes import order_router, question_router
 from stepwell.server.chat import chat_router
 from stepwell.server.completions import completions_router
@@ -49,6 +50,8 @@ def build_app(served: Served, stores: Stores, door: Door) -> FastAPI:
         app.include_router(router)
     if served.offers is not None:
         app.include_router(offers_router(served.offers, served.loop))
+    if served.peers is not None:
+        app.include_router(ahead_router(served.peers, served.loop))
     return app
 
 

@@ -17,7 +17,7 @@ import http.client
 import logging
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import sha256
@@ -123,15 +123,24 @@ class Offers:
         Pages are stamped on a thread: where they were let go of meanwhile, the stamps may be those of other bytes.
         """
         out = await self._held(loop, ask)
-        if out is None:
-            return None
+        return None if out is None else await self._offer(loop, out, 0, self._make_room)
+
+    async def offer_part(self, loop: EngineLoop, out: HandOut, *, since_tokens: int) -> dict[str, Any] | None:
+        """The same for what is held already, without the pages before `since_tokens`. It takes the place of no other offer:
+        None where there is no room beside them.
+        """
+        return await self._offer(loop, out, since_tokens, self._must_have_room)
+
+    async def _offer(
+        self, loop: EngineLoop, out: HandOut, since_tokens: int, make_room: Callable[[EngineLoop, int], Awaitable[None]]
+    ) -> dict[str, Any] | None:
         kept = False
         try:
             until_s = self._clock.now() + self._ttl_s
-            shown, listing = await asyncio.to_thread(self._listing, await _call(loop, _pages_of), out)
-            packed, size_bytes = listing.pack(), sum(value.length for value in listing.values)
-            await self._make_room(loop, size_bytes)
-            kept = await _call(loop, lambda _: out.pin.held)
+            shown, listing = await asyncio.to_thread(self._listing, await call(loop, _pages_of), out, since_tokens)
+            packed, size_bytes = listing.pack(), _held_bytes(out, listing, since_tokens)
+            await make_room(loop, size_bytes)
+            kept = await call(loop, lambda _: out.pin.held)
         except (StoreError, OSError) as error:
             log.warning("a prompt cannot be offered to other servers: %s", error)
         finally:
@@ -179,15 +188,21 @@ class Offers:
             return out, may_come
 
         until_s = self._clock.now() + SAVING_S
-        out, may_come = await _call(loop, hold)
+        out, may_come = await call(loop, hold)
         while may_come and self._clock.now() < until_s:
             await asyncio.sleep(SAVING_POLL_S)
-            out, may_come = await _call(loop, hold)
+            out, may_come = await call(loop, hold)
         return out
 
-    def _listing(self, pages: HostPages, out: HandOut) -> tuple[Shown, Listing]:
+    def _listing(self, pages: HostPages, out: HandOut, since_tokens: int) -> tuple[Shown, Listing]:
         worker, shown = StoreWorker(MemoryStore(0), pages, key=self._key), self.shown
-        return shown, listing_of(out, worker, pages.block, address=shown.address, session=shown.session)
+        part = out.since(since_tokens)
+        return shown, listing_of(part, worker, pages.block, address=shown.address, session=shown.session)
+
+    async def _must_have_room(self, loop: EngineLoop, size_bytes: int) -> None:
+        """Raises StoreError."""
+        if sum(offer.size_bytes for offer in self._offers.values()) + size_bytes > self._memory.size_bytes * HELD_SHARE:
+            raise StoreError("offers take up all that they may")
 
     async def _make_room(self, loop: EngineLoop, size_bytes: int) -> None:
         now = self._clock.now()
@@ -201,12 +216,7 @@ class Offers:
 def offers_router(offers: Offers, loop: EngineLoop) -> APIRouter:
     """For decode servers, which have the peer token."""
 
-    async def check(request: Request) -> None:
-        scheme, _, token = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not offers.is_peer(token.strip(" \t").encode("latin-1")):
-            raise ApiError(401, "this is for servers with the peer token", type=AUTHENTICATION, code="invalid_peer_token")
-
-    router = APIRouter(dependencies=[Depends(check)])
+    router = APIRouter(dependencies=[Depends(peer_check(offers.is_peer))])
 
     @router.get("/handover/{number}")
     async def listing(number: str) -> Response:
@@ -222,7 +232,16 @@ def offers_router(offers: Offers, loop: EngineLoop) -> APIRouter:
     return router
 
 
-async def _call(loop: EngineLoop, work: Callable[[Engine], T]) -> T:
+def peer_check(is_peer: Callable[[bytes], bool]) -> Callable[[Request], Awaitable[None]]:
+    async def check(request: Request) -> None:
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not is_peer(token.strip(" \t").encode("latin-1")):
+            raise ApiError(401, "this is for servers with the peer token", type=AUTHENTICATION, code="invalid_peer_token")
+
+    return check
+
+
+async def call(loop: EngineLoop, work: Callable[[Engine], T]) -> T:
     return await asyncio.wrap_future(loop.call(work))
 
 
@@ -231,7 +250,13 @@ async def _release(loop: EngineLoop, out: HandOut) -> None:
         if out.pin.held:
             engine.cache.pins.release(out.pin)
 
-    await _call(loop, release)
+    await call(loop, release)
+
+
+def _held_bytes(out: HandOut, listing: Listing, since_tokens: int) -> int:
+    """What an offer holds on the host: what it lists, pages first, and those before, which are of the same size."""
+    pages_before = since_tokens * len(out.pages.keys) // out.tokens
+    return sum(value.length for value in listing.values) + pages_before * listing.values[0].length
 
 
 def _pages_of(engine: Engine) -> HostPages:
@@ -257,6 +282,9 @@ class Peers:
     @property
     def store(self) -> PeerStore:
         return self._store
+
+    def is_peer(self, token: bytes) -> bool:
+        return compare_digest(sha256(token).digest(), sha256(self._token.encode()).digest())
 
     async def take(self, params: Params | None) -> str | None:
         """Takes the offer that a request names, for its prefetch to find; its number, or None where there is none to be had.

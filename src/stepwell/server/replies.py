@@ -96,7 +96,13 @@ async def _reply(request: Request, served: Served, body: Asked, asks: Sequence[A
 async def _whole(
     request: Request, served: Served, answers: Answers, body: Asked, asks: Sequence[Ask], form: Form, envelope: dict[str, Any]
 ) -> Response:  # fmt: skip
-    found = await collect(request, answers)
+    ahead = served.ahead if _is_handed_over(body, asks) else None
+    computed = None if ahead is None else ahead.begin(served.loop, asks[0], body.kv_transfer_params)
+    try:
+        found = await collect(request, answers)
+    finally:
+        if computed is not None:
+            computed.set()
     if found is None:
         return Response(status_code=CLIENT_CLOSED)
     more = {"usage": answers.usage(body.choices), **await _offered(served, body, asks)}
@@ -112,9 +118,13 @@ def _written(form: Form, found: Mapping[int, Delta], envelope: dict[str, Any], m
 
 async def _offered(served: Served, body: Asked, asks: Sequence[Ask]) -> dict[str, Any]:
     """What a router is to tell the decode server, where it asked for that and there is one prompt to go on from."""
-    if served.offers is None or not wants_offer(body.kv_transfer_params) or len(asks) != 1 or not asks[0].use_cache:
+    if served.offers is None or not _is_handed_over(body, asks):
         return {}
     return {"kv_transfer_params": await served.offers.offer(served.loop, asks[0])}
+
+
+def _is_handed_over(body: Asked, asks: Sequence[Ask]) -> bool:
+    return wants_offer(body.kv_transfer_params) and len(asks) == 1 and asks[0].use_cache
 
 
 async def _events(answers: Answers, body: Asked, num_asks: int, form: Form, envelope: dict[str, Any]) -> AsyncIterator[str]:

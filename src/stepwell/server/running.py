@@ -23,6 +23,7 @@ from stepwell.engine.loading.chat import ChatTemplate
 from stepwell.engine.loop import EngineLoop
 from stepwell.engine.request import Delta
 from stepwell.server.activity_log import ThroughputLog
+from stepwell.server.ahead import Ahead
 from stepwell.server.app import build_app
 from stepwell.server.door import Door
 from stepwell.server.handover import Offers, Peers
@@ -88,13 +89,15 @@ class ModelServer:
         store_config: StoreConfig | None = None,
         events: EventSocket | None = None,
         offers: Offers | None = None,
+        ahead: Ahead | None = None,
         peers: Peers | None = None,
         traces: Traces | None = None,
     ) -> None:
         """`store`: what the engine has opened already, by name; `store_config` is for stores attached later.
 
-        `events`: where to publish what is cached. `offers` makes it a prefill server, and has been started; `peers` a decode
-        server, whose store is attached. `traces` gets a span of each request, and is closed with the server.
+        `events`: where to publish what is cached. `offers` makes it a prefill server, and has been started; `ahead` sends
+        parts of what that computes; `peers` makes it a decode server, whose store is attached. `traces` gets a span of each
+        request, and is closed with the server.
         """
         self._load = LoadMeter(engine)
         self._history = History(engine)
@@ -124,6 +127,7 @@ class ModelServer:
             hosts=hosts,
             open_metrics=open_metrics,
             offers=offers,
+            ahead=ahead,
             peers=peers,
             traces=traces,
         )
@@ -146,6 +150,8 @@ class ModelServer:
             self._loop.stop()
             if self.served.offers is not None:
                 self.served.offers.close()
+            if self.served.ahead is not None:
+                self.served.ahead.close()
             if self.served.peers is not None:
                 self.served.peers.close()
             if self._events is not None:

@@ -14,6 +14,7 @@ from stepwell.engine.guided import Guides
 from stepwell.engine.loading.chat import ChatTemplate
 from stepwell.engine.loop import EngineLoop
 from stepwell.engine.text import Text
+from stepwell.server.ahead import Ahead
 from stepwell.server.errors import ApiError
 from stepwell.server.handover import Offers, Peers
 from stepwell.server.history import History
@@ -61,6 +62,7 @@ class Served:
     hosts: tuple[str, ...] = ()  # names it goes by; none for any
     open_metrics: bool = False
     offers: Offers | None = None  # of a prefill server
+    ahead: Ahead | None = None  # of a prefill server that knows decode servers
     peers: Peers | None = None  # of a decode server
     traces: Traces | None = None  # None where nobody wants spans
     large: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_LARGE_AT_ONCE))

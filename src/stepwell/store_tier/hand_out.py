@@ -7,7 +7,7 @@ have. Nothing is copied. It ends like any pin, when it is released or its time h
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -34,6 +34,15 @@ class HandOut:
     pages: PutPages
     checkpoint: PutCheckpoint | None  # none where the boundary needs none
     pin: Pin
+
+    def since(self, tokens: int) -> HandOut:
+        """Without the pages before so many tokens, which whoever reads it has already. The pin holds them as before."""
+        first = tokens * len(self.pages.keys) // self.tokens
+        assert first * self.tokens == tokens * len(self.pages.keys) and first < len(self.pages.keys), f"{tokens} of {self.tokens}"
+        if not first:
+            return self
+        pages = PutPages(parent=self.pages.keys[first - 1], first=first, keys=self.pages.keys[first:], ids=self.pages.ids[first:])
+        return replace(self, pages=pages)
 
 
 def is_on_host(state: CacheState, match: Match) -> bool:

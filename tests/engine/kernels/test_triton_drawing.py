@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from random import Random
 
 import pytest
@@ -64,15 +63,15 @@ def test_rows_of_every_kind_with_any_settings_draw_what_plain_torch_draws(vocab:
 def test_cuts_fall_on_the_same_token_whatever_the_logits(kind: int) -> None:
     """With numbers at the end of the range: the last token that is kept, by its id, is drawn."""
     cuts = [(None, 0.6), (3, 1.0), (50, 0.7)]
-    draws: list[Draw | None] = [replace(PLAIN, top_k=top_k, top_p=top_p, number=1 - 2.0**-53) for top_k, top_p in cuts]
+    draws: list[Draw | None] = [PLAIN._replace(top_k=top_k, top_p=top_p, number=1 - 2.0**-53) for top_k, top_p in cuts]
     same(kinds(300, 7)[kind].expand(3, -1), draws)
 
 
 def test_tokens_come_as_often_as_they_are_likely() -> None:
     """By numbers that are spread evenly: how often a token comes is its share, but for a number at either end."""
     logits_V, count = torch.tensor([1.0, -2.0, 3.0, 0.5, 3.0, -9.0, 2.0]), 20
-    for cut in (replace(PLAIN, temperature=2.0), replace(PLAIN, temperature=2.0, top_k=6, top_p=0.9)):
-        draws = [replace(cut, number=(at + 0.5) / count) for at in range(count)]
+    for cut in (PLAIN._replace(temperature=2.0), PLAIN._replace(temperature=2.0, top_k=6, top_p=0.9)):
+        draws = [cut._replace(number=(at + 0.5) / count) for at in range(count)]
         found = torch.tensor(fast.pick(logits_V.expand(count, -1).to(DEVICE), draws).tolist()).bincount(minlength=7)
         share_V = (logits_V.double() / cut.temperature).softmax(-1)
         order = sorted(range(7), key=lambda token: (-float(logits_V[token]), token))
@@ -86,13 +85,13 @@ def test_tokens_come_as_often_as_they_are_likely() -> None:
 
 def test_rows_that_are_no_numbers_are_marked_and_hurt_no_other() -> None:
     logits_BV = torch.tensor([[0.0, 3.0, 3.0], [1.0, NAN, 0.0], [0.0, 1.0, -INF], [NAN] * 3, [0.0, INF, 0.0], [2.0, 1.0, 0.0]])
-    for draw in (None, replace(PLAIN, top_k=1), replace(PLAIN, top_k=2, top_p=0.5), replace(PLAIN, top_p=1e-9)):
+    for draw in (None, PLAIN._replace(top_k=1), PLAIN._replace(top_k=2, top_p=0.5), PLAIN._replace(top_p=1e-9)):
         assert same(logits_BV, [draw] * 6) == [1, *[UNSOUND] * 4, 0]
 
 
 def test_a_row_draws_the_same_in_every_batch_and_wherever_its_logits_lie(monkeypatch: pytest.MonkeyPatch) -> None:
     random, logits_BV = Random(3), kinds(300, 3)[:4]
-    draws: list[Draw | None] = [any_draw(random, 300), None, replace(PLAIN, top_p=0.9), replace(PLAIN, number=number_for(1, 2))]
+    draws: list[Draw | None] = [any_draw(random, 300), None, PLAIN._replace(top_p=0.9), PLAIN._replace(number=number_for(1, 2))]
     together = same(logits_BV, draws)
     wide_BV = torch.full((4, 301), 1e9)
     wide_BV[:, :300] = logits_BV

@@ -36,7 +36,7 @@ def test_a_decode_server_knows_whom_to_ask() -> None:
         (("--role", "prefill"), "peer token"),
         (("--role", "prefill", "--peer-token", "short"), "peer token"),
         (("--role", "prefill", "--peer-token", TOKEN + "\n"), "peer token"),
-        (("--role", "prefill", "--peer-token", TOKEN, "--peer", "a:1"), "decode"),
+        (("--role", "prefill", "--peer-token", TOKEN, "--peer", "a"), "HOST:PORT"),
         (("--role", "prefill", "--peer-token", TOKEN, "--write-policy", "back"), "through"),
         (("--role", "prefill", "--peer-token", TOKEN, "--tensor-parallel", "2"), "one rank"),
         (("--role", "decode", "--peer-token", TOKEN), "--peer HOST:PORT"),

@@ -109,14 +109,15 @@ def test_one_that_is_killed_is_named_with_its_signal(start: Callable[..., Proces
         processes.poll()
 
 
+@pytest.mark.parametrize("end", ["-1", "-2"])
 @pytest.mark.parametrize("meanwhile", ["told", "not told"])
-def test_last_words_are_heard_before_the_end_is_seen(meanwhile: str, start: Callable[..., Processes]) -> None:
-    """Also where somebody spoke to it after it was gone, and where another was gone before."""
-    processes = start(LAST_WORDS, LAST_WORDS)
+def test_last_words_are_heard_before_the_end_is_seen(meanwhile: str, end: str, start: Callable[..., Processes]) -> None:
+    """Also where somebody spoke to it after it was gone, and where another was gone before; on either channel."""
+    processes = start(*[LAST_WORDS.replace("argv[-1]", f"argv[{end}]")] * 2)
     for pid in processes.pids:
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     if meanwhile == "told":
-        processes.send_all(Message(kind="word"))
+        processes.send_all(Message(kind="word"), work=end == "-2")
     assert [(rank, each.kind) for rank, each in hear(processes, 2)] == [(0, "failed"), (1, "failed")]
     assert str(lost(processes)) == "rank 0 was lost: it ended with status 1"
 

@@ -13,8 +13,8 @@ Axes: B rows, V tokens of the vocabulary, C candidates (all tokens, or the likel
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from math import e, log2
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -38,8 +38,7 @@ POWERS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Draw:
+class Draw(NamedTuple):
     """How one token is drawn. Its `number` is from [0, 1)."""
 
     temperature: float

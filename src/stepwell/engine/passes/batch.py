@@ -10,9 +10,10 @@ B singles, P pages, T tokens of context.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -35,20 +36,22 @@ PADDING_PAGES = 64  # that nobody minds
 Indices = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RequestRows:
-    """One request's part of a pass: tokens `[position, position + len(tokens))`, and the pages of its lease."""
+class RequestRows(NamedTuple):
+    """One request's part of a pass: tokens `[position, position + len(tokens))`, and the pages of its lease.
+
+    A tuple, for every step makes one for each request; given by name.
+    """
 
     tokens: Sequence[int] | npt.NDArray[np.int32]
     position: int
     prefix_pages: PageIds
-    window_pages: PageIds = field(default_factory=lambda: NO_PAGES)
+    window_pages: PageIds = NO_PAGES
     first_window: int = 0
     point_page: int | None = None
     slot: int | None = None  # where its open groups are, for models that leave some
     resumes: bool = False  # the first of its lease: its point page holds what was left at `position`
     num_logits: int = 1  # of so many of its last tokens logits are wanted
-    hot_numbers: PageIds = field(default_factory=lambda: NO_PAGES)  # of its hot pages, where rows of it are on the host alone
+    hot_numbers: PageIds = NO_PAGES  # of its hot pages, where rows of it are on the host alone
     picks_from: int = 0  # where a selector picks: tokens before look at everything. Models without a selector do not ask
 
     @property

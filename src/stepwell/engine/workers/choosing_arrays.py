@@ -1,7 +1,7 @@
-"""How tokens are chosen, as arrays of a message: a part of `messages.py`.
+"""How tokens are chosen, as arrays of a message: a part of `messages.py`. No arrays where all are the likeliest.
 
 drawn      temperature, top-k, top-p and number of each row
-rows       logprobs, given token, and how many ids and words its edit has; see `_COUNTS`
+rows       logprobs, given token, and how many ids and words its edit has, see `_COUNTS`; nothing where all are only drawn
 ids        of all edits, back to back: biased, repeated, used, forbidden, then words of what is allowed
 numbers    of all edits: repetition, reach of min-p, biases, penalties
 """
@@ -17,12 +17,15 @@ from stepwell.engine.ops.editing import Edit, words_for
 from stepwell.engine.sampling import Choosing
 from stepwell.jobs.channel import Array
 
-CHOOSING_ARRAYS = 4
 _NONE = -1  # in arrays
 _COUNTS = 8  # logprobs, given, whether it is edited; biased, repeated, used, forbidden, words
+_LIKELIEST = Choosing()
 
 
 def pack_choosing(ways: Sequence[Choosing]) -> list[Array]:
+    drawn_only = all(way.edit is None and way.given is None and way.logprobs is None for way in ways)
+    if drawn_only and all(way.draw is None for way in ways):
+        return []
     drawn = [
         (0.0, 0, 1.0, 0.0) if way.draw is None else (way.draw.temperature, way.draw.top_k or 0, way.draw.top_p, way.draw.number)
         for way in ways
@@ -32,7 +35,7 @@ def pack_choosing(ways: Sequence[Choosing]) -> list[Array]:
     numbers = [part for edit in edits for part in (_two(edit), edit.biases, edit.penalties)]
     return [
         np.array(drawn, np.float64).reshape(-1),
-        np.array([_row(way) for way in ways], np.int64).reshape(-1),
+        np.array([] if drawn_only else [_row(way) for way in ways], np.int64).reshape(-1),
         np.concatenate(ids).astype(np.int32, copy=False) if ids else np.empty(0, np.int32),
         np.concatenate(numbers) if numbers else np.empty(0, np.float64),
     ]
@@ -50,29 +53,24 @@ def _two(edit: Edit) -> Array:
     return np.array([edit.repetition, float("nan") if edit.within is None else edit.within], np.float64)
 
 
-def read_choosing(arrays: Sequence[Array], *, vocab_size: int) -> list[Choosing]:
-    """Raises ValueError for what makes no sense."""
-    drawn, rows, ids, numbers = arrays
+def read_choosing(arrays: Sequence[Array], count: int, *, vocab_size: int) -> list[Choosing]:
+    """For so many rows of logits. Raises ValueError for what makes no sense."""
+    if not arrays:
+        return [_LIKELIEST] * count
     if [each.dtype.str for each in arrays] != ["<f8", "<i8", "<i4", "<f8"]:
-        raise ValueError("a pass whose draws are numbers of other kinds")
-    if rows.size % _COUNTS or drawn.size * _COUNTS != rows.size * 4:
-        raise ValueError("a pass whose rows and draws are not of one length")
+        raise ValueError(f"a pass whose draws are other arrays than four, or of other numbers: {len(arrays)}")
+    drawn, rows, ids, numbers = arrays
+    if drawn.size != count * 4 or rows.size not in (0, count * _COUNTS):
+        raise ValueError("a pass with more or fewer draws than rows of logits")
     draws = [
         Draw(temperature=t, top_k=int(k) or None, top_p=p, number=number) if t > 0 else None
         for t, k, p, number in drawn.reshape(-1, 4).tolist()
     ]  # fmt: skip
-    ways, reader = [], _Reader(ids, numbers, vocab_size)
-    for draw, (logprobs, given, is_edited, *counts) in zip(draws, rows.reshape(-1, _COUNTS).tolist(), strict=True):
-        if min(counts) < 0 or not _NONE <= given < vocab_size or counts[-1] not in (0, words_for(vocab_size)):
-            raise ValueError(f"a pass with an edit of {counts} ids, or a token {given} that is not there")
-        ways.append(
-            Choosing(
-                draw=draw,
-                edit=reader.edit(*counts) if is_edited else None,
-                given=None if given == _NONE else given,
-                logprobs=None if logprobs == _NONE else logprobs,
-            )
-        )
+    reader = _Reader(ids, numbers, vocab_size)
+    if rows.size:
+        ways = [reader.way(draw, *row) for draw, row in zip(draws, rows.reshape(-1, _COUNTS).tolist(), strict=True)]
+    else:
+        ways = [Choosing(draw=draw) for draw in draws]
     reader.must_be_done()
     return ways
 
@@ -82,7 +80,17 @@ class _Reader:
         self._left = {"ids": ids, "numbers": numbers}
         self._vocab_size = vocab_size
 
-    def edit(self, biased: int, repeated: int, used: int, forbidden: int, words: int) -> Edit:
+    def way(self, draw: Draw | None, logprobs: int, given: int, is_edited: int, *counts: int) -> Choosing:
+        if min(counts) < 0 or not _NONE <= given < self._vocab_size or counts[-1] not in (0, words_for(self._vocab_size)):
+            raise ValueError(f"a pass with an edit of {counts} ids, or a token {given} that is not there")
+        return Choosing(
+            draw=draw,
+            edit=self._edit(*counts) if is_edited else None,
+            given=None if given == _NONE else given,
+            logprobs=None if logprobs == _NONE else logprobs,
+        )
+
+    def _edit(self, biased: int, repeated: int, used: int, forbidden: int, words: int) -> Edit:
         places = [self._ids(count) for count in (biased, repeated, used, forbidden)]
         allowed, (repetition, within) = self._take("ids", words), self._take("numbers", 2).tolist()
         return Edit(

@@ -13,126 +13,35 @@ What comes out of a message was looked at: counts add up, pages are inside their
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from stepwell.base.ids import CACHED_KINDS, JobId, Kind, Tier
-from stepwell.base.tasks import Copy, PageIds, Plan, Purpose, Span
-from stepwell.engine.passes.batch import RequestRows
+from stepwell.base.tasks import Copy, Plan, Purpose, Span
 from stepwell.engine.request import TokenLogprob
-from stepwell.engine.sampling import Choosing, Chosen
-from stepwell.engine.workers.choosing_arrays import CHOOSING_ARRAYS, pack_choosing, read_choosing
+from stepwell.engine.sampling import Chosen
+from stepwell.engine.workers.pass_arrays import Counts, must_be_below
 from stepwell.jobs.channel import Array, Message
 
-SETUP, MEMORY, RUN, COPY = "setup", "memory", "run", "copy"
+SETUP, MEMORY, COPY = "setup", "memory", "copy"  # and RUN
 LOADED, READY, CHOSEN, BROKE, COPIED, FAILED = "loaded", "ready", "chosen", "broke", "copied", "failed"
-_COLUMNS = 10  # numbers of one request's part of a pass, see `_numbers`
-_COUNTS = [0, 1, 2, 8]  # of those, how many tokens, pages and logits it has
 _NONE = -1  # in arrays
-
-Counts = Mapping[Kind, int]  # pages that a memory has, by kind
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Pass:
-    """One pass: every request's part, and how the tokens behind each row of logits are chosen."""
-
-    rows: Sequence[RequestRows]
-    choosing: Sequence[Choosing]
-
-
-# ---- passes -------------------------------------------------------------------------------------
-
-
-def pack_pass(given: Pass, number: int) -> Message:
-    """`number` is repeated by what comes of it."""
-    rows = given.rows
-    numbers = np.array([_numbers(each) for each in rows], np.int64).reshape(-1)
-    return Message(
-        kind=RUN,
-        fields={"pass": number},
-        arrays=[
-            numbers,
-            _joined([each.tokens for each in rows]), _joined([each.prefix_pages for each in rows]),
-            _joined([each.window_pages for each in rows]),
-            *pack_choosing(given.choosing),
-        ],
-    )  # fmt: skip
-
-
-def _numbers(rows: RequestRows) -> tuple[int, ...]:
-    return (
-        len(rows.tokens), len(rows.prefix_pages), len(rows.window_pages), rows.position, rows.first_window,
-        _NONE if rows.point_page is None else rows.point_page, _NONE if rows.slot is None else rows.slot,
-        int(rows.resumes), rows.num_logits, rows.picks_from,
-    )  # fmt: skip
-
-
-def read_pass(message: Message, *, pages: Counts, vocab_size: int, most_slots: int) -> Pass:
-    numbers, tokens, prefix, window, *more = _so_many(message, 4 + CHOOSING_ARRAYS)
-    if numbers.dtype.str != "<i8":
-        raise ValueError("a pass in numbers of other kinds")
-    if numbers.size % _COLUMNS:
-        raise ValueError("a pass whose parts are not of one length")
-    choosing = read_choosing(more, vocab_size=vocab_size)
-    for array, most, what in (
-        (tokens, vocab_size, "tokens"), (prefix, pages.get(Kind.PREFIX, 0), "prefix pages"),
-        (window, pages.get(Kind.WINDOW, 0), "window pages"),
-    ):  # fmt: skip
-        _must_be_below(array, most, what)
-    table_RC = numbers.reshape(-1, _COLUMNS)
-    _check_table(table_RC, most_points=pages.get(Kind.POINT, 0), most_slots=most_slots)
-    said = table_RC[:, _COUNTS].sum(axis=0, dtype=np.float64).tolist()  # which no sum is too large for
-    if said != [len(tokens), len(prefix), len(window), len(choosing)]:
-        raise ValueError("a pass with more or fewer tokens, pages or draws than it says")
-    rows, first, first_prefix, first_seen = [], 0, 0, 0
-    for num_tokens, num_prefix, num_window, position, first_window, point, slot, resumes, num_logits, picks in table_RC.tolist():
-        stop, stop_prefix, stop_seen = first + num_tokens, first_prefix + num_prefix, first_seen + num_window
-        rows.append(
-            RequestRows(
-                tokens=tokens[first:stop],
-                position=position,
-                prefix_pages=prefix[first_prefix:stop_prefix],
-                window_pages=window[first_seen:stop_seen],
-                first_window=first_window,
-                point_page=None if point == _NONE else point,
-                slot=None if slot == _NONE else slot,
-                resumes=bool(resumes),
-                num_logits=num_logits,
-                picks_from=picks,
-            )
-        )
-        first, first_prefix, first_seen = stop, stop_prefix, stop_seen
-    return Pass(rows=rows, choosing=choosing)
-
-
-def _check_table(table_RC: Array, *, most_points: int, most_slots: int) -> None:
-    """All requests at once: a step has many of them, and is short."""
-    if not len(table_RC):
-        return
-    low, high = table_RC.min(axis=0).tolist(), table_RC.max(axis=0).tolist()
-    fewest = [1, 0, 0, 0, 0, _NONE, _NONE, 0, 0, 0]
-    if any(each < least for each, least in zip(low, fewest, strict=True)) or (table_RC[:, 8] > table_RC[:, 0]).any():
-        raise ValueError(f"a pass with numbers down to {low}, or more logits than tokens")
-    if high[5] >= most_points or high[6] >= most_slots or high[7] > 1:
-        raise ValueError(f"a pass with point page {high[5]} of {most_points}, slot {high[6]} of {most_slots}")
-
 
 # ---- what was chosen ----------------------------------------------------------------------------
 
 
 def pack_chosen(chosen: Sequence[Chosen | None], number: int) -> Message:
     """Of the pass with that number. One entry a row of logits; None for a row that holds something else than numbers."""
-    tokens = [_NONE if each is None else each.token for each in chosen]
+    tokens = np.array([_NONE if each is None else each.token for each in chosen], np.int32)
+    if all(each is None or each.logprob is None for each in chosen):
+        return Message(kind=CHOSEN, fields={"pass": number}, arrays=[tokens])
     found = [None if each is None or each.logprob is None else each.logprob for each in chosen]
     tops = [() if each is None else each.top for each in found]
     return Message(
         kind=CHOSEN,
         fields={"pass": number},
         arrays=[
-            np.array(tokens, np.int32),
+            tokens,
             np.array([float("nan") if each is None else each.logprob for each in found], np.float64),
             np.array([0 if each is None else each.rank for each in found], np.int32),
             np.array([len(top) for top in tops], np.int32),
@@ -143,13 +52,16 @@ def pack_chosen(chosen: Sequence[Chosen | None], number: int) -> Message:
 
 
 def read_chosen(message: Message, *, vocab_size: int) -> list[Chosen | None]:
-    arrays = _so_many(message, 6)
-    if [each.dtype.str for each in arrays] != ["<i4", "<f8", "<i4", "<i4", "<i4", "<f8"]:
-        raise ValueError(f"an answer in numbers of other kinds: {[each.dtype.str for each in arrays]}")
-    _must_be_below(arrays[0] + 1, vocab_size + 1, "tokens")  # or none
-    _must_be_below(arrays[2], vocab_size + 1, "ranks of tokens")
-    _must_be_below(arrays[3], vocab_size + 1, "alternatives")
-    _must_be_below(arrays[4], vocab_size, "tokens")
+    """Logprobs come with them where somebody asked for one."""
+    arrays, kinds = message.arrays, [each.dtype.str for each in message.arrays]
+    if kinds not in (["<i4"], ["<i4", "<f8", "<i4", "<i4", "<i4", "<f8"]):
+        raise ValueError(f"an answer in numbers of other kinds: {kinds}")
+    must_be_below(arrays[0] + 1, vocab_size + 1, "tokens")  # or none
+    if len(arrays) == 1:
+        return [None if token == _NONE else Chosen(token=token) for token in arrays[0].tolist()]
+    must_be_below(arrays[2], vocab_size + 1, "ranks of tokens")
+    must_be_below(arrays[3], vocab_size + 1, "alternatives")
+    must_be_below(arrays[4], vocab_size, "tokens")
     tokens, values, ranks, counts, top_tokens, top_values = (each.tolist() for each in arrays)
     lengths_agree = len(tokens) == len(values) == len(ranks) == len(counts)
     if not lengths_agree or sum(counts) != len(top_tokens) or len(top_tokens) != len(top_values):
@@ -212,25 +124,5 @@ def read_plan(message: Message, *, pages: Mapping[Tier, Counts]) -> Plan:
 def _span(tier: Tier, kind: Kind, ids: Array, pages: Mapping[Tier, Counts]) -> Span:
     if tier not in pages or kind not in CACHED_KINDS:
         raise ValueError(f"a copy of {kind.label} pages of a tier that is not here")
-    _must_be_below(ids, pages[tier].get(kind, 0), f"{kind.label} pages")
+    must_be_below(ids, pages[tier].get(kind, 0), f"{kind.label} pages")
     return Span(tier=tier, kind=kind, ids=ids)
-
-
-# ---- inside ---------------------------------------------------------------------------------------
-
-
-def _joined(parts: Sequence[Sequence[int] | npt.NDArray[np.int32]]) -> PageIds:
-    if any(isinstance(each, np.ndarray) for each in parts):
-        return np.concatenate([np.asarray(each, np.int32) for each in parts])
-    return np.array([number for each in parts for number in each], np.int32)  # a token each, mostly
-
-
-def _so_many(message: Message, count: int) -> Sequence[Array]:
-    if len(message.arrays) != count:
-        raise ValueError(f"{message.kind} has {len(message.arrays)} arrays and not {count}")
-    return message.arrays
-
-
-def _must_be_below(ids: Array, most: int, what: str) -> None:
-    if ids.dtype != np.int32 or (ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < most):
-        raise ValueError(f"{what} that are not there: {ids[:8]} of {most}")

@@ -28,15 +28,8 @@ from stepwell.base.inherited_block import InheritedBlock
 from stepwell.engine.ops.kernels import Report
 from stepwell.engine.runner import PassesLost, PassFailed, RanksReport
 from stepwell.engine.sampling import Chosen
-from stepwell.engine.workers.messages import (
-    BROKE,
-    MEMORY,
-    SETUP,
-    Pass,
-    pack_pass,
-    read_chosen,
-    read_kernels,
-)  # fmt: skip
+from stepwell.engine.workers.messages import BROKE, COPY, MEMORY, SETUP, read_chosen, read_kernels
+from stepwell.engine.workers.pass_arrays import Pass, PassPacker
 from stepwell.engine.workers.ranked_copies import RankedCopies
 from stepwell.jobs.channel import Message
 from stepwell.jobs.processes import END_S, Processes, RankLost
@@ -99,6 +92,7 @@ class RankWorkers:
         self._start_deadline_s = inf
         self._failed_starts = 0
         self._pass = 0  # the number of the last one
+        self._packer = PassPacker()
         self._under_way = False  # it was given out, and not every rank has answered
         self._answers: dict[int, Message] = {}  # to it
         self._device_bytes: int | None = None
@@ -200,6 +194,7 @@ class RankWorkers:
         if given.backend == "nccl":
             environment["NCCL_SOCKET_IFNAME"] = "lo"  # ranks are on one machine, and listen to nobody else
         self._loaded, self._ready, self._answers, self._under_way = {}, set(), {}, False
+        self._packer.forget()
         self._start_deadline_s = monotonic() + self._limits.start_s
         self._stage = _Stage.STARTING
         self._processes.silent_s = _STARTS_SLOWLY * self._limits.silent_s
@@ -213,7 +208,7 @@ class RankWorkers:
                 "host_bytes": 0 if given.host is None else given.host.size_bytes, "alignment": given.alignment,
             }  # fmt: skip
             with suppress(RankLost):  # found again, and told, when it is next looked at
-                self._processes.send(rank, Message(kind=SETUP, fields=fields))
+                self._processes.send(rank, Message(kind=SETUP, fields=fields), work=True)
 
     def _stop(self, *, within_s: float) -> None:
         self._processes.end(within_s=within_s)
@@ -270,16 +265,16 @@ class RankWorkers:
         self.kernels = _merged([read_kernels(each, "kernels") for each in loaded])
         if self._device_bytes is None:
             self._device_bytes = self._setup.device_bytes(min(each.number("free_bytes") for each in loaded))
-        self._processes.send_all(Message(kind=MEMORY, fields={"device_bytes": self._device_bytes}))
+        self.send_all(Message(kind=MEMORY, fields={"device_bytes": self._device_bytes}))
 
     def send_all(self, message: Message) -> None:
-        """Raises RankLost."""
-        self._processes.send_all(message)
+        """Copies are made beside what ranks compute. Raises RankLost."""
+        self._processes.send_all(message, work=message.kind != COPY)
 
     def compute(self, given: Pass) -> list[Chosen | None]:
         """One pass on all ranks. Raises PassesLost, or PassFailed where they can go on with the next."""
         self._pass += 1
-        message = pack_pass(given, self._pass)
+        message = self._packer.pack(given, self._pass)
         try:
             assert not self._under_way, f"pass {self._pass} before the one before it is answered"
             self._answers, self._under_way = {}, True
@@ -326,6 +321,7 @@ class RankWorkers:
             why = self._answers[broke[0]].text("error")
             if len({each.number("calls") for each in self._answers.values()}) > 1:
                 raise self._processes.lose(broke[0], f"it failed: {why}")
+            self._packer.forget()
             raise PassFailed(f"rank {broke[0]}: {why}")
 
 

@@ -13,7 +13,7 @@ from stepwell.engine.passes.spilling import SpillReport
 from stepwell.engine.request import Chunk
 from stepwell.engine.runner import Facts, RanksReport, Slots, rows_of
 from stepwell.engine.sampling import Chosen, WaitForChoices, choosing_for
-from stepwell.engine.workers.messages import Pass
+from stepwell.engine.workers.pass_arrays import Pass
 from stepwell.engine.workers.rank_workers import RankWorkers
 
 

@@ -1,7 +1,7 @@
 """A worker: the process of one rank. Holds a shard of the model and device pages, computes passes and copies pages when told to.
 
-    main thread     reads messages, answers pings, ends the process when the scheduler's has
-    pass thread     loads the model, then one pass after the other: collectives with the other ranks happen here, and only here
+    main thread     reads one channel: answers pings, hands out copies, ends the process when the scheduler's has
+    pass thread     reads the other: loads the model, then one pass after the other. Collectives happen here, and only here
     copy threads    what requests wait for, and beside it saves
 
 Decides nothing. A pass or a copy that fails is told. One that fails amid a collective ends the process: its group is of no more
@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from threading import Thread
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -37,12 +38,11 @@ from stepwell.engine.workers.messages import (
     LOADED,
     MEMORY,
     READY,
-    RUN,
     SETUP,
     pack_chosen,
-    read_pass,
     read_plan,
 )  # fmt: skip
+from stepwell.engine.workers.pass_arrays import RUN, PassReader
 from stepwell.jobs.channel import Channel, ChannelClosed, Message
 from stepwell.jobs.processes import PING, PONG
 from stepwell.jobs.workers import WorkQueue
@@ -59,16 +59,16 @@ _WAIT_S = 1.0  # for a message: then what other threads could not send at once i
 
 
 class Worker:
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
+    def __init__(self, channel: Channel, work: Channel) -> None:
+        self._channel, self._work = channel, work
         clock = SystemClock()
-        self._passes = WorkQueue("pass", clock)
         self._urgent, self._saving = WorkQueue("copy", clock, threads=2), WorkQueue("save", clock)
         self._shard: Shard | None = None
 
     def live(self) -> None:
         """Until the channel ends. A first sign of life: from now on silence means that it is stopped, also while it loads."""
         self._channel.send(Message(kind=PONG))
+        Thread(target=self._compute, name="stepwell-pass", daemon=True).start()
         while True:
             self._channel.wait(_WAIT_S)
             for message in self._channel.receive():
@@ -82,21 +82,25 @@ class Worker:
             line = self._saving if _may_take_its_time(message) else self._urgent
             line.submit(partial(self._copy, message))
         else:
-            self._passes.submit(partial(self._do, message))
+            raise ChannelClosed(f"nobody knows what {message.kind!r:.40} means")
 
-    def _do(self, message: Message) -> None:
+    def _compute(self) -> None:
         """Anything but a copy. What goes wrong ends the process."""
         try:
-            self._channel.send(self._answer(message))
+            while True:
+                self._work.wait(_WAIT_S)
+                for message in self._work.receive():
+                    self._work.send(self._answer(message))
+                self._work.flush()
         except ChannelClosed:
             os._exit(0)
         except BaseException as error:
             log.exception("a rank fails")
             told = str(error) if isinstance(error, StepwellError) else f"{type(error).__name__}: {error}"
             with contextlib.suppress(ChannelClosed):
-                self._channel.send(Message(kind=FAILED, fields={"error": told[:MOST_TEXT]}))
-                while not self._channel.flush():
-                    self._channel.wait(1.0)
+                self._work.send(Message(kind=FAILED, fields={"error": told[:MOST_TEXT]}))
+                while not self._work.flush():
+                    self._work.wait(1.0)
             os._exit(1)
 
     def _answer(self, message: Message) -> Message:
@@ -188,6 +192,7 @@ class Shard:
         self._counts: Mapping[Tier, Mapping[Kind, int]] = {
             tier: {kind: layout.rows(kind) for kind in layout.strides} for tier, layout in layouts.items()
         }
+        self._reader = PassReader(pages=self._counts[Tier.DEVICE], vocab_size=self.model.vocab_size, most_slots=MOST_SLOTS)
         self._copies = ShardCopyEngine(self.spec, device, host, rank=self.rank, ranks=self.size)
         self._pages = DevicePages(mine, {kind: device.rows(kind) for kind in Kind if mine.device_parts(kind)})
         self._open_groups = OpenGroups(self._pages, device=self.model.device)
@@ -220,7 +225,7 @@ class Shard:
         from stepwell.engine.passes.batch import Batch
         from stepwell.engine.sampling import Choices
 
-        given = read_pass(message, pages=self._counts[Tier.DEVICE], vocab_size=self.model.vocab_size, most_slots=MOST_SLOTS)
+        given = self._reader.read(message)
         for rows in given.rows:
             while rows.slot is not None and self._open_groups.num_slots <= rows.slot:
                 self._open_groups.take()  # the scheduler says who has which; here there are only enough of them
@@ -244,7 +249,8 @@ def _wait_for(device: Any) -> None:
 def main() -> None:
     logging.basicConfig(level=logging.WARNING)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the scheduler's process ends this one
-    worker = Worker(Channel(socket.socket(fileno=int(sys.argv[-1]))))
+    work, channel = (Channel(socket.socket(fileno=int(each))) for each in sys.argv[-2:])
+    worker = Worker(channel, work)
     with contextlib.suppress(ChannelClosed):
         worker.live()
     os._exit(0)  # whatever its other threads wait for

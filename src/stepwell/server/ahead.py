@@ -42,6 +42,7 @@ from stepwell.tree.match import Match
 log = logging.getLogger(__name__)
 
 PART_TOKENS = 1024  # that are worth a listing and two requests between servers
+MOST_PARTS = 32  # of one prompt: each is told with all tokens before it, and looked up with them
 LOOK_S = 0.1  # between looks at how far a prompt has come
 TELL_S = 40.0  # for the other server to have fetched a part: longer than that waits for one
 COOL_OFF_S = 10.0  # that a server which could not be told is left alone
@@ -89,7 +90,7 @@ class Ahead:
     async def follow(self, loop: EngineLoop, ask: Ask, address: Address, ended: asyncio.Event) -> None:
         """Sends part after part. Raises nothing: the offer of the whole prompt is what counts."""
         told = missed = 0
-        progress = Progress(ask, self._part_tokens)
+        progress = Progress(ask, max(self._part_tokens, len(ask.tokens) // MOST_PARTS))
         try:
             while missed < MOST_MISSED and not ended.is_set() and self._clock.now() >= self._alone_until_s.get(address, 0.0):
                 out = await call(loop, progress.part)

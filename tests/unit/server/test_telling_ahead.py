@@ -17,7 +17,7 @@ pytest.importorskip("fastapi")
 
 from stepwell.engine.request import Ask
 from stepwell.server import ahead
-from stepwell.server.ahead import MOST_FOLLOWED, Ahead
+from stepwell.server.ahead import MOST_FOLLOWED, MOST_PARTS, Ahead
 
 TOKEN = "a-token-of-some-length"
 ASK = Ask(tokens=list(range(100)), salt="mine", tenant="acme", priority=3, ttl_s=60.0)
@@ -174,3 +174,16 @@ def test_short_prompts_and_more_than_a_few_at_a_time_are_not_followed() -> None:
         made.close()
 
     asyncio.run(run())
+
+
+def test_parts_of_long_prompts_are_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is told and looked up grows with the prompt for each of them."""
+    sizes: list[int] = []
+    ended = asyncio.Event()
+    ended.set()
+    monkeypatch.setattr(ahead, "Progress", lambda ask, part_tokens: sizes.append(part_tokens))
+    made = Ahead(OfferedParts(), [("a", 1)], TOKEN, part_tokens=10)  # type: ignore[arg-type]
+    for tokens in (100, 100 * MOST_PARTS):
+        asyncio.run(made.follow(Loop(), Ask(tokens=[1] * tokens), ("a", 1), ended))  # type: ignore[arg-type]
+    made.close()
+    assert sizes == [10, 100]

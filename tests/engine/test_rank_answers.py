@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -107,6 +107,27 @@ def test_ranks_that_failed_in_step_go_on(workers: RankWorkers, said: Said) -> No
         workers.compute(NOTHING)
     said.answers = [(0, chose(number=2)), (1, chose(number=2))]
     assert workers.compute(NOTHING) == []
+    assert said.told[-1].fields["after"] == 0, "one of them has maybe not read the pass before"
+
+
+def test_nobody_goes_on_from_a_pass_whose_answers_nobody_judged(
+    workers: RankWorkers, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(timeout_s: float = 0.0) -> NoReturn:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(said, "poll", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            workers.compute(NOTHING)
+    said.say = [(0, chose()), (1, broke())]
+    workers.wait()
+    said.answers = [(0, chose(number=2)), (1, chose(number=2))]
+    assert workers.compute(NOTHING) == []
+    assert said.told[-1].fields["after"] == 0
+    said.answers = [(0, chose(number=3)), (1, chose(number=3))]
+    workers.compute(NOTHING)
+    assert said.told[-1].fields["after"] == 2, "and goes on from one that went well"
 
 
 @pytest.mark.parametrize(

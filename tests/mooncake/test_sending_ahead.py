@@ -202,10 +202,17 @@ def test_parts_are_taken_from_servers_with_the_token_and_make_sense(pair: Pair) 
         return pair.decode.post("/handover/ahead", json=body, headers={"Authorization": f"Bearer {token}"}).status_code
 
     offer = {"remote_host": "127.0.0.1", "remote_port": 9, "remote_request_id": "x" * 32}
-    good = {**offer, "tokens": [1, 2, 3], "salt": None, "tenant": None}
+    good = {**offer, "tokens": [1, 2, 3], "salt": None, "tenant": None, "priority": 0, "ttl_s": None}
     assert told("another", **good) == told(TOKEN[:-1], **good) == 401
     assert told(TOKEN, **good) == 200, "a server that was not named at the start: nothing is asked of it"
-    not_so = ({"tokens": "abc"}, {"tokens": []}, {"tokens": [1.5]}, {"salt": 3}, {"tenant": "x" * 1000}, {"remote_request_id": 3})
+    not_so = (
+        {"tokens": "abc"},
+        {"tokens": []},
+        {"tokens": [1.5]},
+        {"salt": 3},
+        {"tenant": "x" * 10_000},
+        {"remote_request_id": 3},
+    )
     for wrong in not_so:
         assert told(TOKEN, **{**good, **wrong}) == 400, wrong
     assert pair.decode.post("/handover/ahead", content=b"[", headers={"Authorization": f"Bearer {TOKEN}"}).status_code == 400

@@ -59,13 +59,14 @@ class Cache(ReadOnlyCache):
     # ---- a request's life -------------------------------------------------------------------------
 
     @one_thread
-    def prefetch(self, match: Match, *, priority: int = 0, ttl_s: float | None = None) -> Ticket:
+    def prefetch(self, match: Match, *, priority: int = 0, ttl_s: float | None = None, awaited: bool = True) -> Ticket:
         """When a request arrives: starts bringing up what the store has of its prompt, and says how long to wait for it.
 
         Call `step` until the ticket is ready, then give it to `acquire`; or close it. Without a store it is ready at once.
-        `priority` and `ttl_s` are those that `acquire` will be given: what arrives is entered under them.
+        `priority` and `ttl_s` are those that `acquire` will be given: what arrives is entered under them. Not `awaited`: for a
+        request that is still to come. Then it goes no further than the host, is ready when all has come, and no wait is paid for.
         """
-        return self._store_tier.open_prefetch(self.refresh(match), _request((), priority, ttl_s))
+        return self._store_tier.open_prefetch(self.refresh(match), _request((), priority, ttl_s), awaited=awaited)
 
     @one_thread
     def acquire(

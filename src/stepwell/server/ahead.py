@@ -2,7 +2,7 @@
 
     prefill   Ahead.follow, beside the request: whenever more of the prompt can be resumed from the host, that part is offered
               (`handover.Offers`) and told:
-              POST /handover/ahead {remote_host, remote_port, remote_request_id, tokens, salt, tenant}, with the peer token
+              POST /handover/ahead {remote_host, remote_port, remote_request_id, and what `Told` has}, with the peer token
     decode    fetch_ahead: takes the offer as it takes any, brings it up to its host with nobody waiting for it, and answers
 
 The request comes later, with the offer of its whole prompt, and fetches what is still missing. Nothing depends on what was sent
@@ -22,28 +22,35 @@ from contextlib import suppress
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request
+from pydantic import Field, field_validator
 
+from stepwell.base.config import MAX_PRIORITY
 from stepwell.base.errors import BadTokens, StoreError
 from stepwell.base.meters import Clock, SystemClock
 from stepwell.engine.engine import Engine
 from stepwell.engine.loop import EngineLoop
 from stepwell.engine.request import Ask
+from stepwell.server.bodies import Body, TokenIds, whole
 from stepwell.server.errors import ApiError
 from stepwell.server.handover import TTL_S, Offers, Params, Peers, call, peer_check
+from stepwell.server.requests import read_body
+from stepwell.server.served import Served
 from stepwell.store_tier.hand_out import HandOut
 from stepwell.store_tier.ticket import Ticket
+from stepwell.tree.match import Match
 
 log = logging.getLogger(__name__)
 
 PART_TOKENS = 1024  # that are worth a listing and two requests between servers
+MOST_PARTS = 32  # of one prompt: each is told with all tokens before it, and looked up with them
 LOOK_S = 0.1  # between looks at how far a prompt has come
-TELL_S = 30.0  # for the other server to have fetched a part
+TELL_S = 40.0  # for the other server to have fetched a part: longer than that waits for one
 COOL_OFF_S = 10.0  # that a server which could not be told is left alone
 FETCH_S = 20.0  # that a decode server waits for a part
 MOST_FETCHES = 4  # parts that it fetches at a time; more are refused
 MOST_FOLLOWED = 4  # prompts at a time: each is looked up again and again; those behind them wait to be computed, mostly
 MOST_MISSED = 2  # parts that the other server had no room or time for; then the rest of a prompt comes with its request
-MAX_NAME = 512  # characters of a salt or tenant
+MAX_NAME = 8192  # characters of a salt or tenant; a salt that a client chose is escaped in one of its tenant
 _BUSY = 503
 Address = tuple[str, int]
 
@@ -83,7 +90,7 @@ class Ahead:
     async def follow(self, loop: EngineLoop, ask: Ask, address: Address, ended: asyncio.Event) -> None:
         """Sends part after part. Raises nothing: the offer of the whole prompt is what counts."""
         told = missed = 0
-        progress = Progress(ask, self._part_tokens)
+        progress = Progress(ask, max(self._part_tokens, len(ask.tokens) // MOST_PARTS))
         try:
             while missed < MOST_MISSED and not ended.is_set() and self._clock.now() >= self._alone_until_s.get(address, 0.0):
                 out = await call(loop, progress.part)
@@ -113,7 +120,8 @@ class Ahead:
         params = await self._offers.offer_part(loop, out, since_tokens=since)
         if params is None:
             return False  # there is no room for it, or what was held is gone
-        body = {**params, "tokens": list(ask.tokens[: out.tokens + 1]), "salt": ask.salt, "tenant": ask.tenant}
+        kept = {"salt": ask.salt, "tenant": ask.tenant, "priority": ask.priority, "ttl_s": ask.ttl_s}
+        body = {**params, **kept, "tokens": list(ask.tokens[: out.tokens + 1])}
         try:
             tokens = await asyncio.get_running_loop().run_in_executor(self._threads[address], self._tell, address, body)
             return tokens >= out.tokens
@@ -176,38 +184,50 @@ async def _wait(event: asyncio.Event, timeout_s: float) -> None:
 # ---- decode -------------------------------------------------------------------------------------
 
 
-def ahead_router(peers: Peers, loop: EngineLoop) -> APIRouter:
+class Told(Body):
+    """What `Ahead` tells of a part, beside the name of its offer: whose it is, and how long it is kept."""
+
+    tokens: TokenIds = Field(min_length=1)
+    salt: str | None = Field(max_length=MAX_NAME)
+    tenant: str | None = Field(max_length=MAX_NAME)
+    priority: int = Field(ge=0, le=MAX_PRIORITY)
+    ttl_s: float | None = Field(gt=0)
+
+    @field_validator("salt", "tenant")
+    @classmethod
+    def _names_are_whole(cls, name: str | None) -> str | None:
+        return None if name is None else whole(name)
+
+
+def ahead_router(peers: Peers, served: Served) -> APIRouter:
     """For prefill servers, which have the peer token."""
     router = APIRouter(dependencies=[Depends(peer_check(peers.is_peer))])
-    fetching: set[str] = set()
+    places = asyncio.Semaphore(MOST_FETCHES)
 
     @router.post("/handover/ahead")
     async def ahead(request: Request) -> dict[str, int]:
-        body = _read(await request.body())
-        if len(fetching) >= MOST_FETCHES:
+        body, _ = await read_body(served, request, Told)
+        served.must_fit(body.tokens, max_tokens=None, param="tokens")
+        if places.locked():
             raise ApiError(_BUSY, "so many parts are fetched already", code="busy")
-        number = str(body.get("remote_request_id"))
-        fetching.add(number)
-        try:
-            return {"tokens": await fetch_ahead(peers, loop, body)}
-        finally:
-            fetching.discard(number)
+        async with places:
+            return {"tokens": await fetch_ahead(peers, served.loop, body)}
 
     return router
 
 
-async def fetch_ahead(peers: Peers, loop: EngineLoop, body: Mapping[str, Any]) -> int:
+async def fetch_ahead(peers: Peers, loop: EngineLoop, told: Told) -> int:
     """Brings up what an offer has of some tokens; how many of them can be resumed with here then. Raises ApiError."""
-    number = await peers.take({**body, "do_remote_prefill": True})
+    number = await peers.take({**(told.model_extra or {}), "do_remote_prefill": True})
     if number is None:
         return 0
     ticket: Ticket | None = None
     try:
-        ticket = await call(loop, lambda engine: _prefetch(engine, body))
+        ticket = await call(loop, lambda engine: _prefetch(engine, told))
         until_s = asyncio.get_running_loop().time() + FETCH_S
         while not ticket.ready and asyncio.get_running_loop().time() < until_s:
             await asyncio.sleep(0.01)
-        return await call(loop, lambda engine: _known(engine, body))
+        return await call(loop, lambda engine: _lookup(engine, told).restore_tokens)
     except BadTokens as error:
         raise ApiError(400, str(error), param="tokens") from None
     finally:
@@ -217,25 +237,9 @@ async def fetch_ahead(peers: Peers, loop: EngineLoop, body: Mapping[str, Any]) -
             await call(loop, lambda _: opened.close())
 
 
-def _prefetch(engine: Engine, body: Mapping[str, Any]) -> Ticket:
-    namespace = engine.cache.namespace_for(salt=body["salt"], tenant=body["tenant"])
-    return engine.cache.prefetch(engine.cache.lookup(body["tokens"], namespace=namespace))
+def _prefetch(engine: Engine, told: Told) -> Ticket:
+    return engine.cache.prefetch(_lookup(engine, told), priority=told.priority, ttl_s=told.ttl_s, awaited=False)
 
 
-def _known(engine: Engine, body: Mapping[str, Any]) -> int:
-    namespace = engine.cache.namespace_for(salt=body["salt"], tenant=body["tenant"])
-    return engine.cache.lookup(body["tokens"], namespace=namespace).restore_tokens
-
-
-def _read(raw: bytes) -> Mapping[str, Any]:
-    """Raises ApiError for anything that `Ahead` does not send."""
-    try:
-        body = json.loads(raw)
-    except (ValueError, RecursionError):
-        body = None
-    match body:
-        case {"tokens": list(tokens), "salt": None | str() as salt, "tenant": None | str() as tenant} if (
-            tokens and all(type(each) is int for each in tokens) and len(salt or "") <= MAX_NAME and len(tenant or "") <= MAX_NAME
-        ):
-            return dict(body)
-    raise ApiError(400, "this names no tokens, salt and tenant", param="tokens")
+def _lookup(engine: Engine, told: Told) -> Match:
+    return engine.cache.lookup(told.tokens, namespace=engine.cache.namespace_for(salt=told.salt, tenant=told.tenant))

@@ -51,7 +51,7 @@ def build_app(served: Served, stores: Stores, door: Door) -> FastAPI:
     if served.offers is not None:
         app.include_router(offers_router(served.offers, served.loop))
     if served.peers is not None:
-        app.include_router(ahead_router(served.peers, served.loop))
+        app.include_router(ahead_router(served.peers, served))
     return app
 
 

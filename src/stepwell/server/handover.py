@@ -201,16 +201,20 @@ class Offers:
 
     async def _must_have_room(self, loop: EngineLoop, size_bytes: int) -> None:
         """Raises StoreError."""
+        await self._end_old(loop)
         if sum(offer.size_bytes for offer in self._offers.values()) + size_bytes > self._memory.size_bytes * HELD_SHARE:
             raise StoreError("offers take up all that they may")
 
     async def _make_room(self, loop: EngineLoop, size_bytes: int) -> None:
-        now = self._clock.now()
-        for number in [number for number, offer in self._offers.items() if offer.until_s <= now]:
-            await self.end(loop, number)
+        await self._end_old(loop)
         most = self._memory.size_bytes * HELD_SHARE - size_bytes
         while self._offers and sum(offer.size_bytes for offer in self._offers.values()) > most:
             await self.end(loop, next(iter(self._offers)))
+
+    async def _end_old(self, loop: EngineLoop) -> None:
+        now = self._clock.now()
+        for number in [number for number, offer in self._offers.items() if offer.until_s <= now]:
+            await self.end(loop, number)
 
 
 def offers_router(offers: Offers, loop: EngineLoop) -> APIRouter:

@@ -14,7 +14,6 @@ from stepwell.engine.guided import Guides
 from stepwell.engine.loading.chat import ChatTemplate
 from stepwell.engine.loop import EngineLoop
 from stepwell.engine.text import Text
-from stepwell.server.ahead import Ahead
 from stepwell.server.errors import ApiError
 from stepwell.server.handover import Offers, Peers
 from stepwell.server.history import History
@@ -23,6 +22,7 @@ from stepwell.server.metrics import Metrics
 from stepwell.server.principals import Principals
 
 if TYPE_CHECKING:
+    from stepwell.server.ahead import Ahead
     from stepwell.server.tracing import Traces
 
 T = TypeVar("T")

@@ -38,7 +38,9 @@ MOST_TRIES = 6  # at finding a depth that fits into the host tier
 REMEASURE_AFTER_S = 60.0  # a store that was too slow to be worth it gets another chance
 
 
-def prefetch(state: CacheState, link: StoreLink | None, match: Match, request: RequestOptions) -> Ticket:
+def prefetch(
+    state: CacheState, link: StoreLink | None, match: Match, request: RequestOptions, *, awaited: bool = True
+) -> Ticket:  # fmt: skip
     """Opens a ticket for a prompt; asks the store if it could help."""
     if link is None or not _may_help(state, link, match):
         ticket = Ticket(match=match, request=request, clock=state.clock, keys=(), on_exit=partial(close, state, link))
@@ -49,8 +51,11 @@ def prefetch(state: CacheState, link: StoreLink | None, match: Match, request: R
     root = match.namespace.digest
     keys = path_keys(root, match.path, match.packed, known=known, upto=upto, page_bytes=state.tree.page_bytes)
     state.know(match.namespace)
-    ticket = Ticket(match=match, request=request, clock=state.clock, keys=keys, on_exit=partial(close, state, link))
-    _set_patience(state, link, ticket, match)
+    ticket = Ticket(
+        match=match, request=request, clock=state.clock, keys=keys, on_exit=partial(close, state, link), awaited=awaited
+    )  # fmt: skip
+    if awaited:
+        _set_patience(state, link, ticket, match)
     link.tickets[ticket] = None
     for fetch in on_their_way(state, link, match):
         watch(fetch, ticket)
@@ -70,7 +75,7 @@ def settle(state: CacheState, link: StoreLink) -> None:
     link.to_plan_later.clear()
     loading, link.to_load = link.to_load, {}
     for ticket in loading:
-        if ticket.state is TicketState.FETCHING:
+        if ticket.awaited and ticket.state is TicketState.FETCHING:
             _load_ahead(state, link, ticket)
     while link.to_plan:
         ticket = next(iter(link.to_plan))
@@ -107,7 +112,8 @@ def close(state: CacheState, link: StoreLink | None, ticket: Ticket, used_tokens
         why = "the request that waited for it has ended"
         if finished:
             link.forget_given_up(ticket)
-    if link.config.prefetch is PrefetchPolicy.TIMEOUT and (given_up or finished or not ticket.grant.on_trust):
+    pays = ticket.awaited and link.config.prefetch is PrefetchPolicy.TIMEOUT
+    if pays and (given_up or finished or not ticket.grant.on_trust):
         if finished and not ticket.fetches:
             waited_s = min(waited_s, ticket.asking_s)  # an engine that was busy noticed the answer late
         _settle_patience(state, link, ticket, waited_s=waited_s, used_tokens=used_tokens, given_up=given_up)
@@ -308,7 +314,8 @@ def _settle_patience(
 def _expect(state: CacheState, link: StoreLink, ticket: Ticket, plan: FetchPlan) -> None:
     """A fetch that is expected to beat computing, by the speeds of both so far, is waited for if the allowance has that much."""
     fetch_s = _fetch_seconds(state, link, plan)
-    if link.config.prefetch is PrefetchPolicy.TIMEOUT and fetch_s is not None and link.compute.per_s is not None:
+    pays = ticket.awaited and link.config.prefetch is PrefetchPolicy.TIMEOUT
+    if pays and fetch_s is not None and link.compute.per_s is not None:
         waited_s = state.clock.now() - ticket.started_s
         limit_s = ticket.deadline_s - ticket.started_s
         ticket.grant = link.patience.take_more(ticket.grant, min(waited_s + EXPECTED_MARGIN * fetch_s, limit_s))

@@ -70,11 +70,13 @@ class Ticket:
         clock: Clock,
         keys: tuple[PageKey, ...],
         on_exit: Callable[[Ticket, int], None],
+        awaited: bool = True,
     ) -> None:
         self.namespace = match.namespace
         self.packed = match.packed
         self.limit_tokens = match.limit_tokens
         self.request = request
+        self.awaited = awaited  # by a request; or it is brought up for one that is still to come, and no wait is paid for
         self.state = TicketState.ASKING
         self.started_s = clock.now()
         self.deadline_s = inf  # not to wait longer than this,
@@ -121,8 +123,8 @@ class Ticket:
 
     @property
     def ready(self) -> bool:
-        """Whether the request should go on now, with what there is."""
-        return self.complete or self._clock.now() >= self.ended_s
+        """Whether the request should go on now, with what there is; where there is none, whether all has come."""
+        return self.complete or (self.awaited and self._clock.now() >= self.ended_s)
 
     def close(self, *, used_tokens: int = 0) -> None:
         """Says that nobody waits any more. What has arrived stays cached; a second close does nothing."""

@@ -137,9 +137,9 @@ class StoreTier:
 
     # ---- what the memory tiers and requests ask for -----------------------------------------------
 
-    def open_prefetch(self, match: Match, request: RequestOptions) -> Ticket:
+    def open_prefetch(self, match: Match, request: RequestOptions, *, awaited: bool) -> Ticket:
         """Starts bringing up what the store has of a prompt; without a store the ticket is ready at once."""
-        return prefetch(self._state, self.link, match, request)
+        return prefetch(self._state, self.link, match, request, awaited=awaited)
 
     @property
     def takes_paths(self) -> bool:

@@ -17,10 +17,10 @@ pytest.importorskip("fastapi")
 
 from stepwell.engine.request import Ask
 from stepwell.server import ahead
-from stepwell.server.ahead import MOST_FOLLOWED, Ahead
+from stepwell.server.ahead import MOST_FOLLOWED, MOST_PARTS, Ahead
 
 TOKEN = "a-token-of-some-length"
-ASK = Ask(tokens=list(range(100)), salt="mine", tenant="acme")
+ASK = Ask(tokens=list(range(100)), salt="mine", tenant="acme", priority=3, ttl_s=60.0)
 ALL = object()  # of what it is told it has everything
 
 
@@ -113,7 +113,8 @@ def test_every_part_begins_where_the_one_before_ended(monkeypatch: pytest.Monkey
     offers, _ = follow(monkeypatch, decode, [20, 50])
     assert offers.offered == [(0, 20), (20, 50)] and offers.ended == ["number-20", "number-50"]
     assert [each["tokens"] for each in decode.told] == [ASK.tokens[:21], ASK.tokens[:51]], "one more than can be resumed with"
-    assert {(each["salt"], each["tenant"]) for each in decode.told} == {("mine", "acme")}
+    kept = [tuple(each[name] for name in ("salt", "tenant", "priority", "ttl_s")) for each in decode.told]
+    assert kept == [("mine", "acme", 3, 60.0)] * 2, "as long as their request may keep them, and no longer"
     assert decode.tokens == [f"Bearer {TOKEN}"] * 2
 
 
@@ -173,3 +174,16 @@ def test_short_prompts_and_more_than_a_few_at_a_time_are_not_followed() -> None:
         made.close()
 
     asyncio.run(run())
+
+
+def test_parts_of_long_prompts_are_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is told and looked up grows with the prompt for each of them."""
+    sizes: list[int] = []
+    ended = asyncio.Event()
+    ended.set()
+    monkeypatch.setattr(ahead, "Progress", lambda ask, part_tokens: sizes.append(part_tokens))
+    made = Ahead(OfferedParts(), [("a", 1)], TOKEN, part_tokens=10)  # type: ignore[arg-type]
+    for tokens in (100, 100 * MOST_PARTS):
+        asyncio.run(made.follow(Loop(), Ask(tokens=[1] * tokens), ("a", 1), ended))  # type: ignore[arg-type]
+    made.close()
+    assert sizes == [10, 100]

@@ -206,3 +206,29 @@ def test_answers_that_a_busy_engine_noticed_late_cost_no_trust(filled: MemorySto
         assert ticket.complete
         ticket.close()
     assert here.serve(PROMPT)[1] == 300 * PAGE
+
+
+# ---- for requests that are still to come ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", list(PrefetchPolicy))
+def test_what_is_brought_up_before_its_request_comes_whatever_the_policy(filled: MemoryStore, policy: PrefetchPolicy) -> None:
+    here = Process(taking(2.0), filled, StoreConfig(prefetch=policy))
+    ticket = here.rig.cache.prefetch(here.rig.cache.lookup(PROMPT), awaited=False)
+    assert here.wait(ticket) == pytest.approx(2.0, abs=0.1) and ticket.complete
+    ticket.close()
+    assert here.rig.cache.lookup(PROMPT).restore_tokens == 300 * PAGE
+    assert not here.rig.state.counters["loaded_ahead_pages"], "it stays on the host until somebody wants it"
+
+
+def test_what_is_brought_up_before_its_request_takes_no_patience_from_others(filled: MemoryStore) -> None:
+    here = Process(taking(2.0), filled)
+    for name in range(2, 8):
+        ticket = here.rig.cache.prefetch(here.rig.cache.lookup(text(name, 300 * PAGE + 1)), awaited=False)
+        here.wait(ticket)
+        ticket.close()  # and nobody has used it yet
+    unfinished = here.rig.cache.prefetch(here.rig.cache.lookup(text(8, 300 * PAGE + 1)), awaited=False)
+    here.clock.advance(5.0)
+    unfinished.close()
+    assert here.rig.state.counters["prefetch_given_up"] == 0
+    assert here.serve(PROMPT)[1] == 300 * PAGE

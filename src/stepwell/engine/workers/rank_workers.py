@@ -273,10 +273,11 @@ class RankWorkers:
 
     def compute(self, given: Pass) -> list[Chosen | None]:
         """One pass on all ranks. Raises PassesLost, or PassFailed where they can go on with the next."""
+        assert not self._under_way, f"pass {self._pass} is not answered, and here comes the next"
         self._pass += 1
         message = self._packer.pack(given, self._pass)
+        went_well = False
         try:
-            assert not self._under_way, f"pass {self._pass} before the one before it is answered"
             self._answers, self._under_way = {}, True
             self.send_all(message)
             self._await_answers()
@@ -284,11 +285,15 @@ class RankWorkers:
             chosen = read_chosen(self._answers[0], vocab_size=self.vocab_size)
             if len(chosen) != len(given.choosing):
                 raise self._processes.lose(0, f"it chose {len(chosen)} tokens in place of {len(given.choosing)}")
+            went_well = True
             return chosen
         except ValueError as error:
             raise self._lost(self._processes.lose(0, f"it says what makes no sense: {error}")) from None
         except RankLost as lost:
             raise self._lost(lost) from None
+        finally:
+            if not went_well:
+                self._packer.forget()  # somebody may have stopped waiting, and never hear who could read it
 
     def wait(self) -> None:
         """Until a pass that somebody stopped waiting for is answered: ranks finish it, and write to its pages till then."""
@@ -321,7 +326,6 @@ class RankWorkers:
             why = self._answers[broke[0]].text("error")
             if len({each.number("calls") for each in self._answers.values()}) > 1:
                 raise self._processes.lose(broke[0], f"it failed: {why}")
-            self._packer.forget()
             raise PassFailed(f"rank {broke[0]}: {why}")
 
 

@@ -40,6 +40,8 @@ class LateDevice:
         engine._runner._forward = self._queue
         monkeypatch.setattr(engine._runner, "run", self._noted)
         monkeypatch.setattr(engine._runner, "start", partial(self._start, engine))
+        copy_points = Batch.copy_points
+        monkeypatch.setattr(Batch, "copy_points", lambda batch: self._work[-1].append(partial(copy_points, batch)))
         monkeypatch.setattr(Unread, "put_into", lambda before, token_N, chunks: self._put_into(before, token_N, chunks))
 
     def read_late(self) -> list[int]:

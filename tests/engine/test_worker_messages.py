@@ -42,7 +42,7 @@ def sent(message: Message) -> Message:
 def rows(**more: Any) -> RequestRows:
     given: dict[str, Any] = {
         "tokens": [5, 99, 0], "position": 32, "prefix_pages": ids(9, 0, 3), "window_pages": ids(5, 1), "first_window": 1,
-        "point_page": 3, "slot": 7, "resumes": True, "num_logits": 1, "picks_from": 12,
+        "point_page": 3, "slot": 7, "resumes": True, "num_logits": 1, "picks_from": 12, "point_copy": 2,
     } | more  # fmt: skip
     return RequestRows(**given)
 
@@ -75,7 +75,7 @@ def test_a_pass_arrives_as_it_was_sent() -> None:
     "wrong",
     [
         {"tokens": [100]}, {"tokens": [-1]}, {"prefix_pages": ids(10)}, {"prefix_pages": ids(-1)}, {"window_pages": ids(6)},
-        {"point_page": 4}, {"point_page": -2}, {"slot": 8}, {"num_logits": 4}, {"num_logits": -1}, {"position": -1},
+        {"point_page": 4}, {"point_page": -2}, {"point_copy": 4}, {"point_copy": -2}, {"point_page": None}, {"slot": 8}, {"num_logits": 4}, {"num_logits": -1}, {"position": -1},
         {"first_window": -1}, {"tokens": []},
     ],
 )  # fmt: skip

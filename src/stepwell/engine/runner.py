@@ -223,12 +223,15 @@ class Runner:
         last = len(self.model.layers) - 1
         try:
             if on_stream is None:
-                return self._forward(batch)
-            return self.model.forward(batch, lambda layer, x_NC: on_stream(x_NC) if layer == last else None)
+                logits = self._forward(batch)
+            else:
+                logits = self.model.forward(batch, lambda layer, x_NC: on_stream(x_NC) if layer == last else None)
         except BaseException:
             if self._pages.spilling is not None:
                 self._pages.spilling.join()  # before others get the pages that its fetches write to
             raise
+        batch.copy_points()
+        return logits
 
     def look_at_host(self, lease: Lease, tokens: int) -> None:
         """Computes a request's token behind all others as if the rows of its first page were on the host alone, so that kernels
@@ -273,6 +276,7 @@ def rows_of(chunk: Chunk, slots: Slots, *, picks: bool) -> RequestRows:
         window_pages=lease.window_pages,
         first_window=lease.first_window,
         point_page=int(lease.point_pages[0]) if len(lease.point_pages) else None,
+        point_copy=chunk.point_copy,
         slot=slots.of(lease),
         resumes=chunk.start == lease.resume,
         num_logits=chunk.num_logits,

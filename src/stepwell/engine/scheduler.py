@@ -53,7 +53,7 @@ class Scheduler:
         self.failed: list[tuple[Request, str]] = []  # that cannot run, and why, for the engine to end
         self._cache = cache
         self._step = cache.spec.boundary_step
-        self._hands_over = bool(cache.spec.parts(Kind.POINT))  # what a request leaves at a stop; it goes on with a copy
+        self._has_points = bool(cache.spec.parts(Kind.POINT))  # which passes copy at a stop
         self._clock = clock
         # Tokens shared with waiting requests, by lease, then by request and the length of its prompt, which preemption changes.
         self._compared: dict[LeaseId, dict[tuple[int, int], int]] = {}
@@ -204,9 +204,9 @@ class Scheduler:
         """The same while a pass was started and is not read: every request goes on from where that leaves it.
 
         None where somebody has no room: nobody's is taken before what was computed in it is cached. None either where a request
-        is to hand its point state over: the copy it goes on with would be queued behind a pass that it is not in.
+        is to hand its point state over, since its pass has not copied it: the stop was asked for later, or there was no room.
         """
-        if self._hands_over and any(self._hands_over_next(each) for each in self.active.values()):
+        if self._has_points and any(self._hands_over_next(each) for each in self.active.values()):
             return []
         try:
             return self._cut([each for each in self.active.values() if self._goes_on(each)], self._grown, {})
@@ -222,7 +222,8 @@ class Scheduler:
             start, ahead = request.reached, self._ahead_of(request, len(decoding))
             if ahead or has_room(request, start + 1, chunks):
                 loads = arriving.get(request.id, ())
-                chunks.append(Chunk(request=request, start=start, end=start + 1, ahead=ahead, arriving=loads))
+                copy = self._point_copy(request, start + 1)
+                chunks.append(Chunk(request=request, start=start, end=start + 1, ahead=ahead, arriving=loads, point_copy=copy))
         budget = self.limits.chunk_tokens - len(chunks)  # guesses come on top: prompts are cut as they are without
         told = TOLD_AT_ONCE
         for request in [each for each in running if len(each.tokens) - each.reached > 1]:
@@ -234,7 +235,8 @@ class Scheduler:
                 continue
             start, end = request.reached, self._chunk_end(request, min(budget, told) if request.tells_prompt else budget)
             if has_room(request, end, chunks):
-                chunks.append(Chunk(request=request, start=start, end=end, arriving=arriving.get(request.id, ())))
+                loads, copy = arriving.get(request.id, ()), self._point_copy(request, end)
+                chunks.append(Chunk(request=request, start=start, end=end, arriving=loads, point_copy=copy))
                 budget -= chunks[-1].size
                 told -= chunks[-1].size if request.tells_prompt else 0
         self._note_first(chunks)
@@ -250,10 +252,18 @@ class Scheduler:
         is_last = request.reached == len(request.tokens) and request.answer_tokens + 1 >= request.max_tokens
         return lease is not None and lease.ready and not is_last
 
+    def _point_copy(self, request: Request, end: int) -> int | None:
+        if not self._has_points:
+            return None
+        assert request.lease is not None
+        return self._cache.copy_point(request.lease, end)
+
     def _hands_over_next(self, request: Request) -> bool:
-        """Whether what was started of a request and is not read ends at one of its stops."""
+        """Whether what was started of a request and is not read ends at one of its stops, without a copy of its point state."""
         lease = request.lease
-        return lease is not None and lease.ready and request.reached == self._cache.next_stop(lease)
+        if lease is None or not lease.ready or request.reached in lease.point_copies:
+            return False
+        return request.reached == self._cache.next_stop(lease)
 
     def _grown(self, request: Request, upto: int, _planned: list[Chunk]) -> bool:
         """Gets pages for a chunk, if they can be had without taking anybody's. Raises NoRoom."""

@@ -28,7 +28,7 @@ from stepwell.jobs.channel import Array, Message
 
 SETUP, MEMORY, RUN, COPY = "setup", "memory", "run", "copy"
 LOADED, READY, CHOSEN, BROKE, COPIED, FAILED = "loaded", "ready", "chosen", "broke", "copied", "failed"
-_COLUMNS = 10  # numbers of one request's part of a pass, see `_numbers`
+_COLUMNS = 11  # numbers of one request's part of a pass, see `_numbers`
 _COUNTS = [0, 1, 2, 8]  # of those, how many tokens, pages and logits it has
 _NONE = -1  # in arrays
 
@@ -66,7 +66,7 @@ def _numbers(rows: RequestRows) -> tuple[int, ...]:
     return (
         len(rows.tokens), len(rows.prefix_pages), len(rows.window_pages), rows.position, rows.first_window,
         _NONE if rows.point_page is None else rows.point_page, _NONE if rows.slot is None else rows.slot,
-        int(rows.resumes), rows.num_logits, rows.picks_from,
+        int(rows.resumes), rows.num_logits, rows.picks_from, _NONE if rows.point_copy is None else rows.point_copy,
     )  # fmt: skip
 
 
@@ -88,7 +88,8 @@ def read_pass(message: Message, *, pages: Counts, vocab_size: int, most_slots: i
     if said != [len(tokens), len(prefix), len(window), len(choosing)]:
         raise ValueError("a pass with more or fewer tokens, pages or draws than it says")
     rows, first, first_prefix, first_seen = [], 0, 0, 0
-    for num_tokens, num_prefix, num_window, position, first_window, point, slot, resumes, num_logits, picks in table_RC.tolist():
+    for each in table_RC.tolist():
+        num_tokens, num_prefix, num_window, position, first_window, point, slot, resumes, num_logits, picks, copy = each
         stop, stop_prefix, stop_seen = first + num_tokens, first_prefix + num_prefix, first_seen + num_window
         rows.append(
             RequestRows(
@@ -102,6 +103,7 @@ def read_pass(message: Message, *, pages: Counts, vocab_size: int, most_slots: i
                 resumes=bool(resumes),
                 num_logits=num_logits,
                 picks_from=picks,
+                point_copy=None if copy == _NONE else copy,
             )
         )
         first, first_prefix, first_seen = stop, stop_prefix, stop_seen
@@ -113,9 +115,11 @@ def _check_table(table_RC: Array, *, most_points: int, most_slots: int) -> None:
     if not len(table_RC):
         return
     low, high = table_RC.min(axis=0).tolist(), table_RC.max(axis=0).tolist()
-    fewest = [1, 0, 0, 0, 0, _NONE, _NONE, 0, 0, 0]
+    fewest = [1, 0, 0, 0, 0, _NONE, _NONE, 0, 0, 0, _NONE]
     if any(each < least for each, least in zip(low, fewest, strict=True)) or (table_RC[:, 8] > table_RC[:, 0]).any():
         raise ValueError(f"a pass with numbers down to {low}, or more logits than tokens")
+    if high[10] >= most_points or ((table_RC[:, 10] != _NONE) & (table_RC[:, 5] == _NONE)).any():
+        raise ValueError(f"a pass that copies a point to page {high[10]} of {most_points}, or copies none")
     if high[5] >= most_points or high[6] >= most_slots or high[7] > 1:
         raise ValueError(f"a pass with point page {high[5]} of {most_points}, slot {high[6]} of {most_slots}")
 

@@ -75,7 +75,8 @@ def test_a_pass_arrives_as_it_was_sent() -> None:
     "wrong",
     [
         {"tokens": [100]}, {"tokens": [-1]}, {"prefix_pages": ids(10)}, {"prefix_pages": ids(-1)}, {"window_pages": ids(6)},
-        {"point_page": 4}, {"point_page": -2}, {"point_copy": 4}, {"point_copy": -2}, {"point_page": None}, {"slot": 8}, {"num_logits": 4}, {"num_logits": -1}, {"position": -1},
+        {"point_page": 4}, {"point_page": -2}, {"point_copy": 4}, {"point_copy": -2}, {"point_page": None},
+        {"slot": 8}, {"num_logits": 4}, {"num_logits": -1}, {"position": -1},
         {"first_window": -1}, {"tokens": []},
     ],
 )  # fmt: skip

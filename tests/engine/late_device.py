@@ -40,8 +40,6 @@ class LateDevice:
         engine._runner._forward = self._queue
         monkeypatch.setattr(engine._runner, "run", self._noted)
         monkeypatch.setattr(engine._runner, "start", partial(self._start, engine))
-        copy_points = Batch.copy_points
-        monkeypatch.setattr(Batch, "copy_points", lambda batch: self._work[-1].append(partial(copy_points, batch)))
         monkeypatch.setattr(Unread, "put_into", lambda before, token_N, chunks: self._put_into(before, token_N, chunks))
 
     def read_late(self) -> list[int]:
@@ -79,7 +77,8 @@ class LateDevice:
             logits_BV.copy_(self._forward(batch))
 
         self.log.append(("queue", len(self._work)))
-        self._work.append([compute])
+        self._work.append([compute, batch.copy_points])
+        batch.copy_points = lambda: None  # type: ignore[method-assign]
         return logits_BV
 
     def _pick(self, logits_BV: torch.Tensor, draws: Sequence[Draw | None]) -> torch.Tensor:

@@ -103,6 +103,15 @@ def test_point_state_is_copied_behind_its_pass_so_that_nobody_waits_at_a_stop(mo
         assert engine.cache.lookup([*prompt(300), *tokens_of(deltas)]).restore_tokens == 352
 
 
+@pytest.mark.parametrize("ask", [{"use_cache": False}, {}], ids=["not published", "published"])
+def test_nobody_waits_at_the_pages_of_an_answer(ask: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is not published nothing is left there, and nothing copied."""
+    with small("mamba2", placement=PlacementConfig(interval_tokens=0)) as engine:
+        device = LateDevice(engine, monkeypatch)
+        run(engine, [greedy(prompt(20), 6 * PAGE, **ask), greedy(prompt(30, seed=1), 6 * PAGE)])
+        assert device.read_late() == list(range(len(device.passes) - 1))
+
+
 @pytest.fixture
 def no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """No room, say, for the copy that a pass would make."""

@@ -124,7 +124,9 @@ class Cache(ReadOnlyCache):
         `upto` and before the next: that pass may then begin before this one is committed. None where it shall not, since `upto`
         is no stop, the model has no such state, or there is no room.
 
-        For engines that can. Else `commit` has the state copied, and the lease loads until that is done.
+        For engines that can. Else `commit` has the state copied, and the lease loads until that is done. Who asks must copy:
+        `commit(upto)` believes that what is on the page by then is the state at `upto`, and others resume from it. Of a pass that
+        is given up, nothing is to be done: the page is named again when another ends there, and goes back with the lease.
         """
         self._must_own_device("copy_point")
         lease.must_be(LeaseState.READY, LeaseState.LOADING)

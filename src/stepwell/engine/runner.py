@@ -226,12 +226,12 @@ class Runner:
                 logits = self._forward(batch)
             else:
                 logits = self.model.forward(batch, lambda layer, x_NC: on_stream(x_NC) if layer == last else None)
+            batch.copy_points()
+            return logits
         except BaseException:
             if self._pages.spilling is not None:
                 self._pages.spilling.join()  # before others get the pages that its fetches write to
             raise
-        batch.copy_points()
-        return logits
 
     def look_at_host(self, lease: Lease, tokens: int) -> None:
         """Computes a request's token behind all others as if the rows of its first page were on the host alone, so that kernels

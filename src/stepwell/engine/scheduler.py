@@ -10,7 +10,7 @@ others a chunk, up to a budget in all. Computes nothing, samples nothing. One th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stepwell.base.errors import ConfigError, NoRoom
 from stepwell.base.ids import Kind, LeaseId
@@ -222,8 +222,7 @@ class Scheduler:
             start, ahead = request.reached, self._ahead_of(request, len(decoding))
             if ahead or has_room(request, start + 1, chunks):
                 loads = arriving.get(request.id, ())
-                copy = self._point_copy(request, start + 1)
-                chunks.append(Chunk(request=request, start=start, end=start + 1, ahead=ahead, arriving=loads, point_copy=copy))
+                chunks.append(Chunk(request=request, start=start, end=start + 1, ahead=ahead, arriving=loads))
         budget = self.limits.chunk_tokens - len(chunks)  # guesses come on top: prompts are cut as they are without
         told = TOLD_AT_ONCE
         for request in [each for each in running if len(each.tokens) - each.reached > 1]:
@@ -235,11 +234,12 @@ class Scheduler:
                 continue
             start, end = request.reached, self._chunk_end(request, min(budget, told) if request.tells_prompt else budget)
             if has_room(request, end, chunks):
-                loads, copy = arriving.get(request.id, ()), self._point_copy(request, end)
-                chunks.append(Chunk(request=request, start=start, end=end, arriving=loads, point_copy=copy))
+                chunks.append(Chunk(request=request, start=start, end=end, arriving=arriving.get(request.id, ())))
                 budget -= chunks[-1].size
                 told -= chunks[-1].size if request.tells_prompt else 0
         self._note_first(chunks)
+        if self._has_points:
+            chunks = [self._copying(chunk) for chunk in chunks]
         return sorted(chunks, key=lambda chunk: (chunk.size > 1, chunk.end))  # alike lengths side by side
 
     def _note_first(self, chunks: Sequence[Chunk]) -> None:
@@ -252,16 +252,16 @@ class Scheduler:
         is_last = request.reached == len(request.tokens) and request.answer_tokens + 1 >= request.max_tokens
         return lease is not None and lease.ready and not is_last
 
-    def _point_copy(self, request: Request, end: int) -> int | None:
-        if not self._has_points:
-            return None
-        assert request.lease is not None
-        return self._cache.copy_point(request.lease, end)
+    def _copying(self, chunk: Chunk) -> Chunk:
+        """With the page for its point, where it ends at a stop. Only once all chunks have room: a checkpoint is not worth one."""
+        assert chunk.request.lease is not None
+        copy = self._cache.copy_point(chunk.request.lease, chunk.end)
+        return chunk if copy is None else replace(chunk, point_copy=copy)
 
     def _hands_over_next(self, request: Request) -> bool:
         """Whether what was started of a request and is not read ends at one of its stops, without a copy of its point state."""
         lease = request.lease
-        if lease is None or not lease.ready or request.reached in lease.point_copies:
+        if lease is None or not lease.ready or not lease.publishes or request.reached in lease.point_copies:
             return False
         return request.reached == self._cache.next_stop(lease)
 

@@ -64,6 +64,8 @@ def _spare_missing(state: CacheState, lease: Lease, upto: int) -> bool:
     """
     if state.write_back is None or not lease.publishes or not len(lease.point_pages) or len(lease.spare_points):
         return False
+    if upto in lease.point_copies:
+        return False
     return is_stop(state, lease, upto)
 
 
@@ -131,11 +133,11 @@ def commit(state: CacheState, lease: Lease, upto: int, *, checkpoint: bool, last
         note_expiry(state, node)
         if lease.missing_states:
             note_offered(node, Tier.DEVICE, lease.prefix_pages[:full], since, lease.missing_states, page_tokens)
-        made = _leave_checkpoint(state, lease, node, full, copy, copied=copied) if checkpoint else None
-        if made is not None:
-            _follow_trail(state, lease, made)
-            if state.on_checkpoint is not None:
-                state.on_checkpoint(state, made)
+        if checkpoint:
+            made = _leave_checkpoint(state, lease, node, full, copy, copied=copied)
+            _follow_trail(state, lease, made or _shared(state, lease, node, full))
+        if made is not None and state.on_checkpoint is not None:
+            state.on_checkpoint(state, made)
         if lease.trail is None:
             save_committed(state, node)
     if made is None and len(copy):
@@ -230,8 +232,7 @@ def _leave_checkpoint(
             arena.mark_ready(kind, ids)
     now = state.clock.now()
     residency = add_residency(tree, node, page, Tier.DEVICE, windows=windows, points=points, ready=True, now=now)
-    if residency is None:  # another request left the same one: it has two owners now
-        _note_shared(node, page)
+    if residency is None:
         return None
     state.counters.add("checkpoints_made")
     note_trigger(state, lease, residency.checkpoint)
@@ -253,21 +254,37 @@ def note_trigger(state: CacheState, lease: Lease, checkpoint: Checkpoint) -> Non
     )  # fmt: skip
 
 
-def _note_shared(node: Node, page: int) -> None:
+def _shared(state: CacheState, lease: Lease, node: Node, page: int) -> Checkpoint:
+    """The checkpoint that another request left where this one would. It has two owners now, and stays: unless both are answers
+    that are alike so far, and leave it behind like their own.
+    """
     assert node.checkpoints is not None
-    node.checkpoints[page].uses += 1
+    found = node.checkpoints[page]
+    if not (found.answers and _is_in_answer(state, lease, found)):
+        found.uses += 1
+    return found
 
 
-def _follow_trail(state: CacheState, lease: Lease, made: Checkpoint) -> None:
-    """Of the checkpoints a growing answer leaves, only the last is kept, unless somebody has used an earlier one."""
-    if made.page * state.spec.page_tokens < lease.prompt_tokens:
+def _follow_trail(state: CacheState, lease: Lease, reached: Checkpoint) -> None:
+    """Of the checkpoints on a growing answer's way, only the last is kept, unless somebody has used an earlier one or another
+    answer has come no further.
+    """
+    if not _is_in_answer(state, lease, reached):
         return
     for visit in lease.visits:  # who leaves the path behind the prompt, since they send no answer back, leave it before its end
-        visit.end = max(visit.end, made.page)
-    before, lease.trail = lease.trail, made
-    if before is None or before.uses or before.in_use or before.node is None or _is_milestone(state, before):
+        visit.end = max(visit.end, reached.page)
+    before, lease.trail = lease.trail, reached
+    reached.answers += 1
+    if before is None:
+        return
+    before.answers -= 1
+    if before.answers or before.uses or before.in_use or before.node is None or _is_milestone(state, before):
         return
     drop_superseded(state, before)
+
+
+def _is_in_answer(state: CacheState, lease: Lease, checkpoint: Checkpoint) -> bool:
+    return checkpoint.page * state.spec.page_tokens >= lease.prompt_tokens
 
 
 def drop_superseded(state: CacheState, checkpoint: Checkpoint) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stepwell import Kind, Lease, Tier
-from stepwell.base.config import PlacementConfig
+from stepwell.base.config import PlacementConfig, WritePolicy
 from toys import ALL_MODELS, FULL_POINT, FULL_WINDOW, HYBRID, NO_INTERVALS, PAGE, Rig, text
 
 EVERY_PAGE = PlacementConfig(interval_tokens=0)
@@ -64,6 +64,18 @@ def test_a_copy_that_is_asked_for_again_has_the_same_page() -> None:
     rig.cache.release(lease)
     rig.idle_check()
     assert rig.used(Tier.DEVICE, Kind.POINT) == 0
+
+
+def test_a_plan_that_is_made_anew_takes_no_second_page_under_write_back() -> None:
+    """There the page for a checkpoint is taken with those for the tokens before it."""
+    rig = Rig(FULL_POINT, host_pages=64, write=WritePolicy.BACK)
+    lease = rig.ready(text(1, 17))
+    for _ in range(3):
+        rig.cache.grow(lease, 16)
+        assert rig.cache.copy_point(lease, 16) is not None
+        assert rig.used(Tier.DEVICE, Kind.POINT) == 2 and not len(lease.spare_points)
+    rig.cache.release(lease)
+    rig.idle_check()
 
 
 @pytest.mark.parametrize("upto", [15, 16])
@@ -135,3 +147,65 @@ def test_the_end_of_a_path_is_that_of_its_answer() -> None:
         quiet.prefill(lease)
         quiet.decode(lease, text(2, 10))
         assert [visit.end for visit in lease.visits] == [2, 2], "nobody could resume behind the prompt"
+
+
+# ---- answers that are alike -----------------------------------------------------------------------
+
+
+def answered(*, twins: int, lag: int = 0, passes_copy: bool) -> Rig:
+    """A cache in which as many requests as said were given the same answer side by side, the others `lag` tokens later."""
+    rig = Rig(HYBRID, placement=EVERY_PAGE, host_pages=256, write=WritePolicy.THROUGH)
+    leases = [rig.ready(text(1, 9)) for _ in range(twins)]
+    for lease in leases:
+        rig.prefill(lease)
+    answer = text(2, 10 * PAGE)
+    for at in range(len(answer) + lag):
+        for lease, token in zip(leases, (at, *[at - lag] * (twins - 1)), strict=True):
+            if 0 <= token < len(answer):
+                rig.cache.append(lease, [answer[token]])
+                if passes_copy:
+                    compute(rig, lease, lease.num_tokens)
+                    rig.cache.commit(lease, lease.num_tokens)
+                else:
+                    rig.compute(lease, lease.num_tokens)
+                rig.settle()
+    for lease in leases:
+        rig.cache.release(lease)
+    rig.idle_check()
+    return rig
+
+
+@pytest.mark.parametrize("passes_copy", [False, True], ids=["the cache copies", "passes copy"])
+@pytest.mark.parametrize("lag", [0, 1, PAGE, 3 * PAGE + 1])
+def test_answers_that_are_alike_leave_what_one_of_them_leaves(lag: int, passes_copy: bool) -> None:
+    alone, twins = answered(twins=1, passes_copy=passes_copy), answered(twins=3, lag=lag, passes_copy=passes_copy)
+    for tier in (Tier.DEVICE, Tier.HOST):
+        for kind in (Kind.PREFIX, Kind.WINDOW, Kind.POINT):
+            assert twins.used(tier, kind) == alone.used(tier, kind), f"{tier.label} {kind.label} pages"
+    assert twins.cache.counters["save_jobs"] == alone.cache.counters["save_jobs"]
+    assert twins.restore([*text(1, 9), *text(2, 10 * PAGE), 5]) == 48
+
+
+def test_an_answer_that_goes_on_where_one_alike_has_ended_leaves_that_its_checkpoint() -> None:
+    rig = Rig(FULL_POINT, placement=EVERY_PAGE)
+    short, long = (rig.ready(text(1, 9)) for _ in range(2))
+    for lease in (short, long):
+        rig.prefill(lease)
+        rig.decode(lease, text(2, 8))
+    rig.cache.release(short)
+    rig.decode(long, text(2, 20)[8:])
+    rig.cache.release(long)
+    assert rig.restore([*text(1, 9), *text(2, 8), 5]) == 16 and rig.restore([*text(1, 9), *text(2, 20), 5]) == 28
+    assert rig.used(Tier.DEVICE, Kind.POINT) == 3, "at the end of the prompt, and of both answers"
+    rig.idle_check()
+
+
+def test_an_answer_that_repeats_a_prompt_leaves_it_its_checkpoint() -> None:
+    rig = Rig(FULL_POINT, placement=EVERY_PAGE)
+    answering = rig.ready(text(1, 9))
+    rig.prefill(answering)
+    rig.serve([*text(1, 9), *text(2, 8)])
+    rig.decode(answering, text(2, 20))
+    rig.cache.release(answering)
+    assert rig.restore([*text(1, 9), *text(2, 8), 5]) == 16
+    rig.idle_check()

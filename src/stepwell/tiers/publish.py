@@ -134,8 +134,13 @@ def commit(state: CacheState, lease: Lease, upto: int, *, checkpoint: bool, last
         if lease.missing_states:
             note_offered(node, Tier.DEVICE, lease.prefix_pages[:full], since, lease.missing_states, page_tokens)
         if checkpoint:
+            found = (node.checkpoints or {}).get(full)  # in any tier
             made = _leave_checkpoint(state, lease, node, full, copy, copied=copied)
-            _follow_trail(state, lease, made or _shared(state, lease, node, full))
+            if found is not None:
+                _note_shared(state, lease, found)
+            reached = made or found
+            assert reached is not None, f"{lease} has left no checkpoint at page {full}, and there is none"
+            _follow_trail(state, lease, reached)
         if made is not None and state.on_checkpoint is not None:
             state.on_checkpoint(state, made)
         if lease.trail is None:
@@ -219,7 +224,7 @@ def _room_for_copy(state: CacheState, lease: Lease) -> PageIds:
 def _leave_checkpoint(
     state: CacheState, lease: Lease, node: Node, page: int, copy: PageIds, *, copied: bool
 ) -> Checkpoint | None:  # fmt: skip
-    """A checkpoint at boundary `page`; None if another request has left the same. Its point is `copy` if that was made, else the
+    """A checkpoint at boundary `page`; None if the device has the same already. Its point is `copy` if that was made, else the
     lease's own, and the lease goes on with the copy once that is.
     """
     tree, arena = state.tree, state.arena(Tier.DEVICE)
@@ -254,15 +259,12 @@ def note_trigger(state: CacheState, lease: Lease, checkpoint: Checkpoint) -> Non
     )  # fmt: skip
 
 
-def _shared(state: CacheState, lease: Lease, node: Node, page: int) -> Checkpoint:
-    """The checkpoint that another request left where this one would. It has two owners now, and stays: unless both are answers
-    that are alike so far, and leave it behind like their own.
+def _note_shared(state: CacheState, lease: Lease, found: Checkpoint) -> None:
+    """Another request left a checkpoint where this one would. It has two owners now, and stays: unless both are answers that are
+    alike so far, and leave it behind like their own.
     """
-    assert node.checkpoints is not None
-    found = node.checkpoints[page]
     if not (found.answers and _is_in_answer(state, lease, found)):
         found.uses += 1
-    return found
 
 
 def _follow_trail(state: CacheState, lease: Lease, reached: Checkpoint) -> None:

@@ -200,12 +200,12 @@ def test_an_answer_that_goes_on_where_one_alike_has_ended_leaves_that_its_checkp
     rig.idle_check()
 
 
-def test_an_answer_that_repeats_a_prompt_leaves_it_its_checkpoint() -> None:
-    rig = Rig(FULL_POINT, placement=EVERY_PAGE)
-    answering = rig.ready(text(1, 9))
-    rig.prefill(answering)
+@pytest.mark.parametrize("tier", [Tier.DEVICE, Tier.HOST])
+def test_an_answer_that_repeats_a_prompt_leaves_it_its_checkpoint(tier: Tier) -> None:
+    rig = Rig(FULL_POINT, placement=EVERY_PAGE, host_pages=256, write=WritePolicy.THROUGH)
     rig.serve([*text(1, 9), *text(2, 8)])
-    rig.decode(answering, text(2, 20))
-    rig.cache.release(answering)
+    if tier is Tier.HOST:
+        rig.evict_all(Tier.DEVICE)
+    rig.serve(text(1, 9), answer=text(2, 20))
     assert rig.restore([*text(1, 9), *text(2, 8), 5]) == 16
     rig.idle_check()

@@ -17,6 +17,8 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from heapq import heapify, heappop, heappush
+from itertools import count, islice
+from math import log
 from pathlib import Path
 from random import Random
 
@@ -38,7 +40,7 @@ from stepwell.sim.executors import CountingExecutor, Traffic
 from stepwell.tiers.lease import Lease
 
 ROOT = Path(__file__).parents[1]
-SPECS = ("qwen3-next-80b", "kimi-linear-48b", "falcon-h1", "gpt-oss-120b", "gemma-3-27b", "deepseek-v4-flash")
+SPECS = ("qwen3-next-80b", "gpt-oss-120b", "kimi-linear-48b", "gemma-3-27b")
 INTERVALS = {"none": 0, "256": 256, "every boundary": 1}
 PLENTY_BYTES, CHUNK_TOKENS = 2 << 40, 8192
 
@@ -66,33 +68,29 @@ class Found:
 
 def turns_of(*, sessions: int, seed: int, drops: bool) -> Iterator[Turn]:
     """All sessions' turns by time. The same seed gives the same loop."""
-    random, last = Random(seed), 0
+    random, numbers = Random(seed), count()
 
     def text(median: float, sigma: float) -> list[int]:
-        nonlocal last
-        count = max(round(random.lognormvariate(np.log(median), sigma)), 2)
-        last += count
-        return list(range(last - count, last))  # tokens that nobody else has
+        """Tokens that nobody else has."""
+        return list(islice(numbers, max(round(random.lognormvariate(log(median), sigma)), 2)))
 
     tools = [text(8000, 0.3) for _ in range(4)]
-    seen = set[int]()
-    waiting = [(random.uniform(0, 600.0), at, random.randint(4, 40)) for at in range(sessions)]
-    history = [[*(mine := random.choice(tools)), *text(1000, 0.5)] for _ in range(sessions)]
-    known = [0] * sessions  # tokens of it that were computed in an earlier turn
+    chosen = [random.randrange(len(tools)) for _ in range(sessions)]
+    history = [[*tools[each], *text(1000, 0.5)] for each in chosen]
+    computed = [0] * sessions  # tokens of each history that a turn before has left behind it
+    used = set[int]()  # tools
+    waiting = [(random.uniform(0, 600.0), session, random.randint(4, 40)) for session in range(sessions)]
     heapify(waiting)
     while waiting:
         at_s, session, left = heappop(waiting)
-        mine, answer = history[session], text(180, 0.9)
-        shared = 0
-        if not known[session]:
-            size = next(len(each) for each in tools if each[0] == mine[0])
-            shared, _ = (size if mine[0] in seen else 0), seen.add(mine[0])
-        yield Turn(at_s=at_s, prompt=np.array(mine, np.int32), answer=answer, new_tokens=len(mine) - max(known[session], shared))
-        known[session] = len(mine) + (0 if drops else len(answer) - 1)  # the last token is chosen, and not computed
-        mine += answer[-len(answer) // 3 :] if drops else answer
-        mine += text(500, 1.0)
+        prompt, answer = history[session], text(180, 0.9)
+        known = computed[session] or (len(tools[chosen[session]]) if chosen[session] in used else 0)
+        yield Turn(at_s=at_s, prompt=np.array(prompt, np.int32), answer=answer, new_tokens=len(prompt) - known)
+        used.add(chosen[session])
+        computed[session] = len(prompt) + (0 if drops else len(answer) - 1)  # the last token is chosen, and not computed
+        prompt += (answer[-len(answer) // 3 :] if drops else answer) + text(500, 1.0)
         if left > 1:
-            heappush(waiting, (at_s + random.lognormvariate(np.log(12.0), 1.0), session, left - 1))
+            heappush(waiting, (at_s + random.lognormvariate(log(12.0), 1.0), session, left - 1))
 
 
 def play(name: str, turns: Sequence[Turn], interval: int, size_bytes: int) -> tuple[int, int]:
@@ -156,7 +154,7 @@ def measure(name: str, turns: Sequence[Turn], *, answers: str, shares: Sequence[
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--specs", nargs="+", default=list(SPECS), help="(default: %(default)s)")
-    parser.add_argument("--sessions", type=int, default=30, help="(default: %(default)s)")
+    parser.add_argument("--sessions", type=int, default=20, help="(default: %(default)s)")
     parser.add_argument("--shares", nargs="*", type=float, default=[0.2], help="of what plenty used (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
     parser.add_argument("--json", type=Path, default=ROOT / "bench-answers.json", help="(default: %(default)s)")

@@ -10,7 +10,7 @@ UI := $(VENV)/.installed-ui
 WORKERS ?= auto
 SCHEDULES ?= 500
 
-.PHONY: help demo demo-cluster test test-real test-connectors test-vllm test-vllm-quick test-sglang test-routers test-ranks install-ui test-ui screenshots lint types floors unit bench-tree bench-tree-peer bench-copies bench-store bench-opening bench-engine bench-gpu bench-restart bench-cluster bench-ranks bench-rows bench-connectors bench-sparse sparse-quality policy-report clean bench-passes build-kernels bench-serve soak
+.PHONY: help demo demo-cluster test test-real test-connectors test-vllm test-vllm-quick test-sglang test-routers test-ranks install-ui test-ui screenshots lint types floors unit bench-tree bench-tree-peer bench-copies bench-store bench-opening bench-engine bench-gpu bench-restart bench-cluster bench-ranks bench-rows bench-connectors bench-sparse sparse-quality policy-report clean bench-passes bench-answers build-kernels bench-serve soak
 
 help: ## Show what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -115,6 +115,9 @@ bench-engine: $(STAMP) $(REAL) ## Warm against cold, the cost of the cache, and 
 
 bench-passes: $(STAMP) ## What the host does between passes of prompts, with and without tiers, beside a device that is only played
 	@$(BIN)/python benchmarks/bench_passes.py $(ARGS)
+
+bench-answers: $(STAMP) ## What answers in the cache save agents whose next prompt repeats them, in a made-up loop (some minutes)
+	@$(BIN)/python benchmarks/bench_answers.py $(ARGS)
 
 build-kernels: $(STAMP) ## Compile FlashInfer's kernels for bench-gpu and tests/gpu side by side (needs stepwell[cuda] and nvcc)
 	@$(BIN)/python benchmarks/build_kernels.py

@@ -77,7 +77,8 @@ class LateDevice:
             logits_BV.copy_(self._forward(batch))
 
         self.log.append(("queue", len(self._work)))
-        self._work.append([compute])
+        self._work.append([compute, batch.copy_points])
+        batch.copy_points = lambda: None  # type: ignore[method-assign]
         return logits_BV
 
     def _pick(self, logits_BV: torch.Tensor, draws: Sequence[Draw | None]) -> torch.Tensor:

@@ -17,6 +17,7 @@ from stepwell.base.ids import Kind, Tier
 from stepwell.base.meters import ManualClock
 from stepwell.engine import Ask, Engine, Limits, Sampling
 from stepwell.memory.arena import READY
+from stepwell.tiers import publish
 from stepwell.tiers.eviction import make_room
 from waiting import run_to_the_end, run_until, settle
 
@@ -92,6 +93,32 @@ def test_a_page_is_ready_and_known_only_once_its_pass_is_read(monkeypatch: pytes
         assert len(device.read_late()) > 4 and engine.cache.lookup([*tokens, 1]).known_tokens == 4 * CHUNK
 
 
+def test_point_state_is_copied_behind_its_pass_so_that_nobody_waits_at_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    with small("mamba2", placement=STOPS) as engine:
+        device = LateDevice(engine, monkeypatch)
+        (deltas,) = run(engine, [greedy(prompt(300), 4 * PAGE)])
+        assert device.read_late() == list(range(len(device.passes) - 1)) and not engine.cache.counters["fork_jobs"]
+        for boundary in range(5 * PAGE, 300, 5 * PAGE):
+            assert engine.cache.lookup(prompt(300)[: boundary + 1]).restore_tokens == boundary
+        assert engine.cache.lookup([*prompt(300), *tokens_of(deltas)]).restore_tokens == 352
+
+
+@pytest.mark.parametrize("ask", [{"use_cache": False}, {}], ids=["not published", "published"])
+def test_nobody_waits_at_the_pages_of_an_answer(ask: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is not published nothing is left there, and nothing copied."""
+    with small("mamba2", placement=PlacementConfig(interval_tokens=0)) as engine:
+        device = LateDevice(engine, monkeypatch)
+        run(engine, [greedy(prompt(20), 6 * PAGE, **ask), greedy(prompt(30, seed=1), 6 * PAGE)])
+        assert device.read_late() == list(range(len(device.passes) - 1))
+
+
+@pytest.fixture
+def no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No room, say, for the copy that a pass would make."""
+    monkeypatch.setattr(publish, "copy_point", lambda *_: None)
+
+
+@pytest.mark.usefixtures("no_copies")
 def test_nobody_goes_over_a_stop_where_point_state_is_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """The checkpoint would hold what a later pass made of it."""
     with small("mamba2", placement=STOPS) as engine:
@@ -104,6 +131,7 @@ def test_nobody_goes_over_a_stop_where_point_state_is_handed_over(monkeypatch: p
         assert not late & stops and late, "chunks between stops are queued in time"
 
 
+@pytest.mark.usefixtures("no_copies")
 def test_nobody_is_queued_before_a_state_is_handed_over_whose_request_would_wait_for_that_pass_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -38,7 +38,7 @@ def sent(message: Message) -> Message:
 def rows(**more: Any) -> RequestRows:
     given: dict[str, Any] = {
         "tokens": [5, 99, 0], "position": 32, "prefix_pages": ids(9, 0, 3), "window_pages": ids(5, 1), "first_window": 1,
-        "point_page": 3, "slot": 7, "resumes": True, "num_logits": 1, "picks_from": 12,
+        "point_page": 3, "slot": 7, "resumes": True, "num_logits": 1, "picks_from": 12, "point_copy": 2,
     } | more  # fmt: skip
     return RequestRows(**given)
 
@@ -74,7 +74,8 @@ def assert_alike(ours: Sequence[RequestRows], theirs: Sequence[RequestRows]) -> 
     "wrong",
     [
         {"tokens": [100]}, {"tokens": [-1]}, {"prefix_pages": ids(10)}, {"prefix_pages": ids(-1)}, {"window_pages": ids(6)},
-        {"point_page": 4}, {"point_page": -2}, {"slot": 8}, {"num_logits": 4}, {"num_logits": -1}, {"position": -1},
+        {"point_page": 4}, {"point_page": -2}, {"point_copy": 4}, {"point_copy": -2}, {"point_page": None},
+        {"slot": 8}, {"num_logits": 4}, {"num_logits": -1}, {"position": -1},
         {"first_window": -1}, {"tokens": []},
     ],
 )  # fmt: skip
@@ -280,3 +281,17 @@ def test_plans_that_say_something_else_are_refused(fields: dict[str, Any]) -> No
     arrays = [ids(0), ids(1)]
     with pytest.raises(ValueError, match=r"."):
         read_plan(Message(kind="copy", fields={"job": 1, "purpose": "load", **fields}, arrays=arrays), pages={Tier.DEVICE: PAGES})
+
+
+def test_a_step_that_copies_its_point_says_where_to_and_the_next_one_copies_nothing() -> None:
+    packer, reader = PassPacker(), a_reader()
+    first = rows(tokens=[5], point_copy=None)
+    steps = [first]
+    for copy in (None, 2, None):
+        steps.append(rows(
+            tokens=[6], position=steps[-1].end, prefix_pages=first.prefix_pages, window_pages=first.window_pages,
+            resumes=False, point_copy=copy,
+        ))  # fmt: skip
+    found = [reader.read(sent(packer.pack(Pass(rows=[each], choosing=[Choosing()]), at))) for at, each in enumerate(steps, 1)]
+    assert [each.rows[0].point_copy for each in found] == [None, None, 2, None]
+    assert [each.rows[0].position for each in found] == [each.position for each in steps]

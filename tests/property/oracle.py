@@ -108,6 +108,7 @@ class Kept:
     """A checkpoint: who left it, and whether anybody else has a use for it."""
 
     uses: int = 0
+    answers: int = 0  # whose last checkpoint it is
 
 
 class Oracle:
@@ -136,13 +137,14 @@ class Oracle:
             self._pages.add(Content(space, tokens[:end]))
         if not checkpoint:
             return
-        here = Content(space, tokens)
-        if here in self._checkpoints:  # somebody left the same one: now two have a use for it
-            self._checkpoints[here].uses += 1
-            return
-        kept = self._checkpoints[here] = Kept()
-        self._unsure.discard(here)
-        if len(tokens) // TOKEN >= prompt_tokens:
+        here, in_answer = Content(space, tokens), len(tokens) // TOKEN >= prompt_tokens
+        kept = self._checkpoints.get(here)
+        if kept is None:
+            kept = self._checkpoints[here] = Kept()
+            self._unsure.discard(here)
+        elif not (in_answer and kept.answers):  # somebody left the same one: now two have a use for it
+            kept.uses += 1
+        if in_answer:
             self._leave_trail(number, here, kept, quiet=quiet)
 
     def used(self, space: Space, tokens: bytes) -> None:
@@ -194,15 +196,17 @@ class Oracle:
     # ---- inside -----------------------------------------------------------------------------------
 
     def _leave_trail(self, number: int, here: Content, kept: Kept, *, quiet: bool) -> None:
-        """Of an answer's checkpoints only the last stays, besides those that somebody used and absolute multiples."""
+        """Of an answer's checkpoints only the last stays, besides what somebody used, others' last and absolute multiples."""
         before = self._trails.get(number)
         self._trails[number] = (here, kept)
+        kept.answers += 1
         if before is None:
             return
         content, earlier = before
+        earlier.answers -= 1
         every = self.rounded(self._placement.interval_tokens)
         milestone = every > 0 and (len(content.tokens) // TOKEN) % every == 0
-        if self._checkpoints.get(content) is earlier and not earlier.uses and not milestone:
+        if self._checkpoints.get(content) is earlier and not (earlier.uses or earlier.answers or milestone):
             del self._checkpoints[content]
             if not quiet:
                 self._unsure.add(content)

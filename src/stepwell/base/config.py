@@ -52,7 +52,7 @@ class PlacementConfig:
     """How far apart the checkpoints of a running request are. There is always one at the prompt's end and at a branch."""
 
     interval_tokens: int | None = None  # exactly at multiples of this; 0 for none, None: 8,192 or what suits the model
-    decode_interval_tokens: int = 256  # while an answer grows; only the last one is kept; 0 for none
+    decode_interval_tokens: int = 1  # while an answer grows, in whole boundaries: each of them; only the last is kept; 0 for none
 
     def __post_init__(self) -> None:
         if (self.interval_tokens or 0) < 0 or self.decode_interval_tokens < 0:

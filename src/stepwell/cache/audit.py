@@ -85,6 +85,7 @@ def _holders(
         yield state.nearest, Kind.WINDOW, lease.window_pages
         yield state.nearest, Kind.POINT, lease.point_pages
         yield state.nearest, Kind.POINT, lease.spare_points
+        yield from ((state.nearest, Kind.POINT, copy) for copy in lease.point_copies.values())
         yield state.nearest, Kind.ROWS, lease.hot_pages
     if state.row_pages is not None:
         yield Tier.HOST, Kind.PREFIX, state.row_pages.holders()[1]

@@ -120,6 +120,20 @@ class Cache(ReadOnlyCache):
         publish.grow(self._state, lease, upto)
 
     @one_thread
+    def copy_point(self, lease: Lease, upto: int) -> int | None:
+        """Asks for a page to which the engine itself copies the lease's point state, on the device, behind the pass that ends at
+        `upto` and before the next: that pass may then begin before this one is committed. None where it shall not, since `upto`
+        is no stop, the model has no such state, or there is no room.
+
+        For engines that can. Else `commit` has the state copied, and the lease loads until that is done. Who asks must copy:
+        `commit(upto)` believes that what is on the page by then is the state at `upto`, and others resume from it. Of a pass that
+        is given up, nothing is to be done: the page is named again when another ends there, and goes back with the lease.
+        """
+        self._must_own_device("copy_point")
+        lease.must_be(LeaseState.READY, LeaseState.LOADING)
+        return publish.copy_point(self._state, lease, upto)
+
+    @one_thread
     def append(self, lease: Lease, tokens: Tokens) -> None:
         """Adds tokens the model has produced to the lease's path. Raises BadTokens."""
         lease.must_be(LeaseState.READY, LeaseState.LOADING)
@@ -143,8 +157,8 @@ class Cache(ReadOnlyCache):
     ) -> bool:  # fmt: skip
         """Offers everything computed so far, tokens `[0, upto)`, to the cache; false when it could not take them.
 
-        At a stop this leaves a checkpoint; a request with point state then loads until its own copy is made.
-        `last` says that the request computes nothing more, which spares that copy. Without a device tier,
+        At a stop this leaves a checkpoint; a request with point state then loads until its own copy is made, unless the engine
+        made one (`copy_point`). `last` says that the request computes nothing more, which spares the copy. Without a device tier
         `source` names the engine's memory to copy from, and the lease loads until a checkpoint was copied out of it, unless
         it was named `ahead`. `checkpoint` is for engines that know where they have state: True leaves one here, stop or not,
         False leaves none.

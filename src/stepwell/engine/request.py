@@ -268,6 +268,7 @@ class Chunk:
     ahead: int = 0
     proposed: tuple[int, ...] = ()
     arriving: tuple[Arriving, ...] = ()  # loads that bring pages of its lease while it is computed; none where all is there
+    point_copy: int | None = None  # the page to which its pass copies the point state that it ends with
 
     @property
     def size(self) -> int:

@@ -226,6 +226,7 @@ class Runner:
                 logits = self._forward(batch)
             else:
                 logits = self.model.forward(batch, lambda layer, x_NC: on_stream(x_NC) if layer == last else None)
+            batch.copy_points()
         except BaseException:
             if self._pages.spilling is not None:
                 self._pages.spilling.join()  # before others get the pages that its fetches write to
@@ -277,6 +278,7 @@ def rows_of(chunk: Chunk, slots: Slots, *, picks: bool) -> RequestRows:
         window_pages=lease.window_pages,
         first_window=lease.first_window,
         point_page=int(lease.point_pages[0]) if len(lease.point_pages) else None,
+        point_copy=chunk.point_copy,
         slot=slots.of(lease),
         resumes=chunk.start == lease.resume,
         num_logits=chunk.num_logits,

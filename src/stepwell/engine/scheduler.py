@@ -10,7 +10,7 @@ others a chunk, up to a budget in all. Computes nothing, samples nothing. One th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stepwell.base.errors import ConfigError, NoRoom
 from stepwell.base.ids import Kind, LeaseId
@@ -53,7 +53,7 @@ class Scheduler:
         self.failed: list[tuple[Request, str]] = []  # that cannot run, and why, for the engine to end
         self._cache = cache
         self._step = cache.spec.boundary_step
-        self._hands_over = bool(cache.spec.parts(Kind.POINT))  # what a request leaves at a stop; it goes on with a copy
+        self._has_points = bool(cache.spec.parts(Kind.POINT))  # which passes copy at a stop
         self._clock = clock
         # Tokens shared with waiting requests, by lease, then by request and the length of its prompt, which preemption changes.
         self._compared: dict[LeaseId, dict[tuple[int, int], int]] = {}
@@ -204,9 +204,9 @@ class Scheduler:
         """The same while a pass was started and is not read: every request goes on from where that leaves it.
 
         None where somebody has no room: nobody's is taken before what was computed in it is cached. None either where a request
-        is to hand its point state over: the copy it goes on with would be queued behind a pass that it is not in.
+        is to hand its point state over, since its pass has not copied it: the stop was asked for later, or there was no room.
         """
-        if self._hands_over and any(self._hands_over_next(each) for each in self.active.values()):
+        if self._has_points and any(self._hands_over_next(each) for each in self.active.values()):
             return []
         try:
             return self._cut([each for each in self.active.values() if self._goes_on(each)], self._grown, {})
@@ -238,6 +238,8 @@ class Scheduler:
                 budget -= chunks[-1].size
                 told -= chunks[-1].size if request.tells_prompt else 0
         self._note_first(chunks)
+        if self._has_points:
+            chunks = [self._copying(chunk) for chunk in chunks]
         return sorted(chunks, key=lambda chunk: (chunk.size > 1, chunk.end))  # alike lengths side by side
 
     def _note_first(self, chunks: Sequence[Chunk]) -> None:
@@ -250,10 +252,18 @@ class Scheduler:
         is_last = request.reached == len(request.tokens) and request.answer_tokens + 1 >= request.max_tokens
         return lease is not None and lease.ready and not is_last
 
+    def _copying(self, chunk: Chunk) -> Chunk:
+        """With the page for its point, where it ends at a stop. Only once all chunks have room: a checkpoint is not worth one."""
+        assert chunk.request.lease is not None
+        copy = self._cache.copy_point(chunk.request.lease, chunk.end)
+        return chunk if copy is None else replace(chunk, point_copy=copy)
+
     def _hands_over_next(self, request: Request) -> bool:
-        """Whether what was started of a request and is not read ends at one of its stops."""
+        """Whether what was started of a request and is not read ends at one of its stops, without a copy of its point state."""
         lease = request.lease
-        return lease is not None and lease.ready and request.reached == self._cache.next_stop(lease)
+        if lease is None or not lease.ready or not lease.publishes or request.reached in lease.point_copies:
+            return False
+        return request.reached == self._cache.next_stop(lease)
 
     def _grown(self, request: Request, upto: int, _planned: list[Chunk]) -> bool:
         """Gets pages for a chunk, if they can be had without taking anybody's. Raises NoRoom."""

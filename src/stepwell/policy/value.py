@@ -138,7 +138,7 @@ class Visit:
 
     def __init__(self, at_s: float, *, end: int, returns: int = 0, gap_s: float = 0.0) -> None:
         self.at_s = at_s
-        self.end = end  # pages of its prompt
+        self.end = end  # pages of its prompt, and of its answer as far as that can be resumed
         self.returns = returns  # how often the path had come back before
         self.gap_s = gap_s  # its rhythm; 0 before the first return
         self.group = _group(returns, gap_s, 0)

@@ -46,6 +46,12 @@ class DigestEngine:
             for where, expected in self._rows(lease, lease.position, upto, memories, rank, computing=True):
                 where[:] = np.frombuffer(expected, np.uint8).reshape(where.shape)
 
+    def copy_point(self, lease: Lease, target: int) -> None:
+        """Copies the lease's point state, as a pass does that ends at a stop."""
+        for memories in self._ranks:
+            points = memories[Tier.DEVICE].rows(Kind.POINT)
+            points[target] = points[int(lease.point_pages[0])]
+
     def check(self, lease: Lease) -> None:
         """Raises WrongBytes unless every byte the lease may read is the one that was saved."""
         start = lease.position

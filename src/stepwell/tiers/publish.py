@@ -2,7 +2,7 @@
 
     tokens      0 ...... published ......|.... offered now ....|.. upto: not a full page yet ..
     windows                              |== kept ==|  older window pages are given back
-    point                                           o  handed to the tree; the request goes on with a copy
+    point                                           o  or a copy of it goes to the tree; the request goes on with the other
 
 Prefix and window pages are handed over by reference: nothing is copied, and nobody writes them again.
 """
@@ -64,6 +64,8 @@ def _spare_missing(state: CacheState, lease: Lease, upto: int) -> bool:
     """
     if state.write_back is None or not lease.publishes or not len(lease.point_pages) or len(lease.spare_points):
         return False
+    if upto in lease.point_copies:
+        return False
     return is_stop(state, lease, upto)
 
 
@@ -114,11 +116,15 @@ def commit(state: CacheState, lease: Lease, upto: int, *, checkpoint: bool, last
     if state.row_pages is not None and not state.row_pages.are_trusted(lease.prefix_pages):
         lease.publishes = False  # a load of their rows failed: they would come back into the tree with it
     checkpoint = checkpoint and lease.publishes
-    fork = _room_for_fork(state, lease) if checkpoint and not last else NO_PAGES
-    checkpoint = checkpoint and (last or len(fork) == len(lease.point_pages))
+    copied, copy = upto in lease.point_copies, lease.point_copies.pop(upto, NO_PAGES)
+    if checkpoint and not (copied or last):
+        copy = _room_for_copy(state, lease)
+        if len(copy) < len(lease.point_pages):
+            state.counters.add("checkpoint_skipped_no_room")
+            checkpoint = False
     if full > lease.position // page_tokens:
         _mark_ready(state, lease.prefix_pages[lease.position // page_tokens : full])
-    lease.position = upto
+    lease.position, made = upto, None
     if lease.publishes and (checkpoint or full > lease.num_published):
         since, lease.num_published = lease.num_published, full
         use = lease.request.use(state.clock.now(), lease.visit)
@@ -127,15 +133,20 @@ def commit(state: CacheState, lease: Lease, upto: int, *, checkpoint: bool, last
         note_expiry(state, node)
         if lease.missing_states:
             note_offered(node, Tier.DEVICE, lease.prefix_pages[:full], since, lease.missing_states, page_tokens)
-        made = _leave_checkpoint(state, lease, node, full, fork, last=last) if checkpoint else None
-        if made is not None:
-            _follow_trail(state, lease, made)
-            if state.on_checkpoint is not None:
-                state.on_checkpoint(state, made)
+        if checkpoint:
+            found = (node.checkpoints or {}).get(full)  # in any tier
+            made = _leave_checkpoint(state, lease, node, full, copy, copied=copied)
+            if found is not None:
+                _note_shared(state, lease, found)
+            reached = made or found
+            assert reached is not None, f"{lease} has left no checkpoint at page {full}, and there is none"
+            _follow_trail(state, lease, reached)
+        if made is not None and state.on_checkpoint is not None:
+            state.on_checkpoint(state, made)
         if lease.trail is None:
             save_committed(state, node)
-    elif len(fork):
-        state.tree.release(Tier.DEVICE, Kind.POINT, fork)
+    if made is None and len(copy):
+        state.tree.release(Tier.DEVICE, Kind.POINT, copy)
     slide(state, lease)
     lease.quiet_until = 0 if last else _quiet_until(state, lease)
 
@@ -188,8 +199,17 @@ def _check_covered(state: CacheState, lease: Lease, upto: int) -> None:
         raise LeaseError(f"{lease} has handed its point state over with `last`, and cannot commit again")
 
 
-def _room_for_fork(state: CacheState, lease: Lease) -> PageIds:
-    """A page for the request to go on with, so that the tree can have the one it used; none when there is no room."""
+def copy_point(state: CacheState, lease: Lease, upto: int) -> int | None:
+    """Takes the page for a copy of the lease's point that the engine makes behind the pass that ends at `upto`; None for none."""
+    if not lease.publishes or not is_stop(state, lease, upto):
+        return None
+    if upto not in lease.point_copies and len(page := _room_for_copy(state, lease)):
+        lease.point_copies[upto] = page
+    return int(lease.point_copies[upto][0]) if upto in lease.point_copies else None
+
+
+def _room_for_copy(state: CacheState, lease: Lease) -> PageIds:
+    """A page, so that the tree can have the lease's point, and the lease too; none when there is no room."""
     if not len(lease.point_pages):
         return NO_PAGES
     if len(lease.spare_points):
@@ -198,35 +218,35 @@ def _room_for_fork(state: CacheState, lease: Lease) -> PageIds:
     try:
         return allocate(state, Tier.DEVICE, {Kind.POINT: 1}, tenant=lease.namespace.tenant)[Kind.POINT]
     except NoRoom:
-        state.counters.add("checkpoint_skipped_no_room")
         return NO_PAGES
 
 
-def _leave_checkpoint(state: CacheState, lease: Lease, node: Node, page: int, fork: PageIds, *, last: bool) -> Checkpoint | None:
+def _leave_checkpoint(
+    state: CacheState, lease: Lease, node: Node, page: int, copy: PageIds, *, copied: bool
+) -> Checkpoint | None:  # fmt: skip
+    """A checkpoint at boundary `page`; None if the device has the same already. Its point is `copy` if that was made, else the
+    lease's own, and the lease goes on with the copy once that is.
+    """
     tree, arena = state.tree, state.arena(Tier.DEVICE)
     span = state.spec.window_span(page * state.spec.page_tokens)
     assert span.start >= lease.first_window or not len(span), f"{lease} lacks windows of {span} for a checkpoint"
     windows = lease.window_pages[span.start - lease.first_window : span.stop - lease.first_window]
-    points = lease.point_pages
+    points = copy if copied else lease.point_pages
     for kind, ids in ((Kind.WINDOW, windows), (Kind.POINT, points)):
         if len(ids):
             arena.mark_ready(kind, ids)
     now = state.clock.now()
     residency = add_residency(tree, node, page, Tier.DEVICE, windows=windows, points=points, ready=True, now=now)
-    if residency is None:  # another request left the same one: it has two owners now
-        _note_shared(node, page)
-        if len(fork):
-            state.tree.release(Tier.DEVICE, Kind.POINT, fork)
+    if residency is None:
         return None
     state.counters.add("checkpoints_made")
     note_trigger(state, lease, residency.checkpoint)
-    if len(points):
-        if last:
-            lease.point_pages = NO_PAGES
-        else:
-            _go_on_with(state, lease, fork)
+    if len(points) and not copied:
+        lease.point_pages = copy
+        if len(copy):
+            lease.must_wait([(Kind.POINT, copy)])
             source = Span(tier=Tier.DEVICE, kind=Kind.POINT, ids=points)
-            target = Span(tier=Tier.DEVICE, kind=Kind.POINT, ids=fork)
+            target = Span(tier=Tier.DEVICE, kind=Kind.POINT, ids=copy)
             state.copies.copy(Purpose.FORK, [Copy(source=source, target=target)], reads=(residency,))
     return residency.checkpoint
 
@@ -239,24 +259,34 @@ def note_trigger(state: CacheState, lease: Lease, checkpoint: Checkpoint) -> Non
     )  # fmt: skip
 
 
-def _note_shared(node: Node, page: int) -> None:
-    assert node.checkpoints is not None
-    node.checkpoints[page].uses += 1
+def _note_shared(state: CacheState, lease: Lease, found: Checkpoint) -> None:
+    """Another request left a checkpoint where this one would. It has two owners now, and stays: unless both are answers that are
+    alike so far, and leave it behind like their own.
+    """
+    if not (found.answers and _is_in_answer(state, lease, found)):
+        found.uses += 1
 
 
-def _go_on_with(state: CacheState, lease: Lease, fork: PageIds) -> None:
-    lease.point_pages = fork
-    lease.must_wait([(Kind.POINT, fork)])
-
-
-def _follow_trail(state: CacheState, lease: Lease, made: Checkpoint) -> None:
-    """Of the checkpoints a growing answer leaves, only the last is kept, unless somebody has used an earlier one."""
-    if made.page * state.spec.page_tokens < lease.prompt_tokens:
+def _follow_trail(state: CacheState, lease: Lease, reached: Checkpoint) -> None:
+    """Of the checkpoints on a growing answer's way, only the last is kept, unless somebody has used an earlier one or another
+    answer has come no further.
+    """
+    if not _is_in_answer(state, lease, reached):
         return
-    before, lease.trail = lease.trail, made
-    if before is None or before.uses or before.in_use or before.node is None or _is_milestone(state, before):
+    for visit in lease.visits:  # who leaves the path behind the prompt, since they send no answer back, leave it before its end
+        visit.end = max(visit.end, reached.page)
+    before, lease.trail = lease.trail, reached
+    reached.answers += 1
+    if before is None:
+        return
+    before.answers -= 1
+    if before.answers or before.uses or before.in_use or before.node is None or _is_milestone(state, before):
         return
     drop_superseded(state, before)
+
+
+def _is_in_answer(state: CacheState, lease: Lease, checkpoint: Checkpoint) -> bool:
+    return checkpoint.page * state.spec.page_tokens >= lease.prompt_tokens
 
 
 def drop_superseded(state: CacheState, checkpoint: Checkpoint) -> None:

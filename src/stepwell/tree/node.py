@@ -116,7 +116,7 @@ class Residency:
 class Checkpoint:
     """Everything of window and point shape at one boundary (in pages from the root)."""
 
-    __slots__ = ("following", "held", "node", "page", "trigger", "used_at", "uses")
+    __slots__ = ("answers", "following", "held", "node", "page", "trigger", "used_at", "uses")
 
     def __init__(self, node: Node, page: int, now: float) -> None:
         self.node: Node | None = node  # None once it left the tree
@@ -125,6 +125,7 @@ class Checkpoint:
         self.held: list[Residency | None] = [None, None]
         self.used_at = now
         self.uses = 0
+        self.answers = 0  # whose last checkpoint it is: of those that grow, and of those that ended here
         self.trigger: Trigger | None = None  # why it was left here, once whoever left it has said so
 
     def ready_in(self, tier: Tier) -> Residency | None:

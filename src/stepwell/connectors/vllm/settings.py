@@ -19,6 +19,8 @@ KNOWN = (
 )  # fmt: skip
 KNOWN_OF_TIER = ("store", "store_budget", "store_options", "store_key_file", "identity", "deadline_s", "readers")
 NEEDED_POLICY = "recompute"
+ANSWER_INTERVAL_TOKENS = 256  # of a growing answer: every checkpoint of one is copied to the host, and all are kept
+_PLACEMENT = PlacementConfig(decode_interval_tokens=ANSWER_INTERVAL_TOKENS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +33,7 @@ class Settings:
     identity: str | None = None  # of the weights, where their files do not tell
     prefetch: PrefetchPolicy = PrefetchPolicy.TIMEOUT
     prefetch_timeout_s: float = 30.0
-    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    placement: PlacementConfig = _PLACEMENT
     explain: bool = False  # requests may ask why they resume where they do: whoever may send one learns what others have sent
     audit: bool = False  # the whole cache after every step: for tests, and for doubts
 
@@ -72,7 +74,7 @@ def read_settings(extra: Mapping[str, object], *, failure_policy: str) -> Settin
         prefetch_timeout_s=_number(extra, "prefetch_timeout_s", 30.0),
         placement=PlacementConfig(
             interval_tokens=_whole(extra, "checkpoint_interval_tokens", None),
-            decode_interval_tokens=_whole(extra, "answer_interval_tokens", 256) or 0,
+            decode_interval_tokens=_whole(extra, "answer_interval_tokens", ANSWER_INTERVAL_TOKENS) or 0,
         ),
         explain=_flag(extra, "explain"),
         audit=_flag(extra, "audit"),

@@ -48,6 +48,7 @@ class RequestRows(NamedTuple):
     window_pages: PageIds = NO_PAGES
     first_window: int = 0
     point_page: int | None = None
+    point_copy: int | None = None  # the page that gets a copy of that one behind the pass
     slot: int | None = None  # where its open groups are, for models that leave some
     resumes: bool = False  # the first of its lease: its point page holds what was left at `position`
     num_logits: int = 1  # of so many of its last tokens logits are wanted
@@ -104,6 +105,13 @@ class Batch:
     @property
     def dtype(self) -> torch.dtype:
         return self._dtype
+
+    def copy_points(self) -> None:
+        """Behind the pass, and before the next changes them: copies point pages to those that the tree is to have."""
+        for segment in self.segments:
+            if segment.point_copy is not None:
+                assert segment.point_page is not None, f"a copy of no point page: {segment}"
+                self.pages.copy_point(segment.point_page, segment.point_copy)
 
     def paging(self, window: int | None) -> Paging:
         """Prefix pages when `window` is None, else window pages for layers that look at so many tokens, themselves included."""

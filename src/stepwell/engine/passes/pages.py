@@ -42,6 +42,7 @@ class DevicePages:
         self.spec = spec
         self.spilling = spilling
         self._arriving: tuple[Arriving, ...] = ()
+        self._points_PB = rows.get(Kind.POINT)
         whole = inside or spec
         parts = {part.state: (kind, part) for kind in rows for part in whole.device_parts(kind)}
         called = {state.name: (names or {}).get(state.name, state.name) for state in spec.states}
@@ -99,6 +100,11 @@ class DevicePages:
                 pages[on_device(np.array(ids, np.int64), pages.device)] = 0
             if kind is Kind.PREFIX and self.spilling is not None:
                 self.clear(Kind.ROWS, self.spilling.rows_of(np.array(ids, np.int32)).tolist())
+
+    def copy_point(self, source: int, target: int) -> None:
+        """Copies a point page, behind what is queued on the device."""
+        assert self._points_PB is not None, "this model has no point state"
+        self._points_PB[target].copy_(self._points_PB[source])
 
     @staticmethod
     def _typed(rows: torch.Tensor, part: Part, dtype: str) -> torch.Tensor:

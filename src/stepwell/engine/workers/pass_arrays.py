@@ -27,7 +27,7 @@ from stepwell.engine.workers.choosing_arrays import pack_choosing, read_choosing
 from stepwell.jobs.channel import Array, Message
 
 RUN = "run"
-_COLUMNS = 10  # numbers of one request's part of a pass, see `_numbers`
+_COLUMNS = 11  # numbers of one request's part of a pass, see `_numbers`
 _NONE = -1  # in arrays
 
 Counts = Mapping[Kind, int]  # pages that a memory has, by kind
@@ -94,6 +94,7 @@ def _goes_on(rows: RequestRows, before: RequestRows) -> bool:
         and rows.point_page == before.point_page
         and rows.slot == before.slot
         and rows.picks_from == before.picks_from
+        and rows.point_copy is None
         and not rows.resumes
     )
 
@@ -102,7 +103,7 @@ def _numbers(rows: RequestRows) -> tuple[int, ...]:
     return (
         len(rows.tokens), len(rows.prefix_pages), len(rows.window_pages), rows.position, rows.first_window,
         _NONE if rows.point_page is None else rows.point_page, _NONE if rows.slot is None else rows.slot,
-        int(rows.resumes), rows.num_logits, rows.picks_from,
+        int(rows.resumes), rows.num_logits, rows.picks_from, _NONE if rows.point_copy is None else rows.point_copy,
     )  # fmt: skip
 
 
@@ -151,13 +152,15 @@ class PassReader:
 
     def _check(self, numbers: list[int]) -> None:
         """Of one request that is told."""
-        num_tokens, num_prefix, num_windows, position, first_window, point, slot, resumes, num_logits, picks = numbers
+        num_tokens, num_prefix, num_windows, position, first_window, point, slot, resumes, num_logits, picks, copy = numbers
         lowest = min(num_tokens - 1, num_prefix, num_windows, position, first_window, num_logits, picks)
         if lowest < 0 or num_logits > num_tokens:
             raise ValueError(f"a pass with a request of {numbers}")
         most_points = self._pages.get(Kind.POINT, 0)
         if not (_NONE <= point < most_points and _NONE <= slot < self._most_slots and 0 <= resumes <= 1):
             raise ValueError(f"a pass with point page {point} of {most_points}, slot {slot} of {self._most_slots}")
+        if not _NONE <= copy < most_points or (copy != _NONE and point == _NONE):
+            raise ValueError(f"a pass that copies a point to page {copy} of {most_points}, or copies none")
 
     def _parts(self, ints: PageIds, num_kept: int, told: Sequence[list[int]]) -> tuple[PageIds, PageIds, PageIds]:
         """Tokens, prefix pages and window pages."""
@@ -197,7 +200,7 @@ def _rows(
             rows.append(_one_further(before[at], int(tokens[first])))
             first += 1
             continue
-        num_tokens, num_prefix, num_windows, position, first_window, point, slot, resumes, num_logits, picks = next(numbers)
+        num_tokens, num_prefix, num_windows, position, first_window, point, slot, resumes, num_logits, picks, copy = next(numbers)
         stop, stop_prefix, stop_window = first + num_tokens, first_prefix + num_prefix, first_window_page + num_windows
         rows.append(
             RequestRows(
@@ -211,6 +214,7 @@ def _rows(
                 resumes=bool(resumes),
                 num_logits=num_logits,
                 picks_from=picks,
+                point_copy=None if copy == _NONE else copy,
             )
         )
         first, first_prefix, first_window_page = stop, stop_prefix, stop_window

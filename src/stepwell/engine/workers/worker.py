@@ -232,6 +232,7 @@ class Shard:
         model = self.model
         batch = Batch(given.rows, self._pages, device=model.device, dtype=model.dtype, open_groups=self._open_groups)
         logits = model.forward(batch)
+        batch.copy_points()
         if self.rank:
             if model.device.type == "cuda":
                 _wait_for(model.device)

@@ -122,7 +122,8 @@ def test_a_pass_whose_parts_do_not_fit_is_refused(which: int, change: str) -> No
 
 
 def a_step(before: RequestRows, token: int, **more: Any) -> RequestRows:
-    return before._replace(tokens=(token,), position=before.end, resumes=False, num_logits=1, **more)
+    further = {"tokens": (token,), "position": before.end, "resumes": False, "num_logits": 1, "point_copy": None}
+    return before._replace(**(further | more))
 
 
 def plain(*told: RequestRows) -> Pass:
@@ -131,7 +132,7 @@ def plain(*told: RequestRows) -> Pass:
 
 def told_in(message: Message) -> int:
     """How many requests a pass tells whole."""
-    return len(message.arrays[1]) // 10
+    return len(message.arrays[1]) // 11
 
 
 def test_steps_tell_whole_only_who_is_new_or_has_other_pages() -> None:
@@ -156,6 +157,7 @@ def test_steps_tell_whole_only_who_is_new_or_has_other_pages() -> None:
     [
         {"prefix_pages": ids(9, 0, 3)}, {"window_pages": ids(5, 1)}, {"first_window": 0}, {"point_page": None}, {"slot": 1},
         {"picks_from": 0}, {"position": 36}, {"resumes": True}, {"num_logits": 0}, {"tokens": (1, 2)},
+        {"point_copy": 1},
     ],
 )  # fmt: skip
 def test_whatever_differs_from_one_token_further_is_told(other: dict[str, Any]) -> None:
@@ -285,13 +287,8 @@ def test_plans_that_say_something_else_are_refused(fields: dict[str, Any]) -> No
 
 def test_a_step_that_copies_its_point_says_where_to_and_the_next_one_copies_nothing() -> None:
     packer, reader = PassPacker(), a_reader()
-    first = rows(tokens=[5], point_copy=None)
-    steps = [first]
+    steps = [rows(point_copy=None)]
     for copy in (None, 2, None):
-        steps.append(rows(
-            tokens=[6], position=steps[-1].end, prefix_pages=first.prefix_pages, window_pages=first.window_pages,
-            resumes=False, point_copy=copy,
-        ))  # fmt: skip
-    found = [reader.read(sent(packer.pack(Pass(rows=[each], choosing=[Choosing()]), at))) for at, each in enumerate(steps, 1)]
+        steps.append(a_step(steps[-1], 6, point_copy=copy))
+    found = [reader.read(sent(packer.pack(plain(each), at))) for at, each in enumerate(steps, 1)]
     assert [each.rows[0].point_copy for each in found] == [None, None, 2, None]
-    assert [each.rows[0].position for each in found] == [each.position for each in steps]

@@ -118,7 +118,8 @@ def test_a_call_waits_for_a_recovery_no_longer_than_its_timeout(
     recovery.go_on.clear()
     next_owner = pool.submit(open_here)
     assert recovery.begun.wait(PATIENCE_S)
-    with pytest.raises(StoreError, match="is recovering the log for 1 s; it is tried again"):
+    # On a busy machine that second may be over before it is heard that somebody recovers.
+    with pytest.raises(StoreError, match=r"is recovering the log for 1 s; it is tried again|no answer in time"):
         client.contains(HERE, [key("x")])
     recovery.go_on.set()
     assert next_owner.result(PATIENCE_S).owns and client.contains(HERE, [key("x")]) == [True] and not client.owns

@@ -12,7 +12,7 @@ order: to find the first again costs nothing for places that did not change.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from heapq import heappop, heappush, heapreplace
+from heapq import heapify, heappop, heappush, heapreplace
 from typing import NamedTuple
 
 from stepwell.policy.value import Place, ValuePolicy
@@ -88,7 +88,8 @@ class EvictionOrder:
             for key in list(heaps):
                 heap = _living(heaps, key)
                 if heap is not None:
-                    heappush(self._heads, self._head_of(key, heap))
+                    self._heads.append(self._head_of(key, heap))
+        heapify(self._heads)
         return True
 
     def let_go(self) -> None:

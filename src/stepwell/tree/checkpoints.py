@@ -143,9 +143,13 @@ def is_left_between(checkpoint: Checkpoint, following: Checkpoint) -> bool:
 
 
 def is_superseded(checkpoint: Checkpoint, *, milestone_pages: int) -> bool:
-    """Whether a later checkpoint of its path serves everybody who would resume at this one, as far as anybody knows."""
+    """Whether a later checkpoint of its path serves everybody who would resume at this one, as far as anybody knows.
+
+    That of an answer does once somebody has come back with the answer: who asks the same again, or leaves out what was thought
+    aloud, resumes at the prompt's.
+    """
     following = checkpoint.follower
-    if following is None or following.used_at < checkpoint.used_at:
+    if following is None or following.used_at < checkpoint.used_at or (following.answers and not following.uses):
         return False
     is_milestone = milestone_pages > 0 and checkpoint.page % milestone_pages == 0
     return not is_milestone and not is_left_between(checkpoint, following)

@@ -85,6 +85,21 @@ def test_what_is_superseded_when_its_rest_is_over_is_not_stored() -> None:
     assert here.state.counters["backup_superseded_checkpoints"] == 2
 
 
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_an_answer_supersedes_its_prompt_once_somebody_came_back_with_it(comes_back: bool) -> None:
+    here, answer = rig(placement=PlacementConfig(interval_tokens=0)), text(3, 3 * PAGE)
+    lease = here.ready(PROMPT[: 10 * PAGE + 1])
+    here.prefill(lease)
+    for token in answer:
+        here.decode(lease, [token])
+    here.cache.release(lease)
+    if comes_back:
+        here.serve([*PROMPT[: 10 * PAGE + 1], *answer, *text(4, 2 * PAGE)])
+    rest_out(here)
+    assert (10 in stored(here)) is not comes_back
+    assert resumable(here, PROMPT[: 10 * PAGE + 1]) == (0 if comes_back else 10)
+
+
 def test_milestones_are_stored_though_superseded() -> None:
     here = rig(placement=PlacementConfig(interval_tokens=8 * PAGE, decode_interval_tokens=0))
     turn(here, 10)

@@ -84,7 +84,7 @@ def run(args: Namespace) -> int:
 def _serve(args: Namespace) -> int:
     try:
         from stepwell.engine.build import open_and_build
-        from stepwell.engine.ops.kernels import by_library
+        from stepwell.engine.ops.guarded import by_library
         from stepwell.server.principals import Principals
         from stepwell.server.running import ModelServer, address_of, bind
     except ModuleNotFoundError as error:

@@ -21,7 +21,7 @@ from stepwell.base.prompt import unpack
 from stepwell.cache.facade import Cache
 from stepwell.engine.graphs import Graphs
 from stepwell.engine.models.base import Decoder
-from stepwell.engine.ops.kernels import Report
+from stepwell.engine.ops.guarded import Report
 from stepwell.engine.ops.selector import Selector
 from stepwell.engine.passes.batch import Batch, RequestRows
 from stepwell.engine.passes.open_groups import OpenGroups

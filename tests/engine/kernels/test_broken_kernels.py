@@ -15,7 +15,8 @@ from engine.small import alone, greedy, prompt, run, small, tokens_of
 from parity.recorded import same_bits
 from parity.spilling import prompts, recorded, spilled
 from stepwell.engine.models import registry
-from stepwell.engine.ops.kernels import TORCH, Guarded, Kernels, Report
+from stepwell.engine.ops.guarded import Guarded, Report
+from stepwell.engine.ops.kernels import TORCH, Kernels
 
 ALL = {"pick", "to_host"}
 DENSE = ALL | {"attend", "write_keys_values", "angles", "add_norm", "gate"}

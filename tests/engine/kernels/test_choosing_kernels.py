@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from stepwell.base.errors import ConfigError
-from stepwell.engine.ops.kernels import Guarded, Report, by_library, choose_kernels
+from stepwell.engine.ops.guarded import Guarded, NoKernel, Report, by_library
+from stepwell.engine.ops.kernels import choose_kernels
 
 
 def test_a_cpu_runs_plain_torch_and_says_so() -> None:
@@ -48,11 +49,14 @@ def test_a_lack_of_memory_is_not_a_broken_kernel() -> None:
 
 
 def test_what_a_library_has_no_kernel_for_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    def lacking(what: str) -> str:
+        raise NoKernel(what)
+
     report = Report(chosen={"attention": "flashinfer", "index": "triton"})
     with caplog.at_level(logging.WARNING):
         for what in ("heads of 80 channels", "heads of 80 channels", "rows in float32"):
-            report.leave("attention", what)
-    assert len(caplog.records) == 2
+            assert Guarded("attention", lacking, lambda what: f"{what}, plainly", report)(what) == f"{what}, plainly"
+    assert len(caplog.records) == 2 and not report.failed
     assert report.lines() == {"attention": "flashinfer (torch for heads of 80 channels, rows in float32)", "index": "triton"}
 
 

@@ -17,6 +17,7 @@ import torch
 from engine.kernels.test_triton_rows import scattered
 from engine.paged import Scene, Shape
 from stepwell.engine.graphs import FixedPaging
+from stepwell.engine.ops.guarded import Guarded, NoKernel, Report
 from stepwell.engine.ops.picked import attend_picked
 from stepwell.engine.ops.selection import Picked, Selection
 from stepwell.engine.passes.paging import Singles
@@ -89,11 +90,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> FlashInferPicked:
         monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
     monkeypatch.setattr(flashinfer_attention, "WORKSPACE_BYTES", 64)
     monkeypatch.setattr(flashinfer_attention, "RECORDED_PAGES", 1024)
-    return FlashInferPicked(FlashInferAttention(torch.device(DEVICE), never), never)
-
-
-def never(*args: Any, **more: Any) -> torch.Tensor:
-    raise AssertionError("this was for FlashInfer")
+    return FlashInferPicked(FlashInferAttention(torch.device(DEVICE)))
 
 
 def scene_of(contexts: tuple[int, ...], lengths: tuple[int, ...], seed: int = 0) -> Scene:
@@ -163,10 +160,8 @@ def test_rows_that_may_be_on_the_host_are_looked_up(library: FlashInferPicked) -
     assert selection[0] is not None and selection[-1] is None
     made = library(query_NHD, places, scene.paging, selection, heads=2, key_dim=WIDTH, scale=SCALE)
     assert (made.float() - expected(scene, query_NHD, selection, None)).abs().max() < TOLERANCE
-    told: list[int] = []
-    behind = FlashInferAttention(torch.device(DEVICE), lambda *_, **__: (told.append(1), query_NHD)[1])
-    behind(query_NHD, places, scene.paging, heads=2, key_dim=WIDTH, scale=SCALE)
-    assert told, "it was read by the library, in pages that are not there"
+    with pytest.raises(NoKernel, match="on the host"):  # else pages were read that are not there
+        FlashInferAttention(torch.device(DEVICE))(query_NHD, places, scene.paging, heads=2, key_dim=WIDTH, scale=SCALE)
 
 
 def test_pieces_of_a_pass_that_share_a_wrapper_are_each_planned_for(library: FlashInferPicked) -> None:
@@ -195,8 +190,8 @@ def test_a_recorded_step_is_loaded_with_another_batch(library: FlashInferPicked)
 
 
 def test_what_there_is_no_kernel_for_is_told_with_its_reason(library: FlashInferPicked) -> None:
-    told: list[str] = []
-    attention = FlashInferAttention(torch.device(DEVICE), lambda query_NHD, *_, **__: query_NHD, told.append)
+    report = Report(chosen={"attention": "flashinfer"})
+    attention = Guarded("attention", FlashInferAttention(torch.device(DEVICE)), lambda query_NHD, *_, **__: query_NHD, report)
     shape = Shape(heads=4, kv_heads=2, width=WIDTH, page=8, contexts=(3,), lengths=(1,))
     for width, dtype in ((WIDTH, torch.bfloat16), (80, torch.bfloat16), (WIDTH, torch.float32)):
         scene = Scene(replace(shape, width=width), dtype=dtype, device=DEVICE)
@@ -205,7 +200,8 @@ def test_what_there_is_no_kernel_for_is_told_with_its_reason(library: FlashInfer
         attention(query_NHD, scene.rows, scene.paging, heads=2, key_dim=width, scale=SCALE)
     seen = Scene(shape, dtype=torch.bfloat16, device=DEVICE)
     late = replace(seen.paging.sight, first_seen=1)
-    assert told == ["heads of 80 channels", "rows in float32"]
+    assert report.left["attention"] == ["heads of 80 channels", "rows in float32"]
     seen.paging.sight = late
     attention(seen.made(1, 4, WIDTH), seen.rows, seen.paging, heads=2, key_dim=WIDTH, scale=SCALE)
-    assert told[2:] == ["contexts that begin behind their first token"]
+    assert report.left["attention"][2:] == ["contexts that begin behind their first token"]
+    assert not report.failed

@@ -10,7 +10,7 @@ FlashInfer does not have (odd widths, eight-bit rows, fp32, rows that may be on 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from stepwell.engine.ops.attention import Attend
+from stepwell.engine.ops.guarded import NoKernel
 from stepwell.engine.passes.numbers import on_device, put
 from stepwell.engine.passes.paging import Look, Paging
 from stepwell.engine.passes.rows import PLAIN, Rows
@@ -72,13 +72,11 @@ class PageLists:
 class FlashInferAttention:
     """`attend` for CUDA. Keeps one workspace, and the library's own buffers for each kind of layer."""
 
-    def __init__(self, device: torch.device, behind: Attend, left: Callable[[str], None] = lambda what: None) -> None:
-        """`left` hears what goes to the operation behind it for want of a kernel."""
+    def __init__(self, device: torch.device) -> None:
         import flashinfer
 
         self._library = flashinfer
         self._device = device
-        self._behind, self._left = behind, left
         self._hopper = torch.cuda.get_device_capability(device) == _HOPPER
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._kept: dict[tuple[Any, ...], Wrapper] = {}  # of passes that are not recorded, used again by every pass
@@ -87,14 +85,12 @@ class FlashInferAttention:
         self, query_NHD: torch.Tensor, rows: Rows, paging: Paging, *, heads: int, key_dim: int | None, scale: float,
         sinks_H: torch.Tensor | None = None, cap: float | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        refused = self.refuses(query_NHD, rows, paging, heads=heads, key_dim=key_dim)
-        if refused is None and sinks_H is not None and (key_dim != _SINK_WIDTH or cap is not None):
-            refused = f"sinks of heads of {key_dim} channels"
-        if refused is not None:
-            self._left(refused)
-        if refused is not None or rows.places is not None or key_dim is None:
-            return self._behind(query_NHD, rows, paging, heads=heads, key_dim=key_dim, scale=scale, sinks_H=sinks_H, cap=cap)
-        layer = Heads(query_NHD.shape[1], heads, key_dim, scale, cap, sinks_H is not None, query_NHD.dtype)
+        width = self.check(query_NHD, rows, paging, heads=heads, key_dim=key_dim)
+        if sinks_H is not None and (width != _SINK_WIDTH or cap is not None):
+            raise NoKernel(f"sinks of heads of {width} channels")
+        if rows.places is not None:
+            raise NoKernel("rows that may be on the host")
+        layer = Heads(query_NHD.shape[1], heads, width, scale, cap, sinks_H is not None, query_NHD.dtype)
         if layer not in paging.plans:
             paging.plans[layer] = self._plans(layer, paging)
         out_NHD = torch.empty_like(query_NHD, memory_format=torch.contiguous_format)
@@ -102,16 +98,18 @@ class FlashInferAttention:
             plan.run(query_NHD[span], keys_and_values(rows, layer), out_NHD[span], sinks_H)
         return out_NHD
 
-    def refuses(self, query_NHD: torch.Tensor, rows: Rows, paging: Paging, *, heads: int, key_dim: int | None) -> str | None:
-        """What the library has no kernel for, were all rows where pages say; None where it has one."""
+    def check(self, query_NHD: torch.Tensor, rows: Rows, paging: Paging, *, heads: int, key_dim: int | None) -> int:
+        """Channels of a head. Raises NoKernel where the library would have none, were all rows where pages say."""
         stored = rows.stored_PRE
         if rows.format is not PLAIN or stored.dtype != query_NHD.dtype:
-            return f"rows in {str(stored.dtype).removeprefix('torch.')}"
+            raise NoKernel(f"rows in {str(stored.dtype).removeprefix('torch.')}")
         if key_dim not in _WIDTHS or stored.shape[2] != 2 * heads * key_dim:
-            return f"heads of {query_NHD.shape[2]} channels"
+            raise NoKernel(f"heads of {query_NHD.shape[2]} channels")
         if paging.sight.first_seen:
-            return "contexts that begin behind their first token"
-        return None if _aligned(stored) else f"rows that do not begin at multiples of {ROW_ALIGNMENT_BYTES} bytes"
+            raise NoKernel("contexts that begin behind their first token")
+        if not _aligned(stored):
+            raise NoKernel(f"rows that do not begin at multiples of {ROW_ALIGNMENT_BYTES} bytes")
+        return key_dim
 
     def planned(self, layer: Heads, paging: Paging, page_tokens: int, *, decode: bool, count: int) -> Planned:
         """Something to plan for `count` segments with pages of so many rows. Passes that are not recorded use the same wrappers

@@ -11,15 +11,15 @@ and M rows of a copy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
 
-from stepwell.engine.ops.attention import AttendLatent
+from stepwell.engine.ops.guarded import NoKernel
 from stepwell.engine.ops.latent_plans import RANK, ROTATED, Copied, Each, Heads, Paged, Planned, Planner, Wrapper, groups
-from stepwell.engine.ops.selection import AttendSelected, Selection
+from stepwell.engine.ops.selection import Selection
 from stepwell.engine.ops.triton_gather import gather_rows
 from stepwell.engine.passes.paging import Look, Paging, Run, Singles
 from stepwell.engine.passes.rows import PLAIN, Rows
@@ -33,24 +33,15 @@ ALIGNED_BYTES = 16  # where rows must begin
 class FlashInferLatent:
     """`attend_latent` for CUDA, and `attend_selected`. Keeps one workspace, and what the library needs for each plan."""
 
-    def __init__(
-        self, device: torch.device, behind: AttendLatent, behind_selected: AttendSelected,
-        left: Callable[[str], None] = lambda what: None,
-    ) -> None:  # fmt: skip
-        """`left` hears what goes to the operations behind it for want of a kernel."""
+    def __init__(self, device: torch.device) -> None:
         from flashinfer.mla import BatchMLAPagedAttentionWrapper
 
         self._made_by = BatchMLAPagedAttentionWrapper
-        self._behind = behind
-        self._behind_selected = behind_selected
-        self._left = left
         self._device = device
         self._kept: list[Wrapper] = []  # of passes that are not recorded, used again by every pass
 
     def __call__(self, query_NHC: torch.Tensor, rows: Rows, paging: Paging, *, rank: int, scale: float) -> torch.Tensor:
-        if (refused := _refuses(query_NHC, rows, paging, rank)) is not None:
-            self._left(refused)
-            return self._behind(query_NHC, rows, paging, rank=rank, scale=scale)
+        _check(query_NHC, rows, paging, rank)
         layer = Heads(query_NHC.shape[1], scale, query_NHC.dtype)
         out_NHR = query_NHC.new_empty(*query_NHC.shape[:2], RANK)
         if within_reach(rows):
@@ -64,9 +55,7 @@ class FlashInferLatent:
     def attend_selected(
         self, query_NHC: torch.Tensor, rows: Rows, paging: Paging, selection: Selection, *, rank: int, scale: float
     ) -> torch.Tensor:
-        if (refused := _refuses(query_NHC, rows, paging, rank)) is not None:
-            self._left(refused)
-            return self._behind_selected(query_NHC, rows, paging, selection, rank=rank, scale=scale)
+        _check(query_NHC, rows, paging, rank)
         if all(picked is None for picked in selection):
             return self(query_NHC, rows, paging, rank=rank, scale=scale)
         layer = Heads(query_NHC.shape[1], scale, query_NHC.dtype)
@@ -162,13 +151,14 @@ def within_reach(rows: Rows) -> bool:
     return aligned and stored.data_ptr() % ALIGNED_BYTES == 0 and len(stored) * stored.stride(0) < REACH
 
 
-def _refuses(query_NHC: torch.Tensor, rows: Rows, paging: Paging, rank: int) -> str | None:
-    """What the library has no kernel for; None where it has one."""
+def _check(query_NHC: torch.Tensor, rows: Rows, paging: Paging, rank: int) -> None:
+    """Raises NoKernel where the library has none."""
     if rank != RANK or query_NHC.shape[2] != RANK + ROTATED:
-        return f"latents of {query_NHC.shape[2]} channels"
+        raise NoKernel(f"latents of {query_NHC.shape[2]} channels")
     if query_NHC.dtype != rows.dtype or rows.dtype == torch.float32:
-        return f"latents in {str(rows.dtype).removeprefix('torch.')}"
-    return "contexts that begin behind their first token" if paging.sight.first_seen else None
+        raise NoKernel(f"latents in {str(rows.dtype).removeprefix('torch.')}")
+    if paging.sight.first_seen:
+        raise NoKernel("contexts that begin behind their first token")
 
 
 def _table(part: Singles | Run) -> torch.Tensor:

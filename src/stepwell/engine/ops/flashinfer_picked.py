@@ -11,7 +11,7 @@ plan. Importing needs Triton. Axes as in `picked.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import gcd
 
 import numpy as np
@@ -19,7 +19,7 @@ import torch
 
 from stepwell.engine.ops.attention import attend_part
 from stepwell.engine.ops.flashinfer_attention import FlashInferAttention, Heads, Planned, keys_and_values
-from stepwell.engine.ops.picked import AttendPicked, attend_part_picked
+from stepwell.engine.ops.picked import attend_part_picked
 from stepwell.engine.ops.selection import Picked, Selection
 from stepwell.engine.ops.triton_gather import gather_rows
 from stepwell.engine.passes.numbers import on_device
@@ -32,19 +32,14 @@ MOST_PAGE_ROWS = 16  # of gathered rows
 class FlashInferPicked:
     """`attend_picked` for CUDA, by the wrappers of a `FlashInferAttention`."""
 
-    def __init__(
-        self, attention: FlashInferAttention, behind: AttendPicked, left: Callable[[str], None] = lambda what: None
-    ) -> None:
+    def __init__(self, attention: FlashInferAttention) -> None:
         self._attention = attention
-        self._behind, self._left = behind, left
 
     def __call__(
         self, query_NHD: torch.Tensor, rows: Rows, paging: Paging, selection: Selection, *, heads: int, key_dim: int,
         scale: float, cap: float | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        if (refused := self._attention.refuses(query_NHD, rows, paging, heads=heads, key_dim=key_dim)) is not None:
-            self._left(refused)
-            return self._behind(query_NHD, rows, paging, selection, heads=heads, key_dim=key_dim, scale=scale, cap=cap)
+        self._attention.check(query_NHD, rows, paging, heads=heads, key_dim=key_dim)
         layer = Heads(query_NHD.shape[1], heads, key_dim, scale, cap, False, query_NHD.dtype)
         out_NHD = torch.empty_like(query_NHD, memory_format=torch.contiguous_format)
         pairs = list(zip(paging.parts, selection, strict=True))

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
@@ -38,6 +38,7 @@ from stepwell.engine.ops.attention import Attend, AttendLatent, attend, attend_l
 from stepwell.engine.ops.compression import AttendShared, attend_shared
 from stepwell.engine.ops.drawing import Pick, pick
 from stepwell.engine.ops.experts import RunExperts, run_experts
+from stepwell.engine.ops.guarded import Guarded, Report
 from stepwell.engine.ops.picked import AttendPicked, attend_picked
 from stepwell.engine.ops.pointwise import Activation, Angles, HeadNorms
 from stepwell.engine.ops.recurrent import Points
@@ -87,38 +88,6 @@ MakeAngles = Callable[[torch.Tensor, torch.Tensor, float, torch.dtype], Angles]
 AddNorm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
 Gate = Callable[[torch.Tensor, Activation], torch.Tensor]
 WriteRows = Callable[[Rows, torch.Tensor, torch.Tensor, torch.Tensor], None]
-
-
-@dataclass(slots=True)
-class Report:
-    """What runs each operation, for people: which library, what FlashInfer leaves to plain torch, and which failed and why."""
-
-    chosen: dict[str, str] = field(default_factory=dict)
-    left: dict[str, list[str]] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)
-
-    def leave(self, name: str, what: str) -> None:
-        """Something that a library has no kernel for runs in plain torch. Said once."""
-        if what not in (left := self.left.setdefault(name, [])):
-            left.append(what)
-            log.warning("%s: %s has no kernel for %s, so plain torch runs it, slowly", name, self.chosen.get(name), what)
-
-    def lines(self) -> dict[str, str]:
-        """The operation, and what runs it now."""
-        return {name: self._line(name, library) for name, library in self.chosen.items()}
-
-    def _line(self, name: str, library: str) -> str:
-        if name in self.failed:
-            return f"torch ({library} failed: {self.failed[name]})"
-        return f"{library} (torch for {', '.join(self.left[name])})" if name in self.left else library
-
-
-def by_library(lines: Mapping[str, str]) -> str:
-    """What runs operations, in short: `torch`, or `flashinfer: attention, latents; triton: index, ...`."""
-    by: dict[str, list[str]] = {}
-    for name, library in lines.items():
-        by.setdefault(library, []).append(name)
-    return next(iter(by)) if len(by) == 1 else "; ".join(f"{library}: {', '.join(names)}" for library, names in by.items())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -258,14 +227,13 @@ def _flashinfer(report: Report, device: torch.device) -> dict[str, Any]:
     from stepwell.engine.ops.flashinfer_attention import FlashInferAttention
 
     report.chosen["attention"] = "flashinfer"
-    attention = FlashInferAttention(device, attend, partial(report.leave, "attention"))
+    attention = FlashInferAttention(device)
     made = {"attend": Guarded("attention", attention, attend, report)}
     if find_spec("triton") is None:
         return made
     from stepwell.engine.ops.flashinfer_picked import FlashInferPicked
 
-    picked = FlashInferPicked(attention, attend_picked, partial(report.leave, "picked rows"))
-    made["attend_picked"] = Guarded("picked rows", picked, attend_picked, report)
+    made["attend_picked"] = Guarded("picked rows", FlashInferPicked(attention), attend_picked, report)
     return made | _flashinfer_latent(report, device)
 
 
@@ -277,7 +245,7 @@ def _flashinfer_latent(report: Report, device: torch.device) -> dict[str, Any]:
     from stepwell.engine.ops.triton_shared import TritonShared
 
     report.chosen |= {"latents": "flashinfer", "picked rows": "flashinfer", "index": "triton and flashinfer"}
-    latent = FlashInferLatent(device, attend_latent, attend_selected, partial(report.leave, "latents"))
+    latent = FlashInferLatent(device)
     fast_select = TritonSelect(highest)
     return {
         "attend_latent": Guarded("latents", latent, attend_latent, report),
@@ -286,29 +254,3 @@ def _flashinfer_latent(report: Report, device: torch.device) -> dict[str, Any]:
         "best": Guarded("index", partial(fast_best, top_k=highest), best, report),
         "attend_shared": Guarded("entries", TritonShared(fast_select), attend_shared, report),
     }
-
-
-class Guarded:
-    """A fast operation with the plain one behind it: what fails once is not tried again."""
-
-    def __init__(self, name: str, fast: Callable[..., Any], plain: Callable[..., Any], report: Report) -> None:
-        self._name = name
-        self._fast = fast
-        self._plain = plain
-        self._report = report
-
-    def __call__(self, *args: Any, **more: Any) -> Any:
-        if self._name in self._report.failed:
-            return self._plain(*args, **more)
-        try:
-            return self._fast(*args, **more)
-        except torch.cuda.OutOfMemoryError:
-            raise  # not the kernel's fault, and plain torch needs no less
-        except Exception as error:
-            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-                raise  # the step was computed before it is recorded
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            self._report.failed[self._name] = f"{type(error).__name__}: {reason:.200}"
-            library = self._report.chosen.get(self._name, "its library")
-            log.warning("%s by %s failed, and runs in plain torch from now on", self._name, library, exc_info=True)
-            return self._plain(*args, **more)

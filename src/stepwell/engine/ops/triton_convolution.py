@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch.nn.functional import silu
 
-from stepwell.engine.ops import recurrent
+from stepwell.engine.ops.guarded import NoKernel
 from stepwell.engine.ops.pointwise import Activation
 from stepwell.engine.ops.recurrent import Points
 from stepwell.engine.ops.segment_tables import tables_of
@@ -26,7 +26,7 @@ def convolve(
 ) -> torch.Tensor:  # fmt: skip
     """In the number format of `x_NC`; sums are made in fp32."""
     if act not in (None, silu) or x_NC.stride(1) != 1:
-        return recurrent.convolve(points, layer, x_NC, weight_WC, bias_C, act=act)
+        raise NoKernel("convolutions with this activation")
     (tokens, channels), window = x_NC.shape, weight_WC.shape[0]
     out_NC = x_NC.new_empty(tokens, channels)
     state_PE = points.pages.layer_PRE("conv", layer)[:, 0]

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch.nn.functional import silu
 
 from stepwell.engine.ops import pointwise
+from stepwell.engine.ops.guarded import NoKernel
 from stepwell.engine.ops.pointwise import Activation, Angles, HeadNorms
 from stepwell.engine.passes.paging import Paging
 from stepwell.engine.passes.rows import PLAIN, Rows
@@ -24,9 +25,7 @@ def write_keys_values(
     qkv_NX: torch.Tensor, rows: Rows, paging: Paging, *, heads: int, kv_heads: int, norms: HeadNorms | None, angles: Angles | None
 ) -> torch.Tensor:
     if rows.format is not PLAIN or rows.stored_PRE.dtype != qkv_NX.dtype or qkv_NX.stride(1) != 1:
-        return pointwise.write_keys_values(
-            qkv_NX, rows, paging, heads=heads, kv_heads=kv_heads, norms=norms, angles=angles
-        )  # fmt: skip
+        raise NoKernel("keys and values of another number format than the pass")
     tokens, width = qkv_NX.shape[0], qkv_NX.shape[1] // (heads + 2 * kv_heads)
     query_NHD = qkv_NX.new_empty(tokens, heads, width)
     cos, sin = (qkv_NX, qkv_NX) if angles is None else angles
@@ -53,7 +52,7 @@ def angles(positions_N: torch.Tensor, frequencies: torch.Tensor, scale: float, d
 
 def gate(gate_up_NX: torch.Tensor, act: Activation) -> torch.Tensor:
     if act not in _GATES or gate_up_NX.stride(-1) != 1 or gate_up_NX.ndim != 2:
-        return pointwise.gate(gate_up_NX, act)
+        raise NoKernel("this activation")
     tokens, inner = gate_up_NX.shape[0], gate_up_NX.shape[1] // 2
     out_NI = gate_up_NX.new_empty(tokens, inner)
     grid = (tokens, triton.cdiv(inner, GATE_BLOCK))
@@ -64,7 +63,7 @@ def gate(gate_up_NX: torch.Tensor, act: Activation) -> torch.Tensor:
 def add_norm(x_NC: torch.Tensor, more_NC: torch.Tensor, weight_C: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     channels = x_NC.shape[-1]
     if channels > WIDEST_NORM or not (x_NC.is_contiguous() and more_NC.is_contiguous()) or x_NC.dtype != more_NC.dtype:
-        return pointwise.add_norm(x_NC, more_NC, weight_C, eps)
+        raise NoKernel(f"sums and norms of {channels} channels in {str(x_NC.dtype).removeprefix('torch.')}")
     sum_NC, normed_NC = torch.empty_like(x_NC), torch.empty_like(x_NC)
     block = triton.next_power_of_2(channels)
     warps = min(max(block // 512, 1), 16)

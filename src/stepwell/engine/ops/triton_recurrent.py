@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch.nn.functional import silu
 
-from stepwell.engine.ops import recurrent
+from stepwell.engine.ops.guarded import NoKernel
 from stepwell.engine.ops.pointwise import Activation
 from stepwell.engine.ops.recurrent import Outcome, Points
 from stepwell.engine.ops.recurrent_tokens import UNIT_EPS, Tokens
@@ -86,7 +86,7 @@ def gated_norm(
     """In the number format of the gate."""
     width, (gate, per_token) = x_NC.shape[-1] // groups, (laid_out(gate_NC), x_NC[0].numel())
     if act not in _GATES or not x_NC.is_contiguous() or width > WIDEST_NORM:
-        return recurrent.gated_norm(x_NC, gate_NC, weight_C, eps, groups=groups, gate_first=gate_first, act=act)
+        raise NoKernel(f"gated norms of {width} channels, or with this activation")
     out_NC = torch.empty(x_NC.shape, dtype=gate.dtype, device=gate.device)
     rows, block = x_NC.numel() // width, triton.next_power_of_2(width)
     together = max(NORM_BLOCK // block, 1)

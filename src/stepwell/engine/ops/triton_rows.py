@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from stepwell.engine.ops.guarded import NoKernel
 from stepwell.engine.passes.rows import (
     EIGHT,
     LARGEST,
@@ -67,8 +68,10 @@ def views_in(stored: torch.Tensor, kept: RowFormat) -> Views | None:
 def write_rows(rows: Rows, page_N: torch.Tensor, row_N: torch.Tensor, x_NC: torch.Tensor) -> None:
     """Encodes rows, and puts each where it belongs."""
     views = views_in(rows.stored_PRE, rows.format)  # what is written is where pages say
-    if views is None or rows.format is PLAIN or x_NC.stride(1) != 1:
+    if rows.format is PLAIN:
         return rows.write(page_N, row_N, x_NC)
+    if views is None or x_NC.stride(1) != 1:
+        raise NoKernel("rows of this layout")
     stored, scales = rows.stored_PRE, views.scale_PRE
     _write_kernel[(len(x_NC), triton.cdiv(views.width, views.tile) + 1)](
         x_NC, stored, scales, views.exact_PRE, page_N, row_N, x_NC.stride(0),

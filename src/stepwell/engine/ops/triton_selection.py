@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from stepwell.engine.ops import selection
+from stepwell.engine.ops.guarded import NoKernel
 from stepwell.engine.ops.selection import LastScores, Picked, Selection
 from stepwell.engine.ops.triton_rows import power_of_two, views_of
 from stepwell.engine.passes.paging import Paging, Run, Singles
@@ -51,8 +51,10 @@ class TritonSelect:
     def __call__(
         self, query_NHD: torch.Tensor, weight_NH: torch.Tensor, rows: Rows, paging: Paging, *, count: int, scored: int = 0
     ) -> Selection:
-        if views_of(rows) is None or paging.sight.first_seen:
-            return selection.select(query_NHD, weight_NH, rows, paging, count=count, scored=scored)
+        if views_of(rows) is None:
+            raise NoKernel("rows of this layout")
+        if paging.sight.first_seen:
+            raise NoKernel("contexts that begin behind their first token")
         return tuple(self._pick(query_NHD, weight_NH, rows, part, count, scored) for part in paging.parts)
 
     def _pick(

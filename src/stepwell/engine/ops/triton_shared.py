@@ -16,8 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
-from stepwell.engine.ops import compression
 from stepwell.engine.ops.compression import Entries
+from stepwell.engine.ops.guarded import NoKernel
 from stepwell.engine.ops.triton_gather import gather_rows
 from stepwell.engine.ops.triton_rows import Views, exact_number, power_of_two, views_of
 from stepwell.engine.ops.triton_selection import TritonSelect
@@ -75,9 +75,10 @@ class TritonShared:
         self, query_NHD: torch.Tensor, rows: Rows, paging: Paging, entries: Entries | None, *, scale: float, sinks_H: torch.Tensor
     ) -> torch.Tensor:
         every = [rows] if entries is None else [rows, entries.rows, *([] if entries.index is None else [entries.index.keys])]
-        fits = all(views_of(each) is not None for each in every) and query_NHD.dtype == rows.dtype
-        if not fits or paging.sight.window is None or paging.sight.first_seen:
-            return compression.attend_shared(query_NHD, rows, paging, entries, scale=scale, sinks_H=sinks_H)
+        if query_NHD.dtype != rows.dtype or any(views_of(each) is None for each in every):
+            raise NoKernel("rows of this layout")
+        if paging.sight.window is None or paging.sight.first_seen:
+            raise NoKernel("contexts without a window, or that begin behind their first token")
         query_NHD = query_NHD.contiguous()
         out_NHD = torch.empty_like(query_NHD)
         for number, part in enumerate(paging.parts):

@@ -72,7 +72,10 @@ def _states_kernel(
         step = tl.load(taken + at * HEADS + head, mask=real, other=0.0)
         decays = tl.load(decay + at * HEADS + head, mask=real, other=0.0)
         whole = tl.sum(decays, axis=0)
-        left = tl.exp(tl.minimum(whole - tl.cumsum(decays, axis=0), 0.0))
+        # Each token's later decays, summed up. As a difference of two sums, a strong decay would blur the weak ones behind it.
+        later = (tl.arange(0, CHUNK) < CHUNK - 1) & (at + 1 < stop)
+        following = tl.load(decay + (at + 1) * HEADS + head, mask=later, other=0.0)
+        left = tl.exp(tl.cumsum(following, axis=0, reverse=True))
         new = (x.to(tl.float32) * (step * left)[:, None]).to(k.dtype)
         state = state * tl.exp(whole) + tl.dot(k, new, input_precision="ieee")
         row += CHUNK

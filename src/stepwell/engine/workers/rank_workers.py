@@ -25,7 +25,7 @@ from time import monotonic, sleep
 
 from stepwell.base.errors import ConfigError
 from stepwell.base.inherited_block import InheritedBlock
-from stepwell.engine.ops.kernels import Report
+from stepwell.engine.ops.guarded import Report
 from stepwell.engine.runner import PassesLost, PassFailed, RanksReport
 from stepwell.engine.sampling import Chosen
 from stepwell.engine.workers.messages import BROKE, COPY, MEMORY, SETUP, read_chosen, read_kernels

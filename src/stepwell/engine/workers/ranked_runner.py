@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from stepwell.base.spec import ModelSpec, Point
 from stepwell.cache.facade import Cache
-from stepwell.engine.ops.kernels import Report
+from stepwell.engine.ops.guarded import Report
 from stepwell.engine.passes.spilling import SpillReport
 from stepwell.engine.request import Chunk
 from stepwell.engine.runner import Facts, RanksReport, Slots, rows_of

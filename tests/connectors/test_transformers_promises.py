@@ -174,6 +174,7 @@ def test_positions_that_depend_on_the_whole_text_limit_prompts() -> None:
 @pytest.mark.parametrize(
     ("ids", "mask", "message"),
     [
+        ([1, 2, 3], None, "must be a tensor"),
         (torch.ones(5, dtype=torch.long), None, "batch, tokens"),
         (torch.ones(1, 0, dtype=torch.long), None, "at least one token"),
         (torch.full((1, 40), 128), None, "out of range 0..127"),
@@ -210,6 +211,8 @@ def test_generate_is_refused_where_transformers_would_compute_the_prompt_again()
     ("settings", "message"),
     [
         ({"host_memory": "1KiB"}, "at least"),
+        ({"host_memory": 0}, "host_memory must be"),
+        ({"store_options": {"budget": "1GiB"}}, "need a store"),
         ({"host_memory": "900TiB"}, "host_memory"),
         ({"chunk_tokens": 8}, "chunk_tokens"),
         ({"store": "nowhere:"}, "nowhere"),

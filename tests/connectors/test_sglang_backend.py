@@ -6,7 +6,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -353,6 +353,17 @@ def test_mistakes_in_settings_are_refused_with_the_fix(hicache: Any, extra: dict
 def test_a_layout_whose_pages_are_scattered_is_refused_with_the_fix(hicache: Any) -> None:
     with pytest.raises(ConfigError, match="--hicache-mem-layout page_first"):
         attach(hicache, sglang.MHAPool(), {"mamba": sglang.LayerFirstState()})
+
+
+def test_a_version_of_sglang_that_lacks_something_is_told_which_one_is_needed(
+    hicache: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from stepwell.connectors import sglang as connectors
+
+    del sys.modules["stepwell.connectors.sglang.hicache"]
+    monkeypatch.setitem(sys.modules, "sglang.srt.mem_cache.hicache_storage", ModuleType("older"))
+    with pytest.raises(ImportError, match=r"HiCacheStorage.*written for SGLang 0\.5\.23"):
+        _ = connectors.StepwellHiCache
 
 
 def test_nothing_is_imported_of_sglang_before_the_backend_is_named() -> None:

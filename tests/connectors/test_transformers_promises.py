@@ -223,6 +223,12 @@ def test_settings_that_cannot_work_say_what_would(settings: dict[str, Any], mess
         pass
 
 
+def test_a_version_of_transformers_that_keeps_its_caches_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stepwell.connectors.transformers.model_pass.__version__", "4.57.1")
+    with pytest.raises(ConfigError, match="Transformers 5 or later"), opened(tiny("llama")):
+        pass
+
+
 def test_a_closed_cache_says_so() -> None:
     with opened(tiny("llama")) as prompts:
         pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,15 @@ def test_groups_that_could_not_be_restored_are_refused(make: Make, monkeypatch: 
         monkeypatch.setitem(toy_vllm.MODELS, "bad", [bad])
         with pytest.raises(ConfigError, match=says):
             make("bad")
+
+
+def test_a_version_of_vllm_that_lacks_something_is_told_which_is_needed(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    from stepwell.connectors import vllm
+
+    del sys.modules["stepwell.connectors.vllm.connector"]
+    monkeypatch.delattr(sys.modules["vllm.v1.metrics.cache_hit_source"], "CacheHitSource")
+    with pytest.raises(ImportError, match=r"CacheHitSource.*written for vLLM 0\.32"):
+        _ = vllm.StepwellConnector
 
 
 @pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])

@@ -19,6 +19,7 @@ _CHANGES_OUTPUT = (
     "model_impl", "modelopt_quant", "rl_quant_profile", "mamba_ssm_dtype", "qsa_indexer_dtype",
 )  # fmt: skip
 _SCALES = "quantization_param_path"  # a file, which says what eight-bit keys and values are to be multiplied with
+READ = ("model_path", "lora_paths", "speculative_draft_model_path", _SCALES, *_CHANGES_OUTPUT)  # of SGLang's settings
 
 
 def weights_of(server_args: Any, identity: str | None = None) -> str | None:

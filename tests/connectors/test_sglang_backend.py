@@ -6,7 +6,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -263,6 +263,21 @@ def test_weights_are_told_apart_by_their_files_adapters_and_settings(tmp_path: P
     assert weights_of(SimpleNamespace(model_path="of/a-hub")) is None and weights_of(None) is None
 
 
+def test_a_name_for_the_weights_stands_for_their_files_and_for_nothing_else(tmp_path: Path) -> None:
+    from stepwell.connectors.sglang.weights import weights_of
+
+    scales = tmp_path / "scales.json"
+    scales.write_text("1.0")
+    hub: dict[str, Any] = {"model_path": "of/a-hub", "quantization_param_path": str(scales)}
+    named = weights_of(SimpleNamespace(**hub), "revision 1")
+    assert named is not None and named == weights_of(SimpleNamespace(**hub), "revision 1")
+    changes: list[dict[str, Any]] = [{"quantization": "fp8"}, {"context_length": 8}, {"lora_paths": ["a=b"]}]
+    others = [weights_of(SimpleNamespace(**hub, **change), "revision 1") for change in changes]
+    scales.write_text("2.0")
+    others.append(weights_of(SimpleNamespace(**hub), "revision 1"))
+    assert len({named, weights_of(SimpleNamespace(**hub), "revision 2"), *others}) == 6
+
+
 class Hidden(sglang.MHAPool):
     """A pool that says where its pages lie, and does not show that memory: as one of two that share it."""
 
@@ -325,7 +340,8 @@ def test_pages_whose_order_is_not_told_are_warned_about_once(hicache: Any, caplo
         ({"interface_v1": 0}, '"interface_v1": 1'), ({"store": None}, "which store"), ({"store": "/var/cache"}, "which store"),
         ({"store": "nothing:"}, "no store is called"), ({"sotre": "log:x"}, "did you mean 'store'"), ({"speed": 3}, "known are"),
         ({"deadline_s": 0}, "positive number"), ({"readers": "two"}, "positive number"),
-        ({"store_options": 3}, "object of options"),
+        ({"store_options": 3}, "object of options"), ({"readers": 0.5}, "whole number"),
+        ({"deadline_s": float("inf")}, "positive"), ({"budget": "1GiB", "store_options": {"budget": "2GiB"}}, "once"),
         ({"store_key_file": "/nowhere/key"}, "new-key"), ({"identity": 3}, "is a text"), ({"budget": "10 cows"}, "cows"),
     ],
 )  # fmt: skip
@@ -337,6 +353,17 @@ def test_mistakes_in_settings_are_refused_with_the_fix(hicache: Any, extra: dict
 def test_a_layout_whose_pages_are_scattered_is_refused_with_the_fix(hicache: Any) -> None:
     with pytest.raises(ConfigError, match="--hicache-mem-layout page_first"):
         attach(hicache, sglang.MHAPool(), {"mamba": sglang.LayerFirstState()})
+
+
+def test_a_version_of_sglang_that_lacks_something_is_told_which_one_is_needed(
+    hicache: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from stepwell.connectors import sglang as connectors
+
+    del sys.modules["stepwell.connectors.sglang.hicache"]
+    monkeypatch.setitem(sys.modules, "sglang.srt.mem_cache.hicache_storage", ModuleType("older"))
+    with pytest.raises(ImportError, match=r"HiCacheStorage.*written for SGLang 0\.5\.23"):
+        _ = connectors.StepwellHiCache
 
 
 def test_nothing_is_imported_of_sglang_before_the_backend_is_named() -> None:

@@ -383,6 +383,8 @@ def test_random_lives_end_with_every_byte_and_a_clean_audit(make: Make, kind: st
     [
         ({"host_memory": None}, "host_memory"),
         ({"host_memory": "1KiB"}, "at least"),
+        ({"host_memory": "0"}, "more than nothing"),
+        ({"host_memory": "lots"}, '"host_memory" in'),
         ({"host_memory": "1MiB", "hostmemory": 1}, "host_memory"),
         ({"host_memory": "1MiB", "budget": "1GiB"}, "no store"),
         ({"host_memory": "1MiB", "store": "log:/tmp/x", "fetch_wait_s": 0}, "fetch_wait_s"),

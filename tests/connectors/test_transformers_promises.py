@@ -174,6 +174,7 @@ def test_positions_that_depend_on_the_whole_text_limit_prompts() -> None:
 @pytest.mark.parametrize(
     ("ids", "mask", "message"),
     [
+        ([1, 2, 3], None, "must be a tensor"),
         (torch.ones(5, dtype=torch.long), None, "batch, tokens"),
         (torch.ones(1, 0, dtype=torch.long), None, "at least one token"),
         (torch.full((1, 40), 128), None, "out of range 0..127"),
@@ -210,6 +211,8 @@ def test_generate_is_refused_where_transformers_would_compute_the_prompt_again()
     ("settings", "message"),
     [
         ({"host_memory": "1KiB"}, "at least"),
+        ({"host_memory": 0}, "host_memory must be"),
+        ({"store_options": {"budget": "1GiB"}}, "need a store"),
         ({"host_memory": "900TiB"}, "host_memory"),
         ({"chunk_tokens": 8}, "chunk_tokens"),
         ({"store": "nowhere:"}, "nowhere"),
@@ -217,6 +220,12 @@ def test_generate_is_refused_where_transformers_would_compute_the_prompt_again()
 )
 def test_settings_that_cannot_work_say_what_would(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message), opened(tiny("llama"), **settings):
+        pass
+
+
+def test_a_version_of_transformers_that_keeps_its_caches_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stepwell.connectors.transformers.model_pass.__version__", "4.57.1")
+    with pytest.raises(ConfigError, match="Transformers 5 or later"), opened(tiny("llama")):
         pass
 
 

@@ -91,6 +91,13 @@ OTHERS = {
     "config__model_config__quantization": "fp8",
     "config__model_config__dtype": "float16",
     "config__model_config__hf_config": SimpleNamespace(to_json_string=lambda: '{"rope_theta": 1}', _commit_hash="toy weights"),
+    "config__model_config__max_model_len": 2000,
+    "config__model_config__original_max_model_len": -1,
+    "config__model_config__quantization_config": {"linear": "mxfp8"},
+    "config__model_config__model_class_overrides": {"ToyForCausalLM": "other.module:Toy"},
+    "config__model_config__multimodal_config": SimpleNamespace(
+        mm_processor_kwargs=None, media_io_kwargs={}, video_pruning_rate=0.5, video_pruning_method="evs"
+    ),
     "config__cache_config__cache_dtype": "fp8",
     "config__cache_config__prefix_caching_hash_algo": "sha256_cbor",
     "config__parallel_config__tensor_parallel_size": 2,
@@ -155,6 +162,7 @@ def test_settings_are_not_changed(make: Make, tmp_path: Path) -> None:
         ({"spec_name": "TieringOffloadingSpec", "secondary_tiers": [{"type": "fs"}]}, {}, '"type": "StepwellTier"'),
         (None, {"config__cache_config__prefix_caching_hash_algo": "xxhash"}, "--prefix-caching-hash-algo sha256"),
         (None, {"config__speculative_config": object()}, "speculative decoding"),
+        (None, {"config__kv_transfer_config__kv_role": "kv_producer"}, 'set it to "kv_both"'),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_fix(make: Make, extra: Any, different: dict[str, Any], says: str) -> None:

@@ -278,7 +278,7 @@ def test_a_store_that_hangs_costs_its_deadline_and_no_memory_is_touched_after_it
 ) -> None:
     hung = Hung(verb)
     monkeypatch.setattr(module, "open_store", lambda *_, **__: hung)
-    host = make(deadline_s=0.05)
+    host = make(deadline_s=3.0 if verb == "read" else 0.05)  # before it reads, it has to write in time
     context = host.request("a")
     host.fill([0])
     if verb == "contains":
@@ -375,7 +375,9 @@ def test_a_store_that_does_not_close_is_told_so_that_its_memory_stays(
         ({"store": None}, '"store": "log:'),
         ({"budget": "1GiB"}, "did you mean 'store_budget'"),
         ({"readers": 0}, "must be positive"),
-        ({"deadline_s": -1}, "must be positive"),
+        ({"deadline_s": -1}, "deadline_s must be"),
+        ({"deadline_s": 0}, "must be positive"),
+        ({"store": "lgo:/var/cache"}, "did you mean 'log'"),
         ({"store_budget": "lots"}, "store_budget: "),
     ],
 )

@@ -333,13 +333,13 @@ def install() -> None:
 
 def config(
     *, extra: dict[str, Any], ranks: int = 1, rank: int = 0, engine_id: str = "toy", policy: str = "recompute",
-    events: bool = False,
+    events: bool = False, role: str = "kv_both",
 ) -> Any:  # fmt: skip
     """What vLLM's configuration says of a toy model."""
     hf_config = SimpleNamespace(to_json_string=lambda: "{}", _commit_hash="toy weights")
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(
-            kv_connector_extra_config=extra, kv_load_failure_policy=policy, engine_id=engine_id
+            kv_connector_extra_config=extra, kv_load_failure_policy=policy, engine_id=engine_id, kv_role=role
         ),
         parallel_config=SimpleNamespace(
             tensor_parallel_size=ranks, rank=rank, data_parallel_rank=0, pipeline_parallel_size=1,
@@ -349,7 +349,8 @@ def config(
         kv_events_config=SimpleNamespace(enable_kv_cache_events=True) if events else None,
         model_config=SimpleNamespace(
             model="toy", hf_config=hf_config, seed=0, dtype="uint8", quantization=None, get_vocab_size=lambda: 1000,
-            multimodal_config=None,
+            multimodal_config=None, max_model_len=1000, original_max_model_len=None, quantization_config=None,
+            model_class_overrides={},
         ),
         load_config=SimpleNamespace(load_format="auto"),
         cache_config=SimpleNamespace(cache_dtype="auto"),

@@ -96,8 +96,13 @@ def signatures(_: Path) -> dict[str, object]:
                 there = getattr(real, method, None)
                 if there is None or list(inspect.signature(function).parameters) != list(inspect.signature(there).parameters):
                     wrong.append(f"{name}.{method} is another one there")
-    from stepwell.connectors.sglang import StepwellHiCache, StepwellLinker
+    from sglang.srt.server_args import ServerArgs
 
+    from stepwell.connectors.sglang import StepwellHiCache, StepwellLinker
+    from stepwell.connectors.sglang.weights import READ
+
+    started_with = ServerArgs(model_path="none")
+    wrong += [f"ServerArgs has no {name}" for name in READ if not hasattr(started_with, name)]
     adapters = ((StepwellHiCache, STORAGE.HiCacheStorage), (StepwellLinker, unified_cache_linker.UnifiedCacheLinker))
     for adapter, base in adapters:
         for method, function in inspect.getmembers(base, inspect.isfunction):

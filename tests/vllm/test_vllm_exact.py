@@ -69,6 +69,16 @@ def test_of_a_prompt_of_whole_blocks_only_the_last_token_is_computed(models: Pat
     assert scheduled(second)[1] == 40 + 15
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_prompts_resume_where_vllms_own_prefix_cache_is_off(models: Path, tmp_path: Path, name: str) -> None:
+    """From the log, and from host memory in the same engine."""
+    model, off = make(name, models), {"enable_prefix_caching": False}
+    alone, _ = run(life(model, [[PROMPT]], llm=off), life(model, [[PROMPT]], llm=off, kv=stepwell(tmp_path)))
+    (second,) = run(life(model, [[PROMPT], [PROMPT]], llm=off, kv=stepwell(tmp_path)))
+    assert answers(second) == answers(alone) * 2
+    assert scheduled(second) == [315 - CACHED[name]] * 2
+
+
 def test_salts_are_apart(models: Path, tmp_path: Path) -> None:
     model = make("llama", models)
     asked = [[{"tokens": PROMPT, "salt": salt}] for salt in ("a", "b")]

@@ -64,6 +64,15 @@ def test_requests_have_what_is_asked_of_them() -> None:
         assert f"self.{name}" in source or f"def {name}" in source, name
 
 
+def test_the_configuration_has_what_tells_bytes_apart() -> None:
+    from vllm.config import KVTransferConfig, ModelConfig
+
+    known = {each.name for each in fields(ModelConfig)}
+    assert {"max_model_len", "quantization", "quantization_config", "model_class_overrides", "dtype", "seed"} <= known
+    assert "self.original_max_model_len = self.max_model_len" in inspect.getsource(ModelConfig)
+    assert "kv_role" in {each.name for each in fields(KVTransferConfig)}
+
+
 def test_media_are_described_as_the_connector_reads_them() -> None:
     from vllm.config.multimodal import MultiModalConfig
     from vllm.multimodal.hasher import MultiModalHasher
@@ -71,7 +80,8 @@ def test_media_are_described_as_the_connector_reads_them() -> None:
 
     from stepwell.connectors.vllm.request_tokens import RequestTokens, media_refusal
 
-    assert {"mm_processor_kwargs", "media_io_kwargs"} <= {each.name for each in fields(MultiModalConfig)}
+    needed = {"mm_processor_kwargs", "media_io_kwargs", "video_pruning_rate", "video_pruning_method"}
+    assert needed <= {each.name for each in fields(MultiModalConfig)}
     seen = []
     for algorithm in ("blake3", "sha256", "sha512"):
         name = MultiModalHasher.hash_kwargs(algorithm, image=b"a cat")

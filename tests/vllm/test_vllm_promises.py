@@ -111,3 +111,16 @@ def test_adapters_are_apart(models: Path, tmp_path: Path) -> None:
     assert answers(alone) == answers(first) == answers(second)
     assert len({logprob for _, logprob in answers(alone)}) == 3, "the adapters change nothing"
     assert scheduled(first) == [315] * 3 and scheduled(second) == [27] * 3
+
+
+def test_engines_built_for_other_lengths_share_nothing(models: Path, tmp_path: Path) -> None:
+    """With LongRoPE keys are rotated by the longest prompt that an engine takes: those of another one would be wrong."""
+    model, asked = make("phi3", models), [[PROMPT]]
+    alone, first, second, third = run(
+        life(model, asked, llm={"max_model_len": 1024}),
+        life(model, asked, llm={"max_model_len": 512}, kv=stepwell(tmp_path)),
+        *(life(model, asked, llm={"max_model_len": 1024}, kv=stepwell(tmp_path)) for _ in range(2)),
+    )
+    assert answers(first) != answers(alone), "the length changes nothing"
+    assert answers(second) == answers(third) == answers(alone)
+    assert scheduled(second) == [315] and scheduled(third) == [27]

@@ -49,14 +49,24 @@ def falconh1() -> object:
     )  # fmt: skip
 
 
+def phi3() -> object:
+    """Rotations of another kind from prompts of more than 512 tokens on: vLLM chooses when it builds the model."""
+    rotations = {"rope_type": "longrope", "rope_theta": 10_000.0, "short_factor": [1.0] * 16, "long_factor": [3.0] * 16}
+    sizes = {name: value for name, value in BASE.items() if name != "head_dim"} | {"hidden_size": 128}
+    return transformers.Phi3Config(
+        **sizes, original_max_position_embeddings=512, rope_parameters=rotations | {"original_max_position_embeddings": 512}
+    )
+
+
 MODELS = {"llama": llama, "gemma3": gemma3, "gptoss": gptoss, "falconh1": falconh1}
+OTHERS = {"phi3": phi3}
 
 
 def make(name: str, folder: Path) -> Path:
     """Writes a model, unless it is there."""
     if not (folder / name / "config.json").exists():
         torch.manual_seed(7)
-        model = transformers.AutoModelForCausalLM.from_config(MODELS[name]()).to(torch.float32)
+        model = transformers.AutoModelForCausalLM.from_config((MODELS | OTHERS)[name]()).to(torch.float32)
         for weight_name, weight in model.named_parameters():
             _remember(weight_name, weight)
         model.save_pretrained(folder / name)

@@ -21,7 +21,7 @@ ENVIRONMENT = {
 }  # fmt: skip
 # Where a CPU's scan leaves states: at the ends of chunks that are as long as a block.
 RECURRENT = {"block_size": 64, "max_num_batched_tokens": 64, "enable_prefix_caching": True}
-LLM = {"llama": {}, "gemma3": {}, "gptoss": {}, "falconh1": RECURRENT}
+LLM = {"llama": {}, "gemma3": {}, "gptoss": {}, "phi3": {}, "falconh1": RECURRENT}
 
 Report = dict[str, Any]
 

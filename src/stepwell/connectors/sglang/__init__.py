@@ -8,6 +8,7 @@ Importing this imports nothing of SGLang; using a name does.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,14 +17,13 @@ if TYPE_CHECKING:
 
 __all__ = ["StepwellHiCache", "StepwellLinker"]
 
+_MODULES = {"StepwellHiCache": "hicache", "StepwellLinker": "linker"}
+
 
 def __getattr__(name: str) -> object:
-    if name == "StepwellHiCache":
-        from stepwell.connectors.sglang.hicache import StepwellHiCache
-
-        return StepwellHiCache
-    if name == "StepwellLinker":
-        from stepwell.connectors.sglang.linker import StepwellLinker
-
-        return StepwellLinker
-    raise AttributeError(f"module 'stepwell.connectors.sglang' has no attribute {name!r}")
+    if name in _MODULES:
+        try:
+            return getattr(import_module(f"stepwell.connectors.sglang.{_MODULES[name]}"), name)
+        except ImportError as error:
+            raise ImportError(f"{error}. Stepwell's connector is written for SGLang 0.5.23: install that one") from error
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -38,7 +38,7 @@ class StepwellHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang may not b
     def __init__(self, storage_config: Any, kwargs: dict[str, Any] | None = None) -> None:
         self._config = storage_config
         self._settings = settings_of(storage_config.extra_config)
-        self._identity = self._settings.identity or weights_of(_server_args())
+        self._identity = weights_of(_server_args(), self._settings.identity)
         self._store = open_verified(self._settings, ranks_of(storage_config), self._identity)
         self._pages: Pages | None = None
         self._measuring = bool(storage_config.enable_storage_metrics)

@@ -53,7 +53,7 @@ class StepwellLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang may no
         self._ranks = _ranks_of(params, replicated=is_replicated(self._device_pools))
         self._may_refuse = not _has_peers(params)
         self._model = str(server_args.served_model_name or "")
-        self._identity = (settings.store.identity if settings.store else None) or weights_of(server_args)
+        self._identity = weights_of(server_args, settings.store.identity if settings.store else None)
         self._store: VerifiedStore | None = None
         self._host = HostTier(self._device_pools, settings.host_bytes, clock, pinned=self._device.type == "cuda")
         self.pools = self._host.pools

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from math import isfinite
 
 from stepwell.base.errors import ConfigError
 from stepwell.base.units import parse_bytes
@@ -62,7 +63,7 @@ def linker_settings_of(given: Mapping[str, object] | None) -> LinkerSettings:
     if "store" not in given and unused:
         raise ConfigError(f"{_LINKER_PLACE} has {unused[0]!r}, but no store: add for example {_EXAMPLE}")
     return LinkerSettings(
-        host_bytes=parse_bytes(memory),
+        host_bytes=_size(memory, _LINKER_PLACE),
         fetch_wait_s=_positive(given, "fetch_wait_s", 2.0, _LINKER_PLACE),
         store=_store_settings(given, _LINKER_PLACE) if "store" in given else None,
     )
@@ -86,7 +87,7 @@ def _store_settings(given: Mapping[str, object], place: str) -> Settings:
         key_file=_text(given, "store_key_file", place),
         identity=_text(given, "identity", place),
         deadline_s=_positive(given, "deadline_s", 30.0, place),
-        readers=int(_positive(given, "readers", 2, place)),
+        readers=_readers(given, place),
     )
 
 
@@ -110,6 +111,8 @@ def _options(given: Mapping[str, object]) -> dict[str, str]:
     if not isinstance(options, dict):
         raise ConfigError(f'"store_options" is an object of options and their values, got {options!r}')
     if "budget" in given:
+        if "budget" in options:
+            raise ConfigError('say how large the store may become once: as "budget", or as "budget" in "store_options"')
         options = {**options, "budget": given["budget"]}
     return {str(name): str(value) for name, value in options.items()}
 
@@ -123,6 +126,23 @@ def _text(given: Mapping[str, object], name: str, place: str) -> str | None:
 
 def _positive(given: Mapping[str, object], name: str, default: float, place: str) -> float:
     value = given.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value) or value <= 0:
         raise ConfigError(f'"{name}" in {place} is a positive number, got {value!r}')
     return value
+
+
+def _readers(given: Mapping[str, object], place: str) -> int:
+    readers = _positive(given, "readers", 2, place)
+    if readers != int(readers):
+        raise ConfigError(f'"readers" in {place} is a whole number of threads, got {readers!r}')
+    return int(readers)
+
+
+def _size(memory: str | int, place: str) -> int:
+    try:
+        size = parse_bytes(memory)
+    except ConfigError as error:
+        raise ConfigError(f'"host_memory" in {place}: {error}') from error
+    if not size:
+        raise ConfigError(f'"host_memory" in {place} must be more than nothing: write a size, as "64GiB"')
+    return size

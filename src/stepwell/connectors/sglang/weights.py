@@ -14,19 +14,29 @@ NO_WEIGHTS = (
     'this store outlives the process or is shared, and nothing says which weights its pages are of: add "identity" beside '
     '"store", a text that changes whenever the weights or adapters do'
 )
-_CHANGES_OUTPUT = ("revision", "quantization", "dtype", "kv_cache_dtype", "json_model_override_args", "load_format")
+_CHANGES_OUTPUT = (
+    "revision", "quantization", "dtype", "kv_cache_dtype", "json_model_override_args", "load_format", "context_length",
+    "model_impl", "modelopt_quant", "rl_quant_profile", "mamba_ssm_dtype", "qsa_indexer_dtype",
+)  # fmt: skip
+_SCALES = "quantization_param_path"  # a file, which says what eight-bit keys and values are to be multiplied with
+READ = ("model_path", "lora_paths", "speculative_draft_model_path", _SCALES, *_CHANGES_OUTPUT)  # of SGLang's settings
 
 
-def weights_of(server_args: Any) -> str | None:
-    """A digest of checkpoint, adapters and what changes how they are read; None where the checkpoint is not in files here."""
+def weights_of(server_args: Any, identity: str | None = None) -> str | None:
+    """A digest of checkpoint, adapters and what changes how they are read; None where nothing says which checkpoint it is.
+
+    `identity` is the operator's name for the checkpoint, where it is not in files here.
+    """
     path = getattr(server_args, "model_path", None)
-    checkpoint = files_digest(Path(path)) if isinstance(path, str) else None
+    checkpoint = identity or (files_digest(Path(path)) if isinstance(path, str) else None)
     if checkpoint is None:
         return None
     adapters = [(name, files_digest(Path(where))) for name, where in sorted(_adapters(getattr(server_args, "lora_paths", None)))]
     draft = getattr(server_args, "speculative_draft_model_path", None)
     adapters += [("draft model", files_digest(Path(draft)))] if isinstance(draft, str) else []
     settings = [(name, str(getattr(server_args, name, None))) for name in _CHANGES_OUTPUT]
+    scales = getattr(server_args, _SCALES, None)
+    settings += [(_SCALES, hashlib.blake2b(Path(scales).read_bytes()).hexdigest())] if isinstance(scales, str) else []
     return hashlib.blake2b(repr((checkpoint, adapters, settings)).encode(), digest_size=16).hexdigest()
 
 

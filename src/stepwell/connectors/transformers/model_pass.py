@@ -6,18 +6,21 @@ import inspect
 from typing import Any
 
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, __version__
 
 from stepwell.base.errors import ConfigError
 
 _CACHE_ARGUMENTS = ("past_key_values", "cache_params")
 _SEED = 20
+_OLDEST = 5  # version of Transformers
 
 
 class ModelPass:
     """Calls a model as its own signature says. Raises ConfigError for models that take no cache, or keep state elsewhere."""
 
     def __init__(self, model: Any) -> None:
+        if int(__version__.partition(".")[0]) < _OLDEST:
+            raise ConfigError(f"a prompt cache needs Transformers {_OLDEST} or later, this is {__version__}: upgrade it")
         self.model = model
         self.config = model.config.get_text_config(decoder=True)
         takes = inspect.signature(model.forward).parameters

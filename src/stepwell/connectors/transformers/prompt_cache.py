@@ -63,6 +63,8 @@ class PromptCache:
     ) -> None:  # fmt: skip
         if chunk_tokens < page_tokens:
             raise ConfigError(f"chunk_tokens must be at least the {page_tokens} of a page, got {chunk_tokens}")
+        if store is None and store_options:
+            raise ConfigError('store_options need a store, for example store="log:/var/cache/prompts"')
         self.model = model
         _must_be_evaluating(model)
         self._passes = ModelPass(model)
@@ -71,7 +73,7 @@ class PromptCache:
         self._tested = not self_test
         self._lock, self._closed = Lock(), Event()
         self._stepper: Thread | None = None
-        self._cache, copies = self._build(parse_bytes(host_memory), placement or PlacementConfig())
+        self._cache, copies = self._build(_size(host_memory), placement or PlacementConfig())
         self._prefill = Prefill(self._cache, self._passes, self._layout, copies, chunk_tokens=chunk_tokens)
         self._store: Store | None = None
         if store is not None:
@@ -226,6 +228,8 @@ class PromptCache:
             self._tested = True
 
     def _checked(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> Batch:
+        if not isinstance(input_ids, torch.Tensor):
+            raise BadTokens(f"input_ids must be a tensor, [batch, tokens], got a {type(input_ids).__name__}")
         if input_ids.ndim != 2 or not input_ids.numel():
             raise BadTokens(f"input_ids must be [batch, tokens] with at least one token, got a shape of {list(input_ids.shape)}")
         if attention_mask is not None and not bool(attention_mask.all()):
@@ -238,6 +242,13 @@ class PromptCache:
             )
         rows: Batch = input_ids.tolist()
         return rows
+
+
+def _size(host_memory: str | int) -> int:
+    size = parse_bytes(host_memory)
+    if not size:
+        raise ConfigError('host_memory must be more than nothing: write a size, as "8GiB"')
+    return size
 
 
 def _must_be_evaluating(model: Any) -> None:

@@ -35,5 +35,8 @@ _MODULES = {
 
 def __getattr__(name: str) -> object:
     if name in _MODULES:
-        return getattr(import_module(f"stepwell.connectors.vllm.{_MODULES[name]}"), name)
+        try:
+            return getattr(import_module(f"stepwell.connectors.vllm.{_MODULES[name]}"), name)
+        except ImportError as error:
+            raise ImportError(f"{error}. Stepwell's connector is written for vLLM 0.32: install that one") from error
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

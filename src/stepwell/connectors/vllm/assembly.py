@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
@@ -19,6 +19,7 @@ from stepwell.connectors.vllm.orders import StepOrders
 from stepwell.connectors.vllm.scheduler_side import SchedulerSide
 from stepwell.connectors.vllm.settings import Settings
 from stepwell.store.api import Store
+from stepwell.store.key_file import read_store_key
 from stepwell.store.registry import open_store
 from stepwell.transfer.copy_engine import PageMemory
 from stepwell.transfer.shared_memory import SharedBlock
@@ -78,8 +79,9 @@ class Assembly:
         cache = build_cache(spec, config, executor=orders, host_pages=memories, clock=clock, model=identity)
         store = None
         if settings.store is not None:
+            key = read_store_key(settings.store_key_file) if settings.store_key_file is not None else None
             store = open_store(settings.store, options=settings.store_options)
-            cache.store.attach(store, settings.store_config)
+            cache.store.attach(store, replace(settings.store_config, key=key))
         return SchedulerSide(cache, orders, Names(self.groups, spec), clock, audit=settings.audit), store
 
     def _spec(self, shared: Sequence[SharedBlock]) -> ModelSpec:

@@ -15,6 +15,8 @@ from stepwell.connectors.vllm.groups import Group
 from stepwell.connectors.weight_files import files_digest
 
 FULL = ("FullAttentionSpec", "MLAAttentionSpec")
+NEEDED_ROLE = "kv_both"
+AUTO_LENGTH = -1  # of `--max-model-len auto`
 
 
 def groups_of(kv_cache_config: Any, *, is_cpu: bool) -> tuple[Group, ...]:
@@ -59,8 +61,21 @@ def _refusal(group: Any, *, is_cpu: bool) -> str | None:
     return None
 
 
+def must_load_and_save(vllm_config: Any) -> None:
+    """Raises ConfigError for a `kv_role` other than both. Where steps overlap, vLLM keeps freed blocks from loads while a step
+    may still write them, but only where the role says that something is loaded.
+    """
+    role = vllm_config.kv_transfer_config.kv_role
+    if role != NEEDED_ROLE:
+        raise ConfigError(
+            f'kv_role is {role!r}: with Stepwell set it to "{NEEDED_ROLE}" in --kv-transfer-config, since one engine saves and '
+            "loads; as anything else vLLM would not keep its own writes and our loads apart"
+        )
+
+
 def check_engine(vllm_config: Any) -> None:
     """Raises ConfigError for what cannot be used together, and says what to set."""
+    must_load_and_save(vllm_config)
     parallel = vllm_config.parallel_config
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name) != 1:
@@ -92,7 +107,15 @@ def model_identity(vllm_config: Any, identity: str | None, *, version: str, devi
         )
     ranks, cache_dtype = vllm_config.parallel_config.tensor_parallel_size, vllm_config.cache_config.cache_dtype
     facts = [version, device_type, weights, model.dtype, model.quantization, config, ranks, cache_dtype]
+    facts += [_length(model), model.quantization_config, sorted(model.model_class_overrides.items())]
     media = model.multimodal_config
-    if media is not None and (media.mm_processor_kwargs or media.media_io_kwargs):  # how images and the like are read
-        facts += [media.mm_processor_kwargs, media.media_io_kwargs]
+    if media is not None:  # how images and the like are read
+        facts += [media.mm_processor_kwargs, media.media_io_kwargs, media.video_pruning_rate, media.video_pruning_method]
     return " ".join(map(str, facts))
+
+
+def _length(model: Any) -> object:
+    """The longest prompt that the model was built for. Some choose rotations or scales of attention by that (LongRoPE, Llama 4),
+    so that engines of other lengths compute other keys. What vLLM cuts down later to fit its memory is no part of it.
+    """
+    return "auto" if model.original_max_model_len == AUTO_LENGTH else model.max_model_len

@@ -13,7 +13,7 @@ from typing import Any
 
 from stepwell.base.errors import ConfigError
 from stepwell.connectors.vllm.chunk_store import Chunk
-from stepwell.connectors.vllm.engine_config import model_identity
+from stepwell.connectors.vllm.engine_config import model_identity, must_load_and_save
 from stepwell.store.api import NO_PARENT
 
 TIER = "StepwellTier"
@@ -81,6 +81,7 @@ def _group(key: bytes) -> int:
 
 def must_be_offloadable(vllm_config: Any) -> None:
     """Raises ConfigError for what would have no effect, or would give chunks wrong names, and says what to set."""
+    must_load_and_save(vllm_config)
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
     tiers = extra.get("secondary_tiers")
     if "spec_name" not in extra or not isinstance(tiers, list) or TIER not in [_type(tier) for tier in tiers]:

@@ -96,8 +96,11 @@ class SchedulerSide:
         self._seen[request] = seen
         if seen.namespace is None:
             return
+        if not seen.asks_why:
+            self._may_be_looked_up(seen)
+            return
         try:
-            self._ask(seen) if seen.asks_why else self._look_up(seen)  # asks before anything is brought up for it
+            self._ask(seen)  # before anything is brought up for it
         except BadTokens:
             seen.namespace = None
 
@@ -115,8 +118,8 @@ class SchedulerSide:
         if seen.started or (seen.lease is not None and not self.cache.can_load(seen.lease)):
             self._start_over(seen)
         if seen.lease is None:
-            if seen.match is None:
-                self._look_up(seen)
+            if seen.match is None and not self._may_be_looked_up(seen):
+                return 0
             if seen.ticket is not None and not seen.ticket.ready:
                 return None
             assert seen.match is not None
@@ -255,6 +258,14 @@ class SchedulerSide:
         limit = self._most(tokens) if seen.may_read and seen.failed_loads < LOADS_TRIED else 0
         seen.match = self.cache.lookup(tokens, namespace=seen.namespace, limit_tokens=limit)
         seen.ticket = self.cache.prefetch(seen.match)
+
+    def _may_be_looked_up(self, seen: Seen) -> bool:
+        """Looks a request up again; false when its answer has tokens by now that cannot be cached."""
+        try:
+            self._look_up(seen)
+        except BadTokens:
+            seen.namespace = None
+        return seen.namespace is not None
 
     def _most(self, tokens: Sequence[int]) -> int | None:
         """How much of a prompt may be loaded: all of it where that is pages alone. vLLM then computes the last token again."""

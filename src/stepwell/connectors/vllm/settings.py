@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from math import isfinite
 
 from stepwell.base.config import PlacementConfig, PrefetchPolicy, StoreConfig
 from stepwell.base.errors import ConfigError
 from stepwell.base.units import parse_bytes
+from stepwell.store.registry import names
 
 KNOWN = (
-    "host_memory", "store", "store_budget", "store_options", "identity", "prefetch", "prefetch_timeout_s",
+    "host_memory", "store", "store_budget", "store_options", "store_key_file", "identity", "prefetch", "prefetch_timeout_s",
     "checkpoint_interval_tokens", "answer_interval_tokens", "explain", "audit",
 )  # fmt: skip
 KNOWN_OF_TIER = ("store", "store_budget", "store_options", "store_key_file", "identity", "deadline_s", "readers")
@@ -30,6 +32,7 @@ class Settings:
     host_bytes: int  # of all ranks together
     store: str | None = None
     store_options: Mapping[str, str] = field(default_factory=dict)
+    store_key_file: str | None = None
     identity: str | None = None  # of the weights, where their files do not tell
     prefetch: PrefetchPolicy = PrefetchPolicy.TIMEOUT
     prefetch_timeout_s: float = 30.0
@@ -67,8 +70,9 @@ def read_settings(extra: Mapping[str, object], *, failure_policy: str) -> Settin
         raise ConfigError('kv_connector_extra_config lacks "host_memory": say how much, for example {"host_memory": "64GiB"}')
     return Settings(
         host_bytes=_bytes(extra, "host_memory"),
-        store=_text(extra, "store"),
+        store=_store(extra),
         store_options=_store_options(extra),
+        store_key_file=_text(extra, "store_key_file"),
         identity=_text(extra, "identity"),
         prefetch=_prefetch(extra),
         prefetch_timeout_s=_number(extra, "prefetch_timeout_s", 30.0),
@@ -84,11 +88,11 @@ def read_settings(extra: Mapping[str, object], *, failure_policy: str) -> Settin
 def read_tier_settings(given: Mapping[str, object]) -> TierSettings:
     """Reads one entry of `secondary_tiers`, less what is vLLM's in it. Raises ConfigError like `read_settings`."""
     _must_be_known(given, KNOWN_OF_TIER, "the secondary tier StepwellTier")
-    store = _text(given, "store")
-    if store is None or ":" not in store:
-        raise ConfigError(f'StepwellTier must say which store to use, as "store": "log:/var/cache/stepwell"; got {store!r}')
+    store = _store(given)
+    if store is None:
+        raise ConfigError('StepwellTier must say which store to use, as "store": "log:/var/cache/stepwell"')
     deadline_s, readers = _number(given, "deadline_s", 30.0), given.get("readers", 2)
-    if deadline_s <= 0 or isinstance(readers, bool) or not isinstance(readers, int) or readers <= 0:
+    if not deadline_s or isinstance(readers, bool) or not isinstance(readers, int) or readers <= 0:
         raise ConfigError(f"deadline_s and readers must be positive, readers a whole number, got {deadline_s} and {readers!r}")
     return TierSettings(
         store=store, store_options=_store_options(given), store_key_file=_text(given, "store_key_file"),
@@ -104,16 +108,32 @@ def _must_be_known(given: Mapping[str, object], known: tuple[str, ...], place: s
             raise ConfigError(f"{place} has an unknown key {key!r}: {hint}")
 
 
+def _store(extra: Mapping[str, object]) -> str | None:
+    """A store by name, which is looked at now: it is opened long after the model has been loaded."""
+    store = _text(extra, "store")
+    if store is None:
+        return None
+    name, colon, _ = store.partition(":")
+    if not colon:
+        raise ConfigError(f'store must name a kind and a place, as "log:/var/cache/stepwell", got {store!r}')
+    if name not in names():
+        near = get_close_matches(name, names(), n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names())}"
+        raise ConfigError(f"store {store!r}: no store is called {name!r}: {hint}")
+    return store
+
+
 def _store_options(extra: Mapping[str, object]) -> dict[str, str]:
     given = extra.get("store_options", {})
     if not isinstance(given, Mapping):
         raise ConfigError('store_options must be a table of texts, as in {"segment": "64MiB"}')
     options = {str(key): str(value) for key, value in given.items()}
     if "store_budget" in extra:
+        if "budget" in options:
+            raise ConfigError('say how large the store may become once: as "store_budget", or as "budget" in store_options')
         options["budget"] = str(_bytes(extra, "store_budget"))
-    if options and "store" not in extra:
-        raise ConfigError('store_budget and store_options need a "store", for example "log:/var/cache/stepwell"')
-
+    if (options or extra.get("store_key_file") is not None) and extra.get("store") is None:
+        raise ConfigError('store_budget, store_options and store_key_file need a "store", as "log:/var/cache/stepwell"')
     return options
 
 
@@ -122,9 +142,12 @@ def _bytes(extra: Mapping[str, object], key: str) -> int:
     if not isinstance(value, (str, int)) or isinstance(value, bool):
         raise ConfigError(f'{key} must be a size, as "64GiB", got {value!r}')
     try:
-        return parse_bytes(value)
+        size = parse_bytes(value)
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from error
+    if not size:
+        raise ConfigError(f'{key} must be more than nothing: write a size, as "64GiB"')
+    return size
 
 
 def _text(extra: Mapping[str, object], key: str) -> str | None:
@@ -143,8 +166,8 @@ def _flag(extra: Mapping[str, object], key: str) -> bool:
 
 def _number(extra: Mapping[str, object], key: str, default: float) -> float:
     value = extra.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ConfigError(f"{key} must be a number, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value) or value < 0:
+        raise ConfigError(f"{key} must be 0 or more seconds, got {value!r}")
     return float(value)
 
 

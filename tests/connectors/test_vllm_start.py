@@ -93,6 +93,17 @@ def test_engines_built_for_other_lengths_are_others_and_what_fits_into_memory_ch
     assert identity(50_000, -1) == identity(40_000, -1) != identity(40_000, 40_000)
 
 
+def test_engines_told_to_compute_otherwise_are_others_and_how_tokens_are_chosen_changes_nothing() -> None:
+    def identity(generation: dict[str, object], more: dict[str, object]) -> str:
+        config = vllm_stand_in.config(extra={})
+        config.model_config.override_generation_config, config.additional_config = generation, more
+        return model_identity(config, None, version="0.32.0", device_type="cpu")
+
+    plain = identity({}, {})
+    assert identity({"temperature": 0.1}, {}) == plain
+    assert identity({"attn_temperature_tuning": False}, {}) != plain != identity({}, {"plugin": 1})
+
+
 def test_with_a_store_key_only_what_was_written_with_it_is_used(make: Make, tmp_path: Path) -> None:
     keys = [str(tmp_path / name) for name in ("one", "other")]
     for key in keys:

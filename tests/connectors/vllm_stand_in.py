@@ -350,8 +350,9 @@ def config(
         model_config=SimpleNamespace(
             model="toy", hf_config=hf_config, seed=0, dtype="uint8", quantization=None, get_vocab_size=lambda: 1000,
             multimodal_config=None, max_model_len=1000, original_max_model_len=None, quantization_config=None,
-            model_class_overrides={},
+            model_class_overrides={}, override_generation_config={},
         ),
         load_config=SimpleNamespace(load_format="auto"),
         cache_config=SimpleNamespace(cache_dtype="auto"),
+        additional_config={},
     )  # fmt: skip

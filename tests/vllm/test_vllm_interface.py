@@ -65,11 +65,12 @@ def test_requests_have_what_is_asked_of_them() -> None:
 
 
 def test_the_configuration_has_what_tells_bytes_apart() -> None:
-    from vllm.config import KVTransferConfig, ModelConfig
+    from vllm.config import KVTransferConfig, ModelConfig, VllmConfig
 
     known = {each.name for each in fields(ModelConfig)}
     assert {"max_model_len", "quantization", "quantization_config", "model_class_overrides", "dtype", "seed"} <= known
     assert "self.original_max_model_len = self.max_model_len" in inspect.getsource(ModelConfig)
+    assert "override_generation_config" in known and "additional_config" in {each.name for each in fields(VllmConfig)}
     assert "kv_role" in {each.name for each in fields(KVTransferConfig)}
 
 

@@ -17,6 +17,7 @@ from stepwell.connectors.weight_files import files_digest
 FULL = ("FullAttentionSpec", "MLAAttentionSpec")
 NEEDED_ROLE = "kv_both"
 AUTO_LENGTH = -1  # of `--max-model-len auto`
+ATTENTION_IN_GENERATION = "attn_temperature_tuning"  # of Llama 4: all else there is how tokens are chosen
 
 
 def groups_of(kv_cache_config: Any, *, is_cpu: bool) -> tuple[Group, ...]:
@@ -108,6 +109,7 @@ def model_identity(vllm_config: Any, identity: str | None, *, version: str, devi
     ranks, cache_dtype = vllm_config.parallel_config.tensor_parallel_size, vllm_config.cache_config.cache_dtype
     facts = [version, device_type, weights, model.dtype, model.quantization, config, ranks, cache_dtype]
     facts += [_length(model), model.quantization_config, sorted(model.model_class_overrides.items())]
+    facts += [model.override_generation_config.get(ATTENTION_IN_GENERATION), vllm_config.additional_config]
     media = model.multimodal_config
     if media is not None:  # how images and the like are read
         facts += [media.mm_processor_kwargs, media.media_io_kwargs, media.video_pruning_rate, media.video_pruning_method]

@@ -100,6 +100,29 @@ def test_an_answer_supersedes_its_prompt_once_somebody_came_back_with_it(comes_b
     assert resumable(here, PROMPT[: 10 * PAGE + 1]) == (0 if comes_back else 10)
 
 
+@pytest.mark.parametrize("write", WritePolicy)
+def test_an_answer_that_ended_is_saved_once_and_outlives_the_process(write: WritePolicy) -> None:
+    here, answer = rig(placement=PlacementConfig(interval_tokens=0), write=write), text(3, 3 * PAGE)
+    prompt = PROMPT[: 10 * PAGE + 1]
+    lease = here.ready(prompt)
+    here.prefill(lease)
+    saved = here.state.counters["save_pages"]
+    here.decode(lease, answer)
+    assert here.state.counters["save_pages"] == saved, "checkpoints of a growing answer replace one another, and stay here"
+    here.cache.release(lease)
+    here.settle()
+    at_once = write.saves_on_commit or write.saves_into_free_room
+    assert here.state.counters["save_pages"] == saved + (3 + 1 if at_once else 0), "its pages, and one checkpoint"
+    if write is WritePolicy.SELECTIVE:
+        here.serve([*prompt, *answer])
+    rest_out(here)
+    if write.saves_on_eviction:  # the store gets what leaves memory
+        here.evict_all(Tier.DEVICE)
+        here.evict_all(Tier.HOST)
+        here.settle()
+    assert resumable(here, [*prompt, *answer, *text(4, 2 * PAGE)]) == 13
+
+
 def test_milestones_are_stored_though_superseded() -> None:
     here = rig(placement=PlacementConfig(interval_tokens=8 * PAGE, decode_interval_tokens=0))
     turn(here, 10)

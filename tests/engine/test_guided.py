@@ -15,7 +15,7 @@ pytest.importorskip("llguidance")
 from server.serving import PAGE, tiny_checkpoint, tiny_draft
 from stepwell.base.errors import ConfigError
 from stepwell.engine import Ask, Delta, Engine, EngineConfig, Finish, Limits, Sampling, build_engine
-from stepwell.engine.guided import Grammar, Kind
+from stepwell.engine.guided import Grammar, Guide, Kind, Thoughts
 from waiting import run_to_the_end
 
 SCHEMA = {
@@ -175,3 +175,50 @@ def test_without_the_library_it_says_what_to_install(monkeypatch: pytest.MonkeyP
         assert engine.guides is not None
         with pytest.raises(ConfigError, match=r"pip install 'stepwell\[guided\]'"):
             engine.guides.compile(GRAMMARS[1])
+
+
+def thinker(engine: Engine, *, begun: bool) -> Guide:
+    """Thoughts stand in square brackets."""
+    assert engine.guides is not None
+    guide = engine.guides.compile(Grammar(kind=Kind.REGEX, source="(ab|cd){2}[]]"))
+    return guide.behind(Thoughts(open=ord("["), close=ord("]"), begun=begun))
+
+
+def thinking_asks(engine: Engine) -> list[Ask]:
+    def ask(at: int, *, begun: bool, **biases: float) -> Ask:
+        sampling = Sampling(max_tokens=120, seed=at, temperature=1.0, logit_bias=tuple((ord(k), v) for k, v in biases.items()))
+        return Ask(tokens=[*b"Think, number ", 48 + at], sampling=sampling, guide=thinker(engine, begun=begun))
+
+    likely = {"]": 4.0}
+    begun = [ask(at, begun=True, **likely) for at in range(4)]
+    return [*begun, ask(4, begun=False, **{"[": 100.0}), ask(5, begun=False, **{"[": -100.0})]
+
+
+def test_thoughts_stand_before_a_grammar_alone_in_batches_and_with_drafts() -> None:
+    with guided_engine() as engine:
+        alone = [text_of(run(engine, [ask])[0]) for ask in thinking_asks(engine)]
+        assert [text_of(deltas) for deltas in run(engine, thinking_asks(engine))] == alone
+    for text in alone[:4]:
+        assert re.fullmatch(r"[^]]*[]](ab|cd){2}[]]", text, re.DOTALL), text
+    assert any(len(text) > 8 for text in alone[:4]), "something was thought"
+    assert alone[4] == "[" * 120, "the first token opened thoughts, in which anything may come"
+    assert re.fullmatch(r"(ab|cd){2}[]]", alone[5]), "the first token opened none"
+    with guided_engine(draft=True) as engine:
+        assert [text_of(deltas) for deltas in run(engine, thinking_asks(engine))] == alone
+
+
+def test_an_answer_does_not_end_while_it_thinks() -> None:
+    with guided_engine() as engine:
+        assert engine.guides is not None
+        following = thinker(engine, begun=True).follow()
+        ends = sorted(tiny_checkpoint().eos_ids)
+
+        def may_come(answer: bytes, guesses: bytes = b"") -> list[int]:
+            words = following.allowed(list(answer), list(guesses))
+            return [token for token in range(260) if words[token // 32] >> (token % 32) & 1]
+
+        free = may_come(b"so")
+        assert not set(ends) & set(free) and len(free) == 260 - len(ends)
+        assert may_come(b"so", b"]") == [ord("a"), ord("c")] == may_come(b"so on]")
+        assert may_come(b"so on]a", b"b") == [ord("a"), ord("c")]
+        assert set(may_come(b"so on]abab]")) == set(ends)

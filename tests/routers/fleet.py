@@ -26,7 +26,7 @@ installed = pytest.mark.skipif(not SMG.is_file(), reason="behind a router: run `
 NAME = "tiny"
 SERVER = (
     "--model", "random-hybrid", "--served-model-name", NAME, "--device", "cpu", "--device-memory", "32MiB",
-    "--host-memory", "32MiB", "--page-tokens", "16",
+    "--host-memory", "32MiB", "--page-tokens", "16", "--hide-version",
 )  # fmt: skip
 _SAID = re.compile(r"^address\s+(http://\S+)", re.MULTILINE)
 

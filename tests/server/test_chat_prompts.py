@@ -83,6 +83,18 @@ def test_arguments_of_tools_reach_templates_as_data() -> None:
         assert byte_tokenizer().decode(tokens) == seen
 
 
+def test_arguments_of_tools_reach_templates_that_add_them_to_text_as_json() -> None:
+    """As the templates of DeepSeek V3 and V3.1 do."""
+    template = "{% for call in messages[0].tool_calls %}{{ call.function.name + '|' + call.function.arguments }}{% endfor %}"
+    for sent, seen in (('{"a":  "é"}', 'f|{"a": "é"}'), ("", "f|{}"), ("{half", "f|{half"), ({"b": [1]}, 'f|{"b": [1]}')):
+        message = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": sent}}]}
+        tokens, _ = chat_prompt(served(template), [message], None)
+        assert byte_tokenizer().decode(tokens) == seen
+    refusing = template + "{{ raise_exception('never') }}"
+    with pytest.raises(ApiError, match="can only concatenate"):
+        chat_prompt(served(refusing), [message], None)
+
+
 def test_a_template_that_refuses_says_why() -> None:
     with pytest.raises(ApiError, match="users speak last") as caught:
         chat_prompt(served(STRICT), [SYSTEM], None)

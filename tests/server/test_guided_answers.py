@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, Literal
 
 import openai
@@ -14,8 +15,12 @@ import pytest
 
 pytest.importorskip("llguidance")
 
-from server.serving import NAME, running, tiny_draft
+from server.serving import NAME, running, tiny_checkpoint, tiny_draft
 from server.test_openai_client import STORY, chat, complete
+from stepwell.engine.loading.chat import ChatTemplate
+from stepwell.engine.loading.random_hybrid import CHAT_TEMPLATE
+from stepwell.server.parsing import formats
+from stepwell.server.parsing.blocks import Reasoning
 
 
 class Step(pydantic.BaseModel):
@@ -88,3 +93,37 @@ def test_a_server_without_the_library_says_what_to_install(client: openai.OpenAI
     with pytest.raises(openai.BadRequestError, match=r"pip install 'stepwell\[guided\]'") as caught:
         chat(client, "Missing.", STORY, response_format={"type": "json_schema", "json_schema": {"schema": {"enum": [17]}}})
     assert (caught.value.param, caught.value.code) == ("response_format", "unsupported_parameter")
+
+
+TOOL: Any = {"type": "function", "function": {"name": "dig", "parameters": {"enum": [{}]}}}
+
+
+@pytest.mark.parametrize("opening", ["[", "[]"], ids=["the prompt opens thoughts", "the prompt has ended them"])
+def test_formats_and_forced_calls_begin_behind_what_a_model_thinks(opening: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(formats.REASONING, "think", Reasoning(open="[", close="]"))  # type: ignore[index]
+    template = CHAT_TEMPLATE.replace("assistant\n{%", "assistant\n" + opening + "{%") + "{# tools #}"
+    chat = ChatTemplate(template, bos_token="<bos>", eos_token="<eos>")
+    more: Any = {"max_tokens": 200, "temperature": 1, "seed": 4, "logit_bias": {str(ord("]")): 2}}
+    choice: Any = {"extra_body": {"structured_outputs": {"choice": ["up", "down"]}}}
+    named: Any = {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "dig"}}}
+    with (
+        running(checkpoint=replace(tiny_checkpoint(), chat=chat), serving={"reasoning_parser": "think"}) as served,
+        served.client() as client,
+    ):
+
+        def ask(**settings: Any) -> Any:
+            return client.chat.completions.create(model=NAME, messages=MESSAGES, **more, **settings)
+
+        def thought(message: Any) -> str:
+            return str((message.model_extra or {}).get("reasoning_content") or "")
+
+        messages = [each.message for each in ask(n=8, **choice).choices]
+        assert all(each.content in ("up", "down") and "]" not in thought(each) for each in messages)
+        assert any(map(thought, messages)) is (opening == "["), "what is thought is told apart, where anything is"
+        message = messages[0]  # which a stream with the same seed repeats
+        pieces = [chunk.choices[0].delta for chunk in ask(stream=True, **choice)]
+        assert "".join(each.content or "" for each in pieces) == message.content
+        assert "".join(map(thought, pieces)) == thought(message)
+        called = [each.message for each in ask(n=8, **named).choices]
+        assert all((each.content, json.loads(each.tool_calls[0].function.arguments)) == (None, {}) for each in called)
+        assert any(map(thought, called)) is (opening == "[")

@@ -102,20 +102,27 @@ def test_a_server_says_what_it_is_but_not_that_it_is_another(http: httpx.Client)
     info = http.get("/get_server_info").json()
     assert (info["version"], info["served_model_name"], info["context_length"]) == (__version__, NAME, CONTEXT)
     assert http.get("/model_info").json()["is_generation"] is True
-    assert [http.get(path).status_code for path in ("/version", "/server_info", "/loads")] == [404, 404, 404]
+    assert http.get("/version").json() == {"version": __version__}
+    assert [http.get(path).status_code for path in ("/server_info", "/loads")] == [404, 404]
+
+
+def test_the_version_is_hidden_from_routers_that_would_take_us_for_another() -> None:
+    with running(serving={"hide_version": True}) as made:
+        assert httpx.get(f"{made.address}/version").status_code == 404
+        assert httpx.get(f"{made.address}/get_server_info").json()["version"] == __version__
 
 
 def test_who_may_see_the_load_is_as_with_metrics() -> None:
     alice = Tenant(principal=Principal(name="alice"), key_sha256=hashlib.sha256(b"alice's").digest())
-    paths = ("/health", "/ready", "/v1/loads", "/get_server_info", "/model_info")
+    paths = ("/health", "/ready", "/v1/loads", "/get_server_info", "/model_info", "/version")
 
     def statuses(made: Running, key: str | None) -> list[int]:
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         return [httpx.get(made.address + path, headers=headers).status_code for path in paths]
 
     with running(api_key=KEY) as made:
-        assert statuses(made, None) == [200, 200, 401, 401, 401] and statuses(made, KEY) == [200] * 5
+        assert statuses(made, None) == [200, 200, 401, 401, 401, 401] and statuses(made, KEY) == [200] * 6
     with running(tenants=[alice]) as made:
-        assert statuses(made, "alice's") == [200, 200, 401, 200, 200] and statuses(made, ADMIN) == [200] * 5
+        assert statuses(made, "alice's") == [200, 200, 401, 200, 200, 200] and statuses(made, ADMIN) == [200] * 6
     with running(api_key=KEY, serving={"open_metrics": True}) as made:
-        assert statuses(made, None) == [200, 200, 200, 401, 401]
+        assert statuses(made, None) == [200, 200, 200, 401, 401, 401]

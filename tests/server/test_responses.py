@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from typing import Any, Literal
 
 import httpx
 import openai
+import pydantic
 import pytest
 
 from server.serving import NAME, Held, Running, running
 
 SAID: dict[str, Any] = {"model": NAME, "temperature": 0, "max_output_tokens": 12}
+
+
+class Well(pydantic.BaseModel):
+    name: Literal["Chand Baori", "Rani ki Vav"]
+    wet: bool
 
 
 def chatted(client: openai.OpenAI, *messages: Any) -> str | None:
@@ -67,13 +74,31 @@ def test_the_client_s_own_stream_helper_puts_it_together(client: openai.OpenAI) 
     assert made.status == "completed" and made.incomplete_details is None and made.output_text == ""
 
 
+def test_an_answer_is_parsed_into_the_type_that_was_asked_for(client: openai.OpenAI) -> None:
+    pytest.importorskip("llguidance")
+    more: Any = {**SAID, "max_output_tokens": 300, "input": "A well, please.", "metadata": {"run": "7"}}
+    made = client.responses.parse(**more, text_format=Well)
+    assert isinstance(made.output_parsed, Well) and made.status == "completed" and made.metadata == {"run": "7"}
+    with client.responses.stream(**more, text_format=Well) as stream:
+        assert stream.get_final_response().output_parsed == made.output_parsed
+    free = {"logit_bias": {str(ord("}")): 8, str(ord('"')): 8}}
+    any_object = client.responses.create(**more, text={"format": {"type": "json_object"}}, extra_body=free)
+    assert isinstance(json.loads(any_object.output_text), dict) and any_object.text is not None
+    assert any_object.text.format is not None and any_object.text.format.type == "json_object"
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
         ("previous_response_id", "resp_1"),
         ("background", True),
         ("tools", [{"type": "web_search"}]),
-        ("text", {"format": {"type": "json_object"}}),
+        ("text", {"verbosity": "low"}),
+        ("response_format", {"type": "json_object"}),
+        ("text", {"format": "json"}),
+        ("text", {"format": {"type": "grammar"}}),
+        ("text", {"format": {"type": "json_schema", "name": "x"}}),
+        ("metadata", {"x": 5}),
         ("truncation", "auto"),
         ("input", [{"type": "item_reference", "id": "msg_1"}]),
         ("input", []),
@@ -83,7 +108,7 @@ def test_the_client_s_own_stream_helper_puts_it_together(client: openai.OpenAI) 
 )
 def test_what_cannot_be_done_is_refused_by_name(http: httpx.Client, field: str, value: object) -> None:
     refused = http.post("/v1/responses", json={"model": NAME, "input": "x", field: value})
-    assert refused.status_code == 400 and refused.json()["error"]["param"] in (field, "messages")
+    assert refused.status_code == 400 and refused.json()["error"]["param"] in (field, "messages", "response_format")
 
 
 def test_another_model_is_not_found_and_fields_of_the_cache_count(http: httpx.Client) -> None:

@@ -65,6 +65,7 @@ def configure(parser: ArgumentParser) -> None:
         "--max-priority", type=int, default=0, metavar="N", help="highest priority that requests may ask for, to 10 (default: 0)"
     )
     parser.add_argument("--open-metrics", action="store_true", help="show /metrics and /v1/loads without the API key")
+    parser.add_argument("--hide-version", action="store_true", help="no /version: smg takes whoever answers it for vLLM")
     kv_events.configure(parser)
     handover.configure(parser)
     parser.add_argument(
@@ -122,6 +123,7 @@ def _serve(args: Namespace) -> int:
         max_body_bytes=max_body_bytes,
         hosts=(*_LOCAL, *args.allow_host) if args.host in _LOCAL else (),
         open_metrics=args.open_metrics,
+        hide_version=args.hide_version,
         drain_s=args.drain,
         store=config.store,
         store_config=config.store_config,

@@ -4,7 +4,8 @@
                own (`guided_trial.py`), so that no client can ask for more
     follow     once an answer: reads its tokens as they come, and says what may follow them and a draft's guesses
 
-A grammar is compiled for one vocabulary. Where an answer stands in it follows from its tokens alone.
+A grammar is compiled for one vocabulary. Where an answer stands in it follows from its tokens alone. Models that think first may
+do so: then the grammar begins behind the token that ends their thoughts.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import numpy.typing as npt
 
 from stepwell.base.errors import ConfigError
 from stepwell.engine import guided_trial
-from stepwell.engine.ops.editing import words_for
+from stepwell.engine.ops.editing import WORD_BITS, words_for
 from stepwell.engine.text import Text
 
 MAX_SOURCE = 64 << 10  # characters
@@ -53,34 +54,76 @@ class OffGrammar(Exception):
     """The grammar was too much for its limits in the middle of an answer."""
 
 
-class Guide:
-    """A compiled grammar. Any number of answers may follow it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thoughts:
+    """The tokens around what a model may think before the answer that a grammar is for.
 
-    def __init__(self, start: Any, vocab_size: int) -> None:
+    prompt ... <open> thoughts <close> {"grammar": ...}     `begun`: the prompt ends with <open>
+    prompt ... {"grammar": ...}                             not begun: the first token says whether it thinks at all
+    """
+
+    open: int
+    close: int
+    begun: bool
+
+    def end(self, tokens: Sequence[int], since: int = 0) -> int | None:
+        """How many tokens of an answer stand before its grammar; None while it thinks. `close` is looked for from `since` on."""
+        if not self.begun and (not tokens or tokens[0] != self.open):
+            return 0
+        return next((at + 1 for at in range(since, len(tokens)) if tokens[at] == self.close), None)
+
+
+class Guide:
+    """A compiled grammar, and the thoughts that may stand before it. Any number of answers may follow it."""
+
+    def __init__(self, start: Any, vocab_size: int, eos_ids: frozenset[int], thoughts: Thoughts | None = None) -> None:
         self._start = start
         self._vocab_size = vocab_size
+        self._eos_ids = eos_ids
+        self.thoughts = thoughts
+
+    def behind(self, thoughts: Thoughts) -> Guide:
+        """The same for answers that may think first."""
+        return Guide(self._start, self._vocab_size, self._eos_ids, thoughts)
 
     def follow(self) -> Following:
-        return Following(self._start.deep_copy(), self._vocab_size)
+        return Following(self._start.deep_copy(), self._vocab_size, self._eos_ids, self.thoughts)
 
 
 class Following:
     """One answer's place in a grammar. One thread."""
 
-    def __init__(self, matcher: Any, vocab_size: int) -> None:
+    def __init__(self, matcher: Any, vocab_size: int, eos_ids: frozenset[int], thoughts: Thoughts | None) -> None:
         self._matcher = matcher
         self._vocab_size = vocab_size
-        self._read = 0
+        self._eos_ids = eos_ids
+        self._thoughts = thoughts
+        self._thought = 0  # tokens of the answer that are thoughts for certain
+        self._read = 0  # tokens of the answer that the matcher has seen, or need not see
 
     def allowed(self, answer: Sequence[int], guesses: Sequence[int] = ()) -> npt.NDArray[np.int32]:
         """A bit for each token that may come behind an answer, which only grows, and guesses. Raises OffGrammar.
 
-        Where a guess is not allowed, no bit is of use: nobody chooses it, and what is behind it is dropped.
+        Where a guess is not allowed, no bit is of use: nobody chooses it, and what is behind it is dropped. While it thinks
+        an answer may go on with all but its end.
         """
+        tokens = [*answer, *guesses]
+        first = 0 if self._thoughts is None else self._thoughts.end(tokens, self._thought)
+        if first is None:
+            self._thought = len(answer)
+            return self._all_but_ends
+        if first <= len(answer):
+            self._matcher.consume_tokens(tokens[max(self._read, first) : len(answer)])
+            self._read = len(answer)
+        words = self._behind(tokens[max(first, len(answer)) :])
+        if self._thoughts is not None and not tokens and not self._thoughts.begun:
+            at, bit = divmod(self._thoughts.open, WORD_BITS)
+            words.view(np.uint32)[at] |= np.uint32(1 << bit)
+        return words
+
+    def _behind(self, guesses: list[int]) -> npt.NDArray[np.int32]:
         matcher = self._matcher
-        matcher.consume_tokens(list(answer[self._read :]))
-        self._read = len(answer)
-        ahead = matcher.try_consume_tokens(list(guesses)) if guesses else 0
+        ahead = matcher.try_consume_tokens(guesses) if guesses else 0
         words = np.zeros(words_for(self._vocab_size), np.int32)
         matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if matcher.is_error():
@@ -88,6 +131,13 @@ class Following:
         if ahead:
             matcher.rollback(ahead)
         return words
+
+    @cached_property
+    def _all_but_ends(self) -> npt.NDArray[np.int32]:
+        bits = np.zeros(words_for(self._vocab_size) * WORD_BITS, np.uint8)
+        bits[: self._vocab_size] = 1
+        bits[sorted(self._eos_ids)] = 0
+        return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
 
 
 class Guides:
@@ -131,7 +181,7 @@ class Guides:
             raise ConfigError(f"the {grammar.kind.value} cannot be followed: {error!s:.500}") from None
         if start.is_error():
             raise ConfigError(f"the {grammar.kind.value} cannot be followed: {start.get_error():.500}")
-        guide = Guide(start, self._vocab_size)
+        guide = Guide(start, self._vocab_size, self._eos_ids)
         try:  # what is too much for the first token is found here, and not in a pass
             guide.follow().allowed(())
         except OffGrammar as error:

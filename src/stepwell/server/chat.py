@@ -19,7 +19,7 @@ from stepwell.server.bodies import ChatBody
 from stepwell.server.chat_form import chat_form, shows_special
 from stepwell.server.door import asking
 from stepwell.server.errors import ApiError
-from stepwell.server.grammars import compiled, guide_of
+from stepwell.server.grammars import compiled, guide_of, thoughts_of
 from stepwell.server.principals import Principal
 from stepwell.server.replies import answer
 from stepwell.server.requests import Unknown, asks_of, sampling_of
@@ -66,6 +66,9 @@ def chat_asks(served: Served, body: ChatBody, principal: Principal, arrived_s: f
     served.must_fit(tokens, max_tokens=max_tokens, param="messages")
     forced = choice.grammar(several=body.parallel_tool_calls is not False) if choice.is_forced else None
     guide = guide_of(served, body) if forced is None else compiled(served, forced, param="tool_choice")
+    thoughts = None if guide is None else thoughts_of(served, tokens, within=ending is not Ending.ANSWER)
+    if guide is not None and thoughts is not None:
+        guide = guide.behind(thoughts)
     return asks_of(body, principal, tokens, sampling, arrived_s=arrived_s, hints=hints, guide=guide)
 
 
@@ -102,10 +105,7 @@ def chat_prompt(
         error = f"this model's chat template does not know tools: {what}"
         raise ApiError(400, error, param="tools", code="unsupported_parameter")
     plain = [_plain(served, number, message) for number, message in enumerate(messages)]
-    try:
-        prompt = _rendered(served, plain, tools, options, ending)
-    except ConfigError as error:
-        raise ApiError(400, str(error), param="messages") from None
+    prompt = _prompt(served, plain, tools, options, ending)
     tokens = served.encode(prompt, param="messages")
     leading = plain[:1] if plain[0]["role"] in _LEADING else []
     if not leading and not tools:
@@ -113,6 +113,29 @@ def chat_prompt(
     head = _head(served, leading, tools, options)
     begun = served.encode(prompt[: _common(prompt, head)], param="messages") if head else []
     return tokens, (_common(tokens, begun),)
+
+
+def _prompt(
+    served: Served,
+    messages: Sequence[Message],
+    tools: Sequence[Message] | None,
+    options: Mapping[str, Any] | None,
+    ending: Ending,
+) -> str:
+    """Templates see the arguments of calls as data. Those that fail on it, as DeepSeek's V3 and V3.1 do, see them as JSON.
+
+    Raises ApiError.
+    """
+    try:
+        return _rendered(served, messages, tools, options, ending)
+    except ConfigError as error:
+        refused = error
+    if any(message.get("tool_calls") for message in messages):
+        try:
+            return _rendered(served, [_with_texts(message) for message in messages], tools, options, ending)
+        except ConfigError:
+            pass  # then that was not what it failed on
+    raise ApiError(400, str(refused), param="messages")
 
 
 def _rendered(
@@ -192,3 +215,15 @@ def _call(place: str, call: Any) -> Any:
     except (ValueError, RecursionError):
         return call  # what a model wrote, whole or not
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _with_texts(message: Message) -> Message:
+    """A plain message with the arguments of its calls as JSON."""
+    calls = [(call, call["function"]) for call in message.get("tool_calls") or ()]
+    written = [{**call, "function": {**function, "arguments": _text(function)}} for call, function in calls]
+    return {**message, "tool_calls": written} if written else message
+
+
+def _text(function: Mapping[str, Any]) -> str:
+    arguments = function.get("arguments", {})
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

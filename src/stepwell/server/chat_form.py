@@ -10,13 +10,11 @@ from stepwell.engine.request import Ask, Delta, Finish
 from stepwell.engine.text import Text
 from stepwell.server.bodies import ChatBody
 from stepwell.server.logprobs import chat_logprobs, prompt_logprobs
-from stepwell.server.parsing.blocks import Plain
-from stepwell.server.parsing.formats import markers_of, parser_for
+from stepwell.server.parsing.blocks import Plain, ReasoningParser
+from stepwell.server.parsing.formats import HARMONY, REASONING, markers_of, parser_for, prompt_end
 from stepwell.server.parsing.pieces import Call, Parser, Piece, joined
 from stepwell.server.served import Served
 from stepwell.server.tool_choice import Choosing, NamedParser, RequiredParser, ToolChoice, tool_choice_of
-
-_PROMPT_END = 16  # tokens of a prompt that show whether it opens the reasoning
 
 
 def shows_special(served: Served, body: ChatBody) -> bool:
@@ -25,9 +23,9 @@ def shows_special(served: Served, body: ChatBody) -> bool:
     Where they are none, as in many models, texts stay without the special tokens that a model writes by chance.
     """
     choice = tool_choice_of(body)
-    if choice.is_forced or body.is_guided or served.text is None:
+    if served.text is None or (served.reasoning_parser == HARMONY and (choice.is_forced or body.is_guided)):
         return False
-    return any(_is_special(served.text, marker) for marker in markers_of(*_formats(served, choice)))
+    return any(_is_special(served.text, marker) for marker in markers_of(*_formats(served, body, choice)))
 
 
 def _is_special(text: Text, marker: str) -> bool:
@@ -45,22 +43,30 @@ def chat_form(served: Served, body: ChatBody, asks: Sequence[Ask]) -> ChatForm:
     )
 
 
-def _formats(served: Served, choice: ToolChoice) -> tuple[str | None, str | None]:
-    return served.tool_parser if choice.how is Choosing.AUTO else None, served.reasoning_parser
+def _formats(served: Served, body: ChatBody, choice: ToolChoice) -> tuple[str | None, str | None]:
+    return served.tool_parser if choice.how is Choosing.AUTO and not body.is_guided else None, served.reasoning_parser
 
 
 def _parser(served: Served, body: ChatBody, choice: ToolChoice, ask: Ask) -> Callable[[], Parser]:
-    """Makes what an answer is parsed with. One that follows a grammar is what the grammar says, and has no reasoning."""
+    """Makes what an answer is parsed with. One that follows a grammar is what the grammar says, behind what it may think."""
+    if ask.guide is not None:
+        thoughts = ask.guide.thoughts
+        if thoughts is None:
+            return _guided(choice)
+        around, begun = REASONING[served.reasoning_parser or ""], thoughts.begun
+        return lambda: ReasoningParser(around, _guided(choice)(), begun=begun)
+    tools, reasoning = _formats(served, body, choice)
+    if served.text is None:
+        return Plain
+    end = prompt_end(served.text, ask.tokens)
+    return lambda: parser_for(tools, reasoning, prompt_end=end, texts=choice.texts)
+
+
+def _guided(choice: ToolChoice) -> Callable[[], Parser]:
     if choice.name is not None:
         name = choice.name
         return lambda: NamedParser(name)
-    if choice.how is Choosing.REQUIRED:
-        return RequiredParser
-    tools, reasoning = _formats(served, choice)
-    if body.is_guided or served.text is None:
-        return Plain
-    end = served.text.decode(ask.tokens[-_PROMPT_END:], special=True)
-    return lambda: parser_for(tools, reasoning, prompt_end=end, texts=choice.texts)
+    return RequiredParser if choice.how is Choosing.REQUIRED else Plain
 
 
 class ChatForm:

@@ -10,13 +10,14 @@ Compiles on the calling thread, which must not be the event loop's.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stepwell.base.errors import ConfigError
-from stepwell.engine.guided import NEEDS_EXTRA, Grammar, Guide, Kind
+from stepwell.engine.guided import NEEDS_EXTRA, Grammar, Guide, Kind, Thoughts
 from stepwell.server.bodies import Asked
 from stepwell.server.errors import ApiError
+from stepwell.server.parsing.formats import REASONING, prompt_end
 from stepwell.server.served import Served
 
 MAX_CHOICES_TO_MAKE = 1000
@@ -46,6 +47,25 @@ def compiled(served: Served, grammar: Grammar, *, param: str) -> Guide:
     except ConfigError as error:
         code = "unsupported_parameter" if str(error) == NEEDS_EXTRA else "invalid_grammar"
         raise ApiError(400, f"{param}: {error}", param=param, code=code) from None
+
+
+def thoughts_of(served: Served, tokens: Sequence[int], *, within: bool) -> Thoughts | None:
+    """What a model may think before an answer that follows a grammar; None where that begins with the first token.
+
+    So it does for models that do not think, whose markers are not one token each, or whose prompt has ended the thoughts.
+    `within`: the answer goes on from a message that has begun.
+    """
+    around = REASONING.get(served.reasoning_parser or "")
+    if around is None or served.text is None:
+        return None
+    marked = [served.text.encode(marker, special=False) for marker in (around.open, around.close)]
+    if [len(each) for each in marked] != [1, 1]:
+        return None
+    end = prompt_end(served.text, tokens).rstrip()
+    begun = end.endswith(around.open)
+    if not begun and (within or end.endswith(around.close)):
+        return None
+    return Thoughts(open=marked[0][0], close=marked[1][0], begun=begun)
 
 
 def schema_grammar(schema: Any, *, param: str) -> Grammar:

@@ -4,9 +4,10 @@
     /ready      requests may be sent. Not while it stops, though it lives until the last answer has ended, nor without ranks
     /v1/loads   requests, memory and speed, as SGLang names them
     /get_server_info, /model_info    what the server was started with, and what its model can do
+    /version    which Stepwell it is. smg takes whoever answers it for vLLM, whatever the answer says, so it can be hidden
 
-`/version` and `/server_info` stay unknown here on purpose: smg takes a server that answers them for vLLM or SGLang, and then asks
-it for things that only those have. No route waits for a pass.
+`/server_info` stays unknown here on purpose: smg takes a server that answers it for SGLang, and then asks it for things that only
+SGLang has. No route waits for a pass.
 """
 
 from __future__ import annotations
@@ -60,6 +61,12 @@ def probe_router(served: Served, door: Door) -> APIRouter:
             "dp_size": 1,
             "is_embedding": False,
         }
+
+    if not served.hide_version:
+
+        @router.get("/version", dependencies=keyed)
+        async def version() -> dict[str, Any]:
+            return {"version": __version__}
 
     @router.get("/model_info", dependencies=keyed)
     async def model_info() -> dict[str, Any]:

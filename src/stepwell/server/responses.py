@@ -1,4 +1,4 @@
-"""`/v1/responses` for plain use: text in, text out, whole or streamed. A chat in other words, and asked as one.
+"""`/v1/responses` for plain use: text in, text or JSON out, whole or streamed. A chat in other words, and asked as one.
 
 Nothing is kept on the server, so that a response cannot be fetched or gone on from later. What would need that, and tools, is
 refused. Reasoning that a model sets apart is not told here; `/v1/chat/completions` does.
@@ -37,14 +37,15 @@ _ONLY_VALUES: dict[str, tuple[object, ...]] = {
     "previous_response_id": (),
     "prompt": (),
     "reasoning": ({},),
+    "response_format": (),  # here it is `text`
     "stream_options": ({},),
-    "text": ({}, {"format": {"type": "text"}}),
     "tool_choice": ("auto", "none"),
     "tools": ([],),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
 _OF_MESSAGES = ("role", "content")
+_PLAIN = {"format": {"type": "text"}}
 
 
 class ResponsesBody(Body):
@@ -53,6 +54,8 @@ class ResponsesBody(Body):
     model: str
     input: str | list[dict[str, Any]]
     instructions: str | None = None
+    text: dict[str, Any] | None = None
+    metadata: dict[str, str] | None = Field(None, max_length=16)  # told again, and used for nothing
     max_output_tokens: int | None = Field(None, ge=1)
     temperature: float | None = None
     top_p: float | None = None
@@ -102,11 +105,22 @@ def _chat(body: ResponsesBody) -> ChatBody:
         "temperature": body.temperature,
         "top_p": body.top_p,
         "stream": body.stream,
+        "response_format": _format(body.text or _PLAIN),
     }
     try:
         return ChatBody.model_validate(fields)
     except ValidationError as error:
         raise of_problems(error.errors(include_url=False, include_input=False)) from None
+
+
+def _format(text: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """As chats name it: there a schema stands in an object of its own. Raises ApiError."""
+    wanted = text.get("format")
+    if text.keys() - {"format"} or not (wanted is None or isinstance(wanted, Mapping)):
+        raise ApiError(400, 'text may only be {"format": {"type": ...}}', param="text", code="unsupported_parameter")
+    if wanted is None or wanted.get("type") != "json_schema":
+        return wanted
+    return {"type": "json_schema", "json_schema": {name: each for name, each in wanted.items() if name != "type"}}
 
 
 def _message(number: int, item: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,8 +137,9 @@ class _Made:
         self._common = {
             "id": self.id, "object": "response", "created_at": int(time.time()), "model": body.model,
             "instructions": body.instructions, "max_output_tokens": body.max_output_tokens, "temperature": body.temperature,
-            "top_p": body.top_p, "error": None, "metadata": {}, "parallel_tool_calls": True, "previous_response_id": None,
-            "store": False, "text": {"format": {"type": "text"}}, "tool_choice": "auto", "tools": [], "truncation": "disabled",
+            "top_p": body.top_p, "error": None, "metadata": body.metadata or {}, "parallel_tool_calls": True,
+            "previous_response_id": None, "store": False, "text": body.text or _PLAIN, "tool_choice": "auto",
+            "tools": [], "truncation": "disabled",
         }  # fmt: skip
 
     def begun(self) -> dict[str, Any]:

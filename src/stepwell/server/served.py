@@ -61,6 +61,7 @@ class Served:
     max_body_bytes: int = MAX_BODY_BYTES
     hosts: tuple[str, ...] = ()  # names it goes by; none for any
     open_metrics: bool = False
+    hide_version: bool = False  # no `/version`, for routers that take whoever has it for vLLM
     offers: Offers | None = None  # of a prefill server
     ahead: Ahead | None = None  # of a prefill server that knows decode servers
     peers: Peers | None = None  # of a decode server

@@ -8,13 +8,15 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from stepwell.engine.text import Text
 from stepwell.server.parsing.blocks import BlockParser, Blocks, Plain, Reasoning, ReasoningParser
 from stepwell.server.parsing.harmony import HARMONY_MARKERS, HarmonyParser
 from stepwell.server.parsing.pieces import Call, Parser, call_of
 
+_PROMPT_END = 16  # tokens
 HARMONY, AUTO = "harmony", "auto"  # AUTO: as the model's chat template says
 
 
@@ -215,6 +217,11 @@ def tools_of(template: str) -> str | None:
 
 def reasoning_of(template: str) -> str | None:
     return next((name for sign, name in _REASONING_SIGNS.items() if sign in template), None)
+
+
+def prompt_end(text: Text, tokens: Sequence[int]) -> str:
+    """As much of a prompt as shows whether it opens the reasoning."""
+    return text.decode(tokens[-_PROMPT_END:], special=True)
 
 
 def parser_for(tools: str | None, reasoning: str | None, *, prompt_end: str = "", texts: Texts = NO_TEXTS) -> Parser:

@@ -79,6 +79,10 @@ def _configure_cache(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--write-policy", choices=write, default="through", help="when pages go to the host (default: through)")
     parser.add_argument(
+        "--durable", action="store_true",
+        help="what is committed is in the store soon, whatever the write policy: a process that is killed starts warm",
+    )  # fmt: skip
+    parser.add_argument(
         "--prefetch-policy", choices=prefetch, default="timeout", help="how long requests wait for the store (default: timeout)"
     )
     parser.add_argument(
@@ -126,6 +130,7 @@ def read(args: Namespace, environment: Mapping[str, str], principals: Principals
         store_options=options,
         store_config=StoreConfig(prefetch=prefetch, checkpoint_delay_s=args.checkpoint_delay, key=key),
         write=WritePolicy(args.write_policy),
+        durable=args.durable,
         placement=PlacementConfig(interval_tokens=args.checkpoint_interval),
         memory_quotas={} if principals is None else principals.memory_quotas,
         limits=_limits(args),

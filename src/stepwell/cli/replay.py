@@ -33,6 +33,7 @@ def configure(parser: ArgumentParser) -> None:
     add_arguments(parser, sizes={**SIZES, Tier.HOST: NONE, Tier.STORE: NONE}, compares=True)
     parser.add_argument("--write", choices=[each.value for each in WritePolicy], default=WritePolicy.THROUGH.value,
                         help="when pages go down a tier (default: through)")  # fmt: skip
+    parser.add_argument("--durable", action="store_true", help="what is committed goes to the store soon, whatever --write says")
     parser.add_argument("--warm-up", type=int, default=0, metavar="N", help="requests before figures begin (default: 0)")
     parser.add_argument("--whole-blocks", action="store_true", help="cache a prompt's last block even where it is not full")
 
@@ -42,7 +43,7 @@ def run(args: Namespace) -> int:
         raise ConfigError(f"--warm-up must be 0 or more, got {args.warm_up}")
     names = tuple(POLICIES) if args.compare else (args.policy,)
     cases = [
-        replace(case, policy=name, write=WritePolicy(args.write), whole_blocks=args.whole_blocks)
+        replace(case, policy=name, write=WritePolicy(args.write), durable=args.durable, whole_blocks=args.whole_blocks)
         for case in cases_of(args)
         for name in names
     ]

@@ -117,6 +117,7 @@ def build_engine(
         device_bytes=device_bytes_of(config, device),
         host_bytes=host_bytes_of(config),
         write=config.write,
+        durable=config.durable,
         placement=config.placement,
         memory_quotas=config.memory_quotas,
         vocab_size=model.vocab_size,

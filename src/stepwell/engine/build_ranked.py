@@ -57,8 +57,8 @@ def build_ranked(model: str, checkpoint: Checkpoint, config: EngineConfig, store
     with ExitStack() as undo:
         undo.callback(workers.close)
         sizes = CacheConfig(
-            device_bytes=workers.device_bytes, host_bytes=host_bytes, write=config.write, placement=config.placement,
-            memory_quotas=config.memory_quotas, vocab_size=workers.vocab_size,
+            device_bytes=workers.device_bytes, host_bytes=host_bytes, write=config.write, durable=config.durable,
+            placement=config.placement, memory_quotas=config.memory_quotas, vocab_size=workers.vocab_size,
         )  # fmt: skip
         layouts = layouts_for(spec, sizes, alignment=tuning.page_alignment_bytes, shared_by=count)
         cache = build_cache(

@@ -34,6 +34,7 @@ class Case:
     page_tokens: int | None = None
     requests: int | None = None  # of the trace, from its start; all where None
     write: WritePolicy = WritePolicy.THROUGH
+    durable: bool = False
     whole_blocks: bool = False
 
     def __post_init__(self) -> None:
@@ -48,6 +49,7 @@ class Case:
                 device_bytes=self.sizes.get(Tier.DEVICE),
                 host_bytes=self.sizes.get(Tier.HOST),
                 write=self.write,
+                durable=self.durable,
             ),
             tuning=policy_named(self.policy),
             store_bytes=self.sizes.get(Tier.STORE),

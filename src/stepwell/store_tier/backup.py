@@ -293,6 +293,8 @@ def put_checkpoint(state: CacheState, link: StoreLink, checkpoint: Checkpoint) -
     size_bytes = _size_bytes(state, residency)
     link.beliefs.add(checkpoint, arriving=True, at_s=state.clock.now())
     link.beliefs.note_boundary(node, checkpoint.page)
+    if link.is_late:
+        link.beliefs.note_owed(node, checkpoint.page)
     link.put_began(size_bytes, state.clock.now())
 
     def replied(outcome: Outcome, took_s: float) -> None:

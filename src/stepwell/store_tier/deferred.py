@@ -6,7 +6,8 @@ A conversation leaves a checkpoint at every turn, and the next turn makes all bu
     a later checkpoint of its path is in the store                            it never will be
     one follows it, but is not in the store yet                               it is deferred again
 
-A path of which nothing was stored for `MOST_DELAYS` is stored at the next chance, so a crash costs no more than that. What is
+A path of which nothing was stored for `MOST_DELAYS` is stored at the next chance, so a crash costs no more than that; for one
+delay, where the cache is durable. What is
 deferred is a small part of the host: beyond it the oldest are stored at once, and so are all before the store goes. What leaves
 the host is deferred no longer; what is deferred is worth more there (`policy/value.py`), so that it does not leave for little.
 """
@@ -46,6 +47,7 @@ class DeferredBackups:
         self,
         *,
         delay_s: float,
+        most_delays: int = MOST_DELAYS,
         most_bytes: int,
         is_superseded: Question,
         can_be_stored: Question,
@@ -59,6 +61,7 @@ class DeferredBackups:
         whose backup was deferred, or is so no longer.
         """
         self._delay_s = delay_s  # 0: nothing is ever deferred
+        self._most_delays = most_delays
         self._most_bytes = most_bytes
         self._is_superseded = is_superseded
         self._can_be_stored = can_be_stored
@@ -159,7 +162,7 @@ class DeferredBackups:
         return self._ended_at_s is not None or self._size_bytes > self._most_bytes
 
     def _is_overdue(self, waiting_since_s: float, now_s: float) -> bool:
-        return now_s - waiting_since_s >= MOST_DELAYS * self._delay_s
+        return now_s - waiting_since_s >= self._most_delays * self._delay_s
 
     def _verdict(self, checkpoint: Checkpoint, *, is_overdue: bool) -> _Verdict:
         if self._is_spared(checkpoint):

@@ -5,7 +5,9 @@
     release       what came up from the store is worth little there, as long as memory has it
 
 A checkpoint leaves before the pages it stands on, and without it nothing in memory can use them. So a path is stored as a whole
-before its last checkpoint goes. What another checkpoint of its path serves for is not stored.
+before its last checkpoint goes, but for pages that only the device has. These are owed to the store (`Beliefs.owes`): they go
+down when they leave, though nothing in memory can use them by then. What another checkpoint of its path serves for is not
+stored.
 """
 
 from __future__ import annotations
@@ -112,7 +114,7 @@ def _wanted(state: CacheState, link: StoreLink, victim: Victim) -> Node | None:
             return None
         return checkpoint.node
     tail = state.tree.ranking.tails.of(victim)
-    if tail is None or tail.dead or tail.repeated or victim.unsaved:
+    if tail is None or tail.repeated or victim.unsaved or (tail.dead and not link.beliefs.owes(victim.node)):
         return None
     return victim.node if link.beliefs.fresh_pages(victim.node) < victim.node.num_pages else None
 

@@ -41,6 +41,7 @@ class Beliefs:
         self._checkpoints: dict[Checkpoint, float] = {}  # since when
         self._arriving: set[Checkpoint] = set()
         self._boundaries: dict[Node, set[int]] = {}  # where checkpoints went down, in memory or not any more
+        self._owed: set[Node] = set()  # that checkpoints in the store stand on, and which are not there themselves
 
     def pages(self, node: Node) -> int:
         """How many of a node's first pages are believed to be in the store, or on their way there."""
@@ -59,6 +60,8 @@ class Beliefs:
             self._pages[node] = count
             if at_s is not None:
                 self._pages_at_s[node] = at_s
+                if count == node.num_pages:
+                    self._owed.discard(node)
         else:
             self._pages.pop(node, None)
             self._pages_at_s.pop(node, None)
@@ -93,6 +96,16 @@ class Beliefs:
         """Where checkpoints of a node went down, each told once."""
         return sorted(self._boundaries.pop(node, ()))
 
+    def owes(self, node: Node) -> bool:
+        """Whether a checkpoint went down without pages of a node that it stands on: they have to follow it."""
+        return node in self._owed
+
+    def note_owed(self, node: Node, page: int) -> None:
+        """A checkpoint of a node goes down at boundary `page`, whatever the store has of its path."""
+        for each in node.path():
+            if self.fresh_pages(each) < min(each.end, page) - each.start:
+                self._owed.add(each)
+
     def remove(self, checkpoint: Checkpoint) -> None:
         self._checkpoints.pop(checkpoint, None)
         self._arriving.discard(checkpoint)
@@ -104,11 +117,16 @@ class Beliefs:
         count, at_s = self.pages(lower), self._pages_at_s.get(lower)
         for page in self.take_boundaries(lower):
             self.note_boundary(upper if page <= upper.end else lower, page)
+        owed = lower in self._owed
         self.set_pages(upper, min(count, upper.num_pages), at_s=at_s)
         self.set_pages(lower, count - upper.num_pages)
+        if owed:
+            self._owed |= {upper, lower}
 
     def node_shortened(self, node: Node) -> None:
         """A node lost its last pages, or all of them."""
+        if node.parent is None:
+            self._owed.discard(node)
         if node in self._boundaries:
             left = {page for page in self._boundaries.pop(node) if node.parent is not None and page <= node.end}
             if left:
@@ -118,6 +136,8 @@ class Beliefs:
 
     def audit(self) -> None:
         """Asserts that nothing is believed of what has left memory."""
+        for node in self._owed:
+            assert node.parent is not None, f"{node} left memory, and is still to be stored"
         for node, count in self._pages.items():
             assert node.parent is not None and 0 < count <= node.num_pages, f"{count} page(s) believed of {node}"
         assert self._arriving <= self._checkpoints.keys(), (

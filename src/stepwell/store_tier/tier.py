@@ -33,7 +33,8 @@ from stepwell.store_tier.backup import (
     put_deferred_of,
     put_waiting_of,
 )
-from stepwell.store_tier.deferred import DeferredBackups
+from stepwell.store_tier.deferred import MOST_DELAYS, DeferredBackups
+from stepwell.store_tier.durable import put_run_before_leaving, save_on_the_way
 from stepwell.store_tier.late import keep_clean, leave_host, put_ahead, put_everything_of, release_path
 from stepwell.store_tier.link import Beliefs, LinkState, StoreLink
 from stepwell.store_tier.ops import OPERATIONS, StoreOps
@@ -44,7 +45,7 @@ from stepwell.tiers.state import CacheState, Leaving
 from stepwell.transfer.store_worker import HostPages, StoreWorker
 from stepwell.tree.checkpoints import is_superseded
 from stepwell.tree.match import Match
-from stepwell.tree.node import Node, Residency, Victim
+from stepwell.tree.node import Node, Residency, Run, Victim
 
 DEFERRED_SHARE = 1 / 16  # of the host tier: checkpoints that rest there before they are stored
 BACKUP_SHARE = 1 / 16  # of the host tier: on its way down at most
@@ -118,10 +119,8 @@ class StoreTier:
             self._listen()
         self.links.append(self.link)
         forget_refusals(state)
-        if (
-            store.traits.writable and state.config.write is not WritePolicy.BACK and not self.link.is_late
-        ):  # then things go down when the host needs room
-            state.copies.on_saved = self.offer
+        if store.traits.writable and not self._takes_what_leaves:
+            state.copies.on_saved = self._offer
             offer_everything(state, self.link)
 
     def detach(self) -> None:
@@ -143,8 +142,10 @@ class StoreTier:
 
     @property
     def takes_paths(self) -> bool:
-        """Whether a store is there to take pages, parents before children."""
-        return self.link is not None and self.link.store.traits.writable
+        """Whether a store is there to take pages, parents before children, when they leave memory or reach the host. Not where
+        they go there before (`durable`).
+        """
+        return self.link is not None and self.link.store.traits.writable and not self._state.config.durable
 
     @property
     def takes_late(self) -> bool:
@@ -156,9 +157,25 @@ class StoreTier:
         return link.backup_bytes if link is not None and link.is_late and link.is_taking(self._state.clock.now()) else 0
 
     def offer(self, node: Node) -> None:
-        """The path to a node has something on the host that may be new to the store."""
+        """The path to a node was committed or used, and may have something that is new to the store."""
         if self.link is not None and self.link.store.traits.writable:
+            if self._state.config.durable and self._state.config.write.saves_on_eviction:
+                save_on_the_way(self._state, self.link, node)
             offer(self._state, self.link, node)
+
+    def _offer(self, node: Node) -> None:
+        """Something of the path to a node has reached the host."""
+        if self.link is not None:
+            offer(self._state, self.link, node)
+
+    @property
+    def _takes_what_leaves(self) -> bool:
+        """Whether things go down when the host needs their room, and not before."""
+        late = self.link is not None and self.link.is_late
+        return late or (self._state.config.write is WritePolicy.BACK and not self._state.config.durable)
+
+    def owes(self, node: Node) -> bool:
+        return self.link is not None and self.link.beliefs.owes(node)
 
     def before_use(self, path: Sequence[Node]) -> None:
         if self.link is not None and self.link.is_late:
@@ -170,7 +187,9 @@ class StoreTier:
             return Leaving.NOW
         if self.link.is_late:
             return leave_host(self._state, self.link, victim)
-        if self._state.config.write is not WritePolicy.BACK:
+        if self._state.config.durable and isinstance(victim, Run):
+            return put_run_before_leaving(self._state, self.link, victim)
+        if not self._takes_what_leaves:
             return put_before_leaving(self._state, self.link, victim)
         return Leaving.LATER if put_before_eviction(self._state, self.link, victim) else Leaving.NOW
 
@@ -310,6 +329,7 @@ class StoreTier:
         step = milestone_step(state.spec, state.placement)
         deferred = DeferredBackups(
             delay_s=config.delay_s(shared=store.traits.shared),
+            most_delays=1 if state.config.durable else MOST_DELAYS,
             most_bytes=int(host.layout.size_bytes * DEFERRED_SHARE),
             is_superseded=partial(is_superseded, milestone_pages=step // state.spec.page_tokens),
             can_be_stored=partial(can_be_stored, beliefs),
@@ -318,7 +338,8 @@ class StoreTier:
             counters=state.counters,
         )
         traits = store.traits
-        late = state.config.write is WritePolicy.ADAPTIVE and traits.writable and traits.levels and traits.sized
+        late = state.config.write is WritePolicy.ADAPTIVE and not state.config.durable
+        late = late and traits.writable and traits.levels and traits.sized
         return StoreLink(
             is_late=late,
             is_superseded=partial(is_superseded, milestone_pages=step // state.spec.page_tokens),

@@ -7,6 +7,7 @@ than what would leave the host for it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
 
 import numpy as np
@@ -52,8 +53,11 @@ def save_path(state: CacheState, node: Node, *, evict: bool = True) -> None:
 def save_committed(state: CacheState, node: Node) -> None:
     """A path was committed: saves it where that is when to, or where it costs the host nothing."""
     write = state.config.write
-    if write.saves_on_commit or write.saves_into_free_room:
-        save_path(state, node, evict=write.saves_on_commit)
+    at_once = write.saves_on_commit or (state.config.durable and not write.saves_on_eviction)
+    if at_once or write.saves_into_free_room:
+        save_path(state, node, evict=at_once)
+    if state.config.durable and state.below is not None:
+        state.below.offer(node)
 
 
 def write_back(state: CacheState, victim: Victim) -> Leaving:
@@ -63,7 +67,9 @@ def write_back(state: CacheState, victim: Victim) -> Leaving:
             return Leaving.NOW
     else:
         tail = state.tree.ranking.tails.of(victim)
-        if tail is None or tail.dead or not len(_missing(state, victim.node)):
+        if tail is None or not len(_missing(state, victim.node)):
+            return Leaving.NOW
+        if tail.dead and (state.below is None or not state.below.owes(victim.node)):
             return Leaving.NOW
     if not state.arena(Tier.HOST).fits(_need(state, victim)) and not _is_worth_room(state, victim):
         state.counters.add("save_skipped_worth_less")
@@ -119,8 +125,12 @@ def _checkpoint_need(windows: int, points: int) -> Need:
     return {kind: count for kind, count in ((Kind.WINDOW, windows), (Kind.POINT, points)) if count}
 
 
-def save_runs(state: CacheState, node: Node, *, evict: bool = True, whole_path: bool = True) -> Save:
-    """Saves the pages of `node`, and of what is above it unless that is not wanted there."""
+def save_runs(
+    state: CacheState, node: Node, *, evict: bool = True, whole_path: bool = True, beyond: Callable[[Node], int] | None = None
+) -> Save:
+    """Saves the pages of `node`, and of what is above it unless that is not wanted there; of each node those behind as many as
+    `beyond` says.
+    """
     if not state.has_both_tiers:
         return Save.SKIPPED
     if state.row_pages is not None and state.row_pages.num_backed:
@@ -128,6 +138,8 @@ def save_runs(state: CacheState, node: Node, *, evict: bool = True, whole_path: 
             _enter_backing(state, each)
     path = node.path() if whole_path else [node]
     pieces = [(each, missing) for each in path if len(missing := _missing(state, each))]
+    if beyond is not None:
+        pieces = [(each, after) for each, missing in pieces if len(after := missing[missing >= beyond(each)])]
     if not pieces:
         return Save.SKIPPED
     need = {Kind.PREFIX: sum(len(missing) for _, missing in pieces)}

@@ -128,7 +128,11 @@ class Below(Protocol):
         ...
 
     def offer(self, node: Node) -> None:
-        """The path to a node has something on the host that may be new below."""
+        """The path to a node was committed or used, and may have something that is new below."""
+        ...
+
+    def owes(self, node: Node) -> bool:
+        """Whether pages of a node have to go down before they leave memory, though nothing in memory could use them."""
         ...
 
     def before_use(self, path: Sequence[Node]) -> None:

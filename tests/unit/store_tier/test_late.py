@@ -9,6 +9,9 @@ from stepwell.base.config import StoreConfig
 from stepwell.base.ids import Level
 from stepwell.store.memory import MemoryStore
 from stepwell.store_tier import late
+from stepwell.tree.checkpoints import drop_residency
+from stepwell.tree.node import LossReason
+from stepwell.tree.pruning import discard_ids
 from toys import FULL, FULL_POINT, FULL_WINDOW, PAGE, Rig, text
 
 CONFIG = StoreConfig(checkpoint_delay_s=0, recompute_tokens_per_s=1.0)
@@ -56,6 +59,26 @@ def test_what_left_memory_comes_back_from_the_store(spec) -> None:  # type: igno
     serve_many(here, range(20))
     assert here.restore(text(EARLY, 4 * PAGE + 1)) < 4 * PAGE, "it should have left memory"
     assert here.serve_fetched(text(EARLY, 4 * PAGE + 1)).store == 4 * PAGE
+    here.idle_check()
+
+
+def test_what_a_stored_checkpoint_stands_on_follows_it_when_it_leaves_the_device() -> None:
+    """A checkpoint leaves the host while the device alone has its pages. They have to go down too, though by then nothing in
+    memory can use them.
+    """
+    here, prompt = rig(pages=64), text(1, 4 * PAGE + 1)
+    here.serve(prompt)
+    (node,) = [node for node in here.tree.nodes() if node.checkpoints]
+    (checkpoint,) = node.checkpoints.values()
+    device, host = checkpoint.ready_in(Tier.DEVICE), node.runs[Tier.HOST]
+    assert device is not None and host is not None and checkpoint.ready_in(Tier.HOST) is not None
+    drop_residency(here.tree, device, here.state.loss(LossReason.EVICTED, Tier.DEVICE))
+    discard_ids(here.tree, Tier.HOST, host.ids.copy(), here.state.loss(LossReason.EVICTED, Tier.HOST))
+    for tier in (Tier.HOST, Tier.DEVICE, Tier.HOST):
+        here.evict_all(tier)
+        here.settle()
+    assert here.restore(prompt) == 0, "it should have left memory"
+    assert here.serve_fetched(prompt).store == 4 * PAGE
     here.idle_check()
 
 

@@ -1,0 +1,100 @@
+"""With `durable`, what a process acknowledged is in the store soon, whatever the write policy; a killed one finds it again."""
+
+from __future__ import annotations
+
+import pytest
+
+from stepwell import ModelSpec, Tier, WritePolicy
+from stepwell.base.config import StoreConfig
+from stepwell.store.memory import MemoryStore
+from toys import FULL, FULL_POINT, FULL_WINDOW, PAGE, Rig, text
+
+DELAY_S = 30.0
+MODELS = pytest.mark.parametrize("spec", [FULL, FULL_POINT, FULL_WINDOW], ids=["full", "point", "window"])
+POLICIES = pytest.mark.parametrize("write", list(WritePolicy), ids=[each.value for each in WritePolicy])
+
+
+def rig(spec: ModelSpec, write: WritePolicy, *, pages: int = 128, store: MemoryStore | None = None, durable: bool = True) -> Rig:
+    config = StoreConfig(checkpoint_delay_s=DELAY_S, recompute_tokens_per_s=1.0)
+    store = MemoryStore() if store is None else store
+    return Rig(spec, device_pages=pages, host_pages=pages, store=store, store_config=config, write=write, durable=durable)
+
+
+def after_a_kill(here: Rig) -> Rig:
+    """Another process over the same store: nothing was closed, and nothing flushed."""
+    link = here.cache._store_tier.link
+    assert link is not None and isinstance(link.store, MemoryStore)
+    return rig(here.spec, here.config.write, store=link.store)
+
+
+def wait(here: Rig, seconds: float) -> None:
+    here.clock.advance(seconds)
+    here.settle()
+
+
+@MODELS
+@POLICIES
+def test_a_killed_process_finds_what_was_served_a_delay_ago(spec: ModelSpec, write: WritePolicy) -> None:
+    here = rig(spec, write)
+    prompts = [text(name, 4 * PAGE + 1) for name in range(4)]
+    for prompt in prompts:
+        here.serve(prompt)
+    wait(here, DELAY_S)
+    after = after_a_kill(here)
+    assert [after.serve_fetched(prompt).store for prompt in prompts] == [4 * PAGE] * 4
+    after.idle_check()
+
+
+@pytest.mark.parametrize("write", [WritePolicy.SELECTIVE, WritePolicy.BACK, WritePolicy.ADAPTIVE])
+def test_without_it_what_memory_holds_is_not_stored(write: WritePolicy) -> None:
+    here = rig(FULL_POINT, write, durable=False)
+    here.serve(text(1, 4 * PAGE + 1))
+    wait(here, 10 * DELAY_S)
+    assert after_a_kill(here).serve_fetched(text(1, 4 * PAGE + 1)).store == 0
+
+
+@POLICIES
+def test_a_conversation_that_never_pauses_is_stored_within_two_delays(write: WritePolicy) -> None:
+    here, talk = rig(FULL_POINT, write), text(1, 60 * PAGE)
+    turns = range(2, 26)
+    for turn in turns:  # one every ten seconds: the next one supersedes each before its time
+        here.serve(talk[: turn * PAGE + 1])
+        wait(here, DELAY_S / 3)
+    found = after_a_kill(here).serve_fetched(talk).store
+    assert found >= (turns[-1] - 6) * PAGE, "a minute of turns is six of them"
+
+
+@MODELS
+def test_the_next_turn_saves_what_is_new_and_not_all_of_its_path_again(spec: ModelSpec) -> None:
+    """The host's copy of a path is for the way down: once it is stored it may leave, and is not made again."""
+    here, talk = rig(spec, WritePolicy.BACK), text(1, 40 * PAGE)
+    here.serve(talk[: 20 * PAGE + 1])
+    wait(here, DELAY_S)
+    here.evict_all(Tier.HOST)
+    before = here.cache.counters["save_pages"]
+    here.serve(talk[: 22 * PAGE + 1])
+    wait(here, DELAY_S)
+    assert here.cache.counters["save_pages"] - before <= 2 + 2 + 1, "two pages, and a checkpoint"
+    assert after_a_kill(here).serve_fetched(talk[: 22 * PAGE + 1]).store == 22 * PAGE
+
+
+@MODELS
+@POLICIES
+def test_far_more_than_memory_holds_is_found_after_a_kill(spec: ModelSpec, write: WritePolicy) -> None:
+    here = rig(spec, write, pages=24)
+    prompts = [text(name, 4 * PAGE + 1) for name in range(12)]
+    for prompt in prompts:
+        here.serve(prompt)
+        wait(here, 1.0)
+    wait(here, DELAY_S)
+    after = after_a_kill(here)
+    assert sum(after.serve_fetched(prompt).store == 4 * PAGE for prompt in prompts) == 12
+    here.idle_check()
+
+
+def test_without_a_store_it_changes_nothing() -> None:
+    plain = Rig(FULL_POINT, device_pages=64, host_pages=64, write=WritePolicy.BACK)
+    durable = Rig(FULL_POINT, device_pages=64, host_pages=64, write=WritePolicy.BACK, durable=True)
+    for here in (plain, durable):
+        here.serve(text(1, 4 * PAGE + 1))
+        assert not here.cache.counters["save_pages"]

@@ -4,7 +4,8 @@
     make bench-store         measure, print the tables, write bench-store.json (about 5 minutes, up to 4 GB of disk)
 
 Medians over rounds in which every contender has its turn, one after the other. Plain is one thread that does nothing but
-move bytes, 128 values a call; the log is driven as the cache drives it: one thread that seals every value before one that
+move bytes, 128 values a call. Hashed is the same by as many threads as the log has, with XXH3-128 of every value: the most that
+a store which verifies can reach. The log is driven as the cache drives it: one thread that seals every value before one that
 writes, four readers that verify every value. The shared log is driven likewise, from a process that does not own it. `x` says
 how many times as fast as a contender the log is. CPU seconds are those of the contender's process, per GiB moved.
 """
@@ -31,6 +32,7 @@ from rich.table import Table
 
 from store import mooncake_network as mooncake
 from store.files import Files
+from store.hashed import Hashed
 from store.load import Asked, Contender, Load, Took, chill, make_load, warm
 from store.plain import Plain
 from store.sglang_files import SglangFiles, is_installed
@@ -43,7 +45,7 @@ SETS = ((64 * KIB, 32), (512 * KIB, 6), (2560 * KIB, 2))  # bytes of a value, ba
 MOONCAKE_SETS = ((64 * KIB, 16), (512 * KIB, 3), (2560 * KIB, 1))
 PEER_BYTES = 512 * KIB  # peers of many files are measured up to this size
 ASK_BYTES = 64 * KIB  # the set with 4,096 values
-PLAINS = ("plain", "plain direct")
+PLAINS, HASHED = ("plain", "plain direct"), ("plain, hashed", "plain, hashed direct")
 FILES = ("file per page", "SGLang files")
 MOONCAKES = ("mooncake", "mooncake, 128 each")
 
@@ -76,8 +78,10 @@ class Samples:
 
 
 def contenders(load: Load, directory: Path, *, peers: bool) -> Iterator[Contender]:
-    yield Plain(load, directory, direct=False)
-    yield Plain(load, directory, direct=True)
+    for direct in (False, True):
+        plain = Plain(load, directory, direct=direct)
+        yield plain
+        yield Hashed(load, plain)
     yield Log(load, directory)
     yield SharedLogClient(load, directory)
     if not peers:
@@ -130,7 +134,7 @@ def _read(load: Load, contender: Contender, operation: str, samples: Samples) ->
 
 
 def _ask(load: Load, contender: Contender, life: int, samples: Samples) -> None:
-    if load.value_bytes == ASK_BYTES and not isinstance(contender, Plain):
+    if load.value_bytes == ASK_BYTES and not isinstance(contender, (Plain, Hashed)):
         asked: Asked = contender  # type: ignore[assignment]
         samples.add((load.value_bytes, "exists, 4,096", contender.name), asked.exists(), 4096)
 
@@ -146,7 +150,8 @@ def table(samples: Samples) -> Table:
     out = Table(
         title="GB/s, medians; x: how many times as fast as that contender Stepwell is; CPU seconds per GiB",
         caption="plain: one thread, pwritev or preadv of 128 values a call, fdatasync after each write, no checksums. log: "
-        "driven as the cache does, one writer behind one that seals, 128 values each, and four readers that verify, 8 MiB each. "
+        "driven as the cache does, one writer behind one that seals, 128 values or 64 MiB each, and four readers that verify, 8 "
+        "MiB each. hashed: plain, by as many threads as the log, and every value hashed. "
         "Files are not synced.",
     )
     for column in ("value", "operation", "contender", "GB/s", "x", "CPU s/GiB"):
@@ -178,7 +183,8 @@ def goals(samples: Samples) -> list[tuple[str, bool, str]]:
             best = PLAINS if operation != "warm read" else PLAINS[:1]  # what goes past the page cache has no warm
             worst = min(ratio(size, operation, name) for name in best)
             through = ratio(size, operation, "plain")
-            detail = f"{worst:.2f} of the faster plain, {through:.2f} of the page cache's"
+            limit = min(ratio(size, operation, name) for name in HASHED[: len(best)])
+            detail = f"{worst:.2f} of the faster plain, {through:.2f} of the page cache's, {limit:.2f} of the limit with hashing"
             found.append((f"{operation}, {size // KIB:,} KiB: 0.9 of plain", worst >= 0.9, detail))
     for name in samples.names(PEER_BYTES, "cold read"):
         if name in FILES:

@@ -19,7 +19,7 @@ class Plain:
         self._path = directory / f"{self.name}.bin"
         fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
         os.posix_fallocate(fd, 0, load.total_bytes)
-        self._fd = os.open(self._path, os.O_RDWR | os.O_DIRECT) if direct else fd
+        self.fd = os.open(self._path, os.O_RDWR | os.O_DIRECT) if direct else fd
         if direct:
             os.close(fd)
 
@@ -30,7 +30,7 @@ class Plain:
             for batch in range(load.batches):
                 first = batch * BATCH
                 self._all(os.pwritev, [load.source(at) for at in range(first, first + BATCH)], batch)
-                os.fdatasync(self._fd)
+                os.fdatasync(self.fd)
 
         return timed(work)
 
@@ -45,11 +45,11 @@ class Plain:
         return timed(work)
 
     def _all(self, call: Callable[[int, list[memoryview], int], int], buffers: list[memoryview], batch: int) -> None:
-        moved = call(self._fd, buffers, batch * self._load.batch_bytes)
+        moved = call(self.fd, buffers, batch * self._load.batch_bytes)
         assert moved == self._load.batch_bytes, f"{moved=}"
 
     def files(self) -> list[Path]:
         return [self._path]
 
     def close(self) -> None:
-        os.close(self._fd)
+        os.close(self.fd)

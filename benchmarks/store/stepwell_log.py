@@ -1,9 +1,9 @@
 """The log store as the cache drives it: operations for a `ThreadStoreExecutor` with four readers and one
 writer, over `StoreWorker`.
 
-A write is operations of 128 values, as plain's calls have them, sealed and synced, one sealed while another is written. A read is
-what a prefetch of it is: operations of what suits the store, all handed in at once, each value verified. Existence is one
-question to the store worker.
+A write is operations of 128 values, as plain's calls have them, but of no more bytes than the cache sends in one; sealed and
+synced, one sealed while another is written. A read is what a prefetch of it is: operations of what suits the store, all handed
+in at once, each value verified. Existence is one question to the store worker.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from stepwell.jobs.executors import ThreadStoreExecutor
 from stepwell.store.api import Store
 from stepwell.store.log.opening import open_directory
 from stepwell.store.log.writing.upkeep import Direct
+from stepwell.store_tier.backup import CHUNK_BYTES
 from stepwell.transfer.store_worker import StoreWorker
 from store.load import BATCH, Load, Took, timed
 
@@ -48,7 +49,7 @@ class Driver:
     def write(self, life: int) -> None:
         keys = self._load.keys(life)
         ids = np.arange(self._load.count, dtype=np.int32)
-        step = BATCH
+        step = max(min(BATCH, CHUNK_BYTES // self._load.value_bytes), 1)
         starts = range(0, len(keys), step)
         self._run(
             [

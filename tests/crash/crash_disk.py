@@ -141,6 +141,9 @@ class CrashDisk(Disk):
     def forget_cached(self, fd: int, offset: int, size: int) -> None:
         pass
 
+    def is_cached(self, fd: int, offset: int, size: int) -> bool:
+        return False
+
     def lock(self, directory: Path) -> DirectoryLock | None:
         self._alive()
         return _NoLock()

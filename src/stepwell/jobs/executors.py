@@ -5,14 +5,17 @@ become answers that keep their text.
 
 Of copies, those that a request waits for have threads of their own beside saves. So have questions, reads and writes at a store:
 no request waits behind a backup, nor a question behind the reads of somebody else. Writes of a rank run in order, on one thread
-by default: parents before children. A thread before that one seals what comes next.
+by default: parents before children. A thread before that one seals what comes next. Small writes that were sealed while another
+was written go to the store together: a durable one syncs once for all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Container, Sequence
 from functools import partial
-from typing import Protocol
+from threading import Lock
+from typing import NamedTuple, Protocol
 
 from stepwell.base.ids import JobId
 from stepwell.base.meters import Clock, SystemClock
@@ -35,7 +38,7 @@ from stepwell.jobs.jobs import DoneAtOnce, JobExecutor
 from stepwell.jobs.workers import Answer, RankJobs, WorkQueue
 from stepwell.store.api import never
 from stepwell.transfer.copy_engine import CopyEngine, Work
-from stepwell.transfer.store_worker import StoreWorker
+from stepwell.transfer.store_worker import Sealed, StoreWorker, go_together
 
 Cancelled = Callable[[], bool]  # may become true at any time, from a worker's point of view
 
@@ -170,6 +173,8 @@ class ThreadStoreExecutor:
         self._reading = [WorkQueue(f"read{i}", clock, threads=readers) for i in range(len(ranks))]
         self._sealing = [WorkQueue(f"seal{i}", clock) for i in range(len(ranks))]
         self._writing = [WorkQueue(f"write{i}", clock, threads=writers) for i in range(len(ranks))]
+        self._sealed: list[deque[_SealedOp]] = [deque() for _ in ranks]
+        self._sealed_lock = Lock()
         self._jobs: RankJobs[Outcome] = RankJobs(clock)
         self._cancelled: set[JobId] = set()
 
@@ -215,10 +220,31 @@ class ThreadStoreExecutor:
     def _seal(self, rank: int, op: StoreOp) -> None:
         """The first half of a put. When it is over the operation has not begun yet, and can be taken back."""
         started_s = self._clock.now()
-        put = self._jobs.prepare(op.job, rank, partial(seal_op, self._ranks[rank], op, self._is_cancelled(op)))
-        if put is None:
+        found = self._jobs.prepare(op.job, rank, partial(seal_op, self._ranks[rank], op, self._is_cancelled(op)))
+        if found is None:
             return  # withdrawn
-        self._jobs.enqueue(op.job, rank, self._writing[rank], put, before_s=self._clock.now() - started_s)
+        with self._sealed_lock:
+            self._sealed[rank].append(_SealedOp(op, found, self._clock.now() - started_s))
+        self._jobs.move(op.job, rank, self._writing[rank])
+        self._writing[rank].submit(partial(self._write, rank))
+
+    def _write(self, rank: int) -> None:
+        """The other half: of the put that was sealed first, and of those behind it that go with it."""
+        group = self._next_group(rank)
+        outcomes = put_ops(self._ranks[rank], group, self._cancelled)
+        for each, outcome in zip(group, outcomes, strict=True):
+            self._jobs.end(each.op.job, rank, outcome, before_s=each.before_s)
+
+    def _next_group(self, rank: int) -> list[_SealedOp]:
+        """Puts to be written in one go, begun; none where others took all there were, or they were withdrawn."""
+        group: list[_SealedOp] = []
+        with self._sealed_lock:
+            line = self._sealed[rank]
+            while line and (not group or _go_together([*group, line[0]])):
+                each = line.popleft()
+                if self._jobs.begin(each.op.job, rank):
+                    group.append(each)
+        return group
 
     def _is_cancelled(self, op: StoreOp) -> Cancelled:
         return partial(self._cancelled.__contains__, op.job)
@@ -233,8 +259,21 @@ def attempt_op(worker: StoreWorker, op: StoreOp, cancelled: Cancelled = never) -
     return _safely(op, cancelled, lambda: worker.run(op.namespace, op.task, cancelled))
 
 
-def seal_op(worker: StoreWorker, op: StoreOp, cancelled: Cancelled) -> Callable[[], Outcome]:
-    """The first half of one rank's try at a put; what is returned is the other. Both bring home what goes wrong."""
+class _SealedOp(NamedTuple):
+    """A put that waits to be written on one rank; or, sealed in vain, to be answered in its turn."""
+
+    op: StoreOp
+    sealed: Sealed | Outcome
+    before_s: float  # spent on it already
+
+
+def _go_together(group: Sequence[_SealedOp]) -> bool:
+    sealed = [each.sealed for each in group if isinstance(each.sealed, Sealed)]
+    return len(sealed) == len(group) and go_together(sealed)
+
+
+def seal_op(worker: StoreWorker, op: StoreOp, cancelled: Cancelled) -> Sealed | Outcome:
+    """The first half of one rank's try at a put; the outcome where that is the end of it."""
     task, found = op.task, []
     assert isinstance(task, (PutPages, PutCheckpoint)), f"nothing of {task} is to be sealed"
 
@@ -243,7 +282,25 @@ def seal_op(worker: StoreWorker, op: StoreOp, cancelled: Cancelled) -> Callable[
         return Outcome(statuses=())
 
     went_wrong = _safely(op, cancelled, first)
-    return lambda: _safely(op, cancelled, lambda: worker.put(found[0], cancelled)) if found else went_wrong
+    return found[0] if found else went_wrong
+
+
+def put_ops(worker: StoreWorker, group: Sequence[_SealedOp], cancelled: Container[JobId]) -> list[Outcome]:
+    """The other half, for puts that go together: what came of each. What goes wrong for one does for all that were written."""
+    ends = [each.sealed if isinstance(each.sealed, Outcome) else _called_off(each.op) for each in group]
+    wanted = {
+        at: each.sealed for at, each in enumerate(group) if isinstance(each.sealed, Sealed) and each.op.job not in cancelled
+    }
+    if not wanted:
+        return ends
+    alone = group[next(iter(wanted))].op.job if len(wanted) == 1 else None  # several are one batch, which is not interrupted
+    try:
+        written = worker.put(list(wanted.values()), lambda: alone in cancelled)
+    except BaseException as error:  # as in `_safely`
+        written = [_failed(group[at].op, error) for at in wanted]
+    for at, outcome in zip(wanted, written, strict=True):
+        ends[at] = outcome
+    return ends
 
 
 def _safely(op: StoreOp, cancelled: Cancelled, work: Callable[[], Outcome]) -> Outcome:
@@ -252,7 +309,11 @@ def _safely(op: StoreOp, cancelled: Cancelled, work: Callable[[], Outcome]) -> O
     try:
         return work()
     except BaseException as error:  # the edge to somebody else's code: a failure comes home as a value, and the thread lives on
-        return Outcome(statuses=(ItemStatus.FAILED,) * num_items(op.task), error=f"{type(error).__name__}: {error}")
+        return _failed(op, error)
+
+
+def _failed(op: StoreOp, error: BaseException) -> Outcome:
+    return Outcome(statuses=(ItemStatus.FAILED,) * num_items(op.task), error=f"{type(error).__name__}: {error}")
 
 
 def _called_off(op: StoreOp) -> Outcome:

@@ -120,7 +120,7 @@ class _Job(Generic[T]):
 
 
 class RankJobs(Generic[T]):
-    """Jobs under way. All but `enqueue` and `prepare` are for one thread, the cache's."""
+    """Jobs under way. All but `enqueue`, `prepare`, `move`, `begin` and `end` are for one thread, the cache's."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -155,11 +155,34 @@ class RankJobs(Generic[T]):
 
     def enqueue(self, job: JobId, rank: int, line: WorkQueue, work: Callable[[], T], *, before_s: float = 0.0) -> None:
         """Puts a rank's part in line. `before_s` were spent on it already. From any thread."""
+        self.move(job, rank, line)
+        line.submit(partial(self._run, job, rank, work, before_s))
+
+    def move(self, job: JobId, rank: int, line: WorkQueue) -> None:
+        """From now on a rank's part waits in another line. From any thread."""
         with self._changed:
             opened = self._jobs.get(job)
             if opened is not None:
                 opened.parts[rank].line = line
-        line.submit(partial(self._run, job, rank, work, before_s))
+
+    def begin(self, job: JobId, rank: int) -> bool:
+        """A rank begins its part, on the calling thread, and must `end` it; False for what was withdrawn."""
+        with self._changed:
+            opened = self._jobs.get(job)
+            if opened is None or opened.parts[rank].stage is not _Stage.WAITING:
+                return False
+            part = opened.parts[rank]
+            part.stage, part.begun_s = _Stage.BEGUN, self._clock.now()
+            return True
+
+    def end(self, job: JobId, rank: int, outcome: T, *, before_s: float = 0.0) -> None:
+        """A rank answers for its part, which it has begun."""
+        with self._changed:
+            opened = self._jobs[job]
+            part = opened.parts[rank]
+            opened.took_s = max(opened.took_s, self._clock.now() - part.begun_s + before_s)
+            part.answer(outcome)
+            self._settle(job, opened)
 
     def answers(self) -> list[Answer[T]]:
         """Everything that was answered since the last call, each job once."""
@@ -202,18 +225,8 @@ class RankJobs(Generic[T]):
             return self._changed.wait_for(lambda: not self._jobs, _bounded(timeout_s))
 
     def _run(self, job: JobId, rank: int, work: Callable[[], T], before_s: float) -> None:
-        with self._changed:
-            opened = self._jobs.get(job)
-            if opened is None or opened.parts[rank].stage is not _Stage.WAITING:
-                return  # withdrawn
-            part = opened.parts[rank]
-            part.stage, part.begun_s = _Stage.BEGUN, self._clock.now()
-        outcome = work()
-        took_s = self._clock.now() - part.begun_s + before_s
-        with self._changed:
-            part.answer(outcome)
-            opened.took_s = max(opened.took_s, took_s)
-            self._settle(job, opened)
+        if self.begin(job, rank):
+            self.end(job, rank, work(), before_s=before_s)
 
     def _settle(self, job: JobId, opened: _Job[T]) -> None:
         """With the last rank's answer the job is answered."""

@@ -45,14 +45,19 @@ def judge_reads(
 ) -> tuple[list[ItemStatus], list[bytes]]:
     """What came of each read, and the digests of what came. Everything that came is verified."""
     found, digest, none = ReadOutcome.FOUND, seals.digest, bytes(seals.digest_bytes)
-    came = [result.outcome is found for result in results]
-    digests = [digest(read.into) if here else none for read, here in zip(reads, came, strict=True)]  # nothing else in between
-    keys, lengths, statuses = [read.key for read in reads], [len(read.into) for read in reads], [ItemStatus.OK] * len(reads)
+    keys, buffers = [read.key for read in reads], [read.into for read in reads]
+    outcomes, stamps = [result.outcome for result in results], [result.stamp for result in results]
+    lengths, statuses = list(map(len, buffers)), [ItemStatus.OK] * len(reads)
+    all_came = outcomes.count(found) == len(reads) == len(results)
+    if all_came:
+        digests = list(map(digest, buffers))  # nothing else in between
+    else:
+        digests = [digest(into) if outcome is found else none for into, outcome in zip(buffers, outcomes, strict=True)]
     expected = seals.stamp_all(space, keys, lengths, digests)
-    if all(came) and compare_digest(b"".join([result.stamp for result in results]), b"".join(expected)):
+    if all_came and compare_digest(b"".join(stamps), b"".join(expected)):
         return statuses, digests
-    for at, (result, stamped, here) in enumerate(zip(results, expected, came, strict=True)):
-        if not here:
+    for at, (result, stamped) in enumerate(zip(results, expected, strict=True)):
+        if result.outcome is not found:
             statuses[at] = _OF_READ[result.outcome]
         elif not compare_digest(result.stamp, stamped):  # why not?
             verdict = seals.judge(space, keys[at], result.stamp, length=lengths[at], digest=digests[at])

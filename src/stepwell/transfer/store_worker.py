@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import repeat, starmap
+from itertools import compress, repeat, starmap
 from typing import NamedTuple, Protocol
 
 from stepwell.base.errors import StoreError
@@ -48,7 +48,7 @@ from stepwell.store.judging import OF_WRITE, UNSETTLED, deletable, judge_reads
 from stepwell.store.keyed_seal import seals_for
 from stepwell.transfer.manifest import ManifestFormat
 
-WRITE_BATCH_BYTES = 32 * 2**20  # between two looks at whether the operation was called off
+WRITE_BATCH_BYTES = 64 * 2**20  # in one call of the store: after it, somebody looks whether the operation was called off
 
 
 class HostPages(Protocol):
@@ -72,7 +72,14 @@ class Sealed:
     task: PutPages | PutCheckpoint
     writes: Sequence[Write]
     places: Sequence[int]  # of the writes, among the task's items
+    size_bytes: int
     manifest: Write | None = None  # of a checkpoint: only when all else is there
+
+
+def go_together(puts: Sequence[Sealed]) -> bool:
+    """Whether puts can be written in one call of the store: all pages of the same space, one batch in all."""
+    alike = len({put.space for put in puts}) == 1 and all(isinstance(put.task, PutPages) for put in puts)
+    return alike and sum(put.size_bytes for put in puts) <= WRITE_BATCH_BYTES
 
 
 class _Reading(NamedTuple):
@@ -93,7 +100,7 @@ class StoreWorker:
     def run(self, namespace: Namespace, task: Task, cancelled: Callable[[], bool]) -> Outcome:
         """One task from start to end. Raises what the store raises."""
         if isinstance(task, (PutPages, PutCheckpoint)):
-            return self.put(self.seal(namespace, task), cancelled)
+            return self.put([self.seal(namespace, task)], cancelled)[0]
         space = self.space(namespace)
         if isinstance(task, FindItems):
             found = self._contains(space, [*task.pages, *map(manifest_key, task.boundaries)])
@@ -111,9 +118,17 @@ class StoreWorker:
         space = self.space(namespace)
         return self._seal_pages(space, task) if isinstance(task, PutPages) else self._seal_checkpoint(space, task)
 
-    def put(self, sealed: Sealed, cancelled: Callable[[], bool]) -> Outcome:
-        """Writes what was sealed. Raises what the store raises."""
-        return self._put_pages(sealed, cancelled) if sealed.manifest is None else self._put_checkpoint(sealed)
+    def put(self, group: Sequence[Sealed], cancelled: Callable[[], bool]) -> list[Outcome]:
+        """Writes what was sealed: one put, or several that `go_together`, in order. Raises what the store raises."""
+        if len(group) == 1 and group[0].manifest is not None:
+            return [self._put_checkpoint(group[0])]
+        outcomes = self._write_pages(group[0].space, [write for sealed in group for write in sealed.writes], cancelled)
+        results, start = [], 0
+        for sealed in group:
+            end = start + len(sealed.writes)
+            results.append(_of_pages(sealed, outcomes[start:end]))
+            start = end
+        return results
 
     def _contains(self, space: Space, keys: Sequence[bytes]) -> list[bool]:
         found = self._store.contains(space, keys)
@@ -152,7 +167,8 @@ class StoreWorker:
     def _fetch_pages(self, space: Space, task: FetchPages, cancelled: Callable[[], bool]) -> Outcome:
         buffers = [self._memory.view(Kind.PREFIX, page) for page in task.ids.tolist()]
         read = self._read(space, list(starmap(Read, zip(task.keys, buffers, strict=True))), cancelled)
-        moved = sum([len(into) for into, status in zip(buffers, read.statuses, strict=True) if status is ItemStatus.OK])
+        came = compress(buffers, [status is ItemStatus.OK for status in read.statuses])
+        moved = sum(map(len, came))
         return Outcome(statuses=tuple(read.statuses), moved_bytes=moved, unsettled=read.unsettled)
 
     def _fetch_checkpoint(self, space: Space, task: FetchCheckpoint, cancelled: Callable[[], bool]) -> Outcome:
@@ -180,37 +196,30 @@ class StoreWorker:
         wanted = [at for at, there in enumerate(found) if not there]
         relevel(self._store, space, [key for key, there in zip(task.keys, found, strict=True) if there], task.level)
         pages = [self._memory.view(Kind.PREFIX, page) for page in task.ids[wanted].tolist()]
-        digests = list(
-            map(self._seals.digest, pages)
-        )  # nothing else in between: it would have to be fetched from memory again each time
-        keys = [task.keys[at] for at in wanted]
-        stamps = self._seals.stamp_all(space, keys, list(map(len, pages)), digests)
+        digests = list(map(self._seals.digest, pages))  # nothing in between: it would be fetched from memory again each time
+        keys, lengths = [task.keys[at] for at in wanted], list(map(len, pages))
+        stamps = self._seals.stamp_all(space, keys, lengths, digests)
         before = [task.parent or NO_PARENT, *task.keys]
         parents, depths = [before[at] for at in wanted], [task.first + at for at in wanted]
         columns = zip(keys, pages, stamps, parents, depths, repeat(b""), repeat(task.level))
         writes = list(starmap(Write, columns))
-        return Sealed(space=space, task=task, writes=writes, places=wanted)
+        return Sealed(space=space, task=task, writes=writes, places=wanted, size_bytes=sum(lengths))
 
-    def _put_pages(self, sealed: Sealed, cancelled: Callable[[], bool]) -> Outcome:
-        writes, places, moved = sealed.writes, sealed.places, 0
-        statuses = [ItemStatus.OK] * num_items(sealed.task)
+    def _write_pages(self, space: Space, writes: Sequence[Write], cancelled: Callable[[], bool]) -> list[WriteOutcome | None]:
+        """What became of each write, None for those that were called off."""
+        outcomes: list[WriteOutcome | None] = []
         step = max(WRITE_BATCH_BYTES // max(len(writes[0].data), 1), 1) if writes else 1
         for start in range(0, len(writes), step):
             if cancelled():
-                statuses[places[start] :] = [ItemStatus.CANCELLED] * (len(statuses) - places[start])
-                break
-            batch = writes[start : start + step]
-            outcomes = self._store.write_from(sealed.space, batch)
-            moved += _stored_bytes(batch, outcomes)
-            for at, outcome in zip(places[start : start + step], outcomes, strict=True):
-                statuses[at] = OF_WRITE[outcome]
-        return Outcome(statuses=tuple(statuses), moved_bytes=moved)
+                return outcomes + [None] * (len(writes) - start)
+            outcomes += self._store.write_from(space, writes[start : start + step])
+        return outcomes
 
     def _seal_checkpoint(self, space: Space, task: PutCheckpoint) -> Sealed:
         name, group = manifest_key(task.boundary), bytes(task.boundary)
         if self._contains(space, [name]) == [True]:
             relevel(self._store, space, [name], task.level)
-            return Sealed(space=space, task=task, writes=(), places=())
+            return Sealed(space=space, task=task, writes=(), places=(), size_bytes=0)
         pages = (*task.window_keys, *[task.boundary] * len(task.points))
         writes, listed, parent = [], [], group
         for at, (page, (kind, data)) in enumerate(zip(pages, self._members(task.windows, task.points), strict=True)):
@@ -225,7 +234,8 @@ class StoreWorker:
         (stamp,) = self._seals.stamp_all(space, [name], [len(content)], [self._seals.digest(content)])
         depth = task.page + len(writes)
         manifest = Write(key=name, data=content, stamp=stamp, parent=parent, depth=depth, group=group, level=task.level)
-        return Sealed(space=space, task=task, writes=writes, places=[0] * len(writes), manifest=manifest)
+        size = sum(length for _, _, length in listed)
+        return Sealed(space=space, task=task, writes=writes, places=[0] * len(writes), size_bytes=size, manifest=manifest)
 
     def _put_checkpoint(self, sealed: Sealed) -> Outcome:
         """Members first; the manifest only when all of them are there."""
@@ -256,7 +266,20 @@ def _of_members(read: _Reading, digests: list[bytes]) -> ItemStatus:
     return ItemStatus.OK
 
 
-def _stored_bytes(writes: Sequence[Write], outcomes: Sequence[WriteOutcome]) -> int:
+def _of_pages(sealed: Sealed, outcomes: Sequence[WriteOutcome | None]) -> Outcome:
+    """What a put of pages comes to. Those that were there before are well; from the first that was called off on, nothing is."""
+    statuses = [ItemStatus.OK] * num_items(sealed.task)
+    if outcomes.count(WriteOutcome.STORED) == len(outcomes):
+        return Outcome(statuses=tuple(statuses), moved_bytes=sealed.size_bytes)
+    for at, outcome in zip(sealed.places, outcomes, strict=True):
+        if outcome is None:
+            statuses[at:] = [ItemStatus.CANCELLED] * (len(statuses) - at)
+            break
+        statuses[at] = OF_WRITE[outcome]
+    return Outcome(statuses=tuple(statuses), moved_bytes=_stored_bytes(sealed.writes, outcomes))
+
+
+def _stored_bytes(writes: Sequence[Write], outcomes: Sequence[WriteOutcome | None]) -> int:
     stored = WriteOutcome.STORED
     return sum([len(write.data) for write, outcome in zip(writes, outcomes, strict=True) if outcome is stored])
 

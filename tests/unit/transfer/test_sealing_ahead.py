@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from threading import Event
 
 import numpy as np
 import pytest
 
+from stepwell.base.errors import StoreError
 from stepwell.base.ids import JobId, Kind
 from stepwell.base.meters import SystemClock
 from stepwell.base.prompt import Namespace, PageKey
-from stepwell.base.tasks import FetchPages, ItemStatus, PutPages, StoreOp
+from stepwell.base.tasks import FetchPages, ItemStatus, PutPages, Reply, StoreOp
 from stepwell.jobs.executors import ThreadStoreExecutor
 from stepwell.store.api import NO_PARENT, Space, Write, WriteOutcome, never
 from stepwell.store.memory import MemoryStore
@@ -137,6 +139,88 @@ def test_what_is_sealed_behind_a_write_that_hangs_can_be_taken_back_and_is_not_w
     store_executor.drain(PATIENCE_S)
     store_executor.close()
     assert [reply.job for reply in store_executor.answers()] == [1] and len(store.batches) == 1
+
+
+class Held:
+    """An executor whose first write waits, while operations behind it are sealed."""
+
+    def __init__(self, store: Watched, last_page: int) -> None:
+        self._writing, self._go, self._sealing_last = Event(), Event(), Event()
+        self.store = store
+        store.on_write = self._wait
+
+        class Told(Pages):
+            def view(inner, kind: Kind, page: int) -> memoryview:
+                if page == last_page:
+                    self._sealing_last.set()
+                return super().view(kind, page)
+
+        self.executor = ThreadStoreExecutor([StoreWorker(store, Told())], SystemClock())
+
+    def _wait(self) -> None:
+        self._writing.set()
+        assert self._go.wait(PATIENCE_S)
+
+    def submit(self, *ops: StoreOp) -> None:
+        """The first is being written, and all but the last are sealed, when this returns."""
+        self.executor.submit(ops[0])
+        assert self._writing.wait(PATIENCE_S)
+        for op in ops[1:]:
+            self.executor.submit(op)
+        assert self._sealing_last.wait(PATIENCE_S)
+
+    def finish(self) -> dict[int, Reply]:
+        self._go.set()
+        self.executor.drain(PATIENCE_S)
+        self.executor.close()
+        return {reply.job: reply for reply in self.executor.answers()}
+
+
+def test_what_was_sealed_while_another_was_written_is_written_together_as_far_as_a_batch_takes_it() -> None:
+    held = Held(Watched(), last_page=30)
+    held.submit(part(1, 0, 4), part(2, 4, 8), part(3, 8, 12), part(4, 12, 20), part(5, 20, 24), part(6, 30, 40))
+    replies = held.finish()
+    assert [len(batch) for batch in held.store.batches[:2]] == [4, 16], "2, 3 and 4 are as much as a batch takes"
+    written = [write for batch in held.store.batches for write in batch]
+    assert [write.key for write in written] == [*KEYS[:24], *KEYS[30:]]
+    assert [replies[job].outcome.statuses for job in (2, 3, 4)] == [(ItemStatus.OK,) * 4] * 2 + [(ItemStatus.OK,) * 8]
+    assert [replies[job].outcome.moved_bytes for job in range(1, 7)] == [SIZE * pages for pages in (4, 4, 4, 8, 4, 10)]
+
+
+def test_pages_of_two_spaces_are_not_written_together() -> None:
+    held = Held(Watched(), last_page=30)
+    elsewhere = replace(part(3, 8, 12), namespace=Namespace(model="other", layout="l"))
+    held.submit(part(1, 0, 4), part(2, 4, 8), elsewhere, part(4, 12, 16), part(5, 30, 31))
+    assert len(held.finish()) == 5
+    assert [len(batch) for batch in held.store.batches[:3]] == [4, 4, 4]
+    assert sum(map(len, held.store.batches)) == 17
+
+
+def test_of_puts_that_go_together_one_is_called_off_and_the_others_are_written() -> None:
+    held = Held(Watched(), last_page=30)
+    held.submit(part(1, 0, 4), part(2, 4, 8), part(3, 8, 12), part(4, 12, 16), part(5, 30, 31))
+    held.executor.cancel(JobId(2))
+    assert held.executor.withdraw(JobId(4))
+    replies = held.finish()
+    assert sorted(replies) == [1, 2, 3, 5]
+    assert replies[JobId(2)].outcome.statuses == (ItemStatus.CANCELLED,) * 4
+    assert replies[JobId(3)].outcome.statuses == (ItemStatus.OK,) * 4
+    assert [write.key for batch in held.store.batches for write in batch] == [*KEYS[:4], *KEYS[8:12], KEYS[30]]
+
+
+def test_a_store_that_fails_puts_which_go_together_fails_each_of_them() -> None:
+    class Failing(Watched):
+        def write_from(self, space: Space, writes: Sequence[Write]) -> list[WriteOutcome]:
+            outcomes = super().write_from(space, writes)
+            if KEYS[8] in [write.key for write in writes]:
+                raise StoreError("gone")
+            return outcomes
+
+    held = Held(Failing(), last_page=30)
+    held.submit(part(1, 0, 4), part(2, 4, 8), part(3, 8, 12), part(4, 30, 31))
+    replies = held.finish()
+    assert [replies[JobId(job)].outcome.error for job in (1, 2, 3)] == [None, "StoreError: gone", "StoreError: gone"]
+    assert replies[JobId(3)].outcome.statuses == (ItemStatus.FAILED,) * 4
 
 
 def test_what_fails_while_it_is_sealed_comes_home_and_the_next_operation_is_written() -> None:

@@ -4,7 +4,7 @@
 
 Segments are held until all is read, and pinned one at a time. A value is asked of the disk once; whether its bytes are
 right is for whoever has the stamp (`seal.py`) to say. Buffers are not asked whether they suit
-direct transfers: the disk says so.
+direct transfers: the disk says so. What the machine has in its page cache comes from there, however the rest is read.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import compress, groupby, repeat
 from threading import local
 
 import numpy as np
@@ -43,6 +43,11 @@ class _Wanted:
     direct: list[bool]
     joins: list[bool]  # whether it lies close behind the one before, and moves the same way
 
+    @property
+    def in_order(self) -> bool:
+        """Whether all of the batch is wanted, and lies on disk in its order."""
+        return self.at == list(range(len(self.at)))
+
 
 _NOTHING = _Wanted(at=[], segments=[], offsets=[], ends=[], into=[], stamps=[], direct=[], joins=[])
 
@@ -69,14 +74,16 @@ class Reader:
                 wanted = self._find(space, reads, outcomes, held)
             self._read_all(wanted, outcomes, cancelled)
         finally:
-            found = ReadOutcome.FOUND
-            came = [len(into) for at, into in zip(wanted.at, wanted.into, strict=True) if outcomes[at] is found]
+            found, num_found = ReadOutcome.FOUND, outcomes.count(ReadOutcome.FOUND)
+            came = [outcomes[at] is found for at in wanted.at] if num_found < len(wanted.at) else repeat(True)
             with state.lock:
                 for segment in held.values():
                     state.segments.release(segment)
-                state.counters.add("read_values", len(came))
-                state.counters.add("read_bytes", sum(came))
+                state.counters.add("read_values", num_found)
+                state.counters.add("read_bytes", sum(map(len, compress(wanted.into, came))))
                 state.lock.notify_all()
+        if num_found == len(reads) and wanted.in_order:
+            return list(map(ReadResult, repeat(found), wanted.stamps))
         stamps = dict(zip(wanted.at, wanted.stamps, strict=True))
         return [ReadResult(found, stamps[at]) if outcome is found else _WITHOUT[outcome] for at, outcome in enumerate(outcomes)]
 
@@ -146,6 +153,8 @@ class Reader:
         scratch, start, segment = self._own.scratch, wanted.offsets[run[0]], wanted.segments[run[0]]
         end = wanted.ends[run[-1]]
         direct = wanted.direct[run[0]] and segment.direct_fd >= 0 and not by_cache
+        if direct and self._state.disk.is_cached(segment.fd, start, end - start):
+            direct = False  # a copy in memory is faster than any disk
         values = wanted.into[run.start : run.stop]
         tails: list[tuple[memoryview, memoryview]] = []
         if sum(map(len, values)) == end - start:  # whole blocks, one behind the other
@@ -162,6 +171,10 @@ class Reader:
         for into, tail in tails:
             into[:] = tail[: len(into)]
         scratch.give_back()
+        if got == end - start:
+            for at in wanted.at[run.start : run.stop]:
+                outcomes[at] = ReadOutcome.FOUND
+            return
         missed = ReadOutcome.FAILED if got < 0 else ReadOutcome.DAMAGED
         for at, offset, into in zip(wanted.at[run.start : run.stop], wanted.offsets[run.start : run.stop], values, strict=True):
             outcomes[at] = ReadOutcome.FOUND if offset + len(into) - start <= got else missed

@@ -101,7 +101,7 @@ class LogStore:
         if not writes:
             return []
         check_writes(writes)
-        request = PutRequest(space=space, writes=writes, size_bytes=sum([len(write.data) for write in writes]))
+        request = PutRequest(space=space, writes=writes)
         self._group_commit.submit(request)
         return cast(list[WriteOutcome], request.outcomes)
 

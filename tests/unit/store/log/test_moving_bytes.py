@@ -16,6 +16,7 @@ from stepwell.base.errors import ConfigError, StoreError
 from stepwell.base.meters import ManualClock, SystemClock
 from stepwell.store.api import Read, ReadOutcome, Write, WriteOutcome
 from stepwell.store.log import store as store_module
+from stepwell.store.log.disk import page_cache
 from stepwell.store.log.disk.files import Disk
 from stepwell.store.log.opening import open_directory
 from stepwell.store.log.store import LogStore
@@ -153,6 +154,50 @@ def test_values_of_any_length_go_past_the_page_cache(size: int, open_with: Calla
         WriteOutcome.STORED
     ]
     assert store.read_into(HERE, [Read(key=key("odd"), into=into)])[0].outcome is ReadOutcome.FOUND and into == data
+
+
+def test_what_the_page_cache_has_comes_from_there_and_the_rest_past_it(
+    open_with: Callable[[Direct], LogStore], disk: Counting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    try:
+        store = open_with(Direct.ON)
+    except ConfigError as error:
+        if "no direct I/O" not in str(error):
+            raise
+        pytest.skip("this file system has no direct I/O: set TMPDIR to a folder on a disk")
+    data, into = aligned(MIB), aligned(MIB)
+    data[:] = payload("x", MIB)
+    store.write_from(HERE, [Write(key=key("x"), data=data, stamp=seal(HERE, key("x"), data))])
+    segment = store._state.active
+    assert segment is not None
+    disk.reads, asked = [], []
+
+    def is_cached(fd: int, offset: int, size: int) -> bool:
+        asked.append((fd, offset, size))
+        return len(asked) > 1
+
+    monkeypatch.setattr(disk, "is_cached", is_cached)
+    for _ in range(2):
+        into[:] = bytes(MIB)
+        assert store.read_into(HERE, [Read(key=key("x"), into=into)])[0].outcome is ReadOutcome.FOUND and into == data
+    assert disk.reads == [(segment.direct_fd, MIB), (segment.fd, MIB)]
+    assert asked == [(segment.fd, 4096, MIB)] * 2, "the value lies behind one block of header"
+
+
+def test_the_page_cache_is_known(tmp_path: Path) -> None:
+    path, disk = tmp_path / "file", Disk()
+    path.write_bytes(bytes(64 * 1024))
+    fd = disk.open(path)
+    try:
+        disk.sync(fd)
+        if not page_cache.holds(fd, 0, 64 * 1024):
+            pytest.skip("this kernel does not say what it keeps")
+        assert disk.is_cached(fd, 5000, 50_000) and not disk.is_cached(fd, 0, 65 * 1024) and not disk.is_cached(fd, 0, 0)
+        disk.forget_cached(fd, 32 * 1024, 32 * 1024)
+        assert disk.is_cached(fd, 0, 4096) or not disk.is_cached(fd, 0, 64 * 1024), "whoever keeps no part keeps not all"
+    finally:
+        disk.close(fd)
+    assert not disk.is_cached(fd, 0, 4096), "of a descriptor that is closed nothing is known"
 
 
 def test_both_ways_are_tried_and_timed_within_the_budget(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from stepwell.store.log.disk import page_cache
 from stepwell.store.log.disk.locking import DirectoryLock, is_taken, take
 
 BLOCK_BYTES = 4096  # of memory and of disk: direct transfers start and end at multiples of it
@@ -125,6 +126,10 @@ class Disk:
         """Asks the machine to drop its copy of a range, so that the next read comes from the disk."""
         if sys.platform == "linux":
             os.posix_fadvise(fd, offset, size, os.POSIX_FADV_DONTNEED)
+
+    def is_cached(self, fd: int, offset: int, size: int) -> bool:
+        """Whether the machine has its own copy of a whole range; False where it cannot be asked."""
+        return page_cache.holds(fd, offset, size)
 
     def lock(self, directory: Path) -> DirectoryLock | None:
         """Takes the one lock on a directory; None when another process has it."""

@@ -247,7 +247,8 @@ class PackedBatch:
 
 def pack_values(space: Space, writes: Sequence[Write], room: int) -> PackedBatch | None:
     """A batch of as many of the first values as fit; None when not one does."""
-    lengths = np.array([len(write.data) for write in writes], dtype=np.int64)
+    values = [write.data for write in writes]
+    lengths = np.fromiter(map(len, values), np.int64, len(values))
     small = lengths <= INLINE_BYTES
     inline = np.cumsum(np.where(small, -(-lengths // 8) * 8, 0))  # inside the header, up to and with each
     blocks = np.cumsum(np.where(small, 0, -(-lengths // BLOCK_BYTES) * BLOCK_BYTES))  # behind it
@@ -263,7 +264,7 @@ def pack_values(space: Space, writes: Sequence[Write], room: int) -> PackedBatch
     entries["offset"] = np.where(small[:count], inline_start(count) + before[0], header_bytes + before[1])
     return PackedBatch(
         kind=BatchKind.PUT, space=space, entries=entries, header_bytes=header_bytes,
-        total_bytes=header_bytes + int(blocks[count - 1]), values=[write.data for write in chosen],
+        total_bytes=header_bytes + int(blocks[count - 1]), values=values[:count],
     )  # fmt: skip
 
 

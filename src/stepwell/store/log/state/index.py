@@ -219,7 +219,7 @@ class Index:
         """Takes in the values of a batch. One that is known already has moved here, and keeps its last use."""
         number, columns, entries = self._number(batch.space), self.columns, batch.entries
         known, keys = self._rows[number], batch.keys()
-        spare = columns.take(sum(key not in known for key in keys))
+        spare = columns.take(len(keys) if known.keys().isdisjoint(keys) else sum(key not in known for key in keys))
         fresh = rows = np.array(spare, dtype=np.int64)
         columns.used[fresh] = used
         columns.space[fresh] = number

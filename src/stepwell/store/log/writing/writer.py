@@ -44,9 +44,14 @@ class PutRequest:
     space: Space
     writes: Sequence[Write]
     outcomes: list[WriteOutcome | None] = field(default_factory=list)
-    size_bytes: int = 0
+    sizes: list[int] = field(init=False)  # of the values
+    size_bytes: int = field(init=False)
     done: bool = False
     error: BaseException | None = None
+
+    def __post_init__(self) -> None:
+        self.sizes = [len(write.data) for write in self.writes]
+        self.size_bytes = sum(self.sizes)
 
 
 @dataclass(slots=True, eq=False)
@@ -66,10 +71,14 @@ class _Pending:
 
     def decide(self, outcome: WriteOutcome, count: int) -> int:
         """The first values that still wait have their outcome; returns the bytes of those."""
+        request = self.request
         decided, self.places = self.places[:count], self.places[count:]
+        if len(decided) == len(request.writes):
+            request.outcomes = [outcome] * len(decided)
+            return request.size_bytes
         for at in decided:
-            self.request.outcomes[at] = outcome
-        return sum([len(self.request.writes[at].data) for at in decided])
+            request.outcomes[at] = outcome
+        return sum([request.sizes[at] for at in decided])
 
 
 _Place = tuple[PutRequest, int]
@@ -149,7 +158,7 @@ class Writer:
             known, keys = index.rows_of(digest), [write.key for write in writes]
             pending = _Pending(request, list(range(len(writes))))
             new = len(set(keys)) == len(keys) and known.keys().isdisjoint(keys) and len(requests) == 1
-            if not new or max([len(write.data) for write in writes]) > largest:
+            if not new or max(request.sizes) > largest:
                 pending.places = [at for at in pending.places if self._is_wanted(request, at, known, first, repeats)]
             index.note_use(digest, {writes[at].parent for at in pending.places}.difference(keys if new else ()))
             all_pending.append(pending)

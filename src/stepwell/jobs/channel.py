@@ -73,16 +73,17 @@ class Message:
 def packed(message: Message) -> bytes:
     """A message as a frame. Raises ValueError where it would be too long."""
     arrays = [np.ascontiguousarray(each) for each in message.arrays]
-    assert all(each.dtype.str in _CODES for each in arrays), f"arrays of these numbers are not sent: {arrays}"
+    kinds = [each.dtype.str for each in arrays]
+    assert _CODES.keys() >= set(kinds), f"arrays of these numbers are not sent: {kinds}"
     kind, numbers = message.kind.encode("ascii"), message.numbers
     assert len(kind) <= 8 and len(numbers) <= MOST_NUMBERS, f"{kind!r} with {len(numbers)} numbers"
     fields = _json(message.fields).encode() if message.fields else b""
-    size = _HEAD.size + 8 * len(numbers) + _ARRAY.size * len(arrays) + len(fields) + sum(each.nbytes for each in arrays)
+    size = _HEAD.size + 8 * len(numbers) + _ARRAY.size * len(arrays) + len(fields) + sum([each.nbytes for each in arrays])
     if size > MOST_BYTES:
         raise ValueError(f"a message of {size} bytes is longer than {MOST_BYTES}")
-    described = [_ARRAY.pack(_CODES[each.dtype.str], each.size) for each in arrays]
+    described = [_ARRAY.pack(_CODES[what], each.size) for what, each in zip(kinds, arrays, strict=True)]
     head = _SIZED.pack(size, kind, len(fields), len(arrays), len(numbers))
-    return b"".join([head, pack(f"<{len(numbers)}q", *numbers), *described, fields, *(each.tobytes() for each in arrays)])
+    return b"".join([head, pack(f"<{len(numbers)}q", *numbers), *described, fields, *[each.tobytes() for each in arrays]])
 
 
 def unpacked(body: bytes) -> Message:
@@ -174,8 +175,10 @@ class Channel:
             self._must_be_open()
             if len(self._out) + len(frame) > MOST_BYTES:
                 self._close(f"it has not read {len(self._out)} bytes")
-            self._out += frame
-            self._flush()
+            sent = 0 if self._out else self._sent(frame)
+            if sent < len(frame):
+                self._out += frame[sent:]
+                self._flush()
 
     def flush(self) -> bool:
         """Sends what waits, as far as the other end takes it; whether nothing is left. Raises ChannelClosed.
@@ -221,17 +224,22 @@ class Channel:
         self._socket.close()
 
     def _flush(self) -> bool:
+        while self._out:
+            sent = self._sent(bytes(self._out[:_READ_BYTES]))
+            if not sent:
+                return False
+            del self._out[:sent]
+        return True
+
+    def _sent(self, data: bytes) -> int:
+        """How much of it the other end takes now."""
         try:
-            while self._out:
-                with memoryview(self._out) as waiting, waiting[:_READ_BYTES] as part:
-                    sent = self._socket.send(part)
-                del self._out[:sent]
+            return self._socket.send(data)
         except BlockingIOError:
-            return False
+            return 0
         except OSError as error:
             self._out.clear()
             raise ChannelClosed(f"it is gone ({error.strerror})") from None
-        return True
 
     def _read(self) -> None:
         try:

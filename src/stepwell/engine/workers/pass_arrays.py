@@ -7,7 +7,7 @@
     numbers        of the pass, and of the one before; how many rows, entries of `kept`, rows that are told, and pages
     ints           kept | which of those that go on got a page | the pages | a token of each that goes on
                    tokens of those that are told | their prefix pages | their window pages
-    table          numbers of those that are told, see `_numbers`
+    table          numbers of those that are told, see `_numbers`; nothing where none is
 
 A decode step so tells a token for each request, and a page where one begins: some 200 bytes for 32 requests, however long they
 are. The number of the pass before says which is meant: a worker that has read another, or could not read it, finds no rows to go
@@ -16,14 +16,14 @@ on from, and refuses. Rows are compared and made by columns, in C: a loop over 3
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, repeat
 from operator import add, is_
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from stepwell.base.ids import Kind
 from stepwell.base.tasks import PageIds
@@ -35,8 +35,9 @@ from stepwell.jobs.channel import Array, Message
 RUN = "run"
 _COLUMNS = 11  # numbers of one request's part of a pass, see `_numbers`
 _NONE = -1  # in arrays
-_NO_TABLE = np.empty(0, np.int64)
-_NOTHING_NEW: tuple[list[int], list[RequestRows], list[int], list[int]] = ([], [], [], [])
+_IN_ORDER: list[int] = []
+_NOBODY: list[RequestRows] = []
+_made: Callable[[Iterable[Any]], RequestRows] = partial(tuple.__new__, RequestRows)  # of all fields; `_make` counts them
 
 Counts = Mapping[Kind, int]  # pages that a memory has, by kind
 
@@ -60,36 +61,48 @@ class PassPacker:
 
     def forget(self) -> None:
         """The next pass is told whole: nobody knows who has read the last one."""
-        self._before: Sequence[RequestRows] = ()
-        self._prefix: Sequence[PageIds] = ()
+        self._prefix: Sequence[PageIds] = ()  # of the rows before
+        self._windows: Sequence[PageIds] = ()  # held, so that nobody else has their ids
         self._next: list[tuple[Any, ...]] = []  # what rows look like that go on from those before, see `_looks`
+        self._sent: Sequence[Sequence[Any]] | None = None  # columns of them, until `look_ahead`
         self._number = 0
 
     def pack(self, given: Pass, number: int) -> Message:
         """`number` is repeated by what comes of it."""
+        self.look_ahead()
         rows, after, before = given.rows, self._number, self._prefix
         columns = _columns(rows)
         tokens, prefix = columns[0], columns[2]
         looks = _looks(columns)
-        if len(rows) == len(before) and looks == self._next and all(map(is_, prefix, before)):
-            kept, told, longer, pages = _NOTHING_NEW  # most steps
+        longer = self._longer(prefix) if len(rows) == len(before) and looks == self._next else None
+        if longer is not None:  # most steps
+            kept, told, going = _IN_ORDER, _NOBODY, prefix
         else:
             kept = self._kept(prefix, looks)
             told = [each for each, at in zip(rows, kept, strict=True) if at == _NONE]
             tokens = [each for each, at in zip(tokens, kept, strict=True) if at != _NONE]
-            going = [(each, before[at]) for each, at in zip(prefix, kept, strict=True) if at != _NONE]
-            longer = [at for at, (each, shorter) in enumerate(going) if each is not shorter]
-            pages = [int(going[at][0][-1]) for at in longer]
-            kept = [] if kept == [*range(len(before))] else kept
-            for new in chain(*((each.prefix_pages, each.window_pages) for each in told), (going[at][0] for at in longer)):
-                new.setflags(write=False)  # remembered by reference, and so not to be changed
-        self._remember(rows, columns, number)
+            going = [each for each, at in zip(prefix, kept, strict=True) if at != _NONE]
+            were = [before[at] for at in kept if at != _NONE]
+            longer = [at for at, (each, was) in enumerate(zip(going, were, strict=True)) if each is not was]
+        pages = [int(going[at][-1]) for at in longer]
+        for new in chain(*((each.prefix_pages, each.window_pages) for each in told), (going[at] for at in longer)):
+            new.setflags(write=False)  # remembered by reference, and so not to be changed
         ints = np.array([*kept, *longer, *pages, *chain.from_iterable(tokens)], np.int32)
-        return Message(
+        message = Message(
             kind=RUN,
             numbers=(number, after, len(rows), len(kept), len(told), len(longer)),
-            arrays=[np.concatenate([ints, *_parts_of(told)]) if told else ints, _table(told), *pack_choosing(given.choosing)],
+            arrays=[*(_whole(ints, told) if told else (ints,)), *pack_choosing(given.choosing)],
         )
+        self._sent, self._prefix, self._number = columns, prefix, number
+        return message
+
+    def _longer(self, prefix: Sequence[PageIds]) -> list[int] | None:
+        """Which of those before, all of them in their order, have a page more; None where one has other pages."""
+        before = self._prefix
+        if all(map(is_, prefix, before)):
+            return []
+        changed = [at for at, same in enumerate(map(is_, prefix, before)) if not same]
+        return changed if all(_one_longer(prefix[at], before[at]) for at in changed) else None
 
     def _kept(self, prefix: Sequence[PageIds], looks: Sequence[tuple[Any, ...]]) -> list[int]:
         """From their pages we know which they were; a row that has other pages now is looked for behind the one before it."""
@@ -104,11 +117,13 @@ class PassPacker:
             last = at if goes_on else last
         return kept
 
-    def _remember(self, rows: Sequence[RequestRows], columns: Sequence[Sequence[Any]], number: int) -> None:
-        tokens, positions, prefix, windows, first_window, point, _, slot, _, _, _, picks = columns
-        one, none, no, ends = repeat(1), repeat(None), repeat(False), map(add, positions, map(len, tokens))
-        self._next = list(zip(ends, one, first_window, point, none, slot, no, one, picks, map(id, windows), strict=False))
-        self._before, self._prefix, self._number = rows, prefix, number
+    def look_ahead(self) -> None:
+        """Once a pass is on its way there is time for it: makes what the next one is compared with."""
+        if self._sent is not None:
+            tokens, positions, _, windows, first_window, point, _, slot, _, _, _, picks = self._sent
+            one, none, no, ends = repeat(1), repeat(None), repeat(False), map(add, positions, map(len, tokens))
+            self._next = list(zip(ends, one, first_window, point, none, slot, no, one, picks, map(id, windows), strict=False))
+            self._windows, self._sent = windows, None
 
 
 def _columns(rows: Sequence[RequestRows]) -> Sequence[Sequence[Any]]:
@@ -127,13 +142,11 @@ def _one_longer(pages: PageIds, before: PageIds) -> bool:
     return len(pages) == len(before) + 1 and bool((pages[:-1] == before).all())
 
 
-def _parts_of(told: Sequence[RequestRows]) -> Iterable[Array]:
+def _whole(ints: PageIds, told: Sequence[RequestRows]) -> tuple[Array, Array]:
+    """With all of those that are told: ints and their table."""
     tokens = (np.asarray(each.tokens, np.int32) for each in told)
-    return chain(tokens, (each.prefix_pages for each in told), (each.window_pages for each in told))
-
-
-def _table(told: Sequence[RequestRows]) -> npt.NDArray[np.int64]:
-    return np.array([_numbers(each) for each in told], np.int64).reshape(-1) if told else _NO_TABLE
+    pages = chain((each.prefix_pages for each in told), (each.window_pages for each in told))
+    return np.concatenate([ints, *tokens, *pages]), np.array([_numbers(each) for each in told], np.int64).reshape(-1)
 
 
 def _numbers(rows: RequestRows) -> tuple[int, ...]:
@@ -176,24 +189,25 @@ class PassReader:
         number, after, count, num_entries, num_told, num_longer = message.counts(6)
         before = self._rows if after == self._number else ()
         self._rows, self._number = (), 0
-        if len(message.arrays) < 2 or [each.dtype.str for each in message.arrays[:2]] != ["<i4", "<i8"]:
+        first_way = 2 if num_told else 1
+        if [each.dtype.str for each in message.arrays[:first_way]] != ["<i4", "<i8"][:first_way]:
             raise ValueError("a pass in numbers of other kinds")
-        ints, table, *ways = message.arrays
-        if num_entries not in (0, count) or num_told > count or table.size != num_told * _COLUMNS:
+        ints, ways = message.arrays[0], message.arrays[first_way:]
+        if num_entries not in (0, count) or num_told > count:
             raise ValueError("a pass with more or fewer requests than it says")
         num_small = num_entries + 2 * num_longer + count - num_told
-        small = ints[:num_small].tolist()
-        if len(small) < num_small:
+        if len(ints) < num_small or (len(ints) > num_small and not num_told):
             raise ValueError("a pass with more or fewer tokens or pages than it says")
+        small = ints[:num_small].tolist()
         kept = small[:num_entries]
         going = self._going(kept, before, count, num_told)
         rows = self._further(going, small[num_entries:], num_longer)
-        told = self._told(table, ints[num_small:])
+        told = self._told(message.arrays[1], num_told, ints[num_small:]) if num_told else _NOBODY
         if told:
             nexts = iter(rows), iter(told)
             rows = [next(nexts[at == _NONE]) for at in kept]
         self._rows, self._number = rows, number
-        num_logits = len(going) + sum(each.num_logits for each in told)
+        num_logits = len(going) + sum([each.num_logits for each in told])
         return ReadPass(rows=rows, num_logits=num_logits, vocab_size=self._vocab_size, ways=ways)
 
     def _going(self, kept: list[int], before: Sequence[RequestRows], count: int, num_told: int) -> Sequence[RequestRows]:
@@ -219,7 +233,7 @@ class PassReader:
             prefix = self._longer(prefix, longer, pages)
         one, none, no, ends = repeat(1), repeat(None), repeat(False), map(add, positions, map(len, told))
         each = zip(tokens, strict=True), ends, prefix, windows, first_window, point, none, slot, no, one, hot, picks
-        return [*map(RequestRows._make, zip(*each, strict=False))]
+        return [*map(_made, zip(*each, strict=False))]
 
     def _longer(self, prefix: Sequence[PageIds], longer: Sequence[int], pages: Sequence[int]) -> list[PageIds]:
         """Each of those with a page more."""
@@ -232,8 +246,10 @@ class PassReader:
             made[at][:-1], made[at][-1] = prefix[at], page
         return made
 
-    def _told(self, table: Array, ints: PageIds) -> list[RequestRows]:
+    def _told(self, table: Array, count: int, ints: PageIds) -> list[RequestRows]:
         """Those that are told whole."""
+        if table.size != count * _COLUMNS:
+            raise ValueError("a pass with more or fewer requests than it says")
         told = table.reshape(-1, _COLUMNS).tolist()
         for each in told:
             self._check(each)

@@ -288,6 +288,7 @@ class RankWorkers:
         try:
             self._answers, self._under_way = {}, True
             self.send_all(message)
+            self._packer.look_ahead()
             self._await_answers()
             self._must_have_gone_well()
             chosen = read_chosen(self._answers[0], vocab_size=self.vocab_size)

@@ -6,11 +6,9 @@ import contextlib
 import os
 import socket
 import sys
-from dataclasses import replace
 
 from stepwell.base.ids import Kind
-from stepwell.engine.sampling import Chosen
-from stepwell.engine.workers.messages import CHOSEN, LOADED, MEMORY, READY, SETUP, pack_chosen
+from stepwell.engine.workers.messages import CHOSEN, LOADED, MEMORY, READY, SETUP, ChosenTokens, pack_chosen
 from stepwell.engine.workers.pass_arrays import PassReader
 from stepwell.engine.workers.worker import MOST_SLOTS, Worker
 from stepwell.jobs.channel import Channel, ChannelClosed, Message
@@ -31,12 +29,9 @@ class IdleWorker(Worker):
             return Message(kind=LOADED, fields={"free_bytes": 0, "vocab_size": VOCABULARY, "digest": "idle", "kernels": {}})
         if message.kind == MEMORY:
             return Message(kind=READY)
-        number = message.number("pass")
         given = self._reader.read(message)
-        if self._rank:
-            return Message(kind=CHOSEN, fields={"pass": number, "calls": 0})
-        chosen = pack_chosen([Chosen(token=0)] * len(given.choosing), number)
-        return replace(chosen, fields={**chosen.fields, "calls": 0})
+        tokens = [] if self._rank else pack_chosen(ChosenTokens([0] * len(given.choosing())))
+        return Message(kind=CHOSEN, numbers=(message.numbers[0], 0), arrays=tokens)
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ import pytest
 from stepwell.base.ids import JobId, Kind, Tier
 from stepwell.base.tasks import Copy, Plan, Purpose, Span
 from stepwell.engine.runner import PassesLost, PassFailed
-from stepwell.engine.workers.messages import pack_chosen
+from stepwell.engine.workers.messages import ChosenTokens, pack_chosen
 from stepwell.engine.workers.pass_arrays import Pass
 from stepwell.engine.workers.rank_workers import RankWorkers, WorkerLimits, WorkerSetup
 from stepwell.jobs.channel import Message
@@ -35,7 +35,7 @@ class Said(Processes):
         if message.kind == "run":
             self.say += self.answers
 
-    def poll(self, timeout_s: float = 0.0) -> list[tuple[int, Message]]:
+    def poll(self, timeout_s: float = 0.0, *, worker: int | None = None) -> list[tuple[int, Message]]:
         if self.lost is not None:
             raise self.lost
         said, self.say = self.say, []
@@ -78,12 +78,11 @@ def workers(started: RankWorkers, said: Said) -> RankWorkers:
 
 
 def chose(calls: int = 3, number: int = 1, **more: Any) -> Message:
-    fields = {"pass": number, "calls": calls, **more}
-    return Message(kind="chosen", fields=fields, arrays=pack_chosen([], number).arrays)
+    return Message(kind="chosen", numbers=(number, calls), fields=more, arrays=pack_chosen(ChosenTokens([])))
 
 
 def broke(calls: int = 3, **more: Any) -> Message:
-    return Message(kind="broke", fields={"pass": 1, "calls": calls, "error": "ValueError: no", **more})
+    return Message(kind="broke", numbers=(1, calls), fields={"error": "ValueError: no", **more})
 
 
 @pytest.mark.parametrize("kind", ["loaded", "ready"])
@@ -106,14 +105,14 @@ def test_ranks_that_failed_in_step_go_on(workers: RankWorkers, said: Said) -> No
     with pytest.raises(PassFailed, match="rank 1: ValueError: no"):
         workers.compute(NOTHING)
     said.answers = [(0, chose(number=2)), (1, chose(number=2))]
-    assert workers.compute(NOTHING) == []
-    assert said.told[-1].fields["after"] == 0, "one of them has maybe not read the pass before"
+    assert workers.compute(NOTHING).tokens == []
+    assert said.told[-1].numbers[1] == 0, "one of them has maybe not read the pass before"
 
 
 def test_nobody_goes_on_from_a_pass_whose_answers_nobody_judged(
     workers: RankWorkers, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(timeout_s: float = 0.0) -> NoReturn:
+    def interrupted(timeout_s: float = 0.0, *, worker: int | None = None) -> NoReturn:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
@@ -123,11 +122,11 @@ def test_nobody_goes_on_from_a_pass_whose_answers_nobody_judged(
     said.say = [(0, chose()), (1, broke())]
     workers.wait()
     said.answers = [(0, chose(number=2)), (1, chose(number=2))]
-    assert workers.compute(NOTHING) == []
-    assert said.told[-1].fields["after"] == 0
+    assert workers.compute(NOTHING).tokens == []
+    assert said.told[-1].numbers[1] == 0
     said.answers = [(0, chose(number=3)), (1, chose(number=3))]
     workers.compute(NOTHING)
-    assert said.told[-1].fields["after"] == 2, "and goes on from one that went well"
+    assert said.told[-1].numbers[1] == 2, "and goes on from one that went well"
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from stepwell.engine.ops.editing import Edit
 from stepwell.engine.passes.batch import RequestRows
 from stepwell.engine.request import TokenLogprob
 from stepwell.engine.sampling import Choosing, Chosen
-from stepwell.engine.workers.messages import pack_chosen, pack_plan, read_chosen, read_kernels, read_plan
+from stepwell.engine.workers.messages import ChosenTokens, pack_chosen, pack_plan, read_chosen, read_kernels, read_plan
 from stepwell.engine.workers.pass_arrays import Pass, PassPacker, PassReader
 from stepwell.jobs.channel import Message, packed, unpacked
 
@@ -54,10 +54,11 @@ def test_a_pass_arrives_as_it_was_sent() -> None:
         rows=[bare, rows(num_logits=0), rows()], choosing=[Choosing(), Choosing(draw=draw, edit=edit, given=7, logprobs=3)]
     )
     found = a_reader().read(sent(PassPacker().pack(given, 1)))
-    for one, other in zip(found.choosing, given.choosing, strict=True):
+    ways = found.choosing()
+    for one, other in zip(ways, given.choosing, strict=True):
         assert (one.draw, one.given, one.logprobs) == (other.draw, other.given, other.logprobs)
-    read = found.choosing[1].edit
-    assert found.choosing[0].edit is None and read is not None
+    read = ways[1].edit
+    assert ways[0].edit is None and read is not None
     for name in Edit.__dataclass_fields__:
         one, other = getattr(read, name), getattr(edit, name)
         assert np.array_equal(one, other), name
@@ -95,13 +96,13 @@ def test_pages_and_tokens_that_are_not_there_are_refused(wrong: dict[str, Any]) 
 def test_edits_of_tokens_that_are_not_there_are_refused(wrong: dict[str, Any]) -> None:
     message = PassPacker().pack(Pass(rows=[rows()], choosing=[Choosing(edit=Edit(**wrong))]), 1)
     with pytest.raises(ValueError, match="a pass"):
-        a_reader().read(sent(message))
+        a_reader().read(sent(message)).choosing()
 
 
 @pytest.mark.parametrize("given", [-2, 100])
 def test_a_given_token_that_is_not_there_is_refused(given: int) -> None:
     with pytest.raises(ValueError, match="not there"):
-        a_reader().read(sent(PassPacker().pack(Pass(rows=[rows()], choosing=[Choosing(given=given)]), 1)))
+        a_reader().read(sent(PassPacker().pack(Pass(rows=[rows()], choosing=[Choosing(given=given)]), 1))).choosing()
 
 
 @pytest.mark.parametrize("which", range(6))
@@ -112,10 +113,10 @@ def test_a_pass_whose_parts_do_not_fit_is_refused(which: int, change: str) -> No
     arrays = [each.copy() for each in message.arrays]
     arrays[which] = arrays[which][:-1] if change == "shorter" else np.concatenate([arrays[which], arrays[which][:1]])
     with pytest.raises(ValueError, match="pass"):
-        a_reader().read(replace(message, arrays=arrays))
+        a_reader().read(replace(message, arrays=arrays)).choosing()
     if which != 2:  # a pass without choices at all is one of the likeliest tokens
         with pytest.raises(ValueError, match=r"arrays|kinds"):
-            a_reader().read(replace(message, arrays=message.arrays[:which]))
+            a_reader().read(replace(message, arrays=message.arrays[:which])).choosing()
 
 
 # ---- one pass behind another ----------------------------------------------------------------------
@@ -132,7 +133,7 @@ def plain(*told: RequestRows) -> Pass:
 
 def told_in(message: Message) -> int:
     """How many requests a pass tells whole."""
-    return len(message.arrays[1]) // 11
+    return message.numbers[4]
 
 
 def test_steps_tell_whole_only_who_is_new_or_has_other_pages() -> None:
@@ -142,7 +143,10 @@ def test_steps_tell_whole_only_who_is_new_or_has_other_pages() -> None:
     passes = [
         (3, plain(a, b, c)),
         (0, plain(a := a_step(a, 1), b := a_step(b, 2), c := a_step(c, 3))),
-        (1, plain(a := a_step(a, 4), b := a_step(b, 5, prefix_pages=ids(1, 8)), c := a_step(c, 6))),
+        (0, plain(a := a_step(a, 4), b := a_step(b, 5, prefix_pages=ids(1, 8)), c := a_step(c, 6))),  # a page begins
+        (0, plain(a := a_step(a, 4), b := a_step(b, 5), c := a_step(c, 6, prefix_pages=ids(2, 4, 0)))),
+        (1, plain(b := a_step(b, 4, prefix_pages=ids(1, 8, 9)), a := a_step(a, 1), c := a_step(c, 6))),  # moved, and a page
+        (1, plain(b := a_step(b, 5, prefix_pages=ids(1, 8, 3, 4)), a := a_step(a, 4), c := a_step(c, 6))),  # two, or others
         (1, plain(c := a_step(c, 7), a := a_step(a, 8), later)),  # one has ended, one is new, and they stand in another order
         (1, plain(a_step(a, 9, point_page=1), a_step(later, 10))),
     ]
@@ -196,14 +200,57 @@ def test_rows_that_were_not_in_the_pass_before_are_refused(kept: list[int]) -> N
     reader.read(sent(packer.pack(plain(first), 1)))
     message = packer.pack(plain(a_step(first, 1)), 2)
     with pytest.raises(ValueError, match="goes on from rows"):
-        reader.read(replace(message, arrays=[ids(*kept, 1), *message.arrays[1:]]))
+        reader.read(replace(message, numbers=(2, 1, 1, 1, 0, 0), arrays=[ids(*kept, 1), *message.arrays[1:]]))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "ints"),
+    [
+        ((2, 1, 1, 0, 0, 0), [100]), ((2, 1, 1, 0, 0, 0), [-1]), ((2, 1, 1, 0, 0, 0), [1, 1]), ((2, 1, 1, 0, 0, 0), []),
+        ((2, 1, 1, 0, 0, 1), [0, 10, 1]), ((2, 1, 1, 0, 0, 1), [0, -1, 1]), ((2, 1, 1, 0, 0, 1), [1, 1, 1]),
+        ((2, 1, 1, 0, 0, 1), [-1, 1, 1]), ((2, 1, 1, 0, 0, 2), [0, 1, 1]), ((2, 1, 2, 0, 0, 0), [1, 1]),
+        ((2, 1, 0, 0, 0, 0), []), ((2, 1, 1, 2, 0, 0), [0, 0, 1]), ((2, 1, 1, 0, 1, 0), []), ((2, 1, 1, 1, 0, 0), [-1]),
+        ((2, 1, 1, 0, 0), [1]), ((2, 1, 1, 0, 0, -1), [1]), ((2, 1, 1, 0, 0, 2**40), [1]), ((2, 3, 1, 0, 0, 0), [1]),
+    ],
+)  # fmt: skip
+def test_a_step_that_says_what_cannot_be_is_refused(numbers: tuple[int, ...], ints: list[int]) -> None:
+    packer, reader, first = PassPacker(), a_reader(), rows()
+    reader.read(sent(packer.pack(plain(first), 1)))
+    message = packer.pack(plain(a_step(first, 1)), 2)
+    assert (message.numbers, message.arrays[0].tolist()) == ((2, 1, 1, 0, 0, 0), [1]), "a token is all that it says"
+    with pytest.raises(ValueError, match=r"."):
+        reader.read(replace(message, numbers=numbers, arrays=[ids(*ints), *message.arrays[1:]]))
+
+
+def test_rows_without_pages_are_told_apart_by_where_they_stand() -> None:
+    packer, reader, none = PassPacker(), a_reader(), ids()
+    a, b, c = (rows(prefix_pages=none, slot=slot, position=8 * slot) for slot in (1, 2, 3))
+    passes = [
+        (3, plain(a, b, c)), (0, plain(a := a_step(a, 1), b := a_step(b, 2), c := a_step(c, 3))),
+        (0, plain(a_step(a, 4), a_step(b, 5))),
+    ]  # fmt: skip
+    for number, (num_told, given) in enumerate(passes, 1):
+        message = sent(packer.pack(given, number))
+        assert told_in(message) == num_told
+        assert_alike(reader.read(message).rows, given.rows)
 
 
 def test_pages_that_were_told_are_not_changed_any_more() -> None:
-    first = rows(prefix_pages=ids(1, 2, 3))
-    PassPacker().pack(plain(first), 1)
-    with pytest.raises(ValueError, match="read-only"):
-        first.prefix_pages[0] = 4
+    packer, first = PassPacker(), rows(prefix_pages=ids(1, 2, 3))
+    packer.pack(plain(first), 1)
+    packer.pack(plain(longer := a_step(first, 1, prefix_pages=ids(1, 2, 3, 4))), 2)
+    for each in (first, longer):
+        with pytest.raises(ValueError, match="read-only"):
+            each.prefix_pages[0] = 4
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_draws_by_what_is_no_number_are_refused(number: float) -> None:
+    for name in ("temperature", "top_p", "number"):
+        draw = Draw(temperature=0.7, top_k=3, top_p=0.9, number=0.5)._replace(**{name: number})
+        message = sent(PassPacker().pack(Pass(rows=[rows()], choosing=[Choosing(draw=draw)]), 1))
+        with pytest.raises(ValueError, match="no numbers"):
+            a_reader().read(message).choosing()
 
 
 @pytest.mark.parametrize("draws", [[None, None], [0.25, None], [0.25, 0.5]])
@@ -212,16 +259,29 @@ def test_draws_alone_arrive_as_they_were_sent(draws: list[float | None]) -> None
         Choosing(draw=None if number is None else Draw(temperature=0.7, top_k=3, top_p=0.9, number=number)) for number in draws
     ]
     message = sent(PassPacker().pack(Pass(rows=[rows(num_logits=2)], choosing=choosing), 1))
-    assert a_reader().read(message).choosing == choosing
+    assert a_reader().read(message).choosing() == choosing
+
+
+LOGPROB = TokenLogprob(token=4, logprob=-0.5, rank=7, top=((4, -0.5), (7, -2.0)))
+
+
+def chosen(*arrays: Any) -> Message:
+    return sent(Message(kind="chosen", numbers=(1, 0), arrays=arrays))
 
 
 def test_what_was_chosen_arrives_with_its_logprobs() -> None:
-    logprob = TokenLogprob(token=4, logprob=-0.5, rank=7, top=((4, -0.5), (7, -2.0)))
-    chosen = [Chosen(token=3), None, Chosen(token=4, logprob=logprob), Chosen(token=4, logprob=replace(logprob, top=()))]
-    assert read_chosen(sent(pack_chosen(chosen, 1)), vocab_size=8) == chosen
-    message = pack_chosen(chosen, 1)
+    given = ChosenTokens([3, -1, 4, 4], [None, None, LOGPROB, replace(LOGPROB, top=())])
+    arrays = pack_chosen(given)
+    found = read_chosen(chosen(*arrays), vocab_size=8)
+    assert [found.of(row) for row in range(4)] == [given.of(row) for row in range(4)] and given.of(1) is None
     with pytest.raises(ValueError, match="not of one length"):
-        read_chosen(Message(kind="chosen", arrays=[message.arrays[0][:-1], *message.arrays[1:]]), vocab_size=8)
+        read_chosen(chosen(arrays[0][:-1], *arrays[1:]), vocab_size=8)
+
+
+def test_tokens_alone_arrive_as_such() -> None:
+    (tokens,) = pack_chosen(ChosenTokens([3, -1, 7]))
+    found = read_chosen(chosen(tokens), vocab_size=8)
+    assert [found.of(row) for row in range(3)] == [Chosen(token=3), None, Chosen(token=7)] and found.tokens_alone
 
 
 @pytest.mark.parametrize(
@@ -233,11 +293,10 @@ def test_what_was_chosen_arrives_with_its_logprobs() -> None:
     ],
 )  # fmt: skip
 def test_tokens_that_no_model_can_choose_are_refused(which: int, wrong: Any) -> None:
-    chosen = Chosen(token=4, logprob=TokenLogprob(token=4, logprob=-0.5, rank=1, top=((4, -0.5), (7, -2.0))))
-    arrays = list(pack_chosen([chosen], 1).arrays)
+    arrays = pack_chosen(ChosenTokens([4], [LOGPROB]))
     arrays[which] = wrong
     with pytest.raises(ValueError, match=r"."):
-        read_chosen(Message(kind="chosen", arrays=arrays), vocab_size=8)
+        read_chosen(chosen(*arrays), vocab_size=8)
 
 
 @pytest.mark.parametrize("said", [3, ["attend"], {"attend": 3}])

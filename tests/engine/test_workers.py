@@ -277,7 +277,7 @@ def send_instead(engine: Engine, monkeypatch: pytest.MonkeyPatch, ranks: tuple[i
     def send_all(message: Message) -> None:
         monkeypatch.undo()
         ints = message.arrays[0].copy()
-        ints[message.number("rows")] = 9999  # behind what each row goes on from: the first token
+        ints[message.numbers[3]] = 9999  # behind what each row goes on from: the first token
         wrong = replace(message, arrays=[ints, *message.arrays[1:]])
         for rank in range(workers.size):
             workers._processes.send(rank, wrong if rank in ranks else message, work=True)
@@ -329,8 +329,8 @@ def test_what_a_ranks_library_leaves_to_plain_torch_is_heard(engine: Engine) -> 
     workers = workers_of(engine)
     engine.generate(prompt(40), max_tokens=1)
     workers._under_way, workers._answers = True, {}
-    said = {"pass": workers._pass, "calls": 0, "error": "", "left": {"attention": "heads of 80 channels"}}
-    workers._take(0, Message(kind="broke", fields=said))
+    said = {"error": "", "left": {"attention": "heads of 80 channels"}}
+    workers._take(0, Message(kind="broke", numbers=(workers._pass, 0), fields=said))
     assert "torch for heads of 80 channels" in workers.kernels.lines()["attention"]
 
 

@@ -98,11 +98,16 @@ class Choices:
         self._logits_BV = logits_BV
         self._choosing = choosing
         changed_BV = edited(logits_BV, [way.edit for way in choosing])
-        self._tokens = to_host(pick(changed_BV, [way.draw for way in choosing])).read()
+        self.tokens = to_host(pick(changed_BV, [way.draw for way in choosing])).read()
+
+    @property
+    def tokens_alone(self) -> bool:
+        """Whether `tokens` is all that there is to tell: no logprob is asked for, and none of them was given."""
+        return all(way[2] is way[3] is None for way in self._choosing)  # given, logprobs
 
     def of(self, row: int) -> Chosen | None:
         """None for a row that holds something else than numbers: nothing can be chosen from it."""
-        way, token = self._choosing[row], self._tokens[row]
+        way, token = self._choosing[row], self.tokens[row]
         if token == UNSOUND:
             return None
         token = token if way.given is None else way.given

@@ -1,10 +1,11 @@
 """Small messages between two processes of one machine, over a pair of connected sockets. No pickle; nothing here waits for long.
 
-    frame    | size: 4 bytes | head size: 4 bytes | head: JSON | array | array | ...
-    head     {"kind": "run", "fields": {...}, "arrays": [["<i4", 12], ...]}
+    frame    | size: 4 | kind: 8 | size of fields: 4 | arrays: 4 | numbers: 1 | head, and how many there are
+             | a number: 8 | ... | an array's kind and length: 1 + 4 | ... | fields: JSON | array | ...
 
-What comes in is looked at before it is believed: a frame that is too long, or is not made like this, closes the channel. So does
-the end of the other process. What cannot be sent at once waits here, up to a limit: nobody hangs on a peer that does not read.
+What is told often has numbers and arrays alone: names and JSON are for the rest. What comes in is looked at before it is
+believed: a frame that is too long, or is not made like this, closes the channel. So does the end of the other process. What
+cannot be sent at once waits here, up to a limit: nobody hangs on a peer that does not read.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import select
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from struct import Struct, pack, unpack_from
 from threading import Lock
 from time import monotonic
 from typing import Any
@@ -22,9 +24,12 @@ import numpy as np
 import numpy.typing as npt
 
 MOST_BYTES = 64 << 20  # of a frame, and of what waits to be sent
-_ITEM_BYTES = {"<i4": 4, "<i8": 8, "<f8": 8}
+MOST_NUMBERS = 255  # beside arrays
+_HEAD, _SIZED, _ARRAY = Struct("<8sIIB"), Struct("<I8sIIB"), Struct("<BI")
+_CODES = {"<i4": ord("i"), "<i8": ord("q"), "<f8": ord("d")}
+_ITEMS = {code: (kind, int(kind[-1])) for kind, code in _CODES.items()}  # and their bytes
+_NOTHING = {kind: np.empty(0, kind) for kind in _CODES}  # of which no buffer can be made
 _READ_BYTES = 1 << 18
-_NOTHING = {kind: np.empty(0, kind) for kind in _ITEM_BYTES}  # of which no buffer can be made
 _json = json.JSONEncoder(separators=(",", ":")).encode
 
 Array = npt.NDArray[Any]
@@ -36,9 +41,12 @@ class ChannelClosed(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Message:
-    """What is told: a word, some plain values by name, and arrays of numbers."""
+    """What is told: a word of up to eight letters, whole numbers in an order that goes with it, plain values by name, and arrays
+    of numbers.
+    """
 
     kind: str
+    numbers: Sequence[int] = ()
     fields: Mapping[str, Any] = field(default_factory=dict)
     arrays: Sequence[Array] = ()
 
@@ -55,43 +63,65 @@ class Message:
             raise ValueError(f"{self.kind}: {name} is no text: {value!r:.80}")
         return value
 
+    def counts(self, many: int) -> Sequence[int]:
+        """Its numbers: so many, none of them negative. Raises ValueError for others."""
+        if len(self.numbers) != many or min(self.numbers) < 0:
+            raise ValueError(f"{self.kind}: {list(self.numbers)!r:.80} are not {many} numbers")
+        return self.numbers
+
 
 def packed(message: Message) -> bytes:
     """A message as a frame. Raises ValueError where it would be too long."""
     arrays = [np.ascontiguousarray(each) for each in message.arrays]
-    described = [[each.dtype.str, each.size] for each in arrays]
-    assert all(kind in _ITEM_BYTES for kind, _ in described), f"arrays of these numbers are not sent: {described}"
-    head = _json({"kind": message.kind, "fields": message.fields, "arrays": described}).encode()
-    size = 4 + len(head) + sum(each.nbytes for each in arrays)
+    kinds = [each.dtype.str for each in arrays]
+    assert _CODES.keys() >= set(kinds), f"arrays of these numbers are not sent: {kinds}"
+    kind, numbers = message.kind.encode("ascii"), message.numbers
+    assert len(kind) <= 8 and len(numbers) <= MOST_NUMBERS, f"{kind!r} with {len(numbers)} numbers"
+    fields = _json(message.fields).encode() if message.fields else b""
+    size = _HEAD.size + 8 * len(numbers) + _ARRAY.size * len(arrays) + len(fields) + sum([each.nbytes for each in arrays])
     if size > MOST_BYTES:
         raise ValueError(f"a message of {size} bytes is longer than {MOST_BYTES}")
-    return b"".join([size.to_bytes(4, "little"), len(head).to_bytes(4, "little"), head, *(each.tobytes() for each in arrays)])
+    described = [_ARRAY.pack(_CODES[what], each.size) for what, each in zip(kinds, arrays, strict=True)]
+    head = _SIZED.pack(size, kind, len(fields), len(arrays), len(numbers))
+    return b"".join([head, pack(f"<{len(numbers)}q", *numbers), *described, fields, *[each.tobytes() for each in arrays]])
 
 
 def unpacked(body: bytes) -> Message:
     """What a frame says, behind its size. Raises ValueError for anything that is not one."""
-    size = int.from_bytes(body[:4], "little")
-    if len(body) < 4 or size > len(body) - 4:
+    if len(body) < _HEAD.size:
         raise ValueError("a frame shorter than its head")
-    head = json.loads(body[4 : 4 + size].decode())  # what is wrong with it is a ValueError too, unless it is nested without end
-    match head:
-        case {"kind": str(kind), "fields": dict(fields), "arrays": list(described), **more} if not more:
-            return Message(kind=kind, fields=fields, arrays=_arrays(described, body, 4 + size))
-    raise ValueError("a frame whose head says something else")
+    kind, size, num_arrays, num_numbers = _HEAD.unpack_from(body)
+    described = _HEAD.size + 8 * num_numbers
+    start = described + _ARRAY.size * num_arrays
+    if start + size > len(body):
+        raise ValueError("a frame shorter than its head")
+    return Message(
+        kind=kind.rstrip(b"\0").decode("ascii"),
+        numbers=unpack_from(f"<{num_numbers}q", body, _HEAD.size),
+        fields=_fields(body[start : start + size]) if size else {},
+        arrays=_arrays(body, described, start, start + size),
+    )
 
 
-def _arrays(described: Sequence[object], body: bytes, start: int) -> list[Array]:
+def _fields(text: bytes) -> Mapping[str, Any]:
+    fields = json.loads(text.decode())  # what is wrong with it is a ValueError too, unless it is nested without end
+    if not isinstance(fields, dict):
+        raise ValueError("a frame whose fields have no names")
+    return fields
+
+
+def _arrays(body: bytes, described: int, end: int, start: int) -> list[Array]:
+    """Of which a description stands between `described` and `end`, and that begin at `start`."""
     arrays: list[Array] = []
-    for each in described:
-        match each:
-            case [str(kind), int(count)] if kind in _ITEM_BYTES and type(count) is int and 0 <= count <= MOST_BYTES:
-                end = start + count * _ITEM_BYTES[kind]
-                if end > len(body):
-                    raise ValueError("a frame shorter than its arrays")
-                arrays.append(np.frombuffer(body, kind, count, start) if count else _NOTHING[kind])
-                start = end
-            case _:
-                raise ValueError(f"a frame with an array of {each!r:.80}")
+    for at in range(described, end, _ARRAY.size):
+        code, count = _ARRAY.unpack_from(body, at)
+        if code not in _ITEMS:
+            raise ValueError(f"a frame with an array of {code}")
+        kind, item_bytes = _ITEMS[code]
+        if start + count * item_bytes > len(body):
+            raise ValueError("a frame shorter than its arrays")
+        arrays.append(np.frombuffer(body, kind, count, start) if count else _NOTHING[kind])
+        start += count * item_bytes
     if start != len(body):
         raise ValueError("a frame longer than its arrays")
     return arrays
@@ -108,6 +138,8 @@ class Channel:
         self._out = bytearray()
         self._sending = Lock()
         self.closed: str | None = None  # why, once it is
+        self._polled = select.poll()  # for what comes; one that is made anew costs as much as a message is long
+        self._polled.register(connected, select.POLLIN)
         self.heard_s = monotonic()  # when anything came last
 
     @classmethod
@@ -143,8 +175,10 @@ class Channel:
             self._must_be_open()
             if len(self._out) + len(frame) > MOST_BYTES:
                 self._close(f"it has not read {len(self._out)} bytes")
-            self._out += frame
-            self._flush()
+            sent = 0 if self._out else self._sent(frame)
+            if sent < len(frame):
+                self._out += frame[sent:]
+                self._flush()
 
     def flush(self) -> bool:
         """Sends what waits, as far as the other end takes it; whether nothing is left. Raises ChannelClosed.
@@ -182,26 +216,30 @@ class Channel:
     def wait(self, timeout_s: float) -> None:
         """Waits until something comes, or can be sent that waits, for so long at most."""
         if self.closed is None:
-            polled = select.poll()
-            polled.register(self._socket, self.wanted)
-            polled.poll(max(timeout_s, 0) * 1000)
+            self._polled.modify(self._socket, self.wanted)
+            self._polled.poll(max(timeout_s, 0) * 1000)
 
     def close(self) -> None:
         self.closed = self.closed or "it was closed"
         self._socket.close()
 
     def _flush(self) -> bool:
+        while self._out:
+            sent = self._sent(bytes(self._out[:_READ_BYTES]))
+            if not sent:
+                return False
+            del self._out[:sent]
+        return True
+
+    def _sent(self, data: bytes) -> int:
+        """How much of it the other end takes now."""
         try:
-            while self._out:
-                with memoryview(self._out) as waiting, waiting[:_READ_BYTES] as part:
-                    sent = self._socket.send(part)
-                del self._out[:sent]
+            return self._socket.send(data)
         except BlockingIOError:
-            return False
+            return 0
         except OSError as error:
             self._out.clear()
             raise ChannelClosed(f"it is gone ({error.strerror})") from None
-        return True
 
     def _read(self) -> None:
         try:

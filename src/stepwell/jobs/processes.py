@@ -87,6 +87,7 @@ class Processes:
         self.silent_s = silent_s
         self._clock = clock
         self._ranks: list[_Process] = []
+        self._polls: dict[int | None, select.poll] = {}  # by who is waited for: making one takes longer than to ask it
         self.lost: RankLost | None = None
 
     def __len__(self) -> int:
@@ -107,6 +108,7 @@ class Processes:
                 env=None if environment is None else dict(environment), start_new_session=True,
             )  # fmt: skip
         self._ranks.append(_Process(running=running, channel=channel, work=work))
+        self._polls.clear()
         return len(self._ranks) - 1
 
     def send(self, rank: int, message: Message, *, work: bool = False) -> None:
@@ -119,11 +121,15 @@ class Processes:
         for rank in range(len(self._ranks)):
             self._send(rank, frame, work=work)
 
-    def poll(self, timeout_s: float = 0.0) -> list[tuple[int, Message]]:
-        """What they have said, with who said it. Waits for so long at most until one says something. Raises RankLost."""
+    def poll(self, timeout_s: float = 0.0, *, worker: int | None = None) -> list[tuple[int, Message]]:
+        """What they have said, with who said it. Waits for so long at most until one says something. Raises RankLost.
+
+        Of `worker` its next answer to work is waited for, or the end of any: what others say meanwhile wakes nobody, and is told
+        with it.
+        """
         if self.lost is not None:
             raise self.lost
-        ready = self._wait(min(timeout_s, self.silent_s / 4))
+        ready, now = self._wait(min(timeout_s, self.silent_s / 4), worker), self._clock()
         said: list[tuple[int, Message]] = []
         for rank, process in enumerate(self._ranks):
             try:
@@ -137,7 +143,7 @@ class Processes:
                 if message.kind != PONG:
                     said.append((rank, message))
             process.spoke |= bool(messages)
-            self._ask(rank, process)
+            self._ask(rank, process, now)
         return said
 
     def lose(self, rank: int, why: str) -> RankLost:
@@ -165,20 +171,34 @@ class Processes:
             except subprocess.TimeoutExpired:
                 raise RuntimeError(f"rank {rank}, process {each.running.pid}, was killed and is still there") from None
         self._ranks = []
+        self._polls.clear()
         self.lost = None
 
     # ---- inside -----------------------------------------------------------------------------------
 
-    def _wait(self, timeout_s: float) -> set[int]:
-        """Until something comes; descriptors of the channels on which it did. Sends what could not be sent before."""
+    def _wait(self, timeout_s: float, worker: int | None) -> set[int]:
+        """Until something comes; descriptors of channels on which it did, or may have. Sends what could not be sent before."""
+        waiting = [channel for process in self._ranks for channel in process.channels if channel.wanted & select.POLLOUT]
+        for channel in waiting:
+            with suppress(ChannelClosed):  # whoever is gone has no more to say the next time
+                channel.flush()
+        polled = self._polled(None) if waiting else self._polls.get(worker)
+        if polled is None:
+            polled = self._polls[worker] = self._polled(worker)
+        found = polled.poll(max(timeout_s, 0.0) * 1000)
+        ready = {at for at, events in found if events & ~select.POLLOUT}
+        if worker is not None:  # others may have said something too; and nobody but it was listened to for all that time
+            for process in self._ranks:
+                ready.update(channel.fileno() for channel in process.channels[bool(found) :])
+        return ready
+
+    def _polled(self, worker: int | None) -> select.poll:
         polled = select.poll()
-        for process in self._ranks:
+        for rank, process in enumerate(self._ranks):
             for channel in process.channels:
-                polled.register(channel.fileno(), channel.wanted)
-                if channel.wanted & select.POLLOUT:
-                    with suppress(ChannelClosed):  # whoever is gone has no more to say the next time
-                        channel.flush()
-        return {at for at, events in polled.poll(max(timeout_s, 0.0) * 1000) if events & ~select.POLLOUT}
+                is_heard = worker is None or (rank == worker and channel is process.work)
+                polled.register(channel.fileno(), channel.wanted if is_heard else 0)  # its end is heard all the same
+        return polled
 
     def _send(self, rank: int, frame: bytes, *, work: bool) -> None:
         channel = self._ranks[rank].channels[work]
@@ -188,8 +208,7 @@ class Processes:
             if channel.closed is not None:  # else `poll` hears what it said last, and then its end
                 raise self._lose(rank, str(error)) from None
 
-    def _ask(self, rank: int, process: _Process) -> None:
-        now = self._clock()
+    def _ask(self, rank: int, process: _Process, now: float) -> None:
         if process.pinged_s is not None and now - process.pinged_s > self.silent_s:
             why = f"it gave no sign of life for {self.silent_s:g} s{_state_of(process.running.pid)}"
             raise self._lose(rank, why, says_why=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import socket
+import struct
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -29,18 +29,24 @@ def pair(ends: tuple[Channel, socket.socket]) -> tuple[Channel, Channel]:
     return ends[0], Channel(ends[1])
 
 
-def head(arrays: object, data: bytes = b"", **more: object) -> bytes:
-    text = json.dumps({"kind": "x", "fields": {}, "arrays": arrays, **more}).encode()
-    return len(text).to_bytes(4, "little") + text + data
+def frame(
+    data: bytes = b"", *, kind: bytes = b"x", fields: bytes = b"", arrays: tuple[tuple[int, int], ...] = (), num_numbers: int = 0,
+    num_arrays: int | None = None, fields_size: int | None = None,
+) -> bytes:  # fmt: skip
+    """One behind its size, with counts that maybe say something else than is there."""
+    size, count = len(fields) if fields_size is None else fields_size, len(arrays) if num_arrays is None else num_arrays
+    described = b"".join(struct.pack("<BI", code, length) for code, length in arrays)
+    return struct.pack("<8sIIB", kind, size, count, num_numbers) + described + fields + data
 
 
 def test_words_values_and_arrays_arrive_as_they_were_sent(pair: tuple[Channel, Channel]) -> None:
     one, other = pair
     arrays = [np.arange(5, dtype=np.int32), np.empty(0, np.int64), np.array([0.5, -1.0])]
-    one.send(Message(kind="run", fields={"job": 3, "text": "ü", "none": None}, arrays=arrays))
+    one.send(Message(kind="run", numbers=(7, -(2**63)), fields={"job": 3, "text": "ü", "none": None}, arrays=arrays))
     one.send(Message(kind="ping"))
     first, second = other.receive()
     assert (first.kind, dict(first.fields), second.kind) == ("run", {"job": 3, "text": "ü", "none": None}, "ping")
+    assert (first.numbers, second.numbers, second.fields, second.arrays) == ((7, -(2**63)), (), {}, [])
     assert [each.tolist() for each in first.arrays] == [each.tolist() for each in arrays]
     assert other.receive() == []
 
@@ -80,10 +86,11 @@ def test_the_end_of_the_other_is_told_after_all_that_it_said(pair: tuple[Channel
 @pytest.mark.parametrize(
     "body",
     [
-        b"", b"\0", b"\xff\xff\xff\xff{}", b"\2\0\0\0{}", b"\4\0\0\0null", head([["<i4", 2]], b"1234"),
-        head([["<i4", 1]], b"12345"),
-        head([["<i4", -1]]), head([["|O", 1]], b"12345678"), head([["<i4", True]], b"1234"), head([["<i4", 1 << 62]]), head({}),
-        head([], more=1), b"\xf0\x9f\0\0" + b"[" * 0x9FF0,
+        b"", b"\0", frame()[:-1], frame(b"1"), frame(fields=b"{}")[:-1], frame(fields=b"null"), frame(fields=b"{"),
+        frame(fields=b"\xff\xff"), frame(fields_size=2**32 - 1), frame(num_numbers=1), frame(b"1234567", num_numbers=1),
+        frame(num_arrays=2**32 - 1), frame(kind=b"\xff"), frame(b"1234", arrays=((ord("i"), 2),)),
+        frame(b"12345", arrays=((ord("i"), 1),)), frame(arrays=((ord("q"), 2**32 - 1),)),
+        frame(b"12345678", arrays=((ord("O"), 1),)), frame(arrays=((0, 0),)), frame(fields=b"[" * 0x9FF0),
     ],
 )  # fmt: skip
 def test_what_is_no_message_closes_the_channel(body: bytes, ends: tuple[Channel, socket.socket]) -> None:
@@ -104,11 +111,11 @@ def test_a_frame_without_end_is_refused_by_its_size_alone(ends: tuple[Channel, s
 
 def test_a_frame_in_pieces_is_waited_for(ends: tuple[Channel, socket.socket]) -> None:
     ours, theirs = ends
-    frame = packed(Message(kind="ping", fields={"a": 1}))
-    for at in range(len(frame) - 1):
-        theirs.sendall(frame[at : at + 1])
+    sent = packed(Message(kind="ping", fields={"a": 1}))
+    for at in range(len(sent) - 1):
+        theirs.sendall(sent[at : at + 1])
         assert ours.receive() == []
-    theirs.sendall(frame[-1:])
+    theirs.sendall(sent[-1:])
     assert [each.kind for each in ours.receive()] == ["ping"]
 
 
@@ -116,6 +123,12 @@ def test_a_frame_in_pieces_is_waited_for(ends: tuple[Channel, socket.socket]) ->
 def test_any_bytes_are_a_message_or_a_value_error(body: bytes) -> None:
     with suppress(ValueError):
         unpacked(body)
+
+
+@pytest.mark.parametrize("numbers", [(), (1,), (1, 2, 3), (1, -1)])
+def test_numbers_are_as_many_as_are_meant_and_not_negative(numbers: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="are not 2 numbers"):
+        Message(kind="x", numbers=numbers).counts(2)
 
 
 def test_numbers_and_texts_are_looked_at() -> None:

@@ -100,6 +100,29 @@ def test_all_ranks_are_told_and_answer(start: Callable[..., Processes]) -> None:
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids) and not processes.pids
 
 
+def test_while_one_worker_is_waited_for_others_wake_nobody_and_are_heard_with_it(start: Callable[..., Processes]) -> None:
+    processes = start(*[ECHO.replace("argv[-1]", "argv[-2]")] * 2)
+    hear(processes, 2)
+    processes.send(1, Message(kind="word"), work=True)
+    wait_until(lambda: bool(processes._polled(None).poll(0)), "an answer of rank 1")
+    assert not processes._polled(0).poll(0), "nor does it end a wait for rank 0"
+    processes.send(0, Message(kind="word"), work=True)
+    wait_until(lambda: bool(processes._polled(0).poll(0)), "an answer of rank 0")
+    assert [(rank, each.kind) for rank, each in processes.poll(60.0, worker=0)] == [(0, "word"), (1, "word")]
+    processes.send(1, Message(kind="word"), work=True)
+    wait_until(lambda: bool(processes._polled(1).poll(0)), "an answer of rank 1")
+    assert [rank for rank, _ in processes.poll(0.0, worker=0)] == [1], "what others said is heard at the latest when time is up"
+
+
+def test_the_end_of_another_wakes_who_waits_for_one_worker(start: Callable[..., Processes]) -> None:
+    processes = start(ECHO, ECHO)
+    hear(processes, 2)
+    os.kill(processes.pids[1], signal.SIGKILL)
+    wait_until(lambda: bool(processes._polled(0).poll(0)), "the end of rank 1")
+    with pytest.raises(RankLost, match="rank 1 was lost: it was ended by SIGKILL"):
+        processes.poll(60.0, worker=0)
+
+
 def test_one_that_is_killed_is_named_with_its_signal(start: Callable[..., Processes]) -> None:
     processes = start(ECHO, ECHO)
     hear(processes, 2)

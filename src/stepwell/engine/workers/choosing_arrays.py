@@ -1,6 +1,6 @@
 """How tokens are chosen, as arrays of a message: a part of `messages.py`. No arrays where all are the likeliest.
 
-drawn      temperature, top-k, top-p and number of each row
+drawn      temperature of each row, then top-k, top-p and number of each
 rows       logprobs, given token, and how many ids and words its edit has, see `_COUNTS`; nothing where all are only drawn
 ids        of all edits, back to back: biased, repeated, used, forbidden, then words of what is allowed
 numbers    of all edits: repetition, reach of min-p, biases, penalties
@@ -13,31 +13,32 @@ from collections.abc import Sequence
 import numpy as np
 
 from stepwell.engine.ops.drawing import Draw
-from stepwell.engine.ops.editing import Edit, words_for
+from stepwell.engine.ops.editing import NO_IDS, NO_NUMBERS, Edit, words_for
 from stepwell.engine.sampling import Choosing
 from stepwell.jobs.channel import Array
 
 _NONE = -1  # in arrays
 _COUNTS = 8  # logprobs, given, whether it is edited; biased, repeated, used, forbidden, words
 _LIKELIEST = Choosing()
+_LIKELIEST_DRAWN = Draw(temperature=0.0, top_k=None, top_p=1.0, number=0.0)
+_NO_ROWS = np.empty(0, np.int64)
 
 
 def pack_choosing(ways: Sequence[Choosing]) -> list[Array]:
-    drawn_only = all(way.edit is None and way.given is None and way.logprobs is None for way in ways)
-    if drawn_only and all(way.draw is None for way in ways):
+    if not ways or ways.count(_LIKELIEST) == len(ways):
         return []
-    drawn = [
-        (0.0, 0, 1.0, 0.0) if way.draw is None else (way.draw.temperature, way.draw.top_k or 0, way.draw.top_p, way.draw.number)
-        for way in ways
-    ]
-    edits = [way.edit for way in ways if way.edit is not None]
-    ids = [part for edit in edits for part in (edit.biased, edit.repeated, edit.used, edit.forbidden, edit.allowed)]
-    numbers = [part for edit in edits for part in (_two(edit), edit.biases, edit.penalties)]
+    draws, edits, given, logprobs = zip(*ways, strict=True)
+    drawn_only = edits.count(None) == given.count(None) == logprobs.count(None) == len(ways)
+    drawn = [_LIKELIEST_DRAWN if each is None else each for each in draws] if None in draws else draws
+    temperatures, top_k, top_p, numbers = zip(*drawn, strict=True)
+    told = [edit for edit in edits if edit is not None]
+    ids = [part for edit in told for part in (edit.biased, edit.repeated, edit.used, edit.forbidden, edit.allowed)]
+    values = [part for edit in told for part in (_two(edit), edit.biases, edit.penalties)]
     return [
-        np.array(drawn, np.float64).reshape(-1),
-        np.array([] if drawn_only else [_row(way) for way in ways], np.int64).reshape(-1),
-        np.concatenate(ids).astype(np.int32, copy=False) if ids else np.empty(0, np.int32),
-        np.concatenate(numbers) if numbers else np.empty(0, np.float64),
+        np.array([*temperatures, *[most or 0 for most in top_k], *top_p, *numbers], np.float64),
+        _NO_ROWS if drawn_only else np.array([_row(way) for way in ways], np.int64).reshape(-1),
+        np.concatenate(ids).astype(np.int32, copy=False) if ids else NO_IDS,
+        np.concatenate(values) if values else NO_NUMBERS,
     ]
 
 
@@ -62,15 +63,18 @@ def read_choosing(arrays: Sequence[Array], count: int, *, vocab_size: int) -> li
     drawn, rows, ids, numbers = arrays
     if drawn.size != count * 4 or rows.size not in (0, count * _COUNTS):
         raise ValueError("a pass with more or fewer draws than rows of logits")
-    draws = [
-        Draw(temperature=t, top_k=int(k) or None, top_p=p, number=number) if t > 0 else None
-        for t, k, p, number in drawn.reshape(-1, 4).tolist()
-    ]  # fmt: skip
+    if not np.isfinite(drawn).all():
+        raise ValueError("a pass with draws by what are no numbers")
+    temperatures, top_k, top_p, draw_numbers = drawn.reshape(4, -1).tolist()
+    most = [int(each) or None for each in top_k] if any(top_k) else [None] * count
+    draws: list[Draw | None] = [*map(Draw._make, zip(temperatures, most, top_p, draw_numbers, strict=True))]
+    if min(temperatures) <= 0:
+        draws = [draw if temperature > 0 else None for draw, temperature in zip(draws, temperatures, strict=True)]
     reader = _Reader(ids, numbers, vocab_size)
     if rows.size:
         ways = [reader.way(draw, *row) for draw, row in zip(draws, rows.reshape(-1, _COUNTS).tolist(), strict=True)]
     else:
-        ways = [Choosing(draw=draw) for draw in draws]
+        ways = [*map(Choosing, draws)]
     reader.must_be_done()
     return ways
 

@@ -3,7 +3,8 @@
     scheduler    setup, memory          what to load, and how much memory for device pages
                  run, copy              a pass, a plan of copies
     worker       loaded, ready          answers to the first two
-                 chosen, copied         answers to the others; tokens come from the first rank alone
+                 chosen, copied         answers to the others; tokens come from the first rank alone. With the number of the
+                                        pass, and how many collectives were called until then: ranks that differ are not in step
                  broke                  a pass failed, and the rank can go on if all are in step
                  failed                 it cannot go on, and ends
 
@@ -13,11 +14,13 @@ What comes out of a message was looked at: counts add up, pages are inside their
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 
 from stepwell.base.ids import CACHED_KINDS, JobId, Kind, Tier
 from stepwell.base.tasks import Copy, Plan, Purpose, Span
+from stepwell.engine.ops.drawing import UNSOUND
 from stepwell.engine.request import TokenLogprob
 from stepwell.engine.sampling import Chosen
 from stepwell.engine.workers.pass_arrays import Counts, must_be_below
@@ -25,57 +28,89 @@ from stepwell.jobs.channel import Array, Message
 
 SETUP, MEMORY, COPY = "setup", "memory", "copy"  # and RUN
 LOADED, READY, CHOSEN, BROKE, COPIED, FAILED = "loaded", "ready", "chosen", "broke", "copied", "failed"
-_NONE = -1  # in arrays
 
 # ---- what was chosen ----------------------------------------------------------------------------
 
 
-def pack_chosen(chosen: Sequence[Chosen | None], number: int) -> Message:
-    """Of the pass with that number. One entry a row of logits; None for a row that holds something else than numbers."""
-    tokens = np.array([_NONE if each is None else each.token for each in chosen], np.int32)
-    if all(each is None or each.logprob is None for each in chosen):
-        return Message(kind=CHOSEN, fields={"pass": number}, arrays=[tokens])
-    found = [None if each is None or each.logprob is None else each.logprob for each in chosen]
+class ToTell(Protocol):
+    """What was chosen from rows of logits: `Choices` of a model, for one."""
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """UNSOUND for a row that holds something else than numbers."""
+        ...
+
+    @property
+    def tokens_alone(self) -> bool:
+        """Whether there is nothing else to tell."""
+        ...
+
+    def of(self, row: int) -> Chosen | None: ...
+
+
+class ChosenTokens:
+    """The same behind a message; logprobs by row where some were asked for."""
+
+    def __init__(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob | None] | None = None) -> None:
+        self.tokens = tokens
+        self._logprobs = logprobs
+
+    @property
+    def tokens_alone(self) -> bool:
+        return self._logprobs is None
+
+    def of(self, row: int) -> Chosen | None:
+        """None for a row that holds something else than numbers: nothing can be chosen from it."""
+        token = self.tokens[row]
+        if token == UNSOUND:
+            return None
+        return Chosen(token) if self._logprobs is None else Chosen(token, self._logprobs[row])
+
+
+def pack_chosen(choices: ToTell) -> list[Array]:
+    """One entry a row of logits in each of them, but for alternatives."""
+    if choices.tokens_alone:
+        return [np.array(choices.tokens, np.int32)]
+    chosen = [choices.of(row) for row in range(len(choices.tokens))]
+    found = [None if each is None else each.logprob for each in chosen]
     tops = [() if each is None else each.top for each in found]
-    return Message(
-        kind=CHOSEN,
-        fields={"pass": number},
-        arrays=[
-            tokens,
-            np.array([float("nan") if each is None else each.logprob for each in found], np.float64),
-            np.array([0 if each is None else each.rank for each in found], np.int32),
-            np.array([len(top) for top in tops], np.int32),
-            np.array([token for top in tops for token, _ in top], np.int32),
-            np.array([value for top in tops for _, value in top], np.float64),
-        ],
-    )
+    return [
+        np.array([UNSOUND if each is None else each.token for each in chosen], np.int32),
+        np.array([float("nan") if each is None else each.logprob for each in found], np.float64),
+        np.array([0 if each is None else each.rank for each in found], np.int32),
+        np.array([len(top) for top in tops], np.int32),
+        np.array([token for top in tops for token, _ in top], np.int32),
+        np.array([value for top in tops for _, value in top], np.float64),
+    ]
 
 
-def read_chosen(message: Message, *, vocab_size: int) -> list[Chosen | None]:
+def read_chosen(message: Message, *, vocab_size: int) -> ChosenTokens:
     """Logprobs come with them where somebody asked for one."""
     arrays, kinds = message.arrays, [each.dtype.str for each in message.arrays]
     if kinds not in (["<i4"], ["<i4", "<f8", "<i4", "<i4", "<i4", "<f8"]):
         raise ValueError(f"an answer in numbers of other kinds: {kinds}")
-    must_be_below(arrays[0] + 1, vocab_size + 1, "tokens")  # or none
-    if len(arrays) == 1:
-        return [None if token == _NONE else Chosen(token=token) for token in arrays[0].tolist()]
-    must_be_below(arrays[2], vocab_size + 1, "ranks of tokens")
-    must_be_below(arrays[3], vocab_size + 1, "alternatives")
-    must_be_below(arrays[4], vocab_size, "tokens")
-    tokens, values, ranks, counts, top_tokens, top_values = (each.tolist() for each in arrays)
+    tokens = arrays[0].tolist()
+    if tokens and not UNSOUND <= min(tokens) <= max(tokens) < vocab_size:
+        raise ValueError(f"tokens that are not there: {tokens[:8]} of {vocab_size}")
+    return ChosenTokens(tokens, None if len(arrays) == 1 else _logprobs(tokens, arrays[1:], vocab_size))
+
+
+def _logprobs(tokens: Sequence[int], arrays: Sequence[Array], vocab_size: int) -> list[TokenLogprob | None]:
+    must_be_below(arrays[1], vocab_size + 1, "ranks of tokens")
+    must_be_below(arrays[2], vocab_size + 1, "alternatives")
+    must_be_below(arrays[3], vocab_size, "tokens")
+    values, ranks, counts, top_tokens, top_values = (each.tolist() for each in arrays)
     lengths_agree = len(tokens) == len(values) == len(ranks) == len(counts)
     if not lengths_agree or sum(counts) != len(top_tokens) or len(top_tokens) != len(top_values):
         raise ValueError("an answer whose parts are not of one length")
-    chosen: list[Chosen | None] = []
+    found: list[TokenLogprob | None] = []
     start = 0
     for token, value, rank, count in zip(tokens, values, ranks, counts, strict=True):
-        logprob = None
-        if value == value:  # not a number where none was asked for
-            top = tuple(zip(top_tokens[start : start + count], top_values[start : start + count], strict=True))
-            logprob = TokenLogprob(token=token, logprob=value, rank=rank, top=top)
+        top = tuple(zip(top_tokens[start : start + count], top_values[start : start + count], strict=True))
+        is_told = value == value  # not a number where none was asked for
+        found.append(TokenLogprob(token=token, logprob=value, rank=rank, top=top) if is_told else None)
         start += count
-        chosen.append(None if token == _NONE else Chosen(token=token, logprob=logprob))
-    return chosen
+    return found
 
 
 def read_kernels(message: Message, name: str) -> dict[str, str]:

@@ -27,8 +27,7 @@ from stepwell.base.errors import ConfigError
 from stepwell.base.inherited_block import InheritedBlock
 from stepwell.engine.ops.guarded import Report
 from stepwell.engine.runner import PassesLost, PassFailed, RanksReport
-from stepwell.engine.sampling import Chosen
-from stepwell.engine.workers.messages import BROKE, COPY, MEMORY, SETUP, read_chosen, read_kernels
+from stepwell.engine.workers.messages import BROKE, COPY, MEMORY, SETUP, ChosenTokens, read_chosen, read_kernels
 from stepwell.engine.workers.pass_arrays import Pass, PassPacker
 from stepwell.engine.workers.ranked_copies import RankedCopies
 from stepwell.jobs.channel import Message
@@ -219,9 +218,11 @@ class RankWorkers:
 
     # ---- what is told -----------------------------------------------------------------------------
 
-    def take(self, timeout_s: float = 0.0) -> None:
-        """Takes what workers have said. Waits for so long at most until one says something. Raises RankLost."""
-        for rank, message in self._processes.poll(timeout_s):
+    def take(self, timeout_s: float = 0.0, *, worker: int | None = None) -> None:
+        """Takes what workers have said. Waits for so long at most until one says something, or `worker` has answered. Raises
+        RankLost.
+        """
+        for rank, message in self._processes.poll(timeout_s, worker=worker):
             try:
                 self._take(rank, message)
             except (ValueError, TypeError, OverflowError) as error:
@@ -242,13 +243,12 @@ class RankWorkers:
                     self._processes.silent_s = self._limits.silent_s
                     self.copies.send_waiting()
             case "chosen" | "broke":
-                if message.number("pass") != self._pass or not self._under_way or rank in self._answers:
-                    raise ValueError(f"what came of pass {message.number('pass')}, and it is at {self._pass}")
-                _check_answer(message)
+                number, _ = message.counts(2)  # and calls of collectives
+                if number != self._pass or not self._under_way or rank in self._answers:
+                    raise ValueError(f"what came of pass {number}, and it is at {self._pass}")
+                if message.fields or message.kind == BROKE:
+                    self._take_words(rank, message)
                 self._answers[rank] = message
-                for name, why in read_kernels(message, "failed").items():
-                    self.kernels.failed.setdefault(name, f"rank {rank}: {why}")
-                self.kernels.left |= {name: [what] for name, what in read_kernels(message, "left").items()}
                 self._under_way = len(self._answers) < self.size
             case "copied":
                 self.copies.answered(rank, message)
@@ -256,6 +256,14 @@ class RankWorkers:
                 raise self._processes.lose(rank, f"it failed: {message.text('error')}")
             case _:
                 raise ValueError(f"{message.kind!r:.40}, which it was not asked")
+
+    def _take_words(self, rank: int, message: Message) -> None:
+        """What an answer says beside what came of its pass. Raises ValueError where it does not say why it failed."""
+        for name, why in read_kernels(message, "failed").items():
+            self.kernels.failed.setdefault(name, f"rank {rank}: {why}")
+        self.kernels.left |= {name: [what] for name, what in read_kernels(message, "left").items()}
+        if message.kind == BROKE:
+            message.text("error")
 
     def _all_loaded(self, loaded: Sequence[Message]) -> None:
         sizes = {each.number("vocab_size") for each in loaded} | ({self._vocab_size} - {None})
@@ -271,7 +279,7 @@ class RankWorkers:
         """Copies are made beside what ranks compute. Raises RankLost."""
         self._processes.send_all(message, work=message.kind != COPY)
 
-    def compute(self, given: Pass) -> list[Chosen | None]:
+    def compute(self, given: Pass) -> ChosenTokens:
         """One pass on all ranks. Raises PassesLost, or PassFailed where they can go on with the next."""
         assert not self._under_way, f"pass {self._pass} is not answered, and here comes the next"
         self._pass += 1
@@ -280,11 +288,12 @@ class RankWorkers:
         try:
             self._answers, self._under_way = {}, True
             self.send_all(message)
+            self._packer.look_ahead()
             self._await_answers()
             self._must_have_gone_well()
             chosen = read_chosen(self._answers[0], vocab_size=self.vocab_size)
-            if len(chosen) != len(given.choosing):
-                raise self._processes.lose(0, f"it chose {len(chosen)} tokens in place of {len(given.choosing)}")
+            if len(chosen.tokens) != len(given.choosing):
+                raise self._processes.lose(0, f"it chose {len(chosen.tokens)} tokens in place of {len(given.choosing)}")
             went_well = True
             return chosen
         except ValueError as error:
@@ -302,10 +311,10 @@ class RankWorkers:
                 self._await_answers()
 
     def _await_answers(self) -> None:
-        """Raises RankLost."""
+        """Of one rank after the other: the first one has most to do, and wakes this process for all of them. Raises RankLost."""
         deadline_s = monotonic() + self._limits.pass_s
         while self._under_way:
-            self.take(_LOOK_S)
+            self.take(_LOOK_S, worker=next(rank for rank in range(self.size) if rank not in self._answers))
             broke = self._broke()
             if broke:
                 deadline_s = min(deadline_s, monotonic() + IN_STEP_S)
@@ -324,16 +333,9 @@ class RankWorkers:
         broke = self._broke()
         if broke:
             why = self._answers[broke[0]].text("error")
-            if len({each.number("calls") for each in self._answers.values()}) > 1:
+            if len({each.numbers[1] for each in self._answers.values()}) > 1:
                 raise self._processes.lose(broke[0], f"it failed: {why}")
             raise PassFailed(f"rank {broke[0]}: {why}")
-
-
-def _check_answer(message: Message) -> None:
-    """Raises ValueError for one that does not say what every answer to a pass does."""
-    message.number("calls")
-    if message.kind == BROKE:
-        message.text("error")
 
 
 def _merged(ranks: Sequence[Mapping[str, str]]) -> Report:

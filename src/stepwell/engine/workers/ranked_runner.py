@@ -12,7 +12,7 @@ from stepwell.engine.ops.guarded import Report
 from stepwell.engine.passes.spilling import SpillReport
 from stepwell.engine.request import Chunk
 from stepwell.engine.runner import Facts, RanksReport, Slots, rows_of
-from stepwell.engine.sampling import Chosen, WaitForChoices, choosing_for
+from stepwell.engine.sampling import WaitForChoices, choosing_for
 from stepwell.engine.workers.pass_arrays import Pass
 from stepwell.engine.workers.rank_workers import RankWorkers
 
@@ -71,7 +71,7 @@ class RankedRunner:
             rows=[rows_of(chunk, self._slots, picks=False) for chunk in chunks],
             choosing=choosing_for(chunks),
         )
-        chosen = _Chosen(self.workers.compute(given))
+        chosen = self.workers.compute(given)
         return lambda: chosen
 
     def warm_up(self, cache: Cache, max_alone: int) -> None:
@@ -86,11 +86,3 @@ class RankedRunner:
 
     def close(self) -> None:
         self.workers.close()
-
-
-class _Chosen:
-    def __init__(self, chosen: Sequence[Chosen | None]) -> None:
-        self._chosen = chosen
-
-    def of(self, row: int) -> Chosen | None:
-        return self._chosen[row]

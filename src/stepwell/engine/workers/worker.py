@@ -18,7 +18,6 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -43,7 +42,7 @@ from stepwell.engine.workers.messages import (
     read_plan,
 )  # fmt: skip
 from stepwell.engine.workers.pass_arrays import RUN, PassReader
-from stepwell.jobs.channel import Channel, ChannelClosed, Message
+from stepwell.jobs.channel import Array, Channel, ChannelClosed, Message
 from stepwell.jobs.processes import PING, PONG
 from stepwell.jobs.workers import WorkQueue
 
@@ -163,6 +162,7 @@ class Shard:
             page_tokens=setup.number("page_tokens"), kv_dtype=fields.get("kv_dtype"), kernels=setup.text("kernels"), ranks=ranks,
         )  # fmt: skip
         self._calls = ranks.calls
+        self._said: Mapping[str, Mapping[str, str]] = {}
         self._device = device
         self._host: memoryview | None = None
         if (host_bytes := setup.number("host_bytes")) > 0:
@@ -205,23 +205,26 @@ class Shard:
 
     def run(self, message: Message) -> Message:
         """One pass, and what came of it. What goes wrong is told, unless no pass can go well any more: then it is raised."""
-        number, report = message.number("pass"), self.model.kernels.report
         try:
-            answer = self._pass(message, number)
+            kind, arrays, fields = CHOSEN, self._pass(message), self._news()
         except Exception as error:
             if self._calls.begun != self._calls.ended:
                 raise
             if self.model.device.type == "cuda":
                 _wait_for(self.model.device)  # one that broke says so here
             log.exception("a pass failed")
-            answer = Message(kind=BROKE, fields={"pass": number, "error": f"{type(error).__name__}: {error}"[:MOST_TEXT]})
-        fields = {**answer.fields, "calls": self._calls.begun}
-        left = {name: ", ".join(what) for name, what in report.left.items()}
-        said = {"failed": dict(report.failed), "left": left}
-        return replace(answer, fields=fields | {name: words for name, words in said.items() if words})
+            kind, arrays, fields = BROKE, [], {**self._news(), "error": f"{type(error).__name__}: {error}"[:MOST_TEXT]}
+        return Message(kind=kind, numbers=(message.numbers[0], self._calls.begun), fields=fields, arrays=arrays)
 
-    def _pass(self, message: Message, number: int) -> Message:
-        """Every rank has all logits; the first one chooses."""
+    def _news(self) -> dict[str, Any]:
+        """What is new about who runs operations."""
+        report = self.model.kernels.report
+        failed, left = dict(report.failed), {name: ", ".join(what) for name, what in report.left.items()}
+        said, self._said = self._said, {"failed": failed, "left": left}
+        return {name: words for name, words in self._said.items() if words and words != said.get(name)}
+
+    def _pass(self, message: Message) -> list[Array]:
+        """Every rank has all logits; the first one chooses, and reads how while a device computes them."""
         from stepwell.engine.passes.batch import Batch
         from stepwell.engine.sampling import Choices
 
@@ -236,9 +239,8 @@ class Shard:
         if self.rank:
             if model.device.type == "cuda":
                 _wait_for(model.device)
-            return Message(kind=CHOSEN, fields={"pass": number})
-        choices = Choices(logits, given.choosing, model.kernels.pick, model.kernels.to_host)
-        return pack_chosen([choices.of(row) for row in range(len(given.choosing))], number)
+            return []
+        return pack_chosen(Choices(logits, given.choosing(), model.kernels.pick, model.kernels.to_host))
 
 
 def _wait_for(device: Any) -> None:

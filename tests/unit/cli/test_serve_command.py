@@ -218,6 +218,8 @@ def test_a_taken_port_is_said_before_anything_is_loaded(capsys: pytest.CaptureFi
         (("--hot-rows", "512"), "name what picks them with sparse"),
         (("--sparse", "quest", "--hot-rows", "512", "--host-memory", "0"), "leave hot_rows out"),
         (("--sparse", "quest", "--hot-rows", "512", "--write-policy", "back"), "write policy through"),
+        (("--checkpoint-dtype", "int8", "--host-memory", "0"), "give host_memory, or leave it out"),
+        (("--checkpoint-dtype", "int8", "--tensor-parallel", "2"), "checkpoint_dtype works on one rank only"),
         (("--chunk-tokens", "0"), "chunk_tokens"),
         (("--store-key-file", "TMP/none"), "stepwell store new-key"),
         (("--store-key-file", "TMP"), "is not a file"),

@@ -16,6 +16,7 @@ from parity.recorded import Played, Recorded, same_bits, script, store_at
 from stepwell.base.config import PrefetchPolicy, StoreConfig
 from stepwell.base.ids import Kind, Tier
 from stepwell.store.log.store import LogStore
+from stepwell.transfer.narrow_rows import NotFinite, RowCode
 
 pytest.importorskip("transformers")
 
@@ -140,6 +141,26 @@ def test_a_second_way_down_and_up_changes_nothing(family: str, resident: list[Pl
     second = recorded.play(prompt)
     recorded.close()
     assert first.resumed == second.resumed > 0 and same_bits(first, second)
+
+
+def test_state_that_is_not_finite_is_not_saved_and_answers_stay_right(
+    family: str, resident: list[Played], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device has it. Once it has left there is no checkpoint, and the prompt is computed anew: a miss, not other numbers."""
+
+    def refuse(*_: object) -> None:
+        raise NotFinite("told to")
+
+    monkeypatch.setattr(RowCode, "encode", refuse)
+    recorded = Recorded(family, checkpoint_dtype="int8")
+    prompt = max((each.prompt for each in resident), key=len)
+    first = recorded.play(prompt)
+    assert recorded.play(prompt).resumed > 0
+    recorded.evict_to_host()
+    assert recorded.engine.cache.stats().counters["save_failures"] > 0
+    again = recorded.play(prompt)
+    recorded.close()
+    assert again.resumed == 0 and same_bits(again, first)
 
 
 def test_a_store_of_one_format_is_a_miss_for_every_other(resident: list[Played], family: str, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from rich.table import Table
 
 from checkpoints.logits import answers_of, moved, prompts_of
 from checkpoints.packing import disk_mb_s, packed, states_of
-from checkpoints.random_models import NAMES, checkpoint_of
+from checkpoints.random_models import NAMES
 from engine.machine import machine
 from stepwell.base.spec.narrow import CHECKPOINT_DTYPES
 from stepwell.base.units import format_bytes
@@ -57,8 +57,7 @@ def _logits(args: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
     table = _table("Logits of prompts that resume from a store", "model", "kept in", "a checkpoint", "rms", "worst", "KL", "same")
     rows = []
     for model in args.model or NAMES:
-        vocab_size = int(checkpoint_of(model).config["vocab_size"])
-        prompts = prompts_of(vocab_size, beginning=args.beginning, rest=args.rest, count=args.prompts)
+        prompts = prompts_of(model, beginning=args.beginning, rest=args.rest, count=args.prompts)
         _, exact = answers_of(model, None, prompts, args.answer)
         for dtype in (None, *CHECKPOINT_DTYPES):
             size, answers = answers_of(model, dtype, prompts, args.answer)
@@ -97,8 +96,7 @@ def _packing(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     )  # fmt: skip
     rows = []
     for model in args.model or NAMES:
-        vocab_size = int(checkpoint_of(model).config["vocab_size"])
-        tokens = prompts_of(vocab_size, beginning=args.beginning, rest=0, count=1)[1]
+        tokens = prompts_of(model, beginning=args.beginning, rest=0, count=1)[1]
         for state, x in states_of(model, tokens).items():
             for dtype in (torch.float32, torch.bfloat16):
                 for each in packed(state, x, dtype):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 from time import monotonic, sleep
 from typing import Any
@@ -23,6 +24,7 @@ from stepwell.engine.request import Chunk
 
 WAIT = StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, recompute_tokens_per_s=1.0, checkpoint_delay_s=0)
 PATIENCE_S = 120.0
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +62,20 @@ def answers_of(model: str, checkpoint_dtype: str | None, prompts: Sequence[list[
         return footprint_of(engine.cache.spec).checkpoint_bytes, answers
 
 
-def prompts_of(vocab_size: int, *, beginning: int, rest: int, count: int) -> list[list[int]]:
-    """One that is the beginning and a token, and others that go on from there, each in its own way."""
-    random = Random(7)
-    first = [random.randrange(vocab_size) for _ in range(beginning)]
-    return [[*first, 0], *([*first, *(random.randrange(vocab_size) for _ in range(rest))] for _ in range(count))]
+def prompts_of(model: str, *, beginning: int, rest: int, count: int) -> list[list[int]]:
+    """One that is the beginning and a token, and others that go on from there, each in its own way.
+
+    Of this project's documents where the model has a tokenizer, else of random tokens.
+    """
+    checkpoint, needed = checkpoint_of(model), beginning + count * rest + 1
+    if checkpoint.text is None:
+        random = Random(7)
+        tokens = [random.randrange(int(checkpoint.config["vocab_size"])) for _ in range(needed)]
+    else:
+        tokens = checkpoint.text.encode((ROOT / "docs" / "architecture.md").read_text())
+        assert len(tokens) >= needed, f"the text has {len(tokens)} tokens, not {needed}"
+    first, others = tokens[:beginning], tokens[beginning + 1 :]
+    return [tokens[: beginning + 1], *([*first, *others[at * rest : (at + 1) * rest]] for at in range(count))]
 
 
 def moved(exact: Sequence[Answer], narrow: Sequence[Answer]) -> Moved:

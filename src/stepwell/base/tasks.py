@@ -78,6 +78,10 @@ class Copy:
         """Whether it is one half of a page's copy, and not the half that counts."""
         return Kind.ROWS in (self.source.kind, self.target.kind)
 
+    def turns(self, spec: ModelSpec) -> bool:
+        """Whether numbers change on the way: then bytes must not be copied as they are (`transfer/narrow_copies.py`)."""
+        return {self.source.tier, self.target.tier} == {Tier.DEVICE, Tier.HOST} and spec.is_narrow(self.source.kind)
+
     def common(self, spec: ModelSpec) -> Common:
         """Which bytes are copied. Where rows may spill, a device object holds a range of what the host's page holds. Where
         checkpoints are narrow, bytes are the host's, and the device's object has other numbers of them.

@@ -47,9 +47,8 @@ class NarrowCopyEngine:
     """
 
     def __init__(self, below: CopyEngine, spec: ModelSpec, memories: Mapping[Tier, PageMemory | TorchMemory]) -> None:
-        self._below = below
-        pieces = {kind: list(_pieces(spec, kind)) for kind in CACHED_KINDS}
-        self._pieces = {kind: of_kind for kind, of_kind in pieces.items() if any(each.code for each in of_kind)}
+        self._below, self._spec = below, spec
+        self._pieces = {kind: list(_pieces(spec, kind)) for kind in CACHED_KINDS if spec.is_narrow(kind)}
         self._pages = {tier: {kind: as_tensor(memory, kind) for kind in self._pieces} for tier, memory in memories.items()}
         device = next(iter(self._pages[Tier.DEVICE].values())).device
         self._device = device if device.type == "cuda" else None
@@ -58,10 +57,10 @@ class NarrowCopyEngine:
             self._streams = {saves: torch.cuda.Stream(self._device) for saves in (False, True)}
 
     def begin(self, plan: Plan) -> Work:
-        mine = tuple(copy for copy in plan.copies if self._turns(copy))
+        mine = tuple(copy for copy in plan.copies if copy.turns(self._spec))
         if not mine:
             return self._below.begin(plan)
-        others = tuple(copy for copy in plan.copies if not self._turns(copy))
+        others = tuple(copy for copy in plan.copies if not copy.turns(self._spec))
         below = self._below.begin(replace(plan, copies=others)) if others else None
         before = None
         if self._device is not None:
@@ -74,9 +73,6 @@ class NarrowCopyEngine:
                 below()
 
         return work
-
-    def _turns(self, copy: Copy) -> bool:
-        return copy.source.kind in self._pieces and {copy.source.tier, copy.target.tier} == {Tier.DEVICE, Tier.HOST}
 
     # ---- on a worker thread -----------------------------------------------------------------------
 

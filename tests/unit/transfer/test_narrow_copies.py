@@ -184,6 +184,21 @@ def test_state_that_is_not_finite_is_not_saved(scenes: Scene) -> None:
     assert (scenes.pages(Tier.HOST, Kind.POINT)[2] == 0xEE).all()
 
 
+@pytest.mark.parametrize("engine", ["numpy", "torch"])
+def test_an_engine_that_copies_bytes_refuses(engine: str) -> None:
+    """A cache put together without the one that turns numbers has failed copies, never other numbers."""
+    made = scene(engine)
+    assert isinstance(made.engine, NarrowCopyEngine)
+    with pytest.raises(AssertionError, match="not a copy of bytes"):
+        made.engine._below.begin(plan(copy(Kind.POINT, Tier.DEVICE, [1], Tier.HOST, [1])))()
+
+
+def test_rows_that_would_not_get_smaller_stay_as_they_are() -> None:
+    tiny = StateSpec(name="tiny", shape=Point(), layers=1, row_bytes=4, dtype="fp16")
+    spec = ModelSpec(name="tiny", states=(*EXACT.states, tiny), page_tokens=8).with_checkpoint_dtype("int8")
+    assert spec.parts(Kind.POINT)[-1].row_bytes == 4
+
+
 def test_narrow_pages_are_there_before_the_rest_of_a_plan_begins() -> None:
     """Whoever computes on a load layer by layer does not wait for states that the engine below knows nothing of."""
     made = scene()

@@ -143,6 +143,11 @@ class ModelSpec:
         """The same on the device, which differs where rows may spill (`spill.py`) or checkpoints are narrow (`narrow.py`)."""
         return self._device_parts[kind]
 
+    def is_narrow(self, kind: Kind) -> bool:
+        """Whether objects of `kind` hold other numbers where they are cached than on the device."""
+        narrow = self.narrow
+        return narrow is not None and any(narrow.takes(self.state(part.state)) for part in self.parts(kind))
+
     def cached_span(self, kind: Kind) -> tuple[int, int]:
         """Where the cached bytes of a device object of `kind` lie in a host page: from which byte on, up to which.
 

@@ -39,15 +39,17 @@ class Narrow:
     def takes(self, state: StateSpec) -> bool:
         """Whether it is kept in eight bits: required windows and points of plain numbers, of which every row is written.
 
-        Not the open group of a compressor, nor what a draft may have left out.
+        Not the open group of a compressor, nor what a draft may have left out, nor rows of so few numbers that it would not pay.
         """
         whole = isinstance(state.shape, Window) or (isinstance(state.shape, Point) and state.shape.period is None)
-        return whole and state.required and state.dtype in _WIDTH_BYTES
+        return whole and state.required and state.dtype in _WIDTH_BYTES and _narrow_bytes(state) < state.row_bytes
 
     def row_bytes(self, state: StateSpec) -> int:
         """Of one row, where it is cached."""
-        if not self.takes(state):
-            return state.row_bytes
-        width = _WIDTH_BYTES[state.dtype]
-        numbers = state.row_bytes // width
-        return numbers + -(-numbers // GROUP) * width
+        return _narrow_bytes(state) if self.takes(state) else state.row_bytes
+
+
+def _narrow_bytes(state: StateSpec) -> int:
+    width = _WIDTH_BYTES[state.dtype]
+    numbers = state.row_bytes // width
+    return numbers + -(-numbers // GROUP) * width

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from checkpoints.random_models import checkpoint_of
+from checkpoints.random_models import NAMES, checkpoint_of
 from stepwell.base.config import PlacementConfig, PrefetchPolicy, StoreConfig
 from stepwell.engine import Ask, EngineConfig, Limits, Sampling, build_engine
 from stepwell.engine.engine import Engine
@@ -65,15 +65,15 @@ def answers_of(model: str, checkpoint_dtype: str | None, prompts: Sequence[list[
 def prompts_of(model: str, *, beginning: int, rest: int, count: int) -> list[list[int]]:
     """One that is the beginning and a token, and others that go on from there, each in its own way.
 
-    Of this project's documents where the model has a tokenizer, else of random tokens.
+    Of random tokens for random weights, else of this project's documents.
     """
-    checkpoint, needed = checkpoint_of(model), beginning + count * rest + 1
-    if checkpoint.text is None:
-        random = Random(7)
-        tokens = [random.randrange(int(checkpoint.config["vocab_size"])) for _ in range(needed)]
-    else:
-        tokens = checkpoint.text.encode((ROOT / "docs" / "architecture.md").read_text())
-        assert len(tokens) >= needed, f"the text has {len(tokens)} tokens, not {needed}"
+    checkpoint = checkpoint_of(model)
+    if model in NAMES or checkpoint.text is None:
+        random, vocab_size = Random(7), int(checkpoint.config["vocab_size"])
+        first = [random.randrange(vocab_size) for _ in range(beginning)]
+        return [[*first, 0], *([*first, *(random.randrange(vocab_size) for _ in range(rest))] for _ in range(count))]
+    tokens = checkpoint.text.encode((ROOT / "docs" / "architecture.md").read_text())
+    assert len(tokens) > beginning + count * rest, f"the text has {len(tokens)} tokens"
     first, others = tokens[:beginning], tokens[beginning + 1 :]
     return [tokens[: beginning + 1], *([*first, *others[at * rest : (at + 1) * rest]] for at in range(count))]
 

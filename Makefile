@@ -10,7 +10,7 @@ UI := $(VENV)/.installed-ui
 WORKERS ?= auto
 SCHEDULES ?= 500
 
-.PHONY: help demo demo-cluster test test-real test-connectors test-vllm test-vllm-quick test-sglang test-routers test-ranks install-ui test-ui screenshots lint types floors unit bench-tree bench-tree-peer bench-copies bench-store bench-opening bench-engine bench-gpu bench-restart bench-cluster bench-ranks bench-rows bench-connectors bench-sparse sparse-quality policy-report clean bench-passes bench-answers build-kernels bench-serve soak
+.PHONY: help demo demo-cluster test test-real test-connectors test-vllm test-vllm-quick test-sglang test-routers test-ranks install-ui test-ui screenshots lint types floors unit bench-tree bench-tree-peer bench-copies bench-store bench-opening bench-engine bench-gpu bench-restart bench-cluster bench-ranks bench-rows bench-checkpoints bench-connectors bench-sparse sparse-quality policy-report clean bench-passes bench-answers build-kernels bench-serve soak
 
 help: ## Show what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -130,6 +130,9 @@ bench-connectors: $(STAMP) ## Prompts resumed under Transformers, vLLM and SGLan
 
 bench-rows: $(STAMP) ## What rows in eight bits lose, beside bf16
 	@$(BIN)/python benchmarks/bench_rows.py
+
+bench-checkpoints: $(STAMP) ## What checkpoints in eight bits do to logits, and what lossless packing would give (ARGS="--model PATH")
+	@$(BIN)/python benchmarks/bench_checkpoints.py $(ARGS)
 
 bench-sparse: $(STAMP) ## Sparse decode: rows missing by policy, finding and fetching them beside the bus, what a server gains (ARGS="--only misses")
 	@$(BIN)/python benchmarks/bench_sparse.py $(ARGS)

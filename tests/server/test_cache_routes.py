@@ -56,6 +56,13 @@ def test_state_shows_tiers_and_counters(http: httpx.Client) -> None:
     assert set(OPERATIONS) == state["kernels"].keys() and set(state["kernels"].values()) == {"torch"}
 
 
+def test_state_says_how_checkpoints_are_kept(http: httpx.Client) -> None:
+    assert http.get("/cache").json()["checkpoint_dtype"] is None
+    with running(checkpoint_dtype="int8") as narrow:
+        state = httpx.get(f"{narrow.address}/cache", timeout=PATIENCE_S).json()
+    assert state["checkpoint_dtype"] == "int8" and 0 < state["checkpoint_bytes"] < http.get("/cache").json()["checkpoint_bytes"]
+
+
 def test_explain_says_why_a_prompt_starts_over(http: httpx.Client) -> None:
     asked = {"prompt": "Explained. " + PROMPT}
     before = http.post("/cache/explain", json=asked).json()

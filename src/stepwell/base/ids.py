@@ -23,7 +23,9 @@ class Tier(IntEnum):
 
 
 class Kind(IntEnum):
-    """A kind of object. Each is one contiguous run of bytes of one fixed size, the same in every tier unless rows may spill."""
+    """A kind of object. Each is one contiguous run of bytes of one fixed size, the same in every tier unless rows may spill or
+    checkpoints are narrow.
+    """
 
     PREFIX = 0  # all Prefix states of one page of tokens
     WINDOW = 1  # all Window states of one window page of tokens

@@ -78,8 +78,14 @@ class Copy:
         """Whether it is one half of a page's copy, and not the half that counts."""
         return Kind.ROWS in (self.source.kind, self.target.kind)
 
+    def turns(self, spec: ModelSpec) -> bool:
+        """Whether numbers change on the way: then bytes must not be copied as they are (`transfer/narrow_copies.py`)."""
+        return {self.source.tier, self.target.tier} == {Tier.DEVICE, Tier.HOST} and spec.is_narrow(self.source.kind)
+
     def common(self, spec: ModelSpec) -> Common:
-        """Which bytes are copied. Where rows may spill, a device object holds a range of what the host's page holds."""
+        """Which bytes are copied. Where rows may spill, a device object holds a range of what the host's page holds. Where
+        checkpoints are narrow, bytes are the host's, and the device's object has other numbers of them.
+        """
         tiers = (self.source.tier, self.target.tier)
         if tiers == (Tier.HOST, Tier.DEVICE):
             start, end = spec.cached_span(self.target.kind)
@@ -87,7 +93,8 @@ class Copy:
         if tiers == (Tier.DEVICE, Tier.HOST):
             start, end = spec.cached_span(self.source.kind)
             return Common(0, start, end - start)
-        return Common(0, 0, spec.object_bytes(self.source.kind))
+        on_device = tiers == (Tier.DEVICE, Tier.DEVICE)
+        return Common(0, 0, spec.device_bytes(self.source.kind) if on_device else spec.object_bytes(self.source.kind))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -84,6 +84,25 @@ def _check_spill(config: CacheConfig) -> None:
         )
 
 
+def _check_narrow(config: CacheConfig, shared_by: int) -> None:
+    if config.device_bytes is None or config.host_bytes is None:
+        raise ConfigError(
+            "checkpoints in eight bits are made between a device tier and a host tier of the cache: give both device_bytes and "
+            "host_bytes, or leave the checkpoint dtype out"
+        )
+    if shared_by > 1:
+        raise ConfigError("checkpoints in eight bits need one rank that has whole rows, so far: leave the checkpoint dtype out")
+
+
+def _plain_copies(spec: ModelSpec, memories: Mapping[Tier, PageMemory]) -> CopyEngine:
+    engine = NumpyCopyEngine(memories)
+    if spec.narrow is None:
+        return engine
+    from stepwell.transfer.narrow_copies import NarrowCopyEngine  # needs torch
+
+    return NarrowCopyEngine(engine, spec, memories)
+
+
 def build_cache(
     spec: ModelSpec,
     config: CacheConfig,
@@ -106,14 +125,17 @@ def build_cache(
     `host_pages`, each rank's host memory, to be able to attach a store below your own copy engines. `tuning` is for
     simulators and tests. Give `counters` where your copy engines count too, and `arrivals` where a pass may begin on loads of the
     only rank before they have ended. With `shared_by`, so many ranks share one host memory of whole rows: `spec` is that of the
-    whole model then, and the device's bytes are each rank's. Raises ConfigError, also for memory that cannot be had.
+    whole model then, and the device's bytes are each rank's. Where `spec.narrow` is set, `copy_engines` are to be
+    `transfer.narrow_copies` or do as those. Raises ConfigError, also for memory that cannot be had.
     """
     clock, tuning = clock or SystemClock(), tuning or CacheTuning()
+    if spec.narrow is not None:
+        _check_narrow(config, shared_by)
     layouts = layouts_for(spec, config, alignment=tuning.page_alignment_bytes, shared_by=shared_by)
     if executor is None and copy_engines is None:
         must_fit(sum(layout.size_bytes for layout in layouts.values()))
         memories = numpy_memories(spec, layouts)
-        copy_engines, host_pages = [NumpyCopyEngine(memories)], [memories[Tier.HOST]] if Tier.HOST in memories else []
+        copy_engines, host_pages = [_plain_copies(spec, memories)], [memories[Tier.HOST]] if Tier.HOST in memories else []
     executor = executor or ThreadCopyExecutor(copy_engines or [], clock)
     arenas = {tier: Arena(tier, layout, on_free=on_free) for tier, layout in layouts.items()}
     if spec.spill is not None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Tier
 from stepwell.base.spec.families import KV_DTYPES
+from stepwell.base.spec.narrow import CHECKPOINT_DTYPES
 from stepwell.base.units import parse_bytes
 from stepwell.sim.case import TIERS, Case
 from stepwell.sim.files import TraceFile
@@ -37,6 +38,9 @@ def add_arguments(parser: ArgumentParser, *, sizes: Mapping[Tier, str] = SIZES, 
     parser.add_argument("traces", nargs="+", type=Path, metavar="TRACE", help="each is replayed on its own, with an empty cache")
     parser.add_argument("--spec", required=True, metavar="NAME_OR_CONFIG", help="a preset, a config.json, or its folder")
     parser.add_argument("--kv-dtype", metavar="DTYPE", help=f"how attention rows are kept: {', '.join(KV_DTYPES)}")
+    parser.add_argument(
+        "--checkpoint-dtype", choices=CHECKPOINT_DTYPES, help="checkpoints in eight bits below the device (default: exact)"
+    )
     parser.add_argument("--page-tokens", type=int, metavar="N", help="tokens per page (default: the model's own)")
     for tier, size in sizes.items():
         parser.add_argument(f"--{tier.label}", default=size, metavar="SIZE", help=f"{PLACES[tier]} (default: {size})")
@@ -64,6 +68,7 @@ def cases_of(args: Namespace) -> list[Case]:
             policy=args.policy,
             hardware=hardware_from(args.hardware),
             kv_dtype=args.kv_dtype,
+            checkpoint_dtype=args.checkpoint_dtype,
             page_tokens=args.page_tokens,
             requests=args.requests,
         )

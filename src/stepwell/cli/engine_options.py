@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from stepwell.base.config import PlacementConfig, PrefetchPolicy, StoreConfig, WritePolicy
 from stepwell.base.errors import ConfigError
+from stepwell.base.spec.narrow import CHECKPOINT_DTYPES
 from stepwell.base.units import parse_bytes
 from stepwell.cli.mooncake_config import mooncake_options
 from stepwell.store.key_file import read_store_key
@@ -94,6 +95,10 @@ def _configure_cache(parser: ArgumentParser) -> None:
         help="a checkpoint in a prompt every so many tokens, for models that need them (default: 8192, or what suits the model)",
     )  # fmt: skip
     parser.add_argument(
+        "--checkpoint-dtype", choices=CHECKPOINT_DTYPES,
+        help="checkpoints in eight bits on the host and in the store: not exact any more (docs/operations.md; default: exact)",
+    )  # fmt: skip
+    parser.add_argument(
         "--checkpoint-delay",
         type=float,
         metavar="SECONDS",
@@ -115,6 +120,7 @@ def read(args: Namespace, environment: Mapping[str, str], principals: Principals
         page_tokens=args.page_tokens,
         max_context=args.max_model_len,
         kv_dtype=args.kv_dtype,
+        checkpoint_dtype=args.checkpoint_dtype,
         kernels=args.kernels,
         draft=args.draft,
         draft_tokens=args.draft_tokens,

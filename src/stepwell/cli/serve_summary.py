@@ -10,7 +10,9 @@ from stepwell.base.ids import Tier
 from stepwell.base.units import format_bytes
 
 if TYPE_CHECKING:
+    from stepwell.base.spec import ModelSpec
     from stepwell.engine.engine import Engine
+    from stepwell.engine.footprint import Footprint
     from stepwell.engine.models.selectors import Sparse
     from stepwell.engine.settings import EngineConfig
     from stepwell.server.principals import Secrets
@@ -30,6 +32,7 @@ def lines(
         ("model", f"{name}, up to {engine.max_context:,} tokens a request"),
         ("passes", f"{engine.limits.chunk_tokens:,} tokens, {engine.limits.max_running} requests at once"),
         ("memory", f"{round(measured.bytes_per_token):,} bytes per token{checkpoint}, pages of {spec.page_tokens} tokens"),
+        *([] if spec.narrow is None else [("checkpoints", narrow(engine.footprint, spec))]),
         *([] if config.tensor_parallel == 1 else [("ranks", _ranks(engine, config))]),
         *([] if config.draft is None else [("draft", f"{config.draft}, up to {config.draft_tokens} tokens ahead")]),
         *([] if config.picks is None else [("sparse", sparse(config.picks, config.hot_rows))]),
@@ -46,6 +49,18 @@ def lines(
 def sparse(picks: Sparse, hot_rows: int | None) -> str:
     hot = f", {HOT_ROWS if hot_rows is None else hot_rows:,} hot rows a request" if picks.spills else ""
     return (picks.identity or picks.selector) + hot
+
+
+def narrow(measured: Footprint, spec: ModelSpec) -> str:
+    """What checkpoints in eight bits take, and what they cost."""
+    from stepwell.engine.footprint import footprint_of
+
+    assert spec.narrow is not None, f"checkpoints of {spec.name!r} are exact"
+    cached = footprint_of(spec).checkpoint_bytes
+    return (
+        f"{spec.narrow.dtype} on the host and in the store: {format_bytes(cached)} instead of "
+        f"{format_bytes(measured.checkpoint_bytes)}; what resumes from there is not exact"
+    )
 
 
 def _ranks(engine: Engine, config: EngineConfig) -> str:

@@ -15,6 +15,7 @@ from stepwell.base.errors import ConfigError
 from stepwell.base.ids import CACHED_KINDS, Kind
 from stepwell.base.spec import ModelSpec, StateSpec
 from stepwell.base.spec.families import KV_DTYPES
+from stepwell.base.spec.narrow import CHECKPOINT_DTYPES
 from stepwell.base.spec.presets import load_spec, preset_names
 from stepwell.base.units import format_bytes
 from stepwell.cli.command import Command
@@ -28,6 +29,11 @@ _PIPE_WIDTH = 160  # columns when nobody's terminal tells: no cell is cut
 def configure(parser: ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", metavar="NAME_OR_CONFIG", help="a preset, a config.json, or a folder that holds one")
     parser.add_argument("--kv-dtype", metavar="DTYPE", help=f"how attention rows are kept: {', '.join(KV_DTYPES)}")
+    parser.add_argument(
+        "--checkpoint-dtype",
+        choices=CHECKPOINT_DTYPES,
+        help="checkpoints in eight bits on the host and in stores (default: exact)",
+    )
     parser.add_argument("--page-tokens", type=int, metavar="N", help="tokens per page (default: the model's own)")
     parser.add_argument("--draft", action="store_true", help="with what the model's own draft layers keep")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -41,6 +47,7 @@ def run(args: Namespace) -> int:
     if args.model is None:
         raise ConfigError("name a model: `stepwell spec NAME_OR_CONFIG`, or `stepwell spec --list` for all presets")
     spec = load_spec(args.model, kv_dtype=args.kv_dtype, page_tokens=args.page_tokens, draft=args.draft)
+    spec = spec.with_checkpoint_dtype(args.checkpoint_dtype)
     if args.json:
         print(json.dumps(as_json(spec), indent=2))
     else:
@@ -58,6 +65,7 @@ def as_json(spec: ModelSpec) -> dict[str, object]:
         "window_page_tokens": spec.window_page_tokens if spec.window_tokens else 0,
         "bytes_per_token": _number(spec.bytes_per_token),
         "checkpoint_bytes": spec.checkpoint_bytes(),
+        "checkpoint_dtype": None if spec.narrow is None else spec.narrow.dtype,
         "object_bytes": {kind.label: spec.object_bytes(kind) for kind in CACHED_KINDS},
         "fingerprint": spec.fingerprint,
         "states": [_state_json(spec, state) for state in spec.states],
@@ -146,6 +154,9 @@ def _notes(spec: ModelSpec) -> list[str]:
         f"boundaries    every {spec.boundary_step} tokens (pages of {spec.page_tokens}, alignment {spec.align})",
         f"fingerprint   {spec.fingerprint}",
     ]
+    if spec.narrow is not None:
+        exact = format_bytes(spec.with_checkpoint_dtype(None).checkpoint_bytes())
+        lines.insert(1, f"checkpoints   {spec.narrow.dtype} on the host and in stores; {exact} on the device")
     if spec.window_tokens:
         lines.insert(1, f"window pages  {spec.window_page_tokens} tokens each, for a window of {spec.window_tokens}")
     return lines

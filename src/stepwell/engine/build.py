@@ -50,6 +50,7 @@ from stepwell.jobs.executors import Arrivals
 from stepwell.store.api import Store
 from stepwell.store.registry import open_store
 from stepwell.transfer.copy_engine import CopyEngine, NumpyCopyEngine, PageMemory
+from stepwell.transfer.narrow_copies import NarrowCopyEngine, as_tensor
 from stepwell.transfer.store_worker import HostPages
 from stepwell.transfer.torch_copy_engine import TorchCopyEngine
 from stepwell.transfer.torch_memory import TorchMemory
@@ -113,6 +114,7 @@ def build_engine(
     )
     loaded = _load_draft(config, model, checkpoint, draft)
     spec = model.spec if loaded is None else replace(model.spec, states=(*model.spec.states, *loaded.states))
+    spec = spec.with_checkpoint_dtype(config.checkpoint_dtype)  # of the cache alone: passes see the device's pages
     cache_config = CacheConfig(
         device_bytes=device_bytes_of(config, device),
         host_bytes=host_bytes_of(config),
@@ -136,7 +138,7 @@ def build_engine(
     picks = None if config.picks is None else config.picks.identity
     identity = identity_of(checkpoint, dtype, device, None if loaded is None else loaded.identity, picks)
     cache = _cache(spec, cache_config, memories, identity, tuning, layerwise=config.layerwise)
-    rows = {kind: _tensor(memories[Tier.DEVICE], kind) for kind in Kind if spec.device_parts(kind)}
+    rows = {kind: as_tensor(memories[Tier.DEVICE], kind) for kind in Kind if spec.device_parts(kind)}
     try:
         spilling = None if sizes is None else _spilling(spec, rows, memories, cache, sizes, model.kernels)
         context, max_alone = (longest_request(cache, limits.chunk_tokens, spills_upto=upto, most=most) for upto in (None, 0))
@@ -165,7 +167,7 @@ def _spilling(
     sizes: Sizes, kernels: Kernels,
 ) -> Spilling:  # fmt: skip
     assert cache.row_pages is not None, "a cache whose rows may spill says where they are"
-    host = _tensor(memories[Tier.HOST], Kind.PREFIX)
+    host = as_tensor(memories[Tier.HOST], Kind.PREFIX)
     return Spilling(
         spec, rows, host, cache.row_pages, sizes, resolve=kernels.resolve, fetch=kernels.fetch, read=kernels.read_spilled,
         asks_host=lambda: not kernels.spilled_stay_on_device,
@@ -217,6 +219,8 @@ def _cache(
         by_torch = {tier: memory for tier, memory in memories.items() if isinstance(memory, TorchMemory)}
         copy_engine = by_layers = TorchCopyEngine(by_torch, counters=counters, layerwise=spec if layerwise else None)
         arrivals = by_layers.events_for
+    if spec.narrow is not None:
+        copy_engine = NarrowCopyEngine(copy_engine, spec, memories)
     return build_cache(
         spec, config, copy_engines=[copy_engine], model=identity, host_pages=host, tuning=tuning, counters=counters,
         arrivals=arrivals,
@@ -236,8 +240,3 @@ def _memories(
         tier: TorchMemory(spec, layout, device if tier is Tier.DEVICE else "cpu", given.get(tier))
         for tier, layout in layouts.items()
     }
-
-
-def _tensor(memory: PageMemory | TorchMemory, kind: Kind) -> torch.Tensor:
-    rows = memory.rows(kind)
-    return rows if isinstance(rows, torch.Tensor) else torch.from_numpy(rows)

@@ -16,6 +16,7 @@ from stepwell.base.errors import ConfigError
 from stepwell.base.inherited_block import InheritedBlock
 from stepwell.base.spec.families import KV_DTYPES
 from stepwell.base.spec.families.summaries import DSA
+from stepwell.base.spec.narrow import Narrow
 from stepwell.base.units import format_bytes, parse_bytes
 from stepwell.cache.facade import Cache
 from stepwell.engine.drafts.own_layer import MTP
@@ -34,7 +35,7 @@ CUDA_SHARE = 0.88  # of what is free on a GPU once the weights are there; passes
 CUDA_LIMITS = Limits(max_running=64, chunk_tokens=8192)  # a GPU is busy with so many tokens, and waits for fewer
 CPU_DEVICE_BYTES = 2 * 2**30
 REPLACE_HOT = ("score", "age")
-_ONE_RANK_ONLY = ("draft", "sparse", "replace_hot", "fetch_beside", "stage_ahead")
+_ONE_RANK_ONLY = ("checkpoint_dtype", "draft", "sparse", "replace_hot", "fetch_beside", "stage_ahead")
 _NEEDS_HOST = "a store needs a host tier above it: give host_memory"
 
 
@@ -49,6 +50,7 @@ class EngineConfig:
     device: str = "auto"
     dtype: str = "auto"
     kv_dtype: str | None = None  # what attention rows are kept in: as `dtype`, or fp8 where the model has such rows
+    checkpoint_dtype: str | None = None  # int8 or fp8: checkpoints on the host and in the store have errors then; None: exact
     kernels: str = "auto"  # or torch, or flashinfer: what runs the operations of a pass
     page_tokens: int | None = None
     max_context: int | None = None  # tokens of a prompt and its answer; None for what the model and the memory allow
@@ -100,6 +102,7 @@ def check_settings(config: EngineConfig) -> None:
     check_kernels(config.kernels, device, TORCH_DTYPES[dtype])
     _check_sparse(config)
     _check_ranks(config)
+    _check_checkpoints(config)
     if config.page_tokens is not None and config.page_tokens < 1:
         raise ConfigError(f"page_tokens must be at least 1, got {config.page_tokens}")
     if config.max_context is not None and config.max_context < 2:
@@ -134,6 +137,17 @@ def _check_sparse(config: EngineConfig) -> None:
     if not config.write.saves_on_commit:
         raise ConfigError(f"{how} needs the write policy through, for rows leave the device once the host has them; "
                           f"got {config.write.value}")  # fmt: skip
+
+
+def _check_checkpoints(config: EngineConfig) -> None:
+    """Raises ConfigError for a format that is not known, and where nothing would be kept in it."""
+    if config.checkpoint_dtype is None:
+        return
+    Narrow(dtype=config.checkpoint_dtype)
+    if host_bytes_of(config) is None:
+        raise ConfigError(
+            "checkpoint_dtype says how checkpoints are kept in a host tier and below: give host_memory, or leave it out"
+        )
 
 
 def _check_ranks(config: EngineConfig) -> None:

@@ -118,7 +118,8 @@ def milestone_step(spec: ModelSpec, rules: PlacementRules) -> int:
     page_bytes = spec.object_bytes(Kind.PREFIX)
     if not step or rules.most_added is None or not page_bytes:
         return step
-    window_bytes, point_bytes = spec.object_bytes(Kind.WINDOW), spec.object_bytes(Kind.POINT)
+    # On the device: how checkpoints are kept below it changes no prompt's cuts.
+    window_bytes, point_bytes = spec.device_bytes(Kind.WINDOW), spec.device_bytes(Kind.POINT)
     while step <= LONGEST_STEP:
         # Neighbours share windows that overlap, so what one adds is what the first one has.
         added = len(spec.window_span(step)) * window_bytes + point_bytes if spec.needs_checkpoint_at(step) else 0

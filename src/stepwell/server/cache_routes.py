@@ -190,6 +190,7 @@ def _state(engine: Engine, served: Served, stores: Stores) -> dict[str, Any]:
         "page_tokens": spec.page_tokens,
         "bytes_per_token": float(spec.bytes_per_token),
         "checkpoint_bytes": spec.checkpoint_bytes(),
+        "checkpoint_dtype": None if spec.narrow is None else spec.narrow.dtype,
         "max_context": engine.max_context,
         "kernels": engine.kernels,
         "ranks": None if engine.ranks is None else asdict(engine.ranks),

@@ -31,6 +31,7 @@ class Case:
     policy: str
     hardware: Hardware
     kv_dtype: str | None = None
+    checkpoint_dtype: str | None = None
     page_tokens: int | None = None
     requests: int | None = None  # of the trace, from its start; all where None
     write: WritePolicy = WritePolicy.THROUGH
@@ -43,8 +44,9 @@ class Case:
 
     def setup(self) -> Setup:
         """The model, the tiers and the machine. Raises ConfigError and SpecError."""
+        spec = load_spec(self.spec, kv_dtype=self.kv_dtype, page_tokens=self.page_tokens)
         return Setup(
-            spec=load_spec(self.spec, kv_dtype=self.kv_dtype, page_tokens=self.page_tokens),
+            spec=spec.with_checkpoint_dtype(self.checkpoint_dtype),
             config=CacheConfig(
                 device_bytes=self.sizes.get(Tier.DEVICE),
                 host_bytes=self.sizes.get(Tier.HOST),

@@ -99,7 +99,7 @@ class Plan:
         }
 
     def _fitting(self) -> dict[str, dict[str, int]]:
-        fitting = {tier: self.sessions.fitting(size_of(self.base, tier)) for tier in self.curves}
+        fitting = {tier: self.sessions.fitting(tier, size_of(self.base, tier)) for tier in self.curves}
         return {tier.label: {"median": median, "p95": p95} for tier, (median, p95) in fitting.items()}
 
     def _knee(self, tier: Tier, value: Callable[[Report], float], least_gain: float) -> Knee:

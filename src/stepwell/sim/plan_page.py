@@ -106,7 +106,7 @@ def said_sessions(sessions: Sessions) -> str:
 def session_rows(plan: Plan) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for tier in plan.curves:
-        median, p95 = plan.sessions.fitting(size_of(plan.base, tier))
+        median, p95 = plan.sessions.fitting(tier, size_of(plan.base, tier))
         rows.append((tier.label, short_bytes(size_of(plan.base, tier)), f"{median:,}", f"{p95:,}"))
     return rows
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from stepwell.base.ids import Kind
+from stepwell.base.ids import Kind, Tier
 from stepwell.base.spec import ModelSpec
 from stepwell.sim.trace import TraceRequest
 
@@ -28,12 +28,17 @@ class Sessions:
     named: bool  # by the trace; else they are its last prompts
     median_tokens: int
     p95_tokens: int
-    median_bytes: int
+    median_bytes: int  # on the device
     p95_bytes: int
+    cached_median_bytes: int  # below it
+    cached_p95_bytes: int
 
-    def fitting(self, size_bytes: int) -> tuple[int, int]:
-        """How many fit into so many bytes, if all were like the median one, and if all were like the 95th of 100."""
-        return size_bytes // max(self.median_bytes, 1), size_bytes // max(self.p95_bytes, 1)
+    def fitting(self, tier: Tier, size_bytes: int) -> tuple[int, int]:
+        """How many fit into so many bytes of a tier, if all were like the median one, and if all were like the 95th of 100."""
+        on_device = tier is Tier.DEVICE
+        median = self.median_bytes if on_device else self.cached_median_bytes
+        p95 = self.p95_bytes if on_device else self.cached_p95_bytes
+        return size_bytes // max(median, 1), size_bytes // max(p95, 1)
 
     def as_json(self) -> dict[str, object]:
         return asdict(self)
@@ -56,19 +61,22 @@ def sessions_of(requests: Iterable[TraceRequest], spec: ModelSpec, *, block_toke
             ends[path[-1]] = max(request.prompt_tokens, ends.get(path[-1], 0))
     lengths = sorted([*longest.values(), *(tokens for block, tokens in ends.items() if block not in inner)])
     median, p95 = np.percentile(lengths, (50, 95), method="higher").astype(int).tolist() if lengths else (0, 0)
+    exact = spec.with_checkpoint_dtype(None)
     return Sessions(
         requests=count,
         sessions=len(lengths),
         named=bool(longest),
         median_tokens=median,
         p95_tokens=p95,
-        median_bytes=session_bytes(spec, median),
-        p95_bytes=session_bytes(spec, p95),
+        median_bytes=session_bytes(exact, median),
+        p95_bytes=session_bytes(exact, p95),
+        cached_median_bytes=session_bytes(spec, median),
+        cached_p95_bytes=session_bytes(spec, p95),
     )
 
 
 def session_bytes(spec: ModelSpec, prompt_tokens: int) -> int:
-    """Bytes of a path of so many tokens with one checkpoint at its last boundary."""
+    """Bytes of a path of so many tokens with one checkpoint at its last boundary, as they are cached."""
     end = spec.usable(prompt_tokens)
     checkpoint = spec.checkpoint_bytes(end) if spec.needs_checkpoint and spec.needs_checkpoint_at(end) else 0
     return prompt_tokens // spec.page_tokens * spec.object_bytes(Kind.PREFIX) + checkpoint

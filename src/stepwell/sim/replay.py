@@ -172,7 +172,7 @@ def _chunk_tokens(setup: Setup) -> int | None:
     spec, device_bytes = setup.spec, setup.config.device_bytes
     if not spec.window_tokens or device_bytes is None:
         return None
-    chunk, window_bytes = CHUNK_TOKENS, spec.object_bytes(Kind.WINDOW)
+    chunk, window_bytes = CHUNK_TOKENS, spec.device_bytes(Kind.WINDOW)
     while chunk > LEAST_CHUNK_TOKENS and chunk // spec.window_page_tokens * window_bytes > MOST_CHUNK_SHARE * device_bytes:
         chunk //= 2
     return chunk

@@ -105,6 +105,7 @@ class NumpyCopyEngine:
     def _run(self, plan: Plan) -> None:
         for copy in plan.copies:
             source, target = (self._memories[span.tier] for span in (copy.source, copy.target))
+            assert not copy.turns(source.spec), f"{copy} is not a copy of bytes"
             first, onto, size = copy.common(source.spec)
             source_rows = source.rows(copy.source.kind)[:, first : first + size]
             target_rows = target.rows(copy.target.kind)[:, onto : onto + size]

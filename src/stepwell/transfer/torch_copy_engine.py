@@ -154,7 +154,9 @@ class TorchCopyEngine:
         if self._blocks is not None and Tier.ENGINE in (copy.source.tier, copy.target.tier):
             host = copy.source if copy.target.tier is Tier.ENGINE else copy.target
             return self._blocks.pairs(copy, self._table(host))
-        first, onto, size = copy.common(self._memories[copy.source.tier].spec)
+        spec = self._memories[copy.source.tier].spec
+        assert not copy.turns(spec), f"{copy} is not a copy of bytes"
+        first, onto, size = copy.common(spec)
         source, target = self._table(copy.source).part(first, size), self._table(copy.target).part(onto, size)
         return [PagePairs(source=source, target=target, source_ids=copy.source.ids, target_ids=copy.target.ids)]
 

@@ -16,8 +16,10 @@ from pathlib import Path
 import pytest
 
 from stepwell.base.errors import ConfigError
+from stepwell.base.spec.presets import load_spec
 from stepwell.cli import engine_options, serve, serve_summary
 from stepwell.cli.main import main
+from stepwell.cli.serve_summary import narrow
 from stepwell.store.key_file import write_store_key
 from stepwell.store.registry import open_store
 from waiting import PATIENCE_S
@@ -219,6 +221,8 @@ def test_a_taken_port_is_said_before_anything_is_loaded(capsys: pytest.CaptureFi
         (("--sparse", "quest", "--hot-rows", "512", "--host-memory", "0"), "leave hot_rows out"),
         (("--sparse", "quest", "--hot-rows", "512", "--write-policy", "back"), "write policy through"),
         (("--durable",), "name one with store"),
+        (("--checkpoint-dtype", "int8", "--host-memory", "0"), "give host_memory, or leave it out"),
+        (("--checkpoint-dtype", "int8", "--tensor-parallel", "2"), "checkpoint_dtype works on one rank only"),
         (("--chunk-tokens", "0"), "chunk_tokens"),
         (("--store-key-file", "TMP/none"), "stepwell store new-key"),
         (("--store-key-file", "TMP"), "is not a file"),
@@ -238,6 +242,15 @@ def test_mistakes_that_need_no_weights_are_found_before_any_are_read(
         assert main(["serve", "--model", "random-hybrid", "--port", "0", *small, *given]) == 2
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1
+
+
+def test_the_start_says_what_smaller_checkpoints_cost() -> None:
+    pytest.importorskip("torch")
+    from stepwell.engine.footprint import footprint_of
+
+    exact = load_spec("qwen3-next-80b")
+    said = narrow(footprint_of(exact), exact.with_checkpoint_dtype("int8"))
+    assert said == "int8 on the host and in the store: 20.3 MiB instead of 74.2 MiB; what resumes from there is not exact"
 
 
 def test_a_model_that_is_not_there_leaves_no_lock_behind(tmp_path: Path) -> None:

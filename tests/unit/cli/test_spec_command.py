@@ -57,6 +57,21 @@ def test_page_tokens_and_point_bytes(capsys: pytest.CaptureFixture[str]) -> None
     assert report["checkpoint_bytes"] == report["object_bytes"]["point"] == 77_856_768
 
 
+def test_checkpoints_in_eight_bits_are_shown_in_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    exact = json.loads(run(capsys, "spec", "qwen3-next-80b", "--json")[1])
+    narrow = json.loads(run(capsys, "spec", "qwen3-next-80b", "--checkpoint-dtype", "int8", "--json")[1])
+    assert (exact["checkpoint_dtype"], narrow["checkpoint_dtype"]) == (None, "int8")
+    numbers = 36 * (2_097_152 // 4 + 65_536 // 2)
+    scales = 36 * (2_097_152 // 64 + 65_536 // 64)
+    assert narrow["checkpoint_bytes"] == narrow["object_bytes"]["point"] == numbers + scales == 21_270_528
+    assert narrow["object_bytes"]["prefix"] == exact["object_bytes"]["prefix"]
+    assert narrow["fingerprint"] != exact["fingerprint"]
+    shown = run(capsys, "spec", "qwen3-next-80b", "--checkpoint-dtype", "int8")[1]
+    assert "int8 on the host and in stores; 74.2 MiB on the device" in shown and "20.3 MiB" in shown
+    status, _, said = run(capsys, "spec", "llama-3.1-8b", "--checkpoint-dtype", "fp8")
+    assert status == 2 and "no window or point state" in said
+
+
 def test_table_shows_totals_objects_and_boundaries(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run(capsys, "spec", "deepseek-v4-flash", "--kv-dtype", "fp8")
     assert status == 0

@@ -199,7 +199,7 @@ def test_sessions_are_counted_by_name() -> None:
     found = sessions_of(requests, FULL, block_tokens=BLOCK)
     assert (found.sessions, found.requests, found.named) == (3, 6, True)
     assert (found.median_tokens, found.p95_tokens) == (4 * BLOCK + 1, 10 * BLOCK + 1)
-    assert found.fitting(20 * OBJECT_BYTES) == (5, 2)
+    assert found.fitting(Tier.DEVICE, 20 * OBJECT_BYTES) == (5, 2)
 
 
 def test_without_names_a_session_is_a_prompt_that_no_other_goes_on_from() -> None:

@@ -48,6 +48,16 @@ def test_plan_writes_every_figure(trace: Path, tmp_path: Path, capsys: pytest.Ca
     assert "points replayed; about" in told.err
 
 
+def test_checkpoints_in_eight_bits_make_room_below_the_device(trace: Path, tmp_path: Path) -> None:
+    fitting, out = {}, tmp_path / "out.json"
+    for name, more in (("exact", ()), ("int8", ("--checkpoint-dtype", "int8"))):
+        assert main(["plan", str(trace), *MODEL, *SMALL, "--jobs", "2", "--json", str(out), *more]) == 0
+        fitting[name] = json.loads(out.read_text())["sessions"]
+    assert fitting["int8"]["fitting"]["device"] == fitting["exact"]["fitting"]["device"]
+    assert fitting["exact"]["cached_median_bytes"] == fitting["exact"]["median_bytes"] == fitting["int8"]["median_bytes"]
+    assert fitting["int8"]["cached_median_bytes"] == fitting["exact"]["median_bytes"] - (77_856_768 - 21_270_528)
+
+
 @pytest.mark.parametrize(
     ("argv", "complaint"),
     [

@@ -15,6 +15,7 @@ from math import lcm
 
 from stepwell.base.errors import SpecError
 from stepwell.base.ids import CACHED_KINDS, Kind
+from stepwell.base.spec.narrow import Narrow
 from stepwell.base.spec.shapes import Point, Prefix, Shape, Window
 from stepwell.base.spec.spill import Spill
 from stepwell.base.spec.states import Part, StateSpec, part_of
@@ -31,6 +32,7 @@ class ModelSpec:
     states: tuple[StateSpec, ...]
     page_tokens: int = 64
     spill: Spill | None = None  # not in the fingerprint: hosts and stores hold the same bytes with and without
+    narrow: Narrow | None = None  # how checkpoints are kept on the host and in stores; None: as on the device
     row_order: str | None = None  # how an engine orders the bytes inside rows, where it does so in a way of its own
 
     def __post_init__(self) -> None:
@@ -50,6 +52,11 @@ class ModelSpec:
                 )
         if self.spill is not None:
             self.spill.check(self.name, self.states)
+        if self.narrow is not None and not any(map(self.narrow.takes, self.states)):
+            raise SpecError(
+                f"model {self.name!r} has no window or point state that could be kept in {self.narrow.dtype}: "
+                "leave the checkpoint dtype out"
+            )
 
     def of_shape(self, shape: type[Shape]) -> tuple[StateSpec, ...]:
         return tuple(state for state in self.states if isinstance(state.shape, shape))
@@ -133,8 +140,13 @@ class ModelSpec:
         return self._parts[kind]
 
     def device_parts(self, kind: Kind) -> tuple[Part, ...]:
-        """The same on the device, which differs where rows may spill (`spill.py`)."""
+        """The same on the device, which differs where rows may spill (`spill.py`) or checkpoints are narrow (`narrow.py`)."""
         return self._device_parts[kind]
+
+    def is_narrow(self, kind: Kind) -> bool:
+        """Whether objects of `kind` hold other numbers where they are cached than on the device."""
+        narrow = self.narrow
+        return narrow is not None and any(narrow.takes(self.state(part.state)) for part in self.parts(kind))
 
     def cached_span(self, kind: Kind) -> tuple[int, int]:
         """Where the cached bytes of a device object of `kind` lie in a host page: from which byte on, up to which.
@@ -142,7 +154,7 @@ class ModelSpec:
         In the device object itself they are the first bytes.
         """
         if self.spill is None or kind not in (Kind.PREFIX, Kind.ROWS):
-            return 0, self.object_bytes(kind)
+            return 0, self.object_bytes(kind)  # of a narrow kind: what crosses the bus, in other numbers
         rows = self.device_bytes(Kind.ROWS)
         return (0, rows) if kind is Kind.ROWS else (rows, self.object_bytes(Kind.PREFIX))
 
@@ -152,6 +164,8 @@ class ModelSpec:
 
     @cached_property
     def _device_parts(self) -> dict[Kind, tuple[Part, ...]]:
+        if self.narrow is not None:
+            return replace(self, narrow=None)._device_parts
         if self.spill is None:
             return self._parts
         return self._parts | self.spill.device_parts(self.parts(Kind.PREFIX), self.page_tokens)
@@ -161,9 +175,13 @@ class ModelSpec:
         for state in self.states:
             rows = self._rows(state, kind)
             if rows:
-                parts.append(part_of(state.name, offset, layers=state.layers, rows=rows, row_bytes=state.row_bytes))
+                parts.append(part_of(state.name, offset, layers=state.layers, rows=rows, row_bytes=self._row_bytes(state)))
                 offset += parts[-1].size_bytes
         return parts
+
+    def _row_bytes(self, state: StateSpec) -> int:
+        """Of a row where it is cached."""
+        return state.row_bytes if self.narrow is None else self.narrow.row_bytes(state)
 
     def _rows(self, state: StateSpec, kind: Kind) -> int:
         match (kind, state.shape):
@@ -196,14 +214,14 @@ class ModelSpec:
         return Fraction(state.layers * state.row_bytes, state.shape.ratio) if isinstance(state.shape, Prefix) else Fraction(0)
 
     def state_checkpoint_bytes(self, state: StateSpec, boundary: int | None = None) -> int:
-        """Bytes this state adds to a checkpoint at `boundary`, or to the largest one."""
+        """Bytes this state adds to a checkpoint at `boundary`, or to the largest one, as it is cached."""
         match state.shape:
             case Window(tokens=tokens):
                 kept = min(tokens, self.checkpoint_window_tokens)
-                return state.layers * state.row_bytes * (kept if boundary is None else min(kept, boundary))
+                return state.layers * self._row_bytes(state) * (kept if boundary is None else min(kept, boundary))
             case Point():
                 rows = state.point_rows(self.boundary_step) if boundary is None else state.shape.rows_at(boundary)
-                return state.layers * state.row_bytes * rows
+                return state.layers * self._row_bytes(state) * rows
         return 0
 
     @property
@@ -211,7 +229,7 @@ class ModelSpec:
         return sum((self.state_bytes_per_token(state) for state in self.states), Fraction(0))
 
     def checkpoint_bytes(self, boundary: int | None = None) -> int:
-        """Bytes of window and point state one must keep to resume at `boundary`, or at the costliest one."""
+        """Bytes of window and point state one must keep to resume at `boundary`, or at the costliest one, as they are cached."""
         return sum(self.state_checkpoint_bytes(state, boundary) for state in self.states)
 
     # ---- identity and ranks -----------------------------------------------------------------------
@@ -227,6 +245,8 @@ class ModelSpec:
         }
         if self.row_order is not None:
             facts["row_order"] = self.row_order
+        if self.narrow is not None:
+            facts["narrow"] = self.narrow.identity
         canonical = json.dumps(facts, sort_keys=True, separators=(",", ":")).encode()
         return hashlib.blake2b(canonical, digest_size=16).hexdigest()
 
@@ -251,6 +271,10 @@ class ModelSpec:
 
     def with_page_tokens(self, page_tokens: int) -> ModelSpec:
         return replace(self, page_tokens=page_tokens)
+
+    def with_checkpoint_dtype(self, dtype: str | None) -> ModelSpec:
+        """The same with checkpoints in eight bits on the host and in stores. Raises SpecError where there are none to narrow."""
+        return replace(self, narrow=None if dtype is None else Narrow(dtype=dtype))
 
 
 def _facts(state: StateSpec) -> dict[str, object]:

@@ -125,7 +125,7 @@ class Beliefs:
 
     def node_shortened(self, node: Node) -> None:
         """A node lost its last pages, or all of them."""
-        if node.parent is None:
+        if not node.num_pages:
             self._owed.discard(node)
         if node in self._boundaries:
             left = {page for page in self._boundaries.pop(node) if node.parent is not None and page <= node.end}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -144,6 +144,16 @@ def script(recorded: Recorded, *, seed: int) -> list[Played]:
     random = Random(seed + 1)
     branches = [[*each.prompt[: -random.randrange(1, 4)], *_tokens(random, vocab, PAGE)] for each in played[:2]]
     return played + [recorded.play(branch) for branch in branches]
+
+
+def replay(recorded: Recorded, played: list[Played], before_each: Callable[[Recorded], Recorded]) -> list[Played]:
+    """Asks the same once more; `before_each` says over what."""
+    again = []
+    for each in played:
+        recorded = before_each(recorded)
+        again.append(recorded.play(each.prompt))
+    recorded.close()
+    return again
 
 
 def same_bits(one: Played, other: Played) -> bool:

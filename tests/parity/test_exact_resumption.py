@@ -6,13 +6,12 @@ depend on how much text is known beyond the restore point; so those are off wher
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from engine.families import FAMILIES
-from parity.recorded import PAGE, Played, Recorded, distance, same_bits, script, store_at
+from parity.recorded import PAGE, Played, Recorded, distance, replay, same_bits, script, store_at
 from stepwell.base.config import PrefetchPolicy, StoreConfig
 from stepwell.policy.placement import PlacementRules
 
@@ -37,15 +36,6 @@ def resident(family: str) -> list[Played]:
     recorded.close()
     assert any(each.resumed for each in played)
     return played
-
-
-def replay(recorded: Recorded, played: list[Played], before_each: Callable[[Recorded], Recorded]) -> list[Played]:
-    again = []
-    for each in played:
-        recorded = before_each(recorded)
-        again.append(recorded.play(each.prompt))
-    recorded.close()
-    return again
 
 
 def check_same(again: list[Played], resident: list[Played]) -> None:

@@ -7,12 +7,11 @@ first token that differs: behind it another text is computed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from parity.recorded import Played, Recorded, same_bits, script, store_at
+from parity.recorded import Played, Recorded, replay, same_bits, script, store_at
 from stepwell.base.config import PrefetchPolicy, StoreConfig
 from stepwell.base.ids import Kind, Tier
 from stepwell.store.log.store import LogStore
@@ -47,15 +46,6 @@ def resident(family: str) -> list[Played]:
     recorded.close()
     assert any(each.resumed for each in played)
     return played
-
-
-def replay(recorded: Recorded, played: list[Played], before_each: Callable[[Recorded], Recorded]) -> list[Played]:
-    again = []
-    for each in played:
-        recorded = before_each(recorded)
-        again.append(recorded.play(each.prompt))
-    recorded.close()
-    return again
 
 
 def evict(recorded: Recorded) -> Recorded:

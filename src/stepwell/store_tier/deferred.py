@@ -7,9 +7,9 @@ A conversation leaves a checkpoint at every turn, and the next turn makes all bu
     one follows it, but is not in the store yet                               it is deferred again
 
 A path of which nothing was stored for `MOST_DELAYS` is stored at the next chance, so a crash costs no more than that; for one
-delay, where the cache is durable. What is
-deferred is a small part of the host: beyond it the oldest are stored at once, and so are all before the store goes. What leaves
-the host is deferred no longer; what is deferred is worth more there (`policy/value.py`), so that it does not leave for little.
+delay, where the cache is durable. What is deferred is a small part of the host: beyond it the oldest are stored at once, and so
+are all before the store goes. What leaves the host is deferred no longer; what is deferred is worth more there
+(`policy/value.py`), so that it does not leave for little.
 """
 
 from __future__ import annotations

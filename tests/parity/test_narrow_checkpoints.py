@@ -1,6 +1,6 @@
 """Checkpoints in eight bits on the host and in stores: how far logits move, what is still exact, how many bytes it saves.
 
-What resumes from the device is exact whatever the format below. Errors are compared where passes cut the prompt alike, up to the
+What never left the device is exact whatever the format below. Errors are compared where passes cut the prompt alike, up to the
 first token that differs: behind it another text is computed.
 """
 
@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
-from parity.recorded import Played, Recorded, replay, same_bits, script, store_at
+from engine.families import FAMILIES as EVERY_FAMILY
+from parity.recorded import PAGE, Played, Recorded, replay, same_bits, script, store_at
 from stepwell.base.config import PrefetchPolicy, StoreConfig
 from stepwell.base.ids import Kind, Tier
 from stepwell.store.log.store import LogStore
+from stepwell.transfer.copy_engine import PageMemory
 from stepwell.transfer.narrow_rows import NotFinite, RowCode
 
 pytest.importorskip("transformers")
@@ -23,6 +27,7 @@ log = logging.getLogger(__name__)
 
 WAIT = StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, recompute_tokens_per_s=1.0, checkpoint_delay_s=0)
 FAMILIES = ("qwen3_next", "qwen3_5", "gemma3")
+EXACT_ONLY = ("llama", "deepseek_v3", "deepseek_v32", "glm_moe_dsa")  # that have no checkpoints
 FORMATS = ("int8", "fp8")
 # What logits may be off by, against their standard deviation: root mean square, and most. Two to four times what was measured.
 # Random experts amplify: one that is chosen otherwise moves logits by as much as their spread.
@@ -151,6 +156,38 @@ def test_state_that_is_not_finite_is_not_saved_and_answers_stay_right(
     again = recorded.play(prompt)
     recorded.close()
     assert again.resumed == 0 and same_bits(again, first)
+
+
+@pytest.mark.parametrize("page_tokens", [1, PAGE])
+@pytest.mark.parametrize("every", [each for each in EVERY_FAMILY if each not in EXACT_ONLY])
+def test_what_was_in_memory_before_keeps_no_checkpoint_from_being_saved(
+    every: str, page_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes of a page that nobody has written may be no numbers: of such states none is turned into eight bits."""
+    make = PageMemory.__init__
+
+    def make_full(self: PageMemory, *args: Any, **more: Any) -> None:
+        make(self, *args, **more)
+        np.frombuffer(self.block, np.uint8)[:] = 0xFF  # NaN in every format
+
+    monkeypatch.setattr(PageMemory, "__init__", make_full)
+    recorded = Recorded(every, checkpoint_dtype="int8", page_tokens=page_tokens, device_memory="4MiB", host_memory="32MiB")
+    for length in (3, PAGE + 2):  # the first ends before a compressor has closed a group
+        prompt = [token * 7 % recorded.engine.vocab_size for token in range(length)]
+        recorded.play(prompt, answer=2)
+        recorded.evict_to_host()
+        assert recorded.play(prompt, answer=2).resumed == (length - 1) // page_tokens * page_tokens
+        recorded.evict_to_host()
+    assert not recorded.engine.cache.stats().counters.get("save_failures")
+    recorded.close()
+
+
+def test_what_compressors_keep_is_exact_in_every_format_of_the_model() -> None:
+    for dtype in ("fp32", "bf16"):
+        recorded = Recorded("deepseek_v4", dtype=dtype, checkpoint_dtype="int8")
+        spec = recorded.engine.cache.spec
+        recorded.close()
+        assert spec.narrow is not None and [each.name for each in spec.states if spec.narrow.takes(each)] == ["swa"]
 
 
 def test_a_store_of_one_format_is_a_miss_for_every_other(resident: list[Played], family: str, tmp_path: Path) -> None:

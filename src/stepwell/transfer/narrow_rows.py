@@ -56,7 +56,9 @@ class RowCode:
     def decode(self, rows_RB: torch.Tensor) -> torch.Tensor:
         """What `encode` was given, as nearly as eight bits say."""
         numbers = self.numbers_of(rows_RB.shape[1])
-        largest_RG1 = rows_RB[:, numbers:].contiguous().view(self._wide).float().unsqueeze(2)
+        # Cloned: one row alone counts as contiguous wherever it lies, also where no number may begin.
+        largest_RB = rows_RB[:, numbers:].clone(memory_format=torch.contiguous_format)
+        largest_RG1 = largest_RB.view(self._wide).float().unsqueeze(2)
         values_RN = rows_RB[:, :numbers].contiguous().view(self._narrow.dtype).float()
         # A share of the largest, not so many steps: its own share is exactly 1.
         shares_RGN = pad(values_RN, (0, -numbers % GROUP)).unflatten(1, (-1, GROUP)) / self._narrow.largest

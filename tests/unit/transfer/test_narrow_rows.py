@@ -134,5 +134,18 @@ def test_bytes_do_not_depend_on_the_rows_beside() -> None:
     assert torch.equal(torch.cat([saved(code, row.unsqueeze(0)) for row in x_RN]), saved(code, x_RN))
 
 
+@pytest.mark.parametrize("dtype", WIDE)
+@pytest.mark.parametrize("numbers", LENGTHS)
+@pytest.mark.parametrize("before", [0, 1, 2])
+def test_one_row_alone_is_read_wherever_it_lies(dtype: str, numbers: int, before: int) -> None:
+    """A state of one layer, or the last layer of many: bytes of narrow rows begin at any address."""
+    code, x_RN = RowCode("int8", dtype), rows_of(dtype, 2, numbers)
+    both = saved(code, x_RN)
+    alone = torch.zeros(before + both.shape[1], dtype=torch.uint8)
+    alone[before:] = both[1]
+    found = restored(code, alone[before:].view(1, -1), dtype)
+    assert torch.equal(found, restored(code, both, dtype)[1:])
+
+
 def test_every_format_of_the_spec_has_a_code() -> None:
     assert set(NARROWED) == set(CHECKPOINT_DTYPES)

@@ -280,5 +280,5 @@ class ModelSpec:
 def _facts(state: StateSpec) -> dict[str, object]:
     """What a fingerprint says of a state."""
     facts = asdict(state) | {"shape": str(state.shape)}
-    del facts["cuts"]
+    del facts["cuts"], facts["may_be_unwritten"]
     return facts

@@ -39,9 +39,10 @@ class Narrow:
     def takes(self, state: StateSpec) -> bool:
         """Whether it is kept in eight bits: required windows and points of plain numbers, of which every row is written.
 
-        Not the open group of a compressor, nor what a draft may have left out, nor rows of so few numbers that it would not pay.
+        Not what a compressor keeps, nor what a draft may have left out, nor rows of so few numbers that it would not pay.
         """
         whole = isinstance(state.shape, Window) or (isinstance(state.shape, Point) and state.shape.period is None)
+        whole = whole and not state.may_be_unwritten
         return whole and state.required and state.dtype in _WIDTH_BYTES and _narrow_bytes(state) < state.row_bytes
 
     def row_bytes(self, state: StateSpec) -> int:

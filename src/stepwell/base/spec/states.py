@@ -49,6 +49,7 @@ class StateSpec:
     align: int = 1
     shards: int = 1
     cuts: tuple[Cut, ...] = ()  # not in the fingerprint: they say nothing about where bytes of this row lie
+    may_be_unwritten: bool = False  # at some boundaries its bytes are whatever they were before; not in the fingerprint either
 
     def __post_init__(self) -> None:
         if self.layers < 1 or self.row_bytes < 1:

@@ -13,7 +13,7 @@ Yields states; builds no ModelSpec.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stepwell.base.errors import SpecError
 from stepwell.base.spec.families.dtypes import WIDTH_BYTES, Dtypes
@@ -67,7 +67,9 @@ def _overlapping(ratio: int, layers: int, sizes: Sizes, dtypes: Dtypes) -> Itera
     yield _state(name, Prefix(ratio=ratio), layers, dtypes.shared_row_bytes(sizes.row, sizes.rope), dtypes.kv)
     yield _state(f"{name}_index", Prefix(ratio=ratio), layers, dtypes.index_row_bytes(sizes.index), dtypes.kv)
     overlap = ratio * channels * (dtypes.model_width + _GATE_WIDTH_BYTES)
-    yield _state(f"{name}_overlap", Point(), layers, overlap, dtypes.model if dtypes.model == "fp32" else f"{dtypes.model}+fp32")
+    # written when the first group closes
+    kept_in = dtypes.model if dtypes.model == "fp32" else f"{dtypes.model}+fp32"
+    yield replace(_state(f"{name}_overlap", Point(), layers, overlap, kept_in), may_be_unwritten=True)
     # both halves of every open token, values and gates
     yield _state(f"{name}_buffer", Point(period=ratio), layers, 2 * 2 * channels * dtypes.model_width, dtypes.model)
 

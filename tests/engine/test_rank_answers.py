@@ -14,7 +14,7 @@ from stepwell.engine.runner import PassesLost, PassFailed
 from stepwell.engine.workers.messages import ChosenTokens, pack_chosen
 from stepwell.engine.workers.pass_arrays import Pass
 from stepwell.engine.workers.rank_workers import RankWorkers, WorkerLimits, WorkerSetup
-from stepwell.jobs.channel import Message
+from stepwell.jobs.channel import Message, packed
 from stepwell.jobs.processes import Processes, RankLost
 
 NOTHING = Pass(rows=[], choosing=[])
@@ -107,6 +107,18 @@ def test_ranks_that_failed_in_step_go_on(workers: RankWorkers, said: Said) -> No
     said.answers = [(0, chose(number=2)), (1, chose(number=2))]
     assert workers.compute(NOTHING).tokens == []
     assert said.told[-1].numbers[1] == 0, "one of them has maybe not read the pass before"
+
+
+def test_a_pass_too_long_for_a_message_fails_and_no_rank_is_lost_for_it(
+    workers: RankWorkers, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr("stepwell.jobs.channel.MOST_BYTES", 8)
+        patched.setattr(said, "send_all", lambda message, *, work=False: packed(message))
+        with pytest.raises(PassFailed, match="longer than 8"):
+            workers.compute(NOTHING)
+    said.answers = [(0, chose(number=2)), (1, chose(number=2))]
+    assert workers.compute(NOTHING).tokens == [] and workers.running and not workers.losses
 
 
 def test_nobody_goes_on_from_a_pass_whose_answers_nobody_judged(

@@ -14,7 +14,7 @@ from stepwell.base.tasks import Copy, Plan, Purpose, Span
 from stepwell.engine.ops.drawing import Draw
 from stepwell.engine.ops.editing import Edit
 from stepwell.engine.passes.batch import RequestRows
-from stepwell.engine.request import TokenLogprob
+from stepwell.engine.request import Sampling, TokenLogprob
 from stepwell.engine.sampling import Choosing, Chosen
 from stepwell.engine.workers.messages import ChosenTokens, pack_chosen, pack_plan, read_chosen, read_kernels, read_plan
 from stepwell.engine.workers.pass_arrays import Pass, PassPacker, PassReader
@@ -260,6 +260,12 @@ def test_draws_alone_arrive_as_they_were_sent(draws: list[float | None]) -> None
     ]
     message = sent(PassPacker().pack(Pass(rows=[rows(num_logits=2)], choosing=choosing), 1))
     assert a_reader().read(message).choosing() == choosing
+
+
+def test_more_likeliest_tokens_than_there_are_numbers_for_fail_no_pass() -> None:
+    top_k = Sampling(temperature=1, top_k=10**400).top_k
+    choosing = [Choosing(draw=Draw(temperature=1.0, top_k=top_k, top_p=1.0, number=0.5))]
+    assert a_reader().read(sent(PassPacker().pack(Pass(rows=[rows()], choosing=choosing), 1))).choosing() == choosing
 
 
 LOGPROB = TokenLogprob(token=4, logprob=-0.5, rank=7, top=((4, -0.5), (7, -2.0)))

@@ -93,6 +93,12 @@ def test_arguments_of_tools_reach_templates_that_add_them_to_text_as_json() -> N
     refusing = template + "{{ raise_exception('never') }}"
     with pytest.raises(ApiError, match="can only concatenate"):
         chat_prompt(served(refusing), [message], None)
+    deep: list[Any] = []
+    for _ in range(5000):
+        deep = [deep]
+    message = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": deep}}]}
+    with pytest.raises(ApiError, match=r"."):  # whether the template or its JSON is what fails
+        chat_prompt(served(template), [message], None)
 
 
 def test_a_template_that_refuses_says_why() -> None:

@@ -127,3 +127,8 @@ def test_formats_and_forced_calls_begin_behind_what_a_model_thinks(opening: str,
         called = [each.message for each in ask(n=8, **named).choices]
         assert all((each.content, json.loads(each.tool_calls[0].function.arguments)) == (None, {}) for each in called)
         assert any(map(thought, called)) is (opening == "[")
+        begun: Any = [*MESSAGES, {"role": "assistant", "content": "[so far"}]  # whatever the template would open
+        goes_on = choice["extra_body"] | {"add_generation_prompt": False, "continue_final_message": True}
+        made = client.chat.completions.create(model=NAME, messages=begun, n=8, extra_body=goes_on, **more)
+        assert all(each.message.content in ("up", "down") for each in made.choices)
+        assert any(thought(each.message) for each in made.choices), "it thinks on"

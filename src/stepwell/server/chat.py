@@ -66,7 +66,7 @@ def chat_asks(served: Served, body: ChatBody, principal: Principal, arrived_s: f
     served.must_fit(tokens, max_tokens=max_tokens, param="messages")
     forced = choice.grammar(several=body.parallel_tool_calls is not False) if choice.is_forced else None
     guide = guide_of(served, body) if forced is None else compiled(served, forced, param="tool_choice")
-    thoughts = None if guide is None else thoughts_of(served, tokens, within=ending is not Ending.ANSWER)
+    thoughts = None if guide is None else thoughts_of(served, tokens, within=_begun(served, body.messages, ending))
     if guide is not None and thoughts is not None:
         guide = guide.behind(thoughts)
     return asks_of(body, principal, tokens, sampling, arrived_s=arrived_s, hints=hints, guide=guide)
@@ -93,6 +93,13 @@ def ending_of(
         what = "continue_final_message goes on from a last message of role assistant: add one, as its beginning"
         raise ApiError(400, what, param="continue_final_message")
     return Ending.WITHIN
+
+
+def _begun(served: Served, messages: Sequence[Message], ending: Ending) -> str | None:
+    """What the message says so far that an answer goes on from; None where it begins one."""
+    if ending is Ending.ANSWER:
+        return None
+    return str(_plain(served, len(messages) - 1, messages[-1])["content"]) if ending is Ending.WITHIN else ""
 
 
 def chat_prompt(
@@ -133,7 +140,7 @@ def _prompt(
     if any(message.get("tool_calls") for message in messages):
         try:
             return _rendered(served, [_with_texts(message) for message in messages], tools, options, ending)
-        except ConfigError:
+        except (ConfigError, RecursionError):  # arguments that are nested too deeply to be written
             pass  # then that was not what it failed on
     raise ApiError(400, str(refused), param="messages")
 

@@ -10,9 +10,10 @@ from stepwell.engine.request import Ask, Delta, Finish
 from stepwell.engine.text import Text
 from stepwell.server.bodies import ChatBody
 from stepwell.server.logprobs import chat_logprobs, prompt_logprobs
-from stepwell.server.parsing.blocks import Plain, ReasoningParser
+from stepwell.server.parsing.blocks import Plain
 from stepwell.server.parsing.formats import HARMONY, REASONING, markers_of, parser_for, prompt_end
 from stepwell.server.parsing.pieces import Call, Parser, Piece, joined
+from stepwell.server.parsing.thoughts import ThoughtParser
 from stepwell.server.served import Served
 from stepwell.server.tool_choice import Choosing, NamedParser, RequiredParser, ToolChoice, tool_choice_of
 
@@ -50,11 +51,11 @@ def _formats(served: Served, body: ChatBody, choice: ToolChoice) -> tuple[str | 
 def _parser(served: Served, body: ChatBody, choice: ToolChoice, ask: Ask) -> Callable[[], Parser]:
     """Makes what an answer is parsed with. One that follows a grammar is what the grammar says, behind what it may think."""
     if ask.guide is not None:
-        thoughts = ask.guide.thoughts
-        if thoughts is None:
+        thoughts, text = ask.guide.thoughts, served.text
+        if thoughts is None or text is None:
             return _guided(choice)
-        around, begun = REASONING[served.reasoning_parser or ""], thoughts.begun
-        return lambda: ReasoningParser(around, _guided(choice)(), begun=begun)
+        around = REASONING[served.reasoning_parser or ""]
+        return lambda: ThoughtParser(thoughts, around, _guided(choice)(), text)
     tools, reasoning = _formats(served, body, choice)
     if served.text is None:
         return Plain
@@ -118,6 +119,8 @@ class ChatForm:
         if index not in self._parsers:
             self._parsers[index] = self._parser()
         parser = self._parsers[index]
+        if isinstance(parser, ThoughtParser):
+            parser.read(delta.tokens)
         piece = parser.push(delta.text)
         if delta.finish is not None:
             piece = joined([piece, parser.finish()])

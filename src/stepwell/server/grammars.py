@@ -49,11 +49,11 @@ def compiled(served: Served, grammar: Grammar, *, param: str) -> Guide:
         raise ApiError(400, f"{param}: {error}", param=param, code=code) from None
 
 
-def thoughts_of(served: Served, tokens: Sequence[int], *, within: bool) -> Thoughts | None:
+def thoughts_of(served: Served, tokens: Sequence[int], *, within: str | None) -> Thoughts | None:
     """What a model may think before an answer that follows a grammar; None where that begins with the first token.
 
     So it does for models that do not think, whose markers are not one token each, or whose prompt has ended the thoughts.
-    `within`: the answer goes on from a message that has begun.
+    `within`: what the message says so far that the answer goes on from, None for an answer of its own.
     """
     around = REASONING.get(served.reasoning_parser or "")
     if around is None or served.text is None:
@@ -62,8 +62,8 @@ def thoughts_of(served: Served, tokens: Sequence[int], *, within: bool) -> Thoug
     if [len(each) for each in marked] != [1, 1]:
         return None
     end = prompt_end(served.text, tokens).rstrip()
-    begun = end.endswith(around.open)
-    if not begun and (within or end.endswith(around.close)):
+    begun = end.endswith(around.open) or (within or "").rfind(around.open) > (within or "").rfind(around.close)
+    if not begun and (within is not None or end.endswith(around.close)):
         return None
     return Thoughts(open=marked[0][0], close=marked[1][0], begun=begun)
 

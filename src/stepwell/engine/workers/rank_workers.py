@@ -286,8 +286,7 @@ class RankWorkers:
         message = self._packer.pack(given, self._pass)
         went_well = False
         try:
-            self._answers, self._under_way = {}, True
-            self.send_all(message)
+            self._give_out(message)
             self._packer.look_ahead()
             self._await_answers()
             self._must_have_gone_well()
@@ -303,6 +302,15 @@ class RankWorkers:
         finally:
             if not went_well:
                 self._packer.forget()  # somebody may have stopped waiting, and never hear who could read it
+
+    def _give_out(self, message: Message) -> None:
+        """Raises RankLost, or PassFailed where it is too long for a message: then no rank has heard of it."""
+        self._answers, self._under_way = {}, True
+        try:
+            self.send_all(message)
+        except ValueError as error:
+            self._under_way = False
+            raise PassFailed(f"it cannot be told: {error}") from None
 
     def wait(self) -> None:
         """Until a pass that somebody stopped waiting for is answered: ranks finish it, and write to its pages till then."""

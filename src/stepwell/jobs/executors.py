@@ -38,7 +38,7 @@ from stepwell.jobs.jobs import DoneAtOnce, JobExecutor
 from stepwell.jobs.workers import Answer, RankJobs, WorkQueue
 from stepwell.store.api import never
 from stepwell.transfer.copy_engine import CopyEngine, Work
-from stepwell.transfer.store_worker import Sealed, StoreWorker, go_together
+from stepwell.transfer.store_worker import Sealed, StoreWorker, goes_with
 
 Cancelled = Callable[[], bool]  # may become true at any time, from a worker's point of view
 
@@ -238,12 +238,14 @@ class ThreadStoreExecutor:
     def _next_group(self, rank: int) -> list[_SealedOp]:
         """Puts to be written in one go, begun; none where others took all there were, or they were withdrawn."""
         group: list[_SealedOp] = []
+        size_bytes = 0
         with self._sealed_lock:
             line = self._sealed[rank]
-            while line and (not group or _go_together([*group, line[0]])):
+            while line and (not group or _goes_with(group[0], line[0], size_bytes)):
                 each = line.popleft()
                 if self._jobs.begin(each.op.job, rank):
                     group.append(each)
+                    size_bytes += each.sealed.size_bytes if isinstance(each.sealed, Sealed) else 0
         return group
 
     def _is_cancelled(self, op: StoreOp) -> Cancelled:
@@ -267,9 +269,10 @@ class _SealedOp(NamedTuple):
     before_s: float  # spent on it already
 
 
-def _go_together(group: Sequence[_SealedOp]) -> bool:
-    sealed = [each.sealed for each in group if isinstance(each.sealed, Sealed)]
-    return len(sealed) == len(group) and go_together(sealed)
+def _goes_with(first: _SealedOp, each: _SealedOp, before_bytes: int) -> bool:
+    if not isinstance(first.sealed, Sealed) or not isinstance(each.sealed, Sealed):
+        return False
+    return goes_with(first.sealed, each.sealed, before_bytes=before_bytes)
 
 
 def seal_op(worker: StoreWorker, op: StoreOp, cancelled: Cancelled) -> Sealed | Outcome:
@@ -286,7 +289,9 @@ def seal_op(worker: StoreWorker, op: StoreOp, cancelled: Cancelled) -> Sealed | 
 
 
 def put_ops(worker: StoreWorker, group: Sequence[_SealedOp], cancelled: Container[JobId]) -> list[Outcome]:
-    """The other half, for puts that go together: what came of each. What goes wrong for one does for all that were written."""
+    """The other half, for puts that go together: what came of each. When the store fails them all, each is tried alone: the
+    failure of one call must not count as that of many, nor one put fail another.
+    """
     ends = [each.sealed if isinstance(each.sealed, Outcome) else _called_off(each.op) for each in group]
     wanted = {
         at: each.sealed for at, each in enumerate(group) if isinstance(each.sealed, Sealed) and each.op.job not in cancelled
@@ -297,6 +302,8 @@ def put_ops(worker: StoreWorker, group: Sequence[_SealedOp], cancelled: Containe
     try:
         written = worker.put(list(wanted.values()), lambda: alone in cancelled)
     except BaseException as error:  # as in `_safely`
+        if alone is None and isinstance(error, Exception):
+            return [put_ops(worker, [each], cancelled)[0] for each in group]
         written = [_failed(group[at].op, error) for at in wanted]
     for at, outcome in zip(wanted, written, strict=True):
         ends[at] = outcome

@@ -76,10 +76,12 @@ class Sealed:
     manifest: Write | None = None  # of a checkpoint: only when all else is there
 
 
-def go_together(puts: Sequence[Sealed]) -> bool:
-    """Whether puts can be written in one call of the store: all pages of the same space, one batch in all."""
-    alike = len({put.space for put in puts}) == 1 and all(isinstance(put.task, PutPages) for put in puts)
-    return alike and sum(put.size_bytes for put in puts) <= WRITE_BATCH_BYTES
+def goes_with(first: Sealed, put: Sealed, *, before_bytes: int) -> bool:
+    """Whether a put can be written in one call of the store with a first one and what came after that, so many bytes together:
+    all pages of the same space, one batch in all.
+    """
+    alike = put.space == first.space and isinstance(put.task, PutPages) and isinstance(first.task, PutPages)
+    return alike and before_bytes + put.size_bytes <= WRITE_BATCH_BYTES
 
 
 class _Reading(NamedTuple):
@@ -119,7 +121,7 @@ class StoreWorker:
         return self._seal_pages(space, task) if isinstance(task, PutPages) else self._seal_checkpoint(space, task)
 
     def put(self, group: Sequence[Sealed], cancelled: Callable[[], bool]) -> list[Outcome]:
-        """Writes what was sealed: one put, or several that `go_together`, in order. Raises what the store raises."""
+        """Writes what was sealed: one put, or several that go together (`goes_with`), in order. Raises what the store raises."""
         if len(group) == 1 and group[0].manifest is not None:
             return [self._put_checkpoint(group[0])]
         outcomes = self._write_pages(group[0].space, [write for sealed in group for write in sealed.writes], cancelled)
@@ -135,6 +137,13 @@ class StoreWorker:
         if len(found) != len(keys):
             raise StoreError(f"the store was asked for {len(keys)} keys and answered for {len(found)}")
         return found
+
+    def _write(self, space: Space, writes: Sequence[Write]) -> list[WriteOutcome]:
+        """One call of the store. What it says nothing of does not count as written, nor what it says too much of."""
+        outcomes = self._store.write_from(space, writes)
+        if len(outcomes) != len(writes):
+            raise StoreError(f"the store was given {len(writes)} values and answered for {len(outcomes)}")
+        return outcomes
 
     def _forget(self, space: Space, keys: list[bytes]) -> None:
         """Deletes what is no good. A store that cannot is left with it; the miss stands either way."""
@@ -212,7 +221,7 @@ class StoreWorker:
         for start in range(0, len(writes), step):
             if cancelled():
                 return outcomes + [None] * (len(writes) - start)
-            outcomes += self._store.write_from(space, writes[start : start + step])
+            outcomes += self._write(space, writes[start : start + step])
         return outcomes
 
     def _seal_checkpoint(self, space: Space, task: PutCheckpoint) -> Sealed:
@@ -242,10 +251,10 @@ class StoreWorker:
         assert sealed.manifest is not None, "a checkpoint that is there already has nothing to write"
         members = [write.key for write in sealed.writes]
         relevel(self._store, sealed.space, members, sealed.task.level)  # those it shares are not to make room for the others
-        outcomes = self._store.write_from(sealed.space, sealed.writes)
+        outcomes = self._write(sealed.space, sealed.writes)
         status = next((status for status in map(OF_WRITE.__getitem__, outcomes) if status is not ItemStatus.OK), ItemStatus.OK)
         if status is ItemStatus.OK:
-            status = OF_WRITE[self._store.write_from(sealed.space, [sealed.manifest])[0]]
+            status = OF_WRITE[self._write(sealed.space, [sealed.manifest])[0]]
         if status is ItemStatus.OK:  # from now on members are worth what the manifest is, and nothing by themselves
             relevel(self._store, sealed.space, members, Level.EXPENDABLE)
         return Outcome(statuses=(status,), moved_bytes=_stored_bytes(sealed.writes, outcomes))

@@ -13,13 +13,13 @@ from stepwell.base.errors import StoreError
 from stepwell.base.ids import JobId, Kind
 from stepwell.base.meters import SystemClock
 from stepwell.base.prompt import Namespace, PageKey
-from stepwell.base.tasks import FetchPages, ItemStatus, PutPages, Reply, StoreOp
+from stepwell.base.tasks import FetchPages, ItemStatus, Outcome, PutCheckpoint, PutPages, Reply, StoreOp
 from stepwell.jobs.executors import ThreadStoreExecutor
 from stepwell.store.api import NO_PARENT, Space, Write, WriteOutcome, never
 from stepwell.store.memory import MemoryStore
 from stepwell.store.seal import checksum, stamp, stamp_all
 from stepwell.transfer import store_worker
-from stepwell.transfer.store_worker import StoreWorker
+from stepwell.transfer.store_worker import Sealed, StoreWorker
 from waiting import PATIENCE_S
 
 SIZE, COUNT = 1000, 40
@@ -208,7 +208,7 @@ def test_of_puts_that_go_together_one_is_called_off_and_the_others_are_written()
     assert [write.key for batch in held.store.batches for write in batch] == [*KEYS[:4], *KEYS[8:12], KEYS[30]]
 
 
-def test_a_store_that_fails_puts_which_go_together_fails_each_of_them() -> None:
+def test_of_puts_that_go_together_only_the_one_that_the_store_cannot_take_fails() -> None:
     class Failing(Watched):
         def write_from(self, space: Space, writes: Sequence[Write]) -> list[WriteOutcome]:
             outcomes = super().write_from(space, writes)
@@ -217,10 +217,88 @@ def test_a_store_that_fails_puts_which_go_together_fails_each_of_them() -> None:
             return outcomes
 
     held = Held(Failing(), last_page=30)
-    held.submit(part(1, 0, 4), part(2, 4, 8), part(3, 8, 12), part(4, 30, 31))
+    held.submit(part(1, 0, 4), part(2, 4, 8), part(3, 8, 12), part(4, 12, 16), part(5, 30, 31))
     replies = held.finish()
-    assert [replies[JobId(job)].outcome.error for job in (1, 2, 3)] == [None, "StoreError: gone", "StoreError: gone"]
+    assert [replies[JobId(job)].outcome.error for job in range(1, 6)] == [None, None, "StoreError: gone", None, None]
     assert replies[JobId(3)].outcome.statuses == (ItemStatus.FAILED,) * 4
+    assert replies[JobId(2)].outcome.statuses == replies[JobId(4)].outcome.statuses == (ItemStatus.OK,) * 4
+
+
+def test_one_failed_call_for_puts_that_go_together_does_not_count_as_many_failures() -> None:
+    class Hiccup(Watched):
+        def write_from(self, space: Space, writes: Sequence[Write]) -> list[WriteOutcome]:
+            if len(self.batches) == 1:
+                self.batches.append(list(writes))
+                raise StoreError("busy")
+            return super().write_from(space, writes)
+
+    held = Held(Hiccup(), last_page=30)
+    held.submit(part(1, 0, 4), part(2, 4, 8), part(3, 8, 12), part(4, 12, 16), part(5, 30, 31))
+    replies = held.finish()
+    failed, *alone = map(len, held.store.batches[1:5])
+    assert failed >= 12 and alone == [4, 4, 4]
+    assert [reply.outcome.error for reply in replies.values()] == [None] * 5, "three in a row switch a store off"
+
+
+@pytest.mark.parametrize("answered", [0, 5, 41])
+def test_values_that_a_store_says_nothing_of_are_not_acknowledged(answered: int) -> None:
+    class Terse(Watched):
+        def write_from(self, space: Space, writes: Sequence[Write]) -> list[WriteOutcome]:
+            return (super().write_from(space, writes) + [WriteOutcome.STORED] * 41)[:answered]
+
+    store_executor = ThreadStoreExecutor([StoreWorker(Terse(), Pages())], SystemClock())
+    store_executor.submit(part(1, 0, 10))
+    store_executor.drain(PATIENCE_S)
+    store_executor.close()
+    (reply,) = store_executor.answers()
+    assert reply.outcome.statuses == (ItemStatus.FAILED,) * 10 and reply.outcome.moved_bytes == 0
+    assert reply.outcome.error == f"StoreError: the store was given 10 values and answered for {answered}"
+
+
+def test_a_checkpoint_gets_no_manifest_when_the_store_says_nothing_of_a_member() -> None:
+    class Terse(Watched):
+        def write_from(self, space: Space, writes: Sequence[Write]) -> list[WriteOutcome]:
+            return super().write_from(space, writes)[:1]
+
+    store = Terse()
+    none = np.empty(0, np.int32)
+    task = PutCheckpoint(boundary=KEYS[0], page=1, window_keys=(), windows=none, points=IDS[:2])
+    with pytest.raises(StoreError):
+        StoreWorker(store, Pages()).run(HERE, task, never)
+    assert [len(batch) for batch in store.batches] == [2], "members, and nothing behind them"
+
+
+def test_puts_are_gathered_without_looking_at_all_of_them_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[bytes] = []
+
+    class Counted(Space):
+        def __eq__(self, other: object) -> bool:
+            compared.append(self.digest)
+            return isinstance(other, Space) and self.digest == other.digest
+
+        def __hash__(self) -> int:
+            compared.append(self.digest)
+            return hash(self.digest)
+
+    worker = StoreWorker(Watched(), Pages())
+    sealed = Sealed(space=Counted(digest=bytes(32)), task=part(1, 0, 1).task, writes=(), places=(), size_bytes=0)
+    monkeypatch.setattr(worker, "seal", lambda namespace, task: replace(sealed, space=Counted(digest=bytes(32))))
+    writing, go = Event(), Event()
+
+    def wait(group: Sequence[Sealed], cancelled: Callable[[], bool]) -> list[Outcome]:
+        writing.set()
+        assert go.wait(PATIENCE_S)
+        return [Outcome(statuses=(ItemStatus.OK,)) for _ in group]
+
+    monkeypatch.setattr(worker, "put", wait)
+    store_executor = ThreadStoreExecutor([worker], SystemClock())
+    for number in range(101):
+        store_executor.submit(part(number, 0, 1))
+    assert writing.wait(PATIENCE_S)
+    go.set()
+    store_executor.drain(PATIENCE_S)
+    store_executor.close()
+    assert len(store_executor.answers()) == 101 and len(compared) <= 2 * 101
 
 
 def test_what_fails_while_it_is_sealed_comes_home_and_the_next_operation_is_written() -> None:

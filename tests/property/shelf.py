@@ -150,6 +150,7 @@ def make_store_setup(choose: Choose, *, external: bool) -> StoreSetup:
     )
     delay_s = choose((0.0, 3.0, 30.0))
     config = StoreConfig(prefetch=prefetch, recompute_tokens_per_s=tokens_per_s, checkpoint_delay_s=delay_s)
+    setup = replace(setup, durable=choose((True, False)))
     return StoreSetup(
         cache=setup, sort=choose(tuple(FAULTS)), seed=choose(tuple(range(4))), eager=choose((True, False)), config=config,
         tuning=tuning,

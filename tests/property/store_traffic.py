@@ -157,7 +157,8 @@ class StoreTraffic(Traffic):
         sort = world.store_setup.sort
         keeps = sort in ("good", "failing") or (anew and "small" not in sort)
         keeps = line.which or (keeps and not world.shelf.num_torn(0))  # a torn checkpoint is taken for stored until it is fetched
-        written = world.setup.write is WritePolicy.THROUGH and space_of(self.space(pick)) not in world.ledger.barred
+        written = world.setup.write is WritePolicy.THROUGH or world.setup.durable
+        written = written and space_of(self.space(pick)) not in world.ledger.barred
         if served and keeps and written and world.shortfalls() == before:
             world.check_stored(tokens, self.space(pick))
 

@@ -108,7 +108,7 @@ class StoreWorld(StoreSide):
         self.release(held)
 
     def check_stored(self, tokens: Sequence[int], namespace: Namespace) -> None:
-        """A prompt that was just served and written through is in the store, as far as anybody could resume from it."""
+        """A prompt that was just served, written through or durable, is in the store, as far as anybody could resume from it."""
         line, legal = self.attached, boundaries(self.spec, len(tokens))
         assert line is not None
         if not legal:

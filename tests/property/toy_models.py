@@ -59,6 +59,7 @@ class Setup:
     device_objects: int | None
     host_objects: int | None
     write: WritePolicy = WritePolicy.THROUGH
+    durable: bool = False
     eviction: str = "value"  # of EVICTIONS
     interval_pages: int = 0
     decode_interval_pages: int = 0
@@ -86,6 +87,7 @@ class Setup:
             device_bytes=self._bytes(self.device_objects, Tier.DEVICE),
             host_bytes=self._bytes(self.host_objects, Tier.HOST),
             write=self.write,
+            durable=self.durable,
             hot_rows=self.hot_rows,
             memory_quotas=dict(self.quotas),
         )

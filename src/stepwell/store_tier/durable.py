@@ -1,45 +1,122 @@
 """A cache that is durable: what is committed goes down to the store soon, though the host would hold it only when it leaves the
 device (`adaptive`, `back`).
 
-    save_on_the_way           what the store lacks of a path is copied to the host, where the store takes it from
-    put_run_before_leaving    pages that leave the host before their turn are stored now, as far as may be
+    save_on_the_way    what the store lacks of a path is copied to the host, where the store takes it from
+    line_up            a path of which something has no room on the host waits for it
+    save_again         the one that has waited longest is tried again, when the store has taken what was on the host
+    leave_for_good     what leaves the host before its turn is stored now, as far as may be
 
 What is in the store is not copied again: the host's copy was for the way down, and is the first to go, as long as the device has
-it too.
+it too. What leaves the host while the store takes nothing more is lined up again if the device has it, and lost if not.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from math import inf
+
 from stepwell.base.ids import Tier
-from stepwell.store_tier.backup import put_path
-from stepwell.store_tier.link import StoreLink
-from stepwell.tiers.saving import save_residency, save_runs
+from stepwell.store_tier.backup import put_before_leaving, put_path
+from stepwell.store_tier.link import StoreLink, Unplaced
+from stepwell.tiers.saving import missing_pages, save_residency, save_runs
 from stepwell.tiers.state import CacheState, Leaving
-from stepwell.tree.node import Node, Run
+from stepwell.tree.node import Node, Residency, Run, Victim
 
 
 def save_on_the_way(state: CacheState, link: StoreLink, node: Node) -> None:
     """Copies to the host what it lacks of a path and the store too. Superseded checkpoints are not worth it."""
-    if not state.has_both_tiers:
+    path = _path_to_store(state, link, node)
+    if path:
+        save_runs(state, path[-1], beyond=link.beliefs.pages)
+    for residency in [each for above in path for each in _lacking(link, above)]:
+        if residency.checkpoint.node is not None and residency.checkpoint.held[Tier.HOST] is None:
+            save_residency(state, residency)
+
+
+def line_up(state: CacheState, link: StoreLink, node: Node) -> None:
+    """Has a path wait for room on the host, in a line that is kept short."""
+    if link.detached or node in link.unplaced:
         return
-    save_runs(state, node, beyond=link.beliefs.pages)
-    for each in node.path():
-        for checkpoint in list((each.checkpoints or {}).values()):
-            residency = checkpoint.ready_in(Tier.DEVICE)
-            if residency is None or checkpoint.held[Tier.HOST] is not None or link.beliefs.has(checkpoint):
-                continue
-            if not link.is_superseded(checkpoint):
-                save_residency(state, residency)
+    if len(link.unplaced) >= link.tuning.backup_queue:
+        state.counters.add("backup_dropped_queue_full")
+        return
+    link.unplaced[node] = Unplaced(state.clock.now())
 
 
-def put_run_before_leaving(state: CacheState, link: StoreLink, run: Run) -> Leaving:
-    """Before pages leave the host: starts storing those that are not stored. They leave when they are."""
-    tail = state.tree.ranking.tails.of(run)
-    if tail is None or tail.dead or link.detached or link.beliefs.pages(run.node) == run.node.num_pages:
+def save_again(state: CacheState, link: StoreLink) -> None:
+    """Tries one path again that waits for room on the host, once all that is there has been sent off; and none a second time
+    before the store has taken something since.
+    """
+    now = state.clock.now()
+    node, tried = next(iter(link.unplaced.items()))
+    if node.parent is None or now - tried.since_s > link.tuning.backup_age_s:
+        del link.unplaced[node]
+        state.counters.add("backup_dropped_too_old", int(node.parent is not None))
+    elif not link.waiting and link.may_put(now) and tried.num_taken < link.num_taken:
+        del link.unplaced[node]
+        save_on_the_way(state, link, node)
+        if is_lacking(state, link, node):
+            link.unplaced[node] = Unplaced(tried.since_s, link.num_taken)
+    elif link.may_put(now) and not (link.waiting or link.ops.num_running or state.copies.num_running):  # no room will come
+        del link.unplaced[node]
+        state.counters.add("backup_dropped_no_room")
+
+
+def leave_for_good(state: CacheState, link: StoreLink, victim: Victim) -> Leaving:
+    """Before something leaves the host: starts storing what is not stored. Pages leave when they are."""
+    node = victim.node if isinstance(victim, Run) else victim.checkpoint.node
+    if node is None or not _is_wanted(state, link, victim):
         return Leaving.NOW
-    if not link.may_put_at_once(state.clock.now()):
+    now, done = state.clock.now(), False
+    while link.may_put_at_once(now) and not done:
+        done = put_path(state, link, node)
+    leaving = _leave_run(state, victim) if isinstance(victim, Run) else put_before_leaving(state, link, victim)
+    if not done and leaving is Leaving.NOW:
         state.counters.add("backup_skipped_store_busy")
-        return Leaving.NOW
-    put_path(state, link, run.node)
-    held = not state.tree.ranking.tails.idle(run, tail.start, at_most=1).num_pages
+    if leaving is Leaving.NOW and node.runs[Tier.DEVICE] is not None and not link.may_put_at_once(now):
+        line_up(state, link, node)
+    return leaving
+
+
+def _leave_run(state: CacheState, run: Run) -> Leaving:
+    """Later, while the store reads its end."""
+    tail = state.tree.ranking.tails.of(run)
+    held = tail is not None and not state.tree.ranking.tails.idle(run, tail.start, at_most=1).num_pages
     return Leaving.LATER if held else Leaving.NOW
+
+
+def _is_wanted(state: CacheState, link: StoreLink, victim: Victim) -> bool:
+    """Whether the store lacks something that is about to leave the host, and that somebody could use."""
+    if isinstance(victim, Residency):
+        return victim.ready and not victim.users and not link.beliefs.has(victim.checkpoint)
+    tail = state.tree.ranking.tails.of(victim)
+    return tail is not None and not tail.dead and link.beliefs.pages(victim.node) < victim.node.num_pages
+
+
+def _path_to_store(state: CacheState, link: StoreLink, node: Node) -> list[Node]:
+    """The part of a path that the store may have: nothing of who was cleared, and nothing with a time to live."""
+    if not state.has_both_tiers or link.namespace_of(state, node) is None:
+        return []
+    path = node.path()
+    return path[: next((index for index, each in enumerate(path) if each.expires_at < inf), len(path))]
+
+
+def is_lacking(state: CacheState, link: StoreLink, node: Node) -> bool:
+    """Whether the device alone has something of a path that is to be stored."""
+    for each in _path_to_store(state, link, node):
+        missing = missing_pages(state, each)
+        if len(missing) and missing[-1] >= link.beliefs.pages(each):
+            return True
+        if next(_lacking(link, each), None) is not None:
+            return True
+    return False
+
+
+def _lacking(link: StoreLink, node: Node) -> Iterator[Residency]:
+    """Checkpoints of a node that the device alone has and that are to be stored."""
+    for checkpoint in (node.checkpoints or {}).values():
+        residency = checkpoint.ready_in(Tier.DEVICE)
+        if residency is None or checkpoint.held[Tier.HOST] is not None or link.beliefs.has(checkpoint):
+            continue
+        if not link.is_superseded(checkpoint):
+            yield residency

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from threading import Thread
+from typing import NamedTuple
 
 import numpy as np
 
@@ -155,6 +156,13 @@ class LinkState(Enum):
     DETACHED = "detached"
 
 
+class Unplaced(NamedTuple):
+    """Since when a path waits for room on the host, and how much the store had taken when it was last tried."""
+
+    since_s: float
+    num_taken: int = -1
+
+
 @dataclass(kw_only=True, eq=False)
 class StoreLink:
     """What stands behind one attached store. One thread."""
@@ -180,6 +188,7 @@ class StoreLink:
         default_factory=dict
     )  # fetches, by the first page that was not waited for, oldest first
     waiting: dict[Node, float] = field(default_factory=dict)  # paths to be backed up, by their last node: since when
+    unplaced: dict[Node, Unplaced] = field(default_factory=dict)  # paths that wait for room on the host first
     deferred: DeferredBackups  # checkpoints whose pages were backed up
     most_backup_bytes: int  # on their way down before nothing more is sent off
     backup_bytes: int = 0  # on their way down
@@ -187,7 +196,7 @@ class StoreLink:
     is_late: bool = False  # things go down when memory needs their room, and not before
     is_superseded: Callable[[Checkpoint], bool]  # by a later checkpoint of its path
     ahead: dict[Victim, bool] = field(default_factory=dict)  # to be stored before they leave; whether to try to complete it
-    has_taken: bool = False  # it has stored something
+    num_taken: int = 0  # operations that stored something
     putting_since_s: float = 0.0  # when something began to go down, or the latest of it was answered
     left_bytes: int = 0  # that left the host since what will follow was looked for
     detached: bool = False
@@ -206,7 +215,7 @@ class StoreLink:
     @property
     def num_busy(self) -> int:
         """Operations under way, and what waits to be backed up and could be now."""
-        return self.ops.num_running + len(self.waiting) + len(self.ahead) + self.deferred.num_due
+        return self.ops.num_running + len(self.waiting) + len(self.unplaced) + len(self.ahead) + self.deferred.num_due
 
     def has_given_back(self, memory: Sequence[memoryview], *, wait_s: float = 0.0) -> bool:
         """Lets the store forget the host's memory, once nothing is under way; whether it has. On a thread: it may take long."""
@@ -281,11 +290,11 @@ class StoreLink:
         self.backup_bytes -= size_bytes
         self.num_putting -= 1
         self.putting_since_s = now
-        self.has_taken = taken or self.has_taken
+        self.num_taken += taken
 
     def is_taking(self, now: float) -> bool:
         """Whether room on the host may wait for what goes down. A store that hangs must not cost more than it saves."""
-        return self.has_taken and self.num_putting > 0 and now - self.putting_since_s <= MOST_WAIT_S
+        return self.num_taken > 0 and self.num_putting > 0 and now - self.putting_since_s <= MOST_WAIT_S
 
     def note_given_up(self, ticket: Ticket, loss: Loss) -> None:
         """Remembers for a while that a request went on without what the store may have of it."""

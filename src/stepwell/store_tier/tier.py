@@ -34,7 +34,7 @@ from stepwell.store_tier.backup import (
     put_waiting_of,
 )
 from stepwell.store_tier.deferred import MOST_DELAYS, DeferredBackups
-from stepwell.store_tier.durable import put_run_before_leaving, save_on_the_way
+from stepwell.store_tier.durable import is_lacking, leave_for_good, line_up, save_again, save_on_the_way
 from stepwell.store_tier.late import keep_clean, leave_host, put_ahead, put_everything_of, release_path
 from stepwell.store_tier.link import Beliefs, LinkState, StoreLink
 from stepwell.store_tier.ops import OPERATIONS, StoreOps
@@ -45,7 +45,7 @@ from stepwell.tiers.state import CacheState, Leaving
 from stepwell.transfer.store_worker import HostPages, StoreWorker
 from stepwell.tree.checkpoints import is_superseded
 from stepwell.tree.match import Match
-from stepwell.tree.node import Node, Residency, Run, Victim
+from stepwell.tree.node import Node, Residency, Victim
 
 DEFERRED_SHARE = 1 / 16  # of the host tier: checkpoints that rest there before they are stored
 BACKUP_SHARE = 1 / 16  # of the host tier: on its way down at most
@@ -111,6 +111,7 @@ class StoreTier:
         for old in self.links:  # the new one will be offered what they still have in line
             old.current = False
             old.waiting.clear()
+            old.unplaced.clear()
             old.deferred.clear()
         if config.recompute_tokens_per_s is not None:
             self.compute = Speed(config.recompute_tokens_per_s)
@@ -128,6 +129,7 @@ class StoreTier:
         if self.link is None:
             raise ConfigError("no store is attached")
         self._end_waiting(self.link)
+        self.link.unplaced.clear()
         self.link.detached = True
         self.link = None
         self._state.copies.on_saved = None
@@ -161,6 +163,8 @@ class StoreTier:
         if self.link is not None and self.link.store.traits.writable:
             if self._state.config.durable and self._state.config.write.saves_on_eviction:
                 save_on_the_way(self._state, self.link, node)
+            if self._state.config.durable and is_lacking(self._state, self.link, node):
+                line_up(self._state, self.link, node)
             offer(self._state, self.link, node)
 
     def _offer(self, node: Node) -> None:
@@ -187,8 +191,8 @@ class StoreTier:
             return Leaving.NOW
         if self.link.is_late:
             return leave_host(self._state, self.link, victim)
-        if self._state.config.durable and isinstance(victim, Run):
-            return put_run_before_leaving(self._state, self.link, victim)
+        if self._state.config.durable:
+            return leave_for_good(self._state, self.link, victim)
         if not self._takes_what_leaves:
             return put_before_leaving(self._state, self.link, victim)
         return Leaving.LATER if put_before_eviction(self._state, self.link, victim) else Leaving.NOW
@@ -210,6 +214,8 @@ class StoreTier:
             link.ops.apply()
             settle(self._state, link)
             pump(self._state, link)
+            if link.unplaced:
+                save_again(self._state, link)
             if link.is_late and not link.detached:
                 keep_clean(self._state, link)
                 put_ahead(self._state, link)
@@ -261,6 +267,7 @@ class StoreTier:
         """Drops what still waits to be backed up, takes back what has not begun, and lets the threads end."""
         for link in self.links:
             link.waiting.clear()
+            link.unplaced.clear()
             link.ops.close()
             if not link.ops.num_running:  # else it is the store's to wait for, when it is closed
                 link.has_given_back(self.host_memory, wait_s=GIVE_BACK_S)

@@ -67,7 +67,7 @@ def write_back(state: CacheState, victim: Victim) -> Leaving:
             return Leaving.NOW
     else:
         tail = state.tree.ranking.tails.of(victim)
-        if tail is None or not len(_missing(state, victim.node)):
+        if tail is None or not len(missing_pages(state, victim.node)):
             return Leaving.NOW
         if tail.dead and (state.below is None or not state.below.owes(victim.node)):
             return Leaving.NOW
@@ -118,7 +118,7 @@ def _need(state: CacheState, victim: Victim) -> Need:
     """What saving something would take, at most."""
     if isinstance(victim, Residency):
         return _checkpoint_need(len(victim.windows), len(victim.points))
-    return {Kind.PREFIX: len(_missing(state, victim.node))}
+    return {Kind.PREFIX: len(missing_pages(state, victim.node))}
 
 
 def _checkpoint_need(windows: int, points: int) -> Need:
@@ -137,7 +137,7 @@ def save_runs(
         for each in node.path():
             _enter_backing(state, each)
     path = node.path() if whole_path else [node]
-    pieces = [(each, missing) for each in path if len(missing := _missing(state, each))]
+    pieces = [(each, missing) for each in path if len(missing := missing_pages(state, each))]
     if beyond is not None:
         pieces = [(each, after) for each, missing in pieces if len(after := missing[missing >= beyond(each)])]
     if not pieces:
@@ -287,7 +287,7 @@ def _host_pages(node: Node) -> PageIds:
     return np.asarray(ids[ids != ABSENT])
 
 
-def _missing(state: CacheState, node: Node) -> PageIds:
+def missing_pages(state: CacheState, node: Node) -> PageIds:
     """Indices of the node's pages that can be read on the device and are not on the host."""
     device, host = node.runs[Tier.DEVICE], node.runs[Tier.HOST]
     if device is None or (host is not None and host.num_pages == node.num_pages):

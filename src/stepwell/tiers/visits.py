@@ -26,10 +26,11 @@ def note_use(state: CacheState, match: Match, lease: Lease) -> None:
         state.below.before_use(match.path)
     deepest = state.tree.touch(match.path, upto, use)
     note_expiry(state, deepest)
-    if state.config.write.saves_on_use(deepest.hits):
+    saves = state.config.write.saves_on_use(deepest.hits)
+    if saves:
         save_path(state, deepest)
-        if state.below is not None:
-            state.below.offer(deepest)
+    if state.below is not None and (saves or state.config.durable):  # what it refused before may go down now
+        state.below.offer(deepest)
 
 
 def note_visit(state: CacheState, match: Match, lease: Lease) -> None:

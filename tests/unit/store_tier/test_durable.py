@@ -6,6 +6,7 @@ import pytest
 
 from stepwell import ModelSpec, Tier, WritePolicy
 from stepwell.base.config import StoreConfig
+from stepwell.base.tasks import ItemStatus
 from stepwell.store.memory import MemoryStore
 from toys import FULL, FULL_POINT, FULL_WINDOW, PAGE, Rig, text
 
@@ -14,10 +15,14 @@ MODELS = pytest.mark.parametrize("spec", [FULL, FULL_POINT, FULL_WINDOW], ids=["
 POLICIES = pytest.mark.parametrize("write", list(WritePolicy), ids=[each.value for each in WritePolicy])
 
 
-def rig(spec: ModelSpec, write: WritePolicy, *, pages: int = 128, store: MemoryStore | None = None, durable: bool = True) -> Rig:
+def rig(
+    spec: ModelSpec, write: WritePolicy, *, pages: int = 128, host_pages: int | None = None, store: MemoryStore | None = None,
+    durable: bool = True,
+) -> Rig:  # fmt: skip
     config = StoreConfig(checkpoint_delay_s=DELAY_S, recompute_tokens_per_s=1.0)
     store = MemoryStore() if store is None else store
-    return Rig(spec, device_pages=pages, host_pages=pages, store=store, store_config=config, write=write, durable=durable)
+    host_pages = host_pages or pages
+    return Rig(spec, device_pages=pages, host_pages=host_pages, store=store, store_config=config, write=write, durable=durable)
 
 
 def after_a_kill(here: Rig) -> Rig:
@@ -90,6 +95,71 @@ def test_far_more_than_memory_holds_is_found_after_a_kill(spec: ModelSpec, write
     after = after_a_kill(here)
     assert sum(after.serve_fetched(prompt).store == 4 * PAGE for prompt in prompts) == 12
     here.idle_check()
+
+
+def serve_without_the_store(here: Rig, prompt: list[int]) -> None:
+    """A whole request while the store answers nothing."""
+    with here.open(prompt) as lease:
+        while lease.position < lease.num_tokens:
+            here.compute(lease, min(here.cache.next_stop(lease) or lease.num_tokens, lease.num_tokens))
+            copy(here)
+    copy(here)
+    here.cache.audit()
+
+
+def copy(here: Rig) -> None:
+    """Lets copies between memories end, and no operation of the store."""
+    while here.executor.pending:
+        here.executor.finish_all()
+        here.cache.step()
+
+
+@MODELS
+@POLICIES
+def test_a_burst_of_more_than_the_host_is_found_after_a_kill(spec: ModelSpec, write: WritePolicy) -> None:
+    """The device has room for all of it. The host has not, and the store is slow to begin."""
+    here = rig(spec, write, pages=128, host_pages=24)
+    prompts = [text(name, 4 * PAGE + 1) for name in range(10)]
+    for prompt in prompts:
+        serve_without_the_store(here, prompt)
+    here.settle()
+    wait(here, DELAY_S)
+    after = after_a_kill(here)
+    assert [after.serve_fetched(prompt).store for prompt in prompts] == [4 * PAGE] * len(prompts)
+    here.idle_check()
+
+
+@MODELS
+@POLICIES
+def test_what_leaves_the_host_before_its_turn_is_stored_first(spec: ModelSpec, write: WritePolicy) -> None:
+    here, prompt = rig(spec, write, pages=128), text(1, 8 * PAGE + 1)
+    serve_without_the_store(here, prompt)
+    assert here.restore(prompt) == 8 * PAGE
+    here.evict_idle(Tier.HOST)
+    here.evict_idle(Tier.DEVICE)
+    here.settle()
+    wait(here, DELAY_S)
+    assert after_a_kill(here).serve_fetched(prompt).store == 8 * PAGE
+    here.idle_check()
+
+
+@POLICIES
+def test_what_the_store_refused_goes_down_at_its_next_use(write: WritePolicy) -> None:
+    here, prompt = rig(FULL, write), text(1, 4 * PAGE + 1)
+    serve_without_the_store(here, prompt)
+    for job in here.store_executor.pending:
+        here.store_executor.finish(job, status=ItemStatus.FAILED)
+    here.settle()
+    assert not here.cache.counters["backup_pages"]
+    with here.ready(prompt):
+        here.settle()
+    assert after_a_kill(here).serve_fetched(prompt).store == 4 * PAGE
+
+
+def test_what_has_a_time_to_live_is_not_copied_for_the_store() -> None:
+    here = rig(FULL_POINT, WritePolicy.BACK)
+    here.serve(text(1, 4 * PAGE + 1), ttl_s=1000.0)
+    assert not here.cache.counters["save_pages"]
 
 
 def test_without_a_store_it_changes_nothing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from shutil import copytree
 from typing import Any
@@ -19,14 +20,14 @@ def test_an_engine_that_is_killed_loses_nothing_that_the_store_acknowledged(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
     """The next one resumes there. Where a model needs a checkpoint, pages without one are a miss."""
-    put, acknowledged = StoreWorker.put, list[PutPages | PutCheckpoint]()
+    put, acknowledged = StoreWorker.put, list[list[PutPages | PutCheckpoint]]()
 
-    def put_and_copy(self: StoreWorker, sealed: Sealed, cancelled: Any) -> Outcome:
-        outcome = put(self, sealed, cancelled)
-        assert set(outcome.statuses) == {ItemStatus.OK}
-        copytree(tmp_path / "log", tmp_path / f"{len(acknowledged)}")
-        acknowledged.append(sealed.task)
-        return outcome
+    def put_and_copy(self: StoreWorker, group: Sequence[Sealed], cancelled: Any) -> list[Outcome]:
+        outcomes = put(self, group, cancelled)
+        assert {status for outcome in outcomes for status in outcome.statuses} == {ItemStatus.OK}
+        acknowledged.append([sealed.task for sealed in group])
+        copytree(tmp_path / "log", tmp_path / f"{len(acknowledged) - 1}")
+        return outcomes
 
     monkeypatch.setattr(StoreWorker, "put", put_and_copy)
     first, prompt = make(model, store=f"log:{tmp_path / 'log'}", store_budget="64MiB"), text(1, 45)
@@ -34,9 +35,10 @@ def test_an_engine_that_is_killed_loses_nothing_that_the_store_acknowledged(
     first.close()
     monkeypatch.setattr(StoreWorker, "put", put)
     spec, promised = first.connector._scheduler.cache.spec, 0
-    for number, task in enumerate(acknowledged):
-        pages = task.page if isinstance(task, PutCheckpoint) else 0 if spec.needs_checkpoint else task.first + len(task.keys)
-        promised = max(promised, min(pages, 44 // spec.page_tokens) * spec.page_tokens)
+    for number, tasks in enumerate(acknowledged):
+        for task in tasks:
+            pages = task.page if isinstance(task, PutCheckpoint) else 0 if spec.needs_checkpoint else task.first + len(task.keys)
+            promised = max(promised, min(pages, 44 // spec.page_tokens) * spec.page_tokens)
         second = make(model, store=f"log:{tmp_path / str(number)}", store_budget="64MiB")
         assert 49 - computed_by(second, prompt) == promised, f"after {acknowledged[: number + 1]}"
         second.close()

@@ -17,7 +17,6 @@ from gpu.test_spilling_on_cuda import (  # noqa: E402
     ALWAYS,
     FORMATS,
     ROOM,
-    by_flashinfer_alone,
     check_real,
     mixed,
     wide,
@@ -80,8 +79,8 @@ def test_flashinfer_sees_the_same_in_rows_that_come_late(family: str, how: dict[
     """Gathered behind those that were there."""
     pytest.importorskip("flashinfer")
     model, settings = wide(family, ALWAYS), {**ROOM, **how, "device": "cuda"}
-    one = by_flashinfer_alone(recorded(model, hot_rows=PAGE, **settings))
-    other = late(by_flashinfer_alone(spilled(model, hot_rows=PAGE, fetch_beside=True, **settings)))
+    one = recorded(model, hot_rows=PAGE, **settings)
+    other = late(spilled(model, hot_rows=PAGE, fetch_beside=True, **settings))
     check_same(mixed(other), mixed(one))
     check_real(other, hot_rows=PAGE)
     check_recorded(other)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 from threading import Event
 from typing import Any
@@ -54,12 +54,13 @@ def _kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _put(self: StoreWorker, sealed: Sealed, cancelled: Callable[[], bool]) -> Outcome:
+def _put(self: StoreWorker, group: Sequence[Sealed], cancelled: Callable[[], bool]) -> list[Outcome]:
     """Of a checkpoint, the manifest is written last: before that, its pages and its members are there in vain."""
-    outcome = _inner_put(self, sealed, cancelled)
-    if all(status is ItemStatus.OK for status in outcome.statuses):
-        acknowledged["checkpoint" if isinstance(sealed.task, PutCheckpoint) else "pages"].set()
-    return outcome
+    outcomes = _inner_put(self, group, cancelled)
+    for sealed, outcome in zip(group, outcomes, strict=True):
+        if all(status is ItemStatus.OK for status in outcome.statuses):
+            acknowledged["checkpoint" if isinstance(sealed.task, PutCheckpoint) else "pages"].set()
+    return outcomes
 
 
 def _read_into(self: LogStore, *args: Any, **more: Any) -> Any:

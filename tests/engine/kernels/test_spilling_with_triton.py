@@ -53,7 +53,7 @@ def test_triton_finds_and_fetches_the_same_rows(
 ) -> None:
     one, plain = recorded(family, kv_dtype=kv_dtype), spilled(family, hot_rows=hot_rows, kv_dtype=kv_dtype, **SMALL)
     monkeypatch.setattr(registry, "choose_kernels", lambda *args: FAST)
-    monkeypatch.setattr(build, "_tensor", over_one_block)
+    monkeypatch.setattr(build, "as_tensor", over_one_block)
     fast = spilled(family, hot_rows=hot_rows, kv_dtype=kv_dtype, **SMALL)
     then = played(one)
     check_same(played(plain), then)
@@ -70,7 +70,7 @@ def test_triton_finds_and_fetches_the_same_keys_and_values(selector: str, hot_ro
     small = SMALL | {"memory": "1800KiB", "host_memory": "1MiB", "max_running": 2}
     one, plain = recorded("llama", **picking), spilled("llama", hot_rows=hot_rows, **small, **picking)
     monkeypatch.setattr(registry, "choose_kernels", lambda *args: FAST)
-    monkeypatch.setattr(build, "_tensor", over_one_block)
+    monkeypatch.setattr(build, "as_tensor", over_one_block)
     fast = spilled("llama", hot_rows=hot_rows, **small, **picking)
 
     def asked(made: Recorded) -> list[Played]:
@@ -94,7 +94,7 @@ def test_triton_finds_and_fetches_the_same_rows_for_drafts(monkeypatch: pytest.M
     for kernels in (None, FAST):
         if kernels is not None:
             monkeypatch.setattr(registry, "choose_kernels", lambda *args: FAST)
-            monkeypatch.setattr(build, "_tensor", over_one_block)
+            monkeypatch.setattr(build, "as_tensor", over_one_block)
         with build_engine(made, EngineConfig(**settings, sparse="dsa", hot_rows=2 * PAGE)) as engine:
             press(engine)
             (deltas,) = run(engine, [ask])

@@ -86,7 +86,7 @@ WIDE: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def reference(family: str, **wide: Any) -> Any:
+def reference(family: str, corrections: float = 0.2, **wide: Any) -> Any:
     """The model of transformers, with weights that keep logits alive; `wide` are sizes in place of the small ones."""
     import transformers as hf
 
@@ -131,16 +131,19 @@ def reference(family: str, **wide: Any) -> Any:
         case _:
             raise AssertionError(family)
     draw(made)
-    draw_choices(made)
+    draw_choices(made, corrections)
     return made.eval().float()
 
 
-def draw_choices(model: torch.nn.Module, seed: int = 0) -> None:
-    """Random corrections of the choice of experts, and random tables of it: they are no parameters, and start at 0."""
+def draw_choices(model: torch.nn.Module, corrections: float = 0.2, seed: int = 0) -> None:
+    """Random corrections of the choice of experts, and random tables of it: they are no parameters, and start at 0.
+
+    Corrections far larger than 1, the largest score, decide alone: rounding then never makes another choice.
+    """
     generator = torch.Generator().manual_seed(seed)
     for name, tensor in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
-            tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.2)
+            tensor.copy_(torch.randn(tensor.shape, generator=generator) * corrections)
         elif name.endswith("tid2eid"):
             scores = torch.rand(len(tensor), model.config.n_routed_experts, generator=generator)
             tensor.copy_(scores.argsort(dim=-1)[:, : tensor.shape[1]])
@@ -152,8 +155,8 @@ def checkpoint(family: str) -> Checkpoint:
 
 
 @cache
-def wide_checkpoint(family: str) -> Checkpoint:
-    return checkpoint_of(f"wide-{family}", reference(family, **WIDE[family]))
+def wide_checkpoint(family: str, corrections: float = 0.2) -> Checkpoint:
+    return checkpoint_of(f"wide-{family}", reference(family, corrections, **WIDE[family]))
 
 
 def checkpoint_of(name: str, model: torch.nn.Module) -> Checkpoint:

@@ -60,8 +60,10 @@ class RowCode:
         largest_RB = rows_RB[:, numbers:].clone(memory_format=torch.contiguous_format)
         largest_RG1 = largest_RB.view(self._wide).float().unsqueeze(2)
         values_RN = rows_RB[:, :numbers].contiguous().view(self._narrow.dtype).float()
-        # A share of the largest, not so many steps: its own share is exactly 1.
-        shares_RGN = pad(values_RN, (0, -numbers % GROUP)).unflatten(1, (-1, GROUP)) / self._narrow.largest
+        # A share of the largest, not so many steps: its own share is exactly 1. Divided by a tensor: on a GPU torch multiplies by
+        # the inverse of a plain number, which rounds otherwise.
+        steps_1 = values_RN.new_full((1,), self._narrow.largest)
+        shares_RGN = pad(values_RN, (0, -numbers % GROUP)).unflatten(1, (-1, GROUP)) / steps_1
         found_RN: torch.Tensor = (shares_RGN * largest_RG1).flatten(1)[:, :numbers]
         return found_RN.to(self._wide).contiguous().view(torch.uint8)
 

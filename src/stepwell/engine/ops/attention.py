@@ -86,9 +86,13 @@ def _blocks(rows: Rows, singles: Singles) -> Iterator[slice]:
 def _lend(
     query_HND: torch.Tensor, key_11TD: torch.Tensor, value_11TV: torch.Tensor, run: Run, scale: float, cap: float | None
 ) -> torch.Tensor:
-    """One key head, lent to every query head instead of tiling the mask for each: of latents there are a hundred."""
-    key_1HTD, value_1HTV = (each.expand(1, len(query_HND), -1, -1) for each in (key_11TD, value_11TV))
-    return weigh(query_HND[None], key_1HTD, value_1HTV, run.mask_NT, scale, cap=cap)[0].transpose(0, 1)
+    """One key head, lent to every query head instead of tiling the mask for each: of latents there are a hundred.
+
+    Heads are the batch. As heads over keys that do not move from one to the next, they would run into a mistake of torch's
+    memory-efficient kernel on CUDA: wherever a last block has one query alone (65, 97, 129 of them), its output is another's.
+    """
+    key_H1TD, value_H1TV = (each.expand(len(query_HND), 1, -1, -1) for each in (key_11TD, value_11TV))
+    return weigh(query_HND[:, None], key_H1TD, value_H1TV, run.mask_NT, scale, cap=cap)[:, 0].transpose(0, 1)
 
 
 def _gather(rows: Rows, table_BP: torch.Tensor, heads: int, key_dim: int | None) -> tuple[torch.Tensor, torch.Tensor]:

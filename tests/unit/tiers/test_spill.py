@@ -281,6 +281,40 @@ def test_a_resumed_prompt_is_resident_where_that_takes_room_from_nobody() -> Non
     assert not backed(tiers, lease) and not backed(tiers, busy) and not len(lease.hot_pages)
 
 
+def test_a_request_has_no_more_hot_pages_than_pages_whose_rows_are_away() -> None:
+    """It shares the beginning of a long one: what it could never fill would be room that others lack."""
+    tiers = rig(hot_rows=6 * PAGE)
+    longer = running(tiers, 1, 16)
+    spill_all(tiers, longer)
+    assert len(longer.hot_pages) == 6 and backed(tiers, longer)[:3] == [0, 1, 2]
+    short = tiers.ready([*text(1, 3 * PAGE), *text(2, PAGE + 1)])
+    assert backed(tiers, short) == [0, 1, 2] and len(short.hot_pages) == 3
+    tiers.prefill(short)
+    tiers.decode(short, [1] * 2 * PAGE)
+    assert len(short.hot_pages) == 3
+    tiers.engine.check(short)
+    tiers.cache.release(short)
+    tiers.cache.release(longer)
+    tiers.idle_check()
+
+
+def test_a_short_prompt_is_restored_with_its_rows_where_hot_ones_would_take_as_much_room() -> None:
+    """Others shed for it either way: with its rows there it need fetch nothing."""
+    tiers = rig(pages=20, hot_rows=4 * PAGE)
+    tiers.serve(text(1, 4 * PAGE + 1))
+    tiers.evict_all(Tier.DEVICE)
+    busy = running(tiers, 2, 16)
+    lease = tiers.ready(text(1, 4 * PAGE + 1))
+    assert lease.sources.host == 4 * PAGE and not backed(tiers, lease) and not len(lease.hot_pages)
+    assert backed(tiers, busy) and tiers.cache.counters["loaded_index_only_pages"] == 0
+    tiers.engine.check(busy)
+    tiers.prefill(lease)
+    tiers.engine.check(lease)
+    tiers.cache.release(lease)
+    tiers.cache.release(busy)
+    tiers.idle_check()
+
+
 def test_what_was_flushed_under_a_request_is_offered_again_with_its_host_pages() -> None:
     tiers = rig()
     lease = running(tiers, 1, 12)

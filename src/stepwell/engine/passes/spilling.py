@@ -102,6 +102,8 @@ class SpillReport:
     staged_bytes: int  # copied for prompts that are computed over pages whose rows are on the host
     host_pages: int  # prefix pages on the device whose rows are on the host alone
     hot_pages: int
+    hot_rows: int  # of a layer, that one request may have
+    beside_bytes: int  # of the device, that all this takes beside pages
 
 
 class Spilling:
@@ -134,6 +136,7 @@ class Spilling:
         self.stages = Stages(self.places, -(-sizes.context // spec.page_tokens), fetch=fetch, ahead=sizes.stage_ahead)
         stored = self.places.rows_PLRE
         self._row_bytes = [stored.shape[3] * stored.element_size() * self.group_of.count(g) for g in range(spill.num_groups)]
+        self._hot_rows, self._beside_bytes = sizes.hot_pages * spec.page_tokens, sizes.extra_bytes(spec)
         self.steps = 0  # passes that resolved, and ended
         self._found, self._passes = Found(), 0
 
@@ -207,6 +210,8 @@ class Spilling:
             staged_bytes=self.stages.copied_bytes,
             host_pages=self.row_pages.num_backed,
             hot_pages=len(self.row_pages.hot),
+            hot_rows=self._hot_rows,
+            beside_bytes=self._beside_bytes,
         )
 
 

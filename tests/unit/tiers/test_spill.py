@@ -390,6 +390,25 @@ def test_how_long_a_request_can_be_counts_what_must_stay_and_what_the_host_holds
     assert 20 <= longest[400] <= 24, "what is left beside the rows that stay"
 
 
+def test_room_is_reclaimed_in_both_tiers_before_anybody_is_refused() -> None:
+    """Idle pages on the device whose rows are on the host hold pages there: they go for whoever comes (as in review of #51323)."""
+    tiers = rig(pages=20, host_pages=30, hot_rows=PAGE)
+    lease = running(tiers, 1, 14)
+    spill_all(tiers, lease)
+    tiers.cache.release(lease)
+    assert tiers.cache.row_pages is not None and len(tiers.cache.row_pages.idle_backed()) > 10
+    for name in (2, 3):
+        lease = running(tiers, name, 14)
+        tiers.engine.check(lease)
+        tiers.cache.release(lease)
+        tiers.settle()
+        match = tiers.cache.lookup(text(name, 14 * PAGE + 1))
+        assert match.restore_tokens == 14 * PAGE
+        tiers.evict_all(Tier.DEVICE)
+        assert tiers.cache.lookup(text(name, 14 * PAGE + 1)).host_tokens == 14 * PAGE, "all of it was saved"
+    tiers.idle_check()
+
+
 def test_resuming_from_the_host_takes_no_more_than_was_counted() -> None:
     """A request that resumes needs no more of the device than one that computes (as #57457)."""
     tiers = rig(pages=16, hot_rows=PAGE)

@@ -81,6 +81,8 @@ def test_models_without_an_index_of_their_own_are_refused(family: str) -> None:
 def test_a_device_without_room_beside_hot_rows_is_refused() -> None:
     with pytest.raises(ConfigError, match="lower hot_rows"):
         engine_for("deepseek_v32", hot_rows=10**6, device_memory="100KiB")
+    with pytest.raises(ConfigError, match=r"6 requests that select 100,000 rows each.*sparse_budget"):
+        engine_for("llama", sparse="quest", sparse_budget=100_000)
 
 
 def test_hot_rows_are_no_more_than_the_longest_request_has_tokens() -> None:

@@ -391,7 +391,7 @@ def test_how_long_a_request_can_be_counts_what_must_stay_and_what_the_host_holds
 
 
 def test_room_is_reclaimed_in_both_tiers_before_anybody_is_refused() -> None:
-    """Idle pages on the device whose rows are on the host hold pages there: they go for whoever comes (as in review of #51323)."""
+    """Idle pages on the device whose rows are on the host hold pages there: they go for who comes (as in review of #51323)."""
     tiers = rig(pages=20, host_pages=30, hot_rows=PAGE)
     lease = running(tiers, 1, 14)
     spill_all(tiers, lease)

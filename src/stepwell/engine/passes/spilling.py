@@ -70,7 +70,9 @@ class Sizes:
         if device_bytes <= extra_bytes:
             raise ConfigError(
                 f"device_memory is {format_bytes(device_bytes)}, and rows that spill need {format_bytes(extra_bytes)} beside "
-                f"pages: give more, or lower hot_rows or max_running" + (", or leave stage_ahead out" if self.stage_ahead else "")
+                f"pages, of that {format_bytes(PLAN_BYTES * self.entries)} to plan for {self.requests} requests that select "
+                f"{self.selected:,} rows each: give more, or lower hot_rows, max_running or, if it is set, sparse_budget"
+                + (", or leave stage_ahead out" if self.stage_ahead else "")
             )
         return replace(config, device_bytes=device_bytes - extra_bytes)
 

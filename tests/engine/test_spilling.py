@@ -58,6 +58,13 @@ def engine_for(family: str, **settings: Any) -> Engine:
         ({"sparse": "quest", "host_memory": 0}, "quest with hot_rows.*host tier.*leave hot_rows out"),
         ({"sparse": "clusterkv", "write": WritePolicy.BACK}, "clusterkv with hot_rows.*write policy through"),
         ({"sparse_budget": 100}, "leave sparse_budget out"),
+        ({"sparse_budget": 0, "sparse": "quest"}, "a number of tokens"),
+        *(
+            ({"sparse": sparse, "hot_rows": None, **given}, f"{next(iter(given))} is for attention rows on the host")
+            for sparse in (None, "quest")
+            for given in ({"replace_hot": "age"}, {"fetch_beside": True}, {"stage_ahead": True})
+        ),
+        ({"sparse": None, "hot_rows": None, "compute_while_loading": True, "host_memory": 0}, "compute_while_loading.*host tier"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_before_weights_are_read(settings: dict[str, Any], why: str) -> None:
@@ -73,7 +80,19 @@ def test_models_without_an_index_of_their_own_are_refused(family: str) -> None:
 
 def test_a_device_without_room_beside_hot_rows_is_refused() -> None:
     with pytest.raises(ConfigError, match="lower hot_rows"):
-        engine_for("deepseek_v32", hot_rows=10**6)
+        engine_for("deepseek_v32", hot_rows=10**6, device_memory="100KiB")
+    with pytest.raises(ConfigError, match=r"6 requests that select 100,000 rows each.*sparse_budget"):
+        engine_for("llama", sparse="quest", sparse_budget=100_000)
+
+
+def test_hot_rows_are_no_more_than_the_longest_request_has_tokens() -> None:
+    """More would be room that nobody can use, and too much of it for this device."""
+    with engine_for("deepseek_v32", hot_rows=10**6) as engine:
+        press(engine)
+        found = report(engine)
+        assert found.hot_rows == engine.max_context == 1024 and found.beside_bytes < 2**20
+        asks = [greedy(prompt(200, seed=at), 12) for at in range(3)]
+        assert [tokens_of(each) for each in run(engine, asks)] == alone("deepseek_v32", asks)
 
 
 @pytest.mark.parametrize("stage_ahead", [False, True])

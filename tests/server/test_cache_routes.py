@@ -70,6 +70,7 @@ def test_explain_says_why_a_prompt_starts_over(http: httpx.Client) -> None:
     say(http, "Explained. " + PROMPT)
     after = http.post("/cache/explain", json=asked).json()
     assert after["cause"] == "complete" and after["restore_tokens"] > len(PROMPT) and "resumes at token" in after["says"]
+    assert after["device_tokens"] + after["host_tokens"] == after["restore_tokens"] and "from the device" in after["says"]
     other = http.post("/cache/explain", json=asked | {"cache_salt": "another"}).json()
     assert (other["cause"], other["restore_tokens"]) == ("never_stored", 0), "what other salts hold is nobody's business"
     short = http.post("/cache/explain", json={"prompt": [1, 2]}).json()

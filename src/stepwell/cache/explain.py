@@ -72,6 +72,8 @@ NOT_ASKED = StoreSays()
 class Explanation:
     """What limits the reuse of one prompt. `states` are the ones that are missing past `restore_tokens`.
 
+    `device_tokens` and `host_tokens` say where that comes from: which tier has the rows of its tokens now, whatever else of their
+    pages is on the device.
     `store_tokens` is where the prompt would resume with what the store has; None when that is not known: see `store_note`.
     `missing_states` limits nothing: those states are missing before it, and without them an answer is the same, only slower.
     """
@@ -81,6 +83,8 @@ class Explanation:
     known_tokens: int
     arrived_tokens: int
     restore_tokens: int
+    device_tokens: int
+    host_tokens: int
     cause: Cause
     states: tuple[str, ...] = ()
     tier: Tier | None = None
@@ -95,7 +99,9 @@ class Explanation:
         depth = f"at best {self.usable_tokens}; text known to {self.known_tokens}"
         store = self.store_tokens is not None and self.store_tokens > self.restore_tokens
         more = f" from memory, at {self.store_tokens} with the store" if store else ""
-        head = f"resumes at token {self.restore_tokens} of {self.prompt_tokens}{more} ({depth})"
+        tiers = {Tier.DEVICE: self.device_tokens, Tier.HOST: self.host_tokens}
+        where = "".join(f", {tokens} from the {tier.label}" for tier, tokens in tiers.items() if tokens)
+        head = f"resumes at token {self.restore_tokens} of {self.prompt_tokens}{where}{more} ({depth})"
         missing = "".join(f"; without {state} from token {token} on, so slower" for state, token in self.missing_states.items())
         note = f"; {self.store_note}" if self.store_note and self.cause is not Cause.COMPLETE else ""
         return f"{head}: {self._why()}{note}{missing}"
@@ -179,6 +185,8 @@ def _because(
         known_tokens=match.known_tokens,
         arrived_tokens=match.arrived_tokens,
         restore_tokens=match.restore_tokens,
+        device_tokens=match.device_tokens,
+        host_tokens=match.host_tokens,
         cause=cause,
         states=states,
         tier=tier,

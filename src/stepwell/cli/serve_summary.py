@@ -5,7 +5,6 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from stepwell.base.config import HOT_ROWS
 from stepwell.base.ids import Tier
 from stepwell.base.units import format_bytes
 
@@ -14,6 +13,7 @@ if TYPE_CHECKING:
     from stepwell.engine.engine import Engine
     from stepwell.engine.footprint import Footprint
     from stepwell.engine.models.selectors import Sparse
+    from stepwell.engine.passes.spilling import SpillReport
     from stepwell.engine.settings import EngineConfig
     from stepwell.server.principals import Secrets
     from stepwell.server.tenants import TenantsFile
@@ -35,7 +35,7 @@ def lines(
         *([] if spec.narrow is None else [("checkpoints", narrow(engine.footprint, spec))]),
         *([] if config.tensor_parallel == 1 else [("ranks", _ranks(engine, config))]),
         *([] if config.draft is None else [("draft", f"{config.draft}, up to {config.draft_tokens} tokens ahead")]),
-        *([] if config.picks is None else [("sparse", sparse(config.picks, config.hot_rows))]),
+        *([] if config.picks is None else [("sparse", sparse(config.picks, engine.spilling))]),
         ("tiers", ", ".join(_tier(tier.label, size, per_token[tier]) for tier, size in sizes.items() if size)),
         ("store", config.store or "none"),
         *([] if key is None else [("store key", f"{key.id.hex()}: only what was written with it is used")]),
@@ -46,8 +46,9 @@ def lines(
     ]
 
 
-def sparse(picks: Sparse, hot_rows: int | None) -> str:
-    hot = f", {HOT_ROWS if hot_rows is None else hot_rows:,} hot rows a request" if picks.spills else ""
+def sparse(picks: Sparse, rows: SpillReport | None) -> str:
+    """What picks; where rows may be on the host alone, how many are hot, and what is set aside for that."""
+    hot = "" if rows is None else f", {rows.hot_rows:,} hot rows a request, {format_bytes(rows.beside_bytes)} beside pages"
     return (picks.identity or picks.selector) + hot
 
 

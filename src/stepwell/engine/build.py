@@ -123,7 +123,7 @@ def build_engine(
         placement=config.placement,
         memory_quotas=config.memory_quotas,
         vocab_size=model.vocab_size,
-        hot_rows=HOT_ROWS if config.hot_rows is None else config.hot_rows,
+        hot_rows=min(HOT_ROWS if config.hot_rows is None else config.hot_rows, most),  # nobody has more
     )
     check_room(cache_config, device)
     limits, sizes = limits_for(config), None

@@ -109,8 +109,11 @@ class Engine:
 
     @property
     def kernels(self) -> dict[str, str]:
-        """What runs each operation of a pass, for people."""
-        return self._runner.kernels.lines()
+        """What runs each operation of a pass, for people; of a draft's passes, where that is something else."""
+        lines = self._runner.kernels.lines()
+        draft = None if self._speculation is None else self._speculation.kernels
+        others = {} if draft is None else draft.lines()
+        return lines | {f"draft {name}": line for name, line in others.items() if line != lines.get(name)}
 
     @property
     def spilling(self) -> SpillReport | None:
@@ -428,8 +431,9 @@ class Engine:
         self._answering.choose(chunks, chosen)
 
     def _count_fallbacks(self) -> None:
-        """Kernels that failed in this pass, and run in plain torch from now on."""
-        failed = len(self._runner.kernels.failed)
+        """Kernels of the model and of its draft that failed in this pass, and run in plain torch from now on."""
+        draft = None if self._speculation is None else self._speculation.kernels
+        failed = len(self._runner.kernels.failed) + (0 if draft is None else len(draft.failed))
         if failed > self._failed_kernels:
             self.cache.counters.add("kernel_fallbacks", failed - self._failed_kernels)
             self._failed_kernels = failed

@@ -36,6 +36,7 @@ CUDA_LIMITS = Limits(max_running=64, chunk_tokens=8192)  # a GPU is busy with so
 CPU_DEVICE_BYTES = 2 * 2**30
 REPLACE_HOT = ("score", "age")
 _ONE_RANK_ONLY = ("checkpoint_dtype", "draft", "sparse", "replace_hot", "fetch_beside", "stage_ahead")
+_OF_HOT_ROWS = ("replace_hot", "fetch_beside", "stage_ahead")
 _NEEDS_HOST = "a store needs a host tier above it: give host_memory"
 
 
@@ -100,13 +101,15 @@ def check_settings(config: EngineConfig) -> None:
     if dtype not in TORCH_DTYPES or (config.kv_dtype is not None and config.kv_dtype not in KV_DTYPES):
         raise ConfigError(f"dtype must be one of {', '.join(TORCH_DTYPES)}, and kv_dtype of {', '.join(KV_DTYPES)}")
     check_kernels(config.kernels, device, TORCH_DTYPES[dtype])
-    _check_sparse(config)
     _check_ranks(config)
+    _check_sparse(config)
     _check_checkpoints(config)
     if config.page_tokens is not None and config.page_tokens < 1:
         raise ConfigError(f"page_tokens must be at least 1, got {config.page_tokens}")
     if config.max_context is not None and config.max_context < 2:
         raise ConfigError(f"max_context must be at least 2, a token and its answer; got {config.max_context}")
+    if config.compute_while_loading and host_bytes_of(config) is None:
+        raise ConfigError("compute_while_loading is for prefixes that come from a host tier: give host_memory, or leave it out")
     sizes = CacheConfig(device_bytes=device_bytes_of(config, device), host_bytes=host_bytes_of(config))
     check_room(sizes, device, config.tensor_parallel)
     if config.store is not None:
@@ -122,9 +125,13 @@ def check_settings(config: EngineConfig) -> None:
 
 
 def _check_sparse(config: EngineConfig) -> None:
-    """Raises ConfigError for a selector that is not known, and where rows could spill to nowhere."""
+    """Raises ConfigError for a selector that is not known, where rows could spill to nowhere, and for what would mean nothing."""
     picks = config.picks
     if picks is None or not picks.spills:
+        plain = EngineConfig()
+        for name in _OF_HOT_ROWS:
+            if getattr(config, name) != getattr(plain, name):
+                raise ConfigError(f"{name} is for attention rows on the host: give sparse, with hot_rows, or leave it out")
         return
     how = f"sparse {picks.selector}" + ("" if picks.selector == DSA else " with hot_rows")
     instead = "sparse" if picks.selector == DSA else "hot_rows"

@@ -21,6 +21,7 @@ from stepwell.base.errors import ConfigError
 from stepwell.base.spec import Prefix, StateSpec
 from stepwell.cache.facade import Cache
 from stepwell.engine.drafts.base import DRAFT, Draft, lease_of
+from stepwell.engine.ops.guarded import Report
 from stepwell.engine.passes.pages import DevicePages
 from stepwell.engine.request import Chunk, Request
 from stepwell.engine.runner import Runner
@@ -45,6 +46,11 @@ class Speculation:
         self._tokens = tokens
         self._max_running = max_running
         self._whole: WeakKeyDictionary[Lease, bool] = WeakKeyDictionary()  # whether all rows of its tokens are there
+
+    @property
+    def kernels(self) -> Report | None:
+        """What runs the draft's operations; None where that is what runs the model's."""
+        return self._draft.kernels
 
     def ahead(self, request: Request, decoding: int) -> int:
         """How many tokens to guess for a request that decodes, beside so many. None before its answer has begun."""

@@ -219,6 +219,8 @@ def _explained(engine: Engine, found: Explanation) -> dict[str, Any]:
         "known_tokens": found.known_tokens,
         "arrived_tokens": found.arrived_tokens,
         "restore_tokens": found.restore_tokens,
+        "device_tokens": found.device_tokens,
+        "host_tokens": found.host_tokens,
         "store_tokens": found.store_tokens,
         "store_note": found.store_note,
         "states": list(found.states),

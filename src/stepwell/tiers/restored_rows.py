@@ -5,6 +5,8 @@ Resident where that takes room from nobody who runs; else a request resumes with
 
 from __future__ import annotations
 
+import numpy as np
+
 from stepwell.base.errors import NoRoom
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.tasks import Copy, PageIds, Span
@@ -29,16 +31,17 @@ def allocate_restored(
     state: CacheState, need: dict[Kind, int], *, tenant: str | None, held: PageIds
 ) -> tuple[dict[Kind, PageIds], bool]:
     """What a request needs, with rows for what is loaded if they fit in place of idle things alone; else with hot pages instead,
-    and true. Hot pages also where rows of pages that it shares, `held`, are on the host alone. Raises NoRoom.
+    and true. Hot pages also for pages that it shares, `held`, whose rows are on the host alone. Where hot pages would take as
+    much room as the rows themselves, it is the rows. Raises NoRoom.
     """
     assert state.row_pages is not None
-    hot, backed = hot_pages_of(state), bool(state.row_pages.backed(held).any())
+    most, away, loaded = hot_pages_of(state), int(np.count_nonzero(state.row_pages.backed(held))), need[Kind.ROWS]
+    resident, hot = need | {Kind.ROWS: loaded + min(most, away)}, need | {Kind.ROWS: min(most, away + loaded)}
     try:
-        resident = need | {Kind.ROWS: need[Kind.ROWS] + (hot if backed else 0)}
         return allocate(state, Tier.DEVICE, resident, tenant=tenant, may_spill=False), False
     except NoRoom:
-        spilled = need | {Kind.ROWS: hot if backed or need[Kind.ROWS] else 0}
-        return allocate(state, Tier.DEVICE, spilled, tenant=tenant), True
+        index_only = hot[Kind.ROWS] < resident[Kind.ROWS]
+        return allocate(state, Tier.DEVICE, hot if index_only else resident, tenant=tenant), index_only
 
 
 def place_loaded(

@@ -30,7 +30,7 @@ ALONE = 2  # references to a page that one request shares with nobody: its own a
 
 
 def hot_pages_of(state: CacheState) -> int:
-    """How many hot pages a request has once rows of it are on the host alone."""
+    """How many hot pages a request has at most once rows of it are on the host alone; never more than it has such pages."""
     return -(-state.config.hot_rows // state.spec.page_tokens)
 
 
@@ -39,8 +39,10 @@ def hot_missing(state: CacheState, lease: Lease) -> int:
     row_pages = state.row_pages
     if row_pages is None or not row_pages.num_backed:
         return 0
-    room = _hot_room(state, lease)
-    return room if room and row_pages.backed(lease.prefix_pages).any() else 0
+    if not (room := _hot_room(state, lease)):
+        return 0
+    away = int(np.count_nonzero(row_pages.backed(lease.prefix_pages)))
+    return min(room, max(away - len(lease.hot_pages), 0))
 
 
 def lend(state: CacheState, lease: Lease, rows: PageIds) -> None:

@@ -8,12 +8,15 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 
-from engine.small import alone, greedy, prompt, run, small, tokens_of
+from engine.families import checkpoint
+from engine.small import DEFAULTS, alone, greedy, prompt, run, small, tokens_of
 from parity.recorded import same_bits
 from parity.spilling import prompts, recorded, spilled
+from stepwell.engine import EngineConfig, build_engine
 from stepwell.engine.models import registry
 from stepwell.engine.ops.guarded import Guarded, Report
 from stepwell.engine.ops.kernels import TORCH, Kernels
@@ -67,6 +70,23 @@ def test_answers_are_the_same_when_every_kernel_breaks(
     assert report.failed.keys() >= USED[family], USED[family] - report.failed.keys()
     warned = [each.getMessage().split(" by ")[0] for each in caplog.records if "in plain torch from now on" in each.getMessage()]
     assert sorted(warned) == sorted(report.failed), "one warning for each"
+
+
+def test_kernels_of_a_draft_that_break_are_counted_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    asks = [greedy(prompt(60 + at, seed=at), 12) for at in range(2)]
+    expected = alone("llama", asks)
+    report = breaking(monkeypatch)
+    broken = registry.choose_kernels
+    plain = Kernels(report=Report(chosen=dict.fromkeys(report.chosen, "torch")))
+    made = [plain, broken("auto", "cpu", torch.float32)]  # the model's first, then its draft's
+    monkeypatch.setattr(registry, "choose_kernels", lambda *args: made.pop(0))
+    with build_engine(checkpoint("llama"), EngineConfig(**DEFAULTS, draft_tokens=3), draft=checkpoint("llama")) as engine:
+        played = run(engine, asks)
+        assert [tokens_of(deltas) for deltas in played] == expected
+        assert sum(deltas[-1].usage.accepted_tokens for deltas in played if deltas[-1].usage is not None) > 0
+        assert engine.cache.stats().counters["kernel_fallbacks"] == len(report.failed) >= 5
+        assert engine.kernels["draft attend"].startswith("torch (a library failed: ") and engine.kernels["attend"] == "torch"
+        assert not plain.report.failed
 
 
 def test_rows_on_the_host_are_found_when_their_kernels_break(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,11 +6,11 @@ from datetime import datetime, timedelta, timezone
 
 import pytest
 
-from stepwell import Cause, Tier
+from stepwell import Cause, Kind, Tier
 from stepwell.base.meters import SystemClock
 from stepwell.tree.checkpoints import drop_residency
 from stepwell.tree.node import LossReason
-from toys import FULL, FULL_WINDOW, HYBRID, Rig, text
+from toys import FULL, FULL_WINDOW, HYBRID, PAGE, SPILLING, Rig, text
 
 PROMPT = text(1, 17)
 
@@ -20,7 +20,34 @@ def test_complete() -> None:
     rig.serve(PROMPT)
     why = rig.cache.explain(PROMPT)
     assert why.cause is Cause.COMPLETE and why.states == () and why.restore_tokens == why.usable_tokens == 16
-    assert str(why).startswith("resumes at token 16 of 17")
+    assert (why.device_tokens, why.host_tokens) == (16, 0)
+    assert str(why).startswith("resumes at token 16 of 17, 16 from the device (")
+
+
+def test_tokens_are_told_by_the_tier_that_has_their_rows() -> None:
+    """On the host alone, or with their index on the device and their rows on the host: either is from the host."""
+    rig = Rig(SPILLING, device_pages=120, host_pages=400, hot_rows=4)
+    rig.serve(text(1, 41))
+    rig.evict_all(Tier.DEVICE)
+    why = rig.cache.explain(text(1, 41))
+    assert (why.restore_tokens, why.device_tokens, why.host_tokens) == (40, 0, 40)
+    lease = rig.ready(text(1, 41))
+    rig.prefill(lease)
+    assert (rig.cache.explain(text(1, 41)).device_tokens, lease.sources.host) == (40, 40)
+    free, need = rig.state.arena(Tier.DEVICE), 1
+    while free.fits({Kind.ROWS: need + 1}):
+        need += 1
+    assert rig.state.spill is not None and rig.state.spill({Kind.ROWS: need + 3})
+    assert rig.cache.row_pages is not None
+    away = int(rig.cache.row_pages.backed(lease.prefix_pages).sum()) * PAGE
+    why = rig.cache.explain(text(1, 41))
+    assert away > 0 and (why.device_tokens, why.host_tokens) == (40 - away, away) and why.cause is Cause.COMPLETE
+    assert str(why).startswith(f"resumes at token 40 of 41, {40 - away} from the device, {away} from the host (")
+    again = rig.ready(text(1, 41))
+    assert (again.sources.device, again.sources.host, again.sources.computed) == (40 - away, away, 1)
+    for each in (lease, again):
+        rig.cache.release(each)
+    rig.idle_check()
 
 
 def test_never_stored() -> None:

@@ -17,9 +17,12 @@ import pytest
 
 from stepwell.base.errors import ConfigError
 from stepwell.base.spec.presets import load_spec
+from stepwell.base.units import format_bytes
 from stepwell.cli import engine_options, serve, serve_summary
 from stepwell.cli.main import main
 from stepwell.cli.serve_summary import narrow
+from stepwell.server.principals import Secrets
+from stepwell.server.tenants import TenantsFile
 from stepwell.store.key_file import write_store_key
 from stepwell.store.registry import open_store
 from waiting import PATIENCE_S
@@ -139,15 +142,26 @@ def test_a_selector_is_part_of_the_engine_s_settings() -> None:
     ("argv", "said"),
     [
         (("quest",), "quest1-2048"),
-        (("quest", "--hot-rows", "4096"), "quest1-2048, 4,096 hot rows a request"),
-        (("clusterkv", "--sparse-budget", "1024", "--hot-rows", "0"), "clusterkv1-1024, 0 hot rows a request"),
-        (("dsa",), "dsa, 4,096 hot rows a request"),
+        (("clusterkv", "--sparse-budget", "1024"), "clusterkv1-1024"),
+        (("quest", "--hot-rows", "96"), "quest1-2048, 96 hot rows a request, "),
+        (("quest", "--hot-rows", "0"), "quest1-2048, 0 hot rows a request, "),
+        (("quest", "--hot-rows", "1000000"), "quest1-2048, 256 hot rows a request, "),
     ],
 )
-def test_people_are_told_whether_rows_may_leave_the_device(argv: tuple[str, ...], said: str) -> None:
+def test_people_are_told_whether_rows_may_leave_the_device_and_what_that_takes(argv: tuple[str, ...], said: str) -> None:
+    """No more rows than the longest request has tokens: more would be room for nothing."""
     pytest.importorskip("torch")
-    config = engine_options.read(parsed("--sparse", *argv), {})
-    assert config.picks is not None and serve_summary.sparse(config.picks, config.hot_rows) == said
+    pytest.importorskip("transformers")
+    from engine.families import checkpoint
+    from stepwell.engine import build_engine
+
+    config = engine_options.read(parsed("--sparse", *argv, *SMALL, "--max-model-len", "256"), {})
+    keys = Secrets(api_key=None, admin_token="word")
+    with build_engine(checkpoint("llama"), config) as engine:
+        rows = engine.spilling
+        told = dict(serve_summary.lines(engine, "a", config, "b", keys, TenantsFile(), made=False))["sparse"]
+    assert told == said + ("" if rows is None else f"{format_bytes(rows.beside_bytes)} beside pages")
+    assert rows is None or rows.beside_bytes > 32 * 8 * 2048 * 16, "a plan for all that could be missing, at least"
 
 
 def test_a_draft_is_part_of_the_engine_s_settings() -> None:

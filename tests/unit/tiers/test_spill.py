@@ -281,6 +281,40 @@ def test_a_resumed_prompt_is_resident_where_that_takes_room_from_nobody() -> Non
     assert not backed(tiers, lease) and not backed(tiers, busy) and not len(lease.hot_pages)
 
 
+def test_a_request_has_no_more_hot_pages_than_pages_whose_rows_are_away() -> None:
+    """It shares the beginning of a long one: what it could never fill would be room that others lack."""
+    tiers = rig(hot_rows=6 * PAGE)
+    longer = running(tiers, 1, 16)
+    spill_all(tiers, longer)
+    assert len(longer.hot_pages) == 6 and backed(tiers, longer)[:3] == [0, 1, 2]
+    short = tiers.ready([*text(1, 3 * PAGE), *text(2, PAGE + 1)])
+    assert backed(tiers, short) == [0, 1, 2] and len(short.hot_pages) == 3
+    tiers.prefill(short)
+    tiers.decode(short, [1] * 2 * PAGE)
+    assert len(short.hot_pages) == 3
+    tiers.engine.check(short)
+    tiers.cache.release(short)
+    tiers.cache.release(longer)
+    tiers.idle_check()
+
+
+def test_a_short_prompt_is_restored_with_its_rows_where_hot_ones_would_take_as_much_room() -> None:
+    """Others shed for it either way: with its rows there it need fetch nothing."""
+    tiers = rig(pages=20, hot_rows=4 * PAGE)
+    tiers.serve(text(1, 4 * PAGE + 1))
+    tiers.evict_all(Tier.DEVICE)
+    busy = running(tiers, 2, 16)
+    lease = tiers.ready(text(1, 4 * PAGE + 1))
+    assert lease.sources.host == 4 * PAGE and not backed(tiers, lease) and not len(lease.hot_pages)
+    assert backed(tiers, busy) and tiers.cache.counters["loaded_index_only_pages"] == 0
+    tiers.engine.check(busy)
+    tiers.prefill(lease)
+    tiers.engine.check(lease)
+    tiers.cache.release(lease)
+    tiers.cache.release(busy)
+    tiers.idle_check()
+
+
 def test_what_was_flushed_under_a_request_is_offered_again_with_its_host_pages() -> None:
     tiers = rig()
     lease = running(tiers, 1, 12)
@@ -354,6 +388,25 @@ def test_how_long_a_request_can_be_counts_what_must_stay_and_what_the_host_holds
     assert 14 <= longest[6] <= 16, "all of it on the device: the host has no room"
     assert longest[30] == 20, "as much as the host holds"
     assert 20 <= longest[400] <= 24, "what is left beside the rows that stay"
+
+
+def test_room_is_reclaimed_in_both_tiers_before_anybody_is_refused() -> None:
+    """Idle pages on the device whose rows are on the host hold pages there: they go for who comes (as in review of #51323)."""
+    tiers = rig(pages=20, host_pages=30, hot_rows=PAGE)
+    lease = running(tiers, 1, 14)
+    spill_all(tiers, lease)
+    tiers.cache.release(lease)
+    assert tiers.cache.row_pages is not None and len(tiers.cache.row_pages.idle_backed()) > 10
+    for name in (2, 3):
+        lease = running(tiers, name, 14)
+        tiers.engine.check(lease)
+        tiers.cache.release(lease)
+        tiers.settle()
+        match = tiers.cache.lookup(text(name, 14 * PAGE + 1))
+        assert match.restore_tokens == 14 * PAGE
+        tiers.evict_all(Tier.DEVICE)
+        assert tiers.cache.lookup(text(name, 14 * PAGE + 1)).host_tokens == 14 * PAGE, "all of it was saved"
+    tiers.idle_check()
 
 
 def test_resuming_from_the_host_takes_no_more_than_was_counted() -> None:

@@ -15,6 +15,7 @@ import torch
 from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Kind
 from stepwell.base.spec import ModelSpec, Point, StateSpec
+from stepwell.engine.ops.guarded import Report
 from stepwell.engine.passes.batch import RequestRows
 from stepwell.engine.request import Chunk, Request
 from stepwell.tiers.lease import Lease
@@ -24,6 +25,11 @@ DRAFT = "draft"  # the state whose rows say whether a token was drafted
 
 class Draft(Protocol):
     reads_stream: bool  # whether `follow` needs what the model's last layer made of each token
+
+    @property
+    def kernels(self) -> Report | None:
+        """What runs its operations; None where that is what runs the model's."""
+        ...
 
     def propose(self, chunks: Sequence[Chunk]) -> list[list[int]]:
         """Guesses `ahead` tokens for each chunk, which is the last token of its request. May write rows from there on."""

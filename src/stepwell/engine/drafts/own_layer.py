@@ -22,6 +22,7 @@ from stepwell.engine.drafts.base import LoadedDraft, lease_of, segment_of
 from stepwell.engine.loading.weights import TensorSource
 from stepwell.engine.models.base import Decoder
 from stepwell.engine.models.mtp import MtpLayer, load_mtp
+from stepwell.engine.ops.guarded import Report
 from stepwell.engine.passes.batch import Batch, RequestRows
 from stepwell.engine.passes.pages import DevicePages
 from stepwell.engine.request import Chunk
@@ -57,6 +58,7 @@ def load_own_layer(
 
 class OwnLayerDraft:
     reads_stream = True
+    kernels: Report | None = None  # it has the model's
 
     def __init__(self, layer: MtpLayer, pages: DevicePages) -> None:
         self._layer = layer

@@ -15,6 +15,7 @@ from stepwell.base.errors import ConfigError
 from stepwell.base.spec import Prefix
 from stepwell.engine.drafts.base import DRAFT, LoadedDraft, segment_of
 from stepwell.engine.models.base import Decoder
+from stepwell.engine.ops.guarded import Report
 from stepwell.engine.passes.batch import Batch, RequestRows
 from stepwell.engine.passes.pages import DevicePages
 from stepwell.engine.request import Chunk
@@ -46,6 +47,10 @@ class SeparateDraft:
     def __init__(self, model: Decoder, pages: DevicePages) -> None:
         self._model = model
         self._pages = pages
+
+    @property
+    def kernels(self) -> Report | None:
+        return self._model.kernels.report
 
     def propose(self, chunks: Sequence[Chunk]) -> list[list[int]]:
         """One step more than there are guesses: the last writes the row of the last guess, for it may be right."""

@@ -70,7 +70,9 @@ class Sizes:
         if device_bytes <= extra_bytes:
             raise ConfigError(
                 f"device_memory is {format_bytes(device_bytes)}, and rows that spill need {format_bytes(extra_bytes)} beside "
-                f"pages: give more, or lower hot_rows or max_running" + (", or leave stage_ahead out" if self.stage_ahead else "")
+                f"pages, of that {format_bytes(PLAN_BYTES * self.entries)} to plan for {self.requests} requests that select "
+                f"{self.selected:,} rows each: give more, or lower hot_rows, max_running or, if it is set, sparse_budget"
+                + (", or leave stage_ahead out" if self.stage_ahead else "")
             )
         return replace(config, device_bytes=device_bytes - extra_bytes)
 
@@ -102,6 +104,8 @@ class SpillReport:
     staged_bytes: int  # copied for prompts that are computed over pages whose rows are on the host
     host_pages: int  # prefix pages on the device whose rows are on the host alone
     hot_pages: int
+    hot_rows: int  # of a layer, that one request may have
+    beside_bytes: int  # of the device, that all this takes beside pages
 
 
 class Spilling:
@@ -134,6 +138,7 @@ class Spilling:
         self.stages = Stages(self.places, -(-sizes.context // spec.page_tokens), fetch=fetch, ahead=sizes.stage_ahead)
         stored = self.places.rows_PLRE
         self._row_bytes = [stored.shape[3] * stored.element_size() * self.group_of.count(g) for g in range(spill.num_groups)]
+        self._hot_rows, self._beside_bytes = sizes.hot_pages * spec.page_tokens, sizes.extra_bytes(spec)
         self.steps = 0  # passes that resolved, and ended
         self._found, self._passes = Found(), 0
 
@@ -207,6 +212,8 @@ class Spilling:
             staged_bytes=self.stages.copied_bytes,
             host_pages=self.row_pages.num_backed,
             hot_pages=len(self.row_pages.hot),
+            hot_rows=self._hot_rows,
+            beside_bytes=self._beside_bytes,
         )
 
 

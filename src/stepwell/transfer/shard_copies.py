@@ -17,7 +17,7 @@ import torch
 
 from stepwell.base.ids import CACHED_KINDS, Kind, Tier
 from stepwell.base.spec import ModelSpec, Part, StateSpec
-from stepwell.base.tasks import Copy, PageIds, Plan
+from stepwell.base.tasks import Copy, PageIds, Plan, Purpose
 from stepwell.transfer.copy_engine import Work
 from stepwell.transfer.torch_memory import TorchMemory
 
@@ -33,7 +33,9 @@ class ShardCopyEngine:
         self._device = device
         self._loads: dict[Kind, list[Pair]] = {kind: [] for kind in CACHED_KINDS}
         self._saves: dict[Kind, list[Pair]] = {kind: [] for kind in CACHED_KINDS}
-        self._stream = torch.cuda.Stream(device.bytes_B.device) if device.bytes_B.is_cuda else None
+        self._streams: dict[bool, torch.cuda.Stream] = {}  # by whether it saves, so that nobody waits for saves to load
+        if device.bytes_B.is_cuda:
+            self._streams = {saves: torch.cuda.Stream(device.bytes_B.device) for saves in (False, True)}
         for kind in CACHED_KINDS if host is not None else ():
             for part, mine in zip(whole.parts(kind), device.spec.parts(kind), strict=True):
                 assert host is not None and part.state == mine.state, f"{part} and {mine} are not of one state"
@@ -46,15 +48,19 @@ class ShardCopyEngine:
                         self._saves[kind].append(pair)
 
     def begin(self, plan: Plan) -> Work:
+        """Of pages that no pass is at work on: on a GPU copies are ordered against nothing else. Their end is waited for."""
         return lambda: self._run(plan)
 
     def _run(self, plan: Plan) -> None:
-        if self._stream is None:
+        stream = self._streams.get(plan.purpose is Purpose.SAVE)
+        if stream is None:
             self._copy_all(plan)
             return
-        with torch.cuda.stream(self._stream):
-            self._copy_all(plan)
-        self._stream.synchronize()
+        try:
+            with torch.cuda.stream(stream):
+                self._copy_all(plan)
+        finally:  # after a failure too: pages are not used again while a copy that was queued still runs
+            stream.synchronize()
 
     def _copy_all(self, plan: Plan) -> None:
         for copy in plan.copies:

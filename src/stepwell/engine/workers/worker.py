@@ -183,12 +183,12 @@ class Shard:
         from stepwell.transfer.shard_copies import ShardCopyEngine
         from stepwell.transfer.torch_memory import TorchMemory
 
-        mine = self.model.spec
+        mine, on_cuda = self.model.spec, self.model.device.type == "cuda"
         layouts = {Tier.DEVICE: lay_out(mine, tier=Tier.DEVICE, budget_bytes=device_bytes, alignment=self._alignment)}
-        device, host = TorchMemory(mine, layouts[Tier.DEVICE], self._device), None
+        device, host = TorchMemory(mine, layouts[Tier.DEVICE], self._device, pin=on_cuda), None
         if self._host is not None:
             layouts[Tier.HOST] = lay_out(self.spec, tier=Tier.HOST, budget_bytes=len(self._host), alignment=self._alignment)
-            host = TorchMemory(self.spec, layouts[Tier.HOST], "cpu", given=self._host)
+            host = TorchMemory(self.spec, layouts[Tier.HOST], "cpu", given=self._host, pin=on_cuda)
         self._counts: Mapping[Tier, Mapping[Kind, int]] = {
             tier: {kind: layout.rows(kind) for kind in layout.strides} for tier, layout in layouts.items()
         }
@@ -196,7 +196,7 @@ class Shard:
         self._copies = ShardCopyEngine(self.spec, device, host, rank=self.rank, ranks=self.size)
         self._pages = DevicePages(mine, {kind: device.rows(kind) for kind in Kind if mine.device_parts(kind)})
         self._open_groups = OpenGroups(self._pages, device=self.model.device)
-        if self.model.device.type == "cuda":
+        if on_cuda:
             _wait_for(self.model.device)  # memory is cleared before anything is copied into it, on other streams
 
     def copy(self, message: Message) -> None:
@@ -224,7 +224,9 @@ class Shard:
         return {name: words for name, words in self._said.items() if words and words != said.get(name)}
 
     def _pass(self, message: Message) -> list[Array]:
-        """Every rank has all logits; the first one chooses, and reads how while a device computes them."""
+        """Every rank has all logits; the first one chooses, and reads how while a device computes them. An answer says that the
+        device is done too: copies of these pages, on other streams, may begin.
+        """
         from stepwell.engine.passes.batch import Batch
         from stepwell.engine.sampling import Choices
 
@@ -236,17 +238,26 @@ class Shard:
         batch = Batch(given.rows, self._pages, device=model.device, dtype=model.dtype, open_groups=self._open_groups)
         logits = model.forward(batch)
         batch.copy_points()
-        if self.rank:
-            if model.device.type == "cuda":
-                _wait_for(model.device)
-            return []
-        return pack_chosen(Choices(logits, given.choosing(), model.kernels.pick, model.kernels.to_host))
+        chosen: list[Array] = []
+        if self.rank == 0:
+            chosen = pack_chosen(Choices(logits, given.choosing(), model.kernels.pick, model.kernels.to_host))
+        if model.device.type == "cuda":
+            _wait_for_pass(model.device)
+        return chosen
 
 
 def _wait_for(device: Any) -> None:
+    """Until it has done everything."""
     import torch
 
     torch.cuda.synchronize(device)
+
+
+def _wait_for_pass(device: Any) -> None:
+    """Until it has done what this thread gave it. Copies beside it go on."""
+    import torch
+
+    torch.cuda.current_stream(device).synchronize()
 
 
 def main() -> None:

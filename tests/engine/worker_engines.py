@@ -11,7 +11,7 @@ from engine.ranked import write_checkpoint
 from stepwell.base.config import PlacementConfig, StoreConfig
 from stepwell.engine import Engine, EngineConfig, Limits
 from stepwell.engine.build import open_and_build
-from stepwell.engine.workers.rank_workers import WorkerLimits
+from stepwell.engine.workers.worker_setup import WorkerLimits
 
 PAGE = 16
 WIDE = "wide-"  # before a family: with heads as wide as kernels of libraries want them

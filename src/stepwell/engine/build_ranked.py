@@ -29,8 +29,9 @@ from stepwell.engine.settings import (
     must_hold,
     rank_devices,
 )  # fmt: skip
-from stepwell.engine.workers.rank_workers import RankWorkers, WorkerSetup
+from stepwell.engine.workers.rank_workers import RankWorkers
 from stepwell.engine.workers.ranked_runner import RankedRunner
+from stepwell.engine.workers.worker_setup import WorkerSetup
 from stepwell.store.api import Store
 from stepwell.transfer.copy_engine import PageMemory
 

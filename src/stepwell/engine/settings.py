@@ -27,7 +27,7 @@ from stepwell.engine.models.selectors import Sparse
 from stepwell.engine.ops.kernels import check_kernels
 from stepwell.engine.passes.pages import TORCH_DTYPES
 from stepwell.engine.scheduler import Limits
-from stepwell.engine.workers.rank_workers import WorkerLimits
+from stepwell.engine.workers.worker_setup import WorkerLimits
 from stepwell.store.api import Store
 from stepwell.store.registry import find_opener, open_store
 from stepwell.transfer.copy_engine import free_bytes, must_fit

@@ -5,8 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stepwell.base.ids import CACHED_KINDS, Kind, Tier
+from stepwell.base.ids import CACHED_KINDS, JobId, Kind, Tier
+from stepwell.base.tasks import Copy, Plan, Purpose, Span
+from stepwell.transfer import shard_tables
 from stepwell.transfer.shard_copies import pieces
+from stepwell.transfer.torch_copy_engine import TorchCopyEngine
+from stepwell.transfer.torch_memory import TorchMemory
 from unit.transfer.sharded import Ranks, host_memory, run, span, spec
 
 
@@ -65,3 +69,45 @@ def test_a_copy_on_the_device_is_each_ranks_own() -> None:
     run(ranks.engines, span(Tier.DEVICE, Kind.POINT, 1), span(Tier.DEVICE, Kind.POINT, 2))
     for device in ranks.devices:
         assert torch.equal(device.rows(Kind.POINT)[1], device.rows(Kind.POINT)[2])
+
+
+# ---- as a GPU's engine copies them ----------------------------------------------------------------
+
+
+def by_tables(ranks: Ranks, host: TorchMemory, source: Span, target: Span) -> None:
+    """With the engine that a GPU has: over memory of the CPU it copies the same pieces one by one."""
+    plan = Plan(job=JobId(1), purpose=Purpose.SAVE, copies=(Copy(source=source, target=target),))
+    for device, engine in zip(ranks.devices, ranks.engines, strict=True):
+        TorchCopyEngine({Tier.DEVICE: device, Tier.HOST: host}, shards=engine.pairs).begin(plan)()
+
+
+@pytest.mark.parametrize("kind", CACHED_KINDS)
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("most", [shard_tables.MOST_PIECES, 3])
+def test_tables_name_the_bytes_that_are_copied_through_a_buffer(
+    kind: Kind, count: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a list cannot number all pieces of the memory."""
+    monkeypatch.setattr(shard_tables, "MOST_PIECES", most)
+    host = host_memory()
+    whole = torch.randint(0, 256, host.rows(kind).shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
+    host.rows(kind)[:] = whole
+    buffered, direct = Ranks(count, host), Ranks(count, host)
+    run(buffered.engines, span(Tier.HOST, kind, 5, 2), span(Tier.DEVICE, kind, 1, 7))
+    by_tables(direct, host, span(Tier.HOST, kind, 5, 2), span(Tier.DEVICE, kind, 1, 7))
+    for ours, theirs in zip(direct.devices, buffered.devices, strict=True):
+        assert torch.equal(ours.bytes_B, theirs.bytes_B)
+    host.bytes_B.zero_()
+    by_tables(direct, host, span(Tier.DEVICE, kind, 1, 7), span(Tier.DEVICE, kind, 2, 3))
+    by_tables(direct, host, span(Tier.DEVICE, kind, 3, 2), span(Tier.HOST, kind, 3, 4))
+    assert torch.equal(host.rows(kind)[[4, 3]], whole[[5, 2]])
+    assert int(host.bytes_B.count_nonzero()) == int(whole[[5, 2]].count_nonzero()), "nothing else was written"
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_pages_that_are_not_there_are_refused(count: int) -> None:
+    host = host_memory()
+    ranks = Ranks(count, host)
+    beyond = len(host.rows(Kind.PREFIX))
+    with pytest.raises(IndexError, match=f"of a memory that has {beyond}"):
+        by_tables(ranks, host, span(Tier.HOST, Kind.PREFIX, beyond), span(Tier.DEVICE, Kind.PREFIX, 0))

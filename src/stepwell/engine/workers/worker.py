@@ -11,6 +11,7 @@ use, and neither is a GPU that has failed.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import logging
 import mmap
 import os
@@ -263,6 +264,7 @@ def _wait_for_pass(device: Any) -> None:
 def main() -> None:
     logging.basicConfig(level=logging.WARNING)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the scheduler's process ends this one
+    faulthandler.register(signal.SIGUSR1)  # for whoever wants to know where it hangs: says what all threads do
     work, channel = (Channel(socket.socket(fileno=int(each))) for each in sys.argv[-2:])
     worker = Worker(channel, work)
     with contextlib.suppress(ChannelClosed):

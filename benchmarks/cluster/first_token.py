@@ -12,6 +12,7 @@ seen, in turns, in the same run. A server that only waits takes no processor fro
 
 from __future__ import annotations
 
+import json
 import socket
 import statistics
 import time
@@ -20,20 +21,25 @@ from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
+from safetensors.torch import save_file
+
 from stepwell.cli.demo.server import Server, fetch, serving
 
-MEMORY = ("--device-memory", "512MiB", "--host-memory", "512MiB")
+MEMORY = ("--device-memory", "768MiB", "--host-memory", "768MiB")
 # Parts can be sent up to where the rest can be resumed from: so a checkpoint as often as a part is long, and passes of a quarter.
 PARTS = ("--checkpoint-interval", "1024", "--chunk-tokens", "256")
 TOKEN = ("--peer-token", "a-token-for-all-of-them")
 ASKED = {"do_remote_decode": True, "do_remote_prefill": False}
 WARM_UP_TOKENS = 2048  # opens the lanes
+WIDE_ROWS = "wide-rows"  # random weights that compute little and leave 64 KiB of rows a token, nearly half of what an 8B does
 
 
 def run(*, model: str, tokens: int, rounds: int) -> dict[str, Any]:
     with TemporaryDirectory(prefix="bench-cluster-") as directory:
         logs = Path(directory)
-        common = ["--model", model, "--served-model-name", "bench", *MEMORY, *PARTS, *TOKEN]
+        weights = _wide_rows(logs / WIDE_ROWS) if model == WIDE_ROWS else model
+        common = ["--model", str(weights), "--served-model-name", "bench", *MEMORY, *PARTS, *TOKEN]
         here = _free_port()
         sends = ["--role", "prefill", "--peer", f"127.0.0.1:{here}"]
         with (
@@ -77,6 +83,31 @@ def _measure(plain: Server, ahead: Server, decode: Server, tokens: int) -> dict[
             f"{way}: tokens that were there": details["cached_tokens"] - details["store_tokens"],
         }
     return found
+
+
+def _wide_rows(folder: Path) -> Path:
+    """A Llama of four layers with long rows and short everything else."""
+    hidden, heads, width, vocab = 128, 8, 256, 256
+    config = {
+        "model_type": "llama", "hidden_size": hidden, "intermediate_size": hidden, "num_hidden_layers": 4, "vocab_size": vocab,
+        "num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": width, "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6, "max_position_embeddings": 65536, "tie_word_embeddings": False, "hidden_act": "silu",
+    }  # fmt: skip
+    generator, rows = torch.Generator().manual_seed(1), heads * width
+    matrices = {"model.embed_tokens": (vocab, hidden), "lm_head": (vocab, hidden)}
+    for layer in range(4):
+        inside = dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), (rows, hidden))
+        inside |= {"self_attn.o_proj": (hidden, rows)}
+        inside |= dict.fromkeys(("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"), (hidden, hidden))
+        matrices |= {f"model.layers.{layer}.{name}": shape for name, shape in inside.items()}
+    tensors = {f"{name}.weight": torch.randn(shape, generator=generator) / shape[1] ** 0.5 for name, shape in matrices.items()}
+    norms = ["model.norm"]
+    norms += [f"model.layers.{layer}.{name}" for layer in range(4) for name in ("input_layernorm", "post_attention_layernorm")]
+    tensors |= {f"{name}.weight": torch.ones(hidden) for name in norms}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
 
 
 def _prompt(tokens: int) -> list[int]:

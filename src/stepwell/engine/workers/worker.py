@@ -92,6 +92,7 @@ class Worker:
                 for message in self._work.receive():
                     self._work.send(self._answer(message))
                 self._work.flush()
+                self._look_ahead()
         except ChannelClosed:
             os._exit(0)
         except BaseException as error:
@@ -102,6 +103,11 @@ class Worker:
                 while not self._work.flush():
                     self._work.wait(1.0)
             os._exit(1)
+
+    def _look_ahead(self) -> None:
+        """Once everything is answered, and before the next message comes."""
+        if self._shard is not None:
+            self._shard.look_ahead()
 
     def _answer(self, message: Message) -> Message:
         match message.kind:
@@ -169,6 +175,7 @@ class Shard:
         if (host_bytes := setup.number("host_bytes")) > 0:
             self._host = memoryview(mmap.mmap(setup.number("host_fd"), host_bytes))
         self._alignment = setup.number("alignment")
+        self._reader: PassReader | None = None  # once there is memory
 
     def loaded(self) -> Message:
         import torch
@@ -199,6 +206,10 @@ class Shard:
         self._open_groups = OpenGroups(self._pages, device=self.model.device)
         if on_cuda:
             _wait_for(self.model.device)  # memory is cleared before anything is copied into it, on other streams
+
+    def look_ahead(self) -> None:
+        if self._reader is not None:
+            self._reader.look_ahead()
 
     def copy(self, message: Message) -> None:
         plan: Plan = read_plan(message, pages=self._counts)
@@ -231,6 +242,7 @@ class Shard:
         from stepwell.engine.passes.batch import Batch
         from stepwell.engine.sampling import Choices
 
+        assert self._reader is not None, f"{RUN} before {MEMORY}"
         given = self._reader.read(message)
         for rows in given.rows:
             while rows.slot is not None and self._open_groups.num_slots <= rows.slot:

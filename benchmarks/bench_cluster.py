@@ -96,7 +96,9 @@ def _arguments() -> Namespace:
     parser.add_argument("--trace", type=Path, help="for routed: a trace that `stepwell trace` can read")
     parser.add_argument("--requests", type=int, default=150, help="for routed: of the trace (default: %(default)s)")
     parser.add_argument("--router", help="for routed: the program smg (default: the one on the path)")
-    parser.add_argument("--model", default="random-hybrid", help="for first_token (default: %(default)s)")
+    parser.add_argument(
+        "--model", default="random-hybrid", help=f"for first_token; also {first_token.WIDE_ROWS} (default: %(default)s)"
+    )
     parser.add_argument("--tokens", type=int, default=8192, help="for first_token: of a prompt (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="for first_token (default: %(default)s)")
     parser.add_argument(INSIDE, action="store_true", help=argparse.SUPPRESS)

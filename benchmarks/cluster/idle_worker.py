@@ -23,6 +23,9 @@ class IdleWorker(Worker):
         self._rank = 0
         self._reader = PassReader(pages=PAGES, vocab_size=VOCABULARY, most_slots=MOST_SLOTS)
 
+    def _look_ahead(self) -> None:
+        self._reader.look_ahead()
+
     def _answer(self, message: Message) -> Message:
         if message.kind == SETUP:
             self._rank = message.number("rank")

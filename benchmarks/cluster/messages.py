@@ -25,17 +25,13 @@ import numpy as np
 from stepwell.engine.ops.drawing import Draw
 from stepwell.engine.passes.batch import RequestRows
 from stepwell.engine.sampling import Choosing
-from stepwell.engine.workers import rank_workers
 from stepwell.engine.workers.pass_arrays import Pass
-from stepwell.engine.workers.rank_workers import RankWorkers, WorkerLimits, WorkerSetup
+from stepwell.engine.workers.rank_workers import RankWorkers
+from stepwell.engine.workers.worker_setup import WorkerLimits, WorkerSetup
 
 RANKS, BATCH, ROUNDS, STEPS, WARM = 2, 32, 10, 200, 20
 PAGE_TOKENS = 64
 GOAL_MS = 0.3
-_BEGIN = (
-    "import os, sys; sys.path[:] = sys.argv[1].split(os.pathsep); sys.path.insert(0, {folder!r}); "
-    "from cluster.idle_worker import main; main()"
-)
 
 
 @dataclass(slots=True, eq=False)
@@ -74,11 +70,9 @@ def decode_steps(row: Row, count: int) -> list[Pass]:
 @contextmanager
 def idle_ranks() -> Iterator[RankWorkers]:
     """Worker processes without a model: they read each pass, and choose token 0 for every row."""
-    began = rank_workers._BEGIN
-    rank_workers._BEGIN = _BEGIN.format(folder=str(Path(__file__).parents[1]))
     setup = WorkerSetup(
         model="", digest="idle", dtype="fp32", kv_dtype=None, kernels="torch", page_tokens=PAGE_TOKENS, devices=("cpu",) * RANKS,
-        backend="gloo", host=None, alignment=64, device_bytes=lambda free: 1,
+        backend="gloo", host=None, alignment=64, device_bytes=lambda free: 1, module="cluster.idle_worker",
     )  # fmt: skip
     workers = RankWorkers(setup, WorkerLimits(), restart=False)
     try:
@@ -86,7 +80,6 @@ def idle_ranks() -> Iterator[RankWorkers]:
         yield workers
     finally:
         workers.close()
-        rank_workers._BEGIN = began
 
 
 def measure(workers: RankWorkers, row: Row) -> None:

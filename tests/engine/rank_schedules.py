@@ -26,8 +26,9 @@ from stepwell.base.config import PrefetchPolicy, StoreConfig
 from stepwell.engine import Ask, Delta, Finish, Sampling
 from stepwell.engine.workers.messages import COPY
 from stepwell.engine.workers.pass_arrays import RUN
-from stepwell.engine.workers.rank_workers import RankWorkers, WorkerLimits
+from stepwell.engine.workers.rank_workers import RankWorkers
 from stepwell.engine.workers.ranked_runner import RankedRunner
+from stepwell.engine.workers.worker_setup import WorkerLimits
 from stepwell.jobs.channel import Message
 from waiting import settle
 
@@ -340,7 +341,7 @@ class World:
         settle(cache)
         cache.audit()
         assert not self.engine.num_open and cache.copying == 0 and len(cache._leases) == 0
-        assert not self.workers._under_way and not self.workers.copies._open
+        assert not self.workers._answers.open and not self.workers.copies._open
         assert _descriptors() <= self.descriptors, "descriptors of workers that are gone are still open"
 
     # ---- steps ------------------------------------------------------------------------------------

@@ -13,7 +13,8 @@ from stepwell.base.tasks import Copy, Plan, Purpose, Span
 from stepwell.engine.runner import PassesLost, PassFailed
 from stepwell.engine.workers.messages import ChosenTokens, pack_chosen
 from stepwell.engine.workers.pass_arrays import Pass
-from stepwell.engine.workers.rank_workers import RankWorkers, WorkerLimits, WorkerSetup
+from stepwell.engine.workers.rank_workers import RankWorkers
+from stepwell.engine.workers.worker_setup import WorkerLimits, WorkerSetup
 from stepwell.jobs.channel import Message, packed
 from stepwell.jobs.processes import Processes, RankLost
 

@@ -136,7 +136,8 @@ def told_in(message: Message) -> int:
     return message.numbers[4]
 
 
-def test_steps_tell_whole_only_who_is_new_or_has_other_pages() -> None:
+@pytest.mark.parametrize("looks_ahead", [False, True])
+def test_steps_tell_whole_only_who_is_new_or_has_other_pages(*, looks_ahead: bool) -> None:
     packer, reader = PassPacker(), a_reader()
     a, b, c = rows(), rows(prefix_pages=ids(1), slot=2), rows(prefix_pages=ids(2, 4), slot=3, num_logits=2)
     later = rows(prefix_pages=ids(7), slot=4)
@@ -154,6 +155,8 @@ def test_steps_tell_whole_only_who_is_new_or_has_other_pages() -> None:
         message = sent(packer.pack(given, number))
         assert told_in(message) == num_told
         assert_alike(reader.read(message).rows, given.rows)
+        if looks_ahead:
+            reader.look_ahead()
 
 
 @pytest.mark.parametrize(
@@ -188,6 +191,7 @@ def test_nobody_goes_on_from_a_pass_that_was_not_read() -> None:
 def test_nobody_goes_on_from_a_pass_that_was_refused() -> None:
     packer, reader, first = PassPacker(), a_reader(), rows()
     reader.read(sent(packer.pack(plain(first), 1)))
+    reader.look_ahead()
     with pytest.raises(ValueError, match="tokens that are not there"):
         reader.read(sent(packer.pack(plain(second := a_step(first, 100)), 2)))
     with pytest.raises(ValueError, match="goes on from rows"):

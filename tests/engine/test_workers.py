@@ -210,7 +210,7 @@ def test_a_pass_that_somebody_interrupts_is_not_taken_for_the_next_one(engine: E
     monkeypatch.setattr(workers, "_await_answers", interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.generate(prompt(100, seed=9), max_tokens=20)
-    assert workers._await_answers == wait and not workers._under_way, "it was waited for before pages are given back"
+    assert workers._await_answers == wait and not workers._answers.open, "it was waited for before pages are given back"
     same(answers(engine, asked), expected)
     assert engine.ranks is not None and engine.ranks.losses == 0
     settle(engine.cache)
@@ -328,9 +328,9 @@ def test_kernels_that_fail_again_on_new_ranks_are_counted_again(engine: Engine) 
 def test_what_a_ranks_library_leaves_to_plain_torch_is_heard(engine: Engine) -> None:
     workers = workers_of(engine)
     engine.generate(prompt(40), max_tokens=1)
-    workers._under_way, workers._answers = True, {}
+    workers._answers.begin()
     said = {"error": "", "left": {"attention": "heads of 80 channels"}}
-    workers._take(0, Message(kind="broke", numbers=(workers._pass, 0), fields=said))
+    workers._take(0, Message(kind="broke", numbers=(workers._answers.number, 0), fields=said))
     assert "torch for heads of 80 channels" in workers.kernels.lines()["attention"]
 
 

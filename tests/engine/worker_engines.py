@@ -6,19 +6,22 @@ from pathlib import Path
 from typing import Any
 
 from engine.drafted import tensors_of
-from engine.families import checkpoint
+from engine.families import checkpoint, wide_checkpoint
 from engine.ranked import write_checkpoint
 from stepwell.base.config import PlacementConfig, StoreConfig
 from stepwell.engine import Engine, EngineConfig, Limits
 from stepwell.engine.build import open_and_build
-from stepwell.engine.workers.rank_workers import WorkerLimits
+from stepwell.engine.workers.worker_setup import WorkerLimits
 
 PAGE = 16
+WIDE = "wide-"  # before a family: with heads as wide as kernels of libraries want them
+WIDE_MEMORY = {"device_memory": "8MiB", "host_memory": "32MiB"}
 PATIENT = WorkerLimits(silent_s=60, pass_s=300, start_s=600)  # for machines that are busy with something else
 
 
 def folder_of(family: str, root: Path) -> Path:
-    made, folder = checkpoint(family), root / family
+    wide = family.removeprefix(WIDE)
+    made, folder = checkpoint(family) if wide == family else wide_checkpoint(wide), root / family
     if not folder.exists():
         write_checkpoint(folder, made.config, tensors_of(made))
     return folder

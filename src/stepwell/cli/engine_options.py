@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 
 
 def configure(parser: ArgumentParser) -> None:
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
+    parser.add_argument(
+        "--device", default="auto",
+        help="auto, cpu, cuda or cuda:NUMBER, or with --tensor-parallel one for each rank, as in cuda:2,cuda:3 (default: auto)",
+    )  # fmt: skip
     parser.add_argument("--dtype", default="auto", help="fp32 or bf16 (default: by device)")
     parser.add_argument(
         "--kernels", default="auto", metavar="NAME",
@@ -49,7 +52,8 @@ def configure(parser: ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--tensor-parallel", type=int, default=1, metavar="N",
-        help="ranks that compute the model together, each in a process and on a GPU of its own (default: 1)",
+        help="ranks that compute the model together, each in a process of its own, and on a GPU of its own unless --device says "
+        "otherwise (default: 1)",
     )  # fmt: skip
     parser.add_argument(
         "--restart-workers", action="store_true",
@@ -149,7 +153,7 @@ def _limits(args: Namespace) -> Limits | None:
 
     asked = {"max_running": args.max_running, "chunk_tokens": args.chunk_tokens}
     given = {name: value for name, value in asked.items() if value is not None}
-    return replace(limits_for(EngineConfig(device=args.device)), **given) if given else None
+    return replace(limits_for(EngineConfig(device=args.device, tensor_parallel=args.tensor_parallel)), **given) if given else None
 
 
 def store_options(args: Namespace, environment: Mapping[str, str]) -> dict[str, str]:

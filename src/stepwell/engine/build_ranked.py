@@ -18,6 +18,7 @@ from stepwell.engine.runner import Facts
 from stepwell.engine.settings import (
     EngineConfig,
     attach_store,
+    backend_for,
     device_bytes_of,
     device_of,
     dtype_of,
@@ -28,8 +29,9 @@ from stepwell.engine.settings import (
     must_hold,
     rank_devices,
 )  # fmt: skip
-from stepwell.engine.workers.rank_workers import RankWorkers, WorkerSetup
+from stepwell.engine.workers.rank_workers import RankWorkers
 from stepwell.engine.workers.ranked_runner import RankedRunner
+from stepwell.engine.workers.worker_setup import WorkerSetup
 from stepwell.store.api import Store
 from stepwell.transfer.copy_engine import PageMemory
 
@@ -39,7 +41,7 @@ def build_ranked(model: str, checkpoint: Checkpoint, config: EngineConfig, store
 
     Should it raise, nothing of it is left, and the store is still the caller's.
     """
-    count, device, dtype = config.tensor_parallel, device_of(config), dtype_of(config)
+    count, device, dtype, devices = config.tensor_parallel, device_of(config), dtype_of(config), rank_devices(config)
     most = most_context(config, checkpoint)
     spec = spec_of(checkpoint.config, dtype=dtype, page_tokens=config.page_tokens, kv_dtype=config.kv_dtype)
     share = share_of(spec, count)
@@ -47,7 +49,7 @@ def build_ranked(model: str, checkpoint: Checkpoint, config: EngineConfig, store
     host = None if host_bytes is None else (config.host_block or InheritedBlock)(host_bytes)
     setup = WorkerSetup(
         model=model, digest=checkpoint.digest, dtype=dtype, kv_dtype=config.kv_dtype, kernels=config.kernels,
-        page_tokens=spec.page_tokens, devices=rank_devices(config), backend="gloo" if device == "cpu" else "nccl",
+        page_tokens=spec.page_tokens, devices=devices, backend=backend_for(devices),
         host=host, alignment=tuning.page_alignment_bytes,
         device_bytes=lambda free: device_bytes_of(config, device, free=free if device != "cpu" else None),
         threads=max(torch.get_num_threads() // count, 1) if device == "cpu" else None,

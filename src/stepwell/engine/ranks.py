@@ -7,6 +7,8 @@
 
 Nothing else meets here: the cache has no collectives. A rank that is alone calls nothing of torch.distributed. Every call waits
 for all ranks, for `timeout_s` at most; then it raises, and the group is of no more use: whoever runs the process ends it.
+
+Ranks with a GPU each are connected by nccl. It takes no two ranks on one GPU: those are connected by gloo, through host memory.
 """
 
 from __future__ import annotations
@@ -75,7 +77,7 @@ class Ranks:
     rank: int = 0
     size: int = 1
     group: ProcessGroup | None = None
-    recordable: bool = True  # whether its collectives can be part of a CUDA graph
+    recordable: bool = True  # whether its collectives can be part of a CUDA graph: not those of gloo, which wait on the host
     calls: Calls = field(default_factory=Calls)
 
     def __post_init__(self) -> None:
@@ -107,21 +109,33 @@ class Ranks:
     # ---- inside a pass ----------------------------------------------------------------------------
 
     def all_reduce(self, share: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, the same bits on each of them. In place."""
-        if self.size == 1:
+        """The sum over all ranks, the same bits on each of them. Maybe in place."""
+        if self.size == 1 or not share.numel():
             return share
-        share = share.contiguous()
-        self._wait_for(lambda group: group.allreduce([share]))
-        return share
+        near = self._within_reach(share.contiguous())
+        self._wait_for(lambda group: group.allreduce([near]))
+        return near.to(share.device, non_blocking=True)
 
     def all_gather(self, part_NX: torch.Tensor) -> torch.Tensor:
         """The parts of all ranks side by side, in their order. They must be of one size."""
         if self.size == 1:
             return part_NX
-        part_NX = part_NX.contiguous()
-        parts = [torch.empty_like(part_NX) for _ in range(self.size)]
-        self._wait_for(lambda group: group.allgather([parts], [part_NX]))
-        return torch.cat(parts, dim=-1)
+        if not part_NX.numel():  # as of a pass that nobody wants logits of
+            return torch.cat([part_NX] * self.size, dim=-1)
+        near_NX = self._within_reach(part_NX.contiguous())
+        parts = [torch.empty_like(near_NX, pin_memory=near_NX.device != part_NX.device) for _ in range(self.size)]
+        self._wait_for(lambda group: group.allgather([parts], [near_NX]))
+        return torch.cat([each.to(part_NX.device, non_blocking=True) for each in parts], dim=-1)
+
+    def _within_reach(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Where the group can read and write it. gloo would copy a GPU's tensors to the host too, but then write back on a thread
+        of its own, which older versions of torch refuse for tensors of inference mode.
+        """
+        if self.recordable or not tensor.is_cuda:
+            return tensor
+        near = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+        torch.cuda.current_stream(tensor.device).synchronize()
+        return near
 
     def _wait_for(self, call: Callable[[ProcessGroup], Any]) -> None:
         assert self.group is not None, f"rank {self.rank} of {self.size} was never connected to the others"

@@ -5,7 +5,8 @@ Reads no weights and takes no memory. What can work with no model is refused her
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from stepwell.engine.models.selectors import Sparse
 from stepwell.engine.ops.kernels import check_kernels
 from stepwell.engine.passes.pages import TORCH_DTYPES
 from stepwell.engine.scheduler import Limits
-from stepwell.engine.workers.rank_workers import WorkerLimits
+from stepwell.engine.workers.worker_setup import WorkerLimits
 from stepwell.store.api import Store
 from stepwell.store.registry import find_opener, open_store
 from stepwell.transfer.copy_engine import free_bytes, must_fit
@@ -48,7 +49,7 @@ class EngineConfig:
     A `host_memory` of 0 does without a host tier.
     """
 
-    device: str = "auto"
+    device: str = "auto"  # or cpu, cuda, cuda:NUMBER; with several ranks also one for each, as in cuda:2,cuda:3
     dtype: str = "auto"
     kv_dtype: str | None = None  # what attention rows are kept in: as `dtype`, or fp8 where the model has such rows
     checkpoint_dtype: str | None = None  # int8 or fp8: checkpoints on the host and in the store have errors then; None: exact
@@ -111,7 +112,7 @@ def check_settings(config: EngineConfig) -> None:
     if config.compute_while_loading and host_bytes_of(config) is None:
         raise ConfigError("compute_while_loading is for prefixes that come from a host tier: give host_memory, or leave it out")
     sizes = CacheConfig(device_bytes=device_bytes_of(config, device), host_bytes=host_bytes_of(config))
-    check_room(sizes, device, config.tensor_parallel)
+    check_room(sizes, device, ranks_on_one(rank_devices(config)))
     if config.store is not None:
         find_opener(config.store)
         if sizes.host_bytes is None:
@@ -170,35 +171,64 @@ def _check_ranks(config: EngineConfig) -> None:
     for name in _ONE_RANK_ONLY:
         if getattr(config, name) != getattr(plain, name):
             raise ConfigError(f"{name} works on one rank only, so far: leave it out, or use tensor_parallel 1")
-    rank_devices(config)
 
 
 def rank_devices(config: EngineConfig) -> tuple[str, ...]:
     """The device of each rank. Raises ConfigError where there are too few."""
-    device, count = device_of(config), config.tensor_parallel
-    if device == "cpu":
-        return ("cpu",) * count
+    device, count, named = device_of(config), config.tensor_parallel, config.device.split(",")
+    if device == "cpu" or count == 1:
+        return (device,) * count
+    if len(named) == count:
+        return tuple(named)
     if ":" in device:
-        raise ConfigError(f"{count} ranks need a GPU each: give --device cuda, and choose which with CUDA_VISIBLE_DEVICES")
+        raise ConfigError(
+            f"{count} ranks need a device each: give --device cuda, or one for each, as in "
+            f"{','.join(f'cuda:{rank}' for rank in range(count))}; got {config.device}"
+        )
     if torch.cuda.device_count() < count:
-        raise ConfigError(f"--tensor-parallel {count} needs as many GPUs, and torch sees {torch.cuda.device_count()}")
+        raise ConfigError(
+            f"--tensor-parallel {count} needs as many GPUs, and torch sees {torch.cuda.device_count()}; ranks that are to share "
+            f"one are named with it, as in --device {','.join([f'{device}:0'] * count)}"
+        )
     return tuple(f"cuda:{rank}" for rank in range(count))
+
+
+def ranks_on_one(devices: Sequence[str]) -> int:
+    """How many ranks share the memory of the device that most of them are on."""
+    return max(Counter(devices).values())
+
+
+def backend_for(devices: Sequence[str]) -> str:
+    """What connects ranks. NCCL refuses two on one GPU."""
+    return "gloo" if "cpu" in devices or ranks_on_one(devices) > 1 else "nccl"
 
 
 # ---- defaults, and whether they fit ---------------------------------------------------------------
 
 
 def device_of(config: EngineConfig) -> str:
+    """Where there is one for each rank, that of the first. Raises ConfigError for what is not there."""
     if config.device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    if config.device.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"device {config.device!r} was asked for, but torch sees no CUDA here; use --device cpu")
-    kind, _, number = config.device.partition(":")
+    named = config.device.split(",")
+    for each in named:
+        _check_device(each)
+    if len(named) > 1 and (len(named) != config.tensor_parallel or not all(each.startswith("cuda:") for each in named)):
+        raise ConfigError(
+            f"several devices are one for each rank, as in cuda:0,cuda:1 with tensor_parallel 2; got {config.device} with "
+            f"{config.tensor_parallel}"
+        )
+    return named[0]
+
+
+def _check_device(device: str) -> None:
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"device {device!r} was asked for, but torch sees no CUDA here; use --device cpu")
+    kind, _, number = device.partition(":")
     if kind not in ("cpu", "cuda") or (number and not number.isdecimal()):
-        raise ConfigError(f"device must be auto, cpu, cuda or cuda:NUMBER, got {config.device!r}")
+        raise ConfigError(f"device must be auto, cpu, cuda or cuda:NUMBER, got {device!r}")
     if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device {config.device!r} was asked for, but torch sees {torch.cuda.device_count()}, from cuda:0 on")
-    return config.device
+        raise ConfigError(f"device {device!r} was asked for, but torch sees {torch.cuda.device_count()}, from cuda:0 on")
 
 
 def dtype_of(config: EngineConfig) -> str:
@@ -206,9 +236,11 @@ def dtype_of(config: EngineConfig) -> str:
 
 
 def device_bytes_of(config: EngineConfig, device: str, *, free: int | None = None) -> int:
-    """`free` is what whoever has the device says is free there."""
+    """What each rank gets. `free` is what whoever has the device says is free there; ranks on one GPU share it."""
     if free is None:
         free = free_bytes() if device == "cpu" else torch.cuda.mem_get_info(device)[0]
+    if device != "cpu":
+        free //= ranks_on_one(rank_devices(config))
     if isinstance(config.device_memory, str) and config.device_memory.endswith("%"):
         return int(free * _share(config.device_memory))
     if config.device_memory is not None:
@@ -236,14 +268,14 @@ def host_bytes_of(config: EngineConfig) -> int | None:
 
 
 def check_room(config: CacheConfig, device: str, ranks: int = 1) -> None:
-    """Raises ConfigError, saying what would fit, before memory is taken that is not there."""
-    needed = config.host_bytes or 0
+    """Raises ConfigError, saying what would fit, before memory is taken that is not there. `ranks` share the device."""
+    needed, on_device = config.host_bytes or 0, (config.device_bytes or 0) * ranks
     if device == "cpu":
-        needed += (config.device_bytes or 0) * ranks
+        needed += on_device
     else:
         free = torch.cuda.mem_get_info(device)[0]
-        if (config.device_bytes or 0) > free:
-            asked = format_bytes(config.device_bytes or 0)
+        if on_device > free:
+            asked = f"{format_bytes(config.device_bytes or 0)}{f' for each of {ranks} ranks' if ranks > 1 else ''}"
             raise ConfigError(f"device memory of {asked} does not fit: {format_bytes(free)} are free on {device}")
     must_fit(needed, settings="device_memory or host_memory")
 

@@ -5,12 +5,14 @@
     rank 1                                 |---- head 1 ----|---- latent ----|     loads both, saves its head alone
 
 So a host page holds the same bytes however many ranks there are, and what several ranks keep alike exists in it once: the first
-rank that keeps a byte saves it. Imports torch, and is imported when it is used.
+rank that keeps a byte saves it. On a GPU the host's memory is pinned, and copied from and to as it lies (`shard_tables.py`); on a
+CPU pages go through a buffer. Imports torch, and is imported when it is used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -19,11 +21,13 @@ from stepwell.base.ids import CACHED_KINDS, Kind, Tier
 from stepwell.base.spec import ModelSpec, Part, StateSpec
 from stepwell.base.tasks import Copy, PageIds, Plan
 from stepwell.transfer.copy_engine import Work
+from stepwell.transfer.copy_speeds import DEFAULT_ROUTES
+from stepwell.transfer.page_tables import PagePairs
+from stepwell.transfer.shard_tables import Pair, pairs_for
+from stepwell.transfer.torch_copy_engine import TorchCopyEngine
 from stepwell.transfer.torch_memory import TorchMemory
 
 PIECE_BYTES = 16 << 20  # of pages that are copied in one go, through memory of that size
-
-Pair = tuple[torch.Tensor, torch.Tensor]  # the same bytes of every page, layer and row: on the device, on the host
 
 
 class ShardCopyEngine:
@@ -31,30 +35,35 @@ class ShardCopyEngine:
 
     def __init__(self, whole: ModelSpec, device: TorchMemory, host: TorchMemory | None, *, rank: int, ranks: int) -> None:
         self._device = device
-        self._loads: dict[Kind, list[Pair]] = {kind: [] for kind in CACHED_KINDS}
+        self._loads: dict[Kind, list[Pair]] = {kind: [] for kind in CACHED_KINDS}  # from the host, to the device
         self._saves: dict[Kind, list[Pair]] = {kind: [] for kind in CACHED_KINDS}
-        self._stream = torch.cuda.Stream(device.bytes_B.device) if device.bytes_B.is_cuda else None
         for kind in CACHED_KINDS if host is not None else ():
             for part, mine in zip(whole.parts(kind), device.spec.parts(kind), strict=True):
                 assert host is not None and part.state == mine.state, f"{part} and {mine} are not of one state"
                 theirs_PLRB, ours_PLRB = _rows_of(host, kind, part), _rows_of(device, kind, mine)
                 state = whole.state(part.state)
                 for saves, start, span in pieces(state, rank, ranks):
-                    pair = ours_PLRB[..., start : start + len(span)], theirs_PLRB[..., span.start : span.stop]
-                    self._loads[kind].append(pair)
+                    here, there = ours_PLRB[..., start : start + len(span)], theirs_PLRB[..., span.start : span.stop]
+                    self._loads[kind].append((there, here))
                     if saves:
-                        self._saves[kind].append(pair)
+                        self._saves[kind].append((here, there))
+        self._on_gpu = self._gpu_engine(device, host) if device.bytes_B.is_cuda else None
+
+    def _gpu_engine(self, device: TorchMemory, host: TorchMemory | None) -> TorchCopyEngine:
+        """Copies wait for nothing on the device: no pass is at work on pages that are copied. Nothing is measured, for the host's
+        memory may be in use by other ranks.
+        """
+        memories = {Tier.DEVICE: device} | ({} if host is None else {Tier.HOST: host})
+        idle = torch.cuda.Stream(device.bytes_B.device)
+        return TorchCopyEngine(memories, engine_stream=idle, routes=DEFAULT_ROUTES, shards=self.pairs)
 
     def begin(self, plan: Plan) -> Work:
-        return lambda: self._run(plan)
+        """Of pages that no pass is at work on. The work waits until they are copied."""
+        return partial(self._copy_all, plan) if self._on_gpu is None else self._on_gpu.begin(plan)
 
-    def _run(self, plan: Plan) -> None:
-        if self._stream is None:
-            self._copy_all(plan)
-            return
-        with torch.cuda.stream(self._stream):
-            self._copy_all(plan)
-        self._stream.synchronize()
+    def pairs(self, copy: Copy) -> list[PagePairs]:
+        """What is copied between the host and this rank's device. Raises IndexError for pages that are not there."""
+        return [pair for sides in self._sides(copy) for pair in pairs_for(sides, copy.source.ids, copy.target.ids)]
 
     def _copy_all(self, plan: Plan) -> None:
         for copy in plan.copies:
@@ -69,7 +78,7 @@ class ShardCopyEngine:
             case Tier.DEVICE, Tier.HOST:
                 return self._saves[kind]
             case Tier.HOST, Tier.DEVICE:
-                return [(host, device) for device, host in self._loads[kind]]
+                return self._loads[kind]
         raise AssertionError(f"no rank copies {copy}")
 
 
@@ -99,5 +108,4 @@ def _copy_pages(source_PX: torch.Tensor, sources: PageIds, target_PX: torch.Tens
     count = max(PIECE_BYTES // each_bytes, 1)
     read_P, write_P = torch.from_numpy(sources.astype("int64")), torch.from_numpy(targets.astype("int64"))
     for read, write in zip(read_P.split(count), write_P.split(count), strict=True):
-        found = source_PX[read.to(source_PX.device)].to(target_PX.device)
-        target_PX[write.to(target_PX.device)] = found
+        target_PX[write] = source_PX[read]

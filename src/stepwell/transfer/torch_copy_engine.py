@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -38,6 +38,8 @@ PART_BYTES, MOST_QUEUED_BYTES, PAUSE_EVERY_BYTES, PAUSE_EVERY_COPIES = 32 << 20,
 SPUN_BYTES, LOOK_AGAIN_S = 64 << 20, 50e-6  # the first take a millisecond on a bus; looking costs a tenth of a core
 PLANS_AT_ONCE = 3  # that page ids are kept room for from the start; more are made when needed
 
+ShardPairs = Callable[[Copy], list[PagePairs]]
+
 
 class TorchCopyEngine:
     """Copies between torch memories. On CUDA saves go on one stream and the rest on another. Neither has a high
@@ -52,11 +54,13 @@ class TorchCopyEngine:
     def __init__(
         self, memories: Mapping[Tier, TorchMemory], *, engine_stream: torch.cuda.Stream | None = None,
         routes: Routes | None = None, layerwise: ModelSpec | None = None, counters: Counters | None = None,
-        blocks: BlockTables | None = None,
+        blocks: BlockTables | None = None, shards: ShardPairs | None = None,
     ) -> None:  # fmt: skip
-        """`blocks` is the memory of an engine that owns its own: plans may copy between it and the host."""
+        """`blocks` is the memory of an engine that owns its own: plans may copy between it and the host. `shards` says what a
+        rank copies between its device and a host that has whole rows of all ranks.
+        """
         self._memories = memories
-        self._blocks = blocks
+        self._blocks, self._shards = blocks, shards
         self._engine_stream = engine_stream
         self._layerwise = layerwise
         self._tables: dict[tuple[Tier, Kind], PageTable] = {}
@@ -154,6 +158,8 @@ class TorchCopyEngine:
         if self._blocks is not None and Tier.ENGINE in (copy.source.tier, copy.target.tier):
             host = copy.source if copy.target.tier is Tier.ENGINE else copy.target
             return self._blocks.pairs(copy, self._table(host))
+        if self._shards is not None and Tier.HOST in (copy.source.tier, copy.target.tier):
+            return self._shards(copy)
         spec = self._memories[copy.source.tier].spec
         assert not copy.turns(spec), f"{copy} is not a copy of bytes"
         first, onto, size = copy.common(spec)

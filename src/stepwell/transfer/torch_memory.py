@@ -26,9 +26,13 @@ log = logging.getLogger(__name__)
 class TorchMemory:
     """A block of bytes on a torch device, cut as its arena's layout says."""
 
-    def __init__(self, spec: ModelSpec, layout: ArenaLayout, device: str = "cpu", given: memoryview | None = None) -> None:
-        """`given` is host memory to use, which others may have mapped too; it is pinned where there is CUDA."""
-        pinned = device == "cpu" and torch.cuda.is_available()
+    def __init__(
+        self, spec: ModelSpec, layout: ArenaLayout, device: str = "cpu", given: memoryview | None = None, *, pin: bool = True
+    ) -> None:
+        """`given` is host memory to use, which others may have mapped too. Where there is CUDA it is pinned, unless no GPU is to
+        reach it: that takes memory of the GPU too.
+        """
+        pinned = pin and device == "cpu" and torch.cuda.is_available()
         try:
             if given is not None:
                 self._block = block = _given_bytes(given[: layout.size_bytes], pinned=pinned)

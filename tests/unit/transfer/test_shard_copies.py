@@ -2,62 +2,16 @@
 
 from __future__ import annotations
 
-from functools import cache
-
-import numpy as np
 import pytest
 import torch
 
 from stepwell.base.ids import CACHED_KINDS, JobId, Kind, Tier
-from stepwell.base.spec import ModelSpec, Point, Prefix, Window
-from stepwell.base.spec.states import Cut, StateSpec
 from stepwell.base.tasks import Copy, Plan, Purpose, Span
-from stepwell.memory.layout import lay_out
-from stepwell.transfer.shard_copies import ShardCopyEngine, pieces
+from stepwell.transfer import shard_tables
+from stepwell.transfer.shard_copies import pieces
+from stepwell.transfer.torch_copy_engine import TorchCopyEngine
 from stepwell.transfer.torch_memory import TorchMemory
-
-BYTES = 1 << 18
-ALIGNMENT = 512
-
-
-@cache
-def spec() -> ModelSpec:
-    """Heads, latents that all ranks keep, a window of fewer heads than ranks, and channels that are cut in two ways."""
-    cuts = (Cut(num_bytes=32, units=4), Cut(num_bytes=8, units=1), Cut(num_bytes=16, units=2))
-    return ModelSpec(
-        name="toy",
-        page_tokens=4,
-        states=(
-            StateSpec(name="kv", shape=Prefix(), layers=3, row_bytes=64, dtype="fp32", shards=4),
-            StateSpec(name="latent", shape=Prefix(), layers=2, row_bytes=24, dtype="fp32"),
-            StateSpec(name="swa", shape=Window(tokens=4), layers=2, row_bytes=32, dtype="fp32", shards=2),
-            StateSpec(name="conv", shape=Point(), layers=2, row_bytes=112, dtype="fp32", cuts=cuts),
-        ),
-    )
-
-
-def span(tier: Tier, kind: Kind, *ids: int) -> Span:
-    return Span(tier=tier, kind=kind, ids=np.array(ids, np.int32))
-
-
-def run(engines: list[ShardCopyEngine], source: Span, target: Span) -> None:
-    plan = Plan(job=JobId(1), purpose=Purpose.SAVE, copies=(Copy(source=source, target=target),))
-    for engine in reversed(engines):  # in whatever order they come to it
-        engine.begin(plan)()
-
-
-class Ranks:
-    """So many ranks over one host memory, with device pages of their own."""
-
-    def __init__(self, count: int, host: TorchMemory) -> None:
-        mine = spec().for_ranks(count)
-        layout = lay_out(mine, tier=Tier.DEVICE, budget_bytes=BYTES, alignment=ALIGNMENT)
-        self.devices = [TorchMemory(mine, layout) for _ in range(count)]
-        self.engines = [ShardCopyEngine(spec(), device, host, rank=rank, ranks=count) for rank, device in enumerate(self.devices)]
-
-
-def host_memory() -> TorchMemory:
-    return TorchMemory(spec(), lay_out(spec(), tier=Tier.HOST, budget_bytes=BYTES, alignment=ALIGNMENT))
+from unit.transfer.sharded import Ranks, host_memory, run, span, spec
 
 
 @pytest.mark.parametrize("kind", CACHED_KINDS)
@@ -115,3 +69,45 @@ def test_a_copy_on_the_device_is_each_ranks_own() -> None:
     run(ranks.engines, span(Tier.DEVICE, Kind.POINT, 1), span(Tier.DEVICE, Kind.POINT, 2))
     for device in ranks.devices:
         assert torch.equal(device.rows(Kind.POINT)[1], device.rows(Kind.POINT)[2])
+
+
+# ---- as a GPU's engine copies them ----------------------------------------------------------------
+
+
+def by_tables(ranks: Ranks, host: TorchMemory, source: Span, target: Span) -> None:
+    """With the engine that a GPU has: over memory of the CPU it copies the same pieces one by one."""
+    plan = Plan(job=JobId(1), purpose=Purpose.SAVE, copies=(Copy(source=source, target=target),))
+    for device, engine in zip(ranks.devices, ranks.engines, strict=True):
+        TorchCopyEngine({Tier.DEVICE: device, Tier.HOST: host}, shards=engine.pairs).begin(plan)()
+
+
+@pytest.mark.parametrize("kind", CACHED_KINDS)
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("most", [shard_tables.MOST_PIECES, 3])
+def test_tables_name_the_bytes_that_are_copied_through_a_buffer(
+    kind: Kind, count: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a list cannot number all pieces of the memory."""
+    monkeypatch.setattr(shard_tables, "MOST_PIECES", most)
+    host = host_memory()
+    whole = torch.randint(0, 256, host.rows(kind).shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
+    host.rows(kind)[:] = whole
+    buffered, direct = Ranks(count, host), Ranks(count, host)
+    run(buffered.engines, span(Tier.HOST, kind, 5, 2), span(Tier.DEVICE, kind, 1, 7))
+    by_tables(direct, host, span(Tier.HOST, kind, 5, 2), span(Tier.DEVICE, kind, 1, 7))
+    for ours, theirs in zip(direct.devices, buffered.devices, strict=True):
+        assert torch.equal(ours.bytes_B, theirs.bytes_B)
+    host.bytes_B.zero_()
+    by_tables(direct, host, span(Tier.DEVICE, kind, 1, 7), span(Tier.DEVICE, kind, 2, 3))
+    by_tables(direct, host, span(Tier.DEVICE, kind, 3, 2), span(Tier.HOST, kind, 3, 4))
+    assert torch.equal(host.rows(kind)[[4, 3]], whole[[5, 2]])
+    assert int(host.bytes_B.count_nonzero()) == int(whole[[5, 2]].count_nonzero()), "nothing else was written"
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_pages_that_are_not_there_are_refused(count: int) -> None:
+    host = host_memory()
+    ranks = Ranks(count, host)
+    beyond = len(host.rows(Kind.PREFIX))
+    with pytest.raises(IndexError, match=f"of a memory that has {beyond}"):
+        by_tables(ranks, host, span(Tier.HOST, Kind.PREFIX, beyond), span(Tier.DEVICE, Kind.PREFIX, 0))

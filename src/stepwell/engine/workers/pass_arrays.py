@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain, repeat
 from operator import add, is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -174,6 +174,21 @@ class ReadPass:
         return read_choosing(self.ways, self.num_logits, vocab_size=self.vocab_size)
 
 
+class _Ahead(NamedTuple):
+    """What rows have that are a token further, but for their tokens: columns in the order of the fields of `RequestRows`."""
+
+    ends: Sequence[int]
+    prefix: Sequence[PageIds]
+    others: Sequence[Iterable[Any]]
+
+    @classmethod
+    def of(cls, rows: Sequence[RequestRows]) -> _Ahead:
+        told, positions, prefix, windows, first_window, point, _, slot, _, _, hot, picks = _columns(rows)
+        one, none, no = repeat(1), repeat(None), repeat(False)
+        others = windows, first_window, point, none, slot, no, one, hot, picks
+        return cls([*map(add, positions, map(len, told))], prefix, others)
+
+
 class PassReader:
     """Passes in the order in which they come."""
 
@@ -183,12 +198,18 @@ class PassReader:
         self._most_slots = most_slots
         self._rows: Sequence[RequestRows] = ()
         self._number = 0
+        self._ahead: _Ahead | None = None  # of these rows
+
+    def look_ahead(self) -> None:
+        """Once a pass is answered there is time for it: makes of its rows what those of the next are made from."""
+        if self._ahead is None and self._rows:
+            self._ahead = _Ahead.of(self._rows)
 
     def read(self, message: Message) -> ReadPass:
         """Raises ValueError for what makes no sense; then nothing can go on from it."""
         number, after, count, num_entries, num_told, num_longer = message.counts(6)
-        before = self._rows if after == self._number else ()
-        self._rows, self._number = (), 0
+        before, ahead = (self._rows, self._ahead) if after == self._number else ((), None)
+        self._rows, self._number, self._ahead = (), 0, None
         first_way = 2 if num_told else 1
         if [each.dtype.str for each in message.arrays[:first_way]] != ["<i4", "<i8"][:first_way]:
             raise ValueError("a pass in numbers of other kinds")
@@ -201,7 +222,7 @@ class PassReader:
         small = ints[:num_small].tolist()
         kept = small[:num_entries]
         going = self._going(kept, before, count, num_told)
-        rows = self._further(going, small[num_entries:], num_longer)
+        rows = self._further(going, small[num_entries:], num_longer, ahead if going is before else None)
         told = self._told(message.arrays[1], num_told, ints[num_small:]) if num_told else _NOBODY
         if told:
             nexts = iter(rows), iter(told)
@@ -221,19 +242,18 @@ class PassReader:
             raise ValueError(f"a pass that goes on from rows {kept[:8]} of {len(before)}")
         return [before[at] for at in going]
 
-    def _further(self, before: Sequence[RequestRows], numbers: list[int], num_longer: int) -> list[RequestRows]:
+    def _further(
+        self, before: Sequence[RequestRows], numbers: list[int], num_longer: int, ahead: _Ahead | None
+    ) -> list[RequestRows]:
         """Each a token further. `numbers` are which of them got a page, the pages, and the tokens."""
         if not before:
             return []
         longer, pages, tokens = numbers[:num_longer], numbers[num_longer : 2 * num_longer], numbers[2 * num_longer :]
         if not 0 <= min(tokens) <= max(tokens) < self._vocab_size:
             raise ValueError(f"tokens that are not there: {tokens[:8]} of {self._vocab_size}")
-        told, positions, prefix, windows, first_window, point, _, slot, _, _, hot, picks = _columns(before)
-        if longer:
-            prefix = self._longer(prefix, longer, pages)
-        one, none, no, ends = repeat(1), repeat(None), repeat(False), map(add, positions, map(len, told))
-        each = zip(tokens, strict=True), ends, prefix, windows, first_window, point, none, slot, no, one, hot, picks
-        return [*map(_made, zip(*each, strict=False))]
+        ahead = ahead or _Ahead.of(before)
+        prefix = self._longer(ahead.prefix, longer, pages) if longer else ahead.prefix
+        return [*map(_made, zip(zip(tokens, strict=True), ahead.ends, prefix, *ahead.others, strict=False))]
 
     def _longer(self, prefix: Sequence[PageIds], longer: Sequence[int], pages: Sequence[int]) -> list[PageIds]:
         """Each of those with a page more."""

@@ -11,12 +11,9 @@ engine's thread.
 from __future__ import annotations
 
 import logging
-import os
-import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from enum import Enum
 from math import inf
 from pathlib import Path
@@ -24,50 +21,23 @@ from shutil import rmtree
 from time import monotonic, sleep
 
 from stepwell.base.errors import ConfigError
-from stepwell.base.inherited_block import InheritedBlock
 from stepwell.engine.ops.guarded import Report
 from stepwell.engine.runner import PassesLost, PassFailed, RanksReport
-from stepwell.engine.workers.messages import BROKE, COPY, MEMORY, SETUP, ChosenTokens, read_chosen, read_kernels
+from stepwell.engine.workers.messages import BROKE, COPY, MEMORY, ChosenTokens, read_chosen, read_kernels
+from stepwell.engine.workers.pass_answers import PassAnswers
 from stepwell.engine.workers.pass_arrays import Pass, PassPacker
 from stepwell.engine.workers.ranked_copies import RankedCopies
+from stepwell.engine.workers.worker_setup import WorkerLimits, WorkerSetup
 from stepwell.jobs.channel import Message
 from stepwell.jobs.processes import END_S, Processes, RankLost
 
 log = logging.getLogger(__name__)
 
 MOST_STARTS = 3  # in a row that come to nothing: then it stays down
-_BEGIN = "import os, sys; sys.path[:] = sys.argv[1].split(os.pathsep); from stepwell.engine.workers.worker import main; main()"
 _LOOK_S = 0.25  # between two looks at who lives, while a pass is waited for
 _START_LOOK_S = 0.02
 _STARTS_SLOWLY = 3  # times as long may ranks be silent that start: libraries that are loaded stop all threads of theirs
 IN_STEP_S = 5.0  # after a pass failed on one rank, for the others to come back from it: else they wait for it in a collective
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerLimits:
-    """How long ranks are waited for, in seconds."""
-
-    silent_s: float = 20.0  # without a sign of life though asked, a rank is lost; three times as long while it starts
-    pass_s: float = 300.0  # for one pass, and for one collective
-    start_s: float = 900.0  # for a shard to be loaded
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerSetup:
-    """What workers are told at their start. `devices` has one for each rank."""
-
-    model: str
-    digest: str
-    dtype: str
-    kv_dtype: str | None
-    kernels: str
-    page_tokens: int
-    devices: tuple[str, ...]
-    backend: str
-    host: InheritedBlock | None  # everybody's host memory
-    alignment: int
-    device_bytes: Callable[[int], int]  # from what is free on the rank that has least, to what each takes
-    threads: int | None = None
 
 
 class _Stage(Enum):
@@ -90,10 +60,8 @@ class RankWorkers:
         self._ready: set[int] = set()
         self._start_deadline_s = inf
         self._failed_starts = 0
-        self._pass = 0  # the number of the last one
         self._packer = PassPacker()
-        self._under_way = False  # it was given out, and not every rank has answered
-        self._answers: dict[int, Message] = {}  # to it
+        self._answers = PassAnswers(setup.size)  # to the last pass
         self._device_bytes: int | None = None
         self._vocab_size: int | None = None
         self.kernels = Report()  # what runs each operation, of all ranks
@@ -103,7 +71,7 @@ class RankWorkers:
 
     @property
     def size(self) -> int:
-        return len(self._setup.devices)
+        return self._setup.size
 
     @property
     def pids(self) -> list[int]:
@@ -187,27 +155,18 @@ class RankWorkers:
 
     def _begin(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="stepwell-ranks-"))
-        given, inherit = self._setup, [] if self._setup.host is None else [self._setup.host.fd]
-        where = os.pathsep.join(os.path.abspath(each) for each in sys.path)  # as this process imports, and from nowhere else
-        command, environment = [sys.executable, "-I", "-c", _BEGIN, where], dict(os.environ)
-        if given.backend == "nccl":
-            environment["NCCL_SOCKET_IFNAME"] = "lo"  # ranks are on one machine, and listen to nobody else
-        self._loaded, self._ready, self._answers, self._under_way = {}, set(), {}, False
+        setup, environment = self._setup, self._setup.environment()
+        self._loaded, self._ready = {}, set()
+        self._answers.drop()
         self._packer.forget()
         self._start_deadline_s = monotonic() + self._limits.start_s
         self._stage = _Stage.STARTING
         self._processes.silent_s = _STARTS_SLOWLY * self._limits.silent_s
-        for rank, device in enumerate(given.devices):
-            self._processes.start(command, inherit=inherit, environment=environment)
-            fields = {
-                "rank": rank, "size": self.size, "model": given.model, "dtype": given.dtype, "kv_dtype": given.kv_dtype,
-                "kernels": given.kernels, "page_tokens": given.page_tokens, "device": device, "backend": given.backend,
-                "meeting": str(self._folder / "meeting"), "timeout_s": int(self._limits.pass_s), "threads": given.threads,
-                "host_fd": None if given.host is None else given.host.fd,
-                "host_bytes": 0 if given.host is None else given.host.size_bytes, "alignment": given.alignment,
-            }  # fmt: skip
+        for rank in range(self.size):
+            self._processes.start(setup.command, inherit=setup.inherit, environment=environment)
+            message = setup.message(rank, meeting=self._folder / "meeting", timeout_s=self._limits.pass_s)
             with suppress(RankLost):  # found again, and told, when it is next looked at
-                self._processes.send(rank, Message(kind=SETUP, fields=fields), work=True)
+                self._processes.send(rank, message, work=True)
 
     def _stop(self, *, within_s: float) -> None:
         self._processes.end(within_s=within_s)
@@ -243,13 +202,9 @@ class RankWorkers:
                     self._processes.silent_s = self._limits.silent_s
                     self.copies.send_waiting()
             case "chosen" | "broke":
-                number, _ = message.counts(2)  # and calls of collectives
-                if number != self._pass or not self._under_way or rank in self._answers:
-                    raise ValueError(f"what came of pass {number}, and it is at {self._pass}")
+                self._answers.add(rank, message)
                 if message.fields or message.kind == BROKE:
                     self._take_words(rank, message)
-                self._answers[rank] = message
-                self._under_way = len(self._answers) < self.size
             case "copied":
                 self.copies.answered(rank, message)
             case "failed":
@@ -281,16 +236,17 @@ class RankWorkers:
 
     def compute(self, given: Pass) -> ChosenTokens:
         """One pass on all ranks. Raises PassesLost, or PassFailed where they can go on with the next."""
-        assert not self._under_way, f"pass {self._pass} is not answered, and here comes the next"
-        self._pass += 1
-        message = self._packer.pack(given, self._pass)
+        answers = self._answers
+        assert not answers.open, f"pass {answers.number} is not answered, and here comes the next"
+        answers.number += 1
+        message = self._packer.pack(given, answers.number)
         went_well = False
         try:
             self._give_out(message)
             self._packer.look_ahead()
             self._await_answers()
             self._must_have_gone_well()
-            chosen = read_chosen(self._answers[0], vocab_size=self.vocab_size)
+            chosen = read_chosen(answers.of(0), vocab_size=self.vocab_size)
             if len(chosen.tokens) != len(given.choosing):
                 raise self._processes.lose(0, f"it chose {len(chosen.tokens)} tokens in place of {len(given.choosing)}")
             went_well = True
@@ -305,11 +261,11 @@ class RankWorkers:
 
     def _give_out(self, message: Message) -> None:
         """Raises RankLost, or PassFailed where it is too long for a message: then no rank has heard of it."""
-        self._answers, self._under_way = {}, True
+        self._answers.begin()
         try:
             self.send_all(message)
         except ValueError as error:
-            self._under_way = False
+            self._answers.drop()
             raise PassFailed(f"it cannot be told: {error}") from None
 
     def wait(self) -> None:
@@ -320,28 +276,24 @@ class RankWorkers:
 
     def _await_answers(self) -> None:
         """Of one rank after the other: the first one has most to do, and wakes this process for all of them. Raises RankLost."""
-        deadline_s = monotonic() + self._limits.pass_s
-        while self._under_way:
-            self.take(_LOOK_S, worker=next(rank for rank in range(self.size) if rank not in self._answers))
-            broke = self._broke()
+        answers, deadline_s = self._answers, monotonic() + self._limits.pass_s
+        while answers.open:
+            self.take(_LOOK_S, worker=answers.first_missing)
+            broke = answers.broke
             if broke:
                 deadline_s = min(deadline_s, monotonic() + IN_STEP_S)
-            if self._under_way and monotonic() > deadline_s:
+            if answers.open and monotonic() > deadline_s:
                 if broke:
-                    raise self._processes.lose(broke[0], f"it failed: {self._answers[broke[0]].text('error')}")
-                late = next(rank for rank in range(self.size) if rank not in self._answers)
-                raise self._processes.lose(late, f"it did not come back from a pass within {self._limits.pass_s:g} s")
-
-    def _broke(self) -> list[int]:
-        """Ranks on which this pass failed."""
-        return [rank for rank, each in sorted(self._answers.items()) if each.kind == BROKE]
+                    raise self._processes.lose(broke[0], f"it failed: {answers.of(broke[0]).text('error')}")
+                why = f"it did not come back from a pass within {self._limits.pass_s:g} s"
+                raise self._processes.lose(answers.first_missing, why)
 
     def _must_have_gone_well(self) -> None:
-        """Ranks that called equally many collectives are in step, and can go on with the next. Raises PassFailed or RankLost."""
-        broke = self._broke()
+        """Ranks in step can go on with the next pass. Raises PassFailed or RankLost."""
+        broke = self._answers.broke
         if broke:
-            why = self._answers[broke[0]].text("error")
-            if len({each.numbers[1] for each in self._answers.values()}) > 1:
+            why = self._answers.of(broke[0]).text("error")
+            if not self._answers.in_step:
                 raise self._processes.lose(broke[0], f"it failed: {why}")
             raise PassFailed(f"rank {broke[0]}: {why}")
 

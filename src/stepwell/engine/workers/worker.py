@@ -11,6 +11,7 @@ use, and neither is a GPU that has failed.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import logging
 import mmap
 import os
@@ -91,6 +92,7 @@ class Worker:
                 for message in self._work.receive():
                     self._work.send(self._answer(message))
                 self._work.flush()
+                self._look_ahead()
         except ChannelClosed:
             os._exit(0)
         except BaseException as error:
@@ -101,6 +103,11 @@ class Worker:
                 while not self._work.flush():
                     self._work.wait(1.0)
             os._exit(1)
+
+    def _look_ahead(self) -> None:
+        """Once everything is answered, and before the next message comes."""
+        if self._shard is not None:
+            self._shard.look_ahead()
 
     def _answer(self, message: Message) -> Message:
         match message.kind:
@@ -168,6 +175,7 @@ class Shard:
         if (host_bytes := setup.number("host_bytes")) > 0:
             self._host = memoryview(mmap.mmap(setup.number("host_fd"), host_bytes))
         self._alignment = setup.number("alignment")
+        self._reader: PassReader | None = None  # once there is memory
 
     def loaded(self) -> Message:
         import torch
@@ -183,12 +191,12 @@ class Shard:
         from stepwell.transfer.shard_copies import ShardCopyEngine
         from stepwell.transfer.torch_memory import TorchMemory
 
-        mine = self.model.spec
+        mine, on_cuda = self.model.spec, self.model.device.type == "cuda"
         layouts = {Tier.DEVICE: lay_out(mine, tier=Tier.DEVICE, budget_bytes=device_bytes, alignment=self._alignment)}
-        device, host = TorchMemory(mine, layouts[Tier.DEVICE], self._device), None
+        device, host = TorchMemory(mine, layouts[Tier.DEVICE], self._device, pin=on_cuda), None
         if self._host is not None:
             layouts[Tier.HOST] = lay_out(self.spec, tier=Tier.HOST, budget_bytes=len(self._host), alignment=self._alignment)
-            host = TorchMemory(self.spec, layouts[Tier.HOST], "cpu", given=self._host)
+            host = TorchMemory(self.spec, layouts[Tier.HOST], "cpu", given=self._host, pin=on_cuda)
         self._counts: Mapping[Tier, Mapping[Kind, int]] = {
             tier: {kind: layout.rows(kind) for kind in layout.strides} for tier, layout in layouts.items()
         }
@@ -196,8 +204,12 @@ class Shard:
         self._copies = ShardCopyEngine(self.spec, device, host, rank=self.rank, ranks=self.size)
         self._pages = DevicePages(mine, {kind: device.rows(kind) for kind in Kind if mine.device_parts(kind)})
         self._open_groups = OpenGroups(self._pages, device=self.model.device)
-        if self.model.device.type == "cuda":
+        if on_cuda:
             _wait_for(self.model.device)  # memory is cleared before anything is copied into it, on other streams
+
+    def look_ahead(self) -> None:
+        if self._reader is not None:
+            self._reader.look_ahead()
 
     def copy(self, message: Message) -> None:
         plan: Plan = read_plan(message, pages=self._counts)
@@ -224,10 +236,13 @@ class Shard:
         return {name: words for name, words in self._said.items() if words and words != said.get(name)}
 
     def _pass(self, message: Message) -> list[Array]:
-        """Every rank has all logits; the first one chooses, and reads how while a device computes them."""
+        """Every rank has all logits; the first one chooses, and reads how while a device computes them. An answer says that the
+        device is done too: copies of these pages, on other streams, may begin.
+        """
         from stepwell.engine.passes.batch import Batch
         from stepwell.engine.sampling import Choices
 
+        assert self._reader is not None, f"{RUN} before {MEMORY}"
         given = self._reader.read(message)
         for rows in given.rows:
             while rows.slot is not None and self._open_groups.num_slots <= rows.slot:
@@ -236,22 +251,32 @@ class Shard:
         batch = Batch(given.rows, self._pages, device=model.device, dtype=model.dtype, open_groups=self._open_groups)
         logits = model.forward(batch)
         batch.copy_points()
-        if self.rank:
-            if model.device.type == "cuda":
-                _wait_for(model.device)
-            return []
-        return pack_chosen(Choices(logits, given.choosing(), model.kernels.pick, model.kernels.to_host))
+        chosen: list[Array] = []
+        if self.rank == 0:
+            chosen = pack_chosen(Choices(logits, given.choosing(), model.kernels.pick, model.kernels.to_host))
+        if model.device.type == "cuda":
+            _wait_for_pass(model.device)
+        return chosen
 
 
 def _wait_for(device: Any) -> None:
+    """Until it has done everything."""
     import torch
 
     torch.cuda.synchronize(device)
 
 
+def _wait_for_pass(device: Any) -> None:
+    """Until it has done what this thread gave it. Copies beside it go on."""
+    import torch
+
+    torch.cuda.current_stream(device).synchronize()
+
+
 def main() -> None:
     logging.basicConfig(level=logging.WARNING)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the scheduler's process ends this one
+    faulthandler.register(signal.SIGUSR1)  # for whoever wants to know where it hangs: says what all threads do
     work, channel = (Channel(socket.socket(fileno=int(each))) for each in sys.argv[-2:])
     worker = Worker(channel, work)
     with contextlib.suppress(ChannelClosed):

@@ -159,6 +159,38 @@ def test_a_required_call_is_one_of_the_tools(client: openai.OpenAI, seed: int) -
     assert streamed(client, **more) == ("", "", [(name, arguments)], "tool_calls")
 
 
+NAMED: Any = {"type": "function", "function": {"name": "weather"}}
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", NAMED], ids=["auto", "required", "named"])
+def test_the_clients_stream_helper_sees_arguments_grow_before_the_call_is_whole(
+    client: openai.OpenAI, script: Any, choice: Any
+) -> None:
+    if choice == "auto":
+        script(SCRIPT)
+    more: Any = {"tool_choice": choice, "parallel_tool_calls": choice == "auto", "tools": TOOLS, "max_tokens": 600, "seed": 3}
+    grown: dict[int, list[str]] = {}
+    with client.chat.completions.stream(model=NAME, messages=[USER], stop=END, **more) as stream:
+        for event in stream:
+            if event.type == "tool_calls.function.arguments.delta":
+                grown.setdefault(event.index, []).append(event.arguments)
+        message = stream.get_final_completion().choices[0].message
+    for index, call in enumerate(message.tool_calls or []):
+        assert json.loads(call.function.arguments) is not None and grown[index][-1] == call.function.arguments
+        assert all(later.startswith(sooner) for sooner, later in zip(grown[index], grown[index][1:], strict=False))
+    assert len(grown[0]) > 3, "piece by piece"
+
+
+def test_a_call_is_one_index_with_its_id_and_name_told_once(client: openai.OpenAI, script: Any) -> None:
+    script(SCRIPT)
+    parts = [call for chunk in ask(client, stream=True) for call in chunk.choices[0].delta.tool_calls or []]
+    for index in (0, 1):
+        first, *others = [part for part in parts if part.index == index]
+        assert first.id and first.type == "function" and first.function.name
+        assert all(part.id is None and part.function.name is None and part.function.arguments for part in others)
+    assert [part.index for part in parts] == sorted(part.index for part in parts)
+
+
 def test_a_forced_call_and_another_format_are_refused(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="response_format"):
         ask(client, tool_choice="required", response_format={"type": "json_object"})

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from stepwell.engine.request import Ask, Delta, Finish
 from stepwell.engine.text import Text
 from stepwell.server.bodies import ChatBody
 from stepwell.server.logprobs import chat_logprobs, prompt_logprobs
-from stepwell.server.parsing.blocks import Plain
-from stepwell.server.parsing.formats import HARMONY, REASONING, markers_of, parser_for, prompt_end
+from stepwell.server.parsing.blocks import BlockParser, NamedParser, Plain
+from stepwell.server.parsing.formats import HARMONY, NO_TEXTS, REASONING, REQUIRED, markers_of, parser_for, prompt_end
 from stepwell.server.parsing.pieces import Call, Parser, Piece, joined
 from stepwell.server.parsing.thoughts import ThoughtParser
 from stepwell.server.served import Served
-from stepwell.server.tool_choice import Choosing, NamedParser, RequiredParser, ToolChoice, tool_choice_of
+from stepwell.server.tool_choice import Choosing, ToolChoice, tool_choice_of
 
 
 def shows_special(served: Served, body: ChatBody) -> bool:
@@ -67,7 +68,7 @@ def _guided(choice: ToolChoice) -> Callable[[], Parser]:
     if choice.name is not None:
         name = choice.name
         return lambda: NamedParser(name)
-    return RequiredParser if choice.how is Choosing.REQUIRED else Plain
+    return (lambda: BlockParser(REQUIRED, NO_TEXTS)) if choice.how is Choosing.REQUIRED else Plain
 
 
 class ChatForm:
@@ -90,7 +91,7 @@ class ChatForm:
         return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
 
     def piece(self, index: int, delta: Delta) -> dict[str, Any] | None:
-        first = self._calls.get(index, 0)
+        begun = self._calls.get(index, 0)
         piece = self._parsed(index, delta)
         if not piece and not delta.logprobs and delta.finish is None:
             return None
@@ -98,6 +99,7 @@ class ChatForm:
         if piece.reasoning:
             told["reasoning_content"] = piece.reasoning
         if piece.calls:
+            first = begun if piece.calls[0].name is not None else begun - 1  # which may go on
             told["tool_calls"] = [{"index": at, **_call(call)} for at, call in enumerate(piece.calls, start=first)]
         return {"index": index, "delta": told, **self._rest(index, delta)}
 
@@ -124,11 +126,13 @@ class ChatForm:
         piece = parser.push(delta.text)
         if delta.finish is not None:
             piece = joined([piece, parser.finish()])
-        first = self._calls.get(index, 0)
-        if not self._several:
-            piece = Piece(content=piece.content, reasoning=piece.reasoning, calls=piece.calls[: max(1 - first, 0)])
-        self._calls[index] = first + len(piece.calls)
-        return piece
+        begun, calls = self._calls.get(index, 0), []
+        for call in piece.calls:
+            begun += call.name is not None
+            if begun == 1 or self._several:
+                calls.append(call)
+        self._calls[index] = begun
+        return replace(piece, calls=tuple(calls))
 
     def _rest(self, index: int, delta: Delta) -> dict[str, Any]:
         logprobs = chat_logprobs(self._text, delta.logprobs) if delta.logprobs else None
@@ -139,5 +143,8 @@ class ChatForm:
 
 
 def _call(call: Call) -> dict[str, Any]:
+    """A call, or more arguments of one that was told before."""
+    if call.name is None:
+        return {"function": {"arguments": call.arguments}}
     named = call.id or f"call_{uuid.uuid4().hex[:24]}"
     return {"id": named, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

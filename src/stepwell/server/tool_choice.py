@@ -8,7 +8,6 @@ by name     the answer is the arguments of that tool, as its schema says: a gram
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -18,7 +17,6 @@ from stepwell.engine.guided import Grammar
 from stepwell.server.bodies import ChatBody
 from stepwell.server.errors import ApiError
 from stepwell.server.grammars import TOO_DEEP, schema_grammar
-from stepwell.server.parsing.pieces import Call, Piece, call_of
 
 _PARAM = "tool_choice"
 _MOST_CALLS = 16  # of an answer that has to have some
@@ -119,35 +117,3 @@ def _moved(schema: Any, to: str) -> Any:
     ref = schema.get("$ref")
     moved = {"$ref": to + ref[1:]} if isinstance(ref, str) and (ref == "#" or ref.startswith("#/")) else {}
     return {name: _moved(each, to) for name, each in schema.items()} | moved
-
-
-class RequiredParser:
-    """An answer that is a list of calls, told when it is whole."""
-
-    def __init__(self) -> None:
-        self._text = ""
-
-    def push(self, text: str) -> Piece:
-        self._text += text
-        return Piece()
-
-    def finish(self) -> Piece:
-        try:
-            return Piece(calls=tuple(call_of(each) for each in json.loads(self._text)))
-        except (ValueError, TypeError, RecursionError):
-            return Piece(content=self._text)  # it was cut short
-
-
-class NamedParser:
-    """An answer that is a tool's arguments, told when it is whole or has to end."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._text = ""
-
-    def push(self, text: str) -> Piece:
-        self._text += text
-        return Piece()
-
-    def finish(self) -> Piece:
-        return Piece(calls=(Call(name=self._name, arguments=self._text),))

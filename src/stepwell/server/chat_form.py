@@ -10,6 +10,7 @@ from typing import Any
 from stepwell.engine.request import Ask, Delta, Finish
 from stepwell.engine.text import Text
 from stepwell.server.bodies import ChatBody
+from stepwell.server.frames import is_framed
 from stepwell.server.logprobs import chat_logprobs, prompt_logprobs
 from stepwell.server.parsing.blocks import BlockParser, NamedParser, Plain
 from stepwell.server.parsing.formats import HARMONY, NO_TEXTS, REASONING, REQUIRED, markers_of, parser_for, prompt_end
@@ -25,7 +26,8 @@ def shows_special(served: Served, body: ChatBody) -> bool:
     Where they are none, as in many models, texts stay without the special tokens that a model writes by chance.
     """
     choice = tool_choice_of(body)
-    if served.text is None or (served.reasoning_parser == HARMONY and (choice.is_forced or body.is_guided)):
+    follows = choice.is_forced or body.is_guided
+    if served.text is None or (served.reasoning_parser == HARMONY and follows and not is_framed(served, body, choice)):
         return False
     return any(_is_special(served.text, marker) for marker in markers_of(*_formats(served, body, choice)))
 
@@ -46,18 +48,22 @@ def chat_form(served: Served, body: ChatBody, asks: Sequence[Ask]) -> ChatForm:
 
 
 def _formats(served: Served, body: ChatBody, choice: ToolChoice) -> tuple[str | None, str | None]:
-    return served.tool_parser if choice.how is Choosing.AUTO and not body.is_guided else None, served.reasoning_parser
+    is_free = choice.how is Choosing.AUTO and not body.is_guided
+    in_form = choice.is_forced and is_framed(served, body, choice)
+    return served.tool_parser if is_free or in_form else None, served.reasoning_parser
 
 
 def _parser(served: Served, body: ChatBody, choice: ToolChoice, ask: Ask) -> Callable[[], Parser]:
     """Makes what an answer is parsed with. One that follows a grammar is what the grammar says, behind what it may think."""
-    if ask.guide is not None:
-        thoughts, text = ask.guide.thoughts, served.text
-        if thoughts is None or text is None:
-            return _guided(choice)
-        around = REASONING[served.reasoning_parser or ""]
-        return lambda: ThoughtParser(thoughts, around, _guided(choice)(), text)
     tools, reasoning = _formats(served, body, choice)
+    in_form = is_framed(served, body, choice)
+    if ask.guide is not None and not (in_form and reasoning == HARMONY):
+        thoughts, text = ask.guide.thoughts, served.text
+        answer: Callable[[], Parser] = (lambda: parser_for(tools, None)) if in_form else _guided(choice)
+        if thoughts is None or text is None:
+            return answer
+        around = REASONING[reasoning or ""]
+        return lambda: ThoughtParser(thoughts, around, answer(), text)
     if served.text is None:
         return Plain
     end = prompt_end(served.text, ask.tokens)

@@ -35,6 +35,7 @@ TOOLS: Any = [
     {"type": "function", "function": {"name": "now"}},
 ]
 USER: Any = {"role": "user", "content": "How is the weather?"}
+NAMED: Any = {"type": "function", "function": {"name": "weather"}}
 
 
 class Script:
@@ -141,7 +142,7 @@ def test_results_of_tools_are_sent_back(client: openai.OpenAI, script: Any) -> N
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_named_tool_is_called_as_its_schema_says(client: openai.OpenAI, seed: int) -> None:
-    more = {"tool_choice": {"type": "function", "function": {"name": "weather"}}, "temperature": 1, "seed": seed, "max_tokens": 600}
+    more = {"tool_choice": NAMED, "temperature": 1, "seed": seed, "max_tokens": 600}
     answer = ask(client, **more).choices[0]
     ((name, arguments),) = calls_of(answer.message)
     assert name == "weather" and arguments["city"] in ("Rome", "Oslo") and 1 <= arguments["days"] <= 9 and len(arguments) == 2
@@ -157,9 +158,6 @@ def test_a_required_call_is_one_of_the_tools(client: openai.OpenAI, seed: int) -
     ((name, arguments),) = calls_of(answer.message)
     assert name == "weather" and arguments["city"] in ("Rome", "Oslo") and answer.finish_reason == "tool_calls"
     assert streamed(client, **more) == ("", "", [(name, arguments)], "tool_calls")
-
-
-NAMED: Any = {"type": "function", "function": {"name": "weather"}}
 
 
 @pytest.mark.parametrize("choice", ["auto", "required", NAMED], ids=["auto", "required", "named"])

@@ -36,6 +36,7 @@ def test_tokens_become_the_text_again(http: httpx.Client) -> None:
     [
         ("/tokenize", {}, 400), ("/tokenize", {"prompt": "x", "messages": [{"role": "user", "content": "y"}]}, 400),
         ("/tokenize", {"prompt": "\ud800"}, 400), ("/tokenize", {"prompt": "x", "model": "another"}, 404),
+        ("/detokenize", {"tokens": [72, 260]}, 400), ("/detokenize", {"tokens": [72, 2**31 - 1]}, 400),
         ("/detokenize", {"tokens": [-1]}, 400), ("/detokenize", {"tokens": [10**30]}, 400), ("/detokenize", {"tokens": "x"}, 400),
     ],
 )  # fmt: skip
@@ -43,6 +44,11 @@ def test_what_has_no_tokens_is_refused(http: httpx.Client, path: str, body: dict
 
     response = http.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
     assert response.status_code == status and response.json()["error"]["message"]
+
+
+def test_a_number_past_the_vocabulary_is_named(http: httpx.Client) -> None:
+    error = http.post("/detokenize", json={"tokens": [72, 300, 260, 105]}).json()["error"]
+    assert error["param"] == "tokens" and "no token 260" in error["message"]
 
 
 def test_embeddings_are_refused_with_a_reason(client: openai.OpenAI) -> None:

@@ -35,6 +35,7 @@ TOOLS: Any = [
     {"type": "function", "function": {"name": "now"}},
 ]
 USER: Any = {"role": "user", "content": "How is the weather?"}
+NAMED: Any = {"type": "function", "function": {"name": "weather"}}
 
 
 class Script:
@@ -141,7 +142,7 @@ def test_results_of_tools_are_sent_back(client: openai.OpenAI, script: Any) -> N
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_named_tool_is_called_as_its_schema_says(client: openai.OpenAI, seed: int) -> None:
-    more = {"tool_choice": {"type": "function", "function": {"name": "weather"}}, "temperature": 1, "seed": seed}
+    more = {"tool_choice": NAMED, "temperature": 1, "seed": seed, "max_tokens": 600}
     answer = ask(client, **more).choices[0]
     ((name, arguments),) = calls_of(answer.message)
     assert name == "weather" and arguments["city"] in ("Rome", "Oslo") and 1 <= arguments["days"] <= 9 and len(arguments) == 2
@@ -157,6 +158,36 @@ def test_a_required_call_is_one_of_the_tools(client: openai.OpenAI, seed: int) -
     ((name, arguments),) = calls_of(answer.message)
     assert name == "weather" and arguments["city"] in ("Rome", "Oslo") and answer.finish_reason == "tool_calls"
     assert streamed(client, **more) == ("", "", [(name, arguments)], "tool_calls")
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", NAMED], ids=["auto", "required", "named"])
+def test_the_clients_stream_helper_sees_arguments_grow_before_the_call_is_whole(
+    client: openai.OpenAI, script: Any, choice: Any
+) -> None:
+    if choice == "auto":
+        script(SCRIPT)
+    more: Any = {"tool_choice": choice, "parallel_tool_calls": choice == "auto", "max_tokens": 600, "seed": 3}
+    more["tools"] = TOOLS if choice == "auto" else TOOLS[:1]
+    grown: dict[int, list[str]] = {}
+    with client.chat.completions.stream(model=NAME, messages=[USER], stop=END, **more) as stream:
+        for event in stream:
+            if event.type == "tool_calls.function.arguments.delta":
+                grown.setdefault(event.index, []).append(event.arguments)
+        message = stream.get_final_completion().choices[0].message
+    for index, call in enumerate(message.tool_calls or []):
+        assert json.loads(call.function.arguments) is not None and grown[index][-1] == call.function.arguments
+        assert all(later.startswith(sooner) for sooner, later in zip(grown[index], grown[index][1:], strict=False))
+    assert len(grown[0]) > 3, "piece by piece"
+
+
+def test_a_call_is_one_index_with_its_id_and_name_told_once(client: openai.OpenAI, script: Any) -> None:
+    script(SCRIPT)
+    parts = [call for chunk in ask(client, stream=True) for call in chunk.choices[0].delta.tool_calls or []]
+    for index in (0, 1):
+        first, *others = [part for part in parts if part.index == index]
+        assert first.id and first.type == "function" and first.function.name
+        assert all(part.id is None and part.function.name is None and part.function.arguments for part in others)
+    assert [part.index for part in parts] == sorted(part.index for part in parts)
 
 
 def test_a_forced_call_and_another_format_are_refused(client: openai.OpenAI) -> None:

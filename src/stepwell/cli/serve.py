@@ -37,11 +37,12 @@ def configure(parser: ArgumentParser) -> None:
     answer_options.configure(parser)
     parser.add_argument(
         "--tool-parser", default="auto", metavar="NAME",
-        help="how the model writes calls of tools: hermes, llama3, mistral, deepseek, kimi, harmony, gemma, none (default: auto)",
+        help="how the model writes calls of tools: hermes, llama3, mistral, deepseek, kimi, kimi3, harmony, gemma, "
+        "gemma4, none (default: auto)",
     )  # fmt: skip
     parser.add_argument(
         "--reasoning-parser", default="auto", metavar="NAME",
-        help="how the model sets its reasoning apart: think, mistral, harmony, none (default: auto, by its chat template)",
+        help="how the model sets its reasoning apart: think, mistral, harmony, kimi3, gemma4, none (default: auto)",
     )  # fmt: skip
     engine_options.configure(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine alone)")

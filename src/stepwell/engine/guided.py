@@ -40,6 +40,7 @@ class Kind(Enum):
     REGEX = "regex"
     GRAMMAR = "grammar"  # in Lark's or GBNF's form
     CHOICE = "choice"  # a list of strings, in JSON
+    FRAMED = "framed"  # {"frame": Lark, "parts": {name: [kind, source]}}: Lark that refers to other grammars as @name, in JSON
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,8 +37,29 @@ def _written(library: Any, kind: str, source: str) -> str:
         choices = json.loads(source)
         written = library.LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(each) for each in choices))
         return written
+    if kind == "framed":
+        asked = json.loads(source)
+        parts = [_part(library, name, *part) for name, part in asked["parts"].items()]
+        return json.dumps({"grammars": [{"lark_grammar": asked["frame"]}, *parts]})
     written = library.grammar_from(kind, source)
     return written
+
+
+def _part(library: Any, name: str, kind: str, source: str) -> dict[str, Any]:
+    """A grammar that others refer to by name. The library writes some as JSON, and others as Lark."""
+    written = _written(library, kind, source)
+    if kind in ("grammar", "choice") and not written.lstrip().startswith("{"):
+        return {"name": name, "lark_grammar": written}
+    (inner,) = json.loads(written)["grammars"]
+    return {**inner, "name": name}
+
+
+def without_frame(kind: str, source: str) -> str:
+    """What a client gave of a grammar. The frame is ours, and names tokens that no vocabulary of bytes has."""
+    if kind != "framed":
+        return source
+    parts = json.loads(source)["parts"]
+    return json.dumps({"frame": "start: " + " | ".join(f"@{name}" for name in parts), "parts": parts})
 
 
 def _main() -> None:
@@ -52,7 +73,8 @@ def _main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
-        start = started(llguidance, llguidance.LLTokenizer("byte"), asked["kind"], asked["source"])
+        source = without_frame(asked["kind"], asked["source"])
+        start = started(llguidance, llguidance.LLTokenizer("byte"), asked["kind"], source)
         if not start.is_error():
             start.compute_bitmask()
     except (ValueError, RecursionError):

@@ -31,6 +31,10 @@ class Text(Protocol):
         """`special`: with special tokens."""
         ...
 
+    def unknown(self, ids: Sequence[int]) -> int | None:
+        """The smallest of some numbers that is no token of the vocabulary; None where all are."""
+        ...
+
     def to_json(self) -> str:
         """The tokenizer as the `tokenizers` package writes it, for libraries that have to know every token."""
         ...

@@ -14,17 +14,19 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from stepwell.base.errors import ConfigError
+from stepwell.engine.guided import Guide
 from stepwell.engine.request import Ask
 from stepwell.server.bodies import ChatBody
 from stepwell.server.chat_form import chat_form, shows_special
 from stepwell.server.door import asking
 from stepwell.server.errors import ApiError
-from stepwell.server.grammars import compiled, guide_of, thoughts_of
+from stepwell.server.frames import behind_thoughts, forced_calls, is_framed
+from stepwell.server.grammars import compiled, grammar_of, thoughts_of
 from stepwell.server.principals import Principal
 from stepwell.server.replies import answer
 from stepwell.server.requests import Unknown, asks_of, sampling_of
 from stepwell.server.served import Served
-from stepwell.server.tool_choice import tool_choice_of
+from stepwell.server.tool_choice import ToolChoice, tool_choice_of
 
 _LEADING = ("system", "developer")
 _TEXT_PARTS = ("text", "input_text", "output_text")
@@ -64,12 +66,23 @@ def chat_asks(served: Served, body: ChatBody, principal: Principal, arrived_s: f
     )
     tokens, hints = chat_prompt(served, body.messages, choice.tools, options, ending=ending)
     served.must_fit(tokens, max_tokens=max_tokens, param="messages")
-    forced = choice.grammar(several=body.parallel_tool_calls is not False) if choice.is_forced else None
-    guide = guide_of(served, body) if forced is None else compiled(served, forced, param="tool_choice")
+    guide = _guide(served, body, choice)
     thoughts = None if guide is None else thoughts_of(served, tokens, within=_begun(served, body.messages, ending))
     if guide is not None and thoughts is not None:
         guide = guide.behind(thoughts)
     return asks_of(body, principal, tokens, sampling, arrived_s=arrived_s, hints=hints, guide=guide)
+
+
+def _guide(served: Served, body: ChatBody, choice: ToolChoice) -> Guide | None:
+    """What an answer follows. Raises ApiError."""
+    several, framed = body.parallel_tool_calls is not False, is_framed(served, body, choice)
+    if choice.is_forced:
+        grammar = forced_calls(served, choice, several=several) if framed else choice.grammar(several=several)
+        return compiled(served, grammar, param="tool_choice")
+    asked = grammar_of(body)
+    if asked is None:
+        return None
+    return compiled(served, behind_thoughts(served, asked[1]) if framed else asked[1], param=asked[0])
 
 
 class Ending(Enum):

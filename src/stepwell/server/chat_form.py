@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from stepwell.engine.request import Ask, Delta, Finish
 from stepwell.engine.text import Text
 from stepwell.server.bodies import ChatBody
+from stepwell.server.frames import is_framed
 from stepwell.server.logprobs import chat_logprobs, prompt_logprobs
-from stepwell.server.parsing.blocks import Plain
-from stepwell.server.parsing.formats import HARMONY, REASONING, markers_of, parser_for, prompt_end
+from stepwell.server.parsing.blocks import BlockParser, NamedParser, Plain
+from stepwell.server.parsing.formats import HARMONY, NO_TEXTS, REASONING, REQUIRED, markers_of, parser_for, prompt_end
 from stepwell.server.parsing.pieces import Call, Parser, Piece, joined
 from stepwell.server.parsing.thoughts import ThoughtParser
 from stepwell.server.served import Served
-from stepwell.server.tool_choice import Choosing, NamedParser, RequiredParser, ToolChoice, tool_choice_of
+from stepwell.server.tool_choice import Choosing, ToolChoice, tool_choice_of
 
 
 def shows_special(served: Served, body: ChatBody) -> bool:
@@ -24,7 +26,8 @@ def shows_special(served: Served, body: ChatBody) -> bool:
     Where they are none, as in many models, texts stay without the special tokens that a model writes by chance.
     """
     choice = tool_choice_of(body)
-    if served.text is None or (served.reasoning_parser == HARMONY and (choice.is_forced or body.is_guided)):
+    follows = choice.is_forced or body.is_guided
+    if served.text is None or (served.reasoning_parser == HARMONY and follows and not is_framed(served, body, choice)):
         return False
     return any(_is_special(served.text, marker) for marker in markers_of(*_formats(served, body, choice)))
 
@@ -45,18 +48,22 @@ def chat_form(served: Served, body: ChatBody, asks: Sequence[Ask]) -> ChatForm:
 
 
 def _formats(served: Served, body: ChatBody, choice: ToolChoice) -> tuple[str | None, str | None]:
-    return served.tool_parser if choice.how is Choosing.AUTO and not body.is_guided else None, served.reasoning_parser
+    is_free = choice.how is Choosing.AUTO and not body.is_guided
+    in_form = choice.is_forced and is_framed(served, body, choice)
+    return served.tool_parser if is_free or in_form else None, served.reasoning_parser
 
 
 def _parser(served: Served, body: ChatBody, choice: ToolChoice, ask: Ask) -> Callable[[], Parser]:
     """Makes what an answer is parsed with. One that follows a grammar is what the grammar says, behind what it may think."""
-    if ask.guide is not None:
-        thoughts, text = ask.guide.thoughts, served.text
-        if thoughts is None or text is None:
-            return _guided(choice)
-        around = REASONING[served.reasoning_parser or ""]
-        return lambda: ThoughtParser(thoughts, around, _guided(choice)(), text)
     tools, reasoning = _formats(served, body, choice)
+    in_form = is_framed(served, body, choice)
+    if ask.guide is not None and not (in_form and reasoning == HARMONY):
+        thoughts, text = ask.guide.thoughts, served.text
+        answer: Callable[[], Parser] = (lambda: parser_for(tools, None)) if in_form else _guided(choice)
+        if thoughts is None or text is None:
+            return answer
+        around = REASONING[reasoning or ""]
+        return lambda: ThoughtParser(thoughts, around, answer(), text)
     if served.text is None:
         return Plain
     end = prompt_end(served.text, ask.tokens)
@@ -67,7 +74,7 @@ def _guided(choice: ToolChoice) -> Callable[[], Parser]:
     if choice.name is not None:
         name = choice.name
         return lambda: NamedParser(name)
-    return RequiredParser if choice.how is Choosing.REQUIRED else Plain
+    return (lambda: BlockParser(REQUIRED, NO_TEXTS)) if choice.how is Choosing.REQUIRED else Plain
 
 
 class ChatForm:
@@ -90,7 +97,7 @@ class ChatForm:
         return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
 
     def piece(self, index: int, delta: Delta) -> dict[str, Any] | None:
-        first = self._calls.get(index, 0)
+        begun = self._calls.get(index, 0)
         piece = self._parsed(index, delta)
         if not piece and not delta.logprobs and delta.finish is None:
             return None
@@ -98,6 +105,7 @@ class ChatForm:
         if piece.reasoning:
             told["reasoning_content"] = piece.reasoning
         if piece.calls:
+            first = begun if piece.calls[0].name is not None else begun - 1  # which may go on
             told["tool_calls"] = [{"index": at, **_call(call)} for at, call in enumerate(piece.calls, start=first)]
         return {"index": index, "delta": told, **self._rest(index, delta)}
 
@@ -124,11 +132,13 @@ class ChatForm:
         piece = parser.push(delta.text)
         if delta.finish is not None:
             piece = joined([piece, parser.finish()])
-        first = self._calls.get(index, 0)
-        if not self._several:
-            piece = Piece(content=piece.content, reasoning=piece.reasoning, calls=piece.calls[: max(1 - first, 0)])
-        self._calls[index] = first + len(piece.calls)
-        return piece
+        begun, calls = self._calls.get(index, 0), []
+        for call in piece.calls:
+            begun += call.name is not None
+            if begun == 1 or self._several:
+                calls.append(call)
+        self._calls[index] = begun
+        return replace(piece, calls=tuple(calls))
 
     def _rest(self, index: int, delta: Delta) -> dict[str, Any]:
         logprobs = chat_logprobs(self._text, delta.logprobs) if delta.logprobs else None
@@ -139,5 +149,8 @@ class ChatForm:
 
 
 def _call(call: Call) -> dict[str, Any]:
+    """A call, or more arguments of one that was told before."""
+    if call.name is None:
+        return {"function": {"arguments": call.arguments}}
     named = call.id or f"call_{uuid.uuid4().hex[:24]}"
     return {"id": named, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

@@ -28,6 +28,12 @@ _FORMATS = ("text", "json_object", "json_schema")
 
 def guide_of(served: Served, body: Asked) -> Guide | None:
     """What a body says that its answer follows; None where it is free. Raises ApiError."""
+    asked = grammar_of(body)
+    return None if asked is None else compiled(served, asked[1], param=asked[0])
+
+
+def grammar_of(body: Asked) -> tuple[str, Grammar] | None:
+    """The field that says what an answer follows, and what that is. Raises ApiError."""
     asked = [each for each in (_of_format(body), *_of_structured(body), *_of_older(body)) if each is not None]
     if not asked:
         return None
@@ -35,7 +41,7 @@ def guide_of(served: Served, body: Asked) -> Guide | None:
         names = " and ".join(name for name, _ in asked)
         raise ApiError(400, f"an answer follows one thing: {names} were asked for", param=asked[0][0].split(".")[0])
     name, grammar = asked[0]
-    return compiled(served, grammar, param=name.split(".")[0])
+    return name.split(".")[0], grammar
 
 
 def compiled(served: Served, grammar: Grammar, *, param: str) -> Guide:

@@ -1,7 +1,7 @@
-"""`/v1/responses` for plain use: text in, text or JSON out, whole or streamed. A chat in other words, and asked as one.
+"""`/v1/responses` for plain use: text and calls of functions, whole or streamed. A chat in other words, and asked as one.
 
-Nothing is kept on the server, so that a response cannot be fetched or gone on from later. What would need that, and tools, is
-refused. Reasoning that a model sets apart is not told here; `/v1/chat/completions` does.
+Nothing is kept on the server, so that a response cannot be fetched or gone on from later. What would need that is refused, and so
+are tools that a server runs. Reasoning that a model sets apart is not told here; `/v1/chat/completions` does.
 """
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
+from itertools import count
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import Field, ValidationError
 
-from stepwell.engine.request import Finish
+from stepwell.engine.request import Delta, Finish
 from stepwell.server.answers import Answers, EventStream, collect
 from stepwell.server.bodies import Body, ChatBody
 from stepwell.server.chat import chat_asks
@@ -24,6 +25,7 @@ from stepwell.server.chat_form import ChatForm, chat_form
 from stepwell.server.door import arrived_s, asking, principal_of
 from stepwell.server.errors import CLIENT_CLOSED, ApiError, of_problems
 from stepwell.server.requests import Unknown, read_body, refuse_unsupported
+from stepwell.server.response_items import Event, Output, choice_of, messages_of, tools_of
 from stepwell.server.served import Served
 
 _ONLY_VALUES: dict[str, tuple[object, ...]] = {
@@ -36,15 +38,13 @@ _ONLY_VALUES: dict[str, tuple[object, ...]] = {
     "n": (1,),
     "previous_response_id": (),
     "prompt": (),
-    "reasoning": ({},),
     "response_format": (),  # here it is `text`
     "stream_options": ({},),
-    "tool_choice": ("auto", "none"),
-    "tools": ([],),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
-_OF_MESSAGES = ("role", "content")
+_KEPT_NOWHERE = "responses are not kept here: leave it out, and send the whole conversation as input"
+_INSTEAD = {"previous_response_id": _KEPT_NOWHERE, "conversation": _KEPT_NOWHERE}
 _PLAIN = {"format": {"type": "text"}}
 
 
@@ -55,6 +55,10 @@ class ResponsesBody(Body):
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     text: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = Field(None, fail_fast=True)
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    reasoning: dict[str, Any] | None = None
     metadata: dict[str, str] | None = Field(None, max_length=16)  # told again, and used for nothing
     max_output_tokens: int | None = Field(None, ge=1)
     temperature: float | None = None
@@ -81,22 +85,23 @@ def responses_router(served: Served) -> APIRouter:
         found = await collect(request, answers)
         if found is None:
             return Response(status_code=CLIENT_CLOSED)
-        text = form.whole(0, found[0])["message"]["content"] or ""
-        return JSONResponse(made.ended(text, found[0].finish, answers.usage(1)))
+        made.push(form, 0, found[0])
+        return JSONResponse(made.ended(found[0].finish, answers.usage(1)))
 
     return router
 
 
 def _chat(body: ResponsesBody) -> ChatBody:
-    """The same as a chat. Raises ApiError for what only kept responses and tools have."""
+    """The same as a chat. Raises ApiError for what only kept responses have."""
     more = dict(body.model_extra or {})
     for name, values in _ONLY_VALUES.items():
         value = more.pop(name, None)
         if value is not None and value not in values:
-            raise ApiError(400, f"{name} is not supported with these values here", param=name, code="unsupported_parameter")
+            why = _INSTEAD.get(name, "it is not supported with these values here")
+            raise ApiError(400, f"{name}: {why}", param=name, code="unsupported_parameter")
     messages = [{"role": "system", "content": body.instructions}] if body.instructions else []
     items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
-    messages += [_message(number, item) for number, item in enumerate(items)]
+    messages += messages_of(items)
     fields = {
         **more,
         "model": body.model,
@@ -106,6 +111,10 @@ def _chat(body: ResponsesBody) -> ChatBody:
         "top_p": body.top_p,
         "stream": body.stream,
         "response_format": _format(body.text or _PLAIN),
+        "tools": tools_of(body.tools),
+        "tool_choice": choice_of(body.tool_choice),
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "reasoning_effort": _effort(body.reasoning or {}),
     }
     try:
         return ChatBody.model_validate(fields)
@@ -123,35 +132,43 @@ def _format(text: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return {"type": "json_schema", "json_schema": {name: each for name, each in wanted.items() if name != "type"}}
 
 
-def _message(number: int, item: Mapping[str, Any]) -> dict[str, Any]:
-    if item.get("type", "message") != "message":
-        raise ApiError(400, f"input[{number}]: only items of type message are supported", param="input")
-    return {name: item[name] for name in _OF_MESSAGES if name in item}
+def _effort(reasoning: Mapping[str, Any]) -> Any:
+    if any(value is not None for name, value in reasoning.items() if name != "effort"):
+        raise ApiError(400, 'reasoning may only be {"effort": ...}', param="reasoning", code="unsupported_parameter")
+    return reasoning.get("effort")
 
 
 class _Made:
     """One response as it grows, in OpenAI's form."""
 
     def __init__(self, body: ResponsesBody) -> None:
-        self.id, self.item_id = f"resp_{uuid.uuid4().hex}", f"msg_{uuid.uuid4().hex}"
+        self.id = f"resp_{uuid.uuid4().hex}"
+        self._output = Output()
         self._common = {
             "id": self.id, "object": "response", "created_at": int(time.time()), "model": body.model,
             "instructions": body.instructions, "max_output_tokens": body.max_output_tokens, "temperature": body.temperature,
-            "top_p": body.top_p, "error": None, "metadata": body.metadata or {}, "parallel_tool_calls": True,
-            "previous_response_id": None, "store": False, "text": body.text or _PLAIN, "tool_choice": "auto",
-            "tools": [], "truncation": "disabled",
+            "top_p": body.top_p, "error": None, "metadata": body.metadata or {},
+            "parallel_tool_calls": body.parallel_tool_calls is not False, "tool_choice": body.tool_choice or "auto",
+            "previous_response_id": None, "store": False, "text": body.text or _PLAIN, "tools": body.tools or [],
+            "truncation": "disabled",
         }  # fmt: skip
 
     def begun(self) -> dict[str, Any]:
         return {**self._common, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
 
-    def ended(self, text: str, finish: Finish | None, usage: Mapping[str, Any]) -> dict[str, Any]:
-        cut = finish is Finish.LENGTH
+    def push(self, form: ChatForm, index: int, delta: Delta) -> list[Event]:
+        """What a delta adds to the output; at the end of the answer, how its last item ended."""
+        piece = form.piece(index, delta)
+        events = [] if piece is None else self._output.push(piece["delta"])
+        return events if delta.finish is None else events + self._output.finish(_status(delta.finish))
+
+    def ended(self, finish: Finish | None, usage: Mapping[str, Any]) -> dict[str, Any]:
+        status = _status(finish)
         return {
             **self._common,
-            "status": "incomplete" if cut else "completed",
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "output": [self.item(text, "incomplete" if cut else "completed")],
+            "status": status,
+            "incomplete_details": None if status == "completed" else {"reason": "max_output_tokens"},
+            "output": self._output.items,
             "usage": {
                 "input_tokens": usage["prompt_tokens"],
                 "input_tokens_details": usage["prompt_tokens_details"],
@@ -161,43 +178,32 @@ class _Made:
             },
         }
 
-    def item(self, text: str | None, status: str) -> dict[str, Any]:
-        content = [] if text is None else [_part(text)]
-        return {"id": self.item_id, "type": "message", "role": "assistant", "status": status, "content": content}
 
-
-def _part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _status(finish: Finish | None) -> str:
+    return "incomplete" if finish is Finish.LENGTH else "completed"
 
 
 async def _events(answers: Answers, form: ChatForm, made: _Made) -> AsyncIterator[str]:
-    """Events in the order in which OpenAI sends them: the response, its one item, the item's one part, and their ends."""
-    number = -1
+    """Events in the order in which OpenAI sends them: the response, its items with their parts one by one, and its end."""
+    numbers = count()
 
-    def event(kind: str, **content: Any) -> str:
-        nonlocal number
-        number += 1
-        data = json.dumps({"type": kind, "sequence_number": number, **content}, separators=(",", ":"))
-        return f"event: {kind}\ndata: {data}\n\n"
+    def written(events: Iterable[Event]) -> str:
+        return "".join(_event(kind, next(numbers), content) for kind, content in events)
 
-    item = {"output_index": 0}
-    inside = {"item_id": made.item_id, "output_index": 0, "content_index": 0}
-    yield event("response.created", response=made.begun())
-    yield event("response.in_progress", response=made.begun())
-    yield event("response.output_item.added", **item, item=made.item(None, "in_progress"))
-    yield event("response.content_part.added", **inside, part=_part(""))
-    text, finish = "", None
+    finish = None
+    yield written((f"response.{kind}", {"response": made.begun()}) for kind in ("created", "in_progress"))
     try:
         async for index, delta in answers.deltas():
-            piece, finish = form.piece(index, delta), delta.finish
-            if piece is not None and (added := piece["delta"].get("content")):
-                text += added
-                yield event("response.output_text.delta", **inside, delta=added, logprobs=[])
+            finish = delta.finish
+            if events := made.push(form, index, delta):
+                yield written(events)
     except ApiError as error:  # the status is long out
-        yield event("error", **{name: error.body()["error"][name] for name in ("message", "code", "param")})
+        yield written([("error", {name: error.body()["error"][name] for name in ("message", "code", "param")})])
         return
-    last = made.ended(text, finish, answers.usage(1))
-    yield event("response.output_text.done", **inside, text=text, logprobs=[])
-    yield event("response.content_part.done", **inside, part=_part(text))
-    yield event("response.output_item.done", **item, item=last["output"][0])
-    yield event(f"response.{last['status']}", response=last)
+    last = made.ended(finish, answers.usage(1))
+    yield written([(f"response.{last['status']}", {"response": last})])
+
+
+def _event(kind: str, number: int, content: Mapping[str, Any]) -> str:
+    data = json.dumps({"type": kind, "sequence_number": number, **content}, separators=(",", ":"))
+    return f"event: {kind}\ndata: {data}\n\n"

@@ -110,11 +110,12 @@ class Served:
             raise ApiError(400, str(error), param=param) from None
 
     def decode(self, tokens: Sequence[int], *, param: str, special: bool = False) -> str:
-        """Raises ApiError for numbers that are no tokens of any vocabulary. Takes its time."""
+        """Raises ApiError for numbers that are no tokens of the vocabulary. Takes its time."""
         if self.text is None:
             raise ApiError(400, "this model has no tokenizer", param=param)
-        if tokens and not 0 <= min(tokens) <= max(tokens) < 2**31:
-            raise ApiError(400, f"{param} must be ids of the vocabulary", param=param)
+        unknown = self.text.unknown(tokens)
+        if unknown is not None:
+            raise ApiError(400, f"{param} must be ids of the vocabulary, which has no token {unknown!s:.20}", param=param)
         return self.text.decode(tokens, special=special)
 
     def must_fit(self, tokens: list[int], *, max_tokens: int | None, param: str) -> None:

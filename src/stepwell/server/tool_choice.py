@@ -2,13 +2,12 @@
 
 none        the template is told of no tools
 auto        the model decides, and calls are found in its answer
-required    the answer is JSON, a list of calls: a grammar sees to it
-by name     the answer is the arguments of that tool, as its schema says: a grammar sees to it
+required    a grammar makes the answer calls, in the model's own form where that is known (`frames.py`), or a list in JSON
+by name     a grammar makes the answer a call of that tool, in the model's own form, or its arguments in JSON
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -18,10 +17,9 @@ from stepwell.engine.guided import Grammar
 from stepwell.server.bodies import ChatBody
 from stepwell.server.errors import ApiError
 from stepwell.server.grammars import TOO_DEEP, schema_grammar
-from stepwell.server.parsing.pieces import Call, Piece, call_of
 
 _PARAM = "tool_choice"
-_MOST_CALLS = 16  # of an answer that has to have some
+MOST_CALLS = 16  # of an answer that has to have some
 _KINDS = "'none', 'auto', 'required' or {'type': 'function', 'function': {'name': ...}}"
 
 
@@ -43,22 +41,31 @@ class ToolChoice:
         return self.how in (Choosing.REQUIRED, Choosing.NAMED)
 
     @property
+    def callable(self) -> Sequence[Mapping[str, Any]]:
+        """The tools that an answer may call."""
+        return [tool for tool in self.tools if self.name in (None, tool["function"]["name"])]
+
+    @property
+    def names(self) -> list[str]:
+        return [str(tool["function"]["name"]) for tool in self.callable]
+
+    @property
     def texts(self) -> dict[str, frozenset[str]]:
         """Parameters that are text and nothing else, by tool."""
-        return {tool["function"]["name"]: _texts(_parameters(tool["function"])) for tool in self.tools}
+        return {tool["function"]["name"]: _texts(parameters_of(tool["function"])) for tool in self.tools}
 
     def grammar(self, *, several: bool) -> Grammar:
-        """Of an answer that has to call. `several`: it may call more than one. Raises ApiError."""
+        """Of an answer in JSON that has to call. `several`: it may call more than one. Raises ApiError."""
         functions = [tool["function"] for tool in self.tools]
         if self.how is Choosing.NAMED:
-            return schema_grammar(_parameters(next(each for each in functions if each["name"] == self.name)), param=_PARAM)
+            return schema_grammar(parameters_of(next(each for each in functions if each["name"] == self.name)), param=_PARAM)
         places = [f"#/$defs/{number}" for number in range(len(functions))]
         try:
-            defined = [_moved(_parameters(each), place) for each, place in zip(functions, places, strict=True)]
+            defined = [_moved(parameters_of(each), place) for each, place in zip(functions, places, strict=True)]
         except RecursionError:
             raise ApiError(400, f"{_PARAM}: {TOO_DEEP}", param=_PARAM, code="invalid_grammar") from None
         calls = [_call_schema(each["name"], place) for each, place in zip(functions, places, strict=True)]
-        schema = {"type": "array", "items": {"anyOf": calls}, "minItems": 1, "maxItems": _MOST_CALLS if several else 1}
+        schema = {"type": "array", "items": {"anyOf": calls}, "minItems": 1, "maxItems": MOST_CALLS if several else 1}
         return schema_grammar({"$defs": {str(at): each for at, each in enumerate(defined)}, **schema}, param=_PARAM)
 
 
@@ -95,7 +102,7 @@ def _name(number: int, tool: Any) -> str:
     return name
 
 
-def _parameters(function: Mapping[str, Any]) -> Any:
+def parameters_of(function: Mapping[str, Any]) -> Any:
     return function.get("parameters") or {"type": "object"}
 
 
@@ -119,35 +126,3 @@ def _moved(schema: Any, to: str) -> Any:
     ref = schema.get("$ref")
     moved = {"$ref": to + ref[1:]} if isinstance(ref, str) and (ref == "#" or ref.startswith("#/")) else {}
     return {name: _moved(each, to) for name, each in schema.items()} | moved
-
-
-class RequiredParser:
-    """An answer that is a list of calls, told when it is whole."""
-
-    def __init__(self) -> None:
-        self._text = ""
-
-    def push(self, text: str) -> Piece:
-        self._text += text
-        return Piece()
-
-    def finish(self) -> Piece:
-        try:
-            return Piece(calls=tuple(call_of(each) for each in json.loads(self._text)))
-        except (ValueError, TypeError, RecursionError):
-            return Piece(content=self._text)  # it was cut short
-
-
-class NamedParser:
-    """An answer that is a tool's arguments, told when it is whole or has to end."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._text = ""
-
-    def push(self, text: str) -> Piece:
-        self._text += text
-        return Piece()
-
-    def finish(self) -> Piece:
-        return Piece(calls=(Call(name=self._name, arguments=self._text),))

@@ -11,9 +11,9 @@ from random import Random
 
 import pytest
 
-from stepwell.server.parsing.formats import parser_for, reasoning_of, tools_of
+from stepwell.server.parsing.blocks import BlockParser, NamedParser
+from stepwell.server.parsing.formats import NO_TEXTS, REQUIRED, parser_for, reasoning_of, tools_of
 from stepwell.server.parsing.pieces import Parser, Piece, joined
-from stepwell.server.tool_choice import NamedParser, RequiredParser
 
 CITY = {"city": "Zürich", "days": 3}
 BOTH = [("get_weather", CITY), ("now", {})]
@@ -66,6 +66,26 @@ ANSWERS: list[tuple[str | None, str | None, str, Expected]] = [
     ("gemma", None, f"```json\n{dumped('get_weather', CITY, 'parameters')}\n```", ("", "", BOTH[:1])),
     ("gemma", None, "[1] is a reference, and (so) on", ("[1] is a reference, and (so) on", "", [])),
     ("gemma", None, "[__import__('os').system('true')]", ("[__import__('os').system('true')]", "", [])),
+    ("gemma4", "gemma4", '<|channel>thought\nHm.\n<channel|>Look:<|tool_call>call:get_weather{city:<|"|>Zürich<|"|>,days:3}<tool_call|>'
+     "<|tool_call>call:now{}<tool_call|>", ("Look:", "Hm.", BOTH)),
+    ("gemma4", None, "<start_function_call>call:get_weather{city:<escape>Zürich<escape>,days:3}<end_function_call>"
+     "<start_function_call>call:now{}<end_function_call>", ("", "", BOTH)),
+    ("gemma4", None, '<|tool_call>call:f{a:[1,{b:<|"|>x "y"\n<|"|>}],c:true,"d":null,<|"|>e<|"|>:<|"|><|"|>}<tool_call|>',
+     ("", "", [("f", {"a": [1, {"b": 'x "y"\n'}], "c": True, "d": None, "e": ""})])),
+    ("kimi3", "kimi3", '<|open|>think<|sep|>Hm.<|close|>think<|sep|><|open|>response<|sep|>Look:<|close|>response<|sep|>'
+     '<|open|>tools<|sep|><|open|>call tool="get_weather" index="1"<|sep|><|open|>argument key="city" type="string"<|sep|>Zürich'
+     '<|close|>argument<|sep|><|open|>argument key="days" type="number"<|sep|>3<|close|>argument<|sep|><|close|>call<|sep|>'
+     '<|open|>call tool="now" index="2"<|sep|><|close|>call<|sep|><|close|>tools<|sep|><|close|>message<|sep|>', ("Look:", "Hm.", BOTH)),
+    (None, "kimi3", "<|open|>think<|sep|>Hm.<|close|>think<|sep|><|open|>response<|sep|>Well.<|close|>response<|sep|>", ("Well.", "Hm.", [])),
+    ("hermes", None, f'{dumped("now", {})} is no call, " <tool_call></tool_call> neither', (f'{dumped("now", {})} is no call, " <tool_call></tool_call> neither', "", [])),
+    ("hermes", None, '<tool_call>{"arguments": {"city": "Zürich", "days": 3}, "name": "get_weather"}</tool_call><tool_call>'
+     '{"name": "now", "arguments": "{}"}</tool_call> so', (" so", "", BOTH)),
+    ("hermes", None, f"<tool_call>{dumped('get_weather', CITY)[:-1]}</tool_call>", ("", "", BOTH[:1])),
+    ("hermes", None, f"<tool_call>{dumped('now', {})} and more</tool_call>", (" and more", "", BOTH[1:])),
+    ("mistral", None, "[TOOL_CALLS]now{} and more", (" and more", "", BOTH[1:])),
+    ("kimi", None, "<|tool_calls_section_begin|><|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>so<|tool_call_end|>"
+     "<|tool_calls_section_end|>", ("<|tool_calls_section_begin|><|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>so"
+     "<|tool_call_end|><|tool_calls_section_end|>", "", [])),
     (None, "think", "no thoughts at all", ("no thoughts at all", "", [])),
     (None, "think", "<think>cut short", ("", "cut short", [])),
     (None, "think", " <thin", (" <thin", "", [])),
@@ -127,9 +147,10 @@ def test_content_is_not_held_back_until_the_end() -> None:
 
 def test_forced_answers_are_calls() -> None:
     text = f"[{dumped('get_weather', CITY, 'parameters')}, {dumped('now', {}, 'parameters')}]"
-    found = check_every_cut(RequiredParser, text)
+    found = check_every_cut(lambda: BlockParser(REQUIRED, NO_TEXTS), text)
     assert [(call.name, json.loads(call.arguments)) for call in found.calls] == BOTH and not found.content
-    assert check_every_cut(RequiredParser, text[:-9]).content == text[:-9]
+    cut = check_every_cut(lambda: BlockParser(REQUIRED, NO_TEXTS), text[: text.index("days")])
+    assert [(call.name, call.arguments) for call in cut.calls] == [("get_weather", '{"city": "Zürich", "')], "as far as it came"
     named = check_every_cut(lambda: NamedParser("now"), '{"zone": 1}')
     assert [(call.name, call.arguments) for call in named.calls] == [("now", '{"zone": 1}')]
 
@@ -138,6 +159,7 @@ def test_formats_are_known_by_what_stands_in_templates() -> None:
     signs = {
         "{% if tools %}<tool_call>{% endif %}<think>": ("hermes", "think"), "[TOOL_CALLS] [THINK]": ("mistral", "mistral"),
         "<|channel|>analysis": ("harmony", "harmony"), "<|python_tag|>": ("llama3", None), "<start_of_turn>": ("gemma", None),
+        "<|open|>think<|sep|>": ("kimi3", "kimi3"), "<start_of_turn><start_function_call>": ("gemma4", None),
         "<｜tool▁calls▁begin｜><think>": ("deepseek", "think"), "<|tool_calls_section_begin|>": ("kimi", None), "": (None, None),
     }  # fmt: skip
     assert {template: (tools_of(template), reasoning_of(template)) for template in signs} == signs

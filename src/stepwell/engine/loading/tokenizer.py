@@ -49,6 +49,11 @@ class Tokenizer:
         """How the vocabulary writes a token; empty when it has none of this number."""
         return self._inner.id_to_token(token_id) or ""
 
+    def unknown(self, ids: Sequence[int]) -> int | None:
+        """The smallest of some numbers that is no token of the vocabulary; None where all are. Vocabularies may have gaps."""
+        fits = range(2**32)  # what the library takes
+        return next((each for each in sorted(set(ids)) if each not in fits or self._inner.id_to_token(each) is None), None)
+
     def token_id(self, token: str) -> int | None:
         return self._inner.token_to_id(token)
 

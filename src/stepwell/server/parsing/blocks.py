@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from stepwell.server.parsing.pieces import Call, Markers, Parser, Piece, Spaced, joined
-
-ReadCalls = Callable[[str, Mapping[str, frozenset[str]]], list[Call]]  # raises ValueError for what is none
+from stepwell.server.parsing.source import BlockReader, ReadCalls, Texts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,42 +17,47 @@ class Blocks:
     read: ReadCalls
     starts: tuple[str, ...] = ()  # an answer that begins with one of these may be calls as a whole
     inside: tuple[str, ...] = ()  # further markers, within blocks
+    drops: tuple[str, ...] = ()  # markers around content, which are no part of it
+
+    @property
+    def outside(self) -> tuple[str, ...]:
+        return (*self.closes, *self.drops)
 
     @property
     def markers(self) -> tuple[str, ...]:
-        return (*self.closes, *(close for close in self.closes.values() if close is not None), *self.inside)
+        return (*self.outside, *(close for close in self.closes.values() if close is not None), *self.inside)
 
 
 class BlockParser:
     """Content and calls of one answer.
 
     free       content, until a marker opens a block or the answer begins like one
-    in block   nothing, until it is closed; then its calls, or the text that it is
+    in block   calls as they come, until it is closed; or the text that it is
     """
 
-    def __init__(self, blocks: Blocks, texts: Mapping[str, frozenset[str]]) -> None:
+    def __init__(self, blocks: Blocks, texts: Texts) -> None:
         """`texts`: parameters that are text, by tool, for formats that do not tell text from numbers."""
         self._blocks = blocks
         self._texts = texts
-        self._open: str | None = None  # the marker of the block we are in; "" for an answer that begins like one
+        self._block: BlockReader | None = None  # that we are in
+        self._lead = ""  # held back: what may be the beginning of an answer that is calls, or the marker of the block
         self._begun = False  # whether anything but space has come
-        self._lead = ""
-        self._body = ""
         self._content = Spaced(keeps_start=True)
-        self._markers = Markers(tuple(blocks.closes))
+        self._markers = Markers(blocks.outside)
 
     def push(self, text: str) -> Piece:
         pieces: list[Piece] = []
         while text:
-            text = self._in_block(text, pieces) if self._open is not None else self._free(text, pieces)
+            text = self._free(text, pieces) if self._block is None else self._in_block(self._block, text, pieces)
         return joined(pieces)
 
     def finish(self) -> Piece:
-        if self._open is None:
-            held = self._lead + self._markers.finish()
-            return Piece(content=self._content.push(held) + self._content.finish())
-        piece = self._read(self._markers.finish())
-        return joined([piece, Piece(content=self._content.finish())])
+        held = self._markers.finish()
+        if self._block is None:
+            return Piece(content=self._content.push(self._lead + held) + self._content.finish())
+        block, dropped = self._block, self._block.told  # the beginning of a marker that would have closed it
+        pieces = [self._told(block, block.push("" if dropped else held)), self._told(block, block.finish(closed=False))]
+        return joined([*pieces, Piece(content=self._content.push(self._lead) + self._content.finish())])
 
     def _free(self, text: str, pieces: list[Piece]) -> str:
         if not self._begun:
@@ -68,32 +72,52 @@ class BlockParser:
                 return text
         before, marker, text = self._markers.push(text)
         pieces.append(Piece(content=self._content.push(before)))
-        if marker is not None:
+        if marker in self._blocks.drops:
             self._content.drop()
+        elif marker is not None:
             self._enter(marker, self._blocks.closes[marker])
         return text
 
     def _enter(self, marker: str, close: str | None) -> None:
-        self._open, self._body = marker, ""
+        self._block, self._lead = BlockReader(self._blocks.read, self._texts), marker
         self._markers = Markers(() if close is None else (close,))
 
-    def _in_block(self, text: str, pieces: list[Piece]) -> str:
+    def _in_block(self, block: BlockReader, text: str, pieces: list[Piece]) -> str:
         before, close, text = self._markers.push(text)
-        self._body += before
+        pieces.append(self._told(block, block.push(before)))
         if close is not None:
-            pieces.append(self._read(close))
-            self._open, self._markers = None, Markers(tuple(self._blocks.closes))
+            pieces.append(self._told(block, block.finish(closed=True)))
+            if not block.told:
+                pieces.append(Piece(content=self._content.push(self._lead + close)))
+            self._block, self._lead, self._markers = None, "", Markers(self._blocks.outside)
         return text
 
-    def _read(self, close: str) -> Piece:
-        """The block's calls; where it has none, its text with the markers around it."""
-        try:
-            calls = self._blocks.read(self._body, self._texts)
-            if calls:
-                return Piece(calls=tuple(calls))
-        except (ValueError, RecursionError):
-            pass
-        return Piece(content=self._content.push(f"{self._open}{self._body}{close}"))
+    def _told(self, block: BlockReader, piece: Piece) -> Piece:
+        """What a block says: calls, before which space is dropped, or the text that it is, with the markers around it."""
+        if piece.calls:
+            self._content.drop()
+            self._lead = ""
+        if not piece.content:
+            return piece
+        content, self._lead = self._content.push(self._lead + piece.content), ""
+        return Piece(content=content, calls=piece.calls)
+
+
+class NamedParser:
+    """An answer that is the arguments of one tool, as it comes."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._begun = False
+
+    def push(self, text: str) -> Piece:
+        if not text:
+            return Piece()
+        begun, self._begun = self._begun, True
+        return Piece(calls=(Call(name=None if begun else self._name, arguments=text),))
+
+    def finish(self) -> Piece:
+        return Piece() if self._begun else Piece(calls=(Call(name=self._name),))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

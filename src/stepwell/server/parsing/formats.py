@@ -1,196 +1,65 @@
-"""How the served families write calls of tools and reasoning: one table. A new family is an entry, and a reader if it needs one.
-
-Readers take the text of a block, without the markers around it, and raise ValueError for what is no call.
-"""
+"""How the served families write calls of tools and reasoning: one table. A new family is an entry, perhaps with a reader."""
 
 from __future__ import annotations
 
-import ast
-import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from stepwell.engine.text import Text
 from stepwell.server.parsing.blocks import BlockParser, Blocks, Plain, Reasoning, ReasoningParser
 from stepwell.server.parsing.harmony import HARMONY_MARKERS, HarmonyParser
-from stepwell.server.parsing.pieces import Call, Parser, call_of
+from stepwell.server.parsing.pieces import Parser
+from stepwell.server.parsing.readers import deepseek, gemma, hermes, json_answer, json_calls, kimi, mistral
+from stepwell.server.parsing.source import Texts
+from stepwell.server.parsing.tags import gemma4, kimi3
 
 _PROMPT_END = 16  # tokens
 HARMONY, AUTO = "harmony", "auto"  # AUTO: as the model's chat template says
 
 
-Texts = Mapping[str, frozenset[str]]  # by tool: parameters that are text, whatever they look like
 NO_TEXTS: Texts = {}
 
 
-def _json_calls(body: str, texts: Texts = NO_TEXTS) -> list[Call]:
-    """Objects one after the other, in a list or behind semicolons, perhaps as a block of Markdown."""
-    return [call_of(each) for each in _json_values(body)]
-
-
-def _json_answer(body: str, texts: Texts) -> list[Call]:
-    """As `_json_calls`, without markers to tell it from other JSON: an object that has a name alone is no call."""
-    found = _json_values(body)
-    if not all(isinstance(each, dict) and ("arguments" in each or "parameters" in each) for each in found):
-        raise ValueError("an answer that happens to be JSON")
-    return [call_of(each) for each in found]
-
-
-def _json_values(body: str) -> list[Any]:
-    text = re.sub(r"^\s*```\w*\n?|```\s*$", "", body).strip()
-    at, values, decoder = 0, [], json.JSONDecoder()
-    while at < len(text):
-        found, at = decoder.raw_decode(text, at)
-        values += found if isinstance(found, list) else [found]
-        while at < len(text) and text[at] in " \n\t;,":
-            at += 1
-    return values
-
-
-def _between(body: str, begin: str, end: str, *, cut: bool = False) -> Iterator[str]:
-    """What stands between markers, in time that grows with the text alone. `cut`: the end may be missing."""
-    for part in body.split(begin)[1:]:
-        inner, found, _ = part.partition(end)
-        if found or cut:
-            yield inner
-
-
-def _hermes(body: str, texts: Texts) -> list[Call]:
-    """JSON, or as Qwen3-Coder writes it: `<function=name><parameter=key>value</parameter></function>`."""
-    if not body.lstrip().startswith("<function="):
-        return _json_calls(body)
-    calls = []
-    for function in _between(body, "<function=", "</function>", cut=True):
-        name, _, inner = function.partition(">")
-        pairs = [each.partition(">")[::2] for each in _between(inner, "<parameter=", "</parameter>", cut=True)]
-        are_text = texts.get(name.strip(), frozenset())
-        values = {key.strip(): _trimmed(value) for key, value in pairs}
-        calls.append(_named(name.strip(), {key: value if key in are_text else _value(value) for key, value in values.items()}))
-    return calls
-
-
-def _trimmed(value: str) -> str:
-    """Without the line breaks that the format puts around a value; others are the value's own."""
-    return value.removeprefix("\n").removesuffix("\n")
-
-
-def _mistral(body: str, texts: Texts) -> list[Call]:
-    """A list of objects, or `name[ARGS]{...}`, or `name{...}`, each behind a marker of its own."""
-    calls: list[Call] = []
-    for part in body.split("[TOOL_CALLS]"):
-        named = re.match(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]([\w-]+))?\s*(?:\[ARGS\])?\s*(?=\{)", part)
-        if named is None:
-            calls += _json_calls(part)
-        else:
-            arguments = json.loads(part[named.end() :])
-            calls.append(_named(named.group(1), arguments, named.group(2)))
-    return calls
-
-
-def _deepseek(body: str, texts: Texts) -> list[Call]:
-    """V3: `type<sep>name` and a block of JSON. V3.1: `name<sep>{...}`. V3.2 and V4: tags for a call and its parameters."""
-    if body.lstrip().startswith("<｜DSML｜"):
-        return [_dsml(invoke) for invoke in _between(body, '<｜DSML｜invoke name="', "</｜DSML｜invoke>")]
-    calls = []
-    for inner in _between(body, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"):
-        first, _, rest = inner.partition("<｜tool▁sep｜>")
-        name, is_fenced, fenced = rest.partition("\n```json\n")
-        if is_fenced:
-            calls.append(_named(name.strip(), json.loads(fenced.rstrip().removesuffix("```"))))
-        else:
-            calls.append(_named(first.strip(), json.loads(rest)))
-    return calls
-
-
-def _dsml(invoke: str) -> Call:
-    name, _, inner = invoke.partition('">')
-    arguments = {}
-    for parameter in _between(inner, '<｜DSML｜parameter name="', "</｜DSML｜parameter>"):
-        head, _, value = parameter.partition(">")
-        key, _, kind = head.partition('"')
-        arguments[key] = json.loads(value) if kind.strip() == 'string="false"' else value
-    return _named(name, arguments)
-
-
-def _kimi(body: str, texts: Texts) -> list[Call]:
-    """`functions.name:0` names a call, and is its id in the messages that answer it."""
-    calls = []
-    for inner in _between(body, "<|tool_call_begin|>", "<|tool_call_end|>"):
-        head, _, arguments = inner.partition("<|tool_call_argument_begin|>")
-        name = re.fullmatch(r"(?:functions\.)?(.+?)(?::\d+)?", head.strip())
-        if name is None:
-            raise ValueError("a call without a name")
-        calls.append(_named(name.group(1), json.loads(arguments), head.strip()))
-    return calls
-
-
-def _gemma(body: str, texts: Texts) -> list[Call]:
-    """JSON, or a list of calls as Python writes them, perhaps as a block of Markdown."""
-    text = re.sub(r"^\s*```\w*\n?|```\s*$", "", body).strip()
-    if not text.startswith("[") or text.startswith(("[{", "[]")):
-        return _json_answer(text, texts)
-    try:
-        return _python_calls(ast.parse(text, mode="eval").body)
-    except (SyntaxError, TypeError, MemoryError) as error:
-        raise ValueError(str(error)) from None
-
-
-def _python_calls(tree: ast.expr) -> list[Call]:
-    if not isinstance(tree, ast.List):
-        raise ValueError("no list of calls")
-    calls = []
-    for each in tree.elts:
-        if not isinstance(each, ast.Call) or each.args or any(keyword.arg is None for keyword in each.keywords):
-            raise ValueError("no call with named arguments")
-        arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in each.keywords}
-        calls.append(_named(ast.unparse(each.func), arguments))
-    return calls
-
-
-def _named(name: str, arguments: Any, id: str | None = None) -> Call:
-    if not name or not isinstance(arguments, dict):
-        raise ValueError("a call needs a name and an object of arguments")
-    try:
-        return Call(name=name, arguments=json.dumps(arguments, ensure_ascii=False), id=id)
-    except TypeError as error:
-        raise ValueError(str(error)) from None
-
-
-def _value(text: str) -> Any:
-    """A parameter as JSON where it is some, and as text otherwise."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
 TOOLS: Mapping[str, Blocks] = {
-    "hermes": Blocks(closes={"<tool_call>": "</tool_call>"}, read=_hermes),
-    "llama3": Blocks(closes={"<|python_tag|>": None}, read=_json_answer, starts=("{",)),
-    "mistral": Blocks(closes={"[TOOL_CALLS]": None}, read=_mistral, inside=("[ARGS]", "[CALL_ID]")),
+    "hermes": Blocks(closes={"<tool_call>": "</tool_call>"}, read=hermes),
+    "llama3": Blocks(closes={"<|python_tag|>": None}, read=json_answer, starts=("{",)),
+    "mistral": Blocks(closes={"[TOOL_CALLS]": None}, read=mistral, inside=("[ARGS]", "[CALL_ID]")),
     "deepseek": Blocks(
         closes={
             "<｜tool▁calls▁begin｜>": "<｜tool▁calls▁end｜>", "<｜DSML｜function_calls>": "</｜DSML｜function_calls>",
             "<｜DSML｜tool_calls>": "</｜DSML｜tool_calls>",
         },
-        read=_deepseek, inside=("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "｜DSML｜"),
+        read=deepseek, inside=("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "｜DSML｜"),
     ),
     "kimi": Blocks(
-        closes={"<|tool_calls_section_begin|>": "<|tool_calls_section_end|>"}, read=_kimi,
+        closes={"<|tool_calls_section_begin|>": "<|tool_calls_section_end|>"}, read=kimi,
         inside=("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
     ),
-    "gemma": Blocks(closes={"```tool_code\n": "```", "```tool_call\n": "```"}, read=_gemma, starts=("[", "{", "```json")),
+    "kimi3": Blocks(
+        closes={"<|open|>tools<|sep|>": "<|close|>tools<|sep|>"}, read=kimi3, inside=("<|open|>", "<|close|>", "<|sep|>"),
+        drops=("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
+    ),
+    "gemma4": Blocks(
+        closes={"<|tool_call>": "<tool_call|>", "<start_function_call>": "<end_function_call>"}, read=gemma4,
+        inside=('<|"|>', "<escape>"),
+    ),
+    "gemma": Blocks(closes={"```tool_code\n": "```", "```tool_call\n": "```"}, read=gemma, starts=("[", "{", "```json")),
 }  # fmt: skip
+REQUIRED = Blocks(closes={}, read=json_calls, starts=("[",))  # an answer that a grammar has made a list of calls
 REASONING: Mapping[str, Reasoning] = {
     "think": Reasoning(open="<think>", close="</think>"),
     "mistral": Reasoning(open="[THINK]", close="[/THINK]"),
+    "kimi3": Reasoning(open="<|open|>think<|sep|>", close="<|close|>think<|sep|>"),
+    "gemma4": Reasoning(open="<|channel>thought", close="<channel|>"),
 }
 TOOL_NAMES, REASONING_NAMES = (*TOOLS, HARMONY), (*REASONING, HARMONY)
 
 # What stands in the template of a family that writes so; the first that is found counts.
 _TOOL_SIGNS = {
     "<|tool_calls_section_begin|>": "kimi",
+    "<|open|>": "kimi3",
+    "<|tool_call>": "gemma4",
+    "<start_function_call>": "gemma4",
     "<｜DSML｜": "deepseek",
     "<｜tool▁calls▁begin｜>": "deepseek",
     "[TOOL_CALLS]": "mistral",
@@ -199,7 +68,9 @@ _TOOL_SIGNS = {
     "<|python_tag|>": "llama3",
     "<start_of_turn>": "gemma",
 }
-_REASONING_SIGNS = {"<|channel|>": HARMONY, "[THINK]": "mistral", "<think>": "think"}
+_REASONING_SIGNS = {
+    "<|channel|>": HARMONY, "<|open|>": "kimi3", "<|channel>": "gemma4", "[THINK]": "mistral", "<think>": "think",
+}  # fmt: skip
 
 
 def markers_of(tools: str | None, reasoning: str | None) -> tuple[str, ...]:
@@ -207,7 +78,8 @@ def markers_of(tools: str | None, reasoning: str | None) -> tuple[str, ...]:
     if HARMONY in (tools, reasoning):
         return HARMONY_MARKERS
     thought = () if reasoning is None else (REASONING[reasoning].open, REASONING[reasoning].close)
-    return (*thought, *(() if tools is None else TOOLS[tools].markers))
+    blocks = _blocks(tools, reasoning)
+    return (*thought, *(() if blocks is None else blocks.markers))
 
 
 def tools_of(template: str) -> str | None:
@@ -228,8 +100,17 @@ def parser_for(tools: str | None, reasoning: str | None, *, prompt_end: str = ""
     """For one answer, of formats by name. `prompt_end` may have opened the reasoning."""
     if HARMONY in (tools, reasoning):
         return HarmonyParser(tools=tools == HARMONY)
-    rest: Parser = Plain() if tools is None else BlockParser(TOOLS[tools], texts)
+    blocks = _blocks(tools, reasoning)
+    rest: Parser = Plain() if blocks is None else BlockParser(blocks, texts)
     if reasoning is None:
         return rest
     around = REASONING[reasoning]
     return ReasoningParser(around, rest, begun=prompt_end.rstrip().endswith(around.open))
+
+
+def _blocks(tools: str | None, reasoning: str | None) -> Blocks | None:
+    """What is looked for in an answer. Where no calls are, markers around content still are no part of it."""
+    if tools is not None:
+        return TOOLS[tools]
+    same = TOOLS.get(reasoning or "")
+    return replace(same, closes={}, starts=()) if same is not None and same.drops else None

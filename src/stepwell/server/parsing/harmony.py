@@ -7,10 +7,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 from stepwell.server.parsing.pieces import Call, Markers, Piece, joined
+from stepwell.server.parsing.readers import arguments_alone
+from stepwell.server.parsing.source import SPACE, BlockReader, Reading, Source, Texts
 
 _MESSAGE = "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
@@ -26,8 +27,7 @@ class HarmonyParser:
         self._tools = tools
         self._in_header = True
         self._header = ""
-        self._body = ""
-        self._name: str | None = None  # of the tool that is called
+        self._call: BlockReader | None = None  # the message is one
         self._thinks = False
         self._markers = Markers((_MESSAGE,))
 
@@ -55,23 +55,30 @@ class HarmonyParser:
     def _begin(self) -> None:
         """A message: the header says what it is. One without a channel is the answer."""
         called, channel = _FOR.search(self._header), _CHANNEL.search(self._header)
-        self._name = called.group(1) if called is not None and self._tools else None
-        self._thinks = channel is not None and channel.group(1) == "analysis" and self._name is None
-        self._in_header, self._header, self._body, self._markers = False, "", "", Markers(_ENDS)
+        self._call = _reader(called.group(1)) if called is not None and self._tools else None
+        self._thinks = channel is not None and channel.group(1) == "analysis"
+        self._in_header, self._header, self._markers = False, "", Markers(_ENDS)
 
     def _said(self, text: str) -> Piece:
-        if self._name is not None:
-            self._body += text
-            return Piece()
+        if self._call is not None:
+            return self._call.push(text)
         return Piece(reasoning=text) if self._thinks else Piece(content=text)
 
     def _end(self) -> Piece:
-        name, body = self._name, self._body
-        self._in_header, self._name, self._markers = True, None, Markers((_MESSAGE,))
-        if name is None:
-            return Piece()
-        try:
-            arguments = json.loads(body or "{}")
-        except (ValueError, RecursionError):
-            return Piece(content=body)
-        return Piece(calls=(Call(name=name, arguments=json.dumps(arguments, ensure_ascii=False)),))
+        call, self._call = self._call, None
+        self._in_header, self._markers = True, Markers((_MESSAGE,))
+        return Piece() if call is None else call.finish(closed=True)
+
+
+def _reader(name: str) -> BlockReader:
+    """Of a message to a tool: its arguments, none where it is empty."""
+
+    def read(source: Source, texts: Texts) -> Reading[None]:
+        if (yield from source.skip(SPACE)):
+            yield from arguments_alone(source, name)
+        else:
+            yield Call(name=name, arguments="{}")
+        if (yield from source.skip(SPACE)):
+            raise ValueError("more than arguments")
+
+    return BlockReader(read, {})

@@ -1,25 +1,25 @@
 """What an answer's text is made of: content, reasoning, calls of tools. Joined pieces do not depend on how the text was cut.
 
-    text      Let me look.  <tool_call>{"name": "f", ...}</tool_call>
-    pieces    |- content -|             |------- one call -------|
+    text      Let me look.  <tool_call>{"name": "f", "arguments": {...}}</tool_call>
+    pieces    |- content -|                      |- name, then arguments as they come
 
-A parser holds back what could still become a marker, and space that may stand before one. A call is told once it is whole.
+A parser holds back what could still become a marker, and space that may stand before one. A call is told as soon as its name is
+known and its arguments begin.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """A tool that is to be called, with its arguments in JSON."""
+    """A tool that is to be called, with its arguments in JSON, or as much of both as came at once."""
 
-    name: str
-    arguments: str
+    name: str | None = None  # None: more arguments of the call before it
+    arguments: str = ""
     id: str | None = None  # as the model names it; None where it does not
 
 
@@ -47,20 +47,18 @@ def joined(pieces: Sequence[Piece]) -> Piece:
     return Piece(
         content="".join(piece.content for piece in pieces),
         reasoning="".join(piece.reasoning for piece in pieces),
-        calls=tuple(call for piece in pieces for call in piece.calls),
+        calls=_whole([call for piece in pieces for call in piece.calls]),
     )
 
 
-def call_of(found: Any) -> Call:
-    """A call as most models write one. Raises ValueError."""
-    if not isinstance(found, dict) or not isinstance(found.get("name"), str) or not found["name"]:
-        raise ValueError("a call without a name")
-    arguments = found.get("arguments", found.get("parameters", {}))
-    if isinstance(arguments, str):
-        arguments = json.loads(arguments or "{}")  # JSON within JSON
-    if not isinstance(arguments, dict):
-        raise ValueError("arguments that are no object")
-    return Call(name=found["name"], arguments=json.dumps(arguments, ensure_ascii=False))
+def _whole(parts: Sequence[Call]) -> tuple[Call, ...]:
+    """Calls with as much of their arguments as there is. The first may go on from one that was told before."""
+    calls: list[tuple[Call, list[str]]] = []
+    for part in parts:
+        if part.name is not None or not calls:
+            calls.append((part, []))
+        calls[-1][1].append(part.arguments)
+    return tuple(Call(name=call.name, arguments="".join(arguments), id=call.id) for call, arguments in calls)
 
 
 class Markers:
@@ -78,7 +76,7 @@ class Markers:
             at, marker = min(found)
             self._held = ""
             return text[:at], marker, text[at + len(marker) :]
-        keep = max((_overlap(text, marker) for marker in self._markers), default=0)
+        keep = max((overlap(text, marker) for marker in self._markers), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], None, ""
 
@@ -87,7 +85,7 @@ class Markers:
         return held
 
 
-def _overlap(text: str, marker: str) -> int:
+def overlap(text: str, marker: str) -> int:
     """The length of the longest end of `text` that begins `marker`."""
     return next((size for size in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:size])), 0)
 

@@ -1,0 +1,196 @@
+"""How families write calls whose arguments are no JSON: readers that make JSON of them as they come (`source.py`)."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from stepwell.server.parsing.pieces import Call
+from stepwell.server.parsing.source import SPACE, ReadCalls, Reading, Source, Texts
+
+_GEMMA_QUOTES = ('<|"|>', "<escape>")
+_ATTRIBUTE = re.compile(r'(\w+)="([^"]*)"')
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tags:
+    """A call, its parameters within it, each with a head that names it."""
+
+    call: str
+    behind_call: str
+    parameter: str
+    behind_parameter: str
+    behind_head: str
+    name: Callable[[str], str]  # of a call, from its head
+    key: Callable[[str], tuple[str, bool]]  # of a parameter, from its head, and whether it is text
+
+
+def tagged(tags: Tags) -> ReadCalls:
+    def read(source: Source, texts: Texts) -> Reading[None]:
+        while (yield from source.find(tags.call)):
+            head, _ = yield from source.until(tags.behind_head)
+            yield Call(name=_must_be(tags.name(head)), arguments="{")
+            comma = ""
+            while (yield from source.until(tags.parameter, tags.behind_call))[1] == tags.parameter:
+                head, _ = yield from source.until(tags.behind_head)
+                key, is_text = tags.key(head)
+                prefix, comma = f"{comma}{_quoted(key)}: ", ", "
+                if is_text:
+                    yield Call(arguments=f'{prefix}"')
+                    yield from source.text(tags.behind_parameter)
+                    yield Call(arguments='"')
+                else:
+                    value, _ = yield from source.until(tags.behind_parameter)
+                    yield Call(arguments=prefix + _as_json(value))
+            yield Call(arguments="}")
+
+    return read
+
+
+def _dsml_key(head: str) -> tuple[str, bool]:
+    key, _, kind = head.partition('"')
+    return key, kind.strip() != 'string="false"'
+
+
+def _attributes(head: str) -> dict[str, str]:
+    return {name: html.unescape(value) for name, value in _ATTRIBUTE.findall(head)}
+
+
+def _kimi3_key(head: str) -> tuple[str, bool]:
+    found = _attributes(head)
+    return found.get("key", ""), found.get("type", "string") == "string"
+
+
+dsml = tagged(
+    Tags(
+        call='<｜DSML｜invoke name="', behind_call="</｜DSML｜invoke>", parameter='<｜DSML｜parameter name="',
+        behind_parameter="</｜DSML｜parameter>", behind_head=">", name=lambda head: head.removesuffix('"'), key=_dsml_key,
+    )
+)  # fmt: skip
+kimi3 = tagged(
+    Tags(
+        call="<|open|>call ", behind_call="<|close|>call<|sep|>", parameter="<|open|>argument ",
+        behind_parameter="<|close|>argument<|sep|>", behind_head="<|sep|>",
+        name=lambda head: _attributes(head).get("tool", ""), key=_kimi3_key,
+    )
+)  # fmt: skip
+
+
+def qwen_coder(source: Source, texts: Texts) -> Reading[None]:
+    """`<function=name><parameter=key>value</parameter></function>`. The schema says which values are text."""
+    while (yield from source.find("<function=")):
+        head, _ = yield from source.until(">")
+        name = _must_be(head.strip())
+        yield Call(name=name, arguments="{")
+        yield from _parameters(source, texts.get(name, frozenset()))
+        yield Call(arguments="}")
+
+
+def _parameters(source: Source, are_text: frozenset[str]) -> Reading[None]:
+    """Ends of values may be missing, and so may that of the function where the block was closed."""
+    begin, end, behind = "<parameter=", "</function>", "</parameter>"
+    ends = [f"{lead}{marker}" for marker in (behind, begin, end) for lead in ("", "\n")]
+    _, marker = yield from source.until(begin, end, or_end=True)
+    comma = ""
+    while marker == begin:
+        key, _ = yield from source.until(">")
+        key = key.strip()
+        if (yield from source.peek()) == "\n":  # which the format puts around a value; others are the value's own
+            yield from source.must_have("\n")
+        prefix = f"{comma}{_quoted(key)}: "
+        if key in are_text:
+            yield Call(arguments=f'{prefix}"')
+            marker = yield from source.text(*ends, or_end=True)
+            yield Call(arguments='"')
+        else:
+            value, marker = yield from source.until(*ends, or_end=True)
+            yield Call(arguments=prefix + _as_json(value))
+        comma, marker = ", ", marker.strip()
+        if marker == behind:
+            _, marker = yield from source.until(begin, end, or_end=True)
+
+
+def gemma4(source: Source, texts: Texts) -> Reading[None]:
+    """`call:name{key:<|"|>text<|"|>,other:3}`, as Gemma 4 writes it, and FunctionGemma with other quotes."""
+    while (yield from source.find("call:")):
+        name, _ = yield from source.until("{", consume=False)
+        yield Call(name=_must_be(name.strip()))
+        yield from _literal(source)
+
+
+def _literal(source: Source) -> Reading[None]:
+    first = yield from source.skip(SPACE)
+    if first == "{":
+        yield from _members(source, "{", "}", named=True)
+    elif first == "[":
+        yield from _members(source, "[", "]", named=False)
+    elif quote := (yield from _quote(source)):
+        yield Call(arguments='"')
+        yield from source.text(quote)
+        yield Call(arguments='"')
+    else:
+        value = yield from source.value()
+        yield Call(arguments=_as_json(_must_be(value)))
+
+
+def _members(source: Source, begin: str, end: str, *, named: bool) -> Reading[None]:
+    yield from source.must_have(begin)
+    yield Call(arguments=begin)
+    comma = ""
+    while (yield from source.skip(f"{SPACE},")) != end:
+        if named:
+            key = yield from _key(source)
+            comma += f"{_quoted(key)}: "
+        if comma:
+            yield Call(arguments=comma)
+        yield from _literal(source)
+        comma = ", "
+    yield from source.must_have(end)
+    yield Call(arguments=end)
+
+
+def _key(source: Source) -> Reading[str]:
+    if quote := (yield from _quote(source)):
+        key, _ = yield from source.until(quote)
+        yield from source.until(":")
+        return key
+    key, _ = yield from source.until(":")
+    return key.strip(f'{SPACE}"')
+
+
+def _quote(source: Source) -> Reading[str]:
+    """Goes behind a quote where one stands, and returns it; nothing otherwise."""
+    if (yield from source.peek()) != "<":
+        return ""
+    for quote in _GEMMA_QUOTES:
+        if (yield from source.peek(len(quote))) == quote:
+            yield from source.must_have(quote)
+            return quote
+    return ""
+
+
+def _must_be(text: str) -> str:
+    if not text:
+        raise ValueError("something is missing")
+    return text
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _as_json(text: str) -> str:
+    """A value as JSON where it is some, and as text otherwise."""
+    try:
+        json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return _quoted(text)
+    return text.strip()
+
+
+def _refuse(word: str) -> Any:
+    raise ValueError(f"{word} is no JSON")

@@ -1,0 +1,162 @@
+"""Items of `/v1/responses`: what a conversation is made of on the way in, and what an answer is made of on the way out.
+
+in     message, function_call, function_call_output      as messages of a chat
+out    message, function_call                            as they grow, with the events that tell of them
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from stepwell.server.errors import ApiError
+
+Item = dict[str, Any]
+Event = tuple[str, dict[str, Any]]  # its type, and what else is in it
+_OF_MESSAGES = ("role", "content")
+_KINDS = "message, function_call or function_call_output"
+
+
+# ---- in -----------------------------------------------------------------------------------------
+
+
+def messages_of(items: Sequence[Mapping[str, Any]]) -> list[Item]:
+    """A conversation's items as messages of a chat. Calls belong to the assistant's message before them. Raises ApiError."""
+    messages: list[Item] = []
+    names: dict[object, object] = {}  # of tools, by call
+    for number, item in enumerate(items):
+        kind = item.get("type", "message")
+        if kind == "message":
+            messages.append({name: item[name] for name in _OF_MESSAGES if name in item})
+        elif kind == "function_call":
+            names[_text(number, item, "call_id")] = item.get("name")
+            _calling(messages).append(_call(number, item))
+        elif kind == "function_call_output":
+            id, output = _text(number, item, "call_id"), item.get("output")
+            messages.append({"role": "tool", "tool_call_id": id, "content": output})
+            if names.get(id) is not None:
+                messages[-1]["name"] = names[id]
+        else:
+            raise ApiError(400, f"input[{number}]: items of type {kind!r:.80} are not supported; give {_KINDS}", param="input")
+    return messages
+
+
+def _calling(messages: list[Item]) -> list[Item]:
+    """The calls of the assistant's message at the end, which is made where there is none."""
+    if not messages or messages[-1].get("role") != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    calls: list[Item] = messages[-1].setdefault("tool_calls", [])
+    return calls
+
+
+def _call(number: int, item: Mapping[str, Any]) -> Item:
+    function = {"name": _text(number, item, "name"), "arguments": _text(number, item, "arguments")}
+    return {"id": item["call_id"], "type": "function", "function": function}
+
+
+def _text(number: int, item: Mapping[str, Any], name: str) -> str:
+    found = item.get(name)
+    if not isinstance(found, str):
+        raise ApiError(400, f"input[{number}]: {item['type']} needs {name}, a text", param="input")
+    return found
+
+
+def tools_of(tools: Sequence[Mapping[str, Any]] | None) -> list[Item] | None:
+    """Functions as chats name them: there each stands in an object of its own. Raises ApiError."""
+    for number, tool in enumerate(tools or ()):
+        if tool.get("type") != "function":
+            message = f"tools[{number}]: only tools of type function are supported, got {tool.get('type')!r:.80}"
+            raise ApiError(400, message, param="tools", code="unsupported_parameter")
+    return None if tools is None else [{"type": "function", "function": _without_type(tool)} for tool in tools]
+
+
+def choice_of(choice: Any) -> Any:
+    """`tool_choice` as chats name it."""
+    is_named = isinstance(choice, Mapping) and choice.get("type") == "function"
+    return {"type": "function", "function": _without_type(choice)} if is_named else choice
+
+
+def _without_type(given: Mapping[str, Any]) -> Item:
+    return {name: each for name, each in given.items() if name != "type"}
+
+
+# ---- out ----------------------------------------------------------------------------------------
+
+
+class Output:
+    """An answer's items. One is open at a time, the last: text goes into a message, each call is an item of its own."""
+
+    def __init__(self) -> None:
+        self.items: list[Item] = []
+        self._open: Item | None = None
+
+    def push(self, delta: Mapping[str, Any]) -> list[Event]:
+        """What a chat's stream adds."""
+        events: list[Event] = []
+        if text := delta.get("content"):
+            events += self._write(text)
+        for call in delta.get("tool_calls", ()):
+            if "id" in call:
+                events += self._enter(_called(call["id"], call["function"]["name"]))
+            if arguments := call["function"]["arguments"]:
+                self.items[-1]["arguments"] += arguments
+                events.append(("response.function_call_arguments.delta", {**self._place, "delta": arguments}))
+        return events
+
+    def finish(self, status: str) -> list[Event]:
+        """No more comes. An answer that has nothing is a message without text."""
+        events = [] if self.items else self._write("")
+        return events + self._close(status)
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
+
+    @property
+    def _inside(self) -> dict[str, Any]:
+        return {**self._place, "content_index": 0}
+
+    def _write(self, text: str) -> list[Event]:
+        events: list[Event] = []
+        if self._open is None or self._open["type"] != "message":
+            events += self._enter(_said())
+            events.append(("response.content_part.added", {**self._inside, "part": _part("")}))
+            self.items[-1]["content"] = [_part("")]
+        self.items[-1]["content"][0]["text"] += text
+        return [*events, ("response.output_text.delta", {**self._inside, "delta": text, "logprobs": []})] if text else events
+
+    def _enter(self, item: Item) -> list[Event]:
+        events = self._close("completed")
+        self.items.append(item)
+        self._open = item
+        return [*events, ("response.output_item.added", {"output_index": len(self.items) - 1, "item": dict(item)})]
+
+    def _close(self, status: str) -> list[Event]:
+        item, self._open = self._open, None
+        if item is None:
+            return []
+        item["status"] = status
+        if item["type"] == "message":
+            part = item["content"][0]
+            events: list[Event] = [
+                ("response.output_text.done", {**self._inside, "text": part["text"], "logprobs": []}),
+                ("response.content_part.done", {**self._inside, "part": part}),
+            ]
+        else:
+            told = {"name": item["name"], "arguments": item["arguments"]}
+            events = [("response.function_call_arguments.done", {**self._place, **told})]
+        return [*events, ("response.output_item.done", {"output_index": len(self.items) - 1, "item": item})]
+
+
+def _said() -> Item:
+    return {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "status": "in_progress", "content": []}
+
+
+def _called(call_id: str, name: str) -> Item:
+    id = f"fc_{uuid.uuid4().hex}"
+    return {"id": id, "type": "function_call", "status": "in_progress", "call_id": call_id, "name": name, "arguments": ""}
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

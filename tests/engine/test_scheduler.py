@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 pytest.importorskip("transformers")
 
 from engine.small import PAGE, alone, greedy, prompt, run, small, tokens_of
+from stepwell.base.ids import Tier
 from stepwell.engine import Limits, scheduler
 from stepwell.engine.scheduler import COMPARED, _shared_bytes
-from waiting import run_to_the_end, run_until
+from waiting import run_to_the_end, run_until, settle
 
 
 @given(st.integers(0, 40), st.integers(0, 40), st.integers(0, 40), st.integers(0, 3))
@@ -66,3 +67,20 @@ def test_a_request_that_was_put_back_has_only_begun_to_wait() -> None:
         urgent = engine.submit(greedy(prompt(20, seed=1), 1, priority=1))
         ended = [delta.request for delta in run_to_the_end(engine) if delta.finish is not None]
     assert ended == [urgent, old]
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v32"])
+def test_a_request_that_does_not_fit_alone_begins_anew_on_an_empty_device(family: str) -> None:
+    """Else it would find its pages again where they lie, as scattered as before, and fail at the same token."""
+    ask = greedy(prompt(9 * PAGE + 3), 20)
+    with small(family) as engine:
+        number = engine.submit(ask)
+        deltas = run_until(engine, lambda: any(each.answer_tokens > 4 for each in engine.scheduler.active.values()))
+        settle(engine.cache)
+        (request,) = engine.scheduler.active.values()
+        engine.scheduler._make_alone_fit(request)
+        assert engine.cache.stats().tier(Tier.DEVICE).used_bytes == 0 and number in engine.scheduler.waiting
+        deltas += run_to_the_end(engine)
+        engine.cache.audit()
+        assert tokens_of(deltas) == alone(family, [ask])[0]
+        assert deltas[-1].usage is not None and deltas[-1].usage.preemptions == 1

@@ -30,6 +30,7 @@ from stepwell.store_tier.hand_out import HandOut, hand_out, is_on_host
 from stepwell.store_tier.ticket import Ticket
 from stepwell.store_tier.tier import StoreTier
 from stepwell.tiers import external, publish, restore
+from stepwell.tiers.eviction import make_room
 from stepwell.tiers.external import EnginePages
 from stepwell.tiers.lease import Lease, Leases, LeaseState, RequestOptions
 from stepwell.tiers.lifetime import Pins
@@ -269,6 +270,12 @@ class Cache(ReadOnlyCache):
         self._state.copies.take_back_all()
         lose_device(self._state.tree, self._state.loss(LossReason.DEVICE, Tier.DEVICE))
         self._state.give_back_host()
+
+    @one_thread
+    def evict_idle(self) -> None:
+        """Evicts from the device all that nobody uses, as far as it may leave at once. Host and store keep what they have."""
+        layout = self._state.arena(Tier.DEVICE).layout
+        make_room(self._state, Tier.DEVICE, {kind: layout.rows(kind) + 1 for kind in layout.strides}, may_spill=False)
 
     @one_thread
     def flush(self, *, namespace: Namespace | None = None) -> None:

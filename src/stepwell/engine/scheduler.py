@@ -325,12 +325,15 @@ class Scheduler:
                     return False
 
     def _make_alone_fit(self, request: Request) -> None:
-        """Its pages lie scattered over the device: a fresh start packs them, once."""
+        """Its pages lie scattered over the device: a fresh start packs them, once. What it had leaves the device for that: it
+        would be found again where it lies.
+        """
         if request.repacked_at == request.position:
             self.failed.append((request, NO_ROOM))
             return
         request.repacked_at = request.position
         self._preempt(request)
+        self._cache.evict_idle()
 
     def _preempt(self, request: Request) -> None:
         request.preemptions += 1

@@ -140,6 +140,9 @@ HOSTILE = {
     "never compiled": (Kind.JSON_SCHEMA, json.dumps(
         {"allOf": [{"type": "string", "pattern": f"^(.*a.{{{n}}})*$"} for n in range(1, 40)]})),
     "too long": (Kind.REGEX, "a" * 100_000),
+    "slow in a frame": (Kind.FRAMED, json.dumps({"frame": "start: <[256]> @p", "parts": {
+        "p": ["json_schema", '{"type": "integer", "multipleOf": 1000003}']}})),
+    "a frame of nothing": (Kind.FRAMED, json.dumps({"frame": "start: @q", "parts": {"p": ["choice", '["a"]']}})),
 }  # fmt: skip
 
 
@@ -152,6 +155,26 @@ def test_grammars_that_cannot_be_followed_are_refused(name: str) -> None:
         with pytest.raises(ConfigError, match=r"cannot be followed|too complex|characters"):
             engine.guides.compile(Grammar(kind=kind, source=source))
         assert time.monotonic() - began < 60
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "text"),
+    [
+        ("json_schema", '{"enum": [{"a": 1}]}', '{"a":1}'), ("regex", "[0-9]{3}", "123"), ("choice", '["up", "down"]', "down"),
+        ("grammar", 'start: "a" x\nx: "b"~3', "abbb"), ("grammar", 'root ::= "x" [0-9] "y"', "x7y"),
+    ],
+)  # fmt: skip
+def test_a_frame_has_other_grammars_and_tokens_in_it(kind: str, source: str, text: str) -> None:
+    frame = json.dumps({"frame": 'start: <[256]> "q" @p "r"', "parts": {"p": [kind, source]}})
+    with guided_engine() as engine:
+        assert engine.guides is not None
+        following = engine.guides.compile(Grammar(kind=Kind.FRAMED, source=frame)).follow()
+        answer: list[int] = []
+        for token in [256, *f"q{text}r".encode()]:
+            words = following.allowed(answer)
+            assert words.view("uint32")[token // 32] >> (token % 32) & 1, (answer, token)
+            answer.append(token)
+        assert following.allowed(answer)[256 // 32] and not following.allowed(answer)[: 256 // 32].any(), "nothing but its end"
 
 
 def test_a_grammar_that_grows_too_complex_ends_its_own_request_alone() -> None:

@@ -217,6 +217,28 @@ def test_a_collector_gets_spans_by_the_end_of_the_server(path: str) -> None:
         assert names["service.name"] == "stepwell" and SECRET not in str(collector.got)
 
 
+def test_what_a_collector_decodes_has_names_parents_times_and_attributes() -> None:
+    """What `--otlp-endpoint` sends, read with OpenTelemetry's own messages, as the standard's receivers read it."""
+    with collecting() as collector:
+        options = Namespace(otlp_endpoint=collector.address)
+        traces = otlp.open_traces(options, {}, model=NAME, clock=SystemClock())
+        with running(serving={"traces": traces}) as served:
+            body = {"model": NAME, "prompt": PROMPT, "max_tokens": 3, "ignore_eos": True}
+            httpx.post(f"{served.address}/v1/completions", json=body, headers=CLIENT, timeout=PATIENCE_S).raise_for_status()
+        sent = [scope for each in collector.got for resource in each.resource_spans for scope in resource.scope_spans]
+    spans = {span.name: span for scope in sent for span in scope.spans}
+    assert spans.keys() == {"request", "lookup", "prefill", "decode"} and {scope.scope.name for scope in sent} == {"stepwell"}
+    request = spans.pop("request")
+    assert (request.trace_id.hex(), request.parent_span_id.hex()) == (TRACE, SPAN) and request.kind == request.SPAN_KIND_SERVER
+    for part in spans.values():
+        assert (part.trace_id, part.parent_span_id) == (request.trace_id, request.span_id) and part.span_id != request.span_id
+        assert request.start_time_unix_nano <= part.start_time_unix_nano <= part.end_time_unix_nano <= request.end_time_unix_nano
+    told = {each.key: each.value for each in request.attributes}
+    assert told["gen_ai.request.model"].string_value == NAME and told["gen_ai.usage.output_tokens"].int_value == 3
+    assert told["stepwell.computed_tokens"].int_value == told["gen_ai.usage.input_tokens"].int_value > 0
+    assert [each.string_value for each in told["gen_ai.response.finish_reasons"].array_value.values] == ["length"]
+
+
 class Failing(SpanExporter):
     """Fails, or raises, or succeeds, as it is told."""
 

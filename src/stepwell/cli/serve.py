@@ -19,6 +19,7 @@ from stepwell.base.errors import ConfigError
 from stepwell.base.units import parse_bytes
 from stepwell.cli import answer_options, engine_options, handover, kv_events, otlp, serve_summary
 from stepwell.cli.command import Command
+from stepwell.cli.heap import HeapTrimmer, glibc_trim
 
 if TYPE_CHECKING:
     from stepwell.server.principals import Secrets
@@ -148,13 +149,19 @@ def _serve(args: Namespace) -> int:
     summary += offered.summary() + kv_events.summary(args) + otlp.summary(args, os.environ)
     summary += [] if roles is None else roles.summary()
 
+    heap = HeapTrimmer(glibc_trim())
+
     def ready() -> None:
         _collect_often()
+        heap.start()
         print("\n".join(f"{label:<12}  {value}" for label, value in summary), flush=True)
         fields = {"model": names, "address": address_of(taken), "kernels": kernels}
         log.info("ready", extra={"fields": fields})
 
-    server.run(taken, on_ready=ready)
+    try:
+        server.run(taken, on_ready=ready)
+    finally:
+        heap.close()
     return 0
 
 

@@ -47,6 +47,7 @@ FETCHED = StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, recompute_tokens_pe
 # Processes on one GPU take turns on it, and every sum waits for both: so passes are few.
 FEW_PASSES = Limits(chunk_tokens=128, max_running=4)
 LIMITS = WorkerLimits(silent_s=60, pass_s=90, start_s=240)
+COMPILES = WorkerLimits(silent_s=60, pass_s=400, start_s=400)  # where `make build-kernels` was not run before
 HANGS_S = 150.0  # then it is said what its workers do
 PEER = Path(__file__).with_name("pinned_peer.py")
 
@@ -65,8 +66,9 @@ ASKED = (prompt(300), prompt(300)[:260] + prompt(40, seed=2))  # V4 can be resum
 
 
 def opened(family: str, root: Path, ranks: int, dtype: str, **more: Any) -> Engine:
-    sizes = WIDE_MEMORY if family.startswith("wide-") else {}
-    several = {"worker_limits": LIMITS} if ranks > 1 else {}
+    is_wide = family.startswith("wide-")
+    sizes = WIDE_MEMORY if is_wide else {}
+    several = {"worker_limits": COMPILES if is_wide else LIMITS} if ranks > 1 else {}
     device = TWO if ranks == 2 else ONE
     return open_engine(family, root, ranks, device=device, dtype=dtype, limits=FEW_PASSES, **{**sizes, **several, **more})
 

@@ -11,8 +11,10 @@ import gc
 import json
 import sys
 from collections import Counter
+from contextlib import suppress
 from typing import Any
 
+import psutil
 from vllm import LLM, SamplingParams
 from vllm.config import KVEventsConfig, KVTransferConfig
 from vllm.distributed import cleanup_dist_env_and_memory
@@ -108,7 +110,8 @@ def live(life: dict[str, Any]) -> dict[str, Any]:
         "rounds": rounds, "preemptions": watched.preemptions, "counters": watched.counters(), "events": watched.events,
         "hits": dict(watched.hits),
     }  # fmt: skip
-    llm.llm_engine.engine_core.shutdown()
+    with suppress(psutil.NoSuchProcess):  # vLLM kills what is left, and on a busy machine that may have ended meanwhile
+        llm.llm_engine.engine_core.shutdown()
     del llm, watched
     gc.collect()
     cleanup_dist_env_and_memory()

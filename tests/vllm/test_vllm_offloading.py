@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from vllm_engines import answers, life, offloading, run, scheduled, text
 
 PROMPT = text(1, 300)
 CACHED = {"llama": 288, "gemma3": 288, "falconh1": 256}  # whole blocks of 32 tokens, or 64
+HAS_BF16 = platform.machine() != "aarch64" or " bf16" in Path("/proc/cpuinfo").read_text()
+OTHER_DTYPE = "bfloat16" if HAS_BF16 else "float16"  # vLLM for Arm ends in an illegal instruction on cores without bf16
 
 
 @pytest.fixture(scope="session")
@@ -66,7 +69,7 @@ def test_other_weights_dtypes_and_layouts_find_nothing(models: Path, tmp_path: P
     lives = [
         life(model, [[PROMPT]], kv=kv),
         life(other, [[PROMPT]], kv=kv),
-        life(model, [[PROMPT]], kv=kv, llm={"dtype": "bfloat16"}),
+        life(model, [[PROMPT]], kv=kv, llm={"dtype": OTHER_DTYPE}),
         life(model, [[PROMPT]], kv=kv, llm={"block_size": 64}),
         life(model, [[PROMPT]], kv=kv, llm={"hf_overrides": {"rope_theta": 20000.0}}),
         life(model, [[{"tokens": PROMPT, "salt": "a"}]], kv=kv),

@@ -76,7 +76,8 @@ class Ours:
 
 def run(load: Load, rounds: int, cluster: Cluster) -> None:
     memory = memoryview(load.memory.rows(Kind.PREFIX).base)
-    store = cluster.open(buffers=[memory], staging_bytes=str(192 << 20))
+    store = cluster.open(staging_bytes=str(192 << 20))
+    store.register([memory])
     raw = Raw(load, store._session.client._raw)
     usual, whole = Driver(store, load), Driver(store, load, chunk_bytes=load.batch_bytes)
     contenders: Sequence[Raw | Ours] = (Ours(USUAL, load, usual), Ours(WHOLE, load, whole), raw)

@@ -5,8 +5,11 @@ And what only a stand-in shows on demand: every code, every way through register
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from threading import Event
 
 import pytest
 from mooncake_stand_in import StandIn, join
@@ -64,6 +67,56 @@ def test_large_values_in_registered_memory_are_not_copied(store: MooncakeStore, 
     (result,) = store.read_into(HERE, [Read(key=key("x"), into=arena[LARGE : 2 * LARGE])])
     assert result.outcome is ReadOutcome.FOUND and arena[LARGE : 2 * LARGE] == arena[:LARGE]
     assert raw.slices == [2, 2], "the stamp and the caller's memory, both ways"
+
+
+def test_one_read_moves_data_at_a_time(store: MooncakeStore, raw: StandIn) -> None:
+    store.write_from(HERE, [offer(HERE, str(name)) for name in range(8)])
+    running, most, pause = 0, 0, Event()
+
+    def slow() -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        pause.wait(0.01)  # time for another to come in
+        running -= 1
+
+    raw.slow = slow
+    with ThreadPoolExecutor(4) as readers:
+        values = list(readers.map(lambda name: fetch(store, HERE, str(name)), range(8)))
+    assert values == [payload(str(name), 1000) for name in range(8)]
+    assert most == 1
+
+
+def test_who_waited_for_a_read_that_stalled_begins_none_of_its_own(raw: StandIn) -> None:
+    clock, began, go_on = ManualClock(), Event(), Event()
+    with closing(MooncakeStore(join(raw), staging_bytes=STAGING_BYTES, clock=clock)) as store:
+        store.write_from(HERE, [offer(HERE, "x"), offer(HERE, "y")])
+        session = store._session
+
+        def stall() -> None:
+            began.set()
+            assert go_on.wait(60)
+            clock.advance(60.0)
+
+        raw.slow, raw.codes = stall, [-800]
+        calls = len(raw.calls)
+        with ThreadPoolExecutor(2) as readers:
+            first = readers.submit(fetch, store, HERE, "x")
+            assert began.wait(60)
+            second = readers.submit(fetch, store, HERE, "y")
+            wait_for(lambda: session._verbs_running == 2)
+            go_on.set()
+            for reader in (first, second):
+                with pytest.raises(StoreError, match="stalled"):
+                    reader.result(60)
+        assert len(raw.calls) == calls + 1
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
 
 
 def test_other_values_go_through_staging(store: MooncakeStore, raw: StandIn, arena: memoryview) -> None:

@@ -102,6 +102,10 @@ class Arena:
         """How many pages are handed out of a slab that a kind holds."""
         return self._slabs.used_in(slab, kind)
 
+    def slab_pages(self, kind: Kind, slab: int) -> int:
+        """How many pages of a kind a slab has."""
+        return self._slabs.size_of(slab, kind)
+
     @property
     def idle_slabs(self) -> tuple[int, int]:
         """How many slabs nobody holds, and how many of these prefix pages are not to take."""

@@ -56,6 +56,10 @@ class SlabPool:
         """How many pages are taken of a slab that the kind holds."""
         return self._sizes[kind][slab] - self._num_free[slab]
 
+    def size_of(self, slab: int, kind: Kind) -> int:
+        """How many pages of a kind it has."""
+        return self._sizes[kind][slab]
+
     @property
     def idle(self) -> tuple[int, int]:
         """How many slabs nobody holds, and how many of these are kept from prefix pages."""

@@ -90,6 +90,10 @@ class ValuePolicy(Protocol):
 
     def place(self, facts: Facts) -> Place: ...
 
+    def due(self, used_at: float, urgent_until_s: float, visit: Visit | None) -> tuple[int, float]:
+        """The group and the time of a place, which when somebody came last says alone; its level says what is saved per byte."""
+        ...
+
     def worth(self, group: int, level: int, since: float) -> float:
         """Of a place, now. Never rises while time passes, and of two in one group and level the later has no less."""
         ...
@@ -102,17 +106,20 @@ class Expected:
         self._reuse = reuse
 
     def place(self, facts: Facts) -> Place:
-        visit, share = facts.visit, 1.0
+        share = 1.0
         if facts.distance:
             share = self._reuse.share(facts.next_distance, facts.distance)
         if facts.backup_deferred:
             share *= DEFERRED_WORTH
-        level = _level(facts.saved_tokens, facts.size_bytes, share)
-        group, since = (visit.group, visit.at_s) if visit is not None else (0, facts.used_at)
-        if facts.urgent_until_s > since:
-            steps = round((facts.urgent_until_s - since) / PRIORITY_STEP_S)
+        group, since = self.due(facts.used_at, facts.urgent_until_s, facts.visit)
+        return Place(group, _level(facts.saved_tokens, facts.size_bytes, share), since)
+
+    def due(self, used_at: float, urgent_until_s: float, visit: Visit | None) -> tuple[int, float]:
+        group, since = (visit.group, visit.at_s) if visit is not None else (0, used_at)
+        if urgent_until_s > since:
+            steps = round((urgent_until_s - since) / PRIORITY_STEP_S)
             group += min(steps, MOST_STEPS) * NUM_GROUPS  # more than a priority has where the request was long at it
-        return Place(group, level, since)
+        return group, since
 
     def worth(self, group: int, level: int, since: float) -> float:
         octaves = level / LEVELS_PER_OCTAVE
@@ -207,7 +214,8 @@ class ReuseModel:
         total = self._left_before[NUM_BINS]
         if not total:
             return 1.0 if not nearest else LEAST_SHARE
-        return max((self._left_within(farthest) - self._left_within(nearest)) / total, LEAST_SHARE)
+        nearer = self._left_within(nearest) if nearest else 0.0
+        return max((self._left_within(farthest) - nearer) / total, LEAST_SHARE)
 
     # ---- inside -----------------------------------------------------------------------------------
 

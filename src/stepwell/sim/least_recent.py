@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stepwell.policy.value import Facts, Place
+from stepwell.policy.value import Facts, Place, Visit
 
 
 class LeastRecent:
@@ -10,6 +10,9 @@ class LeastRecent:
 
     def place(self, facts: Facts) -> Place:
         return Place(0, 0, max(facts.used_at, facts.urgent_until_s))
+
+    def due(self, used_at: float, urgent_until_s: float, visit: Visit | None) -> tuple[int, float]:
+        return 0, max(used_at, urgent_until_s)
 
     def worth(self, group: int, level: int, since: float) -> float:
         return since

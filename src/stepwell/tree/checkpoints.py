@@ -97,22 +97,27 @@ def drop_residency(tree: Tree, residency: Residency, loss: Loss) -> None:
     if node is None or residency.checkpoint.held[residency.tier] is not residency:
         return
     leave_tier(tree, residency, loss)
-    _let_go(tree, node, residency)
+    tree.queue(node)
+    let_go(tree, node, residency)
 
 
 def leave_tier(tree: Tree, residency: Residency, loss: Loss) -> None:
-    """The part of `drop_residency` that is the tree's: the pages are still to be given back."""
+    """The part of `drop_residency` that is the tree's: its node is still to be queued, and the pages to be given back."""
     checkpoint, tier = residency.checkpoint, residency.tier
     node = checkpoint.node
-    assert node is not None
-    before = node.leads_to_checkpoints(tier)
+    assert node is not None and node.parent is not None and node.parent.kids is not None
     checkpoint.held[tier] = None
     tree.version += 1
-    if not any(checkpoint.held):
+    if checkpoint.held[1 - tier] is None:
         _leave(checkpoint, node)
         node.note_loss(checkpoint.page, loss)
-    tree.carry_checkpoints_up(node, tier, before)
-    tree.queue(node)
+    if (node.checkpoints or node.kids is not None) and node.leads_to_checkpoints(tier):
+        return
+    anchored = node.parent.kids.anchored
+    if anchored[tier] > 1 and not tree.ranking.repeats_first:
+        anchored[tier] -= 1  # what is above stays what it was: another checkpoint of the tier is below it still
+    else:
+        tree.carry_checkpoints_up(node, tier, before=True)
 
 
 def forget(tree: Tree, checkpoint: Checkpoint, loss: Loss) -> None:
@@ -123,7 +128,7 @@ def forget(tree: Tree, checkpoint: Checkpoint, loss: Loss) -> None:
     node.note_loss(checkpoint.page, loss)
     for residency in checkpoint.held:
         if residency is not None:
-            _let_go(tree, node, residency)
+            let_go(tree, node, residency)
     checkpoint.held = [None, None]
 
 
@@ -163,7 +168,7 @@ def _bytes_kept(tree: Tree, residency: Residency, *, times: int) -> int:
     return size
 
 
-def _let_go(tree: Tree, node: Node, residency: Residency) -> None:
+def let_go(tree: Tree, node: Node, residency: Residency) -> None:
     """Gives back the pages of a checkpoint that left a tier, and its node, and says so."""
     arena, all_freed = tree.arenas[residency.tier], True
     for kind, ids in residency.spans():

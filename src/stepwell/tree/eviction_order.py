@@ -176,6 +176,32 @@ class EvictionOrder:
                 heappop(heads)
         return None
 
+    def in_turn(self) -> Iterator[tuple[_Key, float, Victim]]:
+        """Who would be taken out of an order that is held, one after the other: where it was queued, since when, and who.
+
+        Each has left the order when the next is asked for. A heap is asked for its next while that is before all other heads, and
+        none of these changes: nothing is put in order again for it.
+        """
+        while (head := self.held_head()) is not None:
+            assert self._heads is not None
+            rank, _, _, _, _, key, heap = head
+            others = min(self._heads[1:3]) if len(self._heads) > 1 else None
+            last_head = self._last_head
+            entry = heap[0]
+            while True:
+                yield key, entry[0], entry[2]
+                if self._last_head != last_head:
+                    break
+                while heap and heap[0][2].entry != heap[0][1]:
+                    heappop(heap)
+                if not heap:
+                    break
+                entry = heap[0]
+                if others is None:
+                    continue
+                if others[2:4] < entry[:2] if others[5] == key else others < (rank, self._worth(*key, entry[0]), *entry[:2]):
+                    break
+
     def _head_of(self, key: _Key, heap: list[_Entry]) -> Head:
         """Says that what is first in a heap now counts as its head."""
         since, number, _ = heap[0]

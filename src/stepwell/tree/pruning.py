@@ -176,6 +176,16 @@ def _remove_below(tree: Tree, top: Node, loss: Loss) -> None:
         node.parent = node.kids = None
 
 
+def leave_tree(tree: Tree, node: Node, loss: Loss) -> None:
+    """Takes a node out of the tree that had its last pages in no tier but the one they have just left, and nothing below it."""
+    node.num_pages = 0
+    node.keys = node.rest = b""
+    node.missing_states = None
+    for told in tree.on_shortened:
+        told(node)
+    unlink(tree, node, loss)
+
+
 def unlink(tree: Tree, node: Node, loss: Loss) -> None:
     """Takes a node without pages out of its parent, which knows by then that nothing leads there."""
     parent = node.parent

@@ -11,14 +11,14 @@ when its tenant has too much (`own_orders.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from stepwell.base.ids import CACHED_TIERS, Kind, Tier
 from stepwell.base.spec import ModelSpec
 from stepwell.memory.arena import Arena
 from stepwell.policy.value import Facts, Place, ValuePolicy
 from stepwell.tree.accounts import Account
-from stepwell.tree.eviction_order import REPEATED, USEFUL, WORTHLESS, EvictionOrder, Head, Standing
+from stepwell.tree.eviction_order import REPEATED, USEFUL, WORTHLESS, EvictionOrder, Standing
 from stepwell.tree.node import Node, Residency, Run, Victim, previous_boundary
 from stepwell.tree.own_orders import Orders, OwnOrders
 from stepwell.tree.tails import Tail, Tails
@@ -41,7 +41,8 @@ class Ranking:
         self._value = value
         self._page_tokens = spec.page_tokens
         # A list by tier: every candidate comes by here several times.
-        self._page_bytes = [arenas[tier].layout.prefix_stride if tier in arenas else 0 for tier in CACHED_TIERS]
+        strides = [arenas[tier].layout.prefix_stride if tier in arenas else 1 for tier in CACHED_TIERS]
+        self._page_levels = [value.place(Facts(0.0, spec.page_tokens, stride)).level for stride in strides]
         self.repeats_first = repeats_first and len(arenas) == len(CACHED_TIERS)
         self.tails = Tails(spec, arenas, repeats_first=self.repeats_first)
         self._needs_checkpoints = spec.free_step is None  # prefix pages are of no use behind the last checkpoint
@@ -162,31 +163,47 @@ class Ranking:
 
     def first(self, tier: Tier, *, runs: bool, checkpoints: bool) -> Victim | None:
         """Who would be taken out next of a tier that is held. Brings entries up to date; takes nothing out."""
-        orders = self._orders[tier]
-        head = orders.runs.held_head() if runs else None
-        if head is None or not self._is_leaf_as_queued(head):
-            return self._first(orders, runs=runs, checkpoints=checkpoints)
-        if checkpoints and head[0] > WORTHLESS and orders.checkpoints:
-            other = self._settled_head(orders.checkpoints)
-            if other is not None and orders.checkpoints.rank(other[1]) < head[:3]:
-                return other[0]
-        return head[6][0][2]
+        return self._first(self._orders[tier], runs=runs, checkpoints=checkpoints)
 
-    def _is_leaf_as_queued(self, head: Head) -> bool:
-        """Whether the first run of an order stands where it did, the short way: most are leaves that nothing stands in or on."""
-        rank, _, since, _, _, key, heap = head
-        run = heap[0][2]
-        assert isinstance(run, Run), f"{run} is queued as a run"
-        node, tier = run.node, run.tier
-        other = node.runs[1 - tier]
-        if node.kids is not None or node.checkpoints or node.parent is None or self.repeats_first:
-            return False
-        if other is not None and other.num_pages < node.num_pages:
-            return False
-        if self._needs_checkpoints:
-            return rank == WORTHLESS and node.used_at == since
-        facts = Facts(node.used_at, self._page_tokens, self._page_bytes[tier], node.urgent_until, node.visit)
-        return rank == USEFUL and self._value.place(facts) == (key[1], key[2], since)
+    def leaves_in_turn(self, tier: Tier, *, checkpoints: bool) -> Iterator[Run]:
+        """Runs that would be taken out next of a tier that is held, as long as they are leaves that nothing stands in or on.
+
+        Each has left when the next is asked for. Most runs are such leaves, and whether one stands where it did is soon said.
+        With `checkpoints` only runs that are worth nothing, or all while there are none of those.
+        """
+        runs, others = self._orders[tier]
+        if self.repeats_first:
+            return
+        due = self._value.due
+        useful_too, is_dead = not checkpoints or not others, self._needs_checkpoints
+        for (rank, group, _), since, run in runs.in_turn():
+            assert isinstance(run, Run), f"{run} is queued as a run"
+            node = run.node
+            if node.kids is not None or node.checkpoints or node.parent is None:
+                return
+            other = node.runs[1 - tier]
+            if other is not None and other.num_pages < node.num_pages:
+                return
+            if is_dead:
+                as_queued = rank == WORTHLESS and node.used_at == since
+            else:
+                as_queued = rank == USEFUL and due(node.used_at, node.urgent_until, node.visit) == (group, since)
+            if not as_queued or (rank == USEFUL and not useful_too):
+                return
+            yield run
+
+    def checkpoints_in_turn(self, tier: Tier) -> Iterator[Residency]:
+        """Checkpoints that would be taken out next of a tier that is held, as long as no run is a candidate and each stands where
+        it did. Each has left when the next is asked for.
+        """
+        runs, checkpoints = self._orders[tier]
+        for key, since, residency in checkpoints.in_turn():
+            assert isinstance(residency, Residency), f"{residency} is queued as a checkpoint"
+            if runs.held_head() is not None or not _in_tree(residency):
+                return
+            if self._residency_standing(residency) != (key[0], (key[1], key[2], since)):
+                return
+            yield residency
 
     def hold(self, tier: Tier) -> bool:
         """Nobody's worth changes in a tier until `let_go`, so that its order need not be found again. False where it was held."""
@@ -245,8 +262,8 @@ class Ranking:
         node = run.node
         if tail.dead:
             return Standing(WORTHLESS, Place(0, 0, node.used_at))
-        facts = Facts(node.used_at, self._page_tokens, self._page_bytes[run.tier], node.urgent_until, node.visit)
-        place = self._value.place(facts)
+        group, since = self._value.due(node.used_at, node.urgent_until, node.visit)
+        place = Place(group, self._page_levels[run.tier], since)
         return Standing(USEFUL, place) if not tail.repeated else _repeated(place)
 
     def _residency_standing(self, residency: Residency) -> Standing:
@@ -260,16 +277,12 @@ class Ranking:
         page_tokens, visit = self._page_tokens, node.visit
         end = visit.end if visit is not None else checkpoint.page
         follower = checkpoint.follower
-        facts = Facts(
-            used_at=checkpoint.used_at,
-            saved_tokens=(checkpoint.page - before) * page_tokens,
-            size_bytes=max(size, 1),
-            urgent_until_s=node.urgent_until,
-            visit=visit,
-            distance=(max(end - checkpoint.page, 0) + 1) * page_tokens,
-            next_distance=(max(end - follower.page, 0) + 1) * page_tokens if follower is not None else 0,
-            backup_deferred=residency.backup_deferred,
-        )
+        distance = (max(end - checkpoint.page, 0) + 1) * page_tokens
+        next_distance = (max(end - follower.page, 0) + 1) * page_tokens if follower is not None else 0
+        facts = Facts(  # in its order: with names it takes twice the time
+            checkpoint.used_at, (checkpoint.page - before) * page_tokens, max(size, 1), node.urgent_until, visit,
+            distance, next_distance, residency.backup_deferred,
+        )  # fmt: skip
         place = self._value.place(facts)
         return Standing(USEFUL, place) if not self._is_repeated(residency) else _repeated(place)
 

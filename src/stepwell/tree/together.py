@@ -13,12 +13,12 @@ import numpy as np
 
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.tasks import NO_PAGES, PageIds
-from stepwell.memory.arena import Need
+from stepwell.memory.arena import Arena, Need
 from stepwell.tree.accounts import Account
-from stepwell.tree.checkpoints import drop_residency, leave_tier, tell_left
+from stepwell.tree.checkpoints import leave_tier, let_go, tell_left
 from stepwell.tree.eviction_order import USEFUL
 from stepwell.tree.node import ABSENT, Loss, Node, Residency, Run, Victim
-from stepwell.tree.pruning import note_cut, shorten, tell, unlink
+from stepwell.tree.pruning import leave_tree, note_cut, shorten, tell
 from stepwell.tree.tree import Tree
 
 PREFIX, POINT = Kind.PREFIX, Kind.POINT
@@ -49,11 +49,20 @@ def leave_together(
     go than `patience_bytes`.
     """
     batch = _Batch(tree, tier, need, short, loss)
-    first, checkpoints = tree.ranking.first, any_sort or Kind.WINDOW in short or POINT in short
+    ranking, checkpoints = tree.ranking, any_sort or Kind.WINDOW in short or POINT in short
     victim = None
     try:
         while not batch.is_over and batch.in_vain_bytes < patience_bytes:
-            victim = first(tier, runs=True, checkpoints=checkpoints)
+            for leaf in ranking.leaves_in_turn(tier, checkpoints=checkpoints):
+                if not batch.take_run(leaf) or batch.is_over:
+                    break
+            if not batch.is_over and checkpoints:
+                for checkpoint in ranking.checkpoints_in_turn(tier):
+                    if not batch.take_residency(checkpoint) or batch.is_over or batch.in_vain_bytes >= patience_bytes:
+                        break
+            if batch.is_over or batch.in_vain_bytes >= patience_bytes:
+                break
+            victim = ranking.first(tier, runs=True, checkpoints=checkpoints)
             if victim is None or not (batch.take_run(victim) if isinstance(victim, Run) else batch.take_residency(victim)):
                 break
             victim = None
@@ -62,18 +71,34 @@ def leave_together(
     return Gone(batch.num_pages, batch.num_checkpoints, batch.in_vain_bytes, victim)
 
 
+class _Left(dict[int, int]):
+    """How many pages of each slab of a kind are in use, those that have left the tree taken off. Counted from the first on."""
+
+    def __init__(self, arena: Arena, kind: Kind) -> None:
+        self.stride, self.slab_bytes = arena.layout.strides[kind], arena.layout.slab_bytes
+        self._arena, self._kind = arena, kind
+
+    def __missing__(self, slab: int) -> int:
+        return self._arena.used_in_slab(self._kind, slab)
+
+
 class _Batch:
     """Victims that have left the tree, and pages that the arena has not been told about yet."""
 
     def __init__(self, tree: Tree, tier: Tier, need: Need, short: Need, loss: Loss) -> None:
-        self._tree, self._tier, self._need, self._short, self._loss = tree, tier, need, short, loss
+        self._tree, self._tier, self._loss = tree, tier, loss
         self._arena = tree.arenas[tier]
         self._refs = self._arena.refs[PREFIX]
         self._ref_of = self._refs.data  # one number of it is read in less time than from the array
         self._wanted = short[PREFIX]
         self._is_heard = bool(tree.feeds)
-        self._has_slabs = len(self._arena.layout.strides) > 1
-        self._left: dict[tuple[Kind, int], int] = {}  # pages of a slab in use, with these gone
+        self._needs_checkpoints = tree.spec.free_step is None
+        # Where prefix pages alone are needed, and may have every slab, those that empty of themselves change nothing for them.
+        self._has_every_slab = len(need) == 1 and not self._arena.idle_slabs[1]
+        self._counts_slabs = len(self._arena.layout.strides) > 1 and not self._has_every_slab
+        self._left: dict[Kind, _Left] = {}
+        self._helps = [kind for kind in short if kind is not PREFIX]
+        self._spoils = [kind for kind in need if kind is not PREFIX and kind not in short]  # see `take_residency`
         self._ids: list[PageIds] = []
         self._points: list[PageIds] = []
         self._account: Account | None = None  # whose the last runs are,
@@ -83,10 +108,10 @@ class _Batch:
 
     def take_run(self, run: Run) -> bool:
         """Takes a run out of the tier, or as much of it as is wanted. False, and nothing is changed, if it has to go alone."""
-        node, count = run.node, run.num_pages
+        node, count, tier, tree = run.node, run.num_pages, self._tier, self._tree
         if count != node.num_pages or node.checkpoints:
             return False
-        other = node.runs[1 - self._tier]
+        other = node.runs[1 - tier]
         if node.kids is not None if other is None else other.num_pages != count:
             return False
         if count > self._wanted:
@@ -94,16 +119,12 @@ class _Batch:
         ids = run.ids
         if not self._is_idle(ids):
             return False
-        tree, tier = self._tree, self._tier
         if self._is_heard:
             tell(tree, run, np.ones(count, np.bool_))
         self._note_pages(node, ids, count)
         run.num_pages = run.num_ready = run.entry = 0
         node.runs[tier] = None
-        if other is None:
-            run.ids = NO_PAGES
-            shorten(tree, node, 0)
-        else:
+        if other is not None:
             run.ids = np.full(count, ABSENT, np.int32)
         assert node.parent is not None and node.parent.kids is not None
         below = node.parent.kids.below
@@ -112,7 +133,8 @@ class _Batch:
         else:
             tree.carry_pages_up(node, tier, before=True)
         if other is None:
-            unlink(tree, node, self._loss)
+            run.ids = NO_PAGES
+            leave_tree(tree, node, self._loss)
         else:
             tree.queue(node)
         return True
@@ -135,7 +157,7 @@ class _Batch:
 
     def _note_pages(self, node: Node, ids: PageIds, count: int) -> None:
         """Pages of a node go: when the arena is told, it is told of them."""
-        if self._has_slabs:
+        if self._counts_slabs:
             self._note_slabs(PREFIX, ids)
         self._ids.append(ids)
         if node.account is not self._account:
@@ -143,44 +165,49 @@ class _Batch:
         self._num_owned += count
         self.num_pages += count
         self._wanted -= count
-        if not self._wanted:
+        if self._wanted <= 0:
             self.is_over = True
 
     def take_residency(self, residency: Residency) -> bool:
         """The same for a checkpoint. Windows may be shared, so that the arena is told of them at once."""
         if residency.users or not residency.ready:
             return False
-        helps = False
-        for kind, _ in residency.spans():
-            if kind in self._short:
-                helps = True
-            elif kind in self._need:
-                return False  # it has idle slabs, and more room of its own would leave these to others
+        if self._spoils and any(kind in self._spoils for kind, _ in residency.spans()):
+            return False  # it has idle slabs, and more room of its own would leave these to others
         if len(residency.points):
             if self._arena.refs[POINT].item(int(residency.points[0])) != 1:
                 return False
             self._note_slabs(POINT, residency.points)
         self.num_checkpoints += 1
-        if helps:
+        if self._helps and any(kind in self._helps for kind, _ in residency.spans()):
             self.is_over = True
         elif residency.standing == USEFUL:
             self.in_vain_bytes += residency.size_bytes
+        node, tree = residency.checkpoint.node, self._tree
+        assert node is not None
+        leave_tier(tree, residency, self._loss)
         if len(residency.windows):
             idle = self._arena.idle_slabs
-            drop_residency(self._tree, residency, self._loss)
+            let_go(tree, node, residency)
             self.is_over = self.is_over or self._arena.idle_slabs != idle
         else:
-            self._take_point(residency)
+            self._points.append(residency.points)
+            residency.entry = 0
+            tree.accounts.charge(node.account, self._tier, -residency.size_bytes)
+            tell_left(tree, node, residency)
+        if self.is_over or not self._take_behind(node):
+            tree.queue(node)
         return True
 
-    def _take_point(self, residency: Residency) -> None:
-        node = residency.checkpoint.node
-        assert node is not None
-        self._points.append(residency.points)
-        residency.entry = 0
-        leave_tier(self._tree, residency, self._loss)
-        self._tree.accounts.charge(node.account, self._tier, -residency.size_bytes)
-        tell_left(self._tree, node, residency)
+    def _take_behind(self, node: Node) -> bool:
+        """The pages of a leaf that lost its last checkpoint are worth nothing, so they are next: they go before they are queued.
+
+        False, and nothing is changed, where it is not so, or they have to go alone.
+        """
+        run = node.runs[self._tier]
+        if run is None or node.kids is not None or node.runs[1 - self._tier] is not None or not self._needs_checkpoints:
+            return False
+        return self.take_run(run)
 
     def _is_idle(self, ids: PageIds) -> bool:
         """Whether only the tree refers to these pages."""
@@ -193,16 +220,17 @@ class _Batch:
         return True
 
     def _note_slabs(self, kind: Kind, ids: PageIds) -> None:
-        """A slab that empties is anybody's, and changes what is short."""
-        layout, left = self._arena.layout, self._left
-        stride, slab_bytes = layout.strides[kind], layout.slab_bytes
+        """A slab that empties is anybody's, and changes what is short: by its pages, or by who knows what."""
+        left = self._left.get(kind)
+        if left is None:
+            left = self._left[kind] = _Left(self._arena, kind)
+        stride, slab_bytes = left.stride, left.slab_bytes
         for each in ids.tolist():
             slab = each * stride // slab_bytes
-            in_use = left.get((kind, slab))
-            if in_use is None:
-                in_use = self._arena.used_in_slab(kind, slab)
-            left[kind, slab] = in_use - 1
-            if in_use == 1:
+            left[slab] = in_use = left[slab] - 1
+            if not in_use and self._has_every_slab:
+                self._wanted -= self._arena.slab_pages(PREFIX, slab)
+            if not in_use and (not self._has_every_slab or self._wanted <= 0):
                 self.is_over = True
 
     def _note_owner(self, account: Account | None) -> None:

@@ -146,6 +146,23 @@ def test_no_more_leave_than_are_needed_once_a_slab_empties(monkeypatch: pytest.M
     assert before - rig.used(Tier.DEVICE, Kind.PREFIX) <= 26, "slabs of points were not counted"
 
 
+def test_pages_behind_the_last_checkpoint_leave_with_it_and_are_not_queued(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(FULL_POINT, device_pages=1600)
+    for name in range(60):
+        rig.clock.advance(1.0)
+        rig.serve_without_audit(text(name, PAGE + 1))
+    arena, ranking, queued, calls = rig.state.arena(Tier.DEVICE), rig.tree.ranking, [], []
+    arena.alloc({Kind.PREFIX: next(count for count in range(1600, -1, -1) if arena.fits({Kind.PREFIX: count}))})
+    push, leave_together = ranking._push, eviction.leave_together
+    monkeypatch.setattr(ranking, "_push", lambda victim, standing: queued.append(victim) or push(victim, standing))
+    monkeypatch.setattr(eviction, "leave_together", lambda *args, **options: calls.append(1) or leave_together(*args, **options))
+    assert eviction.make_room(rig.state, Tier.DEVICE, {Kind.PREFIX: 40}).fits
+    assert len(queued) <= 1, "runs were queued only to be taken out next"  # those behind the last may stay, and are then
+    assert len(calls) == 1, "slabs of points that emptied were counted, so that nothing had to be looked at anew"
+    audit(rig.tree)
+    arena.audit()
+
+
 def test_what_a_request_holds_stays_among_those_that_leave() -> None:
     rig = Rig(FULL, device_pages=256)
     rig.serve(text(1, 2 * PAGE + 1))

@@ -8,7 +8,7 @@ from tree_bench import GONE, Bench
 
 from stepwell import Kind, Tier
 from stepwell.base.tasks import NO_PAGES
-from stepwell.policy.value import Expected, Facts, Place, ReuseModel
+from stepwell.policy.value import Expected, Facts, Place, ReuseModel, Visit
 from stepwell.sim.least_recent import LeastRecent
 from stepwell.tree.accounts import Account
 from stepwell.tree.checkpoints import drop_residency
@@ -183,6 +183,9 @@ class Fading:
     def place(self, facts: Facts) -> Place:
         return Place(0, 0, facts.used_at)
 
+    def due(self, used_at: float, urgent_until_s: float, visit: Visit | None) -> tuple[int, float]:
+        return 0, used_at
+
     def worth(self, group: int, level: int, since: float) -> float:
         return float(2.0 ** (level - (self.now_s - since) / HALF_LIVES_S[group]))
 
@@ -235,6 +238,38 @@ def test_the_head_is_what_a_look_at_everything_would_find(steps: list[object]) -
         assert order.pop() is expected and expected.entry == 0
         del queued[expected]
     assert order.pop() is None and order.head() is None and len(order) == 0
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(PUSH, max_size=40), st.lists(st.one_of(st.none(), PUSH), max_size=20))
+def test_victims_come_in_the_order_in_which_a_look_at_everything_would_find_them(
+    pushes: list[tuple[int, int, int, int, float]], between: list[tuple[int, int, int, int, float] | None]
+) -> None:
+    value = Fading()
+    order = EvictionOrder(value)
+    victims = [_run() for _ in range(NUM_VICTIMS)]
+    queued: dict[Run, tuple[int, Standing]] = {}
+
+    def push(which: int, priority: int, group: int, level: int, age_s: float) -> None:
+        standing = Standing(priority, Place(group, level, value.now_s - age_s))
+        order.push(victims[which], standing)
+        queued[victims[which]] = victims[which].entry, standing
+
+    for each in pushes:
+        push(*each)
+    value.now_s = 30.0  # by now places may have overtaken each other
+    assert order.hold()
+    left: list[Run] = []
+    for (rank, group, level), since, victim in order.in_turn():
+        ranks = {each: (*order.rank(standing), number) for each, (number, standing) in queued.items()}
+        assert victim is min(ranks, key=ranks.__getitem__)
+        assert queued.pop(victim)[1] == Standing(rank, Place(group, level, since))
+        victim.entry = 0  # it left, and its leaving may make others candidates
+        left.append(victim)
+        if between and (more := between.pop()) is not None:
+            push(*more)
+    assert not queued and order.held_head() is None
+    assert len(left) >= len({which for which, *_ in pushes})
 
 
 def test_entries_that_no_longer_count_do_not_pile_up() -> None:

@@ -50,6 +50,8 @@ class Session:
         self._verbs_running = 0
         self._leaving = False
         self._left = Event()
+        self._getting = Lock()
+        self._has_stalled = False
 
     @property
     def is_open(self) -> bool:
@@ -83,8 +85,19 @@ class Session:
         began_s = self._clock.now()
         answers = transfer()
         if TRANSFER_FAILED in answers and self._clock.now() - began_s >= STALLED_S:
+            self._has_stalled = True
             raise Stalled
         return answers
+
+    def get(self, transfer: Callable[[], list[int]]) -> list[int]:
+        """As `move`, one at a time: over TCP two gets at once took half as much processor time again for the same bytes.
+
+        What came before is unloaded meanwhile: so there are more lanes than one.
+        """
+        with self._getting:
+            if self._has_stalled:  # so would this one, and nobody leaves before it is over
+                raise Stalled
+            return self.move(transfer)
 
     def register(self, memories: Sequence[memoryview]) -> None:
         """Lets values move in and out of memory without a copy: all of it or, raising StoreError, none."""

@@ -45,7 +45,7 @@ _KEPT = (WriteOutcome.STORED, WriteOutcome.EXISTS)
 class MooncakeStore:
     """One client of a Mooncake cluster as a store. Large values inside memory it was shown (`register`) are not copied.
 
-    Two reads and one write move data at a time; other callers wait. A master that does not answer is a StoreError, up to
+    One read and one write move data at a time; other callers wait. A master that does not answer is a StoreError, up to
     4.5 s after the call. So is a transfer that stalls, after Mooncake's 60 s: the store leaves the cluster then and joins
     it again with the next verb. `counters` has what went wrong, by verb and Mooncake's code.
     """
@@ -195,7 +195,8 @@ class MooncakeStore:
             return [ReadResult(outcome=ReadOutcome.FAILED)]  # larger than any value this client could have written
         batch = reads[start : start + len(passages)]
         names = _names(space, [read.key for read in batch])
-        received = session.move(lambda: session.client.get(names, lane.pointers(passages), lane.sizes(passages)))
+        pointers, sizes = lane.pointers(passages), lane.sizes(passages)
+        received = session.get(lambda: session.client.get(names, pointers, sizes))
         results = []
         for name, passage, read, count in zip(names, passages, batch, received, strict=True):
             outcome = self._read_outcome(session, name, STAMP_BYTES + passage.size, count)

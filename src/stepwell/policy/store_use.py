@@ -63,6 +63,9 @@ class StoreTuning:
     wait_share: float = 0.01
     # Of the host tier, for fetched pages whose requests have not begun: the other half stays for what is saved from the device.
     host_share: float = 0.5
+    # The same for a fetch while there is no other: a long prompt is worth more than what it takes the place of for a while, as
+    # it goes on to the device and leaves the host first. Some is left for what the device has to save meanwhile.
+    host_share_alone: float = 15 / 16
     # Of the device tier, what may be evicted for pages that go on to it while others of their prompts are still being fetched.
     # They are wanted as soon as their requests begin; what is evicted may be wanted sooner. Free room they take in any case.
     device_share: float = 0.25
@@ -91,8 +94,9 @@ class StoreTuning:
                 raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
         if self.fetch_chunk_bytes is not None and self.fetch_chunk_bytes <= 0:
             raise ConfigError(f"fetch_chunk_bytes must be positive, got {self.fetch_chunk_bytes}; None for the store's own")
-        if not 0 < self.host_share <= 1:
-            raise ConfigError(f"host_share must be more than 0 and at most 1, got {self.host_share}")
+        for name in ("host_share", "host_share_alone"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ConfigError(f"{name} must be more than 0 and at most 1, got {getattr(self, name)}")
         if not 0 <= self.device_share <= 1:
             raise ConfigError(f"device_share must be at least 0 and at most 1, got {self.device_share}")
 

@@ -2,8 +2,7 @@
 
     offer                  a node has something new on the host: its path waits in line
     pump                   the oldest paths are sent off, as much as may be on its way at a time, and checkpoints that are due
-    put_before_eviction    what must leave the host is sent off first, under write-back
-    put_before_leaving     otherwise only a checkpoint is whose backup was deferred (`deferred.py`)
+    put_before_leaving     what leaves the host is sent off first, if it is a checkpoint whose backup was deferred (`deferred.py`)
 
 A path in line holds nothing: its nodes may split or leave meanwhile, and what is left is looked at when its turn comes.
 What is on its way is held by its operation. Beliefs may be wrong: the store worker asks before it sends, and a value that
@@ -104,24 +103,6 @@ def put_deferred_of(state: CacheState, link: StoreLink, namespaces: Container[by
             put_checkpoint(state, link, checkpoint)
 
 
-def put_before_eviction(state: CacheState, link: StoreLink, victim: Victim) -> bool:
-    """Before something leaves the host: starts storing it if it is not stored; true when it is on its way now."""
-    node = victim.checkpoint.node if isinstance(victim, Residency) else victim.node
-    if link.detached or node is None or node.parent is None:
-        return False
-    if not link.may_put(state.clock.now()):
-        state.counters.add("backup_skipped_store_busy")
-        return False
-    tail = state.tree.ranking.tails.of(victim) if not isinstance(victim, Residency) else None
-    if tail is not None and tail.dead:
-        return False  # nothing could use it
-    while not put_path(state, link, node) and link.may_put(state.clock.now()):
-        pass
-    if isinstance(victim, Residency):
-        return _put_deferred(state, link, victim) or victim.users > 0
-    return tail is not None and not state.tree.ranking.tails.idle(victim, tail.start, at_most=1).num_pages
-
-
 def put_before_leaving(state: CacheState, link: StoreLink, victim: Victim) -> Leaving:
     """Before a checkpoint leaves the host whose backup was deferred: starts storing it. It may leave then: its operation holds
     what it reads, and what it stood on is not to wait for it.
@@ -153,9 +134,9 @@ class _Stretch:
         self.end += len(ids)
 
 
-def put_path(state: CacheState, link: StoreLink, node: Node) -> bool:
+def put_path(state: CacheState, link: StoreLink, node: Node, *, beyond: int = 0) -> bool:
     """Sends off what pages the store lacks of a path, and defers its checkpoints; false when more is left than fits into
-    one operation.
+    one operation. Nodes up to page `beyond` are left out as long as memory has them.
     """
     path = node.path()
     namespace = link.namespace_of(state, node)
@@ -169,6 +150,8 @@ def put_path(state: CacheState, link: StoreLink, node: Node) -> bool:
         if each.expires_at < inf:
             break  # what has a time to live stays in memory
         stored = link.stored_pages(each)
+        if each.end <= beyond and is_in_memory(each, stored):
+            continue
         if stored < each.num_pages:
             first = each.start + stored
             fresh = _ready_after(state, each, stored)[:room]
@@ -181,7 +164,7 @@ def put_path(state: CacheState, link: StoreLink, node: Node) -> bool:
                 link.beliefs.set_pages(each, stored, at_s=state.clock.now())
                 room -= len(fresh)
         covered = each.start + stored
-        if stored < each.num_pages and not (link.is_late and room > 0 and is_on_device(each, stored)):
+        if stored < each.num_pages and not (link.is_late and room > 0 and is_in_memory(each, stored)):
             break
     _put_stretch(state, link, namespace, stretch)
     if not link.is_late:
@@ -283,7 +266,7 @@ def put_checkpoint(state: CacheState, link: StoreLink, checkpoint: Checkpoint) -
         return
     if link.beliefs.is_fresh(checkpoint) if link.is_late else link.beliefs.has(checkpoint):
         return
-    if not is_stored(link.beliefs, node, checkpoint.page, or_on_device=link.is_late):
+    if not is_stored(link.beliefs, node, checkpoint.page, or_in_memory=link.is_late):
         state.counters.add("backup_skipped_missing_pages")
         return
     namespace = link.namespace_of(state, node)
@@ -370,18 +353,21 @@ def _defer_again_before(state: CacheState, link: StoreLink, refused: Checkpoint)
         link.deferred.enter(residency, _size_bytes(state, residency), state.clock.now())
 
 
-def is_on_device(node: Node, start: int) -> bool:
-    """Whether the device has the node's pages from index `start` on: they are in memory, and go down when they leave it."""
-    run = node.runs[Tier.DEVICE]
-    return run is not None and bool((run.ids[start:] != ABSENT).all())
+def is_in_memory(node: Node, start: int) -> bool:
+    """Whether device and host together have the node's pages from index `start` on: they go down when they leave."""
+    there = np.zeros(node.num_pages - start, np.bool_)
+    for run in node.runs:
+        if run is not None:
+            there |= run.ids[start:] != ABSENT
+    return bool(there.all())
 
 
-def is_stored(beliefs: Beliefs, node: Node, upto: int, *, or_on_device: bool = False) -> bool:
+def is_stored(beliefs: Beliefs, node: Node, upto: int, *, or_in_memory: bool = False) -> bool:
     """Whether the pages before `upto`, the last of them in this node, are believed to be in the store."""
     here: Node | None = node
     while here is not None and here.parent is not None:
         stored = beliefs.pages(here)
-        if here.start + stored < min(here.end, upto) and not (or_on_device and is_on_device(here, stored)):
+        if here.start + stored < min(here.end, upto) and not (or_in_memory and is_in_memory(here, stored)):
             return False
         here = here.parent
     return True

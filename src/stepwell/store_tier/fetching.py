@@ -85,7 +85,8 @@ def watch(fetch: Fetch, ticket: Ticket) -> None:
 def send_for(state: CacheState, link: StoreLink, ticket: Ticket, match: Match, plan: FetchPlan) -> Fetch | None:
     """Takes host pages for exactly what is wanted and sends for them; None, with nothing taken, when there is no room."""
     size = bytes_of(state, plan)
-    most = link.tuning.host_share * state.arena(Tier.HOST).layout.size_bytes
+    share = link.tuning.host_share if link.held_bytes else link.tuning.host_share_alone
+    most = share * state.arena(Tier.HOST).layout.size_bytes
     if link.is_late:  # room is made by storing other things: not in its place
         ends = tuple(ticket.keys[page - 1] for page in plan.boundaries)
         last = ticket.keys[plan.upto - 1 : plan.upto] if not ends else ()
@@ -146,11 +147,12 @@ def let_go(state: CacheState, link: StoreLink, fetch: Fetch, why: str) -> None:
 
 
 def _allocate(state: CacheState, match: Match, plan: FetchPlan) -> dict[Kind, PageIds]:
-    """Host pages for a plan, without evicting what it stands on. What that has on the device only is saved first.
+    """Host pages for a plan, without evicting what it stands on. What that has on the device only is saved first, unless it will
+    be when it leaves.
 
     Raises NoRoom.
     """
-    if state.has_both_tiers and match.path and plan.known:
+    if state.has_both_tiers and state.write_back is None and match.path and plan.known:
         save_runs(state, match.path[-1])
     arena = state.arena(Tier.HOST)
     path = ids_of(match.path, Tier.HOST, plan.known)

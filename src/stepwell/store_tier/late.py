@@ -1,13 +1,13 @@
-"""Backup that waits until memory needs the room, so that the store repeats little of what memory holds (`adaptive`).
+"""Backup that waits until memory needs the room, so that the store repeats little of what memory holds (`adaptive`, `back`).
 
-    keep_clean    what will leave the host next is stored ahead, whole paths, so that nobody waits for it
+    keep_clean    what will leave the host next is stored ahead, so that nobody waits for it
     leave_host    what leaves the host without that is stored now, as far as may be
     release       what came up from the store is worth little there, as long as memory has it
 
-A checkpoint leaves before the pages it stands on, and without it nothing in memory can use them. So a path is stored as a whole
-before its last checkpoint goes, but for pages that only the device has. These are owed to the store (`Beliefs.owes`): they go
-down when they leave, though nothing in memory can use them by then. What another checkpoint of its path serves for is not
-stored.
+A checkpoint leaves before the pages it stands on, and without it nothing in memory can use the last of them: those that the host
+has are stored with it. All others are owed to the store (`Beliefs.owes`): they go down when they leave, be it that nothing in
+memory can use them by then. Until then a path is partly in memory and partly in the store, and is found whole. What another
+checkpoint of its path serves for is not stored.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from stepwell.tiers.eviction import bytes_of, next_to_leave
 from stepwell.tiers.saving import Save, save_runs
 from stepwell.tiers.state import CacheState, Leaving
 from stepwell.tree.keys import keys_within
-from stepwell.tree.node import Node, Residency, Run, Victim
+from stepwell.tree.node import Node, Residency, Run, Victim, previous_boundary
 
 CLEAN_SHARE = 1 / 8  # of the host, stored ahead
 LOOK_AGAIN = 1 / 4  # of that, to be gone before more is looked for
@@ -37,7 +37,7 @@ def leave_host(state: CacheState, link: StoreLink, victim: Victim) -> Leaving:
     now = state.clock.now()
     done = False
     while link.may_put_at_once(now) and not done:
-        done = put_path(state, link, node)
+        done = put_path(state, link, node, beyond=_needed_from(victim))
     if not done:
         state.counters.add("backup_skipped_store_busy")
         return Leaving.BLOCKED if link.is_taking(now) else Leaving.NOW
@@ -68,7 +68,7 @@ def put_ahead(state: CacheState, link: StoreLink) -> None:
             continue
         done = False
         while link.may_put(state.clock.now()) and not done:
-            done = put_path(state, link, node)
+            done = put_path(state, link, node, beyond=_needed_from(victim))
         if not done:
             return
         if not _is_covered(link, node, victim):
@@ -98,10 +98,20 @@ def put_everything_of(state: CacheState, link: StoreLink, namespaces: Container[
                     put_checkpoint(state, link, checkpoint)
 
 
+def _needed_from(victim: Victim) -> int:
+    """From which page on nothing in memory could use the path of a victim once it has left. What is before that stays in use
+    there, and goes down in its turn.
+    """
+    if isinstance(victim, Run):
+        return victim.node.start
+    checkpoint = victim.checkpoint
+    return previous_boundary(checkpoint.node, checkpoint.page) if checkpoint.node is not None else 0
+
+
 def _is_covered(link: StoreLink, node: Node, victim: Victim) -> bool:
     """Whether all that a victim stands on is believed to be in the store."""
     upto = victim.checkpoint.page if isinstance(victim, Residency) else node.end
-    return is_stored(link.beliefs, node, upto, or_on_device=True)
+    return is_stored(link.beliefs, node, upto, or_in_memory=True)
 
 
 def _wanted(state: CacheState, link: StoreLink, victim: Victim) -> Node | None:

@@ -17,7 +17,7 @@ from itertools import compress
 import numpy as np
 
 from stepwell.base.config import PrefetchPolicy
-from stepwell.base.ids import Tier
+from stepwell.base.ids import Kind, Tier
 from stepwell.base.tasks import FindItems, ItemStatus, Outcome
 from stepwell.policy.store_use import BreakerState, Flags, fallbacks, is_worth_it, reachable, restore_points
 from stepwell.store_tier.fetching import FetchPlan, bytes_of, let_go, on_their_way, send_for, watch
@@ -130,10 +130,20 @@ def close(state: CacheState, link: StoreLink | None, ticket: Ticket, used_tokens
 def _may_help(state: CacheState, link: StoreLink, match: Match) -> bool:
     if link.detached or match.namespace.digest in link.barred or match.restore_tokens >= match.limit_tokens:
         return False
+    if not _may_run(state, match):
+        return False
     if not link.may_fetch(state.clock.now()):
         state.counters.add("prefetch_skipped_store_off")
         return False
     return True
+
+
+def _may_run(state: CacheState, match: Match) -> bool:
+    """Whether the device could ever hold a prompt: fetching it would turn out others for nothing."""
+    if not state.has_both_tiers:
+        return True
+    pages = -(-match.prompt_tokens // state.spec.page_tokens)
+    return state.arena(Tier.DEVICE).fits_when_empty({Kind.PREFIX: pages})
 
 
 def boundaries_to_ask(state: CacheState, match: Match, upto: int) -> list[int]:

@@ -28,7 +28,6 @@ from stepwell.store_tier.backup import (
     offer,
     offer_everything,
     pump,
-    put_before_eviction,
     put_before_leaving,
     put_deferred_of,
     put_waiting_of,
@@ -120,7 +119,7 @@ class StoreTier:
             self._listen()
         self.links.append(self.link)
         forget_refusals(state)
-        if store.traits.writable and not self._takes_what_leaves:
+        if store.traits.writable and not self.link.is_late:
             state.copies.on_saved = self._offer
             offer_everything(state, self.link)
 
@@ -144,10 +143,11 @@ class StoreTier:
 
     @property
     def takes_paths(self) -> bool:
-        """Whether a store is there to take pages, parents before children, when they leave memory or reach the host. Not where
-        they go there before (`durable`).
+        """Whether a store is there to take pages, parents before children, when they reach the host. Not where they go there
+        before (`durable`).
         """
-        return self.link is not None and self.link.store.traits.writable and not self._state.config.durable
+        link = self.link
+        return link is not None and link.store.traits.writable and not link.is_late and not self._state.config.durable
 
     @property
     def takes_late(self) -> bool:
@@ -172,12 +172,6 @@ class StoreTier:
         if self.link is not None:
             offer(self._state, self.link, node)
 
-    @property
-    def _takes_what_leaves(self) -> bool:
-        """Whether things go down when the host needs their room, and not before."""
-        late = self.link is not None and self.link.is_late
-        return late or (self._state.config.write is WritePolicy.BACK and not self._state.config.durable)
-
     def owes(self, node: Node) -> bool:
         return self.link is not None and self.link.beliefs.owes(node)
 
@@ -193,9 +187,7 @@ class StoreTier:
             return leave_host(self._state, self.link, victim)
         if self._state.config.durable:
             return leave_for_good(self._state, self.link, victim)
-        if not self._takes_what_leaves:
-            return put_before_leaving(self._state, self.link, victim)
-        return Leaving.LATER if put_before_eviction(self._state, self.link, victim) else Leaving.NOW
+        return put_before_leaving(self._state, self.link, victim)
 
     def computed(self, tokens: int, took_s: float) -> None:
         """Learns how fast prompts are computed, for whoever must choose between that and fetching."""
@@ -345,10 +337,10 @@ class StoreTier:
             counters=state.counters,
         )
         traits = store.traits
-        late = state.config.write is WritePolicy.ADAPTIVE and not state.config.durable
-        late = late and traits.writable and traits.levels and traits.sized
+        # A store that cannot be told what memory has too would repeat it: `adaptive` then has no reason to wait.
+        waits = traits.levels and traits.sized if state.config.write is WritePolicy.ADAPTIVE else True
         return StoreLink(
-            is_late=late,
+            is_late=state.config.write.saves_on_eviction and waits and traits.writable and not state.config.durable,
             is_superseded=partial(is_superseded, milestone_pages=step // state.spec.page_tokens),
             store=store,
             config=config,

@@ -16,6 +16,7 @@ from stepwell.base.ids import Kind, Tier
 from stepwell.base.tasks import PageIds
 from stepwell.memory.arena import Need
 from stepwell.memory.layout import ArenaLayout
+from stepwell.tiers.cutting import cut_end
 from stepwell.tiers.state import CacheState, Leaving
 from stepwell.tree.accounts import Account
 from stepwell.tree.checkpoints import drop_residency
@@ -107,6 +108,8 @@ def _make_room(state: CacheState, tier: Tier, need: Need, tenant: str | None, ma
             waiting = waiting or _may_be_shed_soon(state, tier, may_spill)
             break
         if save is not None and not victim.unsaved:
+            if tier is Tier.DEVICE and isinstance(victim, Run):
+                victim = cut_end(state, victim, _wanted(state, victim, short, excess_bytes))
             leaving = save(victim)
             if leaving is Leaving.BLOCKED:
                 state.tree.ranking.queue(victim)

@@ -75,8 +75,6 @@ def write_back(state: CacheState, victim: Victim) -> Leaving:
         state.counters.add("save_skipped_worth_less")
         return Leaving.NOW
     if isinstance(victim, Residency):
-        if state.below is not None and state.below.takes_late:
-            _save_with_it(state, victim)
         save = save_residency(state, victim)
     else:
         save = save_runs(state, victim.node, whole_path=state.below is not None and state.below.takes_paths)
@@ -87,19 +85,6 @@ def write_back(state: CacheState, victim: Victim) -> Leaving:
     return Leaving.BLOCKED if save is Save.WAITING else Leaving.NOW
 
 
-def _save_with_it(state: CacheState, residency: Residency) -> None:
-    """A path that is left by its last checkpoint leaves with it, so that it is whole where it goes next."""
-    node = residency.checkpoint.node
-    assert node is not None
-    if residency.checkpoint.follower is None:
-        save_runs(state, node)
-        for each in node.path():
-            run = each.runs[Tier.DEVICE]
-            if run is not None and run.entry:
-                run.leaving = True
-                state.tree.ranking.queue_run(run)
-
-
 def _is_worth_room(state: CacheState, victim: Victim) -> bool:
     """Whether the host should give something up for what leaves the device: what it has stands on this, or is worth less.
 
@@ -108,7 +93,7 @@ def _is_worth_room(state: CacheState, victim: Victim) -> bool:
     """
     if isinstance(victim, Residency) and is_superseded(victim.checkpoint, milestone_pages=0):
         return False
-    if state.below is not None and state.below.takes_paths:
+    if state.below is not None and (state.below.takes_paths or state.below.takes_late):
         return True
     ranking = state.tree.ranking
     return (isinstance(victim, Run) and ranking.tails.is_stood_on(victim)) or ranking.is_worth_more(victim, Tier.HOST)

@@ -114,12 +114,12 @@ class Below(Protocol):
 
     @property
     def takes_paths(self) -> bool:
-        """Whether something is there that takes pages only after those before them, from the host."""
+        """Whether something is there that takes pages as soon as they reach the host, and only after those before them."""
         ...
 
     @property
     def takes_late(self) -> bool:
-        """Whether it takes what leaves the host, and not before: whole paths then leave the device together."""
+        """Whether it takes what leaves the host, and not before."""
         ...
 
     @property

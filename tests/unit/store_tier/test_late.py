@@ -6,9 +6,10 @@ import pytest
 
 from stepwell import Tier, WritePolicy
 from stepwell.base.config import StoreConfig
-from stepwell.base.ids import Level
+from stepwell.base.ids import Kind, Level
 from stepwell.store.memory import MemoryStore
 from stepwell.store_tier import late
+from stepwell.tiers.state import Leaving
 from stepwell.tree.checkpoints import drop_residency
 from stepwell.tree.node import LossReason
 from stepwell.tree.pruning import discard_ids
@@ -79,6 +80,56 @@ def test_what_a_stored_checkpoint_stands_on_follows_it_when_it_leaves_the_device
         here.settle()
     assert here.restore(prompt) == 0, "it should have left memory"
     assert here.serve_fetched(prompt).store == 4 * PAGE
+    here.idle_check()
+
+
+def test_what_memory_can_still_use_is_not_stored_with_the_end_of_its_path() -> None:
+    """The last checkpoint of a branch leaves memory, and that of the trunk stays: so do the trunk's pages."""
+    here, trunk = rig(pages=256), text(1, 4 * PAGE)
+    prompt, other = [*trunk, *text(2, 4 * PAGE + 1)], [*trunk, *text(3, 4 * PAGE + 1)]
+    for each in ([*trunk, 0], other, prompt):
+        here.clock.advance(1)
+        here.serve(each)
+        here.settle()
+    last = here.cache.lookup(prompt).checkpoint
+    assert last is not None and last.page == 8
+    device, host = last.held
+    assert device is not None and host is not None and not store_of(here).used_bytes
+    drop_residency(here.tree, device, here.state.loss(LossReason.EVICTED, Tier.DEVICE))
+    assert here.cache._store_tier.before_eviction(host) is Leaving.AT_ONCE
+    drop_residency(here.tree, host, here.state.loss(LossReason.EVICTED, Tier.HOST))
+    here.settle()
+    assert here.cache.counters["backup_pages"] == 4, "pages were stored that memory can use"
+    assert here.restore(prompt) == 4 * PAGE
+    for tier in (Tier.DEVICE, Tier.HOST):
+        here.evict_all(tier)
+        here.settle()
+    assert here.restore(prompt) == 0, "it should have left memory"
+    assert here.serve_fetched(prompt).store == 8 * PAGE
+    here.idle_check()
+
+
+def filled(prompt: list[int]) -> MemoryStore:
+    """A store that has a prompt."""
+    before = Rig(FULL, device_pages=256, host_pages=256, store=MemoryStore(), store_config=CONFIG)
+    before.serve(prompt)
+    before.settle()
+    return store_of(before)
+
+
+def test_a_prompt_of_more_than_half_the_host_is_fetched_while_nobody_else_fetches() -> None:
+    prompt = text(1, 40 * PAGE + 1)
+    here = Rig(FULL, device_pages=64, host_pages=64, store=filled(prompt), store_config=CONFIG, write=WritePolicy.ADAPTIVE)
+    assert here.serve_fetched(prompt).store == 40 * PAGE
+    here.idle_check()
+
+
+def test_a_prompt_that_the_device_cannot_hold_is_not_fetched() -> None:
+    prompt = text(1, 40 * PAGE + 1)
+    here = Rig(FULL, device_pages=32, host_pages=256, store=filled(prompt), store_config=CONFIG, write=WritePolicy.ADAPTIVE)
+    ticket = here.fetched(prompt)
+    assert not ticket.asked and not here.used(Tier.HOST, Kind.PREFIX)
+    ticket.close()
     here.idle_check()
 
 

@@ -13,7 +13,7 @@ from stepwell.tiers.eviction import make_room
 from stepwell.tree.eviction_order import USEFUL
 from stepwell.tree.node import ABSENT, Residency, Run
 from stepwell.tree.tails import Tail
-from toys import ALL_MODELS, FULL, FULL_POINT, HYBRID, Rig, text
+from toys import ALL_MODELS, FULL, FULL_POINT, HYBRID, PAGE, Rig, text
 
 SAVING_LATE = [WritePolicy.ADAPTIVE, WritePolicy.BACK]
 
@@ -70,6 +70,21 @@ def test_the_host_gives_up_what_the_device_has_too_before_what_it_has_alone(writ
     rig.shrink(Tier.HOST, 4)
     assert _repeated_pages(rig) == 0
     assert [rig.restore(text(name, 17)) for name in range(4)] == [16] * 4
+
+
+@pytest.mark.parametrize("spec", ALL_MODELS)
+def test_of_a_long_prompt_no_more_goes_down_than_its_room_is_needed_for(spec: str) -> None:
+    """The rest stays on the device: on the host it would be a mere repetition."""
+    rig = Rig(ALL_MODELS[spec], device_pages=256, host_pages=256, write=WritePolicy.BACK)
+    prompt = text(1, 96 * PAGE + 1)
+    rig.serve(prompt)
+    before, on_device = rig.restore(prompt), rig.used(Tier.DEVICE, Kind.PREFIX)
+    while make_room(rig.state, Tier.DEVICE, {Kind.PREFIX: rig.state.arena(Tier.DEVICE).layout.rows(Kind.PREFIX) - 92}).waiting:
+        rig.settle()
+    assert rig.used(Tier.DEVICE, Kind.PREFIX) < on_device, "nothing had to leave"
+    assert 0 < rig.used(Tier.HOST, Kind.PREFIX) <= 32
+    assert rig.restore(prompt) == before
+    rig.idle_check()
 
 
 def test_a_checkpoint_that_the_device_has_too_leaves_the_host_first() -> None:

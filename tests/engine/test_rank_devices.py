@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stepwell.base.errors import ConfigError
-from stepwell.engine import EngineConfig
+from stepwell.engine import EngineConfig, settings
 from stepwell.engine.ranks import Ranks
 from stepwell.engine.settings import backend_for, check_settings, device_bytes_of, device_of, rank_devices, ranks_on_one
 
@@ -57,6 +57,24 @@ def test_ranks_on_one_gpu_share_its_memory() -> None:
 
 
 @pytest.mark.usefixtures("two_gpus")
+def test_every_gpu_must_have_room_for_its_own_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the first one's room counts for all, nor the ranks of the fullest for each."""
+    free = {"cuda:0": 100 * GB, "cuda:1": 50 * GB}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[device], 140 * GB))
+    check_settings(ranked(device="cuda"))  # by default as much as the one with least has
+    check_settings(ranked(3, device="cuda:1,cuda:0,cuda:0", device_memory=45 * GB))
+    with pytest.raises(ConfigError, match=r"does not fit: .* are free on cuda:1"):
+        check_settings(ranked(device="cuda", device_memory=60 * GB))
+
+
+@pytest.mark.parametrize("memory", ["60%", None])
+def test_ranks_on_a_cpu_share_its_memory(memory: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "free_bytes", lambda: 4 * GB)
+    alone, shared = (EngineConfig(tensor_parallel=count, device="cpu", device_memory=memory) for count in (1, 8))
+    assert device_bytes_of(shared, "cpu") == device_bytes_of(alone, "cpu") // 8
+
+
+@pytest.mark.usefixtures("two_gpus")
 @pytest.mark.parametrize(
     ("count", "device", "says"),
     [
@@ -67,6 +85,9 @@ def test_ranks_on_one_gpu_share_its_memory() -> None:
         (2, "cuda:0,cuda:2", "'cuda:2' was asked for, but torch sees 2"),
         (2, "cpu,cuda:0", "several devices are one for each rank"),
         (2, "cuda:0,", "device must be auto"),
+        (2, "cuda:0,cuda:00", "device must be auto"),
+        (1, "cuda:", "device must be auto"),
+        (1, "cpu:0", "device must be auto"),
     ],
 )
 def test_devices_that_cannot_be_are_refused_with_what_to_do(count: int, device: str, says: str) -> None:

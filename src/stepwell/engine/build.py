@@ -125,7 +125,7 @@ def build_engine(
         vocab_size=model.vocab_size,
         hot_rows=min(HOT_ROWS if config.hot_rows is None else config.hot_rows, most),  # nobody has more
     )
-    check_room(cache_config, device)
+    check_room(cache_config, [device])
     limits, sizes = limits_for(config), None
     if spec.spill is not None:
         sizes = Sizes.of(

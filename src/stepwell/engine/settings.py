@@ -5,6 +5,7 @@ Reads no weights and takes no memory. What can work with no model is refused her
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +39,7 @@ CPU_DEVICE_BYTES = 2 * 2**30
 REPLACE_HOT = ("score", "age")
 _ONE_RANK_ONLY = ("checkpoint_dtype", "draft", "sparse", "replace_hot", "fetch_beside", "stage_ahead")
 _OF_HOT_ROWS = ("replace_hot", "fetch_beside", "stage_ahead")
+_DEVICE = re.compile("cpu|cuda(?::(0|[1-9][0-9]*))?")  # one way to write each: equal ones are the same GPU
 _NEEDS_HOST = "a store needs a host tier above it: give host_memory"
 
 
@@ -111,8 +113,10 @@ def check_settings(config: EngineConfig) -> None:
         raise ConfigError(f"max_context must be at least 2, a token and its answer; got {config.max_context}")
     if config.compute_while_loading and host_bytes_of(config) is None:
         raise ConfigError("compute_while_loading is for prefixes that come from a host tier: give host_memory, or leave it out")
-    sizes = CacheConfig(device_bytes=device_bytes_of(config, device), host_bytes=host_bytes_of(config))
-    check_room(sizes, device, ranks_on_one(rank_devices(config)))
+    devices = rank_devices(config)
+    least_bytes = min(device_bytes_of(config, each) for each in set(devices))  # each rank takes what the one with least can
+    sizes = CacheConfig(device_bytes=least_bytes, host_bytes=host_bytes_of(config))
+    check_room(sizes, devices)
     if config.store is not None:
         find_opener(config.store)
         if sizes.host_bytes is None:
@@ -222,12 +226,14 @@ def device_of(config: EngineConfig) -> str:
 
 
 def _check_device(device: str) -> None:
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"device {device!r} was asked for, but torch sees no CUDA here; use --device cpu")
-    kind, _, number = device.partition(":")
-    if kind not in ("cpu", "cuda") or (number and not number.isdecimal()):
+    known = _DEVICE.fullmatch(device)
+    if known is None:
         raise ConfigError(f"device must be auto, cpu, cuda or cuda:NUMBER, got {device!r}")
-    if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
+    if device == "cpu":
+        return
+    if not torch.cuda.is_available():
+        raise ConfigError(f"device {device!r} was asked for, but torch sees no CUDA here; use --device cpu")
+    if int(known[1] or 0) >= torch.cuda.device_count():
         raise ConfigError(f"device {device!r} was asked for, but torch sees {torch.cuda.device_count()}, from cuda:0 on")
 
 
@@ -236,11 +242,10 @@ def dtype_of(config: EngineConfig) -> str:
 
 
 def device_bytes_of(config: EngineConfig, device: str, *, free: int | None = None) -> int:
-    """What each rank gets. `free` is what whoever has the device says is free there; ranks on one GPU share it."""
+    """What each rank gets. `free` is what whoever has the device says is free there; ranks on one device share it."""
     if free is None:
         free = free_bytes() if device == "cpu" else torch.cuda.mem_get_info(device)[0]
-    if device != "cpu":
-        free //= ranks_on_one(rank_devices(config))
+    free //= ranks_on_one(rank_devices(config))
     if isinstance(config.device_memory, str) and config.device_memory.endswith("%"):
         return int(free * _share(config.device_memory))
     if config.device_memory is not None:
@@ -267,15 +272,14 @@ def host_bytes_of(config: EngineConfig) -> int | None:
     return parse_bytes(config.host_memory) or None
 
 
-def check_room(config: CacheConfig, device: str, ranks: int = 1) -> None:
-    """Raises ConfigError, saying what would fit, before memory is taken that is not there. `ranks` share the device."""
-    needed, on_device = config.host_bytes or 0, (config.device_bytes or 0) * ranks
-    if device == "cpu":
-        needed += on_device
-    else:
-        free = torch.cuda.mem_get_info(device)[0]
-        if on_device > free:
-            asked = f"{format_bytes(config.device_bytes or 0)}{f' for each of {ranks} ranks' if ranks > 1 else ''}"
+def check_room(config: CacheConfig, devices: Sequence[str]) -> None:
+    """Raises ConfigError, saying what would fit, before memory is taken that is not there. `devices` has one for each rank."""
+    needed, each_bytes = config.host_bytes or 0, config.device_bytes or 0
+    for device, ranks in Counter(devices).items():
+        if device == "cpu":
+            needed += each_bytes * ranks
+        elif each_bytes * ranks > (free := torch.cuda.mem_get_info(device)[0]):
+            asked = f"{format_bytes(each_bytes)}{f' for each of {ranks} ranks' if ranks > 1 else ''}"
             raise ConfigError(f"device memory of {asked} does not fit: {format_bytes(free)} are free on {device}")
     must_fit(needed, settings="device_memory or host_memory")
 

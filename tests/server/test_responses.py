@@ -137,3 +137,9 @@ def test_leaving_a_response_aborts_it(served: Running, client: openai.OpenAI) ->
     next(iter(stream))
     stream.close()
     served.audit()
+
+
+def test_half_characters_that_a_client_sends_beside_the_prompt_break_nothing(http: httpx.Client) -> None:
+    body = json.dumps({**SAID, "input": "x", "metadata": {"a": "\ud800"}})
+    response = http.post("/v1/responses", content=body, headers={"content-type": "application/json"})
+    assert response.status_code == 200 and response.json()["metadata"] == {"a": "\ud800"}

@@ -23,6 +23,7 @@ from stepwell.server.served import Served
 from stepwell.server.tool_choice import MOST_CALLS, ToolChoice, parameters_of
 
 _PLAIN_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
+_STANDS_FOR = re.compile("NAME|ARGUMENTS|NUMBER")
 _THOUGHT = "<|channel|>analysis<|message|>\0TEXT\0<|end|><|start|>assistant"
 _FINAL = "<|channel|>final<|message|>\0@answer\0"
 _TEXT = "TEXT: /(.|\\n)*/"
@@ -82,7 +83,7 @@ def forced_calls(served: Served, choice: ToolChoice, *, several: bool) -> Gramma
     assert form is not None and served.text is not None, "whoever asks knows that there is one"
     write = _Lark(served.text, markers_of(served.tool_parser, served.reasoning_parser))
     functions = [tool["function"] for tool in choice.callable]
-    calls = [f"c{at}: " + write(_call(form, each["name"], f"p{at}")) for at, each in enumerate(functions)]
+    calls = [f"c{at}: " + write(written_call(form, each["name"], f"p{at}")) for at, each in enumerate(functions)]
     most = form.most if several and choice.name is None else 1
     more = f" ({write(form.between)} call){{0,{most - 1}}}" if most > 1 else ""
     start = f"start: {_lead(served)} {write(form.before)} call{more} {write(form.behind)}"
@@ -126,9 +127,10 @@ def _lead(served: Served) -> str:
     return "" if served.reasoning_parser is None else r"(/\n{1,2}/)?"
 
 
-def _call(form: CallForm, name: str, part: str) -> str:
-    """With what is no text between zeros."""
-    return form.call.replace("NAME", name, 1).replace("ARGUMENTS", f"\0@{part}\0").replace("NUMBER", "\0/[0-9]{1,4}/\0")
+def written_call(form: CallForm, name: str, part: str) -> str:
+    """With what is no text between zeros. All at once, for a tool may be named NUMBER."""
+    written = {"NAME": name, "ARGUMENTS": f"\0@{part}\0", "NUMBER": "\0/[0-9]{1,4}/\0"}
+    return _STANDS_FOR.sub(lambda found: written[found.group()], form.call)
 
 
 class _Lark:

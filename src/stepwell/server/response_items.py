@@ -92,17 +92,13 @@ class Output:
         self._open: Item | None = None
 
     def push(self, delta: Mapping[str, Any]) -> list[Event]:
-        """What a chat's stream adds."""
-        events: list[Event] = []
+        """What a chat's stream adds: first to the call that is open, for text beside that came behind it."""
+        calls = delta.get("tool_calls", [])
+        goes_on = calls[:1] if calls and "id" not in calls[0] else []
+        events = [event for call in goes_on for event in self._call(call)]
         if text := delta.get("content"):
             events += self._write(text)
-        for call in delta.get("tool_calls", ()):
-            if "id" in call:
-                events += self._enter(_called(call["id"], call["function"]["name"]))
-            if arguments := call["function"]["arguments"]:
-                self.items[-1]["arguments"] += arguments
-                events.append(("response.function_call_arguments.delta", {**self._place, "delta": arguments}))
-        return events
+        return events + [event for call in calls[len(goes_on) :] for event in self._call(call)]
 
     def finish(self, status: str) -> list[Event]:
         """No more comes. An answer that has nothing is a message without text."""
@@ -116,6 +112,14 @@ class Output:
     @property
     def _inside(self) -> dict[str, Any]:
         return {**self._place, "content_index": 0}
+
+    def _call(self, call: Mapping[str, Any]) -> list[Event]:
+        """A call, or more arguments of the one that is open."""
+        events = self._enter(_called(call["id"], call["function"]["name"])) if "id" in call else []
+        if arguments := call["function"]["arguments"]:
+            self.items[-1]["arguments"] += arguments
+            events.append(("response.function_call_arguments.delta", {**self._place, "delta": arguments}))
+        return events
 
     def _write(self, text: str) -> list[Event]:
         events: list[Event] = []

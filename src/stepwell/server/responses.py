@@ -6,6 +6,7 @@ are tools that a server runs. Reasoning that a model sets apart is not told here
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 import uuid
@@ -14,7 +15,6 @@ from itertools import count
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse
 from pydantic import Field, ValidationError
 
 from stepwell.engine.request import Delta, Finish
@@ -76,7 +76,7 @@ def responses_router(served: Served) -> APIRouter:
         chat, principal = _chat(body), principal_of(request)
         refuse_unsupported(chat, principal, unknown)
         asks = await served.aside(size_bytes, lambda: chat_asks(served, chat, principal, arrived_s(request)), slow=chat.is_slow)
-        form = chat_form(served, chat, asks)
+        form = await served.aside(size_bytes, lambda: chat_form(served, chat, asks))
         made = _Made(body)
         answers = Answers(served, asks, id=made.id, left_s=served.left_s(arrived_s(request)), headers=request.headers)
         await answers.begin()
@@ -85,8 +85,7 @@ def responses_router(served: Served) -> APIRouter:
         found = await collect(request, answers)
         if found is None:
             return Response(status_code=CLIENT_CLOSED)
-        made.push(form, 0, found[0])
-        return JSONResponse(made.ended(found[0].finish, answers.usage(1)))
+        return await asyncio.to_thread(_whole, made, form, found[0], answers.usage(1))
 
     return router
 
@@ -183,6 +182,12 @@ def _status(finish: Finish | None) -> str:
     return "incomplete" if finish is Finish.LENGTH else "completed"
 
 
+def _whole(made: _Made, form: ChatForm, answer: Delta, usage: Mapping[str, Any]) -> Response:
+    """On a thread: a long answer takes its time to parse."""
+    made.push(form, 0, answer)
+    return Response(_json(made.ended(answer.finish, usage)), media_type="application/json")
+
+
 async def _events(answers: Answers, form: ChatForm, made: _Made) -> AsyncIterator[str]:
     """Events in the order in which OpenAI sends them: the response, its items with their parts one by one, and its end."""
     numbers = count()
@@ -205,5 +210,9 @@ async def _events(answers: Answers, form: ChatForm, made: _Made) -> AsyncIterato
 
 
 def _event(kind: str, number: int, content: Mapping[str, Any]) -> str:
-    data = json.dumps({"type": kind, "sequence_number": number, **content}, separators=(",", ":"))
-    return f"event: {kind}\ndata: {data}\n\n"
+    return f"event: {kind}\ndata: {_json({'type': kind, 'sequence_number': number, **content})}\n\n"
+
+
+def _json(content: Mapping[str, Any]) -> str:
+    """In ASCII: what clients sent and are told again may hold half characters, which have no other form."""
+    return json.dumps(content, separators=(",", ":"))

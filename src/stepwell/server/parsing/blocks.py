@@ -41,6 +41,7 @@ class BlockParser:
         self._texts = texts
         self._block: BlockReader | None = None  # that we are in
         self._lead = ""  # held back: what may be the beginning of an answer that is calls, or the marker of the block
+        self._space: list[str] = []  # held back before that, in the parts in which it came
         self._begun = False  # whether anything but space has come
         self._content = Spaced(keeps_start=True)
         self._markers = Markers(blocks.outside)
@@ -54,19 +55,22 @@ class BlockParser:
     def finish(self) -> Piece:
         held = self._markers.finish()
         if self._block is None:
-            return Piece(content=self._content.push(self._lead + held) + self._content.finish())
+            return Piece(content=self._content.push("".join([*self._space, self._lead, held])) + self._content.finish())
         block, dropped = self._block, self._block.told  # the beginning of a marker that would have closed it
         pieces = [self._told(block, block.push("" if dropped else held)), self._told(block, block.finish(closed=False))]
         return joined([*pieces, Piece(content=self._content.push(self._lead) + self._content.finish())])
 
     def _free(self, text: str, pieces: list[Piece]) -> str:
         if not self._begun:
+            if not self._lead and not text.strip():
+                self._space.append(text)
+                return ""
             text, self._lead = self._lead + text, ""
             start, starts = text.lstrip(), self._blocks.starts
-            if not start or any(each.startswith(start) and each != start for each in starts):
-                self._lead = text  # space, or the beginning of what an answer may begin with
+            if any(each.startswith(start) and each != start for each in starts):
+                self._lead = text  # the beginning of what an answer may begin with
                 return ""
-            self._begun = True
+            text, self._begun, self._space = "".join([*self._space, text]), True, []
             if starts and start.startswith(starts):
                 self._enter("", None)
                 return text
@@ -136,6 +140,7 @@ class ReasoningParser:
         self._rest = rest
         self._inside = begun
         self._done = False
+        self._space: list[str] = []  # held back, and behind it what may be the beginning of the marker
         self._lead = ""
         self._markers = Markers((around.close,))
         self._thought = Spaced(keeps_start=False)
@@ -143,15 +148,18 @@ class ReasoningParser:
 
     def push(self, text: str) -> Piece:
         if not self._inside and not self._done:
+            if not self._lead and not text.strip():
+                self._space.append(text)
+                return Piece()
             text, self._lead = self._lead + text, ""
             start = text.lstrip()
             if start.startswith(self._around.open):
-                self._inside, text = True, start[len(self._around.open) :]
+                self._inside, text, self._space = True, start[len(self._around.open) :], []
             elif self._around.open.startswith(start):
-                self._lead = text  # space, or the beginning of the marker
+                self._lead = text
                 return Piece()
             else:
-                self._done = True
+                text, self._done, self._space = "".join([*self._space, text]), True, []
                 self._answer = Spaced(keeps_start=True)
         reasoning = ""
         if self._inside:
@@ -165,7 +173,7 @@ class ReasoningParser:
     def finish(self) -> Piece:
         if self._inside:
             return Piece(reasoning=self._thought.push(self._markers.finish()))
-        last = self._rest.push(self._lead + self._answer.finish())
+        last = self._rest.push("".join([*self._space, self._lead, self._answer.finish()]))
         return joined([last, self._rest.finish()])
 
 

@@ -71,9 +71,9 @@ class Markers:
     def push(self, text: str) -> tuple[str, str | None, str]:
         """What is certain to stand before any marker; the marker, if there is one; and what stands behind it."""
         text = self._held + text
-        found = [(at, marker) for marker in self._markers if (at := text.find(marker)) >= 0]
-        if found:
-            at, marker = min(found)
+        found = first_of(self._markers, text)
+        if found is not None:
+            at, marker = found
             self._held = ""
             return text[:at], marker, text[at + len(marker) :]
         keep = max((overlap(text, marker) for marker in self._markers), default=0)
@@ -83,6 +83,16 @@ class Markers:
     def finish(self) -> str:
         held, self._held = self._held, ""
         return held
+
+
+def first_of(markers: Sequence[str], text: str, since: int = 0) -> tuple[int, str] | None:
+    """Where the first of these stands, and which it is. Looks for each no further than where another was found."""
+    first: tuple[int, str] | None = None
+    for marker in markers:
+        at = text.find(marker, since, len(text) if first is None else first[0] + len(marker))
+        if at >= 0 and (first is None or (at, marker) < first):
+            first = at, marker
+    return first
 
 
 def overlap(text: str, marker: str) -> int:
@@ -95,20 +105,22 @@ class Spaced:
 
     def __init__(self, *, keeps_start: bool) -> None:
         self._begun = keeps_start
-        self._space = ""
+        self._space: list[str] = []  # held back, in the parts in which it came: each is looked at once
 
     def push(self, text: str) -> str:
-        text = self._space + text
-        if not self._begun:
-            text = text.lstrip()
         kept = text.rstrip()
-        self._begun, self._space = self._begun or bool(kept), text[len(kept) :]
+        space = text[len(kept) :]
+        if kept:
+            kept = "".join([*self._space, kept]) if self._begun else kept.lstrip()
+            self._begun, self._space = True, []
+        if space and self._begun:
+            self._space.append(space)
         return kept
 
     def drop(self) -> None:
         """What was space so far stood before something else."""
-        self._space = ""
+        self._space = []
 
     def finish(self) -> str:
-        held, self._space = self._space, ""
-        return held if self._begun else ""
+        held, self._space = "".join(self._space), []
+        return held

@@ -16,7 +16,7 @@ from stepwell.server.parsing.tags import dsml, qwen_coder
 
 _ARGUMENTS = ("arguments", "parameters")
 _FENCE = "`"
-_MISTRAL_HEAD = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]([\w-]+))?\s*(?:\[ARGS\])?\s*")
+_MISTRAL_HEAD = re.compile(r"([\w.-]+)\s*(?:\[CALL_ID\]([\w-]+)\s*)?(?:\[ARGS\])?")  # each space matches in one way only
 _KIMI_HEAD = re.compile(r"(?:functions\.)?(.+?)(?::\d+)?")
 
 
@@ -73,6 +73,7 @@ def _object(source: Source, *, bare: bool) -> Reading[None]:
         value = yield from source.value()
         if key == "name" and not name and begins == '"':
             name = json.loads(value)
+            name.encode()  # raises ValueError for half characters
         elif key in _ARGUMENTS and arguments is None:
             arguments = value
     if first != "}" and not (told and not first):  # the last of its brackets may be missing
@@ -87,10 +88,15 @@ def _held(name: str, arguments: str | None, *, bare: bool) -> Call:
         raise ValueError("no call")
     found = json.loads(arguments or "{}")
     if isinstance(found, str):
-        arguments, found = found, json.loads(found or "{}")
+        arguments, found = _whole(found), json.loads(found or "{}")
     if not isinstance(found, dict):
         raise ValueError("arguments that are no object")
     return Call(name=name, arguments=arguments or "{}")
+
+
+def _whole(text: str) -> str:
+    """JSON in which half characters are escapes again, as the model wrote them; nobody could encode them."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 # ---- names, then JSON -------------------------------------------------------------------------------
@@ -111,7 +117,7 @@ def mistral(source: Source, texts: Texts) -> Reading[None]:
             yield from source.must_have(marker)
         else:
             head, _ = yield from source.until("{", consume=False)
-            named = _MISTRAL_HEAD.fullmatch(head)
+            named = _MISTRAL_HEAD.fullmatch(head.strip())
             if named is None:
                 raise ValueError("a call without a name")
             yield from arguments_alone(source, named.group(1), named.group(2))
@@ -174,5 +180,5 @@ def _python_calls(tree: ast.expr) -> list[Call]:
         if not isinstance(each, ast.Call) or each.args or any(keyword.arg is None for keyword in each.keywords):
             raise ValueError("no call with named arguments")
         arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in each.keywords}
-        calls.append(Call(name=ast.unparse(each.func), arguments=json.dumps(arguments, ensure_ascii=False)))
+        calls.append(Call(name=ast.unparse(each.func), arguments=_whole(json.dumps(arguments, ensure_ascii=False))))
     return calls

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, TypeVar
 
-from stepwell.server.parsing.pieces import Call, Piece, joined, overlap
+from stepwell.server.parsing.pieces import Call, Piece, first_of, joined, overlap
 
 T = TypeVar("T")
 Reading = Generator[Call | None, None, T]
@@ -52,6 +52,10 @@ class Source:
         text = self._text[self._told :]
         self._text, self._told, self._at = "", 0, 0
         return text
+
+    def unread(self) -> str:
+        """What stands behind the last call, once its reader has found no other."""
+        return self._text[self._at :]
 
     # ---- for readers ------------------------------------------------------------------------------
 
@@ -166,7 +170,7 @@ class Source:
             yield Call(arguments=json.dumps(self._text[self._told : self._at], ensure_ascii=False)[1:-1])
 
     def _first(self, markers: tuple[str, ...], since: int) -> tuple[int, str] | None:
-        return min(((at, marker) for marker in markers if (at := self._text.find(marker, since)) >= 0), default=None)
+        return first_of(markers, self._text, since)
 
 
 class Nested:
@@ -214,7 +218,8 @@ class BlockReader:
         """`closed`: the end of the block was marked, so that nothing is missing."""
         self._source.end(closed=closed)
         piece = Piece() if self._reading is None else self._read(self._reading)
-        return piece if self.told else joined([piece, Piece(content=self._source.take())])
+        left = self._source.unread() if self.told else self._source.take()
+        return joined([piece, Piece(content=left)]) if not self.told or left.strip() else piece
 
     def _read(self, reading: Reading[Any]) -> Piece:
         parts: list[Piece] = []

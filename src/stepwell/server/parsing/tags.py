@@ -13,7 +13,7 @@ from stepwell.server.parsing.pieces import Call
 from stepwell.server.parsing.source import SPACE, ReadCalls, Reading, Source, Texts
 
 _GEMMA_QUOTES = ('<|"|>', "<escape>")
-_ATTRIBUTE = re.compile(r'(\w+)="([^"]*)"')
+_ATTRIBUTE = re.compile(r'(?<!\w)(\w+)="([^"]*)"')  # looked for once in each word, so that long ones take no longer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

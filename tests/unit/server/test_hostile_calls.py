@@ -1,0 +1,86 @@
+"""What a model may write, and a client may make it write: nothing of it is lost, told twice, or takes long to read."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from stepwell.server.frames import CallForm, written_call
+from stepwell.server.parsing.formats import parser_for
+from stepwell.server.parsing.pieces import Piece, joined
+from stepwell.server.response_items import Output
+
+MOST_CPU_S = 6  # a fraction of a second where time grows with the text; half a minute and more where it grows with its square
+
+
+def parsed(tools: str, text: str, *, size: int | None = None, reasoning: str | None = None) -> Piece:
+    parser, size = parser_for(tools, reasoning), size or len(text)
+    pieces = [parser.push(text[at : at + size]) for at in range(0, len(text), size)]
+    return joined([*pieces, parser.finish()])
+
+
+@pytest.mark.parametrize(
+    ("tools", "text"),
+    [
+        ("mistral", f"[TOOL_CALLS]f{' ' * 4_000}x{{"),
+        ("kimi3", f"<|open|>tools<|sep|><|open|>call {'a' * 100_000}<|sep|><|close|>tools<|sep|>"),
+        ("hermes", f"<tool_call><function=f>{'<parameter=a>1</parameter>' * 8_000}</function></tool_call>"),
+    ],
+    ids=["spaces in a head", "a word in a head", "many parameters"],
+)
+def test_time_grows_with_the_text_and_no_faster(tools: str, text: str) -> None:
+    begun = time.process_time()
+    parsed(tools, text)
+    assert time.process_time() - begun < MOST_CPU_S
+
+
+@pytest.mark.parametrize("reasoning", ["think", None])
+@pytest.mark.parametrize("before", ["a", ""])
+def test_endless_space_is_read_once(before: str, reasoning: str | None) -> None:
+    text, begun = f"{before}{chr(10) * 300_000}b", time.process_time()
+    assert parsed("hermes", text, size=4, reasoning=reasoning).content == text
+    assert time.process_time() - begun < MOST_CPU_S
+
+
+@pytest.mark.parametrize("size", [1, 5, None])
+@pytest.mark.parametrize(
+    ("tools", "block"),
+    [
+        ("kimi", "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_call_end|>"),
+        ("hermes", "<tool_call><function=f></function>"),
+        ("kimi3", '<|open|>tools<|sep|><|open|>call tool="f"<|sep|><|close|>call<|sep|>'),
+        ("gemma4", "<|tool_call>call:f{}"),
+    ],
+)
+def test_text_behind_the_calls_of_a_block_that_is_not_closed_is_content(tools: str, block: str, size: int | None) -> None:
+    found = parsed(tools, f"{block}\nIt is sunny.", size=size)
+    assert [(call.name, call.arguments) for call in found.calls] == [("f", "{}")] and found.content.strip() == "It is sunny."
+    assert not parsed(tools, f"{block}\n", size=size).content.strip()
+
+
+@pytest.mark.parametrize("size", [1, None])
+def test_half_characters_are_never_told(size: int | None) -> None:
+    named = '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'
+    assert parsed("hermes", named, size=size) == Piece(content=named)
+    within = json.dumps({"name": "f", "arguments": '{"a": "\ud800 \U0001f600 \u00fc"}'})
+    for tools, text in (("hermes", f"<tool_call>{within}</tool_call>"), ("gemma", '[f(a="\\ud800 \U0001f600 \u00fc")]')):
+        (call,) = parsed(tools, text, size=size).calls
+        assert call.arguments.encode() and json.loads(call.arguments) == {"a": "\ud800 \U0001f600 \u00fc"}
+
+
+def test_text_that_comes_with_the_end_of_a_call_stands_behind_it() -> None:
+    output = Output()
+    output.push({"tool_calls": [{"index": 0, "id": "call_1", "function": {"name": "f", "arguments": "{"}}]})
+    more = [{"index": 0, "function": {"arguments": "}"}}, {"index": 1, "id": "c2", "function": {"name": "g", "arguments": ""}}]
+    events = output.push({"content": "Done.", "tool_calls": more}) + output.finish("completed")
+    assert [item["type"] for item in output.items] == ["function_call", "message", "function_call"]
+    assert output.items[0]["arguments"] == "{}" and output.items[1]["content"][0]["text"] == "Done."
+    assert [content["output_index"] for _, content in events] == sorted(content["output_index"] for _, content in events)
+
+
+@pytest.mark.parametrize("name", ["NUMBER", "GET_ARGUMENTS", "NAME"])
+def test_a_tool_may_be_named_as_the_parts_of_a_form_are(name: str) -> None:
+    form = CallForm(call="functions.NAME:NUMBER ARGUMENTS")
+    assert written_call(form, name, "p0") == f"functions.{name}:\0/[0-9]{{1,4}}/\0 \0@p0\0"

@@ -260,9 +260,11 @@ def _put_deferred(state: CacheState, link: StoreLink, residency: Residency) -> b
 
 
 def put_checkpoint(state: CacheState, link: StoreLink, checkpoint: Checkpoint) -> None:
-    """Sends off a checkpoint that is on the host and not in the store, if all it stands on is."""
+    """Sends off a checkpoint that is on the host and not in the store, if all it stands on is there, or follows it. None that has
+    a time to live.
+    """
     residency, node = checkpoint.ready_in(Tier.HOST), checkpoint.node
-    if residency is None or node is None:
+    if residency is None or node is None or node.expires_at < inf:
         return
     if link.beliefs.is_fresh(checkpoint) if link.is_late else link.beliefs.has(checkpoint):
         return

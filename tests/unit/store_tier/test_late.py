@@ -221,3 +221,18 @@ def test_a_checkpoint_is_stored_with_what_it_shares_with_one_that_is_expendable(
     here.settle()
     after = Rig(FULL_WINDOW, device_pages=64, host_pages=64, store=store, store_config=CONFIG)
     assert after.serve_fetched(prompt).store == 5 * PAGE
+
+
+@pytest.mark.parametrize("write", [WritePolicy.ADAPTIVE, WritePolicy.BACK])
+def test_what_has_a_time_to_live_never_reaches_the_store(write: WritePolicy) -> None:
+    """Neither its pages nor its checkpoints, though those would find their pages in memory."""
+    here = rig(write=write)
+    for name in range(12):
+        here.clock.advance(1)
+        here.serve(text(name, 4 * PAGE + 1), ttl_s=1000.0)
+        here.settle()
+    assert here.cache.counters["evicted_host_checkpoints"], "nothing had to leave"
+    here.cache.flush()
+    here.settle()
+    assert not store_of(here).used_bytes
+    here.idle_check()

@@ -126,8 +126,8 @@ def _wanted(state: CacheState, link: StoreLink, victim: Victim) -> Node | None:
         if link.beliefs.is_fresh(checkpoint) or link.is_superseded(checkpoint):
             return None
         return checkpoint.node
-    if victim.node.expires_at < inf:
-        return None
+    if victim.node.runs[Tier.HOST] is not victim or victim.node.expires_at < inf:
+        return None  # its node was cut meanwhile, or it left: what is there of it now comes in its turn
     tail = state.tree.ranking.tails.of(victim)
     if tail is None or tail.repeated or victim.unsaved or (tail.dead and not link.beliefs.owes(victim.node)):
         return None

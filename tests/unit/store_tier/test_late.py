@@ -236,3 +236,22 @@ def test_what_has_a_time_to_live_never_reaches_the_store(write: WritePolicy) -> 
     here.settle()
     assert not store_of(here).used_bytes
     here.idle_check()
+
+
+def test_a_run_that_is_cut_while_it_is_in_line_is_passed_over() -> None:
+    """What is to be stored ahead waits while the store is busy, and a request may branch off in the middle of it."""
+    here, prompt = rig(FULL, pages=64), text(1, 8 * PAGE + 1)
+    here.serve(prompt)
+    (node,) = [node for node in here.tree.nodes() if node.parent is not None]
+    link, run = here.cache._store_tier.link, node.runs[Tier.HOST]
+    assert link is not None and run is not None
+    here.serve([*text(1, 4 * PAGE), *text(2, PAGE + 1)])
+    assert node.runs[Tier.HOST] is not run, "it was not cut"
+    link.ahead[run] = True
+    here.settle()
+    assert not link.ahead
+    for tier in (Tier.DEVICE, Tier.HOST):
+        here.evict_all(tier)
+        here.settle()
+    assert here.serve_fetched(prompt).store == 8 * PAGE
+    here.idle_check()

@@ -110,9 +110,9 @@ def _needed_from(victim: Victim) -> int:
 
 
 def _is_covered(link: StoreLink, node: Node, victim: Victim) -> bool:
-    """Whether all that a victim stands on is believed to be in the store."""
+    """Whether all that a victim stands on is believed to be in the store, or follows it there."""
     upto = victim.checkpoint.page if isinstance(victim, Residency) else node.end
-    return is_stored(link.beliefs, node, upto, or_in_memory=True)
+    return is_stored(link.beliefs, node, upto, or_follows=True)
 
 
 def _wanted(state: CacheState, link: StoreLink, victim: Victim) -> Node | None:

@@ -1,4 +1,4 @@
-"""Under `adaptive` the store gets what leaves memory, whole paths, and forgets first what memory has too."""
+"""Under `adaptive` and `back` the store gets what leaves memory, and forgets first what memory has too."""
 
 from __future__ import annotations
 
@@ -254,4 +254,23 @@ def test_a_run_that_is_cut_while_it_is_in_line_is_passed_over() -> None:
         here.evict_all(tier)
         here.settle()
     assert here.serve_fetched(prompt).store == 8 * PAGE
+    here.idle_check()
+
+
+def test_no_checkpoint_is_stored_on_pages_that_the_store_refused() -> None:
+    """They leave memory without another try, so it would be of no use."""
+    here, prompt = rig(pages=64), text(1, 4 * PAGE + 1)
+    here.serve(prompt)
+    checkpoint = here.cache.lookup(prompt).checkpoint
+    assert checkpoint is not None and checkpoint.node is not None
+    device, host = checkpoint.held
+    pages = checkpoint.node.runs[Tier.HOST]
+    assert device is not None and host is not None and pages is not None
+    drop_residency(here.tree, device, here.state.loss(LossReason.EVICTED, Tier.DEVICE))
+    pages.unsaved = True
+    assert here.cache._store_tier.before_eviction(host) is Leaving.NOW
+    here.settle()
+    assert not store_of(here).used_bytes and here.cache.counters["backup_skipped_missing_pages"] == 1
+    pages.unsaved = False
+    assert here.cache._store_tier.before_eviction(host) is Leaving.AT_ONCE
     here.idle_check()

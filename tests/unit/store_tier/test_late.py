@@ -129,6 +129,7 @@ def test_a_prompt_that_the_device_cannot_hold_is_not_fetched() -> None:
     here = Rig(FULL, device_pages=32, host_pages=256, store=filled(prompt), store_config=CONFIG, write=WritePolicy.ADAPTIVE)
     ticket = here.fetched(prompt)
     assert not ticket.asked and not here.used(Tier.HOST, Kind.PREFIX)
+    assert here.cache.counters["prefetch_skipped_too_large"] == 1
     ticket.close()
     here.idle_check()
 

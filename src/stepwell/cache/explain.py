@@ -16,7 +16,7 @@ from stepwell.base.spec import Point, Prefix, Window
 from stepwell.memory.arena import FILLING
 from stepwell.policy.store_use import Flags, reachable
 from stepwell.store_tier.link import LinkState, StoreLink
-from stepwell.store_tier.prefetch import is_expected_to_pay, points_with_store
+from stepwell.store_tier.prefetch import is_expected_to_pay, may_run, points_with_store
 from stepwell.tiers.state import CacheState
 from stepwell.tree.keys import path_keys
 from stepwell.tree.match import Match
@@ -127,7 +127,9 @@ def explain(state: CacheState, link: StoreLink | None, match: Match, store: Stor
     page, usable = state.spec.page_tokens, match.limit_tokens
     points = points_with_store(state, match, store.has_page, store.has_checkpoint)
     found = replace(memory, store_tokens=points[0] * page if points else match.restore_tokens)
-    if points and link is not None and not is_expected_to_pay(state, link, match, points[0]):
+    if points and not may_run(state, match):
+        found = replace(found, store_note="it is not fetched: the device cannot hold a prompt of this length")
+    elif points and link is not None and not is_expected_to_pay(state, link, match, points[0]):
         found = replace(found, store_note="fetching that is expected to take longer than computing")
     if memory.cause in (Cause.ARRIVING, Cause.LATE, Cause.STORE):
         return found  # that the store has it does not say that it comes, or in time, or that it is any good

@@ -136,7 +136,7 @@ class _Stretch:
 
 def put_path(state: CacheState, link: StoreLink, node: Node, *, beyond: int = 0) -> bool:
     """Sends off what pages the store lacks of a path, and defers its checkpoints; false when more is left than fits into
-    one operation. Nodes up to page `beyond` are left out as long as memory has them.
+    one operation. Nodes up to page `beyond` are left out: they go down when they leave memory.
     """
     path = node.path()
     namespace = link.namespace_of(state, node)
@@ -150,7 +150,7 @@ def put_path(state: CacheState, link: StoreLink, node: Node, *, beyond: int = 0)
         if each.expires_at < inf:
             break  # what has a time to live stays in memory
         stored = link.stored_pages(each)
-        if each.end <= beyond and is_in_memory(each, stored):
+        if each.end <= beyond and will_follow(each):
             continue
         if stored < each.num_pages:
             first = each.start + stored
@@ -164,7 +164,7 @@ def put_path(state: CacheState, link: StoreLink, node: Node, *, beyond: int = 0)
                 link.beliefs.set_pages(each, stored, at_s=state.clock.now())
                 room -= len(fresh)
         covered = each.start + stored
-        if stored < each.num_pages and not (link.is_late and room > 0 and is_in_memory(each, stored)):
+        if stored < each.num_pages and not (link.is_late and room > 0 and will_follow(each)):
             break
     _put_stretch(state, link, namespace, stretch)
     if not link.is_late:
@@ -260,13 +260,15 @@ def _put_deferred(state: CacheState, link: StoreLink, residency: Residency) -> b
 
 
 def put_checkpoint(state: CacheState, link: StoreLink, checkpoint: Checkpoint) -> None:
-    """Sends off a checkpoint that is on the host and not in the store, if all it stands on is."""
+    """Sends off a checkpoint that is on the host and not in the store, if all it stands on is there, or follows it. None that has
+    a time to live.
+    """
     residency, node = checkpoint.ready_in(Tier.HOST), checkpoint.node
-    if residency is None or node is None:
+    if residency is None or node is None or node.expires_at < inf:
         return
     if link.beliefs.is_fresh(checkpoint) if link.is_late else link.beliefs.has(checkpoint):
         return
-    if not is_stored(link.beliefs, node, checkpoint.page, or_in_memory=link.is_late):
+    if not is_stored(link.beliefs, node, checkpoint.page, or_follows=link.is_late):
         state.counters.add("backup_skipped_missing_pages")
         return
     namespace = link.namespace_of(state, node)
@@ -353,21 +355,17 @@ def _defer_again_before(state: CacheState, link: StoreLink, refused: Checkpoint)
         link.deferred.enter(residency, _size_bytes(state, residency), state.clock.now())
 
 
-def is_in_memory(node: Node, start: int) -> bool:
-    """Whether device and host together have the node's pages from index `start` on: they go down when they leave."""
-    there = np.zeros(node.num_pages - start, np.bool_)
-    for run in node.runs:
-        if run is not None:
-            there |= run.ids[start:] != ABSENT
-    return bool(there.all())
+def will_follow(node: Node) -> bool:
+    """Whether a node's pages go down when they leave memory, which has all of them: not those that were refused."""
+    return not any(run.unsaved for run in node.runs if run is not None)
 
 
-def is_stored(beliefs: Beliefs, node: Node, upto: int, *, or_in_memory: bool = False) -> bool:
-    """Whether the pages before `upto`, the last of them in this node, are believed to be in the store."""
+def is_stored(beliefs: Beliefs, node: Node, upto: int, *, or_follows: bool = False) -> bool:
+    """Whether the pages before `upto`, the last of them in this node, are believed to be in the store; or will be."""
     here: Node | None = node
     while here is not None and here.parent is not None:
         stored = beliefs.pages(here)
-        if here.start + stored < min(here.end, upto) and not (or_in_memory and is_in_memory(here, stored)):
+        if here.start + stored < min(here.end, upto) and not (or_follows and will_follow(here)):
             return False
         here = here.parent
     return True

@@ -13,6 +13,7 @@ checkpoint of its path serves for is not stored.
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from math import inf
 
 from stepwell.base.ids import Level, Tier
 from stepwell.base.prompt import Namespace, PageKey
@@ -109,9 +110,9 @@ def _needed_from(victim: Victim) -> int:
 
 
 def _is_covered(link: StoreLink, node: Node, victim: Victim) -> bool:
-    """Whether all that a victim stands on is believed to be in the store."""
+    """Whether all that a victim stands on is believed to be in the store, or follows it there."""
     upto = victim.checkpoint.page if isinstance(victim, Residency) else node.end
-    return is_stored(link.beliefs, node, upto, or_in_memory=True)
+    return is_stored(link.beliefs, node, upto, or_follows=True)
 
 
 def _wanted(state: CacheState, link: StoreLink, victim: Victim) -> Node | None:
@@ -120,9 +121,13 @@ def _wanted(state: CacheState, link: StoreLink, victim: Victim) -> Node | None:
         checkpoint = victim.checkpoint
         if victim.users or not victim.ready or checkpoint.ready_in(Tier.DEVICE) is not None:
             return None
+        if checkpoint.node is None or checkpoint.node.expires_at < inf:
+            return None  # what has a time to live stays in memory
         if link.beliefs.is_fresh(checkpoint) or link.is_superseded(checkpoint):
             return None
         return checkpoint.node
+    if victim.node.runs[Tier.HOST] is not victim or victim.node.expires_at < inf:
+        return None  # its node was cut meanwhile, or it left: what is there of it now comes in its turn
     tail = state.tree.ranking.tails.of(victim)
     if tail is None or tail.repeated or victim.unsaved or (tail.dead and not link.beliefs.owes(victim.node)):
         return None

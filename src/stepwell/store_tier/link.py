@@ -254,6 +254,16 @@ class StoreLink:
             return self.beliefs.pages(node)
         return self.beliefs.fresh_pages(node)
 
+    def node_split(self, upper: Node) -> None:
+        """A node was cut in two: both parts wait where it did, since the lower one may leave before its turn comes."""
+        self.beliefs.node_split(upper)
+        assert upper.kids is not None
+        (lower,) = upper.kids.by_page.values()
+        if lower in self.waiting:
+            self.waiting[upper] = self.waiting[lower]
+        if lower in self.unplaced:
+            self.unplaced[upper] = self.unplaced[lower]
+
     @property
     def turn_bytes(self) -> int:
         """What one reader fetches in one call."""

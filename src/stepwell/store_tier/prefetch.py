@@ -130,7 +130,8 @@ def close(state: CacheState, link: StoreLink | None, ticket: Ticket, used_tokens
 def _may_help(state: CacheState, link: StoreLink, match: Match) -> bool:
     if link.detached or match.namespace.digest in link.barred or match.restore_tokens >= match.limit_tokens:
         return False
-    if not _may_run(state, match):
+    if not may_run(state, match):
+        state.counters.add("prefetch_skipped_too_large")
         return False
     if not link.may_fetch(state.clock.now()):
         state.counters.add("prefetch_skipped_store_off")
@@ -138,7 +139,7 @@ def _may_help(state: CacheState, link: StoreLink, match: Match) -> bool:
     return True
 
 
-def _may_run(state: CacheState, match: Match) -> bool:
+def may_run(state: CacheState, match: Match) -> bool:
     """Whether the device could ever hold a prompt: fetching it would turn out others for nothing."""
     if not state.has_both_tiers:
         return True

@@ -279,7 +279,7 @@ class StoreTier:
 
     def _split(self, upper: Node) -> None:
         for link in self.links:
-            link.beliefs.node_split(upper)
+            link.node_split(upper)
 
     def _shortened(self, node: Node) -> None:
         for link in self.links:

@@ -214,3 +214,10 @@ def test_with_threads_the_wait_has_an_end_and_nothing_is_left_behind() -> None:
     assert why.store_tokens == 0 and why.cause is Cause.NEVER_STORED
     cache.close()
     cache.audit()
+
+
+def test_what_the_device_cannot_hold_is_said_not_to_be_fetched() -> None:
+    after = Rig(FULL, device_pages=2, host_pages=256, store=filled(FULL))
+    why = after.cache.explain(PROMPT)
+    assert why.store_tokens == WHOLE and "the device cannot hold a prompt of this length" in str(why)
+    assert not after.fetched(PROMPT).asked

@@ -8,6 +8,9 @@ from stepwell import ModelSpec, Tier, WritePolicy
 from stepwell.base.config import StoreConfig
 from stepwell.base.tasks import ItemStatus
 from stepwell.store.memory import MemoryStore
+from stepwell.store_tier.durable import line_up
+from stepwell.tree.node import LossReason
+from stepwell.tree.pruning import discard_ids
 from toys import FULL, FULL_POINT, FULL_WINDOW, PAGE, Rig, text
 
 DELAY_S = 30.0
@@ -168,3 +171,23 @@ def test_without_a_store_it_changes_nothing() -> None:
     for here in (plain, durable):
         here.serve(text(1, 4 * PAGE + 1))
         assert not here.cache.counters["save_pages"]
+
+
+def test_what_waits_for_room_goes_on_waiting_when_the_end_of_it_leaves() -> None:
+    """A long run leaves the device from its end: what is left of it is still to be stored."""
+    here, prompt = Rig(FULL, device_pages=64, host_pages=64, write=WritePolicy.BACK, durable=True), text(1, 8 * PAGE + 1)
+    here.serve(prompt)
+    here.attach(MemoryStore())
+    here.settle()
+    (node,) = [node for node in here.tree.nodes() if node.parent is not None]
+    link = here.cache._store_tier.link
+    assert link is not None and not link.num_taken, "the store has it already"
+    line_up(here.state, link, node)
+    here.tree.split(node, 4)
+    end = node.runs[Tier.DEVICE]
+    assert end is not None
+    discard_ids(here.tree, Tier.DEVICE, end.ids.copy(), here.state.loss(LossReason.EVICTED, Tier.DEVICE))
+    here.settle()
+    assert not link.unplaced
+    assert after_a_kill(here).serve_fetched(prompt).store == 4 * PAGE
+    here.idle_check()

@@ -1,4 +1,4 @@
-"""Under `adaptive` the store gets what leaves memory, whole paths, and forgets first what memory has too."""
+"""Under `adaptive` and `back` the store gets what leaves memory, and forgets first what memory has too."""
 
 from __future__ import annotations
 
@@ -129,6 +129,7 @@ def test_a_prompt_that_the_device_cannot_hold_is_not_fetched() -> None:
     here = Rig(FULL, device_pages=32, host_pages=256, store=filled(prompt), store_config=CONFIG, write=WritePolicy.ADAPTIVE)
     ticket = here.fetched(prompt)
     assert not ticket.asked and not here.used(Tier.HOST, Kind.PREFIX)
+    assert here.cache.counters["prefetch_skipped_too_large"] == 1
     ticket.close()
     here.idle_check()
 
@@ -221,3 +222,56 @@ def test_a_checkpoint_is_stored_with_what_it_shares_with_one_that_is_expendable(
     here.settle()
     after = Rig(FULL_WINDOW, device_pages=64, host_pages=64, store=store, store_config=CONFIG)
     assert after.serve_fetched(prompt).store == 5 * PAGE
+
+
+@pytest.mark.parametrize("write", [WritePolicy.ADAPTIVE, WritePolicy.BACK])
+def test_what_has_a_time_to_live_never_reaches_the_store(write: WritePolicy) -> None:
+    """Neither its pages nor its checkpoints, though those would find their pages in memory."""
+    here = rig(write=write)
+    for name in range(12):
+        here.clock.advance(1)
+        here.serve(text(name, 4 * PAGE + 1), ttl_s=1000.0)
+        here.settle()
+    assert here.cache.counters["evicted_host_checkpoints"], "nothing had to leave"
+    here.cache.flush()
+    here.settle()
+    assert not store_of(here).used_bytes
+    here.idle_check()
+
+
+def test_a_run_that_is_cut_while_it_is_in_line_is_passed_over() -> None:
+    """What is to be stored ahead waits while the store is busy, and a request may branch off in the middle of it."""
+    here, prompt = rig(FULL, pages=64), text(1, 8 * PAGE + 1)
+    here.serve(prompt)
+    (node,) = [node for node in here.tree.nodes() if node.parent is not None]
+    link, run = here.cache._store_tier.link, node.runs[Tier.HOST]
+    assert link is not None and run is not None
+    here.serve([*text(1, 4 * PAGE), *text(2, PAGE + 1)])
+    assert node.runs[Tier.HOST] is not run, "it was not cut"
+    link.ahead[run] = True
+    here.settle()
+    assert not link.ahead
+    for tier in (Tier.DEVICE, Tier.HOST):
+        here.evict_all(tier)
+        here.settle()
+    assert here.serve_fetched(prompt).store == 8 * PAGE
+    here.idle_check()
+
+
+def test_no_checkpoint_is_stored_on_pages_that_the_store_refused() -> None:
+    """They leave memory without another try, so it would be of no use."""
+    here, prompt = rig(pages=64), text(1, 4 * PAGE + 1)
+    here.serve(prompt)
+    checkpoint = here.cache.lookup(prompt).checkpoint
+    assert checkpoint is not None and checkpoint.node is not None
+    device, host = checkpoint.held
+    pages = checkpoint.node.runs[Tier.HOST]
+    assert device is not None and host is not None and pages is not None
+    drop_residency(here.tree, device, here.state.loss(LossReason.EVICTED, Tier.DEVICE))
+    pages.unsaved = True
+    assert here.cache._store_tier.before_eviction(host) is Leaving.NOW
+    here.settle()
+    assert not store_of(here).used_bytes and here.cache.counters["backup_skipped_missing_pages"] == 1
+    pages.unsaved = False
+    assert here.cache._store_tier.before_eviction(host) is Leaving.AT_ONCE
+    here.idle_check()

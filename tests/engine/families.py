@@ -87,7 +87,18 @@ WIDE: dict[str, dict[str, Any]] = {
 
 
 def reference(family: str, corrections: float = 0.2, **wide: Any) -> Any:
-    """The model of transformers, with weights that keep logits alive; `wide` are sizes in place of the small ones."""
+    """The model of transformers, with weights that keep logits alive and are the same in every process; `wide` are sizes in
+    place of the small ones.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # transformers draws biases
+        made = _untrained(family, **wide)
+    draw(made)
+    draw_choices(made, corrections)
+    return made.eval().float()
+
+
+def _untrained(family: str, **wide: Any) -> Any:
     import transformers as hf
 
     small, latent, kimi = SMALL | wide, LATENT | INDEX | wide, KIMI | wide
@@ -130,17 +141,20 @@ def reference(family: str, corrections: float = 0.2, **wide: Any) -> Any:
             made = hf.KimiLinearForCausalLM(hf.KimiLinearConfig(**kimi))  # its fifth layer is the first that is not linear
         case _:
             raise AssertionError(family)
-    draw(made)
-    draw_choices(made, corrections)
-    return made.eval().float()
+    return made
 
 
 def draw_choices(model: torch.nn.Module, corrections: float = 0.2, seed: int = 0) -> None:
     """Random corrections of the choice of experts, and random tables of it: they are no parameters, and start at 0.
 
-    Corrections far larger than 1, the largest score, decide alone: rounding then never makes another choice.
+    Corrections far larger than 1, the largest score, decide alone: rounding then never makes another choice. gpt-oss has none:
+    there all experts of a layer but those that a token takes get so much less.
     """
     generator = torch.Generator().manual_seed(seed)
+    for name, bias in model.named_parameters():
+        if name.endswith("router.bias") and corrections > 1:
+            left_out = torch.randperm(len(bias), generator=generator)[model.config.num_experts_per_tok :]
+            bias.data[left_out] -= corrections
     for name, tensor in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             tensor.copy_(torch.randn(tensor.shape, generator=generator) * corrections)

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from stepwell import Cache, StepReport
+from stepwell.base.ids import Kind, Tier
+from stepwell.tiers.eviction import make_room
 
 if TYPE_CHECKING:
     from stepwell.engine import Delta, Engine
@@ -55,6 +57,19 @@ def settle(cache: Cache, *, storing: bool = True) -> list[StepReport]:
 
     wait_until(quiet, "nothing left to copy")
     return reports
+
+
+def empty_device(cache: Cache) -> None:
+    """Waits until everything is saved, and evicts all that the device has, under any write policy."""
+    state = cache._state
+    need = {Kind.PREFIX: state.arena(Tier.DEVICE).layout.rows(Kind.PREFIX) + 1}
+
+    def emptied() -> bool:
+        settle(cache)
+        make_room(state, Tier.DEVICE, need)
+        return not cache.stats().tier(Tier.DEVICE).used_bytes
+
+    wait_until(emptied, "an empty device")
 
 
 def run_until(engine: Engine, done: Callable[[], bool]) -> list[Delta]:

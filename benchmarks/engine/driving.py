@@ -61,6 +61,9 @@ def leave_in(engine: Engine, tier: str) -> None:
     """Leaves what is cached in this tier (device, host or disk) and those below."""
     if tier == "host":
         state = engine.cache._state
-        make_room(state, Tier.DEVICE, {Kind.PREFIX: state.arena(Tier.DEVICE).layout.rows(Kind.PREFIX) + 1})
+        need = {Kind.PREFIX: state.arena(Tier.DEVICE).layout.rows(Kind.PREFIX) + 1}
+        while engine.cache.stats().tier(Tier.DEVICE).used_bytes:  # more than once where things are saved as they leave
+            make_room(state, Tier.DEVICE, need)
+            settle(engine)
     elif tier == "disk":
         engine.cache.flush()

@@ -16,7 +16,7 @@ from stepwell.engine import Ask, Engine, Finish, Limits
 from stepwell.policy.store_use import Speed, StoreTuning
 from stepwell.store.memory import MemoryStore
 from stepwell.tiers.eviction import make_room
-from waiting import run_to_the_end, run_until, settle
+from waiting import empty_device, run_to_the_end, run_until, settle
 
 pytest.importorskip("transformers")
 
@@ -25,9 +25,7 @@ FAMILIES = ["llama", "gemma3", "gpt_oss", "qwen3_next", "falcon_h1", "mamba2", "
 
 def evict_to_host(engine: Engine) -> None:
     """The device keeps nothing."""
-    settle(engine.cache)
-    evict_idle(engine)
-    assert not engine.cache.stats().tier(Tier.DEVICE).used_bytes
+    empty_device(engine.cache)
 
 
 def evict_idle(engine: Engine) -> None:

@@ -18,8 +18,7 @@ from stepwell.base.meters import ManualClock
 from stepwell.engine import Ask, Engine, Limits, Sampling
 from stepwell.memory.arena import READY
 from stepwell.tiers import publish
-from stepwell.tiers.eviction import make_room
-from waiting import run_to_the_end, run_until, settle
+from waiting import empty_device, run_to_the_end, run_until, settle
 
 pytest.importorskip("transformers")
 
@@ -190,8 +189,7 @@ def test_what_is_cached_is_resumed_from_the_host_to_the_same_answer(family: str,
 
 
 def _empty_device(engine: Engine) -> None:
-    state = engine.cache._state
-    make_room(state, Tier.DEVICE, {Kind.PREFIX: state.arena(Tier.DEVICE).layout.rows(Kind.PREFIX) + 1})
+    empty_device(engine.cache)
 
 
 def test_requests_that_share_a_prompt_still_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:

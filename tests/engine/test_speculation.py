@@ -17,11 +17,10 @@ from engine.small import DEFAULTS, PAGE, greedy, prompt, run, tokens_of
 from parity.recorded import store_at
 from stepwell.base.config import PrefetchPolicy, StoreConfig
 from stepwell.base.errors import ConfigError
-from stepwell.base.ids import Kind, Tier
+from stepwell.base.ids import Tier
 from stepwell.engine import Ask, Delta, Engine, EngineConfig, Finish, Limits, Sampling, Usage, build_engine
-from stepwell.tiers.eviction import make_room
 from stepwell.tree.match import ids_of
-from waiting import settle
+from waiting import empty_device, settle
 
 pytest.importorskip("transformers")
 
@@ -174,9 +173,7 @@ def test_as_many_guesses_are_right_whatever_tier_a_prompt_comes_from(family: str
         assert sum(accepted for _, accepted in guesses(cold)) > 0
         run(engine, asks)
         device = run(engine, asks)
-        settle(engine.cache)
-        state = engine.cache._state
-        make_room(state, Tier.DEVICE, {Kind.PREFIX: state.arena(Tier.DEVICE).layout.rows(Kind.PREFIX) + 1})
+        empty_device(engine.cache)
         host = run(engine, asks)
         settle(engine.cache)
         engine.cache.flush()

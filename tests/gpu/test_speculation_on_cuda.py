@@ -10,9 +10,7 @@ pytest.importorskip("transformers")
 from engine.drafted import OWN, engine_for  # noqa: E402
 from engine.small import greedy, prompt, run, tokens_of  # noqa: E402
 from not_run import NO_CUDA  # noqa: E402
-from stepwell.base.ids import Kind, Tier  # noqa: E402
-from stepwell.tiers.eviction import make_room  # noqa: E402
-from waiting import settle  # noqa: E402
+from waiting import empty_device  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_CUDA)]
 
@@ -25,9 +23,7 @@ def test_a_draft_changes_no_answer(family: str, drafted: str) -> None:
         expected = [tokens_of(deltas) for deltas in run(engine, asks)]
     with engine_for(family, drafted, device="cuda", dtype="fp32") as engine:
         played = run(engine, asks)
-        settle(engine.cache)
-        state = engine.cache._state
-        make_room(state, Tier.DEVICE, {Kind.PREFIX: state.arena(Tier.DEVICE).layout.rows(Kind.PREFIX) + 1})
+        empty_device(engine.cache)
         again = run(engine, asks)
         assert engine.cache.counters["draft_missing"] == 0
     for each in (played, again):

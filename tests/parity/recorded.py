@@ -11,14 +11,12 @@ from typing import Any
 import torch
 
 from engine.families import checkpoint
-from stepwell.base.ids import Kind, Tier
 from stepwell.cache.build import CacheTuning
 from stepwell.engine import Ask, Engine, EngineConfig, Limits, Sampling, build_engine
 from stepwell.engine.loading.checkpoint import Checkpoint
 from stepwell.engine.request import Chunk
 from stepwell.policy.placement import PlacementRules
-from stepwell.tiers.eviction import make_room
-from waiting import run_to_the_end, settle
+from waiting import empty_device, run_to_the_end, settle
 
 PAGE = 16
 ANSWER = 6
@@ -104,10 +102,7 @@ class Recorded:
 
     def evict_to_host(self) -> None:
         """The device keeps nothing."""
-        self.settle()
-        state = self.engine.cache._state
-        make_room(state, Tier.DEVICE, {Kind.PREFIX: state.arena(Tier.DEVICE).layout.rows(Kind.PREFIX) + 1})
-        assert not self.engine.cache.stats().tier(Tier.DEVICE).used_bytes
+        empty_device(self.engine.cache)
 
     def forget_memory(self) -> None:
         """Only the store keeps anything."""

@@ -16,6 +16,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from server.serving import ADMIN, CONFIG, KEY, MAX_BODY, NAME, Running, running, tiny_checkpoint
+from stepwell.base.config import WritePolicy
 from stepwell.base.ids import Kind, Tier
 from stepwell.cache.question import Question
 from stepwell.engine.engine import Engine
@@ -54,6 +55,14 @@ def test_state_shows_tiers_and_counters(http: httpx.Client) -> None:
     assert state["tiers"].keys() == {"device", "host"} and 0 < state["tiers"]["device"]["used_bytes"] <= 8 << 20
     assert state["counters"]["tokens_computed"] > 0 and state["store"]["state"] == "detached"
     assert set(OPERATIONS) == state["kernels"].keys() and set(state["kernels"].values()) == {"torch"}
+
+
+def test_state_says_when_pages_go_down(http: httpx.Client) -> None:
+    """By default as the sizes of the tiers suggest: the host has as much room as the device, and would only repeat it."""
+    assert http.get("/cache").json()["write_policy"] == {"policy": "adaptive", "durable": False}
+    with running(write=WritePolicy.SELECTIVE) as asked:
+        state = httpx.get(f"{asked.address}/cache", timeout=PATIENCE_S).json()
+    assert state["write_policy"] == {"policy": "selective", "durable": False}
 
 
 def test_state_says_how_checkpoints_are_kept(http: httpx.Client) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from stepwell.base.config import CacheConfig
 from stepwell.base.errors import BadTokens, ConfigError
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.meters import Counters
@@ -42,6 +43,10 @@ class ReadOnlyCache:
     def spec(self) -> ModelSpec:
         """What the model remembers, as one rank keeps it."""
         return self._state.spec
+
+    @property
+    def config(self) -> CacheConfig:
+        return self._state.config
 
     @property
     def namespace(self) -> Namespace:

@@ -15,6 +15,7 @@ from stepwell.base.errors import ConfigError
 from stepwell.base.spec.narrow import CHECKPOINT_DTYPES
 from stepwell.base.units import parse_bytes
 from stepwell.cli.mooncake_config import mooncake_options
+from stepwell.policy.write_choice import AUTO
 from stepwell.store.key_file import read_store_key
 
 if TYPE_CHECKING:
@@ -82,7 +83,10 @@ def _configure_cache(parser: ArgumentParser) -> None:
         metavar="FILE",
         help="stamp values with the key in it, and use only those stamped so; `stepwell store new-key` makes one",
     )
-    parser.add_argument("--write-policy", choices=write, default="through", help="when pages go to the host (default: through)")
+    parser.add_argument(
+        "--write-policy", choices=[AUTO, *write], default=AUTO,
+        help="when pages go to the host (default: auto, through or adaptive by the sizes of the tiers)",
+    )  # fmt: skip
     parser.add_argument(
         "--durable", action="store_true",
         help="what is committed is in the store soon, whatever the write policy: a process that is killed starts warm",
@@ -139,7 +143,7 @@ def read(args: Namespace, environment: Mapping[str, str], principals: Principals
         store=args.store,
         store_options=options,
         store_config=StoreConfig(prefetch=prefetch, checkpoint_delay_s=args.checkpoint_delay, key=key),
-        write=WritePolicy(args.write_policy),
+        write=None if args.write_policy == AUTO else WritePolicy(args.write_policy),
         durable=args.durable,
         placement=PlacementConfig(interval_tokens=args.checkpoint_interval),
         memory_quotas={} if principals is None else principals.memory_quotas,

@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from stepwell.base.config import WritePolicy
 from stepwell.base.errors import ConfigError
+from stepwell.policy.write_choice import AUTO
 
 if TYPE_CHECKING:
     from stepwell.engine.engine import Engine
@@ -53,7 +55,7 @@ class Handover:
 
     def with_shared_memory(self, config: EngineConfig) -> EngineConfig:
         """Settings of an engine whose host tier other processes can map."""
-        return replace(config, host_block=self.memory.make)
+        return replace(config, host_block=self.memory.make, write=config.write or WritePolicy.THROUGH)
 
     def offers(self, config: EngineConfig, port: int) -> Offers | None:
         """What a prefill server offers from, started; None on a decode server. Raises StoreError."""
@@ -111,7 +113,7 @@ def read(args: Namespace, environment: Mapping[str, str]) -> Handover | None:
         raise ConfigError("--role decode needs the address of a prefill server: --peer HOST:PORT")
     if args.role == DECODE and args.store is not None:
         raise ConfigError("--role decode reads from prefill servers, and has no other store: leave --store out")
-    if args.role == PREFILL and args.write_policy != "through":
+    if args.role == PREFILL and args.write_policy not in (AUTO, "through"):
         raise ConfigError("--role prefill hands out what is on the host: it needs --write-policy through")
     if args.tensor_parallel > 1:
         raise ConfigError("--role runs on one rank only, so far: leave --tensor-parallel out")

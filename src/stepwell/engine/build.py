@@ -44,6 +44,7 @@ from stepwell.engine.settings import (
     limits_for,
     most_context,
     must_hold,
+    write_for,
 )  # fmt: skip
 from stepwell.engine.speculation import Speculation
 from stepwell.jobs.executors import Arrivals
@@ -115,11 +116,14 @@ def build_engine(
     loaded = _load_draft(config, model, checkpoint, draft)
     spec = model.spec if loaded is None else replace(model.spec, states=(*model.spec.states, *loaded.states))
     spec = spec.with_checkpoint_dtype(config.checkpoint_dtype)  # of the cache alone: passes see the device's pages
+    device_bytes = device_bytes_of(config, device)
+    chosen = write_for(config, device_bytes, store)
+    log.info("write policy: %s%s (%s)", chosen.write.value, ", durable" if chosen.durable else "", chosen.why)
     cache_config = CacheConfig(
-        device_bytes=device_bytes_of(config, device),
+        device_bytes=device_bytes,
         host_bytes=host_bytes_of(config),
-        write=config.write,
-        durable=config.durable,
+        write=chosen.write,
+        durable=chosen.durable,
         placement=config.placement,
         memory_quotas=config.memory_quotas,
         vocab_size=model.vocab_size,

@@ -28,6 +28,7 @@ from stepwell.engine.settings import (
     most_context,
     must_hold,
     rank_devices,
+    write_for,
 )  # fmt: skip
 from stepwell.engine.workers.rank_workers import RankWorkers
 from stepwell.engine.workers.ranked_runner import RankedRunner
@@ -58,8 +59,9 @@ def build_ranked(model: str, checkpoint: Checkpoint, config: EngineConfig, store
     workers.start()
     with ExitStack() as undo:
         undo.callback(workers.close)
+        chosen = write_for(config, workers.device_bytes, store)
         sizes = CacheConfig(
-            device_bytes=workers.device_bytes, host_bytes=host_bytes, write=config.write, durable=config.durable,
+            device_bytes=workers.device_bytes, host_bytes=host_bytes, write=chosen.write, durable=chosen.durable,
             placement=config.placement, memory_quotas=config.memory_quotas, vocab_size=workers.vocab_size,
         )  # fmt: skip
         layouts = layouts_for(spec, sizes, alignment=tuning.page_alignment_bytes, shared_by=count)

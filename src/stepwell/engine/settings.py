@@ -29,7 +29,8 @@ from stepwell.engine.ops.kernels import check_kernels
 from stepwell.engine.passes.pages import TORCH_DTYPES
 from stepwell.engine.scheduler import Limits
 from stepwell.engine.workers.worker_setup import WorkerLimits
-from stepwell.store.api import Store
+from stepwell.policy.write_choice import WriteChoice, choose_write
+from stepwell.store.api import Store, size_of
 from stepwell.store.registry import find_opener, open_store
 from stepwell.transfer.copy_engine import free_bytes, must_fit
 
@@ -63,7 +64,7 @@ class EngineConfig:
     store: str | None = None  # as in `log:DIR` or `mooncake:FILE`
     store_options: Mapping[str, str] = field(default_factory=dict)
     store_config: StoreConfig = field(default_factory=StoreConfig)
-    write: WritePolicy = WritePolicy.THROUGH
+    write: WritePolicy | None = None  # None: by the sizes of the tiers (`write_for`)
     durable: bool = False  # what is committed is in the store soon, whatever `write` says
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     memory_quotas: Mapping[str, float] = field(default_factory=dict)  # shares of each memory tier, by tenant
@@ -146,7 +147,7 @@ def _check_sparse(config: EngineConfig) -> None:
         raise ConfigError(f"hot_rows must be 0 or more, got {config.hot_rows}")
     if host_bytes_of(config) is None:
         raise ConfigError(f"{how} keeps attention rows in a host tier: give host_memory, or leave {instead} out")
-    if not config.write.saves_on_commit:
+    if config.write is not None and not config.write.saves_on_commit:
         raise ConfigError(f"{how} needs the write policy through, for rows leave the device once the host has them; "
                           f"got {config.write.value}")  # fmt: skip
 
@@ -309,6 +310,16 @@ def must_hold(config: EngineConfig, held: int) -> None:
 
 def identity_of(checkpoint: Checkpoint, dtype: str, device: str, *named: str | None) -> str:
     return "/".join([checkpoint.digest, dtype, device.split(":")[0], *(each for each in named if each is not None)])
+
+
+def write_for(config: EngineConfig, device_bytes: int, store: Store | None) -> WriteChoice:
+    """When pages go down, by the sizes of the tiers unless the operator says. Rows that may spill have to be on the host."""
+    picks, size = config.picks, None if store is None else size_of(store)
+    return choose_write(
+        WritePolicy.THROUGH if config.write is None and picks is not None and picks.spills else config.write,
+        durable=config.durable, device_bytes=device_bytes, host_bytes=host_bytes_of(config),
+        has_store=config.store is not None, store_bytes=None if size is None else size.budget_bytes,
+    )  # fmt: skip
 
 
 def attach_store(cache: Cache, config: EngineConfig, opened: Store | None) -> Store | None:

@@ -182,6 +182,11 @@ def _tokens(served: Served, body: PromptBody) -> list[int]:
 # ---- on the engine's thread -----------------------------------------------------------------------
 
 
+def _write_policy(engine: Engine) -> dict[str, Any]:
+    config = engine.cache.config
+    return {"policy": config.write.value, "durable": config.durable}
+
+
 def _state(engine: Engine, served: Served, stores: Stores) -> dict[str, Any]:
     state, spec = read_state(engine), engine.cache.spec
     return {
@@ -193,6 +198,7 @@ def _state(engine: Engine, served: Served, stores: Stores) -> dict[str, Any]:
         "checkpoint_dtype": None if spec.narrow is None else spec.narrow.dtype,
         "max_context": engine.max_context,
         "kernels": engine.kernels,
+        "write_policy": _write_policy(engine),
         "ranks": None if engine.ranks is None else asdict(engine.ranks),
         "requests": {"waiting": state.waiting, "active": state.active},
         "pending": state.pending,

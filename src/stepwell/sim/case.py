@@ -11,6 +11,7 @@ from stepwell.base.config import CacheConfig, WritePolicy
 from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Tier
 from stepwell.base.spec.presets import load_spec
+from stepwell.policy.write_choice import choose_write
 from stepwell.sim.files import TraceFile
 from stepwell.sim.hardware import Hardware
 from stepwell.sim.policies import policy_named
@@ -34,7 +35,7 @@ class Case:
     checkpoint_dtype: str | None = None
     page_tokens: int | None = None
     requests: int | None = None  # of the trace, from its start; all where None
-    write: WritePolicy = WritePolicy.THROUGH
+    write: WritePolicy | None = None  # None: by the sizes of the tiers
     durable: bool = False
     whole_blocks: bool = False
 
@@ -45,13 +46,17 @@ class Case:
     def setup(self) -> Setup:
         """The model, the tiers and the machine. Raises ConfigError and SpecError."""
         spec = load_spec(self.spec, kv_dtype=self.kv_dtype, page_tokens=self.page_tokens)
+        chosen = choose_write(
+            self.write, durable=self.durable, device_bytes=self.sizes.get(Tier.DEVICE, 0), host_bytes=self.sizes.get(Tier.HOST),
+            has_store=Tier.STORE in self.sizes, store_bytes=self.sizes.get(Tier.STORE),
+        )  # fmt: skip
         return Setup(
             spec=spec.with_checkpoint_dtype(self.checkpoint_dtype),
             config=CacheConfig(
                 device_bytes=self.sizes.get(Tier.DEVICE),
                 host_bytes=self.sizes.get(Tier.HOST),
-                write=self.write,
-                durable=self.durable,
+                write=chosen.write,
+                durable=chosen.durable,
             ),
             tuning=policy_named(self.policy),
             store_bytes=self.sizes.get(Tier.STORE),

@@ -118,7 +118,6 @@ def build_engine(
     spec = spec.with_checkpoint_dtype(config.checkpoint_dtype)  # of the cache alone: passes see the device's pages
     device_bytes = device_bytes_of(config, device)
     chosen = write_for(config, device_bytes, store)
-    log.info("write policy: %s%s (%s)", chosen.write.value, ", durable" if chosen.durable else "", chosen.why)
     cache_config = CacheConfig(
         device_bytes=device_bytes,
         host_bytes=host_bytes_of(config),

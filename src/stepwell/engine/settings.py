@@ -5,6 +5,7 @@ Reads no weights and takes no memory. What can work with no model is refused her
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +34,8 @@ from stepwell.policy.write_choice import WriteChoice, choose_write
 from stepwell.store.api import Store, size_of
 from stepwell.store.registry import find_opener, open_store
 from stepwell.transfer.copy_engine import free_bytes, must_fit
+
+log = logging.getLogger(__name__)
 
 CUDA_SHARE = 0.88  # of what is free on a GPU once the weights are there; passes need room of their own
 CUDA_LIMITS = Limits(max_running=64, chunk_tokens=8192)  # a GPU is busy with so many tokens, and waits for fewer
@@ -313,13 +316,15 @@ def identity_of(checkpoint: Checkpoint, dtype: str, device: str, *named: str | N
 
 
 def write_for(config: EngineConfig, device_bytes: int, store: Store | None) -> WriteChoice:
-    """When pages go down, by the sizes of the tiers unless the operator says. Rows that may spill have to be on the host."""
+    """When pages go down, by the sizes of the tiers unless the operator says. Rows may spill once the host has them."""
     picks, size = config.picks, None if store is None else size_of(store)
-    return choose_write(
+    chosen = choose_write(
         WritePolicy.THROUGH if config.write is None and picks is not None and picks.spills else config.write,
         durable=config.durable, device_bytes=device_bytes, host_bytes=host_bytes_of(config),
         has_store=config.store is not None, store_bytes=None if size is None else size.budget_bytes,
     )  # fmt: skip
+    log.info("write policy: %s%s (%s)", chosen.write.value, ", durable" if chosen.durable else "", chosen.why)
+    return chosen
 
 
 def attach_store(cache: Cache, config: EngineConfig, opened: Store | None) -> Store | None:

@@ -341,7 +341,11 @@ def test_a_signal_ends_it_in_order_and_its_store_keeps_what_was_computed(tmp_pat
             _, errors = process.communicate(timeout=PATIENCE_S)
         finally:
             process.kill()
-    began = ["loading the weights of random-hybrid", f"ready model=random-hybrid address={said['address']} kernels=torch"]
+    began = [
+        "loading the weights of random-hybrid",
+        "write policy: adaptive (host and store would repeat too much of what is above)",
+        f"ready model=random-hybrid address={said['address']} kernels=torch",
+    ]
     assert process.returncode == 0 and "request ended id=cmpl-" in errors
     assert _logged(errors) == [*began, "stopping: 0 request(s) may finish for 30 s", *_CLOSING]
     stat = subprocess.run(

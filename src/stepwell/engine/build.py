@@ -122,7 +122,7 @@ def build_engine(
         device_bytes=device_bytes,
         host_bytes=host_bytes_of(config),
         write=chosen.write,
-        durable=chosen.durable,
+        durable=config.durable,
         placement=config.placement,
         memory_quotas=config.memory_quotas,
         vocab_size=model.vocab_size,

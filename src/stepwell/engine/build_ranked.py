@@ -61,7 +61,7 @@ def build_ranked(model: str, checkpoint: Checkpoint, config: EngineConfig, store
         undo.callback(workers.close)
         chosen = write_for(config, workers.device_bytes, store)
         sizes = CacheConfig(
-            device_bytes=workers.device_bytes, host_bytes=host_bytes, write=chosen.write, durable=chosen.durable,
+            device_bytes=workers.device_bytes, host_bytes=host_bytes, write=chosen.write, durable=config.durable,
             placement=config.placement, memory_quotas=config.memory_quotas, vocab_size=workers.vocab_size,
         )  # fmt: skip
         layouts = layouts_for(spec, sizes, alignment=tuning.page_alignment_bytes, shared_by=count)

@@ -320,10 +320,10 @@ def write_for(config: EngineConfig, device_bytes: int, store: Store | None) -> W
     picks, size = config.picks, None if store is None else size_of(store)
     chosen = choose_write(
         WritePolicy.THROUGH if config.write is None and picks is not None and picks.spills else config.write,
-        durable=config.durable, device_bytes=device_bytes, host_bytes=host_bytes_of(config),
+        device_bytes=device_bytes, host_bytes=host_bytes_of(config),
         has_store=config.store is not None, store_bytes=None if size is None else size.budget_bytes,
     )  # fmt: skip
-    log.info("write policy: %s%s (%s)", chosen.write.value, ", durable" if chosen.durable else "", chosen.why)
+    log.info("write policy: %s (%s)", chosen.write.value, chosen.why)
     return chosen
 
 

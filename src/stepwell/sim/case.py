@@ -47,7 +47,7 @@ class Case:
         """The model, the tiers and the machine. Raises ConfigError and SpecError."""
         spec = load_spec(self.spec, kv_dtype=self.kv_dtype, page_tokens=self.page_tokens)
         chosen = choose_write(
-            self.write, durable=self.durable, device_bytes=self.sizes.get(Tier.DEVICE, 0), host_bytes=self.sizes.get(Tier.HOST),
+            self.write, device_bytes=self.sizes.get(Tier.DEVICE, 0), host_bytes=self.sizes.get(Tier.HOST),
             has_store=Tier.STORE in self.sizes, store_bytes=self.sizes.get(Tier.STORE),
         )  # fmt: skip
         return Setup(
@@ -56,7 +56,7 @@ class Case:
                 device_bytes=self.sizes.get(Tier.DEVICE),
                 host_bytes=self.sizes.get(Tier.HOST),
                 write=chosen.write,
-                durable=chosen.durable,
+                durable=self.durable,
             ),
             tuning=policy_named(self.policy),
             store_bytes=self.sizes.get(Tier.STORE),

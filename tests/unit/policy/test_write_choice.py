@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from stepwell.base.config import WritePolicy
@@ -13,38 +11,33 @@ THROUGH, ADAPTIVE = WritePolicy.THROUGH, WritePolicy.ADAPTIVE
 NO_LIMIT = "no limit"
 
 
-def chosen(device: int, host: int | None, store: int | str | None = None, **more: Any) -> WriteChoice:
-    sizes = {"asked": None, "durable": False, "device_bytes": device, "host_bytes": host, "has_store": store is not None}
-    return choose_write(**{**sizes, "store_bytes": store if isinstance(store, int) else None, **more})
+def chosen(device: int, host: int | None, store: int | str | None = None, asked: WritePolicy | None = None) -> WriteChoice:
+    size = store if isinstance(store, int) else None
+    return choose_write(asked, device_bytes=device, host_bytes=host, has_store=store is not None, store_bytes=size)
 
 
 @pytest.mark.parametrize(
-    ("sizes", "write", "durable"),
+    ("sizes", "write"),
     [
-        ((20, None), THROUGH, False),
-        ((20, 81), THROUGH, False),
-        ((20, 80), ADAPTIVE, False),
-        ((4, 4, 8), ADAPTIVE, False),
-        ((4, 4, 32), ADAPTIVE, False),
-        ((4, 4, 33), ADAPTIVE, True),
-        ((4, 20, 96), ADAPTIVE, False),
-        ((4, 20, 97), THROUGH, False),
-        ((20, 60, NO_LIMIT), ADAPTIVE, True),
-        ((4, 20, NO_LIMIT), THROUGH, False),
+        ((20, None), THROUGH),
+        ((20, 81), THROUGH),
+        ((20, 80), ADAPTIVE),
+        ((4, 4, 8), ADAPTIVE),
+        ((4, 4, 32), ADAPTIVE),
+        ((4, 4, 33), THROUGH),
+        ((4, 20, 96), ADAPTIVE),
+        ((20, 60, NO_LIMIT), THROUGH),
     ],
 )
-def test_a_tier_repeats_what_is_above_it_where_it_has_several_times_the_room(
-    sizes: tuple[int, ...], write: WritePolicy, durable: bool
+def test_the_lowest_tier_repeats_what_is_above_it_where_it_has_several_times_the_room(
+    sizes: tuple[int, ...], write: WritePolicy
 ) -> None:
-    assert chosen(*sizes)[:2] == (write, durable)
+    assert chosen(*sizes).write is write
 
 
 def test_what_is_asked_for_is_done() -> None:
-    assert chosen(4, 4, 8, asked=WritePolicy.BACK)[:2] == (WritePolicy.BACK, False)
-    assert chosen(4, 4, NO_LIMIT, asked=ADAPTIVE)[:2] == (ADAPTIVE, False), "durable only where it is asked for too"
-    assert chosen(4, 4, 8, durable=True)[:2] == (ADAPTIVE, True)
+    assert chosen(4, 4, 8, asked=WritePolicy.BACK).write is WritePolicy.BACK
 
 
-def test_the_reason_names_the_tiers_that_are_small() -> None:
-    assert "host and store" in chosen(4, 4, 8).why
-    assert "store" not in chosen(4, 4, NO_LIMIT).why
+def test_the_reason_names_the_lowest_tier() -> None:
+    assert "store" in chosen(4, 4, 8).why and "host" in chosen(4, 4).why

@@ -7,6 +7,7 @@ models of transformers, which know neither pages nor hosts.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -71,6 +72,31 @@ def test_rows_on_the_host_change_no_bit(family: str, resident: list[Played], hot
     assert found.read_through > 0 or hot_rows > SELECTED
     assert (found.read_through == found.misses) == (hot_rows == 0)
     made.close()
+
+
+@pytest.mark.parametrize("how", [{}, {"fetch_beside": True}, {"replace_hot": "age"}], ids=["", "beside", "by age"])
+@pytest.mark.parametrize("hot_rows", [PAGE, 4 * PAGE, 8 * PAGE])
+def test_rows_that_were_nearly_selected_change_no_bit(
+    family: str, resident: list[Played], hot_rows: int, how: dict[str, Any]
+) -> None:
+    """Fetched behind each layer for the next step: with fewer slots than are selected, some more, and enough for all."""
+    made = spilled(family, hot_rows=hot_rows, prefetch_near=12, **how)
+    check_same(two_turns(made), resident)
+    found = report(made)
+    assert found.misses and found.near >= found.near_used and (found.near_used > 0 or hot_rows < SELECTED)
+    made.close()
+
+
+def test_rows_that_were_nearly_selected_are_found_by_the_next_step(family: str) -> None:
+    """Fewer are missing, and the difference is among those that came for being near."""
+    missing = {}
+    for near in (0, 16):
+        made = spilled(family, hot_rows=4 * PAGE, prefetch_near=near)
+        made.play(prompts((256,))[0], answer=40)
+        found = missing[near] = report(made)
+        assert (found.near > found.near_used > 0) == (near > 0)
+        made.close()
+    assert missing[16].misses < missing[0].misses
 
 
 def test_steps_with_a_slot_for_each_row_read_nothing_through(family: str) -> None:

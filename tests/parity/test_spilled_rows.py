@@ -87,18 +87,6 @@ def test_rows_that_were_nearly_selected_change_no_bit(
     made.close()
 
 
-def test_rows_that_were_nearly_selected_are_found_by_the_next_step(family: str) -> None:
-    """Fewer are missing, and the difference is among those that came for being near."""
-    missing = {}
-    for near in (0, 16):
-        made = spilled(family, hot_rows=4 * PAGE, prefetch_near=near)
-        made.play(prompts((256,))[0], answer=40)
-        found = missing[near] = report(made)
-        assert (found.near > found.near_used > 0) == (near > 0)
-        made.close()
-    assert missing[16].misses < missing[0].misses
-
-
 def test_steps_with_a_slot_for_each_row_read_nothing_through(family: str) -> None:
     """The first steps fetch, and later ones find most of it."""
     made = spilled(family, hot_rows=2 * PAGE)

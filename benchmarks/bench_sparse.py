@@ -5,6 +5,9 @@ server gains by it.
     make bench-sparse ARGS="--only misses"                 without one
     make bench-sparse ARGS="--only serving"                tokens a second and the largest batch, of whole engines; two minutes
     make bench-sparse ARGS="--only serving --fetch-beside" the same, with what is missing fetched beside the pass
+    make bench-sparse ARGS="--only serving --prefetch-near 128"  or with what was nearly picked fetched for the next step
+    make bench-sparse ARGS="--only near"                   rows that a step waits for, when near ones were fetched before
+    make bench-sparse ARGS="--only split"                  attention in two parts, the first beside the fetch
     python benchmarks/bench_sparse.py --sweep              the kernels by size and number of programs
     python benchmarks/bench_sparse.py --tiny               small and in plain torch: whether it runs
 
@@ -33,10 +36,12 @@ from rich.console import Console
 from engine.machine import machine
 from gpu.report import Goal, Row, goals_of, kernels_of, table_of
 from sparse.hiding import measure_hiding, measure_staging
+from sparse.near import measure_near
 from sparse.rig import Rig, Shape, bus_bytes_per_s
 from sparse.served import TINY as TINY_SERVING
 from sparse.served import Sizes
 from sparse.serving import measure_serving
+from sparse.split import measure_split
 from stepwell.engine.settings import REPLACE_HOT
 from stepwell.sparse.trace import HARD, STEADY, Latent, count_misses, count_near_misses, make_trace
 
@@ -56,6 +61,8 @@ MOST_OFF = 2.0  # percent of a selection, for the trace to count as calibrated
 BATCHES, COLD_BATCHES = (1, 4, 16, 32, 64, 128, 256), (8, 32)
 SHARE, MANY_ROWS, SPEED = 0.9, 16_384, 40.0  # of a plain gather; from so many rows on; GB/s
 SWEPT_BATCHES = (1, 16, 64, 256)
+NEAR_BATCHES, NEARS = (1, 16, 64, 256), (0, 128, 512)
+SPLIT_BATCHES = (16, 64, 128, 256)
 SWEPT_FETCH = [
     (programs, warps, units) for warps, units in ((4, 512), (4, 256), (8, 1024)) for programs in (16, 32, 64, 128, 264)
 ]
@@ -166,25 +173,40 @@ def parts_for(args: argparse.Namespace, device: str, say: Callable[[str], None])
         yield from measure_hiding(shape, batches)
         yield from measure_staging(shape)
 
+    def near() -> Iterator[Row]:
+        if device == "cpu" and not args.tiny:
+            yield Row(what="near rows", note="no CUDA device here")
+        else:
+            yield from measure_near(shape, *((batches, (0, 4)) if args.tiny else (NEAR_BATCHES, NEARS)))
+
+    def split() -> Iterator[Row]:
+        if device == "cpu" and not args.tiny:
+            yield Row(what="attention in two parts", note="no CUDA device here")
+        else:
+            yield from measure_split(shape, batches if args.tiny else SPLIT_BATCHES)
+
     def serving() -> Iterator[Row]:
         if device == "cpu" and not args.tiny:
             yield Row(what="tokens a second and the largest batch", note="no CUDA device here")
             return
         sizes = TINY_SERVING if args.tiny else Sizes(contexts=(64 << 10,)) if args.quick else Sizes()
-        yield from measure_serving(replace(sizes, fetch_beside=args.fetch_beside, replace_hot=args.replace_hot), device, say)
+        how = {"fetch_beside": args.fetch_beside, "replace_hot": args.replace_hot, "prefetch_near": args.prefetch_near}
+        yield from measure_serving(replace(sizes, **how), device, say)
 
     steps = 24 if args.tiny else 120 if args.quick else 400
-    parts = {"misses": lambda: measure_misses(steps=steps, tiny=args.tiny), "times": times, "serving": serving}
+    parts = {"misses": lambda: measure_misses(steps=steps, tiny=args.tiny), "times": times, "near": near, "split": split}
+    parts["serving"] = serving
     return {name: part for name, part in parts.items() if args.only in (None, name)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("misses", "times", "serving"))
+    parser.add_argument("--only", choices=("misses", "times", "near", "split", "serving"))
     parser.add_argument("--quick", action="store_true", help="fewer batches, shorter traces, and one length of contexts")
     parser.add_argument("--tiny", action="store_true", help="a small shape in plain torch, also without CUDA: whether it runs")
     parser.add_argument("--sweep", action="store_true", help="the kernels by size instead")
     parser.add_argument("--fetch-beside", action="store_true", help="serving: rows are fetched beside the pass, and hidden")
+    parser.add_argument("--prefetch-near", type=int, default=0, metavar="N", help="serving: near rows fetched for the next step")
     parser.add_argument("--replace-hot", choices=REPLACE_HOT, default="score", help="serving: which hot row is replaced first")
     parser.add_argument("--host-gib", type=int, default=8, help="pinned host memory to fetch from (default: 8)")
     parser.add_argument("--json", type=Path, default=ROOT / "bench-sparse.json", help="(default: bench-sparse.json)")

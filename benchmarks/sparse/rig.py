@@ -81,11 +81,13 @@ def trace_of(shape: Shape) -> Trace:
 
 
 class Rig:
-    def __init__(self, shape: Shape, batch: int, *, cold: bool = False, by_age: bool = False) -> None:
-        """Rows of the lowest score are replaced, as an engine does; or by their age. `cold` requests find nothing."""
-        self.shape, self.batch, self.device = shape, batch, torch.device(device_of(shape))
+    def __init__(self, shape: Shape, batch: int, *, cold: bool = False, by_age: bool = False, near: int = 0) -> None:
+        """Rows of the lowest score are replaced, as an engine does; or by their age. `cold` requests find nothing. With `near`,
+        so many rows behind those that are selected may be resolved too.
+        """
+        self.shape, self.batch, self.device, self.near = shape, batch, torch.device(device_of(shape)), near
         self.places = self._places()
-        self.plan = Plan(batch * shape.count, self.device)
+        self.plan = Plan(batch * (shape.count + near), self.device)
         trace = trace_of(shape)
         assert trace.score_NT is not None
         self._position_NK = torch.from_numpy(trace.position_NK).to(self.device)
@@ -95,7 +97,7 @@ class Rig:
         self.recorded: dict[Any, Callable[[], None]] = {}
         for _ in range(WARM):
             self._play(("resolve", True), self._works(fetch=True))
-            self._move_on()
+            self.move_on()
 
     def _places(self) -> Places:
         shape, batch, device = self.shape, self.batch, self.device
@@ -104,6 +106,7 @@ class Rig:
         rows = torch.zeros(hot, 1, shape.page_rows, shape.row_bytes, dtype=torch.uint8, device=device)
         places = Places(
             rows_PLRE=rows.expand(-1, shape.layers, -1, -1), host_PLRE=host_PLRE, numbers=hot, requests=batch,
+            near=self.near > 0,
             slot_PGR=torch.full((pages, 1, shape.page_rows), 7, dtype=torch.int32, device=device),
             header_P3=torch.zeros(pages, 3, dtype=torch.int32, device=device),
         )  # fmt: skip
@@ -135,7 +138,7 @@ class Rig:
         at_B = torch.arange(self.batch, device=self.device) * APART + self._played * STEPS + step
         return TRACED - 1 - (at_B % (2 * TRACED - 2) - (TRACED - 1)).abs()
 
-    def _move_on(self) -> None:
+    def move_on(self) -> None:
         """All steps of a graph, by as many. Cold requests select rows of their own, which no two steps in a row share."""
         self._played += 1
         for step, wanted in enumerate(self.wanted):
@@ -209,7 +212,7 @@ class Rig:
         samples = []
         for _ in range(REPEATS):
             if moves:
-                self._move_on()
+                self.move_on()
             if self.device.type == "cpu":
                 started = time.perf_counter()
                 self._play(name, works)

@@ -69,6 +69,7 @@ class Sizes:
     answer: int = 512  # tokens: more than any request gets to
     fetch_beside: bool = False  # of the engine whose rows may be on the host alone, as in `EngineConfig`
     replace_hot: str = "score"
+    prefetch_near: int = 0
     tiny: bool = False
 
     @property
@@ -97,6 +98,8 @@ class Measured:
     missing: float = 0.0  # rows of all requests in one layer
     read_through: float = 0.0  # of these, rows without a slot
     fetched_bytes: float = 0.0  # of all layers
+    near: float = 0.0  # rows of one layer that were nearly selected, fetched for the next step
+    near_used: float = 0.0  # of these
     kernels: Shares | None = None  # of one step
     longest: tuple[KernelTime, ...] = ()  # of the same
 
@@ -120,6 +123,7 @@ class Measured:
             "tokens/s": self.speed, "missing rows a layer": self.missing, "missing, %": 100 * self.missing / self.batch / count,
             "without a slot": self.read_through, "fetched, MB": self.fetched_bytes / 1e6,
         }  # fmt: skip
+        found |= {"near rows a layer": self.near, "of them used": self.near_used} if self.near else {}
         if self.kernels is None:
             return found
         times = {"kernels": self.kernels.kernels, "resolve": self.kernels.resolve, "fetch": self.kernels.fetch}
@@ -147,9 +151,12 @@ class Served:
             device=device, kv_dtype="fp8", page_tokens=sizes.page_tokens, device_memory=cap,
             host_memory=max(_host_bytes(spec, context, count) for context, count in self.asked.items()),
             limits=Limits(max_running=max(self.asked.values()), chunk_tokens=sizes.chunk_tokens),
-            sparse=sparse, hot_rows=sizes.hot_rows if spills else None, fetch_beside=sizes.fetch_beside,
-            replace_hot=sizes.replace_hot,
+            sparse=sparse, hot_rows=sizes.hot_rows if spills else None,
         )  # fmt: skip
+        if spills:
+            settings = replace(
+                settings, fetch_beside=sizes.fetch_beside, replace_hot=sizes.replace_hot, prefetch_near=sizes.prefetch_near
+            )
         checkpoint = replace(held(made.name, made.model), config=config)
         self.engine = build_engine(checkpoint, settings, kernels=replace(kernels, select=self.select), tuning=sizes.tuning)
         self._contexts = Contexts(self.engine, config)
@@ -219,6 +226,8 @@ class Served:
                 missing=(after.misses - before.misses) / steps / self.layers,
                 read_through=(after.read_through - before.read_through) / steps / self.layers,
                 fetched_bytes=(after.fetched_bytes - before.fetched_bytes) / steps,
+                near=(after.near - before.near) / steps / self.layers,
+                near_used=(after.near_used - before.near_used) / steps / self.layers,
             )
         return self._with_profile(measured, running)
 

@@ -20,6 +20,7 @@ from gpu.device_time import Span, longest
 from gpu.report import KernelTime, Row, kernels_of
 from sparse.overlap import Shares, shares_of
 from sparse.rig import Rig, Shape, trace_of
+from sparse.split import WAYS, PlainAttention, SplitLayer, merge
 from sparse.traced import TRACES, TracedSelect, Traces
 from stepwell.engine.ops.selection import Picked
 from stepwell.engine.passes.paging import Singles
@@ -28,9 +29,9 @@ from stepwell.sparse.trace import count_misses
 Rows = list[dict[str, Any]]
 
 
-def measured(part: str, directory: Path) -> Rows:
+def measured(part: str, directory: Path, *more: str) -> Rows:
     file = directory / "found.json"
-    assert bench_sparse.main(["--tiny", "--only", part, "--json", str(file)]) == 0
+    assert bench_sparse.main(["--tiny", "--only", part, "--json", str(file), *more]) == 0
     found = json.loads(file.read_text())
     assert found["tiny"] and [*found["parts"]] == [part]
     rows: Rows = found["parts"][part]
@@ -48,6 +49,48 @@ def test_times_of_a_tiny_shape_are_measured(tmp_path: Path) -> None:
     assert len(rows) == 9 and all(row["figures"]["rows"] > 0 for row in rows[1:6])
     assert all("hidden, %" in row["figures"] for row in rows[6:])  # times of a busy machine may say anything
     assert rows[-1]["what"].startswith("a prompt behind 512 tokens")
+
+
+def test_near_rows_of_a_tiny_shape_leave_fewer_to_wait_for(tmp_path: Path) -> None:
+    rows = measured("near", tmp_path)
+    assert [row["what"] for row in rows] == [f"batch {b}, {n} near rows" for b in (1, 3) for n in (0, 4)]
+    for without, with_near in zip(rows[::2], rows[1::2], strict=True):
+        one, other = without["figures"], with_near["figures"]
+        assert one["near rows"] == one["used"] == 0 < other["used"] < other["near rows"]
+        assert 0 < other["rows waited for"] < one["rows waited for"]
+
+
+def test_attention_in_two_parts_of_a_tiny_shape_is_measured(tmp_path: Path) -> None:
+    rows = measured("split", tmp_path)
+    assert [row["what"] for row in rows] == ["batch 1, one layer", "batch 3, one layer"]
+    assert all(row["figures"][f"{way}, us"] > 0 for row in rows for way in WAYS)
+
+
+def test_two_parts_of_attention_merge_to_what_is_seen_in_all_rows() -> None:
+    query, rows = torch.randn(3, 2, 24), torch.randn(3, 16, 24)
+    over = PlainAttention(3, 16, 2, torch.device("cpu"))
+    whole, _ = over(query, rows)
+    for cut in (1, 9, 15):
+        merged = merge(*over(query, rows[:, :cut]), *over(query, rows[:, cut:]))
+        assert torch.allclose(merged, whole, atol=1e-6) and not torch.allclose(whole, over(query, rows[:, :cut])[0], atol=1e-3)
+
+
+def test_the_kernel_merges_the_same() -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    if torch.cuda.is_available():
+        pytest.skip("kernels are not interpreted beside CUDA")
+    from sparse.merging import merge as by_triton
+
+    given = torch.randn(3, 2, 12), 30 * torch.randn(3, 2), torch.randn(3, 2, 12), 30 * torch.randn(3, 2)
+    assert torch.allclose(by_triton(*given), merge(*given), atol=1e-6)
+
+
+def test_every_way_of_a_split_layer_sees_the_same_rows() -> None:
+    rig = Rig(bench_sparse.TINY, 2)
+    rig.places.rows_PLRE[:, 0].copy_(torch.randint(0, 255, rig.places.rows_PLRE[:, 0].shape))
+    layer = SplitLayer(rig, 5)
+    seen = {way: layer.step(way, 1) for way in ("before", "beside", "split")}
+    assert torch.equal(seen["before"], seen["beside"]) and torch.allclose(seen["before"], seen["split"], rtol=1e-4, atol=1e-4)
 
 
 def test_a_rig_misses_what_a_request_does_that_goes_on_along_the_trace() -> None:
@@ -73,6 +116,14 @@ def test_of_requests_with_rows_on_the_host_more_fit(tmp_path: Path) -> None:
     full, hierarchical = (row["figures"] for row in rows if row["what"].startswith("512") and row["what"].endswith("largest"))
     assert hierarchical["batch"] > full["batch"] > 2
     assert full["fetched, MB"] == 0 < hierarchical["missing, %"] < 50 and hierarchical["fetched, MB"] > 0
+
+
+def test_near_rows_are_fetched_by_the_engine_whose_rows_are_on_the_host(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    rows = measured("serving", tmp_path, "--prefetch-near", "4")
+    assert [row["note"] for row in rows] == [""] * 8
+    spilling = [row["figures"] for row in rows if "near rows a layer" in row["figures"]]
+    assert spilling and all(min(each["of them used"], each["near rows a layer"]) > 0 for each in spilling)
 
 
 def test_a_traced_selection_is_that_of_each_token_s_position_and_goes_back_at_the_end() -> None:

@@ -23,13 +23,14 @@ from gpu.test_spilling_on_cuda import (  # noqa: E402
 )
 from not_run import NO_CUDA  # noqa: E402
 from parity.recorded import PAGE, Recorded, distance  # noqa: E402
-from parity.spilling import SPARSE, prompts, recorded, spilled  # noqa: E402
+from parity.spilling import SPARSE, prompts, recorded, report, spilled  # noqa: E402
 from parity.test_spilled_keys_and_values import SELECTORS  # noqa: E402
 from parity.test_spilled_rows import check_same  # noqa: E402
 from stepwell.engine.loading.checkpoint import Checkpoint  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_CUDA)]
 
+BESIDE: list[dict[str, Any]] = [{"fetch_beside": True}, {"prefetch_near": 12}, {"fetch_beside": True, "prefetch_near": 12}]
 SLEEP = 400_000  # cycles before a fetch begins: some tenths of a millisecond, in which a pass gets far
 HEADS_OF_128 = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128}
 KEYS_AND_VALUES = {"sparse_budget": 112, "dtype": "bf16", "device": "cuda"}
@@ -62,9 +63,10 @@ def check_recorded(made: Recorded) -> None:
 @pytest.mark.parametrize("family", SPARSE)
 @pytest.mark.parametrize("how", FORMATS, ids=lambda how: "-".join(how.values()))
 @pytest.mark.parametrize("hot_rows", [PAGE, 4 * PAGE])
-def test_rows_that_come_late_change_no_bit(family: str, how: dict[str, Any], hot_rows: int) -> None:
+@pytest.mark.parametrize("beside", BESIDE, ids=lambda beside: "-".join(beside))
+def test_rows_that_come_late_change_no_bit(family: str, how: dict[str, Any], hot_rows: int, beside: dict[str, Any]) -> None:
     one = recorded(family, device="cuda", **how)
-    other = late(spilled(family, hot_rows=hot_rows, fetch_beside=True, device="cuda", **how))
+    other = late(spilled(family, hot_rows=hot_rows, device="cuda", **beside, **how))
     then, now = (made.play_all(prompts((150, 97, 200, 64)), answer=60) for made in (one, other))
     check_same(now, then)
     if how["dtype"] != "fp32":
@@ -75,17 +77,30 @@ def test_rows_that_come_late_change_no_bit(family: str, how: dict[str, Any], hot
 
 @pytest.mark.parametrize("family", SPARSE)
 @pytest.mark.parametrize("how", FORMATS[1:], ids=lambda how: "-".join(how.values()))
-def test_flashinfer_sees_the_same_in_rows_that_come_late(family: str, how: dict[str, Any]) -> None:
+@pytest.mark.parametrize("beside", BESIDE, ids=lambda beside: "-".join(beside))
+def test_flashinfer_sees_the_same_in_rows_that_come_late(family: str, how: dict[str, Any], beside: dict[str, Any]) -> None:
     """Gathered behind those that were there."""
     pytest.importorskip("flashinfer")
     model, settings = wide(family, ALWAYS), {**ROOM, **how, "device": "cuda"}
     one = recorded(model, hot_rows=PAGE, **settings)
-    other = late(spilled(model, hot_rows=PAGE, fetch_beside=True, **settings))
+    other = late(spilled(model, hot_rows=PAGE, **beside, **settings))
     check_same(mixed(other), mixed(one))
     check_real(other, hot_rows=PAGE)
     check_recorded(other)
     one.close()
     other.close()
+
+
+@pytest.mark.parametrize("family", SPARSE)
+def test_near_rows_are_found_and_counted(family: str) -> None:
+    made = spilled(family, hot_rows=4 * PAGE, prefetch_near=16, device="cuda", dtype="bf16")
+    made.play(prompts((256,))[0], answer=40)
+    for _ in range(2):
+        torch.cuda.synchronize()
+        found = report(made)
+    assert found.near > found.near_used > 0, found
+    assert made.engine.cache.stats().counters.get("kernel_fallbacks", 0) == 0, made.engine.kernels
+    made.close()
 
 
 @pytest.mark.parametrize("family", SPARSE)
@@ -121,15 +136,20 @@ def picking(selector: str, *, hot_rows: int | None, **more: Any) -> Recorded:
 @pytest.mark.parametrize("selector", SELECTORS)
 @pytest.mark.parametrize("hot_rows", [0, 2 * PAGE, 12 * PAGE])
 @pytest.mark.parametrize("fetch_beside", [False, True])
-def test_answers_see_the_same_keys_and_values_wherever_they_are(selector: str, hot_rows: int, fetch_beside: bool) -> None:
+@pytest.mark.parametrize("near", [0, 24])
+def test_answers_see_the_same_keys_and_values_wherever_they_are(
+    selector: str, hot_rows: int, fetch_beside: bool, near: int
+) -> None:
     """One request at a time, whose prompts are long: then the same kernels run over the same rows."""
     pytest.importorskip("flashinfer")
-    one, other = picking(selector, hot_rows=None), picking(selector, hot_rows=hot_rows, fetch_beside=fetch_beside)
-    other = late(other) if fetch_beside else other
+    near = near if hot_rows else 0
+    one = picking(selector, hot_rows=None)
+    other = picking(selector, hot_rows=hot_rows, fetch_beside=fetch_beside, prefetch_near=near)
+    other = late(other) if fetch_beside or near else other
     for prompt in prompts((500, 333, 160)):
         check_same([other.play(prompt, answer=40)], [one.play(prompt, answer=40)])
     check_real(other, hot_rows=hot_rows)
-    if fetch_beside:
+    if fetch_beside or near:
         check_recorded(other)
     one.close()
     other.close()

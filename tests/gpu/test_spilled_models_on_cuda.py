@@ -51,15 +51,15 @@ def logprobs_of(deltas: Sequence[Delta]) -> list[float]:
     return [each.logprob for delta in deltas for each in delta.logprobs]
 
 
-@pytest.mark.parametrize("hot_rows", [0, 2 * PAGE, 6 * PAGE])
+@pytest.mark.parametrize(("hot_rows", "near"), [(0, 0), (2 * PAGE, 0), (6 * PAGE, 0), (6 * PAGE, 12)])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "bf16, wide rows"])
-def test_drafts_are_verified_over_rows_on_the_host(dtype: str, hot_rows: int) -> None:
+def test_drafts_are_verified_over_rows_on_the_host(dtype: str, hot_rows: int, near: int) -> None:
     """Several query rows of a request select together: the answers, bits and right guesses of an engine where nothing spills."""
     wide_rows = dtype.endswith("wide rows")
     if wide_rows:
         pytest.importorskip("flashinfer")
     asks = [Ask(tokens=prompt(length, seed=length), sampling=Sampling(max_tokens=24, logprobs=1)) for length in (40, 180, 97)]
-    settings = {"wide_rows": wide_rows, "dtype": dtype[:4], "hot_rows": hot_rows}
+    settings = {"wide_rows": wide_rows, "dtype": dtype[:4], "hot_rows": hot_rows, "prefetch_near": near}
     with drafting(**settings) as engine:
         expected = run(engine, asks)
         assert figures(engine).misses == 0

@@ -72,10 +72,10 @@ def test_steps_over_rows_on_the_host_are_recorded_and_go_ahead(family: str, how:
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # that it is a prototype
 @pytest.mark.parametrize("family", SPARSE)
-@pytest.mark.parametrize("fetch_beside", [False, True])
-def test_decoding_over_rows_on_the_host_never_waits_for_the_device(family: str, fetch_beside: bool) -> None:
+@pytest.mark.parametrize("beside", [{}, {"fetch_beside": True}, {"prefetch_near": 12}], ids=lambda beside: "-".join(beside))
+def test_decoding_over_rows_on_the_host_never_waits_for_the_device(family: str, beside: dict[str, Any]) -> None:
     """Steps that are computed, before any is recorded: nothing in them asks the device."""
-    made = spilled(family, hot_rows=4 * PAGE, fetch_beside=fetch_beside, device="cuda", dtype="bf16")
+    made = spilled(family, hot_rows=4 * PAGE, device="cuda", dtype="bf16", **beside)
     model = made.engine._runner.model
     compute, watched_steps = type(model).compute, 0
 

@@ -78,6 +78,15 @@ def test_rows_that_may_spill_and_do_not_change_nothing(selector: str, resident: 
     made.close()
 
 
+@pytest.mark.parametrize("how", [{}, {"fetch_beside": True}, {"replace_hot": "age"}], ids=["", "beside", "by age"])
+def test_rows_that_were_nearly_picked_change_no_bit(selector: str, resident: list[Played], how: dict[str, Any]) -> None:
+    made = spilled("llama", hot_rows=10 * PAGE, prefetch_near=24, **how, **picking(selector))
+    check_same(two_turns(made), resident)
+    found = report(made)
+    assert found.misses and found.near > found.near_used > 0
+    made.close()
+
+
 @pytest.mark.parametrize("hot_rows", [0, PAGE, BUDGET, 8 * PAGE, 12 * PAGE])
 def test_rows_on_the_host_change_no_bit(selector: str, resident: list[Played], hot_rows: int) -> None:
     """With no hot rows, fewer than are picked, as many, and some more. Freed pages hold no numbers."""

@@ -7,6 +7,7 @@ models of transformers, which know neither pages nor hosts.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -70,6 +71,19 @@ def test_rows_on_the_host_change_no_bit(family: str, resident: list[Played], hot
     assert (found.hits > 0) == (found.fetched_bytes > 0) == (hot_rows > 0)
     assert found.read_through > 0 or hot_rows > SELECTED
     assert (found.read_through == found.misses) == (hot_rows == 0)
+    made.close()
+
+
+@pytest.mark.parametrize("how", [{}, {"fetch_beside": True}, {"replace_hot": "age"}], ids=["", "beside", "by age"])
+@pytest.mark.parametrize("hot_rows", [PAGE, 4 * PAGE, 8 * PAGE])
+def test_rows_that_were_nearly_selected_change_no_bit(
+    family: str, resident: list[Played], hot_rows: int, how: dict[str, Any]
+) -> None:
+    """Fetched behind each layer for the next step: with fewer slots than are selected, some more, and enough for all."""
+    made = spilled(family, hot_rows=hot_rows, prefetch_near=12, **how)
+    check_same(two_turns(made), resident)
+    found = report(made)
+    assert found.misses and found.near >= found.near_used and (found.near_used > 0 or hot_rows < SELECTED)
     made.close()
 
 

@@ -52,6 +52,10 @@ def configure(parser: ArgumentParser) -> None:
         "(default: 4096 with dsa; else rows stay on the device)",
     )  # fmt: skip
     parser.add_argument(
+        "--prefetch-near", type=int, default=0, metavar="N",
+        help="with hot rows: a step also fetches up to N rows a layer that it nearly picked, for the next step (default: 0)",
+    )  # fmt: skip
+    parser.add_argument(
         "--tensor-parallel", type=int, default=1, metavar="N",
         help="ranks that compute the model together, each in a process of its own, and on a GPU of its own unless --device says "
         "otherwise (default: 1)",
@@ -135,6 +139,7 @@ def read(args: Namespace, environment: Mapping[str, str], principals: Principals
         sparse=args.sparse,
         sparse_budget=args.sparse_budget,
         hot_rows=args.hot_rows,
+        prefetch_near=args.prefetch_near,
         tensor_parallel=args.tensor_parallel,
         restart_workers=args.restart_workers,
         compute_while_loading=args.compute_while_loading,

@@ -134,6 +134,7 @@ def build_engine(
         sizes = Sizes.of(
             spec, cache_config, requests=limits.max_running, selected=model.selected, max_context=most,
             stage_ahead=config.stage_ahead, fetch_beside=config.fetch_beside, by_score=config.replace_hot == "score",
+            near=config.prefetch_near,
         )  # fmt: skip
         cache_config = sizes.less(cache_config, spec)
     tuning = replace(tuning or CacheTuning(), compute_while_loading=config.compute_while_loading)
@@ -173,7 +174,7 @@ def _spilling(
     host = as_tensor(memories[Tier.HOST], Kind.PREFIX)
     return Spilling(
         spec, rows, host, cache.row_pages, sizes, resolve=kernels.resolve, fetch=kernels.fetch, read=kernels.read_spilled,
-        asks_host=lambda: not kernels.spilled_stay_on_device,
+        best=kernels.best_beside, asks_host=lambda: not kernels.spilled_stay_on_device,
     )  # fmt: skip
 
 

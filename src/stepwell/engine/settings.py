@@ -41,8 +41,8 @@ CUDA_SHARE = 0.88  # of what is free on a GPU once the weights are there; passes
 CUDA_LIMITS = Limits(max_running=64, chunk_tokens=8192)  # a GPU is busy with so many tokens, and waits for fewer
 CPU_DEVICE_BYTES = 2 * 2**30
 REPLACE_HOT = ("score", "age")
-_ONE_RANK_ONLY = ("checkpoint_dtype", "draft", "sparse", "replace_hot", "fetch_beside", "stage_ahead")
-_OF_HOT_ROWS = ("replace_hot", "fetch_beside", "stage_ahead")
+_ONE_RANK_ONLY = ("checkpoint_dtype", "draft", "sparse", "replace_hot", "fetch_beside", "prefetch_near", "stage_ahead")
+_OF_HOT_ROWS = ("replace_hot", "fetch_beside", "prefetch_near", "stage_ahead")
 _DEVICE = re.compile("cpu|cuda(?::(0|[1-9][0-9]*))?")  # one way to write each: equal ones are the same GPU
 _NEEDS_HOST = "a store needs a host tier above it: give host_memory"
 
@@ -84,6 +84,7 @@ class EngineConfig:
     hot_rows: int | None = None
     replace_hot: str = "score"  # which hot row is replaced first: that of the lowest score in a step, or by age the oldest
     fetch_beside: bool = False  # steps over rows on the host fetch what is missing while they go on, until they need it
+    prefetch_near: int = 0  # rows behind those that a layer picks, that a step over rows on the host fetches for the next one
     tensor_parallel: int = 1  # ranks that compute the model together, each in a process of its own, with its device memory
     restart_workers: bool = False  # ranks that are lost are started anew; else the engine then computes nothing any more
     worker_limits: WorkerLimits = field(default_factory=WorkerLimits)
@@ -148,6 +149,10 @@ def _check_sparse(config: EngineConfig) -> None:
         raise ConfigError(f"replace_hot must be one of {', '.join(REPLACE_HOT)}, got {config.replace_hot!r}")
     if (config.hot_rows or 0) < 0:
         raise ConfigError(f"hot_rows must be 0 or more, got {config.hot_rows}")
+    if config.prefetch_near < 0 or (config.prefetch_near and config.hot_rows == 0):
+        raise ConfigError(
+            f"prefetch_near must be 0 or more, and rows are fetched into hot ones: got {config.prefetch_near}, {config.hot_rows=}"
+        )
     if host_bytes_of(config) is None:
         raise ConfigError(f"{how} keeps attention rows in a host tier: give host_memory, or leave {instead} out")
     if config.write is not None and not config.write.saves_on_commit:

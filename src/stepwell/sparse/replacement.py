@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import torch
 
+from stepwell.sparse.places import NEAR_PASS
+
 BINS = 256
 IN_USE, EMPTY, LAST = 0, 255, 254
 LARGEST = 3e38  # finite in fp32
 
 
 def used_in(stamp_H: torch.Tensor) -> torch.Tensor:
-    """The last pass that used each slot, whether its row came then or was there."""
-    return torch.where(stamp_H < 0, ~stamp_H, stamp_H)
+    """The last pass that used each slot, whether its row came then or was there, selected or nearly."""
+    return torch.where(stamp_H < 0, ~stamp_H, stamp_H) & (NEAR_PASS - 1)
 
 
 def age_bins(key_H: torch.Tensor, stamp_H: torch.Tensor, now: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from stepwell.sparse.places import Places
+from stepwell.sparse.counts import KINDS
+from stepwell.sparse.places import NEAR_PASS, Places
 from stepwell.sparse.resolve import CLAIM, Plan, Wanted
 
 CLAIM_BLOCK, CLAIM_WARPS = 256, 4
@@ -34,7 +35,8 @@ def resolve(places: Places, group: int, wanted: Wanted, plan: Plan) -> None:
         places.header_P3, hint_PR, key_S, stamp_S, places.now_1, plan.claim_M, plan.count_1, tally_BC,
         count, places.slots, wanted.position_XK.stride(0), wanted.table_BP.stride(0), wanted.hot_BQ.stride(0),
         places.header_P3.stride(0), hint_PR.stride(0),
-        SIZE=places.page_rows, FIRST_CLAIM=CLAIM, HOT=hot_pages > 0, BLOCK=CLAIM_BLOCK, num_warps=CLAIM_WARPS,
+        SIZE=places.page_rows, FIRST_CLAIM=CLAIM, HOT=hot_pages > 0, NEAR=wanted.near, COUNT_NEAR=places.near, MARK=NEAR_PASS,
+        KINDS=KINDS, BLOCK=CLAIM_BLOCK, num_warps=CLAIM_WARPS,
     )  # fmt: skip
     if not hot_pages:
         return
@@ -47,18 +49,25 @@ def resolve(places: Places, group: int, wanted: Wanted, plan: Plan) -> None:
         count, hot_pages, wanted.hot_BQ.stride(0), places.header_P3.stride(0), hint_PR.stride(0),
         0 if score_XT is None else score_XT.stride(0),
         SIZE=places.page_rows, FIRST_CLAIM=CLAIM, SCORED=score_XT is not None, WHOLE=hot_pages * places.page_rows <= block,
-        BLOCK=block, num_warps=ASSIGN_WARPS,
+        NEAR=wanted.near, MARK=NEAR_PASS, KINDS=KINDS, BLOCK=block, num_warps=ASSIGN_WARPS,
     )  # fmt: skip
 
 
 # ---- kernels ----------------------------------------------------------------------------------------
 
 
+@triton.jit
+def _used_in(stamp, MARK: tl.constexpr):
+    """As `replacement.used_in`."""
+    return tl.where(stamp < 0, -1 - stamp, stamp) & (MARK - 1)
+
+
 @triton.jit(do_not_specialize=["table_stride", "position_stride"])
 def _claim_kernel(
     position, last, owner, table, hot, header, hint, key_S, stamp_S, now, claim, plan_count, tally,
     count, slots, position_stride, table_stride, hot_stride, header_stride, hint_stride,
-    SIZE: tl.constexpr, FIRST_CLAIM: tl.constexpr, HOT: tl.constexpr, BLOCK: tl.constexpr,
+    SIZE: tl.constexpr, FIRST_CLAIM: tl.constexpr, HOT: tl.constexpr, NEAR: tl.constexpr, COUNT_NEAR: tl.constexpr,
+    MARK: tl.constexpr, KINDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Entries of one query row. A hint that is not of this row never matches, whatever is in it and whoever writes to it now."""
     query = tl.program_id(0)
@@ -77,10 +86,24 @@ def _claim_kernel(
     sane = (slot >= 0) & (slot < slots)
     key = (page * SIZE + row).to(tl.int32)
     hit = sane & (tl.load(key_S + slot, mask=sane, other=-1) == key)
-    tl.store(stamp_S + slot, tl.load(now) + tl.zeros_like(slot), mask=hit)
+    tally += request * KINDS
+    this = tl.load(now) + tl.zeros_like(slot)
+    if NEAR:  # what this pass has used stays as it is: its row may be on its way
+        was = tl.load(stamp_S + slot, mask=hit, other=0)
+        idle = hit & (_used_in(was, MARK) < this)
+        tl.store(stamp_S + slot, tl.where(was < -MARK, -1 - MARK - this, this), mask=idle)
+    else:
+        if COUNT_NEAR:  # one of those that find it marked takes the mark away, and counts
+            marked = hit & (tl.load(stamp_S + slot, mask=hit, other=0) < -MARK)
+            was = tl.atomic_xchg(stamp_S + slot, this, mask=marked, sem="relaxed")
+            first = (marked & (was < -MARK)).to(tl.int32)
+            tl.atomic_add(tally + 5, tl.sum(first, axis=0).to(tl.int64), sem="relaxed")
+            tl.store(stamp_S + slot, this, mask=hit & ~marked)
+        else:
+            tl.store(stamp_S + slot, this, mask=hit)
+        tl.atomic_add(tally + 0, tl.sum(bound.to(tl.int32), axis=0).to(tl.int64), sem="relaxed")
+        tl.atomic_add(tally + 1, tl.sum(hit.to(tl.int32), axis=0).to(tl.int64), sem="relaxed")
     missing = away & ~hit
-    tl.atomic_add(tally + request * 4 + 0, tl.sum(bound.to(tl.int32), axis=0).to(tl.int64), sem="relaxed")
-    tl.atomic_add(tally + request * 4 + 1, tl.sum(hit.to(tl.int32), axis=0).to(tl.int64), sem="relaxed")
     has_hot = 0
     if HOT:
         has_hot = (tl.load(hot + request * hot_stride) >= 0).to(tl.int32)
@@ -90,7 +113,8 @@ def _claim_kernel(
         tl.store(claim + entry, tl.where(missing, key, -1), mask=number < count)
     else:
         tl.store(claim + query * count + number, tl.full([BLOCK], -1, tl.int32), mask=number < count)
-        tl.atomic_add(tally + request * 4 + 3, tl.sum(missing.to(tl.int32), axis=0).to(tl.int64), sem="relaxed")
+        if not NEAR:
+            tl.atomic_add(tally + 3, tl.sum(missing.to(tl.int32), axis=0).to(tl.int64), sem="relaxed")
 
 
 @triton.jit
@@ -121,13 +145,13 @@ def _score_bin(most, low, high):
 
 
 @triton.jit
-def _own(own, hot, slots, key_S, stamp_S, now, SIZE: tl.constexpr):
+def _own(own, hot, slots, key_S, stamp_S, now, SIZE: tl.constexpr, MARK: tl.constexpr):
     """Slots of a request by their number among its own: -1 where there is none; what each holds, and since when."""
     page = tl.load(hot + own // SIZE, mask=own < slots, other=-1)
     slot = tl.where(page >= 0, page * SIZE + own % SIZE, -1)
     key = tl.load(key_S + slot, mask=slot >= 0, other=-1)
     stamp = tl.load(stamp_S + slot, mask=slot >= 0, other=now)
-    return slot, key, now - tl.where(stamp < 0, -1 - stamp, stamp)
+    return slot, key, now - _used_in(stamp, MARK)
 
 
 @triton.jit
@@ -167,10 +191,12 @@ def _share(bins, wins):
 
 @triton.jit
 def _give(
-    slot, rank, least, room, level_before, before, base, now,
+    slot, rank, least, room, level_before, before, base, stamp,
     winner, header, hint, hot_N, key_S, stamp_S, source, target, header_stride, hint_stride, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Slots in their order, to winners in theirs. How many are level with the last, and how many were taken, so far."""
+    """Slots in their order, to winners in theirs, with the same stamp. How many are level with the last, and how many were
+    taken, so far.
+    """
     level = (rank == least).to(tl.int32)
     among = tl.cumsum(level, axis=0) + level_before
     taken = ((rank > least) | ((level > 0) & (among <= room))).to(tl.int32)
@@ -179,7 +205,7 @@ def _give(
     origin = tl.load(header + (new // SIZE).to(tl.int64) * header_stride + 2, mask=mine, other=0)
     onto = tl.load(hot_N + slot // SIZE, mask=mine, other=0)
     tl.store(key_S + slot, new, mask=mine)
-    tl.store(stamp_S + slot, -1 - now + tl.zeros_like(new), mask=mine)
+    tl.store(stamp_S + slot, stamp + tl.zeros_like(new), mask=mine)
     tl.store(hint + (new // SIZE).to(tl.int64) * hint_stride + new % SIZE, slot, mask=mine)
     tl.store(source + base + place, origin * SIZE + new % SIZE, mask=mine)
     tl.store(target + base + place, onto * SIZE + slot % SIZE, mask=mine)
@@ -206,21 +232,25 @@ def _winners(claim, winner, hint, hint_stride, start, stop, SIZE: tl.constexpr, 
 def _assign_kernel(
     first_A, hot, header, hint, key_S, stamp_S, hot_N, now_1, claim, winner, source, target, plan_count, tally, score, worth_S,
     length, count, hot_pages, hot_stride, header_stride, hint_stride, score_stride,
-    SIZE: tl.constexpr, FIRST_CLAIM: tl.constexpr, SCORED: tl.constexpr, WHOLE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    SIZE: tl.constexpr, FIRST_CLAIM: tl.constexpr, SCORED: tl.constexpr, WHOLE: tl.constexpr, NEAR: tl.constexpr,
+    MARK: tl.constexpr, KINDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One request. Only it writes to its slots, and to hints of rows that it has won."""
     request = tl.program_id(0).to(tl.int64)
     lane, now, slots = tl.arange(0, BLOCK), tl.load(now_1), hot_pages * SIZE
     first, stop = tl.load(first_A + request), tl.load(first_A + request + 1)
     hot += request * hot_stride
+    tally += request * KINDS
+    stamp = -1 - now
+    if NEAR:
+        stamp -= MARK
     wins = _winners(claim, winner, hint, hint_stride, first * count, stop * count, SIZE, FIRST_CLAIM, BLOCK)
     winner += first * count
     if wins > 0:
         tl.debug_barrier()  # winners are read by others than wrote them
         low, high = float("inf"), float("-inf")
         if WHOLE:
-            slot, key, age = _own(lane, hot, slots, key_S, stamp_S, now, SIZE)
+            slot, key, age = _own(lane, hot, slots, key_S, stamp_S, now, SIZE, MARK)
             most = age.to(tl.float32)  # nothing that counts
             if SCORED:
                 idle = (key >= 0) & (age > 0)
@@ -231,14 +261,14 @@ def _assign_kernel(
             base = tl.atomic_add(plan_count, given, sem="relaxed")
             tl.debug_barrier()  # what slots held is read before any is given away
             _give(
-                slot, rank, least, room, 0, 0, base, now,
+                slot, rank, least, room, 0, 0, base, stamp,
                 winner, header, hint, hot_N, key_S, stamp_S, source, target, header_stride, hint_stride, SIZE,
             )  # fmt: skip
         else:
             if SCORED:
                 start = 0
                 while start < slots:
-                    slot, key, age = _own(start + lane, hot, slots, key_S, stamp_S, now, SIZE)
+                    slot, key, age = _own(start + lane, hot, slots, key_S, stamp_S, now, SIZE, MARK)
                     idle = (key >= 0) & (age > 0)
                     most = _score_of(key, idle, score, header, header_stride, first, stop, length, score_stride, SIZE)
                     tl.store(worth_S + slot, most, mask=idle)
@@ -249,7 +279,7 @@ def _assign_kernel(
             bins = tl.zeros([256], tl.int32)
             start = 0
             while start < slots:
-                slot, key, age = _own(start + lane, hot, slots, key_S, stamp_S, now, SIZE)
+                slot, key, age = _own(start + lane, hot, slots, key_S, stamp_S, now, SIZE, MARK)
                 most = _worth(slot, key, age, worth_S, SCORED)
                 bins += tl.histogram(_bin_of(slot, key, age, most, low, high, SCORED), 256)
                 start += BLOCK
@@ -259,16 +289,19 @@ def _assign_kernel(
             before = 0
             start = 0
             while start < slots:
-                slot, key, age = _own(start + lane, hot, slots, key_S, stamp_S, now, SIZE)
+                slot, key, age = _own(start + lane, hot, slots, key_S, stamp_S, now, SIZE, MARK)
                 most = _worth(slot, key, age, worth_S, SCORED)
                 rank = _bin_of(slot, key, age, most, low, high, SCORED)
                 level_before, before = _give(
-                    slot, rank, least, room, level_before, before, base, now,
+                    slot, rank, least, room, level_before, before, base, stamp,
                     winner, header, hint, hot_N, key_S, stamp_S, source, target, header_stride, hint_stride, SIZE,
                 )  # fmt: skip
                 start += BLOCK
-        tl.atomic_add(tally + request * 4 + 2, given.to(tl.int64), sem="relaxed")
-        tl.atomic_add(tally + request * 4 + 3, (wins - given).to(tl.int64), sem="relaxed")
+        if NEAR:
+            tl.atomic_add(tally + 4, given.to(tl.int64), sem="relaxed")
+        else:
+            tl.atomic_add(tally + 2, given.to(tl.int64), sem="relaxed")
+            tl.atomic_add(tally + 3, (wins - given).to(tl.int64), sem="relaxed")
         at = given
         while at < wins:  # nothing is free for these
             lost = tl.load(winner + at + lane, mask=at + lane < wins, other=0)

@@ -232,6 +232,8 @@ def test_a_taken_port_is_said_before_anything_is_loaded(capsys: pytest.CaptureFi
         (("--sparse-budget", "512"), "name one with sparse"),
         (("--sparse", "dsa", "--sparse-budget", "512"), "the model says itself"),
         (("--hot-rows", "512"), "name what picks them with sparse"),
+        (("--prefetch-near", "8"), "prefetch_near is for attention rows on the host"),
+        (("--sparse", "dsa", "--prefetch-near", "-8"), "prefetch_near must be 0 or more"),
         (("--sparse", "quest", "--hot-rows", "512", "--host-memory", "0"), "leave hot_rows out"),
         (("--sparse", "quest", "--hot-rows", "512", "--write-policy", "back"), "write policy through"),
         (("--durable",), "name one with store"),

@@ -9,13 +9,14 @@ Freed pages are filled with what no row is, and prefix pages come to use with an
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 import numpy as np
 import torch
 
 from stepwell.memory.row_pages import ABSENT, Changes
+from stepwell.sparse.counts import NEAR, NEAR_USED
 from stepwell.sparse.places import Places, Read
 from stepwell.sparse.resolve import Fetch, Plan, Resolve, Wanted
 
@@ -38,6 +39,8 @@ class Slots:
         self.at: dict[int, int] = {}  # row -> slot
         self.row: dict[int, int] = {}  # slot -> row; an empty slot has none
         self.used: dict[int, int] = {}
+        self.near: set[int] = set()  # slots whose rows nobody has selected
+        self.near_fetched, self.near_used = 0, 0
 
     def forget_rows(self, page: int) -> None:
         """The page is another one now. What its rows left behind in slots stays there, and is nobody's."""
@@ -47,13 +50,19 @@ class Slots:
     def forget_slots(self, number: int) -> None:
         for slot in range(number * R, number * R + R):
             row = self.row.pop(slot, None)
+            self.near.discard(slot)
             if row is not None and self.at.get(row) == slot:
                 del self.at[row]
 
-    def resolve(self, asked: list[list[int]], hot: list[list[int]], now: int) -> list[tuple[int, int]]:
-        """`asked` are rows away of each request, in order. Returns rows and the slots they are to be fetched into."""
-        for rows in asked:
-            self.used.update((self.at[row], now) for row in rows if row in self.at)
+    def resolve(self, asked: list[list[int]], hot: list[list[int]], now: int, *, near: bool = False) -> list[tuple[int, int]]:
+        """`asked` are rows away of each request, in order. Returns rows and the slots they are to be fetched into. `near` rows
+        are nobody's selection.
+        """
+        hit = {self.at[row] for rows in asked for row in rows if row in self.at}
+        self.used.update((slot, now) for slot in hit)
+        if not near:
+            self.near_used += len(hit & self.near)
+            self.near -= hit
         here, seen, fetched = set(self.at), set(), []
         for rows, numbers in zip(asked, hot, strict=True):
             own = [number * R + k for number in numbers for k in range(R)]
@@ -67,6 +76,8 @@ class Slots:
                 if old is not None and self.at.get(old) == slot:
                     del self.at[old]
                 self.row[slot], self.at[row], self.used[slot] = row, slot, now
+                (self.near.add if near else self.near.discard)(slot)
+                self.near_fetched += near
                 fetched.append((row, slot))
         return fetched
 
@@ -74,10 +85,11 @@ class Slots:
 class Scene:
     def __init__(
         self, seed: int, *, resolve: Resolve, fetch: Fetch, device: str = "cpu", pages: int = 40, hosts: int = 60,
-        row_bytes: int = 24, read: Read = Places.read,
+        row_bytes: int = 24, read: Read = Places.read, near: int = 0,
     ) -> None:  # fmt: skip
+        """With `near`, so many rows more are resolved behind each selection, for the next pass."""
         self.random, self.device = Random(seed), device
-        self.resolve, self.fetch, self.read = resolve, fetch, read
+        self.resolve, self.fetch, self.read, self.near = resolve, fetch, read, near
         host = torch.full((hosts, LAYERS, R, row_bytes), POISON, dtype=torch.uint8)
         self.host = host.pin_memory() if device == "cuda" else host
         rows = torch.full((pages, LAYERS, R, row_bytes), POISON, dtype=torch.uint8, device=device)
@@ -86,7 +98,7 @@ class Scene:
         memory = memory.to(device)
         self.places = Places(
             rows_PLRE=rows, host_PLRE=self.host, slot_PGR=memory[:, 5 : 5 + 2 * R].unflatten(1, (2, R)),
-            header_P3=memory[:, 5 + 2 * R :], numbers=pages, requests=8,
+            header_P3=memory[:, 5 + 2 * R :], numbers=pages, requests=8, near=near > 0,
         )  # fmt: skip
         self.free = {
             kind: list(range(count)) for kind, count in (("prefix", pages), ("rows", pages), ("host", hosts), ("hot", pages))
@@ -235,6 +247,35 @@ class Scene:
             for layer in (layer for layer in range(LAYERS) if GROUP_OF[layer] == group):
                 self.fetch(self.places, layer, self.plan)
                 self.check_rows(layer, group, asked)
+            if self.near:
+                self.prefetch(group, wanted, asked)
+
+    def prefetch(self, group: int, wanted: Wanted, asked: list[list[int]]) -> None:
+        """Rows for the next pass: some that were selected, and others. What was selected stays where it is."""
+        selected = self.tensor(sorted({row for each in asked for row in each}))
+        before = self.places.where(selected // R, selected % R, group).device
+        more, rows = self.nearly(wanted)
+        self.resolve(self.places, group, more, self.plan)
+        self.check_policy(group, more, rows)
+        after = self.places.where(selected // R, selected % R, group).device
+        assert torch.equal(after[before >= 0], before[before >= 0])
+        for layer in (layer for layer in range(LAYERS) if GROUP_OF[layer] == group):
+            self.fetch(self.places, layer, self.plan)
+            self.check_rows(layer, group, [*asked, *rows])
+        tally_BC = self.places.counts.tally_GBC[group].sum(dim=0)
+        oracle = self.oracle[group]
+        assert tally_BC[[NEAR, NEAR_USED]].tolist() == [oracle.near_fetched, oracle.near_used]
+
+    def nearly(self, wanted: Wanted) -> tuple[Wanted, list[list[int]]]:
+        """What each query row selected, and `near` positions more; and the rows that each request asks for so."""
+        position, asked = [], [[] for _ in wanted.table_BP]
+        table, lasts, owners = wanted.table_BP.tolist(), wanted.last_X.tolist(), wanted.owner_X.tolist()
+        for selected, last, owner in zip(wanted.position_XK.tolist(), lasts, owners, strict=True):
+            some = [*selected, *(self.random.randint(-1, last + 2) for _ in range(self.near))]
+            self.random.shuffle(some)
+            position.append(some)
+            asked[owner] += [table[owner][at // R] * R + at % R for at in some if 0 <= at <= last]
+        return replace(wanted, position_XK=self.tensor(position), near=True), asked
 
     def check_rows(self, layer: int, group: int, asked: list[list[int]]) -> None:
         rows = sorted({row for each in asked for row in each})
@@ -247,7 +288,7 @@ class Scene:
     def check_policy(self, group: int, wanted: Wanted, asked: list[list[int]]) -> None:
         oracle, away = self.oracle[group], [[row for row in rows if row // R not in self.rows_of] for rows in asked]
         hot = [[number for number in numbers if number >= 0] for numbers in wanted.hot_BQ.tolist()]
-        fetched = oracle.resolve(away, hot, self.now)
+        fetched = oracle.resolve(away, hot, self.now, near=wanted.near)
         count = int(self.plan.count_1)
         planned = sorted(zip(self.plan.source_M[:count].tolist(), self.plan.target_M[:count].tolist(), strict=True))
         assert planned == sorted(
@@ -292,7 +333,7 @@ def live(scene: Scene, *, count: int, hot: int, passes: int, most_rows: int = 1)
 
 def random_pass(
     seed: int, *, scored: bool = False, device: str = "cpu", requests: int = 3, pages: int = 12, count: int = 24, hot: int = 9,
-    rows: int = R, queries: int = 2,
+    rows: int = R, queries: int = 2, near: bool = False,
 ) -> tuple[Places, Iterator[Wanted], Plan]:  # fmt: skip
     """Requests that share half of their pages, most of which are on the host; and selections of one pass after another."""
     random = torch.Generator().manual_seed(seed)
@@ -305,6 +346,7 @@ def random_pass(
     places = Places(
         rows_PLRE=torch.full((total + requests * hot, 2, rows, 16), POISON, dtype=torch.uint8, device=device),
         host_PLRE=host.pin_memory() if device == "cuda" else host, numbers=requests * hot, requests=requests,
+        near=near,
         slot_PGR=number(-5, 50, total, 2, rows).to(device), header_P3=torch.zeros(total, 3, dtype=torch.int32, device=device),
     )  # fmt: skip
     ids = np.arange(total, dtype=np.int32)
@@ -343,5 +385,6 @@ def tables_of(places: Places, _: object, plan: Plan) -> dict[str, object]:
     return {
         "fetched": sorted(zip(plan.source_M[:count].tolist(), plan.target_M[:count].tolist(), strict=True)),
         "keys": places.key_GS.tolist(), "stamps": places.stamp_GS.tolist(), "hints": places.slot_PGR.tolist(),
-        "counts": places.counts.tally_GBC.tolist(),
+        "counts": places.counts.tally_GBC[..., :NEAR_USED].tolist(),
+        "used": places.counts.tally_GBC[..., NEAR_USED].sum(dim=1).tolist(),  # of those that share a row any counts it
     }  # fmt: skip

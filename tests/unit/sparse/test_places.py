@@ -119,13 +119,14 @@ def test_more_hot_rows_or_references_than_can_be_numbered_are_refused() -> None:
 
 def test_counts_are_summed_over_requests_and_bytes_over_groups() -> None:
     counts = Counts(groups=2, requests=3, device=torch.device("cpu"))
-    counts.tally_GBC += torch.arange(24).view(2, 3, 4)
+    counts.tally_GBC += torch.arange(36).view(2, 3, 6)
     assert counts.read([10, 100]) == Found(), "nobody has asked yet"
     counts.start_reading()
-    fetched = [2 + 6 + 10, 14 + 18 + 22]
+    fetched, near = [2 + 8 + 14, 20 + 26 + 32], [4 + 10 + 16, 22 + 28 + 34]
     assert counts.read([10, 100]) == Found(
-        resident=60, hits=66, fetched=sum(fetched), read_through=78, fetched_bytes=10 * fetched[0] + 100 * fetched[1]
-    )
+        resident=90, hits=96, fetched=sum(fetched), read_through=108, near=sum(near), near_used=120,
+        fetched_bytes=10 * (fetched[0] + near[0]) + 100 * (fetched[1] + near[1]),
+    )  # fmt: skip
 
 
 def test_slots_that_are_empty_go_first_then_the_oldest_and_those_in_use_never() -> None:

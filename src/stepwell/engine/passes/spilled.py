@@ -118,8 +118,7 @@ class Spilled:
     @property
     def scored(self) -> int:
         """Of how many last queries of each part `resolve` wants to know the scores."""
-        sizes = self._spilling.sizes
-        return SHORT_RUN if self._short and sizes.by_score and sizes.hot_pages else 0
+        return SHORT_RUN if self._short and self._spilling.scored else 0
 
     def resolve(self, layer: int, choices: Sequence[Choice | None]) -> None:
         """Gives slots to rows that are missing of a selection: what each part of the pass selects, of its last queries, or None
@@ -136,6 +135,15 @@ class Spilled:
         """Copies what the last `resolve` gave slots to, in one more layer of the group; or begins to, beside the pass."""
         if self._short:
             self._spilling.fetch(layer)
+
+    def prefetch(self, layer: int) -> None:
+        """Behind the layer's attention: begins to fetch what was nearly selected, for the next pass."""
+        if self._short:
+            self._spilling.prefetch(layer)
+
+    def end(self) -> None:
+        """Behind the last layer: nothing is under way any more."""
+        self._spilling.wait_near()
 
     def pieces(self) -> tuple[Piece, ...]:
         """What is attended to one after the other: everything at once, unless there are longer runs."""

@@ -4,7 +4,8 @@ the host and in the store once.
     make bench-ranks        prints the table, behind that of messages (some minutes)
 
 Real engines over small random models: a Llama, whose key-value heads ranks share (with more ranks than heads, some have the same
-one), and DeepSeek-V3.2, whose latents and index keys every rank has. One prompt is computed, saved and stored.
+one), DeepSeek-V3.2, whose latents and index keys every rank has, and DeepSeek-V4, whose rows, windows and open groups are
+everybody's too. One prompt is computed, saved and stored; a checkpoint counts as bytes of its tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +27,11 @@ from stepwell.engine import Engine, EngineConfig
 from stepwell.engine.build import open_and_build
 from stepwell.store.memory import MemoryStore
 
-MODELS = {"Llama, 2 key-value heads": LLAMA, "DeepSeek-V3.2, latents": "deepseek-v3.2-shaped"}
+MODELS = {
+    "Llama, 2 key-value heads": LLAMA,
+    "DeepSeek-V3.2, latents": "deepseek-v3.2-shaped",
+    "DeepSeek-V4, its own rows": "deepseek-v4-shaped",
+}
 RANKS = (1, 2, 4)
 TOKENS = 1024  # whole pages
 PATIENCE_S = 120.0

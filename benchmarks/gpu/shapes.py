@@ -52,7 +52,7 @@ _TINY: dict[str, Values] = {
     },
     "deepseek-v4-shaped": {
         "vocab_size": 512, "hidden_size": 64, "num_attention_heads": 4, **_SMALL_MOE, "head_dim": 24,
-        "partial_rotary_factor": 1 / 3, "q_lora_rank": 24, "o_groups": 2, "o_lora_rank": 16, "n_routed_experts": 8,
+        "partial_rotary_factor": 1 / 3, "q_lora_rank": 24, "o_groups": 4, "o_lora_rank": 16, "n_routed_experts": 8,
         "sliding_window": 24, "index_n_heads": 4, "index_head_dim": 16, "index_topk": 6,
         "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 32},
     },

@@ -86,6 +86,10 @@ WIDE: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+# Sizes that four ranks can share, where the small ones have two of something.
+FOUR: dict[str, dict[str, Any]] = {"qwen3_next": {"linear_num_key_heads": 4}, "deepseek_v4": {"o_groups": 4}}
+
+
 def reference(family: str, corrections: float = 0.2, **wide: Any) -> Any:
     """The model of transformers, with weights that keep logits alive and are the same in every process; `wide` are sizes in
     place of the small ones.
@@ -120,7 +124,7 @@ def _untrained(family: str, **wide: Any) -> Any:
             config._attn_implementation = "eager"
             made = hf.GptOssForCausalLM(config)
         case "qwen3_next":
-            made = hf.Qwen3NextForCausalLM(hf.Qwen3NextConfig(**small, **MOE, **DELTA))
+            made = hf.Qwen3NextForCausalLM(hf.Qwen3NextConfig(**(SMALL | MOE | DELTA | wide)))
         case "qwen3_5":
             made = hf.Qwen3_5ForCausalLM(hf.Qwen3_5TextConfig(**small, **DELTA))
         case "mamba2":
@@ -136,7 +140,7 @@ def _untrained(family: str, **wide: Any) -> Any:
             kinds = ["full", "full", "shared", "full", "shared"]
             made = hf.GlmMoeDsaForCausalLM(hf.GlmMoeDsaConfig(**latent, num_hidden_layers=5, indexer_types=kinds))
         case "deepseek_v4":
-            made = hf.DeepseekV4ForCausalLM(hf.DeepseekV4Config(**COMPRESSED, attn_implementation="eager"))
+            made = hf.DeepseekV4ForCausalLM(hf.DeepseekV4Config(**(COMPRESSED | wide), attn_implementation="eager"))
         case "kimi_linear":
             made = hf.KimiLinearForCausalLM(hf.KimiLinearConfig(**kimi))  # its fifth layer is the first that is not linear
         case _:
@@ -171,6 +175,11 @@ def checkpoint(family: str) -> Checkpoint:
 @cache
 def wide_checkpoint(family: str, corrections: float = 0.2) -> Checkpoint:
     return checkpoint_of(f"wide-{family}", reference(family, corrections, **WIDE[family]))
+
+
+@cache
+def four_checkpoint(family: str) -> Checkpoint:
+    return checkpoint_of(f"four-{family}", reference(family, **FOUR[family])) if family in FOUR else checkpoint(family)
 
 
 def checkpoint_of(name: str, model: torch.nn.Module) -> Checkpoint:

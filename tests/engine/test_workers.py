@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import random
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,47 +13,26 @@ from time import monotonic
 
 import pytest
 
-from engine.worker_engines import PATIENT, open_engine
-from stepwell.base.config import PrefetchPolicy, StoreConfig
+from engine.worker_engines import FETCHED, PATIENT, answers, open_engine, prompt, same
 from stepwell.base.errors import ConfigError
-from stepwell.base.ids import Tier
 from stepwell.base.inherited_block import InheritedBlock
-from stepwell.engine import Answer, Ask, Engine, Finish, Sampling
+from stepwell.engine import Ask, Engine, Finish, Sampling
 from stepwell.engine.engine import UPKEEP_S
 from stepwell.engine.runner import PassesLost, PassFailed
 from stepwell.engine.workers.messages import COPY
 from stepwell.engine.workers.rank_workers import RankWorkers, _merged
 from stepwell.engine.workers.ranked_runner import RankedRunner
 from stepwell.jobs.channel import Message
-from stepwell.store.memory import MemoryStore
 from waiting import run_to_the_end, run_until, settle, wait_until
 
 pytest.importorskip("transformers")
 
-TOLERANCE = 1e-4
 FAMILIES = ("llama", "gemma3", "qwen3_next", "falcon_h1", "deepseek_v32", "deepseek_v4")
-FETCHED = StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, recompute_tokens_per_s=1.0, checkpoint_delay_s=0)
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
-
-
-def prompt(length: int, seed: int = 1) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(128) for _ in range(length)]
-
-
-def answers(engine: Engine, prompts: list[list[int]]) -> list[Answer]:
-    return [engine.generate(each, max_tokens=8, logprobs=2, ignore_eos=True) for each in prompts]
-
-
-def same(ours: list[Answer], theirs: list[Answer]) -> None:
-    for one, other in zip(ours, theirs, strict=True):
-        assert one.tokens == other.tokens
-        apart = max(abs(a.logprob - b.logprob) for a, b in zip(one.logprobs, other.logprobs, strict=True))
-        assert apart < TOLERANCE, f"logprobs differ by {apart}"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -85,34 +63,6 @@ def test_two_ranks_answer_as_one_from_every_tier_and_leave_each_other_their_stor
         assert found[0].usage.sources.store > 0, found[0].usage.sources
         settle(one.cache)
         one.cache.audit()
-
-
-def test_pages_of_one_rank_serve_two_and_four_and_are_stored_once(root: Path, tmp_path: Path) -> None:
-    asked, store = [prompt(300)], f"log:{tmp_path / 'store'}"
-    host: list[int] = []
-    expected: list[Answer] | None = None
-    for ranks in (1, 2, 4):
-        with open_engine("llama", root, ranks, store=store, store_config=FETCHED) as engine:
-            found = answers(engine, asked)
-            expected = expected or found
-            same(found, expected)
-            assert (found[0].usage.sources.store > 0) == (ranks > 1), found[0].usage.sources
-            settle(engine.cache)
-            host.append(engine.cache.stats().tier(Tier.HOST).used_bytes)
-            engine.cache.audit()
-    assert host[1] == host[2] == host[0], f"host bytes at 1, 2 and 4 ranks: {host}"
-
-
-def test_latents_that_all_ranks_keep_are_on_the_host_and_in_the_store_once(root: Path) -> None:
-    used = []
-    for ranks in (1, 2):
-        with open_engine("deepseek_v32", root, ranks, store="memory:") as engine:
-            answers(engine, [prompt(300)])
-            settle(engine.cache)
-            (store,) = engine.stores
-            assert isinstance(store, MemoryStore)
-            used.append((engine.cache.stats().tier(Tier.HOST).used_bytes, store.used_bytes))
-    assert used[0] == used[1] and min(used[0]) > 0, f"host and store bytes at 1 and 2 ranks: {used}"
 
 
 # ---- what is lost -------------------------------------------------------------------------------

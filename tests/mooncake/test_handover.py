@@ -122,13 +122,14 @@ def test_drafts_are_handed_over_too(stack: ExitStack) -> None:
         assert answer(decode) == (tokens, accepted, out.tokens), "drafts guess as well as where the prompt was computed"
 
 
-def test_two_ranks_hand_over_to_one_and_one_to_two(stack: ExitStack, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next", "deepseek_v32", "deepseek_v4"])
+def test_two_ranks_hand_over_to_one_and_one_to_two(stack: ExitStack, family: str, tmp_path: Path) -> None:
     prompt = some_prompt()
     for there_ranks, here_ranks in ((2, 1), (1, 2)):
         there, here = SharedHost(), SharedHost()
         with (
-            open_engine("llama", tmp_path, there_ranks, host_block=there.make) as prefill,
-            open_engine("llama", tmp_path, here_ranks, host_block=here.make) as decode,
+            open_engine(family, tmp_path, there_ranks, host_block=there.make) as prefill,
+            open_engine(family, tmp_path, here_ranks, host_block=here.make) as decode,
         ):
             shown = Shown(there, WIRE)
             stack.callback(shown.close)

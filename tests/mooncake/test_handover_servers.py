@@ -8,18 +8,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
+from asking import ARGUMENTS, ASKED, TOKEN, client, complete, hand_over, prompt_of, stored, text_of
 
 from stepwell.cli.demo.server import serving
-from waiting import PATIENCE_S, wait_until
-
-TOKEN = "a-token-for-both-of-them"
-ASKED = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_host": None, "remote_port": None}
-ARGUMENTS = [
-    "--model", "random-hybrid", "--served-model-name", "demo", "--device", "cpu", "--device-memory", "32MiB",
-    "--host-memory", "32MiB", "--peer-token", TOKEN,
-]  # fmt: skip
+from waiting import wait_until
 
 
 class Pair:
@@ -32,42 +25,13 @@ class Pair:
         key.chmod(0o600)
         arguments = [*ARGUMENTS, "--store-key-file", str(key)]
         prefill = [*arguments, "--role", "prefill"]
-        self.prefill = _client(self.prefill_life.enter_context(serving(prefill, directory / "prefill.log")).address)
+        self.prefill = client(self.prefill_life.enter_context(serving(prefill, directory / "prefill.log")).address)
         peer = f"{self.prefill.base_url.host}:{self.prefill.base_url.port}"
         decode = [*arguments, "--role", "decode", "--peer", peer, "--prefetch-policy", "wait_complete"]
         self.decode_log = directory / "decode.log"
-        self.decode = _client(lives.enter_context(serving(decode, self.decode_log)).address)
+        self.decode = client(lives.enter_context(serving(decode, self.decode_log)).address)
         lives.callback(self.prefill.close)
         lives.callback(self.decode.close)
-
-    def hand_over(self, prompt: str) -> dict[str, Any]:
-        """Has a prompt computed; what is to be passed on."""
-        params = complete(self.prefill, prompt, 1, kv_transfer_params=ASKED)["kv_transfer_params"]
-        assert params["do_remote_prefill"] is True and params["do_remote_decode"] is False
-        return dict(params)
-
-
-def _client(address: str) -> httpx.Client:
-    return httpx.Client(base_url=address, timeout=PATIENCE_S, trust_env=False)
-
-
-def complete(server: httpx.Client, prompt: str, max_tokens: int, **more: Any) -> dict[str, Any]:
-    body = {"model": "demo", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, **more}
-    response = server.post("/v1/completions", json=body)
-    assert response.status_code == 200, response.text
-    return dict(response.json())
-
-
-def text_of(answer: dict[str, Any]) -> str:
-    return str(answer["choices"][0]["text"])
-
-
-def stored(answer: dict[str, Any]) -> int:
-    return int(answer["usage"]["prompt_tokens_details"]["store_tokens"])
-
-
-def prompt_of(what: str) -> str:
-    return f"What is to be known about {what} before anybody decides anything at all? " * 6
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +47,7 @@ def offer_status(pair: Pair, params: dict[str, Any], token: str | None) -> int:
 
 def test_the_decode_server_goes_on_where_the_prefill_server_was(pair: Pair) -> None:
     prompt = prompt_of("rivers")
-    params = pair.hand_over(prompt)
+    params = hand_over(pair.prefill, prompt)
     assert offer_status(pair, params, TOKEN) == 200
     answer = complete(pair.decode, prompt, 12, kv_transfer_params=params)
     assert stored(answer) > answer["usage"]["prompt_tokens"] // 2
@@ -113,7 +77,7 @@ def test_streams_and_chats_go_on_too(pair: Pair) -> None:
 
 
 def test_offers_are_for_those_who_have_the_token(pair: Pair) -> None:
-    params = pair.hand_over(prompt_of("doors"))
+    params = hand_over(pair.prefill, prompt_of("doors"))
     assert [offer_status(pair, params, token) for token in (None, "another", TOKEN[:-1], TOKEN)] == [401, 401, 401, 200]
     assert pair.prefill.delete(f"/handover/{params['remote_request_id']}").status_code == 401
     unknown = {**params, "remote_request_id": "x" * 32}
@@ -122,7 +86,7 @@ def test_offers_are_for_those_who_have_the_token(pair: Pair) -> None:
 
 def test_servers_that_were_not_named_at_the_start_are_not_asked(pair: Pair) -> None:
     prompt = prompt_of("strangers")
-    params = pair.hand_over(prompt)
+    params = hand_over(pair.prefill, prompt)
     for elsewhere in ({"remote_host": "192.0.2.77"}, {"remote_port": 9}):
         answer = complete(pair.decode, prompt + str(elsewhere), 4, kv_transfer_params={**params, **elsewhere})
         assert stored(answer) == 0
@@ -150,7 +114,7 @@ def test_a_prompt_too_short_to_be_resumed_is_not_offered(pair: Pair) -> None:
 def test_a_prefill_server_that_was_killed_costs_a_computation(pair: Pair) -> None:
     prompt = prompt_of("endings")
     right = text_of(complete(pair.prefill, prompt, 8, cache_salt="computed anew"))
-    params = pair.hand_over(prompt)
+    params = hand_over(pair.prefill, prompt)
     pair.prefill_life.close()  # kill -9
     answer = complete(pair.decode, prompt, 8, kv_transfer_params=params)
     assert stored(answer) == 0 and text_of(answer) == right

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from random import Random
@@ -136,6 +137,23 @@ def test_a_stopped_server_holds_up_no_other_and_writes_nothing_when_it_goes_on(s
     results = patient.read_into(SPACE, reads_of(stopped, patient_memory, range(1024)))
     assert {each.outcome for each in results} == {ReadOutcome.FOUND}
     assert bytes(memory[: 1024 * PAGE]) == bytes(1024 * PAGE)
+
+
+def test_who_reads_from_a_stopped_server_holds_up_nobody_who_reads_from_another(stack: ExitStack) -> None:
+    """By the same store, while the first contact with the one that stopped is under way."""
+    stopped, well = Server(stack, 1), Server(stack, 2)
+    store, memory = store_over(stack, stall_s=PATIENCE_S)
+    store.add("a", "stopped", stopped.listing(range(1024)))
+    store.add("b", "well", well.listing(range(1024, 2048)))
+    os.kill(stopped.shown.pid, signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as pool:
+        held = pool.submit(store.read_into, SPACE, reads_of(stopped, memory, range(1024)))
+        wait_until(lambda: store.lane_pid("stopped") is not None, "a lane to the one that stopped")
+        results = store.read_into(SPACE, reads_of(well, memory, range(1024, 2048)))
+        assert not held.done() and {each.outcome for each in results} == {ReadOutcome.FOUND}
+        assert memory[1024 * PAGE : 2048 * PAGE] == well.memory[1024 * PAGE : 2048 * PAGE]
+        os.kill(stopped.shown.pid, signal.SIGCONT)
+        assert len({each.outcome for each in held.result()}) == 1, "all of it came, or nothing"
 
 
 def test_whoever_writes_to_shown_memory_changes_nothing(stack: ExitStack) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import httpx
 import pytest
+from asking import ASKED, TOKEN, client, complete
 from handed import Decode, Prefill
 
 from parity.recorded import PAGE, Recorded, distance, same_bits
@@ -21,7 +21,7 @@ from stepwell.engine import Ask, Sampling
 from stepwell.server.ahead import Progress
 from stepwell.store.peer.listing import parse
 from stepwell.store_tier.hand_out import HandOut
-from waiting import PATIENCE_S, run_to_the_end, settle, step_until, wait_until
+from waiting import run_to_the_end, settle, step_until, wait_until
 
 pytest.importorskip("transformers")
 
@@ -135,8 +135,6 @@ def test_a_server_that_ends_in_the_midst_costs_nothing_but_the_part(stack: ExitS
 
 # ---- servers --------------------------------------------------------------------------------------
 
-TOKEN = "a-token-for-both-of-them"
-ASKED = {"do_remote_decode": True, "do_remote_prefill": False, "remote_host": None, "remote_port": None}
 ARGUMENTS = [
     "--model", "random-hybrid", "--served-model-name", "demo", "--device", "cpu", "--device-memory", "64MiB", "--host-memory",
     "64MiB", "--peer-token", TOKEN, "--checkpoint-interval", "1024", "--chunk-tokens", "256",
@@ -147,17 +145,6 @@ def free_port() -> int:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         return int(taken.getsockname()[1])
-
-
-def client(address: str) -> httpx.Client:
-    return httpx.Client(base_url=address, timeout=PATIENCE_S, trust_env=False)
-
-
-def complete(server: httpx.Client, prompt: list[int], max_tokens: int, **more: Any) -> dict[str, Any]:
-    body = {"model": "demo", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, **more}
-    response = server.post("/v1/completions", json=body)
-    assert response.status_code == 200, response.text
-    return dict(response.json())
 
 
 class Pair:

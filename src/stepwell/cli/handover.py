@@ -115,8 +115,6 @@ def read(args: Namespace, environment: Mapping[str, str]) -> Handover | None:
         raise ConfigError("--role decode reads from prefill servers, and has no other store: leave --store out")
     if args.role == PREFILL and args.write_policy not in (AUTO, "through"):
         raise ConfigError("--role prefill hands out what is on the host: it needs --write-policy through")
-    if args.tensor_parallel > 1:
-        raise ConfigError("--role runs on one rank only, so far: leave --tensor-parallel out")
     host = args.transfer_host or args.host
     if host in _ANY:
         raise ConfigError(f"other servers cannot reach this one as {host}: name it as they do with --transfer-host")

@@ -44,6 +44,7 @@ class _Process:
     channel: Channel
     work: Channel
     pinged_s: float | None = None  # when it was asked for a sign of life that has not come
+    late_s: float | None = None  # when that was first seen to be late
     spoke: bool = False  # it is not asked before it has said something: it may take long to start
 
     @property
@@ -139,7 +140,7 @@ class Processes:
                     return said  # maybe one of them knows better why; it is still closed when asked again
                 raise self._lose(rank, str(error)) from None
             for message in messages:
-                process.pinged_s = None
+                process.pinged_s = process.late_s = None
                 if message.kind != PONG:
                     said.append((rank, message))
             process.spoke |= bool(messages)
@@ -209,10 +210,18 @@ class Processes:
                 raise self._lose(rank, str(error)) from None
 
     def _ask(self, rank: int, process: _Process, now: float) -> None:
-        if process.pinged_s is not None and now - process.pinged_s > self.silent_s:
-            why = f"it gave no sign of life for {self.silent_s:g} s{_state_of(process.running.pid)}"
-            raise self._lose(rank, why, says_why=True)
-        if process.spoke and process.pinged_s is None and now - process.heard_s > self.silent_s / 4:
+        """For a sign of life, where it has given none for a while. Its last quarter of the time begins when somebody looks: this
+        process may have been stopped itself, and all ranks with it.
+        """
+        quarter_s = self.silent_s / 4
+        if process.late_s is not None:
+            if now - process.late_s > quarter_s:
+                why = f"it gave no sign of life for {self.silent_s:g} s{_state_of(process.running.pid)}"
+                raise self._lose(rank, why, says_why=True)
+        elif process.pinged_s is not None:
+            if now - process.pinged_s > 3 * quarter_s:
+                process.late_s = now
+        elif process.spoke and now - process.heard_s > quarter_s:
             process.pinged_s = now
             self.send(rank, Message(kind=PING))
 

@@ -38,7 +38,6 @@ def test_a_decode_server_knows_whom_to_ask() -> None:
         (("--role", "prefill", "--peer-token", TOKEN + "\n"), "peer token"),
         (("--role", "prefill", "--peer-token", TOKEN, "--peer", "a"), "HOST:PORT"),
         (("--role", "prefill", "--peer-token", TOKEN, "--write-policy", "back"), "through"),
-        (("--role", "prefill", "--peer-token", TOKEN, "--tensor-parallel", "2"), "one rank"),
         (("--role", "decode", "--peer-token", TOKEN), "--peer HOST:PORT"),
         (("--role", "decode", "--peer-token", TOKEN, "--peer", "a"), "HOST:PORT"),
         (("--role", "decode", "--peer-token", TOKEN, "--peer", "a:70000"), "HOST:PORT"),

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from time import monotonic
 
 import pytest
 
@@ -231,6 +232,24 @@ def test_one_that_only_rests_is_not_lost(start: Callable[..., Processes]) -> Non
         now[0] += 1000.0  # asked, it answers, however long nobody has looked
         processes.poll()
         wait_until(lambda: not processes.poll(0.1) and processes._ranks[0].pinged_s is None, "an answer")
+    assert processes.lost is None
+
+
+def test_nobody_is_taken_for_silent_by_one_who_was_stopped_itself(start: Callable[..., Processes]) -> None:
+    """As when a whole machine is held: when it goes on, ranks have as little had the time to answer as it had to listen."""
+    skipped_s = [0.0]
+    processes = start(ECHO, silent_s=600.0)  # of which a quarter is long, however busy the machine is
+    processes._clock = lambda: monotonic() + skipped_s[0]
+    hear(processes, 1)
+    os.kill(processes.pids[0], signal.SIGSTOP)
+    skipped_s[0] += processes.silent_s
+    processes.poll()
+    assert processes._ranks[0].pinged_s is not None, "it is asked"
+    skipped_s[0] += 100 * processes.silent_s
+    processes.poll()
+    assert processes._ranks[0].late_s is not None, "and has the last quarter of its time from now on"
+    os.kill(processes.pids[0], signal.SIGCONT)
+    wait_until(lambda: not processes.poll(0.1) and processes._ranks[0].late_s is None, "an answer")
     assert processes.lost is None
 
 

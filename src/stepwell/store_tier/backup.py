@@ -67,6 +67,7 @@ def forget_refusals(state: CacheState) -> None:
 def pump(state: CacheState, link: StoreLink) -> None:
     """Sends off what waits, oldest first, as long as there is leave to."""
     now = state.clock.now()
+    link.came_by(now)
     if link.may_put(now):
         _put_due(state, link)
     while link.waiting and link.may_put(state.clock.now()):

@@ -30,6 +30,7 @@ from stepwell.tree.node import ABSENT, Checkpoint, Loss, Node, Residency, Victim
 
 MOST_GIVEN_UP = 256  # notes of fetches that were not waited for, for explanations
 MOST_WAIT_S = 1.0  # that room on the host waits for a store which takes nothing
+RESTED_S = 10.0  # without a step, after which what waits was not waiting for the store
 MOST_PUTS = 4  # operations that go down at a time: the rest waits in line, where it holds nothing
 
 
@@ -197,6 +198,7 @@ class StoreLink:
     is_superseded: Callable[[Checkpoint], bool]  # by a later checkpoint of its path
     ahead: dict[Victim, bool] = field(default_factory=dict)  # to be stored before they leave; whether to try to complete it
     num_taken: int = 0  # operations that stored something
+    came_by_s: float = 0.0  # when somebody last looked whether anything can be sent down
     putting_since_s: float = 0.0  # when something began to go down, or the latest of it was answered
     left_bytes: int = 0  # that left the host since what will follow was looked for
     detached: bool = False
@@ -281,6 +283,15 @@ class StoreLink:
     def may_fetch(self, now: float) -> bool:
         """Whether both the store and what comes from it are well enough to ask."""
         return self.breaker.allows(now) and self.fetching.allows(now)
+
+    def came_by(self, now: float) -> None:
+        """Somebody looks whether anything can be sent down. After a long pass or an idle hour what waits has had no chance,
+        though the store may have been free: its time begins anew.
+        """
+        if now - self.came_by_s > RESTED_S:
+            self.waiting = dict.fromkeys(self.waiting, now)
+            self.unplaced = {node: Unplaced(now, each.num_taken) for node, each in self.unplaced.items()}
+        self.came_by_s = now
 
     def may_put(self, now: float) -> bool:
         """Whether more may be sent down: a store that hangs never holds more than a small part of the host tier."""

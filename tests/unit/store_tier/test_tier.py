@@ -392,6 +392,23 @@ def test_a_path_that_waits_too_long_is_given_up() -> None:
     here.idle_check()
 
 
+def test_what_nobody_came_by_for_is_not_given_up() -> None:
+    """An engine takes minutes for one pass, or has nothing to do for as long: the store was free, and is when it goes on."""
+    store = MemoryStore()
+    here = rig(FULL, store, store_tuning=StoreTuning(backup_bytes=1, op_timeout_s=1000))
+    for name in range(3):
+        with here.open(text(name, 4 * PAGE)) as lease:
+            here.compute(lease, 4 * PAGE)
+        here.executor.finish_all()
+        here.cache.step()
+    assert here.cache._store_tier.link is not None and here.cache._store_tier.link.waiting
+    here.clock.advance(600.0)
+    here.settle()
+    assert not here.state.counters["backup_dropped_too_old"]
+    found = [rig(FULL, store).serve_fetched(text(name, 4 * PAGE)).store for name in range(3)]
+    assert found == [3 * PAGE] * 3, "all but the page that is always computed"
+
+
 def test_the_line_has_an_end() -> None:
     here = rig(FULL, MemoryStore(), store_config=StoreConfig(), store_tuning=StoreTuning(backup_bytes=1, backup_queue=2))
     for name in range(6):

@@ -14,7 +14,6 @@ from stepwell.engine import Answer, Engine, EngineConfig, Limits
 from stepwell.engine.build import open_and_build
 from stepwell.engine.workers.worker_setup import WorkerLimits
 
-PAGE = 16
 WIDE, FOUR = "wide-", "four-"  # before a family: with heads as wide as kernels of libraries want them; for four ranks
 MADE = {"": checkpoint, WIDE: wide_checkpoint, FOUR: four_checkpoint}
 WIDE_MEMORY = {"device_memory": "8MiB", "host_memory": "32MiB"}
@@ -32,7 +31,7 @@ def folder_of(family: str, root: Path) -> Path:
 
 
 def open_engine(family: str, root: Path, ranks: int, **more: Any) -> Engine:
-    """Pages of 16 tokens, or what the family needs; a checkpoint every two."""
+    """Pages as the family has them, of 64 tokens or (V4) 256; a checkpoint every 64 tokens where pages allow it."""
     settings: dict[str, Any] = {
         "device": "cpu", "device_memory": "2MiB", "host_memory": "8MiB", "tensor_parallel": ranks,
         "placement": PlacementConfig(interval_tokens=64), "limits": Limits(chunk_tokens=48, max_running=4),

@@ -62,8 +62,7 @@ def check_recorded(made: Recorded) -> None:
 
 @pytest.mark.parametrize("family", SPARSE)
 @pytest.mark.parametrize("how", FORMATS, ids=lambda how: "-".join(how.values()))
-@pytest.mark.parametrize("hot_rows", [PAGE, 4 * PAGE])
-@pytest.mark.parametrize("beside", BESIDE, ids=lambda beside: "-".join(beside))
+@pytest.mark.parametrize(("hot_rows", "beside"), [(PAGE, BESIDE[0]), *((4 * PAGE, each) for each in BESIDE)])
 def test_rows_that_come_late_change_no_bit(family: str, how: dict[str, Any], hot_rows: int, beside: dict[str, Any]) -> None:
     one = recorded(family, device="cuda", **how)
     other = late(spilled(family, hot_rows=hot_rows, device="cuda", **beside, **how))
@@ -134,15 +133,13 @@ def picking(selector: str, *, hot_rows: int | None, **more: Any) -> Recorded:
 
 
 @pytest.mark.parametrize("selector", SELECTORS)
-@pytest.mark.parametrize("hot_rows", [0, 2 * PAGE, 12 * PAGE])
+@pytest.mark.parametrize(("hot_rows", "near"), [(0, 0), (2 * PAGE, 0), (12 * PAGE, 0), (12 * PAGE, 24)])
 @pytest.mark.parametrize("fetch_beside", [False, True])
-@pytest.mark.parametrize("near", [0, 24])
 def test_answers_see_the_same_keys_and_values_wherever_they_are(
     selector: str, hot_rows: int, fetch_beside: bool, near: int
 ) -> None:
     """One request at a time, whose prompts are long: then the same kernels run over the same rows."""
     pytest.importorskip("flashinfer")
-    near = near if hot_rows else 0
     one = picking(selector, hot_rows=None)
     other = picking(selector, hot_rows=hot_rows, fetch_beside=fetch_beside, prefetch_near=near)
     other = late(other) if fetch_beside or near else other

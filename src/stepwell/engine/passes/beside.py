@@ -15,7 +15,8 @@ import torch
 
 from stepwell.sparse.resolve import Plan
 
-FIRST = -1  # the priority of what runs beside: its few programs are not to wait behind those of a large product
+FIRST = -1  # the priority of what a pass waits for soon: its few programs are not to wait behind those of a large product
+AS_ALL = 0  # of what only the next pass wants
 
 
 class Beside:
@@ -23,10 +24,10 @@ class Beside:
     out (`ops/triton_gather.py`).
     """
 
-    def __init__(self, plan: Plan, *, layers: int, device: torch.device) -> None:
+    def __init__(self, plan: Plan, *, layers: int, device: torch.device, priority: int = FIRST) -> None:
         self.plan = plan
         self._device = device
-        self._stream = torch.cuda.Stream(device, priority=FIRST) if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device, priority=priority) if device.type == "cuda" else None
         self._arrived = [torch.cuda.Event() for _ in range(layers)] if device.type == "cuda" else []
         self._coming: set[int] = set()
 

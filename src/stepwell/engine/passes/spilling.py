@@ -20,7 +20,7 @@ from stepwell.base.spec import ModelSpec
 from stepwell.base.spec.spill import HEADER, SLOT, Spill
 from stepwell.base.tasks import PageIds
 from stepwell.base.units import format_bytes
-from stepwell.engine.passes.beside import Beside
+from stepwell.engine.passes.beside import AS_ALL, FIRST, Beside
 from stepwell.engine.passes.near import Best, Near
 from stepwell.engine.passes.pages import DevicePages, part_PLRE
 from stepwell.engine.passes.rows import LayerPlaces
@@ -141,7 +141,11 @@ class Spilling:
         )
         self._plan = Plan(sizes.entries, self.places.device)
         layers, device = self.places.rows_PLRE.shape[1], self.places.device
-        self.beside = Beside(self._plan, layers=layers, device=device) if sizes.fetch_beside or sizes.near else None
+        self.beside: Beside | None = None
+        if sizes.fetch_beside or sizes.near:
+            self.beside = Beside(
+                self._plan, layers=layers, device=device, priority=FIRST if sizes.fetch_beside else AS_ALL
+            )  # fmt: skip
         self._near: Near | None = None
         if sizes.near and sizes.hot_pages:
             self._near = Near(

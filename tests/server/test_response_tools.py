@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("llguidance")
 
 from server.serving import NAME, Running, running, tiny_checkpoint
-from server.test_tool_calls import BOTH, END, SCHEMA, SCRIPT, TEMPLATE, Script
+from server.test_tool_calls import BEGUN, BOTH, END, SCHEMA, SCRIPT, TEMPLATE, Script
 from stepwell.engine.loading.chat import ChatTemplate
 
 TOOLS: Any = [
@@ -102,6 +102,27 @@ def test_a_forced_call_follows_its_schema(client: openai.OpenAI, choice: Any) ->
 def test_a_call_that_is_cut_off_is_incomplete(client: openai.OpenAI) -> None:
     made = client.responses.create(**ASKED | {"tool_choice": NAMED, "max_output_tokens": 60})  # a token is a byte
     assert made.status == "incomplete" and made.output[-1].type == "function_call" and made.output[-1].status == "incomplete"
+
+
+def test_a_call_that_a_stop_string_cuts_off_is_incomplete(client: openai.OpenAI, script: Any) -> None:
+    script(BEGUN + END)
+    more: Any = {**ASKED, "extra_body": {"stop": END}}
+    last: Any = list(client.responses.create(**more, stream=True))[-1]
+    for made in (client.responses.create(**more), last.response):
+        assert [(item.type, item.status) for item in made.output] == [("message", "completed"), ("function_call", "incomplete")]
+
+
+def test_text_behind_a_call_is_a_message_of_its_own_whole_and_streamed(client: openai.OpenAI, script: Any) -> None:
+    script(f"{SCRIPT}\nThat is all.{SCRIPT}\n")
+    more: Any = {**ASKED, "extra_body": {"stop": END}}
+    last: Any = list(client.responses.create(**more, stream=True))[-1]
+    for made in (client.responses.create(**more), last.response):
+        kinds = [item.type for item in made.output]
+        assert kinds == ["message", "function_call", "function_call"] * 2
+        assert [item.content[0].text.strip() for item in made.output if item.type == "message"] == [
+            "Let me see.",
+            "That is all.Let me see.",
+        ]
 
 
 def test_results_are_sent_back_as_items(client: openai.OpenAI, served: Running, script: Any, http: httpx.Client) -> None:

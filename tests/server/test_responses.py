@@ -96,14 +96,23 @@ def test_an_answer_is_parsed_into_the_type_that_was_asked_for(client: openai.Ope
         ("tools", [{"type": "web_search"}]),
         ("tools", [{"type": "function"}]),
         ("tool_choice", "required"),
-        ("reasoning", {"summary": "auto"}),
+        ("reasoning", {"summary": "all of it"}),
+        ("reasoning", {"context": "all_turns"}),
+        ("reasoning", {"mode": "pro"}),
         ("text", {"verbosity": "low"}),
+        ("include", ["message.output_text.logprobs"]),
+        ("include", "reasoning.encrypted_content"),
+        ("store", "no"),
+        ("max_tool_calls", 0),
+        ("stream_options", {"include_obfuscation": True}),
+        ("context_management", [{"type": "compaction"}]),
+        ("moderation", {"model": "x"}),
         ("response_format", {"type": "json_object"}),
         ("text", {"format": "json"}),
         ("text", {"format": {"type": "grammar"}}),
         ("text", {"format": {"type": "json_schema", "name": "x"}}),
         ("metadata", {"x": 5}),
-        ("truncation", "auto"),
+        ("truncation", "middle"),
         ("input", [{"type": "item_reference", "id": "msg_1"}]),
         ("input", [{"type": "function_call", "name": "f", "arguments": "{}"}]),
         ("input", [{"type": "function_call_output", "call_id": 7, "output": "x"}]),
@@ -115,6 +124,50 @@ def test_an_answer_is_parsed_into_the_type_that_was_asked_for(client: openai.Ope
 def test_what_cannot_be_done_is_refused_by_name(http: httpx.Client, field: str, value: object) -> None:
     refused = http.post("/v1/responses", json={"model": NAME, "input": "x", field: value})
     assert refused.status_code == 400 and refused.json()["error"]["param"] in (field, "messages", "response_format")
+
+
+DEFAULTS: dict[str, Any] = {  # what agents send with every request, whatever the model
+    "store": True,
+    "include": ["reasoning.encrypted_content", "web_search_call.action.sources"],
+    "reasoning": {"effort": "low", "summary": "auto", "generate_summary": None, "context": "auto"},
+    "text": {"format": {"type": "text"}, "verbosity": "medium"},
+    "truncation": "auto",
+    "parallel_tool_calls": True,
+    "tool_choice": "auto",
+    "tools": [],
+    "metadata": {"run": "7"},
+    "service_tier": "auto",
+    "max_tool_calls": 5,
+    "prompt_cache_key": "k",
+    "prompt_cache_options": {"mode": "implicit", "ttl": "30m"},
+    "prompt_cache_retention": "24h",
+    "safety_identifier": "s",
+    "user": "u",
+    "background": False,
+    "top_logprobs": 0,
+    "previous_response_id": None,
+    "conversation": None,
+}
+
+
+def test_what_agents_send_by_default_is_taken_and_the_response_says_what_holds(client: openai.OpenAI) -> None:
+    plain = client.responses.create(**SAID, input="How deep?")
+    made = client.responses.create(**SAID, **DEFAULTS, input="How deep?")
+    assert made.output_text == plain.output_text
+    held = made.model_dump()
+    assert (held["store"], held["truncation"], held["parallel_tool_calls"]) == (False, "disabled", True)
+    assert held["reasoning"]["summary"] is None and held["reasoning"]["effort"] == "low" and held["metadata"] == {"run": "7"}
+    assert held["text"]["format"] == {"type": "text"} and held["max_tool_calls"] == 5 and held["background"] is False
+    stream = client.responses.create(
+        **SAID, **DEFAULTS, input="How deep?", stream=True, stream_options={"include_obfuscation": False}
+    )
+    last: Any = list(stream)[-1]
+    assert last.response.output_text == plain.output_text and last.response.store is False
+
+
+def test_an_input_that_is_too_long_is_refused_and_never_cut(http: httpx.Client) -> None:
+    refused = http.post("/v1/responses", json={**SAID, "input": "x" * 100_000, "truncation": "auto"})
+    assert refused.status_code == 400 and refused.json()["error"]["code"] == "context_length_exceeded"
 
 
 def test_another_model_is_not_found_and_fields_of_the_cache_count(http: httpx.Client) -> None:

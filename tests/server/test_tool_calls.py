@@ -132,6 +132,26 @@ def test_an_answer_without_calls_is_content_and_ends_as_ever(client: openai.Open
     assert streamed(client) == ("It is 20 degrees, <b>fine</b>.", "", [], "stop")
 
 
+BEGUN = 'Let me see.<tool_call>{"name": "weather", "arguments": {"city": "Ro'
+
+
+def test_a_stop_string_within_arguments_does_not_end_as_a_call(client: openai.OpenAI, script: Any) -> None:
+    script(BEGUN + "§ and more")
+    answer = ask(client).choices[0]
+    assert answer.finish_reason == "stop" and answer.model_extra is not None and answer.model_extra["stop_reason"] == END
+    assert answer.message.tool_calls[0].function.arguments == '{"city": "Ro'
+    last = list(ask(client, stream=True))[-1].choices[0]
+    assert last.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("stop", [END, "</tool_call>"])
+def test_a_stop_string_behind_arguments_ends_as_a_call(client: openai.OpenAI, script: Any, stop: str) -> None:
+    script(BEGUN + 'me </tool_call> §"}}</tool_call>'.replace(stop, "-", 1))
+    answer = ask(client, stop=stop).choices[0]
+    assert answer.finish_reason == "tool_calls" and len(answer.message.tool_calls) == 1
+    assert list(ask(client, stream=True, stop=stop))[-1].choices[0].finish_reason == "tool_calls"
+
+
 def test_results_of_tools_are_sent_back(client: openai.OpenAI, script: Any) -> None:
     script(SCRIPT)
     message = ask(client).choices[0].message

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,7 +13,7 @@ from stepwell.server.frames import is_framed
 from stepwell.server.logprobs import chat_logprobs, prompt_logprobs
 from stepwell.server.parsing.blocks import BlockParser, NamedParser, Plain
 from stepwell.server.parsing.formats import HARMONY, NO_TEXTS, REASONING, REQUIRED, markers_of, parser_for, prompt_end
-from stepwell.server.parsing.pieces import Call, Parser, Piece, joined
+from stepwell.server.parsing.pieces import Call, Parser, Piece, id_of, joined
 from stepwell.server.parsing.thoughts import ThoughtParser
 from stepwell.server.served import Served
 from stepwell.server.tool_choice import Choosing, ToolChoice, tool_choice_of
@@ -98,7 +97,7 @@ class ChatForm:
 
     def piece(self, index: int, delta: Delta) -> dict[str, Any] | None:
         begun = self._calls.get(index, 0)
-        piece = self._parsed(index, delta)
+        piece = self.said(index, delta)
         if not piece and not delta.logprobs and delta.finish is None:
             return None
         told: dict[str, Any] = {"content": piece.content} if piece.content else {}
@@ -110,7 +109,7 @@ class ChatForm:
         return {"index": index, "delta": told, **self._rest(index, delta)}
 
     def whole(self, index: int, delta: Delta) -> dict[str, Any]:
-        piece = self._parsed(index, delta)
+        piece = self.said(index, delta)
         content = None if piece.calls and not piece.content else piece.content
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if piece.reasoning:
@@ -119,11 +118,17 @@ class ChatForm:
             message["tool_calls"] = [_call(call) for call in piece.calls]
         return {"index": index, "message": message, **self._rest(index, delta)}
 
+    def in_call(self, index: int) -> bool:
+        """Whether an answer ends within a call that was told: its arguments are not whole."""
+        is_told = self._several or self._calls.get(index, 0) < 2
+        return index in self._parsers and self._parsers[index].in_call and is_told
+
     def beside(self, answers: Mapping[int, Delta]) -> dict[str, Any]:
         """All choices have one prompt."""
         return {"prompt_logprobs": prompt_logprobs(self._text, answers[0].prompt_logprobs)} if self._told else {}
 
-    def _parsed(self, index: int, delta: Delta) -> Piece:
+    def said(self, index: int, delta: Delta) -> Piece:
+        """What a delta adds to an answer. Each delta is asked for once, here or as a part of the wire."""
         if index not in self._parsers:
             self._parsers[index] = self._parser()
         parser = self._parsers[index]
@@ -143,7 +148,8 @@ class ChatForm:
     def _rest(self, index: int, delta: Delta) -> dict[str, Any]:
         logprobs = chat_logprobs(self._text, delta.logprobs) if delta.logprobs else None
         finish = delta.finish.value if delta.finish is not None else None
-        if delta.finish is Finish.STOP and self._calls.get(index) and not self._named:  # as OpenAI has it
+        calls = self._calls.get(index) and not self._named and not self.in_call(index)
+        if delta.finish is Finish.STOP and calls:  # as OpenAI has it
             finish = "tool_calls"
         return {"logprobs": logprobs, "finish_reason": finish, "stop_reason": delta.stop_reason}
 
@@ -152,5 +158,5 @@ def _call(call: Call) -> dict[str, Any]:
     """A call, or more arguments of one that was told before."""
     if call.name is None:
         return {"function": {"arguments": call.arguments}}
-    named = call.id or f"call_{uuid.uuid4().hex[:24]}"
-    return {"id": named, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": id_of(call), "type": "function", "function": function}

@@ -60,8 +60,8 @@ _INSTEAD = {"tenant": "leave it out, and send the API key of the tenant whose re
 
 _CHANGE_NOTHING = frozenset(  # and need no warning: what OpenAI and vLLM take for their own books
     (
-        "metadata", "prompt_cache_key", "prompt_cache_retention", "request_id", "safety_identifier",
-        "service_tier", "store", "user",
+        "metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "request_id",
+        "safety_identifier", "service_tier", "store", "user",
     )
 )  # fmt: skip
 MAX_NESTED = 100_000  # lists and objects in one body

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stepwell.server.errors import ApiError
+from stepwell.server.parsing.pieces import Call, Piece, id_of
 
 Item = dict[str, Any]
 Event = tuple[str, dict[str, Any]]  # its type, and what else is in it
@@ -90,19 +91,20 @@ class Output:
     def __init__(self) -> None:
         self.items: list[Item] = []
         self._open: Item | None = None
+        self._space = ""  # behind a call: no message, unless text follows
 
-    def push(self, delta: Mapping[str, Any]) -> list[Event]:
-        """What a chat's stream adds: first to the call that is open, for text beside that came behind it."""
-        calls = delta.get("tool_calls", [])
-        goes_on = calls[:1] if calls and "id" not in calls[0] else []
-        events = [event for call in goes_on for event in self._call(call)]
-        if text := delta.get("content"):
-            events += self._write(text)
-        return events + [event for call in calls[len(goes_on) :] for event in self._call(call)]
+    def push(self, piece: Piece) -> list[Event]:
+        """More of an answer: text and calls, in the order in which they came, so that whole answers have the items of streams."""
+        events: list[Event] = []
+        at = 0
+        for call in piece.calls:
+            events += self._write(piece.content[at : call.behind]) + self._call(call)
+            at = call.behind
+        return events + self._write(piece.content[at:])
 
     def finish(self, status: str) -> list[Event]:
         """No more comes. An answer that has nothing is a message without text."""
-        events = [] if self.items else self._write("")
+        events = [] if self.items else self._begin_message()
         return events + self._close(status)
 
     @property
@@ -113,22 +115,33 @@ class Output:
     def _inside(self) -> dict[str, Any]:
         return {**self._place, "content_index": 0}
 
-    def _call(self, call: Mapping[str, Any]) -> list[Event]:
+    def _call(self, call: Call) -> list[Event]:
         """A call, or more arguments of the one that is open."""
-        events = self._enter(_called(call["id"], call["function"]["name"])) if "id" in call else []
-        if arguments := call["function"]["arguments"]:
-            self.items[-1]["arguments"] += arguments
-            events.append(("response.function_call_arguments.delta", {**self._place, "delta": arguments}))
+        events = [] if call.name is None else self._enter(_called(id_of(call), call.name))
+        self._space = ""
+        if call.arguments:
+            self.items[-1]["arguments"] += call.arguments
+            events.append(("response.function_call_arguments.delta", {**self._place, "delta": call.arguments}))
         return events
 
     def _write(self, text: str) -> list[Event]:
+        text, self._space = self._space + text, ""
+        if not text:
+            return []
         events: list[Event] = []
         if self._open is None or self._open["type"] != "message":
-            events += self._enter(_said())
-            events.append(("response.content_part.added", {**self._inside, "part": _part("")}))
-            self.items[-1]["content"] = [_part("")]
+            if self.items and not text.strip():
+                self._space = text
+                return []
+            events = self._begin_message()
         self.items[-1]["content"][0]["text"] += text
-        return [*events, ("response.output_text.delta", {**self._inside, "delta": text, "logprobs": []})] if text else events
+        return [*events, ("response.output_text.delta", {**self._inside, "delta": text, "logprobs": []})]
+
+    def _begin_message(self) -> list[Event]:
+        events = self._enter(_said())
+        events.append(("response.content_part.added", {**self._inside, "part": _part("")}))
+        self.items[-1]["content"] = [_part("")]
+        return events
 
     def _enter(self, item: Item) -> list[Event]:
         events = self._close("completed")

@@ -1,7 +1,8 @@
 """`/v1/responses` for plain use: text and calls of functions, whole or streamed. A chat in other words, and asked as one.
 
 Nothing is kept on the server, so that a response cannot be fetched or gone on from later. What would need that is refused, and so
-are tools that a server runs. Reasoning that a model sets apart is not told here; `/v1/chat/completions` does.
+are tools that a server runs. Reasoning that a model sets apart is not told here; `/v1/chat/completions` does. Fields that ask for
+more of what never comes, as a summary of reasoning or results of such tools, are taken, and the response says what holds.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Iterable, Mapping
 from itertools import count
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request, Response
 from pydantic import Field, ValidationError
@@ -30,22 +31,31 @@ from stepwell.server.served import Served
 
 _ONLY_VALUES: dict[str, tuple[object, ...]] = {
     "background": (False,),
+    "context_management": ([],),
     "conversation": (),
-    "include": ([],),
     "kv_transfer_params": (),
-    "max_tool_calls": (),
     "messages": (),
+    "moderation": (),
     "n": (1,),
     "previous_response_id": (),
     "prompt": (),
     "response_format": (),  # here it is `text`
-    "stream_options": ({},),
     "top_logprobs": (0,),
-    "truncation": ("disabled",),
 }
 _KEPT_NOWHERE = "responses are not kept here: leave it out, and send the whole conversation as input"
 _INSTEAD = {"previous_response_id": _KEPT_NOWHERE, "conversation": _KEPT_NOWHERE}
 _PLAIN = {"format": {"type": "text"}}
+# Fields of objects, with the values that they may have: what happens anyway, or never.
+_SUMMARY = ("auto", "concise", "detailed")  # of reasoning, which is not told
+_OF_REASONING: Mapping[str, tuple[object, ...]] = {
+    "summary": _SUMMARY, "generate_summary": _SUMMARY, "context": ("auto",), "mode": ("standard",),
+}  # fmt: skip
+_OF_TEXT: Mapping[str, tuple[object, ...]] = {"verbosity": ("medium",)}
+_OF_STREAMS: Mapping[str, tuple[object, ...]] = {"include_obfuscation": (False,), "include_usage": (True, False)}
+Includable = Literal[  # of items that no answer here has
+    "reasoning.encrypted_content", "file_search_call.results", "web_search_call.results", "web_search_call.action.sources",
+    "message.input_image.image_url", "computer_call_output.output.image_url", "code_interpreter_call.outputs",
+]  # fmt: skip
 
 
 class ResponsesBody(Body):
@@ -54,12 +64,17 @@ class ResponsesBody(Body):
     model: str
     input: str | list[dict[str, Any]]
     instructions: str | None = None
-    text: dict[str, Any] | None = None
+    text: dict[str, Any] | None = None  # its format; `verbosity` may only be what it is anyway
     tools: list[dict[str, Any]] | None = Field(None, fail_fast=True)
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     reasoning: dict[str, Any] | None = None
     metadata: dict[str, str] | None = Field(None, max_length=16)  # told again, and used for nothing
+    include: list[Includable] | None = Field(None, fail_fast=True)
+    store: bool | None = None  # nothing is kept, and the response says so
+    truncation: Literal["auto", "disabled"] | None = None  # what is too long is refused, and never cut
+    max_tool_calls: int | None = Field(None, ge=1)  # of tools that a server runs: there are none
+    stream_options: dict[str, Any] | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     temperature: float | None = None
     top_p: float | None = None
@@ -98,6 +113,9 @@ def _chat(body: ResponsesBody) -> ChatBody:
         if value is not None and value not in values:
             why = _INSTEAD.get(name, "it is not supported with these values here")
             raise ApiError(400, f"{name}: {why}", param=name, code="unsupported_parameter")
+    _must_be_usual("reasoning", body.reasoning, _OF_REASONING, beside="effort")
+    _must_be_usual("text", body.text, _OF_TEXT, beside="format")
+    _must_be_usual("stream_options", body.stream_options, _OF_STREAMS)
     messages = [{"role": "system", "content": body.instructions}] if body.instructions else []
     items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
     messages += messages_of(items)
@@ -113,7 +131,7 @@ def _chat(body: ResponsesBody) -> ChatBody:
         "tools": tools_of(body.tools),
         "tool_choice": choice_of(body.tool_choice),
         "parallel_tool_calls": body.parallel_tool_calls,
-        "reasoning_effort": _effort(body.reasoning or {}),
+        "reasoning_effort": (body.reasoning or {}).get("effort"),
     }
     try:
         return ChatBody.model_validate(fields)
@@ -121,20 +139,26 @@ def _chat(body: ResponsesBody) -> ChatBody:
         raise of_problems(error.errors(include_url=False, include_input=False)) from None
 
 
+def _must_be_usual(
+    name: str, given: Mapping[str, Any] | None, usual: Mapping[str, tuple[object, ...]], beside: str | None = None
+) -> None:
+    """Raises ApiError for fields of an object that ask for something else than what happens; not for the one that `beside` is."""
+    for field, value in (given or {}).items():
+        if field == beside or value is None or value in usual.get(field, ()):
+            continue
+        may = " or ".join(repr(each) for each in usual.get(field, ()))
+        what = f"it may only be {may}" if may else "it is not known here: leave it out"
+        raise ApiError(400, f"{name}.{field:.80} is not supported; {what}", param=name, code="unsupported_parameter")
+
+
 def _format(text: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """As chats name it: there a schema stands in an object of its own. Raises ApiError."""
     wanted = text.get("format")
-    if text.keys() - {"format"} or not (wanted is None or isinstance(wanted, Mapping)):
-        raise ApiError(400, 'text may only be {"format": {"type": ...}}', param="text", code="unsupported_parameter")
+    if not (wanted is None or isinstance(wanted, Mapping)):
+        raise ApiError(400, 'text.format must be {"type": ...}', param="text", code="unsupported_parameter")
     if wanted is None or wanted.get("type") != "json_schema":
         return wanted
     return {"type": "json_schema", "json_schema": {name: each for name, each in wanted.items() if name != "type"}}
-
-
-def _effort(reasoning: Mapping[str, Any]) -> Any:
-    if any(value is not None for name, value in reasoning.items() if name != "effort"):
-        raise ApiError(400, 'reasoning may only be {"effort": ...}', param="reasoning", code="unsupported_parameter")
-    return reasoning.get("effort")
 
 
 class _Made:
@@ -148,8 +172,9 @@ class _Made:
             "instructions": body.instructions, "max_output_tokens": body.max_output_tokens, "temperature": body.temperature,
             "top_p": body.top_p, "error": None, "metadata": body.metadata or {},
             "parallel_tool_calls": body.parallel_tool_calls is not False, "tool_choice": body.tool_choice or "auto",
-            "previous_response_id": None, "store": False, "text": body.text or _PLAIN, "tools": body.tools or [],
-            "truncation": "disabled",
+            "previous_response_id": None, "store": False, "text": {**_PLAIN, **(body.text or {})}, "tools": body.tools or [],
+            "truncation": "disabled", "max_tool_calls": body.max_tool_calls, "background": False,
+            "reasoning": {"effort": (body.reasoning or {}).get("effort"), "summary": None},
         }  # fmt: skip
 
     def begun(self) -> dict[str, Any]:
@@ -157,9 +182,10 @@ class _Made:
 
     def push(self, form: ChatForm, index: int, delta: Delta) -> list[Event]:
         """What a delta adds to the output; at the end of the answer, how its last item ended."""
-        piece = form.piece(index, delta)
-        events = [] if piece is None else self._output.push(piece["delta"])
-        return events if delta.finish is None else events + self._output.finish(_status(delta.finish))
+        events = self._output.push(form.said(index, delta))
+        if delta.finish is None:
+            return events
+        return events + self._output.finish("incomplete" if form.in_call(index) else _status(delta.finish))
 
     def ended(self, finish: Finish | None, usage: Mapping[str, Any]) -> dict[str, Any]:
         status = _status(finish)

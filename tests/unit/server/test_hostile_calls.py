@@ -9,10 +9,13 @@ import pytest
 
 from stepwell.server.frames import CallForm, written_call
 from stepwell.server.parsing.formats import parser_for
-from stepwell.server.parsing.pieces import Piece, joined
+from stepwell.server.parsing.pieces import Call, Piece, joined
 from stepwell.server.response_items import Output
 
 MOST_CPU_S = 6  # a fraction of a second where time grows with the text; half a minute and more where it grows with its square
+
+
+_KIMI_OPEN = "<|tool_calls_section_begin|><|tool_call_begin|>"
 
 
 def parsed(tools: str, text: str, *, size: int | None = None, reasoning: str | None = None) -> Piece:
@@ -27,8 +30,24 @@ def parsed(tools: str, text: str, *, size: int | None = None, reasoning: str | N
         ("mistral", f"[TOOL_CALLS]f{' ' * 4_000}x{{"),
         ("kimi3", f"<|open|>tools<|sep|><|open|>call {'a' * 100_000}<|sep|><|close|>tools<|sep|>"),
         ("hermes", f"<tool_call><function=f>{'<parameter=a>1</parameter>' * 8_000}</function></tool_call>"),
+        ("hermes", f'<tool_call>{{"name": "f", "arguments": {{"a": "{"</tool_call>" * 80_000}'),
+        ("hermes", f'<tool_call>{{"arguments": {{"a": "{"</tool_call>" * 80_000}'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "</tool_call>' * 20_000),
+        ("kimi", _KIMI_OPEN + f'f<|tool_call_argument_begin|>{{\\"{"<|tool_calls_section_end|>" * 40_000}'),
+        ("harmony", '<|channel|>commentary to=functions.f<|message|>{"a": "' + "<|end|>" * 100_000),
+        ("hermes", "<tool_call></tool_call>" * 40_000),
     ],
-    ids=["spaces in a head", "a word in a head", "many parameters"],
+    ids=[
+        "spaces in a head",
+        "a word in a head",
+        "many parameters",
+        "markers in a string",
+        "markers in a string before the name",
+        "strings that do not end",
+        "markers behind a quote",
+        "ends in a string",
+        "empty blocks",
+    ],
 )
 def test_time_grows_with_the_text_and_no_faster(tools: str, text: str) -> None:
     begun = time.process_time()
@@ -72,12 +91,26 @@ def test_half_characters_are_never_told(size: int | None) -> None:
 
 def test_text_that_comes_with_the_end_of_a_call_stands_behind_it() -> None:
     output = Output()
-    output.push({"tool_calls": [{"index": 0, "id": "call_1", "function": {"name": "f", "arguments": "{"}}]})
-    more = [{"index": 0, "function": {"arguments": "}"}}, {"index": 1, "id": "c2", "function": {"name": "g", "arguments": ""}}]
-    events = output.push({"content": "Done.", "tool_calls": more}) + output.finish("completed")
+    output.push(Piece(calls=(Call(name="f", arguments="{"),)))
+    more = (Call(arguments="}"), Call(name="g", behind=len("Done.")))
+    events = output.push(Piece(content="Done.", calls=more)) + output.finish("completed")
     assert [item["type"] for item in output.items] == ["function_call", "message", "function_call"]
     assert output.items[0]["arguments"] == "{}" and output.items[1]["content"][0]["text"] == "Done."
     assert [content["output_index"] for _, content in events] == sorted(content["output_index"] for _, content in events)
+
+
+@pytest.mark.parametrize("size", [1, 3, None])
+def test_a_whole_answer_has_the_items_that_a_stream_has(size: int | None) -> None:
+    calls = [f'<tool_call>{{"name": "{name}", "arguments": {{"a": 1}}}}</tool_call>' for name in "fgh"]
+    text = f"One. {calls[0]}\n{calls[1]}\nTwo.\n\nThree {calls[2]}\n"
+    parser, output, size = parser_for("hermes", None), Output(), size or len(text)
+    for at in range(0, len(text), size):
+        output.push(parser.push(text[at : at + size]))
+    output.push(parser.finish())
+    output.finish("completed")
+    told = [item["name"] if "name" in item else item["content"][0]["text"].strip() for item in output.items]
+    assert told == ["One.", "f", "g", "Two.\n\nThree", "h"], "and no message of nothing but space"
+    assert [item["arguments"] for item in output.items if "name" in item] == ['{"a": 1}'] * 3
 
 
 @pytest.mark.parametrize("name", ["NUMBER", "GET_ARGUMENTS", "NAME"])

@@ -152,6 +152,61 @@ def test_a_call_that_is_cut_off_does_not_look_whole(form: str) -> None:
         json.loads(call.arguments)
 
 
+# What closes a block, or a message, in forms whose arguments are JSON.
+CLOSES = {
+    "hermes": "</tool_call>",
+    "deepseek v3": "<｜tool▁calls▁end｜>",
+    "deepseek v3.1": "<｜tool▁calls▁end｜>",
+    "kimi": "<|tool_calls_section_end|>",
+    "harmony": "<|call|>",
+}
+
+
+@pytest.mark.parametrize("form", CLOSES)
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_a_marker_within_a_string_is_part_of_it(form: str, data: st.DataObject) -> None:
+    close = CLOSES[form]
+    texts = st.lists(st.sampled_from([close, close[:-1], close[1:], '"', "\\", "\n", " ", "x}"]), max_size=6).map("".join)
+    arguments = {"city": data.draw(texts), close: [data.draw(texts)], "days": 3}
+    text, make = written(form, arguments), maker(form, arguments)
+    whole = joined(parsed(make, [text]))
+    assert [(call.name, json.loads(call.arguments)) for call in whole.calls] == [("weather", arguments)] and not whole.content
+    assert joined(parsed(make, list(text))) == whole
+    at = data.draw(st.integers(0, len(text)))
+    assert joined(parsed(make, [text[:at], text[at:]])) == whole
+
+
+@pytest.mark.parametrize("form", CLOSES)
+@pytest.mark.parametrize("behind", ["", "\n", "\nAnd a text."])
+def test_a_string_that_is_broken_off_ends_with_its_block(form: str, behind: str) -> None:
+    close, make = CLOSES[form], maker(form, LONG)
+    text = written(form, LONG)
+    broken = text[: text.index(" behind it")] + close + behind
+    for parts in ([broken], list(broken)):
+        found = joined(parsed(make, parts))
+        (call,) = found.calls
+        assert call.arguments.endswith("long text") and (form == "harmony" or found.content.strip() == behind.strip())
+
+
+def test_calls_behind_one_whose_string_is_broken_off_are_told() -> None:
+    text = '<tool_call>{"name": "f", "arguments": {"a": "b}}</tool_call>\n<tool_call>{"name": "g", "arguments": {}}</tool_call>'
+    for parts in ([text], list(text)):
+        assert [call.name for call in joined(parsed(lambda: parser_for("hermes", None), parts)).calls] == ["f", "g"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_answer_that_ends_within_a_call_is_known(form: str) -> None:
+    text = written(form, LONG)
+    for end, within in ((text.index(" behind it"), True), (len(text), False)):
+        for parts in ([text[:end]], list(text[:end])):
+            parser = maker(form, LONG)()
+            for part in parts:
+                parser.push(part)
+            parser.finish()
+            assert parser.in_call is within
+
+
 def test_forced_calls_are_told_as_they_come() -> None:
     made: list[Callable[[], Parser]] = [lambda: BlockParser(REQUIRED, NO_TEXTS), lambda: NamedParser("weather")]
     for make, text in zip(made, (dumped([{"name": "weather", "parameters": LONG}]), dumped(LONG)), strict=True):
@@ -159,3 +214,6 @@ def test_forced_calls_are_told_as_they_come() -> None:
         names = [call.name for piece in pieces for call in piece.calls]
         assert names == ["weather", *[None] * (len(names) - 1)] and len(names) > len(LONG["city"])
         assert json.loads(joined(pieces).calls[0].arguments) == LONG
+        parser = make()
+        assert parser.push(text[:-10]) and parser.in_call
+        assert parser.push(text[-10:]) and not parser.in_call

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from stepwell.server.parsing.pieces import Call, Markers, Parser, Piece, Spaced, joined
-from stepwell.server.parsing.source import BlockReader, ReadCalls, Texts
+from stepwell.server.parsing.pieces import Call, Markers, Parser, Piece, Spaced, joined, portions
+from stepwell.server.parsing.source import BlockReader, Nested, ReadCalls, Texts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,18 +46,24 @@ class BlockParser:
         self._content = Spaced(keeps_start=True)
         self._markers = Markers(blocks.outside)
 
+    @property
+    def in_call(self) -> bool:
+        return self._block is not None and self._block.in_call
+
     def push(self, text: str) -> Piece:
         pieces: list[Piece] = []
-        while text:
-            text = self._free(text, pieces) if self._block is None else self._in_block(self._block, text, pieces)
+        for part in portions(text):
+            while part:
+                part = self._free(part, pieces) if self._block is None else self._in_block(self._block, part, pieces)
         return joined(pieces)
 
     def finish(self) -> Piece:
-        held = self._markers.finish()
         if self._block is None:
-            return Piece(content=self._content.push("".join([*self._space, self._lead, held])) + self._content.finish())
-        block, dropped = self._block, self._block.told  # the beginning of a marker that would have closed it
-        pieces = [self._told(block, block.push("" if dropped else held)), self._told(block, block.finish(closed=False))]
+            held = "".join([*self._space, self._lead, self._markers.finish()])
+            return Piece(content=self._content.push(held) + self._content.finish())
+        last, close = self._block.end()
+        pieces = [self._told(last)]
+        pieces.append(self._told(self._block.finish(closed=False)) if close is None else self._closed(self._block, close))
         return joined([*pieces, Piece(content=self._content.push(self._lead) + self._content.finish())])
 
     def _free(self, text: str, pieces: list[Piece]) -> str:
@@ -83,20 +89,22 @@ class BlockParser:
         return text
 
     def _enter(self, marker: str, close: str | None) -> None:
-        self._block, self._lead = BlockReader(self._blocks.read, self._texts), marker
-        self._markers = Markers(() if close is None else (close,))
+        self._block, self._lead = BlockReader(self._blocks.read, self._texts, () if close is None else (close,)), marker
 
     def _in_block(self, block: BlockReader, text: str, pieces: list[Piece]) -> str:
-        before, close, text = self._markers.push(text)
-        pieces.append(self._told(block, block.push(before)))
+        said, close, text = block.push(text)
+        pieces.append(self._told(said))
         if close is not None:
-            pieces.append(self._told(block, block.finish(closed=True)))
-            if not block.told:
-                pieces.append(Piece(content=self._content.push(self._lead + close)))
-            self._block, self._lead, self._markers = None, "", Markers(self._blocks.outside)
+            pieces.append(self._closed(block, close))
         return text
 
-    def _told(self, block: BlockReader, piece: Piece) -> Piece:
+    def _closed(self, block: BlockReader, close: str) -> Piece:
+        last = self._told(block.finish(closed=True))
+        after = Piece() if block.told else Piece(content=self._content.push(self._lead + close))
+        self._block, self._lead, self._markers = None, "", Markers(self._blocks.outside)
+        return joined([last, after])
+
+    def _told(self, piece: Piece) -> Piece:
         """What a block says: calls, before which space is dropped, or the text that it is, with the markers around it."""
         if piece.calls:
             self._content.drop()
@@ -113,10 +121,17 @@ class NamedParser:
     def __init__(self, name: str) -> None:
         self._name = name
         self._begun = False
+        self._nested = Nested()
+        self._starts = False  # whether anything but space has come
+        self.in_call = False  # until its object has ended; what is none is taken as whole
 
     def push(self, text: str) -> Piece:
         if not text:
             return Piece()
+        if not self._starts and (start := text.lstrip()):
+            self._starts, self.in_call = True, start[0] == "{"
+        if self.in_call:
+            self.in_call = self._nested.end(text, 0) is None
         begun, self._begun = self._begun, True
         return Piece(calls=(Call(name=None if begun else self._name, arguments=text),))
 
@@ -145,6 +160,10 @@ class ReasoningParser:
         self._markers = Markers((around.close,))
         self._thought = Spaced(keeps_start=False)
         self._answer = Spaced(keeps_start=False)
+
+    @property
+    def in_call(self) -> bool:
+        return self._rest.in_call
 
     def push(self, text: str) -> Piece:
         if not self._inside and not self._done:
@@ -179,6 +198,8 @@ class ReasoningParser:
 
 class Plain:
     """Nothing but content."""
+
+    in_call = False
 
     def push(self, text: str) -> Piece:
         return Piece(content=text)

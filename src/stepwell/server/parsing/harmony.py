@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from stepwell.server.parsing.pieces import Call, Markers, Piece, joined
+from stepwell.server.parsing.pieces import Call, Markers, Piece, joined, portions
 from stepwell.server.parsing.readers import arguments_alone
 from stepwell.server.parsing.source import SPACE, BlockReader, Reading, Source, Texts
 
@@ -28,27 +28,43 @@ class HarmonyParser:
         self._in_header = True
         self._header = ""
         self._call: BlockReader | None = None  # the message is one
+        self._cut = False  # the answer ended within one
         self._thinks = False
         self._markers = Markers((_MESSAGE,))
 
+    @property
+    def in_call(self) -> bool:
+        return self._cut or (self._call is not None and self._call.in_call)
+
     def push(self, text: str) -> Piece:
         pieces: list[Piece] = []
-        while text:
-            before, marker, text = self._markers.push(text)
-            if self._in_header:
-                self._header += before
-                if marker is not None:
-                    self._begin()
-            else:
-                pieces.append(self._said(before))
-                if marker is not None:
-                    pieces.append(self._end())
+        for part in portions(text):
+            while part:
+                part = self._heading(part) if self._in_header else self._in_message(part, pieces)
         return joined(pieces)
+
+    def _heading(self, text: str) -> str:
+        before, marker, text = self._markers.push(text)
+        self._header += before
+        if marker is not None:
+            self._begin()
+        return text
+
+    def _in_message(self, text: str, pieces: list[Piece]) -> str:
+        said, marker, text = self._said(text) if self._call is None else self._call.push(text)
+        pieces.append(said)
+        if marker is not None:
+            pieces.append(self._end())
+        return text
 
     def finish(self) -> Piece:
         held = self._markers.finish()
+        if self._call is not None:
+            last, closed = self._call.end()
+            self._cut = closed is None and self._call.in_call
+            return joined([last, self._end()])
         if not self._in_header:
-            return joined([self._said(held), self._end()])
+            return self._as_channel(held)
         plain = (not self._header and not held.startswith("<|")) or "<|" not in self._header + held
         return Piece(content=self._header + held) if plain else Piece()  # a header without its message says nothing
 
@@ -59,9 +75,11 @@ class HarmonyParser:
         self._thinks = channel is not None and channel.group(1) == "analysis"
         self._in_header, self._header, self._markers = False, "", Markers(_ENDS)
 
-    def _said(self, text: str) -> Piece:
-        if self._call is not None:
-            return self._call.push(text)
+    def _said(self, text: str) -> tuple[Piece, str | None, str]:
+        before, marker, text = self._markers.push(text)
+        return self._as_channel(before), marker, text
+
+    def _as_channel(self, text: str) -> Piece:
         return Piece(reasoning=text) if self._thinks else Piece(content=text)
 
     def _end(self) -> Piece:
@@ -81,4 +99,4 @@ def _reader(name: str) -> BlockReader:
         if (yield from source.skip(SPACE)):
             raise ValueError("more than arguments")
 
-    return BlockReader(read, {})
+    return BlockReader(read, {}, _ENDS)

@@ -9,9 +9,12 @@ known and its arguments begin.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
+
+_PORTION = 4096  # characters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +24,8 @@ class Call:
     name: str | None = None  # None: more arguments of the call before it
     arguments: str = ""
     id: str | None = None  # as the model names it; None where it does not
+    ends: bool = False  # for readers: its arguments are whole with this
+    behind: int = field(default=0, compare=False)  # how many characters of the content that came with it stand before it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +41,11 @@ class Piece:
 class Parser(Protocol):
     """One answer's text, piece by piece."""
 
+    @property
+    def in_call(self) -> bool:
+        """Whether the text so far ends within the arguments of a call."""
+        ...
+
     def push(self, text: str) -> Piece: ...
 
     def finish(self) -> Piece:
@@ -43,11 +53,21 @@ class Parser(Protocol):
         ...
 
 
+def id_of(call: Call) -> str:
+    """What clients answer a call by: a new one, where the model has none."""
+    return call.id or f"call_{uuid.uuid4().hex[:24]}"
+
+
 def joined(pieces: Sequence[Piece]) -> Piece:
+    calls: list[Call] = []
+    length = 0
+    for piece in pieces:
+        calls += piece.calls if not length else (replace(call, behind=length + call.behind) for call in piece.calls)
+        length += len(piece.content)
     return Piece(
         content="".join(piece.content for piece in pieces),
         reasoning="".join(piece.reasoning for piece in pieces),
-        calls=_whole([call for piece in pieces for call in piece.calls]),
+        calls=_whole(calls),
     )
 
 
@@ -58,7 +78,12 @@ def _whole(parts: Sequence[Call]) -> tuple[Call, ...]:
         if part.name is not None or not calls:
             calls.append((part, []))
         calls[-1][1].append(part.arguments)
-    return tuple(Call(name=call.name, arguments="".join(arguments), id=call.id) for call, arguments in calls)
+    return tuple(replace(call, arguments="".join(arguments), ends=False) for call, arguments in calls)
+
+
+def portions(text: str) -> Iterator[str]:
+    """A long text in parts: each marker in it has what is behind it copied, and that had better be short."""
+    return (text[at : at + _PORTION] for at in range(0, len(text), _PORTION))
 
 
 class Markers:

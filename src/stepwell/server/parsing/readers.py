@@ -91,7 +91,7 @@ def _held(name: str, arguments: str | None, *, bare: bool) -> Call:
         arguments, found = _whole(found), json.loads(found or "{}")
     if not isinstance(found, dict):
         raise ValueError("arguments that are no object")
-    return Call(name=name, arguments=arguments or "{}")
+    return Call(name=name, arguments=arguments or "{}", ends=True)
 
 
 def _whole(text: str) -> str:
@@ -180,5 +180,6 @@ def _python_calls(tree: ast.expr) -> list[Call]:
         if not isinstance(each, ast.Call) or each.args or any(keyword.arg is None for keyword in each.keywords):
             raise ValueError("no call with named arguments")
         arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in each.keywords}
-        calls.append(Call(name=ast.unparse(each.func), arguments=_whole(json.dumps(arguments, ensure_ascii=False))))
+        written = _whole(json.dumps(arguments, ensure_ascii=False))
+        calls.append(Call(name=ast.unparse(each.func), arguments=written, ends=True))
     return calls

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from stepwell.server.parsing.pieces import Call, Piece, first_of, joined, overlap
+from stepwell.server.parsing.pieces import Call, Markers, Piece, first_of, joined, overlap
 
 T = TypeVar("T")
 Reading = Generator[Call | None, None, T]
@@ -23,6 +23,7 @@ SPACE = " \n\t\r"
 DONE = Call()  # all that was read is part of calls
 _QUOTED = re.compile(r'"|\\.?', re.DOTALL)
 _NESTED = re.compile(r'["{}\[\]]')
+_LINE_ENDS = "\n\r"  # which strings of JSON have as escapes only
 
 
 class Source:
@@ -30,13 +31,20 @@ class Source:
 
     def __init__(self) -> None:
         self._text = ""
-        self._told = 0  # as far as this
+        self._kept: list[str] = []  # of what was not told: what nobody has to read again
+        self._told = 0  # or kept, as far as this
         self._at = 0  # and read as far as this
         self._ended = False
         self._closed = False
+        self._nested = Nested()  # the value of JSON that is read
+
+    @property
+    def in_string(self) -> bool:
+        """Whether what has come ends within a string of JSON."""
+        return self._nested.quoted
 
     def add(self, text: str) -> None:
-        """What was told is dropped with it, so readers that wait remember no place but these two."""
+        """What was told or kept is dropped with it, so readers that wait remember no place but these two."""
         self._text, self._at, self._told = self._text[self._told :] + text, self._at - self._told, 0
 
     def end(self, *, closed: bool) -> None:
@@ -46,11 +54,12 @@ class Source:
     def mark(self) -> None:
         """What was read so far has been told."""
         self._told = self._at
+        self._kept.clear()
 
     def take(self) -> str:
         """All that was not told."""
-        text = self._text[self._told :]
-        self._text, self._told, self._at = "", 0, 0
+        text = "".join([*self._kept, self._text[self._told :]])
+        self._text, self._kept, self._told, self._at = "", [], 0, 0
         return text
 
     def unread(self) -> str:
@@ -119,20 +128,27 @@ class Source:
 
     def value(self) -> Reading[str]:
         """A value of JSON, as it is written. Raises ValueError."""
-        begin = self._at - self._told  # nothing is told meanwhile
         first = yield from self.peek()
         if first in ('"', "{", "["):
-            nested = Nested()
-            while (end := nested.end(self._text, self._at)) is None:
-                self._at = len(self._text)
-                if self._ended:
-                    raise ValueError("a value that does not end")
-                yield None
-            self._at = end
-        else:
-            while (found := (yield from self.peek())) and found not in f",}}]{SPACE}":
-                self._at += 1
+            return (yield from self._nesting())
+        begin = self._at - self._told  # nothing is told meanwhile
+        while (found := (yield from self.peek())) and found not in f",}}]{SPACE}":
+            self._at += 1
         return self._text[self._told + begin : self._at]
+
+    def _nesting(self) -> Reading[str]:
+        """A string, object or list. Each part of it is read once, in however many it comes."""
+        self._nested, parts = Nested(), list[str]()
+        while (end := self._nested.end(self._text, self._at)) is None:
+            parts.append(self._text[self._at :])
+            self._kept.append(self._text[self._told :])
+            self._told = self._at = len(self._text)
+            if self._ended:
+                raise ValueError("a value that does not end")
+            yield None
+        parts.append(self._text[self._at : end])
+        self._at = end
+        return "".join(parts)
 
     def text(self, *markers: str, or_end: bool = False) -> Reading[str]:
         """Tells a text within quotes as it comes, goes behind the marker that ends it, and returns which. Raises ValueError."""
@@ -153,8 +169,8 @@ class Source:
 
     def object(self) -> Reading[None]:
         """Tells an object of JSON as it comes, as it is written. A model's mistakes in it are told as well."""
-        nested = Nested()
-        while (end := nested.end(self._text, self._at)) is None:
+        self._nested = Nested()
+        while (end := self._nested.end(self._text, self._at)) is None:
             if len(self._text) > self._at:
                 begin, self._at = self._at, len(self._text)
                 yield Call(arguments=self._text[begin:])
@@ -162,7 +178,7 @@ class Source:
                 return
             yield None
         begin, self._at = self._at, end
-        yield Call(arguments=self._text[begin:end])
+        yield Call(arguments=self._text[begin:end], ends=True)
 
     def _quoted(self) -> Reading[None]:
         """Tells what was read and not told; whoever begins a text has told all before it."""
@@ -178,21 +194,21 @@ class Nested:
 
     def __init__(self) -> None:
         self._depth = 0
-        self._quoted = self._escaped = False
+        self.quoted = self._escaped = False  # `quoted`: within a string
 
     def end(self, text: str, at: int) -> int | None:
         """Goes on from `at`, where the last piece ended; None where it does not end in this one."""
         if self._escaped and at < len(text):
             at, self._escaped = at + 1, False
-        while found := (_QUOTED if self._quoted else _NESTED).search(text, at):
+        while found := (_QUOTED if self.quoted else _NESTED).search(text, at):
             at, sign = found.end(), found.group()
             if sign == '"':
-                self._quoted = not self._quoted
-            elif self._quoted:
+                self.quoted = not self.quoted
+            elif self.quoted:
                 self._escaped = sign == "\\"  # and what it escapes comes with the next piece
             else:
                 self._depth += 1 if sign in "{[" else -1
-            if not self._quoted and self._depth <= 0:
+            if not self.quoted and self._depth <= 0:
                 return at
         return None
 
@@ -201,25 +217,61 @@ ReadCalls = Callable[[Source, Texts], Reading[None]]  # raises ValueError for wh
 
 
 class BlockReader:
-    """Calls of one block, as they come. What is none is content: all of it, or what comes behind the last one."""
+    """Calls of one block, as they come, until a marker closes it. What is none is content: all, or what is behind the last.
 
-    def __init__(self, read: ReadCalls, texts: Texts) -> None:
+    A marker within a string of JSON is part of that, unless the answer or the line ends behind it: no string of JSON goes on over
+    lines, so that one was broken off, and the block ends as if it were whole.
+
+        {"name": "f", "arguments": {"text": "... </tool_call> ..."}}</tool_call>
+                                                 part of it         closes
+    """
+
+    def __init__(self, read: ReadCalls, texts: Texts, closes: Sequence[str]) -> None:
         self._source = Source()
         self._reading: Reading[Any] | None = read(self._source, texts)  # None: the rest is content
+        self._markers = Markers(closes)
+        self._in_string = ""  # a marker that stands there, until it is known what comes behind it
         self.told = False  # whether any call was
+        self.in_call = False  # whether the last one has not ended
 
-    def push(self, text: str) -> Piece:
-        if self._reading is None:
-            return Piece(content=text)
-        self._source.add(text)
-        return self._read(self._reading)
+    def push(self, text: str) -> tuple[Piece, str | None, str]:
+        """What it says; the marker that closes it, if there is one; and what stands behind that."""
+        pieces: list[Piece] = []
+        while text:
+            marker, self._in_string = self._in_string, ""
+            if marker and text[0] in _LINE_ENDS:
+                return joined(pieces), marker, text
+            before, found, text = self._markers.push(text)
+            pieces.append(self._add(marker + before))
+            if found is not None and not self._quoted:
+                return joined(pieces), found, text
+            self._in_string = found or ""
+        return joined(pieces), None, ""
+
+    def end(self) -> tuple[Piece, str | None]:
+        """What was held back when no more text comes, and the marker that closes the block, if there is one."""
+        held = self._markers.finish()
+        if self.told and not self._quoted:
+            held = ""  # the beginning of a marker that would have closed it
+        return self._add(held), self._in_string or None
 
     def finish(self, *, closed: bool) -> Piece:
         """`closed`: the end of the block was marked, so that nothing is missing."""
         self._source.end(closed=closed)
         piece = Piece() if self._reading is None else self._read(self._reading)
+        self.in_call = self.in_call and not closed
         left = self._source.unread() if self.told else self._source.take()
         return joined([piece, Piece(content=left)]) if not self.told or left.strip() else piece
+
+    @property
+    def _quoted(self) -> bool:
+        return self._reading is not None and self._source.in_string
+
+    def _add(self, text: str) -> Piece:
+        if self._reading is None:
+            return Piece(content=text)
+        self._source.add(text)
+        return self._read(self._reading)
 
     def _read(self, reading: Reading[Any]) -> Piece:
         parts: list[Piece] = []
@@ -230,7 +282,7 @@ class BlockReader:
                 self._source.mark()
                 if part is not DONE:
                     parts.append(Piece(calls=(part,)))
-                    self.told = True
+                    self.told, self.in_call = True, not part.ends
         except (ValueError, RecursionError):
             self._reading = None
             parts.append(Piece(content=self._source.take()))

@@ -46,7 +46,7 @@ def tagged(tags: Tags) -> ReadCalls:
                 else:
                     value, _ = yield from source.until(tags.behind_parameter)
                     yield Call(arguments=prefix + _as_json(value))
-            yield Call(arguments="}")
+            yield Call(arguments="}", ends=True)
 
     return read
 
@@ -87,7 +87,7 @@ def qwen_coder(source: Source, texts: Texts) -> Reading[None]:
         name = _must_be(head.strip())
         yield Call(name=name, arguments="{")
         yield from _parameters(source, texts.get(name, frozenset()))
-        yield Call(arguments="}")
+        yield Call(arguments="}", ends=True)
 
 
 def _parameters(source: Source, are_text: frozenset[str]) -> Reading[None]:
@@ -119,7 +119,7 @@ def gemma4(source: Source, texts: Texts) -> Reading[None]:
     while (yield from source.find("call:")):
         name, _ = yield from source.until("{", consume=False)
         yield Call(name=_must_be(name.strip()))
-        yield from _literal(source)
+        yield from _members(source, "{", "}", named=True, ends=True)
 
 
 def _literal(source: Source) -> Reading[None]:
@@ -137,7 +137,7 @@ def _literal(source: Source) -> Reading[None]:
         yield Call(arguments=_as_json(_must_be(value)))
 
 
-def _members(source: Source, begin: str, end: str, *, named: bool) -> Reading[None]:
+def _members(source: Source, begin: str, end: str, *, named: bool, ends: bool = False) -> Reading[None]:
     yield from source.must_have(begin)
     yield Call(arguments=begin)
     comma = ""
@@ -150,7 +150,7 @@ def _members(source: Source, begin: str, end: str, *, named: bool) -> Reading[No
         yield from _literal(source)
         comma = ", "
     yield from source.must_have(end)
-    yield Call(arguments=end)
+    yield Call(arguments=end, ends=ends)
 
 
 def _key(source: Source) -> Reading[str]:

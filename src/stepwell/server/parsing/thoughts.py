@@ -30,6 +30,10 @@ class ThoughtParser:
         self._inside = thoughts.begun
         self._thought = Spaced(keeps_start=False)
 
+    @property
+    def in_call(self) -> bool:
+        return self._rest.in_call
+
     def read(self, tokens: Sequence[int]) -> None:
         """Tokens of which the text comes with the next push, or later."""
         if self._last is not None or not tokens:

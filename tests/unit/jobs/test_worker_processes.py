@@ -224,13 +224,15 @@ def test_one_that_is_stopped_gives_no_sign_of_life_and_ends_all_the_same(start: 
 
 
 def test_one_that_only_rests_is_not_lost(start: Callable[..., Processes]) -> None:
-    now = [0.0]
+    skipped_s = [0.0]
     processes = start(ECHO)
-    processes._clock = lambda: now[0]
+    processes._clock = lambda: monotonic() + skipped_s[0]  # when it was heard is told by the real one
     hear(processes, 1)
     for _ in range(3):
-        now[0] += 1000.0  # asked, it answers, however long nobody has looked
+        skipped_s[0] += 1000.0  # asked, it answers, however long nobody has looked
         processes.poll()
+        assert processes._ranks[0].pinged_s is not None
+        skipped_s[0] = 0.0
         wait_until(lambda: not processes.poll(0.1) and processes._ranks[0].pinged_s is None, "an answer")
     assert processes.lost is None
 

@@ -233,7 +233,7 @@ class _Batch:
         node = residency.checkpoint.node
         assert node is not None
         self._note_state(node, residency)
-        run = None if self.is_over else self._behind(node)
+        run = None if self.is_over or residency.checkpoint.held[1 - self._tier] is not None else self._behind(node)
         if run is not None:
             self._take_leaf(node, run, residency)
             return True
@@ -318,8 +318,11 @@ class _Batch:
         if left is None:
             left = self._left[kind] = _Left(self._arena, kind)
         stride, slab_bytes = left.stride, left.slab_bytes
-        for each in ids:
-            slab = each * stride // slab_bytes
+        slabs = [each * stride // slab_bytes for each in ids]
+        if len(slabs) > 1 and slabs.count(slabs[0]) == len(slabs):  # as most of a checkpoint's windows are
+            left[slabs[0]] -= len(slabs) - 1
+            del slabs[1:]
+        for slab in slabs:
             left[slab] = in_use = left[slab] - 1
             if in_use:
                 continue

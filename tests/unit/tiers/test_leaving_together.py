@@ -12,7 +12,8 @@ from stepwell.base.tasks import Span
 from stepwell.memory.arena import Need
 from stepwell.tiers import eviction
 from stepwell.tree.audit import audit
-from stepwell.tree.node import Node, Residency, Victim
+from stepwell.tree.node import Loss, LossReason, Node, Residency, Victim
+from stepwell.tree.pruning import discard_ids
 from stepwell.tree.together import Gone
 from toys import ALL_MODELS, EVICTIONS, FULL, FULL_POINT, FULL_WINDOW, PAGE, SMALL_PAGES, Rig, text
 
@@ -208,3 +209,21 @@ def test_windows_of_many_checkpoints_are_one_call_to_the_arena(monkeypatch: pyte
     assert left > 4 and calls.count(Kind.WINDOW) <= len(rounds) < left, (left, calls, rounds)
     audit(rig.tree)
     arena.audit()
+
+
+def test_a_checkpoint_that_the_host_has_without_its_pages_stays_when_it_leaves_the_device() -> None:
+    """As one that was fetched alone, its pages being on the device."""
+    rig = Rig(FULL_POINT, device_pages=256, host_pages=256)
+    for name in range(6):
+        rig.clock.advance(1.0)
+        rig.serve_without_audit(text(1, 2 * PAGE) + text(10 + name, 2 * PAGE + 1))
+    leaves = [node for node in rig.tree.nodes() if node.parent is not None and node.kids is None]
+    for node in leaves:
+        run = node.runs[Tier.HOST]
+        assert run is not None and node.checkpoints
+        discard_ids(rig.tree, Tier.HOST, run.ids.copy(), Loss(0.0, LossReason.FAILED, Tier.HOST))
+    assert all(node.runs[Tier.HOST] is None and node.checkpoints for node in leaves), "this shows nothing"
+    free = 1 + next(count for count in range(256, -1, -1) if rig.state.arena(Tier.DEVICE).fits({Kind.PREFIX: count}))
+    eviction.make_room(rig.state, Tier.DEVICE, {Kind.PREFIX: free + 7})
+    assert rig.state.counters["evicted_device_checkpoints"]
+    rig.cache.audit()

@@ -190,7 +190,7 @@ def test_without_events_a_request_waits_for_its_whole_load() -> None:
 def test_pages_from_a_store_go_on_to_the_device_while_others_are_read(family: str) -> None:
     known, ask = greedy(prompt(100)), greedy(prompt(100) + prompt(30, seed=1))
     wait = StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, recompute_tokens_per_s=1.0, checkpoint_delay_s=0)
-    with small(family) as engine:
+    with small(family, write=WritePolicy.THROUGH) as engine:
         loads = ArrivingLoads(engine)
         engine.cache.store.attach(MemoryStore(), wait, tuning=StoreTuning(fetch_chunk_bytes=1))  # a page at a time
         served(engine, known)

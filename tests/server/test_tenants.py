@@ -46,7 +46,8 @@ class Clients:
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[Clients]:
-    with running(tenants=TENANTS, store_config=replace(WAIT, checkpoint_delay_s=0.0)) as made, ExitStack() as stack:
+    settings = {"store_config": replace(WAIT, checkpoint_delay_s=0.0), "write": WritePolicy.THROUGH}
+    with running(tenants=TENANTS, **settings) as made, ExitStack() as stack:
 
         def client(key: str) -> httpx.Client:
             return stack.enter_context(httpx.Client(base_url=made.address, timeout=PATIENCE_S, headers=bearer(key)))
@@ -196,7 +197,7 @@ def test_the_operator_sees_what_each_tenant_has_in_memory(two: Clients) -> None:
 
 def test_a_tenant_over_its_memory_quota_loses_its_own_and_is_told_why() -> None:
     limited = (tenant("alice", memory_quota=0.2), tenant("bob"))
-    sizes = {"device_memory": "512KiB", "host_memory": "512KiB"}
+    sizes = {"device_memory": "512KiB", "host_memory": "512KiB", "write": WritePolicy.THROUGH}
     with running(tenants=limited, **sizes) as made, ExitStack() as stack:
 
         def client(name: str) -> httpx.Client:
@@ -263,7 +264,7 @@ def test_the_engine_is_told_whose_a_request_is(two: Clients, monkeypatch: pytest
 
 def test_what_a_tenant_leaves_in_memory_runs_out_with_its_longest_time_to_live() -> None:
     brief = (tenant("alice", max_ttl_s=0.05), tenant("bob"))
-    with running(tenants=brief) as made, httpx.Client(base_url=made.address, timeout=PATIENCE_S) as http:
+    with running(tenants=brief, write=WritePolicy.THROUGH) as made, httpx.Client(base_url=made.address, timeout=PATIENCE_S) as http:
         for name in ("alice", "bob"):
             http.headers.update(bearer(f"{name}'s key"))
             say(http, PROMPT)

@@ -316,6 +316,7 @@ class Cache(ReadOnlyCache):
     @one_thread
     def close(self, *, timeout_s: float = 30.0) -> bool:
         """Waits for running copies and for what is to be backed up, and stops the workers. Leases must have been given back.
+        Under `adaptive` and `back` that is all that is worth keeping, what only the device has last.
 
         Ranks and stores that hang or are slow are waited for `timeout_s` in all; what was given up on before is not waited
         for. False when something was left undone: what had not begun is called off, and calls that have may still be running.

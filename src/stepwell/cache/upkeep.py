@@ -56,7 +56,7 @@ class Upkeep:
         try:
             self._settle(deadline_s, lambda: state.copies.num_awaited, state.copies.drain)
             store_tier.end_deferral()
-            self._settle(deadline_s, lambda: store_tier.num_awaited, store_tier.drain)
+            self._settle(deadline_s, lambda: state.copies.num_awaited + store_tier.num_awaited, self._drain)
             undone = state.copies.num_running + store_tier.num_busy
         finally:
             state.copies.withdraw_all()
@@ -87,6 +87,11 @@ class Upkeep:
             storing=self._store_tier.num_busy,
             detached=tuple(detached),
         )
+
+    def _drain(self, timeout_s: float) -> None:
+        if self._state.copies.num_awaited:
+            self._state.copies.drain(timeout_s)
+        self._store_tier.drain(timeout_s)
 
     def _settle(self, deadline_s: float, num_awaited: Callable[[], int], drain: Callable[[float], None]) -> None:
         """Steps until nothing is awaited, or the time is over."""

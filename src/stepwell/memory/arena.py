@@ -111,6 +111,11 @@ class Arena:
         """How many slabs nobody holds, and how many of these prefix pages are not to take."""
         return self._slabs.idle
 
+    @property
+    def windows_until_unspared(self) -> int | None:
+        """How many window pages come back before prefix pages may take an idle slab more; None where they may take all."""
+        return self._slabs.windows_until_unspared
+
     def is_ready(self, kind: Kind, ids: PageIds) -> bool:
         return bool((self.state[kind][ids] == READY).all())
 
@@ -177,6 +182,15 @@ class Arena:
         at = _at(ids)
         self.kept[kind][at] -= 1
         return self._free(kind, ids, at, self._lessened(kind, ids, at))
+
+    def drop_repeated(self, kind: Kind, ids: PageIds) -> None:
+        """As `drop`, where a page is named once for each reference that is taken from it."""
+        at, times = np.unique(ids, return_counts=True)
+        counts = self.refs[kind][at] - times.astype(np.int32)
+        assert (counts >= 0).all(), f"released a free {self.tier.label} {kind.label} page: {at[counts < 0]}"
+        self.refs[kind][at] = counts
+        self.kept[kind][at] -= times.astype(np.int32)
+        self._free(kind, at, at.astype(np.intp), counts)
 
     def _drop_one(self, kind: Kind, ids: PageIds) -> PageIds:
         """As `drop`, for a page alone: numbers take a tenth of the time of arrays of one."""

@@ -64,7 +64,8 @@ class StoreTuning:
     # Of the host tier, for fetched pages whose requests have not begun: the other half stays for what is saved from the device.
     host_share: float = 0.5
     # The same for a fetch while there is no other: a long prompt is worth more than what it takes the place of for a while, as
-    # it goes on to the device and leaves the host first. Some is left for what the device has to save meanwhile.
+    # it goes on to the device and leaves the host first. Some is left for what the device has to save meanwhile, and for others
+    # (`fetch_room_bytes`).
     host_share_alone: float = 15 / 16
     # Of the device tier, what may be evicted for pages that go on to it while others of their prompts are still being fetched.
     # They are wanted as soon as their requests begin; what is evicted may be wanted sooner. Free room they take in any case.
@@ -99,6 +100,18 @@ class StoreTuning:
                 raise ConfigError(f"{name} must be more than 0 and at most 1, got {getattr(self, name)}")
         if not 0 <= self.device_share <= 1:
             raise ConfigError(f"device_share must be at least 0 and at most 1, got {self.device_share}")
+
+    def fetch_room_bytes(self, host_bytes: int, *, held_bytes: int, largest_bytes: int) -> float:
+        """How much of the host a fetch may take beside others that hold `held_bytes`, the largest of them `largest_bytes`.
+
+        Beside one that was alone and took more than all may have together, each may take half of what is left: the next finds
+        some room too.
+        """
+        if not held_bytes:
+            return self.host_share_alone * host_bytes
+        if largest_bytes > self.host_share * host_bytes:
+            return (self.host_share_alone * host_bytes - held_bytes) / 2
+        return self.host_share * host_bytes - held_bytes
 
     def wait_s(self, prompt_tokens: int, compute_s: float | None = None) -> float:
         """How long waiting for a store pays: what computing would take instead, where that is known."""

@@ -53,6 +53,7 @@ RETURNS = (1, 4)  # bounds between groups
 GAPS_S = (8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
 ANSWER_TOKENS = (64, 256, 1024)
 LEAST_SHARE = 0.01  # of returns that need any checkpoint: what follows it may be gone by then
+MOST_SHARES = 4096  # of returns, by two distances: found once until more is learned
 
 NUM_RHYTHMS = len(GAPS_S) + 2
 NUM_GROUPS = (len(RETURNS) + 1) * (len(ANSWER_TOKENS) + 1) * NUM_RHYTHMS
@@ -62,19 +63,6 @@ _WIDTHS_s = np.diff(_EDGES_s)
 _BOUNDS: list[float] = _EDGES_s[1:-1].tolist()
 _LOWER: list[float] = _EDGES_s[:-1].tolist()
 _UPPER: list[float] = _EDGES_s[1:].tolist()
-
-
-class Facts(NamedTuple):  # not a dataclass: one is made for every candidate that eviction looks at
-    """What a value policy may look at."""
-
-    used_at: float
-    saved_tokens: int
-    size_bytes: int  # that go with it
-    urgent_until_s: float = 0.0  # when the last step of its priority is lost
-    visit: Visit | None = None  # the latest on its path
-    distance: int = 0  # who leaves the path nearer than this many tokens to that visit's end needs it,
-    next_distance: int = 0  # unless they do nearer than this, and are served by the checkpoint that follows
-    backup_deferred: bool = False  # it is not in the store yet, and may be superseded before it has to be
 
 
 class Place(NamedTuple):
@@ -88,7 +76,12 @@ class Place(NamedTuple):
 class ValuePolicy(Protocol):
     """Puts objects into places, and compares those; the lowest worth is given up first."""
 
-    def place(self, facts: Facts) -> Place: ...
+    def level(self, saved_tokens: int, size_bytes: int, next_distance: int, distance: int, *, deferred: bool) -> int:
+        """What an object saves per byte that goes with it. Who leaves its path nearer than `distance` tokens to the end of the
+        latest visit needs it, unless they do nearer than `next_distance`, and are served by the checkpoint that follows; with 0
+        for `distance` everybody does. `deferred`: it is not in the store yet, and may be superseded before it has to be.
+        """
+        ...
 
     def due(self, used_at: float, urgent_until_s: float, visit: Visit | None) -> tuple[int, float]:
         """The group and the time of a place, which when somebody came last says alone; its level says what is saved per byte."""
@@ -105,14 +98,9 @@ class Expected:
     def __init__(self, reuse: ReuseModel) -> None:
         self._reuse = reuse
 
-    def place(self, facts: Facts) -> Place:
-        share = 1.0
-        if facts.distance:
-            share = self._reuse.share(facts.next_distance, facts.distance)
-        if facts.backup_deferred:
-            share *= DEFERRED_WORTH
-        group, since = self.due(facts.used_at, facts.urgent_until_s, facts.visit)
-        return Place(group, _level(facts.saved_tokens, facts.size_bytes, share), since)
+    def level(self, saved_tokens: int, size_bytes: int, next_distance: int, distance: int, *, deferred: bool) -> int:
+        share = self._reuse.share(next_distance, distance) if distance else 1.0
+        return _level(saved_tokens, size_bytes, share * DEFERRED_WORTH if deferred else share)
 
     def due(self, used_at: float, urgent_until_s: float, visit: Visit | None) -> tuple[int, float]:
         group, since = (visit.group, visit.at_s) if visit is not None else (0, used_at)
@@ -169,6 +157,7 @@ class ReuseModel:
         self._watched_GB = np.zeros((NUM_GROUPS, NUM_BINS))
         self._left = [0.0] * NUM_BINS  # returns that left their old path, by distance in tokens
         self._left_before = [0.0] * (NUM_BINS + 1)
+        self._shares: dict[tuple[int, int], float] = {}  # what `share` has said since then
         self._worth, self._fall = _untaught()  # at the start of each bin of ages, by group; and by how much it falls in a second
 
     def arrive(
@@ -211,13 +200,21 @@ class ReuseModel:
 
     def share(self, nearest: int, farthest: int) -> float:
         """The share of returns that leave their old path between two distances (in tokens) from its end."""
+        found = self._shares.get((nearest, farthest))
+        if found is None:
+            if len(self._shares) >= MOST_SHARES:
+                self._shares.clear()
+            found = self._shares[nearest, farthest] = self._share(nearest, farthest)
+        return found
+
+    # ---- inside -----------------------------------------------------------------------------------
+
+    def _share(self, nearest: int, farthest: int) -> float:
         total = self._left_before[NUM_BINS]
         if not total:
             return 1.0 if not nearest else LEAST_SHARE
         nearer = self._left_within(nearest) if nearest else 0.0
         return max((self._left_within(farthest) - nearer) / total, LEAST_SHARE)
-
-    # ---- inside -----------------------------------------------------------------------------------
 
     def _follow(self, before: Visit | None, now_s: float, end: int) -> Visit:
         if before is None:
@@ -253,6 +250,7 @@ class ReuseModel:
         watched_GB = self._watched_GB + _waited(self._waiting, self._now_s)
         self._worth, self._fall = _tables(_rates(self._returned_GB, watched_GB, PRIOR_VISITS * self._mean_pages))
         self._left_before = [0.0, *np.cumsum(self._left).tolist()]
+        self._shares.clear()
 
     def _left_within(self, distance: int) -> float:
         at = _bin(distance)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from stepwell.policy.value import Facts, Place, Visit
+from stepwell.policy.value import Visit
 
 
 class LeastRecent:
     """Time since last use alone."""
 
-    def place(self, facts: Facts) -> Place:
-        return Place(0, 0, max(facts.used_at, facts.urgent_until_s))
+    def level(self, saved_tokens: int, size_bytes: int, next_distance: int, distance: int, *, deferred: bool) -> int:
+        return 0
 
     def due(self, used_at: float, urgent_until_s: float, visit: Visit | None) -> tuple[int, float]:
         return 0, max(used_at, urgent_until_s)

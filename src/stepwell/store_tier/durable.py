@@ -5,6 +5,7 @@ device (`adaptive`, `back`).
     line_up            a path of which something has no room on the host waits for it
     save_again         the one that has waited longest is tried again, when the store has taken what was on the host
     leave_for_good     what leaves the host before its turn is stored now, as far as may be
+    line_up_all        before the cache is closed, what only the device has waits for room on the host, whatever the policy
 
 What is in the store is not copied again: the host's copy was for the way down, and is the first to go, as long as the device has
 it too. What leaves the host while the store takes nothing more is lined up again if the device has it, and lost if not.
@@ -41,6 +42,14 @@ def line_up(state: CacheState, link: StoreLink, node: Node) -> None:
         state.counters.add("backup_dropped_queue_full")
         return
     link.unplaced[node] = Unplaced(state.clock.now())
+
+
+def line_up_all(state: CacheState, link: StoreLink) -> None:
+    """Has every path wait for room on the host of which the device alone has something, the latest used first."""
+    ends = [node for node in state.tree.nodes() if node.parent is not None and node.kids is None]
+    for node in sorted(ends, key=lambda end: end.used_at, reverse=True):
+        if len(link.unplaced) < link.tuning.backup_queue and is_lacking(state, link, node):
+            line_up(state, link, node)
 
 
 def save_again(state: CacheState, link: StoreLink) -> None:

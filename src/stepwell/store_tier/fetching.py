@@ -85,15 +85,16 @@ def watch(fetch: Fetch, ticket: Ticket) -> None:
 def send_for(state: CacheState, link: StoreLink, ticket: Ticket, match: Match, plan: FetchPlan) -> Fetch | None:
     """Takes host pages for exactly what is wanted and sends for them; None, with nothing taken, when there is no room."""
     size = bytes_of(state, plan)
-    share = link.tuning.host_share if link.held_bytes else link.tuning.host_share_alone
-    most = share * state.arena(Tier.HOST).layout.size_bytes
+    largest_bytes = max((fetch.size_bytes for fetch in link.fetches), default=0)
+    host_bytes = state.arena(Tier.HOST).layout.size_bytes
+    most = link.tuning.fetch_room_bytes(host_bytes, held_bytes=link.held_bytes, largest_bytes=largest_bytes)
     if link.is_late:  # room is made by storing other things: not in its place
         ends = tuple(ticket.keys[page - 1] for page in plan.boundaries)
         last = ticket.keys[plan.upto - 1 : plan.upto] if not ends else ()
         relevel(link, ticket.namespace, Level.NORMAL, pages=last, boundaries=ends)
     pages = None
     try:
-        pages = _allocate(state, match, plan) if link.held_bytes + size <= most else None
+        pages = _allocate(state, match, plan) if size <= most else None
     except NoRoom as refusal:
         if refusal.waiting and ticket.tries_left:
             ticket.tries_left -= 1

@@ -33,7 +33,7 @@ from stepwell.store_tier.backup import (
     put_waiting_of,
 )
 from stepwell.store_tier.deferred import MOST_DELAYS, DeferredBackups
-from stepwell.store_tier.durable import is_lacking, leave_for_good, line_up, save_again, save_on_the_way
+from stepwell.store_tier.durable import is_lacking, leave_for_good, line_up, line_up_all, save_again, save_on_the_way
 from stepwell.store_tier.late import keep_clean, leave_host, put_ahead, put_everything_of, release_path
 from stepwell.store_tier.link import Beliefs, LinkState, StoreLink
 from stepwell.store_tier.ops import OPERATIONS, StoreOps
@@ -233,9 +233,16 @@ class StoreTier:
             put_deferred_of(self._state, self.link, namespaces)
 
     def end_deferral(self) -> None:
-        """Lets nothing wait any longer before it is stored."""
-        for link in self.links:
-            self._end_waiting(link)
+        """Before the cache is closed: lets nothing wait any longer before it is stored. What only the device has goes down by way
+        of the host, when that has room for it again.
+        """
+        link = self.link
+        was_late = link is not None and link.is_late
+        for each in self.links:
+            self._end_waiting(each)
+        if link is not None and was_late:
+            self._state.copies.on_saved = self._offer
+            line_up_all(self._state, link)
 
     def _end_waiting(self, link: StoreLink) -> None:
         link.deferred.end_all(self._state.clock.now())
@@ -246,8 +253,13 @@ class StoreTier:
 
     @property
     def num_awaited(self) -> int:
-        """Links with something under way that was not given up on."""
-        return sum(1 for link in self.links if link.ops.num_running and not link.ops.overdue)
+        """Links with something under way that was not given up on, or with paths that may still get room on the host."""
+        copies, now = self._state.copies, self._state.clock.now()
+        are_copied = copies.num_running == copies.num_awaited  # a copy that hangs may hold the room for ever
+        return sum(
+            1 for link in self.links
+            if (link.ops.num_running and not link.ops.overdue) or (link.unplaced and are_copied and link.may_put(now))
+        )  # fmt: skip
 
     def drain(self, timeout_s: float) -> None:
         """Waits until a link has nothing under way, or for so long."""

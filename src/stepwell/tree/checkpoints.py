@@ -57,13 +57,20 @@ def _follow(tree: Tree, checkpoint: Checkpoint) -> None:
     """The neighbours of a new checkpoint are needed less from now on: each only for what lies between it and the next."""
     assert checkpoint.node is not None
     before = previous_checkpoint(checkpoint.node, checkpoint.page)
-    checkpoint.following = _next_below(checkpoint, before)
+    following = _next_below(checkpoint, before)
+    _link(checkpoint, following)
     if before is not None:
-        before.following = checkpoint
-    for neighbour in (before, checkpoint.following):
+        _link(before, checkpoint)
+    for neighbour in (before, following):
         for residency in neighbour.held if neighbour is not None else ():
             if residency is not None:
                 tree.ranking.queue_residency(residency, again=True)
+
+
+def _link(before: Checkpoint, following: Checkpoint | None) -> None:
+    before.following = following
+    if following is not None:
+        following.leader = before
 
 
 def _next_below(checkpoint: Checkpoint, before: Checkpoint | None) -> Checkpoint | None:
@@ -109,7 +116,7 @@ def leave_tier(tree: Tree, residency: Residency, loss: Loss) -> None:
     checkpoint.held[tier] = None
     tree.version += 1
     if checkpoint.held[1 - tier] is None:
-        _leave(checkpoint, node)
+        leave_node(checkpoint, node)
         node.note_loss(checkpoint.page, loss)
     if (node.checkpoints or node.kids is not None) and node.leads_to_checkpoints(tier):
         return
@@ -124,7 +131,7 @@ def forget(tree: Tree, checkpoint: Checkpoint, loss: Loss) -> None:
     """Drops a checkpoint from all tiers without touching the counts above its node."""
     node = checkpoint.node
     assert node is not None
-    _leave(checkpoint, node)
+    leave_node(checkpoint, node)
     node.note_loss(checkpoint.page, loss)
     for residency in checkpoint.held:
         if residency is not None:
@@ -187,12 +194,14 @@ def tell_left(tree: Tree, node: Node, residency: Residency) -> None:
         told(residency)
 
 
-def _leave(checkpoint: Checkpoint, node: Node) -> None:
+def leave_node(checkpoint: Checkpoint, node: Node) -> None:
     """Takes a checkpoint out of its node; the one before it is followed by the one after it."""
     assert node.checkpoints is not None
-    before = previous_checkpoint(node, checkpoint.page)
+    before, following = checkpoint.leader, checkpoint.following
     if before is not None and before.following is checkpoint:
-        before.following = checkpoint.following
-    checkpoint.following = None
+        _link(before, following)
+    elif following is not None:
+        following.leader = None
+    checkpoint.following = checkpoint.leader = None
     del node.checkpoints[checkpoint.page]
     checkpoint.node = None

@@ -116,12 +116,13 @@ class Residency:
 class Checkpoint:
     """Everything of window and point shape at one boundary (in pages from the root)."""
 
-    __slots__ = ("answers", "following", "held", "node", "page", "trigger", "used_at", "uses")
+    __slots__ = ("answers", "following", "held", "leader", "node", "page", "trigger", "used_at", "uses")
 
     def __init__(self, node: Node, page: int, now: float) -> None:
         self.node: Node | None = node  # None once it left the tree
         self.page = page
         self.following: Checkpoint | None = None  # the one below it that was left last, which may be gone: see `follower`
+        self.leader: Checkpoint | None = None  # whose `following` it is, unless that follows another branch by now
         self.held: list[Residency | None] = [None, None]
         self.used_at = now
         self.uses = 0

@@ -16,10 +16,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from stepwell.base.ids import CACHED_TIERS, Kind, Tier
 from stepwell.base.spec import ModelSpec
 from stepwell.memory.arena import Arena
-from stepwell.policy.value import Facts, Place, ValuePolicy
+from stepwell.policy.value import Place, ValuePolicy
 from stepwell.tree.accounts import Account
 from stepwell.tree.eviction_order import REPEATED, USEFUL, WORTHLESS, EvictionOrder, Standing
-from stepwell.tree.node import Node, Residency, Run, Victim, previous_boundary
+from stepwell.tree.node import Node, Residency, Run, Victim, previous_checkpoint
 from stepwell.tree.own_orders import Orders, OwnOrders
 from stepwell.tree.tails import Tail, Tails
 
@@ -42,7 +42,8 @@ class Ranking:
         self._page_tokens = spec.page_tokens
         # A list by tier: every candidate comes by here several times.
         strides = [arenas[tier].layout.prefix_stride if tier in arenas else 1 for tier in CACHED_TIERS]
-        self._page_levels = [value.place(Facts(0.0, spec.page_tokens, stride)).level for stride in strides]
+        self._page_bytes = [arenas[tier].layout.strides[Kind.PREFIX] if tier in arenas else 1 for tier in CACHED_TIERS]
+        self._page_levels = [value.level(spec.page_tokens, stride, 0, 0, deferred=False) for stride in strides]
         self.repeats_first = repeats_first and len(arenas) == len(CACHED_TIERS)
         self.tails = Tails(spec, arenas, repeats_first=self.repeats_first)
         self._needs_checkpoints = spec.free_step is None  # prefix pages are of no use behind the last checkpoint
@@ -197,11 +198,13 @@ class Ranking:
         it did. Each has left when the next is asked for.
         """
         runs, checkpoints = self._orders[tier]
+        if self.repeats_first:
+            return
         for key, since, residency in checkpoints.in_turn():
             assert isinstance(residency, Residency), f"{residency} is queued as a checkpoint"
             if runs.held_head() is not None or not _in_tree(residency):
                 return
-            if self._residency_standing(residency) != (key[0], (key[1], key[2], since)):
+            if self._level_of(residency) != key[2] or self._due_of(residency) != (key[1], since):
                 return
             yield residency
 
@@ -267,24 +270,33 @@ class Ranking:
         return Standing(USEFUL, place) if not tail.repeated else _repeated(place)
 
     def _residency_standing(self, residency: Residency) -> Standing:
+        group, since = self._due_of(residency)
+        place = Place(group, self._level_of(residency), since)
+        return Standing(USEFUL, place) if not self._is_repeated(residency) else _repeated(place)
+
+    def _due_of(self, residency: Residency) -> tuple[int, float]:
         checkpoint = residency.checkpoint
         node = checkpoint.node
         assert node is not None
+        return self._value.due(checkpoint.used_at, node.urgent_until, node.visit)
+
+    def _level_of(self, residency: Residency) -> int:
+        checkpoint = residency.checkpoint
+        node, page, follower = checkpoint.node, checkpoint.page, checkpoint.following
+        assert node is not None
         size = residency.size_bytes
-        before = previous_boundary(node, checkpoint.page)
+        leader = previous_checkpoint(node, page)
+        before = leader.page if leader is not None else 0
         if self._needs_checkpoints:
-            size += _pages_alone(node, checkpoint.page, before) * self._arenas[residency.tier].layout.strides[Kind.PREFIX]
+            size += _pages_alone(node, page, before) * self._page_bytes[residency.tier]
         page_tokens, visit = self._page_tokens, node.visit
-        end = visit.end if visit is not None else checkpoint.page
-        follower = checkpoint.follower
-        distance = (max(end - checkpoint.page, 0) + 1) * page_tokens
-        next_distance = (max(end - follower.page, 0) + 1) * page_tokens if follower is not None else 0
-        facts = Facts(  # in its order: with names it takes twice the time
-            checkpoint.used_at, (checkpoint.page - before) * page_tokens, max(size, 1), node.urgent_until, visit,
-            distance, next_distance, residency.backup_deferred,
-        )  # fmt: skip
-        place = self._value.place(facts)
-        return Standing(USEFUL, place) if not self._is_repeated(residency) else _repeated(place)
+        end = visit.end if visit is not None else page
+        distance = (end - page + 1) * page_tokens if end > page else page_tokens
+        next_distance = 0
+        if follower is not None and follower.node is not None:
+            next_distance = (end - follower.page + 1) * page_tokens if end > follower.page else page_tokens
+        saved_tokens = (page - before) * page_tokens
+        return self._value.level(saved_tokens, size or 1, next_distance, distance, deferred=residency.backup_deferred)
 
     def _is_repeated(self, residency: Residency) -> bool:
         """Whether the host has it beside the device, and nobody below waits for it."""

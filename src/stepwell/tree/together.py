@@ -15,13 +15,13 @@ from stepwell.base.ids import Kind, Tier
 from stepwell.base.tasks import NO_PAGES, PageIds
 from stepwell.memory.arena import Arena, Need
 from stepwell.tree.accounts import Account
-from stepwell.tree.checkpoints import leave_tier, let_go, tell_left
+from stepwell.tree.checkpoints import leave_node, leave_tier, tell_left
 from stepwell.tree.eviction_order import USEFUL
 from stepwell.tree.node import ABSENT, Loss, Node, Residency, Run, Victim
 from stepwell.tree.pruning import leave_tree, note_cut, shorten, tell
 from stepwell.tree.tree import Tree
 
-PREFIX, POINT = Kind.PREFIX, Kind.POINT
+PREFIX, WINDOW, POINT = Kind.PREFIX, Kind.WINDOW, Kind.POINT
 FEW_PAGES = 16  # of a run: looked at one by one
 
 
@@ -49,7 +49,7 @@ def leave_together(
     go than `patience_bytes`.
     """
     batch = _Batch(tree, tier, need, short, loss)
-    ranking, checkpoints = tree.ranking, any_sort or Kind.WINDOW in short or POINT in short
+    ranking, checkpoints = tree.ranking, any_sort or WINDOW in short or POINT in short
     victim = None
     try:
         while not batch.is_over and batch.in_vain_bytes < patience_bytes:
@@ -82,6 +82,50 @@ class _Left(dict[int, int]):
         return self._arena.used_in_slab(self._kind, slab)
 
 
+class _Windows:
+    """Window pages of checkpoints that have left the tree. Neighbours share them: each goes with the last that has it."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._ids: list[PageIds] = []
+        self.shared_bytes = 0  # of the last that left: what others have too
+        self._refs, self._kept = arena.refs[WINDOW].data, arena.kept[WINDOW].data
+        self._left: dict[int, int] = {}  # by page that checkpoints share, how many of them are left
+        self._page_bytes = arena.layout.strides[WINDOW]
+        self._until_unspared = arena.windows_until_unspared
+        self._num_freed = 0
+
+    @property
+    def are_unspared(self) -> bool:
+        """Whether so many came back that prefix pages may take a slab more."""
+        return self._until_unspared is not None and self._num_freed >= self._until_unspared
+
+    def let_go(self, ids: PageIds) -> list[int]:
+        """A checkpoint with these pages left: returns those that nobody refers to any more."""
+        refs, kept, left = self._refs, self._kept, self._left
+        freed, num_shared = [], 0
+        for each in ids.tolist():
+            count = kept[each]
+            if count > 1:
+                left[each] = others = left.get(each, count) - 1
+                if others:
+                    num_shared += 1
+                    continue
+            if refs[each] == count:
+                freed.append(each)
+        self._ids.append(ids)
+        self._num_freed += len(freed)
+        self.shared_bytes = num_shared * self._page_bytes
+        return freed
+
+    def give_back(self) -> None:
+        """Tells the arena. One checkpoint has no page twice, which is sooner done."""
+        if len(self._ids) == 1:
+            self._arena.drop(WINDOW, self._ids[0])
+        else:
+            self._arena.drop_repeated(WINDOW, np.concatenate(self._ids))
+
+
 class _Batch:
     """Victims that have left the tree, and pages that the arena has not been told about yet."""
 
@@ -101,8 +145,10 @@ class _Batch:
         self._spoils = [kind for kind in need if kind is not PREFIX and kind not in short]  # see `take_residency`
         self._ids: list[PageIds] = []
         self._points: list[PageIds] = []
-        self._account: Account | None = None  # whose the last runs are,
-        self._num_owned = 0  # and how many pages of it have not been taken off its account
+        self._windows: _Windows | None = None
+        self._account: Account | None = None  # whose the last victims are,
+        self._owned_bytes = 0  # and how many bytes of it have not been taken off its account
+        self._page_bytes = self._arena.layout.strides[PREFIX]
         self.is_over = False  # what is short may be another now
         self.num_pages = self.num_checkpoints = self.in_vain_bytes = 0
 
@@ -158,51 +204,98 @@ class _Batch:
     def _note_pages(self, node: Node, ids: PageIds, count: int) -> None:
         """Pages of a node go: when the arena is told, it is told of them."""
         if self._counts_slabs:
-            self._note_slabs(PREFIX, ids)
+            self._note_slabs(PREFIX, ids.tolist())
         self._ids.append(ids)
         if node.account is not self._account:
             self._note_owner(node.account)
-        self._num_owned += count
+        self._owned_bytes += count * self._page_bytes
         self.num_pages += count
         self._wanted -= count
         if self._wanted <= 0:
             self.is_over = True
 
     def take_residency(self, residency: Residency) -> bool:
-        """The same for a checkpoint. Windows may be shared, so that the arena is told of them at once."""
+        """The same for a checkpoint, and with the last one of a leaf for the pages behind it: they are worth nothing, so they are
+        next, and go before they are queued.
+        """
         if residency.users or not residency.ready:
             return False
         if self._spoils and any(kind in self._spoils for kind, _ in residency.spans()):
             return False  # it has idle slabs, and more room of its own would leave these to others
-        if len(residency.points):
-            if self._arena.refs[POINT].item(int(residency.points[0])) != 1:
-                return False
-            self._note_slabs(POINT, residency.points)
+        points = residency.points
+        if len(points) and self._arena.refs[POINT].item(int(points[0])) != 1:
+            return False
         self.num_checkpoints += 1
         if self._helps and any(kind in self._helps for kind, _ in residency.spans()):
             self.is_over = True
         elif residency.standing == USEFUL:
             self.in_vain_bytes += residency.size_bytes
-        node, tree = residency.checkpoint.node, self._tree
+        node = residency.checkpoint.node
         assert node is not None
+        self._note_state(node, residency)
+        run = None if self.is_over or residency.checkpoint.held[1 - self._tier] is not None else self._behind(node)
+        if run is not None:
+            self._take_leaf(node, run, residency)
+            return True
+        tree = self._tree
         leave_tier(tree, residency, self._loss)
-        if len(residency.windows):
-            idle = self._arena.idle_slabs
-            let_go(tree, node, residency)
-            self.is_over = self.is_over or self._arena.idle_slabs != idle
-        else:
-            self._points.append(residency.points)
-            residency.entry = 0
-            tree.accounts.charge(node.account, self._tier, -residency.size_bytes)
-            tell_left(tree, node, residency)
-        if self.is_over or not self._take_behind(node):
+        tell_left(tree, node, residency)
+        if self.is_over or not self._take_end(node):
             tree.queue(node)
         return True
 
-    def _take_behind(self, node: Node) -> bool:
-        """The pages of a leaf that lost its last checkpoint are worth nothing, so they are next: they go before they are queued.
+    def _note_state(self, node: Node, residency: Residency) -> None:
+        """The windows and the point of a checkpoint go: when the arena is told, it is told of them."""
+        residency.entry, size_bytes = 0, residency.size_bytes
+        if len(residency.points):
+            self._note_slabs(POINT, residency.points.tolist())
+            self._points.append(residency.points)
+        if len(residency.windows):
+            if self._windows is None:
+                self._windows = _Windows(self._arena)
+            freed = self._windows.let_go(residency.windows)
+            size_bytes -= self._windows.shared_bytes
+            self._note_slabs(WINDOW, freed)
+            self.is_over = self.is_over or self._windows.are_unspared
+        if node.account is not self._account:
+            self._note_owner(node.account)
+        self._owned_bytes += size_bytes
 
-        False, and nothing is changed, where it is not so, or they have to go alone.
+    def _behind(self, node: Node) -> Run | None:
+        """The run of a leaf that goes whole with its only checkpoint, in use by nobody; what is above it stays what it was."""
+        run, tier = node.runs[self._tier], self._tier
+        if run is None or node.kids is not None or node.runs[1 - tier] is not None or not self._needs_checkpoints:
+            return None
+        assert node.checkpoints is not None and node.parent is not None and node.parent.kids is not None
+        kids = node.parent.kids
+        if len(node.checkpoints) > 1 or kids.below[tier] <= 1 or kids.anchored[tier] <= 1:
+            return None
+        count = run.num_pages
+        return run if count == node.num_pages and count <= self._wanted and self._is_idle(run.ids) else None
+
+    def _take_leaf(self, node: Node, run: Run, residency: Residency) -> None:
+        """Takes both out of the tree at once. That its checkpoint is gone is noted nowhere: the note would go with the node."""
+        tree, tier = self._tree, self._tier
+        assert node.parent is not None and node.parent.kids is not None
+        kids = node.parent.kids
+        residency.checkpoint.held[tier] = None
+        leave_node(residency.checkpoint, node)
+        kids.anchored[tier] -= 1
+        if self._is_heard or tree.on_left:
+            tell_left(tree, node, residency)
+        if self._is_heard:
+            tell(tree, run, np.ones(run.num_pages, np.bool_))
+        self._note_pages(node, run.ids, run.num_pages)
+        run.num_pages = run.num_ready = run.entry = 0
+        node.runs[tier] = None
+        run.ids = NO_PAGES
+        kids.below[tier] -= 1
+        leave_tree(tree, node, self._loss)
+
+    def _take_end(self, node: Node) -> bool:
+        """The same for pages behind the last checkpoint of a leaf that stays, or of which something above changes.
+
+        False, and nothing is changed, where there are none, or they have to go alone.
         """
         run = node.runs[self._tier]
         if run is None or node.kids is not None or node.runs[1 - self._tier] is not None or not self._needs_checkpoints:
@@ -219,35 +312,42 @@ class _Batch:
                 return False
         return True
 
-    def _note_slabs(self, kind: Kind, ids: PageIds) -> None:
+    def _note_slabs(self, kind: Kind, ids: list[int]) -> None:
         """A slab that empties is anybody's, and changes what is short: by its pages, or by who knows what."""
         left = self._left.get(kind)
         if left is None:
             left = self._left[kind] = _Left(self._arena, kind)
         stride, slab_bytes = left.stride, left.slab_bytes
-        for each in ids.tolist():
-            slab = each * stride // slab_bytes
+        slabs = [each * stride // slab_bytes for each in ids]
+        if len(slabs) > 1 and slabs.count(slabs[0]) == len(slabs):  # as most of a checkpoint's windows are
+            left[slabs[0]] -= len(slabs) - 1
+            del slabs[1:]
+        for slab in slabs:
             left[slab] = in_use = left[slab] - 1
-            if not in_use and self._has_every_slab:
+            if in_use:
+                continue
+            is_counted = self._has_every_slab and kind is not WINDOW  # some of those of windows may be spared for windows again
+            if is_counted:
                 self._wanted -= self._arena.slab_pages(PREFIX, slab)
-            if not in_use and (not self._has_every_slab or self._wanted <= 0):
+            if not is_counted or self._wanted <= 0:
                 self.is_over = True
 
     def _note_owner(self, account: Account | None) -> None:
         """What follows is another's: what went of the one before is no longer counted as its own."""
         if self._account is not None:
-            size_bytes = self._num_owned * self._arena.layout.strides[PREFIX]
-            self._tree.accounts.charge(self._account, self._tier, -size_bytes)
-        self._account, self._num_owned = account, 0
+            self._tree.accounts.charge(self._account, self._tier, -self._owned_bytes)
+        self._account, self._owned_bytes = account, 0
 
     def give_back(self) -> None:
         """Tells the arena, and whoever counts pages."""
         tree, tier = self._tree, self._tier
+        self._note_owner(None)
+        tree.version += 1
         if self._ids:
             ids = np.concatenate(self._ids) if len(self._ids) > 1 else self._ids[0]
             tree.owner[tier][ids.astype(np.intp)] = None
-            self._note_owner(None)
-            tree.version += 1
             self._arena.drop(PREFIX, ids)
+        if self._windows is not None:
+            self._windows.give_back()
         if self._points:
             self._arena.drop(POINT, np.concatenate(self._points))

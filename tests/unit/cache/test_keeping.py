@@ -9,7 +9,7 @@ import pytest
 
 from stepwell import Cause, ConfigError, LeaseError, ModelSpec, Tier, WritePolicy
 from stepwell.base.config import MAX_PRIORITY, PRIORITY_STEP_S
-from stepwell.policy.value import Expected, Facts, ReuseModel, Visit
+from stepwell.policy.value import Expected, ReuseModel, Visit
 from toys import EVICTIONS, FULL, HYBRID, PAGE, SMALL_PAGES, Rig, text
 
 
@@ -242,8 +242,8 @@ def test_each_step_of_priority_doubles_the_worth_and_is_lost_in_its_time() -> No
 
     def worth(priority: int, at_s: float) -> float:
         reuse.arrive(at_s, known=0, end=1, passed=(), goes_on=False, lost=None)
-        facts = Facts(used_at=0.0, saved_tokens=PAGE, size_bytes=64, visit=visit, urgent_until_s=priority * PRIORITY_STEP_S)
-        return value.worth(*value.place(facts))
+        group, since = value.due(0.0, priority * PRIORITY_STEP_S, visit)
+        return value.worth(group, value.level(PAGE, 64, 0, 0, deferred=False), since)
 
     assert [worth(steps, 0.0) / worth(0, 0.0) for steps in (0, 1, 2, MAX_PRIORITY)] == [1, 2, 4, 2**MAX_PRIORITY]
     assert worth(3, PRIORITY_STEP_S) / worth(0, PRIORITY_STEP_S) == pytest.approx(4)
@@ -257,10 +257,11 @@ def test_a_priority_counts_from_when_it_was_given_whenever_the_visit_was() -> No
         given_s = reuse._now_s + late_s
         visit = Visit(reuse._now_s, end=1)
         reuse.arrive(given_s, known=0, end=1, passed=(), goes_on=False, lost=None)
-        urgent = Facts(used_at=given_s, saved_tokens=PAGE, size_bytes=64, visit=visit,
-                       urgent_until_s=given_s + priority * PRIORITY_STEP_S)  # fmt: skip
-        plain = urgent._replace(urgent_until_s=0.0)
-        octaves = log2(value.worth(*value.place(urgent)) / value.worth(*value.place(plain)))
+        level = value.level(PAGE, 64, 0, 0, deferred=False)
+        (group, since), (plain, _) = (
+            value.due(given_s, until_s, visit) for until_s in (given_s + priority * PRIORITY_STEP_S, 0.0)
+        )
+        octaves = log2(value.worth(group, level, since) / value.worth(plain, level, since))
         assert abs(octaves - priority) <= 0.5, (late_s, priority, octaves)
 
 

@@ -63,6 +63,27 @@ def test_what_left_memory_comes_back_from_the_store(spec) -> None:  # type: igno
     here.idle_check()
 
 
+@pytest.mark.parametrize("write", [WritePolicy.ADAPTIVE, WritePolicy.BACK])
+@pytest.mark.parametrize("spec", MODELS)
+def test_what_only_the_device_has_is_stored_when_the_cache_is_closed(spec, write) -> None:  # type: ignore[no-untyped-def]
+    here = rig(spec, write=write)
+    serve_many(here, range(8))
+    prompts = [text(name, 4 * PAGE + 1) for name in range(8) if here.restore(text(name, 4 * PAGE + 1)) == 4 * PAGE]
+    alone = [node for node in here.tree.nodes() if node.runs[Tier.DEVICE] and not node.runs[Tier.HOST]]
+    assert alone and len(prompts) > 2, "the device alone has nothing, so this shows nothing"
+    store = store_of(here)
+    assert here.cache.close()
+    after = Rig(spec, device_pages=256, host_pages=256, store=store, store_config=CONFIG)
+    assert [after.serve_fetched(prompt).store for prompt in prompts] == [4 * PAGE] * len(prompts)
+
+
+def test_closing_ends_though_the_host_never_has_room_for_what_the_device_has() -> None:
+    here = Rig(FULL, device_pages=64, host_pages=8, store=MemoryStore(), store_config=CONFIG, write=WritePolicy.BACK)
+    here.serve(text(1, 40 * PAGE + 1))
+    here.cache.close()
+    assert here.state.counters["backup_dropped_no_room"] == 1, "it was not even tried"
+
+
 def test_what_a_stored_checkpoint_stands_on_follows_it_when_it_leaves_the_device() -> None:
     """A checkpoint leaves the host while the device alone has its pages. They have to go down too, though by then nothing in
     memory can use them.

@@ -495,6 +495,19 @@ def test_fetches_hold_no_more_than_their_share_of_the_host() -> None:
     here.idle_check()
 
 
+def test_a_small_fetch_finds_room_beside_one_that_holds_most_of_the_host() -> None:
+    large, *small = [text(1, 80 * PAGE + 1), *(text(name, 2 * PAGE + 1) for name in range(2, 5))]
+    store = filled(FULL, large, *small)
+    here = Rig(FULL, device_pages=256, host_pages=96, store=store)
+    tickets = [here.fetched(prompt) for prompt in (large, *small)]
+    fetched = [int(ticket.from_store.sum()) for ticket in tickets]
+    assert fetched == [80, 2, 2, 2], "each takes no more than half of what is left"
+    assert here.used(Tier.HOST, Kind.PREFIX) <= 90, "a sixteenth is left for what the device saves"
+    for ticket in tickets:
+        ticket.close()
+    here.idle_check()
+
+
 def test_a_cleared_namespace_gets_nothing_back_from_the_store() -> None:
     here = rig(FULL, filled(FULL))
     here.cache.clear()

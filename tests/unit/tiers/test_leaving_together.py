@@ -12,9 +12,10 @@ from stepwell.base.tasks import Span
 from stepwell.memory.arena import Need
 from stepwell.tiers import eviction
 from stepwell.tree.audit import audit
-from stepwell.tree.node import Node, Residency, Victim
+from stepwell.tree.node import Loss, LossReason, Node, Residency, Victim
+from stepwell.tree.pruning import discard_ids
 from stepwell.tree.together import Gone
-from toys import ALL_MODELS, EVICTIONS, FULL, FULL_POINT, PAGE, SMALL_PAGES, Rig, text
+from toys import ALL_MODELS, EVICTIONS, FULL, FULL_POINT, FULL_WINDOW, PAGE, SMALL_PAGES, Rig, text
 
 
 class Played:
@@ -188,4 +189,41 @@ def test_many_leaves_are_one_call_to_the_arena(monkeypatch: pytest.MonkeyPatch) 
     free = 256 - rig.used(Tier.DEVICE, Kind.PREFIX)
     assert eviction.make_room(rig.state, Tier.DEVICE, {Kind.PREFIX: free + 30}).fits
     assert calls == [30]
+    rig.cache.audit()
+
+
+def test_windows_of_many_checkpoints_are_one_call_to_the_arena(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neighbours share window pages: each is given back with the last that has it, and all at once."""
+    rig = Rig(FULL_WINDOW, device_pages=1600)
+    for name in range(40):
+        rig.clock.advance(1.0)
+        rig.serve_without_audit(text(1, 4 * PAGE) + text(10 + name, 2 * PAGE + 1))
+    arena, calls, rounds = rig.state.arena(Tier.DEVICE), [], []
+    arena.alloc({Kind.PREFIX: next(count for count in range(1600, -1, -1) if arena.fits({Kind.PREFIX: count}))})
+    drop, drop_repeated, leave_together = arena.drop, arena.drop_repeated, eviction.leave_together
+    monkeypatch.setattr(arena, "drop", lambda kind, ids: calls.append(kind) or drop(kind, ids))
+    monkeypatch.setattr(arena, "drop_repeated", lambda kind, ids: calls.append(kind) or drop_repeated(kind, ids))
+    monkeypatch.setattr(eviction, "leave_together", lambda *args, **options: rounds.append(1) or leave_together(*args, **options))
+    assert eviction.make_room(rig.state, Tier.DEVICE, {Kind.PREFIX: 60}).fits
+    left = rig.state.counters["evicted_device_checkpoints"]
+    assert left > 4 and calls.count(Kind.WINDOW) <= len(rounds) < left, (left, calls, rounds)
+    audit(rig.tree)
+    arena.audit()
+
+
+def test_a_checkpoint_that_the_host_has_without_its_pages_stays_when_it_leaves_the_device() -> None:
+    """As one that was fetched alone, its pages being on the device."""
+    rig = Rig(FULL_POINT, device_pages=256, host_pages=256)
+    for name in range(6):
+        rig.clock.advance(1.0)
+        rig.serve_without_audit(text(1, 2 * PAGE) + text(10 + name, 2 * PAGE + 1))
+    leaves = [node for node in rig.tree.nodes() if node.parent is not None and node.kids is None]
+    for node in leaves:
+        run = node.runs[Tier.HOST]
+        assert run is not None and node.checkpoints
+        discard_ids(rig.tree, Tier.HOST, run.ids.copy(), Loss(0.0, LossReason.FAILED, Tier.HOST))
+    assert all(node.runs[Tier.HOST] is None and node.checkpoints for node in leaves), "this shows nothing"
+    free = 1 + next(count for count in range(256, -1, -1) if rig.state.arena(Tier.DEVICE).fits({Kind.PREFIX: count}))
+    eviction.make_room(rig.state, Tier.DEVICE, {Kind.PREFIX: free + 7})
+    assert rig.state.counters["evicted_device_checkpoints"]
     rig.cache.audit()

@@ -8,7 +8,7 @@ from tree_bench import GONE, Bench
 
 from stepwell import Kind, Tier
 from stepwell.base.tasks import NO_PAGES
-from stepwell.policy.value import Expected, Facts, Place, ReuseModel, Visit
+from stepwell.policy.value import Expected, Place, ReuseModel, Visit
 from stepwell.sim.least_recent import LeastRecent
 from stepwell.tree.accounts import Account
 from stepwell.tree.checkpoints import drop_residency
@@ -180,8 +180,8 @@ class Fading:
     def __init__(self) -> None:
         self.now_s = 0.0
 
-    def place(self, facts: Facts) -> Place:
-        return Place(0, 0, facts.used_at)
+    def level(self, saved_tokens: int, size_bytes: int, next_distance: int, distance: int, *, deferred: bool) -> int:
+        return 0
 
     def due(self, used_at: float, urgent_until_s: float, visit: Visit | None) -> tuple[int, float]:
         return 0, used_at

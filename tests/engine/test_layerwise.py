@@ -9,7 +9,7 @@ import pytest
 
 from engine.arriving_loads import ArrivingLoads
 from engine.small import PAGE, alone, greedy, prompt, run, small, tokens_of
-from stepwell.base.config import PlacementConfig, PrefetchPolicy, StoreConfig
+from stepwell.base.config import PlacementConfig, PrefetchPolicy, StoreConfig, WritePolicy
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.tasks import Plan
 from stepwell.engine import Ask, Engine, Finish, Limits

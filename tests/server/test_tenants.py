@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from server.serving import ADMIN, NAME, WAIT, Running, running
+from stepwell.base.config import WritePolicy
 from stepwell.base.errors import ConfigError
 from stepwell.engine.engine import Engine
 from stepwell.engine.request import Ask
@@ -264,7 +265,7 @@ def test_the_engine_is_told_whose_a_request_is(two: Clients, monkeypatch: pytest
 
 def test_what_a_tenant_leaves_in_memory_runs_out_with_its_longest_time_to_live() -> None:
     brief = (tenant("alice", max_ttl_s=0.05), tenant("bob"))
-    with running(tenants=brief, write=WritePolicy.THROUGH) as made, httpx.Client(base_url=made.address, timeout=PATIENCE_S) as http:
+    with running(tenants=brief) as made, httpx.Client(base_url=made.address, timeout=PATIENCE_S) as http:
         for name in ("alice", "bob"):
             http.headers.update(bearer(f"{name}'s key"))
             say(http, PROMPT)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from engine.worker_engines import FETCHED, FOUR, answers, open_engine, prompt, same
+from stepwell.base.config import WritePolicy
 from stepwell.base.ids import Tier
 from stepwell.store.memory import MemoryStore
 from waiting import settle
@@ -28,7 +29,9 @@ def test_what_two_ranks_stored_serves_one_and_four(family: str, root: Path, tmp_
         expected = answers(alone, asked)
     fetched, host = [], []
     for ranks in (2, 1, 4):
-        with open_engine(FOUR + family, root, ranks, store=store, store_config=FETCHED) as engine:
+        with open_engine(
+            FOUR + family, root, ranks, store=store, store_config=FETCHED, write=WritePolicy.THROUGH
+        ) as engine:  # fmt: skip
             found = answers(engine, asked)
             same(found, expected)
             settle(engine.cache)

@@ -7,8 +7,9 @@ from contextlib import ExitStack
 import torch
 
 from stepwell.base.config import CacheConfig
-from stepwell.base.ids import Tier
+from stepwell.base.ids import Kind, Tier
 from stepwell.base.inherited_block import InheritedBlock
+from stepwell.base.spec import ModelSpec
 from stepwell.cache.build import CacheTuning, build_cache, layouts_for
 from stepwell.engine.engine import Engine
 from stepwell.engine.footprint import footprint_of, longest_request
@@ -59,7 +60,7 @@ def build_ranked(model: str, checkpoint: Checkpoint, config: EngineConfig, store
     workers.start()
     with ExitStack() as undo:
         undo.callback(workers.close)
-        chosen = write_for(config, workers.device_bytes, store)
+        chosen = write_for(config, held_by_all(workers.device_bytes, spec, share), store)
         sizes = CacheConfig(
             device_bytes=workers.device_bytes, host_bytes=host_bytes, write=chosen.write, durable=config.durable,
             placement=config.placement, memory_quotas=config.memory_quotas, vocab_size=workers.vocab_size,
@@ -86,3 +87,13 @@ def build_ranked(model: str, checkpoint: Checkpoint, config: EngineConfig, store
         opened.pop_all()
         undo.pop_all()
     return engine
+
+
+def held_by_all(device_bytes: int, spec: ModelSpec, share: ModelSpec) -> int:
+    """What the host needs for all that ranks hold on so many bytes each: it has whole rows, and a rank its share of them.
+
+    Told by prefix pages, which are most of what is held, where the model has any.
+    """
+    kinds = (Kind.PREFIX,) if share.object_bytes(Kind.PREFIX) else tuple(Kind)
+    whole_bytes, share_bytes = (sum(each.object_bytes(kind) for kind in kinds) for each in (spec, share))
+    return device_bytes * whole_bytes // share_bytes

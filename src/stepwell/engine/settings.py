@@ -321,13 +321,17 @@ def identity_of(checkpoint: Checkpoint, dtype: str, device: str, *named: str | N
 
 
 def write_for(config: EngineConfig, device_bytes: int, store: Store | None) -> WriteChoice:
-    """When pages go down, by the sizes of the tiers unless the operator says. Rows may spill once the host has them."""
+    """When pages go down, by the sizes of the tiers unless the operator says. Rows may spill once the host has them.
+
+    `device_bytes` is what the host would need for all that the device tier holds, on however many ranks.
+    """
     picks, size = config.picks, None if store is None else size_of(store)
     chosen = choose_write(
-        WritePolicy.THROUGH if config.write is None and picks is not None and picks.spills else config.write,
-        device_bytes=device_bytes, host_bytes=host_bytes_of(config),
+        config.write, device_bytes=device_bytes, host_bytes=host_bytes_of(config),
         has_store=config.store is not None, store_bytes=None if size is None else size.budget_bytes,
     )  # fmt: skip
+    if config.write is None and picks is not None and picks.spills:
+        chosen = WriteChoice(WritePolicy.THROUGH, "rows may spill once the host has them")
     log.info("write policy: %s (%s)", chosen.write.value, chosen.why)
     return chosen
 

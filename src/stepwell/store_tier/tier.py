@@ -236,13 +236,11 @@ class StoreTier:
         """Before the cache is closed: lets nothing wait any longer before it is stored. What only the device has goes down by way
         of the host, when that has room for it again.
         """
-        link = self.link
-        was_late = link is not None and link.is_late
         for each in self.links:
             self._end_waiting(each)
-        if link is not None and was_late:
+        if self.link is not None and self.link.store.traits.writable and self._state.config.write.saves_on_eviction:
             self._state.copies.on_saved = self._offer
-            line_up_all(self._state, link)
+            line_up_all(self._state, self.link)
 
     def _end_waiting(self, link: StoreLink) -> None:
         link.deferred.end_all(self._state.clock.now())

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from stepwell import Tier, WritePolicy
 from stepwell.base.config import StoreConfig
 from stepwell.base.ids import Kind, Level
+from stepwell.store.api import Traits
 from stepwell.store.memory import MemoryStore
 from stepwell.store_tier import late
 from stepwell.tiers.state import Leaving
@@ -75,6 +78,26 @@ def test_what_only_the_device_has_is_stored_when_the_cache_is_closed(spec, write
     assert here.cache.close()
     after = Rig(spec, device_pages=256, host_pages=256, store=store, store_config=CONFIG)
     assert [after.serve_fetched(prompt).store for prompt in prompts] == [4 * PAGE] * len(prompts)
+
+
+class Unlevelled(MemoryStore):
+    """A store that cannot be told what memory has too: nothing waits until it leaves memory."""
+
+    @property
+    def traits(self) -> Traits:
+        return replace(super().traits, levels=False)
+
+
+def test_closing_stores_what_only_the_device_has_though_the_store_knows_no_levels() -> None:
+    store = Unlevelled()
+    here = Rig(FULL_POINT, device_pages=64, host_pages=24, store=store, store_config=CONFIG, write=WritePolicy.ADAPTIVE)
+    serve_many(here, range(8))
+    link = here.cache._store_tier.link
+    assert link is not None and not link.is_late
+    assert any(node.runs[Tier.DEVICE] and not node.runs[Tier.HOST] for node in here.tree.nodes()), "this shows nothing"
+    assert here.cache.close()
+    after = Rig(FULL_POINT, device_pages=256, host_pages=256, store=store, store_config=CONFIG)
+    assert [after.serve_fetched(text(name, 4 * PAGE + 1)).store for name in range(8)] == [4 * PAGE] * 8
 
 
 def test_closing_ends_though_the_host_never_has_room_for_what_the_device_has() -> None:

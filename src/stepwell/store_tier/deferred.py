@@ -117,6 +117,11 @@ class DeferredBackups:
         """Nothing is deferred any longer: the store is about to go, or the cache is."""
         self._ended_at_s = now_s
 
+    def rested(self, now_s: float) -> None:
+        """Nobody could send anything off for a while: what is due has had no chance, and its time begins anew."""
+        if self._ended_at_s is not None:
+            self._ended_at_s = now_s
+
     def give_up(self, now_s: float, age_s: float) -> int:
         """Takes out what could not be stored for so long after all delays were over; how many they were."""
         if self._ended_at_s is None or now_s - self._ended_at_s <= age_s:

@@ -291,6 +291,7 @@ class StoreLink:
         if now - self.came_by_s > RESTED_S:
             self.waiting = dict.fromkeys(self.waiting, now)
             self.unplaced = {node: Unplaced(now, each.num_taken) for node, each in self.unplaced.items()}
+            self.deferred.rested(now)
         self.came_by_s = now
 
     def may_put(self, now: float) -> bool:

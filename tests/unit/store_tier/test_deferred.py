@@ -226,9 +226,25 @@ def test_a_store_that_is_down_when_it_is_detached_keeps_nothing_waiting() -> Non
     here.cache.store.detach()
     here.cache.step()
     assert len(link.deferred) == 1 and not link.ended
-    here.clock.advance(link.tuning.backup_age_s + 1)
-    here.cache.step()
+    for _ in range(8):  # whoever does not step for long has not asked it
+        here.clock.advance(link.tuning.backup_age_s / 7)
+        here.cache.step()
     assert not len(link.deferred) and link.ended and here.state.counters["backup_dropped_too_old"] == 1
+
+
+def test_what_is_due_is_not_given_up_for_a_pause_in_which_nobody_stepped() -> None:
+    here = rig()
+    link = here.cache._store_tier.link
+    assert link is not None
+    turn(here, 10)
+    link.num_putting += MOST_PUTS  # it is busy
+    here.cache.store.detach()
+    here.cache.step()
+    here.clock.advance(10 * link.tuning.backup_age_s)  # a long pass
+    here.cache.step()
+    link.num_putting -= MOST_PUTS
+    here.settle()
+    assert stored(here, link) == [10] and not here.state.counters["backup_dropped_too_old"]
 
 
 def test_a_follower_that_is_nowhere_but_on_the_device_spares_nobody() -> None:

@@ -114,8 +114,12 @@ class Measured:
 
     @property
     def hidden(self) -> float | None:
-        """The share of fetching in which something else is computed; None where nothing is known to be fetched."""
-        return self.kernels.hidden / self.kernels.fetch if self.kernels is not None and self.kernels.fetch else None
+        """The share of fetching in which something else is computed; None where nothing is known to be fetched, and where near
+        rows are fetched too: these always run beside the pass, and a profile cannot tell them from what a step waits for.
+        """
+        if self.kernels is None or not self.kernels.fetch or self.near:
+            return None
+        return self.kernels.hidden / self.kernels.fetch
 
     def figures(self, count: int) -> dict[str, float | str]:
         found: dict[str, float | str] = {

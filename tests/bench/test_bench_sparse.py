@@ -20,6 +20,7 @@ from gpu.device_time import Span, longest
 from gpu.report import KernelTime, Row, kernels_of
 from sparse.overlap import Shares, shares_of
 from sparse.rig import Rig, Shape, trace_of
+from sparse.served import Measured
 from sparse.split import WAYS, PlainAttention, SplitLayer, merge
 from sparse.traced import TRACES, TracedSelect, Traces
 from stepwell.engine.ops.selection import Picked
@@ -152,6 +153,14 @@ def test_fetching_counts_as_hidden_while_another_kernel_runs() -> None:
     found = shares_of(spans, steps=2)
     assert found == Shares(kernels=(1 + 4 + 4) / 2, resolve=0.5, fetch=3, hidden=1)
     assert shares_of(spans[-1:], steps=1) == Shares(kernels=2, resolve=0, fetch=2, hidden=0)
+
+
+def test_how_much_of_fetching_is_hidden_is_not_told_of_steps_that_also_fetch_near_rows() -> None:
+    """Those run beside the pass whatever a step waits for, by kernels of the same name: the share would be theirs."""
+    kernels = Shares(kernels=9, resolve=1, fetch=4, hidden=2)
+    one, other = (Measured(batch=1, times_s=[1.0], tokens=1, near=near, kernels=kernels) for near in (0.0, 5.0))
+    assert one.hidden == 0.5 and one.figures(8)["of it hidden, %"] == 50
+    assert other.hidden is None and "of it hidden, %" not in other.figures(8)
 
 
 def test_the_kernels_that_took_longest_are_told_for_one_step_and_written_with_their_case() -> None:

@@ -3,8 +3,9 @@
     pass      | resolve | queries of the layer | rows that are there | wait | those that came | attention | experts ...
     beside              | fetch of this layer ------------------------| fetch of the next one that follows the same selection |
 
-Every fetch is waited for in its own layer, so that a recorded step ends with nothing under way. Copies nothing itself, and
-changes neither selections nor slots. Where there are no streams a fetch is done at once.
+Every fetch of what is selected is waited for in its own layer. What is near (`near.py`) comes by the same stream, is waited for
+by the next layer that resolves, and by the end of the pass: so a recorded step ends with nothing under way. Copies nothing
+itself, and knows neither selections nor slots. Where there are no streams a fetch is done at once.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from stepwell.sparse.resolve import Plan
 
 FIRST = -1  # the priority of what a pass waits for soon: its few programs are not to wait behind those of a large product
-AS_ALL = 0  # of what only the next pass wants
+AS_ALL = 0  # of what only the next pass wants, where nothing else comes by the stream
 
 
 class Beside:

@@ -185,7 +185,7 @@ class _Made:
         events = self._output.push(form.said(index, delta))
         if delta.finish is None:
             return events
-        return events + self._output.finish("incomplete" if form.in_call(index) else _status(delta.finish))
+        return events + self._output.finish(_status(delta.finish))
 
     def ended(self, finish: Finish | None, usage: Mapping[str, Any]) -> dict[str, Any]:
         status = _status(finish)

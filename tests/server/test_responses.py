@@ -165,6 +165,11 @@ def test_what_agents_send_by_default_is_taken_and_the_response_says_what_holds(c
     assert last.response.output_text == plain.output_text and last.response.store is False
 
 
+def test_a_format_that_is_null_is_text_and_told_as_that(http: httpx.Client) -> None:
+    made = http.post("/v1/responses", json={**SAID, "input": "How deep?", "text": {"format": None, "verbosity": None}})
+    assert made.status_code == 200 and made.json()["text"] == {"format": {"type": "text"}}
+
+
 def test_an_input_that_is_too_long_is_refused_and_never_cut(http: httpx.Client) -> None:
     refused = http.post("/v1/responses", json={**SAID, "input": "x" * 100_000, "truncation": "auto"})
     assert refused.status_code == 400 and refused.json()["error"]["code"] == "context_length_exceeded"

@@ -91,6 +91,7 @@ class Output:
     def __init__(self) -> None:
         self.items: list[Item] = []
         self._open: Item | None = None
+        self._is_whole = True  # unless that is a call whose arguments have not ended
         self._space = ""  # behind a call: no message, unless text follows
 
     def push(self, piece: Piece) -> list[Event]:
@@ -118,7 +119,7 @@ class Output:
     def _call(self, call: Call) -> list[Event]:
         """A call, or more arguments of the one that is open."""
         events = [] if call.name is None else self._enter(_called(id_of(call), call.name))
-        self._space = ""
+        self._space, self._is_whole = "", call.ends
         if call.arguments:
             self.items[-1]["arguments"] += call.arguments
             events.append(("response.function_call_arguments.delta", {**self._place, "delta": call.arguments}))
@@ -146,14 +147,14 @@ class Output:
     def _enter(self, item: Item) -> list[Event]:
         events = self._close("completed")
         self.items.append(item)
-        self._open = item
+        self._open, self._is_whole = item, True
         return [*events, ("response.output_item.added", {"output_index": len(self.items) - 1, "item": dict(item)})]
 
     def _close(self, status: str) -> list[Event]:
         item, self._open = self._open, None
         if item is None:
             return []
-        item["status"] = status
+        item["status"] = status if self._is_whole else "incomplete"
         if item["type"] == "message":
             part = item["content"][0]
             events: list[Event] = [

@@ -161,6 +161,11 @@ def _format(text: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return {"type": "json_schema", "json_schema": {name: each for name, each in wanted.items() if name != "type"}}
 
 
+def _told(text: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What holds of `text`: fields that are null are as if they were not there."""
+    return {**_PLAIN, **{name: each for name, each in text.items() if each is not None}}
+
+
 class _Made:
     """One response as it grows, in OpenAI's form."""
 
@@ -172,7 +177,7 @@ class _Made:
             "instructions": body.instructions, "max_output_tokens": body.max_output_tokens, "temperature": body.temperature,
             "top_p": body.top_p, "error": None, "metadata": body.metadata or {},
             "parallel_tool_calls": body.parallel_tool_calls is not False, "tool_choice": body.tool_choice or "auto",
-            "previous_response_id": None, "store": False, "text": {**_PLAIN, **(body.text or {})}, "tools": body.tools or [],
+            "previous_response_id": None, "store": False, "text": _told(body.text or {}), "tools": body.tools or [],
             "truncation": "disabled", "max_tool_calls": body.max_tool_calls, "background": False,
             "reasoning": {"effort": (body.reasoning or {}).get("effort"), "summary": None},
         }  # fmt: skip
@@ -185,7 +190,7 @@ class _Made:
         events = self._output.push(form.said(index, delta))
         if delta.finish is None:
             return events
-        return events + self._output.finish("incomplete" if form.in_call(index) else _status(delta.finish))
+        return events + self._output.finish(_status(delta.finish))
 
     def ended(self, finish: Finish | None, usage: Mapping[str, Any]) -> dict[str, Any]:
         status = _status(finish)

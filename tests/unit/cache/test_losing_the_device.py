@@ -92,3 +92,18 @@ def test_open_leases_and_pins() -> None:
     rig.cache.pins.release(pin)
     assert rig.restore(text(1, 17)) == 0
     rig.idle_check()
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_what_is_handed_out_is_held_all_the_same(spec: ModelSpec) -> None:
+    rig = Rig(spec, host_pages=64)
+    rig.serve(text(1, 33))
+    out = rig.cache.hand_out(text(1, 33), ttl_s=60.0)
+    assert out is not None
+    lose(rig)
+    rig.evict_all(Tier.HOST)
+    again = rig.cache.hand_out(text(1, 33), ttl_s=60.0)
+    assert out.pin.held and again is not None and list(again.pages.ids) == list(out.pages.ids)
+    for each in (out, again):
+        rig.cache.pins.release(each.pin)
+    rig.idle_check()

@@ -113,6 +113,30 @@ def test_a_whole_answer_has_the_items_that_a_stream_has(size: int | None) -> Non
     assert [item["arguments"] for item in output.items if "name" in item] == ['{"a": 1}'] * 3
 
 
+@pytest.mark.parametrize("size", [1, None])
+@pytest.mark.parametrize(
+    ("tools", "text", "statuses"),
+    [
+        ("hermes", "<tool_call><function=f><parameter=a>12", ["incomplete", "completed"]),
+        ("gemma4", "<|tool_call>call:f{a:1,b", ["incomplete", "completed"]),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1</tool_call>Done.', ["incomplete", "completed"]),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>Done.', ["completed", "completed"]),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_ca', ["completed"]),
+        ("harmony", "<|channel|>commentary to=functions.f<|message|><|call|>", ["completed"]),
+    ],
+)
+def test_a_call_that_has_not_ended_is_incomplete_whatever_follows(
+    tools: str, text: str, statuses: list[str], size: int | None
+) -> None:
+    parser, output, size = parser_for(tools, None), Output(), size or len(text)
+    for at in range(0, len(text), size):
+        output.push(parser.push(text[at : at + size]))
+    output.push(parser.finish())
+    done = [content["item"] for kind, content in output.finish("completed") if kind == "response.output_item.done"]
+    assert [item["status"] for item in output.items] == statuses and done == output.items[-1:]
+    assert output.items[0]["type"] == "function_call"
+
+
 @pytest.mark.parametrize("name", ["NUMBER", "GET_ARGUMENTS", "NAME"])
 def test_a_tool_may_be_named_as_the_parts_of_a_form_are(name: str) -> None:
     form = CallForm(call="functions.NAME:NUMBER ARGUMENTS")

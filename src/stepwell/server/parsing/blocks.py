@@ -133,7 +133,7 @@ class NamedParser:
         if self.in_call:
             self.in_call = self._nested.end(text, 0) is None
         begun, self._begun = self._begun, True
-        return Piece(calls=(Call(name=None if begun else self._name, arguments=text),))
+        return Piece(calls=(Call(name=None if begun else self._name, arguments=text, ends=not self.in_call),))
 
     def finish(self) -> Piece:
         return Piece() if self._begun else Piece(calls=(Call(name=self._name),))

@@ -95,7 +95,7 @@ def _reader(name: str) -> BlockReader:
         if (yield from source.skip(SPACE)):
             yield from arguments_alone(source, name)
         else:
-            yield Call(name=name, arguments="{}")
+            yield Call(name=name, arguments="{}", ends=True)
         if (yield from source.skip(SPACE)):
             raise ValueError("more than arguments")
 

@@ -24,7 +24,7 @@ class Call:
     name: str | None = None  # None: more arguments of the call before it
     arguments: str = ""
     id: str | None = None  # as the model names it; None where it does not
-    ends: bool = False  # for readers: its arguments are whole with this
+    ends: bool = field(default=False, compare=False)  # its arguments are whole with this
     behind: int = field(default=0, compare=False)  # how many characters of the content that came with it stand before it
 
 
@@ -73,12 +73,12 @@ def joined(pieces: Sequence[Piece]) -> Piece:
 
 def _whole(parts: Sequence[Call]) -> tuple[Call, ...]:
     """Calls with as much of their arguments as there is. The first may go on from one that was told before."""
-    calls: list[tuple[Call, list[str]]] = []
+    calls: list[list[Call]] = []
     for part in parts:
         if part.name is not None or not calls:
-            calls.append((part, []))
-        calls[-1][1].append(part.arguments)
-    return tuple(replace(call, arguments="".join(arguments), ends=False) for call, arguments in calls)
+            calls.append([])
+        calls[-1].append(part)
+    return tuple(replace(call[0], arguments="".join(part.arguments for part in call), ends=call[-1].ends) for call in calls)
 
 
 def portions(text: str) -> Iterator[str]:

@@ -175,16 +175,18 @@ def numbers(seed: int, count: int = 12_000) -> list[int]:
 
 
 def test_the_decode_server_has_most_of_a_long_prompt_before_it_is_asked(pair: Pair) -> None:
-    """Where the decode server gets no processor meanwhile, nothing comes ahead: then another prompt is tried."""
+    """Where the decode server gets no processor meanwhile, nothing comes ahead, and on a busy machine a transfer may be given up
+    and the prompt computed: then another one is tried.
+    """
     for seed in range(10, 20):
         prompt = numbers(seed)
         params = complete(pair.prefill, prompt, 1, kv_transfer_params=ASKED)["kv_transfer_params"]
         answer = complete(pair.decode, prompt, 8, kv_transfer_params=params)
         told = answer["usage"]["prompt_tokens_details"]
-        assert told["cached_tokens"] > 0.9 * len(prompt)
         assert answer["choices"] == complete(pair.prefill, prompt, 8, cache_salt="computed anew")["choices"]
-        if told["store_tokens"] < told["cached_tokens"]:
+        if told["store_tokens"] < told["cached_tokens"] and told["cached_tokens"] > 0.9 * len(prompt):
             break
+    assert told["cached_tokens"] > 0.9 * len(prompt)
     assert 0 < told["store_tokens"] < told["cached_tokens"], "some came ahead, and the rest with the request"
 
 

@@ -36,6 +36,8 @@ def configure(parser: ArgumentParser) -> None:
                         help="when pages go down a tier (default: auto, by the sizes of the tiers)")  # fmt: skip
     parser.add_argument("--durable", action="store_true", help="what is committed goes to the store soon, whatever --write says")
     parser.add_argument("--warm-up", type=int, default=0, metavar="N", help="requests before figures begin (default: 0)")
+    parser.add_argument("--max-model-len", type=int, metavar="N",
+                        help="leave out requests of more tokens, as a server refuses them (default: none)")  # fmt: skip
     parser.add_argument("--whole-blocks", action="store_true", help="cache a prompt's last block even where it is not full")
 
 
@@ -44,11 +46,8 @@ def run(args: Namespace) -> int:
         raise ConfigError(f"--warm-up must be 0 or more, got {args.warm_up}")
     names = tuple(POLICIES) if args.compare else (args.policy,)
     policy = None if args.write == AUTO else WritePolicy(args.write)
-    cases = [
-        replace(case, policy=name, write=policy, durable=args.durable, whole_blocks=args.whole_blocks)
-        for case in cases_of(args)
-        for name in names
-    ]
+    how = {"durable": args.durable, "whole_blocks": args.whole_blocks, "max_model_len": args.max_model_len}
+    cases = [replace(case, policy=name, write=policy, **how) for case in cases_of(args) for name in names]
     reports = [_watch(case, args.warm_up) for case in cases]
     if wants_tables(args):
         _print(reports)

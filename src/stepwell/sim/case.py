@@ -35,6 +35,7 @@ class Case:
     checkpoint_dtype: str | None = None
     page_tokens: int | None = None
     requests: int | None = None  # of the trace, from its start; all where None
+    max_model_len: int | None = None  # longer requests are left out, as a server refuses them
     write: WritePolicy | None = None  # None: by the sizes of the tiers
     durable: bool = False
     whole_blocks: bool = False
@@ -42,6 +43,8 @@ class Case:
     def __post_init__(self) -> None:
         if self.requests is not None and self.requests < 1:
             raise ConfigError(f"requests must be 1 or more, got {self.requests}")
+        if self.max_model_len is not None and self.max_model_len < 1:
+            raise ConfigError(f"--max-model-len must be 1 or more, got {self.max_model_len}")
 
     def setup(self) -> Setup:
         """The model, the tiers and the machine. Raises ConfigError and SpecError."""
@@ -70,15 +73,16 @@ class Case:
 
     def part_of(self, trace: Trace) -> Trace:
         """As much of the opened trace as is to be served."""
-        return trace if self.requests is None else Beginning(trace, self.requests)
+        return Part(trace, self.requests, self.max_model_len)
 
 
-class Beginning:
-    """The first `most` requests of a trace."""
+class Part:
+    """The first `most` requests of a trace, without those of more than `longest` tokens; all where None."""
 
-    def __init__(self, trace: Trace, most: int) -> None:
+    def __init__(self, trace: Trace, most: int | None, longest: int | None) -> None:
         self._trace = trace
         self._most = most
+        self._longest = longest
 
     @property
     def name(self) -> str:
@@ -89,4 +93,6 @@ class Beginning:
         return self._trace.block_tokens
 
     def __iter__(self) -> Iterator[TraceRequest]:
-        return islice(iter(self._trace), self._most)
+        for request in islice(iter(self._trace), self._most):
+            if self._longest is None or request.prompt_tokens + request.output_tokens <= self._longest:
+                yield request

@@ -13,7 +13,7 @@ from small_traces import BLOCK, ListTrace, request, setup
 from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.meters import ManualClock
-from stepwell.sim.case import Beginning, Case
+from stepwell.sim.case import Case, Part
 from stepwell.sim.files import write_trace
 from stepwell.sim.hardware import Hardware
 from stepwell.sim.plan import GIB, Plan, speed_up
@@ -177,7 +177,7 @@ def test_the_beginning_of_a_trace_is_its_first_requests(tmp_path: Path) -> None:
     write_trace(path, [request(float(at), [at]) for at in range(5)], block_tokens=BLOCK, source="test")
     assert [each.at_s for each in case_of(trace=path, requests=2).open_trace()] == [0.0, 1.0]
     assert len(list(case_of(trace=path, requests=99).open_trace())) == 5
-    assert Beginning(case_of(trace=path).open_trace(), 1).name == "t.jsonl"
+    assert Part(case_of(trace=path).open_trace(), 1, None).name == "t.jsonl"
     with pytest.raises(ConfigError, match="requests must be"):
         case_of(requests=0)
 

@@ -65,6 +65,19 @@ def test_the_first_requests_can_be_replayed_alone_and_any_tier_left_out(trace: P
     assert (figures["requests"], figures["host_size_bytes"]) == (5, 0)
 
 
+def test_requests_longer_than_a_server_takes_are_left_out(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def replayed(*more: str) -> dict[str, int]:
+        assert main(["replay", str(trace), *MODEL, "--json", "-", *more]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    every = replayed()
+    mean = (every["prompt_tokens"] + every["output_tokens"]) // every["requests"]
+    shorter = replayed("--max-model-len", str(mean))
+    assert 0 < shorter["requests"] < every["requests"]
+    assert shorter["prompt_tokens"] + shorter["output_tokens"] <= mean * shorter["requests"]
+    assert replayed("--max-model-len", str(10**9))["requests"] == every["requests"]
+
+
 def test_a_converted_trace_replays_alike(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = tmp_path / "plain.jsonl"
     assert main(["trace", "convert", str(trace), str(other)]) == 0
@@ -87,6 +100,7 @@ def test_a_converted_trace_replays_alike(trace: Path, tmp_path: Path, capsys: py
         (("--hardware", "warp=9"), "hardware has no 'warp'"),
         (("--warm-up", "-1"), "--warm-up"),
         (("--requests", "0"), "requests must be 1 or more"),
+        (("--max-model-len", "0"), "--max-model-len must be 1 or more"),
         (("--policy", "lru", "--compare"), "not allowed with argument --policy"),
         (("--device", "1MiB"), "cannot hold one page"),
     ],

@@ -95,7 +95,7 @@ class FakeDevice:
         self._pass_s, self._step_s = pass_s, step_s
         self._ends_s = 0.0  # when all that was queued is done
         self._vocab = engine.vocab_size
-        engine._reads_later = True  # as on CUDA
+        engine.passing.reads_later = True  # as on CUDA
         hook(engine, self._forward, self._to_host)
 
     def _forward(self, batch: Batch) -> torch.Tensor:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
-from stepwell.engine import Ask, Engine, Sampling
+from stepwell.engine import Ask, Engine, Sampling, load_engine
 
 CLEAR = 0.01  # by how much the chosen token's logprob is above the next one's
 SAME = 0.002  # how far a logprob may be from the known one: rounding is a hundred times less
@@ -62,7 +62,7 @@ def known_answers(model: str, shape: Shape, seed: int) -> list[Known]:
     shared = [_text(random, shape.instruction_tokens) for _ in range(shape.instructions)]
     sessions = [random.choice(shared) for _ in range(shape.sessions)]
     found: list[Known] = []
-    with Engine.load(model, device="cpu", host_memory="0") as engine:
+    with load_engine(model, device="cpu", host_memory="0") as engine:
         for _ in range(shape.turns):
             asked = _turn(engine, sessions, shape, random, first=len(found))
             found += asked

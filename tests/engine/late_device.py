@@ -36,7 +36,7 @@ class LateDevice:
         self._work: list[list[Callable[[], object]]] = []  # of each pass, in order
         self._places: list[tuple[int, torch.Tensor]] = []  # tokens of the next pass, and where they are found once it is computed
         self._vocab, self._forward, self._run = engine.vocab_size, engine._runner._forward, engine._runner.run
-        engine._reads_later = True
+        engine.passing.reads_later = True
         engine._runner._forward = self._queue
         monkeypatch.setattr(engine._runner, "run", self._noted)
         monkeypatch.setattr(engine._runner, "start", partial(self._start, engine))

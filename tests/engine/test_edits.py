@@ -95,7 +95,7 @@ def asks(count: int = 40) -> list[Ask]:
 
 def ahead(**settings: Any) -> Engine:
     engine = small(**settings)
-    engine._reads_later = True
+    engine.passing.reads_later = True
     return engine
 
 
@@ -187,7 +187,7 @@ def test_stop_tokens_end_an_answer_but_not_before_its_least_length() -> None:
 
 def test_stop_strings_within_the_least_length_do_not_end_an_answer() -> None:
     with small() as engine:
-        engine.text = Letters()  # type: ignore[assignment]
+        engine._intake._text = Letters()  # type: ignore[assignment]
         text = "".join(delta.text for delta in one(engine, max_tokens=30))
         ended = one(engine, max_tokens=30, stop=(text[10],))
         assert ended[-1].stop_reason == text[10] and "".join(each.text for each in ended) == text[: text.index(text[10])]

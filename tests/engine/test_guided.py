@@ -90,7 +90,7 @@ def test_answers_follow_their_grammars_and_end(expected: list[str]) -> None:
 
 def test_engines_that_read_later_and_engines_with_drafts_answer_alike(expected: list[str]) -> None:
     with guided_engine() as engine:
-        engine._reads_later = True
+        engine.passing.reads_later = True
         assert [text_of(deltas) for deltas in run(engine, asks(engine))] == expected
     with guided_engine(draft=True) as engine:
         found = run(engine, asks(engine))

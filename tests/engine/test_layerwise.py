@@ -62,7 +62,7 @@ def test_a_pass_that_begins_while_layers_arrive_waits_for_each(family: str) -> N
 def test_one_new_token_waits_like_many(family: str, reads_later: bool) -> None:
     known = greedy(prompt(97), 4)
     with small(family) as engine:
-        engine._reads_later = reads_later
+        engine.passing.reads_later = reads_later
         loads = ArrivingLoads(engine)
         loads.late = 3
         served(engine, known)
@@ -228,7 +228,7 @@ def test_a_random_schedule_answers_as_plain_loading(family: str, seed: int) -> N
     asks = [greedy(random.choice(prompts) + prompt(random.randrange(1, 50), seed=at), 3) for at in range(20)]
     with small(family, device_memory="512KiB", limits=Limits(chunk_tokens=64, max_running=3)) as engine:
         loads = ArrivingLoads(engine)
-        engine._reads_later, loads.late = seed % 2 == 0, seed % 3  # the first as on CUDA
+        engine.passing.reads_later, loads.late = seed % 2 == 0, seed % 3  # the first as on CUDA
         loads.queued = lambda plan: random.random() < 0.8
         loads.ends_early = lambda plan: random.random() < 0.15
         loads.fails = lambda plan: random.random() < 0.15

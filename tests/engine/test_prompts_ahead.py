@@ -210,7 +210,7 @@ def test_too_little_room_changes_no_answer(monkeypatch: pytest.MonkeyPatch) -> N
     limits = Limits(chunk_tokens=48, max_running=6)
     many = [greedy(prompt(100 + 10 * at, seed=at), 60) for at in range(8)]
     with small(limits=limits, device_memory="512KiB", host_memory="1MiB") as engine:
-        engine._reads_later = True
+        engine.passing.reads_later = True
         found = run(engine, many)
         assert sum(deltas[-1].usage.preemptions for deltas in found) > 0, "this was to be tight"
     assert [tokens_of(deltas) for deltas in found] == expected("llama", many, limits=limits)
@@ -219,9 +219,9 @@ def test_too_little_room_changes_no_answer(monkeypatch: pytest.MonkeyPatch) -> N
 def test_nobodys_room_is_taken_while_a_pass_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """What that pass computed in it would be lost."""
     with small() as engine:
-        engine._reads_later = True
+        engine.passing.reads_later = True
         engine.submit(greedy(prompt(40), 50))
-        run_until(engine, lambda: engine._unread is not None)
+        run_until(engine, lambda: engine.passing.unread is not None)
 
         def none_left(*_: object) -> None:
             raise NoRoom("none", waiting=False)
@@ -238,7 +238,7 @@ def test_nobodys_room_is_taken_while_a_pass_is_not_read(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mamba2"])
 def test_a_prompt_that_is_aborted_in_the_middle_leaves_the_others_as_they_are(family: str) -> None:
     with small(family) as engine:
-        engine._reads_later = True
+        engine.passing.reads_later = True
         kept, gone = engine.submit(greedy(prompt(300), 20)), engine.submit(greedy(prompt(400, seed=4), 20))
         deltas = run_until(engine, lambda: (each := engine._answering.requests.get(gone)) is not None and each.reached > 0)
         engine.abort(gone)
@@ -251,7 +251,7 @@ def test_a_prompt_that_is_aborted_in_the_middle_leaves_the_others_as_they_are(fa
 def test_a_prompt_that_is_put_back_in_the_middle_begins_again_from_what_was_read() -> None:
     ask = greedy(prompt(400), 20)
     with small() as engine:
-        engine._reads_later = True
+        engine.passing.reads_later = True
         number = engine.submit(ask)
         request = engine._answering.requests[number]
         deltas = run_until(engine, lambda: 0 < request.position < request.reached < len(ask.tokens))
@@ -267,7 +267,7 @@ def test_a_prompt_that_is_put_back_in_the_middle_begins_again_from_what_was_read
 
 def test_a_pass_that_cannot_be_queued_ends_its_requests_and_leaves_the_cache_sound(monkeypatch: pytest.MonkeyPatch) -> None:
     with small() as engine:
-        engine._reads_later = True
+        engine.passing.reads_later = True
         number, tokens = engine.submit(greedy(prompt(400), 4)), prompt(400)
         request = engine._answering.requests[number]
         run_until(engine, lambda: request.position > 0)
@@ -288,7 +288,7 @@ def test_a_pass_that_cannot_be_queued_ends_its_requests_and_leaves_the_cache_sou
 
 def test_a_prompt_whose_numbers_break_ends_alone_and_its_last_chunk_is_nobodys() -> None:
     with small() as engine:
-        engine._reads_later = True
+        engine.passing.reads_later = True
         run_pass = engine._runner.run
 
         def spoiled(chunks: Any, **more: Any) -> Any:
@@ -314,7 +314,7 @@ def test_logprobs_are_those_of_an_engine_that_reads_at_once() -> None:
     with small() as engine:
         told = run(engine, many)
     with small() as engine:
-        engine._reads_later = True
+        engine.passing.reads_later = True
         found = run(engine, many)
     assert [tokens_of(each) for each in found] == [tokens_of(each) for each in told]
     assert [sum(len(delta.logprobs) for delta in each) for each in found] == [0, 6, 0, 6]

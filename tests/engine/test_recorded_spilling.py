@@ -118,7 +118,7 @@ def test_steps_go_ahead_also_where_rows_must_leave_for_them(family: str, seed: i
     """Devices are too small, and some requests are aborted."""
     memory = ("1000KiB", "1100KiB", "1300KiB")[seed] if family == "glm_moe_dsa" else ("700KiB", "680KiB", "800KiB")[seed]
     engine, _ = played(monkeypatch, family, device_memory=memory, host_memory="3MiB", hot_rows=(0, PAGE, 3 * PAGE)[seed])
-    engine._reads_later = True
+    engine.passing.reads_later = True
     poison_freed(engine)
     ahead, shed, plan_ahead, random = [0], [0], Scheduler.plan_ahead, Random(seed)
 

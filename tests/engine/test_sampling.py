@@ -178,7 +178,7 @@ def test_answers_do_not_depend_on_the_batch_the_order_the_chunks_or_the_room(ahe
     preemptions = 0
     for settings in ({}, {"limits": Limits(chunk_tokens=24, max_running=3)}, {"device_memory": "192KiB", "host_memory": "1MiB"}):
         with small(**settings) as engine:
-            engine._reads_later = ahead
+            engine.passing.reads_later = ahead
             for turn in range(2):  # the second time from the cache
                 order = Random(turn).sample(range(len(many)), len(many))
                 found = run(engine, [many[at] for at in order])

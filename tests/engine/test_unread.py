@@ -23,7 +23,7 @@ FAMILIES = ["llama", "mistral", "gemma3", "qwen3_next", "deepseek_v3"]
 def ahead(family: str = "llama", **settings: Any) -> Engine:
     """As on CUDA: what the device chooses is read one pass later."""
     engine = small(family, **settings)
-    engine._reads_later = True
+    engine.passing.reads_later = True
     return engine
 
 
@@ -102,7 +102,7 @@ def test_an_aborted_request_leaves_the_others_as_they_are() -> None:
         engine.abort(gone)
         deltas += run_to_the_end(engine)
         assert tokens_of([delta for delta in deltas if delta.request == kept]) == expected
-        assert engine._unread is None
+        assert engine.passing.unread is None
         engine.cache.audit()
 
 
@@ -129,7 +129,7 @@ def test_a_pass_that_fails_gives_no_page_back_while_the_one_before_it_runs(monke
         number = engine.submit(greedy(prompt(20), 60))
         for _ in range(6):
             engine.step()
-        assert engine._unread is not None
+        assert engine.passing.unread is not None
 
         def failing(*_: object, **more: object) -> None:
             raise RuntimeError("the kernel broke")
@@ -172,7 +172,7 @@ def test_tokens_of_a_lease_that_was_given_back_are_dropped(temperature: float) -
     with ahead() as engine:
         number = engine.submit(ask)
         deltas = [delta for _ in range(6) for delta in engine.step()]
-        assert engine._unread is not None
+        assert engine.passing.unread is not None
         engine.scheduler.put_back(engine._answering.requests[number])
         deltas += run_to_the_end(engine)
         assert tokens_of(deltas) == expected

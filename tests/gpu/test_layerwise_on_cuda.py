@@ -48,7 +48,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 def recording(family: str, **settings: object) -> Recorded:
     recorded = Recorded(family, device="cuda", **{"layerwise": True, **settings})
-    recorded.engine._reads_later = False  # tokens are read at once, so that every row of logits is noted
+    recorded.engine.passing.reads_later = False  # tokens are read at once, so that every row of logits is noted
     return recorded
 
 

@@ -48,8 +48,8 @@ def test_every_chunk_is_queued_before_the_one_before_it_is_read(family: str, dty
     on_cuda: dict[str, Any] = {"device": "cuda", "dtype": dtype, **MEMORY}
     asks = [greedy(prompt(300 + at, seed=at), 8) for at in range(3)]
     with small(family, **on_cuda) as engine:
-        assert engine._reads_later, "decode steps of this family ask the host"
-        engine._reads_later = False
+        assert engine.passing.reads_later, "decode steps of this family ask the host"
+        engine.passing.reads_later = False
         expected = [tokens_of(deltas) for deltas in run(engine, asks)]
     with small(family, **on_cuda) as engine:
         log = log_of(engine)
@@ -63,7 +63,7 @@ def test_every_chunk_is_queued_before_the_one_before_it_is_read(family: str, dty
 @pytest.mark.parametrize("family", FAMILIES)
 def test_prompts_that_were_read_later_resume_from_the_host_to_the_same_bits(family: str, dtype: str) -> None:
     at_once = Recorded(family, device="cuda", dtype=dtype)
-    at_once.engine._reads_later = False
+    at_once.engine.passing.reads_later = False
     expected = script(at_once, seed=3)
     at_once.close()
     later = Recorded(family, device="cuda", dtype=dtype)

@@ -121,8 +121,8 @@ def answers(family: str, *, ahead: bool) -> tuple[list[list[int]], int]:
     many = [warm, replace(warm, top_p=0.9), replace(warm, top_k=20, top_p=0.95), Sampling(max_tokens=60)]
     asks = [Ask(tokens=prompt(20 + at, seed=at), sampling=sampling) for at, sampling in enumerate(many)]
     with small(family, device="cuda", dtype="fp32", device_memory="16MiB", host_memory="16MiB") as engine:
-        assert engine._reads_later, "decode steps of this family ask the host"
-        engine._reads_later = ahead
+        assert engine.passing.reads_later, "decode steps of this family ask the host"
+        engine.passing.reads_later = ahead
         run_pass = engine._runner.run
 
         def noted(chunks: Sequence[Chunk], **more: Any) -> torch.Tensor:

@@ -28,7 +28,7 @@ def test_the_next_prompt_resumes_behind_the_last_full_page_of_the_answer(family:
     turns = {}
     for where in ("device", "host", "cold"):
         recorded = Recorded(family, placement=AS_SHIPPED)
-        recorded.engine._reads_later = reads_later
+        recorded.engine.passing.reads_later = reads_later
         first = recorded.play(PROMPT, answer=3 * PAGE - 2)
         follow = [*PROMPT, *first.tokens, *NEXT]
         if where == "host":

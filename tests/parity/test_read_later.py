@@ -19,7 +19,7 @@ def test_prompts_that_are_read_later_leave_the_same_bits(family: str) -> None:
     expected = script(at_once, seed=3)
     at_once.close()
     later = Recorded(family)
-    later.engine._reads_later = True
+    later.engine.passing.reads_later = True
     for then in expected:
         later.evict_to_host()
         now = later.play(then.prompt)

@@ -117,7 +117,7 @@ def test_no_line_ever_has_a_prompt_or_an_answer(
         assert http.post("/v1/chat/completions", json={"model": NAME, "messages": PROMPT}).status_code == 400
         admin = {"Authorization": f"Bearer {ADMIN}"}
         assert http.post("/cache/explain", json={"prompt": PROMPT, "tenant": "alice"}, headers=admin).status_code == 200
-        monkeypatch.setattr(served.engine, "_compute", _broken)
+        monkeypatch.setattr(served.engine.passing, "compute", _broken)
         assert http.post("/v1/completions", json=body).status_code == 500
     assert "a pass failed" in caplog.messages and len(ended(caplog)) == 4
     forms = _Text(), _Json()

@@ -1,6 +1,6 @@
 """A small serving engine: a model, a cache, a queue. One `step` is one pass over everybody's next tokens.
 
-    engine = Engine.load("gemma-3-270m", store="log:/var/cache/stepwell")
+    engine = load_engine("gemma-3-270m", store="log:/var/cache/stepwell")
     answer = engine.generate("Once upon a time", max_tokens=32)
 
 One thread only; `EngineLoop` runs one behind a server.
@@ -9,7 +9,6 @@ One thread only; `EngineLoop` runs one behind a server.
 from __future__ import annotations
 
 import logging
-import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -17,20 +16,21 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
-from stepwell.base.errors import BadTokens, ConfigError, StepwellError
+from stepwell.base.errors import ConfigError, StepwellError
 from stepwell.base.meters import Clock, SystemClock
 from stepwell.cache.facade import Cache
 from stepwell.cache.report import StepReport
 from stepwell.engine.answering import Answering
-from stepwell.engine.footprint import Footprint, longest_request
+from stepwell.engine.footprint import Footprint
 from stepwell.engine.guided import Guides
+from stepwell.engine.intake import Intake
 from stepwell.engine.passes.spilling import SpillReport
-from stepwell.engine.request import Ask, Chunk, Delta, Finish, Request, Sampling, TokenLogprob, Usage
-from stepwell.engine.runner import RANK_LOST, Passes, PassesLost, RanksReport, Runner
+from stepwell.engine.passing import Passing
+from stepwell.engine.request import Ask, Delta, Finish, Sampling, TokenLogprob, Usage
+from stepwell.engine.runner import RANK_LOST, Passes, PassesLost, RanksReport
 from stepwell.engine.scheduler import MAX_FAILED_LEASES, Limits, Scheduler
 from stepwell.engine.speculation import Speculation
-from stepwell.engine.text import StopFinder, Text
-from stepwell.engine.unread import Unread
+from stepwell.engine.text import Text
 from stepwell.store.api import Store
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class Answer:
 
 
 class Engine:
-    """Made by `stepwell.engine.build.load_engine`, which `Engine.load` calls."""
+    """Made by `stepwell.engine.load_engine`, and by what else is in `build.py`."""
 
     def __init__(
         self,
@@ -81,27 +81,18 @@ class Engine:
         self.scheduler = Scheduler(cache, self.limits, self.clock, None if speculation is None else speculation.ahead)
         self.stores = [] if store is None else [store]  # that it closes: the attached one, and those on their way out
         self.on_detached: Callable[[Store], None] = self._close_detached  # told when nothing uses a store any more
-        self.passes = 0
-        self._failed_kernels = 0
-        self._unread: Unread | None = None  # the pass that runs while its requests are already planned further
-        self._reads_later = speculation is None and isinstance(runner, Runner) and runner.goes_ahead
         self._runner = runner
         self._speculation = speculation
         self._gone: PassesLost | None = None  # why passes will never run again
         self.lost: str | None = None  # why nothing can be computed now: which rank was lost, until new ones run
         selector = runner.facts.selector
         self._answering = Answering(cache, self.scheduler, self.clock, dense_tokens=None if selector is None else selector.count)
-        self._eos_ids = eos_ids
-        self._last_id = 0
+        self.passing = Passing(runner, speculation, cache, self.scheduler, self._answering)
+        self._intake = Intake(
+            cache, text, runner.facts, self.clock, chunk_tokens=self.limits.chunk_tokens, max_context=max_context,
+            max_alone=self.max_alone, eos_ids=eos_ids,
+        )  # fmt: skip
         self._streams: dict[int, deque[Delta]] = {}
-        self._longest: dict[int, int] = {}  # tokens that a request may have, by pages of it that may spill
-
-    @classmethod
-    def load(cls, model: str, **settings: Any) -> Engine:
-        """An engine for a checkpoint by path or name; settings as in `EngineConfig`. Raises ConfigError."""
-        from stepwell.engine.build import load_engine
-
-        return load_engine(model, **settings)
 
     @property
     def vocab_size(self) -> int:
@@ -126,6 +117,11 @@ class Engine:
         return self._runner.ranks
 
     @property
+    def passes(self) -> int:
+        """How many were run."""
+        return self.passing.count
+
+    @property
     def num_open(self) -> int:
         """Requests that wait or run."""
         return len(self._answering.requests)
@@ -138,56 +134,10 @@ class Engine:
         """
         if self._gone is not None:
             raise PassesLost(f"rank {self._gone.rank} was lost, and nothing can be computed without it", rank=self._gone.rank)
-        sampling = ask.sampling
-        if sampling.prompt_logprobs is not None:
-            ask = replace(ask, use_cache=False)  # what is cached would not be computed, and nothing could be told of it
-        most = self._most_tokens(ask)
-        room = most - len(ask.tokens)
-        if room < 1 or (sampling.max_tokens or 0) > room:
-            raise ConfigError(
-                f"{len(ask.tokens)} prompt tokens and {sampling.max_tokens or 1} to come exceed the {most} "
-                f"that this server can hold; shorten the prompt or ask for less"
-                + (", or use the cache" if not ask.use_cache and most < self.max_context else "")
-            )
-        if len(ask.tokens) and not 0 <= min(ask.tokens) <= max(ask.tokens) < self.vocab_size:
-            raise BadTokens(f"token ids must be from 0 to {self.vocab_size - 1}")
-        named = [*sampling.stop_token_ids, *(token for token, _ in sampling.logit_bias)]
-        if named and not 0 <= min(named) <= max(named) < self.vocab_size:
-            raise BadTokens(f"stop_token_ids and logit_bias must name tokens from 0 to {self.vocab_size - 1}")
-        if sampling.stop and self.text is None:
-            raise ConfigError("stop strings need a tokenizer, and this model has none")
-        keeps_on = sampling.ignore_eos and ask.guide is None  # behind the end of a grammar nothing can come
-        self._last_id += 1
-        arrived_s = ask.arrived_s if ask.arrived_s is not None else self.clock.now()
-        request = Request(
-            id=self._last_id,
-            ask=ask,
-            namespace=self.cache.namespace_for(salt=ask.salt, tenant=ask.tenant),
-            max_tokens=sampling.most_tokens(room),
-            stream=self.text.stream(ask.tokens, special=sampling.show_special) if self.text is not None else None,
-            stops=StopFinder(sampling.stop),
-            ends_on=frozenset(sampling.stop_token_ids) | (frozenset() if keeps_on else self._eos_ids),
-            seed=secrets.randbits(64) if sampling.seed is None else sampling.seed,
-            arrived_s=arrived_s,
-            entered_s=self.clock.now(),
-            waits_since_s=arrived_s,
-            tokens=list(ask.tokens),
-        )
+        request = self._intake.request(ask)
         self.scheduler.enter(request)
         self._answering.requests[request.id] = request
         return request.id
-
-    def _most_tokens(self, ask: Ask) -> int:
-        """How many tokens a request may have in all: rows of answers that pick are not published, and stay on the device."""
-        selector = self._runner.facts.selector
-        if not ask.use_cache or selector is None or self.cache.spec.spill is None:
-            return self.max_context if ask.use_cache else self.max_alone
-        size = self.cache.spec.page_tokens
-        pages = max(len(ask.tokens), selector.count) // size
-        if pages not in self._longest:  # whole pages spill, so that there are few different answers
-            longest = longest_request(self.cache, self.limits.chunk_tokens, spills_upto=pages * size, most=self.max_context)
-            self._longest[pages] = longest
-        return self._longest[pages]
 
     def abort(self, number: int) -> None:
         """Ends a request, at any moment; unknown or ended ones are ignored."""
@@ -206,7 +156,7 @@ class Engine:
         except PassesLost as error:
             self._lose(error)
         except BaseException as error:
-            self._unread = None
+            self.passing.forget()
             self._runner.wait()  # a pass that was queued before still writes into pages that are given back now
             self._fail_active(f"{type(error).__name__}: {error}")  # what it left in their pages is not known
             raise
@@ -220,19 +170,19 @@ class Engine:
         self._settle(self.cache.step())
         self.scheduler.admit()
         self._end_failed()
-        self._go_ahead()
-        if self._unread is None:
+        self.passing.go_ahead()
+        if self.passing.unread is None:
             chunks = self.scheduler.plan()
             self._end_failed()
             if chunks:
-                self._compute(chunks)
+                self.passing.compute(chunks)
 
     @property
     def idle(self) -> bool:
         """Whether a step would only wait: for copies, for the store, or for nothing at all."""
         if self.lost is not None:
             return True
-        return self._unread is None and not any(request.runs for request in self.scheduler.active.values())
+        return self.passing.unread is None and not any(request.runs for request in self.scheduler.active.values())
 
     @property
     def pause_s(self) -> float:
@@ -263,7 +213,7 @@ class Engine:
             self.step()
         self.step()
         self._runner.warm_up(self.cache, self.max_alone)
-        self._count_fallbacks()
+        self.passing.count_fallbacks()
         return time.monotonic() - began_s
 
     def generate(self, prompt: str | Sequence[int], **more: Any) -> Answer:
@@ -314,7 +264,7 @@ class Engine:
         """Ends all requests, waits for what is to be kept, and stops."""
         for number in list(self._answering.requests):
             self.abort(number)
-        self._unread = None
+        self.passing.forget()
         try:
             self._runner.wait()  # for what it still writes into memory that would be given to others
             if not self.cache.close():
@@ -365,8 +315,8 @@ class Engine:
         """What ran passes is gone, and the device tier with it. Requests of theirs fail; others wait for new ranks, if any come.
         What the host and the store have is as good as before.
         """
-        self._unread, self.lost = None, str(error)
-        self._failed_kernels = 0  # new ranks try them again
+        self.passing.forget(kernels=True)  # new ranks try them again
+        self.lost = str(error)
         self.cache.counters.add("rank_losses")
         told = f"{RANK_LOST}{error.rank}: ask again"
         self._fail_active(told)
@@ -384,62 +334,3 @@ class Engine:
     def _fail_active(self, error: str) -> None:
         for request in list(self.scheduler.active.values()):
             self._answering.end(request, Finish.FAILED, error=error)
-
-    def _go_ahead(self) -> None:
-        """Starts the pass behind the one that is not read yet, where there is one to start; then reads that one."""
-        before, self._unread = self._unread, None
-        if before is None:
-            return
-        chunks = self.scheduler.plan_ahead()
-        if chunks and self._can_be_read_later(chunks):
-            self._start(chunks, before)
-        self._answering.take(before)
-        self._begins(chunks if self._unread is not None else ())
-
-    def _can_be_read_later(self, chunks: Sequence[Chunk]) -> bool:
-        """Whether the host needs no more of a pass than its tokens, and may read them while the next one runs."""
-        return self._reads_later and not any(chunk.arriving or _needs_host(chunk) for chunk in chunks)
-
-    def _start(self, chunks: Sequence[Chunk], before: Unread | None = None) -> None:
-        """Starts a pass that is read when the next one was started."""
-        assert isinstance(self._runner, Runner), f"{self._runner} is read before the next pass"
-        self._unread = self._runner.start(chunks, before)
-        for chunk in chunks:
-            chunk.request.started = chunk.end
-        self.passes += 1
-        self._count_fallbacks()
-
-    def _begins(self, chunks: Sequence[Chunk]) -> None:
-        """The device begins with these only now, for it was busy with the pass before: how long prompts take is measured."""
-        for chunk in chunks:
-            lease = chunk.request.lease
-            if lease is not None and chunk.start < lease.prompt_tokens:
-                self.cache.begins(lease)
-
-    def _compute(self, chunks: Sequence[Chunk]) -> None:
-        if self._can_be_read_later(chunks):
-            self._start(chunks)
-            return
-        if self._speculation is None:
-            chosen = self._runner.choose(chunks)
-        else:
-            assert isinstance(self._runner, Runner), "drafts are for models in this process"
-            chunks, logits = self._speculation.run(chunks, self._runner)
-            chosen = self._runner.choices(chunks, logits)
-        self.passes += 1
-        self._count_fallbacks()
-        self._answering.choose(chunks, chosen)
-
-    def _count_fallbacks(self) -> None:
-        """Kernels of the model and of its draft that failed in this pass, and run in plain torch from now on."""
-        draft = None if self._speculation is None else self._speculation.kernels
-        failed = len(self._runner.kernels.failed) + (0 if draft is None else len(draft.failed))
-        if failed > self._failed_kernels:
-            self.cache.counters.add("kernel_fallbacks", failed - self._failed_kernels)
-            self._failed_kernels = failed
-
-
-def _needs_host(chunk: Chunk) -> bool:
-    """Whether the host computes something from a chunk's logits, or has to know its token before the next is chosen."""
-    sampling = chunk.request.ask.sampling
-    return bool(chunk.told) or (chunk.completes and (sampling.logprobs is not None or chunk.request.needs_tokens))

@@ -196,9 +196,10 @@ def test_the_operator_sees_what_each_tenant_has_in_memory(two: Clients) -> None:
         assert quotas == [None, found.size_bytes // 2]
 
 
-def test_a_tenant_over_its_memory_quota_loses_its_own_and_is_told_why() -> None:
+@pytest.mark.parametrize("write", [WritePolicy.THROUGH, WritePolicy.ADAPTIVE, WritePolicy.BACK])
+def test_a_tenant_over_its_memory_quota_loses_its_own_and_is_told_why(write: WritePolicy) -> None:
     limited = (tenant("alice", memory_quota=0.2), tenant("bob"))
-    sizes = {"device_memory": "512KiB", "host_memory": "512KiB", "write": WritePolicy.THROUGH}
+    sizes = {"device_memory": "512KiB", "host_memory": "512KiB", "write": write}
     with running(tenants=limited, **sizes) as made, ExitStack() as stack:
 
         def client(name: str) -> httpx.Client:

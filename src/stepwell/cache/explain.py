@@ -213,6 +213,9 @@ def _missing_checkpoint(state: CacheState, match: Match) -> Explanation:
         if losses:
             _, loss = max(losses, key=lambda pair: pair[0])
             return _because_of(state, match, loss, states)
+    behind = _loss_after(state, match)  # and the checkpoints that stood there with it
+    if behind is not None:
+        return _because_of(state, match, behind, states)
     return _because(state, match, Cause.NO_CHECKPOINT, states=states)
 
 

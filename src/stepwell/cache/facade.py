@@ -83,8 +83,8 @@ class Cache(ReadOnlyCache):
         request = _request(hints, priority, ttl_s)
         if ticket is not None and (ticket.namespace, ticket.packed) != (match.namespace, match.packed):
             raise LeaseError("this ticket is for another prompt")
-        from_store = ticket.from_store if ticket is not None else None
-        lease = restore.acquire(self._state, match, request, self._leases.next_id(), self.release, from_store)
+        told = (ticket.from_store, ticket.known_pages) if ticket is not None else (None, 0)
+        lease = restore.acquire(self._state, match, request, self._leases.next_id(), self.release, *told)
         lease.computing_since_s = self._state.clock.now()
         lease.publishes = publish
         self._leases.add(lease)

@@ -25,6 +25,7 @@ from stepwell.base.prompt import Namespace, PageKey
 from stepwell.base.tasks import ItemStatus, Outcome, PageIds, PutCheckpoint, PutPages, Relevel
 from stepwell.memory.arena import READY
 from stepwell.policy.store_use import BreakerState
+from stepwell.policy.value import Place
 from stepwell.store_tier.link import Beliefs, StoreLink
 from stepwell.store_tier.ops import Call
 from stepwell.tiers.state import CacheState, Leaving
@@ -137,7 +138,8 @@ class _Stretch:
 
 def put_path(state: CacheState, link: StoreLink, node: Node, *, beyond: int = 0) -> bool:
     """Sends off what pages the store lacks of a path, and defers its checkpoints; false when more is left than fits into
-    one operation. Nodes up to page `beyond` are left out: they go down when they leave memory.
+    one operation. Nodes up to page `beyond` are left out: they go down when they leave memory. If what was sent is of use without
+    a checkpoint, they are owed from now on; else its checkpoint sees to that.
     """
     path = node.path()
     namespace = link.namespace_of(state, node)
@@ -146,7 +148,7 @@ def put_path(state: CacheState, link: StoreLink, node: Node, *, beyond: int = 0)
     layout = state.arena(Tier.HOST).layout
     room = max(int(min(CHUNK_BYTES, layout.size_bytes * CHUNK_SHARE)) // layout.strides[Kind.PREFIX], 1)
     stretch = _Stretch(first=0, end=0)
-    covered = 0
+    covered, room_before = 0, room
     for each in path:
         if each.expires_at < inf:
             break  # what has a time to live stays in memory
@@ -168,6 +170,8 @@ def put_path(state: CacheState, link: StoreLink, node: Node, *, beyond: int = 0)
         if stored < each.num_pages and not (link.is_late and room > 0 and will_follow(each)):
             break
     _put_stretch(state, link, namespace, stretch)
+    if room < room_before and state.spec.free_step is not None:
+        link.beliefs.note_owed(node, beyond)
     if not link.is_late:
         _defer_backups(state, link, path, upto=covered)
     return room > 0
@@ -183,7 +187,8 @@ def _put_stretch(state: CacheState, link: StoreLink, namespace: Namespace, stret
     size_bytes = len(ids) * state.arena(Tier.HOST).layout.strides[Kind.PREFIX]
     link.put_began(size_bytes, state.clock.now())
     task = PutPages(parent=parent, first=first, keys=tuple(keys), ids=ids, level=_level_of(state, last))
-    done = partial(_pages_put, state, link, namespace, stretch.nodes, task, size_bytes)
+    place = state.tree.ranking.place_of_pages(last, Tier.HOST)
+    done = partial(_pages_put, state, link, namespace, stretch.nodes, task, size_bytes, place)
     link.ops.send(task, namespace, done, call=Call(), pages=((Kind.PREFIX, ids),))
 
 
@@ -198,10 +203,11 @@ def _ready_after(state: CacheState, node: Node, start: int) -> PageIds:
 
 
 def _pages_put(
-    state: CacheState, link: StoreLink, namespace: Namespace, touched: list[Node], task: PutPages, size_bytes: int,
+    state: CacheState, link: StoreLink, namespace: Namespace, touched: list[Node], task: PutPages, size_bytes: int, place: Place,
     outcome: Outcome, took_s: float,
 ) -> None:  # fmt: skip
     first = task.first
+    link.displaced.note(place, outcome.moved_bytes)
     link.put_ended(size_bytes, state.clock.now(), taken=ItemStatus.OK in outcome.statuses)
     if state.tree.feeds and link.serves(namespace):
         kept = [key for key, status in zip(task.keys, outcome.statuses, strict=True) if status is ItemStatus.OK]
@@ -282,10 +288,13 @@ def put_checkpoint(state: CacheState, link: StoreLink, checkpoint: Checkpoint) -
     if link.is_late:
         link.beliefs.note_owed(node, checkpoint.page)
     link.put_began(size_bytes, state.clock.now())
+    place = state.tree.ranking.place_of(residency)
 
     def replied(outcome: Outcome, took_s: float) -> None:
         stored = outcome.statuses == (ItemStatus.OK,)
         link.put_ended(size_bytes, state.clock.now(), taken=stored)
+        if place is not None:
+            link.displaced.note(place, outcome.moved_bytes)
         if stored:
             _demote_superseded(state, link, namespace, checkpoint)
         if stored and state.tree.feeds and link.serves(namespace):

@@ -1,13 +1,13 @@
 """Backup that waits until memory needs the room, so that the store repeats little of what memory holds (`adaptive`, `back`).
 
     keep_clean    what will leave the host next is stored ahead, so that nobody waits for it
-    leave_host    what leaves the host without that is stored now, as far as may be
+    leave_host    what leaves the host without that is stored now, as far as may be, unless a full store would give up more for it
     release       what came up from the store is worth little there, as long as memory has it
 
 A checkpoint leaves before the pages it stands on, and without it nothing in memory can use the last of them: those that the host
 has are stored with it. All others are owed to the store (`Beliefs.owes`): they go down when they leave, be it that nothing in
-memory can use them by then. Until then a path is partly in memory and partly in the store, and is found whole. What another
-checkpoint of its path serves for is not stored.
+memory can use them by then, or that they are worth little. So are pages before a run that went down alone. Until then a path is
+partly in memory and partly in the store, and is found whole. What another checkpoint of its path serves for is not stored.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from stepwell.tree.node import Node, Residency, Run, Victim, previous_boundary
 
 CLEAN_SHARE = 1 / 8  # of the host, stored ahead
 LOOK_AGAIN = 1 / 4  # of that, to be gone before more is looked for
+CLEARLY_LESS = 1 / 2  # of what it would displace in a full store: worth is a guess, and what is lost by a wrong one is lost
 
 
 def leave_host(state: CacheState, link: StoreLink, victim: Victim) -> Leaving:
@@ -34,6 +35,9 @@ def leave_host(state: CacheState, link: StoreLink, victim: Victim) -> Leaving:
     link.left_bytes += bytes_of(state, victim)
     node = _wanted(state, link, victim)
     if node is None:
+        return Leaving.NOW
+    if not _is_worth_its_room(state, link, victim):
+        state.counters.add("backup_skipped_worth_less")
         return Leaving.NOW
     now = state.clock.now()
     done = False
@@ -57,7 +61,9 @@ def keep_clean(state: CacheState, link: StoreLink) -> None:
         return
     link.left_bytes = 0
     coming = next_to_leave(state, Tier.HOST, target)
-    link.ahead = {victim: True for victim in coming if _wanted(state, link, victim) is not None}
+    link.ahead = {
+        victim: True for victim in coming if _wanted(state, link, victim) is not None and _is_worth_its_room(state, link, victim)
+    }
 
 
 def put_ahead(state: CacheState, link: StoreLink) -> None:
@@ -132,6 +138,17 @@ def _wanted(state: CacheState, link: StoreLink, victim: Victim) -> Node | None:
     if tail is None or tail.repeated or victim.unsaved or (tail.dead and not link.beliefs.owes(victim.node)):
         return None
     return victim.node if link.beliefs.fresh_pages(victim.node) < victim.node.num_pages else None
+
+
+def _is_worth_its_room(state: CacheState, link: StoreLink, victim: Victim) -> bool:
+    """Whether a victim is not clearly worth less than what a full store would give up for it. What something stored stands on
+    never is.
+    """
+    if isinstance(victim, Run) and link.beliefs.owes(victim.node):
+        return True
+    ranking = state.tree.ranking
+    displaced, place = link.displaced.next, ranking.place_of(victim)
+    return displaced is None or place is None or ranking.worth(place) >= CLEARLY_LESS * ranking.worth(displaced)
 
 
 def release_path(state: CacheState, link: StoreLink, path: Sequence[Node]) -> None:

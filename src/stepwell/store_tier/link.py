@@ -20,6 +20,7 @@ from stepwell.base.config import StoreConfig
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.prompt import Namespace, PageKey
 from stepwell.base.tasks import PageIds
+from stepwell.policy.displaced import Displaced
 from stepwell.policy.store_use import Breaker, BreakerState, Patience, Speed, StoreTuning
 from stepwell.store.api import Store, unregister
 from stepwell.store_tier.deferred import DeferredBackups
@@ -43,7 +44,7 @@ class Beliefs:
         self._checkpoints: dict[Checkpoint, float] = {}  # since when
         self._arriving: set[Checkpoint] = set()
         self._boundaries: dict[Node, set[int]] = {}  # where checkpoints went down, in memory or not any more
-        self._owed: set[Node] = set()  # that checkpoints in the store stand on, and which are not there themselves
+        self._owed: set[Node] = set()  # that things in the store stand on, and which are not there themselves
 
     def pages(self, node: Node) -> int:
         """How many of a node's first pages are believed to be in the store, or on their way there."""
@@ -99,11 +100,11 @@ class Beliefs:
         return sorted(self._boundaries.pop(node, ()))
 
     def owes(self, node: Node) -> bool:
-        """Whether a checkpoint went down without pages of a node that it stands on: they have to follow it."""
+        """Whether something went down without pages of a node that it stands on: they have to follow it."""
         return node in self._owed
 
     def note_owed(self, node: Node, page: int) -> None:
-        """A checkpoint of a node goes down at boundary `page`, whatever the store has of its path."""
+        """What stands on a node's path up to `page` goes down, whatever the store has of that."""
         for each in node.path():
             if self.fresh_pages(each) < min(each.end, page) - each.start:
                 self._owed.add(each)
@@ -195,6 +196,7 @@ class StoreLink:
     backup_bytes: int = 0  # on their way down
     num_putting: int = 0  # operations that go down
     is_late: bool = False  # things go down when memory needs their room, and not before
+    displaced: Displaced  # what the store would give up for what goes down late
     is_superseded: Callable[[Checkpoint], bool]  # by a later checkpoint of its path
     ahead: dict[Victim, bool] = field(default_factory=dict)  # to be stored before they leave; whether to try to complete it
     num_taken: int = 0  # operations that stored something

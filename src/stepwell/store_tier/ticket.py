@@ -107,6 +107,12 @@ class Ticket:
         return bool(self.keys)
 
     @property
+    def known_pages(self) -> int:
+        """How many pages of its prompt were known, first to memory and then to the store, though not all could be resumed."""
+        missing = np.flatnonzero(~self.has_page[self.first_asked :])
+        return self.first_asked + int(missing[0]) if len(missing) else len(self.keys)
+
+    @property
     def complete(self) -> bool:
         """Whether all that can come has come."""
         return self.state in (TicketState.DONE, TicketState.CLOSED)

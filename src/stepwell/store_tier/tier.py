@@ -15,13 +15,14 @@ from collections.abc import Container, Sequence
 from functools import partial
 
 from stepwell.base.config import StoreConfig, WritePolicy
-from stepwell.base.errors import ConfigError
+from stepwell.base.errors import ConfigError, StoreError
 from stepwell.base.ids import Tier
 from stepwell.base.meters import Durations
 from stepwell.jobs.executors import StoreExecutor, ThreadStoreExecutor
+from stepwell.policy.displaced import Displaced
 from stepwell.policy.placement import milestone_step
 from stepwell.policy.store_use import Breaker, BreakerState, Patience, Speed, StoreTuning
-from stepwell.store.api import Store, register
+from stepwell.store.api import Store, register, size_of
 from stepwell.store_tier.backup import (
     can_be_stored,
     forget_refusals,
@@ -349,8 +350,9 @@ class StoreTier:
         traits = store.traits
         # A store that cannot be told what memory has too would repeat it: `adaptive` then has no reason to wait.
         waits = traits.levels and traits.sized if state.config.write is WritePolicy.ADAPTIVE else True
+        is_late = state.config.write.saves_on_eviction and waits and traits.writable and not state.config.durable
         return StoreLink(
-            is_late=state.config.write.saves_on_eviction and waits and traits.writable and not state.config.durable,
+            is_late=is_late,
             is_superseded=partial(is_superseded, milestone_pages=step // state.spec.page_tokens),
             store=store,
             config=config,
@@ -362,5 +364,15 @@ class StoreTier:
             breaker=breaker,
             patience=Patience(credit_s=tuning.wait_credit_s, share=tuning.wait_share),
             deferred=deferred,
+            displaced=Displaced(_room_bytes(store) if is_late else None),
             most_backup_bytes=min(tuning.backup_bytes, int(host.layout.size_bytes * BACKUP_SHARE)),
         )
+
+
+def _room_bytes(store: Store) -> int | None:
+    """What a store keeps at most; None where it has no limit, does not know, or cannot be asked now."""
+    try:
+        size = size_of(store)
+    except StoreError:
+        return None
+    return size.budget_bytes if size is not None else None

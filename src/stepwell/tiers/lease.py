@@ -72,7 +72,7 @@ class Lease:
         self.namespace = namespace
         self.prompt_tokens = len(packed) // TOKEN_BYTES
         self.resume = resume  # the engine computes from this token on
-        self.known = resume  # so much of its prompt was in the tree when it began, though not all of it could be resumed from
+        self.known = resume  # so much of its prompt was in the tree or in the store when it began, be it that it resumes before
         self.sources = sources
         self.request = request
         self.stops = stops  # boundaries of the prompt at which a prefill chunk must end, with a commit

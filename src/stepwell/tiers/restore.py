@@ -45,10 +45,12 @@ def acquire(
     number: LeaseId,
     on_exit: Callable[[Lease], None],
     from_store: Flags | None = None,
+    known_pages: int = 0,
 ) -> Lease:
     """Leases a prompt, resuming at the match's restore point (looked up again if the tree moved on).
 
-    `from_store` says which of its pages came from a store while the request waited.
+    `from_store` says which of its pages came from a store while the request waited, `known_pages` how many are known when what
+    the store has is counted too.
     """
     if match.version != state.tree.version:
         match = find(state.tree, match.namespace, match.packed, match.limit_tokens)
@@ -59,7 +61,8 @@ def acquire(
     except NoRoom:
         _let_go(state, holds)
         raise
-    lease = _open(state, match, request, number, on_exit, _sources(state, match, holds, from_store))
+    known = max(match.known_tokens, known_pages * state.spec.page_tokens)
+    lease = _open(state, match, request, number, on_exit, _sources(state, match, holds, from_store), known)
     if state.nearest is Tier.DEVICE:
         _fill(state, lease, match, holds, pages)
     else:
@@ -188,19 +191,19 @@ def _sources(state: CacheState, match: Match, holds: Holds, from_store: Flags | 
 
 
 def _open(
-    state: CacheState, match: Match, request: RequestOptions, number: LeaseId, on_exit: Callable[[Lease], None], sources: Sources
-) -> Lease:
+    state: CacheState, match: Match, request: RequestOptions, number: LeaseId, on_exit: Callable[[Lease], None], sources: Sources,
+    known: int,
+) -> Lease:  # fmt: skip
     resume = match.restore_tokens
     stops = prompt_stops(
-        state.spec, state.placement, resume=resume, known=match.known_tokens,
-        prompt_tokens=match.prompt_tokens, hints=request.hints,
-    )  # fmt: skip
+        state.spec, state.placement, resume=resume, known=known, prompt_tokens=match.prompt_tokens, hints=request.hints
+    )
     assert sources.total == match.prompt_tokens, f"{sources} does not add up to {match.prompt_tokens}"
     lease = Lease(
         number, namespace=match.namespace, packed=match.packed, resume=resume, sources=sources,
         request=request, stops=stops, on_exit=on_exit,
     )  # fmt: skip
-    lease.known = match.known_tokens
+    lease.known = known
     return lease
 
 

@@ -148,6 +148,20 @@ class Ranking:
         rank = self._orders[tier].runs.rank
         return not heads or min(rank(head[1]) for head in heads) < rank(standing)
 
+    def place_of(self, victim: Victim) -> Place | None:
+        """What a candidate is worth, as a place; None where it is none, or of no use."""
+        standing = self._standing(victim)
+        return standing.place if standing is not None and standing.rank == USEFUL else None
+
+    def place_of_pages(self, node: Node, tier: Tier) -> Place:
+        """The same for the prefix pages of a node, as if nothing stood on them."""
+        group, since = self._value.due(node.used_at, node.urgent_until, node.visit)
+        return Place(group, self._page_levels[tier], since)
+
+    def worth(self, place: Place) -> float:
+        """Of a place, now: recompute saved per byte and second, of what was put there whenever."""
+        return self._value.worth(*place)
+
     def pop(self, tier: Tier, *, runs: bool, checkpoints: bool, of: Account | None = None) -> Victim | None:
         """Takes the least valuable candidate of the wanted sorts out of the order; with `of`, out of what one tenant has, who
         has a quota.
@@ -265,8 +279,7 @@ class Ranking:
         node = run.node
         if tail.dead:
             return Standing(WORTHLESS, Place(0, 0, node.used_at))
-        group, since = self._value.due(node.used_at, node.urgent_until, node.visit)
-        place = Place(group, self._page_levels[run.tier], since)
+        place = self.place_of_pages(node, run.tier)
         return Standing(USEFUL, place) if not tail.repeated else _repeated(place)
 
     def _residency_standing(self, residency: Residency) -> Standing:

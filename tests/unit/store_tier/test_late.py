@@ -8,9 +8,13 @@ import pytest
 
 from stepwell import Tier, WritePolicy
 from stepwell.base.config import StoreConfig
+from stepwell.base.errors import StoreError
 from stepwell.base.ids import Kind, Level
-from stepwell.store.api import Traits
+from stepwell.policy.displaced import Displaced
+from stepwell.policy.value import Place
+from stepwell.store.api import Store, StoreSize, Traits
 from stepwell.store.memory import MemoryStore
+from stepwell.store.wrappers import Wrapper
 from stepwell.store_tier import late
 from stepwell.tiers.state import Leaving
 from stepwell.tree.checkpoints import drop_residency
@@ -318,4 +322,89 @@ def test_no_checkpoint_is_stored_on_pages_that_the_store_refused() -> None:
     assert not store_of(here).used_bytes and here.cache.counters["backup_skipped_missing_pages"] == 1
     pages.unsaved = False
     assert here.cache._store_tier.before_eviction(host) is Leaving.AT_ONCE
+    here.idle_check()
+
+
+def test_a_full_store_does_not_give_up_what_is_worth_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Conversations that come back stay in a full store while hundreds come that never do."""
+    kept, skipped = _found_beside_many()
+    assert skipped > 0
+    monkeypatch.setattr(late, "_is_worth_its_room", lambda *_: True)
+    assert kept > 1.5 * _found_beside_many()[0], "it would have been so anyway"
+
+
+def _found_beside_many() -> tuple[int, int]:
+    """Tokens found of 20 conversations that come back among 60 others, and what was not stored. 12 paths fit into memory, 24 into
+    the store.
+    """
+    path_bytes = 4 * FULL.object_bytes(Kind.PREFIX)
+    store = MemoryStore(24 * path_bytes)
+    here = Rig(FULL, device_pages=24, host_pages=24, store=store, store_config=CONFIG, write=WritePolicy.ADAPTIVE)
+    found = 0
+    for turn in range(12):
+        for name in range(20):
+            here.clock.advance(1)
+            found += 4 * PAGE + 1 - here.serve_fetched(text(name, 4 * PAGE + 1)).computed
+            here.settle()
+        serve_many(here, range(100 + 60 * turn, 160 + 60 * turn))
+    here.idle_check()
+    return found, here.cache.counters["backup_skipped_worth_less"]
+
+
+def test_a_prompt_leaves_a_checkpoint_where_it_parts_from_what_only_the_store_knows() -> None:
+    """After a restart memory knows nothing of the path that others left."""
+    before = rig(pages=64)
+    shared = text(1, 4 * PAGE)
+    before.serve(shared + text(2, 4 * PAGE + 1))
+    before.settle()
+    store = store_of(before)
+    assert before.cache.close()
+    after = Rig(FULL_POINT, device_pages=64, host_pages=64, store=store, store_config=CONFIG)
+    assert after.serve_fetched(shared + text(3, 4 * PAGE + 1)).computed == 8 * PAGE + 1, "no checkpoint was there to resume from"
+    assert after.restore(shared + text(4, 4 * PAGE + 1)) == 4 * PAGE
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_what_stored_pages_stand_on_follows_them_however_little_it_is_worth(ahead: bool) -> None:
+    """The end of a path is stored while there is room. By the time its beginning leaves memory, the store is full of better."""
+    here, trunk = rig(FULL, pages=64), text(1, 4 * PAGE)
+    prompt = [*trunk, *text(2, 4 * PAGE + 1)]
+    for each in ([*trunk, *text(3, 4 * PAGE + 1)], prompt):
+        here.clock.advance(1)
+        here.serve(each)
+        here.settle()
+    here.evict_all(Tier.DEVICE)
+    here.settle()
+    link, host = here.cache._store_tier.link, here.cache.lookup(prompt).path[-1].runs[Tier.HOST]
+    assert link is not None and host is not None and host.node.start == 4 and not store_of(here).used_bytes
+    if ahead:
+        link.ahead[host] = True
+        late.put_ahead(here.state, link)
+    else:
+        assert here.cache._store_tier.before_eviction(host) is not Leaving.BLOCKED
+        link.left_bytes = 0  # so that the other branch is not stored ahead
+    here.settle()
+    assert here.cache.counters["backup_pages"] == 4, "the end of the path, and nothing else"
+    link.displaced = Displaced(1)
+    link.displaced.note(Place(group=0, level=100, since=here.clock.now()), 1)
+    here.evict_all(Tier.HOST)
+    here.settle()
+    assert here.cache.counters["backup_skipped_worth_less"] > 0, "the other branch is worth less than that"
+    assert here.restore(prompt) == 0, "it should have left memory"
+    assert here.serve_fetched(prompt).store == 8 * PAGE
+    here.idle_check()
+
+
+class Away(Wrapper):
+    """A store that cannot say how full it is just now."""
+
+    def size(self) -> StoreSize:
+        raise StoreError("its server does not answer")
+
+
+@pytest.mark.parametrize("store", [Away(MemoryStore(1 << 20)), Unlevelled(1 << 20), MemoryStore(0), MemoryStore()])
+def test_a_store_of_which_nobody_knows_how_much_it_keeps_is_attached_and_given_everything(store: Store) -> None:
+    here = Rig(FULL, device_pages=24, host_pages=24, store=store, store_config=CONFIG, write=WritePolicy.BACK)
+    serve_many(here, range(20))
+    assert here.cache.counters["backup_skipped_worth_less"] == 0
     here.idle_check()

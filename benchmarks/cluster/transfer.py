@@ -36,7 +36,7 @@ def _compare(page_bytes: int, batches: int) -> dict[str, float]:
     wire = Wire(host=HOST)
     with ExitStack() as stack:
         host = SharedHost()
-        load = make_load(page_bytes, batches, host.make)
+        load = make_load(page_bytes, batches, lambda size: host.make(size).view)
         shown = Shown(host, wire)
         stack.callback(shown.close)
         store = PeerStore(host, partial(Lane, host, wire))

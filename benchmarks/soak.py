@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import secrets
 import sys
 import time
@@ -41,6 +42,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, default=ROOT / "soak.json", help="where figures go (default: soak.json)")
     args = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 130)
+    os.environ["PYTHONFAULTHANDLER"] = "1"  # a server that is aborted tells what its threads do
     seed = args.seed if args.seed is not None else secrets.randbelow(10**6)
     console.print(f"seed {seed}: the same again with --seed {seed}")
     plan = Plan(seed=seed, seconds=60 * args.minutes, clients=args.clients)

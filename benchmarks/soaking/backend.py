@@ -72,6 +72,11 @@ class Backend:
     async def kill(self) -> None:
         await self._end(signal.SIGKILL)
 
+    async def abort(self) -> Path:
+        """Ends a server that does not come to rest, so that it tells what its threads do; where that is told."""
+        await self._end(signal.SIGABRT)
+        return self.logs[-1]
+
     async def pause(self, seconds: float) -> None:
         """Stops the process for a while, as a machine without memory does, or a hypervisor."""
         process = self._running.process

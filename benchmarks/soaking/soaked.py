@@ -26,6 +26,7 @@ from soaking.troubles import Troubles
 from stepwell.base.units import format_bytes
 
 SAMPLED_S = 0.5
+LAST_WORDS = 20_000  # of the log of a server that did not come to rest: what all its threads do
 # What a request may leave behind, on average, once everything is warm: half of the least that a forgotten request would, its list
 # of tokens (8 bytes a token, some 500 tokens). A leaked page is no growth, for tiers have their size: the audit finds it.
 LEFT_BYTES_A_REQUEST = 2048
@@ -149,7 +150,8 @@ async def _until_idle(*backends: Backend) -> None:
     for backend in backends:
         while (state := await backend.state())["pending"] or any(state["requests"].values()):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{backend.name} did not come to rest: {state['requests']}, {state['pending']} pending")
+                told = (await backend.abort()).read_text(errors="replace")
+                raise TimeoutError(f"{backend.name} did not come to rest: {json.dumps(state)}\n{told[-LAST_WORDS:]}")
             await asyncio.sleep(0.05)
 
 

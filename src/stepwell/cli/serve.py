@@ -19,7 +19,7 @@ from stepwell.base.errors import ConfigError
 from stepwell.base.units import parse_bytes
 from stepwell.cli import answer_options, engine_options, handover, kv_events, otlp, serve_summary
 from stepwell.cli.command import Command
-from stepwell.cli.heap import HeapTrimmer, glibc_trim
+from stepwell.cli.heap import HeapTrimmer, glibc_trim, have_few_heaps
 
 if TYPE_CHECKING:
     from stepwell.server.principals import Secrets
@@ -85,6 +85,7 @@ def run(args: Namespace) -> int:
 
 
 def _serve(args: Namespace) -> int:
+    have_few_heaps()
     try:
         from stepwell.engine.build import open_and_build
         from stepwell.engine.ops.guarded import by_library

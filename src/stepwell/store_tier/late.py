@@ -25,9 +25,8 @@ from stepwell.tiers.state import CacheState, Leaving
 from stepwell.tree.keys import keys_within
 from stepwell.tree.node import Node, Residency, Run, Victim, previous_boundary
 
-CLEAN_SHARE = 1 / 8  # of the host, stored ahead
+CLEAN_SHARE = 1 / 64  # of the host, stored ahead: what is used again before it leaves is written, and takes up room, for nothing
 LOOK_AGAIN = 1 / 4  # of that, to be gone before more is looked for
-CLEARLY_LESS = 1 / 2  # of what it would displace in a full store: worth is a guess, and what is lost by a wrong one is lost
 
 
 def leave_host(state: CacheState, link: StoreLink, victim: Victim) -> Leaving:
@@ -141,14 +140,12 @@ def _wanted(state: CacheState, link: StoreLink, victim: Victim) -> Node | None:
 
 
 def _is_worth_its_room(state: CacheState, link: StoreLink, victim: Victim) -> bool:
-    """Whether a victim is not clearly worth less than what a full store would give up for it. What something stored stands on
-    never is.
-    """
+    """Whether a victim is worth no less than what a full store would give up for it. What stored things stand on always is."""
     if isinstance(victim, Run) and link.beliefs.owes(victim.node):
         return True
     ranking = state.tree.ranking
     displaced, place = link.displaced.next, ranking.place_of(victim)
-    return displaced is None or place is None or ranking.worth(place) >= CLEARLY_LESS * ranking.worth(displaced)
+    return displaced is None or place is None or ranking.worth(place) >= ranking.worth(displaced)
 
 
 def release_path(state: CacheState, link: StoreLink, path: Sequence[Node]) -> None:

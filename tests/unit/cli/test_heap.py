@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import subprocess
+import sys
 from pathlib import Path
 from threading import Event
 
@@ -35,6 +38,44 @@ def test_what_malloc_keeps_goes_back_to_the_system() -> None:
     given_back = before - anonymous_bytes()
     libc.free(blocks[-1])
     assert given_back > COUNT * SIZE / 2
+
+
+# Twelve threads that allocate at once, and how many heaps there are then: glibc counts them in an XML of its own.
+COUNTS_HEAPS = """
+import ctypes, sys, threading
+from stepwell.cli.heap import have_few_heaps
+have_few_heaps()
+libc = ctypes.CDLL("libc.so.6")
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+libc.fopen.restype, libc.fopen.argtypes = ctypes.c_void_p, [ctypes.c_char_p, ctypes.c_char_p]
+libc.malloc_info.argtypes, libc.fclose.argtypes = [ctypes.c_int, ctypes.c_void_p], [ctypes.c_void_p]
+together = threading.Barrier(12)
+
+def allocate():
+    together.wait()
+    libc.malloc(10_000)
+    together.wait()
+
+threads = [threading.Thread(target=allocate) for _ in range(12)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+file = libc.fopen(sys.argv[1].encode(), b"w")
+libc.malloc_info(0, file)
+libc.fclose(file)
+"""
+
+
+@pytest.mark.parametrize(("setting", "most"), [(None, 2), ("1", 1)])
+def test_there_are_few_heaps_however_many_threads(tmp_path: Path, setting: str | None, most: int) -> None:
+    if glibc_trim() is None:
+        pytest.skip("this is not glibc")
+    environment = {name: value for name, value in os.environ.items() if name != "MALLOC_ARENA_MAX"}
+    if setting is not None:
+        environment["MALLOC_ARENA_MAX"] = setting
+    subprocess.run([sys.executable, "-c", COUNTS_HEAPS, str(tmp_path / "info")], env=environment, check=True)
+    assert 1 <= (tmp_path / "info").read_text().count("<heap ") <= most
 
 
 def test_it_goes_on_until_it_is_closed() -> None:

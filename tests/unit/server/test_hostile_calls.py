@@ -117,8 +117,9 @@ def test_a_whole_answer_has_the_items_that_a_stream_has(size: int | None) -> Non
 @pytest.mark.parametrize(
     ("tools", "text", "statuses"),
     [
-        ("hermes", "<tool_call><function=f><parameter=a>12", ["incomplete", "completed"]),
-        ("gemma4", "<|tool_call>call:f{a:1,b", ["incomplete", "completed"]),
+        ("hermes", "<tool_call><function=f><parameter=a>12", ["incomplete"]),
+        ("hermes", "<tool_call><function=f> and so on", ["incomplete", "completed"]),
+        ("gemma4", "<|tool_call>call:f{a:1,b", ["incomplete"]),
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1</tool_call>Done.', ["incomplete", "completed"]),
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>Done.', ["completed", "completed"]),
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_ca', ["completed"]),

@@ -48,8 +48,12 @@ class Parser(Protocol):
 
     def push(self, text: str) -> Piece: ...
 
-    def finish(self) -> Piece:
-        """What was held back, when no more text comes."""
+    def finish(self, *, cut: bool = False) -> Piece:
+        """What was held back, when no more text comes.
+
+        `cut`: the answer would have gone on. What may be a part of a marker, or of a call that was not told yet, is dropped then,
+        so that all that is told is a beginning of what would have been. It is content where the model has ended there.
+        """
         ...
 
 
@@ -101,7 +105,7 @@ class Markers:
             at, marker = found
             self._held = ""
             return text[:at], marker, text[at + len(marker) :]
-        keep = max((overlap(text, marker) for marker in self._markers), default=0)
+        keep = longest_overlap(text, self._markers)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], None, ""
 
@@ -123,6 +127,10 @@ def first_of(markers: Sequence[str], text: str, since: int = 0) -> tuple[int, st
 def overlap(text: str, marker: str) -> int:
     """The length of the longest end of `text` that begins `marker`."""
     return next((size for size in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:size])), 0)
+
+
+def longest_overlap(text: str, markers: Sequence[str]) -> int:
+    return max((overlap(text, marker) for marker in markers), default=0)
 
 
 class Spaced:

@@ -59,7 +59,7 @@ class ThoughtParser:
             reasoning += self._thought.push(before + (close or ""))
         return Piece(reasoning=reasoning) if self._inside else joined([Piece(reasoning=reasoning), self._rest.push(text)])
 
-    def finish(self) -> Piece:
-        if self._inside:
+    def finish(self, *, cut: bool = False) -> Piece:
+        if self._inside:  # where the marker is one token: its beginning alone is none
             return Piece(reasoning=self._thought.push(self._closes.finish()))
-        return self._rest.finish()
+        return self._rest.finish(cut=cut)

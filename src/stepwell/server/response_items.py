@@ -17,10 +17,7 @@ Item = dict[str, Any]
 Event = tuple[str, dict[str, Any]]  # its type, and what else is in it
 _OF_MESSAGES = ("role", "content")
 _KINDS = "message, reasoning, function_call or function_call_output"
-_TEXTS = {
-    "message": "output_text",
-    "reasoning": "reasoning_text",
-}  # items that have a text, and the name of it
+_TEXTS = {"message": "output_text", "reasoning": "reasoning_text"}  # items that have a text, and how it is called
 
 
 # ---- in -----------------------------------------------------------------------------------------

@@ -89,11 +89,29 @@ def test_no_marker_is_in_the_content_wherever_an_answer_is_cut_off(form: str, th
         ("hermes", "<tool_call>no JSON at all", "<tool_call>no JSON at all"),
         ("llama3", '{"title": "A long story', '{"title": "A long story'),
         ("harmony", "<|channel|>final<|message|>Hi.<|start|>assist", "Hi."),
+        ("hermes", 'Look:\n\n<tool_call>{"name": "f', "Look:"),
+        ("hermes", "Look:\n\n<tool_ca", "Look:"),
+        ("hermes", "Look:\n\n", "Look:\n\n"),
     ],
 )
 def test_text_that_is_no_call_is_kept_where_an_answer_is_cut_off(tools: str, text: str, content: str) -> None:
     for parts in ([text], list(text)):
         assert parsed(lambda: parser_for(tools, None), parts, cut=True).content == content
+
+
+@pytest.mark.parametrize(
+    "text", ["[TOOL_CALLS]f{}", "[TOOL_CALLS]f [CALL_ID]a1 [ARGS]{}", '[TOOL_CALLS][{"name": "f", "arguments": {}']
+)
+def test_a_call_that_is_whole_is_told_where_an_answer_is_cut_off_right_behind_it(text: str) -> None:
+    found = parsed(lambda: parser_for("mistral", None), [text], cut=True)
+    assert [(call.name, call.arguments) for call in found.calls] == [("f", "{}")] and not found.content
+
+
+def test_a_value_that_is_cut_off_behind_a_marker_in_it_has_what_came_of_it() -> None:
+    text = "<tool_call><function=f><parameter=a>x</tool_call> y</param"
+    for parts in ([text], list(text)):
+        found = parsed(lambda: parser_for("hermes", None, texts={"f": frozenset("a")}), parts, cut=True)
+        assert [call.arguments for call in found.calls] == ['{"a": "x</tool_call> y'] and not found.content
 
 
 def test_an_empty_message_to_a_tool_is_no_call_where_it_is_cut_off() -> None:

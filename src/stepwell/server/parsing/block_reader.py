@@ -33,9 +33,8 @@ class Doubt(Protocol):
         """What has come, as far as it is part of the value if the marker is; and the rest."""
         ...
 
-    @property
-    def value_ended(self) -> bool:
-        """Whether the value seems to have ended, while it is open whether it has."""
+    def at_end(self, *, cut: bool) -> bool:
+        """As `push`, when no more comes. `cut`: more would have come."""
         ...
 
 
@@ -71,15 +70,12 @@ class InString:
     def taken(self) -> tuple[str, str]:
         return self._text[: self._at], self._text[self._at :]
 
-    @property
-    def value_ended(self) -> bool:
-        return self._text.startswith('"', self._at)
+    def at_end(self, *, cut: bool) -> bool:
+        return self._text.startswith('"', self._at) or (cut and bool(self._text.strip()))
 
 
 class InText:
     """The value is no JSON: it ends with a marker of its own, before any other block opens."""
-
-    value_ended = False
 
     def __init__(self, ends: tuple[str, ...], opens: tuple[str, ...]) -> None:
         self._ends = ends
@@ -97,7 +93,11 @@ class InText:
         return found in self._ends
 
     def taken(self) -> tuple[str, str]:
-        return "".join([*self._parts, self._markers.finish()]), self._rest
+        return "".join(self._parts), self._rest
+
+    def at_end(self, *, cut: bool) -> bool:
+        self._parts.append(self._markers.finish())
+        return cut and any(part.strip() for part in self._parts)
 
 
 class BlockReader:
@@ -136,9 +136,7 @@ class BlockReader:
         """As `push`, with what was held back when no more text comes. `cut`: more would have come."""
         pieces: list[Piece] = []
         while self._doubt is not None:
-            _, doubt = self._doubt
-            is_part = doubt.value_ended or (cut and any(each.strip() for each in doubt.taken()))
-            close, text = self._decide(pieces, is_part=is_part)
+            close, text = self._decide(pieces, is_part=self._doubt[1].at_end(cut=cut))
             if close is None:
                 said, close, text = self.push(text)
                 pieces.append(said)

@@ -65,18 +65,21 @@ class BlockParser:
             last, close, behind = self._block.end(cut=cut)
             pieces.append(self._told(last))
             if close is None:
-                pieces.append(self._cut_off(self._block, cut=cut))
+                pieces.append(self._unclosed(self._block, cut=cut))
                 break
             pieces += [self._closed(self._block, close), self.push(behind)]
         else:
             pieces.append(Piece(content=self._held(cut=cut)))
         return joined([*pieces, Piece(content=self._content.finish())])
 
-    def _cut_off(self, block: BlockReader, *, cut: bool) -> Piece:
+    def _unclosed(self, block: BlockReader, *, cut: bool) -> Piece:
         """What is left of a block that is not closed. One that no marker opened is told in any case: it may be content."""
         drops = cut and (block.told or bool(self._lead))
         self._lead = "" if drops else self._lead
-        last = self._told(block.finish(closed=False, cut=drops))
+        left = block.finish(closed=False, cut=drops)
+        if drops and not left:
+            self._content.drop()  # space that stands before a call
+        last = self._told(left)
         return joined([last, Piece(content=self._content.push(self._lead))])
 
     def _held(self, *, cut: bool) -> str:

@@ -29,7 +29,7 @@ class HarmonyParser:
         self._tools = tools
         self._in_header = True
         self._header = ""
-        self._started = False  # the header was, by a marker: it is no text
+        self._started = False  # whether a marker began the header: then it is never text
         self._call: BlockReader | None = None  # the message is one
         self._cut = False  # the answer ended within one
         self._thinks = False
@@ -74,7 +74,7 @@ class HarmonyParser:
         if not self._in_header:
             return joined([*pieces, self._as_channel(held)])
         header = self._header + held
-        plain = not self._started and "<|" not in header and not (cut and header == "<")
+        plain = not self._started and "<|" not in header
         return joined([*pieces, Piece(content=header if plain else "")])  # a header without its message says nothing
 
     def _begin(self) -> None:

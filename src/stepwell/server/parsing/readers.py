@@ -124,8 +124,7 @@ def mistral(source: Source, texts: Texts) -> Reading[None]:
 
 def _tagged(source: Source, tag: str) -> Reading[str | None]:
     """The word behind a tag, if that comes next."""
-    yield from source.skip(SPACE)
-    if (yield from source.peek(len(tag))) != tag:
+    if (yield from source.skip(SPACE)) != tag[0] or (yield from source.peek(2)) != tag[:2]:
         return None
     yield from source.must_have(tag)
     return (yield from source.word("_-"))

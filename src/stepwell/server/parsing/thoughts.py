@@ -60,6 +60,6 @@ class ThoughtParser:
         return Piece(reasoning=reasoning) if self._inside else joined([Piece(reasoning=reasoning), self._rest.push(text)])
 
     def finish(self, *, cut: bool = False) -> Piece:
-        if self._inside:  # where the marker is one token: its beginning alone is none
+        if self._inside:  # the marker is one token, so what looks like its beginning is a thought
             return Piece(reasoning=self._thought.push(self._closes.finish()))
         return self._rest.finish(cut=cut)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepwell.server.parsing.formats import markers_of, parser_for
+from stepwell.server.parsing.formats import REASONING_NAMES, TOOL_NAMES, markers_of, parser_for
 from stepwell.server.parsing.pieces import Parser, Piece, joined, overlap
 from unit.server.test_streamed_calls import ARGUMENTS, FORMS, Arguments, maker, written
 
@@ -134,6 +134,27 @@ def test_what_is_left_within_a_call_is_no_content_whoever_ended_it(tools: str, t
     for parts in ([text], list(text)):
         found = parsed(lambda: parser_for(tools, None), parts, cut=False)
         assert ([(call.name, call.arguments) for call in found.calls], found.content.strip()) == ([("f", arguments)], "")
+
+
+SCRAPS = [
+    '{"name": "f", "arguments": ', '{"a": "b', '"}', "}", '"', "\\", "\n", " ", "x", "{", "[", "f", "<",
+    "<function=f>", "<parameter=a>", "</parameter>", "</function>", "call:f{a:", "functions.f:0",
+    '<｜DSML｜invoke name="f">', "commentary to=functions.f", '<｜DSML｜parameter name="a" string="true">',
+    '<|open|>call tool="f"<|sep|>', '<|open|>argument key="a"<|sep|>',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("tools", TOOL_NAMES)
+@settings(max_examples=60, deadline=None)
+@given(cut=st.booleans(), data=st.data())
+def test_markers_in_any_order_are_told_alike_in_every_cut(tools: str, cut: bool, data: st.DataObject) -> None:
+    reasoning = tools if tools in REASONING_NAMES else "think"
+    scraps = st.sampled_from(markers_of(tools, reasoning)) | st.sampled_from(SCRAPS)
+    text = "".join(data.draw(st.lists(scraps, max_size=25)))
+    at = data.draw(st.integers(0, len(text)))
+    whole = parsed(lambda: parser_for(tools, reasoning), [text], cut=cut)
+    for parts in (list(text), [text[:at], text[at:]]):
+        assert parsed(lambda: parser_for(tools, reasoning), parts, cut=cut) == whole
 
 
 # ---- strings that are broken off --------------------------------------------------------------------

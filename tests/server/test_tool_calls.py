@@ -152,6 +152,15 @@ def test_a_stop_string_behind_arguments_ends_as_a_call(client: openai.OpenAI, sc
     assert list(ask(client, stream=True, stop=stop))[-1].choices[0].finish_reason == "tool_calls"
 
 
+@pytest.mark.parametrize("tokens", [1, 5, 6, 8, 11, 14, 23, 26, 29, 32, 35])
+def test_an_answer_that_is_cut_off_shows_no_markup(client: openai.OpenAI, script: Any, tokens: int) -> None:
+    script(SCRIPT)
+    answer = ask(client, max_tokens=tokens).choices[0]
+    assert answer.finish_reason == "length" and "Let me see.".startswith((answer.message.content or "").rstrip())
+    content = "".join(chunk.choices[0].delta.content or "" for chunk in ask(client, stream=True, max_tokens=tokens))
+    assert content == (answer.message.content or "")
+
+
 def test_results_of_tools_are_sent_back(client: openai.OpenAI, script: Any) -> None:
     script(SCRIPT)
     message = ask(client).choices[0].message

@@ -136,7 +136,7 @@ class ChatForm:
             parser.read(delta.tokens)
         piece = parser.push(delta.text)
         if delta.finish is not None:
-            piece = joined([piece, parser.finish()])
+            piece = joined([piece, parser.finish(cut=delta.finish is Finish.LENGTH)])
         begun, calls = self._calls.get(index, 0), []
         for call in piece.calls:
             begun += call.name is not None

@@ -1,7 +1,7 @@
 """Items of `/v1/responses`: what a conversation is made of on the way in, and what an answer is made of on the way out.
 
-in     message, function_call, function_call_output      as messages of a chat
-out    message, function_call                            as they grow, with the events that tell of them
+in     message, reasoning, function_call, function_call_output      as messages of a chat
+out    message, reasoning, function_call                            as they grow, with the events that tell of them
 """
 
 from __future__ import annotations
@@ -11,23 +11,32 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stepwell.server.errors import ApiError
-from stepwell.server.parsing.pieces import Call, Piece, id_of
+from stepwell.server.parsing.pieces import Call, Piece, id_of, parts_of
 
 Item = dict[str, Any]
 Event = tuple[str, dict[str, Any]]  # its type, and what else is in it
 _OF_MESSAGES = ("role", "content")
-_KINDS = "message, function_call or function_call_output"
+_KINDS = "message, reasoning, function_call or function_call_output"
+_TEXTS = {"message": "output_text", "reasoning": "reasoning_text"}  # items that have a text, and how it is called
 
 
 # ---- in -----------------------------------------------------------------------------------------
 
 
 def messages_of(items: Sequence[Mapping[str, Any]]) -> list[Item]:
-    """A conversation's items as messages of a chat. Calls belong to the assistant's message before them. Raises ApiError."""
+    """A conversation's items as messages of a chat. Raises ApiError.
+
+    Calls belong to the assistant's message before them. Reasoning belongs to what the assistant says or calls behind it; where
+    nothing of that kind follows, it is dropped.
+    """
     messages: list[Item] = []
     names: dict[object, object] = {}  # of tools, by call
+    thought = ""
     for number, item in enumerate(items):
         kind = item.get("type", "message")
+        if kind == "reasoning":
+            thought += _reasoning(number, item)
+            continue
         if kind == "message":
             messages.append({name: item[name] for name in _OF_MESSAGES if name in item})
         elif kind == "function_call":
@@ -40,7 +49,18 @@ def messages_of(items: Sequence[Mapping[str, Any]]) -> list[Item]:
                 messages[-1]["name"] = names[id]
         else:
             raise ApiError(400, f"input[{number}]: items of type {kind!r:.80} are not supported; give {_KINDS}", param="input")
+        if thought and messages[-1].get("role") == "assistant":
+            messages[-1]["reasoning_content"] = messages[-1].get("reasoning_content", "") + thought
+        thought = ""
     return messages
+
+
+def _reasoning(number: int, item: Mapping[str, Any]) -> str:
+    """What was thought, as it was told; summaries and what is encrypted say nothing here."""
+    parts = item.get("content") or []
+    if not isinstance(parts, list) or not all(isinstance(each, dict) and isinstance(each.get("text"), str) for each in parts):
+        raise ApiError(400, f"input[{number}]: the content of reasoning must be parts with a text", param="input")
+    return "".join(each["text"] for each in parts)
 
 
 def _calling(messages: list[Item]) -> list[Item]:
@@ -86,26 +106,28 @@ def _without_type(given: Mapping[str, Any]) -> Item:
 
 
 class Output:
-    """An answer's items. One is open at a time, the last: text goes into a message, each call is an item of its own."""
+    """An answer's items. One is open at a time, the last: text goes into a message, reasoning apart, each call is an item."""
 
     def __init__(self) -> None:
         self.items: list[Item] = []
         self._open: Item | None = None
         self._is_whole = True  # unless that is a call whose arguments have not ended
-        self._space = ""  # behind a call: no message, unless text follows
+        self._space = ""  # behind another item: no message, unless text follows
 
     def push(self, piece: Piece) -> list[Event]:
-        """More of an answer: text and calls, in the order in which they came, so that whole answers have the items of streams."""
+        """More of an answer, in the order in which it came, so that whole answers have the items of streams."""
         events: list[Event] = []
-        at = 0
-        for call in piece.calls:
-            events += self._write(piece.content[at : call.behind]) + self._call(call)
-            at = call.behind
-        return events + self._write(piece.content[at:])
+        for part in parts_of(piece):
+            if isinstance(part, Call):
+                events += self._call(part)
+            else:
+                kind, text = part
+                events += self._write(text) if kind == "content" else self._add("reasoning", text)
+        return events
 
     def finish(self, status: str) -> list[Event]:
         """No more comes. An answer that has nothing is a message without text."""
-        events = [] if self.items else self._begin_message()
+        events = [] if self.items else self._begin("message")
         return events + self._close(status)
 
     @property
@@ -127,21 +149,26 @@ class Output:
 
     def _write(self, text: str) -> list[Event]:
         text, self._space = self._space + text, ""
+        if self.items and not self._is_open("message") and not text.strip():
+            self._space = text
+            return []
+        return self._add("message", text)
+
+    def _add(self, kind: str, text: str) -> list[Event]:
+        """More text of the item of that type, which is begun unless it is the one that is open."""
         if not text:
             return []
-        events: list[Event] = []
-        if self._open is None or self._open["type"] != "message":
-            if self.items and not text.strip():
-                self._space = text
-                return []
-            events = self._begin_message()
+        events = [] if self._is_open(kind) else self._begin(kind)
         self.items[-1]["content"][0]["text"] += text
-        return [*events, ("response.output_text.delta", {**self._inside, "delta": text, "logprobs": []})]
+        return [*events, (f"response.{_TEXTS[kind]}.delta", {**self._inside, "delta": text, **_beside(kind)})]
 
-    def _begin_message(self) -> list[Event]:
-        events = self._enter(_said())
-        events.append(("response.content_part.added", {**self._inside, "part": _part("")}))
-        self.items[-1]["content"] = [_part("")]
+    def _is_open(self, kind: str) -> bool:
+        return self._open is not None and self._open["type"] == kind
+
+    def _begin(self, kind: str) -> list[Event]:
+        events = self._enter(_said() if kind == "message" else _thought())
+        events.append(("response.content_part.added", {**self._inside, "part": _part(kind)}))
+        self.items[-1]["content"] = [_part(kind)]
         return events
 
     def _enter(self, item: Item) -> list[Event]:
@@ -155,10 +182,10 @@ class Output:
         if item is None:
             return []
         item["status"] = status if self._is_whole else "incomplete"
-        if item["type"] == "message":
+        if (kind := item["type"]) in _TEXTS:
             part = item["content"][0]
             events: list[Event] = [
-                ("response.output_text.done", {**self._inside, "text": part["text"], "logprobs": []}),
+                (f"response.{_TEXTS[kind]}.done", {**self._inside, "text": part["text"], **_beside(kind)}),
                 ("response.content_part.done", {**self._inside, "part": part}),
             ]
         else:
@@ -171,10 +198,19 @@ def _said() -> Item:
     return {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "status": "in_progress", "content": []}
 
 
+def _thought() -> Item:
+    return {"id": f"rs_{uuid.uuid4().hex}", "type": "reasoning", "status": "in_progress", "summary": [], "content": []}
+
+
 def _called(call_id: str, name: str) -> Item:
     id = f"fc_{uuid.uuid4().hex}"
     return {"id": id, "type": "function_call", "status": "in_progress", "call_id": call_id, "name": name, "arguments": ""}
 
 
-def _part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _part(kind: str) -> dict[str, Any]:
+    return {"type": _TEXTS[kind], "text": "", **({"annotations": []} if kind == "message" else {}), **_beside(kind)}
+
+
+def _beside(kind: str) -> dict[str, Any]:
+    """What events and parts of a message have beside its text."""
+    return {"logprobs": []} if kind == "message" else {}

@@ -1,8 +1,8 @@
 """`/v1/responses` for plain use: text and calls of functions, whole or streamed. A chat in other words, and asked as one.
 
 Nothing is kept on the server, so that a response cannot be fetched or gone on from later. What would need that is refused, and so
-are tools that a server runs. Reasoning that a model sets apart is not told here; `/v1/chat/completions` does. Fields that ask for
-more of what never comes, as a summary of reasoning or results of such tools, are taken, and the response says what holds.
+are tools that a server runs. Reasoning that a model sets apart is an item of its own. Fields that ask for more of what never
+comes, as a summary of reasoning or results of such tools, are taken, and the response says what holds.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ _KEPT_NOWHERE = "responses are not kept here: leave it out, and send the whole c
 _INSTEAD = {"previous_response_id": _KEPT_NOWHERE, "conversation": _KEPT_NOWHERE}
 _PLAIN = {"format": {"type": "text"}}
 # Fields of objects, with the values that they may have: what happens anyway, or never.
-_SUMMARY = ("auto", "concise", "detailed")  # of reasoning, which is not told
+_SUMMARY = ("auto", "concise", "detailed")  # of reasoning, which is told as it is
 _OF_REASONING: Mapping[str, tuple[object, ...]] = {
     "summary": _SUMMARY, "generate_summary": _SUMMARY, "context": ("auto",), "mode": ("standard",),
 }  # fmt: skip
 _OF_TEXT: Mapping[str, tuple[object, ...]] = {"verbosity": ("medium",)}
 _OF_STREAMS: Mapping[str, tuple[object, ...]] = {"include_obfuscation": (False,), "include_usage": (True, False)}
-Includable = Literal[  # of items that no answer here has
+Includable = Literal[  # parts of items that no answer here has
     "reasoning.encrypted_content", "file_search_call.results", "web_search_call.results", "web_search_call.action.sources",
     "message.input_image.image_url", "computer_call_output.output.image_url", "code_interpreter_call.outputs",
 ]  # fmt: skip

@@ -113,12 +113,29 @@ def test_a_whole_answer_has_the_items_that_a_stream_has(size: int | None) -> Non
     assert [item["arguments"] for item in output.items if "name" in item] == ['{"a": 1}'] * 3
 
 
+@pytest.mark.parametrize("size", [1, 3, 40, None])
+def test_reasoning_between_messages_and_calls_is_an_item_where_it_came(size: int | None) -> None:
+    said = [f"<|channel|>{channel}<|message|>{text}" for channel, text in (("analysis", "One."), ("commentary", "Two."))]
+    call = '<|channel|>commentary to=functions.f<|message|>{"a": 1}'
+    text = "<|end|><|start|>assistant".join([said[0], said[1], said[0], call, call, said[0], said[0], said[1]])
+    parser, output, size = parser_for("harmony", "harmony"), Output(), size or len(text)
+    for at in range(0, len(text), size):
+        output.push(parser.push(text[at : at + size]))
+    output.push(parser.finish())
+    output.finish("completed")
+    told = [item.get("arguments") or item["content"][0]["text"] for item in output.items]
+    assert told == ["One.", "Two.", "One.", '{"a": 1}', '{"a": 1}', "One.One.", "Two."]
+    kinds = ["reasoning", "message", "reasoning", "function_call", "function_call", "reasoning", "message"]
+    assert [item["type"] for item in output.items] == kinds
+
+
 @pytest.mark.parametrize("size", [1, None])
 @pytest.mark.parametrize(
     ("tools", "text", "statuses"),
     [
-        ("hermes", "<tool_call><function=f><parameter=a>12", ["incomplete", "completed"]),
-        ("gemma4", "<|tool_call>call:f{a:1,b", ["incomplete", "completed"]),
+        ("hermes", "<tool_call><function=f><parameter=a>12", ["incomplete"]),
+        ("hermes", "<tool_call><function=f> and so on", ["incomplete", "completed"]),
+        ("gemma4", "<|tool_call>call:f{a:1,b", ["incomplete"]),
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1</tool_call>Done.', ["incomplete", "completed"]),
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>Done.', ["completed", "completed"]),
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_ca', ["completed"]),

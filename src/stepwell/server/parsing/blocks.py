@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from stepwell.server.parsing.block_reader import BlockReader
 from stepwell.server.parsing.pieces import Call, Markers, Parser, Piece, Spaced, joined, portions
-from stepwell.server.parsing.source import BlockReader, Nested, ReadCalls, Texts
+from stepwell.server.parsing.source import Nested, ReadCalls, Texts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,7 +17,8 @@ class Blocks:
     closes: Mapping[str, str | None]
     read: ReadCalls
     starts: tuple[str, ...] = ()  # an answer that begins with one of these may be calls as a whole
-    inside: tuple[str, ...] = ()  # further markers, within blocks
+    parts: tuple[str, ...] = ()  # markers within blocks, behind the arguments of a call
+    inside: tuple[str, ...] = ()  # further ones
     drops: tuple[str, ...] = ()  # markers around content, which are no part of it
 
     @property
@@ -25,7 +27,7 @@ class Blocks:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        return (*self.outside, *(close for close in self.closes.values() if close is not None), *self.inside)
+        return (*self.outside, *(close for close in self.closes.values() if close is not None), *self.parts, *self.inside)
 
 
 class BlockParser:
@@ -57,14 +59,38 @@ class BlockParser:
                 part = self._free(part, pieces) if self._block is None else self._in_block(self._block, part, pieces)
         return joined(pieces)
 
-    def finish(self) -> Piece:
-        if self._block is None:
-            held = "".join([*self._space, self._lead, self._markers.finish()])
-            return Piece(content=self._content.push(held) + self._content.finish())
-        last, close = self._block.end()
-        pieces = [self._told(last)]
-        pieces.append(self._told(self._block.finish(closed=False)) if close is None else self._closed(self._block, close))
-        return joined([*pieces, Piece(content=self._content.push(self._lead) + self._content.finish())])
+    def finish(self, *, cut: bool = False) -> Piece:
+        pieces: list[Piece] = []
+        while self._block is not None:
+            last, close, behind = self._block.end(cut=cut)
+            pieces.append(self._told(last))
+            if close is None:
+                pieces.append(self._unclosed(self._block, cut=cut))
+                break
+            pieces += [self._closed(self._block, close), self.push(behind)]
+        else:
+            pieces.append(Piece(content=self._held(cut=cut)))
+        return joined([*pieces, Piece(content=self._content.finish())])
+
+    def _unclosed(self, block: BlockReader, *, cut: bool) -> Piece:
+        """What is left of a block that is not closed. One that no marker opened is told in any case: it may be content."""
+        drops = cut and (block.told or bool(self._lead))
+        self._lead = "" if drops else self._lead
+        left = block.finish(closed=False, cut=drops)
+        if drops and not left:
+            self._content.drop()  # space that stands before a call
+        last = self._told(left)
+        return joined([last, Piece(content=self._content.push(self._lead))])
+
+    def _held(self, *, cut: bool) -> str:
+        """What was held back outside of blocks; where more would have come, without what may be a marker's beginning."""
+        before, _, _ = self._markers.push("".join([*self._space, self._lead]))
+        text, begun = self._content.push(before), self._markers.finish()
+        if not cut:
+            return text + self._content.push(begun)
+        if begun:
+            self._content.drop()
+        return text
 
     def _free(self, text: str, pieces: list[Piece]) -> str:
         if not self._begun:
@@ -89,7 +115,9 @@ class BlockParser:
         return text
 
     def _enter(self, marker: str, close: str | None) -> None:
-        self._block, self._lead = BlockReader(self._blocks.read, self._texts, () if close is None else (close,)), marker
+        closes, blocks = () if close is None else (close,), self._blocks
+        self._block = BlockReader(blocks.read, self._texts, closes, opens=tuple(blocks.closes), parts=blocks.parts)
+        self._lead = marker
 
     def _in_block(self, block: BlockReader, text: str, pieces: list[Piece]) -> str:
         said, close, text = block.push(text)
@@ -135,7 +163,7 @@ class NamedParser:
         begun, self._begun = self._begun, True
         return Piece(calls=(Call(name=None if begun else self._name, arguments=text, ends=not self.in_call),))
 
-    def finish(self) -> Piece:
+    def finish(self, *, cut: bool = False) -> Piece:
         return Piece() if self._begun else Piece(calls=(Call(name=self._name),))
 
 
@@ -189,11 +217,12 @@ class ReasoningParser:
         answered = self._rest.push(self._answer.push(text)) if self._done else Piece()
         return joined([Piece(reasoning=reasoning), answered])
 
-    def finish(self) -> Piece:
+    def finish(self, *, cut: bool = False) -> Piece:
+        held = "" if cut else self._markers.finish() + self._lead  # the beginning of a marker
         if self._inside:
-            return Piece(reasoning=self._thought.push(self._markers.finish()))
-        last = self._rest.push("".join([*self._space, self._lead, self._answer.finish()]))
-        return joined([last, self._rest.finish()])
+            return Piece(reasoning=self._thought.push(held))
+        last = self._rest.push("".join([*self._space, held, self._answer.finish()]))
+        return joined([last, self._rest.finish(cut=cut)])
 
 
 class Plain:
@@ -204,5 +233,5 @@ class Plain:
     def push(self, text: str) -> Piece:
         return Piece(content=text)
 
-    def finish(self) -> Piece:
+    def finish(self, *, cut: bool = False) -> Piece:
         return Piece()

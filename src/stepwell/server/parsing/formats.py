@@ -23,17 +23,17 @@ NO_TEXTS: Texts = {}
 TOOLS: Mapping[str, Blocks] = {
     "hermes": Blocks(closes={"<tool_call>": "</tool_call>"}, read=hermes),
     "llama3": Blocks(closes={"<|python_tag|>": None}, read=json_answer, starts=("{",)),
-    "mistral": Blocks(closes={"[TOOL_CALLS]": None}, read=mistral, inside=("[ARGS]", "[CALL_ID]")),
+    "mistral": Blocks(closes={"[TOOL_CALLS]": None}, read=mistral, parts=("[TOOL_CALLS]",), inside=("[ARGS]", "[CALL_ID]")),
     "deepseek": Blocks(
         closes={
             "<｜tool▁calls▁begin｜>": "<｜tool▁calls▁end｜>", "<｜DSML｜function_calls>": "</｜DSML｜function_calls>",
             "<｜DSML｜tool_calls>": "</｜DSML｜tool_calls>",
         },
-        read=deepseek, inside=("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "｜DSML｜"),
+        read=deepseek, parts=("<｜tool▁call▁end｜>",), inside=("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "｜DSML｜"),
     ),
     "kimi": Blocks(
         closes={"<|tool_calls_section_begin|>": "<|tool_calls_section_end|>"}, read=kimi,
-        inside=("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+        parts=("<|tool_call_end|>",), inside=("<|tool_call_begin|>", "<|tool_call_argument_begin|>"),
     ),
     "kimi3": Blocks(
         closes={"<|open|>tools<|sep|>": "<|close|>tools<|sep|>"}, read=kimi3, inside=("<|open|>", "<|close|>", "<|sep|>"),

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import re
 
+from stepwell.server.parsing.block_reader import BlockReader
 from stepwell.server.parsing.pieces import Call, Markers, Piece, joined, portions
 from stepwell.server.parsing.readers import arguments_alone
-from stepwell.server.parsing.source import SPACE, BlockReader, Reading, Source, Texts
+from stepwell.server.parsing.source import SPACE, Reading, Source, Texts
 
 _MESSAGE = "<|message|>"
-_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
+_START = "<|start|>"
+_ENDS = ("<|end|>", "<|call|>", "<|return|>", _START)
 HARMONY_MARKERS = (_MESSAGE, *_ENDS, "<|channel|>", "<|constrain|>")
 _FOR = re.compile(r"to=functions\.([\w.-]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
@@ -27,6 +29,7 @@ class HarmonyParser:
         self._tools = tools
         self._in_header = True
         self._header = ""
+        self._started = False  # whether a marker began the header: then it is never text
         self._call: BlockReader | None = None  # the message is one
         self._cut = False  # the answer ended within one
         self._thinks = False
@@ -54,26 +57,32 @@ class HarmonyParser:
         said, marker, text = self._said(text) if self._call is None else self._call.push(text)
         pieces.append(said)
         if marker is not None:
-            pieces.append(self._end())
+            pieces.append(self._end(marker))
         return text
 
-    def finish(self) -> Piece:
-        held = self._markers.finish()
-        if self._call is not None:
-            last, closed = self._call.end()
-            self._cut = closed is None and self._call.in_call
-            return joined([last, self._end()])
+    def finish(self, *, cut: bool = False) -> Piece:
+        pieces: list[Piece] = []
+        while self._call is not None:
+            last, marker, behind = self._call.end(cut=cut)
+            pieces.append(last)
+            if marker is None:
+                self._cut = self._call.in_call
+                pieces.append(self._call.finish(closed=not cut, cut=cut))
+                return joined(pieces)
+            pieces += [self._end(marker), self.push(behind)]
+        held = "" if cut else self._markers.finish()  # the beginning of a marker
         if not self._in_header:
-            return self._as_channel(held)
-        plain = (not self._header and not held.startswith("<|")) or "<|" not in self._header + held
-        return Piece(content=self._header + held) if plain else Piece()  # a header without its message says nothing
+            return joined([*pieces, self._as_channel(held)])
+        header = self._header + held
+        plain = not self._started and "<|" not in header
+        return joined([*pieces, Piece(content=header if plain else "")])  # a header without its message says nothing
 
     def _begin(self) -> None:
         """A message: the header says what it is. One without a channel is the answer."""
         called, channel = _FOR.search(self._header), _CHANNEL.search(self._header)
         self._call = _reader(called.group(1)) if called is not None and self._tools else None
         self._thinks = channel is not None and channel.group(1) == "analysis"
-        self._in_header, self._header, self._markers = False, "", Markers(_ENDS)
+        self._in_header, self._header, self._started, self._markers = False, "", False, Markers(_ENDS)
 
     def _said(self, text: str) -> tuple[Piece, str | None, str]:
         before, marker, text = self._markers.push(text)
@@ -82,9 +91,9 @@ class HarmonyParser:
     def _as_channel(self, text: str) -> Piece:
         return Piece(reasoning=text) if self._thinks else Piece(content=text)
 
-    def _end(self) -> Piece:
+    def _end(self, marker: str) -> Piece:
         call, self._call = self._call, None
-        self._in_header, self._markers = True, Markers((_MESSAGE,))
+        self._in_header, self._started, self._markers = True, marker == _START, Markers((_MESSAGE,))
         return Piece() if call is None else call.finish(closed=True)
 
 

@@ -10,6 +10,7 @@ known and its arguments begin.
 from __future__ import annotations
 
 import uuid
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -29,10 +30,20 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Thought:
+    """Where a part of the reasoning stands among the content and the calls that came with it."""
+
+    size: int  # characters
+    behind: int  # so many characters of the content
+    calls: int  # and so many calls
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
     content: str = ""
     reasoning: str = ""
     calls: tuple[Call, ...] = ()
+    thoughts: tuple[Thought, ...] = field(default=(), compare=False)  # none: all reasoning stands before all the rest
 
     def __bool__(self) -> bool:
         return bool(self.content or self.reasoning or self.calls)
@@ -48,8 +59,12 @@ class Parser(Protocol):
 
     def push(self, text: str) -> Piece: ...
 
-    def finish(self) -> Piece:
-        """What was held back, when no more text comes."""
+    def finish(self, *, cut: bool = False) -> Piece:
+        """What was held back, when no more text comes.
+
+        `cut`: the answer would have gone on. What may be a part of a marker, or of a call that was not told yet, is dropped then,
+        so that all that is told is a beginning of what would have been. It is content where the model has ended there.
+        """
         ...
 
 
@@ -60,15 +75,45 @@ def id_of(call: Call) -> str:
 
 def joined(pieces: Sequence[Piece]) -> Piece:
     calls: list[Call] = []
-    length = 0
+    thoughts: list[Thought] = []
+    length = begun = 0  # characters of the content, and calls
     for piece in pieces:
+        first = begun - (begun > 0 and bool(piece.calls) and piece.calls[0].name is None)  # which may go on
+        for each in _thoughts(piece):
+            number = first + each.calls if each.calls else begun
+            thoughts.append(Thought(size=each.size, behind=length + each.behind, calls=number))
         calls += piece.calls if not length else (replace(call, behind=length + call.behind) for call in piece.calls)
+        begun = first + len(piece.calls) if piece.calls else begun
         length += len(piece.content)
     return Piece(
         content="".join(piece.content for piece in pieces),
         reasoning="".join(piece.reasoning for piece in pieces),
         calls=_whole(calls),
+        thoughts=tuple(thoughts),
     )
+
+
+def parts_of(piece: Piece) -> Iterator[Call | tuple[str, str]]:
+    """What a piece is made of, in the order in which it came: calls, content and reasoning, each of the two with its name."""
+    at = begin = 0
+    thoughts = deque(_thoughts(piece))
+    for number, call in enumerate([*piece.calls, None]):
+        while thoughts and (thoughts[0].calls <= number or call is None):
+            each = thoughts.popleft()
+            yield "content", piece.content[at : each.behind]
+            yield "reasoning", piece.reasoning[begin : begin + each.size]
+            at, begin = each.behind, begin + each.size
+        if call is not None:
+            yield "content", piece.content[at : call.behind]
+            yield call
+            at = call.behind
+    yield "content", piece.content[at:]
+
+
+def _thoughts(piece: Piece) -> tuple[Thought, ...]:
+    if not piece.reasoning or piece.thoughts:
+        return piece.thoughts
+    return (Thought(size=len(piece.reasoning), behind=0, calls=0),)
 
 
 def _whole(parts: Sequence[Call]) -> tuple[Call, ...]:
@@ -101,7 +146,7 @@ class Markers:
             at, marker = found
             self._held = ""
             return text[:at], marker, text[at + len(marker) :]
-        keep = max((overlap(text, marker) for marker in self._markers), default=0)
+        keep = longest_overlap(text, self._markers)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], None, ""
 
@@ -123,6 +168,10 @@ def first_of(markers: Sequence[str], text: str, since: int = 0) -> tuple[int, st
 def overlap(text: str, marker: str) -> int:
     """The length of the longest end of `text` that begins `marker`."""
     return next((size for size in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:size])), 0)
+
+
+def longest_overlap(text: str, markers: Sequence[str]) -> int:
+    return max((overlap(text, marker) for marker in markers), default=0)
 
 
 class Spaced:

@@ -16,7 +16,6 @@ from stepwell.server.parsing.tags import dsml, qwen_coder
 
 _ARGUMENTS = ("arguments", "parameters")
 _FENCE = "`"
-_MISTRAL_HEAD = re.compile(r"([\w.-]+)\s*(?:\[CALL_ID\]([\w-]+)\s*)?(?:\[ARGS\])?")  # each space matches in one way only
 _KIMI_HEAD = re.compile(r"(?:functions\.)?(.+?)(?::\d+)?")
 
 
@@ -116,11 +115,19 @@ def mistral(source: Source, texts: Texts) -> Reading[None]:
             marker = "[TOOL_CALLS]" if (yield from source.peek(2)) == "[T" else "["
             yield from source.must_have(marker)
         else:
-            head, _ = yield from source.until("{", consume=False)
-            named = _MISTRAL_HEAD.fullmatch(head.strip())
-            if named is None:
-                raise ValueError("a call without a name")
-            yield from arguments_alone(source, named.group(1), named.group(2))
+            name = yield from source.word("_.-")
+            id = yield from _tagged(source, "[CALL_ID]")
+            if (yield from source.skip(SPACE)) == "[":
+                yield from source.must_have("[ARGS]")
+            yield from arguments_alone(source, name, id)
+
+
+def _tagged(source: Source, tag: str) -> Reading[str | None]:
+    """The word behind a tag, if that comes next."""
+    if (yield from source.skip(SPACE)) != tag[0] or (yield from source.peek(2)) != tag[:2]:
+        return None
+    yield from source.must_have(tag)
+    return (yield from source.word("_-"))
 
 
 def kimi(source: Source, texts: Texts) -> Reading[None]:

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Generator, Mapping
+from typing import TypeVar
 
-from stepwell.server.parsing.pieces import Call, Markers, Piece, first_of, joined, overlap
+from stepwell.server.parsing.pieces import Call, first_of, longest_overlap
 
 T = TypeVar("T")
 Reading = Generator[Call | None, None, T]
@@ -23,7 +23,6 @@ SPACE = " \n\t\r"
 DONE = Call()  # all that was read is part of calls
 _QUOTED = re.compile(r'"|\\.?', re.DOTALL)
 _NESTED = re.compile(r'["{}\[\]]')
-_LINE_ENDS = "\n\r"  # which strings of JSON have as escapes only
 
 
 class Source:
@@ -36,12 +35,19 @@ class Source:
         self._at = 0  # and read as far as this
         self._ended = False
         self._closed = False
+        self._broken = False
         self._nested = Nested()  # the value of JSON that is read
+        self._sought: tuple[str, ...] = ()  # tags, one of which comes next: all before it is no part of a call
+        self.value_ends: tuple[str, ...] = ()  # what ends the value that is no JSON and is read
 
     @property
     def in_string(self) -> bool:
         """Whether what has come ends within a string of JSON."""
         return self._nested.quoted
+
+    def break_off(self) -> None:
+        """The string of JSON that is read does not go on, nor does what it is in."""
+        self._broken, self._nested = True, Nested()
 
     def add(self, text: str) -> None:
         """What was told or kept is dropped with it, so readers that wait remember no place but these two."""
@@ -65,6 +71,11 @@ class Source:
     def unread(self) -> str:
         """What stands behind the last call, once its reader has found no other."""
         return self._text[self._at :]
+
+    def outside(self) -> str:
+        """What stands behind the last tag and before the next, where one is looked for; without what may be its beginning."""
+        text = self.unread() if self._sought else ""
+        return text[: len(text) - longest_overlap(text, self._sought)].rstrip()
 
     # ---- for readers ------------------------------------------------------------------------------
 
@@ -107,6 +118,21 @@ class Source:
         self._at = at + (len(marker) if consume else 0)
         return text, marker
 
+    def next_tag(self, *tags: str, or_end: bool = False) -> Reading[str]:
+        """Goes behind the next of these, as `until`, and returns which it was. What stands before it is no part of a call."""
+        self._sought = tags
+        _, tag = yield from self.until(*tags, or_end=or_end)
+        self._sought = ()
+        return tag
+
+    def word(self, also: str) -> Reading[str]:
+        """Letters, digits and these."""
+        parts: list[str] = []
+        while (found := (yield from self.peek())) and (found.isalnum() or found in also):
+            parts.append(found)
+            self._at += 1
+        return "".join(parts)
+
     def rest(self) -> Reading[str]:
         """All that comes."""
         while not self._ended:
@@ -117,7 +143,7 @@ class Source:
     def find(self, marker: str) -> Reading[bool]:
         """Goes behind the next such marker, if there is one."""
         try:
-            yield from self.until(marker)
+            yield from self.next_tag(marker)
         except ValueError:
             return False
         return True
@@ -143,17 +169,25 @@ class Source:
             parts.append(self._text[self._at :])
             self._kept.append(self._text[self._told :])
             self._told = self._at = len(self._text)
-            if self._ended:
+            if self._ended or (yield from self._breaks()):
                 raise ValueError("a value that does not end")
-            yield None
         parts.append(self._text[self._at : end])
         self._at = end
         return "".join(parts)
 
-    def text(self, *markers: str, or_end: bool = False) -> Reading[str]:
-        """Tells a text within quotes as it comes, goes behind the marker that ends it, and returns which. Raises ValueError."""
+    def raw(self, *markers: str, or_end: bool = False, line_end: bool = False) -> Reading[tuple[str, str]]:
+        """A value that is no JSON, and the marker that ends it, as `until`. `line_end`: one at its beginning is dropped."""
+        yield from self._begin_raw(markers, line_end=line_end)
+        found = yield from self.until(*markers, or_end=or_end)
+        self.value_ends = ()
+        return found
+
+    def text(self, *markers: str, or_end: bool = False, line_end: bool = False) -> Reading[str]:
+        """As `raw`, but tells the value as it comes, to stand within quotes. Raises ValueError."""
+        yield from self._begin_raw(markers, line_end=line_end)
         while (found := self._first(markers, self._at)) is None:
-            held = 0 if self._ended else max(overlap(self._text[self._at :], each) for each in markers)
+            is_whole = self._ended and self._closed
+            held = 0 if is_whole else longest_overlap(self._text[self._at :], markers)
             self._at = len(self._text) - held
             yield from self._quoted()
             if self._ended and not (or_end and self._closed):
@@ -165,7 +199,14 @@ class Source:
         self._at = at
         yield from self._quoted()
         self._at += len(marker)
+        self.value_ends = ()
         return marker
+
+    def _begin_raw(self, ends: tuple[str, ...], *, line_end: bool) -> Reading[None]:
+        self.value_ends = ends
+        if line_end and (yield from self.peek()) == "\n":
+            self._at += 1
+            self._told = self._at  # or it would be told with the text
 
     def object(self) -> Reading[None]:
         """Tells an object of JSON as it comes, as it is written. A model's mistakes in it are told as well."""
@@ -174,11 +215,16 @@ class Source:
             if len(self._text) > self._at:
                 begin, self._at = self._at, len(self._text)
                 yield Call(arguments=self._text[begin:])
-            if self._ended:
+            if self._ended or (yield from self._breaks()):
                 return
-            yield None
         begin, self._at = self._at, end
         yield Call(arguments=self._text[begin:end], ends=True)
+
+    def _breaks(self) -> Reading[bool]:
+        """Waits for more of a value of JSON, and returns whether it was broken off instead."""
+        yield None
+        broken, self._broken = self._broken, False
+        return broken
 
     def _quoted(self) -> Reading[None]:
         """Tells what was read and not told; whoever begins a text has told all before it."""
@@ -214,76 +260,3 @@ class Nested:
 
 
 ReadCalls = Callable[[Source, Texts], Reading[None]]  # raises ValueError for what is no call; ends with its text
-
-
-class BlockReader:
-    """Calls of one block, as they come, until a marker closes it. What is none is content: all, or what is behind the last.
-
-    A marker within a string of JSON is part of that, unless the answer or the line ends behind it: no string of JSON goes on over
-    lines, so that one was broken off, and the block ends as if it were whole.
-
-        {"name": "f", "arguments": {"text": "... </tool_call> ..."}}</tool_call>
-                                                 part of it         closes
-    """
-
-    def __init__(self, read: ReadCalls, texts: Texts, closes: Sequence[str]) -> None:
-        self._source = Source()
-        self._reading: Reading[Any] | None = read(self._source, texts)  # None: the rest is content
-        self._markers = Markers(closes)
-        self._in_string = ""  # a marker that stands there, until it is known what comes behind it
-        self.told = False  # whether any call was
-        self.in_call = False  # whether the last one has not ended
-
-    def push(self, text: str) -> tuple[Piece, str | None, str]:
-        """What it says; the marker that closes it, if there is one; and what stands behind that."""
-        pieces: list[Piece] = []
-        while text:
-            marker, self._in_string = self._in_string, ""
-            if marker and text[0] in _LINE_ENDS:
-                return joined(pieces), marker, text
-            before, found, text = self._markers.push(text)
-            pieces.append(self._add(marker + before))
-            if found is not None and not self._quoted:
-                return joined(pieces), found, text
-            self._in_string = found or ""
-        return joined(pieces), None, ""
-
-    def end(self) -> tuple[Piece, str | None]:
-        """What was held back when no more text comes, and the marker that closes the block, if there is one."""
-        held = self._markers.finish()
-        if self.told and not self._quoted:
-            held = ""  # the beginning of a marker that would have closed it
-        return self._add(held), self._in_string or None
-
-    def finish(self, *, closed: bool) -> Piece:
-        """`closed`: the end of the block was marked, so that nothing is missing."""
-        self._source.end(closed=closed)
-        piece = Piece() if self._reading is None else self._read(self._reading)
-        self.in_call = self.in_call and not closed
-        left = self._source.unread() if self.told else self._source.take()
-        return joined([piece, Piece(content=left)]) if not self.told or left.strip() else piece
-
-    @property
-    def _quoted(self) -> bool:
-        return self._reading is not None and self._source.in_string
-
-    def _add(self, text: str) -> Piece:
-        if self._reading is None:
-            return Piece(content=text)
-        self._source.add(text)
-        return self._read(self._reading)
-
-    def _read(self, reading: Reading[Any]) -> Piece:
-        parts: list[Piece] = []
-        try:
-            for part in reading:
-                if part is None:
-                    break
-                self._source.mark()
-                if part is not DONE:
-                    parts.append(Piece(calls=(part,)))
-                    self.told, self.in_call = True, not part.ends
-        except (ValueError, RecursionError):
-            self._reading = None
-            parts.append(Piece(content=self._source.take()))
-        return joined(parts)

@@ -35,7 +35,7 @@ def tagged(tags: Tags) -> ReadCalls:
             head, _ = yield from source.until(tags.behind_head)
             yield Call(name=_must_be(tags.name(head)), arguments="{")
             comma = ""
-            while (yield from source.until(tags.parameter, tags.behind_call))[1] == tags.parameter:
+            while (yield from source.next_tag(tags.parameter, tags.behind_call)) == tags.parameter:
                 head, _ = yield from source.until(tags.behind_head)
                 key, is_text = tags.key(head)
                 prefix, comma = f"{comma}{_quoted(key)}: ", ", "
@@ -44,7 +44,7 @@ def tagged(tags: Tags) -> ReadCalls:
                     yield from source.text(tags.behind_parameter)
                     yield Call(arguments='"')
                 else:
-                    value, _ = yield from source.until(tags.behind_parameter)
+                    value, _ = yield from source.raw(tags.behind_parameter)
                     yield Call(arguments=prefix + _as_json(value))
             yield Call(arguments="}", ends=True)
 
@@ -91,27 +91,28 @@ def qwen_coder(source: Source, texts: Texts) -> Reading[None]:
 
 
 def _parameters(source: Source, are_text: frozenset[str]) -> Reading[None]:
-    """Ends of values may be missing, and so may that of the function where the block was closed."""
+    """Ends of values may be missing, and so may that of the function where the block was closed.
+
+    The format puts line ends around a value; others are the value's own.
+    """
     begin, end, behind = "<parameter=", "</function>", "</parameter>"
     ends = [f"{lead}{marker}" for marker in (behind, begin, end) for lead in ("", "\n")]
-    _, marker = yield from source.until(begin, end, or_end=True)
+    marker = yield from source.next_tag(begin, end, or_end=True)
     comma = ""
     while marker == begin:
         key, _ = yield from source.until(">")
         key = key.strip()
-        if (yield from source.peek()) == "\n":  # which the format puts around a value; others are the value's own
-            yield from source.must_have("\n")
         prefix = f"{comma}{_quoted(key)}: "
         if key in are_text:
             yield Call(arguments=f'{prefix}"')
-            marker = yield from source.text(*ends, or_end=True)
+            marker = yield from source.text(*ends, or_end=True, line_end=True)
             yield Call(arguments='"')
         else:
-            value, marker = yield from source.until(*ends, or_end=True)
+            value, marker = yield from source.raw(*ends, or_end=True, line_end=True)
             yield Call(arguments=prefix + _as_json(value))
         comma, marker = ", ", marker.strip()
         if marker == behind:
-            _, marker = yield from source.until(begin, end, or_end=True)
+            marker = yield from source.next_tag(begin, end, or_end=True)
 
 
 def gemma4(source: Source, texts: Texts) -> Reading[None]:

@@ -59,7 +59,7 @@ class ThoughtParser:
             reasoning += self._thought.push(before + (close or ""))
         return Piece(reasoning=reasoning) if self._inside else joined([Piece(reasoning=reasoning), self._rest.push(text)])
 
-    def finish(self) -> Piece:
-        if self._inside:
+    def finish(self, *, cut: bool = False) -> Piece:
+        if self._inside:  # the marker is one token, so what looks like its beginning is a thought
             return Piece(reasoning=self._thought.push(self._closes.finish()))
-        return self._rest.finish()
+        return self._rest.finish(cut=cut)

@@ -93,7 +93,7 @@ def _show(console: Console, verdict: Verdict) -> None:
         memory = f"{format_bytes(int(grown.first_bytes))} → {format_bytes(int(grown.last_bytes))}"
         table.add_row(f"memory of the steady server, last {grown.watched_s:.0f} s", memory)
         table.add_row("... its slope", f"{grown.slope_bytes_per_s * 3600 / (1 << 20):+.1f} MiB an hour")
-        table.add_row("... files and threads", f"{grown.files:+g} and {grown.threads:+g}")
+        table.add_row("... files and threads", f"{grown.files:+} and {grown.threads:+}")
     console.print(table)
     for fault in verdict.faults:
         console.print(f"FAULT {fault}", markup=False, highlight=False)

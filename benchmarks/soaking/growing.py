@@ -1,4 +1,8 @@
-"""Whether a process grows: the slope of its memory once it is warm, and what it has open. Reads numbers, nothing else."""
+"""Whether a process grows: the slope of its memory once it is warm, and what it has open. Reads numbers, nothing else.
+
+Connections come and go: who owns the log has those of all others, and so have clients that ask at once. So what counts is how few
+files and threads there ever are; what is left open raises that too.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +30,8 @@ class Growth:
     first_bytes: float
     last_bytes: float
     slope_bytes_per_s: float
-    files: float  # more at the end than at the beginning
-    threads: float
+    files: int  # more of them: the fewest of the second half, and of the first
+    threads: int
 
     @property
     def grown_bytes(self) -> float:
@@ -43,15 +47,16 @@ def growth(samples: Sequence[Sample]) -> Growth | None:
     warm = [sample for sample in samples if sample.at_s >= begins]
     if len(warm) < 10:
         return None
-    tenth = len(warm) // 10
+    tenth, half = len(warm) // 10, len(warm) // 2
     first, last = warm[:tenth], warm[-tenth:]
+    early, late = warm[:half], warm[half:]
     return Growth(
         watched_s=warm[-1].at_s - warm[0].at_s,
         first_bytes=median(each.found.memory_bytes for each in first),
         last_bytes=median(each.found.memory_bytes for each in last),
         slope_bytes_per_s=slope([(each.at_s, each.found.memory_bytes) for each in warm]),
-        files=median(each.found.files for each in last) - median(each.found.files for each in first),
-        threads=median(each.found.threads for each in last) - median(each.found.threads for each in first),
+        files=min(each.found.files for each in late) - min(each.found.files for each in early),
+        threads=min(each.found.threads for each in late) - min(each.found.threads for each in early),
     )
 
 

@@ -31,7 +31,7 @@ LAST_WORDS = 20_000  # of the log of a server that did not come to rest: what al
 # of tokens (8 bytes a token, some 500 tokens). A leaked page is no growth, for tiers have their size: the audit finds it.
 LEFT_BYTES_A_REQUEST = 2048
 NOISE_BYTES = 16 << 20  # what allocators keep now and give back later, however long a process lives
-MORE_FILES, MORE_THREADS = 24, 8  # than at the beginning of the watch: connections that happen to be open
+MORE_FILES, MORE_THREADS = 24, 8  # than in the first half of the watch, at the least: connections that happen to stay open
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,5 +207,5 @@ def grown_too_much(grown: Growth | None, requests: int) -> list[str]:
         )
     for what, more, allowed in (("files", grown.files, MORE_FILES), ("threads", grown.threads, MORE_THREADS)):
         if more > allowed:
-            found.append(f"{more:g} more {what} than when it was warm, more than {allowed}")
+            found.append(f"{more} more {what} than when it was warm, over {allowed}")
     return found

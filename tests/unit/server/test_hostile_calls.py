@@ -12,7 +12,7 @@ from stepwell.server.parsing.formats import parser_for
 from stepwell.server.parsing.pieces import Call, Piece, joined
 from stepwell.server.response_items import Output
 
-MOST_CPU_S = 6  # a fraction of a second where time grows with the text; half a minute and more where it grows with its square
+MOST_CPU_S = 6  # about a second where time grows with the text, and many where it grows with its square
 
 
 _KIMI_OPEN = "<|tool_calls_section_begin|><|tool_call_begin|>"
@@ -32,10 +32,10 @@ def parsed(tools: str, text: str, *, size: int | None = None, reasoning: str | N
         ("hermes", f"<tool_call><function=f>{'<parameter=a>1</parameter>' * 8_000}</function></tool_call>"),
         ("hermes", f'<tool_call>{{"name": "f", "arguments": {{"a": "{"</tool_call>" * 80_000}'),
         ("hermes", f'<tool_call>{{"arguments": {{"a": "{"</tool_call>" * 80_000}'),
-        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "</tool_call>' * 20_000),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "</tool_call>' * 10_000),
         ("kimi", _KIMI_OPEN + f'f<|tool_call_argument_begin|>{{\\"{"<|tool_calls_section_end|>" * 40_000}'),
         ("harmony", '<|channel|>commentary to=functions.f<|message|>{"a": "' + "<|end|>" * 100_000),
-        ("hermes", "<tool_call></tool_call>" * 40_000),
+        ("hermes", "<tool_call></tool_call>" * 20_000),
     ],
     ids=[
         "spaces in a head",

@@ -15,6 +15,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,10 +67,12 @@ def measure(args: argparse.Namespace, cores: list[str]) -> dict[Key, Row]:
     with Progress(console=Console(stderr=True)) as progress:
         task = progress.add_task("measuring", total=len(jobs))
         for job in jobs:
-            progress.update(task, description=f"{job.core}, {job.comps}, {job.nodes:,} nodes")
+            name, start_s = f"{job.core}, {job.comps}, {job.nodes:,} nodes", time.monotonic()
+            progress.update(task, description=name)
             for row in run(job.command(args)):
                 rows[job.core, job.comps, job.nodes, row["length"]] = row
             progress.advance(task)
+            progress.console.print(f"{name}: {time.monotonic() - start_s:.0f} s")
     return rows
 
 

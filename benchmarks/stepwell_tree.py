@@ -45,6 +45,8 @@ from stepwell.cache.build import CacheTuning
 from stepwell.jobs.executors import InlineCopyExecutor
 from stepwell.tiers.eviction import make_room
 from stepwell.transfer.copy_engine import Work
+from stepwell.tree.node import LossReason, Node
+from stepwell.tree.pruning import truncate
 
 CHUNK_TOKENS = 2048
 WINDOW_TOKENS = 1024
@@ -86,6 +88,7 @@ class Workload:
         )
         self.state = self.cache._state
         self.page_tokens = page_tokens
+        self._forest: set[Node] = set()  # the first node of each family
         self._random = np.random.default_rng(seed)
 
     def draw(self, num_tokens: int) -> Tokens:
@@ -122,6 +125,15 @@ class Workload:
                 self.store(np.concatenate([prefix, self.draw(LEAF_PAGES * page + 1)]), CHUNK_TOKENS)
                 planted += 1
             planted += 1
+        self._forest = self._families()
+
+    def forget_prompts(self) -> None:
+        """Leaves nothing but the forest in the tree."""
+        for node in self._families() - self._forest:
+            truncate(self.state.tree, node, 0, self.state.loss(LossReason.CLEARED, Tier.DEVICE))
+
+    def _families(self) -> set[Node]:
+        return {node for root in self.state.tree.roots.values() if root.kids for node in root.kids.by_page.values()}
 
     def fill_up(self) -> None:
         """Takes all free pages, as the requests of a busy engine do."""
@@ -158,10 +170,9 @@ def median_us(
     return round(statistics.median(sample_us(call, reps, prepare, settle)), 1)
 
 
-def measure_evictions(args: argparse.Namespace) -> dict[int, dict[str, float]]:
-    """Evictions from a full tier that holds a forest of `--nodes` nodes, for every prompt length."""
-    work = Workload(args.comps, args.page, _forest_pages(args) + 4096)
-    work.plant(args.nodes)
+def measure_evictions(work: Workload, args: argparse.Namespace) -> dict[int, dict[str, float]]:
+    """Evictions from a full tier that holds a forest of `--nodes` nodes and nothing else, for every prompt length."""
+    work.forget_prompts()
     work.fill_up()
     # The mean: with checkpoints some evictions cost twice what others do, and a median would show only one sort.
     single = round(statistics.mean(sample_us(work.evict, EVICTIONS, lambda: 1, lambda _: work.fill_up())), 1)
@@ -185,30 +196,36 @@ def _forest_pages(args: argparse.Namespace) -> int:
 
 
 def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
-    evictions = measure_evictions(args)
+    """One forest for all: to plant it takes most of the time. Evictions come last, since they take it away."""
     prompts = (WARMUP_CALLS + args.reps) * 2 + 4
     work = Workload(args.comps, args.page, _forest_pages(args) + prompts * sum(args.lens) // args.page * 3 + 65536)
     work.plant(args.nodes)
-    for length in args.lens:
-        chain, whole = work.draw(length + 1), work.draw(length + 1)
-        work.store(chain, CHUNK_TOKENS)
-        work.store(whole, length)
-        for prompt in (chain, whole):
-            found = work.cache.lookup(prompt).restore_tokens
-            assert found == length, f"{found=} {length=}"
-        yield {
-            "peer": "stepwell",
-            "core": "stepwell",
-            "comps": args.comps,
-            "page": args.page,
-            "nodes": args.nodes,
-            "length": length,
-            "reps": args.reps,
-            "lookup_us": median_us(work.cache.lookup, args.reps, lambda chain=chain: chain),
-            "lookup_one_node_us": median_us(work.cache.lookup, args.reps, lambda whole=whole: whole),
-            **measure_commits(work, length, args.reps),
-            **evictions[length],
-        }
+    rows = [measure_prompts(work, length, args) for length in args.lens]
+    evictions = measure_evictions(work, args)
+    for length, row in zip(args.lens, rows, strict=True):
+        yield row | evictions[length]
+
+
+def measure_prompts(work: Workload, length: int, args: argparse.Namespace) -> dict[str, object]:
+    """Lookups and commits of prompts of one length, beside the forest."""
+    chain, whole = work.draw(length + 1), work.draw(length + 1)
+    work.store(chain, CHUNK_TOKENS)
+    work.store(whole, length)
+    for prompt in (chain, whole):
+        found = work.cache.lookup(prompt).restore_tokens
+        assert found == length, f"{found=} {length=}"
+    return {
+        "peer": "stepwell",
+        "core": "stepwell",
+        "comps": args.comps,
+        "page": args.page,
+        "nodes": args.nodes,
+        "length": length,
+        "reps": args.reps,
+        "lookup_us": median_us(work.cache.lookup, args.reps, lambda: chain),
+        "lookup_one_node_us": median_us(work.cache.lookup, args.reps, lambda: whole),
+        **measure_commits(work, length, args.reps),
+    }
 
 
 def measure_commits(work: Workload, length: int, reps: int) -> dict[str, float]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush, heapreplace
+from math import inf
 from typing import NamedTuple
 
 from stepwell.policy.value import Place, ValuePolicy
@@ -47,7 +48,7 @@ class EvictionOrder:
         self._value = value
         self._older: _Heaps = {}
         self._newer: _Heaps = {}
-        self._last_number = 0
+        self.num_pushed = 0  # to here alone. While it stays what it was, an order without live entries has none
         self._turns: list[tuple[_Heaps, _Key]] = []  # places that `next_head` has still to look at
         self._heads: list[Head] | None = None  # while held: a heap. A heap of entries has one that counts, its latest
         self._latest: dict[int, int] = {}  # by the identity of a heap, the number of that
@@ -73,7 +74,7 @@ class EvictionOrder:
         `number` is one that another order has given it, if it is to count there and here alike.
         """
         if number is None:
-            number = self._last_number = self._last_number + 1
+            number = self.num_pushed = self.num_pushed + 1
             victim.entry, victim.standing = number, standing.rank
         place = standing.place
         self._add((standing.rank, place.group, place.level), (place.since, number, victim))
@@ -186,20 +187,21 @@ class EvictionOrder:
             assert self._heads is not None
             rank, _, _, _, _, key, heap = head
             others = min(self._heads[1:3]) if len(self._heads) > 1 else None
+            next_since, is_alike = (others[2], others[5] == key) if others is not None else (inf, True)
             last_head = self._last_head
-            entry = heap[0]
+            since, _, victim = heap[0]
             while True:
-                yield key, entry[0], entry[2]
+                yield key, since, victim
                 if self._last_head != last_head:
                     break
                 while heap and heap[0][2].entry != heap[0][1]:
                     heappop(heap)
                 if not heap:
                     break
-                entry = heap[0]
-                if others is None:
+                since, number, victim = heap[0]
+                if others is None or (is_alike and since < next_since):
                     continue
-                if others[2:4] < entry[:2] if others[5] == key else others < (rank, self._worth(*key, entry[0]), *entry[:2]):
+                if others[2:4] < (since, number) if is_alike else others < (rank, self._worth(*key, since), since, number):
                     break
 
     def _head_of(self, key: _Key, heap: list[_Entry]) -> Head:

@@ -227,16 +227,23 @@ class Node:
         if len(self.lost) > MAX_LOSSES:
             del self.lost[next(iter(self.lost))]
 
-    def note_past(self, page: bytes, visit: Visit | None) -> None:
-        """Remembers who had what began with a page, and is gone now."""
+    def note_gone(self, page: bytes, loss: Loss, visit: Visit | None) -> None:
+        """Remembers what began with a page below it and is gone now, and who had it."""
+        lost, past = self.lost, self.past
+        if lost is None:
+            lost = self.lost = {}
+        lost[page] = loss
+        if len(lost) > MAX_LOSSES:
+            del lost[next(iter(lost))]
         if visit is None:
             return
-        if self.past is None:
-            self.past = {}
-        self.past.pop(page, None)
-        self.past[page] = visit
-        if len(self.past) > MAX_PAST:
-            del self.past[next(iter(self.past))]
+        if past is None:
+            past = self.past = {}
+        elif page in past:
+            del past[page]
+        past[page] = visit
+        if len(past) > MAX_PAST:
+            del past[next(iter(past))]
 
     def has_other_past(self, page: bytes) -> bool:
         """Whether something hung below its end that did not begin with `page`, and may return there."""
@@ -297,6 +304,31 @@ def previous_checkpoint(node: Node, page: int) -> Checkpoint | None:
                 return here.checkpoints[before]
         here = here.parent
     return None
+
+
+def reach_of(node: Node, page: int) -> tuple[int, int]:
+    """From which boundary on a node's checkpoint at boundary `page` saves computing, and how many pages nothing else would need
+    if it went: back to that boundary, or to a branch.
+
+    pages    0 ....... before ........ branch ....... page
+             |           o---------------+--------------o
+    alone                                |--------------|
+    """
+    alone = -1 if node.kids is None else 0  # not known yet
+    if node.checkpoints and len(node.checkpoints) > 1:
+        alone = alone if max(node.checkpoints) <= page else 0
+        before = max((each for each in node.checkpoints if each < page), default=-1)
+        if before >= 0:
+            return before, alone if alone >= 0 else page - before
+    here, above = node, node.parent
+    while above is not None:
+        if alone < 0 and above.kids is not None and len(above.kids.by_page) > 1:
+            alone = page - here.start
+        if above.checkpoints:
+            before = max(above.checkpoints)
+            return before, alone if alone >= 0 else page - before
+        here, above = above, above.parent
+    return 0, alone if alone >= 0 else page
 
 
 def previous_boundary(node: Node, page: int) -> int:

@@ -134,9 +134,8 @@ def _trim(tree: Tree, node: Node, at: int) -> None:
 def note_cut(tree: Tree, node: Node, at: int, loss: Loss) -> None:
     """Remembers what went from index `at` on of a node that keeps what is before. Called while it still has all tokens."""
     first = node.rest[(at - 1) * tree.page_bytes : at * tree.page_bytes]
-    node.note_loss(first, loss)
     node.past = None  # of what hung below what goes now
-    node.note_past(first, node.visit)
+    node.note_gone(first, loss, node.visit)
 
 
 def shorten(tree: Tree, node: Node, at: int) -> None:
@@ -188,13 +187,13 @@ def leave_tree(tree: Tree, node: Node, loss: Loss) -> None:
 
 def unlink(tree: Tree, node: Node, loss: Loss) -> None:
     """Takes a node without pages out of its parent, which knows by then that nothing leads there."""
-    parent = node.parent
+    parent, first = node.parent, node.first
     assert parent is not None and parent.kids is not None
-    del parent.kids.by_page[node.first]
+    siblings = parent.kids.by_page
+    del siblings[first]
     node.parent = None
-    parent.note_loss(node.first, loss)
-    parent.note_past(node.first, node.visit)
-    if not parent.kids.by_page:
+    parent.note_gone(first, loss, node.visit)
+    if not siblings:
         parent.kids = None
         if parent.parent is None and len(tree.roots) > KEPT_EMPTY_ROOTS:
             del tree.roots[PageKey(parent.first)]

@@ -19,12 +19,14 @@ from stepwell.memory.arena import Arena
 from stepwell.policy.value import Place, ValuePolicy
 from stepwell.tree.accounts import Account
 from stepwell.tree.eviction_order import REPEATED, USEFUL, WORTHLESS, EvictionOrder, Standing
-from stepwell.tree.node import Node, Residency, Run, Victim, previous_checkpoint
+from stepwell.tree.node import Node, Residency, Run, Victim, reach_of
 from stepwell.tree.own_orders import Orders, OwnOrders
 from stepwell.tree.tails import Tail, Tails
 
 MOST_DEPENDED_ON = 1024  # before those that have left the tree are taken out
 TIDY_ENTRIES = 2  # more than the one entry that a use can make out of date
+
+Gain = tuple[int, int, int, int, bool]  # of a checkpoint: tokens saved, bytes, distances, whether its backup is deferred
 
 
 class Ranking:
@@ -187,14 +189,14 @@ class Ranking:
         With `checkpoints` only runs that are worth nothing, or all while there are none of those.
         """
         runs, others = self._orders[tier]
-        if self.repeats_first:
-            return
+        if self.repeats_first and tier is Tier.HOST:
+            return  # what the device has too may go whatever stands on it
         due = self._value.due
         useful_too, is_dead = not checkpoints or not others, self._needs_checkpoints
         for (rank, group, _), since, run in runs.in_turn():
             assert isinstance(run, Run), f"{run} is queued as a run"
             node = run.node
-            if node.kids is not None or node.checkpoints or node.parent is None:
+            if node.kids is not None or node.checkpoints or node.parent is None or run.leaving:
                 return
             other = node.runs[1 - tier]
             if other is not None and other.num_pages < node.num_pages:
@@ -212,13 +214,27 @@ class Ranking:
         it did. Each has left when the next is asked for.
         """
         runs, checkpoints = self._orders[tier]
-        if self.repeats_first:
-            return
-        for key, since, residency in checkpoints.in_turn():
+        if self.repeats_first and tier is Tier.HOST:
+            return  # what the device has too may go whatever stands on it
+        due, level_of = self._value.due, self._value.level
+        last_gain, last_level = None, 0  # of most it is that of the one before, and nothing is learned while the tier is held
+        num_pushed = -1
+        for (_, group, level), since, residency in checkpoints.in_turn():
             assert isinstance(residency, Residency), f"{residency} is queued as a checkpoint"
-            if runs.held_head() is not None or not _in_tree(residency):
+            if runs.num_pushed != num_pushed:
+                if runs.held_head() is not None:
+                    return
+                num_pushed = runs.num_pushed
+            checkpoint = residency.checkpoint
+            node = checkpoint.node
+            if node is None or checkpoint.held[tier] is not residency:
                 return
-            if self._level_of(residency) != key[2] or self._due_of(residency) != (key[1], since):
+            if due(checkpoint.used_at, node.urgent_until, node.visit) != (group, since):
+                return
+            gain = self._gain_of(residency, node)
+            if gain != last_gain:
+                last_gain, last_level = gain, level_of(*gain[:4], deferred=gain[4])
+            if last_level != level:
                 return
             yield residency
 
@@ -294,22 +310,26 @@ class Ranking:
         return self._value.due(checkpoint.used_at, node.urgent_until, node.visit)
 
     def _level_of(self, residency: Residency) -> int:
-        checkpoint = residency.checkpoint
-        node, page, follower = checkpoint.node, checkpoint.page, checkpoint.following
+        node = residency.checkpoint.node
         assert node is not None
+        *gain, deferred = self._gain_of(residency, node)
+        return self._value.level(*gain, deferred=deferred)
+
+    def _gain_of(self, residency: Residency, node: Node) -> Gain:
+        """What the level of a checkpoint depends on, as `ValuePolicy.level` takes it."""
+        checkpoint = residency.checkpoint
+        page, follower = checkpoint.page, checkpoint.following
         size = residency.size_bytes
-        leader = previous_checkpoint(node, page)
-        before = leader.page if leader is not None else 0
+        before, num_alone = reach_of(node, page)
         if self._needs_checkpoints:
-            size += _pages_alone(node, page, before) * self._page_bytes[residency.tier]
+            size += num_alone * self._page_bytes[residency.tier]
         page_tokens, visit = self._page_tokens, node.visit
         end = visit.end if visit is not None else page
         distance = (end - page + 1) * page_tokens if end > page else page_tokens
         next_distance = 0
         if follower is not None and follower.node is not None:
             next_distance = (end - follower.page + 1) * page_tokens if end > follower.page else page_tokens
-        saved_tokens = (page - before) * page_tokens
-        return self._value.level(saved_tokens, size or 1, next_distance, distance, deferred=residency.backup_deferred)
+        return (page - before) * page_tokens, size or 1, next_distance, distance, residency.backup_deferred
 
     def _is_repeated(self, residency: Residency) -> bool:
         """Whether the host has it beside the device, and nobody below waits for it."""
@@ -333,19 +353,6 @@ def _is_as_queued(standing: Standing, then: Standing) -> bool:
         return standing.rank < then.rank
     same_place = standing.place[:2] == then.place[:2]
     return same_place and standing.place.since <= then.place.since
-
-
-def _pages_alone(node: Node, page: int, before: int) -> int:
-    """How many pages nothing else would need if the checkpoint at boundary `page` went: back to `before` or a branch."""
-    if node.kids is not None or (node.checkpoints and max(node.checkpoints) > page):
-        return 0
-    here: Node | None = node
-    while here is not None and here.parent is not None and here.start > before:
-        above = here.parent
-        if above.kids is not None and len(above.kids.by_page) > 1:
-            return page - here.start
-        here = above
-    return page - before
 
 
 def _account_of(victim: Victim) -> Account:

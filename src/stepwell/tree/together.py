@@ -13,10 +13,11 @@ import numpy as np
 
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.tasks import NO_PAGES, PageIds
-from stepwell.memory.arena import Arena, Need
+from stepwell.memory.arena import Need
 from stepwell.tree.accounts import Account
 from stepwell.tree.checkpoints import leave_node, leave_tier, tell_left
 from stepwell.tree.eviction_order import USEFUL
+from stepwell.tree.left_pages import SharedWindows, SlabUse
 from stepwell.tree.node import ABSENT, Loss, Node, Residency, Run, Victim
 from stepwell.tree.pruning import leave_tree, note_cut, shorten, tell
 from stepwell.tree.tree import Tree
@@ -35,34 +36,25 @@ class Gone(NamedTuple):
 
 
 def may_leave_together(tree: Tree, tier: Tier) -> bool:
-    """Whether nobody has to be asked for each victim: whose it is, where its rows are, what another tier repeats of it."""
+    """Whether nobody has to be asked for each victim: whose it is, or where its rows are."""
     has_rows = tier is Tier.DEVICE and tree.row_pages is not None
-    return not (tree.accounts.limited or has_rows or tree.ranking.repeats_first)
+    return not (tree.accounts.limited or has_rows)
 
 
 def leave_together(
-    tree: Tree, tier: Tier, need: Need, short: Need, loss: Loss, *, any_sort: bool, patience_bytes: int
+    tree: Tree, tier: Tier, need: Need, short: Need, loss: Loss, *, any_sort: bool, patience_bytes: int, saved_only: bool
 ) -> Gone:  # fmt: skip
     """Evicts in the tier's order until that has to be looked at anew: `short` may be another by then, or its next goes alone.
 
     `need` lacks `short`, prefix pages among it. With `any_sort` of checkpoints too, as long as fewer bytes of what is not short
-    go than `patience_bytes`.
+    go than `patience_bytes`. With `saved_only` what the other tier lacks goes alone: it may have to be saved first.
     """
-    batch = _Batch(tree, tier, need, short, loss)
-    ranking, checkpoints = tree.ranking, any_sort or WINDOW in short or POINT in short
+    batch = _Batch(tree, tier, need, short, loss, patience_bytes, saved_only)
+    checkpoints = any_sort or WINDOW in short or POINT in short
     victim = None
     try:
-        while not batch.is_over and batch.in_vain_bytes < patience_bytes:
-            for leaf in ranking.leaves_in_turn(tier, checkpoints=checkpoints):
-                if not batch.take_run(leaf) or batch.is_over:
-                    break
-            if not batch.is_over and checkpoints:
-                for checkpoint in ranking.checkpoints_in_turn(tier):
-                    if not batch.take_residency(checkpoint) or batch.is_over or batch.in_vain_bytes >= patience_bytes:
-                        break
-            if batch.is_over or batch.in_vain_bytes >= patience_bytes:
-                break
-            victim = ranking.first(tier, runs=True, checkpoints=checkpoints)
+        while batch.take_in_turn(checkpoints=checkpoints):
+            victim = tree.ranking.first(tier, runs=True, checkpoints=checkpoints)
             if victim is None or not (batch.take_run(victim) if isinstance(victim, Run) else batch.take_residency(victim)):
                 break
             victim = None
@@ -71,86 +63,51 @@ def leave_together(
     return Gone(batch.num_pages, batch.num_checkpoints, batch.in_vain_bytes, victim)
 
 
-class _Left(dict[int, int]):
-    """How many pages of each slab of a kind are in use, those that have left the tree taken off. Counted from the first on."""
-
-    def __init__(self, arena: Arena, kind: Kind) -> None:
-        self.stride, self.slab_bytes = arena.layout.strides[kind], arena.layout.slab_bytes
-        self._arena, self._kind = arena, kind
-
-    def __missing__(self, slab: int) -> int:
-        return self._arena.used_in_slab(self._kind, slab)
-
-
-class _Windows:
-    """Window pages of checkpoints that have left the tree. Neighbours share them: each goes with the last that has it."""
-
-    def __init__(self, arena: Arena) -> None:
-        self._arena = arena
-        self._ids: list[PageIds] = []
-        self.shared_bytes = 0  # of the last that left: what others have too
-        self._refs, self._kept = arena.refs[WINDOW].data, arena.kept[WINDOW].data
-        self._left: dict[int, int] = {}  # by page that checkpoints share, how many of them are left
-        self._page_bytes = arena.layout.strides[WINDOW]
-        self._until_unspared = arena.windows_until_unspared
-        self._num_freed = 0
-
-    @property
-    def are_unspared(self) -> bool:
-        """Whether so many came back that prefix pages may take a slab more."""
-        return self._until_unspared is not None and self._num_freed >= self._until_unspared
-
-    def let_go(self, ids: PageIds) -> list[int]:
-        """A checkpoint with these pages left: returns those that nobody refers to any more."""
-        refs, kept, left = self._refs, self._kept, self._left
-        freed, num_shared = [], 0
-        for each in ids.tolist():
-            count = kept[each]
-            if count > 1:
-                left[each] = others = left.get(each, count) - 1
-                if others:
-                    num_shared += 1
-                    continue
-            if refs[each] == count:
-                freed.append(each)
-        self._ids.append(ids)
-        self._num_freed += len(freed)
-        self.shared_bytes = num_shared * self._page_bytes
-        return freed
-
-    def give_back(self) -> None:
-        """Tells the arena. One checkpoint has no page twice, which is sooner done."""
-        if len(self._ids) == 1:
-            self._arena.drop(WINDOW, self._ids[0])
-        else:
-            self._arena.drop_repeated(WINDOW, np.concatenate(self._ids))
-
-
 class _Batch:
     """Victims that have left the tree, and pages that the arena has not been told about yet."""
 
-    def __init__(self, tree: Tree, tier: Tier, need: Need, short: Need, loss: Loss) -> None:
+    def __init__(
+        self, tree: Tree, tier: Tier, need: Need, short: Need, loss: Loss, patience_bytes: int, saved_only: bool
+    ) -> None:  # fmt: skip
         self._tree, self._tier, self._loss = tree, tier, loss
         self._arena = tree.arenas[tier]
         self._refs = self._arena.refs[PREFIX]
         self._ref_of = self._refs.data  # one number of it is read in less time than from the array
         self._wanted = short[PREFIX]
         self._is_heard = bool(tree.feeds)
+        self._saved_only = saved_only
         self._needs_checkpoints = tree.spec.free_step is None
         # Where prefix pages alone are needed, and may have every slab, those that empty of themselves change nothing for them.
         self._has_every_slab = len(need) == 1 and not self._arena.idle_slabs[1]
         self._counts_slabs = len(self._arena.layout.strides) > 1 and not self._has_every_slab
-        self._left: dict[Kind, _Left] = {}
+        self._left: dict[Kind, SlabUse] = {}
         self._helps = [kind for kind in short if kind is not PREFIX]
         self._spoils = [kind for kind in need if kind is not PREFIX and kind not in short]  # see `take_residency`
         self._ids: list[PageIds] = []
-        self._points: list[PageIds] = []
-        self._windows: _Windows | None = None
+        self._points: list[int] = []
+        self._point_refs = self._arena.refs.get(POINT, self._refs).data
+        self._has_windows = WINDOW in self._arena.refs
+        self._windows: SharedWindows | None = None
         self._account: Account | None = None  # whose the last victims are,
         self._owned_bytes = 0  # and how many bytes of it have not been taken off its account
         self._page_bytes = self._arena.layout.strides[PREFIX]
-        self.is_over = False  # what is short may be another now
+        self._patience_bytes = patience_bytes
+        self.is_over = False  # what is short may be another now, or goes out of turn
         self.num_pages = self.num_checkpoints = self.in_vain_bytes = 0
+
+    def take_in_turn(self, *, checkpoints: bool) -> bool:
+        """Takes those who are next as long as little has to be asked of them. False once it is over."""
+        if self.is_over:
+            return False
+        ranking, tier = self._tree.ranking, self._tier
+        for leaf in ranking.leaves_in_turn(tier, checkpoints=checkpoints):
+            if not self.take_run(leaf) or self.is_over:
+                break
+        if checkpoints and not self.is_over:
+            for checkpoint in ranking.checkpoints_in_turn(tier):
+                if not self.take_residency(checkpoint) or self.is_over:
+                    break
+        return not self.is_over
 
     def take_run(self, run: Run) -> bool:
         """Takes a run out of the tier, or as much of it as is wanted. False, and nothing is changed, if it has to go alone."""
@@ -158,7 +115,7 @@ class _Batch:
         if count != node.num_pages or node.checkpoints:
             return False
         other = node.runs[1 - tier]
-        if node.kids is not None if other is None else other.num_pages != count:
+        if (self._saved_only or node.kids is not None) if other is None else other.num_pages != count:
             return False
         if count > self._wanted:
             return other is None and self._cut(run, count - self._wanted)
@@ -174,7 +131,7 @@ class _Batch:
             run.ids = np.full(count, ABSENT, np.int32)
         assert node.parent is not None and node.parent.kids is not None
         below = node.parent.kids.below
-        if below[tier] > 1:
+        if below[tier] > 1 and not tree.ranking.repeats_first:
             below[tier] -= 1  # what is above stays what it was: something of the tier is below it still
         else:
             tree.carry_pages_up(node, tier, before=True)
@@ -218,79 +175,90 @@ class _Batch:
         """The same for a checkpoint, and with the last one of a leaf for the pages behind it: they are worth nothing, so they are
         next, and go before they are queued.
         """
-        if residency.users or not residency.ready:
+        if residency.users or not residency.ready or (self._saved_only and residency.checkpoint.held[1 - self._tier] is None):
             return False
         if self._spoils and any(kind in self._spoils for kind, _ in residency.spans()):
             return False  # it has idle slabs, and more room of its own would leave these to others
-        points = residency.points
-        if len(points) and self._arena.refs[POINT].item(int(points[0])) != 1:
+        point = residency.points.item() if len(residency.points) else ABSENT
+        if point != ABSENT and self._point_refs[point] != 1:
             return False
         self.num_checkpoints += 1
         if self._helps and any(kind in self._helps for kind, _ in residency.spans()):
             self.is_over = True
         elif residency.standing == USEFUL:
             self.in_vain_bytes += residency.size_bytes
-        node = residency.checkpoint.node
+        node, size_bytes = residency.checkpoint.node, residency.size_bytes
         assert node is not None
-        self._note_state(node, residency)
-        run = None if self.is_over or residency.checkpoint.held[1 - self._tier] is not None else self._behind(node)
-        if run is not None:
-            self._take_leaf(node, run, residency)
-            return True
-        tree = self._tree
-        leave_tier(tree, residency, self._loss)
-        tell_left(tree, node, residency)
-        if self.is_over or not self._take_end(node):
-            tree.queue(node)
-        return True
-
-    def _note_state(self, node: Node, residency: Residency) -> None:
-        """The windows and the point of a checkpoint go: when the arena is told, it is told of them."""
-        residency.entry, size_bytes = 0, residency.size_bytes
-        if len(residency.points):
-            self._note_slabs(POINT, residency.points.tolist())
-            self._points.append(residency.points)
-        if len(residency.windows):
-            if self._windows is None:
-                self._windows = _Windows(self._arena)
-            freed = self._windows.let_go(residency.windows)
-            size_bytes -= self._windows.shared_bytes
-            self._note_slabs(WINDOW, freed)
-            self.is_over = self.is_over or self._windows.are_unspared
+        residency.entry = 0
+        if point != ABSENT:
+            self._points.append(point)
+            left = self._left.get(POINT) or self._left_of(POINT)
+            slab = point * left.stride // left.slab_bytes
+            left[slab] = in_use = left[slab] - 1
+            if not in_use:
+                self._note_empty(POINT, slab)
+        if self._has_windows and len(residency.windows):
+            size_bytes -= self._note_windows(residency.windows)
         if node.account is not self._account:
             self._note_owner(node.account)
         self._owned_bytes += size_bytes
+        if self.is_over or not self._take_leaf(node, residency):
+            tree = self._tree
+            leave_tier(tree, residency, self._loss)
+            tell_left(tree, node, residency)
+            if self.is_over or not self._take_end(node):
+                tree.queue(node)
+        if self.in_vain_bytes >= self._patience_bytes:
+            self.is_over = True
+        return True
 
-    def _behind(self, node: Node) -> Run | None:
-        """The run of a leaf that goes whole with its only checkpoint, in use by nobody; what is above it stays what it was."""
-        run, tier = node.runs[self._tier], self._tier
+    def _note_windows(self, ids: PageIds) -> int:
+        """Windows of a checkpoint go: when the arena is told, it is told of them. Returns the bytes that others have too."""
+        if self._windows is None:
+            self._windows = SharedWindows(self._arena)
+        freed = self._windows.let_go(ids)
+        self._note_slabs(WINDOW, freed)
+        self.is_over = self.is_over or self._windows.are_unspared
+        return self._windows.shared_bytes
+
+    def _take_leaf(self, node: Node, residency: Residency) -> bool:
+        """Takes a leaf out of the tree with its only checkpoint. That this is gone is noted nowhere: the note would go with it.
+
+        False, and nothing is changed, if somebody uses it, or something above it would not stay what it was.
+        """
+        tree, tier, checkpoint = self._tree, self._tier, residency.checkpoint
+        run = node.runs[tier]
         if run is None or node.kids is not None or node.runs[1 - tier] is not None or not self._needs_checkpoints:
-            return None
-        assert node.checkpoints is not None and node.parent is not None and node.parent.kids is not None
-        kids = node.parent.kids
-        if len(node.checkpoints) > 1 or kids.below[tier] <= 1 or kids.anchored[tier] <= 1:
-            return None
-        count = run.num_pages
-        return run if count == node.num_pages and count <= self._wanted and self._is_idle(run.ids) else None
-
-    def _take_leaf(self, node: Node, run: Run, residency: Residency) -> None:
-        """Takes both out of the tree at once. That its checkpoint is gone is noted nowhere: the note would go with the node."""
-        tree, tier = self._tree, self._tier
-        assert node.parent is not None and node.parent.kids is not None
-        kids = node.parent.kids
-        residency.checkpoint.held[tier] = None
-        leave_node(residency.checkpoint, node)
-        kids.anchored[tier] -= 1
+            return False
+        parent, checkpoints = node.parent, node.checkpoints
+        assert checkpoints is not None and parent is not None and parent.kids is not None
+        below, anchored = parent.kids.below, parent.kids.anchored
+        if len(checkpoints) > 1 or checkpoint.held[1 - tier] is not None or below[tier] <= 1 or anchored[tier] <= 1:
+            return False
+        ids, count, ref_of = run.ids, run.num_pages, self._ref_of
+        if count != node.num_pages or count > self._wanted:
+            return False
+        if count > FEW_PAGES:
+            if not self._is_idle(ids):
+                return False
+        else:
+            for each in ids.tolist():
+                if ref_of[each] > 1:
+                    return False
+        checkpoint.held[tier] = None
+        leave_node(checkpoint, node)
+        anchored[tier] -= 1
         if self._is_heard or tree.on_left:
             tell_left(tree, node, residency)
         if self._is_heard:
-            tell(tree, run, np.ones(run.num_pages, np.bool_))
-        self._note_pages(node, run.ids, run.num_pages)
+            tell(tree, run, np.ones(count, np.bool_))
+        self._note_pages(node, ids, count)
         run.num_pages = run.num_ready = run.entry = 0
-        node.runs[tier] = None
         run.ids = NO_PAGES
-        kids.below[tier] -= 1
+        node.runs[tier] = None
+        below[tier] -= 1
         leave_tree(tree, node, self._loss)
+        return True
 
     def _take_end(self, node: Node) -> bool:
         """The same for pages behind the last checkpoint of a leaf that stays, or of which something above changes.
@@ -312,11 +280,15 @@ class _Batch:
                 return False
         return True
 
-    def _note_slabs(self, kind: Kind, ids: list[int]) -> None:
-        """A slab that empties is anybody's, and changes what is short: by its pages, or by who knows what."""
+    def _left_of(self, kind: Kind) -> SlabUse:
         left = self._left.get(kind)
         if left is None:
-            left = self._left[kind] = _Left(self._arena, kind)
+            left = self._left[kind] = SlabUse(self._arena, kind)
+        return left
+
+    def _note_slabs(self, kind: Kind, ids: list[int]) -> None:
+        """Pages of a kind go: whoever counts those of each slab counts them."""
+        left = self._left_of(kind)
         stride, slab_bytes = left.stride, left.slab_bytes
         slabs = [each * stride // slab_bytes for each in ids]
         if len(slabs) > 1 and slabs.count(slabs[0]) == len(slabs):  # as most of a checkpoint's windows are
@@ -324,13 +296,16 @@ class _Batch:
             del slabs[1:]
         for slab in slabs:
             left[slab] = in_use = left[slab] - 1
-            if in_use:
-                continue
-            is_counted = self._has_every_slab and kind is not WINDOW  # some of those of windows may be spared for windows again
-            if is_counted:
-                self._wanted -= self._arena.slab_pages(PREFIX, slab)
-            if not is_counted or self._wanted <= 0:
-                self.is_over = True
+            if not in_use:
+                self._note_empty(kind, slab)
+
+    def _note_empty(self, kind: Kind, slab: int) -> None:
+        """A slab that empties is anybody's, and changes what is short: by its pages, or by who knows what."""
+        is_counted = self._has_every_slab and kind is not WINDOW  # some of those of windows may be spared for windows again
+        if is_counted:
+            self._wanted -= self._arena.slab_pages(PREFIX, slab)
+        if not is_counted or self._wanted <= 0:
+            self.is_over = True
 
     def _note_owner(self, account: Account | None) -> None:
         """What follows is another's: what went of the one before is no longer counted as its own."""
@@ -350,4 +325,4 @@ class _Batch:
         if self._windows is not None:
             self._windows.give_back()
         if self._points:
-            self._arena.drop(POINT, np.concatenate(self._points))
+            self._arena.drop(POINT, np.array(self._points, np.int32))

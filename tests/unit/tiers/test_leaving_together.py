@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from stepwell import Kind, Lease, ModelSpec, Tier
+from stepwell import Kind, Lease, ModelSpec, Tier, WritePolicy
 from stepwell.base.tasks import Span
 from stepwell.memory.arena import Need
 from stepwell.tiers import eviction
@@ -21,10 +21,13 @@ from toys import ALL_MODELS, EVICTIONS, FULL, FULL_POINT, FULL_WINDOW, PAGE, SMA
 class Played:
     """A cache after some random requests, a few of which still run. What was left of the device is taken, slab by slab."""
 
-    def __init__(self, spec: ModelSpec, seed: int, *, host: bool, lru: bool, listens: bool) -> None:
+    def __init__(
+        self, spec: ModelSpec, seed: int, *, host_pages: int | None = None, lru: bool = False, listens: bool = False,
+        write: WritePolicy = WritePolicy.THROUGH,
+    ) -> None:  # fmt: skip
         self.random = Random(seed)
         tuning = SMALL_PAGES if not lru else type(SMALL_PAGES)(page_alignment_bytes=16, eviction=EVICTIONS["lru"])
-        self.rig = Rig(spec, device_pages=1600, host_pages=200 if host else None, tuning=tuning)
+        self.rig = Rig(spec, device_pages=1600, host_pages=host_pages, tuning=tuning, write=write)
         self.feed = self.rig.cache.listen() if listens else None
         self.leases: list[Lease] = []
         served: list[list[int]] = []
@@ -91,13 +94,8 @@ def _told(node: Node) -> tuple[object, ...]:
     return node.start, node.num_pages, node.first, node.rest, runs, kids, checkpoints, node.lost, past, node.account.used_bytes
 
 
-@pytest.mark.parametrize("listens", [False, True], ids=["unheard", "heard"])
-@pytest.mark.parametrize("lru", [False, True], ids=["value", "lru"])
-@pytest.mark.parametrize("host", [False, True], ids=["device", "device and host"])
-@pytest.mark.parametrize("model", sorted(ALL_MODELS))
-def test_together_is_as_one_by_one(
-    monkeypatch: pytest.MonkeyPatch, model: str, host: bool, lru: bool, listens: bool
-) -> None:  # fmt: skip
+def same_either_way(monkeypatch: pytest.MonkeyPatch, model: str, seeds: int, **options: Any) -> list[Gone]:
+    """Asserts that what makes room leaves the same behind with victims that leave together and one by one; what left together."""
     taken: list[Gone] = []
     leave_together, may_leave_together = eviction.leave_together, eviction.may_leave_together
 
@@ -106,8 +104,8 @@ def test_together_is_as_one_by_one(
         return taken[-1]
 
     monkeypatch.setattr(eviction, "leave_together", watched)
-    for seed in range(4):
-        together, alone = (Played(ALL_MODELS[model], seed, host=host, lru=lru, listens=listens) for _ in range(2))
+    for seed in range(seeds):
+        together, alone = (Played(ALL_MODELS[model], seed, **options) for _ in range(2))
         monkeypatch.setattr(alone.rig.tree.ranking, "hold", lambda _: False)  # its order is found anew for each victim
         assert together.everything() == alone.everything()
         for turn in range(10):
@@ -122,13 +120,39 @@ def test_together_is_as_one_by_one(
             assert together.everything() == alone.everything()
             audit(together.rig.tree)
             together.rig.state.arena(Tier.DEVICE).audit()
+            if turn % 3 == 2:
+                for each in (together, alone):
+                    each.rig.settle()  # what was to be saved first has been
         for each in (together, alone):
             for lease in each.leases:
                 each.rig.cache.release(lease)
             each.rig.tree.release_all(Span(tier=Tier.DEVICE, kind=kind, ids=ids) for kind, ids in each.taken.items())
             each.rig.idle_check()
+    return taken
+
+
+@pytest.mark.parametrize("listens", [False, True], ids=["unheard", "heard"])
+@pytest.mark.parametrize("lru", [False, True], ids=["value", "lru"])
+@pytest.mark.parametrize("host_pages", [None, 200], ids=["device", "device and host"])
+@pytest.mark.parametrize("model", sorted(ALL_MODELS))
+def test_together_is_as_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, model: str, host_pages: int | None, lru: bool, listens: bool
+) -> None:  # fmt: skip
+    taken = same_either_way(monkeypatch, model, 4, host_pages=host_pages, lru=lru, listens=listens)
     most = max(gone.num_pages + gone.num_checkpoints for gone in taken)
     assert most >= (6 if model == "full" else 2), "many never left together"
+
+
+@pytest.mark.parametrize("host_pages", [200, 2400], ids=["small host", "large host"])
+@pytest.mark.parametrize("write", [WritePolicy.ADAPTIVE, WritePolicy.BACK], ids=["adaptive", "back"])
+@pytest.mark.parametrize("model", sorted(ALL_MODELS))
+def test_what_the_host_has_leaves_together_where_the_rest_is_saved_first(
+    monkeypatch: pytest.MonkeyPatch, model: str, write: WritePolicy, host_pages: int
+) -> None:  # fmt: skip
+    taken = same_either_way(monkeypatch, model, 3, host_pages=host_pages, write=write, listens=True)
+    most = max((gone.num_pages + gone.num_checkpoints for gone in taken), default=0)
+    if write is WritePolicy.ADAPTIVE and host_pages == 2400:  # what was committed is on the host too, if it had room
+        assert most >= (6 if model == "full" else 2), "many never left together"
 
 
 @pytest.mark.parametrize("together", [False, True], ids=["one by one", "together"])

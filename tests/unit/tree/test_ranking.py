@@ -13,9 +13,9 @@ from stepwell.sim.least_recent import LeastRecent
 from stepwell.tree.accounts import Account
 from stepwell.tree.checkpoints import drop_residency
 from stepwell.tree.eviction_order import EvictionOrder, Standing
-from stepwell.tree.node import Node, Residency, Run, Use, Victim
+from stepwell.tree.node import Node, Residency, Run, Use, Victim, reach_of
 from stepwell.tree.pruning import discard_ids, discard_tail
-from toys import FULL
+from toys import FULL, HYBRID
 
 
 def _pop(bench: Bench, tier: Tier = Tier.DEVICE) -> Victim | None:
@@ -293,3 +293,30 @@ def test_every_place_has_its_turn() -> None:
         order.push(victim, Standing(0, Place(0, level, 0.0)))
     seen = [order.next_head() for _ in victims]
     assert {id(head[0]) for head in seen if head is not None} == {id(victim) for victim in victims}
+
+
+def test_a_checkpoint_reaches_back_to_the_one_before_it_and_has_pages_alone_back_to_a_branch() -> None:
+    bench = Bench(HYBRID)
+    bench.insert([1, 2, 3, 4, 5], let_go=True)
+    for page in (2, 5):
+        bench.checkpoint([1, 2, 3, 4, 5], page)
+    [node] = bench.path([1, 2, 3, 4, 5])
+    assert reach_of(node, 5) == (2, 3), "in one node"
+    assert reach_of(node, 2) == (0, 0), "the one behind it needs its pages"
+    bench.insert([1, 2, 3, 9], let_go=True)
+    bench.checkpoint([1, 2, 3, 9], 4)
+    upper, lower = bench.path([1, 2, 3, 4, 5])
+    assert reach_of(lower, 5) == (2, 2), "another path needs the third page"
+    assert reach_of(upper, 2) == (0, 0)
+    bench.insert([1, 2, 3, 9, 7], let_go=True)
+    assert reach_of(bench.path([1, 2, 3, 9])[-1], 4)[0] == 2
+
+
+def test_a_checkpoint_alone_on_its_path_has_all_of_its_pages_alone() -> None:
+    bench = Bench(HYBRID)
+    bench.insert([1, 2, 3], let_go=True)
+    bench.checkpoint([1, 2, 3], 3)
+    [node] = bench.path([1, 2, 3])
+    assert reach_of(node, 3) == (0, 3)
+    bench.tree.split(node, 2)
+    assert reach_of(node, 3) == (0, 3), "cut, and no branch"

@@ -184,13 +184,12 @@ class Ranking:
 
     def leaves_in_turn(self, tier: Tier, *, checkpoints: bool) -> Iterator[Run]:
         """Runs that would be taken out next of a tier that is held, as long as they are leaves that nothing stands in or on.
+        Not for a host that gives up first what the device has too, be it no leaf (`may_leave_together`).
 
         Each has left when the next is asked for. Most runs are such leaves, and whether one stands where it did is soon said.
         With `checkpoints` only runs that are worth nothing, or all while there are none of those.
         """
         runs, others = self._orders[tier]
-        if self.repeats_first and tier is Tier.HOST:
-            return  # what the device has too may go whatever stands on it
         due = self._value.due
         useful_too, is_dead = not checkpoints or not others, self._needs_checkpoints
         for (rank, group, _), since, run in runs.in_turn():
@@ -214,8 +213,6 @@ class Ranking:
         it did. Each has left when the next is asked for.
         """
         runs, checkpoints = self._orders[tier]
-        if self.repeats_first and tier is Tier.HOST:
-            return  # what the device has too may go whatever stands on it
         due, level_of = self._value.due, self._value.level
         last_gain, last_level = None, 0  # of most it is that of the one before, and nothing is learned while the tier is held
         num_pushed = -1

@@ -36,9 +36,12 @@ class Gone(NamedTuple):
 
 
 def may_leave_together(tree: Tree, tier: Tier) -> bool:
-    """Whether nobody has to be asked for each victim: whose it is, or where its rows are."""
+    """Whether nobody has to be asked for each victim: whose it is, where its rows are, or, on the host, whether the device has it
+    too, so that it may go whatever stands on it.
+    """
     has_rows = tier is Tier.DEVICE and tree.row_pages is not None
-    return not (tree.accounts.limited or has_rows)
+    repeats = tier is Tier.HOST and tree.ranking.repeats_first
+    return not (tree.accounts.limited or has_rows or repeats)
 
 
 def leave_together(

@@ -1,7 +1,7 @@
 """What a store that is full gives up next, as far as can be told without asking it: what went down longest ago.
 
 A guess: others may use the store, what was read since has a later turn, and what memory has again an earlier one. It decides
-only whether something is worth writing. While nothing is, nothing more goes down, and the guess stays what it was, until its worth
+only whether something is worth writing. While nothing is, nothing more goes down, and the guess stays what it was, until that
 has faded. A store that has not been filled from here is taken to have room; so is one that several ranks fill until each has
 written as much as it keeps, since bytes are counted of one rank.
 """

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from engine.machine import machine
-from gpu import connectors, copying, cost, decode, disk, host, hybrids, prefill, sampling
+from gpu import connectors, copying, cost, decode, disk, guided, host, hybrids, prefill, sampling
 from gpu.bench import TINY_CHUNK, Bench, Budget
 from gpu.report import Row, goals_of, kernels_of, table_of
 
@@ -47,6 +47,7 @@ PARTS = {
     "decode": Part(title="Decode steps, beside memory bandwidth", seconds=110, measure=decode.measure),
     "hybrids": Part(title="Decode steps of hybrid and sparse models", seconds=200, measure=hybrids.measure),
     "sampling": Part(title="Tokens chosen from logits", seconds=20, measure=sampling.measure),
+    "guided": Part(title="Answers that follow a grammar", seconds=40, measure=guided.measure),
     "copies": Part(title="Page copies, beside the bus", seconds=40, measure=copying.measure_copies),
     "connectors": Part(title="Blocks of vLLM to and from the host", seconds=30, measure=connectors.measure),
     "beside": Part(title="Passes while pages are copied both ways", seconds=20, measure=copying.measure),

@@ -8,13 +8,13 @@ A vocabulary of 128,000 made-up words, one document of JSON fed token by token. 
 from __future__ import annotations
 
 import json
-import random
 import statistics
 import time
 from collections.abc import Callable
 
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
+
+from engine.made_up_words import tokenizer_of, words
 
 VOCAB = 128_000
 PROPERTIES = {f"field_{at}": {"type": "string", "maxLength": 40} for at in range(8)} | {
@@ -29,22 +29,6 @@ DOCUMENT = json.dumps(
 )
 REGEX = r"\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}(\.\d+)?(Z|[+-]\d{2}:\d{2})"
 STAMP = "2026-11-17T16:00:00.125+01:00"
-
-
-def words() -> list[str]:
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    draw, made = random.Random(1), dict.fromkeys(sorted(alphabet))
-    letters = 'etaoinshrdlcumwfgypbvk0123456789_-:,."{}[]Ġ'
-    while len(made) < VOCAB - 1:
-        made["".join(draw.choice(letters) for _ in range(draw.choice([2, 3, 3, 4, 5, 6])))] = None
-    return [*made, "<eos>"]
-
-
-def inner(vocab: list[str]) -> tokenizers.Tokenizer:
-    made = tokenizers.Tokenizer(models.BPE(vocab={word: at for at, word in enumerate(vocab)}, merges=[]))
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False), decoders.ByteLevel()
-    made.add_special_tokens(["<eos>"])
-    return made
 
 
 def report(name: str, load_s: float, ready: Callable[[str], tuple[float, list[float]]]) -> None:
@@ -106,8 +90,8 @@ def by_xgrammar(tokenizer: tokenizers.Tokenizer, vocab: list[str], eos: int) -> 
 
 
 def main() -> None:
-    vocab = words()
-    tokenizer, eos = inner(vocab), len(vocab) - 1
+    vocab = words(VOCAB)
+    tokenizer, eos = tokenizer_of(vocab), len(vocab) - 1
     by_llguidance(tokenizer, eos)
     by_xgrammar(tokenizer, vocab, eos)
 

@@ -7,7 +7,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from gpu.shapes import Made, make
 from stepwell.base.spec import ModelSpec
 from stepwell.base.spec.families import from_config
 from stepwell.engine import Engine, EngineConfig, Limits, build_engine
+from stepwell.engine.loading.tokenizer import Tokenizer
 
 TINY_DIVISOR = 128  # of every length
 TINY_PAGE, TINY_BATCH, TINY_STEPS, TINY_CHUNK = 16, 8, 4, 256
@@ -119,8 +120,9 @@ class Bench:
         return max(int(tokens * spec.bytes_per_token * 1.08) + 64 * spec.checkpoint_bytes(), LEAST_TIER_BYTES)
 
     def engine(
-        self, made: Made, *, device_bytes: int | None, host_bytes: int = 0, kernels: str | None = None, **settings: Any
-    ) -> Engine:
+        self, made: Made, *, device_bytes: int | None, host_bytes: int = 0, kernels: str | None = None,
+        text: Tokenizer | None = None, **settings: Any,
+    ) -> Engine:  # fmt: skip
         """`device_bytes` None: as much as the engine takes by default."""
         if "kernels" in EngineConfig.__dataclass_fields__:
             settings["kernels"] = kernels or self.kernels
@@ -133,7 +135,10 @@ class Bench:
             limits=Limits(max_running=64, chunk_tokens=self.chunk_tokens),
             **settings,
         )
-        return build_engine(held(made.name, made.model), config)
+        checkpoint = held(made.name, made.model)
+        if text is not None:
+            checkpoint = replace(checkpoint, text=text, eos_ids=text.eos_ids)
+        return build_engine(checkpoint, config)
 
     def clean(self) -> None:
         """Gives memory back that nobody holds any more."""

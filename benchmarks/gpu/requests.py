@@ -10,6 +10,7 @@ from types import TracebackType
 from engine.driving import run, step
 from gpu.bench import Bench
 from stepwell.engine import Ask, Engine, Sampling
+from stepwell.engine.guided import Guide
 
 WARM_STEPS = 8  # a shape of a pass is recorded when it is met again
 SPARE_TOKENS = 256  # what the first may have said while the last still begin
@@ -41,10 +42,12 @@ def warm_up(bench: Bench, engine: Engine, *, length: int = 512) -> None:
 class Steady:
     """Requests that decode together, until the end of the `with`. What their prompts have in the cache is not computed again."""
 
-    def __init__(self, bench: Bench, engine: Engine, prompts: Prompts, *, steps: int) -> None:
+    def __init__(
+        self, bench: Bench, engine: Engine, prompts: Prompts, *, steps: int, guide: Guide | None = None
+    ) -> None:  # fmt: skip
         sampling = Sampling(max_tokens=steps + WARM_STEPS + SPARE_TOKENS, ignore_eos=True)
         self._bench, self._engine = bench, engine
-        self._numbers = [engine.submit(Ask(tokens=prompt, sampling=sampling)) for prompt in prompts]
+        self._numbers = [engine.submit(Ask(tokens=prompt, sampling=sampling, guide=guide)) for prompt in prompts]
 
     def __enter__(self) -> Steady:
         waits = set(self._numbers)

@@ -36,6 +36,14 @@ def test_prompts_and_decode_steps_of_tiny_models_are_measured(tmp_path: Path, ca
         assert all(row["goal"]["value"] > 0 and not row["note"] for row in part["rows"])
 
 
+def test_answers_that_follow_a_grammar_are_measured(tmp_path: Path) -> None:
+    pytest.importorskip("llguidance")
+    file = tmp_path / "found.json"
+    assert bench_gpu.main(["--tiny", "--device", "cpu", "--only", "guided", "--json", str(file), "--dir", str(tmp_path)]) == 0
+    rows = json.loads(file.read_text())["parts"]["guided"]["rows"]
+    assert len(rows) == 4 and all(row["figures"]["step, ms"] > 0 and not row["note"] for row in rows)
+
+
 def test_parts_of_an_earlier_run_stay_in_the_file(tmp_path: Path) -> None:
     file = tmp_path / "found.json"
     file.write_text(json.dumps({"parts": {"decode": {"rows": []}}}))

@@ -1,0 +1,71 @@
+"""What answers that follow a grammar cost a decode step, beside the same requests without one.
+
+A pass with such a request is read before the next begins, since its tokens say what may come next; masks are built while the
+device computes. Random weights write what is allowed and nothing that makes sense, which is as much work for the grammar.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+
+from tokenizers import Tokenizer as Inner
+
+from engine.made_up_words import tokenizer_of, words
+from gpu.bench import Bench
+from gpu.report import Row
+from gpu.requests import Steady, warm_up
+from gpu.shapes import LLAMA
+from stepwell.engine.engine import Engine
+from stepwell.engine.guided import Grammar, Guide, Kind
+from stepwell.engine.loading.tokenizer import Tokenizer
+
+BATCHES, CONTEXT, STEPS = (1, 8, 32), 2048, 60
+_ITEM = {
+    "type": "object", "properties": {"name": {"type": "string", "maxLength": 40}, "size": {"type": "integer"},
+                                     "color": {"enum": ["red", "green", "blue"]}},
+    "required": ["name", "size", "color"], "additionalProperties": False,
+}  # fmt: skip
+GRAMMARS = {
+    "a JSON object": Grammar(kind=Kind.JSON_SCHEMA, source=json.dumps({"type": "array", "items": _ITEM, "minItems": 1000})),
+    "a pattern": Grammar(kind=Kind.REGEX, source=r"(\d{4}-\d{2}-\d{2} [a-z]{1,12}\n){500,}"),
+}  # fmt: skip
+
+
+def measure(bench: Bench) -> list[Row]:
+    made = bench.make(LLAMA)
+    vocab = words(made.config.vocab_size)
+    engine = bench.engine(made, device_bytes=None, text=_text(tokenizer_of(vocab), len(vocab) - 1))
+    del made
+    bench.clean()
+    rows: list[Row] = []
+    try:
+        warm_up(bench, engine)
+        assert engine.guides is not None
+        guides = {name: engine.guides.compile(grammar) for name, grammar in GRAMMARS.items()}
+        for batch in bench.batches(BATCHES):
+            rows += bench.guarded(f"batch {batch}", lambda batch=batch: _batch(bench, engine, batch, guides))  # type: ignore[misc]
+    finally:
+        engine.close()
+    return rows
+
+
+def _text(inner: Inner, end: int) -> Tokenizer:
+    return Tokenizer(inner, eos_ids=[end])
+
+
+def _batch(bench: Bench, engine: Engine, batch: int, guides: dict[str, Guide]) -> list[Row]:
+    free_ms = _step_ms(bench, engine, batch, None)
+    rows = []
+    for name, guide in guides.items():
+        step_ms = _step_ms(bench, engine, batch, guide)
+        bench.say(f"batch {batch}, {name}: {step_ms:.2f} ms a step, {free_ms:.2f} without")
+        figures = {"step, ms": step_ms, "without a grammar, ms": free_ms, "times": step_ms / free_ms}
+        rows.append(Row(what=f"{LLAMA}, batch {batch}, {name}", figures=figures))
+    return rows
+
+
+def _step_ms(bench: Bench, engine: Engine, batch: int, guide: Guide | None) -> float:
+    prompts, steps = bench.prompts(batch, bench.tokens(CONTEXT), engine.vocab_size), bench.steps(STEPS)
+    with Steady(bench, engine, prompts, steps=steps, guide=guide) as steady:
+        return statistics.median(steady.times(steps)) * 1e3

@@ -19,7 +19,7 @@ from stepwell.engine.loading.checkpoint import Checkpoint
 from stepwell.engine.loading.random_hybrid import CHAT_TEMPLATE, byte_tokenizer
 from stepwell.engine.loading.weights import HeldTensors
 from stepwell.engine.settings import EngineConfig
-from stepwell.server.principals import Principals, Secrets, Tenant
+from stepwell.server.access.principals import Principals, Secrets, Tenant
 from stepwell.server.running import ModelServer, address_of, bind
 from waiting import PATIENCE_S, wait_until
 

@@ -219,7 +219,7 @@ def test_fields_that_change_nothing_are_taken(client: openai.OpenAI) -> None:
 
 def test_fields_that_nobody_knows_are_said_once_in_the_log(http: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:
     body = {"model": NAME, "prompt": "x", "max_tokens": 1, "user": "u", "min_p": 0.0}
-    with caplog.at_level("WARNING", logger="stepwell.server.requests"):
+    with caplog.at_level("WARNING", logger="stepwell.server.api.requests"):
         for _ in range(3):
             assert http.post(COMPLETIONS, json=body | {"use_cash": False}).status_code == 200
         names = [f"{number}{'long' * 40}" for number in range(200)]  # are the client's to choose, and the log is not

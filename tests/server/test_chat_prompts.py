@@ -8,9 +8,9 @@ import pytest
 
 from stepwell.engine.loading.chat import ChatTemplate
 from stepwell.engine.loading.random_hybrid import CHAT_TEMPLATE, byte_tokenizer
-from stepwell.server.chat import chat_prompt
+from stepwell.server.access.principals import Principals, Secrets
+from stepwell.server.api.chat import chat_prompt
 from stepwell.server.errors import ApiError
-from stepwell.server.principals import Principals, Secrets
 from stepwell.server.served import Served
 
 SYSTEM = {"role": "system", "content": "Be a well."}

@@ -19,8 +19,8 @@ from server.serving import NAME, running, tiny_checkpoint, tiny_draft
 from server.test_openai_client import STORY, chat, complete
 from stepwell.engine.loading.chat import ChatTemplate
 from stepwell.engine.loading.random_hybrid import CHAT_TEMPLATE
-from stepwell.server.parsing import formats
-from stepwell.server.parsing.blocks import Reasoning
+from stepwell.server.api.parsing import formats
+from stepwell.server.api.parsing.blocks import Reasoning
 
 
 class Step(pydantic.BaseModel):

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from server.serving import ADMIN, NAME, Running, running, tiny_draft
 from stepwell import __version__
-from stepwell.server.principals import Principal, Tenant
+from stepwell.server.access.principals import Principal, Tenant
 from waiting import PATIENCE_S
 
 KEY = "a key of alice, and hers"

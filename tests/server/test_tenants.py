@@ -16,7 +16,7 @@ from stepwell.base.config import WritePolicy
 from stepwell.base.errors import ConfigError
 from stepwell.engine.engine import Engine
 from stepwell.engine.request import Ask
-from stepwell.server.principals import Principal, Tenant
+from stepwell.server.access.principals import Principal, Tenant
 from stepwell.store.log.store import LogStore
 from waiting import PATIENCE_S, wait_until
 

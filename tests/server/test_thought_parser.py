@@ -11,8 +11,8 @@ import pytest
 from server.test_chat_prompts import served
 from stepwell.engine.guided import Guide, Thoughts
 from stepwell.engine.request import Ask, Delta, Finish, Sampling
-from stepwell.server.bodies import ChatBody
-from stepwell.server.chat_form import ChatForm, chat_form
+from stepwell.server.api.bodies import ChatBody
+from stepwell.server.api.chat_form import ChatForm, chat_form
 
 TEXTS = ["<think>", "</think>", "</", "think", ">", " so ", '{"a":', " 1}", ""]
 OPEN, CLOSE, END = 0, 1, 8

@@ -16,10 +16,10 @@ pytest.importorskip("llguidance")
 from server.serving import NAME, Running, running, tiny_checkpoint
 from stepwell.engine.loading.chat import ChatTemplate
 from stepwell.engine.loading.random_hybrid import CHAT_TEMPLATE
-from stepwell.server.bodies import ChatBody
-from stepwell.server.chat_form import shows_special
+from stepwell.server.api.bodies import ChatBody
+from stepwell.server.api.chat_form import shows_special
+from stepwell.server.api.tool_choice import tool_choice_of
 from stepwell.server.errors import ApiError
-from stepwell.server.tool_choice import tool_choice_of
 
 TEMPLATE = "{# tool_calls: <tool_call>, <think> #}{% if tools %}{{ tools | tojson }}{% endif %}" + CHAT_TEMPLATE
 END = "§"  # where scripts end

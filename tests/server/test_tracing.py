@@ -27,7 +27,7 @@ from stepwell.base.errors import ConfigError
 from stepwell.base.meters import SystemClock
 from stepwell.cli import otlp
 from stepwell.engine.engine import Engine
-from stepwell.server.tracing import Traces, _Once, spans_to
+from stepwell.server.monitoring.tracing import Traces, _Once, spans_to
 from waiting import PATIENCE_S, wait_until
 
 SECRET = "nobody but the engine may read this"

@@ -17,9 +17,9 @@ import pytest
 from server.serving import ADMIN, KEY, NAME, PAGE, Held, Running, running
 from stepwell.base.errors import StoreError
 from stepwell.engine.engine import Engine
-from stepwell.server import watch_routes
-from stepwell.server.principals import Principal, Tenant
-from stepwell.server.watch_routes import MOST_PATHS, MOST_REQUESTS
+from stepwell.server.access.principals import Principal, Tenant
+from stepwell.server.ui import watch_routes
+from stepwell.server.ui.watch_routes import MOST_PATHS, MOST_REQUESTS
 from stepwell.store.api import StoreSize, Traits
 from stepwell.store.memory import MemoryStore
 from stepwell.store.wrappers import Wrapper

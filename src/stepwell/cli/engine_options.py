@@ -21,7 +21,7 @@ from stepwell.store.key_file import read_store_key
 if TYPE_CHECKING:
     from stepwell.engine.scheduler import Limits
     from stepwell.engine.settings import EngineConfig
-    from stepwell.server.principals import Principals
+    from stepwell.server.access.principals import Principals
 
 
 def configure(parser: ArgumentParser) -> None:

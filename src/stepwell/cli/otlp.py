@@ -13,7 +13,7 @@ from stepwell.base.errors import ConfigError
 from stepwell.base.meters import Clock
 
 if TYPE_CHECKING:
-    from stepwell.server.tracing import Traces
+    from stepwell.server.monitoring.tracing import Traces
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ def open_traces(args: Namespace, environment: Mapping[str, str], *, model: str, 
     if not _installed():
         log.warning(_MISSING)
         return None
-    from stepwell.server.tracing import Traces, spans_to
+    from stepwell.server.monitoring.tracing import Traces, spans_to
 
     return Traces(spans_to(args.otlp_endpoint), model=model, clock=clock, environment=environment)
 
@@ -77,7 +77,7 @@ def _is_url(text: str) -> bool:
 
 def _installed() -> bool:
     try:
-        import stepwell.server.tracing  # noqa: F401
+        import stepwell.server.monitoring.tracing  # noqa: F401
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] != "opentelemetry":
             raise

@@ -22,8 +22,8 @@ from stepwell.cli.command import Command
 from stepwell.cli.heap import HeapTrimmer, glibc_trim, have_few_heaps
 
 if TYPE_CHECKING:
-    from stepwell.server.principals import Secrets
-    from stepwell.server.tenants import TenantsFile
+    from stepwell.server.access.principals import Secrets
+    from stepwell.server.access.tenants import TenantsFile
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    from stepwell.server.log_lines import log_to
+    from stepwell.server.monitoring.log_lines import log_to
 
     with log_to(sys.stderr, args.log_format):
         return _serve(args)
@@ -89,7 +89,7 @@ def _serve(args: Namespace) -> int:
     try:
         from stepwell.engine.build import open_and_build
         from stepwell.engine.ops.guarded import by_library
-        from stepwell.server.principals import Principals
+        from stepwell.server.access.principals import Principals
         from stepwell.server.running import ModelServer, address_of, bind
     except ModuleNotFoundError as error:
         if (error.name or "stepwell").split(".")[0] == "stepwell":
@@ -178,7 +178,7 @@ def _collect_often() -> None:
 
 
 def _check_limits(args: Namespace) -> None:
-    from stepwell.server.parsing.formats import REASONING_NAMES, TOOL_NAMES
+    from stepwell.server.api.parsing.formats import REASONING_NAMES, TOOL_NAMES
 
     if not 0 <= args.max_priority <= MAX_PRIORITY:
         raise ConfigError(f"--max-priority must be from 0 to {MAX_PRIORITY}, got {args.max_priority}")
@@ -192,13 +192,13 @@ def _check_limits(args: Namespace) -> None:
 
 
 def _tenants(args: Namespace) -> TenantsFile:
-    from stepwell.server.tenants import TenantsFile, read_tenants
+    from stepwell.server.access.tenants import TenantsFile, read_tenants
 
     return TenantsFile() if args.tenants is None else read_tenants(args.tenants, max_priority=args.max_priority)
 
 
 def _secrets(args: Namespace, environment: Mapping[str, str]) -> Secrets:
-    from stepwell.server.principals import Secrets
+    from stepwell.server.access.principals import Secrets
 
     admin_token = args.admin_token or environment.get(_ADMIN_TOKEN) or secrets.token_urlsafe(24)
     api_key = args.api_key or environment.get(_API_KEY) or None

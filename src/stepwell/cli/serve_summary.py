@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from stepwell.engine.models.selectors import Sparse
     from stepwell.engine.passes.spilling import SpillReport
     from stepwell.engine.settings import EngineConfig
-    from stepwell.server.principals import Secrets
-    from stepwell.server.tenants import TenantsFile
+    from stepwell.server.access.principals import Secrets
+    from stepwell.server.access.tenants import TenantsFile
 
 
 def lines(

@@ -30,10 +30,10 @@ from stepwell.base.meters import Clock, SystemClock
 from stepwell.engine.engine import Engine
 from stepwell.engine.loop import EngineLoop
 from stepwell.engine.request import Ask
-from stepwell.server.bodies import Body, TokenIds, whole
+from stepwell.server.api.bodies import Body, TokenIds, whole
+from stepwell.server.api.requests import read_body
 from stepwell.server.errors import ApiError
 from stepwell.server.handover import TTL_S, Offers, Params, Peers, call, peer_check
-from stepwell.server.requests import read_body
 from stepwell.server.served import Served
 from stepwell.store_tier.hand_out import HandOut
 from stepwell.store_tier.ticket import Ticket

@@ -9,21 +9,21 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from stepwell.server.access.door import BodyLimit, Door, Doorway, HostCheck, asking, watching
 from stepwell.server.ahead import ahead_router
+from stepwell.server.api.chat import chat_router
+from stepwell.server.api.completions import completions_router
+from stepwell.server.api.responses import responses_router
+from stepwell.server.api.tokens import tokens_router
 from stepwell.server.cache_routes import order_router, question_router
-from stepwell.server.chat import chat_router
-from stepwell.server.completions import completions_router
-from stepwell.server.door import BodyLimit, Door, Doorway, HostCheck, asking, watching
 from stepwell.server.errors import install_errors
 from stepwell.server.handover import offers_router
 from stepwell.server.pins import Pins
 from stepwell.server.probes import probe_router
-from stepwell.server.responses import responses_router
 from stepwell.server.served import Served
 from stepwell.server.stores import Stores
-from stepwell.server.tokens import tokens_router
-from stepwell.server.ui_routes import ui_router
-from stepwell.server.watch_routes import watch_router
+from stepwell.server.ui.page_routes import ui_router
+from stepwell.server.ui.watch_routes import watch_router
 
 
 def build_app(served: Served, stores: Stores, door: Door) -> FastAPI:

@@ -26,13 +26,13 @@ from stepwell import __version__
 from stepwell.cache.explain import Explanation
 from stepwell.cache.question import Question
 from stepwell.engine.engine import Engine
-from stepwell.server.bodies import Body, Kept, TokenIds, whole
-from stepwell.server.chat import chat_prompt
-from stepwell.server.door import asking, changing, owning, principal_of, watching
+from stepwell.server.access.door import asking, changing, owning, principal_of, watching
+from stepwell.server.access.principals import Principal
+from stepwell.server.api.bodies import Body, Kept, TokenIds, whole
+from stepwell.server.api.chat import chat_prompt
+from stepwell.server.api.requests import must_be_within_ttl, read_body
 from stepwell.server.errors import AUTHENTICATION, ApiError
 from stepwell.server.pins import Pins
-from stepwell.server.principals import Principal
-from stepwell.server.requests import must_be_within_ttl, read_body
 from stepwell.server.served import Served
 from stepwell.server.state import read_state
 from stepwell.server.stores import Stores

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import isinf
 
 from stepwell.engine.engine import Engine
-from stepwell.server.principals import Principal
+from stepwell.server.access.principals import Principal
 from stepwell.tiers.lifetime import Pin
 
 

@@ -18,9 +18,9 @@ from typing import Any
 from fastapi import APIRouter
 
 from stepwell import __version__
-from stepwell.server.door import Door, asking, watching
+from stepwell.server.access.door import Door, asking, watching
 from stepwell.server.errors import SERVER, ApiError
-from stepwell.server.load import MAX_COUNT, Load
+from stepwell.server.monitoring.load import MAX_COUNT, Load
 from stepwell.server.served import Served
 
 

@@ -22,22 +22,22 @@ from stepwell.engine.engine import Engine
 from stepwell.engine.loading.chat import ChatTemplate
 from stepwell.engine.loop import EngineLoop
 from stepwell.engine.request import Delta
-from stepwell.server.activity_log import ThroughputLog
+from stepwell.server.access.door import Door
+from stepwell.server.access.principals import Principals
 from stepwell.server.ahead import Ahead
+from stepwell.server.api.parsing.formats import AUTO, reasoning_of, tools_of
 from stepwell.server.app import build_app
-from stepwell.server.door import Door
 from stepwell.server.handover import Offers, Peers
-from stepwell.server.history import History
 from stepwell.server.kv_events.publisher import EventPublisher, EventSocket
-from stepwell.server.load import LoadMeter
-from stepwell.server.metrics import Metrics
-from stepwell.server.parsing.formats import AUTO, reasoning_of, tools_of
-from stepwell.server.principals import Principals
+from stepwell.server.monitoring.activity_log import ThroughputLog
+from stepwell.server.monitoring.history import History
+from stepwell.server.monitoring.load import LoadMeter
+from stepwell.server.monitoring.metrics import Metrics
 from stepwell.server.served import MAX_BODY_BYTES, Served
 from stepwell.server.stores import Stores
 
 if TYPE_CHECKING:
-    from stepwell.server.tracing import Traces
+    from stepwell.server.monitoring.tracing import Traces
 
 DRAIN_S = 30.0  # that answers have to finish when the server is told to stop
 LAST_CALL_S = 5  # after that, for answers that are ended to say so

@@ -14,16 +14,16 @@ from stepwell.engine.guided import Guides
 from stepwell.engine.loading.chat import ChatTemplate
 from stepwell.engine.loop import EngineLoop
 from stepwell.engine.text import Text
+from stepwell.server.access.principals import Principals
 from stepwell.server.errors import ApiError
 from stepwell.server.handover import Offers, Peers
-from stepwell.server.history import History
-from stepwell.server.load import LoadMeter
-from stepwell.server.metrics import Metrics
-from stepwell.server.principals import Principals
+from stepwell.server.monitoring.history import History
+from stepwell.server.monitoring.load import LoadMeter
+from stepwell.server.monitoring.metrics import Metrics
 
 if TYPE_CHECKING:
     from stepwell.server.ahead import Ahead
-    from stepwell.server.tracing import Traces
+    from stepwell.server.monitoring.tracing import Traces
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from stepwell.base.config import StoreConfig
 from stepwell.base.errors import ConfigError, StepwellError
 from stepwell.engine.engine import Engine
 from stepwell.engine.loop import EngineLoop
-from stepwell.server.principals import Principals
+from stepwell.server.access.principals import Principals
 from stepwell.store.api import Store, register
 from stepwell.store.registry import open_store
 

@@ -21,8 +21,8 @@ from stepwell.base.units import format_bytes
 from stepwell.cli import engine_options, serve, serve_summary
 from stepwell.cli.main import main
 from stepwell.cli.serve_summary import narrow
-from stepwell.server.principals import Secrets
-from stepwell.server.tenants import TenantsFile
+from stepwell.server.access.principals import Secrets
+from stepwell.server.access.tenants import TenantsFile
 from stepwell.store.key_file import write_store_key
 from stepwell.store.registry import open_store
 from waiting import PATIENCE_S

@@ -16,7 +16,7 @@ from stepwell.base.meters import ManualClock
 from stepwell.engine.loading.progress import WatchedSource
 from stepwell.engine.loading.weights import HeldTensors
 from stepwell.engine.request import Delta, Finish, Usage
-from stepwell.server.activity_log import EVERY_S, ThroughputLog
+from stepwell.server.monitoring.activity_log import EVERY_S, ThroughputLog
 from stepwell.tiers.lease import Sources
 
 MET = Sources(device=30, computed=10)

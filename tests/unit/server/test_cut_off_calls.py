@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepwell.server.parsing.formats import REASONING_NAMES, TOOL_NAMES, markers_of, parser_for
-from stepwell.server.parsing.pieces import Parser, Piece, joined, overlap
+from stepwell.server.api.parsing.formats import REASONING_NAMES, TOOL_NAMES, markers_of, parser_for
+from stepwell.server.api.parsing.pieces import Parser, Piece, joined, overlap
 from unit.server.test_streamed_calls import ARGUMENTS, FORMS, Arguments, maker, written
 
 # Calls behind a text, or behind thoughts, for the forms that have markers; the others are whole answers.

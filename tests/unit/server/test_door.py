@@ -8,7 +8,7 @@ pytest.importorskip("fastapi")
 
 from fastapi import Request
 
-from stepwell.server.door import _bearer
+from stepwell.server.access.door import _bearer
 
 
 @pytest.mark.parametrize("key", ["a plain key", "ein Schlüssel", "voilà", "Å"])  # the last two end in what Latin-1 calls blank

@@ -8,7 +8,7 @@ from typing import Any, cast
 from stepwell import Tier
 from stepwell.base.meters import ManualClock
 from stepwell.engine.request import Delta, Finish, Usage
-from stepwell.server.history import EVERY_S, KEPT, History
+from stepwell.server.monitoring.history import EVERY_S, KEPT, History
 from stepwell.tiers.lease import Sources
 
 

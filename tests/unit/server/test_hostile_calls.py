@@ -7,10 +7,10 @@ import time
 
 import pytest
 
-from stepwell.server.frames import CallForm, written_call
-from stepwell.server.parsing.formats import parser_for
-from stepwell.server.parsing.pieces import Call, Piece, joined
-from stepwell.server.response_items import Output
+from stepwell.server.api.frames import CallForm, written_call
+from stepwell.server.api.parsing.formats import parser_for
+from stepwell.server.api.parsing.pieces import Call, Piece, joined
+from stepwell.server.api.response_items import Output
 
 MOST_CPU_S = 6  # about a second where time grows with the text, and many where it grows with its square
 

@@ -9,8 +9,8 @@ from threading import Event
 
 import pytest
 
-from stepwell.server import log_lines
-from stepwell.server.log_lines import log_to
+from stepwell.server.monitoring import log_lines
+from stepwell.server.monitoring.log_lines import log_to
 from waiting import PATIENCE_S
 
 FIELDS = {"id": "cmpl-1", "tenant": "a b", "total_s": 0.25}

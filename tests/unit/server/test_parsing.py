@@ -11,9 +11,9 @@ from random import Random
 
 import pytest
 
-from stepwell.server.parsing.blocks import BlockParser, NamedParser
-from stepwell.server.parsing.formats import NO_TEXTS, REQUIRED, parser_for, reasoning_of, tools_of
-from stepwell.server.parsing.pieces import Parser, Piece, joined
+from stepwell.server.api.parsing.blocks import BlockParser, NamedParser
+from stepwell.server.api.parsing.formats import NO_TEXTS, REQUIRED, parser_for, reasoning_of, tools_of
+from stepwell.server.api.parsing.pieces import Parser, Piece, joined
 
 CITY = {"city": "Zürich", "days": 3}
 BOTH = [("get_weather", CITY), ("now", {})]

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepwell.server.parsing.blocks import BlockParser, NamedParser
-from stepwell.server.parsing.formats import NO_TEXTS, REQUIRED, parser_for
-from stepwell.server.parsing.pieces import Parser, Piece, joined
+from stepwell.server.api.parsing.blocks import BlockParser, NamedParser
+from stepwell.server.api.parsing.formats import NO_TEXTS, REQUIRED, parser_for
+from stepwell.server.api.parsing.pieces import Parser, Piece, joined
 
 Arguments = Mapping[str, Any]
 

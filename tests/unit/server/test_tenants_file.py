@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepwell.base.errors import ConfigError
-from stepwell.server.principals import Principals, Secrets
-from stepwell.server.tenants import MAX_FILE_BYTES, MAX_TENANTS, parse_tenants, read_tenants
+from stepwell.server.access.principals import Principals, Secrets
+from stepwell.server.access.tenants import MAX_FILE_BYTES, MAX_TENANTS, parse_tenants, read_tenants
 from stepwell.store.log.opening import open_log
 from stepwell.store.registry import Opening
 

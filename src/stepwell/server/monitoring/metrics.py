@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from stepwell import __version__
 from stepwell.engine.loop import EngineLoop
 from stepwell.engine.request import Delta
-from stepwell.server.engine_metrics import EngineCollector
+from stepwell.server.monitoring.engine_metrics import EngineCollector
 
 SOURCES = ("device", "host", "store", "computed")
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)

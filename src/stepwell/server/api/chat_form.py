@@ -8,15 +8,15 @@ from typing import Any
 
 from stepwell.engine.request import Ask, Delta, Finish
 from stepwell.engine.text import Text
-from stepwell.server.bodies import ChatBody
-from stepwell.server.frames import is_framed
-from stepwell.server.logprobs import chat_logprobs, prompt_logprobs
-from stepwell.server.parsing.blocks import BlockParser, NamedParser, Plain
-from stepwell.server.parsing.formats import HARMONY, NO_TEXTS, REASONING, REQUIRED, markers_of, parser_for, prompt_end
-from stepwell.server.parsing.pieces import Call, Parser, Piece, id_of, joined
-from stepwell.server.parsing.thoughts import ThoughtParser
+from stepwell.server.api.bodies import ChatBody
+from stepwell.server.api.frames import is_framed
+from stepwell.server.api.logprobs import chat_logprobs, prompt_logprobs
+from stepwell.server.api.parsing.blocks import BlockParser, NamedParser, Plain
+from stepwell.server.api.parsing.formats import HARMONY, NO_TEXTS, REASONING, REQUIRED, markers_of, parser_for, prompt_end
+from stepwell.server.api.parsing.pieces import Call, Parser, Piece, id_of, joined
+from stepwell.server.api.parsing.thoughts import ThoughtParser
+from stepwell.server.api.tool_choice import Choosing, ToolChoice, tool_choice_of
 from stepwell.server.served import Served
-from stepwell.server.tool_choice import Choosing, ToolChoice, tool_choice_of
 
 
 def shows_special(served: Served, body: ChatBody) -> bool:

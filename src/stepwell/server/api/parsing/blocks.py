@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from stepwell.server.parsing.block_reader import BlockReader
-from stepwell.server.parsing.pieces import Call, Markers, Parser, Piece, Spaced, joined, portions
-from stepwell.server.parsing.source import Nested, ReadCalls, Texts
+from stepwell.server.api.parsing.block_reader import BlockReader
+from stepwell.server.api.parsing.pieces import Call, Markers, Parser, Piece, Spaced, joined, portions
+from stepwell.server.api.parsing.source import Nested, ReadCalls, Texts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

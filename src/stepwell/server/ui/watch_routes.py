@@ -22,7 +22,7 @@ from stepwell.base.ids import CACHED_TIERS
 from stepwell.base.prompt import Namespace
 from stepwell.engine.engine import Engine
 from stepwell.engine.request import Request as Running
-from stepwell.server.door import principal_of, watching
+from stepwell.server.access.door import principal_of, watching
 from stepwell.server.served import Served
 from stepwell.server.state import read_state
 from stepwell.server.stores import Stores

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from stepwell.engine.guided import Thoughts
 from stepwell.engine.text import Text
-from stepwell.server.parsing.blocks import Reasoning
-from stepwell.server.parsing.pieces import Markers, Parser, Piece, Spaced, joined
+from stepwell.server.api.parsing.blocks import Reasoning
+from stepwell.server.api.parsing.pieces import Markers, Parser, Piece, Spaced, joined
 
 
 class ThoughtParser:

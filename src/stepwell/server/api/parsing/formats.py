@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from stepwell.engine.text import Text
-from stepwell.server.parsing.blocks import BlockParser, Blocks, Plain, Reasoning, ReasoningParser
-from stepwell.server.parsing.harmony import HARMONY_MARKERS, HarmonyParser
-from stepwell.server.parsing.pieces import Parser
-from stepwell.server.parsing.readers import deepseek, gemma, hermes, json_answer, json_calls, kimi, mistral
-from stepwell.server.parsing.source import Texts
-from stepwell.server.parsing.tags import gemma4, kimi3
+from stepwell.server.api.parsing.blocks import BlockParser, Blocks, Plain, Reasoning, ReasoningParser
+from stepwell.server.api.parsing.harmony import HARMONY_MARKERS, HarmonyParser
+from stepwell.server.api.parsing.pieces import Parser
+from stepwell.server.api.parsing.readers import deepseek, gemma, hermes, json_answer, json_calls, kimi, mistral
+from stepwell.server.api.parsing.source import Texts
+from stepwell.server.api.parsing.tags import gemma4, kimi3
 
 _PROMPT_END = 16  # tokens
 HARMONY, AUTO = "harmony", "auto"  # AUTO: as the model's chat template says

@@ -10,9 +10,9 @@ import json
 import re
 import string
 
-from stepwell.server.parsing.pieces import Call
-from stepwell.server.parsing.source import DONE, SPACE, Reading, Source, Texts
-from stepwell.server.parsing.tags import dsml, qwen_coder
+from stepwell.server.api.parsing.pieces import Call
+from stepwell.server.api.parsing.source import DONE, SPACE, Reading, Source, Texts
+from stepwell.server.api.parsing.tags import dsml, qwen_coder
 
 _ARGUMENTS = ("arguments", "parameters")
 _FENCE = "`"

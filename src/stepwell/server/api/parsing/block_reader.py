@@ -14,8 +14,8 @@ import re
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from stepwell.server.parsing.pieces import Markers, Piece, joined
-from stepwell.server.parsing.source import DONE, SPACE, ReadCalls, Reading, Source, Texts
+from stepwell.server.api.parsing.pieces import Markers, Piece, joined
+from stepwell.server.api.parsing.source import DONE, SPACE, ReadCalls, Reading, Source, Texts
 
 _SIGNS = re.compile(r'"|\\.?|[\n\r]', re.DOTALL)  # within a string of JSON: none goes on over lines
 _BEHIND_STRING = ",:}]"

@@ -16,17 +16,17 @@ from fastapi import APIRouter, Request, Response
 from stepwell.base.errors import ConfigError
 from stepwell.engine.guided import Guide
 from stepwell.engine.request import Ask
-from stepwell.server.bodies import ChatBody
-from stepwell.server.chat_form import chat_form, shows_special
-from stepwell.server.door import asking
+from stepwell.server.access.door import asking
+from stepwell.server.access.principals import Principal
+from stepwell.server.api.bodies import ChatBody
+from stepwell.server.api.chat_form import chat_form, shows_special
+from stepwell.server.api.frames import behind_thoughts, forced_calls, is_framed
+from stepwell.server.api.grammars import compiled, grammar_of, thoughts_of
+from stepwell.server.api.replies import answer
+from stepwell.server.api.requests import Unknown, asks_of, sampling_of
+from stepwell.server.api.tool_choice import ToolChoice, tool_choice_of
 from stepwell.server.errors import ApiError
-from stepwell.server.frames import behind_thoughts, forced_calls, is_framed
-from stepwell.server.grammars import compiled, grammar_of, thoughts_of
-from stepwell.server.principals import Principal
-from stepwell.server.replies import answer
-from stepwell.server.requests import Unknown, asks_of, sampling_of
 from stepwell.server.served import Served
-from stepwell.server.tool_choice import ToolChoice, tool_choice_of
 
 _LEADING = ("system", "developer")
 _TEXT_PARTS = ("text", "input_text", "output_text")

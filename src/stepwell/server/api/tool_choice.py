@@ -14,9 +14,9 @@ from enum import Enum
 from typing import Any
 
 from stepwell.engine.guided import Grammar
-from stepwell.server.bodies import ChatBody
+from stepwell.server.api.bodies import ChatBody
+from stepwell.server.api.grammars import TOO_DEEP, schema_grammar
 from stepwell.server.errors import ApiError
-from stepwell.server.grammars import TOO_DEEP, schema_grammar
 
 _PARAM = "tool_choice"
 MOST_CALLS = 16  # of an answer that has to have some

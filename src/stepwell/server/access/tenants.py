@@ -25,7 +25,7 @@ from typing import Any
 from stepwell.base.config import MAX_PRIORITY
 from stepwell.base.errors import ConfigError
 from stepwell.base.units import parse_bytes
-from stepwell.server.principals import Principal, Tenant
+from stepwell.server.access.principals import Principal, Tenant
 from stepwell.store.log.format.superblock import quotas_fit
 
 MAX_FILE_BYTES = 4 << 20

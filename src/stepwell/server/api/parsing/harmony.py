@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import re
 
-from stepwell.server.parsing.block_reader import BlockReader
-from stepwell.server.parsing.pieces import Call, Markers, Piece, joined, portions
-from stepwell.server.parsing.readers import arguments_alone
-from stepwell.server.parsing.source import SPACE, Reading, Source, Texts
+from stepwell.server.api.parsing.block_reader import BlockReader
+from stepwell.server.api.parsing.pieces import Call, Markers, Piece, joined, portions
+from stepwell.server.api.parsing.readers import arguments_alone
+from stepwell.server.api.parsing.source import SPACE, Reading, Source, Texts
 
 _MESSAGE = "<|message|>"
 _START = "<|start|>"

@@ -23,9 +23,9 @@ from pydantic import BaseModel, ValidationError
 from stepwell.base.errors import ConfigError
 from stepwell.engine.guided import Guide
 from stepwell.engine.request import Ask, Sampling
-from stepwell.server.bodies import Asked
+from stepwell.server.access.principals import Principal
+from stepwell.server.api.bodies import Asked
 from stepwell.server.errors import ApiError, of_problems
-from stepwell.server.principals import Principal
 from stepwell.server.served import LARGE_BYTES, Served
 
 log = logging.getLogger(__name__)

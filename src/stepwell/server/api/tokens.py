@@ -7,11 +7,11 @@ from typing import Any
 from fastapi import APIRouter, Request
 from pydantic import Field
 
-from stepwell.server.bodies import Body, TokenIds
-from stepwell.server.chat import chat_prompt, ending_of
-from stepwell.server.door import asking
+from stepwell.server.access.door import asking
+from stepwell.server.api.bodies import Body, TokenIds
+from stepwell.server.api.chat import chat_prompt, ending_of
+from stepwell.server.api.requests import read_body
 from stepwell.server.errors import ApiError
-from stepwell.server.requests import read_body
 from stepwell.server.served import Served
 
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from stepwell.server.parsing.pieces import Call
-from stepwell.server.parsing.source import SPACE, ReadCalls, Reading, Source, Texts
+from stepwell.server.api.parsing.pieces import Call
+from stepwell.server.api.parsing.source import SPACE, ReadCalls, Reading, Source, Texts
 
 _GEMMA_QUOTES = ('<|"|>', "<escape>")
 _ATTRIBUTE = re.compile(r'(?<!\w)(\w+)="([^"]*)"')  # looked for once in each word, so that long ones take no longer

@@ -24,8 +24,8 @@ from stepwell.engine.loop import OnDelta
 from stepwell.engine.request import Ask, Delta, Finish, Usage
 from stepwell.engine.runner import RANK_LOST
 from stepwell.engine.scheduler import NO_ROOM
-from stepwell.server.activity_log import log_ended
 from stepwell.server.errors import SERVER, ApiError, api_error
+from stepwell.server.monitoring.activity_log import log_ended
 from stepwell.server.served import Served
 
 log = logging.getLogger(__name__)

@@ -11,14 +11,14 @@ from fastapi import APIRouter, Request, Response
 
 from stepwell.engine.request import Ask, Delta, TokenLogprob
 from stepwell.engine.text import Text
-from stepwell.server.bodies import CompletionBody
-from stepwell.server.door import asking
+from stepwell.server.access.door import asking
+from stepwell.server.access.principals import Principal
+from stepwell.server.api.bodies import CompletionBody
+from stepwell.server.api.grammars import guide_of
+from stepwell.server.api.logprobs import completion_logprobs, prompt_logprobs
+from stepwell.server.api.replies import answer
+from stepwell.server.api.requests import DEFAULT_COMPLETION_TOKENS, Unknown, asks_of, sampling_of
 from stepwell.server.errors import ApiError
-from stepwell.server.grammars import guide_of
-from stepwell.server.logprobs import completion_logprobs, prompt_logprobs
-from stepwell.server.principals import Principal
-from stepwell.server.replies import answer
-from stepwell.server.requests import DEFAULT_COMPLETION_TOKENS, Unknown, asks_of, sampling_of
 from stepwell.server.served import MAX_CHOICES, Served
 
 

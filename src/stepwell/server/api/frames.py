@@ -16,11 +16,11 @@ from dataclasses import dataclass
 
 from stepwell.engine.guided import Grammar, Kind
 from stepwell.engine.text import Text
-from stepwell.server.bodies import ChatBody
-from stepwell.server.grammars import schema_grammar
-from stepwell.server.parsing.formats import HARMONY, markers_of
+from stepwell.server.api.bodies import ChatBody
+from stepwell.server.api.grammars import schema_grammar
+from stepwell.server.api.parsing.formats import HARMONY, markers_of
+from stepwell.server.api.tool_choice import MOST_CALLS, ToolChoice, parameters_of
 from stepwell.server.served import Served
-from stepwell.server.tool_choice import MOST_CALLS, ToolChoice, parameters_of
 
 _PLAIN_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 _STANDS_FOR = re.compile("NAME|ARGUMENTS|NUMBER")

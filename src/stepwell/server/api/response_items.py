@@ -10,8 +10,8 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from stepwell.server.api.parsing.pieces import Call, Piece, id_of, parts_of
 from stepwell.server.errors import ApiError
-from stepwell.server.parsing.pieces import Call, Piece, id_of, parts_of
 
 Item = dict[str, Any]
 Event = tuple[str, dict[str, Any]]  # its type, and what else is in it

@@ -18,8 +18,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stepwell.base.meters import Clock
 from stepwell.base.units import format_bytes
+from stepwell.server.access.principals import Principal, Principals
 from stepwell.server.errors import AUTHENTICATION, CLIENT_CLOSED, SERVER, ApiError, ErrorResponse
-from stepwell.server.principals import Principal, Principals
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Generator, Mapping
 from typing import TypeVar
 
-from stepwell.server.parsing.pieces import Call, first_of, longest_overlap
+from stepwell.server.api.parsing.pieces import Call, first_of, longest_overlap
 
 T = TypeVar("T")
 Reading = Generator[Call | None, None, T]

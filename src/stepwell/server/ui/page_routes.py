@@ -48,7 +48,7 @@ def ui_router() -> APIRouter:
 
 def _sends(name: str) -> Callable[[], Awaitable[Response]]:
     """A route for one file. The style of all our pages comes before the page's own."""
-    content = (files("stepwell.server") / "ui" / name).read_text(encoding="utf-8")
+    content = (files("stepwell.server.ui") / name).read_text(encoding="utf-8")
     if name == "page.css":
         content = f"{STYLE}\n{content}"
     media = MEDIA[name.rpartition(".")[2]]

@@ -12,13 +12,13 @@ from typing import Any, Protocol, TypeVar
 from fastapi import Request, Response
 
 from stepwell.engine.request import Ask, Delta
-from stepwell.server.answers import Answers, EventStream, collect
-from stepwell.server.bodies import Asked
-from stepwell.server.door import arrived_s, principal_of
+from stepwell.server.access.door import arrived_s, principal_of
+from stepwell.server.access.principals import Principal
+from stepwell.server.api.answers import Answers, EventStream, collect
+from stepwell.server.api.bodies import Asked
+from stepwell.server.api.requests import Unknown, read_body, refuse_unsupported
 from stepwell.server.errors import CLIENT_CLOSED, ApiError
 from stepwell.server.handover import wants_offer
-from stepwell.server.principals import Principal
-from stepwell.server.requests import Unknown, read_body, refuse_unsupported
 from stepwell.server.served import Served
 
 B = TypeVar("B", bound=Asked)

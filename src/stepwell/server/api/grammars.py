@@ -15,9 +15,9 @@ from typing import Any
 
 from stepwell.base.errors import ConfigError
 from stepwell.engine.guided import NEEDS_EXTRA, Grammar, Guide, Kind, Thoughts
-from stepwell.server.bodies import Asked
+from stepwell.server.api.bodies import Asked
+from stepwell.server.api.parsing.formats import REASONING, prompt_end
 from stepwell.server.errors import ApiError
-from stepwell.server.parsing.formats import REASONING, prompt_end
 from stepwell.server.served import Served
 
 MAX_CHOICES_TO_MAKE = 1000

@@ -19,14 +19,14 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field, ValidationError
 
 from stepwell.engine.request import Delta, Finish
-from stepwell.server.answers import Answers, EventStream, collect
-from stepwell.server.bodies import Body, ChatBody
-from stepwell.server.chat import chat_asks
-from stepwell.server.chat_form import ChatForm, chat_form
-from stepwell.server.door import arrived_s, asking, principal_of
+from stepwell.server.access.door import arrived_s, asking, principal_of
+from stepwell.server.api.answers import Answers, EventStream, collect
+from stepwell.server.api.bodies import Body, ChatBody
+from stepwell.server.api.chat import chat_asks
+from stepwell.server.api.chat_form import ChatForm, chat_form
+from stepwell.server.api.requests import Unknown, read_body, refuse_unsupported
+from stepwell.server.api.response_items import Event, Output, choice_of, messages_of, tools_of
 from stepwell.server.errors import CLIENT_CLOSED, ApiError, of_problems
-from stepwell.server.requests import Unknown, read_body, refuse_unsupported
-from stepwell.server.response_items import Event, Output, choice_of, messages_of, tools_of
 from stepwell.server.served import Served
 
 _ONLY_VALUES: dict[str, tuple[object, ...]] = {

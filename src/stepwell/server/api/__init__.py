@@ -1,0 +1,1 @@
+"""OpenAI's API: bodies to requests, answers to replies, whole and streamed."""

@@ -1,0 +1,1 @@
+"""The page at `/ui`, and the read-only routes it asks."""

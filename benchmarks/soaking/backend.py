@@ -16,6 +16,7 @@ import httpx
 from stepwell.cli.demo.server import Server, serving
 
 ADMIN = "soak"
+LOG_SUFFIX = ".log"
 PATIENCE_S = 300.0  # for what hangs; a busy machine does not meet it
 
 
@@ -60,7 +61,7 @@ class Backend:
 
     async def start(self) -> None:
         """Returns once it answers. Raises StepwellError."""
-        self.logs.append(self._directory / f"{self.name}-{self.life}.log")
+        self.logs.append(self._directory / f"{self.name}-{self.life}{LOG_SUFFIX}")
         starts = serving(self._arguments, self.logs[-1])
         self._server = await asyncio.to_thread(self._stack.enter_context, starts)
         self.up = True

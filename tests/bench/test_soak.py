@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from math import inf
 from pathlib import Path
 from random import Random
 
@@ -45,14 +46,19 @@ def test_an_answer_is_right_only_with_the_right_tokens_and_logprobs() -> None:
     assert "off by" in str(known.wrong(["a", "b"], [-1.0, -2.1], whole=True))
 
 
-def samples(bytes_a_second: float, *, seconds: float = 1800, files: float = 0.0, connected: int = 0) -> list[Sample]:
-    """A process that fills its tiers for 100 s, and has waves of noise ever after; connections in the end."""
+def samples(
+    bytes_a_second: float, *, seconds: float = 1800, files: float = 0.0, connected: int = 0, owns_from_s: float = inf
+) -> list[Sample]:
+    """A process that fills its tiers for 100 s, and has waves of noise ever after; connections in the end. As the log's owner
+    it has those of all others too, with a thread for each.
+    """
     random = Random(1)
 
     def found(at: int) -> Footprint:
         memory = min(at, 100) * 2e6 + at * bytes_a_second + random.uniform(0, 8e6)
         late = connected if at > 0.7 * seconds and at % 100 else 0
-        return Footprint(memory_bytes=int(memory), files=int(20 + files * at) + late, threads=9)
+        owns, theirs = at >= owns_from_s, 30 if at >= owns_from_s else 0
+        return Footprint(memory_bytes=int(memory), files=int(20 + files * at) + late + theirs, threads=9 + theirs, owns=owns)
 
     return [Sample(at_s=at, found=found(at)) for at in range(int(seconds))]
 
@@ -65,6 +71,8 @@ def test_memory_that_fills_and_stays_is_flat_and_memory_that_grows_is_told() -> 
     assert "memory grew" in grown_too_much(growth(samples(1.3 * allowed)), requests)[0]
     assert "more files" in grown_too_much(growth(samples(0.0, files=0.1)), requests)[0]
     assert grown_too_much(growth(samples(0.0, connected=40)), requests) == []  # they come and go
+    assert grown_too_much(growth(samples(0.0, owns_from_s=1300)), requests) == []  # it was never the owner before
+    assert "more files" in grown_too_much(growth(samples(0.0, files=0.1, owns_from_s=700)), requests)[0]
     assert grown_too_much(growth(samples(1e6, seconds=JUDGED_FROM_S)), requests) == []  # too short a watch
     assert grown_too_much(growth([]), requests) == []
 

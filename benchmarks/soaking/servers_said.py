@@ -8,8 +8,10 @@ from __future__ import annotations
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+
+from soaking.backend import LOG_SUFFIX
 
 KEPT_BYTES = 8 << 20  # of one log; half of that from each end
 _WARNED = re.compile(r"^\S+Z ((?:warning|error|critical) .*)$", re.MULTILINE)
@@ -20,10 +22,12 @@ _MOST_TRACES = 5  # of one log; the rest is in the log that is kept
 _TOLD = 160  # characters of a warning
 
 
-def keep(logs: Iterable[Path], into: Path) -> None:
-    """Copies what there is of these logs into a folder, in the place of all that was there."""
-    shutil.rmtree(into, ignore_errors=True)
-    into.mkdir(parents=True)
+def keep(logs: Sequence[Path], into: Path) -> None:
+    """Copies what there is of these logs into a folder, in the place of those that servers of the same names had there."""
+    into.mkdir(parents=True, exist_ok=True)
+    for name in {path.name.partition("-")[0] for path in logs}:
+        for old in into.glob(f"{name}-*{LOG_SUFFIX}"):
+            old.unlink()
     for path in logs:
         size = path.stat().st_size
         with path.open("rb") as source, (into / path.name).open("wb") as target:

@@ -121,13 +121,14 @@ def test_warnings_are_counted_by_what_they_say(tmp_path: Path) -> None:
 
 
 def test_logs_are_kept_whole_or_from_both_ends(tmp_path: Path) -> None:
-    (small := tmp_path / "small.log").write_bytes(b"short")
-    (large := tmp_path / "large.log").write_bytes(b"begins" + bytes(2 * KEPT_BYTES) + b"ends")
+    (small := tmp_path / "steady-0.log").write_bytes(b"short")
+    (large := tmp_path / "unlucky-0.log").write_bytes(b"begins" + bytes(2 * KEPT_BYTES) + b"ends")
     (kept := tmp_path / "kept").mkdir()
-    (kept / "of the last time.log").touch()
+    (kept / "unlucky-17.log").touch()  # of the last time
+    (kept / "notes.log").touch()  # somebody else's
     keep([small, large], kept)
-    assert {path.name for path in kept.iterdir()} == {"small.log", "large.log"}
-    assert (kept / "small.log").read_bytes() == b"short"
-    told = (kept / "large.log").read_bytes()
+    assert {path.name for path in kept.iterdir()} == {"steady-0.log", "unlucky-0.log", "notes.log"}
+    assert (kept / "steady-0.log").read_bytes() == b"short"
+    told = (kept / "unlucky-0.log").read_bytes()
     assert told.startswith(b"begins") and told.endswith(b"ends") and len(told) < KEPT_BYTES + 100
     assert f"{KEPT_BYTES + 10} bytes are left out".encode() in told

@@ -7,7 +7,8 @@ Requests are drawn from prompts whose greedy answers an engine without any cache
 compared. Clients leave in the middle. Meanwhile caches are flushed, bits of the log are flipped, stores are detached and
 attached, one of the servers is stopped, paused, killed and started again, also while it owns the log that both use. At the end
 the log is checked and repaired, and a new server answers every prompt from it. The seed draws prompts, requests and troubles;
-what meets what depends on the machine too. Exit status 0: nothing was wrong.
+what meets what depends on the machine too. Exit status 0: nothing was wrong. What the servers wrote into their logs is kept in
+any case, in soak-logs.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from engine.machine import machine
-from soaking.soaked import Plan, Verdict, soak
+from soaking.servers_said import keep
+from soaking.soaked import Plan, Verdict, logs_in, soak
 from stepwell.base.units import format_bytes
 
 ROOT = Path(__file__).parents[1]
@@ -39,6 +41,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30.0, help="that clients ask (default: %(default)g)")
     parser.add_argument("--seed", type=int, help="of everything that is drawn (default: a new one, which is printed)")
     parser.add_argument("--clients", type=int, default=6, help="that ask at once (default: %(default)s)")
+    parser.add_argument("--logs", type=Path, default=ROOT / "soak-logs", help="where logs of servers go (default: soak-logs)")
     parser.add_argument("--json", type=Path, default=ROOT / "soak.json", help="where figures go (default: soak.json)")
     args = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 130)
@@ -47,13 +50,18 @@ def main() -> int:
     console.print(f"seed {seed}: the same again with --seed {seed}")
     plan = Plan(seed=seed, seconds=60 * args.minutes, clients=args.clients)
     with TemporaryDirectory(prefix="stepwell-soak-") as directory:
-        verdict = _watched(console, plan, Path(directory))
+        try:
+            verdict = _watched(console, plan, Path(directory))
+        finally:  # also of one that did not come to its end
+            keep(logs_in(Path(directory)), args.logs)
+            console.print(f"the logs of its servers are in {args.logs}", soft_wrap=True)
     _show(console, verdict)
     told = {
         "right": verdict.right, "seed": plan.seed, "minutes": args.minutes, "clients": plan.clients, "took_s": verdict.took_s,
         "outcomes": verdict.tally.outcomes, "tokens": verdict.tally.tokens, "troubles": verdict.troubles,
         "growth": None if verdict.growth is None else asdict(verdict.growth), "counters": verdict.counters,
-        "damaged": verdict.damaged, "answered_after": verdict.answered_after, "faults": verdict.faults, "machine": machine("cpu"),
+        "damaged": verdict.damaged, "answered_after": verdict.answered_after, "warned": verdict.warned,
+        "faults": verdict.faults, "machine": machine("cpu"),
     }  # fmt: skip
     args.json.write_text(json.dumps(told, indent=1) + "\n")
     console.print(f"{verdict.took_s:.0f} s; written to {args.json.name}")
@@ -95,6 +103,8 @@ def _show(console: Console, verdict: Verdict) -> None:
         table.add_row("... its slope", f"{grown.slope_bytes_per_s * 3600 / (1 << 20):+.1f} MiB an hour")
         table.add_row("... files and threads", f"{grown.files:+} and {grown.threads:+}")
     console.print(table)
+    for said, count in sorted(verdict.warned.items()):
+        console.print(f"{count:5,}x {said}", markup=False, highlight=False)
     for fault in verdict.faults:
         console.print(f"FAULT {fault}", markup=False, highlight=False)
     console.print(verdict.says)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import httpx
 from stepwell.cli.demo.server import Server, serving
 
 ADMIN = "soak"
+LOG_SUFFIX = ".log"
 PATIENCE_S = 300.0  # for what hangs; a busy machine does not meet it
 
 
@@ -24,8 +25,9 @@ class Footprint:
     """What a process holds, read from /proc."""
 
     memory_bytes: int  # its own and shared; not the files it has mapped
-    files: int
+    files: int  # but those of the log, of which an owner has as many open as there are segments
     threads: int
+    owns: bool = False  # whether it has files of the log open
 
 
 class Backend:
@@ -38,6 +40,7 @@ class Backend:
         self.up = False
         self.logs: list[Path] = []
         self._where, self._options = store
+        self._store = self._where.partition(":")[2]  # its directory
         options = [part for option, value in self._options.items() for part in ("--store-option", f"{option}={value}")]
         self._arguments = [*arguments, "--store", self._where, *options, "--admin-token", ADMIN]
         self._directory = directory
@@ -60,7 +63,7 @@ class Backend:
 
     async def start(self) -> None:
         """Returns once it answers. Raises StepwellError."""
-        self.logs.append(self._directory / f"{self.name}-{self.life}.log")
+        self.logs.append(self._directory / f"{self.name}-{self.life}{LOG_SUFFIX}")
         starts = serving(self._arguments, self.logs[-1])
         self._server = await asyncio.to_thread(self._stack.enter_context, starts)
         self.up = True
@@ -107,7 +110,9 @@ class Backend:
         process = Path("/proc") / str(self._running.process.pid)
         fields = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines() if ":" in line)
         memory = sum(int(fields[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem"))
-        return Footprint(memory_bytes=memory, files=len(os.listdir(process / "fd")), threads=int(fields["Threads"]))
+        opened = list(_links(process / "fd"))
+        of_log = sum(each.startswith(f"{self._store}/") for each in opened)
+        return Footprint(memory_bytes=memory, files=len(opened) - of_log, threads=int(fields["Threads"]), owns=of_log > 0)
 
     async def close(self) -> None:
         self._stack.close()
@@ -125,3 +130,10 @@ class Backend:
         response = await self._http.request(method, self.address + path, json=body)
         response.raise_for_status()
         return dict(response.json())
+
+
+def _links(directory: Path) -> Iterator[str]:
+    """What descriptors of a process lead to. Some are closed meanwhile."""
+    for name in os.listdir(directory):
+        with suppress(FileNotFoundError):
+            yield os.readlink(directory / name)

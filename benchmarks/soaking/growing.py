@@ -1,12 +1,12 @@
 """Whether a process grows: the slope of its memory once it is warm, and what it has open. Reads numbers, nothing else.
 
-Connections come and go: who owns the log has those of all others, and so have clients that ask at once. So what counts is how few
-files and threads there ever are; what is left open raises that too.
+Connections come and go: the owner of the log has those of all others, with a thread for each, and so have clients that ask at
+once. So what counts is how few files and threads there ever are, as owner and as client; what is left open raises that too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -30,7 +30,7 @@ class Growth:
     first_bytes: float
     last_bytes: float
     slope_bytes_per_s: float
-    files: int  # more of them: the fewest of the second half, and of the first
+    files: int  # more of them: the fewest of the second half, and of the first, in the same role
     threads: int
 
     @property
@@ -55,9 +55,24 @@ def growth(samples: Sequence[Sample]) -> Growth | None:
         first_bytes=median(each.found.memory_bytes for each in first),
         last_bytes=median(each.found.memory_bytes for each in last),
         slope_bytes_per_s=slope([(each.at_s, each.found.memory_bytes) for each in warm]),
-        files=min(each.found.files for each in late) - min(each.found.files for each in early),
-        threads=min(each.found.threads for each in late) - min(each.found.threads for each in early),
+        files=_more(early, late, lambda found: found.files),
+        threads=_more(early, late, lambda found: found.threads),
     )
+
+
+def _more(early: Sequence[Sample], late: Sequence[Sample], count: Callable[[Footprint], int]) -> int:
+    """How many more there are at the least, as the log's owner or not: what was met in both halves and grew most."""
+    before, after = _fewest(early, count), _fewest(late, count)
+    return max((after[role] - before[role] for role in before.keys() & after.keys()), default=0)
+
+
+def _fewest(samples: Sequence[Sample], count: Callable[[Footprint], int]) -> dict[bool, int]:
+    """By whether the process was the owner of the log."""
+    found: dict[bool, int] = {}
+    for each in samples:
+        role, number = each.found.owns, count(each.found)
+        found[role] = min(number, found.get(role, number))
+    return found
 
 
 def slope(points: Sequence[tuple[float, float]], most: int = 400) -> float:

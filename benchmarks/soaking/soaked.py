@@ -19,9 +19,10 @@ from random import Random
 import httpx
 
 from soaking.asking import Client, Tally, Wish
-from soaking.backend import PATIENCE_S, Backend
+from soaking.backend import LOG_SUFFIX, PATIENCE_S, Backend
 from soaking.growing import JUDGED_FROM_S, WARM_SHARE, Growth, Sample, growth
 from soaking.known import Known, Shape, known_answers
+from soaking.servers_said import traces, warnings
 from soaking.troubles import Troubles
 from stepwell.base.units import format_bytes
 
@@ -60,6 +61,7 @@ class Verdict:
     counters: dict[str, int]  # of the steady server
     answered_after: int  # prompts that the last server answered rightly from what was left
     damaged: int  # values that the check found damaged before the repair
+    warned: dict[str, int]  # by servers in their logs: what they said, and how often
     took_s: float
     faults: list[str]
 
@@ -101,15 +103,20 @@ async def soak(plan: Plan, directory: Path, say: Callable[[str], None]) -> Verdi
     finally:
         for backend in (steady, unlucky):
             await backend.close()
-    grown = growth(samples)
+    grown, logs = growth(samples), logs_in(directory)
     requests = tally.outcomes.total()
-    faults += [*tally.faults, *troubles.faults, *unsound, *_crashes(steady, unlucky), *grown_too_much(grown, requests)]
+    faults += [*tally.faults, *troubles.faults, *unsound, *traces(logs), *grown_too_much(grown, requests)]
     if not tally.outcomes["right"] or not tally.tokens["store"]:
         faults.append(f"nothing was proven: {dict(tally.outcomes)}, {dict(tally.tokens)}")
     return Verdict(
         plan=plan, tally=tally, troubles=dict(troubles.made), growth=grown, counters=counters, answered_after=answered,
-        damaged=damaged, took_s=time.monotonic() - started, faults=faults,
+        damaged=damaged, warned=dict(warnings(logs)), took_s=time.monotonic() - started, faults=faults,
     )  # fmt: skip
+
+
+def logs_in(directory: Path) -> list[Path]:
+    """Of all servers of the soak that was given this directory, one for each life of theirs."""
+    return sorted(directory.glob(f"*{LOG_SUFFIX}"))
 
 
 def _backend(plan: Plan, name: str, directory: Path, store: Path) -> Backend:
@@ -184,16 +191,6 @@ def _check(store: Path) -> tuple[int, list[str]]:
 def _store_command(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "stepwell", "store", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
-
-
-def _crashes(*backends: Backend) -> list[str]:
-    """Exceptions that nobody expected: servers write them with their traces."""
-    found = []
-    for path in (path for backend in backends for path in backend.logs):
-        text = path.read_text(errors="replace")
-        if (at := text.find("Traceback (most recent call last)")) >= 0:
-            found.append(f"{path.name}: {text[max(at - 300, 0) : at + 6000]}")
-    return found
 
 
 def grown_too_much(grown: Growth | None, requests: int) -> list[str]:

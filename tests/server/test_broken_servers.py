@@ -6,12 +6,16 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from threading import Event
 from typing import Any
 
 import httpx
+import pytest
 
 from server.serving import ADMIN, CONTEXT, NAME, Running, running
-from stepwell.base.errors import StepwellError
+from stepwell.base.errors import StepwellError, StoreError
+from stepwell.server import cache_routes, stores
+from stepwell.store.memory import MemoryStore
 from waiting import PATIENCE_S, wait_until
 
 LONG = {"model": NAME, "prompt": "Go on and on.", "max_tokens": CONTEXT - 100, "ignore_eos": True}
@@ -62,3 +66,30 @@ def test_a_misspelt_order_changes_nothing(served: Running) -> None:
     with httpx.Client(base_url=served.address, timeout=PATIENCE_S, headers={"Authorization": f"Bearer {ADMIN}"}) as admin:
         assert admin.post("/cache/flush", json={"salt": "x"}).status_code == 400
         assert admin.post("/cache/store", json={"store": "memory:\0"}).status_code == 400
+
+
+class Reluctant(MemoryStore):
+    """Fails to close, when it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.let_go = Event()
+
+    def close(self) -> None:
+        assert self.let_go.wait(PATIENCE_S), "nobody let it go"
+        raise StoreError("the disk hangs")
+
+
+def test_a_store_that_fails_to_close_after_its_detacher_has_gone_is_a_line_in_the_log(
+    served: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was an exception that nobody had heard of, told when its remains were collected."""
+    store = Reluctant()
+    monkeypatch.setattr(stores, "open_store", lambda where, options: store)
+    monkeypatch.setattr(cache_routes, "_DETACH_WAIT_S", 0.01)
+    with httpx.Client(base_url=served.address, timeout=PATIENCE_S, headers={"Authorization": f"Bearer {ADMIN}"}) as admin:
+        assert admin.post("/cache/store", json={"store": "memory:"}).status_code == 200
+        left = admin.delete("/cache/store")
+        assert (left.status_code, left.json()) == (202, {"state": "closing"})
+        store.let_go.set()
+        wait_until(lambda: "did not close: the disk hangs" in caplog.text, "a line in the log")

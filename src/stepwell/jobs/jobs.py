@@ -11,6 +11,7 @@ one that is overdue may still be using them. Tasks and answers are plain values,
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -119,6 +120,8 @@ class Jobs(Generic[T, A]):
         self._clock = clock
         self._before_release = before_release
         self._running: dict[JobId, _Running[T, A]] = {}  # in the order they were started
+        self._given: deque[A] = deque()  # answers that were not applied yet
+        self._applied: list[A] = []  # those that count, and that nobody was told of
         self._num_given_up = 0
         self._next_look_s = -inf
         self._last_id = 0
@@ -164,19 +167,27 @@ class Jobs(Generic[T, A]):
         self._executor.submit(task)
 
     def apply(self) -> list[A]:
-        """Ends everything that was answered since last time; returns the answers that count."""
-        return [answer for answer in self._executor.answers() if self.settle(answer)]
+        """Ends everything that was answered since last time; returns the answers that count.
+
+        Raises what applying one of them raises: the others are not lost with it, and have their turn the next time.
+        """
+        self._given += self._executor.answers()
+        while self._given:
+            answer = self._given.popleft()
+            if self.settle(answer):
+                self._applied.append(answer)
+        applied, self._applied = self._applied, []
+        return applied
 
     def settle(self, answer: A) -> bool:
         """Ends one job; false when it was given up on before, whatever came of it."""
         running = self._running.pop(answer.job)
-        if running.given_up:
-            self._num_given_up -= 1
-        else:
-            running.on_end(End.ANSWERED, answer)
-        if self._before_release is not None:
-            self._before_release(running.task, answer)
-        self._let_go(running)
+        try:
+            self._tell(running, End.ANSWERED, answer)
+        finally:
+            if self._before_release is not None:
+                self._before_release(running.task, answer)
+            self._let_go(running)
         return not running.given_up
 
     def withdraw(self, job: JobId) -> bool:
@@ -184,11 +195,10 @@ class Jobs(Generic[T, A]):
         if job not in self._running or not self._executor.withdraw(job):
             return False
         running = self._running.pop(job)
-        if running.given_up:
-            self._num_given_up -= 1
-        else:
-            running.on_end(End.WITHDRAWN, None)
-        self._let_go(running)
+        try:
+            self._tell(running, End.WITHDRAWN, None)
+        finally:
+            self._let_go(running)
         return True
 
     def withdraw_all(self) -> int:
@@ -232,6 +242,13 @@ class Jobs(Generic[T, A]):
 
     def close(self) -> None:
         self._executor.close()
+
+    def _tell(self, running: _Running[T, A], end: End, answer: A | None) -> None:
+        """Says that a job has ended to whoever started it, unless that was told already that it was given up on."""
+        if running.given_up:
+            self._num_given_up -= 1
+        else:
+            running.on_end(end, answer)
 
     def _let_go(self, running: _Running[T, A]) -> None:
         for residency in running.reads:

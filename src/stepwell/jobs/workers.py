@@ -5,6 +5,7 @@ What copies and store operations have in common. Knows numbers and callables, ne
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,9 +19,9 @@ from weakref import finalize
 from stepwell.base.ids import JobId
 from stepwell.base.meters import Clock
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 R = TypeVar("R")
-
 
 Work = Callable[[], None]
 
@@ -33,9 +34,9 @@ class WorkQueue:
     def __init__(self, name: str, clock: Clock, *, threads: int = 1) -> None:
         self._queue: SimpleQueue[Work | None] = SimpleQueue()
         self._pulse = _Pulse(clock)
-        self._names = [f"stepwell-{name}"] * threads
+        self._name = f"stepwell-{name}"
+        self._to_start = threads
         self._end = finalize(self, _end_threads, self._queue, threads)
-        self._started = False
 
     @property
     def moved_s(self) -> float:
@@ -43,12 +44,16 @@ class WorkQueue:
         return self._pulse.moved_s
 
     def submit(self, work: Work) -> None:
-        assert self._end.alive, f"{self._names[0]} was closed"
-        if not self._started:
-            self._started = True
-            for name in self._names:
-                Thread(target=_live, args=(self._queue, self._pulse), name=name, daemon=True).start()
+        """Puts it in line, in any case: where the system has no more threads, work waits until it has one, when there is more."""
+        assert self._end.alive, f"{self._name} was closed"
         self._queue.put(work)
+        while self._to_start:
+            try:
+                Thread(target=_live, args=(self._queue, self._pulse), name=self._name, daemon=True).start()
+            except RuntimeError as error:
+                log.warning("a thread of %s could not be started: %s", self._name, error)
+                return
+            self._to_start -= 1
 
     def close(self) -> None:
         """Takes no more, and lets its threads end behind everything that waits in line."""

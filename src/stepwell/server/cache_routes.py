@@ -134,7 +134,9 @@ def order_router(served: Served, stores: Stores, pins: Pins) -> APIRouter:
         done, _ = await asyncio.wait({closing}, timeout=_DETACH_WAIT_S)
         if done:
             closing.result()
-        return JSONResponse({"state": "closed" if done else "closing"}, status_code=200 if done else 202)
+            return JSONResponse({"state": "closed"})
+        closing.add_done_callback(_closed_late)
+        return JSONResponse({"state": "closing"}, status_code=202)
 
     @router.post("/cache/pins")
     async def pin(request: Request) -> dict[str, Any]:
@@ -151,6 +153,12 @@ def order_router(served: Served, stores: Stores, pins: Pins) -> APIRouter:
         return {"id": number, "released": True}
 
     return router
+
+
+def _closed_late(closing: asyncio.Future[None]) -> None:
+    """Whoever detached the store has gone by now."""
+    if not closing.cancelled() and (error := closing.exception()) is not None:
+        log.warning("a store that was detached did not close: %s", error)
 
 
 def _owner(served: Served, request: Request, body: Owned) -> Principal:

@@ -67,9 +67,10 @@ def on_their_way(state: CacheState, link: StoreLink, match: Match) -> list[Fetch
     ids = ids[ids != ABSENT]
     filling = ids[state.arena(Tier.HOST).state[Kind.PREFIX][ids] == FILLING].tolist()
     found = dict.fromkeys(link.fetch_of[page] for page in filling if page in link.fetch_of)
-    path = set(match.path)
+    path, known = set(match.path), match.known_tokens // state.spec.page_tokens
     for fetch in link.fetches:
-        if any(not each.ready and each.checkpoint.node in path for each in fetch.residencies):
+        coming = (each.checkpoint for each in fetch.residencies if not each.ready)
+        if any(each.node in path and each.page <= known for each in coming):  # the last node may go on beyond the prompt
             found[fetch] = None
     return list(found)
 
@@ -295,8 +296,8 @@ def _checkpoint_came(
     _tell_gone(state, EventKind.CHECKPOINT_EVICTED, (task.boundary,), outcome)
     link.beliefs.remove(residency.checkpoint)
     drop_residency(state.tree, residency, _loss(state, status))
-    for ticket, shared in fetch.watchers.items():
-        if status is not ItemStatus.CANCELLED and page <= max(shared, fetch.start):
+    for ticket in fetch.watchers if status is not ItemStatus.CANCELLED else ():
+        if ticket.keys[page - 1 : page] == (task.boundary,):  # others share less of the path, or are shorter
             ticket.has_checkpoint[page] = False
 
 

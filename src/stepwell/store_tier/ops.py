@@ -228,8 +228,8 @@ class StoreOps(Jobs[StoreOp, Reply]):
     def _withdraw_called_off(self) -> None:
         """Takes back what was called off and has not begun, so that a store that hangs does not hold pages for it."""
         for job, sent in list(self._sent.items()):
-            if sent.call.is_off:
-                self.withdraw(job)
+            if sent.call.is_off and self.withdraw(job):
+                self._sent.pop(job, None)  # which is there still if it was given up on before
 
 
 def _operation(task: Task) -> str:

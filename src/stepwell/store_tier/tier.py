@@ -271,6 +271,8 @@ class StoreTier:
         for link in self.links:
             link.waiting.clear()
             link.unplaced.clear()
+            if link.ended:
+                continue  # its threads have ended
             link.ops.close()
             if not link.ops.num_running:  # else it is the store's to wait for, when it is closed
                 link.has_given_back(self.host_memory, wait_s=GIVE_BACK_S)

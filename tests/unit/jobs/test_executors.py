@@ -20,7 +20,9 @@ from stepwell.base.meters import SystemClock
 from stepwell.base.prompt import Namespace, PageKey
 from stepwell.base.tasks import FetchPages, FindItems, ItemStatus, Plan, Purpose, StoreOp, Task
 from stepwell.cache.build import layouts_for, numpy_memories
+from stepwell.jobs import workers
 from stepwell.jobs.executors import CopyExecutor, InlineCopyExecutor, ThreadCopyExecutor, ThreadStoreExecutor
+from stepwell.jobs.workers import WorkQueue
 from stepwell.store.api import Space
 from stepwell.store.memory import MemoryStore
 from stepwell.store.wrappers import Wrapper
@@ -292,3 +294,22 @@ print("ended")
 def test_a_store_that_hangs_for_ever_does_not_keep_the_process_from_ending() -> None:
     done = subprocess.run([sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=PATIENCE_S, cwd="tests")
     assert done.stdout.strip() == "ended", done.stderr
+
+
+def test_work_waits_where_the_system_has_no_more_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The work before was lost, and the line took all that came later for work that somebody did."""
+    began: list[int] = []
+    done = Event()
+
+    class Refused(threading.Thread):
+        def start(self) -> None:
+            raise RuntimeError("can't start new thread")
+
+    line = WorkQueue("line", SystemClock())
+    with monkeypatch.context() as few:
+        few.setattr(workers, "Thread", Refused)
+        line.submit(lambda: began.append(1))
+    assert not began
+    line.submit(done.set)
+    assert done.wait(PATIENCE_S) and began == [1], "in their order"
+    line.close()

@@ -135,6 +135,16 @@ def test_formats_and_forced_calls_begin_behind_what_a_model_thinks(opening: str,
         assert any(thought(each.message) for each in made.choices), "it thinks on"
 
 
+def test_a_tool_that_cannot_be_called_is_refused_in_words_of_the_client() -> None:
+    tools: Any = [{"type": "function", "function": {"name": "f", "parameters": [1]}}]
+    checkpoint = replace(
+        tiny_checkpoint(), chat=ChatTemplate("{{ tools }}<tool_call>" + CHAT_TEMPLATE, bos_token="", eos_token="")
+    )
+    refused = pytest.raises(openai.BadRequestError, match="the grammar cannot be followed")
+    with running(checkpoint=checkpoint) as served, served.client() as other, refused:
+        other.chat.completions.create(model=NAME, messages=MESSAGES, tools=tools, tool_choice="required")
+
+
 def test_a_grammar_that_grows_too_complex_is_the_request_s_mistake(client: openai.OpenAI) -> None:
     """No 500: the client's library would try that again."""
     schema = {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(500)}}

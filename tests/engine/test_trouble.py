@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import time
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 
 from engine.small import alone, greedy, prompt, run, small, tokens_of
+from stepwell.base.config import StoreConfig, WritePolicy
 from stepwell.base.errors import ConfigError, StepwellError
+from stepwell.base.meters import ManualClock
 from stepwell.base.tasks import Purpose
 from stepwell.engine import Ask, Engine, Finish, Limits, Sampling
 from stepwell.engine import runner as runner_module
 from stepwell.engine import sampling as sampling_module
+from stepwell.engine.trouble import TroubleLog
+from stepwell.policy import store_use
+from stepwell.store.registry import open_store
+from stepwell.store.wrappers import Faults, Faulty
+from stepwell.store_tier.link import LinkState
 from waiting import run_to_the_end, run_until
 
 pytest.importorskip("transformers")
@@ -216,3 +225,47 @@ def slow(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         return later
 
     monkeypatch.setattr(copy_engine, "begin", slowly)
+
+
+def test_a_store_that_fails_is_told_in_the_log_with_the_reason_and_when_it_is_used_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(store_use, "FIRST_COOL_OFF_S", 0.01)
+    store = Faulty(open_store("memory:", options={"budget": "8MiB"}), Faults(fail=1.0), random=Random(1), sleep=time.sleep)
+    with caplog.at_level(logging.INFO), small(write=WritePolicy.THROUGH) as engine:
+        engine.cache.store.attach(store, StoreConfig())
+        for seed in range(4):
+            run(engine, [greedy(prompt(80, seed=seed))])
+        run_until(engine, lambda: engine.cache.store.state is LinkState.SWITCHED_OFF)
+        store.faults = Faults()
+        run_until(engine, lambda: bool(run(engine, [greedy(prompt(80))])) and engine.cache.store.state is LinkState.ATTACHED)
+        engine.step()
+        engine.cache.store.detach()
+    said = [each.getMessage() for each in caplog.records if each.name == "stepwell.engine.trouble"]
+    failed, off, *_ = said
+    assert failed.startswith("copies or store operations failed: ") and failed.endswith("StoreError: a fault was injected")
+    assert off == "the store is left alone after failures, and tried again in a while: StoreError: a fault was injected"
+    assert said[-1] == "the store is used again"
+
+
+def test_what_fails_a_hundred_times_a_second_is_told_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING), small() as engine:
+        clock = ManualClock()
+        told = TroubleLog(engine.cache, clock)
+        for number in range(300):
+            told.after_step([f"failure {number}", f"failure {number} and a half"])
+            clock.advance(0.5)
+        told.after_step([])
+    assert [each.getMessage().partition(": ")[2] for each in caplog.records] == [
+        "2, the last of them: failure 0 and a half",
+        "240, the last of them: failure 120 and a half",
+        "240, the last of them: failure 240 and a half",
+    ]
+
+
+def test_a_store_that_fails_at_the_end_is_told_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    store = Faulty(open_store("memory:", options={"budget": "8MiB"}), Faults(fail=1.0), random=Random(1), sleep=time.sleep)
+    with caplog.at_level(logging.WARNING), small(write=WritePolicy.BACK) as engine:
+        run(engine, [greedy(prompt(80))])
+        engine.cache.store.attach(store, StoreConfig())
+    assert any("operations of the store failed at the end" in each.getMessage() for each in caplog.records)

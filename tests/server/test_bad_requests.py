@@ -40,9 +40,10 @@ BAD: list[tuple[str, dict[str, Any], str | None]] = [
     (COMPLETIONS, {"prompt": "x", "temperature": -1}, "temperature"),
     (COMPLETIONS, {"prompt": "x", "temperature": "hot"}, "temperature"),
     (COMPLETIONS, {"prompt": "x", "top_p": 0}, "top_p"),
-    (COMPLETIONS, {"prompt": "x", "seed": 2**64}, "seed"),
-    (COMPLETIONS, {"prompt": "x", "stop": ""}, None),
-    (COMPLETIONS, {"prompt": "x", "stop": ["s"] * 17}, None),
+    (COMPLETIONS, {"prompt": "x", "seed": 2**63}, "seed"),
+    (COMPLETIONS, {"prompt": "x", "seed": -(2**63) - 1}, "seed"),
+    (COMPLETIONS, {"prompt": "x", "stop": ""}, "stop"),
+    (COMPLETIONS, {"prompt": "x", "stop": ["s"] * 17}, "stop"),
     (COMPLETIONS, {"prompt": "x", "stop": [1]}, "stop"),
     (COMPLETIONS, {"prompt": "x", "logprobs": 21}, "logprobs"),
     (COMPLETIONS, {"prompt": "x", "echo": "yes"}, "echo"),
@@ -55,13 +56,13 @@ BAD: list[tuple[str, dict[str, Any], str | None]] = [
     (COMPLETIONS, {"prompt": "x", "min_p": 1.1}, "min_p"),
     (COMPLETIONS, {"prompt": "x", "logit_bias": {"one": 2}}, "logit_bias"),
     (COMPLETIONS, {"prompt": "x", "logit_bias": {"1": "2"}}, "logit_bias"),
-    (COMPLETIONS, {"prompt": "x", "logit_bias": {"1": 101}}, None),
-    (COMPLETIONS, {"prompt": "x", "logit_bias": {"1": 1, "01": 2}}, None),
+    (COMPLETIONS, {"prompt": "x", "logit_bias": {"1": 101}}, "logit_bias"),
+    (COMPLETIONS, {"prompt": "x", "logit_bias": {"1": 1, "01": 2}}, "logit_bias"),
     (COMPLETIONS, {"prompt": "x", "logit_bias": {"260": 1}}, None),
     (COMPLETIONS, {"prompt": "x", "stop_token_ids": [260]}, None),
     (COMPLETIONS, {"prompt": "x", "stop_token_ids": [-1]}, None),
     (COMPLETIONS, {"prompt": "x", "stop_token_ids": [1] * 129}, "stop_token_ids"),
-    (COMPLETIONS, {"prompt": "x", "min_tokens": 5, "max_tokens": 4}, None),
+    (COMPLETIONS, {"prompt": "x", "min_tokens": 5, "max_tokens": 4}, "min_tokens"),
     (COMPLETIONS, {"prompt": "x", "prompt_logprobs": 21}, "prompt_logprobs"),
     (COMPLETIONS, {"prompt": "x", "prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
     (CHATS, HELLO | {"continue_final_message": True}, "continue_final_message"),
@@ -178,8 +179,11 @@ def test_a_name_that_cannot_be_encoded_is_not_found_either(http: httpx.Client) -
 
 
 def test_unknown_routes_are_not_found(http: httpx.Client) -> None:
-    assert error_of(http.get("/v1/nothing"))["type"] == "invalid_request_error"
-    assert http.get(COMPLETIONS).status_code == 405
+    error = error_of(http.get("/v1/nothing"))
+    assert (error["type"], error["code"]) == ("invalid_request_error", "unknown_url")
+    assert "GET /v1/nothing" in error["message"] and "/v1" in error_of(http.post("/chat/completions"))["message"]
+    wrong = http.get(COMPLETIONS)
+    assert (wrong.status_code, wrong.headers["allow"], error_of(wrong)["code"]) == (405, "POST", "method_not_allowed")
     assert http.get("/docs").status_code == http.get("/openapi.json").status_code == 404
 
 
@@ -196,6 +200,7 @@ def test_huge_bodies_are_refused(http: httpx.Client, client: openai.OpenAI) -> N
 
     response = http.post(COMPLETIONS, content=pieces(), headers={"content-type": "application/json"})
     assert response.status_code == 413 and "1.0 MiB" in error_of(response)["message"]
+    assert error_of(response)["code"] == "body_too_large"
 
 
 def test_fields_that_change_nothing_are_taken(client: openai.OpenAI) -> None:

@@ -133,3 +133,25 @@ def test_formats_and_forced_calls_begin_behind_what_a_model_thinks(opening: str,
         ended = [each.message for each in made.choices if each.finish_reason == "stop"]  # others still think
         assert ended and all(each.content in ("up", "down") for each in ended)
         assert any(thought(each.message) for each in made.choices), "it thinks on"
+
+
+def test_a_tool_that_cannot_be_called_is_refused_in_words_of_the_client() -> None:
+    tools: Any = [{"type": "function", "function": {"name": "f", "parameters": [1]}}]
+    checkpoint = replace(
+        tiny_checkpoint(), chat=ChatTemplate("{{ tools }}<tool_call>" + CHAT_TEMPLATE, bos_token="", eos_token="")
+    )
+    refused = pytest.raises(openai.BadRequestError, match="the grammar cannot be followed")
+    with running(checkpoint=checkpoint) as served, served.client() as other, refused:
+        other.chat.completions.create(model=NAME, messages=MESSAGES, tools=tools, tool_choice="required")
+
+
+def test_a_grammar_that_grows_too_complex_is_the_request_s_mistake(client: openai.OpenAI) -> None:
+    """No 500: the client's library would try that again."""
+    schema = {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(500)}}
+    wanted: Any = {"type": "json_schema", "json_schema": {"name": "large", "schema": schema}}
+    with pytest.raises(openai.BadRequestError, match="too complex to follow in the middle") as caught:
+        chat(client, "Large.", STORY, response_format=wanted)
+    assert caught.value.code == "invalid_grammar"
+    with pytest.raises(openai.APIError, match="too complex to follow") as told:
+        list(client.chat.completions.create(model=NAME, messages=MESSAGES, response_format=wanted, stream=True))
+    assert told.value.code == "invalid_grammar"

@@ -85,6 +85,19 @@ def test_what_everybody_may_see_names_no_tenants() -> None:
     assert 'stepwell_hit_tokens_total{tenant="",tier="device"}' in page and "alice" not in page
 
 
+def test_what_has_not_happened_yet_is_told_as_zero(families: dict[str, Metric]) -> None:
+    for outcome in ("abort", "error"):
+        assert value(families, "stepwell_requests_total", outcome=outcome) == 0
+    with running() as made:
+        page = httpx.get(f"{made.address}/metrics", timeout=PATIENCE_S).text
+    for told in (
+        'requests_total{outcome="stop"}',
+        'prompt_tokens_total{source="host"}',
+        'draft_tokens_total{outcome="accepted"}',
+    ):
+        assert f"stepwell_{told} 0.0" in page
+
+
 def test_tiers_add_up(families: dict[str, Metric]) -> None:
     for tier in ("device", "host"):
         capacity, used, free = (

@@ -143,6 +143,17 @@ def test_seeds_repeat_and_choices_differ(client: openai.OpenAI) -> None:
     assert len(free) == 3
 
 
+def test_seeds_may_be_below_zero_as_in_openai_s_api(client: openai.OpenAI) -> None:
+    warm = {"max_tokens": 20, "temperature": 1.0, "n": 3}
+    texts = [[each.text for each in complete(client, "Dice. " + STORY, seed=seed, **warm).choices] for seed in (-1, -1, 5)]
+    assert texts[0] == texts[1] != texts[2] and len(set(texts[0])) == 3
+
+
+def test_no_alternatives_are_no_mistake(client: openai.OpenAI) -> None:
+    """Clients send a 0 where nobody asked for logprobs."""
+    assert chat(client, "None.", STORY, top_logprobs=0, max_tokens=2).choices[0].logprobs is None
+
+
 def test_content_may_come_in_parts_and_developers_are_heard(client: openai.OpenAI) -> None:
     parts = [{"type": "text", "text": "In two"}, {"type": "text", "text": "parts."}]
     messages = [{"role": "developer", "content": "Obey."}, {"role": "user", "content": parts}]

@@ -31,6 +31,7 @@ from stepwell.engine.runner import RANK_LOST, Passes, PassesLost, RanksReport
 from stepwell.engine.scheduler import MAX_FAILED_LEASES, Limits, Scheduler
 from stepwell.engine.speculation import Speculation
 from stepwell.engine.text import Text
+from stepwell.engine.trouble import TroubleLog
 from stepwell.store.api import Store
 
 log = logging.getLogger(__name__)
@@ -92,6 +93,7 @@ class Engine:
             cache, text, runner.facts, self.clock, chunk_tokens=self.limits.chunk_tokens, max_context=max_context,
             max_alone=self.max_alone, eos_ids=eos_ids,
         )  # fmt: skip
+        self._trouble = TroubleLog(cache, self.clock)
         self._streams: dict[int, deque[Delta]] = {}
 
     @property
@@ -267,8 +269,13 @@ class Engine:
         self.passing.forget()
         try:
             self._runner.wait()  # for what it still writes into memory that would be given to others
+            before = self.cache.counters["store_ops_failed"]
             if not self.cache.close():
                 log.warning("not everything that was to be stored was stored in time: a store or a copy is slow, or hangs")
+            if failed := self.cache.counters["store_ops_failed"] - before:
+                log.warning(
+                    "not everything that was to be stored was stored: %d operations of the store failed at the end", failed
+                )
         finally:
             try:
                 self._runner.close()
@@ -291,6 +298,7 @@ class Engine:
 
     def _settle(self, report: StepReport) -> None:
         """A lease whose bytes did not arrive is given back, and its request looks again; so is a store to whoever closes it."""
+        self._trouble.after_step(report.failures)
         for store in report.detached:
             self.on_detached(store)
         for lease in report.failed:

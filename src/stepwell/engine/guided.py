@@ -179,14 +179,14 @@ class Guides:
         try:
             start = guided_trial.started(library, self._tokenizer, grammar.kind.value, grammar.source)
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"the {grammar.kind.value} cannot be followed: {error!s:.500}") from None
+            raise ConfigError(f"the {_called(grammar)} cannot be followed: {error!s:.500}") from None
         if start.is_error():
-            raise ConfigError(f"the {grammar.kind.value} cannot be followed: {start.get_error():.500}")
+            raise ConfigError(f"the {_called(grammar)} cannot be followed: {start.get_error():.500}")
         guide = Guide(start, self._vocab_size, self._eos_ids)
         try:  # what is too much for the first token is found here, and not in a pass
             guide.follow().allowed(())
         except OffGrammar as error:
-            raise ConfigError(f"the {grammar.kind.value} is too complex: {error!s:.500}") from None
+            raise ConfigError(f"the {_called(grammar)} is too complex: {error!s:.500}") from None
         return guide
 
     @cached_property
@@ -208,7 +208,12 @@ def _must_compile_in_time(grammar: Grammar) -> None:
     else:
         ended = done.returncode != 0
     if ended:
-        raise ConfigError(f"the {grammar.kind.value} is too complex: it takes too long, or too much memory, to compile")
+        raise ConfigError(f"the {_called(grammar)} is too complex: it takes too long, or too much memory, to compile")
+
+
+def _called(grammar: Grammar) -> str:
+    """As clients know it, who know of no frames."""
+    return "grammar" if grammar.kind is Kind.FRAMED else grammar.kind.value
 
 
 def _library() -> Any:

@@ -20,6 +20,7 @@ from stepwell.tree.match import Match
 
 MAX_STOPS, MAX_STOP_TOKENS, MAX_LOGPROBS, MAX_BIASES = 16, 128, 20, 1024
 MAX_TOP_K = 2**31 - 1  # no vocabulary is larger, and not every larger number can be sent to ranks
+SEEDS = 2**64  # how many there are
 MIN_TEMPERATURE = 1e-6  # a smaller one counts as 0: it chooses the same tokens, and may be 0 where scores are divided by it
 
 
@@ -76,7 +77,7 @@ class Sampling:
             raise ConfigError(f"top_k must be at least 1, got {self.top_k}; leave it out for no limit")
         if self.top_k is not None and self.top_k > MAX_TOP_K:
             object.__setattr__(self, "top_k", MAX_TOP_K)
-        if self.seed is not None and not 0 <= self.seed < 2**64:
+        if self.seed is not None and not 0 <= self.seed < SEEDS:
             raise ConfigError(f"seed must be from 0 to 2**64 - 1, got {self.seed}")
         if len(self.stop) > MAX_STOPS or not all(self.stop):
             raise ConfigError(f"stop must be at most {MAX_STOPS} strings, none of them empty")

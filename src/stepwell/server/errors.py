@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 INVALID, AUTHENTICATION, SERVER = "invalid_request_error", "authentication_error", "server_error"
 CLIENT_CLOSED = 499  # the client left before its answer: nobody reads it
 _SHOWN = 4  # of the ways in which one field is wrong
+_LONGEST_PATH = 200
 _LONGEST = 2000  # characters of a message: what was wrong may be quoted in it
 
 
@@ -73,7 +74,7 @@ def install_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def routes(request: Request, error: HTTPException) -> ErrorResponse:
-        return answer(ApiError(error.status_code, str(error.detail)), dict(error.headers or {}))
+        return answer(_of_route(request, error), dict(error.headers or {}))
 
     @app.exception_handler(ClientDisconnect)
     async def left(request: Request, error: ClientDisconnect) -> Response:
@@ -84,6 +85,15 @@ def install_errors(app: FastAPI) -> None:
         log.error("%s %s failed", request.method, request.url.path, exc_info=error)
         made = ApiError(500, "the server made a mistake; its log says more", type=SERVER, code="internal_error")
         return answer(made, {"Connection": "close"})  # as it will be
+
+
+def _of_route(request: Request, error: HTTPException) -> ApiError:
+    asked = f"{request.method} {request.url.path[:_LONGEST_PATH]}"
+    if error.status_code == 404:
+        return ApiError(404, f"there is no route {asked} here; those of OpenAI's API begin with /v1", code="unknown_url")
+    if error.status_code == 405:
+        return ApiError(405, f"{asked} is not allowed: this route takes another method", code="method_not_allowed")
+    return ApiError(error.status_code, str(error.detail))
 
 
 def of_problems(problems: Sequence[Any]) -> ApiError:

@@ -133,11 +133,12 @@ def test_a_mooncake_master_is_asked_for(master: str, monkeypatch: pytest.MonkeyP
 
 
 def test_a_missing_package_is_named_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(libraries, "_version", lambda name: None if name in ("fastapi", "pyzmq") else "1.0")
+    monkeypatch.setattr(libraries, "_version", lambda name: None if name in ("fastapi", "pyzmq", "opentelemetry-sdk") else "1.0")
     found = {each.check: each for each in libraries.packages()}
     assert found["serve"].health is Health.BROKEN and found["serve"].change == "pip install 'stepwell[serve]'"
     assert found["serve"].found == "not installed: fastapi"
     assert found["events"].health is Health.SLOW and found["guided"].health is Health.FINE
+    assert found["otel"].change == "pip install 'stepwell[otel]'"
 
 
 def test_a_driver_that_torch_cannot_use_is_broken(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import io
 import json
 import logging
+import subprocess
+import sys
+from pathlib import Path
 from threading import Event
 
 import pytest
@@ -75,3 +78,34 @@ def test_a_log_that_nobody_reads_holds_nobody_up(monkeypatch: pytest.MonkeyPatch
             logging.getLogger("stepwell.here").info("line %d", number)
     assert not stream.getvalue()
     stream.let_go.set()
+
+
+FULL = """
+import logging, os, sys
+from stepwell.server.monitoring import log_lines
+log_lines._LAST_LINES_S = 0.05
+with log_lines.log_to(sys.stderr, "text"):
+    for number in range(20_000):  # more than a pipe holds
+        logging.getLogger("stepwell.here").info("line %d", number)
+print("ends", flush=True)
+"""
+
+
+def test_a_program_whose_log_nobody_reads_can_end() -> None:
+    with subprocess.Popen([sys.executable, "-c", FULL], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as program:
+        assert program.stdout is not None and program.stderr is not None
+        assert program.stdout.readline() == b"ends\n"
+        assert program.wait(PATIENCE_S) == 0
+        assert program.stderr.read().startswith(b"20")  # nobody read it before
+
+
+def test_a_full_disk_costs_lines_and_nothing_else() -> None:
+    broken = FULL.replace("sys.stderr, ", "open('/dev/full', 'w'), ")
+    done = subprocess.run([sys.executable, "-c", broken], capture_output=True, timeout=PATIENCE_S, check=True)
+    assert done.stdout == b"ends\n" and not done.stderr
+
+
+def test_what_has_no_form_in_utf_8_is_written_all_the_same(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("w") as file, log_to(file, "text"):
+        logging.getLogger("stepwell.here").info("a field \ud800")
+    assert (tmp_path / "log").read_text().endswith("info a field \\ud800\n")

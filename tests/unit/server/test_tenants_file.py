@@ -190,6 +190,17 @@ def test_a_quota_of_what_is_never_stored_is_warned_of(tmp_path: Path) -> None:
     assert "alice" in warning and "quota does nothing" in warning
 
 
+@pytest.mark.parametrize(
+    ("shares", "warned"), [(("60%", "40.1%"), True), (("60%", "40%"), False), (("33.333333%", "66.7%"), True)]
+)
+def test_shares_of_memory_beyond_all_of_it_are_warned_of(tmp_path: Path, shares: tuple[str, str], warned: bool) -> None:
+    path = tmp_path / "tenants.json"
+    path.write_bytes(written(ALICE | {"memory_quota": shares[0]}, BOB | {"memory_quota": shares[1]}))
+    path.chmod(0o600)
+    said = ["the memory_quota of all tenants is 100." in each for each in read_tenants(str(path)).warnings]
+    assert said == [True] * warned
+
+
 def test_a_file_that_cannot_be_read_or_is_another_is_named(tmp_path: Path) -> None:
     large, wrong = tmp_path / "large", tmp_path / "wrong"
     large.write_bytes(b" " * (MAX_FILE_BYTES + 1))

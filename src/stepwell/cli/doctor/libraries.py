@@ -16,6 +16,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "serve": ("torch", "safetensors", "tokenizers", "gguf", "jinja2", "fastapi", "pydantic", "uvicorn", "prometheus-client"),
     "guided": ("llguidance",),
     "events": ("pyzmq", "msgspec"),
+    "otel": ("opentelemetry-api", "opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"),
 }
 _ALWAYS = ("numpy", "rich", "xxhash")
 _GPU_FILES = ("proc/driver/nvidia/version", "dev/nvidiactl")

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable
 from fastapi import Depends, Request
 from fastapi.params import Depends as Dependency
 from starlette.datastructures import Headers
-from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stepwell.base.meters import Clock
@@ -26,6 +25,7 @@ log = logging.getLogger(__name__)
 _ARRIVED = "stepwell.arrived_s"
 _ALWAYS_OPEN = ("/metrics", "/health", "/ready", "/v1/loads")  # which also tell how the end goes
 _PRINCIPAL = "stepwell.principal"
+_TOO_LARGE = "body_too_large"
 _LONGEST_PATH = 100  # in a line of the log
 _READ_TIMES = 4  # a client that is still sending may miss the answer: so much more than the limit is read, and dropped
 
@@ -137,7 +137,7 @@ class BodyLimit:
             await self._app(scope, receive, send)
         elif _declared(scope) > self._max_bytes:
             await self._drop(receive)
-            error = ApiError(413, self._message(), code="body_too_large")
+            error = ApiError(413, self._message(), code=_TOO_LARGE)
             await ErrorResponse(error.body(), status_code=413, headers={"Connection": "close"})(scope, receive, send)
         else:
             await self._app(scope, self._counted(receive), send)
@@ -150,7 +150,7 @@ class BodyLimit:
             message = await receive()
             taken += len(message.get("body", b""))
             if taken > self._max_bytes:
-                raise HTTPException(413, self._message())
+                raise ApiError(413, self._message(), code=_TOO_LARGE)
             return message
 
         return take

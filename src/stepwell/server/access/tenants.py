@@ -63,7 +63,7 @@ def read_tenants(path: str, *, max_priority: int = 0, wait_s: float = PIPE_WAIT_
         tenants = parse_tenants(raw, max_priority=max_priority)
     except ConfigError as error:
         raise ConfigError(f"the tenants file {path!r}: {error}") from None
-    return TenantsFile(tenants=tenants, warnings=(*warnings, *_idle_quotas(tenants)))
+    return TenantsFile(tenants=tenants, warnings=(*warnings, *_idle_quotas(tenants), *_promised_twice(tenants)))
 
 
 def parse_tenants(raw: bytes, *, max_priority: int = 0) -> tuple[Tenant, ...]:
@@ -194,6 +194,13 @@ def _no_constant(text: str) -> float:
 def _idle_quotas(tenants: Sequence[Tenant]) -> list[str]:
     both = [each.principal for each in tenants if None not in (each.principal.max_ttl_s, each.principal.quota_bytes)]
     return [f"tenant {each.name} has max_ttl_s, and what may not stay is never stored: its quota does nothing" for each in both]
+
+
+def _promised_twice(tenants: Sequence[Tenant]) -> list[str]:
+    together = sum(each.principal.memory_quota or 0.0 for each in tenants)
+    if together <= 1 + 1e-6:  # shares have six digits, and are no whole numbers here
+        return []
+    return [f"the memory_quota of all tenants is {100 * together:g}% together: one within its own may still lose to another"]
 
 
 def _warnings(path: str, mode: int) -> tuple[str, ...]:

@@ -32,10 +32,9 @@ log = logging.getLogger(__name__)
 
 _LATE = "request_timeout"
 _FAILED = "the engine failed on this request; the log says why"
-_FOR_CLIENTS = (
-    NO_ROOM,
-    OFF_GRAMMAR,
-)  # reasons that say what to do; others may be texts of exceptions, also about somebody else's request
+# Reasons that are the request's own and say what to do, with their codes; others may be texts of exceptions, also about somebody
+# else's request.
+_ASKED_TOO_MUCH = {NO_ROOM: "context_length_exceeded", OFF_GRAMMAR: "invalid_grammar"}
 
 
 class Answers:
@@ -83,12 +82,13 @@ class Answers:
             self._on_begun()
             if delta.error == _LATE:
                 raise self._too_late()
+            if delta.error in _ASKED_TOO_MUCH:
+                raise ApiError(400, delta.error, code=_ASKED_TOO_MUCH[delta.error])
             if delta.finish is Finish.FAILED:
                 log.error("request %s could not be finished: %s", self._id, delta.error)
                 if (delta.error or "").startswith(RANK_LOST):
                     raise ApiError(503, str(delta.error), type=SERVER, code="unavailable")
-                message = delta.error if delta.error in _FOR_CLIENTS else _FAILED
-                raise ApiError(500, message, type=SERVER, code="engine_error")
+                raise ApiError(500, _FAILED, type=SERVER, code="engine_error")
             if delta.finish is Finish.ABORTED:
                 raise ApiError(503, "the server is stopping", type=SERVER, code="unavailable")
             if delta.usage is not None:

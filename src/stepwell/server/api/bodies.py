@@ -48,7 +48,7 @@ class Asked(Kept):
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1)  # -1 and 0 for no limit
-    seed: int | None = Field(None, ge=0, lt=_INT64)
+    seed: int | None = Field(None, ge=-_INT64, lt=_INT64)
     stop: str | Strings | None = None
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     stream: bool | None = None

@@ -50,7 +50,7 @@ def chat_router(served: Served) -> APIRouter:
 def chat_asks(served: Served, body: ChatBody, principal: Principal, arrived_s: float) -> list[Ask]:
     """What a chat asks of the engine, one for each choice. Takes its time. Raises ApiError."""
     max_tokens = body.max_completion_tokens or body.max_tokens
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     sampling = sampling_of(

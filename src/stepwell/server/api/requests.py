@@ -22,7 +22,7 @@ from pydantic import BaseModel, ValidationError
 
 from stepwell.base.errors import ConfigError
 from stepwell.engine.guided import Guide
-from stepwell.engine.request import Ask, Sampling
+from stepwell.engine.request import SEEDS, Ask, Sampling
 from stepwell.server.access.principals import Principal
 from stepwell.server.api.bodies import Asked
 from stepwell.server.errors import ApiError, of_problems
@@ -188,7 +188,7 @@ def sampling_of(
             temperature=_first(body.temperature, defaults.get("temperature"), 1.0),
             top_p=_first(body.top_p, defaults.get("top_p"), 1.0),
             top_k=top_k if top_k > 0 else None,
-            seed=body.seed,
+            seed=None if body.seed is None else body.seed % SEEDS,
             stop=tuple(stop),
             logprobs=logprobs,
             ignore_eos=bool(body.ignore_eos),
@@ -202,8 +202,9 @@ def sampling_of(
             prompt_logprobs=prompt_logprobs,
             show_special=show_special or body.skip_special_tokens is False,
         )
-    except ConfigError as error:
-        raise ApiError(400, str(error)) from None
+    except ConfigError as error:  # which begins with the field's name
+        name = str(error).partition(" ")[0]
+        raise ApiError(400, str(error), param=name if name in type(body).model_fields else None) from None
 
 
 def asks_of(
@@ -226,7 +227,7 @@ def asks_of(
     if sampling.seed is None:
         return [first] * body.choices
     seeds = range(sampling.seed, sampling.seed + body.choices)
-    return [replace(first, sampling=replace(sampling, seed=seed)) for seed in seeds]
+    return [replace(first, sampling=replace(sampling, seed=seed % SEEDS)) for seed in seeds]
 
 
 def _biases(given: Mapping[str, float]) -> tuple[tuple[int, float], ...]:

@@ -11,7 +11,8 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import count
 from typing import Any, Literal
 
@@ -45,6 +46,9 @@ _ONLY_VALUES: dict[str, tuple[object, ...]] = {
 _KEPT_NOWHERE = "responses are not kept here: leave it out, and send the whole conversation as input"
 _INSTEAD = {"previous_response_id": _KEPT_NOWHERE, "conversation": _KEPT_NOWHERE}
 _PLAIN = {"format": {"type": "text"}}
+_FROM = {  # fields of a chat, and what they are made of
+    "messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text", "reasoning_effort": "reasoning",
+}  # fmt: skip
 # Fields of objects, with the values that they may have: what happens anyway, or never.
 _SUMMARY = ("auto", "concise", "detailed")  # of reasoning, which is told as it is
 _OF_REASONING: Mapping[str, tuple[object, ...]] = {
@@ -89,9 +93,12 @@ def responses_router(served: Served) -> APIRouter:
         body, size_bytes = await read_body(served, request, ResponsesBody)
         served.must_be_called(body.model)
         chat, principal = _chat(body), principal_of(request)
-        refuse_unsupported(chat, principal, unknown)
-        asks = await served.aside(size_bytes, lambda: chat_asks(served, chat, principal, arrived_s(request)), slow=chat.is_slow)
-        form = await served.aside(size_bytes, lambda: chat_form(served, chat, asks))
+        with _naming_fields():
+            refuse_unsupported(chat, principal, unknown)
+            asks = await served.aside(
+                size_bytes, lambda: chat_asks(served, chat, principal, arrived_s(request)), slow=chat.is_slow
+            )
+            form = await served.aside(size_bytes, lambda: chat_form(served, chat, asks))
         made = _Made(body)
         answers = Answers(served, asks, id=made.id, left_s=served.left_s(arrived_s(request)), headers=request.headers)
         await answers.begin()
@@ -103,6 +110,16 @@ def responses_router(served: Served) -> APIRouter:
         return await asyncio.to_thread(_whole, made, form, found[0], answers.usage(1))
 
     return router
+
+
+@contextmanager
+def _naming_fields() -> Iterator[None]:
+    """Errors of a chat name the field that its part of a response stands in."""
+    try:
+        yield
+    except ApiError as error:
+        error.param = _FROM.get(error.param or "", error.param)
+        raise
 
 
 def _chat(body: ResponsesBody) -> ChatBody:
@@ -118,6 +135,8 @@ def _chat(body: ResponsesBody) -> ChatBody:
     _must_be_usual("stream_options", body.stream_options, _OF_STREAMS)
     messages = [{"role": "system", "content": body.instructions}] if body.instructions else []
     items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
+    if not items:
+        raise ApiError(400, "input must be a text, or a list of one item or more", param="input")
     messages += messages_of(items)
     fields = {
         **more,
@@ -133,10 +152,11 @@ def _chat(body: ResponsesBody) -> ChatBody:
         "parallel_tool_calls": body.parallel_tool_calls,
         "reasoning_effort": (body.reasoning or {}).get("effort"),
     }
-    try:
-        return ChatBody.model_validate(fields)
-    except ValidationError as error:
-        raise of_problems(error.errors(include_url=False, include_input=False)) from None
+    with _naming_fields():
+        try:
+            return ChatBody.model_validate(fields)
+        except ValidationError as error:
+            raise of_problems(error.errors(include_url=False, include_input=False)) from None
 
 
 def _must_be_usual(

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from logging.handlers import QueueHandler
@@ -30,9 +31,8 @@ _PLAIN = re.compile(r"[\w.:/%+-]+", re.ASCII)  # values that need no quotes
 def log_to(stream: TextIO, form: str) -> Iterator[None]:
     """Writes what the program logs to a stream, in one of FORMATS: all that Stepwell says, and warnings of others."""
     lines: Queue[logging.LogRecord | None] = Queue(_MOST_WAITING)
-    writer = logging.StreamHandler(stream)
-    writer.setFormatter(logging.Formatter("%(message)s"))
-    handler, thread = _Lines(lines), Thread(target=_write, args=(lines, writer), name="stepwell-log", daemon=True)
+    handler = _Lines(lines)
+    thread = Thread(target=_write, args=(lines, _writer(stream)), name="stepwell-log", daemon=True)
     handler.setFormatter(_Json() if form == "json" else _Text())
     root, ours = logging.getLogger(), logging.getLogger("stepwell")
     level = ours.level
@@ -49,9 +49,28 @@ def log_to(stream: TextIO, form: str) -> Iterator[None]:
         thread.join(_LAST_LINES_S)
 
 
-def _write(lines: Queue[logging.LogRecord | None], writer: logging.Handler) -> None:
+def _write(lines: Queue[logging.LogRecord | None], write: Callable[[str], object]) -> None:
     while (record := lines.get()) is not None:
-        writer.handle(record)
+        with suppress(OSError, ValueError):  # a full disk, a reader that has gone, a closed stream: other lines may do better
+            write(f"{record.getMessage()}\n")
+
+
+def _writer(stream: TextIO) -> Callable[[str], object]:
+    """What writes to a stream: to its file beneath it, where it has one.
+
+    A thread that waits for a reader holds no lock then. The program takes that of the stream when it ends, and would wait too.
+    """
+    try:
+        file = stream.fileno()
+    except OSError:
+        return stream.write
+
+    def write(line: str) -> None:
+        left = line.encode(errors="backslashreplace")  # clients can send what has no other form
+        while left:
+            left = left[os.write(file, left) :]
+
+    return write
 
 
 class _Lines(QueueHandler):

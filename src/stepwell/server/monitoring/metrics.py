@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from stepwell import __version__
 from stepwell.engine.loop import EngineLoop
-from stepwell.engine.request import Delta
+from stepwell.engine.request import Delta, Finish
 from stepwell.server.monitoring.engine_metrics import EngineCollector
 
 SOURCES = ("device", "host", "store", "computed")
@@ -53,6 +53,16 @@ class Metrics:
             registry=self._registry,
         )
         self._registry.register(EngineCollector(loop))
+        self._begin_at_zero()
+
+    def _begin_at_zero(self) -> None:
+        """What has not happened yet is told as 0, or the first time that it does looks to a board as if it had always been so."""
+        for outcome in Finish:
+            self._requests.labels(outcome.value)
+        for source in SOURCES:
+            self._prompt.labels(source)
+        for guessed in ("accepted", "rejected"):
+            self._drafted.labels(guessed)
 
     def _seconds(self, name: str, meaning: str, bounds: Sequence[float] = _SECONDS) -> Histogram:
         return Histogram(name, meaning, buckets=bounds, registry=self._registry)

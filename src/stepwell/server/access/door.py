@@ -230,9 +230,11 @@ def principal_of(request: Request) -> Principal:
 
 
 def _resolve(principals: Principals, request: Request) -> Principal:
-    principal = principals.of_key(_bearer(request))
+    sent = _bearer(request)
+    principal = principals.of_key(sent)
     if principal is None:
-        raise ApiError(401, "this server wants its API key as a bearer token", type=AUTHENTICATION, code="invalid_api_key")
+        what = "the API key that was sent is none of this server's" if sent else "this server wants its API key as a bearer token"
+        raise ApiError(401, what, type=AUTHENTICATION, code="invalid_api_key")
     request.scope[_PRINCIPAL] = principal
     return principal
 

@@ -16,8 +16,10 @@ from stepwell.base.ids import Kind, Tier
 from stepwell.base.tasks import PageIds
 from stepwell.memory.arena import Need
 from stepwell.memory.layout import ArenaLayout
+from stepwell.tiers.clean import Clean
 from stepwell.tiers.cutting import cut_end
 from stepwell.tiers.state import CacheState, Leaving
+from stepwell.tiers.worth_saving import is_lost_without, is_worth_saving
 from stepwell.tree.accounts import Account
 from stepwell.tree.checkpoints import drop_residency
 from stepwell.tree.eviction_order import USEFUL
@@ -61,6 +63,8 @@ def allocate(
         raise NoRoom(_why(state, tier, need), waiting=arena.fits_when_empty(need) and coming)
     room = make_room(state, tier, need, tenant=tenant, may_spill=may_spill)
     if not room.fits:
+        if room.waiting:
+            state.counters.add(f"room_waits_{tier.label}")
         raise NoRoom(_why(state, tier, need), waiting=room.waiting)
     return arena.alloc(need)
 
@@ -70,10 +74,13 @@ def make_room(state: CacheState, tier: Tier, need: Need, *, tenant: str | None =
     state.give_back_host()
     if not state.tree.ranking.hold(tier):
         return _make_room(state, tier, need, tenant, may_spill)
+    before_bytes = state.arena(tier).used_bytes
     try:
         return _make_room(state, tier, need, tenant, may_spill)
     finally:
         state.tree.ranking.let_go(tier)
+        if tier is Tier.DEVICE and state.clean is not None:
+            state.clean.left_bytes += before_bytes - state.arena(tier).used_bytes
 
 
 def _make_room(state: CacheState, tier: Tier, need: Need, tenant: str | None, may_spill: bool) -> Room:
@@ -88,7 +95,11 @@ def _make_room(state: CacheState, tier: Tier, need: Need, tenant: str | None, ma
         if waiting and (_is_coming(state, tier, short) or _is_held(state, tier, short, held_bytes)):
             break
         patient = in_vain < patience_bytes
-        if together and PREFIX in short and (save is None or (not waiting and short[PREFIX] >= MANY_PAGES)):
+        if (
+            together
+            and PREFIX in short
+            and (save is None or (short[PREFIX] >= MANY_PAGES and not (waiting and _is_much_coming(state, tier))))
+        ):
             gone = _evict_together(
                 state, tier, need, short, any_sort=patient, patience_bytes=patience_bytes - in_vain, saved_only=save is not None
             )
@@ -112,6 +123,8 @@ def _make_room(state: CacheState, tier: Tier, need: Need, tenant: str | None, ma
             waiting = waiting or _may_be_shed_soon(state, tier, may_spill)
             break
         if save is not None and not victim.unsaved:
+            if state.clean is not None and tier is Tier.DEVICE and excess_bytes is None:
+                victim = _clean_instead(state, state.clean, victim, short)
             if tier is Tier.DEVICE and isinstance(victim, Run):
                 victim = cut_end(state, victim, _wanted(state, victim, short, excess_bytes))
             leaving = save(victim)
@@ -174,6 +187,11 @@ def _is_coming(state: CacheState, tier: Tier, short: Need) -> bool:
     layout = state.arena(tier).layout
     short_bytes = sum(count * layout.strides[kind] for kind, count in short.items())
     return state.copies.saving_bytes(tier) >= short_bytes + SAVED_AHEAD * layout.size_bytes
+
+
+def _is_much_coming(state: CacheState, tier: Tier) -> bool:
+    """Whether so much is being saved that it may be what is short, once less is."""
+    return state.copies.saving_bytes(tier) >= SAVED_AHEAD * state.arena(tier).layout.size_bytes
 
 
 def _held_below(state: CacheState, tier: Tier) -> int:
@@ -264,6 +282,18 @@ def patience_bytes_of(layout: ArenaLayout) -> int:
 def _needs_runs(short: Need) -> bool:
     """Whether each page of a run counts."""
     return PREFIX in short or ROWS in short
+
+
+def _clean_instead(state: CacheState, clean: Clean, victim: Victim, short: Need) -> Victim:
+    """What goes in place of a victim of the device that would have to be saved first: what is clean and helps, if anything."""
+    if not is_lost_without(state, victim) or not is_worth_saving(state, victim):
+        return victim
+    instead = clean.next(runs=_needs_runs(short), checkpoints=WINDOW in short or POINT in short)
+    if instead is None:
+        return victim
+    state.tree.ranking.queue(victim)
+    state.tree.ranking.take_out(instead)
+    return instead
 
 
 def _evict_together(
